@@ -1,0 +1,2 @@
+//! The warpdraft command.
+fn main() {}
