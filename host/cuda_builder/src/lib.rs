@@ -1,1 +1,196 @@
-//! To come.
+//! Compiles a kernel crate to PTX from a build script, with rustc's own NVPTX back end.
+//!
+//! The interface is the part of rust-cuda's `cuda_builder` that this project uses:
+//!
+//! ```no_run
+//! # fn main() -> Result<(), cuda_builder::Error> {
+//! cuda_builder::CudaBuilder::new("../gpu-kernels")
+//!     .arch("sm_90a")
+//!     .copy_to(std::path::Path::new(&std::env::var("OUT_DIR").unwrap()).join("kernels.ptx"))
+//!     .build()?;
+//! # Ok(()) }
+//! ```
+//!
+//! The device build needs a compiler and the matching sources of `core`: see [`Toolchain::find`].
+#![warn(missing_docs)]
+
+mod launch_bounds;
+mod toolchain;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+pub use toolchain::{TOOLCHAIN_VARIABLE, Toolchain};
+
+/// Why a device build failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No compiler with the sources of `core` beside it.
+    #[error(
+        "no Rust compiler with the sources of `core` was found, and PTX cannot be built without them; run \
+         `rustup component add rust-src`, or on Debian `apt-get install rustc-web cargo-web rust-web-src`, \
+         or set {TOOLCHAIN_VARIABLE} to the prefix of a toolchain that has them (looked in: {looked_in})"
+    )]
+    NoToolchain {
+        /// The prefixes that were tried.
+        looked_in: String,
+    },
+    /// The compiler ran and refused the crate; its messages are on standard error.
+    #[error("compiling {krate} for {arch} failed: {command} ended with {status}")]
+    Compile {
+        /// The kernel crate's folder.
+        krate: String,
+        /// The target level.
+        arch: String,
+        /// The command line.
+        command: String,
+        /// How it ended.
+        status: String,
+    },
+    /// A file could not be read, written or run.
+    #[error("{path}: {source}")]
+    Io {
+        /// What was touched.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+pub(crate) fn io(path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> Error {
+    let path = path.as_ref().display().to_string();
+    move |source| Error::Io { path, source }
+}
+
+/// One compilation of a kernel crate to one PTX module.
+pub struct CudaBuilder {
+    krate: PathBuf,
+    arch: String,
+    copy_to: Option<PathBuf>,
+    target_dir: Option<PathBuf>,
+}
+
+impl CudaBuilder {
+    /// A build of the crate in folder `krate`, relative to the package whose build script runs.
+    pub fn new(krate: impl Into<PathBuf>) -> Self {
+        Self { krate: krate.into(), arch: "sm_80".into(), copy_to: None, target_dir: None }
+    }
+
+    /// The level to compile for, such as `sm_80` or `sm_90a`. The crate sees it as `cfg(cuda_arch = "…")`.
+    pub fn arch(mut self, arch: impl Into<String>) -> Self {
+        self.arch = arch.into();
+        self
+    }
+
+    /// Where the finished PTX goes.
+    pub fn copy_to(mut self, path: impl Into<PathBuf>) -> Self {
+        self.copy_to = Some(path.into());
+        self
+    }
+
+    /// Cargo's target directory for the device build. By default `ptx` in the outer build's own, so that
+    /// the two never wait for one lock and every profile of the host shares one device build.
+    pub fn target_dir(mut self, path: impl Into<PathBuf>) -> Self {
+        self.target_dir = Some(path.into());
+        self
+    }
+
+    /// Compiles, and returns the path of the PTX.
+    ///
+    /// # Errors
+    /// No usable toolchain, a compile error (its text goes to standard error), or a file that cannot be written.
+    pub fn build(self) -> Result<PathBuf, Error> {
+        let krate = self.krate.canonicalize().map_err(io(&self.krate))?;
+        for watched in ["src", "cuda_std/src", "cuda_std/macros/src", "Cargo.toml"] {
+            println!("cargo::rerun-if-changed={}", krate.join(watched).display());
+        }
+        println!("cargo::rerun-if-env-changed={TOOLCHAIN_VARIABLE}");
+        let toolchain = Toolchain::find()?;
+        let target_dir =
+            self.target_dir.unwrap_or_else(|| outer_target_dir().join("ptx").join(&self.arch));
+
+        let mut command = Command::new(toolchain.cargo());
+        for (name, _) in std::env::vars_os() {
+            if !survives(&name) {
+                command.env_remove(name);
+            }
+        }
+        let ptx_version = if self.arch.starts_with("sm_9") { "+ptx83" } else { "+ptx70" };
+        command
+            .current_dir(&krate)
+            .env("RUSTC", toolchain.rustc())
+            // The pinned stable compiler takes `-Z` flags and device features with this, here alone.
+            .env("RUSTC_BOOTSTRAP", "1")
+            // Fat LTO leaves one self-contained PTX text: nothing to link.
+            .env("CARGO_TARGET_NVPTX64_NVIDIA_CUDA_LINKER", "/bin/true")
+            .env(
+                "RUSTFLAGS",
+                format!(
+                    "-C target-cpu={arch} -C target-feature={ptx_version} --emit=asm --cfg cuda_arch=\"{arch}\"",
+                    arch = self.arch
+                ),
+            )
+            .env("CARGO_PROFILE_RELEASE_LTO", "fat")
+            .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "1")
+            .env("CARGO_PROFILE_RELEASE_PANIC", "abort")
+            .env("CARGO_PROFILE_RELEASE_DEBUG", "0")
+            .args(["rustc", "--release", "--lib", "--crate-type", "cdylib"])
+            .args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core"])
+            .arg("--target-dir")
+            .arg(&target_dir);
+        let status = command.status().map_err(io(toolchain.cargo()))?;
+        if !status.success() {
+            return Err(Error::Compile {
+                krate: krate.display().to_string(),
+                arch: self.arch,
+                command: format!("{command:?}"),
+                status: status.to_string(),
+            });
+        }
+
+        let assembly = assembly_of(&krate, &target_dir)?;
+        let text = std::fs::read_to_string(&assembly).map_err(io(&assembly))?;
+        let ptx = launch_bounds::apply(&text);
+        let destination = self.copy_to.unwrap_or_else(|| assembly.with_extension("ptx"));
+        std::fs::write(&destination, ptx).map_err(io(&destination))?;
+        Ok(destination)
+    }
+}
+
+/// Cargo tells build scripts and wrappers about the outer build through the environment; the device build
+/// must see none of it.
+fn survives(name: &OsString) -> bool {
+    let Some(name) = name.to_str() else { return true };
+    let about_outer_build = name.starts_with("CARGO_") && name != "CARGO_HOME" && name != "CARGO_NET_OFFLINE";
+    let wrapper = name.starts_with("RUSTC") || name == "RUSTFLAGS" || name == "RUSTDOC";
+    let clippy = name.starts_with("CLIPPY_");
+    !(about_outer_build || wrapper || clippy || name == "TARGET" || name == "HOST" || name == "OUT_DIR")
+}
+
+/// The folder that holds the profile folders of the build that runs this build script.
+fn outer_target_dir() -> PathBuf {
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap_or_else(|| "target/x/x/x/x".into()));
+    // <target>/<profile>/build/<package>/out
+    out.ancestors().nth(4).unwrap_or(Path::new("target")).to_path_buf()
+}
+
+/// The one assembly file that the device build left for the crate.
+fn assembly_of(krate: &Path, target_dir: &Path) -> Result<PathBuf, Error> {
+    let name = krate.file_name().map(|n| n.to_string_lossy().replace('-', "_")).unwrap_or_default();
+    let folder = target_dir.join("nvptx64-nvidia-cuda/release/deps");
+    let newest = std::fs::read_dir(&folder)
+        .map_err(io(&folder))?
+        .filter_map(|entry| {
+            let path = entry.ok()?.path();
+            let stem = path.file_stem()?.to_str()?.to_owned();
+            let ours = path.extension()? == "s" && (stem == name || stem.starts_with(&format!("{name}-")));
+            let modified = path.metadata().ok()?.modified().ok()?;
+            ours.then_some((modified, path))
+        })
+        .max();
+    newest.map(|(_, path)| path).ok_or_else(|| Error::Io {
+        path: folder.join(format!("{name}.s")).display().to_string(),
+        source: std::io::ErrorKind::NotFound.into(),
+    })
+}
