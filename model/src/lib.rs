@@ -1,1 +1,27 @@
-//! To come.
+//! What Qwen3 is, with no GPU in it: config, checkpoint, tokenizer, chat template, sampler and a CPU
+//! reference forward pass.
+//!
+//! The way in is [`Source`]: it parses what the user wrote (a directory, a hub id or `demo`) and resolves to a
+//! [`Checkpoint`], which owns the weights (memory-mapped, or part of the program) and everything that is read
+//! beside them. [`CpuModel`] runs one on the CPU; a GPU backend uploads [`Checkpoint::weights`].
+//!
+//! Every error is a value of [`Error`] whose sentence names the file or tensor and the mend.
+
+pub mod chat;
+pub mod checkpoint;
+pub mod config;
+pub mod cpu;
+mod error;
+pub mod rope;
+pub mod sampling;
+pub mod source;
+pub mod tokenizer;
+
+pub use chat::{ChatTemplate, Message, Role};
+pub use checkpoint::{Checkpoint, Dtype, LayerWeights, OpenOptions, Tensor, Weights};
+pub use config::{Config, GenerationConfig};
+pub use cpu::{CpuModel, KvCache};
+pub use error::Error;
+pub use sampling::Sampling;
+pub use source::{DownloadProgress, Source};
+pub use tokenizer::{TokenStream, Tokenizer};

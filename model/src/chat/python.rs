@@ -1,0 +1,178 @@
+//! The pieces of Python's standard library that chat templates reach: `json.dumps` and `strftime`.
+
+use std::io;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use minijinja::value::Value;
+use minijinja::{Error, ErrorKind};
+use serde::Serialize;
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+
+/// `json.dumps(value, ensure_ascii=False, indent=indent)`.
+pub(super) fn json_dumps(value: &Value, indent: Option<usize>) -> Result<String, Error> {
+    let mut out = Vec::new();
+    let written = match indent {
+        Some(n) => {
+            let spaces = " ".repeat(n.min(64));
+            value.serialize(&mut Serializer::with_formatter(
+                &mut out,
+                PrettyFormatter::with_indent(spaces.as_bytes()),
+            ))
+        }
+        None => value.serialize(&mut Serializer::with_formatter(&mut out, OneLine)),
+    };
+    let failed = |e: String| Error::new(ErrorKind::BadSerialization, format!("tojson: {e}"));
+    written.map_err(|e| failed(e.to_string()))?;
+    String::from_utf8(out).map_err(|e| failed(e.to_string()))
+}
+
+/// Python's separators: `", "` and `": "`, where serde_json's compact form has no spaces.
+struct OneLine;
+
+impl Formatter for OneLine {
+    fn begin_array_value<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        if first {
+            Ok(())
+        } else {
+            writer.write_all(b", ")
+        }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        if first {
+            Ok(())
+        } else {
+            writer.write_all(b", ")
+        }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+/// The time now, in UTC, in a `strftime` format.
+pub(super) fn strftime_now(format: &str) -> String {
+    let seconds = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |d| d.as_secs());
+    strftime(format, seconds)
+}
+
+const MONTHS: [&str; 12] = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+];
+const DAYS: [&str; 7] = [
+    "Sunday",
+    "Monday",
+    "Tuesday",
+    "Wednesday",
+    "Thursday",
+    "Friday",
+    "Saturday",
+];
+
+/// `seconds` since 1970 in UTC; a directive that is not known stays as it is written.
+fn strftime(format: &str, seconds: u64) -> String {
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    let (year, month, day) = civil(days);
+    let (weekday, month_name) = (DAYS[(days + 4) as usize % 7], MONTHS[month as usize - 1]);
+    let mut out = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            out.push(c);
+            continue;
+        }
+        match chars.next() {
+            Some('Y') => out += &year.to_string(),
+            Some('y') => out += &format!("{:02}", year % 100),
+            Some('m') => out += &format!("{month:02}"),
+            Some('d') => out += &format!("{day:02}"),
+            Some('H') => out += &format!("{:02}", second / 3600),
+            Some('M') => out += &format!("{:02}", second / 60 % 60),
+            Some('S') => out += &format!("{:02}", second % 60),
+            Some('B') => out += month_name,
+            Some('b') => out += &month_name[..3],
+            Some('A') => out += weekday,
+            Some('a') => out += &weekday[..3],
+            Some('%') => out.push('%'),
+            other => {
+                out.push('%');
+                out.extend(other);
+            }
+        }
+    }
+    out
+}
+
+/// Year, month and day of a number of days since 1 January 1970, in the Gregorian calendar.
+///
+/// Counts from 1 March of year 0, so that the leap day is the last of its year; eras are 400 years of 146,097 days.
+fn civil(days: u64) -> (u64, u64, u64) {
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
+    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strftime_knows_the_calendar() {
+        assert_eq!(strftime("%Y-%m-%d %H:%M:%S", 0), "1970-01-01 00:00:00");
+        assert_eq!(
+            strftime("%a %d %b %Y, %A %B %y 100%% %q", 951_782_400),
+            "Tue 29 Feb 2000, Tuesday February 00 100% %q"
+        );
+        assert_eq!(
+            strftime("%Y-%m-%d %H:%M:%S", 4_102_444_799),
+            "2099-12-31 23:59:59"
+        );
+    }
+
+    #[test]
+    fn json_is_spaced_as_python_spaces_it() {
+        let value = Value::from(minijinja::value::Serde(
+            serde_json::json!({"a": [1, 2.5, "é<&>'"], "b": {"c": null, "d": true}, "e": {}}),
+        ));
+        assert_eq!(
+            json_dumps(&value, None).unwrap(),
+            r#"{"a": [1, 2.5, "é<&>'"], "b": {"c": null, "d": true}, "e": {}}"#
+        );
+        assert_eq!(
+            json_dumps(&Value::from(vec![1, 2]), Some(2)).unwrap(),
+            "[\n  1,\n  2\n]"
+        );
+    }
+}

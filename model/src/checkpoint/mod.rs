@@ -1,0 +1,342 @@
+//! A model on disk, or in the program: config, tokenizer, chat template, and weights that are mapped rather than read.
+
+mod dtype;
+mod files;
+mod finite;
+mod header;
+mod weights;
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::Deserialize;
+
+pub use dtype::Dtype;
+pub use weights::{LayerWeights, Weights};
+
+use crate::Error;
+use crate::chat::ChatTemplate;
+use crate::config::{Config, GenerationConfig, parse_json};
+use crate::tokenizer::Tokenizer;
+use files::{Bytes, Files};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// A model: everything that its files say. Cloning shares the weights and the tokenizer.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    /// Sizes and constants.
+    pub config: Config,
+    /// Default sampling, and the ids that end a reply.
+    pub generation: GenerationConfig,
+    /// Text to token ids and back.
+    pub tokenizer: Tokenizer,
+    /// How a conversation becomes a prompt, if the checkpoint says.
+    pub chat_template: Option<ChatTemplate>,
+    store: Arc<Store>,
+}
+
+/// What [`Checkpoint::open_with`] checks.
+#[derive(Debug, Clone, Copy)]
+pub struct OpenOptions {
+    /// Whether every weight is read once to find NaN and infinity. On by default: it costs one pass over the file at
+    /// the disk's speed, which loading pays anyway.
+    pub check_finite: bool,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        OpenOptions { check_finite: true }
+    }
+}
+
+/// One tensor, in place.
+#[derive(Debug, Clone, Copy)]
+pub struct Tensor<'a> {
+    /// Name in the checkpoint.
+    pub name: &'a str,
+    /// Number format.
+    pub dtype: Dtype,
+    /// Sizes, slowest first.
+    pub shape: &'a [usize],
+    /// Elements, row-major, little-endian. They may start at any address, aligned or not.
+    pub data: &'a [u8],
+}
+
+/// Handle of a tensor within its checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TensorId(usize);
+
+/// The weights' bytes and where each tensor lies in them.
+#[derive(Debug)]
+struct Store {
+    /// The file that lists the tensors, for messages: the index or the only shard.
+    listing: PathBuf,
+    shards: Vec<Shard>,
+    tensors: Vec<Stored>,
+    by_name: HashMap<String, TensorId>,
+}
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    bytes: Bytes,
+}
+
+#[derive(Debug)]
+struct Stored {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    shard: usize,
+    bytes: Range<usize>,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint in a directory and checks it: header, names, shapes, tokenizer, and that every weight is finite.
+    ///
+    /// # Errors
+    /// Any [`Error`] about files and their content.
+    pub fn open(dir: &Path) -> Result<Self, Error> {
+        Self::open_with(dir, OpenOptions::default())
+    }
+
+    /// As [`open`](Self::open), with a say in what is checked.
+    ///
+    /// # Errors
+    /// Any [`Error`] about files and their content.
+    pub fn open_with(dir: &Path, options: OpenOptions) -> Result<Self, Error> {
+        Self::from_files(&Files::Dir(dir.to_owned()), options)
+    }
+
+    /// The demo model: part of the program, or the source folder `model/demo` if built without `bundled-demo`.
+    ///
+    /// # Errors
+    /// None in a released program; any [`Error`] about files while the demo's own files are being worked on.
+    pub fn demo() -> Result<Self, Error> {
+        #[cfg(feature = "bundled-demo")]
+        let files = Files::Embedded(crate::source::DEMO_FILES);
+        #[cfg(not(feature = "bundled-demo"))]
+        let files = Files::Dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("demo"));
+        Self::from_files(&files, OpenOptions::default())
+    }
+
+    fn from_files(files: &Files, options: OpenOptions) -> Result<Self, Error> {
+        const FETCH: &str = "a checkpoint directory holds config.json, tokenizer.json and the safetensors; fetch the file, or name another directory";
+        let config_path = files.path("config.json");
+        let config = Config::parse(&files.require("config.json", FETCH)?, &config_path)?;
+
+        let tokenizer_path = files.path("tokenizer.json");
+        let tokenizer =
+            Tokenizer::parse(&files.require("tokenizer.json", FETCH)?, &tokenizer_path)?;
+        tokenizer.check_fits(config.vocab_size, &tokenizer_path)?;
+
+        let tokenizer_config_path = files.path("tokenizer_config.json");
+        let tokenizer_config = files.read("tokenizer_config.json")?;
+        let template_path = files.path("chat_template.jinja");
+        let template = files.read("chat_template.jinja")?;
+        let chat_template = ChatTemplate::from_files(
+            template
+                .as_deref()
+                .map(|text| (text, template_path.as_path())),
+            tokenizer_config
+                .as_deref()
+                .map(|text| (text, tokenizer_config_path.as_path())),
+        )?;
+
+        let generation_path = files.path("generation_config.json");
+        let mut generation = match files.read("generation_config.json")? {
+            Some(json) => GenerationConfig::parse(&json, &generation_path)?,
+            None => GenerationConfig::default(),
+        };
+        if generation.eos_token_ids.is_empty() {
+            generation.eos_token_ids = config.eos_token_ids.clone();
+        }
+        if generation.eos_token_ids.is_empty() {
+            let named = chat_template
+                .as_ref()
+                .and_then(|t| t.special_token("eos_token"));
+            generation.eos_token_ids = named
+                .and_then(|token| tokenizer.token_to_id(token))
+                .into_iter()
+                .collect();
+        }
+        if let Some(id) = generation
+            .eos_token_ids
+            .iter()
+            .find(|id| **id as usize >= config.vocab_size)
+        {
+            return Err(Error::InvalidSetting {
+                path: generation_path,
+                field: "eos_token_id",
+                value: id.to_string(),
+                reason: "it must be below config.json's vocab_size",
+            });
+        }
+
+        let store = Arc::new(Store::open(files)?);
+        let checkpoint = Checkpoint {
+            config,
+            generation,
+            tokenizer,
+            chat_template,
+            store,
+        };
+        checkpoint.weight_ids()?;
+        if options.check_finite {
+            checkpoint.check_finite(&|_| {})?;
+        }
+        Ok(checkpoint)
+    }
+
+    /// The tensor of that name.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`].
+    pub fn tensor(&self, name: &str) -> Result<Tensor<'_>, Error> {
+        Ok(self.tensor_by_id(self.lookup(name)?))
+    }
+
+    /// All tensors, shard by shard in file order.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
+        (0..self.store.tensors.len()).map(|i| self.tensor_by_id(TensorId(i)))
+    }
+
+    /// Bytes of all tensors as they are stored.
+    pub fn stored_bytes(&self) -> u64 {
+        self.store
+            .tensors
+            .iter()
+            .map(|t| t.bytes.len() as u64)
+            .sum()
+    }
+
+    /// The file that holds a tensor, for messages; `None` if there is no such tensor.
+    pub fn tensor_file(&self, name: &str) -> Option<&Path> {
+        let id = self.store.by_name.get(name)?;
+        Some(&self.store.shards[self.store.tensors[id.0].shard].path)
+    }
+
+    pub(crate) fn tensor_by_id(&self, id: TensorId) -> Tensor<'_> {
+        let stored = &self.store.tensors[id.0];
+        Tensor {
+            name: &stored.name,
+            dtype: stored.dtype,
+            shape: &stored.shape,
+            data: &self.store.shards[stored.shard].bytes[stored.bytes.clone()],
+        }
+    }
+
+    /// Handle of a tensor, its shape checked.
+    fn tensor_id(&self, name: &str, shape: &[usize]) -> Result<TensorId, Error> {
+        let id = self.lookup(name)?;
+        let stored = &self.store.tensors[id.0];
+        if stored.shape != shape {
+            return Err(Error::Shape {
+                path: self.store.shards[stored.shard].path.clone(),
+                tensor: name.to_owned(),
+                found: stored.shape.clone(),
+                expected: shape.to_vec(),
+            });
+        }
+        Ok(id)
+    }
+
+    fn lookup(&self, name: &str) -> Result<TensorId, Error> {
+        let missing = || Error::MissingTensor {
+            path: self.store.listing.clone(),
+            tensor: name.to_owned(),
+        };
+        self.store.by_name.get(name).copied().ok_or_else(missing)
+    }
+}
+
+/// `model.safetensors.index.json`: which shard holds which tensor.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Store {
+    /// Maps one shard or many and reads their headers.
+    fn open(files: &Files) -> Result<Self, Error> {
+        let index_path = files.path(INDEX);
+        let Some(json) = files.read(INDEX)? else {
+            return Self::from_shards(files, &[SINGLE.to_owned()], files.path(SINGLE));
+        };
+        let index: Index = parse_json(&json, &index_path)?;
+        let mut names: Vec<String> = index.weight_map.values().cloned().collect();
+        names.sort();
+        names.dedup();
+        for name in &names {
+            // A shard lies beside its index; anything else would read files that the user did not name.
+            if name.contains(['/', '\\']) || name == ".." {
+                let reason = format!("the shard name {name:?} is not a plain file name");
+                return Err(Error::Json {
+                    path: index_path,
+                    reason,
+                });
+            }
+        }
+        let store = Self::from_shards(files, &names, index_path)?;
+        for (tensor, shard) in &index.weight_map {
+            let holder = store
+                .by_name
+                .get(tensor)
+                .map(|id| &names[store.tensors[id.0].shard]);
+            if holder != Some(shard) {
+                return Err(Error::TensorNotInShard {
+                    path: files.path(shard),
+                    tensor: tensor.clone(),
+                    found_in: holder.cloned(),
+                });
+            }
+        }
+        Ok(store)
+    }
+
+    fn from_shards(files: &Files, names: &[String], listing: PathBuf) -> Result<Self, Error> {
+        let mut store = Store {
+            listing,
+            shards: Vec::new(),
+            tensors: Vec::new(),
+            by_name: HashMap::new(),
+        };
+        for (shard, name) in names.iter().enumerate() {
+            let path = files.path(name);
+            let Some(bytes) = files.map(name)? else {
+                let mend = "the weights are incomplete; fetch the file, or name another directory";
+                return Err(Error::MissingFile { path, mend });
+            };
+            for entry in header::read(&bytes, &path)? {
+                let id = TensorId(store.tensors.len());
+                if store.by_name.insert(entry.name.clone(), id).is_some() {
+                    let reason = "another shard holds a tensor of that name too".to_owned();
+                    return Err(Error::HeaderEntry {
+                        path,
+                        tensor: entry.name,
+                        reason,
+                    });
+                }
+                let header::Entry {
+                    name,
+                    dtype,
+                    shape,
+                    bytes,
+                } = entry;
+                store.tensors.push(Stored {
+                    name,
+                    dtype,
+                    shape,
+                    shard,
+                    bytes,
+                });
+            }
+            store.shards.push(Shard { path, bytes });
+        }
+        Ok(store)
+    }
+}

@@ -1,0 +1,130 @@
+//! The typed view of a checkpoint: every weight of a Qwen3 model by its role, shapes checked.
+
+use super::{Checkpoint, Tensor, TensorId};
+use crate::Error;
+
+/// Every weight of the model. Matrices are `[outputs, inputs]`, row-major, as PyTorch stores a `Linear`.
+///
+/// `T` is [`Tensor`] for readers, and a handle where something owns the checkpoint and looks tensors up later.
+#[derive(Debug, Clone)]
+pub struct Weights<T> {
+    /// Token embedding, `[vocab, hidden]`.
+    pub embed: T,
+    /// Decoder layers, first to last.
+    pub layers: Vec<LayerWeights<T>>,
+    /// Final RMS norm, `[hidden]`.
+    pub norm: T,
+    /// Output head, `[vocab, hidden]`; the embedding itself when they are tied.
+    pub head: T,
+}
+
+/// Weights of one decoder layer.
+#[derive(Debug, Clone)]
+pub struct LayerWeights<T> {
+    /// RMS norm before attention, `[hidden]`.
+    pub input_norm: T,
+    /// Query projection, `[heads × head_dim, hidden]`.
+    pub q: T,
+    /// Key projection, `[kv_heads × head_dim, hidden]`.
+    pub k: T,
+    /// Value projection, `[kv_heads × head_dim, hidden]`.
+    pub v: T,
+    /// Output projection, `[hidden, heads × head_dim]`.
+    pub o: T,
+    /// RMS norm of each query head, `[head_dim]`.
+    pub q_norm: T,
+    /// RMS norm of each key head, `[head_dim]`.
+    pub k_norm: T,
+    /// RMS norm before the MLP, `[hidden]`.
+    pub post_attention_norm: T,
+    /// SwiGLU gate, `[intermediate, hidden]`.
+    pub gate: T,
+    /// SwiGLU up, `[intermediate, hidden]`.
+    pub up: T,
+    /// SwiGLU down, `[hidden, intermediate]`.
+    pub down: T,
+}
+
+impl Checkpoint {
+    /// Every weight by its role, in place (nothing is copied), with shapes checked against the config.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`] or [`Error::Shape`]; not after a successful [`Checkpoint::open`], which checks both.
+    pub fn weights(&self) -> Result<Weights<Tensor<'_>>, Error> {
+        Ok(self.weight_ids()?.map(&mut |id| self.tensor_by_id(id)))
+    }
+
+    /// As [`weights`](Self::weights), as handles that borrow nothing.
+    pub(crate) fn weight_ids(&self) -> Result<Weights<TensorId>, Error> {
+        let c = &self.config;
+        let (hidden, inner, q, kv) = (
+            c.hidden_size,
+            c.intermediate_size,
+            c.query_size(),
+            c.key_value_size(),
+        );
+        let embed = self.tensor_id("model.embed_tokens.weight", &[c.vocab_size, hidden])?;
+        let layers = (0..c.num_hidden_layers)
+            .map(|i| {
+                let get = |name: &str, shape: &[usize]| {
+                    self.tensor_id(&format!("model.layers.{i}.{name}.weight"), shape)
+                };
+                Ok(LayerWeights {
+                    input_norm: get("input_layernorm", &[hidden])?,
+                    q: get("self_attn.q_proj", &[q, hidden])?,
+                    k: get("self_attn.k_proj", &[kv, hidden])?,
+                    v: get("self_attn.v_proj", &[kv, hidden])?,
+                    o: get("self_attn.o_proj", &[hidden, q])?,
+                    q_norm: get("self_attn.q_norm", &[c.head_dim])?,
+                    k_norm: get("self_attn.k_norm", &[c.head_dim])?,
+                    post_attention_norm: get("post_attention_layernorm", &[hidden])?,
+                    gate: get("mlp.gate_proj", &[inner, hidden])?,
+                    up: get("mlp.up_proj", &[inner, hidden])?,
+                    down: get("mlp.down_proj", &[hidden, inner])?,
+                })
+            })
+            .collect::<Result<_, Error>>()?;
+        let norm = self.tensor_id("model.norm.weight", &[hidden])?;
+        let head = if c.tie_word_embeddings {
+            embed
+        } else {
+            self.tensor_id("lm_head.weight", &[c.vocab_size, hidden])?
+        };
+        Ok(Weights {
+            embed,
+            layers,
+            norm,
+            head,
+        })
+    }
+}
+
+impl<T> Weights<T> {
+    /// The same weights with `f` applied to each, in the order of the forward pass (a tied head comes twice).
+    pub fn map<U>(self, f: &mut impl FnMut(T) -> U) -> Weights<U> {
+        Weights {
+            embed: f(self.embed),
+            layers: self.layers.into_iter().map(|layer| layer.map(f)).collect(),
+            norm: f(self.norm),
+            head: f(self.head),
+        }
+    }
+}
+
+impl<T> LayerWeights<T> {
+    fn map<U>(self, f: &mut impl FnMut(T) -> U) -> LayerWeights<U> {
+        LayerWeights {
+            input_norm: f(self.input_norm),
+            q: f(self.q),
+            k: f(self.k),
+            v: f(self.v),
+            o: f(self.o),
+            q_norm: f(self.q_norm),
+            k_norm: f(self.k_norm),
+            post_attention_norm: f(self.post_attention_norm),
+            gate: f(self.gate),
+            up: f(self.up),
+            down: f(self.down),
+        }
+    }
+}

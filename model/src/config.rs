@@ -1,0 +1,424 @@
+//! `config.json` and `generation_config.json`: the sizes of a dense Qwen3 model and its default sampling.
+
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::Error;
+
+/// Sizes and constants of a dense Qwen3 model, checked: every size is positive, heads divide evenly.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// Rows of the embedding; token ids are below this.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the SwiGLU inner layer.
+    pub intermediate_size: usize,
+    /// Decoder layers.
+    pub num_hidden_layers: usize,
+    /// Query heads.
+    pub num_attention_heads: usize,
+    /// Key and value heads; divides [`num_attention_heads`](Self::num_attention_heads).
+    pub num_key_value_heads: usize,
+    /// Elements of one head (128 in every published Qwen3); even.
+    pub head_dim: usize,
+    /// Longest sequence that the model was made for, in tokens.
+    pub max_position_embeddings: usize,
+    /// Added to the mean square in every RMS norm.
+    pub rms_norm_eps: f32,
+    /// Base of the rotary position embedding.
+    pub rope_theta: f64,
+    /// Whether the head is the embedding itself.
+    pub tie_word_embeddings: bool,
+    /// End-of-sequence ids that `config.json` itself names (often overruled by `generation_config.json`).
+    pub eos_token_ids: Vec<u32>,
+}
+
+impl Config {
+    /// Reads and checks the text of a `config.json`; `path` is for error messages.
+    ///
+    /// # Errors
+    /// [`Error::Json`], [`Error::UnsupportedArchitecture`], [`Error::UnsupportedSetting`] or [`Error::InvalidSetting`].
+    pub fn parse(json: &[u8], path: &Path) -> Result<Self, Error> {
+        // The architecture first: another model's config may well lack the fields that Qwen3 has.
+        let which: Architecture = parse_json(json, path)?;
+        which.check(path)?;
+        let raw: RawConfig = parse_json(json, path)?;
+        raw.check_supported(path)?;
+        let config = Config {
+            vocab_size: raw.vocab_size,
+            hidden_size: raw.hidden_size,
+            intermediate_size: raw.intermediate_size,
+            num_hidden_layers: raw.num_hidden_layers,
+            num_attention_heads: raw.num_attention_heads,
+            num_key_value_heads: raw.num_key_value_heads.unwrap_or(raw.num_attention_heads),
+            head_dim: raw.head_dim.unwrap_or(128),
+            max_position_embeddings: raw.max_position_embeddings,
+            rms_norm_eps: raw.rms_norm_eps,
+            rope_theta: raw.rope_theta(path)?,
+            tie_word_embeddings: raw.tie_word_embeddings,
+            eos_token_ids: raw
+                .eos_token_id
+                .map(OneOrMany::into_vec)
+                .unwrap_or_default(),
+        };
+        config.check(path)?;
+        Ok(config)
+    }
+
+    /// Columns of the query projection's output: query heads × head size.
+    pub fn query_size(&self) -> usize {
+        self.num_attention_heads * self.head_dim
+    }
+
+    /// Columns of the key (or value) projection's output: key heads × head size.
+    pub fn key_value_size(&self) -> usize {
+        self.num_key_value_heads * self.head_dim
+    }
+
+    /// Parameters of the whole model, a tied head counted once.
+    pub fn parameter_count(&self) -> usize {
+        let embeddings =
+            self.vocab_size * self.hidden_size * if self.tie_word_embeddings { 1 } else { 2 };
+        let attention =
+            2 * self.hidden_size * (self.query_size() + self.key_value_size()) + 2 * self.head_dim;
+        let mlp = 3 * self.hidden_size * self.intermediate_size;
+        let norms = 2 * self.hidden_size;
+        embeddings + self.num_hidden_layers * (attention + mlp + norms) + self.hidden_size
+    }
+
+    /// Bytes of all weights when each takes `bytes_per_weight` (2 for bf16).
+    pub fn weight_bytes(&self, bytes_per_weight: usize) -> usize {
+        self.parameter_count() * bytes_per_weight
+    }
+
+    /// Bytes of keys and values that one token adds to the cache, over all layers, at `bytes_per_element` (2 for bf16).
+    pub fn kv_bytes_per_token(&self, bytes_per_element: usize) -> usize {
+        2 * self.num_hidden_layers * self.key_value_size() * bytes_per_element
+    }
+
+    fn check(&self, path: &Path) -> Result<(), Error> {
+        let invalid = |field, value: String, reason| Error::InvalidSetting {
+            path: path.to_owned(),
+            field,
+            value,
+            reason,
+        };
+        // The upper bound keeps every product of sizes far from overflow; the largest real dimension is 151,936.
+        const LARGEST: usize = 1 << 24;
+        for (field, size) in [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("head_dim", self.head_dim),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ] {
+            let limit = if matches!(
+                field,
+                "num_hidden_layers" | "num_attention_heads" | "num_key_value_heads" | "head_dim"
+            ) {
+                1 << 12
+            } else {
+                LARGEST
+            };
+            if size == 0 || size > limit {
+                return Err(invalid(
+                    field,
+                    size.to_string(),
+                    "it must be positive and of a sensible size",
+                ));
+            }
+        }
+        if !self
+            .num_attention_heads
+            .is_multiple_of(self.num_key_value_heads)
+        {
+            return Err(invalid(
+                "num_key_value_heads",
+                self.num_key_value_heads.to_string(),
+                "it must divide num_attention_heads",
+            ));
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return Err(invalid(
+                "head_dim",
+                self.head_dim.to_string(),
+                "it must be even, since rotary embedding turns pairs",
+            ));
+        }
+        if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps < 1.0) {
+            return Err(invalid(
+                "rms_norm_eps",
+                self.rms_norm_eps.to_string(),
+                "it must lie between 0 and 1",
+            ));
+        }
+        if !(self.rope_theta.is_finite() && self.rope_theta > 1.0) {
+            return Err(invalid(
+                "rope_theta",
+                self.rope_theta.to_string(),
+                "it must be a number above 1",
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Default sampling of a checkpoint; what the files leave unsaid is `None`.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct GenerationConfig {
+    /// Ids that end a reply; from `generation_config.json`, else `config.json`, else the tokenizer's `eos_token`.
+    pub eos_token_ids: Vec<u32>,
+    /// Whether the checkpoint wants sampling at all (`false` is greedy).
+    pub do_sample: Option<bool>,
+    /// Divides the logits.
+    pub temperature: Option<f32>,
+    /// Number of most likely tokens kept.
+    pub top_k: Option<u32>,
+    /// Share of the probability kept.
+    pub top_p: Option<f32>,
+    /// Least probability kept, as a share of the greatest.
+    pub min_p: Option<f32>,
+    /// Hugging Face's repetition penalty.
+    pub repetition_penalty: Option<f32>,
+}
+
+impl GenerationConfig {
+    /// Reads the text of a `generation_config.json`; `path` is for error messages.
+    ///
+    /// # Errors
+    /// [`Error::Json`].
+    pub fn parse(json: &[u8], path: &Path) -> Result<Self, Error> {
+        #[derive(Deserialize)]
+        struct Raw {
+            eos_token_id: Option<OneOrMany>,
+            do_sample: Option<bool>,
+            temperature: Option<f32>,
+            top_k: Option<u32>,
+            top_p: Option<f32>,
+            min_p: Option<f32>,
+            repetition_penalty: Option<f32>,
+        }
+        let raw: Raw = parse_json(json, path)?;
+        Ok(GenerationConfig {
+            eos_token_ids: raw
+                .eos_token_id
+                .map(OneOrMany::into_vec)
+                .unwrap_or_default(),
+            do_sample: raw.do_sample,
+            temperature: raw.temperature,
+            top_k: raw.top_k,
+            top_p: raw.top_p,
+            min_p: raw.min_p,
+            repetition_penalty: raw.repetition_penalty,
+        })
+    }
+}
+
+/// Parses JSON into `T`, with the file named in the error.
+pub(crate) fn parse_json<'a, T: Deserialize<'a>>(json: &'a [u8], path: &Path) -> Result<T, Error> {
+    serde_json::from_slice(json).map_err(|e| Error::Json {
+        path: path.to_owned(),
+        reason: e.to_string(),
+    })
+}
+
+/// A field that is either one id or a list of them.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(u32),
+    Many(Vec<u32>),
+}
+
+impl OneOrMany {
+    fn into_vec(self) -> Vec<u32> {
+        match self {
+            OneOrMany::One(id) => vec![id],
+            OneOrMany::Many(ids) => ids,
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Architecture {
+    #[serde(default)]
+    architectures: Option<Vec<String>>,
+    #[serde(default)]
+    model_type: Option<String>,
+}
+
+impl Architecture {
+    fn check(&self, path: &Path) -> Result<(), Error> {
+        let named = self
+            .architectures
+            .as_deref()
+            .and_then(|a| a.first())
+            .map(String::as_str);
+        let model_type = self.model_type.as_deref();
+        let dense = match named {
+            Some(name) => name == "Qwen3ForCausalLM" && model_type.is_none_or(|t| t == "qwen3"),
+            None => model_type == Some("qwen3"),
+        };
+        if dense {
+            return Ok(());
+        }
+        let found = match (named, model_type) {
+            (Some(name), Some(t)) if name == "Qwen3ForCausalLM" => t,
+            (Some(name), _) => name,
+            (None, Some(t)) => t,
+            (None, None) => "nameless",
+        };
+        let hint = if found.to_ascii_lowercase().contains("moe") {
+            ": mixture-of-experts models are not supported; choose a dense one, Qwen3-0.6B to Qwen3-32B"
+        } else {
+            ": choose one from Qwen3-0.6B to Qwen3-32B"
+        };
+        Err(Error::UnsupportedArchitecture {
+            path: path.to_owned(),
+            found: found.to_owned(),
+            hint,
+        })
+    }
+}
+
+/// The fields of `config.json` that matter, by the names they have there.
+#[derive(Deserialize)]
+struct RawConfig {
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: Option<usize>,
+    head_dim: Option<usize>,
+    #[serde(default = "default_positions")]
+    max_position_embeddings: usize,
+    #[serde(default = "default_eps")]
+    rms_norm_eps: f32,
+    rope_theta: Option<f64>,
+    /// Where transformers 5 keeps `rope_theta` and the scaling.
+    rope_parameters: Option<Value>,
+    /// Where transformers 4 keeps the scaling.
+    rope_scaling: Option<Value>,
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    eos_token_id: Option<OneOrMany>,
+    attention_bias: Option<bool>,
+    use_sliding_window: Option<bool>,
+    layer_types: Option<Vec<String>>,
+    hidden_act: Option<String>,
+    quantization_config: Option<Value>,
+}
+
+// The defaults of transformers' Qwen3Config.
+fn default_positions() -> usize {
+    32768
+}
+
+fn default_eps() -> f32 {
+    1e-6
+}
+
+impl RawConfig {
+    fn check_supported(&self, path: &Path) -> Result<(), Error> {
+        let refuse = |field, value: String, mend| {
+            Err(Error::UnsupportedSetting {
+                path: path.to_owned(),
+                field,
+                value,
+                mend,
+            })
+        };
+        if self.attention_bias == Some(true) {
+            return refuse(
+                "attention_bias",
+                "true".into(),
+                "no published Qwen3 has it; use a checkpoint without attention biases",
+            );
+        }
+        if self.use_sliding_window == Some(true) {
+            return refuse(
+                "use_sliding_window",
+                "true".into(),
+                "use a checkpoint with full attention, as published Qwen3 models are",
+            );
+        }
+        if let Some(kind) = self
+            .layer_types
+            .iter()
+            .flatten()
+            .find(|t| *t != "full_attention")
+        {
+            return refuse(
+                "layer_types",
+                format!("{kind:?}"),
+                "use a checkpoint with full attention in every layer",
+            );
+        }
+        if let Some(act) = self.hidden_act.as_deref().filter(|a| *a != "silu") {
+            return refuse("hidden_act", format!("{act:?}"), "Qwen3 uses silu");
+        }
+        if let Some(quantization) = self.quantization_config.as_ref().filter(|q| !q.is_null()) {
+            return refuse(
+                "quantization_config",
+                brief(quantization),
+                "use the unquantised checkpoint (bf16)",
+            );
+        }
+        for (field, scaling) in [
+            ("rope_scaling", &self.rope_scaling),
+            ("rope_parameters", &self.rope_parameters),
+        ] {
+            let Some(scaling) = scaling.as_ref().filter(|s| !s.is_null()) else {
+                continue;
+            };
+            let kind = scaling
+                .get("rope_type")
+                .or_else(|| scaling.get("type"))
+                .and_then(Value::as_str);
+            // `rope_parameters` without a type is the plain rotation; `rope_scaling` is there to scale.
+            let plain =
+                matches!(kind, Some("default")) || (kind.is_none() && field == "rope_parameters");
+            if !plain {
+                return refuse(
+                    field,
+                    brief(scaling),
+                    "scaled rotary embeddings (YaRN and kin) are not implemented; remove the field and stay within max_position_embeddings",
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn rope_theta(&self, path: &Path) -> Result<f64, Error> {
+        let nested = self
+            .rope_parameters
+            .as_ref()
+            .and_then(|p| p.get("rope_theta"));
+        match nested {
+            Some(theta) => theta.as_f64().ok_or_else(|| Error::InvalidSetting {
+                path: path.to_owned(),
+                field: "rope_theta",
+                value: brief(theta),
+                reason: "it must be a number",
+            }),
+            // transformers' default; every published Qwen3 names 1,000,000 itself.
+            None => Ok(self.rope_theta.unwrap_or(10_000.0)),
+        }
+    }
+}
+
+/// A JSON value short enough for a sentence.
+fn brief(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(80) {
+        Some((at, _)) => format!("{}…", &text[..at]),
+        None => text,
+    }
+}

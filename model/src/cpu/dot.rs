@@ -1,0 +1,258 @@
+//! The inner loops: dot products in a fixed order, with and without AVX2.
+//!
+//! A dot product keeps [`LANES`] partial sums. Element `i` goes to partial sum `i % LANES`, in rising order of `i`, and
+//! [`tree`] adds the partial sums up. So the order does not depend on how many rows are worked on at once, and a vector
+//! unit of any width up to `LANES` can do it.
+//!
+//! Each loop is written once, inlined into a plain function and into one compiled for AVX2, FMA and F16C; which one runs is
+//! found out at start-up. They differ in rounding (a fused multiply-add rounds once), so results are the same from
+//! run to run on a machine but need not be between machines.
+
+/// Partial sums of a dot product: four 8-lane registers, enough to hide the latency of fused multiply-adds.
+pub(super) const LANES: usize = 32;
+
+/// Which instructions the loops may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Simd {
+    /// What every machine of this architecture has.
+    Portable,
+    /// AVX2 and FMA.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+}
+
+impl Simd {
+    /// The best that this machine has.
+    pub(super) fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
+        {
+            return Simd::Avx2;
+        }
+        Simd::Portable
+    }
+}
+
+/// Defines `pub(super) fn $name(simd, …)`, which runs `$body::<FUSED>(…)` compiled for the instructions of `simd`.
+macro_rules! dispatch {
+    ($(#[$doc:meta])* $name:ident = $body:ident ( $($arg:ident : $type:ty),* ) $(-> $ret:ty)?) => {
+        $(#[$doc])*
+        #[inline]
+        pub(super) fn $name(simd: Simd, $($arg: $type),*) $(-> $ret)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2($($arg: $type),*) $(-> $ret)? {
+                $body::<true>($($arg),*)
+            }
+            match simd {
+                // aarch64 always has fused multiply-add, and there it is the faster choice.
+                Simd::Portable => $body::<{ cfg!(target_arch = "aarch64") }>($($arg),*),
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: `Simd::detect` makes `Avx2` only where both features are there, and nothing else makes it.
+                Simd::Avx2 => unsafe { avx2($($arg),*) },
+            }
+        }
+    };
+}
+
+dispatch! {
+    /// Dot product of two vectors of equal length.
+    dot_f32 = dot_f32_body(a: &[f32], b: &[f32]) -> f32
+}
+
+dispatch! {
+    /// Dot products of `w`, an f32 vector, with four rows; each is exactly what [`dot_f32`] gives.
+    dot4_f32 = dot4_f32_body(w: &[f32], x: [&[f32]; 4]) -> [f32; 4]
+}
+
+dispatch! {
+    /// Dot product of bf16 bytes with a vector; exactly what [`dot_f32`] gives on the widened bytes.
+    dot_bf16 = dot_bf16_body(w: &[u8], x: &[f32]) -> f32
+}
+
+dispatch! {
+    /// As [`dot_bf16`], of f16 bytes.
+    dot_f16 = dot_f16_body(w: &[u8], x: &[f32]) -> f32
+}
+
+dispatch! {
+    /// As [`dot_bf16`], of f32 bytes at any address.
+    dot_f32_bytes = dot_f32_bytes_body(w: &[u8], x: &[f32]) -> f32
+}
+
+dispatch! {
+    /// Widens bf16 bytes.
+    widen_bf16 = widen_bf16_body(w: &[u8], out: &mut [f32])
+}
+
+dispatch! {
+    /// Widens f16 bytes.
+    widen_f16 = widen_f16_body(w: &[u8], out: &mut [f32])
+}
+
+dispatch! {
+    /// `scores[j] = scale × (q · keys[j])`; `keys` is `[n, q.len()]`, and `scores` becomes `[n]`.
+    scores = scores_body(q: &[f32], keys: &[f32], scale: f32, scores: &mut Vec<f32>)
+}
+
+dispatch! {
+    /// `out = Σ_j weights[j] × rows[j]`, from first to last; `rows` is `[weights.len(), out.len()]`.
+    weighted_sum = weighted_sum_body(weights: &[f32], rows: &[f32], out: &mut [f32])
+}
+
+/// `a × b + c`, rounded once or twice.
+#[inline(always)]
+fn mul_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FUSED { a.mul_add(b, c) } else { a * b + c }
+}
+
+/// Sum of the partial sums: halves added on halves, 32 → 16 → 8 → 4 → 2 → 1.
+#[inline(always)]
+fn tree(mut sums: [f32; LANES]) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            sums[i] += sums[i + width];
+        }
+        width /= 2;
+    }
+    sums[0]
+}
+
+/// Adds the products of one chunk, whole or the shorter last one, to the partial sums.
+#[inline(always)]
+fn accumulate<const FUSED: bool>(sums: &mut [f32; LANES], a: &[f32; LANES], b: &[f32; LANES]) {
+    for i in 0..LANES {
+        sums[i] = mul_add::<FUSED>(a[i], b[i], sums[i]);
+    }
+}
+
+#[inline(always)]
+fn dot_f32_body<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
+    let (a_chunks, a_rest) = a.as_chunks::<LANES>();
+    let (b_chunks, b_rest) = b.as_chunks::<LANES>();
+    let mut sums = [0.0; LANES];
+    for (a, b) in a_chunks.iter().zip(b_chunks) {
+        accumulate::<FUSED>(&mut sums, a, b);
+    }
+    rest::<FUSED>(&mut sums, a_rest, b_rest);
+    tree(sums)
+}
+
+#[inline(always)]
+fn rest<const FUSED: bool>(sums: &mut [f32; LANES], a: &[f32], b: &[f32]) {
+    for ((sum, &a), &b) in sums.iter_mut().zip(a).zip(b) {
+        *sum = mul_add::<FUSED>(a, b, *sum);
+    }
+}
+
+#[inline(always)]
+fn dot4_f32_body<const FUSED: bool>(w: &[f32], x: [&[f32]; 4]) -> [f32; 4] {
+    // Two rows at a time: their eight accumulator registers and four of weights fit the sixteen there are.
+    let pair = |a: &[f32], b: &[f32]| {
+        let (w_chunks, w_rest) = w.as_chunks::<LANES>();
+        let ((a_chunks, a_rest), (b_chunks, b_rest)) =
+            (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+        let (mut a_sums, mut b_sums) = ([0.0; LANES], [0.0; LANES]);
+        for ((w, a), b) in w_chunks.iter().zip(a_chunks).zip(b_chunks) {
+            accumulate::<FUSED>(&mut a_sums, w, a);
+            accumulate::<FUSED>(&mut b_sums, w, b);
+        }
+        rest::<FUSED>(&mut a_sums, w_rest, a_rest);
+        rest::<FUSED>(&mut b_sums, w_rest, b_rest);
+        (tree(a_sums), tree(b_sums))
+    };
+    let ((a, b), (c, d)) = (pair(x[0], x[1]), pair(x[2], x[3]));
+    [a, b, c, d]
+}
+
+/// Dot product of stored elements of `SIZE` bytes, widened on the way, with a vector.
+#[inline(always)]
+fn dot_stored<const FUSED: bool, const SIZE: usize>(
+    w: &[u8],
+    x: &[f32],
+    widen: impl Fn([u8; SIZE]) -> f32,
+) -> f32 {
+    let (w, _) = w.as_chunks::<SIZE>();
+    let (w_chunks, w_rest) = w.as_chunks::<LANES>();
+    let (x_chunks, x_rest) = x.as_chunks::<LANES>();
+    let mut sums = [0.0; LANES];
+    for (w, x) in w_chunks.iter().zip(x_chunks) {
+        let mut wide = [0.0; LANES];
+        for i in 0..LANES {
+            wide[i] = widen(w[i]);
+        }
+        accumulate::<FUSED>(&mut sums, &wide, x);
+    }
+    for ((sum, &w), &x) in sums.iter_mut().zip(w_rest).zip(x_rest) {
+        *sum = mul_add::<FUSED>(widen(w), x, *sum);
+    }
+    tree(sums)
+}
+
+#[inline(always)]
+fn dot_bf16_body<const FUSED: bool>(w: &[u8], x: &[f32]) -> f32 {
+    dot_stored::<FUSED, 2>(w, x, bf16_to_f32)
+}
+
+#[inline(always)]
+fn dot_f16_body<const FUSED: bool>(w: &[u8], x: &[f32]) -> f32 {
+    dot_stored::<FUSED, 2>(w, x, f16_to_f32)
+}
+
+#[inline(always)]
+fn dot_f32_bytes_body<const FUSED: bool>(w: &[u8], x: &[f32]) -> f32 {
+    dot_stored::<FUSED, 4>(w, x, f32::from_le_bytes)
+}
+
+#[inline(always)]
+fn widen_bf16_body<const FUSED: bool>(w: &[u8], out: &mut [f32]) {
+    for (out, &w) in out.iter_mut().zip(w.as_chunks::<2>().0) {
+        *out = bf16_to_f32(w);
+    }
+}
+
+#[inline(always)]
+fn widen_f16_body<const FUSED: bool>(w: &[u8], out: &mut [f32]) {
+    for (out, &w) in out.iter_mut().zip(w.as_chunks::<2>().0) {
+        *out = f16_to_f32(w);
+    }
+}
+
+#[inline(always)]
+fn bf16_to_f32(bytes: [u8; 2]) -> f32 {
+    f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
+}
+
+/// Exact for every f16, in steps that vectorise: the bits moved into place make a float 2^112 times too small.
+#[inline(always)]
+fn f16_to_f32(bytes: [u8; 2]) -> f32 {
+    let bits = u32::from(u16::from_le_bytes(bytes));
+    let scaled = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
+    // An f16 exponent of all ones is infinity or NaN; moved and scaled it would be a mere 65,536 or more.
+    let special = if bits & 0x7c00 == 0x7c00 {
+        0x7f80_0000
+    } else {
+        0
+    };
+    f32::from_bits(scaled.to_bits() | special | (bits & 0x8000) << 16)
+}
+
+#[inline(always)]
+fn scores_body<const FUSED: bool>(q: &[f32], keys: &[f32], scale: f32, scores: &mut Vec<f32>) {
+    scores.clear();
+    scores.extend(
+        keys.chunks_exact(q.len())
+            .map(|key| dot_f32_body::<FUSED>(q, key) * scale),
+    );
+}
+
+#[inline(always)]
+fn weighted_sum_body<const FUSED: bool>(weights: &[f32], rows: &[f32], out: &mut [f32]) {
+    out.fill(0.0);
+    for (&weight, row) in weights.iter().zip(rows.chunks_exact(out.len())) {
+        for (out, &x) in out.iter_mut().zip(row) {
+            *out = mul_add::<FUSED>(weight, x, *out);
+        }
+    }
+}

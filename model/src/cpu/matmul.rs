@@ -1,0 +1,135 @@
+//! Linear maps with weights as they are stored.
+
+use rayon::prelude::*;
+
+use super::dot::{self, Simd};
+use crate::checkpoint::{Dtype, Tensor};
+
+/// A weight matrix in place, `[outputs, inputs]`; a vector is a matrix of one row.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Matrix<'a> {
+    dtype: Dtype,
+    inputs: usize,
+    data: &'a [u8],
+}
+
+/// A linear map and where its result goes.
+pub(super) struct Output<'a> {
+    pub(super) weight: Matrix<'a>,
+    /// `[rows, outputs]`.
+    pub(super) out: &'a mut [f32],
+}
+
+impl<'a> Matrix<'a> {
+    pub(super) fn new(tensor: Tensor<'a>) -> Self {
+        Matrix {
+            dtype: tensor.dtype,
+            inputs: tensor.shape.last().copied().unwrap_or(0),
+            data: tensor.data,
+        }
+    }
+
+    fn row(&self, row: usize) -> &'a [u8] {
+        let bytes = self.inputs * self.dtype.size();
+        &self.data[row * bytes..][..bytes]
+    }
+
+    /// One row, widened.
+    pub(super) fn row_f32(&self, row: usize) -> Vec<f32> {
+        let mut out = vec![0.0; self.inputs];
+        self.widen(Simd::Portable, row, &mut out);
+        out
+    }
+
+    fn widen(&self, simd: Simd, row: usize, out: &mut [f32]) {
+        let bytes = self.row(row);
+        match self.dtype {
+            Dtype::Bf16 => dot::widen_bf16(simd, bytes, out),
+            Dtype::F16 => dot::widen_f16(simd, bytes, out),
+            Dtype::F32 => {
+                for (out, &w) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                    *out = f32::from_le_bytes(w);
+                }
+            }
+        }
+    }
+
+    /// Dot product of a row with `x`, `[inputs]`.
+    fn dot(&self, simd: Simd, row: usize, x: &[f32]) -> f32 {
+        let bytes = self.row(row);
+        match self.dtype {
+            Dtype::Bf16 => dot::dot_bf16(simd, bytes, x),
+            Dtype::F16 => dot::dot_f16(simd, bytes, x),
+            Dtype::F32 => dot::dot_f32_bytes(simd, bytes, x),
+        }
+    }
+}
+
+/// Multiply-adds of one task: large enough that handing it to a thread is a small part of it.
+const TASK: usize = 1 << 17;
+
+/// `out[r, n] = weight[n] · x[r]` for several maps of the same input; `x` is `[rows, inputs]`.
+///
+/// A task takes some outputs `n` and does all rows for each while its weights are in cache.
+pub(super) fn matmul(simd: Simd, x: &[f32], rows: usize, outputs: Vec<Output<'_>>) {
+    let inputs = x.len() / rows;
+    let columns_per_task = (TASK / (inputs * rows)).max(1);
+    if rows == 1 {
+        let tasks: Vec<_> = outputs
+            .into_iter()
+            .flat_map(|Output { weight, out }| {
+                let chunks = out.chunks_mut(columns_per_task).enumerate();
+                chunks.map(move |(i, chunk)| (weight, i * columns_per_task, chunk))
+            })
+            .collect();
+        run(tasks, |(weight, first, out)| {
+            for (n, out) in out.iter_mut().enumerate() {
+                *out = weight.dot(simd, first + n, x);
+            }
+        });
+        return;
+    }
+    for Output { weight, out } in outputs {
+        // Threads write the transpose, `[outputs, rows]`, where a task's share is one piece.
+        let columns = out.len() / rows;
+        let mut transposed = vec![0.0; out.len()];
+        let tasks: Vec<_> = transposed
+            .chunks_mut(columns_per_task * rows)
+            .enumerate()
+            .collect();
+        run(tasks, |(task, out)| {
+            let mut wide = vec![0.0; inputs];
+            for (n, out) in out.chunks_exact_mut(rows).enumerate() {
+                weight.widen(simd, task * columns_per_task + n, &mut wide);
+                column(simd, &wide, x, out);
+            }
+        });
+        for (r, out) in out.chunks_exact_mut(columns).enumerate() {
+            for (n, out) in out.iter_mut().enumerate() {
+                *out = transposed[n * rows + r];
+            }
+        }
+    }
+}
+
+/// One weight row with every row of `x`, `[out.len(), w.len()]`.
+fn column(simd: Simd, w: &[f32], x: &[f32], out: &mut [f32]) {
+    let row = |r: usize| &x[r * w.len()..][..w.len()];
+    let whole = out.len() / 4 * 4;
+    for r in (0..whole).step_by(4) {
+        let four = dot::dot4_f32(simd, w, [row(r), row(r + 1), row(r + 2), row(r + 3)]);
+        out[r..r + 4].copy_from_slice(&four);
+    }
+    for (r, out) in out.iter_mut().enumerate().skip(whole) {
+        *out = dot::dot_f32(simd, w, row(r));
+    }
+}
+
+/// Runs every task, on all threads if there is more than one.
+fn run<T: Send>(mut tasks: Vec<T>, f: impl Fn(T) + Sync + Send) {
+    if tasks.len() == 1 {
+        tasks.drain(..).for_each(f);
+    } else {
+        tasks.into_par_iter().for_each(f);
+    }
+}

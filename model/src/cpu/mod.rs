@@ -1,0 +1,287 @@
+//! The reference forward pass, in f32 on the CPU.
+//!
+//! It is written to be read, and fast enough to serve a small model. Its numbers are *exact* in one sense that the rest of
+//! the project builds on: the logits of a token depend on the tokens before it and on nothing else. Not on how many tokens share a
+//! call, nor on how earlier ones were split over calls, nor on the number of threads. Every output element is one dot
+//! product whose partial sums and their order are fixed ([`dot`]); threads only divide outputs among them.
+
+mod attention;
+mod cache;
+mod dot;
+mod matmul;
+
+pub use cache::KvCache;
+
+use crate::checkpoint::{LayerWeights, TensorId, Weights};
+use crate::rope::{self, Frequencies};
+use crate::{Checkpoint, Config, Error};
+use dot::Simd;
+use matmul::{Matrix, Output, matmul};
+
+/// Tokens that go through the layers together; longer calls are cut into blocks of this many. It bounds the
+/// scratch memory, and has no influence on results.
+const BLOCK: usize = 64;
+
+/// A checkpoint made ready to run on the CPU. Weights stay where and as they are stored, and are widened as they are read.
+#[derive(Debug, Clone)]
+pub struct CpuModel {
+    checkpoint: Checkpoint,
+    weights: Weights<TensorId>,
+    norms: Norms,
+    frequencies: Frequencies,
+    simd: Simd,
+}
+
+/// The norms' weights, widened once: they are small and used with every token.
+#[derive(Debug, Clone)]
+struct Norms {
+    layers: Vec<LayerNorms>,
+    last: Vec<f32>,
+}
+
+#[derive(Debug, Clone)]
+struct LayerNorms {
+    input: Vec<f32>,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    post_attention: Vec<f32>,
+}
+
+impl CpuModel {
+    /// Prepares a checkpoint. Copies nothing but the norms.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`] or [`Error::Shape`], neither for a checkpoint that opened.
+    pub fn new(checkpoint: &Checkpoint) -> Result<Self, Error> {
+        let weights = checkpoint.weight_ids()?;
+        let wide = |id| Matrix::new(checkpoint.tensor_by_id(id)).row_f32(0);
+        let norms = Norms {
+            layers: weights
+                .layers
+                .iter()
+                .map(|layer| LayerNorms {
+                    input: wide(layer.input_norm),
+                    q: wide(layer.q_norm),
+                    k: wide(layer.k_norm),
+                    post_attention: wide(layer.post_attention_norm),
+                })
+                .collect(),
+            last: wide(weights.norm),
+        };
+        let config = &checkpoint.config;
+        let frequencies = Frequencies::new(config.head_dim, config.rope_theta);
+        Ok(CpuModel {
+            checkpoint: checkpoint.clone(),
+            weights,
+            norms,
+            frequencies,
+            simd: Simd::detect(),
+        })
+    }
+
+    /// The checkpoint that this runs.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    /// Sizes and constants.
+    pub fn config(&self) -> &Config {
+        &self.checkpoint.config
+    }
+
+    /// An empty cache for one sequence of up to `capacity` tokens.
+    pub fn new_cache(&self, capacity: usize) -> KvCache {
+        KvCache::new(self.config(), capacity)
+    }
+
+    /// Runs `tokens` after those already in `cache`, and adds them to it.
+    ///
+    /// `logits` takes the logits of the last `logit_rows` tokens, `[logit_rows, vocab]`; ask for 0 rows with an empty slice.
+    /// On an error the cache is as before.
+    ///
+    /// # Errors
+    /// [`Error::TokenOutOfRange`], [`Error::CacheFull`], or [`Error::LogitsBuffer`] if `logits` is not `logit_rows` rows
+    /// or more rows are asked for than there are tokens.
+    pub fn forward(
+        &self,
+        tokens: &[u32],
+        cache: &mut KvCache,
+        logit_rows: usize,
+        logits: &mut [f32],
+    ) -> Result<(), Error> {
+        let vocab_size = self.config().vocab_size;
+        if let Some(&token) = tokens.iter().find(|t| **t as usize >= vocab_size) {
+            return Err(Error::TokenOutOfRange { token, vocab_size });
+        }
+        let needed = cache.len() + tokens.len();
+        if needed > cache.capacity() {
+            return Err(Error::CacheFull {
+                capacity: cache.capacity(),
+                needed,
+            });
+        }
+        let expected = logit_rows.min(tokens.len()) * vocab_size;
+        if logits.len() != expected || logit_rows > tokens.len() {
+            return Err(Error::LogitsBuffer {
+                found: logits.len(),
+                expected,
+                rows: logit_rows,
+                vocab_size,
+            });
+        }
+        let first_with_logits = tokens.len() - logit_rows;
+        let mut logits = logits;
+        for (block, tokens) in tokens.chunks(BLOCK).enumerate() {
+            let hidden = self.layers(tokens, cache);
+            let skip = first_with_logits
+                .saturating_sub(block * BLOCK)
+                .min(tokens.len());
+            let (here, later) = logits.split_at_mut((tokens.len() - skip) * vocab_size);
+            self.head(&hidden[skip * self.config().hidden_size..], here);
+            logits = later;
+        }
+        Ok(())
+    }
+
+    /// Embedding and all layers for one block of tokens; gives the residual stream, `[tokens, hidden]`.
+    fn layers(&self, tokens: &[u32], cache: &mut KvCache) -> Vec<f32> {
+        let c = self.config();
+        let (rows, hidden) = (tokens.len(), c.hidden_size);
+        let start = cache.len();
+        let embed = self.matrix(self.weights.embed);
+        let mut x: Vec<f32> = tokens
+            .iter()
+            .flat_map(|&token| embed.row_f32(token as usize))
+            .collect();
+
+        let half = c.head_dim / 2;
+        let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
+        for (row, (cos, sin)) in cos
+            .chunks_exact_mut(half)
+            .zip(sin.chunks_exact_mut(half))
+            .enumerate()
+        {
+            self.frequencies.row(start + row, cos, sin);
+        }
+
+        let mut normed = vec![0.0; rows * hidden];
+        let mut q = vec![0.0; rows * c.query_size()];
+        let mut k = vec![0.0; rows * c.key_value_size()];
+        let mut v = vec![0.0; rows * c.key_value_size()];
+        let mut attended = vec![0.0; rows * c.query_size()];
+        let mut gate = vec![0.0; rows * c.intermediate_size];
+        let mut up = vec![0.0; rows * c.intermediate_size];
+        let mut delta = vec![0.0; rows * hidden];
+
+        for (index, (layer, norms)) in self
+            .weights
+            .layers
+            .iter()
+            .zip(&self.norms.layers)
+            .enumerate()
+        {
+            self.norm(&x, &norms.input, &mut normed);
+            self.project(
+                &normed,
+                rows,
+                &mut [(layer.q, &mut q), (layer.k, &mut k), (layer.v, &mut v)],
+            );
+            self.norm_in_place(&mut q, &norms.q);
+            self.norm_in_place(&mut k, &norms.k);
+            for row in 0..rows {
+                let (cos, sin) = (&cos[row * half..][..half], &sin[row * half..][..half]);
+                rope::rotate(&mut q[row * c.query_size()..][..c.query_size()], cos, sin);
+                rope::rotate(
+                    &mut k[row * c.key_value_size()..][..c.key_value_size()],
+                    cos,
+                    sin,
+                );
+            }
+            cache.write(index, start, &k, &v);
+            attention::attention(self.simd, c, &q, cache.layer(index), start, &mut attended);
+            self.project(&attended, rows, &mut [(layer.o, &mut delta)]);
+            add(&mut x, &delta);
+            self.mlp(
+                layer,
+                &norms.post_attention,
+                &mut x,
+                &mut normed,
+                &mut gate,
+                &mut up,
+                &mut delta,
+                rows,
+            );
+        }
+        cache.advance(rows);
+        x
+    }
+
+    /// `x += down(silu(gate(norm(x))) × up(norm(x)))`; the other buffers are scratch.
+    #[allow(clippy::too_many_arguments)]
+    fn mlp(
+        &self,
+        layer: &LayerWeights<TensorId>,
+        norm: &[f32],
+        x: &mut [f32],
+        normed: &mut [f32],
+        gate: &mut [f32],
+        up: &mut [f32],
+        delta: &mut [f32],
+        rows: usize,
+    ) {
+        self.norm(x, norm, normed);
+        self.project(normed, rows, &mut [(layer.gate, gate), (layer.up, up)]);
+        for (g, u) in gate.iter_mut().zip(up.iter()) {
+            *g = *g / (1.0 + (-*g).exp()) * u;
+        }
+        self.project(gate, rows, &mut [(layer.down, delta)]);
+        add(x, delta);
+    }
+
+    /// Final norm and head: `hidden` is `[rows, hidden]`, `logits` `[rows, vocab]`.
+    fn head(&self, hidden: &[f32], logits: &mut [f32]) {
+        let rows = hidden.len() / self.config().hidden_size;
+        if rows == 0 {
+            return;
+        }
+        let mut normed = vec![0.0; hidden.len()];
+        self.norm(hidden, &self.norms.last, &mut normed);
+        self.project(&normed, rows, &mut [(self.weights.head, logits)]);
+    }
+
+    /// RMS norm of each row of `x`, a row being as long as `weight`: `x / sqrt(mean(x²) + eps) × weight`.
+    fn norm(&self, x: &[f32], weight: &[f32], out: &mut [f32]) {
+        out.copy_from_slice(x);
+        self.norm_in_place(out, weight);
+    }
+
+    fn norm_in_place(&self, x: &mut [f32], weight: &[f32]) {
+        let eps = self.config().rms_norm_eps;
+        for row in x.chunks_exact_mut(weight.len()) {
+            let mean = dot::dot_f32(self.simd, row, row) / row.len() as f32;
+            let scale = 1.0 / (mean + eps).sqrt();
+            for (x, w) in row.iter_mut().zip(weight) {
+                *x = *x * scale * w;
+            }
+        }
+    }
+
+    /// Several linear maps of the same input: `x` is `[rows, inputs]`, each output `[rows, outputs]`.
+    fn project(&self, x: &[f32], rows: usize, outputs: &mut [(TensorId, &mut [f32])]) {
+        let outputs = outputs.iter_mut().map(|(id, out)| Output {
+            weight: self.matrix(*id),
+            out,
+        });
+        matmul(self.simd, x, rows, outputs.collect());
+    }
+
+    fn matrix(&self, id: TensorId) -> Matrix<'_> {
+        Matrix::new(self.checkpoint.tensor_by_id(id))
+    }
+}
+
+fn add(x: &mut [f32], delta: &[f32]) {
+    for (x, d) in x.iter_mut().zip(delta) {
+        *x += d;
+    }
+}

@@ -1,0 +1,246 @@
+//! Everything that can be wrong with a model that a user names, each as a sentence with the mend.
+
+use std::path::PathBuf;
+
+/// What went wrong; [`Display`](std::fmt::Display) is a sentence that names the file, tensor or setting and says what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// `--model` names nothing: not a directory, not a hub id, not `demo`.
+    #[error(
+        "there is no model at `{given}`: give a directory that holds config.json, a hub id such as Qwen/Qwen3-8B, or `demo`"
+    )]
+    NoSuchModel {
+        /// What the user wrote.
+        given: String,
+    },
+    /// A file that every checkpoint has is not there.
+    #[error("{} is missing: {mend}", path.display())]
+    MissingFile {
+        /// The file looked for.
+        path: PathBuf,
+        /// What to do about it.
+        mend: &'static str,
+    },
+    /// The operating system refused to read a file.
+    #[error("cannot read {}: {source}; check that it is a file and that you may read it", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A JSON file does not parse, or a field has the wrong type.
+    #[error("{} is not what it should be: {reason}; fetch the file again", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// The parser's reason, with line and column.
+        reason: String,
+    },
+    /// Another architecture than dense Qwen3.
+    #[error("{} describes a `{found}` model, and warpdraft runs dense Qwen3 (`Qwen3ForCausalLM`) only{hint}", path.display())]
+    UnsupportedArchitecture {
+        /// `config.json`.
+        path: PathBuf,
+        /// The architecture that it names.
+        found: String,
+        /// A further clause for a near miss such as mixture-of-experts Qwen3, or nothing.
+        hint: &'static str,
+    },
+    /// A setting of `config.json` that this implementation does not compute.
+    #[error("{} sets `{field}` to {value}, which warpdraft does not support: {mend}", path.display())]
+    UnsupportedSetting {
+        /// `config.json`.
+        path: PathBuf,
+        /// The field.
+        field: &'static str,
+        /// Its value, as JSON.
+        value: String,
+        /// What to do about it.
+        mend: &'static str,
+    },
+    /// A setting that no model can have.
+    #[error("{} gives `{field}` the impossible value {value}: {reason}; fetch the file again", path.display())]
+    InvalidSetting {
+        /// The config file.
+        path: PathBuf,
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// What it must be.
+        reason: &'static str,
+    },
+    /// A safetensors file is not as long as its header says.
+    #[error("{} holds {actual} bytes where its header describes {expected}: the file is cut short or has been overwritten; fetch it again", path.display())]
+    WrongLength {
+        /// The shard.
+        path: PathBuf,
+        /// Bytes that the header accounts for.
+        expected: u64,
+        /// Bytes in the file.
+        actual: u64,
+    },
+    /// The header of a safetensors file cannot be read at all.
+    #[error("{} has no readable safetensors header: {reason}; fetch the file again", path.display())]
+    Header {
+        /// The shard.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A header entry contradicts itself or its neighbours.
+    #[error("the header of {} lies about `{tensor}`: {reason}; fetch the file again", path.display())]
+    HeaderEntry {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What does not add up.
+        reason: String,
+    },
+    /// A tensor is stored in a format that is not bf16, f16 or f32.
+    #[error("`{tensor}` in {} is stored as {dtype}, and warpdraft reads BF16, F16 and F32: use the unquantised checkpoint", path.display())]
+    UnsupportedDtype {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The format's name in the header.
+        dtype: String,
+    },
+    /// The index names a tensor that the shard does not hold.
+    #[error("{} should hold `{tensor}` by the index, and does not{}: the shard belongs elsewhere or was swapped; fetch it again", path.display(),
+        found_in.as_ref().map(|f| format!(" (it is in {f})")).unwrap_or_default())]
+    TensorNotInShard {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The shard that does hold it, if one does.
+        found_in: Option<String>,
+    },
+    /// No file holds a tensor that the config calls for.
+    #[error("{} lacks the tensor `{tensor}` that config.json calls for: the weights and config.json are of different models, or a shard is missing from the index; fetch both again", path.display())]
+    MissingTensor {
+        /// The weights file or the index.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+    },
+    /// A tensor's shape is not the one that the config calls for.
+    #[error("`{tensor}` in {} has shape {found:?} where config.json calls for {expected:?}: the weights and config.json are of different models; fetch both again", path.display())]
+    Shape {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape in the file.
+        found: Vec<usize>,
+        /// The shape by the config.
+        expected: Vec<usize>,
+    },
+    /// A weight is NaN or infinite.
+    #[error("element {index} of `{tensor}` in {} is {value}: the weights are damaged; fetch the file again", path.display())]
+    NotFinite {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Which element, counted from 0 in row-major order.
+        index: usize,
+        /// The value: NaN, inf or -inf.
+        value: f32,
+    },
+    /// `tokenizer.json` does not load.
+    #[error("{} is not a tokenizer that warpdraft can use: {reason}; fetch the file again", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// A token id lies outside the embedding.
+    #[error("{} gives {token:?} the id {id}, and config.json has a vocabulary of {vocab_size}: the tokenizer and the weights are of different models; fetch both again", path.display())]
+    TokenizerDoesNotFit {
+        /// The file.
+        path: PathBuf,
+        /// The token.
+        token: String,
+        /// Its id.
+        id: u32,
+        /// Rows of the embedding.
+        vocab_size: usize,
+    },
+    /// The tokenizer failed on a text.
+    #[error("the tokenizer cannot encode this text: {reason}")]
+    Encode {
+        /// Why.
+        reason: String,
+    },
+    /// The chat template does not compile or does not render.
+    #[error("the chat template in {} fails: {reason}", path.display())]
+    ChatTemplate {
+        /// The file that holds it.
+        path: PathBuf,
+        /// The engine's reason, with the line.
+        reason: String,
+    },
+    /// The download from the hub failed.
+    #[error("cannot fetch `{id}` (revision {revision}) from the hub: {reason}; {mend}")]
+    Download {
+        /// Hub id.
+        id: String,
+        /// Branch, tag or commit.
+        revision: String,
+        /// The client's reason.
+        reason: String,
+        /// What to do about it.
+        mend: &'static str,
+    },
+    /// A token outside the vocabulary was given to the forward pass.
+    #[error(
+        "token id {token} is outside the vocabulary of {vocab_size}: encode the prompt with this model's own tokenizer"
+    )]
+    TokenOutOfRange {
+        /// The id.
+        token: u32,
+        /// Rows of the embedding.
+        vocab_size: usize,
+    },
+    /// The KV cache is full.
+    #[error(
+        "the KV cache has room for {capacity} tokens and {needed} are needed: shorten the prompt or ask for a longer context"
+    )]
+    CacheFull {
+        /// Positions in the cache.
+        capacity: usize,
+        /// Positions that the call would have filled.
+        needed: usize,
+    },
+    /// An output buffer has the wrong length.
+    #[error(
+        "the logits buffer holds {found} numbers and {expected} are needed ({rows} rows of {vocab_size})"
+    )]
+    LogitsBuffer {
+        /// Length given.
+        found: usize,
+        /// Length needed.
+        expected: usize,
+        /// Rows of logits asked for.
+        rows: usize,
+        /// Columns of a row.
+        vocab_size: usize,
+    },
+    /// A sampling setting outside its range.
+    #[error("`{setting}` is {value}, and it must be {range}")]
+    SamplingRange {
+        /// The setting.
+        setting: &'static str,
+        /// Its value.
+        value: f32,
+        /// The values allowed.
+        range: &'static str,
+    },
+}
