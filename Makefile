@@ -1,0 +1,34 @@
+# Everything a person or CI runs. Each target installs what it needs.
+.PHONY: demo test lint ptx-toolchain gpu-check clean
+
+CARGO ?= cargo
+# ptxas, from NVIDIA's wheel: it assembles what rustc wrote, and says whether registers were spilled.
+PTXAS_VENV := .venv
+export PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
+
+# Complete a prompt with the bundled model, on a GPU if there is one. Leaves target/release/warpdraft.
+demo: ptx-toolchain
+	$(CARGO) build --release --package warpdraft
+	@target/release/warpdraft generate --model demo --max-tokens 160 --temperature 0 "$$(cat model/demo/prompt.txt)"
+
+# All tests, formatting and lints.
+test: ptx-toolchain $(PTXAS)
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
+	$(CARGO) build --release --workspace --all-targets
+	$(CARGO) test --release --workspace
+
+# A compiler with the sources of `core`, for the device build (docs/toolchain.md).
+ptx-toolchain:
+	@scripts/ptx-toolchain.sh
+
+$(PTXAS):
+	scripts/ptxas.sh $(PTXAS_VENV)
+
+# Builds and packs what to run on a machine with a GPU, into dist/.
+gpu-check: ptx-toolchain
+	scripts/gpu-pack.sh
+
+clean:
+	$(CARGO) clean
+	rm -rf dist $(PTXAS_VENV)
