@@ -1,1 +1,79 @@
-//! To come.
+//! What a kernel may use, with two bodies for each intrinsic: PTX on `nvptx64`, an emulation on the host.
+//!
+//! A kernel crate depends on nothing else, so the same source runs on a GPU and, lane by lane, on a CPU. The modules
+//! below are the interface; they hold no PTX. Each forwards to `target`, which is the module `ptx` when the crate is
+//! compiled for the device, and `emulator::target` otherwise: two sets of functions with the same signatures.
+//!
+//! ```
+//! use cuda_std::emulator::{Buffer, Launch, launch};
+//! use cuda_std::{Global, GlobalMut, kernel, thread};
+//!
+//! #[repr(C)]
+//! #[derive(Clone, Copy)]
+//! pub struct Double {
+//!     input: Global<f32>,
+//!     output: GlobalMut<f32>,
+//! }
+//!
+//! /// Doubles each element.
+//! #[kernel(threads = 32)]
+//! pub unsafe fn double(p: Double) {
+//!     let i = (thread::block_idx_x() * 32 + thread::thread_idx_x()) as usize;
+//!     // SAFETY: both buffers hold one element for each lane of the grid.
+//!     unsafe { p.output.store(i, p.input.load(i) * 2.0) }
+//! }
+//!
+//! let input = Buffer::from_slice(&[1.0f32; 64]);
+//! let output = Buffer::<f32>::new_poisoned(64);
+//! launch::<double>(&Launch::new(2, 32), Double { input: input.ptr(), output: output.ptr_mut() }).unwrap();
+//! assert_eq!(output.as_slice(), [2.0; 64]);
+//! ```
+#![cfg_attr(target_arch = "nvptx64", no_std)]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(abi_unadjusted, asm_experimental_arch, link_llvm_intrinsics, stdarch_nvptx)
+)]
+#![cfg_attr(target_arch = "nvptx64", allow(internal_features, named_asm_labels))]
+
+pub mod async_copy;
+pub mod atomic;
+mod global;
+pub mod math;
+pub mod mma;
+pub mod shared;
+pub mod thread;
+pub mod warp;
+
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod bulk;
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod emulator;
+#[cfg(target_arch = "nvptx64")]
+mod ptx;
+
+#[cfg(not(target_arch = "nvptx64"))]
+use emulator::target;
+#[cfg(target_arch = "nvptx64")]
+use ptx as target;
+
+pub use cuda_std_macros::kernel;
+pub use global::{Global, GlobalMut};
+pub use half::{bf16, f16};
+
+/// Implemented by the marker type that [`kernel`](macro@kernel) makes, so that a launch can name its kernel as a type.
+pub trait Kernel {
+    /// The parameter block, laid out as the device reads it.
+    type Params: Copy + 'static;
+    /// The name of the entry point in the PTX module.
+    const NAME: &'static str;
+    /// The block size.
+    const THREADS: u32;
+
+    /// What one lane runs when the grid is emulated.
+    ///
+    /// # Safety
+    /// The kernel's own contract.
+    #[cfg(not(target_arch = "nvptx64"))]
+    unsafe fn lane(params: Self::Params);
+}

@@ -1,1 +1,125 @@
-//! To come.
+//! The `#[kernel]` attribute of `cuda_std`, which documents and re-exports it.
+
+use proc_macro::TokenStream;
+use quote::{format_ident, quote};
+use syn::parse::{Parse, ParseStream};
+use syn::spanned::Spanned;
+use syn::{Error, Expr, FnArg, Ident, ItemFn, Pat, ReturnType, Safety, Token, Type, Visibility};
+
+/// What stands between the parentheses of `#[kernel(threads = 256, min_blocks = 2)]`.
+struct Bounds {
+    threads: Expr,
+    min_blocks: Option<Expr>,
+}
+
+impl Parse for Bounds {
+    fn parse(input: ParseStream) -> syn::Result<Self> {
+        let (mut threads, mut min_blocks) = (None, None);
+        while !input.is_empty() {
+            let name: Ident = input.parse()?;
+            input.parse::<Token![=]>()?;
+            let value: Expr = input.parse()?;
+            match name.to_string().as_str() {
+                "threads" => threads = Some(value),
+                "min_blocks" => min_blocks = Some(value),
+                _ => return Err(Error::new(name.span(), "expected `threads` or `min_blocks`")),
+            }
+            if !input.is_empty() {
+                input.parse::<Token![,]>()?;
+            }
+        }
+        let threads =
+            threads.ok_or_else(|| input.error("a kernel names its block size: `#[kernel(threads = 256)]`"))?;
+        Ok(Self { threads, min_blocks })
+    }
+}
+
+/// Makes an `unsafe fn` with one parameter block into a kernel.
+///
+/// `threads` is the block size, `min_blocks` (optional) how many blocks a multiprocessor must be able to hold at once;
+/// both are constant expressions. The function takes exactly one `#[repr(C)]`, `Copy` parameter block by value, aligned
+/// to at most 16 bytes, and returns nothing.
+///
+/// On the device it becomes an entry point of its own name. The bounds are left in the PTX as a comment
+/// (`//@launch_bounds name threads min_blocks`, 0 for no minimum) that the build step turns into `.maxntid` and
+/// `.minnctapersm`. On the host it stays a plain function. On both, a marker type of the same name implements
+/// `cuda_std::Kernel`, so a launch names its kernel as a type.
+#[proc_macro_attribute]
+pub fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
+    let bounds = syn::parse_macro_input!(arguments as Bounds);
+    let function = syn::parse_macro_input!(item as ItemFn);
+    expand(bounds, function).unwrap_or_else(|error| error.into_compile_error().into())
+}
+
+fn expand(bounds: Bounds, function: ItemFn) -> syn::Result<TokenStream> {
+    let (parameter, params) = check(&function)?;
+    let ItemFn { attrs, vis, sig, block, .. } = &function;
+    let name = &sig.ident;
+    let text = name.to_string();
+    let docs: Vec<_> = attrs.iter().filter(|a| a.path().is_ident("doc")).collect();
+    let Bounds { threads, min_blocks } = bounds;
+    let min_blocks = min_blocks.map_or_else(|| quote!(0), |blocks| quote!(#blocks));
+    let comment = format!("//@launch_bounds {text} {{}} {{}}");
+    let too_aligned = format!("the parameter block of `{text}` is aligned to more than 16 bytes");
+    let argument = format_ident!("params");
+
+    Ok(quote! {
+        #(#attrs)*
+        #[cfg(target_arch = "nvptx64")]
+        #[unsafe(no_mangle)]
+        #vis unsafe extern "ptx-kernel" fn #name(#parameter) #block
+
+        #[cfg(target_arch = "nvptx64")]
+        ::core::arch::global_asm!(#comment, const #threads, const #min_blocks);
+
+        #(#attrs)*
+        #[cfg(not(target_arch = "nvptx64"))]
+        #vis unsafe fn #name(#parameter) #block
+
+        #(#docs)*
+        #[allow(non_camel_case_types)]
+        #vis struct #name {}
+
+        impl ::cuda_std::Kernel for #name {
+            type Params = #params;
+            const NAME: &'static str = #text;
+            const THREADS: u32 = #threads;
+
+            #[cfg(not(target_arch = "nvptx64"))]
+            unsafe fn lane(#argument: #params) {
+                // SAFETY: the caller keeps the contract of the kernel, which is this function's own.
+                unsafe { #name(#argument) }
+            }
+        }
+
+        const _: () = assert!(::core::mem::align_of::<#params>() <= 16, #too_aligned);
+    }
+    .into())
+}
+
+/// The kernel's one parameter, and its type; or what is wrong with the signature.
+fn check(function: &ItemFn) -> syn::Result<(&FnArg, &Type)> {
+    let sig = &function.sig;
+    let wrong = |span, message: &str| Err(Error::new(span, message));
+    if !matches!(sig.safety, Safety::Unsafe(_)) {
+        return wrong(sig.ident.span(), "a kernel trusts the addresses it is given: make it `unsafe fn`");
+    }
+    if !sig.generics.params.is_empty() {
+        return wrong(sig.generics.span(), "a kernel is one entry point of the PTX module: it cannot be generic");
+    }
+    if sig.abi.is_some() || sig.asyncness.is_some() || sig.constness.is_some() {
+        return wrong(sig.ident.span(), "a kernel is a plain `unsafe fn`");
+    }
+    if !matches!(sig.output, ReturnType::Default) {
+        return wrong(sig.output.span(), "a kernel returns nothing");
+    }
+    if matches!(function.vis, Visibility::Inherited) {
+        return wrong(sig.ident.span(), "a kernel is launched from elsewhere: make it `pub`");
+    }
+    match (sig.inputs.first(), sig.inputs.len()) {
+        (Some(argument @ FnArg::Typed(typed)), 1) if matches!(*typed.pat, Pat::Ident(_) | Pat::Wild(_)) => {
+            Ok((argument, &typed.ty))
+        }
+        _ => wrong(sig.ident.span(), "a kernel takes exactly one parameter block by value"),
+    }
+}

@@ -1,0 +1,148 @@
+//! Bulk asynchronous copies and the barriers in shared memory that they complete on (sm_90 on).
+//!
+//! The copy engine reads and writes shared memory through a proxy of its own: [`fence_proxy_async`] stands between
+//! ordinary writes to shared memory and a [`copy_to_global`] that reads them.
+
+use crate::shared::Shared;
+use crate::target;
+use crate::{Global, GlobalMut};
+
+/// A barrier in shared memory (`mbarrier`): a phase ends when the expected arrivals and bytes have come.
+///
+/// Phases alternate in parity, from 0. [`wait`](Self::wait) with a parity returns when the phase of that parity has
+/// ended; with parity 1 it returns at once on a fresh barrier, so a ring's producer starts with 1 and its consumers with 0.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct Barrier(Shared<u64>);
+
+impl Barrier {
+    /// The barrier that is, or will be, at `place`: 8 bytes, aligned to 8.
+    #[inline(always)]
+    #[must_use]
+    pub const fn at(place: Shared<u64>) -> Self {
+        Self(place)
+    }
+
+    /// Its place.
+    #[inline(always)]
+    #[must_use]
+    pub const fn place(self) -> Shared<u64> {
+        self.0
+    }
+
+    /// Makes a barrier of `count` arrivals a phase (`mbarrier.init.shared::cta.b64`). Others may use it after
+    /// [`fence_init`] and a barrier of the block.
+    ///
+    /// # Safety
+    /// The place is within the block's shared memory and holds nothing in use; `count` is 1 to 2^20 - 1.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn init(self, count: u32) {
+        // SAFETY: the caller's.
+        unsafe { target::mbarrier_init(self.0.addr(), count) }
+    }
+
+    /// One arrival (`mbarrier.arrive.shared::cta.b64`). Orders what the lane did before it with what follows a wait.
+    ///
+    /// # Safety
+    /// The barrier was made, and this phase expects the arrival.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn arrive(self) {
+        // SAFETY: the caller's.
+        unsafe { target::mbarrier_arrive(self.0.addr()) }
+    }
+
+    /// One arrival that makes the phase wait for `bytes` more bytes to be copied
+    /// (`mbarrier.arrive.expect_tx.shared::cta.b64`).
+    ///
+    /// # Safety
+    /// As for [`arrive`](Self::arrive); `bytes` is below 2^20.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn arrive_expect_tx(self, bytes: u32) {
+        // SAFETY: the caller's.
+        unsafe { target::mbarrier_arrive_expect_tx(self.0.addr(), bytes) }
+    }
+
+    /// Waits for the end of the phase of this parity (`mbarrier.try_wait.parity.shared::cta.b64` in a loop).
+    ///
+    /// # Safety
+    /// The barrier was made, and is at most one phase ahead.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn wait(self, parity: u32) {
+        // SAFETY: the caller's.
+        unsafe { target::mbarrier_wait(self.0.addr(), parity) }
+    }
+
+    /// Whether the phase of this parity has ended; may wait a little (`mbarrier.try_wait.parity.shared::cta.b64`).
+    ///
+    /// # Safety
+    /// As for [`wait`](Self::wait).
+    #[inline(always)]
+    #[must_use]
+    #[track_caller]
+    pub unsafe fn try_wait(self, parity: u32) -> bool {
+        // SAFETY: the caller's.
+        unsafe { target::mbarrier_try_wait(self.0.addr(), parity) }
+    }
+}
+
+/// Makes the barriers that this lane made visible to the copy engine (`fence.mbarrier_init.release.cluster`).
+#[inline(always)]
+pub fn fence_init() {
+    target::fence_mbarrier_init();
+}
+
+/// Starts a copy whose bytes count towards `barrier`
+/// (`cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes`). One lane issues it.
+///
+/// # Safety
+/// Both addresses and `bytes` are multiples of 16, in live memory; the source is not written, nor the destination used,
+/// before the phase has ended.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn copy_to_shared(destination: Shared<u8>, source: Global<u8>, bytes: u32, barrier: Barrier) {
+    // SAFETY: the caller's.
+    unsafe { target::bulk_to_shared(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
+}
+
+/// Starts a copy that belongs to the lane's open group (`cp.async.bulk.global.shared::cta.bulk_group`).
+///
+/// # Safety
+/// Both addresses and `bytes` are multiples of 16, in live memory; the source is not written before
+/// [`wait_read`], nor the destination used before [`wait`] (by this lane; by others, after they synchronised with it).
+#[inline(always)]
+#[track_caller]
+pub unsafe fn copy_to_global(destination: GlobalMut<u8>, source: Shared<u8>, bytes: u32) {
+    // SAFETY: the caller's.
+    unsafe { target::bulk_to_global(destination.addr(), source.addr(), bytes) }
+}
+
+/// Closes the copies to global memory since the last call into a group (`cp.async.bulk.commit_group`).
+#[inline(always)]
+pub fn commit() {
+    target::bulk_commit();
+}
+
+/// Waits until all but the `PENDING` newest groups have read their source (`cp.async.bulk.wait_group.read`).
+#[inline(always)]
+#[track_caller]
+pub fn wait_read<const PENDING: usize>() {
+    target::bulk_wait_read::<PENDING>();
+}
+
+/// Waits until all but the `PENDING` newest groups are written (`cp.async.bulk.wait_group`).
+#[inline(always)]
+#[track_caller]
+pub fn wait<const PENDING: usize>() {
+    target::bulk_wait::<PENDING>();
+}
+
+/// Orders this lane's earlier ordinary accesses to shared memory with later ones of the copy engine
+/// (`fence.proxy.async.shared::cta`).
+#[inline(always)]
+pub fn fence_proxy_async() {
+    target::fence_proxy_async();
+}

@@ -1,0 +1,206 @@
+//! Where lanes meet: warp collectives and the barriers of a block.
+
+use super::clock;
+use super::error::EmulatorError;
+use super::world::{Site, State, World, fail, misuse, suspend, world};
+
+/// The kinds of warp collective.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Meeting {
+    ShuffleXor,
+    ShuffleIdx,
+    ShuffleUp,
+    ShuffleDown,
+    Ballot,
+    Any,
+    All,
+    SyncWarp,
+    Elect,
+    Mma,
+    Ldmatrix,
+}
+
+impl Meeting {
+    pub fn name(self) -> &'static str {
+        match self {
+            Meeting::ShuffleXor => "shuffle_xor",
+            Meeting::ShuffleIdx => "shuffle_idx",
+            Meeting::ShuffleUp => "shuffle_up",
+            Meeting::ShuffleDown => "shuffle_down",
+            Meeting::Ballot => "ballot",
+            Meeting::Any => "any",
+            Meeting::All => "all",
+            Meeting::SyncWarp => "sync_warp",
+            Meeting::Elect => "elect",
+            Meeting::Mma => "mma",
+            Meeting::Ldmatrix => "ldmatrix",
+        }
+    }
+}
+
+/// Words that a lane can bring to a meeting: those of `mma`, C first.
+pub const WORDS: usize = 10;
+/// What the lanes of a warp brought.
+pub type Table = [[u32; WORDS]; 32];
+
+pub struct Warp {
+    /// Lanes that can run.
+    pub runnable: u32,
+    /// Whether the scheduler's list has it.
+    pub listed: bool,
+    exited: u32,
+    arrived: u32,
+    meeting: Option<Meeting>,
+    /// Meetings alternate between two tables: a lane may bring its words to the next meeting while others still have
+    /// to read the last one's, but no lane can be two ahead.
+    tables: [Table; 2],
+    turn: usize,
+}
+
+impl Warp {
+    pub fn new() -> Self {
+        Self {
+            runnable: 0,
+            listed: false,
+            exited: 0,
+            arrived: 0,
+            meeting: None,
+            tables: [[[0; WORDS]; 32]; 2],
+            turn: 0,
+        }
+    }
+
+    /// For a new block.
+    pub fn reset(&mut self) {
+        (self.runnable, self.exited, self.arrived) = (0, 0, 0);
+    }
+}
+
+/// Brings `words` to a meeting of the warp; returns the table of what all lanes brought.
+#[inline]
+pub fn meet<const N: usize>(meeting: Meeting, words: [u32; N], site: Site) -> &'static Table {
+    let world = world();
+    let lane = world.current;
+    let warp = &mut world.warps[lane / 32];
+    let turn = warp.turn;
+    warp.tables[turn][lane % 32][..N].copy_from_slice(&words);
+    if warp.arrived == 0 {
+        warp.meeting = Some(meeting);
+    }
+    if warp.exited != 0 || warp.meeting != Some(meeting) {
+        world.lane().state = State::Meeting(meeting, site);
+        diverged(world, lane / 32 * 32..lane / 32 * 32 + 32);
+    }
+    warp.arrived |= 1 << (lane % 32);
+    if warp.arrived == u32::MAX {
+        complete(world, lane / 32, meeting);
+    } else {
+        warp.runnable &= !(1 << (lane % 32));
+        world.lanes[lane].state = State::Meeting(meeting, site);
+        suspend();
+    }
+    &self::world().warps[lane / 32].tables[turn]
+}
+
+/// All lanes of the warp are here.
+fn complete(world: &mut World, index: usize, meeting: Meeting) {
+    let warp = &mut world.warps[index];
+    match meeting {
+        Meeting::Mma => super::mma::multiply(&mut warp.tables[warp.turn]),
+        Meeting::SyncWarp => {
+            clock::meet(world.lanes[index * 32..index * 32 + 32].iter_mut().map(|lane| &mut lane.clock))
+        }
+        _ => {}
+    }
+    warp.arrived = 0;
+    warp.turn ^= 1;
+    warp.runnable = u32::MAX;
+    for lane in &mut world.lanes[index * 32..index * 32 + 32] {
+        lane.state = State::Ready;
+    }
+    world.progress();
+}
+
+#[cold]
+fn diverged(world: &World, lanes: std::ops::Range<usize>) -> ! {
+    let block = world.blocks[lanes.start / world.threads()].index;
+    fail(EmulatorError::Divergence { kernel: world.kernel, block, lanes: world.describe(lanes) })
+}
+
+/// A barrier of the block.
+#[derive(Default)]
+pub struct NamedBarrier {
+    /// How many lanes meet, by the first to come.
+    count: u32,
+    arrived: Vec<usize>,
+}
+
+/// Waits at barrier `id` for `count` lanes, or all.
+pub fn barrier(id: u32, count: Option<u32>, site: Site) {
+    let world = world();
+    let lane = world.current;
+    let threads = world.launch.threads;
+    let wanted = count.unwrap_or(threads);
+    if count.is_some() && !(1..16).contains(&id) {
+        misuse(site, format!("named barriers are 1 to 15, not {id}"));
+    }
+    if wanted == 0 || wanted % 32 != 0 || wanted > threads {
+        misuse(site, format!("{wanted} lanes cannot meet at a barrier: whole warps, at most {threads} lanes"));
+    }
+    world.report.barriers += 1;
+    world.lanes[lane].state = State::Barrier(id, site);
+    let block = world.block();
+    let first = lane / threads as usize * threads as usize;
+    if count.is_none() && block.exited > 0 {
+        diverged(world, first..first + threads as usize);
+    }
+    let barrier = &mut block.barriers[id as usize];
+    if barrier.arrived.is_empty() {
+        barrier.count = wanted;
+    } else if barrier.count != wanted {
+        let others = barrier.count;
+        misuse(site, format!("barrier {id} is for {wanted} lanes here, but {others} for those that wait at it"));
+    }
+    barrier.arrived.push(lane);
+    if barrier.arrived.len() < wanted as usize {
+        world.warps[lane / 32].runnable &= !(1 << (lane % 32));
+        return suspend();
+    }
+    let mut met = std::mem::take(&mut barrier.arrived);
+    met.sort_unstable();
+    // The lanes are in ascending order, so each can be split off the rest.
+    let (mut rest, mut base) = (&mut world.lanes[..], 0);
+    clock::meet(met.iter().map(|lane| {
+        let (head, tail) = std::mem::take(&mut rest).split_at_mut(lane - base + 1);
+        (rest, base) = (tail, lane + 1);
+        &mut head[head.len() - 1].clock
+    }));
+    for lane in met {
+        world.wake(lane);
+    }
+    world.progress();
+}
+
+/// The current lane returned from the kernel.
+pub fn exit(world: &mut World) {
+    let lane = world.current;
+    let (threads, warp) = (world.threads(), lane / 32);
+    world.lanes[lane].state = State::Exited;
+    world.warps[warp].runnable &= !(1 << (lane % 32));
+    world.warps[warp].exited |= 1 << (lane % 32);
+    world.block().exited += 1;
+    world.progress();
+    let first = lane / threads * threads;
+    let stranded = if world.warps[warp].arrived != 0 {
+        Some(warp * 32..warp * 32 + 32)
+    } else if !world.block().barriers[0].arrived.is_empty() {
+        Some(first..first + threads)
+    } else {
+        None
+    };
+    if let Some(lanes) = stranded {
+        let block = world.block().index;
+        let lanes = world.describe(lanes);
+        world.error.get_or_insert(EmulatorError::Divergence { kernel: world.kernel, block, lanes });
+    }
+}

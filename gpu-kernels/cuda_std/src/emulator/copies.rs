@@ -1,0 +1,303 @@
+//! Asynchronous copies and mbarriers.
+//!
+//! A copy is checked when it starts and done as late as it may be: when its lane waits for its group, or, for a copy
+//! that completes on an mbarrier, whenever the scheduler takes it. Between the two its bytes are marked as in flight,
+//! so that whoever touches them races with it.
+
+use std::rc::Rc;
+
+use super::access::Address;
+use super::clock::{Counts, Name};
+use super::race::Mode;
+use super::world::{SHARED_BASE, Site, State, World, misuse, suspend, world};
+
+/// A copy in flight.
+#[derive(Clone, Copy)]
+struct Copy {
+    destination: Address,
+    source: Address,
+    bytes: usize,
+    site: Site,
+}
+
+/// The copies of a lane in groups: those still open, and those committed and not waited for, oldest first.
+#[derive(Default)]
+pub struct Groups {
+    open: Vec<Copy>,
+    committed: Vec<Group>,
+}
+
+#[derive(Default)]
+struct Group {
+    copies: Vec<Copy>,
+    /// Whether the bytes were moved already, as its source was waited for.
+    moved: bool,
+}
+
+/// A copy that completes on an mbarrier.
+pub struct Flight {
+    copy: Copy,
+    /// The place of its block among the resident ones.
+    slot: usize,
+    barrier: u32,
+    /// What its lane knew when it started.
+    counts: Counts,
+}
+
+/// An mbarrier: its state is beside the emulated memory, which holds only its place.
+pub struct Mbarrier {
+    count: u32,
+    pending: u32,
+    bytes: i64,
+    parity: u32,
+    /// What those who arrived in this phase know, and those of the last one knew.
+    arriving: Counts,
+    arrived: Rc<Counts>,
+    waiting: Vec<(usize, u32)>,
+}
+
+/// Checks a copy and marks its bytes.
+fn start(destination: Address, source: Address, bytes: u32, site: Site) -> Copy {
+    let len = bytes as usize;
+    let world = world();
+    if len == 0 || !len.is_multiple_of(16) {
+        misuse(site, format!("an asynchronous copy moves a multiple of 16 bytes, not {len}"));
+    }
+    world.access(source, len, 16, Mode::CopyRead, true, site);
+    world.access(destination, len, 16, Mode::CopyWrite, false, site);
+    Copy { destination, source, bytes: len, site }
+}
+
+impl World {
+    /// Moves the bytes, and makes the reads of the source ordinary ones of `name` in `epoch`.
+    fn move_bytes(&mut self, copy: &Copy, slot: usize, name: Name, epoch: u32) {
+        let [source, destination] = [copy.source, copy.destination].map(|address| self.pointer(address, slot));
+        // SAFETY: both were checked when the copy started; a launch keeps its memory alive, and global memory and shared
+        // memory do not overlap.
+        unsafe { destination.copy_from_nonoverlapping(source, copy.bytes) };
+        self.settle(copy, slot, Mode::CopyRead, name, epoch);
+        let (bytes, region) = self.range(copy.destination, slot, copy.bytes);
+        region.memory.initialised.add(bytes);
+        if let Address::Global(_) = copy.destination {
+            self.report.bytes_stored += copy.bytes as u64;
+        }
+    }
+
+    /// Makes the marks of a copy ordinary accesses.
+    fn settle(&mut self, copy: &Copy, slot: usize, flight: Mode, name: Name, epoch: u32) {
+        let address = if flight == Mode::CopyWrite { copy.destination } else { copy.source };
+        let (bytes, region) = self.range(address, slot, copy.bytes);
+        region.shadow.land(bytes, flight, name, epoch, copy.site);
+    }
+
+    fn range(
+        &mut self,
+        address: Address,
+        slot: usize,
+        len: usize,
+    ) -> (std::ops::Range<usize>, &mut super::world::Region) {
+        let region = match address {
+            Address::Global(address) => {
+                let at = self.regions.partition_point(|region| region.start <= address);
+                &mut self.regions[at - 1]
+            }
+            Address::Shared(_) => &mut self.blocks[slot].shared,
+        };
+        let start = match address {
+            Address::Global(address) => (address - region.start) as usize,
+            Address::Shared(address) => (address - SHARED_BASE) as usize,
+        };
+        (start..start + len, region)
+    }
+
+    fn pointer(&mut self, address: Address, slot: usize) -> *mut u8 {
+        let (bytes, region) = self.range(address, slot, 0);
+        // SAFETY: the address was checked when the copy started.
+        unsafe { region.memory.start().add(bytes.start) }
+    }
+
+    /// Completes one of the copies in flight, chosen by the seed. False if there are none.
+    pub fn complete_flight(&mut self) -> bool {
+        if self.flights.is_empty() {
+            return false;
+        }
+        let chosen = self.rng.below(self.flights.len());
+        let flight = self.flights.swap_remove(chosen);
+        let block = &mut self.blocks[flight.slot];
+        block.engine += 1;
+        let (name, epoch) = (Name::new(block.linear, self.launch.threads), block.engine);
+        self.move_bytes(&flight.copy, flight.slot, name, epoch);
+        self.settle(&flight.copy, flight.slot, Mode::CopyWrite, name, epoch);
+        let threads = self.launch.threads as usize;
+        if let Some(barrier) = self.blocks[flight.slot].mbarriers.get_mut(&flight.barrier) {
+            barrier.bytes -= flight.copy.bytes as i64;
+            barrier.arriving.join(&flight.counts);
+            barrier.arriving.join(&Counts::of(name, epoch, threads + 1));
+        }
+        self.end_phase(flight.slot, flight.barrier);
+        self.progress();
+        true
+    }
+
+    /// Ends the phase of a barrier if all that it waits for has come.
+    fn end_phase(&mut self, slot: usize, address: u32) {
+        let Some(barrier) = self.blocks[slot].mbarriers.get_mut(&address) else { return };
+        if barrier.pending != 0 || barrier.bytes != 0 {
+            return;
+        }
+        barrier.parity ^= 1;
+        barrier.pending = barrier.count;
+        barrier.arrived = Rc::new(std::mem::take(&mut barrier.arriving));
+        let parity = barrier.parity;
+        let (woken, still) = std::mem::take(&mut barrier.waiting).into_iter().partition(|waits| waits.1 != parity);
+        barrier.waiting = still;
+        let woken: Vec<(usize, u32)> = woken;
+        for (lane, _) in woken {
+            self.wake(lane);
+        }
+        self.progress();
+    }
+
+    /// The barrier at an address of the current block, whose place in memory is used as an atomic.
+    fn mbarrier(&mut self, address: u32, site: Site) -> &mut Mbarrier {
+        self.access(Address::Shared(address), 8, 8, Mode::AtomicRead, true, site);
+        let slot = self.slot();
+        match self.blocks[slot].mbarriers.get_mut(&address) {
+            Some(barrier) => barrier,
+            None => misuse(site, format!("no mbarrier was made at shared offset {}", address - SHARED_BASE)),
+        }
+    }
+
+    fn arrive(&mut self, address: u32, bytes: u32, site: Site) {
+        let mut counts = Counts::default();
+        let lane = self.lane();
+        lane.clock.publish(&mut counts);
+        lane.clock.count += 1;
+        let barrier = self.mbarrier(address, site);
+        if barrier.pending == 0 {
+            misuse(site, "more lanes arrive at the mbarrier than its phase expects".to_string());
+        }
+        barrier.bytes += i64::from(bytes);
+        barrier.pending -= 1;
+        barrier.arriving.join(&counts);
+        let slot = self.slot();
+        self.end_phase(slot, address);
+    }
+
+    /// Whether the phase of that parity has ended; if so, the lane learns what came with it.
+    fn passed(&mut self, address: u32, parity: u32, site: Site) -> bool {
+        let barrier = self.mbarrier(address, site);
+        if barrier.parity == parity & 1 {
+            return false;
+        }
+        let counts = barrier.arrived.clone();
+        self.lane().clock.learn(&counts);
+        true
+    }
+}
+
+pub fn mbarrier_init(address: u32, count: u32, site: Site) {
+    super::access::store(Address::Shared(address), 0u64, site);
+    let barrier = Mbarrier {
+        count,
+        pending: count,
+        bytes: 0,
+        parity: 0,
+        arriving: Counts::default(),
+        arrived: Rc::default(),
+        waiting: Vec::new(),
+    };
+    if count == 0 || count >= 1 << 20 {
+        misuse(site, format!("an mbarrier counts 1 to 2^20 - 1 arrivals, not {count}"));
+    }
+    world().block().mbarriers.insert(address, barrier);
+}
+
+pub fn mbarrier_arrive(address: u32, bytes: u32, site: Site) {
+    suspend();
+    world().arrive(address, bytes, site);
+}
+
+pub fn mbarrier_try_wait(address: u32, parity: u32, site: Site) -> bool {
+    super::access::poll(world(), true, site);
+    suspend();
+    let world = world();
+    world.lane().state = State::Ready;
+    world.passed(address, parity, site)
+}
+
+pub fn mbarrier_wait(address: u32, parity: u32, site: Site) {
+    while !world().passed(address, parity, site) {
+        let world = world();
+        let lane = world.current;
+        world.lane().state = State::Phase { barrier: address, parity: parity & 1, site };
+        world.warps[lane / 32].runnable &= !(1 << (lane % 32));
+        world.mbarrier(address, site).waiting.push((lane, parity & 1));
+        suspend();
+    }
+}
+
+pub fn bulk_to_shared(destination: u32, source: u64, bytes: u32, address: u32, site: Site) {
+    let copy = start(Address::Shared(destination), Address::Global(source), bytes, site);
+    let world = world();
+    world.mbarrier(address, site);
+    let mut counts = Counts::default();
+    let lane = world.lane();
+    lane.clock.publish(&mut counts);
+    lane.clock.count += 1;
+    let slot = world.slot();
+    world.flights.push(Flight { copy, slot, barrier: address, counts });
+}
+
+/// Which groups of a lane.
+pub type Select = fn(&mut super::world::Lane) -> &mut Groups;
+
+pub fn start_grouped(select: Select, destination: Address, source: Address, bytes: u32, site: Site) {
+    let copy = start(destination, source, bytes, site);
+    select(world().lane()).open.push(copy);
+}
+
+pub fn commit(select: Select) {
+    let groups = select(world().lane());
+    let copies = std::mem::take(&mut groups.open);
+    groups.committed.push(Group { copies, moved: false });
+}
+
+/// Waits for all but the newest `pending` groups: until they have read their source, or altogether.
+pub fn wait(select: Select, pending: usize, whole: bool) {
+    let world = world();
+    let (slot, lane) = (world.slot(), world.current);
+    let (name, epoch) = (world.lane().clock.name, world.lane().clock.count);
+    let groups = select(&mut world.lanes[lane]);
+    let done = groups.committed.len().saturating_sub(pending);
+    let mut waited: Vec<Group> = groups.committed.drain(..done).collect();
+    for group in &mut waited {
+        for copy in &group.copies {
+            if !group.moved {
+                world.move_bytes(copy, slot, name, epoch);
+            }
+            if whole {
+                world.settle(copy, slot, Mode::CopyWrite, name, epoch);
+            }
+        }
+        group.moved = true;
+    }
+    if !whole {
+        select(&mut world.lanes[lane]).committed.splice(0..0, waited);
+    }
+}
+
+/// The current lane has returned from the kernel: a copy of its own, or after the last lane of the block's, in flight.
+pub fn unfinished(world: &mut World, slot: usize) -> Option<(Site, &'static str)> {
+    let lane = &world.lanes[world.current];
+    let groups = [(&lane.async_copies, "an asynchronous copy"), (&lane.bulk_stores, "a bulk store")];
+    let own = groups.into_iter().find_map(|(groups, what)| {
+        let committed = groups.committed.iter().filter(|group| !group.moved).flat_map(|group| &group.copies);
+        groups.open.iter().chain(committed).next().map(|copy| (copy.site, what))
+    });
+    if own.is_some() || world.blocks[slot].exited < world.launch.threads {
+        return own;
+    }
+    let flight = world.flights.iter().find(|flight| flight.slot == slot);
+    flight.map(|flight| (flight.copy.site, "a bulk copy"))
+}

@@ -1,0 +1,129 @@
+//! Runs a grid on a CPU, lane by lane, and finds what a GPU would not tell.
+//!
+//! Each lane is a coroutine. One thread runs a launch; shuffles, barriers and atomics are where it changes from one lane
+//! to another, and which comes next is drawn from a seed: the same seed gives the same run, another seed another order
+//! of lanes, warps and blocks. A launch stops at the first of
+//!
+//! - a race: two lanes use the same bytes, one writes, and no barrier, no released and acquired atomic, no
+//!   waited-for copy orders them, in this run (`clock` and `race`);
+//! - an access out of bounds, misaligned, or to bytes that nobody has written (`memory`, `access`);
+//! - lanes that should meet and do not: different collectives in one warp, a barrier that some never reach (`collective`);
+//! - an asynchronous copy that is used before it was waited for (`copies`);
+//! - a deadlock or a livelock, a panic, or a trap (`schedule`).
+//!
+//! What differs from a GPU: `mma` sums in its own fixed order; approximate functions of [`math`](crate::math) are exact;
+//! memory is sequentially consistent, though relying on it is reported as a race; clocks count steps.
+
+mod access;
+mod clock;
+mod collective;
+mod copies;
+mod error;
+mod memory;
+mod mma;
+mod race;
+mod schedule;
+pub(crate) mod target;
+mod world;
+
+use std::rc::Rc;
+
+use crate::Kernel;
+
+pub use error::{Access, EmulatorError, Lane};
+pub use memory::Buffer;
+
+/// The shared memory that a block can have at most, on Hopper.
+pub const MAX_SHARED_BYTES: u32 = 227 * 1024;
+
+/// How to run a kernel.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// Blocks in each dimension.
+    pub grid: [u32; 3],
+    /// Lanes in a block: whole warps, no more than the kernel was made for.
+    pub threads: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Whether all blocks are resident at once, so that they can wait for each other.
+    pub cooperative: bool,
+    /// What the order of lanes, warps and blocks is drawn from.
+    pub seed: u64,
+    /// How often a lane may be resumed, over all lanes.
+    pub steps: u64,
+    /// How often, one after another, lanes may be resumed that only poll.
+    pub idle_steps: u64,
+    /// A lane's stack.
+    pub stack_bytes: usize,
+}
+
+impl Launch {
+    /// A launch of `blocks` blocks in one dimension, without shared memory, with seed 0.
+    #[must_use]
+    pub fn new(blocks: u32, threads: u32) -> Self {
+        Self { grid: [blocks, 1, 1], threads, ..Self::default() }
+    }
+}
+
+impl Default for Launch {
+    fn default() -> Self {
+        Self {
+            grid: [1; 3],
+            threads: 32,
+            shared_bytes: 0,
+            cooperative: false,
+            seed: 0,
+            steps: 1 << 40,
+            idle_steps: 1 << 20,
+            stack_bytes: 128 << 10,
+        }
+    }
+}
+
+/// What a launch did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// How often a lane was resumed.
+    pub steps: u64,
+    /// Arrivals of lanes at barriers of their block.
+    pub barriers: u64,
+    /// Bytes read from global memory.
+    pub bytes_loaded: u64,
+    /// Bytes written to global memory.
+    pub bytes_stored: u64,
+    /// Atomic accesses.
+    pub atomics: u64,
+    /// A digest of the order in which lanes ran.
+    pub trace: u64,
+}
+
+/// Runs a grid of kernel `K` to its end.
+///
+/// # Errors
+/// The first thing found wrong; memory is then as the lanes left it.
+pub fn launch<K: Kernel>(launch: &Launch, params: K::Params) -> Result<Report, EmulatorError> {
+    if let Some(reason) = impossible::<K>(launch) {
+        return Err(EmulatorError::Launch { kernel: K::NAME, reason });
+    }
+    // SAFETY: whoever made the parameters vouches for them; addresses in them are checked at each access.
+    let entry = Rc::new(move || unsafe { K::lane(params) });
+    schedule::run(&mut world::World::new(K::NAME, *launch, entry))
+}
+
+fn impossible<K: Kernel>(launch: &Launch) -> Option<String> {
+    let Launch { grid, threads, shared_bytes, .. } = *launch;
+    let blocks: u64 = grid.iter().map(|n| u64::from(*n)).product();
+    if threads == 0 || !threads.is_multiple_of(32) || threads > K::THREADS {
+        return Some(format!("blocks of {threads} lanes: whole warps, at most {} lanes", K::THREADS));
+    }
+    if threads > 1024 {
+        return Some(format!("blocks of {threads} lanes: at most 1024"));
+    }
+    if blocks == 0 || blocks > clock::Name::MAX_BLOCKS {
+        return Some(format!("a grid of {blocks} blocks: 1 to {}", clock::Name::MAX_BLOCKS));
+    }
+    if shared_bytes > MAX_SHARED_BYTES {
+        return Some(format!("{shared_bytes} bytes of shared memory: at most {MAX_SHARED_BYTES}"));
+    }
+    None
+}

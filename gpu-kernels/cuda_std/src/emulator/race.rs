@@ -1,0 +1,293 @@
+//! Shadow memory: who used which bytes when.
+//!
+//! A page of the shadow has one cell for each granule of memory. Granules are 16 bytes until a smaller access comes;
+//! then the page is refined, each cell split into equal ones, which loses nothing. A cell knows the last writer and the
+//! last two readers; that a third reader is forgotten can hide a race under one seed, never invent one.
+
+use std::ops::Range;
+use std::panic::Location;
+
+use super::clock::{Clock, Name};
+
+/// Bytes of memory that a page of the shadow is about.
+const PAGE: usize = 4096;
+/// Granules start at 2^4 bytes.
+const COARSEST: u32 = 4;
+/// The epoch of a copy in flight, which nobody can know.
+const IN_FLIGHT: u32 = u32::MAX;
+
+/// How memory is accessed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    Read,
+    /// Of what nobody writes during the launch.
+    ReadConstant,
+    Write,
+    AtomicRead,
+    AtomicWrite,
+    /// By a copy that was started and not waited for.
+    CopyRead,
+    CopyWrite,
+}
+
+impl Mode {
+    pub fn writes(self) -> bool {
+        matches!(self, Mode::Write | Mode::AtomicWrite | Mode::CopyWrite)
+    }
+    pub fn atomic(self) -> bool {
+        matches!(self, Mode::AtomicRead | Mode::AtomicWrite)
+    }
+    /// As an error says it.
+    pub fn verb(self) -> &'static str {
+        match self {
+            Mode::Read => "read",
+            Mode::ReadConstant => "read (as constant for the launch)",
+            Mode::Write => "wrote",
+            Mode::AtomicRead => "atomically read",
+            Mode::AtomicWrite => "atomically wrote",
+            Mode::CopyRead => "read, by a copy that is not known to be done,",
+            Mode::CopyWrite => "wrote, by a copy that is not known to be done,",
+        }
+    }
+}
+
+static ANCHOR: &Location<'static> = Location::caller();
+
+/// A place in the source, in 32 bits: its distance from a fixed one in the same binary.
+#[derive(Clone, Copy, Default)]
+struct Site(i32);
+
+impl Site {
+    #[inline]
+    fn new(location: &'static Location<'static>) -> Self {
+        let distance = (location as *const _ as isize).wrapping_sub(ANCHOR as *const _ as isize);
+        Self(i32::try_from(distance).unwrap_or(0))
+    }
+    fn location(self) -> &'static Location<'static> {
+        let address = (ANCHOR as *const _ as isize).wrapping_add(self.0 as isize);
+        // SAFETY: `new` made the distance from a reference that lives as long as the program, or it is the anchor's own.
+        unsafe { &*(address as *const Location<'static>) }
+    }
+}
+
+/// An access, remembered.
+#[derive(Clone, Copy)]
+struct Stamp {
+    name: Name,
+    /// 0 if there was none.
+    epoch: u32,
+    site: Site,
+    mode: Mode,
+}
+
+impl Stamp {
+    const NONE: Self = Self { name: Name::NOBODY, epoch: 0, site: Site(0), mode: Mode::Read };
+
+    /// Whether the access happened before what `clock`'s lane does now.
+    #[inline]
+    fn before(&self, clock: &Clock) -> bool {
+        if self.epoch == IN_FLIGHT {
+            return false;
+        }
+        self.name == clock.name || self.epoch == 0 || clock.knows(self.name, self.epoch)
+    }
+
+    fn access(&self) -> Past {
+        Past { name: self.name, mode: self.mode, site: self.site.location() }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Cell {
+    writer: Stamp,
+    readers: [Stamp; 2],
+}
+
+impl Cell {
+    const NEW: Self = Self { writer: Stamp::NONE, readers: [Stamp::NONE; 2] };
+}
+
+/// The earlier of two accesses that race.
+pub struct Past {
+    pub name: Name,
+    pub mode: Mode,
+    pub site: &'static Location<'static>,
+}
+
+/// A bit for each byte of a page.
+type Bits = Box<[u16; PAGE / 16]>;
+
+fn any_bits(bits: &Bits, range: Range<usize>) -> bool {
+    range.into_iter().any(|byte| bits[byte / 16] & 1 << (byte % 16) != 0)
+}
+
+fn set_bits(bits: &mut Bits, range: Range<usize>) {
+    let (mut at, end) = (range.start, range.end);
+    while at < end {
+        let stop = end.min((at | 15) + 1);
+        bits[at / 16] |= (((1u32 << (stop - at)) - 1) << (at & 15)) as u16;
+        at = stop;
+    }
+}
+
+#[derive(Default)]
+struct Page {
+    /// log2 of the granule.
+    grain: u32,
+    /// Empty until an access that needs them.
+    cells: Vec<Cell>,
+    /// Bytes read as constant, and by whom last.
+    constant: Option<(Bits, Name, Site)>,
+    /// Bytes written, once some were read as constant or written: what `constant` must not meet.
+    written: Option<Bits>,
+}
+
+impl Page {
+    fn refine(&mut self, grain: u32) {
+        let copies = if self.cells.is_empty() { PAGE >> grain } else { 1 << (self.grain - grain) };
+        self.cells = if self.cells.is_empty() {
+            vec![Cell::NEW; copies]
+        } else {
+            self.cells.iter().flat_map(|cell| std::iter::repeat_n(*cell, copies)).collect()
+        };
+        self.grain = grain;
+    }
+
+    #[inline]
+    fn access(&mut self, range: Range<usize>, stamp: Stamp, clock: &Clock) -> Result<(), Past> {
+        if stamp.mode == Mode::ReadConstant {
+            return self.read_constant(range, stamp);
+        }
+        if stamp.mode.writes() {
+            self.note_written(range.clone())?;
+        }
+        let grain = ((range.start | range.end) as u32 | 1 << COARSEST).trailing_zeros();
+        if self.cells.is_empty() || grain < self.grain {
+            self.refine(grain);
+        }
+        for cell in &mut self.cells[range.start >> self.grain..range.end >> self.grain] {
+            let conflicts = |past: &Stamp| !(past.before(clock) || past.mode.atomic() && stamp.mode.atomic());
+            if conflicts(&cell.writer) {
+                return Err(cell.writer.access());
+            }
+            if stamp.mode.writes() {
+                if let Some(reader) = cell.readers.iter().find(|reader| conflicts(reader)) {
+                    return Err(reader.access());
+                }
+                *cell = Cell { writer: stamp, readers: [Stamp::NONE; 2] };
+            } else {
+                if cell.readers[0].name != stamp.name {
+                    cell.readers[1] = cell.readers[0];
+                }
+                cell.readers[0] = stamp;
+            }
+        }
+        Ok(())
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn constant_reader(&self) -> Past {
+        let (name, site) = self.constant.as_ref().map_or((Name::NOBODY, Site(0)), |(_, name, site)| (*name, *site));
+        Past { name, mode: Mode::ReadConstant, site: site.location() }
+    }
+
+    fn note_written(&mut self, range: Range<usize>) -> Result<(), Past> {
+        if self.constant.as_ref().is_some_and(|(bits, ..)| any_bits(bits, range.clone())) {
+            return Err(self.constant_reader());
+        }
+        set_bits(self.written.get_or_insert_with(|| Box::new([0; PAGE / 16])), range);
+        Ok(())
+    }
+
+    fn read_constant(&mut self, range: Range<usize>, stamp: Stamp) -> Result<(), Past> {
+        if self.written.as_ref().is_some_and(|bits| any_bits(bits, range.clone())) {
+            let cell = self.cells[range.start >> self.grain..].first();
+            return Err(cell.map_or_else(|| self.constant_reader(), |cell| cell.writer.access()));
+        }
+        let (bits, name, site) =
+            self.constant.get_or_insert_with(|| (Box::new([0; PAGE / 16]), stamp.name, stamp.site));
+        (*name, *site) = (stamp.name, stamp.site);
+        set_bits(bits, range);
+        Ok(())
+    }
+
+    /// Replaces what a copy in flight left by an access of its own end.
+    fn land(&mut self, range: Range<usize>, flight: Mode, stamp: Stamp) {
+        for cell in &mut self.cells[range.start >> self.grain..range.end >> self.grain] {
+            for past in std::iter::once(&mut cell.writer).chain(&mut cell.readers) {
+                if past.epoch == IN_FLIGHT && past.mode == flight {
+                    *past = stamp;
+                }
+            }
+        }
+    }
+}
+
+/// The shadow of an allocation during one launch.
+#[derive(Default)]
+pub struct Shadow {
+    pages: Vec<Option<Box<Page>>>,
+}
+
+impl Shadow {
+    pub fn new(bytes: usize) -> Self {
+        Self { pages: (0..bytes.div_ceil(PAGE)).map(|_| None).collect() }
+    }
+
+    /// Forgets everything.
+    pub fn clear(&mut self) {
+        self.pages.iter_mut().for_each(|page| *page = None);
+    }
+
+    #[inline]
+    fn pages(
+        &mut self,
+        bytes: Range<usize>,
+        mut visit: impl FnMut(&mut Page, Range<usize>) -> Result<(), Past>,
+    ) -> Result<(), Past> {
+        let mut at = bytes.start;
+        while at < bytes.end {
+            let stop = bytes.end.min((at | (PAGE - 1)) + 1);
+            let page =
+                self.pages[at / PAGE].get_or_insert_with(|| Box::new(Page { grain: COARSEST, ..Page::default() }));
+            let offset = at % PAGE;
+            visit(page, offset..offset + stop - at)?;
+            at = stop;
+        }
+        Ok(())
+    }
+
+    /// Records an access by the lane of `clock`, or returns the earlier one that it races with.
+    #[inline]
+    pub fn access(
+        &mut self,
+        bytes: Range<usize>,
+        mode: Mode,
+        clock: &Clock,
+        site: &'static Location<'static>,
+    ) -> Result<(), Past> {
+        let in_flight = matches!(mode, Mode::CopyRead | Mode::CopyWrite);
+        let epoch = if in_flight { IN_FLIGHT } else { clock.count };
+        let stamp = Stamp { name: clock.name, epoch, site: Site::new(site), mode };
+        self.pages(bytes, |page, range| page.access(range, stamp, clock))
+    }
+
+    /// A copy is done: from now on it counts as an ordinary access in epoch `epoch` of `name`.
+    pub fn land(
+        &mut self,
+        bytes: Range<usize>,
+        flight: Mode,
+        name: Name,
+        epoch: u32,
+        site: &'static Location<'static>,
+    ) {
+        let mode = if flight == Mode::CopyWrite { Mode::Write } else { Mode::Read };
+        let stamp = Stamp { name, epoch, site: Site::new(site), mode };
+        let landed = self.pages(bytes, |page, range| {
+            page.land(range, flight, stamp);
+            Ok(())
+        });
+        debug_assert!(landed.is_ok());
+    }
+}

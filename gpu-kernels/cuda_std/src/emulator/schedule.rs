@@ -1,0 +1,282 @@
+//! The scheduler: which lane runs next is drawn from the seed.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use corosensei::CoroutineResult;
+use corosensei::stack::DefaultStack;
+
+use super::clock::Base;
+use super::collective::{self, Warp};
+use super::copies::{self, Groups};
+use super::error::EmulatorError;
+use super::memory::Allocation;
+use super::world::{Block, Entered, Fiber, Lane, Region, Rng, SHARED_BASE, State, World, world};
+use super::{Launch, Report};
+
+/// Of the chances below, one in how many.
+const LEAVE_WARP: u64 = 16;
+const COMPLETE_COPY: u64 = 4;
+/// Without a cooperative launch, at most so many blocks are resident at once.
+const RESIDENT: u64 = 4;
+
+thread_local! {
+    /// Stacks of lanes that ended, all of one size.
+    static STACKS: RefCell<(usize, Vec<DefaultStack>)> = const { RefCell::new((0, Vec::new())) };
+}
+
+fn take_stack(size: usize) -> std::io::Result<DefaultStack> {
+    STACKS.with_borrow_mut(|(pooled, stacks)| {
+        if *pooled != size {
+            (*pooled, *stacks) = (size, Vec::new());
+        }
+        stacks.pop().map_or_else(|| DefaultStack::new(size), Ok)
+    })
+}
+
+fn give_stack(size: usize, stack: DefaultStack) {
+    STACKS.with_borrow_mut(|(pooled, stacks)| {
+        if *pooled == size {
+            stacks.push(stack);
+        }
+    });
+}
+
+impl World {
+    pub fn new(kernel: &'static str, launch: Launch, entry: Rc<dyn Fn()>) -> Self {
+        let mut rng = Rng(launch.seed);
+        let blocks: u32 = launch.grid.iter().product();
+        let mut waiting: Vec<u32> = (0..blocks).collect();
+        for i in (1..waiting.len()).rev() {
+            waiting.swap(i, rng.below(i + 1));
+        }
+        let resident = if launch.cooperative { blocks } else { blocks.min(1 + rng.below(RESIDENT as usize) as u32) };
+        let threads = launch.threads as usize;
+        let mut world = Self {
+            kernel,
+            entry,
+            rng,
+            report: Report::default(),
+            blocks: Vec::new(),
+            warps: (0..resident as usize * threads / 32).map(|_| Warp::new()).collect(),
+            lanes: Vec::with_capacity(resident as usize * threads),
+            ready: Vec::new(),
+            current: 0,
+            regions: Vec::new(),
+            last_region: 0,
+            released: HashMap::new(),
+            flights: Vec::new(),
+            waiting,
+            error: None,
+            idle: 0,
+            polls: false,
+            launch,
+        };
+        for slot in 0..resident as usize {
+            let name = "shared memory".to_string();
+            let memory = Arc::new(Allocation::new(launch.shared_bytes as usize, false, name));
+            world.blocks.push(Block {
+                index: [0; 3],
+                linear: 0,
+                shared: Region::new(u64::from(SHARED_BASE), memory),
+                barriers: Default::default(),
+                mbarriers: HashMap::new(),
+                engine: 0,
+                exited: 0,
+            });
+            let base = Rc::new(Base::new(launch.threads));
+            for thread in 0..launch.threads {
+                let clock = world.new_clock(0, thread, &base);
+                world.lanes.push(Lane {
+                    fiber: None,
+                    yielder: ptr::null(),
+                    state: State::Exited,
+                    clock,
+                    released: [None, None],
+                    seen: Vec::new(),
+                    async_copies: Groups::default(),
+                    bulk_stores: Groups::default(),
+                });
+            }
+            debug_assert_eq!(world.lanes.len(), (slot + 1) * threads);
+        }
+        world
+    }
+
+    /// Starts the next block in `slot`. False if none is left.
+    fn start_block(&mut self, slot: usize) -> bool {
+        let Some(linear) = self.waiting.pop() else { return false };
+        let index = self.block_index(linear);
+        let block = &mut self.blocks[slot];
+        (block.index, block.linear, block.engine, block.exited) = (index, linear, 0, 0);
+        block.mbarriers.clear();
+        block.shared.shadow.clear();
+        block.shared.memory.poison();
+        let threads = self.threads();
+        let base = Rc::new(Base::new(self.launch.threads));
+        for warp in &mut self.warps[slot * threads / 32..(slot + 1) * threads / 32] {
+            warp.reset();
+        }
+        for lane in slot * threads..(slot + 1) * threads {
+            let stack = match take_stack(self.launch.stack_bytes) {
+                Ok(stack) => stack,
+                Err(error) => {
+                    let reason = format!("no stack for a lane: {error}");
+                    self.error = Some(EmulatorError::Launch { kernel: self.kernel, reason });
+                    return false;
+                }
+            };
+            let entry = self.entry.clone();
+            let fiber = Fiber::with_stack(stack, move |yielder, ()| {
+                world().lanes[lane].yielder = yielder;
+                entry();
+            });
+            let clock = self.new_clock(linear, (lane % threads) as u32, &base);
+            let place = &mut self.lanes[lane];
+            place.fiber = Some(fiber);
+            place.clock = clock;
+            place.released = [None, None];
+            place.seen.clear();
+            place.async_copies = Groups::default();
+            place.bulk_stores = Groups::default();
+            self.wake(lane);
+        }
+        true
+    }
+}
+
+/// Runs the launch to its end, or to its first error.
+pub fn run(world: &mut World) -> Result<Report, EmulatorError> {
+    let world: *mut World = world;
+    let Some(_entered) = Entered::new(world) else {
+        // SAFETY: no lane runs.
+        let kernel = unsafe { (*world).kernel };
+        return Err(EmulatorError::Launch { kernel, reason: "a launch from within a kernel".to_string() });
+    };
+    // From here on the world is reached only through `world()`, as the lanes reach it.
+    for slot in 0..self::world().blocks.len() {
+        self::world().start_block(slot);
+    }
+    while self::world().error.is_none() && turn() {}
+    let world = self::world();
+    let fibers: Vec<Fiber> = world.lanes.iter_mut().filter_map(|lane| lane.fiber.take()).collect();
+    // Lanes that did not end are unwound, so that whatever their kernel holds is dropped.
+    for mut fiber in fibers {
+        fiber.force_unwind();
+    }
+    let world = self::world();
+    match world.error.take() {
+        Some(error) => Err(error),
+        None => Ok(world.report.clone()),
+    }
+}
+
+/// One turn: some lanes of one warp. False when nothing is left to do.
+fn turn() -> bool {
+    let world = world();
+    let draw = world.rng.next();
+    if world.ready.is_empty() {
+        if world.complete_flight() {
+            return true;
+        }
+        let left = world.lanes.iter().any(|lane| lane.state != State::Exited);
+        if left {
+            let lanes = world.describe(0..world.lanes.len());
+            world.error = Some(EmulatorError::Deadlock { kernel: world.kernel, lanes });
+        }
+        return false;
+    }
+    if !world.flights.is_empty() && draw.is_multiple_of(COMPLETE_COPY) {
+        world.complete_flight();
+    }
+    let chosen = world.rng.below(world.ready.len());
+    let warp = world.ready[chosen] as usize;
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(|| run_warp(warp))) {
+        let world = self::world();
+        let lane = world.who(world.current);
+        let current = world.current;
+        world.lanes[current].fiber = None;
+        world.error = Some(EmulatorError::Panic { kernel: world.kernel, lane, message: message(&*payload) });
+        return false;
+    }
+    let world = self::world();
+    if world.warps[warp].runnable == 0 {
+        // The list may have grown meanwhile, but only at its end.
+        debug_assert_eq!(world.ready[chosen] as usize, warp);
+        world.ready.swap_remove(chosen);
+        world.warps[warp].listed = false;
+    }
+    true
+}
+
+/// Runs lanes of a warp until none can, or chance has it.
+fn run_warp(warp: usize) {
+    loop {
+        let world = world();
+        let runnable = world.warps[warp].runnable;
+        if runnable == 0 || world.error.is_some() {
+            return;
+        }
+        let draw = world.rng.next();
+        let rotation = (draw & 31) as u32;
+        let lane = warp * 32 + ((runnable.rotate_right(rotation).trailing_zeros() + rotation) & 31) as usize;
+        world.report.steps += 1;
+        world.report.trace = (world.report.trace.rotate_left(7) ^ lane as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        world.current = lane;
+        world.polls = false;
+        // The fiber is out of its place while it runs: the world is then the lane's to use.
+        let mut fiber = world.lanes[lane].fiber.take().expect("a lane that can run has a fiber");
+        let result = fiber.resume(());
+        let world = self::world();
+        match result {
+            CoroutineResult::Yield(()) => world.lanes[lane].fiber = Some(fiber),
+            CoroutineResult::Return(()) => {
+                give_stack(world.launch.stack_bytes, fiber.into_stack());
+                finish(world);
+            }
+        }
+        if !limits(world) || world.polls || (draw >> 32).is_multiple_of(LEAVE_WARP) {
+            return;
+        }
+    }
+}
+
+/// Counts a step against the limits. False if one is reached.
+#[inline]
+fn limits(world: &mut World) -> bool {
+    world.idle = if world.polls { world.idle + 1 } else { 0 };
+    let reason = if world.idle > world.launch.idle_steps {
+        format!("for {} steps lanes did nothing but poll", world.launch.idle_steps)
+    } else if world.report.steps > world.launch.steps {
+        format!("not done after {} steps", world.launch.steps)
+    } else {
+        return true;
+    };
+    let lanes = world.describe(0..world.lanes.len());
+    world.error.get_or_insert(EmulatorError::Livelock { kernel: world.kernel, reason, lanes });
+    false
+}
+
+/// The current lane returned from the kernel.
+fn finish(world: &mut World) {
+    let lane = world.who(world.current);
+    collective::exit(world);
+    let slot = world.slot();
+    let unfinished = copies::unfinished(world, slot);
+    if let Some((site, what)) = unfinished {
+        let what = format!("{what} was started here and never waited for");
+        world.error.get_or_insert(EmulatorError::Misuse { kernel: world.kernel, lane, site, what });
+    } else if world.blocks[slot].exited == world.launch.threads {
+        world.start_block(slot);
+    }
+}
+
+fn message(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_string())
+}

@@ -1,0 +1,354 @@
+//! The state of one launch: its lanes, warps and resident blocks, and the errors they stop with.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::panic::Location;
+use std::ptr;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use corosensei::stack::DefaultStack;
+use corosensei::{Coroutine, Yielder};
+
+use super::clock::{Base, Clock, Counts, Name};
+use super::collective::{Meeting, NamedBarrier, Warp};
+use super::copies::{Flight, Groups, Mbarrier};
+use super::error::{self, Access, EmulatorError};
+use super::memory::Allocation;
+use super::race::{Mode, Past, Shadow};
+use super::{Launch, Report};
+
+pub type Site = &'static Location<'static>;
+pub type Fiber = Coroutine<(), (), (), DefaultStack>;
+
+/// The start of dynamic shared memory: not 0, so that a kernel that takes addresses for offsets is noticed.
+pub const SHARED_BASE: u32 = 1024;
+
+thread_local! {
+    /// The launch that runs on this thread, if any.
+    static CURRENT: Cell<*mut World> = const { Cell::new(ptr::null_mut()) };
+}
+
+/// What a lane is doing.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum State {
+    /// It can run.
+    Ready,
+    /// It polls memory, and found nothing new.
+    Polling(Site),
+    /// It waits for its warp.
+    Meeting(Meeting, Site),
+    /// It waits at a barrier of the block.
+    Barrier(u32, Site),
+    /// It waits for a phase of an mbarrier.
+    Phase {
+        barrier: u32,
+        parity: u32,
+        site: Site,
+    },
+    Exited,
+}
+
+pub struct Lane {
+    pub fiber: Option<Fiber>,
+    pub yielder: *const Yielder<(), ()>,
+    pub state: State,
+    pub clock: Clock,
+    /// What the last fence of each scope publishes with a later relaxed atomic.
+    pub released: [Option<Clock>; 2],
+    /// What relaxed atomics saw and the next fence learns; whether it came at device scope, and from this block.
+    pub seen: Vec<(Rc<Counts>, bool, bool)>,
+    pub async_copies: Groups,
+    pub bulk_stores: Groups,
+}
+
+/// A resident block.
+pub struct Block {
+    pub index: [u32; 3],
+    pub linear: u32,
+    pub shared: Region,
+    pub barriers: [NamedBarrier; 16],
+    pub mbarriers: HashMap<u32, Mbarrier>,
+    /// Epoch of the block's copy engine.
+    pub engine: u32,
+    pub exited: u32,
+}
+
+/// Memory that this launch uses, with its shadow.
+pub struct Region {
+    /// The device's address of the first byte.
+    pub start: u64,
+    pub memory: Arc<Allocation>,
+    pub shadow: Shadow,
+}
+
+impl Region {
+    pub fn new(start: u64, memory: Arc<Allocation>) -> Self {
+        let shadow = Shadow::new(memory.len());
+        Self { start, memory, shadow }
+    }
+}
+
+/// SplitMix64: small, fast, and any seed is a good one.
+pub struct Rng(pub u64);
+
+impl Rng {
+    #[inline]
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    #[inline]
+    pub fn below(&mut self, bound: usize) -> usize {
+        ((u128::from(self.next()) * bound as u128) >> 64) as usize
+    }
+}
+
+/// What synchronises through one atomic location.
+pub struct Released {
+    pub counts: Rc<Counts>,
+    /// The only block that released here, or none if there were several.
+    pub block: Option<u32>,
+    /// Whether all releases were at device scope or wider.
+    pub device: bool,
+}
+
+pub struct World {
+    pub kernel: &'static str,
+    pub launch: Launch,
+    pub entry: Rc<dyn Fn()>,
+    pub rng: Rng,
+    pub report: Report,
+    /// Resident blocks, `threads / 32` warps and `threads` lanes each.
+    pub blocks: Vec<Block>,
+    pub warps: Vec<Warp>,
+    pub lanes: Vec<Lane>,
+    /// The warps with a lane that can run.
+    pub ready: Vec<u32>,
+    /// The lane that runs.
+    pub current: usize,
+    pub regions: Vec<Region>,
+    pub last_region: usize,
+    pub released: HashMap<u64, Released>,
+    pub flights: Vec<Flight>,
+    /// Blocks still to start, the next one last.
+    pub waiting: Vec<u32>,
+    pub error: Option<EmulatorError>,
+    /// Steps since a lane last got anywhere.
+    pub idle: u64,
+    pub polls: bool,
+}
+
+/// Makes a launch the thread's current one, until dropped.
+pub struct Entered;
+
+impl Entered {
+    pub fn new(world: *mut World) -> Option<Self> {
+        CURRENT.with(|current| {
+            let free = current.get().is_null();
+            if free {
+                current.set(world);
+            }
+            free.then_some(Self)
+        })
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        CURRENT.with(|current| current.set(ptr::null_mut()));
+    }
+}
+
+/// The running launch.
+///
+/// The reference must not be held over [`suspend`]: what runs meanwhile takes its own.
+#[inline]
+pub fn world() -> &'static mut World {
+    let world = CURRENT.with(Cell::get);
+    assert!(!world.is_null(), "device code runs on the host only under `emulator::launch`");
+    // SAFETY: the launch outlives its lanes; one thread runs it, and its parts never hold a reference while another runs.
+    unsafe { &mut *world }
+}
+
+/// Lets others run until the scheduler chooses this lane again.
+#[inline]
+pub fn suspend() {
+    let world = world();
+    let yielder = world.lanes[world.current].yielder;
+    // SAFETY: the yielder lives on the stack of this very lane.
+    unsafe { (*yielder).suspend(()) };
+}
+
+/// Stops the launch. The lane never runs again.
+#[cold]
+pub fn fail(error: EmulatorError) -> ! {
+    let world = world();
+    world.error.get_or_insert(error);
+    loop {
+        suspend();
+    }
+}
+
+/// Stops the launch because of what the current lane does at `site`.
+#[cold]
+pub fn misuse(site: Site, what: String) -> ! {
+    let world = world();
+    fail(EmulatorError::Misuse { kernel: world.kernel, lane: world.who(world.current), site, what })
+}
+
+impl World {
+    #[inline]
+    pub fn threads(&self) -> usize {
+        self.launch.threads as usize
+    }
+
+    #[inline]
+    pub fn lane(&mut self) -> &mut Lane {
+        &mut self.lanes[self.current]
+    }
+
+    /// The slot of the current lane's block.
+    #[inline]
+    pub fn slot(&self) -> usize {
+        self.current / self.threads()
+    }
+
+    #[inline]
+    pub fn block(&mut self) -> &mut Block {
+        let slot = self.slot();
+        &mut self.blocks[slot]
+    }
+
+    #[inline]
+    pub fn thread(&self) -> u32 {
+        (self.current % self.threads()) as u32
+    }
+
+    /// A lane by its place among the resident ones.
+    pub fn who(&self, lane: usize) -> error::Lane {
+        error::Lane { block: self.blocks[lane / self.threads()].index, thread: (lane % self.threads()) as u32 }
+    }
+
+    /// A lane by its name, whether it is resident or not.
+    fn named(&self, name: Name) -> error::Lane {
+        error::Lane { block: self.block_index(name.block()), thread: name.slot() }
+    }
+
+    pub fn block_index(&self, linear: u32) -> [u32; 3] {
+        let [x, y, _] = self.launch.grid;
+        [linear % x, linear / x % y, linear / x / y]
+    }
+
+    /// Makes a waiting lane ready.
+    #[inline]
+    pub fn wake(&mut self, lane: usize) {
+        self.lanes[lane].state = State::Ready;
+        let warp = &mut self.warps[lane / 32];
+        if warp.runnable == 0 && !warp.listed {
+            warp.listed = true;
+            self.ready.push((lane / 32) as u32);
+        }
+        warp.runnable |= 1 << (lane % 32);
+    }
+
+    /// Something happened that others may have been waiting for.
+    #[inline]
+    pub fn progress(&mut self) {
+        self.idle = 0;
+    }
+
+    pub fn new_clock(&self, block: u32, thread: u32, base: &Rc<Base>) -> Clock {
+        Clock::new(Name::new(block, thread), base.clone())
+    }
+
+    /// What lanes are doing, in words: those that did not exit, grouped.
+    pub fn describe(&self, lanes: std::ops::Range<usize>) -> String {
+        const SHOWN: usize = 6;
+        let mut groups: Vec<(State, Vec<usize>)> = Vec::new();
+        let mut exited = Vec::new();
+        for lane in lanes {
+            match self.lanes[lane].state {
+                State::Exited => exited.push(lane),
+                state => match groups.iter_mut().find(|group| group.0 == state) {
+                    Some(group) => group.1.push(lane),
+                    None => groups.push((state, vec![lane])),
+                },
+            }
+        }
+        let more = groups.len().saturating_sub(SHOWN);
+        let mut parts: Vec<_> = groups
+            .iter()
+            .take(SHOWN)
+            .map(|(state, lanes)| {
+                let does = match state {
+                    State::Ready => "can run".to_string(),
+                    State::Polling(site) => format!("poll memory at {site}"),
+                    State::Meeting(meeting, site) => format!("wait for their warp in {} at {site}", meeting.name()),
+                    State::Barrier(0, site) => format!("wait at sync_threads at {site}"),
+                    State::Barrier(id, site) => format!("wait at named barrier {id} at {site}"),
+                    State::Phase { barrier, parity, site } => {
+                        let offset = barrier.wrapping_sub(SHARED_BASE);
+                        format!("wait for parity {parity} of the mbarrier at shared offset {offset} at {site}")
+                    }
+                    State::Exited => unreachable!("sorted out above"),
+                };
+                format!("{} {does}", self.list(lanes))
+            })
+            .collect();
+        if more > 0 {
+            parts.push(format!("{more} more groups wait elsewhere"));
+        }
+        if !exited.is_empty() {
+            parts.push(format!("{} exited", self.list(&exited)));
+        }
+        parts.join("; ")
+    }
+
+    /// Lanes by block, in ranges.
+    fn list(&self, lanes: &[usize]) -> String {
+        const SHOWN: usize = 3;
+        let mut blocks: Vec<(usize, Vec<(usize, usize)>)> = Vec::new();
+        for lane in lanes {
+            let (slot, thread) = (lane / self.threads(), lane % self.threads());
+            match blocks.last_mut() {
+                Some((last, ranges)) if *last == slot => match ranges.last_mut() {
+                    Some(range) if range.1 + 1 == thread => range.1 = thread,
+                    _ => ranges.push((thread, thread)),
+                },
+                _ => blocks.push((slot, vec![(thread, thread)])),
+            }
+        }
+        let ranges = |ranges: &[(usize, usize)]| {
+            let texts: Vec<_> = ranges
+                .iter()
+                .map(|(first, last)| if first == last { format!("{first}") } else { format!("{first}-{last}") })
+                .collect();
+            texts.join(", ")
+        };
+        let mut texts: Vec<_> = blocks
+            .iter()
+            .take(SHOWN)
+            .map(|(slot, lanes)| {
+                let [x, y, z] = self.blocks[*slot].index;
+                format!("lanes {} of block ({x}, {y}, {z})", ranges(lanes))
+            })
+            .collect();
+        if blocks.len() > SHOWN {
+            texts.push(format!("{} more blocks", blocks.len() - SHOWN));
+        }
+        texts.join(" and ")
+    }
+
+    /// The error of a race at `offset` bytes into what `region` names.
+    #[cold]
+    pub fn race(&self, past: &Past, mode: Mode, site: Site, place: String) -> EmulatorError {
+        let first = Access { lane: self.named(past.name), what: past.mode.verb(), site: past.site };
+        let second = Access { lane: self.who(self.current), what: mode.verb(), site };
+        EmulatorError::Race { kernel: self.kernel, place, first: Box::new(first), second: Box::new(second) }
+    }
+}

@@ -1,0 +1,211 @@
+//! Addresses of device memory as plain data, and the loads and stores through them.
+
+use core::fmt;
+use core::marker::PhantomData;
+
+use crate::target;
+
+macro_rules! address {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[repr(transparent)]
+        pub struct $name<T> {
+            address: u64,
+            element: PhantomData<*const T>,
+        }
+
+        impl<T> Clone for $name<T> {
+            #[inline(always)]
+            fn clone(&self) -> Self {
+                *self
+            }
+        }
+        impl<T> Copy for $name<T> {}
+        // SAFETY: an address is a number; what is done through it is unsafe at the place of use.
+        unsafe impl<T> Send for $name<T> {}
+        // SAFETY: as above.
+        unsafe impl<T> Sync for $name<T> {}
+
+        impl<T> Default for $name<T> {
+            /// The null address.
+            #[inline(always)]
+            fn default() -> Self {
+                Self::from_raw(0)
+            }
+        }
+        impl<T> PartialEq for $name<T> {
+            #[inline(always)]
+            fn eq(&self, other: &Self) -> bool {
+                self.address == other.address
+            }
+        }
+        impl<T> Eq for $name<T> {}
+        impl<T> fmt::Debug for $name<T> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({:#x})"), self.address)
+            }
+        }
+
+        impl<T> $name<T> {
+            /// From an address of device memory.
+            #[inline(always)]
+            #[must_use]
+            pub const fn from_raw(address: u64) -> Self {
+                Self { address, element: PhantomData }
+            }
+
+            /// The address.
+            #[inline(always)]
+            #[must_use]
+            pub const fn addr(self) -> u64 {
+                self.address
+            }
+
+            /// Whether this is the null address.
+            #[inline(always)]
+            #[must_use]
+            pub const fn is_null(self) -> bool {
+                self.address == 0
+            }
+
+            /// The same address, holding elements of another type.
+            #[inline(always)]
+            #[must_use]
+            pub const fn cast<U>(self) -> $name<U> {
+                $name::from_raw(self.address)
+            }
+
+            #[inline(always)]
+            const fn element(self, i: usize) -> u64 {
+                self.address.wrapping_add((i * size_of::<T>()) as u64)
+            }
+
+            /// The address of element `i`.
+            ///
+            /// # Safety
+            /// The element, or the end, belongs to the same allocation.
+            #[inline(always)]
+            #[must_use]
+            pub const unsafe fn at(self, i: usize) -> Self {
+                Self::from_raw(self.element(i))
+            }
+        }
+
+        impl<T: Copy> $name<T> {
+            /// Element `i`, of 1, 2, 4 or 8 bytes (`ld.global`).
+            ///
+            /// # Safety
+            /// The element is in a live allocation, aligned to its size, initialised, and nobody writes it meanwhile.
+            #[inline(always)]
+            #[must_use]
+            #[track_caller]
+            pub unsafe fn load(self, i: usize) -> T {
+                // SAFETY: the caller's.
+                unsafe { target::load_global(self.element(i)) }
+            }
+
+            /// The 16 bytes from element `i` on (`ld.global.v4.b32`).
+            ///
+            /// # Safety
+            /// As for [`load`](Self::load), for 16 bytes at an address that is a multiple of 16.
+            #[inline(always)]
+            #[must_use]
+            #[track_caller]
+            pub unsafe fn load16(self, i: usize) -> [u32; 4] {
+                // SAFETY: the caller's.
+                unsafe { target::load_global16(self.element(i)) }
+            }
+
+            /// [`load16`](Self::load16) of data that is read once, such as weights: it takes no room in L1 and fetches
+            /// 256 bytes into L2 (`ld.global.nc.L1::no_allocate.L2::256B.v4.b32`).
+            ///
+            /// # Safety
+            /// As for [`load16`](Self::load16); and nobody writes the bytes during the whole launch.
+            #[inline(always)]
+            #[must_use]
+            #[track_caller]
+            pub unsafe fn load16_stream(self, i: usize) -> [u32; 4] {
+                // SAFETY: the caller's.
+                unsafe { target::load_global16_stream(self.element(i)) }
+            }
+        }
+    };
+}
+
+address! {
+    /// An address of device memory that is read. Plain data, laid out the same on the host and the device.
+    Global
+}
+
+address! {
+    /// An address of device memory that is read and written. Plain data, laid out the same on the host and the device.
+    GlobalMut
+}
+
+impl<T: Copy> Global<T> {
+    /// [`load`](Self::load) through the read-only cache (`ld.global.nc`).
+    ///
+    /// # Safety
+    /// As for [`load`](Self::load); and nobody writes the element during the whole launch.
+    #[inline(always)]
+    #[must_use]
+    #[track_caller]
+    pub unsafe fn load_nc(self, i: usize) -> T {
+        // SAFETY: the caller's.
+        unsafe { target::load_global_nc(self.element(i)) }
+    }
+
+    /// [`load16`](Self::load16) through the read-only cache (`ld.global.nc.v4.b32`).
+    ///
+    /// # Safety
+    /// As for [`load16`](Self::load16); and nobody writes the bytes during the whole launch.
+    #[inline(always)]
+    #[must_use]
+    #[track_caller]
+    pub unsafe fn load16_nc(self, i: usize) -> [u32; 4] {
+        // SAFETY: the caller's.
+        unsafe { target::load_global16_nc(self.element(i)) }
+    }
+}
+
+impl<T: Copy> GlobalMut<T> {
+    /// The same address for reading only.
+    #[inline(always)]
+    #[must_use]
+    pub const fn read(self) -> Global<T> {
+        Global::from_raw(self.address)
+    }
+
+    /// Writes element `i`, of 1, 2, 4 or 8 bytes (`st.global`).
+    ///
+    /// # Safety
+    /// The element is in a live allocation, aligned to its size, and nobody else uses it meanwhile.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store(self, i: usize, value: T) {
+        // SAFETY: the caller's.
+        unsafe { target::store_global(self.element(i), value) }
+    }
+
+    /// Writes the 16 bytes from element `i` on (`st.global.v4.b32`).
+    ///
+    /// # Safety
+    /// As for [`store`](Self::store), for 16 bytes at an address that is a multiple of 16.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store16(self, i: usize, value: [u32; 4]) {
+        // SAFETY: the caller's.
+        unsafe { target::store_global16(self.element(i), value) }
+    }
+
+    /// [`store16`](Self::store16) of data that is not read again soon (`st.global.cs.v4.b32`).
+    ///
+    /// # Safety
+    /// As for [`store16`](Self::store16).
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store16_stream(self, i: usize, value: [u32; 4]) {
+        // SAFETY: the caller's.
+        unsafe { target::store_global16_stream(self.element(i), value) }
+    }
+}

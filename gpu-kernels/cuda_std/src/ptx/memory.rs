@@ -1,0 +1,157 @@
+//! Loads, stores and `cp.async`.
+
+use core::arch::{asm, global_asm};
+use core::mem::transmute_copy;
+
+// The launch's dynamic shared memory: one symbol for the whole module.
+global_asm!(".extern .shared .align 1024 .b8 dynamic_shared[];");
+
+#[inline(always)]
+pub fn dynamic_shared() -> u32 {
+    let address: u32;
+    // SAFETY: takes an address.
+    unsafe {
+        asm!("{{ .reg .u64 t; mov.u64 t, dynamic_shared; cvt.u32.u64 {address}, t; }}", address = out(reg32) address,
+            options(pure, nomem, nostack));
+    }
+    address
+}
+
+/// Loads of one element of 1, 2, 4 or 8 bytes, and of 16 bytes as four words.
+macro_rules! loads {
+    ($($name:ident $name16:ident $address:ident $reg:ident $space:literal ($($options:ident),*);)*) => {
+        $(
+            #[inline(always)]
+            pub unsafe fn $name<T: Copy>(address: $address) -> T {
+                const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8), "an element has 1, 2, 4 or 8 bytes") };
+                // SAFETY: the caller vouches for the address; the bits are those of a T.
+                unsafe {
+                    match size_of::<T>() {
+                        1 => {
+                            let v: u16;
+                            asm!(concat!("ld.", $space, ".u8 {v}, [{a}];"), v = out(reg16) v, a = in($reg) address,
+                                options($($options),*));
+                            transmute_copy(&(v as u8))
+                        }
+                        2 => {
+                            let v: u16;
+                            asm!(concat!("ld.", $space, ".b16 {v}, [{a}];"), v = out(reg16) v, a = in($reg) address,
+                                options($($options),*));
+                            transmute_copy(&v)
+                        }
+                        4 => {
+                            let v: u32;
+                            asm!(concat!("ld.", $space, ".b32 {v}, [{a}];"), v = out(reg32) v, a = in($reg) address,
+                                options($($options),*));
+                            transmute_copy(&v)
+                        }
+                        _ => {
+                            let v: u64;
+                            asm!(concat!("ld.", $space, ".b64 {v}, [{a}];"), v = out(reg64) v, a = in($reg) address,
+                                options($($options),*));
+                            transmute_copy(&v)
+                        }
+                    }
+                }
+            }
+
+            loads!(vector $name16 $address $reg $space ($($options),*));
+        )*
+    };
+    (vector $name16:ident $address:ident $reg:ident $space:literal ($($options:ident),*)) => {
+        #[inline(always)]
+        pub unsafe fn $name16(address: $address) -> [u32; 4] {
+            let (a, b, c, d): (u32, u32, u32, u32);
+            // SAFETY: the caller vouches for the address.
+            unsafe {
+                asm!(concat!("ld.", $space, ".v4.b32 {{{a}, {b}, {c}, {d}}}, [{address}];"), a = out(reg32) a,
+                    b = out(reg32) b, c = out(reg32) c, d = out(reg32) d, address = in($reg) address,
+                    options($($options),*));
+            }
+            [a, b, c, d]
+        }
+    };
+}
+
+// `readonly` keeps a load behind the stores and barriers before it; `nomem` lets one of constant data move.
+loads! {
+    load_global load_global16 u64 reg64 "global" (pure, readonly, nostack);
+    load_global_nc load_global16_nc u64 reg64 "global.nc" (pure, nomem, nostack);
+    load_shared load_shared16 u32 reg32 "shared" (pure, readonly, nostack);
+}
+loads!(vector load_global16_stream u64 reg64 "global.nc.L1::no_allocate.L2::256B" (pure, nomem, nostack));
+
+macro_rules! stores {
+    ($($name:ident $name16:ident $address:ident $reg:ident $space:literal;)*) => {
+        $(
+            #[inline(always)]
+            pub unsafe fn $name<T: Copy>(address: $address, value: T) {
+                const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8), "an element has 1, 2, 4 or 8 bytes") };
+                // SAFETY: the caller vouches for the address; the sizes agree.
+                unsafe {
+                    match size_of::<T>() {
+                        1 => {
+                            let v = u16::from(transmute_copy::<T, u8>(&value));
+                            asm!(concat!("st.", $space, ".u8 [{a}], {v};"), a = in($reg) address, v = in(reg16) v,
+                                options(nostack));
+                        }
+                        2 => {
+                            let v = transmute_copy::<T, u16>(&value);
+                            asm!(concat!("st.", $space, ".b16 [{a}], {v};"), a = in($reg) address, v = in(reg16) v,
+                                options(nostack));
+                        }
+                        4 => {
+                            let v = transmute_copy::<T, u32>(&value);
+                            asm!(concat!("st.", $space, ".b32 [{a}], {v};"), a = in($reg) address, v = in(reg32) v,
+                                options(nostack));
+                        }
+                        _ => {
+                            let v = transmute_copy::<T, u64>(&value);
+                            asm!(concat!("st.", $space, ".b64 [{a}], {v};"), a = in($reg) address, v = in(reg64) v,
+                                options(nostack));
+                        }
+                    }
+                }
+            }
+
+            stores!(vector $name16 $address $reg $space);
+        )*
+    };
+    (vector $name16:ident $address:ident $reg:ident $space:literal) => {
+        #[inline(always)]
+        pub unsafe fn $name16(address: $address, [a, b, c, d]: [u32; 4]) {
+            // SAFETY: the caller vouches for the address.
+            unsafe {
+                asm!(concat!("st.", $space, ".v4.b32 [{address}], {{{a}, {b}, {c}, {d}}};"), address = in($reg) address,
+                    a = in(reg32) a, b = in(reg32) b, c = in(reg32) c, d = in(reg32) d, options(nostack));
+            }
+        }
+    };
+}
+
+stores! {
+    store_global store_global16 u64 reg64 "global";
+    store_shared store_shared16 u32 reg32 "shared";
+}
+stores!(vector store_global16_stream u64 reg64 "global.cs");
+
+#[inline(always)]
+pub unsafe fn async_copy16(destination: u32, source: u64) {
+    // SAFETY: the caller vouches for the addresses.
+    unsafe {
+        asm!("cp.async.cg.shared.global [{d}], [{s}], 16;", d = in(reg32) destination, s = in(reg64) source,
+            options(nostack));
+    }
+}
+
+#[inline(always)]
+pub fn async_commit() {
+    // SAFETY: closes a group.
+    unsafe { asm!("cp.async.commit_group;", options(nostack)) }
+}
+
+#[inline(always)]
+pub fn async_wait<const PENDING: usize>() {
+    // SAFETY: waits; a memory clobber, so that loads of what was copied stay behind it.
+    unsafe { asm!("cp.async.wait_group {n};", n = const PENDING, options(nostack)) }
+}

@@ -1,0 +1,124 @@
+//! The device's bodies: PTX, and LLVM's intrinsics where there are some.
+//!
+//! LLVM does not know that an `asm!` block may be convergent, and could move one into a branch that only some lanes
+//! take. So whatever a warp or a block does together (barriers, shuffles, votes, mma) goes through intrinsics.
+//! Memory accesses are `asm!` with their state space, since Rust's pointers are generic addresses.
+
+use core::arch::asm;
+use core::arch::nvptx;
+
+use crate::atomic::Scope;
+
+pub mod atomic;
+#[cfg(cuda_arch = "sm_90a")]
+mod bulk;
+mod collective;
+mod memory;
+
+#[cfg(cuda_arch = "sm_90a")]
+pub use bulk::*;
+pub use collective::*;
+pub use memory::*;
+
+macro_rules! index {
+    ($($name:ident $intrinsic:ident;)*) => {
+        $(
+            #[inline(always)]
+            pub fn $name() -> u32 {
+                // SAFETY: reads a special register.
+                unsafe { nvptx::$intrinsic() as u32 }
+            }
+        )*
+    };
+}
+
+index! {
+    thread_idx_x _thread_idx_x;
+    block_idx_x _block_idx_x;
+    block_idx_y _block_idx_y;
+    block_idx_z _block_idx_z;
+    block_dim_x _block_dim_x;
+    grid_dim_x _grid_dim_x;
+    grid_dim_y _grid_dim_y;
+    grid_dim_z _grid_dim_z;
+}
+
+#[inline(always)]
+pub fn trap() -> ! {
+    // SAFETY: ends the launch.
+    unsafe { nvptx::trap() }
+}
+
+#[inline(always)]
+pub fn fence(scope: Scope) {
+    // SAFETY: a fence has no operands.
+    unsafe {
+        match scope {
+            Scope::Block => asm!("fence.acq_rel.cta;", options(nostack)),
+            Scope::Device => asm!("fence.acq_rel.gpu;", options(nostack)),
+            Scope::System => asm!("fence.acq_rel.sys;", options(nostack)),
+        }
+    }
+}
+
+#[inline(always)]
+pub fn nanosleep(ns: u32) {
+    // SAFETY: touches nothing.
+    unsafe { asm!("nanosleep.u32 {ns};", ns = in(reg32) ns, options(nostack)) }
+}
+
+#[inline(always)]
+pub fn global_timer() -> u64 {
+    let time: u64;
+    // SAFETY: reads a special register. Not pure: it differs each time.
+    unsafe { asm!("mov.u64 {time}, %globaltimer;", time = out(reg64) time, options(nomem, nostack)) }
+    time
+}
+
+macro_rules! unary {
+    ($($name:ident $instruction:literal;)*) => {
+        $(
+            #[inline(always)]
+            pub fn $name(x: f32) -> f32 {
+                let y: f32;
+                // SAFETY: arithmetic.
+                unsafe {
+                    asm!(concat!($instruction, " {y}, {x};"), y = out(reg32) y, x = in(reg32) x,
+                        options(pure, nomem, nostack));
+                }
+                y
+            }
+        )*
+    };
+}
+
+unary! {
+    exp2 "ex2.approx.ftz.f32";
+    log2 "lg2.approx.ftz.f32";
+    rcp "rcp.approx.ftz.f32";
+    rsqrt "rsqrt.approx.ftz.f32";
+    sqrt "sqrt.rn.f32";
+    abs "abs.f32";
+}
+
+#[inline(always)]
+pub fn fma(a: f32, b: f32, c: f32) -> f32 {
+    let d: f32;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!("fma.rn.f32 {d}, {a}, {b}, {c};", d = out(reg32) d, a = in(reg32) a, b = in(reg32) b, c = in(reg32) c,
+            options(pure, nomem, nostack));
+    }
+    d
+}
+
+#[inline(always)]
+pub fn pack_bf16(low: f32, high: f32) -> u32 {
+    let word: u32;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!("cvt.rn.bf16x2.f32 {word}, {high}, {low};", word = out(reg32) word, high = in(reg32) high,
+            low = in(reg32) low, options(pure, nomem, nostack));
+    }
+    word
+}
