@@ -83,9 +83,7 @@ pub unsafe fn product(p: Io) {
         let a = p.input.load16(lane * 4);
         let b = p.input.cast::<u64>().load(64 + lane);
         let d = mma::m16n8k16_bf16([1.0; 4], a, [b as u32, (b >> 32) as u32]);
-        for i in 0..4 {
-            p.output.store(lane * 4 + i, d[i]);
-        }
+        p.output.store16(lane * 4, d.map(f32::to_bits));
     }
 }
 

@@ -40,6 +40,8 @@ impl Parse for Bounds {
 /// both are constant expressions. The function takes exactly one `#[repr(C)]`, `Copy` parameter block by value, aligned
 /// to at most 16 bytes, and returns nothing.
 ///
+/// What must hold for a launch is said by the parameter block's own documentation, so none is asked of the function.
+///
 /// On the device it becomes an entry point of its own name. The bounds are left in the PTX as a comment
 /// (`//@launch_bounds name threads min_blocks`, 0 for no minimum) that the build step turns into `.maxntid` and
 /// `.minnctapersm`. On the host it stays a plain function. On both, a marker type of the same name implements
@@ -65,6 +67,7 @@ fn expand(bounds: Bounds, function: ItemFn) -> syn::Result<TokenStream> {
 
     Ok(quote! {
         #(#attrs)*
+        #[allow(clippy::missing_safety_doc)]
         #[cfg(target_arch = "nvptx64")]
         #[unsafe(no_mangle)]
         #vis unsafe extern "ptx-kernel" fn #name(#parameter) #block
@@ -73,6 +76,7 @@ fn expand(bounds: Bounds, function: ItemFn) -> syn::Result<TokenStream> {
         ::core::arch::global_asm!(#comment, const #threads, const #min_blocks);
 
         #(#attrs)*
+        #[allow(clippy::missing_safety_doc)]
         #[cfg(not(target_arch = "nvptx64"))]
         #vis unsafe fn #name(#parameter) #block
 

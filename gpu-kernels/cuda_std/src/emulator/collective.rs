@@ -144,7 +144,7 @@ pub fn barrier(id: u32, count: Option<u32>, site: Site) {
     if count.is_some() && !(1..16).contains(&id) {
         misuse(site, format!("named barriers are 1 to 15, not {id}"));
     }
-    if wanted == 0 || wanted % 32 != 0 || wanted > threads {
+    if wanted == 0 || !wanted.is_multiple_of(32) || wanted > threads {
         misuse(site, format!("{wanted} lanes cannot meet at a barrier: whole warps, at most {threads} lanes"));
     }
     world.report.barriers += 1;

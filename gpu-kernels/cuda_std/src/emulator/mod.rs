@@ -23,6 +23,7 @@ mod memory;
 mod mma;
 mod race;
 mod schedule;
+mod stack;
 pub(crate) mod target;
 mod world;
 

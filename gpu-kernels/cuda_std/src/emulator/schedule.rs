@@ -1,7 +1,6 @@
 //! The scheduler: which lane runs next is drawn from the seed.
 
 use std::any::Any;
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
@@ -9,13 +8,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use corosensei::CoroutineResult;
-use corosensei::stack::DefaultStack;
 
 use super::clock::Base;
 use super::collective::{self, Warp};
 use super::copies::{self, Groups};
 use super::error::EmulatorError;
 use super::memory::Allocation;
+use super::stack::LaneStack;
 use super::world::{Block, Entered, Fiber, Lane, Region, Rng, SHARED_BASE, State, World, world};
 use super::{Launch, Report};
 
@@ -24,28 +23,6 @@ const LEAVE_WARP: u64 = 16;
 const COMPLETE_COPY: u64 = 4;
 /// Without a cooperative launch, at most so many blocks are resident at once.
 const RESIDENT: u64 = 4;
-
-thread_local! {
-    /// Stacks of lanes that ended, all of one size.
-    static STACKS: RefCell<(usize, Vec<DefaultStack>)> = const { RefCell::new((0, Vec::new())) };
-}
-
-fn take_stack(size: usize) -> std::io::Result<DefaultStack> {
-    STACKS.with_borrow_mut(|(pooled, stacks)| {
-        if *pooled != size {
-            (*pooled, *stacks) = (size, Vec::new());
-        }
-        stacks.pop().map_or_else(|| DefaultStack::new(size), Ok)
-    })
-}
-
-fn give_stack(size: usize, stack: DefaultStack) {
-    STACKS.with_borrow_mut(|(pooled, stacks)| {
-        if *pooled == size {
-            stacks.push(stack);
-        }
-    });
-}
 
 impl World {
     pub fn new(kernel: &'static str, launch: Launch, entry: Rc<dyn Fn()>) -> Self {
@@ -123,7 +100,7 @@ impl World {
             warp.reset();
         }
         for lane in slot * threads..(slot + 1) * threads {
-            let stack = match take_stack(self.launch.stack_bytes) {
+            let stack = match LaneStack::take(self.launch.stack_bytes) {
                 Ok(stack) => stack,
                 Err(error) => {
                     let reason = format!("no stack for a lane: {error}");
@@ -236,7 +213,7 @@ fn run_warp(warp: usize) {
         match result {
             CoroutineResult::Yield(()) => world.lanes[lane].fiber = Some(fiber),
             CoroutineResult::Return(()) => {
-                give_stack(world.launch.stack_bytes, fiber.into_stack());
+                fiber.into_stack().give(world.launch.stack_bytes);
                 finish(world);
             }
         }

@@ -7,7 +7,6 @@ use std::ptr;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, Yielder};
 
 use super::clock::{Base, Clock, Counts, Name};
@@ -16,10 +15,11 @@ use super::copies::{Flight, Groups, Mbarrier};
 use super::error::{self, Access, EmulatorError};
 use super::memory::Allocation;
 use super::race::{Mode, Past, Shadow};
+use super::stack::LaneStack;
 use super::{Launch, Report};
 
 pub type Site = &'static Location<'static>;
-pub type Fiber = Coroutine<(), (), (), DefaultStack>;
+pub type Fiber = Coroutine<(), (), (), LaneStack>;
 
 /// The start of dynamic shared memory: not 0, so that a kernel that takes addresses for offsets is noticed.
 pub const SHARED_BASE: u32 = 1024;
