@@ -44,10 +44,7 @@ pub struct Message {
 impl Message {
     /// A message of `role`.
     pub fn new(role: Role, content: impl Into<String>) -> Self {
-        Message {
-            role,
-            content: content.into(),
-        }
+        Message { role, content: content.into() }
     }
 }
 
@@ -67,78 +64,19 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// [`Error::ChatTemplate`].
-    pub fn new(
-        source: String,
-        special_tokens: BTreeMap<String, String>,
-        path: &Path,
-    ) -> Result<Self, Error> {
-        let broken = |e: &minijinja::Error| Error::ChatTemplate {
-            path: path.to_owned(),
-            reason: reason_of(e),
-        };
+    pub fn new(source: String, special_tokens: BTreeMap<String, String>, path: &Path) -> Result<Self, Error> {
+        let broken = |e: &minijinja::Error| Error::ChatTemplate { path: path.to_owned(), reason: reason_of(e) };
         let mut environment = Environment::new();
-        let syntax = SyntaxConfig::builder()
-            .trim_blocks(true)
-            .lstrip_blocks(true)
-            .build();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|e| broken(&e))?);
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_filter("tojson", tojson);
-        environment.add_function(
-            "raise_exception",
-            |reason: String| -> Result<Value, minijinja::Error> {
-                Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
-            },
-        );
-        environment.add_function("strftime_now", |format: String| {
-            python::strftime_now(&format)
+        environment.add_function("raise_exception", |reason: String| -> Result<Value, minijinja::Error> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
         });
-        environment
-            .add_template_owned(NAME, source)
-            .map_err(|e| broken(&e))?;
-        Ok(ChatTemplate {
-            environment: Arc::new(environment),
-            special_tokens,
-            path: path.to_owned(),
-        })
-    }
-
-    /// Finds the template among a checkpoint's files: `chat_template.jinja` if there is one, else the field of
-    /// `tokenizer_config.json`. Each file is given with its path.
-    pub(crate) fn from_files(
-        jinja: Option<(&[u8], &Path)>,
-        tokenizer_config: Option<(&[u8], &Path)>,
-    ) -> Result<Option<Self>, Error> {
-        let mut special_tokens = BTreeMap::new();
-        let mut inline = None;
-        if let Some((json, path)) = tokenizer_config {
-            let fields: serde_json::Map<String, serde_json::Value> = parse_json(json, path)?;
-            for (key, value) in &fields {
-                // A special token is its text, or an object that holds it.
-                let text = value
-                    .as_str()
-                    .or_else(|| value.get("content").and_then(|c| c.as_str()));
-                if let (true, Some(text)) = (key.ends_with("_token"), text) {
-                    special_tokens.insert(key.clone(), text.to_owned());
-                }
-            }
-            inline = fields
-                .get("chat_template")
-                .and_then(default_template)
-                .map(|t| (t, path));
-        }
-        match (jinja, inline) {
-            (Some((text, path)), _) => {
-                let text = String::from_utf8(text.to_vec()).map_err(|_| Error::ChatTemplate {
-                    path: path.to_owned(),
-                    reason: "the file is not UTF-8 text; fetch it again".to_owned(),
-                })?;
-                Self::new(text, special_tokens, path).map(Some)
-            }
-            (None, Some((text, path))) => Self::new(text, special_tokens, path).map(Some),
-            (None, None) => Ok(None),
-        }
+        environment.add_function("strftime_now", |format: String| python::strftime_now(&format));
+        environment.add_template_owned(NAME, source).map_err(|e| broken(&e))?;
+        Ok(ChatTemplate { environment: Arc::new(environment), special_tokens, path: path.to_owned() })
     }
 
     /// The prompt for a conversation.
@@ -154,23 +92,35 @@ impl ChatTemplate {
         enable_thinking: bool,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        let failed = |e: minijinja::Error| Error::ChatTemplate {
-            path: self.path.clone(),
-            reason: reason_of(&e),
-        };
+        let failed = |e: minijinja::Error| Error::ChatTemplate { path: self.path.clone(), reason: reason_of(&e) };
         let template = self.environment.get_template(NAME).map_err(failed)?;
-        let (messages, tokens) = (
-            Value::from(Serde(messages)),
-            Value::from(Serde(&self.special_tokens)),
-        );
-        template
-            .render(context! { messages, enable_thinking, add_generation_prompt, ..tokens })
-            .map_err(failed)
+        let (messages, tokens) = (Value::from(Serde(messages)), Value::from(Serde(&self.special_tokens)));
+        template.render(context! { messages, enable_thinking, add_generation_prompt, ..tokens }).map_err(failed)
     }
+}
 
-    /// A special token that `tokenizer_config.json` names, such as `eos_token`.
-    pub fn special_token(&self, role: &str) -> Option<&str> {
-        self.special_tokens.get(role).map(String::as_str)
+/// What a chat needs of `tokenizer_config.json`.
+#[derive(Debug, Default)]
+pub(crate) struct TokenizerConfig {
+    /// Special tokens by role, such as `eos_token`.
+    pub(crate) special_tokens: BTreeMap<String, String>,
+    /// The chat template's source.
+    pub(crate) chat_template: Option<String>,
+}
+
+impl TokenizerConfig {
+    pub(crate) fn parse(json: &[u8], path: &Path) -> Result<Self, Error> {
+        let fields: serde_json::Map<String, serde_json::Value> = parse_json(json, path)?;
+        let mut special_tokens = BTreeMap::new();
+        for (key, value) in &fields {
+            // A special token is its text, or an object that holds it.
+            let text = value.as_str().or_else(|| value.get("content").and_then(|c| c.as_str()));
+            if let (true, Some(text)) = (key.ends_with("_token"), text) {
+                special_tokens.insert(key.clone(), text.to_owned());
+            }
+        }
+        let chat_template = fields.get("chat_template").and_then(default_template);
+        Ok(TokenizerConfig { special_tokens, chat_template })
     }
 }
 
@@ -180,20 +130,12 @@ fn default_template(field: &serde_json::Value) -> Option<String> {
         return Some(text.to_owned());
     }
     let named = |t: &&serde_json::Value| t.get("name").and_then(|n| n.as_str()) == Some("default");
-    field
-        .as_array()?
-        .iter()
-        .find(named)?
-        .get("template")?
-        .as_str()
-        .map(str::to_owned)
+    field.as_array()?.iter().find(named)?.get("template")?.as_str().map(str::to_owned)
 }
 
 /// The engine's message with its line, and the error underneath where there is one.
 fn reason_of(error: &minijinja::Error) -> String {
-    let detail = error
-        .detail()
-        .map_or_else(|| error.kind().to_string(), str::to_owned);
+    let detail = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
     match error.line() {
         Some(line) => format!("{detail} (line {line})"),
         None => detail,

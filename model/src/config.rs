@@ -59,10 +59,7 @@ impl Config {
             rms_norm_eps: raw.rms_norm_eps,
             rope_theta: raw.rope_theta(path)?,
             tie_word_embeddings: raw.tie_word_embeddings,
-            eos_token_ids: raw
-                .eos_token_id
-                .map(OneOrMany::into_vec)
-                .unwrap_or_default(),
+            eos_token_ids: raw.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),
         };
         config.check(path)?;
         Ok(config)
@@ -80,10 +77,8 @@ impl Config {
 
     /// Parameters of the whole model, a tied head counted once.
     pub fn parameter_count(&self) -> usize {
-        let embeddings =
-            self.vocab_size * self.hidden_size * if self.tie_word_embeddings { 1 } else { 2 };
-        let attention =
-            2 * self.hidden_size * (self.query_size() + self.key_value_size()) + 2 * self.head_dim;
+        let embeddings = self.vocab_size * self.hidden_size * if self.tie_word_embeddings { 1 } else { 2 };
+        let attention = 2 * self.hidden_size * (self.query_size() + self.key_value_size()) + 2 * self.head_dim;
         let mlp = 3 * self.hidden_size * self.intermediate_size;
         let norms = 2 * self.hidden_size;
         embeddings + self.num_hidden_layers * (attention + mlp + norms) + self.hidden_size
@@ -100,12 +95,8 @@ impl Config {
     }
 
     fn check(&self, path: &Path) -> Result<(), Error> {
-        let invalid = |field, value: String, reason| Error::InvalidSetting {
-            path: path.to_owned(),
-            field,
-            value,
-            reason,
-        };
+        let invalid =
+            |field, value: String, reason| Error::InvalidSetting { path: path.to_owned(), field, value, reason };
         // The upper bound keeps every product of sizes far from overflow; the largest real dimension is 151,936.
         const LARGEST: usize = 1 << 24;
         for (field, size) in [
@@ -118,26 +109,17 @@ impl Config {
             ("head_dim", self.head_dim),
             ("max_position_embeddings", self.max_position_embeddings),
         ] {
-            let limit = if matches!(
-                field,
-                "num_hidden_layers" | "num_attention_heads" | "num_key_value_heads" | "head_dim"
-            ) {
-                1 << 12
-            } else {
-                LARGEST
-            };
+            let limit =
+                if matches!(field, "num_hidden_layers" | "num_attention_heads" | "num_key_value_heads" | "head_dim") {
+                    1 << 12
+                } else {
+                    LARGEST
+                };
             if size == 0 || size > limit {
-                return Err(invalid(
-                    field,
-                    size.to_string(),
-                    "it must be positive and of a sensible size",
-                ));
+                return Err(invalid(field, size.to_string(), "it must be positive and of a sensible size"));
             }
         }
-        if !self
-            .num_attention_heads
-            .is_multiple_of(self.num_key_value_heads)
-        {
+        if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             return Err(invalid(
                 "num_key_value_heads",
                 self.num_key_value_heads.to_string(),
@@ -152,18 +134,10 @@ impl Config {
             ));
         }
         if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps < 1.0) {
-            return Err(invalid(
-                "rms_norm_eps",
-                self.rms_norm_eps.to_string(),
-                "it must lie between 0 and 1",
-            ));
+            return Err(invalid("rms_norm_eps", self.rms_norm_eps.to_string(), "it must lie between 0 and 1"));
         }
         if !(self.rope_theta.is_finite() && self.rope_theta > 1.0) {
-            return Err(invalid(
-                "rope_theta",
-                self.rope_theta.to_string(),
-                "it must be a number above 1",
-            ));
+            return Err(invalid("rope_theta", self.rope_theta.to_string(), "it must be a number above 1"));
         }
         Ok(())
     }
@@ -206,10 +180,7 @@ impl GenerationConfig {
         }
         let raw: Raw = parse_json(json, path)?;
         Ok(GenerationConfig {
-            eos_token_ids: raw
-                .eos_token_id
-                .map(OneOrMany::into_vec)
-                .unwrap_or_default(),
+            eos_token_ids: raw.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),
             do_sample: raw.do_sample,
             temperature: raw.temperature,
             top_k: raw.top_k,
@@ -222,10 +193,7 @@ impl GenerationConfig {
 
 /// Parses JSON into `T`, with the file named in the error.
 pub(crate) fn parse_json<'a, T: Deserialize<'a>>(json: &'a [u8], path: &Path) -> Result<T, Error> {
-    serde_json::from_slice(json).map_err(|e| Error::Json {
-        path: path.to_owned(),
-        reason: e.to_string(),
-    })
+    serde_json::from_slice(json).map_err(|e| Error::Json { path: path.to_owned(), reason: e.to_string() })
 }
 
 /// A field that is either one id or a list of them.
@@ -255,11 +223,7 @@ struct Architecture {
 
 impl Architecture {
     fn check(&self, path: &Path) -> Result<(), Error> {
-        let named = self
-            .architectures
-            .as_deref()
-            .and_then(|a| a.first())
-            .map(String::as_str);
+        let named = self.architectures.as_deref().and_then(|a| a.first()).map(String::as_str);
         let model_type = self.model_type.as_deref();
         let dense = match named {
             Some(name) => name == "Qwen3ForCausalLM" && model_type.is_none_or(|t| t == "qwen3"),
@@ -279,11 +243,7 @@ impl Architecture {
         } else {
             ": choose one from Qwen3-0.6B to Qwen3-32B"
         };
-        Err(Error::UnsupportedArchitecture {
-            path: path.to_owned(),
-            found: found.to_owned(),
-            hint,
-        })
+        Err(Error::UnsupportedArchitecture { path: path.to_owned(), found: found.to_owned(), hint })
     }
 }
 
@@ -327,14 +287,8 @@ fn default_eps() -> f32 {
 
 impl RawConfig {
     fn check_supported(&self, path: &Path) -> Result<(), Error> {
-        let refuse = |field, value: String, mend| {
-            Err(Error::UnsupportedSetting {
-                path: path.to_owned(),
-                field,
-                value,
-                mend,
-            })
-        };
+        let refuse =
+            |field, value: String, mend| Err(Error::UnsupportedSetting { path: path.to_owned(), field, value, mend });
         if self.attention_bias == Some(true) {
             return refuse(
                 "attention_bias",
@@ -349,42 +303,22 @@ impl RawConfig {
                 "use a checkpoint with full attention, as published Qwen3 models are",
             );
         }
-        if let Some(kind) = self
-            .layer_types
-            .iter()
-            .flatten()
-            .find(|t| *t != "full_attention")
-        {
-            return refuse(
-                "layer_types",
-                format!("{kind:?}"),
-                "use a checkpoint with full attention in every layer",
-            );
+        if let Some(kind) = self.layer_types.iter().flatten().find(|t| *t != "full_attention") {
+            return refuse("layer_types", format!("{kind:?}"), "use a checkpoint with full attention in every layer");
         }
         if let Some(act) = self.hidden_act.as_deref().filter(|a| *a != "silu") {
             return refuse("hidden_act", format!("{act:?}"), "Qwen3 uses silu");
         }
         if let Some(quantization) = self.quantization_config.as_ref().filter(|q| !q.is_null()) {
-            return refuse(
-                "quantization_config",
-                brief(quantization),
-                "use the unquantised checkpoint (bf16)",
-            );
+            return refuse("quantization_config", brief(quantization), "use the unquantised checkpoint (bf16)");
         }
-        for (field, scaling) in [
-            ("rope_scaling", &self.rope_scaling),
-            ("rope_parameters", &self.rope_parameters),
-        ] {
+        for (field, scaling) in [("rope_scaling", &self.rope_scaling), ("rope_parameters", &self.rope_parameters)] {
             let Some(scaling) = scaling.as_ref().filter(|s| !s.is_null()) else {
                 continue;
             };
-            let kind = scaling
-                .get("rope_type")
-                .or_else(|| scaling.get("type"))
-                .and_then(Value::as_str);
+            let kind = scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str);
             // `rope_parameters` without a type is the plain rotation; `rope_scaling` is there to scale.
-            let plain =
-                matches!(kind, Some("default")) || (kind.is_none() && field == "rope_parameters");
+            let plain = matches!(kind, Some("default")) || (kind.is_none() && field == "rope_parameters");
             if !plain {
                 return refuse(
                     field,
@@ -397,10 +331,7 @@ impl RawConfig {
     }
 
     fn rope_theta(&self, path: &Path) -> Result<f64, Error> {
-        let nested = self
-            .rope_parameters
-            .as_ref()
-            .and_then(|p| p.get("rope_theta"));
+        let nested = self.rope_parameters.as_ref().and_then(|p| p.get("rope_theta"));
         match nested {
             Some(theta) => theta.as_f64().ok_or_else(|| Error::InvalidSetting {
                 path: path.to_owned(),

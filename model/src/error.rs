@@ -220,9 +220,7 @@ pub enum Error {
         needed: usize,
     },
     /// An output buffer has the wrong length.
-    #[error(
-        "the logits buffer holds {found} numbers and {expected} are needed ({rows} rows of {vocab_size})"
-    )]
+    #[error("the logits buffer holds {found} numbers and {expected} are needed ({rows} rows of {vocab_size})")]
     LogitsBuffer {
         /// Length given.
         found: usize,

@@ -22,11 +22,7 @@ impl RopeTable {
         let half = head_dim / 2;
         let mut cos = vec![0.0; positions * half];
         let mut sin = vec![0.0; positions * half];
-        for (position, (cos, sin)) in cos
-            .chunks_exact_mut(half)
-            .zip(sin.chunks_exact_mut(half))
-            .enumerate()
-        {
+        for (position, (cos, sin)) in cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half)).enumerate() {
             frequencies.row(position, cos, sin);
         }
         RopeTable { cos, sin, half }
@@ -40,11 +36,7 @@ pub struct Frequencies(Vec<f64>);
 impl Frequencies {
     /// `theta^(-2 i / head_dim)` for each pair `i`.
     pub fn new(head_dim: usize, theta: f64) -> Self {
-        Frequencies(
-            (0..head_dim / 2)
-                .map(|i| theta.powf(-2.0 * i as f64 / head_dim as f64))
-                .collect(),
-        )
+        Frequencies((0..head_dim / 2).map(|i| theta.powf(-2.0 * i as f64 / head_dim as f64)).collect())
     }
 
     /// Writes the table's row of one position; `cos` and `sin` are `[head_dim / 2]`.
@@ -75,10 +67,7 @@ mod tests {
     #[test]
     fn position_zero_is_the_identity_and_a_turn_keeps_length() {
         let table = RopeTable::new(8, 10_000.0, 3);
-        assert_eq!(
-            (table.cos.len(), &table.cos[..4], &table.sin[..4]),
-            (12, &[1.0; 4][..], &[0.0; 4][..])
-        );
+        assert_eq!((table.cos.len(), &table.cos[..4], &table.sin[..4]), (12, &[1.0; 4][..], &[0.0; 4][..]));
         let mut head = [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
         rotate(&mut head, &table.cos[8..], &table.sin[8..]);
         let norm: f32 = head.iter().map(|x| x * x).sum();

@@ -64,37 +64,18 @@ impl Sampling {
                 "0 (greedy) or more",
                 self.temperature >= 0.0 && self.temperature.is_finite(),
             ),
-            (
-                "top_p",
-                self.top_p,
-                "above 0 and at most 1",
-                self.top_p > 0.0 && self.top_p <= 1.0,
-            ),
-            (
-                "min_p",
-                self.min_p,
-                "at least 0 and at most 1",
-                (0.0..=1.0).contains(&self.min_p),
-            ),
+            ("top_p", self.top_p, "above 0 and at most 1", self.top_p > 0.0 && self.top_p <= 1.0),
+            ("min_p", self.min_p, "at least 0 and at most 1", (0.0..=1.0).contains(&self.min_p)),
             (
                 "repetition_penalty",
                 self.repetition_penalty,
                 "above 0",
                 self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite(),
             ),
-            (
-                "presence_penalty",
-                self.presence_penalty,
-                "a finite number",
-                self.presence_penalty.is_finite(),
-            ),
+            ("presence_penalty", self.presence_penalty, "a finite number", self.presence_penalty.is_finite()),
         ] {
             if !ok {
-                return Err(Error::SamplingRange {
-                    setting,
-                    value,
-                    range,
-                });
+                return Err(Error::SamplingRange { setting, value, range });
             }
         }
         Ok(())
@@ -119,10 +100,7 @@ impl Sampling {
             *logit /= self.temperature;
         }
         let kept = Kept::new(&logits, self);
-        kept.draw(
-            &logits,
-            random(self.seed, (prompt.len() + output.len()) as u64),
-        )
+        kept.draw(&logits, random(self.seed, (prompt.len() + output.len()) as u64))
     }
 
     /// Applies the penalties, each once a token, repetition first.
@@ -134,11 +112,8 @@ impl Sampling {
                     continue;
                 };
                 if !std::mem::replace(&mut done[token as usize], true) {
-                    *logit = if *logit > 0.0 {
-                        *logit / self.repetition_penalty
-                    } else {
-                        *logit * self.repetition_penalty
-                    };
+                    *logit =
+                        if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
                 }
             }
             done.fill(false);
@@ -185,11 +160,7 @@ impl Kept {
         sorted.sort_unstable_by(|a, b| b.total_cmp(a));
 
         let mut floor = f32::NEG_INFINITY;
-        if let Some(&kth) = sampling
-            .top_k
-            .checked_sub(1)
-            .and_then(|k| sorted.get(k as usize))
-        {
+        if let Some(&kth) = sampling.top_k.checked_sub(1).and_then(|k| sorted.get(k as usize)) {
             floor = kth;
         }
         sorted.truncate(sorted.partition_point(|&l| l >= floor));
@@ -205,18 +176,9 @@ impl Kept {
                 }
             }
         }
-        let least = if sampling.min_p > 0.0 {
-            share(sampling.min_p, UNIT_MASS)
-        } else {
-            0
-        };
-        let kept = sorted
-            .iter()
-            .copied()
-            .filter(|&l| l >= floor && mass_below(l, max) >= least);
-        let (floor, total) = kept.fold((max, 0), |(floor, total), l| {
-            (f32::min(floor, l), total + mass_below(l, max))
-        });
+        let least = if sampling.min_p > 0.0 { share(sampling.min_p, UNIT_MASS) } else { 0 };
+        let kept = sorted.iter().copied().filter(|&l| l >= floor && mass_below(l, max) >= least);
+        let (floor, total) = kept.fold((max, 0), |(floor, total), l| (f32::min(floor, l), total + mass_below(l, max)));
         Kept { max, floor, total }
     }
 
@@ -245,11 +207,7 @@ pub fn share(part: f32, whole: u64) -> u64 {
 
 /// Mass of a logit in a row whose largest is `max`. The largest itself always has mass 1, even if it is infinite.
 pub fn mass_below(logit: f32, max: f32) -> u64 {
-    if logit == max && max > f32::NEG_INFINITY {
-        UNIT_MASS
-    } else {
-        mass(logit - max)
-    }
+    if logit == max && max > f32::NEG_INFINITY { UNIT_MASS } else { mass(logit - max) }
 }
 
 /// `floor(e^delta × 2^40)` for `delta ≤ 0`, where `e^delta` is the value computed here.

@@ -15,19 +15,10 @@ use crate::{Checkpoint, Error};
 #[cfg(feature = "bundled-demo")]
 pub(crate) const DEMO_FILES: &[(&str, &[u8])] = &[
     ("config.json", include_bytes!("../demo/config.json")),
-    (
-        "generation_config.json",
-        include_bytes!("../demo/generation_config.json"),
-    ),
+    ("generation_config.json", include_bytes!("../demo/generation_config.json")),
     ("tokenizer.json", include_bytes!("../demo/tokenizer.json")),
-    (
-        "tokenizer_config.json",
-        include_bytes!("../demo/tokenizer_config.json"),
-    ),
-    (
-        "model.safetensors",
-        include_bytes!("../demo/model.safetensors"),
-    ),
+    ("tokenizer_config.json", include_bytes!("../demo/tokenizer_config.json")),
+    ("model.safetensors", include_bytes!("../demo/model.safetensors")),
 ];
 
 /// A model by the name that the user gives it.
@@ -65,23 +56,15 @@ impl FromStr for Source {
         let (id, revision) = given.split_once('@').unwrap_or((given, MAIN));
         let word = |s: &str| {
             s.starts_with(|c: char| c.is_ascii_alphanumeric())
-                && s.chars()
-                    .all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
+                && s.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
         };
-        let named = id
-            .split_once('/')
-            .is_some_and(|(owner, name)| word(owner) && word(name));
+        let named = id.split_once('/').is_some_and(|(owner, name)| word(owner) && word(name));
         // A revision may hold slashes (`refs/pr/1`), but never climb out of the cache.
         let revision_ok = !revision.is_empty() && revision.split('/').all(word);
         if named && revision_ok {
-            return Ok(Source::Hub {
-                id: id.to_owned(),
-                revision: revision.to_owned(),
-            });
+            return Ok(Source::Hub { id: id.to_owned(), revision: revision.to_owned() });
         }
-        Err(Error::NoSuchModel {
-            given: given.to_owned(),
-        })
+        Err(Error::NoSuchModel { given: given.to_owned() })
     }
 }
 
@@ -143,9 +126,7 @@ impl Source {
         match self {
             Source::Demo => Checkpoint::demo(),
             Source::Dir(dir) if dir.is_dir() => Checkpoint::open_with(dir, open),
-            Source::Dir(dir) => Err(Error::NoSuchModel {
-                given: dir.display().to_string(),
-            }),
+            Source::Dir(dir) => Err(Error::NoSuchModel { given: dir.display().to_string() }),
             Source::Hub { id, revision } => {
                 let dir = match hub.cached(id, revision) {
                     Some(dir) => dir,
@@ -163,20 +144,12 @@ impl HubOptions {
         if let Some(dir) = &self.cache_dir {
             return dir.clone();
         }
-        let var = |name| {
-            std::env::var_os(name)
-                .filter(|v| !v.is_empty())
-                .map(PathBuf::from)
-        };
+        let var = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         var("HF_HUB_CACHE")
             .or_else(|| var("HUGGINGFACE_HUB_CACHE"))
             .or_else(|| var("HF_HOME").map(|home| home.join("hub")))
             .or_else(|| var("XDG_CACHE_HOME").map(|cache| cache.join("huggingface/hub")))
-            .unwrap_or_else(|| {
-                var("HOME")
-                    .unwrap_or_else(std::env::temp_dir)
-                    .join(".cache/huggingface/hub")
-            })
+            .unwrap_or_else(|| var("HOME").unwrap_or_else(std::env::temp_dir).join(".cache/huggingface/hub"))
     }
 
     /// The snapshot of a revision in the local cache, if all its files are there.
@@ -186,9 +159,7 @@ impl HubOptions {
     /// models--Qwen--Qwen3-8B/snapshots/<commit>/config.json  a link to ../../blobs/<hash>
     /// ```
     fn cached(&self, id: &str, revision: &str) -> Option<PathBuf> {
-        let repository = self
-            .cache_dir()
-            .join(format!("models--{}", id.replace('/', "--")));
+        let repository = self.cache_dir().join(format!("models--{}", id.replace('/', "--")));
         let commit = match std::fs::read_to_string(repository.join("refs").join(revision)) {
             Ok(commit) => commit.trim().to_owned(),
             Err(_) => revision.to_owned(),
@@ -198,27 +169,12 @@ impl HubOptions {
     }
 
     /// Downloads a model into the local cache; gives the snapshot's directory.
-    fn download(
-        &self,
-        id: &str,
-        revision: &str,
-        progress: &mut dyn FnMut(DownloadProgress),
-    ) -> Result<PathBuf, Error> {
-        let failed = |reason: String, mend| Error::Download {
-            id: id.to_owned(),
-            revision: revision.to_owned(),
-            reason,
-            mend,
-        };
+    fn download(&self, id: &str, revision: &str, progress: &mut dyn FnMut(DownloadProgress)) -> Result<PathBuf, Error> {
+        let failed =
+            |reason: String, mend| Error::Download { id: id.to_owned(), revision: revision.to_owned(), reason, mend };
         if self.offline || std::env::var_os("HF_HUB_OFFLINE").is_some_and(|v| v == "1") {
-            let reason = format!(
-                "it is not in {}, and the network is off limits",
-                self.cache_dir().display()
-            );
-            return Err(failed(
-                reason,
-                "allow the network (unset HF_HUB_OFFLINE), or name a directory",
-            ));
+            let reason = format!("it is not in {}, and the network is off limits", self.cache_dir().display());
+            return Err(failed(reason, "allow the network (unset HF_HUB_OFFLINE), or name a directory"));
         }
         let (owner, name) = hf_hub::split_id(id);
         let (events, received) = mpsc::channel();
@@ -249,14 +205,8 @@ impl HubOptions {
         });
         match outcome {
             Ok(Ok(dir)) => Ok(dir),
-            Ok(Err(error)) => Err(failed(
-                error.to_string().replace('\n', " "),
-                mend_for(&error),
-            )),
-            Err(_) => Err(failed(
-                "the hub's client stopped unexpectedly".to_owned(),
-                "try again",
-            )),
+            Ok(Err(error)) => Err(failed(error.to_string().replace('\n', " "), mend_for(&error))),
+            Err(_) => Err(failed("the hub's client stopped unexpectedly".to_owned(), "try again")),
         }
     }
 }
@@ -288,12 +238,10 @@ fn is_complete(dir: &Path) -> bool {
 
 fn mend_for(error: &HFError) -> &'static str {
     match error {
-        HFError::RepoNotFound { .. } => {
-            "check the spelling of the id, and set HF_TOKEN if the repository is private"
-        }
+        HFError::RepoNotFound { .. } => "check the spelling of the id, and set HF_TOKEN if the repository is private",
         HFError::RevisionNotFound { .. } => "check the revision, the part after `@`",
         HFError::AuthRequired { .. } | HFError::Forbidden { .. } => {
-            "accept the model's terms on the hub and set HF_TOKEN"
+            "check the spelling of the id; for a private or gated model, accept its terms on the hub and set HF_TOKEN"
         }
         HFError::Io(_) => "check the free space and permissions of the cache directory (HF_HOME)",
         _ => "check the network and HF_ENDPOINT, or name a directory",
@@ -326,35 +274,22 @@ impl Tally {
     fn add(&mut self, event: DownloadEvent) -> Option<DownloadProgress> {
         let mut file = None;
         match event {
-            DownloadEvent::Start { total_bytes, .. } => self.total = total_bytes,
+            // The first is of the whole snapshot; each file starts with one of its own.
+            DownloadEvent::Start { total_bytes, .. } => self.total = self.total.max(total_bytes),
             DownloadEvent::Progress { files } => {
                 for f in files {
-                    let bytes = if f.status == FileStatus::Complete {
-                        f.total_bytes
-                    } else {
-                        f.bytes_completed
-                    };
+                    let bytes = if f.status == FileStatus::Complete { f.total_bytes } else { f.bytes_completed };
                     let known = self.files.entry(f.filename.clone()).or_default();
                     *known = bytes.max(*known);
                     file = Some(f.filename);
                 }
             }
-            DownloadEvent::AggregateProgress {
-                bytes_completed, ..
-            } => self.batch = bytes_completed.max(self.batch),
+            DownloadEvent::AggregateProgress { bytes_completed, .. } => self.batch = bytes_completed.max(self.batch),
             DownloadEvent::Complete => return None,
         }
         // A file of the batch may be told of both ways, so the sum can overshoot by it.
         let sum = self.files.values().sum::<u64>() + self.batch;
-        self.reported = self.reported.max(if self.total > 0 {
-            sum.min(self.total)
-        } else {
-            sum
-        });
-        Some(DownloadProgress {
-            bytes: self.reported,
-            total_bytes: self.total,
-            file,
-        })
+        self.reported = self.reported.max(if self.total > 0 { sum.min(self.total) } else { sum });
+        Some(DownloadProgress { bytes: self.reported, total_bytes: self.total, file })
     }
 }

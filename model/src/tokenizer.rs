@@ -37,22 +37,14 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`], also for a tokenizer that is not byte-level.
     pub fn parse(json: &[u8], path: &Path) -> Result<Self, Error> {
-        let broken = |reason: String| Error::Tokenizer {
-            path: path.to_owned(),
-            reason,
-        };
-        let mut encoder =
-            tokenizers::Tokenizer::from_bytes(json).map_err(|e| broken(e.to_string()))?;
+        let broken = |reason: String| Error::Tokenizer { path: path.to_owned(), reason };
+        let mut encoder = tokenizers::Tokenizer::from_bytes(json).map_err(|e| broken(e.to_string()))?;
         if !matches!(encoder.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
-            return Err(broken(
-                "its decoder is not byte-level, as Qwen3's is".to_owned(),
-            ));
+            return Err(broken("its decoder is not byte-level, as Qwen3's is".to_owned()));
         }
         // A prompt is the caller's business from end to end: never cut it, never fill it up.
         encoder.with_padding(None);
-        encoder
-            .with_truncation(None)
-            .map_err(|e| broken(e.to_string()))?;
+        encoder.with_truncation(None).map_err(|e| broken(e.to_string()))?;
         let table = ByteTable::new(&encoder).map_err(broken)?;
         Ok(Tokenizer(Arc::new(Inner { encoder, table })))
     }
@@ -62,13 +54,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Encode`].
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
-        let encoding = self
-            .0
-            .encoder
-            .encode_fast(text, false)
-            .map_err(|e| Error::Encode {
-                reason: e.to_string(),
-            })?;
+        let encoding = self.0.encoder.encode_fast(text, false).map_err(|e| Error::Encode { reason: e.to_string() })?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -111,10 +97,7 @@ impl Tokenizer {
 
     /// A detokeniser for one reply; it leaves special tokens out, as [`decode`](Self::decode) does.
     pub fn stream(&self) -> TokenStream {
-        TokenStream {
-            tokenizer: self.clone(),
-            pending: Vec::new(),
-        }
+        TokenStream { tokenizer: self.clone(), pending: Vec::new() }
     }
 
     /// Fails if a token has no row in an embedding of `vocab_size` rows.
@@ -124,12 +107,7 @@ impl Tokenizer {
         }
         let id = (self.vocab_size() - 1) as u32;
         let token = self.0.encoder.id_to_token(id).unwrap_or_default();
-        Err(Error::TokenizerDoesNotFit {
-            path: path.to_owned(),
-            token,
-            id,
-            vocab_size,
-        })
+        Err(Error::TokenizerDoesNotFit { path: path.to_owned(), token, id, vocab_size })
     }
 }
 
@@ -138,11 +116,8 @@ impl ByteTable {
         // Ids are dense in any sane file; the bound keeps a mad one from filling memory.
         const LARGEST: u32 = 1 << 24;
         let by_char = byte_of_char();
-        let mut tokens: Vec<(u32, String)> = encoder
-            .get_vocab(true)
-            .into_iter()
-            .map(|(token, id)| (id, token))
-            .collect();
+        let mut tokens: Vec<(u32, String)> =
+            encoder.get_vocab(true).into_iter().map(|(token, id)| (id, token)).collect();
         tokens.sort_unstable();
         let Some(&(last, _)) = tokens.last() else {
             return Err("it has no tokens".to_owned());
@@ -150,11 +125,7 @@ impl ByteTable {
         if last > LARGEST {
             return Err(format!("it gives a token the id {last}"));
         }
-        let mut table = ByteTable {
-            starts: vec![0],
-            bytes: Vec::new(),
-            special: Vec::new(),
-        };
+        let mut table = ByteTable { starts: vec![0], bytes: Vec::new(), special: Vec::new() };
         let added = encoder.get_added_tokens_decoder();
         let mut tokens = tokens.into_iter().peekable();
         for id in 0..=last {
@@ -167,9 +138,7 @@ impl ByteTable {
                 }
             }
             table.starts.push(table.bytes.len() as u32);
-            table
-                .special
-                .push(added.get(&id).is_some_and(|t| t.special));
+            table.special.push(added.get(&id).is_some_and(|t| t.special));
         }
         Ok(table)
     }

@@ -14,10 +14,7 @@ pub(super) fn json_dumps(value: &Value, indent: Option<usize>) -> Result<String,
     let written = match indent {
         Some(n) => {
             let spaces = " ".repeat(n.min(64));
-            value.serialize(&mut Serializer::with_formatter(
-                &mut out,
-                PrettyFormatter::with_indent(spaces.as_bytes()),
-            ))
+            value.serialize(&mut Serializer::with_formatter(&mut out, PrettyFormatter::with_indent(spaces.as_bytes())))
         }
         None => value.serialize(&mut Serializer::with_formatter(&mut out, OneLine)),
     };
@@ -30,28 +27,12 @@ pub(super) fn json_dumps(value: &Value, indent: Option<usize>) -> Result<String,
 struct OneLine;
 
 impl Formatter for OneLine {
-    fn begin_array_value<W: ?Sized + io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        if first {
-            Ok(())
-        } else {
-            writer.write_all(b", ")
-        }
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
     }
 
-    fn begin_object_key<W: ?Sized + io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        if first {
-            Ok(())
-        } else {
-            writer.write_all(b", ")
-        }
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
     }
 
     fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
@@ -61,9 +42,7 @@ impl Formatter for OneLine {
 
 /// The time now, in UTC, in a `strftime` format.
 pub(super) fn strftime_now(format: &str) -> String {
-    let seconds = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |d| d.as_secs());
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     strftime(format, seconds)
 }
 
@@ -81,15 +60,7 @@ const MONTHS: [&str; 12] = [
     "November",
     "December",
 ];
-const DAYS: [&str; 7] = [
-    "Sunday",
-    "Monday",
-    "Tuesday",
-    "Wednesday",
-    "Thursday",
-    "Friday",
-    "Saturday",
-];
+const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 
 /// `seconds` since 1970 in UTC; a directive that is not known stays as it is written.
 fn strftime(format: &str, seconds: u64) -> String {
@@ -131,16 +102,11 @@ fn strftime(format: &str, seconds: u64) -> String {
 fn civil(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
     let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era =
-        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let month_from_march = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 {
-        month_from_march + 3
-    } else {
-        month_from_march - 9
-    };
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
     (era * 400 + year_of_era + u64::from(month <= 2), month, day)
 }
 
@@ -155,10 +121,7 @@ mod tests {
             strftime("%a %d %b %Y, %A %B %y 100%% %q", 951_782_400),
             "Tue 29 Feb 2000, Tuesday February 00 100% %q"
         );
-        assert_eq!(
-            strftime("%Y-%m-%d %H:%M:%S", 4_102_444_799),
-            "2099-12-31 23:59:59"
-        );
+        assert_eq!(strftime("%Y-%m-%d %H:%M:%S", 4_102_444_799), "2099-12-31 23:59:59");
     }
 
     #[test]
@@ -170,9 +133,6 @@ mod tests {
             json_dumps(&value, None).unwrap(),
             r#"{"a": [1, 2.5, "é<&>'"], "b": {"c": null, "d": true}, "e": {}}"#
         );
-        assert_eq!(
-            json_dumps(&Value::from(vec![1, 2]), Some(2)).unwrap(),
-            "[\n  1,\n  2\n]"
-        );
+        assert_eq!(json_dumps(&Value::from(vec![1, 2]), Some(2)).unwrap(), "[\n  1,\n  2\n]");
     }
 }

@@ -65,15 +65,8 @@ impl Files {
     }
 
     /// Content of a file that must be there.
-    pub(super) fn require(
-        &self,
-        name: &str,
-        mend: &'static str,
-    ) -> Result<Cow<'static, [u8]>, Error> {
-        self.read(name)?.ok_or_else(|| Error::MissingFile {
-            path: self.path(name),
-            mend,
-        })
+    pub(super) fn require(&self, name: &str, mend: &'static str) -> Result<Cow<'static, [u8]>, Error> {
+        self.read(name)?.ok_or_else(|| Error::MissingFile { path: self.path(name), mend })
     }
 
     /// Maps a file into memory, or `None` if there is none of that name.
@@ -86,20 +79,13 @@ impl Files {
                     Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
                     Err(source) => return Err(Error::Io { path, source }),
                 };
-                let length = file
-                    .metadata()
-                    .map_err(|source| Error::Io {
-                        path: path.clone(),
-                        source,
-                    })?
-                    .len();
+                let length = file.metadata().map_err(|source| Error::Io { path: path.clone(), source })?.len();
                 if length == 0 {
                     return Ok(Some(Bytes::Empty));
                 }
                 // SAFETY: the map is private to this process and read only. Another process that truncates the
                 // file while we run would end ours with SIGBUS; every program that maps weights accepts that.
-                let map =
-                    unsafe { Mmap::map(&file) }.map_err(|source| Error::Io { path, source })?;
+                let map = unsafe { Mmap::map(&file) }.map_err(|source| Error::Io { path, source })?;
                 Ok(Some(Bytes::Mapped(map)))
             }
             Files::Embedded(files) => Ok(embedded(files, name).map(Bytes::Static)),
@@ -108,8 +94,5 @@ impl Files {
 }
 
 fn embedded(files: &[(&str, &'static [u8])], name: &str) -> Option<&'static [u8]> {
-    files
-        .iter()
-        .find(|(n, _)| *n == name)
-        .map(|(_, bytes)| *bytes)
+    files.iter().find(|(n, _)| *n == name).map(|(_, bytes)| *bytes)
 }

@@ -20,22 +20,15 @@ impl Checkpoint {
     pub fn check_finite(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
         let scanned = AtomicU64::new(0);
         for tensor in self.tensors() {
-            let bad = tensor
-                .data
-                .par_chunks(TASK)
-                .enumerate()
-                .find_map_first(|(task, bytes)| {
-                    let found = first_not_finite(tensor.dtype, bytes);
-                    let before = scanned.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-                    progress(before + bytes.len() as u64);
-                    found.map(|at| task * (TASK / tensor.dtype.size()) + at)
-                });
+            let bad = tensor.data.par_chunks(TASK).enumerate().find_map_first(|(task, bytes)| {
+                let found = first_not_finite(tensor.dtype, bytes);
+                let before = scanned.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+                progress(before + bytes.len() as u64);
+                found.map(|at| task * (TASK / tensor.dtype.size()) + at)
+            });
             if let Some(index) = bad {
                 return Err(Error::NotFinite {
-                    path: self
-                        .tensor_file(tensor.name)
-                        .map(Into::into)
-                        .unwrap_or_default(),
+                    path: self.tensor_file(tensor.name).map(Into::into).unwrap_or_default(),
                     tensor: tensor.name.to_owned(),
                     index,
                     value: tensor.get(index).unwrap_or(f32::NAN),
@@ -69,13 +62,8 @@ fn first_not_finite(dtype: Dtype, bytes: &[u8]) -> Option<usize> {
             let bad = |c: &[u8; 4]| u32::from_le_bytes(*c) & 0x7f80_0000 == 0x7f80_0000;
             let (elements, _) = bytes.as_chunks();
             // Blocks without an early exit vectorise; only a block with a find is searched again.
-            let block = elements
-                .chunks(1024)
-                .position(|b| b.iter().fold(false, |any, c| any | bad(c)))?;
-            elements[block * 1024..]
-                .iter()
-                .position(bad)
-                .map(|at| block * 1024 + at)
+            let block = elements.chunks(1024).position(|b| b.iter().fold(false, |any, c| any | bad(c)))?;
+            elements[block * 1024..].iter().position(bad).map(|at| block * 1024 + at)
         }
     }
 }
@@ -83,11 +71,6 @@ fn first_not_finite(dtype: Dtype, bytes: &[u8]) -> Option<usize> {
 fn first_with_exponent_16(bytes: &[u8], exponent: u16) -> Option<usize> {
     let bad = |c: &[u8; 2]| u16::from_le_bytes(*c) & exponent == exponent;
     let (elements, _) = bytes.as_chunks();
-    let block = elements
-        .chunks(1024)
-        .position(|b| b.iter().fold(false, |any, c| any | bad(c)))?;
-    elements[block * 1024..]
-        .iter()
-        .position(bad)
-        .map(|at| block * 1024 + at)
+    let block = elements.chunks(1024).position(|b| b.iter().fold(false, |any, c| any | bad(c)))?;
+    elements[block * 1024..].iter().position(bad).map(|at| block * 1024 + at)
 }

@@ -48,28 +48,16 @@ struct RawHeader {
 
 /// Reads and checks the header of `file`, the whole content of the shard at `path`; entries come in file order.
 pub(super) fn read(file: &[u8], path: &Path) -> Result<Vec<Entry>, Error> {
-    let broken = |reason: String| Error::Header {
-        path: path.to_owned(),
-        reason,
-    };
+    let broken = |reason: String| Error::Header { path: path.to_owned(), reason };
     let Some((length, rest)) = file.split_first_chunk::<8>() else {
-        return Err(broken(format!(
-            "it holds {} bytes, too few for one",
-            file.len()
-        )));
+        return Err(broken(format!("it holds {} bytes, too few for one", file.len())));
     };
     let length = u64::from_le_bytes(*length);
     if length > LARGEST_HEADER {
-        return Err(broken(format!(
-            "its first 8 bytes announce a header of {length} bytes"
-        )));
+        return Err(broken(format!("its first 8 bytes announce a header of {length} bytes")));
     }
     let Some(json) = rest.get(..length as usize) else {
-        return Err(Error::WrongLength {
-            path: path.to_owned(),
-            expected: 8 + length,
-            actual: file.len() as u64,
-        });
+        return Err(Error::WrongLength { path: path.to_owned(), expected: 8 + length, actual: file.len() as u64 });
     };
     let header: RawHeader = serde_json::from_slice(json).map_err(|e| broken(e.to_string()))?;
 
@@ -79,33 +67,18 @@ pub(super) fn read(file: &[u8], path: &Path) -> Result<Vec<Entry>, Error> {
     let mut end_of_last = 0usize;
     let mut entries = Vec::with_capacity(tensors.len());
     for (name, raw) in tensors {
-        let lies = |reason: String| Error::HeaderEntry {
-            path: path.to_owned(),
-            tensor: name.clone(),
-            reason,
-        };
+        let lies = |reason: String| Error::HeaderEntry { path: path.to_owned(), tensor: name.clone(), reason };
         let (start, end) = raw.data_offsets;
         if start != end_of_last {
-            return Err(lies(format!(
-                "it starts at byte {start} where the tensor before it ends at {end_of_last}"
-            )));
+            return Err(lies(format!("it starts at byte {start} where the tensor before it ends at {end_of_last}")));
         }
         let Some(size) = end.checked_sub(start) else {
-            return Err(lies(format!(
-                "it ends at byte {end}, before it starts at {start}"
-            )));
+            return Err(lies(format!("it ends at byte {end}, before it starts at {start}")));
         };
         let Some(dtype) = Dtype::from_name(&raw.dtype) else {
-            return Err(Error::UnsupportedDtype {
-                path: path.to_owned(),
-                tensor: name,
-                dtype: raw.dtype,
-            });
+            return Err(Error::UnsupportedDtype { path: path.to_owned(), tensor: name, dtype: raw.dtype });
         };
-        let expected = raw
-            .shape
-            .iter()
-            .try_fold(dtype.size(), |bytes, &n| bytes.checked_mul(n));
+        let expected = raw.shape.iter().try_fold(dtype.size(), |bytes, &n| bytes.checked_mul(n));
         if expected != Some(size) {
             return Err(lies(format!(
                 "shape {:?} of {dtype} does not take the {size} bytes that its offsets span",
@@ -116,20 +89,11 @@ pub(super) fn read(file: &[u8], path: &Path) -> Result<Vec<Entry>, Error> {
         let Some(absolute) = end.checked_add(data) else {
             return Err(lies(format!("it ends at byte {end}, beyond any file")));
         };
-        entries.push(Entry {
-            name,
-            dtype,
-            shape: raw.shape,
-            bytes: data + start..absolute,
-        });
+        entries.push(Entry { name, dtype, shape: raw.shape, bytes: data + start..absolute });
     }
     let expected = data as u64 + end_of_last as u64;
     if expected != file.len() as u64 {
-        return Err(Error::WrongLength {
-            path: path.to_owned(),
-            expected,
-            actual: file.len() as u64,
-        });
+        return Err(Error::WrongLength { path: path.to_owned(), expected, actual: file.len() as u64 });
     }
     Ok(entries)
 }

@@ -17,7 +17,7 @@ pub use dtype::Dtype;
 pub use weights::{LayerWeights, Weights};
 
 use crate::Error;
-use crate::chat::ChatTemplate;
+use crate::chat::{ChatTemplate, TokenizerConfig};
 use crate::config::{Config, GenerationConfig, parse_json};
 use crate::tokenizer::Tokenizer;
 use files::{Bytes, Files};
@@ -130,47 +130,33 @@ impl Checkpoint {
         let config = Config::parse(&files.require("config.json", FETCH)?, &config_path)?;
 
         let tokenizer_path = files.path("tokenizer.json");
-        let tokenizer =
-            Tokenizer::parse(&files.require("tokenizer.json", FETCH)?, &tokenizer_path)?;
+        let tokenizer = Tokenizer::parse(&files.require("tokenizer.json", FETCH)?, &tokenizer_path)?;
         tokenizer.check_fits(config.vocab_size, &tokenizer_path)?;
 
         let tokenizer_config_path = files.path("tokenizer_config.json");
-        let tokenizer_config = files.read("tokenizer_config.json")?;
-        let template_path = files.path("chat_template.jinja");
-        let template = files.read("chat_template.jinja")?;
-        let chat_template = ChatTemplate::from_files(
-            template
-                .as_deref()
-                .map(|text| (text, template_path.as_path())),
-            tokenizer_config
-                .as_deref()
-                .map(|text| (text, tokenizer_config_path.as_path())),
-        )?;
+        let tokenizer_config = match files.read("tokenizer_config.json")? {
+            Some(json) => TokenizerConfig::parse(&json, &tokenizer_config_path)?,
+            None => TokenizerConfig::default(),
+        };
+        let eos_token = tokenizer_config.special_tokens.get("eos_token").cloned();
+        let chat_template = Self::find_template(files, tokenizer_config, &tokenizer_config_path)?;
 
-        let generation_path = files.path("generation_config.json");
+        let mut eos_path = files.path("generation_config.json");
         let mut generation = match files.read("generation_config.json")? {
-            Some(json) => GenerationConfig::parse(&json, &generation_path)?,
+            Some(json) => GenerationConfig::parse(&json, &eos_path)?,
             None => GenerationConfig::default(),
         };
         if generation.eos_token_ids.is_empty() {
             generation.eos_token_ids = config.eos_token_ids.clone();
+            eos_path = config_path;
         }
         if generation.eos_token_ids.is_empty() {
-            let named = chat_template
-                .as_ref()
-                .and_then(|t| t.special_token("eos_token"));
-            generation.eos_token_ids = named
-                .and_then(|token| tokenizer.token_to_id(token))
-                .into_iter()
-                .collect();
+            // An id of the tokenizer's own is in range already.
+            generation.eos_token_ids = eos_token.and_then(|token| tokenizer.token_to_id(&token)).into_iter().collect();
         }
-        if let Some(id) = generation
-            .eos_token_ids
-            .iter()
-            .find(|id| **id as usize >= config.vocab_size)
-        {
+        if let Some(id) = generation.eos_token_ids.iter().find(|id| **id as usize >= config.vocab_size) {
             return Err(Error::InvalidSetting {
-                path: generation_path,
+                path: eos_path,
                 field: "eos_token_id",
                 value: id.to_string(),
                 reason: "it must be below config.json's vocab_size",
@@ -178,18 +164,32 @@ impl Checkpoint {
         }
 
         let store = Arc::new(Store::open(files)?);
-        let checkpoint = Checkpoint {
-            config,
-            generation,
-            tokenizer,
-            chat_template,
-            store,
-        };
+        let checkpoint = Checkpoint { config, generation, tokenizer, chat_template, store };
         checkpoint.weight_ids()?;
         if options.check_finite {
             checkpoint.check_finite(&|_| {})?;
         }
         Ok(checkpoint)
+    }
+
+    /// The chat template: `chat_template.jinja` if there is one, else the field of `tokenizer_config.json`.
+    fn find_template(
+        files: &Files,
+        tokenizer_config: TokenizerConfig,
+        tokenizer_config_path: &Path,
+    ) -> Result<Option<ChatTemplate>, Error> {
+        let jinja_path = files.path("chat_template.jinja");
+        let (source, path) = match files.read("chat_template.jinja")? {
+            Some(text) => {
+                let text = String::from_utf8(text.into_owned()).map_err(|_| Error::ChatTemplate {
+                    path: jinja_path.clone(),
+                    reason: "the file is not UTF-8 text; fetch it again".to_owned(),
+                })?;
+                (Some(text), jinja_path.as_path())
+            }
+            None => (tokenizer_config.chat_template, tokenizer_config_path),
+        };
+        source.map(|source| ChatTemplate::new(source, tokenizer_config.special_tokens, path)).transpose()
     }
 
     /// The tensor of that name.
@@ -207,11 +207,7 @@ impl Checkpoint {
 
     /// Bytes of all tensors as they are stored.
     pub fn stored_bytes(&self) -> u64 {
-        self.store
-            .tensors
-            .iter()
-            .map(|t| t.bytes.len() as u64)
-            .sum()
+        self.store.tensors.iter().map(|t| t.bytes.len() as u64).sum()
     }
 
     /// The file that holds a tensor, for messages; `None` if there is no such tensor.
@@ -246,10 +242,7 @@ impl Checkpoint {
     }
 
     fn lookup(&self, name: &str) -> Result<TensorId, Error> {
-        let missing = || Error::MissingTensor {
-            path: self.store.listing.clone(),
-            tensor: name.to_owned(),
-        };
+        let missing = || Error::MissingTensor { path: self.store.listing.clone(), tensor: name.to_owned() };
         self.store.by_name.get(name).copied().ok_or_else(missing)
     }
 }
@@ -275,18 +268,12 @@ impl Store {
             // A shard lies beside its index; anything else would read files that the user did not name.
             if name.contains(['/', '\\']) || name == ".." {
                 let reason = format!("the shard name {name:?} is not a plain file name");
-                return Err(Error::Json {
-                    path: index_path,
-                    reason,
-                });
+                return Err(Error::Json { path: index_path, reason });
             }
         }
         let store = Self::from_shards(files, &names, index_path)?;
         for (tensor, shard) in &index.weight_map {
-            let holder = store
-                .by_name
-                .get(tensor)
-                .map(|id| &names[store.tensors[id.0].shard]);
+            let holder = store.by_name.get(tensor).map(|id| &names[store.tensors[id.0].shard]);
             if holder != Some(shard) {
                 return Err(Error::TensorNotInShard {
                     path: files.path(shard),
@@ -299,12 +286,7 @@ impl Store {
     }
 
     fn from_shards(files: &Files, names: &[String], listing: PathBuf) -> Result<Self, Error> {
-        let mut store = Store {
-            listing,
-            shards: Vec::new(),
-            tensors: Vec::new(),
-            by_name: HashMap::new(),
-        };
+        let mut store = Store { listing, shards: Vec::new(), tensors: Vec::new(), by_name: HashMap::new() };
         for (shard, name) in names.iter().enumerate() {
             let path = files.path(name);
             let Some(bytes) = files.map(name)? else {
@@ -315,25 +297,10 @@ impl Store {
                 let id = TensorId(store.tensors.len());
                 if store.by_name.insert(entry.name.clone(), id).is_some() {
                     let reason = "another shard holds a tensor of that name too".to_owned();
-                    return Err(Error::HeaderEntry {
-                        path,
-                        tensor: entry.name,
-                        reason,
-                    });
+                    return Err(Error::HeaderEntry { path, tensor: entry.name, reason });
                 }
-                let header::Entry {
-                    name,
-                    dtype,
-                    shape,
-                    bytes,
-                } = entry;
-                store.tensors.push(Stored {
-                    name,
-                    dtype,
-                    shape,
-                    shard,
-                    bytes,
-                });
+                let header::Entry { name, dtype, shape, bytes } = entry;
+                store.tensors.push(Stored { name, dtype, shape, shard, bytes });
             }
             store.shards.push(Shard { path, bytes });
         }

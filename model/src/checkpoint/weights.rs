@@ -57,18 +57,12 @@ impl Checkpoint {
     /// As [`weights`](Self::weights), as handles that borrow nothing.
     pub(crate) fn weight_ids(&self) -> Result<Weights<TensorId>, Error> {
         let c = &self.config;
-        let (hidden, inner, q, kv) = (
-            c.hidden_size,
-            c.intermediate_size,
-            c.query_size(),
-            c.key_value_size(),
-        );
+        let (hidden, inner, q, kv) = (c.hidden_size, c.intermediate_size, c.query_size(), c.key_value_size());
         let embed = self.tensor_id("model.embed_tokens.weight", &[c.vocab_size, hidden])?;
         let layers = (0..c.num_hidden_layers)
             .map(|i| {
-                let get = |name: &str, shape: &[usize]| {
-                    self.tensor_id(&format!("model.layers.{i}.{name}.weight"), shape)
-                };
+                let get =
+                    |name: &str, shape: &[usize]| self.tensor_id(&format!("model.layers.{i}.{name}.weight"), shape);
                 Ok(LayerWeights {
                     input_norm: get("input_layernorm", &[hidden])?,
                     q: get("self_attn.q_proj", &[q, hidden])?,
@@ -85,17 +79,9 @@ impl Checkpoint {
             })
             .collect::<Result<_, Error>>()?;
         let norm = self.tensor_id("model.norm.weight", &[hidden])?;
-        let head = if c.tie_word_embeddings {
-            embed
-        } else {
-            self.tensor_id("lm_head.weight", &[c.vocab_size, hidden])?
-        };
-        Ok(Weights {
-            embed,
-            layers,
-            norm,
-            head,
-        })
+        let head =
+            if c.tie_word_embeddings { embed } else { self.tensor_id("lm_head.weight", &[c.vocab_size, hidden])? };
+        Ok(Weights { embed, layers, norm, head })
     }
 }
 

@@ -13,14 +13,7 @@ const SERIAL: usize = 1 << 16;
 ///
 /// `q` and `out` are `[rows, heads × head_dim]`. Row `r` stands at position `start + r` and sees the keys up to its own,
 /// which are in the cache already. One row and head are one task, and go over the keys in order.
-pub(super) fn attention(
-    simd: Simd,
-    config: &Config,
-    q: &[f32],
-    cache: &LayerCache,
-    start: usize,
-    out: &mut [f32],
-) {
+pub(super) fn attention(simd: Simd, config: &Config, q: &[f32], cache: &LayerCache, start: usize, out: &mut [f32]) {
     let (heads, head_dim) = (config.num_attention_heads, config.head_dim);
     let group = heads / config.num_key_value_heads;
     let scale = 1.0 / (head_dim as f32).sqrt();
@@ -39,10 +32,7 @@ pub(super) fn attention(
             .enumerate()
             .for_each(|item| one(&mut scores, item));
     } else {
-        let items = out
-            .par_chunks_exact_mut(head_dim)
-            .zip(q.par_chunks_exact(head_dim))
-            .enumerate();
+        let items = out.par_chunks_exact_mut(head_dim).zip(q.par_chunks_exact(head_dim)).enumerate();
         items.for_each_init(Vec::new, one);
     }
 }

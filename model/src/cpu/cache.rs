@@ -25,17 +25,9 @@ impl KvCache {
     /// An empty cache for up to `capacity` tokens.
     pub fn new(config: &Config, capacity: usize) -> Self {
         let size = config.key_value_size() * capacity;
-        let layer = || LayerCache {
-            keys: vec![0.0; size],
-            values: vec![0.0; size],
-            capacity,
-            head_dim: config.head_dim,
-        };
-        KvCache {
-            layers: (0..config.num_hidden_layers).map(|_| layer()).collect(),
-            length: 0,
-            capacity,
-        }
+        let layer =
+            || LayerCache { keys: vec![0.0; size], values: vec![0.0; size], capacity, head_dim: config.head_dim };
+        KvCache { layers: (0..config.num_hidden_layers).map(|_| layer()).collect(), length: 0, capacity }
     }
 
     /// Tokens in the cache.
@@ -63,11 +55,7 @@ impl KvCache {
         let layer = &mut self.layers[layer];
         let (capacity, head_dim) = (layer.capacity, layer.head_dim);
         let kv_heads = layer.keys.len() / (capacity * head_dim).max(1);
-        for (i, (key, value)) in keys
-            .chunks_exact(head_dim)
-            .zip(values.chunks_exact(head_dim))
-            .enumerate()
-        {
+        for (i, (key, value)) in keys.chunks_exact(head_dim).zip(values.chunks_exact(head_dim)).enumerate() {
             let (token, head) = (i / kv_heads, i % kv_heads);
             let at = (head * capacity + start + token) * head_dim;
             layer.keys[at..][..head_dim].copy_from_slice(key);
@@ -87,8 +75,7 @@ impl KvCache {
 impl LayerCache {
     /// The first `length` keys and values of one head, each `[length, head_dim]`.
     pub(super) fn head(&self, head: usize, length: usize) -> (&[f32], &[f32]) {
-        let range =
-            head * self.capacity * self.head_dim..(head * self.capacity + length) * self.head_dim;
+        let range = head * self.capacity * self.head_dim..(head * self.capacity + length) * self.head_dim;
         (&self.keys[range.clone()], &self.values[range])
     }
 }

@@ -4,6 +4,8 @@
 //! [`tree`] adds the partial sums up. So the order does not depend on how many rows are worked on at once, and a vector
 //! unit of any width up to `LANES` can do it.
 //!
+//! Closures would not be compiled for the features of the function that they stand in, hence only plain inlined functions here.
+//!
 //! Each loop is written once, inlined into a plain function and into one compiled for AVX2, FMA and F16C; which one runs is
 //! found out at start-up. They differ in rounding (a fused multiply-add rounds once), so results are the same from
 //! run to run on a machine but need not be between machines.
@@ -25,8 +27,7 @@ impl Simd {
     /// The best that this machine has.
     pub(super) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
-        if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
-        {
+        if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
             return Simd::Avx2;
         }
         Simd::Portable
@@ -61,8 +62,9 @@ dispatch! {
 }
 
 dispatch! {
-    /// Dot products of `w`, an f32 vector, with four rows; each is exactly what [`dot_f32`] gives.
-    dot4_f32 = dot4_f32_body(w: &[f32], x: [&[f32]; 4]) -> [f32; 4]
+    /// Dot products of `w` with two vectors, each exactly what [`dot_f32`] gives. Eight accumulator registers and four of
+    /// weights are what sixteen registers hold.
+    dot2_f32 = dot2_f32_body(w: &[f32], a: &[f32], b: &[f32]) -> (f32, f32)
 }
 
 dispatch! {
@@ -147,32 +149,22 @@ fn rest<const FUSED: bool>(sums: &mut [f32; LANES], a: &[f32], b: &[f32]) {
 }
 
 #[inline(always)]
-fn dot4_f32_body<const FUSED: bool>(w: &[f32], x: [&[f32]; 4]) -> [f32; 4] {
-    // Two rows at a time: their eight accumulator registers and four of weights fit the sixteen there are.
-    let pair = |a: &[f32], b: &[f32]| {
-        let (w_chunks, w_rest) = w.as_chunks::<LANES>();
-        let ((a_chunks, a_rest), (b_chunks, b_rest)) =
-            (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-        let (mut a_sums, mut b_sums) = ([0.0; LANES], [0.0; LANES]);
-        for ((w, a), b) in w_chunks.iter().zip(a_chunks).zip(b_chunks) {
-            accumulate::<FUSED>(&mut a_sums, w, a);
-            accumulate::<FUSED>(&mut b_sums, w, b);
-        }
-        rest::<FUSED>(&mut a_sums, w_rest, a_rest);
-        rest::<FUSED>(&mut b_sums, w_rest, b_rest);
-        (tree(a_sums), tree(b_sums))
-    };
-    let ((a, b), (c, d)) = (pair(x[0], x[1]), pair(x[2], x[3]));
-    [a, b, c, d]
+fn dot2_f32_body<const FUSED: bool>(w: &[f32], a: &[f32], b: &[f32]) -> (f32, f32) {
+    let (w_chunks, w_rest) = w.as_chunks::<LANES>();
+    let ((a_chunks, a_rest), (b_chunks, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    let (mut a_sums, mut b_sums) = ([0.0; LANES], [0.0; LANES]);
+    for ((w, a), b) in w_chunks.iter().zip(a_chunks).zip(b_chunks) {
+        accumulate::<FUSED>(&mut a_sums, w, a);
+        accumulate::<FUSED>(&mut b_sums, w, b);
+    }
+    rest::<FUSED>(&mut a_sums, w_rest, a_rest);
+    rest::<FUSED>(&mut b_sums, w_rest, b_rest);
+    (tree(a_sums), tree(b_sums))
 }
 
 /// Dot product of stored elements of `SIZE` bytes, widened on the way, with a vector.
 #[inline(always)]
-fn dot_stored<const FUSED: bool, const SIZE: usize>(
-    w: &[u8],
-    x: &[f32],
-    widen: impl Fn([u8; SIZE]) -> f32,
-) -> f32 {
+fn dot_stored<const FUSED: bool, const SIZE: usize>(w: &[u8], x: &[f32], widen: impl Fn([u8; SIZE]) -> f32) -> f32 {
     let (w, _) = w.as_chunks::<SIZE>();
     let (w_chunks, w_rest) = w.as_chunks::<LANES>();
     let (x_chunks, x_rest) = x.as_chunks::<LANES>();
@@ -230,21 +222,16 @@ fn f16_to_f32(bytes: [u8; 2]) -> f32 {
     let bits = u32::from(u16::from_le_bytes(bytes));
     let scaled = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
     // An f16 exponent of all ones is infinity or NaN; moved and scaled it would be a mere 65,536 or more.
-    let special = if bits & 0x7c00 == 0x7c00 {
-        0x7f80_0000
-    } else {
-        0
-    };
+    let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
     f32::from_bits(scaled.to_bits() | special | (bits & 0x8000) << 16)
 }
 
 #[inline(always)]
 fn scores_body<const FUSED: bool>(q: &[f32], keys: &[f32], scale: f32, scores: &mut Vec<f32>) {
-    scores.clear();
-    scores.extend(
-        keys.chunks_exact(q.len())
-            .map(|key| dot_f32_body::<FUSED>(q, key) * scale),
-    );
+    scores.resize(keys.len() / q.len(), 0.0);
+    for (score, key) in scores.iter_mut().zip(keys.chunks_exact(q.len())) {
+        *score = dot_f32_body::<FUSED>(q, key) * scale;
+    }
 }
 
 #[inline(always)]

@@ -22,11 +22,7 @@ pub(super) struct Output<'a> {
 
 impl<'a> Matrix<'a> {
     pub(super) fn new(tensor: Tensor<'a>) -> Self {
-        Matrix {
-            dtype: tensor.dtype,
-            inputs: tensor.shape.last().copied().unwrap_or(0),
-            data: tensor.data,
-        }
+        Matrix { dtype: tensor.dtype, inputs: tensor.shape.last().copied().unwrap_or(0), data: tensor.data }
     }
 
     fn row(&self, row: usize) -> &'a [u8] {
@@ -93,10 +89,7 @@ pub(super) fn matmul(simd: Simd, x: &[f32], rows: usize, outputs: Vec<Output<'_>
         // Threads write the transpose, `[outputs, rows]`, where a task's share is one piece.
         let columns = out.len() / rows;
         let mut transposed = vec![0.0; out.len()];
-        let tasks: Vec<_> = transposed
-            .chunks_mut(columns_per_task * rows)
-            .enumerate()
-            .collect();
+        let tasks: Vec<_> = transposed.chunks_mut(columns_per_task * rows).enumerate().collect();
         run(tasks, |(task, out)| {
             let mut wide = vec![0.0; inputs];
             for (n, out) in out.chunks_exact_mut(rows).enumerate() {
@@ -115,13 +108,12 @@ pub(super) fn matmul(simd: Simd, x: &[f32], rows: usize, outputs: Vec<Output<'_>
 /// One weight row with every row of `x`, `[out.len(), w.len()]`.
 fn column(simd: Simd, w: &[f32], x: &[f32], out: &mut [f32]) {
     let row = |r: usize| &x[r * w.len()..][..w.len()];
-    let whole = out.len() / 4 * 4;
-    for r in (0..whole).step_by(4) {
-        let four = dot::dot4_f32(simd, w, [row(r), row(r + 1), row(r + 2), row(r + 3)]);
-        out[r..r + 4].copy_from_slice(&four);
+    let (pairs, last) = out.as_chunks_mut::<2>();
+    for (i, pair) in pairs.iter_mut().enumerate() {
+        (pair[0], pair[1]) = dot::dot2_f32(simd, w, row(2 * i), row(2 * i + 1));
     }
-    for (r, out) in out.iter_mut().enumerate().skip(whole) {
-        *out = dot::dot_f32(simd, w, row(r));
+    if let [out] = last {
+        *out = dot::dot_f32(simd, w, row(2 * pairs.len()));
     }
 }
 

@@ -70,13 +70,7 @@ impl CpuModel {
         };
         let config = &checkpoint.config;
         let frequencies = Frequencies::new(config.head_dim, config.rope_theta);
-        Ok(CpuModel {
-            checkpoint: checkpoint.clone(),
-            weights,
-            norms,
-            frequencies,
-            simd: Simd::detect(),
-        })
+        Ok(CpuModel { checkpoint: checkpoint.clone(), weights, norms, frequencies, simd: Simd::detect() })
     }
 
     /// The checkpoint that this runs.
@@ -115,27 +109,17 @@ impl CpuModel {
         }
         let needed = cache.len() + tokens.len();
         if needed > cache.capacity() {
-            return Err(Error::CacheFull {
-                capacity: cache.capacity(),
-                needed,
-            });
+            return Err(Error::CacheFull { capacity: cache.capacity(), needed });
         }
         let expected = logit_rows.min(tokens.len()) * vocab_size;
         if logits.len() != expected || logit_rows > tokens.len() {
-            return Err(Error::LogitsBuffer {
-                found: logits.len(),
-                expected,
-                rows: logit_rows,
-                vocab_size,
-            });
+            return Err(Error::LogitsBuffer { found: logits.len(), expected, rows: logit_rows, vocab_size });
         }
         let first_with_logits = tokens.len() - logit_rows;
         let mut logits = logits;
         for (block, tokens) in tokens.chunks(BLOCK).enumerate() {
             let hidden = self.layers(tokens, cache);
-            let skip = first_with_logits
-                .saturating_sub(block * BLOCK)
-                .min(tokens.len());
+            let skip = first_with_logits.saturating_sub(block * BLOCK).min(tokens.len());
             let (here, later) = logits.split_at_mut((tokens.len() - skip) * vocab_size);
             self.head(&hidden[skip * self.config().hidden_size..], here);
             logits = later;
@@ -149,18 +133,11 @@ impl CpuModel {
         let (rows, hidden) = (tokens.len(), c.hidden_size);
         let start = cache.len();
         let embed = self.matrix(self.weights.embed);
-        let mut x: Vec<f32> = tokens
-            .iter()
-            .flat_map(|&token| embed.row_f32(token as usize))
-            .collect();
+        let mut x: Vec<f32> = tokens.iter().flat_map(|&token| embed.row_f32(token as usize)).collect();
 
         let half = c.head_dim / 2;
         let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
-        for (row, (cos, sin)) in cos
-            .chunks_exact_mut(half)
-            .zip(sin.chunks_exact_mut(half))
-            .enumerate()
-        {
+        for (row, (cos, sin)) in cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half)).enumerate() {
             self.frequencies.row(start + row, cos, sin);
         }
 
@@ -173,44 +150,21 @@ impl CpuModel {
         let mut up = vec![0.0; rows * c.intermediate_size];
         let mut delta = vec![0.0; rows * hidden];
 
-        for (index, (layer, norms)) in self
-            .weights
-            .layers
-            .iter()
-            .zip(&self.norms.layers)
-            .enumerate()
-        {
+        for (index, (layer, norms)) in self.weights.layers.iter().zip(&self.norms.layers).enumerate() {
             self.norm(&x, &norms.input, &mut normed);
-            self.project(
-                &normed,
-                rows,
-                &mut [(layer.q, &mut q), (layer.k, &mut k), (layer.v, &mut v)],
-            );
+            self.project(&normed, rows, &mut [(layer.q, &mut q), (layer.k, &mut k), (layer.v, &mut v)]);
             self.norm_in_place(&mut q, &norms.q);
             self.norm_in_place(&mut k, &norms.k);
             for row in 0..rows {
                 let (cos, sin) = (&cos[row * half..][..half], &sin[row * half..][..half]);
                 rope::rotate(&mut q[row * c.query_size()..][..c.query_size()], cos, sin);
-                rope::rotate(
-                    &mut k[row * c.key_value_size()..][..c.key_value_size()],
-                    cos,
-                    sin,
-                );
+                rope::rotate(&mut k[row * c.key_value_size()..][..c.key_value_size()], cos, sin);
             }
             cache.write(index, start, &k, &v);
             attention::attention(self.simd, c, &q, cache.layer(index), start, &mut attended);
             self.project(&attended, rows, &mut [(layer.o, &mut delta)]);
             add(&mut x, &delta);
-            self.mlp(
-                layer,
-                &norms.post_attention,
-                &mut x,
-                &mut normed,
-                &mut gate,
-                &mut up,
-                &mut delta,
-                rows,
-            );
+            self.mlp(layer, &norms.post_attention, &mut x, &mut normed, &mut gate, &mut up, &mut delta, rows);
         }
         cache.advance(rows);
         x
@@ -268,10 +222,7 @@ impl CpuModel {
 
     /// Several linear maps of the same input: `x` is `[rows, inputs]`, each output `[rows, outputs]`.
     fn project(&self, x: &[f32], rows: usize, outputs: &mut [(TensorId, &mut [f32])]) {
-        let outputs = outputs.iter_mut().map(|(id, out)| Output {
-            weight: self.matrix(*id),
-            out,
-        });
+        let outputs = outputs.iter_mut().map(|(id, out)| Output { weight: self.matrix(*id), out });
         matmul(self.simd, x, rows, outputs.collect());
     }
 

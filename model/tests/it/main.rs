@@ -1,0 +1,13 @@
+//! Tests of the crate through its public interface.
+
+#![allow(clippy::unwrap_used)]
+
+mod bad_input;
+mod chat;
+mod exactness;
+mod fixture;
+mod header;
+mod open;
+mod sampling;
+mod source;
+mod tokenizer;

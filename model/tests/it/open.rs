@@ -1,0 +1,100 @@
+//! Checkpoints that are in order open, and say what is in them.
+
+use model::{Config, Dtype};
+use serde_json::json;
+
+use crate::fixture::{DTYPES, Fixture};
+
+#[test]
+fn every_dtype_tied_or_not_sharded_or_not() {
+    for dtype in DTYPES {
+        for tied in [true, false] {
+            let whole = Fixture::new(dtype, tied).open();
+            let parts = Fixture::new(dtype, tied).sharded().open();
+            assert_eq!(whole.config, parts.config);
+            assert_eq!(whole.config.tie_word_embeddings, tied);
+            assert_eq!(whole.tensors().len(), 2 * 11 + 2 + usize::from(!tied));
+            assert_eq!(
+                whole.stored_bytes() as usize,
+                whole.config.weight_bytes(whole.tensor("model.norm.weight").unwrap().dtype.size())
+            );
+            for tensor in whole.tensors() {
+                let part = parts.tensor(tensor.name).unwrap();
+                assert_eq!((tensor.dtype, tensor.shape, tensor.data), (part.dtype, part.shape, part.data));
+            }
+            let weights = whole.weights().unwrap();
+            assert_eq!((weights.layers.len(), weights.layers[1].down.shape), (2, &[48, 40][..]));
+            assert_eq!(weights.head.name, if tied { "model.embed_tokens.weight" } else { "lm_head.weight" });
+        }
+    }
+}
+
+#[test]
+fn elements_are_widened_exactly() {
+    let mut fixture = Fixture::new("F16", true);
+    let norm = fixture.tensors().get_mut("model.norm.weight").unwrap();
+    // The least subnormal, the largest finite number, and a negative.
+    norm.data[..6].copy_from_slice(&[0x01, 0x00, 0xff, 0x7b, 0x00, 0xb8]);
+    let checkpoint = fixture.open();
+    let norm = checkpoint.tensor("model.norm.weight").unwrap();
+    assert_eq!(norm.dtype, Dtype::F16);
+    assert_eq!([0, 1, 2].map(|i| norm.get(i).unwrap()), [2f32.powi(-24), 65504.0, -0.5]);
+    assert_eq!((norm.get(48), norm.get(usize::MAX)), (None, None));
+}
+
+#[test]
+fn eos_comes_from_generation_config_then_config_then_tokenizer() {
+    let mut fixture = Fixture::new("F32", true);
+    assert_eq!(fixture.open().generation.eos_token_ids, [267]);
+    fixture.config["eos_token_id"] = json!(265);
+    let dir = fixture.write();
+    assert_eq!(dir.open().unwrap().generation.eos_token_ids, [265]);
+    dir.put_json(
+        "generation_config.json",
+        &json!({"eos_token_id": [267, 265], "temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+    );
+    let generation = dir.open().unwrap().generation;
+    assert_eq!(generation.eos_token_ids, [267, 265]);
+    assert_eq!(
+        (generation.temperature, generation.top_k, generation.top_p, generation.min_p),
+        (Some(0.6), Some(20), Some(0.95), None)
+    );
+}
+
+#[test]
+fn published_sizes_count_up() {
+    // Qwen3-8B as its config.json gives it, and as transformers 5 writes it.
+    let mut json = json!({
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null, "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936,
+    });
+    let parse = |json: &serde_json::Value| Config::parse(json.to_string().as_bytes(), "config.json".as_ref()).unwrap();
+    let config = parse(&json);
+    assert_eq!(config.parameter_count(), 8_190_735_360);
+    assert_eq!(config.kv_bytes_per_token(2), 147_456);
+    assert_eq!(config.eos_token_ids, [151645]);
+
+    let fields = json.as_object_mut().unwrap();
+    fields.remove("rope_theta");
+    fields.remove("rope_scaling");
+    fields.insert("rope_parameters".into(), json!({"rope_theta": 1000000, "rope_type": "default"}));
+    fields.insert("layer_types".into(), json!(["full_attention"]));
+    assert_eq!(parse(&json), config);
+}
+
+#[cfg(feature = "bundled-demo")]
+#[test]
+fn the_demo_opens_and_answers() {
+    let checkpoint = model::Checkpoint::demo().unwrap();
+    let prompt = checkpoint.tokenizer.encode("Once upon a time").unwrap();
+    let model = model::CpuModel::new(&checkpoint).unwrap();
+    let mut cache = model.new_cache(prompt.len());
+    let mut logits = vec![f32::NAN; checkpoint.config.vocab_size];
+    model.forward(&prompt, &mut cache, 1, &mut logits).unwrap();
+    assert!(logits.iter().all(|l| l.is_finite()));
+    assert!(checkpoint.chat_template.is_some() && !checkpoint.generation.eos_token_ids.is_empty());
+}

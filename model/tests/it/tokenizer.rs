@@ -1,0 +1,96 @@
+//! The tokenizer and its streaming detokeniser.
+
+use model::{Checkpoint, Tokenizer};
+use proptest::prelude::*;
+
+use crate::fixture::{Fixture, tokenizer_json};
+
+fn tokenizer() -> Tokenizer {
+    Tokenizer::parse(tokenizer_json().to_string().as_bytes(), "tokenizer.json".as_ref()).unwrap()
+}
+
+fn streamed(tokenizer: &Tokenizer, ids: &[u32]) -> String {
+    let mut stream = tokenizer.stream();
+    let mut text: String = ids.iter().filter_map(|&id| stream.push(id)).collect();
+    text.extend(stream.flush());
+    assert_eq!(stream.flush(), None);
+    text
+}
+
+#[test]
+fn control_tokens_are_ids_and_are_left_out_of_text() {
+    let t = tokenizer();
+    let ids = t.encode("<|im_start|>user\nthe<|im_end|>").unwrap();
+    assert_eq!((ids[0], ids[ids.len() - 1]), (266, 267));
+    assert_eq!(t.decode(&ids), "user\nthe");
+    assert_eq!(t.decode_with_special(&ids), "<|im_start|>user\nthe<|im_end|>");
+    assert_eq!(t.decode(&t.encode("<think>\n").unwrap()), "<think>\n");
+    assert!(t.is_special(267) && !t.is_special(268) && !t.is_special(u32::MAX));
+    assert_eq!((t.token_to_id("<|im_end|>"), t.token_to_id("none"), t.vocab_size()), (Some(267), None, 270));
+}
+
+#[test]
+fn a_character_over_several_tokens_comes_whole() {
+    let t = tokenizer();
+    let ids = t.encode("a🦀é").unwrap();
+    let mut stream = t.stream();
+    let pieces: Vec<_> = ids.iter().map(|&id| stream.push(id)).collect();
+    // The crab is four bytes in three tokens, the last two of which are single bytes.
+    assert_eq!(pieces, [Some("a".into()), None, None, Some("🦀".into()), Some("é".into())]);
+}
+
+#[test]
+fn an_unfinished_character_comes_at_the_end_as_a_replacement() {
+    let t = tokenizer();
+    let ids = t.encode("🦀").unwrap();
+    assert_eq!(streamed(&t, &ids[..ids.len() - 1]), "\u{fffd}");
+    assert_eq!(streamed(&t, &[ids[0], ids[0], 0]), "\u{fffd}\u{fffd}!");
+    // An id beyond the vocabulary is nothing.
+    assert_eq!(streamed(&t, &[0, 9999, 0]), "!!");
+}
+
+proptest! {
+    /// Random ids split characters everywhere, and are often no UTF-8 at all.
+    #[test]
+    fn stream_equals_decode_and_the_library(ids in prop::collection::vec(0..272u32, 0..60)) {
+        let t = tokenizer();
+        let library: tokenizers::Tokenizer = tokenizer_json().to_string().parse().unwrap();
+        prop_assert_eq!(streamed(&t, &ids), t.decode(&ids));
+        prop_assert_eq!(t.decode(&ids), library.decode(&ids, true).unwrap());
+        prop_assert_eq!(t.decode_with_special(&ids), library.decode(&ids, false).unwrap());
+    }
+
+    /// No piece ends inside a character: what came so far is always a prefix of the final text.
+    #[test]
+    fn text_comes_back_and_grows_by_whole_characters(text in "\\PC{0,40}|(<think>|é|🦀|€|the )*") {
+        let t = tokenizer();
+        let ids = t.encode(&text).unwrap();
+        prop_assert_eq!(&t.decode(&ids), &text);
+        let mut stream = t.stream();
+        let mut so_far = String::new();
+        for id in ids {
+            so_far.extend(stream.push(id));
+            prop_assert!(text.starts_with(&so_far));
+        }
+        prop_assert_eq!(stream.flush(), None);
+        prop_assert_eq!(so_far, text);
+    }
+}
+
+#[cfg(feature = "bundled-demo")]
+#[test]
+fn the_demos_tokenizer_agrees_with_the_library() {
+    let t = Checkpoint::demo().unwrap().tokenizer;
+    let json = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/tokenizer.json")).unwrap();
+    let library = tokenizers::Tokenizer::from_bytes(json).unwrap();
+    for id in 0..t.vocab_size() as u32 + 3 {
+        assert_eq!(t.decode(&[id]), library.decode(&[id], true).unwrap(), "{id}");
+        assert_eq!(t.decode_with_special(&[id]), library.decode(&[id], false).unwrap(), "{id}");
+    }
+}
+
+#[test]
+fn a_checkpoint_shares_its_tokenizer() {
+    let checkpoint: Checkpoint = Fixture::new("F32", true).open();
+    assert_eq!(checkpoint.clone().tokenizer.encode("the").unwrap(), checkpoint.tokenizer.encode("the").unwrap());
+}

@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""Makes the golden checkpoints of tests/golden with Hugging Face transformers, the independent implementation.
+
+    python3 -m venv .venv && .venv/bin/pip install torch transformers numpy
+    .venv/bin/python scripts/make_golden.py
+
+Each case is a small random Qwen3 with its tokenizer, and beside it
+    golden.json   prompt ids, shape of the logits, and the versions that made them
+    logits.f32    logits of every prompt position, [rows, vocab], little-endian f32, computed in f32 from the stored weights
+Also writes tests/golden/chat.json: conversations, and the prompts that transformers' apply_chat_template makes of them.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent / "tests" / "golden"
+
+# name: (sizes, stored dtype, prompt length, shards)
+CASES = {
+    "tied_bf16": (
+        dict(vocab_size=288, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
+             num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True),
+        torch.bfloat16, 13, 1,
+    ),
+    "separate_f16_sharded": (
+        dict(vocab_size=272, hidden_size=128, intermediate_size=256, num_hidden_layers=1,
+             num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=False),
+        torch.float16, 7, 3,
+    ),
+    "tied_f32": (
+        dict(vocab_size=272, hidden_size=128, intermediate_size=128, num_hidden_layers=1,
+             num_attention_heads=1, num_key_value_heads=1, tie_word_embeddings=True),
+        torch.float32, 5, 1,
+    ),
+}
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+THINK = ["<think>", "</think>"]
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """A byte-level BPE of 256 bytes, a few merges, and Qwen3's control tokens: 270 tokens, some of which split characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate(alphabet)}
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("Ġ", "a"), ("e", "r"), ("Ã", "©"), ("ð", "Ł"), ("â", "Ĥ")]
+    for a, b in merges:
+        vocab[a + b] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in THINK])
+    return tokenizer
+
+
+def make_case(name: str, sizes: dict, dtype: torch.dtype, length: int, shards: int) -> None:
+    torch.manual_seed(len(name))
+    out = ROOT / name
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+
+    tokenizer = byte_level_tokenizer()
+    ids = {t: tokenizer.token_to_id(t) for t in SPECIAL}
+    config = Qwen3Config(**sizes, head_dim=128, max_position_embeddings=256, rms_norm_eps=1e-6,
+                         rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+                         eos_token_id=ids["<|endoftext|>"], attn_implementation="eager")
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter_name, p in model.named_parameters():
+            if parameter_name.endswith("norm.weight"):
+                p.copy_(1 + 0.2 * torch.randn_like(p))
+            elif "embed_tokens" in parameter_name:
+                p.copy_(0.3 * torch.randn_like(p))
+            else:
+                # Keeps activations of order one, so that every operator shows in the logits.
+                p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
+    model = model.to(dtype)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.save_pretrained(out, max_shard_size=total // shards + 1024 if shards > 1 else "1GB")
+    found = list(out.glob("*.safetensors"))
+    assert (len(found) > 1) == (shards > 1), f"{name}: {len(found)} shards"
+    for shard in found:
+        shard.chmod(0o644)
+
+    # In f32 from the stored weights.
+    reference = Qwen3ForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+    prompt = torch.randint(0, tokenizer.get_vocab_size(), (length,)).tolist()
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt])).logits[0].numpy().astype("<f4")
+    assert logits.shape == (length, sizes["vocab_size"]) and np.isfinite(logits).all()
+
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+    write_json(out / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
+                                                "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95})
+    write_json(out / "tokenizer_config.json", {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    (out / "logits.f32").write_bytes(logits.tobytes())
+    write_json(out / "golden.json", {"prompt": prompt, "rows": length, "vocab": sizes["vocab_size"],
+                                     "transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]})
+    print(f"{name}: {sum(f.stat().st_size for f in out.iterdir())} bytes, logits within ±{np.abs(logits).max():.2f}")
+
+
+# Our own template, with every construct that Qwen3's uses.
+TEMPLATE = r"""
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\n\n' }}
+    {%- endif %}
+    {{- "# Tools\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\n</tools><|im_end|>\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- if messages[0]['content'] == 'refuse' %}
+    {{- raise_exception('This conversation is refused.') }}
+{%- endif %}
+{%- set ns = namespace(searching=true, last_query=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.searching and message.role == "user" and message.content is string and not (message.content.startswith('<tool>') and message.content.endswith('</tool>')) %}
+        {%- set ns.searching = false %}
+        {%- set ns.last_query = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+    {%- endif %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query and (loop.last or (not loop.last and reasoning)) %}
+            {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\n' + content }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- for call in message.tool_calls %}
+                {{- '\n<tool_call>' + call.name + ' ' }}
+                {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+                {{- '</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\n<tool>\n' + content + '\n</tool>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}
+{#- A comment, and the kinds of line that trimming is about. #}
+{% if messages|length > 4 %}
+    {{ messages[-1] | tojson }}
+    {% set parts = messages[0].content.upper().title().replace('A', 'b') %}
+  {{ parts }} {{ eos_token }}
+{% endif %}
+"""
+
+CONVERSATIONS = [
+    [("user", "Hello")],
+    [("system", "Be brief."), ("user", "Héllo \"wörld\" <&>'\n\n  日本 🦀")],
+    [("user", "1+1?"), ("assistant", "<think>\nadd\n</think>\n\n2"), ("user", "And twice that?")],
+    [("user", "1+1?"), ("assistant", "<think>\n\nadd\n\n</think>\n\n2")],
+    [("system", "a banana"), ("user", "x"), ("assistant", "y"), ("tool", "one"), ("tool", "two"), ("user", "<tool>z</tool>")],
+    [("user", "x"), ("system", "late"), ("user", "say {{ 'hi' }} {% raw %}")],
+]
+
+
+def make_chat() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), eos_token="<|im_end|>")
+    cases = []
+    for conversation in CONVERSATIONS:
+        messages = [{"role": role, "content": content} for role, content in conversation]
+        for thinking in (True, False):
+            for generate in (True, False):
+                text = tokenizer.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False,
+                                                     enable_thinking=thinking, add_generation_prompt=generate)
+                cases.append({"messages": messages, "enable_thinking": thinking, "add_generation_prompt": generate, "text": text})
+    write_json(ROOT / "chat.json", {"template": TEMPLATE, "eos_token": "<|im_end|>", "cases": cases,
+                                    "transformers": transformers.__version__})
+    print(f"chat.json: {len(cases)} prompts")
+
+
+def write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=None if "prompt" in value else 1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    ROOT.mkdir(parents=True, exist_ok=True)
+    for case, (sizes, dtype, length, shards) in CASES.items():
+        make_case(case, sizes, dtype, length, shards)
+    make_chat()
