@@ -465,8 +465,8 @@ unsafe fn is_last_block<T: Token>(s: &Sequences<T>) -> bool {
         let last = shared::dynamic::<u32>(shared_layout::LAST);
         thread::sync_threads();
         if thread::thread_idx_x() == 0 {
-            thread::fence_device();
-            // Counts from -1, which is how the workspace is filled.
+            // Releases what the block did before the barrier, acquires what the others released. Counts from -1, which is how
+            // the workspace is filled.
             let before = atomic::fetch_add(s.finished_blocks(), 0, 1u32, Ordering::AcqRel, Scope::Device);
             last.store(0, (before.wrapping_add(2) == thread::grid_dim_x() * thread::grid_dim_y()) as u32);
             shared::dynamic::<u32>(shared_layout::ACTIVE).store(0, 0);

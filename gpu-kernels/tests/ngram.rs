@@ -1,7 +1,7 @@
 //! The drafting kernels against the serial algorithm, on hand-worked cases, random batches and hostile values.
 
 use cuda_std::Kernel;
-use cuda_std::emulator::{Buffer, Launch, launch};
+use cuda_std::emulator::{Buffer, Launch, Report, launch};
 use gpu_kernels::ngram::reference::{self, Batch, Drafts};
 use gpu_kernels::ngram::{self, NgramMatch, NgramMatchMixed, Sequences, Token};
 use proptest::prelude::*;
@@ -12,19 +12,19 @@ const UNTOUCHED: i32 = -77_777;
 /// A token type, made from small numbers that tests are written with.
 trait Id: Token + std::fmt::Debug + Send + Sync + 'static {
     fn from_small(small: i32) -> Self;
-    fn plain(launch: &Launch, p: NgramMatch<Self>);
-    fn mixed(launch: &Launch, p: NgramMatchMixed<Self>);
+    fn plain(launch: &Launch, p: NgramMatch<Self>) -> Report;
+    fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) -> Report;
 }
 
 impl Id for i32 {
     fn from_small(small: i32) -> Self {
         small
     }
-    fn plain(launch: &Launch, p: NgramMatch<Self>) {
-        run::<ngram::ngram_match_i32>(launch, p);
+    fn plain(launch: &Launch, p: NgramMatch<Self>) -> Report {
+        run::<ngram::ngram_match_i32>(launch, p)
     }
-    fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) {
-        run::<ngram::ngram_match_mixed_i32>(launch, p);
+    fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) -> Report {
+        run::<ngram::ngram_match_mixed_i32>(launch, p)
     }
 }
 
@@ -33,18 +33,16 @@ impl Id for i64 {
     fn from_small(small: i32) -> Self {
         (small as i64) << 33
     }
-    fn plain(launch: &Launch, p: NgramMatch<Self>) {
-        run::<ngram::ngram_match_i64>(launch, p);
+    fn plain(launch: &Launch, p: NgramMatch<Self>) -> Report {
+        run::<ngram::ngram_match_i64>(launch, p)
     }
-    fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) {
-        run::<ngram::ngram_match_mixed_i64>(launch, p);
+    fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) -> Report {
+        run::<ngram::ngram_match_mixed_i64>(launch, p)
     }
 }
 
-fn run<K: Kernel>(on: &Launch, params: K::Params) {
-    if let Err(error) = launch::<K>(on, params) {
-        panic!("{error}");
-    }
+fn run<K: Kernel>(on: &Launch, params: K::Params) -> Report {
+    launch::<K>(on, params).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// One sequence as a test states it.
@@ -265,6 +263,10 @@ impl<T: Id> Case<T> {
 
     /// By the kernel, `launches` times over, each under another schedule, with one workspace.
     fn launched(&self, blocks_per_sequence: u32, seed: u64, launches: u64) -> Outcome<T> {
+        self.reported(blocks_per_sequence, seed, launches).0
+    }
+
+    fn reported(&self, blocks_per_sequence: u32, seed: u64, launches: u64) -> (Outcome<T>, Report) {
         let input_ids = Buffer::from_slice(&self.input_ids);
         let input_ids_len = Buffer::from_slice(&self.input_ids_len);
         let pre_ids = Buffer::from_slice(&self.pre_ids);
@@ -275,7 +277,7 @@ impl<T: Id> Case<T> {
         let decoder = Buffer::from_slice(&self.decoder);
         let filled = u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]);
         let workspace = Buffer::from_slice(&vec![filled; ngram::workspace_len(self.batch as u32)]);
-        let mut outcome = self.before();
+        let mut outcome = (self.before(), Report::default());
         for again in 0..launches {
             let before = self.before();
             let rows = Buffer::from_slice(&before.rows);
@@ -297,21 +299,25 @@ impl<T: Id> Case<T> {
                 max_ngram_size: self.max_ngram_size,
                 threshold: self.threshold,
             };
-            let on = Launch::new([self.batch as u32, blocks_per_sequence], ngram::THREADS)
-                .shared(ngram::SHARED_BYTES)
-                .seed(seed + again);
-            match self.operator {
+            let on = Launch {
+                grid: [self.batch as u32, blocks_per_sequence, 1],
+                threads: ngram::THREADS,
+                shared_bytes: ngram::SHARED_BYTES,
+                seed: seed + again,
+                ..Launch::default()
+            };
+            let report = match self.operator {
                 Operator::Plain => T::plain(
                     &on,
                     NgramMatch { sequences, seq_lens_encoder: encoder.ptr(), draft_token_num: draft_token_num.ptr() },
                 ),
                 Operator::Mixed { max_draft_tokens, min_ngram_size } => {
-                    T::mixed(&on, NgramMatchMixed { sequences, max_draft_tokens, min_ngram_size });
+                    T::mixed(&on, NgramMatchMixed { sequences, max_draft_tokens, min_ngram_size })
                 }
-            }
-            outcome = Outcome { rows: rows.as_slice().to_vec(), drafts: drafts.as_slice().to_vec() };
+            };
+            outcome = (Outcome { rows: rows.as_slice().to_vec(), drafts: drafts.as_slice().to_vec() }, report);
             assert!(workspace.as_slice().iter().all(|&word| word == filled), "the workspace was not put back");
-            assert_eq!(outcome, self.expected(), "launch {again}, seed {}", seed + again);
+            assert_eq!(outcome.0, self.expected(), "launch {again}, seed {}", seed + again);
         }
         outcome
     }
@@ -398,6 +404,14 @@ fn prefilling_counts_twice_and_idle_is_cleared() {
 }
 
 #[test]
+fn rows_below_zero_give_room_back() {
+    // Nobody should pass such rows, and the serial algorithm has an answer: they are room for the sequences after them.
+    let s = Sequence::new(&[1, 2, 3, 4, 5, 6, 7], &[0, 1], 4);
+    let batch = [s.clone(), Sequence { encoder: 1, rows: -5, ..s.clone() }, s];
+    assert_eq!(plain(&batch, 1, 5).iter().map(|(rows, _)| *rows).collect::<Vec<_>>(), [3, -5, 5]);
+}
+
+#[test]
 fn mixed_extends_what_is_there() {
     let operator = |max_draft_tokens, min_ngram_size| Operator::Mixed { max_draft_tokens, min_ngram_size };
     let s = Sequence { rows: 3, ..Sequence::new(&[1, 2, 3, 4, 5, 6, 7], &[0, 1], 0) };
@@ -437,11 +451,33 @@ fn long_texts_take_several_tiles_and_blocks() {
         let case = Case::<i32>::new(&[Sequence::new(&prompt, &generated, 5)], 3, 8, 3, 128, Operator::Plain);
         let outcome = case.launched(blocks, at as u64, 2);
         assert_eq!(outcome.drafts[1..6], prompt[at + 3..at + 8]);
-        // Without the prompt, the window in the generated tokens is found.
+        // A pattern at the end of a prompt that just fills a tile has nothing after it: the generated tokens have.
+        let mut full: Vec<i32> = (0..tile as i32).map(|i| 10 + i % 97).collect();
+        full[tile - 3..].copy_from_slice(&[1, 2, 3]);
+        let case = Case::<i32>::new(&[Sequence::new(&full, &generated, 5)], 0, 8, 3, 128, Operator::Plain);
+        assert_eq!(case.launched(blocks, at as u64, 1).drafts[1..6], generated[tile + 3..tile + 8]);
+        // The same without a prompt.
         let case = Case::<i64>::new(&[Sequence::new(&[], &generated, 5)], 0, 8, 3, 128, Operator::Plain);
-        let outcome = case.launched(blocks, at as u64, 1);
-        assert_eq!(outcome.rows, [6]);
+        assert_eq!(case.launched(blocks, at as u64, 1).rows, [6]);
     }
+}
+
+#[test]
+fn each_token_is_read_once_and_none_after_the_best_match() {
+    let tile = 4096;
+    let loaded = |prompt: &[i32], generated: &[i32]| {
+        let case = Case::<i32>::new(&[Sequence::new(prompt, generated, 5)], 0, 8, 3, 128, Operator::Plain);
+        case.reported(1, 1, 1).1.bytes_loaded
+    };
+    let prompt: Vec<i32> = (0..5 * tile as i32).collect();
+    // The pattern's end is nowhere: two tiles more cost their tokens, and one look of each warp at the best key so far.
+    let nowhere = [-1, -2, -3, -4];
+    let more = loaded(&prompt[..4 * tile + 1], &nowhere) - loaded(&prompt[..2 * tile + 1], &nowhere);
+    assert!((2 * tile as u64 * 4..=2 * (tile as u64 * 4 + 32 * 8)).contains(&more), "{more}");
+    // Found in the first tile. How far other warps have come by then is up to the schedule.
+    let at_once = [-1, 7, 8, 9];
+    let (stopped, ran_on) = (loaded(&prompt, &at_once), loaded(&prompt, &nowhere));
+    assert!(stopped < ran_on);
 }
 
 #[test]
@@ -504,8 +540,8 @@ fn hostile(alphabet: i32) -> impl Strategy<Value = Sequence> {
         (length(), length()),
         word(),
         prop_oneof![6 => Just(None), 1 => prop::sample::select(vec![i64::MIN, -1, i64::MAX]).prop_map(Some)],
-        (prop_oneof![4 => Just(0), 1 => word()], prop_oneof![4 => Just(3), 1 => word()]),
-        prop_oneof![4 => 0..5i32, 1 => word()],
+        (prop_oneof![3 => Just(0), 1 => Just(2), 1 => word()], prop_oneof![4 => Just(3), 1 => word()]),
+        prop_oneof![3 => 0..5i32, 1 => -9..0i32, 1 => word()],
     )
         .prop_map(|(s, (input_ids_len, step_idx), draft_token_num, left, (encoder, decoder), rows)| Sequence {
             input_ids_len,

@@ -75,7 +75,7 @@ impl Case {
             dst_records: self.dst_records as u64,
             record_bytes: self.record_bytes,
         };
-        let on = Launch::new(self.blocks, token_copy::THREADS).seed(self.seed);
+        let on = Launch { seed: self.seed, ..Launch::new(self.blocks, token_copy::THREADS) };
         if let Err(error) = launch::<K>(&on, params) {
             panic!("{error}");
         }
