@@ -1,0 +1,209 @@
+//! What a GPU would hang on, or not notice, is reported with the names of those concerned.
+
+mod common;
+
+use common::{Io, fails, run};
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::emulator::{Buffer, EmulatorError, Launch, launch};
+use cuda_std::{Global, kernel, shared, thread, warp};
+
+/// A kernel of one expression, whose safety is what the test is about.
+macro_rules! broken {
+    ($(#[$doc:meta])* $name:ident, $threads:literal, |$p:ident| $body:expr) => {
+        $(#[$doc])*
+        #[kernel(threads = $threads)]
+        pub unsafe fn $name($p: Io) {
+            // SAFETY: deliberately broken; the emulator notices.
+            #[allow(unused_unsafe)]
+            unsafe {
+                $body
+            }
+        }
+    };
+}
+
+broken!(
+    /// Half a warp votes, half shuffles.
+    two_collectives, 64, |p| {
+        let lane = thread::lane_id();
+        let value = if lane < 16 { warp::ballot(true) } else { warp::shuffle_xor(lane, 1) };
+        p.output.store(lane as usize, value);
+    }
+);
+broken!(
+    /// A lane leaves its warp to wait.
+    early_exit, 64, |_p| {
+        if thread::thread_idx_x() != 37 {
+            warp::sync_warp();
+        }
+    }
+);
+broken!(
+    /// A warp leaves its block to wait.
+    missed_barrier, 96, |_p| {
+        if thread::warp_id() != 1 {
+            thread::sync_threads();
+        }
+    }
+);
+broken!(
+    /// Two warps wait for four.
+    too_few, 128, |_p| {
+        if thread::warp_id() < 2 {
+            thread::sync_named(3, 128);
+        }
+    }
+);
+broken!(
+    /// Two warps disagree on how many meet.
+    disagreement, 128, |_p| {
+        thread::sync_named(3, if thread::warp_id() == 0 { 64 } else { 128 });
+    }
+);
+broken!(
+    /// Waits for what nobody does.
+    livelock, 32, |p| {
+        while atomic::load(p.zeros, 5, Ordering::Acquire, Scope::Device) == 0 {}
+    }
+);
+broken!(
+    /// Never ends, though it gets somewhere each time.
+    endless, 32, |p| {
+        loop {
+            atomic::fetch_add(p.zeros, 5, 1, Ordering::Relaxed, Scope::Device);
+        }
+    }
+);
+broken!(
+    /// A word too far.
+    beyond, 32, |p| p.output.store(thread::lane_id() as usize + p.n as usize - 30, 1)
+);
+broken!(
+    /// Before the start.
+    before, 32, |p| p.output.store(Global::<u32>::from_raw(p.output.addr() - 4).load(0) as usize, 1)
+);
+broken!(
+    /// From nowhere.
+    null, 32, |p| p.output.store(0, Global::<u32>::default().load(0))
+);
+broken!(
+    /// Sixteen bytes from a multiple of four.
+    misaligned, 32, |p| p.output.store(0, p.input.load16(1)[0])
+);
+broken!(
+    /// More shared memory than there is.
+    beyond_shared, 32, |_p| shared::dynamic::<u32>(4096).store(0, 1)
+);
+broken!(
+    /// What nobody wrote.
+    uninitialised, 32, |p| p.zeros.store(thread::lane_id() as usize, p.output.load(9))
+);
+broken!(
+    /// What nobody wrote, of which a part was written.
+    partly_initialised, 32, |p| {
+        if thread::lane_id() == 0 {
+            p.output.cast::<u8>().store(2, 1);
+            p.zeros.store(0, p.output.load(0));
+        }
+    }
+);
+broken!(
+    /// What nobody wrote, in shared memory.
+    uninitialised_shared, 32, |p| p.output.store(0, shared::dynamic::<u32>(64).load(0))
+);
+broken!(
+    /// An index too large for an array.
+    panics, 32, |p| {
+        let array = [1u32, 2, 3];
+        p.output.store(thread::lane_id() as usize, array[(thread::lane_id() / 8) as usize]);
+    }
+);
+broken!(
+    /// Gives up.
+    traps, 32, |_p| {
+        if thread::lane_id() == 5 {
+            thread::trap();
+        }
+    }
+);
+
+const ONE: fn(u32) -> Launch = |threads| Launch::new(1, threads);
+
+#[test]
+fn divergence_names_the_lanes() {
+    let text = fails::<two_collectives>(ONE(64), 64, &["diverged"]);
+    assert!(text.contains("ballot at") && text.contains("shuffle_xor at") && text.contains("misuse.rs"), "{text}");
+    let text = fails::<early_exit>(ONE(64), 64, &["diverged"]);
+    assert!(text.contains("lanes 37 of block (0, 0, 0) exited"), "{text}");
+    let text = fails::<missed_barrier>(ONE(96), 64, &["diverged"]);
+    assert!(text.contains("wait at sync_threads"), "{text}");
+}
+
+#[test]
+fn deadlock_says_who_waits_for_what() {
+    let text = fails::<too_few>(ONE(128), 64, &["deadlock"]);
+    assert!(text.contains("lanes 0-63 of block (0, 0, 0) wait at named barrier 3 at"), "{text}");
+    assert!(text.contains("lanes 64-127 of block (0, 0, 0) exited"), "{text}");
+    fails::<disagreement>(ONE(128), 64, &["barrier 3 is for", "deadlock"]);
+}
+
+#[test]
+fn livelock_runs_into_a_limit() {
+    let how = Launch { idle_steps: 10_000, steps: 100_000, ..ONE(32) };
+    let text = fails::<livelock>(how, 64, &["livelock: for 10000 steps lanes did nothing but poll"]);
+    assert!(text.contains("lanes 0-31 of block (0, 0, 0) poll memory at"), "{text}");
+    fails::<endless>(how, 64, &["livelock: not done after 100000 steps"]);
+}
+
+#[test]
+fn bad_addresses_are_named() {
+    let text = fails::<beyond>(ONE(32), 64, &["past the end of buffer `output` ([u32; 64])"]);
+    assert!(text.contains("out of bounds") && text.contains("lane 3"), "{text}");
+    fails::<before>(ONE(32), 64, &["out of bounds"]);
+    fails::<null>(ONE(32), 64, &["(null) is out of bounds"]);
+    fails::<misaligned>(ONE(32), 64, &["byte 4 of buffer `input`"]);
+    fails::<beyond_shared>(ONE(32), 64, &["shared offset 4096 is out of bounds: the launch has 4096 bytes"]);
+}
+
+#[test]
+fn uninitialised_reads_are_named() {
+    let text = fails::<uninitialised>(ONE(32), 64, &["4 bytes at byte 36 of buffer `output` ([u32; 64])"]);
+    assert!(text.contains("not initialised"), "{text}");
+    fails::<partly_initialised>(ONE(32), 64, &["byte 0 of buffer `output` ([u32; 64])"]);
+    fails::<uninitialised_shared>(ONE(32), 64, &["shared offset 64 are read but not initialised"]);
+}
+
+#[test]
+fn panics_and_traps_are_errors() {
+    let text = fails::<panics>(ONE(32), 64, &["panicked: index out of bounds: the len is 3 but the index is 3"]);
+    assert!(text.contains("of block (0, 0, 0)"), "{text}");
+    fails::<traps>(ONE(32), 64, &["lane 5 of block (0, 0, 0)"]);
+    // The thread is as good as new.
+    assert!(run::<common_sum>(ONE(32), 64).result.is_ok());
+}
+
+broken!(
+    /// Nothing wrong with this one.
+    common_sum, 32, |p| p.output.store(thread::lane_id() as usize, p.input.load(thread::lane_id() as usize))
+);
+
+#[test]
+fn impossible_launches_are_refused() {
+    let refused = |how: Launch, why: &str| {
+        let text = launch::<common_sum>(&how, run::<common_sum>(ONE(32), 64).params()).unwrap_err().to_string();
+        assert!(text.contains(why), "{text}");
+    };
+    refused(ONE(64), "blocks of 64 lanes: whole warps, at most 32 lanes");
+    refused(ONE(20), "blocks of 20 lanes");
+    refused(Launch::new(0, 32), "a grid of 0 blocks");
+    refused(Launch { shared_bytes: 1 << 20, ..ONE(32) }, "1048576 bytes of shared memory");
+}
+
+#[test]
+fn a_dropped_buffer_is_gone() {
+    let mut params = run::<common_sum>(ONE(32), 64).params();
+    let output = Buffer::<u32>::new_poisoned(64);
+    params.output = output.ptr_mut();
+    let error = launch::<common_sum>(&ONE(32), params).unwrap_err();
+    assert!(matches!(error, EmulatorError::Misuse { .. }), "{error}");
+}
