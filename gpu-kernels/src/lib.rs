@@ -1,2 +1,42 @@
-//! To come.
+//! Every device routine of warpdraft, one family of kernels a module.
+//!
+//! The crate is compiled twice: to PTX for the device, and as an ordinary library for the host. Parameter blocks, constants and
+//! memory layouts are defined here once and serve both sides. A kernel speaks [`cuda_std`] alone, so that
+//! it also runs on a CPU, lane by lane, under `cuda_std::emulator`; the tests beside this crate compare each with a plain
+//! reference that way.
+//!
+//! The forward pass of one step, in order: [`embedding`], then for each layer [`norm`], [`linear`] (query, key and value),
+//! [`qkv`] (per-head norm, rotary embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`norm`], [`linear`]
+//! (gate and up with SwiGLU; down, into the residual), then [`norm`], [`linear`] (the head) and [`sample`]. [`step`] holds
+//! what the steps hand to each other: the rows to run, and what was accepted.
+//!
+//! Kernels know no model: sizes and strides are parameters.
 #![no_std]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(abi_ptx, asm_experimental_arch, stdarch_nvptx),
+    allow(unused_features)
+)]
+// A kernel's body is unsafe throughout: every address is the launcher's word. What makes one sound is said once, in its
+// parameter block: which regions the launcher must pass.
+#![allow(clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
+
+#[macro_use]
+mod unroll;
+
+pub mod attention;
+pub mod embedding;
+pub mod kv;
+pub mod linear;
+pub mod ngram;
+pub mod norm;
+pub mod qkv;
+pub mod sample;
+pub mod step;
+pub mod token_copy;
+
+#[cfg(target_arch = "nvptx64")]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo) -> ! {
+    cuda_std::thread::trap()
+}

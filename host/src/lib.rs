@@ -1,1 +1,25 @@
-//! To come.
+//! Runs Qwen3 on a device: PTX loading, typed launches, memory, the KV cache and the decode loop.
+//!
+//! [`Engine`] is the way in: it loads a checkpoint on the device that was asked for and generates text. Below it, a
+//! [`Backend`] runs one sequence: [`Gpu`] on a [`device::Device`] (a CUDA card, or the emulator), [`Cpu`] with the reference of
+//! `model`.
+
+pub mod backend;
+mod cpu;
+pub mod device;
+pub mod draft;
+mod engine;
+mod error;
+pub mod forward;
+mod gpu;
+pub mod weights;
+
+pub use backend::{Backend, Sequence, Step};
+pub use cpu::Cpu;
+pub use draft::NgramDraft;
+pub use engine::{DeviceChoice, Engine, Finish, Generation, LoadOptions, Request, Statistics};
+pub use error::{Error, gib};
+pub use gpu::Gpu;
+
+/// Told the bytes loaded so far and in all; breaking stops the load.
+pub type Progress<'a> = dyn FnMut(u64, u64) -> std::ops::ControlFlow<()> + 'a;

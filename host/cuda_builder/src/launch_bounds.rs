@@ -2,7 +2,7 @@
 //!
 //! rustc has no way to say a kernel's block size, and without it the assembler may hand a thread more registers
 //! than a block of that size can have. `#[kernel(threads = …)]` leaves a comment,
-//! `//@launch_bounds NAME THREADS [MIN_BLOCKS]`, and this pass turns it into the directives.
+//! `//@launch_bounds NAME THREADS [MIN_BLOCKS]` (0 says nothing), and this pass turns it into the directives.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -27,7 +27,8 @@ pub fn apply(ptx: &str) -> String {
         if line.starts_with('{')
             && let Some(words) = pending.take()
         {
-            for (directive, value) in [".maxntid ", ".minnctapersm "].iter().zip(words) {
+            let said = words.iter().filter(|w| **w != "0");
+            for (directive, value) in [".maxntid ", ".minnctapersm "].iter().zip(said) {
                 let _ = writeln!(out, "{directive}{value}");
             }
         }

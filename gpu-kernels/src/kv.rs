@@ -1,0 +1,73 @@
+//! Where a key and a value lie in the paged cache.
+//!
+//! A layer's cache is an array of pages; a page holds [`PAGE_TOKENS`] tokens of one sequence for every key-value head:
+//!
+//! ```text
+//! [page][kv_head][ keys: token, dim | values: dim, token ]      bf16
+//! ```
+//!
+//! Values are stored transposed, so that both products of attention read 16 contiguous bytes a lane, and need no
+//! shared memory (see `attention`). A sequence's pages are listed in its page table; table `s` starts at `s * stride`.
+
+use cuda_std::{Global, GlobalMut, bf16};
+
+/// Size of an attention head; the Qwen3 family has no other.
+pub const HEAD_DIM: u32 = 128;
+/// Tokens in a page.
+pub const PAGE_TOKENS: u32 = 64;
+/// Elements of one kind (keys or values) that a page holds for one head.
+const BLOCK: u32 = PAGE_TOKENS * HEAD_DIM;
+
+/// Elements of a page over `kv_heads` heads: keys and values.
+pub const fn page_elements(kv_heads: u32) -> usize {
+    2 * BLOCK as usize * kv_heads as usize
+}
+
+/// One layer's cache and the page tables of the sequences in it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Cache {
+    /// The layer's pages. Everything in it is finite: it starts zeroed.
+    pub pages: GlobalMut<bf16>,
+    /// `[sequences, table_stride]` page numbers.
+    pub tables: Global<u32>,
+    /// Entries of a sequence's table.
+    pub table_stride: u32,
+    /// Key-value heads.
+    pub kv_heads: u32,
+}
+
+impl Cache {
+    /// Where page `index` of `sequence` begins, for `kv_head`.
+    ///
+    /// # Safety
+    /// The table has that entry.
+    #[inline(always)]
+    unsafe fn block(&self, sequence: u32, index: u32, kv_head: u32) -> GlobalMut<bf16> {
+        let entry = sequence as usize * self.table_stride as usize + index as usize;
+        let page = unsafe { self.tables.load(entry) };
+        let block = (page as usize * self.kv_heads as usize + kv_head as usize) * 2;
+        unsafe { self.pages.at(block * BLOCK as usize) }
+    }
+
+    /// The key of `position`: [`HEAD_DIM`] contiguous elements.
+    ///
+    /// # Safety
+    /// The sequence has a page for the position.
+    #[inline(always)]
+    pub unsafe fn key(&self, sequence: u32, position: u32, kv_head: u32) -> GlobalMut<bf16> {
+        let block = unsafe { self.block(sequence, position / PAGE_TOKENS, kv_head) };
+        unsafe { block.at(((position % PAGE_TOKENS) * HEAD_DIM) as usize) }
+    }
+
+    /// Dimension 0 of the value of `position`; dimension `d` is `d * PAGE_TOKENS` elements on, and the values of the
+    /// following tokens of the page come right after it.
+    ///
+    /// # Safety
+    /// The sequence has a page for the position.
+    #[inline(always)]
+    pub unsafe fn value(&self, sequence: u32, position: u32, kv_head: u32) -> GlobalMut<bf16> {
+        let block = unsafe { self.block(sequence, position / PAGE_TOKENS, kv_head) };
+        unsafe { block.at((BLOCK + position % PAGE_TOKENS) as usize) }
+    }
+}

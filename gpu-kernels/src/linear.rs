@@ -1,0 +1,211 @@
+//! Linear layers for few rows: `y[row, n] = Σ_k x[row, k] · w[n, k]`, weights read once, straight from the checkpoint's layout.
+//!
+//! # Shape of the work
+//! A block owns a strip of 16 output features. Its 8 warps deal the chunks of [`CHUNK`] = 128 input features among themselves and
+//! feed them to the tensor cores: `mma.m16n8k16` with the weights as A (16 features) and the token rows as B (8 rows a tile,
+//! `TILES` tiles). A product over k does not care in which slots its terms stand as long as A and B agree, so a lane
+//! loads 16 contiguous bytes of each and uses them as the four k-pairs that it must supply: no shared memory, no shuffles.
+//!
+//! # Order
+//! An output is the sum over its warp's chunks, in order, in the tensor core's accumulator, then over the 8 warps from first
+//! to last. A column of B never meets another, so a row's result is the same bits whatever rows share the launch and
+//! however many tiles there are: [`linear_8`] and [`linear_64`] agree (tested).
+//!
+//! # Ladder
+//! 1. A thread an output (the reference in the tests).
+//! 2. This: tensor cores, weights streamed by plain 16-byte loads, one launch an operator.
+
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
+
+use crate::step::Rows;
+
+/// Input features that a warp takes at a time; the input size is a multiple of it.
+pub const CHUNK: u32 = 128;
+/// Output features of a block.
+pub const STRIP: u32 = 16;
+const WARPS: u32 = 8;
+
+/// Parameters of the kernels of this module. Grid: strips of `n` (see [`Linear::strips`], [`Linear::swiglu_strips`]).
+/// Shared memory: [`Linear::shared_bytes`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Linear {
+    /// The rows of this step.
+    pub rows: Rows,
+    /// `[rows, k]`, 16-byte aligned.
+    pub x: Global<bf16>,
+    /// `[n, k]`; the gate's weights in `swiglu_*`. 16-byte aligned.
+    pub weight: Global<bf16>,
+    /// `[n, k]`, the up projection's weights: `swiglu_*` alone.
+    pub up: Global<bf16>,
+    /// `[rows, n]`: written by `linear_*`, added to by `linear_add_*`.
+    pub y: GlobalMut<f32>,
+    /// `[rows, n]`: written by `swiglu_*` alone.
+    pub activation: GlobalMut<bf16>,
+    /// Output features.
+    pub n: u32,
+    /// Input features, a multiple of [`CHUNK`].
+    pub k: u32,
+    /// First row to compute: the head, which skips rows whose logits nobody asked for.
+    pub first_row: u32,
+}
+
+impl Linear {
+    /// Blocks for `n` output features.
+    pub const fn strips(n: u32) -> u32 {
+        n.div_ceil(STRIP)
+    }
+
+    /// Blocks of `swiglu_*`, which put 8 gate features and their 8 up features in one strip.
+    pub const fn swiglu_strips(n: u32) -> u32 {
+        n.div_ceil(STRIP / 2)
+    }
+
+    /// Dynamic shared memory for a launch of up to `rows` rows: the partial sums of every warp.
+    pub const fn shared_bytes(rows: u32) -> u32 {
+        WARPS * STRIP * rows.div_ceil(8) * 8 * 4
+    }
+}
+
+/// One warp's share of a strip: rows `g` and `g + 8` of A come from `low` and `high`, each the start of a weight row.
+/// Leaves the partial sums of the block in shared memory, `[warp][row][feature]`, and meets at a barrier.
+#[inline(always)]
+unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<bf16>, high: Global<bf16>) {
+    unsafe {
+        let lane = thread::lane_id();
+        let warp = thread::warp_id();
+        let (g, t) = (lane / 4, lane % 4);
+        let mut acc = [[0f32; 4]; TILES];
+        let mut chunk = warp;
+        while chunk < p.k / CHUNK {
+            let k = (chunk * CHUNK + t * 8) as usize;
+            let mut low_words = [[0u32; 4]; 4];
+            let mut high_words = [[0u32; 4]; 4];
+            unroll!(J < 4; {
+                low_words[J] = low.load16_stream(k + 32 * J);
+                high_words[J] = high.load16_stream(k + 32 * J);
+            });
+            unroll!(T < TILES; {
+                let row = T as u32 * 8 + g;
+                let x = p.x.at((p.first_row + row) as usize * p.k as usize + k);
+                unroll!(J < 4; {
+                    let b = if row < count { x.load16(32 * J) } else { [0; 4] };
+                    let (l, h) = (low_words[J], high_words[J]);
+                    acc[T] = mma::m16n8k16_bf16(acc[T], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
+                    acc[T] = mma::m16n8k16_bf16(acc[T], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
+                });
+            });
+            chunk += WARPS;
+        }
+        // An accumulator holds features g and g + 8 of rows 2t and 2t + 1.
+        let partial = shared::dynamic::<f32>(0);
+        unroll!(T < TILES; {
+            let at = (warp * (TILES as u32 * 8) + T as u32 * 8 + 2 * t) * STRIP + g;
+            partial.store(at as usize, acc[T][0]);
+            partial.store((at + STRIP) as usize, acc[T][1]);
+            partial.store((at + 8) as usize, acc[T][2]);
+            partial.store((at + STRIP + 8) as usize, acc[T][3]);
+        });
+        thread::sync_threads();
+    }
+}
+
+/// The sum over warps, first to last, of the partial sums of one output.
+#[inline(always)]
+unsafe fn sum_of_warps<const TILES: usize>(row: u32, feature: u32) -> f32 {
+    unsafe {
+        let partial = shared::dynamic::<f32>(0);
+        let mut sum = 0.0;
+        let mut w = 0;
+        while w < WARPS {
+            sum += partial.load(((w * (TILES as u32 * 8) + row) * STRIP + feature) as usize);
+            w += 1;
+        }
+        sum
+    }
+}
+
+/// Rows that this launch computes: at most `TILES * 8`, from `first_row` on.
+#[inline(always)]
+unsafe fn rows_here<const TILES: usize>(p: &Linear) -> u32 {
+    let count = unsafe { p.rows.count.load(0) };
+    count.saturating_sub(p.first_row).min(TILES as u32 * 8)
+}
+
+#[inline(always)]
+unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
+    unsafe {
+        let count = rows_here::<TILES>(p);
+        if count == 0 {
+            return;
+        }
+        let first = thread::block_idx_x() * STRIP;
+        let g = thread::lane_id() / 4;
+        // A last, partial strip reads row n - 1 again in place of what is not there.
+        let row_of = |feature: u32| p.weight.at(feature.min(p.n - 1) as usize * p.k as usize);
+        partial_sums::<TILES>(p, count, row_of(first + g), row_of(first + 8 + g));
+        let mut e = thread::thread_idx_x();
+        while e < count * STRIP {
+            let (row, feature) = (e / STRIP, e % STRIP);
+            if first + feature < p.n {
+                let sum = sum_of_warps::<TILES>(row, feature);
+                let at = (p.first_row + row) as usize * p.n as usize + (first + feature) as usize;
+                let old = if ADD { p.y.load(at) } else { 0.0 };
+                p.y.store(at, old + sum);
+            }
+            e += WARPS * 32;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn swiglu<const TILES: usize>(p: &Linear) {
+    unsafe {
+        let count = rows_here::<TILES>(p);
+        if count == 0 {
+            return;
+        }
+        let first = thread::block_idx_x() * (STRIP / 2);
+        let feature = (first + thread::lane_id() / 4).min(p.n - 1);
+        let start = feature as usize * p.k as usize;
+        partial_sums::<TILES>(p, count, p.weight.at(start), p.up.at(start));
+        let mut e = thread::thread_idx_x();
+        while e < count * (STRIP / 2) {
+            let (row, feature) = (e / (STRIP / 2), e % (STRIP / 2));
+            if first + feature < p.n {
+                let gate = sum_of_warps::<TILES>(row, feature);
+                let up = sum_of_warps::<TILES>(row, feature + STRIP / 2);
+                let silu = gate / (1.0 + math::exp(-gate));
+                let at = (p.first_row + row) as usize * p.n as usize + (first + feature) as usize;
+                p.activation.store(at, math::to_bf16(silu * up));
+            }
+            e += WARPS * 32;
+        }
+    }
+}
+
+macro_rules! widths {
+    ($($tiles:literal $rows:literal $linear:ident $add:ident $swiglu:ident;)*) => { $(
+        #[doc = concat!("`y = x · wᵀ` for up to ", $rows, " rows.")]
+        #[kernel(threads = 256, min_blocks = 1)]
+        pub unsafe fn $linear(p: Linear) {
+            unsafe { linear::<$tiles, false>(&p) }
+        }
+        #[doc = concat!("`y += x · wᵀ` for up to ", $rows, " rows: a projection back into the residual stream.")]
+        #[kernel(threads = 256, min_blocks = 1)]
+        pub unsafe fn $add(p: Linear) {
+            unsafe { linear::<$tiles, true>(&p) }
+        }
+        #[doc = concat!("`activation = silu(x · gateᵀ) ∘ (x · upᵀ)` for up to ", $rows, " rows.")]
+        #[kernel(threads = 256, min_blocks = 1)]
+        pub unsafe fn $swiglu(p: Linear) {
+            unsafe { swiglu::<$tiles>(&p) }
+        }
+    )* };
+}
+
+widths! {
+    1 "8" linear_8 linear_add_8 swiglu_8;
+    2 "16" linear_16 linear_add_16 swiglu_16;
+    8 "64" linear_64 linear_add_64 swiglu_64;
+}

@@ -1,0 +1,223 @@
+//! What one step hands to the next, all of it in device memory: the rows to run, the tokens so far, and the accepted tokens
+//! on their way to the host.
+//!
+//! A sequence's history is its prompt and everything generated. The newest token has no key or value in the cache yet: a decode
+//! step runs it as row 0, and its drafts as the rows after it. Row `r` predicts the token after its own, so the tokens of
+//! rows `0..=r` are confirmed as long as each prediction equals the draft in the next row (Leviathan et al., 2023, "Fast Inference from
+//! Transformers via Speculative Decoding"; drafts by n-gram match propose with certainty, and then rejection sampling is this
+//! comparison: see `sample`).
+
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::{Global, GlobalMut, kernel, thread};
+
+/// Most rows of a decode step: the newest token and 15 drafts.
+pub const MAX_DECODE_ROWS: u32 = 16;
+/// Most rows of any step: a chunk of a prompt.
+pub const MAX_ROWS: u32 = 64;
+
+/// The rows of a step: each a token of a sequence at a position.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    /// `[1]`, how many rows there are; 0 when nothing is left to do.
+    pub count: GlobalMut<u32>,
+    /// `[MAX_ROWS]` token ids.
+    pub tokens: GlobalMut<u32>,
+    /// `[MAX_ROWS]` positions in their sequences.
+    pub positions: GlobalMut<u32>,
+    /// `[MAX_ROWS]` sequence numbers: which page table.
+    pub sequences: GlobalMut<u32>,
+}
+
+/// Words of a sequence's [state](SequenceState).
+pub const STATE_WORDS: usize = 4;
+
+/// A sequence as the device keeps it: pointers to its history and to [`STATE_WORDS`] words.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SequenceState {
+    /// `[capacity]` every token so far.
+    pub history: GlobalMut<i32>,
+    /// The words [`LENGTH`](Self::LENGTH), [`FINISHED`](Self::FINISHED) and [`STEP`](Self::STEP).
+    pub words: GlobalMut<u32>,
+}
+
+impl SequenceState {
+    /// Word: tokens in the history.
+    pub const LENGTH: usize = 0;
+    /// Word: 1 once an end token or the length limit was met.
+    pub const FINISHED: usize = 1;
+    /// Word: steps that have reported to the host.
+    pub const STEP: usize = 2;
+}
+
+/// Parameters of [`plan_prompt`]. Grid: 1.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PlanPrompt {
+    /// Filled in.
+    pub rows: Rows,
+    /// Whose history holds the prompt.
+    pub state: SequenceState,
+    /// Position of the first row.
+    pub start: u32,
+    /// Rows, at most [`MAX_ROWS`].
+    pub count: u32,
+}
+
+/// Makes a chunk of the prompt the rows of the step.
+#[kernel(threads = 64)]
+pub unsafe fn plan_prompt(p: PlanPrompt) {
+    unsafe {
+        let r = thread::thread_idx_x();
+        if r == 0 {
+            p.rows.count.store(0, p.count);
+        }
+        if r < p.count {
+            let position = p.start + r;
+            p.rows.tokens.store(r as usize, p.state.history.load(position as usize) as u32);
+            p.rows.positions.store(r as usize, position);
+            p.rows.sequences.store(r as usize, 0);
+        }
+    }
+}
+
+/// Parameters of [`plan_decode`]. Grid: 1.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PlanDecode {
+    /// Filled in.
+    pub rows: Rows,
+    /// The sequence to continue.
+    pub state: SequenceState,
+    /// `[MAX_DECODE_ROWS]` from the drafting operator: row 0 is not read, drafts follow.
+    pub drafts: Global<i32>,
+    /// `[1]` from the drafting operator: rows, the newest token's included; null when nothing drafts.
+    pub draft_rows: Global<i32>,
+}
+
+/// Makes the newest token and its drafts the rows of the step; none once the sequence is finished.
+#[kernel(threads = 32)]
+pub unsafe fn plan_decode(p: PlanDecode) {
+    unsafe {
+        let r = thread::thread_idx_x();
+        let newest = p.state.words.load(SequenceState::LENGTH) - 1;
+        let drafted = if p.draft_rows.is_null() { 1 } else { p.draft_rows.load(0).max(1) as u32 };
+        let finished = p.state.words.load(SequenceState::FINISHED) != 0;
+        let count = if finished { 0 } else { drafted.min(MAX_DECODE_ROWS) };
+        if r == 0 {
+            p.rows.count.store(0, count);
+        }
+        if r < count {
+            let token = if r == 0 { p.state.history.load(newest as usize) } else { p.drafts.load(r as usize) };
+            p.rows.tokens.store(r as usize, token as u32);
+            p.rows.positions.store(r as usize, newest + r);
+            p.rows.sequences.store(r as usize, 0);
+        }
+    }
+}
+
+/// One step's report to the host, in mapped memory, as `u32` words.
+pub struct Report;
+
+impl Report {
+    /// Words of a report: 128 bytes, one PCIe packet.
+    pub const WORDS: usize = 32;
+    /// Word: the step's number plus one, written last.
+    pub const STAMP: usize = 0;
+    /// Word: tokens that follow.
+    pub const COUNT: usize = 1;
+    /// Word: drafts that were tried.
+    pub const DRAFTED: usize = 2;
+    /// Word: 1 when the sequence is finished.
+    pub const FINISHED: usize = 3;
+    /// Word: the first token.
+    pub const TOKENS: usize = 4;
+}
+
+/// What the drafting operator is told about the sequence: its per-batch arrays, of length 1.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DraftState {
+    /// Index of the newest token in the history; null when nothing drafts.
+    pub step_idx: GlobalMut<i64>,
+    /// Rows before drafting: 1, or 0 once finished.
+    pub rows: GlobalMut<i32>,
+}
+
+/// Parameters of [`accept`]. Grid: 1.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Accept {
+    /// The rows that ran.
+    pub rows: Rows,
+    /// The sequence to extend.
+    pub state: SequenceState,
+    /// `[MAX_ROWS]` the token chosen after each row.
+    pub sampled: Global<u32>,
+    /// `[stop_count]` tokens that end the sequence.
+    pub stop_tokens: Global<u32>,
+    /// `[vocab]` flags of [`sample::SEEN`](crate::sample::SEEN) and [`sample::GENERATED`](crate::sample::GENERATED).
+    pub seen: GlobalMut<u8>,
+    /// Told about the new state.
+    pub draft: DraftState,
+    /// `[reports, Report::WORDS]` in host memory.
+    pub ring: GlobalMut<u32>,
+    /// Reports in the ring.
+    pub ring_reports: u32,
+    /// Entries of `stop_tokens`.
+    pub stop_count: u32,
+    /// The history may not grow beyond this.
+    pub max_length: u32,
+    /// The first row whose prediction counts: 0 when decoding, the last when a prompt ends.
+    pub first_row: u32,
+}
+
+/// Appends the confirmed tokens to the history and reports them. One thread: the work is a few words.
+#[kernel(threads = 32)]
+pub unsafe fn accept(p: Accept) {
+    unsafe {
+        if thread::thread_idx_x() != 0 {
+            return;
+        }
+        let words = p.state.words;
+        let rows = p.rows.count.load(0);
+        let step = words.load(SequenceState::STEP);
+        let mut length = words.load(SequenceState::LENGTH);
+        let mut finished = words.load(SequenceState::FINISHED) != 0;
+        let report = p.ring.at((step % p.ring_reports) as usize * Report::WORDS);
+        let mut count = 0;
+        let mut row = p.first_row;
+        while row < rows && !finished {
+            let token = p.sampled.load(row as usize);
+            p.state.history.store(length as usize, token as i32);
+            let flags = p.seen.load(token as usize);
+            p.seen.store(token as usize, flags | crate::sample::SEEN | crate::sample::GENERATED);
+            report.store(Report::TOKENS + count as usize, token);
+            length += 1;
+            count += 1;
+            finished = length >= p.max_length;
+            let mut i = 0;
+            while i < p.stop_count {
+                finished |= p.stop_tokens.load(i as usize) == token;
+                i += 1;
+            }
+            row += 1;
+            if row < rows && p.rows.tokens.load(row as usize) != token {
+                break;
+            }
+        }
+        words.store(SequenceState::LENGTH, length);
+        words.store(SequenceState::FINISHED, finished as u32);
+        words.store(SequenceState::STEP, step + 1);
+        if !p.draft.step_idx.is_null() {
+            p.draft.step_idx.store(0, length as i64 - 1);
+            p.draft.rows.store(0, !finished as i32);
+        }
+        report.store(Report::COUNT, count);
+        report.store(Report::DRAFTED, rows.saturating_sub(p.first_row + 1));
+        report.store(Report::FINISHED, finished as u32);
+        thread::fence_system();
+        atomic::store(report, Report::STAMP, step + 1, Ordering::Release, Scope::System);
+    }
+}

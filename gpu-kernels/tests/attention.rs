@@ -1,0 +1,151 @@
+//! Attention against softmax written out, and its exactness: a row does not see its company.
+
+mod common;
+
+use common::{Random, RowBuffers, relative_error, run, widen};
+use cuda_std::bf16;
+use cuda_std::emulator::Buffer;
+use gpu_kernels::attention::{self, Attend, Combine, SPLIT};
+use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
+use proptest::prelude::*;
+
+const D: usize = HEAD_DIM as usize;
+
+struct Case {
+    q_heads: usize,
+    kv_heads: usize,
+    /// `[positions, kv_heads, 128]`.
+    keys: Vec<bf16>,
+    values: Vec<bf16>,
+    pages: Vec<bf16>,
+    table: Vec<u32>,
+}
+
+impl Case {
+    fn new(q_heads: usize, kv_heads: usize, length: usize, random: &mut Random) -> Self {
+        let keys = random.bf16s(length * kv_heads * D);
+        let values = random.bf16s(length * kv_heads * D);
+        let count = length.div_ceil(PAGE_TOKENS as usize).div_ceil(4) * 4;
+        // Pages in a scrambled order, filled as the layout's documentation says.
+        let mut table: Vec<u32> = (0..count as u32).collect();
+        for i in 0..count {
+            table.swap(i, random.below(count));
+        }
+        let page = kv::page_elements(kv_heads as u32);
+        let block = PAGE_TOKENS as usize * D;
+        let mut pages = vec![bf16::ZERO; count * page];
+        for position in 0..length {
+            let (p, t) = (table[position / PAGE_TOKENS as usize] as usize, position % PAGE_TOKENS as usize);
+            for head in 0..kv_heads {
+                for d in 0..D {
+                    let from = (position * kv_heads + head) * D + d;
+                    let to = p * page + head * 2 * block;
+                    pages[to + t * D + d] = keys[from];
+                    pages[to + block + d * PAGE_TOKENS as usize + t] = values[from];
+                }
+            }
+        }
+        Self { q_heads, kv_heads, keys, values, pages, table }
+    }
+
+    /// `[rows, q_heads, 128]` by the definition, in f64.
+    fn reference(&self, q: &[bf16], start: usize, rows: usize) -> Vec<f32> {
+        let group = self.q_heads / self.kv_heads;
+        let mut out = Vec::new();
+        for r in 0..rows {
+            for h in 0..self.q_heads {
+                let query = &q[(r * self.q_heads + h) * D..][..D];
+                let at = |p: usize| (p * self.kv_heads + h / group) * D;
+                let scores: Vec<f64> = (0..=start + r)
+                    .map(|p| {
+                        let key = &self.keys[at(p)..][..D];
+                        query.iter().zip(key).map(|(a, b)| a.to_f64() * b.to_f64()).sum::<f64>() / (D as f64).sqrt()
+                    })
+                    .collect();
+                let top = scores.iter().copied().fold(f64::MIN, f64::max);
+                let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+                out.extend((0..D).map(|d| {
+                    let sum: f64 = scores
+                        .iter()
+                        .enumerate()
+                        .map(|(p, s)| (s - top).exp() * self.values[at(p) + d].to_f64())
+                        .sum();
+                    (sum / total) as f32
+                }));
+            }
+        }
+        out
+    }
+
+    fn attend(&self, q: &[bf16], start: usize, rows: usize, seed: u64) -> Vec<bf16> {
+        let row_buffers = RowBuffers::sequence(start as u32, rows as u32);
+        let length = (start + rows) as u32;
+        // Room for more splits than there are, as when steps are enqueued ahead.
+        let splits = length.div_ceil(SPLIT) + 1;
+        let q = Buffer::from_slice(q);
+        let pages = Buffer::from_slice(&self.pages);
+        let table = Buffer::from_slice(&self.table);
+        let sums = Buffer::<f32>::new_poisoned(rows * self.q_heads * splits as usize * D);
+        let scales = Buffer::<f32>::new_poisoned(rows * self.q_heads * splits as usize * 2);
+        let out = Buffer::<bf16>::new_poisoned(rows * self.q_heads * D);
+        let cache = Cache {
+            pages: pages.ptr_mut(),
+            tables: table.ptr(),
+            table_stride: self.table.len() as u32,
+            kv_heads: self.kv_heads as u32,
+        };
+        let attend = Attend {
+            rows: row_buffers.rows(),
+            q: q.ptr(),
+            cache,
+            sums: sums.ptr_mut(),
+            scales: scales.ptr_mut(),
+            splits,
+            q_heads: self.q_heads as u32,
+            scale: 1.0 / (D as f32).sqrt(),
+        };
+        let tiles = Attend::tiles(rows as u32, (self.q_heads / self.kv_heads) as u32);
+        run::<attention::attend>([self.kv_heads as u32, splits, tiles], Attend::SHARED_BYTES, seed, attend);
+        let combine = Combine {
+            rows: row_buffers.rows(),
+            sums: sums.ptr(),
+            scales: scales.ptr(),
+            out: out.ptr_mut(),
+            splits,
+            q_heads: self.q_heads as u32,
+        };
+        run::<attention::combine>([self.q_heads as u32, rows as u32, 1], 0, seed, combine);
+        out.as_slice().to_vec()
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(10))]
+
+    #[test]
+    fn equals_softmax_written_out(
+        group in prop::sample::select(vec![1usize, 2, 4, 5, 8, 16]),
+        kv_heads in 1usize..3,
+        start in prop::sample::select(vec![0usize, 1, 31, 32, 63, 64, 255, 256, 257, 300, 511, 600]),
+        rows in 1usize..18,
+        seed: u64,
+    ) {
+        let mut random = Random::new(seed);
+        let case = Case::new(group * kv_heads, kv_heads, start + rows, &mut random);
+        let q: Vec<bf16> = random.floats(rows * case.q_heads * D).into_iter().map(|v| bf16::from_f32(v * 3.0)).collect();
+        let got = case.attend(&q, start, rows, seed);
+        // Weights and results are rounded to bf16.
+        prop_assert!(relative_error(widen(&got), &case.reference(&q, start, rows)) < 1.0 / 128.0);
+    }
+
+    #[test]
+    fn a_row_is_the_same_bits_in_any_company(start in 0usize..300, rows in 2usize..16, seed: u64) {
+        let mut random = Random::new(seed);
+        let case = Case::new(4, 2, start + rows, &mut random);
+        let q = random.bf16s(rows * 4 * D);
+        let all = case.attend(&q, start, rows, seed);
+        let pick = random.below(rows);
+        let one = case.attend(&q[pick * 4 * D..][..4 * D], start + pick, 1, seed ^ 1);
+        prop_assert_eq!(&one[..], &all[pick * 4 * D..][..4 * D]);
+    }
+}

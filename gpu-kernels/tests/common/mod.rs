@@ -1,0 +1,100 @@
+//! What the kernel tests share: rows, random data, launches.
+#![allow(dead_code)]
+
+use cuda_std::emulator::{self, Buffer, Launch};
+use cuda_std::{Kernel, bf16};
+use gpu_kernels::step::Rows;
+
+/// A small deterministic generator, so that a failure names all it needs: its seed.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(1);
+        gpu_kernels::sample::random(0x5EED, self.0)
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.bits() % n as u64) as usize
+    }
+
+    /// Uniform in -1..1.
+    pub fn uniform(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    pub fn floats(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.uniform()).collect()
+    }
+
+    pub fn bf16s(&mut self, len: usize) -> Vec<bf16> {
+        (0..len).map(|_| bf16::from_f32(self.uniform())).collect()
+    }
+}
+
+/// Device memory behind a [`Rows`].
+pub struct RowBuffers {
+    count: Buffer<u32>,
+    tokens: Buffer<u32>,
+    positions: Buffer<u32>,
+    sequences: Buffer<u32>,
+}
+
+impl RowBuffers {
+    /// One row a (token, position, sequence).
+    pub fn new(rows: &[(u32, u32, u32)]) -> Self {
+        let column = |f: fn(&(u32, u32, u32)) -> u32| {
+            Buffer::from_slice(&rows.iter().map(f).chain(std::iter::once(0)).collect::<Vec<u32>>())
+        };
+        Self {
+            count: Buffer::from_slice(&[rows.len() as u32]),
+            tokens: column(|r| r.0),
+            positions: column(|r| r.1),
+            sequences: column(|r| r.2),
+        }
+    }
+
+    /// `count` rows of sequence 0 from position `start` on.
+    pub fn sequence(start: u32, count: u32) -> Self {
+        Self::new(&(0..count).map(|r| (r, start + r, 0)).collect::<Vec<_>>())
+    }
+
+    pub fn rows(&self) -> Rows {
+        Rows {
+            count: self.count.ptr_mut(),
+            tokens: self.tokens.ptr_mut(),
+            positions: self.positions.ptr_mut(),
+            sequences: self.sequences.ptr_mut(),
+        }
+    }
+}
+
+/// Runs a kernel under the emulator; any misuse fails the test.
+pub fn run<K: Kernel>(grid: [u32; 3], shared_bytes: u32, seed: u64, params: K::Params) {
+    let launch = Launch { grid, threads: K::THREADS, shared_bytes, seed, ..Launch::default() };
+    if let Err(error) = emulator::launch::<K>(&launch, params) {
+        panic!("{error}");
+    }
+}
+
+/// The largest difference, relative to the largest expected magnitude.
+pub fn relative_error(got: impl IntoIterator<Item = f32>, want: &[f32]) -> f32 {
+    let scale = want.iter().fold(1e-30f32, |m, w| m.max(w.abs()));
+    let mut count = 0;
+    let worst = got.into_iter().zip(want).fold(0f32, |m, (g, w)| {
+        count += 1;
+        // NaN counts as infinitely wrong.
+        let error = (g - w).abs();
+        if error.is_nan() { f32::INFINITY } else { m.max(error) }
+    });
+    assert_eq!(count, want.len());
+    worst / scale
+}
+
+pub fn widen(values: &[bf16]) -> Vec<f32> {
+    values.iter().map(|v| v.to_f32()).collect()
+}

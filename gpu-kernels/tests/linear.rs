@@ -1,0 +1,115 @@
+//! Linear layers against a plain triple loop, and the widths against each other.
+
+mod common;
+
+use common::{Random, RowBuffers, relative_error, run, widen};
+use cuda_std::emulator::Buffer;
+use cuda_std::{Kernel, bf16};
+use gpu_kernels::linear::{self, Linear};
+use proptest::prelude::*;
+
+/// `[rows, n]` in f64.
+fn reference(x: &[bf16], w: &[bf16], rows: usize, n: usize, k: usize) -> Vec<f32> {
+    let mut y = vec![0.0; rows * n];
+    for r in 0..rows {
+        for f in 0..n {
+            let terms = (0..k).map(|i| x[r * k + i].to_f64() * w[f * k + i].to_f64());
+            y[r * n + f] = terms.sum::<f64>() as f32;
+        }
+    }
+    y
+}
+
+struct Case {
+    rows: usize,
+    n: usize,
+    k: usize,
+    x: Vec<bf16>,
+    w: Vec<bf16>,
+    up: Vec<bf16>,
+}
+
+impl Case {
+    fn new(rows: usize, n: usize, k: usize, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let [x, w, up] = [rows * k, n * k, n * k].map(|len| random.bf16s(len));
+        Self { rows, n, k, x, w, up }
+    }
+
+    /// Runs `K` for rows from `first_row` on, with `y` as it is before, and gives `y` and the activation.
+    fn run<K: Kernel<Params = Linear>>(&self, width: u32, strips: u32, y: &[f32], first_row: u32) -> (Vec<f32>, Buffer<bf16>) {
+        let rows = RowBuffers::sequence(0, self.rows as u32);
+        let [x, w, up] = [&self.x, &self.w, &self.up].map(|v| Buffer::from_slice(v));
+        let y = Buffer::from_slice(y);
+        let activation = Buffer::<bf16>::new_poisoned(self.rows * self.n);
+        let params = Linear {
+            rows: rows.rows(),
+            x: x.ptr(),
+            weight: w.ptr(),
+            up: up.ptr(),
+            y: y.ptr_mut(),
+            activation: activation.ptr_mut(),
+            n: self.n as u32,
+            k: self.k as u32,
+            first_row,
+        };
+        run::<K>([strips, 1, 1], Linear::shared_bytes(width), self.n as u64, params);
+        (y.as_slice().to_vec(), activation)
+    }
+
+    fn strips(&self) -> u32 {
+        Linear::strips(self.n as u32)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn equals_the_plain_product(rows in 1usize..=8, n in 1usize..40, chunks in 1usize..20, seed: u64) {
+        let case = Case::new(rows, n, chunks * 128, seed);
+        let (y, _) = case.run::<linear::linear_8>(8, case.strips(), &vec![f32::NAN; rows * n], 0);
+        let want = reference(&case.x, &case.w, rows, n, case.k);
+        prop_assert!(relative_error(y, &want) < 1e-5);
+    }
+
+    #[test]
+    fn adds_into_the_residual(rows in 1usize..=16, seed: u64) {
+        let case = Case::new(rows, 32, 256, seed);
+        let before = Random::new(seed ^ 1).floats(rows * 32);
+        let (y, _) = case.run::<linear::linear_add_16>(16, case.strips(), &before, 0);
+        let mut want = reference(&case.x, &case.w, rows, 32, 256);
+        want.iter_mut().zip(&before).for_each(|(w, b)| *w += b);
+        prop_assert!(relative_error(y, &want) < 1e-5);
+    }
+
+    #[test]
+    fn swiglu_of_two_products(rows in 1usize..=8, n in 1usize..30, seed: u64) {
+        let case = Case::new(rows, n, 128, seed);
+        let (_, got) = case.run::<linear::swiglu_8>(8, Linear::swiglu_strips(n as u32), &[0.0], 0);
+        let gate = reference(&case.x, &case.w, rows, n, 128);
+        let up = reference(&case.x, &case.up, rows, n, 128);
+        let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        // One rounding to bf16.
+        prop_assert!(relative_error(widen(got.as_slice()), &want) < 1.0 / 256.0);
+    }
+
+    #[test]
+    fn a_row_is_the_same_bits_in_any_company(rows in 1usize..=64, seed: u64) {
+        let case = Case::new(rows, 16, 1280, seed);
+        let (all, _) = case.run::<linear::linear_64>(64, 1, &vec![f32::NAN; rows * 16], 0);
+        let pick = Random::new(seed).below(rows);
+        let alone = Case { rows: 1, x: case.x[pick * case.k..][..case.k].to_vec(), ..case };
+        let (one, _) = alone.run::<linear::linear_8>(8, 1, &[f32::NAN; 16], 0);
+        prop_assert_eq!(one, &all[pick * 16..][..16]);
+    }
+}
+
+#[test]
+fn rows_before_the_first_are_left_alone() {
+    let case = Case::new(5, 16, 128, 3);
+    let (y, _) = case.run::<linear::linear_8>(8, 1, &[7.0; 80], 4);
+    assert_eq!(y[..64], [7.0; 64]);
+    let want = reference(&case.x, &case.w, 5, 16, 128);
+    assert!(relative_error(y[64..].to_vec(), &want[64..]) < 1e-5);
+}

@@ -1,0 +1,68 @@
+//! What runs a sequence: the interface that the decode loop sees.
+
+use model::Sampling;
+
+use crate::Error;
+use crate::draft::NgramDraft;
+
+/// One sequence to continue.
+#[derive(Clone, Debug)]
+pub struct Sequence<'a> {
+    /// At least one token.
+    pub prompt: &'a [u32],
+    /// Most tokens of prompt and answer together.
+    pub max_length: usize,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Who proposes drafts, if anyone.
+    pub draft: Option<NgramDraft>,
+    /// Tokens that end the sequence.
+    pub stop_tokens: &'a [u32],
+}
+
+/// What one step brought.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    /// The next tokens: one, and one more for each draft that was right.
+    pub tokens: Vec<u32>,
+    /// Drafts that were tried.
+    pub drafted: usize,
+    /// Whether the sequence has met a stop token or its length.
+    pub finished: bool,
+}
+
+/// Runs one sequence at a time.
+///
+/// A sequence's tokens depend on itself alone: not on drafting, and not on how much of its prompt was still cached.
+pub trait Backend: Send {
+    /// What it runs on, for a person.
+    fn device(&self) -> String;
+
+    /// Most tokens of a sequence.
+    fn capacity(&self) -> usize;
+
+    /// Takes up a sequence and starts on its prompt. Tokens that it has in common with the one before are not run again; returns
+    /// how many.
+    ///
+    /// # Errors
+    /// A device error. The sequence is one that [`Engine`](crate::Engine) has checked.
+    fn begin(&mut self, sequence: &Sequence<'_>) -> Result<usize, Error>;
+
+    /// The next step; the first brings the token after the prompt. Not after a finished one.
+    ///
+    /// # Errors
+    /// A device error.
+    fn step(&mut self) -> Result<Step, Error>;
+
+    /// The logits after each of `tokens`, `[tokens, vocab]`, as one sequence by itself.
+    ///
+    /// # Errors
+    /// A device error.
+    fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error>;
+}
+
+/// How many tokens of `prompt` are in the cache already; at least the last is always run, for its logits.
+pub(crate) fn common_prefix(cached: &[u32], prompt: &[u32]) -> usize {
+    let same = cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+    same.min(prompt.len().saturating_sub(1))
+}

@@ -1,0 +1,110 @@
+//! The CPU backend: the reference forward pass of `model`, one step at a time.
+
+use model::{Checkpoint, CpuModel, KvCache, Sampling};
+
+use crate::Error;
+use crate::backend::{Backend, Sequence, Step, common_prefix};
+use crate::draft::NgramDraft;
+
+/// Runs sequences on the CPU.
+pub struct Cpu {
+    model: CpuModel,
+    cache: KvCache,
+    /// The sequence so far; the last token is not in the cache yet.
+    history: Vec<u32>,
+    prompt_len: usize,
+    max_length: usize,
+    sampling: Sampling,
+    draft: Option<NgramDraft>,
+    stop_tokens: Vec<u32>,
+    logits: Vec<f32>,
+}
+
+impl Cpu {
+    /// For sequences of up to `capacity` tokens.
+    ///
+    /// # Errors
+    /// A checkpoint that lacks a weight.
+    pub fn new(checkpoint: &Checkpoint, capacity: usize) -> Result<Self, Error> {
+        let model = CpuModel::new(checkpoint)?;
+        Ok(Self {
+            cache: model.new_cache(capacity),
+            model,
+            history: Vec::new(),
+            prompt_len: 0,
+            max_length: 0,
+            sampling: Sampling::default(),
+            draft: None,
+            stop_tokens: Vec::new(),
+            logits: Vec::new(),
+        })
+    }
+
+    /// Runs the newest token with `drafts` after it, and confirms what the model agrees to.
+    fn run(&mut self, from: usize, drafts: &[u32]) -> Result<Step, Error> {
+        let vocab = self.model.config().vocab_size;
+        let tokens: Vec<u32> = self.history[from..].iter().chain(drafts).copied().collect();
+        let rows = drafts.len() + 1;
+        self.logits.resize(rows * vocab, 0.0);
+        self.model.forward(&tokens, &mut self.cache, rows, &mut self.logits[..rows * vocab])?;
+        let mut step = Step { drafted: drafts.len(), ..Step::default() };
+        for (row, logits) in self.logits[..rows * vocab].chunks_exact(vocab).enumerate() {
+            let (prompt, output) = self.history.split_at(self.prompt_len);
+            let token = self.sampling.sample(logits, prompt, output);
+            self.history.push(token);
+            step.tokens.push(token);
+            step.finished = self.history.len() >= self.max_length || self.stop_tokens.contains(&token);
+            if step.finished || drafts.get(row) != Some(&token) {
+                break;
+            }
+        }
+        // Drafts that were not confirmed leave the cache.
+        self.cache.truncate(self.history.len() - 1);
+        Ok(step)
+    }
+}
+
+impl Backend for Cpu {
+    fn device(&self) -> String {
+        "CPU".into()
+    }
+
+    fn capacity(&self) -> usize {
+        self.cache.capacity()
+    }
+
+    fn begin(&mut self, sequence: &Sequence<'_>) -> Result<usize, Error> {
+        let cached = &self.history[..self.cache.len().min(self.history.len())];
+        let reused = common_prefix(cached, sequence.prompt);
+        self.cache.truncate(reused);
+        self.history = sequence.prompt.to_vec();
+        self.prompt_len = sequence.prompt.len();
+        self.max_length = sequence.max_length;
+        self.sampling = sequence.sampling;
+        self.draft = sequence.draft;
+        self.stop_tokens = sequence.stop_tokens.to_vec();
+        Ok(reused)
+    }
+
+    fn step(&mut self) -> Result<Step, Error> {
+        let cached = self.cache.len();
+        let decoding = cached + 1 == self.history.len() && self.history.len() > self.prompt_len;
+        let drafts = match self.draft {
+            Some(draft) if decoding => {
+                let history: Vec<i32> = self.history.iter().map(|&t| t as i32).collect();
+                draft.propose(&history, self.max_length)
+            }
+            _ => Vec::new(),
+        };
+        self.run(cached, &drafts)
+    }
+
+    fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
+        self.cache.truncate(0);
+        self.history.clear();
+        let mut logits = vec![0.0; tokens.len() * self.model.config().vocab_size];
+        self.model.forward(tokens, &mut self.cache, tokens.len(), &mut logits)?;
+        self.cache.truncate(0);
+        Ok(logits)
+    }
+}

@@ -1,0 +1,340 @@
+//! A CUDA card, through `cust` and the driver's own calls where `cust` has none.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, c_void};
+use std::sync::{Mutex, OnceLock};
+
+use cust::context::{Context, CurrentContext};
+use cust::device::{Device as CudaDevice, DeviceAttribute};
+use cust::module::{Module, ModuleJitOption};
+use cust::stream::{Stream, StreamFlags};
+use cust::sys;
+
+use super::Grid;
+use crate::Error;
+
+const PTX_SM_80: &str = include_str!(concat!(env!("OUT_DIR"), "/sm_80.ptx"));
+const PTX_SM_90A: &str = include_str!(concat!(env!("OUT_DIR"), "/sm_90a.ptx"));
+
+/// Bytes of each of the pinned buffers that uploads pass through.
+const STAGING_BYTES: usize = 64 << 20;
+/// Uploads smaller than this go straight from pageable memory.
+const STAGED_FROM: usize = 8 << 20;
+/// Threads that fill a staging buffer; one alone does not keep up with the bus.
+const COPY_THREADS: usize = 8;
+
+pub(super) struct Cuda {
+    name: String,
+    // Dropped in this order: what lives in the context goes before it.
+    staging: Mutex<Option<Staging>>,
+    functions: Mutex<HashMap<&'static str, Function>>,
+    stream: Stream,
+    module: Module,
+    context: Context,
+}
+
+#[derive(Clone, Copy)]
+struct Function(sys::CUfunction);
+
+// SAFETY: a handle that any thread may pass to the driver.
+unsafe impl Send for Function {}
+// SAFETY: as above; the driver locks for itself.
+unsafe impl Sync for Cuda {}
+// SAFETY: as above; every use makes the context current on its own thread first.
+unsafe impl Send for Cuda {}
+
+/// What a person wants to know of a card.
+#[derive(Clone, Debug)]
+pub struct CardInfo {
+    /// The number that `cuda:N` takes.
+    pub ordinal: u32,
+    /// The driver's name for it.
+    pub name: String,
+    /// Memory in bytes.
+    pub memory: u64,
+    /// Compute capability.
+    pub capability: (i32, i32),
+}
+
+fn initialise() -> Result<(), Error> {
+    static DONE: OnceLock<Result<(), String>> = OnceLock::new();
+    let done = DONE.get_or_init(|| {
+        driver_link::available().map_err(|e| format!("the CUDA driver library could not be opened ({e})"))?;
+        cust::init(cust::CudaFlags::empty()).map_err(|e| format!("the CUDA driver could not be started ({e})"))
+    });
+    done.clone().map_err(|reason| Error::NoCuda { reason })
+}
+
+/// The cards that the driver shows; none where there is no driver.
+///
+/// # Errors
+/// A driver that is there and fails.
+pub fn cards() -> Result<Vec<CardInfo>, Error> {
+    if initialise().is_err() {
+        return Ok(Vec::new());
+    }
+    let count = CudaDevice::num_devices().map_err(Error::driver("counting devices"))?;
+    (0..count)
+        .map(|ordinal| {
+            let device = CudaDevice::get_device(ordinal).map_err(Error::driver("opening a device"))?;
+            Ok(CardInfo {
+                ordinal,
+                name: device.name().map_err(Error::driver("naming a device"))?,
+                memory: device.total_memory().map_err(Error::driver("sizing a device"))? as u64,
+                capability: capability(device)?,
+            })
+        })
+        .collect()
+}
+
+fn capability(device: CudaDevice) -> Result<(i32, i32), Error> {
+    let get = |a| device.get_attribute(a).map_err(Error::driver("asking for the compute capability"));
+    Ok((get(DeviceAttribute::ComputeCapabilityMajor)?, get(DeviceAttribute::ComputeCapabilityMinor)?))
+}
+
+impl Cuda {
+    pub(super) fn open(ordinal: u32) -> Result<Self, Error> {
+        initialise()?;
+        let count = CudaDevice::num_devices().map_err(Error::driver("counting devices"))?;
+        if ordinal >= count {
+            return Err(Error::NoCuda { reason: format!("there is no card {ordinal}; the driver shows {count}") });
+        }
+        let device = CudaDevice::get_device(ordinal).map_err(Error::driver("opening a device"))?;
+        let name = device.name().map_err(Error::driver("naming a device"))?;
+        let (major, minor) = capability(device)?;
+        let ptx = match (major, minor) {
+            (9, 0) => PTX_SM_90A,
+            (8.., _) => PTX_SM_80,
+            _ => {
+                return Err(Error::NoCuda {
+                    reason: format!("{name} has compute capability {major}.{minor}, and 8.0 is the least that will do"),
+                });
+            }
+        };
+        let context = Context::new(device).map_err(Error::driver("making a context"))?;
+        let module = Module::from_ptx(ptx, &[] as &[ModuleJitOption]).map_err(Error::driver("loading the kernels"))?;
+        let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
+        Ok(Self {
+            name,
+            staging: Mutex::new(None),
+            functions: Mutex::new(HashMap::new()),
+            stream,
+            module,
+            context,
+        })
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Makes this card's context the calling thread's.
+    fn enter(&self) -> Result<(), Error> {
+        CurrentContext::set_current(&self.context).map_err(Error::driver("entering the context"))
+    }
+
+    pub(super) fn free_memory(&self) -> Result<u64, Error> {
+        self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both are valid for writes.
+        check("asking for free memory", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
+        Ok(free as u64)
+    }
+
+    pub(super) fn allocate(&self, bytes: usize) -> Result<u64, Error> {
+        self.enter()?;
+        let mut address = 0;
+        // SAFETY: `address` is valid for a write.
+        let code = unsafe { sys::cuMemAlloc_v2(&mut address, bytes) };
+        if code == sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY {
+            return Err(Error::OutOfMemory { wanted: bytes as u64, free: self.free_memory()? });
+        }
+        check("allocating", code)?;
+        self.zero(address, bytes)?;
+        Ok(address)
+    }
+
+    pub(super) fn free(&self, address: u64) {
+        if self.enter().is_ok() {
+            // SAFETY: an address from `allocate`, freed once; the driver waits for work that uses it. Nothing can
+            // be done about a failure here.
+            unsafe { sys::cuMemFree_v2(address) };
+        }
+    }
+
+    pub(super) fn allocate_mapped(&self, bytes: usize) -> Result<(*mut u32, u64), Error> {
+        self.enter()?;
+        let mut host: *mut c_void = std::ptr::null_mut();
+        let mut device = 0;
+        // SAFETY: `host` is valid for a write.
+        let code = unsafe { sys::cuMemHostAlloc(&mut host, bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP) };
+        check("allocating pinned memory", code)?;
+        // SAFETY: fresh memory of that size.
+        unsafe { host.write_bytes(0, bytes) };
+        // SAFETY: `device` is valid for a write and `host` came from the call above.
+        check("mapping pinned memory", unsafe { sys::cuMemHostGetDevicePointer_v2(&mut device, host, 0) })?;
+        Ok((host.cast(), device))
+    }
+
+    pub(super) fn free_mapped(&self, host: *mut u32) {
+        if self.enter().is_ok() {
+            // Kernels may still be writing to it.
+            let _ = self.stream.synchronize();
+            // SAFETY: from `allocate_mapped`, freed once.
+            unsafe { sys::cuMemFreeHost(host.cast()) };
+        }
+    }
+
+    pub(super) fn zero(&self, address: u64, bytes: usize) -> Result<(), Error> {
+        self.enter()?;
+        // SAFETY: the caller's range is within one allocation.
+        check("zeroing", unsafe { sys::cuMemsetD8Async(address, 0, bytes, self.stream.as_inner()) })
+    }
+
+    pub(super) fn write(&self, to: u64, data: &[u8]) -> Result<(), Error> {
+        self.enter()?;
+        if data.len() >= STAGED_FROM {
+            let mut staging = self.staging.lock().unwrap_or_else(|e| e.into_inner());
+            if staging.is_none() {
+                *staging = Some(Staging::new(self)?);
+            }
+            if let Some(staging) = &mut *staging {
+                return staging.write(&self.stream, to, data);
+            }
+        }
+        // SAFETY: the range is within one allocation; the driver has taken pageable memory in before it returns.
+        let code =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(to, data.as_ptr().cast(), data.len(), self.stream.as_inner()) };
+        check("copying to the device", code)
+    }
+
+    pub(super) fn read(&self, from: u64, out: &mut [u8]) -> Result<(), Error> {
+        self.synchronize()?;
+        // SAFETY: the range is within one allocation, and `out` is as long.
+        check("copying from the device", unsafe {
+            sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), from, out.len())
+        })
+    }
+
+    /// # Safety
+    /// `params` is the kernel's parameter block, and its addresses are as the kernel wants them.
+    pub(super) unsafe fn launch<P>(
+        &self,
+        name: &'static str,
+        grid: Grid,
+        threads: u32,
+        shared_bytes: u32,
+        params: &P,
+    ) -> Result<(), Error> {
+        self.enter()?;
+        let function = self.function(name)?;
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        // SAFETY: the caller's word; the driver copies the parameters before it returns.
+        let code = unsafe {
+            sys::cuLaunchKernel(
+                function.0,
+                grid.0,
+                grid.1,
+                grid.2,
+                threads,
+                1,
+                1,
+                shared_bytes,
+                self.stream.as_inner(),
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        check(name, code)
+    }
+
+    fn function(&self, name: &'static str) -> Result<Function, Error> {
+        let mut functions = self.functions.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(function) = functions.get(name) {
+            return Ok(*function);
+        }
+        let function = self.module.get_function(name).map_err(Error::driver(name))?;
+        let function = Function(function.to_raw());
+        functions.insert(name, function);
+        Ok(function)
+    }
+
+    pub(super) fn synchronize(&self) -> Result<(), Error> {
+        self.enter()?;
+        self.stream.synchronize().map_err(Error::driver("running the kernels"))
+    }
+
+    pub(super) fn check(&self) -> Result<(), Error> {
+        self.enter()?;
+        // SAFETY: the stream is ours and alive.
+        let code = unsafe { sys::cuStreamQuery(self.stream.as_inner()) };
+        if code == sys::cudaError_enum::CUDA_ERROR_NOT_READY {
+            return Ok(());
+        }
+        check("running the kernels", code)
+    }
+}
+
+/// An error with what was being done, from a driver's code.
+fn check(doing: &str, code: sys::CUresult) -> Result<(), Error> {
+    if code == sys::cudaError_enum::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut text = std::ptr::null();
+    // SAFETY: `text` is valid for a write, and the driver's texts live for ever.
+    let reason = unsafe {
+        sys::cuGetErrorString(code, &mut text);
+        if text.is_null() { "unknown error".into() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+    };
+    Err(Error::Driver { doing: doing.into(), reason })
+}
+
+/// Two pinned buffers that large uploads alternate between: while one travels, the next is filled by several threads.
+struct Staging {
+    buffers: [*mut u8; 2],
+    sent: [cust::event::Event; 2],
+    next: usize,
+}
+
+impl Staging {
+    fn new(cuda: &Cuda) -> Result<Self, Error> {
+        let buffer = || cuda.allocate_mapped(STAGING_BYTES).map(|(host, _)| host.cast());
+        let event = || {
+            cust::event::Event::new(cust::event::EventFlags::DISABLE_TIMING).map_err(Error::driver("making an event"))
+        };
+        Ok(Self { buffers: [buffer()?, buffer()?], sent: [event()?, event()?], next: 0 })
+    }
+
+    fn write(&mut self, stream: &Stream, to: u64, data: &[u8]) -> Result<(), Error> {
+        for (i, piece) in data.chunks(STAGING_BYTES).enumerate() {
+            let (buffer, sent) = (self.buffers[self.next], &self.sent[self.next]);
+            sent.synchronize().map_err(Error::driver("waiting for an upload"))?;
+            // SAFETY: the buffer is ours, as large, and no longer travelling.
+            let target = unsafe { std::slice::from_raw_parts_mut(buffer, piece.len()) };
+            let part = piece.len().div_ceil(COPY_THREADS);
+            std::thread::scope(|scope| {
+                for (target, piece) in target.chunks_mut(part).zip(piece.chunks(part)) {
+                    scope.spawn(|| target.copy_from_slice(piece));
+                }
+            });
+            let at = to + (i * STAGING_BYTES) as u64;
+            // SAFETY: the destination is within the caller's allocation; the source stays until the event.
+            let code =
+                unsafe { sys::cuMemcpyHtoDAsync_v2(at, buffer.cast(), piece.len(), stream.as_inner()) };
+            check("copying to the device", code)?;
+            sent.record(stream).map_err(Error::driver("recording an upload"))?;
+            self.next ^= 1;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        for (buffer, sent) in self.buffers.iter().zip(&self.sent) {
+            let _ = sent.synchronize();
+            // SAFETY: from `allocate_mapped`, freed once, no longer travelling.
+            unsafe { sys::cuMemFreeHost(buffer.cast()) };
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! The emulator of `cuda_std` as a device: memory on the host, every launch run to its end before the call returns.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cuda_std::Kernel;
+use cuda_std::emulator::{self, Launch};
+
+use super::Grid;
+use crate::Error;
+
+pub(super) struct Emulator {
+    seed: AtomicU64,
+    memory: Mutex<HashMap<u64, emulator::Buffer<u8>>>,
+}
+
+impl Emulator {
+    pub(super) fn new(seed: u64) -> Self {
+        Self { seed: AtomicU64::new(seed), memory: Mutex::default() }
+    }
+
+    fn memory(&self) -> std::sync::MutexGuard<'_, HashMap<u64, emulator::Buffer<u8>>> {
+        self.memory.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    pub(super) fn allocate(&self, bytes: usize) -> u64 {
+        let buffer = emulator::Buffer::from_slice(&vec![0u8; bytes]);
+        let address = buffer.ptr().addr();
+        self.memory().insert(address, buffer);
+        address
+    }
+
+    pub(super) fn free(&self, address: u64) {
+        self.memory().remove(&address);
+    }
+
+    pub(super) fn write(&self, to: u64, data: &[u8]) {
+        // SAFETY: callers stay within a live buffer, and no launch is running: launches are synchronous.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to as *mut u8, data.len()) };
+    }
+
+    pub(super) fn read(&self, from: u64, out: &mut [u8]) {
+        // SAFETY: as for `write`.
+        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, out.as_mut_ptr(), out.len()) };
+    }
+
+    /// # Safety
+    /// As for [`super::Device::launch`]; what the emulator can check, it checks.
+    pub(super) unsafe fn launch<K: Kernel>(
+        &self,
+        grid: Grid,
+        shared_bytes: u32,
+        params: K::Params,
+    ) -> Result<(), Error> {
+        let launch = Launch {
+            grid: [grid.0, grid.1, grid.2],
+            threads: K::THREADS,
+            shared_bytes,
+            // Each launch gets its own schedule.
+            seed: self.seed.fetch_add(1, Ordering::Relaxed),
+            ..Launch::default()
+        };
+        emulator::launch::<K>(&launch, params).map(drop).map_err(|e| Error::Emulator(e.to_string()))
+    }
+}

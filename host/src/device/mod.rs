@@ -1,0 +1,306 @@
+//! A device that runs kernels: a CUDA card, or the emulator of `cuda_std`, behind one interface.
+//!
+//! Everything above this module (weights, cache, forward pass, decode loop) is the same code on both, so that tests
+//! without a GPU run the launches that a GPU runs.
+
+mod cuda;
+mod emulated;
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+use cuda_std::{Global, GlobalMut, Kernel};
+
+pub use cuda::{CardInfo, cards};
+
+use crate::Error;
+
+/// A grid's size in blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid(pub u32, pub u32, pub u32);
+
+impl From<u32> for Grid {
+    fn from(x: u32) -> Self {
+        Self(x, 1, 1)
+    }
+}
+
+impl From<(u32, u32)> for Grid {
+    fn from((x, y): (u32, u32)) -> Self {
+        Self(x, y, 1)
+    }
+}
+
+impl From<(u32, u32, u32)> for Grid {
+    fn from((x, y, z): (u32, u32, u32)) -> Self {
+        Self(x, y, z)
+    }
+}
+
+/// A device. Clones share it.
+#[derive(Clone)]
+pub struct Device(Arc<Kind>);
+
+enum Kind {
+    Cuda(cuda::Cuda),
+    Emulator(emulated::Emulator),
+}
+
+impl Device {
+    /// Opens CUDA card `ordinal` and loads the kernels for its level.
+    ///
+    /// # Errors
+    /// No driver, no such card, or a card older than compute capability 8.0.
+    pub fn cuda(ordinal: u32) -> Result<Self, Error> {
+        Ok(Self(Arc::new(Kind::Cuda(cuda::Cuda::open(ordinal)?))))
+    }
+
+    /// The emulator: every kernel lane by lane on the CPU, in an order drawn from `seed`. For checking, not for speed.
+    pub fn emulator(seed: u64) -> Self {
+        Self(Arc::new(Kind::Emulator(emulated::Emulator::new(seed))))
+    }
+
+    /// What a person calls this device.
+    pub fn name(&self) -> &str {
+        match &*self.0 {
+            Kind::Cuda(cuda) => cuda.name(),
+            Kind::Emulator(_) => "emulator",
+        }
+    }
+
+    /// Free device memory in bytes; none for the emulator, which has the host's.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn free_memory(&self) -> Result<Option<u64>, Error> {
+        match &*self.0 {
+            Kind::Cuda(cuda) => cuda.free_memory().map(Some),
+            Kind::Emulator(_) => Ok(None),
+        }
+    }
+
+    /// Memory for `len` elements, all bytes zero.
+    ///
+    /// # Errors
+    /// Not enough device memory.
+    pub fn zeroed<T: Pod>(&self, len: usize) -> Result<Buffer<T>, Error> {
+        let bytes = (len * size_of::<T>()).max(16);
+        let address = match &*self.0 {
+            Kind::Cuda(cuda) => cuda.allocate(bytes)?,
+            Kind::Emulator(emulator) => emulator.allocate(bytes),
+        };
+        Ok(Buffer { device: self.clone(), address, len, element: PhantomData })
+    }
+
+    /// Memory with a copy of `data` in it.
+    ///
+    /// # Errors
+    /// Not enough device memory, or a driver error.
+    pub fn upload<T: Pod>(&self, data: &[T]) -> Result<Buffer<T>, Error> {
+        let mut buffer = self.zeroed(data.len())?;
+        buffer.write(0, data)?;
+        Ok(buffer)
+    }
+
+    /// Host memory that the device can write to while the host reads it; zeroed.
+    ///
+    /// # Errors
+    /// Not enough pinnable memory.
+    pub fn mapped(&self, words: usize) -> Result<Mapped, Error> {
+        let (host, device) = match &*self.0 {
+            Kind::Cuda(cuda) => cuda.allocate_mapped(words * 4)?,
+            Kind::Emulator(emulator) => {
+                let address = emulator.allocate(words * 4);
+                (address as *mut u32, address)
+            }
+        };
+        Ok(Mapped { owner: self.clone(), host, device, words })
+    }
+
+    /// Enqueues a kernel. `shared_bytes` is dynamic shared memory.
+    ///
+    /// # Safety
+    /// Every address in `params` points to live device memory as large as the kernel's parameter block says, and stays alive until
+    /// the device is done.
+    ///
+    /// # Errors
+    /// A refused launch; under the emulator also whatever the kernel did wrong.
+    pub unsafe fn launch<K: Kernel>(
+        &self,
+        grid: impl Into<Grid>,
+        shared_bytes: u32,
+        params: K::Params,
+    ) -> Result<(), Error> {
+        let grid = grid.into();
+        match &*self.0 {
+            // SAFETY: the caller's word; the parameter block is the kernel's own type.
+            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, &params) },
+            // SAFETY: the caller's word.
+            Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, params) },
+        }
+    }
+
+    /// Waits until everything enqueued is done.
+    ///
+    /// # Errors
+    /// Whatever a kernel failed with.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        match &*self.0 {
+            Kind::Cuda(cuda) => cuda.synchronize(),
+            Kind::Emulator(_) => Ok(()),
+        }
+    }
+
+    /// Asks whether an enqueued kernel has failed, without waiting.
+    ///
+    /// # Errors
+    /// Whatever it failed with.
+    pub fn check(&self) -> Result<(), Error> {
+        match &*self.0 {
+            Kind::Cuda(cuda) => cuda.check(),
+            Kind::Emulator(_) => Ok(()),
+        }
+    }
+}
+
+/// Device memory of `len` elements.
+pub struct Buffer<T> {
+    device: Device,
+    address: u64,
+    len: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: Pod> Buffer<T> {
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where it lies, to read from.
+    pub fn ptr(&self) -> Global<T> {
+        Global::from_raw(self.address)
+    }
+
+    /// Where it lies, to write to.
+    pub fn ptr_mut(&self) -> GlobalMut<T> {
+        GlobalMut::from_raw(self.address)
+    }
+
+    /// Copies `data` to the elements from `at` on, after everything enqueued so far.
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If the range does not fit: a bug of the caller.
+    pub fn write(&mut self, at: usize, data: &[T]) -> Result<(), Error> {
+        assert!(at + data.len() <= self.len, "write of {} at {at} into {}", data.len(), self.len);
+        let to = self.address + (at * size_of::<T>()) as u64;
+        let bytes = bytemuck::cast_slice(data);
+        match &*self.device.0 {
+            Kind::Cuda(cuda) => cuda.write(to, bytes),
+            Kind::Emulator(emulator) => {
+                emulator.write(to, bytes);
+                Ok(())
+            }
+        }
+    }
+
+    /// Copies the elements from `at` on into `out`, after everything enqueued so far.
+    ///
+    /// # Errors
+    /// A driver error, or whatever a kernel failed with.
+    ///
+    /// # Panics
+    /// If the range does not fit: a bug of the caller.
+    pub fn read(&self, at: usize, out: &mut [T]) -> Result<(), Error> {
+        assert!(at + out.len() <= self.len, "read of {} at {at} from {}", out.len(), self.len);
+        let from = self.address + (at * size_of::<T>()) as u64;
+        let bytes = bytemuck::cast_slice_mut(out);
+        match &*self.device.0 {
+            Kind::Cuda(cuda) => cuda.read(from, bytes),
+            Kind::Emulator(emulator) => {
+                emulator.read(from, bytes);
+                Ok(())
+            }
+        }
+    }
+
+    /// Zeroes everything, after everything enqueued so far.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn clear(&mut self) -> Result<(), Error> {
+        let bytes = self.len * size_of::<T>();
+        match &*self.device.0 {
+            Kind::Cuda(cuda) => cuda.zero(self.address, bytes),
+            Kind::Emulator(emulator) => {
+                emulator.write(self.address, &vec![0; bytes]);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl<T> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        match &*self.device.0 {
+            Kind::Cuda(cuda) => cuda.free(self.address),
+            Kind::Emulator(emulator) => emulator.free(self.address),
+        }
+    }
+}
+
+/// Host memory, in 32-bit words, that the device writes and the host reads without a copy.
+pub struct Mapped {
+    owner: Device,
+    host: *mut u32,
+    device: u64,
+    words: usize,
+}
+
+// SAFETY: the memory is plain words, read with atomic loads alone; the pointer is owned.
+unsafe impl Send for Mapped {}
+
+impl Mapped {
+    /// Where the device sees it.
+    pub fn ptr_mut(&self) -> GlobalMut<u32> {
+        GlobalMut::from_raw(self.device)
+    }
+
+    /// Word `i` as it is now; what the device wrote before a system-scope release of this word is visible afterwards.
+    ///
+    /// # Panics
+    /// If there is no such word: a bug of the caller.
+    pub fn load(&self, i: usize) -> u32 {
+        assert!(i < self.words);
+        // SAFETY: in bounds, aligned, alive as long as self; the device's writes to it are atomic words.
+        let word = unsafe { std::sync::atomic::AtomicU32::from_ptr(self.host.add(i)) };
+        word.load(std::sync::atomic::Ordering::Acquire)
+    }
+
+    /// Zeroes it. Nothing enqueued may be writing.
+    pub fn clear(&mut self) {
+        // SAFETY: in bounds and exclusive.
+        unsafe { self.host.write_bytes(0, self.words) };
+        if let Kind::Emulator(emulator) = &*self.owner.0 {
+            emulator.write(self.device, &vec![0; self.words * 4]);
+        }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        match &*self.owner.0 {
+            Kind::Cuda(cuda) => cuda.free_mapped(self.host),
+            Kind::Emulator(emulator) => emulator.free(self.device),
+        }
+    }
+}

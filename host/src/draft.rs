@@ -1,0 +1,74 @@
+//! Drafting: where proposed tokens come from.
+
+use gpu_kernels::ngram;
+use gpu_kernels::step::MAX_DECODE_ROWS;
+
+use crate::Error;
+
+/// No budget: one sequence may use every row.
+pub(crate) const NO_THRESHOLD: i32 = i32::MAX / 2;
+
+/// Drafts from the sequence itself: the tokens that followed an earlier occurrence of its last `n`, longest `n` first.
+///
+/// `--draft ngram`; the operator is `gpu_kernels::ngram::ngram_match_mixed_i32` over the whole history.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NgramDraft {
+    /// Most drafts of a step, 1 to 15.
+    pub tokens: u32,
+    /// Longest pattern.
+    pub max: u32,
+    /// Shortest pattern, at least 1.
+    pub min: u32,
+}
+
+impl Default for NgramDraft {
+    fn default() -> Self {
+        Self { tokens: 7, max: 4, min: 2 }
+    }
+}
+
+impl NgramDraft {
+    /// Most drafts that a step has room for.
+    pub const MOST_TOKENS: u32 = MAX_DECODE_ROWS - 1;
+
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// [`Error::Draft`], which names the flag.
+    pub fn check(&self) -> Result<(), Error> {
+        let what = if !(1..=Self::MOST_TOKENS).contains(&self.tokens) {
+            format!("--draft-tokens {} is not between 1 and {}", self.tokens, Self::MOST_TOKENS)
+        } else if self.min == 0 {
+            "--ngram-min 0 would match anything; give 1 or more".into()
+        } else if self.max < self.min {
+            format!("--ngram-max {} is less than --ngram-min {}", self.max, self.min)
+        } else {
+            return Ok(());
+        };
+        Err(Error::Draft { what })
+    }
+
+    /// Drafts to follow `history`, on the CPU; `most_length` as [`Sequence::max_length`](crate::Sequence::max_length).
+    pub(crate) fn propose(&self, history: &[i32], most_length: usize) -> Vec<u32> {
+        let newest = history.len() as i64 - 1;
+        let batch = ngram::reference::Batch {
+            input_ids: &[],
+            input_ids_stride: 0,
+            input_ids_len: &[0],
+            pre_ids: history,
+            pre_ids_stride: history.len(),
+            step_idx: &[newest],
+            max_dec_len: &[most_length as i64],
+            seq_lens_decoder: &[1],
+        };
+        let mut rows = [1];
+        let mut drafts = [0; MAX_DECODE_ROWS as usize];
+        let mut out = ngram::reference::Drafts {
+            seq_lens_this_time: &mut rows,
+            draft_tokens: &mut drafts,
+            draft_tokens_stride: MAX_DECODE_ROWS as usize,
+        };
+        ngram::reference::ngram_match_mixed(&batch, self.tokens as i32, self.max, self.min, NO_THRESHOLD, &mut out);
+        drafts[1..rows[0] as usize].iter().map(|&t| t as u32).collect()
+    }
+}

@@ -1,0 +1,345 @@
+//! The engine: a checkpoint on a device, and text out of it.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use model::{Checkpoint, Sampling, TokenStream};
+
+use crate::backend::{Backend, Sequence};
+use crate::device::{self, Device};
+use crate::draft::NgramDraft;
+use crate::{Cpu, Error, Gpu, Progress};
+
+/// Where to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The first CUDA card if there is one, otherwise the CPU.
+    Auto,
+    /// The CPU reference.
+    Cpu,
+    /// A CUDA card.
+    Cuda(u32),
+    /// The GPU path, lane by lane on the CPU: for checking.
+    Emulator,
+}
+
+impl std::str::FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "auto" => Ok(Self::Auto),
+            None if text == "cpu" => Ok(Self::Cpu),
+            None if text == "cuda" => Ok(Self::Cuda(0)),
+            None if text == "emulator" => Ok(Self::Emulator),
+            Some(("cuda", n)) => n.parse().map(Self::Cuda).map_err(|_| format!("{n} is not the number of a card")),
+            _ => Err(format!("{text} is none of auto, cpu, cuda, cuda:N, emulator")),
+        }
+    }
+}
+
+/// What [`Engine::load`] needs beside the checkpoint.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions {
+    /// Where to run.
+    pub device: DeviceChoice,
+    /// Most tokens of prompt and answer together; none takes [`LoadOptions::DEFAULT_CONTEXT`] or what the model allows, the less.
+    pub context: Option<usize>,
+}
+
+impl LoadOptions {
+    /// The context where none is asked for.
+    pub const DEFAULT_CONTEXT: usize = 8192;
+}
+
+/// One piece of work.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Token ids.
+    pub prompt: Vec<u32>,
+    /// Most tokens to generate.
+    pub max_tokens: usize,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Who proposes drafts, if anyone.
+    pub draft: Option<NgramDraft>,
+    /// Texts that end the answer, which does not include them.
+    pub stop: Vec<String>,
+    /// Whether to go on past end tokens.
+    pub ignore_end: bool,
+}
+
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The model said so, or a stop text came.
+    Stop,
+    /// The most tokens were reached.
+    Length,
+    /// The caller asked to stop.
+    Interrupted,
+}
+
+/// An answer.
+#[derive(Clone, Debug)]
+pub struct Generation {
+    /// The text, without end tokens and stop texts.
+    pub text: String,
+    /// Every generated token, an end token included.
+    pub tokens: Vec<u32>,
+    /// Why it ended.
+    pub finish: Finish,
+    /// How it went.
+    pub statistics: Statistics,
+}
+
+/// How an answer was made.
+#[derive(Clone, Debug, Default)]
+pub struct Statistics {
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Those that were in the cache already.
+    pub cached_tokens: usize,
+    /// From the request to the first token: the prompt's time.
+    pub first_token: Duration,
+    /// From the first token to the last.
+    pub decode: Duration,
+    /// Tokens generated.
+    pub tokens: usize,
+    /// Decode steps, which come after the first token.
+    pub steps: usize,
+    /// Drafts tried.
+    pub drafted: usize,
+    /// Drafts confirmed.
+    pub accepted: usize,
+    /// How many steps brought how many tokens.
+    pub step_lengths: BTreeMap<usize, usize>,
+}
+
+impl Statistics {
+    /// Prompt tokens a second.
+    pub fn prompt_rate(&self) -> f64 {
+        rate(self.prompt_tokens - self.cached_tokens, self.first_token)
+    }
+
+    /// Generated tokens a second, the first one's time left out.
+    pub fn decode_rate(&self) -> f64 {
+        rate(self.tokens.saturating_sub(1), self.decode)
+    }
+
+    /// Tokens a step, 1 without drafts.
+    pub fn mean_accepted_length(&self) -> f64 {
+        let tokens: usize = self.step_lengths.iter().map(|(length, count)| length * count).sum();
+        if self.steps == 0 { 0.0 } else { tokens as f64 / self.steps as f64 }
+    }
+}
+
+fn rate(tokens: usize, time: Duration) -> f64 {
+    if time.is_zero() { 0.0 } else { tokens as f64 / time.as_secs_f64() }
+}
+
+/// A checkpoint loaded on a device.
+pub struct Engine {
+    checkpoint: Checkpoint,
+    backend: Box<dyn Backend>,
+}
+
+impl Engine {
+    /// Loads `checkpoint`; `progress` is told the bytes.
+    ///
+    /// # Errors
+    /// No such device, a device too small (said before anything is loaded), shapes that it does not cover, or
+    /// [`Error::Interrupted`].
+    pub fn load(checkpoint: Checkpoint, options: LoadOptions, progress: &mut Progress<'_>) -> Result<Self, Error> {
+        let most = checkpoint.config.max_position_embeddings;
+        let context = options.context.unwrap_or(LoadOptions::DEFAULT_CONTEXT.min(most));
+        if context > most {
+            return Err(Error::ContextTooLong { context, most });
+        }
+        let on = |device: Device, progress: &mut Progress<'_>| -> Result<Box<dyn Backend>, Error> {
+            Ok(Box::new(Gpu::new(&checkpoint, &device, context, progress)?))
+        };
+        let backend = match options.device {
+            DeviceChoice::Auto if !device::cards()?.is_empty() => on(Device::cuda(0)?, progress)?,
+            DeviceChoice::Auto | DeviceChoice::Cpu => Box::new(Cpu::new(&checkpoint, context)?),
+            DeviceChoice::Cuda(ordinal) => on(Device::cuda(ordinal)?, progress)?,
+            DeviceChoice::Emulator => on(Device::emulator(0), progress)?,
+        };
+        Ok(Self { checkpoint, backend })
+    }
+
+    /// What was loaded.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    /// What it runs on, for a person.
+    pub fn device(&self) -> String {
+        self.backend.device()
+    }
+
+    /// Most tokens of prompt and answer together.
+    pub fn context(&self) -> usize {
+        self.backend.capacity()
+    }
+
+    /// The logits after each of `tokens`, `[tokens, vocab]`.
+    ///
+    /// # Errors
+    /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], or a device error.
+    pub fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
+        self.check_length(tokens.len(), self.context())?;
+        self.backend.score(tokens)
+    }
+
+    fn check_length(&self, tokens: usize, most: usize) -> Result<(), Error> {
+        if tokens == 0 {
+            return Err(Error::EmptyPrompt);
+        }
+        if tokens > most {
+            let most = self.checkpoint.config.max_position_embeddings;
+            return Err(Error::PromptTooLong { prompt: tokens, context: self.context(), most });
+        }
+        Ok(())
+    }
+
+    /// Answers `request`. `on_text` is told after every token the text that became certain by it, which may be none, and may
+    /// stop the answer.
+    ///
+    /// # Errors
+    /// A prompt that is empty or does not fit, a setting out of range, or a device error.
+    pub fn generate(
+        &mut self,
+        request: &Request,
+        on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
+    ) -> Result<Generation, Error> {
+        self.check_length(request.prompt.len(), self.context() - 1)?;
+        request.sampling.check()?;
+        if let Some(draft) = &request.draft {
+            draft.check()?;
+        }
+        let end_tokens: &[u32] =
+            if request.ignore_end { &[] } else { &self.checkpoint.generation.eos_token_ids };
+        let mut text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
+        let mut statistics = Statistics { prompt_tokens: request.prompt.len(), ..Statistics::default() };
+        let mut tokens = Vec::new();
+        let mut finish = Finish::Length;
+        if request.max_tokens == 0 {
+            return Ok(Generation { text: text.all, tokens, finish, statistics });
+        }
+
+        let start = Instant::now();
+        statistics.cached_tokens = self.backend.begin(&Sequence {
+            prompt: &request.prompt,
+            max_length: self.context().min(request.prompt.len() + request.max_tokens),
+            sampling: request.sampling,
+            draft: request.draft,
+            stop_tokens: end_tokens,
+        })?;
+        'steps: loop {
+            let step = self.backend.step()?;
+            if tokens.is_empty() {
+                statistics.first_token = start.elapsed();
+            } else {
+                statistics.steps += 1;
+                statistics.drafted += step.drafted;
+                statistics.accepted += step.tokens.len() - 1;
+                *statistics.step_lengths.entry(step.tokens.len()).or_default() += 1;
+            }
+            for token in step.tokens {
+                tokens.push(token);
+                if end_tokens.contains(&token) {
+                    finish = Finish::Stop;
+                    break 'steps;
+                }
+                let certain = text.push(token);
+                if on_text(certain).is_break() {
+                    finish = Finish::Interrupted;
+                    break 'steps;
+                }
+                if text.stopped {
+                    finish = Finish::Stop;
+                    break 'steps;
+                }
+            }
+            if step.finished {
+                break;
+            }
+        }
+        statistics.decode = start.elapsed() - statistics.first_token;
+        statistics.tokens = tokens.len();
+        let rest = text.finish();
+        if !rest.is_empty() && finish != Finish::Interrupted && on_text(rest).is_break() {
+            finish = Finish::Interrupted;
+        }
+        Ok(Generation { text: text.all, tokens, finish, statistics })
+    }
+}
+
+/// The text of an answer: decoded as tokens come, held back where a stop text may be beginning.
+struct Text<'a> {
+    stream: TokenStream,
+    stop: &'a [String],
+    all: String,
+    /// Bytes of `all` that were handed out.
+    told: usize,
+    stopped: bool,
+}
+
+impl<'a> Text<'a> {
+    fn new(stream: TokenStream, stop: &'a [String]) -> Self {
+        Self { stream, stop, all: String::new(), told: 0, stopped: false }
+    }
+
+    /// Takes a token, and gives the text that is now certain.
+    fn push(&mut self, token: u32) -> &str {
+        if let Some(piece) = self.stream.push(token) {
+            self.all.push_str(&piece);
+        }
+        self.tell(false)
+    }
+
+    /// The text that was held back.
+    fn finish(&mut self) -> &str {
+        if !self.stopped
+            && let Some(piece) = self.stream.flush()
+        {
+            self.all.push_str(&piece);
+        }
+        self.tell(true)
+    }
+
+    fn tell(&mut self, last: bool) -> &str {
+        let pending = &self.all[self.told..];
+        let stops = self.stop.iter().filter(|s| !s.is_empty());
+        if let Some(at) = stops.clone().filter_map(|s| pending.find(s.as_str())).min() {
+            self.all.truncate(self.told + at);
+            self.stopped = true;
+        }
+        let pending = &self.all[self.told..];
+        let held = if last || self.stopped { 0 } else { stops.map(|s| overlap(pending, s)).max().unwrap_or(0) };
+        let from = self.told;
+        self.told = self.all.len() - held;
+        &self.all[from..self.told]
+    }
+}
+
+/// The longest end of `text` that begins `stop`.
+fn overlap(text: &str, stop: &str) -> usize {
+    let starts = stop.char_indices().map(|(i, _)| i).skip(1);
+    starts.filter(|&n| text.ends_with(&stop[..n])).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::overlap;
+
+    #[test]
+    fn a_stop_text_may_be_beginning() {
+        assert_eq!(overlap("some text", "xtra"), 2);
+        assert_eq!(overlap("aab", "aabb"), 3);
+        assert_eq!(overlap("ends é", "éa"), 'é'.len_utf8());
+        assert_eq!(overlap("nothing", "stop"), 0);
+    }
+}

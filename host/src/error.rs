@@ -1,0 +1,117 @@
+//! Why the engine could not do what was asked.
+
+/// An error of this crate; each is a sentence that names the thing and the mend.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// CUDA was asked for and there is none to use.
+    #[error("no usable CUDA card: {reason}; use --device cpu, or mend the driver")]
+    NoCuda {
+        /// What was missing.
+        reason: String,
+    },
+    /// The driver refused or a kernel failed.
+    #[error("the CUDA driver failed while {doing}: {reason}")]
+    Driver {
+        /// What was being done, or the kernel's name.
+        doing: String,
+        /// The driver's words.
+        reason: String,
+    },
+    /// An allocation did not fit.
+    #[error("the card has {} free and {} more are needed; use a shorter --context or a smaller model", gib(*.free), gib(*.wanted))]
+    OutOfMemory {
+        /// Bytes asked for.
+        wanted: u64,
+        /// Bytes free.
+        free: u64,
+    },
+    /// The model and its cache will not fit; said before anything is loaded.
+    #[error(
+        "this model needs {} on {device} ({} of weights, {} of cache for {context} tokens), and {} are free; \
+         use a shorter --context, a smaller model, or --device cpu",
+        gib(*.weights + *.cache), gib(*.weights), gib(*.cache), gib(*.free)
+    )]
+    ModelTooLarge {
+        /// Where.
+        device: String,
+        /// Bytes of weights.
+        weights: u64,
+        /// Bytes of cache and working memory.
+        cache: u64,
+        /// The context that the cache is for.
+        context: usize,
+        /// Bytes free.
+        free: u64,
+    },
+    /// A shape that the kernels do not cover.
+    #[error("the GPU kernels need {what} (this model has {found}); use --device cpu")]
+    Unsupported {
+        /// What they need.
+        what: &'static str,
+        /// What there is.
+        found: usize,
+    },
+    /// The prompt does not fit.
+    #[error(
+        "the prompt has {prompt} tokens and the context holds {context}, one of them for the answer; \
+         shorten the prompt or raise --context (this model's most is {most})"
+    )]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Tokens that fit.
+        context: usize,
+        /// What the model allows.
+        most: usize,
+    },
+    /// A context longer than the model was made for.
+    #[error("--context {context} is more than the {most} positions that this model was made for")]
+    ContextTooLong {
+        /// What was asked for.
+        context: usize,
+        /// What the model allows.
+        most: usize,
+    },
+    /// Nothing to continue.
+    #[error("the prompt is empty; give at least one token of text")]
+    EmptyPrompt,
+    /// A drafting setting out of range.
+    #[error("{what}")]
+    Draft {
+        /// Which, and what would do.
+        what: String,
+    },
+    /// A kernel misbehaved under the emulator.
+    #[error("under the emulator, {0}")]
+    Emulator(String),
+    /// The device stopped answering.
+    #[error("the device made no progress for {seconds} seconds; it may be hung (see the system log)")]
+    Stalled {
+        /// How long it was waited for.
+        seconds: u64,
+    },
+    /// The caller asked to stop.
+    #[error("interrupted")]
+    Interrupted,
+    /// The checkpoint.
+    #[error(transparent)]
+    Model(#[from] model::Error),
+}
+
+impl Error {
+    /// For `map_err`: a `cust` error while `doing` something.
+    pub(crate) fn driver(doing: &str) -> impl FnOnce(cust::error::CudaError) -> Self {
+        let doing = doing.to_owned();
+        move |error| Self::Driver { doing, reason: error.to_string() }
+    }
+}
+
+/// Bytes for a person.
+pub fn gib(bytes: u64) -> String {
+    if bytes < 1 << 30 {
+        format!("{:.1} MiB", bytes as f64 / (1u64 << 20) as f64)
+    } else {
+        format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
+    }
+}

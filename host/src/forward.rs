@@ -1,0 +1,320 @@
+//! The Qwen3 forward pass on a device: which kernels, over which memory, in which order.
+
+use gpu_kernels::attention::{self, Attend, Combine};
+use gpu_kernels::embedding::{self, Embed};
+use gpu_kernels::kv::{self, Cache, HEAD_DIM};
+use gpu_kernels::linear::{self, Linear};
+use gpu_kernels::norm::{self, RmsNorm};
+use gpu_kernels::qkv::{self, SplitHeads};
+use gpu_kernels::step::{MAX_ROWS, Rows};
+use half::bf16;
+use model::{Config, rope::RopeTable};
+
+use crate::Error;
+use crate::device::{Buffer, Device};
+use crate::weights::DeviceWeights;
+
+/// A model on a device with the memory of one sequence: cache, activations, logits. Everything is allocated here, and nothing
+/// while it runs.
+pub struct Forward {
+    device: Device,
+    config: Config,
+    weights: DeviceWeights,
+    capacity: usize,
+    cos: Buffer<f32>,
+    sin: Buffer<f32>,
+    caches: Vec<Buffer<bf16>>,
+    page_table: Buffer<u32>,
+    row_count: Buffer<u32>,
+    row_tokens: Buffer<u32>,
+    row_positions: Buffer<u32>,
+    row_sequences: Buffer<u32>,
+    residual: Buffer<f32>,
+    normed: Buffer<bf16>,
+    qkv: Buffer<f32>,
+    q: Buffer<bf16>,
+    sums: Buffer<f32>,
+    scales: Buffer<f32>,
+    attended: Buffer<bf16>,
+    activation: Buffer<bf16>,
+    logits: Buffer<f32>,
+}
+
+/// Which of a step's rows want logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogitRows {
+    /// None: a chunk of a prompt that is not its last.
+    None,
+    /// Those from this row on.
+    From(u32),
+}
+
+/// What a model takes on a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Footprint {
+    /// Bytes of weights.
+    pub weights: u64,
+    /// Bytes of cache, tables and activations.
+    pub working: u64,
+}
+
+/// Rounds a context up to whole pages.
+fn pages(capacity: usize) -> usize {
+    capacity.div_ceil(kv::PAGE_TOKENS as usize)
+}
+
+impl Footprint {
+    /// For `config` with room for `capacity` tokens.
+    pub fn of(config: &Config, capacity: usize) -> Self {
+        let tokens = pages(capacity) * kv::PAGE_TOKENS as usize;
+        let splits = capacity.div_ceil(attention::SPLIT as usize);
+        let rows = MAX_ROWS as usize;
+        let q = config.query_size();
+        let activations = rows * (config.hidden_size * 6 + (q + 2 * config.key_value_size()) * 4 + q * 4);
+        let partial = rows * config.num_attention_heads * splits * (HEAD_DIM as usize + 2) * 4;
+        let working = tokens * config.kv_bytes_per_token(2)
+            + capacity * HEAD_DIM as usize * 4
+            + partial
+            + activations
+            + rows * (config.intermediate_size * 2 + config.vocab_size * 4);
+        Self { weights: config.weight_bytes(2) as u64, working: working as u64 }
+    }
+}
+
+impl Forward {
+    /// Checks that the kernels cover `config`'s shapes.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn check(config: &Config) -> Result<(), Error> {
+        let group = config.num_attention_heads / config.num_key_value_heads;
+        let chunk = linear::CHUNK as usize;
+        for (ok, what, found) in [
+            (config.head_dim == HEAD_DIM as usize, "a head size of 128", config.head_dim),
+            (config.hidden_size % chunk == 0, "a hidden size that is a multiple of 128", config.hidden_size),
+            (
+                config.intermediate_size % chunk == 0,
+                "an intermediate size that is a multiple of 128",
+                config.intermediate_size,
+            ),
+            (group <= attention::PAIRS as usize, "at most 16 query heads for a key-value head", group),
+        ] {
+            if !ok {
+                return Err(Error::Unsupported { what, found });
+            }
+        }
+        Ok(())
+    }
+
+    /// Allocates everything for one sequence of up to `capacity` tokens.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn new(device: &Device, config: &Config, weights: DeviceWeights, capacity: usize) -> Result<Self, Error> {
+        let rows = MAX_ROWS as usize;
+        let pages = pages(capacity);
+        let splits = capacity.div_ceil(attention::SPLIT as usize);
+        let q = config.query_size();
+        let rope = RopeTable::new(config.head_dim, config.rope_theta, capacity);
+        let table: Vec<u32> = (0..pages as u32).collect();
+        let page = kv::page_elements(config.num_key_value_heads as u32);
+        Ok(Self {
+            cos: device.upload(&rope.cos)?,
+            sin: device.upload(&rope.sin)?,
+            caches: (0..config.num_hidden_layers)
+                .map(|_| device.zeroed(pages * page))
+                .collect::<Result<_, _>>()?,
+            page_table: device.upload(&table)?,
+            row_count: device.zeroed(1)?,
+            row_tokens: device.zeroed(rows)?,
+            row_positions: device.zeroed(rows)?,
+            row_sequences: device.zeroed(rows)?,
+            residual: device.zeroed(rows * config.hidden_size)?,
+            normed: device.zeroed(rows * config.hidden_size)?,
+            qkv: device.zeroed(rows * (q + 2 * config.key_value_size()))?,
+            q: device.zeroed(rows * q)?,
+            sums: device.zeroed(rows * config.num_attention_heads * splits * HEAD_DIM as usize)?,
+            scales: device.zeroed(rows * config.num_attention_heads * splits * 2)?,
+            attended: device.zeroed(rows * q)?,
+            activation: device.zeroed(rows * config.intermediate_size)?,
+            logits: device.zeroed(rows * config.vocab_size)?,
+            device: device.clone(),
+            config: config.clone(),
+            weights,
+            capacity,
+        })
+    }
+
+    /// Tokens that the cache holds.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// The model's sizes.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The rows that the next pass runs; a planning kernel fills them in.
+    pub fn rows(&self) -> Rows {
+        Rows {
+            count: self.row_count.ptr_mut(),
+            tokens: self.row_tokens.ptr_mut(),
+            positions: self.row_positions.ptr_mut(),
+            sequences: self.row_sequences.ptr_mut(),
+        }
+    }
+
+    /// `[MAX_ROWS, vocab]`, written by a pass for the rows that were asked for.
+    pub fn logits(&self) -> &Buffer<f32> {
+        &self.logits
+    }
+
+    /// Enqueues a pass over the rows that [`rows`](Self::rows) will hold by then: at most `most_rows` of them, at positions
+    /// below `end`.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub fn enqueue(&self, most_rows: u32, end: u32, logits: LogitRows) -> Result<(), Error> {
+        let (c, w, rows) = (&self.config, &self.weights, self.rows());
+        let hidden = c.hidden_size as u32;
+        let inner = c.intermediate_size as u32;
+        let q_heads = c.num_attention_heads as u32;
+        let kv_heads = c.num_key_value_heads as u32;
+        let heads = q_heads + 2 * kv_heads;
+        let q_size = q_heads * HEAD_DIM;
+        let splits = self.capacity.div_ceil(attention::SPLIT as usize) as u32;
+        let eps = c.rms_norm_eps;
+
+        let linear = |weight: &Buffer<bf16>, x: &Buffer<bf16>, n: u32, k: u32, y: &Buffer<f32>| Linear {
+            rows,
+            x: x.ptr(),
+            weight: weight.ptr(),
+            up: weight.ptr(),
+            y: y.ptr_mut(),
+            activation: self.activation.ptr_mut(),
+            n,
+            k,
+            first_row: 0,
+        };
+        let norm = |weight: &Buffer<bf16>| RmsNorm {
+            rows,
+            x: self.residual.ptr(),
+            weight: weight.ptr(),
+            out: self.normed.ptr_mut(),
+            dim: hidden,
+            eps,
+        };
+
+        // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self outlives the work because
+        // freeing device memory waits for it.
+        unsafe {
+            let d = &self.device;
+            let embed = Embed { rows, table: w.embed.ptr(), out: self.residual.ptr_mut(), dim: hidden, vocab: c.vocab_size as u32 };
+            d.launch::<embedding::embed>((1, most_rows), 0, embed)?;
+            for (layer, cache) in w.layers.iter().zip(&self.caches) {
+                let cache = Cache {
+                    pages: cache.ptr_mut(),
+                    tables: self.page_table.ptr(),
+                    table_stride: self.page_table.len() as u32,
+                    kv_heads,
+                };
+                d.launch::<norm::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm(&layer.input_norm))?;
+                let project = linear(&layer.qkv, &self.normed, heads * HEAD_DIM, hidden, &self.qkv);
+                self.launch_linear(Kind::Write, most_rows, project)?;
+                let split = SplitHeads {
+                    rows,
+                    qkv: self.qkv.ptr(),
+                    q_norm: layer.q_norm.ptr(),
+                    k_norm: layer.k_norm.ptr(),
+                    cos: self.cos.ptr(),
+                    sin: self.sin.ptr(),
+                    q: self.q.ptr_mut(),
+                    cache,
+                    q_heads,
+                    eps,
+                };
+                d.launch::<qkv::split_heads>((heads.div_ceil(qkv::HEADS_PER_BLOCK), most_rows), 0, split)?;
+                let attend = Attend {
+                    rows,
+                    q: self.q.ptr(),
+                    cache,
+                    sums: self.sums.ptr_mut(),
+                    scales: self.scales.ptr_mut(),
+                    splits,
+                    q_heads,
+                    scale: 1.0 / (HEAD_DIM as f32).sqrt(),
+                };
+                let grid = (kv_heads, end.div_ceil(attention::SPLIT), Attend::tiles(most_rows, q_heads / kv_heads));
+                d.launch::<attention::attend>(grid, Attend::SHARED_BYTES, attend)?;
+                let combine = Combine {
+                    rows,
+                    sums: self.sums.ptr(),
+                    scales: self.scales.ptr(),
+                    out: self.attended.ptr_mut(),
+                    splits,
+                    q_heads,
+                };
+                d.launch::<attention::combine>((q_heads, most_rows), 0, combine)?;
+                let output = linear(&layer.output, &self.attended, hidden, q_size, &self.residual);
+                self.launch_linear(Kind::Add, most_rows, output)?;
+                d.launch::<norm::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm(&layer.post_attention_norm))?;
+                let mut gate_up = linear(&layer.gate, &self.normed, inner, hidden, &self.residual);
+                gate_up.up = layer.up.ptr();
+                self.launch_linear(Kind::SwiGlu, most_rows, gate_up)?;
+                let down = linear(&layer.down, &self.activation, hidden, inner, &self.residual);
+                self.launch_linear(Kind::Add, most_rows, down)?;
+            }
+            if let LogitRows::From(first_row) = logits {
+                d.launch::<norm::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm(&w.norm))?;
+                let head = w.head.as_ref().unwrap_or(&w.embed);
+                let mut head = linear(head, &self.normed, c.vocab_size as u32, hidden, &self.logits);
+                head.first_row = first_row;
+                self.launch_linear(Kind::Write, most_rows - first_row, head)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Picks the width of a linear kernel; all widths give the same bits.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn launch_linear(&self, kind: Kind, most_rows: u32, p: Linear) -> Result<(), Error> {
+        let width = match most_rows {
+            ..=8 => 8,
+            ..=16 => 16,
+            _ => 64,
+        };
+        let shared = Linear::shared_bytes(width);
+        let strips = if kind == Kind::SwiGlu { Linear::swiglu_strips(p.n) } else { Linear::strips(p.n) };
+        let d = &self.device;
+        // SAFETY: the caller's word.
+        unsafe {
+            match (kind, width) {
+                (Kind::Write, 8) => d.launch::<linear::linear_8>(strips, shared, p),
+                (Kind::Write, 16) => d.launch::<linear::linear_16>(strips, shared, p),
+                (Kind::Write, _) => d.launch::<linear::linear_64>(strips, shared, p),
+                (Kind::Add, 8) => d.launch::<linear::linear_add_8>(strips, shared, p),
+                (Kind::Add, 16) => d.launch::<linear::linear_add_16>(strips, shared, p),
+                (Kind::Add, _) => d.launch::<linear::linear_add_64>(strips, shared, p),
+                (Kind::SwiGlu, 8) => d.launch::<linear::swiglu_8>(strips, shared, p),
+                (Kind::SwiGlu, 16) => d.launch::<linear::swiglu_16>(strips, shared, p),
+                (Kind::SwiGlu, _) => d.launch::<linear::swiglu_64>(strips, shared, p),
+            }
+        }
+    }
+}
+
+/// What a linear layer does with its sums.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Write,
+    Add,
+    SwiGlu,
+}

@@ -1,0 +1,351 @@
+//! The GPU backend: the loop that lives on the device.
+//!
+//! A step is enqueued as a fixed list of launches: draft, plan, forward, sample, accept. Each reads what the one before left in
+//! device memory, down to the number of rows, so the host enqueues steps ahead of the device without knowing what they will accept,
+//! and reads finished tokens from a ring in mapped memory. Once the sequence is finished, steps already enqueued run no rows.
+
+use std::time::{Duration, Instant};
+
+use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
+use gpu_kernels::sample::{self, GENERATED, SEEN, Sample};
+use gpu_kernels::step::{
+    self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, STATE_WORDS, SequenceState,
+};
+use model::{Checkpoint, Sampling};
+
+use crate::backend::{Backend, Sequence, Step, common_prefix};
+use crate::device::{Buffer, Device, Mapped};
+use crate::draft::{NO_THRESHOLD, NgramDraft};
+use crate::forward::{Footprint, Forward, LogitRows};
+use crate::weights::DeviceWeights;
+use crate::{Error, Progress};
+
+/// Reports in the ring; more than steps are ever in flight.
+const RING: u32 = 8;
+/// Steps enqueued beyond the one waited for.
+const RUN_AHEAD: u32 = 2;
+/// Most tokens that can end a sequence.
+const MOST_STOP_TOKENS: usize = 32;
+/// Without a report for this long the device counts as hung. The longest step, a chunk of a prompt, takes milliseconds.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Runs sequences on a device.
+pub struct Gpu {
+    forward: Forward,
+    history: Buffer<i32>,
+    words: Buffer<u32>,
+    sampled: Buffer<u32>,
+    stop_tokens: Buffer<u32>,
+    seen: Buffer<u8>,
+    ring: Mapped,
+    drafting: Drafting,
+    run: Run,
+    /// Tokens whose keys and values are in the cache.
+    cached: Vec<u32>,
+}
+
+/// The drafting operator's arrays, for a batch of one.
+struct Drafting {
+    step_idx: Buffer<i64>,
+    rows: Buffer<i32>,
+    tokens: Buffer<i32>,
+    max_length: Buffer<i64>,
+    prompt_len: Buffer<i64>,
+    decoding: Buffer<i32>,
+    workspace: Buffer<u64>,
+}
+
+/// The sequence that is running, as far as the host knows.
+struct Run {
+    sampling: Sampling,
+    draft: Option<NgramDraft>,
+    max_length: usize,
+    stop_count: u32,
+    /// Tokens of the history, as of the last report read.
+    length: usize,
+    /// Most tokens that a step can bring.
+    step_rows: u32,
+    enqueued: u32,
+    read: u32,
+    /// The newest token, not in the cache yet.
+    newest: Option<u32>,
+}
+
+impl Gpu {
+    /// Uploads `checkpoint` to `device`, with room for sequences of up to `capacity` tokens.
+    ///
+    /// # Errors
+    /// Shapes that the kernels do not cover, a card too small (before anything is loaded), or a driver error.
+    pub fn new(
+        checkpoint: &Checkpoint,
+        device: &Device,
+        capacity: usize,
+        progress: &mut Progress<'_>,
+    ) -> Result<Self, Error> {
+        let config = &checkpoint.config;
+        Forward::check(config)?;
+        let footprint = Footprint::of(config, capacity);
+        if let Some(free) = device.free_memory()?
+            && footprint.weights + footprint.working > free
+        {
+            return Err(Error::ModelTooLarge {
+                device: device.name().into(),
+                weights: footprint.weights,
+                cache: footprint.working,
+                context: capacity,
+                free,
+            });
+        }
+        let weights = DeviceWeights::upload(checkpoint, device, progress)?;
+        let forward = Forward::new(device, config, weights, capacity)?;
+        let workspace = vec![u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]); ngram::workspace_len(1)];
+        Ok(Self {
+            history: device.zeroed(capacity)?,
+            words: device.zeroed(STATE_WORDS)?,
+            sampled: device.zeroed(MAX_ROWS as usize)?,
+            stop_tokens: device.zeroed(MOST_STOP_TOKENS)?,
+            seen: device.zeroed(config.vocab_size)?,
+            ring: device.mapped(RING as usize * Report::WORDS)?,
+            drafting: Drafting {
+                step_idx: device.zeroed(1)?,
+                rows: device.zeroed(1)?,
+                tokens: device.zeroed(MAX_DECODE_ROWS as usize)?,
+                max_length: device.zeroed(1)?,
+                prompt_len: device.zeroed(1)?,
+                decoding: device.upload(&[1])?,
+                workspace: device.upload(&workspace)?,
+            },
+            run: Run {
+                sampling: Sampling::default(),
+                draft: None,
+                max_length: 0,
+                stop_count: 0,
+                length: 0,
+                step_rows: 1,
+                enqueued: 0,
+                read: 0,
+                newest: None,
+            },
+            cached: Vec::new(),
+            forward,
+        })
+    }
+
+    fn state(&self) -> SequenceState {
+        SequenceState { history: self.history.ptr_mut(), words: self.words.ptr_mut() }
+    }
+
+    /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it.
+    fn enqueue_prompt(&mut self, start: usize, prompt_len: usize) -> Result<(), Error> {
+        let mut at = start;
+        while at < prompt_len {
+            let count = (prompt_len - at).min(MAX_ROWS as usize);
+            let last = at + count == prompt_len;
+            let logits = if last { LogitRows::From(count as u32 - 1) } else { LogitRows::None };
+            self.enqueue_chunk(at, count, logits)?;
+            if last {
+                self.enqueue_choice(count as u32, count as u32 - 1)?;
+            }
+            at += count;
+        }
+        Ok(())
+    }
+
+    /// Enqueues a pass over `count` tokens of the history.
+    fn enqueue_chunk(&self, at: usize, count: usize, logits: LogitRows) -> Result<(), Error> {
+        let plan =
+            PlanPrompt { rows: self.forward.rows(), state: self.state(), start: at as u32, count: count as u32 };
+        // SAFETY: the history holds the prompt, and rows hold MAX_ROWS.
+        unsafe { self.forward.device().launch::<step::plan_prompt>(1, 0, plan)? };
+        self.forward.enqueue(count as u32, (at + count) as u32, logits)
+    }
+
+    /// Enqueues the sampler over the rows from `first_row` on, and the acceptance of what it chose.
+    fn enqueue_choice(&mut self, most_rows: u32, first_row: u32) -> Result<(), Error> {
+        let rows = self.forward.rows();
+        let s = &self.run.sampling;
+        let sample = Sample {
+            rows,
+            logits: self.forward.logits().ptr_mut(),
+            seen: self.seen.ptr(),
+            sampled: self.sampled.ptr_mut(),
+            seed: s.seed,
+            vocab: self.forward.config().vocab_size as u32,
+            first_row,
+            temperature: s.temperature,
+            top_k: s.top_k,
+            top_p: s.top_p,
+            min_p: s.min_p,
+            repetition_penalty: s.repetition_penalty,
+            presence_penalty: s.presence_penalty,
+        };
+        let accept = Accept {
+            rows,
+            state: self.state(),
+            sampled: self.sampled.ptr(),
+            stop_tokens: self.stop_tokens.ptr(),
+            seen: self.seen.ptr_mut(),
+            draft: DraftState { step_idx: self.drafting.step_idx.ptr_mut(), rows: self.drafting.rows.ptr_mut() },
+            ring: self.ring.ptr_mut(),
+            ring_reports: RING,
+            stop_count: self.run.stop_count,
+            max_length: self.run.max_length as u32,
+            first_row,
+        };
+        let device = self.forward.device();
+        // SAFETY: buffers of self, sized as the parameter blocks say; the history has room for `max_length` tokens.
+        unsafe {
+            device.launch::<sample::sample>((1, most_rows - first_row), Sample::SHARED_BYTES, sample)?;
+            device.launch::<step::accept>(1, 0, accept)?;
+        }
+        self.run.enqueued += 1;
+        Ok(())
+    }
+
+    /// Enqueues one decode step: draft, plan, forward, sample, accept.
+    fn enqueue_decode(&mut self) -> Result<(), Error> {
+        let device = self.forward.device();
+        let drafting = &self.drafting;
+        let most_rows = self.run.step_rows;
+        // Tokens that the history may have by then.
+        let in_flight = (self.run.enqueued - self.run.read) * most_rows;
+        let length = (self.run.length + in_flight as usize).min(self.run.max_length);
+        if let Some(draft) = self.run.draft {
+            let operator = NgramMatchMixed {
+                sequences: Sequences {
+                    input_ids: self.history.ptr(),
+                    input_ids_len: drafting.prompt_len.ptr(),
+                    pre_ids: self.history.ptr(),
+                    step_idx: drafting.step_idx.ptr(),
+                    max_dec_len: drafting.max_length.ptr(),
+                    seq_lens_decoder: drafting.decoding.ptr(),
+                    seq_lens_this_time: drafting.rows.ptr_mut(),
+                    draft_tokens: drafting.tokens.ptr_mut(),
+                    workspace: drafting.workspace.ptr_mut(),
+                    input_ids_stride: 0,
+                    pre_ids_stride: self.history.len() as u32,
+                    draft_tokens_stride: MAX_DECODE_ROWS,
+                    batch: 1,
+                    max_ngram_size: draft.max,
+                    threshold: NO_THRESHOLD,
+                },
+                max_draft_tokens: draft.tokens as i32,
+                min_ngram_size: draft.min,
+            };
+            let blocks = ngram::blocks_per_sequence(1, length as u32, 128);
+            // SAFETY: buffers of self for a batch of one, and a workspace that only this stream uses.
+            unsafe { device.launch::<ngram::ngram_match_mixed_i32>((1, blocks), ngram::SHARED_BYTES, operator)? };
+        }
+        let plan = PlanDecode {
+            rows: self.forward.rows(),
+            state: self.state(),
+            drafts: drafting.tokens.ptr(),
+            draft_rows: if self.run.draft.is_some() { drafting.rows.ptr() } else { Default::default() },
+        };
+        // SAFETY: as above.
+        unsafe { device.launch::<step::plan_decode>(1, 0, plan)? };
+        // The newest token is the last of at most `length`; drafts follow it.
+        let end = (length + most_rows as usize - 1).min(self.forward.capacity());
+        self.forward.enqueue(most_rows, end as u32, LogitRows::From(0))?;
+        self.enqueue_choice(most_rows, 0)
+    }
+
+    /// Waits for the next report in the ring.
+    fn wait(&self) -> Result<usize, Error> {
+        let at = (self.run.read % RING) as usize * Report::WORDS;
+        let start = Instant::now();
+        let mut spins = 0u32;
+        while self.ring.load(at + Report::STAMP) != self.run.read + 1 {
+            std::hint::spin_loop();
+            spins = spins.wrapping_add(1);
+            // A failed kernel would never report; ask the driver now and then.
+            if spins.is_multiple_of(1 << 14) {
+                self.forward.device().check()?;
+                if start.elapsed() > PATIENCE {
+                    return Err(Error::Stalled { seconds: PATIENCE.as_secs() });
+                }
+            }
+        }
+        Ok(at)
+    }
+}
+
+impl Backend for Gpu {
+    fn device(&self) -> String {
+        self.forward.device().name().into()
+    }
+
+    fn capacity(&self) -> usize {
+        self.forward.capacity()
+    }
+
+    fn begin(&mut self, sequence: &Sequence<'_>) -> Result<usize, Error> {
+        self.forward.device().synchronize()?;
+        let prompt = sequence.prompt;
+        let reused = common_prefix(&self.cached, prompt);
+        self.cached.truncate(reused);
+        let tokens: Vec<i32> = prompt.iter().map(|&t| t as i32).collect();
+        self.history.write(0, &tokens)?;
+        self.words.write(0, &[prompt.len() as u32, 0, 0, 0])?;
+        let mut seen = vec![0u8; self.seen.len()];
+        for &token in prompt {
+            seen[token as usize] |= SEEN;
+        }
+        const { assert!(SEEN != GENERATED) };
+        self.seen.write(0, &seen)?;
+        let stops = &sequence.stop_tokens[..sequence.stop_tokens.len().min(MOST_STOP_TOKENS)];
+        self.stop_tokens.write(0, stops)?;
+        self.drafting.max_length.write(0, &[sequence.max_length as i64])?;
+        self.ring.clear();
+        self.run = Run {
+            sampling: sequence.sampling,
+            draft: sequence.draft,
+            max_length: sequence.max_length,
+            stop_count: stops.len() as u32,
+            length: prompt.len(),
+            step_rows: 1 + sequence.draft.map_or(0, |draft| draft.tokens),
+            enqueued: 0,
+            read: 0,
+            newest: None,
+        };
+        self.enqueue_prompt(reused, prompt.len())?;
+        self.cached.extend_from_slice(&prompt[reused..]);
+        Ok(reused)
+    }
+
+    fn step(&mut self) -> Result<Step, Error> {
+        while self.run.enqueued <= self.run.read + RUN_AHEAD {
+            self.enqueue_decode()?;
+        }
+        let at = self.wait()?;
+        let word = |i: usize| self.ring.load(at + i);
+        let count = word(Report::COUNT) as usize;
+        let tokens: Vec<u32> = (0..count).map(|i| word(Report::TOKENS + i)).collect();
+        let step = Step {
+            drafted: word(Report::DRAFTED) as usize,
+            finished: word(Report::FINISHED) != 0,
+            tokens,
+        };
+        self.run.read += 1;
+        self.run.length += step.tokens.len();
+        for &token in &step.tokens {
+            self.cached.extend(self.run.newest.replace(token));
+        }
+        Ok(step)
+    }
+
+    fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
+        self.forward.device().synchronize()?;
+        self.cached.clear();
+        let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
+        self.history.write(0, &history)?;
+        let vocab = self.forward.config().vocab_size;
+        let mut logits = vec![0.0; tokens.len() * vocab];
+        let chunk = MAX_ROWS as usize;
+        for (i, out) in logits.chunks_mut(chunk * vocab).enumerate() {
+            self.enqueue_chunk(i * chunk, out.len() / vocab, LogitRows::From(0))?;
+            self.forward.logits().read(0, out)?;
+        }
+        Ok(logits)
+    }
+}
