@@ -1,17 +1,17 @@
-//! Drafting by n-gram match: guess that what followed the newest tokens when they last stood together follows again.
+//! Drafting by n-gram match: guess that what followed the newest tokens where they stood before follows again.
 //!
-//! Two batch operators, those published in FastDeploy (`ngram_match` and `hybrid_mtp_ngram`), with the same results as their
-//! serial algorithm, element for element. [`reference`] is that algorithm, as a loop over the batch. In short, per sequence:
-//! the pattern is its last `n` tokens; the leftmost window of the prompt, or else of the generated tokens, that equals it and has a
-//! token after it is found, for the largest `n` that has one; and up to `want` of the tokens that follow are the drafts, as
-//! far as a budget of rows for the whole batch reaches.
+//! Two batch operators, those published in FastDeploy (`ngram_match` and `hybrid_mtp_ngram`), with the same results as
+//! their serial algorithm, element for element. [`reference`] is that algorithm, as a loop over the batch. In short,
+//! per sequence: the pattern is its last `n` tokens; the leftmost window of the prompt, or else of the generated
+//! tokens, that equals it and has a token after it is found, for the largest `n` that has one; and up to `want` of the
+//! tokens that follow are the drafts, as far as a budget of rows for the whole batch reaches.
 //!
 //! # Shape of the work
 //! One launch. The blocks search, one or more for each sequence; the last to finish shares out the budget and copies
 //! the drafts.
 //!
-//! *Search.* A thread takes ends of windows, not windows: at each end it counts how many tokens, backwards, agree with the pattern's
-//! end, and so answers for every `n` with one reading. The best end is the smallest key
+//! *Search.* A thread takes ends of windows, not windows: at each end it counts how many tokens, backwards, agree with
+//! the pattern's end, and so answers for every `n` with one reading. The best end is the smallest key
 //!
 //! ```text
 //! 63                                     32 31                                                0
@@ -20,26 +20,29 @@
 //!
 //! kept in device memory by a 64-bit compare-and-swap minimum. A block stops once no key to come can be smaller.
 //!
-//! *Which window does not depend on the budget.* `want` enters the serial search in one place: a window is passed over when
-//! `start >= min(start + want, len)`. For `want >= 1` that is `start >= len`, whatever `want` is; for `want <= 0` it holds for
-//! every window, which is the same as cutting the chosen window's drafts to `want.max(0)` tokens. So the search needs no budget.
+//! *Which window does not depend on the budget.* `want` enters the serial search in one place: a window is passed over
+//! when `start >= min(start + want, len)`. For `want >= 1` that is `start >= len`, whatever `want` is; for `want <= 0`
+//! it holds for every window, which is the same as cutting the chosen window's drafts to `want.max(0)` tokens. So the
+//! search needs no budget.
 //!
-//! *Budget.* Call what step 4 leaves for a handled sequence its room, `R = threshold − used − active`; it gets
-//! `d = min(cap, R)` drafts when `R >= 2`, and none otherwise, where `cap` is the smallest of its own `want`, the tokens that follow its
-//! window, and the places in its row. From one sequence to the next `R` falls by `d`, and by the rows that take part
-//! in `used` without being owed (`fixed`): a sequence handled with `r` rows adds `r` to `used` and takes 1 from `active`, so `r − 1`; one
-//! not handled, all of its rows. Let `U` be `R` with `cap` in place of every earlier `d`. While `fixed >= 0`, `d = min(cap, U)` when
-//! `U >= 2` and none otherwise:
-//! - as long as every earlier sequence got its `cap`, `U = R`;
-//! - once one did not because its cap was larger than its room, that room is used up: `R <= 0` from there on, and `U < 0`;
-//! - once one did not because its room was below 2, `R` stays below 2, and `U <= R` does, for `U` falls by at least as much.
+//! *Budget.* The room of a sequence, when its turn comes, is `R = threshold − used − active`: the rows so far, its own
+//! included, and a row for each active sequence after it, are spoken for. It gets `d = min(cap, R)` drafts if
+//! `R >= 2`, and none otherwise, where `cap` is the smallest of its own `want`, the tokens that follow its window, and
+//! the places in its row. From one sequence to the next `R` falls by `d`, and by the rows that take part in `used`
+//! without being owed (`fixed`): a sequence handled with `r` rows adds `r` to `used` and takes 1 from `active`, so
+//! `r − 1`; one not handled, all of its rows. Let `U` be `R` with `cap` in place of every earlier `d`. As long as no
+//! `fixed` is negative, `d = min(cap, U)` if `U >= 2`, and none otherwise:
+//! - While every earlier sequence got its `cap`, `U = R`.
+//! - Once one did not because its `cap` was larger than its room, that room is used up: `R <= 0` from there on, and
+//!   `U < 0`.
+//! - Once one did not because its room was below 2, `R` stays below 2, and so does `U`, which falls by at least as much.
 //!
-//! `U` is a prefix sum. Should some `fixed` be negative (row counts below 0 came in), the same last block walks the batch in
-//! order instead.
+//! `U` is a prefix sum. Should some `fixed` be negative (row counts below 0 came in), the same last block walks the
+//! batch in order instead.
 //!
 //! # Ladder
-//! 1. [`reference`]: serial.
-//! 2. The published kernels: a block a sequence, one pass for each `n`, then a second launch of one thread for the budget.
+//! 1. Serial: [`reference`].
+//! 2. The published kernels (not kept here): a block a sequence, a pass for each `n`, a second launch for the budget.
 //! 3. This: each token read once for all `n`, any number of blocks a sequence, budget by block scan, one launch.
 
 use cuda_std::atomic::{self, Ordering, Scope};
@@ -99,13 +102,14 @@ mod shared_layout {
 /// Every byte of the workspace has this value before the first launch; each launch leaves it so.
 pub const WORKSPACE_FILL: u8 = 0xFF;
 
-/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many blocks have finished, and a key for each sequence.
+/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many blocks have finished, and a key
+/// for each sequence.
 pub const fn workspace_len(batch: u32) -> usize {
     1 + batch as usize
 }
 
-/// Blocks to give each sequence, at least 1, when the longest text has `longest` tokens and the device `multiprocessors`: one for
-/// each tile, as long as all can run at once. Results do not depend on it.
+/// Blocks to give each sequence, at least 1, when the longest text has `longest` tokens and the device
+/// `multiprocessors`: one for each tile, as long as all can run at once. Results do not depend on it.
 pub const fn blocks_per_sequence(batch: u32, longest: u32, multiprocessors: u32) -> u32 {
     let wanted = longest.div_ceil(TILE);
     let share = multiprocessors / if batch == 0 { 1 } else { batch };
@@ -113,10 +117,11 @@ pub const fn blocks_per_sequence(batch: u32, longest: u32, multiprocessors: u32)
     if blocks == 0 { 1 } else { blocks }
 }
 
-/// What both operators take: the sequences of a batch. Row `b` of a matrix starts at `b * stride`, and strides are below 2³¹.
+/// What both operators take: the sequences of a batch. Row `b` of a matrix starts at `b * stride`, and strides are
+/// below 2³¹.
 ///
-/// Tokens beyond a row's end do not exist: a longer `input_ids_len` is cut to the stride, and a `step_idx` outside its row
-/// finds nothing. No region may overlap one that is written.
+/// Tokens beyond a row's end do not exist: a longer `input_ids_len` is cut to the stride, and a `step_idx` outside its
+/// row finds nothing. No region may overlap one that is written.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Sequences<T> {
@@ -152,8 +157,8 @@ pub struct Sequences<T> {
     pub threshold: i32,
 }
 
-/// Parameters of [`ngram_match_i64`] and [`ngram_match_i32`]. Grid: (batch, [`blocks_per_sequence`]); an empty batch needs no
-/// launch. Shared memory: [`SHARED_BYTES`].
+/// Parameters of `ngram_match_i64` and `ngram_match_i32`. Grid: (batch, [`blocks_per_sequence`]); an empty batch needs
+/// no launch. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NgramMatch<T> {
@@ -165,9 +170,10 @@ pub struct NgramMatch<T> {
     pub draft_token_num: Global<i32>,
 }
 
-/// Parameters of [`ngram_match_mixed_i64`] and [`ngram_match_mixed_i32`]: drafts are added after those that the rows already hold.
-/// A sequence that comes in with `seq_lens_this_time` 0, or that wants none, is left alone; whether it is prefilling is not asked.
-/// Grid: (batch, [`blocks_per_sequence`]); an empty batch needs no launch. Shared memory: [`SHARED_BYTES`].
+/// Parameters of `ngram_match_mixed_i64` and `ngram_match_mixed_i32`: drafts are added after those that the rows
+/// already hold. A sequence that comes in with `seq_lens_this_time` 0, or that wants none, is left alone; whether it is
+/// prefilling is not asked. Grid: (batch, [`blocks_per_sequence`]); an empty batch needs no launch. Shared memory:
+/// [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NgramMatchMixed<T> {
@@ -203,7 +209,8 @@ trait Operator<T: Token>: Copy {
 }
 
 impl<T: Token> Sequences<T> {
-    /// How many more tokens may be generated after the next one. Saturation only meets values that no 32-bit want reaches.
+    /// How many more tokens may be generated after the next one. Saturation only meets values that no 32-bit want
+    /// reaches.
     #[inline(always)]
     unsafe fn left(&self, b: usize) -> i64 {
         unsafe { self.max_dec_len.load(b).saturating_sub(self.step_idx.load(b)).saturating_sub(1) }
@@ -371,7 +378,8 @@ unsafe fn lower(keys: GlobalMut<u64>, b: usize, key: u64, mut seen: u64) {
     }
 }
 
-/// Searches every `grid_dim_y`-th tile of one text, from tile `part` on, whose window ends are `0..ends`. `place` is the place of end 0.
+/// Searches every `grid_dim_y`-th tile of one text, from tile `part` on, whose window ends are `0..ends`. `place` is
+/// the place of end 0.
 #[inline(always)]
 unsafe fn search_text<T: Token, O: Operator<T>>(
     operator: &O,
@@ -465,8 +473,8 @@ unsafe fn is_last_block<T: Token>(s: &Sequences<T>) -> bool {
         let last = shared::dynamic::<u32>(shared_layout::LAST);
         thread::sync_threads();
         if thread::thread_idx_x() == 0 {
-            // Releases what the block did before the barrier, acquires what the others released. Counts from -1, which is how
-            // the workspace is filled.
+            // Releases what the block did before the barrier, acquires what the others released. Counts from -1, which
+            // is how the workspace is filled.
             let before = atomic::fetch_add(s.finished_blocks(), 0, 1u32, Ordering::AcqRel, Scope::Device);
             last.store(0, (before.wrapping_add(2) == thread::grid_dim_x() * thread::grid_dim_y()) as u32);
             shared::dynamic::<u32>(shared_layout::ACTIVE).store(0, 0);

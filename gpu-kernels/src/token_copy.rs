@@ -1,22 +1,23 @@
-//! Copies fixed-size records between two regions by `(src, dst)` index pairs: the way of cache records back from pinned host
-//! memory, and out to it.
+//! Copies fixed-size records between two regions by `(src, dst)` index pairs: the way of cache records back from pinned
+//! host memory, and out to it.
 //!
-//! A record is a multiple of 16 bytes. Regions are addresses that the device can reach, so the same kernel gathers from host
-//! memory, scatters to it, and moves records within the device. The published figures are for records of
+//! A record is a multiple of 16 bytes. Regions are addresses that the device can reach, so the same kernel gathers from
+//! host memory, scatters to it, and moves records within the device. The published figures are for records of
 //! [`MLA_RECORD_BYTES`] = 656 bytes.
 //!
 //! # Shape of the work
-//! A warp takes a record, 16 bytes a lane, so that a record of 656 bytes is 41 *units* in two rounds. All of a lane's loads are
-//! issued before its first store: a load from host memory takes over a microsecond, and waits of the same lane must not add up.
-//! Warps stride over the pairs, and read the indices of the next pair while the current one is under way.
+//! A warp takes a record, 16 bytes a lane, so that a record of 656 bytes is 41 *units* in two rounds. All of a lane's
+//! loads are issued before its first store: a load from host memory takes over a microsecond, and waits of the same
+//! lane must not add up. Warps stride over the pairs, and read the indices of the next pair while the current one is
+//! under way.
 //!
 //! # Ladder
-//! 1. [`token_copy_bytewise_i32`]: a thread a record, a byte at a time; every byte is a request of its own.
-//! 2. [`token_copy_i32`]: a warp a record of any size.
-//! 3. [`token_copy_656_i32`]: the size known to the compiler, so that no loop and no comparison is left but the second round's.
+//! 1. `token_copy_bytewise_i32`: a thread a record, a byte at a time; every byte is a request of its own.
+//! 2. `token_copy_i32`: a warp a record of any size.
+//! 3. `token_copy_656_i32`: the size known to the compiler, which leaves no loop, and one comparison.
 //!
-//! Plain loads that may stay in L1 are the fastest of those measured (bulk copies and streaming loads are slower): neighbouring
-//! records share lines of 128 bytes, and repeated ones all of theirs.
+//! Plain loads that may stay in L1 are the fastest of those measured (bulk copies and streaming loads are slower):
+//! neighbouring records share lines of 128 bytes, and repeated ones all of theirs.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, kernel, thread};
@@ -52,8 +53,8 @@ impl Index for i64 {
 /// Parameters of every kernel of this module. Grid: any; see [`blocks`]. No shared memory.
 ///
 /// A pair whose source or destination is outside its region is not copied, but counted. So is every pair when a region
-/// or the record size is not a multiple of [`UNIT_BYTES`], or the size is not the one that the kernel is for. Records of the
-/// two regions must not overlap. Where two pairs have one destination, each unit there comes from either.
+/// or the record size is not a multiple of [`UNIT_BYTES`], or the size is not the one that the kernel is for. Records
+/// of the two regions must not overlap. Where two pairs have one destination, each unit there comes from either.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct TokenCopy<I> {
@@ -77,8 +78,8 @@ pub struct TokenCopy<I> {
     pub record_bytes: u32,
 }
 
-/// A grid for `pairs` pairs, a warp each, on a device with `multiprocessors`: no more blocks than can run at once. For the
-/// bytewise kernels, whose threads stride too, it is just as good.
+/// A grid for `pairs` pairs, a warp each, on a device with `multiprocessors`: no more blocks than can run at once. For
+/// the bytewise kernels, whose threads stride too, it is just as good.
 pub const fn blocks(pairs: u64, multiprocessors: u32) -> u32 {
     let wanted = pairs.div_ceil(WARPS as u64);
     let resident = multiprocessors as u64 * (2048 / THREADS) as u64;

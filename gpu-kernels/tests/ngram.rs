@@ -323,7 +323,8 @@ impl<T: Id> Case<T> {
     }
 }
 
-/// Runs both kernels' operator on hand-made sequences, checks all implementations against each other, and returns the rows and drafts of each sequence.
+/// Runs both kernels' operator on hand-made sequences, checks all implementations against each other, and returns the
+/// rows and drafts of each sequence.
 fn worked(sequences: &[Sequence], max_ngram_size: u32, threshold: i32, operator: Operator) -> Vec<(i32, Vec<i32>)> {
     let case = Case::<i32>::new(sequences, 0, 24, max_ngram_size, threshold, operator);
     let outcome = case.launched(1, 1, 1);
@@ -437,7 +438,8 @@ fn decode_loop_drafts_from_the_history() {
 
 #[test]
 fn long_texts_take_several_tiles_and_blocks() {
-    // Three matches of lengths 1, 2 and 3 in the prompt and one of 3 in the generated tokens; every boundary of a tile has a decoy.
+    // Three matches of lengths 1, 2 and 3 in the prompt and one of 3 in the generated tokens; every boundary of a tile
+    // has a decoy.
     let tile = 4096;
     for (at, blocks) in [(0, 3), (tile - 2, 1), (tile - 1, 2), (2 * tile + 17, 3), (2 * tile - 1, 5)] {
         let mut prompt: Vec<i32> = (0..3 * tile as i32 - 5).map(|i| 10 + i % 97).collect();
@@ -490,7 +492,7 @@ fn batches_above_one_chunk_of_the_scan() {
                 // Few search, so that the test is quick; those that do are on both sides of the chunk's boundary.
                 decoder: (b % 7 < 4) as i32,
                 encoder: (b % 11 == 3) as i32,
-                rows: (b % 3) as i32,
+                rows: b % 3,
                 left: if (100..1010).contains(&b) && b % 9 != 0 { 0 } else { 50 },
                 ..Sequence::new(&[1, 2, 1, 3], &[0, 1], 3)
             })

@@ -1,12 +1,13 @@
 //! The operators as one loop over the batch: what the kernels must equal, and what the CPU backend runs.
 //!
-//! This is the serial algorithm of the published operators, written for reading. It never panics on values: only on slices that are
-//! shorter than `batch` entries or rows, which is a mistake in the caller's code.
+//! This is the serial algorithm of the published operators, written for reading. It never panics on values: only on
+//! slices that are shorter than `batch` entries or rows, which is a mistake in the caller's code.
 
 use super::Token;
 
-/// The tokens of a batch and where each sequence stands. Row `b` of a matrix starts at `b * stride`; tokens beyond a row's end do
-/// not exist: a longer prompt length is cut to the stride, and a newest token outside its row has no drafts.
+/// The tokens of a batch and where each sequence stands. Row `b` of a matrix starts at `b * stride`; tokens beyond a
+/// row's end do not exist: a longer prompt length is cut to the stride, and a newest token outside its row has no
+/// drafts.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a, T> {
     /// `[batch, input_ids_stride]` the prompts.
@@ -80,7 +81,7 @@ fn sum(rows: &[i32]) -> i64 {
     rows.iter().map(|&rows| rows as i64).sum()
 }
 
-/// Steps 3 and 4: what is left of `want` under the budget, or `None` to go on to the next sequence.
+/// What is left of `want` under the budget, or `None` to go on to the next sequence: a room of one row is not used.
 fn within_budget(want: i64, used: i64, active: i64, threshold: i32) -> Option<i64> {
     let threshold = threshold as i64;
     if used + active >= threshold - 1 {
