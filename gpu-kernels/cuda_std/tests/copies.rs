@@ -41,7 +41,7 @@ copy16!(
 );
 copy16!(
     /// Does not wait for the others.
-    copies_without_barrier, async_copy::wait::<1>(), ()
+    copies_without_barrier, async_copy::wait::<1>(), {}
 );
 
 #[test]
@@ -173,15 +173,15 @@ store!(
 );
 store!(
     /// Overwrites the source too early.
-    store_overwritten, (), bulk::wait::<0>()
+    store_overwritten, {}, bulk::wait::<0>()
 );
 store!(
     /// Reads the destination too early.
-    store_read_early, bulk::wait_read::<0>(), ()
+    store_read_early, bulk::wait_read::<0>(), {}
 );
 store!(
     /// Waits for nothing before its end.
-    store_unfinished, bulk::wait_read::<1>(), ()
+    store_unfinished, bulk::wait_read::<1>(), {}
 );
 
 #[test]

@@ -43,7 +43,7 @@ lanes! {
         (wide >> 35) as u32 * 10_000 + wide as u32 * 100 + float as u32 + (signed < 0) as u32 * 1_000_000
     };
     /// `ballot`.
-    ballot |p, lane| warp::ballot(lane % 3 == 0);
+    ballot |p, lane| warp::ballot(lane.is_multiple_of(3));
     /// `any` and `all`.
     votes |p, lane| {
         warp::any(lane == 9) as u32

@@ -39,7 +39,7 @@ exchange!(
 );
 exchange!(
     /// No barrier between the reads and the next writes.
-    without_a_barrier, 64, thread::sync_threads(), ()
+    without_a_barrier, 64, thread::sync_threads(), {}
 );
 exchange!(
     /// Within a warp, with its barriers.
@@ -197,19 +197,19 @@ last_block!(
 );
 last_block!(
     /// With a counter that acquires and releases.
-    last_block_orders, (), Ordering::AcqRel, Scope::Device, ()
+    last_block_orders, {}, Ordering::AcqRel, Scope::Device, {}
 );
 last_block!(
     /// With a relaxed counter alone.
-    last_block_relaxed, (), Ordering::Relaxed, Scope::Device, ()
+    last_block_relaxed, {}, Ordering::Relaxed, Scope::Device, {}
 );
 last_block!(
     /// With one fence of two.
-    last_block_half, thread::fence_device(), Ordering::Relaxed, Scope::Device, ()
+    last_block_half, thread::fence_device(), Ordering::Relaxed, Scope::Device, {}
 );
 last_block!(
     /// With the scope of a block.
-    last_block_narrow, (), Ordering::AcqRel, Scope::Block, ()
+    last_block_narrow, {}, Ordering::AcqRel, Scope::Block, {}
 );
 last_block!(
     /// With fences for the block.
