@@ -1,7 +1,7 @@
 //! Drafting by n-gram match: guess that what followed the newest tokens where they stood before follows again.
 //!
 //! Two batch operators, those published in FastDeploy (`ngram_match` and `hybrid_mtp_ngram`), with the same results as
-//! their serial algorithm, element for element. [`reference`] is that algorithm, as a loop over the batch. In short,
+//! their serial algorithm, element for element. [`mod@reference`] is that algorithm, as a loop over the batch. In short,
 //! per sequence: the pattern is its last `n` tokens; the leftmost window of the prompt, or else of the generated
 //! tokens, that equals it and has a token after it is found, for the largest `n` that has one; and up to `want` of the
 //! tokens that follow are the drafts, as far as a budget of rows for the whole batch reaches.
@@ -41,7 +41,7 @@
 //! batch in order instead.
 //!
 //! # Ladder
-//! 1. Serial: [`reference`].
+//! 1. Serial: [`mod@reference`].
 //! 2. The published kernels (not kept here): a block a sequence, a pass for each `n`, a second launch for the budget.
 //! 3. This: each token read once for all `n`, any number of blocks a sequence, budget by block scan, one launch.
 
