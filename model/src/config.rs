@@ -233,7 +233,7 @@ impl Architecture {
             return Ok(());
         }
         let found = match (named, model_type) {
-            (Some(name), Some(t)) if name == "Qwen3ForCausalLM" => t,
+            (Some("Qwen3ForCausalLM"), Some(t)) => t,
             (Some(name), _) => name,
             (None, Some(t)) => t,
             (None, None) => "nameless",

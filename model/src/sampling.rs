@@ -105,6 +105,9 @@ impl Sampling {
 
     /// Applies the penalties, each once a token, repetition first.
     pub fn penalise(&self, logits: &mut [f32], prompt: &[u32], output: &[u32]) {
+        if !self.has_penalties() {
+            return;
+        }
         let mut done = vec![false; logits.len()];
         if self.repetition_penalty != 1.0 {
             for &token in prompt.iter().chain(output) {
@@ -215,8 +218,7 @@ pub fn mass_below(logit: f32, max: f32) -> u64 {
 /// Uses only f64 addition and multiplication and whole-number steps, no library function, so that a twin on another machine (without
 /// fused multiply-add) gives the same integer. NaN, and `delta` below -28 (mass under 1), give 0.
 pub fn mass(delta: f32) -> u64 {
-    // Written so that NaN takes this branch.
-    if !(delta >= -28.0) {
+    if delta.is_nan() || delta < -28.0 {
         return 0;
     }
     // e^x = 2^n e^r with n = round(x / ln 2) and |r| ≤ ln 2 / 2. LN2_HIGH has 21 zero bits at its end, so n × LN2_HIGH is exact.

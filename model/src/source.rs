@@ -205,7 +205,10 @@ impl HubOptions {
         });
         match outcome {
             Ok(Ok(dir)) => Ok(dir),
-            Ok(Err(error)) => Err(failed(error.to_string().replace('\n', " "), mend_for(&error))),
+            Ok(Err(error)) => {
+                let (reason, mend) = explain(&error);
+                Err(failed(reason, mend))
+            }
             Err(_) => Err(failed("the hub's client stopped unexpectedly".to_owned(), "try again")),
         }
     }
@@ -236,15 +239,27 @@ fn is_complete(dir: &Path) -> bool {
     shards.is_some_and(|map| map.values().all(|shard| shard.as_str().is_some_and(has)))
 }
 
-fn mend_for(error: &HFError) -> &'static str {
+/// Why a download failed, in one line, and what to do about it.
+fn explain(error: &HFError) -> (String, &'static str) {
+    const ID: &str = "check the spelling of the id, and set HF_TOKEN if the repository is private";
+    let reason = error.to_string().replace('\n', " ");
     match error {
-        HFError::RepoNotFound { .. } => "check the spelling of the id, and set HF_TOKEN if the repository is private",
-        HFError::RevisionNotFound { .. } => "check the revision, the part after `@`",
-        HFError::AuthRequired { .. } | HFError::Forbidden { .. } => {
-            "check the spelling of the id; for a private or gated model, accept its terms on the hub and set HF_TOKEN"
+        HFError::RepoNotFound { .. } => (reason, ID),
+        // The client asks for a revision first, and takes any refusal for a missing revision.
+        HFError::RevisionNotFound { context: Some(context), .. }
+            if context.error_code.as_deref() == Some("RepoNotFound") =>
+        {
+            ("there is no such repository".to_owned(), ID)
         }
-        HFError::Io(_) => "check the free space and permissions of the cache directory (HF_HOME)",
-        _ => "check the network and HF_ENDPOINT, or name a directory",
+        HFError::RevisionNotFound { .. } => {
+            (reason, "check the spelling of the id and of the revision, the part after `@`")
+        }
+        HFError::AuthRequired { .. } | HFError::Forbidden { .. } => (
+            reason,
+            "check the spelling of the id; for a private or gated model, accept its terms on the hub and set HF_TOKEN",
+        ),
+        HFError::Io(_) => (reason, "check the free space and permissions of the cache directory (HF_HOME)"),
+        _ => (reason, "check the network and HF_ENDPOINT, or name a directory"),
     }
 }
 

@@ -19,23 +19,29 @@ impl Checkpoint {
     /// [`Error::NotFinite`].
     pub fn check_finite(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
         let scanned = AtomicU64::new(0);
-        for tensor in self.tensors() {
-            let bad = tensor.data.par_chunks(TASK).enumerate().find_map_first(|(task, bytes)| {
-                let found = first_not_finite(tensor.dtype, bytes);
-                let before = scanned.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-                progress(before + bytes.len() as u64);
-                found.map(|at| task * (TASK / tensor.dtype.size()) + at)
-            });
-            if let Some(index) = bad {
-                return Err(Error::NotFinite {
-                    path: self.tensor_file(tensor.name).map(Into::into).unwrap_or_default(),
-                    tensor: tensor.name.to_owned(),
-                    index,
-                    value: tensor.get(index).unwrap_or(f32::NAN),
-                });
-            }
-        }
-        Ok(())
+        self.tensors().try_for_each(|tensor| {
+            self.check_tensor_finite(&tensor, &|bytes| progress(scanned.fetch_add(bytes, Ordering::Relaxed) + bytes))
+        })
+    }
+
+    /// As [`check_finite`](Self::check_finite), for one tensor of this checkpoint: for loaders that check each as they come
+    /// to it. `progress` hears the number of bytes of each step.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`].
+    pub fn check_tensor_finite(&self, tensor: &Tensor<'_>, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
+        let bad = tensor.data.par_chunks(TASK).enumerate().find_map_first(|(task, bytes)| {
+            let found = first_not_finite(tensor.dtype, bytes);
+            progress(bytes.len() as u64);
+            found.map(|at| task * (TASK / tensor.dtype.size()) + at)
+        });
+        let Some(index) = bad else { return Ok(()) };
+        Err(Error::NotFinite {
+            path: self.tensor_file(tensor.name).map(Into::into).unwrap_or_default(),
+            tensor: tensor.name.to_owned(),
+            index,
+            value: tensor.get(index).unwrap_or(f32::NAN),
+        })
     }
 }
 

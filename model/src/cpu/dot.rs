@@ -243,3 +243,52 @@ fn weighted_sum_body<const FUSED: bool>(weights: &[f32], rows: &[f32], out: &mut
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn kinds() -> Vec<Simd> {
+        let mut kinds = vec![Simd::Portable, Simd::detect()];
+        kinds.dedup();
+        kinds
+    }
+
+    #[test]
+    fn every_f16_widens_as_the_crate_half_widens_it() {
+        for bits in 0..=u16::MAX {
+            let (ours, theirs) = (f16_to_f32(bits.to_le_bytes()), half::f16::from_bits(bits).to_f32());
+            assert!(ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()), "{bits:#06x}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_way_to_a_dot_product_gives_the_same_bits(
+            elements in prop::collection::vec((any::<u16>(), -2f32..2.0, -2f32..2.0), 0..200),
+        ) {
+            // Finite bf16 and f16: the sign and exponent bits below the top one.
+            let w: Vec<u8> = elements.iter().flat_map(|e| (e.0 & 0xbfff).to_le_bytes()).collect();
+            let (a, b): (Vec<f32>, Vec<f32>) = elements.iter().map(|e| (e.1, e.2)).unzip();
+            for simd in kinds() {
+                let mut wide = vec![0.0; a.len()];
+                widen_bf16(simd, &w, &mut wide);
+                let expected = dot_f32(simd, &wide, &a);
+                prop_assert_eq!(dot_bf16(simd, &w, &a).to_bits(), expected.to_bits());
+                prop_assert_eq!(dot2_f32(simd, &wide, &a, &b).0.to_bits(), expected.to_bits());
+                prop_assert_eq!(dot2_f32(simd, &wide, &b, &a).1.to_bits(), expected.to_bits());
+                let bytes: Vec<u8> = wide.iter().flat_map(|x| x.to_le_bytes()).collect();
+                // At an odd address too.
+                let shifted = [&[0], bytes.as_slice()].concat();
+                prop_assert_eq!(dot_f32_bytes(simd, &shifted[1..], &a).to_bits(), expected.to_bits());
+                widen_f16(simd, &w, &mut wide);
+                prop_assert_eq!(dot_f16(simd, &w, &a).to_bits(), dot_f32(simd, &wide, &a).to_bits());
+
+                let exact: f64 = wide.iter().zip(&a).map(|(w, a)| *w as f64 * *a as f64).sum();
+                let size: f64 = wide.iter().zip(&a).map(|(w, a)| (*w as f64 * *a as f64).abs()).sum();
+                prop_assert!((dot_f32(simd, &wide, &a) as f64 - exact).abs() <= 1e-6 * size);
+            }
+        }
+    }
+}

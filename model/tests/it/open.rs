@@ -98,3 +98,14 @@ fn the_demo_opens_and_answers() {
     assert!(logits.iter().all(|l| l.is_finite()));
     assert!(checkpoint.chat_template.is_some() && !checkpoint.generation.eos_token_ids.is_empty());
 }
+
+/// A backend holds the model for as long as it likes, on any thread.
+#[test]
+fn models_can_be_sent_and_shared() {
+    fn check<T: Clone + Send + Sync + 'static>() {}
+    check::<model::Checkpoint>();
+    check::<model::CpuModel>();
+    check::<model::KvCache>();
+    check::<model::Tokenizer>();
+    check::<model::ChatTemplate>();
+}
