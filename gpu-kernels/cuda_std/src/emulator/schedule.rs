@@ -42,6 +42,7 @@ impl World {
             blocks: Vec::new(),
             warps: (0..resident as usize * threads / 32).map(|_| Warp::new()).collect(),
             lanes: Vec::with_capacity(resident as usize * threads),
+            fibers: (0..resident as usize * threads).map(|_| None).collect(),
             ready: Vec::new(),
             current: 0,
             regions: Vec::new(),
@@ -70,7 +71,6 @@ impl World {
             for thread in 0..launch.threads {
                 let clock = world.new_clock(0, thread, &base);
                 world.lanes.push(Lane {
-                    fiber: None,
                     yielder: ptr::null(),
                     state: State::Exited,
                     clock,
@@ -114,8 +114,8 @@ impl World {
                 entry();
             });
             let clock = self.new_clock(linear, (lane % threads) as u32, &base);
+            self.fibers[lane] = Some(fiber);
             let place = &mut self.lanes[lane];
-            place.fiber = Some(fiber);
             place.clock = clock;
             place.released = [None, None];
             place.seen.clear();
@@ -141,7 +141,7 @@ pub fn run(world: &mut World) -> Result<Report, EmulatorError> {
     }
     while self::world().error.is_none() && turn() {}
     let world = self::world();
-    let fibers: Vec<Fiber> = world.lanes.iter_mut().filter_map(|lane| lane.fiber.take()).collect();
+    let fibers: Vec<Fiber> = world.fibers.iter_mut().filter_map(Option::take).collect();
     // Lanes that did not end are unwound, so that whatever their kernel holds is dropped.
     for mut fiber in fibers {
         fiber.force_unwind();
@@ -177,7 +177,7 @@ fn turn() -> bool {
         let world = self::world();
         let lane = world.who(world.current);
         let current = world.current;
-        world.lanes[current].fiber = None;
+        world.fibers[current] = None;
         world.error = Some(EmulatorError::Panic { kernel: world.kernel, lane, message: message(&*payload) });
         return false;
     }
@@ -206,16 +206,15 @@ fn run_warp(warp: usize) {
         world.report.trace = (world.report.trace.rotate_left(7) ^ lane as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         world.current = lane;
         world.polls = false;
-        // The fiber is out of its place while it runs: the world is then the lane's to use.
-        let mut fiber = world.lanes[lane].fiber.take().expect("a lane that can run has a fiber");
-        let result = fiber.resume(());
+        let fiber: *mut Option<Fiber> = &mut world.fibers[lane];
+        // SAFETY: lanes do not touch the fibers, and no block starts while one runs, so the place stays where it is.
+        let running = unsafe { &mut *fiber };
+        let result = running.as_mut().expect("a lane that can run has a fiber").resume(());
         let world = self::world();
-        match result {
-            CoroutineResult::Yield(()) => world.lanes[lane].fiber = Some(fiber),
-            CoroutineResult::Return(()) => {
-                fiber.into_stack().give(world.launch.stack_bytes);
-                finish(world);
-            }
+        if let CoroutineResult::Return(()) = result {
+            let ended = world.fibers[lane].take().map(Fiber::into_stack);
+            ended.into_iter().for_each(|stack| stack.give(world.launch.stack_bytes));
+            finish(world);
         }
         if !limits(world) || world.polls || (draw >> 32).is_multiple_of(LEAVE_WARP) {
             return;

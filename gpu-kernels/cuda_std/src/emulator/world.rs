@@ -50,7 +50,6 @@ pub enum State {
 }
 
 pub struct Lane {
-    pub fiber: Option<Fiber>,
     pub yielder: *const Yielder<(), ()>,
     pub state: State,
     pub clock: Clock,
@@ -127,6 +126,8 @@ pub struct World {
     pub blocks: Vec<Block>,
     pub warps: Vec<Warp>,
     pub lanes: Vec<Lane>,
+    /// The coroutines of the lanes that have not ended.
+    pub fibers: Vec<Option<Fiber>>,
     /// The warps with a lane that can run.
     pub ready: Vec<u32>,
     /// The lane that runs.
