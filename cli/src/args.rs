@@ -1,0 +1,322 @@
+//! The arguments as they are typed. Help, usage errors and shell completions all come from these definitions.
+
+use std::path::PathBuf;
+
+use clap::{ArgAction, Parser, Subcommand, ValueEnum, ValueHint};
+use clap_complete::Shell;
+use host::{DeviceChoice, NgramDraft};
+use model::Sampling;
+
+/// Runs Qwen3 models, on a GPU if there is one.
+#[derive(Debug, Parser)]
+#[command(name = "warpdraft", version, after_help = EXAMPLES, propagate_version = true)]
+pub struct Args {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Continue a prompt, or answer it with --chat
+    #[command(after_help = GENERATE_EXAMPLES)]
+    Generate(GenerateArgs),
+    /// Hold a conversation, a line a turn
+    #[command(after_help = CHAT_EXAMPLES)]
+    Chat(ChatArgs),
+    /// Show what a checkpoint holds and what it needs
+    #[command(after_help = INSPECT_EXAMPLES)]
+    Inspect(InspectArgs),
+    /// Print a completion script for a shell
+    #[command(after_help = COMPLETIONS_EXAMPLES)]
+    Completions(CompletionsArgs),
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  warpdraft generate \"Once upon a time\"              the demo model, which comes with the program
+  warpdraft chat --model Qwen/Qwen3-8B                a model from the Hugging Face hub
+  warpdraft inspect --model ./my-checkpoint           will it fit?";
+
+const GENERATE_EXAMPLES: &str = "\
+Examples:
+  warpdraft generate \"impl Iterator for Fibonacci {\" --temperature 0
+  warpdraft generate --model Qwen/Qwen3-8B --chat --no-think \"Name three rivers.\"
+  warpdraft generate --file essay.txt --max-tokens 1000 > continued.txt
+  git diff | warpdraft generate --chat --system \"Write a commit message.\" --model Qwen/Qwen3-8B
+  warpdraft generate --json --seed 7 \"fn main() {\" | jq .statistics
+
+Standard output gets the generated text and nothing else; the summary goes to standard error.";
+
+const CHAT_EXAMPLES: &str = "\
+Examples:
+  warpdraft chat --model Qwen/Qwen3-8B
+  warpdraft chat --model Qwen/Qwen3-0.6B --system \"Answer in one sentence.\" --no-think
+  printf 'My name is Ada.\\nWhat is my name?\\n' | warpdraft chat --model Qwen/Qwen3-8B --quiet
+
+Lines that are commands: /reset forgets the conversation, /quit (or the end of the input) leaves.
+Ctrl-C stops the answer; at the prompt it leaves.";
+
+const INSPECT_EXAMPLES: &str = "\
+Examples:
+  warpdraft inspect
+  warpdraft inspect Qwen/Qwen3-8B --context 32768
+  warpdraft inspect ./my-checkpoint --tensors --check
+  warpdraft inspect --model ./my-checkpoint --json | jq .parameters";
+
+const COMPLETIONS_EXAMPLES: &str = "\
+Examples:
+  warpdraft completions bash > ~/.local/share/bash-completion/completions/warpdraft
+  warpdraft completions zsh > ~/.zfunc/_warpdraft
+  warpdraft completions fish > ~/.config/fish/completions/warpdraft.fish";
+
+/// Arguments of `generate`.
+#[derive(Debug, clap::Args)]
+pub struct GenerateArgs {
+    /// Text to continue; `-` or none reads standard input
+    #[arg(value_name = "PROMPT", conflicts_with = "file")]
+    pub prompt: Option<String>,
+    /// Read the prompt from a file (one newline at its end is left out)
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub file: Option<PathBuf>,
+    /// Put the prompt into the model's chat template, as what the user says
+    #[arg(long)]
+    pub chat: bool,
+    /// Instructions before the conversation
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    pub system: Option<String>,
+    /// Let the model think before it answers (the default)
+    #[arg(long, requires = "chat", overrides_with = "no_think")]
+    pub think: bool,
+    /// Have the model answer without thinking first
+    #[arg(long, requires = "chat", overrides_with = "think")]
+    pub no_think: bool,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub device: DeviceArgs,
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+    #[command(flatten)]
+    pub draft: DraftArgs,
+    #[command(flatten)]
+    pub report: ReportArgs,
+}
+
+/// Arguments of `chat`.
+#[derive(Debug, clap::Args)]
+pub struct ChatArgs {
+    /// Instructions before the conversation
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// Let the model think before it answers (the default)
+    #[arg(long, overrides_with = "no_think")]
+    pub think: bool,
+    /// Have the model answer without thinking first
+    #[arg(long, overrides_with = "think")]
+    pub no_think: bool,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub device: DeviceArgs,
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+    #[command(flatten)]
+    pub draft: DraftArgs,
+    #[command(flatten)]
+    pub report: ReportArgs,
+}
+
+/// Arguments of `inspect`.
+#[derive(Debug, clap::Args)]
+pub struct InspectArgs {
+    /// The model, as with --model
+    #[arg(value_name = "MODEL", conflicts_with = "model", value_hint = ValueHint::DirPath)]
+    pub which: Option<String>,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Tokens of context to reckon memory for [default: 8192, or the model's most]
+    #[arg(long, value_name = "N", value_parser = context)]
+    pub context: Option<usize>,
+    /// List every tensor
+    #[arg(long)]
+    pub tensors: bool,
+    /// Read every weight, to find NaN and infinity
+    #[arg(long)]
+    pub check: bool,
+    /// No progress
+    #[arg(long, short)]
+    pub quiet: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `completions`.
+#[derive(Debug, clap::Args)]
+pub struct CompletionsArgs {
+    /// The shell
+    pub shell: Shell,
+}
+
+/// Which model.
+#[derive(Debug, clap::Args)]
+pub struct ModelArgs {
+    /// A checkpoint's directory, a hub id such as Qwen/Qwen3-8B, or `demo`
+    #[arg(long, short, value_name = "MODEL", default_value = "demo", env = "WARPDRAFT_MODEL", value_hint = ValueHint::DirPath)]
+    pub model: String,
+    /// Branch, tag or commit of a model on the hub
+    #[arg(long, value_name = "REVISION")]
+    pub revision: Option<String>,
+}
+
+/// Where to run, and with how much room.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Device")]
+pub struct DeviceArgs {
+    /// auto (the first CUDA card, else the CPU), cpu, cuda, cuda:N, or emulator (the GPU's kernels on the CPU; slow)
+    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "WARPDRAFT_DEVICE")]
+    pub device: DeviceChoice,
+    /// Most tokens of prompt and answer together [default: 8192, or the model's most]
+    #[arg(long, value_name = "N", value_parser = context)]
+    pub context: Option<usize>,
+}
+
+/// How the answer is made, and where it ends.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Answer")]
+pub struct AnswerArgs {
+    /// Most tokens to generate [default: 256; chat: 2048]
+    #[arg(long, short = 'n', value_name = "N", value_parser = at_least_one)]
+    pub max_tokens: Option<usize>,
+    /// Divides the logits; 0 is greedy [default: the checkpoint's]
+    #[arg(long, short, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
+    pub temperature: Option<f32>,
+    /// Keep the K likeliest tokens; 0 keeps all [default: the checkpoint's]
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<u32>,
+    /// Keep the likeliest tokens that together have probability P; 1 keeps all [default: the checkpoint's]
+    #[arg(long, value_name = "P", value_parser = top_p, allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+    /// Keep tokens at least P times as likely as the likeliest; 0 keeps all [default: the checkpoint's]
+    #[arg(long, value_name = "P", value_parser = min_p, allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
+    /// Make every token of prompt and answer less likely by this factor; 1 is off [default: the checkpoint's]
+    #[arg(long, value_name = "X", value_parser = repetition_penalty, allow_negative_numbers = true)]
+    pub repetition_penalty: Option<f32>,
+    /// Subtract this from the logit of every token in the answer; 0 is off
+    #[arg(long, value_name = "X", default_value = "0", value_parser = presence_penalty, allow_negative_numbers = true)]
+    pub presence_penalty: f32,
+    /// Seed of the random numbers; the same seed gives the same text [default: random, shown in the summary]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// End the answer before this text (may be given several times)
+    #[arg(long, value_name = "TEXT", action = ArgAction::Append, allow_hyphen_values = true, value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub stop: Vec<String>,
+    /// Go on past the model's end tokens
+    #[arg(long)]
+    pub ignore_eos: bool,
+}
+
+/// Drafting: fewer steps for the same text.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Drafting (changes the speed, never the text)")]
+pub struct DraftArgs {
+    /// Who proposes tokens ahead of the model
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = DraftKind::Ngram)]
+    pub draft: DraftKind,
+    /// Most drafts of a step, 1 to 15
+    #[arg(long, value_name = "N", default_value_t = NgramDraft::default().tokens,
+          value_parser = clap::value_parser!(u32).range(1..=NgramDraft::MOST_TOKENS as i64))]
+    pub draft_tokens: u32,
+    /// Longest run of tokens to look for earlier in the text
+    #[arg(long, value_name = "N", default_value_t = NgramDraft::default().max, value_parser = clap::value_parser!(u32).range(1..))]
+    pub ngram_max: u32,
+    /// Shortest run of tokens to look for
+    #[arg(long, value_name = "N", default_value_t = NgramDraft::default().min, value_parser = clap::value_parser!(u32).range(1..))]
+    pub ngram_min: u32,
+}
+
+/// Who drafts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DraftKind {
+    /// Nobody: a token a step
+    None,
+    /// What followed the same few tokens earlier in the text
+    Ngram,
+}
+
+/// What is said beside the text.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Output")]
+pub struct ReportArgs {
+    /// No summary and no progress
+    #[arg(long, short, conflicts_with = "verbose")]
+    pub quiet: bool,
+    /// Also tokens per step, and what the program does (RUST_LOG chooses finer)
+    #[arg(long, short)]
+    pub verbose: bool,
+    /// Print a JSON object instead of text: tokens, why it ended, statistics, device
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A number of tokens that leaves room for one of the prompt and one of the answer.
+fn context(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if n >= 2 => Ok(n),
+        Ok(_) => Err("it must be 2 or more".into()),
+        Err(_) => Err("it must be a whole number".into()),
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("it must be 1 or more".into()),
+        Ok(n) => Ok(n),
+        Err(_) => Err("it must be a whole number".into()),
+    }
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    in_range(text, |temperature| Sampling { temperature, ..Sampling::default() })
+}
+
+fn top_p(text: &str) -> Result<f32, String> {
+    in_range(text, |top_p| Sampling { top_p, ..Sampling::default() })
+}
+
+fn min_p(text: &str) -> Result<f32, String> {
+    in_range(text, |min_p| Sampling { min_p, ..Sampling::default() })
+}
+
+fn repetition_penalty(text: &str) -> Result<f32, String> {
+    in_range(text, |repetition_penalty| Sampling { repetition_penalty, ..Sampling::default() })
+}
+
+fn presence_penalty(text: &str) -> Result<f32, String> {
+    in_range(text, |presence_penalty| Sampling { presence_penalty, ..Sampling::default() })
+}
+
+/// Parses a number; the range is the one that [`Sampling::check`] knows for the setting.
+fn in_range(text: &str, setting: impl Fn(f32) -> Sampling) -> Result<f32, String> {
+    let value = text.parse().map_err(|_| "it must be a number".to_owned())?;
+    match setting(value).check() {
+        Ok(()) => Ok(value),
+        Err(model::Error::SamplingRange { range, .. }) => Err(format!("it must be {range}")),
+        Err(other) => Err(other.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::Args;
+
+    #[test]
+    fn the_definitions_are_consistent() {
+        Args::command().debug_assert();
+    }
+}

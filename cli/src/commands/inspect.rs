@@ -1,0 +1,332 @@
+//! `warpdraft inspect`: what a checkpoint holds, and what it will need.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Write};
+use std::path::Path;
+
+use host::forward::{Footprint, Forward};
+use host::{LoadOptions, gib};
+use model::{Checkpoint, Config, GenerationConfig};
+use serde::Serialize;
+
+use crate::resolve::Inspect;
+use crate::{Ending, loading, output};
+
+/// Memory of a card that is not ours to use: the driver's context and the kernels themselves, roughly.
+const DRIVER_BYTES: u64 = 512 << 20;
+
+/// Runs the command.
+///
+/// # Errors
+/// Whatever is wrong with the files; a closed pipe.
+pub fn run(command: Inspect) -> anyhow::Result<Ending> {
+    loading::start_log(command.report)?;
+    let checkpoint = loading::open(&command.source, command.check, command.report)?;
+    let findings = Findings::of(&checkpoint, &command)?;
+    if command.report.json {
+        output::print_json(&findings, true)?;
+    } else {
+        output::print(&findings.to_string())?;
+    }
+    Ok(Ending::Done)
+}
+
+/// Everything that is shown; the fields of `--json`.
+#[derive(Serialize)]
+struct Findings {
+    model: String,
+    architecture: Architecture,
+    parameters: usize,
+    stored_bytes: u64,
+    dtypes: BTreeMap<String, usize>,
+    files: Vec<File>,
+    weights_checked: bool,
+    tokenizer_tokens: usize,
+    chat_template: bool,
+    generation: Generation,
+    memory: Memory,
+    cards: Vec<Card>,
+    /// Why no card can run it, if so.
+    gpu_unsupported: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tensors: Option<Vec<Tensor>>,
+}
+
+#[derive(Serialize)]
+struct Architecture {
+    name: &'static str,
+    layers: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    query_heads: usize,
+    key_value_heads: usize,
+    head_size: usize,
+    vocabulary: usize,
+    most_positions: usize,
+    rope_theta: f64,
+    tied_embeddings: bool,
+}
+
+#[derive(Serialize)]
+struct File {
+    name: String,
+    tensors: usize,
+    tensor_bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Generation {
+    eos_token_ids: Vec<u32>,
+    sample: bool,
+    temperature: Option<f32>,
+    top_k: Option<u32>,
+    top_p: Option<f32>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+}
+
+/// What a card must hold.
+#[derive(Serialize)]
+struct Memory {
+    context: usize,
+    weight_bytes: u64,
+    kv_bytes_per_token: usize,
+    working_bytes: u64,
+    total_bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Card {
+    device: String,
+    name: String,
+    memory_bytes: u64,
+    compute_capability: String,
+    fits: bool,
+    /// Longest context that fits, 0 if none does.
+    longest_context: usize,
+}
+
+#[derive(Serialize)]
+struct Tensor {
+    name: String,
+    dtype: String,
+    shape: Vec<usize>,
+    bytes: usize,
+    file: String,
+}
+
+impl Findings {
+    fn of(checkpoint: &Checkpoint, command: &Inspect) -> Result<Self, host::Error> {
+        let config = &checkpoint.config;
+        let context = LoadOptions::DEFAULT_CONTEXT.min(config.max_position_embeddings);
+        let context = command.context.unwrap_or(context);
+        if context > config.max_position_embeddings {
+            return Err(host::Error::ContextTooLong { context, most: config.max_position_embeddings });
+        }
+        let footprint = Footprint::of(config, context);
+        let memory = Memory {
+            context,
+            weight_bytes: footprint.weights,
+            kv_bytes_per_token: config.kv_bytes_per_token(2),
+            working_bytes: footprint.working,
+            total_bytes: footprint.weights + footprint.working,
+        };
+        let cards = host::device::cards()?.into_iter().map(|card| {
+            let room = card.memory.saturating_sub(DRIVER_BYTES);
+            Card {
+                device: format!("cuda:{}", card.ordinal),
+                name: card.name,
+                memory_bytes: card.memory,
+                compute_capability: format!("{}.{}", card.capability.0, card.capability.1),
+                fits: memory.total_bytes <= room,
+                longest_context: longest_context(config, room),
+            }
+        });
+        let tensors: Vec<Tensor> = checkpoint
+            .tensors()
+            .map(|tensor| Tensor {
+                name: tensor.name.to_owned(),
+                dtype: tensor.dtype.to_string(),
+                shape: tensor.shape.to_vec(),
+                bytes: tensor.data.len(),
+                file: file_name(checkpoint.tensor_file(tensor.name)),
+            })
+            .collect();
+        let mut dtypes = BTreeMap::new();
+        for tensor in &tensors {
+            *dtypes.entry(tensor.dtype.clone()).or_default() += 1;
+        }
+        Ok(Self {
+            model: command.source.to_string(),
+            architecture: Architecture::of(config),
+            parameters: config.parameter_count(),
+            stored_bytes: checkpoint.stored_bytes(),
+            dtypes,
+            files: files(&tensors),
+            weights_checked: command.check,
+            tokenizer_tokens: checkpoint.tokenizer.vocab_size(),
+            chat_template: checkpoint.chat_template.is_some(),
+            generation: Generation::of(&checkpoint.generation),
+            cards: cards.collect(),
+            memory,
+            gpu_unsupported: Forward::check(config).err().map(|error| error.to_string()),
+            tensors: command.tensors.then_some(tensors),
+        })
+    }
+}
+
+/// The longest context whose cache and working memory fit into `room` beside the weights; memory grows with the context.
+fn longest_context(config: &Config, room: u64) -> usize {
+    let fits = |context| {
+        let footprint = Footprint::of(config, context);
+        footprint.weights + footprint.working <= room
+    };
+    let (mut fitting, mut least_not) = (0, config.max_position_embeddings + 1);
+    while fitting + 1 < least_not {
+        let middle = fitting.midpoint(least_not);
+        if fits(middle) { fitting = middle } else { least_not = middle }
+    }
+    fitting
+}
+
+fn file_name(path: Option<&Path>) -> String {
+    path.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+fn files(tensors: &[Tensor]) -> Vec<File> {
+    let mut files: Vec<File> = Vec::new();
+    // Tensors come shard by shard.
+    for shard in tensors.chunk_by(|a, b| a.file == b.file) {
+        files.push(File {
+            name: shard[0].file.clone(),
+            tensors: shard.len(),
+            tensor_bytes: shard.iter().map(|t| t.bytes as u64).sum(),
+        });
+    }
+    files
+}
+
+impl Architecture {
+    fn of(config: &Config) -> Self {
+        Self {
+            name: "Qwen3ForCausalLM",
+            layers: config.num_hidden_layers,
+            hidden_size: config.hidden_size,
+            intermediate_size: config.intermediate_size,
+            query_heads: config.num_attention_heads,
+            key_value_heads: config.num_key_value_heads,
+            head_size: config.head_dim,
+            vocabulary: config.vocab_size,
+            most_positions: config.max_position_embeddings,
+            rope_theta: config.rope_theta,
+            tied_embeddings: config.tie_word_embeddings,
+        }
+    }
+}
+
+impl Generation {
+    fn of(config: &GenerationConfig) -> Self {
+        Self {
+            eos_token_ids: config.eos_token_ids.clone(),
+            sample: config.do_sample == Some(true),
+            temperature: config.temperature,
+            top_k: config.top_k,
+            top_p: config.top_p,
+            min_p: config.min_p,
+            repetition_penalty: config.repetition_penalty,
+        }
+    }
+}
+
+/// `key   value`, the values below one another.
+fn row(f: &mut fmt::Formatter<'_>, key: &str, value: impl fmt::Display) -> fmt::Result {
+    writeln!(f, "  {key:<18} {value}")
+}
+
+fn count(parameters: usize) -> String {
+    let n = parameters as f64;
+    if n >= 1e9 { format!("{:.2} billion", n / 1e9) } else { format!("{:.2} million", n / 1e6) }
+}
+
+impl fmt::Display for Findings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let a = &self.architecture;
+        writeln!(f, "{}", self.model)?;
+        row(f, "architecture", a.name)?;
+        row(f, "parameters", format_args!("{} ({})", count(self.parameters), self.parameters))?;
+        row(f, "layers", a.layers)?;
+        row(f, "hidden size", a.hidden_size)?;
+        row(f, "intermediate size", a.intermediate_size)?;
+        let heads = format!("{} query, {} key-value, of size {}", a.query_heads, a.key_value_heads, a.head_size);
+        row(f, "heads", heads)?;
+        row(f, "vocabulary", format_args!("{} rows, {} tokens", a.vocabulary, self.tokenizer_tokens))?;
+        row(f, "head", if a.tied_embeddings { "tied to the embedding" } else { "its own" })?;
+        row(f, "most positions", a.most_positions)?;
+        row(f, "rope theta", a.rope_theta)?;
+        row(f, "chat template", if self.chat_template { "yes" } else { "none" })?;
+        row(f, "generation", &self.generation)?;
+
+        let dtypes: Vec<String> = self.dtypes.iter().map(|(dtype, n)| format!("{n} {dtype}")).collect();
+        let checked = if self.weights_checked { "; every weight is finite" } else { "" };
+        writeln!(f, "\nfiles: {} of tensors ({}){checked}", gib(self.stored_bytes), dtypes.join(", "))?;
+        for file in &self.files {
+            row(f, &file.name, format_args!("{}, {} tensors", gib(file.tensor_bytes), file.tensors))?;
+        }
+
+        let m = &self.memory;
+        writeln!(f, "\nmemory on a card, for {} tokens of context", m.context)?;
+        row(f, "weights", gib(m.weight_bytes))?;
+        let per_token = m.kv_bytes_per_token as f64 / 1024.0;
+        row(f, "cache and work", format_args!("{} (keys and values: {per_token} KiB a token)", gib(m.working_bytes)))?;
+        row(f, "together", gib(m.total_bytes))?;
+
+        writeln!(f, "\ncards")?;
+        if self.cards.is_empty() {
+            writeln!(f, "  none found; it runs on the CPU")?;
+        }
+        for card in &self.cards {
+            let fits = match (&self.gpu_unsupported, card.fits, card.longest_context) {
+                (Some(_), _, _) => "cannot run it".into(),
+                (None, true, longest) => format!("fits, with up to {longest} tokens of context"),
+                (None, false, 0) => "too small".into(),
+                (None, false, longest) => format!("fits with --context {longest} at most"),
+            };
+            let what =
+                format!("{}, {}, compute capability {}", card.name, gib(card.memory_bytes), card.compute_capability);
+            row(f, &card.device, format_args!("{what}: {fits}"))?;
+        }
+        if let Some(reason) = &self.gpu_unsupported {
+            writeln!(f, "  {reason}")?;
+        }
+
+        if let Some(tensors) = &self.tensors {
+            writeln!(f, "\ntensors")?;
+            let width = tensors.iter().map(|t| t.name.len()).max().unwrap_or(0);
+            for tensor in tensors {
+                let Tensor { name, dtype, shape, file, .. } = tensor;
+                writeln!(f, "  {name:<width$}  {dtype:<4}  {:<16}  {file}", format!("{shape:?}"))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = String::from(if self.sample { "sampling" } else { "greedy" });
+        if self.sample {
+            for (name, value) in [
+                ("temperature", self.temperature.map(|v| v.to_string())),
+                ("top-k", self.top_k.map(|v| v.to_string())),
+                ("top-p", self.top_p.map(|v| v.to_string())),
+                ("min-p", self.min_p.map(|v| v.to_string())),
+                ("repetition penalty", self.repetition_penalty.map(|v| v.to_string())),
+            ] {
+                if let Some(value) = value {
+                    write!(text, ", {name} {value}")?;
+                }
+            }
+        }
+        write!(f, "{text}; ends at tokens {:?}", self.eos_token_ids)
+    }
+}

@@ -1,0 +1,44 @@
+//! Bars on standard error for what takes long before the first token: download, check, upload.
+
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// A bar, drawn on a terminal only and gone when dropped.
+pub struct Progress(ProgressBar);
+
+impl Progress {
+    /// A bar for `what`; `shown` says whether the user wants to see such things.
+    pub fn new(what: &str, shown: bool) -> Self {
+        let bar = ProgressBar::new(0);
+        if !(shown && std::io::stderr().is_terminal()) {
+            bar.set_draw_target(ProgressDrawTarget::hidden());
+        }
+        bar.set_message(what.to_owned());
+        // Until bytes are known, a spinner. The templates are constants; were one wrong, the plain bar would do.
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}") {
+            bar.set_style(style);
+        }
+        bar.enable_steady_tick(Duration::from_millis(120));
+        Self(bar)
+    }
+
+    /// `done` bytes of `total`; a total of 0 is not known yet.
+    pub fn bytes(&self, done: u64, total: u64) {
+        if total > 0 && self.0.length() != Some(total) {
+            self.0.set_length(total);
+            let template = "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
+            if let Ok(style) = ProgressStyle::with_template(template) {
+                self.0.set_style(style);
+            }
+        }
+        self.0.set_position(done);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}

@@ -1,0 +1,370 @@
+//! What the program needs to know, made from the arguments: every default filled in that the checkpoint does not decide, every
+//! contradiction refused.
+
+use std::io::{IsTerminal, Read};
+use std::path::Path;
+
+use anyhow::Context;
+use clap::CommandFactory;
+use clap::error::ErrorKind;
+use host::{LoadOptions, NgramDraft};
+use model::{GenerationConfig, Message, Role, Sampling, Source};
+
+use crate::args::{
+    AnswerArgs, Args, ChatArgs, DeviceArgs, DraftArgs, DraftKind, GenerateArgs, InspectArgs, ModelArgs, ReportArgs,
+};
+
+/// Most tokens of a continuation, where nothing else is said.
+const GENERATE_TOKENS: usize = 256;
+/// Most tokens of a turn, which may begin with a good deal of thinking.
+const CHAT_TOKENS: usize = 2048;
+
+/// What `generate` does.
+#[derive(Debug)]
+pub struct Generate {
+    /// The model.
+    pub source: Source,
+    /// Where it runs.
+    pub load: LoadOptions,
+    /// What is to be continued.
+    pub prompt: Prompt,
+    /// How.
+    pub answer: Answer,
+    /// What to say.
+    pub report: Report,
+}
+
+/// What `chat` does.
+#[derive(Debug)]
+pub struct Chat {
+    /// The model.
+    pub source: Source,
+    /// Where it runs.
+    pub load: LoadOptions,
+    /// Instructions before the conversation.
+    pub system: Option<Message>,
+    /// Whether the model thinks before it answers.
+    pub think: bool,
+    /// How a turn is made.
+    pub answer: Answer,
+    /// What to say.
+    pub report: Report,
+}
+
+/// What `inspect` does.
+#[derive(Debug)]
+pub struct Inspect {
+    /// The model.
+    pub source: Source,
+    /// Context to reckon memory for.
+    pub context: Option<usize>,
+    /// Whether to list the tensors.
+    pub tensors: bool,
+    /// Whether to read every weight.
+    pub check: bool,
+    /// What to say.
+    pub report: Report,
+}
+
+/// What is to be continued.
+#[derive(Debug)]
+pub enum Prompt {
+    /// A text, as it is.
+    Text(String),
+    /// A conversation, for the chat template.
+    Conversation {
+        /// The messages; the last is the user's.
+        messages: Vec<Message>,
+        /// Whether the model thinks before it answers.
+        think: bool,
+    },
+}
+
+/// How an answer is made. What is `None` is for the checkpoint's generation config to say.
+#[derive(Debug)]
+pub struct Answer {
+    /// Most tokens.
+    pub max_tokens: usize,
+    /// Texts that end it.
+    pub stop: Vec<String>,
+    /// Whether to go on past end tokens.
+    pub ignore_eos: bool,
+    /// Who drafts.
+    pub draft: Option<NgramDraft>,
+    temperature: Option<f32>,
+    top_k: Option<u32>,
+    top_p: Option<f32>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    presence_penalty: f32,
+    seed: u64,
+}
+
+/// What is said beside the text, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Report {
+    /// How much.
+    pub detail: Detail,
+    /// Whether standard output gets JSON.
+    pub json: bool,
+}
+
+/// How much is said on standard error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Detail {
+    /// Errors.
+    Quiet,
+    /// Progress and a summary.
+    Normal,
+    /// All there is to know.
+    Verbose,
+}
+
+/// Resolves the arguments of `generate`; reads the prompt.
+///
+/// # Errors
+/// A model that is not there, a prompt that cannot be read, settings that contradict each other.
+pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
+    let source = source(&args.model.model, &args.model)?;
+    let answer = answer(args.answer, &args.draft, GENERATE_TOKENS)?;
+    let text = prompt(args.prompt, args.file.as_deref())?;
+    if text.is_empty() {
+        return Err(host::Error::EmptyPrompt.into());
+    }
+    let prompt = if args.chat {
+        let system = args.system.map(|text| Message::new(Role::System, text));
+        let messages = system.into_iter().chain([Message::new(Role::User, text)]).collect();
+        Prompt::Conversation { messages, think: !args.no_think }
+    } else {
+        Prompt::Text(text)
+    };
+    Ok(Generate { source, load: load(&args.device), prompt, answer, report: report(&args.report) })
+}
+
+/// Resolves the arguments of `chat`.
+///
+/// # Errors
+/// As [`generate`].
+pub fn chat(args: ChatArgs) -> anyhow::Result<Chat> {
+    Ok(Chat {
+        source: source(&args.model.model, &args.model)?,
+        load: load(&args.device),
+        system: args.system.map(|text| Message::new(Role::System, text)),
+        think: !args.no_think,
+        answer: answer(args.answer, &args.draft, CHAT_TOKENS)?,
+        report: report(&args.report),
+    })
+}
+
+/// Resolves the arguments of `inspect`.
+///
+/// # Errors
+/// A model that is not there.
+pub fn inspect(args: InspectArgs) -> anyhow::Result<Inspect> {
+    let which = args.which.as_ref().unwrap_or(&args.model.model);
+    Ok(Inspect {
+        source: source(which, &args.model)?,
+        context: args.context,
+        tensors: args.tensors,
+        check: args.check,
+        report: Report { detail: if args.quiet { Detail::Quiet } else { Detail::Normal }, json: args.json },
+    })
+}
+
+fn source(which: &str, args: &ModelArgs) -> anyhow::Result<Source> {
+    let source: Source = which.parse()?;
+    match (source, &args.revision) {
+        (source, None) => Ok(source),
+        // Parsed again, so that the revision passes the same checks.
+        (Source::Hub { id, .. }, Some(revision)) => Ok(format!("{id}@{revision}").parse()?),
+        (source, Some(_)) => Err(usage(format!("--revision is for models on the hub, and {source} is none"))),
+    }
+}
+
+fn load(args: &DeviceArgs) -> LoadOptions {
+    LoadOptions { device: args.device, context: args.context }
+}
+
+fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Result<Answer> {
+    Ok(Answer {
+        max_tokens: args.max_tokens.unwrap_or(max_tokens),
+        stop: args.stop,
+        ignore_eos: args.ignore_eos,
+        draft: ngram_draft(draft)?,
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty,
+        presence_penalty: args.presence_penalty,
+        // 32 bits: short enough to type, and a number that every reader of JSON keeps whole.
+        seed: args.seed.unwrap_or_else(|| rand::random::<u32>().into()),
+    })
+}
+
+fn ngram_draft(args: &DraftArgs) -> anyhow::Result<Option<NgramDraft>> {
+    let ngram = NgramDraft { tokens: args.draft_tokens, max: args.ngram_max, min: args.ngram_min };
+    ngram.check().map_err(|error| usage(error.to_string()))?;
+    Ok((args.draft == DraftKind::Ngram).then_some(ngram))
+}
+
+fn report(args: &ReportArgs) -> Report {
+    let detail = match (args.quiet, args.verbose) {
+        (true, _) => Detail::Quiet,
+        (false, true) => Detail::Verbose,
+        (false, false) => Detail::Normal,
+    };
+    Report { detail, json: args.json }
+}
+
+fn prompt(argument: Option<String>, file: Option<&Path>) -> anyhow::Result<String> {
+    match (argument, file) {
+        (_, Some(path)) => {
+            let name = path.display().to_string();
+            let bytes = std::fs::read(path).with_context(|| format!("cannot read the prompt from {name}"))?;
+            text(bytes, &name)
+        }
+        (Some(prompt), None) if prompt != "-" => Ok(prompt),
+        (None, None) if std::io::stdin().is_terminal() => {
+            Err(usage("a prompt is needed: as an argument, with --file, or on standard input"))
+        }
+        _ => {
+            let mut bytes = Vec::new();
+            std::io::stdin().read_to_end(&mut bytes).context("cannot read the prompt from standard input")?;
+            text(bytes, "standard input")
+        }
+    }
+}
+
+/// The text of a prompt file, without the newline that editors and `echo` end it with.
+fn text(bytes: Vec<u8>, name: &str) -> anyhow::Result<String> {
+    let mut text = utf8(bytes, name)?;
+    if text.ends_with('\n') {
+        text.pop();
+        if text.ends_with('\r') {
+            text.pop();
+        }
+    }
+    Ok(text)
+}
+
+/// The text of `bytes`, which came from `name`.
+///
+/// # Errors
+/// If it is not UTF-8.
+pub fn utf8(bytes: Vec<u8>, name: &str) -> anyhow::Result<String> {
+    String::from_utf8(bytes).map_err(|error| {
+        let at = error.utf8_error().valid_up_to();
+        anyhow::anyhow!(
+            "{name} is not UTF-8 text (byte {at}, counted from 0); convert it first, for example with iconv"
+        )
+    })
+}
+
+/// An error of usage, shown as the parser shows its own.
+fn usage(message: impl std::fmt::Display) -> anyhow::Error {
+    Args::command().error(ErrorKind::ValueValidation, message).into()
+}
+
+impl Answer {
+    /// The sampling settings: those given, else the checkpoint's, else neutral ones.
+    pub fn sampling(&self, checkpoint: &GenerationConfig) -> Sampling {
+        // transformers samples only where the config says so.
+        let temperature = match checkpoint.do_sample {
+            Some(true) => checkpoint.temperature.unwrap_or(1.0),
+            _ => 0.0,
+        };
+        let neutral = Sampling::default();
+        Sampling {
+            temperature: self.temperature.unwrap_or(temperature),
+            top_k: self.top_k.or(checkpoint.top_k).unwrap_or(neutral.top_k),
+            top_p: self.top_p.or(checkpoint.top_p).unwrap_or(neutral.top_p),
+            min_p: self.min_p.or(checkpoint.min_p).unwrap_or(neutral.min_p),
+            repetition_penalty: self
+                .repetition_penalty
+                .or(checkpoint.repetition_penalty)
+                .unwrap_or(neutral.repetition_penalty),
+            presence_penalty: self.presence_penalty,
+            seed: self.seed,
+        }
+    }
+
+    /// The engine's request to continue `prompt`.
+    pub fn request(&self, prompt: Vec<u32>, checkpoint: &GenerationConfig) -> host::Request {
+        host::Request {
+            prompt,
+            max_tokens: self.max_tokens,
+            sampling: self.sampling(checkpoint),
+            draft: self.draft,
+            stop: self.stop.clone(),
+            ignore_end: self.ignore_eos,
+        }
+    }
+}
+
+impl Report {
+    /// Whether standard error gets progress and a summary.
+    pub fn is_told(&self) -> bool {
+        self.detail >= Detail::Normal
+    }
+
+    /// Whether it gets all there is to know.
+    pub fn is_verbose(&self) -> bool {
+        self.detail == Detail::Verbose
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::Command;
+
+    fn generate_from(line: &[&str]) -> anyhow::Result<Generate> {
+        let args = Args::try_parse_from(["warpdraft", "generate", "--model", "demo"].iter().chain(line))?;
+        match args.command {
+            Command::Generate(args) => generate(args),
+            other => panic!("not generate: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_checkpoint_decides_what_flags_leave_open() {
+        let checkpoint = GenerationConfig {
+            do_sample: Some(true),
+            temperature: Some(0.6),
+            top_k: Some(20),
+            top_p: Some(0.95),
+            ..GenerationConfig::default()
+        };
+        let given = generate_from(&["hello", "--top-p", "0.5", "--seed", "7"]).unwrap();
+        let sampling = given.answer.sampling(&checkpoint);
+        let expected = Sampling { temperature: 0.6, top_k: 20, top_p: 0.5, seed: 7, ..Sampling::default() };
+        assert_eq!(sampling, expected);
+    }
+
+    #[test]
+    fn a_checkpoint_that_does_not_ask_for_sampling_is_greedy() {
+        let checkpoint = GenerationConfig { temperature: Some(0.6), ..GenerationConfig::default() };
+        assert_eq!(generate_from(&["hello"]).unwrap().answer.sampling(&checkpoint).temperature, 0.0);
+    }
+
+    #[test]
+    fn one_newline_at_the_end_of_a_file_is_left_out() {
+        assert_eq!(text(b"a\n\n".to_vec(), "file").unwrap(), "a\n");
+        assert_eq!(text(b"a\r\n".to_vec(), "file").unwrap(), "a");
+        assert_eq!(text(b"a".to_vec(), "file").unwrap(), "a");
+    }
+
+    #[test]
+    fn the_last_of_think_and_no_think_counts() {
+        let think = |line: &[&str]| match generate_from(line).unwrap().prompt {
+            Prompt::Conversation { think, .. } => think,
+            Prompt::Text(_) => panic!("not a conversation"),
+        };
+        assert!(think(&["hi", "--chat"]));
+        assert!(!think(&["hi", "--chat", "--no-think"]));
+        assert!(think(&["hi", "--chat", "--no-think", "--think"]));
+    }
+}

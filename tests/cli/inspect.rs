@@ -1,0 +1,57 @@
+//! `warpdraft inspect`.
+
+use predicates::prelude::*;
+
+use crate::{golden, json_of, stdout_of, warpdraft};
+
+#[test]
+fn the_demo_is_described() {
+    let text = stdout_of(&mut warpdraft(&["inspect"]));
+    for part in
+        ["Qwen3ForCausalLM", "layers             6", "4 query, 2 key-value, of size 128", "temperature 0.7", "cards"]
+    {
+        assert!(text.contains(part), "no {part:?} in:\n{text}");
+    }
+}
+
+#[test]
+fn json_has_the_figures() {
+    let json = json_of(&mut warpdraft(&["inspect", "demo", "--context", "1000", "--json"]));
+    assert_eq!(json["architecture"]["layers"], 6);
+    assert_eq!(json["chat_template"], true);
+    let memory = &json["memory"];
+    let (weights, working) = (memory["weight_bytes"].as_u64().unwrap(), memory["working_bytes"].as_u64().unwrap());
+    assert_eq!(weights, 2 * json["parameters"].as_u64().unwrap(), "bf16");
+    assert_eq!(memory["kv_bytes_per_token"], 2 * 6 * 2 * 128 * 2, "keys and values, 6 layers, 2 heads of 128, bf16");
+    assert_eq!(memory["context"], 1000);
+    assert!(working > 1000 * 6144);
+    assert_eq!(memory["total_bytes"], weights + working);
+    assert_eq!(json.get("tensors"), None);
+}
+
+#[test]
+fn shards_and_tensors_are_listed() {
+    let dir = golden("separate_f16_sharded");
+    let text = stdout_of(warpdraft(&["inspect", "--tensors", "--model"]).arg(&dir));
+    for part in ["model-00004-of-00004.safetensors", "lm_head.weight", "[272, 128]", "F16", "its own"] {
+        assert!(text.contains(part), "no {part:?} in:\n{text}");
+    }
+    let json = json_of(warpdraft(&["inspect", "--tensors", "--json"]).arg(&dir));
+    assert_eq!(json["files"].as_array().unwrap().len(), 4);
+    assert_eq!(json["tensors"].as_array().unwrap().len(), 14);
+}
+
+#[test]
+fn check_reads_every_weight() {
+    let broken = crate::broken::Broken::copy_of("tied_bf16");
+    broken.overwrite("model.safetensors", "model.norm.weight", &0x7fc0u16.to_le_bytes());
+    warpdraft(&["inspect", broken.path()]).assert().success();
+    let check = warpdraft(&["inspect", "--check", broken.path()]).assert();
+    check.code(1).stderr(predicate::str::contains("`model.norm.weight`").and(predicate::str::contains("NaN")));
+}
+
+#[test]
+fn a_context_beyond_the_model_is_refused() {
+    let run = warpdraft(&["inspect", "--context", "100000"]).assert();
+    run.code(1).stdout("").stderr(predicate::str::contains("more than the 4096 positions"));
+}

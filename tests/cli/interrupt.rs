@@ -1,0 +1,68 @@
+//! Ctrl-C and closed pipes.
+
+use std::io::Read;
+use std::process::{Child, Command, Output, Stdio};
+
+use crate::binary;
+
+/// An answer that takes a good while, begun: its first bytes have come.
+fn begun(extra: &[&str]) -> (Child, Vec<u8>) {
+    let long = ["generate", "--device", "cpu", "--temperature", "0", "--ignore-eos", "--max-tokens", "4000"];
+    let mut child = Command::new(binary())
+        .args(long)
+        .args(extra)
+        .arg("fn main() {")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    let mut first = vec![0; 8];
+    child.stdout.as_mut().unwrap().read_exact(&mut first).expect("text comes");
+    (child, first)
+}
+
+fn interrupt(child: &Child) {
+    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    assert!(sent.expect("kill runs").success());
+}
+
+fn finish(child: Child) -> Output {
+    child.wait_with_output().expect("the binary ends")
+}
+
+#[test]
+fn ctrl_c_ends_the_answer_with_a_summary() {
+    let (child, first) = begun(&[]);
+    interrupt(&child);
+    let output = finish(child);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("mean accepted length"), "no summary in {stderr}");
+    assert!(stderr.ends_with("warpdraft: interrupted\n"), "{stderr}");
+    assert!(String::from_utf8([first, output.stdout].concat()).is_ok(), "the text is whole characters");
+}
+
+#[test]
+fn a_closed_pipe_ends_quietly() {
+    let (mut child, _) = begun(&[]);
+    drop(child.stdout.take());
+    let output = finish(child);
+    assert_eq!(output.status.code(), Some(141));
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+}
+
+#[test]
+fn a_closed_pipe_ends_other_commands_quietly_too() {
+    for args in [["inspect", "--tensors"], ["completions", "bash"]] {
+        let mut child = Command::new(binary())
+            .args(args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the binary starts");
+        drop(child.stdout.take());
+        let output = finish(child);
+        assert_eq!((output.status.code(), &*String::from_utf8_lossy(&output.stderr)), (Some(141), ""), "{args:?}");
+    }
+}

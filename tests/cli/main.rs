@@ -1,0 +1,45 @@
+//! The warpdraft binary as a user meets it: each test runs it, and looks at what it prints and how it exits.
+
+mod bad_input;
+mod broken;
+mod chat;
+mod completions;
+mod generate;
+mod inspect;
+mod interrupt;
+
+use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+
+/// The binary. `WARPDRAFT_BIN` names another one, where the tests run on a machine that did not build them.
+fn binary() -> PathBuf {
+    std::env::var_os("WARPDRAFT_BIN").map_or_else(|| env!("CARGO_BIN_EXE_warpdraft").into(), PathBuf::from)
+}
+
+/// `warpdraft` and these arguments, on the CPU, with nothing in the environment that would change what it does.
+fn warpdraft(args: &[&str]) -> Command {
+    let mut command = Command::new(binary());
+    command.env_remove("WARPDRAFT_MODEL").env("WARPDRAFT_DEVICE", "cpu").env_remove("RUST_LOG");
+    // Whatever a test names must be a local thing.
+    command.env("HF_HUB_OFFLINE", "1").args(args);
+    command
+}
+
+/// A small checkpoint among the golden ones: `tied_bf16`, `tied_f32` or `separate_f16_sharded`.
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name)
+}
+
+/// What a run printed, which must have succeeded.
+fn stdout_of(command: &mut Command) -> String {
+    let output = command.output().expect("the binary starts");
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{}: {stderr}", output.status);
+    String::from_utf8(output.stdout).expect("standard output is UTF-8")
+}
+
+/// The JSON object that a run printed.
+fn json_of(command: &mut Command) -> serde_json::Value {
+    serde_json::from_str(&stdout_of(command)).expect("standard output is one JSON object")
+}
