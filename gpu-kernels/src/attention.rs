@@ -108,6 +108,7 @@ unsafe fn load_query(q: Global<bf16>, valid: bool, t: u32) -> [[u32; 4]; 4] {
 pub unsafe fn attend(p: Attend) {
     unsafe {
         let count = p.rows.count.load(0);
+        core::hint::assert_unchecked(p.cache.kv_heads > 0);
         let group = p.q_heads / p.cache.kv_heads;
         core::hint::assert_unchecked(group > 0 && group <= PAIRS);
         let tile_rows = Attend::tile_rows(group);

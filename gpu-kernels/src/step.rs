@@ -185,6 +185,7 @@ pub unsafe fn accept(p: Accept) {
         let step = words.load(SequenceState::STEP);
         let mut length = words.load(SequenceState::LENGTH);
         let mut finished = words.load(SequenceState::FINISHED) != 0;
+        core::hint::assert_unchecked(p.ring_reports > 0);
         let report = p.ring.at((step % p.ring_reports) as usize * Report::WORDS);
         let mut count = 0;
         let mut row = p.first_row;

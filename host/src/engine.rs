@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use model::{Checkpoint, Sampling, TokenStream};
+use model::{Checkpoint, Config, Sampling, TokenStream};
 
 use crate::backend::{Backend, Sequence};
 use crate::device::{self, Device};
@@ -51,6 +51,16 @@ pub struct LoadOptions {
 impl LoadOptions {
     /// The context where none is asked for.
     pub const DEFAULT_CONTEXT: usize = 8192;
+
+    /// Most tokens of prompt and answer together, for a model of this config.
+    ///
+    /// # Errors
+    /// [`Error::ContextTooLong`].
+    pub fn context_for(&self, config: &Config) -> Result<usize, Error> {
+        let most = config.max_position_embeddings;
+        let context = self.context.unwrap_or(Self::DEFAULT_CONTEXT.min(most));
+        if context > most { Err(Error::ContextTooLong { context, most }) } else { Ok(context) }
+    }
 }
 
 /// One piece of work.
@@ -152,11 +162,7 @@ impl Engine {
     /// No such device, a device too small (said before anything is loaded), shapes that it does not cover, or
     /// [`Error::Interrupted`].
     pub fn load(checkpoint: Checkpoint, options: LoadOptions, progress: &mut Progress<'_>) -> Result<Self, Error> {
-        let most = checkpoint.config.max_position_embeddings;
-        let context = options.context.unwrap_or(LoadOptions::DEFAULT_CONTEXT.min(most));
-        if context > most {
-            return Err(Error::ContextTooLong { context, most });
-        }
+        let context = options.context_for(&checkpoint.config)?;
         let on = |device: Device, progress: &mut Progress<'_>| -> Result<Box<dyn Backend>, Error> {
             Ok(Box::new(Gpu::new(&checkpoint, &device, context, progress)?))
         };

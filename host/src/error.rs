@@ -115,3 +115,24 @@ pub fn gib(bytes: u64) -> String {
         format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Error;
+
+    #[test]
+    fn a_card_too_small_is_said_with_the_figures() {
+        let error = Error::ModelTooLarge {
+            device: "NVIDIA T4".into(),
+            weights: 15 << 30,
+            cache: 3 << 29,
+            context: 8192,
+            free: 14 << 30,
+        };
+        assert_eq!(
+            error.to_string(),
+            "this model needs 16.5 GiB on NVIDIA T4 (15.0 GiB of weights, 1.5 GiB of cache for 8192 tokens), and 14.0 GiB are free; \
+             use a shorter --context, a smaller model, or --device cpu"
+        );
+    }
+}

@@ -65,3 +65,45 @@ pub fn relative_error(found: &[f32], expected: &[f32]) -> f32 {
     });
     worst / scale
 }
+
+/// `count` prompts of `tokens` tokens each, spread over the demo model's held-out text.
+///
+/// # Panics
+/// If the file is not in order: it is part of the repository.
+pub fn demo_prompts(checkpoint: &model::Checkpoint, count: usize, tokens: usize) -> Vec<Vec<u32>> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/demo/heldout.txt");
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let ids = checkpoint.tokenizer.encode(&text).expect("the held-out text encodes");
+    let stride = (ids.len() - tokens) / count;
+    (0..count).map(|i| ids[i * stride..][..tokens].to_vec()).collect()
+}
+
+/// An engine on `device` for a checkpoint, with room for `context` tokens.
+///
+/// # Panics
+/// If it does not load.
+pub fn engine(checkpoint: &model::Checkpoint, device: host::DeviceChoice, context: usize) -> host::Engine {
+    let options = host::LoadOptions { device, context: Some(context) };
+    host::Engine::load(checkpoint.clone(), options, &mut |_, _| std::ops::ControlFlow::Continue(()))
+        .unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// A greedy request for `max_tokens` tokens that goes on past end tokens.
+pub fn greedy(prompt: &[u32], max_tokens: usize, draft: Option<host::NgramDraft>) -> host::Request {
+    host::Request {
+        prompt: prompt.to_vec(),
+        max_tokens,
+        sampling: model::Sampling::default(),
+        draft,
+        stop: Vec::new(),
+        ignore_end: true,
+    }
+}
+
+/// The tokens that `engine` answers with.
+///
+/// # Panics
+/// If it fails.
+pub fn answer(engine: &mut host::Engine, request: &host::Request) -> host::Generation {
+    engine.generate(request, &mut |_| std::ops::ControlFlow::Continue(())).unwrap_or_else(|e| panic!("{e}"))
+}

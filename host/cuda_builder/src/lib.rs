@@ -116,7 +116,7 @@ impl CudaBuilder {
                 command.env_remove(name);
             }
         }
-        let ptx_version = if self.arch.starts_with("sm_9") { "+ptx83" } else { "+ptx70" };
+        let ptx_version = if self.arch.starts_with("sm_9") { "+ptx83" } else { "+ptx75" };
         command
             .current_dir(&krate)
             .env("RUSTC", toolchain.rustc())

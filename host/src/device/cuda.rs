@@ -13,8 +13,11 @@ use cust::sys;
 use super::Grid;
 use crate::Error;
 
-const PTX_SM_80: &str = include_str!(concat!(env!("OUT_DIR"), "/sm_80.ptx"));
-const PTX_SM_90A: &str = include_str!(concat!(env!("OUT_DIR"), "/sm_90a.ptx"));
+/// The kernels, once for each level: what every card of that level and above can run, and what one alone can.
+pub const PTX: [(&str, &str); 2] = [
+    ("sm_80", include_str!(concat!(env!("OUT_DIR"), "/sm_80.ptx"))),
+    ("sm_90a", include_str!(concat!(env!("OUT_DIR"), "/sm_90a.ptx"))),
+];
 
 /// Bytes of each of the pinned buffers that uploads pass through.
 const STAGING_BYTES: usize = 64 << 20;
@@ -92,6 +95,13 @@ fn capability(device: CudaDevice) -> Result<(i32, i32), Error> {
     Ok((get(DeviceAttribute::ComputeCapabilityMajor)?, get(DeviceAttribute::ComputeCapabilityMinor)?))
 }
 
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        // What lives in the context is freed on whatever thread drops this.
+        let _ = self.enter();
+    }
+}
+
 impl Cuda {
     pub(super) fn open(ordinal: u32) -> Result<Self, Error> {
         initialise()?;
@@ -103,8 +113,8 @@ impl Cuda {
         let name = device.name().map_err(Error::driver("naming a device"))?;
         let (major, minor) = capability(device)?;
         let ptx = match (major, minor) {
-            (9, 0) => PTX_SM_90A,
-            (8.., _) => PTX_SM_80,
+            (9, 0) => PTX[1].1,
+            (8.., _) => PTX[0].1,
             _ => {
                 return Err(Error::NoCuda {
                     reason: format!("{name} has compute capability {major}.{minor}, and 8.0 is the least that will do"),

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use cuda_std::{Global, GlobalMut, Kernel};
 
-pub use cuda::{CardInfo, cards};
+pub use cuda::{CardInfo, PTX, cards};
 
 use crate::Error;
 

@@ -1,0 +1,42 @@
+//! The GPU path under the emulator: every kernel and every launch of the forward pass and the decode loop, lane by lane,
+//! checked for races and stray accesses on the way.
+
+use host::{DeviceChoice, NgramDraft};
+use integration_tests::{answer, engine, golden_cases, greedy, relative_error};
+use model::{Checkpoint, Sampling};
+
+/// Activations are rounded to bf16 before each product, as on a GPU, and so are f16 and f32 weights.
+const TOLERANCE: f32 = 0.02;
+
+#[test]
+fn logits_match_transformers() {
+    for case in golden_cases() {
+        let checkpoint = Checkpoint::open(&case.dir).unwrap();
+        let mut engine = engine(&checkpoint, DeviceChoice::Emulator, case.prompt.len() + 1);
+        let logits = engine.score(&case.prompt).unwrap();
+        for (row, (found, expected)) in logits.chunks(case.vocab).zip(case.logits.chunks(case.vocab)).enumerate() {
+            let error = relative_error(found, expected);
+            println!("{} row {row}: {error:.1e}", case.name);
+            assert!(error < TOLERANCE, "{} row {row}: {error:.1e}", case.name);
+        }
+    }
+}
+
+#[test]
+fn drafts_chunks_and_company_change_nothing() {
+    for case in golden_cases() {
+        let checkpoint = Checkpoint::open(&case.dir).unwrap();
+        let mut engine = engine(&checkpoint, DeviceChoice::Emulator, 128);
+        // Longer than one chunk of a prompt, and repetitive enough to draft from.
+        let prompt: Vec<u32> = case.prompt.iter().copied().cycle().take(70).collect();
+        let sampling = Sampling { temperature: 0.7, top_k: 8, seed: 3, ..Sampling::default() };
+        for sampling in [Sampling::default(), sampling] {
+            let request = |draft| host::Request { sampling, ..greedy(&prompt, 24, draft) };
+            let plain = answer(&mut engine, &request(None));
+            // The second time all but the last token of the prompt is in the cache.
+            let again = answer(&mut engine, &request(Some(NgramDraft { tokens: 15, max: 3, min: 1 })));
+            assert_eq!(again.statistics.cached_tokens, prompt.len() - 1);
+            assert_eq!(plain.tokens, again.tokens, "{}", case.name);
+        }
+    }
+}
