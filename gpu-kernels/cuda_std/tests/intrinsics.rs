@@ -1,63 +1,11 @@
-//! Each intrinsic against its plain definition.
+//! Each intrinsic against its plain definition. `device/src/kernels.rs` holds the kernels.
 
 mod common;
 
-use common::{Io, passes, run};
-use cuda_std::atomic::{self, Ordering, Scope};
+use common::kernels::*;
+use common::{passes, run};
 use cuda_std::emulator::{Buffer, Launch, launch};
-use cuda_std::{GlobalMut, bf16, kernel, math, mma, shared, thread, warp};
-
-/// A kernel of one warp that stores one word a lane.
-macro_rules! lanes {
-    ($($(#[$doc:meta])* $name:ident |$p:ident, $lane:ident| $value:expr;)*) => {
-        $(
-            $(#[$doc])*
-            #[kernel(threads = 32)]
-            pub unsafe fn $name($p: Io) {
-                let $lane = thread::lane_id();
-                // SAFETY: a word for each lane.
-                #[allow(unused_unsafe)]
-                unsafe {
-                    let value: u32 = $value;
-                    $p.output.store($lane as usize, value);
-                }
-            }
-        )*
-    };
-}
-
-lanes! {
-    /// `shuffle_xor`.
-    xor |p, lane| warp::shuffle_xor(lane, 5);
-    /// `shuffle_idx`, of another lane for each.
-    idx |p, lane| warp::shuffle_idx(lane, lane * 7 + 40);
-    /// `shuffle_up`.
-    up |p, lane| warp::shuffle_up(lane, 3);
-    /// `shuffle_down`.
-    down |p, lane| warp::shuffle_down(lane, 3);
-    /// Both words of a wide shuffle, and a float's.
-    wide |p, lane| {
-        let wide = warp::shuffle_xor(u64::from(lane) << 35 | u64::from(lane), 1);
-        let signed = warp::shuffle_down(-(i64::from(lane)), 1);
-        let float = warp::shuffle_idx(lane as f32, 31 - lane);
-        (wide >> 35) as u32 * 10_000 + wide as u32 * 100 + float as u32 + (signed < 0) as u32 * 1_000_000
-    };
-    /// `ballot`.
-    ballot |p, lane| warp::ballot(lane.is_multiple_of(3));
-    /// `any` and `all`.
-    votes |p, lane| {
-        warp::any(lane == 9) as u32
-            + 2 * warp::any(lane == 32) as u32
-            + 4 * warp::all(lane < 32) as u32
-            + 8 * warp::all(lane != 9) as u32
-    };
-    /// `elect`.
-    elect |p, lane| warp::elect() as u32;
-    /// What the lane is told of itself.
-    indices |p, lane| {
-        thread::thread_idx_x() + thread::block_dim_x() * 100 + thread::warp_id() * 10_000 + thread::grid_dim_x() * 100_000
-    };
-}
+use cuda_std::{GlobalMut, bf16, math};
 
 #[test]
 fn warps_exchange() {
@@ -76,18 +24,6 @@ fn warps_exchange() {
     passes::<indices>(one, 32, |i| i as u32 + 3200 + 100_000);
 }
 
-/// Every index of a grid of three dimensions.
-#[kernel(threads = 64)]
-pub unsafe fn grid(p: Io) {
-    // SAFETY: a word for each lane of the grid.
-    unsafe {
-        let (x, y, z) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
-        let block = (z * thread::grid_dim_y() + y) * thread::grid_dim_x() + x;
-        let i = block * 64 + thread::thread_idx_x();
-        p.output.store(i as usize, x + 10 * y + 100 * z + 1000 * thread::grid_dim_z());
-    }
-}
-
 #[test]
 fn blocks_know_their_place() {
     passes::<grid>(Launch { grid: [2, 3, 4], ..Launch::new(1, 64) }, 64 * 24, |i| {
@@ -96,95 +32,16 @@ fn blocks_know_their_place() {
     });
 }
 
-/// Loads and stores of each size, through both memories.
-#[kernel(threads = 32)]
-pub unsafe fn sizes(p: Io) {
-    // SAFETY: offsets are within 64 words; one lane does it all.
-    unsafe {
-        if thread::lane_id() == 0 {
-            let s = shared::dynamic::<u32>(128);
-            s.store16(0, p.input.load16(4));
-            s.cast::<u64>().store(2, p.input.cast::<u64>().load(4));
-            s.cast::<u16>().store(12, p.input.cast::<u16>().load_nc(20));
-            s.cast::<u16>().store(13, 0xabcd);
-            s.cast::<u8>().store(28, p.input.cast::<u8>().load(44));
-            for i in 29..32 {
-                s.cast::<i8>().store(i, -1);
-            }
-            p.output.store16(0, s.load16(0));
-            p.output.cast::<u64>().store(2, s.cast::<u64>().load(2));
-            p.output.cast::<bf16>().store(12, s.cast::<bf16>().load(12));
-            p.output.cast::<u16>().store(13, s.cast::<u16>().load(13));
-            p.output.at(7).store(0, s.at(7).load(0));
-            p.output.store16_stream(8, p.input.load16_nc(0));
-            p.output.store16(12, p.input.load16_stream(16));
-        }
-    }
-}
-
 #[test]
 fn memory_holds_every_size() {
     let expected = [4, 5, 6, 7, 8, 9, 0xabcd_000a, 0xffff_ff0b, 0, 1, 2, 3, 16, 17, 18, 19];
     passes::<sizes>(Launch::new(1, 32), 64, |i| expected.get(i).copied().unwrap_or(u32::MAX));
 }
 
-/// Every atomic operation, from all lanes.
-#[kernel(threads = 128)]
-pub unsafe fn atomics(p: Io) {
-    // SAFETY: the counters are initialised, in shared memory by one lane before the barrier.
-    unsafe {
-        let thread = thread::thread_idx_x();
-        let s = shared::dynamic::<i32>(0);
-        if thread == 0 {
-            s.store(0, 1000);
-            s.store(1, -1000);
-        }
-        thread::sync_threads();
-        let (relaxed, device) = (Ordering::Relaxed, Scope::Device);
-        atomic::fetch_add(p.zeros, 0, thread, relaxed, device);
-        atomic::fetch_max(p.zeros, 1, thread, relaxed, device);
-        atomic::fetch_min(s, 0, -(thread as i32), relaxed, Scope::Block);
-        atomic::fetch_max(s, 1, thread as i32, relaxed, Scope::Block);
-        atomic::fetch_add(p.zeros.cast::<u64>(), 1, 1 << 33, relaxed, device);
-        // A lock, taken by every lane in turn.
-        while atomic::compare_exchange(p.zeros, 4, 0, 1, Ordering::Acquire, device) != 0 {
-            thread::nanosleep(20);
-        }
-        p.zeros.store(5, p.zeros.load(5) + 1);
-        atomic::exchange(p.zeros, 4, 0, Ordering::Release, device);
-        thread::sync_threads();
-        if thread == 0 {
-            let minimum = atomic::load(s, 0, relaxed, Scope::Block);
-            p.output.store16(0, [p.zeros.load(0), p.zeros.load(1), minimum as u32, s.load(1) as u32]);
-            p.output.store16(4, [p.zeros.load(2), p.zeros.load(3), p.zeros.load(4), p.zeros.load(5)]);
-        }
-    }
-}
-
 #[test]
 fn atomics_count() {
     let expected = [127 * 64, 127, -127i32 as u32, 127, 0, 256, 0, 128];
     passes::<atomics>(Launch::new(1, 128), 8, |i| expected[i]);
-}
-
-/// A product of tiles; A comes by `ldmatrix` from shared memory, B's columns transposed.
-#[kernel(threads = 32)]
-pub unsafe fn product(p: Io) {
-    // SAFETY: A is the first 128 words, 16 rows of 16 bf16; B the next 64, 16 rows of 8; C and the result 128 words.
-    unsafe {
-        let lane = thread::lane_id();
-        let s = shared::dynamic::<u32>(0);
-        for i in 0..6 {
-            s.store((i * 32 + lane) as usize, p.input.load((i * 32 + lane) as usize));
-        }
-        warp::sync_warp();
-        // Matrices 0 to 3 of A: rows 0 to 7 and 8 to 15 of columns 0 to 7, then of columns 8 to 15.
-        let a = mma::ldmatrix_x4(s.at((lane % 16 * 8 + lane / 16 * 4) as usize));
-        // Two matrices of B, each twice.
-        let b = mma::ldmatrix_x4_trans(s.at((128 + lane % 16 * 4) as usize));
-        let c = [lane as f32, 1.0, 2.0, 3.0];
-        p.output.store16(lane as usize * 4, mma::m16n8k16_bf16(c, a, [b[0], b[1]]).map(f32::to_bits));
-    }
 }
 
 #[test]
@@ -249,4 +106,34 @@ fn a_report_counts() {
     let report = run::<grid>(Launch::new(2, 64), 128).result.unwrap();
     assert_eq!((report.bytes_loaded, report.bytes_stored, report.barriers, report.atomics), (0, 512, 0, 0));
     assert_eq!(report.steps, 128, "each lane runs once, to its end");
+}
+
+#[test]
+fn arithmetic_in_a_kernel() {
+    let f = |x: f32| x.to_bits();
+    let expected = [
+        f(16.0),
+        f(3.0),
+        f(0.25),
+        f(0.5),
+        f(2.0),
+        f(4.0),
+        f(8.0),
+        f(4.0),
+        f(36.0),
+        0x4100_4080,
+        f(16.0),
+        2802,
+        9 << 28,
+        13 << 8,
+        f(1.0),
+    ];
+    passes::<arithmetic>(Launch::new(1, 32), 64, |i| expected.get(i).copied().unwrap_or(u32::MAX));
+}
+
+#[test]
+fn the_rest_runs() {
+    passes::<fences>(Launch::new(1, 64), 64, |_| 1);
+    passes::<async_copies>(Launch::new(1, 64), 256, |i| i as u32 ^ 252);
+    passes::<bulk_copies>(Launch::new(1, 64), 256, |i| i as u32 + 1);
 }

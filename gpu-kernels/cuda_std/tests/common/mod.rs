@@ -3,21 +3,12 @@
 #![allow(dead_code)]
 
 use cuda_std::emulator::{Buffer, EmulatorError, Launch, Report, launch};
-use cuda_std::{Global, GlobalMut, Kernel};
+use cuda_std::Kernel;
 
-/// Parameters of the kernels in these tests.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct Io {
-    /// Initialised words.
-    pub input: Global<u32>,
-    /// Words that are not.
-    pub output: GlobalMut<u32>,
-    /// Words that are zero.
-    pub zeros: GlobalMut<u32>,
-    /// How much of it.
-    pub n: u32,
-}
+#[path = "../device/src/kernels.rs"]
+pub mod kernels;
+
+pub use kernels::Io;
 
 /// The buffers of a launch, and what came of it.
 pub struct Run {

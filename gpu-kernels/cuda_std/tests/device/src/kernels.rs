@@ -1,0 +1,254 @@
+//! One kernel for each family of intrinsics, compiled for the device by `tests/ptx.rs` and emulated by
+//! `tests/intrinsics.rs`.
+
+use cuda_std::atomic::{self, Ordering, Scope};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+use cuda_std::bulk::{self, Barrier};
+use cuda_std::{Global, GlobalMut, async_copy, bf16, kernel, math, mma, shared, thread, warp};
+
+/// Parameters of the kernels in these tests.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Io {
+    /// Initialised words.
+    pub input: Global<u32>,
+    /// Words that are not.
+    pub output: GlobalMut<u32>,
+    /// Words that are zero.
+    pub zeros: GlobalMut<u32>,
+    /// How much of it.
+    pub n: u32,
+}
+
+/// A kernel of one warp that stores one word a lane.
+macro_rules! lanes {
+    ($($(#[$doc:meta])* $name:ident |$p:ident, $lane:ident| $value:expr;)*) => {
+        $(
+            $(#[$doc])*
+            #[kernel(threads = 32)]
+            pub unsafe fn $name($p: Io) {
+                let $lane = thread::lane_id();
+                // SAFETY: a word for each lane.
+                #[allow(unused_unsafe)]
+                unsafe {
+                    let value: u32 = $value;
+                    $p.output.store($lane as usize, value);
+                }
+            }
+        )*
+    };
+}
+
+lanes! {
+    /// `shuffle_xor`.
+    xor |p, lane| warp::shuffle_xor(lane, 5);
+    /// `shuffle_idx`, of another lane for each.
+    idx |p, lane| warp::shuffle_idx(lane, lane * 7 + 40);
+    /// `shuffle_up`.
+    up |p, lane| warp::shuffle_up(lane, 3);
+    /// `shuffle_down`.
+    down |p, lane| warp::shuffle_down(lane, 3);
+    /// Both words of a wide shuffle, and a float's.
+    wide |p, lane| {
+        let wide = warp::shuffle_xor(u64::from(lane) << 35 | u64::from(lane), 1);
+        let signed = warp::shuffle_down(-(i64::from(lane)), 1);
+        let float = warp::shuffle_idx(lane as f32, 31 - lane);
+        (wide >> 35) as u32 * 10_000 + wide as u32 * 100 + float as u32 + (signed < 0) as u32 * 1_000_000
+    };
+    /// `ballot`.
+    ballot |p, lane| warp::ballot(lane.is_multiple_of(3));
+    /// `any` and `all`.
+    votes |p, lane| {
+        warp::any(lane == 9) as u32
+            + 2 * warp::any(lane == 32) as u32
+            + 4 * warp::all(lane < 32) as u32
+            + 8 * warp::all(lane != 9) as u32
+    };
+    /// `elect`.
+    elect |p, lane| warp::elect() as u32;
+    /// What the lane is told of itself.
+    indices |p, lane| {
+        thread::thread_idx_x() + thread::block_dim_x() * 100 + thread::warp_id() * 10_000 + thread::grid_dim_x() * 100_000
+    };
+}
+
+/// Every index of a grid of three dimensions.
+#[kernel(threads = 64)]
+pub unsafe fn grid(p: Io) {
+    // SAFETY: a word for each lane of the grid.
+    unsafe {
+        let (x, y, z) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
+        let block = (z * thread::grid_dim_y() + y) * thread::grid_dim_x() + x;
+        let i = block * 64 + thread::thread_idx_x();
+        p.output.store(i as usize, x + 10 * y + 100 * z + 1000 * thread::grid_dim_z());
+    }
+}
+
+/// Loads and stores of each size, through both memories.
+#[kernel(threads = 32)]
+pub unsafe fn sizes(p: Io) {
+    // SAFETY: offsets are within 64 words; one lane does it all.
+    unsafe {
+        if thread::lane_id() == 0 {
+            let s = shared::dynamic::<u32>(128);
+            s.store16(0, p.input.load16(4));
+            s.cast::<u64>().store(2, p.input.cast::<u64>().load(4));
+            s.cast::<u16>().store(12, p.input.cast::<u16>().load_nc(20));
+            s.cast::<u16>().store(13, 0xabcd);
+            s.cast::<u8>().store(28, p.input.cast::<u8>().load(44));
+            for i in 29..32 {
+                s.cast::<i8>().store(i, -1);
+            }
+            p.output.store16(0, s.load16(0));
+            p.output.cast::<u64>().store(2, s.cast::<u64>().load(2));
+            p.output.cast::<bf16>().store(12, s.cast::<bf16>().load(12));
+            p.output.cast::<u16>().store(13, s.cast::<u16>().load(13));
+            p.output.at(7).store(0, s.at(7).load(0));
+            p.output.store16_stream(8, p.input.load16_nc(0));
+            p.output.store16(12, p.input.load16_stream(16));
+        }
+    }
+}
+
+/// Every atomic operation, from all lanes.
+#[kernel(threads = 128)]
+pub unsafe fn atomics(p: Io) {
+    // SAFETY: the counters are initialised, in shared memory by one lane before the barrier.
+    unsafe {
+        let thread = thread::thread_idx_x();
+        let s = shared::dynamic::<i32>(0);
+        if thread == 0 {
+            s.store(0, 1000);
+            s.store(1, -1000);
+        }
+        thread::sync_threads();
+        let (relaxed, device) = (Ordering::Relaxed, Scope::Device);
+        atomic::fetch_add(p.zeros, 0, thread, relaxed, device);
+        atomic::fetch_max(p.zeros, 1, thread, relaxed, device);
+        atomic::fetch_min(s, 0, -(thread as i32), relaxed, Scope::Block);
+        atomic::fetch_max(s, 1, thread as i32, relaxed, Scope::Block);
+        atomic::fetch_add(p.zeros.cast::<u64>(), 1, 1 << 33, relaxed, device);
+        // A lock, taken by every lane in turn.
+        while atomic::compare_exchange(p.zeros, 4, 0, 1, Ordering::Acquire, device) != 0 {
+            thread::nanosleep(20);
+        }
+        p.zeros.store(5, p.zeros.load(5) + 1);
+        atomic::exchange(p.zeros, 4, 0, Ordering::Release, device);
+        thread::sync_threads();
+        if thread == 0 {
+            let minimum = atomic::load(s, 0, relaxed, Scope::Block);
+            p.output.store16(0, [p.zeros.load(0), p.zeros.load(1), minimum as u32, s.load(1) as u32]);
+            p.output.store16(4, [p.zeros.load(2), p.zeros.load(3), p.zeros.load(4), p.zeros.load(5)]);
+        }
+    }
+}
+
+/// A product of tiles; A comes by `ldmatrix` from shared memory, B's columns transposed.
+#[kernel(threads = 32)]
+pub unsafe fn product(p: Io) {
+    // SAFETY: A is the first 128 words, 16 rows of 16 bf16; B the next 64, 16 rows of 8; C and the result 128 words.
+    unsafe {
+        let lane = thread::lane_id();
+        let s = shared::dynamic::<u32>(0);
+        for i in 0..6 {
+            s.store((i * 32 + lane) as usize, p.input.load((i * 32 + lane) as usize));
+        }
+        warp::sync_warp();
+        // Matrices 0 to 3 of A: rows 0 to 7 and 8 to 15 of columns 0 to 7, then of columns 8 to 15.
+        let a = mma::ldmatrix_x4(s.at((lane % 16 * 8 + lane / 16 * 4) as usize));
+        // Two matrices of B, each twice.
+        let b = mma::ldmatrix_x4_trans(s.at((128 + lane % 16 * 4) as usize));
+        let c = [lane as f32, 1.0, 2.0, 3.0];
+        p.output.store16(lane as usize * 4, mma::m16n8k16_bf16(c, a, [b[0], b[1]]).map(f32::to_bits));
+    }
+}
+
+/// Arithmetic, of the numbers 4 and 8 that stand at words 4 and 8.
+#[kernel(threads = 32)]
+pub unsafe fn arithmetic(p: Io) {
+    // SAFETY: there are 64 words; one lane does it all.
+    unsafe {
+        if thread::lane_id() == 0 {
+            let (x, y) = (p.input.load(4) as f32, p.input.load(8) as f32);
+            let out = p.output.cast::<f32>();
+            let approximate = [math::exp2(x), math::log2(y), math::rcp(x), math::rsqrt(x)];
+            p.output.store16(0, approximate.map(f32::to_bits));
+            p.output.store16(4, [math::sqrt(x), math::abs(-x), math::max(x, y), math::min(x, y)].map(f32::to_bits));
+            out.store(8, math::fma(x, y, x));
+            p.output.store(9, math::pack_bf16(x, y));
+            let [low, high] = math::unpack_bf16(p.output.load(9));
+            out.store(10, low + high + math::from_bf16(math::to_bf16(x)));
+            let word = p.input.load(9);
+            p.output.store(11, math::popc(word) + 100 * math::clz(word));
+            p.output.store(12, math::brev(word));
+            p.output.store(13, math::mul_hi_u64(p.input.cast::<u64>().load(6), 1 << 40) as u32);
+            out.store(14, math::exp(x - 4.0));
+        }
+    }
+}
+
+/// Every fence, and what else orders nothing by itself.
+#[kernel(threads = 64)]
+pub unsafe fn fences(p: Io) {
+    // SAFETY: a word for each lane.
+    unsafe {
+        thread::fence_block();
+        thread::fence_device();
+        thread::fence_system();
+        thread::nanosleep(20);
+        thread::sync_named(1, 64);
+        let later = thread::global_timer() >= thread::global_timer();
+        p.output.store(thread::thread_idx_x() as usize, later as u32);
+    }
+}
+
+/// Each lane copies 16 bytes through shared memory, asynchronously.
+#[kernel(threads = 64)]
+pub unsafe fn async_copies(p: Io) {
+    // SAFETY: 64 times 16 bytes, in all memories.
+    unsafe {
+        let thread = thread::thread_idx_x() as usize;
+        let place = shared::dynamic::<u8>(0);
+        async_copy::copy16(place.at(thread * 16), p.input.cast::<u8>().at(thread * 16));
+        async_copy::commit();
+        async_copy::wait::<0>();
+        thread::sync_threads();
+        p.output.store16(thread * 4, place.load16((63 - thread) * 16));
+    }
+}
+
+/// Copies 1 KiB through shared memory in bulk, adding one to each word.
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[kernel(threads = 64)]
+pub unsafe fn bulk_copies(p: Io) {
+    // SAFETY: 256 words in all memories, after the barriers in the shared one.
+    unsafe {
+        let words = shared::dynamic::<u32>(128);
+        let (full, all) = (Barrier::at(shared::dynamic(0)), Barrier::at(shared::dynamic(8)));
+        if thread::thread_idx_x() == 0 {
+            full.init(1);
+            all.init(64);
+            bulk::fence_init();
+        }
+        thread::sync_threads();
+        if thread::warp_id() == 1 && warp::elect() {
+            full.arrive_expect_tx(1024);
+            bulk::copy_to_shared(words.cast(), p.input.cast(), 1024, full);
+        }
+        full.wait(0);
+        let mut i = thread::thread_idx_x() as usize;
+        while i < 256 {
+            words.store(i, words.load(i) + 1);
+            i += 64;
+        }
+        bulk::fence_proxy_async();
+        all.arrive();
+        while !all.try_wait(0) {}
+        if thread::thread_idx_x() == 0 {
+            bulk::copy_to_global(p.output.cast(), words.cast(), 1024);
+            bulk::commit();
+            bulk::wait_read::<0>();
+            bulk::wait::<0>();
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! The device's bodies become the PTX that they are meant to be, at both levels.
+//!
+//! Needs what the device build needs: a compiler with the sources of `core`. With `ptxas` in the path, the PTX is
+//! assembled as well.
+
+use std::path::Path;
+use std::process::Command;
+
+/// The PTX of the test kernels for a level, without comments.
+fn build(arch: &str) -> String {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(arch);
+    let path = cuda_builder::CudaBuilder::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/device"))
+        .arch(arch)
+        .target_dir(&folder)
+        .build()
+        .unwrap_or_else(|error| panic!("{error}"));
+    let ptxas = Command::new("ptxas").args(["-arch", arch, "-o", "/dev/null"]).arg(&path).output();
+    if let Ok(output) = ptxas {
+        assert!(output.status.success(), "ptxas: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    let text = std::fs::read_to_string(&path).unwrap();
+    text.lines().filter(|line| !line.trim_start().starts_with("//")).map(|line| format!("{line}\n")).collect()
+}
+
+/// The instructions of one kernel.
+fn kernel<'a>(ptx: &'a str, name: &str) -> &'a str {
+    let start = ptx.find(&format!(".entry {name}(")).unwrap_or_else(|| panic!("no kernel `{name}`"));
+    let rest = &ptx[start..];
+    &rest[..rest.find("\n}").expect("a kernel ends")]
+}
+
+/// Checks that a kernel has each instruction as often as is said.
+fn has(ptx: &str, name: &str, instructions: &[(&str, usize)]) {
+    let body = kernel(ptx, name);
+    for (instruction, times) in instructions {
+        assert_eq!(body.matches(instruction).count(), *times, "`{instruction}` in {body}");
+    }
+    assert!(!body.contains(".local"), "local memory in {body}");
+}
+
+fn both(ptx: &str) {
+    has(ptx, "xor", &[("shfl.sync.bfly.b32", 1)]);
+    has(ptx, "idx", &[("shfl.sync.idx.b32", 1)]);
+    has(ptx, "up", &[("shfl.sync.up.b32", 1)]);
+    has(ptx, "down", &[("shfl.sync.down.b32", 1)]);
+    has(ptx, "wide", &[("shfl.sync.bfly.b32", 2), ("shfl.sync.down.b32", 2), ("shfl.sync.idx.b32", 1)]);
+    has(ptx, "ballot", &[("vote.sync.ballot.b32", 1)]);
+    has(ptx, "votes", &[("vote.sync.any.pred", 2), ("vote.sync.all.pred", 2)]);
+    has(
+        ptx,
+        "sizes",
+        &[
+            ("ld.global.v4.b32", 1),
+            ("ld.global.nc.v4.b32", 1),
+            ("ld.global.nc.L1::no_allocate.L2::256B.v4.b32", 1),
+            ("ld.global.nc.b16", 1),
+            ("ld.global.u8", 1),
+            ("ld.global.b64", 1),
+            ("st.global.v4.b32", 2),
+            ("st.global.cs.v4.b32", 1),
+            ("ld.shared.v4.b32", 1),
+            ("st.shared.v4.b32", 1),
+            ("st.shared.u8", 4),
+            ("st.shared.b16", 2),
+        ],
+    );
+    has(
+        ptx,
+        "atomics",
+        &[
+            ("atom.relaxed.gpu.global.add.u32", 1),
+            ("atom.relaxed.gpu.global.max.u32", 1),
+            ("atom.relaxed.cta.shared.min.s32", 1),
+            ("atom.relaxed.cta.shared.max.s32", 1),
+            ("atom.relaxed.gpu.global.add.u64", 1),
+            ("atom.acquire.gpu.global.cas.b32", 1),
+            ("atom.release.gpu.global.exch.b32", 1),
+            ("ld.relaxed.cta.shared.b32", 1),
+            ("bar.sync", 2),
+        ],
+    );
+    has(
+        ptx,
+        "product",
+        &[
+            ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", 1),
+            ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", 1),
+            ("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", 1),
+            ("bar.warp.sync", 1),
+        ],
+    );
+    has(
+        ptx,
+        "arithmetic",
+        &[
+            ("ex2.approx.ftz.f32", 2),
+            ("lg2.approx.ftz.f32", 1),
+            ("rcp.approx.ftz.f32", 1),
+            ("rsqrt.approx.ftz.f32", 1),
+            ("sqrt.rn.f32", 1),
+            ("cvt.rn.bf16x2.f32", 2),
+            ("popc.b32", 1),
+            ("clz.b32", 1),
+            ("brev.b32", 1),
+            ("mul.hi.u64", 1),
+        ],
+    );
+    has(
+        ptx,
+        "fences",
+        &[
+            ("fence.acq_rel.cta", 1),
+            ("fence.acq_rel.gpu", 1),
+            ("fence.acq_rel.sys", 1),
+            ("nanosleep.u32", 1),
+            ("bar.sync \t1, 64", 1),
+            ("%globaltimer", 2),
+        ],
+    );
+    has(ptx, "async_copies", &[("cp.async.cg.shared.global", 1), ("cp.async.commit_group", 1), ("cp.async.wait_group 0", 1)]);
+    assert_eq!(ptx.matches(".extern .shared .align 1024").count(), 1, "dynamic shared memory is declared once");
+}
+
+#[test]
+fn ptx_is_what_was_meant() {
+    both(&build("sm_80"));
+    let ptx = build("sm_90a");
+    both(&ptx);
+    has(&ptx, "elect", &[("elect.sync", 1)]);
+    has(
+        &ptx,
+        "bulk_copies",
+        &[
+            ("mbarrier.init.shared::cta.b64", 2),
+            ("mbarrier.arrive.expect_tx.shared::cta.b64", 1),
+            ("mbarrier.try_wait.parity.shared::cta.b64", 2),
+            ("mbarrier.arrive.shared::cta.b64", 1),
+            ("fence.mbarrier_init.release.cluster", 1),
+            ("fence.proxy.async.shared::cta", 1),
+            ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", 1),
+            ("cp.async.bulk.global.shared::cta.bulk_group", 1),
+            ("cp.async.bulk.commit_group", 1),
+            ("cp.async.bulk.wait_group.read 0", 1),
+            ("cp.async.bulk.wait_group 0", 1),
+        ],
+    );
+}
