@@ -4,6 +4,7 @@
 //! tokens. Decoding is therefore done on bytes, from a table made once: append the tokens' bytes, then read them
 //! as UTF-8 with U+FFFD for what is not. [`TokenStream`] does the same a token at a time.
 
+use std::panic::catch_unwind;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -38,7 +39,12 @@ impl Tokenizer {
     /// [`Error::Tokenizer`], also for a tokenizer that is not byte-level.
     pub fn parse(json: &[u8], path: &Path) -> Result<Self, Error> {
         let broken = |reason: String| Error::Tokenizer { path: path.to_owned(), reason };
-        let mut encoder = tokenizers::Tokenizer::from_bytes(json).map_err(|e| broken(e.to_string()))?;
+        // The library panics on some files that are not JSON throughout, so that is settled first; what else it may
+        // panic on becomes an error too.
+        let _: serde_json::Value = serde_json::from_slice(json).map_err(|e| broken(e.to_string()))?;
+        let mut encoder = catch_unwind(|| tokenizers::Tokenizer::from_bytes(json))
+            .map_err(|_| broken("its parts contradict each other".to_owned()))?
+            .map_err(|e| broken(e.to_string()))?;
         if !matches!(encoder.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
             return Err(broken("its decoder is not byte-level, as Qwen3's is".to_owned()));
         }

@@ -3,7 +3,7 @@
 //! It is written to be read, and fast enough to serve a small model. Its numbers are *exact* in one sense that the rest of
 //! the project builds on: the logits of a token depend on the tokens before it and on nothing else. Not on how many tokens share a
 //! call, nor on how earlier ones were split over calls, nor on the number of threads. Every output element is one dot
-//! product whose partial sums and their order are fixed ([`dot`]); threads only divide outputs among them.
+//! product whose partial sums and their order are fixed (module `dot`); threads only divide outputs among them.
 
 mod attention;
 mod cache;

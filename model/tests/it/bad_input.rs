@@ -230,6 +230,12 @@ fn a_tokenizer_that_is_none() {
     assert!(matches!(fixture.write().error("byte-level"), Error::Tokenizer { .. }));
     fixture.tokenizer = json!({"version": "1.0"});
     assert!(matches!(fixture.write().error("tokenizer.json"), Error::Tokenizer { .. }));
+    // Cut within the decoder, where the library `tokenizers` panics.
+    let dir = Fixture::new("F32", true).write();
+    let text = String::from_utf8(dir.get("tokenizer.json")).unwrap();
+    let at = text.find("\"decoder\"").unwrap();
+    dir.put("tokenizer.json", &text.as_bytes()[..at + 20]);
+    assert!(matches!(dir.error("tokenizer.json"), Error::Tokenizer { .. }));
 }
 
 #[test]
@@ -286,7 +292,7 @@ fn calls_that_do_not_fit_the_model() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..Default::default() })]
 
     /// Whatever one damaged byte or cut does, opening ends in a value.
     #[test]
