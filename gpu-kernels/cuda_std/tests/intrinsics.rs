@@ -125,7 +125,7 @@ fn arithmetic_in_a_kernel() {
         f(16.0),
         2802,
         9 << 28,
-        13 << 8,
+        13 * 15,
         f(1.0),
     ];
     passes::<arithmetic>(Launch::new(1, 32), 64, |i| expected.get(i).copied().unwrap_or(u32::MAX));

@@ -2,8 +2,8 @@
 
 #![allow(dead_code)]
 
-use cuda_std::emulator::{Buffer, EmulatorError, Launch, Report, launch};
 use cuda_std::Kernel;
+use cuda_std::emulator::{Buffer, EmulatorError, Launch, Report, launch};
 
 #[path = "../device/src/kernels.rs"]
 pub mod kernels;

@@ -170,7 +170,7 @@ pub unsafe fn arithmetic(p: Io) {
     unsafe {
         if thread::lane_id() == 0 {
             let (x, y) = (p.input.load(4) as f32, p.input.load(8) as f32);
-            let out = p.output.cast::<f32>();
+            let (out, wide) = (p.output.cast::<f32>(), p.input.cast::<u64>());
             let approximate = [math::exp2(x), math::log2(y), math::rcp(x), math::rsqrt(x)];
             p.output.store16(0, approximate.map(f32::to_bits));
             p.output.store16(4, [math::sqrt(x), math::abs(-x), math::max(x, y), math::min(x, y)].map(f32::to_bits));
@@ -181,7 +181,7 @@ pub unsafe fn arithmetic(p: Io) {
             let word = p.input.load(9);
             p.output.store(11, math::popc(word) + 100 * math::clz(word));
             p.output.store(12, math::brev(word));
-            p.output.store(13, math::mul_hi_u64(p.input.cast::<u64>().load(6), 1 << 40) as u32);
+            p.output.store(13, math::mul_hi_u64(wide.load(6), wide.load(7)) as u32);
             out.store(14, math::exp(x - 4.0));
         }
     }
