@@ -137,7 +137,7 @@ pub struct InspectArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// Tokens of context to reckon memory for [default: 8192, or the model's most]
-    #[arg(long, value_name = "N", value_parser = context)]
+    #[arg(long, value_name = "N", value_parser = context, allow_negative_numbers = true)]
     pub context: Option<usize>,
     /// List every tensor
     #[arg(long)]
@@ -179,7 +179,7 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "WARPDRAFT_DEVICE")]
     pub device: DeviceChoice,
     /// Most tokens of prompt and answer together [default: 8192, or the model's most]
-    #[arg(long, value_name = "N", value_parser = context)]
+    #[arg(long, value_name = "N", value_parser = context, allow_negative_numbers = true)]
     pub context: Option<usize>,
 }
 
@@ -188,13 +188,13 @@ pub struct DeviceArgs {
 #[command(next_help_heading = "Answer")]
 pub struct AnswerArgs {
     /// Most tokens to generate [default: 256; chat: 2048]
-    #[arg(long, short = 'n', value_name = "N", value_parser = at_least_one)]
+    #[arg(long, short = 'n', value_name = "N", value_parser = at_least_one, allow_negative_numbers = true)]
     pub max_tokens: Option<usize>,
     /// Divides the logits; 0 is greedy [default: the checkpoint's]
     #[arg(long, short, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: Option<f32>,
     /// Keep the K likeliest tokens; 0 keeps all [default: the checkpoint's]
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
     pub top_k: Option<u32>,
     /// Keep the likeliest tokens that together have probability P; 1 keeps all [default: the checkpoint's]
     #[arg(long, value_name = "P", value_parser = top_p, allow_negative_numbers = true)]
@@ -209,7 +209,7 @@ pub struct AnswerArgs {
     #[arg(long, value_name = "X", default_value = "0", value_parser = presence_penalty, allow_negative_numbers = true)]
     pub presence_penalty: f32,
     /// Seed of the random numbers; the same seed gives the same text [default: random, shown in the summary]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub seed: Option<u64>,
     /// End the answer before this text (may be given several times)
     #[arg(long, value_name = "TEXT", action = ArgAction::Append, allow_hyphen_values = true, value_parser = clap::builder::NonEmptyStringValueParser::new())]
@@ -228,13 +228,13 @@ pub struct DraftArgs {
     pub draft: DraftKind,
     /// Most drafts of a step, 1 to 15
     #[arg(long, value_name = "N", default_value_t = NgramDraft::default().tokens,
-          value_parser = clap::value_parser!(u32).range(1..=NgramDraft::MOST_TOKENS as i64))]
+          allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=NgramDraft::MOST_TOKENS as i64))]
     pub draft_tokens: u32,
     /// Longest run of tokens to look for earlier in the text
-    #[arg(long, value_name = "N", default_value_t = NgramDraft::default().max, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = NgramDraft::default().max, allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
     pub ngram_max: u32,
     /// Shortest run of tokens to look for
-    #[arg(long, value_name = "N", default_value_t = NgramDraft::default().min, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = NgramDraft::default().min, allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
     pub ngram_min: u32,
 }
 

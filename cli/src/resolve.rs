@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Context;
 use clap::CommandFactory;
 use clap::error::ErrorKind;
-use host::{LoadOptions, NgramDraft};
+use host::{DeviceChoice, LoadOptions, NgramDraft};
 use model::{GenerationConfig, Message, Role, Sampling, Source};
 
 use crate::args::{
@@ -56,8 +56,8 @@ pub struct Chat {
 pub struct Inspect {
     /// The model.
     pub source: Source,
-    /// Context to reckon memory for.
-    pub context: Option<usize>,
+    /// With the context to reckon memory for.
+    pub load: LoadOptions,
     /// Whether to list the tensors.
     pub tensors: bool,
     /// Whether to read every weight.
@@ -164,7 +164,7 @@ pub fn inspect(args: InspectArgs) -> anyhow::Result<Inspect> {
     let which = args.which.as_ref().unwrap_or(&args.model.model);
     Ok(Inspect {
         source: source(which, &args.model)?,
-        context: args.context,
+        load: LoadOptions { device: DeviceChoice::Auto, context: args.context },
         tensors: args.tensors,
         check: args.check,
         report: Report { detail: if args.quiet { Detail::Quiet } else { Detail::Normal }, json: args.json },

@@ -6,7 +6,7 @@ use predicates::prelude::*;
 use serde_json::{Value, json};
 
 use crate::broken::Broken;
-use crate::{golden, warpdraft};
+use crate::{golden, json_of, warpdraft};
 
 const SHARD: &str = "model.safetensors";
 
@@ -214,18 +214,33 @@ fn cuda_without_a_driver() {
     refused(run, 1, &["no usable CUDA card", "--device cpu"]);
 }
 
-/// The demo's cache for a model that claims many positions: more than any card has, and said before anything is loaded.
+/// Said before anything is loaded: a cache of some 400 GiB, for many layers and a context that no published model has.
 #[test]
 #[ignore = "needs a GPU: asks for more memory than it has"]
 fn card_with_too_little_memory() {
+    let broken = too_large();
+    let huge = ["generate", "--device", "cuda", "--context", "16777216", "--model", broken.path(), "abc"];
+    refused(
+        warpdraft(&huge).assert(),
+        1,
+        &["this model needs", "GiB of cache for 16777216 tokens", "are free", "--context"],
+    );
+}
+
+fn too_large() -> Broken {
     let broken = Broken::copy_of("tied_bf16");
-    broken.edit_json("config.json", |config| {
-        config["max_position_embeddings"] = json!(16_777_216);
-        config["num_key_value_heads"] = config["num_attention_heads"].clone();
-    });
-    let run = warpdraft(&["generate", "--device", "cuda", "--context", "16777216", "--model", broken.path(), "abc"]);
-    let mut run = run;
-    refused(run.assert(), 1, &["this model needs", "GiB of cache for 16777216 tokens", "are free", "--context"]);
+    broken.repeat_layer(48);
+    broken.edit_json("config.json", |config| config["max_position_embeddings"] = json!(16_777_216));
+    broken
+}
+
+/// That the checkpoint above is refused for its size alone.
+#[test]
+fn a_huge_context_is_reckoned_without_a_gpu() {
+    let inspect = ["inspect", "--context", "16777216", "--json"];
+    let json = json_of(warpdraft(&inspect).arg(too_large().path()));
+    assert!(json["memory"]["total_bytes"].as_u64().unwrap() > 256 << 30);
+    assert_eq!(json["gpu_unsupported"], Value::Null);
 }
 
 #[test]

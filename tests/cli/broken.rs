@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
 use crate::golden;
@@ -54,6 +54,39 @@ impl Broken {
             change(&mut header);
             let json = serde_json::to_vec(&header).expect("JSON writes");
             *bytes = [&(json.len() as u64).to_le_bytes(), json.as_slice(), &data].concat();
+        });
+    }
+
+    /// Makes `layers` layers of the one or few in `model.safetensors`, each a copy of the first.
+    pub fn repeat_layer(&self, layers: usize) {
+        self.edit("model.safetensors", |bytes| {
+            let mut data = bytes.split_off(header_end(bytes));
+            let mut header: Map<String, Value> = serde_json::from_slice(&bytes[8..]).expect("golden headers parse");
+            let first: Vec<(String, Value)> = header
+                .iter()
+                .filter(|(name, _)| name.contains(".layers.0."))
+                .map(|(n, e)| (n.clone(), e.clone()))
+                .collect();
+            for layer in 1..layers {
+                for (name, entry) in &first {
+                    let name = name.replace(".layers.0.", &format!(".layers.{layer}."));
+                    if header.contains_key(&name) {
+                        continue;
+                    }
+                    let offset = |i: usize| entry["data_offsets"][i].as_u64().expect("an offset") as usize;
+                    let (from, to, at) = (offset(0), offset(1), data.len());
+                    data.extend_from_within(from..to);
+                    let mut entry = entry.clone();
+                    entry["data_offsets"] = json!([at, data.len()]);
+                    header.insert(name, entry);
+                }
+            }
+            let json = serde_json::to_vec(&header).expect("JSON writes");
+            *bytes = [&(json.len() as u64).to_le_bytes(), json.as_slice(), &data].concat();
+        });
+        self.edit_json("config.json", |config| {
+            config["num_hidden_layers"] = json!(layers);
+            config["layer_types"] = json!(vec!["full_attention"; layers]);
         });
     }
 

@@ -83,7 +83,7 @@ fn a_seed_repeats_a_sample_and_the_summary_names_it() {
 #[test]
 fn defaults_come_from_the_checkpoint() {
     // The demo's generation config asks for sampling at temperature 0.7.
-    let json = json_of(warpdraft(&["generate", "--max-tokens", "1", "--json", PROMPT]));
+    let json = json_of(warpdraft(&["generate", "--max-tokens", "1"]).args(["--json", PROMPT]));
     assert!((json["temperature"].as_f64().unwrap() - 0.7).abs() < 1e-6);
     assert!(json["seed"].is_u64());
 }

@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 use std::path::Path;
 
 use host::forward::{Footprint, Forward};
-use host::{LoadOptions, gib};
+use host::gib;
 use model::{Checkpoint, Config, GenerationConfig};
 use serde::Serialize;
 
@@ -118,11 +118,7 @@ struct Tensor {
 impl Findings {
     fn of(checkpoint: &Checkpoint, command: &Inspect) -> Result<Self, host::Error> {
         let config = &checkpoint.config;
-        let context = LoadOptions::DEFAULT_CONTEXT.min(config.max_position_embeddings);
-        let context = command.context.unwrap_or(context);
-        if context > config.max_position_embeddings {
-            return Err(host::Error::ContextTooLong { context, most: config.max_position_embeddings });
-        }
+        let context = command.load.context_for(config)?;
         let footprint = Footprint::of(config, context);
         let memory = Memory {
             context,
