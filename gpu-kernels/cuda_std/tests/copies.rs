@@ -141,6 +141,9 @@ fn a_ring_without_its_waits_races() {
 /// Copies shared memory to global memory in bulk, then overwrites the source and reads the destination.
 macro_rules! store {
     ($(#[$doc:meta])* $name:ident, $wait_read:expr, $wait:expr) => {
+        store!($(#[$doc])* $name, bulk::fence_proxy_async(), $wait_read, $wait);
+    };
+    ($(#[$doc:meta])* $name:ident, $fence:expr, $wait_read:expr, $wait:expr) => {
         $(#[$doc])*
         #[kernel(threads = 32)]
         pub unsafe fn $name(p: Io) {
@@ -148,7 +151,7 @@ macro_rules! store {
             unsafe {
                 let (lane, words) = (thread::lane_id(), shared::dynamic::<u32>(0));
                 words.store(lane as usize, lane + 5);
-                bulk::fence_proxy_async();
+                $fence;
                 warp::sync_warp();
                 if lane == 0 {
                     bulk::copy_to_global(p.output.cast(), words.cast(), 128);
@@ -184,11 +187,17 @@ store!(
     store_unfinished, bulk::wait_read::<1>(), {}
 );
 
+store!(
+    /// The copy engine may not see what was written.
+    store_without_proxy_fence, thread::fence_block(), bulk::wait_read::<0>(), bulk::wait::<0>()
+);
+
 #[test]
 fn bulk_stores_are_waited_for() {
     passes::<store_in_order>(Launch::new(1, 32), 32, |i| i as u32 + 5);
     fails::<store_overwritten>(Launch::new(1, 32), 32, &["race on shared offset"]);
     fails::<store_read_early>(Launch::new(1, 32), 32, &["race on byte"]);
+    fails::<store_without_proxy_fence>(Launch::new(1, 32), 32, &["no fence_proxy_async stands between"]);
     fails::<store_unfinished>(Launch::new(1, 32), 32, &["race on shared offset"]);
 }
 

@@ -9,7 +9,7 @@ use std::rc::Rc;
 use super::access::Address;
 use super::clock::{Counts, Name};
 use super::race::Mode;
-use super::world::{SHARED_BASE, Site, State, World, misuse, suspend, world};
+use super::world::{Block, SHARED_BASE, Site, State, World, misuse, suspend, world};
 
 /// A copy in flight.
 #[derive(Clone, Copy)]
@@ -64,11 +64,46 @@ fn start(destination: Address, source: Address, bytes: u32, site: Site) -> Copy 
         misuse(site, format!("an asynchronous copy moves a multiple of 16 bytes, not {len}"));
     }
     world.access(source, len, 16, Mode::CopyRead, true, site);
+    if let Address::Shared(_) = source {
+        world.check_proxy(source, len, site);
+    }
     world.access(destination, len, 16, Mode::CopyWrite, false, site);
     Copy { destination, source, bytes: len, site }
 }
 
+/// What the lane wrote to shared memory, and what it knows others to have written, is there for the copy engine.
+pub fn fence_proxy_async() {
+    let world = world();
+    let thread = world.thread() as usize;
+    let lane = world.lane();
+    let epoch = lane.clock.count;
+    lane.proxied = Some(lane.clock.clone());
+    lane.clock.count += 1;
+    world.block().proxied[thread] = epoch;
+}
+
 impl World {
+    /// The copy engine must see what it reads from shared memory: each writer fenced its writes, or the lane that
+    /// starts the copy did after it learned of them.
+    fn check_proxy(&mut self, source: Address, len: usize, site: Site) {
+        let (slot, current, engine) = (self.slot(), self.current, self.launch.threads);
+        let Block { shared, proxied, .. } = &mut self.blocks[slot];
+        let fence = &self.lanes[current].proxied;
+        let Address::Shared(address) = source else { return };
+        let start = (address - SHARED_BASE) as usize;
+        let unseen = shared.shadow.find_writer(start..start + len, |name, epoch| {
+            let by_writer = name.slot() == engine || proxied[name.slot() as usize] >= epoch;
+            !(by_writer || fence.as_ref().is_some_and(|clock| clock.knows(name, epoch)))
+        });
+        if let Some(past) = unseen {
+            let lane = self.named(past.name);
+            misuse(
+                site,
+                format!("no fence_proxy_async stands between this copy and what {lane} wrote at {}", past.site),
+            );
+        }
+    }
+
     /// Moves the bytes, and makes the reads of the source ordinary ones of `name` in `epoch`.
     fn move_bytes(&mut self, copy: &Copy, slot: usize, name: Name, epoch: u32) {
         let [source, destination] = [copy.source, copy.destination].map(|address| self.pointer(address, slot));

@@ -8,7 +8,8 @@
 //!   waited-for copy orders them, in this run (`clock` and `race`);
 //! - an access out of bounds, misaligned, or to bytes that nobody has written (`memory`, `access`);
 //! - lanes that should meet and do not: different collectives in one warp, a barrier that some never reach (`collective`);
-//! - an asynchronous copy that is used before it was waited for (`copies`);
+//! - an asynchronous copy that is used before it was waited for, or that reads shared memory without the fence of its
+//!   proxy (`copies`);
 //! - a deadlock or a livelock, a panic, or a trap (`schedule`).
 //!
 //! What differs from a GPU: `mma` sums in its own fixed order; approximate functions of [`math`](crate::math) are exact;
@@ -46,7 +47,8 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
-    /// Whether all blocks are resident at once, so that they can wait for each other.
+    /// Whether all blocks are resident at once, so that they can wait for each other. Each lane then has its stack:
+    /// Linux grants a process about 32,000.
     pub cooperative: bool,
     /// What the order of lanes, warps and blocks is drawn from.
     pub seed: u64,

@@ -66,6 +66,7 @@ impl World {
                 mbarriers: HashMap::new(),
                 engine: 0,
                 exited: 0,
+                proxied: vec![0; threads],
             });
             let base = Rc::new(Base::new(launch.threads));
             for thread in 0..launch.threads {
@@ -76,6 +77,7 @@ impl World {
                     clock,
                     released: [None, None],
                     seen: Vec::new(),
+                    proxied: None,
                     async_copies: Groups::default(),
                     bulk_stores: Groups::default(),
                 });
@@ -92,6 +94,7 @@ impl World {
         let block = &mut self.blocks[slot];
         (block.index, block.linear, block.engine, block.exited) = (index, linear, 0, 0);
         block.mbarriers.clear();
+        block.proxied.fill(0);
         block.shared.shadow.clear();
         block.shared.memory.poison();
         let threads = self.threads();
@@ -119,6 +122,7 @@ impl World {
             place.clock = clock;
             place.released = [None, None];
             place.seen.clear();
+            place.proxied = None;
             place.async_copies = Groups::default();
             place.bulk_stores = Groups::default();
             self.wake(lane);

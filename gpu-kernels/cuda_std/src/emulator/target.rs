@@ -255,7 +255,9 @@ pub unsafe fn mbarrier_try_wait(barrier: u32, parity: u32) -> bool {
 
 pub fn fence_mbarrier_init() {}
 
-pub fn fence_proxy_async() {}
+pub fn fence_proxy_async() {
+    copies::fence_proxy_async();
+}
 
 #[track_caller]
 pub unsafe fn bulk_to_shared(destination: u32, source: u64, bytes: u32, barrier: u32) {

@@ -57,6 +57,8 @@ pub struct Lane {
     pub released: [Option<Clock>; 2],
     /// What relaxed atomics saw and the next fence learns; whether it came at device scope, and from this block.
     pub seen: Vec<(Rc<Counts>, bool, bool)>,
+    /// What it knew at its last fence of the copy engine's proxy.
+    pub proxied: Option<Clock>,
     pub async_copies: Groups,
     pub bulk_stores: Groups,
 }
@@ -71,6 +73,8 @@ pub struct Block {
     /// Epoch of the block's copy engine.
     pub engine: u32,
     pub exited: u32,
+    /// For each lane, the epoch up to which its own writes are fenced for the copy engine's proxy.
+    pub proxied: Vec<u32>,
 }
 
 /// Memory that this launch uses, with its shadow.
@@ -236,7 +240,7 @@ impl World {
     }
 
     /// A lane by its name, whether it is resident or not.
-    fn named(&self, name: Name) -> error::Lane {
+    pub fn named(&self, name: Name) -> error::Lane {
         error::Lane { block: self.block_index(name.block()), thread: name.slot() }
     }
 
