@@ -109,8 +109,12 @@ fn mul_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
 }
 
 /// Sum of the partial sums: halves added on halves, 32 → 16 → 8 → 4 → 2 → 1.
-#[inline(always)]
-fn tree(mut sums: [f32; LANES]) -> f32 {
+///
+/// Kept out of line: inlined, its shape tempts the compiler to keep the partial sums of the loop before it in any
+/// order but that of the vectors they are loaded in.
+#[inline(never)]
+fn tree(sums: &[f32; LANES]) -> f32 {
+    let mut sums = *sums;
     let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {
@@ -138,7 +142,7 @@ fn dot_f32_body<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
         accumulate::<FUSED>(&mut sums, a, b);
     }
     rest::<FUSED>(&mut sums, a_rest, b_rest);
-    tree(sums)
+    tree(&sums)
 }
 
 #[inline(always)]
@@ -159,7 +163,7 @@ fn dot2_f32_body<const FUSED: bool>(w: &[f32], a: &[f32], b: &[f32]) -> (f32, f3
     }
     rest::<FUSED>(&mut a_sums, w_rest, a_rest);
     rest::<FUSED>(&mut b_sums, w_rest, b_rest);
-    (tree(a_sums), tree(b_sums))
+    (tree(&a_sums), tree(&b_sums))
 }
 
 /// Dot product of stored elements of `SIZE` bytes, widened on the way, with a vector.
@@ -179,7 +183,7 @@ fn dot_stored<const FUSED: bool, const SIZE: usize>(w: &[u8], x: &[f32], widen: 
     for ((sum, &w), &x) in sums.iter_mut().zip(w_rest).zip(x_rest) {
         *sum = mul_add::<FUSED>(widen(w), x, *sum);
     }
-    tree(sums)
+    tree(&sums)
 }
 
 #[inline(always)]

@@ -64,12 +64,18 @@ impl<'a> Matrix<'a> {
 /// Multiply-adds of one task: large enough that handing it to a thread is a small part of it.
 const TASK: usize = 1 << 17;
 
+/// Outputs of one task at least, when several rows share it, so that a tile of `x` is used that often.
+const COLUMNS: usize = 16;
+
+/// Elements of `x` that stay in the first-level cache beside a weight row.
+const TILE: usize = 1 << 12;
+
 /// `out[r, n] = weight[n] · x[r]` for several maps of the same input; `x` is `[rows, inputs]`.
 ///
 /// A task takes some outputs `n` and does all rows for each while its weights are in cache.
 pub(super) fn matmul(simd: Simd, x: &[f32], rows: usize, outputs: Vec<Output<'_>>) {
     let inputs = x.len() / rows;
-    let columns_per_task = (TASK / (inputs * rows)).max(1);
+    let columns_per_task = (TASK / (inputs * rows)).max(if rows == 1 { 1 } else { COLUMNS });
     if rows == 1 {
         let tasks: Vec<_> = outputs
             .into_iter()
@@ -91,10 +97,19 @@ pub(super) fn matmul(simd: Simd, x: &[f32], rows: usize, outputs: Vec<Output<'_>
         let mut transposed = vec![0.0; out.len()];
         let tasks: Vec<_> = transposed.chunks_mut(columns_per_task * rows).enumerate().collect();
         run(tasks, |(task, out)| {
-            let mut wide = vec![0.0; inputs];
-            for (n, out) in out.chunks_exact_mut(rows).enumerate() {
-                weight.widen(simd, task * columns_per_task + n, &mut wide);
-                column(simd, &wide, x, out);
+            // The task's weights are widened once, and go over as many rows of `x` at a time as the first-level cache holds.
+            let mut wide = vec![0.0; columns_per_task * inputs];
+            let wide = &mut wide[..out.len() / rows * inputs];
+            for (n, wide) in wide.chunks_exact_mut(inputs).enumerate() {
+                weight.widen(simd, task * columns_per_task + n, wide);
+            }
+            let tile = (TILE / inputs).max(2);
+            for first in (0..rows).step_by(tile) {
+                let tile = tile.min(rows - first);
+                let x = &x[first * inputs..][..tile * inputs];
+                for (wide, out) in wide.chunks_exact(inputs).zip(out.chunks_exact_mut(rows)) {
+                    column(simd, wide, x, &mut out[first..][..tile]);
+                }
             }
         });
         for (r, out) in out.chunks_exact_mut(columns).enumerate() {
