@@ -158,7 +158,7 @@ impl Dir {
     /// The error of opening; it must be a sentence about one line long that names `part`.
     #[track_caller]
     pub fn error(&self, part: &str) -> Error {
-        let error = self.open().err().expect("opened a bad checkpoint");
+        let error = self.open().expect_err("opened a bad checkpoint");
         let text = error.to_string();
         assert!(text.contains(part), "{part:?} is not in {text:?}");
         assert!(!text.contains('\n') && text.len() < 500, "{text:?}");
