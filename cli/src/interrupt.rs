@@ -4,6 +4,7 @@
 //! first signal only asks, so that an answer can end with a summary and a GPU is not left in the middle of an upload. The second
 //! leaves at once all the same.
 
+use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use anyhow::Context;
@@ -23,6 +24,10 @@ const ASKED: u8 = 2;
 pub fn install() -> anyhow::Result<()> {
     ctrlc::set_handler(|| {
         if STATE.compare_exchange(ASKS, ASKED, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+            if std::io::stderr().is_terminal() {
+                // The cursor may stand behind a prompt, a bar or half a line of text.
+                note("");
+            }
             note("warpdraft: interrupted");
             std::process::exit(crate::INTERRUPTED.into());
         }

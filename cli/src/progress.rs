@@ -11,14 +11,14 @@ pub struct Progress(ProgressBar);
 impl Progress {
     /// A bar for `what`; `shown` says whether the user wants to see such things.
     pub fn new(what: &str, shown: bool) -> Self {
-        let bar = ProgressBar::new(0);
-        if !(shown && std::io::stderr().is_terminal()) {
-            bar.set_draw_target(ProgressDrawTarget::hidden());
-        }
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         bar.set_message(what.to_owned());
         // Until bytes are known, a spinner. The templates are constants; were one wrong, the plain bar would do.
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}") {
             bar.set_style(style);
+        }
+        if shown && std::io::stderr().is_terminal() {
+            bar.set_draw_target(ProgressDrawTarget::stderr());
         }
         bar.enable_steady_tick(Duration::from_millis(120));
         Self(bar)

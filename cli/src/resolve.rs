@@ -5,13 +5,12 @@ use std::io::{IsTerminal, Read};
 use std::path::Path;
 
 use anyhow::Context;
-use clap::CommandFactory;
 use clap::error::ErrorKind;
 use host::{DeviceChoice, LoadOptions, NgramDraft};
 use model::{GenerationConfig, Message, Role, Sampling, Source};
 
 use crate::args::{
-    AnswerArgs, Args, ChatArgs, DeviceArgs, DraftArgs, DraftKind, GenerateArgs, InspectArgs, ModelArgs, ReportArgs,
+    AnswerArgs, ChatArgs, DeviceArgs, DraftArgs, DraftKind, GenerateArgs, InspectArgs, ModelArgs, ReportArgs,
 };
 
 /// Most tokens of a continuation, where nothing else is said.
@@ -263,7 +262,7 @@ pub fn utf8(bytes: Vec<u8>, name: &str) -> anyhow::Result<String> {
 
 /// An error of usage, shown as the parser shows its own.
 fn usage(message: impl std::fmt::Display) -> anyhow::Error {
-    Args::command().error(ErrorKind::ValueValidation, message).into()
+    clap::Error::raw(ErrorKind::ValueValidation, format!("{message}\n\nFor more information, try '--help'.\n")).into()
 }
 
 impl Answer {
@@ -319,7 +318,7 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-    use crate::args::Command;
+    use crate::args::{Args, Command};
 
     fn generate_from(line: &[&str]) -> anyhow::Result<Generate> {
         let args = Args::try_parse_from(["warpdraft", "generate", "--model", "demo"].iter().chain(line))?;

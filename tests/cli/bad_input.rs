@@ -246,7 +246,7 @@ fn a_huge_context_is_reckoned_without_a_gpu() {
 #[test]
 #[ignore = "needs a GPU: asks for a card beyond the last"]
 fn card_that_is_not_there() {
-    let run = warpdraft(&["generate", "--device", "cuda:99", "abc"]).assert();
+    let run = warpdraft(&["generate", "--device", "cuda:99", "abc", "--model"]).arg(golden("tied_bf16")).assert();
     refused(run, 1, &["no card 99"]);
 }
 

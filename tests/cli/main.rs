@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
 
-/// The binary. `WARPDRAFT_BIN` names another one, where the tests run on a machine that did not build them.
+/// The binary. On a machine that did not build it, `WARPDRAFT_BIN` says where it is, and `WARPDRAFT_REPOSITORY` where the golden
+/// checkpoints' repository is.
 fn binary() -> PathBuf {
     std::env::var_os("WARPDRAFT_BIN").map_or_else(|| env!("CARGO_BIN_EXE_warpdraft").into(), PathBuf::from)
 }
@@ -28,7 +29,9 @@ fn warpdraft(args: &[&str]) -> Command {
 
 /// A small checkpoint among the golden ones: `tied_bf16`, `tied_f32` or `separate_f16_sharded`.
 fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name)
+    let repository = std::env::var_os("WARPDRAFT_REPOSITORY")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join(".."), PathBuf::from);
+    repository.join("tests/golden").join(name)
 }
 
 /// What a run printed, which must have succeeded.
