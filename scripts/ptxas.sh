@@ -4,6 +4,11 @@
 set -euo pipefail
 folder=${1:?usage: scripts/ptxas.sh FOLDER}
 mkdir -p "$folder"
+if ! python3 -m pip --version >/dev/null 2>&1; then
+    sudo=""
+    [ "$(id -u)" = 0 ] || sudo="sudo"
+    $sudo apt-get update -qq >&2 && $sudo apt-get install -y -qq --no-install-recommends python3 python3-pip >&2
+fi
 download=$(mktemp -d)
 trap 'rm -rf "$download"' EXIT
 python3 -m pip download --quiet --no-deps --only-binary=:all: --dest "$download" nvidia-cuda-nvcc

@@ -12,11 +12,7 @@
 //!
 //! Kernels know no model: sizes and strides are parameters.
 #![no_std]
-#![cfg_attr(
-    target_arch = "nvptx64",
-    feature(abi_ptx, asm_experimental_arch, stdarch_nvptx),
-    allow(unused_features)
-)]
+#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, stdarch_nvptx), allow(unused_features))]
 // A kernel's body is unsafe throughout: every address is the launcher's word. What makes one sound is said once, in its
 // parameter block: which regions the launcher must pass.
 #![allow(clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]

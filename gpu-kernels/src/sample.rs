@@ -14,8 +14,8 @@
 //! probability `p(d)`, and on refusal the draw is from `p` without `d`. Drawing from `p` and comparing does the same in one
 //! stroke. And since the draw is the same with or without the draft, drafting does not change sampled output either.
 
-use cuda_std::{Global, GlobalMut, atomic, kernel, math, shared, thread, warp};
 use cuda_std::atomic::{Ordering, Scope};
+use cuda_std::{Global, GlobalMut, atomic, kernel, math, shared, thread, warp};
 
 use crate::step::Rows;
 

@@ -8,7 +8,8 @@ macro_rules! unroll {
     };
     (@ $i:ident, $n:expr, $body:block, $($v:literal)*) => { $(
         if $v < $n {
-            const $i: usize = $v;
+            #[allow(non_snake_case)]
+            let $i: usize = $v;
             $body
         }
     )* };

@@ -65,11 +65,8 @@ impl Case {
                 let top = scores.iter().copied().fold(f64::MIN, f64::max);
                 let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
                 out.extend((0..D).map(|d| {
-                    let sum: f64 = scores
-                        .iter()
-                        .enumerate()
-                        .map(|(p, s)| (s - top).exp() * self.values[at(p) + d].to_f64())
-                        .sum();
+                    let sum: f64 =
+                        scores.iter().enumerate().map(|(p, s)| (s - top).exp() * self.values[at(p) + d].to_f64()).sum();
                     (sum / total) as f32
                 }));
             }

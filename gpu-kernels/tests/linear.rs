@@ -37,7 +37,13 @@ impl Case {
     }
 
     /// Runs `K` for rows from `first_row` on, with `y` as it is before, and gives `y` and the activation.
-    fn run<K: Kernel<Params = Linear>>(&self, width: u32, strips: u32, y: &[f32], first_row: u32) -> (Vec<f32>, Buffer<bf16>) {
+    fn run<K: Kernel<Params = Linear>>(
+        &self,
+        width: u32,
+        strips: u32,
+        y: &[f32],
+        first_row: u32,
+    ) -> (Vec<f32>, Buffer<bf16>) {
         let rows = RowBuffers::sequence(0, self.rows as u32);
         let [x, w, up] = [&self.x, &self.w, &self.up].map(|v| Buffer::from_slice(v));
         let y = Buffer::from_slice(y);

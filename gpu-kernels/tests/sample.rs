@@ -69,7 +69,15 @@ fn reference(logits: &[f32], flags: &[u8], s: Settings, number: u64) -> u32 {
 }
 
 /// Runs the kernel over rows of `logits`, `[rows, vocab]`, whose tokens are `tokens`.
-fn choose(logits: &[f32], vocab: usize, flags: &[u8], tokens: &[u32], s: Settings, seed: u64, first_row: u32) -> Vec<u32> {
+fn choose(
+    logits: &[f32],
+    vocab: usize,
+    flags: &[u8],
+    tokens: &[u32],
+    s: Settings,
+    seed: u64,
+    first_row: u32,
+) -> Vec<u32> {
     let count = tokens.len() as u32;
     let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 100 + r as u32, 0)).collect::<Vec<_>>());
     let logits = Buffer::from_slice(logits);
@@ -145,14 +153,8 @@ proptest! {
 
 #[test]
 fn greedy_takes_the_first_of_equals_and_never_nan() {
-    let s = Settings {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-    };
+    let s =
+        Settings { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, presence_penalty: 0.0 };
     let mut logits = vec![-1.0f32; 3000];
     logits[5] = f32::NAN;
     logits[1700] = 2.0;
@@ -162,14 +164,8 @@ fn greedy_takes_the_first_of_equals_and_never_nan() {
 
 #[test]
 fn rows_before_the_first_get_no_token() {
-    let s = Settings {
-        temperature: 1.0,
-        top_k: 1,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-    };
+    let s =
+        Settings { temperature: 1.0, top_k: 1, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, presence_penalty: 0.0 };
     let logits: Vec<f32> = (0..300).map(|i| (i % 100) as f32).collect();
     assert_eq!(choose(&logits, 100, &[0; 100], &[1, 2, 3], s, 9, 2), [u32::MAX, u32::MAX, 99]);
 }
@@ -177,14 +173,8 @@ fn rows_before_the_first_get_no_token() {
 #[test]
 fn the_draws_follow_the_distribution() {
     // Chi-square over 8 tokens, 7 degrees of freedom: 24.3 is exceeded once in a thousand seeds.
-    let s = Settings {
-        temperature: 0.8,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-    };
+    let s =
+        Settings { temperature: 0.8, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, presence_penalty: 0.0 };
     let logits: Vec<f32> = (0..8).map(|i| (i * 5 % 8) as f32 / 4.0).collect();
     let weights: Vec<f64> = logits.iter().map(|&l| (l as f64 / 0.8).exp()).collect();
     let total: f64 = weights.iter().sum();

@@ -7,7 +7,8 @@ use cuda_std::GlobalMut;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::sample::{GENERATED, SEEN};
 use gpu_kernels::step::{
-    self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows, STATE_WORDS, SequenceState,
+    self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows, STATE_WORDS,
+    SequenceState,
 };
 
 /// A sequence on the device and everything that a step touches.
@@ -63,7 +64,11 @@ impl Device {
     /// The planned rows, (token, position).
     fn planned(&self) -> Vec<(u32, u32)> {
         let count = self.count.as_slice()[0] as usize;
-        self.tokens.as_slice()[..count].iter().copied().zip(self.positions.as_slice()[..count].iter().copied()).collect()
+        self.tokens.as_slice()[..count]
+            .iter()
+            .copied()
+            .zip(self.positions.as_slice()[..count].iter().copied())
+            .collect()
     }
 
     fn plan_decode(&self, drafts: &[i32]) {

@@ -225,8 +225,7 @@ impl Engine {
         if let Some(draft) = &request.draft {
             draft.check()?;
         }
-        let end_tokens: &[u32] =
-            if request.ignore_end { &[] } else { &self.checkpoint.generation.eos_token_ids };
+        let end_tokens: &[u32] = if request.ignore_end { &[] } else { &self.checkpoint.generation.eos_token_ids };
         let mut text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
         let mut statistics = Statistics { prompt_tokens: request.prompt.len(), ..Statistics::default() };
         let mut tokens = Vec::new();

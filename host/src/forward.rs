@@ -91,9 +91,9 @@ impl Forward {
         let chunk = linear::CHUNK as usize;
         for (ok, what, found) in [
             (config.head_dim == HEAD_DIM as usize, "a head size of 128", config.head_dim),
-            (config.hidden_size % chunk == 0, "a hidden size that is a multiple of 128", config.hidden_size),
+            (config.hidden_size.is_multiple_of(chunk), "a hidden size that is a multiple of 128", config.hidden_size),
             (
-                config.intermediate_size % chunk == 0,
+                config.intermediate_size.is_multiple_of(chunk),
                 "an intermediate size that is a multiple of 128",
                 config.intermediate_size,
             ),
@@ -121,9 +121,7 @@ impl Forward {
         Ok(Self {
             cos: device.upload(&rope.cos)?,
             sin: device.upload(&rope.sin)?,
-            caches: (0..config.num_hidden_layers)
-                .map(|_| device.zeroed(pages * page))
-                .collect::<Result<_, _>>()?,
+            caches: (0..config.num_hidden_layers).map(|_| device.zeroed(pages * page)).collect::<Result<_, _>>()?,
             page_table: device.upload(&table)?,
             row_count: device.zeroed(1)?,
             row_tokens: device.zeroed(rows)?,
@@ -215,7 +213,13 @@ impl Forward {
         // freeing device memory waits for it.
         unsafe {
             let d = &self.device;
-            let embed = Embed { rows, table: w.embed.ptr(), out: self.residual.ptr_mut(), dim: hidden, vocab: c.vocab_size as u32 };
+            let embed = Embed {
+                rows,
+                table: w.embed.ptr(),
+                out: self.residual.ptr_mut(),
+                dim: hidden,
+                vocab: c.vocab_size as u32,
+            };
             d.launch::<embedding::embed>((1, most_rows), 0, embed)?;
             for (layer, cache) in w.layers.iter().zip(&self.caches) {
                 let cache = Cache {
@@ -287,8 +291,8 @@ impl Forward {
     /// As [`Device::launch`].
     unsafe fn launch_linear(&self, kind: Kind, most_rows: u32, p: Linear) -> Result<(), Error> {
         let width = match most_rows {
-            ..=8 => 8,
-            ..=16 => 16,
+            0..=8 => 8,
+            9..=16 => 16,
             _ => 64,
         };
         let shared = Linear::shared_bytes(width);

@@ -153,8 +153,7 @@ impl Gpu {
 
     /// Enqueues a pass over `count` tokens of the history.
     fn enqueue_chunk(&self, at: usize, count: usize, logits: LogitRows) -> Result<(), Error> {
-        let plan =
-            PlanPrompt { rows: self.forward.rows(), state: self.state(), start: at as u32, count: count as u32 };
+        let plan = PlanPrompt { rows: self.forward.rows(), state: self.state(), start: at as u32, count: count as u32 };
         // SAFETY: the history holds the prompt, and rows hold MAX_ROWS.
         unsafe { self.forward.device().launch::<step::plan_prompt>(1, 0, plan)? };
         self.forward.enqueue(count as u32, (at + count) as u32, logits)
@@ -321,11 +320,7 @@ impl Backend for Gpu {
         let word = |i: usize| self.ring.load(at + i);
         let count = word(Report::COUNT) as usize;
         let tokens: Vec<u32> = (0..count).map(|i| word(Report::TOKENS + i)).collect();
-        let step = Step {
-            drafted: word(Report::DRAFTED) as usize,
-            finished: word(Report::FINISHED) != 0,
-            tokens,
-        };
+        let step = Step { drafted: word(Report::DRAFTED) as usize, finished: word(Report::FINISHED) != 0, tokens };
         self.run.read += 1;
         self.run.length += step.tokens.len();
         for &token in &step.tokens {

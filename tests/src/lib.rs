@@ -26,9 +26,25 @@ struct Description {
     vocab: usize,
 }
 
+/// The repository: where this was built, or `WARPDRAFT_REPOSITORY` when the tests were carried to another machine.
+pub fn repository() -> PathBuf {
+    match std::env::var_os("WARPDRAFT_REPOSITORY") {
+        Some(path) => path.into(),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join(".."),
+    }
+}
+
+/// The demo model, from the repository.
+///
+/// # Panics
+/// If it does not load: it is part of the repository.
+pub fn demo() -> model::Checkpoint {
+    model::Checkpoint::open(&repository().join("model/demo")).unwrap_or_else(|e| panic!("{e}"))
+}
+
 /// The folder with the golden files.
 pub fn golden_dir() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("golden")
+    repository().join("tests/golden")
 }
 
 /// Every golden checkpoint, by name.
@@ -71,7 +87,7 @@ pub fn relative_error(found: &[f32], expected: &[f32]) -> f32 {
 /// # Panics
 /// If the file is not in order: it is part of the repository.
 pub fn demo_prompts(checkpoint: &model::Checkpoint, count: usize, tokens: usize) -> Vec<Vec<u32>> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/demo/heldout.txt");
+    let path = repository().join("model/demo/heldout.txt");
     let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let ids = checkpoint.tokenizer.encode(&text).expect("the held-out text encodes");
     let stride = (ids.len() - tokens) / count;

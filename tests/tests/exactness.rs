@@ -1,8 +1,8 @@
 //! Drafting never changes the output: the demo model on the CPU, drafts on and off.
 
 use host::{DeviceChoice, NgramDraft};
-use integration_tests::{answer, demo_prompts, engine, greedy};
-use model::{Checkpoint, Sampling};
+use integration_tests::{answer, demo, demo_prompts, engine, greedy};
+use model::Sampling;
 use rayon::prelude::*;
 
 const PROMPT: usize = 48;
@@ -10,7 +10,7 @@ const TOKENS: usize = 256;
 
 /// Runs `check` with each prompt and an engine of its own, and sums what it counts.
 fn over_prompts(count: usize, check: impl Fn(&mut host::Engine, &[u32]) -> usize + Sync) -> usize {
-    let checkpoint = Checkpoint::demo().unwrap();
+    let checkpoint = demo();
     demo_prompts(&checkpoint, count, PROMPT)
         .par_iter()
         .map_init(|| engine(&checkpoint, DeviceChoice::Cpu, PROMPT + TOKENS), |engine, prompt| check(engine, prompt))

@@ -5,12 +5,14 @@ use std::process::ExitCode;
 
 use host::device::{self, Device};
 use host::{DeviceChoice, NgramDraft};
-use integration_tests::{answer, demo_prompts, engine, golden_cases, greedy, relative_error};
+use integration_tests::{answer, demo, demo_prompts, engine, golden_cases, greedy, relative_error};
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
 use model::{Checkpoint, Sampling};
 
 const GPU: DeviceChoice = DeviceChoice::Cuda(0);
+
+type Test = fn() -> Result<(), Failed>;
 
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
@@ -19,7 +21,7 @@ fn main() -> ExitCode {
         Some(card) => println!("on {}", card.name),
         None => println!("ignored: there is no CUDA card (these tests need one)"),
     }
-    let tests: [(&str, fn() -> Result<(), Failed>); 7] = [
+    let tests: [(&str, Test); 7] = [
         ("golden_logits", golden_logits),
         ("demo_logits_match_the_cpu", demo_logits_match_the_cpu),
         ("greedy_output_is_the_same_with_drafts", greedy_output_is_the_same_with_drafts),
@@ -31,10 +33,6 @@ fn main() -> ExitCode {
     let trials =
         tests.into_iter().map(|(name, test)| Trial::test(name, test).with_ignored_flag(cards.is_empty())).collect();
     libtest_mimic::run(&arguments, trials).exit_code()
-}
-
-fn demo() -> Checkpoint {
-    Checkpoint::demo().unwrap_or_else(|e| panic!("{e}"))
 }
 
 fn golden_logits() -> Result<(), Failed> {

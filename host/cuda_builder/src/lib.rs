@@ -107,8 +107,7 @@ impl CudaBuilder {
         }
         println!("cargo::rerun-if-env-changed={TOOLCHAIN_VARIABLE}");
         let toolchain = Toolchain::find()?;
-        let target_dir =
-            self.target_dir.unwrap_or_else(|| outer_target_dir().join("ptx").join(&self.arch));
+        let target_dir = self.target_dir.unwrap_or_else(|| outer_target_dir().join("ptx").join(&self.arch));
 
         let mut command = Command::new(toolchain.cargo());
         for (name, _) in std::env::vars_os() {

@@ -60,9 +60,9 @@ macro_rules! forward {
             match *ORIGINAL.get_or_init(|| resolve(stringify!($name))) {
                 Err(code) => code,
                 Ok(address) => {
+                    type Original = unsafe extern "C" fn($(forward!(@word $arg)),*) -> u32;
                     // SAFETY: the driver exports a function of this name, whose arguments are all one word.
-                    let original: unsafe extern "C" fn($(forward!(@word $arg)),*) -> u32 =
-                        unsafe { std::mem::transmute(address) };
+                    let original = unsafe { std::mem::transmute::<usize, Original>(address) };
                     // SAFETY: the caller's duty, passed on.
                     unsafe { original($($arg),*) }
                 }
@@ -172,9 +172,9 @@ macro_rules! forward_text {
         #[allow(non_snake_case)]
         pub unsafe extern "C" fn $name(code: u32, text: *mut *const c_char) -> u32 {
             if let Ok(address) = resolve(stringify!($name)) {
+                type Original = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
                 // SAFETY: the driver exports a function of this name and signature.
-                let original: unsafe extern "C" fn(u32, *mut *const c_char) -> u32 =
-                    unsafe { std::mem::transmute(address) };
+                let original = unsafe { std::mem::transmute::<usize, Original>(address) };
                 // SAFETY: the caller's duty, passed on.
                 if unsafe { original(code, text) } == 0 {
                     return 0;

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use cust::context::{Context, CurrentContext};
 use cust::device::{Device as CudaDevice, DeviceAttribute};
@@ -26,12 +26,19 @@ const STAGED_FROM: usize = 8 << 20;
 /// Threads that fill a staging buffer; one alone does not keep up with the bus.
 const COPY_THREADS: usize = 8;
 
+/// A queue of a card: what it runs, it runs in order, beside what other queues run.
 pub(super) struct Cuda {
-    name: String,
     // Dropped in this order: what lives in the context goes before it.
     staging: Mutex<Option<Staging>>,
-    functions: Mutex<HashMap<&'static str, Function>>,
     stream: Stream,
+    card: Arc<Card>,
+}
+
+/// What the queues of a card share.
+struct Card {
+    name: String,
+    multiprocessors: u32,
+    functions: Mutex<HashMap<&'static str, Function>>,
     module: Module,
     context: Context,
 }
@@ -45,6 +52,10 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Cuda {}
 // SAFETY: as above; every use makes the context current on its own thread first.
 unsafe impl Send for Cuda {}
+// SAFETY: as for `Cuda`.
+unsafe impl Sync for Card {}
+// SAFETY: as for `Cuda`.
+unsafe impl Send for Card {}
 
 /// What a person wants to know of a card.
 #[derive(Clone, Debug)]
@@ -102,6 +113,12 @@ impl Drop for Cuda {
     }
 }
 
+impl Drop for Card {
+    fn drop(&mut self) {
+        let _ = CurrentContext::set_current(&self.context);
+    }
+}
+
 impl Cuda {
     pub(super) fn open(ordinal: u32) -> Result<Self, Error> {
         initialise()?;
@@ -121,17 +138,13 @@ impl Cuda {
                 });
             }
         };
+        let multiprocessors = device
+            .get_attribute(DeviceAttribute::MultiprocessorCount)
+            .map_err(Error::driver("counting multiprocessors"))? as u32;
         let context = Context::new(device).map_err(Error::driver("making a context"))?;
         let module = Module::from_ptx(ptx, &[] as &[ModuleJitOption]).map_err(Error::driver("loading the kernels"))?;
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
-        Ok(Self {
-            name,
-            staging: Mutex::new(None),
-            functions: Mutex::new(HashMap::new()),
-            stream,
-            module,
-            context,
-        })
+        Ok(Self { name, staging: Mutex::new(None), functions: Mutex::new(HashMap::new()), stream, module, context })
     }
 
     pub(super) fn name(&self) -> &str {
@@ -188,8 +201,8 @@ impl Cuda {
 
     pub(super) fn free_mapped(&self, host: *mut u32) {
         if self.enter().is_ok() {
-            // Kernels may still be writing to it.
-            let _ = self.stream.synchronize();
+            // Kernels of any queue may still be writing to it.
+            let _ = self.synchronize_card();
             // SAFETY: from `allocate_mapped`, freed once.
             unsafe { sys::cuMemFreeHost(host.cast()) };
         }
@@ -213,17 +226,14 @@ impl Cuda {
             }
         }
         // SAFETY: the range is within one allocation; the driver has taken pageable memory in before it returns.
-        let code =
-            unsafe { sys::cuMemcpyHtoDAsync_v2(to, data.as_ptr().cast(), data.len(), self.stream.as_inner()) };
+        let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, data.as_ptr().cast(), data.len(), self.stream.as_inner()) };
         check("copying to the device", code)
     }
 
     pub(super) fn read(&self, from: u64, out: &mut [u8]) -> Result<(), Error> {
         self.synchronize()?;
         // SAFETY: the range is within one allocation, and `out` is as long.
-        check("copying from the device", unsafe {
-            sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), from, out.len())
-        })
+        check("copying from the device", unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), from, out.len()) })
     }
 
     /// # Safety
@@ -259,11 +269,11 @@ impl Cuda {
     }
 
     fn function(&self, name: &'static str) -> Result<Function, Error> {
-        let mut functions = self.functions.lock().unwrap_or_else(|e| e.into_inner());
+        let mut functions = self.card.functions.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(function) = functions.get(name) {
             return Ok(*function);
         }
-        let function = self.module.get_function(name).map_err(Error::driver(name))?;
+        let function = self.card.module.get_function(name).map_err(Error::driver(name))?;
         let function = Function(function.to_raw());
         functions.insert(name, function);
         Ok(function)
@@ -272,6 +282,23 @@ impl Cuda {
     pub(super) fn synchronize(&self) -> Result<(), Error> {
         self.enter()?;
         self.stream.synchronize().map_err(Error::driver("running the kernels"))
+    }
+
+    /// Waits for every queue of the card.
+    pub(super) fn synchronize_card(&self) -> Result<(), Error> {
+        self.enter()?;
+        // SAFETY: the context is current.
+        check("running the kernels", unsafe { sys::cuCtxSynchronize() })
+    }
+
+    /// Enqueues a copy between the device and pinned memory, either way.
+    ///
+    /// # Safety
+    /// Both ranges are live until it is done.
+    pub(super) unsafe fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<(), Error> {
+        self.enter()?;
+        // SAFETY: the caller's word; with unified addressing the driver tells the two kinds of memory apart.
+        check("copying", unsafe { sys::cuMemcpyAsync(to, from, bytes, self.stream.as_inner()) })
     }
 
     pub(super) fn check(&self) -> Result<(), Error> {
@@ -286,7 +313,7 @@ impl Cuda {
 }
 
 /// An error with what was being done, from a driver's code.
-fn check(doing: &str, code: sys::CUresult) -> Result<(), Error> {
+pub(super) fn check(doing: &str, code: sys::CUresult) -> Result<(), Error> {
     if code == sys::cudaError_enum::CUDA_SUCCESS {
         return Ok(());
     }
@@ -329,8 +356,7 @@ impl Staging {
             });
             let at = to + (i * STAGING_BYTES) as u64;
             // SAFETY: the destination is within the caller's allocation; the source stays until the event.
-            let code =
-                unsafe { sys::cuMemcpyHtoDAsync_v2(at, buffer.cast(), piece.len(), stream.as_inner()) };
+            let code = unsafe { sys::cuMemcpyHtoDAsync_v2(at, buffer.cast(), piece.len(), stream.as_inner()) };
             check("copying to the device", code)?;
             sent.record(stream).map_err(Error::driver("recording an upload"))?;
             self.next ^= 1;
