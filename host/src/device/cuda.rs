@@ -129,8 +129,10 @@ impl Cuda {
         let device = CudaDevice::get_device(ordinal).map_err(Error::driver("opening a device"))?;
         let name = device.name().map_err(Error::driver("naming a device"))?;
         let (major, minor) = capability(device)?;
+        // The portable level can be asked for, to test it on a newer card.
+        let portable = std::env::var_os("WARPDRAFT_PORTABLE_PTX").is_some();
         let ptx = match (major, minor) {
-            (9, 0) => PTX[1].1,
+            (9, 0) if !portable => PTX[1].1,
             (8.., _) => PTX[0].1,
             _ => {
                 return Err(Error::NoCuda {
@@ -144,16 +146,32 @@ impl Cuda {
         let context = Context::new(device).map_err(Error::driver("making a context"))?;
         let module = Module::from_ptx(ptx, &[] as &[ModuleJitOption]).map_err(Error::driver("loading the kernels"))?;
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
-        Ok(Self { name, staging: Mutex::new(None), functions: Mutex::new(HashMap::new()), stream, module, context })
+        let card = Card { name, multiprocessors, functions: Mutex::new(HashMap::new()), module, context };
+        Ok(Self { staging: Mutex::new(None), stream, card: Arc::new(card) })
+    }
+
+    /// Another queue of this card.
+    pub(super) fn beside(&self) -> Result<Self, Error> {
+        self.enter()?;
+        let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
+        Ok(Self { staging: Mutex::new(None), stream, card: self.card.clone() })
     }
 
     pub(super) fn name(&self) -> &str {
-        &self.name
+        &self.card.name
+    }
+
+    pub(super) fn multiprocessors(&self) -> u32 {
+        self.card.multiprocessors
+    }
+
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
     }
 
     /// Makes this card's context the calling thread's.
-    fn enter(&self) -> Result<(), Error> {
-        CurrentContext::set_current(&self.context).map_err(Error::driver("entering the context"))
+    pub(super) fn enter(&self) -> Result<(), Error> {
+        CurrentContext::set_current(&self.card.context).map_err(Error::driver("entering the context"))
     }
 
     pub(super) fn free_memory(&self) -> Result<u64, Error> {

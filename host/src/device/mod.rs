@@ -5,6 +5,8 @@
 
 mod cuda;
 mod emulated;
+mod pinned;
+mod timing;
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -13,6 +15,8 @@ use bytemuck::Pod;
 use cuda_std::{Global, GlobalMut, Kernel};
 
 pub use cuda::{CardInfo, PTX, cards};
+pub use pinned::Pinned;
+pub use timing::{Graph, Timer};
 
 use crate::Error;
 
@@ -38,7 +42,7 @@ impl From<(u32, u32, u32)> for Grid {
     }
 }
 
-/// A device. Clones share it.
+/// A device, and one queue of work on it. Clones share both; [`Device::beside`] shares the device alone.
 #[derive(Clone)]
 pub struct Device(Arc<Kind>);
 
@@ -66,6 +70,26 @@ impl Device {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.name(),
             Kind::Emulator(_) => "emulator",
+        }
+    }
+
+    /// Another queue on the same device: what is enqueued on one runs beside what is enqueued on the other. (The emulator
+    /// runs one launch at a time, whatever its queue.)
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn beside(&self) -> Result<Self, Error> {
+        match &*self.0 {
+            Kind::Cuda(cuda) => Ok(Self(Arc::new(Kind::Cuda(cuda.beside()?)))),
+            Kind::Emulator(_) => Ok(self.clone()),
+        }
+    }
+
+    /// How many multiprocessors it has; the emulator says 4, enough for grids of more than one block.
+    pub fn multiprocessors(&self) -> u32 {
+        match &*self.0 {
+            Kind::Cuda(cuda) => cuda.multiprocessors(),
+            Kind::Emulator(_) => 4,
         }
     }
 

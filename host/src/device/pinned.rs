@@ -1,0 +1,160 @@
+//! Pinned host memory: the host uses it like a slice, and the device reads and writes it over the bus.
+
+use std::marker::PhantomData;
+
+use bytemuck::Pod;
+use cuda_std::{Global, GlobalMut};
+
+use super::{Buffer, Device, Kind};
+use crate::Error;
+
+/// Pinned host memory of `len` elements that the device reaches too.
+///
+/// Work that was given its address may be under way when the host asks for its contents. So [`Pinned::as_slice`] and
+/// [`Pinned::as_mut_slice`] first wait for every queue of the card: they are for filling and for checking, not for the
+/// inner loop ([`super::Mapped`] is for that).
+pub struct Pinned<T> {
+    device: Device,
+    host: *mut u32,
+    address: u64,
+    len: usize,
+    element: PhantomData<T>,
+}
+
+// SAFETY: owned memory of plain data.
+unsafe impl<T: Send> Send for Pinned<T> {}
+// SAFETY: through a shared reference it is only read.
+unsafe impl<T: Sync> Sync for Pinned<T> {}
+
+impl Device {
+    /// Pinned host memory for `len` elements, all bytes zero.
+    ///
+    /// # Errors
+    /// Not enough pinnable memory.
+    pub fn pinned<T: Pod>(&self, len: usize) -> Result<Pinned<T>, Error> {
+        let bytes = (len * size_of::<T>()).max(16);
+        let (host, address) = match &*self.0 {
+            Kind::Cuda(cuda) => cuda.allocate_mapped(bytes)?,
+            Kind::Emulator(emulator) => {
+                let address = emulator.allocate(bytes);
+                (address as *mut u32, address)
+            }
+        };
+        Ok(Pinned { device: self.clone(), host, address, len, element: PhantomData })
+    }
+
+    /// Waits until every queue of this device is done.
+    ///
+    /// # Errors
+    /// Whatever a kernel failed with.
+    pub fn synchronize_all(&self) -> Result<(), Error> {
+        match &*self.0 {
+            Kind::Cuda(cuda) => cuda.synchronize_card(),
+            Kind::Emulator(_) => Ok(()),
+        }
+    }
+
+    /// Enqueues a copy between two places that the device reaches.
+    ///
+    /// # Safety
+    /// Both ranges are live until the copy is done.
+    unsafe fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<(), Error> {
+        match &*self.0 {
+            // SAFETY: the caller's word.
+            Kind::Cuda(cuda) => unsafe { cuda.copy(to, from, bytes) },
+            Kind::Emulator(_) => {
+                // SAFETY: the caller's word; under the emulator device addresses are the host's.
+                unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
+                Ok(())
+            }
+        }
+    }
+}
+
+impl<T: Pod> Pinned<T> {
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where the device sees it, to read from.
+    pub fn ptr(&self) -> Global<T> {
+        Global::from_raw(self.address)
+    }
+
+    /// Where the device sees it, to write to.
+    pub fn ptr_mut(&self) -> GlobalMut<T> {
+        GlobalMut::from_raw(self.address)
+    }
+
+    /// Its contents, once the device is done.
+    ///
+    /// # Errors
+    /// Whatever a kernel failed with.
+    pub fn as_slice(&self) -> Result<&[T], Error> {
+        self.device.synchronize_all()?;
+        // SAFETY: live, aligned (to a page, or 16 bytes), initialised; nothing enqueued writes to it any more.
+        Ok(unsafe { std::slice::from_raw_parts(self.host.cast(), self.len) })
+    }
+
+    /// Its contents, once the device is done.
+    ///
+    /// # Errors
+    /// Whatever a kernel failed with.
+    pub fn as_mut_slice(&mut self) -> Result<&mut [T], Error> {
+        self.device.synchronize_all()?;
+        // SAFETY: as for `as_slice`, and exclusive.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.host.cast(), self.len) })
+    }
+}
+
+impl<T> Drop for Pinned<T> {
+    fn drop(&mut self) {
+        match &*self.device.0 {
+            Kind::Cuda(cuda) => cuda.free_mapped(self.host),
+            Kind::Emulator(emulator) => emulator.free(self.address),
+        }
+    }
+}
+
+impl<T: Pod> Buffer<T> {
+    /// Enqueues a copy of all of `from` to the elements from `at` on, by the copy engine, on the queue of this buffer's
+    /// device.
+    ///
+    /// # Safety
+    /// Both stay alive, and nothing else touches either, until the copy is done.
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If the range does not fit: a bug of the caller.
+    pub unsafe fn copy_from_pinned(&mut self, at: usize, from: &Pinned<T>) -> Result<(), Error> {
+        assert!(at + from.len <= self.len, "copy of {} at {at} into {}", from.len, self.len);
+        let to = self.address + (at * size_of::<T>()) as u64;
+        // SAFETY: in bounds; the caller's word for the rest.
+        unsafe { self.device.copy(to, from.address, from.len * size_of::<T>()) }
+    }
+
+    /// Enqueues a copy of the elements from `at` on to all of `to`, likewise.
+    ///
+    /// # Safety
+    /// As for [`Buffer::copy_from_pinned`].
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If the range does not fit: a bug of the caller.
+    pub unsafe fn copy_to_pinned(&self, at: usize, to: &mut Pinned<T>) -> Result<(), Error> {
+        assert!(at + to.len <= self.len, "copy of {} at {at} from {}", to.len, self.len);
+        let from = self.address + (at * size_of::<T>()) as u64;
+        // SAFETY: in bounds; the caller's word for the rest.
+        unsafe { self.device.copy(to.address, from, to.len * size_of::<T>()) }
+    }
+}

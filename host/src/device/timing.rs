@@ -1,0 +1,204 @@
+//! Measuring what a device does: events around enqueued work, and work that is enqueued once and replayed.
+
+use std::cell::Cell;
+use std::time::Instant;
+
+use cust::event::{Event, EventFlags};
+use cust::stream::StreamWaitEventFlags;
+use cust::sys;
+
+use super::cuda::{Cuda, check};
+use super::{Device, Kind};
+use crate::Error;
+
+impl Device {
+    /// A stopwatch that the device itself reads.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn timer(&self) -> Result<Timer, Error> {
+        let clock = match &*self.0 {
+            Kind::Cuda(cuda) => {
+                cuda.enter()?;
+                let event = || Event::new(EventFlags::DEFAULT).map_err(Error::driver("making an event"));
+                Clock::Events(event()?, event()?)
+            }
+            Kind::Emulator(_) => Clock::Host(Cell::new(Instant::now()), Cell::new(Instant::now())),
+        };
+        Ok(Timer { clock, device: self.clone() })
+    }
+
+    /// Makes what is enqueued here from now on wait for what is enqueued on `other`, another queue of this card, so far.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn wait_for(&self, other: &Device) -> Result<(), Error> {
+        let (Kind::Cuda(here), Kind::Cuda(there)) = (&*self.0, &*other.0) else { return Ok(()) };
+        here.enter()?;
+        let event = Event::new(EventFlags::DISABLE_TIMING).map_err(Error::driver("making an event"))?;
+        event.record(there.stream()).map_err(Error::driver("recording an event"))?;
+        here.stream()
+            .wait_event(event, StreamWaitEventFlags::DEFAULT)
+            .map_err(Error::driver("waiting for another queue"))
+    }
+
+    /// Records what `work` enqueues on this device, without running it, as one thing to launch.
+    ///
+    /// `work` may launch kernels, clear buffers, and copy to and from [`super::Pinned`] memory; it must not synchronise, allocate or
+    /// touch other memory of the host. Launch its kernels once before: the first launch of a kernel may load it.
+    /// The graph borrows what `work` borrows, so no buffer can go before it. The emulator runs `work` at every launch
+    /// of the graph instead.
+    ///
+    /// # Errors
+    /// Whatever `work` fails with, or the driver's refusal of what it enqueued.
+    pub fn capture<'w>(&self, mut work: impl FnMut() -> Result<(), Error> + 'w) -> Result<Graph<'w>, Error> {
+        let recorded = match &*self.0 {
+            Kind::Cuda(cuda) => Some(record(cuda, &mut work)?),
+            Kind::Emulator(_) => None,
+        };
+        Ok(Graph { recorded, work: Box::new(work), device: self.clone() })
+    }
+}
+
+/// Device time between two points of a queue.
+pub struct Timer {
+    // Before the device: events live in its context.
+    clock: Clock,
+    device: Device,
+}
+
+enum Clock {
+    Events(Event, Event),
+    Host(Cell<Instant>, Cell<Instant>),
+}
+
+// SAFETY: events are handles that any thread may pass to the driver; the cells move with their owner.
+unsafe impl Send for Timer {}
+
+impl Timer {
+    /// Starts it after everything enqueued so far.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn start(&self) -> Result<(), Error> {
+        match &self.clock {
+            Clock::Events(start, _) => self.record(start),
+            Clock::Host(start, _) => {
+                start.set(Instant::now());
+                Ok(())
+            }
+        }
+    }
+
+    /// Stops it after everything enqueued so far.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn stop(&self) -> Result<(), Error> {
+        match &self.clock {
+            Clock::Events(_, stop) => self.record(stop),
+            Clock::Host(_, stop) => {
+                stop.set(Instant::now());
+                Ok(())
+            }
+        }
+    }
+
+    fn record(&self, event: &Event) -> Result<(), Error> {
+        let Kind::Cuda(cuda) = &*self.device.0 else { return Ok(()) };
+        cuda.enter()?;
+        event.record(cuda.stream()).map_err(Error::driver("recording an event"))
+    }
+
+    /// Milliseconds from start to stop; waits for both.
+    ///
+    /// # Errors
+    /// A timer that was not started and stopped, or whatever the work between failed with.
+    pub fn elapsed_ms(&self) -> Result<f64, Error> {
+        match &self.clock {
+            Clock::Events(start, stop) => {
+                stop.synchronize().map_err(Error::driver("running the kernels"))?;
+                stop.elapsed_time_f32(start).map(f64::from).map_err(Error::driver("reading the time"))
+            }
+            Clock::Host(start, stop) => Ok(stop.get().duration_since(start.get()).as_secs_f64() * 1e3),
+        }
+    }
+
+    /// Milliseconds that what `work` enqueues takes; waits for it.
+    ///
+    /// # Errors
+    /// Whatever `work` fails with.
+    pub fn time(&self, work: impl FnOnce() -> Result<(), Error>) -> Result<f64, Error> {
+        self.start()?;
+        work()?;
+        self.stop()?;
+        self.elapsed_ms()
+    }
+}
+
+/// Work that was recorded by [`Device::capture`].
+pub struct Graph<'w> {
+    // Before the device: it lives in its context.
+    recorded: Option<Recorded>,
+    work: Box<dyn FnMut() -> Result<(), Error> + 'w>,
+    device: Device,
+}
+
+impl Graph<'_> {
+    /// Enqueues it all on the queue that it was recorded from.
+    ///
+    /// # Errors
+    /// A driver error; under the emulator, whatever the work fails with.
+    pub fn launch(&mut self) -> Result<(), Error> {
+        let (Some(recorded), Kind::Cuda(cuda)) = (&self.recorded, &*self.device.0) else { return (self.work)() };
+        cuda.enter()?;
+        // SAFETY: the graph is ours, and everything that it uses is borrowed by it.
+        check("launching a graph", unsafe { sys::cuGraphLaunch(recorded.0, cuda.stream().as_inner()) })
+    }
+}
+
+impl Drop for Graph<'_> {
+    fn drop(&mut self) {
+        // What the graph borrows may be freed next.
+        let _ = self.device.synchronize();
+    }
+}
+
+struct Recorded(sys::CUgraphExec);
+
+impl Drop for Recorded {
+    fn drop(&mut self) {
+        // SAFETY: made by `record`, destroyed once; its launches are over, as `Graph` waits for them.
+        unsafe { sys::cuGraphExecDestroy(self.0) };
+    }
+}
+
+fn record(cuda: &Cuda, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<Recorded, Error> {
+    cuda.enter()?;
+    let stream = cuda.stream().as_inner();
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the stream is ours and alive.
+    check("recording a graph", unsafe { sys::cuStreamBeginCapture_v2(stream, mode) })?;
+    let worked = work();
+    let mut graph = std::ptr::null_mut();
+    // Ended whatever `work` said, or the queue would stay unusable.
+    // SAFETY: `graph` is valid for a write, and the stream is being captured.
+    let ended = check("recording a graph", unsafe { sys::cuStreamEndCapture(stream, &mut graph) });
+    let mut recorded = Recorded(std::ptr::null_mut());
+    let made = worked.and(ended).and_then(|()| {
+        // SAFETY: `recorded` is valid for a write, and the graph is complete.
+        check("making a graph", unsafe { sys::cuGraphInstantiateWithFlags(&mut recorded.0, graph, 0) })
+    });
+    if !graph.is_null() {
+        // SAFETY: made above, destroyed once; what was instantiated from it is a thing of its own.
+        unsafe { sys::cuGraphDestroy(graph) };
+    }
+    match made {
+        Ok(()) => Ok(recorded),
+        Err(error) => {
+            // Nothing was made that could be destroyed.
+            std::mem::forget(recorded);
+            Err(error)
+        }
+    }
+}
