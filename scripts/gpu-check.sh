@@ -11,6 +11,8 @@ failed=0
 
 tests() {
     dist/gpu/gpu-tests --test-threads=1 || failed=1
+    # The kernels that other cards than Hopper run.
+    WARPDRAFT_PORTABLE_PTX=1 dist/gpu/gpu-tests --test-threads=1 || failed=1
 }
 
 # Greedy with drafts, then sampled with penalties: together they run every kernel of the forward pass and the loop.

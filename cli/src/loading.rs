@@ -13,7 +13,8 @@ use crate::interrupt::Deferred;
 use crate::progress::Progress;
 use crate::resolve::Report;
 
-/// Finds the checkpoint, downloads it if need be, and opens it. `check` reads every weight, to find NaN and infinity.
+/// Finds the checkpoint, downloads it if need be, and opens it. `check` reads every weight, to find NaN and
+/// infinity; a model that is about to be loaded is checked then.
 ///
 /// # Errors
 /// Whatever is wrong with the files or the download.

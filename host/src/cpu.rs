@@ -24,8 +24,9 @@ impl Cpu {
     /// For sequences of up to `capacity` tokens.
     ///
     /// # Errors
-    /// A checkpoint that lacks a weight.
+    /// A checkpoint that lacks a weight, or has one that is NaN or infinite.
     pub fn new(checkpoint: &Checkpoint, capacity: usize) -> Result<Self, Error> {
+        checkpoint.check_finite(&|_| {})?;
         let model = CpuModel::new(checkpoint)?;
         Ok(Self {
             cache: model.new_cache(capacity),

@@ -156,7 +156,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Loads `checkpoint`; `progress` is told the bytes.
+    /// Loads `checkpoint`; `progress` is told the bytes. Every weight is checked to be finite, so the checkpoint may have been opened
+    /// without that check.
     ///
     /// # Errors
     /// No such device, a device too small (said before anything is loaded), shapes that it does not cover, or

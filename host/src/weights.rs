@@ -43,13 +43,14 @@ pub struct DeviceLayer {
 }
 
 impl DeviceWeights {
-    /// Copies `checkpoint` to `device`. f16 and f32 weights are rounded to bf16.
+    /// Copies `checkpoint` to `device`. f16 and f32 weights are rounded to bf16. Every weight is checked on the way.
     ///
     /// # Errors
-    /// Too little memory, a driver error, or [`Error::Interrupted`] when `progress` breaks.
+    /// A weight that is NaN or infinite, too little memory, a driver error, or [`Error::Interrupted`] when `progress` breaks.
     pub fn upload(checkpoint: &Checkpoint, device: &Device, progress: &mut Progress<'_>) -> Result<Self, Error> {
         let weights = checkpoint.weights()?;
-        let mut upload = Upload { device, progress, done: 0, total: 2 * checkpoint.config.parameter_count() as u64 };
+        let mut upload =
+            Upload { checkpoint, device, progress, done: 0, total: 2 * checkpoint.config.parameter_count() as u64 };
         let tied = checkpoint.config.tie_word_embeddings;
         Ok(Self {
             embed: upload.tensors(&[&weights.embed])?,
@@ -77,6 +78,7 @@ impl DeviceWeights {
 }
 
 struct Upload<'a, 'p> {
+    checkpoint: &'a Checkpoint,
     device: &'a Device,
     progress: &'a mut Progress<'p>,
     done: u64,
@@ -90,6 +92,7 @@ impl Upload<'_, '_> {
         let mut buffer = self.device.zeroed(tensors.iter().map(|t| elements(t)).sum())?;
         let mut at = 0;
         for tensor in tensors {
+            self.checkpoint.check_tensor_finite(tensor, &|_| {})?;
             match bytemuck::try_cast_slice(tensor.data) {
                 Ok(same) if tensor.dtype == Dtype::Bf16 => buffer.write(at, same)?,
                 _ => buffer.write(at, &to_bf16(tensor))?,

@@ -14,7 +14,7 @@ use crate::{Ending, loading, output};
 pub fn run(command: Generate) -> anyhow::Result<Ending> {
     let Generate { source, load, prompt, answer: settings, report } = command;
     loading::start_log(report)?;
-    let checkpoint = loading::open(&source, true, report)?;
+    let checkpoint = loading::open(&source, false, report)?;
     let text = match &prompt {
         Prompt::Text(text) => text.clone(),
         Prompt::Conversation { messages, think } => {
