@@ -21,6 +21,7 @@
 mod unroll;
 
 pub mod attention;
+pub mod ceilings;
 pub mod embedding;
 pub mod kv;
 pub mod linear;
