@@ -1,13 +1,13 @@
 //! Linear layers for few rows: `y[row, n] = Σ_k x[row, k] · w[n, k]`, weights read once, straight from the checkpoint's layout.
 //!
 //! # Shape of the work
-//! A block owns a strip of 16 output features. Its 8 warps deal the chunks of [`CHUNK`] = 128 input features among themselves and
+//! A block owns a strip of 16 output features. Its 8 warps deal the slices of [`SLICE`] = 64 input features among themselves and
 //! feed them to the tensor cores: `mma.m16n8k16` with the weights as A (16 features) and the token rows as B (8 rows a tile,
 //! `TILES` tiles). A product over k does not care in which slots its terms stand as long as A and B agree, so a lane
 //! loads 16 contiguous bytes of each and uses them as the four k-pairs that it must supply: no shared memory, no shuffles.
 //!
 //! # Order
-//! An output is the sum over its warp's chunks, in order, in the tensor core's accumulator, then over the 8 warps from first
+//! An output is the sum over its warp's slices, in order, in the tensor core's accumulator, then over the 8 warps from first
 //! to last. A column of B never meets another, so a row's result is the same bits whatever rows share the launch and
 //! however many tiles there are: [`linear_8`] and [`linear_64`] agree (tested).
 //!
@@ -19,8 +19,8 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
 
 use crate::step::Rows;
 
-/// Input features that a warp takes at a time; the input size is a multiple of it.
-pub const CHUNK: u32 = 128;
+/// Input features that a warp takes at a time; slice `s` goes to warp `s % 8`. The input size is a multiple of twice this.
+pub const SLICE: u32 = 64;
 /// Output features of a block.
 pub const STRIP: u32 = 16;
 const WARPS: u32 = 8;
@@ -44,7 +44,7 @@ pub struct Linear {
     pub activation: GlobalMut<bf16>,
     /// Output features.
     pub n: u32,
-    /// Input features, a multiple of [`CHUNK`].
+    /// Input features, a multiple of twice [`SLICE`].
     pub k: u32,
     /// First row to compute: the head, which skips rows whose logits nobody asked for.
     pub first_row: u32,
@@ -67,6 +67,11 @@ impl Linear {
     }
 }
 
+/// Where a lane's `j`-th load of a pair of slices lies, from the first.
+const fn offset(j: usize) -> usize {
+    (j / 2) * (WARPS * SLICE) as usize + (j % 2) * 32
+}
+
 /// One warp's share of a strip: rows `g` and `g + 8` of A come from `low` and `high`, each the start of a weight row.
 /// Leaves the partial sums of the block in shared memory, `[warp][row][feature]`, and meets at a barrier.
 #[inline(always)]
@@ -76,26 +81,33 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
         let warp = thread::warp_id();
         let (g, t) = (lane / 4, lane % 4);
         let mut acc = [[0f32; 4]; TILES];
-        let mut chunk = warp;
-        while chunk < p.k / CHUNK {
-            let k = (chunk * CHUNK + t * 8) as usize;
+        let mut slice = warp;
+        let slices = p.k / SLICE;
+        while slice < slices {
+            // Two slices' weights are under way at a time; of the last warps' last turn only one may be left.
+            let k = (slice * SLICE + t * 8) as usize;
+            let second = slice + WARPS < slices;
             let mut low_words = [[0u32; 4]; 4];
             let mut high_words = [[0u32; 4]; 4];
             unroll!(J < 4; {
-                low_words[J] = low.load16_stream(k + 32 * J);
-                high_words[J] = high.load16_stream(k + 32 * J);
+                if J < 2 || second {
+                    low_words[J] = low.load16_stream(k + offset(J));
+                    high_words[J] = high.load16_stream(k + offset(J));
+                }
             });
             unroll!(T < TILES; {
                 let row = T as u32 * 8 + g;
                 let x = p.x.at((p.first_row + row) as usize * p.k as usize + k);
                 unroll!(J < 4; {
-                    let b = if row < count { x.load16(32 * J) } else { [0; 4] };
-                    let (l, h) = (low_words[J], high_words[J]);
-                    acc[T] = mma::m16n8k16_bf16(acc[T], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
-                    acc[T] = mma::m16n8k16_bf16(acc[T], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
+                    if J < 2 || second {
+                        let b = if row < count { x.load16(offset(J)) } else { [0; 4] };
+                        let (l, h) = (low_words[J], high_words[J]);
+                        acc[T] = mma::m16n8k16_bf16(acc[T], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
+                        acc[T] = mma::m16n8k16_bf16(acc[T], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
+                    }
                 });
             });
-            chunk += WARPS;
+            slice += 2 * WARPS;
         }
         // An accumulator holds features g and g + 8 of rows 2t and 2t + 1.
         let partial = shared::dynamic::<f32>(0);

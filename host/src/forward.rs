@@ -88,7 +88,7 @@ impl Forward {
     /// [`Error::Unsupported`].
     pub fn check(config: &Config) -> Result<(), Error> {
         let group = config.num_attention_heads / config.num_key_value_heads;
-        let chunk = linear::CHUNK as usize;
+        let chunk = 2 * linear::SLICE as usize;
         for (ok, what, found) in [
             (config.head_dim == HEAD_DIM as usize, "a head size of 128", config.head_dim),
             (config.hidden_size.is_multiple_of(chunk), "a hidden size that is a multiple of 128", config.hidden_size),
@@ -228,7 +228,7 @@ impl Forward {
                     table_stride: self.page_table.len() as u32,
                     kv_heads,
                 };
-                d.launch::<norm::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm(&layer.input_norm))?;
+                d.launch::<norm::rms_norm>((1, most_rows), 0, norm(&layer.input_norm))?;
                 let project = linear(&layer.qkv, &self.normed, heads * HEAD_DIM, hidden, &self.qkv);
                 self.launch_linear(Kind::Write, most_rows, project)?;
                 let split = SplitHeads {
@@ -267,7 +267,7 @@ impl Forward {
                 d.launch::<attention::combine>((q_heads, most_rows), 0, combine)?;
                 let output = linear(&layer.output, &self.attended, hidden, q_size, &self.residual);
                 self.launch_linear(Kind::Add, most_rows, output)?;
-                d.launch::<norm::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm(&layer.post_attention_norm))?;
+                d.launch::<norm::rms_norm>((1, most_rows), 0, norm(&layer.post_attention_norm))?;
                 let mut gate_up = linear(&layer.gate, &self.normed, inner, hidden, &self.residual);
                 gate_up.up = layer.up.ptr();
                 self.launch_linear(Kind::SwiGlu, most_rows, gate_up)?;
@@ -275,7 +275,7 @@ impl Forward {
                 self.launch_linear(Kind::Add, most_rows, down)?;
             }
             if let LogitRows::From(first_row) = logits {
-                d.launch::<norm::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm(&w.norm))?;
+                d.launch::<norm::rms_norm>((1, most_rows), 0, norm(&w.norm))?;
                 let head = w.head.as_ref().unwrap_or(&w.embed);
                 let mut head = linear(head, &self.normed, c.vocab_size as u32, hidden, &self.logits);
                 head.first_row = first_row;
