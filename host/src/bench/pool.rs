@@ -1,0 +1,92 @@
+//! Random device memory that the host knows too.
+
+use half::bf16;
+
+use super::BenchError;
+use crate::device::{Buffer, Device};
+
+/// Elements of the pattern: 32 MiB of it.
+const PATTERN: usize = 16 << 20;
+
+/// Device memory filled with random numbers between −1 and 1: a pattern, over and over, so that the host can say what is at any
+/// place and keeps little of it.
+pub struct Pool {
+    buffer: Buffer<bf16>,
+    pattern: Vec<bf16>,
+}
+
+impl Pool {
+    /// `len` elements.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn new(device: &Device, len: usize) -> Result<Self, BenchError> {
+        let pattern = random(len.min(PATTERN), 1);
+        let mut buffer = device.zeroed(len)?;
+        for at in (0..len).step_by(PATTERN) {
+            buffer.write(at, &pattern[..PATTERN.min(len - at)])?;
+        }
+        Ok(Self { buffer, pattern })
+    }
+
+    /// The device's memory.
+    pub fn buffer(&self) -> &Buffer<bf16> {
+        &self.buffer
+    }
+
+    /// Element `i`.
+    pub fn at(&self, i: usize) -> f64 {
+        self.pattern[i % PATTERN].to_f64()
+    }
+
+    /// All of it, in words of 32 bits, exclusive-ored. The length is even.
+    pub fn exclusive_or(&self) -> u32 {
+        let words = |elements: &[bf16]| {
+            elements
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .fold(0, |sum, [low, high]| sum ^ (u32::from(high.to_bits()) << 16 | u32::from(low.to_bits())))
+        };
+        let (whole, rest) = (self.buffer.len() / PATTERN, self.buffer.len() % PATTERN);
+        // Twice the same leaves nothing.
+        (if whole % 2 == 1 { words(&self.pattern) } else { 0 }) ^ words(&self.pattern[..rest])
+    }
+
+    /// The elements from `start` on.
+    pub fn from(&self, start: usize) -> impl Iterator<Item = f64> + '_ {
+        (start..).map(|i| self.at(i))
+    }
+}
+
+/// `len` random numbers between −1 and 1.
+pub fn random(len: usize, seed: u64) -> Vec<bf16> {
+    // Splitmix64: fast, and good enough to leave no pattern that a memory system would like.
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (0..len)
+        .map(|_| {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut bits = state;
+            bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            let bits = bits ^ (bits >> 31);
+            bf16::from_f32((bits >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_host_knows_what_the_device_has() {
+        let pool = Pool::new(&Device::emulator(0), 1000).unwrap();
+        let mut data = vec![bf16::ZERO; 1000];
+        pool.buffer().read(0, &mut data).unwrap();
+        assert!(data.iter().zip(pool.from(0)).all(|(a, b)| a.to_f64() == b));
+        let mean: f64 = pool.from(0).take(1000).sum::<f64>() / 1000.0;
+        assert!(mean.abs() < 0.1, "{mean}");
+        assert!(pool.from(0).take(1000).all(|v| (-1.0..=1.0).contains(&v)));
+    }
+}
