@@ -3,7 +3,7 @@
 use cuda_std::Kernel;
 use cuda_std::emulator::{Buffer, Launch, Report, launch};
 use gpu_kernels::ngram::reference::{self, Batch, Drafts};
-use gpu_kernels::ngram::{self, NgramMatch, NgramMatchMixed, Sequences, Token};
+use gpu_kernels::ngram::{self, NgramMatch, NgramMatchMixed, Sequences, Token, peers};
 use proptest::prelude::*;
 
 /// What a draft that nobody wrote looks like.
@@ -14,7 +14,13 @@ trait Id: Token + std::fmt::Debug + Send + Sync + 'static {
     fn from_small(small: i32) -> Self;
     fn plain(launch: &Launch, p: NgramMatch<Self>) -> Report;
     fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) -> Report;
+    /// The slower designs, where they exist for this type: what they are called, and their two launches.
+    fn peers(_batch: u32, _p: NgramMatch<Self>) -> Vec<(&'static str, Peer)> {
+        Vec::new()
+    }
 }
+
+type Peer = Box<dyn Fn(u64)>;
 
 impl Id for i32 {
     fn from_small(small: i32) -> Self {
@@ -38,6 +44,23 @@ impl Id for i64 {
     }
     fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) -> Report {
         run::<ngram::ngram_match_mixed_i64>(launch, p)
+    }
+    fn peers(batch: u32, p: NgramMatch<Self>) -> Vec<(&'static str, Peer)> {
+        let search = move |threads, seed| Launch {
+            shared_bytes: peers::SEARCH_SHARED_BYTES,
+            seed,
+            ..Launch::new(batch, threads)
+        };
+        let share = |threads, seed| Launch { shared_bytes: ngram::SHARED_BYTES, seed, ..Launch::new(1, threads) };
+        let plain = move |seed| {
+            run::<peers::ngram_windows_256_i64>(&search(peers::PLAIN_THREADS, seed), p);
+            run::<peers::ngram_serial_share_i64>(&share(32, seed), p);
+        };
+        let scan = move |seed| {
+            run::<peers::ngram_windows_1024_i64>(&search(ngram::THREADS, seed), p);
+            run::<peers::ngram_scan_share_i64>(&share(ngram::THREADS, seed), p);
+        };
+        vec![("plain", Box::new(plain)), ("block scan", Box::new(scan))]
     }
 }
 
@@ -262,11 +285,20 @@ impl<T: Id> Case<T> {
     }
 
     /// By the kernel, `launches` times over, each under another schedule, with one workspace.
-    fn launched(&self, blocks_per_sequence: u32, seed: u64, launches: u64) -> Outcome<T> {
-        self.reported(blocks_per_sequence, seed, launches).0
+    fn launched(&self, blocks: u32, seed: u64, launches: u64) -> Outcome<T> {
+        self.reported(blocks, seed, launches).0
     }
 
-    fn reported(&self, blocks_per_sequence: u32, seed: u64, launches: u64) -> (Outcome<T>, Report) {
+    /// The slower designs too, on the same buffers.
+    fn with_peers(&self, blocks: u32, seed: u64) -> Outcome<T> {
+        self.run(blocks, seed, 1, true).0
+    }
+
+    fn reported(&self, blocks: u32, seed: u64, launches: u64) -> (Outcome<T>, Report) {
+        self.run(blocks, seed, launches, false)
+    }
+
+    fn run(&self, blocks: u32, seed: u64, launches: u64, with_peers: bool) -> (Outcome<T>, Report) {
         let input_ids = Buffer::from_slice(&self.input_ids);
         let input_ids_len = Buffer::from_slice(&self.input_ids_len);
         let pre_ids = Buffer::from_slice(&self.pre_ids);
@@ -280,8 +312,8 @@ impl<T: Id> Case<T> {
         let mut outcome = (self.before(), Report::default());
         for again in 0..launches {
             let before = self.before();
-            let rows = Buffer::from_slice(&before.rows);
-            let drafts = Buffer::from_slice(&before.drafts);
+            let mut rows = Buffer::from_slice(&before.rows);
+            let mut drafts = Buffer::from_slice(&before.drafts);
             let sequences = Sequences {
                 input_ids: input_ids.ptr(),
                 input_ids_len: input_ids_len.ptr(),
@@ -300,17 +332,25 @@ impl<T: Id> Case<T> {
                 threshold: self.threshold,
             };
             let on = Launch {
-                grid: [self.batch as u32, blocks_per_sequence, 1],
+                grid: [blocks, 1, 1],
                 threads: ngram::THREADS,
                 shared_bytes: ngram::SHARED_BYTES,
                 seed: seed + again,
                 ..Launch::default()
             };
+            let plain =
+                NgramMatch { sequences, seq_lens_encoder: encoder.ptr(), draft_token_num: draft_token_num.ptr() };
+            if let (Operator::Plain, true) = (self.operator, with_peers) {
+                for (name, peer) in T::peers(self.batch as u32, plain) {
+                    peer(seed + again);
+                    let got = Outcome { rows: rows.as_slice().to_vec(), drafts: drafts.as_slice().to_vec() };
+                    assert_eq!(got, self.expected(), "{name}, seed {}", seed + again);
+                    rows.copy_from(&before.rows);
+                    drafts.copy_from(&before.drafts);
+                }
+            }
             let report = match self.operator {
-                Operator::Plain => T::plain(
-                    &on,
-                    NgramMatch { sequences, seq_lens_encoder: encoder.ptr(), draft_token_num: draft_token_num.ptr() },
-                ),
+                Operator::Plain => T::plain(&on, plain),
                 Operator::Mixed { max_draft_tokens, min_ngram_size } => {
                     T::mixed(&on, NgramMatchMixed { sequences, max_draft_tokens, min_ngram_size })
                 }
@@ -329,7 +369,7 @@ fn worked(sequences: &[Sequence], max_ngram_size: u32, threshold: i32, operator:
     let case = Case::<i32>::new(sequences, 0, 24, max_ngram_size, threshold, operator);
     let outcome = case.launched(1, 1, 1);
     assert_eq!(outcome, case.by_definition());
-    Case::<i64>::new(sequences, 0, 24, max_ngram_size, threshold, operator).launched(2, 2, 1);
+    Case::<i64>::new(sequences, 0, 24, max_ngram_size, threshold, operator).with_peers(2, 2);
     let drafts = outcome.drafts.chunks(24).map(|row| row.iter().copied().filter(|&t| t != UNTOUCHED).collect());
     outcome.rows.iter().copied().zip(drafts).collect()
 }
@@ -440,7 +480,7 @@ fn decode_loop_drafts_from_the_history() {
 fn long_texts_take_several_tiles_and_blocks() {
     // Three matches of lengths 1, 2 and 3 in the prompt and one of 3 in the generated tokens; every boundary of a tile
     // has a decoy.
-    let tile = 4096;
+    let tile = 512;
     for (at, blocks) in [(0, 3), (tile - 2, 1), (tile - 1, 2), (2 * tile + 17, 3), (2 * tile - 1, 5)] {
         let mut prompt: Vec<i32> = (0..3 * tile as i32 - 5).map(|i| 10 + i % 97).collect();
         let mut generated: Vec<i32> = (0..tile as i32 + 100).map(|i| 200 + i % 89).collect();
@@ -466,20 +506,51 @@ fn long_texts_take_several_tiles_and_blocks() {
 
 #[test]
 fn each_token_is_read_once_and_none_after_the_best_match() {
-    let tile = 4096;
+    // A warp's tile: 128 units of 16 bytes. A block's 32 warps have one each, or two, or four.
+    let tiles = 32 * 512;
     let loaded = |prompt: &[i32], generated: &[i32]| {
         let case = Case::<i32>::new(&[Sequence::new(prompt, generated, 5)], 0, 8, 3, 128, Operator::Plain);
         case.reported(1, 1, 1).1.bytes_loaded
     };
-    let prompt: Vec<i32> = (0..5 * tile as i32).collect();
-    // The pattern's end is nowhere: two tiles more cost their tokens, and one look of each warp at the best key so far.
+    let prompt: Vec<i32> = (0..4 * tiles as i32 + 1).collect();
+    // The pattern's end is nowhere: a tile more for each warp costs its tokens and nothing else.
     let nowhere = [-1, -2, -3, -4];
-    let more = loaded(&prompt[..4 * tile + 1], &nowhere) - loaded(&prompt[..2 * tile + 1], &nowhere);
-    assert!((2 * tile as u64 * 4..=2 * (tile as u64 * 4 + 32 * 8)).contains(&more), "{more}");
+    let more = loaded(&prompt[..2 * tiles + 1], &nowhere) - loaded(&prompt[..tiles + 1], &nowhere);
+    assert_eq!(more, tiles as u64 * 4);
     // Found in the first tile. How far other warps have come by then is up to the schedule.
     let at_once = [-1, 7, 8, 9];
     let (stopped, ran_on) = (loaded(&prompt, &at_once), loaded(&prompt, &nowhere));
     assert!(stopped < ran_on);
+}
+
+#[test]
+fn ends_outside_of_whole_units_are_searched() {
+    // Every alignment of a row, and the match at every place of it: before the first 16-byte boundary, within, behind.
+    for stride in 9..14 {
+        for at in 0..stride - 3 {
+            let rows: Vec<_> = (0..4)
+                .map(|_| {
+                    let mut prompt: Vec<i32> = (0..stride).map(|i| 10 + i).collect();
+                    prompt[at as usize..at as usize + 2].copy_from_slice(&[1, 2]);
+                    Sequence::new(&prompt, &[0, 3, 1, 2], 1)
+                })
+                .collect();
+            for outcome in worked(&rows, 3, 128, Operator::Plain) {
+                assert_eq!(outcome, (2, vec![12 + at]));
+            }
+            let rows: Vec<_> = (0..4)
+                .map(|_| {
+                    let mut generated: Vec<i32> = (0..stride + 2).map(|i| 10 + i).collect();
+                    generated[at as usize..at as usize + 2].copy_from_slice(&[1, 2]);
+                    generated.extend([1, 2]);
+                    Sequence::new(&[], &generated, 1)
+                })
+                .collect();
+            for outcome in worked(&rows, 2, 128, Operator::Plain) {
+                assert_eq!(outcome, (2, vec![12 + at]));
+            }
+        }
+    }
 }
 
 #[test]
@@ -637,5 +708,21 @@ proptest! {
         } else {
             Case::<i32>::new(&sequences, slack, places, n, threshold, operator).launched(1, seed, 1);
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn peers_equal_the_reference(
+        sequences in batches(hostile, 8),
+        slack in 0..3usize,
+        places in 0..8usize,
+        n in 0..5u32,
+        threshold in thresholds(),
+        seed in 0..1000u64,
+    ) {
+        Case::<i64>::new(&sequences, slack, places, n, threshold, Operator::Plain).with_peers(1, seed);
     }
 }

@@ -231,10 +231,11 @@ impl Gpu {
                 max_draft_tokens: draft.tokens as i32,
                 min_ngram_size: draft.min,
             };
-            let blocks = ngram::blocks_per_sequence(1, length as u32, 128);
+            let blocks = ngram::blocks::<i32>(1, length as u32, device.multiprocessors());
             // SAFETY: buffers of self for a batch of one, and a workspace that only this stream uses.
-            unsafe { device.launch::<ngram::ngram_match_mixed_i32>((1, blocks), ngram::SHARED_BYTES, operator)? };
+            unsafe { device.launch::<ngram::ngram_match_mixed_i32>(blocks, ngram::SHARED_BYTES, operator)? };
         }
+        let counters = self.forward.stream().map(|stream| stream.counters());
         let plan = PlanDecode {
             rows: self.forward.rows(),
             state: self.state(),

@@ -1,0 +1,248 @@
+//! The last block's work: who gets how much of the budget, and the copy of the drafts.
+
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::{shared, thread, warp};
+
+use super::search::{Keys, NOTHING, texts};
+use super::{Claim, Operator, THREADS, Token, WARPS, shared_layout};
+
+/// Lanes that copy one sequence's drafts.
+const COPIERS: u32 = 16;
+/// Sequences that such a group copies for at a time.
+const COPIES: u32 = 4;
+
+/// Whether this block is the last of the launch to come here. Then all that the others wrote before is visible.
+#[inline(always)]
+pub(super) unsafe fn is_last_block<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) -> bool {
+    unsafe {
+        let last = shared::dynamic::<u32>(shared_layout::LAST);
+        thread::sync_threads();
+        if keys.alone {
+            return true;
+        }
+        if thread::thread_idx_x() == 0 {
+            let blocks = thread::grid_dim_x() * thread::grid_dim_y();
+            let finished = operator.sequences().finished_blocks();
+            // Releases what the block did before the barrier, acquires what the others released. Counts from -1, which
+            // is how the workspace is filled.
+            let before = atomic::fetch_add(finished, 0, 1u32, Ordering::AcqRel, Scope::Device);
+            let is_last = before.wrapping_add(2) == blocks;
+            if is_last {
+                finished.store(0, u32::MAX);
+            }
+            last.store(0, is_last as u32);
+        }
+        thread::sync_threads();
+        last.load(0) != 0
+    }
+}
+
+/// What the budget needs to know of a sequence.
+#[derive(Clone, Copy)]
+struct Wish {
+    claim: Claim,
+    /// Drafts that it could use.
+    cap: u32,
+    /// Where they begin: the element in its matrix, doubled, and whether that is the prompts'.
+    from: u64,
+    /// A key was left that the next launch must not find.
+    found: bool,
+}
+
+/// The wish of sequence `b`, of one that asks for nothing where there is no such sequence.
+#[inline(always)]
+unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -> Wish {
+    unsafe {
+        let s = operator.sequences();
+        let nothing = Claim { written: false, base: 0, want: 0, fixed: 0 };
+        if b >= s.batch {
+            return Wish { claim: nothing, cap: 0, from: 0, found: false };
+        }
+        let b = b as usize;
+        let best = keys.load(b);
+        let claim = operator.claim(b);
+        let t = texts(operator, b);
+        if best == NOTHING {
+            return Wish { claim, cap: 0, from: 0, found: false };
+        }
+        let place = best as u32;
+        let in_prompt = place < t.prompt_ends;
+        // Tokens follow an end as far as the last token, which is no end itself.
+        let follow = if in_prompt { t.prompt_ends - place } else { t.prompt_ends + t.generated_ends - place };
+        let start = if in_prompt { place } else { place - t.prompt_ends } as u64 + 1;
+        let stride = if in_prompt { s.input_ids_stride } else { s.pre_ids_stride };
+        Wish {
+            claim,
+            cap: claim.want.max(0).min(follow as i64) as u32,
+            from: (b as u64 * stride as u64 + start) << 1 | in_prompt as u64,
+            found: true,
+        }
+    }
+}
+
+/// The sum over the lanes up to and including this one.
+#[inline(always)]
+unsafe fn running_total(mut v: i64) -> i64 {
+    let mut delta = 1;
+    while delta < 32 {
+        let before = warp::shuffle_up(v, delta);
+        if thread::lane_id() >= delta {
+            v += before;
+        }
+        delta *= 2;
+    }
+    v
+}
+
+/// Drafts for a sequence that could use `cap` and finds `room`.
+#[inline(always)]
+pub(super) fn grant(cap: u32, room: i64) -> u32 {
+    if room >= 2 { (cap as i64).min(room) as u32 } else { 0 }
+}
+
+/// Shares out the budget and copies the drafts: one block. The keys are put back.
+#[inline(always)]
+pub(super) unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
+    unsafe {
+        let s = operator.sequences();
+        let tid = thread::thread_idx_x();
+        let (lane, warp_id) = (thread::lane_id(), thread::warp_id());
+        let active = shared::dynamic::<u32>(shared_layout::ACTIVE);
+        let negative = shared::dynamic::<u32>(shared_layout::NEGATIVE);
+        let room = shared::dynamic::<i64>(shared_layout::ROOM);
+        let totals = shared::dynamic::<i64>(shared_layout::TOTALS);
+        let fixed = shared::dynamic::<i64>(shared_layout::FIXED);
+        let from = shared::dynamic::<u64>(shared_layout::FROM);
+        let count = shared::dynamic::<u32>(shared_layout::COUNT);
+        let row = shared::dynamic::<i32>(shared_layout::ROW);
+
+        // On its way while the others are counted.
+        let mut wish = wish_of(operator, keys, tid);
+
+        // How many sequences have work, and whether any lessens the room by less than nothing.
+        let (mut own_active, mut own_negative) = (0u32, 0u32);
+        let mut b = tid;
+        while b < s.batch {
+            own_active += operator.works(b as usize) as u32;
+            own_negative += (operator.claim(b as usize).fixed < 0) as u32;
+            b += THREADS;
+        }
+        if tid == 0 {
+            active.store(0, 0);
+            negative.store(0, 0);
+        }
+        thread::sync_threads();
+        if own_active > 0 {
+            atomic::fetch_add(active, 0, own_active, Ordering::Relaxed, Scope::Block);
+        }
+        if own_negative > 0 {
+            atomic::fetch_add(negative, 0, own_negative, Ordering::Relaxed, Scope::Block);
+        }
+        thread::sync_threads();
+        let in_order = negative.load(0) != 0;
+        // U of the module's text, at the start of the chunk.
+        let mut chunk_room = s.threshold as i64 - active.load(0) as i64;
+        if tid == 0 {
+            room.store(0, chunk_room);
+        }
+
+        let mut chunk = 0;
+        while chunk < s.batch {
+            let Wish { claim, cap, .. } = wish;
+            from.store(tid as usize, wish.from);
+            let drafts = if in_order {
+                fixed.store(tid as usize, claim.fixed);
+                count.store(tid as usize, cap);
+                thread::sync_threads();
+                if tid == 0 {
+                    let mut room_left = room.load(0);
+                    let mut i = 0;
+                    while i < THREADS as usize {
+                        room_left -= fixed.load(i);
+                        let granted = grant(count.load(i), room_left);
+                        count.store(i, granted);
+                        room_left -= granted as i64;
+                        i += 1;
+                    }
+                    room.store(0, room_left);
+                }
+                thread::sync_threads();
+                count.load(tid as usize)
+            } else {
+                let own = claim.fixed + cap as i64;
+                let in_warp = running_total(own);
+                if lane == 31 {
+                    totals.store(warp_id as usize, in_warp);
+                }
+                thread::sync_threads();
+                // Every warp sums the 32 totals for itself.
+                let total = totals.load(lane as usize);
+                let upto = running_total(total);
+                let before_warp = warp::shuffle_idx(upto - total, warp_id);
+                let of_chunk = warp::shuffle_idx(upto, 31);
+                let before = before_warp + in_warp - own;
+                let granted = grant(cap, chunk_room - before - claim.fixed);
+                count.store(tid as usize, granted);
+                chunk_room -= of_chunk;
+                granted
+            };
+            row.store(tid as usize, claim.base);
+            if claim.written {
+                s.seq_lens_this_time.store((chunk + tid) as usize, claim.base + drafts as i32);
+            }
+            if wish.found {
+                keys.put_back((chunk + tid) as usize);
+            }
+            thread::sync_threads();
+            copy(operator, chunk);
+            // The next chunk writes what this one still reads.
+            thread::sync_threads();
+            chunk += THREADS;
+            wish = wish_of(operator, keys, chunk + tid);
+        }
+    }
+}
+
+/// Copies the drafts of a chunk of sequences, as its threads have left them in shared memory. A group of lanes copies for
+/// several sequences at a time, so that their loads do not wait for each other.
+#[inline(always)]
+unsafe fn copy<T: Token, O: Operator<T>>(operator: &O, chunk: u32) {
+    unsafe {
+        let s = operator.sequences();
+        let from = shared::dynamic::<u64>(shared_layout::FROM);
+        let count = shared::dynamic::<u32>(shared_layout::COUNT);
+        let row = shared::dynamic::<i32>(shared_layout::ROW);
+        let groups = WARPS * (32 / COPIERS);
+        let group = thread::thread_idx_x() / COPIERS;
+        let copier = thread::thread_idx_x() % COPIERS;
+        let here = (s.batch - chunk).min(THREADS);
+        let mut first = group;
+        while first < here {
+            let mut most = 0;
+            let mut done = 0;
+            while done == 0 || done < most {
+                let d = done + copier;
+                let mut tokens = [T::NONE; COPIES as usize];
+                unroll!(k < COPIES; {
+                    let i = first + k as u32 * groups;
+                    let granted = if i < here { count.load(i as usize) } else { 0 };
+                    most = most.max(granted);
+                    if d < granted {
+                        let source = from.load(i as usize);
+                        let text = if source & 1 == 1 { s.input_ids } else { s.pre_ids };
+                        tokens[k] = text.load(((source >> 1) + d as u64) as usize);
+                    }
+                });
+                unroll!(k < COPIES; {
+                    let i = first + k as u32 * groups;
+                    if i < here && d < count.load(i as usize) {
+                        let at = (chunk + i) as usize * s.draft_tokens_stride as usize + row.load(i as usize) as usize;
+                        s.draft_tokens.store(at + d as usize, tokens[k]);
+                    }
+                });
+                done += COPIERS;
+            }
+            first += groups * COPIES;
+        }
+    }
+}
