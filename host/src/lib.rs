@@ -13,6 +13,7 @@ mod engine;
 mod error;
 pub mod forward;
 mod gpu;
+pub mod ngram;
 pub mod weights;
 
 pub use backend::{Backend, Sequence, Step};
