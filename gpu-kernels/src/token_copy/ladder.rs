@@ -49,9 +49,36 @@ pub(super) unsafe fn copy_record<const ROUNDS: usize>(from: Global<u8>, to: Glob
     }
 }
 
+/// A warp a record, each load stored before the next.
+#[inline(always)]
+unsafe fn copy_by_warps<I: Index>(p: &TokenCopy<I>) {
+    unsafe {
+        if !p.regions.fit(0) {
+            p.pairs.refuse_all();
+            return;
+        }
+        let warps = NARROW_THREADS / 32;
+        let step = thread::grid_dim_x() as u64 * warps as u64;
+        let mut i = thread::block_idx_x() as u64 * warps as u64 + thread::warp_id() as u64;
+        while i < p.pairs.count {
+            let pair = p.pairs.get(i);
+            if p.pairs.has(pair) {
+                let (from, to) = p.regions.records(pair, 0);
+                copy_record::<1>(from, to, p.regions.units(0));
+                if thread::lane_id() == 0 {
+                    p.regions.note(pair);
+                }
+            } else if thread::lane_id() == 0 {
+                p.pairs.refuse(1);
+            }
+            i += step;
+        }
+    }
+}
+
 /// A warp a record, which reads its next pair while this one is under way. `UNITS` is the size of a record, or 0 for any.
 #[inline(always)]
-unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize, const THREADS: u32>(p: &TokenCopy<I>) {
+unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &TokenCopy<I>) {
     unsafe {
         if !p.regions.fit(UNITS) {
             p.pairs.refuse_all();
@@ -125,22 +152,22 @@ macro_rules! kernels {
         #[doc = concat!("Copies records by `", stringify!($index), "` pairs, a warp a record, each load stored before the next.")]
         #[kernel(threads = 256)]
         pub unsafe fn $warp(p: TokenCopy<$index>) {
-            unsafe { copy::<_, 0, 1, NARROW_THREADS>(&p) }
+            unsafe { copy_by_warps(&p) }
         }
         #[doc = concat!("Copies records of any size by `", stringify!($index), "` pairs, a warp a record, loads first.")]
         #[kernel(threads = 1024)]
         pub unsafe fn $any(p: TokenCopy<$index>) {
-            unsafe { copy::<_, 0, 4, THREADS>(&p) }
+            unsafe { copy::<_, 0, 4>(&p) }
         }
         #[doc = concat!("Copies records of 656 bytes by `", stringify!($index), "` pairs, a warp a record, loads first.")]
         #[kernel(threads = 1024)]
         pub unsafe fn $mla(p: TokenCopy<$index>) {
-            unsafe { copy::<_, MLA_UNITS, 2, THREADS>(&p) }
+            unsafe { copy::<_, MLA_UNITS, 2>(&p) }
         }
         #[doc = concat!("Copies records of 4,096 bytes by `", stringify!($index), "` pairs, a warp a record, loads first.")]
         #[kernel(threads = 1024)]
         pub unsafe fn $page(p: TokenCopy<$index>) {
-            unsafe { copy::<_, PAGE_UNITS, 8, THREADS>(&p) }
+            unsafe { copy::<_, PAGE_UNITS, 8>(&p) }
         }
     )* };
 }

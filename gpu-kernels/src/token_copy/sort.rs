@@ -11,12 +11,14 @@ use cuda_std::{GlobalMut, kernel, shared, thread, warp};
 
 use super::{Index, NONE, Pairs};
 
-/// Threads of a block of the kernels of this module.
-pub const SORT_THREADS: u32 = 1024;
-/// Counts that a block scans at a time; the counts are padded to a multiple of it.
-pub const SCAN_CHUNK: u32 = SORT_THREADS * 4;
+/// Threads of a block of the kernels of this module: half of what a multiprocessor's registers would allow, to leave room for
+/// the kernels of other queues.
+pub const SORT_THREADS: u32 = 512;
+const WARPS: u32 = SORT_THREADS / 32;
+/// Counts that a block scans at a time, eight a thread; the counts are padded to a multiple of it.
+pub const SCAN_CHUNK: u32 = SORT_THREADS * 8;
 /// Dynamic shared memory of the scan: the warps' sums, and where the chunk begins.
-pub const SCAN_SHARED_BYTES: u32 = (SORT_THREADS / 32 + 1) * 4;
+pub const SCAN_SHARED_BYTES: u32 = (WARPS + 1) * 4;
 /// Pairs whose memory accesses a thread has under way together.
 const AT_ONCE: usize = 4;
 
@@ -163,24 +165,33 @@ fn running_sum(value: u32) -> u32 {
     sum
 }
 
+/// Where four buckets of these counts begin, if the first begins at `first`.
+#[inline(always)]
+fn positions(first: u32, counts: [u32; 4]) -> [u32; 4] {
+    let second = first + counts[0];
+    let third = second + counts[1];
+    [first, second, third, third + counts[2]]
+}
+
 /// Turns counts into positions.
-#[kernel(threads = 1024)]
+#[kernel(threads = 512)]
 pub unsafe fn token_copy_scan(p: Scan) {
     unsafe {
         let sums = shared::dynamic::<u32>(0);
-        let begin = sums.at((SORT_THREADS / 32) as usize);
+        let begin = sums.at(WARPS as usize);
         let mut chunk = thread::block_idx_x();
         while chunk < p.chunks {
-            let at = (chunk * SCAN_CHUNK + thread::thread_idx_x() * 4) as usize;
-            let counts = p.counts.load16(at);
-            let sum = counts[0] + counts[1] + counts[2] + counts[3];
+            let at = (chunk * SCAN_CHUNK + thread::thread_idx_x() * 8) as usize;
+            let (low, high) = (p.counts.load16(at), p.counts.load16(at + 4));
+            let low_sum = low[0] + low[1] + low[2] + low[3];
+            let sum = low_sum + high[0] + high[1] + high[2] + high[3];
             let through = running_sum(sum);
             if thread::lane_id() == 31 {
                 sums.store(thread::warp_id() as usize, through);
             }
             thread::sync_threads();
             // Every warp adds up the warps' sums for itself.
-            let warp_sum = sums.load(thread::lane_id() as usize);
+            let warp_sum = if thread::lane_id() < WARPS { sums.load(thread::lane_id() as usize) } else { 0 };
             let warps_through = running_sum(warp_sum);
             if thread::thread_idx_x() == 31 {
                 begin.store(0, atomic::fetch_add(p.total, 0, warps_through, Ordering::Relaxed, Scope::Device));
@@ -188,9 +199,8 @@ pub unsafe fn token_copy_scan(p: Scan) {
             let before = warp::shuffle_idx(warps_through - warp_sum, thread::warp_id()) + through - sum;
             thread::sync_threads();
             let first = begin.load(0) + before;
-            let second = first + counts[0];
-            let third = second + counts[1];
-            p.counts.store16(at, [first, second, third, third + counts[2]]);
+            p.counts.store16(at, positions(first, low));
+            p.counts.store16(at + 4, positions(first + low_sum, high));
             // Nobody overwrites a sum that another has yet to read.
             thread::sync_threads();
             chunk += thread::grid_dim_x();
@@ -201,17 +211,17 @@ pub unsafe fn token_copy_scan(p: Scan) {
 macro_rules! kernels {
     ($($index:ty: $check:ident $count:ident $scatter:ident;)*) => { $(
         #[doc = concat!("Counts the `", stringify!($index), "` pairs that a copy would refuse.")]
-        #[kernel(threads = 1024)]
+        #[kernel(threads = 512)]
         pub unsafe fn $check(p: Check<$index>) {
             unsafe { check(&p) }
         }
         #[doc = concat!("Counts the `", stringify!($index), "` pairs of each bucket.")]
-        #[kernel(threads = 1024)]
+        #[kernel(threads = 512)]
         pub unsafe fn $count(p: Sort<$index>) {
             unsafe { count(&p) }
         }
         #[doc = concat!("Writes `", stringify!($index), "` pairs where they belong.")]
-        #[kernel(threads = 1024)]
+        #[kernel(threads = 512)]
         pub unsafe fn $scatter(p: Sort<$index>) {
             unsafe { scatter(&p) }
         }

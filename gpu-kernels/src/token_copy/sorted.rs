@@ -7,8 +7,9 @@ use cuda_std::{Global, kernel, thread, warp};
 use super::ladder::{THREADS, copy_record};
 use super::{Index, MLA_UNITS, NONE, PAGE_UNITS, Regions, UNIT_BYTES};
 
-/// Threads of a block of the grouped copy: it holds eight records of a lane's share in registers, which is too much for 1,024.
-pub const GROUPED_THREADS: u32 = 512;
+/// Threads of a block of the grouped copy. A warp has up to eight records under way, so four warps on each of a few
+/// multiprocessors are enough, and leave most of the registers to the kernels of other queues.
+pub const GROUPED_THREADS: u32 = 128;
 /// Records of a group: eight times 656 bytes are 41 lines of 128, and no fewer are whole lines.
 pub const GROUP: u32 = 1 << GROUP_SHIFT;
 /// Its logarithm: what [`super::Sort::shift`] must be at most about, for groups to come together.
@@ -163,7 +164,7 @@ macro_rules! kernels {
             unsafe { copy::<_, PAGE_UNITS, 8>(&p) }
         }
         #[doc = concat!("Copies sorted records of 656 bytes in groups of eight, with a slot map of `", stringify!($index), "`.")]
-        #[kernel(threads = 512)]
+        #[kernel(threads = 128)]
         pub unsafe fn $grouped(p: SortedCopy<$index>) {
             unsafe { copy_grouped(&p) }
         }
