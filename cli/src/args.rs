@@ -1,5 +1,7 @@
 //! The arguments as they are typed. Help, usage errors and shell completions all come from these definitions.
 
+pub mod bench;
+
 use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueEnum, ValueHint};
@@ -28,6 +30,9 @@ pub enum Command {
     /// Show what a checkpoint holds and what it needs
     #[command(after_help = INSPECT_EXAMPLES)]
     Inspect(InspectArgs),
+    /// Measure the kernels beside the card's limits
+    #[command(after_help = bench::EXAMPLES)]
+    Bench(bench::BenchArgs),
     /// Print a completion script for a shell
     #[command(after_help = COMPLETIONS_EXAMPLES)]
     Completions(CompletionsArgs),

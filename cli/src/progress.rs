@@ -35,6 +35,18 @@ impl Progress {
         }
         self.0.set_position(done);
     }
+
+    /// Case `done` of `total` runs, which is called `what`.
+    pub fn cases(&self, done: usize, total: usize, what: &str) {
+        if self.0.length().is_none() {
+            self.0.set_length(total as u64);
+            if let Ok(style) = ProgressStyle::with_template("{pos}/{len} {bar:30} {wide_msg}") {
+                self.0.set_style(style);
+            }
+        }
+        self.0.set_position(done as u64);
+        self.0.set_message(what.to_owned());
+    }
 }
 
 impl Drop for Progress {

@@ -1,6 +1,8 @@
 //! What the program needs to know, made from the arguments: every default filled in that the checkpoint does not decide, every
 //! contradiction refused.
 
+pub mod bench;
+
 use std::io::{IsTerminal, Read};
 use std::path::Path;
 

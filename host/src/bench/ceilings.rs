@@ -59,6 +59,17 @@ fn case(name: &str, size: String, unit: Unit, work: Work) -> Case {
     Case { label, unit, work, path: Path::Unlimited, sets: 1 }
 }
 
+/// Bytes for a person: exact where they are round.
+fn size_of(bytes: u64) -> String {
+    match [(1u64 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
+        .into_iter()
+        .find(|(unit, _)| bytes.is_multiple_of(*unit))
+    {
+        Some((unit, name)) => format!("{} {name}", bytes / unit),
+        None => format!("{bytes} bytes"),
+    }
+}
+
 /// Whole units of 16 bytes, in elements of two.
 fn elements(bytes: u64) -> usize {
     (bytes as usize).max(UNIT_BYTES).next_multiple_of(UNIT_BYTES) / 2
@@ -74,7 +85,7 @@ fn memory(bench: &mut Bench<'_>, bytes: u64) -> Result<(Option<Figures>, Option<
     let sums = device.zeroed::<u32>((blocks * THREADS / 32) as usize)?;
     let params = ReadAll { from: pool.buffer().ptr().cast(), sums: sums.ptr_mut(), units };
     let read = bench.case(
-        case("read", crate::gib(bytes), Unit::GigabytesPerSecond, Work { bytes, operations: 0 }),
+        case("read", size_of(bytes), Unit::GigabytesPerSecond, Work { bytes, operations: 0 }),
         // SAFETY: the pool holds `units`, and there is a sum for each warp of the grid.
         |_| unsafe { device.launch::<ceilings::ceiling_read>(blocks, 0, params) },
         || {
@@ -92,7 +103,7 @@ fn memory(bench: &mut Bench<'_>, bytes: u64) -> Result<(Option<Figures>, Option<
     let copy = bench.case(
         case(
             "copy, read + written",
-            crate::gib(bytes),
+            size_of(bytes),
             Unit::GigabytesPerSecond,
             Work { bytes: 2 * bytes, operations: 0 },
         ),
@@ -119,7 +130,7 @@ fn bus(bench: &mut Bench<'_>, bytes: u64) -> Result<(Option<Figures>, Option<Fig
     let mut pinned = device.pinned::<bf16>(len)?;
     pinned.as_mut_slice()?.copy_from_slice(&data);
     let work = Work { bytes, operations: 0 };
-    let size = crate::gib(bytes);
+    let size = size_of(bytes);
 
     let buffer = std::cell::RefCell::new(device.zeroed::<bf16>(len)?);
     let there = bench.case(

@@ -11,8 +11,10 @@
 pub mod attention;
 pub mod ceilings;
 pub mod linear;
+pub mod ngram;
 mod pool;
 mod statistics;
+pub mod token_copy;
 
 use std::fmt;
 
@@ -28,6 +30,8 @@ const GRAPH_MS: f64 = 1.5;
 const MOST_LAUNCHES: usize = 512;
 /// Replays before the first that counts.
 const WARM_UP: usize = 3;
+/// Seconds after which a case that is slow has been measured often enough, and how often that is at least.
+const PATIENCE: (f64, usize) = (1.0, 5);
 
 /// Why a benchmark could not be run.
 #[derive(Debug, thiserror::Error)]
@@ -211,6 +215,8 @@ pub struct Figures {
     pub median: f64,
     /// [`Samples::spread`].
     pub spread: f64,
+    /// How often it was measured.
+    pub repeats: usize,
     /// What the card would allow, if the case has a limit.
     pub limit: Option<Limit>,
 }
@@ -260,7 +266,7 @@ pub struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    /// On `device`, with `repeats` measurements of each case; `watch` is told how it goes.
+    /// On `device`, with up to `repeats` measurements of each case (fewer where one takes long); `watch` is told how it goes.
     ///
     /// # Errors
     /// A driver error.
@@ -330,6 +336,7 @@ impl<'a> Bench<'a> {
                 seconds,
                 median: case.unit.figure(case.work, seconds),
                 spread: samples.spread(),
+                repeats: samples.count(),
                 limit: self.limits.floor(case.work, case.path).map(|(floor, kind)| Limit {
                     value: case.unit.figure(case.work, floor),
                     kind,
@@ -356,8 +363,10 @@ impl<'a> Bench<'a> {
         for _ in 0..WARM_UP {
             graph.launch()?;
         }
-        let mut samples = Vec::with_capacity(self.repeats);
-        for _ in 0..self.repeats {
+        let enough = (PATIENCE.0 / (2e-3 * once * launches as f64)) as usize;
+        let repeats = self.repeats.min(enough.max(PATIENCE.1));
+        let mut samples = Vec::with_capacity(repeats);
+        for _ in 0..repeats {
             // The device is busy with this one while the host enqueues the next, so that no gap is timed.
             graph.launch()?;
             let ms = timer.time(|| graph.launch())?;

@@ -59,20 +59,28 @@ impl Pool {
     }
 }
 
+/// Numbers that follow from a seed (splitmix64): fast, and without a pattern that a memory system would like.
+pub(super) struct Random(pub u64);
+
+impl Random {
+    /// The next, of 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let bits = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        bits ^ (bits >> 31)
+    }
+
+    /// A number below `end`.
+    pub fn below(&mut self, end: u64) -> u64 {
+        ((u128::from(self.bits()) * u128::from(end)) >> 64) as u64
+    }
+}
+
 /// `len` random numbers between −1 and 1.
-pub fn random(len: usize, seed: u64) -> Vec<bf16> {
-    // Splitmix64: fast, and good enough to leave no pattern that a memory system would like.
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    (0..len)
-        .map(|_| {
-            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut bits = state;
-            bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            let bits = bits ^ (bits >> 31);
-            bf16::from_f32((bits >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
-        })
-        .collect()
+pub(super) fn random(len: usize, seed: u64) -> Vec<bf16> {
+    let mut random = Random(seed << 40);
+    (0..len).map(|_| bf16::from_f32((random.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0)).collect()
 }
 
 #[cfg(test)]

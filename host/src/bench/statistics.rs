@@ -14,6 +14,11 @@ impl Samples {
         Some(Self(values))
     }
 
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
     /// The value that a `share` of the measurements (0 to 1) is below, between neighbours in proportion.
     pub fn quantile(&self, share: f64) -> f64 {
         let last = self.0.len() - 1;

@@ -1,0 +1,95 @@
+//! `warpdraft bench`: the kernels beside the card's limits.
+
+mod json;
+mod plot;
+mod table;
+
+use anyhow::Context;
+use host::bench::{Event, Limits, Row, attention, ceilings, linear, ngram, token_copy};
+use host::device::Device;
+use host::{DeviceChoice, Error};
+
+use crate::progress::Progress;
+use crate::resolve::bench::{Bench, Group};
+use crate::{Ending, loading, output};
+
+/// What there is instead of a card.
+const EMULATOR: &str =
+    "`--device emulator` runs each kernel once on the CPU, at a small size, and checks it (it times nothing)";
+
+/// Everything that came out, for the table, JSON and the plot.
+struct Outcome<'a> {
+    device: &'a str,
+    /// How often each case was measured; none on the emulator.
+    repeats: Option<usize>,
+    limits: Limits,
+    rows: &'a [Row],
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// No card, too little memory, a wrong result, a plot that cannot be written, a closed pipe.
+pub fn run(command: Bench) -> anyhow::Result<Ending> {
+    loading::start_log(command.report)?;
+    let device = open(command.device)?;
+    let total: usize = command.groups.iter().map(Group::cases).sum();
+    let progress = Progress::new("benchmarks", command.report.is_told());
+    let mut done = 0;
+    let mut watch = |event: Event<'_>| match event {
+        Event::Begin(label) => progress.cases(done, total, &label.to_string()),
+        Event::Done(_) => done += 1,
+    };
+    let mut bench = host::bench::Bench::new(&device, command.repeats, &mut watch)?;
+    for group in &command.groups {
+        match group {
+            Group::Ceilings(sizes) => ceilings::run(&mut bench, *sizes)?,
+            Group::Linear(sizes) => linear::run(&mut bench, sizes)?,
+            Group::Attention(sizes) => attention::run(&mut bench, sizes)?,
+            Group::TokenCopy(sizes) => token_copy::run(&mut bench, sizes)?,
+            Group::Ngram(sizes) => ngram::run(&mut bench, sizes)?,
+        }
+    }
+    let outcome = Outcome {
+        device: device.name(),
+        repeats: bench.is_timed().then_some(command.repeats),
+        limits: *bench.limits(),
+        rows: bench.rows(),
+    };
+    if let Some(path) = &command.plot {
+        // Beside its place first, so that no reader finds half of it.
+        let beside = path.with_added_extension("part");
+        let name = path.display();
+        let svg = plot::draw(&outcome)?;
+        std::fs::write(&beside, svg).and_then(|()| std::fs::rename(&beside, path)).with_context(|| {
+            let _ = std::fs::remove_file(&beside);
+            format!("cannot write the plot to {name}")
+        })?;
+    }
+    let text = if command.report.json { None } else { Some(table::table(&outcome)) };
+    let printed = match text {
+        Some(text) => output::print(&text),
+        None => output::print_json(&json::of(&outcome), true),
+    };
+    drop(bench);
+    drop(progress);
+    printed.map(|()| Ending::Done)
+}
+
+fn open(choice: DeviceChoice) -> anyhow::Result<Device> {
+    match choice {
+        DeviceChoice::Emulator => Ok(Device::emulator(0)),
+        DeviceChoice::Auto if host::device::cards()?.is_empty() => {
+            anyhow::bail!("no CUDA card was found, and benchmarks measure one; {EMULATOR}")
+        }
+        DeviceChoice::Cuda(ordinal) => cuda(ordinal),
+        DeviceChoice::Auto | DeviceChoice::Cpu => cuda(0),
+    }
+}
+
+fn cuda(ordinal: u32) -> anyhow::Result<Device> {
+    Device::cuda(ordinal).map_err(|error| match error {
+        Error::NoCuda { reason } => anyhow::anyhow!("no usable CUDA card: {reason}; {EMULATOR}"),
+        other => other.into(),
+    })
+}

@@ -1,0 +1,210 @@
+//! What `bench` measures: sizes from the flags, the published ones where there are none, small ones on the emulator.
+
+use std::path::PathBuf;
+
+use anyhow::bail;
+use host::DeviceChoice;
+use host::bench::{attention, ceilings, linear, ngram, token_copy};
+use host::ngram::{Hit, Published};
+
+use super::{Detail, Report};
+use crate::args::bench::{
+    AttentionArgs, BenchArgs, BenchCommand, CeilingsArgs, HitName, LinearArgs, NgramArgs, OrderName, TokenCopyArgs,
+};
+
+/// What `bench` does.
+#[derive(Debug)]
+pub struct Bench {
+    /// Where: never the CPU.
+    pub device: DeviceChoice,
+    /// Measurements of each case.
+    pub repeats: usize,
+    /// What to measure, in order.
+    pub groups: Vec<Group>,
+    /// Where to draw the figures.
+    pub plot: Option<PathBuf>,
+    /// What to say.
+    pub report: Report,
+}
+
+/// A benchmark with its sizes.
+#[derive(Debug)]
+pub enum Group {
+    /// The card itself.
+    Ceilings(ceilings::Sizes),
+    /// Linear layers.
+    Linear(linear::Sizes),
+    /// Attention.
+    Attention(attention::Sizes),
+    /// The token-record gather.
+    TokenCopy(token_copy::Sizes),
+    /// Drafting by n-gram match.
+    Ngram(ngram::Sizes),
+}
+
+impl Group {
+    /// How many rows it brings.
+    pub fn cases(&self) -> usize {
+        match self {
+            Self::Ceilings(_) => ceilings::Sizes::CASES,
+            Self::Linear(sizes) => sizes.cases(),
+            Self::Attention(sizes) => sizes.cases(),
+            Self::TokenCopy(sizes) => sizes.cases(),
+            Self::Ngram(sizes) => sizes.cases(),
+        }
+    }
+}
+
+/// Resolves the arguments of `bench`.
+///
+/// # Errors
+/// A device that has no kernels, a place for the plot that is none.
+pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
+    let run = args.run;
+    if run.device == DeviceChoice::Cpu {
+        bail!(
+            "benchmarks measure the GPU's kernels, and --device cpu runs none; use --device cuda, or emulator to check them"
+        );
+    }
+    if let Some(plot) = &run.plot {
+        let folder = plot.parent().filter(|folder| !folder.as_os_str().is_empty());
+        if folder.is_some_and(|folder| !folder.is_dir()) || plot.is_dir() {
+            bail!("--plot {}: not a place for a file; name a file in a folder that exists", plot.display());
+        }
+    }
+    let small = run.device == DeviceChoice::Emulator;
+    let all = matches!(args.what, BenchCommand::All);
+    let named = match args.what {
+        BenchCommand::Ceilings(args) => vec![ceilings_group(&args, small)],
+        BenchCommand::Linear(args) => vec![linear_group(args, small)],
+        BenchCommand::Attention(args) => vec![attention_group(args, small)],
+        BenchCommand::TokenCopy(args) => vec![token_copy_group(args, small)],
+        BenchCommand::Ngram(args) => vec![ngram_group(&args, small)],
+        BenchCommand::All => vec![
+            linear_group(LinearArgs::default(), small),
+            attention_group(AttentionArgs::default(), small),
+            token_copy_group(TokenCopyArgs::default(), small),
+            ngram_group(&NgramArgs::default(), small),
+        ],
+    };
+    // On a card the limits are part of every run. The emulator has none, and checks what was asked for.
+    let own = matches!(named[..], [Group::Ceilings(_)]);
+    let limits = (!own && (all || !small)).then(|| ceilings_group(&CeilingsArgs::default(), small));
+    Ok(Bench {
+        device: run.device,
+        repeats: run.repeats,
+        groups: limits.into_iter().chain(named).collect(),
+        plot: run.plot,
+        report: Report { detail: if run.quiet { Detail::Quiet } else { Detail::Normal }, json: run.json },
+    })
+}
+
+fn ceilings_group(args: &CeilingsArgs, small: bool) -> Group {
+    let default = if small { ceilings::Sizes::SMALL } else { ceilings::Sizes::PUBLISHED };
+    Group::Ceilings(ceilings::Sizes {
+        bytes: args.bytes.unwrap_or(default.bytes),
+        bus_bytes: args.bus_bytes.unwrap_or(default.bus_bytes),
+        ..default
+    })
+}
+
+/// `given`, or if nothing was, `default`.
+fn or<T>(given: Vec<T>, default: Vec<T>) -> Vec<T> {
+    if given.is_empty() { default } else { given }
+}
+
+fn linear_group(args: LinearArgs, small: bool) -> Group {
+    let default = if small { linear::Sizes::small() } else { linear::Sizes::published() };
+    let shapes = args.shape.into_iter().map(|(k, n)| linear::Shape::plain(k, n)).collect();
+    Group::Linear(linear::Sizes { shapes: or(shapes, default.shapes), rows: or(args.rows, default.rows) })
+}
+
+fn attention_group(args: AttentionArgs, small: bool) -> Group {
+    let default = if small { attention::Sizes::small() } else { attention::Sizes::published() };
+    Group::Attention(attention::Sizes {
+        q_heads: args.query_heads.unwrap_or(default.q_heads),
+        kv_heads: args.kv_heads.unwrap_or(default.kv_heads),
+        contexts: or(args.context, default.contexts),
+        rows: or(args.rows, default.rows),
+    })
+}
+
+fn token_copy_group(args: TokenCopyArgs, small: bool) -> Group {
+    let default = if small { token_copy::Sizes::small() } else { token_copy::Sizes::published() };
+    let orders = args.order.iter().map(|order| match order {
+        OrderName::Random => token_copy::Order::Random,
+        OrderName::Unique => token_copy::Order::Unique,
+        OrderName::Sequential => token_copy::Order::Sequential,
+    });
+    let records = args.records.unwrap_or(default.records);
+    Group::TokenCopy(token_copy::Sizes {
+        records,
+        slots: args.slots.unwrap_or(default.slots.max(records)),
+        record_bytes: args.record_bytes.unwrap_or(default.record_bytes),
+        orders: or(orders.collect(), default.orders),
+        variants: or(args.variant, default.variants),
+    })
+}
+
+fn ngram_group(args: &NgramArgs, small: bool) -> Group {
+    let default = if small { ngram::Sizes::small() } else { ngram::Sizes::published() };
+    let given = args.batch.is_some() || args.length.is_some() || args.threshold.is_some() || args.hit.is_some();
+    let hit = match args.hit {
+        Some(HitName::PromptEarly) => Hit::PromptEarly,
+        Some(HitName::PromptLate) => Hit::PromptLate,
+        Some(HitName::GeneratedEarly) => Hit::GeneratedEarly,
+        Some(HitName::GeneratedLate) => Hit::GeneratedLate,
+        None | Some(HitName::None) => Hit::None,
+    };
+    let one = Published {
+        batch: args.batch.unwrap_or(if small { 4 } else { 32 }),
+        length: args.length.unwrap_or(if small { 80 } else { 512 }),
+        threshold: args.threshold.unwrap_or(128),
+        hit,
+    };
+    let cases = if given { vec![one] } else { default.cases };
+    Group::Ngram(ngram::Sizes { cases, peers: args.peers || default.peers })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Args, Command};
+
+    fn bench_from(line: &[&str]) -> anyhow::Result<Bench> {
+        let args = Args::try_parse_from(["warpdraft", "bench"].iter().chain(line))?;
+        match args.command {
+            Command::Bench(args) => bench(args),
+            other => panic!("not bench: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_card_gets_the_published_sizes_after_its_own_limits() {
+        let bench = bench_from(&["linear", "--device", "cuda"]).unwrap();
+        assert!(matches!(bench.groups[0], Group::Ceilings(ceilings::Sizes::PUBLISHED)));
+        let Group::Linear(sizes) = &bench.groups[1] else { panic!("{:?}", bench.groups) };
+        assert_eq!(*sizes, linear::Sizes::published());
+    }
+
+    #[test]
+    fn the_emulator_gets_small_sizes_and_what_was_asked_for() {
+        let bench = bench_from(&["attention", "--device", "emulator", "--rows", "2,3"]).unwrap();
+        let [Group::Attention(sizes)] = &bench.groups[..] else { panic!("{:?}", bench.groups) };
+        assert_eq!(*sizes, attention::Sizes { rows: vec![2, 3], ..attention::Sizes::small() });
+    }
+
+    #[test]
+    fn the_processor_has_no_kernels() {
+        assert!(bench_from(&["all", "--device", "cpu"]).unwrap_err().to_string().contains("emulator"));
+    }
+
+    #[test]
+    fn flags_may_stand_after_the_benchmark() {
+        let bench = bench_from(&["ceilings", "--bytes", "1MiB", "--device", "emulator", "--repeats", "3"]).unwrap();
+        assert_eq!(bench.repeats, 3);
+        assert!(matches!(bench.groups[..], [Group::Ceilings(sizes)] if sizes.bytes == 1 << 20));
+    }
+}
