@@ -73,7 +73,7 @@ pub enum Error {
 }
 
 /// How to copy: the ladder of `gpu_kernels::token_copy`, slow to fast.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Variant {
     /// A thread a record, a byte at a time.
     Bytewise,
