@@ -106,18 +106,18 @@ pub unsafe fn ceiling_copy(p: CopyAll) {
     unsafe {
         let step = thread::grid_dim_x() as u64 * THREADS as u64;
         let mut i = thread::block_idx_x() as u64 * THREADS as u64 + thread::thread_idx_x() as u64;
-        while i + 3 * step < p.units {
-            let mut data = [[0u32; 4]; 4];
-            unroll!(J < 4; {
+        while i + 7 * step < p.units {
+            let mut data = [[0u32; 4]; 8];
+            unroll!(J < 8; {
                 data[J] = p.from.load16_stream((i + J as u64 * step) as usize * UNIT_BYTES);
             });
-            unroll!(J < 4; {
-                p.to.store16_stream((i + J as u64 * step) as usize * UNIT_BYTES, data[J]);
+            unroll!(J < 8; {
+                p.to.store16((i + J as u64 * step) as usize * UNIT_BYTES, data[J]);
             });
-            i += 4 * step;
+            i += 8 * step;
         }
         while i < p.units {
-            p.to.store16_stream(i as usize * UNIT_BYTES, p.from.load16_stream(i as usize * UNIT_BYTES));
+            p.to.store16(i as usize * UNIT_BYTES, p.from.load16_stream(i as usize * UNIT_BYTES));
             i += step;
         }
     }

@@ -30,7 +30,7 @@ fn every_unit_is_read_once() {
 
 #[test]
 fn every_unit_is_copied() {
-    for (blocks, units) in [(1, 5), (1, 4 * 1024 + 17), (2, 9 * 1024 + 1)] {
+    for (blocks, units) in [(1, 5), (1, 9 * 1024 + 17), (2, 17 * 1024 + 1)] {
         let data = words(units, units as u64);
         let from = Buffer::from_slice(&data);
         let to = Buffer::<u32>::new_poisoned(data.len());

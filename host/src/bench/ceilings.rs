@@ -108,7 +108,7 @@ fn memory(bench: &mut Bench<'_>, bytes: u64) -> Result<(Option<Figures>, Option<
             Work { bytes: 2 * bytes, operations: 0 },
         ),
         // SAFETY: both hold `units`, and they are not the same.
-        |_| unsafe { device.launch::<ceilings::ceiling_copy>(2 * blocks, 0, params) },
+        |_| unsafe { device.launch::<ceilings::ceiling_copy>(blocks, 0, params) },
         || {
             let mut found = vec![bf16::ZERO; PROBE.min(len)];
             for place in spread_over(len - found.len() + 1, 64) {

@@ -43,7 +43,13 @@ pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
             return Err(BenchError::Size("--batch and --length must be 1 or more".into()));
         }
         bench.room_for(2 * case.bytes(), "--batch or --length")?;
+        let before = bench.rows.len();
         measure::run(bench, *case, sizes.peers)?;
+        let Published { batch, length, threshold, hit } = case;
+        for row in &mut bench.rows[before..] {
+            // Two of the groups vary the threshold alone.
+            row.label.size = format!("batch {batch}, length {length}, threshold {threshold}, {}", hit.name());
+        }
     }
     Ok(())
 }

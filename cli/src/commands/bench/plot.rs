@@ -14,7 +14,7 @@ const ROOF_HEIGHT: u32 = 460;
 const BAR_STEP: i32 = 20;
 /// Where bars begin and what a ratio of 1 is long.
 const BAR_LEFT: i32 = 430;
-const BAR_LENGTH: f64 = 480.0;
+const BAR_LENGTH: f64 = 420.0;
 const HEADING: i32 = 34;
 const INK: RGBColor = RGBColor(40, 40, 48);
 const PALE: RGBColor = RGBColor(205, 205, 212);
