@@ -201,8 +201,8 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
 /// The width that serves `rows`, as the forward pass chooses it.
 unsafe fn enqueue(device: &Device, kind: Kind, rows: u32, p: Linear) -> Result<(), Error> {
     let width = match rows {
-        ..=8 => 8,
-        ..=16 => 16,
+        0..=8 => 8,
+        9..=16 => 16,
         _ => 64,
     };
     let shared = Linear::shared_bytes(width);

@@ -444,6 +444,39 @@ mod tests {
     }
 
     #[test]
+    fn a_wrong_result_is_an_error_and_no_row() {
+        let device = Device::emulator(0);
+        let mut seen = Vec::new();
+        let mut watch = |event: Event<'_>| {
+            seen.push(match event {
+                Event::Begin(label) => format!("begin {label}"),
+                Event::Done(row) => format!("done {}", row.label),
+            });
+        };
+        let mut bench = Bench::new(&device, 1, &mut watch).unwrap();
+        let case = |name: &str| Case {
+            label: Label { bench: "test", name: name.into(), size: "small".into() },
+            unit: Unit::Microseconds,
+            work: Work::default(),
+            path: Path::Read,
+            sets: 3,
+        };
+        let mut launched = Vec::new();
+        let run = |set| {
+            launched.push(set);
+            Ok(())
+        };
+        let good = bench.case(case("good"), run, || Ok(None)).unwrap();
+        assert!(good.figures.is_none(), "nothing is timed");
+        assert_eq!(launched, [0], "once");
+        let error = bench.case(case("bad"), |_| Ok(()), || Ok(Some("by 7".into()))).unwrap_err();
+        assert!(matches!(&error, BenchError::Wrong { case, .. } if case == "test: bad, small"));
+        assert!(error.to_string().contains("differs from the plain one (by 7)"));
+        assert_eq!(bench.rows().len(), 1);
+        assert_eq!(seen, ["begin test: good, small", "done test: good, small", "begin test: bad, small"]);
+    }
+
+    #[test]
     fn samples_are_spread_from_first_to_last() {
         assert_eq!(spread_over(3, 8), [0, 1, 2]);
         assert_eq!(spread_over(100, 3), [0, 49, 99]);

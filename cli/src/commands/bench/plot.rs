@@ -36,10 +36,9 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 pub fn draw(outcome: &Outcome<'_>) -> anyhow::Result<String> {
     let mut svg = String::new();
     let points = points(outcome.rows);
-    let roof =
-        (outcome.repeats.is_some() && !points.is_empty() && outcome.limits.read > 0.0 && outcome.limits.matrix > 0.0)
-            .then_some(ROOF_HEIGHT)
-            .unwrap_or(0);
+    let limits = outcome.limits;
+    let measured = outcome.repeats.is_some() && limits.read > 0.0 && limits.matrix > 0.0;
+    let roof = if measured && !points.is_empty() { ROOF_HEIGHT } else { 0 };
     let bars = outcome.rows.len() as i32 * BAR_STEP + 3 * HEADING;
     {
         let area = SVGBackend::with_string(&mut svg, (WIDTH, roof + bars as u32)).into_drawing_area();

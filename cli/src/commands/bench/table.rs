@@ -14,7 +14,7 @@ pub fn table(outcome: &Outcome<'_>) -> String {
         None => format!("{}: each case ran once at a small size and was checked; nothing is timed", outcome.device),
     };
     let heading = ["", "size", "median", "", "spread", "µs", "limit", "", "ratio"].map(String::from);
-    let lines: Vec<[String; COLUMNS]> = outcome.rows.iter().map(|row| cells(row)).collect();
+    let lines: Vec<[String; COLUMNS]> = outcome.rows.iter().map(cells).collect();
     let mut widths = [0; COLUMNS];
     for line in lines.iter().chain([&heading]) {
         for (width, cell) in widths.iter_mut().zip(line) {
