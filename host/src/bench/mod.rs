@@ -296,6 +296,11 @@ impl<'a> Bench<'a> {
         &self.rows
     }
 
+    /// The results.
+    pub fn into_rows(self) -> Vec<Row> {
+        self.rows
+    }
+
     /// Checks that `bytes` more fit into the device's memory.
     ///
     /// # Errors

@@ -50,12 +50,11 @@ pub fn run(command: Bench) -> anyhow::Result<Ending> {
             Group::Ngram(sizes) => ngram::run(&mut bench, sizes)?,
         }
     }
-    let outcome = Outcome {
-        device: device.name(),
-        repeats: bench.is_timed().then_some(command.repeats),
-        limits: *bench.limits(),
-        rows: bench.rows(),
-    };
+    let (repeats, limits) = (bench.is_timed().then_some(command.repeats), *bench.limits());
+    let rows = bench.into_rows();
+    // The bar goes before the table comes.
+    drop(progress);
+    let outcome = Outcome { device: device.name(), repeats, limits, rows: &rows };
     if let Some(path) = &command.plot {
         // Beside its place first, so that no reader finds half of it.
         let beside = path.with_added_extension("part");
@@ -66,14 +65,12 @@ pub fn run(command: Bench) -> anyhow::Result<Ending> {
             format!("cannot write the plot to {name}")
         })?;
     }
-    let text = if command.report.json { None } else { Some(table::table(&outcome)) };
-    let printed = match text {
-        Some(text) => output::print(&text),
-        None => output::print_json(&json::of(&outcome), true),
-    };
-    drop(bench);
-    drop(progress);
-    printed.map(|()| Ending::Done)
+    if command.report.json {
+        output::print_json(&json::of(&outcome), true)?;
+    } else {
+        output::print(&table::table(&outcome))?;
+    }
+    Ok(Ending::Done)
 }
 
 fn open(choice: DeviceChoice) -> anyhow::Result<Device> {
