@@ -140,14 +140,14 @@ impl Variant {
     }
 
     /// The fastest measured for reading `pairs` pairs of this shape from the host. Sorting takes some 50 µs, which only many
-    /// pairs win back, and those by being neighbours: pairs that are few among many records gain nothing.
+    /// pairs win back, and only where enough of them are neighbours.
     pub const fn best(shape: &Shape, pairs: usize) -> Self {
-        if pairs < SORT_FROM || pairs < shape.src_records / SORT_DENSITY {
+        if pairs < SORT_FROM || pairs < shape.src_records / 5 {
             Self::Capped
-        } else if Self::Grouped.takes(shape.record_bytes) {
-            Self::Grouped
-        } else {
+        } else if pairs < shape.src_records / 2 || !Self::Grouped.takes(shape.record_bytes) {
             Self::Sorted
+        } else {
+            Self::Grouped
         }
     }
 
@@ -180,9 +180,8 @@ impl FromStr for Variant {
 
 /// Multiprocessors that a capped copy uses unless told otherwise: the bus is no faster with more.
 pub const MULTIPROCESSORS: u32 = 16;
-/// Pairs from which on sorting pays, if one in [`SORT_DENSITY`] of the records is wanted.
+/// Pairs from which on sorting pays.
 const SORT_FROM: usize = 64 << 10;
-const SORT_DENSITY: usize = 3;
 /// Most buckets of a sort; larger regions get buckets of more records.
 const MOST_BUCKETS: usize = 1 << 20;
 

@@ -12,7 +12,7 @@ use super::{Index, MLA_UNITS, NONE, PAGE_UNITS, Regions, UNIT_BYTES};
 pub const GROUPED_THREADS: u32 = 128;
 /// Records of a group: eight times 656 bytes are 41 lines of 128, and no fewer are whole lines.
 pub const GROUP: u32 = 1 << GROUP_SHIFT;
-/// Its logarithm: what [`super::Sort::shift`] must be at most about, for groups to come together.
+/// Its logarithm: the [`super::Sort::shift`] that brings groups together and does not order them inside.
 pub const GROUP_SHIFT: u32 = 3;
 /// Rounds of 32 units in which a warp reads a group.
 const GROUP_ROUNDS: usize = (GROUP * MLA_UNITS).div_ceil(32) as usize;
