@@ -46,6 +46,7 @@
 //!    serial or by block scan.
 //! 3. This: each token read once for all `n`, any number of blocks a sequence, budget by block scan, one launch.
 
+use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, kernel};
 
 pub mod peers;
@@ -138,19 +139,22 @@ pub const fn workspace_len(batch: u32) -> usize {
 /// Blocks for a batch whose longest text has `longest` tokens, on a device with `multiprocessors`. Results do not depend
 /// on it.
 ///
-/// One block does it all as long as a warp has no more than two tiles to read: then no block waits for another. From
-/// there on the texts are spread over as many multiprocessors as have something to read.
+/// A tile or two for each block, spread over as many multiprocessors as have something to read: a block that reads for
+/// many warps is held up by its own instructions. The smallest batches are one block's, which waits for no other.
 pub const fn blocks<T: Token>(batch: u32, longest: u32, multiprocessors: u32) -> u32 {
     let bytes = longest as u64 * size_of::<T>() as u64;
     let tiles = bytes.div_ceil(search::TILE_BYTES as u64) * batch as u64;
-    if tiles <= 2 * WARPS as u64 && batch <= THREADS {
+    if tiles <= ALONE_TILES {
         1
-    } else if tiles < multiprocessors as u64 {
-        tiles as u32
+    } else if tiles < 2 * multiprocessors as u64 {
+        tiles.div_ceil(2) as u32
     } else {
         multiprocessors
     }
 }
+
+/// Most tiles that one block reads alone.
+const ALONE_TILES: u64 = 8;
 
 /// What both operators take: the sequences of a batch. Row `b` of a matrix starts at `b * stride`, and strides are
 /// below 2³¹.
@@ -219,9 +223,35 @@ pub struct NgramMatchMixed<T> {
     pub min_ngram_size: u32,
 }
 
+/// Element `i` of an array that says something of each sequence, loaded here and now: the compiler would move a plain
+/// load behind the first branch that does not need it, and so make two waits of one.
+#[inline(always)]
+unsafe fn early<E: Early>(array: Global<E>, i: usize) -> E {
+    unsafe { E::load(GlobalMut::from_raw(array.addr()), i) }
+}
+
+/// What [`early`] can load.
+trait Early: Copy {
+    unsafe fn load(array: GlobalMut<Self>, i: usize) -> Self;
+}
+impl Early for i32 {
+    #[inline(always)]
+    unsafe fn load(array: GlobalMut<Self>, i: usize) -> Self {
+        unsafe { atomic::load(array, i, Ordering::Relaxed, Scope::Device) }
+    }
+}
+impl Early for i64 {
+    #[inline(always)]
+    unsafe fn load(array: GlobalMut<Self>, i: usize) -> Self {
+        unsafe { atomic::load(array, i, Ordering::Relaxed, Scope::Device) }
+    }
+}
+
 /// What a sequence asks for before the budget is known.
 #[derive(Clone, Copy)]
 struct Claim {
+    /// It counts in `active`.
+    works: bool,
     /// `seq_lens_this_time` is to be written.
     written: bool,
     /// Its rows before drafts are added: where drafts go.
@@ -237,8 +267,6 @@ trait Operator<T: Token>: Copy {
     fn sequences(&self) -> &Sequences<T>;
     /// Shortest pattern, at least 1.
     fn shortest(&self) -> u32;
-    /// Whether sequence `b` counts in `active`.
-    unsafe fn works(&self, b: usize) -> bool;
     unsafe fn claim(&self, b: usize) -> Claim;
 }
 
@@ -247,7 +275,7 @@ impl<T: Token> Sequences<T> {
     /// reaches.
     #[inline(always)]
     unsafe fn left(&self, b: usize) -> i64 {
-        unsafe { self.max_dec_len.load(b).saturating_sub(self.step_idx.load(b)).saturating_sub(1) }
+        unsafe { early(self.max_dec_len, b).saturating_sub(early(self.step_idx, b)).saturating_sub(1) }
     }
 
     /// Places for drafts in a row of `draft_tokens` that holds `base` tokens.
@@ -279,28 +307,20 @@ impl<T: Token> Operator<T> for NgramMatch<T> {
     }
 
     #[inline(always)]
-    unsafe fn works(&self, b: usize) -> bool {
-        unsafe {
-            let (encoder, decoder) = (self.seq_lens_encoder.load(b), self.sequences.seq_lens_decoder.load(b));
-            encoder > 0 || decoder > 0
-        }
-    }
-
-    #[inline(always)]
     unsafe fn claim(&self, b: usize) -> Claim {
         unsafe {
             let s = &self.sequences;
-            // All loads before the first branch on one.
-            let (encoder, decoder) = (self.seq_lens_encoder.load(b), s.seq_lens_decoder.load(b));
-            let (left, wanted) = (s.left(b), self.draft_token_num.load(b));
+            let (encoder, decoder) = (early(self.seq_lens_encoder, b), early(s.seq_lens_decoder, b));
+            let (left, wanted) = (s.left(b), early(self.draft_token_num, b));
+            let works = encoder > 0 || decoder > 0;
             if encoder > 0 {
                 let rows = s.seq_lens_this_time.load(b);
-                Claim { written: false, base: rows, want: 0, fixed: rows as i64 }
+                Claim { works, written: false, base: rows, want: 0, fixed: rows as i64 }
             } else if decoder == 0 {
-                Claim { written: true, base: 0, want: 0, fixed: 0 }
+                Claim { works, written: true, base: 0, want: 0, fixed: 0 }
             } else {
                 let want = left.min(wanted as i64).min(s.places(1));
-                Claim { written: true, base: 1, want, fixed: 0 }
+                Claim { works, written: true, base: 1, want, fixed: 0 }
             }
         }
     }
@@ -318,20 +338,16 @@ impl<T: Token> Operator<T> for NgramMatchMixed<T> {
     }
 
     #[inline(always)]
-    unsafe fn works(&self, b: usize) -> bool {
-        unsafe { self.sequences.seq_lens_decoder.load(b) > 0 }
-    }
-
-    #[inline(always)]
     unsafe fn claim(&self, b: usize) -> Claim {
         unsafe {
             let s = &self.sequences;
-            let base = s.seq_lens_this_time.load(b);
-            let want = s.left(b).min(self.max_draft_tokens as i64 - base as i64 + 1);
+            let (base, left) = (atomic::load(s.seq_lens_this_time, b, Ordering::Relaxed, Scope::Device), s.left(b));
+            let works = early(s.seq_lens_decoder, b) > 0;
+            let want = left.min(self.max_draft_tokens as i64 - base as i64 + 1);
             if base == 0 || want <= 0 {
-                Claim { written: false, base, want: 0, fixed: base as i64 }
+                Claim { works, written: false, base, want: 0, fixed: base as i64 }
             } else {
-                Claim { written: true, base, want: want.min(s.places(base)), fixed: base as i64 - 1 }
+                Claim { works, written: true, base, want: want.min(s.places(base)), fixed: base as i64 - 1 }
             }
         }
     }

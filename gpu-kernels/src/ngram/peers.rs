@@ -114,7 +114,7 @@ unsafe fn share_in_order<T: Token, O: Operator<T>>(operator: &O) {
         let mut room = s.threshold as i64;
         let mut b = 0;
         while b < s.batch as usize {
-            room -= operator.works(b) as i64;
+            room -= operator.claim(b).works as i64;
             b += 1;
         }
         b = 0;

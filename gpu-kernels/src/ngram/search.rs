@@ -4,7 +4,7 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::Shared;
 use cuda_std::{Global, GlobalMut, shared, thread, warp};
 
-use super::{Operator, Sequences, THREADS, Token, WARPS, shared_layout};
+use super::{Operator, Sequences, THREADS, Token, WARPS, early, shared_layout};
 
 /// 16-byte loads that a lane has in flight.
 const IN_FLIGHT: u32 = 4;
@@ -112,8 +112,8 @@ pub(super) struct Texts<T> {
 pub(super) unsafe fn texts<T: Token, O: Operator<T>>(operator: &O, b: usize) -> Texts<T> {
     unsafe {
         let s = operator.sequences();
-        let step = s.step_idx.load(b);
-        let prompt = s.input_ids_len.load(b).max(0).min(s.input_ids_stride as i64) as u32;
+        let step = early(s.step_idx, b);
+        let prompt = early(s.input_ids_len, b).max(0).min(s.input_ids_stride as i64) as u32;
         let exists = step >= 0 && step < s.pre_ids_stride as i64;
         let newest = if exists { step as u32 } else { 0 };
         // A pattern of n tokens needs n <= step_idx.
@@ -195,10 +195,10 @@ impl<T: Token> Pattern<T> {
     }
 }
 
-/// One warp's part of one sequence: every `parts`-th tile from tile `part` on. Prompt and generated tokens are one row
+/// One warp's part of one sequence: of 2^`log_parts` parts, every so many tiles from tile `part` on. Prompt and generated tokens are one row
 /// of units; the ends outside of units are the last part's.
 #[inline(always)]
-unsafe fn search_part<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: usize, part: u32, parts: u32) {
+unsafe fn search_part<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: usize, part: u32, log_parts: u32) {
     unsafe {
         // All that is known of a sequence is on its way before any of it is used.
         let claim = operator.claim(b);
@@ -213,7 +213,7 @@ unsafe fn search_part<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: us
         let generated = Span::new(t.generated, t.generated_ends);
         let units = prompt.units + generated.units;
         let mut first = part * TILE;
-        let outside = part + 1 == parts;
+        let outside = part + 1 == 1 << log_parts;
         if first >= units && !outside {
             return;
         }
@@ -280,7 +280,7 @@ unsafe fn search_part<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: us
                 }
                 best = best.min(smallest);
             }
-            first += parts * TILE;
+            first += TILE << log_parts;
         }
 
         if outside {
@@ -299,16 +299,29 @@ unsafe fn search_part<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: us
     }
 }
 
-/// This block's part of the search: its warps take parts of sequences in turn with all warps of the launch.
+/// The smallest `n` with `v <= 2ⁿ`, for `v` of at least 1.
+#[inline(always)]
+fn ceil_log2(v: u32) -> u32 {
+    32 - v.saturating_sub(1).leading_zeros()
+}
+
+/// This block's part of the search: parts of sequences go to the blocks in turn, and in a block to its warps, so that few
+/// parts are spread over many multiprocessors.
 #[inline(always)]
 pub(super) unsafe fn search<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
-    let batch = operator.sequences().batch.max(1);
+    let s = operator.sequences();
+    let batch = s.batch.max(1);
+    let blocks = thread::grid_dim_x() * thread::grid_dim_y();
     let block = thread::block_idx_y() * thread::grid_dim_x() + thread::block_idx_x();
-    let warps = thread::grid_dim_x() * thread::grid_dim_y() * WARPS;
-    let parts = (warps / batch).max(1);
-    let mut item = block * WARPS + thread::warp_id();
-    while item < batch * parts {
-        unsafe { search_part(operator, keys, (item / parts) as usize, item % parts, parts) };
-        item += warps;
+    // Parts of a sequence: a power of two, because a division takes longer than all the rest here. No more than a row
+    // has tiles: warps without any would only be in the way.
+    let tiles = (s.input_ids_stride / T::IN_UNIT).saturating_add(s.pre_ids_stride / T::IN_UNIT) / TILE + 1;
+    let for_all = (31 - (blocks * WARPS).max(1).leading_zeros()).saturating_sub(ceil_log2(batch));
+    let log_parts = for_all.min(ceil_log2(tiles));
+    let mut item = thread::warp_id() * blocks + block;
+    // Not a multiplication, which could overflow for batches that no device has memory for.
+    while item >> log_parts < batch {
+        unsafe { search_part(operator, keys, (item >> log_parts) as usize, item & ((1 << log_parts) - 1), log_parts) };
+        item += blocks * WARPS;
     }
 }

@@ -54,7 +54,7 @@ struct Wish {
 unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -> Wish {
     unsafe {
         let s = operator.sequences();
-        let nothing = Claim { written: false, base: 0, want: 0, fixed: 0 };
+        let nothing = Claim { works: false, written: false, base: 0, want: 0, fixed: 0 };
         if b >= s.batch {
             return Wish { claim: nothing, cap: 0, from: 0, found: false };
         }
@@ -120,44 +120,58 @@ pub(super) unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Ke
         let mut wish = wish_of(operator, keys, tid);
 
         // How many sequences have work, and whether any lessens the room by less than nothing.
-        let (mut own_active, mut own_negative) = (0u32, 0u32);
-        let mut b = tid;
+        let (mut own_active, mut own_negative) = (wish.claim.works as u32, (wish.claim.fixed < 0) as u32);
+        let mut b = tid + THREADS;
         while b < s.batch {
-            own_active += operator.works(b as usize) as u32;
-            own_negative += (operator.claim(b as usize).fixed < 0) as u32;
+            let claim = operator.claim(b as usize);
+            own_active += claim.works as u32;
+            own_negative += (claim.fixed < 0) as u32;
             b += THREADS;
         }
-        if tid == 0 {
-            active.store(0, 0);
-            negative.store(0, 0);
+        let in_order;
+        let in_all;
+        if s.batch <= 32 {
+            // All in the first warp, whose votes need no barrier. The others have nothing to share out.
+            in_all = warp::ballot(own_active != 0).count_ones();
+            in_order = warp::any(own_negative != 0);
+        } else {
+            if tid == 0 {
+                active.store(0, 0);
+                negative.store(0, 0);
+            }
+            thread::sync_threads();
+            if own_active > 0 {
+                atomic::fetch_add(active, 0, own_active, Ordering::Relaxed, Scope::Block);
+            }
+            if own_negative > 0 {
+                atomic::fetch_add(negative, 0, own_negative, Ordering::Relaxed, Scope::Block);
+            }
+            thread::sync_threads();
+            in_all = active.load(0);
+            in_order = negative.load(0) != 0;
         }
-        thread::sync_threads();
-        if own_active > 0 {
-            atomic::fetch_add(active, 0, own_active, Ordering::Relaxed, Scope::Block);
-        }
-        if own_negative > 0 {
-            atomic::fetch_add(negative, 0, own_negative, Ordering::Relaxed, Scope::Block);
-        }
-        thread::sync_threads();
-        let in_order = negative.load(0) != 0;
         // U of the module's text, at the start of the chunk.
-        let mut chunk_room = s.threshold as i64 - active.load(0) as i64;
+        let mut chunk_room = s.threshold as i64 - in_all as i64;
         if tid == 0 {
             room.store(0, chunk_room);
         }
 
+        // Those that share out.
+        let meet = || if s.batch <= 32 { warp::sync_warp() } else { thread::sync_threads() };
         let mut chunk = 0;
         while chunk < s.batch {
             let Wish { claim, cap, .. } = wish;
+            let here = (s.batch - chunk).min(THREADS);
+            let mut chunk_sum = 0;
             from.store(tid as usize, wish.from);
             let drafts = if in_order {
                 fixed.store(tid as usize, claim.fixed);
                 count.store(tid as usize, cap);
-                thread::sync_threads();
+                meet();
                 if tid == 0 {
                     let mut room_left = room.load(0);
                     let mut i = 0;
-                    while i < THREADS as usize {
+                    while i < here as usize {
                         room_left -= fixed.load(i);
                         let granted = grant(count.load(i), room_left);
                         count.store(i, granted);
@@ -166,24 +180,31 @@ pub(super) unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Ke
                     }
                     room.store(0, room_left);
                 }
-                thread::sync_threads();
+                meet();
                 count.load(tid as usize)
             } else {
+                // Warps without a sequence add nothing, and do not hold up those that have one.
                 let own = claim.fixed + cap as i64;
-                let in_warp = running_total(own);
-                if lane == 31 {
-                    totals.store(warp_id as usize, in_warp);
+                let mut before = 0;
+                let of_warp = warp_id * 32 < here;
+                if of_warp {
+                    before = running_total(own);
                 }
-                thread::sync_threads();
-                // Every warp sums the 32 totals for itself.
-                let total = totals.load(lane as usize);
-                let upto = running_total(total);
-                let before_warp = warp::shuffle_idx(upto - total, warp_id);
-                let of_chunk = warp::shuffle_idx(upto, 31);
-                let before = before_warp + in_warp - own;
+                if here <= 32 {
+                    before -= own;
+                } else {
+                    if lane == 31 {
+                        totals.store(warp_id as usize, before);
+                    }
+                    thread::sync_threads();
+                    // Every warp sums the 32 totals for itself.
+                    let total = totals.load(lane as usize);
+                    let upto = running_total(total);
+                    before += warp::shuffle_idx(upto - total, warp_id) - own;
+                    chunk_sum = warp::shuffle_idx(upto, 31);
+                }
                 let granted = grant(cap, chunk_room - before - claim.fixed);
                 count.store(tid as usize, granted);
-                chunk_room -= of_chunk;
                 granted
             };
             row.store(tid as usize, claim.base);
@@ -197,6 +218,8 @@ pub(super) unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Ke
             copy(operator, chunk);
             // The next chunk writes what this one still reads.
             thread::sync_threads();
+            // A chunk after which another comes is full, and has a sum.
+            chunk_room -= chunk_sum;
             chunk += THREADS;
             wish = wish_of(operator, keys, chunk + tid);
         }
