@@ -72,6 +72,12 @@ impl Attend {
     }
 }
 
+/// The 8 warps of a block of [`attend`] meet; a block may have other warps with other work.
+#[inline(always)]
+fn sync() {
+    thread::sync_named(1, WARPS * 32);
+}
+
 /// The sum of `v` over the four lanes that hold one pair's scores.
 #[inline(always)]
 unsafe fn quad_sum(v: f32) -> f32 {
@@ -106,15 +112,28 @@ unsafe fn load_query(q: Global<bf16>, valid: bool, t: u32) -> [[u32; 4]; 4] {
 /// Attention of one tile of pairs over one split of the keys.
 #[kernel(threads = 256)]
 pub unsafe fn attend(p: Attend) {
+    let lane = (thread::lane_id(), thread::warp_id());
+    unsafe { attend_block(&p, thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z(), lane, 0) }
+}
+
+/// The work of one block of [`attend`], by the 8 warps from the block's first on, with shared memory from `scratch` on.
+/// The caller says which lane of which warp it is.
+#[inline(always)]
+pub(crate) unsafe fn attend_block(
+    p: &Attend,
+    kv_head: u32,
+    split: u32,
+    tile: u32,
+    (lane, warp_id): (u32, u32),
+    scratch: u32,
+) {
     unsafe {
         let count = p.rows.count.load(0);
         core::hint::assert_unchecked(p.cache.kv_heads > 0);
         let group = p.q_heads / p.cache.kv_heads;
         core::hint::assert_unchecked(group > 0 && group <= PAIRS);
         let tile_rows = Attend::tile_rows(group);
-        let kv_head = thread::block_idx_x();
-        let split = thread::block_idx_y();
-        let first_row = thread::block_idx_z() * tile_rows;
+        let first_row = tile * tile_rows;
         if first_row >= count {
             return;
         }
@@ -124,8 +143,6 @@ pub unsafe fn attend(p: Attend) {
         if split * SPLIT > last {
             return;
         }
-        let lane = thread::lane_id();
-        let warp_id = thread::warp_id();
         let (g, t) = (lane / 4, lane % 4);
         let key0 = split * SPLIT + warp_id * WARP_KEYS;
 
@@ -198,8 +215,8 @@ pub unsafe fn attend(p: Attend) {
         }
 
         // The block's maximum and normaliser for each pair.
-        let sums = shared::dynamic::<f32>(0);
-        let tops = shared::dynamic::<f32>(PAIRS * HEAD_DIM * 4);
+        let sums = shared::dynamic::<f32>(scratch);
+        let tops = shared::dynamic::<f32>(scratch + PAIRS * HEAD_DIM * 4);
         let norms = tops.at((WARPS * PAIRS) as usize);
         if t == 0 {
             tops.store((warp_id * PAIRS + pair[0]) as usize, top[0]);
@@ -207,7 +224,7 @@ pub unsafe fn attend(p: Attend) {
             norms.store((warp_id * PAIRS + pair[0]) as usize, norm[0]);
             norms.store((warp_id * PAIRS + pair[1]) as usize, norm[1]);
         }
-        thread::sync_threads();
+        sync();
         let block_top = |pair: u32| {
             let mut m = f32::NEG_INFINITY;
             let mut w = 0;
@@ -232,7 +249,7 @@ pub unsafe fn attend(p: Attend) {
                     });
                 });
             }
-            thread::sync_threads();
+            sync();
             w += 1;
         }
 
@@ -286,12 +303,18 @@ pub struct Combine {
 pub unsafe fn combine(p: Combine) {
     unsafe {
         let row = thread::block_idx_y();
-        if row >= p.rows.count.load(0) {
-            return;
+        if row < p.rows.count.load(0) {
+            combine_dimension(&p, row, thread::block_idx_x(), thread::thread_idx_x() as usize);
         }
-        let d = thread::thread_idx_x() as usize;
+    }
+}
+
+/// One dimension of one row and head of [`combine`].
+#[inline(always)]
+pub(crate) unsafe fn combine_dimension(p: &Combine, row: u32, head: u32, d: usize) {
+    unsafe {
         let splits = p.rows.positions.load(row as usize) / SPLIT + 1;
-        let pair = row as usize * p.q_heads as usize + thread::block_idx_x() as usize;
+        let pair = row as usize * p.q_heads as usize + head as usize;
         let scales = p.scales.at(pair * p.splits as usize * 2);
         let sums = p.sums.at(pair * p.splits as usize * HEAD_DIM as usize);
         let mut top = f32::NEG_INFINITY;

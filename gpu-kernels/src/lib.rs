@@ -30,6 +30,8 @@ pub mod norm;
 pub mod qkv;
 pub mod sample;
 pub mod step;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod stream;
 pub mod token_copy;
 
 #[cfg(target_arch = "nvptx64")]

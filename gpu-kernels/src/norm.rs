@@ -47,12 +47,21 @@ pub(crate) unsafe fn inverse_rms(x: Global<f32>, dim: u32, eps: f32) -> f32 {
         let mut sum = 0.0;
         let mut i = thread::lane_id() * 4;
         while i < dim {
-            let words = x.load16(i as usize);
-            unroll!(J < 4; {
-                let v = f32::from_bits(words[J]);
-                sum = math::fma(v, v, sum);
+            // Eight loads under way at a time; zeros beyond the end change nothing.
+            let mut words = [[0u32; 4]; 8];
+            unroll!(L < 8; {
+                let at = i + L as u32 * 128;
+                if at < dim {
+                    words[L] = x.load16(at as usize);
+                }
             });
-            i += 128;
+            unroll!(L < 8; {
+                unroll!(J < 4; {
+                    let v = f32::from_bits(words[L][J]);
+                    sum = math::fma(v, v, sum);
+                });
+            });
+            i += 1024;
         }
         1.0 / math::sqrt(warp_sum(sum) / dim as f32 + eps)
     }

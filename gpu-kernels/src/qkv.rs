@@ -45,19 +45,33 @@ pub struct SplitHeads {
     pub eps: f32,
 }
 
+impl SplitHeads {
+    /// Heads of all three kinds.
+    #[inline(always)]
+    pub const fn heads(&self) -> u32 {
+        self.q_heads + 2 * self.cache.kv_heads
+    }
+}
+
 /// Normalises, rotates and places every head of every row.
 #[kernel(threads = 128)]
 pub unsafe fn split_heads(p: SplitHeads) {
     unsafe {
         let row = thread::block_idx_y();
         let head = thread::block_idx_x() * HEADS_PER_BLOCK + thread::warp_id();
-        let heads = p.q_heads + 2 * p.cache.kv_heads;
-        if row >= p.rows.count.load(0) || head >= heads {
-            return;
+        if row < p.rows.count.load(0) && head < p.heads() {
+            split_head(&p, row, head);
         }
+    }
+}
+
+/// One warp's work: one head of one row.
+#[inline(always)]
+pub(crate) unsafe fn split_head(p: &SplitHeads, row: u32, head: u32) {
+    unsafe {
         let position = p.rows.positions.load(row as usize);
         let sequence = p.rows.sequences.load(row as usize);
-        let x = p.qkv.at((row as usize * heads as usize + head as usize) * HEAD_DIM as usize);
+        let x = p.qkv.at((row as usize * p.heads() as usize + head as usize) * HEAD_DIM as usize);
         let d = (thread::lane_id() * 2) as usize;
         let h = d + HALF as usize;
         let v = [x.load(d), x.load(d + 1), x.load(h), x.load(h + 1)];

@@ -94,6 +94,10 @@ pub struct PlanDecode {
     pub drafts: Global<i32>,
     /// `[1]` from the drafting operator: rows, the newest token's included; null when nothing drafts.
     pub draft_rows: Global<i32>,
+    /// Counters to set to zero for the step; may be null when `counter_count` is 0.
+    pub counters: GlobalMut<u32>,
+    /// How many.
+    pub counter_count: u32,
 }
 
 /// Makes the newest token and its drafts the rows of the step; none once the sequence is finished.
@@ -101,6 +105,11 @@ pub struct PlanDecode {
 pub unsafe fn plan_decode(p: PlanDecode) {
     unsafe {
         let r = thread::thread_idx_x();
+        let mut i = r;
+        while i < p.counter_count {
+            p.counters.store(i as usize, 0);
+            i += 32;
+        }
         let newest = p.state.words.load(SequenceState::LENGTH) - 1;
         let drafted = if p.draft_rows.is_null() { 1 } else { p.draft_rows.load(0).max(1) as u32 };
         let finished = p.state.words.load(SequenceState::FINISHED) != 0;

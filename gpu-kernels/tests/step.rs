@@ -77,9 +77,17 @@ impl Device {
         row.resize(MAX_DECODE_ROWS as usize, 0);
         let tokens = Buffer::from_slice(&row);
         let rows = Buffer::from_slice(&[1 + drafts.len() as i32]);
-        let params =
-            PlanDecode { rows: self.rows(), state: self.state(), drafts: tokens.ptr(), draft_rows: rows.ptr() };
+        let counters = Buffer::from_slice(&[7u32; 40]);
+        let params = PlanDecode {
+            rows: self.rows(),
+            state: self.state(),
+            drafts: tokens.ptr(),
+            draft_rows: rows.ptr(),
+            counters: counters.ptr_mut(),
+            counter_count: 40,
+        };
         run::<step::plan_decode>([1, 1, 1], 0, 0, params);
+        assert_eq!(counters.as_slice(), [0; 40]);
     }
 
     /// Accepts `sampled` with end token 9; gives the report's tokens, drafts tried, and whether it is finished.
@@ -181,6 +189,8 @@ fn nothing_drafts() {
         state: d.state(),
         drafts: GlobalMut::<i32>::from_raw(0).read(),
         draft_rows: GlobalMut::<i32>::from_raw(0).read(),
+        counters: GlobalMut::from_raw(0),
+        counter_count: 0,
     };
     run::<step::plan_decode>([1, 1, 1], 0, 0, params);
     assert_eq!(d.planned(), [(6, 1)]);

@@ -7,11 +7,13 @@ use gpu_kernels::linear::{self, Linear};
 use gpu_kernels::norm::{self, RmsNorm};
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_ROWS, Rows};
+use gpu_kernels::stream::StreamStep;
 use half::bf16;
 use model::{Config, rope::RopeTable};
 
 use crate::Error;
 use crate::device::{Buffer, Device};
+use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 
 /// A model on a device with the memory of one sequence: cache, activations, logits. Everything is allocated here, and nothing
@@ -38,6 +40,7 @@ pub struct Forward {
     attended: Buffer<bf16>,
     activation: Buffer<bf16>,
     logits: Buffer<f32>,
+    stream: Option<Stream>,
 }
 
 /// Which of a step's rows want logits.
@@ -118,10 +121,13 @@ impl Forward {
         let rope = RopeTable::new(config.head_dim, config.rope_theta, capacity);
         let table: Vec<u32> = (0..pages as u32).collect();
         let page = kv::page_elements(config.num_key_value_heads as u32);
-        Ok(Self {
+        let caches =
+            (0..config.num_hidden_layers).map(|_| device.zeroed(pages * page)).collect::<Result<Vec<_>, _>>()?;
+        let mut forward = Self {
             cos: device.upload(&rope.cos)?,
             sin: device.upload(&rope.sin)?,
-            caches: (0..config.num_hidden_layers).map(|_| device.zeroed(pages * page)).collect::<Result<_, _>>()?,
+            caches,
+            stream: None,
             page_table: device.upload(&table)?,
             row_count: device.zeroed(1)?,
             row_tokens: device.zeroed(rows)?,
@@ -140,7 +146,14 @@ impl Forward {
             config: config.clone(),
             weights,
             capacity,
-        })
+        };
+        forward.stream = Stream::new(device, config, &forward.weights, &forward.caches)?;
+        Ok(forward)
+    }
+
+    /// The step in one launch, where the device can; its counters must be zero when it begins.
+    pub fn stream(&self) -> Option<&Stream> {
+        self.stream.as_ref()
     }
 
     /// Tokens that the cache holds.
@@ -283,6 +296,48 @@ impl Forward {
             }
         }
         Ok(())
+    }
+
+    /// Enqueues a pass over at most [`MAX_DECODE_ROWS`](gpu_kernels::step::MAX_DECODE_ROWS) rows with the logits of all of them: in one launch
+    /// where there is a stream, and otherwise as [`enqueue`](Self::enqueue). Both give the same bits.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub fn enqueue_decode(&self, most_rows: u32, end: u32) -> Result<(), Error> {
+        let Some(stream) = &self.stream else {
+            return self.enqueue(most_rows, end, LogitRows::From(0));
+        };
+        let c = &self.config;
+        let step = StreamStep {
+            rows: self.rows(),
+            stream: Default::default(),
+            layers: Default::default(),
+            counters: Default::default(),
+            embed: self.weights.embed.ptr(),
+            final_norm: self.weights.norm.ptr(),
+            cos: self.cos.ptr(),
+            sin: self.sin.ptr(),
+            tables: self.page_table.ptr(),
+            residual: self.residual.ptr_mut(),
+            qkv: self.qkv.ptr_mut(),
+            q: self.q.ptr_mut(),
+            sums: self.sums.ptr_mut(),
+            scales: self.scales.ptr_mut(),
+            attended: self.attended.ptr_mut(),
+            activation: self.activation.ptr_mut(),
+            logits: self.logits.ptr_mut(),
+            layer_count: c.num_hidden_layers as u32,
+            hidden: c.hidden_size as u32,
+            intermediate: c.intermediate_size as u32,
+            q_heads: c.num_attention_heads as u32,
+            kv_heads: c.num_key_value_heads as u32,
+            vocab: c.vocab_size as u32,
+            table_stride: self.page_table.len() as u32,
+            splits: self.capacity.div_ceil(attention::SPLIT as usize) as u32,
+            eps: c.rms_norm_eps,
+        };
+        // SAFETY: buffers of self, sized as the parameter block says; the planning kernel zeroes the counters.
+        unsafe { stream.enqueue(&self.device, most_rows, step) }
     }
 
     /// Picks the width of a linear kernel; all widths give the same bits.

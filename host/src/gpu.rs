@@ -241,12 +241,14 @@ impl Gpu {
             state: self.state(),
             drafts: drafting.tokens.ptr(),
             draft_rows: if self.run.draft.is_some() { drafting.rows.ptr() } else { Default::default() },
+            counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
+            counter_count: counters.map_or(0, |c| c.len() as u32),
         };
         // SAFETY: as above.
         unsafe { device.launch::<step::plan_decode>(1, 0, plan)? };
         // The newest token is the last of at most `length`; drafts follow it.
         let end = (length + most_rows as usize - 1).min(self.forward.capacity());
-        self.forward.enqueue(most_rows, end as u32, LogitRows::From(0))?;
+        self.forward.enqueue_decode(most_rows, end as u32)?;
         self.enqueue_choice(most_rows, 0)
     }
 

@@ -14,6 +14,7 @@ mod error;
 pub mod forward;
 mod gpu;
 pub mod ngram;
+pub mod stream;
 pub mod token_copy;
 pub mod weights;
 

@@ -123,3 +123,52 @@ pub fn greedy(prompt: &[u32], max_tokens: usize, draft: Option<host::NgramDraft>
 pub fn answer(engine: &mut host::Engine, request: &host::Request) -> host::Generation {
     engine.generate(request, &mut |_| std::ops::ControlFlow::Continue(())).unwrap_or_else(|e| panic!("{e}"))
 }
+
+/// The logits of `rows` tokens after a prompt, in one streamed launch and launch by launch, `[rows, vocab]` each.
+///
+/// # Panics
+/// If anything fails, or the device has no stream.
+pub fn streamed_and_launched(
+    device: &host::device::Device,
+    checkpoint: &model::Checkpoint,
+    tokens: &[u32],
+    rows: usize,
+) -> [Vec<f32>; 2] {
+    use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
+    use host::forward::{Forward, LogitRows};
+
+    let run = || -> Result<[Vec<f32>; 2], host::Error> {
+        let weights =
+            host::weights::DeviceWeights::upload(checkpoint, device, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
+        let forward = Forward::new(device, &checkpoint.config, weights, tokens.len())?;
+        assert!(forward.stream().is_some(), "the device cannot stream");
+        let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
+        let history = device.upload(&history)?;
+        let words = device.zeroed::<u32>(STATE_WORDS)?;
+        let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };
+        let plan = |start: usize, count: usize| {
+            let plan = PlanPrompt { rows: forward.rows(), state, start: start as u32, count: count as u32 };
+            // SAFETY: the history has the tokens, and rows have room for a chunk.
+            unsafe { device.launch::<step::plan_prompt>(1, 0, plan) }
+        };
+        let prompt = tokens.len() - rows;
+        for start in (0..prompt).step_by(64) {
+            let count = (prompt - start).min(64);
+            plan(start, count)?;
+            forward.enqueue(count as u32, (start + count) as u32, LogitRows::None)?;
+        }
+        let logits = || {
+            let mut out = vec![0.0; rows * checkpoint.config.vocab_size];
+            forward.logits().read(0, &mut out).map(|()| out)
+        };
+        plan(prompt, rows)?;
+        forward.enqueue_decode(rows as u32, tokens.len() as u32)?;
+        let streamed = logits()?;
+        // The same rows once more: they append the same keys and values again.
+        plan(prompt, rows)?;
+        forward.enqueue(rows as u32, tokens.len() as u32, LogitRows::From(0))?;
+        let launched = logits()?;
+        Ok([streamed, launched])
+    };
+    run().unwrap_or_else(|e| panic!("{e}"))
+}

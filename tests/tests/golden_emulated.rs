@@ -2,7 +2,7 @@
 //! checked for races and stray accesses on the way.
 
 use host::{DeviceChoice, NgramDraft};
-use integration_tests::{answer, engine, golden_cases, greedy, relative_error};
+use integration_tests::{answer, engine, golden_cases, greedy, relative_error, streamed_and_launched};
 use model::{Checkpoint, Sampling};
 
 /// Activations are rounded to bf16 before each product, as on a GPU, and so are f16 and f32 weights.
@@ -37,6 +37,20 @@ fn drafts_chunks_and_company_change_nothing() {
             let again = answer(&mut engine, &request(Some(NgramDraft { tokens: 15, max: 3, min: 1 })));
             assert_eq!(again.statistics.cached_tokens, prompt.len() - 1);
             assert_eq!(plain.tokens, again.tokens, "{}", case.name);
+        }
+    }
+}
+
+#[test]
+fn the_streamed_step_gives_the_bits_of_the_launches() {
+    for (i, case) in golden_cases().into_iter().enumerate() {
+        let checkpoint = Checkpoint::open(&case.dir).unwrap();
+        // Over a page's end, and for 16 rows over several tiles of attention.
+        let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(70).collect();
+        for rows in [1, 7, 16] {
+            let device = host::device::Device::emulator(i as u64 * 100);
+            let [streamed, launched] = streamed_and_launched(&device, &checkpoint, &tokens, rows);
+            assert_eq!(streamed, launched, "{} with {rows} rows", case.name);
         }
     }
 }

@@ -5,7 +5,9 @@ use std::process::ExitCode;
 
 use host::device::{self, Device};
 use host::{DeviceChoice, NgramDraft};
-use integration_tests::{answer, demo, demo_prompts, engine, golden_cases, greedy, relative_error};
+use integration_tests::{
+    answer, demo, demo_prompts, engine, golden_cases, greedy, relative_error, streamed_and_launched,
+};
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
 use model::{Checkpoint, Sampling};
@@ -21,12 +23,13 @@ fn main() -> ExitCode {
         Some(card) => println!("on {}", card.name),
         None => println!("ignored: there is no CUDA card (these tests need one)"),
     }
-    let tests: [(&str, Test); 7] = [
+    let tests: [(&str, Test); 8] = [
         ("golden_logits", golden_logits),
         ("demo_logits_match_the_cpu", demo_logits_match_the_cpu),
         ("greedy_output_is_the_same_with_drafts", greedy_output_is_the_same_with_drafts),
         ("sampled_output_is_the_same_with_drafts", sampled_output_is_the_same_with_drafts),
         ("the_prompt_may_come_in_any_pieces", the_prompt_may_come_in_any_pieces),
+        ("the_streamed_step_gives_the_bits_of_the_launches", the_streamed_step_gives_the_bits_of_the_launches),
         ("a_card_too_small_is_said_before_loading", a_card_too_small_is_said_before_loading),
         ("a_card_that_is_not_there_is_named", a_card_that_is_not_there_is_named),
     ];
@@ -122,6 +125,24 @@ fn the_prompt_may_come_in_any_pieces() -> Result<(), Failed> {
         let pieces = answer(&mut engine, &greedy(&prompt, 64, None));
         if pieces.tokens != whole {
             return Err(format!("differs when {cut} tokens came first").into());
+        }
+    }
+    Ok(())
+}
+
+fn the_streamed_step_gives_the_bits_of_the_launches() -> Result<(), Failed> {
+    let device = Device::cuda(0)?;
+    if !device.is_hopper() {
+        println!("not on this card: it has no bulk copies");
+        return Ok(());
+    }
+    let checkpoint = demo();
+    for (length, rows) in [(17, 1), (300, 1), (300, 8), (64, 16), (1000, 16)] {
+        let tokens = demo_prompts(&checkpoint, 1, length).remove(0);
+        let [streamed, launched] = streamed_and_launched(&device, &checkpoint, &tokens, rows);
+        if streamed != launched {
+            let error = relative_error(&streamed, &launched);
+            return Err(format!("{rows} rows at {length}: relative difference {error}").into());
         }
     }
     Ok(())

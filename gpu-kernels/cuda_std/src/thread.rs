@@ -90,6 +90,14 @@ pub fn nanosleep(ns: u32) {
     target::nanosleep(ns);
 }
 
+/// The same value, but new to the compiler (`mov.b32`): what is computed from it inside a loop is computed there, and not before the loop to
+/// be kept in a register throughout.
+#[inline(always)]
+#[must_use]
+pub fn fresh(value: u32) -> u32 {
+    target::fresh(value)
+}
+
 /// Nanoseconds on a clock that all multiprocessors share (`%globaltimer`). The emulator counts its scheduling steps.
 #[inline(always)]
 #[must_use]

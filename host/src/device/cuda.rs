@@ -23,6 +23,8 @@ pub const PTX: [(&str, &str); 2] = [
 const STAGING_BYTES: usize = 64 << 20;
 /// Uploads smaller than this go straight from pageable memory.
 const STAGED_FROM: usize = 8 << 20;
+/// Dynamic shared memory that a kernel may have without asking.
+const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 /// Threads that fill a staging buffer; one alone does not keep up with the bus.
 const COPY_THREADS: usize = 8;
 
@@ -38,6 +40,7 @@ pub(super) struct Cuda {
 struct Card {
     name: String,
     multiprocessors: u32,
+    hopper: bool,
     functions: Mutex<HashMap<&'static str, Function>>,
     module: Module,
     context: Context,
@@ -131,8 +134,9 @@ impl Cuda {
         let (major, minor) = capability(device)?;
         // The portable level can be asked for, to test it on a newer card.
         let portable = std::env::var_os("WARPDRAFT_PORTABLE_PTX").is_some();
+        let hopper = (major, minor) == (9, 0) && !portable;
         let ptx = match (major, minor) {
-            (9, 0) if !portable => PTX[1].1,
+            _ if hopper => PTX[1].1,
             (8.., _) => PTX[0].1,
             _ => {
                 return Err(Error::NoCuda {
@@ -146,7 +150,7 @@ impl Cuda {
         let context = Context::new(device).map_err(Error::driver("making a context"))?;
         let module = Module::from_ptx(ptx, &[] as &[ModuleJitOption]).map_err(Error::driver("loading the kernels"))?;
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
-        let card = Card { name, multiprocessors, functions: Mutex::new(HashMap::new()), module, context };
+        let card = Card { name, multiprocessors, hopper, functions: Mutex::new(HashMap::new()), module, context };
         Ok(Self { staging: Mutex::new(None), stream, card: Arc::new(card) })
     }
 
@@ -159,6 +163,10 @@ impl Cuda {
 
     pub(super) fn name(&self) -> &str {
         &self.card.name
+    }
+
+    pub(super) fn is_hopper(&self) -> bool {
+        self.card.hopper
     }
 
     pub(super) fn multiprocessors(&self) -> u32 {
@@ -262,37 +270,39 @@ impl Cuda {
         grid: Grid,
         threads: u32,
         shared_bytes: u32,
+        cooperative: bool,
         params: &P,
     ) -> Result<(), Error> {
         self.enter()?;
-        let function = self.function(name)?;
+        let function = self.function(name, shared_bytes)?;
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        let (f, stream, arguments) = (function.0, self.stream.as_inner(), arguments.as_mut_ptr());
+        let Grid(x, y, z) = grid;
         // SAFETY: the caller's word; the driver copies the parameters before it returns.
         let code = unsafe {
-            sys::cuLaunchKernel(
-                function.0,
-                grid.0,
-                grid.1,
-                grid.2,
-                threads,
-                1,
-                1,
-                shared_bytes,
-                self.stream.as_inner(),
-                arguments.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+            if cooperative {
+                sys::cuLaunchCooperativeKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments)
+            } else {
+                let extra = std::ptr::null_mut();
+                sys::cuLaunchKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments, extra)
+            }
         };
         check(name, code)
     }
 
-    fn function(&self, name: &'static str) -> Result<Function, Error> {
+    /// A kernel by name, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default.
+    fn function(&self, name: &'static str, shared_bytes: u32) -> Result<Function, Error> {
         let mut functions = self.card.functions.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(function) = functions.get(name) {
             return Ok(*function);
         }
         let function = self.card.module.get_function(name).map_err(Error::driver(name))?;
         let function = Function(function.to_raw());
+        if shared_bytes > DEFAULT_SHARED_BYTES {
+            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is the module's.
+            check(name, unsafe { sys::cuFuncSetAttribute(function.0, attribute, shared_bytes as i32) })?;
+        }
         functions.insert(name, function);
         Ok(function)
     }

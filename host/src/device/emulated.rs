@@ -51,12 +51,14 @@ impl Emulator {
         &self,
         grid: Grid,
         shared_bytes: u32,
+        cooperative: bool,
         params: K::Params,
     ) -> Result<(), Error> {
         let launch = Launch {
             grid: [grid.0, grid.1, grid.2],
             threads: K::THREADS,
             shared_bytes,
+            cooperative,
             // Each launch gets its own schedule.
             seed: self.seed.fetch_add(1, Ordering::Relaxed),
             ..Launch::default()

@@ -156,12 +156,47 @@ impl Device {
         shared_bytes: u32,
         params: K::Params,
     ) -> Result<(), Error> {
-        let grid = grid.into();
+        // SAFETY: the caller's word.
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, false, params) }
+    }
+
+    /// As [`launch`](Self::launch), with all blocks resident at once, so that they may wait for each other.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch).
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch); a grid that does not fit the device at once.
+    pub unsafe fn launch_cooperative<K: Kernel>(
+        &self,
+        grid: impl Into<Grid>,
+        shared_bytes: u32,
+        params: K::Params,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, true, params) }
+    }
+
+    unsafe fn launch_kind<K: Kernel>(
+        &self,
+        grid: Grid,
+        shared_bytes: u32,
+        cooperative: bool,
+        params: K::Params,
+    ) -> Result<(), Error> {
         match &*self.0 {
             // SAFETY: the caller's word; the parameter block is the kernel's own type.
-            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, &params) },
+            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, cooperative, &params) },
             // SAFETY: the caller's word.
-            Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, params) },
+            Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, cooperative, params) },
+        }
+    }
+
+    /// Whether it has the copy engine and the shared memory of Hopper, and the kernels that need them.
+    pub fn is_hopper(&self) -> bool {
+        match &*self.0 {
+            Kind::Cuda(cuda) => cuda.is_hopper(),
+            Kind::Emulator(_) => true,
         }
     }
 

@@ -56,6 +56,10 @@ pub fn nanosleep(_ns: u32) {
     suspend();
 }
 
+pub fn fresh(value: u32) -> u32 {
+    value
+}
+
 pub fn global_timer() -> u64 {
     world().report.steps
 }

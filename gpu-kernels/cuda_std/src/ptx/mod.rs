@@ -68,6 +68,14 @@ pub fn nanosleep(ns: u32) {
 }
 
 #[inline(always)]
+pub fn fresh(value: u32) -> u32 {
+    let out;
+    // SAFETY: moves a register.
+    unsafe { asm!("mov.b32 {out}, {value};", out = out(reg32) out, value = in(reg32) value, options(nostack)) }
+    out
+}
+
+#[inline(always)]
 pub fn global_timer() -> u64 {
     let time: u64;
     // SAFETY: reads a special register. Not pure: it differs each time.

@@ -1,0 +1,137 @@
+//! The weights laid out for the streaming step, and its launch (see `gpu_kernels::stream`).
+
+use cuda_std::Global;
+use gpu_kernels::linear::STRIP;
+use gpu_kernels::stream::{self, CHUNK_BYTES, LAYER_WORDS, LayOut, StreamStep, Walk};
+use half::bf16;
+use model::Config;
+
+use crate::Error;
+use crate::device::{Buffer, Device};
+use crate::weights::DeviceWeights;
+
+/// A second copy of the weights, in the order in which the step consumes them.
+pub struct Stream {
+    weights: Buffer<bf16>,
+    layers: Buffer<u64>,
+    counters: Buffer<u32>,
+    grid: u32,
+}
+
+/// The matrices of a model in the order of the stream: strips and input features of each.
+fn matrices(config: &Config) -> impl Iterator<Item = (u32, u32)> {
+    let (hidden, inner) = (config.hidden_size as u32, config.intermediate_size as u32);
+    let q = config.query_size() as u32;
+    let qkv = q + 2 * config.key_value_size() as u32;
+    let layer = [(qkv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)];
+    let head = (config.vocab_size as u32, hidden);
+    let all = std::iter::repeat_n(layer, config.num_hidden_layers).flatten().chain([head]);
+    all.map(|(n, k)| (n.div_ceil(STRIP), k))
+}
+
+/// Elements of the stream on a device with `grid` multiprocessors.
+fn elements(config: &Config, grid: u32) -> usize {
+    let mut walk = Walk::new(grid);
+    for (strips, k) in matrices(config) {
+        let mut left = strips;
+        while left > 0 {
+            left -= walk.pass(left, k).strips;
+        }
+    }
+    walk.chunks as usize * CHUNK_BYTES as usize / 2
+}
+
+impl Stream {
+    /// Lays out `weights` once more, if the device has the hardware and the memory for it.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn new(
+        device: &Device,
+        config: &Config,
+        weights: &DeviceWeights,
+        caches: &[Buffer<bf16>],
+    ) -> Result<Option<Self>, Error> {
+        let grid = device.multiprocessors();
+        let elements = elements(config, grid);
+        if !device.is_hopper() || device.free_memory()?.is_some_and(|free| 2 * elements as u64 + SPARE > free) {
+            return Ok(None);
+        }
+        let stream: Buffer<bf16> = device.zeroed(elements)?;
+        let head = weights.head.as_ref().unwrap_or(&weights.embed);
+        let none = Global::<bf16>::from_raw(0);
+        let sources = weights.layers.iter().flat_map(|layer| {
+            let up = layer.up.ptr();
+            [(&layer.qkv, none), (&layer.output, none), (&layer.gate, up), (&layer.down, none)]
+        });
+        let mut walk = Walk::new(grid);
+        for ((strips, k), (weight, up)) in matrices(config).zip(sources.chain([(head, none)])) {
+            let mut first_strip = 0;
+            while first_strip < strips {
+                let pass = walk.pass(strips - first_strip, k);
+                let params = LayOut {
+                    weight: weight.ptr(),
+                    up,
+                    stream: stream.ptr_mut(),
+                    base: pass.base,
+                    n: (weight.len() / k as usize) as u32,
+                    k,
+                    first_strip,
+                    strips: pass.strips,
+                    blocks: grid,
+                };
+                // SAFETY: the matrix is `[n, k]`, and the stream has room for every pass of the walk.
+                unsafe { device.launch::<stream::lay_out>((pass.strips, pass.depth), 0, params)? };
+                first_strip += pass.strips;
+            }
+        }
+        let addresses: Vec<u64> = weights
+            .layers
+            .iter()
+            .zip(caches)
+            .flat_map(|(layer, cache)| -> [u64; LAYER_WORDS] {
+                let norms = [&layer.input_norm, &layer.q_norm, &layer.k_norm, &layer.post_attention_norm];
+                let [a, b, c, d] = norms.map(|norm| norm.ptr().addr());
+                [a, b, c, d, cache.ptr().addr()]
+            })
+            .collect();
+        Ok(Some(Self {
+            weights: stream,
+            layers: device.upload(&addresses)?,
+            counters: device.zeroed(StreamStep::counters(config.num_key_value_heads as u32) as usize)?,
+            grid,
+        }))
+    }
+
+    /// Counters that must be zero when a step begins.
+    pub fn counters(&self) -> &Buffer<u32> {
+        &self.counters
+    }
+
+    /// Enqueues a step of at most `most_rows` rows; `step` holds all but what is the stream's own.
+    ///
+    /// # Safety
+    /// The addresses in `step` are as its documentation says, and its counters are zero by then.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub unsafe fn enqueue(&self, device: &Device, most_rows: u32, step: StreamStep) -> Result<(), Error> {
+        let step = StreamStep {
+            stream: self.weights.ptr(),
+            layers: self.layers.ptr(),
+            counters: self.counters.ptr_mut(),
+            ..step
+        };
+        // SAFETY: the caller's word.
+        unsafe {
+            if most_rows <= 8 {
+                device.launch_cooperative::<stream::stream_8>(self.grid, stream::SHARED_BYTES, step)
+            } else {
+                device.launch_cooperative::<stream::stream_16>(self.grid, stream::SHARED_BYTES, step)
+            }
+        }
+    }
+}
+
+/// Memory left for others when the stream is laid out.
+const SPARE: u64 = 1 << 30;
