@@ -6,10 +6,12 @@ use host::device::{self, Device};
 use host::ngram::{Batch, Hit, Inputs, Operator, Peer, Published, TokenId};
 use libtest_mimic::{Arguments, Failed, Trial};
 
+type Test = fn() -> Result<(), Failed>;
+
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
     let cards = device::cards().unwrap_or_default();
-    let tests: [(&str, fn() -> Result<(), Failed>); 5] = [
+    let tests: [(&str, Test); 5] = [
         ("random_batches_of_64_bit_ids", random_batches::<i64>),
         ("random_batches_of_32_bit_ids", random_batches::<i32>),
         ("large_batches_of_long_texts", large_batches),
