@@ -123,7 +123,7 @@ impl Forward {
         let page = kv::page_elements(config.num_key_value_heads as u32);
         let caches =
             (0..config.num_hidden_layers).map(|_| device.zeroed(pages * page)).collect::<Result<Vec<_>, _>>()?;
-        let mut forward = Self {
+        Ok(Self {
             cos: device.upload(&rope.cos)?,
             sin: device.upload(&rope.sin)?,
             caches,
@@ -146,12 +146,19 @@ impl Forward {
             config: config.clone(),
             weights,
             capacity,
-        };
-        forward.stream = Stream::new(device, config, &forward.weights, &forward.caches)?;
-        Ok(forward)
+        })
     }
 
-    /// The step in one launch, where the device can; its counters must be zero when it begins.
+    /// Lays the weights out for the step in one launch, if the device has the hardware and the memory; says whether.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn lay_out_stream(&mut self) -> Result<bool, Error> {
+        self.stream = Stream::new(&self.device, &self.config, &self.weights, &self.caches)?;
+        Ok(self.stream.is_some())
+    }
+
+    /// The step in one launch, if it was laid out; its counters must be zero when it begins.
     pub fn stream(&self) -> Option<&Stream> {
         self.stream.as_ref()
     }

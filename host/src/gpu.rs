@@ -97,7 +97,11 @@ impl Gpu {
             });
         }
         let weights = DeviceWeights::upload(checkpoint, device, progress)?;
-        let forward = Forward::new(device, config, weights, capacity)?;
+        let mut forward = Forward::new(device, config, weights, capacity)?;
+        // The emulator checks it with every test; on a card it is asked for, until racecheck has nothing to say about its ring.
+        if device.free_memory()?.is_none() || std::env::var_os("WARPDRAFT_STREAM").is_some() {
+            forward.lay_out_stream()?;
+        }
         let workspace = vec![u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]); ngram::workspace_len(1)];
         Ok(Self {
             history: device.zeroed(capacity)?,

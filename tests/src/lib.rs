@@ -140,8 +140,8 @@ pub fn streamed_and_launched(
     let run = || -> Result<[Vec<f32>; 2], host::Error> {
         let weights =
             host::weights::DeviceWeights::upload(checkpoint, device, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
-        let forward = Forward::new(device, &checkpoint.config, weights, tokens.len())?;
-        assert!(forward.stream().is_some(), "the device cannot stream");
+        let mut forward = Forward::new(device, &checkpoint.config, weights, tokens.len())?;
+        assert!(forward.lay_out_stream()?, "the device cannot stream");
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let history = device.upload(&history)?;
         let words = device.zeroed::<u32>(STATE_WORDS)?;
