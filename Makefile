@@ -8,7 +8,7 @@ export PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
 
 # Complete a prompt with the bundled model, on a GPU if there is one. Leaves target/release/warpdraft.
 demo: ptx-toolchain
-	$(CARGO) build --release --package warpdraft
+	@$(CARGO) build --release --package warpdraft
 	@target/release/warpdraft generate --model demo --max-tokens 160 --temperature 0 "$$(cat model/demo/prompt.txt)"
 
 # All tests, formatting and lints.

@@ -457,6 +457,7 @@ impl Consumer<'_> {
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
             let (g, t) = (lane / 4, lane % 4);
             let (strips, k) = self.p.shape(matrix);
+            core::hint::assert_unchecked(self.count > 0);
             // Columns without a row compute the last row again, which nobody reads.
             let row = |tile: usize| (tile as u32 * 8 + g).min(self.count - 1);
             let mut first_strip = 0;
@@ -594,6 +595,7 @@ impl Consumer<'_> {
             let p = self.p;
             core::hint::assert_unchecked(p.hidden >= 8);
             let words = p.hidden / 8;
+            core::hint::assert_unchecked(words > 0);
             let mut e = thread::block_idx_x() * (WARPS * 32) + thread::thread_idx_x();
             while e < self.count * words {
                 let (row, i) = (e / words, e % words * 8);
@@ -621,6 +623,7 @@ impl Consumer<'_> {
             let tile_rows = Attend::tile_rows(group);
             core::hint::assert_unchecked(tile_rows > 0);
             let tiles = self.count.div_ceil(tile_rows);
+            core::hint::assert_unchecked(tiles > 0);
             let last = p.rows.positions.load((self.count - 1) as usize);
             let splits = last / SPLIT + 1;
             let attend = Attend {
