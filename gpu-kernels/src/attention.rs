@@ -10,8 +10,8 @@
 //! O[16 pairs, 128]     = P · V      tensor cores
 //! ```
 //!
-//! The warps' results meet in shared memory, first to last; the block writes its sum, its maximum and its
-//! normaliser, and [`combine`] adds the splits of each row, first to last (flash decoding: Dao et al., 2023, "Flash-Decoding
+//! The warps' results meet in shared memory and are added, first to last. A row whose keys end in the first split is finished by then; of others the block
+//! writes its sum, its maximum and its normaliser, and [`combine`] adds the splits (flash decoding: Dao et al., 2023, "Flash-Decoding
 //! for long-context inference"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
 //!
 //! # Which keys a lane holds
@@ -19,7 +19,8 @@
 //! contiguous keys, `8t..8t + 8`, and one 16-byte load of the transposed values matches them.
 //!
 //! # Order
-//! A row's result depends on its own keys alone: splits, warps and tiles are cut by key position, and a pair never meets another.
+//! A row's result depends on its own keys alone: splits and warps are cut by key position, and a pair never meets another. [`combine`] deals the splits
+//! to 8 warps in turn; each adds its own from first to last, and then the warps are added from first to last.
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread, warp};
 
@@ -35,7 +36,8 @@ const WARP_KEYS: u32 = SPLIT / WARPS;
 const LOG2_E: f32 = core::f32::consts::LOG2_E;
 const TILES: usize = HEAD_DIM as usize / 8;
 
-/// Parameters of [`attend`]. Grid: (key-value heads, splits, tiles of pairs). Shared memory: [`Attend::SHARED_BYTES`].
+/// Parameters of [`attend`] and [`combine`]. [`attend`]: grid (key-value heads, splits, tiles of pairs), shared memory
+/// [`Attend::SHARED_BYTES`]. [`combine`]: grid (query heads, rows), shared memory [`Attend::COMBINE_SHARED_BYTES`]; not needed when every position is below [`SPLIT`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Attend {
@@ -49,6 +51,8 @@ pub struct Attend {
     pub sums: GlobalMut<f32>,
     /// `[rows, q_heads, splits, 2]`: the maximum score (in powers of two) and the sum of weights.
     pub scales: GlobalMut<f32>,
+    /// `[rows, q_heads, 128]`, the result.
+    pub out: GlobalMut<bf16>,
     /// Splits that a row of `sums` has room for.
     pub splits: u32,
     /// Query heads.
@@ -58,8 +62,10 @@ pub struct Attend {
 }
 
 impl Attend {
-    /// Dynamic shared memory: the sums of all pairs, and each warp's maxima and normalisers.
-    pub const SHARED_BYTES: u32 = (PAIRS * HEAD_DIM + 2 * WARPS * PAIRS) * 4;
+    /// Dynamic shared memory of [`attend`]: the sums of a quarter of the pairs, and each warp's maxima and normalisers.
+    pub const SHARED_BYTES: u32 = (WARPS * QUARTER * PAIR_STRIDE + 2 * WARPS * PAIRS) * 4;
+    /// Dynamic shared memory of [`combine`]: the sums of every warp, and their normalisers.
+    pub const COMBINE_SHARED_BYTES: u32 = WARPS * (HEAD_DIM + 1) * 4;
 
     /// Rows in a tile of pairs when `group` query heads share a key-value head.
     pub const fn tile_rows(group: u32) -> u32 {
@@ -71,6 +77,11 @@ impl Attend {
         rows.div_ceil(Self::tile_rows(group))
     }
 }
+
+/// Pairs whose sums meet in shared memory at a time.
+const QUARTER: u32 = PAIRS / 4;
+/// Words between two pairs' sums: eight more than they take, so that a warp's stores meet every bank once.
+const PAIR_STRIDE: u32 = HEAD_DIM + 8;
 
 /// The 8 warps of a block of [`attend`] meet; a block may have other warps with other work.
 #[inline(always)]
@@ -97,240 +108,308 @@ fn weight(a: f32, b: f32) -> f32 {
     if a == f32::NEG_INFINITY { 0.0 } else { math::exp2(a - b) }
 }
 
-/// The queries of one row of A (a pair): four times 16 bytes.
+/// What a warp found among its 32 keys. A lane holds parts of pairs `g` and `g + 8`, where `g = lane / 4`.
+#[derive(Clone, Copy)]
+pub(crate) struct Found {
+    /// Weighted sums of values, as the tensor core leaves them: dimensions `8n + 2t` and one on, for both pairs.
+    o: [[f32; 4]; TILES],
+    /// The largest score of each pair.
+    top: [f32; 2],
+    /// The sum of weights of each pair.
+    norm: [f32; 2],
+}
+
+impl Found {
+    /// Of no keys.
+    pub const NOTHING: Self = Self { o: [[0.0; 4]; TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
+}
+
+/// The tile of (row, query head) pairs that a block works on.
+#[derive(Clone, Copy)]
+pub(crate) struct Tile {
+    pub kv_head: u32,
+    pub split: u32,
+    /// Query heads of a key-value head.
+    pub group: u32,
+    pub first_row: u32,
+    /// `rows · group`.
+    pub pairs: u32,
+    pub lane: u32,
+    pub warp_id: u32,
+}
+
+impl Tile {
+    /// First key of this warp.
+    #[inline(always)]
+    pub fn first_key(&self) -> u32 {
+        self.split * SPLIT + self.warp_id * WARP_KEYS
+    }
+
+    #[inline(always)]
+    fn row(&self, pair: u32) -> u32 {
+        // SAFETY: a group has heads.
+        unsafe { core::hint::assert_unchecked(self.group > 0) };
+        self.first_row + pair / self.group
+    }
+
+    /// The place of a pair among all rows' heads.
+    #[inline(always)]
+    fn place(&self, p: &Attend, pair: u32) -> usize {
+        // SAFETY: a group has heads.
+        unsafe { core::hint::assert_unchecked(self.group > 0) };
+        self.row(pair) as usize * p.q_heads as usize + (self.kv_head * self.group + pair % self.group) as usize
+    }
+}
+
+/// Attention of the tile's pairs over this warp's 32 keys. `query(i, j)` gives 16 bytes of pair `g + 8 i` from dimension `8 t + 32 j` on; `key(k, j)`
+/// likewise of the `k`-th key from the warp's first on; `value(d)` dimension `d` of keys `8 t..8 t + 8`.
 #[inline(always)]
-unsafe fn load_query(q: Global<bf16>, valid: bool, t: u32) -> [[u32; 4]; 4] {
-    let mut out = [[0; 4]; 4];
-    unroll!(J < 4; {
-        if valid {
-            out[J] = unsafe { q.load16((t * 8) as usize + 32 * J) };
+pub(crate) unsafe fn attend_keys(
+    p: &Attend,
+    tile: &Tile,
+    query: impl Fn(usize, usize) -> [u32; 4],
+    key: impl Fn(u32, usize) -> [u32; 4],
+    value: impl Fn(u32) -> [u32; 4],
+) -> Found {
+    unsafe {
+        let (g, t) = (tile.lane / 4, tile.lane % 4);
+        let limit = |pair: u32| {
+            if pair < tile.pairs { p.rows.positions.load(tile.row(pair) as usize) as i32 } else { -1 }
+        };
+        let limit = [limit(g), limit(g + 8)];
+        let mut found = Found::NOTHING;
+        let mut s = [[0f32; 4]; 4];
+        unroll!(I < 4; {
+            let (l, h) = (query(0, I), query(1, I));
+            unroll!(J < 4; {
+                // A key beyond the last row's is masked below; the cache there is zeroed or stale, never unmapped: a
+                // page holds 64 keys, and the warp's 32 never cross one.
+                let b = key(8 * (g / 2) + 2 * J as u32 + g % 2, I);
+                s[J] = mma::m16n8k16_bf16(s[J], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
+                s[J] = mma::m16n8k16_bf16(s[J], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
+            });
+        });
+        let scale = p.scale * LOG2_E;
+        let first = tile.first_key() + 8 * t;
+        unroll!(I < 2; {
+            unroll!(J < 8; {
+                let score = &mut s[J / 2][2 * I + J % 2];
+                *score = if (first + J as u32) as i32 <= limit[I] { *score * scale } else { f32::NEG_INFINITY };
+                found.top[I] = math::max(found.top[I], *score);
+            });
+            found.top[I] = quad_max(found.top[I]);
+            unroll!(J < 8; {
+                let score = &mut s[J / 2][2 * I + J % 2];
+                *score = weight(*score, found.top[I]);
+                found.norm[I] += *score;
+            });
+            found.norm[I] = quad_sum(found.norm[I]);
+        });
+        // A's k-pairs are the key tiles: (0, 1) then (2, 3), as the values have them.
+        let pack = |a: [f32; 4], b: [f32; 4]| {
+            [
+                math::pack_bf16(a[0], a[1]),
+                math::pack_bf16(a[2], a[3]),
+                math::pack_bf16(b[0], b[1]),
+                math::pack_bf16(b[2], b[3]),
+            ]
+        };
+        let (p0, p1) = (pack(s[0], s[1]), pack(s[2], s[3]));
+        unroll!(N < TILES of 16; {
+            let b = value(N as u32 * 8 + g);
+            found.o[N] = mma::m16n8k16_bf16(found.o[N], p0, [b[0], b[1]]);
+            found.o[N] = mma::m16n8k16_bf16(found.o[N], p1, [b[2], b[3]]);
+        });
+        found
+    }
+}
+
+/// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
+/// the split's part of others. Shared memory from `scratch` on is free again when it returns.
+#[inline(always)]
+pub(crate) unsafe fn reduce(p: &Attend, tile: &Tile, found: &Found, scratch: u32) {
+    unsafe {
+        // New to the compiler: addresses found here are not kept over a loop around this.
+        let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
+        let (g, t) = (lane / 4, lane % 4);
+        let sums = shared::dynamic::<f32>(scratch);
+        let tops = sums.at((WARPS * QUARTER * PAIR_STRIDE) as usize);
+        let norms = tops.at((WARPS * PAIRS) as usize);
+        if t == 0 {
+            unroll!(I < 2; {
+                let at = (warp_id * PAIRS + g) as usize + 8 * I;
+                tops.store(at, found.top[I]);
+                norms.store(at, found.norm[I]);
+            });
         }
-    });
-    out
+        unroll!(R < 4; {
+            let first = R as u32 * QUARTER;
+            if first < tile.pairs {
+                if g / QUARTER == R as u32 % 2 {
+                    let to = sums.at(((warp_id * QUARTER + g % QUARTER) * PAIR_STRIDE + 2 * t) as usize);
+                    unroll!(N < TILES of 16; {
+                        to.store(N * 8, found.o[N][R / 2 * 2]);
+                        to.store(N * 8 + 1, found.o[N][R / 2 * 2 + 1]);
+                    });
+                }
+                sync();
+                // 64 threads a pair, each with two dimensions.
+                let thread = warp_id * 32 + lane;
+                let (quarter, d) = (thread / 64, 2 * (thread % 64));
+                let pair = first + quarter;
+                if pair < tile.pairs {
+                    let mut top = f32::NEG_INFINITY;
+                    unroll!(W < 8; {
+                        top = math::max(top, tops.load(W * PAIRS as usize + pair as usize));
+                    });
+                    let (mut norm, mut sum) = (0f32, [0f32; 2]);
+                    unroll!(W < 8; {
+                        let at = W * PAIRS as usize + pair as usize;
+                        let factor = weight(tops.load(at), top);
+                        norm = math::fma(norms.load(at), factor, norm);
+                        let from = sums.at((W as u32 * QUARTER + quarter) as usize * PAIR_STRIDE as usize);
+                        sum[0] = math::fma(from.load(d as usize), factor, sum[0]);
+                        sum[1] = math::fma(from.load(d as usize + 1), factor, sum[1]);
+                    });
+                    let place = tile.place(p, pair);
+                    if p.rows.positions.load(tile.row(pair) as usize) < SPLIT {
+                        let to = p.out.at(place * HEAD_DIM as usize).cast::<u32>();
+                        to.store(d as usize / 2, math::pack_bf16(sum[0] / norm, sum[1] / norm));
+                    } else {
+                        let at = place * p.splits as usize + tile.split as usize;
+                        let to = p.sums.at(at * HEAD_DIM as usize + d as usize);
+                        to.store(0, sum[0]);
+                        to.store(1, sum[1]);
+                        if d == 0 {
+                            p.scales.store(at * 2, top);
+                            p.scales.store(at * 2 + 1, norm);
+                        }
+                    }
+                }
+                sync();
+            }
+        });
+    }
 }
 
 /// Attention of one tile of pairs over one split of the keys.
 #[kernel(threads = 256)]
 pub unsafe fn attend(p: Attend) {
-    let lane = (thread::lane_id(), thread::warp_id());
-    unsafe { attend_block(&p, thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z(), lane, 0) }
-}
-
-/// The work of one block of [`attend`], by the 8 warps from the block's first on, with shared memory from `scratch` on.
-/// The caller says which lane of which warp it is.
-#[inline(always)]
-pub(crate) unsafe fn attend_block(
-    p: &Attend,
-    kv_head: u32,
-    split: u32,
-    tile: u32,
-    (lane, warp_id): (u32, u32),
-    scratch: u32,
-) {
     unsafe {
         let count = p.rows.count.load(0);
         core::hint::assert_unchecked(p.cache.kv_heads > 0);
         let group = p.q_heads / p.cache.kv_heads;
         core::hint::assert_unchecked(group > 0 && group <= PAIRS);
         let tile_rows = Attend::tile_rows(group);
-        let first_row = tile * tile_rows;
+        let first_row = thread::block_idx_z() * tile_rows;
         if first_row >= count {
             return;
         }
         let rows = tile_rows.min(count - first_row);
+        let tile = Tile {
+            kv_head: thread::block_idx_x(),
+            split: thread::block_idx_y(),
+            group,
+            first_row,
+            pairs: rows * group,
+            lane: thread::lane_id(),
+            warp_id: thread::warp_id(),
+        };
         let sequence = p.rows.sequences.load(first_row as usize);
         let last = p.rows.positions.load((first_row + rows - 1) as usize);
-        if split * SPLIT > last {
+        if tile.split * SPLIT > last {
             return;
         }
-        let (g, t) = (lane / 4, lane % 4);
-        let key0 = split * SPLIT + warp_id * WARP_KEYS;
-
-        // The two pairs whose scores this lane holds.
-        let pairs = rows * group;
-        let pair = [g, g + 8];
-        let query = |i: usize| {
-            let row = first_row + pair[i] / group;
-            let head = kv_head * group + pair[i] % group;
-            p.q.at((row as usize * p.q_heads as usize + head as usize) * HEAD_DIM as usize)
-        };
-        let valid = [pair[0] < pairs, pair[1] < pairs];
-        let limit = |i: usize| {
-            if valid[i] { p.rows.positions.load((first_row + pair[i] / group) as usize) as i32 } else { -1 }
-        };
-        let limit = [limit(0), limit(1)];
-
-        let mut o = [[0f32; 4]; TILES];
-        let mut top = [f32::NEG_INFINITY; 2];
-        let mut norm = [0f32; 2];
+        let (g, t) = (tile.lane / 4, (tile.lane % 4) as usize);
+        let key0 = tile.first_key();
+        let mut found = Found::NOTHING;
         if key0 <= last {
-            let a = [load_query(query(0), valid[0], t), load_query(query(1), valid[1], t)];
-            let mut s = [[0f32; 4]; 4];
-            unroll!(J < 4; {
-                // A key beyond the last row's is masked below; the cache there is zeroed or stale, never unmapped: a
-                // page holds 64 keys, and the warp's 32 never cross one.
-                let key = p.cache.key(sequence, key0 + 8 * (g / 2) + 2 * J as u32 + g % 2, kv_head);
-                unroll!(I < 4; {
-                    let b = key.load16((t * 8) as usize + 32 * I);
-                    let (l, h) = (a[0][I], a[1][I]);
-                    s[J] = mma::m16n8k16_bf16(s[J], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
-                    s[J] = mma::m16n8k16_bf16(s[J], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
-                });
-            });
-            let scale = p.scale * LOG2_E;
-            unroll!(I < 2; {
-                unroll!(J < 8; {
-                    let key = key0 + 8 * t + J as u32;
-                    let score = &mut s[J / 2][2 * I + J % 2];
-                    *score = if key as i32 <= limit[I] { *score * scale } else { f32::NEG_INFINITY };
-                    top[I] = math::max(top[I], *score);
-                });
-                top[I] = quad_max(top[I]);
-                unroll!(J < 8; {
-                    let score = &mut s[J / 2][2 * I + J % 2];
-                    *score = weight(*score, top[I]);
-                    norm[I] += *score;
-                });
-                norm[I] = quad_sum(norm[I]);
-            });
-            // A's k-pairs are the key tiles: (0, 1) then (2, 3), as the value loads below have them.
-            let p0 = [
-                math::pack_bf16(s[0][0], s[0][1]),
-                math::pack_bf16(s[0][2], s[0][3]),
-                math::pack_bf16(s[1][0], s[1][1]),
-                math::pack_bf16(s[1][2], s[1][3]),
-            ];
-            let p1 = [
-                math::pack_bf16(s[2][0], s[2][1]),
-                math::pack_bf16(s[2][2], s[2][3]),
-                math::pack_bf16(s[3][0], s[3][1]),
-                math::pack_bf16(s[3][2], s[3][3]),
-            ];
-            let values = p.cache.value(sequence, key0, kv_head).at((8 * t) as usize);
-            unroll!(N < TILES; {
-                let b = values.load16((N * 8 + g as usize) * PAGE_TOKENS as usize);
-                o[N] = mma::m16n8k16_bf16(o[N], p0, [b[0], b[1]]);
-                o[N] = mma::m16n8k16_bf16(o[N], p1, [b[2], b[3]]);
-            });
+            let query = |i: usize, j: usize| {
+                let pair = g + 8 * i as u32;
+                if pair < tile.pairs { p.q.load16(tile.place(&p, pair) * HEAD_DIM as usize + t * 8 + 32 * j) } else { [0; 4] }
+            };
+            let keys = p.cache.key(sequence, key0, tile.kv_head);
+            let values = p.cache.value(sequence, key0, tile.kv_head);
+            let key = |k: u32, j: usize| keys.load16((k * HEAD_DIM) as usize + t * 8 + 32 * j);
+            let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
+            found = attend_keys(&p, &tile, query, key, value);
         }
-
-        // The block's maximum and normaliser for each pair.
-        let sums = shared::dynamic::<f32>(scratch);
-        let tops = shared::dynamic::<f32>(scratch + PAIRS * HEAD_DIM * 4);
-        let norms = tops.at((WARPS * PAIRS) as usize);
-        if t == 0 {
-            tops.store((warp_id * PAIRS + pair[0]) as usize, top[0]);
-            tops.store((warp_id * PAIRS + pair[1]) as usize, top[1]);
-            norms.store((warp_id * PAIRS + pair[0]) as usize, norm[0]);
-            norms.store((warp_id * PAIRS + pair[1]) as usize, norm[1]);
-        }
-        sync();
-        let block_top = |pair: u32| {
-            let mut m = f32::NEG_INFINITY;
-            let mut w = 0;
-            while w < WARPS {
-                m = math::max(m, tops.load((w * PAIRS + pair) as usize));
-                w += 1;
-            }
-            m
-        };
-        let factor = [weight(top[0], block_top(pair[0])), weight(top[1], block_top(pair[1]))];
-
-        // First warp to last. Later warps have nothing to add once the keys end.
-        let mut w = 0;
-        while w < WARPS && split * SPLIT + w * WARP_KEYS <= last {
-            if w == warp_id {
-                unroll!(N < TILES; {
-                    unroll!(E < 4; {
-                        let column = N * 8 + 2 * t as usize + E % 2;
-                        let to = sums.at(pair[E / 2] as usize * HEAD_DIM as usize + column);
-                        let old = if w == 0 { 0.0 } else { to.load(0) };
-                        to.store(0, math::fma(o[N][E], factor[E / 2], old));
-                    });
-                });
-            }
-            sync();
-            w += 1;
-        }
-
-        let place = |pair: u32| {
-            let row = first_row + pair / group;
-            let head = kv_head * group + pair % group;
-            (row as usize * p.q_heads as usize + head as usize) * p.splits as usize + split as usize
-        };
-        let mut e = thread::thread_idx_x();
-        while e < pairs * HEAD_DIM {
-            let to = place(e / HEAD_DIM) * HEAD_DIM as usize + (e % HEAD_DIM) as usize;
-            p.sums.store(to, sums.load(e as usize));
-            e += WARPS * 32;
-        }
-        let pair = thread::thread_idx_x();
-        if pair < pairs {
-            let m = block_top(pair);
-            let mut norm = 0.0;
-            let mut w = 0;
-            while w < WARPS {
-                let at = (w * PAIRS + pair) as usize;
-                norm = math::fma(norms.load(at), weight(tops.load(at), m), norm);
-                w += 1;
-            }
-            p.scales.store(place(pair) * 2, m);
-            p.scales.store(place(pair) * 2 + 1, norm);
-        }
+        reduce(&p, &tile, &found, 0);
     }
 }
 
-/// Parameters of [`combine`]. Grid: (query heads, rows).
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Combine {
-    /// The rows of this step.
-    pub rows: Rows,
-    /// As [`Attend::sums`].
-    pub sums: Global<f32>,
-    /// As [`Attend::scales`].
-    pub scales: Global<f32>,
-    /// `[rows, q_heads, 128]`.
-    pub out: GlobalMut<bf16>,
-    /// As [`Attend::splits`].
-    pub splits: u32,
-    /// Query heads.
-    pub q_heads: u32,
-}
-
-/// Adds the splits of a row and head, first to last, and normalises. One thread a dimension.
-#[kernel(threads = 128)]
-pub unsafe fn combine(p: Combine) {
+/// Adds the splits of each row and head that has more than one, and normalises.
+#[kernel(threads = 256)]
+pub unsafe fn combine(p: Attend) {
     unsafe {
         let row = thread::block_idx_y();
         if row < p.rows.count.load(0) {
-            combine_dimension(&p, row, thread::block_idx_x(), thread::thread_idx_x() as usize);
+            combine_head(&p, row, thread::block_idx_x(), (thread::lane_id(), thread::warp_id()), 0);
         }
     }
 }
 
-/// One dimension of one row and head of [`combine`].
+/// One row and head of [`combine`], by the 8 warps from the block's first on, with shared memory from `scratch` on: free again when it returns.
 #[inline(always)]
-pub(crate) unsafe fn combine_dimension(p: &Combine, row: u32, head: u32, d: usize) {
+pub(crate) unsafe fn combine_head(p: &Attend, row: u32, head: u32, (lane, warp_id): (u32, u32), scratch: u32) {
     unsafe {
         let splits = p.rows.positions.load(row as usize) / SPLIT + 1;
+        if splits == 1 {
+            return;
+        }
         let pair = row as usize * p.q_heads as usize + head as usize;
         let scales = p.scales.at(pair * p.splits as usize * 2);
         let sums = p.sums.at(pair * p.splits as usize * HEAD_DIM as usize);
         let mut top = f32::NEG_INFINITY;
-        let mut s = 0;
-        while s < splits as usize {
-            top = math::max(top, scales.load(2 * s));
-            s += 1;
+        let mut s = lane;
+        while s < splits {
+            top = math::max(top, scales.load(2 * s as usize));
+            s += 32;
         }
-        let (mut sum, mut norm) = (0f32, 0f32);
-        let mut s = 0;
-        while s < splits as usize {
-            let factor = weight(scales.load(2 * s), top);
-            sum = math::fma(sums.load(s * HEAD_DIM as usize + d), factor, sum);
-            norm = math::fma(scales.load(2 * s + 1), factor, norm);
-            s += 1;
+        let mut mask = 16;
+        while mask > 0 {
+            top = math::max(top, warp::shuffle_xor(top, mask));
+            mask /= 2;
         }
-        p.out.store(pair * HEAD_DIM as usize + d, math::to_bf16(sum / norm));
+        // Four dimensions a lane.
+        let (mut sum, mut norm) = ([0f32; 4], 0f32);
+        let mut s = warp_id;
+        while s < splits {
+            // Four splits under way at a time.
+            let mut words = [[0u32; 4]; 4];
+            let mut scale = [[f32::NEG_INFINITY, 0.0]; 4];
+            unroll!(I < 4; {
+                let s = s + I as u32 * WARPS;
+                if s < splits {
+                    words[I] = sums.load16((s * HEAD_DIM + lane * 4) as usize);
+                    scale[I] = [scales.load(2 * s as usize), scales.load(2 * s as usize + 1)];
+                }
+            });
+            unroll!(I < 4; {
+                let factor = weight(scale[I][0], top);
+                unroll!(D < 4; {
+                    sum[D] = math::fma(f32::from_bits(words[I][D]), factor, sum[D]);
+                });
+                norm = math::fma(scale[I][1], factor, norm);
+            });
+            s += 4 * WARPS;
+        }
+        let partial = shared::dynamic::<f32>(scratch);
+        let norms = partial.at((WARPS * HEAD_DIM) as usize);
+        partial.store16((warp_id * HEAD_DIM + lane * 4) as usize, sum.map(f32::to_bits));
+        if lane == 0 {
+            norms.store(warp_id as usize, norm);
+        }
+        sync();
+        let d = warp_id * 32 + lane;
+        if d < HEAD_DIM {
+            let (mut sum, mut norm) = (0f32, 0f32);
+            unroll!(W < 8; {
+                sum += partial.load(W * HEAD_DIM as usize + d as usize);
+                norm += norms.load(W);
+            });
+            p.out.store(pair * HEAD_DIM as usize + d as usize, math::to_bf16(sum / norm));
+        }
+        sync();
     }
 }

@@ -1,7 +1,8 @@
-//! Token embedding: `out[row, :] = table[token[row], :]`, widened to f32.
+//! Token embedding: the residual stream begins as `table[token[row], :]`, widened to f32.
 
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread};
+use cuda_std::{Global, bf16, kernel, math, thread};
 
+use crate::norm::Residual;
 use crate::step::Rows;
 
 /// Parameters of [`embed`]. Grid: (1, rows).
@@ -12,10 +13,10 @@ pub struct Embed {
     pub rows: Rows,
     /// `[vocab, dim]`.
     pub table: Global<bf16>,
-    /// `[rows, dim]`, the residual stream.
-    pub out: GlobalMut<f32>,
-    /// Hidden size, a multiple of 8.
-    pub dim: u32,
+    /// Written.
+    pub residual: Residual,
+    /// `[dim]`, the weight of the first norm.
+    pub norm: Global<bf16>,
     /// Rows of the table; a token id beyond it (a bug) reads its last row rather than other memory.
     pub vocab: u32,
 }
@@ -25,23 +26,23 @@ pub struct Embed {
 pub unsafe fn embed(p: Embed) {
     unsafe {
         let row = thread::block_idx_y();
-        if row >= p.rows.count.load(0) {
-            return;
+        if row < p.rows.count.load(0) {
+            embed_elements(&p, row, thread::thread_idx_x(), 256);
         }
+    }
+}
+
+/// Every `stride`-th element of a row from `first` on; both agree on 32 neighbouring lanes.
+#[inline(always)]
+pub(crate) unsafe fn embed_elements(p: &Embed, row: u32, first: u32, stride: u32) {
+    unsafe {
+        let dim = p.residual.dim;
         let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
-        let source = p.table.at(token as usize * p.dim as usize);
-        let out = p.out.at(row as usize * p.dim as usize);
-        let mut i = thread::thread_idx_x();
-        while i < p.dim / 8 {
-            let words = source.load16_nc(i as usize * 8);
-            let mut j = 0;
-            while j < 4 {
-                let [low, high] = math::unpack_bf16(words[j]);
-                out.store(i as usize * 8 + j * 2, low);
-                out.store(i as usize * 8 + j * 2 + 1, high);
-                j += 1;
-            }
-            i += 256;
+        let source = p.table.at(token as usize * dim as usize);
+        let mut i = first;
+        while i < dim {
+            p.residual.put(p.norm, row, i, math::from_bf16(source.load_nc(i as usize)), true);
+            i += stride;
         }
     }
 }

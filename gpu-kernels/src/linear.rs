@@ -6,6 +6,8 @@
 //! `TILES` tiles). A product over k does not care in which slots its terms stand as long as A and B agree, so a lane
 //! loads 16 contiguous bytes of each and uses them as the four k-pairs that it must supply: no shared memory, no shuffles.
 //!
+//! The input of a layer that follows a norm is not normalised yet: the sums are multiplied by the row's factor at the end (see [`norm`](crate::norm)).
+//!
 //! # Order
 //! An output is the sum over its warp's slices, in order, in the tensor core's accumulator, then over the 8 warps from first
 //! to last. A column of B never meets another, so a row's result is the same bits whatever rows share the launch and
@@ -17,6 +19,7 @@
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
 
+use crate::norm::{Norm, Residual};
 use crate::step::Rows;
 
 /// Input features that a warp takes at a time; slice `s` goes to warp `s % 8`. The input size is a multiple of twice this.
@@ -38,10 +41,16 @@ pub struct Linear {
     pub weight: Global<bf16>,
     /// `[n, k]`, the up projection's weights: `swiglu_*` alone.
     pub up: Global<bf16>,
-    /// `[rows, n]`: written by `linear_*`, added to by `linear_add_*`.
+    /// What the input has yet to be divided by.
+    pub norm: Norm,
+    /// `[rows, n]`: written by `linear_*` alone.
     pub y: GlobalMut<f32>,
     /// `[rows, n]`: written by `swiglu_*` alone.
     pub activation: GlobalMut<bf16>,
+    /// Added to by `linear_add_*` alone; its size is `n`.
+    pub residual: Residual,
+    /// `[n]`: the weight of the norm that comes after `linear_add_*`.
+    pub next_norm: Global<bf16>,
     /// Output features.
     pub n: u32,
     /// Input features, a multiple of twice [`SLICE`].
@@ -61,9 +70,10 @@ impl Linear {
         n.div_ceil(STRIP / 2)
     }
 
-    /// Dynamic shared memory for a launch of up to `rows` rows: the partial sums of every warp.
+    /// Dynamic shared memory for a launch of up to `rows` rows: the partial sums of every warp, and each row's factor.
     pub const fn shared_bytes(rows: u32) -> u32 {
-        WARPS * STRIP * rows.div_ceil(8) * 8 * 4
+        let rows = rows.div_ceil(8) * 8;
+        (WARPS * STRIP + 1) * rows * 4
     }
 }
 
@@ -95,7 +105,7 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
                     high_words[J] = high.load16_stream(k + offset(J));
                 }
             });
-            unroll!(T < TILES; {
+            unroll!(T < TILES of 8; {
                 let row = T as u32 * 8 + g;
                 let x = p.x.at((p.first_row + row) as usize * p.k as usize + k);
                 unroll!(J < 4; {
@@ -111,20 +121,31 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
         }
         // An accumulator holds features g and g + 8 of rows 2t and 2t + 1.
         let partial = shared::dynamic::<f32>(0);
-        unroll!(T < TILES; {
+        unroll!(T < TILES of 8; {
             let at = (warp * (TILES as u32 * 8) + T as u32 * 8 + 2 * t) * STRIP + g;
             partial.store(at as usize, acc[T][0]);
             partial.store((at + STRIP) as usize, acc[T][1]);
             partial.store((at + 8) as usize, acc[T][2]);
             partial.store((at + STRIP + 8) as usize, acc[T][3]);
         });
+        if !p.norm.squares.is_null() {
+            let factors = partial.at((WARPS * STRIP) as usize * TILES * 8);
+            let mut row = warp;
+            while row < count {
+                let factor = p.norm.inverse_rms(p.first_row + row);
+                if lane == 0 {
+                    factors.store(row as usize, factor);
+                }
+                row += WARPS;
+            }
+        }
         thread::sync_threads();
     }
 }
 
-/// The sum over warps, first to last, of the partial sums of one output.
+/// One output: the sum over warps, first to last, of its partial sums, times the row's factor.
 #[inline(always)]
-unsafe fn sum_of_warps<const TILES: usize>(row: u32, feature: u32) -> f32 {
+unsafe fn sum_of_warps<const TILES: usize>(p: &Linear, row: u32, feature: u32) -> f32 {
     unsafe {
         let partial = shared::dynamic::<f32>(0);
         let mut sum = 0.0;
@@ -132,6 +153,9 @@ unsafe fn sum_of_warps<const TILES: usize>(row: u32, feature: u32) -> f32 {
         while w < WARPS {
             sum += partial.load(((w * (TILES as u32 * 8) + row) * STRIP + feature) as usize);
             w += 1;
+        }
+        if !p.norm.squares.is_null() {
+            sum *= partial.load((WARPS * STRIP) as usize * TILES * 8 + row as usize);
         }
         sum
     }
@@ -157,13 +181,18 @@ unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
         let row_of = |feature: u32| p.weight.at(feature.min(p.n - 1) as usize * p.k as usize);
         partial_sums::<TILES>(p, count, row_of(first + g), row_of(first + 8 + g));
         let mut e = thread::thread_idx_x();
-        while e < count * STRIP {
-            let (row, feature) = (e / STRIP, e % STRIP);
-            if first + feature < p.n {
-                let sum = sum_of_warps::<TILES>(row, feature);
-                let at = (p.first_row + row) as usize * p.n as usize + (first + feature) as usize;
-                let old = if ADD { p.y.load(at) } else { 0.0 };
-                p.y.store(at, old + sum);
+        // A warp stays together: it holds two strips of the residual.
+        while e - e % 32 < count * STRIP {
+            let valid = e < count * STRIP;
+            let (row, feature) = (if valid { e / STRIP } else { 0 }, e % STRIP);
+            let sum = sum_of_warps::<TILES>(p, row, feature);
+            let (row, feature) = (p.first_row + row, first + feature);
+            let at = row as usize * p.n as usize + feature as usize;
+            if ADD {
+                let old = if valid { p.residual.x.load(at) } else { 0.0 };
+                p.residual.put(p.next_norm, row, feature, old + sum, valid);
+            } else if valid && feature < p.n {
+                p.y.store(at, sum);
             }
             e += WARPS * 32;
         }
@@ -185,8 +214,8 @@ unsafe fn swiglu<const TILES: usize>(p: &Linear) {
         while e < count * (STRIP / 2) {
             let (row, feature) = (e / (STRIP / 2), e % (STRIP / 2));
             if first + feature < p.n {
-                let gate = sum_of_warps::<TILES>(row, feature);
-                let up = sum_of_warps::<TILES>(row, feature + STRIP / 2);
+                let gate = sum_of_warps::<TILES>(p, row, feature);
+                let up = sum_of_warps::<TILES>(p, row, feature + STRIP / 2);
                 let silu = gate / (1.0 + math::exp(-gate));
                 let at = (p.first_row + row) as usize * p.n as usize + (first + feature) as usize;
                 p.activation.store(at, math::to_bf16(silu * up));
@@ -203,7 +232,7 @@ macro_rules! widths {
         pub unsafe fn $linear(p: Linear) {
             unsafe { linear::<$tiles, false>(&p) }
         }
-        #[doc = concat!("`y += x · wᵀ` for up to ", $rows, " rows: a projection back into the residual stream.")]
+        #[doc = concat!("`residual += x · wᵀ` for up to ", $rows, " rows; `n` is a multiple of 16.")]
         #[kernel(threads = 256, min_blocks = 1)]
         pub unsafe fn $add(p: Linear) {
             unsafe { linear::<$tiles, true>(&p) }

@@ -1,31 +1,93 @@
-//! RMSNorm: `out[row, :] = x[row, :] / sqrt(mean(x[row, :]²) + eps) * weight`, rounded to bf16 once.
+//! RMSNorm without a pass of its own: `y = x / sqrt(mean(x²) + eps) · weight` is folded into its neighbours.
 //!
-//! One warp a row. The sum of squares has a fixed order: each lane sums the elements `4 (lane + 32 i) ..` in turn, four at a time, and a
-//! butterfly adds the lanes.
+//! Whoever writes an element of the residual stream also writes what the next linear layer reads, `bf16(x · weight)`, and for every strip of
+//! [`STRIP`] elements the sum of their squares. The division is by one number a row, and a product is linear: so the linear layer multiplies
+//! its f32 sums by the row's [`inverse_rms`] when it is done. Nothing waits for a whole row before the product begins.
+//!
+//! # Order
+//! A strip's squares are added by a butterfly over 16 lanes, a row's strips by a butterfly over a warp: always in one order.
 
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, math, thread, warp};
 
-use crate::step::Rows;
+use crate::linear::STRIP;
 
-/// Threads of [`rms_norm`].
-const THREADS: u32 = 256;
-
-/// Parameters of [`rms_norm`]. Grid: (1, rows).
+/// The residual stream and what is kept beside it for the norm that comes next. All of it is written by [`put`](Self::put) alone.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct RmsNorm {
-    /// The rows of this step.
-    pub rows: Rows,
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Residual {
     /// `[rows, dim]`.
-    pub x: Global<f32>,
-    /// `[dim]`.
-    pub weight: Global<bf16>,
-    /// `[rows, dim]`.
-    pub out: GlobalMut<bf16>,
+    pub x: GlobalMut<f32>,
+    /// `[rows, dim]`: `x` times the weight of the norm that comes next.
+    pub scaled: GlobalMut<bf16>,
+    /// `[rows, dim / STRIP]`: sums of squares of `x`.
+    pub squares: GlobalMut<f32>,
+    /// Hidden size, a multiple of 128.
+    pub dim: u32,
+}
+
+impl Residual {
+    /// Writes one element of `row`, for a norm with this `weight` to come. A strip's 16 elements are written by 16 neighbouring lanes, and every lane
+    /// of the warp is here; those that are not `valid` write nothing.
+    #[inline(always)]
+    pub(crate) unsafe fn put(&self, weight: Global<bf16>, row: u32, element: u32, x: f32, valid: bool) {
+        unsafe {
+            let mut squares = x * x;
+            let mut mask = STRIP / 2;
+            while mask > 0 {
+                squares += warp::shuffle_xor(squares, mask);
+                mask /= 2;
+            }
+            if valid {
+                let at = row as usize * self.dim as usize + element as usize;
+                self.x.store(at, x);
+                let weight = math::from_bf16(weight.load_nc(element as usize));
+                self.scaled.store(at, math::to_bf16(x * weight));
+                if element.is_multiple_of(STRIP) {
+                    self.squares.store(at / STRIP as usize, squares);
+                }
+            }
+        }
+    }
+}
+
+/// The norm that a linear layer's input has yet to be divided by.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Norm {
+    /// As [`Residual::squares`]; null when the input needs no norm.
+    pub squares: Global<f32>,
     /// Hidden size.
     pub dim: u32,
     /// Added to the mean of squares.
     pub eps: f32,
+}
+
+impl Norm {
+    /// What the sums of `row` are multiplied by: `1 / sqrt(mean(x²) + eps)`. Every lane of the warp gets it.
+    #[inline(always)]
+    pub(crate) unsafe fn inverse_rms(&self, row: u32) -> f32 {
+        unsafe {
+            let strips = self.dim / STRIP;
+            let squares = self.squares.at(row as usize * strips as usize);
+            let mut sum = 0.0;
+            let mut i = thread::lane_id();
+            while i < strips {
+                // Eight loads under way at a time; zeros beyond the end change nothing.
+                let mut here = [0f32; 8];
+                unroll!(L < 8; {
+                    let at = i + L as u32 * 32;
+                    if at < strips {
+                        here[L] = squares.load(at as usize);
+                    }
+                });
+                unroll!(L < 8; {
+                    sum += here[L];
+                });
+                i += 256;
+            }
+            1.0 / math::sqrt(warp_sum(sum) / self.dim as f32 + self.eps)
+        }
+    }
 }
 
 /// The sum of `v` over a warp, the same bits in every lane: at each level both partners add the same two numbers.
@@ -37,53 +99,4 @@ pub(crate) unsafe fn warp_sum(mut v: f32) -> f32 {
         mask /= 2;
     }
     v
-}
-
-/// What a row is multiplied by: `1 / sqrt(mean(x²) + eps)`, of `dim` elements (a multiple of 4) from `x` on, 16-byte aligned. Every lane of the warp
-/// gets it.
-#[inline(always)]
-pub(crate) unsafe fn inverse_rms(x: Global<f32>, dim: u32, eps: f32) -> f32 {
-    unsafe {
-        let mut sum = 0.0;
-        let mut i = thread::lane_id() * 4;
-        while i < dim {
-            // Eight loads under way at a time; zeros beyond the end change nothing.
-            let mut words = [[0u32; 4]; 8];
-            unroll!(L < 8; {
-                let at = i + L as u32 * 128;
-                if at < dim {
-                    words[L] = x.load16(at as usize);
-                }
-            });
-            unroll!(L < 8; {
-                unroll!(J < 4; {
-                    let v = f32::from_bits(words[L][J]);
-                    sum = math::fma(v, v, sum);
-                });
-            });
-            i += 1024;
-        }
-        1.0 / math::sqrt(warp_sum(sum) / dim as f32 + eps)
-    }
-}
-
-/// Normalises each row.
-#[kernel(threads = 256)]
-pub unsafe fn rms_norm(p: RmsNorm) {
-    unsafe {
-        let row = thread::block_idx_y();
-        if row >= p.rows.count.load(0) {
-            return;
-        }
-        let x = p.x.at(row as usize * p.dim as usize);
-        // Every warp finds it for itself: cheaper than a meeting.
-        let scale = inverse_rms(x, p.dim, p.eps);
-        let out = p.out.at(row as usize * p.dim as usize);
-        let mut i = thread::thread_idx_x();
-        while i < p.dim {
-            let v = x.load(i as usize) * scale * math::from_bf16(p.weight.load(i as usize));
-            out.store(i as usize, math::to_bf16(v));
-            i += THREADS;
-        }
-    }
 }

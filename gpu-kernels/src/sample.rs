@@ -94,6 +94,18 @@ fn key(logit: f32) -> u32 {
     }
 }
 
+/// An integer that orders as the logits do, and equal logits by token, the lowest first.
+#[inline(always)]
+pub fn rank(logit: f32, token: u32) -> u64 {
+    u64::from(key(logit)) << 32 | u64::from(!token)
+}
+
+/// The token of a [`rank`].
+#[inline(always)]
+pub fn ranked_token(rank: u64) -> u32 {
+    !(rank as u32)
+}
+
 /// The logit of a [`key`].
 #[inline(always)]
 fn logit(key: u32) -> f32 {
@@ -365,11 +377,11 @@ pub unsafe fn sample(p: Sample) {
                 l /= p.temperature;
                 block.logits.store(i as usize, l);
             }
-            best = best.max((key(l) as u64) << 32 | !i as u64 & 0xFFFF_FFFF);
+            best = best.max(rank(l, i));
             i += THREADS;
         }
         let best = block_max(best, block.totals);
-        let mut token = !(best as u32);
+        let mut token = ranked_token(best);
 
         if p.temperature > 0.0 {
             let max = logit((best >> 32) as u32);

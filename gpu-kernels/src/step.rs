@@ -164,6 +164,8 @@ pub struct Accept {
     pub state: SequenceState,
     /// `[MAX_ROWS]` the token chosen after each row.
     pub sampled: Global<u32>,
+    /// `[MAX_DECODE_ROWS]` the [rank](crate::sample::rank) of the best token after each row, taken instead of `sampled` unless null.
+    pub best: Global<u64>,
     /// `[stop_count]` tokens that end the sequence.
     pub stop_tokens: Global<u32>,
     /// `[vocab]` flags of [`sample::SEEN`](crate::sample::SEEN) and [`sample::GENERATED`](crate::sample::GENERATED).
@@ -199,7 +201,11 @@ pub unsafe fn accept(p: Accept) {
         let mut count = 0;
         let mut row = p.first_row;
         while row < rows && !finished {
-            let token = p.sampled.load(row as usize);
+            let token = if p.best.is_null() {
+                p.sampled.load(row as usize)
+            } else {
+                crate::sample::ranked_token(p.best.load(row as usize))
+            };
             p.state.history.store(length as usize, token as i32);
             let flags = p.seen.load(token as usize);
             p.seen.store(token as usize, flags | crate::sample::SEEN | crate::sample::GENERATED);

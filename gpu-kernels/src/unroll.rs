@@ -1,12 +1,21 @@
 //! Loops over registers.
 
 /// Repeats a body with `i = 0, 1, … , N − 1`, written out: an array indexed by such an `i` stays in registers, where a loop
-/// that the compiler does not unroll would move it to local memory. `N` is a constant of at most 16.
+/// that the compiler does not unroll would move it to local memory. `N` is a literal; or a constant of at most 16, better with
+/// the most that it can be (`T < TILES of 2`), since every copy is compiled before its condition is known, and nests multiply.
 macro_rules! unroll {
-    ($i:ident < $n:expr; $body:block) => {
-        unroll!(@ $i, $n, $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
+    ($i:ident < $n:tt of $most:tt; $body:block) => {
+        unroll!(@count $most, $i, $n, $body)
     };
-    (@ $i:ident, $n:expr, $body:block, $($v:literal)*) => { $(
+    ($i:ident < $n:tt; $body:block) => {
+        unroll!(@count $n, $i, $n, $body)
+    };
+    (@count 2, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1) };
+    (@count 3, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2) };
+    (@count 4, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3) };
+    (@count 8, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4 5 6 7) };
+    (@count $most:tt, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
+    (@copies $i:ident, $n:tt, $body:block, $($v:literal)*) => { $(
         if $v < $n {
             #[allow(non_snake_case)]
             let $i: usize = $v;

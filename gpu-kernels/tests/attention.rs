@@ -5,7 +5,7 @@ mod common;
 use common::{Random, RowBuffers, relative_error, run, widen};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
-use gpu_kernels::attention::{self, Attend, Combine, SPLIT};
+use gpu_kernels::attention::{self, Attend, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use proptest::prelude::*;
 
@@ -97,21 +97,19 @@ impl Case {
             cache,
             sums: sums.ptr_mut(),
             scales: scales.ptr_mut(),
+            out: out.ptr_mut(),
             splits,
             q_heads: self.q_heads as u32,
             scale: 1.0 / (D as f32).sqrt(),
         };
         let tiles = Attend::tiles(rows as u32, (self.q_heads / self.kv_heads) as u32);
         run::<attention::attend>([self.kv_heads as u32, splits, tiles], Attend::SHARED_BYTES, seed, attend);
-        let combine = Combine {
-            rows: row_buffers.rows(),
-            sums: sums.ptr(),
-            scales: scales.ptr(),
-            out: out.ptr_mut(),
-            splits,
-            q_heads: self.q_heads as u32,
-        };
-        run::<attention::combine>([self.q_heads as u32, rows as u32, 1], 0, seed, combine);
+        run::<attention::combine>(
+            [self.q_heads as u32, rows as u32, 1],
+            Attend::COMBINE_SHARED_BYTES,
+            seed,
+            attend,
+        );
         out.as_slice().to_vec()
     }
 }

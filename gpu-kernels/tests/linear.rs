@@ -6,6 +6,7 @@ use common::{Random, RowBuffers, relative_error, run, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::{Kernel, bf16};
 use gpu_kernels::linear::{self, Linear};
+use gpu_kernels::norm::{Norm, Residual};
 use proptest::prelude::*;
 
 /// `[rows, n]` in f64.
@@ -18,6 +19,14 @@ fn reference(x: &[bf16], w: &[bf16], rows: usize, n: usize, k: usize) -> Vec<f32
         }
     }
     y
+}
+
+/// What a kernel wrote, as far as it did.
+struct Outputs {
+    y: Vec<f32>,
+    activation: Buffer<bf16>,
+    scaled: Buffer<bf16>,
+    squares: Buffer<f32>,
 }
 
 struct Case {
@@ -36,31 +45,41 @@ impl Case {
         Self { rows, n, k, x, w, up }
     }
 
-    /// Runs `K` for rows from `first_row` on, with `y` as it is before, and gives `y` and the activation.
-    fn run<K: Kernel<Params = Linear>>(
-        &self,
-        width: u32,
-        strips: u32,
-        y: &[f32],
-        first_row: u32,
-    ) -> (Vec<f32>, Buffer<bf16>) {
+    /// Runs `K` for rows from `first_row` on, with `y` (or the residual) as it is before.
+    fn run<K: Kernel<Params = Linear>>(&self, width: u32, strips: u32, y: &[f32], first_row: u32) -> Outputs {
         let rows = RowBuffers::sequence(0, self.rows as u32);
         let [x, w, up] = [&self.x, &self.w, &self.up].map(|v| Buffer::from_slice(v));
         let y = Buffer::from_slice(y);
+        let next_norm = Buffer::from_slice(&self.next_norm());
         let activation = Buffer::<bf16>::new_poisoned(self.rows * self.n);
+        let scaled = Buffer::<bf16>::new_poisoned(self.rows * self.n);
+        let squares = Buffer::<f32>::new_poisoned((self.rows * self.n).div_ceil(16));
         let params = Linear {
             rows: rows.rows(),
             x: x.ptr(),
             weight: w.ptr(),
             up: up.ptr(),
+            norm: Norm::default(),
             y: y.ptr_mut(),
             activation: activation.ptr_mut(),
+            residual: Residual {
+                x: y.ptr_mut(),
+                scaled: scaled.ptr_mut(),
+                squares: squares.ptr_mut(),
+                dim: self.n as u32,
+            },
+            next_norm: next_norm.ptr(),
             n: self.n as u32,
             k: self.k as u32,
             first_row,
         };
         run::<K>([strips, 1, 1], Linear::shared_bytes(width), self.n as u64, params);
-        (y.as_slice().to_vec(), activation)
+        Outputs { y: y.as_slice().to_vec(), activation, scaled, squares }
+    }
+
+    /// The weight of the norm that follows.
+    fn next_norm(&self) -> Vec<bf16> {
+        Random::new(self.n as u64).bf16s(self.n)
     }
 
     fn strips(&self) -> u32 {
@@ -74,7 +93,7 @@ proptest! {
     #[test]
     fn equals_the_plain_product(rows in 1usize..=8, n in 1usize..40, chunks in 1usize..20, seed: u64) {
         let case = Case::new(rows, n, chunks * 128, seed);
-        let (y, _) = case.run::<linear::linear_8>(8, case.strips(), &vec![f32::NAN; rows * n], 0);
+        let y = case.run::<linear::linear_8>(8, case.strips(), &vec![f32::NAN; rows * n], 0).y;
         let want = reference(&case.x, &case.w, rows, n, case.k);
         prop_assert!(relative_error(y, &want) < 1e-5);
     }
@@ -83,16 +102,22 @@ proptest! {
     fn adds_into_the_residual(rows in 1usize..=16, seed: u64) {
         let case = Case::new(rows, 32, 256, seed);
         let before = Random::new(seed ^ 1).floats(rows * 32);
-        let (y, _) = case.run::<linear::linear_add_16>(16, case.strips(), &before, 0);
+        let got = case.run::<linear::linear_add_16>(16, case.strips(), &before, 0);
         let mut want = reference(&case.x, &case.w, rows, 32, 256);
         want.iter_mut().zip(&before).for_each(|(w, b)| *w += b);
-        prop_assert!(relative_error(y, &want) < 1e-5);
+        prop_assert!(relative_error(got.y.clone(), &want) < 1e-5);
+        // What the next norm reads: the very bits of the residual, times its weight; and the squares of each strip.
+        let weights = case.next_norm().into_iter().cycle();
+        let scaled: Vec<bf16> = got.y.iter().zip(weights).map(|(x, w)| bf16::from_f32(x * w.to_f32())).collect();
+        prop_assert_eq!(got.scaled.as_slice(), scaled);
+        let squares: Vec<f32> = got.y.chunks(16).map(|strip| strip.iter().map(|x| x * x).sum()).collect();
+        prop_assert!(relative_error(got.squares.as_slice().to_vec(), &squares) < 1e-6);
     }
 
     #[test]
     fn swiglu_of_two_products(rows in 1usize..=8, n in 1usize..30, seed: u64) {
         let case = Case::new(rows, n, 128, seed);
-        let (_, got) = case.run::<linear::swiglu_8>(8, Linear::swiglu_strips(n as u32), &[0.0], 0);
+        let got = case.run::<linear::swiglu_8>(8, Linear::swiglu_strips(n as u32), &[0.0], 0).activation;
         let gate = reference(&case.x, &case.w, rows, n, 128);
         let up = reference(&case.x, &case.up, rows, n, 128);
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
@@ -103,10 +128,10 @@ proptest! {
     #[test]
     fn a_row_is_the_same_bits_in_any_company(rows in 1usize..=64, seed: u64) {
         let case = Case::new(rows, 16, 1280, seed);
-        let (all, _) = case.run::<linear::linear_64>(64, 1, &vec![f32::NAN; rows * 16], 0);
+        let all = case.run::<linear::linear_64>(64, 1, &vec![f32::NAN; rows * 16], 0).y;
         let pick = Random::new(seed).below(rows);
         let alone = Case { rows: 1, x: case.x[pick * case.k..][..case.k].to_vec(), ..case };
-        let (one, _) = alone.run::<linear::linear_8>(8, 1, &[f32::NAN; 16], 0);
+        let one = alone.run::<linear::linear_8>(8, 1, &[f32::NAN; 16], 0).y;
         prop_assert_eq!(one, &all[pick * 16..][..16]);
     }
 }
@@ -114,7 +139,7 @@ proptest! {
 #[test]
 fn rows_before_the_first_are_left_alone() {
     let case = Case::new(5, 16, 128, 3);
-    let (y, _) = case.run::<linear::linear_8>(8, 1, &[7.0; 80], 4);
+    let y = case.run::<linear::linear_8>(8, 1, &[7.0; 80], 4).y;
     assert_eq!(y[..64], [7.0; 64]);
     let want = reference(&case.x, &case.w, 5, 16, 128);
     assert!(relative_error(y[64..].to_vec(), &want[64..]) < 1e-5);

@@ -1,4 +1,4 @@
-//! Embedding, RMSNorm, and what lies between the QKV projection and attention, each against a plain definition.
+//! Embedding, the norm folded into its neighbours, and what lies between the QKV projection and attention, each against a plain definition.
 
 mod common;
 
@@ -7,7 +7,8 @@ use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::embedding::{self, Embed};
 use gpu_kernels::kv::{self, Cache, PAGE_TOKENS};
-use gpu_kernels::norm::{self, RmsNorm};
+use gpu_kernels::linear::{self, Linear};
+use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
 use proptest::prelude::*;
 
@@ -20,50 +21,98 @@ fn rms_norm(x: &[f32], weight: &[bf16], eps: f32) -> Vec<f64> {
     x.iter().zip(weight).map(|(&v, w)| v as f64 * scale * w.to_f64()).collect()
 }
 
+/// Rows gathered from a table, and what is written beside them for a norm to come.
+struct Embedded {
+    rows: RowBuffers,
+    tokens: Vec<u32>,
+    table: Vec<bf16>,
+    norm: Vec<bf16>,
+    dim: usize,
+    x: Buffer<f32>,
+    scaled: Buffer<bf16>,
+    squares: Buffer<f32>,
+}
+
+impl Embedded {
+    fn new(rows: usize, dim: usize, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let vocab = 50;
+        let tokens: Vec<u32> = (0..rows).map(|_| random.below(vocab) as u32).collect();
+        let embedded = Self {
+            rows: RowBuffers::new(&tokens.iter().map(|&t| (t, 0, 0)).collect::<Vec<_>>()),
+            tokens,
+            table: random.bf16s(vocab * dim),
+            norm: random.bf16s(dim),
+            dim,
+            x: Buffer::new_poisoned(rows * dim),
+            scaled: Buffer::new_poisoned(rows * dim),
+            squares: Buffer::new_poisoned(rows * dim / 16),
+        };
+        let (table, norm) = (Buffer::from_slice(&embedded.table), Buffer::from_slice(&embedded.norm));
+        let params = Embed {
+            rows: embedded.rows.rows(),
+            table: table.ptr(),
+            residual: Residual {
+                x: embedded.x.ptr_mut(),
+                scaled: embedded.scaled.ptr_mut(),
+                squares: embedded.squares.ptr_mut(),
+                dim: dim as u32,
+            },
+            norm: norm.ptr(),
+            vocab: vocab as u32,
+        };
+        run::<embedding::embed>([1, rows as u32 + 2, 1], 0, seed, params);
+        embedded
+    }
+
+    /// The rows of the table.
+    fn want(&self) -> Vec<f32> {
+        self.tokens.iter().flat_map(|&t| widen(&self.table[t as usize * self.dim..][..self.dim])).collect()
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
     #[test]
     fn embedding_gathers_rows(rows in 1usize..6, dim in prop::sample::select(vec![128usize, 384, 2560]), seed: u64) {
-        let mut random = Random::new(seed);
-        let vocab = 50;
-        let table = random.bf16s(vocab * dim);
-        let tokens: Vec<u32> = (0..rows).map(|_| random.below(vocab) as u32).collect();
-        let row_buffers = RowBuffers::new(&tokens.iter().map(|&t| (t, 0, 0)).collect::<Vec<_>>());
-        let device_table = Buffer::from_slice(&table);
-        let out = Buffer::<f32>::new_poisoned(rows * dim);
-        let params = Embed {
-            rows: row_buffers.rows(),
-            table: device_table.ptr(),
-            out: out.ptr_mut(),
-            dim: dim as u32,
-            vocab: vocab as u32,
-        };
-        run::<embedding::embed>([1, rows as u32 + 2, 1], 0, seed, params);
-        let want: Vec<f32> = tokens.iter().flat_map(|&t| widen(&table[t as usize * dim..][..dim])).collect();
-        prop_assert_eq!(out.as_slice(), want);
+        let embedded = Embedded::new(rows, dim, seed);
+        prop_assert_eq!(embedded.x.as_slice(), embedded.want());
     }
 
+    /// The residual is normalised by halves: what is written beside it, and the factor at the end of the product.
     #[test]
-    fn rms_norm_normalises(rows in 1usize..6, dim in prop::sample::select(vec![128usize, 384, 1024, 5120]), seed: u64) {
-        let mut random = Random::new(seed);
-        let x: Vec<f32> = random.floats(rows * dim).into_iter().map(|v| v * 100.0).collect();
-        let weight = random.bf16s(dim);
-        let row_buffers = RowBuffers::sequence(0, rows as u32);
-        let (device_x, device_weight) = (Buffer::from_slice(&x), Buffer::from_slice(&weight));
-        let out = Buffer::<bf16>::new_poisoned(rows * dim);
-        let params = RmsNorm {
-            rows: row_buffers.rows(),
-            x: device_x.ptr(),
-            weight: device_weight.ptr(),
-            out: out.ptr_mut(),
-            dim: dim as u32,
-            eps: 1e-6,
+    fn a_product_of_the_norm(rows in 1usize..6, dim in prop::sample::select(vec![128usize, 384, 1024, 5120]), seed: u64) {
+        let embedded = Embedded::new(rows, dim, seed);
+        let n = 24;
+        let w = Random::new(seed ^ 2).bf16s(n * dim);
+        let (weight, y) = (Buffer::from_slice(&w), Buffer::<f32>::new_poisoned(rows * n));
+        let params = Linear {
+            rows: embedded.rows.rows(),
+            x: embedded.scaled.ptr(),
+            weight: weight.ptr(),
+            up: weight.ptr(),
+            norm: Norm { squares: embedded.squares.ptr(), dim: dim as u32, eps: 1e-6 },
+            y: y.ptr_mut(),
+            activation: Default::default(),
+            residual: Residual::default(),
+            next_norm: Default::default(),
+            n: n as u32,
+            k: dim as u32,
+            first_row: 0,
         };
-        run::<norm::rms_norm>([1, rows as u32 + 1, 1], 0, seed, params);
-        let want: Vec<f32> =
-            x.chunks(dim).flat_map(|x| rms_norm(x, &weight, 1e-6)).map(|v| v as f32).collect();
-        prop_assert!(relative_error(widen(out.as_slice()), &want) < 1.0 / 256.0);
+        run::<linear::linear_8>([Linear::strips(n as u32), 1, 1], Linear::shared_bytes(8), seed, params);
+        let want: Vec<f32> = embedded
+            .want()
+            .chunks(dim)
+            .flat_map(|x| {
+                let x = rms_norm(x, &embedded.norm, 1e-6);
+                w.chunks(dim)
+                    .map(|w| x.iter().zip(w).map(|(x, w)| x * w.to_f64()).sum::<f64>() as f32)
+                    .collect::<Vec<_>>()
+            })
+            .collect();
+        prop_assert!(relative_error(y.as_slice().to_vec(), &want) < 1.0 / 256.0);
     }
 
     #[test]

@@ -99,6 +99,7 @@ impl Device {
             rows: self.rows(),
             state: self.state(),
             sampled: sampled.ptr(),
+            best: Default::default(),
             stop_tokens: stops.ptr(),
             seen: self.seen.ptr_mut(),
             draft: DraftState { step_idx: self.step_idx.ptr_mut(), rows: self.draft_rows.ptr_mut() },

@@ -1,10 +1,10 @@
 //! The Qwen3 forward pass on a device: which kernels, over which memory, in which order.
 
-use gpu_kernels::attention::{self, Attend, Combine};
+use gpu_kernels::attention::{self, Attend};
 use gpu_kernels::embedding::{self, Embed};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM};
-use gpu_kernels::linear::{self, Linear};
-use gpu_kernels::norm::{self, RmsNorm};
+use gpu_kernels::linear::{self, Linear, STRIP};
+use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_ROWS, Rows};
 use gpu_kernels::stream::StreamStep;
@@ -32,7 +32,8 @@ pub struct Forward {
     row_positions: Buffer<u32>,
     row_sequences: Buffer<u32>,
     residual: Buffer<f32>,
-    normed: Buffer<bf16>,
+    scaled: Buffer<bf16>,
+    squares: Buffer<f32>,
     qkv: Buffer<f32>,
     q: Buffer<bf16>,
     sums: Buffer<f32>,
@@ -73,7 +74,7 @@ impl Footprint {
         let splits = capacity.div_ceil(attention::SPLIT as usize);
         let rows = MAX_ROWS as usize;
         let q = config.query_size();
-        let activations = rows * (config.hidden_size * 6 + (q + 2 * config.key_value_size()) * 4 + q * 4);
+        let activations = rows * (config.hidden_size * 6 + config.hidden_size / 4 + (q + 2 * config.key_value_size()) * 4 + q * 4);
         let partial = rows * config.num_attention_heads * splits * (HEAD_DIM as usize + 2) * 4;
         let working = tokens * config.kv_bytes_per_token(2)
             + capacity * HEAD_DIM as usize * 4
@@ -134,7 +135,8 @@ impl Forward {
             row_positions: device.zeroed(rows)?,
             row_sequences: device.zeroed(rows)?,
             residual: device.zeroed(rows * config.hidden_size)?,
-            normed: device.zeroed(rows * config.hidden_size)?,
+            scaled: device.zeroed(rows * config.hidden_size)?,
+            squares: device.zeroed(rows * config.hidden_size / STRIP as usize)?,
             qkv: device.zeroed(rows * (q + 2 * config.key_value_size()))?,
             q: device.zeroed(rows * q)?,
             sums: device.zeroed(rows * config.num_attention_heads * splits * HEAD_DIM as usize)?,
@@ -161,6 +163,15 @@ impl Forward {
     /// The step in one launch, if it was laid out; its counters must be zero when it begins.
     pub fn stream(&self) -> Option<&Stream> {
         self.stream.as_ref()
+    }
+
+    fn residual(&self) -> Residual {
+        Residual {
+            x: self.residual.ptr_mut(),
+            scaled: self.scaled.ptr_mut(),
+            squares: self.squares.ptr_mut(),
+            dim: self.config.hidden_size as u32,
+        }
     }
 
     /// Tokens that the cache holds.
@@ -209,24 +220,21 @@ impl Forward {
         let splits = self.capacity.div_ceil(attention::SPLIT as usize) as u32;
         let eps = c.rms_norm_eps;
 
-        let linear = |weight: &Buffer<bf16>, x: &Buffer<bf16>, n: u32, k: u32, y: &Buffer<f32>| Linear {
+        let residual = self.residual();
+        let norm = Norm { squares: self.squares.ptr(), dim: hidden, eps };
+        let linear = |weight: &Buffer<bf16>, x: &Buffer<bf16>, n: u32, k: u32| Linear {
             rows,
             x: x.ptr(),
             weight: weight.ptr(),
             up: weight.ptr(),
-            y: y.ptr_mut(),
+            norm: Norm::default(),
+            y: self.logits.ptr_mut(),
             activation: self.activation.ptr_mut(),
+            residual,
+            next_norm: w.norm.ptr(),
             n,
             k,
             first_row: 0,
-        };
-        let norm = |weight: &Buffer<bf16>| RmsNorm {
-            rows,
-            x: self.residual.ptr(),
-            weight: weight.ptr(),
-            out: self.normed.ptr_mut(),
-            dim: hidden,
-            eps,
         };
 
         // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self outlives the work because
@@ -236,20 +244,22 @@ impl Forward {
             let embed = Embed {
                 rows,
                 table: w.embed.ptr(),
-                out: self.residual.ptr_mut(),
-                dim: hidden,
+                residual,
+                norm: w.layers[0].input_norm.ptr(),
                 vocab: c.vocab_size as u32,
             };
             d.launch::<embedding::embed>((1, most_rows), 0, embed)?;
-            for (layer, cache) in w.layers.iter().zip(&self.caches) {
+            // The norm after each layer.
+            let next_norms = w.layers[1..].iter().map(|layer| &layer.input_norm).chain([&w.norm]);
+            for ((layer, cache), next_norm) in w.layers.iter().zip(&self.caches).zip(next_norms) {
                 let cache = Cache {
                     pages: cache.ptr_mut(),
                     tables: self.page_table.ptr(),
                     table_stride: self.page_table.len() as u32,
                     kv_heads,
                 };
-                d.launch::<norm::rms_norm>((1, most_rows), 0, norm(&layer.input_norm))?;
-                let project = linear(&layer.qkv, &self.normed, heads * HEAD_DIM, hidden, &self.qkv);
+                let project = linear(&layer.qkv, &self.scaled, heads * HEAD_DIM, hidden);
+                let project = Linear { norm, y: self.qkv.ptr_mut(), ..project };
                 self.launch_linear(Kind::Write, most_rows, project)?;
                 let split = SplitHeads {
                     rows,
@@ -270,36 +280,29 @@ impl Forward {
                     cache,
                     sums: self.sums.ptr_mut(),
                     scales: self.scales.ptr_mut(),
+                    out: self.attended.ptr_mut(),
                     splits,
                     q_heads,
                     scale: 1.0 / (HEAD_DIM as f32).sqrt(),
                 };
-                let grid = (kv_heads, end.div_ceil(attention::SPLIT), Attend::tiles(most_rows, q_heads / kv_heads));
+                let splits = end.div_ceil(attention::SPLIT);
+                let grid = (kv_heads, splits, Attend::tiles(most_rows, q_heads / kv_heads));
                 d.launch::<attention::attend>(grid, Attend::SHARED_BYTES, attend)?;
-                let combine = Combine {
-                    rows,
-                    sums: self.sums.ptr(),
-                    scales: self.scales.ptr(),
-                    out: self.attended.ptr_mut(),
-                    splits,
-                    q_heads,
-                };
-                d.launch::<attention::combine>((q_heads, most_rows), 0, combine)?;
-                let output = linear(&layer.output, &self.attended, hidden, q_size, &self.residual);
+                if splits > 1 {
+                    d.launch::<attention::combine>((q_heads, most_rows), Attend::COMBINE_SHARED_BYTES, attend)?;
+                }
+                let output = linear(&layer.output, &self.attended, hidden, q_size);
+                let output = Linear { next_norm: layer.post_attention_norm.ptr(), ..output };
                 self.launch_linear(Kind::Add, most_rows, output)?;
-                d.launch::<norm::rms_norm>((1, most_rows), 0, norm(&layer.post_attention_norm))?;
-                let mut gate_up = linear(&layer.gate, &self.normed, inner, hidden, &self.residual);
-                gate_up.up = layer.up.ptr();
-                self.launch_linear(Kind::SwiGlu, most_rows, gate_up)?;
-                let down = linear(&layer.down, &self.activation, hidden, inner, &self.residual);
-                self.launch_linear(Kind::Add, most_rows, down)?;
+                let gate_up = linear(&layer.gate, &self.scaled, inner, hidden);
+                self.launch_linear(Kind::SwiGlu, most_rows, Linear { norm, up: layer.up.ptr(), ..gate_up })?;
+                let down = linear(&layer.down, &self.activation, hidden, inner);
+                self.launch_linear(Kind::Add, most_rows, Linear { next_norm: next_norm.ptr(), ..down })?;
             }
             if let LogitRows::From(first_row) = logits {
-                d.launch::<norm::rms_norm>((1, most_rows), 0, norm(&w.norm))?;
                 let head = w.head.as_ref().unwrap_or(&w.embed);
-                let mut head = linear(head, &self.normed, c.vocab_size as u32, hidden, &self.logits);
-                head.first_row = first_row;
-                self.launch_linear(Kind::Write, most_rows - first_row, head)?;
+                let head = linear(head, &self.scaled, c.vocab_size as u32, hidden);
+                self.launch_linear(Kind::Write, most_rows - first_row, Linear { norm, first_row, ..head })?;
             }
         }
         Ok(())
@@ -325,16 +328,15 @@ impl Forward {
             cos: self.cos.ptr(),
             sin: self.sin.ptr(),
             tables: self.page_table.ptr(),
-            residual: self.residual.ptr_mut(),
+            residual: self.residual(),
             qkv: self.qkv.ptr_mut(),
-            q: self.q.ptr_mut(),
             sums: self.sums.ptr_mut(),
             scales: self.scales.ptr_mut(),
             attended: self.attended.ptr_mut(),
             activation: self.activation.ptr_mut(),
             logits: self.logits.ptr_mut(),
+            trace: Default::default(),
             layer_count: c.num_hidden_layers as u32,
-            hidden: c.hidden_size as u32,
             intermediate: c.intermediate_size as u32,
             q_heads: c.num_attention_heads as u32,
             kv_heads: c.num_key_value_heads as u32,

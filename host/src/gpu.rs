@@ -148,7 +148,7 @@ impl Gpu {
             let logits = if last { LogitRows::From(count as u32 - 1) } else { LogitRows::None };
             self.enqueue_chunk(at, count, logits)?;
             if last {
-                self.enqueue_choice(count as u32, count as u32 - 1)?;
+                self.enqueue_choice(count as u32, count as u32 - 1, false)?;
             }
             at += count;
         }
@@ -163,10 +163,13 @@ impl Gpu {
         self.forward.enqueue(count as u32, (at + count) as u32, logits)
     }
 
-    /// Enqueues the sampler over the rows from `first_row` on, and the acceptance of what it chose.
-    fn enqueue_choice(&mut self, most_rows: u32, first_row: u32) -> Result<(), Error> {
+    /// Enqueues the sampler over the rows from `first_row` on, and the acceptance of what it chose. After a decode step in one launch the best tokens
+    /// are known, and a greedy choice needs no sampler.
+    fn enqueue_choice(&mut self, most_rows: u32, first_row: u32, decoded: bool) -> Result<(), Error> {
         let rows = self.forward.rows();
         let s = &self.run.sampling;
+        let plain = s.temperature == 0.0 && s.repetition_penalty == 1.0 && s.presence_penalty == 0.0;
+        let best = self.forward.stream().filter(|_| decoded && plain);
         let sample = Sample {
             rows,
             logits: self.forward.logits().ptr_mut(),
@@ -186,6 +189,7 @@ impl Gpu {
             rows,
             state: self.state(),
             sampled: self.sampled.ptr(),
+            best: best.map_or(Default::default(), |stream| stream.best()),
             stop_tokens: self.stop_tokens.ptr(),
             seen: self.seen.ptr_mut(),
             draft: DraftState { step_idx: self.drafting.step_idx.ptr_mut(), rows: self.drafting.rows.ptr_mut() },
@@ -198,7 +202,9 @@ impl Gpu {
         let device = self.forward.device();
         // SAFETY: buffers of self, sized as the parameter blocks say; the history has room for `max_length` tokens.
         unsafe {
-            device.launch::<sample::sample>((1, most_rows - first_row), Sample::SHARED_BYTES, sample)?;
+            if best.is_none() {
+                device.launch::<sample::sample>((1, most_rows - first_row), Sample::SHARED_BYTES, sample)?;
+            }
             device.launch::<step::accept>(1, 0, accept)?;
         }
         self.run.enqueued += 1;
@@ -253,7 +259,7 @@ impl Gpu {
         // The newest token is the last of at most `length`; drafts follow it.
         let end = (length + most_rows as usize - 1).min(self.forward.capacity());
         self.forward.enqueue_decode(most_rows, end as u32)?;
-        self.enqueue_choice(most_rows, 0)
+        self.enqueue_choice(most_rows, 0, true)
     }
 
     /// Waits for the next report in the ring.

@@ -98,7 +98,7 @@ impl Stream {
         Ok(Some(Self {
             weights: stream,
             layers: device.upload(&addresses)?,
-            counters: device.zeroed(StreamStep::counters(config.num_key_value_heads as u32) as usize)?,
+            counters: device.zeroed(StreamStep::COUNTERS)?,
             grid,
         }))
     }
@@ -106,6 +106,12 @@ impl Stream {
     /// Counters that must be zero when a step begins.
     pub fn counters(&self) -> &Buffer<u32> {
         &self.counters
+    }
+
+    /// The rank of the best token after each row, once a step is done.
+    pub fn best(&self) -> Global<u64> {
+        // SAFETY: within the counters.
+        unsafe { self.counters.ptr().at(StreamStep::BEST).cast() }
     }
 
     /// Enqueues a step of at most `most_rows` rows; `step` holds all but what is the stream's own.

@@ -1,6 +1,6 @@
 //! Attention over the paged cache: how fast keys and values stream through `attend`, with `combine` after it.
 
-use gpu_kernels::attention::{self, Attend, Combine, PAIRS, SPLIT};
+use gpu_kernels::attention::{self, Attend, PAIRS, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::step::MAX_ROWS;
 use half::bf16;
@@ -126,18 +126,20 @@ fn heads(
             cache,
             sums: sums.ptr_mut(),
             scales: scales.ptr_mut(),
+            out: out.ptr_mut(),
             splits,
             q_heads,
             scale,
         };
-        let combine =
-            Combine { rows: list.rows(), sums: sums.ptr(), scales: scales.ptr(), out: out.ptr_mut(), splits, q_heads };
         let grid = (kv_heads, splits, Attend::tiles(rows, q_heads / kv_heads));
         // SAFETY: buffers as large as the parameter blocks say; every position has a page.
         unsafe {
             device.launch::<attention::attend>(grid, Attend::SHARED_BYTES, attend)?;
-            device.launch::<attention::combine>((q_heads, rows), 0, combine)
+            if splits > 1 {
+                device.launch::<attention::combine>((q_heads, rows), Attend::COMBINE_SHARED_BYTES, attend)?;
+            }
         }
+        Ok(())
     };
     let kv_bytes = u64::from(context) * u64::from(kv_heads) * u64::from(HEAD_DIM) * 2 * 2;
     let case = Case {

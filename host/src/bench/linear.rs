@@ -1,6 +1,7 @@
 //! Linear layers: how fast weights stream through the kernels of `gpu_kernels::linear`.
 
-use gpu_kernels::linear::{self, Linear, SLICE};
+use gpu_kernels::linear::{self, Linear, SLICE, STRIP};
+use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::step::{MAX_ROWS, Rows};
 use half::bf16;
 
@@ -104,6 +105,9 @@ impl Sizes {
                     2 * SLICE
                 )));
             }
+            if shape.kind == Kind::Add && !n.is_multiple_of(STRIP as usize) {
+                return Err(BenchError::Size(format!("--shape {k}x{n}: N must be a multiple of {STRIP}")));
+            }
             if k.saturating_mul(n) > u32::MAX as usize {
                 return Err(BenchError::Size(format!("--shape {k}x{n}: at most {} weights", u32::MAX)));
             }
@@ -141,6 +145,10 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
     let features = if kind == Kind::SwiGlu { n / 2 } else { n };
     let y = device.zeroed::<f32>(m * n)?;
     let activation = device.zeroed::<bf16>(if kind == Kind::SwiGlu { m * features } else { 0 })?;
+    // What a layer that adds leaves for the norm after it.
+    let adds = if kind == Kind::Add { n } else { 0 };
+    let (scaled, norm) = (device.zeroed::<bf16>(m * adds)?, device.zeroed::<bf16>(adds)?);
+    let squares = device.zeroed::<f32>(m * adds / STRIP as usize)?;
     let list = RowList::new(device, rows)?;
     let launch = |set: usize| {
         // SAFETY: within the pool: it holds as many sets.
@@ -151,8 +159,16 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
             weight,
             // SAFETY: as above; up follows gate.
             up: unsafe { weight.at(if kind == Kind::SwiGlu { features * k } else { 0 }) },
+            norm: Norm::default(),
             y: y.ptr_mut(),
             activation: activation.ptr_mut(),
+            residual: Residual {
+                x: y.ptr_mut(),
+                scaled: scaled.ptr_mut(),
+                squares: squares.ptr_mut(),
+                dim: features as u32,
+            },
+            next_norm: norm.ptr(),
             n: features as u32,
             k: k as u32,
             first_row: 0,

@@ -1,0 +1,181 @@
+//! The ring of chunks in shared memory, and the producer that keeps it full.
+
+use cuda_std::bulk::{self, Barrier};
+use cuda_std::{Global, shared, thread};
+
+use super::{BARRIERS, CHUNK_BYTES, Matrix, STAGES, StreamStep, Walk};
+use crate::attention::SPLIT;
+use crate::kv::PAGE_TOKENS;
+
+/// Polls of a wait before the step is given up: seconds, where a step takes milliseconds.
+pub const PATIENCE: u32 = 1 << 23;
+
+/// Where a role stands in the ring.
+#[derive(Clone, Copy)]
+pub struct Ring {
+    pub stage: u32,
+    pub parity: u32,
+}
+
+impl Ring {
+    #[inline(always)]
+    pub unsafe fn full(&self) -> Barrier {
+        unsafe { Barrier::at(shared::dynamic(BARRIERS + self.stage * 8)) }
+    }
+
+    #[inline(always)]
+    pub unsafe fn empty(&self) -> Barrier {
+        unsafe { Barrier::at(shared::dynamic(BARRIERS + (STAGES + self.stage) * 8)) }
+    }
+
+    /// Waits until the chunk is there.
+    #[inline(always)]
+    pub unsafe fn wait_full(&self) {
+        unsafe { wait(self.full(), self.parity) }
+    }
+
+    /// Where the chunk lies in shared memory.
+    #[inline(always)]
+    pub const fn offset(&self) -> u32 {
+        self.stage * CHUNK_BYTES
+    }
+
+    /// `n` chunks on, less than a turn.
+    #[inline(always)]
+    pub const fn ahead(mut self, n: u32) -> Self {
+        self.stage += n;
+        if self.stage >= STAGES {
+            self.stage -= STAGES;
+            self.parity ^= 1;
+        }
+        self
+    }
+}
+
+/// Waits for a phase of a barrier; gives the step up rather than hang.
+#[inline(always)]
+unsafe fn wait(barrier: Barrier, parity: u32) {
+    unsafe {
+        let mut polls = 0;
+        while !barrier.try_wait(parity) {
+            polls += 1;
+            if polls == PATIENCE {
+                thread::trap();
+            }
+        }
+    }
+}
+
+/// The share of a block in attention: consecutive items, an item being a key-value head's split.
+#[derive(Clone, Copy)]
+pub struct Items {
+    /// Splits of the context.
+    pub splits: u32,
+    /// The first item, `kv_head · splits + split`.
+    pub first: u32,
+    /// One beyond the last.
+    pub end: u32,
+    /// The last position.
+    last: u32,
+}
+
+impl Items {
+    /// Those of this block when the context ends with position `last`.
+    #[inline(always)]
+    pub fn new(p: &StreamStep, last: u32) -> Self {
+        let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
+        // SAFETY: a grid has blocks.
+        unsafe { core::hint::assert_unchecked(grid > 0) };
+        let splits = last / SPLIT + 1;
+        let all = p.kv_heads * splits;
+        Self { splits, first: block * all / grid, end: (block + 1) * all / grid, last }
+    }
+
+    /// Key-value head and split of an item.
+    #[inline(always)]
+    pub fn at(&self, item: u32) -> (u32, u32) {
+        // SAFETY: a context has splits.
+        unsafe { core::hint::assert_unchecked(self.splits > 0) };
+        (item / self.splits, item % self.splits)
+    }
+
+    /// Pages of a split.
+    #[inline(always)]
+    pub fn pages(&self, split: u32) -> u32 {
+        ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS)
+    }
+}
+
+/// Waits for room and starts the next chunk's copy.
+#[inline(always)]
+unsafe fn fill(ring: &mut Ring, from: Global<u8>) {
+    unsafe {
+        wait(ring.empty(), ring.parity);
+        ring.full().arrive_expect_tx(CHUNK_BYTES);
+        bulk::copy_to_shared(shared::dynamic(ring.offset()), from, CHUNK_BYTES, ring.full());
+        *ring = ring.ahead(1);
+    }
+}
+
+/// The producer: one lane walks every pass, and before the output projection the block's share of the cache.
+#[inline(always)]
+pub unsafe fn produce(p: &StreamStep, last: u32) {
+    unsafe {
+        let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
+        let mut walk = Walk::new(grid);
+        // The first turn finds every stage empty.
+        let mut ring = Ring { stage: 0, parity: 1 };
+        let mut index = 0;
+        while index < p.matrices() {
+            let matrix = p.matrix(index);
+            if matrix == Matrix::Output {
+                produce_cache(p, &mut ring, index / 4, last);
+            }
+            let (mut left, k) = p.shape(matrix);
+            while left > 0 {
+                let pass = walk.pass(left, k);
+                left -= pass.strips;
+                let place = pass.place(block, grid);
+                let mine = pass.mine(place, grid);
+                let mut q = 0;
+                while q < pass.depth {
+                    let mut i = 0;
+                    while i < mine {
+                        let chunk = pass.chunk(q, i, place, grid) * u64::from(CHUNK_BYTES);
+                        fill(&mut ring, p.stream.cast().at(chunk as usize));
+                        i += 1;
+                    }
+                    q += 1;
+                }
+            }
+            index += 1;
+        }
+    }
+}
+
+/// The keys of a split's pages, then their values, for each item of the block. What this step adds to them is not there yet: consumers put it in.
+#[inline(always)]
+unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, last: u32) {
+    unsafe {
+        let cache = p.cache(layer);
+        let sequence = p.rows.sequences.load(0);
+        let items = Items::new(p, last);
+        let mut item = items.first;
+        while item < items.end {
+            let (kv_head, split) = items.at(item);
+            let pages = items.pages(split);
+            let mut i = 0;
+            while i < 2 * pages {
+                let position = split * SPLIT + i % pages * PAGE_TOKENS;
+                let from = if i < pages {
+                    cache.key(sequence, position, kv_head)
+                } else {
+                    cache.value(sequence, position, kv_head)
+                };
+                fill(ring, from.read().cast());
+                i += 1;
+            }
+            item += 1;
+        }
+    }
+}
