@@ -272,7 +272,10 @@ pub(crate) unsafe fn reduce(p: &Attend, tile: &Tile, found: &Found, scratch: u32
                         sum[1] = math::fma(from.load(d as usize + 1), factor, sum[1]);
                     });
                     let place = tile.place(p, pair);
-                    if p.rows.positions.load(tile.row(pair) as usize) < SPLIT {
+                    let position = p.rows.positions.load(tile.row(pair) as usize);
+                    if position / SPLIT < tile.split {
+                        // The row has no keys here; a later one of the tile has.
+                    } else if position < SPLIT {
                         let to = p.out.at(place * HEAD_DIM as usize).cast::<u32>();
                         to.store(d as usize / 2, math::pack_bf16(sum[0] / norm, sum[1] / norm));
                     } else {
@@ -326,7 +329,11 @@ pub unsafe fn attend(p: Attend) {
         if key0 <= last {
             let query = |i: usize, j: usize| {
                 let pair = g + 8 * i as u32;
-                if pair < tile.pairs { p.q.load16(tile.place(&p, pair) * HEAD_DIM as usize + t * 8 + 32 * j) } else { [0; 4] }
+                if pair < tile.pairs {
+                    p.q.load16(tile.place(&p, pair) * HEAD_DIM as usize + t * 8 + 32 * j)
+                } else {
+                    [0; 4]
+                }
             };
             let keys = p.cache.key(sequence, key0, tile.kv_head);
             let values = p.cache.value(sequence, key0, tile.kv_head);

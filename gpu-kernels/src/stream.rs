@@ -368,7 +368,7 @@ impl StreamStep {
 }
 
 #[inline(always)]
-unsafe fn stream<const TILES: usize>(p: &StreamStep) {
+unsafe fn stream<const TILES: usize, const AHEAD: usize>(p: &StreamStep) {
     unsafe {
         let count = p.rows.count.load(0).min(TILES as u32 * 8);
         if count == 0 {
@@ -396,7 +396,7 @@ unsafe fn stream<const TILES: usize>(p: &StreamStep) {
                 produce(p, last);
             }
         } else {
-            Consumer::new(p, count, last).run::<TILES>();
+            Consumer::new(p, count, last).run::<TILES, AHEAD>();
         }
     }
 }
@@ -404,13 +404,13 @@ unsafe fn stream<const TILES: usize>(p: &StreamStep) {
 /// The forward pass of up to 8 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn stream_8(p: StreamStep) {
-    unsafe { stream::<1>(&p) }
+    unsafe { stream::<1, 4>(&p) }
 }
 
 /// The forward pass of up to 16 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn stream_16(p: StreamStep) {
-    unsafe { stream::<2>(&p) }
+    unsafe { stream::<2, 2>(&p) }
 }
 
 // What a block of an H100 may have, and that a batch of partial sums fits: `[strip][warp][row][feature]`.

@@ -7,7 +7,7 @@ use gpu_kernels::linear::{self, Linear, STRIP};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_ROWS, Rows};
-use gpu_kernels::stream::StreamStep;
+use gpu_kernels::stream::{Mark, StreamStep};
 use half::bf16;
 use model::{Config, rope::RopeTable};
 
@@ -42,6 +42,7 @@ pub struct Forward {
     activation: Buffer<bf16>,
     logits: Buffer<f32>,
     stream: Option<Stream>,
+    trace: Option<Buffer<u64>>,
 }
 
 /// Which of a step's rows want logits.
@@ -74,7 +75,8 @@ impl Footprint {
         let splits = capacity.div_ceil(attention::SPLIT as usize);
         let rows = MAX_ROWS as usize;
         let q = config.query_size();
-        let activations = rows * (config.hidden_size * 6 + config.hidden_size / 4 + (q + 2 * config.key_value_size()) * 4 + q * 4);
+        let activations =
+            rows * (config.hidden_size * 6 + config.hidden_size / 4 + (q + 2 * config.key_value_size()) * 4 + q * 4);
         let partial = rows * config.num_attention_heads * splits * (HEAD_DIM as usize + 2) * 4;
         let working = tokens * config.kv_bytes_per_token(2)
             + capacity * HEAD_DIM as usize * 4
@@ -129,6 +131,7 @@ impl Forward {
             sin: device.upload(&rope.sin)?,
             caches,
             stream: None,
+            trace: None,
             page_table: device.upload(&table)?,
             row_count: device.zeroed(1)?,
             row_tokens: device.zeroed(rows)?,
@@ -163,6 +166,47 @@ impl Forward {
     /// The step in one launch, if it was laid out; its counters must be zero when it begins.
     pub fn stream(&self) -> Option<&Stream> {
         self.stream.as_ref()
+    }
+
+    /// From the next streamed step on, notes when each block passed each point of it.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn begin_trace(&mut self) -> Result<(), Error> {
+        let words = self.device.multiprocessors() * StreamStep::trace_len(self.config.num_hidden_layers as u32);
+        self.trace = Some(self.device.zeroed(words as usize)?);
+        Ok(())
+    }
+
+    /// What was noted since the last call: for each block, the points that it passed and when, in nanoseconds. Waits for the device.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn take_trace(&mut self) -> Result<Vec<Vec<(Mark, u64)>>, Error> {
+        let Some(trace) = &mut self.trace else { return Ok(Vec::new()) };
+        let mut words = vec![0; trace.len()];
+        trace.read(0, &mut words)?;
+        trace.clear()?;
+        let point = |&word: &u64| {
+            let mark = Mark::ALL.get((word >> 56) as usize - 1).copied();
+            mark.map(|mark| (mark, word & (!0 >> 8)))
+        };
+        let len = StreamStep::trace_len(self.config.num_hidden_layers as u32) as usize;
+        Ok(words.chunks(len).map(|block| block[1..=block[0] as usize].iter().filter_map(point).collect()).collect())
+    }
+
+    /// Fills every layer's cache with `pattern`, over and over: for measuring.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn fill_cache(&mut self, pattern: &[bf16]) -> Result<(), Error> {
+        for cache in &mut self.caches {
+            for at in (0..cache.len()).step_by(pattern.len().max(1)) {
+                let piece = pattern.len().min(cache.len() - at);
+                cache.write(at, &pattern[..piece])?;
+            }
+        }
+        Ok(())
     }
 
     fn residual(&self) -> Residual {
@@ -335,7 +379,7 @@ impl Forward {
             attended: self.attended.ptr_mut(),
             activation: self.activation.ptr_mut(),
             logits: self.logits.ptr_mut(),
-            trace: Default::default(),
+            trace: self.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             layer_count: c.num_hidden_layers as u32,
             intermediate: c.intermediate_size as u32,
             q_heads: c.num_attention_heads as u32,

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 
 use half::bf16;
-use model::{Checkpoint, Dtype, Tensor};
+use model::{Checkpoint, Config, Dtype, Tensor};
 
 use crate::device::{Buffer, Device};
 use crate::{Error, Progress};
@@ -73,6 +73,56 @@ impl DeviceWeights {
                 .collect::<Result<_, Error>>()?,
             norm: upload.tensors(&[&weights.norm])?,
             head: if tied { None } else { Some(upload.tensors(&[&weights.head])?) },
+        })
+    }
+}
+
+impl DeviceWeights {
+    /// Random weights of the shape of `config`, for measuring: uniform, with standard deviation 0.02; norms are 1.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn random(config: &Config, device: &Device) -> Result<Self, Error> {
+        // SplitMix64; a pattern of 32 MiB, from a place of its own for each matrix.
+        const PATTERN: usize = 16 << 20;
+        let amplitude = 0.02 * 3f32.sqrt();
+        let number = |i: usize| (gpu_kernels::sample::random(0, i as u64) >> 40) as f32 / (1 << 23) as f32 - 1.0;
+        let pattern: Vec<bf16> = (0..PATTERN).map(|i| bf16::from_f32(number(i) * amplitude)).collect();
+        let mut matrices = 0;
+        let mut matrix = |elements: usize| {
+            matrices += 1;
+            let mut start = matrices * 1_234_567 % PATTERN;
+            let mut buffer = device.zeroed(elements)?;
+            let mut at = 0;
+            while at < elements {
+                let piece = (PATTERN - start).min(elements - at);
+                buffer.write(at, &pattern[start..start + piece])?;
+                at += piece;
+                start = 0;
+            }
+            Ok::<_, Error>(buffer)
+        };
+        let (hidden, inner, q) = (config.hidden_size, config.intermediate_size, config.query_size());
+        let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
+        Ok(Self {
+            embed: matrix(config.vocab_size * hidden)?,
+            layers: (0..config.num_hidden_layers)
+                .map(|_| {
+                    Ok(DeviceLayer {
+                        input_norm: ones(hidden)?,
+                        qkv: matrix((q + 2 * config.key_value_size()) * hidden)?,
+                        q_norm: ones(config.head_dim)?,
+                        k_norm: ones(config.head_dim)?,
+                        output: matrix(hidden * q)?,
+                        post_attention_norm: ones(hidden)?,
+                        gate: matrix(inner * hidden)?,
+                        up: matrix(inner * hidden)?,
+                        down: matrix(hidden * inner)?,
+                    })
+                })
+                .collect::<Result<_, Error>>()?,
+            norm: ones(hidden)?,
+            head: if config.tie_word_embeddings { None } else { Some(matrix(config.vocab_size * hidden)?) },
         })
     }
 }

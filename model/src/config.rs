@@ -65,6 +65,36 @@ impl Config {
         Ok(config)
     }
 
+    /// The published dense models, by what their names end in.
+    pub const PUBLISHED: [&'static str; 6] = ["0.6B", "1.7B", "4B", "8B", "14B", "32B"];
+
+    /// The shape of a [published](Self::PUBLISHED) model, as its `config.json` has it.
+    pub fn published(name: &str) -> Option<Self> {
+        let (hidden, intermediate, layers, heads, tied) = match name {
+            "0.6B" => (1024, 3072, 28, 16, true),
+            "1.7B" => (2048, 6144, 28, 16, true),
+            "4B" => (2560, 9728, 36, 32, true),
+            "8B" => (4096, 12_288, 36, 32, false),
+            "14B" => (5120, 17_408, 40, 40, false),
+            "32B" => (5120, 25_600, 64, 64, false),
+            _ => return None,
+        };
+        Some(Self {
+            vocab_size: 151_936,
+            hidden_size: hidden,
+            intermediate_size: intermediate,
+            num_hidden_layers: layers,
+            num_attention_heads: heads,
+            num_key_value_heads: 8,
+            head_dim: 128,
+            max_position_embeddings: 40_960,
+            rms_norm_eps: 1e-6,
+            rope_theta: 1e6,
+            tie_word_embeddings: tied,
+            eos_token_ids: vec![151_645],
+        })
+    }
+
     /// Columns of the query projection's output: query heads × head size.
     pub fn query_size(&self) -> usize {
         self.num_attention_heads * self.head_dim
@@ -87,6 +117,12 @@ impl Config {
     /// Bytes of all weights when each takes `bytes_per_weight` (2 for bf16).
     pub fn weight_bytes(&self, bytes_per_weight: usize) -> usize {
         self.parameter_count() * bytes_per_weight
+    }
+
+    /// Bytes of the weights that a decode step reads: all but an untied embedding, of which it reads a row.
+    pub fn step_weight_bytes(&self, bytes_per_weight: usize) -> usize {
+        let rows_alone = if self.tie_word_embeddings { 0 } else { self.vocab_size * self.hidden_size };
+        (self.parameter_count() - rows_alone) * bytes_per_weight
     }
 
     /// Bytes of keys and values that one token adds to the cache, over all layers, at `bytes_per_element` (2 for bf16).

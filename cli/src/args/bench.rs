@@ -37,6 +37,8 @@ pub enum BenchCommand {
     Linear(LinearArgs),
     /// Attention over the paged cache: GB/s of keys and values
     Attention(AttentionArgs),
+    /// A whole decode step of a Qwen3 shape with random weights: µs a step
+    Decode(DecodeArgs),
     /// The token-record gather from pinned host memory: GiB/s of payload
     TokenCopy(TokenCopyArgs),
     /// Drafting by n-gram match over batches: µs a call
@@ -102,6 +104,20 @@ pub struct AttentionArgs {
     /// Key-value heads [default: 8]
     #[arg(long, value_name = "N")]
     pub kv_heads: Option<u32>,
+}
+
+/// Arguments of `bench decode`.
+#[derive(Debug, Default, clap::Args)]
+pub struct DecodeArgs {
+    /// Which Qwen3: 0.6B, 1.7B, 4B, 8B, 14B or 32B [default: 8B]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub size: Option<&'static str>,
+    /// Tokens of the history, with commas [default: 128,8192,32768]
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub context: Vec<u32>,
+    /// Rows of a step: the newest token and its drafts, 1 to 16, with commas [default: 1,16]
+    #[arg(long, value_name = "M", value_delimiter = ',')]
+    pub rows: Vec<u32>,
 }
 
 /// Arguments of `bench token-copy`.
@@ -211,4 +227,13 @@ mod tests {
             assert!(shape(bad).is_err(), "{bad}");
         }
     }
+}
+
+/// A published model, by what its name ends in.
+fn size(text: &str) -> Result<&'static str, String> {
+    let known = model::Config::PUBLISHED;
+    known
+        .into_iter()
+        .find(|name| name.eq_ignore_ascii_case(text))
+        .ok_or_else(|| format!("no dense Qwen3 of that size; one of {}", known.join(", ")))
 }

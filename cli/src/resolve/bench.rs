@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 use host::DeviceChoice;
-use host::bench::{attention, ceilings, linear, ngram, token_copy};
+use host::bench::{attention, ceilings, decode, linear, ngram, token_copy};
 use host::ngram::{Hit, Published};
 
 use super::{Detail, Report};
 use crate::args::bench::{
-    AttentionArgs, BenchArgs, BenchCommand, CeilingsArgs, HitName, LinearArgs, NgramArgs, OrderName, TokenCopyArgs,
+    AttentionArgs, BenchArgs, BenchCommand, CeilingsArgs, DecodeArgs, HitName, LinearArgs, NgramArgs, OrderName,
+    TokenCopyArgs,
 };
 
 /// What `bench` does.
@@ -36,6 +37,8 @@ pub enum Group {
     Linear(linear::Sizes),
     /// Attention.
     Attention(attention::Sizes),
+    /// A decode step.
+    Decode(decode::Sizes),
     /// The token-record gather.
     TokenCopy(token_copy::Sizes),
     /// Drafting by n-gram match.
@@ -49,6 +52,7 @@ impl Group {
             Self::Ceilings(_) => ceilings::Sizes::CASES,
             Self::Linear(sizes) => sizes.cases(),
             Self::Attention(sizes) => sizes.cases(),
+            Self::Decode(sizes) => sizes.cases(),
             Self::TokenCopy(sizes) => sizes.cases(),
             Self::Ngram(sizes) => sizes.cases(),
         }
@@ -78,11 +82,13 @@ pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
         BenchCommand::Ceilings(args) => vec![ceilings_group(&args, small)],
         BenchCommand::Linear(args) => vec![linear_group(args, small)],
         BenchCommand::Attention(args) => vec![attention_group(args, small)],
+        BenchCommand::Decode(args) => vec![decode_group(args, small)],
         BenchCommand::TokenCopy(args) => vec![token_copy_group(args, small)],
         BenchCommand::Ngram(args) => vec![ngram_group(&args, small)],
         BenchCommand::All => vec![
             linear_group(LinearArgs::default(), small),
             attention_group(AttentionArgs::default(), small),
+            decode_group(DecodeArgs::default(), small),
             token_copy_group(TokenCopyArgs::default(), small),
             ngram_group(&NgramArgs::default(), small),
         ],
@@ -124,6 +130,18 @@ fn attention_group(args: AttentionArgs, small: bool) -> Group {
     Group::Attention(attention::Sizes {
         q_heads: args.query_heads.unwrap_or(default.q_heads),
         kv_heads: args.kv_heads.unwrap_or(default.kv_heads),
+        contexts: or(args.context, default.contexts),
+        rows: or(args.rows, default.rows),
+    })
+}
+
+fn decode_group(args: DecodeArgs, small: bool) -> Group {
+    let default = if small { decode::Sizes::small() } else { decode::Sizes::published() };
+    let named = args.size.and_then(|name| Some((name.to_string(), model::Config::published(name)?)));
+    let (name, config) = named.unwrap_or((default.name, default.config));
+    Group::Decode(decode::Sizes {
+        name,
+        config,
         contexts: or(args.context, default.contexts),
         rows: or(args.rows, default.rows),
     })

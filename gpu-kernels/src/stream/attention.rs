@@ -58,6 +58,7 @@ impl Consumer<'_> {
             self.mark(Mark::Attended);
             self.meet();
             if items.splits > 1 {
+                core::hint::assert_unchecked(p.q_heads > 0);
                 let mut item = thread::block_idx_x();
                 while item < self.count * p.q_heads {
                     combine_head(&attend, item / p.q_heads, item % p.q_heads, lane, SCRATCH);
@@ -72,15 +73,7 @@ impl Consumer<'_> {
     /// One key-value head's split: every row's query heads against up to four pages.
     #[allow(clippy::too_many_arguments)]
     #[inline(always)]
-    unsafe fn split(
-        &mut self,
-        attend: &Attend,
-        heads: &Heads,
-        kv_head: u32,
-        split: u32,
-        pages: u32,
-        ready: &mut u32,
-    ) {
+    unsafe fn split(&mut self, attend: &Attend, heads: &Heads, kv_head: u32, split: u32, pages: u32, ready: &mut u32) {
         unsafe {
             let p = self.p;
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
@@ -101,7 +94,14 @@ impl Consumer<'_> {
             while tile < tiles {
                 let fresh = tile.is_multiple_of(TILES) && (*ready != kv_head || tiles > TILES);
                 if fresh {
-                    self.prepare(heads, kv_head, group, tile * tile_rows, (TILES * tile_rows).min(self.count - tile * tile_rows), warp_id);
+                    self.prepare(
+                        heads,
+                        kv_head,
+                        group,
+                        tile * tile_rows,
+                        (TILES * tile_rows).min(self.count - tile * tile_rows),
+                        warp_id,
+                    );
                     *ready = kv_head;
                 }
                 if fresh || (tile == 0 && from < end) {
@@ -112,7 +112,7 @@ impl Consumer<'_> {
                 let here = Tile { kv_head, split, group, first_row, pairs: rows * group, lane, warp_id };
                 let page = here.first_key() % SPLIT / PAGE_TOKENS;
                 let mut found = Found::NOTHING;
-                if page < pages && here.first_key() <= first_position + first_row + rows - 1 {
+                if page < pages && here.first_key() < first_position + first_row + rows {
                     found = self.attend(attend, &here, tile % TILES, ring.ahead(page), ring.ahead(pages + page));
                 }
                 tile += 1;

@@ -11,8 +11,6 @@ use crate::linear::{SLICE, STRIP};
 use crate::norm::Norm;
 use crate::sample::rank;
 
-/// Turns whose activations are in registers at a time: the one in use and those under way.
-const AHEAD: usize = 2;
 /// Bytes of the partial sums that meet at a time.
 pub const PARTIAL_BYTES: u32 = 8 * WARPS * 8 * STRIP * 4;
 
@@ -37,7 +35,7 @@ pub fn sync() {
 /// bank of shared memory twice.
 #[inline(always)]
 const fn slot(row: u32, feature: u32) -> u32 {
-    (row ^ (row >> 1 & 1)) * STRIP + (feature ^ (row >> 2 & 1) * 8)
+    (row ^ (row >> 1 & 1)) * STRIP + (feature ^ ((row >> 2 & 1) * 8))
 }
 
 impl<'a> Consumer<'a> {
@@ -47,9 +45,9 @@ impl<'a> Consumer<'a> {
         Self { p, count, last, ring, walk: Walk::new(thread::grid_dim_x()) }
     }
 
-    /// All layers and the head.
+    /// All layers and the head. The activations of `AHEAD` turns are in registers at a time: of the one in use and of those under way.
     #[inline(always)]
-    pub unsafe fn run<const TILES: usize>(&mut self) {
+    pub unsafe fn run<const TILES: usize, const AHEAD: usize>(&mut self) {
         unsafe {
             self.mark(Mark::Begin);
             self.embed();
@@ -61,7 +59,7 @@ impl<'a> Consumer<'a> {
                 if matrix == Matrix::Output {
                     self.attention(index / 4);
                 }
-                self.product::<TILES>(matrix, index / 4);
+                self.product::<TILES, AHEAD>(matrix, index / 4);
                 self.mark(match matrix {
                     Matrix::Qkv => Mark::Qkv,
                     Matrix::Output => Mark::Output,
@@ -157,7 +155,7 @@ impl<'a> Consumer<'a> {
 
     /// A matrix product over all its passes, and what becomes of its outputs.
     #[inline(always)]
-    unsafe fn product<const TILES: usize>(&mut self, matrix: Matrix, layer: u32) {
+    unsafe fn product<const TILES: usize, const AHEAD: usize>(&mut self, matrix: Matrix, layer: u32) {
         unsafe {
             let (grid, block) = (thread::grid_dim_x(), thread::block_idx_x());
             // What follows from these is found again for each matrix, not kept over all layers in registers.
@@ -188,7 +186,7 @@ impl<'a> Consumer<'a> {
                 let mine = pass.mine(place, grid);
                 let mut acc = [[[0f32; 4]; TILES]; STRIPS as usize];
                 let mut b = [[[[0u32; 4]; 2]; TILES]; AHEAD];
-                unroll!(A < AHEAD of 3; {
+                unroll!(A < AHEAD of 4; {
                     if A + 1 < AHEAD {
                         b[A] = fetch(A as u32);
                     }
@@ -198,7 +196,7 @@ impl<'a> Consumer<'a> {
                 }
                 let mut turn = 0;
                 while turn < pass.depth {
-                    unroll!(A < AHEAD of 3; {
+                    unroll!(A < AHEAD of 4; {
                         let q = turn + A as u32;
                         if q < pass.depth {
                             b[(A + AHEAD - 1) % AHEAD] = fetch(q + AHEAD as u32 - 1);

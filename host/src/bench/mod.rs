@@ -10,6 +10,7 @@
 
 pub mod attention;
 pub mod ceilings;
+pub mod decode;
 pub mod linear;
 pub mod ngram;
 mod pool;

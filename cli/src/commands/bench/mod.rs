@@ -5,7 +5,7 @@ mod plot;
 mod table;
 
 use anyhow::Context;
-use host::bench::{Event, Limits, Row, attention, ceilings, linear, ngram, token_copy};
+use host::bench::{Event, Limits, Row, attention, ceilings, decode, linear, ngram, token_copy};
 use host::device::Device;
 use host::{DeviceChoice, Error};
 
@@ -46,6 +46,7 @@ pub fn run(command: Bench) -> anyhow::Result<Ending> {
             Group::Ceilings(sizes) => ceilings::run(&mut bench, *sizes)?,
             Group::Linear(sizes) => linear::run(&mut bench, sizes)?,
             Group::Attention(sizes) => attention::run(&mut bench, sizes)?,
+            Group::Decode(sizes) => decode::run(&mut bench, sizes)?,
             Group::TokenCopy(sizes) => token_copy::run(&mut bench, sizes)?,
             Group::Ngram(sizes) => ngram::run(&mut bench, sizes)?,
         }
