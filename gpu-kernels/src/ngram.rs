@@ -54,6 +54,7 @@ pub mod peers;
 pub mod reference;
 mod search;
 mod share;
+pub mod together;
 
 use search::Keys;
 
@@ -127,13 +128,28 @@ mod shared_layout {
     pub const END: u32 = KEYS + THREADS * 8;
 }
 
-/// Every byte of the workspace has this value before the first launch; each launch leaves it so.
+/// Every byte of the workspace has this value before the first launch.
 pub const WORKSPACE_FILL: u8 = 0xFF;
 
-/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many blocks have finished, and a key
-/// for each sequence.
+/// Most sequences of a launch of [`mod@together`].
+pub const TOGETHER: u32 = 128;
+
+/// The first slot and the first key of a workspace. Before them: how many blocks have finished.
+const SLOTS: usize = 2;
+const KEYS: usize = SLOTS + 2 * TOGETHER as usize;
+
+/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many blocks have finished, [`TOGETHER`] slots of
+/// two words, and a key for each sequence.
 pub const fn workspace_len(batch: u32) -> usize {
-    1 + batch as usize
+    KEYS + batch as usize
+}
+
+/// Whether a workspace is as the next launch wants it: as it was filled, but for the slots, whose tags are the same.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn is_ready(workspace: &[u64]) -> bool {
+    let (slots, others) = (&workspace[SLOTS..KEYS], workspace[..SLOTS].iter().chain(&workspace[KEYS..]));
+    slots.iter().all(|word| word >> 63 == slots[0] >> 63)
+        && others.into_iter().all(|&word| word == u64::from_ne_bytes([WORKSPACE_FILL; 8]))
 }
 
 /// Blocks for a batch whose longest text has `longest` tokens, on a device with `multiprocessors`. Results do not depend
@@ -155,6 +171,15 @@ pub const fn blocks<T: Token>(batch: u32, longest: u32, multiprocessors: u32) ->
 
 /// Most tiles that one block reads alone.
 const ALONE_TILES: u64 = 8;
+
+/// Whether a batch whose longest text has `longest` tokens is better off with [`mod@together`], where results are the same.
+pub const fn together<T: Token>(batch: u32, longest: u32, multiprocessors: u32) -> bool {
+    let bytes = longest as u64 * size_of::<T>() as u64;
+    batch <= TOGETHER && batch <= multiprocessors && bytes <= TOGETHER_TILES * search::TILE_BYTES as u64
+}
+
+/// Most tiles of a text that its block reads alone.
+const TOGETHER_TILES: u64 = 32;
 
 /// What both operators take: the sequences of a batch. Row `b` of a matrix starts at `b * stride`, and strides are
 /// below 2³¹.
@@ -180,7 +205,8 @@ pub struct Sequences<T> {
     pub seq_lens_this_time: GlobalMut<i32>,
     /// `[batch, draft_tokens_stride]` row 0 is the newest token, drafts follow; no more than fit. Out.
     pub draft_tokens: GlobalMut<T>,
-    /// [`workspace_len`]`(batch)` elements, filled with [`WORKSPACE_FILL`] once. One launch at a time may use it.
+    /// [`workspace_len`] elements for this batch or a larger one, filled with [`WORKSPACE_FILL`] once. One launch at a time may
+    /// use it.
     pub workspace: GlobalMut<u64>,
     /// Elements from one prompt to the next.
     pub input_ids_stride: u32,
@@ -267,6 +293,8 @@ trait Operator<T: Token>: Copy {
     fn sequences(&self) -> &Sequences<T>;
     /// Shortest pattern, at least 1.
     fn shortest(&self) -> u32;
+    /// Whether sequence `b` counts in `active`.
+    unsafe fn works(&self, b: usize) -> bool;
     unsafe fn claim(&self, b: usize) -> Claim;
 }
 
@@ -290,8 +318,13 @@ impl<T: Token> Sequences<T> {
     }
 
     #[inline(always)]
+    unsafe fn slots(&self) -> GlobalMut<u64> {
+        unsafe { self.workspace.at(SLOTS) }
+    }
+
+    #[inline(always)]
     unsafe fn keys(&self) -> GlobalMut<u64> {
-        unsafe { self.workspace.at(1) }
+        unsafe { self.workspace.at(KEYS) }
     }
 }
 
@@ -304,6 +337,14 @@ impl<T: Token> Operator<T> for NgramMatch<T> {
     #[inline(always)]
     fn shortest(&self) -> u32 {
         1
+    }
+
+    #[inline(always)]
+    unsafe fn works(&self, b: usize) -> bool {
+        unsafe {
+            let (encoder, decoder) = (early(self.seq_lens_encoder, b), early(self.sequences.seq_lens_decoder, b));
+            encoder > 0 || decoder > 0
+        }
     }
 
     #[inline(always)]
@@ -338,6 +379,11 @@ impl<T: Token> Operator<T> for NgramMatchMixed<T> {
     }
 
     #[inline(always)]
+    unsafe fn works(&self, b: usize) -> bool {
+        unsafe { early(self.sequences.seq_lens_decoder, b) > 0 }
+    }
+
+    #[inline(always)]
     unsafe fn claim(&self, b: usize) -> Claim {
         unsafe {
             let s = &self.sequences;
@@ -366,7 +412,7 @@ unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
 
 // `min_blocks = 1` tells the assembler that a second block on the multiprocessor is not worth a spill.
 macro_rules! kernels {
-    ($($token:ty: $plain:ident $mixed:ident;)*) => { $(
+    ($($token:ty: $plain:ident $mixed:ident $plain_together:ident $mixed_together:ident;)*) => { $(
         #[doc = concat!("Proposes drafts for a batch, with `", stringify!($token), "` token ids.")]
         #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $plain(p: NgramMatch<$token>) {
@@ -377,10 +423,20 @@ macro_rules! kernels {
         pub unsafe fn $mixed(p: NgramMatchMixed<$token>) {
             unsafe { draft(&p) }
         }
+        #[doc = concat!("[`", stringify!($plain), "`] with a block a sequence, see [`mod@together`].")]
+        #[kernel(threads = together::THREADS, min_blocks = 1)]
+        pub unsafe fn $plain_together(p: NgramMatch<$token>) {
+            unsafe { together::draft(&p) }
+        }
+        #[doc = concat!("[`", stringify!($mixed), "`] with a block a sequence, see [`mod@together`].")]
+        #[kernel(threads = together::THREADS, min_blocks = 1)]
+        pub unsafe fn $mixed_together(p: NgramMatchMixed<$token>) {
+            unsafe { together::draft(&p) }
+        }
     )* };
 }
 
 kernels! {
-    i64: ngram_match_i64 ngram_match_mixed_i64;
-    i32: ngram_match_i32 ngram_match_mixed_i32;
+    i64: ngram_match_i64 ngram_match_mixed_i64 ngram_match_together_i64 ngram_match_mixed_together_i64;
+    i32: ngram_match_i32 ngram_match_mixed_i32 ngram_match_together_i32 ngram_match_mixed_together_i32;
 }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{Batch, Hit, OverHost, Peer, Published};
+use super::{Batch, Hit, OverHost, Peer, Published, Way};
 use crate::bench::{Bench, BenchError, Case, Figures, Label, Path, Samples, Unit, Work};
 
 /// Bytes of tokens that launches rotate over: more than twice the second-level cache of an H100.
@@ -137,23 +137,23 @@ fn median(times: usize, mut work: impl FnMut() -> Result<(), BenchError>) -> Res
     Ok(Samples::new(samples).map(|samples| samples.median()))
 }
 
-/// Device seconds of a call of this kernel alone, with `blocks` blocks, over `sets` copies (1: tokens in the cache).
+/// The figures of this kernel alone, launched in each of these ways, over copies of the batch or, `cached`, over one.
 ///
 /// # Errors
 /// A device error, or a wrong result.
-pub fn with_blocks(
+pub fn in_ways(
     bench: &mut Bench<'_>,
     published: Published,
-    blocks: &[u32],
+    ways: &[Way],
     cached: bool,
-) -> Result<Vec<(u32, Option<Figures>)>, BenchError> {
+) -> Result<Vec<(Way, Option<Figures>)>, BenchError> {
     let inputs = published.inputs::<i64>();
     let expected = inputs.expected();
     let sets = if cached || !bench.is_timed() { 1 } else { sets(&published) };
     let batch = Batch::new(bench.device(), &inputs, sets)?;
     let mut found = Vec::new();
-    for &blocks in blocks {
-        let name = format!("{blocks} blocks{}", if cached { ", in the cache" } else { "" });
+    for &way in ways {
+        let name = format!("{way:?}{}", if cached { ", in the cache" } else { "" });
         let case = Case {
             label: label(&published, &name),
             unit: Unit::Microseconds,
@@ -161,8 +161,8 @@ pub fn with_blocks(
             path: Path::Read,
             sets,
         };
-        let run = |set| batch.launch_with(set, blocks);
-        found.push((blocks, bench.case(case, run, || batch.check(0, &expected))?.figures));
+        let run = |set| batch.launch_with(set, way);
+        found.push((way, bench.case(case, run, || batch.check(0, &expected))?.figures));
     }
     Ok(found)
 }
@@ -179,8 +179,9 @@ mod tests {
         let mut bench = Bench::new(&device, 1, &mut watch).unwrap();
         let case = Published { batch: 4, length: 80, threshold: 20, hit: Hit::PromptLate };
         assert!(run(&mut bench, case, true).unwrap().kernel.is_none());
-        assert_eq!(with_blocks(&mut bench, case, &[1, 3], true).unwrap().len(), 2);
-        assert_eq!(bench.rows().len(), 5);
+        let ways = [Way::Blocks(1), Way::Blocks(3), Way::Together];
+        assert_eq!(in_ways(&mut bench, case, &ways, true).unwrap().len(), 3);
+        assert_eq!(bench.rows().len(), 6);
     }
 
     #[test]
