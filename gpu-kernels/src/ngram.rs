@@ -8,7 +8,8 @@
 //!
 //! # Shape of the work
 //! One launch. The blocks search, one or more for each sequence; the last to finish shares out the budget and copies
-//! the drafts.
+//! the drafts. Where there is little to read, or a sequence for every multiprocessor, each block has a sequence to itself instead,
+//! and takes its part of the budget itself: [`mod@together`].
 //!
 //! *Search.* A thread takes ends of windows, not windows: at each end it counts how many tokens, backwards, agree with
 //! the pattern's end, and so answers for every `n` with one reading. The best end is the smallest key
@@ -45,6 +46,7 @@
 //! 2. [`peers`], after the published kernels: a block a sequence, a pass for each `n`, a second launch for the budget,
 //!    serial or by block scan.
 //! 3. This: each token read once for all `n`, any number of blocks a sequence, budget by block scan, one launch.
+//! 4. [`mod@together`]: a block a sequence, which waits for little and tells the others one thing.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, kernel};
@@ -156,30 +158,45 @@ pub fn is_ready(workspace: &[u64]) -> bool {
 /// on it.
 ///
 /// A tile or two for each block, spread over as many multiprocessors as have something to read: a block that reads for
-/// many warps is held up by its own instructions. The smallest batches are one block's, which waits for no other.
+/// many warps is held up by its own instructions. Half of the multiprocessors while what is read is little beside the meetings of
+/// blocks, which cost more the more there are. The smallest batches are one block's, which waits for no other.
 pub const fn blocks<T: Token>(batch: u32, longest: u32, multiprocessors: u32) -> u32 {
-    let bytes = longest as u64 * size_of::<T>() as u64;
-    let tiles = bytes.div_ceil(search::TILE_BYTES as u64) * batch as u64;
+    let tiles = tiles::<T>(longest) * batch as u64;
+    let (all, half) = (multiprocessors as u64, multiprocessors.div_ceil(2) as u64);
+    let wanted = tiles.div_ceil(2);
     if tiles <= ALONE_TILES {
         1
-    } else if tiles < 2 * multiprocessors as u64 {
-        tiles.div_ceil(2) as u32
-    } else {
+    } else if tiles > MANY_TILES * all {
         multiprocessors
+    } else if wanted < half {
+        wanted as u32
+    } else {
+        half as u32
     }
 }
 
 /// Most tiles that one block reads alone.
 const ALONE_TILES: u64 = 8;
+/// Tiles for each multiprocessor from which on reading is what costs.
+const MANY_TILES: u64 = 16;
 
 /// Whether a batch whose longest text has `longest` tokens is better off with [`mod@together`], where results are the same.
+///
+/// There, multiprocessors without a sequence do not help to read. That costs nothing where every one has a sequence, and little
+/// where there is little to read.
 pub const fn together<T: Token>(batch: u32, longest: u32, multiprocessors: u32) -> bool {
-    let bytes = longest as u64 * size_of::<T>() as u64;
-    batch <= TOGETHER && batch <= multiprocessors && bytes <= TOGETHER_TILES * search::TILE_BYTES as u64
+    batch <= TOGETHER
+        && batch <= multiprocessors
+        && tiles::<T>(longest) * (multiprocessors - batch) as u64 <= WAITED_TILES * multiprocessors as u64
 }
 
-/// Most tiles of a text that its block reads alone.
-const TOGETHER_TILES: u64 = 32;
+/// Tiles that a block reads in the time by which the other launch's meetings take longer.
+const WAITED_TILES: u64 = 66;
+
+/// Tiles of a text of `longest` tokens.
+const fn tiles<T: Token>(longest: u32) -> u64 {
+    (longest as u64 * size_of::<T>() as u64).div_ceil(search::TILE_BYTES as u64)
+}
 
 /// What both operators take: the sequences of a batch. Row `b` of a matrix starts at `b * stride`, and strides are
 /// below 2³¹.

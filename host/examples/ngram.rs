@@ -93,25 +93,23 @@ fn main() -> Result<(), Box<dyn Error>> {
         for (case, cached) in [
             (late(1, 1024), false),
             (late(1, 16_384), false),
-            (late(1, 131_072), false),
-            (late(8, 1024), false),
             (late(8, 4096), false),
-            (late(8, 8192), false),
-            (late(16, 1024), false),
-            (late(16, 4096), false),
-            (late(16, 8192), false),
+            (late(8, 16_384), false),
             (late(16, 16_384), false),
+            (late(16, 32_768), false),
             (late(32, 512), false),
             (late(32, 512), true),
-            (late(32, 4096), false),
+            (late(32, 16_384), false),
+            (late(64, 16_384), false),
+            (late(64, 32_768), false),
+            (late(64, 131_072), false),
             (late(128, 512), false),
-            (late(128, 4096), false),
-            (late(128, 8192), false),
             (late(128, 16_384), false),
-            (late(512, 64), false),
+            (late(128, 32_768), false),
+            (late(128, 131_072), false),
         ] {
             print!("batch {:>3}, length {:>6}{}:", case.batch, case.length, if cached { " cached" } else { "" });
-            let mut ways = [1, 8, 16, 32, 66, 132].map(Way::Blocks).to_vec();
+            let mut ways = [1, 32, 66, 132].map(Way::Blocks).to_vec();
             ways.extend((case.batch <= TOGETHER as usize).then_some(Way::Together));
             for (way, figures) in measure::in_ways(&mut bench, case, &ways, cached)? {
                 let way = match way {

@@ -10,7 +10,9 @@ use libtest_mimic::{Arguments, Failed, Trial};
 type Test = fn() -> Result<(), Failed>;
 
 fn main() -> ExitCode {
-    let arguments = Arguments::from_args();
+    let mut arguments = Arguments::from_args();
+    // A recording fails if another thread waits for the card meanwhile.
+    arguments.test_threads = Some(1);
     let cards = device::cards().unwrap_or_default();
     let tests: [(&str, Test); 5] = [
         ("random_batches_of_64_bit_ids", random_batches::<i64>),
