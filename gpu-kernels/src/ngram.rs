@@ -267,10 +267,11 @@ pub struct NgramMatchMixed<T> {
 }
 
 /// Element `i` of an array that says something of each sequence, loaded here and now: the compiler would move a plain
-/// load behind the first branch that does not need it, and so make two waits of one.
+/// load behind the first branch that does not need it, and so make two waits of one. It passes by the first-level cache;
+/// [`peers`], whose one thread goes from sequence to sequence, ask for `NOW = false`, a plain load.
 #[inline(always)]
-unsafe fn early<E: Early>(array: Global<E>, i: usize) -> E {
-    unsafe { E::load(GlobalMut::from_raw(array.addr()), i) }
+unsafe fn early<const NOW: bool, E: Early>(array: Global<E>, i: usize) -> E {
+    unsafe { if NOW { E::load(GlobalMut::from_raw(array.addr()), i) } else { array.load(i) } }
 }
 
 /// What [`early`] can load.
@@ -312,15 +313,18 @@ trait Operator<T: Token>: Copy {
     fn shortest(&self) -> u32;
     /// Whether sequence `b` counts in `active`.
     unsafe fn works(&self, b: usize) -> bool;
-    unsafe fn claim(&self, b: usize) -> Claim;
+    /// `NOW`: see [`early`].
+    unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim;
 }
 
 impl<T: Token> Sequences<T> {
     /// How many more tokens may be generated after the next one. Saturation only meets values that no 32-bit want
     /// reaches.
     #[inline(always)]
-    unsafe fn left(&self, b: usize) -> i64 {
-        unsafe { early(self.max_dec_len, b).saturating_sub(early(self.step_idx, b)).saturating_sub(1) }
+    unsafe fn left<const NOW: bool>(&self, b: usize) -> i64 {
+        unsafe {
+            early::<NOW, _>(self.max_dec_len, b).saturating_sub(early::<NOW, _>(self.step_idx, b)).saturating_sub(1)
+        }
     }
 
     /// Places for drafts in a row of `draft_tokens` that holds `base` tokens.
@@ -359,17 +363,19 @@ impl<T: Token> Operator<T> for NgramMatch<T> {
     #[inline(always)]
     unsafe fn works(&self, b: usize) -> bool {
         unsafe {
-            let (encoder, decoder) = (early(self.seq_lens_encoder, b), early(self.sequences.seq_lens_decoder, b));
+            let (encoder, decoder) =
+                (early::<true, _>(self.seq_lens_encoder, b), early::<true, _>(self.sequences.seq_lens_decoder, b));
             encoder > 0 || decoder > 0
         }
     }
 
     #[inline(always)]
-    unsafe fn claim(&self, b: usize) -> Claim {
+    unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim {
         unsafe {
             let s = &self.sequences;
-            let (encoder, decoder) = (early(self.seq_lens_encoder, b), early(s.seq_lens_decoder, b));
-            let (left, wanted) = (s.left(b), early(self.draft_token_num, b));
+            let (encoder, decoder) =
+                (early::<NOW, _>(self.seq_lens_encoder, b), early::<NOW, _>(s.seq_lens_decoder, b));
+            let (left, wanted) = (s.left::<NOW>(b), early::<NOW, _>(self.draft_token_num, b));
             let works = encoder > 0 || decoder > 0;
             if encoder > 0 {
                 let rows = s.seq_lens_this_time.load(b);
@@ -397,15 +403,16 @@ impl<T: Token> Operator<T> for NgramMatchMixed<T> {
 
     #[inline(always)]
     unsafe fn works(&self, b: usize) -> bool {
-        unsafe { early(self.sequences.seq_lens_decoder, b) > 0 }
+        unsafe { early::<true, _>(self.sequences.seq_lens_decoder, b) > 0 }
     }
 
     #[inline(always)]
-    unsafe fn claim(&self, b: usize) -> Claim {
+    unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim {
         unsafe {
             let s = &self.sequences;
-            let (base, left) = (atomic::load(s.seq_lens_this_time, b, Ordering::Relaxed, Scope::Device), s.left(b));
-            let works = early(s.seq_lens_decoder, b) > 0;
+            let (base, left) =
+                (atomic::load(s.seq_lens_this_time, b, Ordering::Relaxed, Scope::Device), s.left::<NOW>(b));
+            let works = early::<NOW, _>(s.seq_lens_decoder, b) > 0;
             let want = left.min(self.max_draft_tokens as i64 - base as i64 + 1);
             if base == 0 || want <= 0 {
                 Claim { works, written: false, base, want: 0, fixed: base as i64 }

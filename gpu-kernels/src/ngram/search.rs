@@ -121,13 +121,13 @@ pub(super) struct Texts<T> {
     pub(super) longest: u32,
 }
 
-/// The texts of sequence `b`; empty ones where no pattern exists.
+/// The texts of sequence `b`; empty ones where no pattern exists. `NOW`: see [`early`].
 #[inline(always)]
-pub(super) unsafe fn texts<T: Token, O: Operator<T>>(operator: &O, b: usize) -> Texts<T> {
+pub(super) unsafe fn texts<const NOW: bool, T: Token, O: Operator<T>>(operator: &O, b: usize) -> Texts<T> {
     unsafe {
         let s = operator.sequences();
-        let step = early(s.step_idx, b);
-        let prompt = early(s.input_ids_len, b).max(0).min(s.input_ids_stride as i64) as u32;
+        let step = early::<NOW, _>(s.step_idx, b);
+        let prompt = early::<NOW, _>(s.input_ids_len, b).max(0).min(s.input_ids_stride as i64) as u32;
         let exists = step >= 0 && step < s.pre_ids_stride as i64;
         let newest = if exists { step as u32 } else { 0 };
         // A pattern of n tokens needs n <= step_idx.
@@ -407,8 +407,8 @@ pub(super) unsafe fn search<T: Token, O: Operator<T>>(operator: &O, keys: &Keys)
         let (b, part) = ((item >> log_parts) as usize, item & ((1 << log_parts) - 1));
         unsafe {
             // All that is known of a sequence is on its way before any of it is used.
-            let claim = operator.claim(b);
-            let t = texts(operator, b);
+            let claim = operator.claim::<true>(b);
+            let t = texts::<true, _, _>(operator, b);
             if claim.want > 0 && t.ends() > 0 {
                 search_part(operator, keys, b, &t, part, log_parts, None);
             }

@@ -82,8 +82,8 @@ unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -
         }
         let b = b as usize;
         let best = keys.load(b);
-        let claim = operator.claim(b);
-        Wish::new(s, b, claim, &texts(operator, b), best)
+        let claim = operator.claim::<true>(b);
+        Wish::new(s, b, claim, &texts::<true, _, _>(operator, b), best)
     }
 }
 
@@ -130,7 +130,7 @@ pub(super) unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Ke
         let (mut own_active, mut own_negative) = (wish.claim.works as u32, (wish.claim.fixed < 0) as u32);
         let mut b = tid + THREADS;
         while b < s.batch {
-            let claim = operator.claim(b as usize);
+            let claim = operator.claim::<true>(b as usize);
             own_active += claim.works as u32;
             own_negative += (claim.fixed < 0) as u32;
             b += THREADS;

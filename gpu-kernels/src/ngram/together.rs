@@ -68,8 +68,8 @@ pub(super) unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
 
         // Everything that depends on nothing is on its way first.
         let ahead = Ahead::load(s, b, warp_id);
-        let claim = operator.claim(b);
-        let t = texts(operator, b);
+        let claim = operator.claim::<true>(b);
+        let t = texts::<true, _, _>(operator, b);
         let mut working = [false; ROUNDS as usize];
         let mut before = 0;
         if warp_id == 0 {
