@@ -112,13 +112,21 @@ pub fn run(bench: &mut Bench<'_>, published: Published, peers: bool) -> Result<M
     }
     if bench.is_timed() {
         let mut outcome = inputs.before();
-        measured.serial = median(3, || {
+        let work = Work { bytes: published.bytes(), operations: 0 };
+        let mut on_host = |name: &str, samples: Option<Samples>| {
+            samples.map(|samples| {
+                bench.on_host(label(&published, name), work, &samples);
+                samples.median()
+            })
+        };
+        let serial = measured_on_host(|| {
             inputs.run_serial(&mut outcome);
             Ok(())
         })?;
+        measured.serial = on_host("serial, on the CPU", serial);
         let mut over_host = OverHost::new(&mut batch)?;
         over_host.run()?;
-        measured.over_host = median(3, || Ok(over_host.run()?))?;
+        measured.over_host = on_host("serial, with copies", measured_on_host(|| Ok(over_host.run()?))?);
         if let Some(what) = batch.check(0, &expected)? {
             return Err(BenchError::Wrong { case: label(&published, "over the host").to_string(), what });
         }
@@ -126,15 +134,15 @@ pub fn run(bench: &mut Bench<'_>, published: Published, peers: bool) -> Result<M
     Ok(measured)
 }
 
-/// The median seconds of `times` runs of `work`.
-fn median(times: usize, mut work: impl FnMut() -> Result<(), BenchError>) -> Result<Option<f64>, BenchError> {
+/// Seconds of `work`, three times.
+fn measured_on_host(mut work: impl FnMut() -> Result<(), BenchError>) -> Result<Option<Samples>, BenchError> {
     let mut samples = Vec::new();
-    for _ in 0..times {
+    for _ in 0..3 {
         let start = Instant::now();
         work()?;
         samples.push(start.elapsed().as_secs_f64());
     }
-    Ok(Samples::new(samples).map(|samples| samples.median()))
+    Ok(Samples::new(samples))
 }
 
 /// The figures of this kernel alone, launched in each of these ways, over copies of the batch or, `cached`, over one.
