@@ -104,12 +104,7 @@ impl Case {
         };
         let tiles = Attend::tiles(rows as u32, (self.q_heads / self.kv_heads) as u32);
         run::<attention::attend>([self.kv_heads as u32, splits, tiles], Attend::SHARED_BYTES, seed, attend);
-        run::<attention::combine>(
-            [self.q_heads as u32, rows as u32, 1],
-            Attend::COMBINE_SHARED_BYTES,
-            seed,
-            attend,
-        );
+        run::<attention::combine>([self.q_heads as u32, rows as u32, 1], Attend::COMBINE_SHARED_BYTES, seed, attend);
         out.as_slice().to_vec()
     }
 }

@@ -318,59 +318,75 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
         }
 
         let mut best = NOTHING;
+        // Counted from the text's first.
         let mut tile = part;
         let mut units = ahead.map_or([[0; 4]; IN_FLIGHT as usize], |ahead| ahead.tile);
-        while tile < tiles {
-            let in_prompt = tile < prompt_tiles;
-            let (span, place) = (either(in_prompt, prompt, generated), if in_prompt { 0 } else { t.prompt_ends });
-            let first = (tile - if in_prompt { 0 } else { prompt_tiles }) * TILE;
-            if ahead.is_none_or(|ahead| ahead.first != first || ahead.in_prompt != in_prompt) {
-                units = span.tile(first);
+        let mut in_prompt = true;
+        'texts: loop {
+            // Fresh, so that both spans are made where they are used and take no registers elsewhere.
+            let ends = thread::fresh(if in_prompt { t.prompt_ends } else { t.generated_ends });
+            let span = Span::new(if in_prompt { t.prompt } else { t.generated }, ends);
+            let place = if in_prompt { 0 } else { t.prompt_ends };
+            while tile * TILE < span.units {
+                let first = tile * TILE;
+                if ahead.is_none_or(|ahead| ahead.first != first || ahead.in_prompt != in_prompt) {
+                    units = span.tile(first);
+                }
+                if lane == 0 {
+                    best = keys.load(k);
+                }
+                let mut candidates = 0u32;
+                unroll!(j < IN_FLIGHT; {
+                    candidates |= newest.equal(units[j]) << (j as u32 * T::IN_UNIT);
+                });
+                // How many of this lane's units exist.
+                let mine = (span.units + 31).saturating_sub(first + lane) / 32;
+                if mine < IN_FLIGHT {
+                    candidates &= (1 << (mine * T::IN_UNIT)) - 1;
+                }
+                // Lanes take lane 0's word for the best, so that the warp leaves the loop as one.
+                best = warp::shuffle_idx(best, 0);
+                // No end from here on is further left.
+                if best <= key(0, place + span.head + first * T::IN_UNIT) {
+                    break 'texts;
+                }
+                let mut own = NOTHING;
+                while candidates != 0 {
+                    let bit = candidates.trailing_zeros();
+                    candidates &= candidates - 1;
+                    let unit = first + 32 * (bit / T::IN_UNIT) + lane;
+                    let end = span.head + unit * T::IN_UNIT + bit % T::IN_UNIT;
+                    own = own.min(pattern.agreement(span.at(end), end, place + end));
+                }
+                if warp::any(own < best) {
+                    let smallest = warp_min(own);
+                    if lane == 0 {
+                        keys.lower(k, smallest, best);
+                    }
+                    best = best.min(smallest);
+                }
+                tile += 1 << log_parts;
             }
-            if lane == 0 {
-                best = keys.load(k);
-            }
-            let mut candidates = 0u32;
-            unroll!(j < IN_FLIGHT; {
-                candidates |= newest.equal(units[j]) << (j as u32 * T::IN_UNIT);
-            });
-            // How many of this lane's units exist.
-            let mine = (span.units + 31).saturating_sub(first + lane) / 32;
-            if mine < IN_FLIGHT {
-                candidates &= (1 << (mine * T::IN_UNIT)) - 1;
-            }
-            // Lanes take lane 0's word for the best, so that the warp leaves the loop as one.
-            best = warp::shuffle_idx(best, 0);
-            // No end from here on is further left.
-            if best <= key(0, place + span.head + first * T::IN_UNIT) {
+            if !in_prompt {
                 break;
             }
-            let mut own = NOTHING;
-            while candidates != 0 {
-                let bit = candidates.trailing_zeros();
-                candidates &= candidates - 1;
-                let unit = first + 32 * (bit / T::IN_UNIT) + lane;
-                let end = span.head + unit * T::IN_UNIT + bit % T::IN_UNIT;
-                own = own.min(pattern.agreement(span.at(end), end, place + end));
-            }
-            if warp::any(own < best) {
-                let smallest = warp_min(own);
-                if lane == 0 {
-                    keys.lower(k, smallest, best);
-                }
-                best = best.min(smallest);
-            }
-            tile += 1 << log_parts;
+            tile -= span.units.div_ceil(TILE);
+            in_prompt = false;
         }
 
         if outside {
             let mut own = NOTHING;
-            if end_outside != NO_END && token_outside == newest {
-                // Fresh, so that nothing made of it takes a register during the loop.
-                let end = thread::fresh(end_outside);
-                let of_prompt = thread::fresh(lane) < 8;
-                let (span, place) = (either(of_prompt, prompt, generated), if of_prompt { 0 } else { t.prompt_ends });
-                own = pattern.agreement(span.at(end), end, place + end);
+            if token_outside == newest {
+                // Made again, as above. Lanes without an end have the newest token too.
+                let lane = thread::fresh(lane);
+                let of_prompt = lane < 8;
+                let ends = thread::fresh(if of_prompt { t.prompt_ends } else { t.generated_ends });
+                let span = Span::new(if of_prompt { t.prompt } else { t.generated }, ends);
+                let end = if lane < 16 { span.outside(lane % 8) } else { NO_END };
+                if end != NO_END {
+                    let place = if of_prompt { 0 } else { t.prompt_ends };
+                    own = pattern.agreement(span.at(end), end, place + end);
+                }
             }
             if warp::any(own != NOTHING) {
                 let smallest = warp_min(own);
