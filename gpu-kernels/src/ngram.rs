@@ -8,7 +8,8 @@
 //!
 //! # Shape of the work
 //! One launch. The blocks search, one or more for each sequence; the last to finish shares out the budget and copies
-//! the drafts.
+//! the drafts. Where there is little to read, or a sequence for every multiprocessor, each block has a sequence to itself instead,
+//! and takes its part of the budget itself: [`mod@together`].
 //!
 //! *Search.* A thread takes ends of windows, not windows: at each end it counts how many tokens, backwards, agree with
 //! the pattern's end, and so answers for every `n` with one reading. The best end is the smallest key
@@ -45,6 +46,7 @@
 //! 2. [`peers`], after the published kernels: a block a sequence, a pass for each `n`, a second launch for the budget,
 //!    serial or by block scan.
 //! 3. This: each token read once for all `n`, any number of blocks a sequence, budget by block scan, one launch.
+//! 4. [`mod@together`]: a block a sequence, which waits for little and tells the others one thing.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, kernel};
@@ -54,6 +56,7 @@ pub mod peers;
 pub mod reference;
 mod search;
 mod share;
+pub mod together;
 
 use search::Keys;
 
@@ -127,34 +130,73 @@ mod shared_layout {
     pub const END: u32 = KEYS + THREADS * 8;
 }
 
-/// Every byte of the workspace has this value before the first launch; each launch leaves it so.
+/// Every byte of the workspace has this value before the first launch.
 pub const WORKSPACE_FILL: u8 = 0xFF;
 
-/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many blocks have finished, and a key
-/// for each sequence.
+/// Most sequences of a launch of [`mod@together`].
+pub const TOGETHER: u32 = 128;
+
+/// The first slot and the first key of a workspace. Before them: how many blocks have finished.
+const SLOTS: usize = 2;
+const KEYS: usize = SLOTS + 2 * TOGETHER as usize;
+
+/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many blocks have finished, [`TOGETHER`] slots of
+/// two words, and a key for each sequence.
 pub const fn workspace_len(batch: u32) -> usize {
-    1 + batch as usize
+    KEYS + batch as usize
+}
+
+/// Whether a workspace is as the next launch wants it: as it was filled, but for the slots, whose tags are the same.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn is_ready(workspace: &[u64]) -> bool {
+    let (slots, others) = (&workspace[SLOTS..KEYS], workspace[..SLOTS].iter().chain(&workspace[KEYS..]));
+    slots.iter().all(|word| word >> 63 == slots[0] >> 63)
+        && others.into_iter().all(|&word| word == u64::from_ne_bytes([WORKSPACE_FILL; 8]))
 }
 
 /// Blocks for a batch whose longest text has `longest` tokens, on a device with `multiprocessors`. Results do not depend
 /// on it.
 ///
 /// A tile or two for each block, spread over as many multiprocessors as have something to read: a block that reads for
-/// many warps is held up by its own instructions. The smallest batches are one block's, which waits for no other.
+/// many warps is held up by its own instructions. Half of the multiprocessors while what is read is little beside the meetings of
+/// blocks, which cost more the more there are. The smallest batches are one block's, which waits for no other.
 pub const fn blocks<T: Token>(batch: u32, longest: u32, multiprocessors: u32) -> u32 {
-    let bytes = longest as u64 * size_of::<T>() as u64;
-    let tiles = bytes.div_ceil(search::TILE_BYTES as u64) * batch as u64;
+    let tiles = tiles::<T>(longest) * batch as u64;
+    let (all, half) = (multiprocessors as u64, multiprocessors.div_ceil(2) as u64);
+    let wanted = tiles.div_ceil(2);
     if tiles <= ALONE_TILES {
         1
-    } else if tiles < 2 * multiprocessors as u64 {
-        tiles.div_ceil(2) as u32
-    } else {
+    } else if tiles > MANY_TILES * all {
         multiprocessors
+    } else if wanted < half {
+        wanted as u32
+    } else {
+        half as u32
     }
 }
 
 /// Most tiles that one block reads alone.
 const ALONE_TILES: u64 = 8;
+/// Tiles for each multiprocessor from which on reading is what costs.
+const MANY_TILES: u64 = 16;
+
+/// Whether a batch whose longest text has `longest` tokens is better off with [`mod@together`], where results are the same.
+///
+/// There, multiprocessors without a sequence do not help to read. That costs nothing where every one has a sequence, and little
+/// where there is little to read.
+pub const fn together<T: Token>(batch: u32, longest: u32, multiprocessors: u32) -> bool {
+    batch <= TOGETHER
+        && batch <= multiprocessors
+        && tiles::<T>(longest) * (multiprocessors - batch) as u64 <= WAITED_TILES * multiprocessors as u64
+}
+
+/// Tiles that a block reads in the time by which the other launch's meetings take longer.
+const WAITED_TILES: u64 = 66;
+
+/// Tiles of a text of `longest` tokens.
+const fn tiles<T: Token>(longest: u32) -> u64 {
+    (longest as u64 * size_of::<T>() as u64).div_ceil(search::TILE_BYTES as u64)
+}
 
 /// What both operators take: the sequences of a batch. Row `b` of a matrix starts at `b * stride`, and strides are
 /// below 2³¹.
@@ -180,7 +222,8 @@ pub struct Sequences<T> {
     pub seq_lens_this_time: GlobalMut<i32>,
     /// `[batch, draft_tokens_stride]` row 0 is the newest token, drafts follow; no more than fit. Out.
     pub draft_tokens: GlobalMut<T>,
-    /// [`workspace_len`]`(batch)` elements, filled with [`WORKSPACE_FILL`] once. One launch at a time may use it.
+    /// [`workspace_len`] elements for this batch or a larger one, filled with [`WORKSPACE_FILL`] once. One launch at a time may
+    /// use it.
     pub workspace: GlobalMut<u64>,
     /// Elements from one prompt to the next.
     pub input_ids_stride: u32,
@@ -224,10 +267,11 @@ pub struct NgramMatchMixed<T> {
 }
 
 /// Element `i` of an array that says something of each sequence, loaded here and now: the compiler would move a plain
-/// load behind the first branch that does not need it, and so make two waits of one.
+/// load behind the first branch that does not need it, and so make two waits of one. It passes by the first-level cache;
+/// [`peers`], whose one thread goes from sequence to sequence, ask for `NOW = false`, a plain load.
 #[inline(always)]
-unsafe fn early<E: Early>(array: Global<E>, i: usize) -> E {
-    unsafe { E::load(GlobalMut::from_raw(array.addr()), i) }
+unsafe fn early<const NOW: bool, E: Early>(array: Global<E>, i: usize) -> E {
+    unsafe { if NOW { E::load(GlobalMut::from_raw(array.addr()), i) } else { array.load(i) } }
 }
 
 /// What [`early`] can load.
@@ -267,15 +311,20 @@ trait Operator<T: Token>: Copy {
     fn sequences(&self) -> &Sequences<T>;
     /// Shortest pattern, at least 1.
     fn shortest(&self) -> u32;
-    unsafe fn claim(&self, b: usize) -> Claim;
+    /// Whether sequence `b` counts in `active`.
+    unsafe fn works(&self, b: usize) -> bool;
+    /// `NOW`: see [`early`].
+    unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim;
 }
 
 impl<T: Token> Sequences<T> {
     /// How many more tokens may be generated after the next one. Saturation only meets values that no 32-bit want
     /// reaches.
     #[inline(always)]
-    unsafe fn left(&self, b: usize) -> i64 {
-        unsafe { early(self.max_dec_len, b).saturating_sub(early(self.step_idx, b)).saturating_sub(1) }
+    unsafe fn left<const NOW: bool>(&self, b: usize) -> i64 {
+        unsafe {
+            early::<NOW, _>(self.max_dec_len, b).saturating_sub(early::<NOW, _>(self.step_idx, b)).saturating_sub(1)
+        }
     }
 
     /// Places for drafts in a row of `draft_tokens` that holds `base` tokens.
@@ -290,8 +339,13 @@ impl<T: Token> Sequences<T> {
     }
 
     #[inline(always)]
+    unsafe fn slots(&self) -> GlobalMut<u64> {
+        unsafe { self.workspace.at(SLOTS) }
+    }
+
+    #[inline(always)]
     unsafe fn keys(&self) -> GlobalMut<u64> {
-        unsafe { self.workspace.at(1) }
+        unsafe { self.workspace.at(KEYS) }
     }
 }
 
@@ -307,11 +361,21 @@ impl<T: Token> Operator<T> for NgramMatch<T> {
     }
 
     #[inline(always)]
-    unsafe fn claim(&self, b: usize) -> Claim {
+    unsafe fn works(&self, b: usize) -> bool {
+        unsafe {
+            let (encoder, decoder) =
+                (early::<true, _>(self.seq_lens_encoder, b), early::<true, _>(self.sequences.seq_lens_decoder, b));
+            encoder > 0 || decoder > 0
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim {
         unsafe {
             let s = &self.sequences;
-            let (encoder, decoder) = (early(self.seq_lens_encoder, b), early(s.seq_lens_decoder, b));
-            let (left, wanted) = (s.left(b), early(self.draft_token_num, b));
+            let (encoder, decoder) =
+                (early::<NOW, _>(self.seq_lens_encoder, b), early::<NOW, _>(s.seq_lens_decoder, b));
+            let (left, wanted) = (s.left::<NOW>(b), early::<NOW, _>(self.draft_token_num, b));
             let works = encoder > 0 || decoder > 0;
             if encoder > 0 {
                 let rows = s.seq_lens_this_time.load(b);
@@ -338,11 +402,17 @@ impl<T: Token> Operator<T> for NgramMatchMixed<T> {
     }
 
     #[inline(always)]
-    unsafe fn claim(&self, b: usize) -> Claim {
+    unsafe fn works(&self, b: usize) -> bool {
+        unsafe { early::<true, _>(self.sequences.seq_lens_decoder, b) > 0 }
+    }
+
+    #[inline(always)]
+    unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim {
         unsafe {
             let s = &self.sequences;
-            let (base, left) = (atomic::load(s.seq_lens_this_time, b, Ordering::Relaxed, Scope::Device), s.left(b));
-            let works = early(s.seq_lens_decoder, b) > 0;
+            let (base, left) =
+                (atomic::load(s.seq_lens_this_time, b, Ordering::Relaxed, Scope::Device), s.left::<NOW>(b));
+            let works = early::<NOW, _>(s.seq_lens_decoder, b) > 0;
             let want = left.min(self.max_draft_tokens as i64 - base as i64 + 1);
             if base == 0 || want <= 0 {
                 Claim { works, written: false, base, want: 0, fixed: base as i64 }
@@ -366,7 +436,7 @@ unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
 
 // `min_blocks = 1` tells the assembler that a second block on the multiprocessor is not worth a spill.
 macro_rules! kernels {
-    ($($token:ty: $plain:ident $mixed:ident;)*) => { $(
+    ($($token:ty: $plain:ident $mixed:ident $plain_together:ident $mixed_together:ident;)*) => { $(
         #[doc = concat!("Proposes drafts for a batch, with `", stringify!($token), "` token ids.")]
         #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $plain(p: NgramMatch<$token>) {
@@ -377,10 +447,20 @@ macro_rules! kernels {
         pub unsafe fn $mixed(p: NgramMatchMixed<$token>) {
             unsafe { draft(&p) }
         }
+        #[doc = concat!("[`", stringify!($plain), "`] with a block a sequence, see [`mod@together`].")]
+        #[kernel(threads = together::THREADS, min_blocks = 1)]
+        pub unsafe fn $plain_together(p: NgramMatch<$token>) {
+            unsafe { together::draft(&p) }
+        }
+        #[doc = concat!("[`", stringify!($mixed), "`] with a block a sequence, see [`mod@together`].")]
+        #[kernel(threads = together::THREADS, min_blocks = 1)]
+        pub unsafe fn $mixed_together(p: NgramMatchMixed<$token>) {
+            unsafe { together::draft(&p) }
+        }
     )* };
 }
 
 kernels! {
-    i64: ngram_match_i64 ngram_match_mixed_i64;
-    i32: ngram_match_i32 ngram_match_mixed_i32;
+    i64: ngram_match_i64 ngram_match_mixed_i64 ngram_match_together_i64 ngram_match_mixed_together_i64;
+    i32: ngram_match_i32 ngram_match_mixed_i32 ngram_match_together_i32 ngram_match_mixed_together_i32;
 }

@@ -14,6 +14,8 @@ trait Id: Token + std::fmt::Debug + Send + Sync + 'static {
     fn from_small(small: i32) -> Self;
     fn plain(launch: &Launch, p: NgramMatch<Self>) -> Report;
     fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) -> Report;
+    fn plain_together(launch: &Launch, p: NgramMatch<Self>) -> Report;
+    fn mixed_together(launch: &Launch, p: NgramMatchMixed<Self>) -> Report;
     /// The slower designs, where they exist for this type: what they are called, and their two launches.
     fn peers(_batch: u32, _p: NgramMatch<Self>) -> Vec<(&'static str, Peer)> {
         Vec::new()
@@ -32,6 +34,12 @@ impl Id for i32 {
     fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) -> Report {
         run::<ngram::ngram_match_mixed_i32>(launch, p)
     }
+    fn plain_together(launch: &Launch, p: NgramMatch<Self>) -> Report {
+        run::<ngram::ngram_match_together_i32>(launch, p)
+    }
+    fn mixed_together(launch: &Launch, p: NgramMatchMixed<Self>) -> Report {
+        run::<ngram::ngram_match_mixed_together_i32>(launch, p)
+    }
 }
 
 impl Id for i64 {
@@ -44,6 +52,12 @@ impl Id for i64 {
     }
     fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) -> Report {
         run::<ngram::ngram_match_mixed_i64>(launch, p)
+    }
+    fn plain_together(launch: &Launch, p: NgramMatch<Self>) -> Report {
+        run::<ngram::ngram_match_together_i64>(launch, p)
+    }
+    fn mixed_together(launch: &Launch, p: NgramMatchMixed<Self>) -> Report {
+        run::<ngram::ngram_match_mixed_together_i64>(launch, p)
     }
     fn peers(batch: u32, p: NgramMatch<Self>) -> Vec<(&'static str, Peer)> {
         let search = move |threads, seed| Launch {
@@ -62,6 +76,12 @@ impl Id for i64 {
         };
         vec![("plain", Box::new(plain)), ("block scan", Box::new(scan))]
     }
+}
+
+/// As it must be before the first launch.
+fn workspace(batch: usize) -> Buffer<u64> {
+    let filled = u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]);
+    Buffer::from_slice(&vec![filled; ngram::workspace_len(batch as u32)])
 }
 
 fn run<K: Kernel>(on: &Launch, params: K::Params) -> Report {
@@ -299,6 +319,17 @@ impl<T: Id> Case<T> {
     }
 
     fn run(&self, blocks: u32, seed: u64, launches: u64, with_peers: bool) -> (Outcome<T>, Report) {
+        self.run_in(&workspace(self.batch), blocks, seed, launches, with_peers)
+    }
+
+    fn run_in(
+        &self,
+        workspace: &Buffer<u64>,
+        blocks: u32,
+        seed: u64,
+        launches: u64,
+        with_peers: bool,
+    ) -> (Outcome<T>, Report) {
         let input_ids = Buffer::from_slice(&self.input_ids);
         let input_ids_len = Buffer::from_slice(&self.input_ids_len);
         let pre_ids = Buffer::from_slice(&self.pre_ids);
@@ -307,8 +338,6 @@ impl<T: Id> Case<T> {
         let draft_token_num = Buffer::from_slice(&self.draft_token_num);
         let encoder = Buffer::from_slice(&self.encoder);
         let decoder = Buffer::from_slice(&self.decoder);
-        let filled = u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]);
-        let workspace = Buffer::from_slice(&vec![filled; ngram::workspace_len(self.batch as u32)]);
         let mut outcome = (self.before(), Report::default());
         for again in 0..launches {
             let before = self.before();
@@ -349,14 +378,33 @@ impl<T: Id> Case<T> {
                     drafts.copy_from(&before.drafts);
                 }
             }
-            let report = match self.operator {
-                Operator::Plain => T::plain(&on, plain),
-                Operator::Mixed { max_draft_tokens, min_ngram_size } => {
-                    T::mixed(&on, NgramMatchMixed { sequences, max_draft_tokens, min_ngram_size })
+            let run = |together: Option<&Launch>| match (self.operator, together) {
+                (Operator::Plain, None) => T::plain(&on, plain),
+                (Operator::Plain, Some(on)) => T::plain_together(on, plain),
+                (Operator::Mixed { max_draft_tokens, min_ngram_size }, together) => {
+                    let params = NgramMatchMixed { sequences, max_draft_tokens, min_ngram_size };
+                    together.map_or_else(|| T::mixed(&on, params), |on| T::mixed_together(on, params))
                 }
             };
+            if self.batch <= ngram::TOGETHER as usize {
+                let on = Launch {
+                    // Lanes are few: each has a stack.
+                    threads: if self.batch < 3 { ngram::together::THREADS } else { 32 << ((seed + again) % 3) },
+                    shared_bytes: ngram::together::SHARED_BYTES,
+                    cooperative: true,
+                    seed: seed + again,
+                    ..Launch::new(self.batch as u32, 32)
+                };
+                run(Some(&on));
+                let got = Outcome { rows: rows.as_slice().to_vec(), drafts: drafts.as_slice().to_vec() };
+                assert_eq!(got, self.expected(), "together, {} threads, seed {}", on.threads, on.seed);
+                assert!(ngram::is_ready(workspace.as_slice()), "the workspace was not put back");
+                rows.copy_from(&before.rows);
+                drafts.copy_from(&before.drafts);
+            }
+            let report = run(None);
             outcome = (Outcome { rows: rows.as_slice().to_vec(), drafts: drafts.as_slice().to_vec() }, report);
-            assert!(workspace.as_slice().iter().all(|&word| word == filled), "the workspace was not put back");
+            assert!(ngram::is_ready(workspace.as_slice()), "the workspace was not put back");
             assert_eq!(outcome.0, self.expected(), "launch {again}, seed {}", seed + again);
         }
         outcome
@@ -549,6 +597,28 @@ fn ends_outside_of_whole_units_are_searched() {
             for outcome in worked(&rows, 2, 128, Operator::Plain) {
                 assert_eq!(outcome, (2, vec![12 + at]));
             }
+        }
+    }
+}
+
+#[test]
+fn batches_of_any_size_take_turns_with_one_workspace() {
+    let most = ngram::TOGETHER as usize;
+    let workspace = workspace(most);
+    let sequence = |b: usize| Sequence {
+        decoder: (b % 7 != 2) as i32,
+        encoder: (b % 11 == 3) as i32,
+        rows: (b % 3) as i32,
+        ..Sequence::new(&[1, 2, 1, 3, 4, 5], &[0, 1], 3)
+    };
+    for (seed, batch) in [1, most, 3, 33, most, 32, 65, 1, 100].into_iter().enumerate() {
+        let sequences: Vec<_> = (0..batch).map(sequence).collect();
+        for threshold in [batch as i32 + 40, 3 * most as i32] {
+            let case = Case::<i32>::new(&sequences, 0, 6, 2, threshold, Operator::Plain);
+            let (outcome, _) = case.run_in(&workspace, 1 + seed as u32 % 2, seed as u64, 1, false);
+            assert_eq!(outcome, case.by_definition());
+            let operator = Operator::Mixed { max_draft_tokens: 4, min_ngram_size: 1 };
+            Case::<i64>::new(&sequences, 1, 6, 2, threshold, operator).run_in(&workspace, 1, seed as u64, 1, false);
         }
     }
 }

@@ -7,10 +7,11 @@ use std::error::Error;
 use std::fmt::Write;
 use std::time::Instant;
 
+use gpu_kernels::ngram::TOGETHER;
 use host::bench::{Bench, Event, Figures, ceilings};
 use host::device::Device;
 use host::ngram::measure::{self, LARGE, Measurement, SMALL};
-use host::ngram::{Batch, Hit, Inputs, Operator, Peer, Published, TokenId};
+use host::ngram::{Batch, Hit, Inputs, Operator, Peer, Published, TokenId, Way};
 
 const REPEATS: usize = 21;
 /// Graphs of one call, replayed one after the other between two events.
@@ -63,10 +64,14 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     if wanted("small") {
         let m = measure::run(&mut bench, SMALL, true)?;
-        let cached = measure::with_blocks(&mut bench, SMALL, &[1], true)?;
+        let ways = [Way::Together, Way::Blocks(32), Way::Blocks(1)];
+        let cached = measure::in_ways(&mut bench, SMALL, &ways, true)?;
         let (alone, empty) = alone(&device, SMALL)?;
         print_case("batch 32, length 512", &m);
-        println!("  tokens in the cache: {}; a graph of one call, replayed: {alone:.2} µs", figure(cached[0].1));
+        for (way, figures) in &cached {
+            println!("  tokens in the cache, {way:?}: {}", figure(*figures));
+        }
+        println!("  a graph of one call, replayed: {alone:.2} µs");
         println!("  a graph of one empty launch, replayed: {empty:.2} µs");
         json.push(format!("\"ngram.b32_l512\": {}", case_json("", &m)));
         json.push(format!("\"ngram.b32_l512.us\": {:.3}", us(m.kernel)));
@@ -88,22 +93,32 @@ fn main() -> Result<(), Box<dyn Error>> {
         for (case, cached) in [
             (late(1, 1024), false),
             (late(1, 16_384), false),
-            (late(1, 131_072), false),
+            (late(8, 4096), false),
             (late(8, 16_384), false),
-            (late(16, 1024), false),
-            (late(16, 4096), false),
+            (late(16, 16_384), false),
+            (late(16, 32_768), false),
             (late(32, 512), false),
             (late(32, 512), true),
+            (late(32, 16_384), false),
+            (late(64, 16_384), false),
+            (late(64, 32_768), false),
+            (late(64, 131_072), false),
             (late(128, 512), false),
-            (late(128, 4096), false),
-            (late(512, 64), false),
+            (late(128, 16_384), false),
+            (late(128, 32_768), false),
+            (late(128, 131_072), false),
         ] {
             print!("batch {:>3}, length {:>6}{}:", case.batch, case.length, if cached { " cached" } else { "" });
-            let sizes = [1, 2, 4, 8, 16, 32, 66, 132];
-            for (blocks, figures) in measure::with_blocks(&mut bench, case, &sizes, cached)? {
-                print!("  {blocks}: {:.2}", us(figures));
+            let mut ways = [1, 32, 66, 132].map(Way::Blocks).to_vec();
+            ways.extend((case.batch <= TOGETHER as usize).then_some(Way::Together));
+            for (way, figures) in measure::in_ways(&mut bench, case, &ways, cached)? {
+                let way = match way {
+                    Way::Blocks(blocks) => blocks.to_string(),
+                    Way::Together => "together".into(),
+                };
+                print!("  {way}: {:.2}", us(figures));
                 rows.push(format!(
-                    "{{\"batch\": {}, \"length\": {}, \"cached\": {cached}, \"blocks\": {blocks}, \"us\": {:.3}}}",
+                    "{{\"batch\": {}, \"length\": {}, \"cached\": {cached}, \"blocks\": \"{way}\", \"us\": {:.3}}}",
                     case.batch,
                     case.length,
                     us(figures)
@@ -138,12 +153,14 @@ fn check<T: TokenId>(device: &Device, batch: usize, longest: usize, seed: u64) -
     let inputs = Inputs::<T>::random(batch, longest, seed + (batch * 31 + longest) as u64);
     let expected = inputs.expected();
     let mut on_device = Batch::new(device, &inputs, 1)?;
-    let grids = [on_device.blocks(), 1, 3, 132, 500];
-    for blocks in grids {
+    let mut ways = vec![on_device.way()];
+    ways.extend([1, 3, 132, 500].map(Way::Blocks));
+    ways.extend((batch <= TOGETHER as usize).then_some(Way::Together));
+    for &way in &ways {
         on_device.reset(&inputs)?;
-        on_device.launch_with(0, blocks)?;
+        on_device.launch_with(0, way)?;
         if let Some(what) = on_device.check(0, &expected)? {
-            return Err(format!("batch {batch}, longest {longest}, seed {seed}, {blocks} blocks: {what}").into());
+            return Err(format!("batch {batch}, longest {longest}, seed {seed}, {way:?}: {what}").into());
         }
     }
     if inputs.operator == Operator::Match && size_of::<T>() == 8 && seed < 4 {
@@ -157,9 +174,9 @@ fn check<T: TokenId>(device: &Device, batch: usize, longest: usize, seed: u64) -
                 return Err(format!("batch {batch}, longest {longest}, seed {seed}, {peer:?}: {what}").into());
             }
         }
-        return Ok(grids.len() + 2);
+        return Ok(ways.len() + 2);
     }
-    Ok(grids.len())
+    Ok(ways.len())
 }
 
 /// Microseconds of a graph of a single call, replayed back to back, and of one with an empty kernel.

@@ -22,6 +22,10 @@ pub trait TokenId: Token + Pod + Eq + std::fmt::Debug + Send + Sync {
     type Match: Kernel<Params = NgramMatch<Self>>;
     /// `ngram_match_mixed` for it.
     type Mixed: Kernel<Params = NgramMatchMixed<Self>>;
+    /// `ngram_match_together` for it.
+    type MatchTogether: Kernel<Params = NgramMatch<Self>>;
+    /// `ngram_match_mixed_together` for it.
+    type MixedTogether: Kernel<Params = NgramMatchMixed<Self>>;
 
     /// Id number `small`: distinct ids for distinct numbers.
     fn from_small(small: i32) -> Self;
@@ -30,6 +34,8 @@ pub trait TokenId: Token + Pod + Eq + std::fmt::Debug + Send + Sync {
 impl TokenId for i32 {
     type Match = ngram::ngram_match_i32;
     type Mixed = ngram::ngram_match_mixed_i32;
+    type MatchTogether = ngram::ngram_match_together_i32;
+    type MixedTogether = ngram::ngram_match_mixed_together_i32;
 
     fn from_small(small: i32) -> Self {
         small
@@ -39,10 +45,21 @@ impl TokenId for i32 {
 impl TokenId for i64 {
     type Match = ngram::ngram_match_i64;
     type Mixed = ngram::ngram_match_mixed_i64;
+    type MatchTogether = ngram::ngram_match_together_i64;
+    type MixedTogether = ngram::ngram_match_mixed_together_i64;
 
     fn from_small(small: i32) -> Self {
         small.into()
     }
+}
+
+/// How a batch is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// So many blocks, at least 1, between which the work is spread.
+    Blocks(u32),
+    /// A block a sequence: [`ngram::together`].
+    Together,
 }
 
 /// Batches on a device: one or several copies of the same [`Inputs`], side by side in memory.
@@ -154,36 +171,55 @@ impl<T: TokenId> Batch<T> {
         NgramMatch { sequences, seq_lens_encoder, draft_token_num }
     }
 
-    /// The grid that the operator gets by default.
-    pub fn blocks(&self) -> u32 {
-        ngram::blocks::<T>(self.batch as u32, self.longest, self.device.multiprocessors())
+    /// The launch that the operator gets by default.
+    pub fn way(&self) -> Way {
+        let (batch, longest, multiprocessors) = (self.batch as u32, self.longest, self.device.multiprocessors());
+        if ngram::together::<T>(batch, longest, multiprocessors) {
+            Way::Together
+        } else {
+            Way::Blocks(ngram::blocks::<T>(batch, longest, multiprocessors))
+        }
     }
 
-    /// Enqueues the operator on copy `set`, with [`Batch::blocks`] blocks. Copies share a workspace: one queue launches them all.
+    /// Enqueues the operator on copy `set`, in [`Batch::way`]. Copies share a workspace: one queue launches them all.
     ///
     /// # Errors
     /// A driver error; under the emulator also whatever the kernel did wrong.
     pub fn launch(&self, set: usize) -> Result<(), Error> {
-        self.launch_with(set, self.blocks())
+        self.launch_with(set, self.way())
     }
 
-    /// The same with `blocks` blocks, at least 1. The result does not depend on it.
+    /// The same in another way. The result does not depend on it.
     ///
     /// # Errors
     /// As for [`Batch::launch`].
-    pub fn launch_with(&self, set: usize, blocks: u32) -> Result<(), Error> {
-        if self.batch == 0 {
-            return Ok(());
+    ///
+    /// # Panics
+    /// If the way is not for so many sequences.
+    pub fn launch_with(&self, set: usize, way: Way) -> Result<(), Error> {
+        match self.operator {
+            _ if self.batch == 0 => Ok(()),
+            Operator::Match => self.enqueue::<T::Match, T::MatchTogether, _>(way, self.match_params(set)),
+            Operator::Mixed { max_draft_tokens, min_ngram_size } => {
+                let params = NgramMatchMixed { sequences: self.sequences(set), max_draft_tokens, min_ngram_size };
+                self.enqueue::<T::Mixed, T::MixedTogether, _>(way, params)
+            }
         }
-        let device = &self.device;
+    }
+
+    fn enqueue<K, Together, P: Copy + 'static>(&self, way: Way, params: P) -> Result<(), Error>
+    where
+        K: Kernel<Params = P>,
+        Together: Kernel<Params = P>,
+    {
+        let (device, batch) = (&self.device, self.batch as u32);
         // SAFETY: buffers of self, as large as the inputs say, and a workspace of the batch's size.
         unsafe {
-            match self.operator {
-                Operator::Match => device.launch::<T::Match>(blocks, ngram::SHARED_BYTES, self.match_params(set)),
-                Operator::Mixed { max_draft_tokens, min_ngram_size } => {
-                    let sequences = self.sequences(set);
-                    let params = NgramMatchMixed { sequences, max_draft_tokens, min_ngram_size };
-                    device.launch::<T::Mixed>(blocks, ngram::SHARED_BYTES, params)
+            match way {
+                Way::Blocks(blocks) => device.launch::<K>(blocks, ngram::SHARED_BYTES, params),
+                Way::Together => {
+                    assert!(batch <= ngram::TOGETHER, "{batch} sequences together");
+                    device.launch_cooperative::<Together>(batch, ngram::together::SHARED_BYTES, params)
                 }
             }
         }
@@ -230,8 +266,7 @@ impl<T: TokenId> Batch<T> {
         }
         let mut workspace = vec![0u64; self.workspace.len()];
         self.workspace.read(0, &mut workspace)?;
-        let filled = u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]);
-        Ok(workspace.iter().any(|&word| word != filled).then(|| "the workspace was not put back".into()))
+        Ok((!ngram::is_ready(&workspace)).then(|| "the workspace was not put back".into()))
     }
 }
 

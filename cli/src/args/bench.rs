@@ -166,7 +166,7 @@ pub struct NgramArgs {
     /// Where the match is [default: likewise, none: every token is read]
     #[arg(long, value_enum, value_name = "WHERE")]
     pub hit: Option<HitName>,
-    /// Measure the published designs beside this one
+    /// Measure the published designs and the serial algorithm beside this one
     #[arg(long)]
     pub peers: bool,
 }

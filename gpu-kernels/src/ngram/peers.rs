@@ -46,10 +46,10 @@ unsafe fn find_windows<T: Token, O: Operator<T>>(operator: &O, threads: u32) {
         let b = thread::block_idx_x() as usize;
         let tid = thread::thread_idx_x();
         let leftmost = shared::dynamic::<u64>(0);
-        if operator.claim(b).want <= 0 {
+        if operator.claim::<false>(b).want <= 0 {
             return;
         }
-        let t = texts(operator, b);
+        let t = texts::<false, _, _>(operator, b);
         let mut n = t.longest;
         while n >= operator.shortest() {
             let mut pass = 0;
@@ -114,18 +114,18 @@ unsafe fn share_in_order<T: Token, O: Operator<T>>(operator: &O) {
         let mut room = s.threshold as i64;
         let mut b = 0;
         while b < s.batch as usize {
-            room -= operator.claim(b).works as i64;
+            room -= operator.claim::<false>(b).works as i64;
             b += 1;
         }
         b = 0;
         while b < s.batch as usize {
-            let claim = operator.claim(b);
+            let claim = operator.claim::<false>(b);
             room -= claim.fixed;
             let mut granted = 0;
             let best = s.keys().load(b);
             if best != NOTHING {
                 s.keys().store(b, NOTHING);
-                let t = texts(operator, b);
+                let t = texts::<false, _, _>(operator, b);
                 let place = best as u32;
                 let in_prompt = place < t.prompt_ends;
                 let (text, end, ends) = if in_prompt {

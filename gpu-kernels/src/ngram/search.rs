@@ -48,6 +48,20 @@ impl Keys {
         }
     }
 
+    /// The key of a block that has a sequence to itself: number 0, in the first word of shared memory. All threads of the
+    /// block must call it.
+    #[inline(always)]
+    pub(super) unsafe fn of_block<T: Token>(s: &Sequences<T>) -> Self {
+        unsafe {
+            let keys = Self { global: s.keys(), shared: shared::dynamic(0), alone: true };
+            if thread::thread_idx_x() == 0 {
+                keys.shared.store(0, NOTHING);
+            }
+            thread::sync_threads();
+            keys
+        }
+    }
+
     /// Those in device memory, which another launch left.
     #[inline(always)]
     pub(super) unsafe fn left_behind<T: Token>(s: &Sequences<T>) -> Self {
@@ -107,13 +121,13 @@ pub(super) struct Texts<T> {
     pub(super) longest: u32,
 }
 
-/// The texts of sequence `b`; empty ones where no pattern exists.
+/// The texts of sequence `b`; empty ones where no pattern exists. `NOW`: see [`early`].
 #[inline(always)]
-pub(super) unsafe fn texts<T: Token, O: Operator<T>>(operator: &O, b: usize) -> Texts<T> {
+pub(super) unsafe fn texts<const NOW: bool, T: Token, O: Operator<T>>(operator: &O, b: usize) -> Texts<T> {
     unsafe {
         let s = operator.sequences();
-        let step = early(s.step_idx, b);
-        let prompt = early(s.input_ids_len, b).max(0).min(s.input_ids_stride as i64) as u32;
+        let step = early::<NOW, _>(s.step_idx, b);
+        let prompt = early::<NOW, _>(s.input_ids_len, b).max(0).min(s.input_ids_stride as i64) as u32;
         let exists = step >= 0 && step < s.pre_ids_stride as i64;
         let newest = if exists { step as u32 } else { 0 };
         // A pattern of n tokens needs n <= step_idx.
@@ -130,30 +144,73 @@ pub(super) unsafe fn texts<T: Token, O: Operator<T>>(operator: &O, b: usize) -> 
     }
 }
 
+impl<T> Texts<T> {
+    /// How many window ends there are.
+    #[inline(always)]
+    pub(super) fn ends(&self) -> u32 {
+        self.prompt_ends + self.generated_ends
+    }
+}
+
 /// How the window ends `0..ends` of a text lie in memory: a few before the first multiple of 16 bytes, whole units of
 /// 16 bytes, and a few more.
 #[derive(Clone, Copy)]
-struct Span {
-    /// Ends before the first unit: at most 3.
+struct Span<T> {
+    /// The first unit.
+    first: Global<T>,
+    /// Ends before it: at most 3.
     head: u32,
     units: u32,
     ends: u32,
 }
 
-impl Span {
+impl<T: Token> Span<T> {
     #[inline(always)]
-    fn new<T: Token>(text: Global<T>, ends: u32) -> Self {
+    fn new(text: Global<T>, ends: u32) -> Self {
         let to_boundary = (text.addr().wrapping_neg() % 16) as u32 / size_of::<T>() as u32;
         let head = to_boundary.min(ends);
-        Self { head, units: (ends - head) / T::IN_UNIT, ends }
+        // SAFETY: within the text, or its end.
+        let first = unsafe { text.at(head as usize) };
+        Self { first, head, units: (ends - head) / T::IN_UNIT, ends }
+    }
+
+    /// Where the token of end `end` is.
+    #[inline(always)]
+    fn at(&self, end: u32) -> Global<T> {
+        let from_first = (end as i64 - self.head as i64) * size_of::<T>() as i64;
+        Global::from_raw(self.first.addr().wrapping_add_signed(from_first))
+    }
+
+    /// A tile, a unit of each 32 to a lane: `TILE` units from unit `first` on, which exists. Beyond the last there is nothing to
+    /// read: it is read again.
+    #[inline(always)]
+    unsafe fn tile(&self, first: u32) -> [[u32; 4]; IN_FLIGHT as usize] {
+        let mut tile = [[0u32; 4]; IN_FLIGHT as usize];
+        unroll!(j < IN_FLIGHT; {
+            let unit = (first + 32 * j as u32 + thread::lane_id()).min(self.units - 1);
+            tile[j] = unsafe { self.first.at((unit * T::IN_UNIT) as usize).load16(0) };
+        });
+        tile
     }
 
     /// The end that slot `slot` of 8 has among those outside of units, 4 slots before and 4 behind, or [`NO_END`].
     #[inline(always)]
-    fn outside<T: Token>(&self, slot: u32) -> u32 {
+    fn outside(&self, slot: u32) -> u32 {
         let behind = self.head + self.units * T::IN_UNIT;
         let (end, limit) = if slot < 4 { (slot, self.head) } else { (behind + slot - 4, self.ends) };
         if end < limit { end } else { NO_END }
+    }
+}
+
+/// One of two, field by field: the compiler would choose between their addresses.
+#[inline(always)]
+fn either<T: Token>(first: bool, a: Span<T>, b: Span<T>) -> Span<T> {
+    let at = |span: Span<T>| span.first.addr();
+    Span {
+        first: Global::from_raw(if first { at(a) } else { at(b) }),
+        head: if first { a.head } else { b.head },
+        units: if first { a.units } else { b.units },
+        ends: if first { a.ends } else { b.ends },
     }
 }
 
@@ -195,104 +252,146 @@ impl<T: Token> Pattern<T> {
     }
 }
 
-/// One warp's part of one sequence: of 2^`log_parts` parts, every so many tiles from tile `part` on. Prompt and generated tokens are one row
-/// of units; the ends outside of units are the last part's.
-#[inline(always)]
-unsafe fn search_part<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: usize, part: u32, log_parts: u32) {
-    unsafe {
-        // All that is known of a sequence is on its way before any of it is used.
-        let claim = operator.claim(b);
-        let t = texts(operator, b);
-        if claim.want <= 0 || t.prompt_ends + t.generated_ends == 0 {
-            return;
+/// A tile that is on its way before anything is known of its sequence.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    tile: [[u32; 4]; IN_FLIGHT as usize],
+    in_prompt: bool,
+    /// Its first unit, or one that there is not.
+    first: u32,
+}
+
+impl Ahead {
+    /// What is tile `tile` of sequence `b` if both of its texts fill their rows. It is that tile too, or beyond the end, if the
+    /// texts are shorter.
+    #[inline(always)]
+    pub(super) unsafe fn load<T: Token>(s: &Sequences<T>, b: usize, tile: u32) -> Self {
+        unsafe {
+            let text = |ids: Global<T>, stride: u32| Span::new(ids.at(b * stride as usize), stride);
+            let (prompt, generated) = (text(s.input_ids, s.input_ids_stride), text(s.pre_ids, s.pre_ids_stride));
+            let prompt_tiles = prompt.units.div_ceil(TILE);
+            let in_prompt = tile < prompt_tiles;
+            let span = either(in_prompt, prompt, generated);
+            let tile = tile - if in_prompt { 0 } else { prompt_tiles };
+            let first = tile * TILE;
+            if first >= span.units {
+                return Self { tile: [[0; 4]; IN_FLIGHT as usize], in_prompt, first: u32::MAX };
+            }
+            Self { tile: span.tile(first), in_prompt, first }
         }
+    }
+}
+
+/// One warp's part of one sequence, whose key is number `k`: of 2^`log_parts` parts, every so many tiles from tile `part` on. The
+/// prompt's tiles come first, then those of the generated tokens; the ends outside of units are the last part's.
+#[inline(always)]
+pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
+    operator: &O,
+    keys: &Keys,
+    k: usize,
+    t: &Texts<T>,
+    part: u32,
+    log_parts: u32,
+    ahead: Option<Ahead>,
+) {
+    unsafe {
         let lane = thread::lane_id();
         let pattern =
             Pattern { last: t.generated.at(t.newest as usize), longest: t.longest, shortest: operator.shortest() };
         let prompt = Span::new(t.prompt, t.prompt_ends);
         let generated = Span::new(t.generated, t.generated_ends);
-        let units = prompt.units + generated.units;
-        let mut first = part * TILE;
+        let prompt_tiles = prompt.units.div_ceil(TILE);
+        let tiles = prompt_tiles + generated.units.div_ceil(TILE);
         let outside = part + 1 == 1 << log_parts;
-        if first >= units && !outside {
+        if part >= tiles && !outside {
             return;
         }
         let newest = pattern.last.load(0);
 
-        let in_prompt_units = t.prompt.at(prompt.head as usize).addr();
-        // Where unit 0 would be if the generated tokens' units were numbered on from the prompt's.
-        let in_generated_units = t.generated.at(generated.head as usize).addr().wrapping_sub(prompt.units as u64 * 16);
-
         // Lanes 0 to 7 have the prompt's ends outside of units, the next 8 those of the generated tokens.
         let of_prompt = lane < 8;
-        let (span, text) = if of_prompt { (prompt, t.prompt) } else { (generated, t.generated) };
-        let end_outside = if outside && lane < 16 { span.outside::<T>(lane % 8) } else { NO_END };
-        let at_outside = text.at(end_outside as usize);
+        let span = either(of_prompt, prompt, generated);
+        let end_outside = if outside && lane < 16 { span.outside(lane % 8) } else { NO_END };
         let mut token_outside = newest;
         if end_outside != NO_END {
-            token_outside = at_outside.load(0);
+            token_outside = span.at(end_outside).load(0);
         }
 
         let mut best = NOTHING;
-        while first < units {
-            let mut tile = [[0u32; 4]; IN_FLIGHT as usize];
-            unroll!(j < IN_FLIGHT; {
-                // Beyond the last unit there is nothing to read: it is read again, and not counted.
-                let unit = (first + 32 * j as u32 + lane).min(units - 1);
-                let base = if unit < prompt.units { in_prompt_units } else { in_generated_units };
-                tile[j] = Global::<u32>::from_raw(base.wrapping_add(unit as u64 * 16)).load16(0);
-            });
-            if lane == 0 {
-                best = keys.load(b);
+        // Counted from the text's first.
+        let mut tile = part;
+        let mut units = ahead.map_or([[0; 4]; IN_FLIGHT as usize], |ahead| ahead.tile);
+        let mut in_prompt = true;
+        'texts: loop {
+            // Fresh, so that both spans are made where they are used and take no registers elsewhere.
+            let ends = thread::fresh(if in_prompt { t.prompt_ends } else { t.generated_ends });
+            let span = Span::new(if in_prompt { t.prompt } else { t.generated }, ends);
+            let place = if in_prompt { 0 } else { t.prompt_ends };
+            while tile * TILE < span.units {
+                let first = tile * TILE;
+                if ahead.is_none_or(|ahead| ahead.first != first || ahead.in_prompt != in_prompt) {
+                    units = span.tile(first);
+                }
+                if lane == 0 {
+                    best = keys.load(k);
+                }
+                let mut candidates = 0u32;
+                unroll!(j < IN_FLIGHT; {
+                    candidates |= newest.equal(units[j]) << (j as u32 * T::IN_UNIT);
+                });
+                // How many of this lane's units exist.
+                let mine = (span.units + 31).saturating_sub(first + lane) / 32;
+                if mine < IN_FLIGHT {
+                    candidates &= (1 << (mine * T::IN_UNIT)) - 1;
+                }
+                // Lanes take lane 0's word for the best, so that the warp leaves the loop as one.
+                best = warp::shuffle_idx(best, 0);
+                // No end from here on is further left.
+                if best <= key(0, place + span.head + first * T::IN_UNIT) {
+                    break 'texts;
+                }
+                let mut own = NOTHING;
+                while candidates != 0 {
+                    let bit = candidates.trailing_zeros();
+                    candidates &= candidates - 1;
+                    let unit = first + 32 * (bit / T::IN_UNIT) + lane;
+                    let end = span.head + unit * T::IN_UNIT + bit % T::IN_UNIT;
+                    own = own.min(pattern.agreement(span.at(end), end, place + end));
+                }
+                if warp::any(own < best) {
+                    let smallest = warp_min(own);
+                    if lane == 0 {
+                        keys.lower(k, smallest, best);
+                    }
+                    best = best.min(smallest);
+                }
+                tile += 1 << log_parts;
             }
-            let mut candidates = 0u32;
-            unroll!(j < IN_FLIGHT; {
-                candidates |= newest.equal(tile[j]) << (j as u32 * T::IN_UNIT);
-            });
-            // How many of this lane's units exist.
-            let mine = (units + 31).saturating_sub(first + lane) / 32;
-            if mine < IN_FLIGHT {
-                candidates &= (1 << (mine * T::IN_UNIT)) - 1;
-            }
-            // Lanes take lane 0's word for the best, so that the warp leaves the loop as one.
-            best = warp::shuffle_idx(best, 0);
-            // A place does not count the ends outside of units: those before it make it larger still.
-            if best <= key(0, first * T::IN_UNIT) {
+            if !in_prompt {
                 break;
             }
-            let mut own = NOTHING;
-            while candidates != 0 {
-                let bit = candidates.trailing_zeros();
-                candidates &= candidates - 1;
-                let unit = first + 32 * (bit / T::IN_UNIT) + lane;
-                let in_prompt = unit < prompt.units;
-                let base = if in_prompt { in_prompt_units } else { in_generated_units };
-                let at = Global::<T>::from_raw(base.wrapping_add(unit as u64 * 16)).at((bit % T::IN_UNIT) as usize);
-                let (before, place) = if in_prompt { (prompt.head, 0) } else { (generated.head, t.prompt_ends) };
-                let unit = if in_prompt { unit } else { unit - prompt.units };
-                let end = before + unit * T::IN_UNIT + bit % T::IN_UNIT;
-                own = own.min(pattern.agreement(at, end, place + end));
-            }
-            if warp::any(own < best) {
-                let smallest = warp_min(own);
-                if lane == 0 {
-                    keys.lower(b, smallest, best);
-                }
-                best = best.min(smallest);
-            }
-            first += TILE << log_parts;
+            tile -= span.units.div_ceil(TILE);
+            in_prompt = false;
         }
 
         if outside {
             let mut own = NOTHING;
-            if end_outside != NO_END && token_outside == newest {
-                let place = if of_prompt { 0 } else { t.prompt_ends };
-                own = pattern.agreement(at_outside, end_outside, place + end_outside);
+            if token_outside == newest {
+                // Made again, as above. Lanes without an end have the newest token too.
+                let lane = thread::fresh(lane);
+                let of_prompt = lane < 8;
+                let ends = thread::fresh(if of_prompt { t.prompt_ends } else { t.generated_ends });
+                let span = Span::new(if of_prompt { t.prompt } else { t.generated }, ends);
+                let end = if lane < 16 { span.outside(lane % 8) } else { NO_END };
+                if end != NO_END {
+                    let place = if of_prompt { 0 } else { t.prompt_ends };
+                    own = pattern.agreement(span.at(end), end, place + end);
+                }
             }
             if warp::any(own != NOTHING) {
                 let smallest = warp_min(own);
                 if lane == 0 {
-                    keys.lower(b, smallest, keys.load(b));
+                    keys.lower(k, smallest, keys.load(k));
                 }
             }
         }
@@ -321,7 +420,15 @@ pub(super) unsafe fn search<T: Token, O: Operator<T>>(operator: &O, keys: &Keys)
     let mut item = thread::warp_id() * blocks + block;
     // Not a multiplication, which could overflow for batches that no device has memory for.
     while item >> log_parts < batch {
-        unsafe { search_part(operator, keys, (item >> log_parts) as usize, item & ((1 << log_parts) - 1), log_parts) };
+        let (b, part) = ((item >> log_parts) as usize, item & ((1 << log_parts) - 1));
+        unsafe {
+            // All that is known of a sequence is on its way before any of it is used.
+            let claim = operator.claim::<true>(b);
+            let t = texts::<true, _, _>(operator, b);
+            if claim.want > 0 && t.ends() > 0 {
+                search_part(operator, keys, b, &t, part, log_parts, None);
+            }
+        }
         item += blocks * WARPS;
     }
 }

@@ -3,8 +3,8 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{shared, thread, warp};
 
-use super::search::{Keys, NOTHING, texts};
-use super::{Claim, Operator, THREADS, Token, WARPS, shared_layout};
+use super::search::{Keys, NOTHING, Texts, texts};
+use super::{Claim, Operator, Sequences, THREADS, Token, WARPS, shared_layout};
 
 /// Lanes that copy one sequence's drafts.
 const COPIERS: u32 = 16;
@@ -39,14 +39,36 @@ pub(super) unsafe fn is_last_block<T: Token, O: Operator<T>>(operator: &O, keys:
 
 /// What the budget needs to know of a sequence.
 #[derive(Clone, Copy)]
-struct Wish {
+pub(super) struct Wish {
     claim: Claim,
     /// Drafts that it could use.
-    cap: u32,
+    pub(super) cap: u32,
     /// Where they begin: the element in its matrix, doubled, and whether that is the prompts'.
-    from: u64,
+    pub(super) from: u64,
     /// A key was left that the next launch must not find.
     found: bool,
+}
+
+impl Wish {
+    /// Of sequence `b`, whose key is `best`.
+    #[inline(always)]
+    pub(super) fn new<T: Token>(s: &Sequences<T>, b: usize, claim: Claim, t: &Texts<T>, best: u64) -> Self {
+        if best == NOTHING {
+            return Self { claim, cap: 0, from: 0, found: false };
+        }
+        let place = best as u32;
+        let in_prompt = place < t.prompt_ends;
+        // Tokens follow an end as far as the last token, which is no end itself.
+        let follow = if in_prompt { t.prompt_ends - place } else { t.ends() - place };
+        let start = if in_prompt { place } else { place - t.prompt_ends } as u64 + 1;
+        let stride = if in_prompt { s.input_ids_stride } else { s.pre_ids_stride };
+        Self {
+            claim,
+            cap: claim.want.max(0).min(follow as i64) as u32,
+            from: (b as u64 * stride as u64 + start) << 1 | in_prompt as u64,
+            found: true,
+        }
+    }
 }
 
 /// The wish of sequence `b`, of one that asks for nothing where there is no such sequence.
@@ -54,29 +76,14 @@ struct Wish {
 unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -> Wish {
     unsafe {
         let s = operator.sequences();
-        let nothing = Claim { works: false, written: false, base: 0, want: 0, fixed: 0 };
         if b >= s.batch {
-            return Wish { claim: nothing, cap: 0, from: 0, found: false };
+            let claim = Claim { works: false, written: false, base: 0, want: 0, fixed: 0 };
+            return Wish { claim, cap: 0, from: 0, found: false };
         }
         let b = b as usize;
         let best = keys.load(b);
-        let claim = operator.claim(b);
-        let t = texts(operator, b);
-        if best == NOTHING {
-            return Wish { claim, cap: 0, from: 0, found: false };
-        }
-        let place = best as u32;
-        let in_prompt = place < t.prompt_ends;
-        // Tokens follow an end as far as the last token, which is no end itself.
-        let follow = if in_prompt { t.prompt_ends - place } else { t.prompt_ends + t.generated_ends - place };
-        let start = if in_prompt { place } else { place - t.prompt_ends } as u64 + 1;
-        let stride = if in_prompt { s.input_ids_stride } else { s.pre_ids_stride };
-        Wish {
-            claim,
-            cap: claim.want.max(0).min(follow as i64) as u32,
-            from: (b as u64 * stride as u64 + start) << 1 | in_prompt as u64,
-            found: true,
-        }
+        let claim = operator.claim::<true>(b);
+        Wish::new(s, b, claim, &texts::<true, _, _>(operator, b), best)
     }
 }
 
@@ -123,7 +130,7 @@ pub(super) unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Ke
         let (mut own_active, mut own_negative) = (wish.claim.works as u32, (wish.claim.fixed < 0) as u32);
         let mut b = tid + THREADS;
         while b < s.batch {
-            let claim = operator.claim(b as usize);
+            let claim = operator.claim::<true>(b as usize);
             own_active += claim.works as u32;
             own_negative += (claim.fixed < 0) as u32;
             b += THREADS;

@@ -356,6 +356,15 @@ impl<'a> Bench<'a> {
         Ok(row)
     }
 
+    /// Adds a row of what the host does in place of a kernel, in seconds. It has no limit, and is not told of.
+    pub(crate) fn on_host(&mut self, label: Label, work: Work, samples: &Samples) {
+        let (seconds, unit) = (samples.median(), Unit::Microseconds);
+        let median = unit.figure(work, seconds);
+        let (spread, repeats) = (samples.spread(), samples.count());
+        let figures = Some(Figures { seconds, median, spread, repeats, limit: None });
+        self.rows.push(Row { label, unit, work, figures });
+    }
+
     /// Seconds of a launch, measured over and over.
     fn time(&self, sets: usize, run: &mut dyn FnMut(usize) -> Result<(), Error>) -> Result<Samples, Error> {
         let timer = self.device.timer()?;

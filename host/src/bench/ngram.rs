@@ -9,7 +9,7 @@ use crate::ngram::{Hit, Published};
 pub struct Sizes {
     /// The cases.
     pub cases: Vec<Published>,
-    /// Whether to measure the published designs beside this one.
+    /// Whether to measure the published designs beside this one, and, on a card, the host too.
     pub peers: bool,
 }
 
@@ -27,7 +27,7 @@ impl Sizes {
         Self { cases: Hit::ALL.map(case).to_vec(), peers: true }
     }
 
-    /// Rows of [`run`].
+    /// Cases of [`run`], without the host's.
     pub fn cases(&self) -> usize {
         self.cases.len() * if self.peers { 3 } else { 1 }
     }

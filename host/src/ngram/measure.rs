@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{Batch, Hit, OverHost, Peer, Published};
+use super::{Batch, Hit, OverHost, Peer, Published, Way};
 use crate::bench::{Bench, BenchError, Case, Figures, Label, Path, Samples, Unit, Work};
 
 /// Bytes of tokens that launches rotate over: more than twice the second-level cache of an H100.
@@ -112,13 +112,21 @@ pub fn run(bench: &mut Bench<'_>, published: Published, peers: bool) -> Result<M
     }
     if bench.is_timed() {
         let mut outcome = inputs.before();
-        measured.serial = median(3, || {
+        let work = Work { bytes: published.bytes(), operations: 0 };
+        let mut on_host = |name: &str, samples: Option<Samples>| {
+            samples.map(|samples| {
+                bench.on_host(label(&published, name), work, &samples);
+                samples.median()
+            })
+        };
+        let serial = measured_on_host(|| {
             inputs.run_serial(&mut outcome);
             Ok(())
         })?;
+        measured.serial = on_host("serial, on the CPU", serial);
         let mut over_host = OverHost::new(&mut batch)?;
         over_host.run()?;
-        measured.over_host = median(3, || Ok(over_host.run()?))?;
+        measured.over_host = on_host("serial, with copies", measured_on_host(|| Ok(over_host.run()?))?);
         if let Some(what) = batch.check(0, &expected)? {
             return Err(BenchError::Wrong { case: label(&published, "over the host").to_string(), what });
         }
@@ -126,34 +134,34 @@ pub fn run(bench: &mut Bench<'_>, published: Published, peers: bool) -> Result<M
     Ok(measured)
 }
 
-/// The median seconds of `times` runs of `work`.
-fn median(times: usize, mut work: impl FnMut() -> Result<(), BenchError>) -> Result<Option<f64>, BenchError> {
+/// Seconds of `work`, three times.
+fn measured_on_host(mut work: impl FnMut() -> Result<(), BenchError>) -> Result<Option<Samples>, BenchError> {
     let mut samples = Vec::new();
-    for _ in 0..times {
+    for _ in 0..3 {
         let start = Instant::now();
         work()?;
         samples.push(start.elapsed().as_secs_f64());
     }
-    Ok(Samples::new(samples).map(|samples| samples.median()))
+    Ok(Samples::new(samples))
 }
 
-/// Device seconds of a call of this kernel alone, with `blocks` blocks, over `sets` copies (1: tokens in the cache).
+/// The figures of this kernel alone, launched in each of these ways, over copies of the batch or, `cached`, over one.
 ///
 /// # Errors
 /// A device error, or a wrong result.
-pub fn with_blocks(
+pub fn in_ways(
     bench: &mut Bench<'_>,
     published: Published,
-    blocks: &[u32],
+    ways: &[Way],
     cached: bool,
-) -> Result<Vec<(u32, Option<Figures>)>, BenchError> {
+) -> Result<Vec<(Way, Option<Figures>)>, BenchError> {
     let inputs = published.inputs::<i64>();
     let expected = inputs.expected();
     let sets = if cached || !bench.is_timed() { 1 } else { sets(&published) };
     let batch = Batch::new(bench.device(), &inputs, sets)?;
     let mut found = Vec::new();
-    for &blocks in blocks {
-        let name = format!("{blocks} blocks{}", if cached { ", in the cache" } else { "" });
+    for &way in ways {
+        let name = format!("{way:?}{}", if cached { ", in the cache" } else { "" });
         let case = Case {
             label: label(&published, &name),
             unit: Unit::Microseconds,
@@ -161,8 +169,8 @@ pub fn with_blocks(
             path: Path::Read,
             sets,
         };
-        let run = |set| batch.launch_with(set, blocks);
-        found.push((blocks, bench.case(case, run, || batch.check(0, &expected))?.figures));
+        let run = |set| batch.launch_with(set, way);
+        found.push((way, bench.case(case, run, || batch.check(0, &expected))?.figures));
     }
     Ok(found)
 }
@@ -179,8 +187,9 @@ mod tests {
         let mut bench = Bench::new(&device, 1, &mut watch).unwrap();
         let case = Published { batch: 4, length: 80, threshold: 20, hit: Hit::PromptLate };
         assert!(run(&mut bench, case, true).unwrap().kernel.is_none());
-        assert_eq!(with_blocks(&mut bench, case, &[1, 3], true).unwrap().len(), 2);
-        assert_eq!(bench.rows().len(), 5);
+        let ways = [Way::Blocks(1), Way::Blocks(3), Way::Together];
+        assert_eq!(in_ways(&mut bench, case, &ways, true).unwrap().len(), 3);
+        assert_eq!(bench.rows().len(), 6);
     }
 
     #[test]

@@ -1,0 +1,167 @@
+//! A block a sequence, for batches and texts so small that a call costs what it waits for and little else.
+//!
+//! The blocks of [`mod@super`]'s launch meet twice: to agree on each sequence's key, and to find who is last; then the last begins
+//! anew with what it has to know, and with tokens that other multiprocessors have read. Each of these is a way to the second-level
+//! cache and back. Here a sequence stays in its block, whose warps have its tiles, and blocks tell each other one thing:
+//!
+//! ```text
+//! block b   first tiles ─┐
+//!           facts ───────┴► search ► cap[b], fixed[b] ─► its slot in device memory
+//!                                                            │
+//!           slots 0 … b − 1, as soon as they are written ◄───┘
+//!             └► room of b (a sum, see the module's text) ► rows[b], drafts, from lines that this block has read
+//! ```
+//!
+//! *What is not waited for.* The first tile of each warp is asked for before the sequence's lengths are known: where it lies
+//! follows from the strides.
+//!
+//! *Slots.* A slot is two words of 63 bits and a tag. A launch writes the tag that is not there, into every slot, those beyond the
+//! batch too; so all slots have one tag between launches, each block knows it from its own, and nothing is ever put back. A word
+//! is read and written at once, and what it says is in it: no fence is needed.
+//!
+//! *Progress.* A block waits only for blocks of lower index. Blocks start in that order, or all together in a cooperative launch.
+
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::{GlobalMut, thread, warp};
+
+use super::search::{Ahead, Keys, search_part, texts};
+use super::share::{Wish, grant};
+use super::{Operator, TOGETHER, Token};
+
+/// Threads of a block. The kernels take any power of two of warps.
+pub const THREADS: u32 = 512;
+/// Shared memory of a block, in bytes: the key.
+pub const SHARED_BYTES: u32 = 8;
+
+/// Slots that a lane reads.
+const ROUNDS: u32 = TOGETHER / 32;
+/// A slot's words say what they say in the bits below.
+const TAG: u64 = 1 << 63;
+
+/// The number in a word.
+#[inline(always)]
+fn number(word: u64) -> i64 {
+    (word << 1) as i64 >> 1
+}
+
+/// The words of slot `i`: cap and fixed.
+#[inline(always)]
+unsafe fn slot(slots: GlobalMut<u64>, i: u32) -> [u64; 2] {
+    let at = 2 * i as usize;
+    unsafe {
+        [
+            atomic::load(slots, at, Ordering::Relaxed, Scope::Device),
+            atomic::load(slots, at + 1, Ordering::Relaxed, Scope::Device),
+        ]
+    }
+}
+
+/// The whole operator: one block.
+#[inline(always)]
+pub(super) unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
+    unsafe {
+        let s = operator.sequences();
+        let block = thread::block_idx_x();
+        let b = block as usize;
+        let (warp_id, lane) = (thread::warp_id(), thread::lane_id());
+        let slots = s.slots();
+
+        // Everything that depends on nothing is on its way first.
+        let ahead = Ahead::load(s, b, warp_id);
+        let claim = operator.claim::<true>(b);
+        let t = texts::<true, _, _>(operator, b);
+        let mut working = [false; ROUNDS as usize];
+        let mut before = 0;
+        if warp_id == 0 {
+            before = atomic::load(slots, 2 * b, Ordering::Relaxed, Scope::Device);
+            unroll!(k < ROUNDS; {
+                let i = 32 * k as u32 + lane;
+                if i < s.batch {
+                    working[k] = operator.works(i as usize);
+                }
+            });
+        }
+
+        let keys = Keys::of_block(s);
+        if claim.want > 0 && t.ends() > 0 {
+            search_part(
+                operator,
+                &keys,
+                0,
+                &t,
+                warp_id,
+                31 - (thread::block_dim_x() / 32).leading_zeros(),
+                Some(ahead),
+            );
+        }
+        thread::sync_threads();
+        if warp_id != 0 {
+            return;
+        }
+
+        let wish = Wish::new(s, b, claim, &t, keys.load(0));
+        let tag = !before & TAG;
+        let mut to = block + lane * s.batch;
+        while to < TOGETHER {
+            let at = 2 * to as usize;
+            let words = [wish.cap as u64, claim.fixed as u64 & !TAG];
+            atomic::store(slots, at, tag | words[0], Ordering::Relaxed, Scope::Device);
+            atomic::store(slots, at + 1, tag | words[1], Ordering::Relaxed, Scope::Device);
+            to += 32 * s.batch;
+        }
+
+        let mut in_all = 0;
+        unroll!(k < ROUNDS; { in_all += warp::ballot(working[k]).count_ones(); });
+        // U of the module's text.
+        let mut room = s.threshold as i64 - in_all as i64 - claim.fixed;
+        let mut taken;
+        let mut negative;
+        loop {
+            taken = 0;
+            negative = claim.fixed < 0;
+            let mut ready = true;
+            unroll!(k < ROUNDS; {
+                let i = 32 * k as u32 + lane;
+                if i < block {
+                    let [cap, fixed] = slot(slots, i);
+                    ready &= cap & TAG == tag && fixed & TAG == tag;
+                    taken += number(cap) + number(fixed);
+                    negative |= number(fixed) < 0;
+                }
+            });
+            if warp::all(ready) {
+                break;
+            }
+        }
+        if warp::any(negative) {
+            // In order, as in the last block of the other launch.
+            let mut i = 0;
+            while i < block {
+                let [cap, fixed] = slot(slots, i);
+                // Its own `fixed` is taken off already.
+                let left = room + claim.fixed - number(fixed);
+                room -= number(fixed) + grant(number(cap) as u32, left) as i64;
+                i += 1;
+            }
+        } else {
+            let mut mask = 16;
+            while mask > 0 {
+                taken += warp::shuffle_xor(taken, mask);
+                mask /= 2;
+            }
+            room -= taken;
+        }
+
+        let granted = grant(wish.cap, room);
+        if claim.written && lane == 0 {
+            s.seq_lens_this_time.store(b, claim.base + granted as i32);
+        }
+        let text = if wish.from & 1 == 1 { s.input_ids } else { s.pre_ids };
+        let to = b * s.draft_tokens_stride as usize + claim.base.max(0) as usize;
+        let mut d = lane;
+        while d < granted {
+            s.draft_tokens.store(to + d as usize, text.load(((wish.from >> 1) + d as u64) as usize));
+            d += 32;
+        }
+    }
+}
