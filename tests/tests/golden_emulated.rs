@@ -45,12 +45,12 @@ fn drafts_chunks_and_company_change_nothing() {
 fn the_streamed_step_gives_the_bits_of_the_launches() {
     for (i, case) in golden_cases().into_iter().enumerate() {
         let checkpoint = Checkpoint::open(&case.dir).unwrap();
-        // Over a page's end, and for 16 rows over several tiles of attention.
-        let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(70).collect();
-        for rows in [1, 7, 16] {
+        // Over a page's end, over a split's end, and for 16 rows over several tiles of attention.
+        for (length, rows) in [(70, 1), (70, 7), (70, 16), (264, 1), (264, 16)] {
+            let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(length).collect();
             let device = host::device::Device::emulator(i as u64 * 100);
             let [streamed, launched] = streamed_and_launched(&device, &checkpoint, &tokens, rows);
-            assert_eq!(streamed, launched, "{} with {rows} rows", case.name);
+            assert_eq!(streamed, launched, "{} with {rows} rows of {length}", case.name);
         }
     }
 }

@@ -117,7 +117,8 @@ impl Consumer<'_> {
                 }
                 tile += 1;
                 if tile == tiles {
-                    // Every warp has seen every chunk arrive before it gives it back: a lane a chunk.
+                    // Every warp has seen every chunk arrive before it gives it back: a lane a chunk. The copy engine writes here next.
+                    bulk::fence_proxy_async();
                     warp::sync_warp();
                     if lane < 2 * pages {
                         let chunk = ring.ahead(lane);
@@ -212,8 +213,6 @@ impl Consumer<'_> {
                 }
                 i += WARPS;
             }
-            // The copy engine writes here next.
-            bulk::fence_proxy_async();
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What the consumers do with the chunks: products and their epilogues, and the meetings between them.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, bf16, math, mma, shared, thread, warp};
+use cuda_std::{Global, bf16, bulk, math, mma, shared, thread, warp};
 
 use super::ring::{PATIENCE, Ring};
 use super::{ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, SCRATCH, STRIPS, StreamStep, WARPS, Walk};
@@ -29,6 +29,19 @@ pub struct Consumer<'a> {
 #[inline(always)]
 pub fn sync() {
     thread::sync_named(1, WARPS * 32);
+}
+
+/// Gives a chunk back, for the whole warp, by the lanes that are told to. The copy engine must not overwrite what is still being read: without the fence
+/// it did.
+#[inline(always)]
+unsafe fn release(chunk: &Ring, arrives: bool) {
+    unsafe {
+        bulk::fence_proxy_async();
+        warp::sync_warp();
+        if arrives {
+            chunk.empty().arrive();
+        }
+    }
 }
 
 /// Where a partial sum lies among a warp's `[row][feature]`: such that neither the stores of a tensor core's layout nor the loads of whole rows meet a
@@ -165,18 +178,24 @@ impl<'a> Consumer<'a> {
             let (strips, k) = self.p.shape(matrix);
             let (x, norm) = self.input(matrix);
             let first_feature = warp_id * SLICE + t * 8;
-            // This warp's slice of every row in turn `q`. Columns without a row compute the last row again, which nobody reads.
+            // This warp's slice of every row in turn `q`. Columns without a row compute the last row again, which nobody reads; beyond the end of a row
+            // the weights are zero, and any of its elements will do: a condition would make the compiler wait for the load where it ends.
             let fetch = |q: u32| {
                 let mut b = [[[0u32; 4]; 2]; TILES];
                 let feature = q * CHUNK_FEATURES + first_feature;
-                if feature < k {
-                    unroll!(T < TILES of 2; {
-                        let row = (T as u32 * 8 + g).min(self.count - 1);
-                        let x = x.at((row * k + feature) as usize);
-                        b[T] = [x.load16(0), x.load16(32)];
-                    });
-                }
+                let feature = if feature < k { feature } else { first_feature % k };
+                unroll!(T < TILES of 2; {
+                    let row = (T as u32 * 8 + g).min(self.count - 1);
+                    let x = x.at((row * k + feature) as usize);
+                    b[T] = [x.load16(0), x.load16(32)];
+                });
                 b
+            };
+            // A lane's part of a chunk.
+            let load = |ring: &Ring| {
+                ring.wait_full();
+                let from = shared::dynamic::<u32>(ring.offset() + warp_id * (SLICE * STRIP * 2) + lane * 16);
+                [from.load16(0), from.load16(128), from.load16(256), from.load16(384)]
             };
             let mut ring = self.ring;
             let mut first_strip = 0;
@@ -200,24 +219,36 @@ impl<'a> Consumer<'a> {
                         let q = turn + A as u32;
                         if q < pass.depth {
                             b[(A + AHEAD - 1) % AHEAD] = fetch(q + AHEAD as u32 - 1);
-                            unroll!(S < 8; {
-                                if (S as u32) < mine {
-                                    ring.wait_full();
-                                    let from = ring.offset() + warp_id * (SLICE * STRIP * 2) + lane * 16;
-                                    let from = shared::dynamic::<u32>(from);
+                            // Two chains of products at a time, of strips or of tiles: each waits for the one before it.
+                            unroll!(P < 4; {
+                                let strip = 2 * P;
+                                if TILES == 1 && strip as u32 + 1 < mine {
+                                    let next = ring.ahead(1);
+                                    let (low, high) = (load(&ring), load(&next));
+                                    release(if lane == 0 { &ring } else { &next }, lane < 2);
                                     unroll!(I < 4; {
-                                        let a = from.load16(I * 128);
                                         unroll!(T < TILES of 2; {
-                                            let b = b[A][T][I / 2];
-                                            acc[S][T] =
-                                                mma::m16n8k16_bf16(acc[S][T], a, [b[I % 2 * 2], b[I % 2 * 2 + 1]]);
+                                            let b = [b[A][T][I / 2][I % 2 * 2], b[A][T][I / 2][I % 2 * 2 + 1]];
+                                            acc[strip][T] = mma::m16n8k16_bf16(acc[strip][T], low[I], b);
+                                            acc[strip + 1][T] = mma::m16n8k16_bf16(acc[strip + 1][T], high[I], b);
                                         });
                                     });
-                                    warp::sync_warp();
-                                    if lane == 0 {
-                                        ring.empty().arrive();
-                                    }
-                                    ring = ring.ahead(1);
+                                    ring = ring.ahead(2);
+                                } else {
+                                    unroll!(S < 2; {
+                                        if ((strip + S) as u32) < mine {
+                                            let a = load(&ring);
+                                            release(&ring, lane == 0);
+                                            unroll!(I < 4; {
+                                                unroll!(T < TILES of 2; {
+                                                    let b = [b[A][T][I / 2][I % 2 * 2], b[A][T][I / 2][I % 2 * 2 + 1]];
+                                                    let sum = &mut acc[strip + S][T];
+                                                    *sum = mma::m16n8k16_bf16(*sum, a[I], b);
+                                                });
+                                            });
+                                            ring = ring.ahead(1);
+                                        }
+                                    });
                                 }
                             });
                         }

@@ -119,16 +119,6 @@ pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
                     return Ok(Some(format!("a logit is {strange}")));
                 }
                 let differ = found.iter().zip(&expected).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-                let count = |a: &[f32], b: &[f32]| a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-                for i in 0..4 {
-                    plan()?;
-                    forward.enqueue_decode(rows, context)?;
-                    let s = logits()?;
-                    plan()?;
-                    forward.enqueue(rows, context, LogitRows::From(0))?;
-                    let l = logits()?;
-                    eprintln!("rows {rows} {i}: stream-first {} launch-first {} stream-launch {}", count(&s, &found), count(&l, &expected), count(&s, &l));
-                }
                 Ok((differ > 0).then(|| format!("{differ} of {} logits, bit for bit", found.len())))
             };
             let kv = u64::from(context) * config.kv_bytes_per_token(2) as u64;
