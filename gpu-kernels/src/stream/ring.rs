@@ -106,10 +106,17 @@ impl Items {
     }
 }
 
+/// Copies under way at a time. The copy engine serves them side by side: with as many as the ring has stages, the last chunk before a boundary would
+/// arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge. Two saturate an H100's memory.
+const UNDER_WAY: u32 = 2;
+
 /// Waits for room and starts the next chunk's copy.
 #[inline(always)]
 unsafe fn fill(ring: &mut Ring, from: Global<u8>) {
     unsafe {
+        // The producer's parity is that of the turn before; a fresh barrier has that turn behind it.
+        let earlier = ring.ahead(STAGES - UNDER_WAY);
+        wait(earlier.full(), earlier.parity);
         wait(ring.empty(), ring.parity);
         ring.full().arrive_expect_tx(CHUNK_BYTES);
         bulk::copy_to_shared(shared::dynamic(ring.offset()), from, CHUNK_BYTES, ring.full());
