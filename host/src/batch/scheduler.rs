@@ -20,9 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
 use super::pages::{Content, NOTHING, Pages, Put};
-use super::plan::{
-    HostPage, Page, PageCopy, Plan, SequenceId, Slot, Started, SwapIn, SwapOut, TableEntry, Work,
-};
+use super::plan::{HostPage, Page, PageCopy, Plan, SequenceId, Slot, Started, SwapIn, SwapOut, TableEntry, Work};
 
 /// What the scheduler may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -189,6 +187,11 @@ impl Scheduler {
         self.pages.count() - self.pages.available()
     }
 
+    /// Pages of the host tier that nothing is saved in.
+    pub fn free_host_pages(&self) -> usize {
+        self.host.len()
+    }
+
     /// How it went so far.
     pub fn counts(&self) -> Counts {
         self.counts
@@ -230,7 +233,6 @@ impl Scheduler {
         for page in step.sources {
             self.pages.release(page);
         }
-        self.host.extend(step.host_sources);
         plan.work = step.work.iter().map(|(_, work)| *work).collect();
         self.work = step.work;
         self.counts.steps += 1;
@@ -363,7 +365,8 @@ impl Scheduler {
         if total - shared + pinned + self.running.len() > spare {
             return false;
         }
-        let (Some(Waiting { mut known, saved }), Some(slot)) = (self.waiting.remove(&id), self.slots.pop_first()) else {
+        let (Some(Waiting { mut known, saved }), Some(slot)) = (self.waiting.remove(&id), self.slots.pop_first())
+        else {
             return false;
         };
         let before = known.computed;
@@ -392,7 +395,8 @@ impl Scheduler {
             pages.push(page);
         }
         self.counts.shared_tokens += (known.computed - before) as u64;
-        step.host_sources.extend(saved);
+        // Free at once: nothing is saved in a step that takes up sequences.
+        self.host.extend(saved);
         plan.started.push(Started { slot, sequence: id });
         let entry = |(index, &page): (usize, &Page)| TableEntry { slot, index: index as u32, page };
         plan.tables.extend(pages.iter().enumerate().map(entry));
@@ -492,9 +496,8 @@ struct Step {
     rows_left: u32,
     preempted: bool,
     work: Vec<(SequenceId, Work)>,
-    /// Sources of copies and of pages that come back: not to be used for anything else in this step.
+    /// Sources of copies: not to be used for anything else in this step.
     sources: Vec<Page>,
-    host_sources: Vec<HostPage>,
 }
 
 impl Step {

@@ -80,8 +80,7 @@ impl KvPages {
     pub(super) fn write(&mut self, layer: usize, table: &[u32], position: usize, key: &[f32], value: &[f32]) {
         let layer = &mut self.layers[layer];
         let (page, token) = (table[position / layer.page_tokens] as usize, position % layer.page_tokens);
-        for (head, (key, value)) in
-            key.chunks_exact(layer.head_dim).zip(value.chunks_exact(layer.head_dim)).enumerate()
+        for (head, (key, value)) in key.chunks_exact(layer.head_dim).zip(value.chunks_exact(layer.head_dim)).enumerate()
         {
             let at = layer.at(page, head) + token * layer.head_dim;
             layer.keys[at..][..layer.head_dim].copy_from_slice(key);
