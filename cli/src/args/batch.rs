@@ -121,7 +121,9 @@ fn shard(text: &str) -> Result<Shard, String> {
     let numbers = text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
     match numbers {
         Some((index, count)) if index < count => Ok(Shard { index, count }),
-        Some((_, count)) => Err(format!("the first number must be less than the second; shares count from 0 to {count} - 1")),
+        Some((_, count)) => {
+            Err(format!("the first number must be less than the second; shares count from 0 to {count} - 1"))
+        }
         None => Err("it must be two numbers, as in 0/4".into()),
     }
 }

@@ -86,7 +86,11 @@ impl Lines {
 
 /// What is said where `path` cannot be read.
 pub fn cannot_read(path: &Path) -> String {
-    if path.as_os_str() == "-" { "cannot read standard input".into() } else { format!("cannot read {}", path.display()) }
+    if path.as_os_str() == "-" {
+        "cannot read standard input".into()
+    } else {
+        format!("cannot read {}", path.display())
+    }
 }
 
 /// How a file is packed.

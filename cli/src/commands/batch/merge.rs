@@ -10,9 +10,9 @@ use super::identity::Identity;
 use super::input::{Lines, Packing, cannot_read};
 use super::output::Packer;
 use super::result::Written;
+use crate::Ending;
 use crate::output::note;
 use crate::resolve::batch::Merge;
-use crate::Ending;
 
 /// A result in the spill file.
 struct Entry {
@@ -99,11 +99,9 @@ fn check(requests: &Path, entries: &[Entry]) -> anyhow::Result<()> {
         let identity = Identity::of(line.number, line.bytes.as_deref().unwrap_or_default());
         match entries.next_if(|entry| entry.line <= identity.line) {
             Some(entry) if entry == identity => {}
-            Some(entry) => bail!(
-                "the results are not of {}: line {} differs",
-                requests.display(),
-                entry.line.min(identity.line)
-            ),
+            Some(entry) => {
+                bail!("the results are not of {}: line {} differs", requests.display(), entry.line.min(identity.line))
+            }
             None => {
                 missing += 1;
                 first = first.or(Some(identity.line));

@@ -204,7 +204,10 @@ impl Ahead {
                         true => Item::Done,
                         false => {
                             let most = input::LONGEST >> 20;
-                            Item::Refused(name, Refusal::new("line_too_long", format!("the line is longer than {most} MiB")))
+                            Item::Refused(
+                                name,
+                                Refusal::new("line_too_long", format!("the line is longer than {most} MiB")),
+                            )
                         }
                     }
                 }

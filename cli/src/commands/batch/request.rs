@@ -98,8 +98,8 @@ impl Reader {
             let at = error.valid_up_to();
             Refusal::new("invalid_utf8", format!("the line is not UTF-8 text (byte {at}, counted from 0)"))
         })?;
-        let line: Value =
-            serde_json::from_str(text).map_err(|e| Refusal::new("invalid_json", format!("the line is not JSON: {e}")))?;
+        let line: Value = serde_json::from_str(text)
+            .map_err(|e| Refusal::new("invalid_json", format!("the line is not JSON: {e}")))?;
         let Value::Object(mut line) = line else {
             return Err(Refusal::new("invalid_json", "the line is not a JSON object"));
         };
@@ -183,7 +183,9 @@ impl Reader {
 
     fn prompt(&self, fields: &Fields) -> Result<(Form, Vec<u32>), Refusal> {
         let encode = |text: &str| {
-            self.tokenizer.encode(text).map_err(|error| Refusal::invalid(format!("the prompt does not encode: {error}")))
+            self.tokenizer
+                .encode(text)
+                .map_err(|error| Refusal::invalid(format!("the prompt does not encode: {error}")))
         };
         match (fields.get("messages"), fields.get("prompt")) {
             (Some(_), Some(_)) => Err(Refusal::invalid("give `messages` or `prompt`, not both")),
@@ -192,7 +194,8 @@ impl Reader {
             (None, Some(Value::Array(ids))) => match ids.as_slice() {
                 [Value::String(text)] => Ok((Form::Completion, encode(text)?)),
                 _ => {
-                    let ids: Option<Vec<u32>> = ids.iter().map(|id| id.as_u64().and_then(|i| i.try_into().ok())).collect();
+                    let ids: Option<Vec<u32>> =
+                        ids.iter().map(|id| id.as_u64().and_then(|i| i.try_into().ok())).collect();
                     ids.map(|ids| (Form::Completion, ids))
                         .ok_or_else(|| Refusal::invalid("`prompt` must be one text, or the ids of its tokens"))
                 }
@@ -200,14 +203,20 @@ impl Reader {
             (None, Some(_)) => Err(Refusal::invalid("`prompt` must be one text, or the ids of its tokens")),
             (Some(messages), None) => {
                 let messages = messages.as_array().filter(|messages| !messages.is_empty());
-                let messages = messages.ok_or_else(|| Refusal::invalid("`messages` must be an array with a message or more"))?;
+                let messages =
+                    messages.ok_or_else(|| Refusal::invalid("`messages` must be an array with a message or more"))?;
                 let messages = messages.iter().map(message).collect::<Result<Vec<_>, _>>()?;
                 let think = match fields.get("chat_template_kwargs").and_then(|kwargs| kwargs.get("enable_thinking")) {
                     None => self.defaults.think,
-                    Some(think) => think.as_bool().ok_or_else(|| Refusal::invalid("`enable_thinking` must be true or false"))?,
+                    Some(think) => {
+                        think.as_bool().ok_or_else(|| Refusal::invalid("`enable_thinking` must be true or false"))?
+                    }
                 };
                 let template = self.template.as_ref().ok_or_else(|| {
-                    Refusal::new("unsupported", "the model has no chat template, so `messages` have no meaning; use `prompt`")
+                    Refusal::new(
+                        "unsupported",
+                        "the model has no chat template, so `messages` have no meaning; use `prompt`",
+                    )
                 })?;
                 let text = template.render(&messages, think, true).map_err(|e| Refusal::invalid(e.to_string()))?;
                 Ok((Form::Chat, encode(&text)?))
@@ -232,7 +241,11 @@ fn check_envelope(line: &Map<String, Value>, body: &Map<String, Value>) -> Resul
             ));
         }
     };
-    if body.contains_key(needed) { Ok(()) } else { Err(Refusal::invalid(format!("`body` must have `{needed}` for this `url`"))) }
+    if body.contains_key(needed) {
+        Ok(())
+    } else {
+        Err(Refusal::invalid(format!("`body` must have `{needed}` for this `url`")))
+    }
 }
 
 fn message(message: &Value) -> Result<Message, Refusal> {
@@ -279,7 +292,9 @@ fn logprobs(fields: &Fields, form: Form) -> Result<Option<u32>, Refusal> {
         }
     };
     match top {
-        Some(top) if top > MOST => Err(Refusal::invalid(format!("at most {MOST} likeliest tokens can be asked for, not {top}"))),
+        Some(top) if top > MOST => {
+            Err(Refusal::invalid(format!("at most {MOST} likeliest tokens can be asked for, not {top}")))
+        }
         top => Ok(top.map(|top| top as u32)),
     }
 }
@@ -298,7 +313,10 @@ impl Fields {
 
     fn number(&self, name: &str) -> Result<Option<f32>, Refusal> {
         let number = |value: &Value| {
-            value.as_f64().map(|n| n as f32).ok_or_else(|| Refusal::invalid(format!("`{name}` must be a number, and is {value}")))
+            value
+                .as_f64()
+                .map(|n| n as f32)
+                .ok_or_else(|| Refusal::invalid(format!("`{name}` must be a number, and is {value}")))
         };
         self.get(name).map(number).transpose()
     }
@@ -325,6 +343,8 @@ impl Fields {
             Some(Value::Array(texts)) => texts.iter().map(text).collect(),
             Some(value) => text(value).map(|text| vec![text]),
         };
-        texts.map(Some).ok_or_else(|| Refusal::invalid("`stop` must be a text or an array of texts, none of them empty"))
+        texts
+            .map(Some)
+            .ok_or_else(|| Refusal::invalid("`stop` must be a text or an array of texts, none of them empty"))
     }
 }

@@ -106,9 +106,7 @@ impl Writer {
         if answer.logprobs.is_empty() {
             return Value::Null;
         }
-        let one = |token: u32, logprob: f32| {
-            json!({"token": self.text(token), "logprob": finite(logprob), "bytes": self.tokenizer.token_bytes(token)})
-        };
+        let one = |token: u32, logprob: f32| json!({"token": self.text(token), "logprob": finite(logprob), "bytes": self.tokenizer.token_bytes(token)});
         let each = |(&token, logprobs): (&u32, &Logprobs)| {
             let mut entry = one(token, logprobs.chosen);
             entry["top_logprobs"] = logprobs.top.iter().map(|&(token, logprob)| one(token, logprob)).collect();
@@ -128,7 +126,12 @@ impl Writer {
             Some(here)
         };
         let top = |logprobs: &Logprobs| -> Value {
-            logprobs.top.iter().map(|&(token, logprob)| (self.text(token), finite(logprob))).collect::<serde_json::Map<_, _>>().into()
+            logprobs
+                .top
+                .iter()
+                .map(|&(token, logprob)| (self.text(token), finite(logprob)))
+                .collect::<serde_json::Map<_, _>>()
+                .into()
         };
         json!({
             "text_offset": texts.iter().scan(0, offset).collect::<Vec<_>>(),
