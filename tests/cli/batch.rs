@@ -501,7 +501,7 @@ fn preemption_changes_no_answer() {
     let (expected, summary) = run("roomy.jsonl", &[]);
     assert_eq!((&summary["preempted_to_host"], &summary["preempted_to_compute_again"]), (&json!(0), &json!(0)));
     // Five pages of 64 tokens, and each request will want two.
-    let tight = ["--cache-tokens", "320"];
+    let tight = ["--cache-tokens", "320", "--draft", "none"];
     let (found, summary) = run("kept.jsonl", &tight);
     assert_eq!(found, expected);
     assert!(summary["preempted_to_host"].as_u64().unwrap() > 0, "{summary}");
