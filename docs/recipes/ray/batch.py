@@ -10,6 +10,7 @@ whose node is lost is started again elsewhere and goes on where it was, and so d
 
 import argparse
 import subprocess
+import sys
 from pathlib import Path
 
 import ray
@@ -32,15 +33,18 @@ def main() -> None:
     parser.add_argument("--gpus", type=float, default=0, help="cards of each task (0)")
     parser.add_argument("--cpus", type=float, default=1, help="cores of each task (1)")
     parser.add_argument("--program", default="warpdraft", help="the warpdraft binary")
-    parser.add_argument("more", nargs="*", help="for warpdraft batch")
-    args = parser.parse_args()
+    own, more = sys.argv[1:], []
+    if "--" in own:
+        cut = own.index("--")
+        own, more = own[:cut], own[cut + 1 :]
+    args = parser.parse_args(own)
 
     ray.init()
     requests, results = str(args.requests.resolve()), str(args.results.resolve())
     # A share that fails, for whatever reason, is tried again: it costs only what is not done yet.
     task = ray.remote(num_cpus=args.cpus, num_gpus=args.gpus, max_retries=3, retry_exceptions=True)(answer)
     parts = [
-        task.remote(args.program, requests, f"{results}.part-{share}.jsonl", share, args.shares, args.more)
+        task.remote(args.program, requests, f"{results}.part-{share}.jsonl", share, args.shares, more)
         for share in range(args.shares)
     ]
     merge = [args.program, "batch", "merge", *ray.get(parts), "-o", results, "--requests", requests]

@@ -247,7 +247,7 @@ impl Scheduler {
         let ids: Vec<SequenceId> = self.running.keys().copied().collect();
         for id in ids {
             // Preempted for one before it, or still reading its prompt.
-            if !self.running.get(&id).is_some_and(|r| r.known.left() == 1) {
+            if self.running.get(&id).is_none_or(|r| r.known.left() > 1) {
                 continue;
             }
             while !self.cover(id, 1, plan) {
@@ -456,14 +456,15 @@ impl Scheduler {
     fn index(&mut self, id: SequenceId) {
         let Some(Running { known, slot, pages, contents }) = self.running.get_mut(&id) else { return };
         let size = self.limits.page_tokens;
-        for index in contents.len()..known.computed / size {
+        let full = pages.iter_mut().enumerate().take(known.computed / size).skip(contents.len());
+        for (index, own) in full {
             let before = contents.last().copied().unwrap_or(NOTHING);
-            match self.pages.index(pages[index], before, &known.tokens[index * size..][..size]) {
+            match self.pages.index(*own, before, &known.tokens[index * size..][..size]) {
                 Put::New(content) => contents.push(content),
                 Put::Same(page, content) => {
                     self.pages.share(page);
-                    self.pages.release(pages[index]);
-                    pages[index] = page;
+                    self.pages.release(*own);
+                    *own = page;
                     self.tables.push(TableEntry { slot: *slot, index: index as u32, page });
                     contents.push(content);
                 }

@@ -72,8 +72,8 @@ proptest! {
                 let from = done[s];
                 let to = tokens.len().min(from + chunk + s);
                 done[s] = to;
-                for position in from..to {
-                    rows.push(Row { token: tokens[position], position, pages: &tables[s], logits: true });
+                for (position, &token) in tokens.iter().enumerate().take(to).skip(from) {
+                    rows.push(Row { token, position, pages: &tables[s], logits: true });
                     owners.push(s);
                 }
             }

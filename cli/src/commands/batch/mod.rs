@@ -9,7 +9,6 @@ mod request;
 mod result;
 
 use std::collections::{BTreeMap, HashMap};
-use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
 use std::time::Duration;
@@ -76,7 +75,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     };
     let writer = Writer { model, fingerprint, tokenizer: checkpoint.tokenizer.clone() };
     let reader = Reader::new(&checkpoint, defaults);
-    let mut batch = load_batch(checkpoint, load, options, report)?;
+    let mut batch = loading::load_batch(checkpoint, load, options, report)?;
 
     let (send, receive) = sync_channel(AHEAD);
     let stop_at = to.display().to_string();
@@ -121,21 +120,6 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
 /// A hash of what shapes answers.
 fn fingerprint(settings: &str) -> String {
     format!("fp_{:016x}", xxh3_64(settings.as_bytes()))
-}
-
-fn load_batch(
-    checkpoint: model::Checkpoint,
-    load: host::LoadOptions,
-    options: host::batch::BatchOptions,
-    report: crate::resolve::Report,
-) -> Result<Batch, host::Error> {
-    let progress = Progress::new("loading", report.is_told());
-    let interrupt = Deferred::new();
-    let batch = Batch::load(checkpoint, load, options, &mut |done, total| {
-        progress.bytes(done, total);
-        if interrupt.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    })?;
-    if interrupt.asked() { Err(host::Error::Interrupted) } else { Ok(batch) }
 }
 
 /// Results that go where requests come from would be read as requests.
