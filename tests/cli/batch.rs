@@ -239,6 +239,19 @@ fn files_and_pipes_may_be_packed() {
 }
 
 #[test]
+fn a_packed_input_that_is_cut_short_is_said() {
+    let folder = Folder::with("");
+    let packed = zstd::stream::encode_all(short(400).as_bytes(), 3).unwrap();
+    std::fs::write(folder.path("requests.jsonl"), &packed[..packed.len() - 20]).unwrap();
+    folder.batch("results.jsonl", &[]).assert().code(1).stderr(predicate::str::contains("cannot read requests.jsonl"));
+    // What was answered by then is there, and once the input is whole the rest is done.
+    let done = folder.results("results.jsonl").len();
+    std::fs::write(folder.path("requests.jsonl"), packed).unwrap();
+    let summary = json_of(&mut folder.batch("results.jsonl", &["--json", "--max-tokens", "256"]));
+    assert_eq!(summary["requests"], json!({"answered": 400 - done, "refused": 0, "done_before": done}));
+}
+
+#[test]
 fn shards_are_a_partition_and_merge_to_the_whole() {
     let folder = Folder::with(&(short(20) + "broken\n" + r#"{"prompt": "x", "max_tokens": 2}"#));
     folder.batch("whole.jsonl", &["--ordered"]).assert().success();
@@ -379,6 +392,7 @@ fn killed_at_a_hundred_moments_it_loses_doubles_and_tears_nothing() {
     for (name, more) in ways {
         finish(&folder, name, more, &expected);
     }
+    println!("{halfway} of {kills} kills were halfway, {} runs came to their end", again.iter().sum::<u64>());
     assert!(halfway > 20, "only {halfway} kills were halfway");
 }
 
