@@ -504,6 +504,22 @@ fn a_million_lines_take_bounded_memory() {
 }
 
 #[test]
+fn several_devices_share_the_requests() {
+    let folder = Folder::with(&(short(60) + "broken\n"));
+    folder.batch("one.jsonl", &["--ordered"]).assert().success();
+    let two = ["--ordered", "--devices", "cpu,cpu", "--sequences", "3", "--json"];
+    let summary = json_of(&mut folder.batch("two.jsonl", &two));
+    assert_eq!(folder.read("two.jsonl"), folder.read("one.jsonl"));
+    assert_eq!(summary["requests"], json!({"answered": 60, "refused": 1, "done_before": 0}));
+    assert_eq!(summary["most_at_once"], 6, "each has its own: {summary}");
+    folder.batch("x.jsonl", &["--devices", "cpu,gpu"]).assert().code(2);
+    if host::device::cards().expect("the driver answers").is_empty() {
+        let run = folder.batch("x.jsonl", &["--devices", "all"]).assert().code(1);
+        run.stderr(predicate::str::contains("no CUDA card"));
+    }
+}
+
+#[test]
 fn preemption_changes_no_answer() {
     let request =
         |i| json!({"prompt": format!("fn number_{i}"), "max_tokens": 100, "temperature": 0, "ignore_eos": true});

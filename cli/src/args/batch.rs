@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Subcommand, ValueHint};
+use host::DeviceChoice;
 use host::batch::BatchOptions;
 
 use super::{AnswerArgs, DeviceArgs, DraftArgs, ModelArgs, ReportArgs, at_least_one};
@@ -13,6 +14,7 @@ Examples:
   warpdraft batch requests.jsonl -o results.jsonl --model Qwen/Qwen3-8B
   warpdraft batch requests.jsonl.zst -o results.jsonl.zst --ordered --json > metrics.json
   zcat requests.jsonl.gz | warpdraft batch - -o - --quiet | jq .response.body.choices[0]
+  warpdraft batch requests.jsonl -o results.jsonl --devices all
   warpdraft batch requests.jsonl -o part-2.jsonl --shard 2/8         the third of eight shares
   warpdraft batch merge part-*.jsonl -o results.jsonl
 
@@ -53,6 +55,9 @@ pub struct BatchArgs {
     pub model: ModelArgs,
     #[command(flatten)]
     pub device: DeviceArgs,
+    /// Several devices, each with requests of its own: `all` (every CUDA card), or a list such as cuda:0,cuda:1
+    #[arg(long, value_name = "DEVICES", value_parser = devices, help_heading = "Device")]
+    pub devices: Option<Devices>,
     #[command(flatten)]
     pub answer: AnswerArgs,
     #[command(flatten)]
@@ -115,6 +120,22 @@ pub struct Shard {
     pub index: u64,
     /// Of how many.
     pub count: u64,
+}
+
+/// Which devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Devices {
+    /// Every CUDA card.
+    All,
+    /// These.
+    These(Vec<DeviceChoice>),
+}
+
+fn devices(text: &str) -> Result<Devices, String> {
+    match text {
+        "all" => Ok(Devices::All),
+        list => list.split(',').map(str::parse).collect::<Result<_, _>>().map(Devices::These),
+    }
 }
 
 fn shard(text: &str) -> Result<Shard, String> {

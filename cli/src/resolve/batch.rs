@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 
-use host::LoadOptions;
+use anyhow::bail;
 use host::batch::BatchOptions;
+use host::{DeviceChoice, LoadOptions};
 use model::{GenerationConfig, Source};
 
 use super::{Answer, CHAT_TOKENS, Detail, GENERATE_TOKENS, Report, answer, load, report, source, usage};
-use crate::args::batch::{BatchArgs, BatchCommand, MergeArgs, Shard};
+use crate::args::batch::{BatchArgs, BatchCommand, Devices, MergeArgs, Shard};
 
 /// What `batch` does.
 #[derive(Debug)]
@@ -31,9 +32,9 @@ pub struct Run {
     pub shard: Option<Shard>,
     /// The model.
     pub source: Source,
-    /// Where it runs.
-    pub load: LoadOptions,
-    /// What it may use.
+    /// Where it runs: once or more.
+    pub loads: Vec<LoadOptions>,
+    /// What it may use, on each.
     pub options: BatchOptions,
     /// What requests leave open.
     pub defaults: Defaults,
@@ -52,6 +53,15 @@ pub struct Defaults {
     pub chat_tokens: usize,
     /// Whether the model thinks before it answers messages.
     pub think: bool,
+}
+
+/// Every card.
+fn cards() -> anyhow::Result<Vec<DeviceChoice>> {
+    let cards = host::device::cards()?;
+    if cards.is_empty() {
+        bail!("--devices all: no CUDA card was found; use --device cpu, or mend the driver");
+    }
+    Ok(cards.iter().map(|card| DeviceChoice::Cuda(card.ordinal)).collect())
 }
 
 impl Defaults {
@@ -92,6 +102,13 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
     if args.report.json && output.as_os_str() == "-" {
         return Err(usage("--json prints on standard output, and so does --output -; send the results to a file"));
     }
+    let one = load(&args.device);
+    let devices = match args.devices {
+        None => vec![one.device],
+        Some(Devices::These(devices)) => devices,
+        Some(Devices::All) => cards()?,
+    };
+    let loads = devices.into_iter().map(|device| LoadOptions { device, ..one }).collect();
     let most = args.answer.max_tokens;
     // Equal runs give equal results: no random seed.
     let seed = args.answer.seed.unwrap_or(0);
@@ -112,7 +129,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
         ordered: args.ordered,
         shard: args.shard,
         source: source(&args.model.model, &args.model)?,
-        load: load(&args.device),
+        loads,
         options,
         defaults: Defaults {
             answer,

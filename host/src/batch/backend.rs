@@ -70,7 +70,7 @@ impl Logprobs {
 /// are, nor on whether they were away.
 ///
 /// The device's side of a slot is a row of the page tables, the sequence's tokens, and its settings. A step with drafts asks the n-gram
-/// operator for them on the device, with [`Plan::draft_threshold`] as its threshold and [`Work::most_drafts`](super::Work) as each
+/// operator for them on the device, with [`Plan::draft_threshold`] as its threshold and [`Work::most_drafts`](super::plan::Work) as each
 /// sequence's bound, so nothing of a sequence's history need come to the host before the step's outcome does.
 pub trait BatchBackend: Send {
     /// What it runs on, for a person.

@@ -116,14 +116,41 @@ pub struct Metrics {
     pub choices: u64,
     /// Sequences running now.
     pub running: usize,
-    /// Share of the cache in use now, 0 to 1.
-    pub cache_use: f64,
+    /// Pages of the cache in use now.
+    pub pages_in_use: usize,
     /// Pages of the cache; 0 where one sequence runs at a time.
     pub pages: u32,
     /// What the scheduler counted.
     pub counts: Counts,
     /// In steps.
     pub busy: Duration,
+}
+
+impl Metrics {
+    /// These and those of another device.
+    pub fn and(self, other: Self) -> Self {
+        let (a, b) = (self.counts, other.counts);
+        Self {
+            prompt_tokens: self.prompt_tokens + other.prompt_tokens,
+            generated_tokens: self.generated_tokens + other.generated_tokens,
+            drafted: self.drafted + other.drafted,
+            accepted: self.accepted + other.accepted,
+            choices: self.choices + other.choices,
+            running: self.running + other.running,
+            pages_in_use: self.pages_in_use + other.pages_in_use,
+            pages: self.pages + other.pages,
+            counts: Counts {
+                steps: a.steps + b.steps,
+                rows: a.rows + b.rows,
+                shared_tokens: a.shared_tokens + b.shared_tokens,
+                swapped: a.swapped + b.swapped,
+                dropped: a.dropped + b.dropped,
+                most_running: a.most_running + b.most_running,
+                most_pages: a.most_pages + b.most_pages,
+            },
+            busy: self.busy + other.busy,
+        }
+    }
 }
 
 /// Runs jobs on a device.
@@ -235,7 +262,7 @@ impl Batch {
         if let How::Together(together) = &self.how {
             metrics.counts = together.scheduler.counts();
             metrics.running = together.scheduler.running();
-            metrics.cache_use = together.scheduler.pages_in_use() as f64 / f64::from(metrics.pages.max(1));
+            metrics.pages_in_use = together.scheduler.pages_in_use();
         }
         metrics
     }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use host::batch::Batch;
+use host::batch::Metrics;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
@@ -28,7 +28,7 @@ impl Tally {
 }
 
 /// The bar, and the clock.
-pub struct Metrics {
+pub struct Bar {
     bar: ProgressBar,
     start: Instant,
     told: Instant,
@@ -41,7 +41,7 @@ pub struct Metrics {
 /// Between two looks at the bar.
 const PERIOD: Duration = Duration::from_millis(250);
 
-impl Metrics {
+impl Bar {
     /// From now on; `total` requests, if that is known.
     pub fn start(total: Option<u64>, shown: bool) -> Self {
         let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::hidden());
@@ -58,13 +58,14 @@ impl Metrics {
         Self { bar, start: Instant::now(), told: Instant::now(), tokens: (0, 0), before: 0 }
     }
 
-    /// Draws the bar, now and then.
-    pub fn show(&mut self, batch: &Batch, tally: Tally) {
+    /// Whether somebody is looking, and it was a while ago that there was something new.
+    pub fn is_due(&self) -> bool {
+        self.told.elapsed() >= PERIOD && !self.bar.is_hidden()
+    }
+
+    /// Draws the bar.
+    pub fn show(&mut self, metrics: &Metrics, tally: Tally) {
         let period = self.told.elapsed();
-        if period < PERIOD || self.bar.is_hidden() {
-            return;
-        }
-        let metrics = batch.metrics();
         let now = (metrics.counts.rows, metrics.generated_tokens);
         let rate = |now: u64, before: u64| (now - before) as f64 / period.as_secs_f64();
         // Every row is a token read: of a prompt, or the newest of an answer.
@@ -73,7 +74,7 @@ impl Metrics {
         let accepted = ratio(metrics.generated_tokens as f64, metrics.choices as f64);
         self.bar.set_message(format!(
             "{read:.0} in, {out:.0} out tok/s, cache {:.0} %, {accepted:.2} a step",
-            100.0 * metrics.cache_use
+            100.0 * ratio(metrics.pages_in_use as f64, metrics.pages.into())
         ));
         self.bar.set_position(tally.all());
         // What was done before took no time, and says nothing about what is left.
@@ -84,9 +85,8 @@ impl Metrics {
     }
 
     /// The end: no bar, and what there is to say.
-    pub fn end(self, batch: &Batch, tally: Tally) -> Summary {
+    pub fn end(self, metrics: &Metrics, tally: Tally) -> Summary {
         self.bar.finish_and_clear();
-        let metrics = batch.metrics();
         let seconds = self.start.elapsed().as_secs_f64();
         Summary {
             requests: Requests { answered: tally.answered, refused: tally.refused, done_before: tally.before },

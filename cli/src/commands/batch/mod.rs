@@ -1,5 +1,6 @@
 //! `warpdraft batch`: lines of requests in, lines of results out.
 
+mod ahead;
 mod identity;
 mod input;
 mod merge;
@@ -7,32 +8,51 @@ mod metrics;
 mod output;
 mod request;
 mod result;
+mod worker;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use host::batch::{Batch, Done, Job};
+use host::batch::Metrics;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::args::batch::Shard;
-use crate::commands::batch::identity::{Identity, Key};
+use crate::commands::batch::ahead::Ahead;
+use crate::commands::batch::identity::Key;
 use crate::commands::batch::input::{Lines, cannot_read};
-use crate::commands::batch::metrics::{Metrics, Tally};
+use crate::commands::batch::metrics::{Bar, Tally};
 use crate::commands::batch::output::Output;
-use crate::commands::batch::request::{Form, Reader, Refusal, Wanted};
-use crate::commands::batch::result::{Name, Writer, Written};
+use crate::commands::batch::request::Reader;
+use crate::commands::batch::result::{Writer, Written};
+use crate::commands::batch::worker::Worker;
 use crate::interrupt::Deferred;
 use crate::progress::Progress;
 use crate::resolve::batch::{Batch as Command, Run};
 use crate::{Ending, loading, output as printing};
 
-/// Requests understood ahead of the engine.
+/// Requests understood ahead of the devices, and results on their way to the output.
 const AHEAD: usize = 64;
 /// In order of the requests, finished results wait for slower ones before them: so many at most.
-const HELD: usize = 8192;
+const HELD: u64 = 8192;
+
+/// What reaches the thread that writes.
+enum Event {
+    /// An earlier run has done a request.
+    DoneBefore,
+    /// A request cannot be answered: its place among the requests, and the line of its result.
+    Refused(u64, String),
+    /// A request is answered: as above.
+    Answered(u64, String),
+    /// There are no more requests that can be read.
+    Unreadable(anyhow::Error),
+    /// A worker has ended: everything is answered, it was told to stop, or its device has failed.
+    Left(Option<host::Error>),
+}
 
 /// Runs the command.
 ///
@@ -46,13 +66,13 @@ pub fn run(command: Command) -> anyhow::Result<Ending> {
 }
 
 fn answer_all(command: Run) -> anyhow::Result<Ending> {
-    let Run { requests, output: to, ordered, shard, source, load, options, defaults, report } = command;
+    let Run { requests, output: to, ordered, shard, source, loads, options, defaults, report } = command;
     loading::start_log(report)?;
     refuse_same_file(&requests, &to)?;
     let lines = Lines::open(&requests)?;
     let checkpoint = loading::open(&source, false, report)?;
     let model = source.to_string();
-    let context = load.context_for(&checkpoint.config)?;
+    let context = loads[0].context_for(&checkpoint.config)?;
     let fingerprint = fingerprint(&format!("{model} {context} {}", defaults.shape(&checkpoint.generation)));
 
     // Before the model is loaded: what is wrong here should be known at once.
@@ -73,46 +93,66 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         true => count(&requests, shard)?,
         false => None,
     };
-    let writer = Writer { model, fingerprint, tokenizer: checkpoint.tokenizer.clone() };
+    let writer = Arc::new(Writer { model, fingerprint, tokenizer: checkpoint.tokenizer.clone() });
     let reader = Reader::new(&checkpoint, defaults);
-    let mut batch = loading::load_batch(checkpoint, load, options, report)?;
+    let load = |load| loading::load_batch(checkpoint.clone(), load, options, report);
+    let batches = loads.into_iter().map(load).collect::<Result<Vec<_>, _>>()?;
+    let devices = batches.iter().map(|batch| batch.device()).collect::<Vec<_>>().join(", ");
 
-    let (send, receive) = sync_channel(AHEAD);
-    let stop_at = to.display().to_string();
-    let from = requests.clone();
+    let (send_work, work) = sync_channel(AHEAD);
+    let (send, events) = sync_channel(AHEAD);
+    let (work, stop) = (Arc::new(Mutex::new(work)), Arc::new(AtomicBool::new(false)));
+    let mut progress = Vec::new();
+    let mut workers = Vec::new();
+    for batch in batches {
+        let metrics = Arc::new(Mutex::new(batch.metrics()));
+        progress.push(metrics.clone());
+        let (work, stop, events, writer) = (work.clone(), stop.clone(), send.clone(), writer.clone());
+        let worker = Worker { batch, work, events, writer, stop, metrics, asked: HashMap::new() };
+        workers.push(std::thread::spawn(move || worker.run()));
+    }
+    // If nobody takes requests any more, whoever sends them must know.
+    drop(work);
+    let written = Arc::new(AtomicU64::new(0));
+    let in_order = ordered.then(|| written.clone());
+    let (answered, from) = (to.display().to_string(), requests.clone());
+    let mut ahead = Ahead { lines, reader, done, shard, seen: HashMap::new(), answered, written: in_order };
     std::thread::spawn(move || {
-        let mut ahead = Ahead { lines, reader, done, shard, seen: HashMap::new(), answered: stop_at };
-        if let Err(error) = ahead.run(&send) {
-            // Nobody listens any more if the engine has stopped.
-            let _ = send.send(Err(error.context(cannot_read(&from))));
+        if let Err(error) = ahead.run(&send_work, &send) {
+            // Nobody listens any more if the run has ended.
+            let _ = send.send(Event::Unreadable(error.context(cannot_read(&from))));
         }
     });
 
     let mut run = Running {
-        batch: &mut batch,
-        receive,
+        events,
         output: &mut output,
-        writer,
         ordered,
-        number: 0,
-        next: 0,
+        written,
         held: BTreeMap::new(),
-        jobs: HashMap::new(),
+        stop,
+        workers: workers.len(),
+        progress,
         tally: Tally::default(),
-        progress: Metrics::start(total, report.is_told()),
+        bar: Bar::start(total, report.is_told()),
     };
     let ended = run.go_on();
-    let (tally, progress) = (run.tally, run.progress);
+    run.stop.store(true, Ordering::Relaxed);
+    let (metrics, tally, bar) = (run.metrics(), run.tally, run.bar);
+    if ended.is_ok() {
+        // They have ended; this waits until their devices are given back.
+        workers.into_iter().for_each(|worker| worker.join().unwrap_or_default());
+    }
     // Results that are there are written whatever happened.
     let written = output.finish();
-    let metrics = progress.end(&batch, tally);
+    let summary = bar.end(&metrics, tally);
     if report.is_told() {
-        metrics.summarise(&source.to_string(), &batch.device(), report);
+        summary.summarise(&source.to_string(), &devices, report);
     }
     let ending = ended?;
     written?;
     if report.json {
-        printing::print_json(&metrics, false)?;
+        printing::print_json(&summary, false)?;
     }
     Ok(ending)
 }
@@ -146,198 +186,65 @@ fn count(requests: &Path, shard: Option<Shard>) -> anyhow::Result<Option<u64>> {
     Ok(Some(count))
 }
 
-/// What the thread that reads has made of a line.
-enum Item {
-    Wanted(Name, Wanted),
-    Refused(Name, Refusal),
-    /// An earlier run has done it.
-    Done,
-}
-
-/// Reads ahead of the engine, in a thread of its own: lines, JSON, templates and tokens.
-struct Ahead {
-    lines: Lines,
-    reader: Reader,
-    /// Digests of the lines that the output has results for.
-    done: HashMap<u64, u64>,
-    shard: Option<Shard>,
-    /// Hashes of the `custom_id`s so far, with their lines.
-    seen: HashMap<u64, u64>,
-    /// The output's name.
-    answered: String,
-}
-
-impl Ahead {
-    /// Sends every line of the share; ends early if nobody listens.
-    fn run(&mut self, send: &SyncSender<anyhow::Result<Item>>) -> anyhow::Result<()> {
-        while let Some(line) = self.lines.next()? {
-            let item = match line.bytes {
-                Some(bytes) => {
-                    let key = Key::of(line.number, &bytes);
-                    if !key.is_in(self.shard) {
-                        continue;
-                    }
-                    self.item(Identity::of(line.number, &bytes), key, &bytes)?
-                }
-                None => {
-                    let name = Name { identity: Identity::of(line.number, b""), key: Key::Line(line.number) };
-                    if !name.key.is_in(self.shard) {
-                        continue;
-                    }
-                    match self.is_done(name.identity)? {
-                        true => Item::Done,
-                        false => {
-                            let most = input::LONGEST >> 20;
-                            Item::Refused(
-                                name,
-                                Refusal::new("line_too_long", format!("the line is longer than {most} MiB")),
-                            )
-                        }
-                    }
-                }
-            };
-            if send.send(Ok(item)).is_err() {
-                break;
-            }
-        }
-        Ok(())
-    }
-
-    fn item(&mut self, identity: Identity, key: Key, bytes: &[u8]) -> anyhow::Result<Item> {
-        let mut before = None;
-        if key.id().is_some() {
-            let first = *self.seen.entry(key.hash(0)).or_insert(identity.line);
-            before = (first != identity.line).then_some(first);
-        }
-        if self.is_done(identity)? {
-            return Ok(Item::Done);
-        }
-        let name = Name { identity, key };
-        if let Some(first) = before {
-            let message = format!("line {first} has the same `custom_id`");
-            return Ok(Item::Refused(name, Refusal::new("duplicate_custom_id", message)));
-        }
-        Ok(match self.reader.read(bytes, &name.key) {
-            Ok(wanted) => Item::Wanted(name, wanted),
-            Err(refusal) => Item::Refused(name, refusal),
-        })
-    }
-
-    fn is_done(&self, identity: Identity) -> anyhow::Result<bool> {
-        match self.done.get(&identity.line) {
-            None => Ok(false),
-            Some(digest) if *digest == identity.digest => Ok(true),
-            Some(_) => bail!(
-                "line {} is not the one that {} has a result for: the requests have changed; \
-                 give the same, or name another output",
-                identity.line,
-                self.answered
-            ),
-        }
-    }
-}
-
-/// The run, from the first request to the last result.
+/// The run, from the first request to the last result, as the thread that writes sees it.
 struct Running<'a> {
-    batch: &'a mut Batch,
-    receive: Receiver<anyhow::Result<Item>>,
+    events: Receiver<Event>,
     output: &'a mut Output,
-    writer: Writer,
     ordered: bool,
-    /// Requests taken so far; each is known by its place among them.
-    number: u64,
-    /// The next to be written, where order matters.
-    next: u64,
+    /// Where order matters: how many results were written, and those that wait for one before them.
+    written: Arc<AtomicU64>,
     held: BTreeMap<u64, String>,
-    jobs: HashMap<u64, Asked>,
+    stop: Arc<AtomicBool>,
+    /// How many are at work.
+    workers: usize,
+    progress: Vec<Arc<Mutex<Metrics>>>,
     tally: Tally,
-    progress: Metrics,
-}
-
-/// A request that is being answered.
-struct Asked {
-    name: Name,
-    form: Form,
-    seed: Option<u64>,
+    bar: Bar,
 }
 
 impl Running<'_> {
     fn go_on(&mut self) -> anyhow::Result<Ending> {
         let interrupt = Deferred::new();
-        let mut more = true;
-        loop {
-            if interrupt.asked() {
-                return Ok(Ending::Interrupted);
-            }
-            more = more && self.take_requests()?;
-            if self.batch.is_idle() {
-                if !more {
-                    break;
+        let mut failed = None;
+        while self.workers > 0 {
+            match self.events.recv_timeout(Duration::from_millis(20)) {
+                Ok(Event::DoneBefore) => self.tally.before += 1,
+                Ok(Event::Refused(number, line)) => {
+                    self.tally.refused += 1;
+                    self.write(number, line);
                 }
-            } else {
-                for done in self.batch.step(&mut || interrupt.asked())? {
-                    self.answer(done);
+                Ok(Event::Answered(number, line)) => {
+                    self.tally.answered += 1;
+                    self.write(number, line);
                 }
+                // What was read before is answered all the same.
+                Ok(Event::Unreadable(error)) => failed = failed.or(Some(error)),
+                Ok(Event::Left(error)) => {
+                    self.workers -= 1;
+                    failed = error.map(anyhow::Error::from).or(failed);
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => bail!("a worker was lost; this is a mistake in the program"),
             }
             self.output.write_due()?;
-            self.progress.show(self.batch, self.tally);
+            if self.bar.is_due() {
+                self.bar.show(&self.metrics(), self.tally);
+            }
+            if interrupt.asked() {
+                self.stop.store(true, Ordering::Relaxed);
+            }
         }
         self.output.flush()?;
-        Ok(Ending::Done)
-    }
-
-    /// Takes the requests that there is room for; waits a little for one if there is nothing else to do. False when there are no more.
-    fn take_requests(&mut self) -> anyhow::Result<bool> {
-        while self.batch.has_room() && self.held.len() < HELD {
-            let item = if self.batch.is_idle() {
-                match self.receive.recv_timeout(Duration::from_millis(50)) {
-                    Ok(item) => item?,
-                    Err(RecvTimeoutError::Timeout) => return Ok(true),
-                    Err(RecvTimeoutError::Disconnected) => return Ok(false),
-                }
-            } else {
-                match self.receive.try_recv() {
-                    Ok(item) => item?,
-                    Err(TryRecvError::Empty) => return Ok(true),
-                    Err(TryRecvError::Disconnected) => return Ok(false),
-                }
-            };
-            match item {
-                Item::Done => self.tally.before += 1,
-                Item::Refused(name, refusal) => self.refuse(&name, &refusal),
-                Item::Wanted(name, wanted) => self.submit(name, wanted),
-            }
-            // Many requests may be refused in a row.
-            self.output.write_due()?;
-            self.progress.show(self.batch, self.tally);
-        }
-        Ok(true)
-    }
-
-    fn submit(&mut self, name: Name, wanted: Wanted) {
-        let Wanted { request, logprobs, form } = wanted;
-        let seed = (request.sampling.temperature > 0.0).then_some(request.sampling.seed);
-        match self.batch.submit(Job { id: self.number, request, logprobs }) {
-            Ok(()) => {
-                self.jobs.insert(self.number, Asked { name, form, seed });
-                self.number += 1;
-            }
-            Err(error) => self.refuse(&name, &error.into()),
+        match failed {
+            Some(error) => Err(error),
+            None if interrupt.asked() => Ok(Ending::Interrupted),
+            None => Ok(Ending::Done),
         }
     }
 
-    fn refuse(&mut self, name: &Name, refusal: &Refusal) {
-        self.tally.refused += 1;
-        let number = self.number;
-        self.number += 1;
-        self.write(number, result::refusal(name, refusal));
-    }
-
-    fn answer(&mut self, done: Done) {
-        let Some(Asked { name, form, seed }) = self.jobs.remove(&done.id) else { return };
-        self.tally.answered += 1;
-        let line = self.writer.answer(&name, form, &done.answer, seed);
-        self.write(done.id, line);
+    fn metrics(&self) -> Metrics {
+        let all = self.progress.iter().map(|one| *one.lock().unwrap_or_else(PoisonError::into_inner));
+        all.fold(Metrics::default(), Metrics::and)
     }
 
     fn write(&mut self, number: u64, line: String) {
@@ -345,9 +252,11 @@ impl Running<'_> {
             return self.output.push(&line);
         }
         self.held.insert(number, line);
-        while let Some(line) = self.held.remove(&self.next) {
+        let mut next = self.written.load(Ordering::Relaxed);
+        while let Some(line) = self.held.remove(&next) {
             self.output.push(&line);
-            self.next += 1;
+            next += 1;
         }
+        self.written.store(next, Ordering::Relaxed);
     }
 }
