@@ -1,5 +1,6 @@
 //! The arguments as they are typed. Help, usage errors and shell completions all come from these definitions.
 
+pub mod batch;
 pub mod bench;
 
 use std::path::PathBuf;
@@ -30,6 +31,9 @@ pub enum Command {
     /// Show what a checkpoint holds and what it needs
     #[command(after_help = INSPECT_EXAMPLES)]
     Inspect(InspectArgs),
+    /// Answer a file of requests, many at once
+    #[command(after_help = batch::EXAMPLES)]
+    Batch(Box<batch::BatchArgs>),
     /// Measure the kernels beside the card's limits
     #[command(after_help = bench::EXAMPLES)]
     Bench(bench::BenchArgs),
@@ -42,6 +46,7 @@ const EXAMPLES: &str = "\
 Examples:
   warpdraft generate \"Once upon a time\"              the demo model, which comes with the program
   warpdraft chat --model Qwen/Qwen3-8B                a model from the Hugging Face hub
+  warpdraft batch requests.jsonl -o results.jsonl     a file of requests, many at once
   warpdraft inspect --model ./my-checkpoint           will it fit?";
 
 const GENERATE_EXAMPLES: &str = "\
@@ -192,7 +197,7 @@ pub struct DeviceArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Answer")]
 pub struct AnswerArgs {
-    /// Most tokens to generate [default: 256; chat: 2048]
+    /// Most tokens to generate [default: 256; chat, and messages in a batch: 2048]
     #[arg(long, short = 'n', value_name = "N", value_parser = at_least_one, allow_negative_numbers = true)]
     pub max_tokens: Option<usize>,
     /// Divides the logits; 0 is greedy [default: the checkpoint's]
@@ -213,7 +218,7 @@ pub struct AnswerArgs {
     /// Subtract this from the logit of every token in the answer; 0 is off
     #[arg(long, value_name = "X", default_value = "0", value_parser = presence_penalty, allow_negative_numbers = true)]
     pub presence_penalty: f32,
-    /// Seed of the random numbers; the same seed gives the same text [default: random, shown in the summary]
+    /// Seed of the random numbers; the same seed gives the same text [default: random, shown in the summary; batch: 0]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub seed: Option<u64>,
     /// End the answer before this text (may be given several times)

@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 
 use anyhow::Context;
+use host::batch::{Batch, BatchOptions};
 use host::{Engine, LoadOptions};
 use model::checkpoint::OpenOptions;
 use model::source::HubOptions;
@@ -31,13 +32,34 @@ pub fn open(source: &Source, check: bool, report: Report) -> Result<Checkpoint, 
 /// # Errors
 /// As [`open`]; no such device, or one too small; an interrupt.
 pub fn load(checkpoint: Checkpoint, options: LoadOptions, report: Report) -> Result<Engine, host::Error> {
+    with_progress(report, |progress| Engine::load(checkpoint, options, progress))
+}
+
+/// Loads the model for a batch.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_batch(
+    checkpoint: Checkpoint,
+    load: LoadOptions,
+    options: BatchOptions,
+    report: Report,
+) -> Result<Batch, host::Error> {
+    with_progress(report, |progress| Batch::load(checkpoint, load, options, progress))
+}
+
+/// Shows how far `load` is, and has an interrupt stop it.
+fn with_progress<T>(
+    report: Report,
+    load: impl FnOnce(&mut host::Progress<'_>) -> Result<T, host::Error>,
+) -> Result<T, host::Error> {
     let progress = Progress::new("loading", report.is_told());
     let interrupt = Deferred::new();
-    let engine = Engine::load(checkpoint, options, &mut |done, total| {
+    let loaded = load(&mut |done, total| {
         progress.bytes(done, total);
         if interrupt.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
-    if interrupt.asked() { Err(host::Error::Interrupted) } else { Ok(engine) }
+    if interrupt.asked() { Err(host::Error::Interrupted) } else { Ok(loaded) }
 }
 
 /// Sends the log of all crates to standard error: warnings, or with `--verbose` what is being done; `RUST_LOG` overrules both.

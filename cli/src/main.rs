@@ -51,6 +51,7 @@ fn run(args: Args) -> anyhow::Result<Ending> {
         Command::Generate(args) => commands::generate::run(resolve::generate(args)?),
         Command::Chat(args) => commands::chat::run(resolve::chat(args)?),
         Command::Inspect(args) => commands::inspect::run(resolve::inspect(args)?),
+        Command::Batch(args) => commands::batch::run(resolve::batch::batch(*args)?),
         Command::Bench(args) => commands::bench::run(resolve::bench::bench(args)?),
         Command::Completions(args) => commands::completions::run(args.shell),
     }

@@ -19,8 +19,16 @@ pub struct ClosedPipe;
 /// # Errors
 /// [`ClosedPipe`], or whatever else the system says, such as a full disk.
 pub fn print(text: &str) -> anyhow::Result<()> {
+    print_bytes(text.as_bytes())
+}
+
+/// Prints `bytes` on standard output now.
+///
+/// # Errors
+/// As [`print`].
+pub fn print_bytes(bytes: &[u8]) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+    match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(ClosedPipe.into()),
         Err(error) => Err(error).context("cannot write to standard output"),

@@ -9,6 +9,11 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 pub struct Progress(ProgressBar);
 
 impl Progress {
+    /// Whether somebody looks at standard error.
+    pub fn is_seen() -> bool {
+        std::io::stderr().is_terminal()
+    }
+
     /// A bar for `what`; `shown` says whether the user wants to see such things.
     pub fn new(what: &str, shown: bool) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
@@ -17,7 +22,7 @@ impl Progress {
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}") {
             bar.set_style(style);
         }
-        if shown && std::io::stderr().is_terminal() {
+        if shown && Self::is_seen() {
             bar.set_draw_target(ProgressDrawTarget::stderr());
         }
         bar.enable_steady_tick(Duration::from_millis(120));

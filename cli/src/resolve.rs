@@ -1,6 +1,7 @@
 //! What the program needs to know, made from the arguments: every default filled in that the checkpoint does not decide, every
 //! contradiction refused.
 
+pub mod batch;
 pub mod bench;
 
 use std::io::{IsTerminal, Read};

@@ -48,21 +48,40 @@ impl Cpu {
         let rows = drafts.len() + 1;
         self.logits.resize(rows * vocab, 0.0);
         self.model.forward(&tokens, &mut self.cache, rows, &mut self.logits[..rows * vocab])?;
-        let mut step = Step { drafted: drafts.len(), ..Step::default() };
-        for (row, logits) in self.logits[..rows * vocab].chunks_exact(vocab).enumerate() {
-            let (prompt, output) = self.history.split_at(self.prompt_len);
-            let token = self.sampling.sample(logits, prompt, output);
-            self.history.push(token);
-            step.tokens.push(token);
-            step.finished = self.history.len() >= self.max_length || self.stop_tokens.contains(&token);
-            if step.finished || drafts.get(row) != Some(&token) {
-                break;
-            }
-        }
+        let Self { history, prompt_len, max_length, sampling, stop_tokens, .. } = self;
+        let tokens =
+            confirm(history, *prompt_len, *max_length, sampling, stop_tokens, drafts, &self.logits[..rows * vocab]);
+        let stopped = tokens.last().is_some_and(|token| stop_tokens.contains(token));
+        let finished = stopped || history.len() >= *max_length;
         // Drafts that were not confirmed leave the cache.
         self.cache.truncate(self.history.len() - 1);
-        Ok(step)
+        Ok(Step { drafted: drafts.len(), finished, tokens })
     }
+}
+
+/// Chooses the tokens after `history`, whose first `prompt` tokens are the prompt, and appends them: one, and one more for each draft
+/// that was right, as long as neither `max_length` nor a stop token is met. `logits` is `[1 + drafts, vocab]`.
+pub(crate) fn confirm(
+    history: &mut Vec<u32>,
+    prompt: usize,
+    max_length: usize,
+    sampling: &Sampling,
+    stop_tokens: &[u32],
+    drafts: &[u32],
+    logits: &[f32],
+) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    for (row, logits) in logits.chunks_exact(logits.len() / (1 + drafts.len())).enumerate() {
+        let (prompt, output) = history.split_at(prompt);
+        let token = sampling.sample(logits, prompt, output);
+        history.push(token);
+        tokens.push(token);
+        let finished = history.len() >= max_length || stop_tokens.contains(&token);
+        if finished || drafts.get(row) != Some(&token) {
+            break;
+        }
+    }
+    tokens
 }
 
 impl Backend for Cpu {

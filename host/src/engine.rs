@@ -284,22 +284,23 @@ impl Engine {
 }
 
 /// The text of an answer: decoded as tokens come, held back where a stop text may be beginning.
-struct Text<'a> {
+pub(crate) struct Text {
     stream: TokenStream,
-    stop: &'a [String],
-    all: String,
+    stop: Vec<String>,
+    pub(crate) all: String,
     /// Bytes of `all` that were handed out.
     told: usize,
-    stopped: bool,
+    /// Whether a stop text came; `all` ends before it.
+    pub(crate) stopped: bool,
 }
 
-impl<'a> Text<'a> {
-    fn new(stream: TokenStream, stop: &'a [String]) -> Self {
-        Self { stream, stop, all: String::new(), told: 0, stopped: false }
+impl Text {
+    pub(crate) fn new(stream: TokenStream, stop: &[String]) -> Self {
+        Self { stream, stop: stop.to_vec(), all: String::new(), told: 0, stopped: false }
     }
 
     /// Takes a token, and gives the text that is now certain.
-    fn push(&mut self, token: u32) -> &str {
+    pub(crate) fn push(&mut self, token: u32) -> &str {
         if let Some(piece) = self.stream.push(token) {
             self.all.push_str(&piece);
         }
@@ -307,7 +308,7 @@ impl<'a> Text<'a> {
     }
 
     /// The text that was held back.
-    fn finish(&mut self) -> &str {
+    pub(crate) fn finish(&mut self) -> &str {
         if !self.stopped
             && let Some(piece) = self.stream.flush()
         {

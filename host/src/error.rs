@@ -76,6 +76,12 @@ pub enum Error {
     /// Nothing to continue.
     #[error("the prompt is empty; give at least one token of text")]
     EmptyPrompt,
+    /// Log-probabilities were asked for where there are none.
+    #[error("{device} gives no log-probabilities in a batch; use --device cpu, or leave out logprobs")]
+    NoLogprobs {
+        /// What the batch runs on.
+        device: String,
+    },
     /// A drafting setting out of range.
     #[error("{what}")]
     Draft {

@@ -5,6 +5,7 @@
 //! `model`.
 
 pub mod backend;
+pub mod batch;
 pub mod bench;
 mod cpu;
 pub mod device;

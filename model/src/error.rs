@@ -219,6 +219,14 @@ pub enum Error {
         /// Positions that the call would have filled.
         needed: usize,
     },
+    /// A row's page table ends before its position, or names a page that is not there.
+    #[error("a row at position {position} has no page for it or one before it among {pages} pages")]
+    PageMissing {
+        /// The row's position in its sequence.
+        position: usize,
+        /// Pages that there are.
+        pages: usize,
+    },
     /// An output buffer has the wrong length.
     #[error("the logits buffer holds {found} numbers and {expected} are needed ({rows} rows of {vocab_size})")]
     LogitsBuffer {

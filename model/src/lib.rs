@@ -20,7 +20,7 @@ pub mod tokenizer;
 pub use chat::{ChatTemplate, Message, Role};
 pub use checkpoint::{Checkpoint, Dtype, LayerWeights, OpenOptions, Tensor, Weights};
 pub use config::{Config, GenerationConfig};
-pub use cpu::{CpuModel, KvCache};
+pub use cpu::{CpuModel, KvCache, KvPages, Row};
 pub use error::Error;
 pub use sampling::Sampling;
 pub use source::{DownloadProgress, Source};

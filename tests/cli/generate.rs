@@ -154,7 +154,7 @@ fn the_emulator_runs_the_gpu_kernels_to_the_same_greedy_text() {
 
 #[test]
 fn help_has_examples() {
-    for command in ["generate", "chat", "inspect", "completions"] {
+    for command in ["generate", "chat", "inspect", "batch", "completions"] {
         warpdraft(&[command, "--help"]).assert().success().stdout(predicate::str::contains("Examples:"));
     }
 }

@@ -1,6 +1,7 @@
 //! The warpdraft binary as a user meets it: each test runs it, and looks at what it prints and how it exits.
 
 mod bad_input;
+mod batch;
 mod bench;
 mod broken;
 mod chat;

@@ -1,5 +1,6 @@
 //! The commands, one a file. Each takes what `resolve` made of its arguments.
 
+pub mod batch;
 pub mod bench;
 pub mod chat;
 pub mod completions;

@@ -2,7 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::cache::LayerCache;
+use super::Row;
+use super::cache::LayerPages;
 use super::dot::{self, Simd};
 use crate::Config;
 
@@ -11,20 +12,29 @@ const SERIAL: usize = 1 << 16;
 
 /// `softmax(q k^T / sqrt(head_dim)) v` for each row and head.
 ///
-/// `q` and `out` are `[rows, heads × head_dim]`. Row `r` stands at position `start + r` and sees the keys up to its own,
-/// which are in the cache already. One row and head are one task, and go over the keys in order.
-pub(super) fn attention(simd: Simd, config: &Config, q: &[f32], cache: &LayerCache, start: usize, out: &mut [f32]) {
+/// `q` and `out` are `[rows, heads × head_dim]`. A row sees the keys of its sequence up to its own position, which are in the
+/// cache already. One row and head are one task, and go over the keys in order.
+pub(super) fn attention(simd: Simd, config: &Config, q: &[f32], cache: &LayerPages, rows: &[Row<'_>], out: &mut [f32]) {
     let (heads, head_dim) = (config.num_attention_heads, config.head_dim);
     let group = heads / config.num_key_value_heads;
     let scale = 1.0 / (head_dim as f32).sqrt();
     let one = |scores: &mut Vec<f32>, (i, (out, q)): (usize, (&mut [f32], &[f32]))| {
-        let (row, head) = (i / heads, i % heads);
-        let (keys, values) = cache.head(head / group, start + row + 1);
-        dot::scores(simd, q, keys, scale, scores);
+        let (row, head) = (&rows[i / heads], i % heads);
+        let pages = || cache.head(row.pages, head / group, row.position + 1);
+        scores.clear();
+        for (keys, _) in pages() {
+            dot::scores(simd, q, keys, scale, scores);
+        }
         softmax(scores);
-        dot::weighted_sum(simd, scores, values, out);
+        out.fill(0.0);
+        let mut weights = scores.as_slice();
+        for (_, values) in pages() {
+            let (here, rest) = weights.split_at(values.len() / head_dim);
+            dot::add_weighted(simd, here, values, out);
+            weights = rest;
+        }
     };
-    let work = 2 * q.len() * (start + q.len() / (heads * head_dim));
+    let work = 2 * heads * head_dim * rows.iter().map(|row| row.position + 1).sum::<usize>();
     if work < SERIAL {
         let mut scores = Vec::new();
         out.chunks_exact_mut(head_dim)

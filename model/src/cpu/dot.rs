@@ -93,13 +93,13 @@ dispatch! {
 }
 
 dispatch! {
-    /// `scores[j] = scale × (q · keys[j])`; `keys` is `[n, q.len()]`, and `scores` becomes `[n]`.
+    /// Appends `scale × (q · keys[j])` for each `j` to `scores`; `keys` is `[n, q.len()]`.
     scores = scores_body(q: &[f32], keys: &[f32], scale: f32, scores: &mut Vec<f32>)
 }
 
 dispatch! {
-    /// `out = Σ_j weights[j] × rows[j]`, from first to last; `rows` is `[weights.len(), out.len()]`.
-    weighted_sum = weighted_sum_body(weights: &[f32], rows: &[f32], out: &mut [f32])
+    /// `out += weights[j] × rows[j]` for each `j`, from first to last; `rows` is `[weights.len(), out.len()]`.
+    add_weighted = add_weighted_body(weights: &[f32], rows: &[f32], out: &mut [f32])
 }
 
 /// `a × b + c`, rounded once or twice.
@@ -232,15 +232,13 @@ fn f16_to_f32(bytes: [u8; 2]) -> f32 {
 
 #[inline(always)]
 fn scores_body<const FUSED: bool>(q: &[f32], keys: &[f32], scale: f32, scores: &mut Vec<f32>) {
-    scores.resize(keys.len() / q.len(), 0.0);
-    for (score, key) in scores.iter_mut().zip(keys.chunks_exact(q.len())) {
-        *score = dot_f32_body::<FUSED>(q, key) * scale;
+    for key in keys.chunks_exact(q.len()) {
+        scores.push(dot_f32_body::<FUSED>(q, key) * scale);
     }
 }
 
 #[inline(always)]
-fn weighted_sum_body<const FUSED: bool>(weights: &[f32], rows: &[f32], out: &mut [f32]) {
-    out.fill(0.0);
+fn add_weighted_body<const FUSED: bool>(weights: &[f32], rows: &[f32], out: &mut [f32]) {
     for (&weight, row) in weights.iter().zip(rows.chunks_exact(out.len())) {
         for (out, &x) in out.iter_mut().zip(row) {
             *out = mul_add::<FUSED>(weight, x, *out);

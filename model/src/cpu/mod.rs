@@ -10,13 +10,26 @@ mod cache;
 mod dot;
 mod matmul;
 
-pub use cache::KvCache;
+pub use cache::{KvCache, KvPages};
 
 use crate::checkpoint::{LayerWeights, TensorId, Weights};
 use crate::rope::{self, Frequencies};
 use crate::{Checkpoint, Config, Error};
 use dot::Simd;
 use matmul::{Matrix, Output, matmul};
+
+/// A token to run: where it stands in its sequence, and where that sequence's keys and values are.
+#[derive(Debug, Clone, Copy)]
+pub struct Row<'a> {
+    /// Its id.
+    pub token: u32,
+    /// How many tokens come before it in its sequence.
+    pub position: usize,
+    /// The sequence's pages, first to last, at least up to this position.
+    pub pages: &'a [u32],
+    /// Whether the logits after it are wanted.
+    pub logits: bool,
+}
 
 /// Tokens that go through the layers together; longer calls are cut into blocks of this many. It bounds the
 /// scratch memory, and has no influence on results.
@@ -104,41 +117,72 @@ impl CpuModel {
         logits: &mut [f32],
     ) -> Result<(), Error> {
         let vocab_size = self.config().vocab_size;
-        if let Some(&token) = tokens.iter().find(|t| **t as usize >= vocab_size) {
-            return Err(Error::TokenOutOfRange { token, vocab_size });
-        }
-        let needed = cache.len() + tokens.len();
+        let start = cache.len();
+        let needed = start + tokens.len();
         if needed > cache.capacity() {
             return Err(Error::CacheFull { capacity: cache.capacity(), needed });
         }
-        let expected = logit_rows.min(tokens.len()) * vocab_size;
-        if logits.len() != expected || logit_rows > tokens.len() {
+        if logit_rows > tokens.len() {
+            let expected = tokens.len() * vocab_size;
             return Err(Error::LogitsBuffer { found: logits.len(), expected, rows: logit_rows, vocab_size });
         }
-        let first_with_logits = tokens.len() - logit_rows;
+        let without_logits = tokens.len() - logit_rows;
+        let row = |(i, &token)| Row { token, position: start + i, pages: &[0], logits: i >= without_logits };
+        let rows: Vec<Row<'_>> = tokens.iter().enumerate().map(row).collect();
+        self.forward_rows(&rows, &mut cache.pages, logits)?;
+        cache.advance(tokens.len());
+        Ok(())
+    }
+
+    /// Runs rows of any number of sequences, each over its own pages, and writes their keys and values there. Rows of a sequence
+    /// come at rising positions, and what is before the first of them is in its pages.
+    ///
+    /// `logits` takes those of the rows that want them, in order, `[wanted, vocab]`. A row's result depends on its own
+    /// sequence alone. On an error nothing was written.
+    ///
+    /// # Errors
+    /// [`Error::TokenOutOfRange`], [`Error::PageMissing`], or [`Error::LogitsBuffer`] if `logits` has another size.
+    pub fn forward_rows(&self, rows: &[Row<'_>], pages: &mut KvPages, logits: &mut [f32]) -> Result<(), Error> {
+        let vocab_size = self.config().vocab_size;
+        for row in rows {
+            if row.token as usize >= vocab_size {
+                return Err(Error::TokenOutOfRange { token: row.token, vocab_size });
+            }
+            let needed = row.position / pages.page_tokens().max(1) + 1;
+            let there = row.pages.get(..needed).is_some_and(|table| table.iter().all(|&p| (p as usize) < pages.len()));
+            if !there {
+                return Err(Error::PageMissing { position: row.position, pages: pages.len() });
+            }
+        }
+        let wanted = rows.iter().filter(|row| row.logits).count();
+        let expected = wanted * vocab_size;
+        if logits.len() != expected {
+            return Err(Error::LogitsBuffer { found: logits.len(), expected, rows: wanted, vocab_size });
+        }
+        let size = self.config().hidden_size;
         let mut logits = logits;
-        for (block, tokens) in tokens.chunks(BLOCK).enumerate() {
-            let hidden = self.layers(tokens, cache);
-            let skip = first_with_logits.saturating_sub(block * BLOCK).min(tokens.len());
-            let (here, later) = logits.split_at_mut((tokens.len() - skip) * vocab_size);
-            self.head(&hidden[skip * self.config().hidden_size..], here);
+        for rows in rows.chunks(BLOCK) {
+            let hidden = self.layers(rows, pages);
+            let wanted = rows.iter().zip(hidden.chunks_exact(size)).filter(|(row, _)| row.logits);
+            let hidden: Vec<f32> = wanted.flat_map(|(_, hidden)| hidden).copied().collect();
+            let (here, later) = logits.split_at_mut(hidden.len() / size * vocab_size);
+            self.head(&hidden, here);
             logits = later;
         }
         Ok(())
     }
 
-    /// Embedding and all layers for one block of tokens; gives the residual stream, `[tokens, hidden]`.
-    fn layers(&self, tokens: &[u32], cache: &mut KvCache) -> Vec<f32> {
+    /// Embedding and all layers for one block of rows; gives the residual stream, `[rows, hidden]`.
+    fn layers(&self, block: &[Row<'_>], pages: &mut KvPages) -> Vec<f32> {
         let c = self.config();
-        let (rows, hidden) = (tokens.len(), c.hidden_size);
-        let start = cache.len();
+        let (rows, hidden) = (block.len(), c.hidden_size);
         let embed = self.matrix(self.weights.embed);
-        let mut x: Vec<f32> = tokens.iter().flat_map(|&token| embed.row_f32(token as usize)).collect();
+        let mut x: Vec<f32> = block.iter().flat_map(|row| embed.row_f32(row.token as usize)).collect();
 
         let half = c.head_dim / 2;
         let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
-        for (row, (cos, sin)) in cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half)).enumerate() {
-            self.frequencies.row(start + row, cos, sin);
+        for (row, (cos, sin)) in block.iter().zip(cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half))) {
+            self.frequencies.row(row.position, cos, sin);
         }
 
         let mut normed = vec![0.0; rows * hidden];
@@ -160,13 +204,15 @@ impl CpuModel {
                 rope::rotate(&mut q[row * c.query_size()..][..c.query_size()], cos, sin);
                 rope::rotate(&mut k[row * c.key_value_size()..][..c.key_value_size()], cos, sin);
             }
-            cache.write(index, start, &k, &v);
-            attention::attention(self.simd, c, &q, cache.layer(index), start, &mut attended);
+            let size = c.key_value_size();
+            for (row, (key, value)) in block.iter().zip(k.chunks_exact(size).zip(v.chunks_exact(size))) {
+                pages.write(index, row.pages, row.position, key, value);
+            }
+            attention::attention(self.simd, c, &q, pages.layer(index), block, &mut attended);
             self.project(&attended, rows, &mut [(layer.o, &mut delta)]);
             add(&mut x, &delta);
             self.mlp(layer, &norms.post_attention, &mut x, &mut normed, &mut gate, &mut up, &mut delta, rows);
         }
-        cache.advance(rows);
         x
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use model::{CpuModel, KvCache};
+use model::{CpuModel, KvCache, KvPages, Row};
 use proptest::prelude::*;
 
 use crate::fixture::{DTYPES, Fixture};
@@ -44,6 +44,51 @@ proptest! {
         let in_chunks: Vec<u32> =
             pool.install(|| cuts.windows(2).flat_map(|w| run(model, &tokens[w[0]..w[1]], &mut cache)).collect());
         prop_assert!(together == in_chunks, "chunks differ");
+    }
+
+    #[test]
+    fn pages_and_company_change_no_bit(
+        sequences in prop::collection::vec(prop::collection::vec(0..VOCAB as u32, 1..70), 1..5),
+        page_tokens in 1..20usize,
+        chunks in prop::collection::vec(1..30usize, 1..8),
+        seed in any::<u64>(),
+    ) {
+        let model = &MODELS[0];
+        let pages_of = |tokens: &Vec<u32>| tokens.len().div_ceil(page_tokens);
+        let total: usize = sequences.iter().map(pages_of).sum();
+        let mut pages = KvPages::new(model.config(), total, page_tokens);
+        // Pages dealt out in an order that is none.
+        let mut order: Vec<u32> = (0..total as u32).collect();
+        order.sort_by_key(|&page| model::sampling::random(seed, page as u64));
+        let mut order = order.into_iter();
+        let tables: Vec<Vec<u32>> = sequences.iter().map(|s| order.by_ref().take(pages_of(s)).collect()).collect();
+
+        let mut found = vec![Vec::new(); sequences.len()];
+        let mut done = vec![0; sequences.len()];
+        for chunk in chunks.iter().cycle() {
+            let mut rows = Vec::new();
+            let mut owners = Vec::new();
+            for (s, tokens) in sequences.iter().enumerate() {
+                let from = done[s];
+                let to = tokens.len().min(from + chunk + s);
+                done[s] = to;
+                for (position, &token) in tokens.iter().enumerate().take(to).skip(from) {
+                    rows.push(Row { token, position, pages: &tables[s], logits: true });
+                    owners.push(s);
+                }
+            }
+            if rows.is_empty() {
+                break;
+            }
+            let mut logits = vec![f32::NAN; rows.len() * VOCAB];
+            model.forward_rows(&rows, &mut pages, &mut logits).unwrap();
+            for (s, row) in owners.iter().zip(logits.chunks_exact(VOCAB)) {
+                found[*s].extend(row.iter().map(|l| l.to_bits()));
+            }
+        }
+        for (tokens, found) in sequences.iter().zip(&found) {
+            prop_assert!(*found == run(model, tokens, &mut model.new_cache(tokens.len())), "in pages, in company, it differs");
+        }
     }
 
     #[test]

@@ -1,0 +1,107 @@
+//! What ties a result to its request: the number of the request's line and a digest of its bytes.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::Deserialize;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+use crate::args::batch::Shard;
+
+/// What every result's `id` begins with.
+pub const PREFIX: &str = "batch_req_";
+
+/// A line of the requests. Written as `batch_req_LINE_DIGEST`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Identity {
+    /// Counted from 1.
+    pub line: u64,
+    /// XXH3 of the line's bytes, its end left out.
+    pub digest: u64,
+}
+
+impl Identity {
+    /// Of a line.
+    pub fn of(line: u64, bytes: &[u8]) -> Self {
+        Self { line, digest: xxh3_64(bytes) }
+    }
+
+    /// As it is written.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (line, digest) = text.strip_prefix(PREFIX)?.split_once('_')?;
+        Some(Self { line: line.parse().ok()?, digest: u64::from_str_radix(digest, 16).ok()? })
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{PREFIX}{}_{:016x}", self.line, self.digest)
+    }
+}
+
+/// What a request is known by: its `custom_id`, or for one that has none the number of its line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Key {
+    /// The request's own.
+    Id(String),
+    /// The line.
+    Line(u64),
+}
+
+impl Key {
+    /// Of a line, which may be anything.
+    pub fn of(line: u64, bytes: &[u8]) -> Self {
+        #[derive(Deserialize)]
+        struct Named<'a> {
+            #[serde(borrow)]
+            custom_id: Option<Cow<'a, str>>,
+        }
+        match serde_json::from_slice::<Named<'_>>(bytes) {
+            Ok(Named { custom_id: Some(id) }) => Key::Id(id.into_owned()),
+            _ => Key::Line(line),
+        }
+    }
+
+    /// A hash that is the same everywhere and always.
+    pub fn hash(&self, seed: u64) -> u64 {
+        match self {
+            Key::Id(id) => xxh3_64_with_seed(id.as_bytes(), seed),
+            Key::Line(line) => xxh3_64_with_seed(&line.to_le_bytes(), !seed),
+        }
+    }
+
+    /// Whether it is in `shard`.
+    pub fn is_in(&self, shard: Option<Shard>) -> bool {
+        shard.is_none_or(|shard| self.hash(0) % shard.count == shard.index)
+    }
+
+    /// The `custom_id`, if there is one.
+    pub fn id(&self) -> Option<&str> {
+        match self {
+            Key::Id(id) => Some(id),
+            Key::Line(_) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Identity, Key};
+
+    #[test]
+    fn an_identity_reads_as_it_is_written() {
+        let identity = Identity::of(17, b"{}");
+        assert_eq!(Identity::parse(&identity.to_string()), Some(identity));
+        for wrong in ["", "batch_req_", "batch_req_1", "batch_req_x_0", "batch_req_1_zz", "chatcmpl-1"] {
+            assert_eq!(Identity::parse(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_key_is_the_custom_id_or_the_line() {
+        assert_eq!(Key::of(3, br#"{"custom_id": "a\u0062"}"#), Key::Id("ab".into()));
+        for line in ["{}", "not json", r#"{"custom_id": 4}"#, r#"{"custom_id": null}"#] {
+            assert_eq!(Key::of(3, line.as_bytes()), Key::Line(3), "{line}");
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Lines of requests, from a file or a pipe, packed or not.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+
+use anyhow::Context;
+use flate2::bufread::MultiGzDecoder;
+
+/// Bytes of a line at most; a longer one is refused and passed over, so that memory stays bounded.
+pub const LONGEST: u64 = 64 << 20;
+const BUFFER: usize = 256 << 10;
+
+/// Lines, one after the other.
+pub struct Lines {
+    reader: Box<dyn BufRead + Send>,
+    number: u64,
+}
+
+/// A line without its end.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Line {
+    /// Counted from 1.
+    pub number: u64,
+    /// None if it is longer than [`LONGEST`].
+    pub bytes: Option<Vec<u8>>,
+}
+
+impl Lines {
+    /// Opens a file, or standard input for `-`.
+    ///
+    /// # Errors
+    /// If it cannot be opened or read.
+    pub fn open(path: &Path) -> anyhow::Result<Self> {
+        let raw: Box<dyn Read + Send> = if path.as_os_str() == "-" {
+            Box::new(io::stdin())
+        } else {
+            Box::new(File::open(path).with_context(|| cannot_read(path))?)
+        };
+        Self::unpack(raw).with_context(|| cannot_read(path))
+    }
+
+    /// Reads `raw`, which may be packed: its first bytes tell, so that a pipe may be packed too.
+    fn unpack(raw: Box<dyn Read + Send>) -> io::Result<Self> {
+        let mut raw = raw;
+        let mut first = Vec::new();
+        raw.by_ref().take(4).read_to_end(&mut first)?;
+        let packed_as = Packing::of_bytes(&first);
+        let whole = BufReader::with_capacity(BUFFER, io::Cursor::new(first).chain(raw));
+        let reader: Box<dyn BufRead + Send> = match packed_as {
+            Packing::None => Box::new(whole),
+            Packing::Gz => Box::new(BufReader::with_capacity(BUFFER, MultiGzDecoder::new(whole))),
+            Packing::Zst => {
+                Box::new(BufReader::with_capacity(BUFFER, zstd::stream::read::Decoder::with_buffer(whole)?))
+            }
+        };
+        Ok(Self { reader, number: 0 })
+    }
+
+    /// The next line that is not blank.
+    ///
+    /// # Errors
+    /// If it cannot be read, or what is packed is broken.
+    pub fn next(&mut self) -> io::Result<Option<Line>> {
+        loop {
+            let mut bytes = Vec::new();
+            let read = self.reader.by_ref().take(LONGEST + 1).read_until(b'\n', &mut bytes)?;
+            if read == 0 {
+                return Ok(None);
+            }
+            self.number += 1;
+            let number = self.number;
+            if bytes.last() != Some(&b'\n') && read as u64 > LONGEST {
+                self.reader.skip_until(b'\n')?;
+                return Ok(Some(Line { number, bytes: None }));
+            }
+            while bytes.last().is_some_and(u8::is_ascii_whitespace) {
+                bytes.pop();
+            }
+            if !bytes.is_empty() {
+                return Ok(Some(Line { number, bytes: Some(bytes) }));
+            }
+        }
+    }
+}
+
+/// What is said where `path` cannot be read.
+pub fn cannot_read(path: &Path) -> String {
+    if path.as_os_str() == "-" {
+        "cannot read standard input".into()
+    } else {
+        format!("cannot read {}", path.display())
+    }
+}
+
+/// How a file is packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    /// Not at all.
+    None,
+    /// gzip.
+    Gz,
+    /// Zstandard.
+    Zst,
+}
+
+impl Packing {
+    /// By a file's name.
+    pub fn of_name(path: &Path) -> Self {
+        match path.extension().and_then(|e| e.to_str()) {
+            Some("gz") => Packing::Gz,
+            Some("zst") => Packing::Zst,
+            _ => Packing::None,
+        }
+    }
+
+    /// What a packed text begins with: RFC 1952, RFC 8878.
+    fn magic(self) -> &'static [u8] {
+        match self {
+            Packing::None => &[],
+            Packing::Gz => &[0x1f, 0x8b],
+            Packing::Zst => &[0x28, 0xb5, 0x2f, 0xfd],
+        }
+    }
+
+    /// By a text's first bytes.
+    pub fn of_bytes(first: &[u8]) -> Self {
+        let packings = [Packing::Gz, Packing::Zst];
+        packings.into_iter().find(|packing| first.starts_with(packing.magic())).unwrap_or(Packing::None)
+    }
+
+    /// Whether a text packed so may begin with these bytes, which may be cut short.
+    pub fn may_begin(self, first: &[u8]) -> bool {
+        self.magic().iter().zip(first).all(|(a, b)| a == b)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn lines(bytes: Vec<u8>) -> Vec<Line> {
+        let mut lines = Lines::unpack(Box::new(io::Cursor::new(bytes))).unwrap();
+        std::iter::from_fn(|| lines.next().unwrap()).collect()
+    }
+
+    fn line(number: u64, text: &str) -> Line {
+        Line { number, bytes: Some(text.as_bytes().to_vec()) }
+    }
+
+    #[test]
+    fn blank_lines_count_and_are_passed_over() {
+        assert_eq!(lines(b"a\n\n \r\nb\r\nc".to_vec()), [line(1, "a"), line(4, "b"), line(5, "c")]);
+        assert_eq!(lines(Vec::new()), []);
+        assert_eq!(lines(b"\n\n".to_vec()), []);
+    }
+
+    #[test]
+    fn packed_lines_are_told_by_their_first_bytes() {
+        let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gz.write_all(b"a\nb\n").unwrap();
+        let gz = gz.finish().unwrap();
+        // Members one after the other are one text.
+        assert_eq!(lines([gz.clone(), gz].concat()).len(), 4);
+        let zst = zstd::stream::encode_all(&b"a\nb\n"[..], 3).unwrap();
+        assert_eq!(lines([zst.clone(), zst].concat()).len(), 4);
+    }
+
+    #[test]
+    fn a_line_without_end_is_passed_over_in_bounded_memory() {
+        let long = io::repeat(b'x').take(LONGEST + 10).chain(io::Cursor::new(b"\nnext\n".to_vec()));
+        let mut lines = Lines::unpack(Box::new(long)).unwrap();
+        assert_eq!(lines.next().unwrap(), Some(Line { number: 1, bytes: None }));
+        assert_eq!(lines.next().unwrap(), Some(line(2, "next")));
+    }
+}

@@ -1,0 +1,158 @@
+//! `warpdraft batch merge`: the results of shards in one file, in the order of the requests.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+use std::path::Path;
+
+use anyhow::{Context, bail};
+
+use super::identity::Identity;
+use super::input::{Lines, Packing, cannot_read};
+use super::output::Packer;
+use super::result::Written;
+use crate::Ending;
+use crate::output::note;
+use crate::resolve::batch::Merge;
+
+/// A result in the spill file.
+struct Entry {
+    identity: Identity,
+    start: u64,
+    length: u64,
+}
+
+/// Runs the command. Results are gathered in an unnamed file beside the output, so memory holds their places alone, and packed
+/// shards are as good as others.
+///
+/// # Errors
+/// A file that cannot be read or written, or holds something else; results of different requests; an output that is there.
+pub fn run(command: &Merge) -> anyhow::Result<Ending> {
+    let Merge { shards, output, requests, report } = command;
+    let to_stdout = output.as_os_str() == "-";
+    if !to_stdout && output.is_file() {
+        bail!("{} is there already; name another output, or remove it", output.display());
+    }
+    let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty() && !to_stdout);
+    let folder = folder.map_or_else(|| Path::new(".").to_owned(), Path::to_owned);
+    let cannot_write = || format!("cannot write to {}", folder.display());
+    let mut spill = BufWriter::new(tempfile::tempfile_in(&folder).with_context(cannot_write)?);
+
+    let mut entries = Vec::new();
+    let mut end = 0;
+    for shard in shards {
+        let mut lines = Lines::open(shard)?;
+        while let Some(line) = lines.next().with_context(|| cannot_read(shard))? {
+            let written = line.bytes.as_deref().and_then(Written::parse);
+            let (Some(Written { identity, .. }), Some(bytes)) = (written, line.bytes) else {
+                bail!("line {} of {} is not a result of this program", line.number, shard.display());
+            };
+            spill.write_all(&bytes).and_then(|()| spill.write_all(b"\n")).with_context(cannot_write)?;
+            let length = bytes.len() as u64 + 1;
+            entries.push(Entry { identity, start: end, length });
+            end += length;
+        }
+    }
+    let mut spill = spill.into_inner().map_err(|error| error.into_error()).with_context(cannot_write)?;
+    entries.sort_by_key(|entry| (entry.identity, entry.start));
+    let twice = entries.len();
+    entries.dedup_by_key(|entry| entry.identity);
+    let twice = twice - entries.len();
+    if let Some(pair) = entries.windows(2).find(|pair| pair[0].identity.line == pair[1].identity.line) {
+        bail!(
+            "the results are of different requests: line {} has two that differ; merge shards of one file",
+            pair[0].identity.line
+        );
+    }
+    if let Some(requests) = requests {
+        check(requests, &entries)?;
+    }
+
+    let mut packer = Packer::new(Packing::of_name(output));
+    let cannot_write = || format!("cannot write to {}", output.display());
+    if to_stdout {
+        copy(&mut spill, &entries, &mut packer, &mut |bytes| crate::output::print_bytes(bytes))?;
+    } else if output.exists() {
+        // A pipe or a device.
+        let mut stream = File::options().write(true).open(output).with_context(cannot_write)?;
+        copy(&mut spill, &entries, &mut packer, &mut |bytes| stream.write_all(bytes).with_context(cannot_write))?;
+    } else {
+        // Under its name once it is whole.
+        let mut file = tempfile::NamedTempFile::new_in(&folder).with_context(cannot_write)?;
+        copy(&mut spill, &entries, &mut packer, &mut |bytes| file.write_all(bytes).with_context(cannot_write))?;
+        file.as_file().sync_data().with_context(cannot_write)?;
+        share_with_others(file.as_file()).with_context(cannot_write)?;
+        file.persist_noclobber(output).map_err(|error| error.error).with_context(cannot_write)?;
+    }
+    if report.is_told() {
+        let twice = if twice > 0 { format!("; {twice} were there twice") } else { String::new() };
+        note(&format!("{} results of {} files{twice}", entries.len(), shards.len()));
+    }
+    Ok(Ending::Done)
+}
+
+/// Every request has its result.
+fn check(requests: &Path, entries: &[Entry]) -> anyhow::Result<()> {
+    let mut lines = Lines::open(requests)?;
+    let mut entries = entries.iter().map(|entry| entry.identity).peekable();
+    let (mut missing, mut first) = (0, None);
+    while let Some(line) = lines.next().with_context(|| cannot_read(requests))? {
+        let identity = Identity::of(line.number, line.bytes.as_deref().unwrap_or_default());
+        match entries.next_if(|entry| entry.line <= identity.line) {
+            Some(entry) if entry == identity => {}
+            Some(entry) => {
+                bail!("the results are not of {}: line {} differs", requests.display(), entry.line.min(identity.line))
+            }
+            None => {
+                missing += 1;
+                first = first.or(Some(identity.line));
+            }
+        }
+    }
+    if let Some(entry) = entries.next() {
+        bail!("the results are not of {}: it has no line {}", requests.display(), entry.line);
+    }
+    match first {
+        None => Ok(()),
+        Some(first) => bail!(
+            "{missing} requests of {} have no result (the first is line {first}); finish the shards first",
+            requests.display()
+        ),
+    }
+}
+
+/// Copies the results in their order.
+fn copy(
+    spill: &mut File,
+    entries: &[Entry],
+    packer: &mut Packer,
+    write: &mut dyn FnMut(&[u8]) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let cannot_read = "cannot read back what was gathered";
+    let mut reader = BufReader::new(spill);
+    let mut at = 0;
+    for entry in entries {
+        if entry.start != at {
+            reader.seek(SeekFrom::Start(entry.start)).context(cannot_read)?;
+        } else if at == 0 {
+            reader.rewind().context(cannot_read)?;
+        }
+        let mut line = Vec::new();
+        reader.by_ref().take(entry.length).read_until(b'\n', &mut line).context(cannot_read)?;
+        at = entry.start + entry.length;
+        packer.push(&line);
+        if packer.is_due() {
+            write(&packer.take()?)?;
+        }
+    }
+    write(&packer.take()?)
+}
+
+/// Temporary files are for their owner alone; results are as readable as any file.
+fn share_with_others(file: &File) -> std::io::Result<()> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        file.set_permissions(std::fs::Permissions::from_mode(0o644))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,262 @@
+//! `warpdraft batch`: lines of requests in, lines of results out.
+
+mod ahead;
+mod identity;
+mod input;
+mod merge;
+mod metrics;
+mod output;
+mod request;
+mod result;
+mod worker;
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use host::batch::Metrics;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::args::batch::Shard;
+use crate::commands::batch::ahead::Ahead;
+use crate::commands::batch::identity::Key;
+use crate::commands::batch::input::{Lines, cannot_read};
+use crate::commands::batch::metrics::{Bar, Tally};
+use crate::commands::batch::output::Output;
+use crate::commands::batch::request::Reader;
+use crate::commands::batch::result::{Writer, Written};
+use crate::commands::batch::worker::Worker;
+use crate::interrupt::Deferred;
+use crate::progress::Progress;
+use crate::resolve::batch::{Batch as Command, Run};
+use crate::{Ending, loading, output as printing};
+
+/// Requests understood ahead of the devices, and results on their way to the output.
+const AHEAD: usize = 64;
+/// In order of the requests, finished results wait for slower ones before them: so many at most.
+const HELD: u64 = 8192;
+
+/// What reaches the thread that writes.
+enum Event {
+    /// An earlier run has done a request.
+    DoneBefore,
+    /// A request cannot be answered: its place among the requests, and the line of its result.
+    Refused(u64, String),
+    /// A request is answered: as above.
+    Answered(u64, String),
+    /// There are no more requests that can be read.
+    Unreadable(anyhow::Error),
+    /// A worker has ended: everything is answered, it was told to stop, or its device has failed.
+    Left(Option<host::Error>),
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Whatever is wrong with the model, the device, the files; never with a single request.
+pub fn run(command: Command) -> anyhow::Result<Ending> {
+    match command {
+        Command::Run(command) => answer_all(*command),
+        Command::Merge(command) => merge::run(&command),
+    }
+}
+
+fn answer_all(command: Run) -> anyhow::Result<Ending> {
+    let Run { requests, output: to, ordered, shard, source, loads, options, defaults, report } = command;
+    loading::start_log(report)?;
+    refuse_same_file(&requests, &to)?;
+    let lines = Lines::open(&requests)?;
+    let checkpoint = loading::open(&source, false, report)?;
+    let model = source.to_string();
+    let context = loads[0].context_for(&checkpoint.config)?;
+    let fingerprint = fingerprint(&format!("{model} {context} {}", defaults.shape(&checkpoint.generation)));
+
+    // Before the model is loaded: what is wrong here should be known at once.
+    let mut done = HashMap::new();
+    let mut output = Output::open(&to, &mut |Written { identity, fingerprint: theirs }| {
+        if theirs.is_some_and(|theirs| theirs != fingerprint) {
+            bail!(
+                "{} was begun with another model or other settings (line {} of the requests); \
+                 give the same, or name another output",
+                to.display(),
+                identity.line
+            );
+        }
+        done.insert(identity.line, identity.digest);
+        Ok(())
+    })?;
+    let total = match report.is_told() && Progress::is_seen() {
+        true => count(&requests, shard)?,
+        false => None,
+    };
+    let writer = Arc::new(Writer { model, fingerprint, tokenizer: checkpoint.tokenizer.clone() });
+    let reader = Reader::new(&checkpoint, defaults);
+    let load = |load| loading::load_batch(checkpoint.clone(), load, options, report);
+    let batches = loads.into_iter().map(load).collect::<Result<Vec<_>, _>>()?;
+    let devices = batches.iter().map(|batch| batch.device()).collect::<Vec<_>>().join(", ");
+
+    let (send_work, work) = sync_channel(AHEAD);
+    let (send, events) = sync_channel(AHEAD);
+    let (work, stop) = (Arc::new(Mutex::new(work)), Arc::new(AtomicBool::new(false)));
+    let mut progress = Vec::new();
+    let mut workers = Vec::new();
+    for batch in batches {
+        let metrics = Arc::new(Mutex::new(batch.metrics()));
+        progress.push(metrics.clone());
+        let (work, stop, events, writer) = (work.clone(), stop.clone(), send.clone(), writer.clone());
+        let worker = Worker { batch, work, events, writer, stop, metrics, asked: HashMap::new() };
+        workers.push(std::thread::spawn(move || worker.run()));
+    }
+    // If nobody takes requests any more, whoever sends them must know.
+    drop(work);
+    let written = Arc::new(AtomicU64::new(0));
+    let in_order = ordered.then(|| written.clone());
+    let (answered, from) = (to.display().to_string(), requests.clone());
+    let mut ahead = Ahead { lines, reader, done, shard, seen: HashMap::new(), answered, written: in_order };
+    std::thread::spawn(move || {
+        if let Err(error) = ahead.run(&send_work, &send) {
+            // Nobody listens any more if the run has ended.
+            let _ = send.send(Event::Unreadable(error.context(cannot_read(&from))));
+        }
+    });
+
+    let mut run = Running {
+        events,
+        output: &mut output,
+        ordered,
+        written,
+        held: BTreeMap::new(),
+        stop,
+        workers: workers.len(),
+        progress,
+        tally: Tally::default(),
+        bar: Bar::start(total, report.is_told()),
+    };
+    let ended = run.go_on();
+    run.stop.store(true, Ordering::Relaxed);
+    let (metrics, tally, bar) = (run.metrics(), run.tally, run.bar);
+    if ended.is_ok() {
+        // They have ended; this waits until their devices are given back.
+        workers.into_iter().for_each(|worker| worker.join().unwrap_or_default());
+    }
+    // Results that are there are written whatever happened.
+    let written = output.finish();
+    let summary = bar.end(&metrics, tally);
+    if report.is_told() {
+        summary.summarise(&source.to_string(), &devices, report);
+    }
+    let ending = ended?;
+    written?;
+    if report.json {
+        printing::print_json(&summary, false)?;
+    }
+    Ok(ending)
+}
+
+/// A hash of what shapes answers.
+fn fingerprint(settings: &str) -> String {
+    format!("fp_{:016x}", xxh3_64(settings.as_bytes()))
+}
+
+/// Results that go where requests come from would be read as requests.
+fn refuse_same_file(requests: &Path, output: &Path) -> anyhow::Result<()> {
+    match (std::fs::canonicalize(requests), std::fs::canonicalize(output)) {
+        (Ok(from), Ok(to)) if from == to && from.is_file() => {
+            bail!("{} is the requests and the output; name another output", output.display())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// How many requests there will be, if that can be told: for the progress bar.
+fn count(requests: &Path, shard: Option<Shard>) -> anyhow::Result<Option<u64>> {
+    if !requests.is_file() {
+        return Ok(None);
+    }
+    let mut lines = Lines::open(requests)?;
+    let mut count = 0;
+    while let Some(line) = lines.next().with_context(|| cannot_read(requests))? {
+        let key = line.bytes.map_or(Key::Line(line.number), |bytes| Key::of(line.number, &bytes));
+        count += u64::from(key.is_in(shard));
+    }
+    Ok(Some(count))
+}
+
+/// The run, from the first request to the last result, as the thread that writes sees it.
+struct Running<'a> {
+    events: Receiver<Event>,
+    output: &'a mut Output,
+    ordered: bool,
+    /// Where order matters: how many results were written, and those that wait for one before them.
+    written: Arc<AtomicU64>,
+    held: BTreeMap<u64, String>,
+    stop: Arc<AtomicBool>,
+    /// How many are at work.
+    workers: usize,
+    progress: Vec<Arc<Mutex<Metrics>>>,
+    tally: Tally,
+    bar: Bar,
+}
+
+impl Running<'_> {
+    fn go_on(&mut self) -> anyhow::Result<Ending> {
+        let interrupt = Deferred::new();
+        let mut failed = None;
+        while self.workers > 0 {
+            match self.events.recv_timeout(Duration::from_millis(20)) {
+                Ok(Event::DoneBefore) => self.tally.before += 1,
+                Ok(Event::Refused(number, line)) => {
+                    self.tally.refused += 1;
+                    self.write(number, line);
+                }
+                Ok(Event::Answered(number, line)) => {
+                    self.tally.answered += 1;
+                    self.write(number, line);
+                }
+                // What was read before is answered all the same.
+                Ok(Event::Unreadable(error)) => failed = failed.or(Some(error)),
+                Ok(Event::Left(error)) => {
+                    self.workers -= 1;
+                    failed = error.map(anyhow::Error::from).or(failed);
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => bail!("a worker was lost; this is a mistake in the program"),
+            }
+            self.output.write_due()?;
+            if self.bar.is_due() {
+                self.bar.show(&self.metrics(), self.tally);
+            }
+            if interrupt.asked() {
+                self.stop.store(true, Ordering::Relaxed);
+            }
+        }
+        self.output.flush()?;
+        match failed {
+            Some(error) => Err(error),
+            None if interrupt.asked() => Ok(Ending::Interrupted),
+            None => Ok(Ending::Done),
+        }
+    }
+
+    fn metrics(&self) -> Metrics {
+        let all = self.progress.iter().map(|one| *one.lock().unwrap_or_else(PoisonError::into_inner));
+        all.fold(Metrics::default(), Metrics::and)
+    }
+
+    fn write(&mut self, number: u64, line: String) {
+        if !self.ordered {
+            return self.output.push(&line);
+        }
+        self.held.insert(number, line);
+        let mut next = self.written.load(Ordering::Relaxed);
+        while let Some(line) = self.held.remove(&next) {
+            self.output.push(&line);
+            next += 1;
+        }
+        self.written.store(next, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,390 @@
+//! Where results go: appended a line at a time, so that whatever stops the program leaves whole lines and at most one torn end.
+//!
+//! A packed file is a row of gzip members or Zstandard frames, each of whole lines: readers of either take them as one text, and
+//! a torn end is a member that does not unpack. [`Output::open`] finds the end of what is whole and cuts the rest.
+//! The file itself is locked while it is written; the system lets go of the lock with the process, however that ends.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+use super::identity::{Identity, PREFIX};
+use super::input::Packing;
+use super::result::Written;
+use crate::output::ClosedPipe;
+
+/// Packed lines are written once there are so many bytes of them…
+const FLUSH_BYTES: usize = 256 << 10;
+/// …or the first has waited for so long.
+const FLUSH_AFTER: Duration = Duration::from_millis(200);
+
+/// Results on their way.
+pub struct Output {
+    path: PathBuf,
+    sink: Sink,
+    packer: Packer,
+}
+
+enum Sink {
+    /// A file, with the length of what is whole.
+    File(File, u64),
+    /// A pipe, a device, standard output: nothing to take up again.
+    Stream(Box<dyn Write>),
+}
+
+impl Output {
+    /// Opens `path`, or standard output for `-`. What an earlier run has left there is told to `found`, line by line, and its torn
+    /// end is cut.
+    ///
+    /// # Errors
+    /// If another run writes there, if it holds something else than results, or if the system refuses.
+    pub fn open(path: &Path, found: &mut dyn FnMut(Written) -> anyhow::Result<()>) -> anyhow::Result<Self> {
+        let packing = Packing::of_name(path);
+        let output = |sink| Self { path: path.to_owned(), sink, packer: Packer::new(packing) };
+        if path.as_os_str() == "-" {
+            return Ok(output(Sink::Stream(Box::new(io::stdout()))));
+        }
+        let cannot_open = || format!("cannot open {}", path.display());
+        if std::fs::metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
+            let stream = OpenOptions::new().write(true).open(path).with_context(cannot_open)?;
+            return Ok(output(Sink::Stream(Box::new(stream))));
+        }
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
+        let mut file = file.with_context(cannot_open)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                bail!("another run is writing {}; wait for it, or name another output", path.display())
+            }
+            Err(TryLockError::Error(error)) => {
+                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
+            }
+        }
+        let whole = scan(&mut file, path, packing, found)?;
+        let cut = || format!("cannot cut the torn end of {}", path.display());
+        file.set_len(whole).with_context(cut)?;
+        file.seek(SeekFrom::Start(whole)).with_context(cut)?;
+        Ok(output(Sink::File(file, whole)))
+    }
+
+    /// Takes a line, with its end.
+    pub fn push(&mut self, line: &str) {
+        self.packer.push(line.as_bytes());
+    }
+
+    /// Writes what is due.
+    ///
+    /// # Errors
+    /// As [`flush`](Self::flush).
+    pub fn write_due(&mut self) -> anyhow::Result<()> {
+        if self.packer.is_due() { self.flush() } else { Ok(()) }
+    }
+
+    /// Writes all there is.
+    ///
+    /// # Errors
+    /// A full disk, a closed pipe, or whatever else the system says. A file then ends with a whole line.
+    pub fn flush(&mut self) -> anyhow::Result<()> {
+        let packed = self.packer.take()?;
+        let written = match &mut self.sink {
+            Sink::File(file, whole) => match file.write_all(&packed) {
+                Ok(()) => {
+                    *whole += packed.len() as u64;
+                    Ok(())
+                }
+                Err(error) => {
+                    // Should this fail too, the next run cuts the end.
+                    let _ = file.set_len(*whole);
+                    Err(error)
+                }
+            },
+            Sink::Stream(stream) => stream.write_all(&packed).and_then(|()| stream.flush()),
+        };
+        match written {
+            Ok(()) => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(ClosedPipe.into()),
+            Err(error) => {
+                let full = matches!(
+                    error.kind(),
+                    io::ErrorKind::StorageFull | io::ErrorKind::FileTooLarge | io::ErrorKind::QuotaExceeded
+                );
+                let again = match self.sink {
+                    Sink::File(..) if full => {
+                        "; what is there is whole: make room, and the same command goes on from there"
+                    }
+                    Sink::File(..) => "; what is there is whole, and the same command goes on from there",
+                    Sink::Stream(_) => "",
+                };
+                bail!("cannot write to {}: {error}{again}", self.path.display())
+            }
+        }
+    }
+
+    /// Writes all there is, and has the system put it on the disk.
+    ///
+    /// # Errors
+    /// As [`flush`](Self::flush).
+    pub fn finish(mut self) -> anyhow::Result<()> {
+        self.flush()?;
+        match self.sink {
+            Sink::File(file, _) => file.sync_data().with_context(|| format!("cannot write to {}", self.path.display())),
+            Sink::Stream(_) => Ok(()),
+        }
+    }
+}
+
+/// Gathers lines to members.
+pub struct Packer {
+    packing: Packing,
+    pending: Vec<u8>,
+    since: Instant,
+}
+
+impl Packer {
+    /// With nothing in it.
+    pub fn new(packing: Packing) -> Self {
+        Self { packing, pending: Vec::new(), since: Instant::now() }
+    }
+
+    /// Takes a line, with its end.
+    pub fn push(&mut self, line: &[u8]) {
+        if self.pending.is_empty() {
+            self.since = Instant::now();
+        }
+        self.pending.extend_from_slice(line);
+    }
+
+    /// Whether there is enough, or something has waited long enough.
+    pub fn is_due(&self) -> bool {
+        let waits = !self.pending.is_empty();
+        waits
+            && (self.packing == Packing::None
+                || self.pending.len() >= FLUSH_BYTES
+                || self.since.elapsed() >= FLUSH_AFTER)
+    }
+
+    /// What was gathered, packed; nothing if nothing was.
+    ///
+    /// # Errors
+    /// If packing fails.
+    pub fn take(&mut self) -> anyhow::Result<Vec<u8>> {
+        let pending = std::mem::take(&mut self.pending);
+        if pending.is_empty() {
+            return Ok(pending);
+        }
+        pack(&pending, self.packing).context("cannot pack results")
+    }
+}
+
+/// Whole lines as a member of their own.
+fn pack(lines: &[u8], packing: Packing) -> io::Result<Vec<u8>> {
+    match packing {
+        Packing::None => Ok(lines.to_vec()),
+        Packing::Gz => {
+            let mut member = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+            member.write_all(lines)?;
+            member.finish()
+        }
+        Packing::Zst => {
+            let mut frame = zstd::stream::write::Encoder::new(Vec::new(), 0)?;
+            frame.include_checksum(true)?;
+            frame.write_all(lines)?;
+            frame.finish()
+        }
+    }
+}
+
+/// Goes through what an earlier run has left, and gives the length of what is whole.
+fn scan(
+    file: &mut File,
+    path: &Path,
+    packing: Packing,
+    found: &mut dyn FnMut(Written) -> anyhow::Result<()>,
+) -> anyhow::Result<u64> {
+    let cannot_read = || format!("cannot read {}", path.display());
+    file.rewind().with_context(cannot_read)?;
+    let mut reader = Counted { inner: BufReader::with_capacity(1 << 20, &*file), count: 0 };
+    let (mut whole, mut line) = (0, 0);
+    loop {
+        let next = reader.fill_buf().with_context(cannot_read)?;
+        if next.is_empty() {
+            break;
+        }
+        if !packing.may_begin(next) {
+            bail!("{} holds something else than packed results of this program; name another output", path.display());
+        }
+        let part = match packing {
+            Packing::None => read_line(&mut reader),
+            Packing::Gz => read_member(&mut flate2::bufread::GzDecoder::new(&mut reader)),
+            Packing::Zst => {
+                let decoder = zstd::stream::read::Decoder::with_buffer(&mut reader).with_context(cannot_read)?;
+                read_member(&mut decoder.single_frame())
+            }
+        };
+        for written in part.lines {
+            line += 1;
+            match written {
+                Some(written) if part.is_whole => found(written)?,
+                Some(_) => {}
+                None => bail!(
+                    "{} holds something else than results of this program (line {line}); name another output",
+                    path.display()
+                ),
+            }
+        }
+        if !part.is_whole {
+            break;
+        }
+        whole = reader.count;
+    }
+    Ok(whole)
+}
+
+/// A line, or a member with several.
+struct Part {
+    /// Each line; none for one that is not ours. Of a torn line, what there is.
+    lines: Vec<Option<Written>>,
+    is_whole: bool,
+}
+
+/// A line of an unpacked file.
+fn read_line(reader: &mut dyn BufRead) -> Part {
+    let mut line = Vec::new();
+    let is_whole = reader.read_until(b'\n', &mut line).is_ok() && line.ends_with(b"\n");
+    Part { lines: vec![if is_whole { Written::parse(&line) } else { torn(&line) }], is_whole }
+}
+
+/// All of a member.
+fn read_member(member: &mut dyn Read) -> Part {
+    let mut reader = BufReader::new(member);
+    let mut part = Part { lines: Vec::new(), is_whole: false };
+    loop {
+        let mut line = Vec::new();
+        match reader.read_until(b'\n', &mut line) {
+            Ok(0) => return Part { is_whole: true, ..part },
+            Ok(_) if line.ends_with(b"\n") => part.lines.push(Written::parse(&line)),
+            _ => {
+                part.lines.push(torn(&line));
+                return part;
+            }
+        }
+    }
+}
+
+/// The beginning of a line of ours: it could have become anything, so that whose it is does not matter.
+fn torn(line: &[u8]) -> Option<Written> {
+    let begins = format!("{{\"id\":\"{PREFIX}");
+    let same = begins.len().min(line.len());
+    (line[..same] == begins.as_bytes()[..same])
+        .then_some(Written { identity: Identity { line: 0, digest: 0 }, fingerprint: None })
+}
+
+/// Counts what is consumed.
+struct Counted<R> {
+    inner: R,
+    count: u64,
+}
+
+impl<R: BufRead> Read for Counted<R> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        let count = self.inner.read(out)?;
+        self.count += count as u64;
+        Ok(count)
+    }
+}
+
+impl<R: BufRead> BufRead for Counted<R> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        self.inner.fill_buf()
+    }
+
+    fn consume(&mut self, amount: usize) {
+        self.count += amount as u64;
+        self.inner.consume(amount);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(number: u64) -> String {
+        let id = Identity { line: number, digest: 7 };
+        format!(
+            "{{\"id\":\"{id}\",\"custom_id\":null,\"response\":null,\"error\":{{\"text\":\"{}\"}}}}\n",
+            "x".repeat(20)
+        )
+    }
+
+    fn lines_in(path: &Path) -> anyhow::Result<Vec<u64>> {
+        let mut lines = Vec::new();
+        Output::open(path, &mut |written| {
+            lines.push(written.identity.line);
+            Ok(())
+        })?;
+        Ok(lines)
+    }
+
+    /// Whatever is cut off, what is left is whole lines from the first on, and more can follow.
+    #[test]
+    fn a_torn_end_is_cut_wherever_it_is_torn() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["plain.jsonl", "packed.jsonl.gz", "packed.jsonl.zst"] {
+            let path = dir.path().join(name);
+            let mut output = Output::open(&path, &mut |_| Ok(())).unwrap();
+            let mut ends = vec![(0, 0)];
+            for part in 0..3u64 {
+                for number in 0..3 {
+                    output.push(&line(1 + part * 3 + number));
+                }
+                output.flush().unwrap();
+                ends.push((std::fs::metadata(&path).unwrap().len() as usize, 3 * (part + 1)));
+            }
+            output.finish().unwrap();
+            let bytes = std::fs::read(&path).unwrap();
+            for cut in 0..=bytes.len() {
+                std::fs::write(&path, &bytes[..cut]).unwrap();
+                let lines = lines_in(&path).unwrap_or_else(|e| panic!("{name} cut at {cut}: {e}"));
+                let least = ends.iter().filter(|end| end.0 <= cut).map(|end| end.1).max().unwrap();
+                assert_eq!(lines, (1..=lines.len() as u64).collect::<Vec<_>>(), "{name} cut at {cut}");
+                assert!(lines.len() as u64 >= least, "{name} cut at {cut}: {lines:?}");
+                // What is left is whole: a second look finds the same and cuts nothing.
+                let length = std::fs::metadata(&path).unwrap().len();
+                assert_eq!(lines_in(&path).unwrap(), lines);
+                assert_eq!(std::fs::metadata(&path).unwrap().len(), length);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_ours_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notes.txt");
+        for text in ["hello", "hello\n", "{\"id\":\"batch_req_x\"}\n", "\n"] {
+            std::fs::write(&path, text).unwrap();
+            let error = lines_in(&path).unwrap_err().to_string();
+            assert!(error.contains("something else") && error.contains("notes.txt"), "{error}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        }
+        let path = dir.path().join("notes.gz");
+        for text in [&b"not packed\n"[..], &pack(b"packed\n", Packing::Gz).unwrap()] {
+            std::fs::write(&path, text).unwrap();
+            assert!(lines_in(&path).is_err(), "{text:?}");
+            assert_eq!(std::fs::read(&path).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn two_runs_do_not_share_an_output() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("results.jsonl");
+        let first = Output::open(&path, &mut |_| Ok(())).unwrap();
+        let second = Output::open(&path, &mut |_| Ok(())).err().unwrap().to_string();
+        assert!(second.contains("another run"), "{second}");
+        drop(first);
+        assert!(Output::open(&path, &mut |_| Ok(())).is_ok());
+    }
+}

@@ -1,0 +1,350 @@
+//! A line of requests, understood.
+
+use model::{ChatTemplate, Checkpoint, GenerationConfig, Message, Role, Sampling, Tokenizer};
+use serde_json::{Map, Value};
+
+use super::identity::Key;
+use crate::resolve::batch::Defaults;
+
+/// What requests need to become jobs.
+pub struct Reader {
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    generation: GenerationConfig,
+    defaults: Defaults,
+}
+
+/// A request that can be answered, as far as can be told without the model.
+#[derive(Debug)]
+pub struct Wanted {
+    /// For the engine.
+    pub request: host::Request,
+    /// Log-probabilities, and of how many likeliest tokens.
+    pub logprobs: Option<u32>,
+    /// Which form the answer has.
+    pub form: Form,
+}
+
+/// The two kinds of requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// A prompt: `/v1/completions`.
+    Completion,
+    /// Messages: `/v1/chat/completions`.
+    Chat,
+}
+
+/// Why a request cannot be answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// For programs.
+    pub code: &'static str,
+    /// For people.
+    pub message: String,
+}
+
+impl Refusal {
+    /// With these words.
+    pub fn new(code: &'static str, message: impl Into<String>) -> Self {
+        Refusal { code, message: message.into() }
+    }
+
+    fn invalid(message: impl Into<String>) -> Self {
+        Self::new("invalid_request", message)
+    }
+}
+
+impl From<host::Error> for Refusal {
+    fn from(error: host::Error) -> Self {
+        let code = match error {
+            host::Error::PromptTooLong { .. } => "context_length_exceeded",
+            host::Error::NoLogprobs { .. } => "unsupported",
+            _ => "invalid_request",
+        };
+        Refusal::new(code, error.to_string())
+    }
+}
+
+/// Fields that would change the answer, and are not known here, with the value that changes nothing.
+const UNSUPPORTED: &[(&str, Value)] = &[
+    ("frequency_penalty", Value::Null),
+    ("logit_bias", Value::Null),
+    ("tools", Value::Null),
+    ("functions", Value::Null),
+    ("response_format", Value::Null),
+    ("audio", Value::Null),
+    ("suffix", Value::Null),
+    ("stream", Value::Bool(false)),
+    ("echo", Value::Bool(false)),
+];
+
+impl Reader {
+    /// For a checkpoint.
+    pub fn new(checkpoint: &Checkpoint, defaults: Defaults) -> Self {
+        Self {
+            tokenizer: checkpoint.tokenizer.clone(),
+            template: checkpoint.chat_template.clone(),
+            generation: checkpoint.generation.clone(),
+            defaults,
+        }
+    }
+
+    /// Understands a line. `key` is what it is known by.
+    ///
+    /// # Errors
+    /// Whatever is wrong with it.
+    pub fn read(&self, bytes: &[u8], key: &Key) -> Result<Wanted, Refusal> {
+        let text = std::str::from_utf8(bytes).map_err(|error| {
+            let at = error.valid_up_to();
+            Refusal::new("invalid_utf8", format!("the line is not UTF-8 text (byte {at}, counted from 0)"))
+        })?;
+        let line: Value = serde_json::from_str(text)
+            .map_err(|e| Refusal::new("invalid_json", format!("the line is not JSON: {e}")))?;
+        let Value::Object(mut line) = line else {
+            return Err(Refusal::new("invalid_json", "the line is not a JSON object"));
+        };
+        if let Some(id) = line.get("custom_id").filter(|id| !id.is_string() && !id.is_null()) {
+            return Err(Refusal::invalid(format!("`custom_id` must be a text, and is {id}")));
+        }
+        let body = match line.remove("body") {
+            None => line,
+            Some(Value::Object(body)) => {
+                check_envelope(&line, &body)?;
+                body
+            }
+            Some(_) => return Err(Refusal::invalid("`body` must be an object")),
+        };
+        self.body(&Fields(body), key)
+    }
+
+    fn body(&self, fields: &Fields, key: &Key) -> Result<Wanted, Refusal> {
+        for (name, harmless) in UNSUPPORTED {
+            let value = fields.get(name).filter(|v| *v != harmless && v.as_f64() != Some(0.0) && !is_empty(v));
+            // What every answer is anyway.
+            if value.is_some_and(|v| v.get("type").and_then(Value::as_str) != Some("text")) {
+                return Err(Refusal::new("unsupported", format!("`{name}` is not supported; leave it out")));
+            }
+        }
+        for name in ["n", "best_of"] {
+            if fields.whole(name)?.is_some_and(|n| n != 1) {
+                return Err(Refusal::new("unsupported", format!("`{name}` must be 1; send a line for each answer")));
+            }
+        }
+        let (form, prompt) = self.prompt(fields)?;
+        let answer = &self.defaults.answer;
+        let most = match fields.whole("max_completion_tokens")? {
+            Some(most) => Some(most),
+            None => fields.whole("max_tokens")?,
+        };
+        let max_tokens = match most {
+            Some(0) => return Err(Refusal::invalid("`max_tokens` must be 1 or more")),
+            Some(most) => usize::try_from(most).unwrap_or(usize::MAX),
+            None if form == Form::Chat => self.defaults.chat_tokens,
+            None => self.defaults.prompt_tokens,
+        };
+        let sampling = self.sampling(fields, key)?;
+        sampling.check().map_err(|error| Refusal::invalid(error.to_string()))?;
+        let request = host::Request {
+            prompt,
+            max_tokens,
+            sampling,
+            draft: None,
+            stop: fields.stop()?.unwrap_or_else(|| answer.stop.clone()),
+            ignore_end: fields.truth("ignore_eos")?.unwrap_or(answer.ignore_eos),
+        };
+        Ok(Wanted { request, logprobs: logprobs(fields, form)?, form })
+    }
+
+    fn sampling(&self, fields: &Fields, key: &Key) -> Result<Sampling, Refusal> {
+        let neutral = self.defaults.answer.sampling(&self.generation);
+        let seed = match fields.get("seed") {
+            None => key.hash(neutral.seed) & u64::from(u32::MAX),
+            // Any whole number will do.
+            Some(value) => value
+                .as_u64()
+                .or_else(|| value.as_i64().map(i64::cast_unsigned))
+                .ok_or_else(|| Refusal::invalid(format!("`seed` must be a whole number, and is {value}")))?,
+        };
+        let top_k = match fields.get("top_k").and_then(Value::as_i64) {
+            // As other engines say that all are kept.
+            Some(-1) => Some(0),
+            _ => fields.whole("top_k")?.map(|k| u32::try_from(k).unwrap_or(u32::MAX)),
+        };
+        Ok(Sampling {
+            temperature: fields.number("temperature")?.unwrap_or(neutral.temperature),
+            top_k: top_k.unwrap_or(neutral.top_k),
+            top_p: fields.number("top_p")?.unwrap_or(neutral.top_p),
+            min_p: fields.number("min_p")?.unwrap_or(neutral.min_p),
+            repetition_penalty: fields.number("repetition_penalty")?.unwrap_or(neutral.repetition_penalty),
+            presence_penalty: fields.number("presence_penalty")?.unwrap_or(neutral.presence_penalty),
+            seed,
+        })
+    }
+
+    fn prompt(&self, fields: &Fields) -> Result<(Form, Vec<u32>), Refusal> {
+        let encode = |text: &str| {
+            self.tokenizer
+                .encode(text)
+                .map_err(|error| Refusal::invalid(format!("the prompt does not encode: {error}")))
+        };
+        match (fields.get("messages"), fields.get("prompt")) {
+            (Some(_), Some(_)) => Err(Refusal::invalid("give `messages` or `prompt`, not both")),
+            (None, None) => Err(Refusal::invalid("`messages` or `prompt` is needed")),
+            (None, Some(Value::String(text))) => Ok((Form::Completion, encode(text)?)),
+            (None, Some(Value::Array(ids))) => match ids.as_slice() {
+                [Value::String(text)] => Ok((Form::Completion, encode(text)?)),
+                _ => {
+                    let ids: Option<Vec<u32>> =
+                        ids.iter().map(|id| id.as_u64().and_then(|i| i.try_into().ok())).collect();
+                    ids.map(|ids| (Form::Completion, ids))
+                        .ok_or_else(|| Refusal::invalid("`prompt` must be one text, or the ids of its tokens"))
+                }
+            },
+            (None, Some(_)) => Err(Refusal::invalid("`prompt` must be one text, or the ids of its tokens")),
+            (Some(messages), None) => {
+                let messages = messages.as_array().filter(|messages| !messages.is_empty());
+                let messages =
+                    messages.ok_or_else(|| Refusal::invalid("`messages` must be an array with a message or more"))?;
+                let messages = messages.iter().map(message).collect::<Result<Vec<_>, _>>()?;
+                let think = match fields.get("chat_template_kwargs").and_then(|kwargs| kwargs.get("enable_thinking")) {
+                    None => self.defaults.think,
+                    Some(think) => {
+                        think.as_bool().ok_or_else(|| Refusal::invalid("`enable_thinking` must be true or false"))?
+                    }
+                };
+                let template = self.template.as_ref().ok_or_else(|| {
+                    Refusal::new(
+                        "unsupported",
+                        "the model has no chat template, so `messages` have no meaning; use `prompt`",
+                    )
+                })?;
+                let text = template.render(&messages, think, true).map_err(|e| Refusal::invalid(e.to_string()))?;
+                Ok((Form::Chat, encode(&text)?))
+            }
+        }
+    }
+}
+
+/// What is around the body in OpenAI's form.
+fn check_envelope(line: &Map<String, Value>, body: &Map<String, Value>) -> Result<(), Refusal> {
+    if let Some(method) = line.get("method").filter(|method| *method != "POST") {
+        return Err(Refusal::invalid(format!("`method` must be \"POST\", and is {method}")));
+    }
+    let needed = match line.get("url") {
+        None => return Ok(()),
+        Some(url) if url == "/v1/chat/completions" => "messages",
+        Some(url) if url == "/v1/completions" => "prompt",
+        Some(url) => {
+            return Err(Refusal::new(
+                "unsupported",
+                format!("`url` must be \"/v1/chat/completions\" or \"/v1/completions\", and is {url}"),
+            ));
+        }
+    };
+    if body.contains_key(needed) {
+        Ok(())
+    } else {
+        Err(Refusal::invalid(format!("`body` must have `{needed}` for this `url`")))
+    }
+}
+
+fn message(message: &Value) -> Result<Message, Refusal> {
+    let role = match message.get("role").and_then(Value::as_str) {
+        Some("system" | "developer") => Role::System,
+        Some("user") => Role::User,
+        Some("assistant") => Role::Assistant,
+        Some("tool") => Role::Tool,
+        _ => return Err(Refusal::invalid("a message's `role` must be system, developer, user, assistant or tool")),
+    };
+    if message.get("tool_calls").is_some_and(|calls| !calls.is_null() && !is_empty(calls)) {
+        return Err(Refusal::new("unsupported", "`tool_calls` in messages are not supported"));
+    }
+    match message.get("content") {
+        Some(Value::String(text)) => Ok(Message::new(role, text.as_str())),
+        Some(Value::Array(parts)) => {
+            let text = |part: &Value| {
+                let is_text = part.get("type").and_then(Value::as_str) == Some("text");
+                part.get("text").and_then(Value::as_str).filter(|_| is_text).map(str::to_owned)
+            };
+            let parts: Option<String> = parts.iter().map(text).collect();
+            parts
+                .map(|text| Message::new(role, text))
+                .ok_or_else(|| Refusal::new("unsupported", "a message's `content` may have parts of text alone"))
+        }
+        _ => Err(Refusal::invalid("a message's `content` must be a text")),
+    }
+}
+
+/// `logprobs` and `top_logprobs` for messages, a number in `logprobs` for a prompt.
+fn logprobs(fields: &Fields, form: Form) -> Result<Option<u32>, Refusal> {
+    const MOST: u64 = 20;
+    let top = match form {
+        Form::Completion => fields.whole("logprobs")?,
+        Form::Chat => {
+            let top = fields.whole("top_logprobs")?;
+            if !fields.truth("logprobs")?.unwrap_or(false) {
+                return match top {
+                    Some(1..) => Err(Refusal::invalid("`top_logprobs` needs `logprobs` to be true")),
+                    _ => Ok(None),
+                };
+            }
+            Some(top.unwrap_or(0))
+        }
+    };
+    match top {
+        Some(top) if top > MOST => {
+            Err(Refusal::invalid(format!("at most {MOST} likeliest tokens can be asked for, not {top}")))
+        }
+        top => Ok(top.map(|top| top as u32)),
+    }
+}
+
+fn is_empty(value: &Value) -> bool {
+    value.as_array().is_some_and(Vec::is_empty) || value.as_object().is_some_and(Map::is_empty)
+}
+
+/// Fields of a body; null is as if it were not there.
+struct Fields(Map<String, Value>);
+
+impl Fields {
+    fn get(&self, name: &str) -> Option<&Value> {
+        self.0.get(name).filter(|value| !value.is_null())
+    }
+
+    fn number(&self, name: &str) -> Result<Option<f32>, Refusal> {
+        let number = |value: &Value| {
+            value
+                .as_f64()
+                .map(|n| n as f32)
+                .ok_or_else(|| Refusal::invalid(format!("`{name}` must be a number, and is {value}")))
+        };
+        self.get(name).map(number).transpose()
+    }
+
+    fn whole(&self, name: &str) -> Result<Option<u64>, Refusal> {
+        let whole = |value: &Value| {
+            let wrong = || Refusal::invalid(format!("`{name}` must be a whole number from 0 on, and is {value}"));
+            value.as_u64().ok_or_else(wrong)
+        };
+        self.get(name).map(whole).transpose()
+    }
+
+    fn truth(&self, name: &str) -> Result<Option<bool>, Refusal> {
+        let truth = |value: &Value| {
+            value.as_bool().ok_or_else(|| Refusal::invalid(format!("`{name}` must be true or false, and is {value}")))
+        };
+        self.get(name).map(truth).transpose()
+    }
+
+    fn stop(&self) -> Result<Option<Vec<String>>, Refusal> {
+        let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+        let texts = match self.get("stop") {
+            None => return Ok(None),
+            Some(Value::Array(texts)) => texts.iter().map(text).collect(),
+            Some(value) => text(value).map(|text| vec![text]),
+        };
+        texts
+            .map(Some)
+            .ok_or_else(|| Refusal::invalid("`stop` must be a text or an array of texts, none of them empty"))
+    }
+}

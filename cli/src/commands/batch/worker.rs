@@ -1,0 +1,111 @@
+//! A device and the thread that keeps it busy.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use host::batch::{Batch, Done, Job, Metrics};
+
+use super::Event;
+use super::ahead::Work;
+use super::request::{Form, Wanted};
+use super::result::{self, Name, Writer};
+
+/// Answers requests on one device.
+pub struct Worker {
+    /// The device.
+    pub batch: Batch,
+    /// Requests, for whichever worker has room first.
+    pub work: Arc<Mutex<Receiver<Work>>>,
+    /// Where results go.
+    pub events: SyncSender<Event>,
+    /// Makes lines of answers.
+    pub writer: Arc<Writer>,
+    /// Ends it before all is answered.
+    pub stop: Arc<AtomicBool>,
+    /// How it is going, for others to see.
+    pub metrics: Arc<Mutex<Metrics>>,
+    /// Requests that are being answered, by number.
+    pub asked: HashMap<u64, Asked>,
+}
+
+/// What a result must tell of its request.
+pub struct Asked {
+    name: Name,
+    form: Form,
+    seed: Option<u64>,
+}
+
+impl Worker {
+    /// Answers requests until there are no more, or it is told to stop; then says so.
+    pub fn run(mut self) {
+        let ended = self.go_on();
+        if ended.is_err() {
+            self.stop.store(true, Ordering::Relaxed);
+        }
+        // Nobody listens any more if results cannot be written.
+        let _ = self.events.send(Event::Left(ended.err()));
+    }
+
+    fn go_on(&mut self) -> Result<(), host::Error> {
+        let stop = self.stop.clone();
+        let mut more = true;
+        while !stop.load(Ordering::Relaxed) {
+            more = more && self.take();
+            if self.batch.is_idle() {
+                if !more {
+                    break;
+                }
+                continue;
+            }
+            let done = self.batch.step(&mut || stop.load(Ordering::Relaxed))?;
+            *self.metrics.lock().unwrap_or_else(PoisonError::into_inner) = self.batch.metrics();
+            if !done.into_iter().all(|done| self.answer(done)) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the requests that there is room for; waits a little for one if there is nothing else to do. False when there are no more.
+    fn take(&mut self) -> bool {
+        let work = self.work.clone();
+        // One worker at a time waits, and then there is nothing for the others either.
+        let work = work.lock().unwrap_or_else(PoisonError::into_inner);
+        while self.batch.has_room() {
+            let next = if self.batch.is_idle() {
+                work.recv_timeout(Duration::from_millis(20)).map_err(|error| error == RecvTimeoutError::Disconnected)
+            } else {
+                work.try_recv().map_err(|error| error == TryRecvError::Disconnected)
+            };
+            match next {
+                Ok(work) => self.submit(work),
+                Err(is_all) => return !is_all,
+            }
+        }
+        true
+    }
+
+    fn submit(&mut self, work: Work) {
+        let Work { number, name, wanted: Wanted { request, logprobs, form } } = work;
+        let seed = (request.sampling.temperature > 0.0).then_some(request.sampling.seed);
+        match self.batch.submit(Job { id: number, request, logprobs }) {
+            Ok(()) => {
+                self.asked.insert(number, Asked { name, form, seed });
+            }
+            Err(error) => {
+                let line = result::refusal(&name, &error.into());
+                let _ = self.events.send(Event::Refused(number, line));
+            }
+        }
+    }
+
+    /// False if nobody wants to know.
+    fn answer(&mut self, done: Done) -> bool {
+        let Some(Asked { name, form, seed }) = self.asked.remove(&done.id) else { return true };
+        let line = self.writer.answer(&name, form, &done.answer, seed);
+        self.events.send(Event::Answered(done.id, line)).is_ok()
+    }
+}

@@ -1,0 +1,142 @@
+//! What `batch` and `batch merge` do, made from their arguments.
+
+use std::path::PathBuf;
+
+use anyhow::bail;
+use host::batch::BatchOptions;
+use host::{DeviceChoice, LoadOptions};
+use model::{GenerationConfig, Source};
+
+use super::{Answer, CHAT_TOKENS, Detail, GENERATE_TOKENS, Report, answer, load, report, source, usage};
+use crate::args::batch::{BatchArgs, BatchCommand, Devices, MergeArgs, Shard};
+
+/// What `batch` does.
+#[derive(Debug)]
+pub enum Batch {
+    /// Answers requests.
+    Run(Box<Run>),
+    /// Puts results together.
+    Merge(Merge),
+}
+
+/// How a batch runs.
+#[derive(Debug)]
+pub struct Run {
+    /// The requests; `-` is standard input.
+    pub requests: PathBuf,
+    /// The results; `-` is standard output.
+    pub output: PathBuf,
+    /// Whether results are in the order of requests.
+    pub ordered: bool,
+    /// Which share.
+    pub shard: Option<Shard>,
+    /// The model.
+    pub source: Source,
+    /// Where it runs: once or more.
+    pub loads: Vec<LoadOptions>,
+    /// What it may use, on each.
+    pub options: BatchOptions,
+    /// What requests leave open.
+    pub defaults: Defaults,
+    /// What to say.
+    pub report: Report,
+}
+
+/// What requests leave open.
+#[derive(Debug)]
+pub struct Defaults {
+    /// Its `max_tokens` is not looked at, and its seed is what the requests' own are made from.
+    pub answer: Answer,
+    /// Most tokens of a continuation.
+    pub prompt_tokens: usize,
+    /// Most tokens of an answer to messages.
+    pub chat_tokens: usize,
+    /// Whether the model thinks before it answers messages.
+    pub think: bool,
+}
+
+/// Every card.
+fn cards() -> anyhow::Result<Vec<DeviceChoice>> {
+    let cards = host::device::cards()?;
+    if cards.is_empty() {
+        bail!("--devices all: no CUDA card was found; use --device cpu, or mend the driver");
+    }
+    Ok(cards.iter().map(|card| DeviceChoice::Cuda(card.ordinal)).collect())
+}
+
+impl Defaults {
+    /// Everything here that shapes an answer, as a text: not what only changes the speed.
+    pub fn shape(&self, checkpoint: &GenerationConfig) -> String {
+        let answer = &self.answer;
+        let sampling = answer.sampling(checkpoint);
+        let tokens = (self.prompt_tokens, self.chat_tokens);
+        format!("{:?}", (sampling, &answer.stop, answer.ignore_eos, tokens, self.think, &checkpoint.eos_token_ids))
+    }
+}
+
+/// What is put together.
+#[derive(Debug)]
+pub struct Merge {
+    /// Results of shards.
+    pub shards: Vec<PathBuf>,
+    /// Where to; `-` is standard output.
+    pub output: PathBuf,
+    /// The requests, to check against.
+    pub requests: Option<PathBuf>,
+    /// What to say.
+    pub report: Report,
+}
+
+/// Resolves the arguments.
+///
+/// # Errors
+/// A model that is not there, settings that contradict each other.
+pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
+    if let Some(BatchCommand::Merge(MergeArgs { shards, output, requests, quiet })) = args.command {
+        let detail = if quiet { Detail::Quiet } else { Detail::Normal };
+        return Ok(Batch::Merge(Merge { shards, output, requests, report: Report { detail, json: false } }));
+    }
+    let (Some(requests), Some(output)) = (args.requests, args.output) else {
+        return Err(usage("requests and --output are needed"));
+    };
+    if args.report.json && output.as_os_str() == "-" {
+        return Err(usage("--json prints on standard output, and so does --output -; send the results to a file"));
+    }
+    let one = load(&args.device);
+    let devices = match args.devices {
+        None => vec![one.device],
+        Some(Devices::These(devices)) => devices,
+        Some(Devices::All) => cards()?,
+    };
+    let loads = devices.into_iter().map(|device| LoadOptions { device, ..one }).collect();
+    let most = args.answer.max_tokens;
+    // Equal runs give equal results: no random seed.
+    let seed = args.answer.seed.unwrap_or(0);
+    let mut answer = answer(args.answer, &args.draft, most.unwrap_or(GENERATE_TOKENS))?;
+    answer.seed = seed;
+    let size = args.size;
+    let options = BatchOptions {
+        sequences: size.sequences,
+        rows: size.step_rows,
+        cache_tokens: size.cache_tokens,
+        swap_tokens: size.swap_tokens,
+        draft: answer.draft,
+        draft_rows: size.draft_rows,
+    };
+    Ok(Batch::Run(Box::new(Run {
+        requests,
+        output,
+        ordered: args.ordered,
+        shard: args.shard,
+        source: source(&args.model.model, &args.model)?,
+        loads,
+        options,
+        defaults: Defaults {
+            answer,
+            prompt_tokens: most.unwrap_or(GENERATE_TOKENS),
+            chat_tokens: most.unwrap_or(CHAT_TOKENS),
+            think: !args.no_think,
+        },
+        report: report(&args.report),
+    })))
+}

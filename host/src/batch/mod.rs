@@ -1,0 +1,21 @@
+//! Batches: any number of requests at once, in steps of many rows.
+//!
+//! [`Batch`] takes requests and gives answers. Beneath it, the [`Scheduler`] decides what each step runs and where every page of the
+//! cache is, knowing no device; a [`BatchBackend`] executes its [`Plan`]s. Answers are the ones that [`Engine`](crate::Engine) gives to
+//! the same requests one by one.
+
+mod backend;
+mod cpu;
+pub mod pages;
+pub mod plan;
+mod run;
+mod scheduler;
+
+pub use backend::{BatchBackend, Logprobs, Outcome, Start};
+pub use cpu::CpuBatch;
+pub use plan::Plan;
+pub use run::{Answer, Batch, BatchOptions, Done, Job, Metrics};
+pub use scheduler::{Advance, Costs, Counts, Limits, Scheduler};
+
+/// Tokens of a page of the cache, on every device.
+pub const PAGE_TOKENS: usize = gpu_kernels::kv::PAGE_TOKENS as usize;

@@ -1,0 +1,423 @@
+//! The batch engine: requests in, answers out, a step at a time.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use model::{Checkpoint, Config};
+
+use super::backend::{BatchBackend, Logprobs, Start};
+use super::cpu::CpuBatch;
+use super::plan::SequenceId;
+use super::scheduler::{Advance, Counts, Limits, Scheduler};
+use super::{Outcome, PAGE_TOKENS};
+use crate::device;
+use crate::draft::NgramDraft;
+use crate::engine::Text;
+use crate::{DeviceChoice, Engine, Error, Finish, LoadOptions, Progress, Request};
+
+/// How a batch runs; what is none is for the device to say.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BatchOptions {
+    /// Most sequences at once.
+    pub sequences: Option<u32>,
+    /// Most rows of a step.
+    pub rows: Option<u32>,
+    /// Tokens that the cache holds, of all sequences together.
+    pub cache_tokens: Option<usize>,
+    /// Tokens that the host tier holds.
+    pub swap_tokens: Option<usize>,
+    /// Who proposes drafts, if anyone.
+    pub draft: Option<NgramDraft>,
+    /// Drafts are tried while a step has fewer rows than this.
+    pub draft_rows: u32,
+}
+
+impl BatchOptions {
+    /// Rows of a step up to which drafts are worth a try, where nothing is said: a decode step costs the same from 1 row to these.
+    pub const DRAFT_ROWS: u32 = gpu_kernels::step::MAX_DECODE_ROWS;
+    /// Most sequences that a step has room for on any device.
+    pub const MOST_SEQUENCES: u32 = 256;
+    /// Sequences at once on the CPU, where nothing is said.
+    const CPU_SEQUENCES: u32 = 32;
+    /// Rows of a step on the CPU: its products are in blocks of 64.
+    const CPU_ROWS: u32 = 128;
+    /// Bytes of the CPU's cache, where nothing is said.
+    const CPU_CACHE: usize = 1 << 30;
+
+    /// The limits of a CPU.
+    fn cpu_limits(&self, config: &Config, context: usize) -> Limits {
+        let sequences = self.sequences.unwrap_or(Self::CPU_SEQUENCES).clamp(1, Self::MOST_SEQUENCES);
+        let one = context.div_ceil(PAGE_TOKENS);
+        let room = Self::CPU_CACHE / (config.kv_bytes_per_token(size_of::<f32>()) * PAGE_TOKENS).max(1);
+        let pages = self.cache_tokens.map_or(room.min(one * sequences as usize), |tokens| tokens / PAGE_TOKENS);
+        let pages = pages.max(one);
+        let host_pages = self.swap_tokens.map_or(pages, |tokens| tokens / PAGE_TOKENS);
+        Limits {
+            context,
+            sequences,
+            rows: self.rows.unwrap_or(Self::CPU_ROWS).max(sequences),
+            page_tokens: PAGE_TOKENS,
+            pages: u32::try_from(pages).unwrap_or(u32::MAX),
+            host_pages: u32::try_from(host_pages).unwrap_or(u32::MAX),
+            drafts: self.draft.map_or(0, |draft| draft.tokens),
+            draft_rows: self.draft_rows,
+        }
+    }
+}
+
+/// A request with a name.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// What the caller knows it by.
+    pub id: u64,
+    /// What is wanted; its `draft` is not looked at, since the batch drafts as a whole.
+    pub request: Request,
+    /// Log-probabilities of each token, and of so many likeliest ones.
+    pub logprobs: Option<u32>,
+}
+
+/// A finished job.
+#[derive(Debug)]
+pub struct Done {
+    /// Which.
+    pub id: u64,
+    /// What came of it.
+    pub answer: Answer,
+}
+
+/// An answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Answer {
+    /// The text, without end tokens and stop texts.
+    pub text: String,
+    /// Every generated token, an end token included.
+    pub tokens: Vec<u32>,
+    /// For each of `tokens`, if they were asked for.
+    pub logprobs: Vec<Logprobs>,
+    /// Why it ended.
+    pub finish: Finish,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+}
+
+/// How a batch is going.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Metrics {
+    /// Tokens of the prompts of finished jobs.
+    pub prompt_tokens: u64,
+    /// Tokens generated, of finished jobs and others.
+    pub generated_tokens: u64,
+    /// Drafts tried.
+    pub drafted: u64,
+    /// Drafts confirmed.
+    pub accepted: u64,
+    /// Choices: rows that brought a token without a draft before it.
+    pub choices: u64,
+    /// Sequences running now.
+    pub running: usize,
+    /// Pages of the cache in use now.
+    pub pages_in_use: usize,
+    /// Pages of the cache; 0 where one sequence runs at a time.
+    pub pages: u32,
+    /// What the scheduler counted.
+    pub counts: Counts,
+    /// In steps.
+    pub busy: Duration,
+}
+
+impl Metrics {
+    /// These and those of another device.
+    pub fn and(self, other: Self) -> Self {
+        let (a, b) = (self.counts, other.counts);
+        Self {
+            prompt_tokens: self.prompt_tokens + other.prompt_tokens,
+            generated_tokens: self.generated_tokens + other.generated_tokens,
+            drafted: self.drafted + other.drafted,
+            accepted: self.accepted + other.accepted,
+            choices: self.choices + other.choices,
+            running: self.running + other.running,
+            pages_in_use: self.pages_in_use + other.pages_in_use,
+            pages: self.pages + other.pages,
+            counts: Counts {
+                steps: a.steps + b.steps,
+                rows: a.rows + b.rows,
+                shared_tokens: a.shared_tokens + b.shared_tokens,
+                swapped: a.swapped + b.swapped,
+                dropped: a.dropped + b.dropped,
+                most_running: a.most_running + b.most_running,
+                most_pages: a.most_pages + b.most_pages,
+            },
+            busy: self.busy + other.busy,
+        }
+    }
+}
+
+/// Runs jobs on a device.
+pub struct Batch {
+    checkpoint: Checkpoint,
+    context: usize,
+    how: How,
+    metrics: Metrics,
+}
+
+enum How {
+    /// Many at once.
+    Together(Box<Together>),
+    /// One after the other: devices that have no [`BatchBackend`] yet.
+    InTurn { engine: Box<Engine>, jobs: VecDeque<Job>, draft: Option<NgramDraft> },
+}
+
+struct Together {
+    backend: Box<dyn BatchBackend>,
+    scheduler: Scheduler,
+    jobs: HashMap<SequenceId, Active>,
+    /// Which sequence has which slot.
+    slots: Vec<Option<SequenceId>>,
+}
+
+struct Active {
+    job: Job,
+    text: Text,
+    tokens: Vec<u32>,
+    logprobs: Vec<Logprobs>,
+}
+
+impl Batch {
+    /// Loads `checkpoint`; `progress` is told the bytes.
+    ///
+    /// # Errors
+    /// As [`Engine::load`].
+    pub fn load(
+        checkpoint: Checkpoint,
+        load: LoadOptions,
+        options: BatchOptions,
+        progress: &mut Progress<'_>,
+    ) -> Result<Self, Error> {
+        if let Some(draft) = &options.draft {
+            draft.check()?;
+        }
+        let on_cpu = match load.device {
+            DeviceChoice::Cpu => true,
+            DeviceChoice::Auto => device::cards()?.is_empty(),
+            DeviceChoice::Cuda(_) | DeviceChoice::Emulator => false,
+        };
+        if on_cpu {
+            let context = load.context_for(&checkpoint.config)?;
+            let limits = options.cpu_limits(&checkpoint.config, context);
+            let backend = CpuBatch::new(&checkpoint, limits, options.draft)?;
+            return Ok(Self::with_backend(checkpoint, Box::new(backend)));
+        }
+        let engine = Engine::load(checkpoint.clone(), load, progress)?;
+        Ok(Self {
+            checkpoint,
+            context: engine.context(),
+            how: How::InTurn { engine: Box::new(engine), jobs: VecDeque::new(), draft: options.draft },
+            metrics: Metrics::default(),
+        })
+    }
+
+    /// Runs on `backend`, which was made for `checkpoint`.
+    pub fn with_backend(checkpoint: Checkpoint, backend: Box<dyn BatchBackend>) -> Self {
+        let limits = backend.limits();
+        let scheduler = Scheduler::new(limits, backend.costs());
+        let slots = vec![None; limits.sequences as usize];
+        let together = Together { backend, scheduler, jobs: HashMap::new(), slots };
+        let metrics = Metrics { pages: limits.pages, ..Metrics::default() };
+        Self { checkpoint, context: limits.context, how: How::Together(Box::new(together)), metrics }
+    }
+
+    /// What it runs on, for a person.
+    pub fn device(&self) -> String {
+        match &self.how {
+            How::Together(together) => together.backend.device(),
+            How::InTurn { engine, .. } => engine.device(),
+        }
+    }
+
+    /// Most tokens of prompt and answer together.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Whether to submit more, so that no step has less to do than it could.
+    pub fn has_room(&self) -> bool {
+        match &self.how {
+            How::Together(together) => together.scheduler.waiting() < together.slots.len(),
+            How::InTurn { jobs, .. } => jobs.len() < 2,
+        }
+    }
+
+    /// Whether everything submitted is finished.
+    pub fn is_idle(&self) -> bool {
+        match &self.how {
+            How::Together(together) => together.jobs.is_empty(),
+            How::InTurn { jobs, .. } => jobs.is_empty(),
+        }
+    }
+
+    /// How it is going.
+    pub fn metrics(&self) -> Metrics {
+        let mut metrics = self.metrics;
+        if let How::Together(together) = &self.how {
+            metrics.counts = together.scheduler.counts();
+            metrics.running = together.scheduler.running();
+            metrics.pages_in_use = together.scheduler.pages_in_use();
+        }
+        metrics
+    }
+
+    /// Takes on a job.
+    ///
+    /// # Errors
+    /// A prompt that is empty or does not fit, a setting out of range, or log-probabilities from a device that does not give
+    /// them. The batch goes on without the job.
+    pub fn submit(&mut self, job: Job) -> Result<(), Error> {
+        let request = &job.request;
+        if request.prompt.is_empty() {
+            return Err(Error::EmptyPrompt);
+        }
+        if request.prompt.len() >= self.context {
+            let most = self.checkpoint.config.max_position_embeddings;
+            return Err(Error::PromptTooLong { prompt: request.prompt.len(), context: self.context, most });
+        }
+        let vocab_size = self.checkpoint.config.vocab_size;
+        if let Some(&token) = request.prompt.iter().find(|t| **t as usize >= vocab_size) {
+            return Err(model::Error::TokenOutOfRange { token, vocab_size }.into());
+        }
+        request.sampling.check()?;
+        let max_length = self.context.min(request.prompt.len().saturating_add(request.max_tokens.max(1)));
+        match &mut self.how {
+            How::Together(together) => {
+                let id = together.scheduler.add(request.prompt.clone(), max_length);
+                let text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
+                together.jobs.insert(id, Active { text, job, tokens: Vec::new(), logprobs: Vec::new() });
+            }
+            How::InTurn { engine, .. } if job.logprobs.is_some() => {
+                return Err(Error::NoLogprobs { device: engine.device() });
+            }
+            How::InTurn { jobs, .. } => jobs.push_back(job),
+        }
+        Ok(())
+    }
+
+    /// A step: the jobs that it finished. `stop` is asked now and then, and when it says so the step ends with nothing.
+    ///
+    /// # Errors
+    /// A device error; the batch cannot go on.
+    pub fn step(&mut self, stop: &mut dyn FnMut() -> bool) -> Result<Vec<Done>, Error> {
+        let start = Instant::now();
+        let done = match &mut self.how {
+            How::Together(together) => together.step(&self.checkpoint, &mut self.metrics)?,
+            How::InTurn { engine, jobs, draft } => match jobs.pop_front() {
+                Some(job) => in_turn(engine, job, *draft, &mut self.metrics, stop)?,
+                None => Vec::new(),
+            },
+        };
+        self.metrics.prompt_tokens += done.iter().map(|done| done.answer.prompt_tokens as u64).sum::<u64>();
+        self.metrics.busy += start.elapsed();
+        Ok(done)
+    }
+}
+
+impl Together {
+    fn step(&mut self, checkpoint: &Checkpoint, metrics: &mut Metrics) -> Result<Vec<Done>, Error> {
+        let end_tokens = checkpoint.generation.eos_token_ids.as_slice();
+        self.scheduler.set_costs(self.backend.costs());
+        let plan = self.scheduler.plan();
+        for &slot in &plan.freed {
+            self.slots[slot as usize] = None;
+        }
+        let mut starts = Vec::new();
+        for started in &plan.started {
+            let id = started.sequence;
+            self.slots[started.slot as usize] = Some(id);
+            let known = self.jobs.get(&id).zip(self.scheduler.tokens(id));
+            starts.extend(known.map(|(active, tokens)| {
+                let request = &active.job.request;
+                Start {
+                    tokens,
+                    prompt: request.prompt.len(),
+                    max_length: self.scheduler.max_length(id).unwrap_or(tokens.len()),
+                    sampling: request.sampling,
+                    stop_tokens: if request.ignore_end { &[] } else { end_tokens },
+                    logprobs: active.job.logprobs,
+                }
+            }));
+        }
+        let outcomes = self.backend.step(&plan, &starts)?;
+        let advance = |o: &Outcome| Advance { slot: o.slot, tokens: o.tokens.clone() };
+        self.scheduler.advance(&outcomes.iter().map(advance).collect::<Vec<_>>());
+
+        let mut done = Vec::new();
+        for outcome in outcomes {
+            metrics.generated_tokens += outcome.tokens.len() as u64;
+            metrics.drafted += outcome.drafted as u64;
+            metrics.accepted += outcome.tokens.len().saturating_sub(1) as u64;
+            metrics.choices += 1;
+            let Some(id) = self.slots[outcome.slot as usize] else { continue };
+            let Some(active) = self.jobs.get_mut(&id) else { continue };
+            let full = self.scheduler.max_length(id) <= self.scheduler.tokens(id).map(<[u32]>::len);
+            let Some(finish) = active.take(outcome, end_tokens, full) else { continue };
+            self.scheduler.finish(id);
+            done.extend(self.jobs.remove(&id).map(|active| active.done(finish)));
+        }
+        Ok(done)
+    }
+}
+
+impl Active {
+    /// Takes in the next tokens; `full` says whether there may be no more. Why it ends, if it does.
+    fn take(&mut self, outcome: Outcome, end_tokens: &[u32], full: bool) -> Option<Finish> {
+        let mut logprobs = outcome.logprobs.into_iter();
+        for token in outcome.tokens {
+            self.tokens.push(token);
+            self.logprobs.extend(logprobs.next());
+            if !self.job.request.ignore_end && end_tokens.contains(&token) {
+                return Some(Finish::Stop);
+            }
+            self.text.push(token);
+            if self.text.stopped {
+                return Some(Finish::Stop);
+            }
+        }
+        full.then_some(Finish::Length)
+    }
+
+    fn done(mut self, finish: Finish) -> Done {
+        self.text.finish();
+        let prompt_tokens = self.job.request.prompt.len();
+        let (tokens, logprobs) = (self.tokens, self.logprobs);
+        Done { id: self.job.id, answer: Answer { text: self.text.all, tokens, logprobs, finish, prompt_tokens } }
+    }
+}
+
+/// A job by itself.
+fn in_turn(
+    engine: &mut Engine,
+    job: Job,
+    draft: Option<NgramDraft>,
+    metrics: &mut Metrics,
+    stop: &mut dyn FnMut() -> bool,
+) -> Result<Vec<Done>, Error> {
+    let Job { id, request, .. } = job;
+    let request = Request { draft, ..request };
+    let go_on = &mut |_: &str| if stop() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
+    let generation = engine.generate(&request, go_on)?;
+    let statistics = generation.statistics;
+    metrics.generated_tokens += statistics.tokens as u64;
+    metrics.drafted += statistics.drafted as u64;
+    metrics.accepted += statistics.accepted as u64;
+    metrics.choices += statistics.steps as u64 + 1;
+    if generation.finish == Finish::Interrupted {
+        return Ok(Vec::new());
+    }
+    let answer = Answer {
+        text: generation.text,
+        tokens: generation.tokens,
+        logprobs: Vec::new(),
+        finish: generation.finish,
+        prompt_tokens: request.prompt.len(),
+    };
+    Ok(vec![Done { id, answer }])
+}

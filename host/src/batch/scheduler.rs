@@ -1,0 +1,514 @@
+//! Which rows run in a step, and where every page is: continuous batching that knows no device.
+//!
+//! Sequences are served in the order in which they came:
+//!
+//! 1. Each running sequence that has only its newest token to run gets one row. If it needs a page and there is none, the running
+//!    sequence that came last is preempted: its pages go to the host tier, or are given up and computed again later, whichever is
+//!    cheaper by the backend's [`Costs`]. It keeps its place in the order of arrival.
+//! 2. The rows that are left go to prompts, in chunks of whatever fits (chunked prefill: Agrawal et al., 2024, "Taming
+//!    Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve").
+//! 3. Waiting sequences start while there are slots, rows, and pages for all their tokens and one more page for each running
+//!    sequence. What the page index has of their text is shared (Kwon et al., 2023, "Efficient Memory Management for Large Language
+//!    Model Serving with PagedAttention"); of a page that matches only in part, a copy is made. A sequence whose prompt begins
+//!    like one that is being read in waits for it.
+//! 4. Drafts get what is left of the draft budget, and no page that another sequence would be preempted for.
+//!
+//! Nothing starves: the sequence that came first among the running ones is never preempted, so it ends; nobody who came later starts
+//! while the first in line waits for pages; and with nothing running, the first in line fits.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
+
+use super::pages::{Content, NOTHING, Pages, Put};
+use super::plan::{HostPage, Page, PageCopy, Plan, SequenceId, Slot, Started, SwapIn, SwapOut, TableEntry, Work};
+
+/// What the scheduler may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Most tokens of a sequence.
+    pub context: usize,
+    /// Most sequences that run at once.
+    pub sequences: u32,
+    /// Most rows of a step, drafts included; at least `sequences`.
+    pub rows: u32,
+    /// Tokens of a page.
+    pub page_tokens: usize,
+    /// Pages on the device, at least enough for one sequence as long as the context.
+    pub pages: u32,
+    /// Pages in the host tier.
+    pub host_pages: u32,
+    /// Most drafts of a sequence in a step; 0: nothing drafts.
+    pub drafts: u32,
+    /// Drafts are tried while a step has fewer rows than this.
+    pub draft_rows: u32,
+}
+
+/// What it costs to take up a preempted sequence again, in seconds; from measurement.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Costs {
+    /// To save a page and bring it back.
+    pub swap_page: f64,
+    /// To run a row of a prompt.
+    pub row: f64,
+}
+
+/// How a run went.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Steps planned.
+    pub steps: u64,
+    /// Rows of known tokens.
+    pub rows: u64,
+    /// Tokens of prompts that were found in the page index.
+    pub shared_tokens: u64,
+    /// Preemptions to the host tier.
+    pub swapped: u64,
+    /// Preemptions to be computed again.
+    pub dropped: u64,
+    /// Most sequences that ran at once.
+    pub most_running: u32,
+    /// Most pages that were in use at once.
+    pub most_pages: u32,
+}
+
+/// What a sequence's rows of a step brought.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Advance {
+    /// Whose: of a [`Work`] that samples.
+    pub slot: Slot,
+    /// The next tokens, at least one.
+    pub tokens: Vec<u32>,
+}
+
+/// A sequence that has a slot.
+#[derive(Clone, Debug)]
+struct Running {
+    known: Known,
+    slot: Slot,
+    pages: Vec<Page>,
+    /// The content up to the end of each page that is in the index, from the first.
+    contents: Vec<Content>,
+}
+
+/// A sequence that has none: new, or preempted.
+#[derive(Clone, Debug)]
+struct Waiting {
+    known: Known,
+    /// Saved pages, which hold the first `known.computed` tokens.
+    saved: Vec<HostPage>,
+}
+
+/// What is known of a sequence wherever it is.
+#[derive(Clone, Debug)]
+struct Known {
+    tokens: Vec<u32>,
+    max_length: usize,
+    /// Tokens whose keys and values are in its pages.
+    computed: usize,
+}
+
+impl Known {
+    /// Tokens to run before the next one can be chosen, the newest included.
+    fn left(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+}
+
+/// The scheduler.
+#[derive(Clone, Debug)]
+pub struct Scheduler {
+    limits: Limits,
+    costs: Costs,
+    pages: Pages,
+    host: Vec<HostPage>,
+    slots: BTreeSet<Slot>,
+    waiting: BTreeMap<SequenceId, Waiting>,
+    running: BTreeMap<SequenceId, Running>,
+    arrivals: SequenceId,
+    /// What the next plan begins with: slots that were given up since the last one.
+    freed: Vec<Slot>,
+    /// Tables that changed since the last plan.
+    tables: Vec<TableEntry>,
+    /// The last plan's work, with whose it is.
+    work: Vec<(SequenceId, Work)>,
+    counts: Counts,
+}
+
+impl Scheduler {
+    /// An empty one.
+    ///
+    /// # Panics
+    /// If `limits` contradict each other: that is a mistake in the caller's code.
+    pub fn new(limits: Limits, costs: Costs) -> Self {
+        assert!(limits.sequences > 0 && limits.rows >= limits.sequences, "a row for each sequence: {limits:?}");
+        assert!(limits.page_tokens > 0, "empty pages: {limits:?}");
+        assert!(limits.pages as usize >= limits.context.div_ceil(limits.page_tokens), "one sequence fits: {limits:?}");
+        Self {
+            limits,
+            costs,
+            pages: Pages::new(limits.pages, limits.page_tokens),
+            host: (0..limits.host_pages).rev().collect(),
+            slots: (0..limits.sequences).collect(),
+            waiting: BTreeMap::new(),
+            running: BTreeMap::new(),
+            arrivals: 0,
+            freed: Vec::new(),
+            tables: Vec::new(),
+            work: Vec::new(),
+            counts: Counts::default(),
+        }
+    }
+
+    /// A sequence joins the line: to be continued after `prompt`, to at most `max_length` tokens in all.
+    ///
+    /// # Panics
+    /// If the prompt is empty or longer than `max_length - 1`, or `max_length` than the context.
+    pub fn add(&mut self, prompt: Vec<u32>, max_length: usize) -> SequenceId {
+        assert!(!prompt.is_empty() && prompt.len() < max_length && max_length <= self.limits.context);
+        let id = self.arrivals;
+        self.arrivals += 1;
+        let known = Known { tokens: prompt, max_length, computed: 0 };
+        self.waiting.insert(id, Waiting { known, saved: Vec::new() });
+        id
+    }
+
+    /// Sequences that wait.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Sequences that run.
+    pub fn running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Pages that sequences use.
+    pub fn pages_in_use(&self) -> usize {
+        self.pages.count() - self.pages.available()
+    }
+
+    /// Pages of the host tier that nothing is saved in.
+    pub fn free_host_pages(&self) -> usize {
+        self.host.len()
+    }
+
+    /// How it went so far.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// New measurements.
+    pub fn set_costs(&mut self, costs: Costs) {
+        self.costs = costs;
+    }
+
+    fn known(&self, id: SequenceId) -> Option<&Known> {
+        self.running.get(&id).map(|r| &r.known).or_else(|| self.waiting.get(&id).map(|w| &w.known))
+    }
+
+    /// The tokens of a sequence, prompt and answer.
+    pub fn tokens(&self, id: SequenceId) -> Option<&[u32]> {
+        self.known(id).map(|known| known.tokens.as_slice())
+    }
+
+    /// Most tokens of a sequence.
+    pub fn max_length(&self, id: SequenceId) -> Option<usize> {
+        self.known(id).map(|known| known.max_length)
+    }
+
+    /// The next step. It has work unless nothing runs and nothing waits.
+    pub fn plan(&mut self) -> Plan {
+        let mut plan = Plan {
+            freed: std::mem::take(&mut self.freed),
+            tables: std::mem::take(&mut self.tables),
+            ..Plan::default()
+        };
+        let mut step = Step { rows_left: self.limits.rows, ..Step::default() };
+        self.decode(&mut plan, &mut step);
+        self.prefill(&mut step);
+        if !step.preempted {
+            self.start(&mut plan, &mut step);
+        }
+        self.draft(&mut plan, &mut step);
+        for page in step.sources {
+            self.pages.release(page);
+        }
+        plan.work = step.work.iter().map(|(_, work)| *work).collect();
+        self.work = step.work;
+        self.counts.steps += 1;
+        self.counts.rows += plan.work.iter().map(|w| w.rows as u64).sum::<u64>();
+        self.counts.most_running = self.counts.most_running.max(self.running.len() as u32);
+        self.counts.most_pages = self.counts.most_pages.max(self.pages_in_use() as u32);
+        plan
+    }
+
+    /// A row for each sequence that has but its newest token to run, and a page for it.
+    fn decode(&mut self, plan: &mut Plan, step: &mut Step) {
+        let ids: Vec<SequenceId> = self.running.keys().copied().collect();
+        for id in ids {
+            // Preempted for one before it, or still reading its prompt.
+            if self.running.get(&id).is_none_or(|r| r.known.left() > 1) {
+                continue;
+            }
+            while !self.cover(id, 1, plan) {
+                let after = (Bound::Excluded(id), Bound::Unbounded);
+                let last = self.running.range(after).next_back().map_or(id, |(last, _)| *last);
+                self.preempt(last, plan);
+                step.preempted = true;
+                if last == id {
+                    break;
+                }
+            }
+            if let Some(sequence) = self.running.get(&id) {
+                step.push(id, sequence, 1);
+            }
+        }
+    }
+
+    /// Makes the page table reach over the first `rows` tokens that are not computed. False if a page is lacking.
+    fn cover(&mut self, id: SequenceId, rows: usize, plan: &mut Plan) -> bool {
+        let Some(sequence) = self.running.get_mut(&id) else { return false };
+        let wanted = (sequence.known.computed + rows).div_ceil(self.limits.page_tokens);
+        while sequence.pages.len() < wanted {
+            let Some(page) = self.pages.take() else { return false };
+            plan.tables.push(TableEntry { slot: sequence.slot, index: sequence.pages.len() as u32, page });
+            sequence.pages.push(page);
+        }
+        true
+    }
+
+    /// Takes a running sequence's slot and pages.
+    fn preempt(&mut self, id: SequenceId, plan: &mut Plan) {
+        let Some(Running { mut known, slot, pages, .. }) = self.running.remove(&id) else { return };
+        let used = known.computed.div_ceil(self.limits.page_tokens);
+        let swap = used as f64 * self.costs.swap_page;
+        let again = known.computed as f64 * self.costs.row;
+        let mut saved = Vec::new();
+        if used > 0 && used <= self.host.len() && swap <= again {
+            saved = self.host.split_off(self.host.len() - used);
+            plan.swap_out.extend(pages.iter().zip(&saved).map(|(&from, &to)| SwapOut { from, to }));
+            self.counts.swapped += 1;
+        } else {
+            known.computed = 0;
+            self.counts.dropped += 1;
+        }
+        // Entries of this plan that the backend need not see.
+        plan.tables.retain(|entry| entry.slot != slot);
+        plan.freed.push(slot);
+        self.give_up(slot, &pages);
+        self.waiting.insert(id, Waiting { known, saved });
+    }
+
+    fn give_up(&mut self, slot: Slot, pages: &[Page]) {
+        self.slots.insert(slot);
+        for &page in pages.iter().rev() {
+            self.pages.release(page);
+        }
+    }
+
+    /// Chunks for the prompts that are being read in.
+    fn prefill(&mut self, step: &mut Step) {
+        for (&id, sequence) in &self.running {
+            let left = sequence.known.left();
+            if left > 1 && step.rows_left > 0 {
+                step.push(id, sequence, left);
+            }
+        }
+    }
+
+    /// Takes up waiting sequences, the first in line first.
+    fn start(&mut self, plan: &mut Plan, step: &mut Step) {
+        let mut passed = Bound::Unbounded;
+        while step.rows_left > 0 && !self.slots.is_empty() {
+            let Some((&id, waiting)) = self.waiting.range((passed, Bound::Unbounded)).next() else { break };
+            passed = Bound::Excluded(id);
+            if self.better_later(waiting) {
+                continue;
+            }
+            if !self.take_up(id, plan, step) {
+                break;
+            }
+            if let Some(sequence) = self.running.get(&id) {
+                step.push(id, sequence, sequence.known.left());
+            }
+        }
+    }
+
+    /// Whether a prompt that is being read in will leave more pages to share with this sequence than there are now.
+    fn better_later(&self, waiting: &Waiting) -> bool {
+        let tokens = waiting.known.without_newest();
+        let size = self.limits.page_tokens;
+        let mut now = None;
+        self.running.values().filter(|other| other.known.left() > 1).any(|other| {
+            let same = other.known.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count() / size;
+            let saved = waiting.known.computed / size;
+            same > saved && same > *now.get_or_insert_with(|| self.pages.find(tokens).pages.len())
+        })
+    }
+
+    /// Gives a waiting sequence a slot and pages for all its tokens. False if there are not enough.
+    fn take_up(&mut self, id: SequenceId, plan: &mut Plan, step: &mut Step) -> bool {
+        let Some(waiting) = self.waiting.get(&id) else { return false };
+        let size = self.limits.page_tokens;
+        let found = self.pages.find(waiting.known.without_newest());
+        let total = waiting.known.tokens.len().div_ceil(size);
+        let shared = found.pages.len();
+        // Shared pages that nobody uses now are no longer to be had once they are shared.
+        let idle = found.pages.iter().filter(|(page, _)| self.pages.users(*page) == 0).count();
+        let spare = self.pages.available() - idle;
+        // The source of a copy must outlive the step. A saved sequence has better than a part of a page.
+        let partial = found.partial.filter(|(page, same)| {
+            let pinned = (self.pages.users(*page) == 0) as usize;
+            shared * size + same > waiting.known.computed && total - shared + pinned <= spare
+        });
+        let pinned = partial.map_or(0, |(page, _)| (self.pages.users(page) == 0) as usize);
+        if total - shared + pinned + self.running.len() > spare {
+            return false;
+        }
+        let (Some(Waiting { mut known, saved }), Some(slot)) = (self.waiting.remove(&id), self.slots.pop_first())
+        else {
+            return false;
+        };
+        let before = known.computed;
+        let mut pages: Vec<Page> = found.pages.iter().map(|(page, _)| *page).collect();
+        for &page in &pages {
+            self.pages.share(page);
+        }
+        if let Some((page, _)) = partial {
+            self.pages.share(page);
+            step.sources.push(page);
+        }
+        known.computed = known.computed.max(shared * size);
+        while pages.len() < total {
+            // There are enough: they were counted.
+            let Some(page) = self.pages.take() else { break };
+            match partial {
+                Some((from, same)) if pages.len() == shared => {
+                    plan.copies.push(PageCopy { from, to: page });
+                    known.computed = shared * size + same;
+                }
+                _ => {
+                    let saved = saved.get(pages.len()).filter(|_| partial.is_none());
+                    plan.swap_in.extend(saved.map(|&from| SwapIn { from, to: page }));
+                }
+            }
+            pages.push(page);
+        }
+        self.counts.shared_tokens += (known.computed - before) as u64;
+        // Free at once: nothing is saved in a step that takes up sequences.
+        self.host.extend(saved);
+        plan.started.push(Started { slot, sequence: id });
+        let entry = |(index, &page): (usize, &Page)| TableEntry { slot, index: index as u32, page };
+        plan.tables.extend(pages.iter().enumerate().map(entry));
+        let contents = found.pages.iter().map(|(_, content)| *content).collect();
+        self.running.insert(id, Running { known, slot, pages, contents });
+        true
+    }
+
+    /// Lets decoding sequences draft, if the step has rows to spare.
+    fn draft(&mut self, plan: &mut Plan, step: &mut Step) {
+        let decoding = step.work.iter().filter(|(_, work)| work.samples && work.rows == 1).count() as u32;
+        let others: u32 = step.work.iter().map(|(_, work)| work.rows).sum::<u32>() - decoding;
+        let threshold = self.limits.draft_rows.min(self.limits.rows).saturating_sub(others);
+        if self.limits.drafts == 0 || decoding == 0 || threshold <= decoding {
+            return;
+        }
+        plan.draft_threshold = threshold;
+        let mut spare = self.pages.available().saturating_sub(self.running.len());
+        for (id, work) in step.work.iter_mut().filter(|(_, work)| work.samples && work.rows == 1) {
+            let Some(sequence) = self.running.get(id) else { continue };
+            let known = &sequence.known;
+            // One token comes without a draft.
+            let most = (known.max_length - known.tokens.len() - 1).min((threshold - decoding) as usize);
+            let most = most.min(self.limits.drafts as usize);
+            let room = (sequence.pages.len() + spare) * self.limits.page_tokens - known.tokens.len();
+            let most = most.min(room);
+            let there = sequence.pages.len();
+            if self.cover(*id, 1 + most, plan) {
+                work.most_drafts = most as u32;
+            }
+            spare -= self.running.get(id).map_or(0, |sequence| sequence.pages.len() - there);
+        }
+    }
+
+    /// Takes in what the planned step brought: an [`Advance`] for each [`Work`] that samples. Then [`finish`](Self::finish) what has
+    /// ended: a sequence of `max_length` tokens must be.
+    ///
+    /// # Panics
+    /// If an advance is missing or is not of the plan: that is a mistake in the caller's code.
+    pub fn advance(&mut self, advances: &[Advance]) {
+        for (id, work) in std::mem::take(&mut self.work) {
+            let Some(sequence) = self.running.get_mut(&id) else { continue };
+            sequence.known.computed = (work.start + work.rows) as usize;
+            if work.samples {
+                let advance = advances.iter().find(|a| a.slot == work.slot);
+                let tokens = &advance.unwrap_or_else(|| panic!("nothing of slot {}", work.slot)).tokens;
+                assert!(!tokens.is_empty() && tokens.len() <= 1 + work.most_drafts as usize, "{work:?}: {tokens:?}");
+                sequence.known.tokens.extend_from_slice(tokens);
+                sequence.known.computed = sequence.known.tokens.len() - 1;
+                assert!(sequence.known.tokens.len() <= sequence.known.max_length);
+            }
+            self.index(id);
+        }
+    }
+
+    /// Puts the pages that a sequence has filled into the index. Where the same is there already, that is used instead.
+    fn index(&mut self, id: SequenceId) {
+        let Some(Running { known, slot, pages, contents }) = self.running.get_mut(&id) else { return };
+        let size = self.limits.page_tokens;
+        let full = pages.iter_mut().enumerate().take(known.computed / size).skip(contents.len());
+        for (index, own) in full {
+            let before = contents.last().copied().unwrap_or(NOTHING);
+            match self.pages.index(*own, before, &known.tokens[index * size..][..size]) {
+                Put::New(content) => contents.push(content),
+                Put::Same(page, content) => {
+                    self.pages.share(page);
+                    self.pages.release(*own);
+                    *own = page;
+                    self.tables.push(TableEntry { slot: *slot, index: index as u32, page });
+                    contents.push(content);
+                }
+            }
+        }
+    }
+
+    /// A sequence has ended, or is wanted no longer.
+    pub fn finish(&mut self, id: SequenceId) {
+        if let Some(Running { slot, pages, .. }) = self.running.remove(&id) {
+            self.tables.retain(|entry| entry.slot != slot);
+            self.freed.push(slot);
+            self.give_up(slot, &pages);
+        } else if let Some(waiting) = self.waiting.remove(&id) {
+            self.host.extend(waiting.saved);
+        }
+    }
+}
+
+impl Known {
+    /// What may come from elsewhere: the newest token must run in any case, for the choice after it.
+    fn without_newest(&self) -> &[u32] {
+        &self.tokens[..self.tokens.len() - 1]
+    }
+}
+
+/// A plan in the making.
+#[derive(Default)]
+struct Step {
+    rows_left: u32,
+    preempted: bool,
+    work: Vec<(SequenceId, Work)>,
+    /// Sources of copies: not to be used for anything else in this step.
+    sources: Vec<Page>,
+}
+
+impl Step {
+    /// As many of a sequence's next `rows` rows as there is room for.
+    fn push(&mut self, id: SequenceId, sequence: &Running, rows: usize) {
+        let rows = rows.min(self.rows_left as usize);
+        self.rows_left -= rows as u32;
+        let start = sequence.known.computed;
+        let samples = start + rows == sequence.known.tokens.len();
+        let work = Work { slot: sequence.slot, start: start as u32, rows: rows as u32, samples, most_drafts: 0 };
+        self.work.push((id, work));
+    }
+}

@@ -1,0 +1,267 @@
+//! The scheduler against a model of what it schedules: a device that knows, for every place in every page, which text it holds.
+//!
+//! The device executes plans literally. Before a row runs, every place before it must hold its own sequence's text; a plan may
+//! not go over its limits; and when all is done, no page is in use.
+
+use std::collections::{BTreeMap, HashMap};
+
+use host::batch::plan::{Page, SequenceId, Slot};
+use host::batch::{Advance, Costs, Limits, Plan, Scheduler};
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+
+/// What a place holds: everything up to and with its token, as a hash.
+type Text = u64;
+const NOTHING: Text = 0;
+
+fn then(text: Text, token: u32) -> Text {
+    model::sampling::random(text, token.into())
+}
+
+/// The token that follows `tokens`: the device's "model". The alphabet is small, so that texts meet again.
+fn next(tokens: &[u32]) -> u32 {
+    (tokens.iter().fold(7, |text, &token| then(text, token)) % 3) as u32
+}
+
+struct Device {
+    limits: Limits,
+    pages: Vec<Vec<Text>>,
+    host: Vec<Vec<Text>>,
+    slots: HashMap<Slot, (SequenceId, Vec<Page>)>,
+}
+
+impl Device {
+    fn new(limits: Limits) -> Self {
+        let store = |pages: u32| vec![vec![NOTHING; limits.page_tokens]; pages as usize];
+        Self { pages: store(limits.pages), host: store(limits.host_pages), limits, slots: HashMap::new() }
+    }
+
+    /// Executes the plan's moves, as a launch for each part would: all reads of a part before its writes.
+    fn prepare(&mut self, plan: &Plan) {
+        for slot in &plan.freed {
+            assert!(self.slots.remove(slot).is_some(), "slot {slot} was not taken");
+        }
+        let mut targets = Vec::new();
+        for swap in &plan.swap_out {
+            self.host[swap.to as usize] = self.pages[swap.from as usize].clone();
+            targets.push(swap.to);
+        }
+        let distinct = |mut targets: Vec<u32>| {
+            let count = targets.len();
+            targets.sort_unstable();
+            targets.dedup();
+            assert_eq!(targets.len(), count, "a page is the target of two: {plan:?}");
+        };
+        distinct(targets);
+        let sources: Vec<Vec<Text>> = plan.copies.iter().map(|copy| self.pages[copy.from as usize].clone()).collect();
+        for (copy, source) in plan.copies.iter().zip(sources) {
+            assert!(plan.copies.iter().all(|other| other.from != copy.to), "a source is a target: {plan:?}");
+            self.pages[copy.to as usize] = source;
+        }
+        for swap in &plan.swap_in {
+            assert!(plan.swap_out.iter().all(|out| out.to != swap.from), "a saved page is overwritten: {plan:?}");
+            self.pages[swap.to as usize] = self.host[swap.from as usize].clone();
+        }
+        let copied = plan.copies.iter().map(|c| c.to);
+        distinct(copied.chain(plan.swap_in.iter().map(|s| s.to)).collect());
+        for started in &plan.started {
+            assert!(started.slot < self.limits.sequences);
+            let before = self.slots.insert(started.slot, (started.sequence, Vec::new()));
+            assert!(before.is_none(), "slot {} is taken", started.slot);
+        }
+        for entry in &plan.tables {
+            let (_, table) = self.slots.get_mut(&entry.slot).expect("a table of a running sequence");
+            table.resize(table.len().max(entry.index as usize + 1), Page::MAX);
+            table[entry.index as usize] = entry.page;
+        }
+    }
+
+    /// Runs a row; everything before it must be in place.
+    fn row(&mut self, slot: Slot, tokens: &[u32], position: usize) {
+        let size = self.limits.page_tokens;
+        let table = &self.slots[&slot].1;
+        let mut text = NOTHING;
+        for (at, &token) in tokens[..position].iter().enumerate() {
+            text = then(text, token);
+            let page = table[at / size] as usize;
+            assert_eq!(self.pages[page][at % size], text, "slot {slot}: position {at} of {tokens:?} is lost");
+        }
+        let page = table[position / size] as usize;
+        self.pages[page][position % size] = then(text, tokens[position]);
+    }
+}
+
+/// One case: what is asked for, and how lucky drafts are.
+#[derive(Debug, Clone)]
+struct Case {
+    limits: Limits,
+    costs: Costs,
+    /// Prompt, most tokens, where the caller ends it early, and the step before which it comes.
+    requests: Vec<(Vec<u32>, usize, usize, usize)>,
+    seed: u64,
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let limits = (1..7u32, 0..12u32, 1..6usize, 2..40usize, 0..5u32, 0..14u32, 0..5u32, 0..12u32);
+    let request = (prop::collection::vec(0..2u32, 1..24), 1..30usize, 1..40usize, 0..20usize);
+    (limits, prop::collection::vec(request, 1..14), any::<u64>(), 0..3u32).prop_map(
+        |((sequences, rows, page_tokens, context, pages, host_pages, drafts, draft_rows), requests, seed, cost)| {
+            let limits = Limits {
+                context,
+                sequences,
+                rows: sequences + rows,
+                page_tokens,
+                pages: context.div_ceil(page_tokens) as u32 + pages,
+                host_pages,
+                drafts,
+                draft_rows,
+            };
+            let requests = requests.into_iter().map(|(mut prompt, most, early, step)| {
+                prompt.truncate(context - 1);
+                let length = (prompt.len() + most).min(context);
+                (prompt, length, early, step)
+            });
+            let costs = Costs { swap_page: [0.0, 1.0, 2.0][cost as usize], row: 1.0 };
+            Case { limits, costs, requests: requests.collect(), seed }
+        },
+    )
+}
+
+/// Runs the case to its end. Returns how often something was preempted and shared.
+fn run(case: &Case) -> (u64, u64) {
+    let Case { limits, costs, requests, seed } = case.clone();
+    let mut device = Device::new(limits);
+    let mut scheduler = Scheduler::new(limits, costs);
+    let mut coming: Vec<_> = requests.into_iter().collect();
+    coming.sort_by_key(|request| std::cmp::Reverse(request.3));
+    // What each sequence must become, and what it is.
+    let mut texts: BTreeMap<SequenceId, (Vec<u32>, usize, usize)> = BTreeMap::new();
+    let mut random = (0..).map(|i| model::sampling::random(seed, i));
+    let mut random = move |n: usize| (random.next().unwrap_or(0) % n as u64) as usize;
+    let all: usize = coming.iter().map(|request| request.1).sum();
+    // Each step brings at least a row of the first in line; a preempted one may be computed again for each before it.
+    let patience = 30 + all * (coming.len() + 1);
+    for step in 0.. {
+        while coming.last().is_some_and(|request| request.3 <= step) {
+            let (prompt, length, early, _) = coming.pop().expect("there is one");
+            let id = scheduler.add(prompt.clone(), length);
+            let end = length.min(prompt.len() + early);
+            texts.insert(id, (prompt, length, end));
+        }
+        if texts.is_empty() && coming.is_empty() {
+            break;
+        }
+        assert!(step < patience, "no end after {step} steps");
+        let first = device.slots.values().map(|(id, _)| *id).filter(|id| texts.contains_key(id)).min();
+        let plan = scheduler.plan();
+        device.prepare(&plan);
+        if let Some(first) = first {
+            assert!(device.slots.values().any(|(id, _)| *id == first), "the first in line was preempted");
+        }
+        assert!(texts.is_empty() || !plan.work.is_empty(), "nothing to do for {texts:?}");
+
+        let (mut rows, mut decoding) = (0, 0);
+        let mut advances = Vec::new();
+        let mut worked = Vec::new();
+        let owed = plan.work.iter().filter(|work| work.samples && work.rows == 1).count() as u32;
+        for work in &plan.work {
+            let id = device.slots[&work.slot].0;
+            assert!(!worked.contains(&id), "{id} works twice");
+            worked.push(id);
+            let (mut tokens, length, end) = texts[&id].clone();
+            for position in work.start..work.start + work.rows {
+                device.row(work.slot, &tokens, position as usize);
+            }
+            rows += work.rows;
+            assert_eq!(work.samples, (work.start + work.rows) as usize == tokens.len());
+            if !work.samples {
+                assert_eq!(work.most_drafts, 0);
+                continue;
+            }
+            let mut drafts = 0;
+            if work.rows == 1 {
+                decoding += 1;
+                // As the operator hands out its budget: each of the others is owed a row.
+                let left = plan.draft_threshold.saturating_sub(rows_of(&advances) + 1 + (owed - decoding));
+                drafts = random(1 + work.most_drafts.min(left) as usize);
+            }
+            // Drafts: right up to a point, then wrong.
+            let right = random(1 + drafts);
+            let known = tokens.len();
+            for draft in 0..drafts {
+                let token = next(&tokens);
+                tokens.push(if draft < right { token } else { token + 5 });
+                device.row(work.slot, &tokens, known + draft);
+            }
+            tokens.truncate(known + right);
+            tokens.push(next(&tokens));
+            tokens.truncate(length);
+            let brought = tokens[known..].to_vec();
+            advances.push((work.rows == 1, drafts, Advance { slot: work.slot, tokens: brought }));
+            texts.insert(id, (tokens, length, end));
+        }
+        let drafts: u32 = advances.iter().map(|advance| advance.1 as u32).sum();
+        assert!(rows + drafts <= limits.rows, "{rows} + {drafts} rows");
+        assert!(drafts == 0 || rows + drafts <= limits.draft_rows, "{rows} rows and {drafts} drafts");
+        let advances: Vec<Advance> = advances.into_iter().map(|advance| advance.2).collect();
+        scheduler.advance(&advances);
+        for id in worked {
+            let (tokens, _, end) = &texts[&id];
+            assert_eq!(scheduler.tokens(id), Some(tokens.as_slice()));
+            if tokens.len() >= *end {
+                scheduler.finish(id);
+                texts.remove(&id);
+            }
+        }
+    }
+    assert_eq!((scheduler.pages_in_use(), scheduler.running(), scheduler.waiting()), (0, 0, 0));
+    assert_eq!(scheduler.free_host_pages(), limits.host_pages as usize);
+    let counts = scheduler.counts();
+    (counts.swapped + counts.dropped, counts.shared_tokens)
+}
+
+/// Rows that decoding sequences have taken, drafts included.
+fn rows_of(advances: &[(bool, usize, Advance)]) -> u32 {
+    advances.iter().filter(|advance| advance.0).map(|advance| 1 + advance.1 as u32).sum()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 10_000, ..Default::default() })]
+
+    #[test]
+    fn no_page_is_leaked_no_sequence_starves_and_budgets_hold(case in case()) {
+        run(&case);
+    }
+}
+
+#[test]
+fn the_cases_preempt_and_share() {
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    let (mut preempting, mut sharing) = (0, 0);
+    for _ in 0..300 {
+        let case = case().new_tree(&mut runner).expect("cases can be made").current();
+        let (preempted, shared) = run(&case);
+        preempting += (preempted > 0) as u32;
+        sharing += (shared > 0) as u32;
+    }
+    assert!(preempting > 30 && sharing > 100, "{preempting} preempt, {sharing} share");
+}
+
+#[test]
+fn sequences_that_begin_alike_compute_it_once() {
+    let limits = Limits {
+        context: 200,
+        sequences: 8,
+        rows: 32,
+        page_tokens: 4,
+        pages: 100,
+        host_pages: 0,
+        drafts: 0,
+        draft_rows: 0,
+    };
+    let prefix: Vec<u32> = (0..101).collect();
+    let requests = (0..8).map(|i| ([prefix.as_slice(), &[500 + i]].concat(), 104, 9, 0)).collect();
+    let case = Case { limits, costs: Costs { swap_page: 1.0, row: 1.0 }, requests, seed: 1 };
+    // All but the first find the 25 full pages of the prefix.
+    assert_eq!(run(&case), (0, 7 * 100));
+}
