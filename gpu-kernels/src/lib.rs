@@ -23,6 +23,8 @@ mod unroll;
 pub mod attention;
 pub mod ceilings;
 pub mod embedding;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod gemm;
 pub mod kv;
 pub mod linear;
 pub mod ngram;

@@ -1,0 +1,603 @@
+//! Linear layers for many rows: `y[row, n] = Σ_k x[row, k] · w[n, k]` on Hopper's warpgroup products, for prompts. bf16 in, f32 sums.
+//!
+//! # Shape of the work
+//! A block of three warpgroups stays on its multiprocessor and takes tiles of [`TILE_ROWS`] = 128 rows × `N` = 128 or 256 features, one
+//! after another:
+//!
+//! ```text
+//! warpgroup 2   one lane: x [128 × 64] and w [N × 64] ──copy engine──► ring of slots in shared memory   (runs ahead, across tiles)
+//! warpgroup 0   rows 0..64   ┐ wgmma m64nNk16, four a slot, sums in N/2 registers a lane;
+//! warpgroup 1   rows 64..128 ┘ then the epilogue
+//! ```
+//!
+//! Tiles go down a band of [`Gemm::band`] tile rows before they go right, so that blocks which run at the same time share rows and features in L2. In
+//! the `_pair` kernels two neighbouring blocks take tiles one above the other, and each loads half of the features' tile for both.
+//! What lies beyond `n` or `x` arrives as zeros.
+//!
+//! # Norms
+//! The residual stream `x` is f32, and a norm is spread over its neighbours: who writes `x` also writes `xw = bf16(x · weight)`, not yet
+//! divided by the root of the mean square, and the sums of squares of every [`STRIP`] features. [`row_scales`] turns these into a
+//! factor a row, and the layer after the norm multiplies its sums by it.
+//!
+//! # Epilogues
+//! | kernels | of the sums, times the row's factor |
+//! |---|---|
+//! | `gemm_write_*` | written, f32 |
+//! | `gemm_swiglu_*` | of strips of 8 gate features and their 8 up features: `silu(gate) · up`, bf16 |
+//! | `gemm_add_*` | added to `x`; `xw` and the squares of the new `x` |
+//!
+//! # Order
+//! An output is one chain over k in the tensor core's accumulator, whatever tile it is in: all kernels here agree bit for bit (tested).
+//!
+//! # Ladder
+//! 1. `linear`: 64 rows a launch, every strip reads the activations again. A third of the bandwidth, a twentieth of the tensor cores.
+//! 2. This.
+
+use cuda_std::bulk::{self, Barrier};
+use cuda_std::cluster::{self, PeerBarrier};
+use cuda_std::shared::{self, Shared};
+use cuda_std::tensor::{self, TensorMap, swizzled};
+use cuda_std::wgmma::{self, Operand};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, thread, warp};
+
+use crate::norm::warp_sum;
+
+/// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
+pub const TILE_ROWS: u32 = 128;
+/// Input features of a slot of the ring; the input size is a multiple of it.
+pub const DEPTH: u32 = tensor::ROW;
+/// Features that share a sum of squares.
+pub const STRIP: u32 = 16;
+/// Features of an output tile that is stored at a time; the output size is a multiple of it.
+pub const BOX: u32 = tensor::ROW;
+/// Threads of a block.
+pub const THREADS: u32 = 384;
+
+const GROUP: u32 = 128;
+/// Rows of a warpgroup.
+const GROUP_ROWS: u32 = 64;
+const X_BYTES: u32 = TILE_ROWS * DEPTH * 2;
+const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
+
+/// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` kernels an even number.
+/// Shared memory: [`Gemm::shared_bytes`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Gemm {
+    /// `x`, bf16 `[rows, k]`, in tiles of [`TILE_ROWS`] rows.
+    pub x: Global<TensorMap>,
+    /// The weights, bf16 `[n, k]`, in tiles of N rows (N / 2 for `_pair`); for `swiglu` as [`Gemm::swiglu_tile`] says.
+    pub weight: Global<TensorMap>,
+    /// What is written in bf16: `[rows, n / 2]` by `swiglu`, `xw` `[rows, n]` by `add`; in tiles of 64 rows. Not used by `write`.
+    pub out: Global<TensorMap>,
+    /// `[rows]` what sums are multiplied by, or null for 1. Not used by `add`.
+    pub scales: Global<f32>,
+    /// `[rows, n]`, written by `write` and added to by `add`.
+    pub y: GlobalMut<f32>,
+    /// `[n]` the weight of the norm that follows: `add` alone.
+    pub norm: Global<bf16>,
+    /// `[rows, n / 16]` sums of squares: `add` alone.
+    pub squares: GlobalMut<f32>,
+    /// Rows.
+    pub m: u32,
+    /// Output features; gate and up features together.
+    pub n: u32,
+    /// Input features.
+    pub k: u32,
+    /// Tile rows in a band.
+    pub band: u32,
+}
+
+impl Gemm {
+    /// Slots of the ring for tiles of `n` features.
+    const fn stages(n: u32) -> u32 {
+        if n == 256 { 4 } else { 6 }
+    }
+
+    const fn stage_bytes(n: u32) -> u32 {
+        X_BYTES + n * DEPTH * 2
+    }
+
+    /// Dynamic shared memory of a block with tiles of `n` features: the ring, two boxes of output for each warpgroup, barriers.
+    pub const fn shared_bytes(n: u32) -> u32 {
+        Self::stages(n) * (Self::stage_bytes(n) + 16) + 4 * BOX_BYTES
+    }
+
+    /// The tile of the weights of `swiglu` kernels with tiles of `n` features, over the tensor `[n / 16][gate, up][8][k]`: strips in which 8
+    /// gate features stand before their 8 up features, however far apart gate and up lie in memory. Dimensions 1 to 3, from the innermost.
+    pub const fn swiglu_tile(n: u32) -> [u32; 3] {
+        [STRIP / 2, 2, n / STRIP]
+    }
+}
+
+/// Slots that a producer fills and consumers free, and the barriers between them.
+#[derive(Clone, Copy)]
+struct Ring {
+    start: Shared<u8>,
+    full: Shared<u64>,
+    stages: u32,
+    stage_bytes: u32,
+    slot: u32,
+    parity: u32,
+}
+
+impl Ring {
+    fn slot(&self) -> Shared<u8> {
+        Shared::from_raw(self.start.addr() + self.slot * self.stage_bytes)
+    }
+
+    fn full(&self, slot: u32) -> Barrier {
+        Barrier::at(Shared::from_raw(self.full.addr() + slot * 8))
+    }
+
+    fn empty(&self, slot: u32) -> Barrier {
+        self.full(self.stages + slot)
+    }
+
+    fn advance(&mut self) {
+        self.slot += 1;
+        if self.slot == self.stages {
+            (self.slot, self.parity) = (0, self.parity ^ 1);
+        }
+    }
+}
+
+/// All tiles: which a block takes, and where they are.
+#[derive(Clone, Copy)]
+struct Tiles {
+    rows: u32,
+    columns: u32,
+    band: u32,
+    next: u32,
+    step: u32,
+}
+
+impl Iterator for Tiles {
+    /// (row of tiles, column of tiles)
+    type Item = (u32, u32);
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<(u32, u32)> {
+        let turn = self.next;
+        if turn >= self.rows * self.columns {
+            return None;
+        }
+        self.next += self.step;
+        let in_band = self.band * self.columns;
+        // SAFETY: there are tiles, so neither is zero; the launcher's band is not.
+        unsafe { core::hint::assert_unchecked(in_band != 0) };
+        let first = turn / in_band * self.band;
+        let height = self.band.min(self.rows - first);
+        // SAFETY: `first` is the first row of a band that has this tile.
+        unsafe { core::hint::assert_unchecked(height != 0) };
+        let within = turn % in_band;
+        Some((first + within % height, within / height))
+    }
+}
+
+/// One warpgroup's half of a tile: where it is, and what a lane of it needs to place its sums.
+struct Half {
+    /// First row and first column of this tile's.
+    row: u32,
+    column: u32,
+    /// Which of the two boxes comes next.
+    turn: u32,
+    /// The barrier of the warpgroup.
+    barrier: u32,
+    /// Two boxes of 64 × 64 in shared memory.
+    staging: Shared<u8>,
+    /// Whether this lane issues the stores.
+    elected: bool,
+}
+
+impl Half {
+    /// The first of the two rows whose sums the lane holds; the other is 8 further.
+    #[inline(always)]
+    fn lane_row(&self) -> u32 {
+        self.row + thread::warp_id() % 4 * 16 + thread::lane_id() / 4
+    }
+
+    /// Waits until the next box can be overwritten.
+    #[inline(always)]
+    fn begin_box(&self) {
+        if self.elected {
+            bulk::wait_read::<1>();
+        }
+        thread::sync_named(self.barrier, GROUP);
+    }
+
+    fn place(&self) -> Shared<u8> {
+        Shared::from_raw(self.staging.addr() + self.turn * BOX_BYTES)
+    }
+
+    /// Puts 16 columns of the box into shared memory: `words` are the lane's pairs of columns as the accumulators order them.
+    #[inline(always)]
+    unsafe fn put(&self, sixteenth: usize, words: [u32; 4]) {
+        let lane = thread::lane_id();
+        let row = thread::warp_id() % 4 * 16 + lane % 16;
+        let offset = swizzled(row * BOX * 2 + (sixteenth as u32 * 2 + lane / 16) * 16);
+        unsafe { mma::stmatrix_x4(self.place().at(offset as usize), words) }
+    }
+
+    /// Stores the box at a column of the output.
+    #[inline(always)]
+    unsafe fn end_box(&mut self, map: Global<TensorMap>, column: u32) {
+        bulk::fence_proxy_async();
+        thread::sync_named(self.barrier, GROUP);
+        if self.elected {
+            unsafe { tensor::store_2d(map, [column, self.row], self.place()) };
+            bulk::commit();
+        }
+        self.turn ^= 1;
+    }
+}
+
+/// What becomes of the sums of one warpgroup.
+trait Epilogue {
+    /// Whether the weights are strips of gate and up features.
+    const GATED: bool;
+
+    /// All `N` columns of the half.
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half);
+}
+
+/// The factors of the lane's two rows.
+#[inline(always)]
+unsafe fn scales(p: &Gemm, row: u32) -> [f32; 2] {
+    if p.scales.is_null() {
+        return [1.0; 2];
+    }
+    // Rows beyond m have no factor, nor need one.
+    let load = |row: u32| unsafe { p.scales.load(row.min(p.m - 1) as usize) };
+    [load(row), load(row + 8)]
+}
+
+/// The four sums of the lane in half a strip: 8 columns of two rows.
+macro_rules! sums {
+    ($first:expr) => {
+        [
+            [wgmma::get::<{ $first }>(), wgmma::get::<{ $first + 1 }>()],
+            [wgmma::get::<{ $first + 2 }>(), wgmma::get::<{ $first + 3 }>()],
+        ]
+    };
+}
+
+struct Write;
+
+impl Epilogue for Write {
+    const GATED: bool = false;
+
+    #[inline(always)]
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half) {
+        unsafe {
+            let row = half.lane_row();
+            let scales = scales(p, row);
+            let column = half.column + thread::lane_id() % 4 * 2;
+            let y = p.y.at(row as usize * p.n as usize + column as usize).cast::<[f32; 2]>();
+            let below = y.at(p.n as usize * 8 / 2);
+            unroll!(B < 4; {
+                if B * 64 < N && half.column + B as u32 * BOX < p.n {
+                    unroll!(J < 8; {
+                        let s = sums!(B * 32 + J * 4);
+                        y.store(B * 32 + J * 4, s[0].map(|v| v * scales[0]));
+                        below.store(B * 32 + J * 4, s[1].map(|v| v * scales[1]));
+                    });
+                }
+            });
+        }
+    }
+}
+
+struct SwiGlu;
+
+impl Epilogue for SwiGlu {
+    const GATED: bool = true;
+
+    #[inline(always)]
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half) {
+        unsafe {
+            let scales = scales(p, half.lane_row());
+            // Rows of the lane: the pair of columns in one half strip of gates and its ups.
+            let gated = |gate: [[f32; 2]; 2], up: [[f32; 2]; 2], row: usize| {
+                let one = |c: usize| {
+                    let g = gate[row][c] * scales[row];
+                    g * math::rcp(1.0 + math::exp(-g)) * (up[row][c] * scales[row])
+                };
+                math::pack_bf16(one(0), one(1))
+            };
+            // A box of outputs comes from two boxes of sums.
+            unroll!(B < 2; {
+                if B * 128 < N && half.column + B as u32 * 2 * BOX < p.n {
+                    half.begin_box();
+                    unroll!(Q < 4; {
+                        let (gate, up) = (sums!(B * 64 + Q * 16), sums!(B * 64 + Q * 16 + 4));
+                        let (gate_8, up_8) = (sums!(B * 64 + Q * 16 + 8), sums!(B * 64 + Q * 16 + 12));
+                        let words = [
+                            gated(gate, up, 0),
+                            gated(gate, up, 1),
+                            gated(gate_8, up_8, 0),
+                            gated(gate_8, up_8, 1),
+                        ];
+                        half.put(Q, words);
+                    });
+                    half.end_box(p.out, half.column / 2 + B as u32 * BOX);
+                }
+            });
+        }
+    }
+}
+
+struct Add;
+
+impl Epilogue for Add {
+    const GATED: bool = false;
+
+    #[inline(always)]
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half) {
+        unsafe {
+            let row = half.lane_row();
+            let pair = thread::lane_id() % 4;
+            let column = half.column + pair * 2;
+            let y = p.y.at(row as usize * p.n as usize + column as usize).cast::<[f32; 2]>();
+            let below = y.at(p.n as usize * 8 / 2);
+            let norm = p.norm.at(column as usize).cast::<u32>();
+            let strips = (p.n / STRIP) as usize;
+            let squares = p.squares.at(row as usize * strips + (half.column / STRIP + pair) as usize);
+            unroll!(B < 4; {
+                if B * 64 < N && half.column + B as u32 * BOX < p.n {
+                    // All that the box needs from memory, before anything waits for it.
+                    let mut old = [[[0f32; 2]; 2]; 8];
+                    let mut weights = [0; 8];
+                    unroll!(J < 8; {
+                        old[J] = [y.load(B * 32 + J * 4), below.load(B * 32 + J * 4)];
+                        weights[J] = norm.load(B * 32 + J * 4);
+                    });
+                    half.begin_box();
+                    // Of each strip, for the two rows.
+                    let mut sums = [[0f32; 2]; 4];
+                    unroll!(Q < 4; {
+                        let mut words = [0; 4];
+                        unroll!(H < 2; {
+                            const J: usize = Q * 2 + H;
+                            let s = sums!(B * 32 + J * 4);
+                            let w = math::unpack_bf16(weights[J]);
+                            unroll!(R < 2; {
+                                let new = [old[J][R][0] + s[R][0], old[J][R][1] + s[R][1]];
+                                if R == 0 {
+                                    y.store(B * 32 + J * 4, new);
+                                } else {
+                                    below.store(B * 32 + J * 4, new);
+                                }
+                                sums[Q][R] = math::fma(new[0], new[0], math::fma(new[1], new[1], sums[Q][R]));
+                                words[H * 2 + R] = math::pack_bf16(new[0] * w[0], new[1] * w[1]);
+                            });
+                        });
+                        half.put(Q, words);
+                        unroll!(R < 2; {
+                            let sum = sums[Q][R] + warp::shuffle_xor(sums[Q][R], 1);
+                            sums[Q][R] = sum + warp::shuffle_xor(sum, 2);
+                        });
+                    });
+                    // Each lane of a row stores one of the four strips.
+                    let mut own = sums[0];
+                    unroll!(Q < 4; {
+                        if Q as u32 == pair {
+                            own = sums[Q];
+                        }
+                    });
+                    squares.store(B * 4, own[0]);
+                    squares.store(B * 4 + 8 * strips, own[1]);
+                    half.end_box(p.out, half.column + B as u32 * BOX);
+                }
+            });
+        }
+    }
+}
+
+/// One lane keeps the ring full.
+#[inline(always)]
+unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles, rank: u32) {
+    unsafe {
+        tensor::acquire(p.x);
+        tensor::acquire(p.weight);
+        let part = N / CLUSTER;
+        let blocks = (1u16 << CLUSTER) - 1;
+        for (tile_row, tile_column) in tiles {
+            let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
+            let feature = tile_column * N + rank * part;
+            let mut k = 0;
+            while k < p.k {
+                let full = ring.full(ring.slot);
+                ring.empty(ring.slot).wait(ring.parity ^ 1);
+                full.arrive_expect_tx(Gemm::stage_bytes(N));
+                let x = ring.slot();
+                let weight: Shared<u8> = Shared::from_raw(x.addr() + X_BYTES + rank * part * DEPTH * 2);
+                tensor::load_2d(x, p.x, [k, row], full);
+                match (E::GATED, CLUSTER > 1) {
+                    (false, false) => tensor::load_2d(weight, p.weight, [k, feature], full),
+                    (false, true) => tensor::load_2d_multicast(weight, p.weight, [k, feature], full, blocks),
+                    (true, false) => tensor::load_4d(weight, p.weight, [k, 0, 0, feature / STRIP], full),
+                    (true, true) => {
+                        tensor::load_4d_multicast(weight, p.weight, [k, 0, 0, feature / STRIP], full, blocks);
+                    }
+                }
+                ring.advance();
+                k += DEPTH;
+            }
+        }
+    }
+}
+
+/// A warpgroup multiplies what comes, and finishes its half of each tile.
+#[inline(always)]
+unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles, rank: u32) {
+    unsafe {
+        let group = thread::warp_id() / 4;
+        let lane = thread::thread_idx_x() % GROUP;
+        let first = Operand::at(ring.start);
+        let (x, weight) = (first.advance(group * GROUP_ROWS * DEPTH * 2), first.advance(X_BYTES));
+        // Lane `i` of a warpgroup tells block `i` of the cluster, whose copies also land here, that a slot is free.
+        let free = PeerBarrier::new(ring.empty(0), if CLUSTER > 1 { lane % CLUSTER } else { 0 });
+        let tells = lane < CLUSTER;
+        let staging = ring.start.addr() + ring.stages * ring.stage_bytes + group * 2 * BOX_BYTES;
+        let elected = lane == 0;
+        let mut half =
+            Half { row: 0, column: 0, turn: 0, barrier: 1 + group, staging: Shared::from_raw(staging), elected };
+        if elected && !p.out.is_null() {
+            tensor::acquire(p.out);
+        }
+        for (tile_row, tile_column) in tiles {
+            let mut previous = 0;
+            let mut k = 0;
+            while k < p.k {
+                ring.full(ring.slot).wait(ring.parity);
+                let offset = ring.slot * ring.stage_bytes;
+                let (x, weight) = (x.advance(offset), weight.advance(offset));
+                wgmma::fence();
+                unroll!(I < 4; {
+                    let (x, weight) = (x.advance(I as u32 * 32), weight.advance(I as u32 * 32));
+                    let keep = I > 0 || k > 0;
+                    if N == 256 {
+                        wgmma::mma_n256(x, weight, keep);
+                    } else {
+                        wgmma::mma_n128(x, weight, keep);
+                    }
+                });
+                wgmma::commit();
+                // The slot before is read, the one just started is not.
+                wgmma::wait::<1>();
+                free.at(previous).arrive_if(tells && k > 0);
+                previous = ring.slot;
+                ring.advance();
+                k += DEPTH;
+            }
+            wgmma::wait::<0>();
+            free.at(previous).arrive_if(tells);
+            let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
+            // The last pair of blocks may have one tile.
+            if row < p.m {
+                (half.row, half.column) = (row + group * GROUP_ROWS, tile_column * N);
+                if N == 256 {
+                    E::finish::<256>(p, &mut half);
+                } else {
+                    E::finish::<128>(p, &mut half);
+                }
+            }
+        }
+        if elected {
+            bulk::wait::<0>();
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
+    unsafe {
+        wgmma::declare();
+        let stages = Gemm::stages(N);
+        let stage_bytes = Gemm::stage_bytes(N);
+        let start = shared::dynamic::<u8>(0);
+        let full = shared::dynamic::<u64>(stages * stage_bytes + 4 * BOX_BYTES);
+        let ring = Ring { start, full, stages, stage_bytes, slot: 0, parity: 0 };
+        if thread::thread_idx_x() == 0 {
+            let mut slot = 0;
+            while slot < stages {
+                ring.full(slot).init(1);
+                // Two warpgroups of each block.
+                ring.empty(slot).init(2 * CLUSTER);
+                slot += 1;
+            }
+            bulk::fence_init();
+        }
+        let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
+        if CLUSTER > 1 {
+            cluster::sync();
+        } else {
+            thread::sync_threads();
+        }
+        let tiles = Tiles {
+            rows: p.m.div_ceil(TILE_ROWS * CLUSTER),
+            columns: p.n.div_ceil(N),
+            band: p.band,
+            next: thread::block_idx_x() / CLUSTER,
+            step: thread::grid_dim_x() / CLUSTER,
+        };
+        if thread::warp_id() < 8 {
+            wgmma::take_registers::<232>();
+            consume::<E, N, CLUSTER>(p, ring, tiles, rank);
+        } else {
+            wgmma::give_registers::<40>();
+            if thread::warp_id() == 8 && warp::elect() {
+                produce::<E, N, CLUSTER>(p, ring, tiles, rank);
+            }
+        }
+        if CLUSTER > 1 {
+            // No block ends while another may still write to it.
+            cluster::sync();
+        }
+    }
+}
+
+macro_rules! kernels {
+    ($($epilogue:ty: $what:literal, $n128:ident $n256:ident $pair:ident;)*) => { $(
+        #[doc = concat!($what, " Tiles of 128 features.")]
+        #[kernel(threads = THREADS, min_blocks = 1)]
+        pub unsafe fn $n128(p: Gemm) {
+            unsafe { gemm::<$epilogue, 128, 1>(&p) }
+        }
+        #[doc = concat!($what, " Tiles of 256 features.")]
+        #[kernel(threads = THREADS, min_blocks = 1)]
+        pub unsafe fn $n256(p: Gemm) {
+            unsafe { gemm::<$epilogue, 256, 1>(&p) }
+        }
+        #[doc = concat!($what, " Tiles of 256 features, blocks in pairs.")]
+        #[kernel(threads = THREADS, min_blocks = 1, cluster = 2)]
+        pub unsafe fn $pair(p: Gemm) {
+            unsafe { gemm::<$epilogue, 256, 2>(&p) }
+        }
+    )* };
+}
+
+kernels! {
+    Write: "`y = x · wᵀ`, each row times its factor.", gemm_write_n128 gemm_write_n256 gemm_write_pair;
+    SwiGlu: "`out = silu(gate) · up` of `x · wᵀ`, each row times its factor.", gemm_swiglu_n128 gemm_swiglu_n256 gemm_swiglu_pair;
+    Add: "`y += x · wᵀ`, with what the norm that follows wants.", gemm_add_n128 gemm_add_n256 gemm_add_pair;
+}
+
+/// Parameters of [`row_scales`]. Grid: (1, rows / 8 rounded up).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct RowScales {
+    /// `[rows, strips]` sums of squares.
+    pub squares: Global<f32>,
+    /// `[rows]` the inverse root of the mean square.
+    pub scales: GlobalMut<f32>,
+    /// Rows.
+    pub m: u32,
+    /// Sums of squares in a row, each of [`STRIP`] features.
+    pub strips: u32,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
+/// The factor of each row from its sums of squares: a warp a row, lane `l` adds strips `l`, `l + 32` and so on, then the lanes.
+#[kernel(threads = 256)]
+pub unsafe fn row_scales(p: RowScales) {
+    unsafe {
+        let row = thread::block_idx_y() * 8 + thread::warp_id();
+        if row >= p.m {
+            return;
+        }
+        let squares = p.squares.at(row as usize * p.strips as usize);
+        let mut sum = 0.0;
+        let mut i = thread::lane_id();
+        while i < p.strips {
+            sum += squares.load(i as usize);
+            i += 32;
+        }
+        let scale = 1.0 / math::sqrt(warp_sum(sum) / (p.strips * STRIP) as f32 + p.eps);
+        if thread::lane_id() == 0 {
+            p.scales.store(row as usize, scale);
+        }
+    }
+}
