@@ -29,6 +29,8 @@ pub mod kv;
 pub mod linear;
 pub mod ngram;
 pub mod norm;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod prefill_attention;
 pub mod qkv;
 pub mod sample;
 pub mod step;
