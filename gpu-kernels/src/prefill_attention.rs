@@ -185,21 +185,24 @@ unsafe fn begin_scores(queries: Operand, keys: Operand) {
 
 /// `O += P · V` in the upper accumulators: begun, not waited for.
 #[inline(always)]
-unsafe fn begin_outputs(weights: &[[u32; 4]; 8], values: Operand, keep: bool) {
+unsafe fn begin_outputs(values: Operand, keep: bool) {
     unsafe {
         unroll!(I < 8; {
             // Four steps of 16 tokens in each page.
             let place = (I / 4) as u32 * HALF_SLOT + (I % 4) as u32 * 32;
-            wgmma::mma_n128_upper(weights[I], values.advance(place), keep || I > 0);
+            wgmma::mma_n128_upper::<I>(values.advance(place), keep || I > 0);
         });
         wgmma::commit();
     }
 }
 
-/// The scores of the keys from `key` on become weights, in the fragments that the product with the values takes. Returns what the
-/// outputs so far are to be multiplied by. `limit`: the last key that each of the two rows sees, if some see not all.
+/// What a lane has of 128 keys' weights: of each group of 8 keys, two in each of its two rows.
+type Weights = [[[f32; 2]; 2]; 16];
+
+/// The scores of the keys from `key` on become weights. Returns also what the outputs so far are to be multiplied by. `limit`: the last
+/// key that each of the two rows sees, if some see not all.
 #[inline(always)]
-unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32; 2]>) -> ([[u32; 4]; 8], [f32; 2]) {
+unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32; 2]>) -> (Weights, [f32; 2]) {
     let mut s = [[[0f32; 2]; 2]; 16];
     groups!(G; {
         s[G] = [[wgmma::get::<{ 4 * G }>(), wgmma::get::<{ 4 * G + 1 }>()], [
@@ -220,7 +223,6 @@ unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32;
         });
     }
     let mut factors = [0f32; 2];
-    let mut words = [[0; 4]; 8];
     unroll!(R < 2; {
         let mut top = running.top[R];
         groups!(G; {
@@ -233,13 +235,22 @@ unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32;
         let offset = -top * scale;
         let mut norm = 0.0;
         groups!(G; {
-            let pair = s[G][R].map(|score| math::exp2(math::fma(score, scale, offset)));
-            norm += pair[0] + pair[1];
-            words[G / 2][G % 2 * 2 + R] = math::pack_bf16(pair[0], pair[1]);
+            s[G][R] = s[G][R].map(|score| math::exp2(math::fma(score, scale, offset)));
+            norm += s[G][R][0] + s[G][R][1];
         });
         running.norm[R] = math::fma(running.norm[R], factors[R], norm);
     });
-    (words, factors)
+    (s, factors)
+}
+
+/// Puts weights where the product with the values takes them from. The one before is done: the assembler would make products wait for each other if
+/// their fragments were made while others are under way.
+#[inline(always)]
+fn set_weights(weights: &Weights) {
+    groups!(G; {
+        wgmma::set_fragment::<{ 2 * G }>(weights[G][0][0], weights[G][0][1]);
+        wgmma::set_fragment::<{ 2 * G + 1 }>(weights[G][1][0], weights[G][1][1]);
+    });
 }
 
 #[inline(always)]
@@ -329,7 +340,8 @@ unsafe fn consume(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
         wgmma::wait::<0>();
         keys.empty().arrive_if(elected);
         keys.turn += 1;
-        let (mut weights, _) = weigh(&mut running, scale, 0, masks(0));
+        let (weights, _) = weigh(&mut running, scale, 0, masks(0));
+        set_weights(&weights);
 
         let mut block = 1;
         while block < blocks {
@@ -337,21 +349,21 @@ unsafe fn consume(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
             wgmma::fence();
             begin_scores(queries, Operand::at(keys.slot()));
             values.wait_full();
-            begin_outputs(&weights, Operand::at(values.slot()), block > 1);
+            begin_outputs(Operand::at(values.slot()), block > 1);
             wgmma::wait::<1>();
             keys.empty().arrive_if(elected);
             keys.turn += 1;
-            let (next, factors) = weigh(&mut running, scale, block * KEYS, masks(block));
+            let (weights, factors) = weigh(&mut running, scale, block * KEYS, masks(block));
             wgmma::wait::<0>();
             values.empty().arrive_if(elected);
             values.turn += 1;
             scale_outputs(factors);
-            weights = next;
+            set_weights(&weights);
             block += 1;
         }
         values.wait_full();
         wgmma::fence();
-        begin_outputs(&weights, Operand::at(values.slot()), blocks > 1);
+        begin_outputs(Operand::at(values.slot()), blocks > 1);
         wgmma::wait::<0>();
 
         // Through shared memory, where the warpgroup's queries were, so that stores are whole lines.

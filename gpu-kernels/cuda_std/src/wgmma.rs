@@ -19,16 +19,19 @@
 //! | `4 j`, `4 j + 1` | C\[group\]\[8 j + 2 pair\] and the next column |
 //! | `4 j + 2`, `4 j + 3` | C\[group + 8\]\[8 j + 2 pair\] and the next column |
 //!
-//! They are PTX registers that [`declare`] names and these functions use by name. Operands of `asm!` would do, but rustc keeps
-//! an array of 128 partly in local memory, and the assembler then runs products one after another (its warning C7514).
+//! They are PTX registers that [`declare`] names and these functions use by name, as are the fragments of A. Operands of `asm!` would do, but rustc
+//! keeps an array of 128 partly in local memory, and computes fragments while products are under way; the assembler then runs
+//! products one after another (its warnings C7514 and C7513).
 //!
-//! Every function but [`get`] and [`set`] is collective: all lanes of the warpgroup call it together. The emulator does a product when it is waited for.
+//! Every function but [`get`], [`set`] and [`set_fragment`] is collective: all lanes of the warpgroup call it together. The emulator does a product when it is waited for.
 
 use crate::shared::Shared;
 use crate::target;
 
 /// Accumulators of a lane.
 pub const ACCUMULATORS: usize = 128;
+/// Words of A that a lane can hold: 128 along the sum.
+pub const FRAGMENTS: usize = 32;
 
 /// Rows of 128 bytes (64 bf16 along the sum) in shared memory, in the swizzle of [`tensor`](crate::tensor).
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +61,7 @@ impl Operand {
     }
 }
 
-/// Names the accumulators: once in a kernel, at its start, outside every loop and branch.
+/// Names the accumulators and fragments: once in a kernel, at its start, outside every loop and branch.
 #[inline(always)]
 pub fn declare() {
     target::wgmma_declare();
@@ -106,16 +109,25 @@ pub unsafe fn mma_n128(a: Operand, b: Operand, keep: bool) {
     unsafe { target::wgmma_n128(a.0, b.0, keep) }
 }
 
-/// As [`mma_n256`] for B of 128 rows, in the upper 64 accumulators, with A in registers: each warp has its 16 rows, in the fragments
-/// of [`mma`](crate::mma).
+/// As [`mma_n256`] for B of 128 rows, in the upper 64 accumulators, with A in registers: the fragments `4 STEP` to `4 STEP + 3`.
 ///
 /// # Safety
 /// As [`mma_n256`], for B.
 #[inline(always)]
 #[track_caller]
-pub unsafe fn mma_n128_upper(a: [u32; 4], b: Operand, keep: bool) {
+pub unsafe fn mma_n128_upper<const STEP: usize>(b: Operand, keep: bool) {
+    const { assert!(4 * STEP < FRAGMENTS) };
     // SAFETY: the caller's.
-    unsafe { target::wgmma_n128_upper(a, b.0, keep) }
+    unsafe { target::wgmma_n128_upper::<STEP>(b.0, keep) }
+}
+
+/// Gives fragment `I` a pair of bf16, rounded to nearest even: word `I % 4` of the 16 × 16 part of A that is the warp's in step `I / 4`, as
+/// [`mma`](crate::mma) has it. No product that uses it is under way.
+#[inline(always)]
+#[track_caller]
+pub fn set_fragment<const I: usize>(low: f32, high: f32) {
+    const { assert!(I < FRAGMENTS) };
+    target::wgmma_set_fragment::<I>(low, high);
 }
 
 /// Accumulator `I`. No product that uses it is under way.

@@ -377,8 +377,13 @@ pub unsafe fn wgmma_n128(a: u32, b: u32, keep: bool) {
 }
 
 #[track_caller]
-pub unsafe fn wgmma_n128_upper(a: [u32; 4], b: u32, keep: bool) {
-    wgmma::from_registers(a, b, 128, 64, keep, Location::caller());
+pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
+    wgmma::from_registers(STEP, b, 128, 64, keep, Location::caller());
+}
+
+#[track_caller]
+pub fn wgmma_set_fragment<const I: usize>(low: f32, high: f32) {
+    wgmma::set_fragment(I, pack_bf16(low, high), Location::caller());
 }
 
 #[track_caller]

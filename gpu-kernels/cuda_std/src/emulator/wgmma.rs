@@ -5,7 +5,7 @@ use super::access::Address;
 use super::collective::{self, Meeting};
 use super::race::Mode;
 use super::world::{Site, World, misuse, world};
-use crate::wgmma::ACCUMULATORS;
+use crate::wgmma::{ACCUMULATORS, FRAGMENTS};
 
 /// Products along the sum of one instruction.
 const DEPTH: usize = 16;
@@ -15,11 +15,17 @@ const DEPTH: usize = 16;
 pub struct Products {
     /// Most kernels have none.
     accumulators: Option<Box<[f32; ACCUMULATORS]>>,
+    fragments: [u32; FRAGMENTS],
     open: Vec<Product>,
     committed: Vec<Vec<Product>>,
 }
 
 impl Products {
+    /// Those that were not waited for.
+    fn under_way(&self) -> impl Iterator<Item = &Product> {
+        self.open.iter().chain(self.committed.iter().flatten())
+    }
+
     fn accumulator(&mut self, i: usize) -> &mut f32 {
         &mut self.accumulators.get_or_insert_with(|| Box::new([f32::NAN; ACCUMULATORS]))[i]
     }
@@ -39,7 +45,8 @@ struct Product {
 enum Rows {
     /// In shared memory, by its descriptor.
     Shared(u32),
-    Registers([[f32; DEPTH]; 2]),
+    /// The fragments of this step, as the warp's lanes had them.
+    Registers(usize, [[f32; DEPTH]; 2]),
 }
 
 impl World {
@@ -66,7 +73,7 @@ impl World {
         let Product { ref a, b, columns, first, keep, site } = *product;
         let (lane, warp) = (self.thread() % 32, self.thread() / 32 % 4);
         let rows = match a {
-            Rows::Registers(rows) => *rows,
+            Rows::Registers(_, rows) => *rows,
             Rows::Shared(a) => [0, 8].map(|more| self.operand(*a, warp * 16 + lane / 4 + more, site)),
         };
         for column in 0..columns / 4 {
@@ -95,8 +102,11 @@ pub fn from_shared(a: u32, b: u32, columns: u32, keep: bool, site: Site) {
     start(Product { a: Rows::Shared(a), b, columns, first: 0, keep, site });
 }
 
-pub fn from_registers(a: [u32; 4], b: u32, columns: u32, first: usize, keep: bool, site: Site) {
-    let lane = world().thread() as usize % 32;
+pub fn from_registers(step: usize, b: u32, columns: u32, first: usize, keep: bool, site: Site) {
+    let world = world();
+    let lane = world.thread() as usize % 32;
+    let fragments = &world.lane().products.fragments;
+    let a = [0, 1, 2, 3].map(|word| fragments[step * 4 + word]);
     let table = collective::meet(Meeting::Wgmma, a, site);
     let mut rows = [[0.0; DEPTH]; 2];
     for (row, values) in rows.iter_mut().enumerate() {
@@ -105,7 +115,7 @@ pub fn from_registers(a: [u32; 4], b: u32, columns: u32, first: usize, keep: boo
             *value = f32::from_bits(if k % 2 == 0 { word << 16 } else { word & 0xffff_0000 });
         }
     }
-    start(Product { a: Rows::Registers(rows), b, columns, first, keep, site });
+    start(Product { a: Rows::Registers(step, rows), b, columns, first, keep, site });
 }
 
 pub fn commit() {
@@ -127,8 +137,16 @@ pub fn wait(pending: usize, site: Site) {
 pub fn accumulator(i: usize, site: Site) -> &'static mut f32 {
     let products = &mut world().lane().products;
     let uses = |p: &Product| (p.first..p.first + p.columns as usize / 2).contains(&i);
-    if products.open.iter().chain(products.committed.iter().flatten()).any(uses) {
+    if products.under_way().any(uses) {
         misuse(site, format!("accumulator {i} is used before the product that it is part of was waited for"));
     }
     products.accumulator(i)
+}
+
+pub fn set_fragment(i: usize, word: u32, site: Site) {
+    let products = &mut world().lane().products;
+    if products.under_way().any(|p| matches!(p.a, Rows::Registers(step, _) if step == i / 4)) {
+        misuse(site, format!("fragment {i} is written before the product that reads it was waited for"));
+    }
+    products.fragments[i] = word;
 }

@@ -19,7 +19,7 @@ unsafe extern "unadjusted" {
 #[inline(always)]
 pub fn wgmma_declare() {
     // SAFETY: a declaration.
-    unsafe { asm!(".reg .f32 acc<128>;", options(nomem, nostack)) }
+    unsafe { asm!(".reg .f32 acc<128>; .reg .b32 fragment<32>;", options(nomem, nostack)) }
 }
 
 #[inline(always)]
@@ -90,7 +90,7 @@ pub unsafe fn wgmma_n128(a: u32, b: u32, keep: bool) {
 }
 
 #[inline(always)]
-pub unsafe fn wgmma_n128_upper([a0, a1, a2, a3]: [u32; 4], b: u32, keep: bool) {
+pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
     // SAFETY: the caller's.
     unsafe {
         asm!(
@@ -99,9 +99,9 @@ pub unsafe fn wgmma_n128_upper([a0, a1, a2, a3]: [u32; 4], b: u32, keep: bool) {
             concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", accumulators!(
                 64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95
                 96 97 98 99 100 101 102 103 104 105 106 107 108 109 110 111 112 113 114 115 116 117 118 119
-                120 121 122 123 124 125 126 127), ", {{{a0}, {a1}, {a2}, {a3}}}, b, keep, 1, 1, 0; }}"),
-            a0 = in(reg32) a0, a1 = in(reg32) a1, a2 = in(reg32) a2, a3 = in(reg32) a3, b = in(reg32) b,
-            keep = in(reg32) u32::from(keep), options(nostack));
+                120 121 122 123 124 125 126 127), ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, 0; }}"),
+            a0 = const 4 * STEP, a1 = const 4 * STEP + 1, a2 = const 4 * STEP + 2, a3 = const 4 * STEP + 3,
+            b = in(reg32) b, keep = in(reg32) u32::from(keep), options(nostack));
     }
 }
 
@@ -117,4 +117,13 @@ pub fn wgmma_get<const I: usize>() -> f32 {
 pub fn wgmma_set<const I: usize>(value: f32) {
     // SAFETY: as above.
     unsafe { asm!("mov.f32 acc{i}, {v};", v = in(reg32) value, i = const I, options(nostack)) }
+}
+
+#[inline(always)]
+pub fn wgmma_set_fragment<const I: usize>(low: f32, high: f32) {
+    // SAFETY: as above. Not pure: it stays where it is among products and waits.
+    unsafe {
+        asm!("cvt.rn.bf16x2.f32 fragment{i}, {high}, {low};", high = in(reg32) high, low = in(reg32) low, i = const I,
+            options(nostack));
+    }
 }
