@@ -50,6 +50,11 @@ pub const DEPTH: u32 = tensor::ROW;
 pub const STRIP: u32 = 16;
 /// Features of an output tile that is stored at a time; the output size is a multiple of it.
 pub const BOX: u32 = tensor::ROW;
+/// Features of a tile of weights.
+pub const WEIGHT_ROWS: u32 = 128;
+/// The tile of weights of `swiglu` kernels, over the tensor `[n / 16][gate, up][8][k]`: strips in which 8 gate features stand before their 8 up
+/// features, however far apart gate and up lie in memory. Dimensions 1 to 3, from the innermost.
+pub const GATED_TILE: [u32; 3] = [STRIP / 2, 2, WEIGHT_ROWS / STRIP];
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 
@@ -66,7 +71,7 @@ const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
 pub struct Gemm {
     /// `x`, bf16 `[rows, k]`, in tiles of [`TILE_ROWS`] rows.
     pub x: Global<TensorMap>,
-    /// The weights, bf16 `[n, k]`, in tiles of N rows (N / 2 for `_pair`); for `swiglu` as [`Gemm::swiglu_tile`] says.
+    /// The weights, bf16 `[n, k]`, in tiles of [`WEIGHT_ROWS`]; for `swiglu` in those of [`GATED_TILE`].
     pub weight: Global<TensorMap>,
     /// What is written in bf16: `[rows, n / 2]` by `swiglu`, `xw` `[rows, n]` by `add`; in tiles of 64 rows. Not used by `write`.
     pub out: Global<TensorMap>,
@@ -101,12 +106,6 @@ impl Gemm {
     /// Dynamic shared memory of a block with tiles of `n` features: the ring, two boxes of output for each warpgroup, barriers.
     pub const fn shared_bytes(n: u32) -> u32 {
         Self::stages(n) * (Self::stage_bytes(n) + 16) + 4 * BOX_BYTES
-    }
-
-    /// The tile of the weights of `swiglu` kernels with tiles of `n` features, over the tensor `[n / 16][gate, up][8][k]`: strips in which 8
-    /// gate features stand before their 8 up features, however far apart gate and up lie in memory. Dimensions 1 to 3, from the innermost.
-    pub const fn swiglu_tile(n: u32) -> [u32; 3] {
-        [STRIP / 2, 2, n / STRIP]
     }
 }
 
@@ -400,26 +399,30 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
     unsafe {
         tensor::acquire(p.x);
         tensor::acquire(p.weight);
-        let part = N / CLUSTER;
         let blocks = (1u16 << CLUSTER) - 1;
         for (tile_row, tile_column) in tiles {
             let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
-            let feature = tile_column * N + rank * part;
             let mut k = 0;
             while k < p.k {
                 let full = ring.full(ring.slot);
                 ring.empty(ring.slot).wait(ring.parity ^ 1);
                 full.arrive_expect_tx(Gemm::stage_bytes(N));
                 let x = ring.slot();
-                let weight: Shared<u8> = Shared::from_raw(x.addr() + X_BYTES + rank * part * DEPTH * 2);
                 tensor::load_2d(x, p.x, [k, row], full);
-                match (E::GATED, CLUSTER > 1) {
-                    (false, false) => tensor::load_2d(weight, p.weight, [k, feature], full),
-                    (false, true) => tensor::load_2d_multicast(weight, p.weight, [k, feature], full, blocks),
-                    (true, false) => tensor::load_4d(weight, p.weight, [k, 0, 0, feature / STRIP], full),
-                    (true, true) => {
-                        tensor::load_4d_multicast(weight, p.weight, [k, 0, 0, feature / STRIP], full, blocks);
+                // All tiles of weights, or the one that this block loads for both of its pair.
+                let mut part = rank;
+                while part < N / WEIGHT_ROWS {
+                    let to: Shared<u8> = Shared::from_raw(x.addr() + X_BYTES + part * WEIGHT_ROWS * DEPTH * 2);
+                    let feature = tile_column * N + part * WEIGHT_ROWS;
+                    match (E::GATED, CLUSTER > 1) {
+                        (false, false) => tensor::load_2d(to, p.weight, [k, feature], full),
+                        (false, true) => tensor::load_2d_multicast(to, p.weight, [k, feature], full, blocks),
+                        (true, false) => tensor::load_4d(to, p.weight, [k, 0, 0, feature / STRIP], full),
+                        (true, true) => {
+                            tensor::load_4d_multicast(to, p.weight, [k, 0, 0, feature / STRIP], full, blocks);
+                        }
                     }
+                    part += CLUSTER;
                 }
                 ring.advance();
                 k += DEPTH;
@@ -456,7 +459,7 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
                 wgmma::fence();
                 unroll!(I < 4; {
                     let (x, weight) = (x.advance(I as u32 * 32), weight.advance(I as u32 * 32));
-                    let keep = I > 0 || k > 0;
+                    let keep = I != 0 || k != 0;
                     if N == 256 {
                         wgmma::mma_n256(x, weight, keep);
                     } else {

@@ -17,6 +17,9 @@
 // parameter block: which regions the launcher must pass.
 #![allow(clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
 
+#[cfg(not(target_arch = "nvptx64"))]
+extern crate alloc;
+
 #[macro_use]
 mod unroll;
 

@@ -53,25 +53,28 @@ const BARRIERS: u32 = VALUE_SLOTS + SLOTS * SLOT_BYTES;
 const LOG2_E: f32 = core::f32::consts::LOG2_E;
 
 /// Consecutive rows of one sequence.
-#[repr(C)]
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(target_arch = "nvptx64"), derive(PartialEq, Eq))]
-pub struct Tile {
-    /// Its first row.
-    pub row: u32,
-    /// How many, at most [`TILE_ROWS`].
-    pub rows: u32,
-    /// The sequence: which page table.
-    pub sequence: u32,
-    /// The first row's position in it.
-    pub position: u32,
+struct Tile {
+    row: u32,
+    rows: u32,
+    sequence: u32,
+    position: u32,
+}
+
+/// The tiles of `rows` rows of a sequence, the first of them row `row` at position `position`, for [`PrefillAttention::tiles`]; `height` rows
+/// each, at most [`TILE_ROWS`]: any height gives the same bits.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn tiles(row: u32, rows: u32, sequence: u32, position: u32, height: u32) -> alloc::vec::Vec<[u32; 4]> {
+    let starts = (0..rows).step_by(height as usize);
+    starts.map(|at| [row + at, height.min(rows - at), sequence, position + at]).collect()
 }
 
 /// Parameters of [`prefill_attention`]. Grid: (query heads, tiles). Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillAttention {
-    /// `[tiles]` [`Tile`]s as four words each, 16-byte aligned. The last are begun first: put those with the most keys there.
+    /// `[tiles, 4]` consecutive rows of one sequence each: the first row, how many (at most [`TILE_ROWS`]), the sequence, the first row's
+    /// position. 16-byte aligned. The last are begun first: those with the most keys belong there.
     pub tiles: Global<u32>,
     /// The queries, bf16 `[rows, q_heads · 128]`, in tiles of 64 rows.
     pub q: Global<TensorMap>,
@@ -177,7 +180,7 @@ unsafe fn begin_scores(queries: Operand, keys: Operand) {
             // Four steps of 16 dimensions in each half.
             let (half, step) = ((I / 4) as u32, (I % 4) as u32 * 32);
             let q = queries.advance(half * (QUERY_BYTES / 2) + step);
-            wgmma::mma_n128(q, keys.advance(half * HALF_SLOT + step), I > 0);
+            wgmma::mma_n128(q, keys.advance(half * HALF_SLOT + step), I != 0);
         });
         wgmma::commit();
     }
@@ -190,7 +193,7 @@ unsafe fn begin_outputs(values: Operand, keep: bool) {
         unroll!(I < 8; {
             // Four steps of 16 tokens in each page.
             let place = (I / 4) as u32 * HALF_SLOT + (I % 4) as u32 * 32;
-            wgmma::mma_n128_upper::<I>(values.advance(place), keep || I > 0);
+            wgmma::mma_n128_upper::<I>(values.advance(place), keep || I != 0);
         });
         wgmma::commit();
     }
@@ -320,7 +323,7 @@ unsafe fn consume(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
     unsafe {
         let group = thread::warp_id() / 4;
         let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
-        let elected = thread::thread_idx_x() % GROUP == 0;
+        let elected = thread::thread_idx_x().is_multiple_of(GROUP);
         let own = shared::dynamic::<u8>(group * QUERY_BYTES);
         let queries = Operand::at(own);
         let mut keys = Ring::new(KEY_SLOTS, 0);

@@ -8,7 +8,7 @@ use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Tensor, TensorMap};
 use gpu_kernels::attention::{self, Attend, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
-use gpu_kernels::prefill_attention::{self, PrefillAttention, Tile};
+use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use proptest::prelude::*;
 
 const D: usize = HEAD_DIM as usize;
@@ -116,15 +116,15 @@ impl Case {
         let mut tiles = Vec::new();
         let mut row = 0;
         for height in heights {
-            tiles.push(Tile { row, rows: *height as u32, sequence: 0, position: start as u32 + row });
-            row += *height as u32;
+            let height = *height as u32;
+            tiles.extend(prefill_attention::tiles(row, height, 0, start as u32 + row, height));
+            row += height;
         }
         let q_buffer = Buffer::from_slice(q);
         let pages = Buffer::from_slice(&self.pages);
         let table = Buffer::from_slice(&self.table);
         let out = Buffer::<bf16>::new_poisoned(rows * self.q_heads * D);
-        let words: Vec<u32> = tiles.iter().flat_map(|t| [t.row, t.rows, t.sequence, t.position]).collect();
-        let words = Buffer::from_slice(&words);
+        let words = Buffer::from_slice(&tiles.concat());
         let map = |tensor: &Tensor| Buffer::from_slice(&[TensorMap::emulated(tensor)]);
         let q_map = map(&Tensor::matrix(q_buffer.ptr().addr(), rows, self.q_heads * D, 64));
         let [keys, values] = [(D, 64), (64, 128)].map(|(columns, height)| {

@@ -6,7 +6,7 @@ use common::{Random, relative_error, run, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Tensor, TensorMap};
 use cuda_std::{Kernel, bf16};
-use gpu_kernels::gemm::{self, BOX, Gemm, RowScales, STRIP, TILE_ROWS};
+use gpu_kernels::gemm::{self, BOX, GATED_TILE, Gemm, RowScales, STRIP, TILE_ROWS, WEIGHT_ROWS};
 
 /// `[rows, n]` in f64, each row times its factor.
 fn reference(x: &[bf16], w: &[bf16], k: usize, scales: &[f32]) -> Vec<f32> {
@@ -62,10 +62,10 @@ impl Case {
             address: w.ptr().addr(),
             sizes: [k as u64, 8, 2, n as u64 / 16],
             strides: [row, row * (n as u64 / 2), row * 8],
-            tile: Gemm::swiglu_tile(width),
+            tile: GATED_TILE,
             rank: 4,
         };
-        let weight = Self::map(&if gated { weight } else { Tensor::matrix(w.ptr().addr(), n, k, width) });
+        let weight = Self::map(&if gated { weight } else { Tensor::matrix(w.ptr().addr(), n, k, WEIGHT_ROWS) });
         let out_map = Self::map(&Tensor::matrix(out.ptr().addr(), rows - 1, columns, 64));
         let params = Gemm {
             x: x_map.ptr(),

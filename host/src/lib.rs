@@ -12,6 +12,7 @@ pub mod draft;
 mod engine;
 mod error;
 pub mod forward;
+pub mod gemm;
 mod gpu;
 pub mod ngram;
 pub mod stream;

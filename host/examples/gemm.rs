@@ -1,0 +1,435 @@
+//! The kernels for prompts on card 0: products and attention.
+//!
+//! `cargo run --release --package host --example gemm -- check` compares them with plain references, into poisoned outputs, and all ways of cutting
+//! the work bit for bit. `… -- serve` times what it is asked for on standard input, a line at a time, and answers with microseconds:
+//!
+//! ```text
+//! gemm write|swiglu|add auto|n128|n256|pair M N K REPEATS
+//! attention TOKENS Q_HEADS KV_HEADS REPEATS
+//! ```
+//!
+//! `scripts/prefill_bench.py` asks, and times cuBLAS and PyTorch's attention in turns with it.
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::io::{BufRead, Write};
+
+use cuda_std::tensor::Tensor;
+use gpu_kernels::gemm::{Gemm, STRIP, TILE_ROWS};
+use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
+use gpu_kernels::prefill_attention::{self, PrefillAttention};
+use half::bf16;
+use host::device::{Buffer, Device, TensorMaps};
+use host::gemm::{self, Cut, Epilogue};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+const D: usize = HEAD_DIM as usize;
+/// Weights of a timed product, together: more than a cache holds.
+const ROTATED_BYTES: usize = 256 << 20;
+
+/// Uniform in -1..1, the same for the same seed: a long random piece, repeated.
+fn random(len: usize, seed: u64) -> Vec<bf16> {
+    const PIECE: usize = 4_194_301;
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let piece: Vec<bf16> = (0..len.min(PIECE))
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            bf16::from_f32((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
+        })
+        .collect();
+    piece.iter().copied().cycle().take(len).collect()
+}
+
+fn scaled(values: Vec<bf16>, by: f32) -> Vec<bf16> {
+    values.into_iter().map(|v| bf16::from_f32(v.to_f32() * by)).collect()
+}
+
+/// The buffers of a product.
+struct Product {
+    epilogue: Epilogue,
+    m: usize,
+    n: usize,
+    k: usize,
+    x: Buffer<bf16>,
+    weights: Vec<Buffer<bf16>>,
+    scales: Buffer<f32>,
+    norm: Buffer<bf16>,
+    y: Buffer<f32>,
+    out: Buffer<bf16>,
+    squares: Buffer<f32>,
+    maps: TensorMaps,
+}
+
+/// What a product left, each row whole.
+#[derive(PartialEq)]
+struct Left {
+    y: Vec<f32>,
+    out: Vec<bf16>,
+    squares: Vec<f32>,
+}
+
+impl Product {
+    fn new(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize, sets: usize) -> Result<Self> {
+        let rows = m.next_multiple_of(TILE_ROWS as usize);
+        let columns = if epilogue == Epilogue::SwiGlu { n / 2 } else { n };
+        let x = device.upload(&random(m * k, 1))?;
+        let w = scaled(random(n * k, 2), 0.1);
+        let weights = (0..sets).map(|_| device.upload(&w)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let writes = |yes: bool, len: usize| if yes { len } else { 0 };
+        let y = device.zeroed(writes(epilogue != Epilogue::SwiGlu, rows * n))?;
+        let out = device.zeroed(writes(epilogue != Epilogue::Write, rows * columns))?;
+        let squares = device.zeroed(writes(epilogue == Epilogue::Add, rows * n / STRIP as usize))?;
+        let mut tensors = vec![gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), rows, columns)];
+        for w in &weights {
+            let gated = epilogue == Epilogue::SwiGlu;
+            tensors.push(if gated { gemm::gated_weight(w.ptr(), n, k) } else { gemm::weight(w.ptr(), n, k) });
+        }
+        let maps = device.tensor_maps(&tensors)?;
+        let scales = device.upload(&(0..m).map(Self::scale).collect::<Vec<_>>())?;
+        let norm = device.upload(&random(n, 3))?;
+        Ok(Self { epilogue, m, n, k, x, weights, scales, norm, y, out, squares, maps })
+    }
+
+    fn scale(row: usize) -> f32 {
+        0.5 + (row % 7) as f32 / 8.0
+    }
+
+    fn params(&self, set: usize) -> Gemm {
+        Gemm {
+            x: self.maps.ptr(0),
+            weight: self.maps.ptr(2 + set),
+            out: self.maps.ptr(1),
+            scales: self.scales.ptr(),
+            y: self.y.ptr_mut(),
+            norm: self.norm.ptr(),
+            squares: self.squares.ptr_mut(),
+            m: self.m as u32,
+            n: self.n as u32,
+            k: self.k as u32,
+            band: 0,
+        }
+    }
+
+    fn enqueue(&self, device: &Device, cut: Option<Cut>, set: usize) -> std::result::Result<(), host::Error> {
+        // SAFETY: buffers and maps of self, as large as the parameter block says, alive until the device is synchronised.
+        unsafe {
+            match cut {
+                Some(cut) => gemm::enqueue_cut(device, self.epilogue, cut, self.params(set)),
+                None => gemm::enqueue(device, self.epilogue, self.params(set)),
+            }
+        }
+    }
+
+    /// Runs it on poisoned outputs.
+    fn run(&mut self, device: &Device, cut: Cut) -> Result<Left> {
+        let adds = self.epilogue == Epilogue::Add;
+        let before: Vec<f32> = (0..self.y.len()).map(|i| if adds { Self::before(i) } else { f32::NAN }).collect();
+        self.y.write(0, &before)?;
+        self.out.write(0, &vec![bf16::NAN; self.out.len()])?;
+        self.squares.write(0, &vec![f32::NAN; self.squares.len()])?;
+        self.enqueue(device, Some(cut), 0)?;
+        let rows = self.m.next_multiple_of(TILE_ROWS as usize);
+        let mut left = Left {
+            y: vec![0.0; self.y.len() / rows * self.m],
+            out: vec![bf16::ZERO; self.out.len() / rows * self.m],
+            squares: vec![0.0; self.squares.len() / rows * self.m],
+        };
+        self.y.read(0, &mut left.y)?;
+        self.out.read(0, &mut left.out)?;
+        self.squares.read(0, &mut left.squares)?;
+        Ok(left)
+    }
+
+    /// Writes one row alone.
+    fn run_row(&mut self, device: &Device, row: usize) -> Result<Vec<f32>> {
+        // SAFETY: the row is one of the buffer's.
+        let x = unsafe { self.x.ptr().at(row * self.k) };
+        let maps = device.tensor_maps(&[gemm::rows(x, 1, self.k)])?;
+        // SAFETY: as above.
+        let scales = unsafe { self.scales.ptr().at(row) };
+        let params = Gemm { x: maps.ptr(0), scales, m: 1, ..self.params(0) };
+        // SAFETY: buffers and maps of self or above, as large as the parameter block says; the read waits.
+        unsafe { gemm::enqueue(device, Epilogue::Write, params)? };
+        let mut y = vec![0.0; self.n];
+        self.y.read(0, &mut y)?;
+        Ok(y)
+    }
+
+    fn before(i: usize) -> f32 {
+        (i % 1009) as f32 / 1009.0 - 0.5
+    }
+}
+
+/// `‖found − wanted‖ / ‖wanted‖`.
+fn distance(pairs: impl Iterator<Item = (f64, f64)>) -> f64 {
+    let (mut difference, mut size) = (0.0, 0.0);
+    for (found, wanted) in pairs {
+        difference += (found - wanted).powi(2);
+        size += wanted.powi(2);
+    }
+    (difference / size).sqrt()
+}
+
+/// About `count` numbers below `end`, its ends among them.
+fn spread(end: usize, count: usize) -> Vec<usize> {
+    if end <= count {
+        return (0..end).collect();
+    }
+    (0..count).map(|i| i * (end - 1) / (count - 1)).collect()
+}
+
+fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize) -> Result<()> {
+    let mut product = Product::new(device, epilogue, m, n, k, 1)?;
+    let left = product.run(device, Cut::N128)?;
+    for cut in [Cut::N256, Cut::Pair, Cut::N256, Cut::Pair] {
+        let other = product.run(device, cut)?;
+        if left != other {
+            return Err(format!("{epilogue:?} {m} x {n} x {k}: {cut:?} differs from N128").into());
+        }
+    }
+    if epilogue == Epilogue::Write {
+        let row = m / 2;
+        if product.run_row(device, row)? != left.y[row * n..][..n] {
+            return Err(format!("write {m} x {n} x {k}: row {row} alone differs").into());
+        }
+    }
+    let (x, w, norm) = (random(m * k, 1), scaled(random(n * k, 2), 0.1), random(n, 3));
+    let dot = |row: usize, feature: usize| -> f64 {
+        x[row * k..][..k].iter().zip(&w[feature * k..][..k]).map(|(x, w)| x.to_f64() * w.to_f64()).sum()
+    };
+    let mut pairs = Vec::new();
+    for row in spread(m, 40) {
+        let scale = f64::from(Product::scale(row));
+        match epilogue {
+            Epilogue::Write => {
+                for f in spread(n, 70) {
+                    pairs.push((f64::from(left.y[row * n + f]), dot(row, f) * scale));
+                }
+            }
+            Epilogue::SwiGlu => {
+                for f in spread(n / 2, 70) {
+                    let (gate, up) = (dot(row, f) * scale, dot(row, n / 2 + f) * scale);
+                    pairs.push((left.out[row * n / 2 + f].to_f64(), gate / (1.0 + (-gate).exp()) * up));
+                }
+            }
+            Epilogue::Add => {
+                for f in spread(n, 70) {
+                    let i = row * n + f;
+                    let new = dot(row, f) + f64::from(Product::before(i));
+                    pairs.push((f64::from(left.y[i]), new));
+                    // Each written value is checked to its last bit against the f32 that it comes from.
+                    let xw = bf16::from_f32(left.y[i] * norm[f].to_f32());
+                    let strip = &left.y[i / 16 * 16..][..16];
+                    let square: f32 = strip.iter().map(|v| v * v).sum();
+                    let found = left.squares[i / 16];
+                    if left.out[i] != xw || (found - square).abs() > square * 1e-5 {
+                        return Err(format!("add {m} x {n} x {k}: row {row}, feature {f}").into());
+                    }
+                }
+            }
+        }
+    }
+    let error = distance(pairs.into_iter());
+    let limit = if epilogue == Epilogue::SwiGlu { 4e-3 } else { 1e-5 };
+    println!("{epilogue:?} {m} x {n} x {k}: error {error:.2e}, all cuts agree");
+    if error.is_nan() || error >= limit {
+        return Err(format!("{epilogue:?} {m} x {n} x {k}: error {error:e}").into());
+    }
+    Ok(())
+}
+
+/// Rows of one sequence and its cache.
+struct Attention {
+    q_heads: usize,
+    kv_heads: usize,
+    q: Buffer<bf16>,
+    pages: Buffer<bf16>,
+    table: Buffer<u32>,
+    out: Buffer<bf16>,
+    tiles: Buffer<u32>,
+    maps: TensorMaps,
+}
+
+impl Attention {
+    /// `tokens` rows from position 0 on.
+    fn new(device: &Device, tokens: usize, q_heads: usize, kv_heads: usize) -> Result<Self> {
+        let count = tokens.div_ceil(PAGE_TOKENS as usize);
+        let q = device.upload(&scaled(random(tokens * q_heads * D, 4), 3.0))?;
+        let pages = device.upload(&random(count * kv::page_elements(kv_heads as u32), 5))?;
+        // Pages lie backwards.
+        let table = device.upload(&(0..count as u32).rev().collect::<Vec<_>>())?;
+        let out = device.zeroed(tokens * q_heads * D)?;
+        let [keys, values] = [(D, PAGE_TOKENS), (PAGE_TOKENS as usize, HEAD_DIM)]
+            .map(|(columns, height)| Tensor::matrix(pages.ptr().addr(), pages.len() / columns, columns, height));
+        let maps = device.tensor_maps(&[Tensor::matrix(q.ptr().addr(), tokens, q_heads * D, 64), keys, values])?;
+        let tiles = device.upload(&prefill_attention::tiles(0, tokens as u32, 0, 0, 128).concat())?;
+        Ok(Self { q_heads, kv_heads, q, pages, table, out, tiles, maps })
+    }
+
+    fn enqueue(&self, device: &Device, tiles: &Buffer<u32>) -> std::result::Result<(), host::Error> {
+        let params = PrefillAttention {
+            tiles: tiles.ptr(),
+            q: self.maps.ptr(0),
+            keys: self.maps.ptr(1),
+            values: self.maps.ptr(2),
+            cache: Cache {
+                pages: self.pages.ptr_mut(),
+                tables: self.table.ptr(),
+                table_stride: self.table.len() as u32,
+                kv_heads: self.kv_heads as u32,
+            },
+            out: self.out.ptr_mut(),
+            q_heads: self.q_heads as u32,
+            scale: 1.0 / (D as f32).sqrt(),
+        };
+        let grid = (self.q_heads as u32, tiles.len() as u32 / 4);
+        // SAFETY: buffers and maps of self, as large as the parameter block says, alive until the device is synchronised.
+        unsafe { device.launch::<prefill_attention::prefill_attention>(grid, prefill_attention::SHARED_BYTES, params) }
+    }
+
+    /// Runs it into a poisoned output.
+    fn run(&mut self, device: &Device, tiles: &[[u32; 4]]) -> Result<Vec<bf16>> {
+        let tiles = device.upload(&tiles.concat())?;
+        self.out.write(0, &vec![bf16::NAN; self.out.len()])?;
+        self.enqueue(device, &tiles)?;
+        let mut out = vec![bf16::ZERO; self.out.len()];
+        self.out.read(0, &mut out)?;
+        Ok(out)
+    }
+}
+
+fn check_attention(device: &Device, tokens: usize, q_heads: usize, kv_heads: usize) -> Result<()> {
+    let mut attention = Attention::new(device, tokens, q_heads, kv_heads)?;
+    let whole = attention.run(device, &prefill_attention::tiles(0, tokens as u32, 0, 0, 128))?;
+    for height in [128, 64, 100] {
+        if attention.run(device, &prefill_attention::tiles(0, tokens as u32, 0, 0, height))? != whole {
+            return Err(format!("attention of {tokens} tokens: tiles of {height} rows differ").into());
+        }
+    }
+    let (mut q, mut pages) = (vec![bf16::ZERO; attention.q.len()], vec![bf16::ZERO; attention.pages.len()]);
+    attention.q.read(0, &mut q)?;
+    attention.pages.read(0, &mut pages)?;
+    let last = tokens.div_ceil(64) - 1;
+    let block = |position: usize, head: usize| ((last - position / 64) * kv_heads + head) * 2 * 64 * D;
+    let mut pairs = Vec::new();
+    for row in spread(tokens, 24) {
+        for head in spread(q_heads, 3) {
+            let kv_head = head / (q_heads / kv_heads);
+            let query = &q[(row * q_heads + head) * D..][..D];
+            let scores: Vec<f64> = (0..=row)
+                .map(|p| {
+                    let key = &pages[block(p, kv_head) + p % 64 * D..][..D];
+                    query.iter().zip(key).map(|(a, b)| a.to_f64() * b.to_f64()).sum::<f64>() / (D as f64).sqrt()
+                })
+                .collect();
+            let top = scores.iter().copied().fold(f64::MIN, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            for d in 0..D {
+                let value = |p: usize| pages[block(p, kv_head) + (D + d) * 64 + p % 64].to_f64();
+                let sum: f64 = weights.iter().enumerate().map(|(p, w)| w * value(p)).sum();
+                pairs.push((whole[(row * q_heads + head) * D + d].to_f64(), sum / total));
+            }
+        }
+    }
+    let error = distance(pairs.into_iter());
+    println!("attention {tokens} tokens, {q_heads} / {kv_heads} heads: error {error:.2e}, all tiles agree");
+    if error.is_nan() || error >= 5e-3 {
+        return Err(format!("attention of {tokens} tokens: error {error:e}").into());
+    }
+    Ok(())
+}
+
+fn check(device: &Device) -> Result<()> {
+    for epilogue in [Epilogue::Write, Epilogue::SwiGlu, Epilogue::Add] {
+        for (m, n, k) in [(1, 128, 64), (64, 256, 64), (77, 384, 320), (129, 640, 192), (300, 1152, 4160)] {
+            check_product(device, epilogue, m, n, k)?;
+        }
+    }
+    for (tokens, q_heads, kv_heads) in [(1, 1, 1), (70, 2, 1), (300, 4, 2), (1025, 5, 1), (2048, 32, 8), (8192, 4, 1)] {
+        check_attention(device, tokens, q_heads, kv_heads)?;
+    }
+    for (epilogue, m, n, k) in [
+        (Epilogue::Write, 512, 6144, 4096),
+        (Epilogue::Add, 2048, 4096, 12288),
+        (Epilogue::SwiGlu, 2048, 24576, 4096),
+        (Epilogue::Add, 8192, 4096, 4096),
+    ] {
+        check_product(device, epilogue, m, n, k)?;
+    }
+    Ok(())
+}
+
+/// What a line of `serve` asks for.
+enum Job {
+    Product(Product),
+    Attention(Attention),
+}
+
+fn serve(device: &Device) -> Result<()> {
+    let mut jobs: HashMap<String, Job> = HashMap::new();
+    let timer = device.timer()?;
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let number = |i: usize| -> Result<usize> { Ok(words.get(i).ok_or("too few words")?.parse()?) };
+        let (name, cut, repeats) = match words[..] {
+            ["gemm", epilogue, cut, ..] => {
+                let (m, n, k) = (number(3)?, number(4)?, number(5)?);
+                let name = format!("{epilogue} {m} {n} {k}");
+                if !jobs.contains_key(&name) {
+                    let epilogue = match epilogue {
+                        "write" => Epilogue::Write,
+                        "swiglu" => Epilogue::SwiGlu,
+                        "add" => Epilogue::Add,
+                        other => return Err(format!("{other}: write, swiglu or add").into()),
+                    };
+                    let sets = (ROTATED_BYTES / (n * k * 2)).max(2);
+                    jobs.insert(name.clone(), Job::Product(Product::new(device, epilogue, m, n, k, sets)?));
+                }
+                let cut = match cut {
+                    "auto" => None,
+                    "n128" => Some(Cut::N128),
+                    "n256" => Some(Cut::N256),
+                    "pair" => Some(Cut::Pair),
+                    other => return Err(format!("{other}: auto, n128, n256 or pair").into()),
+                };
+                (name, cut, number(6)?)
+            }
+            ["attention", tokens, ..] => {
+                if !jobs.contains_key(tokens) {
+                    let job = Job::Attention(Attention::new(device, number(1)?, number(2)?, number(3)?)?);
+                    jobs.insert(tokens.into(), job);
+                }
+                (tokens.into(), None, number(4)?)
+            }
+            _ => return Err(format!("{line}: gemm or attention").into()),
+        };
+        let run = |i: usize| match &jobs[&name] {
+            Job::Product(product) => product.enqueue(device, cut, i % product.weights.len()),
+            Job::Attention(attention) => attention.enqueue(device, &attention.tiles),
+        };
+        for i in 0..2 {
+            run(i)?;
+        }
+        let ms = timer.time(|| (0..repeats).try_for_each(run))?;
+        println!("{}", ms * 1e3 / repeats as f64);
+        std::io::stdout().flush()?;
+    }
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    let device = Device::cuda(0)?;
+    if !device.is_hopper() {
+        return Err(format!("{} is no Hopper card, which these kernels are for", device.name()).into());
+    }
+    match std::env::args().nth(1).as_deref() {
+        Some("check") => check(&device),
+        Some("serve") => serve(&device),
+        _ => Err("say `check` or `serve`".into()),
+    }
+}
