@@ -233,7 +233,8 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
         }
     }
     let error = distance(pairs.into_iter());
-    let limit = if epilogue == Epilogue::SwiGlu { 4e-3 } else { 1e-5 };
+    // Rounding to bf16; or the accumulators' own, which grows with the chain.
+    let limit = if epilogue == Epilogue::SwiGlu { 4e-3 } else { 2e-6 + 2e-9 * k as f64 };
     println!("{epilogue:?} {m} x {n} x {k}: error {error:.2e}, all cuts agree");
     if error.is_nan() || error >= limit {
         return Err(format!("{epilogue:?} {m} x {n} x {k}: error {error:e}").into());
