@@ -14,17 +14,14 @@
 //! the `_pair` kernels two neighbouring blocks take tiles one above the other, and each loads half of the features' tile for both.
 //! What lies beyond `n` or `x` arrives as zeros.
 //!
-//! # Norms
-//! The residual stream `x` is f32, and a norm is spread over its neighbours: who writes `x` also writes `xw = bf16(x · weight)`, not yet
-//! divided by the root of the mean square, and the sums of squares of every [`STRIP`] features. [`row_scales`] turns these into a
-//! factor a row, and the layer after the norm multiplies its sums by it.
+//! Norms are folded into the products as [`norm`](crate::norm) says; [`row_scales`] makes the factors of rows from the sums of squares.
 //!
 //! # Epilogues
 //! | kernels | of the sums, times the row's factor |
 //! |---|---|
 //! | `gemm_write_*` | written, f32 |
-//! | `gemm_swiglu_*` | of strips of 8 gate features and their 8 up features: `silu(gate) · up`, bf16 |
-//! | `gemm_add_*` | added to `x`; `xw` and the squares of the new `x` |
+//! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
+//! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
 //!
 //! # Order
 //! An output is one chain over k in the tensor core's accumulator, whatever tile it is in: all kernels here agree bit for bit (tested).
@@ -40,21 +37,17 @@ use cuda_std::tensor::{self, TensorMap, swizzled};
 use cuda_std::wgmma::{self, Operand};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, thread, warp};
 
-use crate::norm::warp_sum;
+use crate::linear::STRIP;
+use crate::norm::{Norm, Residual};
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
 pub const TILE_ROWS: u32 = 128;
 /// Input features of a slot of the ring; the input size is a multiple of it.
 pub const DEPTH: u32 = tensor::ROW;
-/// Features that share a sum of squares.
-pub const STRIP: u32 = 16;
 /// Features of an output tile that is stored at a time; the output size is a multiple of it.
 pub const BOX: u32 = tensor::ROW;
 /// Features of a tile of weights.
 pub const WEIGHT_ROWS: u32 = 128;
-/// The tile of weights of `swiglu` kernels, over the tensor `[n / 16][gate, up][8][k]`: strips in which 8 gate features stand before their 8 up
-/// features, however far apart gate and up lie in memory. Dimensions 1 to 3, from the innermost.
-pub const GATED_TILE: [u32; 3] = [STRIP / 2, 2, WEIGHT_ROWS / STRIP];
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 
@@ -71,21 +64,23 @@ const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
 pub struct Gemm {
     /// `x`, bf16 `[rows, k]`, in tiles of [`TILE_ROWS`] rows.
     pub x: Global<TensorMap>,
-    /// The weights, bf16 `[n, k]`, in tiles of [`WEIGHT_ROWS`]; for `swiglu` in those of [`GATED_TILE`].
+    /// The weights, bf16 `[n, k]`, in tiles of [`WEIGHT_ROWS`]; the gate's for `swiglu`.
     pub weight: Global<TensorMap>,
-    /// What is written in bf16: `[rows, n / 2]` by `swiglu`, `xw` `[rows, n]` by `add`; in tiles of 64 rows. Not used by `write`.
+    /// The up projection's weights, likewise: `swiglu` alone.
+    pub up: Global<TensorMap>,
+    /// What is written in bf16, `[rows, n]` in tiles of 64 rows: by `swiglu` the activations, by `add` [`Residual::scaled`]. Not used by `write`.
     pub out: Global<TensorMap>,
     /// `[rows]` what sums are multiplied by, or null for 1. Not used by `add`.
     pub scales: Global<f32>,
-    /// `[rows, n]`, written by `write` and added to by `add`.
+    /// `[rows, n]`: `write` alone.
     pub y: GlobalMut<f32>,
-    /// `[n]` the weight of the norm that follows: `add` alone.
-    pub norm: Global<bf16>,
-    /// `[rows, n / 16]` sums of squares: `add` alone.
-    pub squares: GlobalMut<f32>,
+    /// What `add` adds to; `n` is its size, and `scaled` is written through `out`.
+    pub residual: Residual,
+    /// `[n]` the weight of the norm that comes next: `add` alone.
+    pub next_norm: Global<bf16>,
     /// Rows.
     pub m: u32,
-    /// Output features; gate and up features together.
+    /// Output features.
     pub n: u32,
     /// Input features.
     pub k: u32,
@@ -224,7 +219,7 @@ impl Half {
         bulk::fence_proxy_async();
         thread::sync_named(self.barrier, GROUP);
         if self.elected {
-            unsafe { tensor::store_2d(map, [column, self.row], self.place()) };
+            unsafe { tensor::store(map, [column, self.row], self.place()) };
             bulk::commit();
         }
         self.turn ^= 1;
@@ -233,11 +228,16 @@ impl Half {
 
 /// What becomes of the sums of one warpgroup.
 trait Epilogue {
-    /// Whether the weights are strips of gate and up features.
+    /// Whether half of a tile's features are gates, and half their ups.
     const GATED: bool;
 
     /// All `N` columns of the half.
     unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half);
+}
+
+/// Output features of a tile of `n` weight rows.
+const fn features<E: Epilogue>(n: u32) -> u32 {
+    if E::GATED { n / 2 } else { n }
 }
 
 /// The factors of the lane's two rows.
@@ -296,7 +296,7 @@ impl Epilogue for SwiGlu {
     unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half) {
         unsafe {
             let scales = scales(p, half.lane_row());
-            // Rows of the lane: the pair of columns in one half strip of gates and its ups.
+            // Of one row of the lane, two features: their gates stand in the lower half of the accumulators, their ups in the upper.
             let gated = |gate: [[f32; 2]; 2], up: [[f32; 2]; 2], row: usize| {
                 let one = |c: usize| {
                     let g = gate[row][c] * scales[row];
@@ -304,13 +304,12 @@ impl Epilogue for SwiGlu {
                 };
                 math::pack_bf16(one(0), one(1))
             };
-            // A box of outputs comes from two boxes of sums.
             unroll!(B < 2; {
-                if B * 128 < N && half.column + B as u32 * 2 * BOX < p.n {
+                if half.column + B as u32 * BOX < p.n {
                     half.begin_box();
                     unroll!(Q < 4; {
-                        let (gate, up) = (sums!(B * 64 + Q * 16), sums!(B * 64 + Q * 16 + 4));
-                        let (gate_8, up_8) = (sums!(B * 64 + Q * 16 + 8), sums!(B * 64 + Q * 16 + 12));
+                        let (gate, up) = (sums!(B * 32 + Q * 8), sums!(B * 32 + Q * 8 + 64));
+                        let (gate_8, up_8) = (sums!(B * 32 + Q * 8 + 4), sums!(B * 32 + Q * 8 + 68));
                         let words = [
                             gated(gate, up, 0),
                             gated(gate, up, 1),
@@ -319,7 +318,7 @@ impl Epilogue for SwiGlu {
                         ];
                         half.put(Q, words);
                     });
-                    half.end_box(p.out, half.column / 2 + B as u32 * BOX);
+                    half.end_box(p.out, half.column + B as u32 * BOX);
                 }
             });
         }
@@ -337,11 +336,11 @@ impl Epilogue for Add {
             let row = half.lane_row();
             let pair = thread::lane_id() % 4;
             let column = half.column + pair * 2;
-            let y = p.y.at(row as usize * p.n as usize + column as usize).cast::<[f32; 2]>();
+            let y = p.residual.x.at(row as usize * p.n as usize + column as usize).cast::<[f32; 2]>();
             let below = y.at(p.n as usize * 8 / 2);
-            let norm = p.norm.at(column as usize).cast::<u32>();
+            let norm = p.next_norm.at(column as usize).cast::<u32>();
             let strips = (p.n / STRIP) as usize;
-            let squares = p.squares.at(row as usize * strips + (half.column / STRIP + pair) as usize);
+            let squares = p.residual.squares.at(row as usize * strips + (half.column / STRIP + pair) as usize);
             unroll!(B < 4; {
                 if B * 64 < N && half.column + B as u32 * BOX < p.n {
                     // All that the box needs from memory, before anything waits for it.
@@ -399,6 +398,9 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
     unsafe {
         tensor::acquire(p.x);
         tensor::acquire(p.weight);
+        if E::GATED {
+            tensor::acquire(p.up);
+        }
         let blocks = (1u16 << CLUSTER) - 1;
         for (tile_row, tile_column) in tiles {
             let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
@@ -408,19 +410,20 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
                 ring.empty(ring.slot).wait(ring.parity ^ 1);
                 full.arrive_expect_tx(Gemm::stage_bytes(N));
                 let x = ring.slot();
-                tensor::load_2d(x, p.x, [k, row], full);
+                tensor::load(x, p.x, [k, row], full);
                 // All tiles of weights, or the one that this block loads for both of its pair.
                 let mut part = rank;
                 while part < N / WEIGHT_ROWS {
                     let to: Shared<u8> = Shared::from_raw(x.addr() + X_BYTES + part * WEIGHT_ROWS * DEPTH * 2);
-                    let feature = tile_column * N + part * WEIGHT_ROWS;
-                    match (E::GATED, CLUSTER > 1) {
-                        (false, false) => tensor::load_2d(to, p.weight, [k, feature], full),
-                        (false, true) => tensor::load_2d_multicast(to, p.weight, [k, feature], full, blocks),
-                        (true, false) => tensor::load_4d(to, p.weight, [k, 0, 0, feature / STRIP], full),
-                        (true, true) => {
-                            tensor::load_4d_multicast(to, p.weight, [k, 0, 0, feature / STRIP], full, blocks);
-                        }
+                    let (map, feature) = match (E::GATED, part) {
+                        (false, _) => (p.weight, tile_column * N + part * WEIGHT_ROWS),
+                        (true, 0) => (p.weight, tile_column * WEIGHT_ROWS),
+                        (true, _) => (p.up, tile_column * WEIGHT_ROWS),
+                    };
+                    if CLUSTER > 1 {
+                        tensor::load_multicast(to, map, [k, feature], full, blocks);
+                    } else {
+                        tensor::load(to, map, [k, feature], full);
                     }
                     part += CLUSTER;
                 }
@@ -479,7 +482,7 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
             let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
             // The last pair of blocks may have one tile.
             if row < p.m {
-                (half.row, half.column) = (row + group * GROUP_ROWS, tile_column * N);
+                (half.row, half.column) = (row + group * GROUP_ROWS, tile_column * features::<E>(N));
                 if N == 256 {
                     E::finish::<256>(p, &mut half);
                 } else {
@@ -520,7 +523,7 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
         }
         let tiles = Tiles {
             rows: p.m.div_ceil(TILE_ROWS * CLUSTER),
-            columns: p.n.div_ceil(N),
+            columns: p.n.div_ceil(features::<E>(N)),
             band: p.band,
             next: thread::block_idx_x() / CLUSTER,
             step: thread::grid_dim_x() / CLUSTER,
@@ -542,18 +545,15 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
 }
 
 macro_rules! kernels {
-    ($($epilogue:ty: $what:literal, $n128:ident $n256:ident $pair:ident;)*) => { $(
-        #[doc = concat!($what, " Tiles of 128 features.")]
-        #[kernel(threads = THREADS, min_blocks = 1)]
-        pub unsafe fn $n128(p: Gemm) {
-            unsafe { gemm::<$epilogue, 128, 1>(&p) }
-        }
-        #[doc = concat!($what, " Tiles of 256 features.")]
-        #[kernel(threads = THREADS, min_blocks = 1)]
-        pub unsafe fn $n256(p: Gemm) {
-            unsafe { gemm::<$epilogue, 256, 1>(&p) }
-        }
-        #[doc = concat!($what, " Tiles of 256 features, blocks in pairs.")]
+    ($($epilogue:ty: $what:literal, $($n:literal $name:ident)* pair $pair:ident;)*) => { $(
+        $(
+            #[doc = concat!($what, " Tiles of ", $n, " weight rows.")]
+            #[kernel(threads = THREADS, min_blocks = 1)]
+            pub unsafe fn $name(p: Gemm) {
+                unsafe { gemm::<$epilogue, $n, 1>(&p) }
+            }
+        )*
+        #[doc = concat!($what, " Tiles of 256 weight rows, blocks in pairs.")]
         #[kernel(threads = THREADS, min_blocks = 1, cluster = 2)]
         pub unsafe fn $pair(p: Gemm) {
             unsafe { gemm::<$epilogue, 256, 2>(&p) }
@@ -562,28 +562,24 @@ macro_rules! kernels {
 }
 
 kernels! {
-    Write: "`y = x · wᵀ`, each row times its factor.", gemm_write_n128 gemm_write_n256 gemm_write_pair;
-    SwiGlu: "`out = silu(gate) · up` of `x · wᵀ`, each row times its factor.", gemm_swiglu_n128 gemm_swiglu_n256 gemm_swiglu_pair;
-    Add: "`y += x · wᵀ`, with what the norm that follows wants.", gemm_add_n128 gemm_add_n256 gemm_add_pair;
+    Write: "`y = x · wᵀ`, each row times its factor.", 128 gemm_write_n128 256 gemm_write_n256 pair gemm_write_pair;
+    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256 pair gemm_swiglu_pair;
+    Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256 pair gemm_add_pair;
 }
 
 /// Parameters of [`row_scales`]. Grid: (1, rows / 8 rounded up).
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct RowScales {
-    /// `[rows, strips]` sums of squares.
-    pub squares: Global<f32>,
-    /// `[rows]` the inverse root of the mean square.
+    /// The norm of the rows.
+    pub norm: Norm,
+    /// `[rows]` what it multiplies each by.
     pub scales: GlobalMut<f32>,
     /// Rows.
     pub m: u32,
-    /// Sums of squares in a row, each of [`STRIP`] features.
-    pub strips: u32,
-    /// Added to the mean of squares.
-    pub eps: f32,
 }
 
-/// The factor of each row from its sums of squares: a warp a row, lane `l` adds strips `l`, `l + 32` and so on, then the lanes.
+/// The factor of each row of a norm: a warp a row.
 #[kernel(threads = 256)]
 pub unsafe fn row_scales(p: RowScales) {
     unsafe {
@@ -591,14 +587,7 @@ pub unsafe fn row_scales(p: RowScales) {
         if row >= p.m {
             return;
         }
-        let squares = p.squares.at(row as usize * p.strips as usize);
-        let mut sum = 0.0;
-        let mut i = thread::lane_id();
-        while i < p.strips {
-            sum += squares.load(i as usize);
-            i += 32;
-        }
-        let scale = 1.0 / math::sqrt(warp_sum(sum) / (p.strips * STRIP) as f32 + p.eps);
+        let scale = p.norm.inverse_rms(row);
         if thread::lane_id() == 0 {
             p.scales.store(row as usize, scale);
         }

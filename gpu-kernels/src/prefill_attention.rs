@@ -283,7 +283,7 @@ unsafe fn produce(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
             let (group, half) = (I as u32 / 2, I as u32 % 2);
             let to = queries.at((I as u32 * QUERY_BYTES / 2) as usize);
             let at = [head * HEAD_DIM + half * tensor::ROW, tile.row + group * GROUP_ROWS];
-            tensor::load_2d(to, p.q, at, queries_full);
+            tensor::load(to, p.q, at, queries_full);
         });
         let mut keys = Ring::new(KEY_SLOTS, 0);
         let mut values = Ring::new(VALUE_SLOTS, 4);
@@ -298,8 +298,8 @@ unsafe fn produce(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
                 unroll!(I < 2; {
                     let row = block_of(2 * block + I as u32) * 2 * PAGE_TOKENS;
                     let to = keys.slot().at(I * (PAGE_TOKENS * ROW_BYTES) as usize);
-                    tensor::load_2d(to, p.keys, [0, row], keys.full());
-                    tensor::load_2d(to.at(HALF_SLOT as usize), p.keys, [tensor::ROW, row], keys.full());
+                    tensor::load(to, p.keys, [0, row], keys.full());
+                    tensor::load(to.at(HALF_SLOT as usize), p.keys, [tensor::ROW, row], keys.full());
                 });
                 keys.turn += 1;
             }
@@ -308,7 +308,7 @@ unsafe fn produce(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
                 unroll!(I < 2; {
                     let row = (block_of(2 * (block - 1) + I as u32) * 2 + 1) * HEAD_DIM;
                     let to = values.slot().at(I * HALF_SLOT as usize);
-                    tensor::load_2d(to, p.values, [0, row], values.full());
+                    tensor::load(to, p.values, [0, row], values.full());
                 });
                 values.turn += 1;
             }

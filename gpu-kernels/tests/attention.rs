@@ -5,7 +5,7 @@ mod common;
 use common::{Random, RowBuffers, relative_error, run, widen};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
-use cuda_std::tensor::{Tensor, TensorMap};
+use cuda_std::tensor::{Matrix, TensorMap};
 use gpu_kernels::attention::{self, Attend, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
@@ -125,11 +125,13 @@ impl Case {
         let table = Buffer::from_slice(&self.table);
         let out = Buffer::<bf16>::new_poisoned(rows * self.q_heads * D);
         let words = Buffer::from_slice(&tiles.concat());
-        let map = |tensor: &Tensor| Buffer::from_slice(&[TensorMap::emulated(tensor)]);
-        let q_map = map(&Tensor::matrix(q_buffer.ptr().addr(), rows, self.q_heads * D, 64));
-        let [keys, values] = [(D, 64), (64, 128)].map(|(columns, height)| {
-            map(&Tensor::matrix(pages.ptr().addr(), self.pages.len() / columns, columns, height))
-        });
+        let map = |address: u64, rows: usize, columns: usize, tile_rows: u32| {
+            let matrix = Matrix { address, rows: rows as u64, columns: columns as u64, tile_rows };
+            Buffer::from_slice(&[TensorMap::emulated(&matrix)])
+        };
+        let q_map = map(q_buffer.ptr().addr(), rows, self.q_heads * D, 64);
+        let [keys, values] = [(D, 64), (64, 128)]
+            .map(|(columns, height)| map(pages.ptr().addr(), self.pages.len() / columns, columns, height));
         let params = PrefillAttention {
             tiles: words.ptr(),
             q: q_map.ptr(),

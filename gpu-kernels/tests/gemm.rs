@@ -4,9 +4,11 @@ mod common;
 
 use common::{Random, relative_error, run, widen};
 use cuda_std::emulator::Buffer;
-use cuda_std::tensor::{Tensor, TensorMap};
+use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Kernel, bf16};
-use gpu_kernels::gemm::{self, BOX, GATED_TILE, Gemm, RowScales, STRIP, TILE_ROWS, WEIGHT_ROWS};
+use gpu_kernels::gemm::{self, Gemm, RowScales, TILE_ROWS, WEIGHT_ROWS};
+use gpu_kernels::linear::STRIP;
+use gpu_kernels::norm::{Norm, Residual};
 
 /// `[rows, n]` in f64, each row times its factor.
 fn reference(x: &[bf16], w: &[bf16], k: usize, scales: &[f32]) -> Vec<f32> {
@@ -19,8 +21,9 @@ struct Case {
     n: usize,
     k: usize,
     x: Vec<bf16>,
-    /// `[n, k]`; for SwiGLU the gate's rows, then the up projection's.
+    /// `[n, k]`.
     w: Vec<bf16>,
+    up: Vec<bf16>,
     scales: Vec<f32>,
     norm: Vec<bf16>,
     before: Vec<f32>,
@@ -35,56 +38,50 @@ struct Results {
 impl Case {
     fn new(m: usize, n: usize, k: usize) -> Self {
         let mut random = Random::new((m * 1_000_003 + n * 1009 + k) as u64);
-        let [x, w, norm] = [m * k, n * k, n].map(|len| random.bf16s(len));
+        let [x, w, up, norm] = [m * k, n * k, n * k, n].map(|len| random.bf16s(len));
         let scales = random.floats(m).into_iter().map(|s| s + 1.5).collect();
         let before = random.floats(m.next_multiple_of(TILE_ROWS as usize) * n);
-        Self { m, n, k, x, w, scales, norm, before }
+        Self { m, n, k, x, w, up, scales, norm, before }
     }
 
-    fn map(tensor: &Tensor) -> Buffer<TensorMap> {
-        Buffer::from_slice(&[TensorMap::emulated(tensor)])
+    fn map(address: u64, rows: usize, columns: usize, tile_rows: u32) -> Buffer<TensorMap> {
+        let matrix = Matrix { address, rows: rows as u64, columns: columns as u64, tile_rows };
+        Buffer::from_slice(&[TensorMap::emulated(&matrix)])
     }
 
-    /// Runs `K` with tiles of `width` features on `blocks` blocks.
-    fn run<K: Kernel<Params = Gemm>>(&self, width: u32, blocks: u32, gated: bool) -> Results {
+    /// Runs `K` with tiles of `width` weight rows on `blocks` blocks.
+    fn run<K: Kernel<Params = Gemm>>(&self, width: u32, blocks: u32) -> Results {
         let Self { m, n, k, .. } = *self;
         let rows = m.next_multiple_of(TILE_ROWS as usize);
-        let columns = if gated { n / 2 } else { n };
-        let [x, w, norm] = [&self.x, &self.w, &self.norm].map(|v| Buffer::from_slice(v));
+        let [x, w, up, norm] = [&self.x, &self.w, &self.up, &self.norm].map(|v| Buffer::from_slice(v));
         let scales = Buffer::from_slice(&self.scales);
         let y = Buffer::from_slice(&self.before).named("y");
-        // One row fewer than whole tiles: the last must not be written.
-        let out = Buffer::<bf16>::new_poisoned(rows * columns).named("out");
+        let out = Buffer::<bf16>::new_poisoned(rows * n).named("out");
         let squares = Buffer::<f32>::new_poisoned(rows * n / STRIP as usize).named("squares");
-        let x_map = Self::map(&Tensor::matrix(x.ptr().addr(), m, k, TILE_ROWS));
-        let row = k as u64 * 2;
-        let weight = Tensor {
-            address: w.ptr().addr(),
-            sizes: [k as u64, 8, 2, n as u64 / 16],
-            strides: [row, row * (n as u64 / 2), row * 8],
-            tile: GATED_TILE,
-            rank: 4,
-        };
-        let weight = Self::map(&if gated { weight } else { Tensor::matrix(w.ptr().addr(), n, k, WEIGHT_ROWS) });
-        let out_map = Self::map(&Tensor::matrix(out.ptr().addr(), rows - 1, columns, 64));
+        let x_map = Self::map(x.ptr().addr(), m, k, TILE_ROWS);
+        let [weight, up_map] = [&w, &up].map(|w| Self::map(w.ptr().addr(), n, k, WEIGHT_ROWS));
+        // One row fewer than whole tiles: the last must not be written.
+        let out_map = Self::map(out.ptr().addr(), rows - 1, n, 64);
+        let residual = Residual { x: y.ptr_mut(), scaled: out.ptr_mut(), squares: squares.ptr_mut(), dim: n as u32 };
         let params = Gemm {
             x: x_map.ptr(),
             weight: weight.ptr(),
+            up: up_map.ptr(),
             out: out_map.ptr(),
             scales: scales.ptr(),
             y: y.ptr_mut(),
-            norm: norm.ptr(),
-            squares: squares.ptr_mut(),
+            residual,
+            next_norm: norm.ptr(),
             m: m as u32,
             n: n as u32,
             k: k as u32,
             band: 2,
         };
         run::<K>([blocks, 1, 1], Gemm::shared_bytes(width), (m + n) as u64, params);
-        let last = &out.as_slice()[(rows - 1) * columns..];
+        let last = &out.as_slice()[(rows - 1) * n..];
         assert!(last.iter().all(|v| v.to_bits() == u16::MAX), "what lies beyond the output is not written");
         let squares = squares.as_slice()[..m * n / STRIP as usize].to_vec();
-        Results { y: y.as_slice()[..m * n].to_vec(), out: out.as_slice()[..m * columns].to_vec(), squares }
+        Results { y: y.as_slice()[..m * n].to_vec(), out: out.as_slice()[..m * n].to_vec(), squares }
     }
 }
 
@@ -93,24 +90,21 @@ fn writes_scaled_products() {
     for (m, n, k, blocks) in [(1, 64, 64, 1), (200, 192, 192, 2), (130, 320, 448, 3)] {
         let case = Case::new(m, n, k);
         let want = reference(&case.x, &case.w, k, &case.scales);
-        let small = case.run::<gemm::gemm_write_n128>(128, blocks, false);
+        let small = case.run::<gemm::gemm_write_n128>(128, blocks);
         assert!(relative_error(small.y.clone(), &want) < 1e-5, "{m} {n} {k}");
-        let large = case.run::<gemm::gemm_write_n256>(256, blocks, false);
+        let large = case.run::<gemm::gemm_write_n256>(256, blocks);
         assert_eq!(small.y, large.y, "{m} {n} {k}");
     }
 }
 
 #[test]
 fn gates() {
-    for (m, n, k, blocks) in [(5, 128, 64, 1), (150, 384, 128, 2)] {
+    for (m, n, k, blocks) in [(5, 64, 64, 1), (150, 192, 128, 2)] {
         let case = Case::new(m, n, k);
-        let (gate, up) = case.w.split_at(n / 2 * k);
-        let (gate, up) = (reference(&case.x, gate, k, &case.scales), reference(&case.x, up, k, &case.scales));
+        let [gate, up] = [&case.w, &case.up].map(|w| reference(&case.x, w, k, &case.scales));
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
-        let small = case.run::<gemm::gemm_swiglu_n128>(128, blocks, true);
-        assert!(relative_error(widen(&small.out), &want) < 1.0 / 256.0, "{m} {n} {k}");
-        let large = case.run::<gemm::gemm_swiglu_n256>(256, blocks, true);
-        assert_eq!(small.out, large.out, "{m} {n} {k}");
+        let got = case.run::<gemm::gemm_swiglu_n256>(256, blocks);
+        assert!(relative_error(widen(&got.out), &want) < 1.0 / 256.0, "{m} {n} {k}");
     }
 }
 
@@ -120,14 +114,14 @@ fn adds_and_prepares_the_norm() {
         let case = Case::new(m, n, k);
         let mut want = reference(&case.x, &case.w, k, &vec![1.0; m]);
         want.iter_mut().zip(&case.before).for_each(|(w, b)| *w += b);
-        let small = case.run::<gemm::gemm_add_n128>(128, blocks, false);
+        let small = case.run::<gemm::gemm_add_n128>(128, blocks);
         assert!(relative_error(small.y.clone(), &want) < 1e-5, "{m} {n} {k}");
         let xw: Vec<bf16> =
             small.y.iter().enumerate().map(|(i, v)| bf16::from_f32(v * case.norm[i % n].to_f32())).collect();
         assert_eq!(small.out, xw, "{m} {n} {k}");
         let squares: Vec<f32> = small.y.chunks(STRIP as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
         assert!(relative_error(small.squares.clone(), &squares) < 1e-6, "{m} {n} {k}");
-        let large = case.run::<gemm::gemm_add_n256>(256, blocks, false);
+        let large = case.run::<gemm::gemm_add_n256>(256, blocks);
         assert_eq!((small.y, small.out, small.squares), (large.y, large.out, large.squares), "{m} {n} {k}");
     }
 }
@@ -135,7 +129,7 @@ fn adds_and_prepares_the_norm() {
 #[test]
 fn a_row_is_the_same_bits_in_any_company() {
     let case = Case::new(150, 64, 128);
-    let all = case.run::<gemm::gemm_write_n128>(128, 2, false);
+    let all = case.run::<gemm::gemm_write_n128>(128, 2);
     let pick = 131;
     let alone = Case {
         m: 1,
@@ -144,9 +138,8 @@ fn a_row_is_the_same_bits_in_any_company() {
         before: case.before[..TILE_ROWS as usize * 64].to_vec(),
         ..case
     };
-    let one = alone.run::<gemm::gemm_write_n256>(256, 1, false);
+    let one = alone.run::<gemm::gemm_write_n256>(256, 1);
     assert_eq!(one.y, all.y[pick * 64..][..64]);
-    assert_eq!(64, BOX);
 }
 
 #[test]
@@ -155,8 +148,8 @@ fn factors_of_rows() {
     let squares: Vec<f32> = Random::new(1).floats(m * strips).into_iter().map(f32::abs).collect();
     let buffer = Buffer::from_slice(&squares);
     let scales = Buffer::<f32>::new_poisoned(m);
-    let (squares_at, scales_at) = (buffer.ptr(), scales.ptr_mut());
-    let params = RowScales { squares: squares_at, scales: scales_at, m: m as u32, strips: strips as u32, eps: 1e-6 };
+    let norm = Norm { squares: buffer.ptr(), dim: strips as u32 * STRIP, eps: 1e-6 };
+    let params = RowScales { norm, scales: scales.ptr_mut(), m: m as u32 };
     run::<gemm::row_scales>([1, 3, 1], 0, 7, params);
     let want: Vec<f32> = squares
         .chunks(strips)

@@ -14,9 +14,11 @@ use std::collections::HashMap;
 use std::error::Error;
 use std::io::{BufRead, Write};
 
-use cuda_std::tensor::Tensor;
-use gpu_kernels::gemm::{Gemm, STRIP, TILE_ROWS};
+use cuda_std::tensor::Matrix;
+use gpu_kernels::gemm::{Gemm, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
+use gpu_kernels::linear::STRIP;
+use gpu_kernels::norm::Residual;
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use half::bf16;
 use host::device::{Buffer, Device, TensorMaps};
@@ -74,8 +76,10 @@ struct Left {
 impl Product {
     fn new(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize, sets: usize) -> Result<Self> {
         let rows = m.next_multiple_of(TILE_ROWS as usize);
-        let columns = if epilogue == Epilogue::SwiGlu { n / 2 } else { n };
         let x = device.upload(&random(m * k, 1))?;
+        // Gate and up are `n` features together.
+        let gated = epilogue == Epilogue::SwiGlu;
+        let columns = if gated { n / 2 } else { n };
         let w = scaled(random(n * k, 2), 0.1);
         let weights = (0..sets).map(|_| device.upload(&w)).collect::<std::result::Result<Vec<_>, _>>()?;
         let writes = |yes: bool, len: usize| if yes { len } else { 0 };
@@ -84,8 +88,9 @@ impl Product {
         let squares = device.zeroed(writes(epilogue == Epilogue::Add, rows * n / STRIP as usize))?;
         let mut tensors = vec![gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), rows, columns)];
         for w in &weights {
-            let gated = epilogue == Epilogue::SwiGlu;
-            tensors.push(if gated { gemm::gated_weight(w.ptr(), n, k) } else { gemm::weight(w.ptr(), n, k) });
+            // SAFETY: within the buffer, whose upper half are the up projection's weights.
+            let up = unsafe { w.ptr().at((n - columns) * k) };
+            tensors.extend([gemm::weight(w.ptr(), columns, k), gemm::weight(up, columns, k)]);
         }
         let maps = device.tensor_maps(&tensors)?;
         let scales = device.upload(&(0..m).map(Self::scale).collect::<Vec<_>>())?;
@@ -100,14 +105,20 @@ impl Product {
     fn params(&self, set: usize) -> Gemm {
         Gemm {
             x: self.maps.ptr(0),
-            weight: self.maps.ptr(2 + set),
+            weight: self.maps.ptr(2 + 2 * set),
+            up: self.maps.ptr(3 + 2 * set),
             out: self.maps.ptr(1),
             scales: self.scales.ptr(),
             y: self.y.ptr_mut(),
-            norm: self.norm.ptr(),
-            squares: self.squares.ptr_mut(),
+            residual: Residual {
+                x: self.y.ptr_mut(),
+                scaled: self.out.ptr_mut(),
+                squares: self.squares.ptr_mut(),
+                dim: self.n as u32,
+            },
+            next_norm: self.norm.ptr(),
             m: self.m as u32,
-            n: self.n as u32,
+            n: if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n } as u32,
             k: self.k as u32,
             band: 0,
         }
@@ -242,6 +253,12 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
     Ok(())
 }
 
+/// All of a buffer as rows of `columns`.
+fn matrix(buffer: &Buffer<bf16>, columns: usize, tile_rows: u32) -> Matrix {
+    let rows = (buffer.len() / columns) as u64;
+    Matrix { address: buffer.ptr().addr(), rows, columns: columns as u64, tile_rows }
+}
+
 /// Rows of one sequence and its cache.
 struct Attention {
     q_heads: usize,
@@ -264,8 +281,8 @@ impl Attention {
         let table = device.upload(&(0..count as u32).rev().collect::<Vec<_>>())?;
         let out = device.zeroed(tokens * q_heads * D)?;
         let [keys, values] = [(D, PAGE_TOKENS), (PAGE_TOKENS as usize, HEAD_DIM)]
-            .map(|(columns, height)| Tensor::matrix(pages.ptr().addr(), pages.len() / columns, columns, height));
-        let maps = device.tensor_maps(&[Tensor::matrix(q.ptr().addr(), tokens, q_heads * D, 64), keys, values])?;
+            .map(|(columns, height)| matrix(&pages, columns, height));
+        let maps = device.tensor_maps(&[matrix(&q, q_heads * D, 64), keys, values])?;
         let tiles = device.upload(&prefill_attention::tiles(0, tokens as u32, 0, 0, 128).concat())?;
         Ok(Self { q_heads, kv_heads, q, pages, table, out, tiles, maps })
     }

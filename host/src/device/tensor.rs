@@ -1,9 +1,9 @@
-//! Tensor maps: descriptions of tensors in device memory, encoded by the driver for the copy engine.
+//! Tensor maps: descriptions of matrices in device memory, encoded by the driver for the copy engine.
 
 use std::ffi::c_void;
 
 use cuda_std::Global;
-use cuda_std::tensor::{ROW, Tensor, TensorMap};
+use cuda_std::tensor::{Matrix, ROW, TensorMap};
 use cust::sys;
 
 use super::cuda::check;
@@ -55,19 +55,19 @@ impl TensorMaps {
 }
 
 impl Device {
-    /// Encodes maps of `tensors` and copies them to the device. A map says where a tensor is; it keeps nothing alive.
+    /// Encodes maps of `matrices` and copies them to the device. A map says where a matrix is; it keeps nothing alive.
     ///
     /// # Errors
-    /// A tensor that the copy engine cannot address (the driver's refusal), too little memory, or a driver error.
-    pub fn tensor_maps(&self, tensors: &[Tensor]) -> Result<TensorMaps, Error> {
-        let mut words = Vec::with_capacity(tensors.len() * WORDS);
-        for tensor in tensors {
+    /// A matrix that the copy engine cannot address (the driver's refusal), too little memory, or a driver error.
+    pub fn tensor_maps(&self, matrices: &[Matrix]) -> Result<TensorMaps, Error> {
+        let mut words = Vec::with_capacity(matrices.len() * WORDS);
+        for matrix in matrices {
             let map = match &*self.0 {
                 Kind::Cuda(cuda) => {
                     cuda.enter()?;
-                    encode(tensor)?
+                    encode(matrix)?
                 }
-                Kind::Emulator(_) => TensorMap::emulated(tensor),
+                Kind::Emulator(_) => TensorMap::emulated(matrix),
             };
             words.extend_from_slice(&map.0);
         }
@@ -75,27 +75,27 @@ impl Device {
     }
 }
 
-fn encode(tensor: &Tensor) -> Result<TensorMap, Error> {
-    let Tensor { address, sizes, strides, tile, rank } = *tensor;
+fn encode(matrix: &Matrix) -> Result<TensorMap, Error> {
+    let Matrix { address, rows, columns, tile_rows } = *matrix;
     let mut map = TensorMap([0; WORDS]);
-    let tile = [ROW, tile[0], tile[1], tile[2]];
-    // SAFETY: every array has at least as many elements as the rank asks for, and the map is aligned as the driver wants it.
+    // SAFETY: every array has an element for each of the two dimensions (strides: for the outer one), and the map is aligned as the
+    // driver wants it.
     let code = unsafe {
         cuTensorMapEncodeTiled(
             &mut map,
             BF16,
-            rank,
+            2,
             address as *mut c_void,
-            sizes.as_ptr(),
-            strides.as_ptr(),
-            tile.as_ptr(),
-            [1; 4].as_ptr(),
+            [columns, rows].as_ptr(),
+            [columns * 2].as_ptr(),
+            [ROW, tile_rows].as_ptr(),
+            [1, 1].as_ptr(),
             NOT_INTERLEAVED,
             SWIZZLE_128_BYTES,
             PROMOTE_TO_256_BYTES,
             ZEROS_BEYOND_EDGES,
         )
     };
-    check("describing a tensor", code)?;
+    check("describing a matrix", code)?;
     Ok(map)
 }

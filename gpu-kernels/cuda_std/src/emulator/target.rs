@@ -309,28 +309,18 @@ pub fn bulk_wait<const PENDING: usize>() {
 pub unsafe fn tensor_acquire(_map: u64) {}
 
 #[track_caller]
-pub unsafe fn tensor_load_2d(destination: u32, map: u64, x: u32, y: u32, barrier: u32) {
-    tensor::load(destination, map, [x, y, 0, 0], 2, barrier, Location::caller());
+pub unsafe fn tensor_load(destination: u32, map: u64, x: u32, y: u32, barrier: u32) {
+    tensor::load(destination, map, [x, y], barrier, Location::caller());
 }
 
 #[track_caller]
-pub unsafe fn tensor_load_4d(destination: u32, map: u64, at: [u32; 4], barrier: u32) {
-    tensor::load(destination, map, at, 4, barrier, Location::caller());
+pub unsafe fn tensor_load_multicast(destination: u32, map: u64, x: u32, y: u32, barrier: u32, blocks: u16) {
+    tensor::load_multicast(destination, map, [x, y], barrier, blocks, Location::caller());
 }
 
 #[track_caller]
-pub unsafe fn tensor_load_2d_multicast(destination: u32, map: u64, x: u32, y: u32, barrier: u32, blocks: u16) {
-    tensor::load_multicast(destination, map, [x, y, 0, 0], 2, barrier, blocks, Location::caller());
-}
-
-#[track_caller]
-pub unsafe fn tensor_load_4d_multicast(destination: u32, map: u64, at: [u32; 4], barrier: u32, blocks: u16) {
-    tensor::load_multicast(destination, map, at, 4, barrier, blocks, Location::caller());
-}
-
-#[track_caller]
-pub unsafe fn tensor_store_2d(map: u64, x: u32, y: u32, source: u32) {
-    tensor::store(map, [x, y, 0, 0], source, Location::caller());
+pub unsafe fn tensor_store(map: u64, x: u32, y: u32, source: u32) {
+    tensor::store(map, [x, y], source, Location::caller());
 }
 
 pub fn cluster_rank() -> u32 {

@@ -17,7 +17,7 @@ pub unsafe fn tensor_acquire(map: u64) {
 }
 
 #[inline(always)]
-pub unsafe fn tensor_load_2d(destination: u32, map: u64, x: u32, y: u32, barrier: u32) {
+pub unsafe fn tensor_load(destination: u32, map: u64, x: u32, y: u32, barrier: u32) {
     // SAFETY: the caller's.
     unsafe {
         asm!("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [{d}], [{m}, {{{x}, {y}}}], [{b}];",
@@ -27,7 +27,7 @@ pub unsafe fn tensor_load_2d(destination: u32, map: u64, x: u32, y: u32, barrier
 }
 
 #[inline(always)]
-pub unsafe fn tensor_load_2d_multicast(destination: u32, map: u64, x: u32, y: u32, barrier: u32, blocks: u16) {
+pub unsafe fn tensor_load_multicast(destination: u32, map: u64, x: u32, y: u32, barrier: u32, blocks: u16) {
     // SAFETY: the caller's.
     unsafe {
         asm!("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster \
@@ -38,29 +38,7 @@ pub unsafe fn tensor_load_2d_multicast(destination: u32, map: u64, x: u32, y: u3
 }
 
 #[inline(always)]
-pub unsafe fn tensor_load_4d(destination: u32, map: u64, [x, y, z, w]: [u32; 4], barrier: u32) {
-    // SAFETY: the caller's.
-    unsafe {
-        asm!("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
-            [{d}], [{m}, {{{x}, {y}, {z}, {w}}}], [{b}];",
-            d = in(reg32) destination, m = in(reg64) map, x = in(reg32) x, y = in(reg32) y, z = in(reg32) z,
-            w = in(reg32) w, b = in(reg32) barrier, options(nostack));
-    }
-}
-
-#[inline(always)]
-pub unsafe fn tensor_load_4d_multicast(destination: u32, map: u64, [x, y, z, w]: [u32; 4], barrier: u32, blocks: u16) {
-    // SAFETY: the caller's.
-    unsafe {
-        asm!("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster \
-            [{d}], [{m}, {{{x}, {y}, {z}, {w}}}], [{b}], {k};",
-            d = in(reg32) destination, m = in(reg64) map, x = in(reg32) x, y = in(reg32) y, z = in(reg32) z,
-            w = in(reg32) w, b = in(reg32) barrier, k = in(reg16) blocks, options(nostack));
-    }
-}
-
-#[inline(always)]
-pub unsafe fn tensor_store_2d(map: u64, x: u32, y: u32, source: u32) {
+pub unsafe fn tensor_store(map: u64, x: u32, y: u32, source: u32) {
     // SAFETY: the caller's.
     unsafe {
         asm!("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [{m}, {{{x}, {y}}}], [{s}];", m = in(reg64) map,
