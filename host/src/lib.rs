@@ -15,6 +15,7 @@ pub mod forward;
 pub mod gemm;
 mod gpu;
 pub mod ngram;
+pub mod prefill;
 pub mod stream;
 pub mod token_copy;
 pub mod weights;
