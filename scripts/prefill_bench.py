@@ -78,12 +78,38 @@ def attention(tokens):
     return work
 
 
+def transformers_model():
+    """Qwen3-8B's shape with random weights."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1e6, tie_word_embeddings=False)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    torch.set_default_dtype(torch.float32)
+    return model.eval()
+
+
+def prefill(model, tokens):
+    ids = torch.randint(0, 151936, (1, tokens), device="cuda")
+
+    @torch.inference_mode()
+    def work(_):
+        model(ids, use_cache=True, logits_to_keep=1)
+
+    return work
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gemm", required=True, help="the built example")
     parser.add_argument("--out", help="where the figures go as JSON")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cuts", action="store_true", help="also time every way of cutting a product into tiles")
+    parser.add_argument("--prefill", action="store_true", help="also time whole prompts, and transformers on them")
+    parser.add_argument("--only", help="cases whose name has this")
     arguments = parser.parse_args()
 
     ours = Ours(arguments.gemm)
@@ -99,6 +125,15 @@ def main():
         operations = 4 * tokens * (tokens + 1) // 2 * 128 * 32
         jobs = [f"attention {tokens} 32 8"]
         cases.append({"name": f"attention {tokens}", "operations": operations, "jobs": jobs, "peer": attention(tokens)})
+
+    if arguments.prefill:
+        model = transformers_model()
+        for tokens in (2048, 8192):
+            # Every layer's weights, and causal attention; the head's one row hardly counts.
+            operations = 2 * tokens * 36 * 192937984 + 36 * (4 * tokens * (tokens + 1) // 2 * 128 * 32)
+            cases.append({"name": f"prefill {tokens}", "operations": operations, "jobs": [f"prefill {tokens}"],
+                          "peer": prefill(model, tokens), "tokens": tokens})
+    cases = [case for case in cases if not arguments.only or arguments.only in case["name"]]
 
     for round in range(-1, arguments.rounds):
         random.seed(round)
@@ -128,8 +163,12 @@ def main():
             rate = case["operations"] / own_us / 1e6
             rows.append({"case": case["name"], "job": job, "us": own_us, "peer_us": peer_us, "ratio": ratio,
                          "tflop_s": rate, "spread": spread})
+            if "tokens" in case:
+                rows[-1]["tok_s"], rows[-1]["peer_tok_s"] = (case["tokens"] / us * 1e6 for us in (own_us, peer_us))
             print(f"{case['name']:24} {job:34} {own_us:9.1f} us {rate:6.1f} TFLOP/s  peer {peer_us:9.1f} us"
-                  f"  ratio {ratio:.3f}  spread {spread:.3f}", flush=True)
+                  f"  ratio {ratio:.3f}  spread {spread:.3f}"
+                  + (f"  {case['tokens'] / own_us * 1e6:.0f} and {case['tokens'] / peer_us * 1e6:.0f} tok/s"
+                     if "tokens" in case else ""), flush=True)
     if arguments.out:
         with open(arguments.out, "w") as file:
             json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": rows}, file, indent=1)

@@ -6,9 +6,10 @@
 //! ```text
 //! gemm write|swiglu|add auto|n128|n256|pair M N K REPEATS
 //! attention TOKENS Q_HEADS KV_HEADS REPEATS
+//! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape with random weights, to the logits after it
 //! ```
 //!
-//! `scripts/prefill_bench.py` asks, and times cuBLAS and PyTorch's attention in turns with it.
+//! `scripts/prefill_bench.py` asks, and times cuBLAS, PyTorch's attention and transformers in turns with it.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -20,9 +21,14 @@ use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::Residual;
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
+use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
 use half::bf16;
 use host::device::{Buffer, Device, TensorMaps};
+use host::forward::Forward;
 use host::gemm::{self, Cut, Epilogue};
+use host::prefill::Prefill;
+use host::weights::{DeviceLayer, DeviceWeights};
+use model::Config;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -381,10 +387,92 @@ fn check(device: &Device) -> Result<()> {
     Ok(())
 }
 
+/// Prompts of up to this many tokens are timed.
+const LONGEST_PROMPT: usize = 8192;
+
+/// A model of Qwen3-8B's shape with random weights, and a random prompt.
+struct Prompt {
+    forward: Forward,
+    history: Buffer<i32>,
+    words: Buffer<u32>,
+}
+
+impl Prompt {
+    fn new(device: &Device) -> Result<Self> {
+        let config = Config {
+            vocab_size: 151_936,
+            hidden_size: 4096,
+            intermediate_size: 12288,
+            num_hidden_layers: 36,
+            num_attention_heads: 32,
+            num_key_value_heads: 8,
+            head_dim: D,
+            max_position_embeddings: 40_960,
+            rms_norm_eps: 1e-6,
+            rope_theta: 1e6,
+            tie_word_embeddings: false,
+            eos_token_ids: Vec::new(),
+        };
+        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+        let heads = config.query_size() + 2 * config.key_value_size();
+        // Each matrix is a piece of these.
+        let values = scaled(random(config.vocab_size * hidden, 6), 0.035);
+        let ones = vec![bf16::ONE; hidden];
+        let weights = |len: usize, at: usize| device.upload(&values[at % 4093..][..len]);
+        let layers = (0..config.num_hidden_layers).map(|i| {
+            Ok(DeviceLayer {
+                input_norm: device.upload(&ones)?,
+                qkv: weights(heads * hidden, 7 * i)?,
+                q_norm: device.upload(&ones[..D])?,
+                k_norm: device.upload(&ones[..D])?,
+                output: weights(hidden * config.query_size(), 7 * i + 1)?,
+                post_attention_norm: device.upload(&ones)?,
+                gate: weights(inner * hidden, 7 * i + 2)?,
+                up: weights(inner * hidden, 7 * i + 3)?,
+                down: weights(hidden * inner, 7 * i + 4)?,
+            })
+        });
+        let weights = DeviceWeights {
+            embed: device.upload(&values)?,
+            layers: layers.collect::<Result<Vec<_>>>()?,
+            norm: device.upload(&ones)?,
+            head: Some(device.upload(&values)?),
+        };
+        let mut forward = Forward::new(device, &config, weights, LONGEST_PROMPT)?;
+        forward.lay_out_prefill()?;
+        let history: Vec<i32> = (0..LONGEST_PROMPT as i32).map(|i| i * 7919 % 151_936).collect();
+        Ok(Self { forward, history: device.upload(&history)?, words: device.zeroed(STATE_WORDS)? })
+    }
+
+    /// All passes over a prompt, and the logits after it.
+    fn enqueue(&mut self, device: &Device, tokens: usize) -> std::result::Result<(), host::Error> {
+        let state = SequenceState { history: self.history.ptr_mut(), words: self.words.ptr_mut() };
+        let plan = |rows: Rows, start: usize, count: usize| {
+            let plan = PlanPrompt { rows, state, start: start as u32, count: count as u32 };
+            // SAFETY: the history has the tokens, and rows have room for a chunk.
+            unsafe { device.launch::<step::plan_prompt>(1, 0, plan) }
+        };
+        let chunk = self.forward.prefill().map_or(1, Prefill::capacity);
+        for at in (0..tokens).step_by(chunk) {
+            let count = (tokens - at).min(chunk);
+            if let Some(prefill) = self.forward.prefill() {
+                plan(prefill.rows(), at, count)?;
+            }
+            self.forward.enqueue_prefill(at, count)?;
+            if at + count == tokens {
+                plan(self.forward.rows(), tokens - 1, 1)?;
+                self.forward.enqueue_head(count - 1, 1)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// What a line of `serve` asks for.
 enum Job {
     Product(Product),
     Attention(Attention),
+    Prompt(Box<Prompt>),
 }
 
 fn serve(device: &Device) -> Result<()> {
@@ -424,11 +512,24 @@ fn serve(device: &Device) -> Result<()> {
                 }
                 (tokens.into(), None, number(4)?)
             }
-            _ => return Err(format!("{line}: gemm or attention").into()),
+            ["prefill", ..] => {
+                if !jobs.contains_key("prefill") {
+                    jobs.insert("prefill".into(), Job::Prompt(Box::new(Prompt::new(device)?)));
+                }
+                let tokens = number(1)?;
+                if tokens == 0 || tokens > LONGEST_PROMPT {
+                    return Err(format!("{line}: 1 to {LONGEST_PROMPT} tokens").into());
+                }
+                ("prefill".into(), None, number(2)?)
+            }
+            _ => return Err(format!("{line}: gemm, attention or prefill").into()),
         };
-        let run = |i: usize| match &jobs[&name] {
+        let tokens = if name == "prefill" { number(1)? } else { 0 };
+        let job = jobs.get_mut(&name).ok_or("made above")?;
+        let mut run = |i: usize| match job {
             Job::Product(product) => product.enqueue(device, cut, i % product.weights.len()),
             Job::Attention(attention) => attention.enqueue(device, &attention.tiles),
+            Job::Prompt(prompt) => prompt.enqueue(device, tokens),
         };
         for i in 0..2 {
             run(i)?;
