@@ -21,7 +21,7 @@ import torch
 
 # name, epilogue, N, K
 LAYERS = [
-    ("qkv", "write", 6144, 4096),
+    ("qkv", "qkv", 6144, 4096),
     ("o", "add", 4096, 4096),
     ("gate, up", "swiglu", 24576, 4096),
     ("down", "add", 4096, 12288),

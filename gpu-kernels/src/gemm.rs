@@ -19,7 +19,7 @@
 //! # Epilogues
 //! | kernels | of the sums, times the row's factor |
 //! |---|---|
-//! | `gemm_write_*` | written, f32 |
+//! | `gemm_qkv_*` | queries, keys and values: normalised, rotated, and put where attention reads them ([`qkv`](crate::qkv)) |
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
 //!
@@ -38,7 +38,9 @@ use cuda_std::wgmma::{self, Operand};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, thread, warp};
 
 use crate::linear::STRIP;
+use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::norm::{Norm, Residual};
+use crate::qkv::SplitHeads;
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
 pub const TILE_ROWS: u32 = 128;
@@ -68,12 +70,12 @@ pub struct Gemm {
     pub weight: Global<TensorMap>,
     /// The up projection's weights, likewise: `swiglu` alone.
     pub up: Global<TensorMap>,
-    /// What is written in bf16, `[rows, n]` in tiles of 64 rows: by `swiglu` the activations, by `add` [`Residual::scaled`]. Not used by `write`.
+    /// What is written in bf16, `[rows, n]` in tiles of 64 rows: by `swiglu` the activations, by `add` [`Residual::scaled`]. Not used by `qkv`.
     pub out: Global<TensorMap>,
     /// `[rows]` what sums are multiplied by, or null for 1. Not used by `add`.
     pub scales: Global<f32>,
-    /// `[rows, n]`: `write` alone.
-    pub y: GlobalMut<f32>,
+    /// What heads are made with and where they go, `qkv` alone; its `qkv` is not used.
+    pub heads: SplitHeads,
     /// What `add` adds to; `n` is its size, and `scaled` is written through `out`.
     pub residual: Residual,
     /// `[n]` the weight of the norm that comes next: `add` alone.
@@ -261,9 +263,143 @@ macro_rules! sums {
     };
 }
 
-struct Write;
+struct Qkv;
 
-impl Epilogue for Write {
+/// The head of queries or keys whose sums begin at accumulator `$first`, normalised and rotated, into shared memory: rows of 256 bytes, in two
+/// boxes. Sums are fetched when they are needed, and words put away at once: there are no registers for copies.
+macro_rules! put_rotated {
+    ($first:expr, $p:ident, $half:ident, $rows:ident, $scales:ident, $norm:ident) => {{
+        let (pair, line) = (thread::lane_id() % 4, thread::warp_id() % 4 * 16 + thread::lane_id() / 4);
+        unroll!(R < 2; {
+            macro_rules! sum {
+                ($j:expr) => {
+                    [
+                        wgmma::get::<{ $first + 4 * ($j) + 2 * R }>() * $scales[R],
+                        wgmma::get::<{ $first + 4 * ($j) + 2 * R + 1 }>() * $scales[R],
+                    ]
+                };
+            }
+            let mut squares = 0.0;
+            unroll!(J < 16; {
+                let x = sum!(J);
+                squares = math::fma(x[0], x[0], math::fma(x[1], x[1], squares));
+            });
+            let scale = 1.0 / math::sqrt(quad_sum(squares) / HEAD_DIM as f32 + $p.heads.eps);
+            let position = $p.heads.rows.positions.load($rows[R] as usize);
+            let angles = position as usize * (HEAD_DIM / 2) as usize + 2 * pair as usize;
+            let cos = $p.heads.cos.at(angles).cast::<[f32; 2]>();
+            let sin = $p.heads.sin.at(angles).cast::<[f32; 2]>();
+            let weight = $norm.at(2 * pair as usize).cast::<u32>();
+            let row = (line + 8 * R as u32) * BOX * 2 + pair * 4;
+            unroll!(J < 8; {
+                // Pairs of dimensions that turn together: 8 j + 2 pair + c, and 64 more.
+                let (low, high) = (sum!(J), sum!(J + 8));
+                let (cos, sin) = (cos.load(4 * J), sin.load(4 * J));
+                let weights = [weight.load(4 * J), weight.load(4 * J + 32)].map(math::unpack_bf16);
+                let a = [low[0] * scale * weights[0][0], low[1] * scale * weights[0][1]];
+                let b = [high[0] * scale * weights[1][0], high[1] * scale * weights[1][1]];
+                let to = $half.staging.at(swizzled(row + J as u32 * 16) as usize).cast::<u32>();
+                to.store(0, math::pack_bf16(a[0] * cos[0] - b[0] * sin[0], a[1] * cos[1] - b[1] * sin[1]));
+                let turned = math::pack_bf16(b[0] * cos[0] + a[0] * sin[0], b[1] * cos[1] + a[1] * sin[1]);
+                to.store((BOX_BYTES / 4) as usize, turned);
+            });
+        });
+    }};
+}
+
+/// The head of values whose sums begin at accumulator `$first`, into shared memory with dimensions as rows: 64 tokens side by side.
+macro_rules! put_values {
+    ($first:expr, $half:ident, $scales:ident) => {{
+        let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
+        unroll!(Q < 8; {
+            let mut words = [0; 4];
+            unroll!(H < 2; {
+                let s = sums!($first + 8 * Q + 4 * H);
+                words[2 * H] = math::pack_bf16(s[0][0] * $scales[0], s[0][1] * $scales[0]);
+                words[2 * H + 1] = math::pack_bf16(s[1][0] * $scales[1], s[1][1] * $scales[1]);
+            });
+            let dimension = Q as u32 * 16 + lane / 16 * 8 + lane % 8;
+            let at = swizzled(dimension * BOX * 2 + (warp * 2 + lane / 8 % 2) * 16);
+            mma::stmatrix_x4_trans($half.staging.at(at as usize), words);
+        });
+    }};
+}
+
+/// The sum of `v` over the four lanes of a row.
+#[inline(always)]
+fn quad_sum(v: f32) -> f32 {
+    let v = v + warp::shuffle_xor(v, 1);
+    v + warp::shuffle_xor(v, 2)
+}
+
+/// Stores a head of queries or keys from shared memory.
+#[inline(always)]
+unsafe fn store_rows(p: &Gemm, half: &Half, head: u32) {
+    unsafe {
+        let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
+        // A warp stores the rows that it put there, two at a time.
+        warp::sync_warp();
+        let piece = lane % 16;
+        unroll!(I < 8; {
+            let line = warp * 16 + I as u32 * 2 + lane / 16;
+            let row = half.row + line;
+            let from = half.staging.at((piece / 8 * BOX_BYTES + swizzled(line * BOX * 2 + piece % 8 * 16)) as usize);
+            let values = from.load16(0);
+            if row < p.m {
+                let to = if head < p.heads.q_heads {
+                    p.heads.q.at((row as usize * p.heads.q_heads as usize + head as usize) * HEAD_DIM as usize)
+                } else {
+                    let position = p.heads.rows.positions.load(row as usize);
+                    let sequence = p.heads.rows.sequences.load(row as usize);
+                    p.heads.cache.key(sequence, position, head - p.heads.q_heads)
+                };
+                to.store16((piece * 8) as usize, values);
+            }
+        });
+    }
+}
+
+/// Stores a head of values from shared memory.
+#[inline(always)]
+unsafe fn store_values(p: &Gemm, half: &Half, kv_head: u32) {
+    unsafe {
+        let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
+        thread::sync_named(half.barrier, GROUP);
+        // A lane stores eight rows' values of a dimension at a time.
+        let eighth = lane % 8;
+        let row = half.row + eighth * 8;
+        if row >= p.m {
+            return;
+        }
+        let rows = (p.m - row).min(8);
+        let place = |row: u32| {
+            let position = p.heads.rows.positions.load(row as usize);
+            (p.heads.rows.sequences.load(row as usize), position)
+        };
+        let (sequence, position) = place(row);
+        let last = place(row + rows - 1);
+        // They lie together if they are consecutive tokens of one sequence from a multiple of eight on.
+        let together = rows == 8 && last == (sequence, position + 7) && position.is_multiple_of(8);
+        unroll!(I < 8; {
+            let dimension = I as u32 * 16 + warp * 4 + lane / 8;
+            let from = half.staging.at(swizzled(dimension * BOX * 2 + eighth * 16) as usize);
+            if together {
+                let to = p.heads.cache.value(sequence, position, kv_head);
+                to.store16((dimension * PAGE_TOKENS) as usize, from.load16(0));
+            } else {
+                let mut i = 0;
+                while i < rows {
+                    let (sequence, position) = place(row + i);
+                    let to = p.heads.cache.value(sequence, position, kv_head);
+                    to.store((dimension * PAGE_TOKENS) as usize, from.cast::<bf16>().load(i as usize));
+                    i += 1;
+                }
+            }
+        });
+    }
+}
+
+impl Epilogue for Qkv {
     const GATED: bool = false;
 
     #[inline(always)]
@@ -271,18 +407,28 @@ impl Epilogue for Write {
         unsafe {
             let row = half.lane_row();
             let scales = scales(p, row);
-            let column = half.column + thread::lane_id() % 4 * 2;
-            let y = p.y.at(row as usize * p.n as usize + column as usize).cast::<[f32; 2]>();
-            let below = y.at(p.n as usize * 8 / 2);
-            unroll!(B < 4; {
-                if B * 64 < N && half.column + B as u32 * BOX < p.n {
-                    unroll!(J < 8; {
-                        let s = sums!(B * 32 + J * 4);
-                        y.store(B * 32 + J * 4, s[0].map(|v| v * scales[0]));
-                        below.store(B * 32 + J * 4, s[1].map(|v| v * scales[1]));
-                    });
-                }
-            });
+            // Rows beyond m are made as the last one, and not stored.
+            let rows = [row.min(p.m - 1), (row + 8).min(p.m - 1)];
+            let (q_heads, kv_heads) = (p.heads.q_heads, p.heads.cache.kv_heads);
+            macro_rules! head {
+                ($index:literal) => {
+                    let head = half.column / HEAD_DIM + $index;
+                    if $index * 128 < N && head * HEAD_DIM < p.n {
+                        // Others may still be storing the head before.
+                        thread::sync_named(half.barrier, GROUP);
+                        if head < q_heads + kv_heads {
+                            let norm = if head < q_heads { p.heads.q_norm } else { p.heads.k_norm };
+                            put_rotated!(($index * 64), p, half, rows, scales, norm);
+                            store_rows(p, half, head);
+                        } else {
+                            put_values!(($index * 64), half, scales);
+                            store_values(p, half, head - q_heads - kv_heads);
+                        }
+                    }
+                };
+            }
+            head!(0);
+            head!(1);
         }
     }
 }
@@ -434,6 +580,28 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
     }
 }
 
+/// Begins the products of the ring's slot once it is full, and waits for those of the slot before.
+#[inline(always)]
+unsafe fn multiply<const N: u32>(ring: &Ring, x: Operand, weight: Operand, first: bool) {
+    unsafe {
+        ring.full(ring.slot).wait(ring.parity);
+        let offset = ring.slot * ring.stage_bytes;
+        let (x, weight) = (x.advance(offset), weight.advance(offset));
+        wgmma::fence();
+        unroll!(I < 4; {
+            let (x, weight) = (x.advance(I as u32 * 32), weight.advance(I as u32 * 32));
+            let keep = I != 0 || !first;
+            if N == 256 {
+                wgmma::mma_n256(x, weight, keep);
+            } else {
+                wgmma::mma_n128(x, weight, keep);
+            }
+        });
+        wgmma::commit();
+        wgmma::wait::<1>();
+    }
+}
+
 /// A warpgroup multiplies what comes, and finishes its half of each tile.
 #[inline(always)]
 unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles, rank: u32) {
@@ -453,26 +621,16 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
             tensor::acquire(p.out);
         }
         for (tile_row, tile_column) in tiles {
-            let mut previous = 0;
-            let mut k = 0;
+            // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
+            // epilogues have the registers of accumulators they are done with.
+            multiply::<N>(&ring, x, weight, true);
+            let mut previous = ring.slot;
+            ring.advance();
+            let mut k = DEPTH;
             while k < p.k {
-                ring.full(ring.slot).wait(ring.parity);
-                let offset = ring.slot * ring.stage_bytes;
-                let (x, weight) = (x.advance(offset), weight.advance(offset));
-                wgmma::fence();
-                unroll!(I < 4; {
-                    let (x, weight) = (x.advance(I as u32 * 32), weight.advance(I as u32 * 32));
-                    let keep = I != 0 || k != 0;
-                    if N == 256 {
-                        wgmma::mma_n256(x, weight, keep);
-                    } else {
-                        wgmma::mma_n128(x, weight, keep);
-                    }
-                });
-                wgmma::commit();
+                multiply::<N>(&ring, x, weight, false);
                 // The slot before is read, the one just started is not.
-                wgmma::wait::<1>();
-                free.at(previous).arrive_if(tells && k > 0);
+                free.at(previous).arrive_if(tells);
                 previous = ring.slot;
                 ring.advance();
                 k += DEPTH;
@@ -562,7 +720,7 @@ macro_rules! kernels {
 }
 
 kernels! {
-    Write: "`y = x · wᵀ`, each row times its factor.", 128 gemm_write_n128 256 gemm_write_n256 pair gemm_write_pair;
+    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 256 gemm_qkv_n256 pair gemm_qkv_pair;
     SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256 pair gemm_swiglu_pair;
     Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256 pair gemm_add_pair;
 }

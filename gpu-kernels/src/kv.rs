@@ -25,7 +25,7 @@ pub const fn page_elements(kv_heads: u32) -> usize {
 
 /// One layer's cache and the page tables of the sequences in it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Cache {
     /// The layer's pages. Everything in it is finite: it starts zeroed.
     pub pages: GlobalMut<bf16>,

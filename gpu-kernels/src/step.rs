@@ -17,7 +17,7 @@ pub const MAX_ROWS: u32 = 64;
 
 /// The rows of a step: each a token of a sequence at a position.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Rows {
     /// `[1]`, how many rows there are; 0 when nothing is left to do.
     pub count: GlobalMut<u32>,

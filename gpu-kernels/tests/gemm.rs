@@ -2,19 +2,24 @@
 
 mod common;
 
-use common::{Random, relative_error, run, widen};
+use common::{Random, RowBuffers, relative_error, run, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Kernel, bf16};
 use gpu_kernels::gemm::{self, Gemm, RowScales, TILE_ROWS, WEIGHT_ROWS};
+use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::{Norm, Residual};
+use gpu_kernels::qkv::{self, SplitHeads};
 
 /// `[rows, n]` in f64, each row times its factor.
 fn reference(x: &[bf16], w: &[bf16], k: usize, scales: &[f32]) -> Vec<f32> {
     let dot = |x: &[bf16], w: &[bf16]| x.iter().zip(w).map(|(x, w)| x.to_f64() * w.to_f64()).sum::<f64>();
     x.chunks(k).zip(scales).flat_map(|(x, s)| w.chunks(k).map(move |w| (dot(x, w) * f64::from(*s)) as f32)).collect()
 }
+
+/// Pages of the cache.
+const PAGES: usize = 5;
 
 struct Case {
     m: usize,
@@ -27,12 +32,70 @@ struct Case {
     scales: Vec<f32>,
     norm: Vec<bf16>,
     before: Vec<f32>,
+    /// Query heads and key-value heads, whose 128 features are `n` together: `qkv` alone.
+    heads: (usize, usize),
+    /// Position of each row.
+    positions: Vec<u32>,
+}
+
+/// What heads are made with, and where they go: poisoned.
+struct HeadMemory {
+    rows: RowBuffers,
+    norm: Buffer<bf16>,
+    cos: Buffer<f32>,
+    sin: Buffer<f32>,
+    q: Buffer<bf16>,
+    pages: Buffer<bf16>,
+    table: Buffer<u32>,
+}
+
+impl HeadMemory {
+    fn new(case: &Case) -> Self {
+        let (q_heads, kv_heads) = case.heads;
+        let rows = RowBuffers::new(&case.positions.iter().map(|p| (0, *p, 0)).collect::<Vec<_>>());
+        let angles =
+            |phase: f32| -> Vec<f32> { (0..PAGES * 64 * 64).map(|i| (i as f32 * 0.37 + phase).sin()).collect() };
+        let [cos, sin] = [0.0, 1.0].map(|phase| Buffer::from_slice(&angles(phase)));
+        Self {
+            rows,
+            norm: Buffer::from_slice(&case.norm),
+            cos,
+            sin,
+            q: Buffer::new_poisoned(case.m * q_heads * 128).named("q"),
+            pages: Buffer::new_poisoned(PAGES * kv::page_elements(kv_heads as u32)).named("pages"),
+            // Pages lie backwards.
+            table: Buffer::from_slice(&(0..PAGES as u32).rev().collect::<Vec<_>>()),
+        }
+    }
+
+    fn params(&self, case: &Case) -> SplitHeads {
+        let (q_heads, kv_heads) = case.heads;
+        SplitHeads {
+            rows: self.rows.rows(),
+            qkv: Default::default(),
+            q_norm: self.norm.ptr(),
+            k_norm: self.norm.ptr(),
+            cos: self.cos.ptr(),
+            sin: self.sin.ptr(),
+            q: self.q.ptr_mut(),
+            cache: Cache {
+                pages: self.pages.ptr_mut(),
+                tables: self.table.ptr(),
+                table_stride: PAGES as u32,
+                kv_heads: kv_heads as u32,
+            },
+            q_heads: q_heads as u32,
+            eps: 1e-6,
+        }
+    }
 }
 
 struct Results {
     y: Vec<f32>,
     out: Vec<bf16>,
     squares: Vec<f32>,
+    q: Vec<bf16>,
+    pages: Vec<bf16>,
 }
 
 impl Case {
@@ -41,7 +104,8 @@ impl Case {
         let [x, w, up, norm] = [m * k, n * k, n * k, n].map(|len| random.bf16s(len));
         let scales = random.floats(m).into_iter().map(|s| s + 1.5).collect();
         let before = random.floats(m.next_multiple_of(TILE_ROWS as usize) * n);
-        Self { m, n, k, x, w, up, scales, norm, before }
+        let positions = (0..m as u32).collect();
+        Self { m, n, k, x, w, up, scales, norm, before, heads: (0, 0), positions }
     }
 
     fn map(address: u64, rows: usize, columns: usize, tile_rows: u32) -> Buffer<TensorMap> {
@@ -62,6 +126,7 @@ impl Case {
         let [weight, up_map] = [&w, &up].map(|w| Self::map(w.ptr().addr(), n, k, WEIGHT_ROWS));
         // One row fewer than whole tiles: the last must not be written.
         let out_map = Self::map(out.ptr().addr(), rows - 1, n, 64);
+        let heads = HeadMemory::new(self);
         let residual = Residual { x: y.ptr_mut(), scaled: out.ptr_mut(), squares: squares.ptr_mut(), dim: n as u32 };
         let params = Gemm {
             x: x_map.ptr(),
@@ -69,7 +134,7 @@ impl Case {
             up: up_map.ptr(),
             out: out_map.ptr(),
             scales: scales.ptr(),
-            y: y.ptr_mut(),
+            heads: heads.params(self),
             residual,
             next_norm: norm.ptr(),
             m: m as u32,
@@ -81,19 +146,51 @@ impl Case {
         let last = &out.as_slice()[(rows - 1) * n..];
         assert!(last.iter().all(|v| v.to_bits() == u16::MAX), "what lies beyond the output is not written");
         let squares = squares.as_slice()[..m * n / STRIP as usize].to_vec();
-        Results { y: y.as_slice()[..m * n].to_vec(), out: out.as_slice()[..m * n].to_vec(), squares }
+        Results {
+            y: y.as_slice()[..m * n].to_vec(),
+            out: out.as_slice()[..m * n].to_vec(),
+            squares,
+            q: heads.q.as_slice().to_vec(),
+            pages: heads.pages.as_slice().to_vec(),
+        }
     }
 }
 
+/// Queries and pages by the kernel that takes apart what a product wrote in f32.
+fn split(case: &Case, qkv: &[f32]) -> (Vec<bf16>, Vec<bf16>) {
+    let memory = HeadMemory::new(case);
+    let qkv = Buffer::from_slice(qkv);
+    let params = SplitHeads { qkv: qkv.ptr(), ..memory.params(case) };
+    let blocks = params.heads().div_ceil(qkv::HEADS_PER_BLOCK);
+    run::<qkv::split_heads>([blocks, case.m as u32, 1], 0, 3, params);
+    (memory.q.as_slice().to_vec(), memory.pages.as_slice().to_vec())
+}
+
+/// Compares where both have written, and checks that they wrote the same places.
+fn same_but_for_rounding(found: &[bf16], expected: &[bf16]) {
+    for (f, e) in found.iter().zip(expected) {
+        let unwritten = |v: &bf16| v.to_bits() == u16::MAX;
+        assert_eq!(unwritten(f), unwritten(e));
+    }
+    let written = |v: &[bf16]| v.iter().filter(|v| v.to_bits() != u16::MAX).map(|v| v.to_f32()).collect::<Vec<_>>();
+    assert!(relative_error(written(found), &written(expected)) < 1.0 / 128.0);
+}
+
 #[test]
-fn writes_scaled_products() {
-    for (m, n, k, blocks) in [(1, 64, 64, 1), (200, 192, 192, 2), (130, 320, 448, 3)] {
-        let case = Case::new(m, n, k);
-        let want = reference(&case.x, &case.w, k, &case.scales);
-        let small = case.run::<gemm::gemm_write_n128>(128, blocks);
-        assert!(relative_error(small.y.clone(), &want) < 1e-5, "{m} {n} {k}");
-        let large = case.run::<gemm::gemm_write_n256>(256, blocks);
-        assert_eq!(small.y, large.y, "{m} {n} {k}");
+fn heads_are_what_the_separate_kernel_makes() {
+    // Rows from a multiple of eight on, from elsewhere, and with a gap.
+    let gap = |i: u32| if i < 70 { i } else { i + 13 };
+    for (m, start, heads) in [(150, 0, (2, 1)), (70, 93, (1, 1)), (130, 8, (3, 2))] {
+        let mut case = Case::new(m, (heads.0 + 2 * heads.1) * 128, 64);
+        case.heads = heads;
+        case.positions = (0..m as u32).map(|i| start + if start == 8 { gap(i) } else { i }).collect();
+        let small = case.run::<gemm::gemm_qkv_n128>(128, 2);
+        let (q, pages) = split(&case, &reference(&case.x, &case.w, case.k, &case.scales));
+        same_but_for_rounding(&small.q, &q);
+        same_but_for_rounding(&small.pages, &pages);
+        let large = case.run::<gemm::gemm_qkv_n256>(256, 2);
+        let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&large.q), bits(&large.pages)));
     }
 }
 
@@ -129,16 +226,17 @@ fn adds_and_prepares_the_norm() {
 #[test]
 fn a_row_is_the_same_bits_in_any_company() {
     let case = Case::new(150, 64, 128);
-    let all = case.run::<gemm::gemm_write_n128>(128, 2);
+    let all = case.run::<gemm::gemm_add_n128>(128, 2);
     let pick = 131;
     let alone = Case {
         m: 1,
         x: case.x[pick * case.k..][..case.k].to_vec(),
         scales: vec![case.scales[pick]],
-        before: case.before[..TILE_ROWS as usize * 64].to_vec(),
+        before: case.before[pick * 64..].iter().copied().cycle().take(TILE_ROWS as usize * 64).collect(),
+        positions: vec![0],
         ..case
     };
-    let one = alone.run::<gemm::gemm_write_n256>(256, 1);
+    let one = alone.run::<gemm::gemm_add_n256>(256, 1);
     assert_eq!(one.y, all.y[pick * 64..][..64]);
 }
 

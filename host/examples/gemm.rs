@@ -4,7 +4,7 @@
 //! the work bit for bit. `… -- serve` times what it is asked for on standard input, a line at a time, and answers with microseconds:
 //!
 //! ```text
-//! gemm write|swiglu|add auto|n128|n256|pair M N K REPEATS
+//! gemm qkv|swiglu|add auto|n128|n256|pair M N K REPEATS
 //! attention TOKENS Q_HEADS KV_HEADS REPEATS
 //! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape with random weights, to the logits after it
 //! ```
@@ -21,6 +21,7 @@ use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::Residual;
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
+use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
 use half::bf16;
 use host::device::{Buffer, Device, TensorMaps};
@@ -69,14 +70,83 @@ struct Product {
     out: Buffer<bf16>,
     squares: Buffer<f32>,
     maps: TensorMaps,
+    heads: Heads,
+}
+
+/// What heads are made with, and where they go.
+struct Heads {
+    q_heads: usize,
+    kv_heads: usize,
+    /// Of every row: the count, tokens, positions, sequences.
+    rows: [Buffer<u32>; 4],
+    cos: Buffer<f32>,
+    sin: Buffer<f32>,
+    q: Buffer<bf16>,
+    pages: Buffer<bf16>,
+    table: Buffer<u32>,
+}
+
+impl Heads {
+    /// For `m` rows of `heads` heads, two of every six for keys and values; none for none.
+    fn new(device: &Device, m: usize, heads: usize) -> Result<Self> {
+        let kv_heads = (heads / 6).max(1);
+        let q_heads = heads.saturating_sub(2 * kv_heads);
+        let pages = if heads == 0 { 0 } else { m.div_ceil(PAGE_TOKENS as usize) };
+        let positions: Vec<u32> = (0..m as u32).collect();
+        let rope = model::rope::RopeTable::new(D, 1e6, m);
+        Ok(Self {
+            q_heads,
+            kv_heads,
+            rows: [device.upload(&[m as u32])?, device.zeroed(m)?, device.upload(&positions)?, device.zeroed(m)?],
+            cos: device.upload(&rope.cos)?,
+            sin: device.upload(&rope.sin)?,
+            q: device.zeroed(m * q_heads * D)?,
+            pages: device.zeroed(pages * kv::page_elements(kv_heads as u32))?,
+            table: device.upload(&(0..pages as u32).rev().collect::<Vec<_>>())?,
+        })
+    }
+
+    fn params(&self, norm: &Buffer<bf16>) -> SplitHeads {
+        let [count, tokens, positions, sequences] = &self.rows;
+        SplitHeads {
+            rows: Rows {
+                count: count.ptr_mut(),
+                tokens: tokens.ptr_mut(),
+                positions: positions.ptr_mut(),
+                sequences: sequences.ptr_mut(),
+            },
+            qkv: Default::default(),
+            q_norm: norm.ptr(),
+            k_norm: norm.ptr(),
+            cos: self.cos.ptr(),
+            sin: self.sin.ptr(),
+            q: self.q.ptr_mut(),
+            cache: Cache {
+                pages: self.pages.ptr_mut(),
+                tables: self.table.ptr(),
+                table_stride: self.table.len() as u32,
+                kv_heads: self.kv_heads as u32,
+            },
+            q_heads: self.q_heads as u32,
+            eps: 1e-6,
+        }
+    }
 }
 
 /// What a product left, each row whole.
-#[derive(PartialEq)]
 struct Left {
     y: Vec<f32>,
     out: Vec<bf16>,
     squares: Vec<f32>,
+    q: Vec<bf16>,
+    pages: Vec<bf16>,
+}
+
+impl Left {
+    fn bits(&self) -> impl Iterator<Item = u32> {
+        let floats = self.y.iter().chain(&self.squares).map(|v| v.to_bits());
+        floats.chain(self.out.iter().chain(&self.q).chain(&self.pages).map(|v| u32::from(v.to_bits())))
+    }
 }
 
 impl Product {
@@ -89,8 +159,9 @@ impl Product {
         let w = scaled(random(n * k, 2), 0.1);
         let weights = (0..sets).map(|_| device.upload(&w)).collect::<std::result::Result<Vec<_>, _>>()?;
         let writes = |yes: bool, len: usize| if yes { len } else { 0 };
-        let y = device.zeroed(writes(epilogue != Epilogue::SwiGlu, rows * n))?;
-        let out = device.zeroed(writes(epilogue != Epilogue::Write, rows * columns))?;
+        let y = device.zeroed(writes(epilogue == Epilogue::Add, rows * n))?;
+        let out = device.zeroed(writes(epilogue != Epilogue::Qkv, rows * columns))?;
+        let heads = Heads::new(device, m, if epilogue == Epilogue::Qkv { n / D } else { 0 })?;
         let squares = device.zeroed(writes(epilogue == Epilogue::Add, rows * n / STRIP as usize))?;
         let mut tensors = vec![gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), rows, columns)];
         for w in &weights {
@@ -101,7 +172,7 @@ impl Product {
         let maps = device.tensor_maps(&tensors)?;
         let scales = device.upload(&(0..m).map(Self::scale).collect::<Vec<_>>())?;
         let norm = device.upload(&random(n, 3))?;
-        Ok(Self { epilogue, m, n, k, x, weights, scales, norm, y, out, squares, maps })
+        Ok(Self { epilogue, m, n, k, x, weights, scales, norm, y, out, squares, maps, heads })
     }
 
     fn scale(row: usize) -> f32 {
@@ -115,7 +186,7 @@ impl Product {
             up: self.maps.ptr(3 + 2 * set),
             out: self.maps.ptr(1),
             scales: self.scales.ptr(),
-            y: self.y.ptr_mut(),
+            heads: self.heads.params(&self.norm),
             residual: Residual {
                 x: self.y.ptr_mut(),
                 scaled: self.out.ptr_mut(),
@@ -142,9 +213,10 @@ impl Product {
 
     /// Runs it on poisoned outputs.
     fn run(&mut self, device: &Device, cut: Cut) -> Result<Left> {
-        let adds = self.epilogue == Epilogue::Add;
-        let before: Vec<f32> = (0..self.y.len()).map(|i| if adds { Self::before(i) } else { f32::NAN }).collect();
-        self.y.write(0, &before)?;
+        self.y.write(0, &(0..self.y.len()).map(Self::before).collect::<Vec<_>>())?;
+        for poisoned in [&mut self.heads.q, &mut self.heads.pages] {
+            poisoned.write(0, &vec![bf16::NAN; poisoned.len()])?;
+        }
         self.out.write(0, &vec![bf16::NAN; self.out.len()])?;
         self.squares.write(0, &vec![f32::NAN; self.squares.len()])?;
         self.enqueue(device, Some(cut), 0)?;
@@ -153,23 +225,26 @@ impl Product {
             y: vec![0.0; self.y.len() / rows * self.m],
             out: vec![bf16::ZERO; self.out.len() / rows * self.m],
             squares: vec![0.0; self.squares.len() / rows * self.m],
+            q: vec![bf16::ZERO; self.heads.q.len()],
+            pages: vec![bf16::ZERO; self.heads.pages.len()],
         };
+        self.heads.q.read(0, &mut left.q)?;
+        self.heads.pages.read(0, &mut left.pages)?;
         self.y.read(0, &mut left.y)?;
         self.out.read(0, &mut left.out)?;
         self.squares.read(0, &mut left.squares)?;
         Ok(left)
     }
 
-    /// Writes one row alone.
-    fn run_row(&mut self, device: &Device, row: usize) -> Result<Vec<f32>> {
+    /// Adds to one row alone, as if it were the first.
+    fn run_row(&mut self, device: &Device, row: usize, before: &[f32]) -> Result<Vec<f32>> {
+        self.y.write(0, before)?;
         // SAFETY: the row is one of the buffer's.
         let x = unsafe { self.x.ptr().at(row * self.k) };
         let maps = device.tensor_maps(&[gemm::rows(x, 1, self.k)])?;
-        // SAFETY: as above.
-        let scales = unsafe { self.scales.ptr().at(row) };
-        let params = Gemm { x: maps.ptr(0), scales, m: 1, ..self.params(0) };
+        let params = Gemm { x: maps.ptr(0), m: 1, ..self.params(0) };
         // SAFETY: buffers and maps of self or above, as large as the parameter block says; the read waits.
-        unsafe { gemm::enqueue(device, Epilogue::Write, params)? };
+        unsafe { gemm::enqueue(device, Epilogue::Add, params)? };
         let mut y = vec![0.0; self.n];
         self.y.read(0, &mut y)?;
         Ok(y)
@@ -203,14 +278,15 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
     let left = product.run(device, Cut::N128)?;
     for cut in [Cut::N256, Cut::Pair, Cut::N256, Cut::Pair] {
         let other = product.run(device, cut)?;
-        if left != other {
+        if !left.bits().eq(other.bits()) {
             return Err(format!("{epilogue:?} {m} x {n} x {k}: {cut:?} differs from N128").into());
         }
     }
-    if epilogue == Epilogue::Write {
+    if epilogue == Epilogue::Add {
         let row = m / 2;
-        if product.run_row(device, row)? != left.y[row * n..][..n] {
-            return Err(format!("write {m} x {n} x {k}: row {row} alone differs").into());
+        let before: Vec<f32> = (row * n..(row + 1) * n).map(Product::before).collect();
+        if product.run_row(device, row, &before)? != left.y[row * n..][..n] {
+            return Err(format!("add {m} x {n} x {k}: row {row} alone differs").into());
         }
     }
     let (x, w, norm) = (random(m * k, 1), scaled(random(n * k, 2), 0.1), random(n, 3));
@@ -218,12 +294,33 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
         x[row * k..][..k].iter().zip(&w[feature * k..][..k]).map(|(x, w)| x.to_f64() * w.to_f64()).sum()
     };
     let mut pairs = Vec::new();
-    for row in spread(m, 40) {
+    let rope = model::rope::RopeTable::new(D, 1e6, m);
+    for row in spread(m, if epilogue == Epilogue::Qkv { 6 } else { 40 }) {
         let scale = f64::from(Product::scale(row));
         match epilogue {
-            Epilogue::Write => {
-                for f in spread(n, 70) {
-                    pairs.push((f64::from(left.y[row * n + f]), dot(row, f) * scale));
+            Epilogue::Qkv => {
+                let Heads { q_heads, kv_heads, .. } = product.heads;
+                let page = m.div_ceil(64) - 1 - row / 64;
+                // A query, a key and a value.
+                for head in [q_heads / 2, q_heads, q_heads + 2 * kv_heads - 1] {
+                    let x: Vec<f64> = (0..D).map(|d| dot(row, head * D + d) * scale).collect();
+                    let rms = (x.iter().map(|x| x * x).sum::<f64>() / D as f64 + 1e-6).sqrt();
+                    let normed = |d: usize| x[d] / rms * norm[d].to_f64();
+                    let block = |kv_head: usize| (page * kv_heads + kv_head) * 2 * 64 * D;
+                    for d in 0..D {
+                        let (cos, sin) = (rope.cos[row * 64 + d % 64], rope.sin[row * 64 + d % 64]);
+                        let (cos, sin) = (f64::from(cos), f64::from(sin));
+                        let partner = if d < 64 { -normed(d + 64) } else { normed(d - 64) };
+                        let turned = normed(d) * cos + partner * sin;
+                        pairs.push(if head < q_heads {
+                            (left.q[(row * q_heads + head) * D + d].to_f64(), turned)
+                        } else if head < q_heads + kv_heads {
+                            (left.pages[block(head - q_heads) + row % 64 * D + d].to_f64(), turned)
+                        } else {
+                            let at = block(head - q_heads - kv_heads) + (D + d) * 64 + row % 64;
+                            (left.pages[at].to_f64() / rms, x[d] / rms)
+                        });
+                    }
                 }
             }
             Epilogue::SwiGlu => {
@@ -251,7 +348,7 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
     }
     let error = distance(pairs.into_iter());
     // Rounding to bf16; or the accumulators' own, which grows with the chain.
-    let limit = if epilogue == Epilogue::SwiGlu { 4e-3 } else { 2e-6 + 2e-9 * k as f64 };
+    let limit = if epilogue == Epilogue::Add { 2e-6 + 2e-9 * k as f64 } else { 4e-3 };
     println!("{epilogue:?} {m} x {n} x {k}: error {error:.2e}, all cuts agree");
     if error.is_nan() || error >= limit {
         return Err(format!("{epilogue:?} {m} x {n} x {k}: error {error:e}").into());
@@ -368,8 +465,8 @@ fn check_attention(device: &Device, tokens: usize, q_heads: usize, kv_heads: usi
 }
 
 fn check(device: &Device) -> Result<()> {
-    for epilogue in [Epilogue::Write, Epilogue::SwiGlu, Epilogue::Add] {
-        for (m, n, k) in [(1, 128, 64), (64, 256, 64), (77, 384, 320), (129, 640, 192), (300, 1152, 4160)] {
+    for epilogue in [Epilogue::Qkv, Epilogue::SwiGlu, Epilogue::Add] {
+        for (m, n, k) in [(1, 384, 64), (64, 768, 64), (77, 384, 320), (129, 640, 192), (300, 1152, 4160)] {
             check_product(device, epilogue, m, n, k)?;
         }
     }
@@ -377,7 +474,7 @@ fn check(device: &Device) -> Result<()> {
         check_attention(device, tokens, q_heads, kv_heads)?;
     }
     for (epilogue, m, n, k) in [
-        (Epilogue::Write, 512, 6144, 4096),
+        (Epilogue::Qkv, 512, 6144, 4096),
         (Epilogue::Add, 2048, 4096, 12288),
         (Epilogue::SwiGlu, 2048, 24576, 4096),
         (Epilogue::Add, 8192, 4096, 4096),
@@ -488,10 +585,10 @@ fn serve(device: &Device) -> Result<()> {
                 let name = format!("{epilogue} {m} {n} {k}");
                 if !jobs.contains_key(&name) {
                     let epilogue = match epilogue {
-                        "write" => Epilogue::Write,
+                        "qkv" => Epilogue::Qkv,
                         "swiglu" => Epilogue::SwiGlu,
                         "add" => Epilogue::Add,
-                        other => return Err(format!("{other}: write, swiglu or add").into()),
+                        other => return Err(format!("{other}: qkv, swiglu or add").into()),
                     };
                     let sets = (ROTATED_BYTES / (n * k * 2)).max(2);
                     jobs.insert(name.clone(), Job::Product(Product::new(device, epilogue, m, n, k, sets)?));

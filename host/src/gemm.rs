@@ -11,8 +11,8 @@ use crate::device::Device;
 /// What a layer does with its sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epilogue {
-    /// Writes them, each row times its factor.
-    Write,
+    /// Makes them queries, keys and values, each row times its factor.
+    Qkv,
     /// SwiGLU of gate and up, each row times its factor.
     SwiGlu,
     /// Adds them to the residual stream and prepares the norm that follows.
@@ -127,9 +127,9 @@ pub unsafe fn enqueue_cut(device: &Device, epilogue: Epilogue, cut: Cut, p: Gemm
     // SAFETY: the caller's word.
     unsafe {
         match (epilogue, cut) {
-            (Epilogue::Write, Cut::N128) => device.launch::<gemm::gemm_write_n128>(blocks, shared, p),
-            (Epilogue::Write, Cut::N256) => device.launch::<gemm::gemm_write_n256>(blocks, shared, p),
-            (Epilogue::Write, Cut::Pair) => device.launch::<gemm::gemm_write_pair>(blocks, shared, p),
+            (Epilogue::Qkv, Cut::N128) => device.launch::<gemm::gemm_qkv_n128>(blocks, shared, p),
+            (Epilogue::Qkv, Cut::N256) => device.launch::<gemm::gemm_qkv_n256>(blocks, shared, p),
+            (Epilogue::Qkv, Cut::Pair) => device.launch::<gemm::gemm_qkv_pair>(blocks, shared, p),
             (Epilogue::SwiGlu, Cut::N128 | Cut::N256) => device.launch::<gemm::gemm_swiglu_n256>(blocks, shared, p),
             (Epilogue::SwiGlu, Cut::Pair) => device.launch::<gemm::gemm_swiglu_pair>(blocks, shared, p),
             (Epilogue::Add, Cut::N128) => device.launch::<gemm::gemm_add_n128>(blocks, shared, p),

@@ -11,7 +11,7 @@ use gpu_kernels::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
-use gpu_kernels::qkv::{self, SplitHeads};
+use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::Rows;
 use half::bf16;
 use model::Config;
@@ -36,7 +36,6 @@ pub struct Prefill {
     scaled: Buffer<bf16>,
     squares: Buffer<f32>,
     scales: Buffer<f32>,
-    qkv: Buffer<f32>,
     q: Buffer<bf16>,
     attended: Buffer<bf16>,
     /// Used through its maps alone.
@@ -90,7 +89,6 @@ impl Prefill {
         let q = config.query_size();
         let row = config.hidden_size * 6
             + config.hidden_size / STRIP as usize * 4
-            + (q + 2 * config.key_value_size()) * 4
             + q * 4
             + config.intermediate_size * 2
             + 16;
@@ -154,7 +152,6 @@ impl Prefill {
             scaled,
             squares: device.zeroed(rows * hidden / STRIP as usize)?,
             scales: device.zeroed(rows)?,
-            qkv: device.zeroed(rows * heads)?,
             q,
             attended,
             _activation: activation,
@@ -203,7 +200,6 @@ impl Prefill {
         let m = count as u32;
         let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
         let (q_heads, kv_heads) = (c.num_attention_heads as u32, c.num_key_value_heads as u32);
-        let heads = q_heads + 2 * kv_heads;
         let rows = self.rows();
         let residual = Residual {
             x: self.residual.ptr_mut(),
@@ -220,7 +216,7 @@ impl Prefill {
             up: Default::default(),
             out: Default::default(),
             scales: Default::default(),
-            y: self.qkv.ptr_mut(),
+            heads: SplitHeads::default(),
             residual,
             next_norm: Default::default(),
             m,
@@ -251,11 +247,9 @@ impl Prefill {
                     kv_heads,
                 };
                 device.launch::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
-                let project = product(SCALED, of_layer(QKV), heads * HEAD_DIM, hidden);
-                gemm::enqueue(device, Epilogue::Write, Gemm { scales: self.scales.ptr(), ..project })?;
-                let split = SplitHeads {
+                let heads = SplitHeads {
                     rows,
-                    qkv: self.qkv.ptr(),
+                    qkv: Default::default(),
                     q_norm: layer.q_norm.ptr(),
                     k_norm: layer.k_norm.ptr(),
                     cos: parts.cos.ptr(),
@@ -265,7 +259,8 @@ impl Prefill {
                     q_heads,
                     eps: c.rms_norm_eps,
                 };
-                device.launch::<qkv::split_heads>((heads.div_ceil(qkv::HEADS_PER_BLOCK), m), 0, split)?;
+                let project = product(SCALED, of_layer(QKV), (q_heads + 2 * kv_heads) * HEAD_DIM, hidden);
+                gemm::enqueue(device, Epilogue::Qkv, Gemm { scales: self.scales.ptr(), heads, ..project })?;
                 let attend = PrefillAttention {
                     tiles: self.tiles.ptr(),
                     q: map(QUERIES),
