@@ -23,6 +23,10 @@
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
 //!
+//! The residual stream passes through the ring, too: after the last slot of a tile the producer fills slots with the tile's part of it, [`BOX`]
+//! features each, while the tensor cores still work. The epilogue adds in place, and the copy engine stores from there. (Read and
+//! written by plain accesses it cost 11 µs a tile, a quarter of the product with k = 4,096.)
+//!
 //! # Order
 //! An output is one chain over k in the tensor core's accumulator, whatever tile it is in: all kernels here agree bit for bit (tested).
 //!
@@ -39,7 +43,7 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, thread, warp};
 
 use crate::linear::STRIP;
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
-use crate::norm::{Norm, Residual};
+use crate::norm::Norm;
 use crate::qkv::SplitHeads;
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
@@ -70,14 +74,16 @@ pub struct Gemm {
     pub weight: Global<TensorMap>,
     /// The up projection's weights, likewise: `swiglu` alone.
     pub up: Global<TensorMap>,
-    /// What is written in bf16, `[rows, n]` in tiles of 64 rows: by `swiglu` the activations, by `add` [`Residual::scaled`]. Not used by `qkv`.
+    /// What is written in bf16, `[rows, n]` in tiles of 64 rows: by `swiglu` the activations, by `add` the scaled residual stream. Not used by `qkv`.
     pub out: Global<TensorMap>,
     /// `[rows]` what sums are multiplied by, or null for 1. Not used by `add`.
     pub scales: Global<f32>,
     /// What heads are made with and where they go, `qkv` alone; its `qkv` is not used.
     pub heads: SplitHeads,
-    /// What `add` adds to; `n` is its size, and `scaled` is written through `out`.
-    pub residual: Residual,
+    /// What `add` adds to: the residual stream, f32 `[rows, n]`, as rows of `2 n` bf16 in tiles of 64 rows.
+    pub residual: Global<TensorMap>,
+    /// `[rows, n / 16]` sums of squares of the residual stream: `add` alone.
+    pub squares: GlobalMut<f32>,
     /// `[n]` the weight of the norm that comes next: `add` alone.
     pub next_norm: Global<bf16>,
     /// Rows.
@@ -184,6 +190,10 @@ struct Half {
     staging: Shared<u8>,
     /// Whether this lane issues the stores.
     elected: bool,
+    /// The `empty` barriers of the ring in each block of the cluster.
+    free: [PeerBarrier; 2],
+    /// The slot that the newest store reads from, if any.
+    stored: Option<u32>,
 }
 
 impl Half {
@@ -200,6 +210,23 @@ impl Half {
             bulk::wait_read::<1>();
         }
         thread::sync_named(self.barrier, GROUP);
+    }
+
+    /// Gives back the slot of the store before the newest `PENDING`, once it was read.
+    #[inline(always)]
+    unsafe fn release<const PENDING: usize>(&mut self) {
+        if self.elected
+            && let Some(slot) = self.stored
+        {
+            bulk::wait_read::<PENDING>();
+            unsafe {
+                self.free[0].at(slot).arrive();
+                if self.free[1] != self.free[0] {
+                    self.free[1].at(slot).arrive();
+                }
+            }
+        }
+        self.stored = None;
     }
 
     fn place(&self) -> Shared<u8> {
@@ -232,9 +259,11 @@ impl Half {
 trait Epilogue {
     /// Whether half of a tile's features are gates, and half their ups.
     const GATED: bool;
+    /// Whether the residual stream follows a tile's slots in the ring.
+    const ADDS: bool = false;
 
     /// All `N` columns of the half.
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half);
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring);
 }
 
 /// Output features of a tile of `n` weight rows.
@@ -403,7 +432,7 @@ impl Epilogue for Qkv {
     const GATED: bool = false;
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half) {
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring) {
         unsafe {
             let row = half.lane_row();
             let scales = scales(p, row);
@@ -439,7 +468,7 @@ impl Epilogue for SwiGlu {
     const GATED: bool = true;
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half) {
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring) {
         unsafe {
             let scales = scales(p, half.lane_row());
             // Of one row of the lane, two features: their gates stand in the lower half of the accumulators, their ups in the upper.
@@ -475,27 +504,23 @@ struct Add;
 
 impl Epilogue for Add {
     const GATED: bool = false;
+    const ADDS: bool = true;
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half) {
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring) {
         unsafe {
-            let row = half.lane_row();
             let pair = thread::lane_id() % 4;
-            let column = half.column + pair * 2;
-            let y = p.residual.x.at(row as usize * p.n as usize + column as usize).cast::<[f32; 2]>();
-            let below = y.at(p.n as usize * 8 / 2);
-            let norm = p.next_norm.at(column as usize).cast::<u32>();
+            let line = thread::warp_id() % 4 * 16 + thread::lane_id() / 4;
+            let norm = p.next_norm.at((half.column + pair * 2) as usize).cast::<u32>();
             let strips = (p.n / STRIP) as usize;
-            let squares = p.residual.squares.at(row as usize * strips + (half.column / STRIP + pair) as usize);
+            let squares = p.squares.at(half.lane_row() as usize * strips + (half.column / STRIP + pair) as usize);
+            let inside = half.row < p.m;
             unroll!(B < 4; {
-                if B * 64 < N && half.column + B as u32 * BOX < p.n {
-                    // All that the box needs from memory, before anything waits for it.
-                    let mut old = [[[0f32; 2]; 2]; 8];
-                    let mut weights = [0; 8];
-                    unroll!(J < 8; {
-                        old[J] = [y.load(B * 32 + J * 4), below.load(B * 32 + J * 4)];
-                        weights[J] = norm.load(B * 32 + J * 4);
-                    });
+                let column = half.column + B as u32 * BOX;
+                if B * 64 < N && column < p.n {
+                    ring.full(ring.slot).wait(ring.parity);
+                    // Two boxes of 32 features in f32 for each warpgroup.
+                    let boxes: Shared<u8> = ring.slot().at((half.barrier - 1) as usize * 2 * BOX_BYTES as usize);
                     half.begin_box();
                     // Of each strip, for the two rows.
                     let mut sums = [[0f32; 2]; 4];
@@ -504,22 +529,21 @@ impl Epilogue for Add {
                         unroll!(H < 2; {
                             const J: usize = Q * 2 + H;
                             let s = sums!(B * 32 + J * 4);
-                            let w = math::unpack_bf16(weights[J]);
+                            let w = math::unpack_bf16(norm.load_nc(B * 32 + J * 4));
                             unroll!(R < 2; {
-                                let new = [old[J][R][0] + s[R][0], old[J][R][1] + s[R][1]];
-                                if R == 0 {
-                                    y.store(B * 32 + J * 4, new);
-                                } else {
-                                    below.store(B * 32 + J * 4, new);
-                                }
+                                let row = (line + 8 * R as u32) * BOX * 2;
+                                let offset = swizzled(row + J as u32 % 4 * 32 + pair * 8) + J as u32 / 4 * BOX_BYTES;
+                                let x = boxes.at(offset as usize).cast::<[f32; 2]>();
+                                let old = x.load(0);
+                                let new = [old[0] + s[R][0], old[1] + s[R][1]];
+                                x.store(0, new);
                                 sums[Q][R] = math::fma(new[0], new[0], math::fma(new[1], new[1], sums[Q][R]));
                                 words[H * 2 + R] = math::pack_bf16(new[0] * w[0], new[1] * w[1]);
                             });
                         });
                         half.put(Q, words);
                         unroll!(R < 2; {
-                            let sum = sums[Q][R] + warp::shuffle_xor(sums[Q][R], 1);
-                            sums[Q][R] = sum + warp::shuffle_xor(sum, 2);
+                            sums[Q][R] = quad_sum(sums[Q][R]);
                         });
                     });
                     // Each lane of a row stores one of the four strips.
@@ -529,9 +553,24 @@ impl Epilogue for Add {
                             own = sums[Q];
                         }
                     });
-                    squares.store(B * 4, own[0]);
-                    squares.store(B * 4 + 8 * strips, own[1]);
-                    half.end_box(p.out, half.column + B as u32 * BOX);
+                    if inside {
+                        squares.store(B * 4, own[0]);
+                        squares.store(B * 4 + 8 * strips, own[1]);
+                    }
+                    bulk::fence_proxy_async();
+                    thread::sync_named(half.barrier, GROUP);
+                    if half.elected {
+                        if inside {
+                            tensor::store(p.residual, [2 * column, half.row], boxes);
+                            tensor::store(p.residual, [2 * column + BOX, half.row], boxes.at(BOX_BYTES as usize));
+                            tensor::store(p.out, [column, half.row], half.place());
+                        }
+                        bulk::commit();
+                    }
+                    half.turn ^= 1;
+                    half.release::<1>();
+                    half.stored = Some(ring.slot);
+                    ring.advance();
                 }
             });
         }
@@ -546,6 +585,9 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         tensor::acquire(p.weight);
         if E::GATED {
             tensor::acquire(p.up);
+        }
+        if E::ADDS {
+            tensor::acquire(p.residual);
         }
         let blocks = (1u16 << CLUSTER) - 1;
         for (tile_row, tile_column) in tiles {
@@ -575,6 +617,18 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
                 }
                 ring.advance();
                 k += DEPTH;
+            }
+            let mut column = tile_column * N;
+            while E::ADDS && column < p.n.min(tile_column * N + N) {
+                let full = ring.full(ring.slot);
+                ring.empty(ring.slot).wait(ring.parity ^ 1);
+                full.arrive_expect_tx(4 * BOX_BYTES);
+                unroll!(I < 4; {
+                    let at = [2 * column + I as u32 % 2 * BOX, row + I as u32 / 2 * GROUP_ROWS];
+                    tensor::load(ring.slot().at(I * BOX_BYTES as usize), p.residual, at, full);
+                });
+                ring.advance();
+                column += BOX;
             }
         }
     }
@@ -615,15 +669,27 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         let tells = lane < CLUSTER;
         let staging = ring.start.addr() + ring.stages * ring.stage_bytes + group * 2 * BOX_BYTES;
         let elected = lane == 0;
-        let mut half =
-            Half { row: 0, column: 0, turn: 0, barrier: 1 + group, staging: Shared::from_raw(staging), elected };
+        let mut half = Half {
+            row: 0,
+            column: 0,
+            turn: 0,
+            barrier: 1 + group,
+            staging: Shared::from_raw(staging),
+            elected,
+            free: [PeerBarrier::new(ring.empty(0), 0), PeerBarrier::new(ring.empty(0), CLUSTER - 1)],
+            stored: None,
+        };
         if elected && !p.out.is_null() {
             tensor::acquire(p.out);
+        }
+        if elected && E::ADDS {
+            tensor::acquire(p.residual);
         }
         for (tile_row, tile_column) in tiles {
             // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
             // epilogues have the registers of accumulators they are done with.
             multiply::<N>(&ring, x, weight, true);
+            half.release::<0>();
             let mut previous = ring.slot;
             ring.advance();
             let mut k = DEPTH;
@@ -638,13 +704,13 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
             wgmma::wait::<0>();
             free.at(previous).arrive_if(tells);
             let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
-            // The last pair of blocks may have one tile.
-            if row < p.m {
+            // The last pair of blocks may have one tile; what passes through the ring passes through the other's as well.
+            if row < p.m || E::ADDS {
                 (half.row, half.column) = (row + group * GROUP_ROWS, tile_column * features::<E>(N));
                 if N == 256 {
-                    E::finish::<256>(p, &mut half);
+                    E::finish::<256>(p, &mut half, &mut ring);
                 } else {
-                    E::finish::<128>(p, &mut half);
+                    E::finish::<128>(p, &mut half, &mut ring);
                 }
             }
         }

@@ -9,7 +9,7 @@ use cuda_std::{Kernel, bf16};
 use gpu_kernels::gemm::{self, Gemm, RowScales, TILE_ROWS, WEIGHT_ROWS};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::STRIP;
-use gpu_kernels::norm::{Norm, Residual};
+use gpu_kernels::norm::Norm;
 use gpu_kernels::qkv::{self, SplitHeads};
 
 /// `[rows, n]` in f64, each row times its factor.
@@ -127,7 +127,7 @@ impl Case {
         // One row fewer than whole tiles: the last must not be written.
         let out_map = Self::map(out.ptr().addr(), rows - 1, n, 64);
         let heads = HeadMemory::new(self);
-        let residual = Residual { x: y.ptr_mut(), scaled: out.ptr_mut(), squares: squares.ptr_mut(), dim: n as u32 };
+        let residual = Self::map(y.ptr().addr(), rows, 2 * n, 64);
         let params = Gemm {
             x: x_map.ptr(),
             weight: weight.ptr(),
@@ -135,7 +135,8 @@ impl Case {
             out: out_map.ptr(),
             scales: scales.ptr(),
             heads: heads.params(self),
-            residual,
+            residual: residual.ptr(),
+            squares: squares.ptr_mut(),
             next_norm: norm.ptr(),
             m: m as u32,
             n: n as u32,

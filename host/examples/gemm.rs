@@ -19,7 +19,6 @@ use cuda_std::tensor::Matrix;
 use gpu_kernels::gemm::{Gemm, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
-use gpu_kernels::norm::Residual;
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
@@ -163,7 +162,8 @@ impl Product {
         let out = device.zeroed(writes(epilogue != Epilogue::Qkv, rows * columns))?;
         let heads = Heads::new(device, m, if epilogue == Epilogue::Qkv { n / D } else { 0 })?;
         let squares = device.zeroed(writes(epilogue == Epilogue::Add, rows * n / STRIP as usize))?;
-        let mut tensors = vec![gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), rows, columns)];
+        let mut tensors =
+            vec![gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), rows, columns), gemm::residual(y.ptr(), rows, n)];
         for w in &weights {
             // SAFETY: within the buffer, whose upper half are the up projection's weights.
             let up = unsafe { w.ptr().at((n - columns) * k) };
@@ -182,17 +182,13 @@ impl Product {
     fn params(&self, set: usize) -> Gemm {
         Gemm {
             x: self.maps.ptr(0),
-            weight: self.maps.ptr(2 + 2 * set),
-            up: self.maps.ptr(3 + 2 * set),
+            weight: self.maps.ptr(3 + 2 * set),
+            up: self.maps.ptr(4 + 2 * set),
             out: self.maps.ptr(1),
             scales: self.scales.ptr(),
             heads: self.heads.params(&self.norm),
-            residual: Residual {
-                x: self.y.ptr_mut(),
-                scaled: self.out.ptr_mut(),
-                squares: self.squares.ptr_mut(),
-                dim: self.n as u32,
-            },
+            residual: self.maps.ptr(2),
+            squares: self.squares.ptr_mut(),
             next_norm: self.norm.ptr(),
             m: self.m as u32,
             n: if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n } as u32,

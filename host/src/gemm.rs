@@ -89,6 +89,11 @@ pub fn out(y: Global<bf16>, rows: usize, columns: usize) -> Matrix {
     matrix(y, rows, columns, gemm::BOX)
 }
 
+/// The residual stream, f32 `[rows, n]`.
+pub fn residual(x: Global<f32>, rows: usize, n: usize) -> Matrix {
+    matrix(x.cast(), rows, 2 * n, gemm::BOX)
+}
+
 /// Weights `[n, k]`.
 pub fn weight(w: Global<bf16>, n: usize, k: usize) -> Matrix {
     matrix(w, n, k, WEIGHT_ROWS)

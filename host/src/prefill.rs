@@ -68,7 +68,8 @@ const QUERIES: usize = 2;
 const ATTENDED: usize = 3;
 const ACTIVATION: usize = 4;
 const ACTIVATION_OUT: usize = 5;
-const ACTIVATIONS: usize = 6;
+const RESIDUAL: usize = 6;
+const ACTIVATIONS: usize = 7;
 const QKV: usize = 0;
 const OUTPUT: usize = 1;
 const GATE: usize = 2;
@@ -115,6 +116,8 @@ impl Prefill {
         let attended: Buffer<bf16> = device.zeroed(rows * q_size)?;
         let activation: Buffer<bf16> = device.zeroed(rows * inner)?;
 
+        let residual: Buffer<f32> = device.zeroed(rows * hidden)?;
+
         let mut matrices = vec![
             gemm::rows(scaled.ptr(), rows, hidden),
             gemm::out(scaled.ptr(), rows, hidden),
@@ -122,6 +125,7 @@ impl Prefill {
             gemm::rows(attended.ptr(), rows, q_size),
             gemm::rows(activation.ptr(), rows, inner),
             gemm::out(activation.ptr(), rows, inner),
+            gemm::residual(residual.ptr(), rows, hidden),
         ];
         for (layer, cache) in weights.layers.iter().zip(caches) {
             // A page's keys of a head are a tile of 64 tokens, its values one of 128 dimensions.
@@ -148,7 +152,7 @@ impl Prefill {
             row_positions: device.zeroed(rows)?,
             row_sequences: device.zeroed(rows)?,
             tiles: device.zeroed(rows.div_ceil(prefill_attention::TILE_ROWS as usize) * 4)?,
-            residual: device.zeroed(rows * hidden)?,
+            residual,
             scaled,
             squares: device.zeroed(rows * hidden / STRIP as usize)?,
             scales: device.zeroed(rows)?,
@@ -217,7 +221,8 @@ impl Prefill {
             out: Default::default(),
             scales: Default::default(),
             heads: SplitHeads::default(),
-            residual,
+            residual: map(RESIDUAL),
+            squares: self.squares.ptr_mut(),
             next_norm: Default::default(),
             m,
             n,

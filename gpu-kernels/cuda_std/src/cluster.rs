@@ -20,7 +20,7 @@ pub fn sync() {
 }
 
 /// An mbarrier of some block of the cluster.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerBarrier(u32);
 
 impl PeerBarrier {
@@ -36,6 +36,17 @@ impl PeerBarrier {
     #[must_use]
     pub const fn at(self, index: u32) -> Self {
         Self(self.0 + index * 8)
+    }
+
+    /// One arrival (`mbarrier.arrive.shared::cluster.b64`).
+    ///
+    /// # Safety
+    /// As [`arrive_if`](Self::arrive_if).
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn arrive(self) {
+        // SAFETY: the caller's.
+        unsafe { self.arrive_if(true) }
     }
 
     /// One arrival, if `condition` (`mbarrier.arrive.shared::cluster.b64`, predicated: no branch that the compiler could grow).
