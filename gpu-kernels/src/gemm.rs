@@ -261,9 +261,14 @@ trait Epilogue {
     const GATED: bool;
     /// Whether the residual stream follows a tile's slots in the ring.
     const ADDS: bool = false;
+    /// What [`ahead`](Self::ahead) loads.
+    type Ahead: Copy;
+
+    /// Loads what [`finish`](Self::finish) wants from memory, while the last products run.
+    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> Self::Ahead;
 
     /// All `N` columns of the half.
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring);
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring, ahead: &Self::Ahead);
 }
 
 /// Output features of a tile of `n` weight rows.
@@ -430,12 +435,18 @@ unsafe fn store_values(p: &Gemm, half: &Half, kv_head: u32) {
 
 impl Epilogue for Qkv {
     const GATED: bool = false;
+    /// The factors of the lane's two rows.
+    type Ahead = [f32; 2];
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring) {
+    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> [f32; 2] {
+        unsafe { scales(p, half.lane_row()) }
+    }
+
+    #[inline(always)]
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring, scales: &[f32; 2]) {
         unsafe {
             let row = half.lane_row();
-            let scales = scales(p, row);
             // Rows beyond m are made as the last one, and not stored.
             let rows = [row.min(p.m - 1), (row + 8).min(p.m - 1)];
             let (q_heads, kv_heads) = (p.heads.q_heads, p.heads.cache.kv_heads);
@@ -466,11 +477,17 @@ struct SwiGlu;
 
 impl Epilogue for SwiGlu {
     const GATED: bool = true;
+    /// The factors of the lane's two rows.
+    type Ahead = [f32; 2];
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring) {
+    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> [f32; 2] {
+        unsafe { scales(p, half.lane_row()) }
+    }
+
+    #[inline(always)]
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring, scales: &[f32; 2]) {
         unsafe {
-            let scales = scales(p, half.lane_row());
             // Of one row of the lane, two features: their gates stand in the lower half of the accumulators, their ups in the upper.
             let gated = |gate: [[f32; 2]; 2], up: [[f32; 2]; 2], row: usize| {
                 let one = |c: usize| {
@@ -505,13 +522,30 @@ struct Add;
 impl Epilogue for Add {
     const GATED: bool = false;
     const ADDS: bool = true;
+    /// The norm's weights of the lane's columns, two to a word.
+    type Ahead = [u32; 32];
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring) {
+    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> [u32; 32] {
+        unsafe {
+            let mut words = [0; 32];
+            let norm = p.next_norm.at((half.column + thread::lane_id() % 4 * 2) as usize).cast::<u32>();
+            unroll!(B < 4; {
+                if B * 64 < N && half.column + B as u32 * BOX < p.n {
+                    unroll!(J < 8; {
+                        words[B * 8 + J] = norm.load(B * 32 + J * 4);
+                    });
+                }
+            });
+            words
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring, norm: &[u32; 32]) {
         unsafe {
             let pair = thread::lane_id() % 4;
             let line = thread::warp_id() % 4 * 16 + thread::lane_id() / 4;
-            let norm = p.next_norm.at((half.column + pair * 2) as usize).cast::<u32>();
             let strips = (p.n / STRIP) as usize;
             let squares = p.squares.at(half.lane_row() as usize * strips + (half.column / STRIP + pair) as usize);
             let inside = half.row < p.m;
@@ -529,7 +563,7 @@ impl Epilogue for Add {
                         unroll!(H < 2; {
                             const J: usize = Q * 2 + H;
                             let s = sums!(B * 32 + J * 4);
-                            let w = math::unpack_bf16(norm.load_nc(B * 32 + J * 4));
+                            let w = math::unpack_bf16(norm[B * 8 + J]);
                             unroll!(R < 2; {
                                 let row = (line + 8 * R as u32) * BOX * 2;
                                 let offset = swizzled(row + J as u32 % 4 * 32 + pair * 8) + J as u32 / 4 * BOX_BYTES;
@@ -701,17 +735,23 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
                 ring.advance();
                 k += DEPTH;
             }
-            wgmma::wait::<0>();
-            free.at(previous).arrive_if(tells);
             let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
-            // The last pair of blocks may have one tile; what passes through the ring passes through the other's as well.
-            if row < p.m || E::ADDS {
-                (half.row, half.column) = (row + group * GROUP_ROWS, tile_column * features::<E>(N));
-                if N == 256 {
-                    E::finish::<256>(p, &mut half, &mut ring);
-                } else {
-                    E::finish::<128>(p, &mut half, &mut ring);
-                }
+            (half.row, half.column) = (row + group * GROUP_ROWS, tile_column * features::<E>(N));
+            macro_rules! end_tile {
+                ($n:literal) => {
+                    let ahead = E::ahead::<$n>(p, &half);
+                    wgmma::wait::<0>();
+                    free.at(previous).arrive_if(tells);
+                    // The last pair of blocks may have one tile; what passes through the ring passes through the other's as well.
+                    if row < p.m || E::ADDS {
+                        E::finish::<$n>(p, &mut half, &mut ring, &ahead);
+                    }
+                };
+            }
+            if N == 256 {
+                end_tile!(256);
+            } else {
+                end_tile!(128);
             }
         }
         if elected {
