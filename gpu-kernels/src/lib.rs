@@ -8,7 +8,8 @@
 //! The forward pass of one step, in order: [`embedding`], then for each layer [`norm`], [`linear`] (query, key and value),
 //! [`qkv`] (per-head norm, rotary embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`norm`], [`linear`]
 //! (gate and up with SwiGLU; down, into the residual), then [`norm`], [`linear`] (the head) and [`sample`]. [`step`] holds
-//! what the steps hand to each other: the rows to run, and what was accepted.
+//! what the steps hand to each other: the rows to run, and what was accepted. The rows of a prompt on Hopper run [`gemm`] and [`prefill_attention`]
+//! in their place.
 //!
 //! Kernels know no model: sizes and strides are parameters.
 #![no_std]

@@ -303,7 +303,7 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
                     let rms = (x.iter().map(|x| x * x).sum::<f64>() / D as f64 + 1e-6).sqrt();
                     let normed = |d: usize| x[d] / rms * norm[d].to_f64();
                     let block = |kv_head: usize| (page * kv_heads + kv_head) * 2 * 64 * D;
-                    for d in 0..D {
+                    for (d, own) in x.iter().enumerate() {
                         let (cos, sin) = (rope.cos[row * 64 + d % 64], rope.sin[row * 64 + d % 64]);
                         let (cos, sin) = (f64::from(cos), f64::from(sin));
                         let partner = if d < 64 { -normed(d + 64) } else { normed(d - 64) };
@@ -314,7 +314,7 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
                             (left.pages[block(head - q_heads) + row % 64 * D + d].to_f64(), turned)
                         } else {
                             let at = block(head - q_heads - kv_heads) + (D + d) * 64 + row % 64;
-                            (left.pages[at].to_f64() / rms, x[d] / rms)
+                            (left.pages[at].to_f64() / rms, own / rms)
                         });
                     }
                 }
@@ -563,7 +563,7 @@ impl Prompt {
 
 /// What a line of `serve` asks for.
 enum Job {
-    Product(Product),
+    Product(Box<Product>),
     Attention(Attention),
     Prompt(Box<Prompt>),
 }
@@ -587,7 +587,8 @@ fn serve(device: &Device) -> Result<()> {
                         other => return Err(format!("{other}: qkv, swiglu or add").into()),
                     };
                     let sets = (ROTATED_BYTES / (n * k * 2)).max(2);
-                    jobs.insert(name.clone(), Job::Product(Product::new(device, epilogue, m, n, k, sets)?));
+                    let product = Product::new(device, epilogue, m, n, k, sets)?;
+                    jobs.insert(name.clone(), Job::Product(Box::new(product)));
                 }
                 let cut = match cut {
                     "auto" => None,

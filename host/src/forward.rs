@@ -71,8 +71,8 @@ fn pages(capacity: usize) -> usize {
 }
 
 impl Footprint {
-    /// For `config` with room for `capacity` tokens.
-    pub fn of(config: &Config, capacity: usize) -> Self {
+    /// For `config` with room for `capacity` tokens, on a card that is a Hopper or not.
+    pub fn of(config: &Config, capacity: usize, hopper: bool) -> Self {
         let tokens = pages(capacity) * kv::PAGE_TOKENS as usize;
         let splits = capacity.div_ceil(attention::SPLIT as usize);
         let rows = MAX_ROWS as usize;
@@ -84,7 +84,8 @@ impl Footprint {
             + partial
             + activations
             + rows * (config.intermediate_size * 2 + config.vocab_size * 4);
-        Self { weights: config.weight_bytes(2) as u64, working: working as u64 }
+        let prefill = if hopper { Prefill::bytes(config, capacity) } else { 0 };
+        Self { weights: config.weight_bytes(2) as u64, working: working as u64 + prefill }
     }
 }
 

@@ -88,17 +88,16 @@ impl Gpu {
     ) -> Result<Self, Error> {
         let config = &checkpoint.config;
         Forward::check(config)?;
-        let footprint = Footprint::of(config, capacity);
         // The emulator runs prompts as other cards than Hopper do: quicker there, and its own tests have the rest.
         let prefill = device.is_hopper() && !device.is_emulator();
-        let working = footprint.working + if prefill { Prefill::bytes(config, capacity) } else { 0 };
+        let footprint = Footprint::of(config, capacity, prefill);
         if let Some(free) = device.free_memory()?
-            && footprint.weights + working > free
+            && footprint.weights + footprint.working > free
         {
             return Err(Error::ModelTooLarge {
                 device: device.name().into(),
                 weights: footprint.weights,
-                cache: working,
+                cache: footprint.working,
                 context: capacity,
                 free,
             });

@@ -21,7 +21,7 @@ use crate::device::{Buffer, Device, TensorMaps};
 use crate::gemm::{self, Epilogue};
 use crate::weights::DeviceWeights;
 
-/// Most rows of a pass: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192 tokens took 3 % longer.)
+/// Most rows of a pass: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192 tokens took 2 % longer.)
 pub const CHUNK: usize = 8192;
 
 /// Activations for a chunk of a prompt, and maps of everything that the copy engine reads.
