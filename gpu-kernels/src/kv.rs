@@ -25,7 +25,7 @@ pub const fn page_elements(kv_heads: u32) -> usize {
 
 /// One layer's cache and the page tables of the sequences in it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Cache {
     /// The layer's pages. Everything in it is finite: it starts zeroed.
     pub pages: GlobalMut<bf16>,
@@ -38,16 +38,25 @@ pub struct Cache {
 }
 
 impl Cache {
+    /// The number of page `index` of `sequence` for `kv_head`, among the pages of all heads: its keys begin at element
+    /// 2 · [`PAGE_TOKENS`] · [`HEAD_DIM`] times that, and its values follow.
+    ///
+    /// # Safety
+    /// The table has that entry.
+    #[inline(always)]
+    pub unsafe fn block_index(&self, sequence: u32, index: u32, kv_head: u32) -> u32 {
+        let entry = sequence as usize * self.table_stride as usize + index as usize;
+        unsafe { self.tables.load(entry) * self.kv_heads + kv_head }
+    }
+
     /// Where page `index` of `sequence` begins, for `kv_head`.
     ///
     /// # Safety
     /// The table has that entry.
     #[inline(always)]
     unsafe fn block(&self, sequence: u32, index: u32, kv_head: u32) -> GlobalMut<bf16> {
-        let entry = sequence as usize * self.table_stride as usize + index as usize;
-        let page = unsafe { self.tables.load(entry) };
-        let block = (page as usize * self.kv_heads as usize + kv_head as usize) * 2;
-        unsafe { self.pages.at(block * BLOCK as usize) }
+        let block = unsafe { self.block_index(sequence, index, kv_head) };
+        unsafe { self.pages.at(block as usize * 2 * BLOCK as usize) }
     }
 
     /// The key of `position`: [`HEAD_DIM`] contiguous elements.

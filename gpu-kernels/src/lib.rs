@@ -8,7 +8,8 @@
 //! The forward pass of one step, in order: [`embedding`], then for each layer [`norm`], [`linear`] (query, key and value),
 //! [`qkv`] (per-head norm, rotary embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`norm`], [`linear`]
 //! (gate and up with SwiGLU; down, into the residual), then [`norm`], [`linear`] (the head) and [`sample`]. [`step`] holds
-//! what the steps hand to each other: the rows to run, and what was accepted.
+//! what the steps hand to each other: the rows to run, and what was accepted. The rows of a prompt on Hopper run [`gemm`] and [`prefill_attention`]
+//! in their place.
 //!
 //! Kernels know no model: sizes and strides are parameters.
 #![no_std]
@@ -17,16 +18,23 @@
 // parameter block: which regions the launcher must pass.
 #![allow(clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
 
+#[cfg(not(target_arch = "nvptx64"))]
+extern crate alloc;
+
 #[macro_use]
 mod unroll;
 
 pub mod attention;
 pub mod ceilings;
 pub mod embedding;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod gemm;
 pub mod kv;
 pub mod linear;
 pub mod ngram;
 pub mod norm;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod prefill_attention;
 pub mod qkv;
 pub mod sample;
 pub mod step;

@@ -17,7 +17,7 @@ pub const MAX_ROWS: u32 = 64;
 
 /// The rows of a step: each a token of a sequence at a position.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Rows {
     /// `[1]`, how many rows there are; 0 when nothing is left to do.
     pub count: GlobalMut<u32>,
@@ -61,7 +61,7 @@ pub struct PlanPrompt {
     pub state: SequenceState,
     /// Position of the first row.
     pub start: u32,
-    /// Rows, at most [`MAX_ROWS`].
+    /// Rows, at most as many as `rows` has room for.
     pub count: u32,
 }
 
@@ -69,15 +69,16 @@ pub struct PlanPrompt {
 #[kernel(threads = 64)]
 pub unsafe fn plan_prompt(p: PlanPrompt) {
     unsafe {
-        let r = thread::thread_idx_x();
+        let mut r = thread::thread_idx_x();
         if r == 0 {
             p.rows.count.store(0, p.count);
         }
-        if r < p.count {
+        while r < p.count {
             let position = p.start + r;
             p.rows.tokens.store(r as usize, p.state.history.load(position as usize) as u32);
             p.rows.positions.store(r as usize, position);
             p.rows.sequences.store(r as usize, 0);
+            r += 64;
         }
     }
 }

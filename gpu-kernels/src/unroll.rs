@@ -1,6 +1,6 @@
 //! Loops over registers.
 
-/// Repeats a body with `i = 0, 1, … , N − 1`, written out: an array indexed by such an `i` stays in registers, where a loop
+/// Repeats a body with the constant `I = 0, 1, … , N − 1`, written out: an array indexed by such an `I` stays in registers, where a loop
 /// that the compiler does not unroll would move it to local memory. `N` is a literal; or a constant of at most 16, better with
 /// the most that it can be (`T < TILES of 2`), since every copy is compiled before its condition is known, and nests multiply.
 macro_rules! unroll {
@@ -17,8 +17,10 @@ macro_rules! unroll {
     (@count $most:tt, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
     (@copies $i:ident, $n:tt, $body:block, $($v:literal)*) => { $(
         if $v < $n {
-            #[allow(non_snake_case)]
-            let $i: usize = $v;
+            #[allow(non_upper_case_globals, dead_code)]
+            const $i: usize = $v;
+            // Of the copies beyond N as well, which never run.
+            #[allow(clippy::out_of_bounds_indexing)]
             $body
         }
     )* };

@@ -5,8 +5,10 @@ mod common;
 use common::{Random, RowBuffers, relative_error, run, widen};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
+use cuda_std::tensor::{Matrix, TensorMap};
 use gpu_kernels::attention::{self, Attend, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
+use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use proptest::prelude::*;
 
 const D: usize = HEAD_DIM as usize;
@@ -106,6 +108,80 @@ impl Case {
         run::<attention::attend>([self.kv_heads as u32, splits, tiles], Attend::SHARED_BYTES, seed, attend);
         run::<attention::combine>([self.q_heads as u32, rows as u32, 1], Attend::COMBINE_SHARED_BYTES, seed, attend);
         out.as_slice().to_vec()
+    }
+
+    /// The kernel for prompts, over rows cut into tiles of the given heights.
+    fn prefill(&self, q: &[bf16], start: usize, heights: &[usize], seed: u64) -> Vec<bf16> {
+        let rows: usize = heights.iter().sum();
+        let mut tiles = Vec::new();
+        let mut row = 0;
+        for height in heights {
+            let height = *height as u32;
+            tiles.extend(prefill_attention::tiles(row, height, 0, start as u32 + row, height));
+            row += height;
+        }
+        let q_buffer = Buffer::from_slice(q);
+        let pages = Buffer::from_slice(&self.pages);
+        let table = Buffer::from_slice(&self.table);
+        let out = Buffer::<bf16>::new_poisoned(rows * self.q_heads * D);
+        let words = Buffer::from_slice(&tiles.concat());
+        let map = |address: u64, rows: usize, columns: usize, tile_rows: u32| {
+            let matrix = Matrix { address, rows: rows as u64, columns: columns as u64, tile_rows };
+            Buffer::from_slice(&[TensorMap::emulated(&matrix)])
+        };
+        let q_map = map(q_buffer.ptr().addr(), rows, self.q_heads * D, 64);
+        let [keys, values] = [(D, 64), (64, 128)]
+            .map(|(columns, height)| map(pages.ptr().addr(), self.pages.len() / columns, columns, height));
+        let params = PrefillAttention {
+            tiles: words.ptr(),
+            q: q_map.ptr(),
+            keys: keys.ptr(),
+            values: values.ptr(),
+            cache: Cache {
+                pages: pages.ptr_mut(),
+                tables: table.ptr(),
+                table_stride: self.table.len() as u32,
+                kv_heads: self.kv_heads as u32,
+            },
+            out: out.ptr_mut(),
+            q_heads: self.q_heads as u32,
+            scale: 1.0 / (D as f32).sqrt(),
+        };
+        let grid = [self.q_heads as u32, tiles.len() as u32, 1];
+        run::<prefill_attention::prefill_attention>(grid, prefill_attention::SHARED_BYTES, seed, params);
+        out.as_slice().to_vec()
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4))]
+
+    #[test]
+    fn prompts_equal_softmax_written_out(
+        group in prop::sample::select(vec![1usize, 2, 4]),
+        start in prop::sample::select(vec![0usize, 1, 63, 64, 128, 190, 300]),
+        heights in prop::collection::vec(1usize..=128, 1..3),
+        seed: u64,
+    ) {
+        let mut random = Random::new(seed);
+        let rows: usize = heights.iter().sum();
+        let case = Case::new(group, 1, start + rows, &mut random);
+        let q: Vec<bf16> = random.floats(rows * case.q_heads * D).into_iter().map(|v| bf16::from_f32(v * 3.0)).collect();
+        let got = case.prefill(&q, start, &heights, seed);
+        prop_assert!(relative_error(widen(&got), &case.reference(&q, start, rows)) < 1.0 / 128.0);
+    }
+
+    #[test]
+    fn a_row_of_a_prompt_is_the_same_bits_in_any_tile(start in 0usize..300, rows in 2usize..128, seed: u64) {
+        let mut random = Random::new(seed);
+        let case = Case::new(2, 2, start + rows, &mut random);
+        let q = random.bf16s(rows * 2 * D);
+        let all = case.prefill(&q, start, &[rows], seed);
+        let cut = 1 + random.below(rows - 1);
+        prop_assert_eq!(&case.prefill(&q, start, &[cut, rows - cut], seed ^ 1), &all);
+        // As a chunk of its own, which does not see what comes later.
+        let last = case.prefill(&q[cut * 2 * D..], start + cut, &[rows - cut], seed ^ 2);
+        prop_assert_eq!(&last[..], &all[cut * 2 * D..]);
     }
 }
 

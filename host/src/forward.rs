@@ -13,6 +13,7 @@ use model::{Config, rope::RopeTable};
 
 use crate::Error;
 use crate::device::{Buffer, Device};
+use crate::prefill::{Parts, Prefill};
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 
@@ -43,6 +44,7 @@ pub struct Forward {
     logits: Buffer<f32>,
     stream: Option<Stream>,
     trace: Option<Buffer<u64>>,
+    prefill: Option<Prefill>,
 }
 
 /// Which of a step's rows want logits.
@@ -69,21 +71,21 @@ fn pages(capacity: usize) -> usize {
 }
 
 impl Footprint {
-    /// For `config` with room for `capacity` tokens.
-    pub fn of(config: &Config, capacity: usize) -> Self {
+    /// For `config` with room for `capacity` tokens, on a card that is a Hopper or not.
+    pub fn of(config: &Config, capacity: usize, hopper: bool) -> Self {
         let tokens = pages(capacity) * kv::PAGE_TOKENS as usize;
         let splits = capacity.div_ceil(attention::SPLIT as usize);
         let rows = MAX_ROWS as usize;
         let q = config.query_size();
-        let activations =
-            rows * (config.hidden_size * 6 + config.hidden_size / 4 + (q + 2 * config.key_value_size()) * 4 + q * 4);
+        let activations = rows * (config.hidden_size * 6 + config.hidden_size / 4 + (q + 2 * config.key_value_size()) * 4 + q * 4);
         let partial = rows * config.num_attention_heads * splits * (HEAD_DIM as usize + 2) * 4;
         let working = tokens * config.kv_bytes_per_token(2)
             + capacity * HEAD_DIM as usize * 4
             + partial
             + activations
             + rows * (config.intermediate_size * 2 + config.vocab_size * 4);
-        Self { weights: config.weight_bytes(2) as u64, working: working as u64 }
+        let prefill = if hopper { Prefill::bytes(config, capacity) } else { 0 };
+        Self { weights: config.weight_bytes(2) as u64, working: working as u64 + prefill }
     }
 }
 
@@ -132,6 +134,7 @@ impl Forward {
             caches,
             stream: None,
             trace: None,
+            prefill: None,
             page_table: device.upload(&table)?,
             row_count: device.zeroed(1)?,
             row_tokens: device.zeroed(rows)?,
@@ -207,6 +210,65 @@ impl Forward {
             }
         }
         Ok(())
+    }
+
+    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn lay_out_prefill(&mut self) -> Result<(), Error> {
+        if self.device.is_hopper() {
+            let prefill = Prefill::new(&self.device, &self.config, &self.weights, &self.caches, self.capacity)?;
+            self.prefill = Some(prefill);
+        }
+        Ok(())
+    }
+
+    /// The pass over many rows of a prompt, if it was laid out: every row of a prompt goes through it then.
+    pub fn prefill(&self) -> Option<&Prefill> {
+        self.prefill.as_ref()
+    }
+
+    /// Enqueues a pass over `count` rows of a prompt from position `start` on, which the [prefill](Self::prefill)'s rows hold by then.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If it was not laid out, or has no room for so many rows: a bug of the caller.
+    pub fn enqueue_prefill(&mut self, start: usize, count: usize) -> Result<(), Error> {
+        let Self { device, config, weights, caches, page_table, cos, sin, prefill, .. } = self;
+        let parts = Parts { device, config, weights, caches, page_table, cos, sin };
+        prefill.as_mut().expect("laid out").enqueue(&parts, start, count)
+    }
+
+    /// Enqueues the logits of `count` rows of the last prefill from its row `first` on: row 0 of [`logits`](Self::logits) is the first.
+    /// [`rows`](Self::rows) hold the same rows by then.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there was none: a bug of the caller.
+    pub fn enqueue_head(&self, first: usize, count: u32) -> Result<(), Error> {
+        let (x, norm) = self.prefill().expect("laid out").result(&self.config, first);
+        let weight = self.weights.head.as_ref().unwrap_or(&self.weights.embed);
+        let head = Linear {
+            rows: self.rows(),
+            x,
+            weight: weight.ptr(),
+            up: weight.ptr(),
+            norm,
+            y: self.logits.ptr_mut(),
+            activation: self.activation.ptr_mut(),
+            residual: self.residual(),
+            next_norm: self.weights.norm.ptr(),
+            n: self.config.vocab_size as u32,
+            k: self.config.hidden_size as u32,
+            first_row: 0,
+        };
+        // SAFETY: buffers of self, of the sizes that the parameter block states.
+        unsafe { self.launch_linear(Kind::Write, count, head) }
     }
 
     fn residual(&self) -> Residual {

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
 use gpu_kernels::sample::{self, GENERATED, SEEN, Sample};
 use gpu_kernels::step::{
-    self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, STATE_WORDS, SequenceState,
+    self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows, STATE_WORDS,
+    SequenceState,
 };
 use model::{Checkpoint, Sampling};
 
@@ -17,6 +18,7 @@ use crate::backend::{Backend, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
 use crate::draft::{NO_THRESHOLD, NgramDraft};
 use crate::forward::{Footprint, Forward, LogitRows};
+use crate::prefill::Prefill;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
@@ -42,6 +44,8 @@ pub struct Gpu {
     run: Run,
     /// Tokens whose keys and values are in the cache.
     cached: Vec<u32>,
+    /// How many of them, from the first on, came there as part of a prompt.
+    prompted: usize,
 }
 
 /// The drafting operator's arrays, for a batch of one.
@@ -84,7 +88,9 @@ impl Gpu {
     ) -> Result<Self, Error> {
         let config = &checkpoint.config;
         Forward::check(config)?;
-        let footprint = Footprint::of(config, capacity);
+        // The emulator runs prompts as other cards than Hopper do: quicker there, and its own tests have the rest.
+        let prefill = device.is_hopper() && !device.is_emulator();
+        let footprint = Footprint::of(config, capacity, prefill);
         if let Some(free) = device.free_memory()?
             && footprint.weights + footprint.working > free
         {
@@ -101,6 +107,9 @@ impl Gpu {
         // Where the hardware and the memory are there; otherwise the launches do the same.
         if std::env::var("WARPDRAFT_STREAM").as_deref() != Ok("0") {
             forward.lay_out_stream()?;
+        }
+        if prefill {
+            forward.lay_out_prefill()?;
         }
         let workspace = vec![u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]); ngram::workspace_len(1)];
         Ok(Self {
@@ -131,6 +140,7 @@ impl Gpu {
                 newest: None,
             },
             cached: Vec::new(),
+            prompted: 0,
             forward,
         })
     }
@@ -141,26 +151,54 @@ impl Gpu {
 
     /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it.
     fn enqueue_prompt(&mut self, start: usize, prompt_len: usize) -> Result<(), Error> {
+        let chunk = self.forward.prefill().map_or(MAX_ROWS as usize, Prefill::capacity);
         let mut at = start;
         while at < prompt_len {
-            let count = (prompt_len - at).min(MAX_ROWS as usize);
+            let count = (prompt_len - at).min(chunk);
             let last = at + count == prompt_len;
-            let logits = if last { LogitRows::From(count as u32 - 1) } else { LogitRows::None };
-            self.enqueue_chunk(at, count, logits)?;
-            if last {
-                self.enqueue_choice(count as u32, count as u32 - 1, false)?;
+            if self.forward.prefill().is_some() {
+                self.enqueue_prefill(at, count)?;
+                if last {
+                    self.enqueue_head(at, count - 1, 1)?;
+                    self.enqueue_choice(1, 0, false)?;
+                }
+            } else {
+                let logits = if last { LogitRows::From(count as u32 - 1) } else { LogitRows::None };
+                self.enqueue_chunk(at, count, logits)?;
+                if last {
+                    self.enqueue_choice(count as u32, count as u32 - 1, false)?;
+                }
             }
             at += count;
         }
         Ok(())
     }
 
-    /// Enqueues a pass over `count` tokens of the history.
+    /// Makes `count` tokens of the history the `rows` of a pass.
+    fn plan(&self, rows: Rows, at: usize, count: usize) -> Result<(), Error> {
+        let plan = PlanPrompt { rows, state: self.state(), start: at as u32, count: count as u32 };
+        // SAFETY: the history holds the prompt, and callers' rows have room.
+        unsafe { self.forward.device().launch::<step::plan_prompt>(1, 0, plan) }
+    }
+
+    /// Enqueues a pass over at most [`MAX_ROWS`] tokens of the history.
     fn enqueue_chunk(&self, at: usize, count: usize, logits: LogitRows) -> Result<(), Error> {
-        let plan = PlanPrompt { rows: self.forward.rows(), state: self.state(), start: at as u32, count: count as u32 };
-        // SAFETY: the history holds the prompt, and rows hold MAX_ROWS.
-        unsafe { self.forward.device().launch::<step::plan_prompt>(1, 0, plan)? };
+        self.plan(self.forward.rows(), at, count)?;
         self.forward.enqueue(count as u32, (at + count) as u32, logits)
+    }
+
+    /// Enqueues a pass over up to [`Prefill::capacity`] tokens of the history.
+    fn enqueue_prefill(&mut self, at: usize, count: usize) -> Result<(), Error> {
+        if let Some(prefill) = self.forward.prefill() {
+            self.plan(prefill.rows(), at, count)?;
+        }
+        self.forward.enqueue_prefill(at, count)
+    }
+
+    /// Enqueues the logits of at most [`MAX_ROWS`] rows of the prefill that began at position `at`, from its row `first` on.
+    fn enqueue_head(&self, at: usize, first: usize, count: usize) -> Result<(), Error> {
+        self.plan(self.forward.rows(), at + first, count)?;
+        self.forward.enqueue_head(first, count as u32)
     }
 
     /// Enqueues the sampler over the rows from `first_row` on, and the acceptance of what it chose. After a decode step in one launch the best tokens
@@ -294,7 +332,11 @@ impl Backend for Gpu {
     fn begin(&mut self, sequence: &Sequence<'_>) -> Result<usize, Error> {
         self.forward.device().synchronize()?;
         let prompt = sequence.prompt;
-        let reused = common_prefix(&self.cached, prompt);
+        let mut reused = common_prefix(&self.cached, prompt);
+        if self.forward.prefill().is_some() {
+            // What was generated is part of a prompt now, and its bits must be those of one.
+            reused = reused.min(self.prompted);
+        }
         self.cached.truncate(reused);
         let tokens: Vec<i32> = prompt.iter().map(|&t| t as i32).collect();
         self.history.write(0, &tokens)?;
@@ -322,6 +364,7 @@ impl Backend for Gpu {
         };
         self.enqueue_prompt(reused, prompt.len())?;
         self.cached.extend_from_slice(&prompt[reused..]);
+        self.prompted = prompt.len();
         Ok(reused)
     }
 
@@ -349,9 +392,19 @@ impl Backend for Gpu {
         self.history.write(0, &history)?;
         let vocab = self.forward.config().vocab_size;
         let mut logits = vec![0.0; tokens.len() * vocab];
-        let chunk = MAX_ROWS as usize;
-        for (i, out) in logits.chunks_mut(chunk * vocab).enumerate() {
-            self.enqueue_chunk(i * chunk, out.len() / vocab, LogitRows::From(0))?;
+        let piece = MAX_ROWS as usize;
+        let chunk = self.forward.prefill().map_or(piece, Prefill::capacity);
+        for (i, out) in logits.chunks_mut(piece * vocab).enumerate() {
+            let (at, count) = (i * piece, out.len() / vocab);
+            if self.forward.prefill().is_some() {
+                let first = at % chunk;
+                if first == 0 {
+                    self.enqueue_prefill(at, (tokens.len() - at).min(chunk))?;
+                }
+                self.enqueue_head(at - first, first, count)?;
+            } else {
+                self.enqueue_chunk(at, count, LogitRows::From(0))?;
+            }
             self.forward.logits().read(0, out)?;
         }
         Ok(logits)

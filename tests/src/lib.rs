@@ -172,3 +172,48 @@ pub fn streamed_and_launched(
     };
     run().unwrap_or_else(|e| panic!("{e}"))
 }
+
+/// The logits of every token by the pass for prompts, run in pieces of `piece` tokens, `[tokens, vocab]`.
+///
+/// # Panics
+/// If anything fails, or the device has no such pass.
+pub fn prefilled(
+    device: &host::device::Device,
+    checkpoint: &model::Checkpoint,
+    tokens: &[u32],
+    piece: usize,
+) -> Vec<f32> {
+    use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
+    use host::forward::Forward;
+
+    let run = || -> Result<Vec<f32>, host::Error> {
+        let weights =
+            host::weights::DeviceWeights::upload(checkpoint, device, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
+        let mut forward = Forward::new(device, &checkpoint.config, weights, tokens.len())?;
+        forward.lay_out_prefill()?;
+        let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
+        let history = device.upload(&history)?;
+        let words = device.zeroed::<u32>(STATE_WORDS)?;
+        let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };
+        let plan = |rows: Rows, start: usize, count: usize| {
+            let plan = PlanPrompt { rows, state, start: start as u32, count: count as u32 };
+            // SAFETY: the history has the tokens, and rows have room for a piece.
+            unsafe { device.launch::<step::plan_prompt>(1, 0, plan) }
+        };
+        let vocab = checkpoint.config.vocab_size;
+        let mut logits = vec![0.0; tokens.len() * vocab];
+        for (i, out) in logits.chunks_mut(piece * vocab).enumerate() {
+            let (at, count) = (i * piece, out.len() / vocab);
+            plan(forward.prefill().expect("the device has no pass for prompts").rows(), at, count)?;
+            forward.enqueue_prefill(at, count)?;
+            for first in (0..count).step_by(64) {
+                let rows = (count - first).min(64);
+                plan(forward.rows(), at + first, rows)?;
+                forward.enqueue_head(first, rows as u32)?;
+                forward.logits().read(0, &mut out[first * vocab..][..rows * vocab])?;
+            }
+        }
+        Ok(logits)
+    };
+    run().unwrap_or_else(|e| panic!("{e}"))
+}

@@ -2,7 +2,7 @@
 //! checked for races and stray accesses on the way.
 
 use host::{DeviceChoice, NgramDraft};
-use integration_tests::{answer, engine, golden_cases, greedy, relative_error, streamed_and_launched};
+use integration_tests::{answer, engine, golden_cases, greedy, prefilled, relative_error, streamed_and_launched};
 use model::{Checkpoint, Sampling};
 
 /// Activations are rounded to bf16 before each product, as on a GPU, and so are f16 and f32 weights.
@@ -52,5 +52,18 @@ fn the_streamed_step_gives_the_bits_of_the_launches() {
             let [streamed, launched] = streamed_and_launched(&device, &checkpoint, &tokens, rows);
             assert_eq!(streamed, launched, "{} with {rows} rows of {length}", case.name);
         }
+    }
+}
+
+#[test]
+fn the_pass_for_prompts_matches_transformers_in_any_pieces() {
+    for case in golden_cases() {
+        let checkpoint = Checkpoint::open(&case.dir).unwrap();
+        let device = host::device::Device::emulator(5);
+        let whole = prefilled(&device, &checkpoint, &case.prompt, case.prompt.len());
+        let error = relative_error(&whole, &case.logits);
+        println!("{}: {error:.1e}", case.name);
+        assert!(error < TOLERANCE, "{}: {error:.1e}", case.name);
+        assert_eq!(prefilled(&device, &checkpoint, &case.prompt, 5), whole, "{}", case.name);
     }
 }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use host::device::{self, Device};
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
-    answer, demo, demo_prompts, engine, golden_cases, greedy, relative_error, streamed_and_launched,
+    answer, demo, demo_prompts, engine, golden_cases, greedy, prefilled, relative_error, streamed_and_launched,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
@@ -23,12 +23,16 @@ fn main() -> ExitCode {
         Some(card) => println!("on {}", card.name),
         None => println!("ignored: there is no CUDA card (these tests need one)"),
     }
-    let tests: [(&str, Test); 8] = [
+    let tests: [(&str, Test); 9] = [
         ("golden_logits", golden_logits),
         ("demo_logits_match_the_cpu", demo_logits_match_the_cpu),
         ("greedy_output_is_the_same_with_drafts", greedy_output_is_the_same_with_drafts),
         ("sampled_output_is_the_same_with_drafts", sampled_output_is_the_same_with_drafts),
         ("the_prompt_may_come_in_any_pieces", the_prompt_may_come_in_any_pieces),
+        (
+            "a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces",
+            a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces,
+        ),
         ("the_streamed_step_gives_the_bits_of_the_launches", the_streamed_step_gives_the_bits_of_the_launches),
         ("a_card_too_small_is_said_before_loading", a_card_too_small_is_said_before_loading),
         ("a_card_that_is_not_there_is_named", a_card_that_is_not_there_is_named),
@@ -125,6 +129,23 @@ fn the_prompt_may_come_in_any_pieces() -> Result<(), Failed> {
         let pieces = answer(&mut engine, &greedy(&prompt, 64, None));
         if pieces.tokens != whole {
             return Err(format!("differs when {cut} tokens came first").into());
+        }
+    }
+    Ok(())
+}
+
+fn a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces() -> Result<(), Failed> {
+    let device = Device::cuda(0)?;
+    if !device.is_hopper() {
+        println!("not on this card: it has no products of warpgroups");
+        return Ok(());
+    }
+    let checkpoint = demo();
+    let tokens = demo_prompts(&checkpoint, 1, 2500).remove(0);
+    let whole = prefilled(&device, &checkpoint, &tokens, tokens.len());
+    for piece in [1024, 640, 77] {
+        if prefilled(&device, &checkpoint, &tokens, piece) != whole {
+            return Err(format!("differs in pieces of {piece}").into());
         }
     }
     Ok(())

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 use std::path::Path;
 
+use host::device::CardInfo;
 use host::forward::{Footprint, Forward};
 use host::gib;
 use model::{Checkpoint, Config, GenerationConfig};
@@ -119,7 +120,9 @@ impl Findings {
     fn of(checkpoint: &Checkpoint, command: &Inspect) -> Result<Self, host::Error> {
         let config = &checkpoint.config;
         let context = command.load.context_for(config)?;
-        let footprint = Footprint::of(config, context);
+        let cards = host::device::cards()?;
+        let hopper = cards.iter().any(CardInfo::is_hopper);
+        let footprint = Footprint::of(config, context, hopper);
         let memory = Memory {
             context,
             weight_bytes: footprint.weights,
@@ -127,7 +130,8 @@ impl Findings {
             working_bytes: footprint.working,
             total_bytes: footprint.weights + footprint.working,
         };
-        let cards = host::device::cards()?.into_iter().map(|card| {
+        let cards = cards.into_iter().map(|card| {
+            let hopper = card.is_hopper();
             let room = card.memory.saturating_sub(DRIVER_BYTES);
             Card {
                 device: format!("cuda:{}", card.ordinal),
@@ -135,7 +139,7 @@ impl Findings {
                 memory_bytes: card.memory,
                 compute_capability: format!("{}.{}", card.capability.0, card.capability.1),
                 fits: memory.total_bytes <= room,
-                longest_context: longest_context(config, room),
+                longest_context: longest_context(config, room, hopper),
             }
         });
         let tensors: Vec<Tensor> = checkpoint
@@ -172,9 +176,9 @@ impl Findings {
 }
 
 /// The longest context whose cache and working memory fit into `room` beside the weights; memory grows with the context.
-fn longest_context(config: &Config, room: u64) -> usize {
+fn longest_context(config: &Config, room: u64, hopper: bool) -> usize {
     let fits = |context| {
-        let footprint = Footprint::of(config, context);
+        let footprint = Footprint::of(config, context, hopper);
         footprint.weights + footprint.working <= room
     };
     let (mut fitting, mut least_not) = (0, config.max_position_embeddings + 1);

@@ -53,6 +53,18 @@ impl Barrier {
         unsafe { target::mbarrier_arrive(self.0.addr()) }
     }
 
+    /// One arrival, if `condition`: the instruction is predicated, so that there is no branch on a lane's number into which the compiler
+    /// could draw what warps do together.
+    ///
+    /// # Safety
+    /// As for [`arrive`](Self::arrive).
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn arrive_if(self, condition: bool) {
+        // SAFETY: the caller's.
+        unsafe { target::mbarrier_arrive_if(self.0.addr(), condition) }
+    }
+
     /// One arrival that makes the phase wait for `bytes` more bytes to be copied
     /// (`mbarrier.arrive.expect_tx.shared::cta.b64`).
     ///

@@ -154,4 +154,24 @@ fn ptx_is_what_was_meant() {
             ("cp.async.bulk.wait_group 0", 1),
         ],
     );
+    has(
+        &ptx,
+        "warpgroup",
+        &[
+            (".reg .f32 acc<128>", 1),
+            ("fence.proxy.tensormap::generic.acquire.gpu", 3),
+            ("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [", 1),
+            ("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [", 1),
+            ("setmaxnreg.inc.sync.aligned.u32", 1),
+            ("wgmma.fence.sync.aligned", 1),
+            ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", 4),
+            ("wgmma.commit_group.sync.aligned", 1),
+            ("wgmma.wait_group.sync.aligned", 1),
+            ("mbarrier.arrive.shared::cluster.b64", 1),
+            ("barrier.cluster.arrive", 1),
+            ("barrier.cluster.wait", 1),
+            ("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16", 1),
+            ("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group", 1),
+        ],
+    );
 }

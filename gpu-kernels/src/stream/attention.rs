@@ -73,7 +73,15 @@ impl Consumer<'_> {
     /// One key-value head's split: every row's query heads against up to four pages.
     #[allow(clippy::too_many_arguments)]
     #[inline(always)]
-    unsafe fn split(&mut self, attend: &Attend, heads: &Heads, kv_head: u32, split: u32, pages: u32, ready: &mut u32) {
+    unsafe fn split(
+        &mut self,
+        attend: &Attend,
+        heads: &Heads,
+        kv_head: u32,
+        split: u32,
+        pages: u32,
+        ready: &mut u32,
+    ) {
         unsafe {
             let p = self.p;
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
@@ -94,14 +102,7 @@ impl Consumer<'_> {
             while tile < tiles {
                 let fresh = tile.is_multiple_of(TILES) && (*ready != kv_head || tiles > TILES);
                 if fresh {
-                    self.prepare(
-                        heads,
-                        kv_head,
-                        group,
-                        tile * tile_rows,
-                        (TILES * tile_rows).min(self.count - tile * tile_rows),
-                        warp_id,
-                    );
+                    self.prepare(heads, kv_head, group, tile * tile_rows, (TILES * tile_rows).min(self.count - tile * tile_rows), warp_id);
                     *ready = kv_head;
                 }
                 if fresh || (tile == 0 && from < end) {

@@ -1,8 +1,8 @@
-//! Writes `.maxntid` and `.minnctapersm` into kernel headers.
+//! Writes `.maxntid`, `.minnctapersm` and `.reqnctapercluster` into kernel headers.
 //!
 //! rustc has no way to say a kernel's block size, and without it the assembler may hand a thread more registers
 //! than a block of that size can have. `#[kernel(threads = …)]` leaves a comment,
-//! `//@launch_bounds NAME THREADS [MIN_BLOCKS]` (0 says nothing), and this pass turns it into the directives.
+//! `//@launch_bounds NAME THREADS [MIN_BLOCKS [CLUSTER]]` (0 says nothing), and this pass turns it into the directives.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -27,8 +27,9 @@ pub fn apply(ptx: &str) -> String {
         if line.starts_with('{')
             && let Some(words) = pending.take()
         {
-            let said = words.iter().filter(|w| **w != "0");
-            for (directive, value) in [".maxntid ", ".minnctapersm "].iter().zip(said) {
+            // With the size of its cluster in the header, a kernel is launched as any other.
+            let directives = [".maxntid ", ".minnctapersm ", ".explicitcluster\n.reqnctapercluster "];
+            for (directive, value) in directives.iter().zip(words).filter(|(_, value)| **value != "0") {
                 let _ = writeln!(out, "{directive}{value}");
             }
         }
@@ -42,9 +43,10 @@ pub fn apply(ptx: &str) -> String {
 mod tests {
     #[test]
     fn bounds_go_between_parameters_and_body() {
-        let ptx = "//@launch_bounds add 288 1\n.visible .entry add(\n\t.param .u64 p\n)\n{\n\tret;\n}\n\
+        let ptx = "//@launch_bounds add 288 0 2\n.visible .entry add(\n\t.param .u64 p\n)\n{\n\tret;\n}\n\
                    .visible .entry other()\n{\n\tret;\n}\n";
-        let want = "//@launch_bounds add 288 1\n.visible .entry add(\n\t.param .u64 p\n)\n.maxntid 288\n.minnctapersm 1\n{\n\tret;\n}\n\
+        let want = "//@launch_bounds add 288 0 2\n.visible .entry add(\n\t.param .u64 p\n)\n.maxntid 288\n\
+                    .explicitcluster\n.reqnctapercluster 2\n{\n\tret;\n}\n\
                    .visible .entry other()\n{\n\tret;\n}\n";
         assert_eq!(super::apply(ptx), want);
     }

@@ -155,6 +155,7 @@ forward! {
     cuStreamQuery(stream);
     cuStreamSynchronize(stream);
     cuStreamWaitEvent(stream event flags);
+    cuTensorMapEncodeTiled(map kind rank address sizes strides tile steps interleave swizzle promotion fill);
 }
 
 /// The text that stands in for the driver's where there is no driver.

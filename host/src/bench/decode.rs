@@ -76,7 +76,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
     let (device, config) = (bench.device(), &sizes.config);
     Forward::check(config)?;
     let capacity = sizes.contexts.iter().copied().max().unwrap_or(1).next_multiple_of(PAGE_TOKENS) as usize;
-    let footprint = Footprint::of(config, capacity);
+    let footprint = Footprint::of(config, capacity, false);
     bench.room_for(footprint.weights + footprint.working, "--size or --context")?;
     let mut forward = Forward::new(device, config, DeviceWeights::random(config, device)?, capacity)?;
     forward.fill_cache(&random(1 << 20, 5))?;

@@ -73,6 +73,13 @@ pub struct CardInfo {
     pub capability: (i32, i32),
 }
 
+impl CardInfo {
+    /// Whether it runs what is written for Hopper alone.
+    pub fn is_hopper(&self) -> bool {
+        self.capability == (9, 0)
+    }
+}
+
 fn initialise() -> Result<(), Error> {
     static DONE: OnceLock<Result<(), String>> = OnceLock::new();
     let done = DONE.get_or_init(|| {

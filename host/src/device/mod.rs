@@ -6,6 +6,7 @@
 mod cuda;
 mod emulated;
 mod pinned;
+mod tensor;
 mod timing;
 
 use std::marker::PhantomData;
@@ -16,6 +17,7 @@ use cuda_std::{Global, GlobalMut, Kernel};
 
 pub use cuda::{CardInfo, PTX, cards};
 pub use pinned::Pinned;
+pub use tensor::TensorMaps;
 pub use timing::{Graph, Timer};
 
 use crate::Error;
@@ -198,6 +200,11 @@ impl Device {
             Kind::Cuda(cuda) => cuda.is_hopper(),
             Kind::Emulator(_) => true,
         }
+    }
+
+    /// Whether it is the emulator.
+    pub fn is_emulator(&self) -> bool {
+        matches!(&*self.0, Kind::Emulator(_))
     }
 
     /// Waits until everything enqueued is done.

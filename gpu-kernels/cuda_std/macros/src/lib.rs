@@ -6,15 +6,16 @@ use syn::parse::{Parse, ParseStream};
 use syn::spanned::Spanned;
 use syn::{Error, Expr, FnArg, Ident, ItemFn, Pat, ReturnType, Safety, Token, Type, Visibility};
 
-/// What stands between the parentheses of `#[kernel(threads = 256, min_blocks = 2)]`.
+/// What stands between the parentheses of `#[kernel(threads = 256, min_blocks = 2, cluster = 2)]`.
 struct Bounds {
     threads: Expr,
     min_blocks: Option<Expr>,
+    cluster: Option<Expr>,
 }
 
 impl Parse for Bounds {
     fn parse(input: ParseStream) -> syn::Result<Self> {
-        let (mut threads, mut min_blocks) = (None, None);
+        let (mut threads, mut min_blocks, mut cluster) = (None, None, None);
         while !input.is_empty() {
             let name: Ident = input.parse()?;
             input.parse::<Token![=]>()?;
@@ -22,7 +23,8 @@ impl Parse for Bounds {
             match name.to_string().as_str() {
                 "threads" => threads = Some(value),
                 "min_blocks" => min_blocks = Some(value),
-                _ => return Err(Error::new(name.span(), "expected `threads` or `min_blocks`")),
+                "cluster" => cluster = Some(value),
+                _ => return Err(Error::new(name.span(), "expected `threads`, `min_blocks` or `cluster`")),
             }
             if !input.is_empty() {
                 input.parse::<Token![,]>()?;
@@ -30,21 +32,21 @@ impl Parse for Bounds {
         }
         let threads =
             threads.ok_or_else(|| input.error("a kernel names its block size: `#[kernel(threads = 256)]`"))?;
-        Ok(Self { threads, min_blocks })
+        Ok(Self { threads, min_blocks, cluster })
     }
 }
 
 /// Makes an `unsafe fn` with one parameter block into a kernel.
 ///
-/// `threads` is the block size, `min_blocks` (optional) how many blocks a multiprocessor must be able to hold at once;
-/// both are constant expressions. The function takes exactly one `#[repr(C)]`, `Copy` parameter block by value, aligned
+/// `threads` is the block size, `min_blocks` (optional) how many blocks a multiprocessor must be able to hold at once,
+/// `cluster` (optional, sm_90 on) how many blocks make a cluster; all are constant expressions. The function takes exactly one `#[repr(C)]`, `Copy` parameter block by value, aligned
 /// to at most 16 bytes, and returns nothing.
 ///
 /// What must hold for a launch is said by the parameter block's own documentation, so none is asked of the function.
 ///
 /// On the device it becomes an entry point of its own name. The bounds are left in the PTX as a comment
-/// (`//@launch_bounds name threads min_blocks`, 0 for no minimum) that the build step turns into `.maxntid` and
-/// `.minnctapersm`. On the host it stays a plain function. On both, a marker type of the same name implements
+/// (`//@launch_bounds name threads min_blocks cluster`, 0 for what is not asked) that the build step turns into `.maxntid`,
+/// `.minnctapersm` and `.reqnctapercluster`. On the host it stays a plain function. On both, a marker type of the same name implements
 /// `cuda_std::Kernel`, so a launch names its kernel as a type.
 #[proc_macro_attribute]
 pub fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
@@ -59,9 +61,10 @@ fn expand(bounds: Bounds, function: ItemFn) -> syn::Result<TokenStream> {
     let name = &sig.ident;
     let text = name.to_string();
     let docs: Vec<_> = attrs.iter().filter(|a| a.path().is_ident("doc")).collect();
-    let Bounds { threads, min_blocks } = bounds;
-    let min_blocks = min_blocks.map_or_else(|| quote!(0), |blocks| quote!(#blocks));
-    let comment = format!("//@launch_bounds {text} {{}} {{}}");
+    let Bounds { threads, min_blocks, cluster } = bounds;
+    let or_zero = |value: Option<Expr>| value.map_or_else(|| quote!(0), |value| quote!(#value));
+    let (min_blocks, cluster) = (or_zero(min_blocks), or_zero(cluster));
+    let comment = format!("//@launch_bounds {text} {{}} {{}} {{}}");
     let too_aligned = format!("the parameter block of `{text}` is aligned to more than 16 bytes");
     let argument = format_ident!("params");
 
@@ -73,7 +76,7 @@ fn expand(bounds: Bounds, function: ItemFn) -> syn::Result<TokenStream> {
         #vis unsafe extern "ptx-kernel" fn #name(#parameter) #block
 
         #[cfg(target_arch = "nvptx64")]
-        ::core::arch::global_asm!(#comment, const #threads, const #min_blocks);
+        ::core::arch::global_asm!(#comment, const #threads, const #min_blocks, const #cluster);
 
         #(#attrs)*
         #[allow(clippy::missing_safety_doc)]

@@ -18,6 +18,8 @@ pub enum Meeting {
     Elect,
     Mma,
     Ldmatrix,
+    Stmatrix,
+    Wgmma,
 }
 
 impl Meeting {
@@ -34,6 +36,8 @@ impl Meeting {
             Meeting::Elect => "elect",
             Meeting::Mma => "mma",
             Meeting::Ldmatrix => "ldmatrix",
+            Meeting::Stmatrix => "stmatrix",
+            Meeting::Wgmma => "wgmma",
         }
     }
 }
@@ -154,12 +158,32 @@ pub fn barrier(id: u32, count: Option<u32>, site: Site) {
     if count.is_none() && block.exited > 0 {
         diverged(world, first..first + threads as usize);
     }
-    let barrier = &mut block.barriers[id as usize];
+    gather(id as usize, wanted, site);
+}
+
+/// The first of the places behind the barriers that a kernel can name, where a block's warpgroups meet.
+const WARPGROUPS: usize = 16;
+/// Places where lanes of a block can meet.
+pub const PLACES: usize = WARPGROUPS + 8;
+
+/// The warpgroup is done together with what it began together: whoever of its lanes goes on knows of the others' share.
+pub fn meet_warpgroup(site: Site) {
+    let world = world();
+    let lane = world.current;
+    world.lanes[lane].state = State::Meeting(Meeting::Wgmma, site);
+    gather(WARPGROUPS + world.thread() as usize / 128, 128, site);
+}
+
+/// Waits for `wanted` lanes at one of the places of the block.
+fn gather(place: usize, wanted: u32, site: Site) {
+    let world = world();
+    let lane = world.current;
+    let barrier = &mut world.block().barriers[place];
     if barrier.arrived.is_empty() {
         barrier.count = wanted;
     } else if barrier.count != wanted {
         let others = barrier.count;
-        misuse(site, format!("barrier {id} is for {wanted} lanes here, but {others} for those that wait at it"));
+        misuse(site, format!("barrier {place} is for {wanted} lanes here, but {others} for those that wait at it"));
     }
     barrier.arrived.push(lane);
     if barrier.arrived.len() < wanted as usize {

@@ -13,7 +13,7 @@ use super::world::{Block, SHARED_BASE, Site, State, World, misuse, suspend, worl
 
 /// A copy in flight.
 #[derive(Clone, Copy)]
-struct Copy {
+pub struct Copy {
     destination: Address,
     source: Address,
     bytes: usize,
@@ -34,9 +34,9 @@ struct Group {
     moved: bool,
 }
 
-/// A copy that completes on an mbarrier.
+/// What completes on an mbarrier at once: a copy, or the pieces of a tile.
 pub struct Flight {
-    copy: Copy,
+    copies: Vec<Copy>,
     /// The place of its block among the resident ones.
     slot: usize,
     barrier: u32,
@@ -57,7 +57,7 @@ pub struct Mbarrier {
 }
 
 /// Checks a copy and marks its bytes.
-fn start(destination: Address, source: Address, bytes: u32, site: Site) -> Copy {
+pub fn start(destination: Address, source: Address, bytes: u32, site: Site) -> Copy {
     let len = bytes as usize;
     let world = world();
     if len == 0 || !len.is_multiple_of(16) {
@@ -85,7 +85,7 @@ pub fn fence_proxy_async() {
 impl World {
     /// The copy engine must see what it reads from shared memory: each writer fenced its writes, or the lane that
     /// starts the copy did after it learned of them.
-    fn check_proxy(&mut self, source: Address, len: usize, site: Site) {
+    pub fn check_proxy(&mut self, source: Address, len: usize, site: Site) {
         let (slot, current, engine) = (self.slot(), self.current, self.launch.threads);
         let Block { shared, proxied, .. } = &mut self.blocks[slot];
         let fence = &self.lanes[current].proxied;
@@ -161,11 +161,13 @@ impl World {
         let block = &mut self.blocks[flight.slot];
         block.engine += 1;
         let (name, epoch) = (Name::new(block.linear, self.launch.threads), block.engine);
-        self.move_bytes(&flight.copy, flight.slot, name, epoch);
-        self.settle(&flight.copy, flight.slot, Mode::CopyWrite, name, epoch);
+        for copy in &flight.copies {
+            self.move_bytes(copy, flight.slot, name, epoch);
+            self.settle(copy, flight.slot, Mode::CopyWrite, name, epoch);
+        }
         let threads = self.launch.threads as usize;
         if let Some(barrier) = self.blocks[flight.slot].mbarriers.get_mut(&flight.barrier) {
-            barrier.bytes -= flight.copy.bytes as i64;
+            barrier.bytes -= flight.copies.iter().map(|copy| copy.bytes as i64).sum::<i64>();
             barrier.arriving.join(&flight.counts);
             barrier.arriving.join(&Counts::of(name, epoch, threads + 1));
         }
@@ -273,7 +275,11 @@ pub fn mbarrier_wait(address: u32, parity: u32, site: Site) {
 }
 
 pub fn bulk_to_shared(destination: u32, source: u64, bytes: u32, address: u32, site: Site) {
-    let copy = start(Address::Shared(destination), Address::Global(source), bytes, site);
+    launch_flight(vec![start(Address::Shared(destination), Address::Global(source), bytes, site)], address, site);
+}
+
+/// Puts copies that were started on their way; they complete on the barrier at `address`.
+pub fn launch_flight(copies: Vec<Copy>, address: u32, site: Site) {
     let world = world();
     world.mbarrier(address, site);
     let mut counts = Counts::default();
@@ -281,7 +287,7 @@ pub fn bulk_to_shared(destination: u32, source: u64, bytes: u32, address: u32, s
     lane.clock.publish(&mut counts);
     lane.clock.count += 1;
     let slot = world.slot();
-    world.flights.push(Flight { copy, slot, barrier: address, counts });
+    world.flights.push(Flight { copies, slot, barrier: address, counts });
 }
 
 /// Which groups of a lane.
@@ -334,5 +340,5 @@ pub fn unfinished(world: &mut World, slot: usize) -> Option<(Site, &'static str)
         return own;
     }
     let flight = world.flights.iter().find(|flight| flight.slot == slot);
-    flight.map(|flight| (flight.copy.site, "a bulk copy"))
+    flight.and_then(|flight| flight.copies.first()).map(|copy| (copy.site, "a bulk copy"))
 }

@@ -26,6 +26,8 @@ mod race;
 mod schedule;
 mod stack;
 pub(crate) mod target;
+mod tensor;
+mod wgmma;
 mod world;
 
 use std::rc::Rc;

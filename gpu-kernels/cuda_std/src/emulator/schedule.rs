@@ -15,6 +15,7 @@ use super::copies::{self, Groups};
 use super::error::EmulatorError;
 use super::memory::Allocation;
 use super::stack::LaneStack;
+use super::wgmma::Products;
 use super::world::{Block, Entered, Fiber, Lane, Region, Rng, SHARED_BASE, State, World, world};
 use super::{Launch, Report};
 
@@ -80,6 +81,7 @@ impl World {
                     proxied: None,
                     async_copies: Groups::default(),
                     bulk_stores: Groups::default(),
+                    products: Products::default(),
                 });
             }
             debug_assert_eq!(world.lanes.len(), (slot + 1) * threads);
@@ -125,6 +127,7 @@ impl World {
             place.proxied = None;
             place.async_copies = Groups::default();
             place.bulk_stores = Groups::default();
+            place.products = Products::default();
             self.wake(lane);
         }
         true

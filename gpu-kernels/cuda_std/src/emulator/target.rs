@@ -7,6 +7,7 @@ use super::collective::{self, Meeting};
 use super::copies;
 use super::race::Mode;
 use super::world::{SHARED_BASE, misuse, suspend, world};
+use super::{tensor, wgmma};
 use crate::atomic::Scope;
 
 pub fn thread_idx_x() -> u32 {
@@ -150,6 +151,30 @@ pub unsafe fn ldmatrix_x4_trans(row: u32) -> [u32; 4] {
     })
 }
 
+#[track_caller]
+pub unsafe fn stmatrix_x4(row: u32, words: [u32; 4]) {
+    let lane = world().thread() as usize % 32;
+    let site = Location::caller();
+    let rows = collective::meet(Meeting::Stmatrix, [row], site);
+    for (matrix, word) in words.into_iter().enumerate() {
+        let row = rows[matrix * 8 + lane / 4][0];
+        access::store(Address::Shared(row + lane as u32 % 4 * 4), word, site);
+    }
+}
+
+#[track_caller]
+pub unsafe fn stmatrix_x4_trans(row: u32, words: [u32; 4]) {
+    let lane = world().thread() as usize % 32;
+    let site = Location::caller();
+    let rows = collective::meet(Meeting::Stmatrix, [row], site);
+    for (matrix, word) in words.into_iter().enumerate() {
+        for (next, half) in [word as u16, (word >> 16) as u16].into_iter().enumerate() {
+            let row = rows[matrix * 8 + lane % 4 * 2 + next][0];
+            access::store(Address::Shared(row + lane as u32 / 4 * 2), half, site);
+        }
+    }
+}
+
 pub fn dynamic_shared() -> u32 {
     SHARED_BASE
 }
@@ -243,6 +268,13 @@ pub unsafe fn mbarrier_arrive(barrier: u32) {
 }
 
 #[track_caller]
+pub unsafe fn mbarrier_arrive_if(barrier: u32, condition: bool) {
+    if condition {
+        copies::mbarrier_arrive(barrier, 0, Location::caller());
+    }
+}
+
+#[track_caller]
 pub unsafe fn mbarrier_arrive_expect_tx(barrier: u32, bytes: u32) {
     copies::mbarrier_arrive(barrier, bytes, Location::caller());
 }
@@ -285,6 +317,91 @@ pub fn bulk_wait_read<const PENDING: usize>() {
 pub fn bulk_wait<const PENDING: usize>() {
     copies::wait(|lane| &mut lane.bulk_stores, PENDING, true);
 }
+
+/// A map that the emulator reads is visible once it is in memory.
+pub unsafe fn tensor_acquire(_map: u64) {}
+
+#[track_caller]
+pub unsafe fn tensor_load(destination: u32, map: u64, x: u32, y: u32, barrier: u32) {
+    tensor::load(destination, map, [x, y], barrier, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn tensor_load_multicast(destination: u32, map: u64, x: u32, y: u32, barrier: u32, blocks: u16) {
+    tensor::load_multicast(destination, map, [x, y], barrier, blocks, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn tensor_store(map: u64, x: u32, y: u32, source: u32) {
+    tensor::store(map, [x, y], source, Location::caller());
+}
+
+pub fn cluster_rank() -> u32 {
+    0
+}
+
+#[track_caller]
+pub fn cluster_sync() {
+    collective::barrier(0, None, Location::caller());
+}
+
+pub fn cluster_map(address: u32, _rank: u32) -> u32 {
+    address
+}
+
+#[track_caller]
+pub unsafe fn cluster_arrive_if(barrier: u32, condition: bool) {
+    if condition {
+        copies::mbarrier_arrive(barrier, 0, Location::caller());
+    }
+}
+
+pub fn wgmma_declare() {}
+
+pub fn wgmma_fence() {}
+
+pub fn wgmma_commit() {
+    wgmma::commit();
+}
+
+#[track_caller]
+pub fn wgmma_wait<const PENDING: u64>() {
+    wgmma::wait(PENDING as usize, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn wgmma_n256(a: u32, b: u32, keep: bool) {
+    wgmma::from_shared(a, b, 256, keep, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn wgmma_n128(a: u32, b: u32, keep: bool) {
+    wgmma::from_shared(a, b, 128, keep, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
+    wgmma::from_registers(STEP, b, 128, 64, keep, Location::caller());
+}
+
+#[track_caller]
+pub fn wgmma_set_fragment<const I: usize>(low: f32, high: f32) {
+    wgmma::set_fragment(I, pack_bf16(low, high), Location::caller());
+}
+
+#[track_caller]
+pub fn wgmma_get<const I: usize>() -> f32 {
+    *wgmma::accumulator(I, Location::caller())
+}
+
+#[track_caller]
+pub fn wgmma_set<const I: usize>(value: f32) {
+    *wgmma::accumulator(I, Location::caller()) = value;
+}
+
+pub fn take_registers<const COUNT: u32>() {}
+
+pub fn give_registers<const COUNT: u32>() {}
 
 /// Subnormals are zero, as `.ftz` has it.
 fn flush(x: f32) -> f32 {

@@ -10,12 +10,13 @@ use std::sync::Arc;
 use corosensei::{Coroutine, Yielder};
 
 use super::clock::{Base, Clock, Counts, Name};
-use super::collective::{Meeting, NamedBarrier, Warp};
+use super::collective::{Meeting, NamedBarrier, PLACES, Warp};
 use super::copies::{Flight, Groups, Mbarrier};
 use super::error::{self, Access, EmulatorError};
 use super::memory::Allocation;
 use super::race::{Mode, Past, Shadow};
 use super::stack::LaneStack;
+use super::wgmma::Products;
 use super::{Launch, Report};
 
 pub type Site = &'static Location<'static>;
@@ -61,6 +62,7 @@ pub struct Lane {
     pub proxied: Option<Clock>,
     pub async_copies: Groups,
     pub bulk_stores: Groups,
+    pub products: Products,
 }
 
 /// A resident block.
@@ -68,7 +70,7 @@ pub struct Block {
     pub index: [u32; 3],
     pub linear: u32,
     pub shared: Region,
-    pub barriers: [NamedBarrier; 16],
+    pub barriers: [NamedBarrier; PLACES],
     pub mbarriers: HashMap<u32, Mbarrier>,
     /// Epoch of the block's copy engine.
     pub engine: u32,

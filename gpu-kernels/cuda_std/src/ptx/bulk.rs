@@ -17,6 +17,15 @@ pub unsafe fn mbarrier_arrive(barrier: u32) {
 }
 
 #[inline(always)]
+pub unsafe fn mbarrier_arrive_if(barrier: u32, condition: bool) {
+    // SAFETY: the caller's.
+    unsafe {
+        asm!("{{ .reg .pred p; setp.ne.u32 p, {c}, 0; @p mbarrier.arrive.shared::cta.b64 _, [{b}]; }}",
+            c = in(reg32) u32::from(condition), b = in(reg32) barrier, options(nostack));
+    }
+}
+
+#[inline(always)]
 pub unsafe fn mbarrier_arrive_expect_tx(barrier: u32, bytes: u32) {
     // SAFETY: the caller's.
     unsafe {

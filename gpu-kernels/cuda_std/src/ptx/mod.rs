@@ -14,11 +14,19 @@ pub mod atomic;
 mod bulk;
 mod collective;
 mod memory;
+#[cfg(cuda_arch = "sm_90a")]
+mod tensor;
+#[cfg(cuda_arch = "sm_90a")]
+mod wgmma;
 
 #[cfg(cuda_arch = "sm_90a")]
 pub use bulk::*;
 pub use collective::*;
 pub use memory::*;
+#[cfg(cuda_arch = "sm_90a")]
+pub use tensor::*;
+#[cfg(cuda_arch = "sm_90a")]
+pub use wgmma::*;
 
 macro_rules! index {
     ($($name:ident $intrinsic:ident;)*) => {

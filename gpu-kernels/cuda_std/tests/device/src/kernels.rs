@@ -4,7 +4,11 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 use cuda_std::bulk::{self, Barrier};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::{Global, GlobalMut, async_copy, bf16, kernel, math, mma, shared, thread, warp};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+use cuda_std::{tensor, wgmma};
 
 /// Parameters of the kernels in these tests.
 #[repr(C)]
@@ -248,6 +252,73 @@ pub unsafe fn bulk_copies(p: Io) {
             bulk::copy_to_global(p.output.cast(), words.cast(), 1024);
             bulk::commit();
             bulk::wait_read::<0>();
+            bulk::wait::<0>();
+        }
+    }
+}
+
+/// Bytes of shared memory for [`warpgroup`]: tiles of A (64 rows) and B (128 rows), a barrier.
+pub const WARPGROUP_SHARED: u32 = 64 * 128 + 128 * 128 + 16;
+
+/// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup, whose first row of warps stores 16 x 16 of C as bf16 through shared memory. `input` is the
+/// address of three maps: A, B, and C, `[64, 64]` in tiles of 64 rows.
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[kernel(threads = 128, min_blocks = 1, cluster = 1)]
+pub unsafe fn warpgroup(p: Io) {
+    // SAFETY: the maps are there, and shared memory has room for their tiles.
+    unsafe {
+        wgmma::declare();
+        let maps = p.input.cast::<tensor::TensorMap>();
+        let a = shared::dynamic::<u8>(0);
+        let (b, barrier) = (a.at(64 * 128), Barrier::at(shared::dynamic(64 * 128 + 128 * 128)));
+        let lane = thread::thread_idx_x();
+        if lane == 0 {
+            barrier.init(1);
+            bulk::fence_init();
+        }
+        cluster::sync();
+        if lane < 32 && warp::elect() {
+            tensor::acquire(maps);
+            tensor::acquire(maps.at(1));
+            barrier.arrive_expect_tx(64 * 128 + 128 * 128);
+            tensor::load(a, maps, [0, 0], barrier);
+            tensor::load_multicast(b, maps.at(1), [0, 0], barrier, 1 << cluster::rank());
+        }
+        barrier.wait(0);
+        wgmma::take_registers::<200>();
+        let (first, second) = (wgmma::Operand::at(a), wgmma::Operand::at(b));
+        wgmma::set::<0>(0.0);
+        wgmma::fence();
+        wgmma::mma_n128(first, second, false);
+        wgmma::mma_n128(first.advance(32), second.advance(32), true);
+        wgmma::mma_n128(first.advance(64), second.advance(64), true);
+        wgmma::mma_n128(first.advance(96), second.advance(96), true);
+        wgmma::commit();
+        wgmma::wait::<0>();
+        // The next phase, for which nobody waits.
+        PeerBarrier::new(barrier, 0).arrive_if(lane == 0);
+        let words = [
+            math::pack_bf16(wgmma::get::<0>(), wgmma::get::<1>()),
+            math::pack_bf16(wgmma::get::<2>(), wgmma::get::<3>()),
+            math::pack_bf16(wgmma::get::<4>(), wgmma::get::<5>()),
+            math::pack_bf16(wgmma::get::<6>(), wgmma::get::<7>()),
+        ];
+        // Over A, in the swizzle, and zeros in the rest.
+        let mut i = 0;
+        while i < 4 {
+            a.store16(((lane * 4 + i) * 16) as usize, [0; 4]);
+            i += 1;
+        }
+        thread::sync_threads();
+        let (warp, lane) = (lane / 32, lane % 32);
+        let offset = tensor::swizzled((warp * 16 + lane % 16) * 128 + lane / 16 * 16);
+        mma::stmatrix_x4(a.at(offset as usize), words);
+        bulk::fence_proxy_async();
+        thread::sync_threads();
+        if warp == 0 && lane == 0 {
+            tensor::acquire(maps.at(2));
+            tensor::store(maps.at(2), [0, 0], a);
+            bulk::commit();
             bulk::wait::<0>();
         }
     }

@@ -1,0 +1,63 @@
+//! Blocks that run side by side on neighbouring multiprocessors and reach each other's shared memory (sm_90a).
+//!
+//! The cluster's size is the kernel's, `#[kernel(threads = …, cluster = 2)]`. The emulator knows clusters of one block.
+
+use crate::bulk::Barrier;
+use crate::target;
+
+/// The block's number in its cluster (`%cluster_ctarank`).
+#[inline(always)]
+#[must_use]
+pub fn rank() -> u32 {
+    target::cluster_rank()
+}
+
+/// Waits until every lane of the cluster is here, or has ended (`barrier.cluster`).
+#[inline(always)]
+#[track_caller]
+pub fn sync() {
+    target::cluster_sync();
+}
+
+/// An mbarrier of some block of the cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerBarrier(u32);
+
+impl PeerBarrier {
+    /// The barrier at the place of `barrier` in block `rank` (`mapa.shared::cluster`).
+    #[inline(always)]
+    #[must_use]
+    pub fn new(barrier: Barrier, rank: u32) -> Self {
+        Self(target::cluster_map(barrier.place().addr(), rank))
+    }
+
+    /// The barrier `index` places of 8 bytes further.
+    #[inline(always)]
+    #[must_use]
+    pub const fn at(self, index: u32) -> Self {
+        Self(self.0 + index * 8)
+    }
+
+    /// One arrival (`mbarrier.arrive.shared::cluster.b64`).
+    ///
+    /// # Safety
+    /// As [`arrive_if`](Self::arrive_if).
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn arrive(self) {
+        // SAFETY: the caller's.
+        unsafe { self.arrive_if(true) }
+    }
+
+    /// One arrival, if `condition` (`mbarrier.arrive.shared::cluster.b64`, predicated: no branch that the compiler could grow).
+    /// It has the default semantics: with `.release.cluster` written out, the assembler puts a fence of the whole device before it.
+    ///
+    /// # Safety
+    /// The barrier was made, its block has not ended, and the phase expects the arrival.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn arrive_if(self, condition: bool) {
+        // SAFETY: the caller's.
+        unsafe { target::cluster_arrive_if(self.0, condition) }
+    }
+}

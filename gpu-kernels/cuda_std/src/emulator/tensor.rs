@@ -1,0 +1,72 @@
+//! Copies of tiles, from plain descriptions of matrices: chunks of 16 bytes, each to its place in the swizzle.
+
+use std::sync::OnceLock;
+
+use super::access::Address;
+use super::copies::{Copy, launch_flight, start, start_grouped};
+use super::memory::Buffer;
+use super::race::Mode;
+use super::world::{SHARED_BASE, Site, misuse, world};
+use crate::tensor::{Matrix, ROW, TensorMap, swizzled};
+
+const CHUNK: u32 = 16;
+
+/// What lies beyond an edge.
+fn zeros() -> Address {
+    static ZEROS: OnceLock<Buffer<u8>> = OnceLock::new();
+    Address::Global(
+        ZEROS.get_or_init(|| Buffer::from_slice(&[0; CHUNK as usize]).named("zeros beyond a matrix")).ptr().addr(),
+    )
+}
+
+fn matrix(map: u64, site: Site) -> Matrix {
+    let pointer = world().access(Address::Global(map), size_of::<TensorMap>(), 64, Mode::Read, true, site);
+    // SAFETY: checked just now.
+    let map = unsafe { pointer.cast::<TensorMap>().read() };
+    map.matrix().unwrap_or_else(|| misuse(site, "the address is not that of a tensor map for the emulator".to_string()))
+}
+
+/// The chunks of the tile at `x`, `y`: offset in the tile, and address in the matrix if within it.
+fn chunks(matrix: &Matrix, [x, y]: [u32; 2], shared: u32, site: Site) -> Vec<(u32, Option<u64>)> {
+    if !(shared - SHARED_BASE).is_multiple_of(1024) {
+        misuse(site, format!("a tile at shared offset {}: not a multiple of 1,024", shared - SHARED_BASE));
+    }
+    let chunk = |i: u32| {
+        let row = u64::from(y) + u64::from(i * CHUNK / (ROW * 2));
+        // Rows are whole chunks.
+        let column = u64::from(x) + u64::from(i * CHUNK % (ROW * 2) / 2);
+        let within = row < matrix.rows && column < matrix.columns;
+        (swizzled(i * CHUNK), within.then(|| matrix.address + (row * matrix.columns + column) * 2))
+    };
+    (0..matrix.tile_rows * ROW * 2 / CHUNK).map(chunk).collect()
+}
+
+pub fn load(destination: u32, map: u64, at: [u32; 2], barrier: u32, site: Site) {
+    let copies: Vec<Copy> = chunks(&matrix(map, site), at, destination, site)
+        .into_iter()
+        .map(|(offset, source)| {
+            let source = source.map_or_else(zeros, Address::Global);
+            start(Address::Shared(destination + offset), source, CHUNK, site)
+        })
+        .collect();
+    launch_flight(copies, barrier, site);
+}
+
+pub fn load_multicast(destination: u32, map: u64, at: [u32; 2], barrier: u32, blocks: u16, site: Site) {
+    if blocks != 1 {
+        misuse(
+            site,
+            format!("a copy into the blocks {blocks:#b} of a cluster: the emulator has clusters of one block"),
+        );
+    }
+    load(destination, map, at, barrier, site);
+}
+
+pub fn store(map: u64, at: [u32; 2], source: u32, site: Site) {
+    for (offset, destination) in chunks(&matrix(map, site), at, source, site) {
+        if let Some(destination) = destination {
+            let (destination, source) = (Address::Global(destination), Address::Shared(source + offset));
+            start_grouped(|lane| &mut lane.bulk_stores, destination, source, CHUNK, site);
+        }
+    }
+}

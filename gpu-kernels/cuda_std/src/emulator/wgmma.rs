@@ -1,0 +1,152 @@
+//! Products of a warpgroup. Each lane does its own share when it waits for it, as late as it may be: a slot of shared memory
+//! that is given back too early is then being written.
+
+use super::access::Address;
+use super::collective::{self, Meeting};
+use super::race::Mode;
+use super::world::{Site, World, misuse, world};
+use crate::wgmma::{ACCUMULATORS, FRAGMENTS};
+
+/// Products along the sum of one instruction.
+const DEPTH: usize = 16;
+
+/// What a lane has of the warpgroup's products.
+#[derive(Default)]
+pub struct Products {
+    /// Most kernels have none.
+    accumulators: Option<Box<[f32; ACCUMULATORS]>>,
+    fragments: [u32; FRAGMENTS],
+    open: Vec<Product>,
+    committed: Vec<Vec<Product>>,
+}
+
+impl Products {
+    /// Those that were not waited for.
+    fn under_way(&self) -> impl Iterator<Item = &Product> {
+        self.open.iter().chain(self.committed.iter().flatten())
+    }
+
+    fn accumulator(&mut self, i: usize) -> &mut f32 {
+        &mut self.accumulators.get_or_insert_with(|| Box::new([f32::NAN; ACCUMULATORS]))[i]
+    }
+}
+
+/// One product that was not waited for.
+struct Product {
+    a: Rows,
+    b: u32,
+    columns: u32,
+    first: usize,
+    keep: bool,
+    site: Site,
+}
+
+/// The two rows of A that a lane multiplies.
+enum Rows {
+    /// In shared memory, by its descriptor.
+    Shared(u32),
+    /// The fragments of this step, as the warp's lanes had them.
+    Registers(usize, [[f32; DEPTH]; 2]),
+}
+
+impl World {
+    /// `DEPTH` elements of row `row` of an operand.
+    fn operand(&mut self, descriptor: u32, row: u32, site: Site) -> [f32; DEPTH] {
+        let start = (descriptor & 0x3fff) * 16 + row * 128;
+        let mut out = [0.0; DEPTH];
+        for half in 0..2 {
+            let address = start + half * 16;
+            // The swizzle permutes the chunks of a row by bits of the address itself.
+            let address = Address::Shared(address ^ ((address >> 7 & 7) << 4));
+            self.check_proxy(address, 16, site);
+            let pointer = self.access(address, 16, 16, Mode::Read, true, site);
+            // SAFETY: checked just now.
+            let words = unsafe { pointer.cast::<[u16; 8]>().read() };
+            for (i, word) in words.into_iter().enumerate() {
+                out[half as usize * 8 + i] = f32::from_bits(u32::from(word) << 16);
+            }
+        }
+        out
+    }
+
+    fn multiply(&mut self, product: &Product) {
+        let Product { ref a, b, columns, first, keep, site } = *product;
+        let (lane, warp) = (self.thread() % 32, self.thread() / 32 % 4);
+        let rows = match a {
+            Rows::Registers(_, rows) => *rows,
+            Rows::Shared(a) => [0, 8].map(|more| self.operand(*a, warp * 16 + lane / 4 + more, site)),
+        };
+        for column in 0..columns / 4 {
+            // A lane has two columns of every eight.
+            let n = column / 2 * 8 + lane % 4 * 2 + column % 2;
+            let b = self.operand(b, n, site);
+            for (half, a) in rows.iter().enumerate() {
+                let at = first + (column / 2 * 4 + column % 2) as usize + half * 2;
+                let c = self.lane().products.accumulator(at);
+                let mut sum = if keep { *c } else { 0.0 };
+                for (a, b) in a.iter().zip(&b) {
+                    sum += a * b;
+                }
+                *c = sum;
+            }
+        }
+    }
+}
+
+fn start(product: Product) {
+    world().lane().products.open.push(product);
+}
+
+pub fn from_shared(a: u32, b: u32, columns: u32, keep: bool, site: Site) {
+    collective::meet(Meeting::Wgmma, [a, b], site);
+    start(Product { a: Rows::Shared(a), b, columns, first: 0, keep, site });
+}
+
+pub fn from_registers(step: usize, b: u32, columns: u32, first: usize, keep: bool, site: Site) {
+    let world = world();
+    let lane = world.thread() as usize % 32;
+    let fragments = &world.lane().products.fragments;
+    let a = [0, 1, 2, 3].map(|word| fragments[step * 4 + word]);
+    let table = collective::meet(Meeting::Wgmma, a, site);
+    let mut rows = [[0.0; DEPTH]; 2];
+    for (row, values) in rows.iter_mut().enumerate() {
+        for (k, value) in values.iter_mut().enumerate() {
+            let word = table[lane / 4 * 4 + k % 8 / 2][k / 8 * 2 + row];
+            *value = f32::from_bits(if k % 2 == 0 { word << 16 } else { word & 0xffff_0000 });
+        }
+    }
+    start(Product { a: Rows::Registers(step, rows), b, columns, first, keep, site });
+}
+
+pub fn commit() {
+    let products = &mut world().lane().products;
+    let group = std::mem::take(&mut products.open);
+    products.committed.push(group);
+}
+
+pub fn wait(pending: usize, site: Site) {
+    let world = world();
+    let committed = &mut world.lane().products.committed;
+    let done = committed.len().saturating_sub(pending);
+    let groups: Vec<Vec<Product>> = committed.drain(..done).collect();
+    groups.iter().flatten().for_each(|product| world.multiply(product));
+    collective::meet_warpgroup(site);
+}
+
+/// The accumulator, which no product may be using.
+pub fn accumulator(i: usize, site: Site) -> &'static mut f32 {
+    let products = &mut world().lane().products;
+    let uses = |p: &Product| (p.first..p.first + p.columns as usize / 2).contains(&i);
+    if products.under_way().any(uses) {
+        misuse(site, format!("accumulator {i} is used before the product that it is part of was waited for"));
+    }
+    products.accumulator(i)
+}
+
+pub fn set_fragment(i: usize, word: u32, site: Site) {
+    let products = &mut world().lane().products;
+    if products.under_way().any(|p| matches!(p.a, Rows::Registers(step, _) if step == i / 4)) {
+        misuse(site, format!("fragment {i} is written before the product that reads it was waited for"));
+    }
+    products.fragments[i] = word;
+}

@@ -1,0 +1,119 @@
+//! Copies of tiles of a matrix between global and shared memory, by the copy engine (sm_90a).
+//!
+//! A [`TensorMap`] says where a matrix of bf16 lies and what a tile of it is. A tile is rows of 64 elements, 128 bytes each, and lands
+//! in shared memory row after row in the 128-byte swizzle that `wgmma` reads without bank conflicts: the 16-byte chunk `c` of
+//! row `r` lies at chunk `c ^ (r % 8)` of that row ([`swizzled`]). What lies beyond the matrix's edge is read as zeros, and not written.
+//!
+//! Under the emulator a map holds a plain description in place of the driver's encoding, and the copies are done from that.
+
+use crate::Global;
+use crate::bulk::Barrier;
+use crate::shared::Shared;
+use crate::target;
+
+/// Elements in a row of a tile.
+pub const ROW: u32 = 64;
+
+/// A tensor map as the copy engine reads it; made by the driver (or [`TensorMap::emulated`]), opaque here. Kernels take its address.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Debug)]
+pub struct TensorMap(pub [u64; 16]);
+
+/// A matrix of bf16 and its tiles: what a [`TensorMap`] is made from.
+#[cfg(not(target_arch = "nvptx64"))]
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix {
+    /// Address of the first element, a multiple of 16.
+    pub address: u64,
+    /// Rows, one after another in memory.
+    pub rows: u64,
+    /// Elements of a row, a multiple of 8.
+    pub columns: u64,
+    /// Rows of a tile, at most 256; it has [`ROW`] columns.
+    pub tile_rows: u32,
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl TensorMap {
+    /// Marks a map as one of the emulator's.
+    const EMULATED: u64 = 0x656d_756c_6174_6564;
+
+    /// The map that the emulator reads.
+    #[must_use]
+    pub fn emulated(matrix: &Matrix) -> Self {
+        let Matrix { address, rows, columns, tile_rows } = *matrix;
+        let mut words = [0; 16];
+        words[..5].copy_from_slice(&[Self::EMULATED, address, rows, columns, u64::from(tile_rows)]);
+        Self(words)
+    }
+
+    /// The matrix of an emulator's map.
+    #[must_use]
+    pub fn matrix(&self) -> Option<Matrix> {
+        let [mark, address, rows, columns, tile_rows, ..] = self.0;
+        (mark == Self::EMULATED).then_some(Matrix { address, rows, columns, tile_rows: tile_rows as u32 })
+    }
+}
+
+/// Where byte `offset` of a tile lies, from its start: the 16-byte chunks of a row are permuted by the row's number.
+#[inline(always)]
+#[must_use]
+pub const fn swizzled(offset: u32) -> u32 {
+    offset ^ ((offset >> 7 & 7) << 4)
+}
+
+/// Makes a map that the host wrote to device memory visible to the copies of this lane
+/// (`fence.proxy.tensormap::generic.acquire.gpu`).
+///
+/// # Safety
+/// `map` is the address of a map, a multiple of 64.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn acquire(map: Global<TensorMap>) {
+    // SAFETY: the caller's.
+    unsafe { target::tensor_acquire(map.addr()) }
+}
+
+/// Starts a copy of the tile at column `x`, row `y`, whose bytes count towards `barrier`
+/// (`cp.async.bulk.tensor.2d`). One lane issues it. All bytes of a tile count, beyond the edge or not.
+///
+/// # Safety
+/// `map` was [`acquire`]d; `destination` is a multiple of 1,024 with room for the tile; the matrix is not written, nor
+/// the destination used, before the phase has ended.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load<T>(destination: Shared<T>, map: Global<TensorMap>, [x, y]: [u32; 2], barrier: Barrier) {
+    // SAFETY: the caller's.
+    unsafe { target::tensor_load(destination.addr(), map.addr(), x, y, barrier.place().addr()) }
+}
+
+/// As [`load`] into every block of the cluster whose bit is set in `blocks`, at the same place and towards the same barrier in each
+/// (`.multicast::cluster`). The emulator has no clusters, and takes 1 alone.
+///
+/// # Safety
+/// As [`load`], for each of the blocks.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_multicast<T>(
+    destination: Shared<T>,
+    map: Global<TensorMap>,
+    [x, y]: [u32; 2],
+    barrier: Barrier,
+    blocks: u16,
+) {
+    // SAFETY: the caller's.
+    unsafe { target::tensor_load_multicast(destination.addr(), map.addr(), x, y, barrier.place().addr(), blocks) }
+}
+
+/// Starts the copy of a tile to column `x`, row `y`, as part of the lane's open group
+/// ([`bulk::commit`](crate::bulk::commit), [`bulk::wait_read`](crate::bulk::wait_read)). What was written to the tile by ordinary stores
+/// was fenced by its writers ([`bulk::fence_proxy_async`](crate::bulk::fence_proxy_async)).
+///
+/// # Safety
+/// As [`load`], the other way; the source is not written before its group was waited for.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store<T>(map: Global<TensorMap>, [x, y]: [u32; 2], source: Shared<T>) {
+    // SAFETY: the caller's.
+    unsafe { target::tensor_store(map.addr(), x, y, source.addr()) }
+}

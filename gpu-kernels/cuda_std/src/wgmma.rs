@@ -1,0 +1,160 @@
+//! Matrix products of a warpgroup, four warps together, from shared memory (`wgmma`, sm_90a).
+//!
+//! A warpgroup is four consecutive warps, the first a multiple of four. A product adds A · Bᵀ to accumulators: A is 64 rows, B is
+//! `n` rows, both 16 deep and bf16, C is 64 × `n` in f32. It runs beside what the warps do next:
+//!
+//! ```text
+//! fence()            before the first product on accumulators or registers that ordinary code wrote
+//! mma_…()            any number
+//! commit()           closes a group
+//! wait::<PENDING>()  until all but the newest groups are done
+//! ```
+//!
+//! # Accumulators
+//! A lane has [`ACCUMULATORS`] of them, by number. With `group = lane / 4` and `pair = lane % 4`, warp `w` of the warpgroup has rows `16 w + group`
+//! (the first of two) and that plus 8:
+//!
+//! | number | holds |
+//! |---|---|
+//! | `4 j`, `4 j + 1` | C\[group\]\[8 j + 2 pair\] and the next column |
+//! | `4 j + 2`, `4 j + 3` | C\[group + 8\]\[8 j + 2 pair\] and the next column |
+//!
+//! They are PTX registers that [`declare`] names and these functions use by name, as are the fragments of A. Operands of `asm!` would do, but rustc
+//! keeps an array of 128 partly in local memory, and computes fragments while products are under way; the assembler then runs
+//! products one after another (its warnings C7514 and C7513).
+//!
+//! Every function but [`get`], [`set`] and [`set_fragment`] is collective: all lanes of the warpgroup call it together. The emulator does a product when it is waited for.
+
+use crate::shared::Shared;
+use crate::target;
+
+/// Accumulators of a lane.
+pub const ACCUMULATORS: usize = 128;
+/// Words of A that a lane can hold: 128 along the sum.
+pub const FRAGMENTS: usize = 32;
+
+/// Rows of 128 bytes (64 bf16 along the sum) in shared memory, in the swizzle of [`tensor`](crate::tensor).
+#[derive(Clone, Copy, Debug)]
+pub struct Operand(u32);
+
+impl Operand {
+    /// Rows that begin at `rows`, a multiple of 1,024.
+    #[inline(always)]
+    #[must_use]
+    pub const fn at<T>(rows: Shared<T>) -> Self {
+        // In units of 16 bytes; the distance of groups of eight rows and the swizzle are in the upper word, always the same.
+        Self(1 << 16 | rows.addr() >> 4)
+    }
+
+    /// The same rows, `bytes` further: 32 for the next 16 of the sum, a multiple of 1,024 for other rows.
+    #[inline(always)]
+    #[must_use]
+    pub const fn advance(self, bytes: u32) -> Self {
+        Self(self.0 + bytes / 16)
+    }
+
+    /// The lower word of the matrix descriptor.
+    #[inline(always)]
+    #[must_use]
+    pub const fn word(self) -> u32 {
+        self.0
+    }
+}
+
+/// Names the accumulators and fragments: once in a kernel, at its start, outside every loop and branch.
+#[inline(always)]
+pub fn declare() {
+    target::wgmma_declare();
+}
+
+/// Orders the warpgroup's accesses to accumulators and operands in registers with the products that follow
+/// (`wgmma.fence.sync.aligned`).
+#[inline(always)]
+pub fn fence() {
+    target::wgmma_fence();
+}
+
+/// Closes the products since the last call into a group (`wgmma.commit_group.sync.aligned`).
+#[inline(always)]
+pub fn commit() {
+    target::wgmma_commit();
+}
+
+/// Waits until all but the `PENDING` newest groups are done (`wgmma.wait_group.sync.aligned`).
+#[inline(always)]
+#[track_caller]
+pub fn wait<const PENDING: u64>() {
+    target::wgmma_wait::<PENDING>();
+}
+
+/// `C = A · Bᵀ`, plus C if `keep`, in all accumulators: B has 256 rows (`wgmma.mma_async.sync.aligned.m64n256k16`).
+///
+/// # Safety
+/// Both operands are complete in shared memory, and not written before the product was waited for.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_n256(a: Operand, b: Operand, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_n256(a.0, b.0, keep) }
+}
+
+/// As [`mma_n256`] for B of 128 rows, in the lower 64 accumulators.
+///
+/// # Safety
+/// As [`mma_n256`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_n128(a: Operand, b: Operand, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_n128(a.0, b.0, keep) }
+}
+
+/// As [`mma_n256`] for B of 128 rows, in the upper 64 accumulators, with A in registers: the fragments `4 STEP` to `4 STEP + 3`.
+///
+/// # Safety
+/// As [`mma_n256`], for B.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_n128_upper<const STEP: usize>(b: Operand, keep: bool) {
+    const { assert!(4 * STEP < FRAGMENTS) };
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_n128_upper::<STEP>(b.0, keep) }
+}
+
+/// Gives fragment `I` a pair of bf16, rounded to nearest even: word `I % 4` of the 16 × 16 part of A that is the warp's in step `I / 4`, as
+/// [`mma`](crate::mma) has it. No product that uses it is under way.
+#[inline(always)]
+#[track_caller]
+pub fn set_fragment<const I: usize>(low: f32, high: f32) {
+    const { assert!(I < FRAGMENTS) };
+    target::wgmma_set_fragment::<I>(low, high);
+}
+
+/// Accumulator `I`. No product that uses it is under way.
+#[inline(always)]
+#[must_use]
+#[track_caller]
+pub fn get<const I: usize>() -> f32 {
+    const { assert!(I < ACCUMULATORS) };
+    target::wgmma_get::<I>()
+}
+
+/// Gives accumulator `I` a value. No product that uses it is under way.
+#[inline(always)]
+#[track_caller]
+pub fn set<const I: usize>(value: f32) {
+    const { assert!(I < ACCUMULATORS) };
+    target::wgmma_set::<I>(value);
+}
+
+/// Gives the warps of this warpgroup up to `COUNT` registers a lane, once others gave theirs up (`setmaxnreg.inc`).
+#[inline(always)]
+pub fn take_registers<const COUNT: u32>() {
+    target::take_registers::<COUNT>();
+}
+
+/// Leaves the warps of this warpgroup `COUNT` registers a lane (`setmaxnreg.dec`).
+#[inline(always)]
+pub fn give_registers<const COUNT: u32>() {
+    target::give_registers::<COUNT>();
+}

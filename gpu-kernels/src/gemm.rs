@@ -1,0 +1,427 @@
+//! Linear layers for many rows: `y[row, n] = Σ_k x[row, k] · w[n, k]` on Hopper's warpgroup products, for prompts. bf16 in, f32 sums.
+//!
+//! # Shape of the work
+//! A block of three warpgroups stays on its multiprocessor and takes tiles of [`TILE_ROWS`] = 128 rows × `N` = 128 or 256 features, one
+//! after another:
+//!
+//! ```text
+//! warpgroup 2   one lane: x [128 × 64] and w [N × 64] ──copy engine──► ring of slots in shared memory   (runs ahead, across tiles)
+//! warpgroup 0   rows 0..64   ┐ wgmma m64nNk16, four a slot, sums in N/2 registers a lane;
+//! warpgroup 1   rows 64..128 ┘ then the epilogue
+//! ```
+//!
+//! Tiles go down a band of [`Gemm::band`] tile rows before they go right, so that blocks which run at the same time share rows and features in L2. In
+//! the `_pair` kernels two neighbouring blocks take tiles one above the other, and each loads half of the features' tile for both.
+//! What lies beyond `n` or `x` arrives as zeros.
+//!
+//! Norms are folded into the products as [`norm`](crate::norm) says; [`row_scales`] makes the factors of rows from the sums of squares.
+//!
+//! # Epilogues
+//! | kernels | of the sums, times the row's factor |
+//! |---|---|
+//! | `gemm_qkv_*` | queries, keys and values: normalised, rotated, and put where attention reads them ([`qkv`](crate::qkv)) |
+//! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
+//! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
+//!
+//! The residual stream passes through the ring, too: after the last slot of a tile the producer fills slots with the tile's part of it, [`BOX`]
+//! features each, while the tensor cores still work. The epilogue adds in place, and the copy engine stores from there. (Read and
+//! written by plain accesses it cost 11 µs a tile, a quarter of the product with k = 4,096.)
+//!
+//! # Order
+//! An output is one chain over k in the tensor core's accumulator, whatever tile it is in: all kernels here agree bit for bit (tested).
+//!
+//! # Ladder
+//! 1. `linear`: 64 rows a launch, every strip reads the activations again. A third of the bandwidth, a twentieth of the tensor cores.
+//! 2. This.
+
+use cuda_std::bulk::{self, Barrier};
+use cuda_std::cluster::{self, PeerBarrier};
+use cuda_std::shared::{self, Shared};
+use cuda_std::tensor::{self, TensorMap};
+use cuda_std::wgmma::{self, Operand};
+use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
+
+use crate::norm::Norm;
+use crate::qkv::SplitHeads;
+
+/// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
+pub const TILE_ROWS: u32 = 128;
+/// Input features of a slot of the ring; the input size is a multiple of it.
+pub const DEPTH: u32 = tensor::ROW;
+/// Features of an output tile that is stored at a time; the output size is a multiple of it.
+pub const BOX: u32 = tensor::ROW;
+/// Features of a tile of weights.
+pub const WEIGHT_ROWS: u32 = 128;
+/// Threads of a block.
+pub const THREADS: u32 = 384;
+
+mod epilogue;
+
+use epilogue::{Add, Epilogue, Half, Qkv, SwiGlu, features};
+
+const GROUP: u32 = 128;
+/// Rows of a warpgroup.
+const GROUP_ROWS: u32 = 64;
+const X_BYTES: u32 = TILE_ROWS * DEPTH * 2;
+const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
+
+/// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` kernels an even number.
+/// Shared memory: [`Gemm::shared_bytes`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Gemm {
+    /// `x`, bf16 `[rows, k]`, in tiles of [`TILE_ROWS`] rows.
+    pub x: Global<TensorMap>,
+    /// The weights, bf16 `[n, k]`, in tiles of [`WEIGHT_ROWS`]; the gate's for `swiglu`.
+    pub weight: Global<TensorMap>,
+    /// The up projection's weights, likewise: `swiglu` alone.
+    pub up: Global<TensorMap>,
+    /// What is written in bf16, `[rows, n]` in tiles of 64 rows: by `swiglu` the activations, by `add` the scaled residual stream. Not used by `qkv`.
+    pub out: Global<TensorMap>,
+    /// `[rows]` what sums are multiplied by, or null for 1. Not used by `add`.
+    pub scales: Global<f32>,
+    /// What heads are made with and where they go, `qkv` alone; its `qkv` is not used.
+    pub heads: SplitHeads,
+    /// What `add` adds to: the residual stream, f32 `[rows, n]`, as rows of `2 n` bf16 in tiles of 64 rows.
+    pub residual: Global<TensorMap>,
+    /// `[rows, n / 16]` sums of squares of the residual stream: `add` alone.
+    pub squares: GlobalMut<f32>,
+    /// `[n]` the weight of the norm that comes next: `add` alone.
+    pub next_norm: Global<bf16>,
+    /// Rows.
+    pub m: u32,
+    /// Output features.
+    pub n: u32,
+    /// Input features.
+    pub k: u32,
+    /// Tile rows in a band.
+    pub band: u32,
+}
+
+impl Gemm {
+    /// Slots of the ring for tiles of `n` features.
+    const fn stages(n: u32) -> u32 {
+        if n == 256 { 4 } else { 6 }
+    }
+
+    const fn stage_bytes(n: u32) -> u32 {
+        X_BYTES + n * DEPTH * 2
+    }
+
+    /// Dynamic shared memory of a block with tiles of `n` features: the ring, two boxes of output for each warpgroup, barriers.
+    pub const fn shared_bytes(n: u32) -> u32 {
+        Self::stages(n) * (Self::stage_bytes(n) + 16) + 4 * BOX_BYTES
+    }
+}
+
+/// Slots that a producer fills and consumers free, and the barriers between them.
+#[derive(Clone, Copy)]
+struct Ring {
+    start: Shared<u8>,
+    full: Shared<u64>,
+    stages: u32,
+    stage_bytes: u32,
+    slot: u32,
+    parity: u32,
+}
+
+impl Ring {
+    fn slot(&self) -> Shared<u8> {
+        Shared::from_raw(self.start.addr() + self.slot * self.stage_bytes)
+    }
+
+    fn full(&self, slot: u32) -> Barrier {
+        Barrier::at(Shared::from_raw(self.full.addr() + slot * 8))
+    }
+
+    fn empty(&self, slot: u32) -> Barrier {
+        self.full(self.stages + slot)
+    }
+
+    fn advance(&mut self) {
+        self.slot += 1;
+        if self.slot == self.stages {
+            (self.slot, self.parity) = (0, self.parity ^ 1);
+        }
+    }
+}
+
+/// All tiles: which a block takes, and where they are.
+#[derive(Clone, Copy)]
+struct Tiles {
+    rows: u32,
+    columns: u32,
+    band: u32,
+    next: u32,
+    step: u32,
+}
+
+impl Iterator for Tiles {
+    /// (row of tiles, column of tiles)
+    type Item = (u32, u32);
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<(u32, u32)> {
+        let turn = self.next;
+        if turn >= self.rows * self.columns {
+            return None;
+        }
+        self.next += self.step;
+        let in_band = self.band * self.columns;
+        // SAFETY: there are tiles, so neither is zero; the launcher's band is not.
+        unsafe { core::hint::assert_unchecked(in_band != 0) };
+        let first = turn / in_band * self.band;
+        let height = self.band.min(self.rows - first);
+        // SAFETY: `first` is the first row of a band that has this tile.
+        unsafe { core::hint::assert_unchecked(height != 0) };
+        let within = turn % in_band;
+        Some((first + within % height, within / height))
+    }
+}
+
+/// One lane keeps the ring full.
+#[inline(always)]
+unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles, rank: u32) {
+    unsafe {
+        tensor::acquire(p.x);
+        tensor::acquire(p.weight);
+        if E::GATED {
+            tensor::acquire(p.up);
+        }
+        if E::ADDS {
+            tensor::acquire(p.residual);
+        }
+        let blocks = (1u16 << CLUSTER) - 1;
+        for (tile_row, tile_column) in tiles {
+            let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
+            let mut k = 0;
+            while k < p.k {
+                let full = ring.full(ring.slot);
+                ring.empty(ring.slot).wait(ring.parity ^ 1);
+                full.arrive_expect_tx(Gemm::stage_bytes(N));
+                let x = ring.slot();
+                tensor::load(x, p.x, [k, row], full);
+                // All tiles of weights, or the one that this block loads for both of its pair.
+                let mut part = rank;
+                while part < N / WEIGHT_ROWS {
+                    let to: Shared<u8> = Shared::from_raw(x.addr() + X_BYTES + part * WEIGHT_ROWS * DEPTH * 2);
+                    let (map, feature) = match (E::GATED, part) {
+                        (false, _) => (p.weight, tile_column * N + part * WEIGHT_ROWS),
+                        (true, 0) => (p.weight, tile_column * WEIGHT_ROWS),
+                        (true, _) => (p.up, tile_column * WEIGHT_ROWS),
+                    };
+                    if CLUSTER > 1 {
+                        tensor::load_multicast(to, map, [k, feature], full, blocks);
+                    } else {
+                        tensor::load(to, map, [k, feature], full);
+                    }
+                    part += CLUSTER;
+                }
+                ring.advance();
+                k += DEPTH;
+            }
+            let mut column = tile_column * N;
+            while E::ADDS && column < p.n.min(tile_column * N + N) {
+                let full = ring.full(ring.slot);
+                ring.empty(ring.slot).wait(ring.parity ^ 1);
+                full.arrive_expect_tx(4 * BOX_BYTES);
+                unroll!(I < 4; {
+                    let at = [2 * column + I as u32 % 2 * BOX, row + I as u32 / 2 * GROUP_ROWS];
+                    tensor::load(ring.slot().at(I * BOX_BYTES as usize), p.residual, at, full);
+                });
+                ring.advance();
+                column += BOX;
+            }
+        }
+    }
+}
+
+/// Begins the products of the ring's slot once it is full, and waits for those of the slot before.
+#[inline(always)]
+unsafe fn multiply<const N: u32>(ring: &Ring, x: Operand, weight: Operand, first: bool) {
+    unsafe {
+        ring.full(ring.slot).wait(ring.parity);
+        let offset = ring.slot * ring.stage_bytes;
+        let (x, weight) = (x.advance(offset), weight.advance(offset));
+        wgmma::fence();
+        unroll!(I < 4; {
+            let (x, weight) = (x.advance(I as u32 * 32), weight.advance(I as u32 * 32));
+            let keep = I != 0 || !first;
+            if N == 256 {
+                wgmma::mma_n256(x, weight, keep);
+            } else {
+                wgmma::mma_n128(x, weight, keep);
+            }
+        });
+        wgmma::commit();
+        wgmma::wait::<1>();
+    }
+}
+
+/// A warpgroup multiplies what comes, and finishes its half of each tile.
+#[inline(always)]
+unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles, rank: u32) {
+    unsafe {
+        let group = thread::warp_id() / 4;
+        let lane = thread::thread_idx_x() % GROUP;
+        let first = Operand::at(ring.start);
+        let (x, weight) = (first.advance(group * GROUP_ROWS * DEPTH * 2), first.advance(X_BYTES));
+        // Lane `i` of a warpgroup tells block `i` of the cluster, whose copies also land here, that a slot is free.
+        let free = PeerBarrier::new(ring.empty(0), if CLUSTER > 1 { lane % CLUSTER } else { 0 });
+        let tells = lane < CLUSTER;
+        let staging = ring.start.addr() + ring.stages * ring.stage_bytes + group * 2 * BOX_BYTES;
+        let elected = lane == 0;
+        let mut half = Half {
+            row: 0,
+            column: 0,
+            turn: 0,
+            barrier: 1 + group,
+            staging: Shared::from_raw(staging),
+            elected,
+            free: [PeerBarrier::new(ring.empty(0), 0), PeerBarrier::new(ring.empty(0), CLUSTER - 1)],
+            stored: None,
+        };
+        if elected && !p.out.is_null() {
+            tensor::acquire(p.out);
+        }
+        if elected && E::ADDS {
+            tensor::acquire(p.residual);
+        }
+        for (tile_row, tile_column) in tiles {
+            // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
+            // epilogues have the registers of accumulators they are done with.
+            multiply::<N>(&ring, x, weight, true);
+            half.release::<0>();
+            let mut previous = ring.slot;
+            ring.advance();
+            let mut k = DEPTH;
+            while k < p.k {
+                multiply::<N>(&ring, x, weight, false);
+                // The slot before is read, the one just started is not.
+                free.at(previous).arrive_if(tells);
+                previous = ring.slot;
+                ring.advance();
+                k += DEPTH;
+            }
+            let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
+            (half.row, half.column) = (row + group * GROUP_ROWS, tile_column * features::<E>(N));
+            macro_rules! end_tile {
+                ($n:literal) => {
+                    let ahead = E::ahead::<$n>(p, &half);
+                    wgmma::wait::<0>();
+                    free.at(previous).arrive_if(tells);
+                    // The last pair of blocks may have one tile; what passes through the ring passes through the other's as well.
+                    if row < p.m || E::ADDS {
+                        E::finish::<$n>(p, &mut half, &mut ring, &ahead);
+                    }
+                };
+            }
+            if N == 256 {
+                end_tile!(256);
+            } else {
+                end_tile!(128);
+            }
+        }
+        if elected {
+            bulk::wait::<0>();
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
+    unsafe {
+        wgmma::declare();
+        let stages = Gemm::stages(N);
+        let stage_bytes = Gemm::stage_bytes(N);
+        let start = shared::dynamic::<u8>(0);
+        let full = shared::dynamic::<u64>(stages * stage_bytes + 4 * BOX_BYTES);
+        let ring = Ring { start, full, stages, stage_bytes, slot: 0, parity: 0 };
+        if thread::thread_idx_x() == 0 {
+            let mut slot = 0;
+            while slot < stages {
+                ring.full(slot).init(1);
+                // Two warpgroups of each block.
+                ring.empty(slot).init(2 * CLUSTER);
+                slot += 1;
+            }
+            bulk::fence_init();
+        }
+        let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
+        if CLUSTER > 1 {
+            cluster::sync();
+        } else {
+            thread::sync_threads();
+        }
+        let tiles = Tiles {
+            rows: p.m.div_ceil(TILE_ROWS * CLUSTER),
+            columns: p.n.div_ceil(features::<E>(N)),
+            band: p.band,
+            next: thread::block_idx_x() / CLUSTER,
+            step: thread::grid_dim_x() / CLUSTER,
+        };
+        if thread::warp_id() < 8 {
+            wgmma::take_registers::<232>();
+            consume::<E, N, CLUSTER>(p, ring, tiles, rank);
+        } else {
+            wgmma::give_registers::<40>();
+            if thread::warp_id() == 8 && warp::elect() {
+                produce::<E, N, CLUSTER>(p, ring, tiles, rank);
+            }
+        }
+        if CLUSTER > 1 {
+            // No block ends while another may still write to it.
+            cluster::sync();
+        }
+    }
+}
+
+macro_rules! kernels {
+    ($($epilogue:ty: $what:literal, $($n:literal $name:ident)* pair $pair:ident;)*) => { $(
+        $(
+            #[doc = concat!($what, " Tiles of ", $n, " weight rows.")]
+            #[kernel(threads = THREADS, min_blocks = 1)]
+            pub unsafe fn $name(p: Gemm) {
+                unsafe { gemm::<$epilogue, $n, 1>(&p) }
+            }
+        )*
+        #[doc = concat!($what, " Tiles of 256 weight rows, blocks in pairs.")]
+        #[kernel(threads = THREADS, min_blocks = 1, cluster = 2)]
+        pub unsafe fn $pair(p: Gemm) {
+            unsafe { gemm::<$epilogue, 256, 2>(&p) }
+        }
+    )* };
+}
+
+kernels! {
+    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 256 gemm_qkv_n256 pair gemm_qkv_pair;
+    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256 pair gemm_swiglu_pair;
+    Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256 pair gemm_add_pair;
+}
+
+/// Parameters of [`row_scales`]. Grid: (1, rows / 8 rounded up).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct RowScales {
+    /// The norm of the rows.
+    pub norm: Norm,
+    /// `[rows]` what it multiplies each by.
+    pub scales: GlobalMut<f32>,
+    /// Rows.
+    pub m: u32,
+}
+
+/// The factor of each row of a norm: a warp a row.
+#[kernel(threads = 256)]
+pub unsafe fn row_scales(p: RowScales) {
+    unsafe {
+        let row = thread::block_idx_y() * 8 + thread::warp_id();
+        if row >= p.m {
+            return;
+        }
+        let scale = p.norm.inverse_rms(row);
+        if thread::lane_id() == 0 {
+            p.scales.store(row as usize, scale);
+        }
+    }
+}

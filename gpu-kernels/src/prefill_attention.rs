@@ -1,0 +1,434 @@
+//! Grouped-query attention for prompts: many query rows over the paged cache, on Hopper's warpgroup products.
+//!
+//! # Shape of the work
+//! A block takes one query head and [`TILE_ROWS`] = 128 consecutive rows of one sequence, and walks over the keys that the last of them sees,
+//! [`KEYS`] = 128 at a time (two pages):
+//!
+//! ```text
+//! warpgroup 2   one lane: pages of K and of V ──copy engine──► two slots each in shared memory
+//! warpgroup 0   rows 0..64   ┐ S[64, 128 keys] = Q · Kᵀ      wgmma, both from shared memory
+//! warpgroup 1   rows 64..128 ┘ P = exp2(S − max), in registers; masked keys give exact zeros
+//!                              O[64, 128]     += P · V       wgmma, P from registers
+//! ```
+//!
+//! The product with the next keys is begun before the one with the values: softmax runs while the tensor cores do both (Shah et al., 2024,
+//! "FlashAttention-3"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
+//!
+//! The cache is read where it lies: a page of a head is 64 rows of 128 keys' dimensions, and 128 rows of 64 values' tokens
+//! (see [`kv`](crate::kv)), both of which a tensor map can describe, and both with the sum along the row as `wgmma` wants it.
+//!
+//! # Order
+//! Blocks of keys are cut by position alone, from key 0 on, and a row never meets another. So a row's result depends on its own keys
+//! alone: not on how the prompt is cut into chunks, nor on where in its tile the row is (tested).
+
+use cuda_std::bulk::{self, Barrier};
+use cuda_std::shared::{self, Shared};
+use cuda_std::tensor::{self, TensorMap, swizzled};
+use cuda_std::wgmma::{self, Operand};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, thread, warp};
+
+use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
+
+/// Rows of a tile.
+pub const TILE_ROWS: u32 = 128;
+/// Keys that are taken at a time.
+pub const KEYS: u32 = 128;
+/// Threads of a block.
+pub const THREADS: u32 = 384;
+/// Dynamic shared memory of a block: the queries, two slots of keys and of values, barriers.
+pub const SHARED_BYTES: u32 = BARRIERS + 9 * 8;
+
+const GROUP: u32 = 128;
+const GROUP_ROWS: u32 = 64;
+const ROW_BYTES: u32 = tensor::ROW * 2;
+/// The queries of a warpgroup: two halves of the dimensions, each 64 rows of 128 bytes. Later its outputs.
+const QUERY_BYTES: u32 = 2 * GROUP_ROWS * ROW_BYTES;
+/// Keys: two halves of the dimensions, 128 rows each. Values: two pages, 128 rows each.
+const SLOT_BYTES: u32 = 2 * KEYS * ROW_BYTES;
+const HALF_SLOT: u32 = SLOT_BYTES / 2;
+const SLOTS: u32 = 2;
+const KEY_SLOTS: u32 = 2 * QUERY_BYTES;
+const VALUE_SLOTS: u32 = KEY_SLOTS + SLOTS * SLOT_BYTES;
+const BARRIERS: u32 = VALUE_SLOTS + SLOTS * SLOT_BYTES;
+const LOG2_E: f32 = core::f32::consts::LOG2_E;
+
+/// Consecutive rows of one sequence.
+#[derive(Clone, Copy, Debug)]
+struct Tile {
+    row: u32,
+    rows: u32,
+    sequence: u32,
+    position: u32,
+}
+
+/// The tiles of `rows` rows of a sequence, the first of them row `row` at position `position`, for [`PrefillAttention::tiles`]; `height` rows
+/// each, at most [`TILE_ROWS`]: any height gives the same bits.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn tiles(row: u32, rows: u32, sequence: u32, position: u32, height: u32) -> alloc::vec::Vec<[u32; 4]> {
+    let starts = (0..rows).step_by(height as usize);
+    starts.map(|at| [row + at, height.min(rows - at), sequence, position + at]).collect()
+}
+
+/// Parameters of [`prefill_attention`]. Grid: (query heads, tiles). Shared memory: [`SHARED_BYTES`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PrefillAttention {
+    /// `[tiles, 4]` consecutive rows of one sequence each: the first row, how many (at most [`TILE_ROWS`]), the sequence, the first row's
+    /// position. 16-byte aligned. The last are begun first: those with the most keys belong there.
+    pub tiles: Global<u32>,
+    /// The queries, bf16 `[rows, q_heads · 128]`, in tiles of 64 rows.
+    pub q: Global<TensorMap>,
+    /// The layer's cache as rows of 128 elements, in tiles of 64 rows: a page's keys of a head are one tile high.
+    pub keys: Global<TensorMap>,
+    /// The layer's cache as rows of 64 elements, in tiles of 128 rows: a page's values of a head are one tile.
+    pub values: Global<TensorMap>,
+    /// The same cache, with the keys of these rows in it, for its page tables.
+    pub cache: Cache,
+    /// `[rows, q_heads, 128]`.
+    pub out: GlobalMut<bf16>,
+    /// Query heads.
+    pub q_heads: u32,
+    /// What scores are multiplied by: 1 / √128.
+    pub scale: f32,
+}
+
+/// One of the two rings: slots that the producer fills and both warpgroups free.
+#[derive(Clone, Copy)]
+struct Ring {
+    slots: u32,
+    barriers: u32,
+    turn: u32,
+}
+
+impl Ring {
+    #[inline(always)]
+    unsafe fn new(slots: u32, first_barrier: u32) -> Self {
+        unsafe {
+            let barriers = shared::dynamic::<u64>(BARRIERS + first_barrier * 8);
+            Self { slots: shared::dynamic::<u8>(slots).addr(), barriers: barriers.addr(), turn: 0 }
+        }
+    }
+
+    fn slot(&self) -> Shared<u8> {
+        Shared::from_raw(self.slots + self.turn % SLOTS * SLOT_BYTES)
+    }
+
+    fn full(&self) -> Barrier {
+        Barrier::at(Shared::from_raw(self.barriers + self.turn % SLOTS * 8))
+    }
+
+    fn empty(&self) -> Barrier {
+        Barrier::at(Shared::from_raw(self.barriers + (SLOTS + self.turn % SLOTS) * 8))
+    }
+
+    fn parity(&self) -> u32 {
+        self.turn / SLOTS % 2
+    }
+
+    /// Made by one lane, before anyone waits.
+    unsafe fn init(&self) {
+        let mut i = 0;
+        while i < SLOTS {
+            let at = |place: u32| Barrier::at(Shared::from_raw(self.barriers + place * 8));
+            unsafe {
+                at(i).init(1);
+                at(SLOTS + i).init(2);
+            }
+            i += 1;
+        }
+    }
+
+    unsafe fn wait_full(&self) {
+        unsafe { self.full().wait(self.parity()) }
+    }
+
+    /// Waits until the slot is free, and has its barrier expect a whole slot of bytes.
+    unsafe fn begin_fill(&self) {
+        unsafe {
+            self.empty().wait(self.parity() ^ 1);
+            self.full().arrive_expect_tx(SLOT_BYTES);
+        }
+    }
+}
+
+/// `unroll!` for the 16 groups of 8 keys in which a lane holds scores, or of 8 dimensions in which it holds outputs: accumulators
+/// `4 G`, `4 G + 1` are of its first row, the next two of its second.
+macro_rules! groups {
+    ($g:ident; $body:block) => {
+        unroll!($g < 16; $body)
+    };
+}
+
+/// What a lane knows of its two rows: the greatest score so far, and its own share of the sum of weights.
+#[derive(Clone, Copy)]
+struct Running {
+    top: [f32; 2],
+    norm: [f32; 2],
+}
+
+#[inline(always)]
+fn quad_max(v: f32) -> f32 {
+    let v = math::max(v, warp::shuffle_xor(v, 1));
+    math::max(v, warp::shuffle_xor(v, 2))
+}
+
+/// `S = Q · Kᵀ` in the lower accumulators: begun, not waited for.
+#[inline(always)]
+unsafe fn begin_scores(queries: Operand, keys: Operand) {
+    unsafe {
+        unroll!(I < 8; {
+            // Four steps of 16 dimensions in each half.
+            let (half, step) = ((I / 4) as u32, (I % 4) as u32 * 32);
+            let q = queries.advance(half * (QUERY_BYTES / 2) + step);
+            wgmma::mma_n128(q, keys.advance(half * HALF_SLOT + step), I != 0);
+        });
+        wgmma::commit();
+    }
+}
+
+/// `O += P · V` in the upper accumulators: begun, not waited for.
+#[inline(always)]
+unsafe fn begin_outputs(values: Operand, keep: bool) {
+    unsafe {
+        unroll!(I < 8; {
+            // Four steps of 16 tokens in each page.
+            let place = (I / 4) as u32 * HALF_SLOT + (I % 4) as u32 * 32;
+            wgmma::mma_n128_upper::<I>(values.advance(place), keep || I != 0);
+        });
+        wgmma::commit();
+    }
+}
+
+/// What a lane has of 128 keys' weights: of each group of 8 keys, two in each of its two rows.
+type Weights = [[[f32; 2]; 2]; 16];
+
+/// The scores of the keys from `key` on become weights. Returns also what the outputs so far are to be multiplied by. `limit`: the last
+/// key that each of the two rows sees, if some see not all.
+#[inline(always)]
+unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32; 2]>) -> (Weights, [f32; 2]) {
+    let mut s = [[[0f32; 2]; 2]; 16];
+    groups!(G; {
+        s[G] = [[wgmma::get::<{ 4 * G }>(), wgmma::get::<{ 4 * G + 1 }>()], [
+            wgmma::get::<{ 4 * G + 2 }>(),
+            wgmma::get::<{ 4 * G + 3 }>(),
+        ]];
+    });
+    if let Some(limit) = limit {
+        let first = key + thread::lane_id() % 4 * 2;
+        groups!(G; {
+            unroll!(R < 2; {
+                unroll!(C < 2; {
+                    if first + 8 * G as u32 + C as u32 > limit[R] {
+                        s[G][R][C] = f32::NEG_INFINITY;
+                    }
+                });
+            });
+        });
+    }
+    let mut factors = [0f32; 2];
+    unroll!(R < 2; {
+        let mut top = running.top[R];
+        groups!(G; {
+            top = math::max(top, math::max(s[G][R][0], s[G][R][1]));
+        });
+        let top = quad_max(top);
+        factors[R] = math::exp2((running.top[R] - top) * scale);
+        running.top[R] = top;
+        // Key 0 is in the first block and every row sees it, so this is finite.
+        let offset = -top * scale;
+        let mut norm = 0.0;
+        groups!(G; {
+            s[G][R] = s[G][R].map(|score| math::exp2(math::fma(score, scale, offset)));
+            norm += s[G][R][0] + s[G][R][1];
+        });
+        running.norm[R] = math::fma(running.norm[R], factors[R], norm);
+    });
+    (s, factors)
+}
+
+/// Puts weights where the product with the values takes them from. The one before is done: the assembler would make products wait for each other if
+/// their fragments were made while others are under way.
+#[inline(always)]
+fn set_weights(weights: &Weights) {
+    groups!(G; {
+        wgmma::set_fragment::<{ 2 * G }>(weights[G][0][0], weights[G][0][1]);
+        wgmma::set_fragment::<{ 2 * G + 1 }>(weights[G][1][0], weights[G][1][1]);
+    });
+}
+
+#[inline(always)]
+fn scale_outputs(factors: [f32; 2]) {
+    groups!(G; {
+        wgmma::set::<{ 64 + 4 * G }>(wgmma::get::<{ 64 + 4 * G }>() * factors[0]);
+        wgmma::set::<{ 65 + 4 * G }>(wgmma::get::<{ 65 + 4 * G }>() * factors[0]);
+        wgmma::set::<{ 66 + 4 * G }>(wgmma::get::<{ 66 + 4 * G }>() * factors[1]);
+        wgmma::set::<{ 67 + 4 * G }>(wgmma::get::<{ 67 + 4 * G }>() * factors[1]);
+    });
+}
+
+/// One lane loads the queries, then keys and values in the order in which they are used.
+#[inline(always)]
+unsafe fn produce(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
+    unsafe {
+        core::hint::assert_unchecked(p.cache.kv_heads > 0);
+        let group = p.q_heads / p.cache.kv_heads;
+        core::hint::assert_unchecked(group > 0);
+        let kv_head = head / group;
+        tensor::acquire(p.q);
+        tensor::acquire(p.keys);
+        tensor::acquire(p.values);
+        queries_full.arrive_expect_tx(2 * QUERY_BYTES);
+        let queries = shared::dynamic::<u8>(0);
+        unroll!(I < 4; {
+            let (group, half) = (I as u32 / 2, I as u32 % 2);
+            let to = queries.at((I as u32 * QUERY_BYTES / 2) as usize);
+            let at = [head * HEAD_DIM + half * tensor::ROW, tile.row + group * GROUP_ROWS];
+            tensor::load(to, p.q, at, queries_full);
+        });
+        let mut keys = Ring::new(KEY_SLOTS, 0);
+        let mut values = Ring::new(VALUE_SLOTS, 4);
+        let last_page = (tile.position + tile.rows - 1) / PAGE_TOKENS;
+        // The number of a page of a head among all pages of all heads. Of a last block the second page may be missing: the
+        // first again, whose keys there are masked.
+        let block_of = |page: u32| p.cache.block_index(tile.sequence, page.min(last_page), kv_head);
+        let mut block = 0;
+        while block <= blocks {
+            if block < blocks {
+                keys.begin_fill();
+                unroll!(I < 2; {
+                    let row = block_of(2 * block + I as u32) * 2 * PAGE_TOKENS;
+                    let to = keys.slot().at(I * (PAGE_TOKENS * ROW_BYTES) as usize);
+                    tensor::load(to, p.keys, [0, row], keys.full());
+                    tensor::load(to.at(HALF_SLOT as usize), p.keys, [tensor::ROW, row], keys.full());
+                });
+                keys.turn += 1;
+            }
+            if block > 0 {
+                values.begin_fill();
+                unroll!(I < 2; {
+                    let row = (block_of(2 * (block - 1) + I as u32) * 2 + 1) * HEAD_DIM;
+                    let to = values.slot().at(I * HALF_SLOT as usize);
+                    tensor::load(to, p.values, [0, row], values.full());
+                });
+                values.turn += 1;
+            }
+            block += 1;
+        }
+    }
+}
+
+/// A warpgroup's rows.
+#[inline(always)]
+unsafe fn consume(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
+    unsafe {
+        let group = thread::warp_id() / 4;
+        let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
+        let elected = thread::thread_idx_x().is_multiple_of(GROUP);
+        let own = shared::dynamic::<u8>(group * QUERY_BYTES);
+        let queries = Operand::at(own);
+        let mut keys = Ring::new(KEY_SLOTS, 0);
+        let mut values = Ring::new(VALUE_SLOTS, 4);
+        let first = tile.position + group * GROUP_ROWS;
+        let row = warp * 16 + lane / 4;
+        let limit = [first + row, first + row + 8];
+        // A block in which some row of the warpgroup sees not all.
+        let masks = |block: u32| if (block + 1) * KEYS > first { Some(limit) } else { None };
+        let scale = p.scale * LOG2_E;
+        let mut running = Running { top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
+
+        queries_full.wait(0);
+        keys.wait_full();
+        wgmma::fence();
+        begin_scores(queries, Operand::at(keys.slot()));
+        wgmma::wait::<0>();
+        keys.empty().arrive_if(elected);
+        keys.turn += 1;
+        let (weights, _) = weigh(&mut running, scale, 0, masks(0));
+        set_weights(&weights);
+
+        let mut block = 1;
+        while block < blocks {
+            keys.wait_full();
+            wgmma::fence();
+            begin_scores(queries, Operand::at(keys.slot()));
+            values.wait_full();
+            begin_outputs(Operand::at(values.slot()), block > 1);
+            wgmma::wait::<1>();
+            keys.empty().arrive_if(elected);
+            keys.turn += 1;
+            let (weights, factors) = weigh(&mut running, scale, block * KEYS, masks(block));
+            wgmma::wait::<0>();
+            values.empty().arrive_if(elected);
+            values.turn += 1;
+            scale_outputs(factors);
+            set_weights(&weights);
+            block += 1;
+        }
+        values.wait_full();
+        wgmma::fence();
+        begin_outputs(Operand::at(values.slot()), blocks > 1);
+        wgmma::wait::<0>();
+
+        // Through shared memory, where the warpgroup's queries were, so that stores are whole lines.
+        let norm = running.norm.map(|own| {
+            let pairs = own + warp::shuffle_xor(own, 1);
+            pairs + warp::shuffle_xor(pairs, 2)
+        });
+        scale_outputs(norm.map(|norm| 1.0 / norm));
+        let line = warp * 16 + lane % 16;
+        unroll!(Q < 8; {
+            let words = [
+                math::pack_bf16(wgmma::get::<{ 64 + 8 * Q }>(), wgmma::get::<{ 65 + 8 * Q }>()),
+                math::pack_bf16(wgmma::get::<{ 66 + 8 * Q }>(), wgmma::get::<{ 67 + 8 * Q }>()),
+                math::pack_bf16(wgmma::get::<{ 68 + 8 * Q }>(), wgmma::get::<{ 69 + 8 * Q }>()),
+                math::pack_bf16(wgmma::get::<{ 70 + 8 * Q }>(), wgmma::get::<{ 71 + 8 * Q }>()),
+            ];
+            let offset = swizzled(line * ROW_BYTES + (Q as u32 % 4 * 2 + lane / 16) * 16);
+            mma::stmatrix_x4(own.at((offset + Q as u32 / 4 * (QUERY_BYTES / 2)) as usize), words);
+        });
+        thread::sync_named(1 + group, GROUP);
+        // A warp stores two rows of 256 bytes at a time.
+        let half_row = lane / 16;
+        let piece = lane % 16;
+        let out = p.out.at((head * HEAD_DIM + piece * 8) as usize);
+        unroll!(I < 8; {
+            let line = warp * 16 + I as u32 * 2 + half_row;
+            let row = group * GROUP_ROWS + line;
+            let offset = swizzled(line * ROW_BYTES + piece % 8 * 16) + piece / 8 * (QUERY_BYTES / 2);
+            let words = own.at(offset as usize).load16(0);
+            if row < tile.rows {
+                out.store16((tile.row + row) as usize * (p.q_heads * HEAD_DIM) as usize, words);
+            }
+        });
+    }
+}
+
+/// Attention of a tile of rows.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn prefill_attention(p: PrefillAttention) {
+    unsafe {
+        wgmma::declare();
+        let head = thread::block_idx_x();
+        let index = thread::grid_dim_y() - 1 - thread::block_idx_y();
+        let [row, rows, sequence, position] = p.tiles.load16(index as usize * 4);
+        let tile = Tile { row, rows, sequence, position };
+        let blocks = (position + rows).div_ceil(KEYS);
+        let queries_full = Barrier::at(shared::dynamic(BARRIERS + 8 * 8));
+        if thread::thread_idx_x() == 0 {
+            queries_full.init(1);
+            Ring::new(KEY_SLOTS, 0).init();
+            Ring::new(VALUE_SLOTS, 4).init();
+            bulk::fence_init();
+        }
+        thread::sync_threads();
+        if thread::warp_id() < 8 {
+            wgmma::take_registers::<240>();
+            consume(&p, tile, head, blocks, queries_full);
+        } else {
+            wgmma::give_registers::<24>();
+            if thread::warp_id() == 8 && warp::elect() {
+                produce(&p, tile, head, blocks, queries_full);
+            }
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! Products for many rows against a plain triple loop, under the emulator: tiles, edges, epilogues.
+
+mod common;
+
+use common::{Random, RowBuffers, relative_error, run, widen};
+use cuda_std::emulator::Buffer;
+use cuda_std::tensor::{Matrix, TensorMap};
+use cuda_std::{Kernel, bf16};
+use gpu_kernels::gemm::{self, Gemm, RowScales, TILE_ROWS, WEIGHT_ROWS};
+use gpu_kernels::kv::{self, Cache};
+use gpu_kernels::linear::STRIP;
+use gpu_kernels::norm::Norm;
+use gpu_kernels::qkv::{self, SplitHeads};
+
+/// `[rows, n]` in f64, each row times its factor.
+fn reference(x: &[bf16], w: &[bf16], k: usize, scales: &[f32]) -> Vec<f32> {
+    let dot = |x: &[bf16], w: &[bf16]| x.iter().zip(w).map(|(x, w)| x.to_f64() * w.to_f64()).sum::<f64>();
+    x.chunks(k).zip(scales).flat_map(|(x, s)| w.chunks(k).map(move |w| (dot(x, w) * f64::from(*s)) as f32)).collect()
+}
+
+/// Pages of the cache.
+const PAGES: usize = 5;
+
+struct Case {
+    m: usize,
+    n: usize,
+    k: usize,
+    x: Vec<bf16>,
+    /// `[n, k]`.
+    w: Vec<bf16>,
+    up: Vec<bf16>,
+    scales: Vec<f32>,
+    norm: Vec<bf16>,
+    before: Vec<f32>,
+    /// Query heads and key-value heads, whose 128 features are `n` together: `qkv` alone.
+    heads: (usize, usize),
+    /// Position of each row.
+    positions: Vec<u32>,
+}
+
+/// What heads are made with, and where they go: poisoned.
+struct HeadMemory {
+    rows: RowBuffers,
+    norm: Buffer<bf16>,
+    cos: Buffer<f32>,
+    sin: Buffer<f32>,
+    q: Buffer<bf16>,
+    pages: Buffer<bf16>,
+    table: Buffer<u32>,
+}
+
+impl HeadMemory {
+    fn new(case: &Case) -> Self {
+        let (q_heads, kv_heads) = case.heads;
+        let rows = RowBuffers::new(&case.positions.iter().map(|p| (0, *p, 0)).collect::<Vec<_>>());
+        let angles =
+            |phase: f32| -> Vec<f32> { (0..PAGES * 64 * 64).map(|i| (i as f32 * 0.37 + phase).sin()).collect() };
+        let [cos, sin] = [0.0, 1.0].map(|phase| Buffer::from_slice(&angles(phase)));
+        Self {
+            rows,
+            norm: Buffer::from_slice(&case.norm),
+            cos,
+            sin,
+            q: Buffer::new_poisoned(case.m * q_heads * 128).named("q"),
+            pages: Buffer::new_poisoned(PAGES * kv::page_elements(kv_heads as u32)).named("pages"),
+            // Pages lie backwards.
+            table: Buffer::from_slice(&(0..PAGES as u32).rev().collect::<Vec<_>>()),
+        }
+    }
+
+    fn params(&self, case: &Case) -> SplitHeads {
+        let (q_heads, kv_heads) = case.heads;
+        SplitHeads {
+            rows: self.rows.rows(),
+            qkv: Default::default(),
+            q_norm: self.norm.ptr(),
+            k_norm: self.norm.ptr(),
+            cos: self.cos.ptr(),
+            sin: self.sin.ptr(),
+            q: self.q.ptr_mut(),
+            cache: Cache {
+                pages: self.pages.ptr_mut(),
+                tables: self.table.ptr(),
+                table_stride: PAGES as u32,
+                kv_heads: kv_heads as u32,
+            },
+            q_heads: q_heads as u32,
+            eps: 1e-6,
+        }
+    }
+}
+
+struct Results {
+    y: Vec<f32>,
+    out: Vec<bf16>,
+    squares: Vec<f32>,
+    q: Vec<bf16>,
+    pages: Vec<bf16>,
+}
+
+impl Case {
+    fn new(m: usize, n: usize, k: usize) -> Self {
+        let mut random = Random::new((m * 1_000_003 + n * 1009 + k) as u64);
+        let [x, w, up, norm] = [m * k, n * k, n * k, n].map(|len| random.bf16s(len));
+        let scales = random.floats(m).into_iter().map(|s| s + 1.5).collect();
+        let before = random.floats(m.next_multiple_of(TILE_ROWS as usize) * n);
+        let positions = (0..m as u32).collect();
+        Self { m, n, k, x, w, up, scales, norm, before, heads: (0, 0), positions }
+    }
+
+    fn map(address: u64, rows: usize, columns: usize, tile_rows: u32) -> Buffer<TensorMap> {
+        let matrix = Matrix { address, rows: rows as u64, columns: columns as u64, tile_rows };
+        Buffer::from_slice(&[TensorMap::emulated(&matrix)])
+    }
+
+    /// Runs `K` with tiles of `width` weight rows on `blocks` blocks.
+    fn run<K: Kernel<Params = Gemm>>(&self, width: u32, blocks: u32) -> Results {
+        let Self { m, n, k, .. } = *self;
+        let rows = m.next_multiple_of(TILE_ROWS as usize);
+        let [x, w, up, norm] = [&self.x, &self.w, &self.up, &self.norm].map(|v| Buffer::from_slice(v));
+        let scales = Buffer::from_slice(&self.scales);
+        let y = Buffer::from_slice(&self.before).named("y");
+        let out = Buffer::<bf16>::new_poisoned(rows * n).named("out");
+        let squares = Buffer::<f32>::new_poisoned(rows * n / STRIP as usize).named("squares");
+        let x_map = Self::map(x.ptr().addr(), m, k, TILE_ROWS);
+        let [weight, up_map] = [&w, &up].map(|w| Self::map(w.ptr().addr(), n, k, WEIGHT_ROWS));
+        // One row fewer than whole tiles: the last must not be written.
+        let out_map = Self::map(out.ptr().addr(), rows - 1, n, 64);
+        let heads = HeadMemory::new(self);
+        let residual = Self::map(y.ptr().addr(), rows, 2 * n, 64);
+        let params = Gemm {
+            x: x_map.ptr(),
+            weight: weight.ptr(),
+            up: up_map.ptr(),
+            out: out_map.ptr(),
+            scales: scales.ptr(),
+            heads: heads.params(self),
+            residual: residual.ptr(),
+            squares: squares.ptr_mut(),
+            next_norm: norm.ptr(),
+            m: m as u32,
+            n: n as u32,
+            k: k as u32,
+            band: 2,
+        };
+        run::<K>([blocks, 1, 1], Gemm::shared_bytes(width), (m + n) as u64, params);
+        let last = &out.as_slice()[(rows - 1) * n..];
+        assert!(last.iter().all(|v| v.to_bits() == u16::MAX), "what lies beyond the output is not written");
+        let squares = squares.as_slice()[..m * n / STRIP as usize].to_vec();
+        Results {
+            y: y.as_slice()[..m * n].to_vec(),
+            out: out.as_slice()[..m * n].to_vec(),
+            squares,
+            q: heads.q.as_slice().to_vec(),
+            pages: heads.pages.as_slice().to_vec(),
+        }
+    }
+}
+
+/// Queries and pages by the kernel that takes apart what a product wrote in f32.
+fn split(case: &Case, qkv: &[f32]) -> (Vec<bf16>, Vec<bf16>) {
+    let memory = HeadMemory::new(case);
+    let qkv = Buffer::from_slice(qkv);
+    let params = SplitHeads { qkv: qkv.ptr(), ..memory.params(case) };
+    let blocks = params.heads().div_ceil(qkv::HEADS_PER_BLOCK);
+    run::<qkv::split_heads>([blocks, case.m as u32, 1], 0, 3, params);
+    (memory.q.as_slice().to_vec(), memory.pages.as_slice().to_vec())
+}
+
+/// Compares where both have written, and checks that they wrote the same places.
+fn same_but_for_rounding(found: &[bf16], expected: &[bf16]) {
+    for (f, e) in found.iter().zip(expected) {
+        let unwritten = |v: &bf16| v.to_bits() == u16::MAX;
+        assert_eq!(unwritten(f), unwritten(e));
+    }
+    let written = |v: &[bf16]| v.iter().filter(|v| v.to_bits() != u16::MAX).map(|v| v.to_f32()).collect::<Vec<_>>();
+    assert!(relative_error(written(found), &written(expected)) < 1.0 / 128.0);
+}
+
+#[test]
+fn heads_are_what_the_separate_kernel_makes() {
+    // Rows from a multiple of eight on, from elsewhere, and with a gap.
+    let gap = |i: u32| if i < 70 { i } else { i + 13 };
+    for (m, start, heads) in [(150, 0, (2, 1)), (70, 93, (1, 1)), (130, 8, (3, 2))] {
+        let mut case = Case::new(m, (heads.0 + 2 * heads.1) * 128, 64);
+        case.heads = heads;
+        case.positions = (0..m as u32).map(|i| start + if start == 8 { gap(i) } else { i }).collect();
+        let small = case.run::<gemm::gemm_qkv_n128>(128, 2);
+        let (q, pages) = split(&case, &reference(&case.x, &case.w, case.k, &case.scales));
+        same_but_for_rounding(&small.q, &q);
+        same_but_for_rounding(&small.pages, &pages);
+        let large = case.run::<gemm::gemm_qkv_n256>(256, 2);
+        let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&large.q), bits(&large.pages)));
+    }
+}
+
+#[test]
+fn gates() {
+    for (m, n, k, blocks) in [(5, 64, 64, 1), (150, 192, 128, 2)] {
+        let case = Case::new(m, n, k);
+        let [gate, up] = [&case.w, &case.up].map(|w| reference(&case.x, w, k, &case.scales));
+        let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        let got = case.run::<gemm::gemm_swiglu_n256>(256, blocks);
+        assert!(relative_error(widen(&got.out), &want) < 1.0 / 256.0, "{m} {n} {k}");
+    }
+}
+
+#[test]
+fn adds_and_prepares_the_norm() {
+    for (m, n, k, blocks) in [(3, 64, 64, 1), (140, 320, 192, 2)] {
+        let case = Case::new(m, n, k);
+        let mut want = reference(&case.x, &case.w, k, &vec![1.0; m]);
+        want.iter_mut().zip(&case.before).for_each(|(w, b)| *w += b);
+        let small = case.run::<gemm::gemm_add_n128>(128, blocks);
+        assert!(relative_error(small.y.clone(), &want) < 1e-5, "{m} {n} {k}");
+        let xw: Vec<bf16> =
+            small.y.iter().enumerate().map(|(i, v)| bf16::from_f32(v * case.norm[i % n].to_f32())).collect();
+        assert_eq!(small.out, xw, "{m} {n} {k}");
+        let squares: Vec<f32> = small.y.chunks(STRIP as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
+        assert!(relative_error(small.squares.clone(), &squares) < 1e-6, "{m} {n} {k}");
+        let large = case.run::<gemm::gemm_add_n256>(256, blocks);
+        assert_eq!((small.y, small.out, small.squares), (large.y, large.out, large.squares), "{m} {n} {k}");
+    }
+}
+
+#[test]
+fn a_row_is_the_same_bits_in_any_company() {
+    let case = Case::new(150, 64, 128);
+    let all = case.run::<gemm::gemm_add_n128>(128, 2);
+    let pick = 131;
+    let alone = Case {
+        m: 1,
+        x: case.x[pick * case.k..][..case.k].to_vec(),
+        scales: vec![case.scales[pick]],
+        before: case.before[pick * 64..].iter().copied().cycle().take(TILE_ROWS as usize * 64).collect(),
+        positions: vec![0],
+        ..case
+    };
+    let one = alone.run::<gemm::gemm_add_n256>(256, 1);
+    assert_eq!(one.y, all.y[pick * 64..][..64]);
+}
+
+#[test]
+fn factors_of_rows() {
+    let (m, strips) = (19, 70);
+    let squares: Vec<f32> = Random::new(1).floats(m * strips).into_iter().map(f32::abs).collect();
+    let buffer = Buffer::from_slice(&squares);
+    let scales = Buffer::<f32>::new_poisoned(m);
+    let norm = Norm { squares: buffer.ptr(), dim: strips as u32 * STRIP, eps: 1e-6 };
+    let params = RowScales { norm, scales: scales.ptr_mut(), m: m as u32 };
+    run::<gemm::row_scales>([1, 3, 1], 0, 7, params);
+    let want: Vec<f32> = squares
+        .chunks(strips)
+        .map(|row| (1.0 / (row.iter().map(|v| f64::from(*v)).sum::<f64>() / (strips * 16) as f64 + 1e-6).sqrt()) as f32)
+        .collect();
+    assert!(relative_error(scales.as_slice().iter().copied(), &want) < 1e-6);
+}

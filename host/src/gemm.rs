@@ -1,0 +1,145 @@
+//! Products for many rows: which kernel of `gpu_kernels::gemm` and which grid, and what its tensor maps describe.
+
+use cuda_std::Global;
+use cuda_std::tensor::Matrix;
+use gpu_kernels::gemm::{self, Gemm, TILE_ROWS, WEIGHT_ROWS};
+use half::bf16;
+
+use crate::Error;
+use crate::device::Device;
+
+/// What a layer does with its sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Epilogue {
+    /// Makes them queries, keys and values, each row times its factor.
+    Qkv,
+    /// SwiGLU of gate and up, each row times its factor.
+    SwiGlu,
+    /// Adds them to the residual stream and prepares the norm that follows.
+    Add,
+}
+
+/// How a product is cut into tiles; all give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// 128 rows × 128 weight rows; not for SwiGLU.
+    N128,
+    /// 128 rows × 256 weight rows.
+    N256,
+    /// As [`N256`](Self::N256), with blocks in pairs that share the weights.
+    Pair,
+}
+
+impl Cut {
+    /// All there are.
+    pub const ALL: [Self; 3] = [Self::N128, Self::N256, Self::Pair];
+
+    const fn weight_rows(self) -> u32 {
+        if matches!(self, Self::N128) { 128 } else { 256 }
+    }
+
+    /// Blocks that take tiles together.
+    const fn cluster(self) -> u32 {
+        if matches!(self, Self::Pair) { 2 } else { 1 }
+    }
+
+    /// Tiles (or pairs of tiles) of `m` rows and `n` weight rows.
+    const fn tiles(self, m: u32, n: u32) -> u32 {
+        m.div_ceil(TILE_ROWS * self.cluster()) * n.div_ceil(self.weight_rows())
+    }
+
+    /// The one that is done first on `multiprocessors`: rounds of tiles, times what a round takes (a tile of 128 weight rows is
+    /// somewhat more than half the work of one of 256; measured).
+    fn best(epilogue: Epilogue, m: u32, n: u32, device: &Device) -> Self {
+        let cost = |cut: &Self| {
+            let rounds = cut.tiles(m, n).div_ceil(device.multiprocessors() / cut.cluster());
+            rounds
+                * match cut {
+                    Self::N128 => 56,
+                    Self::N256 => 100,
+                    Self::Pair => 99,
+                }
+        };
+        let can = |cut: &Self| match cut {
+            Self::N128 => epilogue != Epilogue::SwiGlu,
+            Self::N256 => true,
+            // Sharing pays with many rows; the emulator has no clusters.
+            Self::Pair => m >= 2048 && !device.is_emulator(),
+        };
+        Self::ALL.into_iter().filter(can).min_by_key(cost).unwrap_or(Self::N256)
+    }
+}
+
+/// Weight rows of a product.
+fn weight_rows(epilogue: Epilogue, p: &Gemm) -> u32 {
+    if epilogue == Epilogue::SwiGlu { 2 * p.n } else { p.n }
+}
+
+fn matrix(at: Global<bf16>, rows: usize, columns: usize, tile_rows: u32) -> Matrix {
+    Matrix { address: at.addr(), rows: rows as u64, columns: columns as u64, tile_rows }
+}
+
+/// Rows of bf16 `[rows, columns]` that a product reads.
+pub fn rows(x: Global<bf16>, rows: usize, columns: usize) -> Matrix {
+    matrix(x, rows, columns, TILE_ROWS)
+}
+
+/// Rows of bf16 `[rows, columns]` that a product writes.
+pub fn out(y: Global<bf16>, rows: usize, columns: usize) -> Matrix {
+    matrix(y, rows, columns, gemm::BOX)
+}
+
+/// The residual stream, f32 `[rows, n]`.
+pub fn residual(x: Global<f32>, rows: usize, n: usize) -> Matrix {
+    matrix(x.cast(), rows, 2 * n, gemm::BOX)
+}
+
+/// Weights `[n, k]`.
+pub fn weight(w: Global<bf16>, n: usize, k: usize) -> Matrix {
+    matrix(w, n, k, WEIGHT_ROWS)
+}
+
+/// Enqueues a product, cut as is best; `p.band` is chosen here.
+///
+/// # Safety
+/// As [`Device::launch`]: addresses and maps as [`Gemm`] says.
+///
+/// # Errors
+/// A refused launch.
+pub unsafe fn enqueue(device: &Device, epilogue: Epilogue, p: Gemm) -> Result<(), Error> {
+    let cut = Cut::best(epilogue, p.m, weight_rows(epilogue, &p), device);
+    // SAFETY: the caller's word.
+    unsafe { enqueue_cut(device, epilogue, cut, p) }
+}
+
+/// As [`enqueue`], cut as is said (SwiGLU has no [`Cut::N128`], and takes [`Cut::N256`]).
+///
+/// # Safety
+/// As [`enqueue`].
+///
+/// # Errors
+/// As [`enqueue`].
+pub unsafe fn enqueue_cut(device: &Device, epilogue: Epilogue, cut: Cut, p: Gemm) -> Result<(), Error> {
+    if p.m == 0 {
+        return Ok(());
+    }
+    // Bands of 8 were good at every size.
+    let p = Gemm { band: 8, ..p };
+    let cut = if epilogue == Epilogue::SwiGlu && cut == Cut::N128 { Cut::N256 } else { cut };
+    let blocks =
+        cut.tiles(p.m, weight_rows(epilogue, &p)).min(device.multiprocessors() / cut.cluster()) * cut.cluster();
+    let shared = Gemm::shared_bytes(cut.weight_rows());
+    // SAFETY: the caller's word.
+    unsafe {
+        match (epilogue, cut) {
+            (Epilogue::Qkv, Cut::N128) => device.launch::<gemm::gemm_qkv_n128>(blocks, shared, p),
+            (Epilogue::Qkv, Cut::N256) => device.launch::<gemm::gemm_qkv_n256>(blocks, shared, p),
+            (Epilogue::Qkv, Cut::Pair) => device.launch::<gemm::gemm_qkv_pair>(blocks, shared, p),
+            (Epilogue::SwiGlu, Cut::N128 | Cut::N256) => device.launch::<gemm::gemm_swiglu_n256>(blocks, shared, p),
+            (Epilogue::SwiGlu, Cut::Pair) => device.launch::<gemm::gemm_swiglu_pair>(blocks, shared, p),
+            (Epilogue::Add, Cut::N128) => device.launch::<gemm::gemm_add_n128>(blocks, shared, p),
+            (Epilogue::Add, Cut::N256) => device.launch::<gemm::gemm_add_n256>(blocks, shared, p),
+            (Epilogue::Add, Cut::Pair) => device.launch::<gemm::gemm_add_pair>(blocks, shared, p),
+        }
+    }
+}
