@@ -205,6 +205,15 @@ fn shape(text: &str) -> Result<(usize, usize), String> {
         .ok_or_else(|| "it must be two numbers, such as 4096x6144".into())
 }
 
+/// A published model, by what its name ends in.
+fn size(text: &str) -> Result<&'static str, String> {
+    let known = model::Config::PUBLISHED;
+    known
+        .into_iter()
+        .find(|name| name.eq_ignore_ascii_case(text))
+        .ok_or_else(|| format!("no dense Qwen3 of that size; one of {}", known.join(", ")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::{bytes, shape};
@@ -227,13 +236,4 @@ mod tests {
             assert!(shape(bad).is_err(), "{bad}");
         }
     }
-}
-
-/// A published model, by what its name ends in.
-fn size(text: &str) -> Result<&'static str, String> {
-    let known = model::Config::PUBLISHED;
-    known
-        .into_iter()
-        .find(|name| name.eq_ignore_ascii_case(text))
-        .ok_or_else(|| format!("no dense Qwen3 of that size; one of {}", known.join(", ")))
 }
