@@ -329,7 +329,11 @@ pub unsafe fn attend(p: Attend) {
         if key0 <= last {
             let query = |i: usize, j: usize| {
                 let pair = g + 8 * i as u32;
-                if pair < tile.pairs { p.q.load16(tile.place(&p, pair) * HEAD_DIM as usize + t * 8 + 32 * j) } else { [0; 4] }
+                if pair < tile.pairs {
+                    p.q.load16(tile.place(&p, pair) * HEAD_DIM as usize + t * 8 + 32 * j)
+                } else {
+                    [0; 4]
+                }
             };
             let keys = p.cache.key(sequence, key0, tile.kv_head);
             let values = p.cache.value(sequence, key0, tile.kv_head);

@@ -77,7 +77,8 @@ impl Footprint {
         let splits = capacity.div_ceil(attention::SPLIT as usize);
         let rows = MAX_ROWS as usize;
         let q = config.query_size();
-        let activations = rows * (config.hidden_size * 6 + config.hidden_size / 4 + (q + 2 * config.key_value_size()) * 4 + q * 4);
+        let activations =
+            rows * (config.hidden_size * 6 + config.hidden_size / 4 + (q + 2 * config.key_value_size()) * 4 + q * 4);
         let partial = rows * config.num_attention_heads * splits * (HEAD_DIM as usize + 2) * 4;
         let working = tokens * config.kv_bytes_per_token(2)
             + capacity * HEAD_DIM as usize * 4

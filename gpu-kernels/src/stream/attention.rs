@@ -73,15 +73,7 @@ impl Consumer<'_> {
     /// One key-value head's split: every row's query heads against up to four pages.
     #[allow(clippy::too_many_arguments)]
     #[inline(always)]
-    unsafe fn split(
-        &mut self,
-        attend: &Attend,
-        heads: &Heads,
-        kv_head: u32,
-        split: u32,
-        pages: u32,
-        ready: &mut u32,
-    ) {
+    unsafe fn split(&mut self, attend: &Attend, heads: &Heads, kv_head: u32, split: u32, pages: u32, ready: &mut u32) {
         unsafe {
             let p = self.p;
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
@@ -91,7 +83,7 @@ impl Consumer<'_> {
             let tile_rows = Attend::tile_rows(group);
             let tiles = Attend::tiles(self.count, group);
             let ring = self.ring;
-            let first_position = self.last + 1 - self.count;
+            let first_position = self.first_position();
             // Rows whose own keys belong to this split.
             let from = (split * SPLIT).max(first_position) - first_position;
             let end = ((split + 1) * SPLIT).min(self.last + 1).saturating_sub(first_position);
@@ -102,7 +94,14 @@ impl Consumer<'_> {
             while tile < tiles {
                 let fresh = tile.is_multiple_of(TILES) && (*ready != kv_head || tiles > TILES);
                 if fresh {
-                    self.prepare(heads, kv_head, group, tile * tile_rows, (TILES * tile_rows).min(self.count - tile * tile_rows), warp_id);
+                    self.prepare(
+                        heads,
+                        kv_head,
+                        group,
+                        tile * tile_rows,
+                        (TILES * tile_rows).min(self.count - tile * tile_rows),
+                        warp_id,
+                    );
                     *ready = kv_head;
                 }
                 if fresh || (tile == 0 && from < end) {
@@ -169,11 +168,8 @@ impl Consumer<'_> {
             let mut i = warp_id;
             while i < rows * group {
                 let (row, head) = (i / group, i % group);
-                let vector = heads.vector(
-                    first_row + row,
-                    kv_head * group + head,
-                    self.p.rows.positions.load((first_row + row) as usize),
-                );
+                let vector =
+                    heads.vector(first_row + row, kv_head * group + head, self.first_position() + first_row + row);
                 let pair = row / tile_rows * PAIRS + row % tile_rows * group + head;
                 vector.store_shared(shared::dynamic(SCRATCH + pair * QUERY));
                 i += WARPS;
@@ -198,7 +194,7 @@ impl Consumer<'_> {
             let mut i = 2 * rows.start + warp_id;
             while i < 2 * rows.end {
                 let (row, is_value) = (i / 2, i % 2 == 1);
-                let position = p.rows.positions.load(row as usize);
+                let position = self.first_position() + row;
                 let (page, token) = (position % SPLIT / PAGE_TOKENS, position % PAGE_TOKENS);
                 let head = p.q_heads + kv_head + if is_value { p.kv_heads } else { 0 };
                 let vector = heads.vector(row, head, position);

@@ -58,6 +58,12 @@ impl<'a> Consumer<'a> {
         Self { p, count, last, ring, walk: Walk::new(thread::grid_dim_x()) }
     }
 
+    /// The position of the first row; the others follow it.
+    #[inline(always)]
+    pub const fn first_position(&self) -> u32 {
+        self.last + 1 - self.count
+    }
+
     /// All layers and the head. The activations of `AHEAD` turns are in registers at a time: of the one in use and of those under way.
     #[inline(always)]
     pub unsafe fn run<const TILES: usize, const AHEAD: usize>(&mut self) {

@@ -107,15 +107,17 @@ impl Items {
 }
 
 /// Copies under way at a time. The copy engine serves them side by side: with as many as the ring has stages, the last chunk before a boundary would
-/// arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge. Two saturate an H100's memory.
+/// arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge. On an H100 two are best where
+/// boundaries are near, and three through the long matrices.
 const UNDER_WAY: u32 = 2;
+const UNDER_WAY_LONG: u32 = 3;
 
 /// Waits for room and starts the next chunk's copy.
 #[inline(always)]
-unsafe fn fill(ring: &mut Ring, from: Global<u8>) {
+unsafe fn fill(ring: &mut Ring, from: Global<u8>, under_way: u32) {
     unsafe {
         // The producer's parity is that of the turn before; a fresh barrier has that turn behind it.
-        let earlier = ring.ahead(STAGES - UNDER_WAY);
+        let earlier = ring.ahead(STAGES - under_way);
         wait(earlier.full(), earlier.parity);
         wait(ring.empty(), ring.parity);
         ring.full().arrive_expect_tx(CHUNK_BYTES);
@@ -138,6 +140,7 @@ pub unsafe fn produce(p: &StreamStep, last: u32) {
             if matrix == Matrix::Output {
                 produce_cache(p, &mut ring, index / 4, last);
             }
+            let under_way = if matches!(matrix, Matrix::GateUp | Matrix::Head) { UNDER_WAY_LONG } else { UNDER_WAY };
             let (mut left, k) = p.shape(matrix);
             while left > 0 {
                 let pass = walk.pass(left, k);
@@ -149,7 +152,7 @@ pub unsafe fn produce(p: &StreamStep, last: u32) {
                     let mut i = 0;
                     while i < mine {
                         let chunk = pass.chunk(q, i, place, grid) * u64::from(CHUNK_BYTES);
-                        fill(&mut ring, p.stream.cast().at(chunk as usize));
+                        fill(&mut ring, p.stream.cast().at(chunk as usize), under_way);
                         i += 1;
                     }
                     q += 1;
@@ -179,7 +182,7 @@ unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, last: u32) 
                 } else {
                     cache.value(sequence, position, kv_head)
                 };
-                fill(ring, from.read().cast());
+                fill(ring, from.read().cast(), UNDER_WAY);
                 i += 1;
             }
             item += 1;
