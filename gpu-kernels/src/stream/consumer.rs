@@ -182,6 +182,7 @@ impl<'a> Consumer<'a> {
             let (g, t) = (lane / 4, lane % 4);
             core::hint::assert_unchecked(self.count > 0);
             let (strips, k) = self.p.shape(matrix);
+            core::hint::assert_unchecked(k > 0);
             let (x, norm) = self.input(matrix);
             let first_feature = warp_id * SLICE + t * 8;
             // This warp's slice of every row in turn `q`. Columns without a row compute the last row again, which nobody reads; beyond the end of a row
