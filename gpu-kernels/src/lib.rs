@@ -5,11 +5,11 @@
 //! it also runs on a CPU, lane by lane, under `cuda_std::emulator`; the tests beside this crate compare each with a plain
 //! reference that way.
 //!
-//! The forward pass of one step, in order: [`embedding`], then for each layer [`norm`], [`linear`] (query, key and value),
-//! [`qkv`] (per-head norm, rotary embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`norm`], [`linear`]
-//! (gate and up with SwiGLU; down, into the residual), then [`norm`], [`linear`] (the head) and [`sample`]. [`step`] holds
-//! what the steps hand to each other: the rows to run, and what was accepted. The rows of a prompt on Hopper run [`gemm`] and [`prefill_attention`]
-//! in their place.
+//! The forward pass of one step, in order: [`embedding`], then for each layer [`linear`] (query, key and value), [`qkv`] (per-head norm, rotary
+//! embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`linear`] (gate and up with SwiGLU), [`linear`] (down, into
+//! the residual), then [`linear`] (the head) and [`sample`]; [`norm`] is folded into its neighbours. On Hopper `stream` is all of that in one launch,
+//! and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand to each other: the rows to run, and what was
+//! accepted.
 //!
 //! Kernels know no model: sizes and strides are parameters.
 #![no_std]
