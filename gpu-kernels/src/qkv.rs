@@ -150,49 +150,58 @@ impl Heads {
 }
 
 impl HeadVector {
+    /// The two words of a query or a key, and where they stand among its 64.
+    #[inline(always)]
+    const fn words(&self) -> [(usize, u32); 2] {
+        [(self.lane as usize, self.low), ((self.lane + HALF / 2) as usize, self.high)]
+    }
+
+    /// The four elements of a value, and where they stand from its first: dimensions lie a page's tokens apart.
+    #[inline(always)]
+    const fn elements(&self) -> [(usize, bf16); 4] {
+        let first = (self.lane * 2 * PAGE_TOKENS) as usize;
+        let (page, half) = (PAGE_TOKENS as usize, (HALF * PAGE_TOKENS) as usize);
+        [
+            (first, bf16::from_bits(self.low as u16)),
+            (first + page, bf16::from_bits((self.low >> 16) as u16)),
+            (first + half, bf16::from_bits(self.high as u16)),
+            (first + half + page, bf16::from_bits((self.high >> 16) as u16)),
+        ]
+    }
+
     /// Writes a query or a key: 128 contiguous elements.
     #[inline(always)]
     pub unsafe fn store(&self, to: GlobalMut<bf16>) {
-        unsafe {
-            let to = to.cast::<u32>();
-            to.store(self.lane as usize, self.low);
-            to.store((self.lane + HALF / 2) as usize, self.high);
-        }
+        unroll!(I < 2; {
+            let (i, word) = self.words()[I];
+            unsafe { to.cast::<u32>().store(i, word) };
+        });
     }
 
-    /// Writes a value: dimensions lie a page's tokens apart.
+    /// Writes a value.
     #[inline(always)]
     pub unsafe fn store_value(&self, to: GlobalMut<bf16>) {
-        unsafe {
-            let to = to.at((self.lane * 2 * PAGE_TOKENS) as usize);
-            let (page, half) = (PAGE_TOKENS as usize, (HALF * PAGE_TOKENS) as usize);
-            to.store(0, bf16::from_bits(self.low as u16));
-            to.store(page, bf16::from_bits((self.low >> 16) as u16));
-            to.store(half, bf16::from_bits(self.high as u16));
-            to.store(half + page, bf16::from_bits((self.high >> 16) as u16));
-        }
+        unroll!(I < 4; {
+            let (i, element) = self.elements()[I];
+            unsafe { to.store(i, element) };
+        });
     }
 
     /// [`store`](Self::store) to shared memory.
     #[inline(always)]
     pub unsafe fn store_shared(&self, to: Shared<bf16>) {
-        unsafe {
-            let to = to.cast::<u32>();
-            to.store(self.lane as usize, self.low);
-            to.store((self.lane + HALF / 2) as usize, self.high);
-        }
+        unroll!(I < 2; {
+            let (i, word) = self.words()[I];
+            unsafe { to.cast::<u32>().store(i, word) };
+        });
     }
 
     /// [`store_value`](Self::store_value) to shared memory.
     #[inline(always)]
     pub unsafe fn store_value_shared(&self, to: Shared<bf16>) {
-        unsafe {
-            let to = to.at((self.lane * 2 * PAGE_TOKENS) as usize);
-            let (page, half) = (PAGE_TOKENS as usize, (HALF * PAGE_TOKENS) as usize);
-            to.store(0, bf16::from_bits(self.low as u16));
-            to.store(page, bf16::from_bits((self.low >> 16) as u16));
-            to.store(half, bf16::from_bits(self.high as u16));
-            to.store(half + page, bf16::from_bits((self.high >> 16) as u16));
-        }
+        unroll!(I < 4; {
+            let (i, element) = self.elements()[I];
+            unsafe { to.store(i, element) };
+        });
     }
 }

@@ -356,9 +356,7 @@ impl Forward {
                 vocab: c.vocab_size as u32,
             };
             d.launch::<embedding::embed>((1, most_rows), 0, embed)?;
-            // The norm after each layer.
-            let next_norms = w.layers[1..].iter().map(|layer| &layer.input_norm).chain([&w.norm]);
-            for ((layer, cache), next_norm) in w.layers.iter().zip(&self.caches).zip(next_norms) {
+            for ((layer, cache), next_norm) in w.layers.iter().zip(&self.caches).zip(w.next_norms()) {
                 let cache = Cache {
                     pages: cache.ptr_mut(),
                     tables: self.page_table.ptr(),

@@ -241,9 +241,7 @@ impl Prefill {
                 vocab: c.vocab_size as u32,
             };
             device.launch::<embedding::embed>((1, m), 0, embed)?;
-            // The norm after each layer.
-            let next_norms = w.layers[1..].iter().map(|layer| &layer.input_norm).chain([&w.norm]);
-            for (i, ((layer, cache), next_norm)) in w.layers.iter().zip(parts.caches).zip(next_norms).enumerate() {
+            for (i, ((layer, cache), next_norm)) in w.layers.iter().zip(parts.caches).zip(w.next_norms()).enumerate() {
                 let of_layer = |what: usize| ACTIVATIONS + i * LAYER + what;
                 let cache = Cache {
                     pages: cache.ptr_mut(),

@@ -127,6 +127,13 @@ impl DeviceWeights {
     }
 }
 
+impl DeviceWeights {
+    /// The norm that comes after each layer: the next layer's first, and the final one.
+    pub fn next_norms(&self) -> impl Iterator<Item = &Buffer<bf16>> {
+        self.layers.iter().skip(1).map(|layer| &layer.input_norm).chain([&self.norm])
+    }
+}
+
 struct Upload<'a, 'p> {
     checkpoint: &'a Checkpoint,
     device: &'a Device,
