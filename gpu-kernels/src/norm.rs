@@ -30,6 +30,12 @@ impl Residual {
     /// of the warp is here; those that are not `valid` write nothing.
     #[inline(always)]
     pub(crate) unsafe fn put(&self, weight: Global<bf16>, row: u32, element: u32, x: f32, valid: bool) {
+        unsafe { self.put_at(weight, row, element, element, x, valid) }
+    }
+
+    /// As [`put`](Self::put), with the scaled element at `place` of its row.
+    #[inline(always)]
+    pub(crate) unsafe fn put_at(&self, weight: Global<bf16>, row: u32, element: u32, place: u32, x: f32, valid: bool) {
         unsafe {
             let mut squares = x * x;
             let mut mask = STRIP / 2;
@@ -38,12 +44,12 @@ impl Residual {
                 mask /= 2;
             }
             if valid {
-                let at = row as usize * self.dim as usize + element as usize;
-                self.x.store(at, x);
+                let first = row as usize * self.dim as usize;
+                self.x.store(first + element as usize, x);
                 let weight = math::from_bf16(weight.load_nc(element as usize));
-                self.scaled.store(at, math::to_bf16(x * weight));
+                self.scaled.store(first + place as usize, math::to_bf16(x * weight));
                 if element.is_multiple_of(STRIP) {
-                    self.squares.store(at / STRIP as usize, squares);
+                    self.squares.store((first + element as usize) / STRIP as usize, squares);
                 }
             }
         }
@@ -66,26 +72,39 @@ impl Norm {
     /// What the sums of `row` are multiplied by: `1 / sqrt(mean(x²) + eps)`. Every lane of the warp gets it.
     #[inline(always)]
     pub(crate) unsafe fn inverse_rms(&self, row: u32) -> f32 {
+        unsafe { self.inverse_rms_of([row])[0] }
+    }
+
+    /// [`inverse_rms`](Self::inverse_rms) of up to four rows, whose loads are under way together.
+    #[inline(always)]
+    pub(crate) unsafe fn inverse_rms_of<const ROWS: usize>(&self, rows: [u32; ROWS]) -> [f32; ROWS] {
         unsafe {
             let strips = self.dim / STRIP;
-            let squares = self.squares.at(row as usize * strips as usize);
-            let mut sum = 0.0;
+            let mut sums = [0f32; ROWS];
             let mut i = thread::lane_id();
             while i < strips {
-                // Eight loads under way at a time; zeros beyond the end change nothing.
-                let mut here = [0f32; 8];
-                unroll!(L < 8; {
-                    let at = i + L as u32 * 32;
-                    if at < strips {
-                        here[L] = squares.load(at as usize);
-                    }
+                // Eight loads of a row under way at a time; zeros beyond the end change nothing.
+                let mut here = [[0f32; 8]; ROWS];
+                unroll!(R < ROWS of 4; {
+                    let squares = self.squares.at(rows[R] as usize * strips as usize);
+                    unroll!(L < 8; {
+                        let at = i + L as u32 * 32;
+                        if at < strips {
+                            here[R][L] = squares.load(at as usize);
+                        }
+                    });
                 });
-                unroll!(L < 8; {
-                    sum += here[L];
+                unroll!(R < ROWS of 4; {
+                    unroll!(L < 8; {
+                        sums[R] += here[R][L];
+                    });
                 });
                 i += 256;
             }
-            1.0 / math::sqrt(warp_sum(sum) / self.dim as f32 + self.eps)
+            unroll!(R < ROWS of 4; {
+                sums[R] = 1.0 / math::sqrt(warp_sum(sums[R]) / self.dim as f32 + self.eps);
+            });
+            sums
         }
     }
 }

@@ -23,7 +23,7 @@
 //! keeps an array of 128 partly in local memory, and computes fragments while products are under way; the assembler then runs
 //! products one after another (its warnings C7514 and C7513).
 //!
-//! Every function but [`get`], [`set`] and [`set_fragment`] is collective: all lanes of the warpgroup call it together. The emulator does a product when it is waited for.
+//! Every function but [`get`], [`set`], [`set_fragment`] and [`load_fragments`] is collective: all lanes of the warpgroup call it together. The emulator does a product when it is waited for.
 
 use crate::shared::Shared;
 use crate::target;
@@ -119,6 +119,30 @@ pub unsafe fn mma_n128_upper<const STEP: usize>(b: Operand, keep: bool) {
     const { assert!(4 * STEP < FRAGMENTS) };
     // SAFETY: the caller's.
     unsafe { target::wgmma_n128_upper::<STEP>(b.0, keep) }
+}
+
+/// As [`mma_n128_upper`] for B of 64 rows, in the accumulators 64 to 95.
+///
+/// # Safety
+/// As [`mma_n256`], for B.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_n64_upper<const STEP: usize>(b: Operand, keep: bool) {
+    const { assert!(4 * STEP < FRAGMENTS) };
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_n64_upper::<STEP>(b.0, keep) }
+}
+
+/// Gives the four fragments of step `STEP` the 16 bytes at `from`, a multiple of 16. No product that uses them is under way.
+///
+/// # Safety
+/// The bytes are the block's, and nobody writes them meanwhile.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_fragments<const STEP: usize, T>(from: Shared<T>) {
+    const { assert!(4 * STEP < FRAGMENTS) };
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_load_fragments::<STEP>(from.addr()) }
 }
 
 /// Gives fragment `I` a pair of bf16, rounded to nearest even: word `I % 4` of the 16 × 16 part of A that is the warp's in step `I / 4`, as

@@ -385,6 +385,21 @@ pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
 }
 
 #[track_caller]
+pub unsafe fn wgmma_n64_upper<const STEP: usize>(b: u32, keep: bool) {
+    wgmma::from_registers(STEP, b, 64, 64, keep, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn wgmma_load_fragments<const STEP: usize>(from: u32) {
+    let site = Location::caller();
+    // SAFETY: the caller's.
+    let words: [u32; 4] = unsafe { load_shared16(from) };
+    for (i, word) in words.into_iter().enumerate() {
+        wgmma::set_fragment(4 * STEP + i, word, site);
+    }
+}
+
+#[track_caller]
 pub fn wgmma_set_fragment<const I: usize>(low: f32, high: f32) {
     wgmma::set_fragment(I, pack_bf16(low, high), Location::caller());
 }

@@ -106,6 +106,31 @@ pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
 }
 
 #[inline(always)]
+pub unsafe fn wgmma_n64_upper<const STEP: usize>(b: u32, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe {
+        asm!(
+            "{{ .reg .pred keep; .reg .b32 high; .reg .b64 b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
+            "mov.b64 b, {{{b}, high}};",
+            concat!("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ", accumulators!(
+                64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95),
+                ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, 0; }}"),
+            a0 = const 4 * STEP, a1 = const 4 * STEP + 1, a2 = const 4 * STEP + 2, a3 = const 4 * STEP + 3,
+            b = in(reg32) b, keep = in(reg32) u32::from(keep), options(nostack));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn wgmma_load_fragments<const STEP: usize>(from: u32) {
+    // SAFETY: the caller's. It stays where it is among products and waits.
+    unsafe {
+        asm!("ld.shared.v4.b32 {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, [{from}];",
+            a0 = const 4 * STEP, a1 = const 4 * STEP + 1, a2 = const 4 * STEP + 2, a3 = const 4 * STEP + 3,
+            from = in(reg32) from, options(nostack, readonly));
+    }
+}
+
+#[inline(always)]
 pub fn wgmma_get<const I: usize>() -> f32 {
     let value: f32;
     // SAFETY: moves a register that `wgmma_declare` named.

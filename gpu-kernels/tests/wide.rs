@@ -1,0 +1,230 @@
+//! Products for the rows of many sequences: the very bits of `linear`, whatever the tiles and the grid.
+
+mod common;
+
+use common::{Random, RowBuffers, run};
+use cuda_std::emulator::Buffer;
+use cuda_std::tensor::{Matrix, TensorMap};
+use cuda_std::{Kernel, bf16};
+use gpu_kernels::linear::{self, Linear, STRIP};
+use gpu_kernels::norm::{Norm, Residual};
+use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, STRIPS, Walk};
+use gpu_kernels::wide::{self, Share, Wide, slot};
+use proptest::prelude::*;
+
+/// Blocks that weights are laid out for.
+const BLOCKS: u32 = 3;
+
+/// What the kernels wrote.
+#[derive(PartialEq)]
+struct Outputs {
+    y: Vec<f32>,
+    activation: Vec<bf16>,
+    scaled: Vec<bf16>,
+    squares: Vec<f32>,
+}
+
+/// A matrix and what it is multiplied with.
+struct Case {
+    rows: usize,
+    n: usize,
+    k: usize,
+    x: Vec<bf16>,
+    weight: Vec<bf16>,
+    up: Vec<bf16>,
+    before: Vec<f32>,
+    squares: Vec<f32>,
+    next_norm: Vec<bf16>,
+}
+
+/// The order of [`slot`], or back.
+fn reordered(rows: &[bf16], width: usize, back: bool) -> Vec<bf16> {
+    let mut out = vec![bf16::ZERO; rows.len()];
+    for i in 0..rows.len() {
+        let there = i / width * width + slot((i % width) as u32) as usize;
+        if back { out[i] = rows[there] } else { out[there] = rows[i] }
+    }
+    out
+}
+
+impl Case {
+    fn new(rows: usize, n: usize, k: usize, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let [x, weight, up, next_norm] = [rows * k, n * k, n * k, n].map(|len| random.bf16s(len));
+        let before = random.floats(rows * n);
+        let squares = random.floats(rows * k / 16).into_iter().map(|s| s + 1.5).collect();
+        Self { rows, n, k, x, weight, up, before, squares, next_norm }
+    }
+
+    fn outputs(&self) -> (Buffer<f32>, Buffer<bf16>, Buffer<bf16>, Buffer<f32>) {
+        let len = self.rows * self.n;
+        (
+            Buffer::from_slice(&self.before),
+            Buffer::from_slice(&vec![bf16::ZERO; len]),
+            Buffer::from_slice(&vec![bf16::ZERO; len]),
+            Buffer::from_slice(&vec![0.0; len.div_ceil(16)]),
+        )
+    }
+
+    fn by_linear<K: Kernel<Params = Linear>>(&self, strips: u32, norm: bool) -> Outputs {
+        let mut all = Outputs { y: vec![], activation: vec![], scaled: vec![], squares: vec![] };
+        // In groups of 64 rows.
+        for first in (0..self.rows).step_by(64) {
+            let count = 64.min(self.rows - first);
+            let part = |v: &[f32], width: usize| v[first * width..][..count * width].to_vec();
+            let case = Self {
+                rows: count,
+                x: self.x[first * self.k..][..count * self.k].to_vec(),
+                before: part(&self.before, self.n),
+                squares: part(&self.squares, self.k / 16),
+                weight: self.weight.clone(),
+                up: self.up.clone(),
+                next_norm: self.next_norm.clone(),
+                ..*self
+            };
+            let rows = RowBuffers::sequence(0, count as u32);
+            let (y, activation, scaled, squares) = case.outputs();
+            let [x, w, up, next] = [&case.x, &case.weight, &case.up, &case.next_norm].map(|v| Buffer::from_slice(v));
+            let before = Buffer::from_slice(&case.squares);
+            let params = Linear {
+                rows: rows.rows(),
+                x: x.ptr(),
+                weight: w.ptr(),
+                up: up.ptr(),
+                norm: if norm { Norm { squares: before.ptr(), dim: self.k as u32, eps: 1e-6 } } else { Norm::default() },
+                y: y.ptr_mut(),
+                activation: activation.ptr_mut(),
+                residual: Residual {
+                    x: y.ptr_mut(),
+                    scaled: scaled.ptr_mut(),
+                    squares: squares.ptr_mut(),
+                    dim: self.n as u32,
+                },
+                next_norm: next.ptr(),
+                n: self.n as u32,
+                k: self.k as u32,
+                first_row: 0,
+            };
+            run::<K>([strips, 1, 1], Linear::shared_bytes(64), 1, params);
+            all.y.extend(y.as_slice());
+            all.activation.extend(activation.as_slice());
+            all.scaled.extend(scaled.as_slice());
+            all.squares.extend(&squares.as_slice()[..count * self.n / 16]);
+        }
+        all
+    }
+
+    /// Runs `K`, with tiles of `tile_rows` rows, on `grid` blocks.
+    fn by_wide<K: Kernel<Params = Wide>>(&self, gated: bool, norm: bool, tile_rows: u32, grid: u32) -> Outputs {
+        let strips = (if gated { 2 * self.n } else { self.n }).div_ceil(STRIP as usize) as u32;
+        let k = self.k as u32;
+        let [w, up, next] = [&self.weight, &self.up, &self.next_norm].map(|v| Buffer::from_slice(v));
+        let x = Buffer::from_slice(&reordered(&self.x, self.k, false));
+        // What lies before the matrix in the stream.
+        let mut walk = Walk { chunks: 5, ..Walk::new(BLOCKS) };
+        let mut passes = Vec::new();
+        let mut first = 0;
+        while first < strips {
+            let pass = walk.pass(strips - first, k);
+            passes.push((first, pass));
+            first += pass.strips;
+        }
+        let stream = Buffer::from_slice(&vec![bf16::ZERO; walk.chunks as usize * CHUNK_BYTES as usize / 2]);
+        for (first_strip, pass) in passes {
+            let lay_out = LayOut {
+                weight: w.ptr(),
+                up: if gated { up.ptr() } else { Default::default() },
+                stream: stream.ptr_mut(),
+                base: pass.base,
+                n: self.n as u32,
+                k,
+                first_strip,
+                strips: pass.strips,
+                blocks: BLOCKS,
+            };
+            run::<stream::lay_out>([pass.strips, pass.depth, 1], 0, 2, lay_out);
+        }
+        let rows = RowBuffers::sequence(0, self.rows as u32);
+        let (y, activation, scaled, squares) = self.outputs();
+        let before = Buffer::from_slice(&self.squares);
+        let matrix =
+            Matrix { address: x.ptr().addr(), rows: self.rows as u64, columns: self.k as u64, tile_rows };
+        let map = Buffer::from_slice(&[TensorMap::emulated(&matrix)]);
+        let row_tiles = (self.rows as u32).div_ceil(tile_rows);
+        let partials = Buffer::<f32>::new_poisoned(Wide::partial_len(row_tiles, tile_rows, grid));
+        let arrivals = Buffer::from_slice(&vec![0; Wide::arrivals_len(grid)]);
+        let params = Wide {
+            rows: rows.rows(),
+            x: map.ptr(),
+            stream: stream.ptr(),
+            base: 5,
+            blocks: BLOCKS,
+            strips,
+            n: self.n as u32,
+            k,
+            norm: if norm { Norm { squares: before.ptr(), dim: k, eps: 1e-6 } } else { Norm::default() },
+            y: y.ptr_mut(),
+            activation: activation.ptr_mut(),
+            residual: Residual {
+                x: y.ptr_mut(),
+                scaled: scaled.ptr_mut(),
+                squares: squares.ptr_mut(),
+                dim: self.n as u32,
+            },
+            next_norm: next.ptr(),
+            partials: partials.ptr_mut(),
+            arrivals: arrivals.ptr_mut(),
+        };
+        run::<K>([grid, 1, 1], Wide::shared_bytes(tile_rows), 3, params);
+        assert!(arrivals.as_slice().iter().all(|&left| left == 0));
+        Outputs {
+            y: y.as_slice().to_vec(),
+            activation: reordered(activation.as_slice(), self.n, true),
+            scaled: reordered(scaled.as_slice(), self.n, true),
+            squares: squares.as_slice()[..self.rows * self.n / 16].to_vec(),
+        }
+    }
+
+    fn check(&self, grid: u32) {
+        let (wide_64, wide_128) = (64, 128);
+        let want = self.by_linear::<linear::linear_64>(Linear::strips(self.n as u32), true);
+        assert!(want.y == self.by_wide::<wide::wide_linear_64>(false, true, wide_64, grid).y, "write, 64");
+        assert!(want.y == self.by_wide::<wide::wide_linear_128>(false, true, wide_128, grid).y, "write, 128");
+        let want = self.by_linear::<linear::linear_add_64>(Linear::strips(self.n as u32), false);
+        assert!(want == self.by_wide::<wide::wide_add_64>(false, false, wide_64, grid), "add, 64");
+        assert!(want == self.by_wide::<wide::wide_add_128>(false, false, wide_128, grid), "add, 128");
+        let want = self.by_linear::<linear::swiglu_64>(Linear::swiglu_strips(self.n as u32), true).activation;
+        assert!(want == self.by_wide::<wide::wide_swiglu_64>(true, true, wide_64, grid).activation, "swiglu, 64");
+        assert!(want == self.by_wide::<wide::wide_swiglu_128>(true, true, wide_128, grid).activation, "swiglu, 128");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4))]
+
+    #[test]
+    fn bits_of_linear(rows in 1usize..150, strips in 1usize..11, chunks in 1usize..11, grid in 1u32..5, seed: u64) {
+        Case::new(rows, strips.next_multiple_of(2) * 16, chunks * 128, seed).check(grid);
+    }
+}
+
+/// Several passes of the stream, whole and split tiles in one launch.
+#[test]
+fn bits_of_linear_over_passes() {
+    let strips = (STRIPS * BLOCKS) as usize + 13;
+    Case::new(9, strips.next_multiple_of(2) * 16, 256, 7).check(3);
+}
+
+#[test]
+fn no_block_idles_longer_than_a_part() {
+    for grid in [1, 3, 108, 132] {
+        for tiles in 1..4 * grid {
+            let Share { whole, groups } = Share::new(tiles, grid);
+            assert!(whole % grid == 0 && [1, 2, 4, 8].contains(&groups));
+            let left = tiles - whole;
+            // In eighths of a tile: within an eighth and a half of what a perfect split would take.
+            let time = (left * groups).div_ceil(grid) * 8 / groups;
+            assert!(f64::from(time) < f64::from(8 * left) / f64::from(grid) + 1.0, "{tiles} tiles on {grid} blocks");
+        }
+    }
+}
