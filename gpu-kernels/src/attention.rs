@@ -25,6 +25,7 @@
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
+use crate::linear::slot;
 use crate::step::Rows;
 
 /// Keys of a block of [`attend`].
@@ -224,10 +225,16 @@ pub(crate) unsafe fn attend_keys(
     }
 }
 
-/// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
-/// the split's part of others. Shared memory from `scratch` on is free again when it returns.
+/// Where dimension `d` of a result goes among its head's.
 #[inline(always)]
-pub(crate) unsafe fn reduce(p: &Attend, tile: &Tile, found: &Found, scratch: u32) {
+const fn place_of<const SLOTS: bool>(d: u32) -> usize {
+    (if SLOTS { slot(d) } else { d }) as usize
+}
+
+/// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
+/// the split's part of others. With `SLOTS` results are in the order of [`slot`]. Shared memory from `scratch` on is free again when it returns.
+#[inline(always)]
+pub(crate) unsafe fn reduce<const SLOTS: bool>(p: &Attend, tile: &Tile, found: &Found, scratch: u32) {
     unsafe {
         // New to the compiler: addresses found here are not kept over a loop around this.
         let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
@@ -277,7 +284,7 @@ pub(crate) unsafe fn reduce(p: &Attend, tile: &Tile, found: &Found, scratch: u32
                         // The row has no keys here; a later one of the tile has.
                     } else if position < SPLIT {
                         let to = p.out.at(place * HEAD_DIM as usize).cast::<u32>();
-                        to.store(d as usize / 2, math::pack_bf16(sum[0] / norm, sum[1] / norm));
+                        to.store(place_of::<SLOTS>(d) / 2, math::pack_bf16(sum[0] / norm, sum[1] / norm));
                     } else {
                         let at = place * p.splits as usize + tile.split as usize;
                         let to = p.sums.at(at * HEAD_DIM as usize + d as usize);
@@ -341,7 +348,7 @@ pub unsafe fn attend(p: Attend) {
             let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
             found = attend_keys(&p, &tile, query, key, value);
         }
-        reduce(&p, &tile, &found, 0);
+        reduce::<false>(&p, &tile, &found, 0);
     }
 }
 
@@ -351,14 +358,20 @@ pub unsafe fn combine(p: Attend) {
     unsafe {
         let row = thread::block_idx_y();
         if row < p.rows.count.load(0) {
-            combine_head(&p, row, thread::block_idx_x(), (thread::lane_id(), thread::warp_id()), 0);
+            combine_head::<false>(&p, row, thread::block_idx_x(), (thread::lane_id(), thread::warp_id()), 0);
         }
     }
 }
 
 /// One row and head of [`combine`], by the 8 warps from the block's first on, with shared memory from `scratch` on: free again when it returns.
 #[inline(always)]
-pub(crate) unsafe fn combine_head(p: &Attend, row: u32, head: u32, (lane, warp_id): (u32, u32), scratch: u32) {
+pub(crate) unsafe fn combine_head<const SLOTS: bool>(
+    p: &Attend,
+    row: u32,
+    head: u32,
+    (lane, warp_id): (u32, u32),
+    scratch: u32,
+) {
     unsafe {
         let splits = p.rows.positions.load(row as usize) / SPLIT + 1;
         if splits == 1 {
@@ -415,7 +428,7 @@ pub(crate) unsafe fn combine_head(p: &Attend, row: u32, head: u32, (lane, warp_i
                 sum += partial.load(W * HEAD_DIM as usize + d as usize);
                 norm += norms.load(W);
             });
-            p.out.store(pair * HEAD_DIM as usize + d as usize, math::to_bf16(sum / norm));
+            p.out.store(pair * HEAD_DIM as usize + place_of::<SLOTS>(d), math::to_bf16(sum / norm));
         }
         sync();
     }

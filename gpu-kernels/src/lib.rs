@@ -36,6 +36,8 @@ pub mod norm;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod prefill_attention;
 pub mod qkv;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+mod ring;
 pub mod sample;
 pub mod step;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]

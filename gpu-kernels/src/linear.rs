@@ -77,6 +77,16 @@ impl Linear {
     }
 }
 
+/// Where an element of a row of activations goes when the inputs that one tensor core instruction multiplies are to be
+/// neighbours, in the order of its slots (see [`wide`](crate::wide)). Here, lane `t` of four loads inputs `8 t .. 8 t + 8` of 32 and gives the first four to one instruction, the
+/// others to the next; of four, the first two go to slots `2 t` and `2 t + 1`, the others 8 further.
+#[inline(always)]
+#[must_use]
+pub const fn slot(element: u32) -> u32 {
+    let (t, step, high, low) = (element >> 3 & 3, element >> 2 & 1, element >> 1 & 1, element & 1);
+    element & !31 | step << 4 | high << 3 | t << 1 | low
+}
+
 /// Where a lane's `j`-th load of a pair of slices lies, from the first.
 const fn offset(j: usize) -> usize {
     (j / 2) * (WARPS * SLICE) as usize + (j % 2) * 32

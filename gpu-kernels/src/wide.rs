@@ -23,16 +23,21 @@
 //! Whole rounds of tiles, one a block, run as above. What is left is split by residues into [`Share::groups`] parts a tile, so that every block has work: parts
 //! leave their chains in memory (L2, in truth), and the part that comes last adds all of them, in order.
 
+mod attention;
+
+pub use attention::{ATTEND_THREADS, WideAttend, wide_attend};
+
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
-use cuda_std::shared::{self, Shared};
+use cuda_std::shared;
 use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Operand};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
 use crate::embedding::Embed;
-use crate::linear::{SLICE, STRIP};
+use crate::linear::{SLICE, STRIP, slot};
 use crate::norm::{Norm, Residual};
+use crate::ring::{Ring, Shape};
 use crate::step::Rows;
 use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, Pass, STRIPS};
 
@@ -48,16 +53,6 @@ const GROUP: u32 = 128;
 /// Bytes of a strip's slice.
 const SLICE_BYTES: u32 = SLICE * STRIP * 2;
 const WEIGHT_BYTES: u32 = TILE_STRIPS * SLICE_BYTES;
-
-/// Where an element of a row of activations lies among the row's: the inputs that one tensor core instruction of [`linear`](crate::linear) multiplies become
-/// neighbours, in the order of its slots. There, lane `t` of four loads inputs `8 t .. 8 t + 8` of 32 and gives the first four to one instruction, the
-/// others to the next; of four, the first two go to slots `2 t` and `2 t + 1`, the others 8 further.
-#[inline(always)]
-#[must_use]
-pub const fn slot(element: u32) -> u32 {
-    let (t, step, high, low) = (element >> 3 & 3, element >> 2 & 1, element >> 1 & 1, element & 1);
-    element & !31 | step << 4 | high << 3 | t << 1 | low
-}
 
 /// How tiles fall to blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,21 +128,14 @@ pub struct Wide {
 }
 
 impl Wide {
-    const fn stages(rows: u32) -> u32 {
-        if rows == 64 { 9 } else { 7 }
+    /// A slot holds a slice of a tile's weights, and of the rows.
+    const fn ring(rows: u32) -> Shape {
+        Shape { stages: if rows == 64 { 9 } else { 7 }, bytes: WEIGHT_BYTES + rows * SLICE * 2 }
     }
 
-    const fn stage_bytes(rows: u32) -> u32 {
-        WEIGHT_BYTES + rows * SLICE * 2
-    }
-
-    /// Where barriers begin: two a stage, and one for the factors, which follow; then a word for each warpgroup.
-    const fn barriers(rows: u32) -> u32 {
-        Self::stages(rows) * Self::stage_bytes(rows)
-    }
-
+    /// Behind the ring: a barrier that says that the rows' factors are there, the factors, and a word for each warpgroup.
     const fn factors(rows: u32) -> u32 {
-        Self::barriers(rows) + (2 * Self::stages(rows) + 1) * 8
+        Self::ring(rows).shared_bytes() + 8
     }
 
     /// Dynamic shared memory of a block of the kernels for `rows` = 64 or 128 rows a tile.
@@ -239,42 +227,10 @@ impl Iterator for Units {
     }
 }
 
-/// Where a role stands in the ring.
-#[derive(Clone, Copy)]
-struct Ring<const ROWS: u32> {
-    stage: u32,
-    parity: u32,
-}
-
-impl<const ROWS: u32> Ring<ROWS> {
-    #[inline(always)]
-    unsafe fn full(&self) -> Barrier {
-        unsafe { Barrier::at(shared::dynamic(Wide::barriers(ROWS) + self.stage * 8)) }
-    }
-
-    #[inline(always)]
-    unsafe fn empty(&self) -> Barrier {
-        unsafe { Barrier::at(shared::dynamic(Wide::barriers(ROWS) + (Wide::stages(ROWS) + self.stage) * 8)) }
-    }
-
-    #[inline(always)]
-    unsafe fn place(&self) -> Shared<u8> {
-        unsafe { shared::dynamic(self.stage * Wide::stage_bytes(ROWS)) }
-    }
-
-    #[inline(always)]
-    fn advance(&mut self) {
-        self.stage += 1;
-        if self.stage == Wide::stages(ROWS) {
-            (self.stage, self.parity) = (0, self.parity ^ 1);
-        }
-    }
-}
-
 /// The barrier that says that the factors are there.
 #[inline(always)]
 unsafe fn factors_ready<const ROWS: u32>() -> Barrier {
-    unsafe { Barrier::at(shared::dynamic(Wide::barriers(ROWS) + 2 * Wide::stages(ROWS) * 8)) }
+    unsafe { Barrier::at(shared::dynamic(Wide::ring(ROWS).shared_bytes())) }
 }
 
 /// Slices of a residue.
@@ -290,7 +246,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &Wide, units: Units) {
         let lane = thread::lane_id();
         let (pass_strips, chunks) = (STRIPS * p.blocks, p.k.div_ceil(CHUNK_FEATURES));
         core::hint::assert_unchecked(p.blocks > 0 && pass_strips > 0);
-        let mut ring = Ring::<ROWS> { stage: 0, parity: 1 };
+        let mut ring = Ring::producer(Wide::ring(ROWS));
         for unit in units {
             // Of a last, partial tile the last strip again, which nobody reads.
             let strip = (unit.strip + lane % TILE_STRIPS).min(p.strips - 1);
@@ -302,7 +258,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &Wide, units: Units) {
             while residue < unit.end {
                 let mut turn = 0;
                 while turn < depth(p, residue) {
-                    ring.empty().wait(ring.parity);
+                    ring.wait_empty();
                     if lane == 0 {
                         ring.full().arrive_expect_tx(WEIGHT_BYTES);
                     }
@@ -310,10 +266,10 @@ unsafe fn produce_weights<const ROWS: u32>(p: &Wide, units: Units) {
                     if lane < TILE_STRIPS {
                         let chunk = pass.chunk(turn, within / p.blocks, within % p.blocks, p.blocks);
                         let from = chunk * u64::from(CHUNK_BYTES) + u64::from(residue * SLICE_BYTES);
-                        let to = ring.place().at((lane * SLICE_BYTES) as usize);
+                        let to = ring.slot().at((lane * SLICE_BYTES) as usize);
                         bulk::copy_to_shared(to, p.stream.cast().at(from as usize), SLICE_BYTES, ring.full());
                     }
-                    ring.advance();
+                    ring = ring.ahead(1);
                     turn += 1;
                 }
                 residue += 1;
@@ -327,17 +283,17 @@ unsafe fn produce_weights<const ROWS: u32>(p: &Wide, units: Units) {
 unsafe fn produce_rows<const ROWS: u32>(p: &Wide, units: Units) {
     unsafe {
         tensor::acquire(p.x);
-        let mut ring = Ring::<ROWS> { stage: 0, parity: 1 };
+        let mut ring = Ring::producer(Wide::ring(ROWS));
         for unit in units {
             let mut residue = unit.residue;
             while residue < unit.end {
                 let mut turn = 0;
                 while turn < depth(p, residue) {
-                    ring.empty().wait(ring.parity);
+                    ring.wait_empty();
                     ring.full().arrive_expect_tx(ROWS * SLICE * 2);
-                    let to = ring.place().at(WEIGHT_BYTES as usize);
+                    let to = ring.slot().at(WEIGHT_BYTES as usize);
                     tensor::load(to, p.x, [(turn * RESIDUES + residue) * SLICE, unit.row], ring.full());
-                    ring.advance();
+                    ring = ring.ahead(1);
                     turn += 1;
                 }
                 residue += 1;
@@ -389,7 +345,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide
         let (lane, warp_id) = (thread::lane_id(), thread::warp_id());
         let group = warp_id / 4;
         let share = units.share;
-        let mut ring = Ring::<ROWS> { stage: 0, parity: 0 };
+        let mut ring = Ring::consumer(Wide::ring(ROWS));
         for unit in units {
             let half = Half {
                 strip: unit.strip + warp_id,
@@ -412,7 +368,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide
             });
             let mut residue = unit.residue;
             while residue < unit.end {
-                multiply_chain::<ROWS, TILES>(&mut ring, depth(p, residue), lane, warp_id);
+                multiply_chain::<TILES>(&mut ring, depth(p, residue), lane, warp_id);
                 if unit.residue == 0 {
                     unroll!(J < TILES of 16; {
                         wgmma::set::<{ 4 * J }>(wgmma::get::<{ 4 * J }>() + wgmma::get::<{ 64 + 4 * J }>());
@@ -470,24 +426,19 @@ unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide
 
 /// One residue's chain, into the upper accumulators: `depth` slots of the ring.
 #[inline(always)]
-unsafe fn multiply_chain<const ROWS: u32, const TILES: usize>(
-    ring: &mut Ring<ROWS>,
-    depth: u32,
-    lane: u32,
-    warp_id: u32,
-) {
+unsafe fn multiply_chain<const TILES: usize>(ring: &mut Ring, depth: u32, lane: u32, warp_id: u32) {
     unsafe {
         let mut turn = 0;
         while turn < depth {
-            ring.full().wait(ring.parity);
+            ring.wait_full();
             // The assembler runs products one after another if fragments are loaded while others are under way; the other warpgroup
             // keeps the tensor cores busy.
-            let weights = ring.place().at((warp_id * SLICE_BYTES + lane * 16) as usize);
+            let weights = ring.slot().at((warp_id * SLICE_BYTES + lane * 16) as usize);
             wgmma::load_fragments::<0, u8>(weights);
             wgmma::load_fragments::<1, u8>(weights.at(512));
             wgmma::load_fragments::<2, u8>(weights.at(1024));
             wgmma::load_fragments::<3, u8>(weights.at(1536));
-            let x = Operand::at(ring.place().at(WEIGHT_BYTES as usize));
+            let x = Operand::at(ring.slot().at(WEIGHT_BYTES as usize));
             wgmma::fence();
             product::<TILES, 0>(x, turn > 0);
             product::<TILES, 1>(x.advance(32), true);
@@ -499,7 +450,7 @@ unsafe fn multiply_chain<const ROWS: u32, const TILES: usize>(
             bulk::fence_proxy_async();
             warp::sync_warp();
             ring.empty().arrive_if(lane == 0);
-            ring.advance();
+            *ring = ring.ahead(1);
             turn += 1;
         }
         if depth == 0 {
@@ -663,13 +614,7 @@ unsafe fn wide<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
         }
         let warp_id = thread::warp_id();
         if thread::thread_idx_x() == 0 {
-            let mut stage = 0;
-            while stage < Wide::stages(ROWS) {
-                let ring = Ring::<ROWS> { stage, parity: 0 };
-                ring.full().init(2);
-                ring.empty().init(8);
-                stage += 1;
-            }
+            Ring::init(Wide::ring(ROWS), 2, 8);
             factors_ready::<ROWS>().init(2);
             bulk::fence_init();
         }

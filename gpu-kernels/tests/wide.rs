@@ -6,10 +6,10 @@ use common::{Random, RowBuffers, run};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Kernel, bf16};
-use gpu_kernels::linear::{self, Linear, STRIP};
+use gpu_kernels::linear::{self, Linear, STRIP, slot};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, STRIPS, Walk};
-use gpu_kernels::wide::{self, Share, Wide, slot};
+use gpu_kernels::wide::{self, Share, Wide};
 use proptest::prelude::*;
 
 /// Blocks that weights are laid out for.
@@ -91,7 +91,11 @@ impl Case {
                 x: x.ptr(),
                 weight: w.ptr(),
                 up: up.ptr(),
-                norm: if norm { Norm { squares: before.ptr(), dim: self.k as u32, eps: 1e-6 } } else { Norm::default() },
+                norm: if norm {
+                    Norm { squares: before.ptr(), dim: self.k as u32, eps: 1e-6 }
+                } else {
+                    Norm::default()
+                },
                 y: y.ptr_mut(),
                 activation: activation.ptr_mut(),
                 residual: Residual {
@@ -147,8 +151,7 @@ impl Case {
         let rows = RowBuffers::sequence(0, self.rows as u32);
         let (y, activation, scaled, squares) = self.outputs();
         let before = Buffer::from_slice(&self.squares);
-        let matrix =
-            Matrix { address: x.ptr().addr(), rows: self.rows as u64, columns: self.k as u64, tile_rows };
+        let matrix = Matrix { address: x.ptr().addr(), rows: self.rows as u64, columns: self.k as u64, tile_rows };
         let map = Buffer::from_slice(&[TensorMap::emulated(&matrix)]);
         let row_tiles = (self.rows as u32).div_ceil(tile_rows);
         let partials = Buffer::<f32>::new_poisoned(Wide::partial_len(row_tiles, tile_rows, grid));

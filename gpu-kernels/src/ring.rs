@@ -1,0 +1,106 @@
+//! A ring of slots in shared memory between warps that fill it by the copy engine and warps that use what came.
+//!
+//! It begins at the block's dynamic shared memory: the slots, then a barrier for each that says it is full, then one for each that says it is free.
+
+use cuda_std::bulk::Barrier;
+use cuda_std::shared::{self, Shared};
+
+/// The shape of a ring.
+#[derive(Clone, Copy)]
+pub(crate) struct Shape {
+    pub stages: u32,
+    /// Of a slot.
+    pub bytes: u32,
+}
+
+impl Shape {
+    /// Where the barriers begin.
+    pub const fn barriers(self) -> u32 {
+        self.stages * self.bytes
+    }
+
+    /// Bytes of slots and barriers.
+    pub const fn shared_bytes(self) -> u32 {
+        self.barriers() + 2 * self.stages * 8
+    }
+}
+
+/// Where a role stands in a ring.
+#[derive(Clone, Copy)]
+pub(crate) struct Ring {
+    shape: Shape,
+    stage: u32,
+    parity: u32,
+}
+
+impl Ring {
+    /// The start, for those who use what comes.
+    #[inline(always)]
+    pub const fn consumer(shape: Shape) -> Self {
+        Self { shape, stage: 0, parity: 0 }
+    }
+
+    /// The start, for those who fill it: the first turn finds every slot free.
+    #[inline(always)]
+    pub const fn producer(shape: Shape) -> Self {
+        Self { shape, stage: 0, parity: 1 }
+    }
+
+    /// Makes all barriers: a slot is full after `producers` arrivals and their bytes, and free after `consumers`. One lane does it, before anyone waits.
+    #[inline(always)]
+    pub unsafe fn init(shape: Shape, producers: u32, consumers: u32) {
+        let mut stage = 0;
+        while stage < shape.stages {
+            let ring = Self { shape, stage, parity: 0 };
+            unsafe {
+                ring.full().init(producers);
+                ring.empty().init(consumers);
+            }
+            stage += 1;
+        }
+    }
+
+    #[inline(always)]
+    pub unsafe fn full(&self) -> Barrier {
+        unsafe { Barrier::at(shared::dynamic(self.shape.barriers() + self.stage * 8)) }
+    }
+
+    #[inline(always)]
+    pub unsafe fn empty(&self) -> Barrier {
+        unsafe { Barrier::at(shared::dynamic(self.shape.barriers() + (self.shape.stages + self.stage) * 8)) }
+    }
+
+    /// Waits until the slot is full (a consumer) or free (a producer).
+    #[inline(always)]
+    pub unsafe fn wait_full(&self) {
+        unsafe { self.full().wait(self.parity) }
+    }
+
+    #[inline(always)]
+    pub unsafe fn wait_empty(&self) {
+        unsafe { self.empty().wait(self.parity) }
+    }
+
+    /// Where the slot begins, from the start of dynamic shared memory.
+    #[inline(always)]
+    pub const fn offset(&self) -> u32 {
+        self.stage * self.shape.bytes
+    }
+
+    /// The slot.
+    #[inline(always)]
+    pub unsafe fn slot(&self) -> Shared<u8> {
+        unsafe { shared::dynamic(self.offset()) }
+    }
+
+    /// `n` slots on, less than a turn.
+    #[inline(always)]
+    pub const fn ahead(mut self, n: u32) -> Self {
+        self.stage += n;
+        if self.stage >= self.shape.stages {
+            self.stage -= self.shape.stages;
+            self.parity ^= 1;
+        }
+        self
+    }
+}

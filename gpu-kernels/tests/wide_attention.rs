@@ -1,0 +1,123 @@
+//! Attention of many sequences at once: for each row the very bits of `attend` and `combine`.
+
+mod common;
+
+use common::{Random, RowBuffers, run};
+use cuda_std::bf16;
+use cuda_std::emulator::Buffer;
+use gpu_kernels::attention::{self, Attend, SPLIT};
+use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
+use gpu_kernels::linear::slot;
+use gpu_kernels::wide::{self, WideAttend};
+use proptest::prelude::*;
+
+const D: usize = HEAD_DIM as usize;
+
+/// Sequences, each with a number of positions before its rows and a number of rows.
+struct Case {
+    q_heads: usize,
+    kv_heads: usize,
+    sequences: Vec<(usize, usize)>,
+}
+
+impl Case {
+    fn check(&self, grid: u32, seed: u64) {
+        let &Self { q_heads, kv_heads, ref sequences } = self;
+        let mut random = Random::new(seed);
+        let longest = sequences.iter().map(|(start, rows)| start + rows).max().unwrap_or(1);
+        let stride = longest.div_ceil(PAGE_TOKENS as usize);
+        // Every sequence has pages of its own, from one pool in a scrambled order.
+        let count = stride * sequences.len();
+        let mut tables: Vec<u32> = (0..count as u32).collect();
+        for i in 0..count {
+            tables.swap(i, random.below(count));
+        }
+        let pages = Buffer::from_slice(&random.bf16s(count * kv::page_elements(kv_heads as u32)));
+        let tables = Buffer::from_slice(&tables);
+        let group = q_heads / kv_heads;
+        let tile_rows = Attend::tile_rows(group as u32) as usize;
+        let (mut rows, mut tiles) = (Vec::new(), Vec::new());
+        for (number, &(start, count)) in sequences.iter().enumerate() {
+            for first in (0..count).step_by(tile_rows) {
+                tiles.push([(rows.len() + first) as u32, tile_rows.min(count - first) as u32]);
+            }
+            rows.extend((start..start + count).map(|position| (0, position as u32, number as u32)));
+        }
+        let splits = (longest as u32).div_ceil(SPLIT);
+        let q: Vec<bf16> = random.bf16s(rows.len() * q_heads * D);
+        let attend = |rows: &RowBuffers, q: &Buffer<bf16>, memory: &(Buffer<f32>, Buffer<f32>, Buffer<bf16>)| Attend {
+            rows: rows.rows(),
+            q: q.ptr(),
+            cache: Cache {
+                pages: pages.ptr_mut(),
+                tables: tables.ptr(),
+                table_stride: stride as u32,
+                kv_heads: kv_heads as u32,
+            },
+            sums: memory.0.ptr_mut(),
+            scales: memory.1.ptr_mut(),
+            out: memory.2.ptr_mut(),
+            splits,
+            q_heads: q_heads as u32,
+            scale: 1.0 / (D as f32).sqrt(),
+        };
+        let memory = |rows: usize| {
+            let partial = rows * q_heads * splits as usize;
+            let out = Buffer::<bf16>::new_poisoned(rows * q_heads * D);
+            (Buffer::<f32>::new_poisoned(partial * D), Buffer::<f32>::new_poisoned(partial * 2), out)
+        };
+
+        let mut want = Vec::new();
+        let mut first = 0;
+        for &(_, count) in sequences {
+            let own = RowBuffers::new(&rows[first..first + count]);
+            let queries = Buffer::from_slice(&q[first * q_heads * D..][..count * q_heads * D]);
+            let memory = memory(count);
+            let params = attend(&own, &queries, &memory);
+            let tiles = Attend::tiles(count as u32, group as u32);
+            run::<attention::attend>([kv_heads as u32, splits, tiles], Attend::SHARED_BYTES, seed, params);
+            let grid = [q_heads as u32, count as u32, 1];
+            run::<attention::combine>(grid, Attend::COMBINE_SHARED_BYTES, seed, params);
+            want.extend_from_slice(memory.2.as_slice());
+            first += count;
+        }
+
+        let (all, queries, memory) = (RowBuffers::new(&rows), Buffer::from_slice(&q), memory(rows.len()));
+        let words = Buffer::from_slice(&tiles.concat());
+        let tile_count = Buffer::from_slice(&[tiles.len() as u32]);
+        let arrivals = Buffer::from_slice(&vec![0u32; tiles.len() * kv_heads]);
+        let params = WideAttend {
+            attend: attend(&all, &queries, &memory),
+            tiles: words.ptr(),
+            tile_count: tile_count.ptr(),
+            arrivals: arrivals.ptr_mut(),
+            splits,
+        };
+        run::<wide::wide_attend>([grid, 1, 1], WideAttend::SHARED_BYTES, seed, params);
+        assert!(arrivals.as_slice().iter().all(|&left| left == 0));
+        let got = memory.2.as_slice();
+        let got: Vec<bf16> = (0..got.len()).map(|i| got[i / D * D + slot((i % D) as u32) as usize]).collect();
+        assert!(want == got, "{q_heads} and {kv_heads} heads, {sequences:?}, {grid} blocks");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(8))]
+
+    #[test]
+    fn bits_of_attend(
+        sequences in prop::collection::vec((0usize..600, 1usize..7), 1..5),
+        heads in prop::sample::select(vec![(4, 2), (2, 2), (8, 1), (5, 1)]),
+        grid in 1u32..6,
+        seed: u64,
+    ) {
+        Case { q_heads: heads.0, kv_heads: heads.1, sequences }.check(grid, seed);
+    }
+}
+
+/// More items than a warp has lanes, for one block.
+#[test]
+fn many_items_for_a_block() {
+    let sequences = (0..30).map(|i| (i * 13, 1 + i % 3)).collect();
+    Case { q_heads: 4, kv_heads: 2, sequences }.check(1, 5);
+}
