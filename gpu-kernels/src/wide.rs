@@ -49,6 +49,11 @@ pub const THREADS: u32 = 384;
 pub const TILE_STRIPS: u32 = 8;
 
 const RESIDUES: u32 = 8;
+/// Registers of a lane once warpgroups know what they are.
+const CONSUMER_REGISTERS: u32 = 208;
+const PRODUCER_REGISTERS: u32 = 88;
+// A block shares out what it was launched with: 168 a lane. Asking for more waits forever.
+const _: () = assert!(256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= 384 * 168);
 const GROUP: u32 = 128;
 /// Bytes of a strip's slice.
 const SLICE_BYTES: u32 = SLICE * STRIP * 2;
@@ -621,10 +626,10 @@ unsafe fn wide<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
         thread::sync_threads();
         let units = Units::new(p, ROWS, count);
         if warp_id < 8 {
-            wgmma::take_registers::<216>();
+            wgmma::take_registers::<CONSUMER_REGISTERS>();
             consume::<ROWS, TILES, KIND>(p, units, count);
         } else {
-            wgmma::give_registers::<80>();
+            wgmma::give_registers::<PRODUCER_REGISTERS>();
             match warp_id {
                 8 => produce_weights::<ROWS>(p, units),
                 9 => {

@@ -44,8 +44,8 @@ pub struct WideAttend {
     /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and at most
     /// [`Attend::tile_rows`]. 8-byte aligned.
     pub tiles: Global<u32>,
-    /// `[1]`, how many tiles there are.
-    pub tile_count: Global<u32>,
+    /// How many tiles there are.
+    pub tile_count: u32,
     /// `[tiles, kv_heads]`, zero before and after.
     pub arrivals: GlobalMut<u32>,
     /// Splits of the longest sequence, or more.
@@ -141,7 +141,7 @@ unsafe fn produce(p: &WideAttend) {
         let a = &p.attend;
         let lane = thread::lane_id();
         let group = group_of(a);
-        let (kv_heads, tiles, grid) = (a.cache.kv_heads, p.tile_count.load(0), thread::grid_dim_x());
+        let (kv_heads, tiles, grid) = (a.cache.kv_heads, p.tile_count, thread::grid_dim_x());
         core::hint::assert_unchecked(kv_heads > 0);
         let all = p.splits * tiles * kv_heads;
         let mut ring = Ring::producer(PAGES);
@@ -322,7 +322,7 @@ unsafe fn last_to_arrive(p: &WideAttend, which: u32, splits: u32) -> bool {
 #[kernel(threads = ATTEND_THREADS, min_blocks = 1)]
 pub unsafe fn wide_attend(p: WideAttend) {
     unsafe {
-        if p.tile_count.load(0) == 0 {
+        if p.tile_count == 0 {
             return;
         }
         if thread::thread_idx_x() == 0 {
