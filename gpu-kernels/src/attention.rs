@@ -84,10 +84,10 @@ const QUARTER: u32 = PAIRS / 4;
 /// Words between two pairs' sums: eight more than they take, so that a warp's stores meet every bank once.
 const PAIR_STRIDE: u32 = HEAD_DIM + 8;
 
-/// The 8 warps of a block of [`attend`] meet; a block may have other warps with other work.
+/// The 8 warps that work on a tile meet; a block may have other warps with other work, and barriers of theirs.
 #[inline(always)]
-fn sync() {
-    thread::sync_named(1, WARPS * 32);
+fn sync(barrier: u32) {
+    thread::sync_named(barrier, WARPS * 32);
 }
 
 /// The sum of `v` over the four lanes that hold one pair's scores.
@@ -164,20 +164,18 @@ impl Tile {
 
 /// Attention of the tile's pairs over this warp's 32 keys. `query(i, j)` gives 16 bytes of pair `g + 8 i` from dimension `8 t + 32 j` on; `key(k, j)`
 /// likewise of the `k`-th key from the warp's first on; `value(d)` dimension `d` of keys `8 t..8 t + 8`.
+/// `between` is called when the keys are done with.
 #[inline(always)]
 pub(crate) unsafe fn attend_keys(
     p: &Attend,
     tile: &Tile,
     query: impl Fn(usize, usize) -> [u32; 4],
     key: impl Fn(u32, usize) -> [u32; 4],
+    between: impl FnOnce(),
     value: impl Fn(u32) -> [u32; 4],
 ) -> Found {
     unsafe {
         let (g, t) = (tile.lane / 4, tile.lane % 4);
-        let limit = |pair: u32| {
-            if pair < tile.pairs { p.rows.positions.load(tile.row(pair) as usize) as i32 } else { -1 }
-        };
-        let limit = [limit(g), limit(g + 8)];
         let mut found = Found::NOTHING;
         let mut s = [[0f32; 4]; 4];
         unroll!(I < 4; {
@@ -190,6 +188,11 @@ pub(crate) unsafe fn attend_keys(
                 s[J] = mma::m16n8k16_bf16(s[J], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
             });
         });
+        between();
+        let limit = |pair: u32| {
+            if pair < tile.pairs { p.rows.positions.load(tile.row(pair) as usize) as i32 } else { -1 }
+        };
+        let limit = [limit(g), limit(g + 8)];
         let scale = p.scale * LOG2_E;
         let first = tile.first_key() + 8 * t;
         unroll!(I < 2; {
@@ -234,7 +237,7 @@ const fn place_of<const SLOTS: bool>(d: u32) -> usize {
 /// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
 /// the split's part of others. With `SLOTS` results are in the order of [`slot`]. Shared memory from `scratch` on is free again when it returns.
 #[inline(always)]
-pub(crate) unsafe fn reduce<const SLOTS: bool>(p: &Attend, tile: &Tile, found: &Found, scratch: u32) {
+pub(crate) unsafe fn reduce<const SLOTS: bool>(p: &Attend, tile: &Tile, found: &Found, scratch: u32, barrier: u32) {
     unsafe {
         // New to the compiler: addresses found here are not kept over a loop around this.
         let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
@@ -259,7 +262,7 @@ pub(crate) unsafe fn reduce<const SLOTS: bool>(p: &Attend, tile: &Tile, found: &
                         to.store(N * 8 + 1, found.o[N][R / 2 * 2 + 1]);
                     });
                 }
-                sync();
+                sync(barrier);
                 // 64 threads a pair, each with two dimensions.
                 let thread = warp_id * 32 + lane;
                 let (quarter, d) = (thread / 64, 2 * (thread % 64));
@@ -296,7 +299,7 @@ pub(crate) unsafe fn reduce<const SLOTS: bool>(p: &Attend, tile: &Tile, found: &
                         }
                     }
                 }
-                sync();
+                sync(barrier);
             }
         });
     }
@@ -346,9 +349,9 @@ pub unsafe fn attend(p: Attend) {
             let values = p.cache.value(sequence, key0, tile.kv_head);
             let key = |k: u32, j: usize| keys.load16((k * HEAD_DIM) as usize + t * 8 + 32 * j);
             let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
-            found = attend_keys(&p, &tile, query, key, value);
+            found = attend_keys(&p, &tile, query, key, || {}, value);
         }
-        reduce::<false>(&p, &tile, &found, 0);
+        reduce::<false>(&p, &tile, &found, 0, 1);
     }
 }
 
@@ -358,20 +361,31 @@ pub unsafe fn combine(p: Attend) {
     unsafe {
         let row = thread::block_idx_y();
         if row < p.rows.count.load(0) {
-            combine_head::<false>(&p, row, thread::block_idx_x(), (thread::lane_id(), thread::warp_id()), 0);
+            combine_head(&p, row, thread::block_idx_x(), (thread::lane_id(), thread::warp_id()), 0);
         }
     }
 }
 
+/// The largest of a row and head's maxima. A warp finds it together.
+#[inline(always)]
+unsafe fn top_score(scales: GlobalMut<f32>, splits: u32, lane: u32) -> f32 {
+    let mut top = f32::NEG_INFINITY;
+    let mut s = lane;
+    while s < splits {
+        top = math::max(top, unsafe { scales.load(2 * s as usize) });
+        s += 32;
+    }
+    let mut mask = 16;
+    while mask > 0 {
+        top = math::max(top, warp::shuffle_xor(top, mask));
+        mask /= 2;
+    }
+    top
+}
+
 /// One row and head of [`combine`], by the 8 warps from the block's first on, with shared memory from `scratch` on: free again when it returns.
 #[inline(always)]
-pub(crate) unsafe fn combine_head<const SLOTS: bool>(
-    p: &Attend,
-    row: u32,
-    head: u32,
-    (lane, warp_id): (u32, u32),
-    scratch: u32,
-) {
+pub(crate) unsafe fn combine_head(p: &Attend, row: u32, head: u32, (lane, warp_id): (u32, u32), scratch: u32) {
     unsafe {
         let splits = p.rows.positions.load(row as usize) / SPLIT + 1;
         if splits == 1 {
@@ -380,17 +394,7 @@ pub(crate) unsafe fn combine_head<const SLOTS: bool>(
         let pair = row as usize * p.q_heads as usize + head as usize;
         let scales = p.scales.at(pair * p.splits as usize * 2);
         let sums = p.sums.at(pair * p.splits as usize * HEAD_DIM as usize);
-        let mut top = f32::NEG_INFINITY;
-        let mut s = lane;
-        while s < splits {
-            top = math::max(top, scales.load(2 * s as usize));
-            s += 32;
-        }
-        let mut mask = 16;
-        while mask > 0 {
-            top = math::max(top, warp::shuffle_xor(top, mask));
-            mask /= 2;
-        }
+        let top = top_score(scales, splits, lane);
         // Four dimensions a lane.
         let (mut sum, mut norm) = ([0f32; 4], 0f32);
         let mut s = warp_id;
@@ -420,7 +424,7 @@ pub(crate) unsafe fn combine_head<const SLOTS: bool>(
         if lane == 0 {
             norms.store(warp_id as usize, norm);
         }
-        sync();
+        sync(1);
         let d = warp_id * 32 + lane;
         if d < HEAD_DIM {
             let (mut sum, mut norm) = (0f32, 0f32);
@@ -428,8 +432,65 @@ pub(crate) unsafe fn combine_head<const SLOTS: bool>(
                 sum += partial.load(W * HEAD_DIM as usize + d as usize);
                 norm += norms.load(W);
             });
-            p.out.store(pair * HEAD_DIM as usize + place_of::<SLOTS>(d), math::to_bf16(sum / norm));
+            p.out.store(pair * HEAD_DIM as usize + d as usize, math::to_bf16(sum / norm));
         }
-        sync();
+        sync(1);
+    }
+}
+
+/// The same by one warp: it does what the 8 would have done, and adds in the same order.
+#[inline(always)]
+pub(crate) unsafe fn combine_head_by_warp<const SLOTS: bool>(p: &Attend, row: u32, head: u32, lane: u32) {
+    unsafe {
+        let splits = p.rows.positions.load(row as usize) / SPLIT + 1;
+        if splits == 1 {
+            return;
+        }
+        let pair = row as usize * p.q_heads as usize + head as usize;
+        let scales = p.scales.at(pair * p.splits as usize * 2);
+        let sums = p.sums.at(pair * p.splits as usize * HEAD_DIM as usize);
+        let top = top_score(scales, splits, lane);
+        let (mut sum, mut norm) = ([0f32; 4], 0f32);
+        // What four of the 8 would have found, four dimensions a lane, and their normalisers, one a lane; then the other four.
+        let mut warps = 0;
+        while warps < WARPS {
+            let (mut parts, mut norms) = ([[0f32; 4]; 4], 0f32);
+            let mut first = warps;
+            while first < splits {
+                let mut words = [[0u32; 4]; 4];
+                unroll!(W < 4; {
+                    let s = first + W as u32;
+                    if s < splits {
+                        words[W] = sums.load16((s * HEAD_DIM + lane * 4) as usize);
+                    }
+                });
+                let mut scale = [f32::NEG_INFINITY, 0.0];
+                let s = first + lane;
+                if lane < 4 && s < splits {
+                    scale = [scales.load(2 * s as usize), scales.load(2 * s as usize + 1)];
+                }
+                let factors = weight(scale[0], top);
+                norms = math::fma(scale[1], factors, norms);
+                unroll!(W < 4; {
+                    let factor = warp::shuffle_idx(factors, W as u32);
+                    unroll!(D < 4; {
+                        parts[W][D] = math::fma(f32::from_bits(words[W][D]), factor, parts[W][D]);
+                    });
+                });
+                first += WARPS;
+            }
+            unroll!(W < 4; {
+                unroll!(D < 4; {
+                    sum[D] += parts[W][D];
+                });
+                norm += warp::shuffle_idx(norms, W as u32);
+            });
+            warps += 4;
+        }
+        let to = p.out.at(pair * HEAD_DIM as usize).cast::<u32>();
+        unroll!(I < 2; {
+            let d = lane * 4 + 2 * I as u32;
+            to.store(place_of::<SLOTS>(d) / 2, math::pack_bf16(sum[2 * I] / norm, sum[2 * I + 1] / norm));
+        });
     }
 }

@@ -40,6 +40,18 @@ impl Ring {
         Self { shape, stage: 0, parity: 0 }
     }
 
+    /// A place that [`consumer_place`](Self::consumer_place) told.
+    #[inline(always)]
+    pub const fn at(shape: Shape, stage: u32, parity: u32) -> Self {
+        Self { shape, stage, parity }
+    }
+
+    /// For a consumer, where this producer stands: the slot, and what its full barrier is waited for with.
+    #[inline(always)]
+    pub const fn consumer_place(&self) -> (u32, u32) {
+        (self.stage, self.parity ^ 1)
+    }
+
     /// The start, for those who fill it: the first turn finds every slot free.
     #[inline(always)]
     pub const fn producer(shape: Shape) -> Self {

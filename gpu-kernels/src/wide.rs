@@ -19,9 +19,14 @@
 //! 24 binary orders; and the order within the 16 does not matter). Which 16 inputs an instruction takes follows from `linear`'s loads of 16 bytes; activations are
 //! kept in that order, see [`slot`].
 //!
+//! # From one launch to the next
+//! Weights depend on nothing that a step does. So a launch begins as soon as blocks of the one before end (programmatic dependent launch), and fills its ring
+//! with weights; everything else waits until that launch is done. The number of rows is older than both.
+//!
 //! # When tiles do not fill the card
-//! Whole rounds of tiles, one a block, run as above. What is left is split by residues into [`Share::groups`] parts a tile, so that every block has work: parts
-//! leave their chains in memory (L2, in truth), and the part that comes last adds all of them, in order.
+//! Whole rounds of tiles, one a block, run as above. What is left is split by residues into [`Share::parts`] a tile, so that every block has work: parts
+//! leave their chains in memory (L2, in truth), and each adds those of its share of the rows, in order, once all are there.
+//! So all blocks are resident together.
 
 mod attention;
 
@@ -60,43 +65,56 @@ const SLICE_BYTES: u32 = SLICE * STRIP * 2;
 const WEIGHT_BYTES: u32 = TILE_STRIPS * SLICE_BYTES;
 
 /// How tiles fall to blocks.
+#[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     /// Tiles that a block does whole: full rounds.
     pub whole: u32,
-    /// Parts of every other tile.
-    pub groups: u32,
+    /// Every other tile has `1 << shift` parts.
+    pub shift: u32,
 }
 
 impl Share {
-    /// Of `tiles` over `grid` blocks: the split with the shortest last round, and of equal ones the coarsest.
-    #[inline(always)]
+    /// Of `tiles` over `grid` blocks: the split with the shortest last round, and of equal ones the coarsest. No more parts than blocks: a block waits for
+    /// a tile's parts, and would for a later one of its own.
+    ///
+    /// # Panics
+    /// Without blocks: a bug of the caller.
     #[must_use]
     pub const fn new(tiles: u32, grid: u32) -> Self {
-        // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(grid > 0) };
         let left = tiles % grid;
-        let (mut groups, mut best, mut tried) = (1, u32::MAX, 1);
-        while tried <= RESIDUES {
-            let time = (left * tried).div_ceil(grid) * (RESIDUES / tried);
+        let (mut shift, mut best, mut tried) = (0, u32::MAX, 0);
+        while RESIDUES >> tried > 0 && 1 << tried <= grid {
+            let time = (left << tried).div_ceil(grid) * (RESIDUES >> tried);
             if time < best {
-                (groups, best) = (tried, time);
+                (shift, best) = (tried, time);
             }
-            tried *= 2;
+            tried += 1;
         }
-        Self { whole: tiles - left, groups }
+        Self { whole: tiles - left, shift }
+    }
+
+    /// Parts of a tile that is not whole.
+    #[inline(always)]
+    #[must_use]
+    pub const fn parts(&self) -> u32 {
+        1 << self.shift
+    }
+
+    /// Residues of a part.
+    #[inline(always)]
+    const fn residues(&self) -> u32 {
+        RESIDUES >> self.shift
     }
 
     /// Chains that the parts of a tile leave in memory: the first part leaves one, its total.
     #[inline(always)]
     const fn chains(&self) -> u32 {
-        // SAFETY: at least 1.
-        unsafe { core::hint::assert_unchecked(self.groups > 0) };
-        1 + RESIDUES - RESIDUES / self.groups
+        1 + RESIDUES - self.residues()
     }
 }
 
-/// Parameters of the products of this module. Grid: at most one block a multiprocessor. Shared memory: [`Wide::shared_bytes`].
+/// Parameters of the products of this module. Grid: at most one block a multiprocessor, all resident at once. Shared memory: [`Wide::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Wide {
@@ -112,6 +130,10 @@ pub struct Wide {
     pub blocks: u32,
     /// Strips of the matrix.
     pub strips: u32,
+    /// Tiles of rows: for all rows that there may be.
+    pub row_tiles: u32,
+    /// [`Share::new`] of all tiles over the grid.
+    pub share: Share,
     /// Output features: of `swiglu`, those of its result.
     pub n: u32,
     /// Input features, a multiple of 64.
@@ -138,7 +160,7 @@ impl Wide {
         Shape { stages: if rows == 64 { 9 } else { 7 }, bytes: WEIGHT_BYTES + rows * SLICE * 2 }
     }
 
-    /// Behind the ring: a barrier that says that the rows' factors are there, the factors, and a word for each warpgroup.
+    /// Behind the ring: a barrier that says that the rows' factors are there, and the factors.
     const fn factors(rows: u32) -> u32 {
         Self::ring(rows).shared_bytes() + 8
     }
@@ -146,7 +168,7 @@ impl Wide {
     /// Dynamic shared memory of a block of the kernels for `rows` = 64 or 128 rows a tile.
     #[must_use]
     pub const fn shared_bytes(rows: u32) -> u32 {
-        Self::factors(rows) + MAX_WIDE_ROWS * 4 + 8
+        Self::factors(rows) + MAX_WIDE_ROWS * 4
     }
 
     /// Elements of [`partials`](Self::partials) for any matrix of up to `row_tiles` tiles of `rows` rows, on a grid of `grid` blocks.
@@ -157,7 +179,7 @@ impl Wide {
         let mut tiles = row_tiles;
         while tiles < grid {
             let share = Share::new(tiles, grid);
-            if share.groups > 1 && tiles * share.chains() > most {
+            if share.shift > 0 && tiles * share.chains() > most {
                 most = tiles * share.chains();
             }
             tiles += 1;
@@ -165,10 +187,11 @@ impl Wide {
         (most * 2 * 64 * rows) as usize
     }
 
-    /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: two for each tile that may be split.
+    /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: for both halves of each tile that may be split, how many parts' chains are there,
+    /// and how many parts know it.
     #[must_use]
     pub const fn arrivals_len(grid: u32) -> usize {
-        2 * grid as usize
+        4 * grid as usize
     }
 }
 
@@ -185,49 +208,32 @@ struct Unit {
     end: u32,
 }
 
-/// The units of a block, in order.
-struct Units {
-    share: Share,
-    tiles: u32,
-    row_tiles: u32,
-    rows: u32,
-    next: u32,
-    grid: u32,
-}
-
-impl Units {
+impl Wide {
+    /// Tiles of a matrix of `strips` strips and of so many tiles of rows.
     #[inline(always)]
-    unsafe fn new(p: &Wide, rows: u32, count: u32) -> Self {
-        let grid = thread::grid_dim_x();
-        let row_tiles = count.div_ceil(rows);
-        let tiles = p.strips.div_ceil(TILE_STRIPS) * row_tiles;
-        Self { share: Share::new(tiles, grid), tiles, row_tiles, rows, next: thread::block_idx_x(), grid }
+    #[must_use]
+    pub const fn tiles(strips: u32, row_tiles: u32) -> u32 {
+        strips.div_ceil(TILE_STRIPS) * row_tiles
     }
-}
 
-impl Iterator for Units {
-    type Item = Unit;
-
+    /// The unit of this number, with `rows` rows in a tile. A block has those that are its own number modulo the grid.
     #[inline(always)]
-    fn next(&mut self) -> Option<Unit> {
-        let Self { share, tiles, row_tiles, rows, next, grid } = *self;
-        // SAFETY: `Share` makes no fewer, and a launch has rows.
-        unsafe { core::hint::assert_unchecked(share.groups > 0 && row_tiles > 0) };
-        let (tile, split, group, groups) = if next < share.whole {
-            (next, 0, 0, 1)
+    fn unit(&self, number: u32, rows: u32) -> Option<Unit> {
+        let Share { whole, shift } = self.share;
+        let (tile, split, part, shift) = if number < whole {
+            (number, 0, 0, 0)
         } else {
-            let part = next - share.whole;
-            (share.whole + part / share.groups, part / share.groups, part % share.groups, share.groups)
+            let part = number - whole;
+            (whole + (part >> shift), part >> shift, part & ((1 << shift) - 1), shift)
         };
-        if tile >= tiles {
+        // SAFETY: a launch has rows.
+        unsafe { core::hint::assert_unchecked(self.row_tiles > 0) };
+        if tile >= Self::tiles(self.strips, self.row_tiles) {
             return None;
         }
-        self.next += grid;
-        // SAFETY: one or `share.groups`.
-        unsafe { core::hint::assert_unchecked(groups > 0) };
-        let residues = RESIDUES / groups;
-        let residue = group * residues;
-        let (strip, row) = (tile / row_tiles * TILE_STRIPS, tile % row_tiles * rows);
+        let residues = RESIDUES >> shift;
+        let residue = part * residues;
+        let (strip, row) = (tile / self.row_tiles * TILE_STRIPS, tile % self.row_tiles * rows);
         Some(Unit { strip, row, split, residue, end: residue + residues })
     }
 }
@@ -246,16 +252,19 @@ fn depth(p: &Wide, residue: u32) -> u32 {
 
 /// The warp that loads weights: a lane a strip.
 #[inline(always)]
-unsafe fn produce_weights<const ROWS: u32>(p: &Wide, units: Units) {
+unsafe fn produce_weights<const ROWS: u32>(p: &Wide) {
     unsafe {
         let lane = thread::lane_id();
         let (pass_strips, chunks) = (STRIPS * p.blocks, p.k.div_ceil(CHUNK_FEATURES));
-        core::hint::assert_unchecked(p.blocks > 0 && pass_strips > 0);
         let mut ring = Ring::producer(Wide::ring(ROWS));
-        for unit in units {
+        let mut number = thread::block_idx_x();
+        while let Some(unit) = p.unit(number, ROWS) {
+            number += thread::fresh(thread::grid_dim_x());
             // Of a last, partial tile the last strip again, which nobody reads.
             let strip = (unit.strip + lane % TILE_STRIPS).min(p.strips - 1);
+            core::hint::assert_unchecked(p.blocks > 0 && pass_strips > 0);
             let (number, within) = (strip / pass_strips, strip % pass_strips);
+            let (i, place) = (within / p.blocks, within % p.blocks);
             let base = p.base + u64::from(number) * u64::from(pass_strips * chunks);
             let strips = (p.strips - number * pass_strips).min(pass_strips);
             let pass = Pass { base, rotation: 0, strips, depth: chunks };
@@ -269,7 +278,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &Wide, units: Units) {
                     }
                     warp::sync_warp();
                     if lane < TILE_STRIPS {
-                        let chunk = pass.chunk(turn, within / p.blocks, within % p.blocks, p.blocks);
+                        let chunk = pass.chunk(turn, i, place, p.blocks);
                         let from = chunk * u64::from(CHUNK_BYTES) + u64::from(residue * SLICE_BYTES);
                         let to = ring.slot().at((lane * SLICE_BYTES) as usize);
                         bulk::copy_to_shared(to, p.stream.cast().at(from as usize), SLICE_BYTES, ring.full());
@@ -285,11 +294,13 @@ unsafe fn produce_weights<const ROWS: u32>(p: &Wide, units: Units) {
 
 /// The lane that loads activations.
 #[inline(always)]
-unsafe fn produce_rows<const ROWS: u32>(p: &Wide, units: Units) {
+unsafe fn produce_rows<const ROWS: u32>(p: &Wide) {
     unsafe {
         tensor::acquire(p.x);
         let mut ring = Ring::producer(Wide::ring(ROWS));
-        for unit in units {
+        let mut number = thread::block_idx_x();
+        while let Some(unit) = p.unit(number, ROWS) {
+            number += thread::fresh(thread::grid_dim_x());
             let mut residue = unit.residue;
             while residue < unit.end {
                 let mut turn = 0;
@@ -309,8 +320,9 @@ unsafe fn produce_rows<const ROWS: u32>(p: &Wide, units: Units) {
 
 /// Two warps find the factors of all rows, four at a time.
 #[inline(always)]
-unsafe fn find_factors<const ROWS: u32>(p: &Wide, count: u32, which: u32) {
+unsafe fn find_factors<const ROWS: u32>(p: &Wide, which: u32) {
     unsafe {
+        let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
         let factors = shared::dynamic::<f32>(Wide::factors(ROWS));
         let mut row = which * 4;
         while row < count {
@@ -327,53 +339,28 @@ unsafe fn find_factors<const ROWS: u32>(p: &Wide, count: u32, which: u32) {
     }
 }
 
+/// Polls of a wait before the step is given up: seconds, where a product takes microseconds.
+const PATIENCE: u32 = 1 << 23;
+
 /// What is done with sums.
 const WRITE: u32 = 0;
 const ADD: u32 = 1;
 const SWIGLU: u32 = 2;
 
-/// A warpgroup's half of a unit.
-struct Half {
-    /// The warp's strip.
-    strip: u32,
-    row: u32,
-    rows: u32,
-    /// Group and lane of four, as accumulators are dealt.
-    g: u32,
-    t: u32,
-}
-
 /// A warpgroup multiplies what comes, and finishes its half of each tile. Chains are in the upper accumulators, totals in the lower.
 #[inline(always)]
-unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide, units: Units, count: u32) {
+unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
     unsafe {
-        let (lane, warp_id) = (thread::lane_id(), thread::warp_id());
-        let group = warp_id / 4;
-        let share = units.share;
         let mut ring = Ring::consumer(Wide::ring(ROWS));
-        for unit in units {
-            let half = Half {
-                strip: unit.strip + warp_id,
-                row: unit.row,
-                rows: (count - unit.row).min(ROWS),
-                g: lane / 4,
-                t: lane % 4,
-            };
-            let whole = unit.end - unit.residue == RESIDUES;
-            let mut chain = if unit.residue == 0 { 0 } else { unit.residue - RESIDUES / share.groups + 1 };
-            let partial = |chain: u32| {
-                let tile = (unit.split * share.chains() + chain) * 2 + group;
-                p.partials.at(((tile * (TILES as u32) * GROUP + thread::thread_idx_x() % GROUP) * 4) as usize)
-            };
-            unroll!(J < TILES of 16; {
-                wgmma::set::<{ 4 * J }>(0.0);
-                wgmma::set::<{ 4 * J + 1 }>(0.0);
-                wgmma::set::<{ 4 * J + 2 }>(0.0);
-                wgmma::set::<{ 4 * J + 3 }>(0.0);
-            });
+        let mut number = thread::block_idx_x();
+        while let Some(unit) = p.unit(number, ROWS) {
+            number += thread::fresh(thread::grid_dim_x());
+            let partial = Partial::new::<TILES>(p, &unit);
+            let mut chain = if unit.residue == 0 { 0 } else { unit.residue - p.share.residues() + 1 };
+            zero_totals::<TILES>();
             let mut residue = unit.residue;
             while residue < unit.end {
-                multiply_chain::<TILES>(&mut ring, depth(p, residue), lane, warp_id);
+                multiply_chain::<TILES>(&mut ring, depth(p, residue));
                 if unit.residue == 0 {
                     unroll!(J < TILES of 16; {
                         wgmma::set::<{ 4 * J }>(wgmma::get::<{ 4 * J }>() + wgmma::get::<{ 64 + 4 * J }>());
@@ -382,90 +369,169 @@ unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide
                         wgmma::set::<{ 4 * J + 3 }>(wgmma::get::<{ 4 * J + 3 }>() + wgmma::get::<{ 67 + 4 * J }>());
                     });
                 } else {
-                    let to = partial(chain);
                     unroll!(J < TILES of 16; {
-                        let words = [
+                        partial.store(p, chain, J as u32, [
                             wgmma::get::<{ 64 + 4 * J }>(),
                             wgmma::get::<{ 65 + 4 * J }>(),
                             wgmma::get::<{ 66 + 4 * J }>(),
                             wgmma::get::<{ 67 + 4 * J }>(),
-                        ];
-                        to.store16(J * 4 * GROUP as usize, words.map(f32::to_bits));
+                        ]);
                     });
                     chain += 1;
                 }
                 residue += 1;
             }
-            if !whole {
+            if unit.end - unit.residue == RESIDUES {
+                finish_whole::<ROWS, TILES, KIND>(p, &Outputs::new::<KIND>(p, &unit, ROWS));
+            } else {
                 if unit.residue == 0 {
-                    let to = partial(0);
                     unroll!(J < TILES of 16; {
-                        let words = [
+                        partial.store(p, 0, J as u32, [
                             wgmma::get::<{ 4 * J }>(),
                             wgmma::get::<{ 4 * J + 1 }>(),
                             wgmma::get::<{ 4 * J + 2 }>(),
                             wgmma::get::<{ 4 * J + 3 }>(),
-                        ];
-                        to.store16(J * 4 * GROUP as usize, words.map(f32::to_bits));
+                        ]);
                     });
                 }
-                if !last_to_arrive::<ROWS>(p, 2 * unit.split + group, share.groups, group) {
-                    continue;
-                }
-                unroll!(J < TILES of 16; {
-                    wgmma::set::<{ 4 * J }>(0.0);
-                    wgmma::set::<{ 4 * J + 1 }>(0.0);
-                    wgmma::set::<{ 4 * J + 2 }>(0.0);
-                    wgmma::set::<{ 4 * J + 3 }>(0.0);
-                });
-                let mut chain = 0;
-                while chain < share.chains() {
-                    add_partial::<TILES>(partial(chain).read());
-                    chain += 1;
-                }
+                partial.arrive(p);
+                finish_share::<ROWS, TILES, KIND>(p, &unit);
             }
-            finish::<ROWS, TILES, KIND>(p, &half);
+        }
+    }
+}
+
+#[inline(always)]
+fn zero_totals<const TILES: usize>() {
+    unroll!(J < TILES of 16; {
+        wgmma::set::<{ 4 * J }>(0.0);
+        wgmma::set::<{ 4 * J + 1 }>(0.0);
+        wgmma::set::<{ 4 * J + 2 }>(0.0);
+        wgmma::set::<{ 4 * J + 3 }>(0.0);
+    });
+}
+
+/// Where a warpgroup's chains of a split tile lie in memory: `[chain][rows / 8][lane of the warpgroup]`, four sums each.
+struct Partial {
+    /// The first, in elements.
+    first: u32,
+    /// Elements of a chain, over both warpgroups.
+    stride: u32,
+    /// Number of the warpgroup's half among all split tiles' halves.
+    half: u32,
+}
+
+impl Partial {
+    #[inline(always)]
+    fn new<const TILES: usize>(p: &Wide, unit: &Unit) -> Self {
+        // Found again wherever it is wanted: over the products it would take registers.
+        let thread = thread::fresh(thread::thread_idx_x());
+        let (group, thread) = (thread / GROUP, thread % GROUP);
+        let words = TILES as u32 * GROUP * 4;
+        Self {
+            first: (unit.split * p.share.chains() * 2 + group) * words + thread * 4,
+            stride: 2 * words,
+            half: 2 * unit.split + group,
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn place(&self, p: &Wide, chain: u32, j: u32) -> GlobalMut<f32> {
+        unsafe { p.partials.at((self.first + chain * self.stride + j * GROUP * 4) as usize) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(&self, p: &Wide, chain: u32, j: u32, sums: [f32; 4]) {
+        unsafe { self.place(p, chain, j).store16(0, sums.map(f32::to_bits)) }
+    }
+
+    /// The warpgroup's chains are there.
+    #[inline(always)]
+    unsafe fn arrive(&self, p: &Wide) {
+        unsafe {
+            thread::sync_named(1 + self.half % 2, GROUP);
+            if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
+                thread::fence_device();
+                atomic::fetch_add(p.arrivals, self.half as usize, 1, Ordering::Release, Scope::Device);
+            }
+        }
+    }
+
+    /// Waits until all parts' chains are there. The last to know sets the counters back.
+    #[inline(always)]
+    unsafe fn wait(&self, p: &Wide, parts: u32) {
+        unsafe {
+            if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
+                let mut polls = 0;
+                while atomic::load(p.arrivals, self.half as usize, Ordering::Acquire, Scope::Device) < parts {
+                    polls += 1;
+                    if polls == PATIENCE {
+                        thread::trap();
+                    }
+                }
+                let known = (2 * thread::fresh(thread::grid_dim_x()) + self.half) as usize;
+                if atomic::fetch_add(p.arrivals, known, 1, Ordering::AcqRel, Scope::Device) + 1 == parts {
+                    atomic::store(p.arrivals, known, 0, Ordering::Relaxed, Scope::Device);
+                    atomic::store(p.arrivals, self.half as usize, 0, Ordering::Relaxed, Scope::Device);
+                }
+                thread::fence_device();
+            }
+            thread::sync_named(1 + self.half % 2, GROUP);
         }
     }
 }
 
 /// One residue's chain, into the upper accumulators: `depth` slots of the ring.
 #[inline(always)]
-unsafe fn multiply_chain<const TILES: usize>(ring: &mut Ring, depth: u32, lane: u32, warp_id: u32) {
+unsafe fn multiply_chain<const TILES: usize>(ring: &mut Ring, depth: u32) {
     unsafe {
-        let mut turn = 0;
-        while turn < depth {
-            ring.wait_full();
-            // The assembler runs products one after another if fragments are loaded while others are under way; the other warpgroup
-            // keeps the tensor cores busy.
-            let weights = ring.slot().at((warp_id * SLICE_BYTES + lane * 16) as usize);
-            wgmma::load_fragments::<0, u8>(weights);
-            wgmma::load_fragments::<1, u8>(weights.at(512));
-            wgmma::load_fragments::<2, u8>(weights.at(1024));
-            wgmma::load_fragments::<3, u8>(weights.at(1536));
-            let x = Operand::at(ring.slot().at(WEIGHT_BYTES as usize));
-            wgmma::fence();
-            product::<TILES, 0>(x, turn > 0);
-            product::<TILES, 1>(x.advance(32), true);
-            product::<TILES, 2>(x.advance(64), true);
-            product::<TILES, 3>(x.advance(96), true);
-            wgmma::commit();
-            wgmma::wait::<0>();
-            // What was read by ordinary loads is fenced before the slot is given back: the copy engine writes there next.
-            bulk::fence_proxy_async();
-            warp::sync_warp();
-            ring.empty().arrive_if(lane == 0);
-            *ring = ring.ahead(1);
-            turn += 1;
-        }
+        let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
         if depth == 0 {
+            // A matrix with fewer slices than residues.
             unroll!(J < TILES of 16; {
                 wgmma::set::<{ 64 + 4 * J }>(0.0);
                 wgmma::set::<{ 65 + 4 * J }>(0.0);
                 wgmma::set::<{ 66 + 4 * J }>(0.0);
                 wgmma::set::<{ 67 + 4 * J }>(0.0);
             });
+            return;
         }
+        // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes
+        // between chains has their registers.
+        multiply_slot::<TILES>(ring, false, lane, warp_id);
+        let mut turn = 1;
+        while turn < depth {
+            multiply_slot::<TILES>(ring, true, lane, warp_id);
+            turn += 1;
+        }
+    }
+}
+
+/// The ring's slot.
+#[inline(always)]
+unsafe fn multiply_slot<const TILES: usize>(ring: &mut Ring, keep: bool, lane: u32, warp_id: u32) {
+    unsafe {
+        ring.wait_full();
+        // The assembler runs products one after another if fragments are loaded while others are under way; the other warpgroup
+        // keeps the tensor cores busy.
+        let weights = ring.slot().at((warp_id * SLICE_BYTES + lane * 16) as usize);
+        wgmma::load_fragments::<0, u8>(weights);
+        wgmma::load_fragments::<1, u8>(weights.at(512));
+        wgmma::load_fragments::<2, u8>(weights.at(1024));
+        wgmma::load_fragments::<3, u8>(weights.at(1536));
+        let x = Operand::at(ring.slot().at(WEIGHT_BYTES as usize));
+        wgmma::fence();
+        product::<TILES, 0>(x, keep);
+        product::<TILES, 1>(x.advance(32), true);
+        product::<TILES, 2>(x.advance(64), true);
+        product::<TILES, 3>(x.advance(96), true);
+        wgmma::commit();
+        wgmma::wait::<0>();
+        // What was read by ordinary loads is fenced before the slot is given back: the copy engine writes there next.
+        bulk::fence_proxy_async();
+        warp::sync_warp();
+        ring.empty().arrive_if(lane == 0);
+        *ring = ring.ahead(1);
     }
 }
 
@@ -480,132 +546,191 @@ unsafe fn product<const TILES: usize, const STEP: usize>(x: Operand, keep: bool)
     }
 }
 
-/// Whether this warpgroup's part of a split tile is the last of `parts`; then what the others wrote is seen.
-#[inline(always)]
-unsafe fn last_to_arrive<const ROWS: u32>(p: &Wide, tile: u32, parts: u32, group: u32) -> bool {
-    unsafe {
-        let told = shared::dynamic::<u32>(Wide::factors(ROWS) + MAX_WIDE_ROWS * 4 + group * 4);
-        thread::sync_named(1 + group, GROUP);
-        if thread::thread_idx_x().is_multiple_of(GROUP) {
-            thread::fence_device();
-            let before = atomic::fetch_add(p.arrivals, tile as usize, 1, Ordering::AcqRel, Scope::Device);
-            if before + 1 == parts {
-                p.arrivals.store(tile as usize, 0);
-            }
-            thread::fence_device();
-            told.store(0, before + 1);
-        }
-        thread::sync_named(1 + group, GROUP);
-        told.load(0) == parts
-    }
+/// What a lane has of a tile's outputs: features `g` and `g + 8` of its warp's strip (of a gate-up strip: a gate and its up), for rows `8 j + 2 t` and one
+/// on of every eight.
+struct Outputs {
+    strip: u32,
+    /// The tile's first row, and how many there are.
+    row: u32,
+    rows: u32,
+    g: u32,
+    t: u32,
+    features: [u32; 2],
+    /// Of the norm that comes next.
+    weight: [f32; 2],
 }
 
-/// Adds a chain from memory to the totals.
-#[inline(always)]
-unsafe fn add_partial<const TILES: usize>(from: Global<f32>) {
-    unsafe {
-        let mut words = [[0u32; 4]; TILES];
-        unroll!(J < TILES of 16; {
-            words[J] = from.load16(J * 4 * GROUP as usize);
-        });
-        unroll!(J < TILES of 16; {
-            let v = words[J].map(f32::from_bits);
-            wgmma::set::<{ 4 * J }>(wgmma::get::<{ 4 * J }>() + v[0]);
-            wgmma::set::<{ 4 * J + 1 }>(wgmma::get::<{ 4 * J + 1 }>() + v[1]);
-            wgmma::set::<{ 4 * J + 2 }>(wgmma::get::<{ 4 * J + 2 }>() + v[2]);
-            wgmma::set::<{ 4 * J + 3 }>(wgmma::get::<{ 4 * J + 3 }>() + v[3]);
-        });
-    }
-}
-
-/// Puts the totals where they belong. A lane has features `g` and `g + 8` of its warp's strip (of a gate-up strip: a gate and its up), for rows
-/// `8 j + 2 t` and one on.
-#[inline(always)]
-unsafe fn finish<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide, half: &Half) {
-    unsafe {
-        let &Half { strip, row, rows, g, t } = half;
-        let factors = shared::dynamic::<f32>(Wide::factors(ROWS));
-        let scaled = !p.norm.squares.is_null();
-        if scaled {
-            factors_ready::<ROWS>().wait(0);
-        }
-        if strip >= p.strips {
-            return;
-        }
-        let n = p.n as usize;
-        // Four groups of eight rows at a time: what they are added to is loaded together.
-        let features = [strip * STRIP + g, strip * STRIP + g + 8];
-        unroll!(H < 4; {
-            let mut old = [[0f32; 4]; 4];
-            if KIND == ADD {
-                unroll!(J < 4; {
-                    unroll!(I < 4; {
-                        let at = 8 * (4 * H + J) as u32 + 2 * t + I as u32 % 2;
-                        if 4 * H + J < TILES && at < rows {
-                            old[J][I] = p.residual.x.load((row + at) as usize * n + features[I / 2] as usize);
-                        }
-                    });
-                });
-            }
-            let weight = if KIND == ADD {
+impl Outputs {
+    #[inline(always)]
+    unsafe fn new<const KIND: u32>(p: &Wide, unit: &Unit, rows: u32) -> Self {
+        unsafe {
+            // Loaded again: over the products it would take a register.
+            let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
+            let lane = thread::fresh(thread::lane_id());
+            let (g, t) = (lane / 4, lane % 4);
+            let strip = unit.strip + thread::fresh(thread::warp_id());
+            let features = [strip * STRIP + g, strip * STRIP + g + 8];
+            let weight = if KIND == ADD && strip < p.strips {
                 features.map(|f| math::from_bf16(p.next_norm.load_nc(f as usize)))
             } else {
                 [0.0; 2]
             };
-            unroll!(J < 4; {
-                if 4 * H + J < TILES {
+            Self { strip, row: unit.row, rows: count.saturating_sub(unit.row).min(rows), g, t, features, weight }
+        }
+    }
+
+    /// What the lane's outputs of rows `8 j …` are added to.
+    #[inline(always)]
+    unsafe fn old<const KIND: u32>(&self, p: &Wide, j: u32) -> [f32; 4] {
+        let mut old = [0f32; 4];
+        if KIND == ADD {
+            unroll!(I < 4; {
+                let at = 8 * j + 2 * self.t + I as u32 % 2;
+                if at < self.rows {
+                    let at = (self.row + at) as usize * p.n as usize + self.features[I / 2] as usize;
+                    old[I] = unsafe { p.residual.x.load(at) };
+                }
+            });
+        }
+        old
+    }
+
+    /// Puts the lane's sums of rows `8 j …` where they belong. A warp does it together.
+    #[inline(always)]
+    unsafe fn put<const ROWS: u32, const KIND: u32>(&self, p: &Wide, j: u32, sums: [f32; 4], old: [f32; 4]) {
+        unsafe {
+            let n = p.n as usize;
+            unroll!(R < 2; {
+                let at = 8 * j + 2 * self.t + R as u32;
+                let valid = at < self.rows;
+                let at = (self.row + at) as usize;
+                let factor = if !p.norm.squares.is_null() && valid {
+                    shared::dynamic::<f32>(Wide::factors(ROWS)).load(at)
+                } else {
+                    1.0
+                };
+                match KIND {
+                    WRITE => {
+                        unroll!(F < 2; {
+                            if valid && self.features[F] < p.n {
+                                p.y.store(at * n + self.features[F] as usize, sums[2 * F + R] * factor);
+                            }
+                        });
+                    }
+                    SWIGLU => {
+                        let feature = self.strip * (STRIP / 2) + self.g;
+                        if valid && feature < p.n {
+                            let (gate, up) = (sums[R] * factor, sums[2 + R] * factor);
+                            let silu = gate / (1.0 + math::exp(-gate));
+                            p.activation.store(at * n + slot(feature) as usize, math::to_bf16(silu * up));
+                        }
+                    }
+                    _ => {
+                        let x = [old[R] + sums[R], old[2 + R] + sums[2 + R]];
+                        // As `Residual::put` adds a strip's squares: eight apart first, then the lanes of a group of eight.
+                        let mut squares = x[0] * x[0] + x[1] * x[1];
+                        let mut mask = 16;
+                        while mask > 2 {
+                            squares += warp::shuffle_xor(squares, mask);
+                            mask /= 2;
+                        }
+                        if valid {
+                            unroll!(F < 2; {
+                                p.residual.x.store(at * n + self.features[F] as usize, x[F]);
+                                let to = at * n + slot(self.features[F]) as usize;
+                                p.residual.scaled.store(to, math::to_bf16(x[F] * self.weight[F]));
+                            });
+                            if self.g == 0 {
+                                p.residual.squares.store(at * (n / STRIP as usize) + self.strip as usize, squares);
+                            }
+                        }
+                    }
+                }
+            });
+        }
+    }
+}
+
+/// Waits for the rows' factors, where there are any.
+#[inline(always)]
+unsafe fn wait_for_factors<const ROWS: u32>(p: &Wide) {
+    if !p.norm.squares.is_null() {
+        unsafe { factors_ready::<ROWS>().wait(0) };
+    }
+}
+
+/// Puts the totals of a whole tile where they belong, four groups of rows at a time.
+#[inline(always)]
+unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide, outputs: &Outputs) {
+    unsafe {
+        wait_for_factors::<ROWS>(p);
+        if outputs.strip >= p.strips {
+            return;
+        }
+        unroll!(H < 4; {
+            if 4 * H < TILES {
+                let mut old = [[0f32; 4]; 4];
+                unroll!(J < 4; {
+                    old[J] = outputs.old::<KIND>(p, (4 * H + J) as u32);
+                });
+                unroll!(J < 4; {
                     let sums = [
                         wgmma::get::<{ 16 * H + 4 * J }>(),
                         wgmma::get::<{ 16 * H + 4 * J + 1 }>(),
                         wgmma::get::<{ 16 * H + 4 * J + 2 }>(),
                         wgmma::get::<{ 16 * H + 4 * J + 3 }>(),
                     ];
-                    unroll!(R < 2; {
-                        let at = 8 * (4 * H + J) as u32 + 2 * t + R as u32;
-                        let valid = at < rows;
-                        let at = row + at;
-                        let factor = if scaled && valid { factors.load(at as usize) } else { 1.0 };
-                        match KIND {
-                            WRITE => {
-                                unroll!(F < 2; {
-                                    if valid && features[F] < p.n {
-                                        p.y.store(at as usize * n + features[F] as usize, sums[2 * F + R] * factor);
-                                    }
-                                });
-                            }
-                            SWIGLU => {
-                                let feature = strip * (STRIP / 2) + g;
-                                if valid && feature < p.n {
-                                    let (gate, up) = (sums[R] * factor, sums[2 + R] * factor);
-                                    let silu = gate / (1.0 + math::exp(-gate));
-                                    p.activation.store(at as usize * n + slot(feature) as usize, math::to_bf16(silu * up));
-                                }
-                            }
-                            _ => {
-                                let x = [old[J][R] + sums[R], old[J][2 + R] + sums[2 + R]];
-                                // As `Residual::put` adds a strip's squares: eight apart first, then the lanes of a group of eight.
-                                let mut squares = x[0] * x[0] + x[1] * x[1];
-                                let mut mask = 16;
-                                while mask > 2 {
-                                    squares += warp::shuffle_xor(squares, mask);
-                                    mask /= 2;
-                                }
-                                if valid {
-                                    unroll!(F < 2; {
-                                        p.residual.x.store(at as usize * n + features[F] as usize, x[F]);
-                                        let to = at as usize * n + slot(features[F]) as usize;
-                                        p.residual.scaled.store(to, math::to_bf16(x[F] * weight[F]));
-                                    });
-                                    if g == 0 {
-                                        p.residual.squares.store(at as usize * (n / STRIP as usize) + strip as usize, squares);
-                                    }
-                                }
-                            }
+                    outputs.put::<ROWS, KIND>(p, (4 * H + J) as u32, sums, old[J]);
+                });
+            }
+        });
+    }
+}
+
+/// Adds the chains of this part's share of a split tile's rows, first to last, and puts the sums where they belong; two groups of rows at a time,
+/// one where accumulators leave no more registers.
+#[inline(always)]
+unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide, unit: &Unit) {
+    unsafe {
+        let share = p.share;
+        let outputs = Outputs::new::<KIND>(p, unit, ROWS);
+        let partial = Partial::new::<TILES>(p, unit);
+        let rows = TILES as u32 >> share.shift;
+        let mut j = (unit.residue << share.shift) / RESIDUES * rows;
+        let end = j + rows;
+        wait_for_factors::<ROWS>(p);
+        partial.wait(p, share.parts());
+        if outputs.strip >= p.strips {
+            return;
+        }
+        while j < end {
+            let mut words = [[[0u32; 4]; RESIDUES as usize]; 2];
+            let mut old = [[0f32; 4]; 2];
+            unroll!(I < 2; {
+                if I < 16 / TILES && j + (I as u32) < end {
+                    unroll!(C < 8; {
+                        if (C as u32) < p.share.chains() {
+                            words[I][C] = partial.place(p, C as u32, j + I as u32).load16(0);
                         }
                     });
+                    old[I] = outputs.old::<KIND>(p, j + I as u32);
                 }
             });
-        });
+            unroll!(I < 2; {
+                if I < 16 / TILES && j + (I as u32) < end {
+                    let mut sums = [0f32; 4];
+                    unroll!(C < 8; {
+                        if (C as u32) < p.share.chains() {
+                            unroll!(E < 4; {
+                                sums[E] += f32::from_bits(words[I][C][E]);
+                            });
+                        }
+                    });
+                    outputs.put::<ROWS, KIND>(p, j + I as u32, sums, old[I]);
+                }
+            });
+            j += 16 / TILES as u32;
+        }
     }
 }
 
@@ -613,8 +738,8 @@ unsafe fn finish<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide,
 unsafe fn wide<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
     unsafe {
         wgmma::declare();
-        let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
-        if count == 0 {
+        thread::let_next_launch_begin();
+        if p.rows.count.load(0) == 0 {
             return;
         }
         let warp_id = thread::warp_id();
@@ -624,22 +749,24 @@ unsafe fn wide<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
             bulk::fence_init();
         }
         thread::sync_threads();
-        let units = Units::new(p, ROWS, count);
         if warp_id < 8 {
             wgmma::take_registers::<CONSUMER_REGISTERS>();
-            consume::<ROWS, TILES, KIND>(p, units, count);
+            thread::wait_for_launch_before();
+            consume::<ROWS, TILES, KIND>(p);
         } else {
             wgmma::give_registers::<PRODUCER_REGISTERS>();
             match warp_id {
-                8 => produce_weights::<ROWS>(p, units),
+                8 => produce_weights::<ROWS>(p),
                 9 => {
+                    thread::wait_for_launch_before();
                     if thread::lane_id() == 0 {
-                        produce_rows::<ROWS>(p, units);
+                        produce_rows::<ROWS>(p);
                     }
                 }
                 _ => {
+                    thread::wait_for_launch_before();
                     if KIND != ADD && !p.norm.squares.is_null() {
-                        find_factors::<ROWS>(p, count, warp_id - 10);
+                        find_factors::<ROWS>(p, warp_id - 10);
                     }
                 }
             }

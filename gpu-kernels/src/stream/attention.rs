@@ -61,7 +61,7 @@ impl Consumer<'_> {
                 core::hint::assert_unchecked(p.q_heads > 0);
                 let mut item = thread::block_idx_x();
                 while item < self.count * p.q_heads {
-                    combine_head::<false>(&attend, item / p.q_heads, item % p.q_heads, lane, SCRATCH);
+                    combine_head(&attend, item / p.q_heads, item % p.q_heads, lane, SCRATCH);
                     item += thread::grid_dim_x();
                 }
                 self.mark(Mark::Combined);
@@ -127,7 +127,7 @@ impl Consumer<'_> {
                     }
                     self.ring = ring.ahead(2 * pages);
                 }
-                reduce::<false>(attend, &here, &found, SCRATCH + QUERY_BYTES);
+                reduce::<false>(attend, &here, &found, SCRATCH + QUERY_BYTES, 1);
             }
         }
     }
@@ -155,7 +155,7 @@ impl Consumer<'_> {
                 }
                 values.load16((d * PAGE_TOKENS) as usize + 8 * t)
             };
-            attend_keys(attend, tile, query, key, value)
+            attend_keys(attend, tile, query, key, || {}, value)
         }
     }
 

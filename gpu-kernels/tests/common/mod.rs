@@ -75,8 +75,17 @@ impl RowBuffers {
 
 /// Runs a kernel under the emulator; any misuse fails the test.
 pub fn run<K: Kernel>(grid: [u32; 3], shared_bytes: u32, seed: u64, params: K::Params) {
-    let launch = Launch { grid, threads: K::THREADS, shared_bytes, seed, ..Launch::default() };
-    if let Err(error) = emulator::launch::<K>(&launch, params) {
+    run_launch::<K>(&Launch { grid, threads: K::THREADS, shared_bytes, seed, ..Launch::default() }, params);
+}
+
+/// The same with all blocks at once, for kernels whose blocks wait for each other.
+pub fn run_resident<K: Kernel>(grid: [u32; 3], shared_bytes: u32, seed: u64, params: K::Params) {
+    let launch = Launch { grid, threads: K::THREADS, shared_bytes, seed, cooperative: true, ..Launch::default() };
+    run_launch::<K>(&launch, params);
+}
+
+fn run_launch<K: Kernel>(launch: &Launch, params: K::Params) {
+    if let Err(error) = emulator::launch::<K>(launch, params) {
         panic!("{error}");
     }
 }

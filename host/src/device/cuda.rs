@@ -10,7 +10,7 @@ use cust::module::{Module, ModuleJitOption};
 use cust::stream::{Stream, StreamFlags};
 use cust::sys;
 
-use super::Grid;
+use super::{Grid, How};
 use crate::Error;
 
 /// The kernels, once for each level: what every card of that level and above can run, and what one alone can.
@@ -44,6 +44,40 @@ struct Card {
     functions: Mutex<HashMap<&'static str, Function>>,
     module: Module,
     context: Context,
+}
+
+/// The driver's `CUlaunchConfig`, which `cust` does not have.
+#[repr(C)]
+struct LaunchConfig {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
+    stream: *mut c_void,
+    attributes: *mut LaunchAttribute,
+    attribute_count: u32,
+}
+
+/// Its `CUlaunchAttribute`: a number, and a value of 64 bytes.
+#[repr(C, align(8))]
+struct LaunchAttribute {
+    id: u32,
+    padding: u32,
+    value: [u32; 16],
+}
+
+impl LaunchAttribute {
+    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`, on.
+    const EARLY: Self = Self { id: 6, padding: 0, value: [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0] };
+}
+
+// `driver_link` forwards it.
+unsafe extern "C" {
+    fn cuLaunchKernelEx(
+        config: *const LaunchConfig,
+        function: sys::CUfunction,
+        params: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> sys::CUresult;
 }
 
 #[derive(Clone, Copy)]
@@ -277,7 +311,7 @@ impl Cuda {
         grid: Grid,
         threads: u32,
         shared_bytes: u32,
-        cooperative: bool,
+        how: How,
         params: &P,
     ) -> Result<(), Error> {
         self.enter()?;
@@ -287,11 +321,26 @@ impl Cuda {
         let Grid(x, y, z) = grid;
         // SAFETY: the caller's word; the driver copies the parameters before it returns.
         let code = unsafe {
-            if cooperative {
-                sys::cuLaunchCooperativeKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments)
-            } else {
-                let extra = std::ptr::null_mut();
-                sys::cuLaunchKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments, extra)
+            match how {
+                How::Plain => {
+                    let extra = std::ptr::null_mut();
+                    sys::cuLaunchKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments, extra)
+                }
+                How::Together => {
+                    sys::cuLaunchCooperativeKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments)
+                }
+                How::Early => {
+                    let mut attribute = LaunchAttribute::EARLY;
+                    let config = LaunchConfig {
+                        grid: [x, y, z],
+                        block: [threads, 1, 1],
+                        shared_bytes,
+                        stream: stream.cast(),
+                        attributes: &mut attribute,
+                        attribute_count: 1,
+                    };
+                    cuLaunchKernelEx(&config, f, arguments, std::ptr::null_mut())
+                }
             }
         };
         check(name, code)

@@ -48,6 +48,17 @@ impl From<(u32, u32, u32)> for Grid {
 #[derive(Clone)]
 pub struct Device(Arc<Kind>);
 
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum How {
+    /// After what was enqueued before it.
+    Plain,
+    /// The same, with all blocks resident at once (cooperative).
+    Together,
+    /// As soon as the launch before it ends or lets it (programmatic dependent launch).
+    Early,
+}
+
 enum Kind {
     Cuda(cuda::Cuda),
     Emulator(emulated::Emulator),
@@ -159,7 +170,7 @@ impl Device {
         params: K::Params,
     ) -> Result<(), Error> {
         // SAFETY: the caller's word.
-        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, false, params) }
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, How::Plain, params) }
     }
 
     /// As [`launch`](Self::launch), with all blocks resident at once, so that they may wait for each other.
@@ -176,21 +187,39 @@ impl Device {
         params: K::Params,
     ) -> Result<(), Error> {
         // SAFETY: the caller's word.
-        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, true, params) }
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, How::Together, params) }
+    }
+
+    /// As [`launch`](Self::launch), on a Hopper: a kernel that may begin while the launch before it ends, and itself waits for that one's end
+    /// (`thread::wait_for_launch_before`). Its blocks are resident together if there are no more than multiprocessors.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch); what the kernel touches before it waits is not written by the launch before.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    pub unsafe fn launch_early<K: Kernel>(
+        &self,
+        grid: impl Into<Grid>,
+        shared_bytes: u32,
+        params: K::Params,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, How::Early, params) }
     }
 
     unsafe fn launch_kind<K: Kernel>(
         &self,
         grid: Grid,
         shared_bytes: u32,
-        cooperative: bool,
+        how: How,
         params: K::Params,
     ) -> Result<(), Error> {
         match &*self.0 {
             // SAFETY: the caller's word; the parameter block is the kernel's own type.
-            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, cooperative, &params) },
+            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, how, &params) },
             // SAFETY: the caller's word.
-            Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, cooperative, params) },
+            Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, how, params) },
         }
     }
 
