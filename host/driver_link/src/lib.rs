@@ -120,6 +120,7 @@ forward! {
     cuStreamBeginCapture_v2(stream mode);
     cuStreamEndCapture(stream graph);
     cuLaunchKernel(function grid_x grid_y grid_z block_x block_y block_z shared stream params extra);
+    cuLaunchKernelEx(config function params extra);
     cuLaunchCooperativeKernel(function grid_x grid_y grid_z block_x block_y block_z shared stream params);
     cuMemAlloc_v2(pointer bytes);
     cuMemFree_v2(pointer);

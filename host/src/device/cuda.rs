@@ -10,7 +10,7 @@ use cust::module::{Module, ModuleJitOption};
 use cust::stream::{Stream, StreamFlags};
 use cust::sys;
 
-use super::Grid;
+use super::{Begin, Grid};
 use crate::Error;
 
 /// The kernels, once for each level: what every card of that level and above can run, and what one alone can.
@@ -27,6 +27,38 @@ const STAGED_FROM: usize = 8 << 20;
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 /// Threads that fill a staging buffer; one alone does not keep up with the bus.
 const COPY_THREADS: usize = 8;
+
+/// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the launch need not wait for the end of the one ahead.
+const MAY_BEGIN_EARLY: u32 = 6;
+
+/// The driver's `CUlaunchAttribute`, which `cust` does not have.
+#[repr(C)]
+struct LaunchAttribute {
+    id: u32,
+    padding: u32,
+    value: [u64; 8],
+}
+
+/// The driver's `CUlaunchConfig`.
+#[repr(C)]
+struct LaunchConfig {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
+    stream: sys::CUstream,
+    attributes: *const LaunchAttribute,
+    count: u32,
+}
+
+// `driver_link` forwards it.
+unsafe extern "C" {
+    fn cuLaunchKernelEx(
+        config: *const LaunchConfig,
+        function: sys::CUfunction,
+        params: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> sys::CUresult;
+}
 
 /// A queue of a card: what it runs, it runs in order, beside what other queues run.
 pub(super) struct Cuda {
@@ -277,7 +309,7 @@ impl Cuda {
         grid: Grid,
         threads: u32,
         shared_bytes: u32,
-        cooperative: bool,
+        begin: Begin,
         params: &P,
     ) -> Result<(), Error> {
         self.enter()?;
@@ -287,11 +319,24 @@ impl Cuda {
         let Grid(x, y, z) = grid;
         // SAFETY: the caller's word; the driver copies the parameters before it returns.
         let code = unsafe {
-            if cooperative {
-                sys::cuLaunchCooperativeKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments)
-            } else {
-                let extra = std::ptr::null_mut();
-                sys::cuLaunchKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments, extra)
+            let extra = std::ptr::null_mut();
+            match begin {
+                Begin::InTurn => sys::cuLaunchKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments, extra),
+                Begin::Together => {
+                    sys::cuLaunchCooperativeKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments)
+                }
+                Begin::Early => {
+                    let early = LaunchAttribute { id: MAY_BEGIN_EARLY, padding: 0, value: [1, 0, 0, 0, 0, 0, 0, 0] };
+                    let config = LaunchConfig {
+                        grid: [x, y, z],
+                        block: [threads, 1, 1],
+                        shared_bytes,
+                        stream,
+                        attributes: &early,
+                        count: 1,
+                    };
+                    cuLaunchKernelEx(&config, f, arguments, extra)
+                }
             }
         };
         check(name, code)

@@ -53,6 +53,17 @@ enum Kind {
     Emulator(emulated::Emulator),
 }
 
+/// When the blocks of a launch begin.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Begin {
+    /// After the launches ahead, as there is room.
+    InTurn,
+    /// As above, all at once.
+    Together,
+    /// Beside the last blocks of the launch ahead.
+    Early,
+}
+
 impl Device {
     /// Opens CUDA card `ordinal` and loads the kernels for its level.
     ///
@@ -159,7 +170,7 @@ impl Device {
         params: K::Params,
     ) -> Result<(), Error> {
         // SAFETY: the caller's word.
-        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, false, params) }
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::InTurn, params) }
     }
 
     /// As [`launch`](Self::launch), with all blocks resident at once, so that they may wait for each other.
@@ -176,21 +187,39 @@ impl Device {
         params: K::Params,
     ) -> Result<(), Error> {
         // SAFETY: the caller's word.
-        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, true, params) }
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Together, params) }
+    }
+
+    /// As [`launch`](Self::launch), of a kernel that waits for the launches ahead of it itself, by `cuda_std::launches`: it may begin before they
+    /// are done. Hopper.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch); every block waits before it touches what others write, or writes what others touch.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    pub unsafe fn launch_early<K: Kernel>(
+        &self,
+        grid: impl Into<Grid>,
+        shared_bytes: u32,
+        params: K::Params,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Early, params) }
     }
 
     unsafe fn launch_kind<K: Kernel>(
         &self,
         grid: Grid,
         shared_bytes: u32,
-        cooperative: bool,
+        begin: Begin,
         params: K::Params,
     ) -> Result<(), Error> {
         match &*self.0 {
             // SAFETY: the caller's word; the parameter block is the kernel's own type.
-            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, cooperative, &params) },
+            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, begin, &params) },
             // SAFETY: the caller's word.
-            Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, cooperative, params) },
+            Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, begin, params) },
         }
     }
 

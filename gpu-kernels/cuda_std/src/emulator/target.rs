@@ -336,6 +336,10 @@ pub unsafe fn tensor_store(map: u64, x: u32, y: u32, source: u32) {
     tensor::store(map, [x, y], source, Location::caller());
 }
 
+pub fn wait_for_launches() {}
+
+pub fn allow_next_launch() {}
+
 pub fn cluster_rank() -> u32 {
     0
 }
