@@ -27,6 +27,8 @@
 //! features each, while the tensor cores still work. The epilogue adds in place, and the copy engine stores from there. (Read and
 //! written by plain accesses it cost 11 µs a tile, a quarter of the product with k = 4,096.)
 //!
+//! The kernels may be launched early ([`launches`]): before they wait for the launches ahead they fetch the first slots' weights.
+//!
 //! # Order
 //! An output is one chain over k in the tensor core's accumulator, whatever tile it is in: all kernels here agree bit for bit (tested).
 //!

@@ -129,7 +129,7 @@ pub unsafe fn enqueue_cut(device: &Device, epilogue: Epilogue, cut: Cut, p: Gemm
     let blocks =
         cut.tiles(p.m, weight_rows(epilogue, &p)).min(device.multiprocessors() / cut.cluster()) * cut.cluster();
     let shared = Gemm::shared_bytes(cut.weight_rows());
-    // Tiles of 128 begin in turn: early they took 5 % to 15 % longer, presumably because blocks then get whatever multiprocessor is free, and those
+    // Tiles of 128 begin in turn: early most took 5 % to 16 % longer, presumably because blocks then get whatever multiprocessor is free, and those
     // that share tiles no longer ask L2 for them together. The others gain 1 % to 5 %.
     // SAFETY: the caller's word.
     unsafe {
