@@ -27,6 +27,8 @@
 //! features each, while the tensor cores still work. The epilogue adds in place, and the copy engine stores from there. (Read and
 //! written by plain accesses it cost 11 µs a tile, a quarter of the product with k = 4,096.)
 //!
+//! The kernels may be launched early ([`launches`]): before they wait for the launches ahead they fetch the first slots' weights.
+//!
 //! # Order
 //! An output is one chain over k in the tensor core's accumulator, whatever tile it is in: all kernels here agree bit for bit (tested).
 //!
@@ -39,7 +41,7 @@ use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Operand};
-use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, kernel, launches, thread, warp};
 
 use crate::norm::Norm;
 use crate::qkv::SplitHeads;
@@ -191,32 +193,48 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         if E::ADDS {
             tensor::acquire(p.residual);
         }
-        let blocks = (1u16 << CLUSTER) - 1;
+        // All tiles of weights, or the one that this block loads for both of its pair.
+        let load_weights = |ring: &Ring, tile_column: u32, k: u32| {
+            let full = ring.full(ring.slot);
+            full.arrive_expect_tx(Gemm::stage_bytes(N));
+            let mut part = rank;
+            while part < N / WEIGHT_ROWS {
+                let to = ring.slot().at((X_BYTES + part * WEIGHT_ROWS * DEPTH * 2) as usize);
+                let (map, feature) = match (E::GATED, part) {
+                    (false, _) => (p.weight, tile_column * N + part * WEIGHT_ROWS),
+                    (true, 0) => (p.weight, tile_column * WEIGHT_ROWS),
+                    (true, _) => (p.up, tile_column * WEIGHT_ROWS),
+                };
+                if CLUSTER > 1 {
+                    tensor::load_multicast(to, map, [k, feature], full, (1 << CLUSTER) - 1);
+                } else {
+                    tensor::load(to, map, [k, feature], full);
+                }
+                part += CLUSTER;
+            }
+        };
+        // The first slots' weights do not depend on the launches ahead.
+        let mut begun = 0;
+        if let Some((_, tile_column)) = tiles.clone().next() {
+            let mut ring = ring;
+            while begun < Gemm::stages(N).min(p.k / DEPTH) {
+                load_weights(&ring, tile_column, begun * DEPTH);
+                ring.advance();
+                begun += 1;
+            }
+        }
+        launches::wait();
         for (tile_row, tile_column) in tiles {
             let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
             let mut k = 0;
             while k < p.k {
-                let full = ring.full(ring.slot);
-                ring.empty(ring.slot).wait(ring.parity ^ 1);
-                full.arrive_expect_tx(Gemm::stage_bytes(N));
-                let x = ring.slot();
-                tensor::load(x, p.x, [k, row], full);
-                // All tiles of weights, or the one that this block loads for both of its pair.
-                let mut part = rank;
-                while part < N / WEIGHT_ROWS {
-                    let to: Shared<u8> = Shared::from_raw(x.addr() + X_BYTES + part * WEIGHT_ROWS * DEPTH * 2);
-                    let (map, feature) = match (E::GATED, part) {
-                        (false, _) => (p.weight, tile_column * N + part * WEIGHT_ROWS),
-                        (true, 0) => (p.weight, tile_column * WEIGHT_ROWS),
-                        (true, _) => (p.up, tile_column * WEIGHT_ROWS),
-                    };
-                    if CLUSTER > 1 {
-                        tensor::load_multicast(to, map, [k, feature], full, blocks);
-                    } else {
-                        tensor::load(to, map, [k, feature], full);
-                    }
-                    part += CLUSTER;
+                if begun > 0 {
+                    begun -= 1;
+                } else {
+                    ring.empty(ring.slot).wait(ring.parity ^ 1);
+                    load_weights(&ring, tile_column, k);
                 }
+                tensor::load(ring.slot(), p.x, [k, row], ring.full(ring.slot));
                 ring.advance();
                 k += DEPTH;
             }
@@ -287,11 +305,12 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         if elected && E::ADDS {
             tensor::acquire(p.residual);
         }
+        launches::wait();
         for (tile_row, tile_column) in tiles {
             // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
             // epilogues have the registers of accumulators they are done with.
             multiply::<N>(&ring, x, weight, true);
-            half.release::<0>();
+            half.release();
             let mut previous = ring.slot;
             ring.advance();
             let mut k = DEPTH;
@@ -332,6 +351,7 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
 unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
     unsafe {
         wgmma::declare();
+        launches::allow_next();
         let stages = Gemm::stages(N);
         let stage_bytes = Gemm::stage_bytes(N);
         let start = shared::dynamic::<u8>(0);
@@ -415,6 +435,8 @@ pub struct RowScales {
 #[kernel(threads = 256)]
 pub unsafe fn row_scales(p: RowScales) {
     unsafe {
+        launches::allow_next();
+        launches::wait();
         let row = thread::block_idx_y() * 8 + thread::warp_id();
         if row >= p.m {
             return;

@@ -65,8 +65,16 @@ impl Cache {
     /// The sequence has a page for the position.
     #[inline(always)]
     pub unsafe fn key(&self, sequence: u32, position: u32, kv_head: u32) -> GlobalMut<bf16> {
-        let block = unsafe { self.block(sequence, position / PAGE_TOKENS, kv_head) };
-        unsafe { block.at(((position % PAGE_TOKENS) * HEAD_DIM) as usize) }
+        unsafe { self.key_in(self.block_index(sequence, position / PAGE_TOKENS, kv_head), position) }
+    }
+
+    /// The key of `position`, where the page and head have this [`block_index`](Self::block_index).
+    ///
+    /// # Safety
+    /// There is such a page.
+    #[inline(always)]
+    pub unsafe fn key_in(&self, block: u32, position: u32) -> GlobalMut<bf16> {
+        unsafe { self.pages.at(block as usize * 2 * BLOCK as usize + (position % PAGE_TOKENS * HEAD_DIM) as usize) }
     }
 
     /// Dimension 0 of the value of `position`; dimension `d` is `d * PAGE_TOKENS` elements on, and the values of the

@@ -25,7 +25,7 @@ use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::{self, TensorMap, swizzled};
 use cuda_std::wgmma::{self, Operand};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, kernel, launches, math, mma, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 
@@ -408,6 +408,7 @@ unsafe fn consume(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
 pub unsafe fn prefill_attention(p: PrefillAttention) {
     unsafe {
         wgmma::declare();
+        launches::allow_next();
         let head = thread::block_idx_x();
         let index = thread::grid_dim_y() - 1 - thread::block_idx_y();
         let [row, rows, sequence, position] = p.tiles.load16(index as usize * 4);
@@ -421,6 +422,7 @@ pub unsafe fn prefill_attention(p: PrefillAttention) {
             bulk::fence_init();
         }
         thread::sync_threads();
+        launches::wait();
         if thread::warp_id() < 8 {
             wgmma::take_registers::<240>();
             consume(&p, tile, head, blocks, queries_full);

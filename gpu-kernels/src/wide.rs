@@ -37,7 +37,7 @@ use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared;
 use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Operand};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, kernel, launches, math, thread, warp};
 
 use crate::embedding::Embed;
 use crate::linear::{SLICE, STRIP, slot};
@@ -738,7 +738,7 @@ unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>(p: 
 unsafe fn wide<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
     unsafe {
         wgmma::declare();
-        thread::let_next_launch_begin();
+        launches::allow_next();
         if p.rows.count.load(0) == 0 {
             return;
         }
@@ -751,20 +751,20 @@ unsafe fn wide<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
         thread::sync_threads();
         if warp_id < 8 {
             wgmma::take_registers::<CONSUMER_REGISTERS>();
-            thread::wait_for_launch_before();
+            launches::wait();
             consume::<ROWS, TILES, KIND>(p);
         } else {
             wgmma::give_registers::<PRODUCER_REGISTERS>();
             match warp_id {
                 8 => produce_weights::<ROWS>(p),
                 9 => {
-                    thread::wait_for_launch_before();
+                    launches::wait();
                     if thread::lane_id() == 0 {
                         produce_rows::<ROWS>(p);
                     }
                 }
                 _ => {
-                    thread::wait_for_launch_before();
+                    launches::wait();
                     if KIND != ADD && !p.norm.squares.is_null() {
                         find_factors::<ROWS>(p, warp_id - 10);
                     }

@@ -197,7 +197,7 @@ fn heads_are_what_the_separate_kernel_makes() {
 
 #[test]
 fn gates() {
-    for (m, n, k, blocks) in [(5, 64, 64, 1), (150, 192, 128, 2)] {
+    for (m, n, k, blocks) in [(5, 64, 64, 1), (150, 192, 128, 2), (140, 192, 448, 1)] {
         let case = Case::new(m, n, k);
         let [gate, up] = [&case.w, &case.up].map(|w| reference(&case.x, w, k, &case.scales));
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
@@ -208,7 +208,7 @@ fn gates() {
 
 #[test]
 fn adds_and_prepares_the_norm() {
-    for (m, n, k, blocks) in [(3, 64, 64, 1), (140, 320, 192, 2)] {
+    for (m, n, k, blocks) in [(3, 64, 64, 1), (140, 320, 192, 2), (150, 320, 576, 1)] {
         let case = Case::new(m, n, k);
         let mut want = reference(&case.x, &case.w, k, &vec![1.0; m]);
         want.iter_mut().zip(&case.before).for_each(|(w, b)| *w += b);

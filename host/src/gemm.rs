@@ -129,17 +129,21 @@ pub unsafe fn enqueue_cut(device: &Device, epilogue: Epilogue, cut: Cut, p: Gemm
     let blocks =
         cut.tiles(p.m, weight_rows(epilogue, &p)).min(device.multiprocessors() / cut.cluster()) * cut.cluster();
     let shared = Gemm::shared_bytes(cut.weight_rows());
+    // Tiles of 128 begin in turn: early most took 5 % to 16 % longer, presumably because blocks then get whatever multiprocessor is free, and those
+    // that share tiles no longer ask L2 for them together. The others gain 1 % to 5 %.
     // SAFETY: the caller's word.
     unsafe {
         match (epilogue, cut) {
             (Epilogue::Qkv, Cut::N128) => device.launch::<gemm::gemm_qkv_n128>(blocks, shared, p),
-            (Epilogue::Qkv, Cut::N256) => device.launch::<gemm::gemm_qkv_n256>(blocks, shared, p),
-            (Epilogue::Qkv, Cut::Pair) => device.launch::<gemm::gemm_qkv_pair>(blocks, shared, p),
-            (Epilogue::SwiGlu, Cut::N128 | Cut::N256) => device.launch::<gemm::gemm_swiglu_n256>(blocks, shared, p),
-            (Epilogue::SwiGlu, Cut::Pair) => device.launch::<gemm::gemm_swiglu_pair>(blocks, shared, p),
+            (Epilogue::Qkv, Cut::N256) => device.launch_early::<gemm::gemm_qkv_n256>(blocks, shared, p),
+            (Epilogue::Qkv, Cut::Pair) => device.launch_early::<gemm::gemm_qkv_pair>(blocks, shared, p),
+            (Epilogue::SwiGlu, Cut::N128 | Cut::N256) => {
+                device.launch_early::<gemm::gemm_swiglu_n256>(blocks, shared, p)
+            }
+            (Epilogue::SwiGlu, Cut::Pair) => device.launch_early::<gemm::gemm_swiglu_pair>(blocks, shared, p),
             (Epilogue::Add, Cut::N128) => device.launch::<gemm::gemm_add_n128>(blocks, shared, p),
-            (Epilogue::Add, Cut::N256) => device.launch::<gemm::gemm_add_n256>(blocks, shared, p),
-            (Epilogue::Add, Cut::Pair) => device.launch::<gemm::gemm_add_pair>(blocks, shared, p),
+            (Epilogue::Add, Cut::N256) => device.launch_early::<gemm::gemm_add_n256>(blocks, shared, p),
+            (Epilogue::Add, Cut::Pair) => device.launch_early::<gemm::gemm_add_pair>(blocks, shared, p),
         }
     }
 }

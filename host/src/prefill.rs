@@ -249,7 +249,7 @@ impl Prefill {
                     table_stride: parts.page_table.len() as u32,
                     kv_heads,
                 };
-                device.launch::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
+                device.launch_early::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
                 let heads = SplitHeads {
                     rows,
                     qkv: Default::default(),
@@ -275,11 +275,15 @@ impl Prefill {
                     scale: 1.0 / (HEAD_DIM as f32).sqrt(),
                 };
                 let grid = (q_heads, tiles.len() as u32);
-                device.launch::<prefill_attention::prefill_attention>(grid, prefill_attention::SHARED_BYTES, attend)?;
+                device.launch_early::<prefill_attention::prefill_attention>(
+                    grid,
+                    prefill_attention::SHARED_BYTES,
+                    attend,
+                )?;
                 let output = product(ATTENDED, of_layer(OUTPUT), hidden, q_heads * HEAD_DIM);
                 let next = layer.post_attention_norm.ptr();
                 gemm::enqueue(device, Epilogue::Add, Gemm { out: map(SCALED_OUT), next_norm: next, ..output })?;
-                device.launch::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
+                device.launch_early::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
                 let gate_up = Gemm {
                     up: map(of_layer(UP)),
                     out: map(ACTIVATION_OUT),

@@ -49,6 +49,8 @@ pub mod bulk;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod cluster;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod launches;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod tensor;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod wgmma;

@@ -105,19 +105,6 @@ pub fn global_timer() -> u64 {
     target::global_timer()
 }
 
-/// Waits until what was enqueued before this launch is done and what it wrote is seen (`griddepcontrol.wait`, sm_90 on): at once, unless this launch was
-/// allowed to begin early.
-#[inline(always)]
-pub fn wait_for_launch_before() {
-    target::wait_for_launch_before();
-}
-
-/// Lets the next launch, if it may begin early, do so once all blocks of this one were here or have ended (`griddepcontrol.launch_dependents`, sm_90 on).
-#[inline(always)]
-pub fn let_next_launch_begin() {
-    target::let_next_launch_begin();
-}
-
 /// Ends the launch with an error (`trap`).
 #[inline(always)]
 #[track_caller]

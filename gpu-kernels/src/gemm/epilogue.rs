@@ -3,7 +3,7 @@
 use cuda_std::bulk;
 use cuda_std::cluster::PeerBarrier;
 use cuda_std::shared::Shared;
-use cuda_std::tensor::{self, TensorMap, swizzled};
+use cuda_std::tensor::{self, swizzled};
 use cuda_std::{Global, bf16, math, mma, thread, warp, wgmma};
 
 use super::{BOX, BOX_BYTES, GROUP, Gemm, Ring};
@@ -36,26 +36,17 @@ impl Half {
         self.row + thread::warp_id() % 4 * 16 + thread::lane_id() / 4
     }
 
-    /// Waits until the next box can be overwritten.
+    /// Gives back the slot that the newest store reads from, once it was read.
     #[inline(always)]
-    fn begin_box(&self) {
+    pub unsafe fn release(&mut self) {
         if self.elected {
-            bulk::wait_read::<1>();
-        }
-        thread::sync_named(self.barrier, GROUP);
-    }
-
-    /// Gives back the slot of the store before the newest `PENDING`, once it was read.
-    #[inline(always)]
-    pub unsafe fn release<const PENDING: usize>(&mut self) {
-        if self.elected
-            && let Some(slot) = self.stored
-        {
-            bulk::wait_read::<PENDING>();
-            unsafe {
-                self.free[0].at(slot).arrive();
-                if self.free[1] != self.free[0] {
-                    self.free[1].at(slot).arrive();
+            bulk::wait_read::<0>();
+            if let Some(slot) = self.stored {
+                unsafe {
+                    self.free[0].at(slot).arrive();
+                    if self.free[1] != self.free[0] {
+                        self.free[1].at(slot).arrive();
+                    }
                 }
             }
         }
@@ -71,20 +62,27 @@ impl Half {
     unsafe fn put(&self, sixteenth: usize, words: [u32; 4]) {
         let lane = thread::lane_id();
         let row = thread::warp_id() % 4 * 16 + lane % 16;
-        let offset = swizzled(row * BOX * 2 + (sixteenth as u32 * 2 + lane / 16) * 16);
+        let offset = swizzled(row * BOX * 2 + lane / 16 * 16) ^ (sixteenth as u32 * 32);
         unsafe { mma::stmatrix_x4(self.place().at(offset as usize), words) }
     }
 
-    /// Stores the box at a column of the output.
+    /// Waits until the warpgroup has filled a box, and the box before can be overwritten.
     #[inline(always)]
-    unsafe fn end_box(&mut self, map: Global<TensorMap>, column: u32) {
+    unsafe fn end_box(&mut self) {
         bulk::fence_proxy_async();
+        // By now the copy engine has read the box before, or soon.
+        unsafe { self.release() };
         thread::sync_named(self.barrier, GROUP);
+    }
+
+    /// Closes the box's stores.
+    #[inline(always)]
+    fn stored(&mut self, slot: Option<u32>) {
         if self.elected {
-            unsafe { tensor::store(map, [column, self.row], self.place()) };
             bulk::commit();
         }
         self.turn ^= 1;
+        self.stored = slot;
     }
 }
 
@@ -130,47 +128,86 @@ macro_rules! sums {
     };
 }
 
+/// The lane and its warp in the warpgroup, so that what depends on them is computed where it is used: kept over the whole tile it would take registers
+/// that there are not.
+#[inline(always)]
+fn place_in_group() -> (u32, u32) {
+    let thread = thread::fresh(thread::thread_idx_x()) % GROUP;
+    (thread % 32, thread / 32)
+}
+
 /// Queries, keys and values.
 pub struct Qkv;
 
-/// The head of queries or keys whose sums begin at accumulator `$first`, normalised and rotated, into shared memory: rows of 256 bytes, in two
-/// boxes. Sums are fetched when they are needed, and words put away at once: there are no registers for copies.
+/// Bytes of a row of a head.
+const ROW_BYTES: u32 = HEAD_DIM * 2;
+
+/// What [`Qkv`] loads ahead: the factors of the lane's two rows, their positions, and the angles of the first.
+#[derive(Clone, Copy)]
+pub struct HeadsAhead {
+    scales: [f32; 2],
+    positions: [u32; 2],
+    /// Cosines, then sines, of the lane's dimensions.
+    angles: [[f32; 2]; 16],
+}
+
+/// Cosines and sines at `position` of the lane's dimensions, `8 j + 2 pair` and the next.
+#[inline(always)]
+unsafe fn angles(p: &Gemm, position: u32) -> [[f32; 2]; 16] {
+    unsafe {
+        let first = position as usize * (HEAD_DIM / 2) as usize + 2 * (thread::lane_id() % 4) as usize;
+        let (cos, sin) = (p.heads.cos.at(first).cast::<[f32; 2]>(), p.heads.sin.at(first).cast::<[f32; 2]>());
+        let mut angles = [[0.0; 2]; 16];
+        unroll!(J < 8; {
+            angles[J] = cos.load(4 * J);
+            angles[J + 8] = sin.load(4 * J);
+        });
+        angles
+    }
+}
+
+/// The norm of a head of queries or keys, from the lane's first dimension on.
+#[inline(always)]
+unsafe fn head_norm(p: &Gemm, head: u32) -> Global<u32> {
+    let norm = if head < p.heads.q_heads { p.heads.q_norm } else { p.heads.k_norm };
+    unsafe { norm.at((2 * (thread::lane_id() % 4)) as usize).cast() }
+}
+
+/// The factor that normalises the head whose sums begin at accumulator `$first`, in row `$r` of the lane.
+macro_rules! head_factor {
+    ($first:expr, $r:expr, $p:ident, $scale:expr) => {{
+        // Four chains: one would be mostly waiting.
+        let mut squares = [0f32; 4];
+        unroll!(J < 16; {
+            let x = [wgmma::get::<{ $first + 4 * J + 2 * $r }>(), wgmma::get::<{ $first + 4 * J + 2 * $r + 1 }>()];
+            squares[J % 4] = math::fma(x[0], x[0], math::fma(x[1], x[1], squares[J % 4]));
+        });
+        let sum = quad_sum((squares[0] + squares[1]) + (squares[2] + squares[3])) * ($scale * $scale);
+        $scale * math::rsqrt(sum / HEAD_DIM as f32 + $p.heads.eps)
+    }};
+}
+
+/// Row `$r` of the lane of the head of queries or keys whose sums begin at accumulator `$first`, normalised and rotated, to shared memory at
+/// `$to`: a row has 256 bytes, its 16-byte chunks permuted by its number.
 macro_rules! put_rotated {
-    ($first:expr, $p:ident, $half:ident, $rows:ident, $scales:ident, $norm:ident) => {{
-        let (pair, line) = (thread::lane_id() % 4, thread::warp_id() % 4 * 16 + thread::lane_id() / 4);
-        unroll!(R < 2; {
-            macro_rules! sum {
-                ($j:expr) => {
-                    [
-                        wgmma::get::<{ $first + 4 * ($j) + 2 * R }>() * $scales[R],
-                        wgmma::get::<{ $first + 4 * ($j) + 2 * R + 1 }>() * $scales[R],
-                    ]
-                };
-            }
-            let mut squares = 0.0;
-            unroll!(J < 16; {
-                let x = sum!(J);
-                squares = math::fma(x[0], x[0], math::fma(x[1], x[1], squares));
-            });
-            let scale = 1.0 / math::sqrt(quad_sum(squares) / HEAD_DIM as f32 + $p.heads.eps);
-            let position = $p.heads.rows.positions.load($rows[R] as usize);
-            let angles = position as usize * (HEAD_DIM / 2) as usize + 2 * pair as usize;
-            let cos = $p.heads.cos.at(angles).cast::<[f32; 2]>();
-            let sin = $p.heads.sin.at(angles).cast::<[f32; 2]>();
-            let weight = $norm.at(2 * pair as usize).cast::<u32>();
-            let row = (line + 8 * R as u32) * BOX * 2 + pair * 4;
-            unroll!(J < 8; {
-                // Pairs of dimensions that turn together: 8 j + 2 pair + c, and 64 more.
-                let (low, high) = (sum!(J), sum!(J + 8));
-                let (cos, sin) = (cos.load(4 * J), sin.load(4 * J));
-                let weights = [weight.load(4 * J), weight.load(4 * J + 32)].map(math::unpack_bf16);
-                let a = [low[0] * scale * weights[0][0], low[1] * scale * weights[0][1]];
-                let b = [high[0] * scale * weights[1][0], high[1] * scale * weights[1][1]];
-                let to = $half.staging.at(swizzled(row + J as u32 * 16) as usize).cast::<u32>();
-                to.store(0, math::pack_bf16(a[0] * cos[0] - b[0] * sin[0], a[1] * cos[1] - b[1] * sin[1]));
-                let turned = math::pack_bf16(b[0] * cos[0] + a[0] * sin[0], b[1] * cos[1] + a[1] * sin[1]);
-                to.store((BOX_BYTES / 4) as usize, turned);
-            });
+    ($first:expr, $r:expr, $factor:expr, $norm:expr, $angles:expr, $to:expr) => {{
+        macro_rules! scaled {
+            ($j:expr) => {{
+                let x = [wgmma::get::<{ $first + 4 * ($j) + 2 * $r }>(), wgmma::get::<{ $first + 4 * ($j) + 2 * $r + 1 }>()];
+                let w = math::unpack_bf16($norm.load(4 * ($j)));
+                [x[0] * $factor * w[0], x[1] * $factor * w[1]]
+            }};
+        }
+        let (lane, _) = place_in_group();
+        let (row, pair) = (lane / 4, lane % 4);
+        let place = $to + row * ROW_BYTES + row * 16 + pair * 4;
+        unroll!(J < 8; {
+            // Pairs of dimensions that turn together: 8 j + 2 pair + c, and 64 more.
+            let (a, b) = (scaled!(J), scaled!(J + 8));
+            let (cos, sin) = ($angles[J], $angles[J + 8]);
+            let to: Shared<u32> = Shared::from_raw(place ^ (J as u32 * 16));
+            to.store(0, math::pack_bf16(a[0] * cos[0] - b[0] * sin[0], a[1] * cos[1] - b[1] * sin[1]));
+            to.store(32, math::pack_bf16(b[0] * cos[0] + a[0] * sin[0], b[1] * cos[1] + a[1] * sin[1]));
         });
     }};
 }
@@ -178,7 +215,7 @@ macro_rules! put_rotated {
 /// The head of values whose sums begin at accumulator `$first`, into shared memory with dimensions as rows: 64 tokens side by side.
 macro_rules! put_values {
     ($first:expr, $half:ident, $scales:ident) => {{
-        let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
+        let (lane, warp) = place_in_group();
         unroll!(Q < 8; {
             let mut words = [0; 4];
             unroll!(H < 2; {
@@ -200,30 +237,34 @@ fn quad_sum(v: f32) -> f32 {
     v + warp::shuffle_xor(v, 2)
 }
 
-/// Stores a head of queries or keys from shared memory.
+/// Stores a warp's eight rows of a head of queries or keys from shared memory at `from`, where [`put_rotated`] left them: the rows from `first` on.
+/// Lanes `4 i` to `4 i + 3` know row `i`'s place in the cache.
 #[inline(always)]
-unsafe fn store_rows(p: &Gemm, half: &Half, head: u32) {
+unsafe fn store_rows(p: &Gemm, from: u32, first: u32, head: u32, position: u32, page: u32) {
     unsafe {
-        let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
-        // A warp stores the rows that it put there, two at a time.
-        warp::sync_warp();
-        let piece = lane % 16;
-        unroll!(I < 8; {
-            let line = warp * 16 + I as u32 * 2 + lane / 16;
-            let row = half.row + line;
-            let from = half.staging.at((piece / 8 * BOX_BYTES + swizzled(line * BOX * 2 + piece % 8 * 16)) as usize);
-            let values = from.load16(0);
-            if row < p.m {
-                let to = if head < p.heads.q_heads {
-                    p.heads.q.at((row as usize * p.heads.q_heads as usize + head as usize) * HEAD_DIM as usize)
-                } else {
-                    let position = p.heads.rows.positions.load(row as usize);
-                    let sequence = p.heads.rows.sequences.load(row as usize);
-                    p.heads.cache.key(sequence, position, head - p.heads.q_heads)
-                };
-                to.store16((piece * 8) as usize, values);
-            }
-        });
+        let (lane, _) = place_in_group();
+        let (piece, second) = (lane % 16, lane / 16);
+        macro_rules! store {
+            ($line:ident, $to:expr) => {
+                unroll!(I < 4; {
+                    let $line = I as u32 * 2 + second;
+                    let values = Shared::<u8>::from_raw(from + $line * ROW_BYTES + ((piece ^ $line) * 16)).load16(0);
+                    let to = $to;
+                    if first + $line < p.m {
+                        to.store16((piece * 8) as usize, values);
+                    }
+                })
+            };
+        }
+        if head < p.heads.q_heads {
+            let row = p.heads.q.at((first as usize * p.heads.q_heads as usize + head as usize) * HEAD_DIM as usize);
+            store!(line, row.at((line * p.heads.q_heads * HEAD_DIM) as usize));
+        } else {
+            store!(line, {
+                let [position, page] = [position, page].map(|v| warp::shuffle_idx(v, line * 4));
+                p.heads.cache.key_in(page + head - p.heads.q_heads, position)
+            });
+        }
     }
 }
 
@@ -231,7 +272,7 @@ unsafe fn store_rows(p: &Gemm, half: &Half, head: u32) {
 #[inline(always)]
 unsafe fn store_values(p: &Gemm, half: &Half, kv_head: u32) {
     unsafe {
-        let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
+        let (lane, warp) = place_in_group();
         thread::sync_named(half.barrier, GROUP);
         // A lane stores eight rows' values of a dimension at a time.
         let eighth = lane % 8;
@@ -248,61 +289,118 @@ unsafe fn store_values(p: &Gemm, half: &Half, kv_head: u32) {
         let last = place(row + rows - 1);
         // They lie together if they are consecutive tokens of one sequence from a multiple of eight on.
         let together = rows == 8 && last == (sequence, position + 7) && position.is_multiple_of(8);
-        unroll!(I < 8; {
-            let dimension = I as u32 * 16 + warp * 4 + lane / 8;
-            let from = half.staging.at(swizzled(dimension * BOX * 2 + eighth * 16) as usize);
-            if together {
-                let to = p.heads.cache.value(sequence, position, kv_head);
+        let from = |i: u32| {
+            let dimension = i * 16 + warp * 4 + lane / 8;
+            (dimension, half.staging.at(swizzled(dimension * BOX * 2 + eighth * 16) as usize))
+        };
+        if together {
+            let to = p.heads.cache.value(sequence, position, kv_head);
+            unroll!(I < 8; {
+                let (dimension, from) = from(I as u32);
                 to.store16((dimension * PAGE_TOKENS) as usize, from.load16(0));
-            } else {
-                let mut i = 0;
-                while i < rows {
-                    let (sequence, position) = place(row + i);
-                    let to = p.heads.cache.value(sequence, position, kv_head);
+            });
+        } else {
+            let mut i = 0;
+            // Seldom: no copies of the loop.
+            while i < thread::fresh(rows) {
+                let (sequence, position) = place(row + i);
+                let to = p.heads.cache.value(sequence, position, kv_head);
+                let mut k = 0;
+                while k < thread::fresh(8) {
+                    let (dimension, from) = from(k);
                     to.store((dimension * PAGE_TOKENS) as usize, from.cast::<bf16>().load(i as usize));
-                    i += 1;
+                    k += 1;
                 }
+                i += 1;
             }
-        });
+        }
     }
 }
 
 impl Epilogue for Qkv {
     const GATED: bool = false;
-    /// The factors of the lane's two rows.
-    type Ahead = [f32; 2];
+    type Ahead = HeadsAhead;
 
     #[inline(always)]
-    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> [f32; 2] {
-        unsafe { scales(p, half.lane_row()) }
-    }
-
-    #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring, scales: &[f32; 2]) {
+    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> HeadsAhead {
         unsafe {
             let row = half.lane_row();
             // Rows beyond m are made as the last one, and not stored.
-            let rows = [row.min(p.m - 1), (row + 8).min(p.m - 1)];
+            let positions = [row, row + 8].map(|row| p.heads.rows.positions.load(row.min(p.m - 1) as usize));
+            let head = half.column / HEAD_DIM;
+            let rotated = head < p.heads.q_heads + p.heads.cache.kv_heads;
+            let angles = if rotated { angles(p, positions[0]) } else { [[0.0; 2]; 16] };
+            HeadsAhead { scales: scales(p, row), positions, angles }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring, ahead: &HeadsAhead) {
+        unsafe {
             let (q_heads, kv_heads) = (p.heads.q_heads, p.heads.cache.kv_heads);
-            macro_rules! head {
+            let first = half.column / HEAD_DIM;
+            let warp = thread::warp_id() % 4;
+            let scales = &ahead.scales;
+            // Others may still be storing the tile before.
+            thread::sync_named(half.barrier, GROUP);
+            if first < q_heads + kv_heads {
+                let row = half.lane_row();
+                let mut pages = [0; 2];
+                if first + 1 >= q_heads {
+                    unroll!(R < 2; {
+                        let sequence = p.heads.rows.sequences.load((row + 8 * R as u32).min(p.m - 1) as usize);
+                        pages[R] = p.heads.cache.block_index(sequence, ahead.positions[R] / PAGE_TOKENS, 0);
+                    });
+                }
+                let mut factors = [[0f32; 2]; 2];
+                unroll!(R < 2; {
+                    factors[0][R] = head_factor!(0, R, p, scales[R]);
+                    if N > 128 {
+                        factors[1][R] = head_factor!(64, R, p, scales[R]);
+                    }
+                });
+                // A warp's rows of both heads, of which it keeps one in two at a time.
+                let staging = half.staging.addr() + warp * 16 * ROW_BYTES;
+                let second = N > 128 && first + 1 < q_heads + kv_heads;
+                macro_rules! first_of {
+                    ($r:literal, $angles:expr) => {
+                        put_rotated!(0, $r, factors[0][$r], head_norm(p, first), $angles, staging);
+                    };
+                }
+                macro_rules! second_of {
+                    ($r:literal, $angles:expr) => {
+                        let next = staging + 8 * ROW_BYTES;
+                        if second {
+                            put_rotated!(64, $r, factors[1][$r], head_norm(p, first + 1), $angles, next);
+                        }
+                        warp::sync_warp();
+                        let from = half.row + warp * 16 + 8 * $r;
+                        store_rows(p, staging, from, first, ahead.positions[$r], pages[$r]);
+                        if second {
+                            store_rows(p, next, from, first + 1, ahead.positions[$r], pages[$r]);
+                        }
+                        warp::sync_warp();
+                    };
+                }
+                first_of!(0, ahead.angles);
+                let angles = angles(p, ahead.positions[1]);
+                second_of!(0, ahead.angles);
+                first_of!(1, angles);
+                second_of!(1, angles);
+            }
+            macro_rules! values {
                 ($index:literal) => {
-                    let head = half.column / HEAD_DIM + $index;
-                    if $index * 128 < N && head * HEAD_DIM < p.n {
+                    let head = first + $index;
+                    if $index * 128 < N && head >= q_heads + kv_heads && head * HEAD_DIM < p.n {
                         // Others may still be storing the head before.
                         thread::sync_named(half.barrier, GROUP);
-                        if head < q_heads + kv_heads {
-                            let norm = if head < q_heads { p.heads.q_norm } else { p.heads.k_norm };
-                            put_rotated!(($index * 64), p, half, rows, scales, norm);
-                            store_rows(p, half, head);
-                        } else {
-                            put_values!(($index * 64), half, scales);
-                            store_values(p, half, head - q_heads - kv_heads);
-                        }
+                        put_values!(($index * 64), half, scales);
+                        store_values(p, half, head - q_heads - kv_heads);
                     }
                 };
             }
-            head!(0);
-            head!(1);
+            values!(0);
+            values!(1);
         }
     }
 }
@@ -333,7 +431,6 @@ impl Epilogue for SwiGlu {
             };
             unroll!(B < 2; {
                 if half.column + B as u32 * BOX < p.n {
-                    half.begin_box();
                     unroll!(Q < 4; {
                         let (gate, up) = (sums!(B * 32 + Q * 8), sums!(B * 32 + Q * 8 + 64));
                         let (gate_8, up_8) = (sums!(B * 32 + Q * 8 + 4), sums!(B * 32 + Q * 8 + 68));
@@ -345,7 +442,11 @@ impl Epilogue for SwiGlu {
                         ];
                         half.put(Q, words);
                     });
-                    half.end_box(p.out, half.column + B as u32 * BOX);
+                    half.end_box();
+                    if half.elected {
+                        tensor::store(p.out, [half.column + B as u32 * BOX, half.row], half.place());
+                    }
+                    half.stored(None);
                 }
             });
         }
@@ -380,18 +481,35 @@ impl Epilogue for Add {
     #[inline(always)]
     unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring, norm: &[u32; 32]) {
         unsafe {
-            let pair = thread::lane_id() % 4;
-            let line = thread::warp_id() % 4 * 16 + thread::lane_id() / 4;
-            let strips = (p.n / STRIP) as usize;
-            let squares = p.squares.at(half.lane_row() as usize * strips + (half.column / STRIP + pair) as usize);
+            let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
+            let (pair, line) = (lane % 4, lane / 4);
+            // Of each box, for the two rows: each lane of a row has one of the four strips.
+            let mut squares = [[0f32; 2]; 4];
             let inside = half.row < p.m;
+            // Odd rows take groups of eight columns in another order: else two rows of four would want the same banks.
+            let odd = line % 2 == 1;
+            let place = swizzled((warp * 16 + line) * BOX * 2 + pair * 8) ^ if odd { 64 } else { 0 };
             unroll!(B < 4; {
                 let column = half.column + B as u32 * BOX;
                 if B * 64 < N && column < p.n {
                     ring.full(ring.slot).wait(ring.parity);
-                    // Two boxes of 32 features in f32 for each warpgroup.
+                    // Two boxes of 32 features in f32 for each warpgroup. Of group `J` of eight columns the lane's pair in its row `R`:
                     let boxes: Shared<u8> = ring.slot().at((half.barrier - 1) as usize * 2 * BOX_BYTES as usize);
-                    half.begin_box();
+                    macro_rules! at {
+                        ($j:expr, $r:expr) => {
+                            boxes
+                                .at((place ^ ($j % 4 * 32) as u32) as usize)
+                                .at($j / 4 * BOX_BYTES as usize + $r * 8 * BOX as usize * 2)
+                                .cast::<[f32; 2]>()
+                        };
+                    }
+                    let mut x = [[[0f32; 2]; 2]; 8];
+                    unroll!(J < 8; {
+                        unroll!(R < 2; {
+                            x[J][R] = at!(J, R).load(0);
+                        });
+                    });
+                    exchange(&mut x, odd);
                     // Of each strip, for the two rows.
                     let mut sums = [[0f32; 2]; 4];
                     unroll!(Q < 4; {
@@ -401,48 +519,67 @@ impl Epilogue for Add {
                             let s = sums!(B * 32 + J * 4);
                             let w = math::unpack_bf16(norm[B * 8 + J]);
                             unroll!(R < 2; {
-                                let row = (line + 8 * R as u32) * BOX * 2;
-                                let offset = swizzled(row + J as u32 % 4 * 32 + pair * 8) + J as u32 / 4 * BOX_BYTES;
-                                let x = boxes.at(offset as usize).cast::<[f32; 2]>();
-                                let old = x.load(0);
-                                let new = [old[0] + s[R][0], old[1] + s[R][1]];
-                                x.store(0, new);
+                                let new = [x[J][R][0] + s[R][0], x[J][R][1] + s[R][1]];
                                 sums[Q][R] = math::fma(new[0], new[0], math::fma(new[1], new[1], sums[Q][R]));
                                 words[H * 2 + R] = math::pack_bf16(new[0] * w[0], new[1] * w[1]);
+                                x[J][R] = new;
                             });
                         });
                         half.put(Q, words);
+                    });
+                    exchange(&mut x, odd);
+                    unroll!(J < 8; {
                         unroll!(R < 2; {
-                            sums[Q][R] = quad_sum(sums[Q][R]);
+                            at!(J, R).store(0, x[J][R]);
                         });
                     });
-                    // Each lane of a row stores one of the four strips.
-                    let mut own = sums[0];
-                    unroll!(Q < 4; {
-                        if Q as u32 == pair {
-                            own = sums[Q];
-                        }
+                    unroll!(R < 2; {
+                        squares[B][R] = sum_of_strip(sums.map(|s| s[R]), pair);
                     });
-                    if inside {
-                        squares.store(B * 4, own[0]);
-                        squares.store(B * 4 + 8 * strips, own[1]);
+                    half.end_box();
+                    if half.elected && inside {
+                        tensor::store(p.residual, [2 * column, half.row], boxes);
+                        tensor::store(p.residual, [2 * column + BOX, half.row], boxes.at(BOX_BYTES as usize));
+                        tensor::store(p.out, [column, half.row], half.place());
                     }
-                    bulk::fence_proxy_async();
-                    thread::sync_named(half.barrier, GROUP);
-                    if half.elected {
-                        if inside {
-                            tensor::store(p.residual, [2 * column, half.row], boxes);
-                            tensor::store(p.residual, [2 * column + BOX, half.row], boxes.at(BOX_BYTES as usize));
-                            tensor::store(p.out, [column, half.row], half.place());
-                        }
-                        bulk::commit();
-                    }
-                    half.turn ^= 1;
-                    half.release::<1>();
-                    half.stored = Some(ring.slot);
+                    half.stored(Some(ring.slot));
                     ring.advance();
+                }
+            });
+            // Not before: the fence of a box would wait for them.
+            let strips = (p.n / STRIP) as usize;
+            let to = p.squares.at(half.lane_row() as usize * strips + (half.column / STRIP + pair) as usize);
+            unroll!(B < 4; {
+                if inside && B * 64 < N && half.column + B as u32 * BOX < p.n {
+                    to.store(B * 4, squares[B][0]);
+                    to.store(B * 4 + 8 * strips, squares[B][1]);
                 }
             });
         }
     }
+}
+
+/// Between groups of columns in their order and in the order in which odd rows take them: those two apart change places.
+#[inline(always)]
+fn exchange(x: &mut [[[f32; 2]; 2]; 8], odd: bool) {
+    unroll!(I < 4; {
+        const J: usize = I / 2 * 4 + I % 2;
+        unroll!(R < 2; {
+            unroll!(C < 2; {
+                let (a, b) = (x[J][R][C], x[J + 2][R][C]);
+                (x[J][R][C], x[J + 2][R][C]) = if odd { (b, a) } else { (a, b) };
+            });
+        });
+    });
+}
+
+/// Of four numbers in each of the four lanes of a row, the sum over the lanes of number `pair`.
+#[inline(always)]
+fn sum_of_strip(v: [f32; 4], pair: u32) -> f32 {
+    // By bits, so that no branch comes of it.
+    let (low, high) = (0u32.wrapping_sub(pair % 2), 0u32.wrapping_sub(pair / 2));
+    let pick = |mask: u32, a: f32, b: f32| f32::from_bits(a.to_bits() & !mask | b.to_bits() & mask);
+    let first = pick(low, v[0], v[1]) + warp::shuffle_xor(pick(low, v[1], v[0]), 1);
+    let second = pick(low, v[2], v[3]) + warp::shuffle_xor(pick(low, v[3], v[2]), 1);
+    pick(high, first, second) + warp::shuffle_xor(pick(high, second, first), 2)
 }

@@ -16,7 +16,7 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, kernel, launches, thread, warp, wgmma};
 
 use crate::attention::{Attend, Found, PAIRS, SPLIT, Tile, attend_keys, combine_head_by_warp, reduce};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
@@ -447,7 +447,7 @@ unsafe fn combine(p: &WideAttend, group: u32) {
 #[kernel(threads = ATTEND_THREADS, min_blocks = 1)]
 pub unsafe fn wide_attend(p: WideAttend) {
     unsafe {
-        thread::let_next_launch_begin();
+        launches::allow_next();
         if thread::thread_idx_x() == 0 {
             Ring::init(PAGES, 1, WARPS / (SPLIT / PAGE_TOKENS));
             QUERIES.init(1, WARPS);
@@ -455,7 +455,7 @@ pub unsafe fn wide_attend(p: WideAttend) {
             bulk::fence_init();
         }
         thread::sync_threads();
-        thread::wait_for_launch_before();
+        launches::wait();
         let warp_id = thread::warp_id();
         if warp_id < PRODUCER {
             wgmma::take_registers::<CONSUMER_REGISTERS>();

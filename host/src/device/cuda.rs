@@ -10,7 +10,7 @@ use cust::module::{Module, ModuleJitOption};
 use cust::stream::{Stream, StreamFlags};
 use cust::sys;
 
-use super::{Grid, How};
+use super::{Begin, Grid};
 use crate::Error;
 
 /// The kernels, once for each level: what every card of that level and above can run, and what one alone can.
@@ -28,6 +28,38 @@ const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 /// Threads that fill a staging buffer; one alone does not keep up with the bus.
 const COPY_THREADS: usize = 8;
 
+/// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the launch need not wait for the end of the one ahead.
+const MAY_BEGIN_EARLY: u32 = 6;
+
+/// The driver's `CUlaunchAttribute`, which `cust` does not have.
+#[repr(C)]
+struct LaunchAttribute {
+    id: u32,
+    padding: u32,
+    value: [u64; 8],
+}
+
+/// The driver's `CUlaunchConfig`.
+#[repr(C)]
+struct LaunchConfig {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
+    stream: sys::CUstream,
+    attributes: *const LaunchAttribute,
+    count: u32,
+}
+
+// `driver_link` forwards it.
+unsafe extern "C" {
+    fn cuLaunchKernelEx(
+        config: *const LaunchConfig,
+        function: sys::CUfunction,
+        params: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> sys::CUresult;
+}
+
 /// A queue of a card: what it runs, it runs in order, beside what other queues run.
 pub(super) struct Cuda {
     // Dropped in this order: what lives in the context goes before it.
@@ -44,40 +76,6 @@ struct Card {
     functions: Mutex<HashMap<&'static str, Function>>,
     module: Module,
     context: Context,
-}
-
-/// The driver's `CUlaunchConfig`, which `cust` does not have.
-#[repr(C)]
-struct LaunchConfig {
-    grid: [u32; 3],
-    block: [u32; 3],
-    shared_bytes: u32,
-    stream: *mut c_void,
-    attributes: *mut LaunchAttribute,
-    attribute_count: u32,
-}
-
-/// Its `CUlaunchAttribute`: a number, and a value of 64 bytes.
-#[repr(C, align(8))]
-struct LaunchAttribute {
-    id: u32,
-    padding: u32,
-    value: [u32; 16],
-}
-
-impl LaunchAttribute {
-    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`, on.
-    const EARLY: Self = Self { id: 6, padding: 0, value: [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0] };
-}
-
-// `driver_link` forwards it.
-unsafe extern "C" {
-    fn cuLaunchKernelEx(
-        config: *const LaunchConfig,
-        function: sys::CUfunction,
-        params: *mut *mut c_void,
-        extra: *mut *mut c_void,
-    ) -> sys::CUresult;
 }
 
 #[derive(Clone, Copy)]
@@ -311,7 +309,7 @@ impl Cuda {
         grid: Grid,
         threads: u32,
         shared_bytes: u32,
-        how: How,
+        begin: Begin,
         params: &P,
     ) -> Result<(), Error> {
         self.enter()?;
@@ -321,25 +319,23 @@ impl Cuda {
         let Grid(x, y, z) = grid;
         // SAFETY: the caller's word; the driver copies the parameters before it returns.
         let code = unsafe {
-            match how {
-                How::Plain => {
-                    let extra = std::ptr::null_mut();
-                    sys::cuLaunchKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments, extra)
-                }
-                How::Together => {
+            let extra = std::ptr::null_mut();
+            match begin {
+                Begin::InTurn => sys::cuLaunchKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments, extra),
+                Begin::Together => {
                     sys::cuLaunchCooperativeKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments)
                 }
-                How::Early => {
-                    let mut attribute = LaunchAttribute::EARLY;
+                Begin::Early => {
+                    let early = LaunchAttribute { id: MAY_BEGIN_EARLY, padding: 0, value: [1, 0, 0, 0, 0, 0, 0, 0] };
                     let config = LaunchConfig {
                         grid: [x, y, z],
                         block: [threads, 1, 1],
                         shared_bytes,
-                        stream: stream.cast(),
-                        attributes: &mut attribute,
-                        attribute_count: 1,
+                        stream,
+                        attributes: &early,
+                        count: 1,
                     };
-                    cuLaunchKernelEx(&config, f, arguments, std::ptr::null_mut())
+                    cuLaunchKernelEx(&config, f, arguments, extra)
                 }
             }
         };

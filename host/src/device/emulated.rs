@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cuda_std::Kernel;
 use cuda_std::emulator::{self, Launch};
 
-use super::{Grid, How};
+use super::{Begin, Grid};
 use crate::Error;
 
 pub(super) struct Emulator {
@@ -51,14 +51,14 @@ impl Emulator {
         &self,
         grid: Grid,
         shared_bytes: u32,
-        how: How,
+        begin: Begin,
         params: K::Params,
     ) -> Result<(), Error> {
         let launch = Launch {
             grid: [grid.0, grid.1, grid.2],
             threads: K::THREADS,
             shared_bytes,
-            cooperative: how != How::Plain,
+            cooperative: begin != Begin::InTurn,
             // Each launch gets its own schedule.
             seed: self.seed.fetch_add(1, Ordering::Relaxed),
             ..Launch::default()

@@ -48,20 +48,20 @@ impl From<(u32, u32, u32)> for Grid {
 #[derive(Clone)]
 pub struct Device(Arc<Kind>);
 
-/// How a kernel is launched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum How {
-    /// After what was enqueued before it.
-    Plain,
-    /// The same, with all blocks resident at once (cooperative).
-    Together,
-    /// As soon as the launch before it ends or lets it (programmatic dependent launch).
-    Early,
-}
-
 enum Kind {
     Cuda(cuda::Cuda),
     Emulator(emulated::Emulator),
+}
+
+/// When the blocks of a launch begin.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Begin {
+    /// After the launches ahead, as there is room.
+    InTurn,
+    /// As above, all at once.
+    Together,
+    /// Beside the last blocks of the launch ahead.
+    Early,
 }
 
 impl Device {
@@ -170,7 +170,7 @@ impl Device {
         params: K::Params,
     ) -> Result<(), Error> {
         // SAFETY: the caller's word.
-        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, How::Plain, params) }
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::InTurn, params) }
     }
 
     /// As [`launch`](Self::launch), with all blocks resident at once, so that they may wait for each other.
@@ -187,14 +187,14 @@ impl Device {
         params: K::Params,
     ) -> Result<(), Error> {
         // SAFETY: the caller's word.
-        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, How::Together, params) }
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Together, params) }
     }
 
-    /// As [`launch`](Self::launch), on a Hopper: a kernel that may begin while the launch before it ends, and itself waits for that one's end
-    /// (`thread::wait_for_launch_before`). Its blocks are resident together if there are no more than multiprocessors.
+    /// As [`launch`](Self::launch), of a kernel that waits for the launches ahead of it itself, by `cuda_std::launches`: it may begin before they
+    /// are done. Hopper.
     ///
     /// # Safety
-    /// As for [`launch`](Self::launch); what the kernel touches before it waits is not written by the launch before.
+    /// As for [`launch`](Self::launch); every block waits before it touches what others write, or writes what others touch.
     ///
     /// # Errors
     /// As [`launch`](Self::launch).
@@ -205,21 +205,21 @@ impl Device {
         params: K::Params,
     ) -> Result<(), Error> {
         // SAFETY: the caller's word.
-        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, How::Early, params) }
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Early, params) }
     }
 
     unsafe fn launch_kind<K: Kernel>(
         &self,
         grid: Grid,
         shared_bytes: u32,
-        how: How,
+        begin: Begin,
         params: K::Params,
     ) -> Result<(), Error> {
         match &*self.0 {
             // SAFETY: the caller's word; the parameter block is the kernel's own type.
-            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, how, &params) },
+            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, begin, &params) },
             // SAFETY: the caller's word.
-            Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, how, params) },
+            Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, begin, params) },
         }
     }
 

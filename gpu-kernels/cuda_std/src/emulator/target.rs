@@ -65,11 +65,6 @@ pub fn global_timer() -> u64 {
     world().report.steps
 }
 
-/// Launches run one after another.
-pub fn wait_for_launch_before() {}
-
-pub fn let_next_launch_begin() {}
-
 #[track_caller]
 pub fn trap() -> ! {
     misuse(Location::caller(), "trap".to_string())
@@ -340,6 +335,10 @@ pub unsafe fn tensor_load_multicast(destination: u32, map: u64, x: u32, y: u32, 
 pub unsafe fn tensor_store(map: u64, x: u32, y: u32, source: u32) {
     tensor::store(map, [x, y], source, Location::caller());
 }
+
+pub fn wait_for_launches() {}
+
+pub fn allow_next_launch() {}
 
 pub fn cluster_rank() -> u32 {
     0

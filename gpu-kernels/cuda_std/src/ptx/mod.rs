@@ -84,18 +84,6 @@ pub fn fresh(value: u32) -> u32 {
 }
 
 #[inline(always)]
-pub fn wait_for_launch_before() {
-    // SAFETY: waits. What follows reads what others wrote: it clobbers memory.
-    unsafe { asm!("griddepcontrol.wait;", options(nostack)) }
-}
-
-#[inline(always)]
-pub fn let_next_launch_begin() {
-    // SAFETY: a hint.
-    unsafe { asm!("griddepcontrol.launch_dependents;", options(nostack)) }
-}
-
-#[inline(always)]
 pub fn global_timer() -> u64 {
     let time: u64;
     // SAFETY: reads a special register. Not pure: it differs each time.

@@ -55,6 +55,18 @@ pub fn cluster_rank() -> u32 {
 }
 
 #[inline(always)]
+pub fn wait_for_launches() {
+    // SAFETY: waits.
+    unsafe { asm!("griddepcontrol.wait;", options(nostack)) }
+}
+
+#[inline(always)]
+pub fn allow_next_launch() {
+    // SAFETY: touches no memory.
+    unsafe { asm!("griddepcontrol.launch_dependents;", options(nostack)) }
+}
+
+#[inline(always)]
 pub fn cluster_sync() {
     // SAFETY: a barrier touches no memory.
     unsafe {
