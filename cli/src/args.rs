@@ -240,6 +240,9 @@ pub struct DraftArgs {
     #[arg(long, value_name = "N", default_value_t = NgramDraft::default().tokens,
           allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=NgramDraft::MOST_TOKENS as i64))]
     pub draft_tokens: u32,
+    /// Run every draft that is proposed, however few of them were right of late
+    #[arg(long)]
+    pub draft_always: bool,
     /// Longest run of tokens to look for earlier in the text
     #[arg(long, value_name = "N", default_value_t = NgramDraft::default().max, allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
     pub ngram_max: u32,

@@ -205,7 +205,12 @@ fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Res
 }
 
 fn ngram_draft(args: &DraftArgs) -> anyhow::Result<Option<NgramDraft>> {
-    let ngram = NgramDraft { tokens: args.draft_tokens, max: args.ngram_max, min: args.ngram_min };
+    let ngram = NgramDraft {
+        tokens: args.draft_tokens,
+        max: args.ngram_max,
+        min: args.ngram_min,
+        adaptive: !args.draft_always,
+    };
     ngram.check().map_err(|error| usage(error.to_string()))?;
     Ok((args.draft == DraftKind::Ngram).then_some(ngram))
 }

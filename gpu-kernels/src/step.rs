@@ -10,6 +10,8 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, kernel, thread};
 
+use crate::drafting;
+
 /// Most rows of a decode step: the newest token and 15 drafts.
 pub const MAX_DECODE_ROWS: u32 = 16;
 /// Most rows of any step: a chunk of a prompt.
@@ -38,7 +40,7 @@ pub const STATE_WORDS: usize = 4;
 pub struct SequenceState {
     /// `[capacity]` every token so far.
     pub history: GlobalMut<i32>,
-    /// The words [`LENGTH`](Self::LENGTH), [`FINISHED`](Self::FINISHED) and [`STEP`](Self::STEP).
+    /// The words [`LENGTH`](Self::LENGTH), [`FINISHED`](Self::FINISHED), [`STEP`](Self::STEP) and [`ACCEPTANCE`](Self::ACCEPTANCE).
     pub words: GlobalMut<u32>,
 }
 
@@ -49,6 +51,8 @@ impl SequenceState {
     pub const FINISHED: usize = 1;
     /// Word: steps that have reported to the host.
     pub const STEP: usize = 2;
+    /// Word: what proposals were worth of late, as [`drafting`] estimates it.
+    pub const ACCEPTANCE: usize = 3;
 }
 
 /// Parameters of [`plan_prompt`]. Grid: 1.
@@ -99,9 +103,11 @@ pub struct PlanDecode {
     pub counters: GlobalMut<u32>,
     /// How many.
     pub counter_count: u32,
+    /// What drafts cost; if nothing, every one that is proposed runs.
+    pub cost: drafting::Cost,
 }
 
-/// Makes the newest token and its drafts the rows of the step; none once the sequence is finished.
+/// Makes the newest token and as many of its drafts as are worth it the rows of the step; none once the sequence is finished.
 #[kernel(threads = 32)]
 pub unsafe fn plan_decode(p: PlanDecode) {
     unsafe {
@@ -112,9 +118,11 @@ pub unsafe fn plan_decode(p: PlanDecode) {
             i += 32;
         }
         let newest = p.state.words.load(SequenceState::LENGTH) - 1;
-        let drafted = if p.draft_rows.is_null() { 1 } else { p.draft_rows.load(0).max(1) as u32 };
+        let proposed = if p.draft_rows.is_null() { 1 } else { p.draft_rows.load(0).max(1) as u32 };
         let finished = p.state.words.load(SequenceState::FINISHED) != 0;
-        let count = if finished { 0 } else { drafted.min(MAX_DECODE_ROWS) };
+        let acceptance = p.state.words.load(SequenceState::ACCEPTANCE);
+        let drafts = drafting::worthwhile(acceptance, p.cost, 0, proposed.min(MAX_DECODE_ROWS) - 1);
+        let count = if finished { 0 } else { 1 + drafts };
         if r == 0 {
             p.rows.count.store(0, count);
         }
@@ -151,8 +159,10 @@ impl Report {
 pub struct DraftState {
     /// Index of the newest token in the history; null when nothing drafts.
     pub step_idx: GlobalMut<i64>,
-    /// Rows before drafting: 1, or 0 once finished.
+    /// Rows with the drafts proposed for this step; then those before drafting: 1, or 0 once finished.
     pub rows: GlobalMut<i32>,
+    /// `[MAX_DECODE_ROWS]` what was proposed for this step, as [`PlanDecode::drafts`]; null when nothing was.
+    pub proposed: Global<i32>,
 }
 
 /// Parameters of [`accept`]. Grid: 1.
@@ -185,7 +195,7 @@ pub struct Accept {
     pub first_row: u32,
 }
 
-/// Appends the confirmed tokens to the history and reports them. One thread: the work is a few words.
+/// Appends the confirmed tokens to the history, reports them, and takes note of how the proposal fared. One thread: the work is a few words.
 #[kernel(threads = 32)]
 pub unsafe fn accept(p: Accept) {
     unsafe {
@@ -199,6 +209,9 @@ pub unsafe fn accept(p: Accept) {
         let mut finished = words.load(SequenceState::FINISHED) != 0;
         core::hint::assert_unchecked(p.ring_reports > 0);
         let report = p.ring.at((step % p.ring_reports) as usize * Report::WORDS);
+        let proposed = if p.draft.proposed.is_null() { 0 } else { p.draft.rows.load(0).max(0) as u32 };
+        let proposed = proposed.min(MAX_DECODE_ROWS);
+        let mut acceptance = words.load(SequenceState::ACCEPTANCE);
         let mut count = 0;
         let mut row = p.first_row;
         while row < rows && !finished {
@@ -220,6 +233,10 @@ pub unsafe fn accept(p: Accept) {
                 i += 1;
             }
             row += 1;
+            // Also of the first draft that had no row.
+            if row < proposed {
+                acceptance = drafting::learned(acceptance, p.draft.proposed.load(row as usize) as u32 == token);
+            }
             if row < rows && p.rows.tokens.load(row as usize) != token {
                 break;
             }
@@ -227,6 +244,7 @@ pub unsafe fn accept(p: Accept) {
         words.store(SequenceState::LENGTH, length);
         words.store(SequenceState::FINISHED, finished as u32);
         words.store(SequenceState::STEP, step + 1);
+        words.store(SequenceState::ACCEPTANCE, acceptance);
         if !p.draft.step_idx.is_null() {
             p.draft.step_idx.store(0, length as i64 - 1);
             p.draft.rows.store(0, !finished as i32);

@@ -6,6 +6,8 @@
 
 use std::time::{Duration, Instant};
 
+use cuda_std::Global;
+use gpu_kernels::drafting;
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
 use gpu_kernels::sample::{self, GENERATED, SEEN, Sample};
 use gpu_kernels::step::{
@@ -26,6 +28,9 @@ use crate::{Error, Progress};
 const RING: u32 = 8;
 /// Steps enqueued beyond the one waited for.
 const RUN_AHEAD: u32 = 2;
+/// What drafts add to a decode step: of the streamed 8B shape, 8 rows take 1.09 times as long as one, and 16 rows 1.23 times
+/// (`docs/kernels/stream.md`).
+const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
 /// Most tokens that can end a sequence.
 const MOST_STOP_TOKENS: usize = 32;
 /// Without a report for this long the device counts as hung. The longest step, a chunk of a prompt, takes milliseconds.
@@ -149,6 +154,11 @@ impl Gpu {
         SequenceState { history: self.history.ptr_mut(), words: self.words.ptr_mut() }
     }
 
+    /// Where the drafting operator puts its proposal; null when nothing drafts.
+    fn proposed(&self) -> Global<i32> {
+        if self.run.draft.is_some() { self.drafting.tokens.ptr() } else { Default::default() }
+    }
+
     /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it.
     fn enqueue_prompt(&mut self, start: usize, prompt_len: usize) -> Result<(), Error> {
         let chunk = self.forward.prefill().map_or(MAX_ROWS as usize, Prefill::capacity);
@@ -230,7 +240,11 @@ impl Gpu {
             best: best.map_or(Default::default(), |stream| stream.best()),
             stop_tokens: self.stop_tokens.ptr(),
             seen: self.seen.ptr_mut(),
-            draft: DraftState { step_idx: self.drafting.step_idx.ptr_mut(), rows: self.drafting.rows.ptr_mut() },
+            draft: DraftState {
+                step_idx: self.drafting.step_idx.ptr_mut(),
+                rows: self.drafting.rows.ptr_mut(),
+                proposed: if decoded { self.proposed() } else { Default::default() },
+            },
             ring: self.ring.ptr_mut(),
             ring_reports: RING,
             stop_count: self.run.stop_count,
@@ -287,8 +301,9 @@ impl Gpu {
         let plan = PlanDecode {
             rows: self.forward.rows(),
             state: self.state(),
-            drafts: drafting.tokens.ptr(),
+            drafts: self.proposed(),
             draft_rows: if self.run.draft.is_some() { drafting.rows.ptr() } else { Default::default() },
+            cost: self.run.draft.map_or(Default::default(), |draft| draft.cost(DRAFT_COST)),
             counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
             counter_count: counters.map_or(0, |c| c.len() as u32),
         };
@@ -340,7 +355,10 @@ impl Backend for Gpu {
         self.cached.truncate(reused);
         let tokens: Vec<i32> = prompt.iter().map(|&t| t as i32).collect();
         self.history.write(0, &tokens)?;
-        self.words.write(0, &[prompt.len() as u32, 0, 0, 0])?;
+        let mut words = [0; STATE_WORDS];
+        words[SequenceState::LENGTH] = prompt.len() as u32;
+        words[SequenceState::ACCEPTANCE] = drafting::UNTRIED;
+        self.words.write(0, &words)?;
         let mut seen = vec![0u8; self.seen.len()];
         for &token in prompt {
             seen[token as usize] |= SEEN;

@@ -21,7 +21,7 @@ fn drafting_does_not_change_the_text() {
     let text = |draft: &[&str]| stdout_of(warpdraft(GREEDY).args(draft).arg(PROMPT));
     let plain = text(&["--draft", "none"]);
     assert_eq!(text(&["--draft", "ngram"]), plain);
-    assert_eq!(text(&["--draft-tokens", "15", "--ngram-max", "3", "--ngram-min", "1"]), plain);
+    assert_eq!(text(&["--draft-always", "--draft-tokens", "15", "--ngram-max", "3", "--ngram-min", "1"]), plain);
 }
 
 #[test]
