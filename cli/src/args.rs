@@ -56,6 +56,7 @@ Examples:
   warpdraft generate --file essay.txt --max-tokens 1000 > continued.txt
   git diff | warpdraft generate --chat --system \"Write a commit message.\" --model Qwen/Qwen3-8B
   warpdraft generate --json --seed 7 \"fn main() {\" | jq .statistics
+  warpdraft generate \"fn main() {\" --profile profile.json   where the time went, for ui.perfetto.dev
 
 Standard output gets the generated text and nothing else; the summary goes to standard error.";
 
@@ -112,6 +113,9 @@ pub struct GenerateArgs {
     pub draft: DraftArgs,
     #[command(flatten)]
     pub report: ReportArgs,
+    /// Write where the time went, for ui.perfetto.dev or chrome://tracing (steps are then waited for one by one)
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Output")]
+    pub profile: Option<PathBuf>,
 }
 
 /// Arguments of `chat`.

@@ -21,12 +21,13 @@ use crate::device::{Buffer, Device, Mapped};
 use crate::draft::{NO_THRESHOLD, NgramDraft};
 use crate::forward::{Footprint, Forward, LogitRows};
 use crate::prefill::Prefill;
+use crate::profile::Phase;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
 /// Reports in the ring; more than steps are ever in flight.
 const RING: u32 = 8;
-/// Steps enqueued beyond the one waited for.
+/// Steps enqueued beyond the one waited for, where nothing else is said.
 const RUN_AHEAD: u32 = 2;
 /// What drafts add to a decode step: of the streamed 8B shape, 8 rows take 1.09 times as long as one, and 16 rows 1.23 times
 /// (`docs/kernels/stream.md`).
@@ -46,6 +47,7 @@ pub struct Gpu {
     seen: Buffer<u8>,
     ring: Mapped,
     drafting: Drafting,
+    run_ahead: u32,
     run: Run,
     /// Tokens whose keys and values are in the cache.
     cached: Vec<u32>,
@@ -133,6 +135,7 @@ impl Gpu {
                 decoding: device.upload(&[1])?,
                 workspace: device.upload(&workspace)?,
             },
+            run_ahead: RUN_AHEAD,
             run: Run {
                 sampling: Sampling::default(),
                 draft: None,
@@ -387,7 +390,7 @@ impl Backend for Gpu {
     }
 
     fn step(&mut self) -> Result<Step, Error> {
-        while self.run.enqueued <= self.run.read + RUN_AHEAD {
+        while self.run.enqueued <= self.run.read + self.run_ahead {
             self.enqueue_decode()?;
         }
         let at = self.wait()?;
@@ -401,6 +404,18 @@ impl Backend for Gpu {
             self.cached.extend(self.run.newest.replace(token));
         }
         Ok(step)
+    }
+
+    fn note_phases(&mut self) -> Result<(), Error> {
+        // A trace has room for a step.
+        self.run_ahead = 0;
+        self.forward.begin_trace()
+    }
+
+    fn take_phases(&mut self) -> Result<Vec<Phase>, Error> {
+        let blocks = self.forward.take_trace()?;
+        let first = blocks.first().map(Vec::as_slice).unwrap_or_default();
+        Ok(first.iter().map(|&(mark, time)| (mark.work(), time)).collect())
     }
 
     fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
