@@ -6,7 +6,8 @@ use std::process::ExitCode;
 use host::device::{self, Device};
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
-    answer, demo, demo_prompts, engine, golden_cases, greedy, prefilled, relative_error, streamed_and_launched,
+    answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, golden_cases, greedy, prefilled,
+    relative_error, streamed_and_launched,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
@@ -20,13 +21,15 @@ const GPU: DeviceChoice = DeviceChoice::Cuda(0);
 type Test = fn() -> Result<(), Failed>;
 
 fn main() -> ExitCode {
-    let arguments = Arguments::from_args();
+    let mut arguments = Arguments::from_args();
+    // Calls of the driver are counted for the whole program.
+    arguments.test_threads = Some(1);
     let cards = device::cards().unwrap_or_default();
     match cards.first() {
         Some(card) => println!("on {}", card.name),
         None => println!("ignored: there is no CUDA card (these tests need one)"),
     }
-    let tests: [(&str, Test); 9] = [
+    let tests: [(&str, Test); 10] = [
         ("golden_logits", golden_logits),
         ("demo_logits_match_the_cpu", demo_logits_match_the_cpu),
         ("greedy_output_is_the_same_with_drafts", greedy_output_is_the_same_with_drafts),
@@ -37,6 +40,7 @@ fn main() -> ExitCode {
             a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces,
         ),
         ("the_streamed_step_gives_the_bits_of_the_launches", the_streamed_step_gives_the_bits_of_the_launches),
+        ("a_token_takes_launches_and_nothing_else", a_token_takes_launches_and_nothing_else),
         ("a_card_too_small_is_said_before_loading", a_card_too_small_is_said_before_loading),
         ("a_card_that_is_not_there_is_named", a_card_that_is_not_there_is_named),
     ];
@@ -170,6 +174,18 @@ fn the_streamed_step_gives_the_bits_of_the_launches() -> Result<(), Failed> {
         }
     }
     Ok(())
+}
+
+fn a_token_takes_launches_and_nothing_else() -> Result<(), Failed> {
+    let (device, checkpoint) = (Device::cuda(0)?, demo());
+    let mut gpu = host::Gpu::new(&checkpoint, &device, 1024, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
+    device.count_calls();
+    let prompt = demo_prompts(&checkpoint, 1, 48).remove(0);
+    // However many launches a step has, each token takes as many.
+    let request = |max_tokens| greedy(&prompt, max_tokens, None);
+    let [one, two] = [16, 17].map(|tokens| decode_calls(&mut gpu, &device, &request(tokens)).launches);
+    println!("{} launches a token", two - one);
+    Ok(check_decode_calls(&mut gpu, &device, &request(200), two - one)?)
 }
 
 fn a_card_too_small_is_said_before_loading() -> Result<(), Failed> {
