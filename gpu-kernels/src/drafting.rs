@@ -11,6 +11,10 @@
 //! Fixed point throughout: the device, the emulator and the CPU come to the same numbers. What is run never changes what is said, only in how many
 //! steps.
 
+use cuda_std::{Global, GlobalMut, kernel, thread};
+
+use crate::step::SequenceState;
+
 /// The number 1.
 pub const ONE: u32 = 1 << 16;
 /// What proposals are taken to be worth before any was tried.
@@ -58,4 +62,42 @@ pub fn worthwhile(acceptance: u32, cost: Cost, others: u32, most: u32) -> u32 {
         more = (more * acceptance as u64) >> 16;
     }
     best
+}
+
+/// Parameters of [`draft_script`]. Grid: 1.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DraftScript {
+    /// The sequence to draft for.
+    pub state: SequenceState,
+    /// `[script_len]` what is proposed for each position.
+    pub script: Global<i32>,
+    /// `[1 + most]` row 0 is not written, drafts follow.
+    pub drafts: GlobalMut<i32>,
+    /// `[1]` rows, the newest token's included.
+    pub rows: GlobalMut<i32>,
+    /// Positions of the script.
+    pub script_len: u32,
+    /// Most drafts, less than [`MAX_DECODE_ROWS`](crate::step::MAX_DECODE_ROWS).
+    pub most: u32,
+    /// The history may not grow beyond this.
+    pub max_length: u32,
+}
+
+/// Proposes what a script has at the positions that come next: to measure at an acceptance that is known beforehand.
+#[kernel(threads = 32)]
+pub unsafe fn draft_script(p: DraftScript) {
+    unsafe {
+        let i = thread::thread_idx_x();
+        let length = p.state.words.load(SequenceState::LENGTH);
+        // One token comes without a draft.
+        let room = p.max_length.saturating_sub(length + 1).min(p.script_len.saturating_sub(length));
+        let count = p.most.min(room);
+        if i < count {
+            p.drafts.store(1 + i as usize, p.script.load((length + i) as usize));
+        }
+        if i == 0 {
+            p.rows.store(0, 1 + count as i32);
+        }
+    }
 }

@@ -7,14 +7,14 @@
 use std::time::{Duration, Instant};
 
 use cuda_std::Global;
-use gpu_kernels::drafting;
+use gpu_kernels::drafting::{self, DraftScript};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
 use gpu_kernels::sample::{self, GENERATED, SEEN, Sample};
 use gpu_kernels::step::{
     self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows, STATE_WORDS,
     SequenceState,
 };
-use model::{Checkpoint, Sampling};
+use model::{Checkpoint, Config, Sampling};
 
 use crate::backend::{Backend, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
@@ -47,6 +47,8 @@ pub struct Gpu {
     seen: Buffer<u8>,
     ring: Mapped,
     drafting: Drafting,
+    /// Proposed instead of what the n-gram match finds.
+    script: Option<Buffer<i32>>,
     run_ahead: u32,
     run: Run,
     /// Tokens whose keys and values are in the cache.
@@ -82,6 +84,11 @@ struct Run {
     newest: Option<u32>,
 }
 
+/// Whether prompts run in passes. The emulator runs them as other cards than Hopper do: quicker there, and its own tests have the rest.
+fn has_prefill(device: &Device) -> bool {
+    device.is_hopper() && !device.is_emulator()
+}
+
 impl Gpu {
     /// Uploads `checkpoint` to `device`, with room for sequences of up to `capacity` tokens.
     ///
@@ -95,9 +102,7 @@ impl Gpu {
     ) -> Result<Self, Error> {
         let config = &checkpoint.config;
         Forward::check(config)?;
-        // The emulator runs prompts as other cards than Hopper do: quicker there, and its own tests have the rest.
-        let prefill = device.is_hopper() && !device.is_emulator();
-        let footprint = Footprint::of(config, capacity, prefill);
+        let footprint = Footprint::of(config, capacity, has_prefill(device));
         if let Some(free) = device.free_memory()?
             && footprint.weights + footprint.working > free
         {
@@ -110,12 +115,25 @@ impl Gpu {
             });
         }
         let weights = DeviceWeights::upload(checkpoint, device, progress)?;
+        Self::with_weights(device, config, weights, capacity)
+    }
+
+    /// With `weights` that are there already, of a model that [`Forward::check`] has found good.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn with_weights(
+        device: &Device,
+        config: &Config,
+        weights: DeviceWeights,
+        capacity: usize,
+    ) -> Result<Self, Error> {
         let mut forward = Forward::new(device, config, weights, capacity)?;
         // Where the hardware and the memory are there; otherwise the launches do the same.
         if std::env::var("WARPDRAFT_STREAM").as_deref() != Ok("0") {
             forward.lay_out_stream()?;
         }
-        if prefill {
+        if has_prefill(device) {
             forward.lay_out_prefill()?;
         }
         let workspace = vec![u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]); ngram::workspace_len(1)];
@@ -135,6 +153,7 @@ impl Gpu {
                 decoding: device.upload(&[1])?,
                 workspace: device.upload(&workspace)?,
             },
+            script: None,
             run_ahead: RUN_AHEAD,
             run: Run {
                 sampling: Sampling::default(),
@@ -151,6 +170,23 @@ impl Gpu {
             prompted: 0,
             forward,
         })
+    }
+
+    /// Where a sequence drafts, `tokens[i]` is proposed for its position `i` from now on, whatever its text: for measuring at a given acceptance. `None` drafts from
+    /// the text again.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn set_script(&mut self, tokens: Option<&[u32]>) -> Result<(), Error> {
+        let device = self.forward.device();
+        self.script = tokens.map(|tokens| device.upload(bytemuck::cast_slice::<u32, i32>(tokens))).transpose()?;
+        Ok(())
+    }
+
+    /// How many steps are enqueued beyond the one waited for, at most 2: with 0 the host waits for every step before it enqueues the next. For
+    /// measuring.
+    pub fn set_run_ahead(&mut self, steps: u32) {
+        self.run_ahead = steps.min(RUN_AHEAD);
     }
 
     fn state(&self) -> SequenceState {
@@ -236,11 +272,24 @@ impl Gpu {
             repetition_penalty: s.repetition_penalty,
             presence_penalty: s.presence_penalty,
         };
+        // SAFETY: buffers of self, sized as the parameter block says.
+        unsafe {
+            if best.is_none() {
+                let grid = (1, most_rows - first_row);
+                self.forward.device().launch::<sample::sample>(grid, Sample::SHARED_BYTES, sample)?;
+            }
+        }
+        let best = best.map_or(Default::default(), |stream| stream.best());
+        self.enqueue_accept(best, first_row, decoded)
+    }
+
+    /// Enqueues the acceptance of what was chosen: of the `best` tokens, or where that is null of the sampled ones.
+    fn enqueue_accept(&mut self, best: Global<u64>, first_row: u32, decoded: bool) -> Result<(), Error> {
         let accept = Accept {
-            rows,
+            rows: self.forward.rows(),
             state: self.state(),
             sampled: self.sampled.ptr(),
-            best: best.map_or(Default::default(), |stream| stream.best()),
+            best,
             stop_tokens: self.stop_tokens.ptr(),
             seen: self.seen.ptr_mut(),
             draft: DraftState {
@@ -254,51 +303,45 @@ impl Gpu {
             max_length: self.run.max_length as u32,
             first_row,
         };
-        let device = self.forward.device();
-        // SAFETY: buffers of self, sized as the parameter blocks say; the history has room for `max_length` tokens.
-        unsafe {
-            if best.is_none() {
-                device.launch::<sample::sample>((1, most_rows - first_row), Sample::SHARED_BYTES, sample)?;
-            }
-            device.launch::<step::accept>(1, 0, accept)?;
-        }
+        // SAFETY: buffers of self, sized as the parameter block says; the history has room for `max_length` tokens.
+        unsafe { self.forward.device().launch::<step::accept>(1, 0, accept)? };
         self.run.enqueued += 1;
         Ok(())
     }
 
     /// Enqueues one decode step: draft, plan, forward, sample, accept.
     fn enqueue_decode(&mut self) -> Result<(), Error> {
-        let device = self.forward.device();
-        let drafting = &self.drafting;
         let most_rows = self.run.step_rows;
         // Tokens that the history may have by then.
         let in_flight = (self.run.enqueued - self.run.read) * most_rows;
         let length = (self.run.length + in_flight as usize).min(self.run.max_length);
-        if let Some(draft) = self.run.draft {
-            let operator = NgramMatchMixed {
-                sequences: Sequences {
-                    input_ids: self.history.ptr(),
-                    input_ids_len: drafting.prompt_len.ptr(),
-                    pre_ids: self.history.ptr(),
-                    step_idx: drafting.step_idx.ptr(),
-                    max_dec_len: drafting.max_length.ptr(),
-                    seq_lens_decoder: drafting.decoding.ptr(),
-                    seq_lens_this_time: drafting.rows.ptr_mut(),
-                    draft_tokens: drafting.tokens.ptr_mut(),
-                    workspace: drafting.workspace.ptr_mut(),
-                    input_ids_stride: 0,
-                    pre_ids_stride: self.history.len() as u32,
-                    draft_tokens_stride: MAX_DECODE_ROWS,
-                    batch: 1,
-                    max_ngram_size: draft.max,
-                    threshold: NO_THRESHOLD,
-                },
-                max_draft_tokens: draft.tokens as i32,
-                min_ngram_size: draft.min,
-            };
-            let blocks = ngram::blocks::<i32>(1, length as u32, device.multiprocessors());
-            // SAFETY: buffers of self for a batch of one, and a workspace that only this stream uses.
-            unsafe { device.launch::<ngram::ngram_match_mixed_i32>(blocks, ngram::SHARED_BYTES, operator)? };
+        self.enqueue_plan(length)?;
+        // The newest token is the last of at most `length`; drafts follow it.
+        let end = (length + most_rows as usize - 1).min(self.forward.capacity());
+        self.forward.enqueue_decode(most_rows, end as u32)?;
+        self.enqueue_choice(most_rows, 0, true)
+    }
+
+    /// Enqueues the proposal of drafts for a history of at most `length` tokens, and the planning of the rows.
+    fn enqueue_plan(&self, length: usize) -> Result<(), Error> {
+        let device = self.forward.device();
+        let drafting = &self.drafting;
+        match (self.run.draft, &self.script) {
+            (Some(draft), Some(script)) => {
+                let operator = DraftScript {
+                    state: self.state(),
+                    script: script.ptr(),
+                    drafts: drafting.tokens.ptr_mut(),
+                    rows: drafting.rows.ptr_mut(),
+                    script_len: script.len() as u32,
+                    most: draft.tokens,
+                    max_length: self.run.max_length as u32,
+                };
+                // SAFETY: buffers of self, sized as the parameter block says.
+                unsafe { device.launch::<drafting::draft_script>(1, 0, operator)? };
+            }
+            (Some(draft), None) => self.enqueue_ngram(draft, length)?,
+            (None, _) => {}
         }
         let counters = self.forward.stream().map(|stream| stream.counters());
         let plan = PlanDecode {
@@ -311,11 +354,60 @@ impl Gpu {
             counter_count: counters.map_or(0, |c| c.len() as u32),
         };
         // SAFETY: as above.
-        unsafe { device.launch::<step::plan_decode>(1, 0, plan)? };
-        // The newest token is the last of at most `length`; drafts follow it.
-        let end = (length + most_rows as usize - 1).min(self.forward.capacity());
-        self.forward.enqueue_decode(most_rows, end as u32)?;
-        self.enqueue_choice(most_rows, 0, true)
+        unsafe { device.launch::<step::plan_decode>(1, 0, plan) }
+    }
+
+    /// Enqueues the n-gram match over a history of at most `length` tokens.
+    fn enqueue_ngram(&self, draft: NgramDraft, length: usize) -> Result<(), Error> {
+        let device = self.forward.device();
+        let drafting = &self.drafting;
+        let operator = NgramMatchMixed {
+            sequences: Sequences {
+                input_ids: self.history.ptr(),
+                input_ids_len: drafting.prompt_len.ptr(),
+                pre_ids: self.history.ptr(),
+                step_idx: drafting.step_idx.ptr(),
+                max_dec_len: drafting.max_length.ptr(),
+                seq_lens_decoder: drafting.decoding.ptr(),
+                seq_lens_this_time: drafting.rows.ptr_mut(),
+                draft_tokens: drafting.tokens.ptr_mut(),
+                workspace: drafting.workspace.ptr_mut(),
+                input_ids_stride: 0,
+                pre_ids_stride: self.history.len() as u32,
+                draft_tokens_stride: MAX_DECODE_ROWS,
+                batch: 1,
+                max_ngram_size: draft.max,
+                threshold: NO_THRESHOLD,
+            },
+            max_draft_tokens: draft.tokens as i32,
+            min_ngram_size: draft.min,
+        };
+        let blocks = ngram::blocks::<i32>(1, length as u32, device.multiprocessors());
+        // SAFETY: buffers of self for a batch of one, and a workspace that only this stream uses.
+        unsafe { device.launch::<ngram::ngram_match_mixed_i32>(blocks, ngram::SHARED_BYTES, operator) }
+    }
+
+    /// Microseconds that drafting, planning and acceptance take beside a step, the mean of `repeats`: they run without steps between them, on the
+    /// sequence that was begun, which is of no more use then.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn time_around_step(&mut self, repeats: u32) -> Result<f64, Error> {
+        let timer = self.forward.device().timer()?;
+        let device = self.forward.device().clone();
+        // Each launch once before they are recorded.
+        self.enqueue_plan(self.run.length)?;
+        self.enqueue_accept(Default::default(), 0, true)?;
+        let mut graph = device.capture(|| {
+            for _ in 0..repeats {
+                self.enqueue_plan(self.run.length)?;
+                self.enqueue_accept(Default::default(), 0, true)?;
+            }
+            Ok(())
+        })?;
+        // The first launch of a graph takes it to the device.
+        graph.launch()?;
+        Ok(timer.time(|| graph.launch())? * 1e3 / f64::from(repeats))
     }
 
     /// Waits for the next report in the ring.

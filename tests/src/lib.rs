@@ -218,6 +218,54 @@ pub fn prefilled(
     run().unwrap_or_else(|e| panic!("{e}"))
 }
 
+/// The tokens that a sequence by itself answers `request` with, and in how many decode steps; there are no end tokens.
+///
+/// # Panics
+/// If anything fails.
+pub fn run(gpu: &mut host::Gpu, request: &host::Request) -> (Vec<u32>, usize) {
+    use host::Backend;
+
+    let mut run = || -> Result<(Vec<u32>, usize), host::Error> {
+        gpu.begin(&sequence(request))?;
+        let (mut tokens, mut steps) = (Vec::new(), 0);
+        loop {
+            let step = gpu.step()?;
+            tokens.extend(step.tokens);
+            if step.finished {
+                return Ok((tokens, steps));
+            }
+            steps += 1;
+        }
+    };
+    run().unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn sequence(request: &host::Request) -> host::Sequence<'_> {
+    host::Sequence {
+        prompt: &request.prompt,
+        max_length: request.prompt.len() + request.max_tokens,
+        sampling: request.sampling,
+        draft: request.draft,
+        stop_tokens: &[],
+    }
+}
+
+/// A script for [`host::Gpu::set_script`] that is right as far as it goes: `answer` after `prompt`, with a wrong token at the end of each of `lengths`, over and
+/// over. As many tokens as each length says are then confirmed by a step, if it runs all drafts.
+pub fn script(prompt: &[u32], answer: &[u32], lengths: &[usize]) -> Vec<u32> {
+    let mut script = [prompt, answer].concat();
+    // The first token of the answer comes with the prompt.
+    let mut at = prompt.len();
+    for length in lengths.iter().cycle() {
+        at += length;
+        match script.get_mut(at) {
+            Some(token) => *token ^= 1,
+            None => break,
+        }
+    }
+    script
+}
+
 /// The driver's calls from the first token of an answer until its last.
 ///
 /// # Panics
@@ -230,13 +278,7 @@ pub fn decode_calls(
     use host::Backend;
 
     let mut run = || -> Result<host::device::Calls, host::Error> {
-        gpu.begin(&host::Sequence {
-            prompt: &request.prompt,
-            max_length: request.prompt.len() + request.max_tokens,
-            sampling: request.sampling,
-            draft: request.draft,
-            stop_tokens: &[],
-        })?;
+        gpu.begin(&sequence(request))?;
         assert!(!gpu.step()?.finished);
         let before = device.calls();
         while !gpu.step()?.finished {}

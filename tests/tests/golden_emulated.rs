@@ -2,7 +2,9 @@
 //! checked for races and stray accesses on the way.
 
 use host::{DeviceChoice, NgramDraft};
-use integration_tests::{answer, engine, golden_cases, greedy, prefilled, relative_error, streamed_and_launched};
+use integration_tests::{
+    answer, engine, golden_cases, greedy, prefilled, relative_error, run, script, streamed_and_launched,
+};
 use model::{Checkpoint, Sampling};
 
 /// Activations are rounded to bf16 before each product, as on a GPU, and so are f16 and f32 weights.
@@ -66,4 +68,23 @@ fn the_pass_for_prompts_matches_transformers_in_any_pieces() {
         assert!(error < TOLERANCE, "{}: {error:.1e}", case.name);
         assert_eq!(prefilled(&device, &checkpoint, &case.prompt, 5), whole, "{}", case.name);
     }
+}
+
+#[test]
+fn a_script_is_confirmed_as_far_as_it_is_right() {
+    let case = golden_cases().remove(0);
+    let checkpoint = Checkpoint::open(&case.dir).unwrap();
+    let device = host::device::Device::emulator(0);
+    let mut gpu = host::Gpu::new(&checkpoint, &device, 64, &mut |_, _| std::ops::ControlFlow::Continue(())).unwrap();
+    let request = |draft| greedy(&case.prompt[..4], 19, draft);
+    let (plain, steps) = run(&mut gpu, &request(None));
+    assert_eq!((plain.len(), steps), (19, 18));
+    let eager = NgramDraft { tokens: 7, adaptive: false, ..NgramDraft::default() };
+    gpu.set_script(Some(&script(&case.prompt[..4], &plain, &[1, 3, 5]))).unwrap();
+    assert_eq!(run(&mut gpu, &request(Some(eager))), (plain.clone(), 6));
+    // With more drafts than it has room for, and with as many as are worth it.
+    assert_eq!(run(&mut gpu, &request(Some(NgramDraft { tokens: 15, ..eager }))), (plain.clone(), 6));
+    assert_eq!(run(&mut gpu, &request(Some(NgramDraft { adaptive: true, ..eager }))).0, plain);
+    gpu.set_script(None).unwrap();
+    assert_eq!(run(&mut gpu, &request(Some(eager))).0, plain);
 }
