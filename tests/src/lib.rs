@@ -1,5 +1,7 @@
 //! What the integration tests share: the golden checkpoints of `tests/golden`, made by `scripts/make_golden.py`.
 
+pub mod distribution;
+
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
