@@ -24,6 +24,7 @@ extern crate alloc;
 #[macro_use]
 mod unroll;
 
+pub mod apart;
 pub mod attention;
 pub mod ceilings;
 pub mod drafting;

@@ -102,7 +102,9 @@ impl Device {
     /// Accepts `sampled` with end token 9; gives the report's tokens, drafts tried, and whether it is finished.
     fn accept(&self, sampled: &[u32], max_length: u32, first_row: u32) -> (Vec<u32>, u32, bool) {
         let step = self.words.as_slice()[SequenceState::STEP];
-        let sampled = Buffer::from_slice(sampled);
+        let mut padded = sampled.to_vec();
+        padded.resize(MAX_ROWS as usize, 99);
+        let sampled = Buffer::from_slice(&padded);
         let stops = Buffer::from_slice(&[9u32]);
         let params = Accept {
             rows: self.rows(),

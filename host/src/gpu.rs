@@ -11,8 +11,8 @@ use gpu_kernels::drafting::{self, DraftScript};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
 use gpu_kernels::sample::{self, GENERATED, SEEN, Sample};
 use gpu_kernels::step::{
-    self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows, STATE_WORDS,
-    SequenceState,
+    self, Accept, DraftAndPlan, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
+    STATE_WORDS, SequenceState,
 };
 use model::{Checkpoint, Config, Sampling};
 
@@ -326,23 +326,6 @@ impl Gpu {
     fn enqueue_plan(&self, length: usize) -> Result<(), Error> {
         let device = self.forward.device();
         let drafting = &self.drafting;
-        match (self.run.draft, &self.script) {
-            (Some(draft), Some(script)) => {
-                let operator = DraftScript {
-                    state: self.state(),
-                    script: script.ptr(),
-                    drafts: drafting.tokens.ptr_mut(),
-                    rows: drafting.rows.ptr_mut(),
-                    script_len: script.len() as u32,
-                    most: draft.tokens,
-                    max_length: self.run.max_length as u32,
-                };
-                // SAFETY: buffers of self, sized as the parameter block says.
-                unsafe { device.launch::<drafting::draft_script>(1, 0, operator)? };
-            }
-            (Some(draft), None) => self.enqueue_ngram(draft, length)?,
-            (None, _) => {}
-        }
         let counters = self.forward.stream().map(|stream| stream.counters());
         let plan = PlanDecode {
             rows: self.forward.rows(),
@@ -353,15 +336,40 @@ impl Gpu {
             counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
             counter_count: counters.map_or(0, |c| c.len() as u32),
         };
-        // SAFETY: as above.
-        unsafe { device.launch::<step::plan_decode>(1, 0, plan) }
+        let (length, multiprocessors) = (length as u32, device.multiprocessors());
+        // SAFETY: buffers of self, sized as the parameter blocks say, for a batch of one; a workspace that only this stream uses.
+        unsafe {
+            match (self.run.draft, &self.script) {
+                (None, _) => {}
+                (Some(draft), Some(script)) => {
+                    let script = DraftScript {
+                        state: self.state(),
+                        script: script.ptr(),
+                        drafts: drafting.tokens.ptr_mut(),
+                        rows: drafting.rows.ptr_mut(),
+                        script_len: script.len() as u32,
+                        most: draft.tokens,
+                        max_length: self.run.max_length as u32,
+                    };
+                    device.launch::<drafting::draft_script>(1, 0, script)?;
+                }
+                (Some(draft), None) if ngram::together::<i32>(1, length, multiprocessors) => {
+                    let both = DraftAndPlan { draft: self.ngram(draft), plan };
+                    return device.launch::<step::draft_and_plan>(1, ngram::together::SHARED_BYTES, both);
+                }
+                (Some(draft), None) => {
+                    let blocks = ngram::blocks::<i32>(1, length, multiprocessors);
+                    device.launch::<ngram::ngram_match_mixed_i32>(blocks, ngram::SHARED_BYTES, self.ngram(draft))?;
+                }
+            }
+            device.launch::<step::plan_decode>(1, 0, plan)
+        }
     }
 
-    /// Enqueues the n-gram match over a history of at most `length` tokens.
-    fn enqueue_ngram(&self, draft: NgramDraft, length: usize) -> Result<(), Error> {
-        let device = self.forward.device();
+    /// The n-gram match over the history.
+    fn ngram(&self, draft: NgramDraft) -> NgramMatchMixed<i32> {
         let drafting = &self.drafting;
-        let operator = NgramMatchMixed {
+        NgramMatchMixed {
             sequences: Sequences {
                 input_ids: self.history.ptr(),
                 input_ids_len: drafting.prompt_len.ptr(),
@@ -381,10 +389,7 @@ impl Gpu {
             },
             max_draft_tokens: draft.tokens as i32,
             min_ngram_size: draft.min,
-        };
-        let blocks = ngram::blocks::<i32>(1, length as u32, device.multiprocessors());
-        // SAFETY: buffers of self for a batch of one, and a workspace that only this stream uses.
-        unsafe { device.launch::<ngram::ngram_match_mixed_i32>(blocks, ngram::SHARED_BYTES, operator) }
+        }
     }
 
     /// Microseconds that drafting, planning and acceptance take beside a step, the mean of `repeats`: they run without steps between them, on the
