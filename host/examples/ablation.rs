@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::step::{self, PlanDecode, STATE_WORDS, SequenceState};
 use host::device::{Buffer, Device};
+use host::draft::script;
 use host::forward::{Forward, LogitRows};
 use host::weights::DeviceWeights;
 use host::{Backend, Gpu, NgramDraft, Sequence};
@@ -70,16 +71,7 @@ fn main() -> Result<()> {
     gpu.set_run_ahead(2);
     let (plain, times) = run(&mut gpu, &prompt, None)?;
     tell("the loop on the device", &times, TOKENS - 1);
-    let mut script = [prompt.as_slice(), &plain].concat();
-    let mut at = PROMPT;
-    for length in LENGTHS.iter().cycle() {
-        at += length;
-        match script.get_mut(at) {
-            Some(token) => *token ^= 1,
-            None => break,
-        }
-    }
-    gpu.set_script(Some(&script))?;
+    gpu.set_script(Some(&script(&prompt, &plain, &LENGTHS)))?;
     let (drafted, times) = run(&mut gpu, &prompt, Some(NgramDraft::default()))?;
     if drafted != plain {
         return Err("drafts have changed the tokens".into());

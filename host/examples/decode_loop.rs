@@ -5,6 +5,7 @@
 use std::time::{Duration, Instant};
 
 use host::device::Device;
+use host::draft::script;
 use host::forward::Forward;
 use host::weights::DeviceWeights;
 use host::{Backend, Gpu, NgramDraft, Sequence};
@@ -37,16 +38,7 @@ fn main() -> Result<()> {
 
     // Drafts that are confirmed in a known number.
     let plain = run(&mut gpu, &prompt, None)?;
-    let mut script = [prompt.as_slice(), &plain.tokens].concat();
-    let mut at = PROMPT;
-    for length in LENGTHS.iter().cycle() {
-        at += length;
-        match script.get_mut(at) {
-            Some(token) => *token ^= 1,
-            None => break,
-        }
-    }
-    gpu.set_script(Some(&script))?;
+    gpu.set_script(Some(&script(&prompt, &plain.tokens, &LENGTHS)))?;
     for adaptive in [true, false] {
         let drafted = run(&mut gpu, &prompt, Some(NgramDraft { adaptive, ..NgramDraft::default() }))?;
         if drafted.tokens != plain.tokens {

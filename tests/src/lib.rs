@@ -252,22 +252,6 @@ fn sequence(request: &host::Request) -> host::Sequence<'_> {
     }
 }
 
-/// A script for [`host::Gpu::set_script`] that is right as far as it goes: `answer` after `prompt`, with a wrong token at the end of each of `lengths`, over and
-/// over. As many tokens as each length says are then confirmed by a step, if it runs all drafts.
-pub fn script(prompt: &[u32], answer: &[u32], lengths: &[usize]) -> Vec<u32> {
-    let mut script = [prompt, answer].concat();
-    // The first token of the answer comes with the prompt.
-    let mut at = prompt.len();
-    for length in lengths.iter().cycle() {
-        at += length;
-        match script.get_mut(at) {
-            Some(token) => *token ^= 1,
-            None => break,
-        }
-    }
-    script
-}
-
 /// The driver's calls from the first token of an answer until its last.
 ///
 /// # Panics

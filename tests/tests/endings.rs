@@ -3,8 +3,9 @@
 use std::ops::ControlFlow;
 
 use host::device::Device;
+use host::draft::script;
 use host::{Backend, DeviceChoice, Engine, Finish, Generation, Gpu, NgramDraft, Request, Sequence};
-use integration_tests::{answer, demo, demo_prompts, engine, golden_cases, greedy, run, script};
+use integration_tests::{answer, demo, demo_prompts, engine, golden_cases, greedy, run};
 use model::Checkpoint;
 
 const EAGER: Option<NgramDraft> = Some(NgramDraft { tokens: 15, max: 3, min: 1, adaptive: false });

@@ -1,10 +1,9 @@
 //! The GPU path under the emulator: every kernel and every launch of the forward pass and the decode loop, lane by lane,
 //! checked for races and stray accesses on the way.
 
+use host::draft::script;
 use host::{DeviceChoice, NgramDraft};
-use integration_tests::{
-    answer, engine, golden_cases, greedy, prefilled, relative_error, run, script, streamed_and_launched,
-};
+use integration_tests::{answer, engine, golden_cases, greedy, prefilled, relative_error, run, streamed_and_launched};
 use model::{Checkpoint, Sampling};
 
 /// Activations are rounded to bf16 before each product, as on a GPU, and so are f16 and f32 weights.

@@ -4,13 +4,14 @@
 use std::process::ExitCode;
 
 use host::device::{self, Device};
+use host::draft::script;
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, Gpu, NgramDraft};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
     answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, golden_cases, greedy, prefilled,
-    relative_error, run, script, streamed_and_launched,
+    relative_error, run, streamed_and_launched,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
