@@ -56,6 +56,7 @@ Examples:
   warpdraft generate --file essay.txt --max-tokens 1000 > continued.txt
   git diff | warpdraft generate --chat --system \"Write a commit message.\" --model Qwen/Qwen3-8B
   warpdraft generate --json --seed 7 \"fn main() {\" | jq .statistics
+  warpdraft generate \"fn main() {\" --profile profile.json   where the time went, for ui.perfetto.dev
 
 Standard output gets the generated text and nothing else; the summary goes to standard error.";
 
@@ -112,6 +113,9 @@ pub struct GenerateArgs {
     pub draft: DraftArgs,
     #[command(flatten)]
     pub report: ReportArgs,
+    /// Write where the time went, for ui.perfetto.dev or chrome://tracing (steps are then waited for one by one)
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Output")]
+    pub profile: Option<PathBuf>,
 }
 
 /// Arguments of `chat`.
@@ -240,6 +244,9 @@ pub struct DraftArgs {
     #[arg(long, value_name = "N", default_value_t = NgramDraft::default().tokens,
           allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=NgramDraft::MOST_TOKENS as i64))]
     pub draft_tokens: u32,
+    /// Run every draft that is proposed, however few of them were right of late
+    #[arg(long)]
+    pub draft_always: bool,
     /// Longest run of tokens to look for earlier in the text
     #[arg(long, value_name = "N", default_value_t = NgramDraft::default().max, allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
     pub ngram_max: u32,

@@ -8,6 +8,7 @@ mod commands;
 mod interrupt;
 mod loading;
 mod output;
+mod profile;
 mod progress;
 mod resolve;
 

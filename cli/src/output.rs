@@ -57,6 +57,19 @@ pub fn note(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
+/// Temporary files are for their owner alone; results are as readable as any file.
+///
+/// # Errors
+/// Whatever the system says.
+pub fn share_with_others(file: &std::fs::File) -> std::io::Result<()> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        file.set_permissions(std::fs::Permissions::from_mode(0o644))?;
+    }
+    Ok(())
+}
+
 /// An answer with what it was made of.
 pub struct Answer<'a> {
     /// The model, as the user named it.

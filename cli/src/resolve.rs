@@ -15,6 +15,7 @@ use model::{GenerationConfig, Message, Role, Sampling, Source};
 use crate::args::{
     AnswerArgs, ChatArgs, DeviceArgs, DraftArgs, DraftKind, GenerateArgs, InspectArgs, ModelArgs, ReportArgs,
 };
+use crate::profile::TraceFile;
 
 /// Most tokens of a continuation, where nothing else is said.
 const GENERATE_TOKENS: usize = 256;
@@ -34,6 +35,8 @@ pub struct Generate {
     pub answer: Answer,
     /// What to say.
     pub report: Report,
+    /// Where a trace of it goes.
+    pub profile: Option<TraceFile>,
 }
 
 /// What `chat` does.
@@ -125,7 +128,7 @@ pub enum Detail {
 /// Resolves the arguments of `generate`; reads the prompt.
 ///
 /// # Errors
-/// A model that is not there, a prompt that cannot be read, settings that contradict each other.
+/// A model that is not there, a prompt that cannot be read, a profile that cannot be written, settings that contradict each other.
 pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     let source = source(&args.model.model, &args.model)?;
     let answer = answer(args.answer, &args.draft, GENERATE_TOKENS)?;
@@ -140,7 +143,8 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     } else {
         Prompt::Text(text)
     };
-    Ok(Generate { source, load: load(&args.device), prompt, answer, report: report(&args.report) })
+    let profile = args.profile.as_deref().map(TraceFile::open).transpose()?;
+    Ok(Generate { source, load: load(&args.device), prompt, answer, report: report(&args.report), profile })
 }
 
 /// Resolves the arguments of `chat`.
@@ -205,7 +209,12 @@ fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Res
 }
 
 fn ngram_draft(args: &DraftArgs) -> anyhow::Result<Option<NgramDraft>> {
-    let ngram = NgramDraft { tokens: args.draft_tokens, max: args.ngram_max, min: args.ngram_min };
+    let ngram = NgramDraft {
+        tokens: args.draft_tokens,
+        max: args.ngram_max,
+        min: args.ngram_min,
+        adaptive: !args.draft_always,
+    };
     ngram.check().map_err(|error| usage(error.to_string()))?;
     Ok((args.draft == DraftKind::Ngram).then_some(ngram))
 }

@@ -434,6 +434,12 @@ unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     }
 }
 
+/// [`ngram_match_mixed_together_i32`] as a part of another kernel. Of a block only the first warp is to go on: it has written the drafts.
+#[inline(always)]
+pub(crate) unsafe fn draft_together(p: &NgramMatchMixed<i32>) {
+    unsafe { together::draft(p) }
+}
+
 // `min_blocks = 1` tells the assembler that a second block on the multiprocessor is not worth a spill.
 macro_rules! kernels {
     ($($token:ty: $plain:ident $mixed:ident $plain_together:ident $mixed_together:ident;)*) => { $(

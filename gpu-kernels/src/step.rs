@@ -8,7 +8,10 @@
 //! comparison: see `sample`).
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, kernel, thread};
+use cuda_std::{Global, GlobalMut, kernel, thread, warp};
+
+use crate::drafting;
+use crate::ngram::{self, NgramMatchMixed, together};
 
 /// Most rows of a decode step: the newest token and 15 drafts.
 pub const MAX_DECODE_ROWS: u32 = 16;
@@ -38,7 +41,7 @@ pub const STATE_WORDS: usize = 4;
 pub struct SequenceState {
     /// `[capacity]` every token so far.
     pub history: GlobalMut<i32>,
-    /// The words [`LENGTH`](Self::LENGTH), [`FINISHED`](Self::FINISHED) and [`STEP`](Self::STEP).
+    /// The words [`LENGTH`](Self::LENGTH), [`FINISHED`](Self::FINISHED), [`STEP`](Self::STEP) and [`ACCEPTANCE`](Self::ACCEPTANCE).
     pub words: GlobalMut<u32>,
 }
 
@@ -49,6 +52,8 @@ impl SequenceState {
     pub const FINISHED: usize = 1;
     /// Word: steps that have reported to the host.
     pub const STEP: usize = 2;
+    /// Word: what proposals were worth of late, as [`drafting`] estimates it.
+    pub const ACCEPTANCE: usize = 3;
 }
 
 /// Parameters of [`plan_prompt`]. Grid: 1.
@@ -99,30 +104,83 @@ pub struct PlanDecode {
     pub counters: GlobalMut<u32>,
     /// How many.
     pub counter_count: u32,
+    /// What drafts cost; if nothing, every one that is proposed runs.
+    pub cost: drafting::Cost,
 }
 
-/// Makes the newest token and its drafts the rows of the step; none once the sequence is finished.
+/// Makes the newest token and as many of its drafts as are worth it the rows of the step; none once the sequence is finished.
 #[kernel(threads = 32)]
 pub unsafe fn plan_decode(p: PlanDecode) {
+    unsafe { Before::look(&p).plan(&p, thread::thread_idx_x()) }
+}
+
+/// Parameters of [`draft_and_plan`]. Grid: 1. Shared memory: [`together::SHARED_BYTES`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DraftAndPlan {
+    /// Drafts for a batch of the one sequence.
+    pub draft: NgramMatchMixed<i32>,
+    /// The plan, with those drafts.
+    pub plan: PlanDecode,
+}
+
+/// [`ngram_match_mixed_together_i32`](crate::ngram::ngram_match_mixed_together_i32) and [`plan_decode`] in one launch, which waits for less.
+#[kernel(threads = together::THREADS, min_blocks = 1)]
+pub unsafe fn draft_and_plan(p: DraftAndPlan) {
     unsafe {
-        let r = thread::thread_idx_x();
-        let mut i = r;
-        while i < p.counter_count {
-            p.counters.store(i as usize, 0);
-            i += 32;
+        let before = Before::look(&p.plan);
+        ngram::draft_together(&p.draft);
+        if thread::warp_id() == 0 {
+            // What its lanes have written of the proposal.
+            warp::sync_warp();
+            before.plan(&p.plan, thread::lane_id());
         }
-        let newest = p.state.words.load(SequenceState::LENGTH) - 1;
-        let drafted = if p.draft_rows.is_null() { 1 } else { p.draft_rows.load(0).max(1) as u32 };
-        let finished = p.state.words.load(SequenceState::FINISHED) != 0;
-        let count = if finished { 0 } else { drafted.min(MAX_DECODE_ROWS) };
-        if r == 0 {
-            p.rows.count.store(0, count);
+    }
+}
+
+/// What a plan needs to know of a sequence apart from its drafts.
+struct Before {
+    newest: u32,
+    token: i32,
+    finished: bool,
+    acceptance: u32,
+}
+
+impl Before {
+    #[inline(always)]
+    unsafe fn look(p: &PlanDecode) -> Self {
+        unsafe {
+            let newest = p.state.words.load(SequenceState::LENGTH) - 1;
+            Self {
+                newest,
+                token: p.state.history.load(newest as usize),
+                finished: p.state.words.load(SequenceState::FINISHED) != 0,
+                acceptance: p.state.words.load(SequenceState::ACCEPTANCE),
+            }
         }
-        if r < count {
-            let token = if r == 0 { p.state.history.load(newest as usize) } else { p.drafts.load(r as usize) };
-            p.rows.tokens.store(r as usize, token as u32);
-            p.rows.positions.store(r as usize, newest + r);
-            p.rows.sequences.store(r as usize, 0);
+    }
+
+    /// By the lanes `r` of a warp.
+    #[inline(always)]
+    unsafe fn plan(self, p: &PlanDecode, r: u32) {
+        unsafe {
+            let mut i = r;
+            while i < p.counter_count {
+                p.counters.store(i as usize, 0);
+                i += 32;
+            }
+            let proposed = if p.draft_rows.is_null() { 1 } else { p.draft_rows.load(0).max(1) as u32 };
+            let drafts = drafting::worthwhile(self.acceptance, p.cost, 0, proposed.min(MAX_DECODE_ROWS) - 1);
+            let count = if self.finished { 0 } else { 1 + drafts };
+            if r == 0 {
+                p.rows.count.store(0, count);
+            }
+            if r < count {
+                let token = if r == 0 { self.token } else { p.drafts.load(r as usize) };
+                p.rows.tokens.store(r as usize, token as u32);
+                p.rows.positions.store(r as usize, self.newest + r);
+                p.rows.sequences.store(r as usize, 0);
+            }
         }
     }
 }
@@ -151,8 +209,10 @@ impl Report {
 pub struct DraftState {
     /// Index of the newest token in the history; null when nothing drafts.
     pub step_idx: GlobalMut<i64>,
-    /// Rows before drafting: 1, or 0 once finished.
+    /// Rows with the drafts proposed for this step; then those before drafting: 1, or 0 once finished.
     pub rows: GlobalMut<i32>,
+    /// `[MAX_DECODE_ROWS]` what was proposed for this step, as [`PlanDecode::drafts`]; null when nothing was.
+    pub proposed: Global<i32>,
 }
 
 /// Parameters of [`accept`]. Grid: 1.
@@ -167,7 +227,7 @@ pub struct Accept {
     pub sampled: Global<u32>,
     /// `[MAX_DECODE_ROWS]` the [rank](crate::sample::rank) of the best token after each row, taken instead of `sampled` unless null.
     pub best: Global<u64>,
-    /// `[stop_count]` tokens that end the sequence.
+    /// `[stop_count]` tokens that end the sequence, at most 32.
     pub stop_tokens: Global<u32>,
     /// `[vocab]` flags of [`sample::SEEN`](crate::sample::SEEN) and [`sample::GENERATED`](crate::sample::GENERATED).
     pub seen: GlobalMut<u8>,
@@ -185,56 +245,88 @@ pub struct Accept {
     pub first_row: u32,
 }
 
-/// Appends the confirmed tokens to the history and reports them. One thread: the work is a few words.
+/// Appends the confirmed tokens to the history, reports them, and takes note of how the proposal fared. A lane a row. What counts here is how often
+/// memory is waited for: everything is asked for at once, also of rows that turn out not to run.
 #[kernel(threads = 32)]
 pub unsafe fn accept(p: Accept) {
     unsafe {
-        if thread::thread_idx_x() != 0 {
-            return;
-        }
+        let lane = thread::thread_idx_x();
+        let row = p.first_row + lane;
         let words = p.state.words;
         let rows = p.rows.count.load(0);
         let step = words.load(SequenceState::STEP);
-        let mut length = words.load(SequenceState::LENGTH);
-        let mut finished = words.load(SequenceState::FINISHED) != 0;
+        let length = words.load(SequenceState::LENGTH);
+        let mut acceptance = words.load(SequenceState::ACCEPTANCE);
+        let was_finished = words.load(SequenceState::FINISHED) != 0;
+        let mut token = 0;
+        if p.best.is_null() {
+            if row < MAX_ROWS {
+                token = p.sampled.load(row as usize);
+            }
+        } else if row < MAX_DECODE_ROWS {
+            token = crate::sample::ranked_token(p.best.load(row as usize));
+        }
+        let next = if row + 1 < MAX_ROWS { p.rows.tokens.load(row as usize + 1) } else { 0 };
+        let mut proposed = 0;
+        let mut proposal = 0;
+        if !p.draft.proposed.is_null() {
+            proposed = (p.draft.rows.load(0).max(0) as u32).min(MAX_DECODE_ROWS);
+            if row + 1 < MAX_DECODE_ROWS {
+                proposal = p.draft.proposed.load(row as usize + 1) as u32;
+            }
+        }
+        let stop = if lane < p.stop_count { p.stop_tokens.load(lane as usize) } else { 0 };
+
+        let runs = row < rows && !was_finished;
+        let confirms = row + 1 < rows && next == token;
+        // Also of the first draft that had no row.
+        let right = row + 1 < proposed && proposal == token;
+        let mut ends = length + lane + 1 >= p.max_length;
+        let mut i = 0;
+        while i < p.stop_count {
+            ends |= warp::shuffle_idx(stop, i) == token;
+            i += 1;
+        }
+        // The first row that confirms no other is the last that counts; none where nothing runs.
+        let last = warp::ballot(runs && (ends || !confirms)).trailing_zeros();
+        let count = if last < 32 { last + 1 } else { 0 };
+        let finished = was_finished || (warp::ballot(runs && ends) >> (last % 32)) & 1 == 1;
+        let rights = warp::ballot(right);
+        let mut i = 0;
+        while i < count && p.first_row + i + 1 < proposed {
+            acceptance = drafting::learned(acceptance, (rights >> i) & 1 == 1);
+            i += 1;
+        }
+
         core::hint::assert_unchecked(p.ring_reports > 0);
         let report = p.ring.at((step % p.ring_reports) as usize * Report::WORDS);
-        let mut count = 0;
-        let mut row = p.first_row;
-        while row < rows && !finished {
-            let token = if p.best.is_null() {
-                p.sampled.load(row as usize)
-            } else {
-                crate::sample::ranked_token(p.best.load(row as usize))
-            };
-            p.state.history.store(length as usize, token as i32);
-            let flags = p.seen.load(token as usize);
-            p.seen.store(token as usize, flags | crate::sample::SEEN | crate::sample::GENERATED);
-            report.store(Report::TOKENS + count as usize, token);
-            length += 1;
-            count += 1;
-            finished = length >= p.max_length;
-            let mut i = 0;
-            while i < p.stop_count {
-                finished |= p.stop_tokens.load(i as usize) == token;
-                i += 1;
-            }
-            row += 1;
-            if row < rows && p.rows.tokens.load(row as usize) != token {
-                break;
-            }
+        if lane < count {
+            p.state.history.store((length + lane) as usize, token as i32);
+            report.store(Report::TOKENS + lane as usize, token);
         }
-        words.store(SequenceState::LENGTH, length);
-        words.store(SequenceState::FINISHED, finished as u32);
-        words.store(SequenceState::STEP, step + 1);
-        if !p.draft.step_idx.is_null() {
-            p.draft.step_idx.store(0, length as i64 - 1);
-            p.draft.rows.store(0, !finished as i32);
+        let mut i = 0;
+        while i < count {
+            // By one lane, as a token may come twice.
+            let token = warp::shuffle_idx(token, i);
+            if lane == 0 {
+                p.seen.store(token as usize, crate::sample::SEEN | crate::sample::GENERATED);
+            }
+            i += 1;
         }
-        report.store(Report::COUNT, count);
-        report.store(Report::DRAFTED, rows.saturating_sub(p.first_row + 1));
-        report.store(Report::FINISHED, finished as u32);
-        thread::fence_system();
-        atomic::store(report, Report::STAMP, step + 1, Ordering::Release, Scope::System);
+        warp::sync_warp();
+        if lane == 0 {
+            words.store(SequenceState::LENGTH, length + count);
+            words.store(SequenceState::FINISHED, finished as u32);
+            words.store(SequenceState::STEP, step + 1);
+            words.store(SequenceState::ACCEPTANCE, acceptance);
+            if !p.draft.step_idx.is_null() {
+                p.draft.step_idx.store(0, (length + count) as i64 - 1);
+                p.draft.rows.store(0, !finished as i32);
+            }
+            report.store(Report::COUNT, count);
+            report.store(Report::DRAFTED, rows.saturating_sub(p.first_row + 1));
+            report.store(Report::FINISHED, finished as u32);
+            atomic::store(report, Report::STAMP, step + 1, Ordering::Release, Scope::System);
+        }
     }
 }

@@ -304,6 +304,22 @@ impl Mark {
         Self::Combined,
         Self::Met,
     ];
+
+    /// What a block did until it passed this point.
+    pub fn work(self) -> &'static str {
+        match self {
+            Self::Begin => "begin",
+            Self::Embedded => "embed",
+            Self::Qkv => "qkv",
+            Self::Output => "output",
+            Self::GateUp => "gate, up",
+            Self::Down => "down",
+            Self::Head => "head",
+            Self::Attended => "attend",
+            Self::Combined => "combine",
+            Self::Met => "meet",
+        }
+    }
 }
 
 impl StreamStep {

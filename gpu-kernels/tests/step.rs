@@ -5,6 +5,7 @@ mod common;
 use common::run;
 use cuda_std::GlobalMut;
 use cuda_std::emulator::Buffer;
+use gpu_kernels::drafting::{self, Cost, ONE};
 use gpu_kernels::sample::{GENERATED, SEEN};
 use gpu_kernels::step::{
     self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows, STATE_WORDS,
@@ -23,6 +24,7 @@ struct Device {
     ring: Buffer<u32>,
     step_idx: Buffer<i64>,
     draft_rows: Buffer<i32>,
+    proposed: Buffer<i32>,
 }
 
 const RING: u32 = 4;
@@ -30,9 +32,10 @@ const RING: u32 = 4;
 impl Device {
     fn new(prompt: &[i32]) -> Self {
         let mut history = prompt.to_vec();
-        history.resize(64, -1);
+        history.resize(128, -1);
         let mut words = [0; STATE_WORDS];
         words[SequenceState::LENGTH] = prompt.len() as u32;
+        words[SequenceState::ACCEPTANCE] = drafting::UNTRIED;
         let column = || Buffer::from_slice(&[0; MAX_ROWS as usize]);
         Self {
             history: Buffer::from_slice(&history),
@@ -45,6 +48,7 @@ impl Device {
             ring: Buffer::from_slice(&[0; RING as usize * Report::WORDS]),
             step_idx: Buffer::from_slice(&[0]),
             draft_rows: Buffer::from_slice(&[0]),
+            proposed: Buffer::from_slice(&[0; MAX_DECODE_ROWS as usize]),
         }
     }
 
@@ -71,20 +75,25 @@ impl Device {
             .collect()
     }
 
-    fn plan_decode(&self, drafts: &[i32]) {
+    fn plan_decode(&mut self, drafts: &[i32]) {
+        self.plan_worthwhile(drafts, Cost::default());
+    }
+
+    fn plan_worthwhile(&mut self, drafts: &[i32], cost: Cost) {
         let mut row = vec![0];
         row.extend_from_slice(drafts);
         row.resize(MAX_DECODE_ROWS as usize, 0);
-        let tokens = Buffer::from_slice(&row);
-        let rows = Buffer::from_slice(&[1 + drafts.len() as i32]);
+        self.proposed = Buffer::from_slice(&row);
+        self.draft_rows = Buffer::from_slice(&[1 + drafts.len() as i32]);
         let counters = Buffer::from_slice(&[7u32; 40]);
         let params = PlanDecode {
             rows: self.rows(),
             state: self.state(),
-            drafts: tokens.ptr(),
-            draft_rows: rows.ptr(),
+            drafts: self.proposed.ptr(),
+            draft_rows: self.draft_rows.ptr(),
             counters: counters.ptr_mut(),
             counter_count: 40,
+            cost,
         };
         run::<step::plan_decode>([1, 1, 1], 0, 0, params);
         assert_eq!(counters.as_slice(), [0; 40]);
@@ -93,7 +102,9 @@ impl Device {
     /// Accepts `sampled` with end token 9; gives the report's tokens, drafts tried, and whether it is finished.
     fn accept(&self, sampled: &[u32], max_length: u32, first_row: u32) -> (Vec<u32>, u32, bool) {
         let step = self.words.as_slice()[SequenceState::STEP];
-        let sampled = Buffer::from_slice(sampled);
+        let mut padded = sampled.to_vec();
+        padded.resize(MAX_ROWS as usize, 99);
+        let sampled = Buffer::from_slice(&padded);
         let stops = Buffer::from_slice(&[9u32]);
         let params = Accept {
             rows: self.rows(),
@@ -102,7 +113,11 @@ impl Device {
             best: Default::default(),
             stop_tokens: stops.ptr(),
             seen: self.seen.ptr_mut(),
-            draft: DraftState { step_idx: self.step_idx.ptr_mut(), rows: self.draft_rows.ptr_mut() },
+            draft: DraftState {
+                step_idx: self.step_idx.ptr_mut(),
+                rows: self.draft_rows.ptr_mut(),
+                proposed: self.proposed.ptr(),
+            },
             ring: self.ring.ptr_mut(),
             ring_reports: RING,
             stop_count: 1,
@@ -135,7 +150,7 @@ fn a_prompt_runs_in_chunks_and_brings_one_token() {
 
 #[test]
 fn drafts_are_accepted_as_long_as_they_agree() {
-    let d = Device::new(&[5, 6]);
+    let mut d = Device::new(&[5, 6]);
     d.plan_decode(&[20, 21, 22]);
     assert_eq!(d.planned(), [(6, 1), (20, 2), (21, 3), (22, 4)]);
     // Rows 0 and 1 confirm 20 and 21, row 2 says 30 instead of 22.
@@ -151,14 +166,14 @@ fn drafts_are_accepted_as_long_as_they_agree() {
 
 #[test]
 fn all_drafts_right_bring_one_token_more() {
-    let d = Device::new(&[5, 6]);
+    let mut d = Device::new(&[5, 6]);
     d.plan_decode(&[20, 21]);
     assert_eq!(d.accept(&[20, 21, 22], 64, 0), (vec![20, 21, 22], 2, false));
 }
 
 #[test]
 fn an_end_token_and_the_length_finish_it() {
-    let d = Device::new(&[5, 6]);
+    let mut d = Device::new(&[5, 6]);
     d.plan_decode(&[9, 20]);
     assert_eq!(d.accept(&[9, 20, 21], 64, 0), (vec![9], 2, true));
     // Steps that were enqueued ahead run no rows and say so.
@@ -167,14 +182,14 @@ fn an_end_token_and_the_length_finish_it() {
     assert_eq!(d.accept(&[1, 1], 64, 0), (vec![], 0, true));
     assert_eq!(d.history(), [5, 6, 9]);
 
-    let d = Device::new(&[5, 6]);
+    let mut d = Device::new(&[5, 6]);
     d.plan_decode(&[20, 21, 22]);
     assert_eq!(d.accept(&[20, 21, 22, 23], 4, 0), (vec![20, 21], 3, true));
 }
 
 #[test]
 fn the_ring_goes_round() {
-    let d = Device::new(&[5]);
+    let mut d = Device::new(&[5]);
     for i in 0..10 {
         d.plan_decode(&[]);
         assert_eq!(d.accept(&[10 + i], 64, 0), (vec![10 + i], 0, false));
@@ -192,7 +207,60 @@ fn nothing_drafts() {
         draft_rows: GlobalMut::<i32>::from_raw(0).read(),
         counters: GlobalMut::from_raw(0),
         counter_count: 0,
+        cost: Cost::default(),
     };
     run::<step::plan_decode>([1, 1, 1], 0, 0, params);
     assert_eq!(d.planned(), [(6, 1)]);
+}
+
+/// What a row adds to a step on a card, about.
+const CHEAP: Cost = Cost { any: 0, each: ONE / 64 };
+
+#[test]
+fn drafts_fall_away_in_hopeless_text_and_come_back() {
+    let mut d = Device::new(&[5, 6]);
+    // Proposals that are never right: within a few dozen steps they have no rows, and stay so.
+    let ran: Vec<u32> = (0..48)
+        .map(|_| {
+            d.plan_worthwhile(&[20, 21, 22, 23, 24, 25, 26], CHEAP);
+            let (tokens, ran, _) = d.accept(&[30], 128, 0);
+            assert_eq!(tokens, [30]);
+            ran
+        })
+        .collect();
+    assert!(ran[0] >= 3 && ran.is_sorted_by(|a, b| a >= b), "{ran:?}");
+    assert!(ran.iter().sum::<u32>() < 60 && ran[40..].iter().all(|&n| n == 0), "{ran:?}");
+    // One that would have been right, had it had a row, brings them back.
+    d.plan_worthwhile(&[20, 21, 22], CHEAP);
+    assert_eq!(d.accept(&[20], 128, 0), (vec![20], 0, false));
+    let mut came = Vec::new();
+    for _ in 0..4 {
+        d.plan_worthwhile(&[20, 21, 22], CHEAP);
+        came.push(d.accept(&[20, 21, 22, 23], 128, 0).1);
+    }
+    assert!(came[0] >= 1 && came[3] == 3, "{came:?}");
+}
+
+#[test]
+fn as_many_drafts_as_make_the_most_tokens_in_a_time() {
+    // Against a plain maximum in floating point.
+    let speed = |a: f64, cost: Cost, others: f64, n: u32| {
+        let share = |c: u32| f64::from(c) / f64::from(ONE);
+        let tokens: f64 = others + (0..=n).map(|i| a.powi(i as i32)).sum::<f64>();
+        let any = if n > 0 && others == 0.0 { share(cost.any) } else { 0.0 };
+        tokens / (1.0 + any + share(cost.each) * (others + f64::from(n)))
+    };
+    for cost in [CHEAP, Cost { any: ONE * 13 / 8, each: ONE * 5 / 16 }, Cost { any: 0, each: ONE }] {
+        for others in [0, 3, 63] {
+            for acceptance in (0..=ONE).step_by(1 << 10) {
+                let found = drafting::worthwhile(acceptance, cost, others, 15);
+                let of = |n| speed(f64::from(acceptance) / f64::from(ONE), cost, f64::from(others), n);
+                let best = (0..=15).map(of).fold(0.0, f64::max);
+                assert!(of(found) > best * (1.0 - 1e-4), "{acceptance} {cost:?} {others}: {found}");
+            }
+        }
+    }
+    // All where they cost nothing, however bad; none where a row costs as much as its token.
+    assert_eq!(drafting::worthwhile(0, Cost::default(), 0, 15), 15);
+    assert_eq!(drafting::worthwhile(ONE * 9 / 10, Cost { any: 0, each: ONE }, 0, 15), 0);
 }

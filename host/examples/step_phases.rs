@@ -38,6 +38,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             draft_rows: draft_rows.ptr(),
             counters: counters.ptr_mut(),
             counter_count: counters.len() as u32,
+            cost: Default::default(),
         };
         // SAFETY: the history has the tokens, and rows have room for a step.
         unsafe { device.launch::<step::plan_decode>(1, 0, plan)? };

@@ -4,6 +4,7 @@ use model::Sampling;
 
 use crate::Error;
 use crate::draft::NgramDraft;
+use crate::profile::Phase;
 
 /// One sequence to continue.
 #[derive(Clone, Debug)]
@@ -53,6 +54,22 @@ pub trait Backend: Send {
     /// # Errors
     /// A device error.
     fn step(&mut self) -> Result<Step, Error>;
+
+    /// From now on notes the [phases](Self::take_phases) of every step, where it can; steps then take longer, as each is waited for.
+    ///
+    /// # Errors
+    /// A device error.
+    fn note_phases(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// The phases of the last step, in order; the first is where it began. None where they are not noted.
+    ///
+    /// # Errors
+    /// A device error.
+    fn take_phases(&mut self) -> Result<Vec<Phase>, Error> {
+        Ok(Vec::new())
+    }
 
     /// The logits after each of `tokens`, `[tokens, vocab]`, as one sequence by itself.
     ///

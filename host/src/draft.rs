@@ -1,7 +1,7 @@
 //! Drafting: where proposed tokens come from.
 
-use gpu_kernels::ngram;
 use gpu_kernels::step::MAX_DECODE_ROWS;
+use gpu_kernels::{drafting, ngram};
 
 use crate::Error;
 
@@ -19,11 +19,13 @@ pub struct NgramDraft {
     pub max: u32,
     /// Shortest pattern, at least 1.
     pub min: u32,
+    /// Whether to run only as many drafts as recent ones make worthwhile ([`drafting`]); otherwise all that are proposed.
+    pub adaptive: bool,
 }
 
 impl Default for NgramDraft {
     fn default() -> Self {
-        Self { tokens: 7, max: 4, min: 2 }
+        Self { tokens: 7, max: 4, min: 2, adaptive: true }
     }
 }
 
@@ -46,6 +48,11 @@ impl NgramDraft {
             return Ok(());
         };
         Err(Error::Draft { what })
+    }
+
+    /// What drafts are taken to cost on a backend where they cost `cost`.
+    pub(crate) fn cost(&self, cost: drafting::Cost) -> drafting::Cost {
+        if self.adaptive { cost } else { drafting::Cost::default() }
     }
 
     /// Drafts to follow `history`, on the CPU; `most_length` as [`Sequence::max_length`](crate::Sequence::max_length).
@@ -71,4 +78,25 @@ impl NgramDraft {
         ngram::reference::ngram_match_mixed(&batch, self.tokens as i32, self.max, self.min, NO_THRESHOLD, &mut out);
         drafts[1..rows[0] as usize].iter().map(|&t| t as u32).collect()
     }
+}
+
+/// What `proposed` was worth, as [`drafting`] estimates it, after a step that confirmed `tokens`.
+pub(crate) fn learned(acceptance: u32, proposed: &[u32], tokens: &[u32]) -> u32 {
+    proposed.iter().zip(tokens).fold(acceptance, |acceptance, (a, b)| drafting::learned(acceptance, a == b))
+}
+
+/// A script for [`Gpu::set_script`](crate::Gpu::set_script) that is right as far as it goes: `answer` after `prompt`, with a wrong token at the end of each of `lengths`, over and
+/// over (each at least 1). As many tokens as each length says are then confirmed by a step, if it runs all drafts.
+pub fn script(prompt: &[u32], answer: &[u32], lengths: &[usize]) -> Vec<u32> {
+    let mut script = [prompt, answer].concat();
+    // The first token of the answer comes with the prompt.
+    let mut at = prompt.len();
+    for length in lengths.iter().cycle() {
+        at += length;
+        match script.get_mut(at) {
+            Some(token) => *token ^= 1,
+            None => break,
+        }
+    }
+    script
 }

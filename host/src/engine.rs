@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use model::{Checkpoint, Config, Sampling, TokenStream};
 
-use crate::backend::{Backend, Sequence};
+use crate::backend::{Backend, Sequence, Step};
 use crate::device::{self, Device};
 use crate::draft::NgramDraft;
+use crate::profile::Profile;
 use crate::{Cpu, Error, Gpu, Progress};
 
 /// Where to run.
@@ -153,6 +154,7 @@ fn rate(tokens: usize, time: Duration) -> f64 {
 pub struct Engine {
     checkpoint: Checkpoint,
     backend: Box<dyn Backend>,
+    profile: Option<Profile>,
 }
 
 impl Engine {
@@ -173,7 +175,7 @@ impl Engine {
             DeviceChoice::Cuda(ordinal) => on(Device::cuda(ordinal)?, progress)?,
             DeviceChoice::Emulator => on(Device::emulator(0), progress)?,
         };
-        Ok(Self { checkpoint, backend })
+        Ok(Self { checkpoint, backend, profile: None })
     }
 
     /// What was loaded.
@@ -189,6 +191,41 @@ impl Engine {
     /// Most tokens of prompt and answer together.
     pub fn context(&self) -> usize {
         self.backend.capacity()
+    }
+
+    /// Adds to `profile` from now on. Steps that a device notes the phases of are then waited for one by one.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn begin_profile(&mut self, profile: Profile) -> Result<(), Error> {
+        self.profile = Some(profile);
+        self.backend.note_phases()
+    }
+
+    /// What was recorded.
+    pub fn take_profile(&mut self) -> Option<Profile> {
+        self.profile.take()
+    }
+
+    /// Adds to the profile what was done since `start`, if there is one.
+    fn note(&mut self, name: &'static str, start: Instant, numbers: &[(&'static str, u64)]) {
+        if let Some(profile) = &mut self.profile {
+            profile.span(name, start, numbers);
+        }
+    }
+
+    /// Likewise a decode step, with what the device notes of it.
+    fn note_step(&mut self, start: Instant, step: &Step) -> Result<(), Error> {
+        let Some(profile) = &mut self.profile else { return Ok(()) };
+        let (seen, drafted, tokens) = (Instant::now(), step.drafted as u64, step.tokens.len() as u64);
+        let accepted = tokens.saturating_sub(1);
+        profile.span(
+            "step",
+            start,
+            &[("rows", 1 + drafted), ("drafted", drafted), ("accepted", accepted), ("tokens", tokens)],
+        );
+        profile.phases(&self.backend.take_phases()?, seen);
+        Ok(())
     }
 
     /// The logits after each of `tokens`, `[tokens, vocab]`.
@@ -226,7 +263,7 @@ impl Engine {
         if let Some(draft) = &request.draft {
             draft.check()?;
         }
-        let end_tokens: &[u32] = if request.ignore_end { &[] } else { &self.checkpoint.generation.eos_token_ids };
+        let end_tokens = if request.ignore_end { Vec::new() } else { self.checkpoint.generation.eos_token_ids.clone() };
         let mut text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
         let mut statistics = Statistics { prompt_tokens: request.prompt.len(), ..Statistics::default() };
         let mut tokens = Vec::new();
@@ -241,13 +278,17 @@ impl Engine {
             max_length: self.context().min(request.prompt.len() + request.max_tokens),
             sampling: request.sampling,
             draft: request.draft,
-            stop_tokens: end_tokens,
+            stop_tokens: &end_tokens,
         })?;
         'steps: loop {
+            let began = Instant::now();
             let step = self.backend.step()?;
             if tokens.is_empty() {
                 statistics.first_token = start.elapsed();
+                let cached = statistics.cached_tokens as u64;
+                self.note("prompt", start, &[("tokens", request.prompt.len() as u64 - cached), ("cached", cached)]);
             } else {
+                self.note_step(began, &step)?;
                 statistics.steps += 1;
                 statistics.drafted += step.drafted;
                 statistics.accepted += step.tokens.len() - 1;
@@ -259,7 +300,9 @@ impl Engine {
                     finish = Finish::Stop;
                     break 'steps;
                 }
+                let began = Instant::now();
                 let certain = text.push(token);
+                self.note("detokenise", began, &[]);
                 if on_text(certain).is_break() {
                     finish = Finish::Interrupted;
                     break 'steps;
@@ -276,6 +319,7 @@ impl Engine {
         statistics.decode = start.elapsed() - statistics.first_token;
         statistics.tokens = tokens.len();
         let rest = text.finish();
+        self.note("generate", start, &[("tokens", tokens.len() as u64), ("steps", statistics.steps as u64)]);
         if !rest.is_empty() && finish != Finish::Interrupted && on_text(rest).is_break() {
             finish = Finish::Interrupted;
         }

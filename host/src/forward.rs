@@ -1,5 +1,6 @@
 //! The Qwen3 forward pass on a device: which kernels, over which memory, in which order.
 
+use gpu_kernels::apart::{self, RmsNorm, SiluMul};
 use gpu_kernels::attention::{self, Attend};
 use gpu_kernels::embedding::{self, Embed};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM};
@@ -45,6 +46,15 @@ pub struct Forward {
     stream: Option<Stream>,
     trace: Option<Buffer<u64>>,
     prefill: Option<Prefill>,
+    apart: Apart,
+}
+
+/// What the step in many launches does in launches of its own instead of in its neighbours', for measuring what that gained.
+#[derive(Default)]
+struct Apart {
+    norms: bool,
+    /// Outputs of gate and up.
+    silu: Option<[Buffer<f32>; 2]>,
 }
 
 /// Which of a step's rows want logits.
@@ -136,6 +146,7 @@ impl Forward {
             stream: None,
             trace: None,
             prefill: None,
+            apart: Apart::default(),
             page_table: device.upload(&table)?,
             row_count: device.zeroed(1)?,
             row_tokens: device.zeroed(rows)?,
@@ -197,6 +208,32 @@ impl Forward {
         };
         let len = StreamStep::trace_len(self.config.num_hidden_layers as u32) as usize;
         Ok(words.chunks(len).map(|block| block[1..=block[0] as usize].iter().filter_map(point).collect()).collect())
+    }
+
+    /// From now on, [`enqueue`](Self::enqueue) runs norms, or SiLU and its product, in launches of their own: for measuring what it gains that it does not. The
+    /// results differ in their last bits.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn take_apart(&mut self, norms: bool, silu: bool) -> Result<(), Error> {
+        let gate = || self.device.zeroed(self.activation.len());
+        self.apart = Apart { norms, silu: if silu { Some([gate()?, gate()?]) } else { None } };
+        Ok(())
+    }
+
+    /// Enqueues the norm with this `weight`, if norms have launches of their own.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn launch_norm(&self, most_rows: u32, weight: &Buffer<bf16>) -> Result<(), Error> {
+        if !self.apart.norms {
+            return Ok(());
+        }
+        let (dim, eps) = (self.config.hidden_size as u32, self.config.rms_norm_eps);
+        let (rows, x, y) = (self.rows(), self.residual.ptr(), self.scaled.ptr_mut());
+        let norm = RmsNorm { rows, x, weight: weight.ptr(), y, dim, eps };
+        // SAFETY: the caller's word.
+        unsafe { self.device.launch::<apart::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm) }
     }
 
     /// Fills every layer's cache with `pattern`, over and over: for measuring.
@@ -329,6 +366,7 @@ impl Forward {
 
         let residual = self.residual();
         let norm = Norm { squares: self.squares.ptr(), dim: hidden, eps };
+        let norm = if self.apart.norms { Norm::default() } else { norm };
         let linear = |weight: &Buffer<bf16>, x: &Buffer<bf16>, n: u32, k: u32| Linear {
             rows,
             x: x.ptr(),
@@ -363,6 +401,7 @@ impl Forward {
                     table_stride: self.page_table.len() as u32,
                     kv_heads,
                 };
+                self.launch_norm(most_rows, &layer.input_norm)?;
                 let project = linear(&layer.qkv, &self.scaled, heads * HEAD_DIM, hidden);
                 let project = Linear { norm, y: self.qkv.ptr_mut(), ..project };
                 self.launch_linear(Kind::Write, most_rows, project)?;
@@ -399,12 +438,25 @@ impl Forward {
                 let output = linear(&layer.output, &self.attended, hidden, q_size);
                 let output = Linear { next_norm: layer.post_attention_norm.ptr(), ..output };
                 self.launch_linear(Kind::Add, most_rows, output)?;
+                self.launch_norm(most_rows, &layer.post_attention_norm)?;
                 let gate_up = linear(&layer.gate, &self.scaled, inner, hidden);
-                self.launch_linear(Kind::SwiGlu, most_rows, Linear { norm, up: layer.up.ptr(), ..gate_up })?;
+                let gate_up = Linear { norm, up: layer.up.ptr(), ..gate_up };
+                match &self.apart.silu {
+                    None => self.launch_linear(Kind::SwiGlu, most_rows, gate_up)?,
+                    Some([gate, up]) => {
+                        let up_only = Linear { weight: layer.up.ptr(), y: up.ptr_mut(), ..gate_up };
+                        self.launch_linear(Kind::Write, most_rows, Linear { y: gate.ptr_mut(), ..gate_up })?;
+                        self.launch_linear(Kind::Write, most_rows, up_only)?;
+                        let y = self.activation.ptr_mut();
+                        let silu = SiluMul { rows, gate: gate.ptr(), up: up.ptr(), y, n: inner };
+                        d.launch::<apart::silu_mul>((inner.div_ceil(256), most_rows), 0, silu)?;
+                    }
+                }
                 let down = linear(&layer.down, &self.activation, hidden, inner);
                 self.launch_linear(Kind::Add, most_rows, Linear { next_norm: next_norm.ptr(), ..down })?;
             }
             if let LogitRows::From(first_row) = logits {
+                self.launch_norm(most_rows, &w.norm)?;
                 let head = w.head.as_ref().unwrap_or(&w.embed);
                 let head = linear(head, &self.scaled, c.vocab_size as u32, hidden);
                 self.launch_linear(Kind::Write, most_rows - first_row, Linear { norm, first_row, ..head })?;

@@ -6,26 +6,32 @@
 
 use std::time::{Duration, Instant};
 
+use cuda_std::Global;
+use gpu_kernels::drafting::{self, DraftScript};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
 use gpu_kernels::sample::{self, GENERATED, SEEN, Sample};
 use gpu_kernels::step::{
-    self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows, STATE_WORDS,
-    SequenceState,
+    self, Accept, DraftAndPlan, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
+    STATE_WORDS, SequenceState,
 };
-use model::{Checkpoint, Sampling};
+use model::{Checkpoint, Config, Sampling};
 
 use crate::backend::{Backend, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
 use crate::draft::{NO_THRESHOLD, NgramDraft};
 use crate::forward::{Footprint, Forward, LogitRows};
 use crate::prefill::Prefill;
+use crate::profile::Phase;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
 /// Reports in the ring; more than steps are ever in flight.
 const RING: u32 = 8;
-/// Steps enqueued beyond the one waited for.
+/// Steps enqueued beyond the one waited for, where nothing else is said.
 const RUN_AHEAD: u32 = 2;
+/// What drafts add to a decode step: of the streamed 8B shape, 8 rows take 1.09 times as long as one, and 16 rows 1.23 times
+/// (`docs/kernels/stream.md`).
+const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
 /// Most tokens that can end a sequence.
 const MOST_STOP_TOKENS: usize = 32;
 /// Without a report for this long the device counts as hung. The longest step, a chunk of a prompt, takes milliseconds.
@@ -41,6 +47,9 @@ pub struct Gpu {
     seen: Buffer<u8>,
     ring: Mapped,
     drafting: Drafting,
+    /// Proposed instead of what the n-gram match finds.
+    script: Option<Buffer<i32>>,
+    run_ahead: u32,
     run: Run,
     /// Tokens whose keys and values are in the cache.
     cached: Vec<u32>,
@@ -75,6 +84,11 @@ struct Run {
     newest: Option<u32>,
 }
 
+/// Whether prompts run in passes. The emulator runs them as other cards than Hopper do: quicker there, and its own tests have the rest.
+fn has_prefill(device: &Device) -> bool {
+    device.is_hopper() && !device.is_emulator()
+}
+
 impl Gpu {
     /// Uploads `checkpoint` to `device`, with room for sequences of up to `capacity` tokens.
     ///
@@ -88,9 +102,7 @@ impl Gpu {
     ) -> Result<Self, Error> {
         let config = &checkpoint.config;
         Forward::check(config)?;
-        // The emulator runs prompts as other cards than Hopper do: quicker there, and its own tests have the rest.
-        let prefill = device.is_hopper() && !device.is_emulator();
-        let footprint = Footprint::of(config, capacity, prefill);
+        let footprint = Footprint::of(config, capacity, has_prefill(device));
         if let Some(free) = device.free_memory()?
             && footprint.weights + footprint.working > free
         {
@@ -103,12 +115,25 @@ impl Gpu {
             });
         }
         let weights = DeviceWeights::upload(checkpoint, device, progress)?;
+        Self::with_weights(device, config, weights, capacity)
+    }
+
+    /// With `weights` that are there already, of a model that [`Forward::check`] has found good.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn with_weights(
+        device: &Device,
+        config: &Config,
+        weights: DeviceWeights,
+        capacity: usize,
+    ) -> Result<Self, Error> {
         let mut forward = Forward::new(device, config, weights, capacity)?;
         // Where the hardware and the memory are there; otherwise the launches do the same.
         if std::env::var("WARPDRAFT_STREAM").as_deref() != Ok("0") {
             forward.lay_out_stream()?;
         }
-        if prefill {
+        if has_prefill(device) {
             forward.lay_out_prefill()?;
         }
         let workspace = vec![u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]); ngram::workspace_len(1)];
@@ -128,6 +153,8 @@ impl Gpu {
                 decoding: device.upload(&[1])?,
                 workspace: device.upload(&workspace)?,
             },
+            script: None,
+            run_ahead: RUN_AHEAD,
             run: Run {
                 sampling: Sampling::default(),
                 draft: None,
@@ -145,8 +172,30 @@ impl Gpu {
         })
     }
 
+    /// Where a sequence drafts, `tokens[i]` is proposed for its position `i` from now on, whatever its text: for measuring at a given acceptance. `None` drafts from
+    /// the text again.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn set_script(&mut self, tokens: Option<&[u32]>) -> Result<(), Error> {
+        let device = self.forward.device();
+        self.script = tokens.map(|tokens| device.upload(bytemuck::cast_slice::<u32, i32>(tokens))).transpose()?;
+        Ok(())
+    }
+
+    /// How many steps are enqueued beyond the one waited for, at most 2: with 0 the host waits for every step before it enqueues the next. For
+    /// measuring.
+    pub fn set_run_ahead(&mut self, steps: u32) {
+        self.run_ahead = steps.min(RUN_AHEAD);
+    }
+
     fn state(&self) -> SequenceState {
         SequenceState { history: self.history.ptr_mut(), words: self.words.ptr_mut() }
+    }
+
+    /// Where the drafting operator puts its proposal; null when nothing drafts.
+    fn proposed(&self) -> Global<i32> {
+        if self.run.draft.is_some() { self.drafting.tokens.ptr() } else { Default::default() }
     }
 
     /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it.
@@ -223,81 +272,147 @@ impl Gpu {
             repetition_penalty: s.repetition_penalty,
             presence_penalty: s.presence_penalty,
         };
+        // SAFETY: buffers of self, sized as the parameter block says.
+        unsafe {
+            if best.is_none() {
+                let grid = (1, most_rows - first_row);
+                self.forward.device().launch::<sample::sample>(grid, Sample::SHARED_BYTES, sample)?;
+            }
+        }
+        let best = best.map_or(Default::default(), |stream| stream.best());
+        self.enqueue_accept(best, first_row, decoded)
+    }
+
+    /// Enqueues the acceptance of what was chosen: of the `best` tokens, or where that is null of the sampled ones.
+    fn enqueue_accept(&mut self, best: Global<u64>, first_row: u32, decoded: bool) -> Result<(), Error> {
         let accept = Accept {
-            rows,
+            rows: self.forward.rows(),
             state: self.state(),
             sampled: self.sampled.ptr(),
-            best: best.map_or(Default::default(), |stream| stream.best()),
+            best,
             stop_tokens: self.stop_tokens.ptr(),
             seen: self.seen.ptr_mut(),
-            draft: DraftState { step_idx: self.drafting.step_idx.ptr_mut(), rows: self.drafting.rows.ptr_mut() },
+            draft: DraftState {
+                step_idx: self.drafting.step_idx.ptr_mut(),
+                rows: self.drafting.rows.ptr_mut(),
+                proposed: if decoded { self.proposed() } else { Default::default() },
+            },
             ring: self.ring.ptr_mut(),
             ring_reports: RING,
             stop_count: self.run.stop_count,
             max_length: self.run.max_length as u32,
             first_row,
         };
-        let device = self.forward.device();
-        // SAFETY: buffers of self, sized as the parameter blocks say; the history has room for `max_length` tokens.
-        unsafe {
-            if best.is_none() {
-                device.launch::<sample::sample>((1, most_rows - first_row), Sample::SHARED_BYTES, sample)?;
-            }
-            device.launch::<step::accept>(1, 0, accept)?;
-        }
+        // SAFETY: buffers of self, sized as the parameter block says; the history has room for `max_length` tokens.
+        unsafe { self.forward.device().launch::<step::accept>(1, 0, accept)? };
         self.run.enqueued += 1;
         Ok(())
     }
 
     /// Enqueues one decode step: draft, plan, forward, sample, accept.
     fn enqueue_decode(&mut self) -> Result<(), Error> {
-        let device = self.forward.device();
-        let drafting = &self.drafting;
         let most_rows = self.run.step_rows;
         // Tokens that the history may have by then.
         let in_flight = (self.run.enqueued - self.run.read) * most_rows;
         let length = (self.run.length + in_flight as usize).min(self.run.max_length);
-        if let Some(draft) = self.run.draft {
-            let operator = NgramMatchMixed {
-                sequences: Sequences {
-                    input_ids: self.history.ptr(),
-                    input_ids_len: drafting.prompt_len.ptr(),
-                    pre_ids: self.history.ptr(),
-                    step_idx: drafting.step_idx.ptr(),
-                    max_dec_len: drafting.max_length.ptr(),
-                    seq_lens_decoder: drafting.decoding.ptr(),
-                    seq_lens_this_time: drafting.rows.ptr_mut(),
-                    draft_tokens: drafting.tokens.ptr_mut(),
-                    workspace: drafting.workspace.ptr_mut(),
-                    input_ids_stride: 0,
-                    pre_ids_stride: self.history.len() as u32,
-                    draft_tokens_stride: MAX_DECODE_ROWS,
-                    batch: 1,
-                    max_ngram_size: draft.max,
-                    threshold: NO_THRESHOLD,
-                },
-                max_draft_tokens: draft.tokens as i32,
-                min_ngram_size: draft.min,
-            };
-            let blocks = ngram::blocks::<i32>(1, length as u32, device.multiprocessors());
-            // SAFETY: buffers of self for a batch of one, and a workspace that only this stream uses.
-            unsafe { device.launch::<ngram::ngram_match_mixed_i32>(blocks, ngram::SHARED_BYTES, operator)? };
-        }
-        let counters = self.forward.stream().map(|stream| stream.counters());
-        let plan = PlanDecode {
-            rows: self.forward.rows(),
-            state: self.state(),
-            drafts: drafting.tokens.ptr(),
-            draft_rows: if self.run.draft.is_some() { drafting.rows.ptr() } else { Default::default() },
-            counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
-            counter_count: counters.map_or(0, |c| c.len() as u32),
-        };
-        // SAFETY: as above.
-        unsafe { device.launch::<step::plan_decode>(1, 0, plan)? };
+        self.enqueue_plan(length)?;
         // The newest token is the last of at most `length`; drafts follow it.
         let end = (length + most_rows as usize - 1).min(self.forward.capacity());
         self.forward.enqueue_decode(most_rows, end as u32)?;
         self.enqueue_choice(most_rows, 0, true)
+    }
+
+    /// Enqueues the proposal of drafts for a history of at most `length` tokens, and the planning of the rows.
+    fn enqueue_plan(&self, length: usize) -> Result<(), Error> {
+        let device = self.forward.device();
+        let drafting = &self.drafting;
+        let counters = self.forward.stream().map(|stream| stream.counters());
+        let plan = PlanDecode {
+            rows: self.forward.rows(),
+            state: self.state(),
+            drafts: self.proposed(),
+            draft_rows: if self.run.draft.is_some() { drafting.rows.ptr() } else { Default::default() },
+            cost: self.run.draft.map_or(Default::default(), |draft| draft.cost(DRAFT_COST)),
+            counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
+            counter_count: counters.map_or(0, |c| c.len() as u32),
+        };
+        let (length, multiprocessors) = (length as u32, device.multiprocessors());
+        // SAFETY: buffers of self, sized as the parameter blocks say, for a batch of one; a workspace that only this stream uses.
+        unsafe {
+            match (self.run.draft, &self.script) {
+                (None, _) => {}
+                (Some(draft), Some(script)) => {
+                    let script = DraftScript {
+                        state: self.state(),
+                        script: script.ptr(),
+                        drafts: drafting.tokens.ptr_mut(),
+                        rows: drafting.rows.ptr_mut(),
+                        script_len: script.len() as u32,
+                        most: draft.tokens,
+                        max_length: self.run.max_length as u32,
+                    };
+                    device.launch::<drafting::draft_script>(1, 0, script)?;
+                }
+                (Some(draft), None) if ngram::together::<i32>(1, length, multiprocessors) => {
+                    let both = DraftAndPlan { draft: self.ngram(draft), plan };
+                    return device.launch::<step::draft_and_plan>(1, ngram::together::SHARED_BYTES, both);
+                }
+                (Some(draft), None) => {
+                    let blocks = ngram::blocks::<i32>(1, length, multiprocessors);
+                    device.launch::<ngram::ngram_match_mixed_i32>(blocks, ngram::SHARED_BYTES, self.ngram(draft))?;
+                }
+            }
+            device.launch::<step::plan_decode>(1, 0, plan)
+        }
+    }
+
+    /// The n-gram match over the history.
+    fn ngram(&self, draft: NgramDraft) -> NgramMatchMixed<i32> {
+        let drafting = &self.drafting;
+        NgramMatchMixed {
+            sequences: Sequences {
+                input_ids: self.history.ptr(),
+                input_ids_len: drafting.prompt_len.ptr(),
+                pre_ids: self.history.ptr(),
+                step_idx: drafting.step_idx.ptr(),
+                max_dec_len: drafting.max_length.ptr(),
+                seq_lens_decoder: drafting.decoding.ptr(),
+                seq_lens_this_time: drafting.rows.ptr_mut(),
+                draft_tokens: drafting.tokens.ptr_mut(),
+                workspace: drafting.workspace.ptr_mut(),
+                input_ids_stride: 0,
+                pre_ids_stride: self.history.len() as u32,
+                draft_tokens_stride: MAX_DECODE_ROWS,
+                batch: 1,
+                max_ngram_size: draft.max,
+                threshold: NO_THRESHOLD,
+            },
+            max_draft_tokens: draft.tokens as i32,
+            min_ngram_size: draft.min,
+        }
+    }
+
+    /// Microseconds that drafting, planning and acceptance take beside a step, the mean of `repeats`: they run without steps between them, on the
+    /// sequence that was begun, which is of no more use then.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn time_around_step(&mut self, repeats: u32) -> Result<f64, Error> {
+        let timer = self.forward.device().timer()?;
+        let device = self.forward.device().clone();
+        // Each launch once before they are recorded.
+        self.enqueue_plan(self.run.length)?;
+        self.enqueue_accept(Default::default(), 0, true)?;
+        let mut graph = device.capture(|| {
+            for _ in 0..repeats {
+                self.enqueue_plan(self.run.length)?;
+                self.enqueue_accept(Default::default(), 0, true)?;
+            }
+            Ok(())
+        })?;
+        // The first launch of a graph takes it to the device.
+        graph.launch()?;
+        Ok(timer.time(|| graph.launch())? * 1e3 / f64::from(repeats))
     }
 
     /// Waits for the next report in the ring.
@@ -340,7 +455,10 @@ impl Backend for Gpu {
         self.cached.truncate(reused);
         let tokens: Vec<i32> = prompt.iter().map(|&t| t as i32).collect();
         self.history.write(0, &tokens)?;
-        self.words.write(0, &[prompt.len() as u32, 0, 0, 0])?;
+        let mut words = [0; STATE_WORDS];
+        words[SequenceState::LENGTH] = prompt.len() as u32;
+        words[SequenceState::ACCEPTANCE] = drafting::UNTRIED;
+        self.words.write(0, &words)?;
         let mut seen = vec![0u8; self.seen.len()];
         for &token in prompt {
             seen[token as usize] |= SEEN;
@@ -369,7 +487,7 @@ impl Backend for Gpu {
     }
 
     fn step(&mut self) -> Result<Step, Error> {
-        while self.run.enqueued <= self.run.read + RUN_AHEAD {
+        while self.run.enqueued <= self.run.read + self.run_ahead {
             self.enqueue_decode()?;
         }
         let at = self.wait()?;
@@ -383,6 +501,18 @@ impl Backend for Gpu {
             self.cached.extend(self.run.newest.replace(token));
         }
         Ok(step)
+    }
+
+    fn note_phases(&mut self) -> Result<(), Error> {
+        // A trace has room for a step.
+        self.run_ahead = 0;
+        self.forward.begin_trace()
+    }
+
+    fn take_phases(&mut self) -> Result<Vec<Phase>, Error> {
+        let blocks = self.forward.take_trace()?;
+        let first = blocks.first().map(Vec::as_slice).unwrap_or_default();
+        Ok(first.iter().map(|&(mark, time)| (mark.work(), time)).collect())
     }
 
     fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error> {

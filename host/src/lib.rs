@@ -17,6 +17,7 @@ pub mod gemm;
 mod gpu;
 pub mod ngram;
 pub mod prefill;
+pub mod profile;
 pub mod stream;
 pub mod token_copy;
 pub mod weights;
@@ -27,6 +28,7 @@ pub use draft::NgramDraft;
 pub use engine::{DeviceChoice, Engine, Finish, Generation, LoadOptions, Request, Statistics};
 pub use error::{Error, gib};
 pub use gpu::Gpu;
+pub use profile::Profile;
 
 /// Told the bytes loaded so far and in all; breaking stops the load.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> std::ops::ControlFlow<()> + 'a;

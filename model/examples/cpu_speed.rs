@@ -1,6 +1,6 @@
 //! Times the CPU forward pass: `cargo run --release -p model --example cpu_speed -- [MODEL] [TOKENS]`.
 //!
-//! Prints tokens per second of a prompt in one call, of decoding one token at a time, and of steps of eight tokens.
+//! Prints tokens per second of a prompt in one call, of decoding one token at a time, and of steps of two, four and eight tokens.
 
 use std::time::Instant;
 
@@ -18,7 +18,7 @@ fn main() -> Result<(), Error> {
     let model = CpuModel::new(&checkpoint)?;
     let vocab = model.config().vocab_size;
     let prompt: Vec<u32> = (0..tokens).map(|i| (i * 7919 % vocab) as u32).collect();
-    for (name, step) in [("prefill", tokens), ("decode", 1), ("steps of 8", 8)] {
+    for (name, step) in [("prefill", tokens), ("decode", 1), ("steps of 2", 2), ("steps of 4", 4), ("steps of 8", 8)] {
         let mut cache = model.new_cache(tokens);
         let mut logits = vec![0.0; step * vocab];
         let start = Instant::now();

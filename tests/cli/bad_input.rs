@@ -335,3 +335,21 @@ fn flags_that_contradict() {
 fn no_command() {
     warpdraft(&[]).assert().code(2).stdout("").stderr(predicate::str::contains("Usage: warpdraft"));
 }
+
+#[test]
+fn a_profile_that_cannot_be_written_is_refused_before_the_model_is_looked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let to = |path: &std::path::Path| {
+        let command = ["generate", "abc", "--model", "nobody/nothing", "--profile"];
+        warpdraft(&command).arg(path).assert()
+    };
+    refused(to(folder.path()), 1, &["cannot write the profile to", "folder", "name a file"]);
+    let nowhere = folder.path().join("no/such/folder/profile.json");
+    refused(to(&nowhere), 1, &["cannot write the profile to", "no/such/folder"]);
+    // A run that fails later leaves nothing behind, and what was there as it was.
+    let file = folder.path().join("profile.json");
+    std::fs::write(&file, "kept").unwrap();
+    to(&file).failure();
+    assert_eq!(std::fs::read(&file).unwrap(), b"kept");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+}

@@ -21,7 +21,7 @@ fn drafting_does_not_change_the_text() {
     let text = |draft: &[&str]| stdout_of(warpdraft(GREEDY).args(draft).arg(PROMPT));
     let plain = text(&["--draft", "none"]);
     assert_eq!(text(&["--draft", "ngram"]), plain);
-    assert_eq!(text(&["--draft-tokens", "15", "--ngram-max", "3", "--ngram-min", "1"]), plain);
+    assert_eq!(text(&["--draft-always", "--draft-tokens", "15", "--ngram-max", "3", "--ngram-min", "1"]), plain);
 }
 
 #[test]
@@ -110,8 +110,27 @@ fn the_summary_tells_speed_and_drafts() {
     for part in ["demo on CPU", "first token after", "tokens/s", "tried", "accepted", "mean accepted length"] {
         assert!(normal.contains(part), "no {part:?} in {normal}");
     }
-    assert!(summary(&["--verbose"]).contains("steps of  1"));
     assert_eq!(summary(&["--quiet"]), "");
+}
+
+#[test]
+fn verbose_tells_how_many_steps_brought_how_many_tokens() {
+    let drafting = ["--draft-always", "--ignore-eos", PROMPT];
+    let statistics = json_of(warpdraft(GREEDY).args(drafting).arg("--json"))["statistics"].clone();
+    let output = warpdraft(GREEDY).args(drafting).arg("--verbose").output().unwrap();
+    let summary = String::from_utf8(output.stderr).unwrap();
+    assert!(summary.contains(&format!("{} tried, {} accepted", statistics["drafted"], statistics["accepted"])));
+    let lines = summary.lines().filter_map(|line| line.strip_prefix("steps of "));
+    let histogram: serde_json::Map<_, _> = lines
+        .map(|line| {
+            let mut words = line.split_whitespace();
+            let (length, count) = (words.next().unwrap(), words.next().unwrap());
+            assert!(words.next().unwrap().chars().all(|c| c == '#'), "{line}");
+            (length.to_owned(), count.parse::<u64>().unwrap().into())
+        })
+        .collect();
+    assert!(histogram.len() > 1, "{summary}");
+    assert_eq!(serde_json::Value::from(histogram), statistics["step_lengths"]);
 }
 
 #[test]
@@ -157,4 +176,85 @@ fn help_has_examples() {
     for command in ["generate", "chat", "inspect", "batch", "completions"] {
         warpdraft(&[command, "--help"]).assert().success().stdout(predicate::str::contains("Examples:"));
     }
+}
+
+/// A span of a trace: track, name, start and end in microseconds, arguments.
+type Span = (u64, String, f64, f64, serde_json::Value);
+
+fn spans(trace: &serde_json::Value) -> Vec<Span> {
+    let events = trace["traceEvents"].as_array().unwrap();
+    let spans = events.iter().filter(|event| event["ph"] == "X");
+    let number = |value: &serde_json::Value| value.as_f64().unwrap();
+    let span = |event: &serde_json::Value| {
+        let (start, name) = (number(&event["ts"]), event["name"].as_str().unwrap().to_owned());
+        (event["tid"].as_u64().unwrap(), name, start, start + number(&event["dur"]), event["args"].clone())
+    };
+    spans.map(span).collect()
+}
+
+/// Runs `generate --profile` and gives its JSON and the trace's spans, after a look at what holds of any trace.
+fn profiled(args: &[&str]) -> (serde_json::Value, Vec<Span>) {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("profile.json");
+    let json = json_of(warpdraft(&["generate", "--json", "--profile"]).arg(&file).args(args));
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!(trace["otherData"]["device"], json["device"]);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left in the folder");
+
+    let spans = spans(&trace);
+    const ROUNDING: f64 = 1e-3;
+    for (i, (track, name, start, end, _)) in spans.iter().enumerate() {
+        assert!(*start >= 0.0 && end >= start, "{name} from {start} to {end}");
+        for (_, other, from, to, _) in spans[..i].iter().filter(|other| other.0 == *track) {
+            let apart = *to <= start + ROUNDING || *end <= from + ROUNDING;
+            let within = |a: (f64, f64), b: (f64, f64)| a.0 >= b.0 - ROUNDING && a.1 <= b.1 + ROUNDING;
+            let nested = within((*from, *to), (*start, *end)) || within((*start, *end), (*from, *to));
+            assert!(apart || nested, "{name} from {start} to {end} cuts {other} from {from} to {to}");
+        }
+    }
+    let statistics = &json["statistics"];
+    let of = |name: &str| spans.iter().filter(|span| span.1 == name).collect::<Vec<_>>();
+    let sum = |name: &str, arg: &str| of(name).iter().map(|span| span.4[arg].as_u64().unwrap()).sum::<u64>();
+    assert_eq!(of("step").len() as u64, statistics["steps"].as_u64().unwrap());
+    assert_eq!(sum("step", "drafted"), statistics["drafted"].as_u64().unwrap());
+    assert_eq!(sum("step", "accepted"), statistics["accepted"].as_u64().unwrap());
+    assert_eq!(sum("step", "tokens") + 1, statistics["generated_tokens"].as_u64().unwrap());
+    assert_eq!(sum("step", "rows"), sum("step", "drafted") + of("step").len() as u64);
+    assert_eq!(of("detokenise").len() as u64, statistics["generated_tokens"].as_u64().unwrap());
+    assert_eq!(sum("prompt", "tokens"), statistics["prompt_tokens"].as_u64().unwrap());
+    for name in ["open", "tokenise", "load", "prompt", "generate"] {
+        assert_eq!(of(name).len(), 1, "{name}");
+    }
+    // All of an answer is in `generate`, and nearly all of that in its parts.
+    let generate = of("generate")[0];
+    let inside = ["prompt", "step", "detokenise"].map(of).concat();
+    let parts: f64 = inside.iter().map(|span| span.3 - span.2).sum();
+    assert!(inside.iter().all(|span| span.2 >= generate.2 && span.3 <= generate.3 + ROUNDING));
+    assert!(parts <= generate.3 - generate.2 && parts > 0.8 * (generate.3 - generate.2), "{parts} µs of {generate:?}");
+    (json, spans)
+}
+
+#[test]
+fn a_profile_has_a_span_for_each_step() {
+    let args = ["--temperature", "0", "--max-tokens", "64", "--ignore-eos", "--draft-always", PROMPT];
+    let (json, spans) = profiled(&args);
+    assert!(json["statistics"]["accepted"].as_u64() > Some(0));
+    assert!(spans.iter().all(|span| span.0 == 1), "a CPU has no track of a device");
+    let plain = json_of(warpdraft(&["generate", "--json"]).args(args));
+    assert_eq!(json["tokens"], plain["tokens"]);
+}
+
+#[test]
+fn a_profile_shows_the_phases_of_streamed_steps() {
+    let dir = golden("tied_bf16");
+    let args = ["--temperature", "0", "--max-tokens", "4", "--context", "64", "--device", "emulator", "abc", "--model"];
+    let (json, spans) = profiled(&[&args[..], &[dir.to_str().unwrap()]].concat());
+    let count = |name: &str| spans.iter().filter(|span| span.0 == 2 && span.1 == name).count() as u64;
+    let steps = json["statistics"]["steps"].as_u64().unwrap();
+    assert_eq!((count("streamed step"), count("embed"), count("head")), (steps, steps, steps));
+    // The same number in each layer of each step.
+    assert!(count("qkv") > 0 && count("qkv").is_multiple_of(steps) && count("down") == count("qkv"));
+    let parts: f64 = spans.iter().filter(|s| s.0 == 2 && s.1 != "streamed step").map(|s| s.3 - s.2).sum();
+    let whole: f64 = spans.iter().filter(|s| s.1 == "streamed step").map(|s| s.3 - s.2).sum();
+    assert!((parts - whole).abs() < 1e-6 * whole + 1.0, "{parts} of {whole}");
 }

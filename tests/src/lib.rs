@@ -1,5 +1,7 @@
 //! What the integration tests share: the golden checkpoints of `tests/golden`, made by `scripts/make_golden.py`.
 
+pub mod distribution;
+
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -216,4 +218,79 @@ pub fn prefilled(
         Ok(logits)
     };
     run().unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The tokens that a sequence by itself answers `request` with, and in how many decode steps; there are no end tokens.
+///
+/// # Panics
+/// If anything fails.
+pub fn run(gpu: &mut host::Gpu, request: &host::Request) -> (Vec<u32>, usize) {
+    use host::Backend;
+
+    let mut run = || -> Result<(Vec<u32>, usize), host::Error> {
+        gpu.begin(&sequence(request))?;
+        let (mut tokens, mut steps) = (Vec::new(), 0);
+        loop {
+            let step = gpu.step()?;
+            tokens.extend(step.tokens);
+            if step.finished {
+                return Ok((tokens, steps));
+            }
+            steps += 1;
+        }
+    };
+    run().unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn sequence(request: &host::Request) -> host::Sequence<'_> {
+    host::Sequence {
+        prompt: &request.prompt,
+        max_length: request.prompt.len() + request.max_tokens,
+        sampling: request.sampling,
+        draft: request.draft,
+        stop_tokens: &[],
+    }
+}
+
+/// The driver's calls from the first token of an answer until its last.
+///
+/// # Panics
+/// If anything fails.
+pub fn decode_calls(
+    gpu: &mut host::Gpu,
+    device: &host::device::Device,
+    request: &host::Request,
+) -> host::device::Calls {
+    use host::Backend;
+
+    let mut run = || -> Result<host::device::Calls, host::Error> {
+        gpu.begin(&sequence(request))?;
+        assert!(!gpu.step()?.finished);
+        let before = device.calls();
+        while !gpu.step()?.finished {}
+        Ok(device.calls().since(before))
+    };
+    run().unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// Checks that the decode loop never waits: the calls of an answer of 2 `tokens` and of one of `tokens` differ by `launches` for each token, and by nothing else.
+///
+/// # Errors
+/// What was counted instead.
+pub fn check_decode_calls(
+    gpu: &mut host::Gpu,
+    device: &host::device::Device,
+    request: &host::Request,
+    launches: u64,
+) -> Result<(), String> {
+    let tokens = request.max_tokens;
+    let [short, long] = [tokens, 2 * tokens]
+        .map(|max_tokens| decode_calls(gpu, device, &host::Request { max_tokens, ..request.clone() }));
+    let expected =
+        host::device::Calls { launches: short.launches + launches * tokens as u64, ..host::device::Calls::default() };
+    if long == expected && short.launches > 0 {
+        Ok(())
+    } else {
+        Err(format!("{tokens} tokens: {short:?}, twice as many: {long:?}; {launches} launches a token were expected"))
+    }
 }

@@ -86,7 +86,7 @@ fn a_request_gives_the_same_tokens_in_any_company() {
     let expected: Vec<_> = requests.iter().map(|request| answer(&mut alone, request)).collect();
 
     let mut jobs: Vec<(usize, Request)> = requests.into_iter().enumerate().collect();
-    let drafting = Some(NgramDraft { tokens: 7, max: 3, min: 1 });
+    let drafting = Some(NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false });
     let mut seen = [0; 4];
     for (limits, draft) in [
         (limits(64, 24, 0, None), None),

@@ -1,8 +1,9 @@
 //! The GPU path under the emulator: every kernel and every launch of the forward pass and the decode loop, lane by lane,
 //! checked for races and stray accesses on the way.
 
+use host::draft::script;
 use host::{DeviceChoice, NgramDraft};
-use integration_tests::{answer, engine, golden_cases, greedy, prefilled, relative_error, streamed_and_launched};
+use integration_tests::{answer, engine, golden_cases, greedy, prefilled, relative_error, run, streamed_and_launched};
 use model::{Checkpoint, Sampling};
 
 /// Activations are rounded to bf16 before each product, as on a GPU, and so are f16 and f32 weights.
@@ -34,7 +35,7 @@ fn drafts_chunks_and_company_change_nothing() {
             let request = |draft| host::Request { sampling, ..greedy(&prompt, 24, draft) };
             let plain = answer(&mut engine, &request(None));
             // The second time all but the last token of the prompt is in the cache.
-            let again = answer(&mut engine, &request(Some(NgramDraft { tokens: 15, max: 3, min: 1 })));
+            let again = answer(&mut engine, &request(Some(NgramDraft { tokens: 15, max: 3, min: 1, adaptive: false })));
             assert_eq!(again.statistics.cached_tokens, prompt.len() - 1);
             assert_eq!(plain.tokens, again.tokens, "{}", case.name);
         }
@@ -65,5 +66,54 @@ fn the_pass_for_prompts_matches_transformers_in_any_pieces() {
         println!("{}: {error:.1e}", case.name);
         assert!(error < TOLERANCE, "{}: {error:.1e}", case.name);
         assert_eq!(prefilled(&device, &checkpoint, &case.prompt, 5), whole, "{}", case.name);
+    }
+}
+
+#[test]
+fn a_script_is_confirmed_as_far_as_it_is_right() {
+    let case = golden_cases().remove(0);
+    let checkpoint = Checkpoint::open(&case.dir).unwrap();
+    let device = host::device::Device::emulator(0);
+    let mut gpu = host::Gpu::new(&checkpoint, &device, 64, &mut |_, _| std::ops::ControlFlow::Continue(())).unwrap();
+    let request = |draft| greedy(&case.prompt[..4], 19, draft);
+    let (plain, steps) = run(&mut gpu, &request(None));
+    assert_eq!((plain.len(), steps), (19, 18));
+    let eager = NgramDraft { tokens: 7, adaptive: false, ..NgramDraft::default() };
+    gpu.set_script(Some(&script(&case.prompt[..4], &plain, &[1, 3, 5]))).unwrap();
+    assert_eq!(run(&mut gpu, &request(Some(eager))), (plain.clone(), 6));
+    // With more drafts than it has room for, and with as many as are worth it.
+    assert_eq!(run(&mut gpu, &request(Some(NgramDraft { tokens: 15, ..eager }))), (plain.clone(), 6));
+    assert_eq!(run(&mut gpu, &request(Some(NgramDraft { adaptive: true, ..eager }))).0, plain);
+    gpu.set_script(None).unwrap();
+    assert_eq!(run(&mut gpu, &request(Some(eager))).0, plain);
+}
+
+#[test]
+fn norms_and_silu_in_launches_of_their_own_match_transformers_too() {
+    use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
+    use host::forward::{Forward, LogitRows};
+
+    for case in golden_cases() {
+        let checkpoint = Checkpoint::open(&case.dir).unwrap();
+        let device = host::device::Device::emulator(0);
+        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+        let weights = host::weights::DeviceWeights::upload(&checkpoint, &device, go_on).unwrap();
+        let rows = case.prompt.len();
+        let mut forward = Forward::new(&device, &checkpoint.config, weights, rows).unwrap();
+        let history: Vec<i32> = case.prompt.iter().map(|&t| t as i32).collect();
+        let (history, words) = (device.upload(&history).unwrap(), device.zeroed::<u32>(STATE_WORDS).unwrap());
+        let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };
+        for (norms, silu) in [(true, false), (false, true), (true, true)] {
+            forward.take_apart(norms, silu).unwrap();
+            let plan = PlanPrompt { rows: forward.rows(), state, start: 0, count: rows as u32 };
+            // SAFETY: the history has the tokens, and rows have room for them.
+            unsafe { device.launch::<step::plan_prompt>(1, 0, plan).unwrap() };
+            forward.enqueue(rows as u32, rows as u32, LogitRows::From(0)).unwrap();
+            let mut logits = vec![0.0; rows * case.vocab];
+            forward.logits().read(0, &mut logits).unwrap();
+            let error = relative_error(&logits, &case.logits);
+            println!("{}, norms {norms}, SiLU {silu}: {error:.1e}", case.name);
+            assert!(error < TOLERANCE, "{}: {error:.1e}", case.name);
+        }
     }
 }

@@ -4,36 +4,49 @@
 use std::process::ExitCode;
 
 use host::device::{self, Device};
-use host::{DeviceChoice, NgramDraft};
+use host::draft::script;
+use host::forward::Footprint;
+use host::weights::DeviceWeights;
+use host::{DeviceChoice, Gpu, NgramDraft};
+use integration_tests::distribution::check_demo;
 use integration_tests::{
-    answer, demo, demo_prompts, engine, golden_cases, greedy, prefilled, relative_error, streamed_and_launched,
+    answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, golden_cases, greedy, prefilled,
+    relative_error, run, streamed_and_launched,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
-use model::{Checkpoint, Sampling};
+use model::{Checkpoint, Config, Sampling};
+
+/// As many drafts as there can be, however few of them are right.
+const EAGER: NgramDraft = NgramDraft { tokens: 15, max: 3, min: 1, adaptive: false };
 
 const GPU: DeviceChoice = DeviceChoice::Cuda(0);
 
 type Test = fn() -> Result<(), Failed>;
 
 fn main() -> ExitCode {
-    let arguments = Arguments::from_args();
+    let mut arguments = Arguments::from_args();
+    // Calls of the driver are counted for the whole program.
+    arguments.test_threads = Some(1);
     let cards = device::cards().unwrap_or_default();
     match cards.first() {
         Some(card) => println!("on {}", card.name),
         None => println!("ignored: there is no CUDA card (these tests need one)"),
     }
-    let tests: [(&str, Test); 9] = [
+    let tests: [(&str, Test); 12] = [
         ("golden_logits", golden_logits),
         ("demo_logits_match_the_cpu", demo_logits_match_the_cpu),
         ("greedy_output_is_the_same_with_drafts", greedy_output_is_the_same_with_drafts),
         ("sampled_output_is_the_same_with_drafts", sampled_output_is_the_same_with_drafts),
+        ("sampled_output_has_the_distribution_of_the_model", sampled_output_has_the_distribution_of_the_model),
+        ("drafts_and_pieces_change_nothing_at_the_8b_shape", drafts_and_pieces_change_nothing_at_the_8b_shape),
         ("the_prompt_may_come_in_any_pieces", the_prompt_may_come_in_any_pieces),
         (
             "a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces",
             a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces,
         ),
         ("the_streamed_step_gives_the_bits_of_the_launches", the_streamed_step_gives_the_bits_of_the_launches),
+        ("a_token_takes_launches_and_nothing_else", a_token_takes_launches_and_nothing_else),
         ("a_card_too_small_is_said_before_loading", a_card_too_small_is_said_before_loading),
         ("a_card_that_is_not_there_is_named", a_card_that_is_not_there_is_named),
     ];
@@ -83,10 +96,10 @@ fn greedy_output_is_the_same_with_drafts() -> Result<(), Failed> {
     let checkpoint = demo();
     let mut engine = engine(&checkpoint, GPU, 512);
     let mut accepted = 0;
-    for prompt in demo_prompts(&checkpoint, 200, 48) {
-        let plain = answer(&mut engine, &greedy(&prompt, 256, None));
-        for draft in [NgramDraft::default(), NgramDraft { tokens: 15, max: 3, min: 1 }] {
-            let drafted = answer(&mut engine, &greedy(&prompt, 256, Some(draft)));
+    for prompt in demo_prompts(&checkpoint, 1000, 48) {
+        let plain = answer(&mut engine, &greedy(&prompt, 128, None));
+        for draft in [NgramDraft::default(), EAGER] {
+            let drafted = answer(&mut engine, &greedy(&prompt, 128, Some(draft)));
             if plain.tokens != drafted.tokens {
                 return Err(format!("differs with {draft:?} for {prompt:?}").into());
             }
@@ -111,8 +124,56 @@ fn sampled_output_is_the_same_with_drafts() -> Result<(), Failed> {
             seed: prompt[0] as u64,
         };
         let mut run = |draft| answer(&mut engine, &host::Request { sampling, ..greedy(&prompt, 200, draft) }).tokens;
-        if run(None) != run(Some(NgramDraft { tokens: 15, max: 3, min: 1 })) {
+        if run(None) != run(Some(EAGER)) {
             return Err(format!("differs for {prompt:?}").into());
+        }
+    }
+    Ok(())
+}
+
+fn sampled_output_has_the_distribution_of_the_model() -> Result<(), Failed> {
+    Ok(check_demo(&mut engine(&demo(), GPU, 512), 4000)?)
+}
+
+fn drafts_and_pieces_change_nothing_at_the_8b_shape() -> Result<(), Failed> {
+    let (device, config) = (Device::cuda(0)?, Config::published("8B").ok_or("no such shape")?);
+    let (length, tokens) = (600, 96);
+    // The weights, once more in the order of the stream, and the cache.
+    let needed = Footprint::of(&config, 1024, device.is_hopper());
+    if device.free_memory()?.is_some_and(|free| free < 2 * needed.weights + needed.working) {
+        println!("not on this card: it has too little memory");
+        return Ok(());
+    }
+    let mut gpu = Gpu::with_weights(&device, &config, DeviceWeights::random(&config, &device)?, 1024)?;
+    let vocab = config.vocab_size as u64;
+    let prompt: Vec<u32> = (0..length).map(|i| (model::sampling::random(11, i) % vocab) as u32).collect();
+    let (plain, steps) = run(&mut gpu, &greedy(&prompt, tokens, None));
+    // Not text of a token or two.
+    let distinct: std::collections::BTreeSet<_> = plain.iter().collect();
+    println!("{} distinct tokens of {tokens}", distinct.len());
+    assert_eq!(steps, tokens - 1);
+    // Steps of 8 and of 16 rows, with drafts that are right for a while.
+    for (drafts, lengths) in [(7, [1, 3, 5]), (7, [8, 1, 2]), (15, [1, 3, 5]), (15, [16, 1, 9])] {
+        gpu.set_script(Some(&script(&prompt, &plain, &lengths)))?;
+        let draft = Some(NgramDraft { tokens: drafts, adaptive: false, ..NgramDraft::default() });
+        let (found, steps) = run(&mut gpu, &greedy(&prompt, tokens, draft));
+        println!("{drafts} drafts, right for {lengths:?}: {:.2} tokens a step", (tokens - 1) as f64 / steps as f64);
+        if found != plain {
+            return Err(format!("differs with {drafts} drafts that are right for {lengths:?}").into());
+        }
+        assert!(steps <= tokens / 2, "the drafts were not confirmed");
+    }
+    gpu.set_script(None)?;
+    for draft in [NgramDraft::default(), EAGER] {
+        if run(&mut gpu, &greedy(&prompt, tokens, Some(draft))).0 != plain {
+            return Err(format!("differs with {draft:?}").into());
+        }
+    }
+    // The first part of the prompt stays in the cache.
+    for cut in [1, 64, 257, 599] {
+        run(&mut gpu, &greedy(&prompt[..cut], 1, None));
+        if run(&mut gpu, &greedy(&prompt, tokens, None)).0 != plain {
+            return Err(format!("differs when {cut} tokens came first").into());
         }
     }
     Ok(())
@@ -167,6 +228,18 @@ fn the_streamed_step_gives_the_bits_of_the_launches() -> Result<(), Failed> {
         }
     }
     Ok(())
+}
+
+fn a_token_takes_launches_and_nothing_else() -> Result<(), Failed> {
+    let (device, checkpoint) = (Device::cuda(0)?, demo());
+    let mut gpu = Gpu::new(&checkpoint, &device, 1024, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
+    device.count_calls();
+    let prompt = demo_prompts(&checkpoint, 1, 48).remove(0);
+    // However many launches a step has, each token takes as many.
+    let request = |max_tokens| greedy(&prompt, max_tokens, None);
+    let [one, two] = [16, 17].map(|tokens| decode_calls(&mut gpu, &device, &request(tokens)).launches);
+    println!("{} launches a token", two - one);
+    Ok(check_decode_calls(&mut gpu, &device, &request(200), two - one)?)
 }
 
 fn a_card_too_small_is_said_before_loading() -> Result<(), Failed> {

@@ -1,6 +1,8 @@
 //! `warpdraft generate`: a prompt in, its continuation out.
 
-use host::Finish;
+use std::time::Instant;
+
+use host::{Finish, Profile};
 
 use crate::commands::{answer, chat_template};
 use crate::output::Answer;
@@ -12,17 +14,28 @@ use crate::{Ending, loading, output};
 /// # Errors
 /// Whatever is wrong with the model, the prompt or the device; a closed pipe.
 pub fn run(command: Generate) -> anyhow::Result<Ending> {
-    let Generate { source, load, prompt, answer: settings, report } = command;
+    let Generate { source, load, prompt, answer: settings, report, profile: trace } = command;
     loading::start_log(report)?;
+    let mut profile = Profile::default();
+    let start = Instant::now();
     let checkpoint = loading::open(&source, false, report)?;
+    profile.span("open", start, &[]);
     let text = match &prompt {
         Prompt::Text(text) => text.clone(),
         Prompt::Conversation { messages, think } => {
             chat_template(&checkpoint, &source)?.render(messages, *think, true)?
         }
     };
-    let request = settings.request(checkpoint.tokenizer.encode(&text)?, &checkpoint.generation);
+    let start = Instant::now();
+    let tokens = checkpoint.tokenizer.encode(&text)?;
+    profile.span("tokenise", start, &[("bytes", text.len() as u64), ("tokens", tokens.len() as u64)]);
+    let request = settings.request(tokens, &checkpoint.generation);
+    let start = Instant::now();
     let mut engine = loading::load(checkpoint, load, report)?;
+    profile.span("load", start, &[]);
+    if trace.is_some() {
+        engine.begin_profile(profile)?;
+    }
 
     let generation = answer(&mut engine, &request, !report.json)?;
     let answer = Answer {
@@ -31,6 +44,9 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
         sampling: request.sampling,
         generation: &generation,
     };
+    if let Some((trace, profile)) = trace.zip(engine.take_profile()) {
+        trace.write(&profile, &answer.model, &answer.device)?;
+    }
     if report.json {
         output::print_json(&answer.json(), false)?;
     } else {

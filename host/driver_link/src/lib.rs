@@ -13,6 +13,7 @@
 
 use std::ffi::{CStr, c_char};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use libloading::Library;
 
@@ -47,8 +48,28 @@ fn resolve(name: &str) -> Result<usize, u32> {
     symbol.map(|f| *f as usize).map_err(|_| NOT_FOUND)
 }
 
+static COUNTING: AtomicBool = AtomicBool::new(false);
+
+/// From now on, counts the calls of every entry point, of all threads. Without it, a call does no more than look at this switch.
+pub fn count_calls() {
+    COUNTING.store(true, Ordering::Relaxed);
+}
+
+/// How often each entry point was called since [`count_calls`].
+pub fn calls() -> impl Iterator<Item = (&'static str, u64)> {
+    COUNTS.iter().map(|(name, count)| (*name, count.load(Ordering::Relaxed)))
+}
+
 macro_rules! forward {
-    ($($name:ident($($arg:ident)*);)*) => { $(
+    ($($name:ident($($arg:ident)*);)*) => {
+        #[allow(non_upper_case_globals)]
+        mod counts {
+            $(pub(super) static $name: super::AtomicU64 = super::AtomicU64::new(0);)*
+        }
+
+        static COUNTS: &[(&str, &AtomicU64)] = &[$((stringify!($name), &counts::$name)),*];
+
+        $(
         #[doc = concat!("Forwards to the driver's `", stringify!($name), "`.")]
         ///
         /// # Safety
@@ -57,6 +78,9 @@ macro_rules! forward {
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe extern "C" fn $name($($arg: usize),*) -> u32 {
             static ORIGINAL: OnceLock<Result<usize, u32>> = OnceLock::new();
+            if COUNTING.load(Ordering::Relaxed) {
+                counts::$name.fetch_add(1, Ordering::Relaxed);
+            }
             match *ORIGINAL.get_or_init(|| resolve(stringify!($name))) {
                 Err(code) => code,
                 Ok(address) => {
@@ -67,8 +91,8 @@ macro_rules! forward {
                     unsafe { original($($arg),*) }
                 }
             }
-        }
-    )* };
+        })*
+    };
     (@word $arg:ident) => { usize };
 }
 

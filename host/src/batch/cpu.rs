@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use gpu_kernels::drafting;
 use model::{Checkpoint, CpuModel, KvPages, Row, Sampling};
 use rayon::prelude::*;
 
@@ -9,8 +10,8 @@ use super::backend::{BatchBackend, Logprobs, Outcome, Start};
 use super::plan::{Page, Plan, Work};
 use super::scheduler::{Costs, Limits};
 use crate::Error;
-use crate::cpu::confirm;
-use crate::draft::NgramDraft;
+use crate::cpu::{DRAFT_COST, confirm};
+use crate::draft::{NgramDraft, learned};
 
 /// Runs batches on the CPU.
 pub struct CpuBatch {
@@ -35,6 +36,22 @@ struct Slot {
     stop_tokens: Vec<u32>,
     logprobs: Option<u32>,
     table: Vec<Page>,
+    /// What proposals were worth of late.
+    acceptance: u32,
+}
+
+/// Drafts for a work.
+#[derive(Clone, Default)]
+struct Drafts {
+    proposed: Vec<u32>,
+    /// How many of them, from the first on, run.
+    count: usize,
+}
+
+impl Drafts {
+    fn run(&self) -> &[u32] {
+        &self.proposed[..self.count]
+    }
 }
 
 /// Seconds for each of many like things.
@@ -104,6 +121,7 @@ impl CpuBatch {
                 stop_tokens: start.stop_tokens.to_vec(),
                 logprobs: start.logprobs,
                 table: Vec::new(),
+                acceptance: drafting::UNTRIED,
             };
         }
         for entry in &plan.tables {
@@ -115,26 +133,29 @@ impl CpuBatch {
     }
 
     /// Drafts of each work.
-    fn drafts(&self, plan: &Plan) -> Vec<Vec<u32>> {
+    fn drafts(&self, plan: &Plan) -> Vec<Drafts> {
         let Some(draft) = self.draft.filter(|_| plan.draft_threshold > 0) else {
-            return vec![Vec::new(); plan.work.len()];
+            return vec![Drafts::default(); plan.work.len()];
         };
-        let drafting = |work: &Work| work.samples && work.rows == 1;
-        let active = plan.work.iter().filter(|work| drafting(work)).count() as i64;
+        let drafts = |work: &Work| work.samples && work.rows == 1;
+        let active = plan.work.iter().filter(|work| drafts(work)).count() as i64;
         let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
+        let others = plan.work.iter().map(|work| work.rows).sum::<u32>() - 1;
         let mut propose = |work: &Work| {
-            if !drafting(work) {
-                return Vec::new();
+            if !drafts(work) {
+                return Drafts::default();
             }
             let tokens = budget.next().min(work.most_drafts).min(draft.tokens);
             if tokens == 0 {
-                return Vec::new();
+                return Drafts::default();
             }
             let slot = &self.slots[work.slot as usize];
             let draft = NgramDraft { tokens, ..draft };
-            let drafts = draft.propose(bytemuck::cast_slice(&slot.history), slot.max_length);
-            budget.used += drafts.len() as i64;
-            drafts
+            let proposed = draft.propose(bytemuck::cast_slice(&slot.history), slot.max_length);
+            let cost = draft.cost(DRAFT_COST);
+            let count = drafting::worthwhile(slot.acceptance, cost, others, proposed.len() as u32);
+            budget.used += i64::from(count);
+            Drafts { proposed, count: count as usize }
         };
         plan.work.iter().map(&mut propose).collect()
     }
@@ -162,7 +183,7 @@ impl BatchBackend for CpuBatch {
             let slot = &self.slots[work.slot as usize];
             let (first, count) = (work.start as usize, work.rows as usize);
             let known = slot.history[first..first + count].iter();
-            rows.extend(known.chain(drafts).enumerate().map(|(i, &token)| Row {
+            rows.extend(known.chain(drafts.run()).enumerate().map(|(i, &token)| Row {
                 token,
                 position: first + i,
                 pages: &slot.table,
@@ -182,19 +203,20 @@ impl BatchBackend for CpuBatch {
         let mut logits = &*logits;
         let mut choices = Vec::new();
         for (work, drafts) in plan.work.iter().zip(drafts).filter(|(work, _)| work.samples) {
-            let (here, rest) = logits.split_at((1 + drafts.len()) * vocab);
+            let (here, rest) = logits.split_at((1 + drafts.count) * vocab);
             logits = rest;
             if let Some(slot) = slots[work.slot as usize].take() {
                 choices.push((work.slot, slot, drafts, here));
             }
         }
-        let choose = |(number, slot, drafts, logits): (u32, &mut Slot, Vec<u32>, &[f32])| {
+        let choose = |(number, slot, drafts, logits): (u32, &mut Slot, Drafts, &[f32])| {
             let Slot { history, prompt, max_length, sampling, stop_tokens, .. } = slot;
-            let tokens = confirm(history, *prompt, *max_length, sampling, stop_tokens, &drafts, logits);
+            let tokens = confirm(history, *prompt, *max_length, sampling, stop_tokens, drafts.run(), logits);
+            slot.acceptance = learned(slot.acceptance, &drafts.proposed, &tokens);
             let rows = tokens.iter().zip(logits.chunks_exact(vocab));
             let logprobs =
                 slot.logprobs.map_or(Vec::new(), |top| rows.map(|(&t, row)| Logprobs::of(row, t, top)).collect());
-            Outcome { slot: number, tokens, logprobs, drafted: drafts.len() }
+            Outcome { slot: number, tokens, logprobs, drafted: drafts.count }
         };
         let outcomes = choices.into_par_iter().map(choose).collect();
         self.rows.add(start, count);
@@ -260,7 +282,7 @@ mod tests {
             for b in 0..batch {
                 let history = &histories[b * stride..][..newest[b] as usize + 1];
                 let tokens = budget.next().min(most as u32);
-                let draft = NgramDraft { tokens, max: 3, min: 1 };
+                let draft = NgramDraft { tokens, max: 3, min: 1, adaptive: false };
                 let drafts = if tokens > 0 { draft.propose(history, limit[b] as usize).len() } else { 0 };
                 budget.used += drafts as i64;
                 assert_eq!(rows[b] as usize, 1 + drafts, "seed {seed}, sequence {b}");

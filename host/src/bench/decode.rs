@@ -98,6 +98,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
                 draft_rows: draft_rows.ptr(),
                 counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
                 counter_count: counters.map_or(0, |c| c.len() as u32),
+                cost: Default::default(),
             };
             // SAFETY: the history has the tokens, and rows have room for a step.
             let plan = || unsafe { device.launch::<step::plan_decode>(1, 0, plan) };

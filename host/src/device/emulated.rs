@@ -7,24 +7,40 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cuda_std::Kernel;
 use cuda_std::emulator::{self, Launch};
 
-use super::{Begin, Grid};
+use super::{Begin, Calls, Grid};
 use crate::Error;
 
 pub(super) struct Emulator {
     seed: AtomicU64,
     memory: Mutex<HashMap<u64, emulator::Buffer<u8>>>,
+    calls: Mutex<Calls>,
 }
 
 impl Emulator {
     pub(super) fn new(seed: u64) -> Self {
-        Self { seed: AtomicU64::new(seed), memory: Mutex::default() }
+        Self { seed: AtomicU64::new(seed), memory: Mutex::default(), calls: Mutex::default() }
     }
 
     fn memory(&self) -> std::sync::MutexGuard<'_, HashMap<u64, emulator::Buffer<u8>>> {
         self.memory.lock().unwrap_or_else(|e| e.into_inner())
     }
 
+    /// The calls so far, as a card's driver would have had them.
+    pub(super) fn calls(&self) -> Calls {
+        *self.calls.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn count(&self, add: impl FnOnce(&mut Calls)) {
+        add(&mut self.calls.lock().unwrap_or_else(|e| e.into_inner()));
+    }
+
+    /// Nothing to wait for: launches are synchronous.
+    pub(super) fn synchronize(&self) {
+        self.count(|calls| calls.waits += 1);
+    }
+
     pub(super) fn allocate(&self, bytes: usize) -> u64 {
+        self.count(|calls| calls.allocations += 1);
         let buffer = emulator::Buffer::from_slice(&vec![0u8; bytes]);
         let address = buffer.ptr().addr();
         self.memory().insert(address, buffer);
@@ -32,15 +48,24 @@ impl Emulator {
     }
 
     pub(super) fn free(&self, address: u64) {
+        self.count(|calls| {
+            calls.allocations += 1;
+            calls.waits += 1;
+        });
         self.memory().remove(&address);
     }
 
     pub(super) fn write(&self, to: u64, data: &[u8]) {
+        self.count(|calls| calls.copies += 1);
         // SAFETY: callers stay within a live buffer, and no launch is running: launches are synchronous.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to as *mut u8, data.len()) };
     }
 
     pub(super) fn read(&self, from: u64, out: &mut [u8]) {
+        self.count(|calls| {
+            calls.copies += 1;
+            calls.waits += 1;
+        });
         // SAFETY: as for `write`.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, out.as_mut_ptr(), out.len()) };
     }
@@ -54,6 +79,7 @@ impl Emulator {
         begin: Begin,
         params: K::Params,
     ) -> Result<(), Error> {
+        self.count(|calls| calls.launches += 1);
         let launch = Launch {
             grid: [grid.0, grid.1, grid.2],
             threads: K::THREADS,

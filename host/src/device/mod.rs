@@ -3,6 +3,7 @@
 //! Everything above this module (weights, cache, forward pass, decode loop) is the same code on both, so that tests
 //! without a GPU run the launches that a GPU runs.
 
+mod calls;
 mod cuda;
 mod emulated;
 mod pinned;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use cuda_std::{Global, GlobalMut, Kernel};
 
+pub use calls::Calls;
 pub use cuda::{CardInfo, PTX, cards};
 pub use pinned::Pinned;
 pub use tensor::TensorMaps;
@@ -243,7 +245,10 @@ impl Device {
     pub fn synchronize(&self) -> Result<(), Error> {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.synchronize(),
-            Kind::Emulator(_) => Ok(()),
+            Kind::Emulator(emulator) => {
+                emulator.synchronize();
+                Ok(())
+            }
         }
     }
 

@@ -50,7 +50,10 @@ impl Device {
     pub fn synchronize_all(&self) -> Result<(), Error> {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.synchronize_card(),
-            Kind::Emulator(_) => Ok(()),
+            Kind::Emulator(emulator) => {
+                emulator.synchronize();
+                Ok(())
+            }
         }
     }
 

@@ -11,7 +11,7 @@ use super::input::{Lines, Packing, cannot_read};
 use super::output::Packer;
 use super::result::Written;
 use crate::Ending;
-use crate::output::note;
+use crate::output::{note, share_with_others};
 use crate::resolve::batch::Merge;
 
 /// A result in the spill file.
@@ -145,14 +145,4 @@ fn copy(
         }
     }
     write(&packer.take()?)
-}
-
-/// Temporary files are for their owner alone; results are as readable as any file.
-fn share_with_others(file: &File) -> std::io::Result<()> {
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        file.set_permissions(std::fs::Permissions::from_mode(0o644))?;
-    }
-    Ok(())
 }

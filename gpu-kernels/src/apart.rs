@@ -1,0 +1,105 @@
+//! What was folded into its neighbours since, in launches of its own: the first rung of the ladder, kept to measure what the folding gained
+//! (`host/examples/ablation.rs`). Nothing else runs these.
+//!
+//! - [`rms_norm`] reads the residual stream once more and writes the normalised input of the next product; today its halves are in whoever writes the
+//!   residual and in the product ([`norm`](crate::norm)).
+//! - [`silu_mul`] reads the gate's and the up projection's outputs; today one product makes both
+//!   ([`linear::swiglu_8`](crate::linear::swiglu_8)).
+
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread};
+
+use crate::norm::warp_sum;
+use crate::step::Rows;
+
+const THREADS: u32 = 256;
+
+/// Parameters of [`rms_norm`]. Grid: (1, rows). Shared memory: [`RmsNorm::SHARED_BYTES`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNorm {
+    /// The rows of this step.
+    pub rows: Rows,
+    /// `[rows, dim]`.
+    pub x: Global<f32>,
+    /// `[dim]`.
+    pub weight: Global<bf16>,
+    /// `[rows, dim]`, written.
+    pub y: GlobalMut<bf16>,
+    /// Hidden size.
+    pub dim: u32,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
+impl RmsNorm {
+    /// Dynamic shared memory: a sum of each warp.
+    pub const SHARED_BYTES: u32 = THREADS / 32 * 4;
+}
+
+/// `y = x / sqrt(mean(x²) + eps) · weight`.
+#[kernel(threads = 256)]
+pub unsafe fn rms_norm(p: RmsNorm) {
+    unsafe {
+        let row = thread::block_idx_y();
+        if row >= p.rows.count.load(0) {
+            return;
+        }
+        let start = row as usize * p.dim as usize;
+        let (x, y) = (p.x.at(start), p.y.at(start));
+        let mut squares = 0.0;
+        let mut i = thread::thread_idx_x();
+        while i < p.dim {
+            let x = x.load(i as usize);
+            squares += x * x;
+            i += THREADS;
+        }
+        let sums = shared::dynamic::<f32>(0);
+        let sum = warp_sum(squares);
+        if thread::lane_id() == 0 {
+            sums.store(thread::warp_id() as usize, sum);
+        }
+        thread::sync_threads();
+        let mut total = 0.0;
+        let mut warp = 0;
+        while warp < THREADS / 32 {
+            total += sums.load(warp as usize);
+            warp += 1;
+        }
+        let inverse = 1.0 / math::sqrt(total / p.dim as f32 + p.eps);
+        let mut i = thread::thread_idx_x();
+        while i < p.dim {
+            let weight = math::from_bf16(p.weight.load(i as usize));
+            y.store(i as usize, math::to_bf16(x.load(i as usize) * inverse * weight));
+            i += THREADS;
+        }
+    }
+}
+
+/// Parameters of [`silu_mul`]. Grid: (n / 256 rounded up, rows).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SiluMul {
+    /// The rows of this step.
+    pub rows: Rows,
+    /// `[rows, n]`.
+    pub gate: Global<f32>,
+    /// `[rows, n]`.
+    pub up: Global<f32>,
+    /// `[rows, n]`, written.
+    pub y: GlobalMut<bf16>,
+    /// Features.
+    pub n: u32,
+}
+
+/// `y = silu(gate) ∘ up`.
+#[kernel(threads = 256)]
+pub unsafe fn silu_mul(p: SiluMul) {
+    unsafe {
+        let (row, i) = (thread::block_idx_y(), thread::block_idx_x() * THREADS + thread::thread_idx_x());
+        if row < p.rows.count.load(0) && i < p.n {
+            let at = row as usize * p.n as usize + i as usize;
+            let gate = p.gate.load(at);
+            p.y.store(at, math::to_bf16(gate / (1.0 + math::exp(-gate)) * p.up.load(at)));
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! How often the driver is called, by what the calls do: for tests of loops that should not wait.
+
+use super::{Device, Kind};
+
+/// Counts of calls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Calls {
+    /// Kernels and graphs enqueued.
+    pub launches: u64,
+    /// Copies and fills, enqueued or waited for.
+    pub copies: u64,
+    /// Waits of the host for the device.
+    pub waits: u64,
+    /// Memory taken or given back.
+    pub allocations: u64,
+}
+
+impl Calls {
+    /// Those after `before`.
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            launches: self.launches - before.launches,
+            copies: self.copies - before.copies,
+            waits: self.waits - before.waits,
+            allocations: self.allocations - before.allocations,
+        }
+    }
+
+    /// Of the driver's own entry points, by name.
+    fn add(&mut self, name: &str, count: u64) {
+        // A plain copy of one of these kinds waits, and so does whatever gives memory back.
+        let waits = name.contains("Synchronize") || name.starts_with("cuMemFree");
+        let waits = waits || (name.starts_with("cuMemcpy") && !name.contains("Async"));
+        self.waits += if waits { count } else { 0 };
+        match name {
+            "cuLaunchKernel" | "cuLaunchCooperativeKernel" | "cuGraphLaunch" => self.launches += count,
+            _ if name.starts_with("cuMemcpy") || name.starts_with("cuMemset") => self.copies += count,
+            _ if name.starts_with("cuMemAlloc")
+                || name.starts_with("cuMemFree")
+                || name.starts_with("cuMemHostAlloc")
+                || name.starts_with("cuMemHostRegister") =>
+            {
+                self.allocations += count;
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Device {
+    /// The calls so far; of a card, those of the whole program since [`count_calls`](Self::count_calls).
+    pub fn calls(&self) -> Calls {
+        match &*self.0 {
+            Kind::Cuda(_) => {
+                let mut calls = Calls::default();
+                driver_link::calls().for_each(|(name, count)| calls.add(name, count));
+                calls
+            }
+            Kind::Emulator(emulator) => emulator.calls(),
+        }
+    }
+
+    /// Begins to count the calls of the driver; the emulator always does.
+    pub fn count_calls(&self) {
+        if let Kind::Cuda(_) = &*self.0 {
+            driver_link::count_calls();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Calls;
+
+    #[test]
+    fn entry_points_are_told_apart() {
+        let mut calls = Calls::default();
+        for name in
+            ["cuLaunchKernel", "cuMemcpyDtoH_v2", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuMemAlloc_v2"]
+        {
+            assert!(driver_link::calls().any(|(known, _)| known == name), "{name}");
+            calls.add(name, 1);
+        }
+        calls.add("cuMemFree_v2", 1);
+        calls.add("cuStreamQuery", 1);
+        assert_eq!(calls, Calls { launches: 1, copies: 2, waits: 3, allocations: 2 });
+    }
+}

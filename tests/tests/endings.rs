@@ -1,0 +1,123 @@
+//! End tokens, length limits and stop texts take effect at their token, also in the middle of a step's confirmed drafts, and nothing behind them is seen.
+
+use std::ops::ControlFlow;
+
+use host::device::Device;
+use host::draft::script;
+use host::{Backend, DeviceChoice, Engine, Finish, Generation, Gpu, NgramDraft, Request, Sequence};
+use integration_tests::{answer, demo, demo_prompts, engine, golden_cases, greedy, run};
+use model::Checkpoint;
+
+const EAGER: Option<NgramDraft> = Some(NgramDraft { tokens: 15, max: 3, min: 1, adaptive: false });
+
+/// A checkpoint, a prompt after which much is drafted and confirmed, and what follows without drafts.
+fn repetitive() -> (Checkpoint, Vec<u32>, Generation) {
+    let checkpoint = demo();
+    let text = demo_prompts(&checkpoint, 8, 40).remove(0);
+    let prompt = [&text[..], &text[..20]].concat();
+    let plain = answer(&mut engine(&checkpoint, DeviceChoice::Cpu, 256), &greedy(&prompt, 40, None));
+    let drafted = answer(&mut engine(&checkpoint, DeviceChoice::Cpu, 256), &greedy(&prompt, 40, EAGER));
+    assert!(drafted.statistics.mean_accepted_length() > 1.5, "{:?}", drafted.statistics);
+    (checkpoint, prompt, plain)
+}
+
+/// An answer, which is the same with drafts and without, and what was seen of it.
+fn seen(engine: &mut Engine, request: &Request) -> (Generation, String) {
+    let mut run = |draft| {
+        let mut seen = String::new();
+        let request = Request { draft, ..request.clone() };
+        let generation = engine.generate(&request, &mut |text| {
+            seen.push_str(text);
+            ControlFlow::Continue(())
+        });
+        (generation.unwrap(), seen)
+    };
+    let (plain, drafted) = (run(None), run(EAGER));
+    assert_eq!(
+        (&plain.0.tokens, &plain.0.text, plain.0.finish),
+        (&drafted.0.tokens, &drafted.0.text, drafted.0.finish)
+    );
+    assert_eq!((&plain.0.text, &drafted.0.text), (&plain.1, &drafted.1), "all of the text is seen, and nothing else");
+    assert_eq!(drafted.0.statistics.tokens, drafted.0.tokens.len());
+    drafted
+}
+
+#[test]
+fn a_length_limit_is_met_exactly() {
+    let (checkpoint, prompt, plain) = repetitive();
+    let mut engine = engine(&checkpoint, DeviceChoice::Cpu, 256);
+    for most in 1..plain.tokens.len() {
+        let (generation, _) = seen(&mut engine, &greedy(&prompt, most, None));
+        assert_eq!((&generation.tokens[..], generation.finish), (&plain.tokens[..most], Finish::Length));
+    }
+}
+
+#[test]
+fn an_end_token_ends_the_answer_unseen() {
+    let (mut checkpoint, prompt, plain) = repetitive();
+    for &end in &plain.tokens {
+        let at = plain.tokens.iter().position(|&token| token == end).unwrap();
+        checkpoint.generation.eos_token_ids = vec![end];
+        let mut engine = engine(&checkpoint, DeviceChoice::Cpu, 256);
+        let (generation, text) = seen(&mut engine, &Request { ignore_end: false, ..greedy(&prompt, 40, None) });
+        assert_eq!((&generation.tokens[..], generation.finish), (&plain.tokens[..=at], Finish::Stop));
+        assert!(plain.text.starts_with(&text));
+        assert_eq!(text, answer(&mut engine, &greedy(&prompt, at, None)).text, "the end token is part of no text");
+    }
+}
+
+#[test]
+fn a_stop_text_ends_the_answer_before_it_with_the_token_that_completes_it() {
+    let (checkpoint, prompt, plain) = repetitive();
+    let mut engine = engine(&checkpoint, DeviceChoice::Cpu, 256);
+    let starts: Vec<usize> = plain.text.char_indices().map(|(i, _)| i).collect();
+    for pair in starts.windows(6).step_by(5) {
+        let stop = &plain.text[pair[0]..pair[5]];
+        let (generation, text) = seen(&mut engine, &Request { stop: vec![stop.into()], ..greedy(&prompt, 40, None) });
+        assert_eq!((text.as_str(), generation.finish), (&plain.text[..plain.text.find(stop).unwrap()], Finish::Stop));
+        // One token fewer does not have it.
+        let tokens = generation.tokens.len();
+        assert_eq!(generation.tokens[..], plain.tokens[..tokens]);
+        let shorter = |tokens: usize| checkpoint.tokenizer.decode(&plain.tokens[..tokens]);
+        assert!(shorter(tokens).contains(stop) && !shorter(tokens - 1).contains(stop), "{stop:?}");
+    }
+}
+
+#[test]
+fn the_gpu_path_ends_in_the_middle_of_a_step() {
+    let case = golden_cases().remove(0);
+    let checkpoint = Checkpoint::open(&case.dir).unwrap();
+    let mut gpu = Gpu::new(&checkpoint, &Device::emulator(0), 64, &mut |_, _| ControlFlow::Continue(())).unwrap();
+    let prompt = &case.prompt[..4];
+    let (plain, _) = run(&mut gpu, &greedy(prompt, 24, None));
+    // Every draft is right: a step brings 16 tokens, if nothing ends it.
+    gpu.set_script(Some(&script(prompt, &plain, &[100]))).unwrap();
+    let mut ends = |max_tokens: usize, stop_tokens: &[u32]| {
+        let request = greedy(prompt, max_tokens, EAGER);
+        let sequence = Sequence {
+            prompt,
+            max_length: prompt.len() + max_tokens,
+            sampling: request.sampling,
+            draft: EAGER,
+            stop_tokens,
+        };
+        gpu.begin(&sequence).unwrap();
+        let (mut tokens, mut steps) = (Vec::new(), 0);
+        loop {
+            let step = gpu.step().unwrap();
+            tokens.extend(step.tokens);
+            steps += 1;
+            if step.finished {
+                return (tokens, steps);
+            }
+        }
+    };
+    assert_eq!(ends(24, &[]), (plain.clone(), 3));
+    for most in [2, 5, 16, 17, 18, 23] {
+        assert_eq!(ends(most, &[]).0, plain[..most]);
+    }
+    for end in [1, 4, 9, 15, 16, 20] {
+        let at = plain.iter().position(|token| *token == plain[end]).unwrap();
+        assert_eq!(ends(24, &[plain[end]]).0, plain[..=at]);
+    }
+}
