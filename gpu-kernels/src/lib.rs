@@ -9,7 +9,7 @@
 //! embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`linear`] (gate and up with SwiGLU), [`linear`] (down, into
 //! the residual), then [`linear`] (the head) and [`sample`]; [`norm`] is folded into its neighbours. On Hopper `stream` is all of that in one launch,
 //! and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand to each other: the rows to run, and what was
-//! accepted.
+//! accepted; [`batch`] what a step of many sequences needs besides.
 //!
 //! Kernels know no model: sizes and strides are parameters.
 #![no_std]
@@ -25,6 +25,7 @@ extern crate alloc;
 mod unroll;
 
 pub mod attention;
+pub mod batch;
 pub mod ceilings;
 pub mod embedding;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]

@@ -76,18 +76,21 @@ impl Device {
         }
     }
 
-    /// Runs a row; everything before it must be in place.
-    fn row(&mut self, slot: Slot, tokens: &[u32], position: usize) {
+    /// Runs a row; everything before it must be in place. The first `prompt` tokens are the prompt.
+    fn row(&mut self, slot: Slot, tokens: &[u32], prompt: usize, position: usize) {
         let size = self.limits.page_tokens;
         let table = &self.slots[&slot].1;
         let mut text = NOTHING;
-        for (at, &token) in tokens[..position].iter().enumerate() {
-            text = then(text, token);
+        // What was generated leaves other bits, where the limits say so.
+        let apart = self.limits.prompts_apart;
+        let place = |at: usize| tokens[at] + if apart && at >= prompt { 1000 } else { 0 };
+        for at in 0..position {
+            text = then(text, place(at));
             let page = table[at / size] as usize;
             assert_eq!(self.pages[page][at % size], text, "slot {slot}: position {at} of {tokens:?} is lost");
         }
         let page = table[position / size] as usize;
-        self.pages[page][position % size] = then(text, tokens[position]);
+        self.pages[page][position % size] = then(text, place(position));
     }
 }
 
@@ -102,29 +105,29 @@ struct Case {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let limits = (1..7u32, 0..12u32, 1..6usize, 2..40usize, 0..5u32, 0..14u32, 0..5u32, 0..12u32);
+    let limits = (1..7u32, 0..12u32, 1..6usize, 2..40usize, 0..5u32, 0..14u32, 0..5u32, 0..12u32, any::<bool>());
     let request = (prop::collection::vec(0..2u32, 1..24), 1..30usize, 1..40usize, 0..20usize);
-    (limits, prop::collection::vec(request, 1..14), any::<u64>(), 0..3u32).prop_map(
-        |((sequences, rows, page_tokens, context, pages, host_pages, drafts, draft_rows), requests, seed, cost)| {
-            let limits = Limits {
-                context,
-                sequences,
-                rows: sequences + rows,
-                page_tokens,
-                pages: context.div_ceil(page_tokens) as u32 + pages,
-                host_pages,
-                drafts,
-                draft_rows,
-            };
-            let requests = requests.into_iter().map(|(mut prompt, most, early, step)| {
-                prompt.truncate(context - 1);
-                let length = (prompt.len() + most).min(context);
-                (prompt, length, early, step)
-            });
-            let costs = Costs { swap_page: [0.0, 1.0, 2.0][cost as usize], row: 1.0 };
-            Case { limits, costs, requests: requests.collect(), seed }
-        },
-    )
+    (limits, prop::collection::vec(request, 1..14), any::<u64>(), 0..3u32).prop_map(|(limits, requests, seed, cost)| {
+        let (sequences, rows, page_tokens, context, pages, host_pages, drafts, draft_rows, prompts_apart) = limits;
+        let limits = Limits {
+            context,
+            sequences,
+            rows: sequences + rows,
+            page_tokens,
+            pages: context.div_ceil(page_tokens) as u32 + pages,
+            host_pages,
+            drafts,
+            draft_rows,
+            prompts_apart,
+        };
+        let requests = requests.into_iter().map(|(mut prompt, most, early, step)| {
+            prompt.truncate(context - 1);
+            let length = (prompt.len() + most).min(context);
+            (prompt, length, early, step)
+        });
+        let costs = Costs { swap_page: [0.0, 1.0, 2.0][cost as usize], row: 1.0 };
+        Case { limits, costs, requests: requests.collect(), seed }
+    })
 }
 
 /// Runs the case to its end. Returns how often something was preempted and shared.
@@ -134,8 +137,8 @@ fn run(case: &Case) -> (u64, u64) {
     let mut scheduler = Scheduler::new(limits, costs);
     let mut coming: Vec<_> = requests.into_iter().collect();
     coming.sort_by_key(|request| std::cmp::Reverse(request.3));
-    // What each sequence must become, and what it is.
-    let mut texts: BTreeMap<SequenceId, (Vec<u32>, usize, usize)> = BTreeMap::new();
+    // What each sequence is, the most it may become, where it ends, and its prompt's length.
+    let mut texts: BTreeMap<SequenceId, (Vec<u32>, usize, usize, usize)> = BTreeMap::new();
     let mut random = (0..).map(|i| model::sampling::random(seed, i));
     let mut random = move |n: usize| (random.next().unwrap_or(0) % n as u64) as usize;
     let all: usize = coming.iter().map(|request| request.1).sum();
@@ -146,7 +149,8 @@ fn run(case: &Case) -> (u64, u64) {
             let (prompt, length, early, _) = coming.pop().expect("there is one");
             let id = scheduler.add(prompt.clone(), length);
             let end = length.min(prompt.len() + early);
-            texts.insert(id, (prompt, length, end));
+            let prompt_len = prompt.len();
+            texts.insert(id, (prompt, length, end, prompt_len));
         }
         if texts.is_empty() && coming.is_empty() {
             break;
@@ -168,9 +172,9 @@ fn run(case: &Case) -> (u64, u64) {
             let id = device.slots[&work.slot].0;
             assert!(!worked.contains(&id), "{id} works twice");
             worked.push(id);
-            let (mut tokens, length, end) = texts[&id].clone();
+            let (mut tokens, length, end, prompt) = texts[&id].clone();
             for position in work.start..work.start + work.rows {
-                device.row(work.slot, &tokens, position as usize);
+                device.row(work.slot, &tokens, prompt, position as usize);
             }
             rows += work.rows;
             assert_eq!(work.samples, (work.start + work.rows) as usize == tokens.len());
@@ -191,14 +195,14 @@ fn run(case: &Case) -> (u64, u64) {
             for draft in 0..drafts {
                 let token = next(&tokens);
                 tokens.push(if draft < right { token } else { token + 5 });
-                device.row(work.slot, &tokens, known + draft);
+                device.row(work.slot, &tokens, prompt, known + draft);
             }
             tokens.truncate(known + right);
             tokens.push(next(&tokens));
             tokens.truncate(length);
             let brought = tokens[known..].to_vec();
             advances.push((work.rows == 1, drafts, Advance { slot: work.slot, tokens: brought }));
-            texts.insert(id, (tokens, length, end));
+            texts.insert(id, (tokens, length, end, prompt));
         }
         let drafts: u32 = advances.iter().map(|advance| advance.1 as u32).sum();
         assert!(rows + drafts <= limits.rows, "{rows} + {drafts} rows");
@@ -206,7 +210,7 @@ fn run(case: &Case) -> (u64, u64) {
         let advances: Vec<Advance> = advances.into_iter().map(|advance| advance.2).collect();
         scheduler.advance(&advances);
         for id in worked {
-            let (tokens, _, end) = &texts[&id];
+            let (tokens, _, end, _) = &texts[&id];
             assert_eq!(scheduler.tokens(id), Some(tokens.as_slice()));
             if tokens.len() >= *end {
                 scheduler.finish(id);
@@ -258,6 +262,7 @@ fn sequences_that_begin_alike_compute_it_once() {
         host_pages: 0,
         drafts: 0,
         draft_rows: 0,
+        prompts_apart: true,
     };
     let prefix: Vec<u32> = (0..101).collect();
     let requests = (0..8).map(|i| ([prefix.as_slice(), &[500 + i]].concat(), 104, 9, 0)).collect();

@@ -41,6 +41,9 @@ pub struct Limits {
     pub drafts: u32,
     /// Drafts are tried while a step has fewer rows than this.
     pub draft_rows: u32,
+    /// Whether the device computes prompts otherwise than what it generates, to other bits: then a page is shared by those alone whose
+    /// prompts end alike.
+    pub prompts_apart: bool,
 }
 
 /// What it costs to take up a preempted sequence again, in seconds; from measurement.
@@ -102,6 +105,8 @@ struct Waiting {
 #[derive(Clone, Debug)]
 struct Known {
     tokens: Vec<u32>,
+    /// How many of them are the prompt; where that makes no difference, more than there will ever be.
+    prompt: usize,
     max_length: usize,
     /// Tokens whose keys and values are in its pages.
     computed: usize,
@@ -167,7 +172,8 @@ impl Scheduler {
         assert!(!prompt.is_empty() && prompt.len() < max_length && max_length <= self.limits.context);
         let id = self.arrivals;
         self.arrivals += 1;
-        let known = Known { tokens: prompt, max_length, computed: 0 };
+        let prompt_len = if self.limits.prompts_apart { prompt.len() } else { usize::MAX };
+        let known = Known { tokens: prompt, prompt: prompt_len, max_length, computed: 0 };
         self.waiting.insert(id, Waiting { known, saved: Vec::new() });
         id
     }
@@ -336,13 +342,16 @@ impl Scheduler {
 
     /// Whether a prompt that is being read in will leave more pages to share with this sequence than there are now.
     fn better_later(&self, waiting: &Waiting) -> bool {
-        let tokens = waiting.known.without_newest();
+        let (tokens, prompt) = (waiting.known.without_newest(), waiting.known.prompt);
         let size = self.limits.page_tokens;
         let mut now = None;
         self.running.values().filter(|other| other.known.left() > 1).any(|other| {
-            let same = other.known.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count() / size;
-            let saved = waiting.known.computed / size;
-            same > saved && same > *now.get_or_insert_with(|| self.pages.find(tokens).pages.len())
+            let mut same = other.known.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+            if other.known.prompt != prompt {
+                same = same.min(prompt).min(other.known.prompt);
+            }
+            let (same, saved) = (same / size, waiting.known.computed / size);
+            same > saved && same > *now.get_or_insert_with(|| self.pages.find(tokens, prompt).pages.len())
         })
     }
 
@@ -350,7 +359,7 @@ impl Scheduler {
     fn take_up(&mut self, id: SequenceId, plan: &mut Plan, step: &mut Step) -> bool {
         let Some(waiting) = self.waiting.get(&id) else { return false };
         let size = self.limits.page_tokens;
-        let found = self.pages.find(waiting.known.without_newest());
+        let found = self.pages.find(waiting.known.without_newest(), waiting.known.prompt);
         let total = waiting.known.tokens.len().div_ceil(size);
         let shared = found.pages.len();
         // Shared pages that nobody uses now are no longer to be had once they are shared.
@@ -459,7 +468,8 @@ impl Scheduler {
         let full = pages.iter_mut().enumerate().take(known.computed / size).skip(contents.len());
         for (index, own) in full {
             let before = contents.last().copied().unwrap_or(NOTHING);
-            match self.pages.index(*own, before, &known.tokens[index * size..][..size]) {
+            let prompt = known.prompt.saturating_sub(index * size).min(size);
+            match self.pages.index(*own, before, &known.tokens[index * size..][..size], prompt) {
                 Put::New(content) => contents.push(content),
                 Put::Same(page, content) => {
                     self.pages.share(page);
