@@ -2,7 +2,7 @@
 
 use host::batch::{CpuBatch, Limits};
 use host::{DeviceChoice, NgramDraft, Request};
-use integration_tests::batch::{Happened, requests, together};
+use integration_tests::batch::{Happened, Priced, requests, together};
 use integration_tests::{answer, demo, demo_prompts, engine, greedy};
 
 const CONTEXT: usize = 160;
@@ -25,7 +25,7 @@ fn limits(page_tokens: usize, pages: u32, host_pages: u32, draft: Option<NgramDr
 #[test]
 fn a_request_gives_the_same_tokens_in_any_company() {
     let checkpoint = demo();
-    let requests = requests(&demo_prompts(&checkpoint, 20, 90), 100, 42);
+    let requests = requests(&demo_prompts(&checkpoint, 20, 100), 100, 60);
     let mut alone = engine(&checkpoint, DeviceChoice::Cpu, CONTEXT);
     let expected: Vec<_> = requests.iter().map(|request| answer(&mut alone, request)).collect();
 
@@ -41,7 +41,7 @@ fn a_request_gives_the_same_tokens_in_any_company() {
         (limits(5, 32, 10, None), None),
     ] {
         let backend = CpuBatch::new(&checkpoint, limits, draft).unwrap_or_else(|e| panic!("{e}"));
-        let (answers, happened) = together(&checkpoint, Box::new(backend), &jobs, None);
+        let (answers, happened) = together(&checkpoint, Priced::boxed(Box::new(backend), true), &jobs, None);
         for (id, answer) in &answers {
             let alone = &expected[*id];
             assert_eq!(answer.tokens, alone.tokens, "request {id} with {limits:?}");

@@ -14,6 +14,7 @@ use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, ClearRows, Put};
 use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach};
 use gpu_kernels::step;
+use half::bf16;
 use model::{Checkpoint, Config, Sampling};
 use rayon::prelude::*;
 
@@ -222,6 +223,14 @@ impl GpuBatch {
     /// The model on the device.
     pub fn forward(&self) -> &Forward {
         &self.forward
+    }
+
+    /// Fills the cache with `pattern`, over and over: for measuring.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn fill_cache(&mut self, pattern: &[bf16]) -> Result<(), Error> {
+        self.forward.fill_cache(pattern)
     }
 
     fn vocab(&self) -> usize {
