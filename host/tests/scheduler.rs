@@ -105,10 +105,14 @@ struct Case {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let limits = (1..7u32, 0..12u32, 1..6usize, 2..40usize, 0..5u32, 0..14u32, 0..5u32, 0..12u32, any::<bool>());
+    let tier = (0..14u32, 0..5u32, 0..12u32);
+    let starts = (0..40u32, 0..7u32, any::<bool>());
+    let limits = (1..7u32, 0..12u32, 1..6usize, 2..40usize, 0..5u32, tier, starts);
     let request = (prop::collection::vec(0..2u32, 1..24), 1..30usize, 1..40usize, 0..20usize);
     (limits, prop::collection::vec(request, 1..14), any::<u64>(), 0..3u32).prop_map(|(limits, requests, seed, cost)| {
-        let (sequences, rows, page_tokens, context, pages, host_pages, drafts, draft_rows, prompts_apart) = limits;
+        let (sequences, rows, page_tokens, context, pages, tier, starts) = limits;
+        let (host_pages, drafts, draft_rows) = tier;
+        let (prompt_rows, idle_slots, prompts_apart) = starts;
         let limits = Limits {
             context,
             sequences,
@@ -118,6 +122,8 @@ fn case() -> impl Strategy<Value = Case> {
             host_pages,
             drafts,
             draft_rows,
+            prompt_rows,
+            idle_slots,
             prompts_apart,
         };
         let requests = requests.into_iter().map(|(mut prompt, most, early, step)| {
@@ -262,6 +268,8 @@ fn sequences_that_begin_alike_compute_it_once() {
         host_pages: 0,
         drafts: 0,
         draft_rows: 0,
+        prompt_rows: 0,
+        idle_slots: 0,
         prompts_apart: true,
     };
     let prefix: Vec<u32> = (0..101).collect();
@@ -269,4 +277,42 @@ fn sequences_that_begin_alike_compute_it_once() {
     let case = Case { limits, costs: Costs { swap_page: 1.0, row: 1.0 }, requests, seed: 1 };
     // All but the first find the 25 full pages of the prefix.
     assert_eq!(run(&case), (0, 7 * 100));
+}
+
+#[test]
+fn a_few_prompts_wait_for_more_while_others_run() {
+    let limits = Limits {
+        context: 64,
+        sequences: 8,
+        rows: 64,
+        page_tokens: 4,
+        pages: 128,
+        host_pages: 0,
+        drafts: 0,
+        draft_rows: 0,
+        prompt_rows: 20,
+        idle_slots: 7,
+        prompts_apart: true,
+    };
+    let mut scheduler = Scheduler::new(limits, Costs { swap_page: 1.0, row: 1.0 });
+    let step = |scheduler: &mut Scheduler| {
+        let plan = scheduler.plan();
+        let sampling = plan.work.iter().filter(|work| work.samples);
+        scheduler.advance(&sampling.map(|work| Advance { slot: work.slot, tokens: vec![1] }).collect::<Vec<_>>());
+        plan.started.len()
+    };
+    // Alone, at once; then seven slots are free, and a second does not wait either; a third does, until there are 20 rows.
+    scheduler.add(vec![2; 9], 60);
+    assert_eq!(step(&mut scheduler), 1);
+    scheduler.add(vec![3; 9], 60);
+    assert_eq!(step(&mut scheduler), 1);
+    scheduler.add(vec![4; 10], 60);
+    assert_eq!((step(&mut scheduler), step(&mut scheduler)), (0, 0));
+    scheduler.add(vec![5; 10], 60);
+    assert_eq!(step(&mut scheduler), 2);
+    // When nothing runs any more, nothing is waited for.
+    scheduler.add(vec![6; 3], 60);
+    assert_eq!(step(&mut scheduler), 0);
+    (0..4).for_each(|id| scheduler.finish(id));
+    assert_eq!(step(&mut scheduler), 1);
 }

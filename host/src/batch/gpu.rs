@@ -39,6 +39,8 @@ use crate::{Error, Progress};
 const SEQUENCES: (u32, u32) = (BatchOptions::MOST_SEQUENCES, 8);
 /// Rows of a step, where nothing is said: where prompts have passes of their own, and elsewhere.
 const ROWS: (u32, u32) = (prefill::CHUNK as u32, 256);
+/// Rows of prompts that wait for each other while answers run: a pass over fewer leaves tensor cores idle.
+const PROMPT_ROWS: u32 = 2048;
 /// Bytes of the host tier, where nothing is said.
 const HOST_TIER: usize = 4 << 30;
 /// Bytes of device memory left to others.
@@ -181,6 +183,8 @@ impl GpuBatch {
             host_pages: host_pages as u32,
             drafts: options.draft.map_or(0, |draft| draft.tokens),
             draft_rows: options.draft_rows,
+            prompt_rows: if prompts_apart { PROMPT_ROWS } else { 0 },
+            idle_slots: sizes.sequences as u32 / 16,
             prompts_apart,
         };
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;

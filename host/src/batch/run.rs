@@ -62,6 +62,8 @@ impl BatchOptions {
             host_pages: u32::try_from(host_pages).unwrap_or(u32::MAX),
             drafts: self.draft.map_or(0, |draft| draft.tokens),
             draft_rows: self.draft_rows,
+            prompt_rows: 0,
+            idle_slots: 0,
             prompts_apart: false,
         }
     }

@@ -10,11 +10,11 @@
 //! 3. Waiting sequences start while there are slots, rows, and pages for all their tokens and one more page for each running
 //!    sequence. What the page index has of their text is shared (Kwon et al., 2023, "Efficient Memory Management for Large Language
 //!    Model Serving with PagedAttention"); of a page that matches only in part, a copy is made. A sequence whose prompt begins
-//!    like one that is being read in waits for it.
+//!    like one that is being read in waits for it. Where the limits say so, a few wait for more, to be read in together.
 //! 4. Drafts get what is left of the draft budget, and no page that another sequence would be preempted for.
 //!
 //! Nothing starves: the sequence that came first among the running ones is never preempted, so it ends; nobody who came later starts
-//! while the first in line waits for pages; and with nothing running, the first in line fits.
+//! while the first in line waits for pages; with nothing running, the first in line fits; and whoever waits for others waits until then at most.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
@@ -41,6 +41,11 @@ pub struct Limits {
     pub drafts: u32,
     /// Drafts are tried while a step has fewer rows than this.
     pub draft_rows: u32,
+    /// While others run, waiting sequences start once they have so many rows together, or `idle_slots` slots are free: where a pass over few rows of
+    /// prompts takes hardly less time than one over more. 0: at once.
+    pub prompt_rows: u32,
+    /// See `prompt_rows`.
+    pub idle_slots: u32,
     /// Whether the device computes prompts otherwise than what it generates, to other bits: then a page is shared by those alone whose
     /// prompts end alike.
     pub prompts_apart: bool,
@@ -322,8 +327,20 @@ impl Scheduler {
         }
     }
 
+    /// Whether waiting sequences had better wait for more of them. One that has saved pages has little to run, and does not.
+    fn better_together(&self) -> bool {
+        let rows = || self.waiting.values().take(self.slots.len()).map(|waiting| waiting.known.left()).sum::<usize>();
+        !self.running.is_empty()
+            && self.slots.len() < self.limits.idle_slots as usize
+            && self.waiting.values().next().is_some_and(|first| first.saved.is_empty())
+            && rows() < self.limits.prompt_rows as usize
+    }
+
     /// Takes up waiting sequences, the first in line first.
     fn start(&mut self, plan: &mut Plan, step: &mut Step) {
+        if self.better_together() {
+            return;
+        }
         let mut passed = Bound::Unbounded;
         while step.rows_left > 0 && !self.slots.is_empty() {
             let Some((&id, waiting)) = self.waiting.range((passed, Bound::Unbounded)).next() else { break };
