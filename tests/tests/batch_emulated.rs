@@ -1,7 +1,10 @@
 //! A request gives the same answer alone and in any batch: the path of a card, under the emulator.
 
-use host::batch::{BatchBackend, BatchOptions, GpuBatch};
+use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
+use host::batch::plan::{PageCopy, Plan, Started, SwapIn, SwapOut, TableEntry, Work};
+use host::batch::{BatchBackend, BatchOptions, GpuBatch, Logprobs, Outcome, Start};
 use host::device::Device;
+use host::forward::{Forward, LogitRows};
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, NgramDraft, Request};
 use integration_tests::batch::{Happened, Priced, together};
@@ -63,11 +66,11 @@ fn options(sequences: u32, rows: u32, pages: usize, host_pages: usize, draft: Op
     }
 }
 
-/// Company of several kinds: with room for all; with drafts; with so few pages that sequences are put aside, or computed again.
+/// Company of several kinds: with so few pages that sequences are put aside, or computed again; with drafts and little room in a step.
 fn companies() -> [(BatchOptions, bool); 4] {
     let drafting = Some(NgramDraft { tokens: 7, max: 3, min: 1 });
     [
-        (options(8, 64, 40, 0, None), true),
+        (options(4, 300, 5, 16, None), true),
         (options(3, 20, 12, 0, drafting), true),
         (options(4, 300, 5, 16, drafting), true),
         (options(4, 300, 5, 16, None), false),
@@ -140,7 +143,132 @@ fn log_probabilities_are_those_of_the_logits() {
         let rows = logits.chunks(checkpoint.config.vocab_size).skip(request.prompt.len() - 1);
         assert_eq!(answer.logprobs.len(), answer.tokens.len());
         for ((&token, found), row) in answer.tokens.iter().zip(&answer.logprobs).zip(rows) {
-            assert_eq!(found, &host::batch::Logprobs::of(row, token, 3));
+            assert_eq!(found, &Logprobs::of(row, token, 3));
+        }
+    }
+}
+
+#[test]
+fn prompts_run_as_prompts_and_answers_as_answers() {
+    let checkpoint = golden();
+    let prompt = text(&checkpoint, 2, 75);
+    let backend = backend(&checkpoint, 6, options(2, 50, 8, 0, None), true);
+    let (mut answers, _) = together(&checkpoint, backend, &[(0, greedy(&prompt, 2, None))], Some(4));
+    let answer = answers.remove(0).1;
+
+    let device = Device::emulator(9);
+    let run = || -> Result<[Vec<f32>; 2], host::Error> {
+        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+        let weights = DeviceWeights::upload(&checkpoint, &device, go_on)?;
+        let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT)?;
+        forward.lay_out_prefill()?;
+        let all: Vec<i32> = prompt.iter().chain(&answer.tokens).map(|&t| t as i32).collect();
+        let (history, words) = (device.upload(&all)?, device.zeroed::<u32>(STATE_WORDS)?);
+        let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };
+        let plan = |rows, start: usize, count: usize| {
+            let plan = PlanPrompt { rows, state, start: start as u32, count: count as u32 };
+            // SAFETY: the history has the tokens, and rows have room.
+            unsafe { device.launch::<step::plan_prompt>(1, 0, plan) }
+        };
+        let mut logits = [vec![0.0; checkpoint.config.vocab_size], vec![0.0; checkpoint.config.vocab_size]];
+        plan(forward.prefill().expect("laid out").rows(), 0, prompt.len())?;
+        forward.enqueue_prefill(0, prompt.len())?;
+        plan(forward.rows(), prompt.len() - 1, 1)?;
+        forward.enqueue_head(prompt.len() - 1, 1)?;
+        forward.logits().read(0, &mut logits[0])?;
+        plan(forward.rows(), prompt.len(), 1)?;
+        forward.enqueue(1, prompt.len() as u32 + 1, LogitRows::From(0))?;
+        forward.logits().read(0, &mut logits[1])?;
+        Ok(logits)
+    };
+    let logits = run().unwrap_or_else(|e| panic!("{e}"));
+    for (i, row) in logits.iter().enumerate() {
+        assert_eq!(answer.logprobs[i], Logprobs::of(row, answer.tokens[i], 4), "token {i}");
+    }
+}
+
+/// Of a prompt of 90 tokens.
+fn start(tokens: &[u32]) -> Start<'_> {
+    Start { tokens, prompt: 90, max_length: 120, sampling: Sampling::default(), stop_tokens: &[], logprobs: Some(5) }
+}
+
+#[test]
+fn pages_that_were_away_or_copied_hold_what_they_held() {
+    let checkpoint = golden();
+    let tokens = text(&checkpoint, 3, 100);
+    let work = |slot, start, rows| Work { slot, start, rows, samples: true, most_drafts: 0 };
+    let tables =
+        |slot, pages: [u32; 2]| [0, 1].map(|i| TableEntry { slot, index: i, page: pages[i as usize] }).to_vec();
+    let other = text(&checkpoint, 4, 100);
+    let run = |plans: &dyn Fn(&mut dyn BatchBackend) -> Result<Vec<Outcome>, host::Error>, apart| {
+        let mut backend = backend(&checkpoint, 8, options(2, 128, 7, 4, None), apart);
+        plans(&mut *backend).unwrap_or_else(|e| panic!("{e}"))
+    };
+    for apart in [false, true] {
+        let first = Plan {
+            started: vec![Started { slot: 0, sequence: 0 }],
+            tables: tables(0, [2, 0]),
+            work: vec![work(0, 0, 100)],
+            ..Plan::default()
+        };
+        let next = |slot| Plan { work: vec![work(slot, 100, 1)], ..Plan::default() };
+        let stayed = run(
+            &|backend| {
+                backend.step(&first, &[start(&tokens)])?;
+                backend.step(&next(0), &[])
+            },
+            apart,
+        );
+        // Saved; then another sequence takes the pages; then they come back elsewhere, and the slot is another, too.
+        let away = run(
+            &|backend| {
+                let newest = backend.step(&first, &[start(&tokens)])?.remove(0).tokens;
+                let save = [SwapOut { from: 2, to: 3 }, SwapOut { from: 0, to: 1 }].to_vec();
+                backend.step(
+                    &Plan {
+                        freed: vec![0],
+                        swap_out: save,
+                        started: vec![Started { slot: 0, sequence: 1 }],
+                        tables: tables(0, [0, 2]),
+                        work: vec![work(0, 0, 100)],
+                        ..Plan::default()
+                    },
+                    &[start(&other)],
+                )?;
+                let back = [SwapIn { from: 3, to: 5 }, SwapIn { from: 1, to: 4 }].to_vec();
+                let plan = Plan {
+                    swap_in: back,
+                    started: vec![Started { slot: 1, sequence: 0 }],
+                    tables: tables(1, [5, 4]),
+                    ..next(1)
+                };
+                backend.step(&plan, &[start(&[tokens.as_slice(), &newest].concat())])
+            },
+            apart,
+        );
+        // Its second page as a copy, and what it was copied from overwritten.
+        let copied = run(
+            &|backend| {
+                let newest = backend.step(&first, &[start(&tokens)])?.remove(0).tokens;
+                let copies = vec![PageCopy { from: 0, to: 6 }];
+                let started = vec![Started { slot: 1, sequence: 2 }];
+                let plan = Plan { copies, started, tables: tables(1, [2, 6]), ..Plan::default() };
+                backend.step(&plan, &[start(&[tokens.as_slice(), &newest].concat())])?;
+                let plan = Plan {
+                    freed: vec![0],
+                    started: vec![Started { slot: 0, sequence: 1 }],
+                    tables: tables(0, [3, 0]),
+                    work: vec![work(0, 0, 100)],
+                    ..Plan::default()
+                };
+                backend.step(&plan, &[start(&other)])?;
+                backend.step(&next(1), &[])
+            },
+            apart,
+        );
+        for (found, slot) in [(away, 1), (copied, 1)] {
+            assert_eq!(found.len(), 1);
+            assert_eq!(found[0], Outcome { slot, ..stayed[0].clone() });
         }
     }
 }
