@@ -45,7 +45,12 @@ struct RowList([Buffer<u32>; 4]);
 impl RowList {
     fn new(device: &Device, positions: &[u32], sequences: &[u32]) -> Result<Self, Error> {
         let rows = positions.len();
-        let list = [device.upload(&[rows as u32])?, device.zeroed(rows)?, device.upload(positions)?, device.upload(sequences)?];
+        let list = [
+            device.upload(&[rows as u32])?,
+            device.zeroed(rows)?,
+            device.upload(positions)?,
+            device.upload(sequences)?,
+        ];
         Ok(Self(list))
     }
 
@@ -61,7 +66,14 @@ fn read<T: bytemuck::Pod>(buffer: &Buffer<T>) -> Result<Vec<T>, Error> {
     Ok(data)
 }
 
-fn product(device: &Device, name: &str, k: usize, n: usize, kind: Kind, m: usize) -> Result<(), Box<dyn std::error::Error>> {
+fn product(
+    device: &Device,
+    name: &str,
+    k: usize,
+    n: usize,
+    kind: Kind,
+    m: usize,
+) -> Result<(), Box<dyn std::error::Error>> {
     let grid = device.multiprocessors();
     let features = if kind == Kind::SwiGlu { n / 2 } else { n };
     let weight = fill(device, n * k, 1)?;
@@ -106,7 +118,12 @@ fn product(device: &Device, name: &str, k: usize, n: usize, kind: Kind, m: usize
     let norm = if normed { Norm { squares: squares.ptr(), dim: k as u32, eps: 1e-6 } } else { Norm::default() };
     let next = fill(device, features, 9)?;
     let outputs = || -> Result<_, Error> {
-        Ok((device.zeroed::<f32>(m * n)?, device.zeroed::<bf16>(m * features)?, device.zeroed::<bf16>(m * features)?, device.zeroed::<f32>(m * n / 16)?))
+        Ok((
+            device.zeroed::<f32>(m * n)?,
+            device.zeroed::<bf16>(m * features)?,
+            device.zeroed::<bf16>(m * features)?,
+            device.zeroed::<f32>(m * n / 16)?,
+        ))
     };
     let (want, got) = (outputs()?, outputs()?);
     let list = RowList::new(device, &vec![0; m], &vec![0; m])?;
@@ -119,7 +136,10 @@ fn product(device: &Device, name: &str, k: usize, n: usize, kind: Kind, m: usize
                 x: plain.ptr().at(first * k),
                 weight: weight.ptr(),
                 up,
-                norm: Norm { squares: if normed { squares.ptr().at(first * k / 16) } else { Default::default() }, ..norm },
+                norm: Norm {
+                    squares: if normed { squares.ptr().at(first * k / 16) } else { Default::default() },
+                    ..norm
+                },
                 y: want.0.ptr_mut().at(first * n),
                 activation: want.1.ptr_mut().at(first * features),
                 residual: Residual {
@@ -145,7 +165,8 @@ fn product(device: &Device, name: &str, k: usize, n: usize, kind: Kind, m: usize
         device.synchronize()?;
     }
     let tile_rows = if m <= 64 { 64 } else { 128 };
-    let map = device.tensor_maps(&[Matrix { address: x.ptr().addr(), rows: m as u64, columns: k as u64, tile_rows }])?;
+    let map =
+        device.tensor_maps(&[Matrix { address: x.ptr().addr(), rows: m as u64, columns: k as u64, tile_rows }])?;
     let partials = device.zeroed::<f32>(Wide::partial_len((m as u32).div_ceil(tile_rows), tile_rows, grid))?;
     let arrivals = device.zeroed::<u32>(Wide::arrivals_len(grid))?;
     let launch = |set: usize| -> Result<(), Error> {
@@ -161,7 +182,12 @@ fn product(device: &Device, name: &str, k: usize, n: usize, kind: Kind, m: usize
             norm,
             y: got.0.ptr_mut(),
             activation: got.1.ptr_mut(),
-            residual: Residual { x: got.0.ptr_mut(), scaled: got.2.ptr_mut(), squares: got.3.ptr_mut(), dim: features as u32 },
+            residual: Residual {
+                x: got.0.ptr_mut(),
+                scaled: got.2.ptr_mut(),
+                squares: got.3.ptr_mut(),
+                dim: features as u32,
+            },
             next_norm: next.ptr(),
             partials: partials.ptr_mut(),
             arrivals: arrivals.ptr_mut(),
@@ -179,10 +205,14 @@ fn product(device: &Device, name: &str, k: usize, n: usize, kind: Kind, m: usize
         }
     };
     launch(0)?;
-    let back = |v: Vec<bf16>| -> Vec<bf16> { (0..v.len()).map(|i| v[i / features * features + slot((i % features) as u32) as usize]).collect() };
+    let back = |v: Vec<bf16>| -> Vec<bf16> {
+        (0..v.len()).map(|i| v[i / features * features + slot((i % features) as u32) as usize]).collect()
+    };
     let same = match kind {
         Kind::Write => read(&want.0)? == read(&got.0)?,
-        Kind::Add => read(&want.0)? == read(&got.0)? && read(&want.2)? == back(read(&got.2)?) && read(&want.3)? == read(&got.3)?,
+        Kind::Add => {
+            read(&want.0)? == read(&got.0)? && read(&want.2)? == back(read(&got.2)?) && read(&want.3)? == read(&got.3)?
+        }
         Kind::SwiGlu => read(&want.1)? == back(read(&got.1)?),
     };
     let timer = device.timer()?;
@@ -192,7 +222,11 @@ fn product(device: &Device, name: &str, k: usize, n: usize, kind: Kind, m: usize
         let ms = timer.time(|| (0..repeats).try_for_each(launch))?;
         best = best.min(ms / repeats as f64 * 1e3);
     }
-    println!("{name:8} {k:6} x {n:6} rows {m:4}: {best:8.1} us, {:6.0} GB/s of weights  bits {}", (2 * n * k) as f64 / best / 1e3, if same { "equal" } else { "DIFFER" });
+    println!(
+        "{name:8} {k:6} x {n:6} rows {m:4}: {best:8.1} us, {:6.0} GB/s of weights  bits {}",
+        (2 * n * k) as f64 / best / 1e3,
+        if same { "equal" } else { "DIFFER" }
+    );
     Ok(())
 }
 
@@ -267,7 +301,11 @@ fn attend(device: &Device, sequences: usize, context: usize) -> Result<(), Box<d
         best = best.min(timer.time(|| (0..repeats).try_for_each(launch))? / repeats as f64 * 1e3);
     }
     let bytes = (sequences * context * kv_heads as usize * dim * 4) as f64;
-    println!("attend {sequences} x {context}: {best:8.1} us, {:6.0} GB/s  bits {}", bytes / best / 1e3, if same { "equal" } else { "DIFFER" });
+    println!(
+        "attend {sequences} x {context}: {best:8.1} us, {:6.0} GB/s  bits {}",
+        bytes / best / 1e3,
+        if same { "equal" } else { "DIFFER" }
+    );
     Ok(())
 }
 

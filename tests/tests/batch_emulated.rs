@@ -192,6 +192,9 @@ fn start(tokens: &[u32]) -> Start<'_> {
     Start { tokens, prompt: 90, max_length: 120, sampling: Sampling::default(), stop_tokens: &[], logprobs: Some(5) }
 }
 
+/// Steps of a backend; the last one's outcomes.
+type Steps<'a> = dyn Fn(&mut dyn BatchBackend) -> Result<Vec<Outcome>, host::Error> + 'a;
+
 #[test]
 fn pages_that_were_away_or_copied_hold_what_they_held() {
     let checkpoint = golden();
@@ -200,7 +203,7 @@ fn pages_that_were_away_or_copied_hold_what_they_held() {
     let tables =
         |slot, pages: [u32; 2]| [0, 1].map(|i| TableEntry { slot, index: i, page: pages[i as usize] }).to_vec();
     let other = text(&checkpoint, 4, 100);
-    let run = |plans: &dyn Fn(&mut dyn BatchBackend) -> Result<Vec<Outcome>, host::Error>, apart| {
+    let run = |plans: &Steps<'_>, apart| {
         let mut backend = backend(&checkpoint, 8, options(2, 128, 7, 4, None), apart);
         plans(&mut *backend).unwrap_or_else(|e| panic!("{e}"))
     };

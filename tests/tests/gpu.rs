@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use host::batch::{BatchOptions, GpuBatch};
+use host::batch::{Batch, BatchOptions, GpuBatch};
 use host::device::{self, Device};
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::batch::{Happened, Priced, requests, together};
@@ -224,18 +224,22 @@ fn a_card_too_small_is_said_before_loading() -> Result<(), Failed> {
     checkpoint.config.max_position_embeddings = 1 << 30;
     let options = host::LoadOptions { device: GPU, context: Some(1 << 28) };
     let mut loaded = false;
-    let result = host::Engine::load(checkpoint, options, &mut |_, _| {
+    let progress = &mut |_, _| {
         loaded = true;
         std::ops::ControlFlow::Continue(())
-    });
-    match result {
-        Err(error @ host::Error::ModelTooLarge { .. }) if !loaded => {
-            println!("{error}");
-            Ok(())
-        }
-        Err(error) => Err(format!("{error} (loading began: {loaded})").into()),
-        Ok(_) => Err("it loaded".into()),
-    }
+    };
+    let error = host::Engine::load(checkpoint.clone(), options, progress).err();
+    let Some(error @ host::Error::ModelTooLarge { .. }) = error else { return Err(format!("{error:?}").into()) };
+    println!("{error}");
+    let error = Batch::load(checkpoint.clone(), options, BatchOptions::default(), progress).err();
+    let Some(error @ host::Error::ModelTooLarge { .. }) = error else { return Err(format!("{error:?}").into()) };
+    println!("{error}");
+    let options = host::LoadOptions { context: Some(1 << 10), ..options };
+    let much = BatchOptions { cache_tokens: Some(1 << 40), ..BatchOptions::default() };
+    let error = Batch::load(checkpoint, options, much, progress).err();
+    let Some(error @ host::Error::CacheTooLarge { .. }) = error else { return Err(format!("{error:?}").into()) };
+    println!("{error}");
+    if loaded { Err("loading began".into()) } else { Ok(()) }
 }
 
 fn a_card_that_is_not_there_is_named() -> Result<(), Failed> {

@@ -152,6 +152,8 @@ impl GpuBatch {
                 free,
             });
         }
+        // Said before anything is loaded.
+        sizes.pages(config, device, &options, least.weights)?;
         let weights = DeviceWeights::upload(checkpoint, device, progress)?;
         Self::with_weights(device, config, weights, context, options, prompts_apart)
     }
@@ -170,7 +172,7 @@ impl GpuBatch {
         prompts_apart: bool,
     ) -> Result<Self, Error> {
         let sizes = Sizes::new(device, context, &options, prompts_apart);
-        let pages = sizes.pages(config, device, &options)?;
+        let pages = sizes.pages(config, device, &options, 0)?;
         let host_pages = options
             .swap_tokens
             .map_or(pages.min(HOST_TIER / KvCache::page_bytes(config)), |tokens| tokens / PAGE_TOKENS);
@@ -541,14 +543,14 @@ impl Sizes {
         Room { context: self.context, sequences: self.sequences, pages, rows: self.sequences.max(LEAST_ROWS) }
     }
 
-    /// Pages of the cache, once the weights are there.
-    fn pages(&self, config: &Config, device: &Device, options: &BatchOptions) -> Result<usize, Error> {
+    /// Pages of the cache, when `coming` bytes of weights are not there yet.
+    fn pages(&self, config: &Config, device: &Device, options: &BatchOptions, coming: u64) -> Result<usize, Error> {
         let one = self.context.div_ceil(PAGE_TOKENS);
         let wanted = options.cache_tokens.map(|tokens| (tokens / PAGE_TOKENS).max(one));
         let Some(free) = device.free_memory()? else {
             return Ok(wanted.unwrap_or(one * self.sequences));
         };
-        let besides = Footprint::of_room(config, &self.room(0), self.prompt_rows()).working + SPARE;
+        let besides = Footprint::of_room(config, &self.room(0), self.prompt_rows()).working + coming + SPARE;
         let page = KvCache::page_bytes(config) as u64;
         let room = (free.saturating_sub(besides) / page) as usize;
         let pages = wanted.unwrap_or(room.min(one * self.sequences));

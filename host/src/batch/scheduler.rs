@@ -329,7 +329,11 @@ impl Scheduler {
 
     /// Whether waiting sequences had better wait for more of them. One that has saved pages has little to run, and does not.
     fn better_together(&self) -> bool {
-        let rows = || self.waiting.values().take(self.slots.len()).map(|waiting| waiting.known.left()).sum::<usize>();
+        let rows_of = |Waiting { known, .. }: &Waiting| {
+            let found = self.pages.find(known.without_newest(), known.prompt).pages.len();
+            known.tokens.len() - known.computed.max(found * self.limits.page_tokens)
+        };
+        let rows = || self.waiting.values().take(self.slots.len()).map(rows_of).sum::<usize>();
         !self.running.is_empty()
             && self.slots.len() < self.limits.idle_slots as usize
             && self.waiting.values().next().is_some_and(|first| first.saved.is_empty())
