@@ -1,5 +1,7 @@
 //! Drafts of a step's sequences, on the host: what the n-gram operator does on a device, budget and all.
 
+use rayon::prelude::*;
+
 use super::plan::{Plan, Work};
 use crate::draft::NgramDraft;
 
@@ -14,18 +16,20 @@ pub fn propose<'a>(
     };
     let histories: Vec<_> = plan.work.iter().map(|work| history(work).filter(|_| work.samples)).collect();
     let active = histories.iter().flatten().count() as i64;
-    let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
-    let propose = |(work, history): (&Work, Option<(&[i32], usize)>)| {
-        let Some((history, max_length)) = history else { return Vec::new() };
-        let tokens = budget.next().min(work.most_drafts).min(draft.tokens);
-        if tokens == 0 {
-            return Vec::new();
+    // Which drafts there are does not depend on the budget, only how many of them are tried.
+    let search = |(work, history): (&Work, &Option<(&[i32], usize)>)| match history {
+        Some((history, max_length)) if work.most_drafts > 0 => {
+            NgramDraft { tokens: work.most_drafts.min(draft.tokens), ..draft }.propose(history, *max_length)
         }
-        let drafts = NgramDraft { tokens, ..draft }.propose(history, max_length);
-        budget.used += drafts.len() as i64;
-        drafts
+        _ => Vec::new(),
     };
-    plan.work.iter().zip(histories).map(propose).collect()
+    let mut drafts: Vec<Vec<u32>> = plan.work.par_iter().zip(&histories).map(search).collect();
+    let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
+    for (drafts, _) in drafts.iter_mut().zip(histories).filter(|(_, history)| history.is_some()) {
+        drafts.truncate(budget.next() as usize);
+        budget.used += drafts.len() as i64;
+    }
+    drafts
 }
 
 /// The n-gram operator's shared budget (`gpu_kernels::ngram`), handed out to one decoding sequence after the other.
@@ -85,9 +89,8 @@ mod tests {
             let mut budget = DraftBudget { threshold: threshold.into(), active: batch as i64, used: 0 };
             for b in 0..batch {
                 let history = &histories[b * stride..][..newest[b] as usize + 1];
-                let tokens = budget.next().min(most as u32);
-                let draft = NgramDraft { tokens, max: 3, min: 1 };
-                let drafts = if tokens > 0 { draft.propose(history, limit[b] as usize).len() } else { 0 };
+                let draft = NgramDraft { tokens: most as u32, max: 3, min: 1 };
+                let drafts = draft.propose(history, limit[b] as usize).len().min(budget.next() as usize);
                 budget.used += drafts as i64;
                 assert_eq!(rows[b] as usize, 1 + drafts, "seed {seed}, sequence {b}");
             }

@@ -508,9 +508,9 @@ impl BatchBackend for GpuBatch {
             if running.is_penalised() {
                 self.flags.extend(tokens.iter().map(|token| (work.slot * vocab + token, SEEN | GENERATED)));
             }
-            let top = running.logprobs.unwrap_or(0);
-            let rows = tokens.par_iter().zip(&wanted[i]);
-            let logprobs = rows.map(|(&token, row)| Logprobs::of(row, token, top)).collect();
+            let logprobs = running.logprobs.map_or(Vec::new(), |top| {
+                tokens.par_iter().zip(&wanted[i]).map(|(&token, row)| Logprobs::of(row, token, top)).collect()
+            });
             outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts[i].len() });
         }
         Ok(outcomes)
