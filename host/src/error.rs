@@ -58,6 +58,14 @@ pub enum Error {
         /// Bytes that there are.
         free: u64,
     },
+    /// A batch's host tier could not be had.
+    #[error("--swap-tokens needs {} of memory that stays where it is, which could not be had ({reason}); use fewer, or 0", gib(*.wanted))]
+    HostTier {
+        /// Bytes.
+        wanted: u64,
+        /// What was said.
+        reason: String,
+    },
     /// A shape that the kernels do not cover.
     #[error("the GPU kernels need {what} (this model has {found}); use --device cpu")]
     Unsupported {

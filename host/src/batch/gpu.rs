@@ -6,6 +6,7 @@
 
 mod moves;
 mod passes;
+mod sizes;
 mod upload;
 
 use std::collections::{BTreeMap, HashMap};
@@ -20,6 +21,7 @@ use rayon::prelude::*;
 
 use self::moves::{Mover, Way};
 use self::passes::{Pass, Rows, Widths, cut};
+use self::sizes::{LEAST_ROWS, SPARE, Sizes};
 use self::upload::{List, Upload};
 use super::PAGE_TOKENS;
 use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
@@ -27,26 +29,14 @@ use super::draft::propose;
 use super::plan::{Plan, Work};
 use super::run::BatchOptions;
 use super::scheduler::{Costs, Limits};
-use crate::cache::KvCache;
 use crate::device::{Buffer, Device, Mapped, Timer};
 use crate::draft::NgramDraft;
-use crate::forward::{self, Footprint, Forward, LogitRows, Room, Tiles};
-use crate::prefill;
+use crate::forward::{self, Footprint, Forward, LogitRows, Tiles};
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
-/// Sequences at once, where nothing is said: on a card, and on the emulator.
-const SEQUENCES: (u32, u32) = (BatchOptions::MOST_SEQUENCES, 8);
-/// Rows of a step, where nothing is said: where prompts have passes of their own, and elsewhere.
-const ROWS: (u32, u32) = (prefill::CHUNK as u32, 256);
 /// Rows of prompts that wait for each other while answers run: a pass over fewer leaves tensor cores idle.
 const PROMPT_ROWS: u32 = 2048;
-/// Bytes of the host tier, where nothing is said.
-const HOST_TIER: usize = 4 << 30;
-/// Bytes of device memory left to others.
-const SPARE: u64 = 1 << 30;
-/// Rows of a pass: at least so many.
-const LEAST_ROWS: usize = step::MAX_ROWS as usize;
 
 /// Runs batches on a device.
 pub struct GpuBatch {
@@ -173,16 +163,13 @@ impl GpuBatch {
     ) -> Result<Self, Error> {
         let sizes = Sizes::new(device, context, &options, prompts_apart);
         let pages = sizes.pages(config, device, &options, 0)?;
-        let host_pages = options
-            .swap_tokens
-            .map_or(pages.min(HOST_TIER / KvCache::page_bytes(config)), |tokens| tokens / PAGE_TOKENS);
-        let limits = Limits {
+        let mut limits = Limits {
             context,
             sequences: sizes.sequences as u32,
             rows: sizes.rows as u32,
             page_tokens: PAGE_TOKENS,
             pages: pages as u32,
-            host_pages: host_pages as u32,
+            host_pages: 0,
             drafts: options.draft.map_or(0, |draft| draft.tokens),
             draft_rows: options.draft_rows,
             prompt_rows: if prompts_apart { PROMPT_ROWS } else { 0 },
@@ -200,7 +187,16 @@ impl GpuBatch {
             decode: room.rows,
             tile: Attend::tile_rows(group as u32) as usize,
         };
-        let mover = Mover::new(device, forward.cache(), host_pages)?;
+        let tier = sizes.host_pages(config, &options, pages)?;
+        let mover = match Mover::new(device, forward.cache(), tier) {
+            Ok(mover) => mover,
+            Err(error) if options.swap_tokens.is_some() => return Err(Sizes::no_tier(config, tier, error.to_string())),
+            Err(error) => {
+                tracing::warn!("no host tier, requests are computed again instead: {error}");
+                Mover::new(device, forward.cache(), 0)?
+            }
+        };
+        limits.host_pages = mover.host_pages() as u32;
         // Until there are measurements: 40 GB/s over the bus, out and back, and a row for 2 operations a weight at 400 TFLOP/s, or for a 64th of
         // a reading of the weights at 1 TB/s.
         let weights = config.weight_bytes(2) as f64;
@@ -514,51 +510,5 @@ impl BatchBackend for GpuBatch {
             outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts[i].len() });
         }
         Ok(outcomes)
-    }
-}
-
-/// How much there is of what, all but pages.
-struct Sizes {
-    context: usize,
-    sequences: usize,
-    /// Most rows of a step.
-    rows: usize,
-    prompts_apart: bool,
-}
-
-impl Sizes {
-    fn new(device: &Device, context: usize, options: &BatchOptions, prompts_apart: bool) -> Self {
-        let sequences = if device.is_emulator() { SEQUENCES.1 } else { SEQUENCES.0 };
-        let sequences = options.sequences.unwrap_or(sequences).clamp(1, BatchOptions::MOST_SEQUENCES) as usize;
-        let rows = options.rows.unwrap_or(if prompts_apart { ROWS.0 } else { ROWS.1 }) as usize;
-        Self { context, sequences, rows: rows.max(sequences), prompts_apart }
-    }
-
-    /// Rows of a pass over prompts, where there are such.
-    fn prompt_rows(&self) -> Option<usize> {
-        self.prompts_apart.then_some(self.rows)
-    }
-
-    fn room(&self, pages: usize) -> Room {
-        Room { context: self.context, sequences: self.sequences, pages, rows: self.sequences.max(LEAST_ROWS) }
-    }
-
-    /// Pages of the cache, when `coming` bytes of weights are not there yet.
-    fn pages(&self, config: &Config, device: &Device, options: &BatchOptions, coming: u64) -> Result<usize, Error> {
-        let one = self.context.div_ceil(PAGE_TOKENS);
-        let wanted = options.cache_tokens.map(|tokens| (tokens / PAGE_TOKENS).max(one));
-        let Some(free) = device.free_memory()? else {
-            return Ok(wanted.unwrap_or(one * self.sequences));
-        };
-        let besides = Footprint::of_room(config, &self.room(0), self.prompt_rows()).working + coming + SPARE;
-        let page = KvCache::page_bytes(config) as u64;
-        let room = (free.saturating_sub(besides) / page) as usize;
-        let pages = wanted.unwrap_or(room.min(one * self.sequences));
-        if pages > room || pages < one {
-            let tokens = pages.max(one) * PAGE_TOKENS;
-            let wanted = tokens as u64 / PAGE_TOKENS as u64 * page;
-            return Err(Error::CacheTooLarge { tokens, wanted, free: free.saturating_sub(besides) });
-        }
-        Ok(pages)
     }
 }

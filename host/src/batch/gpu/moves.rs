@@ -57,6 +57,11 @@ impl Mover {
         })
     }
 
+    /// Pages of the host tier.
+    pub fn host_pages(&self) -> usize {
+        self.host_pages
+    }
+
     /// Bytes of a page in all layers.
     pub fn page_bytes(&self) -> u64 {
         u64::from(self.layers * self.records) * u64::from(PAGE_RECORD_BYTES)
