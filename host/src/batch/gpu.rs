@@ -341,13 +341,11 @@ impl GpuBatch {
     /// Enqueues what changes beside rows.
     fn enqueue_changes(&self, changes: &Changes) -> Result<(), Error> {
         let (device, upload, vocab) = (self.forward.device(), &self.upload, self.vocab() as u32);
-        if changes.moves.iter().any(|(_, list)| list.len() > 0) {
-            self.timers[0].start()?;
-            for (way, list) in changes.moves {
-                self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)?;
-            }
-            self.timers[0].stop()?;
+        self.timers[0].start()?;
+        for (way, list) in changes.moves {
+            self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)?;
         }
+        self.timers[0].stop()?;
         let (tables, flags, cleared) = (changes.tables.len() / 2, changes.flags.len() / 2, changes.cleared.len());
         // SAFETY: the lists are of the sizes said, and name places in buffers of self, each once.
         unsafe {
@@ -478,7 +476,8 @@ impl BatchBackend for GpuBatch {
             self.timers[1].stop()?;
         }
         self.forward.device().synchronize()?;
-        let moved = plan.swap_out.len() + plan.copies.len() + plan.swap_in.len();
+        // Copies on the device take little beside these.
+        let moved = plan.swap_out.len() + plan.swap_in.len();
         if moved > 0 {
             // One way counts half: what is asked for is out and back.
             self.swaps.add(self.timers[0].elapsed_ms()? / 1e3, moved.div_ceil(2));

@@ -66,7 +66,7 @@ impl Sizes {
         let pages = wanted.unwrap_or(room.min(one * self.sequences));
         if pages > room || pages < one {
             let tokens = pages.max(one) * PAGE_TOKENS;
-            let wanted = tokens as u64 / PAGE_TOKENS as u64 * page;
+            let wanted = (tokens as u64 / PAGE_TOKENS as u64).saturating_mul(page);
             return Err(Error::CacheTooLarge { tokens, wanted, free: free.saturating_sub(besides) });
         }
         Ok(pages)
