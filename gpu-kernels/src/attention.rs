@@ -305,7 +305,7 @@ pub(crate) unsafe fn reduce<const SLOTS: bool>(p: &Attend, tile: &Tile, found: &
     }
 }
 
-/// Attention of one tile of pairs over one split of the keys.
+/// Attention of one tile of pairs over one split of the keys: tiles are cut from the first row on.
 #[kernel(threads = 256)]
 pub unsafe fn attend(p: Attend) {
     unsafe {
@@ -315,10 +315,37 @@ pub unsafe fn attend(p: Attend) {
         core::hint::assert_unchecked(group > 0 && group <= PAIRS);
         let tile_rows = Attend::tile_rows(group);
         let first_row = thread::block_idx_z() * tile_rows;
-        if first_row >= count {
-            return;
+        if first_row < count {
+            attend_rows(&p, first_row, tile_rows.min(count - first_row));
         }
-        let rows = tile_rows.min(count - first_row);
+    }
+}
+
+/// Parameters of [`attend_tiles`]. Grid and shared memory as [`attend`]'s, with as many tiles as are listed.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct AttendTiles {
+    /// What to attend to.
+    pub attend: Attend,
+    /// `[tiles, 2]`: a tile's first row, and its rows, at most [`Attend::tile_rows`]; those of a tile belong to one sequence, at ascending positions.
+    pub tiles: Global<u32>,
+}
+
+/// The same for rows of many sequences, over tiles from a list.
+#[kernel(threads = 256)]
+pub unsafe fn attend_tiles(p: AttendTiles) {
+    unsafe {
+        let tile = p.tiles.at(2 * thread::block_idx_z() as usize);
+        attend_rows(&p.attend, tile.load(0), tile.load(1));
+    }
+}
+
+/// A block's work: a tile of `rows` rows from `first_row` on.
+#[inline(always)]
+unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
+    unsafe {
+        core::hint::assert_unchecked(p.cache.kv_heads > 0);
+        let group = p.q_heads / p.cache.kv_heads;
         let tile = Tile {
             kv_head: thread::block_idx_x(),
             split: thread::block_idx_y(),
@@ -340,7 +367,7 @@ pub unsafe fn attend(p: Attend) {
             let query = |i: usize, j: usize| {
                 let pair = g + 8 * i as u32;
                 if pair < tile.pairs {
-                    p.q.load16(tile.place(&p, pair) * HEAD_DIM as usize + t * 8 + 32 * j)
+                    p.q.load16(tile.place(p, pair) * HEAD_DIM as usize + t * 8 + 32 * j)
                 } else {
                     [0; 4]
                 }
@@ -349,9 +376,9 @@ pub unsafe fn attend(p: Attend) {
             let values = p.cache.value(sequence, key0, tile.kv_head);
             let key = |k: u32, j: usize| keys.load16((k * HEAD_DIM) as usize + t * 8 + 32 * j);
             let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
-            found = attend_keys(&p, &tile, query, key, || {}, value);
+            found = attend_keys(p, &tile, query, key, || {}, value);
         }
-        reduce::<false>(&p, &tile, &found, 0, 1);
+        reduce::<false>(p, &tile, &found, 0, 1);
     }
 }
 

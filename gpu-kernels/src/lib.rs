@@ -9,7 +9,8 @@
 //! embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`linear`] (gate and up with SwiGLU), [`linear`] (down, into
 //! the residual), then [`linear`] (the head) and [`sample`]; [`norm`] is folded into its neighbours. On Hopper `stream` is all of that in one launch,
 //! and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand to each other: the rows to run, and what was
-//! accepted; [`drafting`] how many of the proposed drafts a step runs.
+//! accepted; [`drafting`] how many of the proposed drafts a step runs; [`batch`] what a step of many sequences needs besides. `wide` are the products and the
+//! attention of such a step on Hopper.
 //!
 //! Kernels know no model: sizes and strides are parameters.
 #![no_std]
@@ -26,6 +27,7 @@ mod unroll;
 
 pub mod apart;
 pub mod attention;
+pub mod batch;
 pub mod ceilings;
 pub mod drafting;
 pub mod embedding;

@@ -341,6 +341,117 @@ pub unsafe fn sample(p: Sample) {
         if row >= p.rows.count.load(0) {
             return;
         }
+        let position = p.rows.positions.load(row as usize);
+        // Earlier drafts of this step are part of this row's history.
+        let token = choose(&p, row, p.first_row + 1..row + 1, position);
+        if thread::thread_idx_x() == 0 {
+            p.sampled.store(row as usize, token);
+        }
+    }
+}
+
+/// How the token after one row of a batch is chosen: the words of a row of [`SampleEach::choices`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Choice {
+    /// Which row of the logits.
+    pub row: u32,
+    /// The first of this step's rows whose tokens are drafts up to `row`; `row + 1` if `row` is none.
+    pub drafts: u32,
+    /// Which row of `seen`.
+    pub slot: u32,
+    /// Position of the row's token.
+    pub position: u32,
+    /// As [`Sample::seed`].
+    pub seed: u64,
+    /// As [`Sample::temperature`].
+    pub temperature: f32,
+    /// As [`Sample::top_k`].
+    pub top_k: u32,
+    /// As [`Sample::top_p`].
+    pub top_p: f32,
+    /// As [`Sample::min_p`].
+    pub min_p: f32,
+    /// As [`Sample::repetition_penalty`].
+    pub repetition_penalty: f32,
+    /// As [`Sample::presence_penalty`].
+    pub presence_penalty: f32,
+}
+
+impl Choice {
+    /// Words of one.
+    pub const WORDS: usize = 12;
+
+    /// As the device reads it.
+    pub const fn words(&self) -> [u32; Self::WORDS] {
+        [
+            self.row,
+            self.drafts,
+            self.slot,
+            self.position,
+            self.seed as u32,
+            (self.seed >> 32) as u32,
+            self.temperature.to_bits(),
+            self.top_k,
+            self.top_p.to_bits(),
+            self.min_p.to_bits(),
+            self.repetition_penalty.to_bits(),
+            self.presence_penalty.to_bits(),
+        ]
+    }
+}
+
+/// Parameters of [`sample_each`]. Grid: choices. Shared memory: [`Sample::SHARED_BYTES`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SampleEach {
+    /// The rows of this step.
+    pub rows: Rows,
+    /// `[rows, vocab]`; changed in place when not greedy.
+    pub logits: GlobalMut<f32>,
+    /// `[slots, vocab]` flags [`SEEN`] and [`GENERATED`]; read for choices with penalties alone.
+    pub seen: Global<u8>,
+    /// `[choices, Choice::WORDS]`, each for another row.
+    pub choices: Global<u32>,
+    /// `[choices]` the chosen tokens.
+    pub sampled: GlobalMut<u32>,
+    /// Tokens.
+    pub vocab: u32,
+}
+
+/// Chooses tokens after rows of many sequences, each by its own settings: as [`sample`] would.
+#[kernel(threads = 1024, min_blocks = 1)]
+pub unsafe fn sample_each(p: SampleEach) {
+    unsafe {
+        let choice = thread::block_idx_x() as usize;
+        let words = p.choices.at(choice * Choice::WORDS);
+        let (row, drafts, slot, position) = (words.load(0), words.load(1), words.load(2), words.load(3));
+        let float = |i: usize| f32::from_bits(words.load(i));
+        let one = Sample {
+            rows: p.rows,
+            logits: p.logits,
+            seen: p.seen.at(slot as usize * p.vocab as usize),
+            sampled: p.sampled,
+            seed: words.load(4) as u64 | (words.load(5) as u64) << 32,
+            vocab: p.vocab,
+            first_row: 0,
+            temperature: float(6),
+            top_k: words.load(7),
+            top_p: float(8),
+            min_p: float(9),
+            repetition_penalty: float(10),
+            presence_penalty: float(11),
+        };
+        let token = choose(&one, row, drafts..row + 1, position);
+        if thread::thread_idx_x() == 0 {
+            p.sampled.store(choice, token);
+        }
+    }
+}
+
+/// The token after a row whose own is at `position`. Its history is what `seen` tells, and the tokens of the rows `drafts`.
+#[inline(always)]
+unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: u32) -> u32 {
+    unsafe {
         let tid = thread::thread_idx_x();
         let block = Block {
             logits: p.logits.at(row as usize * p.vocab as usize),
@@ -358,9 +469,8 @@ pub unsafe fn sample(p: Sample) {
             let mut l = block.logits.load(i as usize);
             if penalised {
                 let mut flags = p.seen.load(i as usize);
-                // Earlier drafts of this step are part of this row's history.
-                let mut r = p.first_row + 1;
-                while r <= row {
+                let mut r = drafts.start;
+                while r < drafts.end {
                     if p.rows.tokens.load(r as usize) == i {
                         flags |= SEEN | GENERATED;
                     }
@@ -420,11 +530,9 @@ pub unsafe fn sample(p: Sample) {
                 let m = mass(l, max);
                 if m >= least { m } else { 0 }
             };
-            let position = p.rows.positions.load(row as usize) as u64 + 1;
-            token = block.invert(token, weigh, |total| math::mul_hi_u64(random(p.seed, position), total));
+            let number = random(p.seed, position as u64 + 1);
+            token = block.invert(token, weigh, |total| math::mul_hi_u64(number, total));
         }
-        if tid == 0 {
-            p.sampled.store(row as usize, token);
-        }
+        token
     }
 }

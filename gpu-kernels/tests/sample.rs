@@ -4,7 +4,7 @@ mod common;
 
 use common::{Random, RowBuffers, run};
 use cuda_std::emulator::Buffer;
-use gpu_kernels::sample::{self, GENERATED, SEEN, Sample, UNIT_MASS, mass_of, random};
+use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach, UNIT_MASS, mass_of, random};
 use proptest::prelude::*;
 
 /// Settings of a draw.
@@ -102,6 +102,38 @@ fn choose(
     sampled.as_slice().to_vec()
 }
 
+/// The same by the kernel for many sequences: the rows from last to first, flags in the second slot of two.
+fn choose_each(logits: &[f32], vocab: usize, flags: &[u8], tokens: &[u32], s: Settings, seed: u64) -> Vec<u32> {
+    let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 7 * r as u32, 0)).collect::<Vec<_>>());
+    let choice = |row: u32| Choice {
+        row,
+        drafts: 1,
+        slot: 1,
+        position: 100 + row,
+        seed,
+        temperature: s.temperature,
+        top_k: s.top_k,
+        top_p: s.top_p,
+        min_p: s.min_p,
+        repetition_penalty: s.repetition_penalty,
+        presence_penalty: s.presence_penalty,
+    };
+    let choices: Vec<u32> = (0..tokens.len() as u32).rev().flat_map(|row| choice(row).words()).collect();
+    let others = vec![SEEN | GENERATED; vocab];
+    let (logits, seen) = (Buffer::from_slice(logits), Buffer::from_slice(&[&others, flags].concat()));
+    let (choices, sampled) = (Buffer::from_slice(&choices), Buffer::from_slice(&vec![u32::MAX; tokens.len()]));
+    let params = SampleEach {
+        rows: rows.rows(),
+        logits: logits.ptr_mut(),
+        seen: seen.ptr(),
+        choices: choices.ptr(),
+        sampled: sampled.ptr_mut(),
+        vocab: vocab as u32,
+    };
+    run::<sample::sample_each>([tokens.len() as u32, 1, 1], Sample::SHARED_BYTES, seed, params);
+    sampled.as_slice().iter().rev().copied().collect()
+}
+
 fn settings() -> impl Strategy<Value = Settings> {
     let off_or = |on: std::ops::Range<f32>, off: f32| prop_oneof![Just(off), on];
     (
@@ -139,6 +171,7 @@ proptest! {
         let flags: Vec<u8> = (0..vocab).map(|_| [0, 0, SEEN, SEEN | GENERATED][r.below(4)]).collect();
         let tokens: Vec<u32> = (0..rows).map(|_| r.below(vocab) as u32).collect();
         let got = choose(&logits, vocab, &flags, &tokens, s, seed, 0);
+        prop_assert_eq!(&choose_each(&logits, vocab, &flags, &tokens, s, seed), &got);
         for row in 0..rows {
             // Drafts before this row are part of its history.
             let mut flags = flags.clone();

@@ -5,7 +5,7 @@ mod common;
 use common::{Random, RowBuffers, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
-use gpu_kernels::attention::{self, Attend, SPLIT};
+use gpu_kernels::attention::{self, Attend, AttendTiles, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::slot;
 use gpu_kernels::wide::{self, WideAttend};
@@ -61,7 +61,7 @@ impl Case {
             q_heads: q_heads as u32,
             scale: 1.0 / (D as f32).sqrt(),
         };
-        let memory = |rows: usize| {
+        let memory_of = |rows: usize| {
             let partial = rows * q_heads * splits as usize;
             let out = Buffer::<bf16>::new_poisoned(rows * q_heads * D);
             (Buffer::<f32>::new_poisoned(partial * D), Buffer::<f32>::new_poisoned(partial * 2), out)
@@ -72,7 +72,7 @@ impl Case {
         for &(_, count) in sequences {
             let own = RowBuffers::new(&rows[first..first + count]);
             let queries = Buffer::from_slice(&q[first * q_heads * D..][..count * q_heads * D]);
-            let memory = memory(count);
+            let memory = memory_of(count);
             let params = attend(&own, &queries, &memory);
             let tiles = Attend::tiles(count as u32, group as u32);
             run::<attention::attend>([kv_heads as u32, splits, tiles], Attend::SHARED_BYTES, seed, params);
@@ -82,7 +82,7 @@ impl Case {
             first += count;
         }
 
-        let (all, queries, memory) = (RowBuffers::new(&rows), Buffer::from_slice(&q), memory(rows.len()));
+        let (all, queries, memory) = (RowBuffers::new(&rows), Buffer::from_slice(&q), memory_of(rows.len()));
         let words = Buffer::from_slice(&tiles.concat());
         let arrivals = Buffer::from_slice(&vec![0u32; tiles.len() * kv_heads]);
         let params = WideAttend {
@@ -92,6 +92,14 @@ impl Case {
             arrivals: arrivals.ptr_mut(),
             splits,
         };
+        // The launch for other devices, too.
+        let portable = memory_of(rows.len());
+        let tiled = AttendTiles { attend: attend(&all, &queries, &portable), tiles: words.ptr() };
+        let tiles = [kv_heads as u32, splits, tiles.len() as u32];
+        run::<attention::attend_tiles>(tiles, Attend::SHARED_BYTES, seed, tiled);
+        let heads = [q_heads as u32, rows.len() as u32, 1];
+        run::<attention::combine>(heads, Attend::COMBINE_SHARED_BYTES, seed, tiled.attend);
+        assert!(want == portable.2.as_slice(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
         run::<wide::wide_attend>([grid, 1, 1], WideAttend::SHARED_BYTES, seed, params);
         assert!(arrivals.as_slice().iter().all(|&left| left == 0));
         let got = memory.2.as_slice();

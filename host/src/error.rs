@@ -44,6 +44,28 @@ pub enum Error {
         /// Bytes free.
         free: u64,
     },
+    /// A batch's cache does not fit beside the model.
+    #[error(
+        "a cache of {tokens} tokens needs {}, and the card has {} left beside the model; use a smaller --cache-tokens, a shorter --context, \
+         or fewer --sequences",
+        gib(*.wanted), gib(*.free)
+    )]
+    CacheTooLarge {
+        /// Tokens that were asked for, or that one sequence needs.
+        tokens: usize,
+        /// Bytes that they take.
+        wanted: u64,
+        /// Bytes that there are.
+        free: u64,
+    },
+    /// A batch's host tier could not be had.
+    #[error("--swap-tokens needs {} of memory that stays where it is, which could not be had ({reason}); use fewer, or 0", gib(*.wanted))]
+    HostTier {
+        /// Bytes.
+        wanted: u64,
+        /// What was said.
+        reason: String,
+    },
     /// A shape that the kernels do not cover.
     #[error("the GPU kernels need {what} (this model has {found}); use --device cpu")]
     Unsupported {
@@ -76,12 +98,6 @@ pub enum Error {
     /// Nothing to continue.
     #[error("the prompt is empty; give at least one token of text")]
     EmptyPrompt,
-    /// Log-probabilities were asked for where there are none.
-    #[error("{device} gives no log-probabilities in a batch; use --device cpu, or leave out logprobs")]
-    NoLogprobs {
-        /// What the batch runs on.
-        device: String,
-    },
     /// A drafting setting out of range.
     #[error("{what}")]
     Draft {

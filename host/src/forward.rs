@@ -1,7 +1,9 @@
 //! The Qwen3 forward pass on a device: which kernels, over which memory, in which order.
 
+use cuda_std::Global;
 use gpu_kernels::apart::{self, RmsNorm, SiluMul};
-use gpu_kernels::attention::{self, Attend};
+use gpu_kernels::attention::{self, Attend, AttendTiles};
+use gpu_kernels::batch::{self, PickRows};
 use gpu_kernels::embedding::{self, Embed};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM};
 use gpu_kernels::linear::{self, Linear, STRIP};
@@ -13,21 +15,22 @@ use half::bf16;
 use model::{Config, rope::RopeTable};
 
 use crate::Error;
+use crate::cache::KvCache;
 use crate::device::{Buffer, Device};
 use crate::prefill::{Parts, Prefill};
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 
-/// A model on a device with the memory of one sequence: cache, activations, logits. Everything is allocated here, and nothing
+/// A model on a device with the memory of its sequences: cache, activations, logits. Everything is allocated here, and nothing
 /// while it runs.
 pub struct Forward {
     device: Device,
     config: Config,
     weights: DeviceWeights,
-    capacity: usize,
+    room: Room,
     cos: Buffer<f32>,
     sin: Buffer<f32>,
-    caches: Vec<Buffer<bf16>>,
+    cache: KvCache,
     page_table: Buffer<u32>,
     row_count: Buffer<u32>,
     row_tokens: Buffer<u32>,
@@ -66,6 +69,57 @@ pub enum LogitRows {
     From(u32),
 }
 
+/// For how much there is memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Most tokens of a sequence.
+    pub context: usize,
+    /// Sequences: page tables.
+    pub sequences: usize,
+    /// Pages of the cache.
+    pub pages: usize,
+    /// Most rows of a pass.
+    pub rows: usize,
+}
+
+impl Room {
+    /// For one sequence of up to `capacity` tokens.
+    pub fn single(capacity: usize) -> Self {
+        Self { context: capacity, sequences: 1, pages: pages(capacity), rows: MAX_ROWS as usize }
+    }
+
+    /// Splits of attention for a sequence as long as can be.
+    fn splits(&self) -> usize {
+        self.context.div_ceil(attention::SPLIT as usize)
+    }
+}
+
+/// Which rows meet in attention.
+#[derive(Clone, Copy, Debug)]
+pub struct Tiles {
+    /// `[most, 2]` as [`AttendTiles::tiles`] has them; 16-byte aligned.
+    pub list: Global<u32>,
+    /// `[1]` how many there are.
+    pub count: Global<u32>,
+    /// The same, as the host knows it.
+    pub most: u32,
+}
+
+/// Rows of a pass over any sequences, and what the host knows of them.
+#[derive(Clone, Copy, Debug)]
+pub struct Pass {
+    /// The rows; a planning kernel or the host has filled them in by the time that they run.
+    pub rows: Rows,
+    /// At most so many.
+    pub most_rows: u32,
+    /// Their positions are below this.
+    pub end: u32,
+    /// Their tiles of attention; none: all rows are of one sequence.
+    pub tiles: Option<Tiles>,
+    /// Which rows want logits.
+    pub logits: LogitRows,
+}
+
 /// What a model takes on a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Footprint {
@@ -81,21 +135,25 @@ fn pages(capacity: usize) -> usize {
 }
 
 impl Footprint {
-    /// For `config` with room for `capacity` tokens, on a card that is a Hopper or not.
+    /// For `config` with room for one sequence of `capacity` tokens, on a card that is a Hopper or not.
     pub fn of(config: &Config, capacity: usize, hopper: bool) -> Self {
-        let tokens = pages(capacity) * kv::PAGE_TOKENS as usize;
-        let splits = capacity.div_ceil(attention::SPLIT as usize);
-        let rows = MAX_ROWS as usize;
+        Self::of_room(config, &Room::single(capacity), hopper.then_some(capacity))
+    }
+
+    /// For `config` with this room, and for passes over up to `prefill` rows of prompts where there are any.
+    pub fn of_room(config: &Config, room: &Room, prefill: Option<usize>) -> Self {
+        let rows = room.rows;
         let q = config.query_size();
         let activations =
             rows * (config.hidden_size * 6 + config.hidden_size / 4 + (q + 2 * config.key_value_size()) * 4 + q * 4);
-        let partial = rows * config.num_attention_heads * splits * (HEAD_DIM as usize + 2) * 4;
-        let working = tokens * config.kv_bytes_per_token(2)
-            + capacity * HEAD_DIM as usize * 4
+        let partial = rows * config.num_attention_heads * room.splits() * (HEAD_DIM as usize + 2) * 4;
+        let working = room.pages * KvCache::page_bytes(config)
+            + room.context * HEAD_DIM as usize * 4
+            + room.sequences * pages(room.context) * 4
             + partial
             + activations
             + rows * (config.intermediate_size * 2 + config.vocab_size * 4);
-        let prefill = if hopper { Prefill::bytes(config, capacity) } else { 0 };
+        let prefill = prefill.map_or(0, |rows| Prefill::bytes(config, rows));
         Self { weights: config.weight_bytes(2) as u64, working: working as u64 + prefill }
     }
 }
@@ -125,29 +183,34 @@ impl Forward {
         Ok(())
     }
 
-    /// Allocates everything for one sequence of up to `capacity` tokens.
+    /// Allocates everything for one sequence of up to `capacity` tokens, whose pages lie in order.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn new(device: &Device, config: &Config, weights: DeviceWeights, capacity: usize) -> Result<Self, Error> {
-        let rows = MAX_ROWS as usize;
-        let pages = pages(capacity);
-        let splits = capacity.div_ceil(attention::SPLIT as usize);
+        let mut forward = Self::with_room(device, config, weights, Room::single(capacity))?;
+        let table: Vec<u32> = (0..forward.page_table.len() as u32).collect();
+        forward.page_table.write(0, &table)?;
+        Ok(forward)
+    }
+
+    /// Allocates everything for sequences whose page tables are for the caller to fill in.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn with_room(device: &Device, config: &Config, weights: DeviceWeights, room: Room) -> Result<Self, Error> {
+        let (rows, splits) = (room.rows, room.splits());
         let q = config.query_size();
-        let rope = RopeTable::new(config.head_dim, config.rope_theta, capacity);
-        let table: Vec<u32> = (0..pages as u32).collect();
-        let page = kv::page_elements(config.num_key_value_heads as u32);
-        let caches =
-            (0..config.num_hidden_layers).map(|_| device.zeroed(pages * page)).collect::<Result<Vec<_>, _>>()?;
+        let rope = RopeTable::new(config.head_dim, config.rope_theta, room.context);
         Ok(Self {
             cos: device.upload(&rope.cos)?,
             sin: device.upload(&rope.sin)?,
-            caches,
+            cache: KvCache::new(device, config, room.pages)?,
             stream: None,
             trace: None,
             prefill: None,
             apart: Apart::default(),
-            page_table: device.upload(&table)?,
+            page_table: device.zeroed(room.sequences * pages(room.context))?,
             row_count: device.zeroed(1)?,
             row_tokens: device.zeroed(rows)?,
             row_positions: device.zeroed(rows)?,
@@ -165,7 +228,7 @@ impl Forward {
             device: device.clone(),
             config: config.clone(),
             weights,
-            capacity,
+            room,
         })
     }
 
@@ -174,7 +237,7 @@ impl Forward {
     /// # Errors
     /// A driver error.
     pub fn lay_out_stream(&mut self) -> Result<bool, Error> {
-        self.stream = Stream::new(&self.device, &self.config, &self.weights, &self.caches)?;
+        self.stream = Stream::new(&self.device, &self.config, &self.weights, &self.cache)?;
         Ok(self.stream.is_some())
     }
 
@@ -236,18 +299,12 @@ impl Forward {
         unsafe { self.device.launch::<apart::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm) }
     }
 
-    /// Fills every layer's cache with `pattern`, over and over: for measuring.
+    /// Fills the cache with `pattern`, over and over: for measuring.
     ///
     /// # Errors
     /// A driver error.
     pub fn fill_cache(&mut self, pattern: &[bf16]) -> Result<(), Error> {
-        for cache in &mut self.caches {
-            for at in (0..cache.len()).step_by(pattern.len().max(1)) {
-                let piece = pattern.len().min(cache.len() - at);
-                cache.write(at, &pattern[..piece])?;
-            }
-        }
-        Ok(())
+        self.cache.fill(pattern)
     }
 
     /// Allocates what passes over many rows of a prompt need, on a device that has the hardware.
@@ -255,9 +312,16 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn lay_out_prefill(&mut self) -> Result<(), Error> {
+        self.lay_out_prefill_of(self.room.context)
+    }
+
+    /// The same, for up to `rows` rows at a time.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn lay_out_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
         if self.device.is_hopper() {
-            let prefill = Prefill::new(&self.device, &self.config, &self.weights, &self.caches, self.capacity)?;
-            self.prefill = Some(prefill);
+            self.prefill = Some(Prefill::new(&self.device, &self.config, &self.weights, &self.cache, rows)?);
         }
         Ok(())
     }
@@ -275,9 +339,43 @@ impl Forward {
     /// # Panics
     /// If it was not laid out, or has no room for so many rows: a bug of the caller.
     pub fn enqueue_prefill(&mut self, start: usize, count: usize) -> Result<(), Error> {
-        let Self { device, config, weights, caches, page_table, cos, sin, prefill, .. } = self;
-        let parts = Parts { device, config, weights, caches, page_table, cos, sin };
+        let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
+        let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
+        let parts = Parts { device, config, weights, cache, tables, table_stride, cos, sin };
         prefill.as_mut().expect("laid out").enqueue(&parts, start, count)
+    }
+
+    /// Enqueues a pass over `count` rows of any sequences' prompts, with `tiles` as
+    /// [`PrefillAttention::tiles`](gpu_kernels::prefill_attention::PrefillAttention::tiles) has them, so many.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If it was not laid out, or has no room for so many rows: a bug of the caller.
+    pub fn enqueue_prefill_rows(&self, rows: Rows, count: usize, tiles: (Global<u32>, usize)) -> Result<(), Error> {
+        let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
+        let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
+        let parts = Parts { device, config, weights, cache, tables, table_stride, cos, sin };
+        prefill.as_ref().expect("laid out").enqueue_rows(&parts, rows, count, tiles)
+    }
+
+    /// Enqueues the logits of `count` rows of the last prefill, `picks`, in their order: row 0 of [`logits`](Self::logits) is the first.
+    /// `rows` has their number by then, and nothing else.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there was none: a bug of the caller.
+    pub fn enqueue_picked(&self, picks: Global<u32>, rows: Rows, count: u32) -> Result<(), Error> {
+        let (scaled, norm) = self.prefill().expect("laid out").result(&self.config, 0);
+        let pick = PickRows { rows: picks, scaled, squares: norm.squares, to: self.residual() };
+        // SAFETY: buffers of self with room for so many rows; the picks are rows of the pass.
+        unsafe {
+            self.device.launch::<batch::pick_rows>((1, count), 0, pick)?;
+            self.launch_linear(Kind::Write, count, self.head(rows, self.scaled.ptr(), self.norm()))
+        }
     }
 
     /// Enqueues the logits of `count` rows of the last prefill from its row `first` on: row 0 of [`logits`](Self::logits) is the first.
@@ -290,9 +388,15 @@ impl Forward {
     /// If there was none: a bug of the caller.
     pub fn enqueue_head(&self, first: usize, count: u32) -> Result<(), Error> {
         let (x, norm) = self.prefill().expect("laid out").result(&self.config, first);
+        // SAFETY: buffers of self, of the sizes that the parameter block states.
+        unsafe { self.launch_linear(Kind::Write, count, self.head(self.rows(), x, norm)) }
+    }
+
+    /// The head over the rows of `x`, from the first on.
+    fn head(&self, rows: Rows, x: Global<bf16>, norm: Norm) -> Linear {
         let weight = self.weights.head.as_ref().unwrap_or(&self.weights.embed);
-        let head = Linear {
-            rows: self.rows(),
+        Linear {
+            rows,
             x,
             weight: weight.ptr(),
             up: weight.ptr(),
@@ -304,9 +408,16 @@ impl Forward {
             n: self.config.vocab_size as u32,
             k: self.config.hidden_size as u32,
             first_row: 0,
-        };
-        // SAFETY: buffers of self, of the sizes that the parameter block states.
-        unsafe { self.launch_linear(Kind::Write, count, head) }
+        }
+    }
+
+    /// The norm that the residual stream's reader has yet to divide by.
+    fn norm(&self) -> Norm {
+        Norm { squares: self.squares.ptr(), dim: self.config.hidden_size as u32, eps: self.config.rms_norm_eps }
+    }
+
+    fn table_stride(&self) -> u32 {
+        pages(self.room.context) as u32
     }
 
     fn residual(&self) -> Residual {
@@ -318,9 +429,24 @@ impl Forward {
         }
     }
 
-    /// Tokens that the cache holds.
+    /// Most tokens of a sequence.
     pub fn capacity(&self) -> usize {
-        self.capacity
+        self.room.context
+    }
+
+    /// For how much there is memory.
+    pub fn room(&self) -> Room {
+        self.room
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &KvCache {
+        &self.cache
+    }
+
+    /// `[sequences, pages of the context]`: which page of the cache each page of a sequence is.
+    pub fn page_tables(&self) -> &Buffer<u32> {
+        &self.page_table
     }
 
     /// The model's sizes.
@@ -343,7 +469,7 @@ impl Forward {
         }
     }
 
-    /// `[MAX_ROWS, vocab]`, written by a pass for the rows that were asked for.
+    /// `[rows, vocab]`, written by a pass for the rows that were asked for.
     pub fn logits(&self) -> &Buffer<f32> {
         &self.logits
     }
@@ -354,18 +480,26 @@ impl Forward {
     /// # Errors
     /// A refused launch.
     pub fn enqueue(&self, most_rows: u32, end: u32, logits: LogitRows) -> Result<(), Error> {
-        let (c, w, rows) = (&self.config, &self.weights, self.rows());
+        self.enqueue_rows(&Pass { rows: self.rows(), most_rows, end, tiles: None, logits })
+    }
+
+    /// Enqueues a pass over rows of any sequences: as many as there is [room](Self::room) for.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub fn enqueue_rows(&self, pass: &Pass) -> Result<(), Error> {
+        let Pass { rows, most_rows, end, tiles, logits } = *pass;
+        let (c, w) = (&self.config, &self.weights);
         let hidden = c.hidden_size as u32;
         let inner = c.intermediate_size as u32;
         let q_heads = c.num_attention_heads as u32;
         let kv_heads = c.num_key_value_heads as u32;
         let heads = q_heads + 2 * kv_heads;
         let q_size = q_heads * HEAD_DIM;
-        let splits = self.capacity.div_ceil(attention::SPLIT as usize) as u32;
+        let splits = self.room.splits() as u32;
         let eps = c.rms_norm_eps;
 
-        let residual = self.residual();
-        let norm = Norm { squares: self.squares.ptr(), dim: hidden, eps };
+        let (residual, norm) = (self.residual(), self.norm());
         let norm = if self.apart.norms { Norm::default() } else { norm };
         let linear = |weight: &Buffer<bf16>, x: &Buffer<bf16>, n: u32, k: u32| Linear {
             rows,
@@ -394,11 +528,11 @@ impl Forward {
                 vocab: c.vocab_size as u32,
             };
             d.launch::<embedding::embed>((1, most_rows), 0, embed)?;
-            for ((layer, cache), next_norm) in w.layers.iter().zip(&self.caches).zip(w.next_norms()) {
+            for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
                 let cache = Cache {
-                    pages: cache.ptr_mut(),
+                    pages: self.cache.layer(i),
                     tables: self.page_table.ptr(),
-                    table_stride: self.page_table.len() as u32,
+                    table_stride: self.table_stride(),
                     kv_heads,
                 };
                 self.launch_norm(most_rows, &layer.input_norm)?;
@@ -430,8 +564,14 @@ impl Forward {
                     scale: 1.0 / (HEAD_DIM as f32).sqrt(),
                 };
                 let splits = end.div_ceil(attention::SPLIT);
-                let grid = (kv_heads, splits, Attend::tiles(most_rows, q_heads / kv_heads));
-                d.launch::<attention::attend>(grid, Attend::SHARED_BYTES, attend)?;
+                if let Some(tiles) = tiles {
+                    let grid = (kv_heads, splits, tiles.most);
+                    let attend = AttendTiles { attend, tiles: tiles.list };
+                    d.launch::<attention::attend_tiles>(grid, Attend::SHARED_BYTES, attend)?;
+                } else {
+                    let grid = (kv_heads, splits, Attend::tiles(most_rows, q_heads / kv_heads));
+                    d.launch::<attention::attend>(grid, Attend::SHARED_BYTES, attend)?;
+                }
                 if splits > 1 {
                     d.launch::<attention::combine>((q_heads, most_rows), Attend::COMBINE_SHARED_BYTES, attend)?;
                 }
@@ -457,9 +597,8 @@ impl Forward {
             }
             if let LogitRows::From(first_row) = logits {
                 self.launch_norm(most_rows, &w.norm)?;
-                let head = w.head.as_ref().unwrap_or(&w.embed);
-                let head = linear(head, &self.scaled, c.vocab_size as u32, hidden);
-                self.launch_linear(Kind::Write, most_rows - first_row, Linear { norm, first_row, ..head })?;
+                let head = Linear { first_row, ..self.head(rows, self.scaled.ptr(), norm) };
+                self.launch_linear(Kind::Write, most_rows - first_row, head)?;
             }
         }
         Ok(())
@@ -498,41 +637,45 @@ impl Forward {
             q_heads: c.num_attention_heads as u32,
             kv_heads: c.num_key_value_heads as u32,
             vocab: c.vocab_size as u32,
-            table_stride: self.page_table.len() as u32,
-            splits: self.capacity.div_ceil(attention::SPLIT as usize) as u32,
+            table_stride: self.table_stride(),
+            splits: self.room.splits() as u32,
             eps: c.rms_norm_eps,
         };
         // SAFETY: buffers of self, sized as the parameter block says; the planning kernel zeroes the counters.
         unsafe { stream.enqueue(&self.device, most_rows, step) }
     }
 
-    /// Picks the width of a linear kernel; all widths give the same bits.
+    /// Picks the width of a linear kernel, and takes as many launches as the rows need; all widths give the same bits.
     ///
     /// # Safety
     /// As [`Device::launch`].
     unsafe fn launch_linear(&self, kind: Kind, most_rows: u32, p: Linear) -> Result<(), Error> {
-        let width = match most_rows {
-            0..=8 => 8,
-            9..=16 => 16,
-            _ => 64,
-        };
-        let shared = Linear::shared_bytes(width);
         let strips = if kind == Kind::SwiGlu { Linear::swiglu_strips(p.n) } else { Linear::strips(p.n) };
         let d = &self.device;
-        // SAFETY: the caller's word.
-        unsafe {
-            match (kind, width) {
-                (Kind::Write, 8) => d.launch::<linear::linear_8>(strips, shared, p),
-                (Kind::Write, 16) => d.launch::<linear::linear_16>(strips, shared, p),
-                (Kind::Write, _) => d.launch::<linear::linear_64>(strips, shared, p),
-                (Kind::Add, 8) => d.launch::<linear::linear_add_8>(strips, shared, p),
-                (Kind::Add, 16) => d.launch::<linear::linear_add_16>(strips, shared, p),
-                (Kind::Add, _) => d.launch::<linear::linear_add_64>(strips, shared, p),
-                (Kind::SwiGlu, 8) => d.launch::<linear::swiglu_8>(strips, shared, p),
-                (Kind::SwiGlu, 16) => d.launch::<linear::swiglu_16>(strips, shared, p),
-                (Kind::SwiGlu, _) => d.launch::<linear::swiglu_64>(strips, shared, p),
+        for first in (0..most_rows).step_by(MAX_ROWS as usize) {
+            let width = match most_rows - first {
+                0..=8 => 8,
+                9..=16 => 16,
+                _ => 64,
+            };
+            let shared = Linear::shared_bytes(width);
+            let p = Linear { first_row: p.first_row + first, ..p };
+            // SAFETY: the caller's word.
+            unsafe {
+                match (kind, width) {
+                    (Kind::Write, 8) => d.launch::<linear::linear_8>(strips, shared, p)?,
+                    (Kind::Write, 16) => d.launch::<linear::linear_16>(strips, shared, p)?,
+                    (Kind::Write, _) => d.launch::<linear::linear_64>(strips, shared, p)?,
+                    (Kind::Add, 8) => d.launch::<linear::linear_add_8>(strips, shared, p)?,
+                    (Kind::Add, 16) => d.launch::<linear::linear_add_16>(strips, shared, p)?,
+                    (Kind::Add, _) => d.launch::<linear::linear_add_64>(strips, shared, p)?,
+                    (Kind::SwiGlu, 8) => d.launch::<linear::swiglu_8>(strips, shared, p)?,
+                    (Kind::SwiGlu, 16) => d.launch::<linear::swiglu_16>(strips, shared, p)?,
+                    (Kind::SwiGlu, _) => d.launch::<linear::swiglu_64>(strips, shared, p)?,
+                }
             }
         }
+        Ok(())
     }
 }
 

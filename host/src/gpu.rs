@@ -31,7 +31,7 @@ const RING: u32 = 8;
 const RUN_AHEAD: u32 = 2;
 /// What drafts add to a decode step: of the streamed 8B shape, 8 rows take 1.09 times as long as one, and 16 rows 1.23 times
 /// (`docs/kernels/stream.md`).
-const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
+pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
 /// Most tokens that can end a sequence.
 const MOST_STOP_TOKENS: usize = 32;
 /// Without a report for this long the device counts as hung. The longest step, a chunk of a prompt, takes milliseconds.

@@ -7,6 +7,7 @@
 pub mod backend;
 pub mod batch;
 pub mod bench;
+pub mod cache;
 mod cpu;
 pub mod device;
 pub mod draft;

@@ -4,6 +4,7 @@
 //! These kernels sum in another order than those for decoding. So that the bits of the cache never depend on how a prompt was cut, or on what
 //! was cached before, every position of a prompt goes through here, and every generated position through the decode step.
 
+use cuda_std::Global;
 use cuda_std::tensor::Matrix;
 use gpu_kernels::embedding::{self, Embed};
 use gpu_kernels::gemm::{self as kernels, Gemm, RowScales, TILE_ROWS};
@@ -17,6 +18,7 @@ use half::bf16;
 use model::Config;
 
 use crate::Error;
+use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::gemm::{self, Epilogue};
 use crate::weights::DeviceWeights;
@@ -51,10 +53,12 @@ pub struct Parts<'a> {
     pub config: &'a Config,
     /// Its weights.
     pub weights: &'a DeviceWeights,
-    /// A cache for each layer.
-    pub caches: &'a [Buffer<bf16>],
-    /// The sequence's pages.
-    pub page_table: &'a Buffer<u32>,
+    /// The cache.
+    pub cache: &'a KvCache,
+    /// `[sequences, table_stride]` pages.
+    pub tables: Global<u32>,
+    /// Entries of a sequence's table.
+    pub table_stride: u32,
     /// `[positions, 64]`.
     pub cos: &'a Buffer<f32>,
     /// `[positions, 64]`.
@@ -104,7 +108,7 @@ impl Prefill {
         device: &Device,
         config: &Config,
         weights: &DeviceWeights,
-        caches: &[Buffer<bf16>],
+        cache: &KvCache,
         capacity: usize,
     ) -> Result<Self, Error> {
         let rows = rows(capacity);
@@ -127,11 +131,11 @@ impl Prefill {
             gemm::out(activation.ptr(), rows, inner),
             gemm::residual(residual.ptr(), rows, hidden),
         ];
-        for (layer, cache) in weights.layers.iter().zip(caches) {
+        for (i, layer) in weights.layers.iter().enumerate() {
             // A page's keys of a head are a tile of 64 tokens, its values one of 128 dimensions.
             let paged = |columns: u32, tile_rows: u32| Matrix {
-                address: cache.ptr().addr(),
-                rows: (cache.len() / columns as usize) as u64,
+                address: cache.layer(i).addr(),
+                rows: (cache.layer_len() / columns as usize) as u64,
                 columns: u64::from(columns),
                 tile_rows,
             };
@@ -179,7 +183,7 @@ impl Prefill {
     }
 
     /// The last pass's residual stream, scaled for the final norm, from `row` on, and that norm.
-    pub fn result(&self, config: &Config, row: usize) -> (cuda_std::Global<bf16>, Norm) {
+    pub fn result(&self, config: &Config, row: usize) -> (Global<bf16>, Norm) {
         let hidden = config.hidden_size;
         assert!(row < self.capacity, "row {row} of {}", self.capacity);
         // SAFETY: within the buffers, which have `capacity` rows.
@@ -197,14 +201,30 @@ impl Prefill {
     /// If there is no room for so many rows: a bug of the caller.
     pub fn enqueue(&mut self, parts: &Parts<'_>, start: usize, count: usize) -> Result<(), Error> {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
-        let Parts { device, config: c, weights: w, .. } = *parts;
         let tiles = prefill_attention::tiles(0, count as u32, 0, start as u32, prefill_attention::TILE_ROWS);
         self.tiles.write(0, &tiles.concat())?;
+        self.enqueue_rows(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()))
+    }
 
+    /// Enqueues all layers over `count` rows of any sequences, whose keys and queries meet in `tiles` (see [`PrefillAttention::tiles`]), so many.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there is no room for so many rows: a bug of the caller.
+    pub fn enqueue_rows(
+        &self,
+        parts: &Parts<'_>,
+        rows: Rows,
+        count: usize,
+        (tiles, tile_count): (Global<u32>, usize),
+    ) -> Result<(), Error> {
+        assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
+        let Parts { device, config: c, weights: w, .. } = *parts;
         let m = count as u32;
         let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
         let (q_heads, kv_heads) = (c.num_attention_heads as u32, c.num_key_value_heads as u32);
-        let rows = self.rows();
         let residual = Residual {
             x: self.residual.ptr_mut(),
             scaled: self.scaled.ptr_mut(),
@@ -241,12 +261,12 @@ impl Prefill {
                 vocab: c.vocab_size as u32,
             };
             device.launch::<embedding::embed>((1, m), 0, embed)?;
-            for (i, ((layer, cache), next_norm)) in w.layers.iter().zip(parts.caches).zip(w.next_norms()).enumerate() {
+            for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
                 let of_layer = |what: usize| ACTIVATIONS + i * LAYER + what;
                 let cache = Cache {
-                    pages: cache.ptr_mut(),
-                    tables: parts.page_table.ptr(),
-                    table_stride: parts.page_table.len() as u32,
+                    pages: parts.cache.layer(i),
+                    tables: parts.tables,
+                    table_stride: parts.table_stride,
                     kv_heads,
                 };
                 device.launch_early::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
@@ -265,7 +285,7 @@ impl Prefill {
                 let project = product(SCALED, of_layer(QKV), (q_heads + 2 * kv_heads) * HEAD_DIM, hidden);
                 gemm::enqueue(device, Epilogue::Qkv, Gemm { scales: self.scales.ptr(), heads, ..project })?;
                 let attend = PrefillAttention {
-                    tiles: self.tiles.ptr(),
+                    tiles,
                     q: map(QUERIES),
                     keys: map(of_layer(KEYS)),
                     values: map(of_layer(VALUES)),
@@ -274,7 +294,7 @@ impl Prefill {
                     q_heads,
                     scale: 1.0 / (HEAD_DIM as f32).sqrt(),
                 };
-                let grid = (q_heads, tiles.len() as u32);
+                let grid = (q_heads, tile_count as u32);
                 device.launch_early::<prefill_attention::prefill_attention>(
                     grid,
                     prefill_attention::SHARED_BYTES,

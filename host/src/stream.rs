@@ -7,6 +7,7 @@ use half::bf16;
 use model::Config;
 
 use crate::Error;
+use crate::cache::KvCache;
 use crate::device::{Buffer, Device};
 use crate::weights::DeviceWeights;
 
@@ -50,7 +51,7 @@ impl Stream {
         device: &Device,
         config: &Config,
         weights: &DeviceWeights,
-        caches: &[Buffer<bf16>],
+        cache: &KvCache,
     ) -> Result<Option<Self>, Error> {
         let grid = device.multiprocessors();
         let elements = elements(config, grid);
@@ -88,11 +89,11 @@ impl Stream {
         let addresses: Vec<u64> = weights
             .layers
             .iter()
-            .zip(caches)
-            .flat_map(|(layer, cache)| -> [u64; LAYER_WORDS] {
+            .enumerate()
+            .flat_map(|(i, layer)| -> [u64; LAYER_WORDS] {
                 let norms = [&layer.input_norm, &layer.q_norm, &layer.k_norm, &layer.post_attention_norm];
                 let [a, b, c, d] = norms.map(|norm| norm.ptr().addr());
-                [a, b, c, d, cache.ptr().addr()]
+                [a, b, c, d, cache.layer(i).addr()]
             })
             .collect();
         Ok(Some(Self {

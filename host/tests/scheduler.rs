@@ -76,18 +76,21 @@ impl Device {
         }
     }
 
-    /// Runs a row; everything before it must be in place.
-    fn row(&mut self, slot: Slot, tokens: &[u32], position: usize) {
+    /// Runs a row; everything before it must be in place. The first `prompt` tokens are the prompt.
+    fn row(&mut self, slot: Slot, tokens: &[u32], prompt: usize, position: usize) {
         let size = self.limits.page_tokens;
         let table = &self.slots[&slot].1;
         let mut text = NOTHING;
-        for (at, &token) in tokens[..position].iter().enumerate() {
-            text = then(text, token);
+        // What was generated leaves other bits, where the limits say so.
+        let apart = self.limits.prompts_apart;
+        let place = |at: usize| tokens[at] + if apart && at >= prompt { 1000 } else { 0 };
+        for at in 0..position {
+            text = then(text, place(at));
             let page = table[at / size] as usize;
             assert_eq!(self.pages[page][at % size], text, "slot {slot}: position {at} of {tokens:?} is lost");
         }
         let page = table[position / size] as usize;
-        self.pages[page][position % size] = then(text, tokens[position]);
+        self.pages[page][position % size] = then(text, place(position));
     }
 }
 
@@ -102,29 +105,35 @@ struct Case {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let limits = (1..7u32, 0..12u32, 1..6usize, 2..40usize, 0..5u32, 0..14u32, 0..5u32, 0..12u32);
+    let tier = (0..14u32, 0..5u32, 0..12u32);
+    let starts = (0..40u32, 0..7u32, any::<bool>());
+    let limits = (1..7u32, 0..12u32, 1..6usize, 2..40usize, 0..5u32, tier, starts);
     let request = (prop::collection::vec(0..2u32, 1..24), 1..30usize, 1..40usize, 0..20usize);
-    (limits, prop::collection::vec(request, 1..14), any::<u64>(), 0..3u32).prop_map(
-        |((sequences, rows, page_tokens, context, pages, host_pages, drafts, draft_rows), requests, seed, cost)| {
-            let limits = Limits {
-                context,
-                sequences,
-                rows: sequences + rows,
-                page_tokens,
-                pages: context.div_ceil(page_tokens) as u32 + pages,
-                host_pages,
-                drafts,
-                draft_rows,
-            };
-            let requests = requests.into_iter().map(|(mut prompt, most, early, step)| {
-                prompt.truncate(context - 1);
-                let length = (prompt.len() + most).min(context);
-                (prompt, length, early, step)
-            });
-            let costs = Costs { swap_page: [0.0, 1.0, 2.0][cost as usize], row: 1.0 };
-            Case { limits, costs, requests: requests.collect(), seed }
-        },
-    )
+    (limits, prop::collection::vec(request, 1..14), any::<u64>(), 0..3u32).prop_map(|(limits, requests, seed, cost)| {
+        let (sequences, rows, page_tokens, context, pages, tier, starts) = limits;
+        let (host_pages, drafts, draft_rows) = tier;
+        let (prompt_rows, idle_slots, prompts_apart) = starts;
+        let limits = Limits {
+            context,
+            sequences,
+            rows: sequences + rows,
+            page_tokens,
+            pages: context.div_ceil(page_tokens) as u32 + pages,
+            host_pages,
+            drafts,
+            draft_rows,
+            prompt_rows,
+            idle_slots,
+            prompts_apart,
+        };
+        let requests = requests.into_iter().map(|(mut prompt, most, early, step)| {
+            prompt.truncate(context - 1);
+            let length = (prompt.len() + most).min(context);
+            (prompt, length, early, step)
+        });
+        let costs = Costs { swap_page: [0.0, 1.0, 2.0][cost as usize], row: 1.0 };
+        Case { limits, costs, requests: requests.collect(), seed }
+    })
 }
 
 /// Runs the case to its end. Returns how often something was preempted and shared.
@@ -134,8 +143,8 @@ fn run(case: &Case) -> (u64, u64) {
     let mut scheduler = Scheduler::new(limits, costs);
     let mut coming: Vec<_> = requests.into_iter().collect();
     coming.sort_by_key(|request| std::cmp::Reverse(request.3));
-    // What each sequence must become, and what it is.
-    let mut texts: BTreeMap<SequenceId, (Vec<u32>, usize, usize)> = BTreeMap::new();
+    // What each sequence is, the most it may become, where it ends, and its prompt's length.
+    let mut texts: BTreeMap<SequenceId, (Vec<u32>, usize, usize, usize)> = BTreeMap::new();
     let mut random = (0..).map(|i| model::sampling::random(seed, i));
     let mut random = move |n: usize| (random.next().unwrap_or(0) % n as u64) as usize;
     let all: usize = coming.iter().map(|request| request.1).sum();
@@ -146,7 +155,8 @@ fn run(case: &Case) -> (u64, u64) {
             let (prompt, length, early, _) = coming.pop().expect("there is one");
             let id = scheduler.add(prompt.clone(), length);
             let end = length.min(prompt.len() + early);
-            texts.insert(id, (prompt, length, end));
+            let prompt_len = prompt.len();
+            texts.insert(id, (prompt, length, end, prompt_len));
         }
         if texts.is_empty() && coming.is_empty() {
             break;
@@ -168,9 +178,9 @@ fn run(case: &Case) -> (u64, u64) {
             let id = device.slots[&work.slot].0;
             assert!(!worked.contains(&id), "{id} works twice");
             worked.push(id);
-            let (mut tokens, length, end) = texts[&id].clone();
+            let (mut tokens, length, end, prompt) = texts[&id].clone();
             for position in work.start..work.start + work.rows {
-                device.row(work.slot, &tokens, position as usize);
+                device.row(work.slot, &tokens, prompt, position as usize);
             }
             rows += work.rows;
             assert_eq!(work.samples, (work.start + work.rows) as usize == tokens.len());
@@ -191,14 +201,14 @@ fn run(case: &Case) -> (u64, u64) {
             for draft in 0..drafts {
                 let token = next(&tokens);
                 tokens.push(if draft < right { token } else { token + 5 });
-                device.row(work.slot, &tokens, known + draft);
+                device.row(work.slot, &tokens, prompt, known + draft);
             }
             tokens.truncate(known + right);
             tokens.push(next(&tokens));
             tokens.truncate(length);
             let brought = tokens[known..].to_vec();
             advances.push((work.rows == 1, drafts, Advance { slot: work.slot, tokens: brought }));
-            texts.insert(id, (tokens, length, end));
+            texts.insert(id, (tokens, length, end, prompt));
         }
         let drafts: u32 = advances.iter().map(|advance| advance.1 as u32).sum();
         assert!(rows + drafts <= limits.rows, "{rows} + {drafts} rows");
@@ -206,7 +216,7 @@ fn run(case: &Case) -> (u64, u64) {
         let advances: Vec<Advance> = advances.into_iter().map(|advance| advance.2).collect();
         scheduler.advance(&advances);
         for id in worked {
-            let (tokens, _, end) = &texts[&id];
+            let (tokens, _, end, _) = &texts[&id];
             assert_eq!(scheduler.tokens(id), Some(tokens.as_slice()));
             if tokens.len() >= *end {
                 scheduler.finish(id);
@@ -258,10 +268,51 @@ fn sequences_that_begin_alike_compute_it_once() {
         host_pages: 0,
         drafts: 0,
         draft_rows: 0,
+        prompt_rows: 0,
+        idle_slots: 0,
+        prompts_apart: true,
     };
     let prefix: Vec<u32> = (0..101).collect();
     let requests = (0..8).map(|i| ([prefix.as_slice(), &[500 + i]].concat(), 104, 9, 0)).collect();
     let case = Case { limits, costs: Costs { swap_page: 1.0, row: 1.0 }, requests, seed: 1 };
     // All but the first find the 25 full pages of the prefix.
     assert_eq!(run(&case), (0, 7 * 100));
+}
+
+#[test]
+fn a_few_prompts_wait_for_more_while_others_run() {
+    let limits = Limits {
+        context: 64,
+        sequences: 8,
+        rows: 64,
+        page_tokens: 4,
+        pages: 128,
+        host_pages: 0,
+        drafts: 0,
+        draft_rows: 0,
+        prompt_rows: 20,
+        idle_slots: 7,
+        prompts_apart: true,
+    };
+    let mut scheduler = Scheduler::new(limits, Costs { swap_page: 1.0, row: 1.0 });
+    let step = |scheduler: &mut Scheduler| {
+        let plan = scheduler.plan();
+        let sampling = plan.work.iter().filter(|work| work.samples);
+        scheduler.advance(&sampling.map(|work| Advance { slot: work.slot, tokens: vec![1] }).collect::<Vec<_>>());
+        plan.started.len()
+    };
+    // Alone, at once; then seven slots are free, and a second does not wait either; a third does, until there are 20 rows.
+    scheduler.add(vec![2; 9], 60);
+    assert_eq!(step(&mut scheduler), 1);
+    scheduler.add(vec![3; 9], 60);
+    assert_eq!(step(&mut scheduler), 1);
+    scheduler.add(vec![4; 10], 60);
+    assert_eq!((step(&mut scheduler), step(&mut scheduler)), (0, 0));
+    scheduler.add(vec![5; 10], 60);
+    assert_eq!(step(&mut scheduler), 2);
+    // When nothing runs any more, nothing is waited for.
+    scheduler.add(vec![6; 3], 60);
+    assert_eq!(step(&mut scheduler), 0);
+    (0..4).for_each(|id| scheduler.finish(id));
+    assert_eq!(step(&mut scheduler), 1);
 }

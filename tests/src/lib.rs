@@ -1,4 +1,6 @@
-//! What the integration tests share: the golden checkpoints of `tests/golden`, made by `scripts/make_golden.py`.
+//! What the integration tests share: the golden checkpoints of `tests/golden`, made by `scripts/make_golden.py`, and ways to run them.
+
+pub mod batch;
 
 pub mod distribution;
 

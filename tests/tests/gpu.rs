@@ -3,11 +3,13 @@
 
 use std::process::ExitCode;
 
+use host::batch::{Batch, BatchOptions, GpuBatch};
 use host::device::{self, Device};
 use host::draft::script;
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, Gpu, NgramDraft};
+use integration_tests::batch::{Happened, Priced, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
     answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, golden_cases, greedy, prefilled,
@@ -33,7 +35,7 @@ fn main() -> ExitCode {
         Some(card) => println!("on {}", card.name),
         None => println!("ignored: there is no CUDA card (these tests need one)"),
     }
-    let tests: [(&str, Test); 12] = [
+    let tests: [(&str, Test); 13] = [
         ("golden_logits", golden_logits),
         ("demo_logits_match_the_cpu", demo_logits_match_the_cpu),
         ("greedy_output_is_the_same_with_drafts", greedy_output_is_the_same_with_drafts),
@@ -47,6 +49,7 @@ fn main() -> ExitCode {
         ),
         ("the_streamed_step_gives_the_bits_of_the_launches", the_streamed_step_gives_the_bits_of_the_launches),
         ("a_token_takes_launches_and_nothing_else", a_token_takes_launches_and_nothing_else),
+        ("a_request_gives_the_tokens_in_any_batch_that_it_gives_alone", a_request_gives_the_tokens_in_any_batch),
         ("a_card_too_small_is_said_before_loading", a_card_too_small_is_said_before_loading),
         ("a_card_that_is_not_there_is_named", a_card_that_is_not_there_is_named),
     ];
@@ -242,23 +245,74 @@ fn a_token_takes_launches_and_nothing_else() -> Result<(), Failed> {
     Ok(check_decode_calls(&mut gpu, &device, &request(200), two - one)?)
 }
 
+fn a_request_gives_the_tokens_in_any_batch() -> Result<(), Failed> {
+    const CONTEXT: usize = 400;
+    let checkpoint = demo();
+    let requests = requests(&demo_prompts(&checkpoint, 40, 100), 100, 290);
+    let mut alone = engine(&checkpoint, GPU, CONTEXT);
+    let expected: Vec<_> = requests.iter().map(|request| answer(&mut alone, request)).collect();
+    drop(alone);
+    let mut jobs: Vec<(usize, host::Request)> = requests.into_iter().enumerate().collect();
+    let mut seen = Happened::default();
+    let drafting = Some(NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false });
+    // Sequences, rows, pages of the cache and of the host tier: from room for all to as few pages as can be.
+    for (sequences, rows, pages, host_pages, draft, to_host) in [
+        (256, 8192, 400, 0, None, true),
+        (100, 150, 200, 0, drafting, true),
+        (12, 300, 11, 60, drafting, true),
+        (12, 300, 11, 0, drafting, false),
+        (5, 37, 9, 9, None, true),
+    ] {
+        let options = BatchOptions {
+            sequences: Some(sequences),
+            rows: Some(rows),
+            cache_tokens: Some(pages * 64),
+            swap_tokens: Some(host_pages * 64),
+            draft,
+            draft_rows: 64,
+        };
+        let progress = &mut |_, _| std::ops::ControlFlow::Continue(());
+        let backend = GpuBatch::load(&checkpoint, &Device::cuda(0)?, CONTEXT, options, progress)?;
+        let (answers, happened) = together(&checkpoint, Priced::boxed(Box::new(backend), to_host), &jobs, None);
+        println!("{happened:?}");
+        for (id, answer) in &answers {
+            let alone = &expected[*id];
+            if (&answer.tokens, &answer.text, answer.finish) != (&alone.tokens, &alone.text, alone.finish) {
+                return Err(format!("request {id} differs with {options:?}").into());
+            }
+        }
+        seen.add(happened);
+        jobs.rotate_left(7);
+        jobs.reverse();
+    }
+    let Happened { swapped, dropped, shared, accepted } = seen;
+    if swapped < 4 || dropped < 4 || shared < 500 || accepted < 100 {
+        return Err(format!("too little happened to show anything: {seen:?}").into());
+    }
+    Ok(())
+}
+
 fn a_card_too_small_is_said_before_loading() -> Result<(), Failed> {
     let mut checkpoint = demo();
     checkpoint.config.max_position_embeddings = 1 << 30;
     let options = host::LoadOptions { device: GPU, context: Some(1 << 28) };
     let mut loaded = false;
-    let result = host::Engine::load(checkpoint, options, &mut |_, _| {
+    let progress = &mut |_, _| {
         loaded = true;
         std::ops::ControlFlow::Continue(())
-    });
-    match result {
-        Err(error @ host::Error::ModelTooLarge { .. }) if !loaded => {
-            println!("{error}");
-            Ok(())
-        }
-        Err(error) => Err(format!("{error} (loading began: {loaded})").into()),
-        Ok(_) => Err("it loaded".into()),
-    }
+    };
+    let error = host::Engine::load(checkpoint.clone(), options, progress).err();
+    let Some(error @ host::Error::ModelTooLarge { .. }) = error else { return Err(format!("{error:?}").into()) };
+    println!("{error}");
+    let error = Batch::load(checkpoint.clone(), options, BatchOptions::default(), progress).err();
+    let Some(error @ host::Error::ModelTooLarge { .. }) = error else { return Err(format!("{error:?}").into()) };
+    println!("{error}");
+    let options = host::LoadOptions { context: Some(1 << 10), ..options };
+    let much = BatchOptions { cache_tokens: Some(1 << 40), ..BatchOptions::default() };
+    let error = Batch::load(checkpoint, options, much, progress).err();
+    let Some(error @ host::Error::CacheTooLarge { .. }) = error else { return Err(format!("{error:?}").into()) };
+    println!("{error}");
+    if loaded { Err("loading began".into()) } else { Ok(()) }
 }
 
 fn a_card_that_is_not_there_is_named() -> Result<(), Failed> {

@@ -70,17 +70,17 @@ pub struct BatchArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Batch (changes the speed, never the text)")]
 pub struct SizeArgs {
-    /// Most requests at once, up to 256 [default: 32 on the CPU]
+    /// Most requests at once, up to 256 [default: 256; 32 on the CPU]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=i64::from(BatchOptions::MOST_SEQUENCES)))]
     pub sequences: Option<u32>,
-    /// Most tokens of a step, of prompts and answers together [default: 128 on the CPU]
+    /// Most tokens of a step, of prompts and answers together [default: 8192 on Hopper, else 256; 128 on the CPU]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
     pub step_rows: Option<u32>,
-    /// Tokens that the cache holds, of all requests together; at least a context [default: 1 GiB of them on the CPU]
+    /// Tokens that the cache holds, of all requests together; at least a context [default: what there is memory for; 1 GiB on the CPU]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least_one)]
     pub cache_tokens: Option<usize>,
-    /// Tokens that are kept aside when the cache is full, rather than computed again [default: as --cache-tokens]
+    /// Tokens that are kept aside when the cache is full, rather than computed again [default: as many, on a card up to 4 GiB]
     #[arg(long, value_name = "N")]
     pub swap_tokens: Option<usize>,
     /// Draft while a step has fewer rows than this

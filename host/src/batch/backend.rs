@@ -69,9 +69,8 @@ impl Logprobs {
 /// A sequence's tokens depend on itself alone: not on its company, nor on how its rows were dealt over steps, nor on where its pages
 /// are, nor on whether they were away.
 ///
-/// The device's side of a slot is a row of the page tables, the sequence's tokens, and its settings. A step with drafts asks the n-gram
-/// operator for them on the device, with [`Plan::draft_threshold`] as its threshold and [`Work::most_drafts`](super::plan::Work) as each
-/// sequence's bound, so nothing of a sequence's history need come to the host before the step's outcome does.
+/// A step with drafts shares [`Plan::draft_threshold`] among its sequences as the n-gram operator shares its threshold, with
+/// [`Work::most_drafts`](super::plan::Work) as each sequence's bound.
 pub trait BatchBackend: Send {
     /// What it runs on, for a person.
     fn device(&self) -> String;
@@ -87,6 +86,33 @@ pub trait BatchBackend: Send {
     /// # Errors
     /// A device error, after which the backend is of no more use.
     fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error>;
+}
+
+/// Seconds for each of many like things, as far as they were measured.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rate {
+    seconds: f64,
+    count: f64,
+}
+
+impl Rate {
+    /// What one is expected to take.
+    pub fn guess(seconds: f64) -> Self {
+        Self { seconds, count: 1.0 }
+    }
+
+    /// Takes in that `count` took so long.
+    pub fn add(&mut self, seconds: f64, count: usize) {
+        if count > 0 {
+            self.seconds += seconds;
+            self.count += count as f64;
+        }
+    }
+
+    /// Seconds for one.
+    pub fn each(&self) -> f64 {
+        self.seconds / self.count
+    }
 }
 
 #[cfg(test)]

@@ -6,7 +6,8 @@ use gpu_kernels::drafting;
 use model::{Checkpoint, CpuModel, KvPages, Row, Sampling};
 use rayon::prelude::*;
 
-use super::backend::{BatchBackend, Logprobs, Outcome, Start};
+use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
+use super::draft::{Drafts, History, propose};
 use super::plan::{Page, Plan, Work};
 use super::scheduler::{Costs, Limits};
 use crate::Error;
@@ -40,40 +41,6 @@ struct Slot {
     acceptance: u32,
 }
 
-/// Drafts for a work.
-#[derive(Clone, Default)]
-struct Drafts {
-    proposed: Vec<u32>,
-    /// How many of them, from the first on, run.
-    count: usize,
-}
-
-impl Drafts {
-    fn run(&self) -> &[u32] {
-        &self.proposed[..self.count]
-    }
-}
-
-/// Seconds for each of many like things.
-#[derive(Clone, Copy)]
-struct Rate {
-    seconds: f64,
-    count: f64,
-}
-
-impl Rate {
-    fn add(&mut self, start: Instant, count: usize) {
-        if count > 0 {
-            self.seconds += start.elapsed().as_secs_f64();
-            self.count += count as f64;
-        }
-    }
-
-    fn each(&self) -> f64 {
-        self.seconds / self.count
-    }
-}
-
 impl CpuBatch {
     /// Within `limits`; `draft` proposes, if anyone.
     ///
@@ -90,8 +57,8 @@ impl CpuBatch {
             slots: vec![Slot::default(); limits.sequences as usize],
             logits: Vec::new(),
             // Until there are measurements: copies at 5 GB/s, out and back, and a row for a reading of the weights at 10 GB/s.
-            swaps: Rate { seconds: 2.0 * page / 5e9, count: 1.0 },
-            rows: Rate { seconds: checkpoint.stored_bytes() as f64 / 10e9, count: 1.0 },
+            swaps: Rate::guess(2.0 * page / 5e9),
+            rows: Rate::guess(checkpoint.stored_bytes() as f64 / 10e9),
             model,
             limits,
             draft,
@@ -111,7 +78,10 @@ impl CpuBatch {
             self.pages.copy_page_from(&self.host, swap.from as usize, swap.to as usize);
         }
         // One way counts half: what is asked for is out and back.
-        self.swaps.add(start, (plan.swap_out.len() + plan.copies.len() + plan.swap_in.len()).div_ceil(2));
+        self.swaps.add(
+            start.elapsed().as_secs_f64(),
+            (plan.swap_out.len() + plan.copies.len() + plan.swap_in.len()).div_ceil(2),
+        );
         for (started, start) in plan.started.iter().zip(starts) {
             self.slots[started.slot as usize] = Slot {
                 history: start.tokens.to_vec(),
@@ -131,34 +101,6 @@ impl CpuBatch {
             table[index] = entry.page;
         }
     }
-
-    /// Drafts of each work.
-    fn drafts(&self, plan: &Plan) -> Vec<Drafts> {
-        let Some(draft) = self.draft.filter(|_| plan.draft_threshold > 0) else {
-            return vec![Drafts::default(); plan.work.len()];
-        };
-        let drafts = |work: &Work| work.samples && work.rows == 1;
-        let active = plan.work.iter().filter(|work| drafts(work)).count() as i64;
-        let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
-        let others = plan.work.iter().map(|work| work.rows).sum::<u32>() - 1;
-        let mut propose = |work: &Work| {
-            if !drafts(work) {
-                return Drafts::default();
-            }
-            let tokens = budget.next().min(work.most_drafts).min(draft.tokens);
-            if tokens == 0 {
-                return Drafts::default();
-            }
-            let slot = &self.slots[work.slot as usize];
-            let draft = NgramDraft { tokens, ..draft };
-            let proposed = draft.propose(bytemuck::cast_slice(&slot.history), slot.max_length);
-            let cost = draft.cost(DRAFT_COST);
-            let count = drafting::worthwhile(slot.acceptance, cost, others, proposed.len() as u32);
-            budget.used += i64::from(count);
-            Drafts { proposed, count: count as usize }
-        };
-        plan.work.iter().map(&mut propose).collect()
-    }
 }
 
 impl BatchBackend for CpuBatch {
@@ -177,7 +119,15 @@ impl BatchBackend for CpuBatch {
     fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
         self.prepare(plan, starts);
         let start = Instant::now();
-        let drafts = self.drafts(plan);
+        let history = |work: &Work| {
+            let slot = &self.slots[work.slot as usize];
+            (work.rows == 1).then_some(History {
+                tokens: bytemuck::cast_slice(&slot.history),
+                max_length: slot.max_length,
+                acceptance: slot.acceptance,
+            })
+        };
+        let drafts = propose(plan, self.draft, DRAFT_COST, history);
         let mut rows = Vec::new();
         for (work, drafts) in plan.work.iter().zip(&drafts) {
             let slot = &self.slots[work.slot as usize];
@@ -219,74 +169,7 @@ impl BatchBackend for CpuBatch {
             Outcome { slot: number, tokens, logprobs, drafted: drafts.count }
         };
         let outcomes = choices.into_par_iter().map(choose).collect();
-        self.rows.add(start, count);
+        self.rows.add(start.elapsed().as_secs_f64(), count);
         Ok(outcomes)
-    }
-}
-
-/// The n-gram operator's shared budget (`gpu_kernels::ngram`), handed out to one decoding sequence after the other.
-struct DraftBudget {
-    threshold: i64,
-    /// Sequences that are still owed their one row.
-    active: i64,
-    used: i64,
-}
-
-impl DraftBudget {
-    /// Drafts that the next sequence may have.
-    fn next(&mut self) -> u32 {
-        self.active -= 1;
-        self.used += 1;
-        let room = self.threshold - self.used - self.active;
-        // The operator leaves a room of one row unused.
-        if room <= 1 { 0 } else { room as u32 }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use gpu_kernels::ngram::reference;
-
-    use super::{DraftBudget, NgramDraft};
-
-    #[test]
-    fn the_shared_budget_is_that_of_the_operator() {
-        for seed in 0..500u64 {
-            let random = |i: u64, n: u64| model::sampling::random(seed, i) % n;
-            let batch = 1 + random(0, 6) as usize;
-            let (stride, most) = (24, 1 + random(1, 7) as i32);
-            let threshold = random(2, 24) as i32;
-            let histories: Vec<i32> = (0..batch * stride).map(|i| random(10 + i as u64, 3) as i32).collect();
-            let newest: Vec<i64> = (0..batch).map(|b| random(1000 + b as u64, stride as u64) as i64).collect();
-            // A sequence that runs may have one more token at least.
-            let limit: Vec<i64> = newest.iter().map(|n| n + 2 + random(2000 + *n as u64, 9) as i64).collect();
-            let operator = reference::Batch {
-                input_ids: &[],
-                input_ids_stride: 0,
-                input_ids_len: &vec![0; batch],
-                pre_ids: &histories,
-                pre_ids_stride: stride,
-                step_idx: &newest,
-                max_dec_len: &limit,
-                seq_lens_decoder: &vec![1; batch],
-            };
-            let mut rows = vec![1; batch];
-            let mut out = reference::Drafts {
-                seq_lens_this_time: &mut rows,
-                draft_tokens: &mut vec![0; batch * 16],
-                draft_tokens_stride: 16,
-            };
-            reference::ngram_match_mixed(&operator, most, 3, 1, threshold, &mut out);
-
-            let mut budget = DraftBudget { threshold: threshold.into(), active: batch as i64, used: 0 };
-            for b in 0..batch {
-                let history = &histories[b * stride..][..newest[b] as usize + 1];
-                let tokens = budget.next().min(most as u32);
-                let draft = NgramDraft { tokens, max: 3, min: 1, adaptive: false };
-                let drafts = if tokens > 0 { draft.propose(history, limit[b] as usize).len() } else { 0 };
-                budget.used += drafts as i64;
-                assert_eq!(rows[b] as usize, 1 + drafts, "seed {seed}, sequence {b}");
-            }
-        }
     }
 }

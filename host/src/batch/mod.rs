@@ -6,6 +6,8 @@
 
 mod backend;
 mod cpu;
+mod draft;
+mod gpu;
 pub mod pages;
 pub mod plan;
 mod run;
@@ -13,6 +15,7 @@ mod scheduler;
 
 pub use backend::{BatchBackend, Logprobs, Outcome, Start};
 pub use cpu::CpuBatch;
+pub use gpu::GpuBatch;
 pub use plan::Plan;
 pub use run::{Answer, Batch, BatchOptions, Done, Job, Metrics};
 pub use scheduler::{Advance, Costs, Counts, Limits, Scheduler};

@@ -1,8 +1,8 @@
 //! Who has which page: a count of users for each, and an index of whole pages by content.
 //!
-//! A full page is known by the tokens in it and by the page before it, so by everything up to its end, which is all that its keys and
-//! values depend on. The index is a hash table over (page before, tokens) that compares what it finds, so sharing is exact. A
-//! page that nobody uses stays in the index until its memory is wanted; then the one unused longest goes first.
+//! A full page is known by the tokens in it, by how many of them are of the prompt, and by the page before it: so by everything up to its end and
+//! by where the prompt ended, which is all that its keys and values depend on. The index is a hash table over (page before, tokens) that compares
+//! what it finds, so sharing is exact. A page that nobody uses stays in the index until its memory is wanted; then the one unused longest goes first.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,6 +15,9 @@ pub type Content = u64;
 /// The content before the first page.
 pub const NOTHING: Content = 0;
 
+/// What the index knows a page by: the content before it, its tokens, and how many of them are of the prompt.
+type Key = (Content, Arc<[u32]>, usize);
+
 /// The device's pages.
 #[derive(Clone, Debug)]
 pub struct Pages {
@@ -24,7 +27,7 @@ pub struct Pages {
     free: Vec<Page>,
     /// Unused pages in the index, by when they were last used.
     unused: BTreeMap<u64, Page>,
-    index: HashMap<(Content, Arc<[u32]>), Page>,
+    index: HashMap<Key, Page>,
     /// The pages that follow a content.
     next: HashMap<Content, Vec<Page>>,
     clock: u64,
@@ -41,8 +44,7 @@ struct Entry {
 
 #[derive(Clone, Debug)]
 struct Indexed {
-    before: Content,
-    tokens: Arc<[u32]>,
+    key: Key,
     content: Content,
 }
 
@@ -94,29 +96,32 @@ impl Pages {
         self.entries[page as usize].users
     }
 
-    /// What is there of `tokens`.
-    pub fn find(&self, tokens: &[u32]) -> Found {
+    /// What is there of `tokens`, the first `prompt` of which are a prompt.
+    pub fn find(&self, tokens: &[u32], prompt: usize) -> Found {
         let mut found = Found::default();
-        let mut before = NOTHING;
+        let (mut before, mut prompt) = (NOTHING, prompt);
         let mut chunks = tokens.chunks_exact(self.page_tokens);
         for chunk in chunks.by_ref() {
-            match self.index.get(&(before, Arc::from(chunk))) {
+            match self.index.get(&(before, Arc::from(chunk), prompt.min(self.page_tokens))) {
                 Some(&page) => {
                     before = self.content(page);
                     found.pages.push((page, before));
                 }
-                None => return Found { partial: self.begins_like(before, chunk), ..found },
+                None => return Found { partial: self.begins_like(before, chunk, prompt), ..found },
             }
+            prompt = prompt.saturating_sub(self.page_tokens);
         }
-        found.partial = self.begins_like(before, chunks.remainder());
+        found.partial = self.begins_like(before, chunks.remainder(), prompt);
         found
     }
 
-    /// The page after `before` that begins most like `tokens`.
-    fn begins_like(&self, before: Content, tokens: &[u32]) -> Option<(Page, usize)> {
+    /// The page after `before` that begins most like `tokens`, the first `prompt` of which are of a prompt.
+    fn begins_like(&self, before: Content, tokens: &[u32], prompt: usize) -> Option<(Page, usize)> {
+        let prompt = prompt.min(self.page_tokens);
         let same = |page: &Page| {
-            let there = self.entries[*page as usize].indexed.as_ref().map_or(&[][..], |i| &i.tokens);
-            there.iter().zip(tokens).take_while(|(a, b)| a == b).count()
+            let Some(Indexed { key: (_, there, theirs), .. }) = &self.entries[*page as usize].indexed else { return 0 };
+            let same = there.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+            if *theirs == prompt { same } else { same.min(prompt).min(*theirs) }
         };
         let best = self.next.get(&before)?.iter().map(|page| (*page, same(page))).max_by_key(|(_, same)| *same)?;
         (best.1 > 0).then_some(best)
@@ -151,8 +156,9 @@ impl Pages {
 
     /// Takes a page out of the index.
     fn forget(&mut self, page: Page) {
-        if let Some(Indexed { before, tokens, .. }) = self.entries[page as usize].indexed.take() {
-            self.index.remove(&(before, tokens));
+        if let Some(Indexed { key, .. }) = self.entries[page as usize].indexed.take() {
+            let before = key.0;
+            self.index.remove(&key);
             if let Some(pages) = self.next.get_mut(&before) {
                 pages.retain(|p| *p != page);
                 if pages.is_empty() {
@@ -179,18 +185,17 @@ impl Pages {
         }
     }
 
-    /// Puts a page, which its user has filled with `tokens` after `before`, into the index.
-    pub fn index(&mut self, page: Page, before: Content, tokens: &[u32]) -> Put {
+    /// Puts a page, which its user has filled with `tokens` after `before`, into the index; the first `prompt` of them are of its prompt.
+    pub fn index(&mut self, page: Page, before: Content, tokens: &[u32], prompt: usize) -> Put {
         debug_assert_eq!(tokens.len(), self.page_tokens);
-        let tokens: Arc<[u32]> = tokens.into();
-        let key = (before, tokens.clone());
+        let key = (before, tokens.into(), prompt);
         if let Some(&same) = self.index.get(&key) {
             return Put::Same(same, self.content(same));
         }
         self.contents += 1;
-        self.index.insert(key, page);
+        self.index.insert(key.clone(), page);
         self.next.entry(before).or_default().push(page);
-        self.entries[page as usize].indexed = Some(Indexed { before, tokens, content: self.contents });
+        self.entries[page as usize].indexed = Some(Indexed { key, content: self.contents });
         Put::New(self.contents)
     }
 }
@@ -206,7 +211,7 @@ mod tests {
         let mut used = Vec::new();
         for chunk in text.chunks_exact(4) {
             let page = pages.take().unwrap();
-            before = match pages.index(page, before, chunk) {
+            before = match pages.index(page, before, chunk, 4) {
                 Put::New(content) => content,
                 Put::Same(..) => panic!("the index was empty"),
             };
@@ -218,13 +223,13 @@ mod tests {
     #[test]
     fn a_text_is_found_by_whole_pages_and_the_start_of_one_more() {
         let (pages, used) = with(8, &[1, 2, 3, 4, 5, 6, 7, 8]);
-        let found = pages.find(&[1, 2, 3, 4, 5, 6, 9, 9, 9]);
+        let found = pages.find(&[1, 2, 3, 4, 5, 6, 9, 9, 9], 99);
         assert_eq!(found.pages.iter().map(|p| p.0).collect::<Vec<_>>(), used[..1]);
         assert_eq!(found.partial, Some((used[1], 2)));
         // The same tokens elsewhere are another content.
-        assert_eq!(pages.find(&[5, 6, 7, 8]), Found::default());
+        assert_eq!(pages.find(&[5, 6, 7, 8], 99), Found::default());
         // A page that is matched in full is shared, one short of that is begun alike.
-        assert_eq!(pages.find(&[1, 2, 3]).partial, Some((used[0], 3)));
+        assert_eq!(pages.find(&[1, 2, 3], 99).partial, Some((used[0], 3)));
     }
 
     #[test]
@@ -235,9 +240,9 @@ mod tests {
             pages.release(*page);
         }
         assert_eq!(pages.available(), 2);
-        assert_eq!(pages.find(&[1, 2, 3, 4, 5, 6, 7, 8]).pages.len(), 2);
+        assert_eq!(pages.find(&[1, 2, 3, 4, 5, 6, 7, 8], 99).pages.len(), 2);
         assert_eq!(pages.take(), Some(used[1]));
-        assert_eq!(pages.find(&[1, 2, 3, 4, 5, 6, 7, 8]).pages.len(), 1);
+        assert_eq!(pages.find(&[1, 2, 3, 4, 5, 6, 7, 8], 99).pages.len(), 1);
         pages.share(used[0]);
         assert_eq!(pages.take(), None);
     }
@@ -246,7 +251,21 @@ mod tests {
     fn the_same_content_twice_is_told() {
         let (mut pages, used) = with(4, &[1, 2, 3, 4]);
         let other = pages.take().unwrap();
-        assert!(matches!(pages.index(other, NOTHING, &[1, 2, 3, 4]), Put::Same(page, _) if page == used[0]));
-        assert!(matches!(pages.index(other, NOTHING, &[1, 2, 3, 5]), Put::New(_)));
+        assert!(matches!(pages.index(other, NOTHING, &[1, 2, 3, 4], 4), Put::Same(page, _) if page == used[0]));
+        assert!(matches!(pages.index(other, NOTHING, &[1, 2, 3, 5], 4), Put::New(_)));
+    }
+
+    #[test]
+    fn a_page_with_generated_tokens_is_found_where_the_prompt_ended_alike() {
+        let mut pages = Pages::new(4, 4);
+        let page = pages.take().unwrap();
+        assert!(matches!(pages.index(page, NOTHING, &[1, 2, 3, 4], 3), Put::New(_)));
+        assert_eq!(pages.find(&[1, 2, 3, 4, 5], 3).pages.len(), 1);
+        // The fourth token was generated: as a prompt's it is another.
+        assert_eq!(pages.find(&[1, 2, 3, 4, 5], 4), Found { pages: vec![], partial: Some((page, 3)) });
+        assert_eq!(pages.find(&[1, 2, 3, 4, 5], 2), Found { pages: vec![], partial: Some((page, 2)) });
+        assert_eq!(pages.find(&[1, 2, 3, 9], 3).partial, Some((page, 3)));
+        let other = pages.take().unwrap();
+        assert!(matches!(pages.index(other, NOTHING, &[1, 2, 3, 4], 4), Put::New(_)));
     }
 }

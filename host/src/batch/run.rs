@@ -1,20 +1,20 @@
 //! The batch engine: requests in, answers out, a step at a time.
 
-use std::collections::{HashMap, VecDeque};
-use std::ops::ControlFlow;
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use model::{Checkpoint, Config};
 
 use super::backend::{BatchBackend, Logprobs, Start};
 use super::cpu::CpuBatch;
+use super::gpu::GpuBatch;
 use super::plan::SequenceId;
 use super::scheduler::{Advance, Counts, Limits, Scheduler};
 use super::{Outcome, PAGE_TOKENS};
-use crate::device;
+use crate::device::{self, Device};
 use crate::draft::NgramDraft;
 use crate::engine::Text;
-use crate::{DeviceChoice, Engine, Error, Finish, LoadOptions, Progress, Request};
+use crate::{DeviceChoice, Error, Finish, LoadOptions, Progress, Request};
 
 /// How a batch runs; what is none is for the device to say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,6 +62,9 @@ impl BatchOptions {
             host_pages: u32::try_from(host_pages).unwrap_or(u32::MAX),
             drafts: self.draft.map_or(0, |draft| draft.tokens),
             draft_rows: self.draft_rows,
+            prompt_rows: 0,
+            idle_slots: 0,
+            prompts_apart: false,
         }
     }
 }
@@ -118,7 +121,7 @@ pub struct Metrics {
     pub running: usize,
     /// Pages of the cache in use now.
     pub pages_in_use: usize,
-    /// Pages of the cache; 0 where one sequence runs at a time.
+    /// Pages of the cache.
     pub pages: u32,
     /// What the scheduler counted.
     pub counts: Counts,
@@ -156,24 +159,12 @@ impl Metrics {
 /// Runs jobs on a device.
 pub struct Batch {
     checkpoint: Checkpoint,
-    context: usize,
-    how: How,
-    metrics: Metrics,
-}
-
-enum How {
-    /// Many at once.
-    Together(Box<Together>),
-    /// One after the other: devices that have no [`BatchBackend`] yet.
-    InTurn { engine: Box<Engine>, jobs: VecDeque<Job>, draft: Option<NgramDraft> },
-}
-
-struct Together {
     backend: Box<dyn BatchBackend>,
     scheduler: Scheduler,
     jobs: HashMap<SequenceId, Active>,
     /// Which sequence has which slot.
     slots: Vec<Option<SequenceId>>,
+    metrics: Metrics,
 }
 
 struct Active {
@@ -197,132 +188,100 @@ impl Batch {
         if let Some(draft) = &options.draft {
             draft.check()?;
         }
-        let on_cpu = match load.device {
-            DeviceChoice::Cpu => true,
-            DeviceChoice::Auto => device::cards()?.is_empty(),
-            DeviceChoice::Cuda(_) | DeviceChoice::Emulator => false,
+        let context = load.context_for(&checkpoint.config)?;
+        let device = match load.device {
+            DeviceChoice::Auto if device::cards()?.is_empty() => None,
+            DeviceChoice::Cpu => None,
+            DeviceChoice::Auto => Some(Device::cuda(0)?),
+            DeviceChoice::Cuda(ordinal) => Some(Device::cuda(ordinal)?),
+            DeviceChoice::Emulator => Some(Device::emulator(0)),
         };
-        if on_cpu {
-            let context = load.context_for(&checkpoint.config)?;
-            let limits = options.cpu_limits(&checkpoint.config, context);
-            let backend = CpuBatch::new(&checkpoint, limits, options.draft)?;
-            return Ok(Self::with_backend(checkpoint, Box::new(backend)));
-        }
-        let engine = Engine::load(checkpoint.clone(), load, progress)?;
-        Ok(Self {
-            checkpoint,
-            context: engine.context(),
-            how: How::InTurn { engine: Box::new(engine), jobs: VecDeque::new(), draft: options.draft },
-            metrics: Metrics::default(),
-        })
+        let backend: Box<dyn BatchBackend> = match device {
+            Some(device) => Box::new(GpuBatch::load(&checkpoint, &device, context, options, progress)?),
+            None => {
+                let limits = options.cpu_limits(&checkpoint.config, context);
+                Box::new(CpuBatch::new(&checkpoint, limits, options.draft)?)
+            }
+        };
+        Ok(Self::with_backend(checkpoint, backend))
     }
 
     /// Runs on `backend`, which was made for `checkpoint`.
     pub fn with_backend(checkpoint: Checkpoint, backend: Box<dyn BatchBackend>) -> Self {
         let limits = backend.limits();
-        let scheduler = Scheduler::new(limits, backend.costs());
-        let slots = vec![None; limits.sequences as usize];
-        let together = Together { backend, scheduler, jobs: HashMap::new(), slots };
-        let metrics = Metrics { pages: limits.pages, ..Metrics::default() };
-        Self { checkpoint, context: limits.context, how: How::Together(Box::new(together)), metrics }
+        Self {
+            checkpoint,
+            scheduler: Scheduler::new(limits, backend.costs()),
+            jobs: HashMap::new(),
+            slots: vec![None; limits.sequences as usize],
+            metrics: Metrics { pages: limits.pages, ..Metrics::default() },
+            backend,
+        }
     }
 
     /// What it runs on, for a person.
     pub fn device(&self) -> String {
-        match &self.how {
-            How::Together(together) => together.backend.device(),
-            How::InTurn { engine, .. } => engine.device(),
-        }
+        self.backend.device()
     }
 
     /// Most tokens of prompt and answer together.
     pub fn context(&self) -> usize {
-        self.context
+        self.backend.limits().context
     }
 
     /// Whether to submit more, so that no step has less to do than it could.
     pub fn has_room(&self) -> bool {
-        match &self.how {
-            How::Together(together) => together.scheduler.waiting() < together.slots.len(),
-            How::InTurn { jobs, .. } => jobs.len() < 2,
-        }
+        self.scheduler.waiting() < self.slots.len()
     }
 
     /// Whether everything submitted is finished.
     pub fn is_idle(&self) -> bool {
-        match &self.how {
-            How::Together(together) => together.jobs.is_empty(),
-            How::InTurn { jobs, .. } => jobs.is_empty(),
-        }
+        self.jobs.is_empty()
     }
 
     /// How it is going.
     pub fn metrics(&self) -> Metrics {
-        let mut metrics = self.metrics;
-        if let How::Together(together) = &self.how {
-            metrics.counts = together.scheduler.counts();
-            metrics.running = together.scheduler.running();
-            metrics.pages_in_use = together.scheduler.pages_in_use();
+        Metrics {
+            counts: self.scheduler.counts(),
+            running: self.scheduler.running(),
+            pages_in_use: self.scheduler.pages_in_use(),
+            ..self.metrics
         }
-        metrics
     }
 
     /// Takes on a job.
     ///
     /// # Errors
-    /// A prompt that is empty or does not fit, a setting out of range, or log-probabilities from a device that does not give
-    /// them. The batch goes on without the job.
+    /// A prompt that is empty or does not fit, or a setting out of range. The batch goes on without the job.
     pub fn submit(&mut self, job: Job) -> Result<(), Error> {
         let request = &job.request;
         if request.prompt.is_empty() {
             return Err(Error::EmptyPrompt);
         }
-        if request.prompt.len() >= self.context {
+        let context = self.context();
+        if request.prompt.len() >= context {
             let most = self.checkpoint.config.max_position_embeddings;
-            return Err(Error::PromptTooLong { prompt: request.prompt.len(), context: self.context, most });
+            return Err(Error::PromptTooLong { prompt: request.prompt.len(), context, most });
         }
         let vocab_size = self.checkpoint.config.vocab_size;
         if let Some(&token) = request.prompt.iter().find(|t| **t as usize >= vocab_size) {
             return Err(model::Error::TokenOutOfRange { token, vocab_size }.into());
         }
         request.sampling.check()?;
-        let max_length = self.context.min(request.prompt.len().saturating_add(request.max_tokens.max(1)));
-        match &mut self.how {
-            How::Together(together) => {
-                let id = together.scheduler.add(request.prompt.clone(), max_length);
-                let text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
-                together.jobs.insert(id, Active { text, job, tokens: Vec::new(), logprobs: Vec::new() });
-            }
-            How::InTurn { engine, .. } if job.logprobs.is_some() => {
-                return Err(Error::NoLogprobs { device: engine.device() });
-            }
-            How::InTurn { jobs, .. } => jobs.push_back(job),
-        }
+        let max_length = context.min(request.prompt.len().saturating_add(request.max_tokens.max(1)));
+        let id = self.scheduler.add(request.prompt.clone(), max_length);
+        let text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
+        self.jobs.insert(id, Active { text, job, tokens: Vec::new(), logprobs: Vec::new() });
         Ok(())
     }
 
-    /// A step: the jobs that it finished. `stop` is asked now and then, and when it says so the step ends with nothing.
+    /// A step: the jobs that it finished.
     ///
     /// # Errors
     /// A device error; the batch cannot go on.
-    pub fn step(&mut self, stop: &mut dyn FnMut() -> bool) -> Result<Vec<Done>, Error> {
-        let start = Instant::now();
-        let done = match &mut self.how {
-            How::Together(together) => together.step(&self.checkpoint, &mut self.metrics)?,
-            How::InTurn { engine, jobs, draft } => match jobs.pop_front() {
-                Some(job) => in_turn(engine, job, *draft, &mut self.metrics, stop)?,
-                None => Vec::new(),
-            },
-        };
-        self.metrics.prompt_tokens += done.iter().map(|done| done.answer.prompt_tokens as u64).sum::<u64>();
-        self.metrics.busy += start.elapsed();
-        Ok(done)
-    }
-}
-
-impl Together {
-    fn step(&mut self, checkpoint: &Checkpoint, metrics: &mut Metrics) -> Result<Vec<Done>, Error> {
-        let end_tokens = checkpoint.generation.eos_token_ids.as_slice();
+    pub fn step(&mut self) -> Result<Vec<Done>, Error> {
+        let begun = Instant::now();
+        let end_tokens = self.checkpoint.generation.eos_token_ids.as_slice();
         self.scheduler.set_costs(self.backend.costs());
         let plan = self.scheduler.plan();
         for &slot in &plan.freed {
@@ -351,6 +310,7 @@ impl Together {
 
         let mut done = Vec::new();
         for outcome in outcomes {
+            let metrics = &mut self.metrics;
             metrics.generated_tokens += outcome.tokens.len() as u64;
             metrics.drafted += outcome.drafted as u64;
             metrics.accepted += outcome.tokens.len().saturating_sub(1) as u64;
@@ -362,6 +322,8 @@ impl Together {
             self.scheduler.finish(id);
             done.extend(self.jobs.remove(&id).map(|active| active.done(finish)));
         }
+        self.metrics.prompt_tokens += done.iter().map(|done| done.answer.prompt_tokens as u64).sum::<u64>();
+        self.metrics.busy += begun.elapsed();
         Ok(done)
     }
 }
@@ -390,34 +352,4 @@ impl Active {
         let (tokens, logprobs) = (self.tokens, self.logprobs);
         Done { id: self.job.id, answer: Answer { text: self.text.all, tokens, logprobs, finish, prompt_tokens } }
     }
-}
-
-/// A job by itself.
-fn in_turn(
-    engine: &mut Engine,
-    job: Job,
-    draft: Option<NgramDraft>,
-    metrics: &mut Metrics,
-    stop: &mut dyn FnMut() -> bool,
-) -> Result<Vec<Done>, Error> {
-    let Job { id, request, .. } = job;
-    let request = Request { draft, ..request };
-    let go_on = &mut |_: &str| if stop() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
-    let generation = engine.generate(&request, go_on)?;
-    let statistics = generation.statistics;
-    metrics.generated_tokens += statistics.tokens as u64;
-    metrics.drafted += statistics.drafted as u64;
-    metrics.accepted += statistics.accepted as u64;
-    metrics.choices += statistics.steps as u64 + 1;
-    if generation.finish == Finish::Interrupted {
-        return Ok(Vec::new());
-    }
-    let answer = Answer {
-        text: generation.text,
-        tokens: generation.tokens,
-        logprobs: Vec::new(),
-        finish: generation.finish,
-        prompt_tokens: request.prompt.len(),
-    };
-    Ok(vec![Done { id, answer }])
 }

@@ -10,11 +10,11 @@
 //! 3. Waiting sequences start while there are slots, rows, and pages for all their tokens and one more page for each running
 //!    sequence. What the page index has of their text is shared (Kwon et al., 2023, "Efficient Memory Management for Large Language
 //!    Model Serving with PagedAttention"); of a page that matches only in part, a copy is made. A sequence whose prompt begins
-//!    like one that is being read in waits for it.
+//!    like one that is being read in waits for it. Where the limits say so, a few wait for more, to be read in together.
 //! 4. Drafts get what is left of the draft budget, and no page that another sequence would be preempted for.
 //!
 //! Nothing starves: the sequence that came first among the running ones is never preempted, so it ends; nobody who came later starts
-//! while the first in line waits for pages; and with nothing running, the first in line fits.
+//! while the first in line waits for pages; with nothing running, the first in line fits; and whoever waits for others waits until then at most.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
@@ -41,6 +41,14 @@ pub struct Limits {
     pub drafts: u32,
     /// Drafts are tried while a step has fewer rows than this.
     pub draft_rows: u32,
+    /// While others run, waiting sequences start once they have so many rows together, or `idle_slots` slots are free: where a pass over few rows of
+    /// prompts takes hardly less time than one over more. 0: at once.
+    pub prompt_rows: u32,
+    /// See `prompt_rows`.
+    pub idle_slots: u32,
+    /// Whether the device computes prompts otherwise than what it generates, to other bits: then a page is shared by those alone whose
+    /// prompts end alike.
+    pub prompts_apart: bool,
 }
 
 /// What it costs to take up a preempted sequence again, in seconds; from measurement.
@@ -102,6 +110,8 @@ struct Waiting {
 #[derive(Clone, Debug)]
 struct Known {
     tokens: Vec<u32>,
+    /// How many of them are the prompt; where that makes no difference, more than there will ever be.
+    prompt: usize,
     max_length: usize,
     /// Tokens whose keys and values are in its pages.
     computed: usize,
@@ -167,7 +177,8 @@ impl Scheduler {
         assert!(!prompt.is_empty() && prompt.len() < max_length && max_length <= self.limits.context);
         let id = self.arrivals;
         self.arrivals += 1;
-        let known = Known { tokens: prompt, max_length, computed: 0 };
+        let prompt_len = if self.limits.prompts_apart { prompt.len() } else { usize::MAX };
+        let known = Known { tokens: prompt, prompt: prompt_len, max_length, computed: 0 };
         self.waiting.insert(id, Waiting { known, saved: Vec::new() });
         id
     }
@@ -316,8 +327,24 @@ impl Scheduler {
         }
     }
 
+    /// Whether waiting sequences had better wait for more of them. One that has saved pages has little to run, and does not.
+    fn better_together(&self) -> bool {
+        let rows_of = |Waiting { known, .. }: &Waiting| {
+            let found = self.pages.find(known.without_newest(), known.prompt).pages.len();
+            known.tokens.len() - known.computed.max(found * self.limits.page_tokens)
+        };
+        let rows = || self.waiting.values().take(self.slots.len()).map(rows_of).sum::<usize>();
+        !self.running.is_empty()
+            && self.slots.len() < self.limits.idle_slots as usize
+            && self.waiting.values().next().is_some_and(|first| first.saved.is_empty())
+            && rows() < self.limits.prompt_rows as usize
+    }
+
     /// Takes up waiting sequences, the first in line first.
     fn start(&mut self, plan: &mut Plan, step: &mut Step) {
+        if self.better_together() {
+            return;
+        }
         let mut passed = Bound::Unbounded;
         while step.rows_left > 0 && !self.slots.is_empty() {
             let Some((&id, waiting)) = self.waiting.range((passed, Bound::Unbounded)).next() else { break };
@@ -336,13 +363,16 @@ impl Scheduler {
 
     /// Whether a prompt that is being read in will leave more pages to share with this sequence than there are now.
     fn better_later(&self, waiting: &Waiting) -> bool {
-        let tokens = waiting.known.without_newest();
+        let (tokens, prompt) = (waiting.known.without_newest(), waiting.known.prompt);
         let size = self.limits.page_tokens;
         let mut now = None;
         self.running.values().filter(|other| other.known.left() > 1).any(|other| {
-            let same = other.known.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count() / size;
-            let saved = waiting.known.computed / size;
-            same > saved && same > *now.get_or_insert_with(|| self.pages.find(tokens).pages.len())
+            let mut same = other.known.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+            if other.known.prompt != prompt {
+                same = same.min(prompt).min(other.known.prompt);
+            }
+            let (same, saved) = (same / size, waiting.known.computed / size);
+            same > saved && same > *now.get_or_insert_with(|| self.pages.find(tokens, prompt).pages.len())
         })
     }
 
@@ -350,7 +380,7 @@ impl Scheduler {
     fn take_up(&mut self, id: SequenceId, plan: &mut Plan, step: &mut Step) -> bool {
         let Some(waiting) = self.waiting.get(&id) else { return false };
         let size = self.limits.page_tokens;
-        let found = self.pages.find(waiting.known.without_newest());
+        let found = self.pages.find(waiting.known.without_newest(), waiting.known.prompt);
         let total = waiting.known.tokens.len().div_ceil(size);
         let shared = found.pages.len();
         // Shared pages that nobody uses now are no longer to be had once they are shared.
@@ -459,7 +489,8 @@ impl Scheduler {
         let full = pages.iter_mut().enumerate().take(known.computed / size).skip(contents.len());
         for (index, own) in full {
             let before = contents.last().copied().unwrap_or(NOTHING);
-            match self.pages.index(*own, before, &known.tokens[index * size..][..size]) {
+            let prompt = known.prompt.saturating_sub(index * size).min(size);
+            match self.pages.index(*own, before, &known.tokens[index * size..][..size], prompt) {
                 Put::New(content) => contents.push(content),
                 Put::Same(page, content) => {
                     self.pages.share(page);

@@ -33,7 +33,9 @@ impl Calls {
         let waits = waits || (name.starts_with("cuMemcpy") && !name.contains("Async"));
         self.waits += if waits { count } else { 0 };
         match name {
-            "cuLaunchKernel" | "cuLaunchCooperativeKernel" | "cuGraphLaunch" => self.launches += count,
+            "cuLaunchKernel" | "cuLaunchKernelEx" | "cuLaunchCooperativeKernel" | "cuGraphLaunch" => {
+                self.launches += count
+            }
             _ if name.starts_with("cuMemcpy") || name.starts_with("cuMemset") => self.copies += count,
             _ if name.starts_with("cuMemAlloc")
                 || name.starts_with("cuMemFree")

@@ -144,6 +144,22 @@ impl<T: Pod> Buffer<T> {
         unsafe { self.device.copy(to, from.address, from.len * size_of::<T>()) }
     }
 
+    /// Enqueues a copy of the first `len` elements of `from` to the first ones here, likewise.
+    ///
+    /// # Safety
+    /// As for [`Buffer::copy_from_pinned`].
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If either is shorter: a bug of the caller.
+    pub unsafe fn copy_start_from_pinned(&mut self, from: &Pinned<T>, len: usize) -> Result<(), Error> {
+        assert!(len <= from.len && len <= self.len, "copy of {len} of {} into {}", from.len, self.len);
+        // SAFETY: in bounds; the caller's word for the rest.
+        unsafe { self.device.copy(self.address, from.address, len * size_of::<T>()) }
+    }
+
     /// Enqueues a copy of the elements from `at` on to all of `to`, likewise.
     ///
     /// # Safety

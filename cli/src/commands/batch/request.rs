@@ -58,7 +58,6 @@ impl From<host::Error> for Refusal {
     fn from(error: host::Error) -> Self {
         let code = match error {
             host::Error::PromptTooLong { .. } => "context_length_exceeded",
-            host::Error::NoLogprobs { .. } => "unsupported",
             _ => "invalid_request",
         };
         Refusal::new(code, error.to_string())

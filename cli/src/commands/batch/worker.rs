@@ -60,7 +60,7 @@ impl Worker {
                 }
                 continue;
             }
-            let done = self.batch.step(&mut || stop.load(Ordering::Relaxed))?;
+            let done = self.batch.step()?;
             *self.metrics.lock().unwrap_or_else(PoisonError::into_inner) = self.batch.metrics();
             if !done.into_iter().all(|done| self.answer(done)) {
                 break;

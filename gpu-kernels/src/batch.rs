@@ -1,0 +1,167 @@
+//! What a step of many sequences needs besides the kernels of the forward pass: page tables and flags that change, rows whose logits are
+//! wanted, and pages that move.
+//!
+//! What changes from step to step comes in one piece of memory, written by the host: lists, of which these kernels take one each.
+
+use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
+
+use crate::linear::STRIP;
+use crate::norm::Residual;
+
+const THREADS: u32 = 256;
+
+/// Blocks that give each of `items` a thread.
+pub const fn blocks(items: usize) -> u32 {
+    (items as u32).div_ceil(THREADS)
+}
+
+/// The number of this thread in its grid.
+#[inline(always)]
+fn index() -> u32 {
+    thread::block_idx_x() * THREADS + thread::thread_idx_x()
+}
+
+/// Parameters of [`put_words`] and [`put_bytes`]. Grid: [`blocks`] of `count`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Put<T> {
+    /// `[count, 2]`: a place in `to`, and what to put there. No place twice.
+    pub entries: Global<u32>,
+    /// Changed.
+    pub to: GlobalMut<T>,
+    /// Entries.
+    pub count: u32,
+}
+
+/// Puts words in their places: page tables.
+#[kernel(threads = 256)]
+pub unsafe fn put_words(p: Put<u32>) {
+    unsafe {
+        let i = index();
+        if i < p.count {
+            let entry = p.entries.at(2 * i as usize);
+            p.to.store(entry.load(0) as usize, entry.load(1));
+        }
+    }
+}
+
+/// Puts bytes in their places: flags of tokens.
+#[kernel(threads = 256)]
+pub unsafe fn put_bytes(p: Put<u8>) {
+    unsafe {
+        let i = index();
+        if i < p.count {
+            let entry = p.entries.at(2 * i as usize);
+            p.to.store(entry.load(0) as usize, entry.load(1) as u8);
+        }
+    }
+}
+
+/// Parameters of [`clear_rows`]. Grid: ([`blocks`] of `len`, rows).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ClearRows {
+    /// `[rows]` which, each once.
+    pub rows: Global<u32>,
+    /// `[any, len]`.
+    pub of: GlobalMut<u8>,
+    /// Bytes of a row.
+    pub len: u32,
+}
+
+/// Zeroes rows of bytes.
+#[kernel(threads = 256)]
+pub unsafe fn clear_rows(p: ClearRows) {
+    unsafe {
+        let i = index();
+        if i < p.len {
+            let row = p.rows.load(thread::block_idx_y() as usize);
+            p.of.store(row as usize * p.len as usize + i as usize, 0);
+        }
+    }
+}
+
+/// Parameters of [`pick_rows`]. Grid: (1, picks).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PickRows {
+    /// `[picks]` rows of the source.
+    pub rows: Global<u32>,
+    /// `[any, dim]`: the source's [`Residual::scaled`].
+    pub scaled: Global<bf16>,
+    /// `[any, dim / STRIP]`: the source's [`Residual::squares`].
+    pub squares: Global<f32>,
+    /// Its rows from 0 on are what was picked, without [`Residual::x`].
+    pub to: Residual,
+}
+
+/// Gathers what the head reads of some rows of a pass over many.
+#[kernel(threads = 256)]
+pub unsafe fn pick_rows(p: PickRows) {
+    unsafe {
+        let pick = thread::block_idx_y() as usize;
+        let row = p.rows.load(pick) as usize;
+        let (dim, strips) = (p.to.dim, p.to.dim / STRIP);
+        let (from, to) = (p.scaled.at(row * dim as usize), p.to.scaled.at(pick * dim as usize));
+        let mut i = thread::thread_idx_x() * 8;
+        while i < dim {
+            to.store16(i as usize, from.load16(i as usize));
+            i += THREADS * 8;
+        }
+        let mut i = thread::thread_idx_x();
+        while i < strips {
+            let square = p.squares.load(row * strips as usize + i as usize);
+            p.to.squares.store(pick * strips as usize + i as usize, square);
+            i += THREADS;
+        }
+    }
+}
+
+/// Where the records of a page are: record `r` of layer `l` of page `p` is number `p · page + l · layer + r`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PageRecords {
+    /// Records from a page to the next.
+    pub page: u32,
+    /// Records from a layer to the next.
+    pub layer: u32,
+}
+
+/// Parameters of [`list_records`]. Grid: [`blocks`] of `moves · layers · records`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ListRecords {
+    /// `[moves, 2]`: a page, and the page that it becomes.
+    pub moves: Global<u32>,
+    /// Where pages come from.
+    pub from: PageRecords,
+    /// Where they go.
+    pub to: PageRecords,
+    /// `[moves · layers · records]` numbers of records: what [`token_copy`](crate::token_copy) reads.
+    pub src: GlobalMut<i32>,
+    /// As long: and where it writes.
+    pub dst: GlobalMut<i32>,
+    /// Pages.
+    pub moves_count: u32,
+    /// Layers.
+    pub layers: u32,
+    /// Records of a page in one layer.
+    pub records: u32,
+}
+
+/// Lists the records of pages that move, page by page.
+#[kernel(threads = 256)]
+pub unsafe fn list_records(p: ListRecords) {
+    unsafe {
+        core::hint::assert_unchecked(p.layers > 0 && p.records > 0);
+        let i = index();
+        let (record, page_layer) = (i % p.records, i / p.records);
+        let (layer, number) = (page_layer % p.layers, page_layer / p.layers);
+        if number < p.moves_count {
+            let pages = p.moves.at(2 * number as usize);
+            let place = |page: u32, at: PageRecords| (page * at.page + layer * at.layer + record) as i32;
+            p.src.store(i as usize, place(pages.load(0), p.from));
+            p.dst.store(i as usize, place(pages.load(1), p.to));
+        }
+    }
+}

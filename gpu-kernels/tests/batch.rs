@@ -1,0 +1,92 @@
+//! What a step of many sequences needs beside the forward pass.
+
+mod common;
+
+use common::{Random, run};
+use cuda_std::bf16;
+use cuda_std::emulator::Buffer;
+use gpu_kernels::batch::{self, ClearRows, ListRecords, PageRecords, PickRows, Put};
+use gpu_kernels::linear::STRIP;
+use gpu_kernels::norm::Residual;
+
+#[test]
+fn words_and_bytes_go_where_they_belong() {
+    let entries: Vec<[u32; 2]> = (0..300).map(|i| [i * 7 % 1000, i + 1]).collect();
+    let list = Buffer::from_slice(&entries.concat());
+    let words = Buffer::from_slice(&[0u32; 1000]);
+    let bytes = Buffer::from_slice(&[9u8; 1000]);
+    let grid = [batch::blocks(entries.len()), 1, 1];
+    run::<batch::put_words>(grid, 0, 1, Put { entries: list.ptr(), to: words.ptr_mut(), count: 300 });
+    run::<batch::put_bytes>(grid, 0, 2, Put { entries: list.ptr(), to: bytes.ptr_mut(), count: 300 });
+    let (mut expected, mut expected_bytes) = ([0u32; 1000], [9u8; 1000]);
+    for [place, value] in entries {
+        expected[place as usize] = value;
+        expected_bytes[place as usize] = value as u8;
+    }
+    assert_eq!((words.as_slice(), bytes.as_slice()), (&expected[..], &expected_bytes[..]));
+}
+
+#[test]
+fn rows_are_cleared_and_their_neighbours_are_not() {
+    let bytes = Buffer::from_slice(&[5u8; 5 * 301]);
+    let rows = Buffer::from_slice(&[3u32, 1]);
+    let clear = ClearRows { rows: rows.ptr(), of: bytes.ptr_mut(), len: 301 };
+    run::<batch::clear_rows>([batch::blocks(301), 2, 1], 0, 3, clear);
+    let expected: Vec<u8> = [5, 0, 5, 0, 5].iter().flat_map(|&b| [b; 301]).collect();
+    assert_eq!(bytes.as_slice(), expected);
+}
+
+#[test]
+fn picked_rows_come_in_their_order() {
+    const DIM: usize = 2176;
+    let mut random = Random::new(1);
+    let (scaled, squares) = (random.bf16s(9 * DIM), random.floats(9 * DIM / STRIP as usize));
+    let (from, from_squares) = (Buffer::from_slice(&scaled), Buffer::from_slice(&squares));
+    let to = Buffer::<bf16>::new_poisoned(3 * DIM);
+    let to_squares = Buffer::<f32>::new_poisoned(3 * DIM / STRIP as usize);
+    let picks = [8, 0, 5];
+    let rows = Buffer::from_slice(&picks);
+    let residual =
+        Residual { x: Default::default(), scaled: to.ptr_mut(), squares: to_squares.ptr_mut(), dim: DIM as u32 };
+    let pick = PickRows { rows: rows.ptr(), scaled: from.ptr(), squares: from_squares.ptr(), to: residual };
+    run::<batch::pick_rows>([1, 3, 1], 0, 4, pick);
+    let strips = DIM / STRIP as usize;
+    for (i, row) in picks.map(|row| row as usize).into_iter().enumerate() {
+        assert!(to.as_slice()[i * DIM..][..DIM] == scaled[row * DIM..][..DIM]);
+        assert!(to_squares.as_slice()[i * strips..][..strips] == squares[row * strips..][..strips]);
+    }
+}
+
+#[test]
+fn a_page_is_listed_as_its_records_in_every_layer() {
+    let moves = [[4u32, 0], [1, 7]];
+    let (layers, records) = (3, 40);
+    let from = PageRecords { page: records, layer: 5 * records };
+    let to = PageRecords { page: layers * records, layer: records };
+    let count = 2 * (layers * records) as usize;
+    let list = Buffer::from_slice(&moves.concat());
+    let (src, dst) = (Buffer::from_slice(&vec![-1i32; count + 1]), Buffer::from_slice(&vec![-1i32; count + 1]));
+    let params = ListRecords {
+        moves: list.ptr(),
+        from,
+        to,
+        src: src.ptr_mut(),
+        dst: dst.ptr_mut(),
+        moves_count: 2,
+        layers,
+        records,
+    };
+    run::<batch::list_records>([batch::blocks(count), 1, 1], 0, 5, params);
+    let mut expected = Vec::new();
+    for [a, b] in moves {
+        for layer in 0..layers {
+            for record in 0..records {
+                let place = |page: u32, at: PageRecords| (page * at.page + layer * at.layer + record) as i32;
+                expected.push((place(a, from), place(b, to)));
+            }
+        }
+    }
+    expected.push((-1, -1));
+    let found: Vec<(i32, i32)> = src.as_slice().iter().copied().zip(dst.as_slice().iter().copied()).collect();
+    assert_eq!(found, expected);
+}

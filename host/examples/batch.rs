@@ -1,0 +1,403 @@
+//! What a batch does on a card, with random weights, beside what the card could do.
+//!
+//! `batch [SIZE] [PART …]`: `8B` and every part unless said otherwise. On the emulator: `batch small`. The parts:
+//!
+//! - `decode`: steps of 64 and of 256 sequences that have 1,024 tokens each, against weights and cache at the card's read bandwidth;
+//! - `swap`: pages from the host tier, against the copy engine;
+//! - `mixed`: 2,000 requests, prompts log-normal around 400 tokens, answers of 16 to 512;
+//! - `prefix`: 1,000 requests that share 4,096 tokens, against 100 that do not (per request).
+//!
+//! A table, then a line of JSON with the names of docs/benchmarks.
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::time::Instant;
+
+use gpu_kernels::gemm::Gemm;
+use gpu_kernels::sample::random;
+use half::bf16;
+use host::batch::plan::{Plan, SequenceId, Slot, Started, SwapIn, TableEntry, Work};
+use host::batch::{Advance, BatchBackend, BatchOptions, Counts, GpuBatch, PAGE_TOKENS, Scheduler, Start};
+use host::bench::{Bench, Event, ceilings, decode};
+use host::device::Device;
+use host::gemm::{self, Epilogue};
+use host::weights::DeviceWeights;
+use model::{Config, Sampling};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// How much of everything.
+struct Scale {
+    context: usize,
+    options: BatchOptions,
+    /// Sequences of a decode step, and their tokens.
+    decode: Vec<u32>,
+    decode_context: usize,
+    steps: usize,
+    requests: usize,
+    /// Of prompts, in the middle; and the longest.
+    prompt: f64,
+    longest_prompt: usize,
+    answers: (usize, usize),
+    prefix: usize,
+    /// Requests that share it, and requests that do not.
+    sharing: (usize, usize),
+}
+
+impl Scale {
+    fn published() -> Self {
+        Self {
+            context: 8192,
+            options: BatchOptions::default(),
+            decode: vec![64, 256],
+            decode_context: 1024,
+            steps: 20,
+            requests: 2000,
+            prompt: 400.0,
+            longest_prompt: 4096,
+            answers: (16, 512),
+            prefix: 4096,
+            sharing: (1000, 100),
+        }
+    }
+
+    /// For the emulator.
+    fn small() -> Self {
+        let options = BatchOptions { sequences: Some(4), rows: Some(100), ..BatchOptions::default() };
+        Self {
+            context: 300,
+            options,
+            decode: vec![2, 4],
+            decode_context: 100,
+            steps: 1,
+            requests: 4,
+            prompt: 20.0,
+            longest_prompt: 60,
+            answers: (1, 4),
+            prefix: 130,
+            sharing: (3, 2),
+        }
+    }
+}
+
+/// What is measured, and the card's limits: bytes and operations a second.
+struct Bencher {
+    backend: GpuBatch,
+    config: Config,
+    scale: Scale,
+    read: f64,
+    to_device: f64,
+    products: f64,
+    /// Names and values.
+    figures: Vec<(String, f64)>,
+}
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let size = arguments.first().map_or("8B", String::as_str);
+    let (config, scale, device) = match size {
+        "small" => (decode::Sizes::small().config, Scale::small(), Device::emulator(1)),
+        _ => (Config::published(size).ok_or("no such size")?, Scale::published(), Device::cuda(0)?),
+    };
+    let wants = |part: &str| arguments.len() < 2 || arguments[1..].iter().any(|a| a == part);
+
+    let sizes = if device.is_emulator() { ceilings::Sizes::SMALL } else { ceilings::Sizes::PUBLISHED };
+    let mut watch = |_: Event<'_>| ();
+    let mut bench = Bench::new(&device, 20, &mut watch)?;
+    ceilings::run(&mut bench, sizes)?;
+    let limits = *bench.limits();
+    let products = products(&device, &config)?;
+    println!(
+        "{}: reads {:.0} GB/s, copies {:.1} GiB/s to the device, multiplies {:.0} TFLOP/s",
+        device.name(),
+        limits.read / 1e9,
+        gib(limits.to_device),
+        products / 1e12
+    );
+    let begun = Instant::now();
+    let weights = DeviceWeights::random(&config, &device)?;
+    let backend = GpuBatch::with_weights(&device, &config, weights, scale.context, scale.options, device.is_hopper())?;
+    let room = backend.limits();
+    println!(
+        "loaded in {:.1} s: {} pages, {} in the host tier",
+        begun.elapsed().as_secs_f64(),
+        room.pages,
+        room.host_pages
+    );
+    let (read, to_device) = (limits.read, limits.to_device);
+    let mut bencher = Bencher { backend, config, scale, read, to_device, products, figures: Vec::new() };
+    for (part, run) in [
+        ("swap", Bencher::swap as fn(&mut Bencher) -> Result<()>),
+        ("decode", Bencher::decode),
+        ("prefix", Bencher::prefix),
+        ("mixed", Bencher::mixed),
+    ] {
+        if wants(part) {
+            run(&mut bencher)?;
+        }
+    }
+    let figures: Vec<String> = bencher.figures.iter().map(|(name, value)| format!("\"{name}\": {value:.4}")).collect();
+    println!("{{{}}}", figures.join(", "));
+    Ok(())
+}
+
+fn gib(bytes: f64) -> f64 {
+    bytes / (1u64 << 30) as f64
+}
+
+/// What the products of a prompt reach: operations a second of gate and up over 8,192 rows.
+fn products(device: &Device, config: &Config) -> Result<f64> {
+    let m = if device.is_emulator() { 128 } else { 8192 };
+    let (n, k) = (config.intermediate_size, config.hidden_size);
+    let numbers: Vec<bf16> =
+        (0..1 << 20).map(|i| bf16::from_f32((random(1, i) >> 40) as f32 / 2f32.powi(23) - 1.0)).collect();
+    let filled = |len: usize| -> Result<_> {
+        let mut buffer = device.zeroed::<bf16>(len)?;
+        for at in (0..len).step_by(numbers.len()) {
+            buffer.write(at, &numbers[..numbers.len().min(len - at)])?;
+        }
+        Ok(buffer)
+    };
+    let (x, gate, up, out) = (filled(m * k)?, filled(n * k)?, filled(n * k)?, device.zeroed::<bf16>(m * n)?);
+    let scales = device.upload(&vec![1f32; m])?;
+    let maps = device.tensor_maps(&[
+        gemm::rows(x.ptr(), m, k),
+        gemm::weight(gate.ptr(), n, k),
+        gemm::weight(up.ptr(), n, k),
+        gemm::out(out.ptr(), m, n),
+    ])?;
+    let product = Gemm {
+        x: maps.ptr(0),
+        weight: maps.ptr(1),
+        up: maps.ptr(2),
+        out: maps.ptr(3),
+        scales: scales.ptr(),
+        heads: Default::default(),
+        residual: Default::default(),
+        squares: Default::default(),
+        next_norm: Default::default(),
+        m: m as u32,
+        n: n as u32,
+        k: k as u32,
+        band: 0,
+    };
+    let timer = device.timer()?;
+    let mut times = Vec::new();
+    for _ in 0..if device.is_emulator() { 1 } else { 10 } {
+        // SAFETY: the maps describe the buffers, which live until the timer has waited.
+        times.push(timer.time(|| unsafe { gemm::enqueue(device, Epilogue::SwiGlu, product) })? / 1e3);
+    }
+    Ok((4 * m * n * k) as f64 / median(times))
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// Settings of every sequence here.
+fn start(tokens: &[u32], prompt: usize, max_length: usize) -> Start<'_> {
+    Start { tokens, prompt, max_length, sampling: Sampling::default(), stop_tokens: &[], logprobs: None }
+}
+
+/// A batch that was run to its end.
+struct Ran {
+    seconds: f64,
+    /// The least that the card could take: over the steps, bytes by bandwidth or operations by rate, whichever is more.
+    bound: f64,
+    prompts: usize,
+    answers: usize,
+    counts: Counts,
+}
+
+impl Bencher {
+    fn note(&mut self, name: &str, value: f64) {
+        self.figures.push((name.into(), value));
+    }
+
+    fn tokens(&self, seed: u64, count: usize) -> Vec<u32> {
+        let vocab = self.config.vocab_size as u64;
+        (0..count).map(|i| (random(seed, i as u64) % vocab) as u32).collect()
+    }
+
+    fn kv_bytes(&self) -> f64 {
+        self.config.kv_bytes_per_token(2) as f64
+    }
+
+    /// Seconds of a step with nothing to choose.
+    fn time_of(&mut self, plan: &Plan) -> Result<f64> {
+        let begun = Instant::now();
+        self.backend.step(plan, &[])?;
+        Ok(begun.elapsed().as_secs_f64())
+    }
+
+    fn swap(&mut self) -> Result<()> {
+        let limits = self.backend.limits();
+        let pages = limits.host_pages.min(limits.pages).min(400);
+        // Neither side in order: 211 is a prime.
+        let swap_in = (0..pages).map(|i| SwapIn { from: i * 211 % pages, to: i * 89 % pages }).collect();
+        let plan = Plan { swap_in, ..Plan::default() };
+        self.time_of(&plan)?;
+        let times = (0..self.scale.steps.min(7)).map(|_| self.time_of(&plan)).collect::<Result<Vec<_>>>()?;
+        let rate = f64::from(pages) * PAGE_TOKENS as f64 * self.kv_bytes() / median(times);
+        println!("swap: {pages} pages in at {:.1} GiB/s, {:.3} of the copy engine", gib(rate), rate / self.to_device);
+        self.note("batch.swap_in.gib_s", gib(rate));
+        self.note("batch.swap_in.ratio_copy", rate / self.to_device);
+        Ok(())
+    }
+
+    fn decode(&mut self) -> Result<()> {
+        let pattern: Vec<bf16> =
+            (0..1 << 20).map(|i| bf16::from_f32((random(5, i) >> 40) as f32 / 2f32.powi(23) - 1.0)).collect();
+        self.backend.fill_cache(&pattern)?;
+        let (context, steps) = (self.scale.decode_context, self.scale.steps);
+        for count in self.scale.decode.clone() {
+            let each = (context + steps + 3).div_ceil(PAGE_TOKENS) as u32;
+            if count * each > self.backend.limits().pages {
+                println!("decode: no room for {count} sequences");
+                continue;
+            }
+            let history = self.tokens(9, context);
+            let table = |slot: Slot| (0..each).map(move |index| TableEntry { slot, index, page: slot * each + index });
+            let work = |i: usize| {
+                move |slot: Slot| Work { slot, start: (context - 1 + i) as u32, rows: 1, samples: true, most_drafts: 0 }
+            };
+            let mut times = Vec::new();
+            for i in 0..steps + 3 {
+                let mut plan = Plan { work: (0..count).map(work(i)).collect(), ..Plan::default() };
+                let mut starts = Vec::new();
+                if i == 0 {
+                    plan.started = (0..count).map(|slot| Started { slot, sequence: slot.into() }).collect();
+                    plan.tables = (0..count).flat_map(table).collect();
+                    starts = vec![start(&history, 1, context + steps + 4); count as usize];
+                }
+                let begun = Instant::now();
+                self.backend.step(&plan, &starts)?;
+                times.push(begun.elapsed().as_secs_f64());
+            }
+            let time = median(times.split_off(3.min(times.len() - 1)));
+            let bytes = self.config.step_weight_bytes(2) as f64 + f64::from(count) * context as f64 * self.kv_bytes();
+            let share = bytes / self.read / time;
+            println!(
+                "decode: {count} sequences of {context}: {:.2} ms a step, {:.0} tok/s, {share:.3} of the bound",
+                time * 1e3,
+                f64::from(count) / time
+            );
+            self.note(&format!("batch.b{count}.bound_share"), share);
+            self.note(&format!("batch.b{count}.tok_s"), f64::from(count) / time);
+        }
+        Ok(())
+    }
+
+    /// The least seconds of a step, by what it must read and multiply.
+    fn bound(&self, plan: &Plan) -> f64 {
+        let c = &self.config;
+        let head = (2 * c.vocab_size * c.hidden_size) as f64;
+        // Two operations and two bytes a weight.
+        let weights = c.step_weight_bytes(2) as f64;
+        let (mut bytes, mut operations) = (weights, 0.0);
+        for work in &plan.work {
+            let (start, rows) = (f64::from(work.start), f64::from(work.rows));
+            bytes += (start + rows) * self.kv_bytes();
+            let attended = rows * (start + (rows + 1.0) / 2.0);
+            operations += rows * (weights - head) + 4.0 * attended * (c.query_size() * c.num_hidden_layers) as f64;
+            operations += if work.samples { head } else { 0.0 };
+        }
+        (bytes / self.read).max(operations / self.products)
+    }
+
+    /// Answers requests of a prompt and a number of tokens.
+    fn run(&mut self, requests: Vec<(Vec<u32>, usize)>) -> Result<Ran> {
+        let limits = self.backend.limits();
+        let mut scheduler = Scheduler::new(limits, self.backend.costs());
+        let mut prompts: HashMap<SequenceId, usize> = HashMap::new();
+        let mut slots: HashMap<Slot, SequenceId> = HashMap::new();
+        let mut ran = Ran { seconds: 0.0, bound: 0.0, prompts: 0, answers: 0, counts: Counts::default() };
+        ran.prompts = requests.iter().map(|request| request.0.len()).sum();
+        let mut coming = requests.into_iter();
+        let begun = Instant::now();
+        loop {
+            while scheduler.waiting() < limits.sequences as usize
+                && let Some((prompt, most)) = coming.next()
+            {
+                let length = prompt.len();
+                prompts.insert(scheduler.add(prompt, length + most), length);
+            }
+            if scheduler.waiting() + scheduler.running() == 0 {
+                break;
+            }
+            scheduler.set_costs(self.backend.costs());
+            let plan = scheduler.plan();
+            ran.bound += self.bound(&plan);
+            let mut starts = Vec::new();
+            for started in &plan.started {
+                let id = started.sequence;
+                slots.insert(started.slot, id);
+                let (tokens, most) = scheduler.tokens(id).zip(scheduler.max_length(id)).ok_or("a sequence is lost")?;
+                starts.push(start(tokens, prompts[&id], most));
+            }
+            let outcomes = self.backend.step(&plan, &starts)?;
+            drop(starts);
+            let advances = outcomes.into_iter().map(|outcome| Advance { slot: outcome.slot, tokens: outcome.tokens });
+            let advances: Vec<Advance> = advances.collect();
+            scheduler.advance(&advances);
+            for advance in advances {
+                ran.answers += advance.tokens.len();
+                let id = slots[&advance.slot];
+                if scheduler.tokens(id).map(<[u32]>::len) >= scheduler.max_length(id) {
+                    scheduler.finish(id);
+                }
+            }
+        }
+        ran.seconds = begun.elapsed().as_secs_f64();
+        ran.counts = scheduler.counts();
+        Ok(ran)
+    }
+
+    fn mixed(&mut self) -> Result<()> {
+        let (least, most) = self.scale.answers;
+        let uniform = |seed: u64, i: usize| (random(seed, i as u64) >> 11) as f64 / 2f64.powi(53);
+        let request = |i: usize| {
+            // Box and Muller: normal, with a standard deviation of 0.6.
+            let normal = (-2.0 * (1.0 - uniform(21, i)).ln()).sqrt() * (std::f64::consts::TAU * uniform(22, i)).cos();
+            let length = (self.scale.prompt * (0.6 * normal).exp()).round();
+            let answer = least + (uniform(23, i) * (most - least + 1) as f64) as usize;
+            (self.tokens(1000 + i as u64, (length as usize).clamp(1, self.scale.longest_prompt)), answer)
+        };
+        let requests = (0..self.scale.requests).map(request).collect();
+        let Ran { seconds, bound, prompts, answers, counts } = self.run(requests)?;
+        println!(
+            "mixed: {prompts} + {answers} tokens in {seconds:.1} s and {} steps: {:.0} tok/s out, {:.0} in; {:.3} of the bound; {counts:?}",
+            counts.steps,
+            answers as f64 / seconds,
+            prompts as f64 / seconds,
+            bound / seconds
+        );
+        self.note("batch.mixed.tok_s", answers as f64 / seconds);
+        self.note("batch.mixed.bound_share", bound / seconds);
+        Ok(())
+    }
+
+    fn prefix(&mut self) -> Result<()> {
+        let prefix = self.tokens(31, self.scale.prefix);
+        let (shared, apart) = self.scale.sharing;
+        let own = |i: usize| self.tokens(2000 + i as u64, 32);
+        let answer = self.scale.answers.0;
+        let with = (0..shared).map(|i| ([prefix.as_slice(), &own(i)].concat(), answer)).collect();
+        // Each begins with a token of its own, so that nothing is shared.
+        let other = |i: usize| [&[i as u32], &prefix[1..], &own(i)].concat();
+        let without = (0..apart).map(|i| (other(i), answer)).collect();
+        let with = self.run(with)?;
+        let without = self.run(without)?;
+        let speedup = without.seconds / apart as f64 / (with.seconds / shared as f64);
+        println!(
+            "prefix: {shared} requests that share {} tokens in {:.2} s, {apart} that do not in {:.2} s: {speedup:.2} × the rate; {} tokens shared",
+            prefix.len(),
+            with.seconds,
+            without.seconds,
+            with.counts.shared_tokens
+        );
+        self.note("batch.prefix.speedup", speedup);
+        Ok(())
+    }
+}

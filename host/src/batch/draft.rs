@@ -1,0 +1,132 @@
+//! Drafts of a step's sequences, on the host: what the n-gram operator does on a device, budget and all.
+
+use gpu_kernels::drafting;
+use rayon::prelude::*;
+
+use super::plan::{Plan, Work};
+use crate::draft::NgramDraft;
+
+/// What a work drafts from.
+pub struct History<'a> {
+    /// Every token so far.
+    pub tokens: &'a [i32],
+    /// Most tokens of its sequence.
+    pub max_length: usize,
+    /// What its proposals were worth of late ([`drafting`]).
+    pub acceptance: u32,
+}
+
+/// Drafts for a work.
+#[derive(Clone, Default)]
+pub struct Drafts {
+    /// What was found.
+    pub proposed: Vec<u32>,
+    /// How many of them, from the first on, run.
+    pub count: usize,
+}
+
+impl Drafts {
+    /// Those that run.
+    pub fn run(&self) -> &[u32] {
+        &self.proposed[..self.count]
+    }
+}
+
+/// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`. `history` gives what a work drafts
+/// from, if it may draft.
+pub fn propose<'a>(
+    plan: &Plan,
+    draft: Option<NgramDraft>,
+    cost: drafting::Cost,
+    history: impl Fn(&Work) -> Option<History<'a>>,
+) -> Vec<Drafts> {
+    let Some(draft) = draft.filter(|_| plan.draft_threshold > 0) else {
+        return vec![Drafts::default(); plan.work.len()];
+    };
+    let histories: Vec<_> = plan.work.iter().map(|work| history(work).filter(|_| work.samples)).collect();
+    let active = histories.iter().flatten().count() as i64;
+    let others = plan.work.iter().map(|work| work.rows).sum::<u32>().saturating_sub(1);
+    // Which drafts there are does not depend on the budget, only how many of them are tried.
+    let search = |(work, history): (&Work, &Option<History<'_>>)| match history {
+        Some(History { tokens, max_length, .. }) if work.most_drafts > 0 => {
+            NgramDraft { tokens: work.most_drafts.min(draft.tokens), ..draft }.propose(tokens, *max_length)
+        }
+        _ => Vec::new(),
+    };
+    let found: Vec<Vec<u32>> = plan.work.par_iter().zip(&histories).map(search).collect();
+    let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
+    let choose = |(mut proposed, history): (Vec<u32>, Option<History<'_>>)| {
+        let Some(history) = history else { return Drafts::default() };
+        proposed.truncate(budget.next() as usize);
+        let count = drafting::worthwhile(history.acceptance, draft.cost(cost), others, proposed.len() as u32);
+        budget.used += i64::from(count);
+        Drafts { proposed, count: count as usize }
+    };
+    found.into_iter().zip(histories).map(choose).collect()
+}
+
+/// The n-gram operator's shared budget (`gpu_kernels::ngram`), handed out to one decoding sequence after the other.
+struct DraftBudget {
+    threshold: i64,
+    /// Sequences that are still owed their one row.
+    active: i64,
+    used: i64,
+}
+
+impl DraftBudget {
+    /// Drafts that the next sequence may have.
+    fn next(&mut self) -> u32 {
+        self.active -= 1;
+        self.used += 1;
+        let room = self.threshold - self.used - self.active;
+        // The operator leaves a room of one row unused.
+        if room <= 1 { 0 } else { room as u32 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpu_kernels::ngram::reference;
+
+    use super::{DraftBudget, NgramDraft};
+
+    #[test]
+    fn the_shared_budget_is_that_of_the_operator() {
+        for seed in 0..500u64 {
+            let random = |i: u64, n: u64| model::sampling::random(seed, i) % n;
+            let batch = 1 + random(0, 6) as usize;
+            let (stride, most) = (24, 1 + random(1, 7) as i32);
+            let threshold = random(2, 24) as i32;
+            let histories: Vec<i32> = (0..batch * stride).map(|i| random(10 + i as u64, 3) as i32).collect();
+            let newest: Vec<i64> = (0..batch).map(|b| random(1000 + b as u64, stride as u64) as i64).collect();
+            // A sequence that runs may have one more token at least.
+            let limit: Vec<i64> = newest.iter().map(|n| n + 2 + random(2000 + *n as u64, 9) as i64).collect();
+            let operator = reference::Batch {
+                input_ids: &[],
+                input_ids_stride: 0,
+                input_ids_len: &vec![0; batch],
+                pre_ids: &histories,
+                pre_ids_stride: stride,
+                step_idx: &newest,
+                max_dec_len: &limit,
+                seq_lens_decoder: &vec![1; batch],
+            };
+            let mut rows = vec![1; batch];
+            let mut out = reference::Drafts {
+                seq_lens_this_time: &mut rows,
+                draft_tokens: &mut vec![0; batch * 16],
+                draft_tokens_stride: 16,
+            };
+            reference::ngram_match_mixed(&operator, most, 3, 1, threshold, &mut out);
+
+            let mut budget = DraftBudget { threshold: threshold.into(), active: batch as i64, used: 0 };
+            for b in 0..batch {
+                let history = &histories[b * stride..][..newest[b] as usize + 1];
+                let draft = NgramDraft { tokens: most as u32, max: 3, min: 1, adaptive: false };
+                let drafts = draft.propose(history, limit[b] as usize).len().min(budget.next() as usize);
+                budget.used += drafts as i64;
+                assert_eq!(rows[b] as usize, 1 + drafts, "seed {seed}, sequence {b}");
+            }
+        }
+    }
+}

@@ -1,0 +1,524 @@
+//! A batch on a device: many sequences' rows in each pass, over shared pages.
+//!
+//! The host knows every token, and so makes the whole step: rows, tiles, choices, changed page tables. All of it travels in one copy
+//! ([`upload`]); the device moves pages, runs the passes ([`passes`]) and chooses; the chosen tokens come back through mapped memory, and the
+//! host waits once a step.
+
+mod moves;
+mod passes;
+mod sizes;
+mod upload;
+
+use std::collections::{BTreeMap, HashMap};
+
+use gpu_kernels::attention::Attend;
+use gpu_kernels::batch::{self as kernels, ClearRows, Put};
+use gpu_kernels::drafting;
+use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach};
+use gpu_kernels::step;
+use half::bf16;
+use model::{Checkpoint, Config, Sampling};
+use rayon::prelude::*;
+
+use self::moves::{Mover, Way};
+use self::passes::{Pass, Rows, Widths, cut};
+use self::sizes::{LEAST_ROWS, SPARE, Sizes};
+use self::upload::{List, Upload};
+use super::PAGE_TOKENS;
+use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
+use super::draft::{Drafts, History, propose};
+use super::plan::{Plan, Work};
+use super::run::BatchOptions;
+use super::scheduler::{Costs, Limits};
+use crate::device::{Buffer, Device, Mapped, Timer};
+use crate::draft::{NgramDraft, learned};
+use crate::forward::{self, Footprint, Forward, LogitRows, Tiles};
+use crate::gpu::DRAFT_COST;
+use crate::weights::DeviceWeights;
+use crate::{Error, Progress};
+
+/// Rows of prompts that wait for each other while answers run: a pass over fewer leaves tensor cores idle.
+const PROMPT_ROWS: u32 = 2048;
+
+/// Runs batches on a device.
+pub struct GpuBatch {
+    forward: Forward,
+    limits: Limits,
+    widths: Widths,
+    draft: Option<NgramDraft>,
+    slots: Vec<Running>,
+    mover: Mover,
+    upload: Upload,
+    /// `[slots, vocab]` flags of tokens, kept for sequences with penalties.
+    seen: Buffer<u8>,
+    /// Flags that have to be set before the next choice, by place.
+    flags: BTreeMap<u32, u8>,
+    sampled: Mapped,
+    timers: [Timer; 2],
+    swaps: Rate,
+    rows: Rate,
+}
+
+/// A running sequence.
+#[derive(Clone, Default)]
+struct Running {
+    history: Vec<u32>,
+    prompt: usize,
+    max_length: usize,
+    sampling: Sampling,
+    stop_tokens: Vec<u32>,
+    logprobs: Option<u32>,
+    /// What proposals were worth of late.
+    acceptance: u32,
+}
+
+impl Running {
+    fn is_penalised(&self) -> bool {
+        self.sampling.repetition_penalty != 1.0 || self.sampling.presence_penalty != 0.0
+    }
+
+    /// Takes in what was chosen after the newest token and after each of `drafts`. The tokens that count.
+    fn confirm(&mut self, drafts: &[u32], chosen: &[u32]) -> Vec<u32> {
+        let mut tokens = Vec::new();
+        for (i, &token) in chosen.iter().enumerate() {
+            self.history.push(token);
+            tokens.push(token);
+            let finished = self.history.len() >= self.max_length || self.stop_tokens.contains(&token);
+            if finished || drafts.get(i) != Some(&token) {
+                break;
+            }
+        }
+        tokens
+    }
+}
+
+/// A pass with its lists.
+struct Ready {
+    pass: Pass,
+    count: List,
+    tokens: List,
+    positions: List,
+    slots: List,
+    tiles: List,
+    tile_count: List,
+    /// Where there are choices: rows of a prompt's pass whose logits are wanted, how many those are, and [`Choice`]s.
+    picks: List,
+    pick_count: List,
+    choices: List,
+    /// The first choice among all of the step.
+    first: usize,
+}
+
+/// A step's lists that are not a pass's.
+struct Changes {
+    moves: [(Way, List); 3],
+    tables: List,
+    cleared: List,
+    flags: List,
+}
+
+impl GpuBatch {
+    /// Uploads `checkpoint` to `device`, for sequences of up to `context` tokens; what `options` leave open is as much as there is memory for.
+    ///
+    /// # Errors
+    /// As [`Gpu::new`](crate::Gpu::new); a cache larger than the memory.
+    pub fn load(
+        checkpoint: &Checkpoint,
+        device: &Device,
+        context: usize,
+        options: BatchOptions,
+        progress: &mut Progress<'_>,
+    ) -> Result<Self, Error> {
+        let config = &checkpoint.config;
+        Forward::check(config)?;
+        // The emulator runs prompts as other cards than Hopper do, like `Gpu`.
+        let prompts_apart = device.is_hopper() && !device.is_emulator();
+        let sizes = Sizes::new(device, context, &options, prompts_apart);
+        let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows());
+        if let Some(free) = device.free_memory()?
+            && least.weights + least.working + SPARE > free
+        {
+            return Err(Error::ModelTooLarge {
+                device: device.name().into(),
+                weights: least.weights,
+                cache: least.working + SPARE,
+                context,
+                free,
+            });
+        }
+        // Said before anything is loaded.
+        sizes.pages(config, device, &options, least.weights)?;
+        let weights = DeviceWeights::upload(checkpoint, device, progress)?;
+        Self::with_weights(device, config, weights, context, options, prompts_apart)
+    }
+
+    /// With weights that are on the device; `prompts_apart` says whether prompts run in passes of their own, for which the device needs Hopper's
+    /// hardware. With them and without, bits differ as they do between cards.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn with_weights(
+        device: &Device,
+        config: &Config,
+        weights: DeviceWeights,
+        context: usize,
+        options: BatchOptions,
+        prompts_apart: bool,
+    ) -> Result<Self, Error> {
+        let sizes = Sizes::new(device, context, &options, prompts_apart);
+        let pages = sizes.pages(config, device, &options, 0)?;
+        let mut limits = Limits {
+            context,
+            sequences: sizes.sequences as u32,
+            rows: sizes.rows as u32,
+            page_tokens: PAGE_TOKENS,
+            pages: pages as u32,
+            host_pages: 0,
+            drafts: options.draft.map_or(0, |draft| draft.tokens),
+            draft_rows: options.draft_rows,
+            prompt_rows: if prompts_apart { PROMPT_ROWS } else { 0 },
+            idle_slots: sizes.sequences as u32 / 16,
+            prompts_apart,
+        };
+        let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
+        if let Some(rows) = sizes.prompt_rows() {
+            forward.lay_out_prefill_of(rows)?;
+        }
+        let room = forward.room();
+        let group = config.num_attention_heads / config.num_key_value_heads;
+        let widths = Widths {
+            prompt: forward.prefill().map_or(0, |prefill| prefill.capacity()),
+            decode: room.rows,
+            tile: Attend::tile_rows(group as u32) as usize,
+        };
+        let tier = sizes.host_pages(config, &options, pages)?;
+        let mover = match Mover::new(device, forward.cache(), tier) {
+            Ok(mover) => mover,
+            Err(error) if options.swap_tokens.is_some() => return Err(Sizes::no_tier(config, tier, error.to_string())),
+            Err(error) => {
+                tracing::warn!("no host tier, requests are computed again instead: {error}");
+                Mover::new(device, forward.cache(), 0)?
+            }
+        };
+        limits.host_pages = mover.host_pages() as u32;
+        // Until there are measurements: 40 GB/s over the bus, out and back, and a row for 2 operations a weight at 400 TFLOP/s, or for a 64th of
+        // a reading of the weights at 1 TB/s.
+        let weights = config.weight_bytes(2) as f64;
+        let row = if prompts_apart { weights / 400e12 } else { weights / (64.0 * 1e12) };
+        Ok(Self {
+            limits,
+            widths,
+            draft: options.draft,
+            slots: vec![Running::default(); sizes.sequences],
+            // Rows with tiles and choices, page tables, moved pages.
+            upload: Upload::new(
+                device,
+                24 * sizes.rows + 2 * room.sequences * context.div_ceil(PAGE_TOKENS) + 6 * pages + 4096,
+            )?,
+            seen: device.zeroed(sizes.sequences * config.vocab_size)?,
+            flags: BTreeMap::new(),
+            sampled: device.mapped(sizes.rows + sizes.sequences)?,
+            timers: [device.timer()?, device.timer()?],
+            swaps: Rate::guess(2.0 * mover.page_bytes() as f64 / 40e9),
+            rows: Rate::guess(row),
+            mover,
+            forward,
+        })
+    }
+
+    /// The model on the device.
+    pub fn forward(&self) -> &Forward {
+        &self.forward
+    }
+
+    /// Fills the cache with `pattern`, over and over: for measuring.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn fill_cache(&mut self, pattern: &[bf16]) -> Result<(), Error> {
+        self.forward.fill_cache(pattern)
+    }
+
+    fn vocab(&self) -> usize {
+        self.forward.config().vocab_size
+    }
+
+    /// Takes note of who is where; flags of sequences that were there before are of no more use.
+    fn take_up(&mut self, plan: &Plan, starts: &[Start<'_>]) {
+        let vocab = self.vocab() as u32;
+        for (started, start) in plan.started.iter().zip(starts) {
+            let running = Running {
+                history: start.tokens.to_vec(),
+                prompt: start.prompt,
+                max_length: start.max_length,
+                sampling: start.sampling,
+                stop_tokens: start.stop_tokens.to_vec(),
+                logprobs: start.logprobs,
+                acceptance: drafting::UNTRIED,
+            };
+            let first = started.slot * vocab;
+            self.flags.retain(|place, _| place / vocab != started.slot);
+            if running.is_penalised() {
+                let flags = |i: usize| if i < start.prompt { SEEN } else { SEEN | GENERATED };
+                for (i, &token) in start.tokens.iter().enumerate() {
+                    *self.flags.entry(first + token).or_default() |= flags(i);
+                }
+            }
+            self.slots[started.slot as usize] = running;
+        }
+    }
+
+    /// The rows of each work, its drafts included.
+    fn rows_of(&self, work: &Work, drafts: &[u32]) -> Rows {
+        let running = &self.slots[work.slot as usize];
+        let (start, count) = (work.start as usize, work.rows as usize);
+        Rows {
+            slot: work.slot,
+            start,
+            tokens: [&running.history[start..start + count], drafts].concat(),
+            chosen_from: if work.samples { count - 1 } else { count },
+            prompt: if self.limits.prompts_apart { running.prompt } else { 0 },
+        }
+    }
+
+    /// Lists everything that changes beside rows.
+    fn list_changes(&mut self, plan: &Plan) -> Changes {
+        let out = plan.swap_out.iter().flat_map(|m| [m.from, m.to]);
+        let within = plan.copies.iter().flat_map(|m| [m.from, m.to]);
+        let back = plan.swap_in.iter().flat_map(|m| [m.from, m.to]);
+        let moves = [
+            (Way::Out, self.upload.push(out)),
+            (Way::Within, self.upload.push(within)),
+            (Way::In, self.upload.push(back)),
+        ];
+        let stride = self.limits.context.div_ceil(PAGE_TOKENS) as u32;
+        // The last word counts.
+        let tables: HashMap<u32, u32> = plan.tables.iter().map(|t| (t.slot * stride + t.index, t.page)).collect();
+        let cleared = plan.started.iter().map(|s| s.slot).filter(|slot| self.slots[*slot as usize].is_penalised());
+        Changes {
+            moves,
+            tables: self.upload.push(tables.into_iter().flat_map(|(place, page)| [place, page])),
+            cleared: self.upload.push(cleared),
+            flags: self
+                .upload
+                .push(std::mem::take(&mut self.flags).into_iter().flat_map(|(place, flag)| [place, flag.into()])),
+        }
+    }
+
+    /// Lists a pass; its choices come after `first` others.
+    fn list_pass(&mut self, pass: Pass, first: usize) -> Ready {
+        let choice = |(i, chosen): (usize, &passes::Chosen)| {
+            let (row, slot) = (chosen.row, pass.slots[chosen.row]);
+            let s = &self.slots[slot as usize].sampling;
+            // The rows of a prompt's pass that are picked become the first ones of the logits, and none of them is a draft.
+            let choice = Choice {
+                row: if pass.prompt { i as u32 } else { row as u32 },
+                drafts: if pass.prompt { i as u32 + 1 } else { chosen.drafts as u32 },
+                slot,
+                position: pass.positions[row],
+                seed: s.seed,
+                temperature: s.temperature,
+                top_k: s.top_k,
+                top_p: s.top_p,
+                min_p: s.min_p,
+                repetition_penalty: s.repetition_penalty,
+                presence_penalty: s.presence_penalty,
+            };
+            choice.words()
+        };
+        let choices: Vec<u32> = pass.chosen.iter().enumerate().flat_map(choice).collect();
+        let upload = &mut self.upload;
+        Ready {
+            count: upload.push([pass.len() as u32]),
+            tokens: upload.push(pass.tokens.iter().copied()),
+            positions: upload.push(pass.positions.iter().copied()),
+            slots: upload.push(pass.slots.iter().copied()),
+            tiles: upload.push(pass.tiles.iter().flatten().copied()),
+            tile_count: upload.push([pass.tiles.len() as u32]),
+            picks: upload.push(pass.chosen.iter().map(|chosen| chosen.row as u32)),
+            pick_count: upload.push([pass.chosen.len() as u32]),
+            choices: upload.push(choices),
+            first,
+            pass,
+        }
+    }
+
+    /// Enqueues what changes beside rows.
+    fn enqueue_changes(&self, changes: &Changes) -> Result<(), Error> {
+        let (device, upload, vocab) = (self.forward.device(), &self.upload, self.vocab() as u32);
+        self.timers[0].start()?;
+        for (way, list) in changes.moves {
+            self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)?;
+        }
+        self.timers[0].stop()?;
+        let (tables, flags, cleared) = (changes.tables.len() / 2, changes.flags.len() / 2, changes.cleared.len());
+        // SAFETY: the lists are of the sizes said, and name places in buffers of self, each once.
+        unsafe {
+            if tables > 0 {
+                let to = self.forward.page_tables().ptr_mut();
+                let put = Put { entries: upload.ptr(changes.tables), to, count: tables as u32 };
+                device.launch::<kernels::put_words>(kernels::blocks(tables), 0, put)?;
+            }
+            if cleared > 0 {
+                let clear = ClearRows { rows: upload.ptr(changes.cleared), of: self.seen.ptr_mut(), len: vocab };
+                device.launch::<kernels::clear_rows>((kernels::blocks(vocab as usize), cleared as u32), 0, clear)?;
+            }
+            if flags > 0 {
+                let put = Put { entries: upload.ptr(changes.flags), to: self.seen.ptr_mut(), count: flags as u32 };
+                device.launch::<kernels::put_bytes>(kernels::blocks(flags), 0, put)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues a pass and its choices. Logits that are wanted on the host are put into `logits`, by choice.
+    fn enqueue_pass(&self, ready: &Ready, logits: &mut HashMap<usize, Vec<f32>>) -> Result<(), Error> {
+        let (upload, pass) = (&self.upload, &ready.pass);
+        let rows = step::Rows {
+            count: upload.ptr_mut(ready.count),
+            tokens: upload.ptr_mut(ready.tokens),
+            positions: upload.ptr_mut(ready.positions),
+            sequences: upload.ptr_mut(ready.slots),
+        };
+        let (tiles, chosen) = (upload.ptr(ready.tiles), pass.chosen.len() as u32);
+        if pass.prompt {
+            self.forward.enqueue_prefill_rows(rows, pass.len(), (tiles, pass.tiles.len()))?;
+            if chosen > 0 {
+                let counted = step::Rows { count: upload.ptr_mut(ready.pick_count), ..rows };
+                self.forward.enqueue_picked(upload.ptr(ready.picks), counted, chosen)?;
+            }
+        } else {
+            let first = pass.chosen.first().map(|chosen| chosen.row as u32);
+            self.forward.enqueue_rows(&forward::Pass {
+                rows,
+                most_rows: pass.len() as u32,
+                end: pass.end(),
+                tiles: Some(Tiles { list: tiles, count: upload.ptr(ready.tile_count), most: pass.tiles.len() as u32 }),
+                logits: first.map_or(LogitRows::None, LogitRows::From),
+            })?;
+        }
+        if chosen == 0 {
+            return Ok(());
+        }
+        let vocab = self.vocab();
+        for (i, chosen) in pass.chosen.iter().enumerate() {
+            if self.slots[pass.slots[chosen.row] as usize].logprobs.is_some() {
+                let row = if pass.prompt { i } else { chosen.row };
+                let mut out = vec![0.0; vocab];
+                self.forward.logits().read(row * vocab, &mut out)?;
+                logits.insert(ready.first + i, out);
+            }
+        }
+        // SAFETY: within the mapped words, which have room for as many choices as a step has rows and sequences.
+        let sampled = unsafe { self.sampled.ptr_mut().at(ready.first) };
+        let sample = SampleEach {
+            rows,
+            logits: self.forward.logits().ptr_mut(),
+            seen: self.seen.ptr(),
+            choices: upload.ptr(ready.choices),
+            sampled,
+            vocab: vocab as u32,
+        };
+        // SAFETY: buffers of self, of the sizes that the parameter block states; choices are of different rows.
+        unsafe { self.forward.device().launch::<sample::sample_each>(chosen, Sample::SHARED_BYTES, sample) }
+    }
+}
+
+impl BatchBackend for GpuBatch {
+    fn device(&self) -> String {
+        self.forward.device().name().into()
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn costs(&self) -> Costs {
+        Costs { swap_page: self.swaps.each(), row: self.rows.each() }
+    }
+
+    fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
+        self.take_up(plan, starts);
+        let history = |work: &Work| {
+            let running = &self.slots[work.slot as usize];
+            // Not after a prompt's last token: that one runs another way.
+            let generated = work.start as usize >= running.prompt;
+            (work.rows == 1 && generated).then_some(History {
+                tokens: bytemuck::cast_slice(&running.history),
+                max_length: running.max_length,
+                acceptance: running.acceptance,
+            })
+        };
+        let drafts = propose(plan, self.draft, DRAFT_COST, history);
+        let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
+        let rows: Vec<Rows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
+
+        self.upload.clear();
+        let changes = self.list_changes(plan);
+        let mut passes: Vec<Ready> = Vec::new();
+        let mut choices = 0;
+        for pass in cut(&rows, self.widths) {
+            let count = pass.chosen.len();
+            passes.push(self.list_pass(pass, choices));
+            choices += count;
+        }
+        self.upload.send()?;
+        self.enqueue_changes(&changes)?;
+        // What a prompt's row costs is measured where many run together.
+        let prompt_rows = match self.limits.prompts_apart {
+            true => passes.iter().filter(|ready| ready.pass.prompt).map(|ready| ready.pass.len()).sum(),
+            false => rows.iter().map(|rows| rows.tokens.len()).sum::<usize>(),
+        };
+        let measured = prompt_rows >= LEAST_ROWS;
+        let mut logits = HashMap::new();
+        if measured {
+            self.timers[1].start()?;
+        }
+        let mut measuring = measured;
+        for ready in &passes {
+            if measuring && self.limits.prompts_apart && !ready.pass.prompt {
+                self.timers[1].stop()?;
+                measuring = false;
+            }
+            self.enqueue_pass(ready, &mut logits)?;
+        }
+        if measuring {
+            self.timers[1].stop()?;
+        }
+        self.forward.device().synchronize()?;
+        // Copies on the device take little beside these.
+        let moved = plan.swap_out.len() + plan.swap_in.len();
+        if moved > 0 {
+            // One way counts half: what is asked for is out and back.
+            self.swaps.add(self.timers[0].elapsed_ms()? / 1e3, moved.div_ceil(2));
+        }
+        if measured {
+            self.rows.add(self.timers[1].elapsed_ms()? / 1e3, prompt_rows);
+        }
+
+        // What was chosen, by work.
+        let mut chosen = vec![Vec::new(); plan.work.len()];
+        let mut wanted = vec![Vec::new(); plan.work.len()];
+        for ready in &passes {
+            for (i, choice) in ready.pass.chosen.iter().enumerate() {
+                chosen[choice.of].push(self.sampled.load(ready.first + i));
+                wanted[choice.of].extend(logits.remove(&(ready.first + i)));
+            }
+        }
+        let vocab = self.vocab() as u32;
+        let mut outcomes = Vec::new();
+        for (i, work) in plan.work.iter().enumerate().filter(|(_, work)| work.samples) {
+            let running = &mut self.slots[work.slot as usize];
+            let tokens = running.confirm(drafts[i].run(), &chosen[i]);
+            running.acceptance = learned(running.acceptance, &drafts[i].proposed, &tokens);
+            if running.is_penalised() {
+                self.flags.extend(tokens.iter().map(|token| (work.slot * vocab + token, SEEN | GENERATED)));
+            }
+            let logprobs = running.logprobs.map_or(Vec::new(), |top| {
+                tokens.par_iter().zip(&wanted[i]).map(|(&token, row)| Logprobs::of(row, token, top)).collect()
+            });
+            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts[i].count });
+        }
+        Ok(outcomes)
+    }
+}

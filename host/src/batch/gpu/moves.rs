@@ -1,0 +1,171 @@
+//! Pages on the move: to the host tier, from it, and within the device. A page is a list of records, gathered by `gpu_kernels::token_copy`.
+
+use cuda_std::{Global, GlobalMut};
+use gpu_kernels::batch::{self, ListRecords, PageRecords};
+use gpu_kernels::token_copy::{self as kernels, PAGE_RECORD_BYTES, Pairs, Regions, TokenCopy};
+use half::bf16;
+
+use crate::Error;
+use crate::cache::KvCache;
+use crate::device::{Buffer, Device, Pinned};
+use crate::token_copy::MULTIPROCESSORS;
+
+/// Pages that are listed and copied at a time.
+const AT_ONCE: usize = 64;
+
+/// The host tier, and the way to it and back.
+pub struct Mover {
+    device: Device,
+    /// `[pages, layers, page]`.
+    host: Pinned<u8>,
+    host_pages: usize,
+    src: Buffer<i32>,
+    dst: Buffer<i32>,
+    layers: u32,
+    /// Of a page in one layer.
+    records: u32,
+}
+
+/// From where to where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// From the device to the host.
+    Out,
+    /// On the device.
+    Within,
+    /// From the host to the device.
+    In,
+}
+
+impl Mover {
+    /// For the pages of `cache`, with a tier of `host_pages`.
+    ///
+    /// # Errors
+    /// Not enough memory that can be pinned, or a driver error.
+    pub fn new(device: &Device, cache: &KvCache, host_pages: usize) -> Result<Self, Error> {
+        let page_bytes = cache.layer_len() / cache.pages().max(1) * size_of::<bf16>();
+        let records = page_bytes / PAGE_RECORD_BYTES as usize;
+        let listed = AT_ONCE * cache.layers() * records;
+        Ok(Self {
+            device: device.clone(),
+            host: device.pinned(host_pages * cache.layers() * page_bytes)?,
+            host_pages,
+            src: device.zeroed(listed)?,
+            dst: device.zeroed(listed)?,
+            layers: cache.layers() as u32,
+            records: records as u32,
+        })
+    }
+
+    /// Pages of the host tier.
+    pub fn host_pages(&self) -> usize {
+        self.host_pages
+    }
+
+    /// Bytes of a page in all layers.
+    pub fn page_bytes(&self) -> u64 {
+        u64::from(self.layers * self.records) * u64::from(PAGE_RECORD_BYTES)
+    }
+
+    /// Enqueues moves of `count` pages: `[count, 2]` where from and where to.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub fn enqueue(&self, cache: &KvCache, way: Way, moves: Global<u32>, count: usize) -> Result<(), Error> {
+        let (layers, records) = (self.layers, self.records);
+        let on_device = PageRecords { page: records, layer: cache.pages() as u32 * records };
+        let on_host = PageRecords { page: layers * records, layer: records };
+        let device_region = (cache.elements().ptr_mut().addr(), on_device, cache.pages());
+        let host_region = (self.host.ptr_mut().addr(), on_host, self.host_pages);
+        let (from, to) = match way {
+            Way::Out => (device_region, host_region),
+            Way::Within => (device_region, device_region),
+            Way::In => (host_region, device_region),
+        };
+        let all = |pages: usize| (pages * (layers * records) as usize) as u64;
+        // The bus is no faster with more.
+        let most = if way == Way::Within { u32::MAX } else { MULTIPROCESSORS.min(self.device.multiprocessors()) };
+        for first in (0..count).step_by(AT_ONCE) {
+            let pages = (count - first).min(AT_ONCE);
+            let pairs = all(pages);
+            let list = ListRecords {
+                // SAFETY: within the list.
+                moves: unsafe { moves.at(2 * first) },
+                from: from.1,
+                to: to.1,
+                src: self.src.ptr_mut(),
+                dst: self.dst.ptr_mut(),
+                moves_count: pages as u32,
+                layers,
+                records,
+            };
+            let copy = TokenCopy {
+                pairs: Pairs {
+                    src: self.src.ptr(),
+                    dst: self.dst.ptr(),
+                    count: pairs,
+                    src_records: all(from.2),
+                    dst_records: all(to.2),
+                    refused: GlobalMut::default(),
+                },
+                regions: Regions {
+                    src: Global::from_raw(from.0),
+                    dst: GlobalMut::from_raw(to.0),
+                    map: GlobalMut::default(),
+                    record_bytes: PAGE_RECORD_BYTES,
+                },
+            };
+            let blocks = kernels::blocks(pairs, kernels::THREADS, most);
+            // SAFETY: the lists have room for so many pages; both regions are as large as said, and what a pair names outside is not copied.
+            // No page is a source and a target.
+            unsafe {
+                self.device.launch::<batch::list_records>(batch::blocks(pairs as usize), 0, list)?;
+                self.device.launch::<kernels::token_copy_4096_i32>(blocks, 0, copy)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::Config;
+
+    use super::*;
+
+    #[test]
+    fn pages_arrive_whole_in_every_layer() {
+        let shape = Config::published("0.6B").unwrap();
+        let config = Config { num_hidden_layers: 3, num_key_value_heads: 2, ..shape };
+        let device = Device::emulator(1);
+        let mut cache = KvCache::new(&device, &config, 70).unwrap();
+        // Finite: what is no number equals nothing.
+        let noise = |i: usize| bf16::from_bits(model::sampling::random(1, i as u64) as u16 & 0xbfff);
+        cache.fill(&(0..cache.elements().len()).map(noise).collect::<Vec<_>>()).unwrap();
+        let mover = Mover::new(&device, &cache, 68).unwrap();
+        assert_eq!(mover.page_bytes(), KvCache::page_bytes(&config) as u64);
+
+        let len = KvCache::page_len(&config);
+        // Pages by layer: what is where.
+        let read = || {
+            let mut all = vec![bf16::ZERO; cache.elements().len()];
+            cache.elements().read(0, &mut all).unwrap();
+            let page = |layer: usize, page: usize| all[(layer * 70 + page) * len..][..len].to_vec();
+            (0..70).map(|p| (0..3).map(|l| page(l, p)).collect::<Vec<_>>()).collect::<Vec<_>>()
+        };
+        let go = |way: Way, moves: &[[u32; 2]]| {
+            let list = device.upload(&moves.concat()).unwrap();
+            mover.enqueue(&cache, way, list.ptr(), moves.len()).unwrap();
+        };
+        let before = read();
+        // More than are moved at a time.
+        go(Way::Out, &(0..67).map(|p| [p, 67 - p]).collect::<Vec<_>>());
+        go(Way::Within, &[[69, 0], [68, 5]]);
+        go(Way::In, &[[67, 1], [3, 2], [60, 69]]);
+        let mut expected = before.clone();
+        for (to, from) in [(0, 69), (5, 68), (1, 0), (2, 64), (69, 7)] {
+            expected[to] = before[from].clone();
+        }
+        assert!(read() == expected);
+    }
+}

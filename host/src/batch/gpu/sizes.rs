@@ -1,0 +1,97 @@
+//! How much of everything a batch has on a device.
+
+use gpu_kernels::step;
+use gpu_kernels::token_copy::PAGE_RECORD_BYTES;
+use model::Config;
+
+use crate::Error;
+use crate::batch::{BatchOptions, PAGE_TOKENS};
+use crate::cache::KvCache;
+use crate::device::Device;
+use crate::forward::{Footprint, Room};
+use crate::prefill;
+
+/// Sequences at once, where nothing is said: on a card, and on the emulator.
+const SEQUENCES: (u32, u32) = (BatchOptions::MOST_SEQUENCES, 8);
+/// Rows of a step, where nothing is said: where prompts have passes of their own, and elsewhere.
+const ROWS: (u32, u32) = (prefill::CHUNK as u32, 256);
+/// Most rows of a step: lists have room for so many.
+const MOST_ROWS: usize = 1 << 16;
+/// Bytes of device memory left to others.
+pub const SPARE: u64 = 1 << 30;
+/// Rows of a pass: at least so many.
+pub const LEAST_ROWS: usize = step::MAX_ROWS as usize;
+/// Bytes of the host tier, where nothing is said.
+const HOST_TIER: usize = 4 << 30;
+
+/// How much there is of what, all but pages.
+pub struct Sizes {
+    context: usize,
+    /// Sequences at once.
+    pub sequences: usize,
+    /// Most rows of a step.
+    pub rows: usize,
+    prompts_apart: bool,
+}
+
+impl Sizes {
+    /// What `options` say, or what is good on `device`.
+    pub fn new(device: &Device, context: usize, options: &BatchOptions, prompts_apart: bool) -> Self {
+        let sequences = if device.is_emulator() { SEQUENCES.1 } else { SEQUENCES.0 };
+        let sequences = options.sequences.unwrap_or(sequences).clamp(1, BatchOptions::MOST_SEQUENCES) as usize;
+        let rows = options.rows.unwrap_or(if prompts_apart { ROWS.0 } else { ROWS.1 }) as usize;
+        Self { context, sequences, rows: rows.clamp(sequences, MOST_ROWS), prompts_apart }
+    }
+
+    /// Rows of a pass over prompts, where there are such.
+    pub fn prompt_rows(&self) -> Option<usize> {
+        self.prompts_apart.then_some(self.rows)
+    }
+
+    /// Room for these and so many pages.
+    pub fn room(&self, pages: usize) -> Room {
+        Room { context: self.context, sequences: self.sequences, pages, rows: self.sequences.max(LEAST_ROWS) }
+    }
+
+    /// Pages of the cache, when `coming` bytes of weights are not there yet.
+    pub fn pages(&self, config: &Config, device: &Device, options: &BatchOptions, coming: u64) -> Result<usize, Error> {
+        let one = self.context.div_ceil(PAGE_TOKENS);
+        let wanted = options.cache_tokens.map(|tokens| (tokens / PAGE_TOKENS).max(one));
+        let Some(free) = device.free_memory()? else {
+            return Ok(wanted.unwrap_or(one * self.sequences).min(Self::most_pages(config)));
+        };
+        let besides = Footprint::of_room(config, &self.room(0), self.prompt_rows()).working + coming + SPARE;
+        let page = KvCache::page_bytes(config) as u64;
+        let room = ((free.saturating_sub(besides) / page) as usize).min(Self::most_pages(config));
+        let pages = wanted.unwrap_or(room.min(one * self.sequences));
+        if pages > room || pages < one {
+            let tokens = pages.max(one) * PAGE_TOKENS;
+            let wanted = (tokens as u64 / PAGE_TOKENS as u64).saturating_mul(page);
+            return Err(Error::CacheTooLarge { tokens, wanted, free: free.saturating_sub(besides) });
+        }
+        Ok(pages)
+    }
+
+    /// Pages whose records can be numbered: 8 TiB of them.
+    fn most_pages(config: &Config) -> usize {
+        i32::MAX as usize / (KvCache::page_bytes(config) / PAGE_RECORD_BYTES as usize)
+    }
+
+    /// Pages of the host tier of a cache of `pages`.
+    ///
+    /// # Errors
+    /// More than can be numbered.
+    pub fn host_pages(&self, config: &Config, options: &BatchOptions, pages: usize) -> Result<usize, Error> {
+        let Some(tokens) = options.swap_tokens else { return Ok(pages.min(HOST_TIER / KvCache::page_bytes(config))) };
+        let tier = tokens / PAGE_TOKENS;
+        if tier > Self::most_pages(config) {
+            return Err(Self::no_tier(config, tier, "8 TiB are the most".into()));
+        }
+        Ok(tier)
+    }
+
+    /// A tier of `pages` could not be had.
+    pub fn no_tier(config: &Config, pages: usize, reason: String) -> Error {
+        Error::HostTier { wanted: pages.saturating_mul(KvCache::page_bytes(config)) as u64, reason }
+    }
+}

@@ -1,0 +1,87 @@
+//! Lists that a step takes to the device, all in one copy.
+
+use cuda_std::{Global, GlobalMut};
+
+use crate::Error;
+use crate::device::{Buffer, Device, Pinned};
+
+/// Lists of words start at multiples of so many: 16 bytes.
+const ALIGNMENT: usize = 4;
+
+/// Lists of words on their way.
+pub struct Upload {
+    device: Device,
+    words: Vec<u32>,
+    host: Pinned<u32>,
+    there: Buffer<u32>,
+}
+
+/// A list of an [`Upload`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct List {
+    at: usize,
+    /// Words.
+    len: usize,
+}
+
+impl List {
+    /// Words.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Upload {
+    /// With room for `words` words, which grows when it must.
+    ///
+    /// # Errors
+    /// Too little memory.
+    pub fn new(device: &Device, words: usize) -> Result<Self, Error> {
+        Ok(Self {
+            device: device.clone(),
+            words: Vec::with_capacity(words),
+            host: device.pinned(words)?,
+            there: device.zeroed(words)?,
+        })
+    }
+
+    /// Begins anew.
+    pub fn clear(&mut self) {
+        self.words.clear();
+    }
+
+    /// Appends a list.
+    pub fn push(&mut self, words: impl IntoIterator<Item = u32>) -> List {
+        let at = self.words.len().next_multiple_of(ALIGNMENT);
+        self.words.resize(at, 0);
+        self.words.extend(words);
+        List { at, len: self.words.len() - at }
+    }
+
+    /// Enqueues the copy. Waits for the one before.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn send(&mut self) -> Result<(), Error> {
+        let len = self.words.len();
+        if len > self.there.len() {
+            let room = len.next_power_of_two();
+            (self.host, self.there) = (self.device.pinned(room)?, self.device.zeroed(room)?);
+        }
+        self.host.as_mut_slice()?[..len].copy_from_slice(&self.words);
+        // SAFETY: both live with self; the host's side is written above alone, which waits for the device.
+        unsafe { self.there.copy_start_from_pinned(&self.host, len) }
+    }
+
+    /// Where a list will be on the device, once it was sent.
+    pub fn ptr(&self, list: List) -> Global<u32> {
+        self.ptr_mut(list).read()
+    }
+
+    /// The same, for kernels that take what they could also write.
+    pub fn ptr_mut(&self, list: List) -> GlobalMut<u32> {
+        assert!(list.at + list.len <= self.there.len());
+        // SAFETY: within the buffer.
+        unsafe { self.there.ptr_mut().at(list.at) }
+    }
+}

@@ -1,0 +1,79 @@
+//! The keys and values of every layer, in pages, in one allocation: a page can be moved as a list of records of one region.
+
+use cuda_std::GlobalMut;
+use gpu_kernels::kv;
+use half::bf16;
+use model::Config;
+
+use crate::Error;
+use crate::device::{Buffer, Device};
+
+/// A cache: `[layers, pages, page]`, a page as `gpu_kernels::kv` has it.
+pub struct KvCache {
+    elements: Buffer<bf16>,
+    layers: usize,
+    pages: usize,
+}
+
+impl KvCache {
+    /// `pages` pages, all zero.
+    ///
+    /// # Errors
+    /// Too little memory.
+    pub fn new(device: &Device, config: &Config, pages: usize) -> Result<Self, Error> {
+        let layers = config.num_hidden_layers;
+        Ok(Self { elements: device.zeroed(layers * pages * Self::page_len(config))?, layers, pages })
+    }
+
+    /// Elements of a page in one layer.
+    pub fn page_len(config: &Config) -> usize {
+        kv::page_elements(config.num_key_value_heads as u32)
+    }
+
+    /// Bytes of a page in all layers.
+    pub fn page_bytes(config: &Config) -> usize {
+        config.num_hidden_layers * Self::page_len(config) * size_of::<bf16>()
+    }
+
+    /// Pages.
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+
+    /// Layers.
+    pub fn layers(&self) -> usize {
+        self.layers
+    }
+
+    /// Elements of a layer.
+    pub fn layer_len(&self) -> usize {
+        self.elements.len() / self.layers
+    }
+
+    /// Where a layer's pages are.
+    ///
+    /// # Panics
+    /// If there is no such layer: a bug of the caller.
+    pub fn layer(&self, layer: usize) -> GlobalMut<bf16> {
+        assert!(layer < self.layers, "layer {layer} of {}", self.layers);
+        // SAFETY: within the allocation.
+        unsafe { self.elements.ptr_mut().at(layer * self.layer_len()) }
+    }
+
+    /// All of it.
+    pub fn elements(&self) -> &Buffer<bf16> {
+        &self.elements
+    }
+
+    /// Fills it with `pattern`, over and over: for measuring.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn fill(&mut self, pattern: &[bf16]) -> Result<(), Error> {
+        for at in (0..self.elements.len()).step_by(pattern.len().max(1)) {
+            let piece = pattern.len().min(self.elements.len() - at);
+            self.elements.write(at, &pattern[..piece])?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,127 @@
+//! Batches for tests: requests that meet, steps at a price of the test's own, and answers to compare.
+
+use host::batch::plan::Plan;
+use host::batch::{Answer, Batch, BatchBackend, Costs, Job, Limits, Outcome, Start};
+use host::{Error, Request};
+use model::{Checkpoint, Sampling};
+
+use crate::greedy;
+
+/// Requests of many lengths over `prompts`, greedy and sampled, some that begin alike, some with stop texts; the longest prompt has `longest`
+/// tokens, and the longest answer `most`.
+pub fn requests(prompts: &[Vec<u32>], longest: usize, most: usize) -> Vec<Request> {
+    let count = prompts.len();
+    let request = |(i, prompt): (usize, &Vec<u32>)| {
+        let length = (longest * (i + 1) / count).max(1);
+        // Every third begins like the first.
+        let shared = if i % 3 == 0 { (longest / 2).min(length - 1) } else { 0 };
+        let prompt = [&prompts[0][..shared], &prompt[..length - shared]].concat();
+        let sampling = Sampling {
+            temperature: 0.8,
+            top_k: 40,
+            top_p: 0.95,
+            repetition_penalty: 1.1,
+            presence_penalty: 0.2,
+            seed: i as u64,
+            ..Sampling::default()
+        };
+        Request {
+            sampling: if i % 2 == 0 { sampling } else { Sampling::default() },
+            stop: if i % 4 == 1 { vec![";\n".into(), "self".into()] } else { Vec::new() },
+            ignore_end: i % 5 != 0,
+            ..greedy(&prompt, (most * (1 + i % 7)).div_ceil(7), None)
+        }
+    };
+    prompts.iter().enumerate().map(request).collect()
+}
+
+/// A backend, with costs that do not depend on a clock.
+pub struct Priced {
+    backend: Box<dyn BatchBackend>,
+    costs: Costs,
+}
+
+impl Priced {
+    /// Preempted sequences go to the host tier as long as it has room, or are always computed again.
+    pub fn boxed(backend: Box<dyn BatchBackend>, to_host: bool) -> Box<dyn BatchBackend> {
+        let swap_page = if to_host { 0.0 } else { f64::INFINITY };
+        Box::new(Self { backend, costs: Costs { swap_page, row: 1.0 } })
+    }
+}
+
+impl BatchBackend for Priced {
+    fn device(&self) -> String {
+        self.backend.device()
+    }
+
+    fn limits(&self) -> Limits {
+        self.backend.limits()
+    }
+
+    fn costs(&self) -> Costs {
+        self.costs
+    }
+
+    fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
+        self.backend.step(plan, starts)
+    }
+}
+
+/// How often something happened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Happened {
+    /// Preemptions to the host tier.
+    pub swapped: u64,
+    /// Preemptions to be computed again.
+    pub dropped: u64,
+    /// Tokens found in the cache.
+    pub shared: u64,
+    /// Drafts confirmed.
+    pub accepted: u64,
+}
+
+impl Happened {
+    /// These and those.
+    pub fn add(&mut self, other: Self) {
+        self.swapped += other.swapped;
+        self.dropped += other.dropped;
+        self.shared += other.shared;
+        self.accepted += other.accepted;
+    }
+}
+
+/// The answers of a batch to `jobs`, in the order of their numbers.
+///
+/// # Panics
+/// If it fails.
+pub fn together(
+    checkpoint: &Checkpoint,
+    backend: Box<dyn BatchBackend>,
+    jobs: &[(usize, Request)],
+    logprobs: Option<u32>,
+) -> (Vec<(usize, Answer)>, Happened) {
+    let mut batch = Batch::with_backend(checkpoint.clone(), backend);
+    let mut coming = jobs.iter();
+    let mut answers = Vec::new();
+    loop {
+        while batch.has_room()
+            && let Some((id, request)) = coming.next()
+        {
+            let job = Job { id: *id as u64, request: request.clone(), logprobs };
+            batch.submit(job).unwrap_or_else(|e| panic!("{e}"));
+        }
+        if batch.is_idle() {
+            break;
+        }
+        let done = batch.step().unwrap_or_else(|e| panic!("{e}"));
+        answers.extend(done.into_iter().map(|done| (done.id as usize, done.answer)));
+    }
+    answers.sort_by_key(|answer| answer.0);
+    assert_eq!(answers.len(), jobs.len());
+    let metrics = batch.metrics();
+    let (counts, accepted) = (metrics.counts, metrics.accepted);
+    assert_eq!(metrics.pages_in_use, 0);
+    let happened =
+        Happened { swapped: counts.swapped, dropped: counts.dropped, shared: counts.shared_tokens, accepted };
+    (answers, happened)
+}
