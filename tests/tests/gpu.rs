@@ -160,7 +160,7 @@ fn the_streamed_step_gives_the_bits_of_the_launches() -> Result<(), Failed> {
     let checkpoint = demo();
     for (length, rows) in [(17, 1), (300, 1), (300, 8), (64, 16), (1000, 16)] {
         let tokens = demo_prompts(&checkpoint, 1, length).remove(0);
-        let [streamed, launched] = streamed_and_launched(&device, &checkpoint, &tokens, rows);
+        let [streamed, launched] = streamed_and_launched(&device, Ok(&checkpoint), &tokens, rows);
         if streamed != launched {
             let error = relative_error(&streamed, &launched);
             return Err(format!("{rows} rows at {length}: relative difference {error}").into());
