@@ -326,11 +326,13 @@ unsafe fn find_factors<const ROWS: u32>(p: &Wide, which: u32) {
         let factors = shared::dynamic::<f32>(Wide::factors(ROWS));
         let mut row = which * 4;
         while row < count {
-            let squares = p.norm.lane_squares([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
+            let mut found = p.norm.lane_squares([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
             unroll!(I < 4; {
-                let found = p.norm.inverse_rms_of(squares[I]);
+                found[I] = p.norm.inverse_rms_of(found[I]);
+            });
+            unroll!(I < 4; {
                 if thread::lane_id() == I as u32 {
-                    factors.store(row as usize + I, found);
+                    factors.store(row as usize + I, found[I]);
                 }
             });
             row += 8;
