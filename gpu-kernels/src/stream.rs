@@ -407,6 +407,7 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
         }
         thread::sync_threads();
         let last = p.rows.positions.load((count - 1) as usize);
+        // The registers of the other three warps of the producer's group are of more use to consumers.
         if thread::warp_id() < WARPS {
             wgmma::take_registers::<240>();
             Consumer::new(p, count, last).run::<TILES, GROUP>();
