@@ -144,7 +144,7 @@ impl Divisor {
     /// `n / value` and the remainder, for `n` below `65536 / value`: the inverse is too large by less than `1 / n`.
     #[inline(always)]
     pub const fn divide(&self, n: u32) -> (u32, u32) {
-        let quotient = n * self.inverse >> 16;
+        let quotient = (n * self.inverse) >> 16;
         (quotient, n - quotient * self.value)
     }
 }

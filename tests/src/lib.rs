@@ -124,29 +124,30 @@ pub fn answer(engine: &mut host::Engine, request: &host::Request) -> host::Gener
     engine.generate(request, &mut |_| std::ops::ControlFlow::Continue(())).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The logits of `rows` tokens after a prompt, in one streamed launch and launch by launch, `[rows, vocab]` each: of a checkpoint, or of random weights
-/// of a shape.
+/// A checkpoint's weights on a device.
+///
+/// # Panics
+/// If they do not fit.
+pub fn uploaded(device: &host::device::Device, checkpoint: &model::Checkpoint) -> host::weights::DeviceWeights {
+    host::weights::DeviceWeights::upload(checkpoint, device, &mut |_, _| std::ops::ControlFlow::Continue(()))
+        .unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The logits of `rows` tokens after a prompt, in one streamed launch and launch by launch, `[rows, vocab]` each.
 ///
 /// # Panics
 /// If anything fails, or the device has no stream.
 pub fn streamed_and_launched(
     device: &host::device::Device,
-    model: Result<&model::Checkpoint, &model::Config>,
+    config: &model::Config,
+    weights: host::weights::DeviceWeights,
     tokens: &[u32],
     rows: usize,
 ) -> [Vec<f32>; 2] {
     use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
     use host::forward::{Forward, LogitRows};
-    use host::weights::DeviceWeights;
 
-    let run = || -> Result<[Vec<f32>; 2], host::Error> {
-        let (config, weights) = match model {
-            Ok(checkpoint) => {
-                let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-                (&checkpoint.config, DeviceWeights::upload(checkpoint, device, go_on)?)
-            }
-            Err(config) => (config, DeviceWeights::random(config, device)?),
-        };
+    let run = move || -> Result<[Vec<f32>; 2], host::Error> {
         let mut forward = Forward::new(device, config, weights, tokens.len())?;
         assert!(forward.lay_out_stream()?, "the device cannot stream");
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();

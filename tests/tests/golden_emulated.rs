@@ -2,7 +2,9 @@
 //! checked for races and stray accesses on the way.
 
 use host::{DeviceChoice, NgramDraft};
-use integration_tests::{answer, engine, golden_cases, greedy, prefilled, relative_error, streamed_and_launched};
+use integration_tests::{
+    answer, engine, golden_cases, greedy, prefilled, relative_error, streamed_and_launched, uploaded,
+};
 use model::{Checkpoint, Config, Sampling};
 
 /// Activations are rounded to bf16 before each product, as on a GPU, and so are f16 and f32 weights.
@@ -49,14 +51,15 @@ fn the_streamed_step_gives_the_bits_of_the_launches() {
         for (length, rows) in [(70, 1), (70, 7), (70, 16), (264, 1), (264, 16)] {
             let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(length).collect();
             let device = host::device::Device::emulator(i as u64 * 100);
-            let [streamed, launched] = streamed_and_launched(&device, Ok(&checkpoint), &tokens, rows);
+            let [streamed, launched] =
+                streamed_and_launched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
             assert_eq!(streamed, launched, "{} with {rows} rows of {length}", case.name);
         }
     }
 }
 
-/// Products of several groups of turns and several strips a block, whose inputs end within a chunk; and of attention more heads than blocks with tiles
-/// of two key-value heads, some blocks with parts of both.
+/// Products of several groups of turns and several strips a block, whose inputs end within a chunk; and in attention two key-value heads, with five query
+/// heads each, whose tiles are dealt to four blocks.
 #[test]
 fn the_streamed_step_gives_the_bits_of_the_launches_in_wider_shapes() {
     let config = Config {
@@ -68,10 +71,11 @@ fn the_streamed_step_gives_the_bits_of_the_launches_in_wider_shapes() {
         num_key_value_heads: 2,
         ..Config::published("8B").unwrap()
     };
-    for (length, rows) in [(70, 1), (70, 16), (300, 3)] {
+    for (length, rows) in [(70, 1), (70, 16), (260, 3)] {
         let tokens: Vec<u32> = (0..length).map(|i| i * 7919 % 300).collect();
         let device = host::device::Device::emulator(u64::from(length));
-        let [streamed, launched] = streamed_and_launched(&device, Err(&config), &tokens, rows);
+        let weights = host::weights::DeviceWeights::random(&config, &device).unwrap();
+        let [streamed, launched] = streamed_and_launched(&device, &config, weights, &tokens, rows);
         assert_eq!(streamed, launched, "{rows} rows of {length}");
     }
 }

@@ -7,6 +7,7 @@ use host::device::{self, Device};
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
     answer, demo, demo_prompts, engine, golden_cases, greedy, prefilled, relative_error, streamed_and_launched,
+    uploaded,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
@@ -160,7 +161,8 @@ fn the_streamed_step_gives_the_bits_of_the_launches() -> Result<(), Failed> {
     let checkpoint = demo();
     for (length, rows) in [(17, 1), (300, 1), (300, 8), (64, 16), (1000, 16)] {
         let tokens = demo_prompts(&checkpoint, 1, length).remove(0);
-        let [streamed, launched] = streamed_and_launched(&device, Ok(&checkpoint), &tokens, rows);
+        let [streamed, launched] =
+            streamed_and_launched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
         if streamed != launched {
             let error = relative_error(&streamed, &launched);
             return Err(format!("{rows} rows at {length}: relative difference {error}").into());

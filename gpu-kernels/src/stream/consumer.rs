@@ -400,7 +400,7 @@ impl<'a> Consumer<'a> {
         let width_log2 = if part.matrix == Matrix::GateUp { STRIP / 2 } else { STRIP }.ilog2();
         let strips = part.mine.saturating_sub(first).min(STRIPS / TILES as u32);
         let place = part.first_strip + first * self.walk.grid + part.place;
-        let total = strips * self.count << width_log2;
+        let total = (strips * self.count) << width_log2;
         Outputs { width_log2, rows: self.rows, total, place, grid: self.walk.grid }
     }
 
@@ -511,7 +511,7 @@ impl Outputs {
         let rest = if valid { e >> self.width_log2 } else { 0 };
         let feature = e & !(!0 << self.width_log2);
         let (strip, row) = self.rows.divide(rest);
-        Output { row, strip, feature: (self.place + strip * self.grid << self.width_log2) + feature, valid }
+        Output { row, strip, feature: ((self.place + strip * self.grid) << self.width_log2) + feature, valid }
     }
 }
 
