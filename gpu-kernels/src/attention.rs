@@ -125,13 +125,37 @@ impl Found {
     pub const NOTHING: Self = Self { o: [[0.0; 4]; TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
 }
 
+/// Division by a small number that is known once.
+#[derive(Clone, Copy)]
+pub(crate) struct Divisor {
+    pub value: u32,
+    inverse: u32,
+}
+
+impl Divisor {
+    /// By `value`, at most 256.
+    #[inline(always)]
+    pub fn new(value: u32) -> Self {
+        // SAFETY: nobody divides by nothing.
+        unsafe { core::hint::assert_unchecked(value > 0) };
+        Self { value, inverse: 65536 / value + 1 }
+    }
+
+    /// `n / value` and the remainder, for `n` below `65536 / value`: the inverse is too large by less than `1 / n`.
+    #[inline(always)]
+    pub const fn divide(&self, n: u32) -> (u32, u32) {
+        let quotient = (n * self.inverse) >> 16;
+        (quotient, n - quotient * self.value)
+    }
+}
+
 /// The tile of (row, query head) pairs that a block works on.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile {
     pub kv_head: u32,
     pub split: u32,
     /// Query heads of a key-value head.
-    pub group: u32,
+    pub group: Divisor,
     pub first_row: u32,
     /// `rows · group`.
     pub pairs: u32,
@@ -147,28 +171,26 @@ impl Tile {
     }
 
     #[inline(always)]
-    fn row(&self, pair: u32) -> u32 {
-        // SAFETY: a group has heads.
-        unsafe { core::hint::assert_unchecked(self.group > 0) };
-        self.first_row + pair / self.group
+    const fn row(&self, pair: u32) -> u32 {
+        self.first_row + self.group.divide(pair).0
     }
 
     /// The place of a pair among all rows' heads.
     #[inline(always)]
-    fn place(&self, p: &Attend, pair: u32) -> usize {
-        // SAFETY: a group has heads.
-        unsafe { core::hint::assert_unchecked(self.group > 0) };
-        self.row(pair) as usize * p.q_heads as usize + (self.kv_head * self.group + pair % self.group) as usize
+    const fn place(&self, p: &Attend, pair: u32) -> usize {
+        let (row, head) = self.group.divide(pair);
+        (self.first_row + row) as usize * p.q_heads as usize + (self.kv_head * self.group.value + head) as usize
     }
 }
 
-/// Attention of the tile's pairs over this warp's 32 keys. `query(i, j)` gives 16 bytes of pair `g + 8 i` from dimension `8 t + 32 j` on; `key(k, j)`
-/// likewise of the `k`-th key from the warp's first on; `value(d)` dimension `d` of keys `8 t..8 t + 8`.
+/// Attention of the tile's pairs over this warp's 32 keys. `position(row)` is where a row stands; `query(i, j)` gives 16 bytes of pair `g + 8 i` from
+/// dimension `8 t + 32 j` on; `key(k, j)` likewise of the `k`-th key from the warp's first on; `value(d)` dimension `d` of keys `8 t..8 t + 8`.
 /// `between` is called when the keys are done with.
 #[inline(always)]
 pub(crate) unsafe fn attend_keys(
     p: &Attend,
     tile: &Tile,
+    position: impl Fn(u32) -> u32,
     query: impl Fn(usize, usize) -> [u32; 4],
     key: impl Fn(u32, usize) -> [u32; 4],
     between: impl FnOnce(),
@@ -190,7 +212,7 @@ pub(crate) unsafe fn attend_keys(
         });
         between();
         let limit = |pair: u32| {
-            if pair < tile.pairs { p.rows.positions.load(tile.row(pair) as usize) as i32 } else { -1 }
+            if pair < tile.pairs { position(tile.row(pair)) as i32 } else { -1 }
         };
         let limit = [limit(g), limit(g + 8)];
         let scale = p.scale * LOG2_E;
@@ -235,54 +257,81 @@ const fn place_of<const SLOTS: bool>(d: u32) -> usize {
 }
 
 /// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
-/// the split's part of others. With `SLOTS` results are in the order of [`slot`]. Shared memory from `scratch` on is free again when it returns.
+/// the split's part of others. `position(row)` is where a row stands. With `SLOTS` results are in the order of [`slot`]. Shared memory from `scratch` on is free again when it returns.
 #[inline(always)]
-pub(crate) unsafe fn reduce<const SLOTS: bool>(p: &Attend, tile: &Tile, found: &Found, scratch: u32, barrier: u32) {
+pub(crate) unsafe fn reduce<const SLOTS: bool>(
+    p: &Attend,
+    tile: &Tile,
+    found: &Found,
+    position: impl Fn(u32) -> u32,
+    scratch: u32,
+    barrier: u32,
+) {
     unsafe {
         // New to the compiler: addresses found here are not kept over a loop around this.
         let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
         let (g, t) = (lane / 4, lane % 4);
         let sums = shared::dynamic::<f32>(scratch);
+        // `[pair][warp]`; once all are there, a warp's factor and the pair's maximum and normaliser in place of them.
         let tops = sums.at((WARPS * QUARTER * PAIR_STRIDE) as usize);
         let norms = tops.at((WARPS * PAIRS) as usize);
         if t == 0 {
             unroll!(I < 2; {
-                let at = (warp_id * PAIRS + g) as usize + 8 * I;
+                let at = ((g + 8 * I as u32) * WARPS + warp_id) as usize;
                 tops.store(at, found.top[I]);
                 norms.store(at, found.norm[I]);
             });
+        }
+        sync(barrier);
+        // Eight lanes a pair.
+        let thread = warp_id * 32 + lane;
+        if warp_id < PAIRS * WARPS / 32 {
+            let (own, part) = (tops.load(thread as usize), norms.load(thread as usize));
+            let mut top = own;
+            unroll!(M < 3; {
+                top = math::max(top, warp::shuffle_xor(top, 1 << M));
+            });
+            let factor = weight(own, top);
+            let mut norm = 0f32;
+            let mut other = lane / WARPS * WARPS;
+            let end = other + WARPS;
+            while other < end {
+                unroll!(W < 4; {
+                    let other = other + W as u32;
+                    norm = math::fma(warp::shuffle_idx(part, other), warp::shuffle_idx(factor, other), norm);
+                });
+                // Not written out further: that would crowd out sums.
+                other = thread::fresh(other) + 4;
+            }
+            tops.store(thread as usize, factor);
+            if lane % WARPS < 2 {
+                norms.store(thread as usize, if lane % WARPS == 0 { top } else { norm });
+            }
         }
         unroll!(R < 4; {
             let first = R as u32 * QUARTER;
             if first < tile.pairs {
                 if g / QUARTER == R as u32 % 2 {
-                    let to = sums.at(((warp_id * QUARTER + g % QUARTER) * PAIR_STRIDE + 2 * t) as usize);
+                    let to = sums.at(((warp_id * QUARTER + g % QUARTER) * PAIR_STRIDE + 2 * t) as usize).cast();
                     unroll!(N < TILES of 16; {
-                        to.store(N * 8, found.o[N][R / 2 * 2]);
-                        to.store(N * 8 + 1, found.o[N][R / 2 * 2 + 1]);
+                        to.store(N * 4, [found.o[N][R / 2 * 2], found.o[N][R / 2 * 2 + 1]]);
                     });
                 }
                 sync(barrier);
                 // 64 threads a pair, each with two dimensions.
-                let thread = warp_id * 32 + lane;
                 let (quarter, d) = (thread / 64, 2 * (thread % 64));
                 let pair = first + quarter;
                 if pair < tile.pairs {
-                    let mut top = f32::NEG_INFINITY;
+                    let mut sum = [0f32; 2];
+                    let from = sums.at((quarter * PAIR_STRIDE + d) as usize).cast::<[f32; 2]>();
                     unroll!(W < 8; {
-                        top = math::max(top, tops.load(W * PAIRS as usize + pair as usize));
+                        let factor = tops.load((pair * WARPS) as usize + W);
+                        let o = from.load(W * (QUARTER * PAIR_STRIDE / 2) as usize);
+                        sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
                     });
-                    let (mut norm, mut sum) = (0f32, [0f32; 2]);
-                    unroll!(W < 8; {
-                        let at = W * PAIRS as usize + pair as usize;
-                        let factor = weight(tops.load(at), top);
-                        norm = math::fma(norms.load(at), factor, norm);
-                        let from = sums.at((W as u32 * QUARTER + quarter) as usize * PAIR_STRIDE as usize);
-                        sum[0] = math::fma(from.load(d as usize), factor, sum[0]);
-                        sum[1] = math::fma(from.load(d as usize + 1), factor, sum[1]);
-                    });
+                    let (top, norm) = (norms.load((pair * WARPS) as usize), norms.load((pair * WARPS) as usize + 1));
                     let place = tile.place(p, pair);
-                    let position = p.rows.positions.load(tile.row(pair) as usize);
+                    let position = position(tile.row(pair));
                     if position / SPLIT < tile.split {
                         // The row has no keys here; a later one of the tile has.
                     } else if position < SPLIT {
@@ -349,7 +398,7 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
         let tile = Tile {
             kv_head: thread::block_idx_x(),
             split: thread::block_idx_y(),
-            group,
+            group: Divisor::new(group),
             first_row,
             pairs: rows * group,
             lane: thread::lane_id(),
@@ -360,6 +409,7 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
         if tile.split * SPLIT > last {
             return;
         }
+        let position = |row: u32| p.rows.positions.load(row as usize);
         let (g, t) = (tile.lane / 4, (tile.lane % 4) as usize);
         let key0 = tile.first_key();
         let mut found = Found::NOTHING;
@@ -376,9 +426,9 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
             let values = p.cache.value(sequence, key0, tile.kv_head);
             let key = |k: u32, j: usize| keys.load16((k * HEAD_DIM) as usize + t * 8 + 32 * j);
             let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
-            found = attend_keys(p, &tile, query, key, || {}, value);
+            found = attend_keys(p, &tile, position, query, key, || {}, value);
         }
-        reduce::<false>(p, &tile, &found, 0, 1);
+        reduce::<false>(p, &tile, &found, position, 0, 1);
     }
 }
 
@@ -388,7 +438,8 @@ pub unsafe fn combine(p: Attend) {
     unsafe {
         let row = thread::block_idx_y();
         if row < p.rows.count.load(0) {
-            combine_head(&p, row, thread::block_idx_x(), (thread::lane_id(), thread::warp_id()), 0);
+            let position = p.rows.positions.load(row as usize);
+            combine_head(&p, row, thread::block_idx_x(), position, (thread::lane_id(), thread::warp_id()), 0);
         }
     }
 }
@@ -410,11 +461,19 @@ unsafe fn top_score(scales: GlobalMut<f32>, splits: u32, lane: u32) -> f32 {
     top
 }
 
-/// One row and head of [`combine`], by the 8 warps from the block's first on, with shared memory from `scratch` on: free again when it returns.
+/// One head of the row at `position` of [`combine`], by the 8 warps from the block's first on, with shared memory from `scratch` on: free again when
+/// it returns.
 #[inline(always)]
-pub(crate) unsafe fn combine_head(p: &Attend, row: u32, head: u32, (lane, warp_id): (u32, u32), scratch: u32) {
+pub(crate) unsafe fn combine_head(
+    p: &Attend,
+    row: u32,
+    head: u32,
+    position: u32,
+    (lane, warp_id): (u32, u32),
+    scratch: u32,
+) {
     unsafe {
-        let splits = p.rows.positions.load(row as usize) / SPLIT + 1;
+        let splits = position / SPLIT + 1;
         if splits == 1 {
             return;
         }

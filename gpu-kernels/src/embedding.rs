@@ -41,7 +41,7 @@ pub(crate) unsafe fn embed_elements(p: &Embed, row: u32, first: u32, stride: u32
         let source = p.table.at(token as usize * dim as usize);
         let mut i = first;
         while i < dim {
-            p.residual.put(p.norm, row, i, math::from_bf16(source.load_nc(i as usize)), true);
+            p.residual.put(p.norm.load_nc(i as usize), row, i, math::from_bf16(source.load_nc(i as usize)), true);
             i += stride;
         }
     }

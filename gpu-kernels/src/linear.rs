@@ -200,7 +200,7 @@ unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
             let at = row as usize * p.n as usize + feature as usize;
             if ADD {
                 let old = if valid { p.residual.x.load(at) } else { 0.0 };
-                p.residual.put(p.next_norm, row, feature, old + sum, valid);
+                p.residual.put(p.next_norm.load_nc(feature as usize), row, feature, old + sum, valid);
             } else if valid && feature < p.n {
                 p.y.store(at, sum);
             }

@@ -26,16 +26,16 @@ pub struct Residual {
 }
 
 impl Residual {
-    /// Writes one element of `row`, for a norm with this `weight` to come. A strip's 16 elements are written by 16 neighbouring lanes, and every lane
-    /// of the warp is here; those that are not `valid` write nothing.
+    /// Writes one element of `row`, whose `weight` in the norm to come is this. A strip's 16 elements are written by 16 neighbouring lanes, and every
+    /// lane of the warp is here; those that are not `valid` write nothing.
     #[inline(always)]
-    pub(crate) unsafe fn put(&self, weight: Global<bf16>, row: u32, element: u32, x: f32, valid: bool) {
+    pub(crate) unsafe fn put(&self, weight: bf16, row: u32, element: u32, x: f32, valid: bool) {
         unsafe { self.put_at(weight, row, element, element, x, valid) }
     }
 
     /// As [`put`](Self::put), with the scaled element at `place` of its row.
     #[inline(always)]
-    pub(crate) unsafe fn put_at(&self, weight: Global<bf16>, row: u32, element: u32, place: u32, x: f32, valid: bool) {
+    pub(crate) unsafe fn put_at(&self, weight: bf16, row: u32, element: u32, place: u32, x: f32, valid: bool) {
         unsafe {
             let mut squares = x * x;
             let mut mask = STRIP / 2;
@@ -46,8 +46,7 @@ impl Residual {
             if valid {
                 let first = row as usize * self.dim as usize;
                 self.x.store(first + element as usize, x);
-                let weight = math::from_bf16(weight.load_nc(element as usize));
-                self.scaled.store(first + place as usize, math::to_bf16(x * weight));
+                self.scaled.store(first + place as usize, math::to_bf16(x * math::from_bf16(weight)));
                 if element.is_multiple_of(STRIP) {
                     self.squares.store((first + element as usize) / STRIP as usize, squares);
                 }
@@ -72,38 +71,43 @@ impl Norm {
     /// What the sums of `row` are multiplied by: `1 / sqrt(mean(x²) + eps)`. Every lane of the warp gets it.
     #[inline(always)]
     pub(crate) unsafe fn inverse_rms(&self, row: u32) -> f32 {
-        unsafe { self.inverse_rms_of([row])[0] }
+        unsafe {
+            let [squares] = self.lane_squares([row]);
+            self.inverse_rms_of(squares)
+        }
     }
 
-    /// [`inverse_rms`](Self::inverse_rms) of up to four rows, whose loads are under way together.
+    /// That, from the [squares](Self::lane_squares) of every lane.
     #[inline(always)]
-    pub(crate) unsafe fn inverse_rms_of<const ROWS: usize>(&self, rows: [u32; ROWS]) -> [f32; ROWS] {
+    pub(crate) unsafe fn inverse_rms_of(&self, squares: f32) -> f32 {
+        unsafe { 1.0 / math::sqrt(warp_sum(squares) / self.dim as f32 + self.eps) }
+    }
+
+    /// A lane's part of the sum of squares of each of `rows`.
+    #[inline(always)]
+    pub(crate) unsafe fn lane_squares<const N: usize>(&self, rows: [u32; N]) -> [f32; N] {
         unsafe {
             let strips = self.dim / STRIP;
-            let mut sums = [0f32; ROWS];
+            let mut sums = [0f32; N];
             let mut i = thread::lane_id();
             while i < strips {
-                // Eight loads of a row under way at a time; zeros beyond the end change nothing.
-                let mut here = [[0f32; 8]; ROWS];
-                unroll!(R < ROWS of 4; {
-                    let squares = self.squares.at(rows[R] as usize * strips as usize);
-                    unroll!(L < 8; {
-                        let at = i + L as u32 * 32;
-                        if at < strips {
-                            here[R][L] = squares.load(at as usize);
-                        }
-                    });
+                // Eight loads of every row under way at a time; zeros beyond the end change nothing.
+                let mut here = [[0f32; 8]; N];
+                unroll!(L < 8; {
+                    let at = i + L as u32 * 32;
+                    if at < strips {
+                        unroll!(R < N of 4; {
+                            here[R][L] = self.squares.load((rows[R] * strips + at) as usize);
+                        });
+                    }
                 });
-                unroll!(R < ROWS of 4; {
-                    unroll!(L < 8; {
+                unroll!(L < 8; {
+                    unroll!(R < N of 4; {
                         sums[R] += here[R][L];
                     });
                 });
                 i += 256;
             }
-            unroll!(R < ROWS of 4; {
-                sums[R] = 1.0 / math::sqrt(warp_sum(sums[R]) / self.dim as f32 + self.eps);
-            });
             sums
         }
     }

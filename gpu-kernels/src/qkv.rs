@@ -10,10 +10,9 @@
 //! ```
 
 use cuda_std::shared::Shared;
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
-use crate::norm::warp_sum;
 use crate::step::Rows;
 
 /// Heads of a block of [`split_heads`].
@@ -55,16 +54,7 @@ impl SplitHeads {
 
     #[inline(always)]
     fn all(&self) -> Heads {
-        Heads {
-            qkv: self.qkv,
-            q_norm: self.q_norm,
-            k_norm: self.k_norm,
-            cos: self.cos,
-            sin: self.sin,
-            q_heads: self.q_heads,
-            kv_heads: self.cache.kv_heads,
-            eps: self.eps,
-        }
+        Heads { qkv: self.qkv, q_heads: self.q_heads, kv_heads: self.cache.kv_heads, eps: self.eps }
     }
 }
 
@@ -86,7 +76,11 @@ unsafe fn split_head(p: &SplitHeads, row: u32, head: u32) {
     unsafe {
         let position = p.rows.positions.load(row as usize);
         let sequence = p.rows.sequences.load(row as usize);
-        let vector = p.all().vector(row, head, position);
+        let heads = p.all();
+        let norm = if head < p.q_heads { p.q_norm } else { p.k_norm };
+        let x = heads.load(row, head);
+        let [scale] = heads.scales(&[x]);
+        let vector = heads.vector(head, x, scale, || Factors::load(norm, p.cos, p.sin, position));
         if head >= p.q_heads + p.cache.kv_heads {
             vector.store_value(p.cache.value(sequence, position, head - p.q_heads - p.cache.kv_heads));
         } else if head >= p.q_heads {
@@ -101,13 +95,35 @@ unsafe fn split_head(p: &SplitHeads, row: u32, head: u32) {
 #[derive(Clone, Copy)]
 pub(crate) struct Heads {
     pub qkv: Global<f32>,
-    pub q_norm: Global<bf16>,
-    pub k_norm: Global<bf16>,
-    pub cos: Global<f32>,
-    pub sin: Global<f32>,
     pub q_heads: u32,
     pub kv_heads: u32,
     pub eps: f32,
+}
+
+/// A lane's part of what a query or a key is multiplied by, dimensions as in [`HeadVector`].
+#[derive(Clone, Copy)]
+pub(crate) struct Factors {
+    /// The norm's weights.
+    pub weight: [[bf16; 2]; 2],
+    pub cos: [f32; 2],
+    pub sin: [f32; 2],
+}
+
+impl Factors {
+    /// Those of `position`.
+    #[inline(always)]
+    pub unsafe fn load(norm: Global<bf16>, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
+        unsafe {
+            let lane = thread::fresh(thread::lane_id()) as usize;
+            let angle = position as usize * (HALF / 2) as usize + lane;
+            let norm = norm.cast();
+            Self {
+                weight: [norm.load_nc(lane), norm.load_nc(lane + (HALF / 2) as usize)],
+                cos: cos.cast().load_nc(angle),
+                sin: sin.cast().load_nc(angle),
+            }
+        }
+    }
 }
 
 /// A lane's part of one head of one row, ready for attention: dimensions `2l` and `2l + 1`, then `64 + 2l` and `65 + 2l`, as bf16.
@@ -119,33 +135,61 @@ pub(crate) struct HeadVector {
 }
 
 impl Heads {
-    /// Head `head` of all three kinds, of `row`, which is at `position`: queries and keys normalised and rotated. A warp makes it together.
+    /// A lane's part of head `head` of all three kinds, of `row`, as the projection left it; dimensions as in [`HeadVector`].
     #[inline(always)]
-    pub unsafe fn vector(&self, row: u32, head: u32, position: u32) -> HeadVector {
+    pub unsafe fn load(&self, row: u32, head: u32) -> [[f32; 2]; 2] {
         unsafe {
             let heads = (self.q_heads + 2 * self.kv_heads) as usize;
-            let lane = thread::fresh(thread::lane_id());
-            let x = self.qkv.at((row as usize * heads + head as usize) * HEAD_DIM as usize);
-            let d = (lane * 2) as usize;
-            let h = d + HALF as usize;
-            let v = [x.load(d), x.load(d + 1), x.load(h), x.load(h + 1)];
-            if head >= self.q_heads + self.kv_heads {
-                return HeadVector { low: math::pack_bf16(v[0], v[1]), high: math::pack_bf16(v[2], v[3]), lane };
-            }
-            let angle = position as usize * HALF as usize + d;
-            let (c0, s0) = (self.cos.load_nc(angle), self.sin.load_nc(angle));
-            let (c1, s1) = (self.cos.load_nc(angle + 1), self.sin.load_nc(angle + 1));
-            let weight = if head < self.q_heads { self.q_norm } else { self.k_norm };
-            let weight = [weight.load_nc(d), weight.load_nc(d + 1), weight.load_nc(h), weight.load_nc(h + 1)];
-
-            let squares = warp_sum(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]);
-            let scale = 1.0 / math::sqrt(squares / HEAD_DIM as f32 + self.eps);
-            let normed = |i: usize| v[i] * scale * math::from_bf16(weight[i]);
-            let n = [normed(0), normed(1), normed(2), normed(3)];
-            let low = math::pack_bf16(n[0] * c0 - n[2] * s0, n[1] * c1 - n[3] * s1);
-            let high = math::pack_bf16(n[2] * c0 + n[0] * s0, n[3] * c1 + n[1] * s1);
-            HeadVector { low, high, lane }
+            let lane = thread::fresh(thread::lane_id()) as usize;
+            let x = self.qkv.at((row as usize * heads + head as usize) * HEAD_DIM as usize).cast();
+            [x.load(lane), x.load(lane + (HALF / 2) as usize)]
         }
+    }
+
+    /// What each of `N` heads of a warp is multiplied by, to have a mean square of 1.
+    #[inline(always)]
+    pub fn scales<const N: usize>(&self, x: &[[[f32; 2]; 2]; N]) -> [f32; N] {
+        const { assert!(N.is_power_of_two() && N <= 8) };
+        let mut squares = x.map(|[[x0, x1], [x2, x3]]| x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3);
+        // As `warp_sum`, but all at once.
+        unroll!(M < 5; {
+            let others = squares.map(|s| warp::shuffle_xor(s, 16 >> M));
+            unroll!(I < N of 8; {
+                squares[I] += others[I];
+            });
+        });
+        // A root and two divisions for all: of each head in another lane.
+        let lane = thread::lane_id();
+        let mut own = squares[0];
+        unroll!(I < N of 8; {
+            if lane % N as u32 == I as u32 {
+                own = squares[I];
+            }
+        });
+        let own = 1.0 / math::sqrt(own / HEAD_DIM as f32 + self.eps);
+        let mut scales = [own; N];
+        if N > 1 {
+            unroll!(I < N of 8; {
+                scales[I] = warp::shuffle_idx(own, I as u32);
+            });
+        }
+        scales
+    }
+
+    /// A head, ready for attention: queries and keys multiplied by their [scale](Self::scales) and rotated by `factors`, which values do not ask for.
+    #[inline(always)]
+    pub fn vector(&self, head: u32, x: [[f32; 2]; 2], scale: f32, factors: impl FnOnce() -> Factors) -> HeadVector {
+        let lane = thread::fresh(thread::lane_id());
+        let [[x0, x1], [x2, x3]] = x;
+        if head >= self.q_heads + self.kv_heads {
+            return HeadVector { low: math::pack_bf16(x0, x1), high: math::pack_bf16(x2, x3), lane };
+        }
+        let Factors { weight: [[w0, w1], [w2, w3]], cos: [c0, c1], sin: [s0, s1] } = factors();
+        let normed = |x: f32, weight: bf16| x * scale * math::from_bf16(weight);
+        let (n0, n1, n2, n3) = (normed(x0, w0), normed(x1, w1), normed(x2, w2), normed(x3, w3));
+        let low = math::pack_bf16(n0 * c0 - n2 * s0, n1 * c1 - n3 * s1);
+        let high = math::pack_bf16(n2 * c0 + n0 * s0, n3 * c1 + n1 * s1);
+        HeadVector { low, high, lane }
     }
 }
 

@@ -31,7 +31,7 @@ mod attention;
 mod consumer;
 mod ring;
 
-use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread};
+use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, wgmma};
 
 use crate::attention::Attend;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
@@ -47,10 +47,8 @@ pub const CHUNK_BYTES: u32 = 16384;
 pub const CHUNK_FEATURES: u32 = WARPS * SLICE;
 /// Most strips of a block in a pass: what the accumulators have room for.
 pub const STRIPS: u32 = 8;
-/// Words of a layer's entry in [`StreamStep::layers`].
-pub const LAYER_WORDS: usize = 5;
 /// Threads of a block.
-pub const THREADS: u32 = 288;
+pub const THREADS: u32 = 384;
 /// Dynamic shared memory of a block.
 pub const SHARED_BYTES: u32 = ARRIVALS + 8;
 
@@ -205,12 +203,13 @@ pub struct StreamStep {
     pub rows: Rows,
     /// The weights, as [`lay_out`] left them: for each layer QKV, output, gate-up, down; then the head.
     pub stream: Global<bf16>,
-    /// `[layers, LAYER_WORDS]` addresses: input norm, query norm, key norm, post-attention norm, cache pages.
-    pub layers: Global<u64>,
+    /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
+    pub pages: Global<u64>,
+    /// The weights of all norms: for each layer the input's `[hidden]`, that after attention `[hidden]`, the queries' `[128]` and the keys' `[128]`;
+    /// then the final norm's `[hidden]`.
+    pub norms: Global<bf16>,
     /// `[vocab, hidden]`, as in the checkpoint.
     pub embed: Global<bf16>,
-    /// `[hidden]`.
-    pub final_norm: Global<bf16>,
     /// `[positions, 64]` cosines.
     pub cos: Global<f32>,
     /// `[positions, 64]` sines.
@@ -328,6 +327,11 @@ impl StreamStep {
     /// Words of [`counters`](Self::counters): the grid's meetings, one unused, and a `u64` for each row.
     pub const COUNTERS: usize = Self::BEST + 2 * MAX_DECODE_ROWS as usize;
 
+    /// Elements of a layer's [`norms`](Self::norms).
+    pub const fn layer_norms(hidden: u32) -> usize {
+        (2 * hidden + 2 * HEAD_DIM) as usize
+    }
+
     /// Most words of a block's trace.
     pub const fn trace_len(layers: u32) -> u32 {
         5 + 12 * layers
@@ -366,16 +370,28 @@ impl StreamStep {
         (n.div_ceil(STRIP), k)
     }
 
-    /// The address at `word` of a layer's entry.
+    /// The norm of a layer's input; of the layer after the last, the final one.
     #[inline(always)]
-    unsafe fn layer_word(&self, layer: u32, word: usize) -> u64 {
-        unsafe { self.layers.load_nc(layer as usize * LAYER_WORDS + word) }
+    unsafe fn input_norm(&self, layer: u32) -> Global<bf16> {
+        unsafe { self.norms.at(layer as usize * Self::layer_norms(self.residual.dim)) }
+    }
+
+    /// The norm after a layer's attention.
+    #[inline(always)]
+    unsafe fn post_attention_norm(&self, layer: u32) -> Global<bf16> {
+        unsafe { self.input_norm(layer).at(self.residual.dim as usize) }
+    }
+
+    /// The norms of a layer's queries and keys.
+    #[inline(always)]
+    unsafe fn head_norms(&self, layer: u32) -> Global<bf16> {
+        unsafe { self.input_norm(layer).at(2 * self.residual.dim as usize) }
     }
 
     #[inline(always)]
     unsafe fn cache(&self, layer: u32) -> Cache {
         Cache {
-            pages: GlobalMut::from_raw(unsafe { self.layer_word(layer, 4) }),
+            pages: GlobalMut::from_raw(unsafe { self.pages.load_nc(layer as usize) }),
             tables: self.tables,
             table_stride: self.table_stride,
             kv_heads: self.kv_heads,
@@ -384,7 +400,7 @@ impl StreamStep {
 }
 
 #[inline(always)]
-unsafe fn stream<const TILES: usize, const AHEAD: usize>(p: &StreamStep) {
+unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
     unsafe {
         let count = p.rows.count.load(0).min(TILES as u32 * 8);
         if count == 0 {
@@ -407,12 +423,15 @@ unsafe fn stream<const TILES: usize, const AHEAD: usize>(p: &StreamStep) {
         }
         thread::sync_threads();
         let last = p.rows.positions.load((count - 1) as usize);
-        if thread::warp_id() == WARPS {
-            if thread::lane_id() == 0 {
-                produce(p, last);
-            }
+        // The registers of the other three warps of the producer's group are of more use to consumers.
+        if thread::warp_id() < WARPS {
+            wgmma::take_registers::<240>();
+            Consumer::new(p, count, last).run::<TILES, GROUP>();
         } else {
-            Consumer::new(p, count, last).run::<TILES, AHEAD>();
+            wgmma::give_registers::<24>();
+            if thread::thread_idx_x() == WARPS * 32 {
+                produce(p, count, last);
+            }
         }
     }
 }

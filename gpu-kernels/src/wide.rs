@@ -326,7 +326,10 @@ unsafe fn find_factors<const ROWS: u32>(p: &Wide, which: u32) {
         let factors = shared::dynamic::<f32>(Wide::factors(ROWS));
         let mut row = which * 4;
         while row < count {
-            let found = p.norm.inverse_rms_of([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
+            let mut found = p.norm.lane_squares([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
+            unroll!(I < 4; {
+                found[I] = p.norm.inverse_rms_of(found[I]);
+            });
             unroll!(I < 4; {
                 if thread::lane_id() == I as u32 {
                     factors.store(row as usize + I, found[I]);
@@ -811,7 +814,7 @@ pub unsafe fn wide_embed(p: Embed) {
             let mut i = thread::thread_idx_x();
             while i < dim {
                 let x = math::from_bf16(source.load_nc(i as usize));
-                p.residual.put_at(p.norm, row, i, slot(i), x, true);
+                p.residual.put_at(p.norm.load_nc(i as usize), row, i, slot(i), x, true);
                 i += 256;
             }
         }

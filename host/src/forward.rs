@@ -617,10 +617,10 @@ impl Forward {
         let step = StreamStep {
             rows: self.rows(),
             stream: Default::default(),
-            layers: Default::default(),
+            norms: Default::default(),
+            pages: Default::default(),
             counters: Default::default(),
             embed: self.weights.embed.ptr(),
-            final_norm: self.weights.norm.ptr(),
             cos: self.cos.ptr(),
             sin: self.sin.ptr(),
             tables: self.page_table.ptr(),

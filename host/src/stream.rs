@@ -2,7 +2,7 @@
 
 use cuda_std::Global;
 use gpu_kernels::linear::STRIP;
-use gpu_kernels::stream::{self, CHUNK_BYTES, LAYER_WORDS, LayOut, StreamStep, Walk};
+use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, StreamStep, Walk};
 use half::bf16;
 use model::Config;
 
@@ -14,7 +14,8 @@ use crate::weights::DeviceWeights;
 /// A second copy of the weights, in the order in which the step consumes them.
 pub struct Stream {
     weights: Buffer<bf16>,
-    layers: Buffer<u64>,
+    norms: Buffer<bf16>,
+    pages: Buffer<u64>,
     counters: Buffer<u32>,
     grid: u32,
 }
@@ -86,19 +87,21 @@ impl Stream {
                 first_strip += pass.strips;
             }
         }
-        let addresses: Vec<u64> = weights
-            .layers
-            .iter()
-            .enumerate()
-            .flat_map(|(i, layer)| -> [u64; LAYER_WORDS] {
-                let norms = [&layer.input_norm, &layer.q_norm, &layer.k_norm, &layer.post_attention_norm];
-                let [a, b, c, d] = norms.map(|norm| norm.ptr().addr());
-                [a, b, c, d, cache.layer(i).addr()]
-            })
-            .collect();
+        let norms = weights.layers.iter().flat_map(|layer| {
+            // As `StreamStep::norms` has them.
+            [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
+        });
+        let mut all_norms = Vec::new();
+        for norm in norms.chain([&weights.norm]) {
+            let start = all_norms.len();
+            all_norms.resize(start + norm.len(), bf16::ZERO);
+            norm.read(0, &mut all_norms[start..])?;
+        }
+        let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
         Ok(Some(Self {
             weights: stream,
-            layers: device.upload(&addresses)?,
+            norms: device.upload(&all_norms)?,
+            pages: device.upload(&pages)?,
             counters: device.zeroed(StreamStep::COUNTERS)?,
             grid,
         }))
@@ -125,7 +128,8 @@ impl Stream {
     pub unsafe fn enqueue(&self, device: &Device, most_rows: u32, step: StreamStep) -> Result<(), Error> {
         let step = StreamStep {
             stream: self.weights.ptr(),
-            layers: self.layers.ptr(),
+            norms: self.norms.ptr(),
+            pages: self.pages.ptr(),
             counters: self.counters.ptr_mut(),
             ..step
         };

@@ -128,23 +128,31 @@ pub fn answer(engine: &mut host::Engine, request: &host::Request) -> host::Gener
     engine.generate(request, &mut |_| std::ops::ControlFlow::Continue(())).unwrap_or_else(|e| panic!("{e}"))
 }
 
+/// A checkpoint's weights on a device.
+///
+/// # Panics
+/// If they do not fit.
+pub fn uploaded(device: &host::device::Device, checkpoint: &model::Checkpoint) -> host::weights::DeviceWeights {
+    host::weights::DeviceWeights::upload(checkpoint, device, &mut |_, _| std::ops::ControlFlow::Continue(()))
+        .unwrap_or_else(|e| panic!("{e}"))
+}
+
 /// The logits of `rows` tokens after a prompt, in one streamed launch and launch by launch, `[rows, vocab]` each.
 ///
 /// # Panics
 /// If anything fails, or the device has no stream.
 pub fn streamed_and_launched(
     device: &host::device::Device,
-    checkpoint: &model::Checkpoint,
+    config: &model::Config,
+    weights: host::weights::DeviceWeights,
     tokens: &[u32],
     rows: usize,
 ) -> [Vec<f32>; 2] {
     use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
     use host::forward::{Forward, LogitRows};
 
-    let run = || -> Result<[Vec<f32>; 2], host::Error> {
-        let weights =
-            host::weights::DeviceWeights::upload(checkpoint, device, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
-        let mut forward = Forward::new(device, &checkpoint.config, weights, tokens.len())?;
+    let run = move || -> Result<[Vec<f32>; 2], host::Error> {
+        let mut forward = Forward::new(device, config, weights, tokens.len())?;
         assert!(forward.lay_out_stream()?, "the device cannot stream");
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let history = device.upload(&history)?;
@@ -162,7 +170,7 @@ pub fn streamed_and_launched(
             forward.enqueue(count as u32, (start + count) as u32, LogitRows::None)?;
         }
         let logits = || {
-            let mut out = vec![0.0; rows * checkpoint.config.vocab_size];
+            let mut out = vec![0.0; rows * config.vocab_size];
             forward.logits().read(0, &mut out).map(|()| out)
         };
         plan(prompt, rows)?;

@@ -3,8 +3,10 @@
 
 use host::draft::script;
 use host::{DeviceChoice, NgramDraft};
-use integration_tests::{answer, engine, golden_cases, greedy, prefilled, relative_error, run, streamed_and_launched};
-use model::{Checkpoint, Sampling};
+use integration_tests::{
+    answer, engine, golden_cases, greedy, prefilled, relative_error, run, streamed_and_launched, uploaded,
+};
+use model::{Checkpoint, Config, Sampling};
 
 /// Activations are rounded to bf16 before each product, as on a GPU, and so are f16 and f32 weights.
 const TOLERANCE: f32 = 0.02;
@@ -50,9 +52,32 @@ fn the_streamed_step_gives_the_bits_of_the_launches() {
         for (length, rows) in [(70, 1), (70, 7), (70, 16), (264, 1), (264, 16)] {
             let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(length).collect();
             let device = host::device::Device::emulator(i as u64 * 100);
-            let [streamed, launched] = streamed_and_launched(&device, &checkpoint, &tokens, rows);
+            let [streamed, launched] =
+                streamed_and_launched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
             assert_eq!(streamed, launched, "{} with {rows} rows of {length}", case.name);
         }
+    }
+}
+
+/// Products of several groups of turns and several strips a block, whose inputs end within a chunk; and in attention two key-value heads, with five query
+/// heads each, whose tiles are dealt to four blocks.
+#[test]
+fn the_streamed_step_gives_the_bits_of_the_launches_in_wider_shapes() {
+    let config = Config {
+        vocab_size: 300,
+        hidden_size: 640,
+        intermediate_size: 2432,
+        num_hidden_layers: 2,
+        num_attention_heads: 10,
+        num_key_value_heads: 2,
+        ..Config::published("8B").unwrap()
+    };
+    for (length, rows) in [(70, 1), (70, 16), (260, 3)] {
+        let tokens: Vec<u32> = (0..length).map(|i| i * 7919 % 300).collect();
+        let device = host::device::Device::emulator(u64::from(length));
+        let weights = host::weights::DeviceWeights::random(&config, &device).unwrap();
+        let [streamed, launched] = streamed_and_launched(&device, &config, weights, &tokens, rows);
+        assert_eq!(streamed, launched, "{rows} rows of {length}");
     }
 }
 

@@ -13,7 +13,7 @@ use integration_tests::batch::{Happened, Priced, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
     answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, golden_cases, greedy, prefilled,
-    relative_error, run, streamed_and_launched,
+    relative_error, run, streamed_and_launched, uploaded,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
@@ -224,7 +224,8 @@ fn the_streamed_step_gives_the_bits_of_the_launches() -> Result<(), Failed> {
     let checkpoint = demo();
     for (length, rows) in [(17, 1), (300, 1), (300, 8), (64, 16), (1000, 16)] {
         let tokens = demo_prompts(&checkpoint, 1, length).remove(0);
-        let [streamed, launched] = streamed_and_launched(&device, &checkpoint, &tokens, rows);
+        let [streamed, launched] =
+            streamed_and_launched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
         if streamed != launched {
             let error = relative_error(&streamed, &launched);
             return Err(format!("{rows} rows at {length}: relative difference {error}").into());

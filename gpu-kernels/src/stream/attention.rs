@@ -1,13 +1,19 @@
 //! Attention within the step: keys and values come through the ring, and this step's own are put into their pages there.
+//!
+//! As long as there are fewer (key-value head, split) pairs than blocks, tiles of the same pair go to blocks of their own: each then makes the keys and
+//! values that this step adds once more for itself. They reach the cache later, when no block's copies read it any more.
 
-use cuda_std::{Global, bf16, bulk, math, shared, thread, warp};
+use core::ops::Range;
+
+use cuda_std::{Global, GlobalMut, bf16, bulk, math, shared, thread, warp};
 
 use super::consumer::{Consumer, sync};
-use super::ring::{Items, Ring};
+use super::ring::{Ring, Share, Units};
 use super::{Mark, SCRATCH, WARPS};
-use crate::attention::{Attend, Found, PAIRS, SPLIT, Tile, attend_keys, combine_head, reduce};
-use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
-use crate::qkv::Heads;
+use crate::attention::{Attend, Divisor, Found, PAIRS, SPLIT, Tile, attend_keys, combine_head, reduce};
+use crate::kv::{HEAD_DIM, PAGE_TOKENS};
+use crate::qkv::{Factors, Heads};
+use crate::step::MAX_DECODE_ROWS;
 
 /// Tiles of pairs whose queries are in shared memory at a time.
 const TILES: u32 = 4;
@@ -15,20 +21,42 @@ const TILES: u32 = 4;
 const QUERY: u32 = HEAD_DIM * 2;
 /// Bytes of shared memory for queries.
 pub const QUERY_BYTES: u32 = TILES * PAIRS * QUERY;
+/// Until sums meet there: each row's 64 cosines and 64 sines, then the weights of the queries' and of the keys' norm.
+const STAGE: u32 = SCRATCH + QUERY_BYTES;
+const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
+
+/// What a block has in shared memory for attention.
+struct Prepared {
+    /// Queries: of which key-value head,
+    kv_head: u32,
+    /// and of which tiles.
+    tiles: Range<u32>,
+    /// What queries and keys are made with.
+    staged: bool,
+}
 
 impl Consumer<'_> {
-    /// Attention over the grid, from the projections to the blocks' next meeting.
+    /// What a block can do for attention before it knows the projections.
     #[inline(always)]
-    pub unsafe fn attention(&mut self, layer: u32) {
+    pub unsafe fn before_attention(&self, layer: u32) -> Units {
+        unsafe {
+            let units = Units::new(self.p, self.count, self.last);
+            if !units.is_empty() {
+                self.stage(layer);
+            }
+            units
+        }
+    }
+
+    /// Attention over the grid, from the projections to before the blocks' next meeting.
+    #[inline(always)]
+    pub unsafe fn attention<const VECTORS: usize>(&mut self, layer: u32, mut units: Units) {
         unsafe {
             let p = self.p;
-            let lane = (thread::lane_id(), thread::warp_id());
-            let word = |i: usize| Global::<bf16>::from_raw(p.layer_word(layer, i));
-            let cache = p.cache(layer);
             let attend = Attend {
                 rows: p.rows,
                 q: Global::from_raw(0),
-                cache,
+                cache: Default::default(),
                 sums: p.sums,
                 scales: p.scales,
                 out: p.attended,
@@ -36,87 +64,83 @@ impl Consumer<'_> {
                 q_heads: p.q_heads,
                 scale: 1.0 / math::sqrt(HEAD_DIM as f32),
             };
-            let heads = Heads {
-                qkv: p.qkv.read(),
-                q_norm: word(1),
-                k_norm: word(2),
-                cos: p.cos,
-                sin: p.sin,
-                q_heads: p.q_heads,
-                kv_heads: p.kv_heads,
-                eps: p.eps,
-            };
-            let items = Items::new(p, self.last);
-            // The head whose queries are in shared memory.
-            let mut ready = u32::MAX;
-            let mut item = items.first;
-            while item < items.end {
-                let (kv_head, split) = items.at(item);
-                self.split(&attend, &heads, kv_head, split, items.pages(split), &mut ready);
-                item += 1;
+            let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true };
+            while let Some(share) = units.take() {
+                self.share::<VECTORS>(&attend, layer, units.group, &share, &mut prepared);
             }
             self.mark(Mark::Attended);
-            self.meet();
-            if items.splits > 1 {
+            if self.last >= SPLIT {
+                self.meet();
                 core::hint::assert_unchecked(p.q_heads > 0);
+                let lane = (thread::lane_id(), thread::warp_id());
                 let mut item = thread::block_idx_x();
                 while item < self.count * p.q_heads {
-                    combine_head(&attend, item / p.q_heads, item % p.q_heads, lane, SCRATCH);
+                    let row = item / p.q_heads;
+                    combine_head(&attend, row, item % p.q_heads, self.first_position() + row, lane, SCRATCH);
                     item += thread::grid_dim_x();
                 }
                 self.mark(Mark::Combined);
-                self.meet();
             }
         }
     }
 
-    /// One key-value head's split: every row's query heads against up to four pages.
-    #[allow(clippy::too_many_arguments)]
+    /// Tiles of pairs against up to four pages of a key-value head.
     #[inline(always)]
-    unsafe fn split(&mut self, attend: &Attend, heads: &Heads, kv_head: u32, split: u32, pages: u32, ready: &mut u32) {
+    unsafe fn share<const VECTORS: usize>(
+        &mut self,
+        attend: &Attend,
+        layer: u32,
+        group: Divisor,
+        share: &Share,
+        prepared: &mut Prepared,
+    ) {
         unsafe {
-            let p = self.p;
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
-            core::hint::assert_unchecked(p.kv_heads > 0);
-            let group = p.q_heads / p.kv_heads;
-            core::hint::assert_unchecked(group > 0 && group <= PAIRS);
-            let tile_rows = Attend::tile_rows(group);
-            let tiles = Attend::tiles(self.count, group);
+            let &Share { kv_head, split, pages, ref tiles } = share;
+            let tile_rows = group.divide(PAIRS).0;
             let ring = self.ring;
             let first_position = self.first_position();
-            // Rows whose own keys belong to this split.
-            let from = (split * SPLIT).max(first_position) - first_position;
-            let end = ((split + 1) * SPLIT).min(self.last + 1).saturating_sub(first_position);
-            if from < end {
-                self.put_in(heads, &attend.cache, kv_head, pages, from..end, warp_id);
-            }
-            let mut tile = 0;
-            while tile < tiles {
-                let fresh = tile.is_multiple_of(TILES) && (*ready != kv_head || tiles > TILES);
-                if fresh {
-                    self.prepare(
-                        heads,
-                        kv_head,
-                        group,
-                        tile * tile_rows,
-                        (TILES * tile_rows).min(self.count - tile * tile_rows),
-                        warp_id,
-                    );
-                    *ready = kv_head;
-                }
-                if fresh || (tile == 0 && from < end) {
-                    sync();
+            let mut tile = tiles.start;
+            while tile < tiles.end {
+                if (tile - tiles.start).is_multiple_of(TILES) {
+                    let batch = tile..tiles.end.min(tile + TILES);
+                    let fresh = if prepared.kv_head == kv_head
+                        && prepared.tiles.start <= batch.start
+                        && batch.end <= prepared.tiles.end
+                    {
+                        0..0
+                    } else {
+                        prepared.kv_head = kv_head;
+                        prepared.tiles = batch.clone();
+                        batch
+                    };
+                    // Of this step's keys those of this split, up to where the tiles' rows end.
+                    let own = if tile == tiles.start {
+                        let end = (split * SPLIT + SPLIT).min(self.last + 1).saturating_sub(first_position);
+                        let start = (split * SPLIT).max(first_position) - first_position;
+                        start..end.min(tiles.end * tile_rows).max(start)
+                    } else {
+                        0..0
+                    };
+                    if fresh.start < fresh.end || own.start < own.end {
+                        if !prepared.staged {
+                            self.stage(layer);
+                            sync();
+                        }
+                        self.vectors::<VECTORS>(share, group, fresh, own, warp_id);
+                        sync();
+                    }
                 }
                 let first_row = tile * tile_rows;
                 let rows = tile_rows.min(self.count - first_row);
-                let here = Tile { kv_head, split, group, first_row, pairs: rows * group, lane, warp_id };
+                let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
                 let page = here.first_key() % SPLIT / PAGE_TOKENS;
                 let mut found = Found::NOTHING;
                 if page < pages && here.first_key() < first_position + first_row + rows {
                     found = self.attend(attend, &here, tile % TILES, ring.ahead(page), ring.ahead(pages + page));
                 }
                 tile += 1;
-                if tile == tiles {
+                if tile == tiles.end {
                     // Every warp has seen every chunk arrive before it gives it back: a lane a chunk. The copy engine writes here next.
                     bulk::fence_proxy_async();
                     warp::sync_warp();
@@ -127,7 +151,8 @@ impl Consumer<'_> {
                     }
                     self.ring = ring.ahead(2 * pages);
                 }
-                reduce::<false>(attend, &here, &found, SCRATCH + QUERY_BYTES, 1);
+                reduce::<false>(attend, &here, &found, |row| first_position + row, SCRATCH + QUERY_BYTES, 1);
+                prepared.staged = false;
             }
         }
     }
@@ -143,72 +168,158 @@ impl Consumer<'_> {
             let queries = shared::dynamic::<bf16>(SCRATCH + slot * PAIRS * QUERY);
             let keys = shared::dynamic::<bf16>(keys.offset() + first * QUERY);
             let values = shared::dynamic::<bf16>(values.offset()).at(first as usize);
+            let first_position = self.first_position();
+            let position = |row: u32| first_position + row;
             let query = |i: usize, j: usize| {
                 let pair = g + 8 * i as u32;
                 if pair < tile.pairs { queries.load16((pair * HEAD_DIM) as usize + t * 8 + 32 * j) } else { [0; 4] }
             };
             let key = |k: u32, j: usize| keys.load16((k * HEAD_DIM) as usize + t * 8 + 32 * j);
-            let value = |d: u32| {
-                // Two loads under way are enough; more would crowd out sums.
-                if (d / 8).is_multiple_of(2) {
-                    warp::sync_warp();
-                }
-                values.load16((d * PAGE_TOKENS) as usize + 8 * t)
-            };
-            attend_keys(attend, tile, query, key, || {}, value)
+            let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
+            attend_keys(attend, tile, position, query, key, || {}, value)
         }
     }
 
-    /// Normalises and rotates the queries of `rows` rows from `first_row` on that share a key-value head. A warp a query.
+    /// Brings what queries and keys are made with into shared memory; known to all after they next meet. The first warp has something else to do
+    /// when rows are few.
     #[inline(always)]
-    unsafe fn prepare(&self, heads: &Heads, kv_head: u32, group: u32, first_row: u32, rows: u32, warp_id: u32) {
+    unsafe fn stage(&self, layer: u32) {
         unsafe {
-            let tile_rows = Attend::tile_rows(group);
-            core::hint::assert_unchecked(group > 0 && tile_rows > 0);
-            let mut i = warp_id;
-            while i < rows * group {
-                let (row, head) = (i / group, i % group);
-                let vector =
-                    heads.vector(first_row + row, kv_head * group + head, self.first_position() + first_row + row);
-                let pair = row / tile_rows * PAIRS + row % tile_rows * group + head;
-                vector.store_shared(shared::dynamic(SCRATCH + pair * QUERY));
-                i += WARPS;
+            let p = self.p;
+            let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+            let mut row = WARPS - 1 - warp_id;
+            if row == 1 {
+                let weights = p.head_norms(layer).load16_nc(lane as usize * 8);
+                shared::dynamic::<bf16>(STAGE_NORMS).store16(lane as usize * 8, weights);
+            }
+            while row < self.count {
+                let from = if lane < 16 { p.cos } else { p.sin };
+                let angles = from.at((self.first_position() + row) as usize * (HEAD_DIM / 2) as usize);
+                let words = angles.load16_nc(lane as usize % 16 * 4);
+                shared::dynamic::<f32>(STAGE).store16((row * HEAD_DIM + lane * 4) as usize, words);
+                row += WARPS;
             }
         }
     }
 
-    /// Puts the keys and values of this step's `rows` into their pages, in the ring and in the cache. A warp a vector.
+    /// What a lane needs of that for a query, or a key, of `row`.
     #[inline(always)]
-    unsafe fn put_in(
+    unsafe fn factors_of(&self, row: u32, is_key: bool) -> Factors {
+        unsafe {
+            let lane = thread::fresh(thread::lane_id()) as usize;
+            let weights = shared::dynamic(STAGE_NORMS + if is_key { QUERY } else { 0 });
+            let angles = shared::dynamic(STAGE + row * (HEAD_DIM * 4));
+            Factors {
+                weight: [weights.load(lane), weights.load(lane + 32)],
+                cos: angles.load(lane),
+                sin: angles.load(lane + 32),
+            }
+        }
+    }
+
+    #[inline(always)]
+    const fn heads(&self) -> Heads {
+        let p = self.p;
+        Heads { qkv: p.qkv.read(), q_heads: p.q_heads, kv_heads: p.kv_heads, eps: p.eps }
+    }
+
+    /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the ring. A warp a vector, `N` under
+    /// way at a time.
+    #[inline(always)]
+    unsafe fn vectors<const N: usize>(
         &self,
-        heads: &Heads,
-        cache: &Cache,
-        kv_head: u32,
-        pages: u32,
-        rows: core::ops::Range<u32>,
+        share: &Share,
+        group: Divisor,
+        tiles: Range<u32>,
+        own: Range<u32>,
         warp_id: u32,
     ) {
         unsafe {
             let p = self.p;
-            let sequence = p.rows.sequences.load(0);
-            let mut i = 2 * rows.start + warp_id;
-            while i < 2 * rows.end {
-                let (row, is_value) = (i / 2, i % 2 == 1);
-                let position = self.first_position() + row;
-                let (page, token) = (position % SPLIT / PAGE_TOKENS, position % PAGE_TOKENS);
-                let head = p.q_heads + kv_head + if is_value { p.kv_heads } else { 0 };
-                let vector = heads.vector(row, head, position);
-                let chunk = self.ring.ahead(page + if is_value { pages } else { 0 });
-                // The copy must not come after.
-                chunk.wait_full();
-                if is_value {
-                    vector.store_value_shared(shared::dynamic(chunk.offset() + token * 2));
-                    vector.store_value(cache.value(sequence, position, kv_head));
+            let heads = self.heads();
+            let tile_rows = group.divide(PAIRS).0;
+            let keys = 2 * (own.end - own.start);
+            let all = keys + tiles.len() as u32 * PAIRS;
+            // The keys and values, then each tile's pairs: row, head, and whether there is one.
+            let place = |i: u32| {
+                if i < keys {
+                    (own.start + i / 2, p.q_heads + share.kv_head + i % 2 * p.kv_heads, true)
                 } else {
-                    vector.store_shared(shared::dynamic(chunk.offset() + token * QUERY));
-                    vector.store(cache.key(sequence, position, kv_head));
+                    let (tile, pair) = (tiles.start + (i - keys) / PAIRS, (i - keys) % PAIRS);
+                    let (row, head) = group.divide(pair);
+                    let valid = row < tile_rows && tile * tile_rows + row < self.count;
+                    (tile * tile_rows + row, share.kv_head * group.value + head, valid && i < all)
                 }
-                i += WARPS;
+            };
+            let mut first = warp_id;
+            while first < all {
+                let mut x = [[[0f32; 2]; 2]; N];
+                unroll!(I < N of 8; {
+                    let (row, head, valid) = place(first + I as u32 * WARPS);
+                    if valid {
+                        x[I] = heads.load(row, head);
+                    }
+                });
+                let scales = heads.scales(&x);
+                unroll!(I < N of 8; {
+                    let i = first + I as u32 * WARPS;
+                    let (row, head, valid) = place(i);
+                    if valid {
+                        let vector = heads.vector(head, x[I], scales[I], || self.factors_of(row, i < keys));
+                        if i >= keys {
+                            let slot = (tiles.start * PAIRS + i - keys) % (TILES * PAIRS);
+                            vector.store_shared(shared::dynamic(SCRATCH + slot * QUERY));
+                        } else {
+                            let position = self.first_position() + row;
+                            let (page, token) = (position % SPLIT / PAGE_TOKENS, position % PAGE_TOKENS);
+                            let is_value = head >= p.q_heads + p.kv_heads;
+                            let chunk = self.ring.ahead(page + if is_value { share.pages } else { 0 });
+                            // The copy must not come after.
+                            chunk.wait_full();
+                            if is_value {
+                                vector.store_value_shared(shared::dynamic(chunk.offset() + token * 2));
+                            } else {
+                                vector.store_shared(shared::dynamic(chunk.offset() + token * QUERY));
+                            }
+                        }
+                    }
+                });
+                first += N as u32 * WARPS;
+            }
+        }
+    }
+
+    /// Puts the keys and values of this step into the cache, after attention: a warp of the grid a vector, last warps first.
+    #[inline(always)]
+    pub unsafe fn append(&self, layer: u32) {
+        unsafe {
+            let p = self.p;
+            let (heads, cache) = (self.heads(), p.cache(layer));
+            let each = 2 * p.kv_heads;
+            core::hint::assert_unchecked(each > 0);
+            let grid = thread::grid_dim_x();
+            let mut i = thread::block_idx_x() + grid * (WARPS - 1 - thread::warp_id());
+            while i < self.count * each {
+                let (row, kv_head) = (i / each, i % each);
+                let head = p.q_heads + kv_head;
+                let position = self.first_position() + row;
+                let sequence = p.rows.sequences.load(0);
+                let is_value = kv_head >= p.kv_heads;
+                let to: GlobalMut<bf16> = if is_value {
+                    cache.value(sequence, position, kv_head - p.kv_heads)
+                } else {
+                    cache.key(sequence, position, kv_head)
+                };
+                let k_norm = p.head_norms(layer).at(HEAD_DIM as usize);
+                let x = heads.load(row, head);
+                let [scale] = heads.scales(&[x]);
+                let vector = heads.vector(head, x, scale, || Factors::load(k_norm, p.cos, p.sin, position));
+                if is_value {
+                    vector.store_value(to);
+                } else {
+                    vector.store(to);
+                }
+                i += grid * WARPS;
             }
         }
     }

@@ -5,6 +5,7 @@ use cuda_std::{Global, bf16, bulk, math, mma, shared, thread, warp};
 
 use super::ring::{PATIENCE, Ring};
 use super::{ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, SCRATCH, STRIPS, StreamStep, WARPS, Walk};
+use crate::attention::Divisor;
 use crate::embedding::{Embed, embed_elements};
 use crate::kv::HEAD_DIM;
 use crate::linear::{SLICE, STRIP};
@@ -22,6 +23,7 @@ pub struct Consumer<'a> {
     /// The last row's position.
     pub last: u32,
     pub ring: Ring,
+    rows: Divisor,
     walk: Walk,
 }
 
@@ -55,7 +57,7 @@ impl<'a> Consumer<'a> {
     #[inline(always)]
     pub fn new(p: &'a StreamStep, count: u32, last: u32) -> Self {
         let ring = Ring { stage: 0, parity: 0 };
-        Self { p, count, last, ring, walk: Walk::new(thread::grid_dim_x()) }
+        Self { p, count, last, ring, rows: Divisor::new(count), walk: Walk::new(thread::grid_dim_x()) }
     }
 
     /// The position of the first row; the others follow it.
@@ -64,21 +66,21 @@ impl<'a> Consumer<'a> {
         self.last + 1 - self.count
     }
 
-    /// All layers and the head. The activations of `AHEAD` turns are in registers at a time: of the one in use and of those under way.
+    /// All layers and the head. Activations come to registers `GROUP` turns at a time: while those of one group are in use, those of the next are under
+    /// way.
     #[inline(always)]
-    pub unsafe fn run<const TILES: usize, const AHEAD: usize>(&mut self) {
+    pub unsafe fn run<const TILES: usize, const GROUP: usize>(&mut self) {
         unsafe {
             self.mark(Mark::Begin);
             self.embed();
             self.mark(Mark::Embedded);
             self.meet();
             let mut index = 0;
+            let mut part = self.part(index, 0);
+            let mut old = [Old::default(); 2];
             loop {
-                let matrix = self.p.matrix(index);
-                if matrix == Matrix::Output {
-                    self.attention(index / 4);
-                }
-                self.product::<TILES, AHEAD>(matrix, index / 4);
+                let (matrix, layer) = (self.p.matrix(index), index / 4);
+                self.product::<TILES, GROUP>(part, old);
                 self.mark(match matrix {
                     Matrix::Qkv => Mark::Qkv,
                     Matrix::Output => Mark::Output,
@@ -90,7 +92,24 @@ impl<'a> Consumer<'a> {
                 if index == self.p.matrices() {
                     break;
                 }
-                self.meet();
+                // Between arrival and wait comes what needs nothing of this phase from the other blocks.
+                self.arrive();
+                if matrix == Matrix::Qkv {
+                    let units = self.before_attention(layer);
+                    self.wait();
+                    if TILES == 1 {
+                        self.attention::<4>(layer, units);
+                    } else {
+                        self.attention::<8>(layer, units);
+                    }
+                    self.arrive();
+                } else if matrix == Matrix::Output {
+                    self.append(layer);
+                }
+                // Nobody writes any more what the first outputs will be added to; and the weight of a norm comes from far.
+                part = self.part(index, 0);
+                old = self.first_olds::<TILES>(&part);
+                self.wait();
             }
             let row = thread::thread_idx_x();
             if row < self.count {
@@ -119,16 +138,33 @@ impl<'a> Consumer<'a> {
     #[inline(always)]
     pub unsafe fn meet(&self) {
         unsafe {
+            self.arrive();
+            self.wait();
+        }
+    }
+
+    /// Tells the other blocks that this one is here, with all that it wrote. The block's consumers have met when it returns.
+    #[inline(always)]
+    unsafe fn arrive(&self) {
+        unsafe {
             sync();
             if thread::thread_idx_x() == 0 {
-                let counters = self.p.counters;
-                atomic::fetch_add(counters, 0, 1, Ordering::Release, Scope::Device);
+                atomic::fetch_add(self.p.counters, 0, 1, Ordering::Release, Scope::Device);
+            }
+        }
+    }
+
+    /// Waits until every block has arrived.
+    #[inline(always)]
+    unsafe fn wait(&self) {
+        unsafe {
+            if thread::thread_idx_x() == 0 {
                 let arrivals = shared::dynamic::<u32>(ARRIVALS);
                 let all = arrivals.load(0) + thread::grid_dim_x();
                 arrivals.store(0, all);
                 let mut polls = 0;
-                while atomic::load(counters, 0, Ordering::Acquire, Scope::Device) < all {
-                    polls += 1;
+                while atomic::load(self.p.counters, 0, Ordering::Acquire, Scope::Device) < all {
+                    polls = thread::fresh(polls) + 1;
                     if polls == PATIENCE {
                         thread::trap();
                     }
@@ -144,7 +180,7 @@ impl<'a> Consumer<'a> {
     unsafe fn embed(&self) {
         unsafe {
             let p = self.p;
-            let norm = Global::from_raw(p.layer_word(0, 0));
+            let norm = p.input_norm(0);
             let embed = Embed { rows: p.rows, table: p.embed, residual: p.residual, norm, vocab: p.vocab };
             let grid = self.walk.grid;
             core::hint::assert_unchecked(grid > 0);
@@ -172,11 +208,23 @@ impl<'a> Consumer<'a> {
         }
     }
 
-    /// A matrix product over all its passes, and what becomes of its outputs.
+    /// This block's part of the next pass, over the matrix at `index` from `first_strip` on.
     #[inline(always)]
-    unsafe fn product<const TILES: usize, const AHEAD: usize>(&mut self, matrix: Matrix, layer: u32) {
+    fn part(&mut self, index: u32, first_strip: u32) -> Part {
+        let (grid, block) = (self.walk.grid, thread::block_idx_x());
+        let matrix = self.p.matrix(index);
+        let (strips, k) = self.p.shape(matrix);
+        let pass = self.walk.pass(strips - first_strip, k);
+        let place = pass.place(block, grid);
+        let (mine, end) = (pass.mine(place, grid), first_strip + pass.strips);
+        Part { matrix, index, first_strip, end, depth: pass.depth, place, mine }
+    }
+
+    /// A matrix product over all its passes, of which this is the first, and what becomes of its outputs; `old` is what the first of them are added to.
+    #[inline(always)]
+    unsafe fn product<const TILES: usize, const GROUP: usize>(&mut self, mut part: Part, mut old: [Old; 2]) {
         unsafe {
-            let (grid, block) = (thread::grid_dim_x(), thread::block_idx_x());
+            let matrix = part.matrix;
             // What follows from these is found again for each matrix, not kept over all layers in registers.
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
             let (g, t) = (lane / 4, lane % 4);
@@ -184,17 +232,20 @@ impl<'a> Consumer<'a> {
             let (strips, k) = self.p.shape(matrix);
             core::hint::assert_unchecked(k > 0);
             let (x, norm) = self.input(matrix);
+            let count = self.count;
             let first_feature = warp_id * SLICE + t * 8;
-            // This warp's slice of every row in turn `q`. Columns without a row compute the last row again, which nobody reads; beyond the end of a row
-            // the weights are zero, and any of its elements will do: a condition would make the compiler wait for the load where it ends.
-            let fetch = |q: u32| {
-                let mut b = [[[0u32; 4]; 2]; TILES];
-                let feature = q * CHUNK_FEATURES + first_feature;
-                let feature = if feature < k { feature } else { first_feature % k };
-                unroll!(T < TILES of 2; {
-                    let row = (T as u32 * 8 + g).min(self.count - 1);
-                    let x = x.at((row * k + feature) as usize);
-                    b[T] = [x.load16(0), x.load16(32)];
+            // This warp's slice of every row in a group of turns. Columns without a row compute the last row again, which nobody reads; beyond the end of
+            // a row the weights are zero, and any of its elements will do: there is no condition on a load.
+            let fetch = |turn: u32| {
+                let mut b = [[[[0u32; 4]; 2]; TILES]; GROUP];
+                unroll!(A < GROUP of 4; {
+                    let feature = (turn + A as u32) * CHUNK_FEATURES + first_feature;
+                    let feature = if feature < k { feature } else { t * 8 };
+                    unroll!(T < TILES of 2; {
+                        let row = (T as u32 * 8 + g).min(count - 1);
+                        let x = x.at((row * k + feature) as usize);
+                        b[A][T] = [x.load16(0), x.load16(32)];
+                    });
                 });
                 b
             };
@@ -205,31 +256,29 @@ impl<'a> Consumer<'a> {
                 [from.load16(0), from.load16(128), from.load16(256), from.load16(384)]
             };
             let mut ring = self.ring;
-            let mut first_strip = 0;
-            while first_strip < strips {
-                let pass = self.walk.pass(strips - first_strip, k);
-                let place = pass.place(block, grid);
-                let mine = pass.mine(place, grid);
+            loop {
+                let mine = part.mine;
+                let mut b = fetch(0);
                 let mut acc = [[[0f32; 4]; TILES]; STRIPS as usize];
-                let mut b = [[[[0u32; 4]; 2]; TILES]; AHEAD];
-                unroll!(A < AHEAD of 4; {
-                    if A + 1 < AHEAD {
-                        b[A] = fetch(A as u32);
-                    }
-                });
-                if first_strip == 0 && !norm.squares.is_null() {
-                    self.factors(norm, lane, warp_id);
+                let normed = part.first_strip == 0 && !norm.squares.is_null() && warp_id < count;
+                let mut squares = [0f32; TILES];
+                if normed {
+                    let mut rows = [0; TILES];
+                    unroll!(T < TILES of 2; {
+                        rows[T] = (warp_id + T as u32 * WARPS).min(count - 1);
+                    });
+                    squares = norm.lane_squares(rows);
                 }
                 let mut turn = 0;
-                while turn < pass.depth {
-                    unroll!(A < AHEAD of 4; {
-                        let q = turn + A as u32;
-                        if q < pass.depth {
-                            b[(A + AHEAD - 1) % AHEAD] = fetch(q + AHEAD as u32 - 1);
-                            // Two chains of products at a time, of strips or of tiles: each waits for the one before it.
+                while turn < part.depth {
+                    // A warp counts its loads under way; it cannot wait for the older ones alone. So they come in groups.
+                    let next = fetch(turn + GROUP as u32);
+                    unroll!(A < GROUP of 4; {
+                        if turn + (A as u32) < part.depth {
+                            // Two strips at a time, where there are: of a chain of products each waits for the one before it.
                             unroll!(P < 4; {
                                 let strip = 2 * P;
-                                if TILES == 1 && strip as u32 + 1 < mine {
+                                if strip as u32 + 1 < mine {
                                     let next = ring.ahead(1);
                                     let (low, high) = (load(&ring), load(&next));
                                     release(if lane == 0 { &ring } else { &next }, lane < 2);
@@ -241,53 +290,58 @@ impl<'a> Consumer<'a> {
                                         });
                                     });
                                     ring = ring.ahead(2);
-                                } else {
-                                    unroll!(S < 2; {
-                                        if ((strip + S) as u32) < mine {
-                                            let a = load(&ring);
-                                            release(&ring, lane == 0);
-                                            unroll!(I < 4; {
-                                                unroll!(T < TILES of 2; {
-                                                    let b = [b[A][T][I / 2][I % 2 * 2], b[A][T][I / 2][I % 2 * 2 + 1]];
-                                                    let sum = &mut acc[strip + S][T];
-                                                    *sum = mma::m16n8k16_bf16(*sum, a[I], b);
-                                                });
-                                            });
-                                            ring = ring.ahead(1);
-                                        }
+                                } else if (strip as u32) < mine {
+                                    let a = load(&ring);
+                                    release(&ring, lane == 0);
+                                    unroll!(I < 4; {
+                                        unroll!(T < TILES of 2; {
+                                            let b = [b[A][T][I / 2][I % 2 * 2], b[A][T][I / 2][I % 2 * 2 + 1]];
+                                            acc[strip][T] = mma::m16n8k16_bf16(acc[strip][T], a[I], b);
+                                        });
                                     });
+                                    ring = ring.ahead(1);
                                 }
                             });
                         }
                     });
-                    turn += AHEAD as u32;
+                    if normed && turn == 0 {
+                        self.put_factors(norm, squares, lane, warp_id);
+                    }
+                    b = next;
+                    turn += GROUP as u32;
                 }
-                self.epilogue::<TILES>(&acc, &Part { matrix, layer, first_strip, place, mine });
-                first_strip += pass.strips;
+                self.epilogue::<TILES>(&acc, &part, old);
+                if part.end == strips {
+                    break;
+                }
+                part = self.part(part.index, part.end);
+                old = self.first_olds::<TILES>(&part);
             }
             self.ring = ring;
         }
     }
 
-    /// Finds every row's norm factor; known to all after they next meet.
+    /// Puts a warp's rows' norm factors where all find them after they next meet.
     #[inline(always)]
-    unsafe fn factors(&self, norm: Norm, lane: u32, warp_id: u32) {
+    unsafe fn put_factors<const TILES: usize>(&self, norm: Norm, squares: [f32; TILES], lane: u32, warp_id: u32) {
         unsafe {
-            let factors = shared::dynamic::<f32>(FACTORS);
-            let mut row = warp_id;
-            while row < self.count {
-                let factor = norm.inverse_rms(row);
-                if lane == 0 {
-                    factors.store(row as usize, factor);
+            unroll!(T < TILES of 2; {
+                let (row, factor) = (warp_id + T as u32 * WARPS, norm.inverse_rms_of(squares[T]));
+                if lane == 0 && row < self.count {
+                    shared::dynamic::<f32>(FACTORS).store(row as usize, factor);
                 }
-                row += WARPS;
-            }
+            });
         }
     }
 
     /// Adds the warps' sums, a few strips at a time, and puts them where they belong.
     #[inline(always)]
-    unsafe fn epilogue<const TILES: usize>(&self, acc: &[[[f32; 4]; TILES]; STRIPS as usize], part: &Part) {
+    unsafe fn epilogue<const TILES: usize>(
+        &self,
+        acc: &[[[f32; 4]; TILES]; STRIPS as usize],
+        part: &Part,
+        ahead: [Old; 2],
+    ) {
         unsafe {
             // Found again: kept from before the product, addresses would crowd out accumulators.
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
@@ -312,15 +366,14 @@ impl<'a> Consumer<'a> {
                             });
                         }
                     });
-                    let here = (part.mine - first).min(batch);
-                    let width = if part.matrix == Matrix::GateUp { STRIP / 2 } else { STRIP };
-                    let total = here * self.count * width;
+                    let outputs = self.outputs::<TILES>(part, first);
+                    let within = !(!0 << outputs.width_log2);
                     let mut e = warp_id * 32 + lane;
-                    let mut output = self.output(part, first, width, e, total);
-                    let mut old = self.old(part, &output);
+                    let mut output = outputs.at(e);
+                    let mut old = if first == 0 { ahead[0] } else { self.old(part, &output) };
                     sync();
                     // A warp stays together: it holds two strips of the residual.
-                    while e - lane < total {
+                    while e - lane < outputs.total {
                         let sum = |feature: u32| {
                             let from = partial.at((output.strip * WARPS * warp_words + slot(output.row, feature)) as usize);
                             let mut sum = 0.0;
@@ -329,10 +382,11 @@ impl<'a> Consumer<'a> {
                             });
                             sum
                         };
-                        self.put(part, &output, sum(output.feature % width), old, || sum(output.feature % width + 8));
+                        let feature = output.feature & within;
+                        self.put(part, &output, sum(feature), old, || sum(feature + 8));
                         e += WARPS * 32;
-                        output = self.output(part, first, width, e, total);
-                        old = self.old(part, &output);
+                        output = outputs.at(e);
+                        old = if first == 0 && e < 2 * WARPS * 32 { ahead[1] } else { self.old(part, &output) };
                     }
                     sync();
                 }
@@ -340,32 +394,44 @@ impl<'a> Consumer<'a> {
         }
     }
 
-    /// The `e`-th output of a batch of strips.
+    /// The outputs of the batch of a part's strips that begins with its `first`.
     #[inline(always)]
-    fn output(&self, part: &Part, first: u32, width: u32, e: u32, total: u32) -> Output {
-        // SAFETY: a step has rows, and strips have features.
-        unsafe { core::hint::assert_unchecked(self.count > 0 && width > 0) };
-        let valid = e < total;
-        let (feature, rest) = (e % width, if valid { e / width } else { 0 });
-        let (row, strip) = (rest % self.count, rest / self.count);
-        let place = part.first_strip + (first + strip) * self.walk.grid + part.place;
-        Output { row, strip, feature: place * width + feature, valid }
+    fn outputs<const TILES: usize>(&self, part: &Part, first: u32) -> Outputs {
+        let width_log2 = if part.matrix == Matrix::GateUp { STRIP / 2 } else { STRIP }.ilog2();
+        let strips = part.mine.saturating_sub(first).min(STRIPS / TILES as u32);
+        let place = part.first_strip + first * self.walk.grid + part.place;
+        let total = (strips * self.count) << width_log2;
+        Outputs { width_log2, rows: self.rows, total, place, grid: self.walk.grid }
     }
 
-    /// The element of the residual that an output is added to: loaded before the sums are known.
+    /// What this lane's first two outputs of a part are combined with.
     #[inline(always)]
-    unsafe fn old(&self, part: &Part, output: &Output) -> f32 {
-        let residual = &self.p.residual;
-        if matches!(part.matrix, Matrix::Output | Matrix::Down) && output.valid {
-            unsafe { residual.x.load((output.row * residual.dim + output.feature) as usize) }
-        } else {
-            0.0
+    unsafe fn first_olds<const TILES: usize>(&self, part: &Part) -> [Old; 2] {
+        let (outputs, thread) = (self.outputs::<TILES>(part, 0), thread::fresh(thread::thread_idx_x()));
+        unsafe { [self.old(part, &outputs.at(thread)), self.old(part, &outputs.at(thread + WARPS * 32))] }
+    }
+
+    /// What an output is combined with, where it is added to the residual.
+    #[inline(always)]
+    unsafe fn old(&self, part: &Part, output: &Output) -> Old {
+        unsafe {
+            let p = self.p;
+            if !output.valid {
+                return Old::default();
+            }
+            let norm = match part.matrix {
+                Matrix::Output => p.post_attention_norm(part.index / 4),
+                Matrix::Down => p.input_norm(part.index / 4 + 1),
+                _ => return Old::default(),
+            };
+            let x = p.residual.x.load((output.row * p.residual.dim + output.feature) as usize);
+            Old { x, weight: norm.load_nc(output.feature as usize) }
         }
     }
 
     /// Puts one output where it belongs; `up` is the sum of the up feature beside a gate's.
     #[inline(always)]
-    unsafe fn put(&self, part: &Part, output: &Output, sum: f32, old: f32, up: impl Fn() -> f32) {
+    unsafe fn put(&self, part: &Part, output: &Output, sum: f32, old: Old, up: impl Fn() -> f32) {
         unsafe {
             let p = self.p;
             let &Output { row, feature, valid, .. } = output;
@@ -378,12 +444,7 @@ impl<'a> Consumer<'a> {
                     }
                 }
                 Matrix::Output | Matrix::Down => {
-                    let norm = match part.matrix {
-                        Matrix::Output => Global::from_raw(p.layer_word(part.layer, 3)),
-                        _ if part.layer + 1 == p.layer_count => p.final_norm,
-                        _ => Global::from_raw(p.layer_word(part.layer + 1, 0)),
-                    };
-                    p.residual.put(norm, row, feature, old + sum, valid);
+                    p.residual.put(old.weight, row, feature, old.x + sum, valid);
                 }
                 Matrix::GateUp => {
                     if valid && feature < p.intermediate {
@@ -415,12 +476,50 @@ impl<'a> Consumer<'a> {
 }
 
 /// A block's part of a pass.
+#[derive(Clone, Copy)]
 struct Part {
     matrix: Matrix,
-    layer: u32,
+    /// The matrix's place in the stream.
+    index: u32,
+    /// The pass's first strip, and one beyond its last.
     first_strip: u32,
+    end: u32,
+    /// Chunks of a strip.
+    depth: u32,
+    /// The block's place in the rotation.
     place: u32,
+    /// Its strips.
     mine: u32,
+}
+
+/// The outputs of a batch of strips, by strip, row and feature.
+struct Outputs {
+    /// Output features of a strip, a power of two.
+    width_log2: u32,
+    rows: Divisor,
+    total: u32,
+    /// The first strip's place in its matrix; the others follow `grid` apart.
+    place: u32,
+    grid: u32,
+}
+
+impl Outputs {
+    /// The `e`-th.
+    #[inline(always)]
+    fn at(&self, e: u32) -> Output {
+        let valid = e < self.total;
+        let rest = if valid { e >> self.width_log2 } else { 0 };
+        let feature = e & !(!0 << self.width_log2);
+        let (strip, row) = self.rows.divide(rest);
+        Output { row, strip, feature: ((self.place + strip * self.grid) << self.width_log2) + feature, valid }
+    }
+}
+
+/// An element of the residual that a sum is added to, and its weight in the norm that comes next.
+#[derive(Clone, Copy, Default)]
+struct Old {
+    x: f32,
+    weight: bf16,
 }
 
 /// One output of a batch of strips.

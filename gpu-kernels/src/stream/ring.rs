@@ -1,10 +1,12 @@
 //! The ring of chunks in shared memory, and the producer that keeps it full.
 
+use core::ops::Range;
+
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::{Global, shared, thread};
 
 use super::{BARRIERS, CHUNK_BYTES, Matrix, STAGES, StreamStep, Walk};
-use crate::attention::SPLIT;
+use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::PAGE_TOKENS;
 
 /// Polls of a wait before the step is given up: seconds, where a step takes milliseconds.
@@ -58,7 +60,8 @@ unsafe fn wait(barrier: Barrier, parity: u32) {
     unsafe {
         let mut polls = 0;
         while !barrier.try_wait(parity) {
-            polls += 1;
+            // New to the compiler, which would write the loop out.
+            polls = thread::fresh(polls) + 1;
             if polls == PATIENCE {
                 thread::trap();
             }
@@ -66,43 +69,67 @@ unsafe fn wait(barrier: Barrier, parity: u32) {
     }
 }
 
-/// The share of a block in attention: consecutive items, an item being a key-value head's split.
+/// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block takes consecutive ones.
 #[derive(Clone, Copy)]
-pub struct Items {
+pub struct Units {
+    /// Query heads of a key-value head.
+    pub group: Divisor,
     /// Splits of the context.
-    pub splits: u32,
-    /// The first item, `kv_head · splits + split`.
-    pub first: u32,
+    splits: u32,
+    /// Tiles of a split.
+    tiles: u32,
+    /// The next unit, `(kv_head · splits + split) · tiles + tile`.
+    next: u32,
     /// One beyond the last.
-    pub end: u32,
+    end: u32,
     /// The last position.
     last: u32,
 }
 
-impl Items {
-    /// Those of this block when the context ends with position `last`.
+/// Units of a block that have their keys and values in common.
+pub struct Share {
+    pub kv_head: u32,
+    pub split: u32,
+    /// Pages of the split.
+    pub pages: u32,
+    pub tiles: Range<u32>,
+}
+
+impl Units {
+    /// Those of this block when the step has `count` rows and the context ends with position `last`.
     #[inline(always)]
-    pub fn new(p: &StreamStep, last: u32) -> Self {
+    pub fn new(p: &StreamStep, count: u32, last: u32) -> Self {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
-        // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(grid > 0) };
-        let splits = last / SPLIT + 1;
-        let all = p.kv_heads * splits;
-        Self { splits, first: block * all / grid, end: (block + 1) * all / grid, last }
+        // SAFETY: a grid has blocks, and a model has heads.
+        unsafe { core::hint::assert_unchecked(grid > 0 && p.kv_heads > 0 && p.q_heads >= p.kv_heads) };
+        let group = Divisor::new(p.q_heads / p.kv_heads);
+        // SAFETY: the launcher takes no other groups.
+        unsafe { core::hint::assert_unchecked(group.value <= PAIRS) };
+        let (splits, tiles) = (last / SPLIT + 1, Attend::tiles(count, group.value));
+        let all = p.kv_heads * splits * tiles;
+        Self { group, splits, tiles, next: block * all / grid, end: (block + 1) * all / grid, last }
     }
 
-    /// Key-value head and split of an item.
+    /// Whether none are left.
     #[inline(always)]
-    pub fn at(&self, item: u32) -> (u32, u32) {
-        // SAFETY: a context has splits.
-        unsafe { core::hint::assert_unchecked(self.splits > 0) };
-        (item / self.splits, item % self.splits)
+    pub const fn is_empty(&self) -> bool {
+        self.next == self.end
     }
 
-    /// Pages of a split.
+    /// The next that share keys and values.
     #[inline(always)]
-    pub fn pages(&self, split: u32) -> u32 {
-        ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS)
+    pub fn take(&mut self) -> Option<Share> {
+        if self.is_empty() {
+            return None;
+        }
+        // SAFETY: a context has splits, and a step has rows.
+        unsafe { core::hint::assert_unchecked(self.splits > 0 && self.tiles > 0) };
+        let (item, tile) = (self.next / self.tiles, self.next % self.tiles);
+        let end = self.tiles.min(tile + self.end - self.next);
+        self.next += end - tile;
+        let (kv_head, split) = (item / self.splits, item % self.splits);
+        let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
+        Some(Share { kv_head, split, pages, tiles: tile..end })
     }
 }
 
@@ -128,7 +155,7 @@ unsafe fn fill(ring: &mut Ring, from: Global<u8>, under_way: u32) {
 
 /// The producer: one lane walks every pass, and before the output projection the block's share of the cache.
 #[inline(always)]
-pub unsafe fn produce(p: &StreamStep, last: u32) {
+pub unsafe fn produce(p: &StreamStep, count: u32, last: u32) {
     unsafe {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         let mut walk = Walk::new(grid);
@@ -138,7 +165,7 @@ pub unsafe fn produce(p: &StreamStep, last: u32) {
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache(p, &mut ring, index / 4, last);
+                produce_cache(p, &mut ring, index / 4, Units::new(p, count, last));
             }
             let under_way = if matches!(matrix, Matrix::GateUp | Matrix::Head) { UNDER_WAY_LONG } else { UNDER_WAY };
             let (mut left, k) = p.shape(matrix);
@@ -163,17 +190,13 @@ pub unsafe fn produce(p: &StreamStep, last: u32) {
     }
 }
 
-/// The keys of a split's pages, then their values, for each item of the block. What this step adds to them is not there yet: consumers put it in.
+/// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not there yet: consumers put it in.
 #[inline(always)]
-unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, last: u32) {
+unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: Units) {
     unsafe {
         let cache = p.cache(layer);
         let sequence = p.rows.sequences.load(0);
-        let items = Items::new(p, last);
-        let mut item = items.first;
-        while item < items.end {
-            let (kv_head, split) = items.at(item);
-            let pages = items.pages(split);
+        while let Some(Share { kv_head, split, pages, .. }) = units.take() {
             let mut i = 0;
             while i < 2 * pages {
                 let position = split * SPLIT + i % pages * PAGE_TOKENS;
@@ -185,7 +208,6 @@ unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, last: u32) 
                 fill(ring, from.read().cast(), UNDER_WAY);
                 i += 1;
             }
-            item += 1;
         }
     }
 }

@@ -18,7 +18,7 @@ use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, launches, thread, warp, wgmma};
 
-use crate::attention::{Attend, Found, PAIRS, SPLIT, Tile, attend_keys, combine_head_by_warp, reduce};
+use crate::attention::{Attend, Divisor, Found, PAIRS, SPLIT, Tile, attend_keys, combine_head_by_warp, reduce};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::{Ring, Shape};
 
@@ -309,6 +309,7 @@ unsafe fn consume(p: &WideAttend) {
     unsafe {
         let a = &p.attend;
         let mut turn = thread::warp_id() / WARPS;
+        let position = |row: u32| a.rows.positions.load(row as usize);
         loop {
             // New to the compiler: what follows from these is found for each item, not kept.
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()) % WARPS);
@@ -348,7 +349,7 @@ unsafe fn consume(p: &WideAttend) {
                     give_back(&keys_slot, lane);
                     values_slot.wait_full();
                 };
-                found = attend_keys(a, &here, query, key, between, value);
+                found = attend_keys(a, &here, position, query, key, between, value);
                 give_back(&values_slot, lane);
             } else if page < pages {
                 give_back(&keys_slot, lane);
@@ -359,7 +360,7 @@ unsafe fn consume(p: &WideAttend) {
             let (group, warp_id) = (warp_id / WARPS, warp_id % WARPS);
             let item = Item::read(QUERIES.slot(thread::fresh(turn)));
             let here = tile_of(&item, group_of(a), lane, warp_id);
-            reduce::<true>(a, &here, &found, SCRATCH + group * Attend::SHARED_BYTES, 1 + group);
+            reduce::<true>(a, &here, &found, position, SCRATCH + group * Attend::SHARED_BYTES, 1 + group);
             post(thread::fresh(turn), &item, lane, warp_id);
             warp::sync_warp();
             QUERIES.empty(thread::fresh(turn)).arrive_if(lane == 0);
@@ -369,9 +370,9 @@ unsafe fn consume(p: &WideAttend) {
 }
 
 #[inline(always)]
-const fn tile_of(item: &Item, group: u32, lane: u32, warp_id: u32) -> Tile {
+fn tile_of(item: &Item, group: u32, lane: u32, warp_id: u32) -> Tile {
     let &Item { kv_head, split, first_row, rows, .. } = item;
-    Tile { kv_head, split, group, first_row, pairs: rows * group, lane, warp_id }
+    Tile { kv_head, split, group: Divisor::new(group), first_row, pairs: rows * group, lane, warp_id }
 }
 
 /// Gives a page back, when its two warps both have. The copy engine writes there next.
