@@ -136,9 +136,8 @@ impl Divisor {
     /// By `value`, at most 256.
     #[inline(always)]
     pub fn new(value: u32) -> Self {
-        // SAFETY: nobody divides by nothing.
-        unsafe { core::hint::assert_unchecked(value > 0) };
-        Self { value, inverse: 65536 / value + 1 }
+        // At least 1, so that this cannot panic.
+        Self { value, inverse: 65536 / value.max(1) + 1 }
     }
 
     /// `n / value` and the remainder, for `n` below `65536 / value`: the inverse is too large by less than `1 / n`.
