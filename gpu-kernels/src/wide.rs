@@ -171,12 +171,12 @@ impl Wide {
         Self::factors(rows) + MAX_WIDE_ROWS * 4
     }
 
-    /// Elements of [`partials`](Self::partials) for any matrix of up to `row_tiles` tiles of `rows` rows, on a grid of `grid` blocks.
+    /// Elements of [`partials`](Self::partials) for any matrix and any number of tiles of `rows` rows, on a grid of `grid` blocks.
     #[must_use]
-    pub const fn partial_len(row_tiles: u32, rows: u32, grid: u32) -> usize {
+    pub const fn partial_len(rows: u32, grid: u32) -> usize {
         // Fewer tiles than blocks are split, and only where that shortens the round.
         let mut most = 0;
-        let mut tiles = row_tiles;
+        let mut tiles = 1;
         while tiles < grid {
             let share = Share::new(tiles, grid);
             if share.shift > 0 && tiles * share.chains() > most {

@@ -154,7 +154,7 @@ impl Case {
         let matrix = Matrix { address: x.ptr().addr(), rows: self.rows as u64, columns: self.k as u64, tile_rows };
         let map = Buffer::from_slice(&[TensorMap::emulated(&matrix)]);
         let row_tiles = (self.rows as u32).div_ceil(tile_rows);
-        let partials = Buffer::<f32>::new_poisoned(Wide::partial_len(row_tiles, tile_rows, grid));
+        let partials = Buffer::<f32>::new_poisoned(Wide::partial_len(tile_rows, grid));
         let arrivals = Buffer::from_slice(&vec![0; Wide::arrivals_len(grid)]);
         let params = Wide {
             rows: rows.rows(),

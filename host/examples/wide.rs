@@ -168,7 +168,7 @@ fn product(
     let map =
         device.tensor_maps(&[Matrix { address: x.ptr().addr(), rows: m as u64, columns: k as u64, tile_rows }])?;
     let row_tiles = (m as u32).div_ceil(tile_rows);
-    let partials = device.zeroed::<f32>(Wide::partial_len((m as u32).div_ceil(tile_rows), tile_rows, grid))?;
+    let partials = device.zeroed::<f32>(Wide::partial_len(tile_rows, grid))?;
     let arrivals = device.zeroed::<u32>(Wide::arrivals_len(grid))?;
     let launch = |set: usize| -> Result<(), Error> {
         let p = Wide {
@@ -283,11 +283,12 @@ fn attend(device: &Device, sequences: usize, context: usize) -> Result<(), Box<d
         }
         device.synchronize()?;
     }
+    let tile_count = device.upload(&[sequences as u32])?;
     let launch = |layer: usize| -> Result<(), Error> {
         let p = WideAttend {
             attend: params(layer % layers),
             tiles: tiles.ptr(),
-            tile_count: sequences as u32,
+            tile_count: tile_count.ptr(),
             arrivals: arrivals.ptr_mut(),
             splits,
         };

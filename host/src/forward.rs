@@ -1,5 +1,7 @@
 //! The Qwen3 forward pass on a device: which kernels, over which memory, in which order.
 
+mod wide;
+
 use cuda_std::Global;
 use gpu_kernels::apart::{self, RmsNorm, SiluMul};
 use gpu_kernels::attention::{self, Attend, AttendTiles};
@@ -14,6 +16,7 @@ use gpu_kernels::stream::{Mark, StreamStep};
 use half::bf16;
 use model::{Config, rope::RopeTable};
 
+use self::wide::Wide;
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device};
@@ -49,6 +52,7 @@ pub struct Forward {
     stream: Option<Stream>,
     trace: Option<Buffer<u64>>,
     prefill: Option<Prefill>,
+    wide: Option<Wide>,
     apart: Apart,
 }
 
@@ -209,6 +213,7 @@ impl Forward {
             stream: None,
             trace: None,
             prefill: None,
+            wide: None,
             apart: Apart::default(),
             page_table: device.zeroed(room.sequences * pages(room.context))?,
             row_count: device.zeroed(1)?,
@@ -483,12 +488,16 @@ impl Forward {
         self.enqueue_rows(&Pass { rows: self.rows(), most_rows, end, tiles: None, logits })
     }
 
-    /// Enqueues a pass over rows of any sequences: as many as there is [room](Self::room) for.
+    /// Enqueues a pass over rows of any sequences: as many as there is [room](Self::room) for. Those with tiles go through the kernels that were
+    /// [made ready](Self::lay_out_wide) for many rows, if they were; the bits are the same.
     ///
     /// # Errors
     /// A refused launch.
     pub fn enqueue_rows(&self, pass: &Pass) -> Result<(), Error> {
         let Pass { rows, most_rows, end, tiles, logits } = *pass;
+        if let (Some(wide), Some(stream), Some(tiles)) = (&self.wide, &self.stream, tiles) {
+            return self.enqueue_wide(wide, stream, pass, tiles);
+        }
         let (c, w) = (&self.config, &self.weights);
         let hidden = c.hidden_size as u32;
         let inner = c.intermediate_size as u32;

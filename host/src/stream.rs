@@ -17,6 +17,8 @@ pub struct Stream {
     norms: Buffer<bf16>,
     pages: Buffer<u64>,
     counters: Buffer<u32>,
+    /// Where each matrix begins, in chunks.
+    bases: Vec<u64>,
     grid: u32,
 }
 
@@ -66,9 +68,10 @@ impl Stream {
             let up = layer.up.ptr();
             [(&layer.qkv, none), (&layer.output, none), (&layer.gate, up), (&layer.down, none)]
         });
-        let mut walk = Walk::new(grid);
+        let (mut walk, mut bases) = (Walk::new(grid), Vec::new());
         for ((strips, k), (weight, up)) in matrices(config).zip(sources.chain([(head, none)])) {
             let mut first_strip = 0;
+            bases.push(walk.chunks);
             while first_strip < strips {
                 let pass = walk.pass(strips - first_strip, k);
                 let params = LayOut {
@@ -103,8 +106,27 @@ impl Stream {
             norms: device.upload(&all_norms)?,
             pages: device.upload(&pages)?,
             counters: device.zeroed(StreamStep::COUNTERS)?,
+            bases,
             grid,
         }))
+    }
+
+    /// Bytes that it takes on a device with `grid` multiprocessors.
+    pub fn bytes(config: &Config, grid: u32) -> u64 {
+        2 * elements(config, grid) as u64
+    }
+
+    /// The weights, and how many blocks they were laid out for.
+    pub fn weights(&self) -> (Global<bf16>, u32) {
+        (self.weights.ptr(), self.grid)
+    }
+
+    /// The chunk at which a matrix begins: of each layer QKV, output, gate and up, down, then the head.
+    ///
+    /// # Panics
+    /// If there is no such matrix: a bug of the caller.
+    pub fn base(&self, matrix: usize) -> u64 {
+        self.bases[matrix]
     }
 
     /// Counters that must be zero when a step begins.

@@ -115,8 +115,8 @@ pub struct WideAttend {
     /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and at most
     /// [`Attend::tile_rows`]. 8-byte aligned.
     pub tiles: Global<u32>,
-    /// How many tiles there are.
-    pub tile_count: u32,
+    /// `[1]`, how many tiles there are.
+    pub tile_count: Global<u32>,
     /// `[tiles, kv_heads]`, zero before and after.
     pub arrivals: GlobalMut<u32>,
     /// Splits of the longest sequence, or more.
@@ -208,7 +208,7 @@ unsafe fn produce(p: &WideAttend) {
         let a = &p.attend;
         let lane = thread::lane_id();
         let group = group_of(a);
-        let (kv_heads, tiles, grid) = (a.cache.kv_heads, p.tile_count, thread::grid_dim_x());
+        let (kv_heads, tiles, grid) = (a.cache.kv_heads, p.tile_count.load(0), thread::grid_dim_x());
         core::hint::assert_unchecked(kv_heads > 0);
         let all = p.splits * tiles * kv_heads;
         let mut ring = Ring::producer(PAGES);

@@ -34,11 +34,15 @@ use crate::device::{Buffer, Device, Mapped, Timer};
 use crate::draft::{NgramDraft, learned};
 use crate::forward::{self, Footprint, Forward, LogitRows, Tiles};
 use crate::gpu::DRAFT_COST;
+use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
 /// Rows of prompts that wait for each other while answers run: a pass over fewer leaves tensor cores idle.
 const PROMPT_ROWS: u32 = 2048;
+
+/// Bytes that the second copy of the weights may take beside its own.
+const STREAM_SPARE: u64 = 512 << 20;
 
 /// Runs batches on a device.
 pub struct GpuBatch {
@@ -166,7 +170,10 @@ impl GpuBatch {
         prompts_apart: bool,
     ) -> Result<Self, Error> {
         let sizes = Sizes::new(device, context, &options, prompts_apart);
-        let pages = sizes.pages(config, device, &options, 0)?;
+        // A second copy of the weights, if it leaves as much room as is asked for: decoding steps are faster for it.
+        let stream = Stream::bytes(config, device.multiprocessors()) + STREAM_SPARE;
+        let streams = prompts_apart && sizes.pages(config, device, &options, stream).is_ok();
+        let pages = sizes.pages(config, device, &options, if streams { stream } else { 0 })?;
         let mut limits = Limits {
             context,
             sequences: sizes.sequences as u32,
@@ -183,6 +190,9 @@ impl GpuBatch {
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
         if let Some(rows) = sizes.prompt_rows() {
             forward.lay_out_prefill_of(rows)?;
+        }
+        if streams && forward.lay_out_stream()? {
+            forward.lay_out_wide()?;
         }
         let room = forward.room();
         let group = config.num_attention_heads / config.num_key_value_heads;
