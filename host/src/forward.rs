@@ -101,12 +101,10 @@ impl Room {
 /// Which rows meet in attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Tiles {
-    /// `[most, 2]` as [`AttendTiles::tiles`] has them; 16-byte aligned.
+    /// `[count, 2]` as [`AttendTiles::tiles`] has them; 16-byte aligned.
     pub list: Global<u32>,
-    /// `[1]` how many there are.
-    pub count: Global<u32>,
-    /// The same, as the host knows it.
-    pub most: u32,
+    /// How many there are.
+    pub count: u32,
 }
 
 /// Rows of a pass over any sequences, and what the host knows of them.
@@ -574,7 +572,7 @@ impl Forward {
                 };
                 let splits = end.div_ceil(attention::SPLIT);
                 if let Some(tiles) = tiles {
-                    let grid = (kv_heads, splits, tiles.most);
+                    let grid = (kv_heads, splits, tiles.count);
                     let attend = AttendTiles { attend, tiles: tiles.list };
                     d.launch::<attention::attend_tiles>(grid, Attend::SHARED_BYTES, attend)?;
                 } else {

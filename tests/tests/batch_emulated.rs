@@ -68,7 +68,7 @@ fn options(sequences: u32, rows: u32, pages: usize, host_pages: usize, draft: Op
 
 /// Company of several kinds: with so few pages that sequences are put aside, or computed again; with drafts and little room in a step.
 fn companies() -> [(BatchOptions, bool); 4] {
-    let drafting = Some(NgramDraft { tokens: 7, max: 3, min: 1 });
+    let drafting = Some(NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false });
     [
         (options(4, 300, 5, 16, None), true),
         (options(3, 20, 12, 0, drafting), true),

@@ -104,7 +104,6 @@ struct Ready {
     positions: List,
     slots: List,
     tiles: List,
-    tile_count: List,
     /// Where there are choices: rows of a prompt's pass whose logits are wanted, how many those are, and [`Choice`]s.
     picks: List,
     pick_count: List,
@@ -344,7 +343,6 @@ impl GpuBatch {
             positions: upload.push(pass.positions.iter().copied()),
             slots: upload.push(pass.slots.iter().copied()),
             tiles: upload.push(pass.tiles.iter().flatten().copied()),
-            tile_count: upload.push([pass.tiles.len() as u32]),
             picks: upload.push(pass.chosen.iter().map(|chosen| chosen.row as u32)),
             pick_count: upload.push([pass.chosen.len() as u32]),
             choices: upload.push(choices),
@@ -403,7 +401,7 @@ impl GpuBatch {
                 rows,
                 most_rows: pass.len() as u32,
                 end: pass.end(),
-                tiles: Some(Tiles { list: tiles, count: upload.ptr(ready.tile_count), most: pass.tiles.len() as u32 }),
+                tiles: Some(Tiles { list: tiles, count: pass.tiles.len() as u32 }),
                 logits: first.map_or(LogitRows::None, LogitRows::From),
             })?;
         }
