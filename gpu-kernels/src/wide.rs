@@ -226,14 +226,15 @@ impl Wide {
             let part = number - whole;
             (whole + (part >> shift), part >> shift, part & ((1 << shift) - 1), shift)
         };
-        // SAFETY: a launch has rows.
-        unsafe { core::hint::assert_unchecked(self.row_tiles > 0) };
         if tile >= Self::tiles(self.strips, self.row_tiles) {
             return None;
         }
         let residues = RESIDUES >> shift;
         let residue = part * residues;
-        let (strip, row) = (tile / self.row_tiles * TILE_STRIPS, tile % self.row_tiles * rows);
+        // SAFETY: a launch has rows.
+        unsafe { core::hint::assert_unchecked(self.row_tiles > 0) };
+        let across = tile / self.row_tiles;
+        let (strip, row) = (across * TILE_STRIPS, (tile - across * self.row_tiles) * rows);
         Some(Unit { strip, row, split, residue, end: residue + residues })
     }
 }
@@ -263,8 +264,11 @@ unsafe fn produce_weights<const ROWS: u32>(p: &Wide) {
             // Of a last, partial tile the last strip again, which nobody reads.
             let strip = (unit.strip + lane % TILE_STRIPS).min(p.strips - 1);
             core::hint::assert_unchecked(p.blocks > 0 && pass_strips > 0);
-            let (number, within) = (strip / pass_strips, strip % pass_strips);
-            let (i, place) = (within / p.blocks, within % p.blocks);
+            let number = strip / pass_strips;
+            let within = strip - number * pass_strips;
+            core::hint::assert_unchecked(p.blocks > 0);
+            let i = within / p.blocks;
+            let place = within - i * p.blocks;
             let base = p.base + u64::from(number) * u64::from(pass_strips * chunks);
             let strips = (p.strips - number * pass_strips).min(pass_strips);
             let pass = Pass { base, rotation: 0, strips, depth: chunks };

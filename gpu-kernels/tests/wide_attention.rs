@@ -84,12 +84,11 @@ impl Case {
 
         let (all, queries, memory) = (RowBuffers::new(&rows), Buffer::from_slice(&q), memory_of(rows.len()));
         let words = Buffer::from_slice(&tiles.concat());
-        let tile_count = Buffer::from_slice(&[tiles.len() as u32]);
         let arrivals = Buffer::from_slice(&vec![0u32; tiles.len() * kv_heads]);
         let params = WideAttend {
             attend: attend(&all, &queries, &memory),
             tiles: words.ptr(),
-            tile_count: tile_count.ptr(),
+            tile_count: tiles.len() as u32,
             arrivals: arrivals.ptr_mut(),
             splits,
         };

@@ -283,12 +283,11 @@ fn attend(device: &Device, sequences: usize, context: usize) -> Result<(), Box<d
         }
         device.synchronize()?;
     }
-    let tile_count = device.upload(&[sequences as u32])?;
     let launch = |layer: usize| -> Result<(), Error> {
         let p = WideAttend {
             attend: params(layer % layers),
             tiles: tiles.ptr(),
-            tile_count: tile_count.ptr(),
+            tile_count: sequences as u32,
             arrivals: arrivals.ptr_mut(),
             splits,
         };

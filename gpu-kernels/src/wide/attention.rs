@@ -115,8 +115,8 @@ pub struct WideAttend {
     /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and at most
     /// [`Attend::tile_rows`]. 8-byte aligned.
     pub tiles: Global<u32>,
-    /// `[1]`, how many tiles there are.
-    pub tile_count: Global<u32>,
+    /// How many tiles there are.
+    pub tile_count: u32,
     /// `[tiles, kv_heads]`, zero before and after.
     pub arrivals: GlobalMut<u32>,
     /// Splits of the longest sequence, or more.
@@ -208,7 +208,7 @@ unsafe fn produce(p: &WideAttend) {
         let a = &p.attend;
         let lane = thread::lane_id();
         let group = group_of(a);
-        let (kv_heads, tiles, grid) = (a.cache.kv_heads, p.tile_count.load(0), thread::grid_dim_x());
+        let (kv_heads, tiles, grid) = (a.cache.kv_heads, p.tile_count, thread::grid_dim_x());
         core::hint::assert_unchecked(kv_heads > 0);
         let all = p.splits * tiles * kv_heads;
         let mut ring = Ring::producer(PAGES);
@@ -220,9 +220,12 @@ unsafe fn produce(p: &WideAttend) {
             let mut blocks = [0u32; 4];
             let mut valid = false;
             if number < all {
+                core::hint::assert_unchecked(kv_heads > 0);
+                let of_head = number / kv_heads;
+                item.kv_head = number - of_head * kv_heads;
                 core::hint::assert_unchecked(tiles > 0);
-                (item.kv_head, item.tile, item.split) =
-                    (number % kv_heads, number / kv_heads % tiles, number / kv_heads / tiles);
+                item.split = of_head / tiles;
+                item.tile = of_head - item.split * tiles;
                 item.first_row = p.tiles.load(2 * item.tile as usize);
                 item.rows = p.tiles.load(2 * item.tile as usize + 1);
                 item.last = a.rows.positions.load((item.first_row + item.rows - 1) as usize);
@@ -424,17 +427,20 @@ unsafe fn combine(p: &WideAttend, group: u32) {
             }
             warp::sync_warp();
             if splits > 1 && warp::shuffle_idx(before, 0) + 1 == splits {
-                let mut i = 0;
+                let (mut row, mut head) = (0, 0);
                 loop {
                     // Read again for each: a head needs the registers.
                     let item = Item::read(DONE.slot(thread::fresh(turn)));
-                    let heads = group_of(a);
-                    if i == item.rows * heads {
+                    if row == item.rows {
                         break;
                     }
-                    let (row, head) = (item.first_row + i / heads, item.kv_head * heads + i % heads);
-                    combine_head_by_warp::<true>(a, row, head, thread::fresh(lane));
-                    i += 1;
+                    let heads = group_of(a);
+                    let first = item.kv_head * heads;
+                    combine_head_by_warp::<true>(a, item.first_row + row, first + head, thread::fresh(lane));
+                    head += 1;
+                    if head == heads {
+                        (row, head) = (row + 1, 0);
+                    }
                 }
             }
             warp::sync_warp();
