@@ -72,7 +72,7 @@ pub unsafe fn split_heads(p: SplitHeads) {
 
 /// One warp's work: one head of one row.
 #[inline(always)]
-unsafe fn split_head(p: &SplitHeads, row: u32, head: u32) {
+pub(crate) unsafe fn split_head(p: &SplitHeads, row: u32, head: u32) {
     unsafe {
         let position = p.rows.positions.load(row as usize);
         let sequence = p.rows.sequences.load(row as usize);

@@ -88,6 +88,22 @@ impl Ring {
         unsafe { self.full().wait(self.parity) }
     }
 
+    /// Waits until what a consumer's slot held a turn before was given back by all. A consumer that got to know of its slot before the producer filled it
+    /// could be a turn ahead of others, and would take the parity of the turn before the last for its own.
+    #[inline(always)]
+    pub unsafe fn wait_last_turn(&self) {
+        unsafe { self.empty().wait(self.parity ^ 1) }
+    }
+
+    /// [`wait_full`](Self::wait_full) for such a consumer.
+    #[inline(always)]
+    pub unsafe fn wait_full_after_last_turn(&self) {
+        unsafe {
+            self.wait_last_turn();
+            self.wait_full();
+        }
+    }
+
     #[inline(always)]
     pub unsafe fn wait_empty(&self) {
         unsafe { self.empty().wait(self.parity) }

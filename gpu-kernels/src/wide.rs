@@ -25,8 +25,8 @@
 //!
 //! # When tiles do not fill the card
 //! Whole rounds of tiles, one a block, run as above. What is left is split by residues into [`Share::parts`] a tile, so that every block has work: parts
-//! leave their chains in memory (L2, in truth), and each adds those of its share of the rows, in order, once all are there.
-//! So all blocks are resident together.
+//! leave their chains in memory (L2, in truth), and each adds those of its share of the rows, in order, once all are there: if it can,
+//! after its next unit. So all blocks are resident together.
 
 mod attention;
 
@@ -42,6 +42,7 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, launches, math, thread, warp};
 use crate::embedding::Embed;
 use crate::linear::{SLICE, STRIP, slot};
 use crate::norm::{Norm, Residual};
+use crate::qkv::{HEADS_PER_BLOCK, SplitHeads, split_head};
 use crate::ring::{Ring, Shape};
 use crate::step::Rows;
 use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, Pass, STRIPS};
@@ -360,49 +361,69 @@ unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide
     unsafe {
         let mut ring = Ring::consumer(Wide::ring(ROWS));
         let mut number = thread::block_idx_x();
-        while let Some(unit) = p.unit(number, ROWS) {
+        // Of a split tile the share that is still to be finished: others' chains arrive while the next unit is multiplied. (128 rows leave no
+        // registers for that.)
+        let mut unfinished: Option<Unit> = None;
+        loop {
+            let next = p.unit(number, ROWS);
             number += thread::fresh(thread::grid_dim_x());
-            let partial = Partial::new::<TILES>(p, &unit);
-            let mut chain = if unit.residue == 0 { 0 } else { unit.residue - p.share.residues() + 1 };
-            zero_totals::<TILES>();
-            let mut residue = unit.residue;
-            while residue < unit.end {
-                multiply_chain::<TILES>(&mut ring, depth(p, residue));
-                if unit.residue == 0 {
-                    unroll!(J < TILES of 16; {
-                        wgmma::set::<{ 4 * J }>(wgmma::get::<{ 4 * J }>() + wgmma::get::<{ 64 + 4 * J }>());
-                        wgmma::set::<{ 4 * J + 1 }>(wgmma::get::<{ 4 * J + 1 }>() + wgmma::get::<{ 65 + 4 * J }>());
-                        wgmma::set::<{ 4 * J + 2 }>(wgmma::get::<{ 4 * J + 2 }>() + wgmma::get::<{ 66 + 4 * J }>());
-                        wgmma::set::<{ 4 * J + 3 }>(wgmma::get::<{ 4 * J + 3 }>() + wgmma::get::<{ 67 + 4 * J }>());
-                    });
+            let mut split = None;
+            if let Some(unit) = next {
+                let partial = Partial::new::<TILES>(p, &unit);
+                let mut chain = if unit.residue == 0 { 0 } else { unit.residue - p.share.residues() + 1 };
+                zero_totals::<TILES>();
+                let mut residue = unit.residue;
+                while residue < unit.end {
+                    multiply_chain::<TILES>(&mut ring, depth(p, residue));
+                    if unit.residue == 0 {
+                        unroll!(J < TILES of 16; {
+                            wgmma::set::<{ 4 * J }>(wgmma::get::<{ 4 * J }>() + wgmma::get::<{ 64 + 4 * J }>());
+                            wgmma::set::<{ 4 * J + 1 }>(wgmma::get::<{ 4 * J + 1 }>() + wgmma::get::<{ 65 + 4 * J }>());
+                            wgmma::set::<{ 4 * J + 2 }>(wgmma::get::<{ 4 * J + 2 }>() + wgmma::get::<{ 66 + 4 * J }>());
+                            wgmma::set::<{ 4 * J + 3 }>(wgmma::get::<{ 4 * J + 3 }>() + wgmma::get::<{ 67 + 4 * J }>());
+                        });
+                    } else {
+                        unroll!(J < TILES of 16; {
+                            partial.store(p, chain, J as u32, [
+                                wgmma::get::<{ 64 + 4 * J }>(),
+                                wgmma::get::<{ 65 + 4 * J }>(),
+                                wgmma::get::<{ 66 + 4 * J }>(),
+                                wgmma::get::<{ 67 + 4 * J }>(),
+                            ]);
+                        });
+                        chain += 1;
+                    }
+                    residue += 1;
+                }
+                if unit.end - unit.residue == RESIDUES {
+                    finish_whole::<ROWS, TILES, KIND>(p, &Outputs::new::<KIND>(p, &unit, ROWS));
                 } else {
-                    unroll!(J < TILES of 16; {
-                        partial.store(p, chain, J as u32, [
-                            wgmma::get::<{ 64 + 4 * J }>(),
-                            wgmma::get::<{ 65 + 4 * J }>(),
-                            wgmma::get::<{ 66 + 4 * J }>(),
-                            wgmma::get::<{ 67 + 4 * J }>(),
-                        ]);
-                    });
-                    chain += 1;
+                    if unit.residue == 0 {
+                        unroll!(J < TILES of 16; {
+                            partial.store(p, 0, J as u32, [
+                                wgmma::get::<{ 4 * J }>(),
+                                wgmma::get::<{ 4 * J + 1 }>(),
+                                wgmma::get::<{ 4 * J + 2 }>(),
+                                wgmma::get::<{ 4 * J + 3 }>(),
+                            ]);
+                        });
+                    }
+                    partial.arrive(p);
+                    if ROWS == 64 {
+                        split = Some(unit);
+                    } else {
+                        finish_share::<ROWS, TILES, KIND>(p, &unit);
+                    }
                 }
-                residue += 1;
             }
-            if unit.end - unit.residue == RESIDUES {
-                finish_whole::<ROWS, TILES, KIND>(p, &Outputs::new::<KIND>(p, &unit, ROWS));
-            } else {
-                if unit.residue == 0 {
-                    unroll!(J < TILES of 16; {
-                        partial.store(p, 0, J as u32, [
-                            wgmma::get::<{ 4 * J }>(),
-                            wgmma::get::<{ 4 * J + 1 }>(),
-                            wgmma::get::<{ 4 * J + 2 }>(),
-                            wgmma::get::<{ 4 * J + 3 }>(),
-                        ]);
-                    });
-                }
-                partial.arrive(p);
-                finish_share::<ROWS, TILES, KIND>(p, &unit);
+            if ROWS == 64
+                && let Some(before) = unfinished
+            {
+                finish_share::<ROWS, TILES, KIND>(p, &before);
+            }
+            unfinished = split;
+            if next.is_none() {
+                return;
             }
         }
     }
@@ -821,6 +842,20 @@ pub unsafe fn wide_embed(p: Embed) {
                 p.residual.put_at(p.norm.load_nc(i as usize), row, i, slot(i), x, true);
                 i += 256;
             }
+        }
+    }
+}
+
+/// As [`split_heads`](crate::qkv::split_heads), begun early.
+#[kernel(threads = 128)]
+pub unsafe fn wide_heads(p: SplitHeads) {
+    unsafe {
+        launches::allow_next();
+        launches::wait();
+        let row = thread::block_idx_y();
+        let head = thread::block_idx_x() * HEADS_PER_BLOCK + thread::warp_id();
+        if row < p.rows.count.load(0) && head < p.heads() {
+            split_head(&p, row, head);
         }
     }
 }

@@ -275,6 +275,18 @@ unsafe fn load_item(p: &WideAttend, mut ring: Ring, turn: u32, item: &Item, bloc
         let (stage, parity) = ring.consumer_place();
         let item = &Item { stage, parity, ..*item };
         let a = &p.attend;
+        QUERIES.wait_empty(turn);
+        let slot = QUERIES.slot(turn);
+        slot.store16(0, item.words());
+        let bytes = group * QUERY;
+        QUERIES.full(turn).arrive_expect_tx(item.rows * bytes);
+        let mut row = 0;
+        while row < item.rows {
+            let from = ((item.first_row + row) * a.q_heads + item.kv_head * group) * HEAD_DIM;
+            let to = slot.cast::<u8>().at((Item::BYTES + row * bytes) as usize);
+            bulk::copy_to_shared(to, a.q.at(from as usize).cast(), bytes, QUERIES.full(turn));
+            row += 1;
+        }
         let pages = item.pages();
         // Keys first.
         let mut kind = 0;
@@ -289,19 +301,6 @@ unsafe fn load_item(p: &WideAttend, mut ring: Ring, turn: u32, item: &Item, bloc
                 }
             });
             kind += 1;
-        }
-        // Only now: a group that waits for a page would be deceived by the parity of a turn before the last.
-        QUERIES.wait_empty(turn);
-        let slot = QUERIES.slot(turn);
-        slot.store16(0, item.words());
-        let bytes = group * QUERY;
-        QUERIES.full(turn).arrive_expect_tx(item.rows * bytes);
-        let mut row = 0;
-        while row < item.rows {
-            let from = ((item.first_row + row) * a.q_heads + item.kv_head * group) * HEAD_DIM;
-            let to = slot.cast::<u8>().at((Item::BYTES + row * bytes) as usize);
-            bulk::copy_to_shared(to, a.q.at(from as usize).cast(), bytes, QUERIES.full(turn));
-            row += 1;
         }
     }
 }
@@ -331,7 +330,7 @@ unsafe fn consume(p: &WideAttend) {
             let (keys_slot, values_slot) = (ring.ahead(page), ring.ahead(pages + page));
             let mut found = Found::NOTHING;
             if here.first_key() <= item.last {
-                keys_slot.wait_full();
+                keys_slot.wait_full_after_last_turn();
                 let (g, t) = (lane / 4, (lane % 4) as usize);
                 let first = here.first_key() % PAGE_TOKENS;
                 let keys = shared::dynamic::<bf16>(keys_slot.offset() + first * QUERY);
@@ -350,13 +349,15 @@ unsafe fn consume(p: &WideAttend) {
                 };
                 let between = || {
                     give_back(&keys_slot, lane);
-                    values_slot.wait_full();
+                    values_slot.wait_full_after_last_turn();
                 };
                 found = attend_keys(a, &here, position, query, key, between, value);
                 give_back(&values_slot, lane);
             } else if page < pages {
-                give_back(&keys_slot, lane);
-                give_back(&values_slot, lane);
+                for slot in [&keys_slot, &values_slot] {
+                    slot.wait_last_turn();
+                    give_back(slot, lane);
+                }
             }
             // All of it again: during the products it would take registers.
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));

@@ -132,7 +132,7 @@ impl Forward {
                     q_heads,
                     eps,
                 };
-                d.launch::<qkv::split_heads>((heads.div_ceil(qkv::HEADS_PER_BLOCK), most_rows), 0, split)?;
+                d.launch_early::<wide::wide_heads>((heads.div_ceil(qkv::HEADS_PER_BLOCK), most_rows), 0, split)?;
                 let attend = WideAttend {
                     attend: Attend {
                         rows,
