@@ -104,6 +104,14 @@ impl Ring {
         }
     }
 
+    /// A producer's wait until no more than `copies` of its slots, this one included, will be under way.
+    #[inline(always)]
+    pub unsafe fn wait_under_way(&self, copies: u32) {
+        // The slot so many places ago, with the parity of its last turn: a fresh barrier has that turn behind it.
+        let earlier = self.ahead(self.shape.stages - copies);
+        unsafe { earlier.full().wait(earlier.parity) }
+    }
+
     #[inline(always)]
     pub unsafe fn wait_empty(&self) {
         unsafe { self.empty().wait(self.parity) }

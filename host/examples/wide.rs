@@ -77,6 +77,7 @@ fn product(
     let grid = device.multiprocessors();
     let features = if kind == Kind::SwiGlu { n / 2 } else { n };
     let weight = fill(device, n * k, 1)?;
+    // SAFETY: the second half of the weights.
     let up = if kind == Kind::SwiGlu { unsafe { weight.ptr().at(features * k) } } else { Default::default() };
     // The stream, several times over.
     let strips = n.div_ceil(STRIP as usize) as u32;
@@ -105,6 +106,7 @@ fn product(
             strips: pass.strips,
             blocks: grid,
         };
+        // SAFETY: the matrix is `[n, k]`, and the stream has room for every pass of the walk.
         unsafe { device.launch::<stream::lay_out>((pass.strips, pass.depth), 0, p)? };
     }
     let inputs = random(m * k, 3);
@@ -130,6 +132,7 @@ fn product(
     for first in (0..m).step_by(64) {
         let count = 64.min(m - first);
         let own = RowList::new(device, &vec![0; count], &vec![0; count])?;
+        // SAFETY: the group's rows are within each buffer.
         let p = unsafe {
             Linear {
                 rows: own.rows(),
@@ -155,6 +158,7 @@ fn product(
             }
         };
         let (strips, shared) = (strips, Linear::shared_bytes(64));
+        // SAFETY: buffers as large as the parameter block says.
         unsafe {
             match kind {
                 Kind::Write => device.launch::<linear::linear_64>(strips, shared, p)?,
@@ -196,6 +200,7 @@ fn product(
             arrivals: arrivals.ptr_mut(),
         };
         let shared = Wide::shared_bytes(tile_rows);
+        // SAFETY: buffers as large as the parameter block says; the launch before wrote none of the weights.
         unsafe {
             match (kind, tile_rows) {
                 (Kind::Write, 64) => device.launch_early::<wide::wide_linear_64>(grid, shared, p),
@@ -261,6 +266,7 @@ fn attend(device: &Device, sequences: usize, context: usize) -> Result<(), Box<d
         rows: list.rows(),
         q: q.ptr(),
         cache: Cache {
+            // SAFETY: a layer of the pages.
             pages: unsafe { pages.ptr_mut().at(layer * sequences * stride * page) },
             tables: tables.ptr(),
             table_stride: stride as u32,
@@ -276,7 +282,9 @@ fn attend(device: &Device, sequences: usize, context: usize) -> Result<(), Box<d
     for i in 0..sequences {
         let own = RowList::new(device, &[context as u32 - 1], &[i as u32])?;
         let at = i * q_heads as usize * dim;
+        // SAFETY: the sequence's row is within both buffers.
         let p = unsafe { Attend { rows: own.rows(), q: q.ptr().at(at), out: want.ptr_mut().at(at), ..params(0) } };
+        // SAFETY: buffers as large as the parameter block says.
         unsafe {
             device.launch::<attention::attend>((kv_heads, splits, 1), Attend::SHARED_BYTES, p)?;
             device.launch::<attention::combine>((q_heads, 1), Attend::COMBINE_SHARED_BYTES, p)?;
@@ -291,6 +299,7 @@ fn attend(device: &Device, sequences: usize, context: usize) -> Result<(), Box<d
             arrivals: arrivals.ptr_mut(),
             splits,
         };
+        // SAFETY: buffers as large as the parameter block says.
         unsafe { device.launch_early::<wide::wide_attend>(device.multiprocessors(), WideAttend::SHARED_BYTES, p) }
     };
     launch(0)?;
