@@ -28,16 +28,34 @@
 //! leave their chains in memory (L2, in truth), and each adds those of its share of the rows, in order, once all are there: if it can,
 //! after its next unit. So all blocks are resident together.
 
+/// Four accumulators from this one on, got or set: a lane's sums of a group of eight rows.
+macro_rules! accumulators {
+    ($first:expr) => {
+        [
+            wgmma::get::<{ $first }>(),
+            wgmma::get::<{ $first + 1 }>(),
+            wgmma::get::<{ $first + 2 }>(),
+            wgmma::get::<{ $first + 3 }>(),
+        ]
+    };
+    ($first:expr, $values:expr) => {{
+        let values: [f32; 4] = $values;
+        wgmma::set::<{ $first }>(values[0]);
+        wgmma::set::<{ $first + 1 }>(values[1]);
+        wgmma::set::<{ $first + 2 }>(values[2]);
+        wgmma::set::<{ $first + 3 }>(values[3]);
+    }};
+}
+
 mod attention;
+mod consumer;
+mod outputs;
+mod producer;
 
 pub use attention::{ATTEND_THREADS, WideAttend, wide_attend};
 
-use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::bulk::{self, Barrier};
-use cuda_std::shared;
-use cuda_std::tensor::{self, TensorMap};
-use cuda_std::wgmma::{self, Operand};
-use cuda_std::{Global, GlobalMut, bf16, kernel, launches, math, thread, warp};
+use cuda_std::tensor::TensorMap;
+use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, launches, math, thread, wgmma};
 
 use crate::embedding::Embed;
 use crate::linear::{SLICE, STRIP, slot};
@@ -45,7 +63,8 @@ use crate::norm::{Norm, Residual};
 use crate::qkv::{HEADS_PER_BLOCK, SplitHeads, split_head};
 use crate::ring::{Ring, Shape};
 use crate::step::Rows;
-use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, Pass, STRIPS};
+use consumer::consume;
+use producer::{factors_ready, find_factors, produce_rows, produce_weights};
 
 /// Most rows of a step.
 pub const MAX_WIDE_ROWS: u32 = 256;
@@ -64,6 +83,14 @@ const GROUP: u32 = 128;
 /// Bytes of a strip's slice.
 const SLICE_BYTES: u32 = SLICE * STRIP * 2;
 const WEIGHT_BYTES: u32 = TILE_STRIPS * SLICE_BYTES;
+
+/// Polls of a wait before the step is given up: seconds, where a product takes microseconds.
+const PATIENCE: u32 = 1 << 23;
+
+/// What is done with sums.
+const WRITE: u32 = 0;
+const ADD: u32 = 1;
+const SWIGLU: u32 = 2;
 
 /// How tiles fall to blocks.
 #[repr(C)]
@@ -237,528 +264,6 @@ impl Wide {
         let across = tile / self.row_tiles;
         let (strip, row) = (across * TILE_STRIPS, (tile - across * self.row_tiles) * rows);
         Some(Unit { strip, row, split, residue, end: residue + residues })
-    }
-}
-
-/// The barrier that says that the factors are there.
-#[inline(always)]
-unsafe fn factors_ready<const ROWS: u32>() -> Barrier {
-    unsafe { Barrier::at(shared::dynamic(Wide::ring(ROWS).shared_bytes())) }
-}
-
-/// Slices of a residue.
-#[inline(always)]
-fn depth(p: &Wide, residue: u32) -> u32 {
-    (p.k / SLICE + RESIDUES - 1 - residue) / RESIDUES
-}
-
-/// The warp that loads weights: a lane a strip.
-#[inline(always)]
-unsafe fn produce_weights<const ROWS: u32>(p: &Wide) {
-    unsafe {
-        let lane = thread::lane_id();
-        let (pass_strips, chunks) = (STRIPS * p.blocks, p.k.div_ceil(CHUNK_FEATURES));
-        let mut ring = Ring::producer(Wide::ring(ROWS));
-        let mut number = thread::block_idx_x();
-        while let Some(unit) = p.unit(number, ROWS) {
-            number += thread::fresh(thread::grid_dim_x());
-            // Of a last, partial tile the last strip again, which nobody reads.
-            let strip = (unit.strip + lane % TILE_STRIPS).min(p.strips - 1);
-            core::hint::assert_unchecked(p.blocks > 0 && pass_strips > 0);
-            let number = strip / pass_strips;
-            let within = strip - number * pass_strips;
-            core::hint::assert_unchecked(p.blocks > 0);
-            let i = within / p.blocks;
-            let place = within - i * p.blocks;
-            let base = p.base + u64::from(number) * u64::from(pass_strips * chunks);
-            let strips = (p.strips - number * pass_strips).min(pass_strips);
-            let pass = Pass { base, rotation: 0, strips, depth: chunks };
-            let mut residue = unit.residue;
-            while residue < unit.end {
-                let mut turn = 0;
-                while turn < depth(p, residue) {
-                    ring.wait_empty();
-                    if lane == 0 {
-                        ring.full().arrive_expect_tx(WEIGHT_BYTES);
-                    }
-                    warp::sync_warp();
-                    if lane < TILE_STRIPS {
-                        let chunk = pass.chunk(turn, i, place, p.blocks);
-                        let from = chunk * u64::from(CHUNK_BYTES) + u64::from(residue * SLICE_BYTES);
-                        let to = ring.slot().at((lane * SLICE_BYTES) as usize);
-                        bulk::copy_to_shared(to, p.stream.cast().at(from as usize), SLICE_BYTES, ring.full());
-                    }
-                    ring = ring.ahead(1);
-                    turn += 1;
-                }
-                residue += 1;
-            }
-        }
-    }
-}
-
-/// The lane that loads activations.
-#[inline(always)]
-unsafe fn produce_rows<const ROWS: u32>(p: &Wide) {
-    unsafe {
-        tensor::acquire(p.x);
-        let mut ring = Ring::producer(Wide::ring(ROWS));
-        let mut number = thread::block_idx_x();
-        while let Some(unit) = p.unit(number, ROWS) {
-            number += thread::fresh(thread::grid_dim_x());
-            let mut residue = unit.residue;
-            while residue < unit.end {
-                let mut turn = 0;
-                while turn < depth(p, residue) {
-                    ring.wait_empty();
-                    ring.full().arrive_expect_tx(ROWS * SLICE * 2);
-                    let to = ring.slot().at(WEIGHT_BYTES as usize);
-                    tensor::load(to, p.x, [(turn * RESIDUES + residue) * SLICE, unit.row], ring.full());
-                    ring = ring.ahead(1);
-                    turn += 1;
-                }
-                residue += 1;
-            }
-        }
-    }
-}
-
-/// Two warps find the factors of all rows, four at a time.
-#[inline(always)]
-unsafe fn find_factors<const ROWS: u32>(p: &Wide, which: u32) {
-    unsafe {
-        let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
-        let factors = shared::dynamic::<f32>(Wide::factors(ROWS));
-        let mut row = which * 4;
-        while row < count {
-            let mut found = p.norm.lane_squares([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
-            unroll!(I < 4; {
-                found[I] = p.norm.inverse_rms_of(found[I]);
-            });
-            unroll!(I < 4; {
-                if thread::lane_id() == I as u32 {
-                    factors.store(row as usize + I, found[I]);
-                }
-            });
-            row += 8;
-        }
-        warp::sync_warp();
-        factors_ready::<ROWS>().arrive_if(thread::lane_id() == 0);
-    }
-}
-
-/// Polls of a wait before the step is given up: seconds, where a product takes microseconds.
-const PATIENCE: u32 = 1 << 23;
-
-/// What is done with sums.
-const WRITE: u32 = 0;
-const ADD: u32 = 1;
-const SWIGLU: u32 = 2;
-
-/// A warpgroup multiplies what comes, and finishes its half of each tile. Chains are in the upper accumulators, totals in the lower.
-#[inline(always)]
-unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
-    unsafe {
-        let mut ring = Ring::consumer(Wide::ring(ROWS));
-        let mut number = thread::block_idx_x();
-        // Of a split tile the share that is still to be finished: others' chains arrive while the next unit is multiplied. (128 rows leave no
-        // registers for that.)
-        let mut unfinished: Option<Unit> = None;
-        loop {
-            let next = p.unit(number, ROWS);
-            number += thread::fresh(thread::grid_dim_x());
-            let mut split = None;
-            if let Some(unit) = next {
-                let partial = Partial::new::<TILES>(p, &unit);
-                let mut chain = if unit.residue == 0 { 0 } else { unit.residue - p.share.residues() + 1 };
-                zero_totals::<TILES>();
-                let mut residue = unit.residue;
-                while residue < unit.end {
-                    multiply_chain::<TILES>(&mut ring, depth(p, residue));
-                    if unit.residue == 0 {
-                        unroll!(J < TILES of 16; {
-                            wgmma::set::<{ 4 * J }>(wgmma::get::<{ 4 * J }>() + wgmma::get::<{ 64 + 4 * J }>());
-                            wgmma::set::<{ 4 * J + 1 }>(wgmma::get::<{ 4 * J + 1 }>() + wgmma::get::<{ 65 + 4 * J }>());
-                            wgmma::set::<{ 4 * J + 2 }>(wgmma::get::<{ 4 * J + 2 }>() + wgmma::get::<{ 66 + 4 * J }>());
-                            wgmma::set::<{ 4 * J + 3 }>(wgmma::get::<{ 4 * J + 3 }>() + wgmma::get::<{ 67 + 4 * J }>());
-                        });
-                    } else {
-                        unroll!(J < TILES of 16; {
-                            partial.store(p, chain, J as u32, [
-                                wgmma::get::<{ 64 + 4 * J }>(),
-                                wgmma::get::<{ 65 + 4 * J }>(),
-                                wgmma::get::<{ 66 + 4 * J }>(),
-                                wgmma::get::<{ 67 + 4 * J }>(),
-                            ]);
-                        });
-                        chain += 1;
-                    }
-                    residue += 1;
-                }
-                if unit.end - unit.residue == RESIDUES {
-                    finish_whole::<ROWS, TILES, KIND>(p, &Outputs::new::<KIND>(p, &unit, ROWS));
-                } else {
-                    if unit.residue == 0 {
-                        unroll!(J < TILES of 16; {
-                            partial.store(p, 0, J as u32, [
-                                wgmma::get::<{ 4 * J }>(),
-                                wgmma::get::<{ 4 * J + 1 }>(),
-                                wgmma::get::<{ 4 * J + 2 }>(),
-                                wgmma::get::<{ 4 * J + 3 }>(),
-                            ]);
-                        });
-                    }
-                    partial.arrive(p);
-                    if ROWS == 64 {
-                        split = Some(unit);
-                    } else {
-                        finish_share::<ROWS, TILES, KIND>(p, &unit);
-                    }
-                }
-            }
-            if ROWS == 64
-                && let Some(before) = unfinished
-            {
-                finish_share::<ROWS, TILES, KIND>(p, &before);
-            }
-            unfinished = split;
-            if next.is_none() {
-                return;
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn zero_totals<const TILES: usize>() {
-    unroll!(J < TILES of 16; {
-        wgmma::set::<{ 4 * J }>(0.0);
-        wgmma::set::<{ 4 * J + 1 }>(0.0);
-        wgmma::set::<{ 4 * J + 2 }>(0.0);
-        wgmma::set::<{ 4 * J + 3 }>(0.0);
-    });
-}
-
-/// Where a warpgroup's chains of a split tile lie in memory: `[chain][rows / 8][lane of the warpgroup]`, four sums each.
-struct Partial {
-    /// The first, in elements.
-    first: u32,
-    /// Elements of a chain, over both warpgroups.
-    stride: u32,
-    /// Number of the warpgroup's half among all split tiles' halves.
-    half: u32,
-}
-
-impl Partial {
-    #[inline(always)]
-    fn new<const TILES: usize>(p: &Wide, unit: &Unit) -> Self {
-        // Found again wherever it is wanted: over the products it would take registers.
-        let thread = thread::fresh(thread::thread_idx_x());
-        let (group, thread) = (thread / GROUP, thread % GROUP);
-        let words = TILES as u32 * GROUP * 4;
-        Self {
-            first: (unit.split * p.share.chains() * 2 + group) * words + thread * 4,
-            stride: 2 * words,
-            half: 2 * unit.split + group,
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn place(&self, p: &Wide, chain: u32, j: u32) -> GlobalMut<f32> {
-        unsafe { p.partials.at((self.first + chain * self.stride + j * GROUP * 4) as usize) }
-    }
-
-    #[inline(always)]
-    unsafe fn store(&self, p: &Wide, chain: u32, j: u32, sums: [f32; 4]) {
-        unsafe { self.place(p, chain, j).store16(0, sums.map(f32::to_bits)) }
-    }
-
-    /// The warpgroup's chains are there.
-    #[inline(always)]
-    unsafe fn arrive(&self, p: &Wide) {
-        unsafe {
-            thread::sync_named(1 + self.half % 2, GROUP);
-            if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
-                thread::fence_device();
-                atomic::fetch_add(p.arrivals, self.half as usize, 1, Ordering::Release, Scope::Device);
-            }
-        }
-    }
-
-    /// Waits until all parts' chains are there. The last to know sets the counters back.
-    #[inline(always)]
-    unsafe fn wait(&self, p: &Wide, parts: u32) {
-        unsafe {
-            if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
-                let mut polls = 0;
-                while atomic::load(p.arrivals, self.half as usize, Ordering::Acquire, Scope::Device) < parts {
-                    polls += 1;
-                    if polls == PATIENCE {
-                        thread::trap();
-                    }
-                }
-                let known = (2 * thread::fresh(thread::grid_dim_x()) + self.half) as usize;
-                if atomic::fetch_add(p.arrivals, known, 1, Ordering::AcqRel, Scope::Device) + 1 == parts {
-                    atomic::store(p.arrivals, known, 0, Ordering::Relaxed, Scope::Device);
-                    atomic::store(p.arrivals, self.half as usize, 0, Ordering::Relaxed, Scope::Device);
-                }
-                thread::fence_device();
-            }
-            thread::sync_named(1 + self.half % 2, GROUP);
-        }
-    }
-}
-
-/// One residue's chain, into the upper accumulators: `depth` slots of the ring.
-#[inline(always)]
-unsafe fn multiply_chain<const TILES: usize>(ring: &mut Ring, depth: u32) {
-    unsafe {
-        let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
-        if depth == 0 {
-            // A matrix with fewer slices than residues.
-            unroll!(J < TILES of 16; {
-                wgmma::set::<{ 64 + 4 * J }>(0.0);
-                wgmma::set::<{ 65 + 4 * J }>(0.0);
-                wgmma::set::<{ 66 + 4 * J }>(0.0);
-                wgmma::set::<{ 67 + 4 * J }>(0.0);
-            });
-            return;
-        }
-        // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes
-        // between chains has their registers.
-        multiply_slot::<TILES>(ring, false, lane, warp_id);
-        let mut turn = 1;
-        while turn < depth {
-            multiply_slot::<TILES>(ring, true, lane, warp_id);
-            turn += 1;
-        }
-    }
-}
-
-/// The ring's slot.
-#[inline(always)]
-unsafe fn multiply_slot<const TILES: usize>(ring: &mut Ring, keep: bool, lane: u32, warp_id: u32) {
-    unsafe {
-        ring.wait_full();
-        // The assembler runs products one after another if fragments are loaded while others are under way; the other warpgroup
-        // keeps the tensor cores busy.
-        let weights = ring.slot().at((warp_id * SLICE_BYTES + lane * 16) as usize);
-        wgmma::load_fragments::<0, u8>(weights);
-        wgmma::load_fragments::<1, u8>(weights.at(512));
-        wgmma::load_fragments::<2, u8>(weights.at(1024));
-        wgmma::load_fragments::<3, u8>(weights.at(1536));
-        let x = Operand::at(ring.slot().at(WEIGHT_BYTES as usize));
-        wgmma::fence();
-        product::<TILES, 0>(x, keep);
-        product::<TILES, 1>(x.advance(32), true);
-        product::<TILES, 2>(x.advance(64), true);
-        product::<TILES, 3>(x.advance(96), true);
-        wgmma::commit();
-        wgmma::wait::<0>();
-        // What was read by ordinary loads is fenced before the slot is given back: the copy engine writes there next.
-        bulk::fence_proxy_async();
-        warp::sync_warp();
-        ring.empty().arrive_if(lane == 0);
-        *ring = ring.ahead(1);
-    }
-}
-
-#[inline(always)]
-unsafe fn product<const TILES: usize, const STEP: usize>(x: Operand, keep: bool) {
-    unsafe {
-        if TILES == 8 {
-            wgmma::mma_n64_upper::<STEP>(x, keep);
-        } else {
-            wgmma::mma_n128_upper::<STEP>(x, keep);
-        }
-    }
-}
-
-/// What a lane has of a tile's outputs: features `g` and `g + 8` of its warp's strip (of a gate-up strip: a gate and its up), for rows `8 j + 2 t` and one
-/// on of every eight.
-struct Outputs {
-    strip: u32,
-    /// The tile's first row, and how many there are.
-    row: u32,
-    rows: u32,
-    g: u32,
-    t: u32,
-    features: [u32; 2],
-    /// Of the norm that comes next.
-    weight: [f32; 2],
-}
-
-impl Outputs {
-    #[inline(always)]
-    unsafe fn new<const KIND: u32>(p: &Wide, unit: &Unit, rows: u32) -> Self {
-        unsafe {
-            // Loaded again: over the products it would take a register.
-            let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
-            let lane = thread::fresh(thread::lane_id());
-            let (g, t) = (lane / 4, lane % 4);
-            let strip = unit.strip + thread::fresh(thread::warp_id());
-            let features = [strip * STRIP + g, strip * STRIP + g + 8];
-            let weight = if KIND == ADD && strip < p.strips {
-                features.map(|f| math::from_bf16(p.next_norm.load_nc(f as usize)))
-            } else {
-                [0.0; 2]
-            };
-            Self { strip, row: unit.row, rows: count.saturating_sub(unit.row).min(rows), g, t, features, weight }
-        }
-    }
-
-    /// What the lane's outputs of rows `8 j …` are added to.
-    #[inline(always)]
-    unsafe fn old<const KIND: u32>(&self, p: &Wide, j: u32) -> [f32; 4] {
-        let mut old = [0f32; 4];
-        if KIND == ADD {
-            unroll!(I < 4; {
-                let at = 8 * j + 2 * self.t + I as u32 % 2;
-                if at < self.rows {
-                    let at = (self.row + at) as usize * p.n as usize + self.features[I / 2] as usize;
-                    old[I] = unsafe { p.residual.x.load(at) };
-                }
-            });
-        }
-        old
-    }
-
-    /// Puts the lane's sums of rows `8 j …` where they belong. A warp does it together.
-    #[inline(always)]
-    unsafe fn put<const ROWS: u32, const KIND: u32>(&self, p: &Wide, j: u32, sums: [f32; 4], old: [f32; 4]) {
-        unsafe {
-            let n = p.n as usize;
-            unroll!(R < 2; {
-                let at = 8 * j + 2 * self.t + R as u32;
-                let valid = at < self.rows;
-                let at = (self.row + at) as usize;
-                let factor = if !p.norm.squares.is_null() && valid {
-                    shared::dynamic::<f32>(Wide::factors(ROWS)).load(at)
-                } else {
-                    1.0
-                };
-                match KIND {
-                    WRITE => {
-                        unroll!(F < 2; {
-                            if valid && self.features[F] < p.n {
-                                p.y.store(at * n + self.features[F] as usize, sums[2 * F + R] * factor);
-                            }
-                        });
-                    }
-                    SWIGLU => {
-                        let feature = self.strip * (STRIP / 2) + self.g;
-                        if valid && feature < p.n {
-                            let (gate, up) = (sums[R] * factor, sums[2 + R] * factor);
-                            let silu = gate / (1.0 + math::exp(-gate));
-                            p.activation.store(at * n + slot(feature) as usize, math::to_bf16(silu * up));
-                        }
-                    }
-                    _ => {
-                        let x = [old[R] + sums[R], old[2 + R] + sums[2 + R]];
-                        // As `Residual::put` adds a strip's squares: eight apart first, then the lanes of a group of eight.
-                        let mut squares = x[0] * x[0] + x[1] * x[1];
-                        let mut mask = 16;
-                        while mask > 2 {
-                            squares += warp::shuffle_xor(squares, mask);
-                            mask /= 2;
-                        }
-                        if valid {
-                            unroll!(F < 2; {
-                                p.residual.x.store(at * n + self.features[F] as usize, x[F]);
-                                let to = at * n + slot(self.features[F]) as usize;
-                                p.residual.scaled.store(to, math::to_bf16(x[F] * self.weight[F]));
-                            });
-                            if self.g == 0 {
-                                p.residual.squares.store(at * (n / STRIP as usize) + self.strip as usize, squares);
-                            }
-                        }
-                    }
-                }
-            });
-        }
-    }
-}
-
-/// Waits for the rows' factors, where there are any.
-#[inline(always)]
-unsafe fn wait_for_factors<const ROWS: u32>(p: &Wide) {
-    if !p.norm.squares.is_null() {
-        unsafe { factors_ready::<ROWS>().wait(0) };
-    }
-}
-
-/// Puts the totals of a whole tile where they belong, four groups of rows at a time.
-#[inline(always)]
-unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide, outputs: &Outputs) {
-    unsafe {
-        wait_for_factors::<ROWS>(p);
-        if outputs.strip >= p.strips {
-            return;
-        }
-        unroll!(H < 4; {
-            if 4 * H < TILES {
-                let mut old = [[0f32; 4]; 4];
-                unroll!(J < 4; {
-                    old[J] = outputs.old::<KIND>(p, (4 * H + J) as u32);
-                });
-                unroll!(J < 4; {
-                    let sums = [
-                        wgmma::get::<{ 16 * H + 4 * J }>(),
-                        wgmma::get::<{ 16 * H + 4 * J + 1 }>(),
-                        wgmma::get::<{ 16 * H + 4 * J + 2 }>(),
-                        wgmma::get::<{ 16 * H + 4 * J + 3 }>(),
-                    ];
-                    outputs.put::<ROWS, KIND>(p, (4 * H + J) as u32, sums, old[J]);
-                });
-            }
-        });
-    }
-}
-
-/// Adds the chains of this part's share of a split tile's rows, first to last, and puts the sums where they belong; two groups of rows at a time,
-/// one where accumulators leave no more registers.
-#[inline(always)]
-unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide, unit: &Unit) {
-    unsafe {
-        let share = p.share;
-        let outputs = Outputs::new::<KIND>(p, unit, ROWS);
-        let partial = Partial::new::<TILES>(p, unit);
-        let rows = TILES as u32 >> share.shift;
-        let mut j = (unit.residue << share.shift) / RESIDUES * rows;
-        let end = j + rows;
-        wait_for_factors::<ROWS>(p);
-        partial.wait(p, share.parts());
-        if outputs.strip >= p.strips {
-            return;
-        }
-        while j < end {
-            let mut words = [[[0u32; 4]; RESIDUES as usize]; 2];
-            let mut old = [[0f32; 4]; 2];
-            unroll!(I < 2; {
-                if I < 16 / TILES && j + (I as u32) < end {
-                    unroll!(C < 8; {
-                        if (C as u32) < p.share.chains() {
-                            words[I][C] = partial.place(p, C as u32, j + I as u32).load16(0);
-                        }
-                    });
-                    old[I] = outputs.old::<KIND>(p, j + I as u32);
-                }
-            });
-            unroll!(I < 2; {
-                if I < 16 / TILES && j + (I as u32) < end {
-                    let mut sums = [0f32; 4];
-                    unroll!(C < 8; {
-                        if (C as u32) < p.share.chains() {
-                            unroll!(E < 4; {
-                                sums[E] += f32::from_bits(words[I][C][E]);
-                            });
-                        }
-                    });
-                    outputs.put::<ROWS, KIND>(p, j + I as u32, sums, old[I]);
-                }
-            });
-            j += 16 / TILES as u32;
-        }
     }
 }
 

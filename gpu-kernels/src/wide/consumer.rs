@@ -1,0 +1,211 @@
+//! What multiplies, and leaves chains of split tiles for others.
+
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::wgmma::{self, Operand};
+use cuda_std::{GlobalMut, bulk, thread, warp};
+
+use super::outputs::{Outputs, finish_share, finish_whole};
+use super::producer::depth;
+use super::{GROUP, PATIENCE, RESIDUES, SLICE_BYTES, Unit, WEIGHT_BYTES, Wide};
+use crate::ring::Ring;
+
+/// A warpgroup multiplies what comes, and finishes its half of each tile. Chains are in the upper accumulators, totals in the lower.
+#[inline(always)]
+pub unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
+    unsafe {
+        let mut ring = Ring::consumer(Wide::ring(ROWS));
+        let mut number = thread::block_idx_x();
+        // Of a split tile the share that is still to be finished: others' chains arrive while the next unit is multiplied. (128 rows leave no
+        // registers for that.)
+        let mut unfinished: Option<Unit> = None;
+        loop {
+            let next = p.unit(number, ROWS);
+            number += thread::fresh(thread::grid_dim_x());
+            let mut split = None;
+            if let Some(unit) = next {
+                let partial = Partial::new::<TILES>(p, &unit);
+                let mut chain = if unit.residue == 0 { 0 } else { unit.residue - p.share.residues() + 1 };
+                zero_totals::<TILES>();
+                let mut residue = unit.residue;
+                while residue < unit.end {
+                    multiply_chain::<TILES>(&mut ring, depth(p, residue));
+                    if unit.residue == 0 {
+                        unroll!(J < TILES of 16; {
+                            let (total, chain) = (accumulators!(4 * J), accumulators!(64 + 4 * J));
+                            accumulators!(4 * J, [0, 1, 2, 3].map(|i| total[i] + chain[i]));
+                        });
+                    } else {
+                        unroll!(J < TILES of 16; {
+                            partial.store(p, chain, J as u32, accumulators!(64 + 4 * J));
+                        });
+                        chain += 1;
+                    }
+                    residue += 1;
+                }
+                if unit.end - unit.residue == RESIDUES {
+                    finish_whole::<ROWS, TILES, KIND>(p, &Outputs::new::<KIND>(p, &unit, ROWS));
+                } else {
+                    if unit.residue == 0 {
+                        unroll!(J < TILES of 16; {
+                            partial.store(p, 0, J as u32, accumulators!(4 * J));
+                        });
+                    }
+                    partial.arrive(p);
+                    if ROWS == 64 {
+                        split = Some(unit);
+                    } else {
+                        finish_share::<ROWS, TILES, KIND>(p, &unit);
+                    }
+                }
+            }
+            if ROWS == 64
+                && let Some(before) = unfinished
+            {
+                finish_share::<ROWS, TILES, KIND>(p, &before);
+            }
+            unfinished = split;
+            if next.is_none() {
+                return;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn zero_totals<const TILES: usize>() {
+    unroll!(J < TILES of 16; {
+        accumulators!(4 * J, [0.0; 4]);
+    });
+}
+
+/// Where a warpgroup's chains of a split tile lie in memory: `[chain][rows / 8][lane of the warpgroup]`, four sums each.
+pub struct Partial {
+    /// The first, in elements.
+    first: u32,
+    /// Elements of a chain, over both warpgroups.
+    stride: u32,
+    /// Number of the warpgroup's half among all split tiles' halves.
+    half: u32,
+}
+
+impl Partial {
+    #[inline(always)]
+    pub fn new<const TILES: usize>(p: &Wide, unit: &Unit) -> Self {
+        // Found again wherever it is wanted: over the products it would take registers.
+        let thread = thread::fresh(thread::thread_idx_x());
+        let (group, thread) = (thread / GROUP, thread % GROUP);
+        let words = TILES as u32 * GROUP * 4;
+        Self {
+            first: (unit.split * p.share.chains() * 2 + group) * words + thread * 4,
+            stride: 2 * words,
+            half: 2 * unit.split + group,
+        }
+    }
+
+    #[inline(always)]
+    pub unsafe fn place(&self, p: &Wide, chain: u32, j: u32) -> GlobalMut<f32> {
+        unsafe { p.partials.at((self.first + chain * self.stride + j * GROUP * 4) as usize) }
+    }
+
+    #[inline(always)]
+    pub unsafe fn store(&self, p: &Wide, chain: u32, j: u32, sums: [f32; 4]) {
+        unsafe { self.place(p, chain, j).store16(0, sums.map(f32::to_bits)) }
+    }
+
+    /// The warpgroup's chains are there.
+    #[inline(always)]
+    pub unsafe fn arrive(&self, p: &Wide) {
+        unsafe {
+            thread::sync_named(1 + self.half % 2, GROUP);
+            if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
+                thread::fence_device();
+                atomic::fetch_add(p.arrivals, self.half as usize, 1, Ordering::Release, Scope::Device);
+            }
+        }
+    }
+
+    /// Waits until all parts' chains are there. The last to know sets the counters back.
+    #[inline(always)]
+    pub unsafe fn wait(&self, p: &Wide, parts: u32) {
+        unsafe {
+            if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
+                let mut polls = 0;
+                while atomic::load(p.arrivals, self.half as usize, Ordering::Acquire, Scope::Device) < parts {
+                    polls += 1;
+                    if polls == PATIENCE {
+                        thread::trap();
+                    }
+                }
+                let known = (2 * thread::fresh(thread::grid_dim_x()) + self.half) as usize;
+                if atomic::fetch_add(p.arrivals, known, 1, Ordering::AcqRel, Scope::Device) + 1 == parts {
+                    atomic::store(p.arrivals, known, 0, Ordering::Relaxed, Scope::Device);
+                    atomic::store(p.arrivals, self.half as usize, 0, Ordering::Relaxed, Scope::Device);
+                }
+                thread::fence_device();
+            }
+            thread::sync_named(1 + self.half % 2, GROUP);
+        }
+    }
+}
+
+/// One residue's chain, into the upper accumulators: `depth` slots of the ring.
+#[inline(always)]
+unsafe fn multiply_chain<const TILES: usize>(ring: &mut Ring, depth: u32) {
+    unsafe {
+        let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+        if depth == 0 {
+            // A matrix with fewer slices than residues.
+            unroll!(J < TILES of 16; {
+                accumulators!(64 + 4 * J, [0.0; 4]);
+            });
+            return;
+        }
+        // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes
+        // between chains has their registers.
+        multiply_slot::<TILES>(ring, false, lane, warp_id);
+        let mut turn = 1;
+        while turn < depth {
+            multiply_slot::<TILES>(ring, true, lane, warp_id);
+            turn += 1;
+        }
+    }
+}
+
+/// The ring's slot.
+#[inline(always)]
+unsafe fn multiply_slot<const TILES: usize>(ring: &mut Ring, keep: bool, lane: u32, warp_id: u32) {
+    unsafe {
+        ring.wait_full();
+        // The assembler runs products one after another if fragments are loaded while others are under way; the other warpgroup
+        // keeps the tensor cores busy.
+        let weights = ring.slot().at((warp_id * SLICE_BYTES + lane * 16) as usize);
+        wgmma::load_fragments::<0, u8>(weights);
+        wgmma::load_fragments::<1, u8>(weights.at(512));
+        wgmma::load_fragments::<2, u8>(weights.at(1024));
+        wgmma::load_fragments::<3, u8>(weights.at(1536));
+        let x = Operand::at(ring.slot().at(WEIGHT_BYTES as usize));
+        wgmma::fence();
+        product::<TILES, 0>(x, keep);
+        product::<TILES, 1>(x.advance(32), true);
+        product::<TILES, 2>(x.advance(64), true);
+        product::<TILES, 3>(x.advance(96), true);
+        wgmma::commit();
+        wgmma::wait::<0>();
+        // What was read by ordinary loads is fenced before the slot is given back: the copy engine writes there next.
+        bulk::fence_proxy_async();
+        warp::sync_warp();
+        ring.empty().arrive_if(lane == 0);
+        *ring = ring.ahead(1);
+    }
+}
+
+#[inline(always)]
+unsafe fn product<const TILES: usize, const STEP: usize>(x: Operand, keep: bool) {
+    unsafe {
+        if TILES == 8 {
+            wgmma::mma_n64_upper::<STEP>(x, keep);
+        } else {
+            wgmma::mma_n128_upper::<STEP>(x, keep);
+        }
+    }
+}
