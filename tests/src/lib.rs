@@ -137,23 +137,24 @@ pub fn uploaded(device: &host::device::Device, checkpoint: &model::Checkpoint) -
         .unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The logits of `rows` tokens after a prompt, in one streamed launch and launch by launch, `[rows, vocab]` each.
+/// The logits of `rows` tokens after a prompt, `[rows, vocab]` each: in one streamed launch, launch by launch, and by the kernels for many sequences.
 ///
 /// # Panics
 /// If anything fails, or the device has no stream.
-pub fn streamed_and_launched(
+pub fn streamed_launched_and_wide(
     device: &host::device::Device,
     config: &model::Config,
     weights: host::weights::DeviceWeights,
     tokens: &[u32],
     rows: usize,
-) -> [Vec<f32>; 2] {
+) -> [Vec<f32>; 3] {
+    use gpu_kernels::attention::Attend;
     use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
-    use host::forward::{Forward, LogitRows};
+    use host::forward::{Forward, LogitRows, Pass, Tiles};
 
-    let run = move || -> Result<[Vec<f32>; 2], host::Error> {
+    let run = move || -> Result<[Vec<f32>; 3], host::Error> {
         let mut forward = Forward::new(device, config, weights, tokens.len())?;
-        assert!(forward.lay_out_stream()?, "the device cannot stream");
+        assert!(forward.lay_out_stream()? && forward.lay_out_wide()?, "the device cannot stream");
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let history = device.upload(&history)?;
         let words = device.zeroed::<u32>(STATE_WORDS)?;
@@ -180,7 +181,19 @@ pub fn streamed_and_launched(
         plan(prompt, rows)?;
         forward.enqueue(rows as u32, tokens.len() as u32, LogitRows::From(0))?;
         let launched = logits()?;
-        Ok([streamed, launched])
+        plan(prompt, rows)?;
+        let tile = Attend::tile_rows((config.num_attention_heads / config.num_key_value_heads) as u32);
+        let tiles: Vec<[u32; 2]> =
+            (0..rows as u32).step_by(tile as usize).map(|first| [first, tile.min(rows as u32 - first)]).collect();
+        let list = device.upload(&tiles.concat())?;
+        forward.enqueue_rows(&Pass {
+            rows: forward.rows(),
+            most_rows: rows as u32,
+            end: tokens.len() as u32,
+            tiles: Some(Tiles { list: list.ptr(), count: tiles.len() as u32 }),
+            logits: LogitRows::From(0),
+        })?;
+        Ok([streamed, launched, logits()?])
     };
     run().unwrap_or_else(|e| panic!("{e}"))
 }

@@ -4,7 +4,7 @@
 use host::draft::script;
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
-    answer, engine, golden_cases, greedy, prefilled, relative_error, run, streamed_and_launched, uploaded,
+    answer, engine, golden_cases, greedy, prefilled, relative_error, run, streamed_launched_and_wide, uploaded,
 };
 use model::{Checkpoint, Config, Sampling};
 
@@ -45,16 +45,17 @@ fn drafts_chunks_and_company_change_nothing() {
 }
 
 #[test]
-fn the_streamed_step_gives_the_bits_of_the_launches() {
+fn the_streamed_and_the_wide_step_give_the_bits_of_the_launches() {
     for (i, case) in golden_cases().into_iter().enumerate() {
         let checkpoint = Checkpoint::open(&case.dir).unwrap();
         // Over a page's end, over a split's end, and for 16 rows over several tiles of attention.
         for (length, rows) in [(70, 1), (70, 7), (70, 16), (264, 1), (264, 16)] {
             let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(length).collect();
             let device = host::device::Device::emulator(i as u64 * 100);
-            let [streamed, launched] =
-                streamed_and_launched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
+            let [streamed, launched, wide] =
+                streamed_launched_and_wide(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
             assert_eq!(streamed, launched, "{} with {rows} rows of {length}", case.name);
+            assert_eq!(wide, launched, "{} with {rows} rows of {length}, wide", case.name);
         }
     }
 }
@@ -62,7 +63,7 @@ fn the_streamed_step_gives_the_bits_of_the_launches() {
 /// Products of several groups of turns and several strips a block, whose inputs end within a chunk; and in attention two key-value heads, with five query
 /// heads each, whose tiles are dealt to four blocks.
 #[test]
-fn the_streamed_step_gives_the_bits_of_the_launches_in_wider_shapes() {
+fn the_streamed_and_the_wide_step_give_the_bits_of_the_launches_in_wider_shapes() {
     let config = Config {
         vocab_size: 300,
         hidden_size: 640,
@@ -76,8 +77,9 @@ fn the_streamed_step_gives_the_bits_of_the_launches_in_wider_shapes() {
         let tokens: Vec<u32> = (0..length).map(|i| i * 7919 % 300).collect();
         let device = host::device::Device::emulator(u64::from(length));
         let weights = host::weights::DeviceWeights::random(&config, &device).unwrap();
-        let [streamed, launched] = streamed_and_launched(&device, &config, weights, &tokens, rows);
+        let [streamed, launched, wide] = streamed_launched_and_wide(&device, &config, weights, &tokens, rows);
         assert_eq!(streamed, launched, "{rows} rows of {length}");
+        assert_eq!(wide, launched, "{rows} rows of {length}, wide");
     }
 }
 

@@ -13,7 +13,7 @@ use integration_tests::batch::{Happened, Priced, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
     answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, golden_cases, greedy, prefilled,
-    relative_error, run, streamed_and_launched, uploaded,
+    relative_error, run, streamed_launched_and_wide, uploaded,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
@@ -47,7 +47,10 @@ fn main() -> ExitCode {
             "a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces",
             a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces,
         ),
-        ("the_streamed_step_gives_the_bits_of_the_launches", the_streamed_step_gives_the_bits_of_the_launches),
+        (
+            "the_streamed_and_the_wide_step_give_the_bits_of_the_launches",
+            streamed_and_wide_steps_give_the_bits_of_the_launches,
+        ),
         ("a_token_takes_launches_and_nothing_else", a_token_takes_launches_and_nothing_else),
         ("a_request_gives_the_tokens_in_any_batch_that_it_gives_alone", a_request_gives_the_tokens_in_any_batch),
         ("a_card_too_small_is_said_before_loading", a_card_too_small_is_said_before_loading),
@@ -215,7 +218,7 @@ fn a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces() -> Result<(), Failed
     Ok(())
 }
 
-fn the_streamed_step_gives_the_bits_of_the_launches() -> Result<(), Failed> {
+fn streamed_and_wide_steps_give_the_bits_of_the_launches() -> Result<(), Failed> {
     let device = Device::cuda(0)?;
     if !device.is_hopper() {
         println!("not on this card: it has no bulk copies");
@@ -224,11 +227,13 @@ fn the_streamed_step_gives_the_bits_of_the_launches() -> Result<(), Failed> {
     let checkpoint = demo();
     for (length, rows) in [(17, 1), (300, 1), (300, 8), (64, 16), (1000, 16)] {
         let tokens = demo_prompts(&checkpoint, 1, length).remove(0);
-        let [streamed, launched] =
-            streamed_and_launched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
-        if streamed != launched {
-            let error = relative_error(&streamed, &launched);
-            return Err(format!("{rows} rows at {length}: relative difference {error}").into());
+        let [streamed, launched, wide] =
+            streamed_launched_and_wide(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
+        for (found, what) in [(&streamed, "streamed"), (&wide, "wide")] {
+            if *found != launched {
+                let error = relative_error(found, &launched);
+                return Err(format!("{what}, {rows} rows at {length}: relative difference {error}").into());
+            }
         }
     }
     Ok(())
