@@ -5,7 +5,7 @@ use model::{Checkpoint, CpuModel, KvCache, Sampling};
 
 use crate::Error;
 use crate::backend::{Backend, Sequence, Step, common_prefix};
-use crate::draft::{NgramDraft, learned};
+use crate::draft::{NgramDraft, confirm, learned};
 
 /// What drafts add to a step: with the demo model on two cores steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7 times as long as one of a row
 /// (`model/examples/cpu_speed.rs`), as they widen the weights first.
@@ -58,39 +58,18 @@ impl Cpu {
         self.logits.resize(rows * vocab, 0.0);
         self.model.forward(&tokens, &mut self.cache, rows, &mut self.logits[..rows * vocab])?;
         let Self { history, prompt_len, max_length, sampling, stop_tokens, .. } = self;
-        let tokens =
-            confirm(history, *prompt_len, *max_length, sampling, stop_tokens, drafts, &self.logits[..rows * vocab]);
+        let logits = &self.logits;
+        let choose = |row: usize, history: &[u32]| {
+            let (prompt, output) = history.split_at(*prompt_len);
+            sampling.sample(&logits[row * vocab..][..vocab], prompt, output)
+        };
+        let tokens = confirm(history, *max_length, stop_tokens, drafts, choose);
         let stopped = tokens.last().is_some_and(|token| stop_tokens.contains(token));
         let finished = stopped || history.len() >= *max_length;
         // Drafts that were not confirmed leave the cache.
         self.cache.truncate(self.history.len() - 1);
         Ok(Step { drafted: drafts.len(), finished, tokens })
     }
-}
-
-/// Chooses the tokens after `history`, whose first `prompt` tokens are the prompt, and appends them: one, and one more for each draft
-/// that was right, as long as neither `max_length` nor a stop token is met. `logits` is `[1 + drafts, vocab]`.
-pub(crate) fn confirm(
-    history: &mut Vec<u32>,
-    prompt: usize,
-    max_length: usize,
-    sampling: &Sampling,
-    stop_tokens: &[u32],
-    drafts: &[u32],
-    logits: &[f32],
-) -> Vec<u32> {
-    let mut tokens = Vec::new();
-    for (row, logits) in logits.chunks_exact(logits.len() / (1 + drafts.len())).enumerate() {
-        let (prompt, output) = history.split_at(prompt);
-        let token = sampling.sample(logits, prompt, output);
-        history.push(token);
-        tokens.push(token);
-        let finished = history.len() >= max_length || stop_tokens.contains(&token);
-        if finished || drafts.get(row) != Some(&token) {
-            break;
-        }
-    }
-    tokens
 }
 
 impl Backend for Cpu {

@@ -80,6 +80,28 @@ impl NgramDraft {
     }
 }
 
+/// Appends the tokens after `history`: one, and one more for each draft that was right, as long as neither `max_length` nor a stop token is met.
+/// `choose` gives the token of a row, 0 to `drafts.len()`, knowing the history up to it.
+pub(crate) fn confirm(
+    history: &mut Vec<u32>,
+    max_length: usize,
+    stop_tokens: &[u32],
+    drafts: &[u32],
+    mut choose: impl FnMut(usize, &[u32]) -> u32,
+) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    for row in 0..=drafts.len() {
+        let token = choose(row, history);
+        history.push(token);
+        tokens.push(token);
+        let finished = history.len() >= max_length || stop_tokens.contains(&token);
+        if finished || drafts.get(row) != Some(&token) {
+            break;
+        }
+    }
+    tokens
+}
+
 /// What `proposed` was worth, as [`drafting`] estimates it, after a step that confirmed `tokens`.
 pub(crate) fn learned(acceptance: u32, proposed: &[u32], tokens: &[u32]) -> u32 {
     proposed.iter().zip(tokens).fold(acceptance, |acceptance, (a, b)| drafting::learned(acceptance, a == b))

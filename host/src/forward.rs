@@ -432,6 +432,55 @@ impl Forward {
         }
     }
 
+    /// The embedding of these rows, for the first layer.
+    fn embed(&self, rows: Rows) -> Embed {
+        let w = &self.weights;
+        let (residual, norm) = (self.residual(), w.layers[0].input_norm.ptr());
+        Embed { rows, table: w.embed.ptr(), residual, norm, vocab: self.config.vocab_size as u32 }
+    }
+
+    /// A layer's cache, with all page tables.
+    fn layer_cache(&self, layer: usize) -> Cache {
+        Cache {
+            pages: self.cache.layer(layer),
+            tables: self.page_table.ptr(),
+            table_stride: self.table_stride(),
+            kv_heads: self.config.num_key_value_heads as u32,
+        }
+    }
+
+    /// The heads of these rows in a layer.
+    fn split_heads(&self, rows: Rows, layer: usize) -> SplitHeads {
+        let norms = &self.weights.layers[layer];
+        SplitHeads {
+            rows,
+            qkv: self.qkv.ptr(),
+            q_norm: norms.q_norm.ptr(),
+            k_norm: norms.k_norm.ptr(),
+            cos: self.cos.ptr(),
+            sin: self.sin.ptr(),
+            q: self.q.ptr_mut(),
+            cache: self.layer_cache(layer),
+            q_heads: self.config.num_attention_heads as u32,
+            eps: self.config.rms_norm_eps,
+        }
+    }
+
+    /// Attention of these rows in a layer.
+    fn attend(&self, rows: Rows, layer: usize) -> Attend {
+        Attend {
+            rows,
+            q: self.q.ptr(),
+            cache: self.layer_cache(layer),
+            sums: self.sums.ptr_mut(),
+            scales: self.scales.ptr_mut(),
+            out: self.attended.ptr_mut(),
+            splits: self.room.splits() as u32,
+            q_heads: self.config.num_attention_heads as u32,
+            scale: 1.0 / (HEAD_DIM as f32).sqrt(),
+        }
+    }
+
     /// Most tokens of a sequence.
     pub fn capacity(&self) -> usize {
         self.room.context
@@ -503,8 +552,6 @@ impl Forward {
         let kv_heads = c.num_key_value_heads as u32;
         let heads = q_heads + 2 * kv_heads;
         let q_size = q_heads * HEAD_DIM;
-        let splits = self.room.splits() as u32;
-        let eps = c.rms_norm_eps;
 
         let (residual, norm) = (self.residual(), self.norm());
         let norm = if self.apart.norms { Norm::default() } else { norm };
@@ -527,49 +574,15 @@ impl Forward {
         // freeing device memory waits for it.
         unsafe {
             let d = &self.device;
-            let embed = Embed {
-                rows,
-                table: w.embed.ptr(),
-                residual,
-                norm: w.layers[0].input_norm.ptr(),
-                vocab: c.vocab_size as u32,
-            };
-            d.launch::<embedding::embed>((1, most_rows), 0, embed)?;
+            d.launch::<embedding::embed>((1, most_rows), 0, self.embed(rows))?;
             for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
-                let cache = Cache {
-                    pages: self.cache.layer(i),
-                    tables: self.page_table.ptr(),
-                    table_stride: self.table_stride(),
-                    kv_heads,
-                };
                 self.launch_norm(most_rows, &layer.input_norm)?;
                 let project = linear(&layer.qkv, &self.scaled, heads * HEAD_DIM, hidden);
                 let project = Linear { norm, y: self.qkv.ptr_mut(), ..project };
                 self.launch_linear(Kind::Write, most_rows, project)?;
-                let split = SplitHeads {
-                    rows,
-                    qkv: self.qkv.ptr(),
-                    q_norm: layer.q_norm.ptr(),
-                    k_norm: layer.k_norm.ptr(),
-                    cos: self.cos.ptr(),
-                    sin: self.sin.ptr(),
-                    q: self.q.ptr_mut(),
-                    cache,
-                    q_heads,
-                    eps,
-                };
+                let split = self.split_heads(rows, i);
                 d.launch::<qkv::split_heads>((heads.div_ceil(qkv::HEADS_PER_BLOCK), most_rows), 0, split)?;
-                let attend = Attend {
-                    rows,
-                    q: self.q.ptr(),
-                    cache,
-                    sums: self.sums.ptr_mut(),
-                    scales: self.scales.ptr_mut(),
-                    out: self.attended.ptr_mut(),
-                    splits,
-                    q_heads,
-                    scale: 1.0 / (HEAD_DIM as f32).sqrt(),
-                };
+                let attend = self.attend(rows, i);
                 let splits = end.div_ceil(attention::SPLIT);
                 if let Some(tiles) = tiles {
                     let grid = (kv_heads, splits, tiles.count);

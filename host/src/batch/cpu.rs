@@ -2,17 +2,17 @@
 
 use std::time::Instant;
 
-use gpu_kernels::drafting;
-use model::{Checkpoint, CpuModel, KvPages, Row, Sampling};
+use model::{Checkpoint, CpuModel, KvPages, Row};
 use rayon::prelude::*;
 
 use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
-use super::draft::{Drafts, History, propose};
+use super::draft::{Drafts, propose};
 use super::plan::{Page, Plan, Work};
+use super::running::Running;
 use super::scheduler::{Costs, Limits};
 use crate::Error;
-use crate::cpu::{DRAFT_COST, confirm};
-use crate::draft::{NgramDraft, learned};
+use crate::cpu::DRAFT_COST;
+use crate::draft::NgramDraft;
 
 /// Runs batches on the CPU.
 pub struct CpuBatch {
@@ -27,18 +27,11 @@ pub struct CpuBatch {
     rows: Rate,
 }
 
-/// A running sequence.
+/// A running sequence, and where its keys and values are.
 #[derive(Clone, Default)]
 struct Slot {
-    history: Vec<u32>,
-    prompt: usize,
-    max_length: usize,
-    sampling: Sampling,
-    stop_tokens: Vec<u32>,
-    logprobs: Option<u32>,
+    running: Running,
     table: Vec<Page>,
-    /// What proposals were worth of late.
-    acceptance: u32,
 }
 
 impl CpuBatch {
@@ -83,16 +76,7 @@ impl CpuBatch {
             (plan.swap_out.len() + plan.copies.len() + plan.swap_in.len()).div_ceil(2),
         );
         for (started, start) in plan.started.iter().zip(starts) {
-            self.slots[started.slot as usize] = Slot {
-                history: start.tokens.to_vec(),
-                prompt: start.prompt,
-                max_length: start.max_length,
-                sampling: start.sampling,
-                stop_tokens: start.stop_tokens.to_vec(),
-                logprobs: start.logprobs,
-                table: Vec::new(),
-                acceptance: drafting::UNTRIED,
-            };
+            self.slots[started.slot as usize] = Slot { running: Running::new(start), table: Vec::new() };
         }
         for entry in &plan.tables {
             let table = &mut self.slots[entry.slot as usize].table;
@@ -119,20 +103,13 @@ impl BatchBackend for CpuBatch {
     fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
         self.prepare(plan, starts);
         let start = Instant::now();
-        let history = |work: &Work| {
-            let slot = &self.slots[work.slot as usize];
-            (work.rows == 1).then_some(History {
-                tokens: bytemuck::cast_slice(&slot.history),
-                max_length: slot.max_length,
-                acceptance: slot.acceptance,
-            })
-        };
-        let drafts = propose(plan, self.draft, DRAFT_COST, history);
+        let sequence = |work: &Work| (work.rows == 1).then_some(&self.slots[work.slot as usize].running);
+        let drafts = propose(plan, self.draft, DRAFT_COST, sequence);
         let mut rows = Vec::new();
         for (work, drafts) in plan.work.iter().zip(&drafts) {
             let slot = &self.slots[work.slot as usize];
             let (first, count) = (work.start as usize, work.rows as usize);
-            let known = slot.history[first..first + count].iter();
+            let known = slot.running.history[first..first + count].iter();
             rows.extend(known.chain(drafts.run()).enumerate().map(|(i, &token)| Row {
                 token,
                 position: first + i,
@@ -160,12 +137,14 @@ impl BatchBackend for CpuBatch {
             }
         }
         let choose = |(number, slot, drafts, logits): (u32, &mut Slot, Drafts, &[f32])| {
-            let Slot { history, prompt, max_length, sampling, stop_tokens, .. } = slot;
-            let tokens = confirm(history, *prompt, *max_length, sampling, stop_tokens, drafts.run(), logits);
-            slot.acceptance = learned(slot.acceptance, &drafts.proposed, &tokens);
-            let rows = tokens.iter().zip(logits.chunks_exact(vocab));
-            let logprobs =
-                slot.logprobs.map_or(Vec::new(), |top| rows.map(|(&t, row)| Logprobs::of(row, t, top)).collect());
+            let Running { prompt, sampling, logprobs, .. } = slot.running;
+            let row = |i: usize| &logits[i * vocab..][..vocab];
+            let tokens = slot.running.confirm(&drafts, |i, history| {
+                let (prompt, output) = history.split_at(prompt);
+                sampling.sample(row(i), prompt, output)
+            });
+            let of = |top| tokens.iter().enumerate().map(|(i, &token)| Logprobs::of(row(i), token, top)).collect();
+            let logprobs = logprobs.map_or(Vec::new(), of);
             Outcome { slot: number, tokens, logprobs, drafted: drafts.count }
         };
         let outcomes = choices.into_par_iter().map(choose).collect();

@@ -4,17 +4,8 @@ use gpu_kernels::drafting;
 use rayon::prelude::*;
 
 use super::plan::{Plan, Work};
+use super::running::Running;
 use crate::draft::NgramDraft;
-
-/// What a work drafts from.
-pub struct History<'a> {
-    /// Every token so far.
-    pub tokens: &'a [i32],
-    /// Most tokens of its sequence.
-    pub max_length: usize,
-    /// What its proposals were worth of late ([`drafting`]).
-    pub acceptance: u32,
-}
 
 /// Drafts for a work.
 #[derive(Clone, Default)]
@@ -32,37 +23,38 @@ impl Drafts {
     }
 }
 
-/// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`. `history` gives what a work drafts
-/// from, if it may draft.
+/// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`. `sequence` gives the one of a work,
+/// if it may draft.
 pub fn propose<'a>(
     plan: &Plan,
     draft: Option<NgramDraft>,
     cost: drafting::Cost,
-    history: impl Fn(&Work) -> Option<History<'a>>,
+    sequence: impl Fn(&Work) -> Option<&'a Running>,
 ) -> Vec<Drafts> {
     let Some(draft) = draft.filter(|_| plan.draft_threshold > 0) else {
         return vec![Drafts::default(); plan.work.len()];
     };
-    let histories: Vec<_> = plan.work.iter().map(|work| history(work).filter(|_| work.samples)).collect();
-    let active = histories.iter().flatten().count() as i64;
+    let sequences: Vec<_> = plan.work.iter().map(|work| sequence(work).filter(|_| work.samples)).collect();
+    let active = sequences.iter().flatten().count() as i64;
     let others = plan.work.iter().map(|work| work.rows).sum::<u32>().saturating_sub(1);
     // Which drafts there are does not depend on the budget, only how many of them are tried.
-    let search = |(work, history): (&Work, &Option<History<'_>>)| match history {
-        Some(History { tokens, max_length, .. }) if work.most_drafts > 0 => {
-            NgramDraft { tokens: work.most_drafts.min(draft.tokens), ..draft }.propose(tokens, *max_length)
+    let search = |(work, sequence): (&Work, &Option<&Running>)| match sequence {
+        Some(Running { history, max_length, .. }) if work.most_drafts > 0 => {
+            let draft = NgramDraft { tokens: work.most_drafts.min(draft.tokens), ..draft };
+            draft.propose(bytemuck::cast_slice(history), *max_length)
         }
         _ => Vec::new(),
     };
-    let found: Vec<Vec<u32>> = plan.work.par_iter().zip(&histories).map(search).collect();
+    let found: Vec<Vec<u32>> = plan.work.par_iter().zip(&sequences).map(search).collect();
     let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
-    let choose = |(mut proposed, history): (Vec<u32>, Option<History<'_>>)| {
-        let Some(history) = history else { return Drafts::default() };
+    let choose = |(mut proposed, sequence): (Vec<u32>, Option<&Running>)| {
+        let Some(sequence) = sequence else { return Drafts::default() };
         proposed.truncate(budget.next() as usize);
-        let count = drafting::worthwhile(history.acceptance, draft.cost(cost), others, proposed.len() as u32);
+        let count = drafting::worthwhile(sequence.acceptance, draft.cost(cost), others, proposed.len() as u32);
         budget.used += i64::from(count);
         Drafts { proposed, count: count as usize }
     };
-    found.into_iter().zip(histories).map(choose).collect()
+    found.into_iter().zip(sequences).map(choose).collect()
 }
 
 /// The n-gram operator's shared budget (`gpu_kernels::ngram`), handed out to one decoding sequence after the other.

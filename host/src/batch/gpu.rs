@@ -13,11 +13,10 @@ use std::collections::{BTreeMap, HashMap};
 
 use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, ClearRows, Put};
-use gpu_kernels::drafting;
 use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach};
 use gpu_kernels::step;
 use half::bf16;
-use model::{Checkpoint, Config, Sampling};
+use model::{Checkpoint, Config};
 use rayon::prelude::*;
 
 use self::moves::{Mover, Way};
@@ -26,12 +25,13 @@ use self::sizes::{LEAST_ROWS, SPARE, Sizes};
 use self::upload::{List, Upload};
 use super::PAGE_TOKENS;
 use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
-use super::draft::{Drafts, History, propose};
+use super::draft::{Drafts, propose};
 use super::plan::{Plan, Work};
 use super::run::BatchOptions;
+use super::running::Running;
 use super::scheduler::{Costs, Limits};
 use crate::device::{Buffer, Device, Mapped, Timer};
-use crate::draft::{NgramDraft, learned};
+use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, LogitRows, Tiles};
 use crate::gpu::DRAFT_COST;
 use crate::stream::Stream;
@@ -61,39 +61,6 @@ pub struct GpuBatch {
     timers: [Timer; 2],
     swaps: Rate,
     rows: Rate,
-}
-
-/// A running sequence.
-#[derive(Clone, Default)]
-struct Running {
-    history: Vec<u32>,
-    prompt: usize,
-    max_length: usize,
-    sampling: Sampling,
-    stop_tokens: Vec<u32>,
-    logprobs: Option<u32>,
-    /// What proposals were worth of late.
-    acceptance: u32,
-}
-
-impl Running {
-    fn is_penalised(&self) -> bool {
-        self.sampling.repetition_penalty != 1.0 || self.sampling.presence_penalty != 0.0
-    }
-
-    /// Takes in what was chosen after the newest token and after each of `drafts`. The tokens that count.
-    fn confirm(&mut self, drafts: &[u32], chosen: &[u32]) -> Vec<u32> {
-        let mut tokens = Vec::new();
-        for (i, &token) in chosen.iter().enumerate() {
-            self.history.push(token);
-            tokens.push(token);
-            let finished = self.history.len() >= self.max_length || self.stop_tokens.contains(&token);
-            if finished || drafts.get(i) != Some(&token) {
-                break;
-            }
-        }
-        tokens
-    }
 }
 
 /// A pass with its lists.
@@ -256,15 +223,7 @@ impl GpuBatch {
     fn take_up(&mut self, plan: &Plan, starts: &[Start<'_>]) {
         let vocab = self.vocab() as u32;
         for (started, start) in plan.started.iter().zip(starts) {
-            let running = Running {
-                history: start.tokens.to_vec(),
-                prompt: start.prompt,
-                max_length: start.max_length,
-                sampling: start.sampling,
-                stop_tokens: start.stop_tokens.to_vec(),
-                logprobs: start.logprobs,
-                acceptance: drafting::UNTRIED,
-            };
+            let running = Running::new(start);
             let first = started.slot * vocab;
             self.flags.retain(|place, _| place / vocab != started.slot);
             if running.is_penalised() {
@@ -447,17 +406,12 @@ impl BatchBackend for GpuBatch {
 
     fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
         self.take_up(plan, starts);
-        let history = |work: &Work| {
+        let sequence = |work: &Work| {
             let running = &self.slots[work.slot as usize];
             // Not after a prompt's last token: that one runs another way.
-            let generated = work.start as usize >= running.prompt;
-            (work.rows == 1 && generated).then_some(History {
-                tokens: bytemuck::cast_slice(&running.history),
-                max_length: running.max_length,
-                acceptance: running.acceptance,
-            })
+            (work.rows == 1 && work.start as usize >= running.prompt).then_some(running)
         };
-        let drafts = propose(plan, self.draft, DRAFT_COST, history);
+        let drafts = propose(plan, self.draft, DRAFT_COST, sequence);
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
         let rows: Vec<Rows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
 
@@ -517,8 +471,7 @@ impl BatchBackend for GpuBatch {
         let mut outcomes = Vec::new();
         for (i, work) in plan.work.iter().enumerate().filter(|(_, work)| work.samples) {
             let running = &mut self.slots[work.slot as usize];
-            let tokens = running.confirm(drafts[i].run(), &chosen[i]);
-            running.acceptance = learned(running.acceptance, &drafts[i].proposed, &tokens);
+            let tokens = running.confirm(&drafts[i], |row, _| chosen[i][row]);
             if running.is_penalised() {
                 self.flags.extend(tokens.iter().map(|token| (work.slot * vocab + token, SEEN | GENERATED)));
             }

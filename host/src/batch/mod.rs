@@ -11,6 +11,7 @@ mod gpu;
 pub mod pages;
 pub mod plan;
 mod run;
+mod running;
 mod scheduler;
 
 pub use backend::{BatchBackend, Logprobs, Outcome, Start};

@@ -1,12 +1,11 @@
 //! Passes over the rows of many sequences on Hopper: the kernels of `gpu_kernels::wide`, with the weights that the [stream](crate::stream) laid out.
 //! They give the bits of the launches.
 
-use gpu_kernels::attention::{Attend, SPLIT};
-use gpu_kernels::embedding::Embed;
-use gpu_kernels::kv::{Cache, HEAD_DIM};
+use gpu_kernels::attention::SPLIT;
+use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::Norm;
-use gpu_kernels::qkv::{self, SplitHeads};
+use gpu_kernels::qkv;
 use gpu_kernels::wide::{self, Share, WideAttend};
 
 use super::{Forward, LogitRows, Pass, Tiles};
@@ -77,7 +76,6 @@ impl Forward {
         let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
         let (q_heads, kv_heads) = (c.num_attention_heads as u32, c.num_key_value_heads as u32);
         let heads = q_heads + 2 * kv_heads;
-        let eps = c.rms_norm_eps;
         let (weights, grid) = stream.weights();
         let residual = self.residual();
         let product = |matrix: usize, input: Input, n: u32, k: u32| wide::Wide {
@@ -102,49 +100,15 @@ impl Forward {
         // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; weights are not written by any launch, and all else
         // kernels touch after the launch before is done.
         unsafe {
-            let embed = Embed {
-                rows,
-                table: w.embed.ptr(),
-                residual,
-                norm: w.layers[0].input_norm.ptr(),
-                vocab: c.vocab_size as u32,
-            };
-            d.launch::<wide::wide_embed>((1, most_rows), 0, embed)?;
+            d.launch::<wide::wide_embed>((1, most_rows), 0, self.embed(rows))?;
             for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
-                let cache = Cache {
-                    pages: self.cache.layer(i),
-                    tables: self.page_table.ptr(),
-                    table_stride: self.table_stride(),
-                    kv_heads,
-                };
                 let project = product(4 * i, Input::Scaled, heads * HEAD_DIM, hidden);
                 let project = wide::Wide { norm: self.norm(), y: self.qkv.ptr_mut(), ..project };
                 self.launch_wide(Kind::Write, grid, most_rows, project)?;
-                let split = SplitHeads {
-                    rows,
-                    qkv: self.qkv.ptr(),
-                    q_norm: layer.q_norm.ptr(),
-                    k_norm: layer.k_norm.ptr(),
-                    cos: self.cos.ptr(),
-                    sin: self.sin.ptr(),
-                    q: self.q.ptr_mut(),
-                    cache,
-                    q_heads,
-                    eps,
-                };
+                let split = self.split_heads(rows, i);
                 d.launch_early::<wide::wide_heads>((heads.div_ceil(qkv::HEADS_PER_BLOCK), most_rows), 0, split)?;
                 let attend = WideAttend {
-                    attend: Attend {
-                        rows,
-                        q: self.q.ptr(),
-                        cache,
-                        sums: self.sums.ptr_mut(),
-                        scales: self.scales.ptr_mut(),
-                        out: self.attended.ptr_mut(),
-                        splits: self.room.splits() as u32,
-                        q_heads,
-                        scale: 1.0 / (HEAD_DIM as f32).sqrt(),
-                    },
+                    attend: self.attend(rows, i),
                     tiles: tiles.list,
                     tile_count: tiles.count,
                     arrivals: of.finished.ptr_mut(),
