@@ -1,13 +1,35 @@
 //! A ring of slots in shared memory between warps that fill it by the copy engine and warps that use what came.
 //!
-//! It begins at the block's dynamic shared memory: the slots, then a barrier for each that says it is full, then one for each that says it is free.
+//! It begins at a place in the block's dynamic shared memory: the slots, then a barrier for each that says it is full, then one for each that says it is free.
+//! Waiting is bounded: a launch that cannot make progress ends with an error.
 
 use cuda_std::bulk::Barrier;
 use cuda_std::shared::{self, Shared};
+use cuda_std::thread;
+
+/// Polls of a wait before the launch is given up: seconds, where a step takes milliseconds.
+pub const PATIENCE: u32 = 1 << 23;
+
+/// Waits for the end of the phase of this parity; gives the launch up rather than hang.
+#[inline(always)]
+pub(crate) unsafe fn wait(barrier: Barrier, parity: u32) {
+    unsafe {
+        let mut polls = 0;
+        while !barrier.try_wait(parity) {
+            // New to the compiler, which would write the loop out.
+            polls = thread::fresh(polls) + 1;
+            if polls == PATIENCE {
+                thread::trap();
+            }
+        }
+    }
+}
 
 /// The shape of a ring.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
+    /// Where it begins.
+    pub start: u32,
     pub stages: u32,
     /// Of a slot.
     pub bytes: u32,
@@ -16,11 +38,11 @@ pub(crate) struct Shape {
 impl Shape {
     /// Where the barriers begin.
     pub const fn barriers(self) -> u32 {
-        self.stages * self.bytes
+        self.start + self.stages * self.bytes
     }
 
-    /// Bytes of slots and barriers.
-    pub const fn shared_bytes(self) -> u32 {
+    /// Where it ends.
+    pub const fn end(self) -> u32 {
         self.barriers() + 2 * self.stages * 8
     }
 }
@@ -40,32 +62,20 @@ impl Ring {
         Self { shape, stage: 0, parity: 0 }
     }
 
-    /// A place that [`consumer_place`](Self::consumer_place) told.
-    #[inline(always)]
-    pub const fn at(shape: Shape, stage: u32, parity: u32) -> Self {
-        Self { shape, stage, parity }
-    }
-
-    /// For a consumer, where this producer stands: the slot, and what its full barrier is waited for with.
-    #[inline(always)]
-    pub const fn consumer_place(&self) -> (u32, u32) {
-        (self.stage, self.parity ^ 1)
-    }
-
     /// The start, for those who fill it: the first turn finds every slot free.
     #[inline(always)]
     pub const fn producer(shape: Shape) -> Self {
         Self { shape, stage: 0, parity: 1 }
     }
 
-    /// Makes all barriers: a slot is full after `producers` arrivals and their bytes, and free after `consumers`. One lane does it, before anyone waits.
+    /// Makes all barriers: a slot is full after one arrival and its bytes, and free after `consumers`. One lane does it, before anyone waits.
     #[inline(always)]
-    pub unsafe fn init(shape: Shape, producers: u32, consumers: u32) {
+    pub unsafe fn init(shape: Shape, consumers: u32) {
         let mut stage = 0;
         while stage < shape.stages {
             let ring = Self { shape, stage, parity: 0 };
             unsafe {
-                ring.full().init(producers);
+                ring.full().init(1);
                 ring.empty().init(consumers);
             }
             stage += 1;
@@ -82,45 +92,30 @@ impl Ring {
         unsafe { Barrier::at(shared::dynamic(self.shape.barriers() + (self.shape.stages + self.stage) * 8)) }
     }
 
-    /// Waits until the slot is full (a consumer) or free (a producer).
+    /// A consumer waits until the slot is full.
     #[inline(always)]
     pub unsafe fn wait_full(&self) {
-        unsafe { self.full().wait(self.parity) }
+        unsafe { wait(self.full(), self.parity) }
     }
 
-    /// Waits until what a consumer's slot held a turn before was given back by all. A consumer that got to know of its slot before the producer filled it
-    /// could be a turn ahead of others, and would take the parity of the turn before the last for its own.
+    /// A producer waits until the slot is free.
     #[inline(always)]
-    pub unsafe fn wait_last_turn(&self) {
-        unsafe { self.empty().wait(self.parity ^ 1) }
+    pub unsafe fn wait_empty(&self) {
+        unsafe { wait(self.empty(), self.parity) }
     }
 
-    /// [`wait_full`](Self::wait_full) for such a consumer.
-    #[inline(always)]
-    pub unsafe fn wait_full_after_last_turn(&self) {
-        unsafe {
-            self.wait_last_turn();
-            self.wait_full();
-        }
-    }
-
-    /// A producer's wait until no more than `copies` of its slots, this one included, will be under way.
+    /// A producer waits until no more than `copies` of its slots, this one included, will be under way.
     #[inline(always)]
     pub unsafe fn wait_under_way(&self, copies: u32) {
         // The slot so many places ago, with the parity of its last turn: a fresh barrier has that turn behind it.
         let earlier = self.ahead(self.shape.stages - copies);
-        unsafe { earlier.full().wait(earlier.parity) }
-    }
-
-    #[inline(always)]
-    pub unsafe fn wait_empty(&self) {
-        unsafe { self.empty().wait(self.parity) }
+        unsafe { wait(earlier.full(), earlier.parity) }
     }
 
     /// Where the slot begins, from the start of dynamic shared memory.
     #[inline(always)]
     pub const fn offset(&self) -> u32 {
-        self.stage * self.shape.bytes
+        self.shape.start + self.stage * self.shape.bytes
     }
 
     /// The slot.

@@ -1,32 +1,33 @@
-//! Linear layers for the rows of many sequences: the bits of [`linear`](crate::linear), on Hopper's warpgroup products.
+//! A step of many sequences in one launch: the bits of [`linear`](crate::linear) and [`attention`](crate::attention), on Hopper's warpgroup products.
 //!
-//! # Shape of the work
-//! A block takes 128 output features (a *tile*: 8 strips) × `ROWS` = 64 or 128 rows at a time. The weights are read where the
-//! [stream](crate::stream) has them:
+//! As in the [stream](crate::stream), memory is read without a pause: weights, and keys and values of earlier steps, depend on nothing that a step does. Here the step
+//! is a list of [phases](Phase) in memory, and between two of them all blocks meet:
 //!
 //! ```text
-//! warp 8         weights, a slice of 64 inputs of 8 strips: 8 × 2 KiB ──bulk copies──┐
-//! warp 9         activations [ROWS × 64]                     ──copy engine──────────┴─► ring of slots in shared memory
+//! warp 8         weights: 64 inputs of 8 strips, 8 × 2 KiB; pages of keys, of values ──bulk copies──► ring of slots of 16 KiB
+//! warp 9         activations [ROWS × 64]; an item's queries                         ──copy engine──► ring of slots of ROWS × 128 bytes
 //! warps 10, 11   the rows' norm factors
-//! warps 0 to 3   strips 0 to 3 ┐ wgmma m64nROWSk16: weights from registers (their lanes' fragments, as they lie in a chunk),
-//! warps 4 to 7   strips 4 to 7 ┘                    activations from shared memory; then the epilogue, in registers
+//! warps 0 to 7   what is to be done with all that; they meet the other blocks
 //! ```
 //!
-//! # The order of a sum
+//! Warp 8 passes every meeting without stopping, except before pages that this step writes to; the other producers wait for what they bring.
+//!
+//! # Products
+//! A block takes 128 output features (a *tile*: 8 strips) × `ROWS` = 64 or 128 rows at a time. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with
+//! weights from registers (their lanes' fragments, as they lie in a chunk of the [stream](crate::stream)) and activations from shared memory; the epilogue is in registers.
+//!
 //! In [`linear`](crate::linear) warp `w` of 8 chains the slices `w, w + 8, …` in the tensor core, and the warps' sums are added from first to last. Here one
 //! warpgroup does the same chains one after another: all slices of *residue* 0, then of residue 1, …, and adds each finished chain to its totals. On Hopper
 //! `wgmma` and `mma.sync` give the same bits for the same 16 products (measured: 4 × 4,096 sums of 4,096 products, plain, of equal sign and spread over
 //! 24 binary orders; and the order within the 16 does not matter). Which 16 inputs an instruction takes follows from `linear`'s loads of 16 bytes; activations are
-//! kept in that order, see [`slot`].
+//! kept in that order, see [`slot`](crate::linear::slot).
 //!
-//! # From one launch to the next
-//! Weights depend on nothing that a step does. So a launch begins as soon as blocks of the one before end (programmatic dependent launch), and fills its ring
-//! with weights; everything else waits until that launch is done. The number of rows is older than both.
-//!
-//! # When tiles do not fill the card
-//! Whole rounds of tiles, one a block, run as above. What is left is split by residues into [`Share::parts`] a tile, so that every block has work: parts
+//! Whole rounds of tiles, one a block, run like that. What is left is split by residues into [`Share::parts`] a tile, so that every block has work: parts
 //! leave their chains in memory (L2, in truth), and each adds those of its share of the rows, in order, once all are there: if it can,
-//! after its next unit. So all blocks are resident together.
+//! after its next unit.
+//!
+//! # Attention
+//! See [`attention`].
 
 /// Four accumulators from this one on, got or set: a lane's sums of a group of eight rows.
 macro_rules! accumulators {
@@ -47,24 +48,32 @@ macro_rules! accumulators {
     }};
 }
 
+/// A field of a phase, read where it is wanted: kept, it would take a register.
+macro_rules! field {
+    ($phase:expr, $name:ident: $t:ty) => {
+        $phase.cast::<u8>().at(core::mem::offset_of!(Phase, $name)).cast::<$t>().load_nc(0)
+    };
+}
+
 mod attention;
-mod consumer;
 mod outputs;
+mod phases;
 mod producer;
+mod product;
 
-pub use attention::{ATTEND_THREADS, WideAttend, wide_attend};
+pub use phases::{Kind, Phase, Share};
 
-use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, launches, math, thread, wgmma};
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::bulk::{self, Barrier};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread, wgmma};
 
-use crate::embedding::Embed;
+use crate::attention::{Attend, PAIRS};
+use crate::kv::Cache;
 use crate::linear::{SLICE, STRIP, slot};
 use crate::norm::{Norm, Residual};
-use crate::qkv::{HEADS_PER_BLOCK, SplitHeads, split_head};
-use crate::ring::{Ring, Shape};
+use crate::qkv::{Factors, Heads};
+use crate::ring::{PATIENCE, Ring, Shape};
 use crate::step::Rows;
-use consumer::consume;
-use producer::{factors_ready, find_factors, produce_rows, produce_weights};
 
 /// Most rows of a step.
 pub const MAX_WIDE_ROWS: u32 = 256;
@@ -74,6 +83,9 @@ pub const THREADS: u32 = 384;
 pub const TILE_STRIPS: u32 = 8;
 
 const RESIDUES: u32 = 8;
+/// Warps that consume.
+const WARPS: u32 = 8;
+const CONSUMERS: u32 = WARPS * 32;
 /// Registers of a lane once warpgroups know what they are.
 const CONSUMER_REGISTERS: u32 = 208;
 const PRODUCER_REGISTERS: u32 = 88;
@@ -83,120 +95,104 @@ const GROUP: u32 = 128;
 /// Bytes of a strip's slice.
 const SLICE_BYTES: u32 = SLICE * STRIP * 2;
 const WEIGHT_BYTES: u32 = TILE_STRIPS * SLICE_BYTES;
+/// Where all consumers meet; the warpgroups have barriers 1 and 2.
+const ALL: u32 = 3;
 
-/// Polls of a wait before the step is given up: seconds, where a product takes microseconds.
-const PATIENCE: u32 = 1 << 23;
+/// The shared memory of a block for `ROWS` rows a tile.
+struct Memory<const ROWS: u32>;
 
-/// What is done with sums.
-const WRITE: u32 = 0;
-const ADD: u32 = 1;
-const SWIGLU: u32 = 2;
+impl<const ROWS: u32> Memory<ROWS> {
+    /// Activations, or queries.
+    const ROW_RING: Shape = Shape { start: 0, stages: 4, bytes: ROWS * SLICE * 2 };
+    /// Weights, or pages.
+    const RING: Shape = Shape {
+        start: Self::ROW_RING.end().next_multiple_of(128),
+        stages: if ROWS == 64 { 11 } else { 9 },
+        bytes: WEIGHT_BYTES,
+    };
+    /// A barrier that says that the rows' factors are there.
+    const FACTORS_READY: u32 = Self::RING.end();
+    /// What attention reduces in; and in products, the rows' factors.
+    const SCRATCH: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
+    const BYTES: u32 = Self::SCRATCH + Attend::SHARED_BYTES;
 
-/// How tiles fall to blocks.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Share {
-    /// Tiles that a block does whole: full rounds.
-    pub whole: u32,
-    /// Every other tile has `1 << shift` parts.
-    pub shift: u32,
-}
-
-impl Share {
-    /// Of `tiles` over `grid` blocks: the split with the shortest last round, and of equal ones the coarsest. No more parts than blocks: a block waits for
-    /// a tile's parts, and would for a later one of its own.
-    ///
-    /// # Panics
-    /// Without blocks: a bug of the caller.
-    #[must_use]
-    pub const fn new(tiles: u32, grid: u32) -> Self {
-        let left = tiles % grid;
-        let (mut shift, mut best, mut tried) = (0, u32::MAX, 0);
-        while RESIDUES >> tried > 0 && 1 << tried <= grid {
-            let time = (left << tried).div_ceil(grid) * (RESIDUES >> tried);
-            if time < best {
-                (shift, best) = (tried, time);
-            }
-            tried += 1;
-        }
-        Self { whole: tiles - left, shift }
-    }
-
-    /// Parts of a tile that is not whole.
-    #[inline(always)]
-    #[must_use]
-    pub const fn parts(&self) -> u32 {
-        1 << self.shift
-    }
-
-    /// Residues of a part.
-    #[inline(always)]
-    const fn residues(&self) -> u32 {
-        RESIDUES >> self.shift
-    }
-
-    /// Chains that the parts of a tile leave in memory: the first part leaves one, its total.
-    #[inline(always)]
-    const fn chains(&self) -> u32 {
-        1 + RESIDUES - self.residues()
+    unsafe fn factors_ready() -> Barrier {
+        unsafe { Barrier::at(shared::dynamic(Self::FACTORS_READY)) }
     }
 }
 
-/// Parameters of the products of this module. Grid: at most one block a multiprocessor, all resident at once. Shared memory: [`Wide::shared_bytes`].
+// What a block of an H100 may have, and that factors have room.
+const _: () = assert!(Memory::<64>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
+const _: () = assert!(MAX_WIDE_ROWS * 4 <= Attend::SHARED_BYTES);
+
+/// Parameters of [`wide_64`] and [`wide_128`]. Cooperative; grid: at most one block a multiprocessor. Shared memory: [`WideStep::shared_bytes`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Wide {
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WideStep {
     /// The rows of this step.
     pub rows: Rows,
-    /// The activations, bf16 `[rows, k]` with each row in the order of [`slot`], in tiles of `ROWS` rows.
-    pub x: Global<TensorMap>,
+    /// What to do, in order.
+    pub phases: Global<Phase>,
+    /// How many.
+    pub phase_count: u32,
+    /// Blocks that [`lay_out`](crate::stream::lay_out) was told.
+    pub blocks: u32,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
     pub stream: Global<bf16>,
-    /// The matrix's first [`Pass::base`].
-    pub base: u64,
-    /// Blocks that `lay_out` was told.
-    pub blocks: u32,
-    /// Strips of the matrix.
-    pub strips: u32,
-    /// Tiles of rows: for all rows that there may be.
-    pub row_tiles: u32,
-    /// [`Share::new`] of all tiles over the grid.
-    pub share: Share,
-    /// Output features: of `swiglu`, those of its result.
-    pub n: u32,
-    /// Input features, a multiple of 64.
-    pub k: u32,
-    /// What the input has yet to be divided by.
-    pub norm: Norm,
-    /// `[rows, n]`: written by `wide_linear_*` alone.
-    pub y: GlobalMut<f32>,
-    /// `[rows, n]` in the order of [`slot`]: written by `wide_swiglu_*` alone.
-    pub activation: GlobalMut<bf16>,
-    /// Added to by `wide_add_*` alone; its size is `n`, and its scaled rows are in the order of [`slot`].
+    /// `[vocab, hidden]`, as in the checkpoint.
+    pub embed: Global<bf16>,
+    /// `[positions, 64]` cosines.
+    pub cos: Global<f32>,
+    /// `[positions, 64]` sines.
+    pub sin: Global<f32>,
+    /// Page tables, as [`Cache::tables`].
+    pub tables: Global<u32>,
+    /// The residual stream of every row; its scaled rows are in the order of [`slot`].
     pub residual: Residual,
-    /// `[n]`: the weight of the norm that comes after `wide_add_*`.
-    pub next_norm: Global<bf16>,
-    /// [`Wide::partial_len`] elements, for chains of split tiles.
+    /// `[rows, (q_heads + 2 · kv_heads) · 128]`.
+    pub qkv: GlobalMut<f32>,
+    /// `[rows, q_heads, 128]`.
+    pub q: GlobalMut<bf16>,
+    /// As [`Attend::sums`].
+    pub sums: GlobalMut<f32>,
+    /// As [`Attend::scales`].
+    pub scales: GlobalMut<f32>,
+    /// `[rows, q_heads · 128]` in the order of [`slot`].
+    pub attended: GlobalMut<bf16>,
+    /// `[rows, intermediate]` in the order of [`slot`].
+    pub activation: GlobalMut<bf16>,
+    /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and at most
+    /// [`Attend::tile_rows`]. A sequence's rows follow each other. 8-byte aligned.
+    pub tiles: Global<u32>,
+    /// [`WideStep::partial_len`] elements, for chains of split tiles.
     pub partials: GlobalMut<f32>,
-    /// [`Wide::arrivals_len`] words, zero before and after.
+    /// [`WideStep::arrivals_len`] words, zero before and after.
     pub arrivals: GlobalMut<u32>,
+    /// `[blocks, phases]`: when a block was done with a phase, by [`thread::global_timer`]; null when nobody asks.
+    pub trace: GlobalMut<u64>,
+    /// How many tiles there are.
+    pub tile_count: u32,
+    /// Splits of the longest sequence, or more.
+    pub splits: u32,
+    /// As [`Attend::splits`].
+    pub split_room: u32,
+    /// Tokens.
+    pub vocab: u32,
+    /// Entries of a page table.
+    pub table_stride: u32,
+    /// Query heads.
+    pub q_heads: u32,
+    /// Key-value heads.
+    pub kv_heads: u32,
+    /// Added to the mean of squares.
+    pub eps: f32,
 }
 
-impl Wide {
-    /// A slot holds a slice of a tile's weights, and of the rows.
-    const fn ring(rows: u32) -> Shape {
-        Shape { stages: if rows == 64 { 9 } else { 7 }, bytes: WEIGHT_BYTES + rows * SLICE * 2 }
-    }
-
-    /// Behind the ring: a barrier that says that the rows' factors are there, and the factors.
-    const fn factors(rows: u32) -> u32 {
-        Self::ring(rows).shared_bytes() + 8
-    }
-
-    /// Dynamic shared memory of a block of the kernels for `rows` = 64 or 128 rows a tile.
+impl WideStep {
+    /// Dynamic shared memory of a block of the kernel for `rows` = 64 or 128 rows a tile.
     #[must_use]
     pub const fn shared_bytes(rows: u32) -> u32 {
-        Self::factors(rows) + MAX_WIDE_ROWS * 4
+        if rows == 64 { Memory::<64>::BYTES } else { Memory::<128>::BYTES }
     }
 
     /// Elements of [`partials`](Self::partials) for any matrix and any number of tiles of `rows` rows, on a grid of `grid` blocks.
@@ -216,154 +212,248 @@ impl Wide {
     }
 
     /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: for both halves of each tile that may be split, how many parts' chains are there,
-    /// and how many parts know it.
+    /// and how many parts know it; then the grid's meetings, and how many blocks are done.
     #[must_use]
     pub const fn arrivals_len(grid: u32) -> usize {
-        4 * grid as usize
-    }
-}
-
-/// A tile, or a part of it, and how to walk its slices.
-#[derive(Clone, Copy)]
-struct Unit {
-    /// First strip.
-    strip: u32,
-    /// First row.
-    row: u32,
-    /// Number among split tiles.
-    split: u32,
-    residue: u32,
-    end: u32,
-}
-
-impl Wide {
-    /// Tiles of a matrix of `strips` strips and of so many tiles of rows.
-    #[inline(always)]
-    #[must_use]
-    pub const fn tiles(strips: u32, row_tiles: u32) -> u32 {
-        strips.div_ceil(TILE_STRIPS) * row_tiles
+        4 * grid as usize + 2
     }
 
-    /// The unit of this number, with `rows` rows in a tile. A block has those that are its own number modulo the grid.
+    /// The grid's meetings.
     #[inline(always)]
-    fn unit(&self, number: u32, rows: u32) -> Option<Unit> {
-        let Share { whole, shift } = self.share;
-        let (tile, split, part, shift) = if number < whole {
-            (number, 0, 0, 0)
-        } else {
-            let part = number - whole;
-            (whole + (part >> shift), part >> shift, part & ((1 << shift) - 1), shift)
-        };
-        if tile >= Self::tiles(self.strips, self.row_tiles) {
-            return None;
+    unsafe fn meetings(&self) -> GlobalMut<u32> {
+        unsafe { self.arrivals.at(4 * thread::grid_dim_x() as usize) }
+    }
+
+    /// One lane waits until all blocks have done the phases before this one, and sees what they wrote. What it copies afterwards is that, too.
+    #[inline(always)]
+    unsafe fn wait_for(&self, phase: u32) {
+        unsafe {
+            let all = phase * thread::grid_dim_x();
+            let meetings = self.meetings();
+            let mut polls = 0;
+            while atomic::load(meetings, 0, Ordering::Acquire, Scope::Device) < all {
+                polls = thread::fresh(polls) + 1;
+                if polls == PATIENCE {
+                    thread::trap();
+                }
+            }
+            bulk::fence_proxy_async_global();
         }
-        let residues = RESIDUES >> shift;
-        let residue = part * residues;
-        // SAFETY: a launch has rows.
-        unsafe { core::hint::assert_unchecked(self.row_tiles > 0) };
-        let across = tile / self.row_tiles;
-        let (strip, row) = (across * TILE_STRIPS, (tile - across * self.row_tiles) * rows);
-        Some(Unit { strip, row, split, residue, end: residue + residues })
     }
+
+    /// The norm that a product's input has yet to be divided by.
+    #[inline(always)]
+    fn norm(&self) -> Norm {
+        Norm { squares: self.residual.squares.read(), dim: self.residual.dim, eps: self.eps }
+    }
+
+    #[inline(always)]
+    fn cache(&self, pages: GlobalMut<bf16>) -> Cache {
+        Cache { pages, tables: self.tables, table_stride: self.table_stride, kv_heads: self.kv_heads }
+    }
+
+    /// Query heads that share a key-value head.
+    #[inline(always)]
+    fn group(&self) -> u32 {
+        // SAFETY: the model has heads, at most 16 to a key-value head.
+        unsafe {
+            core::hint::assert_unchecked(self.kv_heads > 0);
+            let group = self.q_heads / self.kv_heads;
+            core::hint::assert_unchecked(group > 0 && group <= PAIRS);
+            group
+        }
+    }
+
+    /// What attention of a layer needs beside keys and values.
+    #[inline(always)]
+    fn attend(&self) -> Attend {
+        Attend {
+            rows: self.rows,
+            q: self.q.read(),
+            cache: Default::default(),
+            sums: self.sums,
+            scales: self.scales,
+            out: self.attended,
+            splits: self.split_room,
+            q_heads: self.q_heads,
+            scale: 1.0 / math::sqrt(crate::kv::HEAD_DIM as f32),
+        }
+    }
+}
+
+/// Where the consumers stand in both rings.
+struct Rings {
+    /// Weights, pages.
+    ring: Ring,
+    /// Activations, queries.
+    rows: Ring,
 }
 
 #[inline(always)]
-unsafe fn wide<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
+unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
     unsafe {
         wgmma::declare();
-        launches::allow_next();
         if p.rows.count.load(0) == 0 {
             return;
         }
         let warp_id = thread::warp_id();
         if thread::thread_idx_x() == 0 {
-            Ring::init(Wide::ring(ROWS), 2, 8);
-            factors_ready::<ROWS>().init(2);
+            Ring::init(Memory::<ROWS>::ROW_RING, WARPS);
+            Ring::init(Memory::<ROWS>::RING, WARPS);
+            Memory::<ROWS>::factors_ready().init(2);
             bulk::fence_init();
         }
         thread::sync_threads();
-        if warp_id < 8 {
+        if warp_id < WARPS {
             wgmma::take_registers::<CONSUMER_REGISTERS>();
-            launches::wait();
-            consume::<ROWS, TILES, KIND>(p);
+            consume::<ROWS, TILES>(p);
         } else {
             wgmma::give_registers::<PRODUCER_REGISTERS>();
-            match warp_id {
-                8 => produce_weights::<ROWS>(p),
-                9 => {
-                    launches::wait();
-                    if thread::lane_id() == 0 {
-                        produce_rows::<ROWS>(p);
-                    }
-                }
-                _ => {
-                    launches::wait();
-                    if KIND != ADD && !p.norm.squares.is_null() {
-                        find_factors::<ROWS>(p, warp_id - 10);
-                    }
-                }
+            match warp_id - WARPS {
+                0 => producer::produce::<ROWS>(p),
+                1 => producer::produce_rows::<ROWS>(p),
+                which => producer::find_factors::<ROWS>(p, which - 2),
             }
         }
     }
 }
 
-macro_rules! widths {
-    ($($rows:literal $tiles:literal $linear:ident $add:ident $swiglu:ident;)*) => { $(
-        #[doc = concat!("`y = x · wᵀ`, ", stringify!($rows), " rows at a time.")]
-        #[kernel(threads = THREADS, min_blocks = 1)]
-        pub unsafe fn $linear(p: Wide) {
-            unsafe { wide::<$rows, $tiles, WRITE>(&p) }
-        }
-        #[doc = concat!("`residual += x · wᵀ`, ", stringify!($rows), " rows at a time; `n` is a multiple of 16.")]
-        #[kernel(threads = THREADS, min_blocks = 1)]
-        pub unsafe fn $add(p: Wide) {
-            unsafe { wide::<$rows, $tiles, ADD>(&p) }
-        }
-        #[doc = concat!("`activation = silu(x · gateᵀ) ∘ (x · upᵀ)`, ", stringify!($rows), " rows at a time.")]
-        #[kernel(threads = THREADS, min_blocks = 1)]
-        pub unsafe fn $swiglu(p: Wide) {
-            unsafe { wide::<$rows, $tiles, SWIGLU>(&p) }
-        }
-    )* };
-}
-
-widths! {
-    64 8 wide_linear_64 wide_add_64 wide_swiglu_64;
-    128 16 wide_linear_128 wide_add_128 wide_swiglu_128;
-}
-
-/// As [`embed`](crate::embedding::embed), with the scaled rows in the order of [`slot`]. Grid: (1, rows).
-#[kernel(threads = 256)]
-pub unsafe fn wide_embed(p: Embed) {
+/// The consumers walk the phases.
+#[inline(always)]
+unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
     unsafe {
-        let row = thread::block_idx_y();
-        if row < p.rows.count.load(0) {
-            let dim = p.residual.dim;
-            let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
-            let source = p.table.at(token as usize * dim as usize);
-            let mut i = thread::thread_idx_x();
-            while i < dim {
-                let x = math::from_bf16(source.load_nc(i as usize));
-                p.residual.put_at(p.norm.load_nc(i as usize), row, i, slot(i), x, true);
-                i += 256;
+        let mut rings =
+            Rings { ring: Ring::consumer(Memory::<ROWS>::RING), rows: Ring::consumer(Memory::<ROWS>::ROW_RING) };
+        let (mut number, mut factors) = (0, 0);
+        while number < p.phase_count {
+            let first = thread::fresh(thread::thread_idx_x()) == 0;
+            if first {
+                p.wait_for(number);
+            }
+            thread::sync_named(ALL, CONSUMERS);
+            let phase = p.phases.at(number as usize);
+            match field!(phase, kind: u32) {
+                Kind::EMBED => embed(p, phase),
+                Kind::HEADS => heads(p, phase),
+                Kind::ATTEND => attention::attend::<ROWS>(p, &mut rings),
+                Kind::COMBINE => attention::combine(p),
+                kind => {
+                    product::multiply::<ROWS, TILES>(p, phase, kind, &mut rings, factors);
+                    if kind != Kind::ADD {
+                        factors ^= 1;
+                    }
+                }
+            }
+            // All that this block wrote comes before its arrival.
+            thread::sync_named(ALL, CONSUMERS);
+            if thread::fresh(thread::thread_idx_x()) == 0 {
+                atomic::fetch_add(p.meetings(), 0, 1, Ordering::Release, Scope::Device);
+                if !p.trace.is_null() {
+                    let at = thread::block_idx_x() * p.phase_count + number;
+                    p.trace.store(at as usize, thread::global_timer());
+                }
+            }
+            number = thread::fresh(number) + 1;
+        }
+        // The block's producers wait for no meeting any more. The last block to get here sets the counters back.
+        if thread::fresh(thread::thread_idx_x()) == 0 {
+            let grid = thread::grid_dim_x();
+            let meetings = p.meetings();
+            if atomic::fetch_add(meetings, 1, 1, Ordering::AcqRel, Scope::Device) + 1 == grid {
+                atomic::store(meetings, 0, 0, Ordering::Relaxed, Scope::Device);
+                atomic::store(meetings, 1, 0, Ordering::Relaxed, Scope::Device);
             }
         }
     }
 }
 
-/// As [`split_heads`](crate::qkv::split_heads), begun early.
-#[kernel(threads = 128)]
-pub unsafe fn wide_heads(p: SplitHeads) {
+/// The embedding of every row, spread over the grid.
+#[inline(always)]
+unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
     unsafe {
-        launches::allow_next();
-        launches::wait();
-        let row = thread::block_idx_y();
-        let head = thread::block_idx_x() * HEADS_PER_BLOCK + thread::warp_id();
-        if row < p.rows.count.load(0) && head < p.heads() {
-            split_head(&p, row, head);
+        let (count, dim, grid) = (p.rows.count.load(0), p.residual.dim, thread::grid_dim_x());
+        let norm = field!(phase, norm: Global<bf16>);
+        // A row in pieces of as many elements as there are consumers.
+        let pieces = dim.div_ceil(CONSUMERS);
+        let mut item = thread::block_idx_x();
+        while item < count * pieces {
+            core::hint::assert_unchecked(pieces > 0);
+            let row = item / pieces;
+            let i = (item - row * pieces) * CONSUMERS + thread::thread_idx_x();
+            // A warp is in the row or beyond it: rows are multiples of 128.
+            if i < dim {
+                let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
+                let x = math::from_bf16(p.embed.load_nc(token as usize * dim as usize + i as usize));
+                p.residual.put_at(norm.load_nc(i as usize), row, i, slot(i), x, true);
+            }
+            item += grid;
         }
     }
 }
 
-// What a block of an H100 may have.
-const _: () = assert!(Wide::shared_bytes(64) <= 232_448 && Wide::shared_bytes(128) <= 232_448);
+/// Heads under way in a warp.
+const HEADS: usize = 4;
+
+/// What [`split_heads`](crate::qkv::split_heads) does, a warp of the grid a head and row.
+#[inline(always)]
+unsafe fn heads(p: &WideStep, phase: Global<Phase>) {
+    unsafe {
+        let heads = Heads { qkv: p.qkv.read(), q_heads: p.q_heads, kv_heads: p.kv_heads, eps: p.eps };
+        let each = p.q_heads + 2 * p.kv_heads;
+        let all = p.rows.count.load(0) * each;
+        let norms = [field!(phase, norm: Global<bf16>), field!(phase, key_norm: Global<bf16>)];
+        let cache = p.cache(field!(phase, pages: GlobalMut<bf16>));
+        let grid = thread::grid_dim_x();
+        let place = |item: u32| {
+            core::hint::assert_unchecked(each > 0);
+            let row = item / each;
+            (row, item - row * each)
+        };
+        // Neighbouring blocks take neighbouring heads.
+        let mut first = thread::block_idx_x() + thread::warp_id() * grid;
+        while first < all {
+            let mut x = [[[0f32; 2]; 2]; HEADS];
+            unroll!(I < HEADS of 4; {
+                let item = first + I as u32 * WARPS * grid;
+                if item < all {
+                    let (row, head) = place(item);
+                    x[I] = heads.load(row, head);
+                }
+            });
+            let scales = heads.scales(&x);
+            unroll!(I < HEADS of 4; {
+                let item = first + I as u32 * WARPS * grid;
+                if item < all {
+                    let (row, head) = place(item);
+                    let position = p.rows.positions.load(row as usize);
+                    let norm = if head < p.q_heads { norms[0] } else { norms[1] };
+                    let vector = heads.vector(head, x[I], scales[I], || Factors::load(norm, p.cos, p.sin, position));
+                    if head < p.q_heads {
+                        vector.store(p.q.at((row * p.q_heads + head) as usize * crate::kv::HEAD_DIM as usize));
+                    } else {
+                        let sequence = p.rows.sequences.load(row as usize);
+                        let kv_head = head - p.q_heads;
+                        if kv_head < p.kv_heads {
+                            vector.store(cache.key(sequence, position, kv_head));
+                        } else {
+                            vector.store_value(cache.value(sequence, position, kv_head - p.kv_heads));
+                        }
+                    }
+                }
+            });
+            first += HEADS as u32 * WARPS * grid;
+        }
+    }
+}
+
+/// The phases of a step of up to 64 rows.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn wide_64(p: WideStep) {
+    unsafe { wide::<64, 8>(&p) }
+}
+
+/// The phases of a step of up to [`MAX_WIDE_ROWS`] rows.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn wide_128(p: WideStep) {
+    unsafe { wide::<128, 16>(&p) }
+}

@@ -9,7 +9,7 @@ use cuda_std::{Kernel, bf16};
 use gpu_kernels::linear::{self, Linear, STRIP, slot};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, STRIPS, Walk};
-use gpu_kernels::wide::{self, Share, Wide};
+use gpu_kernels::wide::{self, Kind, Phase, Share, WideStep};
 use proptest::prelude::*;
 
 /// Blocks that weights are laid out for.
@@ -118,8 +118,9 @@ impl Case {
         all
     }
 
-    /// Runs `K`, with tiles of `tile_rows` rows, on `grid` blocks.
-    fn by_wide<K: Kernel<Params = Wide>>(&self, gated: bool, norm: bool, tile_rows: u32, grid: u32) -> Outputs {
+    /// Runs a step of one product, with tiles of `tile_rows` rows, on `grid` blocks.
+    fn by_wide(&self, kind: Kind, tile_rows: u32, grid: u32) -> Outputs {
+        let gated = kind == Kind::SwiGlu;
         let strips = (if gated { 2 * self.n } else { self.n }).div_ceil(STRIP as usize) as u32;
         let k = self.k as u32;
         let [w, up, next] = [&self.weight, &self.up, &self.next_norm].map(|v| Buffer::from_slice(v));
@@ -154,33 +155,47 @@ impl Case {
         let matrix = Matrix { address: x.ptr().addr(), rows: self.rows as u64, columns: self.k as u64, tile_rows };
         let map = Buffer::from_slice(&[TensorMap::emulated(&matrix)]);
         let row_tiles = (self.rows as u32).div_ceil(tile_rows);
-        let partials = Buffer::<f32>::new_poisoned(Wide::partial_len(tile_rows, grid));
-        let arrivals = Buffer::from_slice(&vec![0; Wide::arrivals_len(grid)]);
-        let params = Wide {
-            rows: rows.rows(),
-            x: map.ptr(),
-            stream: stream.ptr(),
-            base: 5,
-            blocks: BLOCKS,
+        let partials = Buffer::<f32>::new_poisoned(WideStep::partial_len(tile_rows, grid));
+        let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid)]);
+        let phase = Phase {
             strips,
-            row_tiles,
-            share: Share::new(Wide::tiles(strips, row_tiles), grid),
             n: self.n as u32,
             k,
-            norm: if norm { Norm { squares: before.ptr(), dim: k, eps: 1e-6 } } else { Norm::default() },
+            share: Share::new(Share::tiles(strips, row_tiles), grid),
+            base: 5,
+            x: map.ptr(),
             y: y.ptr_mut(),
+            norm: next.ptr(),
+            row_tiles: row_tiles.into(),
+            ..Phase::new(kind)
+        };
+        let phases = Buffer::from_slice(Phase::words(&[phase]));
+        // What the input has yet to be divided by, or the squares that are written.
+        let (dim, squares_of) = if kind == Kind::Add { (self.n, &squares) } else { (self.k, &before) };
+        let params = WideStep {
+            rows: rows.rows(),
+            phases: phases.ptr().cast(),
+            phase_count: 1,
+            blocks: BLOCKS,
+            stream: stream.ptr(),
             activation: activation.ptr_mut(),
             residual: Residual {
                 x: y.ptr_mut(),
                 scaled: scaled.ptr_mut(),
-                squares: squares.ptr_mut(),
-                dim: self.n as u32,
+                squares: squares_of.ptr_mut(),
+                dim: dim as u32,
             },
-            next_norm: next.ptr(),
             partials: partials.ptr_mut(),
             arrivals: arrivals.ptr_mut(),
+            eps: 1e-6,
+            ..WideStep::default()
         };
-        run_resident::<K>([grid, 1, 1], Wide::shared_bytes(tile_rows), 3, params);
+        let shared = WideStep::shared_bytes(tile_rows);
+        if tile_rows == 64 {
+            run_resident::<wide::wide_64>([grid, 1, 1], shared, 3, params);
+        } else {
+            run_resident::<wide::wide_128>([grid, 1, 1], shared, 3, params);
+        }
         assert!(arrivals.as_slice().iter().all(|&left| left == 0));
         Outputs {
             y: y.as_slice().to_vec(),
@@ -191,16 +206,14 @@ impl Case {
     }
 
     fn check(&self, grid: u32) {
-        let (wide_64, wide_128) = (64, 128);
-        let want = self.by_linear::<linear::linear_64>(Linear::strips(self.n as u32), true);
-        assert!(want.y == self.by_wide::<wide::wide_linear_64>(false, true, wide_64, grid).y, "write, 64");
-        assert!(want.y == self.by_wide::<wide::wide_linear_128>(false, true, wide_128, grid).y, "write, 128");
-        let want = self.by_linear::<linear::linear_add_64>(Linear::strips(self.n as u32), false);
-        assert!(want == self.by_wide::<wide::wide_add_64>(false, false, wide_64, grid), "add, 64");
-        assert!(want == self.by_wide::<wide::wide_add_128>(false, false, wide_128, grid), "add, 128");
-        let want = self.by_linear::<linear::swiglu_64>(Linear::swiglu_strips(self.n as u32), true).activation;
-        assert!(want == self.by_wide::<wide::wide_swiglu_64>(true, true, wide_64, grid).activation, "swiglu, 64");
-        assert!(want == self.by_wide::<wide::wide_swiglu_128>(true, true, wide_128, grid).activation, "swiglu, 128");
+        for tile_rows in [64, 128] {
+            let want = self.by_linear::<linear::linear_64>(Linear::strips(self.n as u32), true);
+            assert!(want.y == self.by_wide(Kind::Write, tile_rows, grid).y, "write, {tile_rows}");
+            let want = self.by_linear::<linear::linear_add_64>(Linear::strips(self.n as u32), false);
+            assert!(want == self.by_wide(Kind::Add, tile_rows, grid), "add, {tile_rows}");
+            let want = self.by_linear::<linear::swiglu_64>(Linear::swiglu_strips(self.n as u32), true).activation;
+            assert!(want == self.by_wide(Kind::SwiGlu, tile_rows, grid).activation, "swiglu, {tile_rows}");
+        }
     }
 }
 

@@ -2,13 +2,13 @@
 
 mod common;
 
-use common::{Random, RowBuffers, run};
+use common::{Random, RowBuffers, run, run_resident};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::attention::{self, Attend, AttendTiles, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::slot;
-use gpu_kernels::wide::{self, WideAttend};
+use gpu_kernels::wide::{self, Kind, Phase, WideStep};
 use proptest::prelude::*;
 
 const D: usize = HEAD_DIM as usize;
@@ -84,13 +84,27 @@ impl Case {
 
         let (all, queries, memory) = (RowBuffers::new(&rows), Buffer::from_slice(&q), memory_of(rows.len()));
         let words = Buffer::from_slice(&tiles.concat());
-        let arrivals = Buffer::from_slice(&vec![0u32; tiles.len() * kv_heads]);
-        let params = WideAttend {
-            attend: attend(&all, &queries, &memory),
+        let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid)]);
+        let phases = [Kind::Attend, Kind::Combine].map(|kind| Phase { pages: pages.ptr_mut(), ..Phase::new(kind) });
+        let phases = Buffer::from_slice(Phase::words(&phases));
+        let params = WideStep {
+            rows: all.rows(),
+            phases: phases.ptr().cast(),
+            phase_count: 2,
+            tables: tables.ptr(),
+            q: queries.ptr_mut(),
+            sums: memory.0.ptr_mut(),
+            scales: memory.1.ptr_mut(),
+            attended: memory.2.ptr_mut(),
             tiles: words.ptr(),
-            tile_count: tiles.len() as u32,
             arrivals: arrivals.ptr_mut(),
+            tile_count: tiles.len() as u32,
             splits,
+            split_room: splits,
+            table_stride: stride as u32,
+            q_heads: q_heads as u32,
+            kv_heads: kv_heads as u32,
+            ..WideStep::default()
         };
         // The launch for other devices, too.
         let portable = memory_of(rows.len());
@@ -100,7 +114,7 @@ impl Case {
         let heads = [q_heads as u32, rows.len() as u32, 1];
         run::<attention::combine>(heads, Attend::COMBINE_SHARED_BYTES, seed, tiled.attend);
         assert!(want == portable.2.as_slice(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
-        run::<wide::wide_attend>([grid, 1, 1], WideAttend::SHARED_BYTES, seed, params);
+        run_resident::<wide::wide_64>([grid, 1, 1], WideStep::shared_bytes(64), seed, params);
         assert!(arrivals.as_slice().iter().all(|&left| left == 0));
         let got = memory.2.as_slice();
         let got: Vec<bf16> = (0..got.len()).map(|i| got[i / D * D + slot((i % D) as u32) as usize]).collect();

@@ -1,341 +1,146 @@
-//! Kernels for the rows of many sequences, at Qwen3-8B's shapes: compared with those for few rows bit for bit, then timed.
+//! Where the time of a step of many sequences goes: `wide [SIZE [SEQUENCES …]]`, such as `wide 8B 64 256`. Each sequence has 1,040 tokens.
 //!
-//! `wide ROWS …`, such as `wide 64 128 256`. Random weights, keys and values.
+//! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and then its phases are timed: each from when the last
+//! block was done with the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read bandwidth.
 
-use cuda_std::tensor::Matrix;
-use gpu_kernels::attention::{self, Attend, SPLIT};
-use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
-use gpu_kernels::linear::{self, Linear, STRIP, slot};
-use gpu_kernels::norm::{Norm, Residual};
+use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::step::Rows;
-use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, Walk};
-use gpu_kernels::wide::{self, MAX_WIDE_ROWS, Share, Wide, WideAttend};
+use gpu_kernels::wide::Kind;
 use half::bf16;
-use host::Error;
-use host::device::{Buffer, Device};
+use host::bench::{Bench, ceilings};
+use host::device::Device;
+use host::forward::{Forward, LogitRows, Pass, Room, Tiles};
+use host::weights::DeviceWeights;
+use model::Config;
 
-#[derive(Clone, Copy, PartialEq)]
-enum Kind {
-    Write,
-    Add,
-    SwiGlu,
-}
+const CONTEXT: usize = 1040;
 
-fn random(len: usize, mut seed: u64) -> Vec<bf16> {
-    (0..len)
-        .map(|_| {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            bf16::from_f32((seed >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
-        })
-        .collect()
-}
-
-fn fill(device: &Device, len: usize, seed: u64) -> Result<Buffer<bf16>, Error> {
-    let pattern = random(len.min(8 << 20), seed);
-    let mut buffer = device.zeroed(len)?;
-    for at in (0..len).step_by(pattern.len().max(1)) {
-        let piece = pattern.len().min(len - at);
-        buffer.write(at, &pattern[..piece])?;
-    }
-    Ok(buffer)
-}
-
-struct RowList([Buffer<u32>; 4]);
-
-impl RowList {
-    fn new(device: &Device, positions: &[u32], sequences: &[u32]) -> Result<Self, Error> {
-        let rows = positions.len();
-        let list = [
-            device.upload(&[rows as u32])?,
-            device.zeroed(rows)?,
-            device.upload(positions)?,
-            device.upload(sequences)?,
-        ];
-        Ok(Self(list))
-    }
-
-    fn rows(&self) -> Rows {
-        let [count, tokens, positions, sequences] = self.0.each_ref().map(|b| b.ptr_mut());
-        Rows { count, tokens, positions, sequences }
-    }
-}
-
-fn read<T: bytemuck::Pod>(buffer: &Buffer<T>) -> Result<Vec<T>, Error> {
-    let mut data = vec![T::zeroed(); buffer.len()];
-    buffer.read(0, &mut data)?;
-    Ok(data)
-}
-
-fn product(
-    device: &Device,
-    name: &str,
-    k: usize,
-    n: usize,
-    kind: Kind,
-    m: usize,
-) -> Result<(), Box<dyn std::error::Error>> {
-    let grid = device.multiprocessors();
-    let features = if kind == Kind::SwiGlu { n / 2 } else { n };
-    let weight = fill(device, n * k, 1)?;
-    // SAFETY: the second half of the weights.
-    let up = if kind == Kind::SwiGlu { unsafe { weight.ptr().at(features * k) } } else { Default::default() };
-    // The stream, several times over.
-    let strips = n.div_ceil(STRIP as usize) as u32;
-    let sets = ((1usize << 30) / (2 * n * k)).clamp(2, 64);
-    let mut walk = Walk::new(grid);
-    let (mut bases, mut passes) = (Vec::new(), Vec::new());
-    for _ in 0..sets {
-        bases.push(walk.chunks);
-        let mut first = 0;
-        while first < strips {
-            let pass = walk.pass(strips - first, k as u32);
-            passes.push((first, pass));
-            first += pass.strips;
-        }
-    }
-    let stream = device.zeroed::<bf16>(walk.chunks as usize * CHUNK_BYTES as usize / 2)?;
-    for (first_strip, pass) in passes {
-        let p = LayOut {
-            weight: weight.ptr(),
-            up,
-            stream: stream.ptr_mut(),
-            base: pass.base,
-            n: features as u32,
-            k: k as u32,
-            first_strip,
-            strips: pass.strips,
-            blocks: grid,
-        };
-        // SAFETY: the matrix is `[n, k]`, and the stream has room for every pass of the walk.
-        unsafe { device.launch::<stream::lay_out>((pass.strips, pass.depth), 0, p)? };
-    }
-    let inputs = random(m * k, 3);
-    let mut there = vec![bf16::ZERO; m * k];
-    for i in 0..m * k {
-        there[i / k * k + slot((i % k) as u32) as usize] = inputs[i];
-    }
-    let (plain, x) = (device.upload(&inputs)?, device.upload(&there)?);
-    let squares = device.upload(&vec![16.0f32; m * k / 16])?;
-    let normed = kind != Kind::Add;
-    let norm = if normed { Norm { squares: squares.ptr(), dim: k as u32, eps: 1e-6 } } else { Norm::default() };
-    let next = fill(device, features, 9)?;
-    let outputs = || -> Result<_, Error> {
-        Ok((
-            device.zeroed::<f32>(m * n)?,
-            device.zeroed::<bf16>(m * features)?,
-            device.zeroed::<bf16>(m * features)?,
-            device.zeroed::<f32>(m * n / 16)?,
-        ))
-    };
-    let (want, got) = (outputs()?, outputs()?);
-    let list = RowList::new(device, &vec![0; m], &vec![0; m])?;
-    for first in (0..m).step_by(64) {
-        let count = 64.min(m - first);
-        let own = RowList::new(device, &vec![0; count], &vec![0; count])?;
-        // SAFETY: the group's rows are within each buffer.
-        let p = unsafe {
-            Linear {
-                rows: own.rows(),
-                x: plain.ptr().at(first * k),
-                weight: weight.ptr(),
-                up,
-                norm: Norm {
-                    squares: if normed { squares.ptr().at(first * k / 16) } else { Default::default() },
-                    ..norm
-                },
-                y: want.0.ptr_mut().at(first * n),
-                activation: want.1.ptr_mut().at(first * features),
-                residual: Residual {
-                    x: want.0.ptr_mut().at(first * n),
-                    scaled: want.2.ptr_mut().at(first * features),
-                    squares: want.3.ptr_mut().at(first * n / 16),
-                    dim: features as u32,
-                },
-                next_norm: next.ptr(),
-                n: features as u32,
-                k: k as u32,
-                first_row: 0,
-            }
-        };
-        let (strips, shared) = (strips, Linear::shared_bytes(64));
-        // SAFETY: buffers as large as the parameter block says.
-        unsafe {
-            match kind {
-                Kind::Write => device.launch::<linear::linear_64>(strips, shared, p)?,
-                Kind::Add => device.launch::<linear::linear_add_64>(strips, shared, p)?,
-                Kind::SwiGlu => device.launch::<linear::swiglu_64>(strips, shared, p)?,
-            }
-        }
-        device.synchronize()?;
-    }
-    let tile_rows = if m <= 64 { 64 } else { 128 };
-    let map =
-        device.tensor_maps(&[Matrix { address: x.ptr().addr(), rows: m as u64, columns: k as u64, tile_rows }])?;
-    let row_tiles = (m as u32).div_ceil(tile_rows);
-    let partials = device.zeroed::<f32>(Wide::partial_len(tile_rows, grid))?;
-    let arrivals = device.zeroed::<u32>(Wide::arrivals_len(grid))?;
-    let launch = |set: usize| -> Result<(), Error> {
-        let p = Wide {
-            rows: list.rows(),
-            x: map.ptr(0),
-            stream: stream.ptr(),
-            base: bases[set % sets],
-            blocks: grid,
-            strips,
-            row_tiles,
-            share: Share::new(Wide::tiles(strips, row_tiles), grid),
-            n: features as u32,
-            k: k as u32,
-            norm,
-            y: got.0.ptr_mut(),
-            activation: got.1.ptr_mut(),
-            residual: Residual {
-                x: got.0.ptr_mut(),
-                scaled: got.2.ptr_mut(),
-                squares: got.3.ptr_mut(),
-                dim: features as u32,
-            },
-            next_norm: next.ptr(),
-            partials: partials.ptr_mut(),
-            arrivals: arrivals.ptr_mut(),
-        };
-        let shared = Wide::shared_bytes(tile_rows);
-        // SAFETY: buffers as large as the parameter block says; the launch before wrote none of the weights.
-        unsafe {
-            match (kind, tile_rows) {
-                (Kind::Write, 64) => device.launch_early::<wide::wide_linear_64>(grid, shared, p),
-                (Kind::Write, _) => device.launch_early::<wide::wide_linear_128>(grid, shared, p),
-                (Kind::Add, 64) => device.launch_early::<wide::wide_add_64>(grid, shared, p),
-                (Kind::Add, _) => device.launch_early::<wide::wide_add_128>(grid, shared, p),
-                (Kind::SwiGlu, 64) => device.launch_early::<wide::wide_swiglu_64>(grid, shared, p),
-                (Kind::SwiGlu, _) => device.launch_early::<wide::wide_swiglu_128>(grid, shared, p),
-            }
-        }
-    };
-    launch(0)?;
-    let back = |v: Vec<bf16>| -> Vec<bf16> {
-        (0..v.len()).map(|i| v[i / features * features + slot((i % features) as u32) as usize]).collect()
-    };
-    let same = match kind {
-        Kind::Write => read(&want.0)? == read(&got.0)?,
-        Kind::Add => {
-            read(&want.0)? == read(&got.0)? && read(&want.2)? == back(read(&got.2)?) && read(&want.3)? == read(&got.3)?
-        }
-        Kind::SwiGlu => read(&want.1)? == back(read(&got.1)?),
-    };
-    let timer = device.timer()?;
-    let repeats = 60;
-    let mut best = f64::MAX;
-    for _ in 0..4 {
-        let ms = timer.time(|| (0..repeats).try_for_each(launch))?;
-        best = best.min(ms / repeats as f64 * 1e3);
-    }
-    println!(
-        "{name:8} {k:6} x {n:6} rows {m:4}: {best:8.1} us, {:6.0} GB/s of weights  bits {}",
-        (2 * n * k) as f64 / best / 1e3,
-        if same { "equal" } else { "DIFFER" }
-    );
-    Ok(())
-}
-
-fn attend(device: &Device, sequences: usize, context: usize) -> Result<(), Box<dyn std::error::Error>> {
-    let (q_heads, kv_heads, dim) = (32u32, 8u32, HEAD_DIM as usize);
-    let stride = context.div_ceil(PAGE_TOKENS as usize);
-    let page = kv::page_elements(kv_heads);
-    let layers = ((2usize << 30) / (2 * sequences * stride * page)).max(2);
-    let pages = fill(device, layers * sequences * stride * page, 5)?;
-    let mut tables: Vec<u32> = (0..(sequences * stride) as u32).collect();
-    let mut seed = 1u64;
-    for i in 0..tables.len() {
+fn random(len: usize, mut seed: u64) -> Vec<u64> {
+    let mut next = || {
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        let j = (seed >> 33) as usize % tables.len();
-        tables.swap(i, j);
+        seed >> 33
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+fn step(device: &Device, size: &str, sequences: usize, bandwidth: f64) -> Result<(), Box<dyn std::error::Error>> {
+    let config = Config::published(size).ok_or("no such size")?;
+    let stride = CONTEXT.div_ceil(PAGE_TOKENS as usize);
+    let room = Room { context: CONTEXT, sequences, pages: sequences * stride, rows: sequences };
+    let mut forward = Forward::with_room(device, &config, DeviceWeights::random(&config, device)?, room)?;
+    let pattern: Vec<bf16> =
+        random(1 << 20, 5).iter().map(|&r| bf16::from_f32(r as f32 / (1u64 << 30) as f32 - 1.0)).collect();
+    forward.fill_cache(&pattern)?;
+    let mut tables: Vec<u32> = (0..room.pages as u32).collect();
+    for (i, r) in random(tables.len(), 1).into_iter().enumerate() {
+        tables.swap(i, r as usize % room.pages);
     }
-    let tables = device.upload(&tables)?;
-    let q = fill(device, sequences * q_heads as usize * dim, 6)?;
-    let splits = (context as u32).div_ceil(SPLIT);
-    let list = RowList::new(device, &vec![context as u32 - 1; sequences], &(0..sequences as u32).collect::<Vec<_>>())?;
-    let tiles: Vec<u32> = (0..sequences as u32).flat_map(|i| [i, 1]).collect();
-    let tiles = device.upload(&tiles)?;
-    let pairs = sequences * q_heads as usize;
-    let sums = device.zeroed::<f32>(pairs * splits as usize * dim)?;
-    let scales = device.zeroed::<f32>(pairs * splits as usize * 2)?;
-    let (out, want) = (device.zeroed::<bf16>(pairs * dim)?, device.zeroed::<bf16>(pairs * dim)?);
-    let arrivals = device.zeroed::<u32>(sequences * kv_heads as usize)?;
-    let params = |layer: usize| Attend {
-        rows: list.rows(),
-        q: q.ptr(),
-        cache: Cache {
-            // SAFETY: a layer of the pages.
-            pages: unsafe { pages.ptr_mut().at(layer * sequences * stride * page) },
-            tables: tables.ptr(),
-            table_stride: stride as u32,
-            kv_heads,
+    // The buffer is the forward's own.
+    let to = forward.page_tables().ptr_mut();
+    let entries: Vec<u32> = tables.iter().enumerate().flat_map(|(i, &page)| [i as u32, page]).collect();
+    let list = device.upload(&entries)?;
+    let put = gpu_kernels::batch::Put { entries: list.ptr(), to, count: tables.len() as u32 };
+    let blocks = gpu_kernels::batch::blocks(tables.len());
+    // SAFETY: the list names places of the tables, each once.
+    unsafe { device.launch::<gpu_kernels::batch::put_words>(blocks, 0, put)? };
+
+    let tokens: Vec<u32> = random(sequences, 2).iter().map(|r| *r as u32 % config.vocab_size as u32).collect();
+    let numbers: Vec<u32> = (0..sequences as u32).collect();
+    let columns = [vec![sequences as u32], tokens, vec![CONTEXT as u32 - 1; sequences], numbers.clone()];
+    let columns = columns.each_ref().map(|column| device.upload(column));
+    let [count, tokens, positions, of] = columns;
+    let (count, tokens, positions, of) = (count?, tokens?, positions?, of?);
+    let tiles = device.upload(&numbers.iter().flat_map(|&row| [row, 1]).collect::<Vec<_>>())?;
+    let pass = Pass {
+        rows: Rows {
+            count: count.ptr_mut(),
+            tokens: tokens.ptr_mut(),
+            positions: positions.ptr_mut(),
+            sequences: of.ptr_mut(),
         },
-        sums: sums.ptr_mut(),
-        scales: scales.ptr_mut(),
-        out: out.ptr_mut(),
-        splits,
-        q_heads,
-        scale: 1.0 / (HEAD_DIM as f32).sqrt(),
+        most_rows: sequences as u32,
+        end: CONTEXT as u32,
+        tiles: Some(Tiles { list: tiles.ptr(), count: sequences as u32 }),
+        logits: LogitRows::From(0),
     };
-    for i in 0..sequences {
-        let own = RowList::new(device, &[context as u32 - 1], &[i as u32])?;
-        let at = i * q_heads as usize * dim;
-        // SAFETY: the sequence's row is within both buffers.
-        let p = unsafe { Attend { rows: own.rows(), q: q.ptr().at(at), out: want.ptr_mut().at(at), ..params(0) } };
-        // SAFETY: buffers as large as the parameter block says.
-        unsafe {
-            device.launch::<attention::attend>((kv_heads, splits, 1), Attend::SHARED_BYTES, p)?;
-            device.launch::<attention::combine>((q_heads, 1), Attend::COMBINE_SHARED_BYTES, p)?;
-        }
-        device.synchronize()?;
+    let logits = |forward: &Forward| -> Result<Vec<f32>, host::Error> {
+        forward.enqueue_rows(&pass)?;
+        let mut out = vec![0.0; sequences * config.vocab_size];
+        forward.logits().read(0, &mut out)?;
+        Ok(out)
+    };
+    let launched = logits(&forward)?;
+    if !(forward.lay_out_stream()? && forward.lay_out_wide()?) {
+        return Err("this card cannot stream".into());
     }
-    let launch = |layer: usize| -> Result<(), Error> {
-        let p = WideAttend {
-            attend: params(layer % layers),
-            tiles: tiles.ptr(),
-            tile_count: sequences as u32,
-            arrivals: arrivals.ptr_mut(),
-            splits,
-        };
-        // SAFETY: buffers as large as the parameter block says.
-        unsafe { device.launch_early::<wide::wide_attend>(device.multiprocessors(), WideAttend::SHARED_BYTES, p) }
-    };
-    launch(0)?;
-    let got = read(&out)?;
-    let got: Vec<bf16> = (0..got.len()).map(|i| got[i / dim * dim + slot((i % dim) as u32) as usize]).collect();
-    let same = got == read(&want)?;
+    let wide = logits(&forward)?;
+    let differ = wide.iter().zip(&launched).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    let strange = wide.iter().filter(|v| !v.is_finite()).count();
     let timer = device.timer()?;
-    let repeats = 40;
     let mut best = f64::MAX;
     for _ in 0..4 {
-        best = best.min(timer.time(|| (0..repeats).try_for_each(launch))? / repeats as f64 * 1e3);
+        best = best.min(timer.time(|| (0..8).try_for_each(|_| forward.enqueue_rows(&pass)))? / 8.0);
     }
-    let bytes = (sequences * context * kv_heads as usize * dim * 4) as f64;
+    let kv = (sequences * CONTEXT * config.kv_bytes_per_token(2)) as f64;
+    let bytes = config.step_weight_bytes(2) as f64 + kv;
     println!(
-        "attend {sequences} x {context}: {best:8.1} us, {:6.0} GB/s  bits {}",
-        bytes / best / 1e3,
-        if same { "equal" } else { "DIFFER" }
+        "{size}, {sequences} sequences of {CONTEXT}: {best:.3} ms, {:.3} of the bound; {differ} of {} logits differ, {strange} strange",
+        bytes / bandwidth * 1e3 / best,
+        wide.len()
     );
+    forward.begin_wide_trace()?;
+    forward.enqueue_rows(&pass)?;
+    forward.enqueue_rows(&pass)?;
+    let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+    let heads = config.query_size() + 2 * config.key_value_size();
+    let mut phases: Vec<(String, f64, f64, f64, usize)> = Vec::new();
+    let mut before: Option<u64> = None;
+    let trace = forward.take_wide_trace()?;
+    for (i, (kind, times)) in trace.iter().enumerate() {
+        let (first, last) = (times.iter().min().copied().unwrap_or(0), times.iter().max().copied().unwrap_or(0));
+        let (name, elements) = match kind {
+            Kind::Embed => ("embed", 0),
+            Kind::Write if i + 1 == trace.len() => ("head", config.vocab_size * hidden),
+            Kind::Write => ("QKV", heads * hidden),
+            Kind::Heads => ("heads", 0),
+            Kind::Attend => ("attend", 0),
+            Kind::Combine => ("combine", 0),
+            Kind::Add if trace[i - 1].0 == Kind::SwiGlu => ("down", inner * hidden),
+            Kind::Add => ("output", hidden * config.query_size()),
+            Kind::SwiGlu => ("gate, up", 2 * inner * hidden),
+        };
+        let bytes = if *kind == Kind::Attend { kv / config.num_hidden_layers as f64 } else { 2.0 * elements as f64 };
+        if let Some(before) = before {
+            let spread = (last - first) as f64 / 1e3;
+            let time = (last - before) as f64 / 1e3;
+            match phases.iter_mut().find(|phase| phase.0 == name) {
+                Some(phase) => {
+                    (phase.1, phase.3, phase.4) = (phase.1 + time, phase.3 + spread, phase.4 + 1);
+                }
+                None => phases.push((name.into(), time, bytes / bandwidth * 1e6, spread, 1)),
+            }
+        }
+        before = Some(last);
+    }
+    for (name, sum, least, spread, count) in phases {
+        let each = count as f64;
+        println!("{name:>9} {:8.2} µs, bytes alone {least:7.2}, blocks spread over {:6.2}", sum / each, spread / each);
+    }
     Ok(())
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let size = arguments.first().map_or("8B", String::as_str);
     let device = Device::cuda(0)?;
-    for argument in std::env::args().skip(1) {
-        let m: usize = argument.parse()?;
-        assert!(m as u32 <= MAX_WIDE_ROWS);
-        for (name, k, n, kind) in [
-            ("qkv", 4096, 6144, Kind::Write),
-            ("o", 4096, 4096, Kind::Add),
-            ("gate-up", 4096, 24576, Kind::SwiGlu),
-            ("down", 12288, 4096, Kind::Add),
-            ("head", 4096, 151_936, Kind::Write),
-        ] {
-            product(&device, name, k, n, kind, m)?;
-        }
-        attend(&device, m, 1040)?;
+    let mut watch = |_: host::bench::Event<'_>| {};
+    let mut bench = Bench::new(&device, 20, &mut watch)?;
+    ceilings::run(&mut bench, ceilings::Sizes::PUBLISHED)?;
+    let bandwidth = bench.limits().read;
+    println!("reads {:.0} GB/s", bandwidth / 1e9);
+    let counts = if arguments.len() > 1 { arguments[1..].to_vec() } else { vec!["64".into(), "256".into()] };
+    for sequences in counts {
+        step(&device, size, sequences.parse()?, bandwidth)?;
     }
     Ok(())
 }

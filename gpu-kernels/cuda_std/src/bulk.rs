@@ -158,3 +158,10 @@ pub fn wait<const PENDING: usize>() {
 pub fn fence_proxy_async() {
     target::fence_proxy_async();
 }
+
+/// The same for accesses to global memory, its own and those that others showed it (`fence.proxy.async.global`): stands between meeting who wrote and
+/// copying what was written.
+#[inline(always)]
+pub fn fence_proxy_async_global() {
+    target::fence_proxy_async_global();
+}

@@ -1,16 +1,21 @@
 //! What becomes of sums.
 
-use cuda_std::{math, shared, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, math, shared, thread, warp, wgmma};
 
-use super::consumer::Partial;
-use super::producer::factors_ready;
-use super::{ADD, MAX_WIDE_ROWS, RESIDUES, SWIGLU, Unit, WRITE, Wide};
+use super::phases::{Product, Unit};
+use super::product::Partial;
+use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, RESIDUES, WideStep};
 use crate::linear::{STRIP, slot};
 
 /// What a lane has of a tile's outputs: features `g` and `g + 8` of its warp's strip (of a gate-up strip: a gate and its up), for rows `8 j + 2 t` and one
 /// on of every eight.
 pub struct Outputs {
     strip: u32,
+    /// Strips of the matrix, and output features.
+    strips: u32,
+    n: u32,
+    /// Where `Write` puts them.
+    y: GlobalMut<f32>,
     /// The tile's first row, and how many there are.
     row: u32,
     rows: u32,
@@ -23,7 +28,7 @@ pub struct Outputs {
 
 impl Outputs {
     #[inline(always)]
-    pub unsafe fn new<const KIND: u32>(p: &Wide, unit: &Unit, rows: u32) -> Self {
+    pub unsafe fn new<const KIND: u32>(p: &WideStep, product: &Product, unit: &Unit, rows: u32) -> Self {
         unsafe {
             // Loaded again: over the products it would take a register.
             let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
@@ -31,24 +36,35 @@ impl Outputs {
             let (g, t) = (lane / 4, lane % 4);
             let strip = unit.strip + thread::fresh(thread::warp_id());
             let features = [strip * STRIP + g, strip * STRIP + g + 8];
-            let weight = if KIND == ADD && strip < p.strips {
-                features.map(|f| math::from_bf16(p.next_norm.load_nc(f as usize)))
-            } else {
-                [0.0; 2]
-            };
-            Self { strip, row: unit.row, rows: count.saturating_sub(unit.row).min(rows), g, t, features, weight }
+            let mut weight = [0.0; 2];
+            if KIND == Kind::ADD && strip < product.strips {
+                let norm = field!(product.phase, norm: Global<bf16>);
+                weight = features.map(|f| math::from_bf16(norm.load_nc(f as usize)));
+            }
+            Self {
+                strip,
+                strips: product.strips,
+                n: field!(product.phase, n: u32),
+                y: field!(product.phase, y: GlobalMut<f32>),
+                row: unit.row,
+                rows: count.saturating_sub(unit.row).min(rows),
+                g,
+                t,
+                features,
+                weight,
+            }
         }
     }
 
     /// What the lane's outputs of rows `8 j …` are added to.
     #[inline(always)]
-    pub unsafe fn old<const KIND: u32>(&self, p: &Wide, j: u32) -> [f32; 4] {
+    pub unsafe fn old<const KIND: u32>(&self, p: &WideStep, j: u32) -> [f32; 4] {
         let mut old = [0f32; 4];
-        if KIND == ADD {
+        if KIND == Kind::ADD {
             unroll!(I < 4; {
                 let at = 8 * j + 2 * self.t + I as u32 % 2;
                 if at < self.rows {
-                    let at = (self.row + at) as usize * p.n as usize + self.features[I / 2] as usize;
+                    let at = (self.row + at) as usize * self.n as usize + self.features[I / 2] as usize;
                     old[I] = unsafe { p.residual.x.load(at) };
                 }
             });
@@ -58,29 +74,30 @@ impl Outputs {
 
     /// Puts the lane's sums of rows `8 j …` where they belong. A warp does it together.
     #[inline(always)]
-    pub unsafe fn put<const ROWS: u32, const KIND: u32>(&self, p: &Wide, j: u32, sums: [f32; 4], old: [f32; 4]) {
+    pub unsafe fn put<const ROWS: u32, const KIND: u32>(&self, p: &WideStep, j: u32, sums: [f32; 4], old: [f32; 4]) {
         unsafe {
-            let n = p.n as usize;
+            let n = self.n as usize;
+            let y = self.y;
             unroll!(R < 2; {
                 let at = 8 * j + 2 * self.t + R as u32;
                 let valid = at < self.rows;
                 let at = (self.row + at) as usize;
-                let factor = if !p.norm.squares.is_null() && valid {
-                    shared::dynamic::<f32>(Wide::factors(ROWS)).load(at)
+                let factor = if Kind::is_normed(KIND) && valid {
+                    shared::dynamic::<f32>(Memory::<ROWS>::SCRATCH).load(at)
                 } else {
                     1.0
                 };
                 match KIND {
-                    WRITE => {
+                    Kind::WRITE => {
                         unroll!(F < 2; {
-                            if valid && self.features[F] < p.n {
-                                p.y.store(at * n + self.features[F] as usize, sums[2 * F + R] * factor);
+                            if valid && self.features[F] < self.n {
+                                y.store(at * n + self.features[F] as usize, sums[2 * F + R] * factor);
                             }
                         });
                     }
-                    SWIGLU => {
+                    Kind::SWIGLU => {
                         let feature = self.strip * (STRIP / 2) + self.g;
-                        if valid && feature < p.n {
+                        if valid && feature < self.n {
                             let (gate, up) = (sums[R] * factor, sums[2 + R] * factor);
                             let silu = gate / (1.0 + math::exp(-gate));
                             p.activation.store(at * n + slot(feature) as usize, math::to_bf16(silu * up));
@@ -112,20 +129,16 @@ impl Outputs {
     }
 }
 
-/// Waits for the rows' factors, where there are any.
-#[inline(always)]
-unsafe fn wait_for_factors<const ROWS: u32>(p: &Wide) {
-    if !p.norm.squares.is_null() {
-        unsafe { factors_ready::<ROWS>().wait(0) };
-    }
-}
-
 /// Puts the totals of a whole tile where they belong, four groups of rows at a time.
 #[inline(always)]
-pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide, outputs: &Outputs) {
+pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>(
+    p: &WideStep,
+    product: &Product,
+    unit: &Unit,
+) {
     unsafe {
-        wait_for_factors::<ROWS>(p);
-        if outputs.strip >= p.strips {
+        let outputs = Outputs::new::<KIND>(p, product, unit, ROWS);
+        if outputs.strip >= outputs.strips {
             return;
         }
         unroll!(H < 4; {
@@ -146,17 +159,20 @@ pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>
 /// Adds the chains of this part's share of a split tile's rows, first to last, and puts the sums where they belong; two groups of rows at a time,
 /// one where accumulators leave no more registers.
 #[inline(always)]
-pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide, unit: &Unit) {
+pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>(
+    p: &WideStep,
+    product: &Product,
+    unit: &Unit,
+) {
     unsafe {
-        let share = p.share;
-        let outputs = Outputs::new::<KIND>(p, unit, ROWS);
-        let partial = Partial::new::<TILES>(p, unit);
+        let share = product.share;
+        let outputs = Outputs::new::<KIND>(p, product, unit, ROWS);
+        let partial = Partial::new::<TILES>(p, product, unit);
         let rows = TILES as u32 >> share.shift;
         let mut j = (unit.residue << share.shift) / RESIDUES * rows;
         let end = j + rows;
-        wait_for_factors::<ROWS>(p);
         partial.wait(p, share.parts());
-        if outputs.strip >= p.strips {
+        if outputs.strip >= outputs.strips {
             return;
         }
         while j < end {
@@ -165,8 +181,8 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>
             unroll!(I < 2; {
                 if I < 16 / TILES && j + (I as u32) < end {
                     unroll!(C < 8; {
-                        if (C as u32) < p.share.chains() {
-                            words[I][C] = partial.place(p, C as u32, j + I as u32).load16(0);
+                        if (C as u32) < share.chains() {
+                            words[I][C] = partial.place(C as u32, j + I as u32).load16(0);
                         }
                     });
                     old[I] = outputs.old::<KIND>(p, j + I as u32);
@@ -176,7 +192,7 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>
                 if I < 16 / TILES && j + (I as u32) < end {
                     let mut sums = [0f32; 4];
                     unroll!(C < 8; {
-                        if (C as u32) < p.share.chains() {
+                        if (C as u32) < share.chains() {
                             unroll!(E < 4; {
                                 sums[E] += f32::from_bits(words[I][C][E]);
                             });

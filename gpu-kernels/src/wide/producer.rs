@@ -1,50 +1,82 @@
-//! What brings weights, rows and their factors.
+//! What brings weights and pages, rows and queries, and the rows' factors.
 
-use cuda_std::bulk::{self, Barrier};
-use cuda_std::{shared, tensor, thread, warp};
+use cuda_std::tensor::TensorMap;
+use cuda_std::{Global, GlobalMut, bf16, bulk, shared, tensor, thread, warp};
 
-use super::{MAX_WIDE_ROWS, RESIDUES, SLICE_BYTES, TILE_STRIPS, WEIGHT_BYTES, Wide};
+use super::attention::{Item, load_pages, load_queries, send_end, walk};
+use super::phases::Product;
+use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, SLICE_BYTES, TILE_STRIPS, WEIGHT_BYTES, WideStep};
 use crate::linear::SLICE;
 use crate::ring::Ring;
 use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, Pass, STRIPS};
 
-/// The barrier that says that the factors are there.
-#[inline(always)]
-pub unsafe fn factors_ready<const ROWS: u32>() -> Barrier {
-    unsafe { Barrier::at(shared::dynamic(Wide::ring(ROWS).shared_bytes())) }
-}
+/// Slots of weights or pages under way at a time: see the [stream](crate::stream)'s producer.
+pub const UNDER_WAY: u32 = 4;
 
-/// Slices of a residue.
+/// The warp that loads weights and pages: it waits for other blocks only before pages that this step writes to.
 #[inline(always)]
-pub fn depth(p: &Wide, residue: u32) -> u32 {
-    (p.k / SLICE + RESIDUES - 1 - residue) / RESIDUES
-}
-
-/// The warp that loads weights: a lane a strip.
-#[inline(always)]
-pub unsafe fn produce_weights<const ROWS: u32>(p: &Wide) {
+pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
     unsafe {
-        let lane = thread::lane_id();
-        let (pass_strips, chunks) = (STRIPS * p.blocks, p.k.div_ceil(CHUNK_FEATURES));
-        let mut ring = Ring::producer(Wide::ring(ROWS));
+        let mut ring = Ring::producer(Memory::<ROWS>::RING);
+        let mut number = 0;
+        while number < p.phase_count {
+            let phase = p.phases.at(number as usize);
+            let kind = field!(phase, kind: u32);
+            if Kind::is_product(kind) {
+                ring = produce_weights::<ROWS>(p, &Product::new(phase), ring);
+            } else if kind == Kind::ATTEND {
+                let cache = p.cache(field!(phase, pages: GlobalMut<bf16>));
+                let mut met = false;
+                walk(p, |item: &Item| {
+                    // The page numbers of this item's split, one a lane.
+                    let lane = thread::lane_id();
+                    let pages = item.pages();
+                    let mut block = 0;
+                    if lane < pages {
+                        block = cache.block_index(item.sequence, item.first_page() + lane, item.kv_head);
+                    }
+                    if !met && item.is_fresh {
+                        if lane == 0 {
+                            p.wait_for(number);
+                        }
+                        warp::sync_warp();
+                        met = true;
+                    }
+                    let blocks = [0, 1, 2, 3].map(|i| warp::shuffle_idx(block, i));
+                    ring = load_pages(&cache, ring, item, blocks);
+                });
+            }
+            number += 1;
+        }
+    }
+}
+
+/// A lane a strip.
+#[inline(always)]
+unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut ring: Ring) -> Ring {
+    unsafe {
+        let lane = thread::fresh(thread::lane_id());
+        let (pass_strips, chunks) = (STRIPS * p.blocks, product.k.div_ceil(CHUNK_FEATURES));
+        let first = field!(product.phase, base: u64);
         let mut number = thread::block_idx_x();
-        while let Some(unit) = p.unit(number, ROWS) {
+        while let Some(unit) = product.unit(number, ROWS) {
             number += thread::fresh(thread::grid_dim_x());
             // Of a last, partial tile the last strip again, which nobody reads.
-            let strip = (unit.strip + lane % TILE_STRIPS).min(p.strips - 1);
+            let strip = (unit.strip + lane % TILE_STRIPS).min(product.strips - 1);
             core::hint::assert_unchecked(p.blocks > 0 && pass_strips > 0);
             let number = strip / pass_strips;
             let within = strip - number * pass_strips;
             core::hint::assert_unchecked(p.blocks > 0);
             let i = within / p.blocks;
             let place = within - i * p.blocks;
-            let base = p.base + u64::from(number) * u64::from(pass_strips * chunks);
-            let strips = (p.strips - number * pass_strips).min(pass_strips);
+            let base = first + u64::from(number) * u64::from(pass_strips * chunks);
+            let strips = (product.strips - number * pass_strips).min(pass_strips);
             let pass = Pass { base, rotation: 0, strips, depth: chunks };
             let mut residue = unit.residue;
             while residue < unit.end {
                 let mut turn = 0;
-                while turn < depth(p, residue) {
+                while turn < product.depth(residue) {
+                    ring.wait_under_way(UNDER_WAY);
                     ring.wait_empty();
                     if lane == 0 {
                         ring.full().arrive_expect_tx(WEIGHT_BYTES);
@@ -62,55 +94,103 @@ pub unsafe fn produce_weights<const ROWS: u32>(p: &Wide) {
                 residue += 1;
             }
         }
+        ring
     }
 }
 
-/// The lane that loads activations.
+/// The warp that loads what other blocks wrote: activations, and queries.
 #[inline(always)]
-pub unsafe fn produce_rows<const ROWS: u32>(p: &Wide) {
+pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
     unsafe {
-        tensor::acquire(p.x);
-        let mut ring = Ring::producer(Wide::ring(ROWS));
+        let mut ring = Ring::producer(Memory::<ROWS>::ROW_RING);
+        let mut number = 0;
+        while number < p.phase_count {
+            let phase = p.phases.at(number as usize);
+            let kind = field!(phase, kind: u32);
+            if Kind::is_product(kind) || kind == Kind::ATTEND {
+                if thread::lane_id() == 0 {
+                    p.wait_for(number);
+                }
+                warp::sync_warp();
+                if kind == Kind::ATTEND {
+                    walk(p, |item: &Item| {
+                        load_queries(p, &ring, item);
+                        ring = ring.ahead(1);
+                    });
+                    send_end(&ring);
+                    ring = ring.ahead(1);
+                } else {
+                    ring = produce_activations::<ROWS>(&Product::new(phase), ring);
+                }
+            }
+            number += 1;
+        }
+    }
+}
+
+/// One lane loads, all keep count.
+#[inline(always)]
+unsafe fn produce_activations<const ROWS: u32>(product: &Product, mut ring: Ring) -> Ring {
+    unsafe {
+        let map = field!(product.phase, x: Global<TensorMap>);
+        let lane = thread::fresh(thread::lane_id());
+        if lane == 0 {
+            tensor::acquire(map);
+        }
         let mut number = thread::block_idx_x();
-        while let Some(unit) = p.unit(number, ROWS) {
+        while let Some(unit) = product.unit(number, ROWS) {
             number += thread::fresh(thread::grid_dim_x());
             let mut residue = unit.residue;
             while residue < unit.end {
                 let mut turn = 0;
-                while turn < depth(p, residue) {
-                    ring.wait_empty();
-                    ring.full().arrive_expect_tx(ROWS * SLICE * 2);
-                    let to = ring.slot().at(WEIGHT_BYTES as usize);
-                    tensor::load(to, p.x, [(turn * RESIDUES + residue) * SLICE, unit.row], ring.full());
+                while turn < product.depth(residue) {
+                    if lane == 0 {
+                        ring.wait_empty();
+                        ring.full().arrive_expect_tx(Memory::<ROWS>::ROW_RING.bytes);
+                        tensor::load(ring.slot(), map, [(turn * super::RESIDUES + residue) * SLICE, unit.row], ring.full());
+                    }
                     ring = ring.ahead(1);
                     turn += 1;
                 }
                 residue += 1;
             }
         }
+        ring
     }
 }
 
-/// Two warps find the factors of all rows, four at a time.
+/// Two warps find the factors of all rows before each product that wants them, four at a time.
 #[inline(always)]
-pub unsafe fn find_factors<const ROWS: u32>(p: &Wide, which: u32) {
+pub unsafe fn find_factors<const ROWS: u32>(p: &WideStep, which: u32) {
     unsafe {
         let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
-        let factors = shared::dynamic::<f32>(Wide::factors(ROWS));
-        let mut row = which * 4;
-        while row < count {
-            let mut found = p.norm.lane_squares([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
-            unroll!(I < 4; {
-                found[I] = p.norm.inverse_rms_of(found[I]);
-            });
-            unroll!(I < 4; {
-                if thread::lane_id() == I as u32 {
-                    factors.store(row as usize + I, found[I]);
+        let factors = shared::dynamic::<f32>(Memory::<ROWS>::SCRATCH);
+        let norm = p.norm();
+        let mut number = 0;
+        while number < p.phase_count {
+            let phase = p.phases.at(number as usize);
+            if Kind::is_normed(field!(phase, kind: u32)) {
+                if thread::lane_id() == 0 {
+                    p.wait_for(number);
                 }
-            });
-            row += 8;
+                warp::sync_warp();
+                let mut row = which * 4;
+                while row < count {
+                    let mut found = norm.lane_squares([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
+                    unroll!(I < 4; {
+                        found[I] = norm.inverse_rms_of(found[I]);
+                    });
+                    unroll!(I < 4; {
+                        if thread::lane_id() == I as u32 {
+                            factors.store(row as usize + I, found[I]);
+                        }
+                    });
+                    row += 8;
+                }
+                warp::sync_warp();
+                Memory::<ROWS>::factors_ready().arrive_if(thread::lane_id() == 0);
+            }
+            number += 1;
         }
-        warp::sync_warp();
-        factors_ready::<ROWS>().arrive_if(thread::lane_id() == 0);
     }
 }

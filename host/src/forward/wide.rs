@@ -1,26 +1,31 @@
-//! Passes over the rows of many sequences on Hopper: the kernels of `gpu_kernels::wide`, with the weights that the [stream](crate::stream) laid out.
+//! Passes over the rows of many sequences on Hopper, in one launch: `gpu_kernels::wide`, with the weights that the [stream](crate::stream) laid out.
 //! They give the bits of the launches.
 
+use cuda_std::Global;
+use cuda_std::tensor::Matrix;
 use gpu_kernels::attention::SPLIT;
 use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear::STRIP;
-use gpu_kernels::norm::Norm;
-use gpu_kernels::qkv;
-use gpu_kernels::wide::{self, Share, WideAttend};
+use gpu_kernels::wide::{self, Kind, Phase, Share, WideStep};
 
 use super::{Forward, LogitRows, Pass, Tiles};
 use crate::Error;
 use crate::device::{Buffer, TensorMaps};
 use crate::stream::Stream;
-use cuda_std::tensor::Matrix;
+
+/// Rows of a product's tile and how many tiles of rows there are: of each program, the first that has room for a pass is taken.
+const PROGRAMS: [(u32, u32); 3] = [(64, 1), (128, 1), (128, 2)];
 
 /// What these passes need beside the memory of all passes.
 pub struct Wide {
-    /// Of each [`Input`], in tiles of 64 rows and of 128.
-    maps: TensorMaps,
+    /// What the phases read: of each [`Input`], in tiles of 64 rows and of 128.
+    _maps: TensorMaps,
+    /// The phases of a step, for each of [`PROGRAMS`].
+    programs: [Buffer<u64>; PROGRAMS.len()],
+    kinds: Vec<Kind>,
     partials: Buffer<f32>,
     arrivals: Buffer<u32>,
-    finished: Buffer<u32>,
+    trace: Option<Buffer<u64>>,
 }
 
 /// What a product reads.
@@ -29,14 +34,6 @@ enum Input {
     Scaled,
     Attended,
     Activation,
-}
-
-/// What a product does with its sums.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Write,
-    Add,
-    SwiGlu,
 }
 
 impl Forward {
@@ -59,98 +56,133 @@ impl Forward {
         };
         let matrices: Vec<Matrix> =
             inputs.iter().flat_map(|&input| [64, 128].map(|rows| matrix(input, rows))).collect();
-        let partials = [64, 128].map(|rows| wide::Wide::partial_len(rows, grid));
+        let maps = self.device.tensor_maps(&matrices)?;
+        let kinds = self.phases(stream, &maps, PROGRAMS[0]).iter().map(|phase| phase.kind).collect();
+        let program = |program| self.device.upload(Phase::words(&self.phases(stream, &maps, program)));
+        let [a, b, c] = PROGRAMS;
+        let partials = [64, 128].map(|rows| WideStep::partial_len(rows, grid));
         self.wide = Some(Wide {
-            maps: self.device.tensor_maps(&matrices)?,
+            programs: [program(a)?, program(b)?, program(c)?],
+            _maps: maps,
+            kinds,
+            trace: None,
             partials: self.device.zeroed(partials[0].max(partials[1]))?,
-            arrivals: self.device.zeroed(wide::Wide::arrivals_len(grid))?,
-            finished: self.device.zeroed(self.room.rows * c.num_key_value_heads)?,
+            arrivals: self.device.zeroed(WideStep::arrivals_len(grid))?,
         });
         Ok(true)
+    }
+
+    /// From the next of these passes on, notes when each block was done with each phase. Passes need logits then.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn begin_wide_trace(&mut self) -> Result<(), Error> {
+        if let (Some(wide), Some(stream)) = (&mut self.wide, &self.stream) {
+            wide.trace = Some(self.device.zeroed(stream.weights().1 as usize * wide.kinds.len())?);
+        }
+        Ok(())
+    }
+
+    /// What the last pass noted: of each phase what it did, and when each block was done with it, in nanoseconds. Waits for the device.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn take_wide_trace(&mut self) -> Result<Vec<(Kind, Vec<u64>)>, Error> {
+        let Some(Wide { kinds, trace: Some(trace), .. }) = &self.wide else { return Ok(Vec::new()) };
+        let mut words = vec![0; trace.len()];
+        trace.read(0, &mut words)?;
+        let blocks = |i: usize| words.iter().skip(i).step_by(kinds.len()).copied().collect();
+        Ok(kinds.iter().enumerate().map(|(i, &kind)| (kind, blocks(i))).collect())
+    }
+
+    /// The phases of a step, for products with so many rows in a tile and so many tiles of rows. The last one is the head.
+    fn phases(&self, stream: &Stream, maps: &TensorMaps, (tile_rows, row_tiles): (u32, u32)) -> Vec<Phase> {
+        let (c, w) = (&self.config, &self.weights);
+        let (_, grid) = stream.weights();
+        let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
+        let q_size = c.query_size() as u32;
+        let heads = q_size + 2 * c.num_key_value_heads as u32 * HEAD_DIM;
+        let product = |kind, matrix: usize, input: Input, n: u32, k: u32| {
+            let strips = if kind == Kind::SwiGlu { n.div_ceil(STRIP / 2) } else { n.div_ceil(STRIP) };
+            Phase {
+                strips,
+                n,
+                k,
+                share: Share::new(Share::tiles(strips, row_tiles), grid),
+                base: stream.base(matrix),
+                x: maps.ptr(2 * input as usize + usize::from(tile_rows > 64)),
+                y: self.logits.ptr_mut(),
+                row_tiles: row_tiles.into(),
+                ..Phase::new(kind)
+            }
+        };
+        let mut phases = vec![Phase { norm: w.layers[0].input_norm.ptr(), ..Phase::new(Kind::Embed) }];
+        for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
+            let pages = self.cache.layer(i);
+            let (norm, key_norm) = (layer.q_norm.ptr(), layer.k_norm.ptr());
+            let output = product(Kind::Add, 4 * i + 1, Input::Attended, hidden, q_size);
+            let down = product(Kind::Add, 4 * i + 3, Input::Activation, hidden, inner);
+            phases.extend([
+                Phase { y: self.qkv.ptr_mut(), ..product(Kind::Write, 4 * i, Input::Scaled, heads, hidden) },
+                Phase { pages, norm, key_norm, ..Phase::new(Kind::Heads) },
+                Phase { pages, ..Phase::new(Kind::Attend) },
+                Phase::new(Kind::Combine),
+                Phase { norm: layer.post_attention_norm.ptr(), ..output },
+                product(Kind::SwiGlu, 4 * i + 2, Input::Scaled, inner, hidden),
+                Phase { norm: next_norm.ptr(), ..down },
+            ]);
+        }
+        phases.push(product(Kind::Write, 4 * w.layers.len(), Input::Scaled, c.vocab_size as u32, hidden));
+        phases
     }
 
     /// Enqueues a pass; see [`enqueue_rows`](Self::enqueue_rows).
     pub(super) fn enqueue_wide(&self, of: &Wide, stream: &Stream, pass: &Pass, tiles: Tiles) -> Result<(), Error> {
         let Pass { rows, most_rows, end, logits, .. } = *pass;
-        let (c, w, d) = (&self.config, &self.weights, &self.device);
-        let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
-        let (q_heads, kv_heads) = (c.num_attention_heads as u32, c.num_key_value_heads as u32);
-        let heads = q_heads + 2 * kv_heads;
+        let (c, d) = (&self.config, &self.device);
         let (weights, grid) = stream.weights();
-        let residual = self.residual();
-        let product = |matrix: usize, input: Input, n: u32, k: u32| wide::Wide {
+        let fits = |&(tile_rows, row_tiles): &(u32, u32)| most_rows <= tile_rows * row_tiles;
+        let program = PROGRAMS.iter().position(fits).expect("no pass has more rows");
+        let phases: Global<Phase> = of.programs[program].ptr().cast();
+        let step = WideStep {
             rows,
-            x: of.maps.ptr(2 * input as usize + usize::from(most_rows > 64)),
-            stream: weights,
-            base: stream.base(matrix),
+            phases,
+            phase_count: of.kinds.len() as u32 - u32::from(logits == LogitRows::None),
             blocks: grid,
-            strips: n.div_ceil(STRIP),
-            row_tiles: 1,
-            share: Share::new(1, grid),
-            n,
-            k,
-            norm: Norm::default(),
-            y: self.logits.ptr_mut(),
+            stream: weights,
+            embed: self.weights.embed.ptr(),
+            cos: self.cos.ptr(),
+            sin: self.sin.ptr(),
+            tables: self.page_table.ptr(),
+            residual: self.residual(),
+            qkv: self.qkv.ptr_mut(),
+            q: self.q.ptr_mut(),
+            sums: self.sums.ptr_mut(),
+            scales: self.scales.ptr_mut(),
+            attended: self.attended.ptr_mut(),
             activation: self.activation.ptr_mut(),
-            residual,
-            next_norm: w.norm.ptr(),
+            tiles: tiles.list,
             partials: of.partials.ptr_mut(),
             arrivals: of.arrivals.ptr_mut(),
+            trace: of.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
+            tile_count: tiles.count,
+            splits: end.div_ceil(SPLIT),
+            split_room: self.room.splits() as u32,
+            vocab: c.vocab_size as u32,
+            table_stride: self.table_stride(),
+            q_heads: c.num_attention_heads as u32,
+            kv_heads: c.num_key_value_heads as u32,
+            eps: c.rms_norm_eps,
         };
-        // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; weights are not written by any launch, and all else
-        // kernels touch after the launch before is done.
+        let tile_rows = PROGRAMS[program].0;
+        let shared = WideStep::shared_bytes(tile_rows);
+        // SAFETY: every address is a buffer of self, of the size that the parameter block states; self outlives the work because freeing device
+        // memory waits for it.
         unsafe {
-            d.launch::<wide::wide_embed>((1, most_rows), 0, self.embed(rows))?;
-            for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
-                let project = product(4 * i, Input::Scaled, heads * HEAD_DIM, hidden);
-                let project = wide::Wide { norm: self.norm(), y: self.qkv.ptr_mut(), ..project };
-                self.launch_wide(Kind::Write, grid, most_rows, project)?;
-                let split = self.split_heads(rows, i);
-                d.launch_early::<wide::wide_heads>((heads.div_ceil(qkv::HEADS_PER_BLOCK), most_rows), 0, split)?;
-                let attend = WideAttend {
-                    attend: self.attend(rows, i),
-                    tiles: tiles.list,
-                    tile_count: tiles.count,
-                    arrivals: of.finished.ptr_mut(),
-                    splits: end.div_ceil(SPLIT),
-                };
-                d.launch_early::<wide::wide_attend>(grid, WideAttend::SHARED_BYTES, attend)?;
-                let output = product(4 * i + 1, Input::Attended, hidden, q_heads * HEAD_DIM);
-                let output = wide::Wide { next_norm: layer.post_attention_norm.ptr(), ..output };
-                self.launch_wide(Kind::Add, grid, most_rows, output)?;
-                let gate_up = product(4 * i + 2, Input::Scaled, inner, hidden);
-                let gate_up = wide::Wide { strips: inner.div_ceil(STRIP / 2), norm: self.norm(), ..gate_up };
-                self.launch_wide(Kind::SwiGlu, grid, most_rows, gate_up)?;
-                let down = product(4 * i + 3, Input::Activation, hidden, inner);
-                self.launch_wide(Kind::Add, grid, most_rows, wide::Wide { next_norm: next_norm.ptr(), ..down })?;
-            }
-            if logits != LogitRows::None {
-                let head = product(4 * w.layers.len(), Input::Scaled, c.vocab_size as u32, hidden);
-                self.launch_wide(Kind::Write, grid, most_rows, wide::Wide { norm: self.norm(), ..head })?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Picks the height of a product's tiles; both give the same bits.
-    ///
-    /// # Safety
-    /// As `Device::launch_early`.
-    unsafe fn launch_wide(&self, kind: Kind, grid: u32, most_rows: u32, p: wide::Wide) -> Result<(), Error> {
-        let tile_rows = if most_rows <= 64 { 64 } else { 128 };
-        let row_tiles = most_rows.div_ceil(tile_rows);
-        let share = Share::new(wide::Wide::tiles(p.strips, row_tiles), grid);
-        let (p, shared) = (wide::Wide { row_tiles, share, ..p }, wide::Wide::shared_bytes(tile_rows));
-        let d = &self.device;
-        // SAFETY: the caller's word.
-        unsafe {
-            match (kind, tile_rows) {
-                (Kind::Write, 64) => d.launch_early::<wide::wide_linear_64>(grid, shared, p),
-                (Kind::Write, _) => d.launch_early::<wide::wide_linear_128>(grid, shared, p),
-                (Kind::Add, 64) => d.launch_early::<wide::wide_add_64>(grid, shared, p),
-                (Kind::Add, _) => d.launch_early::<wide::wide_add_128>(grid, shared, p),
-                (Kind::SwiGlu, 64) => d.launch_early::<wide::wide_swiglu_64>(grid, shared, p),
-                (Kind::SwiGlu, _) => d.launch_early::<wide::wide_swiglu_128>(grid, shared, p),
+            if tile_rows == 64 {
+                d.launch_cooperative::<wide::wide_64>(grid, shared, step)
+            } else {
+                d.launch_cooperative::<wide::wide_128>(grid, shared, step)
             }
         }
     }

@@ -75,6 +75,12 @@ pub fn fence_proxy_async() {
 }
 
 #[inline(always)]
+pub fn fence_proxy_async_global() {
+    // SAFETY: a fence has no operands.
+    unsafe { asm!("fence.proxy.async.global;", options(nostack)) }
+}
+
+#[inline(always)]
 pub unsafe fn bulk_to_shared(destination: u32, source: u64, bytes: u32, barrier: u32) {
     // SAFETY: the caller's.
     unsafe {

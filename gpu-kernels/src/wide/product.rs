@@ -2,33 +2,45 @@
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::wgmma::{self, Operand};
-use cuda_std::{GlobalMut, bulk, thread, warp};
+use cuda_std::{Global, GlobalMut, bulk, thread, warp};
 
-use super::outputs::{Outputs, finish_share, finish_whole};
-use super::producer::depth;
-use super::{GROUP, PATIENCE, RESIDUES, SLICE_BYTES, Unit, WEIGHT_BYTES, Wide};
-use crate::ring::Ring;
+use super::outputs::{finish_share, finish_whole};
+use super::phases::{Product, Unit};
+use super::{GROUP, Kind, Memory, Phase, RESIDUES, Rings, SLICE_BYTES, WideStep};
+use crate::ring::{PATIENCE, wait};
 
-/// A warpgroup multiplies what comes, and finishes its half of each tile. Chains are in the upper accumulators, totals in the lower.
+/// A product, and what becomes of it. `parity` is that of the phase's factors.
 #[inline(always)]
-pub unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &Wide) {
+pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
+    p: &WideStep,
+    phase: Global<Phase>,
+    kind: u32,
+    rings: &mut Rings,
+    parity: u32,
+) {
     unsafe {
-        let mut ring = Ring::consumer(Wide::ring(ROWS));
+        let product = Product::new(phase);
+        // Before the block's first epilogue, and whether it has one or not: nobody may fall behind this barrier.
+        let ready = || {
+            if Kind::is_normed(kind) {
+                wait(Memory::<ROWS>::factors_ready(), parity);
+            }
+        };
         let mut number = thread::block_idx_x();
         // Of a split tile the share that is still to be finished: others' chains arrive while the next unit is multiplied. (128 rows leave no
         // registers for that.)
         let mut unfinished: Option<Unit> = None;
         loop {
-            let next = p.unit(number, ROWS);
+            let next = product.unit(number, ROWS);
             number += thread::fresh(thread::grid_dim_x());
             let mut split = None;
             if let Some(unit) = next {
-                let partial = Partial::new::<TILES>(p, &unit);
-                let mut chain = if unit.residue == 0 { 0 } else { unit.residue - p.share.residues() + 1 };
+                let partial = Partial::new::<TILES>(p, &product, &unit);
+                let mut chain = if unit.residue == 0 { 0 } else { unit.residue - product.share.residues() + 1 };
                 zero_totals::<TILES>();
                 let mut residue = unit.residue;
                 while residue < unit.end {
-                    multiply_chain::<TILES>(&mut ring, depth(p, residue));
+                    multiply_chain::<TILES>(rings, product.depth(residue));
                     if unit.residue == 0 {
                         unroll!(J < TILES of 16; {
                             let (total, chain) = (accumulators!(4 * J), accumulators!(64 + 4 * J));
@@ -36,38 +48,44 @@ pub unsafe fn consume<const ROWS: u32, const TILES: usize, const KIND: u32>(p: &
                         });
                     } else {
                         unroll!(J < TILES of 16; {
-                            partial.store(p, chain, J as u32, accumulators!(64 + 4 * J));
+                            partial.store(chain, J as u32, accumulators!(64 + 4 * J));
                         });
                         chain += 1;
                     }
                     residue += 1;
                 }
                 if unit.end - unit.residue == RESIDUES {
-                    finish_whole::<ROWS, TILES, KIND>(p, &Outputs::new::<KIND>(p, &unit, ROWS));
+                    ready();
+                    match kind {
+                        Kind::WRITE => finish_whole::<ROWS, TILES, { Kind::WRITE }>(p, &product, &unit),
+                        Kind::ADD => finish_whole::<ROWS, TILES, { Kind::ADD }>(p, &product, &unit),
+                        _ => finish_whole::<ROWS, TILES, { Kind::SWIGLU }>(p, &product, &unit),
+                    }
                 } else {
                     if unit.residue == 0 {
                         unroll!(J < TILES of 16; {
-                            partial.store(p, 0, J as u32, accumulators!(4 * J));
+                            partial.store(0, J as u32, accumulators!(4 * J));
                         });
                     }
                     partial.arrive(p);
-                    if ROWS == 64 {
-                        split = Some(unit);
-                    } else {
-                        finish_share::<ROWS, TILES, KIND>(p, &unit);
-                    }
+                    split = Some(unit);
                 }
             }
-            if ROWS == 64
-                && let Some(before) = unfinished
-            {
-                finish_share::<ROWS, TILES, KIND>(p, &before);
+            let before = if ROWS == 64 { unfinished } else { split };
+            if let Some(before) = before {
+                ready();
+                match kind {
+                    Kind::WRITE => finish_share::<ROWS, TILES, { Kind::WRITE }>(p, &product, &before),
+                    Kind::ADD => finish_share::<ROWS, TILES, { Kind::ADD }>(p, &product, &before),
+                    _ => finish_share::<ROWS, TILES, { Kind::SWIGLU }>(p, &product, &before),
+                }
             }
             unfinished = split;
             if next.is_none() {
-                return;
+                break;
             }
         }
+        ready();
     }
 }
 
@@ -80,8 +98,8 @@ fn zero_totals<const TILES: usize>() {
 
 /// Where a warpgroup's chains of a split tile lie in memory: `[chain][rows / 8][lane of the warpgroup]`, four sums each.
 pub struct Partial {
-    /// The first, in elements.
-    first: u32,
+    /// The first.
+    first: GlobalMut<f32>,
     /// Elements of a chain, over both warpgroups.
     stride: u32,
     /// Number of the warpgroup's half among all split tiles' halves.
@@ -90,31 +108,33 @@ pub struct Partial {
 
 impl Partial {
     #[inline(always)]
-    pub fn new<const TILES: usize>(p: &Wide, unit: &Unit) -> Self {
+    pub unsafe fn new<const TILES: usize>(p: &WideStep, product: &Product, unit: &Unit) -> Self {
         // Found again wherever it is wanted: over the products it would take registers.
         let thread = thread::fresh(thread::thread_idx_x());
         let (group, thread) = (thread / GROUP, thread % GROUP);
         let words = TILES as u32 * GROUP * 4;
+        let first = (unit.split * product.share.chains() * 2 + group) * words + thread * 4;
         Self {
-            first: (unit.split * p.share.chains() * 2 + group) * words + thread * 4,
+            // SAFETY: there is memory for the chains of all split tiles.
+            first: unsafe { p.partials.at(first as usize) },
             stride: 2 * words,
             half: 2 * unit.split + group,
         }
     }
 
     #[inline(always)]
-    pub unsafe fn place(&self, p: &Wide, chain: u32, j: u32) -> GlobalMut<f32> {
-        unsafe { p.partials.at((self.first + chain * self.stride + j * GROUP * 4) as usize) }
+    pub unsafe fn place(&self, chain: u32, j: u32) -> GlobalMut<f32> {
+        unsafe { self.first.at((chain * self.stride + j * GROUP * 4) as usize) }
     }
 
     #[inline(always)]
-    pub unsafe fn store(&self, p: &Wide, chain: u32, j: u32, sums: [f32; 4]) {
-        unsafe { self.place(p, chain, j).store16(0, sums.map(f32::to_bits)) }
+    pub unsafe fn store(&self, chain: u32, j: u32, sums: [f32; 4]) {
+        unsafe { self.place(chain, j).store16(0, sums.map(f32::to_bits)) }
     }
 
     /// The warpgroup's chains are there.
     #[inline(always)]
-    pub unsafe fn arrive(&self, p: &Wide) {
+    pub unsafe fn arrive(&self, p: &WideStep) {
         unsafe {
             thread::sync_named(1 + self.half % 2, GROUP);
             if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
@@ -126,7 +146,7 @@ impl Partial {
 
     /// Waits until all parts' chains are there. The last to know sets the counters back.
     #[inline(always)]
-    pub unsafe fn wait(&self, p: &Wide, parts: u32) {
+    pub unsafe fn wait(&self, p: &WideStep, parts: u32) {
         unsafe {
             if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
                 let mut polls = 0;
@@ -150,7 +170,7 @@ impl Partial {
 
 /// One residue's chain, into the upper accumulators: `depth` slots of the ring.
 #[inline(always)]
-unsafe fn multiply_chain<const TILES: usize>(ring: &mut Ring, depth: u32) {
+unsafe fn multiply_chain<const TILES: usize>(rings: &mut Rings, depth: u32) {
     unsafe {
         let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
         if depth == 0 {
@@ -162,19 +182,20 @@ unsafe fn multiply_chain<const TILES: usize>(ring: &mut Ring, depth: u32) {
         }
         // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes
         // between chains has their registers.
-        multiply_slot::<TILES>(ring, false, lane, warp_id);
+        multiply_slot::<TILES>(rings, false, lane, warp_id);
         let mut turn = 1;
         while turn < depth {
-            multiply_slot::<TILES>(ring, true, lane, warp_id);
+            multiply_slot::<TILES>(rings, true, lane, warp_id);
             turn += 1;
         }
     }
 }
 
-/// The ring's slot.
+/// The rings' slots.
 #[inline(always)]
-unsafe fn multiply_slot<const TILES: usize>(ring: &mut Ring, keep: bool, lane: u32, warp_id: u32) {
+unsafe fn multiply_slot<const TILES: usize>(rings: &mut Rings, keep: bool, lane: u32, warp_id: u32) {
     unsafe {
+        let Rings { ring, rows } = rings;
         ring.wait_full();
         // The assembler runs products one after another if fragments are loaded while others are under way; the other warpgroup
         // keeps the tensor cores busy.
@@ -183,7 +204,8 @@ unsafe fn multiply_slot<const TILES: usize>(ring: &mut Ring, keep: bool, lane: u
         wgmma::load_fragments::<1, u8>(weights.at(512));
         wgmma::load_fragments::<2, u8>(weights.at(1024));
         wgmma::load_fragments::<3, u8>(weights.at(1536));
-        let x = Operand::at(ring.slot().at(WEIGHT_BYTES as usize));
+        rows.wait_full();
+        let x = Operand::at(rows.slot());
         wgmma::fence();
         product::<TILES, 0>(x, keep);
         product::<TILES, 1>(x.advance(32), true);
@@ -195,7 +217,9 @@ unsafe fn multiply_slot<const TILES: usize>(ring: &mut Ring, keep: bool, lane: u
         bulk::fence_proxy_async();
         warp::sync_warp();
         ring.empty().arrive_if(lane == 0);
+        rows.empty().arrive_if(lane == 0);
         *ring = ring.ahead(1);
+        *rows = rows.ahead(1);
     }
 }
 

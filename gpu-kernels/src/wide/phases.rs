@@ -1,0 +1,230 @@
+//! What a step is made of.
+
+use cuda_std::tensor::TensorMap;
+use cuda_std::{Global, GlobalMut, bf16};
+
+use super::{RESIDUES, TILE_STRIPS};
+
+/// What a phase does.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The residual stream begins as the tokens' embeddings.
+    Embed,
+    /// `y = x · wᵀ`.
+    Write,
+    /// `residual += x · wᵀ`; features are a multiple of 16.
+    Add,
+    /// `activation = silu(x · gateᵀ) ∘ (x · upᵀ)`.
+    SwiGlu,
+    /// Queries, keys and values from their projection.
+    Heads,
+    /// Attention, each split of 256 keys by itself.
+    Attend,
+    /// Splits are combined.
+    Combine,
+}
+
+impl Kind {
+    pub(super) const EMBED: u32 = Self::Embed as u32;
+    pub(super) const WRITE: u32 = Self::Write as u32;
+    pub(super) const ADD: u32 = Self::Add as u32;
+    pub(super) const SWIGLU: u32 = Self::SwiGlu as u32;
+    pub(super) const HEADS: u32 = Self::Heads as u32;
+    pub(super) const ATTEND: u32 = Self::Attend as u32;
+    pub(super) const COMBINE: u32 = Self::Combine as u32;
+
+    /// Whether this is one of the products.
+    #[inline(always)]
+    pub(super) const fn is_product(kind: u32) -> bool {
+        matches!(kind, Self::WRITE | Self::ADD | Self::SWIGLU)
+    }
+
+    /// Whether this is one of the products whose input has a norm to be divided by.
+    #[inline(always)]
+    pub(super) const fn is_normed(kind: u32) -> bool {
+        matches!(kind, Self::WRITE | Self::SWIGLU)
+    }
+}
+
+/// A phase of a [step](super::WideStep). What its kind does not name is zero.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Phase {
+    /// What is done.
+    pub kind: Kind,
+    /// Products: strips of the matrix.
+    pub strips: u32,
+    /// Products: output features; of SwiGLU, those of its result.
+    pub n: u32,
+    /// Products: input features, a multiple of 64.
+    pub k: u32,
+    /// Products: [`Share::new`] of all tiles over the grid.
+    pub share: Share,
+    /// Products: the matrix's first [`Pass::base`](crate::stream::Pass::base).
+    pub base: u64,
+    /// Products: the activations, bf16 `[rows, k]` with each row in the order of [`slot`](crate::linear::slot), in tiles of as many rows as the kernel's have.
+    pub x: Global<TensorMap>,
+    /// `Write`: `[rows, n]`.
+    pub y: GlobalMut<f32>,
+    /// `Embed` and `Add`: the weight of the norm that comes next. `Heads`: that of queries.
+    pub norm: Global<bf16>,
+    /// `Heads`: the weight of the norm of keys.
+    pub key_norm: Global<bf16>,
+    /// `Heads` and `Attend`: the layer's cache pages, as [`Cache::pages`](crate::kv::Cache::pages).
+    pub pages: GlobalMut<bf16>,
+    /// Products: tiles of rows, for all rows that there may be.
+    pub row_tiles: u64,
+}
+
+impl Phase {
+    /// One that needs nothing.
+    #[must_use]
+    pub fn new(kind: Kind) -> Self {
+        Self {
+            kind,
+            strips: 0,
+            n: 0,
+            k: 0,
+            share: Share { whole: 0, shift: 0 },
+            base: 0,
+            x: Default::default(),
+            y: Default::default(),
+            norm: Default::default(),
+            key_norm: Default::default(),
+            pages: Default::default(),
+            row_tiles: 0,
+        }
+    }
+
+    /// A list of them as words, for a device's memory.
+    #[must_use]
+    pub const fn words(phases: &[Self]) -> &[u64] {
+        // SAFETY: eight-byte fields and pairs of four-byte ones: nothing between them is padding.
+        unsafe { core::slice::from_raw_parts(phases.as_ptr().cast(), size_of_val(phases) / 8) }
+    }
+}
+
+/// How tiles fall to blocks.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// Tiles that a block does whole: full rounds.
+    pub whole: u32,
+    /// Every other tile has `1 << shift` parts.
+    pub shift: u32,
+}
+
+impl Share {
+    /// Of `tiles` over `grid` blocks: the split with the shortest last round, and of equal ones the coarsest. No more parts than blocks: a block waits for
+    /// a tile's parts, and would for a later one of its own.
+    ///
+    /// # Panics
+    /// Without blocks: a bug of the caller.
+    #[must_use]
+    pub const fn new(tiles: u32, grid: u32) -> Self {
+        let left = tiles % grid;
+        let (mut shift, mut best, mut tried) = (0, u32::MAX, 0);
+        while RESIDUES >> tried > 0 && 1 << tried <= grid {
+            let time = (left << tried).div_ceil(grid) * (RESIDUES >> tried);
+            if time < best {
+                (shift, best) = (tried, time);
+            }
+            tried += 1;
+        }
+        Self { whole: tiles - left, shift }
+    }
+
+    /// Parts of a tile that is not whole.
+    #[inline(always)]
+    #[must_use]
+    pub const fn parts(&self) -> u32 {
+        1 << self.shift
+    }
+
+    /// Residues of a part.
+    #[inline(always)]
+    pub(super) const fn residues(&self) -> u32 {
+        RESIDUES >> self.shift
+    }
+
+    /// Chains that the parts of a tile leave in memory: the first part leaves one, its total.
+    #[inline(always)]
+    pub(super) const fn chains(&self) -> u32 {
+        1 + RESIDUES - self.residues()
+    }
+
+    /// Tiles of a matrix of `strips` strips and of so many tiles of rows.
+    #[inline(always)]
+    #[must_use]
+    pub const fn tiles(strips: u32, row_tiles: u32) -> u32 {
+        strips.div_ceil(TILE_STRIPS) * row_tiles
+    }
+}
+
+/// A tile, or a part of it, and how to walk its slices.
+#[derive(Clone, Copy)]
+pub(super) struct Unit {
+    /// First strip.
+    pub strip: u32,
+    /// First row.
+    pub row: u32,
+    /// Number among split tiles.
+    pub split: u32,
+    pub residue: u32,
+    pub end: u32,
+}
+
+/// What all roles need of a product, read once a phase.
+#[derive(Clone, Copy)]
+pub(super) struct Product {
+    pub phase: Global<Phase>,
+    pub strips: u32,
+    pub k: u32,
+    pub share: Share,
+    row_tiles: u32,
+}
+
+impl Product {
+    #[inline(always)]
+    pub unsafe fn new(phase: Global<Phase>) -> Self {
+        unsafe {
+            let share = field!(phase, share: [u32; 2]);
+            Self {
+                phase,
+                strips: field!(phase, strips: u32),
+                k: field!(phase, k: u32),
+                share: Share { whole: share[0], shift: share[1] },
+                row_tiles: field!(phase, row_tiles: u64) as u32,
+            }
+        }
+    }
+
+    /// The unit of this number, with `rows` rows in a tile. A block has those that are its own number modulo the grid.
+    #[inline(always)]
+    pub fn unit(&self, number: u32, rows: u32) -> Option<Unit> {
+        let Share { whole, shift } = self.share;
+        let (tile, split, part, shift) = if number < whole {
+            (number, 0, 0, 0)
+        } else {
+            let part = number - whole;
+            (whole + (part >> shift), part >> shift, part & ((1 << shift) - 1), shift)
+        };
+        if tile >= Share::tiles(self.strips, self.row_tiles) {
+            return None;
+        }
+        let residues = RESIDUES >> shift;
+        let residue = part * residues;
+        // SAFETY: a product has rows.
+        unsafe { core::hint::assert_unchecked(self.row_tiles > 0) };
+        let across = tile / self.row_tiles;
+        let (strip, row) = (across * TILE_STRIPS, (tile - across * self.row_tiles) * rows);
+        Some(Unit { strip, row, split, residue, end: residue + residues })
+    }
+
+    /// Slices of a residue.
+    #[inline(always)]
+    pub fn depth(&self, residue: u32) -> u32 {
+        (self.k / crate::linear::SLICE + RESIDUES - 1 - residue) / RESIDUES
+    }
+}
