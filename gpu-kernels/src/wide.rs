@@ -68,7 +68,7 @@ use cuda_std::bulk::{self, Barrier};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread, wgmma};
 
 use crate::attention::{Attend, PAIRS};
-use crate::kv::Cache;
+use crate::kv::{Cache, HEAD_DIM};
 use crate::linear::{SLICE, STRIP, slot};
 use crate::norm::{Norm, Residual};
 use crate::qkv::{Factors, Heads};
@@ -103,7 +103,7 @@ struct Memory<const ROWS: u32>;
 
 impl<const ROWS: u32> Memory<ROWS> {
     /// Activations, or queries.
-    const ROW_RING: Shape = Shape { start: 0, stages: 4, bytes: ROWS * SLICE * 2 };
+    const ROW_RING: Shape = Shape { start: 0, stages: if ROWS == 64 { 4 } else { 4 }, bytes: ROWS * SLICE * 2 };
     /// Weights, or pages.
     const RING: Shape = Shape {
         start: Self::ROW_RING.end().next_multiple_of(128),
@@ -202,7 +202,8 @@ impl WideStep {
         let mut most = 0;
         let mut tiles = 1;
         while tiles < grid {
-            let share = Share::new(tiles, grid);
+            // Long rows are split the most.
+            let share = Share::new(tiles, grid, 1 << 20);
             if share.shift > 0 && tiles * share.chains() > most {
                 most = tiles * share.chains();
             }
@@ -212,7 +213,7 @@ impl WideStep {
     }
 
     /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: for both halves of each tile that may be split, how many parts' chains are there,
-    /// and how many parts know it; then the grid's meetings, and how many blocks are done.
+    /// in two sets that products use in turn; then the grid's meetings, and how many blocks are done.
     #[must_use]
     pub const fn arrivals_len(grid: u32) -> usize {
         4 * grid as usize + 2
@@ -222,6 +223,12 @@ impl WideStep {
     #[inline(always)]
     unsafe fn meetings(&self) -> GlobalMut<u32> {
         unsafe { self.arrivals.at(4 * thread::grid_dim_x() as usize) }
+    }
+
+    /// How many parts' chains are there of each split tile's halves, in the products whose number is even, or odd.
+    #[inline(always)]
+    unsafe fn part_arrivals(&self, odd: u32) -> GlobalMut<u32> {
+        unsafe { self.arrivals.at((odd * 2 * thread::grid_dim_x()) as usize) }
     }
 
     /// One lane waits until all blocks have done the phases before this one, and sees what they wrote. What it copies afterwards is that, too.
@@ -276,7 +283,7 @@ impl WideStep {
             out: self.attended,
             splits: self.split_room,
             q_heads: self.q_heads,
-            scale: 1.0 / math::sqrt(crate::kv::HEAD_DIM as f32),
+            scale: 1.0 / math::sqrt(HEAD_DIM as f32),
         }
     }
 }
@@ -324,7 +331,9 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
     unsafe {
         let mut rings =
             Rings { ring: Ring::consumer(Memory::<ROWS>::RING), rows: Ring::consumer(Memory::<ROWS>::ROW_RING) };
-        let (mut number, mut factors) = (0, 0);
+        // Of products, and of those with factors: whether there was an odd number.
+        let (mut odd, mut factors) = (0, 0);
+        let mut number = 0;
         while number < p.phase_count {
             let first = thread::fresh(thread::thread_idx_x()) == 0;
             if first {
@@ -338,10 +347,14 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
                 Kind::ATTEND => attention::attend::<ROWS>(p, &mut rings),
                 Kind::COMBINE => attention::combine(p),
                 kind => {
-                    product::multiply::<ROWS, TILES>(p, phase, kind, &mut rings, factors);
-                    if kind != Kind::ADD {
-                        factors ^= 1;
+                    if first {
+                        // The other set's counts for the product to come; those of the one before have been seen by all.
+                        let other = p.part_arrivals(odd ^ 1).at(2 * thread::block_idx_x() as usize);
+                        other.cast::<u64>().store(0, 0);
                     }
+                    product::multiply::<ROWS, TILES>(p, phase, kind, &mut rings, p.part_arrivals(odd), factors);
+                    odd ^= 1;
+                    factors ^= u32::from(Kind::is_normed(kind));
                 }
             }
             // All that this block wrote comes before its arrival.
@@ -360,8 +373,15 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             let grid = thread::grid_dim_x();
             let meetings = p.meetings();
             if atomic::fetch_add(meetings, 1, 1, Ordering::AcqRel, Scope::Device) + 1 == grid {
-                atomic::store(meetings, 0, 0, Ordering::Relaxed, Scope::Device);
-                atomic::store(meetings, 1, 0, Ordering::Relaxed, Scope::Device);
+                meetings.store(0, 0);
+                meetings.store(1, 0);
+                // Counts of the last product.
+                let counts = p.part_arrivals(odd ^ 1);
+                let mut i = 0;
+                while i < 2 * grid {
+                    counts.store(i as usize, 0);
+                    i += 1;
+                }
             }
         }
     }
@@ -401,44 +421,43 @@ unsafe fn heads(p: &WideStep, phase: Global<Phase>) {
         let heads = Heads { qkv: p.qkv.read(), q_heads: p.q_heads, kv_heads: p.kv_heads, eps: p.eps };
         let each = p.q_heads + 2 * p.kv_heads;
         let all = p.rows.count.load(0) * each;
-        let norms = [field!(phase, norm: Global<bf16>), field!(phase, key_norm: Global<bf16>)];
+        let (norm, key_norm) = (field!(phase, norm: Global<bf16>), field!(phase, key_norm: Global<bf16>));
         let cache = p.cache(field!(phase, pages: GlobalMut<bf16>));
         let grid = thread::grid_dim_x();
-        let place = |item: u32| {
-            core::hint::assert_unchecked(each > 0);
-            let row = item / each;
-            (row, item - row * each)
-        };
         // Neighbouring blocks take neighbouring heads.
         let mut first = thread::block_idx_x() + thread::warp_id() * grid;
         while first < all {
+            // All that comes from far is asked for at once. Beyond the last head, the last again.
+            let mut places = [(0u32, 0u32); HEADS];
             let mut x = [[[0f32; 2]; 2]; HEADS];
+            let mut positions = [0u32; HEADS];
+            let mut sequences = [0u32; HEADS];
             unroll!(I < HEADS of 4; {
-                let item = first + I as u32 * WARPS * grid;
-                if item < all {
-                    let (row, head) = place(item);
-                    x[I] = heads.load(row, head);
-                }
+                let item = (first + I as u32 * WARPS * grid).min(all - 1);
+                core::hint::assert_unchecked(each > 0);
+                let row = item / each;
+                places[I] = (row, item - row * each);
+                x[I] = heads.load(row, item - row * each);
+                positions[I] = p.rows.positions.load(row as usize);
+                sequences[I] = p.rows.sequences.load(row as usize);
+            });
+            let factors = [0, 1, 2, 3].map(|i| {
+                let norm = if places[i].1 < p.q_heads { norm } else { key_norm };
+                Factors::load(norm, p.cos, p.sin, positions[i])
             });
             let scales = heads.scales(&x);
             unroll!(I < HEADS of 4; {
-                let item = first + I as u32 * WARPS * grid;
-                if item < all {
-                    let (row, head) = place(item);
-                    let position = p.rows.positions.load(row as usize);
-                    let norm = if head < p.q_heads { norms[0] } else { norms[1] };
-                    let vector = heads.vector(head, x[I], scales[I], || Factors::load(norm, p.cos, p.sin, position));
-                    if head < p.q_heads {
-                        vector.store(p.q.at((row * p.q_heads + head) as usize * crate::kv::HEAD_DIM as usize));
-                    } else {
-                        let sequence = p.rows.sequences.load(row as usize);
-                        let kv_head = head - p.q_heads;
-                        if kv_head < p.kv_heads {
-                            vector.store(cache.key(sequence, position, kv_head));
-                        } else {
-                            vector.store_value(cache.value(sequence, position, kv_head - p.kv_heads));
-                        }
-                    }
+                let (row, head) = places[I];
+                let vector = heads.vector(head, x[I], scales[I], || factors[I]);
+                if first + I as u32 * WARPS * grid >= all {
+                    // The last again.
+                } else if head < p.q_heads {
+                    vector.store(p.q.at((row * p.q_heads + head) as usize * HEAD_DIM as usize));
+                } else if head < p.q_heads + p.kv_heads {
+                    vector.store(cache.key(sequences[I], positions[I], head - p.q_heads));
+                } else {
+                    let kv_head = head - p.q_heads - p.kv_heads;
+                    vector.store_value(cache.value(sequences[I], positions[I], kv_head));
                 }
             });
             first += HEADS as u32 * WARPS * grid;

@@ -161,7 +161,7 @@ impl Case {
             strips,
             n: self.n as u32,
             k,
-            share: Share::new(Share::tiles(strips, row_tiles), grid),
+            share: Share::new(Share::tiles(strips, row_tiles), grid, k),
             base: 5,
             x: map.ptr(),
             y: y.ptr_mut(),
@@ -233,18 +233,20 @@ fn bits_of_linear_over_passes() {
     Case::new(9, strips.next_multiple_of(2) * 16, 256, 7).check(3);
 }
 
+/// Parts go to blocks in rounds that no other split would shorten, what parts exchange included; and there are no more parts of a tile than blocks.
 #[test]
-fn no_block_idles_longer_than_a_part() {
-    for grid in [1, 3, 108, 132] {
+fn the_last_round_is_short() {
+    for (grid, k) in [(1, 64), (3, 512), (108, 4096), (132, 4096), (132, 12288)] {
         for tiles in 1..4 * grid {
-            let share = Share::new(tiles, grid);
-            let (whole, groups) = (share.whole, share.parts());
-            assert!(whole % grid == 0 && groups <= 8.min(grid));
-            let left = tiles - whole;
-            // In eighths of a tile: within an eighth and a half of what a perfect split would take.
-            let time = (left * groups).div_ceil(grid) * 8 / groups;
-            let most = f64::from(8 * left) / f64::from(grid) + 1.0;
-            assert!(grid < 8 || f64::from(time) < most, "{tiles} tiles on {grid} blocks");
+            let Share { whole, shift } = Share::new(tiles, grid, k);
+            assert!(whole % grid == 0 && tiles - whole < grid && 1 << shift <= 8.min(grid));
+            let slots = (k / 64).div_ceil(8);
+            let time = |shift: u32| {
+                let parts = (tiles - whole) << shift;
+                parts.div_ceil(grid) * (slots * (8 >> shift) + if shift > 0 { 12 } else { 0 })
+            };
+            let other = (0..4).filter(|other| 1 << other <= grid).map(time).min();
+            assert_eq!(Some(time(shift)), other, "{tiles} tiles of {k} on {grid} blocks");
         }
     }
 }

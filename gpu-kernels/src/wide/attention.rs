@@ -1,7 +1,8 @@
 //! Attention of the rows of many sequences: the bits of [`attention`](crate::attention), with keys and values streamed through shared memory.
 //!
 //! An *item* is what a block of [`attend`](crate::attention::attend) does: a tile of rows of one sequence, a key-value head, a split of 256 keys. Blocks take
-//! items in turn, all sequences' first splits before any's second: those come first that this step adds no keys to, and their pages are there before the projections are.
+//! items in turn. All sequences' first splits come first: where contexts are long, this step adds no keys to them, and their pages are there before the projections are.
+//! Then come the others, sequence by sequence: small ones, at the ends of contexts, take warps longer than memory, and have large ones between them.
 //! A page is given back as soon as its two warps have used it.
 
 use cuda_std::shared::{self, Shared};
@@ -79,9 +80,14 @@ pub unsafe fn walk(p: &WideStep, mut visit: impl FnMut(&Item)) {
             if number < all {
                 core::hint::assert_unchecked(kv_heads > 0);
                 let of_head = number / kv_heads;
-                core::hint::assert_unchecked(tiles > 0);
-                let split = of_head / tiles;
-                let tile = of_head - split * tiles;
+                // First splits, then tile by tile what is left of each.
+                let (mut tile, mut split) = (of_head, 0);
+                if of_head >= tiles {
+                    let left = p.splits - 1;
+                    core::hint::assert_unchecked(left > 0);
+                    tile = (of_head - tiles) / left;
+                    split = 1 + of_head - tiles - tile * left;
+                }
                 let first_row = p.tiles.load(2 * tile as usize);
                 let rows = p.tiles.load(2 * tile as usize + 1);
                 let last = p.rows.positions.load((first_row + rows - 1) as usize);

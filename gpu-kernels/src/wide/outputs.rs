@@ -163,15 +163,16 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>
     p: &WideStep,
     product: &Product,
     unit: &Unit,
+    arrivals: GlobalMut<u32>,
 ) {
     unsafe {
         let share = product.share;
         let outputs = Outputs::new::<KIND>(p, product, unit, ROWS);
-        let partial = Partial::new::<TILES>(p, product, unit);
+        let partial = Partial::new::<TILES>(p, product, unit, arrivals);
         let rows = TILES as u32 >> share.shift;
         let mut j = (unit.residue << share.shift) / RESIDUES * rows;
         let end = j + rows;
-        partial.wait(p, share.parts());
+        partial.wait(share.parts());
         if outputs.strip >= outputs.strips {
             return;
         }

@@ -147,7 +147,12 @@ unsafe fn produce_activations<const ROWS: u32>(product: &Product, mut ring: Ring
                     if lane == 0 {
                         ring.wait_empty();
                         ring.full().arrive_expect_tx(Memory::<ROWS>::ROW_RING.bytes);
-                        tensor::load(ring.slot(), map, [(turn * super::RESIDUES + residue) * SLICE, unit.row], ring.full());
+                        tensor::load(
+                            ring.slot(),
+                            map,
+                            [(turn * super::RESIDUES + residue) * SLICE, unit.row],
+                            ring.full(),
+                        );
                     }
                     ring = ring.ahead(1);
                     turn += 1;

@@ -9,13 +9,14 @@ use super::phases::{Product, Unit};
 use super::{GROUP, Kind, Memory, Phase, RESIDUES, Rings, SLICE_BYTES, WideStep};
 use crate::ring::{PATIENCE, wait};
 
-/// A product, and what becomes of it. `parity` is that of the phase's factors.
+/// A product, and what becomes of it. `arrivals` counts parts of split tiles' halves; `parity` is that of the phase's factors.
 #[inline(always)]
 pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
     p: &WideStep,
     phase: Global<Phase>,
     kind: u32,
     rings: &mut Rings,
+    arrivals: GlobalMut<u32>,
     parity: u32,
 ) {
     unsafe {
@@ -35,7 +36,7 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
             number += thread::fresh(thread::grid_dim_x());
             let mut split = None;
             if let Some(unit) = next {
-                let partial = Partial::new::<TILES>(p, &product, &unit);
+                let partial = Partial::new::<TILES>(p, &product, &unit, arrivals);
                 let mut chain = if unit.residue == 0 { 0 } else { unit.residue - product.share.residues() + 1 };
                 zero_totals::<TILES>();
                 let mut residue = unit.residue;
@@ -67,7 +68,7 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
                             partial.store(0, J as u32, accumulators!(4 * J));
                         });
                     }
-                    partial.arrive(p);
+                    partial.arrive();
                     split = Some(unit);
                 }
             }
@@ -75,9 +76,9 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
             if let Some(before) = before {
                 ready();
                 match kind {
-                    Kind::WRITE => finish_share::<ROWS, TILES, { Kind::WRITE }>(p, &product, &before),
-                    Kind::ADD => finish_share::<ROWS, TILES, { Kind::ADD }>(p, &product, &before),
-                    _ => finish_share::<ROWS, TILES, { Kind::SWIGLU }>(p, &product, &before),
+                    Kind::WRITE => finish_share::<ROWS, TILES, { Kind::WRITE }>(p, &product, &before, arrivals),
+                    Kind::ADD => finish_share::<ROWS, TILES, { Kind::ADD }>(p, &product, &before, arrivals),
+                    _ => finish_share::<ROWS, TILES, { Kind::SWIGLU }>(p, &product, &before, arrivals),
                 }
             }
             unfinished = split;
@@ -104,11 +105,18 @@ pub struct Partial {
     stride: u32,
     /// Number of the warpgroup's half among all split tiles' halves.
     half: u32,
+    /// How many parts' chains are there, of each half.
+    arrivals: GlobalMut<u32>,
 }
 
 impl Partial {
     #[inline(always)]
-    pub unsafe fn new<const TILES: usize>(p: &WideStep, product: &Product, unit: &Unit) -> Self {
+    pub unsafe fn new<const TILES: usize>(
+        p: &WideStep,
+        product: &Product,
+        unit: &Unit,
+        arrivals: GlobalMut<u32>,
+    ) -> Self {
         // Found again wherever it is wanted: over the products it would take registers.
         let thread = thread::fresh(thread::thread_idx_x());
         let (group, thread) = (thread / GROUP, thread % GROUP);
@@ -119,6 +127,7 @@ impl Partial {
             first: unsafe { p.partials.at(first as usize) },
             stride: 2 * words,
             half: 2 * unit.split + group,
+            arrivals,
         }
     }
 
@@ -134,34 +143,27 @@ impl Partial {
 
     /// The warpgroup's chains are there.
     #[inline(always)]
-    pub unsafe fn arrive(&self, p: &WideStep) {
+    pub unsafe fn arrive(&self) {
         unsafe {
             thread::sync_named(1 + self.half % 2, GROUP);
             if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
-                thread::fence_device();
-                atomic::fetch_add(p.arrivals, self.half as usize, 1, Ordering::Release, Scope::Device);
+                atomic::fetch_add(self.arrivals, self.half as usize, 1, Ordering::Release, Scope::Device);
             }
         }
     }
 
-    /// Waits until all parts' chains are there. The last to know sets the counters back.
+    /// Waits until all parts' chains are there.
     #[inline(always)]
-    pub unsafe fn wait(&self, p: &WideStep, parts: u32) {
+    pub unsafe fn wait(&self, parts: u32) {
         unsafe {
             if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
                 let mut polls = 0;
-                while atomic::load(p.arrivals, self.half as usize, Ordering::Acquire, Scope::Device) < parts {
-                    polls += 1;
+                while atomic::load(self.arrivals, self.half as usize, Ordering::Acquire, Scope::Device) < parts {
+                    polls = thread::fresh(polls) + 1;
                     if polls == PATIENCE {
                         thread::trap();
                     }
                 }
-                let known = (2 * thread::fresh(thread::grid_dim_x()) + self.half) as usize;
-                if atomic::fetch_add(p.arrivals, known, 1, Ordering::AcqRel, Scope::Device) + 1 == parts {
-                    atomic::store(p.arrivals, known, 0, Ordering::Relaxed, Scope::Device);
-                    atomic::store(p.arrivals, self.half as usize, 0, Ordering::Relaxed, Scope::Device);
-                }
-                thread::fence_device();
             }
             thread::sync_named(1 + self.half % 2, GROUP);
         }

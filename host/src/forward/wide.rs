@@ -108,7 +108,7 @@ impl Forward {
                 strips,
                 n,
                 k,
-                share: Share::new(Share::tiles(strips, row_tiles), grid),
+                share: Share::new(Share::tiles(strips, row_tiles), grid, k),
                 base: stream.base(matrix),
                 x: maps.ptr(2 * input as usize + usize::from(tile_rows > 64)),
                 y: self.logits.ptr_mut(),
