@@ -534,44 +534,49 @@ pub(crate) unsafe fn combine_head_by_warp<const SLOTS: bool>(p: &Attend, row: u3
         let pair = row as usize * p.q_heads as usize + head as usize;
         let scales = p.scales.at(pair * p.splits as usize * 2);
         let sums = p.sums.at(pair * p.splits as usize * HEAD_DIM as usize);
-        let top = top_score(scales, splits, lane);
-        let (mut sum, mut norm) = ([0f32; 4], 0f32);
-        // What four of the 8 would have found, four dimensions a lane, and their normalisers, one a lane; then the other four.
-        let mut warps = 0;
-        while warps < WARPS {
-            let (mut parts, mut norms) = ([[0f32; 4]; 4], 0f32);
-            let mut first = warps;
-            while first < splits {
-                let mut words = [[0u32; 4]; 4];
-                unroll!(W < 4; {
-                    let s = first + W as u32;
-                    if s < splits {
-                        words[W] = sums.load16((s * HEAD_DIM + lane * 4) as usize);
-                    }
-                });
-                let mut scale = [f32::NEG_INFINITY, 0.0];
-                let s = first + lane;
-                if lane < 4 && s < splits {
-                    scale = [scales.load(2 * s as usize), scales.load(2 * s as usize + 1)];
+        // Eight splits' sums, four dimensions a lane, and their scales, one split a lane.
+        let load = |first: u32| {
+            let mut words = [[0u32; 4]; WARPS as usize];
+            unroll!(W < 8; {
+                let s = first + W as u32;
+                if s < splits {
+                    words[W] = sums.load16((s * HEAD_DIM + lane * 4) as usize);
                 }
-                let factors = weight(scale[0], top);
-                norms = math::fma(scale[1], factors, norms);
-                unroll!(W < 4; {
-                    let factor = warp::shuffle_idx(factors, W as u32);
-                    unroll!(D < 4; {
-                        parts[W][D] = math::fma(f32::from_bits(words[W][D]), factor, parts[W][D]);
-                    });
-                });
-                first += WARPS;
-            }
-            unroll!(W < 4; {
-                unroll!(D < 4; {
-                    sum[D] += parts[W][D];
-                });
-                norm += warp::shuffle_idx(norms, W as u32);
             });
-            warps += 4;
+            let (s, mut scale) = (first + lane, [f32::NEG_INFINITY, 0.0]);
+            if lane < WARPS && s < splits {
+                scale = [scales.load(2 * s as usize), scales.load(2 * s as usize + 1)];
+            }
+            (words, scale)
+        };
+        // The first are asked for before anything is waited for: that is all for contexts up to 2,048.
+        let (mut words, mut scale) = load(0);
+        let top = top_score(scales, splits, lane);
+        // What each of the 8 would have found, and their normalisers, one a lane.
+        let (mut parts, mut norms) = ([[0f32; 4]; WARPS as usize], 0f32);
+        let mut first = 0;
+        loop {
+            let factors = weight(scale[0], top);
+            norms = math::fma(scale[1], factors, norms);
+            unroll!(W < 8; {
+                let factor = warp::shuffle_idx(factors, W as u32);
+                unroll!(D < 4; {
+                    parts[W][D] = math::fma(f32::from_bits(words[W][D]), factor, parts[W][D]);
+                });
+            });
+            first += WARPS;
+            if first >= splits {
+                break;
+            }
+            (words, scale) = load(first);
         }
+        let (mut sum, mut norm) = ([0f32; 4], 0f32);
+        unroll!(W < 8; {
+            unroll!(D < 4; {
+                sum[D] += parts[W][D];
+            });
+            norm += warp::shuffle_idx(norms, W as u32);
+        });
         let to = p.out.at(pair * HEAD_DIM as usize).cast::<u32>();
         unroll!(I < 2; {
             let d = lane * 4 + 2 * I as u32;

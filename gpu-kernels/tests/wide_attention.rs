@@ -82,43 +82,51 @@ impl Case {
             first += count;
         }
 
-        let (all, queries, memory) = (RowBuffers::new(&rows), Buffer::from_slice(&q), memory_of(rows.len()));
+        let (all, queries) = (RowBuffers::new(&rows), Buffer::from_slice(&q));
         let words = Buffer::from_slice(&tiles.concat());
-        let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid)]);
-        let phases = [Kind::Attend, Kind::Combine].map(|kind| Phase { pages: pages.ptr_mut(), ..Phase::new(kind) });
-        let phases = Buffer::from_slice(Phase::words(&phases));
-        let params = WideStep {
-            rows: all.rows(),
-            phases: phases.ptr().cast(),
-            phase_count: 2,
-            tables: tables.ptr(),
-            q: queries.ptr_mut(),
-            sums: memory.0.ptr_mut(),
-            scales: memory.1.ptr_mut(),
-            attended: memory.2.ptr_mut(),
-            tiles: words.ptr(),
-            arrivals: arrivals.ptr_mut(),
-            tile_count: tiles.len() as u32,
-            splits,
-            split_room: splits,
-            table_stride: stride as u32,
-            q_heads: q_heads as u32,
-            kv_heads: kv_heads as u32,
-            ..WideStep::default()
-        };
         // The launch for other devices, too.
         let portable = memory_of(rows.len());
         let tiled = AttendTiles { attend: attend(&all, &queries, &portable), tiles: words.ptr() };
-        let tiles = [kv_heads as u32, splits, tiles.len() as u32];
-        run::<attention::attend_tiles>(tiles, Attend::SHARED_BYTES, seed, tiled);
+        let blocks = [kv_heads as u32, splits, tiles.len() as u32];
+        run::<attention::attend_tiles>(blocks, Attend::SHARED_BYTES, seed, tiled);
         let heads = [q_heads as u32, rows.len() as u32, 1];
         run::<attention::combine>(heads, Attend::COMBINE_SHARED_BYTES, seed, tiled.attend);
         assert!(want == portable.2.as_slice(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
-        run_resident::<wide::wide_64>([grid, 1, 1], WideStep::shared_bytes(64), seed, params);
-        assert!(arrivals.as_slice().iter().all(|&left| left == 0));
-        let got = memory.2.as_slice();
-        let got: Vec<bf16> = (0..got.len()).map(|i| got[i / D * D + slot((i % D) as u32) as usize]).collect();
-        assert!(want == got, "{q_heads} and {kv_heads} heads, {sequences:?}, {grid} blocks");
+        for tile_rows in [64, 128] {
+            let memory = memory_of(rows.len());
+            let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid)]);
+            let phases = [Kind::Attend, Kind::Combine].map(|kind| Phase { pages: pages.ptr_mut(), ..Phase::new(kind) });
+            let phases = Buffer::from_slice(Phase::words(&phases));
+            let params = WideStep {
+                rows: all.rows(),
+                phases: phases.ptr().cast(),
+                phase_count: 2,
+                tables: tables.ptr(),
+                q: queries.ptr_mut(),
+                sums: memory.0.ptr_mut(),
+                scales: memory.1.ptr_mut(),
+                attended: memory.2.ptr_mut(),
+                tiles: words.ptr(),
+                arrivals: arrivals.ptr_mut(),
+                tile_count: tiles.len() as u32,
+                splits,
+                split_room: splits,
+                table_stride: stride as u32,
+                q_heads: q_heads as u32,
+                kv_heads: kv_heads as u32,
+                ..WideStep::default()
+            };
+            let (grid, shared) = ([grid, 1, 1], WideStep::shared_bytes(tile_rows));
+            if tile_rows == 64 {
+                run_resident::<wide::wide_64>(grid, shared, seed, params);
+            } else {
+                run_resident::<wide::wide_128>(grid, shared, seed, params);
+            }
+            assert!(arrivals.as_slice().iter().all(|&left| left == 0));
+            let got = memory.2.as_slice();
+            let got: Vec<bf16> = (0..got.len()).map(|i| got[i / D * D + slot((i % D) as u32) as usize]).collect();
+            assert!(want == got, "{q_heads} and {kv_heads} heads, {sequences:?}, {grid:?} blocks");
+        }
     }
 }
 
@@ -141,4 +149,10 @@ proptest! {
 fn many_items_for_a_block() {
     let sequences = (0..30).map(|i| (i * 13, 1 + i % 3)).collect();
     Case { q_heads: 4, kv_heads: 2, sequences }.check(1, 5);
+}
+
+/// More splits than a warp that combines takes at a time.
+#[test]
+fn a_long_context_beside_short_ones() {
+    Case { q_heads: 2, kv_heads: 1, sequences: vec![(2400, 1), (3, 2), (700, 1)] }.check(3, 9);
 }

@@ -72,10 +72,14 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
             let base = first + u64::from(number) * u64::from(pass_strips * chunks);
             let strips = (product.strips - number * pass_strips).min(pass_strips);
             let pass = Pass { base, rotation: 0, strips, depth: chunks };
+            // From a slice of the strip to the one 8 further. Found before the loops: what a producer does for a slot is time that memory waits.
+            let begin = pass.chunk(0, i, place, p.blocks) * u64::from(CHUNK_BYTES);
+            let stride = pass.chunk(1, i, place, p.blocks) * u64::from(CHUNK_BYTES) - begin;
             let mut residue = unit.residue;
             while residue < unit.end {
-                let mut turn = 0;
-                while turn < product.depth(residue) {
+                let mut from = begin + u64::from(residue * SLICE_BYTES);
+                let (mut turn, depth) = (0, product.depth(residue));
+                while turn < depth {
                     ring.wait_under_way(UNDER_WAY);
                     ring.wait_empty();
                     if lane == 0 {
@@ -83,11 +87,10 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
                     }
                     warp::sync_warp();
                     if lane < TILE_STRIPS {
-                        let chunk = pass.chunk(turn, i, place, p.blocks);
-                        let from = chunk * u64::from(CHUNK_BYTES) + u64::from(residue * SLICE_BYTES);
                         let to = ring.slot().at((lane * SLICE_BYTES) as usize);
                         bulk::copy_to_shared(to, p.stream.cast().at(from as usize), SLICE_BYTES, ring.full());
                     }
+                    from += stride;
                     ring = ring.ahead(1);
                     turn += 1;
                 }
@@ -142,8 +145,8 @@ unsafe fn produce_activations<const ROWS: u32>(product: &Product, mut ring: Ring
             number += thread::fresh(thread::grid_dim_x());
             let mut residue = unit.residue;
             while residue < unit.end {
-                let mut turn = 0;
-                while turn < product.depth(residue) {
+                let (mut turn, depth) = (0, product.depth(residue));
+                while turn < depth {
                     if lane == 0 {
                         ring.wait_empty();
                         ring.full().arrive_expect_tx(Memory::<ROWS>::ROW_RING.bytes);
