@@ -203,7 +203,7 @@ impl Forward {
     pub fn with_room(device: &Device, config: &Config, weights: DeviceWeights, room: Room) -> Result<Self, Error> {
         let (rows, splits) = (room.rows, room.splits());
         let q = config.query_size();
-        let rope = RopeTable::new(config.head_dim, config.rope_theta, room.context);
+        let rope = RopeTable::of(config, room.context);
         Ok(Self {
             cos: device.upload(&rope.cos)?,
             sin: device.upload(&rope.sin)?,
