@@ -630,12 +630,30 @@ impl Forward {
     /// # Errors
     /// A refused launch.
     pub fn enqueue_decode(&self, most_rows: u32, end: u32) -> Result<(), Error> {
-        let Some(stream) = &self.stream else {
-            return self.enqueue(most_rows, end, LogitRows::From(0));
-        };
+        match &self.stream {
+            Some(stream) => self.enqueue_stream(stream, self.rows(), most_rows),
+            None => self.enqueue(most_rows, end, LogitRows::From(0)),
+        }
+    }
+
+    /// Enqueues a pass over at most [`MAX_DECODE_ROWS`](gpu_kernels::step::MAX_DECODE_ROWS) `rows`, which are of one sequence and follow each
+    /// other, with the logits of all of them, in one launch. The bits are those of [`enqueue_rows`](Self::enqueue_rows).
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there is no stream: a bug of the caller.
+    pub fn enqueue_streamed(&mut self, rows: Rows, most_rows: u32) -> Result<(), Error> {
+        self.stream.as_mut().expect("laid out").begin()?;
+        self.enqueue_stream(self.stream.as_ref().expect("laid out"), rows, most_rows)
+    }
+
+    /// Enqueues a step in one launch, whose counters are zero by then.
+    fn enqueue_stream(&self, stream: &Stream, rows: Rows, most_rows: u32) -> Result<(), Error> {
         let c = &self.config;
         let step = StreamStep {
-            rows: self.rows(),
+            rows,
             stream: Default::default(),
             norms: Default::default(),
             pages: Default::default(),
@@ -661,7 +679,7 @@ impl Forward {
             splits: self.room.splits() as u32,
             eps: c.rms_norm_eps,
         };
-        // SAFETY: buffers of self, sized as the parameter block says; the planning kernel zeroes the counters.
+        // SAFETY: buffers of self, sized as the parameter block says; callers zero the counters.
         unsafe { stream.enqueue(&self.device, most_rows, step) }
     }
 

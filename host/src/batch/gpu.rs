@@ -8,13 +8,15 @@ mod moves;
 mod passes;
 mod sizes;
 mod upload;
+mod wanted;
 
 use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
 
 use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, ClearRows, Put};
 use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach};
-use gpu_kernels::step;
+use gpu_kernels::step::{self, MAX_DECODE_ROWS};
 use half::bf16;
 use model::{Checkpoint, Config};
 use rayon::prelude::*;
@@ -23,10 +25,11 @@ use self::moves::{Mover, Way};
 use self::passes::{Pass, Rows, Widths, cut};
 use self::sizes::{LEAST_ROWS, SPARE, Sizes};
 use self::upload::{List, Upload};
+use self::wanted::Wanted;
 use super::PAGE_TOKENS;
 use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
 use super::draft::{Drafts, propose};
-use super::plan::{Plan, Work};
+use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
 use super::running::Running;
 use super::scheduler::{Costs, Limits};
@@ -57,10 +60,16 @@ pub struct GpuBatch {
     seen: Buffer<u8>,
     /// Flags that have to be set before the next choice, by place.
     flags: BTreeMap<u32, u8>,
+    /// How many of them travel at a time.
+    flag_room: usize,
+    wanted: Wanted,
     sampled: Mapped,
     timers: [Timer; 2],
     swaps: Rate,
     rows: Rate,
+    /// When the last step was done, and how long the device has waited for next ones.
+    done: Option<Instant>,
+    waited: Duration,
 }
 
 /// A pass with its lists.
@@ -83,8 +92,15 @@ struct Ready {
 struct Changes {
     moves: [(Way, List); 3],
     tables: List,
+    flags: Flags,
+}
+
+/// Changes of [`GpuBatch::seen`].
+struct Flags {
+    /// Slots whose flags are to be zeroed first.
     cleared: List,
-    flags: List,
+    /// Places and flags.
+    put: List,
 }
 
 impl GpuBatch {
@@ -181,22 +197,29 @@ impl GpuBatch {
         // a reading of the weights at 1 TB/s.
         let weights = config.weight_bytes(2) as f64;
         let row = if prompts_apart { weights / 400e12 } else { weights / (64.0 * 1e12) };
+        // Rows with tiles and choices; page tables; pages that move, each to another; flags; a pass over 64 rows begins lists at multiples of 4.
+        let flag_room = 4 * sizes.rows;
+        let words = 24 * sizes.rows
+            + 2 * room.sequences * context.div_ceil(PAGE_TOKENS)
+            + 2 * (2 * pages + mover.host_pages())
+            + 2 * flag_room
+            + 4096;
         Ok(Self {
             limits,
             widths,
             draft: options.draft,
             slots: vec![Running::default(); sizes.sequences],
-            // Rows with tiles and choices, page tables, moved pages.
-            upload: Upload::new(
-                device,
-                24 * sizes.rows + 2 * room.sequences * context.div_ceil(PAGE_TOKENS) + 6 * pages + 4096,
-            )?,
+            upload: Upload::new(device, words)?,
             seen: device.zeroed(sizes.sequences * config.vocab_size)?,
             flags: BTreeMap::new(),
+            flag_room,
+            wanted: Wanted::new(device, config.vocab_size)?,
             sampled: device.mapped(sizes.rows + sizes.sequences)?,
             timers: [device.timer()?, device.timer()?],
             swaps: Rate::guess(2.0 * mover.page_bytes() as f64 / 40e9),
             rows: Rate::guess(row),
+            done: None,
+            waited: Duration::ZERO,
             mover,
             forward,
         })
@@ -213,6 +236,11 @@ impl GpuBatch {
     /// A driver error.
     pub fn fill_cache(&mut self, pattern: &[bf16]) -> Result<(), Error> {
         self.forward.fill_cache(pattern)
+    }
+
+    /// How long the device has had nothing to do between steps.
+    pub fn waited(&self) -> Duration {
+        self.waited
     }
 
     fn vocab(&self) -> usize {
@@ -249,8 +277,25 @@ impl GpuBatch {
         }
     }
 
-    /// Lists everything that changes beside rows.
-    fn list_changes(&mut self, plan: &Plan) -> Changes {
+    /// Lists changes of flags: the first ones of those that are due, as many as there is room for.
+    fn list_flags(&mut self, cleared: impl IntoIterator<Item = Slot>) -> Flags {
+        let cleared = self.upload.push(cleared);
+        let rest = self.flags.keys().nth(self.flag_room).copied().map(|next| self.flags.split_off(&next));
+        let now = std::mem::replace(&mut self.flags, rest.unwrap_or_default());
+        Flags { cleared, put: self.upload.push(now.into_iter().flat_map(|(place, flag)| [place, flag.into()])) }
+    }
+
+    /// Lists everything that changes beside rows. Flags that there is no room for go ahead.
+    fn list_changes(&mut self, plan: &Plan) -> Result<Changes, Error> {
+        let penalised = |slot: &Slot| self.slots[*slot as usize].is_penalised();
+        let mut cleared: Vec<Slot> = plan.started.iter().map(|started| started.slot).filter(penalised).collect();
+        while self.flags.len() > self.flag_room {
+            self.upload.clear();
+            let flags = self.list_flags(cleared.drain(..));
+            self.upload.send()?;
+            self.enqueue_flags(&flags)?;
+        }
+        self.upload.clear();
         let out = plan.swap_out.iter().flat_map(|m| [m.from, m.to]);
         let within = plan.copies.iter().flat_map(|m| [m.from, m.to]);
         let back = plan.swap_in.iter().flat_map(|m| [m.from, m.to]);
@@ -262,15 +307,8 @@ impl GpuBatch {
         let stride = self.limits.context.div_ceil(PAGE_TOKENS) as u32;
         // The last word counts.
         let tables: HashMap<u32, u32> = plan.tables.iter().map(|t| (t.slot * stride + t.index, t.page)).collect();
-        let cleared = plan.started.iter().map(|s| s.slot).filter(|slot| self.slots[*slot as usize].is_penalised());
-        Changes {
-            moves,
-            tables: self.upload.push(tables.into_iter().flat_map(|(place, page)| [place, page])),
-            cleared: self.upload.push(cleared),
-            flags: self
-                .upload
-                .push(std::mem::take(&mut self.flags).into_iter().flat_map(|(place, flag)| [place, flag.into()])),
-        }
+        let tables = self.upload.push(tables.into_iter().flat_map(|(place, page)| [place, page]));
+        Ok(Changes { moves, tables, flags: self.list_flags(cleared) })
     }
 
     /// Lists a pass; its choices come after `first` others.
@@ -312,34 +350,42 @@ impl GpuBatch {
 
     /// Enqueues what changes beside rows.
     fn enqueue_changes(&self, changes: &Changes) -> Result<(), Error> {
-        let (device, upload, vocab) = (self.forward.device(), &self.upload, self.vocab() as u32);
+        let upload = &self.upload;
         self.timers[0].start()?;
         for (way, list) in changes.moves {
             self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)?;
         }
         self.timers[0].stop()?;
-        let (tables, flags, cleared) = (changes.tables.len() / 2, changes.flags.len() / 2, changes.cleared.len());
-        // SAFETY: the lists are of the sizes said, and name places in buffers of self, each once.
+        let tables = changes.tables.len() / 2;
+        if tables > 0 {
+            let to = self.forward.page_tables().ptr_mut();
+            let put = Put { entries: upload.ptr(changes.tables), to, count: tables as u32 };
+            // SAFETY: the list is of the size said, and names places in the tables, each once.
+            unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(tables), 0, put)? };
+        }
+        self.enqueue_flags(&changes.flags)
+    }
+
+    /// Enqueues changes of flags.
+    fn enqueue_flags(&self, flags: &Flags) -> Result<(), Error> {
+        let (device, upload, len) = (self.forward.device(), &self.upload, self.vocab() as u32);
+        let (cleared, put) = (flags.cleared.len(), flags.put.len() / 2);
+        // SAFETY: the lists are of the sizes said, and name places in the flags, each once.
         unsafe {
-            if tables > 0 {
-                let to = self.forward.page_tables().ptr_mut();
-                let put = Put { entries: upload.ptr(changes.tables), to, count: tables as u32 };
-                device.launch::<kernels::put_words>(kernels::blocks(tables), 0, put)?;
-            }
             if cleared > 0 {
-                let clear = ClearRows { rows: upload.ptr(changes.cleared), of: self.seen.ptr_mut(), len: vocab };
-                device.launch::<kernels::clear_rows>((kernels::blocks(vocab as usize), cleared as u32), 0, clear)?;
+                let clear = ClearRows { rows: upload.ptr(flags.cleared), of: self.seen.ptr_mut(), len };
+                device.launch::<kernels::clear_rows>((kernels::blocks(len as usize), cleared as u32), 0, clear)?;
             }
-            if flags > 0 {
-                let put = Put { entries: upload.ptr(changes.flags), to: self.seen.ptr_mut(), count: flags as u32 };
-                device.launch::<kernels::put_bytes>(kernels::blocks(flags), 0, put)?;
+            if put > 0 {
+                let entries = Put { entries: upload.ptr(flags.put), to: self.seen.ptr_mut(), count: put as u32 };
+                device.launch::<kernels::put_bytes>(kernels::blocks(put), 0, entries)?;
             }
         }
         Ok(())
     }
 
-    /// Enqueues a pass and its choices. Logits that are wanted on the host are put into `logits`, by choice.
-    fn enqueue_pass(&self, ready: &Ready, logits: &mut HashMap<usize, Vec<f32>>) -> Result<(), Error> {
+    /// Enqueues a pass and its choices, and the way of logits that are wanted on the host.
+    fn enqueue_pass(&mut self, ready: &Ready) -> Result<(), Error> {
         let (upload, pass) = (&self.upload, &ready.pass);
         let rows = step::Rows {
             count: upload.ptr_mut(ready.count),
@@ -354,6 +400,8 @@ impl GpuBatch {
                 let counted = step::Rows { count: upload.ptr_mut(ready.pick_count), ..rows };
                 self.forward.enqueue_picked(upload.ptr(ready.picks), counted, chosen)?;
             }
+        } else if pass.len() <= MAX_DECODE_ROWS as usize && pass.is_of_one() && self.forward.stream().is_some() {
+            self.forward.enqueue_streamed(rows, pass.len() as u32)?;
         } else {
             let first = pass.chosen.first().map(|chosen| chosen.row as u32);
             self.forward.enqueue_rows(&forward::Pass {
@@ -371,9 +419,7 @@ impl GpuBatch {
         for (i, chosen) in pass.chosen.iter().enumerate() {
             if self.slots[pass.slots[chosen.row] as usize].logprobs.is_some() {
                 let row = if pass.prompt { i } else { chosen.row };
-                let mut out = vec![0.0; vocab];
-                self.forward.logits().read(row * vocab, &mut out)?;
-                logits.insert(ready.first + i, out);
+                self.wanted.enqueue(self.forward.logits(), row, ready.first + i)?;
             }
         }
         // SAFETY: within the mapped words, which have room for as many choices as a step has rows and sequences.
@@ -415,8 +461,7 @@ impl BatchBackend for GpuBatch {
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
         let rows: Vec<Rows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
 
-        self.upload.clear();
-        let changes = self.list_changes(plan);
+        let changes = self.list_changes(plan)?;
         let mut passes: Vec<Ready> = Vec::new();
         let mut choices = 0;
         for pass in cut(&rows, self.widths) {
@@ -424,6 +469,7 @@ impl BatchBackend for GpuBatch {
             passes.push(self.list_pass(pass, choices));
             choices += count;
         }
+        self.waited += self.done.take().map_or(Duration::ZERO, |done| done.elapsed());
         self.upload.send()?;
         self.enqueue_changes(&changes)?;
         // What a prompt's row costs is measured where many run together.
@@ -432,7 +478,6 @@ impl BatchBackend for GpuBatch {
             false => rows.iter().map(|rows| rows.tokens.len()).sum::<usize>(),
         };
         let measured = prompt_rows >= LEAST_ROWS;
-        let mut logits = HashMap::new();
         if measured {
             self.timers[1].start()?;
         }
@@ -442,12 +487,14 @@ impl BatchBackend for GpuBatch {
                 self.timers[1].stop()?;
                 measuring = false;
             }
-            self.enqueue_pass(ready, &mut logits)?;
+            self.enqueue_pass(ready)?;
         }
         if measuring {
             self.timers[1].stop()?;
         }
         self.forward.device().synchronize()?;
+        self.done = Some(Instant::now());
+        self.wanted.arrive()?;
         // Copies on the device take little beside these.
         let moved = plan.swap_out.len() + plan.swap_in.len();
         if moved > 0 {
@@ -464,7 +511,7 @@ impl BatchBackend for GpuBatch {
         for ready in &passes {
             for (i, choice) in ready.pass.chosen.iter().enumerate() {
                 chosen[choice.of].push(self.sampled.load(ready.first + i));
-                wanted[choice.of].extend(logits.remove(&(ready.first + i)));
+                wanted[choice.of].extend(self.wanted.take(ready.first + i));
             }
         }
         let vocab = self.vocab() as u32;
