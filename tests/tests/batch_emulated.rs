@@ -161,6 +161,27 @@ fn prompts_in_passes_of_their_own_give_the_same_in_any_company() {
 }
 
 #[test]
+fn a_prefix_that_had_to_leave_comes_back_from_the_host_tier() {
+    let checkpoint = golden();
+    let prefix = text(&checkpoint, 20, 64);
+    let begun = |more: usize| [prefix.as_slice(), &text(&checkpoint, more as u64, more)].concat();
+    // The first two share the prefix, the third needs every page, the last begins like the first two.
+    let prompts = [begun(3), begun(5), text(&checkpoint, 9, 193), begun(4)];
+    let jobs: Vec<_> = prompts.iter().enumerate().map(|(i, prompt)| (i, greedy(prompt, 3, None))).collect();
+    for apart in [false, true] {
+        let run = |pages, tier| {
+            let backend = backend(&checkpoint, 11, options(1, 256, pages, tier, None), apart);
+            together(&checkpoint, Priced::boxed(backend, true), &jobs, Some(2))
+        };
+        let (expected, Happened { shared, restored, .. }) = run(16, 0);
+        assert_eq!((shared, restored), (128, 0));
+        let (found, Happened { shared, restored, .. }) = run(4, 4);
+        assert_eq!((shared, restored), (128, 64));
+        assert_eq!(found, expected);
+    }
+}
+
+#[test]
 fn log_probabilities_are_those_of_the_logits() {
     let checkpoint = golden();
     let prompt = text(&checkpoint, 1, 70);

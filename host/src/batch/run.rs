@@ -146,6 +146,7 @@ impl Metrics {
                 steps: a.steps + b.steps,
                 rows: a.rows + b.rows,
                 shared_tokens: a.shared_tokens + b.shared_tokens,
+                restored_tokens: a.restored_tokens + b.restored_tokens,
                 swapped: a.swapped + b.swapped,
                 dropped: a.dropped + b.dropped,
                 most_running: a.most_running + b.most_running,
