@@ -24,8 +24,8 @@ pub const SEEN: u8 = 1;
 /// Flag: the token occurs in the output.
 pub const GENERATED: u8 = 2;
 
-const THREADS: u32 = 1024;
-const WARPS: u32 = THREADS / 32;
+pub(crate) const THREADS: u32 = 1024;
+pub(crate) const WARPS: u32 = THREADS / 32;
 /// The mass of the likeliest token.
 pub const UNIT_MASS: u64 = 1 << 40;
 
@@ -106,6 +106,12 @@ pub fn ranked_token(rank: u64) -> u32 {
     !(rank as u32)
 }
 
+/// The logit of a [`rank`].
+#[inline(always)]
+pub fn ranked_logit(rank: u64) -> f32 {
+    logit((rank >> 32) as u32)
+}
+
 /// The logit of a [`key`].
 #[inline(always)]
 fn logit(key: u32) -> f32 {
@@ -113,7 +119,7 @@ fn logit(key: u32) -> f32 {
 }
 
 /// The mass of a logit in a row whose largest is `max`; the largest itself has [`UNIT_MASS`].
-fn mass(logit: f32, max: f32) -> u64 {
+pub fn mass(logit: f32, max: f32) -> u64 {
     if logit == max { UNIT_MASS } else { mass_of(logit - max) }
 }
 
@@ -148,7 +154,7 @@ fn share(part: f32, whole: u64) -> u64 {
 
 /// The largest of a value over the block, known to every thread.
 #[inline(always)]
-unsafe fn block_max(mut v: u64, scratch: shared::Shared<u64>) -> u64 {
+pub(crate) unsafe fn block_max(mut v: u64, scratch: shared::Shared<u64>) -> u64 {
     unsafe {
         let mut mask = 16;
         while mask > 0 {
@@ -166,6 +172,25 @@ unsafe fn block_max(mut v: u64, scratch: shared::Shared<u64>) -> u64 {
             w += 1;
         }
         v
+    }
+}
+
+/// The sum of a value over the block, known to every thread.
+#[inline(always)]
+pub(crate) unsafe fn block_total(v: u64, scratch: shared::Shared<u64>) -> u64 {
+    unsafe {
+        let own = warp_total(v);
+        thread::sync_threads();
+        if thread::lane_id() == 0 {
+            scratch.store(thread::warp_id() as usize, own);
+        }
+        thread::sync_threads();
+        let (mut total, mut w) = (0, 0);
+        while w < WARPS {
+            total += scratch.load(w as usize);
+            w += 1;
+        }
+        total
     }
 }
 
@@ -494,7 +519,7 @@ unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: 
         let mut token = ranked_token(best);
 
         if p.temperature > 0.0 {
-            let max = logit((best >> 32) as u32);
+            let max = ranked_logit(best);
             thread::sync_threads();
             let mut floor = 0;
             if p.top_k > 0 && p.top_k < p.vocab {
@@ -508,18 +533,7 @@ unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: 
                     own += weigh(key(block.logits.load(i as usize)));
                     i += THREADS;
                 }
-                let own = warp_total(own);
-                if thread::lane_id() == 0 {
-                    block.totals.store(thread::warp_id() as usize, own);
-                }
-                thread::sync_threads();
-                let mut total = 0;
-                let mut w = 0;
-                while w < WARPS {
-                    total += block.totals.load(w as usize);
-                    w += 1;
-                }
-                thread::sync_threads();
+                let total = block_total(own, block.totals);
                 floor = floor.max(block.threshold(share(p.top_p, total), weigh));
             }
             let least = if p.min_p > 0.0 { share(p.min_p, UNIT_MASS) } else { 0 };

@@ -11,7 +11,7 @@ use gpu_kernels::kv::{self, Cache, HEAD_DIM};
 use gpu_kernels::linear::{self, Linear, STRIP};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
-use gpu_kernels::step::{MAX_ROWS, Rows};
+use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS, Rows};
 use gpu_kernels::stream::{Mark, StreamStep};
 use half::bf16;
 use model::{Config, rope::RopeTable};
@@ -541,10 +541,15 @@ impl Forward {
     /// # Errors
     /// A refused launch.
     pub fn enqueue_rows(&self, pass: &Pass) -> Result<(), Error> {
-        let Pass { rows, most_rows, end, tiles, logits } = *pass;
-        if let (Some(wide), Some(stream), Some(tiles)) = (&self.wide, &self.stream, tiles) {
-            return self.enqueue_wide(wide, stream, pass, tiles);
+        match (&self.wide, &self.stream, pass.tiles) {
+            (Some(wide), Some(stream), Some(tiles)) => self.enqueue_wide(wide, stream, pass, tiles),
+            _ => self.enqueue_launches(pass),
         }
+    }
+
+    /// Enqueues a pass launch by launch.
+    fn enqueue_launches(&self, pass: &Pass) -> Result<(), Error> {
+        let Pass { rows, most_rows, end, tiles, logits } = *pass;
         let (c, w) = (&self.config, &self.weights);
         let hidden = c.hidden_size as u32;
         let inner = c.intermediate_size as u32;
@@ -624,7 +629,7 @@ impl Forward {
         Ok(())
     }
 
-    /// Enqueues a pass over at most [`MAX_DECODE_ROWS`](gpu_kernels::step::MAX_DECODE_ROWS) rows with the logits of all of them: in one launch
+    /// Enqueues a pass over at most [`MAX_DECODE_ROWS`] rows with the logits of all of them: in one launch
     /// where there is a stream, and otherwise as [`enqueue`](Self::enqueue). Both give the same bits.
     ///
     /// # Errors
@@ -636,17 +641,23 @@ impl Forward {
         }
     }
 
-    /// Enqueues a pass over at most [`MAX_DECODE_ROWS`](gpu_kernels::step::MAX_DECODE_ROWS) `rows`, which are of one sequence and follow each
-    /// other, with the logits of all of them, in one launch. The bits are those of [`enqueue_rows`](Self::enqueue_rows).
+    /// Enqueues a pass over rows of any sequences the way that is quickest on Hopper (`host/examples/batch.rs`): up to [`MAX_DECODE_ROWS`] of
+    /// them in one launch if they are `of_one` sequence and follow each other, and launch by launch if they are not; more as
+    /// [`enqueue_rows`](Self::enqueue_rows) does. The bits are the same.
     ///
     /// # Errors
     /// A refused launch.
-    ///
-    /// # Panics
-    /// If there is no stream: a bug of the caller.
-    pub fn enqueue_streamed(&mut self, rows: Rows, most_rows: u32) -> Result<(), Error> {
-        self.stream.as_mut().expect("laid out").begin()?;
-        self.enqueue_stream(self.stream.as_ref().expect("laid out"), rows, most_rows)
+    pub fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<(), Error> {
+        if pass.most_rows > MAX_DECODE_ROWS {
+            return self.enqueue_rows(pass);
+        }
+        if of_one && let Some(stream) = &mut self.stream {
+            stream.begin()?;
+        }
+        match &self.stream {
+            Some(stream) if of_one => self.enqueue_stream(stream, pass.rows, pass.most_rows),
+            _ => self.enqueue_launches(pass),
+        }
     }
 
     /// Enqueues a step in one launch, whose counters are zero by then.

@@ -97,13 +97,16 @@ fn options(sequences: u32, rows: u32, pages: usize, host_pages: usize, draft: Op
     }
 }
 
-/// Company of several kinds: with so few pages that sequences are put aside, or computed again; with drafts and little room in a step.
-fn companies() -> [(BatchOptions, bool); 4] {
+/// Company of several kinds: with so few pages that sequences are put aside, or computed again; with drafts and little room in a step, or with
+/// so many that a step has more rows than run launch by launch.
+fn companies() -> [(BatchOptions, bool); 5] {
     let drafting = Some(NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false });
+    let many = drafting.map(|draft| NgramDraft { tokens: 15, ..draft });
     [
         (options(4, 300, 5, 16, None), true),
         (options(3, 20, 12, 0, drafting), true),
         (options(4, 300, 5, 16, drafting), true),
+        (BatchOptions { draft_rows: 96, ..options(6, 300, 24, 0, many) }, true),
         (options(4, 300, 5, 16, None), false),
     ]
 }

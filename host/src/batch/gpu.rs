@@ -5,29 +5,31 @@
 //! host waits once a step.
 
 mod moves;
+mod notes;
 mod passes;
 mod sizes;
 mod upload;
-mod wanted;
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use cuda_std::GlobalMut;
 use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, ClearRows, Put};
+use gpu_kernels::logprobs::Wanted;
 use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach};
-use gpu_kernels::step::{self, MAX_DECODE_ROWS};
+use gpu_kernels::step;
 use half::bf16;
 use model::{Checkpoint, Config};
-use rayon::prelude::*;
 
 use self::moves::{Mover, Way};
+use self::notes::{Group, Notes};
 use self::passes::{Pass, Rows, Widths, cut};
 use self::sizes::{LEAST_ROWS, SPARE, Sizes};
 use self::upload::{List, Upload};
-use self::wanted::Wanted;
 use super::PAGE_TOKENS;
-use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
+use super::backend::{BatchBackend, Outcome, Rate, Start};
 use super::draft::{Drafts, propose};
 use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
@@ -62,14 +64,14 @@ pub struct GpuBatch {
     flags: BTreeMap<u32, u8>,
     /// How many of them travel at a time.
     flag_room: usize,
-    wanted: Wanted,
+    notes: Notes,
     sampled: Mapped,
     timers: [Timer; 2],
     swaps: Rate,
     rows: Rate,
-    /// When the last step was done, and how long the device has waited for next ones.
+    /// When the last step was done, and how long the device has had nothing to do after steps.
     done: Option<Instant>,
-    waited: Duration,
+    idle: Duration,
 }
 
 /// A pass with its lists.
@@ -86,6 +88,10 @@ struct Ready {
     choices: List,
     /// The first choice among all of the step.
     first: usize,
+    /// Rows to note for log-probabilities, and the first note among all of the step.
+    wanted: Vec<[u32; Wanted::WORDS]>,
+    notes: List,
+    first_note: usize,
 }
 
 /// A step's lists that are not a pass's.
@@ -199,7 +205,8 @@ impl GpuBatch {
         let row = if prompts_apart { weights / 400e12 } else { weights / (64.0 * 1e12) };
         // Rows with tiles and choices; page tables; pages that move, each to another; flags; a pass over 64 rows begins lists at multiples of 4.
         let flag_room = 4 * sizes.rows;
-        let words = 24 * sizes.rows
+        let choices = sizes.rows + sizes.sequences;
+        let words = 28 * sizes.rows
             + 2 * room.sequences * context.div_ceil(PAGE_TOKENS)
             + 2 * (2 * pages + mover.host_pages())
             + 2 * flag_room
@@ -213,13 +220,13 @@ impl GpuBatch {
             seen: device.zeroed(sizes.sequences * config.vocab_size)?,
             flags: BTreeMap::new(),
             flag_room,
-            wanted: Wanted::new(device, config.vocab_size)?,
-            sampled: device.mapped(sizes.rows + sizes.sequences)?,
+            notes: Notes::new(device, config.vocab_size, sizes.sequences, choices)?,
+            sampled: device.mapped(choices)?,
             timers: [device.timer()?, device.timer()?],
             swaps: Rate::guess(2.0 * mover.page_bytes() as f64 / 40e9),
             rows: Rate::guess(row),
             done: None,
-            waited: Duration::ZERO,
+            idle: Duration::ZERO,
             mover,
             forward,
         })
@@ -236,11 +243,6 @@ impl GpuBatch {
     /// A driver error.
     pub fn fill_cache(&mut self, pattern: &[bf16]) -> Result<(), Error> {
         self.forward.fill_cache(pattern)
-    }
-
-    /// How long the device has had nothing to do between steps.
-    pub fn waited(&self) -> Duration {
-        self.waited
     }
 
     fn vocab(&self) -> usize {
@@ -311,8 +313,8 @@ impl GpuBatch {
         Ok(Changes { moves, tables, flags: self.list_flags(cleared) })
     }
 
-    /// Lists a pass; its choices come after `first` others.
-    fn list_pass(&mut self, pass: Pass, first: usize) -> Ready {
+    /// Lists a pass; its choices come after `first` others, and its notes after `first_note`.
+    fn list_pass(&mut self, pass: Pass, first: usize, first_note: usize) -> Ready {
         let choice = |(i, chosen): (usize, &passes::Chosen)| {
             let (row, slot) = (chosen.row, pass.slots[chosen.row]);
             let s = &self.slots[slot as usize].sampling;
@@ -333,6 +335,11 @@ impl GpuBatch {
             choice.words()
         };
         let choices: Vec<u32> = pass.chosen.iter().enumerate().flat_map(choice).collect();
+        let wanted = |(i, chosen): (usize, &passes::Chosen)| {
+            let top = self.slots[pass.slots[chosen.row] as usize].logprobs?;
+            Some(notes::wanted(if pass.prompt { i } else { chosen.row }, top, i))
+        };
+        let wanted: Vec<_> = pass.chosen.iter().enumerate().filter_map(wanted).collect();
         let upload = &mut self.upload;
         Ready {
             count: upload.push([pass.len() as u32]),
@@ -343,7 +350,10 @@ impl GpuBatch {
             picks: upload.push(pass.chosen.iter().map(|chosen| chosen.row as u32)),
             pick_count: upload.push([pass.chosen.len() as u32]),
             choices: upload.push(choices),
+            notes: upload.push(wanted.iter().flatten().copied()),
+            wanted,
             first,
+            first_note,
             pass,
         }
     }
@@ -384,7 +394,7 @@ impl GpuBatch {
         Ok(())
     }
 
-    /// Enqueues a pass and its choices, and the way of logits that are wanted on the host.
+    /// Enqueues a pass and its choices, with notes of the rows whose log-probabilities are wanted.
     fn enqueue_pass(&mut self, ready: &Ready) -> Result<(), Error> {
         let (upload, pass) = (&self.upload, &ready.pass);
         let rows = step::Rows {
@@ -400,40 +410,63 @@ impl GpuBatch {
                 let counted = step::Rows { count: upload.ptr_mut(ready.pick_count), ..rows };
                 self.forward.enqueue_picked(upload.ptr(ready.picks), counted, chosen)?;
             }
-        } else if pass.len() <= MAX_DECODE_ROWS as usize && pass.is_of_one() && self.forward.stream().is_some() {
-            self.forward.enqueue_streamed(rows, pass.len() as u32)?;
         } else {
             let first = pass.chosen.first().map(|chosen| chosen.row as u32);
-            self.forward.enqueue_rows(&forward::Pass {
+            let all = forward::Pass {
                 rows,
                 most_rows: pass.len() as u32,
                 end: pass.end(),
                 tiles: Some(Tiles { list: tiles, count: pass.tiles.len() as u32 }),
                 logits: first.map_or(LogitRows::None, LogitRows::From),
-            })?;
+            };
+            self.forward.enqueue_quickest(&all, pass.is_of_one())?;
         }
         if chosen == 0 {
             return Ok(());
         }
-        let vocab = self.vocab();
-        for (i, chosen) in pass.chosen.iter().enumerate() {
-            if self.slots[pass.slots[chosen.row] as usize].logprobs.is_some() {
-                let row = if pass.prompt { i } else { chosen.row };
-                self.wanted.enqueue(self.forward.logits(), row, ready.first + i)?;
-            }
+        // Rows are noted before the sampler changes them: some, the choices up to the last of them, the next ones.
+        let mut from = 0;
+        for (i, wanted) in ready.wanted.chunks(self.notes.at_once()).enumerate() {
+            let at = i * self.notes.at_once();
+            let group = Group {
+                // SAFETY: within the list.
+                wanted: unsafe { self.upload.ptr(ready.notes).at(at * Wanted::WORDS) },
+                sampled: self.sampled_from(ready.first),
+                first: ready.first_note + at,
+                noted: wanted.len(),
+            };
+            self.notes.enqueue(self.forward.logits(), group)?;
+            let to = wanted.last().map_or(0, |last| last[Wanted::CHOICE] as usize + 1);
+            self.enqueue_choices(ready, rows, from..to)?;
+            self.notes.enqueue_chosen(self.forward.logits(), group)?;
+            from = to;
         }
+        self.enqueue_choices(ready, rows, from..chosen as usize)
+    }
+
+    /// Where the tokens of the step's choices go, from this one on.
+    fn sampled_from(&self, choice: usize) -> GlobalMut<u32> {
         // SAFETY: within the mapped words, which have room for as many choices as a step has rows and sequences.
-        let sampled = unsafe { self.sampled.ptr_mut().at(ready.first) };
+        unsafe { self.sampled.ptr_mut().at(choice) }
+    }
+
+    /// Enqueues some of a pass's choices.
+    fn enqueue_choices(&self, ready: &Ready, rows: step::Rows, which: Range<usize>) -> Result<(), Error> {
+        if which.is_empty() {
+            return Ok(());
+        }
         let sample = SampleEach {
             rows,
             logits: self.forward.logits().ptr_mut(),
             seen: self.seen.ptr(),
-            choices: upload.ptr(ready.choices),
-            sampled,
-            vocab: vocab as u32,
+            // SAFETY: within the list.
+            choices: unsafe { self.upload.ptr(ready.choices).at(which.start * Choice::WORDS) },
+            sampled: self.sampled_from(ready.first + which.start),
+            vocab: self.vocab() as u32,
         };
+        let (device, count) = (self.forward.device(), which.len() as u32);
         // SAFETY: buffers of self, of the sizes that the parameter block states; choices are of different rows.
-        unsafe { self.forward.device().launch::<sample::sample_each>(chosen, Sample::SHARED_BYTES, sample) }
+        unsafe { device.launch::<sample::sample_each>(count, Sample::SHARED_BYTES, sample) }
     }
 }
 
@@ -450,6 +483,10 @@ impl BatchBackend for GpuBatch {
         Costs { swap_page: self.swaps.each(), row: self.rows.each() }
     }
 
+    fn idle(&self) -> Duration {
+        self.idle
+    }
+
     fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
         self.take_up(plan, starts);
         let sequence = |work: &Work| {
@@ -463,13 +500,14 @@ impl BatchBackend for GpuBatch {
 
         let changes = self.list_changes(plan)?;
         let mut passes: Vec<Ready> = Vec::new();
-        let mut choices = 0;
+        let (mut choices, mut notes) = (0, 0);
         for pass in cut(&rows, self.widths) {
-            let count = pass.chosen.len();
-            passes.push(self.list_pass(pass, choices));
-            choices += count;
+            let ready = self.list_pass(pass, choices, notes);
+            choices += ready.pass.chosen.len();
+            notes += ready.wanted.len();
+            passes.push(ready);
         }
-        self.waited += self.done.take().map_or(Duration::ZERO, |done| done.elapsed());
+        self.idle += self.done.take().map_or(Duration::ZERO, |done| done.elapsed());
         self.upload.send()?;
         self.enqueue_changes(&changes)?;
         // What a prompt's row costs is measured where many run together.
@@ -494,7 +532,6 @@ impl BatchBackend for GpuBatch {
         }
         self.forward.device().synchronize()?;
         self.done = Some(Instant::now());
-        self.wanted.arrive()?;
         // Copies on the device take little beside these.
         let moved = plan.swap_out.len() + plan.swap_in.len();
         if moved > 0 {
@@ -505,13 +542,16 @@ impl BatchBackend for GpuBatch {
             self.rows.add(self.timers[1].elapsed_ms()? / 1e3, prompt_rows);
         }
 
-        // What was chosen, by work.
+        // What was chosen and noted, by work.
         let mut chosen = vec![Vec::new(); plan.work.len()];
-        let mut wanted = vec![Vec::new(); plan.work.len()];
+        let mut notes = vec![Vec::new(); plan.work.len()];
         for ready in &passes {
             for (i, choice) in ready.pass.chosen.iter().enumerate() {
                 chosen[choice.of].push(self.sampled.load(ready.first + i));
-                wanted[choice.of].extend(self.wanted.take(ready.first + i));
+            }
+            for (i, wanted) in ready.wanted.iter().enumerate() {
+                let choice = ready.pass.chosen[wanted[Wanted::CHOICE] as usize];
+                notes[choice.of].push(self.notes.read(ready.first_note + i, wanted[Wanted::TOP]));
             }
         }
         let vocab = self.vocab() as u32;
@@ -522,9 +562,9 @@ impl BatchBackend for GpuBatch {
             if running.is_penalised() {
                 self.flags.extend(tokens.iter().map(|token| (work.slot * vocab + token, SEEN | GENERATED)));
             }
-            let logprobs = running.logprobs.map_or(Vec::new(), |top| {
-                tokens.par_iter().zip(&wanted[i]).map(|(&token, row)| Logprobs::of(row, token, top)).collect()
-            });
+            // Those behind a wrong draft are not wanted.
+            let mut logprobs = std::mem::take(&mut notes[i]);
+            logprobs.truncate(tokens.len());
             outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts[i].count });
         }
         Ok(outcomes)

@@ -127,6 +127,8 @@ pub struct Metrics {
     pub counts: Counts,
     /// In steps.
     pub busy: Duration,
+    /// In which the device had nothing to do between steps.
+    pub idle: Duration,
 }
 
 impl Metrics {
@@ -153,6 +155,7 @@ impl Metrics {
                 most_pages: a.most_pages + b.most_pages,
             },
             busy: self.busy + other.busy,
+            idle: self.idle + other.idle,
         }
     }
 }
@@ -246,6 +249,7 @@ impl Batch {
             counts: self.scheduler.counts(),
             running: self.scheduler.running(),
             pages_in_use: self.scheduler.pages_in_use(),
+            idle: self.backend.idle(),
             ..self.metrics
         }
     }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
 
 use cust::context::{Context, CurrentContext};
 use cust::device::{Device as CudaDevice, DeviceAttribute};
@@ -194,9 +195,11 @@ impl Cuda {
         let context = Context::new(device).map_err(Error::driver("making a context"))?;
         let module = Module::from_ptx(ptx, &[] as &[ModuleJitOption]).map_err(Error::driver("loading the kernels"))?;
         // The driver would put off loading a kernel until it is first asked for: then the memory may be taken.
+        let begun = Instant::now();
         for name in kernels(ptx) {
             module.get_function(name).map_err(Error::driver(name))?;
         }
+        tracing::debug!("every kernel loaded in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
         let card = Card { name, multiprocessors, hopper, functions: Mutex::new(HashMap::new()), module, context };
         Ok(Self { staging: Mutex::new(None), stream, card: Arc::new(card) })

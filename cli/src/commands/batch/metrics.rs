@@ -108,6 +108,7 @@ impl Bar {
             preempted_to_host: metrics.counts.swapped,
             preempted_to_compute_again: metrics.counts.dropped,
             device_seconds: metrics.busy.as_secs_f64(),
+            idle_seconds: metrics.idle.as_secs_f64(),
             peak_memory_bytes: peak_memory(),
         }
     }
@@ -135,6 +136,7 @@ pub struct Summary {
     preempted_to_host: u64,
     preempted_to_compute_again: u64,
     device_seconds: f64,
+    idle_seconds: f64,
     peak_memory_bytes: Option<u64>,
 }
 
