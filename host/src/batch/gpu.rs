@@ -38,7 +38,7 @@ use super::scheduler::{Costs, Limits};
 use crate::device::{Buffer, Device, Mapped, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, LogitRows, Tiles};
-use crate::gpu::DRAFT_COST;
+use crate::gpu::{DRAFT_COST, settings};
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
@@ -317,20 +317,13 @@ impl GpuBatch {
     fn list_pass(&mut self, pass: Pass, first: usize, first_note: usize) -> Ready {
         let choice = |(i, chosen): (usize, &passes::Chosen)| {
             let (row, slot) = (chosen.row, pass.slots[chosen.row]);
-            let s = &self.slots[slot as usize].sampling;
             // The rows of a prompt's pass that are picked become the first ones of the logits, and none of them is a draft.
             let choice = Choice {
                 row: if pass.prompt { i as u32 } else { row as u32 },
                 drafts: if pass.prompt { i as u32 + 1 } else { chosen.drafts as u32 },
                 slot,
                 position: pass.positions[row],
-                seed: s.seed,
-                temperature: s.temperature,
-                top_k: s.top_k,
-                top_p: s.top_p,
-                min_p: s.min_p,
-                repetition_penalty: s.repetition_penalty,
-                presence_penalty: s.presence_penalty,
+                settings: settings(&self.slots[slot as usize].sampling),
             };
             choice.words()
         };
