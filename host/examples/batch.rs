@@ -158,7 +158,7 @@ fn products(device: &Device, config: &Config) -> Result<f64> {
         (0..1 << 20).map(|i| bf16::from_f32((random(1, i) >> 40) as f32 / 2f32.powi(23) - 1.0)).collect();
     let filled = |len: usize| -> Result<_> {
         let mut buffer = device.zeroed::<bf16>(len)?;
-        buffer.fill(&numbers, 0)?;
+        buffer.repeat(&numbers, 0)?;
         Ok(buffer)
     };
     let (x, gate, up, out) = (filled(m * k)?, filled(n * k)?, filled(n * k)?, device.zeroed::<bf16>(m * n)?);

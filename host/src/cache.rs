@@ -70,6 +70,6 @@ impl KvCache {
     /// # Errors
     /// A driver error.
     pub fn fill(&mut self, pattern: &[bf16]) -> Result<(), Error> {
-        self.elements.fill(pattern, 0)
+        self.elements.repeat(pattern, 0)
     }
 }

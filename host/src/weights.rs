@@ -92,7 +92,7 @@ impl DeviceWeights {
         let mut matrix = |elements: usize| {
             matrices += 1;
             let mut buffer = device.zeroed(elements)?;
-            buffer.fill(&pattern, matrices * 1_234_567 % PATTERN)?;
+            buffer.repeat(&pattern, matrices * 1_234_567 % PATTERN)?;
             Ok::<_, Error>(buffer)
         };
         let (hidden, inner, q) = (config.hidden_size, config.intermediate_size, config.query_size());

@@ -23,7 +23,7 @@ impl Pool {
     pub fn new(device: &Device, len: usize) -> Result<Self, BenchError> {
         let pattern = random(len.min(PATTERN), 1);
         let mut buffer = device.zeroed(len)?;
-        buffer.fill(&pattern, 0)?;
+        buffer.repeat(&pattern, 0)?;
         Ok(Self { buffer, pattern })
     }
 

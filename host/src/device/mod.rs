@@ -320,7 +320,7 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Panics
     /// If the pattern has no such element: a bug of the caller.
-    pub fn fill(&mut self, pattern: &[T], start: usize) -> Result<(), Error> {
+    pub fn repeat(&mut self, pattern: &[T], start: usize) -> Result<(), Error> {
         assert!(start < pattern.len() || self.len == 0, "element {start} of a pattern of {}", pattern.len());
         let (mut at, mut rest) = (0, &pattern[start..]);
         while at < self.len {
