@@ -22,22 +22,31 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent / "tests" / "golden"
 
-# name: (sizes, stored dtype, prompt length, shards)
+PLAIN = {"rope_theta": 1e6, "rope_type": "default"}
+# With so few positions to begin with, most pairs are slowed down, and some in part.
+YARN = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+# name: (sizes, stored dtype, prompt length, shards, rotation)
 CASES = {
     "tied_bf16": (
         dict(vocab_size=288, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
              num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True),
-        torch.bfloat16, 13, 1,
+        torch.bfloat16, 13, 1, PLAIN,
     ),
     "separate_f16_sharded": (
         dict(vocab_size=272, hidden_size=128, intermediate_size=256, num_hidden_layers=1,
              num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=False),
-        torch.float16, 7, 3,
+        torch.float16, 7, 3, PLAIN,
     ),
     "tied_f32": (
         dict(vocab_size=272, hidden_size=128, intermediate_size=128, num_hidden_layers=1,
              num_attention_heads=1, num_key_value_heads=1, tie_word_embeddings=True),
-        torch.float32, 5, 1,
+        torch.float32, 5, 1, PLAIN,
+    ),
+    "yarn_bf16": (
+        dict(vocab_size=272, hidden_size=128, intermediate_size=128, num_hidden_layers=1,
+             num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True),
+        torch.bfloat16, 40, 1, YARN,
     ),
 }
 
@@ -60,7 +69,7 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_case(name: str, sizes: dict, dtype: torch.dtype, length: int, shards: int) -> None:
+def make_case(name: str, sizes: dict, dtype: torch.dtype, length: int, shards: int, rope: dict) -> None:
     torch.manual_seed(len(name))
     out = ROOT / name
     shutil.rmtree(out, ignore_errors=True)
@@ -69,7 +78,7 @@ def make_case(name: str, sizes: dict, dtype: torch.dtype, length: int, shards: i
     tokenizer = byte_level_tokenizer()
     ids = {t: tokenizer.token_to_id(t) for t in SPECIAL}
     config = Qwen3Config(**sizes, head_dim=128, max_position_embeddings=256, rms_norm_eps=1e-6,
-                         rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+                         rope_parameters=dict(rope),
                          eos_token_id=ids["<|endoftext|>"], attn_implementation="eager")
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
@@ -217,6 +226,6 @@ def write_json(path: Path, value: dict) -> None:
 
 if __name__ == "__main__":
     ROOT.mkdir(parents=True, exist_ok=True)
-    for case, (sizes, dtype, length, shards) in CASES.items():
-        make_case(case, sizes, dtype, length, shards)
+    for case, (sizes, dtype, length, shards, rope) in CASES.items():
+        make_case(case, sizes, dtype, length, shards, rope)
     make_chat()

@@ -104,15 +104,7 @@ pub struct GenerateArgs {
     #[arg(long, requires = "chat", overrides_with = "think")]
     pub no_think: bool,
     #[command(flatten)]
-    pub model: ModelArgs,
-    #[command(flatten)]
-    pub device: DeviceArgs,
-    #[command(flatten)]
-    pub answer: AnswerArgs,
-    #[command(flatten)]
-    pub draft: DraftArgs,
-    #[command(flatten)]
-    pub report: ReportArgs,
+    pub run: RunArgs,
     /// Write where the time went, for ui.perfetto.dev or chrome://tracing (steps are then waited for one by one)
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Output")]
     pub profile: Option<PathBuf>,
@@ -131,15 +123,7 @@ pub struct ChatArgs {
     #[arg(long, overrides_with = "think")]
     pub no_think: bool,
     #[command(flatten)]
-    pub model: ModelArgs,
-    #[command(flatten)]
-    pub device: DeviceArgs,
-    #[command(flatten)]
-    pub answer: AnswerArgs,
-    #[command(flatten)]
-    pub draft: DraftArgs,
-    #[command(flatten)]
-    pub report: ReportArgs,
+    pub run: RunArgs,
 }
 
 /// Arguments of `inspect`.
@@ -172,6 +156,21 @@ pub struct InspectArgs {
 pub struct CompletionsArgs {
     /// The shell
     pub shell: Shell,
+}
+
+/// What every command that generates text takes.
+#[derive(Debug, clap::Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub device: DeviceArgs,
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+    #[command(flatten)]
+    pub draft: DraftArgs,
+    #[command(flatten)]
+    pub report: ReportArgs,
 }
 
 /// Which model.

@@ -13,7 +13,7 @@ use host::{DeviceChoice, LoadOptions, NgramDraft};
 use model::{GenerationConfig, Message, Role, Sampling, Source};
 
 use crate::args::{
-    AnswerArgs, ChatArgs, DeviceArgs, DraftArgs, DraftKind, GenerateArgs, InspectArgs, ModelArgs, ReportArgs,
+    AnswerArgs, ChatArgs, DeviceArgs, DraftArgs, DraftKind, GenerateArgs, InspectArgs, ModelArgs, ReportArgs, RunArgs,
 };
 use crate::profile::TraceFile;
 
@@ -130,8 +130,9 @@ pub enum Detail {
 /// # Errors
 /// A model that is not there, a prompt that cannot be read, a profile that cannot be written, settings that contradict each other.
 pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
-    let source = source(&args.model.model, &args.model)?;
-    let answer = answer(args.answer, &args.draft, GENERATE_TOKENS)?;
+    let RunArgs { model, device, answer: how, draft, report: what } = args.run;
+    let source = source(&model.model, &model)?;
+    let answer = answer(how, &draft, GENERATE_TOKENS)?;
     let text = prompt(args.prompt, args.file.as_deref())?;
     if text.is_empty() {
         return Err(host::Error::EmptyPrompt.into());
@@ -144,7 +145,7 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
         Prompt::Text(text)
     };
     let profile = args.profile.as_deref().map(TraceFile::open).transpose()?;
-    Ok(Generate { source, load: load(&args.device), prompt, answer, report: report(&args.report), profile })
+    Ok(Generate { source, load: load(&device), prompt, answer, report: report(&what), profile })
 }
 
 /// Resolves the arguments of `chat`.
@@ -152,13 +153,14 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
 /// # Errors
 /// As [`generate`].
 pub fn chat(args: ChatArgs) -> anyhow::Result<Chat> {
+    let RunArgs { model, device, answer: how, draft, report: what } = args.run;
     Ok(Chat {
-        source: source(&args.model.model, &args.model)?,
-        load: load(&args.device),
+        source: source(&model.model, &model)?,
+        load: load(&device),
         system: args.system.map(|text| Message::new(Role::System, text)),
         think: !args.no_think,
-        answer: answer(args.answer, &args.draft, CHAT_TOKENS)?,
-        report: report(&args.report),
+        answer: answer(how, &draft, CHAT_TOKENS)?,
+        report: report(&what),
     })
 }
 

@@ -9,7 +9,7 @@
 //! embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`linear`] (gate and up with SwiGLU), [`linear`] (down, into
 //! the residual), then [`linear`] (the head) and [`sample`]; [`norm`] is folded into its neighbours. On Hopper `stream` is all of that in one launch,
 //! and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand to each other: the rows to run, and what was
-//! accepted; [`drafting`] how many of the proposed drafts a step runs; [`batch`] what a step of many sequences needs besides. `wide` are the products and the
+//! accepted; [`drafting`] how many of the proposed drafts a step runs; [`batch`] what a step of many sequences needs besides, [`logprobs`] what they may ask for. `wide` are the products and the
 //! attention of such a step on Hopper.
 //!
 //! Kernels know no model: sizes and strides are parameters.
@@ -35,6 +35,7 @@ pub mod embedding;
 pub mod gemm;
 pub mod kv;
 pub mod linear;
+pub mod logprobs;
 pub mod ngram;
 pub mod norm;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]

@@ -24,8 +24,8 @@ pub const SEEN: u8 = 1;
 /// Flag: the token occurs in the output.
 pub const GENERATED: u8 = 2;
 
-const THREADS: u32 = 1024;
-const WARPS: u32 = THREADS / 32;
+pub(crate) const THREADS: u32 = 1024;
+pub(crate) const WARPS: u32 = THREADS / 32;
 /// The mass of the likeliest token.
 pub const UNIT_MASS: u64 = 1 << 40;
 
@@ -41,12 +41,20 @@ pub struct Sample {
     pub seen: Global<u8>,
     /// `[rows]` the chosen tokens.
     pub sampled: GlobalMut<u32>,
-    /// Chooses the random numbers.
-    pub seed: u64,
+    /// How it is chosen.
+    pub settings: Settings,
     /// Tokens.
     pub vocab: u32,
     /// First row that needs a token.
     pub first_row: u32,
+}
+
+/// How a token is chosen.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Settings {
+    /// Chooses the random numbers.
+    pub seed: u64,
     /// 0 takes the largest logit.
     pub temperature: f32,
     /// Keep the tokens whose logit is at least the k-th largest; 0 keeps all.
@@ -59,6 +67,24 @@ pub struct Sample {
     pub repetition_penalty: f32,
     /// Subtracted from the logits of generated tokens; 0 is off.
     pub presence_penalty: f32,
+}
+
+impl Settings {
+    /// From [`Choice::words`].
+    #[inline(always)]
+    unsafe fn load(words: Global<u32>) -> Self {
+        unsafe {
+            Self {
+                seed: words.load(0) as u64 | (words.load(1) as u64) << 32,
+                temperature: f32::from_bits(words.load(2)),
+                top_k: words.load(3),
+                top_p: f32::from_bits(words.load(4)),
+                min_p: f32::from_bits(words.load(5)),
+                repetition_penalty: f32::from_bits(words.load(6)),
+                presence_penalty: f32::from_bits(words.load(7)),
+            }
+        }
+    }
 }
 
 impl Sample {
@@ -106,6 +132,12 @@ pub fn ranked_token(rank: u64) -> u32 {
     !(rank as u32)
 }
 
+/// The logit of a [`rank`].
+#[inline(always)]
+pub fn ranked_logit(rank: u64) -> f32 {
+    logit((rank >> 32) as u32)
+}
+
 /// The logit of a [`key`].
 #[inline(always)]
 fn logit(key: u32) -> f32 {
@@ -113,7 +145,7 @@ fn logit(key: u32) -> f32 {
 }
 
 /// The mass of a logit in a row whose largest is `max`; the largest itself has [`UNIT_MASS`].
-fn mass(logit: f32, max: f32) -> u64 {
+pub fn mass(logit: f32, max: f32) -> u64 {
     if logit == max { UNIT_MASS } else { mass_of(logit - max) }
 }
 
@@ -148,7 +180,7 @@ fn share(part: f32, whole: u64) -> u64 {
 
 /// The largest of a value over the block, known to every thread.
 #[inline(always)]
-unsafe fn block_max(mut v: u64, scratch: shared::Shared<u64>) -> u64 {
+pub(crate) unsafe fn block_max(mut v: u64, scratch: shared::Shared<u64>) -> u64 {
     unsafe {
         let mut mask = 16;
         while mask > 0 {
@@ -166,6 +198,25 @@ unsafe fn block_max(mut v: u64, scratch: shared::Shared<u64>) -> u64 {
             w += 1;
         }
         v
+    }
+}
+
+/// The sum of a value over the block, known to every thread.
+#[inline(always)]
+pub(crate) unsafe fn block_total(v: u64, scratch: shared::Shared<u64>) -> u64 {
+    unsafe {
+        let own = warp_total(v);
+        thread::sync_threads();
+        if thread::lane_id() == 0 {
+            scratch.store(thread::warp_id() as usize, own);
+        }
+        thread::sync_threads();
+        let (mut total, mut w) = (0, 0);
+        while w < WARPS {
+            total += scratch.load(w as usize);
+            w += 1;
+        }
+        total
     }
 }
 
@@ -351,7 +402,7 @@ pub unsafe fn sample(p: Sample) {
 }
 
 /// How the token after one row of a batch is chosen: the words of a row of [`SampleEach::choices`].
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Choice {
     /// Which row of the logits.
     pub row: u32,
@@ -361,20 +412,8 @@ pub struct Choice {
     pub slot: u32,
     /// Position of the row's token.
     pub position: u32,
-    /// As [`Sample::seed`].
-    pub seed: u64,
-    /// As [`Sample::temperature`].
-    pub temperature: f32,
-    /// As [`Sample::top_k`].
-    pub top_k: u32,
-    /// As [`Sample::top_p`].
-    pub top_p: f32,
-    /// As [`Sample::min_p`].
-    pub min_p: f32,
-    /// As [`Sample::repetition_penalty`].
-    pub repetition_penalty: f32,
-    /// As [`Sample::presence_penalty`].
-    pub presence_penalty: f32,
+    /// How it is chosen.
+    pub settings: Settings,
 }
 
 impl Choice {
@@ -383,19 +422,20 @@ impl Choice {
 
     /// As the device reads it.
     pub const fn words(&self) -> [u32; Self::WORDS] {
+        let s = &self.settings;
         [
             self.row,
             self.drafts,
             self.slot,
             self.position,
-            self.seed as u32,
-            (self.seed >> 32) as u32,
-            self.temperature.to_bits(),
-            self.top_k,
-            self.top_p.to_bits(),
-            self.min_p.to_bits(),
-            self.repetition_penalty.to_bits(),
-            self.presence_penalty.to_bits(),
+            s.seed as u32,
+            (s.seed >> 32) as u32,
+            s.temperature.to_bits(),
+            s.top_k,
+            s.top_p.to_bits(),
+            s.min_p.to_bits(),
+            s.repetition_penalty.to_bits(),
+            s.presence_penalty.to_bits(),
         ]
     }
 }
@@ -425,21 +465,14 @@ pub unsafe fn sample_each(p: SampleEach) {
         let choice = thread::block_idx_x() as usize;
         let words = p.choices.at(choice * Choice::WORDS);
         let (row, drafts, slot, position) = (words.load(0), words.load(1), words.load(2), words.load(3));
-        let float = |i: usize| f32::from_bits(words.load(i));
         let one = Sample {
             rows: p.rows,
             logits: p.logits,
             seen: p.seen.at(slot as usize * p.vocab as usize),
             sampled: p.sampled,
-            seed: words.load(4) as u64 | (words.load(5) as u64) << 32,
+            settings: Settings::load(words.at(4)),
             vocab: p.vocab,
             first_row: 0,
-            temperature: float(6),
-            top_k: words.load(7),
-            top_p: float(8),
-            min_p: float(9),
-            repetition_penalty: float(10),
-            presence_penalty: float(11),
         };
         let token = choose(&one, row, drafts..row + 1, position);
         if thread::thread_idx_x() == 0 {
@@ -452,7 +485,7 @@ pub unsafe fn sample_each(p: SampleEach) {
 #[inline(always)]
 unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: u32) -> u32 {
     unsafe {
-        let tid = thread::thread_idx_x();
+        let (tid, s) = (thread::thread_idx_x(), &p.settings);
         let block = Block {
             logits: p.logits.at(row as usize * p.vocab as usize),
             vocab: p.vocab,
@@ -462,7 +495,7 @@ unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: 
         };
 
         // Penalties and temperature, and the first of the largest logits.
-        let penalised = p.repetition_penalty != 1.0 || p.presence_penalty != 0.0;
+        let penalised = s.repetition_penalty != 1.0 || s.presence_penalty != 0.0;
         let mut best = 0u64;
         let mut i = tid;
         while i < p.vocab {
@@ -477,14 +510,14 @@ unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: 
                     r += 1;
                 }
                 if flags & SEEN != 0 {
-                    l = if l > 0.0 { l / p.repetition_penalty } else { l * p.repetition_penalty };
+                    l = if l > 0.0 { l / s.repetition_penalty } else { l * s.repetition_penalty };
                 }
                 if flags & GENERATED != 0 {
-                    l -= p.presence_penalty;
+                    l -= s.presence_penalty;
                 }
             }
-            if p.temperature > 0.0 {
-                l /= p.temperature;
+            if s.temperature > 0.0 {
+                l /= s.temperature;
                 block.logits.store(i as usize, l);
             }
             best = best.max(rank(l, i));
@@ -493,14 +526,14 @@ unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: 
         let best = block_max(best, block.totals);
         let mut token = ranked_token(best);
 
-        if p.temperature > 0.0 {
-            let max = logit((best >> 32) as u32);
+        if s.temperature > 0.0 {
+            let max = ranked_logit(best);
             thread::sync_threads();
             let mut floor = 0;
-            if p.top_k > 0 && p.top_k < p.vocab {
-                floor = block.threshold(p.top_k as u64, |_| 1);
+            if s.top_k > 0 && s.top_k < p.vocab {
+                floor = block.threshold(s.top_k as u64, |_| 1);
             }
-            if p.top_p < 1.0 {
+            if s.top_p < 1.0 {
                 let weigh = |k: u32| if k >= floor { mass(logit(k), max) } else { 0 };
                 let mut own = 0;
                 let mut i = tid;
@@ -508,21 +541,10 @@ unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: 
                     own += weigh(key(block.logits.load(i as usize)));
                     i += THREADS;
                 }
-                let own = warp_total(own);
-                if thread::lane_id() == 0 {
-                    block.totals.store(thread::warp_id() as usize, own);
-                }
-                thread::sync_threads();
-                let mut total = 0;
-                let mut w = 0;
-                while w < WARPS {
-                    total += block.totals.load(w as usize);
-                    w += 1;
-                }
-                thread::sync_threads();
-                floor = floor.max(block.threshold(share(p.top_p, total), weigh));
+                let total = block_total(own, block.totals);
+                floor = floor.max(block.threshold(share(s.top_p, total), weigh));
             }
-            let least = if p.min_p > 0.0 { share(p.min_p, UNIT_MASS) } else { 0 };
+            let least = if s.min_p > 0.0 { share(s.min_p, UNIT_MASS) } else { 0 };
             let weigh = |l: f32| {
                 if key(l) < floor {
                     return 0;
@@ -530,7 +552,7 @@ unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: 
                 let m = mass(l, max);
                 if m >= least { m } else { 0 }
             };
-            let number = random(p.seed, position as u64 + 1);
+            let number = random(s.seed, position as u64 + 1);
             token = block.invert(token, weigh, |total| math::mul_hi_u64(number, total));
         }
         token

@@ -4,19 +4,8 @@ mod common;
 
 use common::{Random, RowBuffers, run};
 use cuda_std::emulator::Buffer;
-use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach, UNIT_MASS, mass_of, random};
+use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach, Settings, UNIT_MASS, mass_of, random};
 use proptest::prelude::*;
-
-/// Settings of a draw.
-#[derive(Clone, Copy, Debug)]
-struct Settings {
-    temperature: f32,
-    top_k: u32,
-    top_p: f32,
-    min_p: f32,
-    repetition_penalty: f32,
-    presence_penalty: f32,
-}
 
 /// The token that the module's documentation promises, by sorting.
 fn reference(logits: &[f32], flags: &[u8], s: Settings, number: u64) -> u32 {
@@ -88,15 +77,9 @@ fn choose(
         logits: logits.ptr_mut(),
         seen: seen.ptr(),
         sampled: sampled.ptr_mut(),
-        seed,
+        settings: Settings { seed, ..s },
         vocab: vocab as u32,
         first_row,
-        temperature: s.temperature,
-        top_k: s.top_k,
-        top_p: s.top_p,
-        min_p: s.min_p,
-        repetition_penalty: s.repetition_penalty,
-        presence_penalty: s.presence_penalty,
     };
     run::<sample::sample>([1, count - first_row, 1], Sample::SHARED_BYTES, seed, params);
     sampled.as_slice().to_vec()
@@ -105,19 +88,7 @@ fn choose(
 /// The same by the kernel for many sequences: the rows from last to first, flags in the second slot of two.
 fn choose_each(logits: &[f32], vocab: usize, flags: &[u8], tokens: &[u32], s: Settings, seed: u64) -> Vec<u32> {
     let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 7 * r as u32, 0)).collect::<Vec<_>>());
-    let choice = |row: u32| Choice {
-        row,
-        drafts: 1,
-        slot: 1,
-        position: 100 + row,
-        seed,
-        temperature: s.temperature,
-        top_k: s.top_k,
-        top_p: s.top_p,
-        min_p: s.min_p,
-        repetition_penalty: s.repetition_penalty,
-        presence_penalty: s.presence_penalty,
-    };
+    let choice = |row: u32| Choice { row, drafts: 1, slot: 1, position: 100 + row, settings: Settings { seed, ..s } };
     let choices: Vec<u32> = (0..tokens.len() as u32).rev().flat_map(|row| choice(row).words()).collect();
     let others = vec![SEEN | GENERATED; vocab];
     let (logits, seen) = (Buffer::from_slice(logits), Buffer::from_slice(&[&others, flags].concat()));
@@ -145,6 +116,7 @@ fn settings() -> impl Strategy<Value = Settings> {
         off_or(-1.0..2.0, 0.0),
     )
         .prop_map(|(temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty)| Settings {
+            seed: 0,
             temperature,
             top_k,
             top_p,
@@ -186,8 +158,15 @@ proptest! {
 
 #[test]
 fn greedy_takes_the_first_of_equals_and_never_nan() {
-    let s =
-        Settings { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, presence_penalty: 0.0 };
+    let s = Settings {
+        seed: 0,
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+    };
     let mut logits = vec![-1.0f32; 3000];
     logits[5] = f32::NAN;
     logits[1700] = 2.0;
@@ -197,8 +176,15 @@ fn greedy_takes_the_first_of_equals_and_never_nan() {
 
 #[test]
 fn rows_before_the_first_get_no_token() {
-    let s =
-        Settings { temperature: 1.0, top_k: 1, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, presence_penalty: 0.0 };
+    let s = Settings {
+        seed: 0,
+        temperature: 1.0,
+        top_k: 1,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+    };
     let logits: Vec<f32> = (0..300).map(|i| (i % 100) as f32).collect();
     assert_eq!(choose(&logits, 100, &[0; 100], &[1, 2, 3], s, 9, 2), [u32::MAX, u32::MAX, 99]);
 }
@@ -206,8 +192,15 @@ fn rows_before_the_first_get_no_token() {
 #[test]
 fn the_draws_follow_the_distribution() {
     // Chi-square over 8 tokens, 7 degrees of freedom: 24.3 is exceeded once in a thousand seeds.
-    let s =
-        Settings { temperature: 0.8, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, presence_penalty: 0.0 };
+    let s = Settings {
+        seed: 0,
+        temperature: 0.8,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+    };
     let logits: Vec<f32> = (0..8).map(|i| (i * 5 % 8) as f32 / 4.0).collect();
     let weights: Vec<f64> = logits.iter().map(|&l| (l as f64 / 0.8).exp()).collect();
     let total: f64 = weights.iter().sum();

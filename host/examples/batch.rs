@@ -2,10 +2,12 @@
 //!
 //! `batch [SIZE] [PART …]`: `8B` and every part unless said otherwise. On the emulator: `batch small`. The parts:
 //!
-//! - `decode`: steps of 64 and of 256 sequences that have 1,024 tokens each, against weights and cache at the card's read bandwidth;
+//! - `decode`: steps of 1 to 256 sequences that have 1,024 tokens each, against weights and cache at the card's read bandwidth;
 //! - `swap`: pages from the host tier, against the copy engine;
 //! - `mixed`: 2,000 requests, prompts log-normal around 400 tokens, answers of 16 to 512;
 //! - `prefix`: 1,000 requests that share 4,096 tokens, against 100 that do not (per request).
+//!
+//! With `launches` among them, decode steps and prompts go through the launches that other cards than Hopper run.
 //!
 //! A table, then a line of JSON with the names of docs/benchmarks.
 
@@ -49,7 +51,7 @@ impl Scale {
         Self {
             context: 8192,
             options: BatchOptions::default(),
-            decode: vec![64, 256],
+            decode: vec![1, 2, 4, 8, 16, 64, 256],
             decode_context: 1024,
             steps: 20,
             requests: 2000,
@@ -67,7 +69,7 @@ impl Scale {
         Self {
             context: 300,
             options,
-            decode: vec![2, 4],
+            decode: vec![1, 4],
             decode_context: 100,
             steps: 1,
             requests: 4,
@@ -99,7 +101,9 @@ fn main() -> Result<()> {
         "small" => (decode::Sizes::small().config, Scale::small(), Device::emulator(1)),
         _ => (Config::published(size).ok_or("no such size")?, Scale::published(), Device::cuda(0)?),
     };
-    let wants = |part: &str| arguments.len() < 2 || arguments[1..].iter().any(|a| a == part);
+    let launches = arguments.iter().any(|a| a == "launches");
+    let parts: Vec<&str> = arguments.iter().skip(1).map(String::as_str).filter(|a| *a != "launches").collect();
+    let wants = |part: &str| parts.is_empty() || parts.contains(&part);
 
     let sizes = if device.is_emulator() { ceilings::Sizes::SMALL } else { ceilings::Sizes::PUBLISHED };
     let mut watch = |_: Event<'_>| ();
@@ -116,7 +120,8 @@ fn main() -> Result<()> {
     );
     let begun = Instant::now();
     let weights = DeviceWeights::random(&config, &device)?;
-    let backend = GpuBatch::with_weights(&device, &config, weights, scale.context, scale.options, device.is_hopper())?;
+    let apart = device.is_hopper() && !launches;
+    let backend = GpuBatch::with_weights(&device, &config, weights, scale.context, scale.options, apart)?;
     let room = backend.limits();
     println!(
         "loaded in {:.1} s: {} pages, {} in the host tier",
@@ -153,9 +158,7 @@ fn products(device: &Device, config: &Config) -> Result<f64> {
         (0..1 << 20).map(|i| bf16::from_f32((random(1, i) >> 40) as f32 / 2f32.powi(23) - 1.0)).collect();
     let filled = |len: usize| -> Result<_> {
         let mut buffer = device.zeroed::<bf16>(len)?;
-        for at in (0..len).step_by(numbers.len()) {
-            buffer.write(at, &numbers[..numbers.len().min(len - at)])?;
-        }
+        buffer.repeat(&numbers, 0)?;
         Ok(buffer)
     };
     let (x, gate, up, out) = (filled(m * k)?, filled(n * k)?, filled(n * k)?, device.zeroed::<bf16>(m * n)?);
@@ -262,7 +265,7 @@ impl Bencher {
             let work = |i: usize| {
                 move |slot: Slot| Work { slot, start: (context - 1 + i) as u32, rows: 1, samples: true, most_drafts: 0 }
             };
-            let mut times = Vec::new();
+            let (mut times, mut idle) = (Vec::new(), Vec::new());
             for i in 0..steps + 3 {
                 let mut plan = Plan { work: (0..count).map(work(i)).collect(), ..Plan::default() };
                 let mut starts = Vec::new();
@@ -271,17 +274,20 @@ impl Bencher {
                     plan.tables = (0..count).flat_map(table).collect();
                     starts = vec![start(&history, 1, context + steps + 4); count as usize];
                 }
-                let begun = Instant::now();
+                let (begun, before) = (Instant::now(), self.backend.idle());
                 self.backend.step(&plan, &starts)?;
                 times.push(begun.elapsed().as_secs_f64());
+                idle.push((self.backend.idle() - before).as_secs_f64());
             }
-            let time = median(times.split_off(3.min(times.len() - 1)));
+            let late = |mut times: Vec<f64>| median(times.split_off(3.min(times.len() - 1)));
+            let (time, idle) = (late(times), late(idle));
             let bytes = self.config.step_weight_bytes(2) as f64 + f64::from(count) * context as f64 * self.kv_bytes();
             let share = bytes / self.read / time;
             println!(
-                "decode: {count} sequences of {context}: {:.2} ms a step, {:.0} tok/s, {share:.3} of the bound",
+                "decode: {count} sequences of {context}: {:.2} ms a step, {:.0} tok/s, {share:.3} of the bound; {:.0} µs between steps",
                 time * 1e3,
-                f64::from(count) / time
+                f64::from(count) / time,
+                idle * 1e6
             );
             self.note(&format!("batch.b{count}.bound_share"), share);
             self.note(&format!("batch.b{count}.tok_s"), f64::from(count) / time);

@@ -510,6 +510,7 @@ impl Prompt {
             max_position_embeddings: 40_960,
             rms_norm_eps: 1e-6,
             rope_theta: 1e6,
+            yarn: None,
             tie_word_embeddings: false,
             eos_token_ids: Vec::new(),
         };

@@ -70,10 +70,6 @@ impl KvCache {
     /// # Errors
     /// A driver error.
     pub fn fill(&mut self, pattern: &[bf16]) -> Result<(), Error> {
-        for at in (0..self.elements.len()).step_by(pattern.len().max(1)) {
-            let piece = pattern.len().min(self.elements.len() - at);
-            self.elements.write(at, &pattern[..piece])?;
-        }
-        Ok(())
+        self.elements.repeat(pattern, 0)
     }
 }

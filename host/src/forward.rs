@@ -11,7 +11,7 @@ use gpu_kernels::kv::{self, Cache, HEAD_DIM};
 use gpu_kernels::linear::{self, Linear, STRIP};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
-use gpu_kernels::step::{MAX_ROWS, Rows};
+use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS, Rows};
 use gpu_kernels::stream::{Mark, StreamStep};
 use half::bf16;
 use model::{Config, rope::RopeTable};
@@ -203,7 +203,7 @@ impl Forward {
     pub fn with_room(device: &Device, config: &Config, weights: DeviceWeights, room: Room) -> Result<Self, Error> {
         let (rows, splits) = (room.rows, room.splits());
         let q = config.query_size();
-        let rope = RopeTable::new(config.head_dim, config.rope_theta, room.context);
+        let rope = RopeTable::of(config, room.context);
         Ok(Self {
             cos: device.upload(&rope.cos)?,
             sin: device.upload(&rope.sin)?,
@@ -541,10 +541,15 @@ impl Forward {
     /// # Errors
     /// A refused launch.
     pub fn enqueue_rows(&self, pass: &Pass) -> Result<(), Error> {
-        let Pass { rows, most_rows, end, tiles, logits } = *pass;
-        if let (Some(wide), Some(stream), Some(tiles)) = (&self.wide, &self.stream, tiles) {
-            return self.enqueue_wide(wide, stream, pass, tiles);
+        match (&self.wide, &self.stream, pass.tiles) {
+            (Some(wide), Some(stream), Some(tiles)) => self.enqueue_wide(wide, stream, pass, tiles),
+            _ => self.enqueue_launches(pass),
         }
+    }
+
+    /// Enqueues a pass launch by launch.
+    fn enqueue_launches(&self, pass: &Pass) -> Result<(), Error> {
+        let Pass { rows, most_rows, end, tiles, logits } = *pass;
         let (c, w) = (&self.config, &self.weights);
         let hidden = c.hidden_size as u32;
         let inner = c.intermediate_size as u32;
@@ -624,18 +629,42 @@ impl Forward {
         Ok(())
     }
 
-    /// Enqueues a pass over at most [`MAX_DECODE_ROWS`](gpu_kernels::step::MAX_DECODE_ROWS) rows with the logits of all of them: in one launch
+    /// Enqueues a pass over at most [`MAX_DECODE_ROWS`] rows with the logits of all of them: in one launch
     /// where there is a stream, and otherwise as [`enqueue`](Self::enqueue). Both give the same bits.
     ///
     /// # Errors
     /// A refused launch.
     pub fn enqueue_decode(&self, most_rows: u32, end: u32) -> Result<(), Error> {
-        let Some(stream) = &self.stream else {
-            return self.enqueue(most_rows, end, LogitRows::From(0));
-        };
+        match &self.stream {
+            Some(stream) => self.enqueue_stream(stream, self.rows(), most_rows),
+            None => self.enqueue(most_rows, end, LogitRows::From(0)),
+        }
+    }
+
+    /// Enqueues a pass over rows of any sequences the way that is quickest on Hopper (`host/examples/batch.rs`): up to [`MAX_DECODE_ROWS`] of
+    /// them in one launch if they are `of_one` sequence and follow each other, and launch by launch if they are not; more as
+    /// [`enqueue_rows`](Self::enqueue_rows) does. The bits are the same.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<(), Error> {
+        if pass.most_rows > MAX_DECODE_ROWS {
+            return self.enqueue_rows(pass);
+        }
+        if of_one && let Some(stream) = &mut self.stream {
+            stream.begin()?;
+        }
+        match &self.stream {
+            Some(stream) if of_one => self.enqueue_stream(stream, pass.rows, pass.most_rows),
+            _ => self.enqueue_launches(pass),
+        }
+    }
+
+    /// Enqueues a step in one launch, whose counters are zero by then.
+    fn enqueue_stream(&self, stream: &Stream, rows: Rows, most_rows: u32) -> Result<(), Error> {
         let c = &self.config;
         let step = StreamStep {
-            rows: self.rows(),
+            rows,
             stream: Default::default(),
             norms: Default::default(),
             pages: Default::default(),
@@ -661,7 +690,7 @@ impl Forward {
             splits: self.room.splits() as u32,
             eps: c.rms_norm_eps,
         };
-        // SAFETY: buffers of self, sized as the parameter block says; the planning kernel zeroes the counters.
+        // SAFETY: buffers of self, sized as the parameter block says; callers zero the counters.
         unsafe { stream.enqueue(&self.device, most_rows, step) }
     }
 

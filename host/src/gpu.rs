@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use cuda_std::Global;
 use gpu_kernels::drafting::{self, DraftScript};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
-use gpu_kernels::sample::{self, GENERATED, SEEN, Sample};
+use gpu_kernels::sample::{self, GENERATED, SEEN, Sample, Settings};
 use gpu_kernels::step::{
     self, Accept, DraftAndPlan, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
     STATE_WORDS, SequenceState,
@@ -82,6 +82,19 @@ struct Run {
     read: u32,
     /// The newest token, not in the cache yet.
     newest: Option<u32>,
+}
+
+/// As the sampler has them.
+pub(crate) fn settings(s: &Sampling) -> Settings {
+    Settings {
+        seed: s.seed,
+        temperature: s.temperature,
+        top_k: s.top_k,
+        top_p: s.top_p,
+        min_p: s.min_p,
+        repetition_penalty: s.repetition_penalty,
+        presence_penalty: s.presence_penalty,
+    }
 }
 
 /// Whether prompts run in passes. The emulator runs them as other cards than Hopper do: quicker there, and its own tests have the rest.
@@ -262,15 +275,9 @@ impl Gpu {
             logits: self.forward.logits().ptr_mut(),
             seen: self.seen.ptr(),
             sampled: self.sampled.ptr_mut(),
-            seed: s.seed,
+            settings: settings(s),
             vocab: self.forward.config().vocab_size as u32,
             first_row,
-            temperature: s.temperature,
-            top_k: s.top_k,
-            top_p: s.top_p,
-            min_p: s.min_p,
-            repetition_penalty: s.repetition_penalty,
-            presence_penalty: s.presence_penalty,
         };
         // SAFETY: buffers of self, sized as the parameter block says.
         unsafe {

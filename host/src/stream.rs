@@ -134,6 +134,14 @@ impl Stream {
         &self.counters
     }
 
+    /// Zeroes the counters, after everything enqueued so far: for steps that no kernel plans.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn begin(&mut self) -> Result<(), Error> {
+        self.counters.clear()
+    }
+
     /// The rank of the best token after each row, once a step is done.
     pub fn best(&self) -> Global<u64> {
         // SAFETY: within the counters.

@@ -91,15 +91,8 @@ impl DeviceWeights {
         let mut matrices = 0;
         let mut matrix = |elements: usize| {
             matrices += 1;
-            let mut start = matrices * 1_234_567 % PATTERN;
             let mut buffer = device.zeroed(elements)?;
-            let mut at = 0;
-            while at < elements {
-                let piece = (PATTERN - start).min(elements - at);
-                buffer.write(at, &pattern[start..start + piece])?;
-                at += piece;
-                start = 0;
-            }
+            buffer.repeat(&pattern, matrices * 1_234_567 % PATTERN)?;
             Ok::<_, Error>(buffer)
         };
         let (hidden, inner, q) = (config.hidden_size, config.intermediate_size, config.query_size());

@@ -6,6 +6,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::Error;
+use crate::rope::Yarn;
 
 /// Sizes and constants of a dense Qwen3 model, checked: every size is positive, heads divide evenly.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,12 +25,14 @@ pub struct Config {
     pub num_key_value_heads: usize,
     /// Elements of one head (128 in every published Qwen3); even.
     pub head_dim: usize,
-    /// Longest sequence that the model was made for, in tokens.
+    /// Longest sequence that the model was made for, in tokens; with [`yarn`](Self::yarn), what that makes of it.
     pub max_position_embeddings: usize,
     /// Added to the mean square in every RMS norm.
     pub rms_norm_eps: f32,
     /// Base of the rotary position embedding.
     pub rope_theta: f64,
+    /// How that is scaled, if it is.
+    pub yarn: Option<Yarn>,
     /// Whether the head is the embedding itself.
     pub tie_word_embeddings: bool,
     /// End-of-sequence ids that `config.json` itself names (often overruled by `generation_config.json`).
@@ -47,6 +50,8 @@ impl Config {
         which.check(path)?;
         let raw: RawConfig = parse_json(json, path)?;
         raw.check_supported(path)?;
+        let yarn = raw.yarn(path)?;
+        let scaled = yarn.map_or(0, |yarn| (yarn.factor * yarn.original_positions as f64) as usize);
         let config = Config {
             vocab_size: raw.vocab_size,
             hidden_size: raw.hidden_size,
@@ -55,9 +60,10 @@ impl Config {
             num_attention_heads: raw.num_attention_heads,
             num_key_value_heads: raw.num_key_value_heads.unwrap_or(raw.num_attention_heads),
             head_dim: raw.head_dim.unwrap_or(128),
-            max_position_embeddings: raw.max_position_embeddings,
+            max_position_embeddings: raw.max_position_embeddings.max(scaled),
             rms_norm_eps: raw.rms_norm_eps,
             rope_theta: raw.rope_theta(path)?,
+            yarn,
             tie_word_embeddings: raw.tie_word_embeddings,
             eos_token_ids: raw.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),
         };
@@ -90,6 +96,7 @@ impl Config {
             max_position_embeddings: 40_960,
             rms_norm_eps: 1e-6,
             rope_theta: 1e6,
+            yarn: None,
             tie_word_embeddings: tied,
             eos_token_ids: vec![151_645],
         })
@@ -312,6 +319,9 @@ struct RawConfig {
     quantization_config: Option<Value>,
 }
 
+/// Most positions that scaling may lead to.
+const MOST_POSITIONS: f64 = (1 << 24) as f64;
+
 // The defaults of transformers' Qwen3Config.
 fn default_positions() -> usize {
     32768
@@ -348,22 +358,63 @@ impl RawConfig {
         if let Some(quantization) = self.quantization_config.as_ref().filter(|q| !q.is_null()) {
             return refuse("quantization_config", brief(quantization), "use the unquantised checkpoint (bf16)");
         }
-        for (field, scaling) in [("rope_scaling", &self.rope_scaling), ("rope_parameters", &self.rope_parameters)] {
-            let Some(scaling) = scaling.as_ref().filter(|s| !s.is_null()) else {
-                continue;
-            };
-            let kind = scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str);
+        for (field, scaling) in self.scalings() {
+            let kind = rope_kind(scaling);
             // `rope_parameters` without a type is the plain rotation; `rope_scaling` is there to scale.
             let plain = matches!(kind, Some("default")) || (kind.is_none() && field == "rope_parameters");
-            if !plain {
+            if !plain && kind != Some("yarn") {
                 return refuse(
                     field,
                     brief(scaling),
-                    "scaled rotary embeddings (YaRN and kin) are not implemented; remove the field and stay within max_position_embeddings",
+                    "of scaled rotary embeddings YaRN alone is implemented; remove the field and stay within max_position_embeddings",
                 );
             }
         }
         Ok(())
+    }
+
+    /// What may scale the rotation, with its field's name.
+    fn scalings(&self) -> impl Iterator<Item = (&'static str, &Value)> {
+        let fields = [("rope_scaling", &self.rope_scaling), ("rope_parameters", &self.rope_parameters)];
+        fields.into_iter().filter_map(|(field, scaling)| Some((field, scaling.as_ref().filter(|s| !s.is_null())?)))
+    }
+
+    /// The scaling, as transformers reads it.
+    fn yarn(&self, path: &Path) -> Result<Option<Yarn>, Error> {
+        let Some((field, scaling)) = self.scalings().find(|(_, scaling)| rope_kind(scaling) == Some("yarn")) else {
+            return Ok(None);
+        };
+        let invalid = |reason| Error::InvalidSetting { path: path.to_owned(), field, value: brief(scaling), reason };
+        let number = |name: &str| match scaling.get(name).filter(|value| !value.is_null()) {
+            None => Ok(None),
+            Some(value) => value
+                .as_f64()
+                .filter(|n| n.is_finite() && *n > 0.0)
+                .map(Some)
+                .ok_or_else(|| invalid("its numbers must be above 0")),
+        };
+        let original = number("original_max_position_embeddings")?.unwrap_or(self.max_position_embeddings as f64);
+        let factor = number("factor")?.unwrap_or(self.max_position_embeddings as f64 / original);
+        let (fast, slow) = (number("beta_fast")?.unwrap_or(32.0), number("beta_slow")?.unwrap_or(1.0));
+        if factor < 1.0 || original < 1.0 || factor * original > MOST_POSITIONS {
+            return Err(invalid(
+                "its `factor` must be 1 or more, and what it makes of the positions of a sensible size",
+            ));
+        }
+        if fast < slow {
+            return Err(invalid("its `beta_fast` must not be below its `beta_slow`"));
+        }
+        let ratio = number("mscale")?.zip(number("mscale_all_dim")?);
+        let length =
+            ratio.map_or(Yarn::length(factor, 1.0), |(a, b)| Yarn::length(factor, a) / Yarn::length(factor, b));
+        Ok(Some(Yarn {
+            factor,
+            original_positions: original as usize,
+            beta_fast: fast,
+            beta_slow: slow,
+            attention_factor: number("attention_factor")?.unwrap_or(length),
+            truncate: scaling.get("truncate").and_then(Value::as_bool).unwrap_or(true),
+        }))
     }
 
     fn rope_theta(&self, path: &Path) -> Result<f64, Error> {
@@ -379,6 +430,11 @@ impl RawConfig {
             None => Ok(self.rope_theta.unwrap_or(10_000.0)),
         }
     }
+}
+
+/// The type of a scaling.
+fn rope_kind(scaling: &Value) -> Option<&str> {
+    scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str)
 }
 
 /// A JSON value short enough for a sentence.

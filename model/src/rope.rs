@@ -3,6 +3,11 @@
 //! Qwen3 turns pair `i` of a head, the elements `i` and `i + head_dim / 2`, by the angle
 //! `position × theta^(-2 i / head_dim)`. Angles and their functions are computed in f64 and rounded once to f32, so
 //! the table is good to half an f32 ulp at every position.
+//!
+//! [`Yarn`] has a model read texts several times longer than those that it was trained on (Peng et al., 2023, "YaRN: Efficient Context Window
+//! Extension of Large Language Models"): pairs that turn slowly are slowed down, and every query and key becomes a little longer.
+
+use crate::Config;
 
 /// Cosines and sines for `positions` positions, each `[positions, head_dim / 2]`, row-major.
 #[derive(Debug, Clone, PartialEq)]
@@ -16,10 +21,18 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// Builds the table for positions `0..positions`.
+    /// Builds the table for positions `0..positions`, without scaling.
     pub fn new(head_dim: usize, theta: f64, positions: usize) -> Self {
-        let frequencies = Frequencies::new(head_dim, theta);
-        let half = head_dim / 2;
+        Self::build(&Frequencies::new(head_dim, theta), positions)
+    }
+
+    /// Builds the table of a model for positions `0..positions`.
+    pub fn of(config: &Config, positions: usize) -> Self {
+        Self::build(&Frequencies::of(config), positions)
+    }
+
+    fn build(frequencies: &Frequencies, positions: usize) -> Self {
+        let half = frequencies.angles.len();
         let mut cos = vec![0.0; positions * half];
         let mut sin = vec![0.0; positions * half];
         for (position, (cos, sin)) in cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half)).enumerate() {
@@ -29,22 +42,79 @@ impl RopeTable {
     }
 }
 
-/// Angle per position of each pair, in radians, `[head_dim / 2]`.
+/// Scaling for texts longer than those of training, by the names of transformers' `rope_parameters`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Yarn {
+    /// By how much longer texts may be.
+    pub factor: f64,
+    /// `original_max_position_embeddings`: tokens of the longest text of training.
+    pub original_positions: usize,
+    /// Pairs that turn so often within the original positions, or more often, stay as they are.
+    pub beta_fast: f64,
+    /// Pairs that turn less often than this turn `factor` times slower; those between change in part.
+    pub beta_slow: f64,
+    /// What cosines and sines are multiplied by.
+    pub attention_factor: f64,
+    /// Whether the change begins and ends at whole pairs.
+    pub truncate: bool,
+}
+
+impl Yarn {
+    /// What cosines and sines are multiplied by where the config does not say: 0.1 · `weight` · ln(`factor`) + 1.
+    pub fn length(factor: f64, weight: f64) -> f64 {
+        if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 }
+    }
+
+    /// Scales the `angles` of the pairs.
+    fn scale(&self, theta: f64, angles: &mut [f64]) {
+        let head_dim = 2 * angles.len();
+        // The pair, not always a whole one, that turns so often.
+        let pair = |turns: f64| {
+            let per_turn = self.original_positions as f64 / (turns * std::f64::consts::TAU);
+            head_dim as f64 * per_turn.ln() / (2.0 * theta.ln())
+        };
+        let (low, high) = (pair(self.beta_fast), pair(self.beta_slow));
+        let (low, high) = if self.truncate { (low.floor(), high.ceil()) } else { (low, high) };
+        let (low, high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
+        let width = if low == high { 0.001 } else { high - low };
+        for (i, angle) in angles.iter_mut().enumerate() {
+            let slowed = ((i as f64 - low) / width).clamp(0.0, 1.0);
+            *angle *= slowed / self.factor + (1.0 - slowed);
+        }
+    }
+}
+
+/// Angle per position of each pair, and what becomes of cosines and sines.
 #[derive(Debug, Clone)]
-pub struct Frequencies(Vec<f64>);
+pub struct Frequencies {
+    /// Radians, `[head_dim / 2]`.
+    angles: Vec<f64>,
+    length: f64,
+}
 
 impl Frequencies {
     /// `theta^(-2 i / head_dim)` for each pair `i`.
     pub fn new(head_dim: usize, theta: f64) -> Self {
-        Frequencies((0..head_dim / 2).map(|i| theta.powf(-2.0 * i as f64 / head_dim as f64)).collect())
+        let angles = (0..head_dim / 2).map(|i| theta.powf(-2.0 * i as f64 / head_dim as f64)).collect();
+        Self { angles, length: 1.0 }
+    }
+
+    /// Those of a model.
+    pub fn of(config: &Config) -> Self {
+        let mut plain = Self::new(config.head_dim, config.rope_theta);
+        if let Some(yarn) = &config.yarn {
+            yarn.scale(config.rope_theta, &mut plain.angles);
+            plain.length = yarn.attention_factor;
+        }
+        plain
     }
 
     /// Writes the table's row of one position; `cos` and `sin` are `[head_dim / 2]`.
     pub fn row(&self, position: usize, cos: &mut [f32], sin: &mut [f32]) {
-        for ((&frequency, cos), sin) in self.0.iter().zip(cos).zip(sin) {
-            let (s, c) = (position as f64 * frequency).sin_cos();
-            *cos = c as f32;
-            *sin = s as f32;
+        for ((&angle, cos), sin) in self.angles.iter().zip(cos).zip(sin) {
+            let (s, c) = (position as f64 * angle).sin_cos();
+            *cos = (c * self.length) as f32;
+            *sin = (s * self.length) as f32;
         }
     }
 }
@@ -74,5 +144,41 @@ mod tests {
         assert!((norm - 204.0).abs() < 1e-3, "{norm}");
         // Pair 0 turns by exactly `position` radians.
         assert!((head[0] - (2f32.cos() - 5.0 * 2f32.sin())).abs() < 1e-5);
+    }
+    /// Angles of some pairs, and the factor, as transformers 5.23's `Qwen3RotaryEmbedding` has them for Qwen3-8B, in f32.
+    #[test]
+    fn yarn_is_that_of_transformers() {
+        let yarn = Yarn {
+            factor: 4.0,
+            original_positions: 32768,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: Yarn::length(4.0, 1.0),
+            truncate: true,
+        };
+        let ratio = Yarn::length(4.0, 0.707) / Yarn::length(4.0, 0.5);
+        for (yarn, length, pairs) in [
+            (yarn, 1.138629436111989, [4.131738096e-03, 1.064360957e-03, 2.462583943e-04]),
+            (
+                Yarn { beta_fast: 16.0, beta_slow: 2.0, attention_factor: 0.8, ..yarn },
+                0.8,
+                [4.531583749e-03, 1.119946595e-03, 2.021837427e-04],
+            ),
+            (
+                Yarn { attention_factor: ratio, truncate: false, ..yarn },
+                1.0268361529030026,
+                [4.234358203e-03, 1.079237671e-03, 2.445188875e-04],
+            ),
+        ] {
+            let config = Config { yarn: Some(yarn), ..Config::published("8B").unwrap() };
+            let found = Frequencies::of(&config);
+            assert!((found.length - length).abs() < 1e-12, "{yarn:?}: {}", found.length);
+            // The first are as ever, the last four times slower, whatever is between.
+            let ends = [(0, 1.0), (20, 1.333521493e-02), (40, 4.445698505e-05), (63, 3.102344408e-07)];
+            for (pair, angle) in ends.into_iter().chain([25, 30, 35].into_iter().zip(pairs)) {
+                let error = (found.angles[pair] / angle - 1.0).abs();
+                assert!(error < 1e-6, "{yarn:?}, pair {pair}: {} and {angle}", found.angles[pair]);
+            }
+        }
     }
 }

@@ -42,6 +42,16 @@ fn shards_and_tensors_are_listed() {
 }
 
 #[test]
+fn a_scaled_rotation_is_said() {
+    let dir = golden("yarn_bf16");
+    let text = stdout_of(warpdraft(&["inspect", "--model"]).arg(&dir));
+    assert!(text.contains("YaRN, 4 × 32 positions"), "{text}");
+    let json = json_of(warpdraft(&["inspect", "--json"]).arg(&dir));
+    let scaling = serde_json::json!({"kind": "yarn", "factor": 4.0, "original_positions": 32});
+    assert_eq!(json["architecture"]["rope_scaling"], scaling);
+}
+
+#[test]
 fn check_reads_every_weight() {
     let broken = crate::broken::Broken::copy_of("tied_bf16");
     broken.overwrite("model.safetensors", "model.norm.weight", &0x7fc0u16.to_le_bytes());

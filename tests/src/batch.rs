@@ -76,6 +76,8 @@ pub struct Happened {
     pub dropped: u64,
     /// Tokens found in the cache.
     pub shared: u64,
+    /// Of these, tokens that came back from the host tier.
+    pub restored: u64,
     /// Drafts confirmed.
     pub accepted: u64,
 }
@@ -86,6 +88,7 @@ impl Happened {
         self.swapped += other.swapped;
         self.dropped += other.dropped;
         self.shared += other.shared;
+        self.restored += other.restored;
         self.accepted += other.accepted;
     }
 }
@@ -121,7 +124,12 @@ pub fn together(
     let metrics = batch.metrics();
     let (counts, accepted) = (metrics.counts, metrics.accepted);
     assert_eq!(metrics.pages_in_use, 0);
-    let happened =
-        Happened { swapped: counts.swapped, dropped: counts.dropped, shared: counts.shared_tokens, accepted };
+    let happened = Happened {
+        swapped: counts.swapped,
+        dropped: counts.dropped,
+        shared: counts.shared_tokens,
+        restored: counts.restored_tokens,
+        accepted,
+    };
     (answers, happened)
 }

@@ -2,13 +2,13 @@
 
 use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
 use host::batch::plan::{PageCopy, Plan, Started, SwapIn, SwapOut, TableEntry, Work};
-use host::batch::{BatchBackend, BatchOptions, GpuBatch, Logprobs, Outcome, Start};
+use host::batch::{BatchBackend, BatchOptions, Costs, GpuBatch, Limits, Logprobs, Outcome, Start};
 use host::device::Device;
 use host::forward::{Forward, LogitRows};
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, NgramDraft, Request};
 use integration_tests::batch::{Happened, Priced, together};
-use integration_tests::{answer, engine, golden_cases, greedy};
+use integration_tests::{answer, engine, golden_cases, greedy, uploaded};
 use model::{Checkpoint, Sampling};
 
 const CONTEXT: usize = 200;
@@ -48,10 +48,41 @@ fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
 
 fn backend(checkpoint: &Checkpoint, seed: u64, options: BatchOptions, prompts_apart: bool) -> Box<dyn BatchBackend> {
     let device = Device::emulator(seed);
-    let weights = DeviceWeights::upload(checkpoint, &device, &mut |_, _| std::ops::ControlFlow::Continue(()));
-    let weights = weights.unwrap_or_else(|e| panic!("{e}"));
-    let batch = GpuBatch::with_weights(&device, &checkpoint.config, weights, CONTEXT, options, prompts_apart);
+    let backend = on(&device, checkpoint, options, prompts_apart);
+    Box::new(Frugal { backend, device })
+}
+
+fn on(device: &Device, checkpoint: &Checkpoint, options: BatchOptions, prompts_apart: bool) -> Box<GpuBatch> {
+    let weights = uploaded(device, checkpoint);
+    let batch = GpuBatch::with_weights(device, &checkpoint.config, weights, CONTEXT, options, prompts_apart);
     Box::new(batch.unwrap_or_else(|e| panic!("{e}")))
+}
+
+/// A backend whose steps take no memory: what is not taken then cannot be lacking then.
+struct Frugal {
+    backend: Box<dyn BatchBackend>,
+    device: Device,
+}
+
+impl BatchBackend for Frugal {
+    fn device(&self) -> String {
+        self.backend.device()
+    }
+
+    fn limits(&self) -> Limits {
+        self.backend.limits()
+    }
+
+    fn costs(&self) -> Costs {
+        self.backend.costs()
+    }
+
+    fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, host::Error> {
+        let before = self.device.calls().allocations;
+        let outcomes = self.backend.step(plan, starts);
+        assert_eq!(self.device.calls().allocations, before, "a step has taken memory or given it back: {plan:?}");
+        outcomes
+    }
 }
 
 /// Sequences, rows of a step, pages of the cache and of the host tier, and drafts.
@@ -66,13 +97,16 @@ fn options(sequences: u32, rows: u32, pages: usize, host_pages: usize, draft: Op
     }
 }
 
-/// Company of several kinds: with so few pages that sequences are put aside, or computed again; with drafts and little room in a step.
-fn companies() -> [(BatchOptions, bool); 4] {
+/// Company of several kinds: with so few pages that sequences are put aside, or computed again; with drafts and little room in a step, or with
+/// so many that a step has more rows than run launch by launch.
+fn companies() -> [(BatchOptions, bool); 5] {
     let drafting = Some(NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false });
+    let many = drafting.map(|draft| NgramDraft { tokens: 15, ..draft });
     [
         (options(4, 300, 5, 16, None), true),
         (options(3, 20, 12, 0, drafting), true),
         (options(4, 300, 5, 16, drafting), true),
+        (BatchOptions { draft_rows: 96, ..options(6, 300, 24, 0, many) }, true),
         (options(4, 300, 5, 16, None), false),
     ]
 }
@@ -127,6 +161,27 @@ fn prompts_in_passes_of_their_own_give_the_same_in_any_company() {
         seen.add(happened);
     }
     assert!(seen.swapped > 0 && seen.dropped > 0 && seen.shared > 100 && seen.accepted > 10, "{seen:?}");
+}
+
+#[test]
+fn a_prefix_that_had_to_leave_comes_back_from_the_host_tier() {
+    let checkpoint = golden();
+    let prefix = text(&checkpoint, 20, 64);
+    let begun = |more: usize| [prefix.as_slice(), &text(&checkpoint, more as u64, more)].concat();
+    // The first two share the prefix, the third needs every page, the last begins like the first two.
+    let prompts = [begun(3), begun(5), text(&checkpoint, 9, 193), begun(4)];
+    let jobs: Vec<_> = prompts.iter().enumerate().map(|(i, prompt)| (i, greedy(prompt, 3, None))).collect();
+    for apart in [false, true] {
+        let run = |pages, tier| {
+            let backend = backend(&checkpoint, 11, options(1, 256, pages, tier, None), apart);
+            together(&checkpoint, Priced::boxed(backend, true), &jobs, Some(2))
+        };
+        let (expected, Happened { shared, restored, .. }) = run(16, 0);
+        assert_eq!((shared, restored), (128, 0));
+        let (found, Happened { shared, restored, .. }) = run(4, 4);
+        assert_eq!((shared, restored), (128, 64));
+        assert_eq!(found, expected);
+    }
 }
 
 #[test]
@@ -185,6 +240,32 @@ fn prompts_run_as_prompts_and_answers_as_answers() {
     for (i, row) in logits.iter().enumerate() {
         assert_eq!(answer.logprobs[i], Logprobs::of(row, answer.tokens[i], 4), "token {i}");
     }
+}
+
+#[test]
+fn one_running_sequence_takes_a_step_in_one_launch() {
+    let checkpoint = golden();
+    let device = Device::emulator(4);
+    let mut backend = on(&device, &checkpoint, options(2, 128, 8, 0, None), true);
+    let tokens = text(&checkpoint, 3, 100);
+    let work = |slot, start, rows| Work { slot, start, rows, samples: true, most_drafts: 0 };
+    let entry = |slot, index| TableEntry { slot, index, page: 2 * slot + index };
+    let begin = Plan {
+        started: [0, 1].map(|slot| Started { slot, sequence: slot.into() }).to_vec(),
+        tables: [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(slot, index)| entry(slot, index)).to_vec(),
+        work: [0, 1].map(|slot| work(slot, 0, 90)).to_vec(),
+        ..Plan::default()
+    };
+    let start = Start { logprobs: None, ..start(&tokens[..90]) };
+    backend.step(&begin, &[start, start]).unwrap();
+    let mut launches = |work: &[Work]| {
+        let before = device.calls();
+        backend.step(&Plan { work: work.to_vec(), ..Plan::default() }, &[]).unwrap();
+        device.calls().since(before).launches
+    };
+    // The choice is the other one.
+    assert_eq!(launches(&[work(1, 90, 1)]), 2);
+    assert!(launches(&[work(0, 90, 1), work(1, 91, 1)]) > 2);
 }
 
 /// Of a prompt of 90 tokens.

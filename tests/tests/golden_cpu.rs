@@ -10,7 +10,7 @@ const TOLERANCE: f32 = 1e-5;
 #[test]
 fn logits_match_transformers() {
     let cases = golden_cases();
-    assert_eq!(cases.len(), 3);
+    assert_eq!(cases.len(), 4);
     for case in cases {
         let checkpoint = Checkpoint::open(&case.dir).unwrap();
         let model = CpuModel::new(&checkpoint).unwrap();

@@ -35,7 +35,7 @@ fn main() -> ExitCode {
         Some(card) => println!("on {}", card.name),
         None => println!("ignored: there is no CUDA card (these tests need one)"),
     }
-    let tests: [(&str, Test); 13] = [
+    let tests: [(&str, Test); 14] = [
         ("golden_logits", golden_logits),
         ("demo_logits_match_the_cpu", demo_logits_match_the_cpu),
         ("greedy_output_is_the_same_with_drafts", greedy_output_is_the_same_with_drafts),
@@ -53,6 +53,7 @@ fn main() -> ExitCode {
         ),
         ("a_token_takes_launches_and_nothing_else", a_token_takes_launches_and_nothing_else),
         ("a_request_gives_the_tokens_in_any_batch_that_it_gives_alone", a_request_gives_the_tokens_in_any_batch),
+        ("a_card_that_others_fill_does_not_end_a_batch", a_card_that_others_fill_does_not_end_a_batch),
         ("a_card_too_small_is_said_before_loading", a_card_too_small_is_said_before_loading),
         ("a_card_that_is_not_there_is_named", a_card_that_is_not_there_is_named),
     ];
@@ -291,11 +292,45 @@ fn a_request_gives_the_tokens_in_any_batch() -> Result<(), Failed> {
         jobs.rotate_left(7);
         jobs.reverse();
     }
-    let Happened { swapped, dropped, shared, accepted } = seen;
+    let Happened { swapped, dropped, shared, accepted, .. } = seen;
     if swapped < 4 || dropped < 4 || shared < 500 || accepted < 100 {
         return Err(format!("too little happened to show anything: {seen:?}").into());
     }
     Ok(())
+}
+
+fn a_card_that_others_fill_does_not_end_a_batch() -> Result<(), Failed> {
+    let checkpoint = demo();
+    let requests = requests(&demo_prompts(&checkpoint, 12, 100), 100, 120);
+    let jobs: Vec<(usize, host::Request)> = requests.into_iter().enumerate().collect();
+    let options = BatchOptions {
+        sequences: Some(6),
+        rows: Some(300),
+        cache_tokens: Some(9 * 64),
+        swap_tokens: Some(30 * 64),
+        draft: Some(EAGER),
+        draft_rows: 64,
+    };
+    let run = |filled: bool| -> Result<_, Failed> {
+        let others = Device::cuda(0)?;
+        let progress = &mut |_, _| std::ops::ControlFlow::Continue(());
+        let backend = GpuBatch::load(&checkpoint, &Device::cuda(0)?, 400, options, progress)?;
+        let mut taken = Vec::new();
+        for bytes in if filled { &[1 << 30, 32 << 20, 1 << 20, 1 << 12][..] } else { &[] } {
+            while let Ok(buffer) = others.zeroed::<u8>(*bytes) {
+                taken.push(buffer);
+            }
+        }
+        println!("{:?} bytes free", others.free_memory()?);
+        Ok(together(&checkpoint, Priced::boxed(Box::new(backend), true), &jobs, Some(3)))
+    };
+    let (expected, _) = run(false)?;
+    let (found, happened) = run(true)?;
+    println!("{happened:?}");
+    if happened.swapped == 0 {
+        return Err("nothing was put aside".into());
+    }
+    if found == expected { Ok(()) } else { Err("answers differ on a full card".into()) }
 }
 
 fn a_card_too_small_is_said_before_loading() -> Result<(), Failed> {

@@ -6,7 +6,7 @@ use clap::{Subcommand, ValueHint};
 use host::DeviceChoice;
 use host::batch::BatchOptions;
 
-use super::{AnswerArgs, DeviceArgs, DraftArgs, ModelArgs, ReportArgs, at_least_one};
+use super::{RunArgs, at_least_one};
 
 /// Examples for `batch --help`.
 pub const EXAMPLES: &str = "\
@@ -52,18 +52,10 @@ pub struct BatchArgs {
     #[command(flatten)]
     pub size: SizeArgs,
     #[command(flatten)]
-    pub model: ModelArgs,
-    #[command(flatten)]
-    pub device: DeviceArgs,
+    pub run: RunArgs,
     /// Several devices, each with requests of its own: `all` (every CUDA card), or a list such as cuda:0,cuda:1
     #[arg(long, value_name = "DEVICES", value_parser = devices, help_heading = "Device")]
     pub devices: Option<Devices>,
-    #[command(flatten)]
-    pub answer: AnswerArgs,
-    #[command(flatten)]
-    pub draft: DraftArgs,
-    #[command(flatten)]
-    pub report: ReportArgs,
 }
 
 /// What a batch may use.

@@ -65,7 +65,15 @@ struct Architecture {
     vocabulary: usize,
     most_positions: usize,
     rope_theta: f64,
+    rope_scaling: Option<Scaling>,
     tied_embeddings: bool,
+}
+
+#[derive(Serialize)]
+struct Scaling {
+    kind: &'static str,
+    factor: f64,
+    original_positions: usize,
 }
 
 #[derive(Serialize)]
@@ -219,6 +227,11 @@ impl Architecture {
             vocabulary: config.vocab_size,
             most_positions: config.max_position_embeddings,
             rope_theta: config.rope_theta,
+            rope_scaling: config.yarn.map(|yarn| Scaling {
+                kind: "yarn",
+                factor: yarn.factor,
+                original_positions: yarn.original_positions,
+            }),
             tied_embeddings: config.tie_word_embeddings,
         }
     }
@@ -263,6 +276,10 @@ impl fmt::Display for Findings {
         row(f, "head", if a.tied_embeddings { "tied to the embedding" } else { "its own" })?;
         row(f, "most positions", a.most_positions)?;
         row(f, "rope theta", a.rope_theta)?;
+        if let Some(scaling) = &a.rope_scaling {
+            let (factor, original) = (scaling.factor, scaling.original_positions);
+            row(f, "rope scaling", format_args!("YaRN, {factor} × {original} positions"))?;
+        }
         row(f, "chat template", if self.chat_template { "yes" } else { "none" })?;
         row(f, "generation", &self.generation)?;
 

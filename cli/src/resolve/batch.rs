@@ -8,6 +8,7 @@ use host::{DeviceChoice, LoadOptions};
 use model::{GenerationConfig, Source};
 
 use super::{Answer, CHAT_TOKENS, Detail, GENERATE_TOKENS, Report, answer, load, report, source, usage};
+use crate::args::RunArgs;
 use crate::args::batch::{BatchArgs, BatchCommand, Devices, MergeArgs, Shard};
 
 /// What `batch` does.
@@ -99,20 +100,21 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
     let (Some(requests), Some(output)) = (args.requests, args.output) else {
         return Err(usage("requests and --output are needed"));
     };
-    if args.report.json && output.as_os_str() == "-" {
+    let RunArgs { model, device, answer: how, draft, report: what } = args.run;
+    if what.json && output.as_os_str() == "-" {
         return Err(usage("--json prints on standard output, and so does --output -; send the results to a file"));
     }
-    let one = load(&args.device);
+    let one = load(&device);
     let devices = match args.devices {
         None => vec![one.device],
         Some(Devices::These(devices)) => devices,
         Some(Devices::All) => cards()?,
     };
     let loads = devices.into_iter().map(|device| LoadOptions { device, ..one }).collect();
-    let most = args.answer.max_tokens;
+    let most = how.max_tokens;
     // Equal runs give equal results: no random seed.
-    let seed = args.answer.seed.unwrap_or(0);
-    let mut answer = answer(args.answer, &args.draft, most.unwrap_or(GENERATE_TOKENS))?;
+    let seed = how.seed.unwrap_or(0);
+    let mut answer = answer(how, &draft, most.unwrap_or(GENERATE_TOKENS))?;
     answer.seed = seed;
     let size = args.size;
     let options = BatchOptions {
@@ -128,7 +130,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
         output,
         ordered: args.ordered,
         shard: args.shard,
-        source: source(&args.model.model, &args.model)?,
+        source: source(&model.model, &model)?,
         loads,
         options,
         defaults: Defaults {
@@ -137,6 +139,6 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
             chat_tokens: most.unwrap_or(CHAT_TOKENS),
             think: !args.no_think,
         },
-        report: report(&args.report),
+        report: report(&what),
     })))
 }

@@ -1,5 +1,9 @@
 //! What executes the scheduler's plans.
 
+use std::cmp::Reverse;
+use std::time::Duration;
+
+use gpu_kernels::sample;
 use model::Sampling;
 
 use super::plan::{Plan, Slot};
@@ -48,19 +52,24 @@ pub struct Logprobs {
 impl Logprobs {
     /// For `token`, by a row of logits, `[vocab]`, with the `count` likeliest; of equal ones the lower id comes first.
     pub fn of(logits: &[f32], token: u32, count: u32) -> Self {
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
-        let log = |logit: f32| (f64::from(logit - max) - sum.ln()) as f32;
-        let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
-        let count = (count as usize).min(ids.len());
-        let order = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-        if count < ids.len() {
-            ids.select_nth_unstable_by(count, order);
-            ids.truncate(count);
+        let mut ranks: Vec<u64> = logits.iter().zip(0..).map(|(&logit, token)| sample::rank(logit, token)).collect();
+        let max = sample::ranked_logit(ranks.iter().copied().max().unwrap_or(0));
+        let total = logits.iter().map(|&logit| sample::mass(logit, max)).sum();
+        let count = (count as usize).min(ranks.len());
+        if count < ranks.len() {
+            ranks.select_nth_unstable_by_key(count, |&rank| Reverse(rank));
+            ranks.truncate(count);
         }
-        ids.sort_unstable_by(order);
-        let top = ids.into_iter().map(|id| (id, log(logits[id as usize]))).collect();
-        Self { chosen: logits.get(token as usize).map_or(f32::NEG_INFINITY, |&l| log(l)), top }
+        ranks.sort_unstable_by_key(|&rank| Reverse(rank));
+        let top = ranks.into_iter().map(|rank| (sample::ranked_token(rank), sample::ranked_logit(rank)));
+        Self::new(max, total, logits.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY), top)
+    }
+
+    /// Of the logit of the chosen token and those of the likeliest, where `max` is the largest and `total` the sum of all masses.
+    pub(super) fn new(max: f32, total: u64, chosen: f32, top: impl Iterator<Item = (u32, f32)>) -> Self {
+        let all = (total as f64 / sample::UNIT_MASS as f64).ln();
+        let log = |logit: f32| (f64::from(logit - max) - all) as f32;
+        Self { chosen: log(chosen), top: top.map(|(token, logit)| (token, log(logit))).collect() }
     }
 }
 
@@ -80,6 +89,11 @@ pub trait BatchBackend: Send {
 
     /// What it was measured to cost to take up a preempted sequence.
     fn costs(&self) -> Costs;
+
+    /// How long a device had nothing to do between steps: for the host's part in them, and for requests to come.
+    fn idle(&self) -> Duration {
+        Duration::ZERO
+    }
 
     /// Executes a plan. `starts` has an entry for each of `plan.started`. Returns the outcome of each work that samples, in order.
     ///

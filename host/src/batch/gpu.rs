@@ -5,35 +5,40 @@
 //! host waits once a step.
 
 mod moves;
+mod notes;
 mod passes;
 mod sizes;
 mod upload;
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::time::{Duration, Instant};
 
+use cuda_std::GlobalMut;
 use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, ClearRows, Put};
+use gpu_kernels::logprobs::Wanted;
 use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach};
 use gpu_kernels::step;
 use half::bf16;
 use model::{Checkpoint, Config};
-use rayon::prelude::*;
 
 use self::moves::{Mover, Way};
+use self::notes::{Group, Notes};
 use self::passes::{Pass, Rows, Widths, cut};
 use self::sizes::{LEAST_ROWS, SPARE, Sizes};
 use self::upload::{List, Upload};
 use super::PAGE_TOKENS;
-use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
+use super::backend::{BatchBackend, Outcome, Rate, Start};
 use super::draft::{Drafts, propose};
-use super::plan::{Plan, Work};
+use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
 use super::running::Running;
 use super::scheduler::{Costs, Limits};
 use crate::device::{Buffer, Device, Mapped, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, LogitRows, Tiles};
-use crate::gpu::DRAFT_COST;
+use crate::gpu::{DRAFT_COST, settings};
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
@@ -57,10 +62,16 @@ pub struct GpuBatch {
     seen: Buffer<u8>,
     /// Flags that have to be set before the next choice, by place.
     flags: BTreeMap<u32, u8>,
+    /// How many of them travel at a time.
+    flag_room: usize,
+    notes: Notes,
     sampled: Mapped,
     timers: [Timer; 2],
     swaps: Rate,
     rows: Rate,
+    /// When the last step was done, and how long the device has had nothing to do after steps.
+    done: Option<Instant>,
+    idle: Duration,
 }
 
 /// A pass with its lists.
@@ -77,14 +88,25 @@ struct Ready {
     choices: List,
     /// The first choice among all of the step.
     first: usize,
+    /// Rows to note for log-probabilities, and the first note among all of the step.
+    wanted: Vec<[u32; Wanted::WORDS]>,
+    notes: List,
+    first_note: usize,
 }
 
 /// A step's lists that are not a pass's.
 struct Changes {
     moves: [(Way, List); 3],
     tables: List,
+    flags: Flags,
+}
+
+/// Changes of [`GpuBatch::seen`].
+struct Flags {
+    /// Slots whose flags are to be zeroed first.
     cleared: List,
-    flags: List,
+    /// Places and flags.
+    put: List,
 }
 
 impl GpuBatch {
@@ -181,22 +203,30 @@ impl GpuBatch {
         // a reading of the weights at 1 TB/s.
         let weights = config.weight_bytes(2) as f64;
         let row = if prompts_apart { weights / 400e12 } else { weights / (64.0 * 1e12) };
+        // Rows with tiles and choices; page tables; pages that move, each to another; flags; a pass over 64 rows begins lists at multiples of 4.
+        let flag_room = 4 * sizes.rows;
+        let choices = sizes.rows + sizes.sequences;
+        let words = 28 * sizes.rows
+            + 2 * room.sequences * context.div_ceil(PAGE_TOKENS)
+            + 2 * (2 * pages + mover.host_pages())
+            + 2 * flag_room
+            + 4096;
         Ok(Self {
             limits,
             widths,
             draft: options.draft,
             slots: vec![Running::default(); sizes.sequences],
-            // Rows with tiles and choices, page tables, moved pages.
-            upload: Upload::new(
-                device,
-                24 * sizes.rows + 2 * room.sequences * context.div_ceil(PAGE_TOKENS) + 6 * pages + 4096,
-            )?,
+            upload: Upload::new(device, words)?,
             seen: device.zeroed(sizes.sequences * config.vocab_size)?,
             flags: BTreeMap::new(),
-            sampled: device.mapped(sizes.rows + sizes.sequences)?,
+            flag_room,
+            notes: Notes::new(device, config.vocab_size, sizes.sequences, choices)?,
+            sampled: device.mapped(choices)?,
             timers: [device.timer()?, device.timer()?],
             swaps: Rate::guess(2.0 * mover.page_bytes() as f64 / 40e9),
             rows: Rate::guess(row),
+            done: None,
+            idle: Duration::ZERO,
             mover,
             forward,
         })
@@ -249,8 +279,25 @@ impl GpuBatch {
         }
     }
 
-    /// Lists everything that changes beside rows.
-    fn list_changes(&mut self, plan: &Plan) -> Changes {
+    /// Lists changes of flags: the first ones of those that are due, as many as there is room for.
+    fn list_flags(&mut self, cleared: impl IntoIterator<Item = Slot>) -> Flags {
+        let cleared = self.upload.push(cleared);
+        let rest = self.flags.keys().nth(self.flag_room).copied().map(|next| self.flags.split_off(&next));
+        let now = std::mem::replace(&mut self.flags, rest.unwrap_or_default());
+        Flags { cleared, put: self.upload.push(now.into_iter().flat_map(|(place, flag)| [place, flag.into()])) }
+    }
+
+    /// Lists everything that changes beside rows. Flags that there is no room for go ahead.
+    fn list_changes(&mut self, plan: &Plan) -> Result<Changes, Error> {
+        let penalised = |slot: &Slot| self.slots[*slot as usize].is_penalised();
+        let mut cleared: Vec<Slot> = plan.started.iter().map(|started| started.slot).filter(penalised).collect();
+        while self.flags.len() > self.flag_room {
+            self.upload.clear();
+            let flags = self.list_flags(cleared.drain(..));
+            self.upload.send()?;
+            self.enqueue_flags(&flags)?;
+        }
+        self.upload.clear();
         let out = plan.swap_out.iter().flat_map(|m| [m.from, m.to]);
         let within = plan.copies.iter().flat_map(|m| [m.from, m.to]);
         let back = plan.swap_in.iter().flat_map(|m| [m.from, m.to]);
@@ -262,39 +309,30 @@ impl GpuBatch {
         let stride = self.limits.context.div_ceil(PAGE_TOKENS) as u32;
         // The last word counts.
         let tables: HashMap<u32, u32> = plan.tables.iter().map(|t| (t.slot * stride + t.index, t.page)).collect();
-        let cleared = plan.started.iter().map(|s| s.slot).filter(|slot| self.slots[*slot as usize].is_penalised());
-        Changes {
-            moves,
-            tables: self.upload.push(tables.into_iter().flat_map(|(place, page)| [place, page])),
-            cleared: self.upload.push(cleared),
-            flags: self
-                .upload
-                .push(std::mem::take(&mut self.flags).into_iter().flat_map(|(place, flag)| [place, flag.into()])),
-        }
+        let tables = self.upload.push(tables.into_iter().flat_map(|(place, page)| [place, page]));
+        Ok(Changes { moves, tables, flags: self.list_flags(cleared) })
     }
 
-    /// Lists a pass; its choices come after `first` others.
-    fn list_pass(&mut self, pass: Pass, first: usize) -> Ready {
+    /// Lists a pass; its choices come after `first` others, and its notes after `first_note`.
+    fn list_pass(&mut self, pass: Pass, first: usize, first_note: usize) -> Ready {
         let choice = |(i, chosen): (usize, &passes::Chosen)| {
             let (row, slot) = (chosen.row, pass.slots[chosen.row]);
-            let s = &self.slots[slot as usize].sampling;
             // The rows of a prompt's pass that are picked become the first ones of the logits, and none of them is a draft.
             let choice = Choice {
                 row: if pass.prompt { i as u32 } else { row as u32 },
                 drafts: if pass.prompt { i as u32 + 1 } else { chosen.drafts as u32 },
                 slot,
                 position: pass.positions[row],
-                seed: s.seed,
-                temperature: s.temperature,
-                top_k: s.top_k,
-                top_p: s.top_p,
-                min_p: s.min_p,
-                repetition_penalty: s.repetition_penalty,
-                presence_penalty: s.presence_penalty,
+                settings: settings(&self.slots[slot as usize].sampling),
             };
             choice.words()
         };
         let choices: Vec<u32> = pass.chosen.iter().enumerate().flat_map(choice).collect();
+        let wanted = |(i, chosen): (usize, &passes::Chosen)| {
+            let top = self.slots[pass.slots[chosen.row] as usize].logprobs?;
+            Some(notes::wanted(if pass.prompt { i } else { chosen.row }, top, i))
+        };
+        let wanted: Vec<_> = pass.chosen.iter().enumerate().filter_map(wanted).collect();
         let upload = &mut self.upload;
         Ready {
             count: upload.push([pass.len() as u32]),
@@ -305,41 +343,52 @@ impl GpuBatch {
             picks: upload.push(pass.chosen.iter().map(|chosen| chosen.row as u32)),
             pick_count: upload.push([pass.chosen.len() as u32]),
             choices: upload.push(choices),
+            notes: upload.push(wanted.iter().flatten().copied()),
+            wanted,
             first,
+            first_note,
             pass,
         }
     }
 
     /// Enqueues what changes beside rows.
     fn enqueue_changes(&self, changes: &Changes) -> Result<(), Error> {
-        let (device, upload, vocab) = (self.forward.device(), &self.upload, self.vocab() as u32);
+        let upload = &self.upload;
         self.timers[0].start()?;
         for (way, list) in changes.moves {
             self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)?;
         }
         self.timers[0].stop()?;
-        let (tables, flags, cleared) = (changes.tables.len() / 2, changes.flags.len() / 2, changes.cleared.len());
-        // SAFETY: the lists are of the sizes said, and name places in buffers of self, each once.
+        let tables = changes.tables.len() / 2;
+        if tables > 0 {
+            let to = self.forward.page_tables().ptr_mut();
+            let put = Put { entries: upload.ptr(changes.tables), to, count: tables as u32 };
+            // SAFETY: the list is of the size said, and names places in the tables, each once.
+            unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(tables), 0, put)? };
+        }
+        self.enqueue_flags(&changes.flags)
+    }
+
+    /// Enqueues changes of flags.
+    fn enqueue_flags(&self, flags: &Flags) -> Result<(), Error> {
+        let (device, upload, len) = (self.forward.device(), &self.upload, self.vocab() as u32);
+        let (cleared, put) = (flags.cleared.len(), flags.put.len() / 2);
+        // SAFETY: the lists are of the sizes said, and name places in the flags, each once.
         unsafe {
-            if tables > 0 {
-                let to = self.forward.page_tables().ptr_mut();
-                let put = Put { entries: upload.ptr(changes.tables), to, count: tables as u32 };
-                device.launch::<kernels::put_words>(kernels::blocks(tables), 0, put)?;
-            }
             if cleared > 0 {
-                let clear = ClearRows { rows: upload.ptr(changes.cleared), of: self.seen.ptr_mut(), len: vocab };
-                device.launch::<kernels::clear_rows>((kernels::blocks(vocab as usize), cleared as u32), 0, clear)?;
+                let clear = ClearRows { rows: upload.ptr(flags.cleared), of: self.seen.ptr_mut(), len };
+                device.launch::<kernels::clear_rows>((kernels::blocks(len as usize), cleared as u32), 0, clear)?;
             }
-            if flags > 0 {
-                let put = Put { entries: upload.ptr(changes.flags), to: self.seen.ptr_mut(), count: flags as u32 };
-                device.launch::<kernels::put_bytes>(kernels::blocks(flags), 0, put)?;
+            if put > 0 {
+                let entries = Put { entries: upload.ptr(flags.put), to: self.seen.ptr_mut(), count: put as u32 };
+                device.launch::<kernels::put_bytes>(kernels::blocks(put), 0, entries)?;
             }
         }
         Ok(())
     }
 
-    /// Enqueues a pass and its choices. Logits that are wanted on the host are put into `logits`, by choice.
-    fn enqueue_pass(&self, ready: &Ready, logits: &mut HashMap<usize, Vec<f32>>) -> Result<(), Error> {
+    /// Enqueues a pass and its choices, with notes of the rows whose log-probabilities are wanted.
+    fn enqueue_pass(&mut self, ready: &Ready) -> Result<(), Error> {
         let (upload, pass) = (&self.upload, &ready.pass);
         let rows = step::Rows {
             count: upload.ptr_mut(ready.count),
@@ -356,38 +405,61 @@ impl GpuBatch {
             }
         } else {
             let first = pass.chosen.first().map(|chosen| chosen.row as u32);
-            self.forward.enqueue_rows(&forward::Pass {
+            let all = forward::Pass {
                 rows,
                 most_rows: pass.len() as u32,
                 end: pass.end(),
                 tiles: Some(Tiles { list: tiles, count: pass.tiles.len() as u32 }),
                 logits: first.map_or(LogitRows::None, LogitRows::From),
-            })?;
+            };
+            self.forward.enqueue_quickest(&all, pass.is_of_one())?;
         }
         if chosen == 0 {
             return Ok(());
         }
-        let vocab = self.vocab();
-        for (i, chosen) in pass.chosen.iter().enumerate() {
-            if self.slots[pass.slots[chosen.row] as usize].logprobs.is_some() {
-                let row = if pass.prompt { i } else { chosen.row };
-                let mut out = vec![0.0; vocab];
-                self.forward.logits().read(row * vocab, &mut out)?;
-                logits.insert(ready.first + i, out);
-            }
+        // Rows are noted before the sampler changes them: some, the choices up to the last of them, the next ones.
+        let mut from = 0;
+        for (i, wanted) in ready.wanted.chunks(self.notes.at_once()).enumerate() {
+            let at = i * self.notes.at_once();
+            let group = Group {
+                // SAFETY: within the list.
+                wanted: unsafe { self.upload.ptr(ready.notes).at(at * Wanted::WORDS) },
+                sampled: self.sampled_from(ready.first),
+                first: ready.first_note + at,
+                noted: wanted.len(),
+            };
+            self.notes.enqueue(self.forward.logits(), group)?;
+            let to = wanted.last().map_or(0, |last| last[Wanted::CHOICE] as usize + 1);
+            self.enqueue_choices(ready, rows, from..to)?;
+            self.notes.enqueue_chosen(self.forward.logits(), group)?;
+            from = to;
         }
+        self.enqueue_choices(ready, rows, from..chosen as usize)
+    }
+
+    /// Where the tokens of the step's choices go, from this one on.
+    fn sampled_from(&self, choice: usize) -> GlobalMut<u32> {
         // SAFETY: within the mapped words, which have room for as many choices as a step has rows and sequences.
-        let sampled = unsafe { self.sampled.ptr_mut().at(ready.first) };
+        unsafe { self.sampled.ptr_mut().at(choice) }
+    }
+
+    /// Enqueues some of a pass's choices.
+    fn enqueue_choices(&self, ready: &Ready, rows: step::Rows, which: Range<usize>) -> Result<(), Error> {
+        if which.is_empty() {
+            return Ok(());
+        }
         let sample = SampleEach {
             rows,
             logits: self.forward.logits().ptr_mut(),
             seen: self.seen.ptr(),
-            choices: upload.ptr(ready.choices),
-            sampled,
-            vocab: vocab as u32,
+            // SAFETY: within the list.
+            choices: unsafe { self.upload.ptr(ready.choices).at(which.start * Choice::WORDS) },
+            sampled: self.sampled_from(ready.first + which.start),
+            vocab: self.vocab() as u32,
         };
+        let (device, count) = (self.forward.device(), which.len() as u32);
         // SAFETY: buffers of self, of the sizes that the parameter block states; choices are of different rows.
-        unsafe { self.forward.device().launch::<sample::sample_each>(chosen, Sample::SHARED_BYTES, sample) }
+        unsafe { device.launch::<sample::sample_each>(count, Sample::SHARED_BYTES, sample) }
     }
 }
 
@@ -404,6 +476,10 @@ impl BatchBackend for GpuBatch {
         Costs { swap_page: self.swaps.each(), row: self.rows.each() }
     }
 
+    fn idle(&self) -> Duration {
+        self.idle
+    }
+
     fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
         self.take_up(plan, starts);
         let sequence = |work: &Work| {
@@ -415,15 +491,16 @@ impl BatchBackend for GpuBatch {
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
         let rows: Vec<Rows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
 
-        self.upload.clear();
-        let changes = self.list_changes(plan);
+        let changes = self.list_changes(plan)?;
         let mut passes: Vec<Ready> = Vec::new();
-        let mut choices = 0;
+        let (mut choices, mut notes) = (0, 0);
         for pass in cut(&rows, self.widths) {
-            let count = pass.chosen.len();
-            passes.push(self.list_pass(pass, choices));
-            choices += count;
+            let ready = self.list_pass(pass, choices, notes);
+            choices += ready.pass.chosen.len();
+            notes += ready.wanted.len();
+            passes.push(ready);
         }
+        self.idle += self.done.take().map_or(Duration::ZERO, |done| done.elapsed());
         self.upload.send()?;
         self.enqueue_changes(&changes)?;
         // What a prompt's row costs is measured where many run together.
@@ -432,7 +509,6 @@ impl BatchBackend for GpuBatch {
             false => rows.iter().map(|rows| rows.tokens.len()).sum::<usize>(),
         };
         let measured = prompt_rows >= LEAST_ROWS;
-        let mut logits = HashMap::new();
         if measured {
             self.timers[1].start()?;
         }
@@ -442,12 +518,13 @@ impl BatchBackend for GpuBatch {
                 self.timers[1].stop()?;
                 measuring = false;
             }
-            self.enqueue_pass(ready, &mut logits)?;
+            self.enqueue_pass(ready)?;
         }
         if measuring {
             self.timers[1].stop()?;
         }
         self.forward.device().synchronize()?;
+        self.done = Some(Instant::now());
         // Copies on the device take little beside these.
         let moved = plan.swap_out.len() + plan.swap_in.len();
         if moved > 0 {
@@ -458,13 +535,16 @@ impl BatchBackend for GpuBatch {
             self.rows.add(self.timers[1].elapsed_ms()? / 1e3, prompt_rows);
         }
 
-        // What was chosen, by work.
+        // What was chosen and noted, by work.
         let mut chosen = vec![Vec::new(); plan.work.len()];
-        let mut wanted = vec![Vec::new(); plan.work.len()];
+        let mut notes = vec![Vec::new(); plan.work.len()];
         for ready in &passes {
             for (i, choice) in ready.pass.chosen.iter().enumerate() {
                 chosen[choice.of].push(self.sampled.load(ready.first + i));
-                wanted[choice.of].extend(logits.remove(&(ready.first + i)));
+            }
+            for (i, wanted) in ready.wanted.iter().enumerate() {
+                let choice = ready.pass.chosen[wanted[Wanted::CHOICE] as usize];
+                notes[choice.of].push(self.notes.read(ready.first_note + i, wanted[Wanted::TOP]));
             }
         }
         let vocab = self.vocab() as u32;
@@ -475,9 +555,9 @@ impl BatchBackend for GpuBatch {
             if running.is_penalised() {
                 self.flags.extend(tokens.iter().map(|token| (work.slot * vocab + token, SEEN | GENERATED)));
             }
-            let logprobs = running.logprobs.map_or(Vec::new(), |top| {
-                tokens.par_iter().zip(&wanted[i]).map(|(&token, row)| Logprobs::of(row, token, top)).collect()
-            });
+            // Those behind a wrong draft are not wanted.
+            let mut logprobs = std::mem::take(&mut notes[i]);
+            logprobs.truncate(tokens.len());
             outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts[i].count });
         }
         Ok(outcomes)

@@ -13,6 +13,7 @@ pub mod plan;
 mod run;
 mod running;
 mod scheduler;
+pub mod tier;
 
 pub use backend::{BatchBackend, Logprobs, Outcome, Start};
 pub use cpu::CpuBatch;

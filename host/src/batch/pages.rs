@@ -3,11 +3,14 @@
 //! A full page is known by the tokens in it, by how many of them are of the prompt, and by the page before it: so by everything up to its end and
 //! by where the prompt ended, which is all that its keys and values depend on. The index is a hash table over (page before, tokens) that compares
 //! what it finds, so sharing is exact. A page that nobody uses stays in the index until its memory is wanted; then the one unused longest goes first.
+//! If several sequences have used it, others may yet: then it is kept in the [host tier](super::tier), from where it comes back sooner than it
+//! would be computed.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::plan::Page;
+use super::plan::{HostPage, Page, SwapOut};
+use super::tier::Tier;
 
 /// A full page's content: everything up to its end. Never reused.
 pub type Content = u64;
@@ -16,7 +19,7 @@ pub type Content = u64;
 pub const NOTHING: Content = 0;
 
 /// What the index knows a page by: the content before it, its tokens, and how many of them are of the prompt.
-type Key = (Content, Arc<[u32]>, usize);
+pub type Key = (Content, Arc<[u32]>, usize);
 
 /// The device's pages.
 #[derive(Clone, Debug)]
@@ -32,6 +35,12 @@ pub struct Pages {
     next: HashMap<Content, Vec<Page>>,
     clock: u64,
     contents: Content,
+    /// The host's pages.
+    pub tier: Tier,
+    /// Whether pages that several have used are kept there.
+    pub keeps: bool,
+    /// What the plan in the making has to save for that.
+    saves: Vec<SwapOut>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -46,13 +55,24 @@ struct Entry {
 struct Indexed {
     key: Key,
     content: Content,
+    /// Whether more than the sequence that filled it has used it.
+    shared: bool,
+}
+
+/// Where a page with some content is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// On the device.
+    Device(Page),
+    /// In the host tier alone.
+    Host(Key),
 }
 
 /// What the index has of a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     /// Full pages from the start, and the content up to the end of each.
-    pub pages: Vec<(Page, Content)>,
+    pub pages: Vec<(Place, Content)>,
     /// A page whose first tokens, so many, are the ones that follow.
     pub partial: Option<(Page, usize)>,
 }
@@ -67,8 +87,8 @@ pub enum Put {
 }
 
 impl Pages {
-    /// `count` pages of `page_tokens` tokens.
-    pub fn new(count: u32, page_tokens: usize) -> Self {
+    /// `count` pages of `page_tokens` tokens, and `host_count` in the host tier.
+    pub fn new(count: u32, host_count: u32, page_tokens: usize) -> Self {
         Self {
             page_tokens,
             entries: vec![Entry::default(); count as usize],
@@ -78,6 +98,9 @@ impl Pages {
             next: HashMap::new(),
             clock: 0,
             contents: NOTHING,
+            tier: Tier::new(host_count),
+            keeps: false,
+            saves: Vec::new(),
         }
     }
 
@@ -102,12 +125,15 @@ impl Pages {
         let (mut before, mut prompt) = (NOTHING, prompt);
         let mut chunks = tokens.chunks_exact(self.page_tokens);
         for chunk in chunks.by_ref() {
-            match self.index.get(&(before, Arc::from(chunk), prompt.min(self.page_tokens))) {
-                Some(&page) => {
-                    before = self.content(page);
-                    found.pages.push((page, before));
-                }
-                None => return Found { partial: self.begins_like(before, chunk, prompt), ..found },
+            let key = (before, Arc::from(chunk), prompt.min(self.page_tokens));
+            if let Some(&page) = self.index.get(&key) {
+                before = self.content(page);
+                found.pages.push((Place::Device(page), before));
+            } else if let Some(content) = self.tier.content(&key) {
+                before = content;
+                found.pages.push((Place::Host(key), before));
+            } else {
+                return Found { partial: self.begins_like(before, chunk, prompt), ..found };
             }
             prompt = prompt.saturating_sub(self.page_tokens);
         }
@@ -138,6 +164,9 @@ impl Pages {
             self.unused.remove(&entry.since);
         }
         entry.users += 1;
+        if let Some(indexed) = &mut entry.indexed {
+            indexed.shared = true;
+        }
     }
 
     /// A page for one user alone, with anything in it.
@@ -154,9 +183,12 @@ impl Pages {
         Some(page)
     }
 
-    /// Takes a page out of the index.
+    /// Takes a page out of the index; keeps it in the host tier, if it is worth it.
     fn forget(&mut self, page: Page) {
-        if let Some(Indexed { key, .. }) = self.entries[page as usize].indexed.take() {
+        if let Some(Indexed { key, content, shared }) = self.entries[page as usize].indexed.take() {
+            if shared && self.keeps {
+                self.saves.extend(self.tier.keep(&key, content).map(|to| SwapOut { from: page, to }));
+            }
             let before = key.0;
             self.index.remove(&key);
             if let Some(pages) = self.next.get_mut(&before) {
@@ -192,11 +224,38 @@ impl Pages {
         if let Some(&same) = self.index.get(&key) {
             return Put::Same(same, self.content(same));
         }
-        self.contents += 1;
+        // One that is kept in the host tier stays what it is: what follows it is known by it.
+        let content = self.tier.content(&key).unwrap_or_else(|| {
+            self.contents += 1;
+            self.contents
+        });
+        self.insert(page, key, content, false);
+        Put::New(content)
+    }
+
+    /// Where in the host tier a page is, for the plan in the making to read; none if it is on the device.
+    pub fn read(&mut self, place: &Place) -> Option<HostPage> {
+        match place {
+            Place::Device(_) => None,
+            Place::Host(key) => self.tier.read(key),
+        }
+    }
+
+    /// Puts a page that comes back from the host tier into the index.
+    pub fn restore(&mut self, page: Page, key: Key, content: Content) {
+        self.insert(page, key, content, true);
+    }
+
+    fn insert(&mut self, page: Page, key: Key, content: Content, shared: bool) {
         self.index.insert(key.clone(), page);
-        self.next.entry(before).or_default().push(page);
-        self.entries[page as usize].indexed = Some(Indexed { key, content: self.contents });
-        Put::New(self.contents)
+        self.next.entry(key.0).or_default().push(page);
+        self.entries[page as usize].indexed = Some(Indexed { key, content, shared });
+    }
+
+    /// The plan is made: what it has to save for the host tier to keep.
+    pub fn end_plan(&mut self) -> Vec<SwapOut> {
+        self.tier.end_plan();
+        std::mem::take(&mut self.saves)
     }
 }
 
@@ -206,7 +265,7 @@ mod tests {
 
     /// `count` pages of 4 tokens, with `text` in the first ones.
     fn with(count: u32, text: &[u32]) -> (Pages, Vec<Page>) {
-        let mut pages = Pages::new(count, 4);
+        let mut pages = Pages::new(count, 2, 4);
         let mut before = NOTHING;
         let mut used = Vec::new();
         for chunk in text.chunks_exact(4) {
@@ -224,7 +283,7 @@ mod tests {
     fn a_text_is_found_by_whole_pages_and_the_start_of_one_more() {
         let (pages, used) = with(8, &[1, 2, 3, 4, 5, 6, 7, 8]);
         let found = pages.find(&[1, 2, 3, 4, 5, 6, 9, 9, 9], 99);
-        assert_eq!(found.pages.iter().map(|p| p.0).collect::<Vec<_>>(), used[..1]);
+        assert_eq!(found.pages.iter().map(|p| p.0.clone()).collect::<Vec<_>>(), [Place::Device(used[0])]);
         assert_eq!(found.partial, Some((used[1], 2)));
         // The same tokens elsewhere are another content.
         assert_eq!(pages.find(&[5, 6, 7, 8], 99), Found::default());
@@ -257,7 +316,7 @@ mod tests {
 
     #[test]
     fn a_page_with_generated_tokens_is_found_where_the_prompt_ended_alike() {
-        let mut pages = Pages::new(4, 4);
+        let mut pages = Pages::new(4, 0, 4);
         let page = pages.take().unwrap();
         assert!(matches!(pages.index(page, NOTHING, &[1, 2, 3, 4], 3), Put::New(_)));
         assert_eq!(pages.find(&[1, 2, 3, 4, 5], 3).pages.len(), 1);
@@ -267,5 +326,33 @@ mod tests {
         assert_eq!(pages.find(&[1, 2, 3, 9], 3).partial, Some((page, 3)));
         let other = pages.take().unwrap();
         assert!(matches!(pages.index(other, NOTHING, &[1, 2, 3, 4], 4), Put::New(_)));
+    }
+    #[test]
+    fn what_several_have_used_is_kept_in_the_host_tier() {
+        let text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12];
+        let (mut pages, used) = with(3, &text);
+        pages.keeps = true;
+        let before = pages.find(&text, 99);
+        // The first two have two users, the third has one.
+        used[..2].iter().for_each(|page| pages.share(*page));
+        used[..2].iter().chain(used.iter().rev()).for_each(|page| pages.release(*page));
+        let taken: Vec<Page> = (0..3).filter_map(|_| pages.take()).collect();
+        let saves = pages.end_plan();
+        assert_eq!(saves, [SwapOut { from: used[1], to: 0 }, SwapOut { from: used[0], to: 1 }]);
+        // What they hold is what it was.
+        let found = pages.find(&text, 99);
+        assert_eq!(found.pages.iter().map(|p| p.1).collect::<Vec<_>>(), [before.pages[0].1, before.pages[1].1]);
+        assert!(found.pages.iter().all(|(place, _)| matches!(place, Place::Host(_))));
+        let (Place::Host(key), content) = found.pages[1].clone() else { panic!("{found:?}") };
+        assert_eq!(pages.tier.read(&key), Some(0));
+        pages.restore(taken[0], key, content);
+        // What the plan reads stays; the other place goes to whom wants one.
+        assert_eq!((pages.tier.available(), pages.tier.take(), pages.tier.take()), (1, Some(1), None));
+        pages.end_plan();
+        assert_eq!(pages.find(&text, 99), Found::default());
+        // The first is computed again, as another content; it was given up everywhere.
+        assert!(
+            matches!(pages.index(taken[1], NOTHING, &text[..4], 4), Put::New(content) if content > before.pages[2].1)
+        );
     }
 }

@@ -127,6 +127,8 @@ pub struct Metrics {
     pub counts: Counts,
     /// In steps.
     pub busy: Duration,
+    /// In which the device had nothing to do between steps.
+    pub idle: Duration,
 }
 
 impl Metrics {
@@ -146,12 +148,14 @@ impl Metrics {
                 steps: a.steps + b.steps,
                 rows: a.rows + b.rows,
                 shared_tokens: a.shared_tokens + b.shared_tokens,
+                restored_tokens: a.restored_tokens + b.restored_tokens,
                 swapped: a.swapped + b.swapped,
                 dropped: a.dropped + b.dropped,
                 most_running: a.most_running + b.most_running,
                 most_pages: a.most_pages + b.most_pages,
             },
             busy: self.busy + other.busy,
+            idle: self.idle + other.idle,
         }
     }
 }
@@ -245,6 +249,7 @@ impl Batch {
             counts: self.scheduler.counts(),
             running: self.scheduler.running(),
             pages_in_use: self.scheduler.pages_in_use(),
+            idle: self.backend.idle(),
             ..self.metrics
         }
     }

@@ -11,6 +11,7 @@
 //!    sequence. What the page index has of their text is shared (Kwon et al., 2023, "Efficient Memory Management for Large Language
 //!    Model Serving with PagedAttention"); of a page that matches only in part, a copy is made. A sequence whose prompt begins
 //!    like one that is being read in waits for it. Where the limits say so, a few wait for more, to be read in together.
+//!    Pages that several have used come back from the host tier, if they had to leave the device.
 //! 4. Drafts get what is left of the draft budget, and no page that another sequence would be preempted for.
 //!
 //! Nothing starves: the sequence that came first among the running ones is never preempted, so it ends; nobody who came later starts
@@ -19,7 +20,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
-use super::pages::{Content, NOTHING, Pages, Put};
+use super::pages::{Content, NOTHING, Pages, Place, Put};
 use super::plan::{HostPage, Page, PageCopy, Plan, SequenceId, Slot, Started, SwapIn, SwapOut, TableEntry, Work};
 
 /// What the scheduler may use.
@@ -69,6 +70,8 @@ pub struct Counts {
     pub rows: u64,
     /// Tokens of prompts that were found in the page index.
     pub shared_tokens: u64,
+    /// Of these, tokens that came back from the host tier.
+    pub restored_tokens: u64,
     /// Preemptions to the host tier.
     pub swapped: u64,
     /// Preemptions to be computed again.
@@ -130,7 +133,6 @@ pub struct Scheduler {
     limits: Limits,
     costs: Costs,
     pages: Pages,
-    host: Vec<HostPage>,
     slots: BTreeSet<Slot>,
     waiting: BTreeMap<SequenceId, Waiting>,
     running: BTreeMap<SequenceId, Running>,
@@ -153,11 +155,10 @@ impl Scheduler {
         assert!(limits.sequences > 0 && limits.rows >= limits.sequences, "a row for each sequence: {limits:?}");
         assert!(limits.page_tokens > 0, "empty pages: {limits:?}");
         assert!(limits.pages as usize >= limits.context.div_ceil(limits.page_tokens), "one sequence fits: {limits:?}");
-        Self {
+        let mut scheduler = Self {
             limits,
             costs,
-            pages: Pages::new(limits.pages, limits.page_tokens),
-            host: (0..limits.host_pages).rev().collect(),
+            pages: Pages::new(limits.pages, limits.host_pages, limits.page_tokens),
             slots: (0..limits.sequences).collect(),
             waiting: BTreeMap::new(),
             running: BTreeMap::new(),
@@ -166,7 +167,9 @@ impl Scheduler {
             tables: Vec::new(),
             work: Vec::new(),
             counts: Counts::default(),
-        }
+        };
+        scheduler.set_costs(costs);
+        scheduler
     }
 
     /// A sequence joins the line: to be continued after `prompt`, to at most `max_length` tokens in all.
@@ -198,9 +201,9 @@ impl Scheduler {
         self.pages.count() - self.pages.available()
     }
 
-    /// Pages of the host tier that nothing is saved in.
+    /// Pages of the host tier that no preempted sequence has saved anything in.
     pub fn free_host_pages(&self) -> usize {
-        self.host.len()
+        self.pages.tier.unsaved()
     }
 
     /// How it went so far.
@@ -211,6 +214,8 @@ impl Scheduler {
     /// New measurements.
     pub fn set_costs(&mut self, costs: Costs) {
         self.costs = costs;
+        // Out and back against running its tokens.
+        self.pages.keeps = costs.swap_page <= costs.row * self.limits.page_tokens as f64;
     }
 
     fn known(&self, id: SequenceId) -> Option<&Known> {
@@ -244,6 +249,7 @@ impl Scheduler {
         for page in step.sources {
             self.pages.release(page);
         }
+        plan.swap_out.extend(self.pages.end_plan());
         plan.work = step.work.iter().map(|(_, work)| *work).collect();
         self.work = step.work;
         self.counts.steps += 1;
@@ -295,8 +301,8 @@ impl Scheduler {
         let swap = used as f64 * self.costs.swap_page;
         let again = known.computed as f64 * self.costs.row;
         let mut saved = Vec::new();
-        if used > 0 && used <= self.host.len() && swap <= again {
-            saved = self.host.split_off(self.host.len() - used);
+        if used > 0 && used <= self.pages.tier.available() && swap <= again {
+            saved = (0..used).filter_map(|_| self.pages.tier.take()).collect();
             plan.swap_out.extend(pages.iter().zip(&saved).map(|(&from, &to)| SwapOut { from, to }));
             self.counts.swapped += 1;
         } else {
@@ -383,16 +389,23 @@ impl Scheduler {
         let found = self.pages.find(waiting.known.without_newest(), waiting.known.prompt);
         let total = waiting.known.tokens.len().div_ceil(size);
         let shared = found.pages.len();
+        let there = found.pages.iter().filter_map(|(place, _)| match place {
+            Place::Device(page) => Some(*page),
+            Place::Host(_) => None,
+        });
+        let there: Vec<Page> = there.collect();
         // Shared pages that nobody uses now are no longer to be had once they are shared.
-        let idle = found.pages.iter().filter(|(page, _)| self.pages.users(*page) == 0).count();
+        let idle = there.iter().filter(|page| self.pages.users(**page) == 0).count();
         let spare = self.pages.available() - idle;
-        // The source of a copy must outlive the step. A saved sequence has better than a part of a page.
+        let wanted = total - there.len();
+        // The source of a copy must outlive the step, and be there when it begins. A saved sequence has better than a part of a page.
         let partial = found.partial.filter(|(page, same)| {
             let pinned = (self.pages.users(*page) == 0) as usize;
-            shared * size + same > waiting.known.computed && total - shared + pinned <= spare
+            let better = shared * size + same > waiting.known.computed;
+            better && wanted + pinned <= spare && plan.swap_in.iter().all(|swap| swap.to != *page)
         });
         let pinned = partial.map_or(0, |(page, _)| (self.pages.users(page) == 0) as usize);
-        if total - shared + pinned + self.running.len() > spare {
+        if wanted + pinned + self.running.len() > spare {
             return false;
         }
         let (Some(Waiting { mut known, saved }), Some(slot)) = (self.waiting.remove(&id), self.slots.pop_first())
@@ -400,13 +413,27 @@ impl Scheduler {
             return false;
         };
         let before = known.computed;
-        let mut pages: Vec<Page> = found.pages.iter().map(|(page, _)| *page).collect();
-        for &page in &pages {
+        // All that is shared first, so that it is not given up for what is taken.
+        for &page in there.iter().chain(partial.as_ref().map(|(page, _)| page)) {
             self.pages.share(page);
         }
-        if let Some((page, _)) = partial {
-            self.pages.share(page);
-            step.sources.push(page);
+        step.sources.extend(partial.map(|(page, _)| page));
+        let on_host: Vec<Option<HostPage>> = found.pages.iter().map(|(place, _)| self.pages.read(place)).collect();
+        let contents = found.pages.iter().map(|(_, content)| *content).collect();
+        let mut pages = Vec::with_capacity(total);
+        for ((place, content), from) in found.pages.into_iter().zip(on_host) {
+            match (place, from) {
+                (Place::Device(page), _) => pages.push(page),
+                (Place::Host(key), Some(from)) => {
+                    // There are enough: they were counted.
+                    let Some(to) = self.pages.take() else { break };
+                    plan.swap_in.push(SwapIn { from, to });
+                    self.pages.restore(to, key, content);
+                    self.counts.restored_tokens += size as u64;
+                    pages.push(to);
+                }
+                (Place::Host(_), None) => break,
+            }
         }
         known.computed = known.computed.max(shared * size);
         while pages.len() < total {
@@ -425,12 +452,10 @@ impl Scheduler {
             pages.push(page);
         }
         self.counts.shared_tokens += (known.computed - before) as u64;
-        // Free at once: nothing is saved in a step that takes up sequences.
-        self.host.extend(saved);
+        self.pages.tier.release(saved);
         plan.started.push(Started { slot, sequence: id });
         let entry = |(index, &page): (usize, &Page)| TableEntry { slot, index: index as u32, page };
         plan.tables.extend(pages.iter().enumerate().map(entry));
-        let contents = found.pages.iter().map(|(_, content)| *content).collect();
         self.running.insert(id, Running { known, slot, pages, contents });
         true
     }
@@ -510,7 +535,7 @@ impl Scheduler {
             self.freed.push(slot);
             self.give_up(slot, &pages);
         } else if let Some(waiting) = self.waiting.remove(&id) {
-            self.host.extend(waiting.saved);
+            self.pages.tier.release(waiting.saved);
         }
     }
 }

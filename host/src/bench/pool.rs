@@ -23,9 +23,7 @@ impl Pool {
     pub fn new(device: &Device, len: usize) -> Result<Self, BenchError> {
         let pattern = random(len.min(PATTERN), 1);
         let mut buffer = device.zeroed(len)?;
-        for at in (0..len).step_by(PATTERN) {
-            buffer.write(at, &pattern[..PATTERN.min(len - at)])?;
-        }
+        buffer.repeat(&pattern, 0)?;
         Ok(Self { buffer, pattern })
     }
 

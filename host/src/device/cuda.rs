@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
 
 use cust::context::{Context, CurrentContext};
 use cust::device::{Device as CudaDevice, DeviceAttribute};
@@ -143,6 +144,11 @@ pub fn cards() -> Result<Vec<CardInfo>, Error> {
         .collect()
 }
 
+/// The kernels that a PTX text defines.
+fn kernels(ptx: &str) -> impl Iterator<Item = &str> {
+    ptx.lines().filter_map(|line| line.strip_prefix(".visible .entry ")?.split('(').next())
+}
+
 fn capability(device: CudaDevice) -> Result<(i32, i32), Error> {
     let get = |a| device.get_attribute(a).map_err(Error::driver("asking for the compute capability"));
     Ok((get(DeviceAttribute::ComputeCapabilityMajor)?, get(DeviceAttribute::ComputeCapabilityMinor)?))
@@ -188,6 +194,12 @@ impl Cuda {
             .map_err(Error::driver("counting multiprocessors"))? as u32;
         let context = Context::new(device).map_err(Error::driver("making a context"))?;
         let module = Module::from_ptx(ptx, &[] as &[ModuleJitOption]).map_err(Error::driver("loading the kernels"))?;
+        // The driver would put off loading a kernel until it is first asked for: then the memory may be taken.
+        let begun = Instant::now();
+        for name in kernels(ptx) {
+            module.get_function(name).map_err(Error::driver(name))?;
+        }
+        tracing::debug!("every kernel loaded in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
         let card = Card { name, multiprocessors, hopper, functions: Mutex::new(HashMap::new()), module, context };
         Ok(Self { staging: Mutex::new(None), stream, card: Arc::new(card) })
@@ -451,6 +463,20 @@ impl Drop for Staging {
             let _ = sent.synchronize();
             // SAFETY: from `allocate_mapped`, freed once, no longer travelling.
             unsafe { sys::cuMemFreeHost(buffer.cast()) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PTX, kernels};
+
+    #[test]
+    fn every_kernel_is_found_in_its_text() {
+        for (level, ptx) in PTX {
+            let names: Vec<_> = kernels(ptx).collect();
+            assert_eq!(names.len(), ptx.matches(".entry").count(), "{level}");
+            assert!(names.contains(&"put_words"), "{level}: {names:?}");
         }
     }
 }

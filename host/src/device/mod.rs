@@ -313,6 +313,25 @@ impl<T: Pod> Buffer<T> {
         }
     }
 
+    /// Fills it with `pattern`, over and over, beginning at its element `start`: for measuring.
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If the pattern has no such element: a bug of the caller.
+    pub fn repeat(&mut self, pattern: &[T], start: usize) -> Result<(), Error> {
+        assert!(start < pattern.len() || self.len == 0, "element {start} of a pattern of {}", pattern.len());
+        let (mut at, mut rest) = (0, &pattern[start..]);
+        while at < self.len {
+            let piece = &rest[..rest.len().min(self.len - at)];
+            self.write(at, piece)?;
+            at += piece.len();
+            rest = pattern;
+        }
+        Ok(())
+    }
+
     /// Copies the elements from `at` on into `out`, after everything enqueued so far.
     ///
     /// # Errors

@@ -81,8 +81,7 @@ impl CpuModel {
                 .collect(),
             last: wide(weights.norm),
         };
-        let config = &checkpoint.config;
-        let frequencies = Frequencies::new(config.head_dim, config.rope_theta);
+        let frequencies = Frequencies::of(&checkpoint.config);
         Ok(CpuModel { checkpoint: checkpoint.clone(), weights, norms, frequencies, simd: Simd::detect() })
     }
 

@@ -178,9 +178,9 @@ fn settings_that_are_not_supported() {
         ("layer_types", json!(["full_attention", "sliding_attention"])),
         ("hidden_act", json!("gelu")),
         ("quantization_config", json!({"quant_method": "fp8", "note": "é".repeat(200)})),
-        ("rope_scaling", json!({"rope_type": "yarn", "factor": 4.0})),
         ("rope_scaling", json!({"type": "linear", "factor": 4.0})),
-        ("rope_parameters", json!({"rope_type": "yarn", "rope_theta": 1e6})),
+        ("rope_scaling", json!({"factor": 4.0})),
+        ("rope_parameters", json!({"rope_type": "llama3", "rope_theta": 1e6})),
     ] {
         let mut fixture = Fixture::new("F32", true);
         fixture.config[field] = value;
@@ -199,6 +199,11 @@ fn settings_that_are_impossible() {
         ("rms_norm_eps", json!(-1.0)),
         ("rope_theta", json!(0.0)),
         ("rope_parameters", json!({"rope_theta": "big"})),
+        ("rope_scaling", json!({"rope_type": "yarn", "factor": 0.5})),
+        ("rope_scaling", json!({"rope_type": "yarn", "factor": "four"})),
+        ("rope_scaling", json!({"rope_type": "yarn", "factor": 1e9})),
+        ("rope_parameters", json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": -1})),
+        ("rope_parameters", json!({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2})),
     ] {
         let mut fixture = Fixture::new("F32", true);
         fixture.config[field] = value;

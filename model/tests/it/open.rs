@@ -84,6 +84,22 @@ fn published_sizes_count_up() {
     fields.insert("rope_parameters".into(), json!({"rope_theta": 1000000, "rope_type": "default"}));
     fields.insert("layer_types".into(), json!(["full_attention"]));
     assert_eq!(parse(&json), config);
+
+    // As Qwen3's model card has it, for texts of up to 131,072 tokens; and where transformers 5 keeps it.
+    let card = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768});
+    let fields = json.as_object_mut().unwrap();
+    fields.remove("rope_parameters");
+    fields.insert("rope_theta".into(), json!(1000000));
+    fields.insert("rope_scaling".into(), card.clone());
+    let scaled = parse(&json);
+    let yarn = scaled.yarn.unwrap();
+    assert_eq!((yarn.factor, yarn.original_positions, yarn.beta_fast, yarn.beta_slow), (4.0, 32768, 32.0, 1.0));
+    assert_eq!(scaled, Config { yarn: Some(yarn), max_position_embeddings: 131_072, ..config });
+    let fields = json.as_object_mut().unwrap();
+    fields.remove("rope_scaling");
+    fields.insert("rope_parameters".into(), card);
+    fields["rope_parameters"]["rope_theta"] = json!(1000000);
+    assert_eq!(parse(&json), scaled);
 }
 
 #[cfg(feature = "bundled-demo")]

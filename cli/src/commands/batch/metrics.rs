@@ -94,6 +94,7 @@ impl Bar {
             prompt_tokens: metrics.prompt_tokens,
             prompt_tokens_per_second: ratio(metrics.prompt_tokens as f64, seconds),
             shared_prompt_tokens: metrics.counts.shared_tokens,
+            restored_prompt_tokens: metrics.counts.restored_tokens,
             generated_tokens: metrics.generated_tokens,
             generated_tokens_per_second: ratio(metrics.generated_tokens as f64, seconds),
             steps: metrics.counts.steps,
@@ -107,6 +108,7 @@ impl Bar {
             preempted_to_host: metrics.counts.swapped,
             preempted_to_compute_again: metrics.counts.dropped,
             device_seconds: metrics.busy.as_secs_f64(),
+            idle_seconds: metrics.idle.as_secs_f64(),
             peak_memory_bytes: peak_memory(),
         }
     }
@@ -120,6 +122,7 @@ pub struct Summary {
     prompt_tokens: u64,
     prompt_tokens_per_second: f64,
     shared_prompt_tokens: u64,
+    restored_prompt_tokens: u64,
     generated_tokens: u64,
     generated_tokens_per_second: f64,
     steps: u64,
@@ -133,6 +136,7 @@ pub struct Summary {
     preempted_to_host: u64,
     preempted_to_compute_again: u64,
     device_seconds: f64,
+    idle_seconds: f64,
     peak_memory_bytes: Option<u64>,
 }
 

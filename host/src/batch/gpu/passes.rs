@@ -69,6 +69,11 @@ impl Pass {
         self.tokens.len()
     }
 
+    /// Whether all rows are of one sequence: then they follow each other.
+    pub fn is_of_one(&self) -> bool {
+        self.slots.windows(2).all(|two| two[0] == two[1])
+    }
+
     /// What is beyond every position.
     pub fn end(&self) -> u32 {
         self.positions.iter().max().map_or(0, |last| last + 1)

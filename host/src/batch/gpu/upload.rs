@@ -10,7 +10,6 @@ const ALIGNMENT: usize = 4;
 
 /// Lists of words on their way.
 pub struct Upload {
-    device: Device,
     words: Vec<u32>,
     host: Pinned<u32>,
     there: Buffer<u32>,
@@ -32,17 +31,12 @@ impl List {
 }
 
 impl Upload {
-    /// With room for `words` words, which grows when it must.
+    /// With room for `words` words.
     ///
     /// # Errors
     /// Too little memory.
     pub fn new(device: &Device, words: usize) -> Result<Self, Error> {
-        Ok(Self {
-            device: device.clone(),
-            words: Vec::with_capacity(words),
-            host: device.pinned(words)?,
-            there: device.zeroed(words)?,
-        })
+        Ok(Self { words: Vec::with_capacity(words), host: device.pinned(words)?, there: device.zeroed(words)? })
     }
 
     /// Begins anew.
@@ -61,13 +55,12 @@ impl Upload {
     /// Enqueues the copy. Waits for the one before.
     ///
     /// # Errors
-    /// Too little memory, or a driver error.
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If there are more words than there is room for: a bug of the caller.
     pub fn send(&mut self) -> Result<(), Error> {
         let len = self.words.len();
-        if len > self.there.len() {
-            let room = len.next_power_of_two();
-            (self.host, self.there) = (self.device.pinned(room)?, self.device.zeroed(room)?);
-        }
         self.host.as_mut_slice()?[..len].copy_from_slice(&self.words);
         // SAFETY: both live with self; the host's side is written above alone, which waits for the device.
         unsafe { self.there.copy_start_from_pinned(&self.host, len) }

@@ -1,0 +1,73 @@
+//! Notes for log-probabilities against sorting, and their masses against the exponential function.
+
+mod common;
+
+use common::{Random, run};
+use cuda_std::emulator::Buffer;
+use gpu_kernels::logprobs::{self, MOST, Note, NoteLogits, Wanted};
+use gpu_kernels::sample::mass;
+use proptest::prelude::*;
+
+/// Logits of a row, with equal ones among them.
+fn row(vocab: usize, random: &mut Random) -> Vec<f32> {
+    // No zero below zero: sorting would tell it from the other.
+    random.floats(vocab).iter().map(|l| (l * 40.0).round() / 4.0 + 0.0).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..Default::default() })]
+
+    #[test]
+    fn notes_say_what_sorting_does(
+        vocab in 1..3000usize,
+        rows in 1..4usize,
+        wanted in prop::collection::vec((0..4usize, 0..MOST + 1, 0..6usize), 1..5),
+        seed in any::<u64>(),
+    ) {
+        let mut random = Random::new(seed);
+        let all: Vec<Vec<f32>> = (0..rows).map(|_| row(vocab, &mut random)).collect();
+        let mut logits = Buffer::from_slice(&all.concat());
+        let sampled: Vec<u32> = (0..6).map(|i| (seed.rotate_left(7 * i) % vocab as u64) as u32).collect();
+        let entries: Vec<[u32; Wanted::WORDS]> =
+            wanted.iter().map(|&(row, top, choice)| [row % rows, top, choice].map(|word| word as u32)).collect();
+        let (list, tokens) = (Buffer::from_slice(&entries.concat()), Buffer::from_slice(&sampled));
+        let copies = Buffer::<f32>::new_poisoned(entries.len() * vocab);
+        let notes = Buffer::from_slice(&vec![u32::MAX; entries.len() * Note::WORDS]);
+        let params = NoteLogits {
+            logits: logits.ptr(),
+            wanted: list.ptr(),
+            copies: copies.ptr_mut(),
+            sampled: tokens.ptr(),
+            notes: notes.ptr_mut(),
+            vocab: vocab as u32,
+            noted: entries.len() as u32,
+        };
+        run::<logprobs::note_logits>([params.noted, 1, 1], NoteLogits::SHARED_BYTES, seed, params);
+        // The sampler may change them now.
+        logits.poison();
+        run::<logprobs::note_chosen>([1, 1, 1], 0, seed, params);
+
+        for (note, [row, top, choice]) in notes.as_slice().chunks(Note::WORDS).zip(entries) {
+            let row = &all[row as usize];
+            let mut order: Vec<u32> = (0..vocab as u32).collect();
+            order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]).then(a.cmp(&b)));
+            let max = row[order[0] as usize];
+            let total = u64::from(note[Note::TOTAL]) | u64::from(note[Note::TOTAL + 1]) << 32;
+            prop_assert_eq!(f32::from_bits(note[Note::CHOSEN]), row[sampled[choice as usize] as usize]);
+            prop_assert_eq!(f32::from_bits(note[Note::MAX]), max);
+            prop_assert_eq!(total, row.iter().map(|&l| mass(l, max)).sum::<u64>());
+            let exact: f64 = row.iter().map(|&l| f64::from(l - max).exp()).sum();
+            let found = total as f64 / 2f64.powi(40);
+            prop_assert!((found / exact - 1.0).abs() < 1e-8, "{} and {}", found, exact);
+            for (n, pair) in note[Note::TOP..].chunks(2).enumerate() {
+                let expected = match order.get(n) {
+                    _ if n >= top as usize => [u32::MAX; 2],
+                    Some(&token) => [token, row[token as usize].to_bits()],
+                    // There are no more tokens; what is said of them is not read.
+                    None => continue,
+                };
+                prop_assert_eq!(pair, expected);
+            }
+        }
+    }
+}

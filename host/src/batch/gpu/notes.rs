@@ -1,0 +1,108 @@
+//! Log-probabilities of a step's choices: what the device notes of their rows (`gpu_kernels::logprobs`).
+
+use cuda_std::{Global, GlobalMut};
+use gpu_kernels::logprobs::{self, Note, NoteLogits, Wanted};
+
+use crate::Error;
+use crate::batch::Logprobs;
+use crate::device::{Buffer, Device, Mapped};
+
+/// Rows that are noted at a time, at most: each is copied.
+const AT_ONCE: usize = 64;
+
+/// The notes of a step.
+pub struct Notes {
+    device: Device,
+    /// `[at once, vocab]`.
+    copies: Buffer<f32>,
+    at_once: usize,
+    /// `[choices, Note::WORDS]`.
+    notes: Mapped,
+    vocab: usize,
+}
+
+/// Rows whose notes are taken together.
+#[derive(Clone, Copy)]
+pub struct Group {
+    /// `[noted, Wanted::WORDS]`.
+    pub wanted: Global<u32>,
+    /// What their choices are numbers in.
+    pub sampled: GlobalMut<u32>,
+    /// Which notes they become.
+    pub first: usize,
+    /// Rows.
+    pub noted: usize,
+}
+
+impl Notes {
+    /// For steps of up to `choices` choices, most of them after `sequences` rows.
+    ///
+    /// # Errors
+    /// Too little memory.
+    pub fn new(device: &Device, vocab: usize, sequences: usize, choices: usize) -> Result<Self, Error> {
+        let at_once = sequences.min(AT_ONCE);
+        Ok(Self {
+            device: device.clone(),
+            copies: device.zeroed(at_once * vocab)?,
+            at_once,
+            notes: device.mapped(choices * Note::WORDS)?,
+            vocab,
+        })
+    }
+
+    /// Rows that can be noted at a time.
+    pub fn at_once(&self) -> usize {
+        self.at_once
+    }
+
+    fn params(&self, logits: &Buffer<f32>, group: Group) -> NoteLogits {
+        NoteLogits {
+            logits: logits.ptr(),
+            wanted: group.wanted,
+            copies: self.copies.ptr_mut(),
+            sampled: group.sampled.read(),
+            // SAFETY: there is a note for each choice of a step.
+            notes: unsafe { self.notes.ptr_mut().at(group.first * Note::WORDS) },
+            vocab: self.vocab as u32,
+            noted: group.noted as u32,
+        }
+    }
+
+    /// Enqueues the notes of rows of `logits`, before the choices after them.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub fn enqueue(&self, logits: &Buffer<f32>, group: Group) -> Result<(), Error> {
+        let params = self.params(logits, group);
+        // SAFETY: buffers of self and of the caller's, of the sizes that the parameter block states, for no more rows than are noted at a time.
+        unsafe { self.device.launch::<logprobs::note_logits>(params.noted, NoteLogits::SHARED_BYTES, params) }
+    }
+
+    /// Enqueues what their choices add, after these and before other rows are noted.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub fn enqueue_chosen(&self, logits: &Buffer<f32>, group: Group) -> Result<(), Error> {
+        // SAFETY: as above.
+        unsafe { self.device.launch::<logprobs::note_chosen>(1, 0, self.params(logits, group)) }
+    }
+
+    /// A note, once the device is done, with the `top` likeliest tokens.
+    pub fn read(&self, note: usize, top: u32) -> Logprobs {
+        let word = |i: usize| self.notes.load(note * Note::WORDS + i);
+        let logit = |i: usize| f32::from_bits(word(i));
+        let total = u64::from(word(Note::TOTAL)) | u64::from(word(Note::TOTAL + 1)) << 32;
+        let count = (top as usize).min(self.vocab).min(logprobs::MOST);
+        let top = (0..count).map(|n| (word(Note::TOP + 2 * n), logit(Note::TOP + 2 * n + 1)));
+        Logprobs::new(logit(Note::MAX), total, logit(Note::CHOSEN), top)
+    }
+}
+
+/// An entry of a list of rows to note: `top` likeliest tokens of `row`, and the choice `choice`.
+pub fn wanted(row: usize, top: u32, choice: usize) -> [u32; Wanted::WORDS] {
+    let mut entry = [0; Wanted::WORDS];
+    entry[Wanted::ROW] = row as u32;
+    entry[Wanted::TOP] = top.min(logprobs::MOST as u32);
+    entry[Wanted::CHOICE] = choice as u32;
+    entry
+}
