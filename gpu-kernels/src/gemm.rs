@@ -23,9 +23,8 @@
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
 //!
-//! The residual stream passes through the ring, too: after the last slot of a tile the producer fills slots with the tile's part of it, [`BOX`]
-//! features each, while the tensor cores still work. The epilogue adds in place, and the copy engine stores from there. (Read and
-//! written by plain accesses it cost 11 µs a tile, a quarter of the product with k = 4,096.)
+//! Half of a tile's part of the residual stream is in registers before the products are done: the lanes load it when a tile begins, and the other half
+//! while they add the first. Neighbouring lanes exchange sums, so that every access is of 16 bytes.
 //!
 //! The kernels may be launched early ([`launches`]): before they wait for the launches ahead they fetch the first slots' weights.
 //!
@@ -43,7 +42,7 @@ use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Operand};
 use cuda_std::{Global, GlobalMut, bf16, kernel, launches, thread, warp};
 
-use crate::norm::Norm;
+use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
@@ -78,21 +77,23 @@ pub struct Gemm {
     pub weight: Global<TensorMap>,
     /// The up projection's weights, likewise: `swiglu` alone.
     pub up: Global<TensorMap>,
-    /// What is written in bf16, `[rows, n]` in tiles of 64 rows: by `swiglu` the activations, by `add` the scaled residual stream. Not used by `qkv`.
+    /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu` alone.
     pub out: Global<TensorMap>,
     /// `[rows]` what sums are multiplied by, or null for 1. Not used by `add`.
     pub scales: Global<f32>,
     /// What heads are made with and where they go, `qkv` alone; its `qkv` is not used.
     pub heads: SplitHeads,
-    /// What `add` adds to: the residual stream, f32 `[rows, n]`, as rows of `2 n` bf16 in tiles of 64 rows.
-    pub residual: Global<TensorMap>,
-    /// `[rows, n / 16]` sums of squares of the residual stream: `add` alone.
-    pub squares: GlobalMut<f32>,
+    /// What `add` adds to, `n` features wide.
+    pub residual: Residual,
     /// `[n]` the weight of the norm that comes next: `add` alone.
     pub next_norm: Global<bf16>,
-    /// Rows.
+    /// Rows from here on are computed: a multiple of [`TILE_ROWS`].
+    pub first_row: u32,
+    /// Up to here.
     pub m: u32,
-    /// Output features.
+    /// Output features from here on are computed: a multiple of 128.
+    pub first_feature: u32,
+    /// Up to here.
     pub n: u32,
     /// Input features.
     pub k: u32,
@@ -156,10 +157,14 @@ struct Tiles {
     band: u32,
     next: u32,
     step: u32,
+    /// Of tile (0, 0): its first row and feature.
+    origin: [u32; 2],
+    /// Rows and features from a tile to the next.
+    size: [u32; 2],
 }
 
 impl Iterator for Tiles {
-    /// (row of tiles, column of tiles)
+    /// The first row and feature.
     type Item = (u32, u32);
 
     #[inline(always)]
@@ -177,7 +182,8 @@ impl Iterator for Tiles {
         // SAFETY: `first` is the first row of a band that has this tile.
         unsafe { core::hint::assert_unchecked(height != 0) };
         let within = turn % in_band;
-        Some((first + within % height, within / height))
+        let (row, column) = (first + within % height, within / height);
+        Some((self.origin[0] + row * self.size[0], self.origin[1] + column * self.size[1]))
     }
 }
 
@@ -190,20 +196,17 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         if E::GATED {
             tensor::acquire(p.up);
         }
-        if E::ADDS {
-            tensor::acquire(p.residual);
-        }
         // All tiles of weights, or the one that this block loads for both of its pair.
-        let load_weights = |ring: &Ring, tile_column: u32, k: u32| {
+        let load_weights = |ring: &Ring, column: u32, k: u32| {
             let full = ring.full(ring.slot);
             full.arrive_expect_tx(Gemm::stage_bytes(N));
             let mut part = rank;
             while part < N / WEIGHT_ROWS {
                 let to = ring.slot().at((X_BYTES + part * WEIGHT_ROWS * DEPTH * 2) as usize);
                 let (map, feature) = match (E::GATED, part) {
-                    (false, _) => (p.weight, tile_column * N + part * WEIGHT_ROWS),
-                    (true, 0) => (p.weight, tile_column * WEIGHT_ROWS),
-                    (true, _) => (p.up, tile_column * WEIGHT_ROWS),
+                    (false, _) => (p.weight, column + part * WEIGHT_ROWS),
+                    (true, 0) => (p.weight, column),
+                    (true, _) => (p.up, column),
                 };
                 if CLUSTER > 1 {
                     tensor::load_multicast(to, map, [k, feature], full, (1 << CLUSTER) - 1);
@@ -215,40 +218,27 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         };
         // The first slots' weights do not depend on the launches ahead.
         let mut begun = 0;
-        if let Some((_, tile_column)) = tiles.clone().next() {
+        if let Some((_, column)) = tiles.clone().next() {
             let mut ring = ring;
             while begun < Gemm::stages(N).min(p.k / DEPTH) {
-                load_weights(&ring, tile_column, begun * DEPTH);
+                load_weights(&ring, column, begun * DEPTH);
                 ring.advance();
                 begun += 1;
             }
         }
         launches::wait();
-        for (tile_row, tile_column) in tiles {
-            let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
+        for (row, column) in tiles {
             let mut k = 0;
             while k < p.k {
                 if begun > 0 {
                     begun -= 1;
                 } else {
                     ring.empty(ring.slot).wait(ring.parity ^ 1);
-                    load_weights(&ring, tile_column, k);
+                    load_weights(&ring, column, k);
                 }
                 tensor::load(ring.slot(), p.x, [k, row], ring.full(ring.slot));
                 ring.advance();
                 k += DEPTH;
-            }
-            let mut column = tile_column * N;
-            while E::ADDS && column < p.n.min(tile_column * N + N) {
-                let full = ring.full(ring.slot);
-                ring.empty(ring.slot).wait(ring.parity ^ 1);
-                full.arrive_expect_tx(4 * BOX_BYTES);
-                unroll!(I < 4; {
-                    let at = [2 * column + I as u32 % 2 * BOX, row + I as u32 / 2 * GROUP_ROWS];
-                    tensor::load(ring.slot().at(I * BOX_BYTES as usize), p.residual, at, full);
-                });
-                ring.advance();
-                column += BOX;
             }
         }
     }
@@ -278,7 +268,7 @@ unsafe fn multiply<const N: u32>(ring: &Ring, x: Operand, weight: Operand, first
 
 /// A warpgroup multiplies what comes, and finishes its half of each tile.
 #[inline(always)]
-unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles, rank: u32) {
+unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles) {
     unsafe {
         let group = thread::warp_id() / 4;
         let lane = thread::thread_idx_x() % GROUP;
@@ -289,28 +279,20 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         let tells = lane < CLUSTER;
         let staging = ring.start.addr() + ring.stages * ring.stage_bytes + group * 2 * BOX_BYTES;
         let elected = lane == 0;
-        let mut half = Half {
-            row: 0,
-            column: 0,
-            turn: 0,
-            barrier: 1 + group,
-            staging: Shared::from_raw(staging),
-            elected,
-            free: [PeerBarrier::new(ring.empty(0), 0), PeerBarrier::new(ring.empty(0), CLUSTER - 1)],
-            stored: None,
-        };
+        let mut half =
+            Half { row: 0, column: 0, turn: 0, barrier: 1 + group, staging: Shared::from_raw(staging), elected };
         if elected && !p.out.is_null() {
             tensor::acquire(p.out);
         }
-        if elected && E::ADDS {
-            tensor::acquire(p.residual);
-        }
         launches::wait();
-        for (tile_row, tile_column) in tiles {
+        for (row, column) in tiles {
+            (half.row, half.column) = (row + group * GROUP_ROWS, column);
+            // The last pair of blocks may have one tile.
+            let inside = row < p.m;
+            let early = if N == 256 { E::early::<256>(p, &half, inside) } else { E::early::<128>(p, &half, inside) };
             // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
             // epilogues have the registers of accumulators they are done with.
             multiply::<N>(&ring, x, weight, true);
-            half.release();
             let mut previous = ring.slot;
             ring.advance();
             let mut k = DEPTH;
@@ -322,16 +304,13 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
                 ring.advance();
                 k += DEPTH;
             }
-            let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
-            (half.row, half.column) = (row + group * GROUP_ROWS, tile_column * features::<E>(N));
             macro_rules! end_tile {
                 ($n:literal) => {
                     let ahead = E::ahead::<$n>(p, &half);
                     wgmma::wait::<0>();
                     free.at(previous).arrive_if(tells);
-                    // The last pair of blocks may have one tile; what passes through the ring passes through the other's as well.
-                    if row < p.m || E::ADDS {
-                        E::finish::<$n>(p, &mut half, &mut ring, &ahead);
+                    if inside {
+                        E::finish::<$n>(p, &mut half, early, &ahead);
                     }
                 };
             }
@@ -374,15 +353,17 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
             thread::sync_threads();
         }
         let tiles = Tiles {
-            rows: p.m.div_ceil(TILE_ROWS * CLUSTER),
-            columns: p.n.div_ceil(features::<E>(N)),
+            rows: (p.m - p.first_row).div_ceil(TILE_ROWS * CLUSTER),
+            columns: (p.n - p.first_feature).div_ceil(features::<E>(N)),
             band: p.band,
             next: thread::block_idx_x() / CLUSTER,
             step: thread::grid_dim_x() / CLUSTER,
+            origin: [p.first_row + rank * TILE_ROWS, p.first_feature],
+            size: [CLUSTER * TILE_ROWS, features::<E>(N)],
         };
         if thread::warp_id() < 8 {
             wgmma::take_registers::<232>();
-            consume::<E, N, CLUSTER>(p, ring, tiles, rank);
+            consume::<E, N, CLUSTER>(p, ring, tiles);
         } else {
             wgmma::give_registers::<40>();
             if thread::warp_id() == 8 && warp::elect() {

@@ -209,7 +209,7 @@ pub fn prefilled(
     piece: usize,
 ) -> Vec<f32> {
     use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
-    use host::forward::Forward;
+    use host::forward::{Forward, LogitRows};
 
     let run = || -> Result<Vec<f32>, host::Error> {
         let weights =
@@ -230,7 +230,7 @@ pub fn prefilled(
         for (i, out) in logits.chunks_mut(piece * vocab).enumerate() {
             let (at, count) = (i * piece, out.len() / vocab);
             plan(forward.prefill().expect("the device has no pass for prompts").rows(), at, count)?;
-            forward.enqueue_prefill(at, count)?;
+            forward.enqueue_prefill(at, count, LogitRows::From(0))?;
             for first in (0..count).step_by(64) {
                 let rows = (count - first).min(64);
                 plan(forward.rows(), at + first, rows)?;

@@ -1,12 +1,11 @@
 //! What becomes of a tile's sums.
 
 use cuda_std::bulk;
-use cuda_std::cluster::PeerBarrier;
 use cuda_std::shared::Shared;
 use cuda_std::tensor::{self, swizzled};
 use cuda_std::{Global, bf16, math, mma, thread, warp, wgmma};
 
-use super::{BOX, BOX_BYTES, GROUP, Gemm, Ring};
+use super::{BOX, BOX_BYTES, GROUP, Gemm};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::linear::STRIP;
 
@@ -23,10 +22,6 @@ pub struct Half {
     pub staging: Shared<u8>,
     /// Whether this lane issues the stores.
     pub elected: bool,
-    /// The `empty` barriers of the ring in each block of the cluster.
-    pub free: [PeerBarrier; 2],
-    /// The slot that the newest store reads from, if any.
-    pub stored: Option<u32>,
 }
 
 impl Half {
@@ -34,23 +29,6 @@ impl Half {
     #[inline(always)]
     fn lane_row(&self) -> u32 {
         self.row + thread::warp_id() % 4 * 16 + thread::lane_id() / 4
-    }
-
-    /// Gives back the slot that the newest store reads from, once it was read.
-    #[inline(always)]
-    pub unsafe fn release(&mut self) {
-        if self.elected {
-            bulk::wait_read::<0>();
-            if let Some(slot) = self.stored {
-                unsafe {
-                    self.free[0].at(slot).arrive();
-                    if self.free[1] != self.free[0] {
-                        self.free[1].at(slot).arrive();
-                    }
-                }
-            }
-        }
-        self.stored = None;
     }
 
     fn place(&self) -> Shared<u8> {
@@ -70,19 +48,20 @@ impl Half {
     #[inline(always)]
     unsafe fn end_box(&mut self) {
         bulk::fence_proxy_async();
-        // By now the copy engine has read the box before, or soon.
-        unsafe { self.release() };
+        if self.elected {
+            // By now the copy engine has read it, or soon.
+            bulk::wait_read::<0>();
+        }
         thread::sync_named(self.barrier, GROUP);
     }
 
-    /// Closes the box's stores.
+    /// Closes the box's store.
     #[inline(always)]
-    fn stored(&mut self, slot: Option<u32>) {
+    fn stored(&mut self) {
         if self.elected {
             bulk::commit();
         }
         self.turn ^= 1;
-        self.stored = slot;
     }
 }
 
@@ -90,16 +69,19 @@ impl Half {
 pub trait Epilogue {
     /// Whether half of a tile's features are gates, and half their ups.
     const GATED: bool;
-    /// Whether the residual stream follows a tile's slots in the ring.
-    const ADDS: bool = false;
+    /// What [`early`](Self::early) loads.
+    type Early: Copy;
     /// What [`ahead`](Self::ahead) loads.
     type Ahead: Copy;
+
+    /// Loads what [`finish`](Self::finish) wants from far memory, before the products; of a tile that is not `inside` nothing.
+    unsafe fn early<const N: usize>(p: &Gemm, half: &Half, inside: bool) -> Self::Early;
 
     /// Loads what [`finish`](Self::finish) wants from memory, while the last products run.
     unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> Self::Ahead;
 
     /// All `N` columns of the half.
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring, ahead: &Self::Ahead);
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, early: Self::Early, ahead: &Self::Ahead);
 }
 
 /// Output features of a tile of `n` weight rows.
@@ -319,7 +301,11 @@ unsafe fn store_values(p: &Gemm, half: &Half, kv_head: u32) {
 
 impl Epilogue for Qkv {
     const GATED: bool = false;
+    type Early = ();
     type Ahead = HeadsAhead;
+
+    #[inline(always)]
+    unsafe fn early<const N: usize>(_p: &Gemm, _half: &Half, _inside: bool) {}
 
     #[inline(always)]
     unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> HeadsAhead {
@@ -335,7 +321,7 @@ impl Epilogue for Qkv {
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring, ahead: &HeadsAhead) {
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _early: (), ahead: &HeadsAhead) {
         unsafe {
             let (q_heads, kv_heads) = (p.heads.q_heads, p.heads.cache.kv_heads);
             let first = half.column / HEAD_DIM;
@@ -410,8 +396,12 @@ pub struct SwiGlu;
 
 impl Epilogue for SwiGlu {
     const GATED: bool = true;
+    type Early = ();
     /// The factors of the lane's two rows.
     type Ahead = [f32; 2];
+
+    #[inline(always)]
+    unsafe fn early<const N: usize>(_p: &Gemm, _half: &Half, _inside: bool) {}
 
     #[inline(always)]
     unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> [f32; 2] {
@@ -419,7 +409,7 @@ impl Epilogue for SwiGlu {
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring, scales: &[f32; 2]) {
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _early: (), scales: &[f32; 2]) {
         unsafe {
             // Of one row of the lane, two features: their gates stand in the lower half of the accumulators, their ups in the upper.
             let gated = |gate: [[f32; 2]; 2], up: [[f32; 2]; 2], row: usize| {
@@ -446,7 +436,7 @@ impl Epilogue for SwiGlu {
                     if half.elected {
                         tensor::store(p.out, [half.column + B as u32 * BOX, half.row], half.place());
                     }
-                    half.stored(None);
+                    half.stored();
                 }
             });
         }
@@ -456,129 +446,153 @@ impl Epilogue for SwiGlu {
 /// The residual stream.
 pub struct Add;
 
+/// Rows of a warp.
+const WARP_ROWS: u32 = 16;
+/// Boxes of a tile whose part of the residual stream a lane holds at a time: so many are under way while the products run.
+const HELD: usize = 2;
+/// Bytes of a warp's row of a box of sums.
+const SUMS_BYTES: u32 = BOX * 4;
+
+/// Four features of each of a lane's rows in a box: a warp goes over its 16 rows two at a time, a lane over four features of every other row.
+type FourOfRows = [[f32; 4]; 8];
+
+/// The element of the residual stream at which the lane's first row begins in the tile's first box.
+#[inline(always)]
+fn first_element(p: &Gemm, half: &Half) -> u32 {
+    let (lane, warp) = place_in_group();
+    (half.row + warp * WARP_ROWS + lane / 16) * p.n + half.column + lane % 16 * 4
+}
+
+/// The residual stream of a lane's rows in box `b`, whose first row begins at element `first` in the tile's first.
+#[inline(always)]
+unsafe fn load_rows(p: &Gemm, first: u32, b: usize) -> FourOfRows {
+    let mut x = [[0.0; 4]; 8];
+    unroll!(I < 8; {
+        let at = first + I as u32 * 2 * p.n + b as u32 * BOX;
+        x[I] = unsafe { p.residual.x.load16(at as usize) }.map(f32::from_bits);
+    });
+    x
+}
+
+/// The norm's weights of the lane's features in box `b`.
+#[inline(always)]
+unsafe fn load_norm(p: &Gemm, half: &Half, b: usize) -> [u32; 2] {
+    let column = half.column + b as u32 * BOX + place_in_group().0 % 16 * 4;
+    unsafe { p.next_norm.at(column as usize).cast::<[u32; 2]>().load(0) }
+}
+
+/// Whether the tile has box `b`, which its features may end before.
+#[inline(always)]
+fn has_box<const N: usize>(p: &Gemm, half: &Half, b: usize) -> bool {
+    b < N / BOX as usize && half.column + b as u32 * BOX < p.n
+}
+
 impl Epilogue for Add {
     const GATED: bool = false;
-    const ADDS: bool = true;
-    /// The norm's weights of the lane's columns, two to a word.
-    type Ahead = [u32; 32];
+    /// The residual stream of the first boxes.
+    type Early = [FourOfRows; HELD];
+    /// The norm's weights of the lane's features in the first boxes.
+    type Ahead = [[u32; 2]; HELD];
 
     #[inline(always)]
-    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> [u32; 32] {
-        unsafe {
-            let mut words = [0; 32];
-            let norm = p.next_norm.at((half.column + thread::lane_id() % 4 * 2) as usize).cast::<u32>();
-            unroll!(B < 4; {
-                if B * 64 < N && half.column + B as u32 * BOX < p.n {
-                    unroll!(J < 8; {
-                        words[B * 8 + J] = norm.load(B * 32 + J * 4);
-                    });
-                }
-            });
-            words
+    unsafe fn early<const N: usize>(p: &Gemm, half: &Half, inside: bool) -> Self::Early {
+        let mut x = [[[0.0; 4]; 8]; HELD];
+        if inside {
+            unsafe {
+                let first = first_element(p, half);
+                unroll!(B < 2; {
+                    if has_box::<N>(p, half, B) {
+                        x[B] = load_rows(p, first, B);
+                    }
+                });
+            }
         }
+        x
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring, norm: &[u32; 32]) {
+    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> Self::Ahead {
+        let mut norms = [[0; 2]; HELD];
         unsafe {
-            let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
-            let (pair, line) = (lane % 4, lane / 4);
-            // Of each box, for the two rows: each lane of a row has one of the four strips.
-            let mut squares = [[0f32; 2]; 4];
-            let inside = half.row < p.m;
-            // Odd rows take groups of eight columns in another order: else two rows of four would want the same banks.
-            let odd = line % 2 == 1;
-            let place = swizzled((warp * 16 + line) * BOX * 2 + pair * 8) ^ if odd { 64 } else { 0 };
-            unroll!(B < 4; {
-                let column = half.column + B as u32 * BOX;
-                if B * 64 < N && column < p.n {
-                    ring.full(ring.slot).wait(ring.parity);
-                    // Two boxes of 32 features in f32 for each warpgroup. Of group `J` of eight columns the lane's pair in its row `R`:
-                    let boxes: Shared<u8> = ring.slot().at((half.barrier - 1) as usize * 2 * BOX_BYTES as usize);
-                    macro_rules! at {
-                        ($j:expr, $r:expr) => {
-                            boxes
-                                .at((place ^ ($j % 4 * 32) as u32) as usize)
-                                .at($j / 4 * BOX_BYTES as usize + $r * 8 * BOX as usize * 2)
-                                .cast::<[f32; 2]>()
-                        };
-                    }
-                    let mut x = [[[0f32; 2]; 2]; 8];
-                    unroll!(J < 8; {
-                        unroll!(R < 2; {
-                            x[J][R] = at!(J, R).load(0);
-                        });
-                    });
-                    exchange(&mut x, odd);
-                    // Of each strip, for the two rows.
-                    let mut sums = [[0f32; 2]; 4];
-                    unroll!(Q < 4; {
-                        let mut words = [0; 4];
-                        unroll!(H < 2; {
-                            const J: usize = Q * 2 + H;
-                            let s = sums!(B * 32 + J * 4);
-                            let w = math::unpack_bf16(norm[B * 8 + J]);
-                            unroll!(R < 2; {
-                                let new = [x[J][R][0] + s[R][0], x[J][R][1] + s[R][1]];
-                                sums[Q][R] = math::fma(new[0], new[0], math::fma(new[1], new[1], sums[Q][R]));
-                                words[H * 2 + R] = math::pack_bf16(new[0] * w[0], new[1] * w[1]);
-                                x[J][R] = new;
-                            });
-                        });
-                        half.put(Q, words);
-                    });
-                    exchange(&mut x, odd);
-                    unroll!(J < 8; {
-                        unroll!(R < 2; {
-                            at!(J, R).store(0, x[J][R]);
-                        });
-                    });
-                    unroll!(R < 2; {
-                        squares[B][R] = sum_of_strip(sums.map(|s| s[R]), pair);
-                    });
-                    half.end_box();
-                    if half.elected && inside {
-                        tensor::store(p.residual, [2 * column, half.row], boxes);
-                        tensor::store(p.residual, [2 * column + BOX, half.row], boxes.at(BOX_BYTES as usize));
-                        tensor::store(p.out, [column, half.row], half.place());
-                    }
-                    half.stored(Some(ring.slot));
-                    ring.advance();
+            unroll!(B < 2; {
+                if has_box::<N>(p, half, B) {
+                    norms[B] = load_norm(p, half, B);
                 }
             });
-            // Not before: the fence of a box would wait for them.
-            let strips = (p.n / STRIP) as usize;
-            let to = p.squares.at(half.lane_row() as usize * strips + (half.column / STRIP + pair) as usize);
+        }
+        norms
+    }
+
+    #[inline(always)]
+    #[allow(unused_assignments, reason = "of the last boxes nothing follows")]
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, mut x: Self::Early, norms: &Self::Ahead) {
+        unsafe {
+            let mut norms = *norms;
+            let first = first_element(p, half);
+            let (lane, warp) = place_in_group();
+            // The warp's own part of shared memory: 16 rows of a box of sums, the 16-byte chunks of a row permuted by its number.
+            let staging = half.staging.addr() + warp * WARP_ROWS * SUMS_BYTES;
+            let chunks_of = |row: u32| row % 4 * 2 * 16;
+            let (line, pair) = (lane / 4, lane % 4);
+            let put_at = staging + line * SUMS_BYTES + (pair * 8 ^ chunks_of(line));
+            let get_at = staging + lane / 16 * SUMS_BYTES + lane % 16 * 16;
             unroll!(B < 4; {
-                if inside && B * 64 < N && half.column + B as u32 * BOX < p.n {
-                    to.store(B * 4, squares[B][0]);
-                    to.store(B * 4 + 8 * strips, squares[B][1]);
+                if has_box::<N>(p, half, B) {
+                    unroll!(J < 8; {
+                        let sums = sums!(B * 32 + J * 4);
+                        unroll!(R < 2; {
+                            let to: Shared<[f32; 2]> = Shared::from_raw(put_at ^ (J as u32 * 32));
+                            to.at(R * 8 * SUMS_BYTES as usize / 8).store(0, sums[R]);
+                        });
+                    });
+                    warp::sync_warp();
+                    let [w0, w1] = norms[B % HELD].map(math::unpack_bf16);
+                    let mut squares = [0f32; 8];
+                    unroll!(I < 8; {
+                        let row = I as u32 * 2 + lane / 16;
+                        let from = Shared::<u8>::from_raw((get_at ^ chunks_of(row)) + I as u32 * 2 * SUMS_BYTES);
+                        let s = from.load16(0).map(f32::from_bits);
+                        let before = x[B % HELD][I];
+                        let new = [before[0] + s[0], before[1] + s[1], before[2] + s[2], before[3] + s[3]];
+                        let at = (first + I as u32 * 2 * p.n + B as u32 * BOX) as usize;
+                        p.residual.x.store16(at, new.map(f32::to_bits));
+                        let words = [
+                            math::pack_bf16(new[0] * w0[0], new[1] * w0[1]),
+                            math::pack_bf16(new[2] * w1[0], new[3] * w1[1]),
+                        ];
+                        p.residual.scaled.at(at).cast::<[u32; 2]>().store(0, words);
+                        squares[I] = math::fma(new[0], new[0], new[1] * new[1])
+                            + math::fma(new[2], new[2], new[3] * new[3]);
+                    });
+                    warp::sync_warp();
+                    if has_box::<N>(p, half, B + HELD) {
+                        x[B % HELD] = load_rows(p, first, B + HELD);
+                        norms[B % HELD] = load_norm(p, half, B + HELD);
+                    }
+                    // Of four rows at a time, the four lanes of a strip have one each.
+                    let strip = (half.column + B as u32 * BOX + lane % 16 * 4) / STRIP;
+                    unroll!(F < 2; {
+                        let four = [squares[4 * F], squares[4 * F + 1], squares[4 * F + 2], squares[4 * F + 3]];
+                        let row = half.row + warp * WARP_ROWS + (F as u32 * 4 + pair) * 2 + lane / 16;
+                        let place = row as usize * (p.n / STRIP) as usize + strip as usize;
+                        p.residual.squares.store(place, sum_of_strip(four, pair));
+                    });
                 }
             });
         }
     }
 }
 
-/// Between groups of columns in their order and in the order in which odd rows take them: those two apart change places.
+/// `a`, or `b` where `mask` has all bits: no branch comes of it.
 #[inline(always)]
-fn exchange(x: &mut [[[f32; 2]; 2]; 8], odd: bool) {
-    unroll!(I < 4; {
-        const J: usize = I / 2 * 4 + I % 2;
-        unroll!(R < 2; {
-            unroll!(C < 2; {
-                let (a, b) = (x[J][R][C], x[J + 2][R][C]);
-                (x[J][R][C], x[J + 2][R][C]) = if odd { (b, a) } else { (a, b) };
-            });
-        });
-    });
+fn pick(mask: u32, a: f32, b: f32) -> f32 {
+    f32::from_bits(a.to_bits() & !mask | b.to_bits() & mask)
 }
 
 /// Of four numbers in each of the four lanes of a row, the sum over the lanes of number `pair`.
 #[inline(always)]
 fn sum_of_strip(v: [f32; 4], pair: u32) -> f32 {
-    // By bits, so that no branch comes of it.
     let (low, high) = (0u32.wrapping_sub(pair % 2), 0u32.wrapping_sub(pair / 2));
-    let pick = |mask: u32, a: f32, b: f32| f32::from_bits(a.to_bits() & !mask | b.to_bits() & mask);
     let first = pick(low, v[0], v[1]) + warp::shuffle_xor(pick(low, v[1], v[0]), 1);
     let second = pick(low, v[2], v[3]) + warp::shuffle_xor(pick(low, v[3], v[2]), 1);
     pick(high, first, second) + warp::shuffle_xor(pick(high, second, first), 2)
