@@ -23,8 +23,7 @@
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
 //!
-//! Half of a tile's part of the residual stream is in registers before the products are done: the lanes load it when a tile begins, and the other half
-//! while they add the first. Neighbouring lanes exchange sums, so that every access is of 16 bytes.
+//! What an epilogue reads from memory first, its lanes load into registers when the tile begins.
 //!
 //! The kernels may be launched early ([`launches`]): before they wait for the launches ahead they fetch the first slots' weights.
 //!
@@ -49,7 +48,7 @@ use crate::qkv::SplitHeads;
 pub const TILE_ROWS: u32 = 128;
 /// Input features of a slot of the ring; the input size is a multiple of it.
 pub const DEPTH: u32 = tensor::ROW;
-/// Features of an output tile that is stored at a time; the output size is a multiple of it.
+/// Features of an output tile that are finished at a time; the output size is a multiple of it, and of 128 for `qkv` and `add`.
 pub const BOX: u32 = tensor::ROW;
 /// Features of a tile of weights.
 pub const WEIGHT_ROWS: u32 = 128;
@@ -279,20 +278,20 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         let tells = lane < CLUSTER;
         let staging = ring.start.addr() + ring.stages * ring.stage_bytes + group * 2 * BOX_BYTES;
         let elected = lane == 0;
-        let mut half =
-            Half { row: 0, column: 0, turn: 0, barrier: 1 + group, staging: Shared::from_raw(staging), elected };
+        let staging = Shared::from_raw(staging);
+        let mut half = Half { tile_row: 0, row: 0, column: 0, turn: 0, barrier: 1 + group, staging, elected };
         if elected && !p.out.is_null() {
             tensor::acquire(p.out);
         }
         launches::wait();
         for (row, column) in tiles {
-            (half.row, half.column) = (row + group * GROUP_ROWS, column);
+            (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column);
             // The last pair of blocks may have one tile.
             let inside = row < p.m;
-            let early = if N == 256 { E::early::<256>(p, &half, inside) } else { E::early::<128>(p, &half, inside) };
             // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
             // epilogues have the registers of accumulators they are done with.
             multiply::<N>(&ring, x, weight, true);
+            let ahead = E::ahead(p, &half, inside);
             let mut previous = ring.slot;
             ring.advance();
             let mut k = DEPTH;
@@ -306,11 +305,10 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
             }
             macro_rules! end_tile {
                 ($n:literal) => {
-                    let ahead = E::ahead::<$n>(p, &half);
                     wgmma::wait::<0>();
                     free.at(previous).arrive_if(tells);
                     if inside {
-                        E::finish::<$n>(p, &mut half, early, &ahead);
+                        E::finish::<$n>(p, &mut half, ahead);
                     }
                 };
             }

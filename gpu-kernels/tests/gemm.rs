@@ -214,7 +214,7 @@ fn gates() {
 
 #[test]
 fn adds_and_prepares_the_norm() {
-    for (m, n, k, blocks) in [(3, 64, 64, 1), (140, 320, 192, 2), (150, 320, 576, 1)] {
+    for (m, n, k, blocks) in [(3, 128, 64, 1), (140, 384, 192, 2), (150, 384, 576, 1)] {
         let case = Case::new(m, n, k);
         let mut want = reference(&case.x, &case.w, k, &vec![1.0; m]);
         want.iter_mut().zip(&case.before).for_each(|(w, b)| *w += b);
@@ -232,25 +232,25 @@ fn adds_and_prepares_the_norm() {
 
 #[test]
 fn a_row_is_the_same_bits_in_any_company() {
-    let case = Case::new(150, 64, 128);
+    let case = Case::new(150, 128, 128);
     let all = case.run::<gemm::gemm_add_n128>(128, 2);
     let pick = 131;
     let alone = Case {
         m: 1,
         x: case.x[pick * case.k..][..case.k].to_vec(),
         scales: vec![case.scales[pick]],
-        before: case.before[pick * 64..].iter().copied().cycle().take(TILE_ROWS as usize * 64).collect(),
+        before: case.before[pick * 128..].iter().copied().cycle().take(TILE_ROWS as usize * 128).collect(),
         positions: vec![0],
         ..case
     };
     let one = alone.run::<gemm::gemm_add_n256>(256, 1);
-    assert_eq!(one.y, all.y[pick * 64..][..64]);
+    assert_eq!(one.y, all.y[pick * 128..][..128]);
 }
 
 #[test]
 fn a_part_of_the_rows_or_features_is_computed_alone() {
     let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-    let mut case = Case::new(300, 192, 128);
+    let mut case = Case::new(300, 128, 128);
     let whole = case.run::<gemm::gemm_add_n128>(128, 2);
     case.first = [256, 0];
     let part = case.run::<gemm::gemm_add_n256>(256, 2);

@@ -12,7 +12,8 @@ pub fn rank() -> u32 {
     target::cluster_rank()
 }
 
-/// Waits until every lane of the cluster is here, or has ended (`barrier.cluster`).
+/// Waits until every lane of the cluster is here, or has ended (`barrier.cluster`). It arrives relaxed, and orders no memory but barriers that were made and
+/// fenced ([`bulk::fence_init`](crate::bulk::fence_init)): with release the assembler puts a fence of the whole device before it.
 #[inline(always)]
 #[track_caller]
 pub fn sync() {

@@ -7,11 +7,12 @@ use cuda_std::{Global, bf16, math, mma, thread, warp, wgmma};
 
 use super::{BOX, BOX_BYTES, GROUP, Gemm};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
-use crate::linear::STRIP;
 
 /// One warpgroup's half of a tile: where it is, and what a lane of it needs to place its sums.
 pub struct Half {
-    /// First row and first column of this tile's.
+    /// First row of the tile.
+    pub tile_row: u32,
+    /// First row and first column of this half.
     pub row: u32,
     pub column: u32,
     /// Which of the two boxes comes next.
@@ -69,19 +70,14 @@ impl Half {
 pub trait Epilogue {
     /// Whether half of a tile's features are gates, and half their ups.
     const GATED: bool;
-    /// What [`early`](Self::early) loads.
-    type Early: Copy;
     /// What [`ahead`](Self::ahead) loads.
     type Ahead: Copy;
 
-    /// Loads what [`finish`](Self::finish) wants from far memory, before the products; of a tile that is not `inside` nothing.
-    unsafe fn early<const N: usize>(p: &Gemm, half: &Half, inside: bool) -> Self::Early;
-
-    /// Loads what [`finish`](Self::finish) wants from memory, while the last products run.
-    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> Self::Ahead;
+    /// Loads what [`finish`](Self::finish) wants first, before the products; anything for a tile that is not `inside`.
+    unsafe fn ahead(p: &Gemm, half: &Half, inside: bool) -> Self::Ahead;
 
     /// All `N` columns of the half.
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, early: Self::Early, ahead: &Self::Ahead);
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ahead: Self::Ahead);
 }
 
 /// Output features of a tile of `n` weight rows.
@@ -109,6 +105,10 @@ macro_rules! sums {
         ]
     };
 }
+
+mod add;
+
+pub use add::Add;
 
 /// The lane and its warp in the warpgroup, so that what depends on them is computed where it is used: kept over the whole tile it would take registers
 /// that there are not.
@@ -301,14 +301,10 @@ unsafe fn store_values(p: &Gemm, half: &Half, kv_head: u32) {
 
 impl Epilogue for Qkv {
     const GATED: bool = false;
-    type Early = ();
     type Ahead = HeadsAhead;
 
     #[inline(always)]
-    unsafe fn early<const N: usize>(_p: &Gemm, _half: &Half, _inside: bool) {}
-
-    #[inline(always)]
-    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> HeadsAhead {
+    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool) -> HeadsAhead {
         unsafe {
             let row = half.lane_row();
             // Rows beyond m are made as the last one, and not stored.
@@ -321,7 +317,7 @@ impl Epilogue for Qkv {
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _early: (), ahead: &HeadsAhead) {
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ahead: HeadsAhead) {
         unsafe {
             let (q_heads, kv_heads) = (p.heads.q_heads, p.heads.cache.kv_heads);
             let first = half.column / HEAD_DIM;
@@ -396,20 +392,16 @@ pub struct SwiGlu;
 
 impl Epilogue for SwiGlu {
     const GATED: bool = true;
-    type Early = ();
     /// The factors of the lane's two rows.
     type Ahead = [f32; 2];
 
     #[inline(always)]
-    unsafe fn early<const N: usize>(_p: &Gemm, _half: &Half, _inside: bool) {}
-
-    #[inline(always)]
-    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> [f32; 2] {
+    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool) -> [f32; 2] {
         unsafe { scales(p, half.lane_row()) }
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _early: (), scales: &[f32; 2]) {
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, scales: [f32; 2]) {
         unsafe {
             // Of one row of the lane, two features: their gates stand in the lower half of the accumulators, their ups in the upper.
             let gated = |gate: [[f32; 2]; 2], up: [[f32; 2]; 2], row: usize| {
@@ -441,159 +433,4 @@ impl Epilogue for SwiGlu {
             });
         }
     }
-}
-
-/// The residual stream.
-pub struct Add;
-
-/// Rows of a warp.
-const WARP_ROWS: u32 = 16;
-/// Boxes of a tile whose part of the residual stream a lane holds at a time: so many are under way while the products run.
-const HELD: usize = 2;
-/// Bytes of a warp's row of a box of sums.
-const SUMS_BYTES: u32 = BOX * 4;
-
-/// Four features of each of a lane's rows in a box: a warp goes over its 16 rows two at a time, a lane over four features of every other row.
-type FourOfRows = [[f32; 4]; 8];
-
-/// The element of the residual stream at which the lane's first row begins in the tile's first box.
-#[inline(always)]
-fn first_element(p: &Gemm, half: &Half) -> u32 {
-    let (lane, warp) = place_in_group();
-    (half.row + warp * WARP_ROWS + lane / 16) * p.n + half.column + lane % 16 * 4
-}
-
-/// The residual stream of a lane's rows in box `b`, whose first row begins at element `first` in the tile's first.
-#[inline(always)]
-unsafe fn load_rows(p: &Gemm, first: u32, b: usize) -> FourOfRows {
-    let mut x = [[0.0; 4]; 8];
-    unroll!(I < 8; {
-        let at = first + I as u32 * 2 * p.n + b as u32 * BOX;
-        x[I] = unsafe { p.residual.x.load16(at as usize) }.map(f32::from_bits);
-    });
-    x
-}
-
-/// The norm's weights of the lane's features in box `b`.
-#[inline(always)]
-unsafe fn load_norm(p: &Gemm, half: &Half, b: usize) -> [u32; 2] {
-    let column = half.column + b as u32 * BOX + place_in_group().0 % 16 * 4;
-    unsafe { p.next_norm.at(column as usize).cast::<[u32; 2]>().load(0) }
-}
-
-/// Whether the tile has box `b`, which its features may end before.
-#[inline(always)]
-fn has_box<const N: usize>(p: &Gemm, half: &Half, b: usize) -> bool {
-    b < N / BOX as usize && half.column + b as u32 * BOX < p.n
-}
-
-impl Epilogue for Add {
-    const GATED: bool = false;
-    /// The residual stream of the first boxes.
-    type Early = [FourOfRows; HELD];
-    /// The norm's weights of the lane's features in the first boxes.
-    type Ahead = [[u32; 2]; HELD];
-
-    #[inline(always)]
-    unsafe fn early<const N: usize>(p: &Gemm, half: &Half, inside: bool) -> Self::Early {
-        let mut x = [[[0.0; 4]; 8]; HELD];
-        if inside {
-            unsafe {
-                let first = first_element(p, half);
-                unroll!(B < 2; {
-                    if has_box::<N>(p, half, B) {
-                        x[B] = load_rows(p, first, B);
-                    }
-                });
-            }
-        }
-        x
-    }
-
-    #[inline(always)]
-    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> Self::Ahead {
-        let mut norms = [[0; 2]; HELD];
-        unsafe {
-            unroll!(B < 2; {
-                if has_box::<N>(p, half, B) {
-                    norms[B] = load_norm(p, half, B);
-                }
-            });
-        }
-        norms
-    }
-
-    #[inline(always)]
-    #[allow(unused_assignments, reason = "of the last boxes nothing follows")]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, mut x: Self::Early, norms: &Self::Ahead) {
-        unsafe {
-            let mut norms = *norms;
-            let first = first_element(p, half);
-            let (lane, warp) = place_in_group();
-            // The warp's own part of shared memory: 16 rows of a box of sums, the 16-byte chunks of a row permuted by its number.
-            let staging = half.staging.addr() + warp * WARP_ROWS * SUMS_BYTES;
-            let chunks_of = |row: u32| row % 4 * 2 * 16;
-            let (line, pair) = (lane / 4, lane % 4);
-            let put_at = staging + line * SUMS_BYTES + (pair * 8 ^ chunks_of(line));
-            let get_at = staging + lane / 16 * SUMS_BYTES + lane % 16 * 16;
-            unroll!(B < 4; {
-                if has_box::<N>(p, half, B) {
-                    unroll!(J < 8; {
-                        let sums = sums!(B * 32 + J * 4);
-                        unroll!(R < 2; {
-                            let to: Shared<[f32; 2]> = Shared::from_raw(put_at ^ (J as u32 * 32));
-                            to.at(R * 8 * SUMS_BYTES as usize / 8).store(0, sums[R]);
-                        });
-                    });
-                    warp::sync_warp();
-                    let [w0, w1] = norms[B % HELD].map(math::unpack_bf16);
-                    let mut squares = [0f32; 8];
-                    unroll!(I < 8; {
-                        let row = I as u32 * 2 + lane / 16;
-                        let from = Shared::<u8>::from_raw((get_at ^ chunks_of(row)) + I as u32 * 2 * SUMS_BYTES);
-                        let s = from.load16(0).map(f32::from_bits);
-                        let before = x[B % HELD][I];
-                        let new = [before[0] + s[0], before[1] + s[1], before[2] + s[2], before[3] + s[3]];
-                        let at = (first + I as u32 * 2 * p.n + B as u32 * BOX) as usize;
-                        p.residual.x.store16(at, new.map(f32::to_bits));
-                        let words = [
-                            math::pack_bf16(new[0] * w0[0], new[1] * w0[1]),
-                            math::pack_bf16(new[2] * w1[0], new[3] * w1[1]),
-                        ];
-                        p.residual.scaled.at(at).cast::<[u32; 2]>().store(0, words);
-                        squares[I] = math::fma(new[0], new[0], new[1] * new[1])
-                            + math::fma(new[2], new[2], new[3] * new[3]);
-                    });
-                    warp::sync_warp();
-                    if has_box::<N>(p, half, B + HELD) {
-                        x[B % HELD] = load_rows(p, first, B + HELD);
-                        norms[B % HELD] = load_norm(p, half, B + HELD);
-                    }
-                    // Of four rows at a time, the four lanes of a strip have one each.
-                    let strip = (half.column + B as u32 * BOX + lane % 16 * 4) / STRIP;
-                    unroll!(F < 2; {
-                        let four = [squares[4 * F], squares[4 * F + 1], squares[4 * F + 2], squares[4 * F + 3]];
-                        let row = half.row + warp * WARP_ROWS + (F as u32 * 4 + pair) * 2 + lane / 16;
-                        let place = row as usize * (p.n / STRIP) as usize + strip as usize;
-                        p.residual.squares.store(place, sum_of_strip(four, pair));
-                    });
-                }
-            });
-        }
-    }
-}
-
-/// `a`, or `b` where `mask` has all bits: no branch comes of it.
-#[inline(always)]
-fn pick(mask: u32, a: f32, b: f32) -> f32 {
-    f32::from_bits(a.to_bits() & !mask | b.to_bits() & mask)
-}
-
-/// Of four numbers in each of the four lanes of a row, the sum over the lanes of number `pair`.
-#[inline(always)]
-fn sum_of_strip(v: [f32; 4], pair: u32) -> f32 {
-    let (low, high) = (0u32.wrapping_sub(pair % 2), 0u32.wrapping_sub(pair / 2));
-    let first = pick(low, v[0], v[1]) + warp::shuffle_xor(pick(low, v[1], v[0]), 1);
-    let second = pick(low, v[2], v[3]) + warp::shuffle_xor(pick(low, v[3], v[2]), 1);
-    pick(high, first, second) + warp::shuffle_xor(pick(high, second, first), 2)
 }

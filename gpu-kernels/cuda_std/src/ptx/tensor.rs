@@ -4,7 +4,7 @@ use core::arch::asm;
 
 #[allow(improper_ctypes)]
 unsafe extern "unadjusted" {
-    #[link_name = "llvm.nvvm.barrier.cluster.arrive"]
+    #[link_name = "llvm.nvvm.barrier.cluster.arrive.relaxed"]
     fn cluster_arrive();
     #[link_name = "llvm.nvvm.barrier.cluster.wait"]
     fn cluster_wait();
