@@ -34,15 +34,16 @@
 //! 1. `linear`: 64 rows a launch, every strip reads the activations again. A third of the bandwidth, a twentieth of the tensor cores.
 //! 2. This.
 
-use cuda_std::bulk::{self, Barrier};
+use cuda_std::bulk;
 use cuda_std::cluster::{self, PeerBarrier};
-use cuda_std::shared::{self, Shared};
+use cuda_std::shared;
 use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Operand};
 use cuda_std::{Global, GlobalMut, bf16, kernel, launches, thread, warp};
 
 use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
+use crate::ring::{Ring, Shape};
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
 pub const TILE_ROWS: u32 = 128;
@@ -64,6 +65,8 @@ const GROUP: u32 = 128;
 const GROUP_ROWS: u32 = 64;
 const X_BYTES: u32 = TILE_ROWS * DEPTH * 2;
 const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
+/// The copy engine's, of swizzled tiles.
+const BOX_ALIGNMENT: u32 = 1024;
 
 /// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` kernels an even number.
 /// Shared memory: [`Gemm::shared_bytes`].
@@ -101,50 +104,19 @@ pub struct Gemm {
 }
 
 impl Gemm {
-    /// Slots of the ring for tiles of `n` features.
-    const fn stages(n: u32) -> u32 {
-        if n == 256 { 4 } else { 6 }
+    /// The ring for tiles of `n` features.
+    const fn ring(n: u32) -> Shape {
+        Shape { stages: if n == 256 { 4 } else { 6 }, bytes: X_BYTES + n * DEPTH * 2 }
     }
 
-    const fn stage_bytes(n: u32) -> u32 {
-        X_BYTES + n * DEPTH * 2
+    /// Where the boxes begin, with tiles of `n` features.
+    const fn boxes(n: u32) -> u32 {
+        Self::ring(n).shared_bytes().next_multiple_of(BOX_ALIGNMENT)
     }
 
-    /// Dynamic shared memory of a block with tiles of `n` features: the ring, two boxes of output for each warpgroup, barriers.
+    /// Dynamic shared memory of a block with tiles of `n` features: the ring, two boxes of output for each warpgroup.
     pub const fn shared_bytes(n: u32) -> u32 {
-        Self::stages(n) * (Self::stage_bytes(n) + 16) + 4 * BOX_BYTES
-    }
-}
-
-/// Slots that a producer fills and consumers free, and the barriers between them.
-#[derive(Clone, Copy)]
-struct Ring {
-    start: Shared<u8>,
-    full: Shared<u64>,
-    stages: u32,
-    stage_bytes: u32,
-    slot: u32,
-    parity: u32,
-}
-
-impl Ring {
-    fn slot(&self) -> Shared<u8> {
-        Shared::from_raw(self.start.addr() + self.slot * self.stage_bytes)
-    }
-
-    fn full(&self, slot: u32) -> Barrier {
-        Barrier::at(Shared::from_raw(self.full.addr() + slot * 8))
-    }
-
-    fn empty(&self, slot: u32) -> Barrier {
-        self.full(self.stages + slot)
-    }
-
-    fn advance(&mut self) {
-        self.slot += 1;
-        if self.slot == self.stages {
-            (self.slot, self.parity) = (0, self.parity ^ 1);
-        }
+        Self::boxes(n) + 4 * BOX_BYTES
     }
 }
 
@@ -188,8 +160,9 @@ impl Iterator for Tiles {
 
 /// One lane keeps the ring full.
 #[inline(always)]
-unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles, rank: u32) {
+unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles: Tiles, rank: u32) {
     unsafe {
+        let mut ring = Ring::producer(Gemm::ring(N));
         tensor::acquire(p.x);
         tensor::acquire(p.weight);
         if E::GATED {
@@ -197,8 +170,8 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         }
         // All tiles of weights, or the one that this block loads for both of its pair.
         let load_weights = |ring: &Ring, column: u32, k: u32| {
-            let full = ring.full(ring.slot);
-            full.arrive_expect_tx(Gemm::stage_bytes(N));
+            let full = ring.full();
+            full.arrive_expect_tx(Gemm::ring(N).bytes);
             let mut part = rank;
             while part < N / WEIGHT_ROWS {
                 let to = ring.slot().at((X_BYTES + part * WEIGHT_ROWS * DEPTH * 2) as usize);
@@ -219,9 +192,9 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         let mut begun = 0;
         if let Some((_, column)) = tiles.clone().next() {
             let mut ring = ring;
-            while begun < Gemm::stages(N).min(p.k / DEPTH) {
+            while begun < Gemm::ring(N).stages.min(p.k / DEPTH) {
                 load_weights(&ring, column, begun * DEPTH);
-                ring.advance();
+                ring = ring.ahead(1);
                 begun += 1;
             }
         }
@@ -232,11 +205,11 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
                 if begun > 0 {
                     begun -= 1;
                 } else {
-                    ring.empty(ring.slot).wait(ring.parity ^ 1);
+                    ring.wait_empty();
                     load_weights(&ring, column, k);
                 }
-                tensor::load(ring.slot(), p.x, [k, row], ring.full(ring.slot));
-                ring.advance();
+                tensor::load(ring.slot(), p.x, [k, row], ring.full());
+                ring = ring.ahead(1);
                 k += DEPTH;
             }
         }
@@ -247,8 +220,8 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
 #[inline(always)]
 unsafe fn multiply<const N: u32>(ring: &Ring, x: Operand, weight: Operand, first: bool) {
     unsafe {
-        ring.full(ring.slot).wait(ring.parity);
-        let offset = ring.slot * ring.stage_bytes;
+        ring.wait_full();
+        let offset = ring.offset();
         let (x, weight) = (x.advance(offset), weight.advance(offset));
         wgmma::fence();
         unroll!(I < 4; {
@@ -267,18 +240,18 @@ unsafe fn multiply<const N: u32>(ring: &Ring, x: Operand, weight: Operand, first
 
 /// A warpgroup multiplies what comes, and finishes its half of each tile.
 #[inline(always)]
-unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles) {
+unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles: Tiles) {
     unsafe {
+        let mut ring = Ring::consumer(Gemm::ring(N));
         let group = thread::warp_id() / 4;
         let lane = thread::thread_idx_x() % GROUP;
-        let first = Operand::at(ring.start);
+        let first = Operand::at(shared::dynamic::<u8>(0));
         let (x, weight) = (first.advance(group * GROUP_ROWS * DEPTH * 2), first.advance(X_BYTES));
         // Lane `i` of a warpgroup tells block `i` of the cluster, whose copies also land here, that a slot is free.
-        let free = PeerBarrier::new(ring.empty(0), if CLUSTER > 1 { lane % CLUSTER } else { 0 });
-        let tells = lane < CLUSTER;
-        let staging = ring.start.addr() + ring.stages * ring.stage_bytes + group * 2 * BOX_BYTES;
+        let peer = if CLUSTER > 1 { lane % CLUSTER } else { 0 };
+        let free = |ring: Ring| PeerBarrier::new(ring.empty(), peer).arrive_if(lane < CLUSTER);
         let elected = lane == 0;
-        let staging = Shared::from_raw(staging);
+        let staging = shared::dynamic(Gemm::boxes(N) + group * 2 * BOX_BYTES);
         let mut half = Half { tile_row: 0, row: 0, column: 0, turn: 0, barrier: 1 + group, staging, elected };
         if elected && !p.out.is_null() {
             tensor::acquire(p.out);
@@ -292,21 +265,21 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
             // epilogues have the registers of accumulators they are done with.
             multiply::<N>(&ring, x, weight, true);
             let ahead = E::ahead(p, &half, inside);
-            let mut previous = ring.slot;
-            ring.advance();
+            let mut previous = ring;
+            ring = ring.ahead(1);
             let mut k = DEPTH;
             while k < p.k {
                 multiply::<N>(&ring, x, weight, false);
                 // The slot before is read, the one just started is not.
-                free.at(previous).arrive_if(tells);
-                previous = ring.slot;
-                ring.advance();
+                free(previous);
+                previous = ring;
+                ring = ring.ahead(1);
                 k += DEPTH;
             }
             macro_rules! end_tile {
                 ($n:literal) => {
                     wgmma::wait::<0>();
-                    free.at(previous).arrive_if(tells);
+                    free(previous);
                     if inside {
                         E::finish::<$n>(p, &mut half, ahead);
                     }
@@ -329,24 +302,14 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
     unsafe {
         wgmma::declare();
         launches::allow_next();
-        let stages = Gemm::stages(N);
-        let stage_bytes = Gemm::stage_bytes(N);
-        let start = shared::dynamic::<u8>(0);
-        let full = shared::dynamic::<u64>(stages * stage_bytes + 4 * BOX_BYTES);
-        let ring = Ring { start, full, stages, stage_bytes, slot: 0, parity: 0 };
         if thread::thread_idx_x() == 0 {
-            let mut slot = 0;
-            while slot < stages {
-                ring.full(slot).init(1);
-                // Two warpgroups of each block.
-                ring.empty(slot).init(2 * CLUSTER);
-                slot += 1;
-            }
+            // Two warpgroups of each block free a slot.
+            Ring::init(Gemm::ring(N), 1, 2 * CLUSTER);
             bulk::fence_init();
         }
         let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
         if CLUSTER > 1 {
-            cluster::sync();
+            cluster::sync_made();
         } else {
             thread::sync_threads();
         }
@@ -361,11 +324,11 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
         };
         if thread::warp_id() < 8 {
             wgmma::take_registers::<232>();
-            consume::<E, N, CLUSTER>(p, ring, tiles);
+            consume::<E, N, CLUSTER>(p, tiles);
         } else {
             wgmma::give_registers::<40>();
             if thread::warp_id() == 8 && warp::elect() {
-                produce::<E, N, CLUSTER>(p, ring, tiles, rank);
+                produce::<E, N, CLUSTER>(p, tiles, rank);
             }
         }
         if CLUSTER > 1 {

@@ -443,7 +443,7 @@ unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
             bulk::fence_init();
         }
         if CLUSTER > 1 {
-            cluster::sync();
+            cluster::sync_made();
         } else {
             thread::sync_threads();
         }

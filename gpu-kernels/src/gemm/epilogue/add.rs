@@ -82,11 +82,11 @@ impl Epilogue for Add {
             let first = first_element(p, half);
             let (lane, warp) = place_in_block();
             // The warp's own part of shared memory: 16 rows of a box of sums, the 16-byte chunks of a row permuted by its number.
-            let boxes = shared::dynamic::<u8>(Gemm::stages(N as u32) * Gemm::stage_bytes(N as u32));
+            let boxes = shared::dynamic::<u8>(Gemm::boxes(N as u32));
             let staging = boxes.addr() + warp * WARP_ROWS * SUMS_BYTES;
             let chunks_of = |row: u32| row % 4 * 2 * 16;
             let (line, pair) = (lane / 4, lane % 4);
-            let put_at = staging + line * SUMS_BYTES + (pair * 8 ^ chunks_of(line));
+            let put_at = staging + line * SUMS_BYTES + ((pair * 8) ^ chunks_of(line));
             let get_at = staging + lane / 16 * SUMS_BYTES + lane % 16 * 16;
             let second_half = N > 128 && half.column + 128 < p.n;
             macro_rules! finish_box {
