@@ -23,9 +23,7 @@
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
 //!
-//! The residual stream passes through the ring, too: after the last slot of a tile the producer fills slots with the tile's part of it, [`BOX`]
-//! features each, while the tensor cores still work. The epilogue adds in place, and the copy engine stores from there. (Read and
-//! written by plain accesses it cost 11 µs a tile, a quarter of the product with k = 4,096.)
+//! What an epilogue reads from memory first, its lanes load into registers when the tile begins.
 //!
 //! The kernels may be launched early ([`launches`]): before they wait for the launches ahead they fetch the first slots' weights.
 //!
@@ -36,21 +34,22 @@
 //! 1. `linear`: 64 rows a launch, every strip reads the activations again. A third of the bandwidth, a twentieth of the tensor cores.
 //! 2. This.
 
-use cuda_std::bulk::{self, Barrier};
+use cuda_std::bulk;
 use cuda_std::cluster::{self, PeerBarrier};
-use cuda_std::shared::{self, Shared};
+use cuda_std::shared;
 use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Operand};
 use cuda_std::{Global, GlobalMut, bf16, kernel, launches, thread, warp};
 
-use crate::norm::Norm;
+use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
+use crate::ring::{Ring, Shape};
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
 pub const TILE_ROWS: u32 = 128;
 /// Input features of a slot of the ring; the input size is a multiple of it.
 pub const DEPTH: u32 = tensor::ROW;
-/// Features of an output tile that is stored at a time; the output size is a multiple of it.
+/// Features of an output tile that are finished at a time; the output size is a multiple of it, and of 128 for `qkv` and `add`.
 pub const BOX: u32 = tensor::ROW;
 /// Features of a tile of weights.
 pub const WEIGHT_ROWS: u32 = 128;
@@ -66,6 +65,8 @@ const GROUP: u32 = 128;
 const GROUP_ROWS: u32 = 64;
 const X_BYTES: u32 = TILE_ROWS * DEPTH * 2;
 const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
+/// The copy engine's, of swizzled tiles.
+const BOX_ALIGNMENT: u32 = 1024;
 
 /// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` kernels an even number.
 /// Shared memory: [`Gemm::shared_bytes`].
@@ -78,21 +79,23 @@ pub struct Gemm {
     pub weight: Global<TensorMap>,
     /// The up projection's weights, likewise: `swiglu` alone.
     pub up: Global<TensorMap>,
-    /// What is written in bf16, `[rows, n]` in tiles of 64 rows: by `swiglu` the activations, by `add` the scaled residual stream. Not used by `qkv`.
+    /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu` alone.
     pub out: Global<TensorMap>,
     /// `[rows]` what sums are multiplied by, or null for 1. Not used by `add`.
     pub scales: Global<f32>,
     /// What heads are made with and where they go, `qkv` alone; its `qkv` is not used.
     pub heads: SplitHeads,
-    /// What `add` adds to: the residual stream, f32 `[rows, n]`, as rows of `2 n` bf16 in tiles of 64 rows.
-    pub residual: Global<TensorMap>,
-    /// `[rows, n / 16]` sums of squares of the residual stream: `add` alone.
-    pub squares: GlobalMut<f32>,
+    /// What `add` adds to, `n` features wide.
+    pub residual: Residual,
     /// `[n]` the weight of the norm that comes next: `add` alone.
     pub next_norm: Global<bf16>,
-    /// Rows.
+    /// Rows from here on are computed: a multiple of [`TILE_ROWS`].
+    pub first_row: u32,
+    /// Up to here.
     pub m: u32,
-    /// Output features.
+    /// Output features from here on are computed: a multiple of 128.
+    pub first_feature: u32,
+    /// Up to here.
     pub n: u32,
     /// Input features.
     pub k: u32,
@@ -101,50 +104,19 @@ pub struct Gemm {
 }
 
 impl Gemm {
-    /// Slots of the ring for tiles of `n` features.
-    const fn stages(n: u32) -> u32 {
-        if n == 256 { 4 } else { 6 }
+    /// The ring for tiles of `n` features.
+    const fn ring(n: u32) -> Shape {
+        Shape { stages: if n == 256 { 4 } else { 6 }, bytes: X_BYTES + n * DEPTH * 2 }
     }
 
-    const fn stage_bytes(n: u32) -> u32 {
-        X_BYTES + n * DEPTH * 2
+    /// Where the boxes begin, with tiles of `n` features.
+    const fn boxes(n: u32) -> u32 {
+        Self::ring(n).shared_bytes().next_multiple_of(BOX_ALIGNMENT)
     }
 
-    /// Dynamic shared memory of a block with tiles of `n` features: the ring, two boxes of output for each warpgroup, barriers.
+    /// Dynamic shared memory of a block with tiles of `n` features: the ring, two boxes of output for each warpgroup.
     pub const fn shared_bytes(n: u32) -> u32 {
-        Self::stages(n) * (Self::stage_bytes(n) + 16) + 4 * BOX_BYTES
-    }
-}
-
-/// Slots that a producer fills and consumers free, and the barriers between them.
-#[derive(Clone, Copy)]
-struct Ring {
-    start: Shared<u8>,
-    full: Shared<u64>,
-    stages: u32,
-    stage_bytes: u32,
-    slot: u32,
-    parity: u32,
-}
-
-impl Ring {
-    fn slot(&self) -> Shared<u8> {
-        Shared::from_raw(self.start.addr() + self.slot * self.stage_bytes)
-    }
-
-    fn full(&self, slot: u32) -> Barrier {
-        Barrier::at(Shared::from_raw(self.full.addr() + slot * 8))
-    }
-
-    fn empty(&self, slot: u32) -> Barrier {
-        self.full(self.stages + slot)
-    }
-
-    fn advance(&mut self) {
-        self.slot += 1;
-        if self.slot == self.stages {
-            (self.slot, self.parity) = (0, self.parity ^ 1);
-        }
+        Self::boxes(n) + 4 * BOX_BYTES
     }
 }
 
@@ -156,10 +128,14 @@ struct Tiles {
     band: u32,
     next: u32,
     step: u32,
+    /// Of tile (0, 0): its first row and feature.
+    origin: [u32; 2],
+    /// Rows and features from a tile to the next.
+    size: [u32; 2],
 }
 
 impl Iterator for Tiles {
-    /// (row of tiles, column of tiles)
+    /// The first row and feature.
     type Item = (u32, u32);
 
     #[inline(always)]
@@ -177,33 +153,32 @@ impl Iterator for Tiles {
         // SAFETY: `first` is the first row of a band that has this tile.
         unsafe { core::hint::assert_unchecked(height != 0) };
         let within = turn % in_band;
-        Some((first + within % height, within / height))
+        let (row, column) = (first + within % height, within / height);
+        Some((self.origin[0] + row * self.size[0], self.origin[1] + column * self.size[1]))
     }
 }
 
 /// One lane keeps the ring full.
 #[inline(always)]
-unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles, rank: u32) {
+unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles: Tiles, rank: u32) {
     unsafe {
+        let mut ring = Ring::producer(Gemm::ring(N));
         tensor::acquire(p.x);
         tensor::acquire(p.weight);
         if E::GATED {
             tensor::acquire(p.up);
         }
-        if E::ADDS {
-            tensor::acquire(p.residual);
-        }
         // All tiles of weights, or the one that this block loads for both of its pair.
-        let load_weights = |ring: &Ring, tile_column: u32, k: u32| {
-            let full = ring.full(ring.slot);
-            full.arrive_expect_tx(Gemm::stage_bytes(N));
+        let load_weights = |ring: &Ring, column: u32, k: u32| {
+            let full = ring.full();
+            full.arrive_expect_tx(Gemm::ring(N).bytes);
             let mut part = rank;
             while part < N / WEIGHT_ROWS {
                 let to = ring.slot().at((X_BYTES + part * WEIGHT_ROWS * DEPTH * 2) as usize);
                 let (map, feature) = match (E::GATED, part) {
-                    (false, _) => (p.weight, tile_column * N + part * WEIGHT_ROWS),
-                    (true, 0) => (p.weight, tile_column * WEIGHT_ROWS),
-                    (true, _) => (p.up, tile_column * WEIGHT_ROWS),
+                    (false, _) => (p.weight, column + part * WEIGHT_ROWS),
+                    (true, 0) => (p.weight, column),
+                    (true, _) => (p.up, column),
                 };
                 if CLUSTER > 1 {
                     tensor::load_multicast(to, map, [k, feature], full, (1 << CLUSTER) - 1);
@@ -215,40 +190,27 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
         };
         // The first slots' weights do not depend on the launches ahead.
         let mut begun = 0;
-        if let Some((_, tile_column)) = tiles.clone().next() {
+        if let Some((_, column)) = tiles.clone().next() {
             let mut ring = ring;
-            while begun < Gemm::stages(N).min(p.k / DEPTH) {
-                load_weights(&ring, tile_column, begun * DEPTH);
-                ring.advance();
+            while begun < Gemm::ring(N).stages.min(p.k / DEPTH) {
+                load_weights(&ring, column, begun * DEPTH);
+                ring = ring.ahead(1);
                 begun += 1;
             }
         }
         launches::wait();
-        for (tile_row, tile_column) in tiles {
-            let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
+        for (row, column) in tiles {
             let mut k = 0;
             while k < p.k {
                 if begun > 0 {
                     begun -= 1;
                 } else {
-                    ring.empty(ring.slot).wait(ring.parity ^ 1);
-                    load_weights(&ring, tile_column, k);
+                    ring.wait_empty();
+                    load_weights(&ring, column, k);
                 }
-                tensor::load(ring.slot(), p.x, [k, row], ring.full(ring.slot));
-                ring.advance();
+                tensor::load(ring.slot(), p.x, [k, row], ring.full());
+                ring = ring.ahead(1);
                 k += DEPTH;
-            }
-            let mut column = tile_column * N;
-            while E::ADDS && column < p.n.min(tile_column * N + N) {
-                let full = ring.full(ring.slot);
-                ring.empty(ring.slot).wait(ring.parity ^ 1);
-                full.arrive_expect_tx(4 * BOX_BYTES);
-                unroll!(I < 4; {
-                    let at = [2 * column + I as u32 % 2 * BOX, row + I as u32 / 2 * GROUP_ROWS];
-                    tensor::load(ring.slot().at(I * BOX_BYTES as usize), p.residual, at, full);
-                });
-                ring.advance();
-                column += BOX;
             }
         }
     }
@@ -258,8 +220,8 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut r
 #[inline(always)]
 unsafe fn multiply<const N: u32>(ring: &Ring, x: Operand, weight: Operand, first: bool) {
     unsafe {
-        ring.full(ring.slot).wait(ring.parity);
-        let offset = ring.slot * ring.stage_bytes;
+        ring.wait_full();
+        let offset = ring.offset();
         let (x, weight) = (x.advance(offset), weight.advance(offset));
         wgmma::fence();
         unroll!(I < 4; {
@@ -278,60 +240,48 @@ unsafe fn multiply<const N: u32>(ring: &Ring, x: Operand, weight: Operand, first
 
 /// A warpgroup multiplies what comes, and finishes its half of each tile.
 #[inline(always)]
-unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, mut ring: Ring, tiles: Tiles, rank: u32) {
+unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles: Tiles) {
     unsafe {
+        let mut ring = Ring::consumer(Gemm::ring(N));
         let group = thread::warp_id() / 4;
         let lane = thread::thread_idx_x() % GROUP;
-        let first = Operand::at(ring.start);
+        let first = Operand::at(shared::dynamic::<u8>(0));
         let (x, weight) = (first.advance(group * GROUP_ROWS * DEPTH * 2), first.advance(X_BYTES));
         // Lane `i` of a warpgroup tells block `i` of the cluster, whose copies also land here, that a slot is free.
-        let free = PeerBarrier::new(ring.empty(0), if CLUSTER > 1 { lane % CLUSTER } else { 0 });
-        let tells = lane < CLUSTER;
-        let staging = ring.start.addr() + ring.stages * ring.stage_bytes + group * 2 * BOX_BYTES;
+        let peer = if CLUSTER > 1 { lane % CLUSTER } else { 0 };
+        let free = |ring: Ring| PeerBarrier::new(ring.empty(), peer).arrive_if(lane < CLUSTER);
         let elected = lane == 0;
-        let mut half = Half {
-            row: 0,
-            column: 0,
-            turn: 0,
-            barrier: 1 + group,
-            staging: Shared::from_raw(staging),
-            elected,
-            free: [PeerBarrier::new(ring.empty(0), 0), PeerBarrier::new(ring.empty(0), CLUSTER - 1)],
-            stored: None,
-        };
+        let staging = shared::dynamic(Gemm::boxes(N) + group * 2 * BOX_BYTES);
+        let mut half = Half { tile_row: 0, row: 0, column: 0, turn: 0, barrier: 1 + group, staging, elected };
         if elected && !p.out.is_null() {
             tensor::acquire(p.out);
         }
-        if elected && E::ADDS {
-            tensor::acquire(p.residual);
-        }
         launches::wait();
-        for (tile_row, tile_column) in tiles {
+        for (row, column) in tiles {
+            (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column);
+            // The last pair of blocks may have one tile.
+            let inside = row < p.m;
             // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
             // epilogues have the registers of accumulators they are done with.
             multiply::<N>(&ring, x, weight, true);
-            half.release();
-            let mut previous = ring.slot;
-            ring.advance();
+            let ahead = E::ahead(p, &half, inside);
+            let mut previous = ring;
+            ring = ring.ahead(1);
             let mut k = DEPTH;
             while k < p.k {
                 multiply::<N>(&ring, x, weight, false);
                 // The slot before is read, the one just started is not.
-                free.at(previous).arrive_if(tells);
-                previous = ring.slot;
-                ring.advance();
+                free(previous);
+                previous = ring;
+                ring = ring.ahead(1);
                 k += DEPTH;
             }
-            let row = (tile_row * CLUSTER + rank) * TILE_ROWS;
-            (half.row, half.column) = (row + group * GROUP_ROWS, tile_column * features::<E>(N));
             macro_rules! end_tile {
                 ($n:literal) => {
-                    let ahead = E::ahead::<$n>(p, &half);
                     wgmma::wait::<0>();
-                    free.at(previous).arrive_if(tells);
-                    // The last pair of blocks may have one tile; what passes through the ring passes through the other's as well.
-                    if row < p.m || E::ADDS {
-                        E::finish::<$n>(p, &mut half, &mut ring, &ahead);
+                    free(previous);
+                    if inside {
+                        E::finish::<$n>(p, &mut half, ahead);
                     }
                 };
             }
@@ -352,41 +302,33 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
     unsafe {
         wgmma::declare();
         launches::allow_next();
-        let stages = Gemm::stages(N);
-        let stage_bytes = Gemm::stage_bytes(N);
-        let start = shared::dynamic::<u8>(0);
-        let full = shared::dynamic::<u64>(stages * stage_bytes + 4 * BOX_BYTES);
-        let ring = Ring { start, full, stages, stage_bytes, slot: 0, parity: 0 };
         if thread::thread_idx_x() == 0 {
-            let mut slot = 0;
-            while slot < stages {
-                ring.full(slot).init(1);
-                // Two warpgroups of each block.
-                ring.empty(slot).init(2 * CLUSTER);
-                slot += 1;
-            }
+            // Two warpgroups of each block free a slot.
+            Ring::init(Gemm::ring(N), 1, 2 * CLUSTER);
             bulk::fence_init();
         }
         let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
         if CLUSTER > 1 {
-            cluster::sync();
+            cluster::sync_made();
         } else {
             thread::sync_threads();
         }
         let tiles = Tiles {
-            rows: p.m.div_ceil(TILE_ROWS * CLUSTER),
-            columns: p.n.div_ceil(features::<E>(N)),
+            rows: (p.m - p.first_row).div_ceil(TILE_ROWS * CLUSTER),
+            columns: (p.n - p.first_feature).div_ceil(features::<E>(N)),
             band: p.band,
             next: thread::block_idx_x() / CLUSTER,
             step: thread::grid_dim_x() / CLUSTER,
+            origin: [p.first_row + rank * TILE_ROWS, p.first_feature],
+            size: [CLUSTER * TILE_ROWS, features::<E>(N)],
         };
         if thread::warp_id() < 8 {
             wgmma::take_registers::<232>();
-            consume::<E, N, CLUSTER>(p, ring, tiles, rank);
+            consume::<E, N, CLUSTER>(p, tiles);
         } else {
             wgmma::give_registers::<40>();
             if thread::warp_id() == 8 && warp::elect() {
-                produce::<E, N, CLUSTER>(p, ring, tiles, rank);
+                produce::<E, N, CLUSTER>(p, tiles, rank);
             }
         }
         if CLUSTER > 1 {

@@ -14,6 +14,8 @@
 //! The product with the next keys is begun before the one with the values: softmax runs while the tensor cores do both (Shah et al., 2024,
 //! "FlashAttention-3"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
 //!
+//! Two query heads of one key-value head may be a pair of blocks (a cluster): each loads every other page, and the copy engine puts it into both.
+//!
 //! The cache is read where it lies: a page of a head is 64 rows of 128 keys' dimensions, and 128 rows of 64 values' tokens
 //! (see [`kv`](crate::kv)), both of which a tensor map can describe, and both with the sum along the row as `wgmma` wants it.
 //!
@@ -22,6 +24,7 @@
 //! alone: not on how the prompt is cut into chunks, nor on where in its tile the row is (tested).
 
 use cuda_std::bulk::{self, Barrier};
+use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::{self, TensorMap, swizzled};
 use cuda_std::wgmma::{self, Operand};
@@ -69,7 +72,7 @@ pub fn tiles(row: u32, rows: u32, sequence: u32, position: u32, height: u32) -> 
     starts.map(|at| [row + at, height.min(rows - at), sequence, position + at]).collect()
 }
 
-/// Parameters of [`prefill_attention`]. Grid: (query heads, tiles). Shared memory: [`SHARED_BYTES`].
+/// Parameters of [`prefill_attention`] and [`prefill_attention_pair`]. Grid: (query heads, tiles). Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillAttention {
@@ -121,18 +124,24 @@ impl Ring {
         Barrier::at(Shared::from_raw(self.barriers + (SLOTS + self.turn % SLOTS) * 8))
     }
 
+    /// Gives the slot back: `free` is the first slot's `empty`, in each of the blocks whose copies land here; one lane for each `tells`.
+    unsafe fn release(&mut self, free: PeerBarrier, tells: bool) {
+        unsafe { free.at(self.turn % SLOTS).arrive_if(tells) };
+        self.turn += 1;
+    }
+
     fn parity(&self) -> u32 {
         self.turn / SLOTS % 2
     }
 
-    /// Made by one lane, before anyone waits.
-    unsafe fn init(&self) {
+    /// Made by one lane, before anyone waits, for warpgroups of `cluster` blocks.
+    unsafe fn init(&self, cluster: u32) {
         let mut i = 0;
         while i < SLOTS {
             let at = |place: u32| Barrier::at(Shared::from_raw(self.barriers + place * 8));
             unsafe {
                 at(i).init(1);
-                at(SLOTS + i).init(2);
+                at(SLOTS + i).init(2 * cluster);
             }
             i += 1;
         }
@@ -268,7 +277,7 @@ fn scale_outputs(factors: [f32; 2]) {
 
 /// One lane loads the queries, then keys and values in the order in which they are used.
 #[inline(always)]
-unsafe fn produce(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
+unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
     unsafe {
         core::hint::assert_unchecked(p.cache.kv_heads > 0);
         let group = p.q_heads / p.cache.kv_heads;
@@ -291,25 +300,37 @@ unsafe fn produce(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
         // The number of a page of a head among all pages of all heads. Of a last block the second page may be missing: the
         // first again, whose keys there are masked.
         let block_of = |page: u32| p.cache.block_index(tile.sequence, page.min(last_page), kv_head);
+        // Pages for both blocks of a pair, every other of which is this one's.
+        let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
+        let load_page = |to: Shared<u8>, map, at: [u32; 2], full: Barrier| {
+            if CLUSTER > 1 {
+                tensor::load_multicast(to, map, at, full, (1 << CLUSTER) - 1);
+            } else {
+                tensor::load(to, map, at, full);
+            }
+        };
         let mut block = 0;
         while block <= blocks {
             if block < blocks {
                 keys.begin_fill();
-                unroll!(I < 2; {
-                    let row = block_of(2 * block + I as u32) * 2 * PAGE_TOKENS;
-                    let to = keys.slot().at(I * (PAGE_TOKENS * ROW_BYTES) as usize);
-                    tensor::load(to, p.keys, [0, row], keys.full());
-                    tensor::load(to.at(HALF_SLOT as usize), p.keys, [tensor::ROW, row], keys.full());
-                });
+                let mut page = rank;
+                while page < 2 {
+                    let row = block_of(2 * block + page) * 2 * PAGE_TOKENS;
+                    let to = keys.slot().at((page * PAGE_TOKENS * ROW_BYTES) as usize);
+                    load_page(to, p.keys, [0, row], keys.full());
+                    load_page(to.at(HALF_SLOT as usize), p.keys, [tensor::ROW, row], keys.full());
+                    page += CLUSTER;
+                }
                 keys.turn += 1;
             }
             if block > 0 {
                 values.begin_fill();
-                unroll!(I < 2; {
-                    let row = (block_of(2 * (block - 1) + I as u32) * 2 + 1) * HEAD_DIM;
-                    let to = values.slot().at(I * HALF_SLOT as usize);
-                    tensor::load(to, p.values, [0, row], values.full());
-                });
+                let mut page = rank;
+                while page < 2 {
+                    let row = (block_of(2 * (block - 1) + page) * 2 + 1) * HEAD_DIM;
+                    load_page(values.slot().at((page * HALF_SLOT) as usize), p.values, [0, row], values.full());
+                    page += CLUSTER;
+                }
                 values.turn += 1;
             }
             block += 1;
@@ -319,15 +340,19 @@ unsafe fn produce(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
 
 /// A warpgroup's rows.
 #[inline(always)]
-unsafe fn consume(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
+unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
     unsafe {
         let group = thread::warp_id() / 4;
         let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
-        let elected = thread::thread_idx_x().is_multiple_of(GROUP);
         let own = shared::dynamic::<u8>(group * QUERY_BYTES);
         let queries = Operand::at(own);
         let mut keys = Ring::new(KEY_SLOTS, 0);
         let mut values = Ring::new(VALUE_SLOTS, 4);
+        // Lane `i` of a warpgroup tells block `i` of the cluster, whose copies also land here, that a slot is free.
+        let in_group = thread::thread_idx_x() % GROUP;
+        let peer = if CLUSTER > 1 { in_group % CLUSTER } else { 0 };
+        let (keys_free, values_free) = (PeerBarrier::new(keys.empty(), peer), PeerBarrier::new(values.empty(), peer));
+        let tells = in_group < CLUSTER;
         let first = tile.position + group * GROUP_ROWS;
         let row = warp * 16 + lane / 4;
         let limit = [first + row, first + row + 8];
@@ -341,8 +366,7 @@ unsafe fn consume(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
         wgmma::fence();
         begin_scores(queries, Operand::at(keys.slot()));
         wgmma::wait::<0>();
-        keys.empty().arrive_if(elected);
-        keys.turn += 1;
+        keys.release(keys_free, tells);
         let (weights, _) = weigh(&mut running, scale, 0, masks(0));
         set_weights(&weights);
 
@@ -354,12 +378,10 @@ unsafe fn consume(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
             values.wait_full();
             begin_outputs(Operand::at(values.slot()), block > 1);
             wgmma::wait::<1>();
-            keys.empty().arrive_if(elected);
-            keys.turn += 1;
+            keys.release(keys_free, tells);
             let (weights, factors) = weigh(&mut running, scale, block * KEYS, masks(block));
             wgmma::wait::<0>();
-            values.empty().arrive_if(elected);
-            values.turn += 1;
+            values.release(values_free, tells);
             scale_outputs(factors);
             set_weights(&weights);
             block += 1;
@@ -403,9 +425,8 @@ unsafe fn consume(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, quer
     }
 }
 
-/// Attention of a tile of rows.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn prefill_attention(p: PrefillAttention) {
+#[inline(always)]
+unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
     unsafe {
         wgmma::declare();
         launches::allow_next();
@@ -417,20 +438,40 @@ pub unsafe fn prefill_attention(p: PrefillAttention) {
         let queries_full = Barrier::at(shared::dynamic(BARRIERS + 8 * 8));
         if thread::thread_idx_x() == 0 {
             queries_full.init(1);
-            Ring::new(KEY_SLOTS, 0).init();
-            Ring::new(VALUE_SLOTS, 4).init();
+            Ring::new(KEY_SLOTS, 0).init(CLUSTER);
+            Ring::new(VALUE_SLOTS, 4).init(CLUSTER);
             bulk::fence_init();
         }
-        thread::sync_threads();
+        if CLUSTER > 1 {
+            cluster::sync_made();
+        } else {
+            thread::sync_threads();
+        }
         launches::wait();
         if thread::warp_id() < 8 {
             wgmma::take_registers::<240>();
-            consume(&p, tile, head, blocks, queries_full);
+            consume::<CLUSTER>(p, tile, head, blocks, queries_full);
         } else {
             wgmma::give_registers::<24>();
             if thread::warp_id() == 8 && warp::elect() {
-                produce(&p, tile, head, blocks, queries_full);
+                produce::<CLUSTER>(p, tile, head, blocks, queries_full);
             }
         }
+        if CLUSTER > 1 {
+            // No block ends while the other may still write to it.
+            cluster::sync();
+        }
     }
+}
+
+/// Attention of a tile of rows.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn prefill_attention(p: PrefillAttention) {
+    unsafe { attend::<1>(&p) }
+}
+
+/// The same, with blocks in pairs: for an even number of query heads to a key-value head.
+#[kernel(threads = THREADS, min_blocks = 1, cluster = 2)]
+pub unsafe fn prefill_attention_pair(p: PrefillAttention) {
+    unsafe { attend::<2>(&p) }
 }

@@ -9,7 +9,7 @@ use cuda_std::{Kernel, bf16};
 use gpu_kernels::gemm::{self, Gemm, RowScales, TILE_ROWS, WEIGHT_ROWS};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::STRIP;
-use gpu_kernels::norm::Norm;
+use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
 
 /// `[rows, n]` in f64, each row times its factor.
@@ -36,6 +36,8 @@ struct Case {
     heads: (usize, usize),
     /// Position of each row.
     positions: Vec<u32>,
+    /// The first row and feature that are computed.
+    first: [usize; 2],
 }
 
 /// What heads are made with, and where they go: poisoned.
@@ -93,6 +95,7 @@ impl HeadMemory {
 struct Results {
     y: Vec<f32>,
     out: Vec<bf16>,
+    scaled: Vec<bf16>,
     squares: Vec<f32>,
     q: Vec<bf16>,
     pages: Vec<bf16>,
@@ -105,7 +108,7 @@ impl Case {
         let scales = random.floats(m).into_iter().map(|s| s + 1.5).collect();
         let before = random.floats(m.next_multiple_of(TILE_ROWS as usize) * n);
         let positions = (0..m as u32).collect();
-        Self { m, n, k, x, w, up, scales, norm, before, heads: (0, 0), positions }
+        Self { m, n, k, x, w, up, scales, norm, before, heads: (0, 0), positions, first: [0; 2] }
     }
 
     fn map(address: u64, rows: usize, columns: usize, tile_rows: u32) -> Buffer<TensorMap> {
@@ -121,13 +124,14 @@ impl Case {
         let scales = Buffer::from_slice(&self.scales);
         let y = Buffer::from_slice(&self.before).named("y");
         let out = Buffer::<bf16>::new_poisoned(rows * n).named("out");
+        let scaled = Buffer::<bf16>::new_poisoned(rows * n).named("scaled");
         let squares = Buffer::<f32>::new_poisoned(rows * n / STRIP as usize).named("squares");
         let x_map = Self::map(x.ptr().addr(), m, k, TILE_ROWS);
         let [weight, up_map] = [&w, &up].map(|w| Self::map(w.ptr().addr(), n, k, WEIGHT_ROWS));
-        // One row fewer than whole tiles: the last must not be written.
+        // One row fewer than whole tiles: the last must not be written through it.
         let out_map = Self::map(out.ptr().addr(), rows - 1, n, 64);
         let heads = HeadMemory::new(self);
-        let residual = Self::map(y.ptr().addr(), rows, 2 * n, 64);
+        let residual = Residual { x: y.ptr_mut(), scaled: scaled.ptr_mut(), squares: squares.ptr_mut(), dim: n as u32 };
         let params = Gemm {
             x: x_map.ptr(),
             weight: weight.ptr(),
@@ -135,10 +139,11 @@ impl Case {
             out: out_map.ptr(),
             scales: scales.ptr(),
             heads: heads.params(self),
-            residual: residual.ptr(),
-            squares: squares.ptr_mut(),
+            residual,
             next_norm: norm.ptr(),
+            first_row: self.first[0] as u32,
             m: m as u32,
+            first_feature: self.first[1] as u32,
             n: n as u32,
             k: k as u32,
             band: 2,
@@ -150,6 +155,7 @@ impl Case {
         Results {
             y: y.as_slice()[..m * n].to_vec(),
             out: out.as_slice()[..m * n].to_vec(),
+            scaled: scaled.as_slice()[..m * n].to_vec(),
             squares,
             q: heads.q.as_slice().to_vec(),
             pages: heads.pages.as_slice().to_vec(),
@@ -208,7 +214,7 @@ fn gates() {
 
 #[test]
 fn adds_and_prepares_the_norm() {
-    for (m, n, k, blocks) in [(3, 64, 64, 1), (140, 320, 192, 2), (150, 320, 576, 1)] {
+    for (m, n, k, blocks) in [(3, 128, 64, 1), (140, 384, 192, 2), (150, 384, 576, 1)] {
         let case = Case::new(m, n, k);
         let mut want = reference(&case.x, &case.w, k, &vec![1.0; m]);
         want.iter_mut().zip(&case.before).for_each(|(w, b)| *w += b);
@@ -216,29 +222,55 @@ fn adds_and_prepares_the_norm() {
         assert!(relative_error(small.y.clone(), &want) < 1e-5, "{m} {n} {k}");
         let xw: Vec<bf16> =
             small.y.iter().enumerate().map(|(i, v)| bf16::from_f32(v * case.norm[i % n].to_f32())).collect();
-        assert_eq!(small.out, xw, "{m} {n} {k}");
+        assert_eq!(small.scaled, xw, "{m} {n} {k}");
         let squares: Vec<f32> = small.y.chunks(STRIP as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
         assert!(relative_error(small.squares.clone(), &squares) < 1e-6, "{m} {n} {k}");
         let large = case.run::<gemm::gemm_add_n256>(256, blocks);
-        assert_eq!((small.y, small.out, small.squares), (large.y, large.out, large.squares), "{m} {n} {k}");
+        assert_eq!((small.y, small.scaled, small.squares), (large.y, large.scaled, large.squares), "{m} {n} {k}");
     }
 }
 
 #[test]
 fn a_row_is_the_same_bits_in_any_company() {
-    let case = Case::new(150, 64, 128);
+    let case = Case::new(150, 128, 128);
     let all = case.run::<gemm::gemm_add_n128>(128, 2);
     let pick = 131;
     let alone = Case {
         m: 1,
         x: case.x[pick * case.k..][..case.k].to_vec(),
         scales: vec![case.scales[pick]],
-        before: case.before[pick * 64..].iter().copied().cycle().take(TILE_ROWS as usize * 64).collect(),
+        before: case.before[pick * 128..].iter().copied().cycle().take(TILE_ROWS as usize * 128).collect(),
         positions: vec![0],
         ..case
     };
     let one = alone.run::<gemm::gemm_add_n256>(256, 1);
-    assert_eq!(one.y, all.y[pick * 64..][..64]);
+    assert_eq!(one.y, all.y[pick * 128..][..128]);
+}
+
+#[test]
+fn a_part_of_the_rows_or_features_is_computed_alone() {
+    let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    let mut case = Case::new(300, 128, 128);
+    let whole = case.run::<gemm::gemm_add_n128>(128, 2);
+    case.first = [256, 0];
+    let part = case.run::<gemm::gemm_add_n256>(256, 2);
+    let from = 256 * case.n;
+    assert_eq!(part.y[..from], case.before[..from], "rows before are left as they were");
+    assert_eq!((&part.y[from..], &part.scaled[from..]), (&whole.y[from..], &whole.scaled[from..]));
+
+    let mut case = Case::new(150, 5 * 128, 64);
+    case.heads = (3, 1);
+    let whole = case.run::<gemm::gemm_qkv_n128>(128, 2);
+    // Keys and values alone, then the queries of the last rows.
+    case.first = [0, 3 * 128];
+    let cached = case.run::<gemm::gemm_qkv_n256>(256, 2);
+    assert_eq!(bits(&cached.pages), bits(&whole.pages));
+    assert!(cached.q.iter().all(|v| v.to_bits() == u16::MAX), "no query is written");
+    case.first = [128, 0];
+    let last = case.run::<gemm::gemm_qkv_n256>(256, 2);
+    let from = 128 * 3 * 128;
+    assert_eq!(bits(&last.q[from..]), bits(&whole.q[from..]));
+    assert!(last.q[..from].iter().all(|v| v.to_bits() == u16::MAX), "no query before them is written");
 }
 
 #[test]

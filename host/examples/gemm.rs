@@ -19,14 +19,15 @@ use cuda_std::tensor::Matrix;
 use gpu_kernels::gemm::{Gemm, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
+use gpu_kernels::norm::Residual;
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
 use half::bf16;
 use host::device::{Buffer, Device, TensorMaps};
-use host::forward::Forward;
+use host::forward::{Forward, LogitRows};
 use host::gemm::{self, Cut, Epilogue};
-use host::prefill::Prefill;
+use host::prefill::{self, Prefill};
 use host::weights::{DeviceLayer, DeviceWeights};
 use model::Config;
 
@@ -162,8 +163,7 @@ impl Product {
         let out = device.zeroed(writes(epilogue != Epilogue::Qkv, rows * columns))?;
         let heads = Heads::new(device, m, if epilogue == Epilogue::Qkv { n / D } else { 0 })?;
         let squares = device.zeroed(writes(epilogue == Epilogue::Add, rows * n / STRIP as usize))?;
-        let mut tensors =
-            vec![gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), rows, columns), gemm::residual(y.ptr(), rows, n)];
+        let mut tensors = vec![gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), rows, columns)];
         for w in &weights {
             // SAFETY: within the buffer, whose upper half are the up projection's weights.
             let up = unsafe { w.ptr().at((n - columns) * k) };
@@ -182,15 +182,21 @@ impl Product {
     fn params(&self, set: usize) -> Gemm {
         Gemm {
             x: self.maps.ptr(0),
-            weight: self.maps.ptr(3 + 2 * set),
-            up: self.maps.ptr(4 + 2 * set),
+            weight: self.maps.ptr(2 + 2 * set),
+            up: self.maps.ptr(3 + 2 * set),
             out: self.maps.ptr(1),
             scales: self.scales.ptr(),
             heads: self.heads.params(&self.norm),
-            residual: self.maps.ptr(2),
-            squares: self.squares.ptr_mut(),
+            residual: Residual {
+                x: self.y.ptr_mut(),
+                scaled: self.out.ptr_mut(),
+                squares: self.squares.ptr_mut(),
+                dim: self.n as u32,
+            },
             next_norm: self.norm.ptr(),
+            first_row: 0,
             m: self.m as u32,
+            first_feature: 0,
             n: if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n } as u32,
             k: self.k as u32,
             band: 0,
@@ -386,7 +392,12 @@ impl Attention {
         Ok(Self { q_heads, kv_heads, q, pages, table, out, tiles, maps })
     }
 
-    fn enqueue(&self, device: &Device, tiles: &Buffer<u32>) -> std::result::Result<(), host::Error> {
+    fn enqueue(
+        &self,
+        device: &Device,
+        tiles: &Buffer<u32>,
+        pairs: Option<bool>,
+    ) -> std::result::Result<(), host::Error> {
         let params = PrefillAttention {
             tiles: tiles.ptr(),
             q: self.maps.ptr(0),
@@ -402,18 +413,15 @@ impl Attention {
             q_heads: self.q_heads as u32,
             scale: 1.0 / (D as f32).sqrt(),
         };
-        let grid = (self.q_heads as u32, tiles.len() as u32 / 4);
         // SAFETY: buffers and maps of self, as large as the parameter block says, alive until the device is synchronised.
-        unsafe {
-            device.launch_early::<prefill_attention::prefill_attention>(grid, prefill_attention::SHARED_BYTES, params)
-        }
+        unsafe { prefill::enqueue_attention(device, params, tiles.len() as u32 / 4, pairs) }
     }
 
     /// Runs it into a poisoned output.
-    fn run(&mut self, device: &Device, tiles: &[[u32; 4]]) -> Result<Vec<bf16>> {
+    fn run(&mut self, device: &Device, tiles: &[[u32; 4]], pairs: bool) -> Result<Vec<bf16>> {
         let tiles = device.upload(&tiles.concat())?;
         self.out.write(0, &vec![bf16::NAN; self.out.len()])?;
-        self.enqueue(device, &tiles)?;
+        self.enqueue(device, &tiles, Some(pairs))?;
         let mut out = vec![bf16::ZERO; self.out.len()];
         self.out.read(0, &mut out)?;
         Ok(out)
@@ -422,10 +430,11 @@ impl Attention {
 
 fn check_attention(device: &Device, tokens: usize, q_heads: usize, kv_heads: usize) -> Result<()> {
     let mut attention = Attention::new(device, tokens, q_heads, kv_heads)?;
-    let whole = attention.run(device, &prefill_attention::tiles(0, tokens as u32, 0, 0, 128))?;
-    for height in [128, 64, 100] {
-        if attention.run(device, &prefill_attention::tiles(0, tokens as u32, 0, 0, height))? != whole {
-            return Err(format!("attention of {tokens} tokens: tiles of {height} rows differ").into());
+    let whole = attention.run(device, &prefill_attention::tiles(0, tokens as u32, 0, 0, 128), false)?;
+    for (height, pairs) in [(128, false), (64, false), (128, true), (100, true), (128, true)] {
+        if attention.run(device, &prefill_attention::tiles(0, tokens as u32, 0, 0, height), pairs)? != whole {
+            let what = if pairs { ", blocks in pairs" } else { "" };
+            return Err(format!("attention of {tokens} tokens: tiles of {height} rows differ{what}").into());
         }
     }
     let (mut q, mut pages) = (vec![bf16::ZERO; attention.q.len()], vec![bf16::ZERO; attention.pages.len()]);
@@ -559,8 +568,10 @@ impl Prompt {
             if let Some(prefill) = self.forward.prefill() {
                 plan(prefill.rows(), at, count)?;
             }
-            self.forward.enqueue_prefill(at, count)?;
-            if at + count == tokens {
+            let last = at + count == tokens;
+            let logits = if last { LogitRows::From(count as u32 - 1) } else { LogitRows::None };
+            self.forward.enqueue_prefill(at, count, logits)?;
+            if last {
                 plan(self.forward.rows(), tokens - 1, 1)?;
                 self.forward.enqueue_head(count - 1, 1)?;
             }
@@ -630,7 +641,7 @@ fn serve(device: &Device) -> Result<()> {
         let job = jobs.get_mut(&name).ok_or("made above")?;
         let mut run = |i: usize| match job {
             Job::Product(product) => product.enqueue(device, cut, i % product.weights.len()),
-            Job::Attention(attention) => attention.enqueue(device, &attention.tiles),
+            Job::Attention(attention) => attention.enqueue(device, &attention.tiles, None),
             Job::Prompt(prompt) => prompt.enqueue(device, tokens),
         };
         for i in 0..2 {

@@ -1,7 +1,7 @@
 //! The keys and values of every layer, in pages, in one allocation: a page can be moved as a list of records of one region.
 
-use cuda_std::GlobalMut;
-use gpu_kernels::kv;
+use cuda_std::{Global, GlobalMut};
+use gpu_kernels::kv::{self, Cache};
 use half::bf16;
 use model::Config;
 
@@ -13,6 +13,7 @@ pub struct KvCache {
     elements: Buffer<bf16>,
     layers: usize,
     pages: usize,
+    kv_heads: u32,
 }
 
 impl KvCache {
@@ -22,7 +23,8 @@ impl KvCache {
     /// Too little memory.
     pub fn new(device: &Device, config: &Config, pages: usize) -> Result<Self, Error> {
         let layers = config.num_hidden_layers;
-        Ok(Self { elements: device.zeroed(layers * pages * Self::page_len(config))?, layers, pages })
+        let elements = device.zeroed(layers * pages * Self::page_len(config))?;
+        Ok(Self { elements, layers, pages, kv_heads: config.num_key_value_heads as u32 })
     }
 
     /// Elements of a page in one layer.
@@ -58,6 +60,14 @@ impl KvCache {
         assert!(layer < self.layers, "layer {layer} of {}", self.layers);
         // SAFETY: within the allocation.
         unsafe { self.elements.ptr_mut().at(layer * self.layer_len()) }
+    }
+
+    /// A layer for kernels, with page `tables` of `table_stride` entries each.
+    ///
+    /// # Panics
+    /// As [`layer`](Self::layer).
+    pub fn params(&self, layer: usize, tables: Global<u32>, table_stride: u32) -> Cache {
+        Cache { pages: self.layer(layer), tables, table_stride, kv_heads: self.kv_heads }
     }
 
     /// All of it.

@@ -334,18 +334,19 @@ impl Forward {
         self.prefill.as_ref()
     }
 
-    /// Enqueues a pass over `count` rows of a prompt from position `start` on, which the [prefill](Self::prefill)'s rows hold by then.
+    /// Enqueues a pass over `count` rows of a prompt from position `start` on, which the [prefill](Self::prefill)'s rows hold by then. Only the rows that
+    /// `logits` names may be asked for theirs.
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
     /// If it was not laid out, or has no room for so many rows: a bug of the caller.
-    pub fn enqueue_prefill(&mut self, start: usize, count: usize) -> Result<(), Error> {
+    pub fn enqueue_prefill(&mut self, start: usize, count: usize, logits: LogitRows) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
         let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
         let parts = Parts { device, config, weights, cache, tables, table_stride, cos, sin };
-        prefill.as_mut().expect("laid out").enqueue(&parts, start, count)
+        prefill.as_mut().expect("laid out").enqueue(&parts, start, count, logits)
     }
 
     /// Enqueues a pass over `count` rows of any sequences' prompts, with `tiles` as
@@ -434,19 +435,12 @@ impl Forward {
 
     /// The embedding of these rows, for the first layer.
     fn embed(&self, rows: Rows) -> Embed {
-        let w = &self.weights;
-        let (residual, norm) = (self.residual(), w.layers[0].input_norm.ptr());
-        Embed { rows, table: w.embed.ptr(), residual, norm, vocab: self.config.vocab_size as u32 }
+        self.weights.embedding(rows, self.residual())
     }
 
     /// A layer's cache, with all page tables.
     fn layer_cache(&self, layer: usize) -> Cache {
-        Cache {
-            pages: self.cache.layer(layer),
-            tables: self.page_table.ptr(),
-            table_stride: self.table_stride(),
-            kv_heads: self.config.num_key_value_heads as u32,
-        }
+        self.cache.params(layer, self.page_table.ptr(), self.table_stride())
     }
 
     /// The heads of these rows in a layer.

@@ -43,7 +43,7 @@ impl Cut {
         if matches!(self, Self::Pair) { 2 } else { 1 }
     }
 
-    /// Tiles (or pairs of tiles) of `m` rows and `n` weight rows.
+    /// Tiles (or pairs of tiles) of so many rows and weight rows.
     const fn tiles(self, m: u32, n: u32) -> u32 {
         m.div_ceil(TILE_ROWS * self.cluster()) * n.div_ceil(self.weight_rows())
     }
@@ -70,9 +70,10 @@ impl Cut {
     }
 }
 
-/// Weight rows of a product.
-fn weight_rows(epilogue: Epilogue, p: &Gemm) -> u32 {
-    if epilogue == Epilogue::SwiGlu { 2 * p.n } else { p.n }
+/// Rows and weight rows of a product.
+fn size(epilogue: Epilogue, p: &Gemm) -> (u32, u32) {
+    let n = p.n - p.first_feature;
+    (p.m - p.first_row, if epilogue == Epilogue::SwiGlu { 2 * n } else { n })
 }
 
 fn matrix(at: Global<bf16>, rows: usize, columns: usize, tile_rows: u32) -> Matrix {
@@ -89,11 +90,6 @@ pub fn out(y: Global<bf16>, rows: usize, columns: usize) -> Matrix {
     matrix(y, rows, columns, gemm::BOX)
 }
 
-/// The residual stream, f32 `[rows, n]`.
-pub fn residual(x: Global<f32>, rows: usize, n: usize) -> Matrix {
-    matrix(x.cast(), rows, 2 * n, gemm::BOX)
-}
-
 /// Weights `[n, k]`.
 pub fn weight(w: Global<bf16>, n: usize, k: usize) -> Matrix {
     matrix(w, n, k, WEIGHT_ROWS)
@@ -107,7 +103,8 @@ pub fn weight(w: Global<bf16>, n: usize, k: usize) -> Matrix {
 /// # Errors
 /// A refused launch.
 pub unsafe fn enqueue(device: &Device, epilogue: Epilogue, p: Gemm) -> Result<(), Error> {
-    let cut = Cut::best(epilogue, p.m, weight_rows(epilogue, &p), device);
+    let (m, n) = size(epilogue, &p);
+    let cut = Cut::best(epilogue, m, n, device);
     // SAFETY: the caller's word.
     unsafe { enqueue_cut(device, epilogue, cut, p) }
 }
@@ -120,14 +117,14 @@ pub unsafe fn enqueue(device: &Device, epilogue: Epilogue, p: Gemm) -> Result<()
 /// # Errors
 /// As [`enqueue`].
 pub unsafe fn enqueue_cut(device: &Device, epilogue: Epilogue, cut: Cut, p: Gemm) -> Result<(), Error> {
-    if p.m == 0 {
+    let (m, n) = size(epilogue, &p);
+    if m == 0 || n == 0 {
         return Ok(());
     }
     // Bands of 8 were good at every size.
     let p = Gemm { band: 8, ..p };
     let cut = if epilogue == Epilogue::SwiGlu && cut == Cut::N128 { Cut::N256 } else { cut };
-    let blocks =
-        cut.tiles(p.m, weight_rows(epilogue, &p)).min(device.multiprocessors() / cut.cluster()) * cut.cluster();
+    let blocks = cut.tiles(m, n).min(device.multiprocessors() / cut.cluster()) * cut.cluster();
     let shared = Gemm::shared_bytes(cut.weight_rows());
     // Tiles of 128 begin in turn: early most took 5 % to 16 % longer, presumably because blocks then get whatever multiprocessor is free, and those
     // that share tiles no longer ask L2 for them together. The others gain 1 % to 5 %.

@@ -218,14 +218,14 @@ impl Gpu {
         while at < prompt_len {
             let count = (prompt_len - at).min(chunk);
             let last = at + count == prompt_len;
+            let logits = if last { LogitRows::From(count as u32 - 1) } else { LogitRows::None };
             if self.forward.prefill().is_some() {
-                self.enqueue_prefill(at, count)?;
+                self.enqueue_prefill(at, count, logits)?;
                 if last {
                     self.enqueue_head(at, count - 1, 1)?;
                     self.enqueue_choice(1, 0, false)?;
                 }
             } else {
-                let logits = if last { LogitRows::From(count as u32 - 1) } else { LogitRows::None };
                 self.enqueue_chunk(at, count, logits)?;
                 if last {
                     self.enqueue_choice(count as u32, count as u32 - 1, false)?;
@@ -250,11 +250,11 @@ impl Gpu {
     }
 
     /// Enqueues a pass over up to [`Prefill::capacity`] tokens of the history.
-    fn enqueue_prefill(&mut self, at: usize, count: usize) -> Result<(), Error> {
+    fn enqueue_prefill(&mut self, at: usize, count: usize, logits: LogitRows) -> Result<(), Error> {
         if let Some(prefill) = self.forward.prefill() {
             self.plan(prefill.rows(), at, count)?;
         }
-        self.forward.enqueue_prefill(at, count)
+        self.forward.enqueue_prefill(at, count, logits)
     }
 
     /// Enqueues the logits of at most [`MAX_ROWS`] rows of the prefill that began at position `at`, from its row `first` on.
@@ -536,7 +536,7 @@ impl Backend for Gpu {
             if self.forward.prefill().is_some() {
                 let first = at % chunk;
                 if first == 0 {
-                    self.enqueue_prefill(at, (tokens.len() - at).min(chunk))?;
+                    self.enqueue_prefill(at, (tokens.len() - at).min(chunk), LogitRows::From(0))?;
                 }
                 self.enqueue_head(at - first, first, count)?;
             } else {

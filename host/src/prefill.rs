@@ -6,9 +6,9 @@
 
 use cuda_std::Global;
 use cuda_std::tensor::Matrix;
-use gpu_kernels::embedding::{self, Embed};
+use gpu_kernels::embedding;
 use gpu_kernels::gemm::{self as kernels, Gemm, RowScales, TILE_ROWS};
-use gpu_kernels::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
+use gpu_kernels::kv::{HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
@@ -20,11 +20,15 @@ use model::Config;
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
+use crate::forward::LogitRows;
 use crate::gemm::{self, Epilogue};
 use crate::weights::DeviceWeights;
 
 /// Most rows of a pass: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192 tokens took 2 % longer.)
 pub const CHUNK: usize = 8192;
+
+// An attention tile is as high as one of the products', so that the rows from a tile on are tiles of both.
+const _: () = assert!(TILE_ROWS == prefill_attention::TILE_ROWS);
 
 /// Activations for a chunk of a prompt, and maps of everything that the copy engine reads.
 pub struct Prefill {
@@ -67,13 +71,11 @@ pub struct Parts<'a> {
 
 // Maps of activations, then of each layer.
 const SCALED: usize = 0;
-const SCALED_OUT: usize = 1;
-const QUERIES: usize = 2;
-const ATTENDED: usize = 3;
-const ACTIVATION: usize = 4;
-const ACTIVATION_OUT: usize = 5;
-const RESIDUAL: usize = 6;
-const ACTIVATIONS: usize = 7;
+const QUERIES: usize = 1;
+const ATTENDED: usize = 2;
+const ACTIVATION: usize = 3;
+const ACTIVATION_OUT: usize = 4;
+const ACTIVATIONS: usize = 5;
 const QKV: usize = 0;
 const OUTPUT: usize = 1;
 const GATE: usize = 2;
@@ -86,6 +88,34 @@ const LAYER: usize = 7;
 /// Rows of a pass when the cache holds `capacity` tokens: whole tiles.
 fn rows(capacity: usize) -> usize {
     capacity.min(CHUNK).next_multiple_of(TILE_ROWS as usize)
+}
+
+/// Enqueues attention of so many `tiles`, with blocks in pairs or not; of itself, in pairs where that is faster.
+///
+/// # Safety
+/// As [`Device::launch`]: addresses and maps as [`PrefillAttention`] says.
+///
+/// # Errors
+/// A refused launch.
+pub unsafe fn enqueue_attention(
+    device: &Device,
+    p: PrefillAttention,
+    tiles: u32,
+    pairs: Option<bool>,
+) -> Result<(), Error> {
+    /// With 16 tiles pairs took 3 % longer, with 64 they took 3 % less.
+    const PAIRED_TILES: u32 = 32;
+    // The emulator has no clusters.
+    let can = !device.is_emulator() && (p.q_heads / p.cache.kv_heads).is_multiple_of(2);
+    let (grid, shared) = ((p.q_heads, tiles), prefill_attention::SHARED_BYTES);
+    // SAFETY: the caller's word.
+    unsafe {
+        if can && pairs.unwrap_or(tiles >= PAIRED_TILES) {
+            device.launch_early::<prefill_attention::prefill_attention_pair>(grid, shared, p)
+        } else {
+            device.launch_early::<prefill_attention::prefill_attention>(grid, shared, p)
+        }
+    }
 }
 
 impl Prefill {
@@ -119,17 +149,12 @@ impl Prefill {
         let q: Buffer<bf16> = device.zeroed(rows * q_size)?;
         let attended: Buffer<bf16> = device.zeroed(rows * q_size)?;
         let activation: Buffer<bf16> = device.zeroed(rows * inner)?;
-
-        let residual: Buffer<f32> = device.zeroed(rows * hidden)?;
-
         let mut matrices = vec![
             gemm::rows(scaled.ptr(), rows, hidden),
-            gemm::out(scaled.ptr(), rows, hidden),
             gemm::out(q.ptr(), rows, q_size),
             gemm::rows(attended.ptr(), rows, q_size),
             gemm::rows(activation.ptr(), rows, inner),
             gemm::out(activation.ptr(), rows, inner),
-            gemm::residual(residual.ptr(), rows, hidden),
         ];
         for (i, layer) in weights.layers.iter().enumerate() {
             // A page's keys of a head are a tile of 64 tokens, its values one of 128 dimensions.
@@ -155,8 +180,8 @@ impl Prefill {
             row_tokens: device.zeroed(rows)?,
             row_positions: device.zeroed(rows)?,
             row_sequences: device.zeroed(rows)?,
-            tiles: device.zeroed(rows.div_ceil(prefill_attention::TILE_ROWS as usize) * 4)?,
-            residual,
+            tiles: device.zeroed(rows / TILE_ROWS as usize * 4)?,
+            residual: device.zeroed(rows * hidden)?,
             scaled,
             squares: device.zeroed(rows * hidden / STRIP as usize)?,
             scales: device.zeroed(rows)?,
@@ -182,7 +207,7 @@ impl Prefill {
         }
     }
 
-    /// The last pass's residual stream, scaled for the final norm, from `row` on, and that norm.
+    /// The last pass's residual stream, scaled for the final norm, from `row` on, and that norm: of rows that were to have logits.
     pub fn result(&self, config: &Config, row: usize) -> (Global<bf16>, Norm) {
         let hidden = config.hidden_size;
         assert!(row < self.capacity, "row {row} of {}", self.capacity);
@@ -192,21 +217,27 @@ impl Prefill {
         (x, Norm { squares, dim: hidden as u32, eps: config.rms_norm_eps })
     }
 
-    /// Enqueues all layers over `count` rows of sequence 0 from position `start` on, which [`rows`](Self::rows) hold by then.
+    /// Enqueues all layers over `count` rows of sequence 0 from position `start` on, which [`rows`](Self::rows) hold by then. The [result](Self::result) is there
+    /// for the rows that are to have `logits`: for the others the last layer makes keys and values, and no more.
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
     /// If there is no room for so many rows: a bug of the caller.
-    pub fn enqueue(&mut self, parts: &Parts<'_>, start: usize, count: usize) -> Result<(), Error> {
+    pub fn enqueue(&mut self, parts: &Parts<'_>, start: usize, count: usize, logits: LogitRows) -> Result<(), Error> {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
-        let tiles = prefill_attention::tiles(0, count as u32, 0, start as u32, prefill_attention::TILE_ROWS);
+        let tiles = prefill_attention::tiles(0, count as u32, 0, start as u32, TILE_ROWS);
         self.tiles.write(0, &tiles.concat())?;
-        self.enqueue_rows(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()))
+        let first_tile = match logits {
+            LogitRows::None => tiles.len(),
+            LogitRows::From(row) => (row / TILE_ROWS) as usize,
+        };
+        self.enqueue_layers(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), first_tile)
     }
 
-    /// Enqueues all layers over `count` rows of any sequences, whose keys and queries meet in `tiles` (see [`PrefillAttention::tiles`]), so many.
+    /// Enqueues all layers over `count` rows of any sequences, whose keys and queries meet in `tiles` (see [`PrefillAttention::tiles`]), so many. The
+    /// [result](Self::result) is there for all rows.
     ///
     /// # Errors
     /// A refused launch.
@@ -218,13 +249,26 @@ impl Prefill {
         parts: &Parts<'_>,
         rows: Rows,
         count: usize,
+        tiles: (Global<u32>, usize),
+    ) -> Result<(), Error> {
+        self.enqueue_layers(parts, rows, count, tiles, 0)
+    }
+
+    /// The last layer makes the result of the rows from `first_tile` on: if that is not 0, tiles are of [`TILE_ROWS`] rows each, one after another.
+    fn enqueue_layers(
+        &self,
+        parts: &Parts<'_>,
+        rows: Rows,
+        count: usize,
         (tiles, tile_count): (Global<u32>, usize),
+        first_tile: usize,
     ) -> Result<(), Error> {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
         let Parts { device, config: c, weights: w, .. } = *parts;
         let m = count as u32;
         let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
-        let (q_heads, kv_heads) = (c.num_attention_heads as u32, c.num_key_value_heads as u32);
+        let q_heads = c.num_attention_heads as u32;
+        let (q_size, heads_size) = (q_heads * HEAD_DIM, (q_heads + 2 * c.num_key_value_heads as u32) * HEAD_DIM);
         let residual = Residual {
             x: self.residual.ptr_mut(),
             scaled: self.scaled.ptr_mut(),
@@ -239,12 +283,13 @@ impl Prefill {
             weight: map(weight),
             up: Default::default(),
             out: Default::default(),
-            scales: Default::default(),
+            scales: self.scales.ptr(),
             heads: SplitHeads::default(),
-            residual: map(RESIDUAL),
-            squares: self.squares.ptr_mut(),
+            residual,
             next_norm: Default::default(),
+            first_row: 0,
             m,
+            first_feature: 0,
             n,
             k,
             band: 0,
@@ -253,22 +298,12 @@ impl Prefill {
         // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block states, with whole tiles of
         // rows; the maps describe them; both outlive the work because freeing device memory waits for it.
         unsafe {
-            let embed = Embed {
-                rows,
-                table: w.embed.ptr(),
-                residual,
-                norm: w.layers[0].input_norm.ptr(),
-                vocab: c.vocab_size as u32,
-            };
+            let embed = w.embedding(rows, residual);
             device.launch::<embedding::embed>((1, m), 0, embed)?;
             for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
                 let of_layer = |what: usize| ACTIVATIONS + i * LAYER + what;
-                let cache = Cache {
-                    pages: parts.cache.layer(i),
-                    tables: parts.tables,
-                    table_stride: parts.table_stride,
-                    kv_heads,
-                };
+                let first_tile = if i + 1 == w.layers.len() { first_tile } else { 0 };
+                let first_row = (first_tile as u32 * TILE_ROWS).min(m);
                 device.launch_early::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
                 let heads = SplitHeads {
                     rows,
@@ -278,42 +313,41 @@ impl Prefill {
                     cos: parts.cos.ptr(),
                     sin: parts.sin.ptr(),
                     q: self.q.ptr_mut(),
-                    cache,
+                    cache: parts.cache.params(i, parts.tables, parts.table_stride),
                     q_heads,
                     eps: c.rms_norm_eps,
                 };
-                let project = product(SCALED, of_layer(QKV), (q_heads + 2 * kv_heads) * HEAD_DIM, hidden);
-                gemm::enqueue(device, Epilogue::Qkv, Gemm { scales: self.scales.ptr(), heads, ..project })?;
+                let project = Gemm { heads, ..product(SCALED, of_layer(QKV), heads_size, hidden) };
+                if first_row == 0 {
+                    gemm::enqueue(device, Epilogue::Qkv, project)?;
+                } else {
+                    gemm::enqueue(device, Epilogue::Qkv, Gemm { first_feature: q_size, ..project })?;
+                    gemm::enqueue(device, Epilogue::Qkv, Gemm { first_row, n: q_size, ..project })?;
+                }
+                if first_row == m {
+                    break;
+                }
                 let attend = PrefillAttention {
-                    tiles,
+                    tiles: tiles.at(first_tile * 4),
                     q: map(QUERIES),
                     keys: map(of_layer(KEYS)),
                     values: map(of_layer(VALUES)),
-                    cache,
+                    cache: heads.cache,
                     out: self.attended.ptr_mut(),
                     q_heads,
                     scale: 1.0 / (HEAD_DIM as f32).sqrt(),
                 };
-                let grid = (q_heads, tile_count as u32);
-                device.launch_early::<prefill_attention::prefill_attention>(
-                    grid,
-                    prefill_attention::SHARED_BYTES,
-                    attend,
-                )?;
-                let output = product(ATTENDED, of_layer(OUTPUT), hidden, q_heads * HEAD_DIM);
-                let next = layer.post_attention_norm.ptr();
-                gemm::enqueue(device, Epilogue::Add, Gemm { out: map(SCALED_OUT), next_norm: next, ..output })?;
-                device.launch_early::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
-                let gate_up = Gemm {
-                    up: map(of_layer(UP)),
-                    out: map(ACTIVATION_OUT),
-                    scales: self.scales.ptr(),
-                    ..product(SCALED, of_layer(GATE), inner, hidden)
+                enqueue_attention(device, attend, (tile_count - first_tile) as u32, None)?;
+                let add = |x: usize, weight: usize, k: u32, next: &Buffer<bf16>| {
+                    let p = product(x, of_layer(weight), hidden, k);
+                    gemm::enqueue(device, Epilogue::Add, Gemm { next_norm: next.ptr(), first_row, ..p })
                 };
+                add(ATTENDED, OUTPUT, q_size, &layer.post_attention_norm)?;
+                device.launch_early::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
+                let (up, out) = (map(of_layer(UP)), map(ACTIVATION_OUT));
+                let gate_up = Gemm { up, out, first_row, ..product(SCALED, of_layer(GATE), inner, hidden) };
                 gemm::enqueue(device, Epilogue::SwiGlu, gate_up)?;
-                let down = product(ACTIVATION, of_layer(DOWN), hidden, inner);
-                let next = next_norm.ptr();
-                gemm::enqueue(device, Epilogue::Add, Gemm { out: map(SCALED_OUT), next_norm: next, ..down })?;
+                add(ACTIVATION, DOWN, inner, next_norm)?;
             }
         }
         Ok(())

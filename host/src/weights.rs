@@ -2,6 +2,9 @@
 
 use std::ops::ControlFlow;
 
+use gpu_kernels::embedding::Embed;
+use gpu_kernels::norm::Residual;
+use gpu_kernels::step::Rows;
 use half::bf16;
 use model::{Checkpoint, Config, Dtype, Tensor};
 
@@ -124,6 +127,12 @@ impl DeviceWeights {
     /// The norm that comes after each layer: the next layer's first, and the final one.
     pub fn next_norms(&self) -> impl Iterator<Item = &Buffer<bf16>> {
         self.layers.iter().skip(1).map(|layer| &layer.input_norm).chain([&self.norm])
+    }
+
+    /// The embedding of `rows` as a `residual` stream, prepared for the first layer.
+    pub fn embedding(&self, rows: Rows, residual: Residual) -> Embed {
+        let vocab = self.embed.len() / residual.dim as usize;
+        Embed { rows, table: self.embed.ptr(), residual, norm: self.layers[0].input_norm.ptr(), vocab: vocab as u32 }
     }
 }
 

@@ -208,13 +208,35 @@ pub fn prefilled(
     tokens: &[u32],
     piece: usize,
 ) -> Vec<f32> {
+    prefilled_in_pieces(device, checkpoint, tokens, piece, 0)
+}
+
+/// The logits of the last token alone, the only ones that the pieces are asked for.
+///
+/// # Panics
+/// As [`prefilled`].
+pub fn prefilled_to_the_end(
+    device: &host::device::Device,
+    checkpoint: &model::Checkpoint,
+    tokens: &[u32],
+    piece: usize,
+) -> Vec<f32> {
+    prefilled_in_pieces(device, checkpoint, tokens, piece, tokens.len() - 1)
+}
+
+/// The logits of the tokens from `wanted` on.
+fn prefilled_in_pieces(
+    device: &host::device::Device,
+    checkpoint: &model::Checkpoint,
+    tokens: &[u32],
+    piece: usize,
+    wanted: usize,
+) -> Vec<f32> {
     use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
-    use host::forward::Forward;
+    use host::forward::{Forward, LogitRows};
 
     let run = || -> Result<Vec<f32>, host::Error> {
-        let weights =
-            host::weights::DeviceWeights::upload(checkpoint, device, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
-        let mut forward = Forward::new(device, &checkpoint.config, weights, tokens.len())?;
+        let mut forward = Forward::new(device, &checkpoint.config, uploaded(device, checkpoint), tokens.len())?;
         forward.lay_out_prefill()?;
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let history = device.upload(&history)?;
@@ -226,16 +248,18 @@ pub fn prefilled(
             unsafe { device.launch::<step::plan_prompt>(1, 0, plan) }
         };
         let vocab = checkpoint.config.vocab_size;
-        let mut logits = vec![0.0; tokens.len() * vocab];
-        for (i, out) in logits.chunks_mut(piece * vocab).enumerate() {
-            let (at, count) = (i * piece, out.len() / vocab);
-            plan(forward.prefill().expect("the device has no pass for prompts").rows(), at, count)?;
-            forward.enqueue_prefill(at, count)?;
-            for first in (0..count).step_by(64) {
-                let rows = (count - first).min(64);
-                plan(forward.rows(), at + first, rows)?;
-                forward.enqueue_head(first, rows as u32)?;
-                forward.logits().read(0, &mut out[first * vocab..][..rows * vocab])?;
+        let mut logits = vec![0.0; (tokens.len() - wanted) * vocab];
+        for at in (0..tokens.len()).step_by(piece) {
+            let end = tokens.len().min(at + piece);
+            plan(forward.prefill().expect("the device has no pass for prompts").rows(), at, end - at)?;
+            let from = wanted.max(at);
+            let rows = if from < end { LogitRows::From((from - at) as u32) } else { LogitRows::None };
+            forward.enqueue_prefill(at, end - at, rows)?;
+            for first in (from..end).step_by(64) {
+                let rows = (end - first).min(64);
+                plan(forward.rows(), first, rows)?;
+                forward.enqueue_head(first - at, rows as u32)?;
+                forward.logits().read(0, &mut logits[(first - wanted) * vocab..][..rows * vocab])?;
             }
         }
         Ok(logits)

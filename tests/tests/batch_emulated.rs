@@ -227,7 +227,7 @@ fn prompts_run_as_prompts_and_answers_as_answers() {
         };
         let mut logits = [vec![0.0; checkpoint.config.vocab_size], vec![0.0; checkpoint.config.vocab_size]];
         plan(forward.prefill().expect("laid out").rows(), 0, prompt.len())?;
-        forward.enqueue_prefill(0, prompt.len())?;
+        forward.enqueue_prefill(0, prompt.len(), LogitRows::From(prompt.len() as u32 - 1))?;
         plan(forward.rows(), prompt.len() - 1, 1)?;
         forward.enqueue_head(prompt.len() - 1, 1)?;
         forward.logits().read(0, &mut logits[0])?;

@@ -4,7 +4,8 @@
 use host::draft::script;
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
-    answer, engine, golden_cases, greedy, prefilled, relative_error, run, streamed_launched_and_wide, uploaded,
+    answer, engine, golden_cases, greedy, prefilled, prefilled_to_the_end, relative_error, run,
+    streamed_launched_and_wide, uploaded,
 };
 use model::{Checkpoint, Config, Sampling};
 
@@ -93,6 +94,21 @@ fn the_pass_for_prompts_matches_transformers_in_any_pieces() {
         println!("{}: {error:.1e}", case.name);
         assert!(error < TOLERANCE, "{}: {error:.1e}", case.name);
         assert_eq!(prefilled(&device, &checkpoint, &case.prompt, 5), whole, "{}", case.name);
+    }
+}
+
+/// Over several tiles of rows, of which the last layer finishes the last alone; or none of a piece.
+#[test]
+fn the_end_of_a_prompt_is_the_same_bits_when_nothing_else_is_asked_for() {
+    let case = golden_cases().remove(0);
+    let checkpoint = Checkpoint::open(&case.dir).unwrap();
+    let device = host::device::Device::emulator(6);
+    let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(300).collect();
+    let vocab = checkpoint.config.vocab_size;
+    let all = prefilled(&device, &checkpoint, &tokens, tokens.len());
+    for piece in [300, 200, 140] {
+        let end = prefilled_to_the_end(&device, &checkpoint, &tokens, piece);
+        assert_eq!(end, all[299 * vocab..], "pieces of {piece}");
     }
 }
 

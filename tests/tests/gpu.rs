@@ -13,7 +13,7 @@ use integration_tests::batch::{Happened, Priced, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
     answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, golden_cases, greedy, prefilled,
-    relative_error, run, streamed_launched_and_wide, uploaded,
+    prefilled_to_the_end, relative_error, run, streamed_launched_and_wide, uploaded,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
@@ -214,6 +214,12 @@ fn a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces() -> Result<(), Failed
     for piece in [1024, 640, 77] {
         if prefilled(&device, &checkpoint, &tokens, piece) != whole {
             return Err(format!("differs in pieces of {piece}").into());
+        }
+    }
+    let end = &whole[whole.len() - checkpoint.config.vocab_size..];
+    for piece in [2500, 1024, 77] {
+        if prefilled_to_the_end(&device, &checkpoint, &tokens, piece) != end {
+            return Err(format!("the end alone differs in pieces of {piece}").into());
         }
     }
     Ok(())

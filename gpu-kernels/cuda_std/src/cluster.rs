@@ -12,11 +12,20 @@ pub fn rank() -> u32 {
     target::cluster_rank()
 }
 
-/// Waits until every lane of the cluster is here, or has ended (`barrier.cluster`).
+/// Waits until every lane of the cluster is here, or has ended (`barrier.cluster`). What lanes did to memory before, arrivals at barriers of other blocks
+/// among it, is done then: the assembler puts a fence of the whole device before it.
 #[inline(always)]
 #[track_caller]
 pub fn sync() {
     target::cluster_sync();
+}
+
+/// As [`sync`], but of what was done before only barriers that were made and fenced ([`bulk::fence_init`](crate::bulk::fence_init)) are sure to be seen: without the
+/// fence of the device (`barrier.cluster.arrive.relaxed`).
+#[inline(always)]
+#[track_caller]
+pub fn sync_made() {
+    target::cluster_sync_made();
 }
 
 /// An mbarrier of some block of the cluster.

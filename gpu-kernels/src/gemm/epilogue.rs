@@ -1,18 +1,18 @@
 //! What becomes of a tile's sums.
 
 use cuda_std::bulk;
-use cuda_std::cluster::PeerBarrier;
 use cuda_std::shared::Shared;
 use cuda_std::tensor::{self, swizzled};
 use cuda_std::{Global, bf16, math, mma, thread, warp, wgmma};
 
-use super::{BOX, BOX_BYTES, GROUP, Gemm, Ring};
+use super::{BOX, BOX_BYTES, GROUP, Gemm};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
-use crate::linear::STRIP;
 
 /// One warpgroup's half of a tile: where it is, and what a lane of it needs to place its sums.
 pub struct Half {
-    /// First row and first column of this tile's.
+    /// First row of the tile.
+    pub tile_row: u32,
+    /// First row and first column of this half.
     pub row: u32,
     pub column: u32,
     /// Which of the two boxes comes next.
@@ -23,10 +23,6 @@ pub struct Half {
     pub staging: Shared<u8>,
     /// Whether this lane issues the stores.
     pub elected: bool,
-    /// The `empty` barriers of the ring in each block of the cluster.
-    pub free: [PeerBarrier; 2],
-    /// The slot that the newest store reads from, if any.
-    pub stored: Option<u32>,
 }
 
 impl Half {
@@ -34,23 +30,6 @@ impl Half {
     #[inline(always)]
     fn lane_row(&self) -> u32 {
         self.row + thread::warp_id() % 4 * 16 + thread::lane_id() / 4
-    }
-
-    /// Gives back the slot that the newest store reads from, once it was read.
-    #[inline(always)]
-    pub unsafe fn release(&mut self) {
-        if self.elected {
-            bulk::wait_read::<0>();
-            if let Some(slot) = self.stored {
-                unsafe {
-                    self.free[0].at(slot).arrive();
-                    if self.free[1] != self.free[0] {
-                        self.free[1].at(slot).arrive();
-                    }
-                }
-            }
-        }
-        self.stored = None;
     }
 
     fn place(&self) -> Shared<u8> {
@@ -70,19 +49,20 @@ impl Half {
     #[inline(always)]
     unsafe fn end_box(&mut self) {
         bulk::fence_proxy_async();
-        // By now the copy engine has read the box before, or soon.
-        unsafe { self.release() };
+        if self.elected {
+            // By now the copy engine has read it, or soon.
+            bulk::wait_read::<0>();
+        }
         thread::sync_named(self.barrier, GROUP);
     }
 
-    /// Closes the box's stores.
+    /// Closes the box's store.
     #[inline(always)]
-    fn stored(&mut self, slot: Option<u32>) {
+    fn stored(&mut self) {
         if self.elected {
             bulk::commit();
         }
         self.turn ^= 1;
-        self.stored = slot;
     }
 }
 
@@ -90,16 +70,14 @@ impl Half {
 pub trait Epilogue {
     /// Whether half of a tile's features are gates, and half their ups.
     const GATED: bool;
-    /// Whether the residual stream follows a tile's slots in the ring.
-    const ADDS: bool = false;
     /// What [`ahead`](Self::ahead) loads.
     type Ahead: Copy;
 
-    /// Loads what [`finish`](Self::finish) wants from memory, while the last products run.
-    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> Self::Ahead;
+    /// Loads what [`finish`](Self::finish) wants first, before the products; anything for a tile that is not `inside`.
+    unsafe fn ahead(p: &Gemm, half: &Half, inside: bool) -> Self::Ahead;
 
     /// All `N` columns of the half.
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring, ahead: &Self::Ahead);
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ahead: Self::Ahead);
 }
 
 /// Output features of a tile of `n` weight rows.
@@ -127,6 +105,10 @@ macro_rules! sums {
         ]
     };
 }
+
+mod add;
+
+pub use add::Add;
 
 /// The lane and its warp in the warpgroup, so that what depends on them is computed where it is used: kept over the whole tile it would take registers
 /// that there are not.
@@ -322,7 +304,7 @@ impl Epilogue for Qkv {
     type Ahead = HeadsAhead;
 
     #[inline(always)]
-    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> HeadsAhead {
+    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool) -> HeadsAhead {
         unsafe {
             let row = half.lane_row();
             // Rows beyond m are made as the last one, and not stored.
@@ -335,7 +317,7 @@ impl Epilogue for Qkv {
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring, ahead: &HeadsAhead) {
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ahead: HeadsAhead) {
         unsafe {
             let (q_heads, kv_heads) = (p.heads.q_heads, p.heads.cache.kv_heads);
             let first = half.column / HEAD_DIM;
@@ -414,12 +396,12 @@ impl Epilogue for SwiGlu {
     type Ahead = [f32; 2];
 
     #[inline(always)]
-    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> [f32; 2] {
+    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool) -> [f32; 2] {
         unsafe { scales(p, half.lane_row()) }
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, _ring: &mut Ring, scales: &[f32; 2]) {
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, scales: [f32; 2]) {
         unsafe {
             // Of one row of the lane, two features: their gates stand in the lower half of the accumulators, their ups in the upper.
             let gated = |gate: [[f32; 2]; 2], up: [[f32; 2]; 2], row: usize| {
@@ -446,140 +428,9 @@ impl Epilogue for SwiGlu {
                     if half.elected {
                         tensor::store(p.out, [half.column + B as u32 * BOX, half.row], half.place());
                     }
-                    half.stored(None);
+                    half.stored();
                 }
             });
         }
     }
-}
-
-/// The residual stream.
-pub struct Add;
-
-impl Epilogue for Add {
-    const GATED: bool = false;
-    const ADDS: bool = true;
-    /// The norm's weights of the lane's columns, two to a word.
-    type Ahead = [u32; 32];
-
-    #[inline(always)]
-    unsafe fn ahead<const N: usize>(p: &Gemm, half: &Half) -> [u32; 32] {
-        unsafe {
-            let mut words = [0; 32];
-            let norm = p.next_norm.at((half.column + thread::lane_id() % 4 * 2) as usize).cast::<u32>();
-            unroll!(B < 4; {
-                if B * 64 < N && half.column + B as u32 * BOX < p.n {
-                    unroll!(J < 8; {
-                        words[B * 8 + J] = norm.load(B * 32 + J * 4);
-                    });
-                }
-            });
-            words
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ring: &mut Ring, norm: &[u32; 32]) {
-        unsafe {
-            let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
-            let (pair, line) = (lane % 4, lane / 4);
-            // Of each box, for the two rows: each lane of a row has one of the four strips.
-            let mut squares = [[0f32; 2]; 4];
-            let inside = half.row < p.m;
-            // Odd rows take groups of eight columns in another order: else two rows of four would want the same banks.
-            let odd = line % 2 == 1;
-            let place = swizzled((warp * 16 + line) * BOX * 2 + pair * 8) ^ if odd { 64 } else { 0 };
-            unroll!(B < 4; {
-                let column = half.column + B as u32 * BOX;
-                if B * 64 < N && column < p.n {
-                    ring.full(ring.slot).wait(ring.parity);
-                    // Two boxes of 32 features in f32 for each warpgroup. Of group `J` of eight columns the lane's pair in its row `R`:
-                    let boxes: Shared<u8> = ring.slot().at((half.barrier - 1) as usize * 2 * BOX_BYTES as usize);
-                    macro_rules! at {
-                        ($j:expr, $r:expr) => {
-                            boxes
-                                .at((place ^ ($j % 4 * 32) as u32) as usize)
-                                .at($j / 4 * BOX_BYTES as usize + $r * 8 * BOX as usize * 2)
-                                .cast::<[f32; 2]>()
-                        };
-                    }
-                    let mut x = [[[0f32; 2]; 2]; 8];
-                    unroll!(J < 8; {
-                        unroll!(R < 2; {
-                            x[J][R] = at!(J, R).load(0);
-                        });
-                    });
-                    exchange(&mut x, odd);
-                    // Of each strip, for the two rows.
-                    let mut sums = [[0f32; 2]; 4];
-                    unroll!(Q < 4; {
-                        let mut words = [0; 4];
-                        unroll!(H < 2; {
-                            const J: usize = Q * 2 + H;
-                            let s = sums!(B * 32 + J * 4);
-                            let w = math::unpack_bf16(norm[B * 8 + J]);
-                            unroll!(R < 2; {
-                                let new = [x[J][R][0] + s[R][0], x[J][R][1] + s[R][1]];
-                                sums[Q][R] = math::fma(new[0], new[0], math::fma(new[1], new[1], sums[Q][R]));
-                                words[H * 2 + R] = math::pack_bf16(new[0] * w[0], new[1] * w[1]);
-                                x[J][R] = new;
-                            });
-                        });
-                        half.put(Q, words);
-                    });
-                    exchange(&mut x, odd);
-                    unroll!(J < 8; {
-                        unroll!(R < 2; {
-                            at!(J, R).store(0, x[J][R]);
-                        });
-                    });
-                    unroll!(R < 2; {
-                        squares[B][R] = sum_of_strip(sums.map(|s| s[R]), pair);
-                    });
-                    half.end_box();
-                    if half.elected && inside {
-                        tensor::store(p.residual, [2 * column, half.row], boxes);
-                        tensor::store(p.residual, [2 * column + BOX, half.row], boxes.at(BOX_BYTES as usize));
-                        tensor::store(p.out, [column, half.row], half.place());
-                    }
-                    half.stored(Some(ring.slot));
-                    ring.advance();
-                }
-            });
-            // Not before: the fence of a box would wait for them.
-            let strips = (p.n / STRIP) as usize;
-            let to = p.squares.at(half.lane_row() as usize * strips + (half.column / STRIP + pair) as usize);
-            unroll!(B < 4; {
-                if inside && B * 64 < N && half.column + B as u32 * BOX < p.n {
-                    to.store(B * 4, squares[B][0]);
-                    to.store(B * 4 + 8 * strips, squares[B][1]);
-                }
-            });
-        }
-    }
-}
-
-/// Between groups of columns in their order and in the order in which odd rows take them: those two apart change places.
-#[inline(always)]
-fn exchange(x: &mut [[[f32; 2]; 2]; 8], odd: bool) {
-    unroll!(I < 4; {
-        const J: usize = I / 2 * 4 + I % 2;
-        unroll!(R < 2; {
-            unroll!(C < 2; {
-                let (a, b) = (x[J][R][C], x[J + 2][R][C]);
-                (x[J][R][C], x[J + 2][R][C]) = if odd { (b, a) } else { (a, b) };
-            });
-        });
-    });
-}
-
-/// Of four numbers in each of the four lanes of a row, the sum over the lanes of number `pair`.
-#[inline(always)]
-fn sum_of_strip(v: [f32; 4], pair: u32) -> f32 {
-    // By bits, so that no branch comes of it.
-    let (low, high) = (0u32.wrapping_sub(pair % 2), 0u32.wrapping_sub(pair / 2));
-    let pick = |mask: u32, a: f32, b: f32| f32::from_bits(a.to_bits() & !mask | b.to_bits() & mask);
-    let first = pick(low, v[0], v[1]) + warp::shuffle_xor(pick(low, v[1], v[0]), 1);
-    let second = pick(low, v[2], v[3]) + warp::shuffle_xor(pick(low, v[3], v[2]), 1);
-    pick(high, first, second) + warp::shuffle_xor(pick(high, second, first), 2)
 }

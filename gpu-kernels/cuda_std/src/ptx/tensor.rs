@@ -6,6 +6,8 @@ use core::arch::asm;
 unsafe extern "unadjusted" {
     #[link_name = "llvm.nvvm.barrier.cluster.arrive"]
     fn cluster_arrive();
+    #[link_name = "llvm.nvvm.barrier.cluster.arrive.relaxed"]
+    fn cluster_arrive_relaxed();
     #[link_name = "llvm.nvvm.barrier.cluster.wait"]
     fn cluster_wait();
 }
@@ -71,6 +73,15 @@ pub fn cluster_sync() {
     // SAFETY: a barrier touches no memory.
     unsafe {
         cluster_arrive();
+        cluster_wait();
+    }
+}
+
+#[inline(always)]
+pub fn cluster_sync_made() {
+    // SAFETY: as above.
+    unsafe {
+        cluster_arrive_relaxed();
         cluster_wait();
     }
 }

@@ -276,7 +276,7 @@ pub unsafe fn warpgroup(p: Io) {
             barrier.init(1);
             bulk::fence_init();
         }
-        cluster::sync();
+        cluster::sync_made();
         if lane < 32 && warp::elect() {
             tensor::acquire(maps);
             tensor::acquire(maps.at(1));
@@ -321,5 +321,6 @@ pub unsafe fn warpgroup(p: Io) {
             bulk::commit();
             bulk::wait::<0>();
         }
+        cluster::sync();
     }
 }
