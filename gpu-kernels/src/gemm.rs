@@ -106,12 +106,12 @@ pub struct Gemm {
 impl Gemm {
     /// The ring for tiles of `n` features.
     const fn ring(n: u32) -> Shape {
-        Shape { stages: if n == 256 { 4 } else { 6 }, bytes: X_BYTES + n * DEPTH * 2 }
+        Shape { start: 0, stages: if n == 256 { 4 } else { 6 }, bytes: X_BYTES + n * DEPTH * 2 }
     }
 
     /// Where the boxes begin, with tiles of `n` features.
     const fn boxes(n: u32) -> u32 {
-        Self::ring(n).shared_bytes().next_multiple_of(BOX_ALIGNMENT)
+        Self::ring(n).end().next_multiple_of(BOX_ALIGNMENT)
     }
 
     /// Dynamic shared memory of a block with tiles of `n` features: the ring, two boxes of output for each warpgroup.
@@ -304,7 +304,7 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
         launches::allow_next();
         if thread::thread_idx_x() == 0 {
             // Two warpgroups of each block free a slot.
-            Ring::init(Gemm::ring(N), 1, 2 * CLUSTER);
+            Ring::init(Gemm::ring(N), 2 * CLUSTER);
             bulk::fence_init();
         }
         let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
