@@ -2,10 +2,11 @@
 
 use core::ops::Range;
 
+use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::{Global, shared, thread};
 
-use super::{BARRIERS, CHUNK_BYTES, Matrix, STAGES, StreamStep, Walk};
+use super::{BARRIERS, CHUNK_BYTES, Matrix, PROGRESS, STAGES, StreamStep, UNITS, Walk};
 use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::PAGE_TOKENS;
 
@@ -74,6 +75,8 @@ unsafe fn wait(barrier: Barrier, parity: u32) {
 pub struct Units {
     /// Query heads of a key-value head.
     pub group: Divisor,
+    /// Rows of a tile.
+    pub tile_rows: u32,
     /// Splits of the context.
     splits: u32,
     /// Tiles of a split.
@@ -96,7 +99,7 @@ pub struct Share {
 }
 
 impl Units {
-    /// Those of this block when the step has `count` rows and the context ends with position `last`.
+    /// Those of this block when the step has `count` rows and the context ends with position `last`: the same in every layer.
     #[inline(always)]
     pub fn new(p: &StreamStep, count: u32, last: u32) -> Self {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
@@ -105,9 +108,42 @@ impl Units {
         let group = Divisor::new(p.q_heads / p.kv_heads);
         // SAFETY: the launcher takes no other groups.
         unsafe { core::hint::assert_unchecked(group.value <= PAIRS) };
-        let (splits, tiles) = (last / SPLIT + 1, Attend::tiles(count, group.value));
+        let splits = last / SPLIT + 1;
+        let (mut tile_rows, mut tiles) = (group.divide(PAIRS).0, Attend::tiles(count, group.value));
+        // A pair never meets another: tiles are smaller where that keeps more blocks busy.
+        while tile_rows > 1 {
+            let half = tile_rows / 2;
+            let more = count.div_ceil(half);
+            if p.kv_heads * splits * more > grid {
+                break;
+            }
+            (tile_rows, tiles) = (half, more);
+        }
         let all = p.kv_heads * splits * tiles;
-        Self { group, splits, tiles, next: block * all / grid, end: (block + 1) * all / grid, last }
+        Self { group, tile_rows, splits, tiles, next: block * all / grid, end: (block + 1) * all / grid, last }
+    }
+
+    /// Leaves them where [`load`](Self::load) finds them.
+    #[inline(always)]
+    pub unsafe fn store(&self) {
+        let place = unsafe { shared::dynamic::<[u32; 2]>(UNITS) };
+        unsafe {
+            place.cast::<Divisor>().store(0, self.group);
+            place.store(1, [self.tile_rows, self.splits]);
+            place.store(2, [self.tiles, self.next]);
+            place.store(3, [self.end, self.last]);
+        }
+    }
+
+    /// Those that were left, for another layer.
+    #[inline(always)]
+    pub unsafe fn load() -> Self {
+        let place = unsafe { shared::dynamic::<[u32; 2]>(UNITS) };
+        unsafe {
+            let group = place.cast::<Divisor>().load(0);
+            let ([tile_rows, splits], [tiles, next], [end, last]) = (place.load(1), place.load(2), place.load(3));
+            Self { group, tile_rows, splits, tiles, next, end, last }
+        }
     }
 
     /// Whether none are left.
@@ -134,40 +170,86 @@ impl Units {
 }
 
 /// Copies under way at a time. The copy engine serves them side by side: with as many as the ring has stages, the last chunk before a boundary would
-/// arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge. On an H100 two are best where
-/// boundaries are near, and three through the long matrices.
-const UNDER_WAY: u32 = 2;
-const UNDER_WAY_LONG: u32 = 3;
+/// arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge. On an H100, where chunks come from the
+/// second-level cache after a pause, three are best; otherwise two where boundaries are near, and three through the long matrices.
+const fn under_way(prefetched: bool, long: bool) -> u32 {
+    if prefetched || long { 3 } else { 2 }
+}
+/// Chunks beyond the ring that a block has brought to the second-level cache while the ring is full: with those of all blocks, half of an H100's.
+const DISTANCE: u32 = 12;
+/// Nanoseconds between two of them, somewhat less than memory takes for a chunk of every block: requests that come faster delay the blocks that are behind.
+const PACE: u32 = 600;
 
-/// Waits for room and starts the next chunk's copy.
+/// Waits for room and starts the copy of chunk `n`.
 #[inline(always)]
-unsafe fn fill(ring: &mut Ring, from: Global<u8>, under_way: u32) {
+unsafe fn fill<const AHEAD: bool>(ring: &mut Ring, n: u32, from: Global<u8>, long: bool) {
     unsafe {
         // The producer's parity is that of the turn before; a fresh barrier has that turn behind it.
-        let earlier = ring.ahead(STAGES - under_way);
+        let earlier = ring.ahead(STAGES - under_way(AHEAD, long));
         wait(earlier.full(), earlier.parity);
+        let progress = shared::dynamic::<u32>(PROGRESS);
+        if AHEAD {
+            atomic::store(progress, 0, n << 1 | 1, Ordering::Relaxed, Scope::Block);
+        }
         wait(ring.empty(), ring.parity);
         ring.full().arrive_expect_tx(CHUNK_BYTES);
         bulk::copy_to_shared(shared::dynamic(ring.offset()), from, CHUNK_BYTES, ring.full());
         *ring = ring.ahead(1);
+        if AHEAD {
+            atomic::store(progress, 0, (n + 1) << 1, Ordering::Relaxed, Scope::Block);
+        }
     }
 }
 
-/// The producer: one lane walks every pass, and before the output projection the block's share of the cache.
+/// Has chunk `n` brought to the second-level cache, when the ring is full, or lets it be, when its copy has started.
 #[inline(always)]
-pub unsafe fn produce(p: &StreamStep, count: u32, last: u32) {
+unsafe fn prefetch(n: u32, from: Global<u8>) {
+    unsafe {
+        let mut polls = 0;
+        loop {
+            let progress = atomic::load(shared::dynamic::<u32>(PROGRESS), 0, Ordering::Relaxed, Scope::Block);
+            let (started, is_full) = (progress >> 1, progress & 1 == 1);
+            if n < started {
+                return;
+            }
+            if is_full && n - started < DISTANCE {
+                bulk::prefetch(from, CHUNK_BYTES);
+                thread::nanosleep(PACE);
+                return;
+            }
+            thread::nanosleep(100);
+            polls = thread::fresh(polls) + 1;
+            if polls == PATIENCE {
+                thread::trap();
+            }
+        }
+    }
+}
+
+/// The producer: one lane copies every chunk into the ring. With `AHEAD` there is another lane beside it, which `is_ahead`: while the ring is full, it has the
+/// chunks to come brought to the second-level cache, so that memory does not pause when consumers do.
+#[inline(always)]
+pub unsafe fn produce<const AHEAD: bool>(p: &StreamStep, is_ahead: bool) {
     unsafe {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         let mut walk = Walk::new(grid);
         // The first turn finds every stage empty.
-        let mut ring = Ring { stage: 0, parity: 1 };
+        let (mut ring, mut n) = (Ring { stage: 0, parity: 1 }, 0);
+        let mut next = |from: Global<u8>, long: bool| {
+            if AHEAD && is_ahead {
+                prefetch(n, from);
+            } else {
+                fill::<AHEAD>(&mut ring, n, from, long);
+            }
+            n += 1;
+        };
         let mut index = 0;
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache(p, &mut ring, index / 4, Units::new(p, count, last));
+                produce_cache(p, index / 4, Units::load(), &mut next);
             }
-            let under_way = if matches!(matrix, Matrix::GateUp | Matrix::Head) { UNDER_WAY_LONG } else { UNDER_WAY };
+            let long = matches!(matrix, Matrix::GateUp | Matrix::Head);
             let (mut left, k) = p.shape(matrix);
             while left > 0 {
                 let pass = walk.pass(left, k);
@@ -179,7 +261,7 @@ pub unsafe fn produce(p: &StreamStep, count: u32, last: u32) {
                     let mut i = 0;
                     while i < mine {
                         let chunk = pass.chunk(q, i, place, grid) * u64::from(CHUNK_BYTES);
-                        fill(&mut ring, p.stream.cast().at(chunk as usize), under_way);
+                        next(p.stream.cast().at(chunk as usize), long);
                         i += 1;
                     }
                     q += 1;
@@ -192,7 +274,7 @@ pub unsafe fn produce(p: &StreamStep, count: u32, last: u32) {
 
 /// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not there yet: consumers put it in.
 #[inline(always)]
-unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: Units) {
+unsafe fn produce_cache(p: &StreamStep, layer: u32, mut units: Units, next: &mut impl FnMut(Global<u8>, bool)) {
     unsafe {
         let cache = p.cache(layer);
         let sequence = p.rows.sequences.load(0);
@@ -205,7 +287,7 @@ unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: 
                 } else {
                     cache.value(sequence, position, kv_head)
                 };
-                fill(ring, from.read().cast(), UNDER_WAY);
+                next(from.read().cast(), false);
                 i += 1;
             }
         }
