@@ -33,7 +33,7 @@ mod ring;
 
 use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, wgmma};
 
-use crate::attention::{Attend, Divisor};
+use crate::attention::Attend;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::{SLICE, STRIP};
 use crate::norm::Residual;
@@ -64,19 +64,8 @@ const FACTORS: u32 = BARRIERS + 2 * STAGES * 8;
 const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
 /// How many arrivals the last meeting of the grid took, those before it included.
 const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
-/// How many copies the producer has started, doubled, and whether it waits for room to start the next.
-const PROGRESS: u32 = ARRIVALS + 4;
-/// The rows, as a divisor.
-const ROWS: u32 = PROGRESS + 4;
-/// The last row's position.
-const LAST: u32 = ROWS + 8;
 /// What falls to the block in attention.
-const UNITS: u32 = LAST + 8;
-/// What all lanes were launched with, dealt anew: registers of a lane of the consumers, and of the other warps.
-type Registers = [u32; 2];
-/// For up to 8 rows, whose consumers leave enough for a lane that [prefetches](ring::produce); and for up to 16.
-const FEW_ROWS: Registers = [232, 40];
-const MORE_ROWS: Registers = [240, 24];
+const UNITS: u32 = ARRIVALS + 8;
 
 /// How a matrix's strips fall to blocks and memory: walked alike by the producer, the consumers and [`lay_out`]'s caller.
 #[derive(Clone, Copy, Debug)]
@@ -430,38 +419,21 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
             }
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
-            shared::dynamic::<u32>(PROGRESS).store(0, 0);
+            Units::new(p, count).store();
         }
         if thread < MAX_DECODE_ROWS {
             shared::dynamic::<u64>(BEST).store(thread as usize, 0);
         }
-        let last = p.rows.positions.load((count - 1) as usize);
-        if thread == 0 {
-            shared::dynamic(LAST).store(0, last);
-            shared::dynamic(ROWS).store(0, Divisor::new(count));
-            Units::new(p, count, last).store();
-        }
         thread::sync_threads();
+        let last = p.rows.positions.load((count - 1) as usize);
         // The registers of the other three warps of the producer's group are of more use to consumers.
         if thread::warp_id() < WARPS {
-            if TILES == 1 {
-                wgmma::take_registers::<{ FEW_ROWS[0] }>();
-            } else {
-                wgmma::take_registers::<{ MORE_ROWS[0] }>();
-            }
-            Consumer::new(p).run::<TILES, GROUP>();
+            wgmma::take_registers::<240>();
+            Consumer::new(p, count, last).run::<TILES, GROUP>();
         } else {
-            let warp_id = thread::warp_id();
-            if TILES == 1 {
-                wgmma::give_registers::<{ FEW_ROWS[1] }>();
-                if warp_id < WARPS + 2 && thread::lane_id() == 0 {
-                    produce::<true>(p, warp_id > WARPS);
-                }
-            } else {
-                wgmma::give_registers::<{ MORE_ROWS[1] }>();
-                if warp_id == WARPS && thread::lane_id() == 0 {
-                    produce::<false>(p, false);
-                }
+            wgmma::give_registers::<24>();
+            if thread::thread_idx_x() == WARPS * 32 {
+                produce(p);
             }
         }
     }
@@ -481,11 +453,6 @@ pub unsafe fn stream_16(p: StreamStep) {
 
 // What a block of an H100 may have, and that a batch of partial sums fits: `[strip][warp][row][feature]`.
 const _: () = assert!(SHARED_BYTES <= 232_448 && consumer::PARTIAL_BYTES <= SCRATCH_BYTES);
-// More than a block has, and taking would wait for ever: 168 is what the assembler may give each of so many lanes.
-const fn fit([consumers, others]: Registers) -> bool {
-    WARPS * consumers + (THREADS / 32 - WARPS) * others <= THREADS / 32 * 168
-}
-const _: () = assert!(fit(FEW_ROWS) && fit(MORE_ROWS));
 /// Slices of 16 × 64 bf16, one for each warp.
 const _: () = assert!(SLICE * STRIP * 2 * WARPS == CHUNK_BYTES);
 /// A page's keys, or values, of one head.

@@ -120,17 +120,6 @@ pub unsafe fn copy_to_shared(destination: Shared<u8>, source: Global<u8>, bytes:
     unsafe { target::bulk_to_shared(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
 }
 
-/// Asks for memory to be brought to the second-level cache, for a copy to come (`cp.async.bulk.prefetch.L2.global`). One lane issues it.
-///
-/// # Safety
-/// The address and `bytes` are multiples of 16, in live memory.
-#[inline(always)]
-#[track_caller]
-pub unsafe fn prefetch(source: Global<u8>, bytes: u32) {
-    // SAFETY: the caller's.
-    unsafe { target::bulk_prefetch(source.addr(), bytes) }
-}
-
 /// Starts a copy that belongs to the lane's open group (`cp.async.bulk.global.shared::cta.bulk_group`).
 ///
 /// # Safety

@@ -72,12 +72,12 @@ impl Consumer<'_> {
                 self.share::<VECTORS>(&attend, layer, dealt, &share, &mut prepared);
             }
             self.mark(Mark::Attended);
-            if self.last() >= SPLIT {
+            if self.last >= SPLIT {
                 self.meet();
                 core::hint::assert_unchecked(p.q_heads > 0);
                 let lane = (thread::lane_id(), thread::warp_id());
                 let mut item = thread::block_idx_x();
-                while item < self.count() * p.q_heads {
+                while item < self.count * p.q_heads {
                     let row = item / p.q_heads;
                     combine_head(&attend, row, item % p.q_heads, self.first_position() + row, lane, SCRATCH);
                     item += thread::grid_dim_x();
@@ -118,7 +118,7 @@ impl Consumer<'_> {
                     };
                     // Of this step's keys those of this split, up to where the tiles' rows end.
                     let own = if tile == tiles.start {
-                        let end = (split * SPLIT + SPLIT).min(self.last() + 1).saturating_sub(first_position);
+                        let end = (split * SPLIT + SPLIT).min(self.last + 1).saturating_sub(first_position);
                         let start = (split * SPLIT).max(first_position) - first_position;
                         start..end.min(tiles.end * tile_rows).max(start)
                     } else {
@@ -134,7 +134,7 @@ impl Consumer<'_> {
                     }
                 }
                 let first_row = tile * tile_rows;
-                let rows = tile_rows.min(self.count() - first_row);
+                let rows = tile_rows.min(self.count - first_row);
                 let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
                 let page = here.first_key() % SPLIT / PAGE_TOKENS;
                 let mut found = Found::NOTHING;
@@ -194,7 +194,7 @@ impl Consumer<'_> {
                 let weights = p.head_norms(layer).load16_nc(lane as usize * 8);
                 shared::dynamic::<bf16>(STAGE_NORMS).store16(lane as usize * 8, weights);
             }
-            while row < self.count() {
+            while row < self.count {
                 let from = if lane < 16 { p.cos } else { p.sin };
                 let angles = from.at((self.first_position() + row) as usize * (HEAD_DIM / 2) as usize);
                 let words = angles.load16_nc(lane as usize % 16 * 4);
@@ -248,7 +248,7 @@ impl Consumer<'_> {
                 } else {
                     let (tile, pair) = (tiles.start + (i - keys) / PAIRS, (i - keys) % PAIRS);
                     let (row, head) = group.divide(pair);
-                    let valid = row < tile_rows && tile * tile_rows + row < self.count();
+                    let valid = row < tile_rows && tile * tile_rows + row < self.count;
                     (tile * tile_rows + row, share.kv_head * group.value + head, valid && i < all)
                 }
             };
@@ -323,7 +323,7 @@ impl Consumer<'_> {
             core::hint::assert_unchecked(each > 0);
             let grid = thread::grid_dim_x();
             let mut i = thread::block_idx_x() + grid * (WARPS - 1 - thread::warp_id());
-            while i < self.count() * each {
+            while i < self.count * each {
                 let (row, kv_head) = (i / each, i % each);
                 let head = p.q_heads + kv_head;
                 let position = self.first_position() + row;

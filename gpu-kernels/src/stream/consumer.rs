@@ -4,9 +4,7 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, bf16, bulk, math, mma, shared, thread, warp};
 
 use super::ring::{PATIENCE, Ring};
-use super::{
-    ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, LAST, Mark, Matrix, ROWS, SCRATCH, STRIPS, StreamStep, WARPS, Walk,
-};
+use super::{ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, SCRATCH, STRIPS, StreamStep, WARPS, Walk};
 use crate::attention::Divisor;
 use crate::embedding::{Embed, embed_elements};
 use crate::kv::HEAD_DIM;
@@ -20,7 +18,12 @@ pub const PARTIAL_BYTES: u32 = 8 * WARPS * 8 * STRIP * 4;
 /// The consumers' state.
 pub struct Consumer<'a> {
     pub p: &'a StreamStep,
+    /// Rows.
+    pub count: u32,
+    /// The last row's position.
+    pub last: u32,
     pub ring: Ring,
+    rows: Divisor,
     walk: Walk,
 }
 
@@ -52,36 +55,15 @@ const fn slot(row: u32, feature: u32) -> u32 {
 
 impl<'a> Consumer<'a> {
     #[inline(always)]
-    pub fn new(p: &'a StreamStep) -> Self {
+    pub fn new(p: &'a StreamStep, count: u32, last: u32) -> Self {
         let ring = Ring { stage: 0, parity: 0 };
-        Self { p, ring, walk: Walk::new(thread::grid_dim_x()) }
-    }
-
-    /// The last row's position. Not kept in a register, and neither are the rows.
-    #[inline(always)]
-    pub fn last(&self) -> u32 {
-        // SAFETY: written before the roles part.
-        unsafe { shared::dynamic(LAST).load(0) }
-    }
-
-    /// Division by the number of rows.
-    #[inline(always)]
-    fn rows(&self) -> Divisor {
-        // SAFETY: as above.
-        unsafe { shared::dynamic(ROWS).load(0) }
-    }
-
-    /// Rows.
-    #[inline(always)]
-    pub fn count(&self) -> u32 {
-        // SAFETY: as above; a divisor begins with its value.
-        unsafe { shared::dynamic(ROWS).load(0) }
+        Self { p, count, last, ring, rows: Divisor::new(count), walk: Walk::new(thread::grid_dim_x()) }
     }
 
     /// The position of the first row; the others follow it.
     #[inline(always)]
-    pub fn first_position(&self) -> u32 {
-        self.last() + 1 - self.count()
+    pub const fn first_position(&self) -> u32 {
+        self.last + 1 - self.count
     }
 
     /// All layers and the head. Activations come to registers `GROUP` turns at a time: while those of one group are in use, those of the next are under
@@ -130,7 +112,7 @@ impl<'a> Consumer<'a> {
                 self.wait();
             }
             let row = thread::thread_idx_x();
-            if row < self.count() {
+            if row < self.count {
                 let best = self.p.counters.at(StreamStep::BEST).cast::<u64>();
                 let here = shared::dynamic::<u64>(BEST).load(row as usize);
                 atomic::fetch_max(best, row as usize, here, Ordering::Relaxed, Scope::Device);
@@ -204,7 +186,7 @@ impl<'a> Consumer<'a> {
             core::hint::assert_unchecked(grid > 0);
             let stride = grid * WARPS * 32;
             let mut row = 0;
-            while row < self.count() {
+            while row < self.count {
                 // Of another row, other blocks take the beginning.
                 let block = (thread::block_idx_x() + row * (p.residual.dim / (WARPS * 32))) % grid;
                 let first = block * (WARPS * 32);
@@ -250,11 +232,11 @@ impl<'a> Consumer<'a> {
             // What follows from these is found again for each matrix, not kept over all layers in registers.
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
             let (g, t) = (lane / 4, lane % 4);
-            core::hint::assert_unchecked(self.count() > 0);
+            core::hint::assert_unchecked(self.count > 0);
             let (strips, k) = self.p.shape(matrix);
             core::hint::assert_unchecked(k > 0);
             let (x, norm) = self.input(matrix);
-            let count = self.count();
+            let count = self.count;
             let first_feature = warp_id * SLICE + t * 8;
             // This warp's slice of every row in a group of turns. Columns without a row compute the last row again, which nobody reads; beyond the end of
             // a row the weights are zero, and any of its elements will do: there is no condition on a load.
@@ -349,7 +331,7 @@ impl<'a> Consumer<'a> {
         unsafe {
             unroll!(T < TILES of 2; {
                 let (row, factor) = (warp_id + T as u32 * WARPS, norm.inverse_rms_of(squares[T]));
-                if lane == 0 && row < self.count() {
+                if lane == 0 && row < self.count {
                     shared::dynamic::<f32>(FACTORS).store(row as usize, factor);
                 }
             });
@@ -381,7 +363,7 @@ impl<'a> Consumer<'a> {
                             unroll!(T < TILES of 2; {
                                 unroll!(E < 4; {
                                     let row = T as u32 * 8 + 2 * t + E as u32 % 2;
-                                    if row < self.count() {
+                                    if row < self.count {
                                         to.store(slot(row, g + E as u32 / 2 * 8) as usize, acc[S][T][E]);
                                     }
                                 });
@@ -422,9 +404,8 @@ impl<'a> Consumer<'a> {
         let width_log2 = if part.matrix == Matrix::GateUp { STRIP / 2 } else { STRIP }.ilog2();
         let strips = part.mine.saturating_sub(first).min(STRIPS / TILES as u32);
         let place = part.first_strip + first * self.walk.grid + part.place;
-        let rows = self.rows();
-        let total = (strips * rows.value) << width_log2;
-        Outputs { width_log2, rows, total, place, grid: self.walk.grid }
+        let total = (strips * self.count) << width_log2;
+        Outputs { width_log2, rows: self.rows, total, place, grid: self.walk.grid }
     }
 
     /// What this lane's first two outputs of a part are combined with.

@@ -2,11 +2,10 @@
 
 use core::ops::Range;
 
-use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::{Global, shared, thread};
 
-use super::{BARRIERS, CHUNK_BYTES, Matrix, PROGRESS, STAGES, StreamStep, UNITS, Walk};
+use super::{BARRIERS, CHUNK_BYTES, Matrix, STAGES, StreamStep, UNITS, Walk};
 use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::PAGE_TOKENS;
 
@@ -99,9 +98,10 @@ pub struct Share {
 }
 
 impl Units {
-    /// Those of this block when the step has `count` rows and the context ends with position `last`: the same in every layer.
+    /// Those of this block when the step has `count` rows: the same in every layer.
     #[inline(always)]
-    pub fn new(p: &StreamStep, count: u32, last: u32) -> Self {
+    pub unsafe fn new(p: &StreamStep, count: u32) -> Self {
+        let last = unsafe { p.rows.positions.load((count - 1) as usize) };
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         // SAFETY: a grid has blocks, and a model has heads.
         unsafe { core::hint::assert_unchecked(grid > 0 && p.kv_heads > 0 && p.q_heads >= p.kv_heads) };
@@ -170,86 +170,40 @@ impl Units {
 }
 
 /// Copies under way at a time. The copy engine serves them side by side: with as many as the ring has stages, the last chunk before a boundary would
-/// arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge. On an H100, where chunks come from the
-/// second-level cache after a pause, three are best; otherwise two where boundaries are near, and three through the long matrices.
-const fn under_way(prefetched: bool, long: bool) -> u32 {
-    if prefetched || long { 3 } else { 2 }
-}
-/// Chunks beyond the ring that a block has brought to the second-level cache while the ring is full: with those of all blocks, half of an H100's.
-const DISTANCE: u32 = 12;
-/// Nanoseconds between two of them, somewhat less than memory takes for a chunk of every block: requests that come faster delay the blocks that are behind.
-const PACE: u32 = 600;
+/// arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge. On an H100 two are best where
+/// boundaries are near, and three through the long matrices.
+const UNDER_WAY: u32 = 2;
+const UNDER_WAY_LONG: u32 = 3;
 
-/// Waits for room and starts the copy of chunk `n`.
+/// Waits for room and starts the next chunk's copy.
 #[inline(always)]
-unsafe fn fill<const AHEAD: bool>(ring: &mut Ring, n: u32, from: Global<u8>, long: bool) {
+unsafe fn fill(ring: &mut Ring, from: Global<u8>, under_way: u32) {
     unsafe {
         // The producer's parity is that of the turn before; a fresh barrier has that turn behind it.
-        let earlier = ring.ahead(STAGES - under_way(AHEAD, long));
+        let earlier = ring.ahead(STAGES - under_way);
         wait(earlier.full(), earlier.parity);
-        let progress = shared::dynamic::<u32>(PROGRESS);
-        if AHEAD {
-            atomic::store(progress, 0, n << 1 | 1, Ordering::Relaxed, Scope::Block);
-        }
         wait(ring.empty(), ring.parity);
         ring.full().arrive_expect_tx(CHUNK_BYTES);
         bulk::copy_to_shared(shared::dynamic(ring.offset()), from, CHUNK_BYTES, ring.full());
         *ring = ring.ahead(1);
-        if AHEAD {
-            atomic::store(progress, 0, (n + 1) << 1, Ordering::Relaxed, Scope::Block);
-        }
     }
 }
 
-/// Has chunk `n` brought to the second-level cache, when the ring is full, or lets it be, when its copy has started.
+/// The producer: one lane walks every pass, and before the output projection the block's share of the cache.
 #[inline(always)]
-unsafe fn prefetch(n: u32, from: Global<u8>) {
-    unsafe {
-        let mut polls = 0;
-        loop {
-            let progress = atomic::load(shared::dynamic::<u32>(PROGRESS), 0, Ordering::Relaxed, Scope::Block);
-            let (started, is_full) = (progress >> 1, progress & 1 == 1);
-            if n < started {
-                return;
-            }
-            if is_full && n - started < DISTANCE {
-                bulk::prefetch(from, CHUNK_BYTES);
-                thread::nanosleep(PACE);
-                return;
-            }
-            thread::nanosleep(100);
-            polls = thread::fresh(polls) + 1;
-            if polls == PATIENCE {
-                thread::trap();
-            }
-        }
-    }
-}
-
-/// The producer: one lane copies every chunk into the ring. With `AHEAD` there is another lane beside it, which `is_ahead`: while the ring is full, it has the
-/// chunks to come brought to the second-level cache, so that memory does not pause when consumers do.
-#[inline(always)]
-pub unsafe fn produce<const AHEAD: bool>(p: &StreamStep, is_ahead: bool) {
+pub unsafe fn produce(p: &StreamStep) {
     unsafe {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         let mut walk = Walk::new(grid);
         // The first turn finds every stage empty.
-        let (mut ring, mut n) = (Ring { stage: 0, parity: 1 }, 0);
-        let mut next = |from: Global<u8>, long: bool| {
-            if AHEAD && is_ahead {
-                prefetch(n, from);
-            } else {
-                fill::<AHEAD>(&mut ring, n, from, long);
-            }
-            n += 1;
-        };
+        let mut ring = Ring { stage: 0, parity: 1 };
         let mut index = 0;
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache(p, index / 4, Units::load(), &mut next);
+                produce_cache(p, &mut ring, index / 4, Units::load());
             }
-            let long = matches!(matrix, Matrix::GateUp | Matrix::Head);
+            let under_way = if matches!(matrix, Matrix::GateUp | Matrix::Head) { UNDER_WAY_LONG } else { UNDER_WAY };
             let (mut left, k) = p.shape(matrix);
             while left > 0 {
                 let pass = walk.pass(left, k);
@@ -261,7 +215,7 @@ pub unsafe fn produce<const AHEAD: bool>(p: &StreamStep, is_ahead: bool) {
                     let mut i = 0;
                     while i < mine {
                         let chunk = pass.chunk(q, i, place, grid) * u64::from(CHUNK_BYTES);
-                        next(p.stream.cast().at(chunk as usize), long);
+                        fill(&mut ring, p.stream.cast().at(chunk as usize), under_way);
                         i += 1;
                     }
                     q += 1;
@@ -274,7 +228,7 @@ pub unsafe fn produce<const AHEAD: bool>(p: &StreamStep, is_ahead: bool) {
 
 /// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not there yet: consumers put it in.
 #[inline(always)]
-unsafe fn produce_cache(p: &StreamStep, layer: u32, mut units: Units, next: &mut impl FnMut(Global<u8>, bool)) {
+unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: Units) {
     unsafe {
         let cache = p.cache(layer);
         let sequence = p.rows.sequences.load(0);
@@ -287,7 +241,7 @@ unsafe fn produce_cache(p: &StreamStep, layer: u32, mut units: Units, next: &mut
                 } else {
                     cache.value(sequence, position, kv_head)
                 };
-                next(from.read().cast(), false);
+                fill(ring, from.read().cast(), UNDER_WAY);
                 i += 1;
             }
         }

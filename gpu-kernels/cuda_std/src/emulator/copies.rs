@@ -278,17 +278,6 @@ pub fn bulk_to_shared(destination: u32, source: u64, bytes: u32, address: u32, s
     launch_flight(vec![start(Address::Shared(destination), Address::Global(source), bytes, site)], address, site);
 }
 
-/// Checks a request that moves nothing that a kernel could see.
-pub fn prefetch(source: Address, bytes: u32, site: Site) {
-    let len = bytes as usize;
-    if len == 0 || !len.is_multiple_of(16) {
-        misuse(site, format!("a prefetch takes a multiple of 16 bytes, not {len}"));
-    }
-    if let Err(what) = world().locate(source, len, 16) {
-        misuse(site, what);
-    }
-}
-
 /// Puts copies that were started on their way; they complete on the barrier at `address`.
 pub fn launch_flight(copies: Vec<Copy>, address: u32, site: Site) {
     let world = world();

@@ -299,11 +299,6 @@ pub fn fence_proxy_async() {
 pub fn fence_proxy_async_global() {}
 
 #[track_caller]
-pub unsafe fn bulk_prefetch(source: u64, bytes: u32) {
-    copies::prefetch(Address::Global(source), bytes, Location::caller());
-}
-
-#[track_caller]
 pub unsafe fn bulk_to_shared(destination: u32, source: u64, bytes: u32, barrier: u32) {
     copies::bulk_to_shared(destination, source, bytes, barrier, Location::caller());
 }

@@ -81,15 +81,6 @@ pub fn fence_proxy_async_global() {
 }
 
 #[inline(always)]
-pub unsafe fn bulk_prefetch(source: u64, bytes: u32) {
-    // SAFETY: the caller's.
-    unsafe {
-        asm!("cp.async.bulk.prefetch.L2.global [{s}], {n};", s = in(reg64) source, n = in(reg32) bytes,
-            options(nostack));
-    }
-}
-
-#[inline(always)]
 pub unsafe fn bulk_to_shared(destination: u32, source: u64, bytes: u32, barrier: u32) {
     // SAFETY: the caller's.
     unsafe {
