@@ -121,6 +121,13 @@ pub unsafe fn plan_decode(p: PlanDecode) {
     }
 }
 
+/// Waits for the launches ahead, where this one may have begun before they were done.
+#[inline(always)]
+fn wait_for_launches() {
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+    launches::wait();
+}
+
 /// What a plan needs to know of a sequence apart from its drafts.
 struct Before {
     newest: u32,
@@ -243,7 +250,7 @@ struct Accepted {
 }
 
 impl Accepted {
-    /// All of [`accept`] but the stamp, by the lanes of a warp. What the state's length was, others may read meanwhile.
+    /// All of [`accept`] but the stamp, by the lanes of a warp.
     #[inline(always)]
     unsafe fn new(p: &Accept, lane: u32) -> Self {
         unsafe {
@@ -311,7 +318,7 @@ impl Accepted {
             }
             warp::sync_warp();
             if lane == 0 {
-                atomic::store(words, SequenceState::LENGTH, length + count, Ordering::Relaxed, Scope::Device);
+                words.store(SequenceState::LENGTH, length + count);
                 words.store(SequenceState::FINISHED, finished as u32);
                 words.store(SequenceState::STEP, step + 1);
                 words.store(SequenceState::ACCEPTANCE, acceptance);
@@ -347,6 +354,8 @@ pub struct AcceptAndDraft {
     pub draft: NgramMatchMixed<i32>,
     /// The next step's plan, with those drafts.
     pub plan: PlanDecode,
+    /// Tokens at the beginning of the history that were there before the launches ahead of this one: it reads them while these run.
+    pub settled: u32,
 }
 
 impl AcceptAndDraft {
@@ -355,24 +364,21 @@ impl AcceptAndDraft {
 }
 
 /// [`accept`], [`ngram_match_mixed_together_i32`](crate::ngram::ngram_match_mixed_together_i32) and [`plan_decode`] in one launch. The last warp accepts, and
-/// while the others search, it waits for the bus to the host. They have asked for the history by the time that it grows. On Hopper the launch may begin early.
+/// while the others search, it waits for the bus to the host. They ask for the history before that, on Hopper while the step itself still runs.
 #[kernel(threads = together::THREADS + 32, min_blocks = 1)]
 pub unsafe fn accept_and_draft(p: AcceptAndDraft) {
     unsafe {
         #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-        {
-            launches::allow_next();
-            launches::wait();
-        }
+        launches::allow_next();
         if thread::warp_id() == together::THREADS / 32 {
+            wait_for_launches();
             let accepted = Accepted::new(&p.accept, thread::lane_id());
             thread::sync_threads();
             accepted.tell();
             return;
         }
-        // Before or after acceptance; what is further back than a step's tokens stays as it is.
-        let length = atomic::load(p.plan.state.words, SequenceState::LENGTH, Ordering::Relaxed, Scope::Device);
-        let search = ngram::HeadStart::look(&p.draft, length.saturating_sub(MAX_DECODE_ROWS));
+        let search = ngram::HeadStart::look(&p.draft, p.settled);
+        wait_for_launches();
         thread::sync_threads();
         let before = Before::look(&p.plan);
         if let Some(drafted) = search.draft(&p.draft, 1) {

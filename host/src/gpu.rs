@@ -349,7 +349,8 @@ impl Gpu {
             if let (Some(draft), None) = (self.run.draft, &self.script)
                 && ngram::together::<i32>(1, length, multiprocessors)
             {
-                let all = AcceptAndDraft { accept, draft: self.ngram(draft), plan };
+                // What the host has seen, or has put there, is older than the launches that are under way.
+                let all = AcceptAndDraft { accept, draft: self.ngram(draft), plan, settled: self.run.length as u32 };
                 return if device.is_hopper() {
                     device.launch_early::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)
                 } else {
