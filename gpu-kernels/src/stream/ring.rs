@@ -101,6 +101,7 @@ impl Units {
     /// Those of this block when the step has `count` rows: the same in every layer.
     #[inline(always)]
     pub unsafe fn new(p: &StreamStep, count: u32) -> Self {
+        // SAFETY: a step has so many rows.
         let last = unsafe { p.rows.positions.load((count - 1) as usize) };
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         // SAFETY: a grid has blocks, and a model has heads.
@@ -126,8 +127,9 @@ impl Units {
     /// Leaves them where [`load`](Self::load) finds them.
     #[inline(always)]
     pub unsafe fn store(&self) {
-        let place = unsafe { shared::dynamic::<[u32; 2]>(UNITS) };
+        // SAFETY: the block's place for them.
         unsafe {
+            let place = shared::dynamic::<[u32; 2]>(UNITS);
             place.cast::<Divisor>().store(0, self.group);
             place.store(1, [self.tile_rows, self.splits]);
             place.store(2, [self.tiles, self.next]);
@@ -138,8 +140,9 @@ impl Units {
     /// Those that were left, for another layer.
     #[inline(always)]
     pub unsafe fn load() -> Self {
-        let place = unsafe { shared::dynamic::<[u32; 2]>(UNITS) };
+        // SAFETY: the block's place for them, written before the roles part.
         unsafe {
+            let place = shared::dynamic::<[u32; 2]>(UNITS);
             let group = place.cast::<Divisor>().load(0);
             let ([tile_rows, splits], [tiles, next], [end, last]) = (place.load(1), place.load(2), place.load(3));
             Self { group, tile_rows, splits, tiles, next, end, last }
