@@ -125,8 +125,9 @@ impl Found {
     pub const NOTHING: Self = Self { o: [[0.0; 4]; TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
 }
 
-/// Division by a small number that is known once.
+/// Division by a small number that is known once. Its value comes first.
 #[derive(Clone, Copy)]
+#[repr(C)]
 pub(crate) struct Divisor {
     pub value: u32,
     inverse: u32,

@@ -49,7 +49,7 @@
 //! 4. [`mod@together`]: a block a sequence, which waits for little and tells the others one thing.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, kernel};
+use cuda_std::{Global, GlobalMut, async_copy, kernel, thread};
 
 pub mod peers;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -59,6 +59,7 @@ mod share;
 pub mod together;
 
 use search::Keys;
+use together::Drafted;
 
 /// A token id: what a text is made of.
 pub trait Token: Copy + PartialEq {
@@ -434,10 +435,34 @@ unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     }
 }
 
-/// [`ngram_match_mixed_together_i32`] as a part of another kernel. Of a block only the first warp is to go on: it has written the drafts.
-#[inline(always)]
-pub(crate) unsafe fn draft_together(p: &NgramMatchMixed<i32>) {
-    unsafe { together::draft(p) }
+/// [`ngram_match_mixed_together_i32`] for one sequence without a prompt, as a part of another kernel, whose first [`together::THREADS`] lanes it is: what
+/// it does before it knows how the generated tokens end.
+pub(crate) struct HeadStart(search::AheadShared);
+
+impl HeadStart {
+    /// Bytes of shared memory, from the first on.
+    pub(crate) const SHARED_BYTES: u32 = Self::TILES + search::AheadShared::bytes(together::THREADS / 32);
+    /// Before them the key.
+    const TILES: u32 = 16;
+    const _KEY: () = assert!(together::SHARED_BYTES <= Self::TILES);
+
+    /// Asks for generated tokens before `end`, which nobody writes any more.
+    #[inline(always)]
+    pub(crate) unsafe fn look(p: &NgramMatchMixed<i32>, end: u32) -> Self {
+        let parts = together::THREADS / 32;
+        unsafe { Self(search::AheadShared::load(&p.sequences, thread::warp_id(), parts, end, Self::TILES)) }
+    }
+
+    /// The rest. The lanes meet at the named barrier `barrier`. Only the first warp is to go on.
+    #[inline(always)]
+    pub(crate) unsafe fn draft(&self, p: &NgramMatchMixed<i32>, barrier: u32) -> Option<Drafted<i32>> {
+        let sync = || thread::sync_named(barrier, together::THREADS);
+        async_copy::wait::<0>();
+        unsafe {
+            let ahead = |first, in_prompt| self.0.get(first, in_prompt);
+            together::draft_after(p, ahead, together::THREADS / 32, sync)
+        }
+    }
 }
 
 // `min_blocks = 1` tells the assembler that a second block on the multiprocessor is not worth a spill.

@@ -146,6 +146,16 @@ impl Heads {
         }
     }
 
+    /// Dimensions `d` to `d + 4` of a row's value, as the projection left them; `d` is a multiple of 4.
+    #[inline(always)]
+    pub unsafe fn load_value(&self, row: u32, kv_head: u32, d: u32) -> [f32; 4] {
+        unsafe {
+            let heads = self.q_heads + 2 * self.kv_heads;
+            let head = row * heads + self.q_heads + self.kv_heads + kv_head;
+            self.qkv.load16(head as usize * HEAD_DIM as usize + d as usize).map(f32::from_bits)
+        }
+    }
+
     /// What each of `N` heads of a warp is multiplied by, to have a mean square of 1.
     #[inline(always)]
     pub fn scales<const N: usize>(&self, x: &[[[f32; 2]; 2]; N]) -> [f32; N] {
@@ -237,15 +247,6 @@ impl HeadVector {
         unroll!(I < 2; {
             let (i, word) = self.words()[I];
             unsafe { to.cast::<u32>().store(i, word) };
-        });
-    }
-
-    /// [`store_value`](Self::store_value) to shared memory.
-    #[inline(always)]
-    pub unsafe fn store_value_shared(&self, to: Shared<bf16>) {
-        unroll!(I < 4; {
-            let (i, element) = self.elements()[I];
-            unsafe { to.store(i, element) };
         });
     }
 }

@@ -8,6 +8,8 @@
 //! comparison: see `sample`).
 
 use cuda_std::atomic::{self, Ordering, Scope};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+use cuda_std::launches;
 use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
 use crate::drafting;
@@ -111,31 +113,19 @@ pub struct PlanDecode {
 /// Makes the newest token and as many of its drafts as are worth it the rows of the step; none once the sequence is finished.
 #[kernel(threads = 32)]
 pub unsafe fn plan_decode(p: PlanDecode) {
-    unsafe { Before::look(&p).plan(&p, thread::thread_idx_x()) }
-}
-
-/// Parameters of [`draft_and_plan`]. Grid: 1. Shared memory: [`together::SHARED_BYTES`].
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DraftAndPlan {
-    /// Drafts for a batch of the one sequence.
-    pub draft: NgramMatchMixed<i32>,
-    /// The plan, with those drafts.
-    pub plan: PlanDecode,
-}
-
-/// [`ngram_match_mixed_together_i32`](crate::ngram::ngram_match_mixed_together_i32) and [`plan_decode`] in one launch, which waits for less.
-#[kernel(threads = together::THREADS, min_blocks = 1)]
-pub unsafe fn draft_and_plan(p: DraftAndPlan) {
     unsafe {
-        let before = Before::look(&p.plan);
-        ngram::draft_together(&p.draft);
-        if thread::warp_id() == 0 {
-            // What its lanes have written of the proposal.
-            warp::sync_warp();
-            before.plan(&p.plan, thread::lane_id());
-        }
+        let (r, before) = (thread::thread_idx_x(), Before::look(&p));
+        let rows = if p.draft_rows.is_null() { 1 } else { p.draft_rows.load(0) };
+        let draft = if r > 0 && (r as i32) < rows { p.drafts.load(r as usize) } else { 0 };
+        before.plan(&p, r, rows, draft);
     }
+}
+
+/// Waits for the launches ahead, where this one may have begun before they were done.
+#[inline(always)]
+fn wait_for_launches() {
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+    launches::wait();
 }
 
 /// What a plan needs to know of a sequence apart from its drafts.
@@ -160,23 +150,23 @@ impl Before {
         }
     }
 
-    /// By the lanes `r` of a warp.
+    /// By the lanes `r` of a warp, if so many `rows` are proposed, and in row `r` this `draft`.
     #[inline(always)]
-    unsafe fn plan(self, p: &PlanDecode, r: u32) {
+    unsafe fn plan(self, p: &PlanDecode, r: u32, rows: i32, draft: i32) {
         unsafe {
             let mut i = r;
             while i < p.counter_count {
                 p.counters.store(i as usize, 0);
                 i += 32;
             }
-            let proposed = if p.draft_rows.is_null() { 1 } else { p.draft_rows.load(0).max(1) as u32 };
+            let proposed = rows.max(1) as u32;
             let drafts = drafting::worthwhile(self.acceptance, p.cost, 0, proposed.min(MAX_DECODE_ROWS) - 1);
             let count = if self.finished { 0 } else { 1 + drafts };
             if r == 0 {
                 p.rows.count.store(0, count);
             }
             if r < count {
-                let token = if r == 0 { self.token } else { p.drafts.load(r as usize) };
+                let token = if r == 0 { self.token } else { draft };
                 p.rows.tokens.store(r as usize, token as u32);
                 p.rows.positions.store(r as usize, self.newest + r);
                 p.rows.sequences.store(r as usize, 0);
@@ -249,84 +239,152 @@ pub struct Accept {
 /// memory is waited for: everything is asked for at once, also of rows that turn out not to run.
 #[kernel(threads = 32)]
 pub unsafe fn accept(p: Accept) {
-    unsafe {
-        let lane = thread::thread_idx_x();
-        let row = p.first_row + lane;
-        let words = p.state.words;
-        let rows = p.rows.count.load(0);
-        let step = words.load(SequenceState::STEP);
-        let length = words.load(SequenceState::LENGTH);
-        let mut acceptance = words.load(SequenceState::ACCEPTANCE);
-        let was_finished = words.load(SequenceState::FINISHED) != 0;
-        let mut token = 0;
-        if p.best.is_null() {
-            if row < MAX_ROWS {
-                token = p.sampled.load(row as usize);
-            }
-        } else if row < MAX_DECODE_ROWS {
-            token = crate::sample::ranked_token(p.best.load(row as usize));
-        }
-        let next = if row + 1 < MAX_ROWS { p.rows.tokens.load(row as usize + 1) } else { 0 };
-        let mut proposed = 0;
-        let mut proposal = 0;
-        if !p.draft.proposed.is_null() {
-            proposed = (p.draft.rows.load(0).max(0) as u32).min(MAX_DECODE_ROWS);
-            if row + 1 < MAX_DECODE_ROWS {
-                proposal = p.draft.proposed.load(row as usize + 1) as u32;
-            }
-        }
-        let stop = if lane < p.stop_count { p.stop_tokens.load(lane as usize) } else { 0 };
+    unsafe { Accepted::new(&p, thread::thread_idx_x()).tell() }
+}
 
-        let runs = row < rows && !was_finished;
-        let confirms = row + 1 < rows && next == token;
-        // Also of the first draft that had no row.
-        let right = row + 1 < proposed && proposal == token;
-        let mut ends = length + lane + 1 >= p.max_length;
-        let mut i = 0;
-        while i < p.stop_count {
-            ends |= warp::shuffle_idx(stop, i) == token;
-            i += 1;
-        }
-        // The first row that confirms no other is the last that counts; none where nothing runs.
-        let last = warp::ballot(runs && (ends || !confirms)).trailing_zeros();
-        let count = if last < 32 { last + 1 } else { 0 };
-        let finished = was_finished || (warp::ballot(runs && ends) >> (last % 32)) & 1 == 1;
-        let rights = warp::ballot(right);
-        let mut i = 0;
-        while i < count && p.first_row + i + 1 < proposed {
-            acceptance = drafting::learned(acceptance, (rights >> i) & 1 == 1);
-            i += 1;
-        }
+/// A report that is written but for its stamp.
+struct Accepted {
+    report: GlobalMut<u32>,
+    step: u32,
+    lane: u32,
+}
 
-        core::hint::assert_unchecked(p.ring_reports > 0);
-        let report = p.ring.at((step % p.ring_reports) as usize * Report::WORDS);
-        if lane < count {
-            p.state.history.store((length + lane) as usize, token as i32);
-            report.store(Report::TOKENS + lane as usize, token);
-        }
-        let mut i = 0;
-        while i < count {
-            // By one lane, as a token may come twice.
-            let token = warp::shuffle_idx(token, i);
+impl Accepted {
+    /// All of [`accept`] but the stamp, by the lanes of a warp.
+    #[inline(always)]
+    unsafe fn new(p: &Accept, lane: u32) -> Self {
+        unsafe {
+            let row = p.first_row + lane;
+            let words = p.state.words;
+            let rows = p.rows.count.load(0);
+            let step = words.load(SequenceState::STEP);
+            let length = words.load(SequenceState::LENGTH);
+            let mut acceptance = words.load(SequenceState::ACCEPTANCE);
+            let was_finished = words.load(SequenceState::FINISHED) != 0;
+            let mut token = 0;
+            if p.best.is_null() {
+                if row < MAX_ROWS {
+                    token = p.sampled.load(row as usize);
+                }
+            } else if row < MAX_DECODE_ROWS {
+                token = crate::sample::ranked_token(p.best.load(row as usize));
+            }
+            let next = if row + 1 < MAX_ROWS { p.rows.tokens.load(row as usize + 1) } else { 0 };
+            let mut proposed = 0;
+            let mut proposal = 0;
+            if !p.draft.proposed.is_null() {
+                proposed = (p.draft.rows.load(0).max(0) as u32).min(MAX_DECODE_ROWS);
+                if row + 1 < MAX_DECODE_ROWS {
+                    proposal = p.draft.proposed.load(row as usize + 1) as u32;
+                }
+            }
+            let stop = if lane < p.stop_count { p.stop_tokens.load(lane as usize) } else { 0 };
+
+            let runs = row < rows && !was_finished;
+            let confirms = row + 1 < rows && next == token;
+            // Also of the first draft that had no row.
+            let right = row + 1 < proposed && proposal == token;
+            let mut ends = length + lane + 1 >= p.max_length;
+            let mut i = 0;
+            while i < p.stop_count {
+                ends |= warp::shuffle_idx(stop, i) == token;
+                i += 1;
+            }
+            // The first row that confirms no other is the last that counts; none where nothing runs.
+            let last = warp::ballot(runs && (ends || !confirms)).trailing_zeros();
+            let count = if last < 32 { last + 1 } else { 0 };
+            let finished = was_finished || (warp::ballot(runs && ends) >> (last % 32)) & 1 == 1;
+            let rights = warp::ballot(right);
+            let mut i = 0;
+            while i < count && p.first_row + i + 1 < proposed {
+                acceptance = drafting::learned(acceptance, (rights >> i) & 1 == 1);
+                i += 1;
+            }
+
+            core::hint::assert_unchecked(p.ring_reports > 0);
+            let report = p.ring.at((step % p.ring_reports) as usize * Report::WORDS);
+            if lane < count {
+                p.state.history.store((length + lane) as usize, token as i32);
+                report.store(Report::TOKENS + lane as usize, token);
+            }
+            let mut i = 0;
+            while i < count {
+                // By one lane, as a token may come twice.
+                let token = warp::shuffle_idx(token, i);
+                if lane == 0 {
+                    p.seen.store(token as usize, crate::sample::SEEN | crate::sample::GENERATED);
+                }
+                i += 1;
+            }
+            warp::sync_warp();
             if lane == 0 {
-                p.seen.store(token as usize, crate::sample::SEEN | crate::sample::GENERATED);
+                words.store(SequenceState::LENGTH, length + count);
+                words.store(SequenceState::FINISHED, finished as u32);
+                words.store(SequenceState::STEP, step + 1);
+                words.store(SequenceState::ACCEPTANCE, acceptance);
+                if !p.draft.step_idx.is_null() {
+                    p.draft.step_idx.store(0, (length + count) as i64 - 1);
+                    p.draft.rows.store(0, !finished as i32);
+                }
+                report.store(Report::COUNT, count);
+                report.store(Report::DRAFTED, rows.saturating_sub(p.first_row + 1));
+                report.store(Report::FINISHED, finished as u32);
             }
-            i += 1;
+            warp::sync_warp();
+            Self { report, step, lane }
         }
-        warp::sync_warp();
-        if lane == 0 {
-            words.store(SequenceState::LENGTH, length + count);
-            words.store(SequenceState::FINISHED, finished as u32);
-            words.store(SequenceState::STEP, step + 1);
-            words.store(SequenceState::ACCEPTANCE, acceptance);
-            if !p.draft.step_idx.is_null() {
-                p.draft.step_idx.store(0, (length + count) as i64 - 1);
-                p.draft.rows.store(0, !finished as i32);
-            }
-            report.store(Report::COUNT, count);
-            report.store(Report::DRAFTED, rows.saturating_sub(p.first_row + 1));
-            report.store(Report::FINISHED, finished as u32);
-            atomic::store(report, Report::STAMP, step + 1, Ordering::Release, Scope::System);
+    }
+
+    /// Shows the host the report.
+    #[inline(always)]
+    unsafe fn tell(self) {
+        if self.lane == 0 {
+            unsafe { atomic::store(self.report, Report::STAMP, self.step + 1, Ordering::Release, Scope::System) };
+        }
+    }
+}
+
+/// Parameters of [`accept_and_draft`]. Grid: 1. Shared memory: [`AcceptAndDraft::SHARED_BYTES`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct AcceptAndDraft {
+    /// What a step has brought.
+    pub accept: Accept,
+    /// Drafts for the next: a batch of the one sequence, whose history is the generated tokens.
+    pub draft: NgramMatchMixed<i32>,
+    /// The next step's plan, with those drafts.
+    pub plan: PlanDecode,
+    /// Tokens at the beginning of the history that were there before the launches ahead of this one: it reads them while these run.
+    pub settled: u32,
+}
+
+impl AcceptAndDraft {
+    /// Dynamic shared memory.
+    pub const SHARED_BYTES: u32 = ngram::HeadStart::SHARED_BYTES;
+}
+
+/// [`accept`], [`ngram_match_mixed_together_i32`](crate::ngram::ngram_match_mixed_together_i32) and [`plan_decode`] in one launch. The last warp accepts, and
+/// while the others search, it waits for the bus to the host. They ask for the history before that, on Hopper while the step itself still runs.
+#[kernel(threads = together::THREADS + 32, min_blocks = 1)]
+pub unsafe fn accept_and_draft(p: AcceptAndDraft) {
+    unsafe {
+        #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+        launches::allow_next();
+        if thread::warp_id() == together::THREADS / 32 {
+            wait_for_launches();
+            let accepted = Accepted::new(&p.accept, thread::lane_id());
+            thread::sync_threads();
+            accepted.tell();
+            return;
+        }
+        let search = ngram::HeadStart::look(&p.draft, p.settled);
+        wait_for_launches();
+        thread::sync_threads();
+        let before = Before::look(&p.plan);
+        if let Some(drafted) = search.draft(&p.draft, 1) {
+            // Row 0 is the newest token's.
+            let draft = warp::shuffle_up(drafted.token, 1);
+            before.plan(&p.plan, thread::lane_id(), drafted.rows, draft);
         }
     }
 }

@@ -39,7 +39,7 @@ use crate::linear::{SLICE, STRIP};
 use crate::norm::Residual;
 use crate::step::{MAX_DECODE_ROWS, Rows};
 use consumer::Consumer;
-use ring::{Ring, produce};
+use ring::{Ring, Units, produce};
 
 /// Bytes of a chunk.
 pub const CHUNK_BYTES: u32 = 16384;
@@ -50,7 +50,7 @@ pub const STRIPS: u32 = 8;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 /// Dynamic shared memory of a block.
-pub const SHARED_BYTES: u32 = ARRIVALS + 8;
+pub const SHARED_BYTES: u32 = UNITS + 32;
 
 const WARPS: u32 = 8;
 const STAGES: u32 = 12;
@@ -64,6 +64,8 @@ const FACTORS: u32 = BARRIERS + 2 * STAGES * 8;
 const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
 /// How many arrivals the last meeting of the grid took, those before it included.
 const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
+/// What falls to the block in attention.
+const UNITS: u32 = ARRIVALS + 8;
 
 /// How a matrix's strips fall to blocks and memory: walked alike by the producer, the consumers and [`lay_out`]'s caller.
 #[derive(Clone, Copy, Debug)]
@@ -417,6 +419,7 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
             }
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
+            Units::new(p, count).store();
         }
         if thread < MAX_DECODE_ROWS {
             shared::dynamic::<u64>(BEST).store(thread as usize, 0);
@@ -430,7 +433,7 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
         } else {
             wgmma::give_registers::<24>();
             if thread::thread_idx_x() == WARPS * 32 {
-                produce(p, count, last);
+                produce(p);
             }
         }
     }

@@ -6,10 +6,11 @@ use common::run;
 use cuda_std::GlobalMut;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::drafting::{self, Cost, ONE};
+use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences, together};
 use gpu_kernels::sample::{GENERATED, SEEN};
 use gpu_kernels::step::{
-    self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows, STATE_WORDS,
-    SequenceState,
+    self, Accept, AcceptAndDraft, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
+    STATE_WORDS, SequenceState,
 };
 
 /// A sequence on the device and everything that a step touches.
@@ -32,7 +33,7 @@ const RING: u32 = 4;
 impl Device {
     fn new(prompt: &[i32]) -> Self {
         let mut history = prompt.to_vec();
-        history.resize(128, -1);
+        history.resize(prompt.len() + 128, -1);
         let mut words = [0; STATE_WORDS];
         words[SequenceState::LENGTH] = prompt.len() as u32;
         words[SequenceState::ACCEPTANCE] = drafting::UNTRIED;
@@ -101,6 +102,17 @@ impl Device {
 
     /// Accepts `sampled` with end token 9; gives the report's tokens, drafts tried, and whether it is finished.
     fn accept(&self, sampled: &[u32], max_length: u32, first_row: u32) -> (Vec<u32>, u32, bool) {
+        self.accept_by(sampled, max_length, first_row, |params| run::<step::accept>([1, 1, 1], 0, 0, params))
+    }
+
+    /// Likewise, by a launch with this as a part of its parameters.
+    fn accept_by(
+        &self,
+        sampled: &[u32],
+        max_length: u32,
+        first_row: u32,
+        launch: impl FnOnce(Accept),
+    ) -> (Vec<u32>, u32, bool) {
         let step = self.words.as_slice()[SequenceState::STEP];
         let mut padded = sampled.to_vec();
         padded.resize(MAX_ROWS as usize, 99);
@@ -124,7 +136,7 @@ impl Device {
             max_length,
             first_row,
         };
-        run::<step::accept>([1, 1, 1], 0, 0, params);
+        launch(params);
         let report = &self.ring.as_slice()[(step % RING) as usize * Report::WORDS..][..Report::WORDS];
         assert_eq!(report[Report::STAMP], step + 1);
         let count = report[Report::COUNT] as usize;
@@ -211,6 +223,97 @@ fn nothing_drafts() {
     };
     run::<step::plan_decode>([1, 1, 1], 0, 0, params);
     assert_eq!(d.planned(), [(6, 1)]);
+}
+
+/// Acceptance, the match and the plan in one launch, as in three: over texts of less than a tile of the search and of several a warp, whose matches are
+/// near, far, in the tokens just accepted, or nowhere; with as much of the text known beforehand as there is, less, or nothing; and at its end.
+#[test]
+fn one_launch_does_what_three_do() {
+    for (case, (length, period, settled, sampled)) in [
+        (5, 3, 5, [1, 2, 0]),
+        (700, 50, 700, [20, 21, 22]),
+        (9_000, 8_990, 9_000, [3, 3, 3]),
+        (9_000, 100_000, 8_192, [3, 4, 5]),
+        (9_000, 40, 0, [7, 7, 9]),
+        (34_000, 33_990, 34_000, [20, 30, 31]),
+        // The one match is in a warp's second tile, in its fourth, and in one that was not asked for beforehand.
+        (9_000, 100_000, 9_000, [8_510, 0, 0]),
+        (34_000, 100_000, 34_000, [30_010, 0, 0]),
+        (34_000, 100_000, 34_000, [33_010, 0, 0]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        // Tokens from 10 on, so that the end token comes from the samples alone.
+        let prompt: Vec<i32> = (0..length).map(|i| 10 + i % period).collect();
+        let [one, three] = [(); 2].map(|()| {
+            let mut d = Device::new(&prompt);
+            d.seen = Buffer::from_slice(&vec![0; 200_000]);
+            d.plan_decode(&[20, 21]);
+            d
+        });
+        let by_one = |of: &Device| {
+            let workspace = Buffer::from_slice(&vec![u64::MAX; ngram::workspace_len(1)]);
+            let (limit, zero, decoding) = ([length as i64 + 50], [0i64], [1i32]);
+            let [limit, zero] = [limit, zero].map(|v| Buffer::from_slice(&v));
+            let decoding = Buffer::from_slice(&decoding);
+            let counters = Buffer::from_slice(&[7u32; 40]);
+            let draft = NgramMatchMixed {
+                sequences: Sequences {
+                    input_ids: of.history.ptr(),
+                    input_ids_len: zero.ptr(),
+                    pre_ids: of.history.ptr(),
+                    step_idx: of.step_idx.ptr(),
+                    max_dec_len: limit.ptr(),
+                    seq_lens_decoder: decoding.ptr(),
+                    seq_lens_this_time: of.draft_rows.ptr_mut(),
+                    draft_tokens: of.proposed.ptr_mut(),
+                    workspace: workspace.ptr_mut(),
+                    input_ids_stride: 0,
+                    pre_ids_stride: of.history.as_slice().len() as u32,
+                    draft_tokens_stride: MAX_DECODE_ROWS,
+                    batch: 1,
+                    max_ngram_size: 3,
+                    threshold: 1024,
+                },
+                max_draft_tokens: 7,
+                min_ngram_size: 1,
+            };
+            let plan = PlanDecode {
+                rows: of.rows(),
+                state: of.state(),
+                drafts: of.proposed.ptr(),
+                draft_rows: of.draft_rows.ptr(),
+                counters: counters.ptr_mut(),
+                counter_count: 40,
+                cost: CHEAP,
+            };
+            let is_one = std::ptr::eq(of, &one);
+            let report = of.accept_by(&sampled, length as u32 + 50, 0, |accept| {
+                if is_one {
+                    let params = AcceptAndDraft { accept, draft, plan, settled };
+                    run::<step::accept_and_draft>([1, 1, 1], AcceptAndDraft::SHARED_BYTES, case as u64, params);
+                } else {
+                    run::<step::accept>([1, 1, 1], 0, 0, accept);
+                }
+            });
+            if !is_one {
+                let shared = together::SHARED_BYTES;
+                run::<ngram::ngram_match_mixed_together_i32>([1, 1, 1], shared, 0, draft);
+                run::<step::plan_decode>([1, 1, 1], 0, 0, plan);
+            }
+            assert_eq!(counters.as_slice(), [0; 40]);
+            let proposed = of.draft_rows.as_slice()[0] as usize;
+            let words = of.words.as_slice().to_vec();
+            (report, of.history(), of.planned(), of.proposed.as_slice()[1.min(proposed)..proposed].to_vec(), words)
+        };
+        let (found, expected) = (by_one(&one), by_one(&three));
+        assert_eq!(found, expected, "case {case}");
+        assert_eq!(found.2.is_empty(), found.0.2, "case {case}: rows, as long as it goes on");
+        if sampled[0] > 100 {
+            assert_eq!(found.3, (1..8).map(|i| sampled[0] as i32 + i).collect::<Vec<_>>(), "case {case}");
+        }
+    }
 }
 
 /// What a row adds to a step on a card, about.

@@ -1,6 +1,6 @@
 //! The GPU backend: the loop that lives on the device.
 //!
-//! A step is enqueued as a fixed list of launches: draft, plan, forward, sample, accept. Each reads what the one before left in
+//! A step is enqueued as a fixed list of launches: forward, sample, accept, and for the next step draft and plan. Each reads what the one before left in
 //! device memory, down to the number of rows, so the host enqueues steps ahead of the device without knowing what they will accept,
 //! and reads finished tokens from a ring in mapped memory. Once the sequence is finished, steps already enqueued run no rows.
 
@@ -11,7 +11,7 @@ use gpu_kernels::drafting::{self, DraftScript};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
 use gpu_kernels::sample::{self, GENERATED, SEEN, Sample, Settings};
 use gpu_kernels::step::{
-    self, Accept, DraftAndPlan, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
+    self, Accept, AcceptAndDraft, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
     STATE_WORDS, SequenceState,
 };
 use model::{Checkpoint, Config, Sampling};
@@ -223,12 +223,12 @@ impl Gpu {
                 self.enqueue_prefill(at, count, logits)?;
                 if last {
                     self.enqueue_head(at, count - 1, 1)?;
-                    self.enqueue_choice(1, 0, false)?;
+                    self.enqueue_choice(1, 0, false, prompt_len)?;
                 }
             } else {
                 self.enqueue_chunk(at, count, logits)?;
                 if last {
-                    self.enqueue_choice(count as u32, count as u32 - 1, false)?;
+                    self.enqueue_choice(count as u32, count as u32 - 1, false, prompt_len)?;
                 }
             }
             at += count;
@@ -263,9 +263,9 @@ impl Gpu {
         self.forward.enqueue_head(first, count as u32)
     }
 
-    /// Enqueues the sampler over the rows from `first_row` on, and the acceptance of what it chose. After a decode step in one launch the best tokens
-    /// are known, and a greedy choice needs no sampler.
-    fn enqueue_choice(&mut self, most_rows: u32, first_row: u32, decoded: bool) -> Result<(), Error> {
+    /// Enqueues the sampler over the rows from `first_row` on, the acceptance of what it chose for a history of at most `length` tokens, and the plan of the
+    /// next step. After a decode step in one launch the best tokens are known, and a greedy choice needs no sampler.
+    fn enqueue_choice(&mut self, most_rows: u32, first_row: u32, decoded: bool, length: usize) -> Result<(), Error> {
         let rows = self.forward.rows();
         let s = &self.run.sampling;
         let plain = s.temperature == 0.0 && s.repetition_penalty == 1.0 && s.presence_penalty == 0.0;
@@ -287,12 +287,15 @@ impl Gpu {
             }
         }
         let best = best.map_or(Default::default(), |stream| stream.best());
-        self.enqueue_accept(best, first_row, decoded)
+        let length = (length + (most_rows - first_row) as usize).min(self.run.max_length);
+        self.enqueue_next(self.accept(best, first_row, decoded), length)?;
+        self.run.enqueued += 1;
+        Ok(())
     }
 
-    /// Enqueues the acceptance of what was chosen: of the `best` tokens, or where that is null of the sampled ones.
-    fn enqueue_accept(&mut self, best: Global<u64>, first_row: u32, decoded: bool) -> Result<(), Error> {
-        let accept = Accept {
+    /// The acceptance of what was chosen: of the `best` tokens, or where that is null of the sampled ones.
+    fn accept(&self, best: Global<u64>, first_row: u32, decoded: bool) -> Accept {
+        Accept {
             rows: self.forward.rows(),
             state: self.state(),
             sampled: self.sampled.ptr(),
@@ -309,28 +312,24 @@ impl Gpu {
             stop_count: self.run.stop_count,
             max_length: self.run.max_length as u32,
             first_row,
-        };
-        // SAFETY: buffers of self, sized as the parameter block says; the history has room for `max_length` tokens.
-        unsafe { self.forward.device().launch::<step::accept>(1, 0, accept)? };
-        self.run.enqueued += 1;
-        Ok(())
+        }
     }
 
-    /// Enqueues one decode step: draft, plan, forward, sample, accept.
+    /// Enqueues one decode step, which was planned: forward, sample, accept, and draft and plan for the next.
     fn enqueue_decode(&mut self) -> Result<(), Error> {
         let most_rows = self.run.step_rows;
         // Tokens that the history may have by then.
         let in_flight = (self.run.enqueued - self.run.read) * most_rows;
         let length = (self.run.length + in_flight as usize).min(self.run.max_length);
-        self.enqueue_plan(length)?;
         // The newest token is the last of at most `length`; drafts follow it.
         let end = (length + most_rows as usize - 1).min(self.forward.capacity());
         self.forward.enqueue_decode(most_rows, end as u32)?;
-        self.enqueue_choice(most_rows, 0, true)
+        self.enqueue_choice(most_rows, 0, true, length)
     }
 
-    /// Enqueues the proposal of drafts for a history of at most `length` tokens, and the planning of the rows.
-    fn enqueue_plan(&self, length: usize) -> Result<(), Error> {
+    /// Enqueues what stands between two steps: acceptance, the proposal of drafts for a history of then at most `length` tokens, and the planning of the
+    /// next rows.
+    fn enqueue_next(&self, accept: Accept, length: usize) -> Result<(), Error> {
         let device = self.forward.device();
         let drafting = &self.drafting;
         let counters = self.forward.stream().map(|stream| stream.counters());
@@ -344,8 +343,21 @@ impl Gpu {
             counter_count: counters.map_or(0, |c| c.len() as u32),
         };
         let (length, multiprocessors) = (length as u32, device.multiprocessors());
-        // SAFETY: buffers of self, sized as the parameter blocks say, for a batch of one; a workspace that only this stream uses.
+        // SAFETY: buffers of self, sized as the parameter blocks say, for a batch of one; a workspace that only this stream uses; the history has room for
+        // `max_length` tokens.
         unsafe {
+            if let (Some(draft), None) = (self.run.draft, &self.script)
+                && ngram::together::<i32>(1, length, multiprocessors)
+            {
+                // What the host has seen, or has put there, is older than the launches that are under way.
+                let all = AcceptAndDraft { accept, draft: self.ngram(draft), plan, settled: self.run.length as u32 };
+                return if device.is_hopper() {
+                    device.launch_early::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)
+                } else {
+                    device.launch::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)
+                };
+            }
+            device.launch::<step::accept>(1, 0, accept)?;
             match (self.run.draft, &self.script) {
                 (None, _) => {}
                 (Some(draft), Some(script)) => {
@@ -359,10 +371,6 @@ impl Gpu {
                         max_length: self.run.max_length as u32,
                     };
                     device.launch::<drafting::draft_script>(1, 0, script)?;
-                }
-                (Some(draft), None) if ngram::together::<i32>(1, length, multiprocessors) => {
-                    let both = DraftAndPlan { draft: self.ngram(draft), plan };
-                    return device.launch::<step::draft_and_plan>(1, ngram::together::SHARED_BYTES, both);
                 }
                 (Some(draft), None) => {
                     let blocks = ngram::blocks::<i32>(1, length, multiprocessors);
@@ -404,19 +412,13 @@ impl Gpu {
     ///
     /// # Errors
     /// A driver error.
-    pub fn time_around_step(&mut self, repeats: u32) -> Result<f64, Error> {
+    pub fn time_around_step(&self, repeats: u32) -> Result<f64, Error> {
         let timer = self.forward.device().timer()?;
         let device = self.forward.device().clone();
+        let next = || self.enqueue_next(self.accept(Default::default(), 0, true), self.run.length);
         // Each launch once before they are recorded.
-        self.enqueue_plan(self.run.length)?;
-        self.enqueue_accept(Default::default(), 0, true)?;
-        let mut graph = device.capture(|| {
-            for _ in 0..repeats {
-                self.enqueue_plan(self.run.length)?;
-                self.enqueue_accept(Default::default(), 0, true)?;
-            }
-            Ok(())
-        })?;
+        next()?;
+        let mut graph = device.capture(|| (0..repeats).try_for_each(|_| next()))?;
         // The first launch of a graph takes it to the device.
         graph.launch()?;
         Ok(timer.time(|| graph.launch())? * 1e3 / f64::from(repeats))

@@ -17,7 +17,7 @@ fn a_token_takes_launches_and_nothing_else() {
         (Sampling::default(), None, 3),
         (sampling, None, 4),
         // Nothing matches, so that a step brings a token.
-        (sampling, Some(NgramDraft { max: 60, min: 60, ..NgramDraft::default() }), 4),
+        (sampling, Some(NgramDraft { max: 60, min: 60, ..NgramDraft::default() }), 3),
     ] {
         let request = host::Request { sampling, ..greedy(&case.prompt[..4], 6, draft) };
         check_decode_calls(&mut gpu, &device, &request, launches).unwrap();

@@ -2,7 +2,7 @@
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::Shared;
-use cuda_std::{Global, GlobalMut, shared, thread, warp};
+use cuda_std::{Global, GlobalMut, async_copy, shared, thread, warp};
 
 use super::{Operator, Sequences, THREADS, Token, WARPS, early, shared_layout};
 
@@ -48,16 +48,16 @@ impl Keys {
         }
     }
 
-    /// The key of a block that has a sequence to itself: number 0, in the first word of shared memory. All threads of the
-    /// block must call it.
+    /// The key of a block that has a sequence to itself: number 0, in the first word of shared memory. All threads that search must call it; they
+    /// meet in `sync`.
     #[inline(always)]
-    pub(super) unsafe fn of_block<T: Token>(s: &Sequences<T>) -> Self {
+    pub(super) unsafe fn of_block<T: Token>(s: &Sequences<T>, sync: impl Fn()) -> Self {
         unsafe {
             let keys = Self { global: s.keys(), shared: shared::dynamic(0), alone: true };
             if thread::thread_idx_x() == 0 {
                 keys.shared.store(0, NOTHING);
             }
-            thread::sync_threads();
+            sync();
             keys
         }
     }
@@ -252,10 +252,13 @@ impl<T: Token> Pattern<T> {
     }
 }
 
+/// A lane's part of a tile.
+pub(super) type Units = [[u32; 4]; IN_FLIGHT as usize];
+
 /// A tile that is on its way before anything is known of its sequence.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
-    tile: [[u32; 4]; IN_FLIGHT as usize],
+    tile: Units,
     in_prompt: bool,
     /// Its first unit, or one that there is not.
     first: u32,
@@ -280,6 +283,67 @@ impl Ahead {
             Self { tile: span.tile(first), in_prompt, first }
         }
     }
+
+    /// It, if it is the tile that begins with unit `first`.
+    #[inline(always)]
+    pub(super) fn get(&self, first: u32, in_prompt: bool) -> Option<Units> {
+        (self.first == first && self.in_prompt == in_prompt).then_some(self.tile)
+    }
+}
+
+/// Whole tiles of a sequence's generated tokens on their way to shared memory, for the lanes that have asked for them.
+#[derive(Clone, Copy)]
+pub(super) struct AheadShared {
+    place: Shared<u32>,
+    /// Units from here on are not there.
+    end: u32,
+    parts: u32,
+}
+
+impl AheadShared {
+    /// Tiles of a warp.
+    const MOST: u32 = 4;
+    /// Shared memory for `warps` warps.
+    pub(super) const fn bytes(warps: u32) -> u32 {
+        warps * Self::MOST * TILE_BYTES
+    }
+
+    /// Of sequence 0 the tiles `part`, `part + parts` and so on that lie before token `end`, with shared memory from `offset` on.
+    #[inline(always)]
+    pub(super) unsafe fn load<T: Token>(s: &Sequences<T>, part: u32, parts: u32, end: u32, offset: u32) -> Self {
+        unsafe {
+            let span = Span::new(s.pre_ids, end.min(s.pre_ids_stride));
+            let place = shared::dynamic::<u32>(offset + part * Self::MOST * TILE_BYTES);
+            let end = span.units.min(parts * Self::MOST * TILE) / TILE * TILE;
+            let mut first = part * TILE;
+            let mut to = thread::lane_id() * 16;
+            while first < end {
+                unroll!(j < IN_FLIGHT; {
+                    let unit = first + 32 * j as u32 + thread::lane_id();
+                    let from = span.first.at((unit * T::IN_UNIT) as usize);
+                    async_copy::copy16(place.cast().at((to + 512 * j as u32) as usize), from.cast());
+                });
+                to += TILE_BYTES;
+                first += parts * TILE;
+            }
+            async_copy::commit();
+            Self { place, end, parts }
+        }
+    }
+
+    /// The tile that begins with unit `first` of the generated tokens, if it is there; it is this warp's. What was asked for was waited for.
+    #[inline(always)]
+    pub(super) unsafe fn get(&self, first: u32, in_prompt: bool) -> Option<Units> {
+        if in_prompt || first >= self.end {
+            return None;
+        }
+        let mut units = [[0; 4]; IN_FLIGHT as usize];
+        unroll!(j < IN_FLIGHT; {
+            let at = first / (self.parts * TILE) * (TILE * 4) + 128 * j as u32 + thread::lane_id() * 4;
+            units[j] = unsafe { self.place.load16(at as usize) };
+        });
+        Some(units)
+    }
 }
 
 /// One warp's part of one sequence, whose key is number `k`: of 2^`log_parts` parts, every so many tiles from tile `part` on. The
@@ -292,7 +356,7 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
     t: &Texts<T>,
     part: u32,
     log_parts: u32,
-    ahead: Option<Ahead>,
+    ahead: impl Fn(u32, bool) -> Option<Units>,
 ) {
     unsafe {
         let lane = thread::lane_id();
@@ -320,7 +384,6 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
         let mut best = NOTHING;
         // Counted from the text's first.
         let mut tile = part;
-        let mut units = ahead.map_or([[0; 4]; IN_FLIGHT as usize], |ahead| ahead.tile);
         let mut in_prompt = true;
         'texts: loop {
             // Fresh, so that both spans are made where they are used and take no registers elsewhere.
@@ -329,9 +392,10 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
             let place = if in_prompt { 0 } else { t.prompt_ends };
             while tile * TILE < span.units {
                 let first = tile * TILE;
-                if ahead.is_none_or(|ahead| ahead.first != first || ahead.in_prompt != in_prompt) {
-                    units = span.tile(first);
-                }
+                let units = match ahead(first, in_prompt) {
+                    Some(units) => units,
+                    None => span.tile(first),
+                };
                 if lane == 0 {
                     best = keys.load(k);
                 }
@@ -426,7 +490,7 @@ pub(super) unsafe fn search<T: Token, O: Operator<T>>(operator: &O, keys: &Keys)
             let claim = operator.claim::<true>(b);
             let t = texts::<true, _, _>(operator, b);
             if claim.want > 0 && t.ends() > 0 {
-                search_part(operator, keys, b, &t, part, log_parts, None);
+                search_part(operator, keys, b, &t, part, log_parts, |_, _| None);
             }
         }
         item += blocks * WARPS;

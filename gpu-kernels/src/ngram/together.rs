@@ -24,7 +24,7 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, thread, warp};
 
-use super::search::{Ahead, Keys, search_part, texts};
+use super::search::{Ahead, Keys, Units, search_part, texts};
 use super::share::{Wish, grant};
 use super::{Operator, TOGETHER, Token};
 
@@ -60,6 +60,30 @@ unsafe fn slot(slots: GlobalMut<u64>, i: u32) -> [u64; 2] {
 #[inline(always)]
 pub(super) unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     unsafe {
+        let warps = thread::block_dim_x() / 32;
+        let s = operator.sequences();
+        let ahead = Ahead::load(s, thread::block_idx_x() as usize, thread::warp_id());
+        draft_after(operator, |first, in_prompt| ahead.get(first, in_prompt), warps, || thread::sync_threads());
+    }
+}
+
+/// What the first warp has written: how many rows, and of draft `d` lane `d` the token.
+#[derive(Clone, Copy)]
+pub(crate) struct Drafted<T> {
+    pub(crate) rows: i32,
+    pub(crate) token: T,
+}
+
+/// The same by the first `warps` warps of a block, a power of two, which meet in `sync`; with the tiles that `ahead` has. The first warp is told what it
+/// has written, as far as a lane has one draft.
+#[inline(always)]
+pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
+    operator: &O,
+    ahead: impl Fn(u32, bool) -> Option<Units>,
+    warps: u32,
+    sync: impl Fn(),
+) -> Option<Drafted<T>> {
+    unsafe {
         let s = operator.sequences();
         let block = thread::block_idx_x();
         let b = block as usize;
@@ -67,7 +91,6 @@ pub(super) unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
         let slots = s.slots();
 
         // Everything that depends on nothing is on its way first.
-        let ahead = Ahead::load(s, b, warp_id);
         let claim = operator.claim::<true>(b);
         let t = texts::<true, _, _>(operator, b);
         let mut working = [false; ROUNDS as usize];
@@ -82,21 +105,13 @@ pub(super) unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
             });
         }
 
-        let keys = Keys::of_block(s);
+        let keys = Keys::of_block(s, &sync);
         if claim.want > 0 && t.ends() > 0 {
-            search_part(
-                operator,
-                &keys,
-                0,
-                &t,
-                warp_id,
-                31 - (thread::block_dim_x() / 32).leading_zeros(),
-                Some(ahead),
-            );
+            search_part(operator, &keys, 0, &t, warp_id, 31 - warps.leading_zeros(), ahead);
         }
-        thread::sync_threads();
+        sync();
         if warp_id != 0 {
-            return;
+            return None;
         }
 
         let wish = Wish::new(s, b, claim, &t, keys.load(0));
@@ -158,10 +173,16 @@ pub(super) unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
         }
         let text = if wish.from & 1 == 1 { s.input_ids } else { s.pre_ids };
         let to = b * s.draft_tokens_stride as usize + claim.base.max(0) as usize;
+        let mut token = T::NONE;
         let mut d = lane;
         while d < granted {
-            s.draft_tokens.store(to + d as usize, text.load(((wish.from >> 1) + d as u64) as usize));
+            let draft = text.load(((wish.from >> 1) + d as u64) as usize);
+            s.draft_tokens.store(to + d as usize, draft);
+            if d == lane {
+                token = draft;
+            }
             d += 32;
         }
+        Some(Drafted { rows: claim.base + granted as i32, token })
     }
 }

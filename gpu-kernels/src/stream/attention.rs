@@ -17,6 +17,8 @@ use crate::step::MAX_DECODE_ROWS;
 
 /// Tiles of pairs whose queries are in shared memory at a time.
 const TILES: u32 = 4;
+/// Pieces of four dimensions that a lane takes of a step's values.
+const VALUES: usize = (MAX_DECODE_ROWS * HEAD_DIM / 4 / (WARPS * 32)) as usize;
 /// Bytes of a query.
 const QUERY: u32 = HEAD_DIM * 2;
 /// Bytes of shared memory for queries.
@@ -40,7 +42,7 @@ impl Consumer<'_> {
     #[inline(always)]
     pub unsafe fn before_attention(&self, layer: u32) -> Units {
         unsafe {
-            let units = Units::new(self.p, self.count, self.last);
+            let units = Units::load();
             if !units.is_empty() {
                 self.stage(layer);
             }
@@ -65,8 +67,9 @@ impl Consumer<'_> {
                 scale: 1.0 / math::sqrt(HEAD_DIM as f32),
             };
             let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true };
+            let dealt = (units.group, units.tile_rows);
             while let Some(share) = units.take() {
-                self.share::<VECTORS>(&attend, layer, units.group, &share, &mut prepared);
+                self.share::<VECTORS>(&attend, layer, dealt, &share, &mut prepared);
             }
             self.mark(Mark::Attended);
             if self.last >= SPLIT {
@@ -90,14 +93,13 @@ impl Consumer<'_> {
         &mut self,
         attend: &Attend,
         layer: u32,
-        group: Divisor,
+        (group, tile_rows): (Divisor, u32),
         share: &Share,
         prepared: &mut Prepared,
     ) {
         unsafe {
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
             let &Share { kv_head, split, pages, ref tiles } = share;
-            let tile_rows = group.divide(PAIRS).0;
             let ring = self.ring;
             let first_position = self.first_position();
             let mut tile = tiles.start;
@@ -127,7 +129,7 @@ impl Consumer<'_> {
                             self.stage(layer);
                             sync();
                         }
-                        self.vectors::<VECTORS>(share, group, fresh, own, warp_id);
+                        self.vectors::<VECTORS>(share, (group, tile_rows), fresh, own, warp_id);
                         sync();
                     }
                 }
@@ -223,13 +225,13 @@ impl Consumer<'_> {
         Heads { qkv: p.qkv.read(), q_heads: p.q_heads, kv_heads: p.kv_heads, eps: p.eps }
     }
 
-    /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the ring. A warp a vector, `N` under
-    /// way at a time.
+    /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the ring. Of queries and keys a warp
+    /// makes a vector, `N` under way at a time.
     #[inline(always)]
     unsafe fn vectors<const N: usize>(
         &self,
         share: &Share,
-        group: Divisor,
+        (group, tile_rows): (Divisor, u32),
         tiles: Range<u32>,
         own: Range<u32>,
         warp_id: u32,
@@ -237,13 +239,12 @@ impl Consumer<'_> {
         unsafe {
             let p = self.p;
             let heads = self.heads();
-            let tile_rows = group.divide(PAIRS).0;
-            let keys = 2 * (own.end - own.start);
+            let keys = own.end - own.start;
             let all = keys + tiles.len() as u32 * PAIRS;
-            // The keys and values, then each tile's pairs: row, head, and whether there is one.
+            // The keys, then each tile's pairs: row, head, and whether there is one.
             let place = |i: u32| {
                 if i < keys {
-                    (own.start + i / 2, p.q_heads + share.kv_head + i % 2 * p.kv_heads, true)
+                    (own.start + i, p.q_heads + share.kv_head, true)
                 } else {
                     let (tile, pair) = (tiles.start + (i - keys) / PAIRS, (i - keys) % PAIRS);
                     let (row, head) = group.divide(pair);
@@ -251,6 +252,18 @@ impl Consumer<'_> {
                     (tile * tile_rows + row, share.kv_head * group.value + head, valid && i < all)
                 }
             };
+            // Of values a lane takes four dimensions, neighbouring lanes neighbouring rows: dimensions lie a multiple of all banks apart.
+            let value = |i: usize| {
+                let e = i as u32 * (WARPS * 32) + warp_id * 32 + thread::lane_id();
+                (own.start + e % MAX_DECODE_ROWS, e / MAX_DECODE_ROWS * 4)
+            };
+            let mut values = [[0f32; 4]; VALUES];
+            unroll!(I < VALUES of 2; {
+                let (row, d) = value(I);
+                if row < own.end {
+                    values[I] = heads.load_value(row, share.kv_head, d);
+                }
+            });
             let mut first = warp_id;
             while first < all {
                 let mut x = [[[0f32; 2]; 2]; N];
@@ -270,23 +283,34 @@ impl Consumer<'_> {
                             let slot = (tiles.start * PAIRS + i - keys) % (TILES * PAIRS);
                             vector.store_shared(shared::dynamic(SCRATCH + slot * QUERY));
                         } else {
-                            let position = self.first_position() + row;
-                            let (page, token) = (position % SPLIT / PAGE_TOKENS, position % PAGE_TOKENS);
-                            let is_value = head >= p.q_heads + p.kv_heads;
-                            let chunk = self.ring.ahead(page + if is_value { share.pages } else { 0 });
-                            // The copy must not come after.
-                            chunk.wait_full();
-                            if is_value {
-                                vector.store_value_shared(shared::dynamic(chunk.offset() + token * 2));
-                            } else {
-                                vector.store_shared(shared::dynamic(chunk.offset() + token * QUERY));
-                            }
+                            let (chunk, token) = self.own_place(row, 0);
+                            vector.store_shared(shared::dynamic(chunk.offset() + token * QUERY));
                         }
                     }
                 });
                 first += N as u32 * WARPS;
             }
+            unroll!(I < VALUES of 2; {
+                let (row, d) = value(I);
+                if row < own.end {
+                    let (chunk, token) = self.own_place(row, share.pages);
+                    let to = shared::dynamic::<bf16>(chunk.offset() + token * 2);
+                    unroll!(J < 4; {
+                        to.store((d as usize + J) * PAGE_TOKENS as usize, math::to_bf16(values[I][J]));
+                    });
+                }
+            });
         }
+    }
+
+    /// Where in the ring this step's `row` goes: in which page, whose pages of this kind begin `skip` chunks further, and as which token. The page is
+    /// there: its copy must not come after.
+    #[inline(always)]
+    unsafe fn own_place(&self, row: u32, skip: u32) -> (Ring, u32) {
+        let position = self.first_position() + row;
+        let chunk = self.ring.ahead(position % SPLIT / PAGE_TOKENS + skip);
+        unsafe { chunk.wait_full() };
+        (chunk, position % PAGE_TOKENS)
     }
 
     /// Puts the keys and values of this step into the cache, after attention: a warp of the grid a vector, last warps first.

@@ -189,7 +189,11 @@ impl<'a> Consumer<'a> {
             while row < self.count {
                 // Of another row, other blocks take the beginning.
                 let block = (thread::block_idx_x() + row * (p.residual.dim / (WARPS * 32))) % grid;
-                embed_elements(&embed, row, block * (WARPS * 32) + thread::thread_idx_x(), stride);
+                let first = block * (WARPS * 32);
+                // A row's token is not waited for where none of its elements are made.
+                if first < p.residual.dim {
+                    embed_elements(&embed, row, first + thread::thread_idx_x(), stride);
+                }
                 row += 1;
             }
         }

@@ -5,7 +5,7 @@ use core::ops::Range;
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::{Global, shared, thread};
 
-use super::{BARRIERS, CHUNK_BYTES, Matrix, STAGES, StreamStep, Walk};
+use super::{BARRIERS, CHUNK_BYTES, Matrix, STAGES, StreamStep, UNITS, Walk};
 use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::PAGE_TOKENS;
 
@@ -74,6 +74,8 @@ unsafe fn wait(barrier: Barrier, parity: u32) {
 pub struct Units {
     /// Query heads of a key-value head.
     pub group: Divisor,
+    /// Rows of a tile.
+    pub tile_rows: u32,
     /// Splits of the context.
     splits: u32,
     /// Tiles of a split.
@@ -96,18 +98,55 @@ pub struct Share {
 }
 
 impl Units {
-    /// Those of this block when the step has `count` rows and the context ends with position `last`.
+    /// Those of this block when the step has `count` rows: the same in every layer.
     #[inline(always)]
-    pub fn new(p: &StreamStep, count: u32, last: u32) -> Self {
+    pub unsafe fn new(p: &StreamStep, count: u32) -> Self {
+        // SAFETY: a step has so many rows.
+        let last = unsafe { p.rows.positions.load((count - 1) as usize) };
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         // SAFETY: a grid has blocks, and a model has heads.
         unsafe { core::hint::assert_unchecked(grid > 0 && p.kv_heads > 0 && p.q_heads >= p.kv_heads) };
         let group = Divisor::new(p.q_heads / p.kv_heads);
         // SAFETY: the launcher takes no other groups.
         unsafe { core::hint::assert_unchecked(group.value <= PAIRS) };
-        let (splits, tiles) = (last / SPLIT + 1, Attend::tiles(count, group.value));
+        let splits = last / SPLIT + 1;
+        let (mut tile_rows, mut tiles) = (group.divide(PAIRS).0, Attend::tiles(count, group.value));
+        // A pair never meets another: tiles are smaller where that keeps more blocks busy.
+        while tile_rows > 1 {
+            let half = tile_rows / 2;
+            let more = count.div_ceil(half);
+            if p.kv_heads * splits * more > grid {
+                break;
+            }
+            (tile_rows, tiles) = (half, more);
+        }
         let all = p.kv_heads * splits * tiles;
-        Self { group, splits, tiles, next: block * all / grid, end: (block + 1) * all / grid, last }
+        Self { group, tile_rows, splits, tiles, next: block * all / grid, end: (block + 1) * all / grid, last }
+    }
+
+    /// Leaves them where [`load`](Self::load) finds them.
+    #[inline(always)]
+    pub unsafe fn store(&self) {
+        // SAFETY: the block's place for them.
+        unsafe {
+            let place = shared::dynamic::<[u32; 2]>(UNITS);
+            place.cast::<Divisor>().store(0, self.group);
+            place.store(1, [self.tile_rows, self.splits]);
+            place.store(2, [self.tiles, self.next]);
+            place.store(3, [self.end, self.last]);
+        }
+    }
+
+    /// Those that were left, for another layer.
+    #[inline(always)]
+    pub unsafe fn load() -> Self {
+        // SAFETY: the block's place for them, written before the roles part.
+        unsafe {
+            let place = shared::dynamic::<[u32; 2]>(UNITS);
+            let group = place.cast::<Divisor>().load(0);
+            let ([tile_rows, splits], [tiles, next], [end, last]) = (place.load(1), place.load(2), place.load(3));
+            Self { group, tile_rows, splits, tiles, next, end, last }
+        }
     }
 
     /// Whether none are left.
@@ -155,7 +194,7 @@ unsafe fn fill(ring: &mut Ring, from: Global<u8>, under_way: u32) {
 
 /// The producer: one lane walks every pass, and before the output projection the block's share of the cache.
 #[inline(always)]
-pub unsafe fn produce(p: &StreamStep, count: u32, last: u32) {
+pub unsafe fn produce(p: &StreamStep) {
     unsafe {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         let mut walk = Walk::new(grid);
@@ -165,7 +204,7 @@ pub unsafe fn produce(p: &StreamStep, count: u32, last: u32) {
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache(p, &mut ring, index / 4, Units::new(p, count, last));
+                produce_cache(p, &mut ring, index / 4, Units::load());
             }
             let under_way = if matches!(matrix, Matrix::GateUp | Matrix::Head) { UNDER_WAY_LONG } else { UNDER_WAY };
             let (mut left, k) = p.shape(matrix);
