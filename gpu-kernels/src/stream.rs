@@ -8,7 +8,7 @@
 //! warps 0 to 7  consumers  ring ──► tensor cores ──► epilogue; at a boundary only these meet the other blocks
 //! ```
 //!
-//! Neither weights nor the cache of earlier steps depend on this step's activations, so the [producer](ring) passes every boundary without stopping: while
+//! Neither weights nor the cache of earlier steps depend on this step's activations, so the [producer](producer) passes every boundary without stopping: while
 //! [consumers](consumer) meet or reduce, the ring fills (192 KiB a block is 8 µs of an H100's memory). A layer has five boundaries:
 //!
 //! ```text
@@ -29,7 +29,7 @@
 
 mod attention;
 mod consumer;
-mod ring;
+mod producer;
 
 use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, wgmma};
 
@@ -37,9 +37,10 @@ use crate::attention::Attend;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::{SLICE, STRIP};
 use crate::norm::Residual;
+use crate::ring::{Ring, Shape};
 use crate::step::{MAX_DECODE_ROWS, Rows};
 use consumer::Consumer;
-use ring::{Ring, Units, produce};
+use producer::{Units, produce};
 
 /// Bytes of a chunk.
 pub const CHUNK_BYTES: u32 = 16384;
@@ -53,13 +54,12 @@ pub const THREADS: u32 = 384;
 pub const SHARED_BYTES: u32 = UNITS + 32;
 
 const WARPS: u32 = 8;
-const STAGES: u32 = 12;
+const RING: Shape = Shape { start: 0, stages: 12, bytes: CHUNK_BYTES };
 /// What consumers share beside the ring: partial sums of a product, or the queries and partial sums of attention.
-const SCRATCH: u32 = STAGES * CHUNK_BYTES;
+const SCRATCH: u32 = RING.end().next_multiple_of(128);
 const SCRATCH_BYTES: u32 = attention::QUERY_BYTES + Attend::SHARED_BYTES;
-const BARRIERS: u32 = SCRATCH + SCRATCH_BYTES;
 /// Each row's norm factor.
-const FACTORS: u32 = BARRIERS + 2 * STAGES * 8;
+const FACTORS: u32 = SCRATCH + SCRATCH_BYTES;
 /// Each row's best logit so far.
 const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
 /// How many arrivals the last meeting of the grid took, those before it included.
@@ -410,13 +410,7 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
         }
         let thread = thread::thread_idx_x();
         if thread == 0 {
-            let mut stage = 0;
-            while stage < STAGES {
-                let ring = Ring { stage, parity: 0 };
-                ring.full().init(1);
-                ring.empty().init(WARPS);
-                stage += 1;
-            }
+            Ring::init(RING, WARPS);
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
             Units::new(p, count).store();

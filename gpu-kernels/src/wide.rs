@@ -103,7 +103,7 @@ struct Memory<const ROWS: u32>;
 
 impl<const ROWS: u32> Memory<ROWS> {
     /// Activations, or queries.
-    const ROW_RING: Shape = Shape { start: 0, stages: if ROWS == 64 { 4 } else { 4 }, bytes: ROWS * SLICE * 2 };
+    const ROW_RING: Shape = Shape { start: 0, stages: 4, bytes: ROWS * SLICE * 2 };
     /// Weights, or pages.
     const RING: Shape = Shape {
         start: Self::ROW_RING.end().next_multiple_of(128),

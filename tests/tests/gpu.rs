@@ -307,14 +307,15 @@ fn a_request_gives_the_tokens_in_any_batch() -> Result<(), Failed> {
 
 fn a_card_that_others_fill_does_not_end_a_batch() -> Result<(), Failed> {
     let checkpoint = demo();
-    let requests = requests(&demo_prompts(&checkpoint, 12, 100), 100, 120);
+    let requests = requests(&demo_prompts(&checkpoint, 40, 100), 100, 290);
     let jobs: Vec<(usize, host::Request)> = requests.into_iter().enumerate().collect();
+    // So few pages that sequences are put aside.
     let options = BatchOptions {
-        sequences: Some(6),
-        rows: Some(300),
+        sequences: Some(5),
+        rows: Some(37),
         cache_tokens: Some(9 * 64),
-        swap_tokens: Some(30 * 64),
-        draft: Some(EAGER),
+        swap_tokens: Some(9 * 64),
+        draft: None,
         draft_rows: 64,
     };
     let run = |filled: bool| -> Result<_, Failed> {

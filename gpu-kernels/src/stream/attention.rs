@@ -8,11 +8,12 @@ use core::ops::Range;
 use cuda_std::{Global, GlobalMut, bf16, bulk, math, shared, thread, warp};
 
 use super::consumer::{Consumer, sync};
-use super::ring::{Ring, Share, Units};
+use super::producer::{Share, Units};
 use super::{Mark, SCRATCH, WARPS};
 use crate::attention::{Attend, Divisor, Found, PAIRS, SPLIT, Tile, attend_keys, combine_head, reduce};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::qkv::{Factors, Heads};
+use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 
 /// Tiles of pairs whose queries are in shared memory at a time.

@@ -3,13 +3,13 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, bf16, bulk, math, mma, shared, thread, warp};
 
-use super::ring::{PATIENCE, Ring};
-use super::{ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, SCRATCH, STRIPS, StreamStep, WARPS, Walk};
+use super::{ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, RING, SCRATCH, STRIPS, StreamStep, WARPS, Walk};
 use crate::attention::Divisor;
 use crate::embedding::{Embed, embed_elements};
 use crate::kv::HEAD_DIM;
 use crate::linear::{SLICE, STRIP};
 use crate::norm::Norm;
+use crate::ring::{PATIENCE, Ring};
 use crate::sample::rank;
 
 /// Bytes of the partial sums that meet at a time.
@@ -36,7 +36,7 @@ pub fn sync() {
 /// Gives a chunk back, for the whole warp, by the lanes that are told to. The copy engine must not overwrite what is still being read: without the fence
 /// it did.
 #[inline(always)]
-unsafe fn release(chunk: &Ring, arrives: bool) {
+unsafe fn release(chunk: Ring, arrives: bool) {
     unsafe {
         bulk::fence_proxy_async();
         warp::sync_warp();
@@ -56,7 +56,7 @@ const fn slot(row: u32, feature: u32) -> u32 {
 impl<'a> Consumer<'a> {
     #[inline(always)]
     pub fn new(p: &'a StreamStep, count: u32, last: u32) -> Self {
-        let ring = Ring { stage: 0, parity: 0 };
+        let ring = Ring::consumer(RING);
         Self { p, count, last, ring, rows: Divisor::new(count), walk: Walk::new(thread::grid_dim_x()) }
     }
 
@@ -285,7 +285,7 @@ impl<'a> Consumer<'a> {
                                 if strip as u32 + 1 < mine {
                                     let next = ring.ahead(1);
                                     let (low, high) = (load(&ring), load(&next));
-                                    release(if lane == 0 { &ring } else { &next }, lane < 2);
+                                    release(if lane == 0 { ring } else { next }, lane < 2);
                                     unroll!(I < 4; {
                                         unroll!(T < TILES of 2; {
                                             let b = [b[A][T][I / 2][I % 2 * 2], b[A][T][I / 2][I % 2 * 2 + 1]];
@@ -296,7 +296,7 @@ impl<'a> Consumer<'a> {
                                     ring = ring.ahead(2);
                                 } else if (strip as u32) < mine {
                                     let a = load(&ring);
-                                    release(&ring, lane == 0);
+                                    release(ring, lane == 0);
                                     unroll!(I < 4; {
                                         unroll!(T < TILES of 2; {
                                             let b = [b[A][T][I / 2][I % 2 * 2], b[A][T][I / 2][I % 2 * 2 + 1]];

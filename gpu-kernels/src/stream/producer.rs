@@ -1,73 +1,14 @@
-//! The ring of chunks in shared memory, and the producer that keeps it full.
+//! The producer that keeps the ring of chunks full.
 
 use core::ops::Range;
 
-use cuda_std::bulk::{self, Barrier};
+use cuda_std::bulk;
 use cuda_std::{Global, shared, thread};
 
-use super::{BARRIERS, CHUNK_BYTES, Matrix, STAGES, StreamStep, UNITS, Walk};
+use super::{CHUNK_BYTES, Matrix, RING, StreamStep, UNITS, Walk};
 use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::PAGE_TOKENS;
-
-/// Polls of a wait before the step is given up: seconds, where a step takes milliseconds.
-pub const PATIENCE: u32 = 1 << 23;
-
-/// Where a role stands in the ring.
-#[derive(Clone, Copy)]
-pub struct Ring {
-    pub stage: u32,
-    pub parity: u32,
-}
-
-impl Ring {
-    #[inline(always)]
-    pub unsafe fn full(&self) -> Barrier {
-        unsafe { Barrier::at(shared::dynamic(BARRIERS + self.stage * 8)) }
-    }
-
-    #[inline(always)]
-    pub unsafe fn empty(&self) -> Barrier {
-        unsafe { Barrier::at(shared::dynamic(BARRIERS + (STAGES + self.stage) * 8)) }
-    }
-
-    /// Waits until the chunk is there.
-    #[inline(always)]
-    pub unsafe fn wait_full(&self) {
-        unsafe { wait(self.full(), self.parity) }
-    }
-
-    /// Where the chunk lies in shared memory.
-    #[inline(always)]
-    pub const fn offset(&self) -> u32 {
-        self.stage * CHUNK_BYTES
-    }
-
-    /// `n` chunks on, less than a turn.
-    #[inline(always)]
-    pub const fn ahead(mut self, n: u32) -> Self {
-        self.stage += n;
-        if self.stage >= STAGES {
-            self.stage -= STAGES;
-            self.parity ^= 1;
-        }
-        self
-    }
-}
-
-/// Waits for a phase of a barrier; gives the step up rather than hang.
-#[inline(always)]
-unsafe fn wait(barrier: Barrier, parity: u32) {
-    unsafe {
-        let mut polls = 0;
-        while !barrier.try_wait(parity) {
-            // New to the compiler, which would write the loop out.
-            polls = thread::fresh(polls) + 1;
-            if polls == PATIENCE {
-                thread::trap();
-            }
-        }
-    }
-}
+use crate::ring::Ring;
 
 /// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block takes consecutive ones.
 #[derive(Clone, Copy)]
@@ -182,12 +123,10 @@ const UNDER_WAY_LONG: u32 = 3;
 #[inline(always)]
 unsafe fn fill(ring: &mut Ring, from: Global<u8>, under_way: u32) {
     unsafe {
-        // The producer's parity is that of the turn before; a fresh barrier has that turn behind it.
-        let earlier = ring.ahead(STAGES - under_way);
-        wait(earlier.full(), earlier.parity);
-        wait(ring.empty(), ring.parity);
+        ring.wait_under_way(under_way);
+        ring.wait_empty();
         ring.full().arrive_expect_tx(CHUNK_BYTES);
-        bulk::copy_to_shared(shared::dynamic(ring.offset()), from, CHUNK_BYTES, ring.full());
+        bulk::copy_to_shared(ring.slot(), from, CHUNK_BYTES, ring.full());
         *ring = ring.ahead(1);
     }
 }
@@ -198,8 +137,7 @@ pub unsafe fn produce(p: &StreamStep) {
     unsafe {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         let mut walk = Walk::new(grid);
-        // The first turn finds every stage empty.
-        let mut ring = Ring { stage: 0, parity: 1 };
+        let mut ring = Ring::producer(RING);
         let mut index = 0;
         while index < p.matrices() {
             let matrix = p.matrix(index);
