@@ -1,21 +1,20 @@
 //! The Qwen3 forward pass on a device: which kernels, over which memory, in which order.
 
+mod launches;
 mod wide;
 
 use cuda_std::Global;
-use gpu_kernels::apart::{self, RmsNorm, SiluMul};
-use gpu_kernels::attention::{self, Attend, AttendTiles};
+use gpu_kernels::attention;
 use gpu_kernels::batch::{self, PickRows};
-use gpu_kernels::embedding::{self, Embed};
-use gpu_kernels::kv::{self, Cache, HEAD_DIM};
-use gpu_kernels::linear::{self, Linear, STRIP};
+use gpu_kernels::kv::{self, HEAD_DIM};
+use gpu_kernels::linear::{self, STRIP};
 use gpu_kernels::norm::{Norm, Residual};
-use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS, Rows};
 use gpu_kernels::stream::{Mark, StreamStep};
 use half::bf16;
 use model::{Config, rope::RopeTable};
 
+use self::launches::{Apart, Kind};
 use self::wide::Wide;
 use crate::Error;
 use crate::cache::KvCache;
@@ -60,14 +59,6 @@ pub struct Forward {
     apart: Apart,
 }
 
-/// What the step in many launches does in launches of its own instead of in its neighbours', for measuring what that gained.
-#[derive(Default)]
-struct Apart {
-    norms: bool,
-    /// Outputs of gate and up.
-    silu: Option<[Buffer<f32>; 2]>,
-}
-
 /// Which of a step's rows want logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitRows {
@@ -105,7 +96,7 @@ impl Room {
 /// Which rows meet in attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Tiles {
-    /// `[count, 2]` as [`AttendTiles::tiles`] has them; 16-byte aligned.
+    /// `[count, 2]` as [`AttendTiles::tiles`](gpu_kernels::attention::AttendTiles::tiles) has them; 16-byte aligned.
     pub list: Global<u32>,
     /// How many there are.
     pub count: u32,
@@ -280,32 +271,6 @@ impl Forward {
         Ok(words.chunks(len).map(|block| block[1..=block[0] as usize].iter().filter_map(point).collect()).collect())
     }
 
-    /// From now on, [`enqueue`](Self::enqueue) runs norms, or SiLU and its product, in launches of their own: for measuring what it gains that it does not. The
-    /// results differ in their last bits.
-    ///
-    /// # Errors
-    /// Too little memory, or a driver error.
-    pub fn take_apart(&mut self, norms: bool, silu: bool) -> Result<(), Error> {
-        let gate = || self.device.zeroed(self.activation.len());
-        self.apart = Apart { norms, silu: if silu { Some([gate()?, gate()?]) } else { None } };
-        Ok(())
-    }
-
-    /// Enqueues the norm with this `weight`, if norms have launches of their own.
-    ///
-    /// # Safety
-    /// As [`Device::launch`].
-    unsafe fn launch_norm(&self, most_rows: u32, weight: &Buffer<bf16>) -> Result<(), Error> {
-        if !self.apart.norms {
-            return Ok(());
-        }
-        let (dim, eps) = (self.config.hidden_size as u32, self.config.rms_norm_eps);
-        let (rows, x, y) = (self.rows(), self.residual.ptr(), self.scaled.ptr_mut());
-        let norm = RmsNorm { rows, x, weight: weight.ptr(), y, dim, eps };
-        // SAFETY: the caller's word.
-        unsafe { self.device.launch::<apart::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm) }
-    }
-
     /// Fills the cache with `pattern`, over and over: for measuring.
     ///
     /// # Errors
@@ -400,25 +365,6 @@ impl Forward {
         unsafe { self.launch_linear(Kind::Write, count, self.head(self.rows(), x, norm)) }
     }
 
-    /// The head over the rows of `x`, from the first on.
-    fn head(&self, rows: Rows, x: Global<bf16>, norm: Norm) -> Linear {
-        let weight = self.weights.head.as_ref().unwrap_or(&self.weights.embed);
-        Linear {
-            rows,
-            x,
-            weight: weight.ptr(),
-            up: weight.ptr(),
-            norm,
-            y: self.logits.ptr_mut(),
-            activation: self.activation.ptr_mut(),
-            residual: self.residual(),
-            next_norm: self.weights.norm.ptr(),
-            n: self.config.vocab_size as u32,
-            k: self.config.hidden_size as u32,
-            first_row: 0,
-        }
-    }
-
     /// The norm that the residual stream's reader has yet to divide by.
     fn norm(&self) -> Norm {
         Norm { squares: self.squares.ptr(), dim: self.config.hidden_size as u32, eps: self.config.rms_norm_eps }
@@ -434,48 +380,6 @@ impl Forward {
             scaled: self.scaled.ptr_mut(),
             squares: self.squares.ptr_mut(),
             dim: self.config.hidden_size as u32,
-        }
-    }
-
-    /// The embedding of these rows, for the first layer.
-    fn embed(&self, rows: Rows) -> Embed {
-        self.weights.embedding(rows, self.residual())
-    }
-
-    /// A layer's cache, with all page tables.
-    fn layer_cache(&self, layer: usize) -> Cache {
-        self.cache.params(layer, self.page_table.ptr(), self.table_stride())
-    }
-
-    /// The heads of these rows in a layer.
-    fn split_heads(&self, rows: Rows, layer: usize) -> SplitHeads {
-        let norms = &self.weights.layers[layer];
-        SplitHeads {
-            rows,
-            qkv: self.qkv.ptr(),
-            q_norm: norms.q_norm.ptr(),
-            k_norm: norms.k_norm.ptr(),
-            cos: self.cos.ptr(),
-            sin: self.sin.ptr(),
-            q: self.q.ptr_mut(),
-            cache: self.layer_cache(layer),
-            q_heads: self.config.num_attention_heads as u32,
-            eps: self.config.rms_norm_eps,
-        }
-    }
-
-    /// Attention of these rows in a layer.
-    fn attend(&self, rows: Rows, layer: usize) -> Attend {
-        Attend {
-            rows,
-            q: self.q.ptr(),
-            cache: self.layer_cache(layer),
-            sums: self.sums.ptr_mut(),
-            scales: self.scales.ptr_mut(),
-            out: self.attended.ptr_mut(),
-            splits: self.room.splits() as u32,
-            q_heads: self.config.num_attention_heads as u32,
-            scale: 1.0 / (HEAD_DIM as f32).sqrt(),
         }
     }
 
@@ -545,88 +449,6 @@ impl Forward {
         }
     }
 
-    /// Enqueues a pass launch by launch.
-    fn enqueue_launches(&self, pass: &Pass) -> Result<(), Error> {
-        let Pass { rows, most_rows, end, tiles, logits } = *pass;
-        let (c, w) = (&self.config, &self.weights);
-        let hidden = c.hidden_size as u32;
-        let inner = c.intermediate_size as u32;
-        let q_heads = c.num_attention_heads as u32;
-        let kv_heads = c.num_key_value_heads as u32;
-        let heads = q_heads + 2 * kv_heads;
-        let q_size = q_heads * HEAD_DIM;
-
-        let (residual, norm) = (self.residual(), self.norm());
-        let norm = if self.apart.norms { Norm::default() } else { norm };
-        let linear = |weight: &Buffer<bf16>, x: &Buffer<bf16>, n: u32, k: u32| Linear {
-            rows,
-            x: x.ptr(),
-            weight: weight.ptr(),
-            up: weight.ptr(),
-            norm: Norm::default(),
-            y: self.logits.ptr_mut(),
-            activation: self.activation.ptr_mut(),
-            residual,
-            next_norm: w.norm.ptr(),
-            n,
-            k,
-            first_row: 0,
-        };
-
-        // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self outlives the work because
-        // freeing device memory waits for it.
-        unsafe {
-            let d = &self.device;
-            d.launch::<embedding::embed>((1, most_rows), 0, self.embed(rows))?;
-            for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
-                self.launch_norm(most_rows, &layer.input_norm)?;
-                let project = linear(&layer.qkv, &self.scaled, heads * HEAD_DIM, hidden);
-                let project = Linear { norm, y: self.qkv.ptr_mut(), ..project };
-                self.launch_linear(Kind::Write, most_rows, project)?;
-                let split = self.split_heads(rows, i);
-                d.launch::<qkv::split_heads>((heads.div_ceil(qkv::HEADS_PER_BLOCK), most_rows), 0, split)?;
-                let attend = self.attend(rows, i);
-                let splits = end.div_ceil(attention::SPLIT);
-                if let Some(tiles) = tiles {
-                    let grid = (kv_heads, splits, tiles.count);
-                    let attend = AttendTiles { attend, tiles: tiles.list };
-                    d.launch::<attention::attend_tiles>(grid, Attend::SHARED_BYTES, attend)?;
-                } else {
-                    let grid = (kv_heads, splits, Attend::tiles(most_rows, q_heads / kv_heads));
-                    d.launch::<attention::attend>(grid, Attend::SHARED_BYTES, attend)?;
-                }
-                if splits > 1 {
-                    d.launch::<attention::combine>((q_heads, most_rows), Attend::COMBINE_SHARED_BYTES, attend)?;
-                }
-                let output = linear(&layer.output, &self.attended, hidden, q_size);
-                let output = Linear { next_norm: layer.post_attention_norm.ptr(), ..output };
-                self.launch_linear(Kind::Add, most_rows, output)?;
-                self.launch_norm(most_rows, &layer.post_attention_norm)?;
-                let gate_up = linear(&layer.gate, &self.scaled, inner, hidden);
-                let gate_up = Linear { norm, up: layer.up.ptr(), ..gate_up };
-                match &self.apart.silu {
-                    None => self.launch_linear(Kind::SwiGlu, most_rows, gate_up)?,
-                    Some([gate, up]) => {
-                        let up_only = Linear { weight: layer.up.ptr(), y: up.ptr_mut(), ..gate_up };
-                        self.launch_linear(Kind::Write, most_rows, Linear { y: gate.ptr_mut(), ..gate_up })?;
-                        self.launch_linear(Kind::Write, most_rows, up_only)?;
-                        let y = self.activation.ptr_mut();
-                        let silu = SiluMul { rows, gate: gate.ptr(), up: up.ptr(), y, n: inner };
-                        d.launch::<apart::silu_mul>((inner.div_ceil(256), most_rows), 0, silu)?;
-                    }
-                }
-                let down = linear(&layer.down, &self.activation, hidden, inner);
-                self.launch_linear(Kind::Add, most_rows, Linear { next_norm: next_norm.ptr(), ..down })?;
-            }
-            if let LogitRows::From(first_row) = logits {
-                self.launch_norm(most_rows, &w.norm)?;
-                let head = Linear { first_row, ..self.head(rows, self.scaled.ptr(), norm) };
-                self.launch_linear(Kind::Write, most_rows - first_row, head)?;
-            }
-        }
-        Ok(())
-    }
-
     /// Enqueues a pass over at most [`MAX_DECODE_ROWS`] rows with the logits of all of them: in one launch
     /// where there is a stream, and otherwise as [`enqueue`](Self::enqueue). Both give the same bits.
     ///
@@ -690,45 +512,4 @@ impl Forward {
         // SAFETY: buffers of self, sized as the parameter block says; callers zero the counters.
         unsafe { stream.enqueue(&self.device, most_rows, step) }
     }
-
-    /// Picks the width of a linear kernel, and takes as many launches as the rows need; all widths give the same bits.
-    ///
-    /// # Safety
-    /// As [`Device::launch`].
-    unsafe fn launch_linear(&self, kind: Kind, most_rows: u32, p: Linear) -> Result<(), Error> {
-        let strips = if kind == Kind::SwiGlu { Linear::swiglu_strips(p.n) } else { Linear::strips(p.n) };
-        let d = &self.device;
-        for first in (0..most_rows).step_by(MAX_ROWS as usize) {
-            let width = match most_rows - first {
-                0..=8 => 8,
-                9..=16 => 16,
-                _ => 64,
-            };
-            let shared = Linear::shared_bytes(width);
-            let p = Linear { first_row: p.first_row + first, ..p };
-            // SAFETY: the caller's word.
-            unsafe {
-                match (kind, width) {
-                    (Kind::Write, 8) => d.launch::<linear::linear_8>(strips, shared, p)?,
-                    (Kind::Write, 16) => d.launch::<linear::linear_16>(strips, shared, p)?,
-                    (Kind::Write, _) => d.launch::<linear::linear_64>(strips, shared, p)?,
-                    (Kind::Add, 8) => d.launch::<linear::linear_add_8>(strips, shared, p)?,
-                    (Kind::Add, 16) => d.launch::<linear::linear_add_16>(strips, shared, p)?,
-                    (Kind::Add, _) => d.launch::<linear::linear_add_64>(strips, shared, p)?,
-                    (Kind::SwiGlu, 8) => d.launch::<linear::swiglu_8>(strips, shared, p)?,
-                    (Kind::SwiGlu, 16) => d.launch::<linear::swiglu_16>(strips, shared, p)?,
-                    (Kind::SwiGlu, _) => d.launch::<linear::swiglu_64>(strips, shared, p)?,
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// What a linear layer does with its sums.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Write,
-    Add,
-    SwiGlu,
 }
