@@ -173,12 +173,16 @@ pub fn set<const I: usize>(value: f32) {
 
 /// Gives the warps of this warpgroup up to `COUNT` registers a lane, once others gave theirs up (`setmaxnreg.inc`).
 #[inline(always)]
+#[track_caller]
 pub fn take_registers<const COUNT: u32>() {
+    const { assert!(COUNT >= 24 && COUNT <= 256 && COUNT.is_multiple_of(8), "24 to 256 registers, in eights") };
     target::take_registers::<COUNT>();
 }
 
 /// Leaves the warps of this warpgroup `COUNT` registers a lane (`setmaxnreg.dec`).
 #[inline(always)]
+#[track_caller]
 pub fn give_registers<const COUNT: u32>() {
+    const { assert!(COUNT >= 24 && COUNT <= 256 && COUNT.is_multiple_of(8), "24 to 256 registers, in eights") };
     target::give_registers::<COUNT>();
 }

@@ -5,7 +5,7 @@ mod common;
 use common::{Io, fails, run};
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::emulator::{Buffer, EmulatorError, Launch, launch};
-use cuda_std::{Global, kernel, shared, thread, warp};
+use cuda_std::{Global, kernel, shared, thread, warp, wgmma};
 
 /// A kernel of one expression, whose safety is what the test is about.
 macro_rules! broken {
@@ -51,6 +51,26 @@ broken!(
     too_few, 128, |_p| {
         if thread::warp_id() < 2 {
             thread::sync_named(3, 128);
+        }
+    }
+);
+broken!(
+    /// Two warpgroups share out more registers than there are: 168 a lane.
+    too_many_registers, 384, |_p| {
+        if thread::warp_id() < 8 {
+            wgmma::take_registers::<232>();
+        } else {
+            wgmma::give_registers::<48>();
+        }
+    }
+);
+broken!(
+    /// As many as there are.
+    all_registers, 384, |_p| {
+        if thread::warp_id() < 8 {
+            wgmma::take_registers::<232>();
+        } else {
+            wgmma::give_registers::<40>();
         }
     }
 );
@@ -186,6 +206,12 @@ broken!(
     /// Nothing wrong with this one.
     common_sum, 32, |p| p.output.store(thread::lane_id() as usize, p.input.load(thread::lane_id() as usize))
 );
+
+#[test]
+fn more_registers_than_there_are() {
+    fails::<too_many_registers>(ONE(384), 32, &["ask for 65536 registers, and 64512 is all"]);
+    assert!(run::<all_registers>(ONE(384), 32).result.is_ok());
+}
 
 #[test]
 fn impossible_launches_are_refused() {

@@ -10,6 +10,7 @@
 //! - lanes that should meet and do not: different collectives in one warp, a barrier that some never reach (`collective`);
 //! - an asynchronous copy that is used before it was waited for, or that reads shared memory without the fence of its
 //!   proxy (`copies`);
+//! - warps that ask for more registers than their block can be launched with (`wgmma`);
 //! - a deadlock or a livelock, a panic, or a trap (`schedule`).
 //!
 //! What differs from a GPU: `mma` sums in its own fixed order; approximate functions of [`math`](crate::math) are exact;

@@ -68,6 +68,7 @@ impl World {
                 engine: 0,
                 exited: 0,
                 proxied: vec![0; threads],
+                registers: vec![None; threads / 32],
             });
             let base = Rc::new(Base::new(launch.threads));
             for thread in 0..launch.threads {
@@ -97,6 +98,7 @@ impl World {
         (block.index, block.linear, block.engine, block.exited) = (index, linear, 0, 0);
         block.mbarriers.clear();
         block.proxied.fill(0);
+        block.registers.fill(None);
         block.shared.shadow.clear();
         block.shared.memory.poison();
         let threads = self.threads();

@@ -426,9 +426,15 @@ pub fn wgmma_set<const I: usize>(value: f32) {
     *wgmma::accumulator(I, Location::caller()) = value;
 }
 
-pub fn take_registers<const COUNT: u32>() {}
+#[track_caller]
+pub fn take_registers<const COUNT: u32>() {
+    wgmma::share_registers(COUNT, Location::caller());
+}
 
-pub fn give_registers<const COUNT: u32>() {}
+#[track_caller]
+pub fn give_registers<const COUNT: u32>() {
+    wgmma::share_registers(COUNT, Location::caller());
+}
 
 /// Subnormals are zero, as `.ftz` has it.
 fn flush(x: f32) -> f32 {

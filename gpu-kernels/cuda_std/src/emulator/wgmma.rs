@@ -150,3 +150,25 @@ pub fn set_fragment(i: usize, word: u32, site: Site) {
     }
     products.fragments[i] = word;
 }
+
+/// Registers of a multiprocessor.
+const REGISTERS: u32 = 65536;
+
+/// Notes what the lane's warp asks for. A block shares out the registers that it was launched with, at most as many a lane, in eights, as a multiprocessor
+/// has for all its lanes: once every warp has asked, more than that would be waited for forever.
+pub fn share_registers(count: u32, site: Site) {
+    let world = world();
+    let (warp, threads) = (world.thread() / 32, world.launch.threads);
+    let registers = &mut world.block().registers;
+    registers[warp as usize] = Some(count);
+    let asked: Option<u32> = registers.iter().map(|&count| Some(count? * 32)).sum();
+    let launched = (REGISTERS / threads / 8 * 8).min(248) * threads;
+    if let Some(asked) = asked
+        && asked > launched
+    {
+        misuse(
+            site,
+            format!("the block's warps ask for {asked} registers, and {launched} is all it can be launched with"),
+        );
+    }
+}

@@ -77,6 +77,8 @@ pub struct Block {
     pub exited: u32,
     /// For each lane, the epoch up to which its own writes are fenced for the copy engine's proxy.
     pub proxied: Vec<u32>,
+    /// For each warp, the registers of a lane that it has asked for.
+    pub registers: Vec<Option<u32>>,
 }
 
 /// Memory that this launch uses, with its shadow.
