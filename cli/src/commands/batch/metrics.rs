@@ -44,16 +44,18 @@ const PERIOD: Duration = Duration::from_millis(250);
 impl Bar {
     /// From now on; `total` requests, if that is known.
     pub fn start(total: Option<u64>, shown: bool) -> Self {
-        let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::hidden());
+        let seen = shown && Progress::is_seen();
+        Self::drawn(total, if seen { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() })
+    }
+
+    fn drawn(total: Option<u64>, target: ProgressDrawTarget) -> Self {
+        let bar = ProgressBar::with_draw_target(total, target);
         let template = match total {
             Some(_) => "{pos}/{len} {bar:16} {wide_msg} {eta} left",
             None => "{pos} {spinner} {wide_msg} {elapsed}",
         };
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style);
-        }
-        if shown && Progress::is_seen() {
-            bar.set_draw_target(ProgressDrawTarget::stderr());
         }
         Self { bar, start: Instant::now(), told: Instant::now(), tokens: (0, 0), before: 0 }
     }
@@ -189,4 +191,70 @@ fn peak_memory() -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::{Arc, Mutex};
+
+    use indicatif::TermLike;
+
+    use super::*;
+
+    /// A terminal of one line, which keeps what was drawn last.
+    #[derive(Clone, Debug, Default)]
+    struct Screen(Arc<Mutex<String>>);
+
+    impl TermLike for Screen {
+        fn width(&self) -> u16 {
+            120
+        }
+        fn move_cursor_up(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_down(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_right(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_left(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn write_line(&self, line: &str) -> io::Result<()> {
+            self.write_str(line)
+        }
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            self.0.lock().expect("the only thread").push_str(text);
+            Ok(())
+        }
+        fn clear_line(&self) -> io::Result<()> {
+            self.0.lock().expect("the only thread").clear();
+            Ok(())
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_bar_tells_how_far_how_fast_and_how_full() {
+        let screen = Screen::default();
+        let target = ProgressDrawTarget::term_like_with_hz(Box::new(screen.clone()), 255);
+        let mut bar = Bar::drawn(Some(10), target);
+        bar.told -= Duration::from_secs(10);
+        let mut metrics =
+            Metrics { generated_tokens: 300, choices: 200, pages: 40, pages_in_use: 10, ..Metrics::default() };
+        metrics.counts.rows = 900;
+        std::thread::sleep(Duration::from_millis(20));
+        bar.show(&metrics, Tally { answered: 2, refused: 1, before: 1 });
+        let line = screen.0.lock().expect("the only thread").clone();
+        // In ten seconds, and a little: 600 tokens read, 300 written.
+        let rates: Vec<f64> = line.split([' ', ',']).filter_map(|word| word.parse().ok()).collect();
+        let near = |value: f64| rates.iter().any(|rate| (rate - value).abs() < 0.2 * value);
+        assert!(line.contains("4/10") && line.contains("cache 25 %") && line.contains("1.50 a step"), "{line:?}");
+        assert!(line.contains(" in, ") && line.contains(" out tok/s") && near(60.0) && near(30.0), "{line:?}");
+        assert!(line.trim_end().ends_with("left"), "{line:?}");
+    }
 }
