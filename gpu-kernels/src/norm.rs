@@ -2,7 +2,7 @@
 //!
 //! Whoever writes an element of the residual stream also writes what the next linear layer reads, `bf16(x · weight)`, and for every strip of
 //! [`STRIP`] elements the sum of their squares. The division is by one number a row, and a product is linear: so the linear layer multiplies
-//! its f32 sums by the row's [`inverse_rms`] when it is done. Nothing waits for a whole row before the product begins.
+//! its f32 sums by the row's `1 / rms` when it is done. Nothing waits for a whole row before the product begins.
 //!
 //! # Order
 //! A strip's squares are added by a butterfly over 16 lanes, a row's strips by a butterfly over a warp: always in one order.
@@ -11,7 +11,7 @@ use cuda_std::{Global, GlobalMut, bf16, math, thread, warp};
 
 use crate::linear::STRIP;
 
-/// The residual stream and what is kept beside it for the norm that comes next. All of it is written by [`put`](Self::put) alone.
+/// The residual stream and what is kept beside it for the norm that comes next. All of it is written by `put` alone.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Residual {

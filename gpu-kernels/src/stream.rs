@@ -8,8 +8,8 @@
 //! warps 0 to 7  consumers  ring ──► tensor cores ──► epilogue; at a boundary only these meet the other blocks
 //! ```
 //!
-//! Neither weights nor the cache of earlier steps depend on this step's activations, so the [producer](producer) passes every boundary without stopping: while
-//! [consumers](consumer) meet or reduce, the ring fills (192 KiB a block is 8 µs of an H100's memory). A layer has five boundaries:
+//! Neither weights nor the cache of earlier steps depend on this step's activations, so the producer passes every boundary without stopping: while
+//! consumers meet or reduce, the ring fills (192 KiB a block is 8 µs of an H100's memory). A layer has five boundaries:
 //!
 //! ```text
 //! QKV ┃ heads, attention ┃ (combine, where a context has several splits ┃) output ┃ gate, up ┃ down ┃

@@ -20,14 +20,14 @@
 //! warpgroup does the same chains one after another: all slices of *residue* 0, then of residue 1, …, and adds each finished chain to its totals. On Hopper
 //! `wgmma` and `mma.sync` give the same bits for the same 16 products (measured: 4 × 4,096 sums of 4,096 products, plain, of equal sign and spread over
 //! 24 binary orders; and the order within the 16 does not matter). Which 16 inputs an instruction takes follows from `linear`'s loads of 16 bytes; activations are
-//! kept in that order, see [`slot`](crate::linear::slot).
+//! kept in that order, see [`slot`].
 //!
-//! Whole rounds of tiles, one a block, run like that. What is left is split by residues into [`Share::parts`] a tile, so that every block has work: parts
+//! Whole rounds of tiles, one a block, run like that. What is left is split by residues into [`Share::parts`] a tile, where that pays: parts
 //! leave their chains in memory (L2, in truth), and each adds those of its share of the rows, in order, once all are there: if it can,
 //! after its next unit.
 //!
 //! # Attention
-//! See [`attention`].
+//! Items are told of in `attention.rs` beside this.
 
 /// Four accumulators from this one on, got or set: a lane's sums of a group of eight rows.
 macro_rules! accumulators {
