@@ -25,7 +25,7 @@
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
-use crate::linear::slot;
+use crate::linear::place_of;
 use crate::step::Rows;
 
 /// Keys of a block of [`attend`].
@@ -250,14 +250,8 @@ pub(crate) unsafe fn attend_keys(
     }
 }
 
-/// Where dimension `d` of a result goes among its head's.
-#[inline(always)]
-const fn place_of<const SLOTS: bool>(d: u32) -> usize {
-    (if SLOTS { slot(d) } else { d }) as usize
-}
-
 /// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
-/// the split's part of others. `position(row)` is where a row stands. With `SLOTS` results are in the order of [`slot`]. Shared memory from `scratch` on is free again when it returns.
+/// the split's part of others. `position(row)` is where a row stands. With `SLOTS` results are in the order of [`slot`](crate::linear::slot). Shared memory from `scratch` on is free again when it returns.
 #[inline(always)]
 pub(crate) unsafe fn reduce<const SLOTS: bool>(
     p: &Attend,

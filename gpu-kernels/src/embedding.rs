@@ -2,6 +2,7 @@
 
 use cuda_std::{Global, bf16, kernel, math, thread};
 
+use crate::linear::place_of;
 use crate::norm::Residual;
 use crate::step::Rows;
 
@@ -27,21 +28,23 @@ pub unsafe fn embed(p: Embed) {
     unsafe {
         let row = thread::block_idx_y();
         if row < p.rows.count.load(0) {
-            embed_elements(&p, row, thread::thread_idx_x(), 256);
+            embed_elements::<false>(&p, row, thread::thread_idx_x(), 256);
         }
     }
 }
 
-/// Every `stride`-th element of a row from `first` on; both agree on 32 neighbouring lanes.
+/// Every `stride`-th element of a row from `first` on; both agree on 32 neighbouring lanes. With `SLOTS` the scaled row is in the order of
+/// [`slot`](crate::linear::slot).
 #[inline(always)]
-pub(crate) unsafe fn embed_elements(p: &Embed, row: u32, first: u32, stride: u32) {
+pub(crate) unsafe fn embed_elements<const SLOTS: bool>(p: &Embed, row: u32, first: u32, stride: u32) {
     unsafe {
         let dim = p.residual.dim;
         let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
         let source = p.table.at(token as usize * dim as usize);
         let mut i = first;
         while i < dim {
-            p.residual.put(p.norm.load_nc(i as usize), row, i, math::from_bf16(source.load_nc(i as usize)), true);
+            let (weight, x) = (p.norm.load_nc(i as usize), math::from_bf16(source.load_nc(i as usize)));
+            p.residual.put_at(weight, row, i, place_of::<SLOTS>(i) as u32, x, true);
             i += stride;
         }
     }

@@ -9,8 +9,8 @@
 //! embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`linear`] (gate and up with SwiGLU), [`linear`] (down, into
 //! the residual), then [`linear`] (the head) and [`sample`]; [`norm`] is folded into its neighbours. On Hopper `stream` is all of that in one launch,
 //! and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand to each other: the rows to run, and what was
-//! accepted; [`drafting`] how many of the proposed drafts a step runs; [`batch`] what a step of many sequences needs besides, [`logprobs`] what they may ask for. `wide` are the products and the
-//! attention of such a step on Hopper.
+//! accepted; [`drafting`] how many of the proposed drafts a step runs; [`batch`] what a step of many sequences needs besides, [`logprobs`] what they may ask for. `wide` is all of
+//! such a step in one launch on Hopper.
 //!
 //! Kernels know no model: sizes and strides are parameters.
 #![no_std]
@@ -48,6 +48,8 @@ pub mod step;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod stream;
 pub mod token_copy;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+mod waiting;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod wide;
 

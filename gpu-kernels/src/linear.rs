@@ -87,6 +87,12 @@ pub const fn slot(element: u32) -> u32 {
     element & !31 | step << 4 | high << 3 | t << 1 | low
 }
 
+/// Where an element of a row goes: in the order of [`slot`], or as it comes.
+#[inline(always)]
+pub(crate) const fn place_of<const SLOTS: bool>(element: u32) -> usize {
+    (if SLOTS { slot(element) } else { element }) as usize
+}
+
 /// Where a lane's `j`-th load of a pair of slices lies, from the first.
 const fn offset(j: usize) -> usize {
     (j / 2) * (WARPS * SLICE) as usize + (j % 2) * 32

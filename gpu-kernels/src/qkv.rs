@@ -65,29 +65,54 @@ pub unsafe fn split_heads(p: SplitHeads) {
         let row = thread::block_idx_y();
         let head = thread::block_idx_x() * HEADS_PER_BLOCK + thread::warp_id();
         if row < p.rows.count.load(0) && head < p.heads() {
-            split_head(&p, row, head);
+            split_some(&p, [HeadOf { row, head, wanted: true }]);
         }
     }
 }
 
-/// One warp's work: one head of one row.
+/// A head of a row.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct HeadOf {
+    pub row: u32,
+    pub head: u32,
+    /// Whether it is put anywhere.
+    pub wanted: bool,
+}
+
+/// One warp's work: `N` heads. All that comes from far is asked for at once.
 #[inline(always)]
-pub(crate) unsafe fn split_head(p: &SplitHeads, row: u32, head: u32) {
+pub(crate) unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
     unsafe {
-        let position = p.rows.positions.load(row as usize);
-        let sequence = p.rows.sequences.load(row as usize);
         let heads = p.all();
-        let norm = if head < p.q_heads { p.q_norm } else { p.k_norm };
-        let x = heads.load(row, head);
-        let [scale] = heads.scales(&[x]);
-        let vector = heads.vector(head, x, scale, || Factors::load(norm, p.cos, p.sin, position));
-        if head >= p.q_heads + p.cache.kv_heads {
-            vector.store_value(p.cache.value(sequence, position, head - p.q_heads - p.cache.kv_heads));
-        } else if head >= p.q_heads {
-            vector.store(p.cache.key(sequence, position, head - p.q_heads));
-        } else {
-            vector.store(p.q.at((row as usize * p.q_heads as usize + head as usize) * HEAD_DIM as usize));
-        }
+        let mut x = [[[0f32; 2]; 2]; N];
+        let mut positions = [0u32; N];
+        let mut sequences = [0u32; N];
+        unroll!(I < N of 4; {
+            let HeadOf { row, head, .. } = which[I];
+            x[I] = heads.load(row, head);
+            positions[I] = p.rows.positions.load(row as usize);
+            sequences[I] = p.rows.sequences.load(row as usize);
+        });
+        let mut factors = [Factors::default(); N];
+        unroll!(I < N of 4; {
+            let norm = if which[I].head < p.q_heads { p.q_norm } else { p.k_norm };
+            factors[I] = Factors::load(norm, p.cos, p.sin, positions[I]);
+        });
+        let scales = heads.scales(&x);
+        unroll!(I < N of 4; {
+            let HeadOf { row, head, wanted } = which[I];
+            let vector = heads.vector(head, x[I], scales[I], || factors[I]);
+            if !wanted {
+                // Made for nothing.
+            } else if head < p.q_heads {
+                vector.store(p.q.at((row as usize * p.q_heads as usize + head as usize) * HEAD_DIM as usize));
+            } else if head < p.q_heads + p.cache.kv_heads {
+                vector.store(p.cache.key(sequences[I], positions[I], head - p.q_heads));
+            } else {
+                let kv_head = head - p.q_heads - p.cache.kv_heads;
+                vector.store_value(p.cache.value(sequences[I], positions[I], kv_head));
+            }
+        });
     }
 }
 
@@ -101,7 +126,7 @@ pub(crate) struct Heads {
 }
 
 /// A lane's part of what a query or a key is multiplied by, dimensions as in [`HeadVector`].
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct Factors {
     /// The norm's weights.
     pub weight: [[bf16; 2]; 2],

@@ -1,29 +1,11 @@
 //! A ring of slots in shared memory between warps that fill it by the copy engine and warps that use what came.
 //!
 //! It begins at a place in the block's dynamic shared memory: the slots, then a barrier for each that says it is full, then one for each that says it is free.
-//! Waiting is bounded: a launch that cannot make progress ends with an error.
 
 use cuda_std::bulk::Barrier;
 use cuda_std::shared::{self, Shared};
-use cuda_std::thread;
 
-/// Polls of a wait before the launch is given up: seconds, where a step takes milliseconds.
-pub const PATIENCE: u32 = 1 << 23;
-
-/// Waits for the end of the phase of this parity; gives the launch up rather than hang.
-#[inline(always)]
-pub(crate) unsafe fn wait(barrier: Barrier, parity: u32) {
-    unsafe {
-        let mut polls = 0;
-        while !barrier.try_wait(parity) {
-            // New to the compiler, which would write the loop out.
-            polls = thread::fresh(polls) + 1;
-            if polls == PATIENCE {
-                thread::trap();
-            }
-        }
-    }
-}
+use crate::waiting;
 
 /// The shape of a ring.
 #[derive(Clone, Copy)]
@@ -95,13 +77,13 @@ impl Ring {
     /// A consumer waits until the slot is full.
     #[inline(always)]
     pub unsafe fn wait_full(&self) {
-        unsafe { wait(self.full(), self.parity) }
+        unsafe { waiting::for_phase(self.full(), self.parity) }
     }
 
     /// A producer waits until the slot is free.
     #[inline(always)]
     pub unsafe fn wait_empty(&self) {
-        unsafe { wait(self.empty(), self.parity) }
+        unsafe { waiting::for_phase(self.empty(), self.parity) }
     }
 
     /// A producer waits until no more than `copies` of its slots, this one included, will be under way.
@@ -109,7 +91,7 @@ impl Ring {
     pub unsafe fn wait_under_way(&self, copies: u32) {
         // The slot so many places ago, with the parity of its last turn: a fresh barrier has that turn behind it.
         let earlier = self.ahead(self.shape.stages - copies);
-        unsafe { wait(earlier.full(), earlier.parity) }
+        unsafe { waiting::for_phase(earlier.full(), earlier.parity) }
     }
 
     /// Where the slot begins, from the start of dynamic shared memory.

@@ -20,7 +20,7 @@
 //! warpgroup does the same chains one after another: all slices of *residue* 0, then of residue 1, …, and adds each finished chain to its totals. On Hopper
 //! `wgmma` and `mma.sync` give the same bits for the same 16 products (measured: 4 × 4,096 sums of 4,096 products, plain, of equal sign and spread over
 //! 24 binary orders; and the order within the 16 does not matter). Which 16 inputs an instruction takes follows from `linear`'s loads of 16 bytes; activations are
-//! kept in that order, see [`slot`].
+//! kept in that order, see [`slot`](crate::linear::slot).
 //!
 //! Whole rounds of tiles, one a block, run like that. What is left is split by residues into [`Share::parts`] a tile, where that pays: parts
 //! leave their chains in memory (L2, in truth), and each adds those of its share of the rows, in order, once all are there: if it can,
@@ -68,12 +68,14 @@ use cuda_std::bulk::{self, Barrier};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread, wgmma};
 
 use crate::attention::{Attend, PAIRS};
+use crate::embedding::{Embed, embed_elements};
 use crate::kv::{Cache, HEAD_DIM};
-use crate::linear::{SLICE, STRIP, slot};
+use crate::linear::{SLICE, STRIP};
 use crate::norm::{Norm, Residual};
-use crate::qkv::{Factors, Heads};
-use crate::ring::{PATIENCE, Ring, Shape};
+use crate::qkv::{HeadOf, SplitHeads, split_some};
+use crate::ring::{Ring, Shape};
 use crate::step::Rows;
+use crate::waiting;
 
 /// Most rows of a step.
 pub const MAX_WIDE_ROWS: u32 = 256;
@@ -147,7 +149,7 @@ pub struct WideStep {
     pub sin: Global<f32>,
     /// Page tables, as [`Cache::tables`].
     pub tables: Global<u32>,
-    /// The residual stream of every row; its scaled rows are in the order of [`slot`].
+    /// The residual stream of every row; its scaled rows are in the order of [`slot`](crate::linear::slot).
     pub residual: Residual,
     /// `[rows, (q_heads + 2 · kv_heads) · 128]`.
     pub qkv: GlobalMut<f32>,
@@ -157,9 +159,9 @@ pub struct WideStep {
     pub sums: GlobalMut<f32>,
     /// As [`Attend::scales`].
     pub scales: GlobalMut<f32>,
-    /// `[rows, q_heads · 128]` in the order of [`slot`].
+    /// `[rows, q_heads · 128]` in the order of [`slot`](crate::linear::slot).
     pub attended: GlobalMut<bf16>,
-    /// `[rows, intermediate]` in the order of [`slot`].
+    /// `[rows, intermediate]` in the order of [`slot`](crate::linear::slot).
     pub activation: GlobalMut<bf16>,
     /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and at most
     /// [`Attend::tile_rows`]. A sequence's rows follow each other. 8-byte aligned.
@@ -235,15 +237,7 @@ impl WideStep {
     #[inline(always)]
     unsafe fn wait_for(&self, phase: u32) {
         unsafe {
-            let all = phase * thread::grid_dim_x();
-            let meetings = self.meetings();
-            let mut polls = 0;
-            while atomic::load(meetings, 0, Ordering::Acquire, Scope::Device) < all {
-                polls = thread::fresh(polls) + 1;
-                if polls == PATIENCE {
-                    thread::trap();
-                }
-            }
+            waiting::for_count(self.meetings(), 0, phase * thread::grid_dim_x());
             bulk::fence_proxy_async_global();
         }
     }
@@ -391,22 +385,18 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
 #[inline(always)]
 unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
     unsafe {
-        let (count, dim, grid) = (p.rows.count.load(0), p.residual.dim, thread::grid_dim_x());
         let norm = field!(phase, norm: Global<bf16>);
+        let embed = Embed { rows: p.rows, table: p.embed, residual: p.residual, norm, vocab: p.vocab };
         // A row in pieces of as many elements as there are consumers.
+        let (count, dim) = (p.rows.count.load(0), p.residual.dim);
         let pieces = dim.div_ceil(CONSUMERS);
         let mut item = thread::block_idx_x();
         while item < count * pieces {
             core::hint::assert_unchecked(pieces > 0);
             let row = item / pieces;
             let i = (item - row * pieces) * CONSUMERS + thread::thread_idx_x();
-            // A warp is in the row or beyond it: rows are multiples of 128.
-            if i < dim {
-                let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
-                let x = math::from_bf16(p.embed.load_nc(token as usize * dim as usize + i as usize));
-                p.residual.put_at(norm.load_nc(i as usize), row, i, slot(i), x, true);
-            }
-            item += grid;
+            embed_elements::<true>(&embed, row, i, dim);
+            item += thread::grid_dim_x();
         }
     }
 }
@@ -418,48 +408,33 @@ const HEADS: usize = 4;
 #[inline(always)]
 unsafe fn heads(p: &WideStep, phase: Global<Phase>) {
     unsafe {
-        let heads = Heads { qkv: p.qkv.read(), q_heads: p.q_heads, kv_heads: p.kv_heads, eps: p.eps };
-        let each = p.q_heads + 2 * p.kv_heads;
+        let split = SplitHeads {
+            rows: p.rows,
+            qkv: p.qkv.read(),
+            q_norm: field!(phase, norm: Global<bf16>),
+            k_norm: field!(phase, key_norm: Global<bf16>),
+            cos: p.cos,
+            sin: p.sin,
+            q: p.q,
+            cache: p.cache(field!(phase, pages: GlobalMut<bf16>)),
+            q_heads: p.q_heads,
+            eps: p.eps,
+        };
+        let each = split.heads();
         let all = p.rows.count.load(0) * each;
-        let (norm, key_norm) = (field!(phase, norm: Global<bf16>), field!(phase, key_norm: Global<bf16>));
-        let cache = p.cache(field!(phase, pages: GlobalMut<bf16>));
         let grid = thread::grid_dim_x();
         // Neighbouring blocks take neighbouring heads.
         let mut first = thread::block_idx_x() + thread::warp_id() * grid;
         while first < all {
-            // All that comes from far is asked for at once. Beyond the last head, the last again.
-            let mut places = [(0u32, 0u32); HEADS];
-            let mut x = [[[0f32; 2]; 2]; HEADS];
-            let mut positions = [0u32; HEADS];
-            let mut sequences = [0u32; HEADS];
+            let mut which = [HeadOf::default(); HEADS];
             unroll!(I < HEADS of 4; {
-                let item = (first + I as u32 * WARPS * grid).min(all - 1);
+                // Beyond the last head, the last again.
+                let item = first + I as u32 * WARPS * grid;
+                let last = item.min(all - 1);
                 core::hint::assert_unchecked(each > 0);
-                let row = item / each;
-                places[I] = (row, item - row * each);
-                x[I] = heads.load(row, item - row * each);
-                positions[I] = p.rows.positions.load(row as usize);
-                sequences[I] = p.rows.sequences.load(row as usize);
+                which[I] = HeadOf { row: last / each, head: last % each, wanted: item < all };
             });
-            let factors = [0, 1, 2, 3].map(|i| {
-                let norm = if places[i].1 < p.q_heads { norm } else { key_norm };
-                Factors::load(norm, p.cos, p.sin, positions[i])
-            });
-            let scales = heads.scales(&x);
-            unroll!(I < HEADS of 4; {
-                let (row, head) = places[I];
-                let vector = heads.vector(head, x[I], scales[I], || factors[I]);
-                if first + I as u32 * WARPS * grid >= all {
-                    // The last again.
-                } else if head < p.q_heads {
-                    vector.store(p.q.at((row * p.q_heads + head) as usize * HEAD_DIM as usize));
-                } else if head < p.q_heads + p.kv_heads {
-                    vector.store(cache.key(sequences[I], positions[I], head - p.q_heads));
-                } else {
-                    let kv_head = head - p.q_heads - p.kv_heads;
-                    vector.store_value(cache.value(sequences[I], positions[I], kv_head));
-                }
-            });
+            split_some(&split, which);
             first += HEADS as u32 * WARPS * grid;
         }
     }

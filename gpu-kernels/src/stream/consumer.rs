@@ -9,8 +9,9 @@ use crate::embedding::{Embed, embed_elements};
 use crate::kv::HEAD_DIM;
 use crate::linear::{SLICE, STRIP};
 use crate::norm::Norm;
-use crate::ring::{PATIENCE, Ring};
+use crate::ring::Ring;
 use crate::sample::rank;
+use crate::waiting;
 
 /// Bytes of the partial sums that meet at a time.
 pub const PARTIAL_BYTES: u32 = 8 * WARPS * 8 * STRIP * 4;
@@ -162,13 +163,7 @@ impl<'a> Consumer<'a> {
                 let arrivals = shared::dynamic::<u32>(ARRIVALS);
                 let all = arrivals.load(0) + thread::grid_dim_x();
                 arrivals.store(0, all);
-                let mut polls = 0;
-                while atomic::load(self.p.counters, 0, Ordering::Acquire, Scope::Device) < all {
-                    polls = thread::fresh(polls) + 1;
-                    if polls == PATIENCE {
-                        thread::trap();
-                    }
-                }
+                waiting::for_count(self.p.counters, 0, all);
             }
             sync();
             self.mark(Mark::Met);
@@ -192,7 +187,7 @@ impl<'a> Consumer<'a> {
                 let first = block * (WARPS * 32);
                 // A row's token is not waited for where none of its elements are made.
                 if first < p.residual.dim {
-                    embed_elements(&embed, row, first + thread::thread_idx_x(), stride);
+                    embed_elements::<false>(&embed, row, first + thread::thread_idx_x(), stride);
                 }
                 row += 1;
             }

@@ -7,7 +7,7 @@ use cuda_std::{Global, GlobalMut, bulk, thread, warp};
 use super::outputs::{finish_share, finish_whole};
 use super::phases::{Product, Unit};
 use super::{GROUP, Kind, Memory, Phase, RESIDUES, Rings, SLICE_BYTES, WideStep};
-use crate::ring::{PATIENCE, wait};
+use crate::waiting;
 
 /// A product, and what becomes of it. `arrivals` counts parts of split tiles' halves; `parity` is that of the phase's factors.
 #[inline(always)]
@@ -24,7 +24,7 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
         // Before the block's first epilogue, and whether it has one or not: nobody may fall behind this barrier.
         let ready = || {
             if Kind::is_normed(kind) {
-                wait(Memory::<ROWS>::factors_ready(), parity);
+                waiting::for_phase(Memory::<ROWS>::factors_ready(), parity);
             }
         };
         let mut number = thread::block_idx_x();
@@ -157,13 +157,7 @@ impl Partial {
     pub unsafe fn wait(&self, parts: u32) {
         unsafe {
             if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
-                let mut polls = 0;
-                while atomic::load(self.arrivals, self.half as usize, Ordering::Acquire, Scope::Device) < parts {
-                    polls = thread::fresh(polls) + 1;
-                    if polls == PATIENCE {
-                        thread::trap();
-                    }
-                }
+                waiting::for_count(self.arrivals, self.half as usize, parts);
             }
             thread::sync_named(1 + self.half % 2, GROUP);
         }
