@@ -1,7 +1,8 @@
-//! Batches for tests: requests that meet, steps at a price of the test's own, and answers to compare.
+//! Batches for tests: requests that meet, backends arranged for a test, and answers to compare.
 
 use host::batch::plan::Plan;
 use host::batch::{Answer, Batch, BatchBackend, Costs, Job, Limits, Outcome, Start};
+use host::device::Device;
 use host::{Error, Request};
 use model::{Checkpoint, Sampling};
 
@@ -35,21 +36,29 @@ pub fn requests(prompts: &[Vec<u32>], longest: usize, most: usize) -> Vec<Reques
     prompts.iter().enumerate().map(request).collect()
 }
 
-/// A backend, with costs that do not depend on a clock.
-pub struct Priced {
+/// A backend under test.
+pub struct Arranged {
     backend: Box<dyn BatchBackend>,
-    costs: Costs,
+    /// Taken for its own, unless there are none.
+    costs: Option<Costs>,
+    /// Whose memory its steps may not take.
+    watched: Option<Device>,
 }
 
-impl Priced {
-    /// Preempted sequences go to the host tier as long as it has room, or are always computed again.
-    pub fn boxed(backend: Box<dyn BatchBackend>, to_host: bool) -> Box<dyn BatchBackend> {
+impl Arranged {
+    /// With costs that do not depend on a clock: preempted sequences go to the host tier as long as it has room, or are always computed again.
+    pub fn priced(backend: Box<dyn BatchBackend>, to_host: bool) -> Box<dyn BatchBackend> {
         let swap_page = if to_host { 0.0 } else { f64::INFINITY };
-        Box::new(Self { backend, costs: Costs { swap_page, row: 1.0 } })
+        Box::new(Self { backend, costs: Some(Costs { swap_page, row: 1.0 }), watched: None })
+    }
+
+    /// One whose steps take no memory of this device: what is not taken then cannot be lacking then.
+    pub fn frugal(backend: Box<dyn BatchBackend>, device: Device) -> Box<dyn BatchBackend> {
+        Box::new(Self { backend, costs: None, watched: Some(device) })
     }
 }
 
-impl BatchBackend for Priced {
+impl BatchBackend for Arranged {
     fn device(&self) -> String {
         self.backend.device()
     }
@@ -59,11 +68,16 @@ impl BatchBackend for Priced {
     }
 
     fn costs(&self) -> Costs {
-        self.costs
+        self.costs.unwrap_or_else(|| self.backend.costs())
     }
 
     fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
-        self.backend.step(plan, starts)
+        let allocations = |device: &Device| device.calls().allocations;
+        let before = self.watched.as_ref().map(allocations);
+        let outcomes = self.backend.step(plan, starts);
+        let after = self.watched.as_ref().map(allocations);
+        assert_eq!(after, before, "a step has taken memory or given it back: {plan:?}");
+        outcomes
     }
 }
 

@@ -2,7 +2,7 @@
 
 use host::batch::{CpuBatch, Limits};
 use host::{DeviceChoice, NgramDraft, Request};
-use integration_tests::batch::{Happened, Priced, requests, together};
+use integration_tests::batch::{Arranged, Happened, requests, together};
 use integration_tests::{answer, demo, demo_prompts, engine, greedy};
 
 const CONTEXT: usize = 160;
@@ -43,7 +43,7 @@ fn a_request_gives_the_same_tokens_in_any_company() {
         (limits(5, 32, 10, None), None),
     ] {
         let backend = CpuBatch::new(&checkpoint, limits, draft).unwrap_or_else(|e| panic!("{e}"));
-        let (answers, happened) = together(&checkpoint, Priced::boxed(Box::new(backend), true), &jobs, None);
+        let (answers, happened) = together(&checkpoint, Arranged::priced(Box::new(backend), true), &jobs, None);
         println!("{happened:?}");
         for (id, answer) in &answers {
             let alone = &expected[*id];

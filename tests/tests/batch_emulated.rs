@@ -2,12 +2,12 @@
 
 use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
 use host::batch::plan::{PageCopy, Plan, Started, SwapIn, SwapOut, TableEntry, Work};
-use host::batch::{BatchBackend, BatchOptions, Costs, GpuBatch, Limits, Logprobs, Outcome, Start};
+use host::batch::{BatchBackend, BatchOptions, GpuBatch, Logprobs, Outcome, Start};
 use host::device::Device;
 use host::forward::{Forward, LogitRows};
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, NgramDraft, Request};
-use integration_tests::batch::{Happened, Priced, together};
+use integration_tests::batch::{Arranged, Happened, together};
 use integration_tests::{answer, engine, golden_cases, greedy, uploaded};
 use model::{Checkpoint, Sampling};
 
@@ -48,41 +48,13 @@ fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
 
 fn backend(checkpoint: &Checkpoint, seed: u64, options: BatchOptions, prompts_apart: bool) -> Box<dyn BatchBackend> {
     let device = Device::emulator(seed);
-    let backend = on(&device, checkpoint, options, prompts_apart);
-    Box::new(Frugal { backend, device })
+    Arranged::frugal(on(&device, checkpoint, options, prompts_apart), device)
 }
 
 fn on(device: &Device, checkpoint: &Checkpoint, options: BatchOptions, prompts_apart: bool) -> Box<GpuBatch> {
     let weights = uploaded(device, checkpoint);
     let batch = GpuBatch::with_weights(device, &checkpoint.config, weights, CONTEXT, options, prompts_apart);
     Box::new(batch.unwrap_or_else(|e| panic!("{e}")))
-}
-
-/// A backend whose steps take no memory: what is not taken then cannot be lacking then.
-struct Frugal {
-    backend: Box<dyn BatchBackend>,
-    device: Device,
-}
-
-impl BatchBackend for Frugal {
-    fn device(&self) -> String {
-        self.backend.device()
-    }
-
-    fn limits(&self) -> Limits {
-        self.backend.limits()
-    }
-
-    fn costs(&self) -> Costs {
-        self.backend.costs()
-    }
-
-    fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, host::Error> {
-        let before = self.device.calls().allocations;
-        let outcomes = self.backend.step(plan, starts);
-        assert_eq!(self.device.calls().allocations, before, "a step has taken memory or given it back: {plan:?}");
-        outcomes
-    }
 }
 
 /// Sequences, rows of a step, pages of the cache and of the host tier, and drafts.
@@ -120,7 +92,7 @@ fn a_request_gives_the_tokens_that_it_gives_alone() {
     let mut jobs: Vec<(usize, Request)> = requests.into_iter().enumerate().collect();
     let mut seen = Happened::default();
     for (seed, (options, to_host)) in companies().into_iter().enumerate() {
-        let backend = Priced::boxed(backend(&checkpoint, seed as u64, options, false), to_host);
+        let backend = Arranged::priced(backend(&checkpoint, seed as u64, options, false), to_host);
         let (answers, happened) = together(&checkpoint, backend, &jobs, None);
         for (id, answer) in &answers {
             let alone = &expected[*id];
@@ -152,7 +124,7 @@ fn prompts_in_passes_of_their_own_give_the_same_in_any_company() {
     let jobs: Vec<(usize, Request)> = requests.into_iter().enumerate().collect();
     let mut seen = Happened::default();
     for (seed, (options, to_host)) in companies().into_iter().enumerate() {
-        let backend = Priced::boxed(backend(&checkpoint, seed as u64, options, true), to_host);
+        let backend = Arranged::priced(backend(&checkpoint, seed as u64, options, true), to_host);
         let (answers, happened) = together(&checkpoint, backend, &jobs, Some(2));
         for (id, answer) in &answers {
             assert_eq!(answer, &expected[*id], "request {id} with {options:?}");
@@ -174,7 +146,7 @@ fn a_prefix_that_had_to_leave_comes_back_from_the_host_tier() {
     for apart in [false, true] {
         let run = |pages, tier| {
             let backend = backend(&checkpoint, 11, options(1, 256, pages, tier, None), apart);
-            together(&checkpoint, Priced::boxed(backend, true), &jobs, Some(2))
+            together(&checkpoint, Arranged::priced(backend, true), &jobs, Some(2))
         };
         let (expected, Happened { shared, restored, .. }) = run(16, 0);
         assert_eq!((shared, restored), (128, 0));

@@ -9,7 +9,7 @@ use host::draft::script;
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, Gpu, NgramDraft};
-use integration_tests::batch::{Happened, Priced, requests, together};
+use integration_tests::batch::{Arranged, Happened, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
     answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, golden_cases, greedy, prefilled,
@@ -286,7 +286,7 @@ fn a_request_gives_the_tokens_in_any_batch() -> Result<(), Failed> {
         };
         let progress = &mut |_, _| std::ops::ControlFlow::Continue(());
         let backend = GpuBatch::load(&checkpoint, &Device::cuda(0)?, CONTEXT, options, progress)?;
-        let (answers, happened) = together(&checkpoint, Priced::boxed(Box::new(backend), to_host), &jobs, None);
+        let (answers, happened) = together(&checkpoint, Arranged::priced(Box::new(backend), to_host), &jobs, None);
         println!("{happened:?}");
         for (id, answer) in &answers {
             let alone = &expected[*id];
@@ -329,7 +329,7 @@ fn a_card_that_others_fill_does_not_end_a_batch() -> Result<(), Failed> {
             }
         }
         println!("{:?} bytes free", others.free_memory()?);
-        Ok(together(&checkpoint, Priced::boxed(Box::new(backend), true), &jobs, Some(3)))
+        Ok(together(&checkpoint, Arranged::priced(Box::new(backend), true), &jobs, Some(3)))
     };
     let (expected, _) = run(false)?;
     let (found, happened) = run(true)?;
