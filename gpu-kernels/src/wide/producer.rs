@@ -4,7 +4,7 @@ use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16, bulk, shared, tensor, thread, warp};
 
 use super::attention::{Item, load_pages, load_queries, send_end, walk};
-use super::phases::Product;
+use super::phases::{Product, Unit};
 use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, SLICE_BYTES, TILE_STRIPS, WEIGHT_BYTES, WideStep};
 use crate::linear::SLICE;
 use crate::ring::Ring;
@@ -167,7 +167,7 @@ unsafe fn produce_activations<const ROWS: u32>(product: &Product, mut ring: Ring
     }
 }
 
-/// Two warps find the factors of all rows before each product that wants them, four at a time.
+/// Two warps find the factors of the rows that the block's units are of, before each product that wants them, four at a time.
 #[inline(always)]
 pub unsafe fn find_factors<const ROWS: u32>(p: &WideStep, which: u32) {
     unsafe {
@@ -178,12 +178,22 @@ pub unsafe fn find_factors<const ROWS: u32>(p: &WideStep, which: u32) {
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             if Kind::is_normed(field!(phase, kind: u32)) {
+                // Tiles of rows.
+                let (product, mut wanted, mut unit) = (Product::new(phase), 0u32, thread::block_idx_x());
+                while let Some(Unit { row, .. }) = product.unit(unit, ROWS) {
+                    wanted |= 1 << (row / ROWS);
+                    unit += thread::grid_dim_x();
+                }
                 if thread::lane_id() == 0 {
                     p.wait_for(number);
                 }
                 warp::sync_warp();
                 let mut row = which * 4;
                 while row < count {
+                    if wanted >> (row / ROWS) & 1 == 0 {
+                        row += 8;
+                        continue;
+                    }
                     let mut found = norm.lane_squares([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
                     unroll!(I < 4; {
                         found[I] = norm.inverse_rms_of(found[I]);
