@@ -118,7 +118,8 @@ def main():
         for name, epilogue, n, k in LAYERS:
             operations = 2 * m * n * k
             cuts = ["auto", "n128", "n256", "pair"] if arguments.cuts else ["auto"]
-            jobs = [f"gemm {epilogue} {cut} {m} {n} {k}" for cut in cuts]
+            # What the engine runs, and a product in the same tiles that writes bf16, as the peer's does.
+            jobs = [f"gemm {what} {cut} {m} {n} {k}" for what in (epilogue, "plain") for cut in cuts]
             cases.append({"name": f"gemm {name} M={m}", "operations": operations, "jobs": jobs, "peer": product(m, n, k)})
     for tokens in (2048, 8192):
         # Causal: half of the products count.

@@ -22,6 +22,7 @@
 //! | `gemm_qkv_*` | queries, keys and values: normalised, rotated, and put where attention reads them ([`qkv`](crate::qkv)) |
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
+//! | `gemm_plain_*` | rounded to bf16, without a factor: what others' products do, to be compared with them |
 //!
 //! What an epilogue reads from memory first, its lanes load into registers when the tile begins.
 //!
@@ -58,7 +59,7 @@ pub const THREADS: u32 = 384;
 
 mod epilogue;
 
-use epilogue::{Add, Epilogue, Half, Qkv, SwiGlu, features};
+use epilogue::{Add, Epilogue, Half, Plain, Qkv, SwiGlu, features};
 
 const GROUP: u32 = 128;
 /// Rows of a warpgroup.
@@ -79,9 +80,9 @@ pub struct Gemm {
     pub weight: Global<TensorMap>,
     /// The up projection's weights, likewise: `swiglu` alone.
     pub up: Global<TensorMap>,
-    /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu` alone.
+    /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu` and `plain`.
     pub out: Global<TensorMap>,
-    /// `[rows]` what sums are multiplied by, or null for 1. Not used by `add`.
+    /// `[rows]` what sums are multiplied by, or null for 1: `qkv` and `swiglu`.
     pub scales: Global<f32>,
     /// What heads are made with and where they go, `qkv` alone; its `qkv` is not used.
     pub heads: SplitHeads,
@@ -359,6 +360,7 @@ kernels! {
     Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 256 gemm_qkv_n256 pair gemm_qkv_pair;
     SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256 pair gemm_swiglu_pair;
     Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256 pair gemm_add_pair;
+    Plain: "`out = x · wᵀ`.", 128 gemm_plain_n128 256 gemm_plain_n256 pair gemm_plain_pair;
 }
 
 /// Parameters of [`row_scales`]. Grid: (1, rows / 8 rounded up).

@@ -4,7 +4,7 @@
 //! the work bit for bit; `check-small` leaves the large ones out, for compute-sanitizer. `… -- serve` times what it is asked for on standard input, a line at a time, and answers with microseconds:
 //!
 //! ```text
-//! gemm qkv|swiglu|add auto|n128|n256|pair M N K REPEATS
+//! gemm qkv|swiglu|add|plain auto|n128|n256|pair M N K REPEATS
 //! attention TOKENS Q_HEADS KV_HEADS REPEATS
 //! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape with random weights, to the logits after it
 //! ```
@@ -331,6 +331,10 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
                     pairs.push((left.out[row * n / 2 + f].to_f64(), gate / (1.0 + (-gate).exp()) * up));
                 }
             }
+            Epilogue::Plain => {
+                let found = |f: usize| left.out[row * n + f].to_f64();
+                pairs.extend(spread(n, 70).into_iter().map(|f| (found(f), dot(row, f))));
+            }
             Epilogue::Add => {
                 for f in spread(n, 70) {
                     let i = row * n + f;
@@ -472,7 +476,7 @@ fn check_attention(device: &Device, tokens: usize, q_heads: usize, kv_heads: usi
 }
 
 fn check(device: &Device, small: bool) -> Result<()> {
-    for epilogue in [Epilogue::Qkv, Epilogue::SwiGlu, Epilogue::Add] {
+    for epilogue in [Epilogue::Qkv, Epilogue::SwiGlu, Epilogue::Add, Epilogue::Plain] {
         for (m, n, k) in [(1, 384, 64), (64, 768, 64), (77, 384, 320), (129, 640, 192), (300, 1152, 4160)] {
             check_product(device, epilogue, m, n, k)?;
         }
@@ -490,6 +494,7 @@ fn check(device: &Device, small: bool) -> Result<()> {
         (Epilogue::Add, 2048, 4096, 12288),
         (Epilogue::SwiGlu, 2048, 24576, 4096),
         (Epilogue::Add, 8192, 4096, 4096),
+        (Epilogue::Plain, 2048, 4096, 4096),
     ] {
         check_product(device, epilogue, m, n, k)?;
     }
@@ -603,7 +608,8 @@ fn serve(device: &Device) -> Result<()> {
                         "qkv" => Epilogue::Qkv,
                         "swiglu" => Epilogue::SwiGlu,
                         "add" => Epilogue::Add,
-                        other => return Err(format!("{other}: qkv, swiglu or add").into()),
+                        "plain" => Epilogue::Plain,
+                        other => return Err(format!("{other}: qkv, swiglu, add or plain").into()),
                     };
                     let sets = (ROTATED_BYTES / (n * k * 2)).max(2);
                     let product = Product::new(device, epilogue, m, n, k, sets)?;

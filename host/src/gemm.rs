@@ -17,6 +17,8 @@ pub enum Epilogue {
     SwiGlu,
     /// Adds them to the residual stream and prepares the norm that follows.
     Add,
+    /// Rounds them to bf16, as others' products do: to be compared with them.
+    Plain,
 }
 
 /// How a product is cut into tiles; all give the same bits.
@@ -141,6 +143,9 @@ pub unsafe fn enqueue_cut(device: &Device, epilogue: Epilogue, cut: Cut, p: Gemm
             (Epilogue::Add, Cut::N128) => device.launch::<gemm::gemm_add_n128>(blocks, shared, p),
             (Epilogue::Add, Cut::N256) => device.launch_early::<gemm::gemm_add_n256>(blocks, shared, p),
             (Epilogue::Add, Cut::Pair) => device.launch_early::<gemm::gemm_add_pair>(blocks, shared, p),
+            (Epilogue::Plain, Cut::N128) => device.launch::<gemm::gemm_plain_n128>(blocks, shared, p),
+            (Epilogue::Plain, Cut::N256) => device.launch_early::<gemm::gemm_plain_n256>(blocks, shared, p),
+            (Epilogue::Plain, Cut::Pair) => device.launch_early::<gemm::gemm_plain_pair>(blocks, shared, p),
         }
     }
 }

@@ -434,3 +434,40 @@ impl Epilogue for SwiGlu {
         }
     }
 }
+
+/// The sums, rounded to bf16.
+pub struct Plain;
+
+impl Epilogue for Plain {
+    const GATED: bool = false;
+    type Ahead = ();
+
+    #[inline(always)]
+    unsafe fn ahead(_: &Gemm, _: &Half, _: bool) {}
+
+    #[inline(always)]
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, (): ()) {
+        unsafe {
+            macro_rules! finish_box {
+                ($b:literal) => {
+                    if $b * 64 < N && half.column + $b * BOX < p.n {
+                        unroll!(Q < 4; {
+                            let (low, high) = (sums!($b * 32 + Q * 8), sums!($b * 32 + Q * 8 + 4));
+                            let words = [low[0], low[1], high[0], high[1]].map(|s| math::pack_bf16(s[0], s[1]));
+                            half.put(Q, words);
+                        });
+                        half.end_box();
+                        if half.elected {
+                            tensor::store(p.out, [half.column + $b * BOX, half.row], half.place());
+                        }
+                        half.stored();
+                    }
+                };
+            }
+            finish_box!(0);
+            finish_box!(1);
+            finish_box!(2);
+            finish_box!(3);
+        }
+    }
+}
