@@ -15,7 +15,8 @@
 //! too few tiles for all blocks, blocks [share](tiles) them: chains go on in another block.
 //! What lies beyond `n` or `x` arrives as zeros.
 //!
-//! Norms are folded into the products as [`norm`](crate::norm) says; [`row_scales`] makes the factors of rows from the sums of squares.
+//! Norms are folded into the products as [`norm`](crate::norm) says. Whoever finishes a tile adds up the squares of its rows while its first products run;
+//! so that these are few, `add` leaves one sum for [`SPAN`] features.
 //!
 //! # Epilogues
 //! | kernels | of the sums, times the row's factor |
@@ -53,6 +54,8 @@ pub const TILE_ROWS: u32 = 128;
 pub const DEPTH: u32 = tensor::ROW;
 /// Features of an output tile that are finished at a time; the output size is a multiple of it, and of 128 for `qkv` and `add`.
 pub const BOX: u32 = tensor::ROW;
+/// Features whose squares `add` adds up for the norm that comes next: the sums of a row stand at the beginning of its part of [`Residual::squares`].
+pub const SPAN: u32 = 128;
 /// Features of a tile of weights.
 pub const WEIGHT_ROWS: u32 = 128;
 /// Threads of a block.
@@ -89,8 +92,10 @@ pub struct Gemm {
     pub up: Global<TensorMap>,
     /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu` and `plain`.
     pub out: Global<TensorMap>,
-    /// `[rows]` what sums are multiplied by, or null for 1: `qkv` and `swiglu`.
-    pub scales: Global<f32>,
+    /// What each row has yet to be divided by, if anything: `qkv` and `swiglu`. Its squares are the first [`Gemm::spans`] of a row.
+    pub norm: Norm,
+    /// How many of a row's sums of squares are added up: all, or those that `add` leaves.
+    pub spans: u32,
     /// What heads are made with and where they go, `qkv` alone; its `qkv` is not used.
     pub heads: SplitHeads,
     /// What `add` adds to, `n` features wide.
@@ -378,33 +383,4 @@ kernels! {
     SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256 pair gemm_swiglu_pair;
     Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256 pair gemm_add_pair;
     Plain: "`out = x · wᵀ`.", 128 gemm_plain_n128 256 gemm_plain_n256 pair gemm_plain_pair;
-}
-
-/// Parameters of [`row_scales`]. Grid: (1, rows / 8 rounded up).
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct RowScales {
-    /// The norm of the rows.
-    pub norm: Norm,
-    /// `[rows]` what it multiplies each by.
-    pub scales: GlobalMut<f32>,
-    /// Rows.
-    pub m: u32,
-}
-
-/// The factor of each row of a norm: a warp a row.
-#[kernel(threads = 256)]
-pub unsafe fn row_scales(p: RowScales) {
-    unsafe {
-        launches::allow_next();
-        launches::wait();
-        let row = thread::block_idx_y() * 8 + thread::warp_id();
-        if row >= p.m {
-            return;
-        }
-        let scale = p.norm.inverse_rms(row);
-        if thread::lane_id() == 0 {
-            p.scales.store(row as usize, scale);
-        }
-    }
 }

@@ -6,7 +6,7 @@ use common::{Random, RowBuffers, relative_error, run, run_resident, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Kernel, bf16};
-use gpu_kernels::gemm::{self, Gemm, RowScales, TILE_ROWS, WEIGHT_ROWS};
+use gpu_kernels::gemm::{self, Gemm, SPAN, TILE_ROWS, WEIGHT_ROWS};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::{Norm, Residual};
@@ -17,6 +17,11 @@ fn reference(x: &[bf16], w: &[bf16], k: usize, scales: &[f32]) -> Vec<f32> {
     let dot = |x: &[bf16], w: &[bf16]| x.iter().zip(w).map(|(x, w)| x.to_f64() * w.to_f64()).sum::<f64>();
     x.chunks(k).zip(scales).flat_map(|(x, s)| w.chunks(k).map(move |w| (dot(x, w) * f64::from(*s)) as f32)).collect()
 }
+
+/// Sums of squares that a row has room for, and those that count: more than lanes add at a time.
+const STRIPS: usize = 64;
+const SPANS: usize = 37;
+const EPS: f32 = 1e-6;
 
 /// Pages of the cache.
 const PAGES: usize = 5;
@@ -29,6 +34,9 @@ struct Case {
     /// `[n, k]`.
     w: Vec<bf16>,
     up: Vec<bf16>,
+    /// Sums of squares: `[m, STRIPS]`, of which the first [`SPANS`] count.
+    squares: Vec<f32>,
+    /// What follows from them: what sums are multiplied by.
     scales: Vec<f32>,
     norm: Vec<bf16>,
     before: Vec<f32>,
@@ -105,10 +113,15 @@ impl Case {
     fn new(m: usize, n: usize, k: usize) -> Self {
         let mut random = Random::new((m * 1_000_003 + n * 1009 + k) as u64);
         let [x, w, up, norm] = [m * k, n * k, n * k, n].map(|len| random.bf16s(len));
-        let scales = random.floats(m).into_iter().map(|s| s + 1.5).collect();
+        let squares: Vec<f32> = random.floats(m * STRIPS).into_iter().map(|s| 30.0 * (s + 1.5)).collect();
+        let factor = |row: &[f32]| {
+            let sum: f64 = row[..SPANS].iter().map(|s| f64::from(*s)).sum();
+            (1.0 / (sum / (STRIPS * STRIP as usize) as f64 + f64::from(EPS)).sqrt()) as f32
+        };
+        let scales = squares.chunks(STRIPS).map(factor).collect();
         let before = random.floats(m.next_multiple_of(TILE_ROWS as usize) * n);
         let positions = (0..m as u32).collect();
-        Self { m, n, k, x, w, up, scales, norm, before, heads: (0, 0), positions, first: [0; 2] }
+        Self { m, n, k, x, w, up, squares, scales, norm, before, heads: (0, 0), positions, first: [0; 2] }
     }
 
     fn map(address: u64, rows: usize, columns: usize, tile_rows: u32) -> Buffer<TensorMap> {
@@ -126,11 +139,12 @@ impl Case {
         let Self { m, n, k, .. } = *self;
         let rows = m.next_multiple_of(TILE_ROWS as usize);
         let [x, w, up, norm] = [&self.x, &self.w, &self.up, &self.norm].map(|v| Buffer::from_slice(v));
-        let scales = Buffer::from_slice(&self.scales);
+        let factors = Buffer::from_slice(&self.squares);
         let y = Buffer::from_slice(&self.before).named("y");
         let out = Buffer::<bf16>::new_poisoned(rows * n).named("out");
         let scaled = Buffer::<bf16>::new_poisoned(rows * n).named("scaled");
-        let squares = Buffer::<f32>::new_poisoned(rows * n / STRIP as usize).named("squares");
+        let strips = n / STRIP as usize;
+        let squares = Buffer::<f32>::new_poisoned(rows * strips).named("squares");
         let x_map = Self::map(x.ptr().addr(), m, k, TILE_ROWS);
         let [weight, up_map] = [&w, &up].map(|w| Self::map(w.ptr().addr(), n, k, WEIGHT_ROWS));
         // One row fewer than whole tiles: the last must not be written through it.
@@ -144,7 +158,8 @@ impl Case {
             weight: weight.ptr(),
             up: up_map.ptr(),
             out: out_map.ptr(),
-            scales: scales.ptr(),
+            norm: Norm { squares: factors.ptr(), dim: STRIPS as u32 * STRIP, eps: EPS },
+            spans: SPANS as u32,
             heads: heads.params(self),
             residual,
             next_norm: norm.ptr(),
@@ -164,7 +179,8 @@ impl Case {
         assert!(progress.as_slice().iter().all(|v| *v == 0), "counters are as they were");
         let last = &out.as_slice()[(rows - 1) * n..];
         assert!(last.iter().all(|v| v.to_bits() == u16::MAX), "what lies beyond the output is not written");
-        let squares = squares.as_slice()[..m * n / STRIP as usize].to_vec();
+        let spans = |row: &[f32]| row[..n / SPAN as usize].to_vec();
+        let squares = squares.as_slice().chunks(strips.max(1)).take(m).flat_map(spans).collect();
         Results {
             y: y.as_slice()[..m * n].to_vec(),
             out: out.as_slice()[..m * n].to_vec(),
@@ -236,7 +252,7 @@ fn adds_and_prepares_the_norm() {
         let xw: Vec<bf16> =
             small.y.iter().enumerate().map(|(i, v)| bf16::from_f32(v * case.norm[i % n].to_f32())).collect();
         assert_eq!(small.scaled, xw, "{m} {n} {k}");
-        let squares: Vec<f32> = small.y.chunks(STRIP as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
+        let squares: Vec<f32> = small.y.chunks(SPAN as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
         assert!(relative_error(small.squares.clone(), &squares) < 1e-6, "{m} {n} {k}");
         let large = case.run::<gemm::gemm_add_n256>(256, blocks);
         assert_eq!((small.y, small.scaled, small.squares), (large.y, large.scaled, large.squares), "{m} {n} {k}");
@@ -272,6 +288,7 @@ fn a_row_is_the_same_bits_in_any_company() {
     let alone = Case {
         m: 1,
         x: case.x[pick * case.k..][..case.k].to_vec(),
+        squares: case.squares[pick * STRIPS..][..STRIPS].to_vec(),
         scales: vec![case.scales[pick]],
         before: case.before[pick * 128..].iter().copied().cycle().take(TILE_ROWS as usize * 128).collect(),
         positions: vec![0],
@@ -305,20 +322,4 @@ fn a_part_of_the_rows_or_features_is_computed_alone() {
     let from = 128 * 3 * 128;
     assert_eq!(bits(&last.q[from..]), bits(&whole.q[from..]));
     assert!(last.q[..from].iter().all(|v| v.to_bits() == u16::MAX), "no query before them is written");
-}
-
-#[test]
-fn factors_of_rows() {
-    let (m, strips) = (19, 70);
-    let squares: Vec<f32> = Random::new(1).floats(m * strips).into_iter().map(f32::abs).collect();
-    let buffer = Buffer::from_slice(&squares);
-    let scales = Buffer::<f32>::new_poisoned(m);
-    let norm = Norm { squares: buffer.ptr(), dim: strips as u32 * STRIP, eps: 1e-6 };
-    let params = RowScales { norm, scales: scales.ptr_mut(), m: m as u32 };
-    run::<gemm::row_scales>([1, 3, 1], 0, 7, params);
-    let want: Vec<f32> = squares
-        .chunks(strips)
-        .map(|row| (1.0 / (row.iter().map(|v| f64::from(*v)).sum::<f64>() / (strips * 16) as f64 + 1e-6).sqrt()) as f32)
-        .collect();
-    assert!(relative_error(scales.as_slice().iter().copied(), &want) < 1e-6);
 }

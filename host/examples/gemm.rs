@@ -16,10 +16,10 @@ use std::error::Error;
 use std::io::{BufRead, Write};
 
 use cuda_std::tensor::Matrix;
-use gpu_kernels::gemm::{Gemm, TILE_ROWS};
+use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
-use gpu_kernels::norm::Residual;
+use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
@@ -64,7 +64,8 @@ struct Product {
     k: usize,
     x: Buffer<bf16>,
     weights: Vec<Buffer<bf16>>,
-    scales: Buffer<f32>,
+    /// Of the rows that are multiplied, as `add` leaves them.
+    before: Buffer<f32>,
     norm: Buffer<bf16>,
     y: Buffer<f32>,
     out: Buffer<bf16>,
@@ -171,13 +172,23 @@ impl Product {
             tensors.extend([gemm::weight(w.ptr(), columns, k), gemm::weight(up, columns, k)]);
         }
         let maps = device.tensor_maps(&tensors)?;
-        let scales = device.upload(&(0..m).map(Self::scale).collect::<Vec<_>>())?;
+        let strips = (k / STRIP as usize).max(1);
+        // What lies behind a row's first sums is not to be read.
+        let square = |i: usize| if i % strips < k.div_ceil(SPAN as usize) { Self::square(i / strips) } else { f32::NAN };
+        let before = device.upload(&(0..m * strips).map(square).collect::<Vec<_>>())?;
         let norm = device.upload(&random(n, 3))?;
-        Ok(Self { epilogue, m, n, k, x, weights, scales, norm, y, out, squares, maps, heads, shared: gemm::Shared::new(device)? })
+        Ok(Self { epilogue, m, n, k, x, weights, before, norm, y, out, squares, maps, heads, shared: gemm::Shared::new(device)? })
     }
 
-    fn scale(row: usize) -> f32 {
-        0.5 + (row % 7) as f32 / 8.0
+    /// A sum of squares over a span of a row.
+    fn square(row: usize) -> f32 {
+        SPAN as f32 * (0.5 + (row % 7) as f32 / 8.0)
+    }
+
+    /// What the row's sums are multiplied by.
+    fn scale(&self, row: usize) -> f64 {
+        let spans = self.k.div_ceil(SPAN as usize) as f64;
+        1.0 / (f64::from(Self::square(row)) * spans / self.k as f64 + 1e-6).sqrt()
     }
 
     fn params(&self, set: usize) -> Gemm {
@@ -186,7 +197,8 @@ impl Product {
             weight: self.maps.ptr(2 + 2 * set),
             up: self.maps.ptr(3 + 2 * set),
             out: self.maps.ptr(1),
-            scales: self.scales.ptr(),
+            norm: Norm { squares: self.before.ptr(), dim: self.k as u32, eps: 1e-6 },
+            spans: (self.k as u32).div_ceil(SPAN),
             heads: self.heads.params(&self.norm),
             residual: Residual {
                 x: self.y.ptr_mut(),
@@ -225,7 +237,8 @@ impl Product {
             poisoned.write(0, &vec![bf16::NAN; poisoned.len()])?;
         }
         self.out.write(0, &vec![bf16::NAN; self.out.len()])?;
-        self.squares.write(0, &vec![f32::NAN; self.squares.len()])?;
+        // Not all of them are written.
+        self.squares.write(0, &vec![-1.0; self.squares.len()])?;
         self.enqueue(device, Some((cut, shared)), 0)?;
         let rows = self.m.next_multiple_of(TILE_ROWS as usize);
         let mut left = Left {
@@ -306,7 +319,7 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
     let mut pairs = Vec::new();
     let rope = model::rope::RopeTable::new(D, 1e6, m);
     for row in spread(m, if epilogue == Epilogue::Qkv { 6 } else { 40 }) {
-        let scale = f64::from(Product::scale(row));
+        let scale = product.scale(row);
         match epilogue {
             Epilogue::Qkv => {
                 let Heads { q_heads, kv_heads, .. } = product.heads;
@@ -350,9 +363,9 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
                     pairs.push((f64::from(left.y[i]), new));
                     // Each written value is checked to its last bit against the f32 that it comes from.
                     let xw = bf16::from_f32(left.y[i] * norm[f].to_f32());
-                    let strip = &left.y[i / 16 * 16..][..16];
-                    let square: f32 = strip.iter().map(|v| v * v).sum();
-                    let found = left.squares[i / 16];
+                    let span = SPAN as usize;
+                    let square: f32 = left.y[i / span * span..][..span].iter().map(|v| v * v).sum();
+                    let found = left.squares[row * n / STRIP as usize + f / span];
                     if left.out[i] != xw || (found - square).abs() > square * 1e-5 {
                         return Err(format!("add {m} x {n} x {k}: row {row}, feature {f}").into());
                     }

@@ -7,7 +7,7 @@
 use cuda_std::Global;
 use cuda_std::tensor::Matrix;
 use gpu_kernels::embedding;
-use gpu_kernels::gemm::{self as kernels, Gemm, RowScales, TILE_ROWS};
+use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::{Norm, Residual};
@@ -41,7 +41,8 @@ pub struct Prefill {
     residual: Buffer<f32>,
     scaled: Buffer<bf16>,
     squares: Buffer<f32>,
-    scales: Buffer<f32>,
+    /// The embeddings' squares. (`squares` has fewer for a row, and zeros behind them, which the norm after the last layer adds.)
+    embedded: Buffer<f32>,
     q: Buffer<bf16>,
     attended: Buffer<bf16>,
     /// Used through its maps alone.
@@ -124,7 +125,7 @@ impl Prefill {
     pub fn bytes(config: &Config, capacity: usize) -> u64 {
         let q = config.query_size();
         let row = config.hidden_size * 6
-            + config.hidden_size / STRIP as usize * 4
+            + config.hidden_size / STRIP as usize * 8
             + q * 4
             + config.intermediate_size * 2
             + 16;
@@ -185,7 +186,7 @@ impl Prefill {
             residual: device.zeroed(rows * hidden)?,
             scaled,
             squares: device.zeroed(rows * hidden / STRIP as usize)?,
-            scales: device.zeroed(rows)?,
+            embedded: device.zeroed(rows * hidden / STRIP as usize)?,
             q,
             attended,
             _activation: activation,
@@ -278,7 +279,6 @@ impl Prefill {
             dim: hidden,
         };
         let (_, norm) = self.result(c, 0);
-        let row_scales = RowScales { norm, scales: self.scales.ptr_mut(), m };
         let map = |i: usize| self.maps.ptr(i);
         let (sums, progress) = self.shared.ptrs();
         let product = |x: usize, weight: usize, n: u32, k: u32| Gemm {
@@ -286,7 +286,8 @@ impl Prefill {
             weight: map(weight),
             up: Default::default(),
             out: Default::default(),
-            scales: self.scales.ptr(),
+            norm,
+            spans: hidden / SPAN,
             heads: SplitHeads::default(),
             residual,
             next_norm: Default::default(),
@@ -304,13 +305,12 @@ impl Prefill {
         // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block states, with whole tiles of
         // rows; the maps describe them; both outlive the work because freeing device memory waits for it.
         unsafe {
-            let embed = w.embedding(rows, residual);
+            let embed = w.embedding(rows, Residual { squares: self.embedded.ptr_mut(), ..residual });
             device.launch::<embedding::embed>((1, m), 0, embed)?;
             for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
                 let of_layer = |what: usize| ACTIVATIONS + i * LAYER + what;
                 let first_tile = if i + 1 == w.layers.len() { first_tile } else { 0 };
                 let first_row = (first_tile as u32 * TILE_ROWS).min(m);
-                device.launch_early::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
                 let heads = SplitHeads {
                     rows,
                     qkv: Default::default(),
@@ -324,6 +324,11 @@ impl Prefill {
                     eps: c.rms_norm_eps,
                 };
                 let project = Gemm { heads, ..product(SCALED, of_layer(QKV), heads_size, hidden) };
+                let project = if i == 0 {
+                    Gemm { norm: Norm { squares: self.embedded.ptr(), ..norm }, spans: hidden / STRIP, ..project }
+                } else {
+                    project
+                };
                 if first_row == 0 {
                     gemm::enqueue(device, Epilogue::Qkv, project)?;
                 } else {
@@ -349,7 +354,6 @@ impl Prefill {
                     gemm::enqueue(device, Epilogue::Add, Gemm { next_norm: next.ptr(), first_row, ..p })
                 };
                 add(ATTENDED, OUTPUT, q_size, &layer.post_attention_norm)?;
-                device.launch_early::<kernels::row_scales>((1, m.div_ceil(8)), 0, row_scales)?;
                 let (up, out) = (map(of_layer(UP)), map(ACTIVATION_OUT));
                 let gate_up = Gemm { up, out, first_row, ..product(SCALED, of_layer(GATE), inner, hidden) };
                 gemm::enqueue(device, Epilogue::SwiGlu, gate_up)?;

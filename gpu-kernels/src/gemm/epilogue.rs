@@ -7,6 +7,7 @@ use cuda_std::{Global, bf16, math, mma, thread, warp, wgmma};
 
 use super::{BOX, BOX_BYTES, GROUP, Gemm};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
+use crate::linear::STRIP;
 
 /// One warpgroup's half of a tile: where it is, and what a lane of it needs to place its sums.
 pub struct Half {
@@ -85,15 +86,30 @@ pub const fn features<E: Epilogue>(n: u32) -> u32 {
     if E::GATED { n / 2 } else { n }
 }
 
-/// The factors of the lane's two rows.
+/// The factors of the lane's two rows, `1 / rms` of each. The four lanes of a row add up every fourth sum of squares, eight of them under way at a time.
 #[inline(always)]
 unsafe fn scales(p: &Gemm, row: u32) -> [f32; 2] {
-    if p.scales.is_null() {
+    if p.norm.squares.is_null() {
         return [1.0; 2];
     }
     // Rows beyond m have no factor, nor need one.
-    let load = |row: u32| unsafe { p.scales.load(row.min(p.m - 1) as usize) };
-    [load(row), load(row + 8)]
+    let first = [row, row + 8].map(|row| row.min(p.m - 1) * (p.norm.dim / STRIP));
+    let mut sums = [0f32; 2];
+    let mut i = thread::lane_id() % 4;
+    while i < p.spans {
+        let mut here = [[0f32; 2]; 8];
+        unroll!(L < 8; {
+            let at = i + 4 * L as u32;
+            if at < p.spans {
+                here[L] = first.map(|first| unsafe { p.norm.squares.load((first + at) as usize) });
+            }
+        });
+        unroll!(L < 8; {
+            sums = [sums[0] + here[L][0], sums[1] + here[L][1]];
+        });
+        i += 32;
+    }
+    sums.map(|sum| math::rsqrt(quad_sum(sum) / p.norm.dim as f32 + p.norm.eps))
 }
 
 /// The four sums of the lane in half a strip: 8 columns of two rows.

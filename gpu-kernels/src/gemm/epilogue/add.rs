@@ -8,7 +8,7 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::{math, thread, warp, wgmma};
 
 use super::{Epilogue, Half};
-use crate::gemm::{BOX, Gemm};
+use crate::gemm::{BOX, Gemm, SPAN};
 use crate::linear::STRIP;
 
 /// The residual stream.
@@ -89,6 +89,7 @@ impl Epilogue for Add {
             let put_at = staging + line * SUMS_BYTES + ((pair * 8) ^ chunks_of(line));
             let get_at = staging + lane / 16 * SUMS_BYTES + lane % 16 * 16;
             let second_half = N > 128 && half.column + 128 < p.n;
+            let mut squares = [0f32; 8];
             macro_rules! finish_box {
                 ($b:literal) => {
                     unroll!(J < 8; {
@@ -100,7 +101,6 @@ impl Epilogue for Add {
                     });
                     warp::sync_warp();
                     let [w0, w1] = norms[$b].map(math::unpack_bf16);
-                    let mut squares = [0f32; 8];
                     unroll!(I < 8; {
                         // Into the registers of the sums that were put away. After the first rows waited for what was loaded before: the assembler counts loads with
                         // one counter, and else would wait for these there.
@@ -120,18 +120,20 @@ impl Epilogue for Add {
                             math::pack_bf16(new[2] * w1[0], new[3] * w1[1]),
                         ];
                         p.residual.scaled.at(at).cast::<[u32; 2]>().store(0, words);
-                        squares[I] = math::fma(new[0], new[0], new[1] * new[1])
+                        squares[I] += math::fma(new[0], new[0], new[1] * new[1])
                             + math::fma(new[2], new[2], new[3] * new[3]);
                     });
                     warp::sync_warp();
-                    // Of four rows at a time, the four lanes of a strip have one each.
-                    let strip = (half.column + $b * BOX + lane % 16 * 4) / STRIP;
-                    unroll!(F < 2; {
-                        let four = [squares[4 * F], squares[4 * F + 1], squares[4 * F + 2], squares[4 * F + 3]];
-                        let row = half.tile_row + warp * WARP_ROWS + (F as u32 * 4 + pair) * 2 + lane / 16;
-                        let place = row as usize * (p.n / STRIP) as usize + strip as usize;
-                        p.residual.squares.store(place, sum_of_strip(four, pair));
-                    });
+                    if $b % 2 == 1 {
+                        // A row's 16 lanes have 4 features each of both boxes of a span.
+                        let row = half.tile_row + warp * WARP_ROWS + (lane % 8) * 2 + lane / 16;
+                        let place = row * (p.n / STRIP) + half.column / SPAN + $b / 2;
+                        let sum = sum_of_span(squares, lane);
+                        if lane & 8 == 0 {
+                            p.residual.squares.store(place as usize, sum);
+                        }
+                        squares = [0.0; 8];
+                    }
                 };
             }
             finish_box!(0);
@@ -144,13 +146,25 @@ impl Epilogue for Add {
     }
 }
 
-/// Of four numbers in each of the four lanes of a row, the sum over the lanes of number `pair`.
+/// Of eight numbers in each of the 16 lanes of a row, the sum over the lanes of number `lane % 8`.
 #[inline(always)]
-fn sum_of_strip(v: [f32; 4], pair: u32) -> f32 {
+fn sum_of_span(v: [f32; 8], lane: u32) -> f32 {
+    let [first, second] = [[v[0], v[1], v[2], v[3]], [v[4], v[5], v[6], v[7]]].map(|four| sum_of_four(four, lane % 4));
+    let sum = pick_sum(lane / 4 % 2, 4, first, second);
+    sum + warp::shuffle_xor(sum, 8)
+}
+
+/// Of four numbers in each of four lanes, the sum over the lanes of number `pair`.
+#[inline(always)]
+fn sum_of_four(v: [f32; 4], pair: u32) -> f32 {
+    pick_sum(pair / 2, 2, pick_sum(pair % 2, 1, v[0], v[1]), pick_sum(pair % 2, 1, v[2], v[3]))
+}
+
+/// `a` (where `which` is 0) or `b` of two lanes that differ in bit `mask`, whose `which` that bit is: the sum of both lanes'.
+#[inline(always)]
+fn pick_sum(which: u32, mask: u32, a: f32, b: f32) -> f32 {
     // By bits, so that no branch comes of it.
-    let (low, high) = (0u32.wrapping_sub(pair % 2), 0u32.wrapping_sub(pair / 2));
-    let pick = |mask: u32, a: f32, b: f32| f32::from_bits(a.to_bits() & !mask | b.to_bits() & mask);
-    let first = pick(low, v[0], v[1]) + warp::shuffle_xor(pick(low, v[1], v[0]), 1);
-    let second = pick(low, v[2], v[3]) + warp::shuffle_xor(pick(low, v[3], v[2]), 1);
-    pick(high, first, second) + warp::shuffle_xor(pick(high, second, first), 2)
+    let bits = 0u32.wrapping_sub(which);
+    let pick = |bits: u32| f32::from_bits(a.to_bits() & !bits | b.to_bits() & bits);
+    pick(bits) + warp::shuffle_xor(pick(!bits), mask)
 }
