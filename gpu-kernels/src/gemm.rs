@@ -282,25 +282,18 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, rank:
                 multiply::<N>(&ring, x, weight, false);
             }
             let ends = inside && to == p.k;
+            let ahead = E::ahead(p, &half, ends);
             let mut previous = ring;
             ring = ring.ahead(1);
             let mut k = from + DEPTH;
-            macro_rules! multiply_to {
-                ($end:expr) => {
-                    while k < $end {
-                        multiply::<N>(&ring, x, weight, false);
-                        // The slot before is read, the one just started is not.
-                        free(previous);
-                        previous = ring;
-                        ring = ring.ahead(1);
-                        k += DEPTH;
-                    }
-                };
+            while k < to {
+                multiply::<N>(&ring, x, weight, false);
+                // The slot before is read, the one just started is not.
+                free(previous);
+                previous = ring;
+                ring = ring.ahead(1);
+                k += DEPTH;
             }
-            // Half way: at the beginning, when all blocks fill their rings, memory has enough to do.
-            multiply_to!(from / 2 + to / 2);
-            let ahead = E::ahead(p, &half, ends);
-            multiply_to!(to);
             macro_rules! end_tile {
                 ($n:literal) => {
                     wgmma::wait::<0>();
