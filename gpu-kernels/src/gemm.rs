@@ -11,8 +11,7 @@
 //! ```
 //!
 //! Tiles go down a band of [`Gemm::band`] tile rows before they go right, so that blocks which run at the same time share rows and features in L2. In
-//! the `_pair` kernels two neighbouring blocks take tiles one above the other, and each loads half of the features' tile for both. Where the last turn has
-//! too few tiles for all blocks, blocks [share](tiles) them: chains go on in another block.
+//! the `_pair` kernels two neighbouring blocks take tiles one above the other, and each loads half of the features' tile for both.
 //! What lies beyond `n` or `x` arrives as zeros.
 //!
 //! Norms are folded into the products as [`norm`](crate::norm) says. Whoever finishes a tile adds up the squares of its rows while its first products run;
@@ -62,20 +61,14 @@ pub const WEIGHT_ROWS: u32 = 128;
 pub const THREADS: u32 = 384;
 
 mod epilogue;
-mod sums;
-mod tiles;
 
 use epilogue::{Add, Epilogue, Half, Plain, Qkv, SwiGlu, features};
-use sums::Sums;
-use tiles::{Piece, Tiles};
 
 const GROUP: u32 = 128;
 /// Rows of a warpgroup.
 const GROUP_ROWS: u32 = 64;
 const X_BYTES: u32 = TILE_ROWS * DEPTH * 2;
 const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
-/// What consumers are told with the first slot of a tile: a [`Piece`].
-const NOTE_BYTES: u32 = 32;
 /// The copy engine's, of swizzled tiles.
 const BOX_ALIGNMENT: u32 = 1024;
 
@@ -114,38 +107,60 @@ pub struct Gemm {
     pub k: u32,
     /// Tile rows in a band.
     pub band: u32,
-    /// What [`Gemm::share`] says for the tiles (pairs of tiles) and blocks (pairs) of the launch: tiles of the last turn are shared. Or 0: they are whole.
-    pub share: u32,
-    /// For each shared tile [`Gemm::sums`] numbers: chains that go on in another block.
-    pub sums: GlobalMut<f32>,
-    /// For each shared tile two counters, 0 between launches: how many input features the rows of a warpgroup have behind them.
-    pub progress: GlobalMut<u32>,
 }
 
 impl Gemm {
-    /// Accumulators of a tile of `n` features.
-    pub const fn sums(n: u32) -> u32 {
-        TILE_ROWS * n
-    }
-
     /// The ring for tiles of `n` features.
     const fn ring(n: u32) -> Shape {
         Shape { start: 0, stages: if n == 256 { 4 } else { 6 }, bytes: X_BYTES + n * DEPTH * 2 }
     }
 
-    /// Where a note for each slot of the ring begins.
-    const fn notes(n: u32) -> u32 {
-        Self::ring(n).end().next_multiple_of(NOTE_BYTES)
-    }
-
     /// Where the boxes begin, with tiles of `n` features.
     const fn boxes(n: u32) -> u32 {
-        (Self::notes(n) + Self::ring(n).stages * NOTE_BYTES).next_multiple_of(BOX_ALIGNMENT)
+        Self::ring(n).end().next_multiple_of(BOX_ALIGNMENT)
     }
 
     /// Dynamic shared memory of a block with tiles of `n` features: the ring, two boxes of output for each warpgroup.
     pub const fn shared_bytes(n: u32) -> u32 {
         Self::boxes(n) + 4 * BOX_BYTES
+    }
+}
+
+/// All tiles: which a block takes, and where they are.
+#[derive(Clone, Copy)]
+struct Tiles {
+    rows: u32,
+    columns: u32,
+    band: u32,
+    next: u32,
+    step: u32,
+    /// Of tile (0, 0): its first row and feature.
+    origin: [u32; 2],
+    /// Rows and features from a tile to the next.
+    size: [u32; 2],
+}
+
+impl Iterator for Tiles {
+    /// The first row and feature.
+    type Item = (u32, u32);
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<(u32, u32)> {
+        let turn = self.next;
+        if turn >= self.rows * self.columns {
+            return None;
+        }
+        self.next += self.step;
+        let in_band = self.band * self.columns;
+        // SAFETY: there are tiles, so neither is zero; the launcher's band is not.
+        unsafe { core::hint::assert_unchecked(in_band != 0) };
+        let first = turn / in_band * self.band;
+        let height = self.band.min(self.rows - first);
+        // SAFETY: `first` is the first row of a band that has this tile.
+        unsafe { core::hint::assert_unchecked(height != 0) };
+        let within = turn % in_band;
+        let (row, column) = (first + within % height, within / height);
+        Some((self.origin[0] + row * self.size[0], self.origin[1] + column * self.size[1]))
     }
 }
 
@@ -181,36 +196,29 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles
         };
         // The first slots' weights do not depend on the launches ahead.
         let mut begun = 0;
-        if let Some(piece) = tiles.clone().next() {
+        if let Some((_, column)) = tiles.clone().next() {
             let mut ring = ring;
-            piece.note::<N>(&ring);
-            while begun < Gemm::ring(N).stages.min((piece.to - piece.from) / DEPTH) {
-                load_weights(&ring, piece.column, piece.from + begun * DEPTH);
+            while begun < Gemm::ring(N).stages.min(p.k / DEPTH) {
+                load_weights(&ring, column, begun * DEPTH);
                 ring = ring.ahead(1);
                 begun += 1;
             }
         }
         launches::wait();
-        for piece in tiles {
-            let mut k = piece.from;
-            while k < piece.to {
+        for (row, column) in tiles {
+            let mut k = 0;
+            while k < p.k {
                 if begun > 0 {
                     begun -= 1;
                 } else {
                     ring.wait_empty();
-                    if k == piece.from {
-                        piece.note::<N>(&ring);
-                    }
-                    load_weights(&ring, piece.column, k);
+                    load_weights(&ring, column, k);
                 }
-                tensor::load(ring.slot(), p.x, [k, piece.row], ring.full());
+                tensor::load(ring.slot(), p.x, [k, row], ring.full());
                 ring = ring.ahead(1);
                 k += DEPTH;
             }
         }
-        ring.wait_empty();
-        Piece::END.note::<N>(&ring);
-        ring.full().arrive();
     }
 }
 
@@ -236,9 +244,9 @@ unsafe fn multiply<const N: u32>(ring: &Ring, x: Operand, weight: Operand, first
     }
 }
 
-/// A warpgroup multiplies what comes, and finishes its half of each tile, or leaves it to the block that goes on with it.
+/// A warpgroup multiplies what comes, and finishes its half of each tile.
 #[inline(always)]
-unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, rank: u32) {
+unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles: Tiles) {
     unsafe {
         let mut ring = Ring::consumer(Gemm::ring(N));
         let group = thread::warp_id() / 4;
@@ -255,38 +263,18 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, rank:
             tensor::acquire(p.out);
         }
         launches::wait();
-        loop {
-            ring.wait_full();
-            let Piece { row, column, from, to, shared } = Piece::read::<N>(&ring);
-            if to == 0 {
-                break;
-            }
+        for (row, column) in tiles {
             (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column);
             // The last pair of blocks may have one tile.
             let inside = row < p.m;
-            let sums = Sums { tile: shared * CLUSTER + rank, group, barrier: half.barrier };
             // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
             // epilogues have the registers of accumulators they are done with.
-            if from == 0 {
-                multiply::<N>(&ring, x, weight, true);
-            } else {
-                // All accumulators whatever else: what was in them must not matter.
-                if inside {
-                    sums.wait(p, from, to == p.k);
-                }
-                if N == 256 {
-                    sums.take::<256>(p);
-                } else {
-                    sums.take::<128>(p);
-                }
-                multiply::<N>(&ring, x, weight, false);
-            }
-            let ends = inside && to == p.k;
-            let ahead = E::ahead(p, &half, ends);
+            multiply::<N>(&ring, x, weight, true);
+            let ahead = E::ahead(p, &half, inside);
             let mut previous = ring;
             ring = ring.ahead(1);
-            let mut k = from + DEPTH;
-            while k < to {
+            let mut k = DEPTH;
+            while k < p.k {
                 multiply::<N>(&ring, x, weight, false);
                 // The slot before is read, the one just started is not.
                 free(previous);
@@ -298,10 +286,8 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, rank:
                 ($n:literal) => {
                     wgmma::wait::<0>();
                     free(previous);
-                    if ends {
+                    if inside {
                         E::finish::<$n>(p, &mut half, ahead);
-                    } else if inside {
-                        sums.leave::<$n>(p, to);
                     }
                 };
             }
@@ -333,24 +319,21 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
         } else {
             thread::sync_threads();
         }
+        let tiles = Tiles {
+            rows: (p.m - p.first_row).div_ceil(TILE_ROWS * CLUSTER),
+            columns: (p.n - p.first_feature).div_ceil(features::<E>(N)),
+            band: p.band,
+            next: thread::block_idx_x() / CLUSTER,
+            step: thread::grid_dim_x() / CLUSTER,
+            origin: [p.first_row + rank * TILE_ROWS, p.first_feature],
+            size: [CLUSTER * TILE_ROWS, features::<E>(N)],
+        };
         if thread::warp_id() < 8 {
             wgmma::take_registers::<232>();
-            consume::<E, N, CLUSTER>(p, rank);
+            consume::<E, N, CLUSTER>(p, tiles);
         } else {
             wgmma::give_registers::<40>();
             if thread::warp_id() == 8 && warp::elect() {
-                let tiles = Tiles {
-                    rows: (p.m - p.first_row).div_ceil(TILE_ROWS * CLUSTER),
-                    columns: (p.n - p.first_feature).div_ceil(features::<E>(N)),
-                    band: p.band,
-                    group: thread::block_idx_x() / CLUSTER,
-                    groups: thread::grid_dim_x() / CLUSTER,
-                    origin: [p.first_row + rank * TILE_ROWS, p.first_feature],
-                    size: [CLUSTER * TILE_ROWS, features::<E>(N)],
-                    k: p.k,
-                    share: p.share,
-                    taken: 0,
-                };
                 produce::<E, N, CLUSTER>(p, tiles, rank);
             }
         }

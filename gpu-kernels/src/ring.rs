@@ -100,12 +100,6 @@ impl Ring {
         self.shape.start + self.stage * self.shape.bytes
     }
 
-    /// The slot's number.
-    #[inline(always)]
-    pub const fn stage(&self) -> u32 {
-        self.stage
-    }
-
     /// The slot.
     #[inline(always)]
     pub unsafe fn slot(&self) -> Shared<u8> {

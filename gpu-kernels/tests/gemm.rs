@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Random, RowBuffers, relative_error, run, run_resident, widen};
+use common::{Random, RowBuffers, relative_error, run, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Kernel, bf16};
@@ -131,11 +131,6 @@ impl Case {
 
     /// Runs `K` with tiles of `width` weight rows on `blocks` blocks.
     fn run<K: Kernel<Params = Gemm>>(&self, width: u32, blocks: u32) -> Results {
-        self.run_sharing::<K>(width, blocks, 0)
-    }
-
-    /// As [`run`](Self::run), each block with so many input features of the last turn's tiles.
-    fn run_sharing<K: Kernel<Params = Gemm>>(&self, width: u32, blocks: u32, share: u32) -> Results {
         let Self { m, n, k, .. } = *self;
         let rows = m.next_multiple_of(TILE_ROWS as usize);
         let [x, w, up, norm] = [&self.x, &self.w, &self.up, &self.norm].map(|v| Buffer::from_slice(v));
@@ -150,8 +145,6 @@ impl Case {
         // One row fewer than whole tiles: the last must not be written through it.
         let out_map = Self::map(out.ptr().addr(), rows - 1, n, 64);
         let heads = HeadMemory::new(self);
-        let sums = Buffer::<f32>::new_poisoned((blocks * Gemm::sums(width)) as usize).named("sums");
-        let progress = Buffer::from_slice(&vec![0u32; 2 * blocks as usize]);
         let residual = Residual { x: y.ptr_mut(), scaled: scaled.ptr_mut(), squares: squares.ptr_mut(), dim: n as u32 };
         let params = Gemm {
             x: x_map.ptr(),
@@ -169,14 +162,8 @@ impl Case {
             n: n as u32,
             k: k as u32,
             band: 2,
-            share,
-            sums: sums.ptr_mut(),
-            progress: progress.ptr_mut(),
         };
-        // Blocks that share tiles wait for each other.
-        let run = if share == 0 { run::<K> } else { run_resident::<K> };
-        run([blocks, 1, 1], Gemm::shared_bytes(width), (m + n) as u64, params);
-        assert!(progress.as_slice().iter().all(|v| *v == 0), "counters are as they were");
+        run::<K>([blocks, 1, 1], Gemm::shared_bytes(width), (m + n) as u64, params);
         let last = &out.as_slice()[(rows - 1) * n..];
         assert!(last.iter().all(|v| v.to_bits() == u16::MAX), "what lies beyond the output is not written");
         let spans = |row: &[f32]| row[..n / SPAN as usize].to_vec();
@@ -257,27 +244,6 @@ fn adds_and_prepares_the_norm() {
         let large = case.run::<gemm::gemm_add_n256>(256, blocks);
         assert_eq!((small.y, small.scaled, small.squares), (large.y, large.scaled, large.squares), "{m} {n} {k}");
     }
-}
-
-#[test]
-fn chains_that_go_on_in_another_block_give_the_same_bits() {
-    // Tiles, blocks, slots: a block takes the end of one tile and the begin of the next; and with 6 and 10 tiles also the middle of one, before its only
-    // whole tile or after its first.
-    for (tiles, blocks, slots) in [(3, 2, 2), (7, 4, 9), (6, 4, 9), (10, 4, 9)] {
-        let case = Case::new(150, tiles / 2 * 128, slots * 64);
-        let case = if tiles % 2 == 0 { case } else { Case::new(100, tiles * 128, slots * 64) };
-        let share = Gemm::share(tiles as u32, blocks, case.k as u32);
-        assert!(share > 0);
-        let whole = case.run::<gemm::gemm_add_n128>(128, blocks);
-        let shared = case.run_sharing::<gemm::gemm_add_n128>(128, blocks, share);
-        assert_eq!((whole.y, whole.scaled, whole.squares), (shared.y, shared.scaled, shared.squares), "{tiles} tiles");
-    }
-    let case = Case::new(150, 3 * 256, 5 * 64);
-    let whole = case.run::<gemm::gemm_plain_n256>(256, 4);
-    let shared = case.run_sharing::<gemm::gemm_plain_n256>(256, 4, Gemm::share(6, 4, case.k as u32));
-    assert_eq!(widen(&whole.out), widen(&shared.out));
-    let want = reference(&case.x, &case.w, case.k, &vec![1.0; case.m]);
-    assert!(relative_error(widen(&whole.out), &want) < 1.0 / 256.0);
 }
 
 #[test]

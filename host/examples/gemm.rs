@@ -4,7 +4,7 @@
 //! the work bit for bit; `check-small` leaves the large ones out, for compute-sanitizer. `… -- serve` times what it is asked for on standard input, a line at a time, and answers with microseconds:
 //!
 //! ```text
-//! gemm qkv|swiglu|add|plain auto|n128|n256|pair M N K REPEATS      (shared-n128 and so on: with the last turn's tiles shared)
+//! gemm qkv|swiglu|add|plain auto|n128|n256|pair M N K REPEATS
 //! attention TOKENS Q_HEADS KV_HEADS REPEATS
 //! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape with random weights, to the logits after it
 //! ```
@@ -72,7 +72,6 @@ struct Product {
     squares: Buffer<f32>,
     maps: TensorMaps,
     heads: Heads,
-    shared: gemm::Shared,
 }
 
 /// What heads are made with, and where they go.
@@ -177,7 +176,7 @@ impl Product {
         let square = |i: usize| if i % strips < k.div_ceil(SPAN as usize) { Self::square(i / strips) } else { f32::NAN };
         let before = device.upload(&(0..m * strips).map(square).collect::<Vec<_>>())?;
         let norm = device.upload(&random(n, 3))?;
-        Ok(Self { epilogue, m, n, k, x, weights, before, norm, y, out, squares, maps, heads, shared: gemm::Shared::new(device)? })
+        Ok(Self { epilogue, m, n, k, x, weights, before, norm, y, out, squares, maps, heads })
     }
 
     /// A sum of squares over a span of a row.
@@ -213,25 +212,21 @@ impl Product {
             n: if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n } as u32,
             k: self.k as u32,
             band: 0,
-            share: 0,
-            sums: self.shared.ptrs().0,
-            progress: self.shared.ptrs().1,
         }
     }
 
-    /// Cut as is best, or as is said, with the last turn's tiles shared or not.
-    fn enqueue(&self, device: &Device, cut: Option<(Cut, bool)>, set: usize) -> std::result::Result<(), host::Error> {
+    fn enqueue(&self, device: &Device, cut: Option<Cut>, set: usize) -> std::result::Result<(), host::Error> {
         // SAFETY: buffers and maps of self, as large as the parameter block says, alive until the device is synchronised.
         unsafe {
             match cut {
-                Some((cut, shared)) => gemm::enqueue_cut(device, self.epilogue, cut, shared, self.params(set)),
+                Some(cut) => gemm::enqueue_cut(device, self.epilogue, cut, self.params(set)),
                 None => gemm::enqueue(device, self.epilogue, self.params(set)),
             }
         }
     }
 
     /// Runs it on poisoned outputs.
-    fn run(&mut self, device: &Device, cut: Cut, shared: bool) -> Result<Left> {
+    fn run(&mut self, device: &Device, cut: Cut) -> Result<Left> {
         self.y.write(0, &(0..self.y.len()).map(Self::before).collect::<Vec<_>>())?;
         for poisoned in [&mut self.heads.q, &mut self.heads.pages] {
             poisoned.write(0, &vec![bf16::NAN; poisoned.len()])?;
@@ -239,7 +234,7 @@ impl Product {
         self.out.write(0, &vec![bf16::NAN; self.out.len()])?;
         // Not all of them are written.
         self.squares.write(0, &vec![-1.0; self.squares.len()])?;
-        self.enqueue(device, Some((cut, shared)), 0)?;
+        self.enqueue(device, Some(cut), 0)?;
         let rows = self.m.next_multiple_of(TILE_ROWS as usize);
         let mut left = Left {
             y: vec![0.0; self.y.len() / rows * self.m],
@@ -295,14 +290,11 @@ fn spread(end: usize, count: usize) -> Vec<usize> {
 
 fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize) -> Result<()> {
     let mut product = Product::new(device, epilogue, m, n, k, 1)?;
-    let left = product.run(device, Cut::N128, false)?;
-    for cut in [Cut::N256, Cut::Pair, Cut::N128, Cut::N256, Cut::Pair] {
-        for shared in [false, true] {
-            let other = product.run(device, cut, shared)?;
-            if !left.bits().eq(other.bits()) {
-                let how = if shared { " with shared tiles" } else { "" };
-                return Err(format!("{epilogue:?} {m} x {n} x {k}: {cut:?}{how} differs from N128").into());
-            }
+    let left = product.run(device, Cut::N128)?;
+    for cut in [Cut::N256, Cut::Pair, Cut::N256, Cut::Pair] {
+        let other = product.run(device, cut)?;
+        if !left.bits().eq(other.bits()) {
+            return Err(format!("{epilogue:?} {m} x {n} x {k}: {cut:?} differs from N128").into());
         }
     }
     if epilogue == Epilogue::Add {
@@ -606,13 +598,6 @@ impl Prompt {
     }
 }
 
-/// The way of cutting that has this name.
-fn named(name: &str) -> Option<(Cut, bool)> {
-    let (name, shared) = name.strip_prefix("shared-").map_or((name, false), |name| (name, true));
-    let (_, cut) = [("n128", Cut::N128), ("n256", Cut::N256), ("pair", Cut::Pair)].into_iter().find(|c| c.0 == name)?;
-    Some((cut, shared))
-}
-
 /// What a line of `serve` asks for.
 enum Job {
     Product(Box<Product>),
@@ -645,7 +630,10 @@ fn serve(device: &Device) -> Result<()> {
                 }
                 let cut = match cut {
                     "auto" => None,
-                    _ => Some(named(cut).ok_or(format!("{cut}: auto, n128, n256 or pair, and shared- before it"))?),
+                    "n128" => Some(Cut::N128),
+                    "n256" => Some(Cut::N256),
+                    "pair" => Some(Cut::Pair),
+                    other => return Err(format!("{other}: auto, n128, n256 or pair").into()),
                 };
                 (name, cut, number(6)?)
             }

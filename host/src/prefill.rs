@@ -47,7 +47,6 @@ pub struct Prefill {
     attended: Buffer<bf16>,
     /// Used through its maps alone.
     _activation: Buffer<bf16>,
-    shared: gemm::Shared,
     maps: TensorMaps,
 }
 
@@ -190,7 +189,6 @@ impl Prefill {
             q,
             attended,
             _activation: activation,
-            shared: gemm::Shared::new(device)?,
             maps: device.tensor_maps(&matrices)?,
         })
     }
@@ -280,7 +278,6 @@ impl Prefill {
         };
         let (_, norm) = self.result(c, 0);
         let map = |i: usize| self.maps.ptr(i);
-        let (sums, progress) = self.shared.ptrs();
         let product = |x: usize, weight: usize, n: u32, k: u32| Gemm {
             x: map(x),
             weight: map(weight),
@@ -297,9 +294,6 @@ impl Prefill {
             n,
             k,
             band: 0,
-            share: 0,
-            sums,
-            progress,
         };
 
         // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block states, with whole tiles of
