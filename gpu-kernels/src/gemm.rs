@@ -25,7 +25,7 @@
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
 //! | `gemm_plain_*` | rounded to bf16, without a factor: what others' products do, to be compared with them |
 //!
-//! What an epilogue reads from memory first, its lanes load into registers when the tile begins.
+//! What an epilogue reads from memory first, its lanes load into registers while products run.
 //!
 //! The kernels may be launched early ([`launches`]): before they wait for the launches ahead they fetch the first slots' weights.
 //!
@@ -41,7 +41,7 @@ use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::shared;
 use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Operand};
-use cuda_std::{Global, GlobalMut, bf16, kernel, launches, thread, warp};
+use cuda_std::{Global, bf16, kernel, launches, thread, warp};
 
 use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
@@ -129,13 +129,16 @@ impl Gemm {
 /// All tiles: which a block takes, and where they are.
 #[derive(Clone, Copy)]
 struct Tiles {
-    rows: u32,
-    columns: u32,
     band: u32,
-    next: u32,
-    step: u32,
-    /// Of tile (0, 0): its first row and feature.
-    origin: [u32; 2],
+    /// Blocks of a cluster.
+    cluster: u32,
+    /// Tiles taken so far.
+    taken: u32,
+    /// The first row and feature of all, and the last.
+    first: [u32; 2],
+    end: [u32; 2],
+    /// Of the block's first row in its cluster's tiles.
+    offset: u32,
     /// Rows and features from a tile to the next.
     size: [u32; 2],
 }
@@ -146,21 +149,23 @@ impl Iterator for Tiles {
 
     #[inline(always)]
     fn next(&mut self) -> Option<(u32, u32)> {
-        let turn = self.next;
-        if turn >= self.rows * self.columns {
+        let turn = (thread::fresh(thread::block_idx_x()) + self.taken * thread::grid_dim_x()) / self.cluster;
+        // Found again each time: kept throughout they would take registers of epilogues.
+        let [rows, columns] = [0, 1].map(|i| (thread::fresh(self.end[i]) - self.first[i]).div_ceil(self.size[i]));
+        if turn >= rows * columns {
             return None;
         }
-        self.next += self.step;
-        let in_band = self.band * self.columns;
+        self.taken += 1;
+        let in_band = self.band * columns;
         // SAFETY: there are tiles, so neither is zero; the launcher's band is not.
         unsafe { core::hint::assert_unchecked(in_band != 0) };
         let first = turn / in_band * self.band;
-        let height = self.band.min(self.rows - first);
+        let height = self.band.min(rows - first);
         // SAFETY: `first` is the first row of a band that has this tile.
         unsafe { core::hint::assert_unchecked(height != 0) };
         let within = turn % in_band;
         let (row, column) = (first + within % height, within / height);
-        Some((self.origin[0] + row * self.size[0], self.origin[1] + column * self.size[1]))
+        Some((self.first[0] + self.offset + row * self.size[0], self.first[1] + column * self.size[1]))
     }
 }
 
@@ -270,18 +275,27 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles
             // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
             // epilogues have the registers of accumulators they are done with.
             multiply::<N>(&ring, x, weight, true);
-            let ahead = E::ahead(p, &half, inside);
             let mut previous = ring;
             ring = ring.ahead(1);
             let mut k = DEPTH;
-            while k < p.k {
-                multiply::<N>(&ring, x, weight, false);
-                // The slot before is read, the one just started is not.
-                free(previous);
-                previous = ring;
-                ring = ring.ahead(1);
-                k += DEPTH;
+            macro_rules! multiply_to {
+                ($end:expr) => {
+                    while k < $end {
+                        multiply::<N>(&ring, x, weight, false);
+                        // The slot before is read, the one just started is not.
+                        free(previous);
+                        previous = ring;
+                        ring = ring.ahead(1);
+                        k += DEPTH;
+                    }
+                };
             }
+            // Half way: where tiles end all blocks store at once and fill their rings, and memory has enough to do.
+            if N == 256 {
+                multiply_to!(p.k / 2);
+            }
+            let ahead = E::ahead(p, &half, inside);
+            multiply_to!(p.k);
             macro_rules! end_tile {
                 ($n:literal) => {
                     wgmma::wait::<0>();
@@ -320,12 +334,12 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
             thread::sync_threads();
         }
         let tiles = Tiles {
-            rows: (p.m - p.first_row).div_ceil(TILE_ROWS * CLUSTER),
-            columns: (p.n - p.first_feature).div_ceil(features::<E>(N)),
             band: p.band,
-            next: thread::block_idx_x() / CLUSTER,
-            step: thread::grid_dim_x() / CLUSTER,
-            origin: [p.first_row + rank * TILE_ROWS, p.first_feature],
+            cluster: CLUSTER,
+            taken: 0,
+            first: [p.first_row, p.first_feature],
+            end: [p.m, p.n],
+            offset: rank * TILE_ROWS,
             size: [CLUSTER * TILE_ROWS, features::<E>(N)],
         };
         if thread::warp_id() < 8 {

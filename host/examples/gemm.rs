@@ -173,7 +173,8 @@ impl Product {
         let maps = device.tensor_maps(&tensors)?;
         let strips = (k / STRIP as usize).max(1);
         // What lies behind a row's first sums is not to be read.
-        let square = |i: usize| if i % strips < k.div_ceil(SPAN as usize) { Self::square(i / strips) } else { f32::NAN };
+        let square =
+            |i: usize| if i % strips < k.div_ceil(SPAN as usize) { Self::square(i / strips) } else { f32::NAN };
         let before = device.upload(&(0..m * strips).map(square).collect::<Vec<_>>())?;
         let norm = device.upload(&random(n, 3))?;
         Ok(Self { epilogue, m, n, k, x, weights, before, norm, y, out, squares, maps, heads })

@@ -86,30 +86,39 @@ pub const fn features<E: Epilogue>(n: u32) -> u32 {
     if E::GATED { n / 2 } else { n }
 }
 
-/// The factors of the lane's two rows, `1 / rms` of each. The four lanes of a row add up every fourth sum of squares, eight of them under way at a time.
+/// Sums of squares of the lane's two rows, every fourth of a row.
+type Squares = [[f32; 2]; 8];
+
+/// Eight of them from number `first` on, zeros behind the last.
 #[inline(always)]
-unsafe fn scales(p: &Gemm, row: u32) -> [f32; 2] {
-    if p.norm.squares.is_null() {
-        return [1.0; 2];
-    }
+unsafe fn load_squares(p: &Gemm, row: u32, first: u32) -> Squares {
     // Rows beyond m have no factor, nor need one.
-    let first = [row, row + 8].map(|row| row.min(p.m - 1) * (p.norm.dim / STRIP));
+    let rows = [row, row + 8].map(|row| row.min(p.m - 1) * (p.norm.dim / STRIP));
+    let mut squares = [[0f32; 2]; 8];
+    unroll!(I < 8; {
+        let at = first + 4 * I as u32 + thread::lane_id() % 4;
+        if at < p.spans {
+            squares[I] = rows.map(|row| unsafe { p.norm.squares.load((row + at) as usize) });
+        }
+    });
+    squares
+}
+
+/// The factors of the lane's two rows, `1 / rms` of each, of which the four lanes of a row [loaded](load_squares) the first squares.
+#[inline(always)]
+unsafe fn scales(p: &Gemm, row: u32, mut squares: Squares) -> [f32; 2] {
     let mut sums = [0f32; 2];
-    let mut i = thread::lane_id() % 4;
-    while i < p.spans {
-        let mut here = [[0f32; 2]; 8];
-        unroll!(L < 8; {
-            let at = i + 4 * L as u32;
-            if at < p.spans {
-                here[L] = first.map(|first| unsafe { p.norm.squares.load((first + at) as usize) });
-            }
+    let mut next = 32;
+    loop {
+        unroll!(I < 8; {
+            sums = [sums[0] + squares[I][0], sums[1] + squares[I][1]];
         });
-        unroll!(L < 8; {
-            sums = [sums[0] + here[L][0], sums[1] + here[L][1]];
-        });
-        i += 32;
+        if next >= p.spans {
+            return sums.map(|sum| math::rsqrt(quad_sum(sum) / p.norm.dim as f32 + p.norm.eps));
+        }
+        squares = unsafe { load_squares(p, row, next) };
+        next += 32;
     }
-    sums.map(|sum| math::rsqrt(quad_sum(sum) / p.norm.dim as f32 + p.norm.eps))
 }
 
 /// The four sums of the lane in half a strip: 8 columns of two rows.
@@ -140,10 +149,10 @@ pub struct Qkv;
 /// Bytes of a row of a head.
 const ROW_BYTES: u32 = HEAD_DIM * 2;
 
-/// What [`Qkv`] loads ahead: the factors of the lane's two rows, their positions, and the angles of the first.
+/// What [`Qkv`] loads ahead: squares and positions of the lane's two rows, and the angles of the first.
 #[derive(Clone, Copy)]
 pub struct HeadsAhead {
-    scales: [f32; 2],
+    squares: Squares,
     positions: [u32; 2],
     /// Cosines, then sines, of the lane's dimensions.
     angles: [[f32; 2]; 16],
@@ -328,7 +337,7 @@ impl Epilogue for Qkv {
             let head = half.column / HEAD_DIM;
             let rotated = head < p.heads.q_heads + p.heads.cache.kv_heads;
             let angles = if rotated { angles(p, positions[0]) } else { [[0.0; 2]; 16] };
-            HeadsAhead { scales: scales(p, row), positions, angles }
+            HeadsAhead { squares: load_squares(p, row, 0), positions, angles }
         }
     }
 
@@ -338,7 +347,7 @@ impl Epilogue for Qkv {
             let (q_heads, kv_heads) = (p.heads.q_heads, p.heads.cache.kv_heads);
             let first = half.column / HEAD_DIM;
             let warp = thread::warp_id() % 4;
-            let scales = &ahead.scales;
+            let scales = scales(p, half.lane_row(), ahead.squares);
             // Others may still be storing the tile before.
             thread::sync_named(half.barrier, GROUP);
             if first < q_heads + kv_heads {
@@ -408,17 +417,17 @@ pub struct SwiGlu;
 
 impl Epilogue for SwiGlu {
     const GATED: bool = true;
-    /// The factors of the lane's two rows.
-    type Ahead = [f32; 2];
+    type Ahead = Squares;
 
     #[inline(always)]
-    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool) -> [f32; 2] {
-        unsafe { scales(p, half.lane_row()) }
+    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool) -> Squares {
+        unsafe { load_squares(p, half.lane_row(), 0) }
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, scales: [f32; 2]) {
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, squares: Squares) {
         unsafe {
+            let scales = scales(p, half.lane_row(), squares);
             // Of one row of the lane, two features: their gates stand in the lower half of the accumulators, their ups in the upper.
             let gated = |gate: [[f32; 2]; 2], up: [[f32; 2]; 2], row: usize| {
                 let one = |c: usize| {
