@@ -275,6 +275,7 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles
             // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
             // epilogues have the registers of accumulators they are done with.
             multiply::<N>(&ring, x, weight, true);
+            let early = E::early(p, &half);
             let mut previous = ring;
             ring = ring.ahead(1);
             let mut k = DEPTH;
@@ -290,11 +291,11 @@ unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles
                     }
                 };
             }
-            // Half way: where tiles end all blocks store at once and fill their rings, and memory has enough to do.
+            // Most of it half way: where tiles end all blocks store at once and fill their rings, and memory has enough to do.
             if N == 256 {
                 multiply_to!(p.k / 2);
             }
-            let ahead = E::ahead(p, &half, inside);
+            let ahead = E::ahead(p, &half, inside, early);
             multiply_to!(p.k);
             macro_rules! end_tile {
                 ($n:literal) => {

@@ -71,11 +71,16 @@ impl Half {
 pub trait Epilogue {
     /// Whether half of a tile's features are gates, and half their ups.
     const GATED: bool;
+    /// What [`early`](Self::early) loads.
+    type Early: Copy;
     /// What [`ahead`](Self::ahead) loads.
     type Ahead: Copy;
 
-    /// Loads what [`finish`](Self::finish) wants first, before the products; anything for a tile that is not `inside`.
-    unsafe fn ahead(p: &Gemm, half: &Half, inside: bool) -> Self::Ahead;
+    /// Loads what [`ahead`](Self::ahead) computes from, as the tile begins.
+    unsafe fn early(p: &Gemm, half: &Half) -> Self::Early;
+
+    /// Loads and computes what [`finish`](Self::finish) wants first, while products run; anything for a tile that is not `inside`.
+    unsafe fn ahead(p: &Gemm, half: &Half, inside: bool, early: Self::Early) -> Self::Ahead;
 
     /// All `N` columns of the half.
     unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ahead: Self::Ahead);
@@ -149,10 +154,10 @@ pub struct Qkv;
 /// Bytes of a row of a head.
 const ROW_BYTES: u32 = HEAD_DIM * 2;
 
-/// What [`Qkv`] loads ahead: squares and positions of the lane's two rows, and the angles of the first.
+/// What [`Qkv`] has ahead: the factors and positions of the lane's two rows, and the angles of the first.
 #[derive(Clone, Copy)]
 pub struct HeadsAhead {
-    squares: Squares,
+    scales: [f32; 2],
     positions: [u32; 2],
     /// Cosines, then sines, of the lane's dimensions.
     angles: [[f32; 2]; 16],
@@ -326,18 +331,25 @@ unsafe fn store_values(p: &Gemm, half: &Half, kv_head: u32) {
 
 impl Epilogue for Qkv {
     const GATED: bool = false;
+    /// Of the lane's two rows.
+    type Early = (Squares, [u32; 2]);
     type Ahead = HeadsAhead;
 
     #[inline(always)]
-    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool) -> HeadsAhead {
+    unsafe fn early(p: &Gemm, half: &Half) -> (Squares, [u32; 2]) {
+        let row = half.lane_row();
+        // Rows beyond m are made as the last one, and not stored.
+        let position = |row: u32| unsafe { p.heads.rows.positions.load(row.min(p.m - 1) as usize) };
+        (unsafe { load_squares(p, row, 0) }, [position(row), position(row + 8)])
+    }
+
+    #[inline(always)]
+    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool, (squares, positions): Self::Early) -> HeadsAhead {
         unsafe {
-            let row = half.lane_row();
-            // Rows beyond m are made as the last one, and not stored.
-            let positions = [row, row + 8].map(|row| p.heads.rows.positions.load(row.min(p.m - 1) as usize));
             let head = half.column / HEAD_DIM;
             let rotated = head < p.heads.q_heads + p.heads.cache.kv_heads;
             let angles = if rotated { angles(p, positions[0]) } else { [[0.0; 2]; 16] };
-            HeadsAhead { squares: load_squares(p, row, 0), positions, angles }
+            HeadsAhead { scales: scales(p, half.lane_row(), squares), positions, angles }
         }
     }
 
@@ -347,7 +359,7 @@ impl Epilogue for Qkv {
             let (q_heads, kv_heads) = (p.heads.q_heads, p.heads.cache.kv_heads);
             let first = half.column / HEAD_DIM;
             let warp = thread::warp_id() % 4;
-            let scales = scales(p, half.lane_row(), ahead.squares);
+            let scales = ahead.scales;
             // Others may still be storing the tile before.
             thread::sync_named(half.barrier, GROUP);
             if first < q_heads + kv_heads {
@@ -417,17 +429,23 @@ pub struct SwiGlu;
 
 impl Epilogue for SwiGlu {
     const GATED: bool = true;
-    type Ahead = Squares;
+    type Early = Squares;
+    /// The factors of the lane's two rows.
+    type Ahead = [f32; 2];
 
     #[inline(always)]
-    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool) -> Squares {
+    unsafe fn early(p: &Gemm, half: &Half) -> Squares {
         unsafe { load_squares(p, half.lane_row(), 0) }
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, squares: Squares) {
+    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool, squares: Squares) -> [f32; 2] {
+        unsafe { scales(p, half.lane_row(), squares) }
+    }
+
+    #[inline(always)]
+    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, scales: [f32; 2]) {
         unsafe {
-            let scales = scales(p, half.lane_row(), squares);
             // Of one row of the lane, two features: their gates stand in the lower half of the accumulators, their ups in the upper.
             let gated = |gate: [[f32; 2]; 2], up: [[f32; 2]; 2], row: usize| {
                 let one = |c: usize| {
@@ -465,10 +483,14 @@ pub struct Plain;
 
 impl Epilogue for Plain {
     const GATED: bool = false;
+    type Early = ();
     type Ahead = ();
 
     #[inline(always)]
-    unsafe fn ahead(_: &Gemm, _: &Half, _: bool) {}
+    unsafe fn early(_: &Gemm, _: &Half) {}
+
+    #[inline(always)]
+    unsafe fn ahead(_: &Gemm, _: &Half, _: bool, (): ()) {}
 
     #[inline(always)]
     unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, (): ()) {

@@ -58,11 +58,15 @@ unsafe fn load_norm(p: &Gemm, half: &Half, b: usize) -> [u32; 2] {
 
 impl Epilogue for Add {
     const GATED: bool = false;
+    type Early = ();
     /// Of the first boxes, the residual stream and the norm's weights of the lane's features.
     type Ahead = ([FourOfRows; HELD], [[u32; 2]; HELD]);
 
     #[inline(always)]
-    unsafe fn ahead(p: &Gemm, half: &Half, inside: bool) -> Self::Ahead {
+    unsafe fn early(_: &Gemm, _: &Half) {}
+
+    #[inline(always)]
+    unsafe fn ahead(p: &Gemm, half: &Half, inside: bool, (): ()) -> Self::Ahead {
         let mut x = [[[0.0; 4]; 8]; HELD];
         if inside {
             let first = first_element(p, half);
