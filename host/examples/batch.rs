@@ -15,7 +15,9 @@ use std::collections::HashMap;
 use std::error::Error;
 use std::time::Instant;
 
-use gpu_kernels::gemm::Gemm;
+use gpu_kernels::gemm::{Gemm, SPAN};
+use gpu_kernels::linear::STRIP;
+use gpu_kernels::norm::Norm;
 use gpu_kernels::sample::random;
 use half::bf16;
 use host::batch::plan::{Plan, SequenceId, Slot, Started, SwapIn, TableEntry, Work};
@@ -162,7 +164,8 @@ fn products(device: &Device, config: &Config) -> Result<f64> {
         Ok(buffer)
     };
     let (x, gate, up, out) = (filled(m * k)?, filled(n * k)?, filled(n * k)?, device.zeroed::<bf16>(m * n)?);
-    let scales = device.upload(&vec![1f32; m])?;
+    // Of rows whose mean square is 1.
+    let squares = device.upload(&vec![SPAN as f32; m * k / STRIP as usize])?;
     let maps = device.tensor_maps(&[
         gemm::rows(x.ptr(), m, k),
         gemm::weight(gate.ptr(), n, k),
@@ -174,7 +177,8 @@ fn products(device: &Device, config: &Config) -> Result<f64> {
         weight: maps.ptr(1),
         up: maps.ptr(2),
         out: maps.ptr(3),
-        scales: scales.ptr(),
+        norm: Norm { squares: squares.ptr(), dim: k as u32, eps: config.rms_norm_eps },
+        spans: k as u32 / SPAN,
         heads: Default::default(),
         residual: Default::default(),
         next_norm: Default::default(),
