@@ -229,6 +229,18 @@ fn gates() {
 }
 
 #[test]
+fn rounds_to_bf16() {
+    for (m, n, k, blocks) in [(5, 64, 64, 1), (150, 320, 192, 2)] {
+        let case = Case::new(m, n, k);
+        let want = reference(&case.x, &case.w, k, &vec![1.0; m]);
+        let small = case.run::<gemm::gemm_plain_n128>(128, blocks);
+        assert!(relative_error(widen(&small.out), &want) < 1.0 / 256.0, "{m} {n} {k}");
+        let large = case.run::<gemm::gemm_plain_n256>(256, blocks);
+        assert_eq!(widen(&small.out), widen(&large.out), "{m} {n} {k}");
+    }
+}
+
+#[test]
 fn adds_and_prepares_the_norm() {
     for (m, n, k, blocks) in [(3, 128, 64, 1), (140, 384, 192, 2), (150, 384, 576, 1)] {
         let case = Case::new(m, n, k);
