@@ -19,7 +19,7 @@ pub struct Residual {
     pub x: GlobalMut<f32>,
     /// `[rows, dim]`: `x` times the weight of the norm that comes next.
     pub scaled: GlobalMut<bf16>,
-    /// `[rows, dim / STRIP]`: sums of squares of `x`.
+    /// `[rows, dim / STRIP]`: sums of squares of `x`. (Products of prompts leave fewer in a row, over [`SPAN`](crate::gemm::SPAN) elements each, before zeros.)
     pub squares: GlobalMut<f32>,
     /// Hidden size, a multiple of 128.
     pub dim: u32,
