@@ -77,6 +77,12 @@ impl Attend {
     pub const fn tiles(rows: u32, group: u32) -> u32 {
         rows.div_ceil(Self::tile_rows(group))
     }
+
+    /// Puts dimensions `d` and one on of the results of a pair among all rows' heads; with `SLOTS` in the order of [`slot`](crate::linear::slot).
+    #[inline(always)]
+    pub(crate) unsafe fn put<const SLOTS: bool>(&self, pair: usize, d: u32, word: u32) {
+        unsafe { self.out.at(pair * HEAD_DIM as usize).cast().store(place_of::<SLOTS>(d) / 2, word) }
+    }
 }
 
 /// Pairs whose sums meet in shared memory at a time.
@@ -251,13 +257,15 @@ pub(crate) unsafe fn attend_keys(
 }
 
 /// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
-/// the split's part of others. `position(row)` is where a row stands. With `SLOTS` results are in the order of [`slot`](crate::linear::slot). Shared memory from `scratch` on is free again when it returns.
+/// the split's part of others. `position(row)` is where a row stands; `put(pair, d, word)` takes the results of dimensions `d` and one on of a pair among all rows'
+/// heads, as bf16. Shared memory from `scratch` on is free again when it returns.
 #[inline(always)]
-pub(crate) unsafe fn reduce<const SLOTS: bool>(
+pub(crate) unsafe fn reduce(
     p: &Attend,
     tile: &Tile,
     found: &Found,
     position: impl Fn(u32) -> u32,
+    put: impl Fn(usize, u32, u32),
     scratch: u32,
     barrier: u32,
 ) {
@@ -329,8 +337,7 @@ pub(crate) unsafe fn reduce<const SLOTS: bool>(
                     if position / SPLIT < tile.split {
                         // The row has no keys here; a later one of the tile has.
                     } else if position < SPLIT {
-                        let to = p.out.at(place * HEAD_DIM as usize).cast::<u32>();
-                        to.store(place_of::<SLOTS>(d) / 2, math::pack_bf16(sum[0] / norm, sum[1] / norm));
+                        put(place, d, math::pack_bf16(sum[0] / norm, sum[1] / norm));
                     } else {
                         let at = place * p.splits as usize + tile.split as usize;
                         let to = p.sums.at(at * HEAD_DIM as usize + d as usize);
@@ -422,7 +429,7 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
             let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
             found = attend_keys(p, &tile, position, query, key, || {}, value);
         }
-        reduce::<false>(p, &tile, &found, position, 0, 1);
+        reduce(p, &tile, &found, position, |pair, d, word| p.put::<false>(pair, d, word), 0, 1);
     }
 }
 
@@ -433,7 +440,8 @@ pub unsafe fn combine(p: Attend) {
         let row = thread::block_idx_y();
         if row < p.rows.count.load(0) {
             let position = p.rows.positions.load(row as usize);
-            combine_head(&p, row, thread::block_idx_x(), position, (thread::lane_id(), thread::warp_id()), 0);
+            let put = |pair, d, x| p.out.store(pair * HEAD_DIM as usize + d as usize, x);
+            combine_head(&p, row, thread::block_idx_x(), position, (thread::lane_id(), thread::warp_id()), put, 0);
         }
     }
 }
@@ -456,7 +464,7 @@ unsafe fn top_score(scales: GlobalMut<f32>, splits: u32, lane: u32) -> f32 {
 }
 
 /// One head of the row at `position` of [`combine`], by the 8 warps from the block's first on, with shared memory from `scratch` on: free again when
-/// it returns.
+/// it returns. `put(pair, d, x)` takes the result of dimension `d` of a pair among all rows' heads, neighbouring lanes neighbouring ones.
 #[inline(always)]
 pub(crate) unsafe fn combine_head(
     p: &Attend,
@@ -464,6 +472,7 @@ pub(crate) unsafe fn combine_head(
     head: u32,
     position: u32,
     (lane, warp_id): (u32, u32),
+    put: impl Fn(usize, u32, bf16),
     scratch: u32,
 ) {
     unsafe {
@@ -512,7 +521,7 @@ pub(crate) unsafe fn combine_head(
                 sum += partial.load(W * HEAD_DIM as usize + d as usize);
                 norm += norms.load(W);
             });
-            p.out.store(pair * HEAD_DIM as usize + d as usize, math::to_bf16(sum / norm));
+            put(pair, d, math::to_bf16(sum / norm));
         }
         sync(1);
     }
@@ -572,10 +581,8 @@ pub(crate) unsafe fn combine_head_by_warp<const SLOTS: bool>(p: &Attend, row: u3
             });
             norm += warp::shuffle_idx(norms, W as u32);
         });
-        let to = p.out.at(pair * HEAD_DIM as usize).cast::<u32>();
         unroll!(I < 2; {
-            let d = lane * 4 + 2 * I as u32;
-            to.store(place_of::<SLOTS>(d) / 2, math::pack_bf16(sum[2 * I] / norm, sum[2 * I + 1] / norm));
+            p.put::<SLOTS>(pair, lane * 4 + 2 * I as u32, math::pack_bf16(sum[2 * I] / norm, sum[2 * I + 1] / norm));
         });
     }
 }

@@ -38,13 +38,23 @@ pub unsafe fn embed(p: Embed) {
 #[inline(always)]
 pub(crate) unsafe fn embed_elements<const SLOTS: bool>(p: &Embed, row: u32, first: u32, stride: u32) {
     unsafe {
+        embed_each(p, row, first, stride, |weight, i, x| {
+            p.residual.put_at(weight, row, i, place_of::<SLOTS>(i) as u32, x, true);
+        });
+    }
+}
+
+/// Gives every `stride`-th element of a row's embedding from `first` on to `put`, behind its weight in the norm and its place; both agree on 32 neighbouring lanes.
+#[inline(always)]
+pub(crate) unsafe fn embed_each(p: &Embed, row: u32, first: u32, stride: u32, put: impl Fn(bf16, u32, f32)) {
+    unsafe {
         let dim = p.residual.dim;
         let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
         let source = p.table.at(token as usize * dim as usize);
         let mut i = first;
         while i < dim {
             let (weight, x) = (p.norm.load_nc(i as usize), math::from_bf16(source.load_nc(i as usize)));
-            p.residual.put_at(weight, row, i, place_of::<SLOTS>(i) as u32, x, true);
+            put(weight, i, x);
             i += stride;
         }
     }

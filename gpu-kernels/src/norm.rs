@@ -37,12 +37,7 @@ impl Residual {
     #[inline(always)]
     pub(crate) unsafe fn put_at(&self, weight: bf16, row: u32, element: u32, place: u32, x: f32, valid: bool) {
         unsafe {
-            let mut squares = x * x;
-            let mut mask = STRIP / 2;
-            while mask > 0 {
-                squares += warp::shuffle_xor(squares, mask);
-                mask /= 2;
-            }
+            let squares = strip_squares(x);
             if valid {
                 let first = row as usize * self.dim as usize;
                 self.x.store(first + element as usize, x);
@@ -53,6 +48,18 @@ impl Residual {
             }
         }
     }
+}
+
+/// The sum of the squares of a strip's elements, which 16 neighbouring lanes hold; every lane of the warp is here.
+#[inline(always)]
+pub(crate) fn strip_squares(x: f32) -> f32 {
+    let mut squares = x * x;
+    let mut mask = STRIP / 2;
+    while mask > 0 {
+        squares += warp::shuffle_xor(squares, mask);
+        mask /= 2;
+    }
+    squares
 }
 
 /// The norm that a linear layer's input has yet to be divided by.

@@ -29,6 +29,7 @@
 
 mod attention;
 mod consumer;
+mod exchange;
 mod producer;
 
 use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, wgmma};
@@ -40,6 +41,7 @@ use crate::norm::Residual;
 use crate::ring::{Ring, Shape};
 use crate::step::{MAX_DECODE_ROWS, Rows};
 use consumer::Consumer;
+pub use exchange::Exchange;
 use producer::{Units, produce};
 
 /// Bytes of a chunk.
@@ -100,16 +102,28 @@ impl Walk {
     /// The next pass: as many of the `left` strips as a pass takes, of `k` input features.
     #[inline(always)]
     pub fn pass(&mut self, left: u32, k: u32) -> Pass {
-        // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(self.grid > 0) };
         let strips = left.min(STRIPS * self.grid);
         let depth = k.div_ceil(CHUNK_FEATURES);
         let pass = Pass { base: self.chunks, rotation: self.rotation, strips, depth };
-        let rounds = strips.div_ceil(self.grid);
+        let rounds = rounds(strips, self.grid);
         self.chunks += rounds as u64 * self.grid as u64 * depth as u64;
-        self.rotation = (self.rotation + strips) % self.grid;
+        // Of the last round, which has at least one strip and at most all blocks.
+        self.rotation = (self.rotation + strips + self.grid) - rounds * self.grid;
+        if self.rotation >= self.grid {
+            self.rotation -= self.grid;
+        }
         pass
     }
+}
+
+/// `strips` of a pass, divided by `grid` and rounded up: at most [`STRIPS`]. A step of one row feels the time of a division.
+#[inline(always)]
+const fn rounds(strips: u32, grid: u32) -> u32 {
+    let mut rounds = 0;
+    unroll!(I < 8; {
+        rounds += (I as u32 * grid < strips) as u32;
+    });
+    rounds
 }
 
 impl Pass {
@@ -122,17 +136,13 @@ impl Pass {
     /// Strips of the block at `place`.
     #[inline(always)]
     fn mine(&self, place: u32, grid: u32) -> u32 {
-        // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(grid > 0) };
-        if place < self.strips { (self.strips - place).div_ceil(grid) } else { 0 }
+        rounds(self.strips.saturating_sub(place), grid)
     }
 
     /// The chunk in memory of input chunk `q` of a block's `i`-th strip.
     #[inline(always)]
     pub fn chunk(&self, q: u32, i: u32, place: u32, grid: u32) -> u64 {
-        // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(grid > 0) };
-        let rounds = self.strips.div_ceil(grid);
+        let rounds = rounds(self.strips, grid);
         self.base + ((q * rounds + i) as u64) * grid as u64 + place as u64
     }
 }
@@ -222,9 +232,9 @@ pub struct StreamStep {
     pub residual: Residual,
     /// `[rows, (q_heads + 2 · kv_heads) · 128]`.
     pub qkv: GlobalMut<f32>,
-    /// As [`Attend::sums`].
+    /// As [`Attend::sums`], of two rows if there is one.
     pub sums: GlobalMut<f32>,
-    /// As [`Attend::scales`].
+    /// As [`Attend::scales`], likewise.
     pub scales: GlobalMut<f32>,
     /// `[rows, q_heads · 128]`.
     pub attended: GlobalMut<bf16>,
@@ -237,6 +247,8 @@ pub struct StreamStep {
     pub counters: GlobalMut<u32>,
     /// `[blocks, trace_len(layers)]`: how many points a block's first consumer passed, zero at the start, and when; null when nobody asks.
     pub trace: GlobalMut<u64>,
+    /// Where blocks exchange a single row.
+    pub exchange: Exchange,
     /// Layers.
     pub layer_count: u32,
     /// Intermediate size.
@@ -326,8 +338,16 @@ impl Mark {
 impl StreamStep {
     /// Where in [`counters`](Self::counters) the best tokens begin.
     pub const BEST: usize = 2;
-    /// Words of [`counters`](Self::counters): the grid's meetings, one unused, and a `u64` for each row.
+    /// Where in it blocks count that are done with a step of one row.
+    const DONE: usize = 1;
+    /// Words of [`counters`](Self::counters): the grid's meetings, the blocks that are done, and a `u64` for each row.
     pub const COUNTERS: usize = Self::BEST + 2 * MAX_DECODE_ROWS as usize;
+
+    /// Stamps that a step of one row takes: for the embedding, and for each matrix but the head.
+    #[inline(always)]
+    pub const fn stamps(layers: u32) -> u32 {
+        4 * layers + 1
+    }
 
     /// Elements of a layer's [`norms`](Self::norms).
     pub const fn layer_norms(hidden: u32) -> usize {
@@ -387,7 +407,7 @@ impl StreamStep {
     /// The norms of a layer's queries and keys.
     #[inline(always)]
     unsafe fn head_norms(&self, layer: u32) -> Global<bf16> {
-        unsafe { self.input_norm(layer).at(2 * self.residual.dim as usize) }
+        unsafe { self.input_norm(layer).at(2 * thread::fresh(self.residual.dim) as usize) }
     }
 
     #[inline(always)]
@@ -418,12 +438,17 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
         if thread < MAX_DECODE_ROWS {
             shared::dynamic::<u64>(BEST).store(thread as usize, 0);
         }
+        let stamp = 1 + p.exchange.used();
         thread::sync_threads();
-        let last = p.rows.positions.load((count - 1) as usize);
         // The registers of the other three warps of the producer's group are of more use to consumers.
         if thread::warp_id() < WARPS {
             wgmma::take_registers::<240>();
-            Consumer::new(p, count, last).run::<TILES, GROUP>();
+            let mut consumer = Consumer::new(p, count, stamp);
+            if count == 1 {
+                consumer.run::<1, 1, true>();
+            } else {
+                consumer.run::<TILES, GROUP, false>();
+            }
         } else {
             wgmma::give_registers::<24>();
             if thread::thread_idx_x() == WARPS * 32 {
@@ -447,6 +472,7 @@ pub unsafe fn stream_16(p: StreamStep) {
 
 // What a block of an H100 may have, and that a batch of partial sums fits: `[strip][warp][row][feature]`.
 const _: () = assert!(SHARED_BYTES <= 232_448 && consumer::PARTIAL_BYTES <= SCRATCH_BYTES);
+const _: () = assert!(consumer::ONE_BYTES <= attention::QUERY_BYTES);
 /// Slices of 16 × 64 bf16, one for each warp.
 const _: () = assert!(SLICE * STRIP * 2 * WARPS == CHUNK_BYTES);
 /// A page's keys, or values, of one head.

@@ -9,7 +9,7 @@ const PATIENCE: u32 = 1 << 23;
 
 /// Polls until it is so.
 #[inline(always)]
-unsafe fn until(mut is_so: impl FnMut() -> bool) {
+pub(crate) unsafe fn until(mut is_so: impl FnMut() -> bool) {
     let mut polls = 0;
     while !is_so() {
         // New to the compiler, which would write the loop out.

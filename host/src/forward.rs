@@ -244,6 +244,14 @@ impl Forward {
         self.stream.as_ref()
     }
 
+    /// [`Stream::use_up_stamps`], if it was laid out.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn use_up_stamps(&mut self) -> Result<(), Error> {
+        self.stream.as_mut().map_or(Ok(()), |stream| stream.use_up_stamps(&self.config))
+    }
+
     /// From the next streamed step on, notes when each block passed each point of it.
     ///
     /// # Errors
@@ -488,6 +496,7 @@ impl Forward {
             norms: Default::default(),
             pages: Default::default(),
             counters: Default::default(),
+            exchange: Default::default(),
             embed: self.weights.embed.ptr(),
             cos: self.cos.ptr(),
             sin: self.sin.ptr(),

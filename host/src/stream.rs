@@ -1,8 +1,8 @@
 //! The weights laid out for the streaming step, and its launch (see `gpu_kernels::stream`).
 
-use cuda_std::Global;
+use cuda_std::{Global, GlobalMut};
 use gpu_kernels::linear::STRIP;
-use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, StreamStep, Walk};
+use gpu_kernels::stream::{self, CHUNK_BYTES, Exchange, LayOut, StreamStep, Walk};
 use half::bf16;
 use model::Config;
 
@@ -17,6 +17,9 @@ pub struct Stream {
     norms: Buffer<bf16>,
     pages: Buffer<u64>,
     counters: Buffer<u32>,
+    /// The words of the exchange.
+    words: Buffer<u64>,
+    exchange: Exchange,
     /// Where each matrix begins, in chunks.
     bases: Vec<u64>,
     grid: u32,
@@ -100,12 +103,18 @@ impl Stream {
             all_norms.resize(start + norm.len(), bf16::ZERO);
             norm.read(0, &mut all_norms[start..])?;
         }
+        let sizes =
+            [config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads];
+        let sizes = sizes.map(|size| size as u32);
+        let words = device.zeroed(Exchange::new(GlobalMut::default(), sizes).1)?;
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
         Ok(Some(Self {
             weights: stream,
             norms: device.upload(&all_norms)?,
             pages: device.upload(&pages)?,
             counters: device.zeroed(StreamStep::COUNTERS)?,
+            exchange: Exchange::new(words.ptr_mut(), sizes).0,
+            words,
             bases,
             grid,
         }))
@@ -142,6 +151,15 @@ impl Stream {
         self.counters.clear()
     }
 
+    /// Leaves as many stamps of [words](gpu_kernels::stream::Exchange) as one step takes: the second step of few rows from now on begins with the first ones again, where otherwise
+    /// ten million would come before it. For tests.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn use_up_stamps(&mut self, config: &Config) -> Result<(), Error> {
+        self.words.write(0, &[u64::from(u32::MAX - StreamStep::stamps(config.num_hidden_layers as u32))])
+    }
+
     /// The rank of the best token after each row, once a step is done.
     pub fn best(&self) -> Global<u64> {
         // SAFETY: within the counters.
@@ -161,6 +179,7 @@ impl Stream {
             norms: self.norms.ptr(),
             pages: self.pages.ptr(),
             counters: self.counters.ptr_mut(),
+            exchange: self.exchange,
             ..step
         };
         // SAFETY: the caller's word.

@@ -159,8 +159,9 @@ pub fn streamed_launched_and_wide(
         let history = device.upload(&history)?;
         let words = device.zeroed::<u32>(STATE_WORDS)?;
         let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };
+        let step_rows = forward.rows();
         let plan = |start: usize, count: usize| {
-            let plan = PlanPrompt { rows: forward.rows(), state, start: start as u32, count: count as u32 };
+            let plan = PlanPrompt { rows: step_rows, state, start: start as u32, count: count as u32 };
             // SAFETY: the history has the tokens, and rows have room for a chunk.
             unsafe { device.launch::<step::plan_prompt>(1, 0, plan) }
         };
@@ -170,17 +171,30 @@ pub fn streamed_launched_and_wide(
             plan(start, count)?;
             forward.enqueue(count as u32, (start + count) as u32, LogitRows::None)?;
         }
-        let logits = || {
+        let logits = |forward: &Forward| {
             let mut out = vec![0.0; rows * config.vocab_size];
             forward.logits().read(0, &mut out).map(|()| out)
         };
         plan(prompt, rows)?;
         forward.enqueue_decode(rows as u32, tokens.len() as u32)?;
-        let streamed = logits()?;
+        let streamed = logits(&forward)?;
         // The same rows once more: they append the same keys and values again.
+        if rows <= 2 {
+            // Few rows: before the stamps of what blocks exchange begin anew, and after it.
+            forward.use_up_stamps()?;
+            for _ in 0..2 {
+                plan(prompt, rows)?;
+                let (most_rows, end) = (rows as u32, tokens.len() as u32);
+                forward.enqueue_quickest(
+                    &Pass { rows: step_rows, most_rows, end, tiles: None, logits: LogitRows::From(0) },
+                    true,
+                )?;
+                assert_eq!(logits(&forward)?, streamed);
+            }
+        }
         plan(prompt, rows)?;
         forward.enqueue(rows as u32, tokens.len() as u32, LogitRows::From(0))?;
-        let launched = logits()?;
+        let launched = logits(&forward)?;
         plan(prompt, rows)?;
         let tile = Attend::tile_rows((config.num_attention_heads / config.num_key_value_heads) as u32);
         let tiles: Vec<[u32; 2]> =
@@ -193,7 +207,7 @@ pub fn streamed_launched_and_wide(
             tiles: Some(Tiles { list: list.ptr(), count: tiles.len() as u32 }),
             logits: LogitRows::From(0),
         })?;
-        Ok([streamed, launched, logits()?])
+        Ok([streamed, launched, logits(&forward)?])
     };
     run().unwrap_or_else(|e| panic!("{e}"))
 }

@@ -1,13 +1,15 @@
 //! Attention within the step: keys and values come through the ring, and this step's own are put into their pages there.
 //!
 //! As long as there are fewer (key-value head, split) pairs than blocks, tiles of the same pair go to blocks of their own: each then makes the keys and
-//! values that this step adds once more for itself. They reach the cache later, when no block's copies read it any more.
+//! values that this step adds once more for itself. They reach the cache later, when no block's copies read it any more. Of a step of one row a single block
+//! needs them, and it takes them there.
 
 use core::ops::Range;
 
 use cuda_std::{Global, GlobalMut, bf16, bulk, math, shared, thread, warp};
 
-use super::consumer::{Consumer, sync};
+use super::consumer::{Consumer, pair_with_next, sync};
+use super::exchange::{Kind, Word, Words};
 use super::producer::{Share, Units};
 use super::{Mark, SCRATCH, WARPS};
 use crate::attention::{Attend, Divisor, Found, PAIRS, SPLIT, Tile, attend_keys, combine_head, reduce};
@@ -39,7 +41,7 @@ struct Prepared {
 }
 
 impl Consumer<'_> {
-    /// What a block can do for attention before it knows the projections.
+    /// What a block can do for attention of several rows before it knows the projections.
     #[inline(always)]
     pub unsafe fn before_attention(&self, layer: u32) -> Units {
         unsafe {
@@ -53,15 +55,18 @@ impl Consumer<'_> {
 
     /// Attention over the grid, from the projections to before the blocks' next meeting.
     #[inline(always)]
-    pub unsafe fn attention<const VECTORS: usize>(&mut self, layer: u32, mut units: Units) {
+    pub unsafe fn attention<const VECTORS: usize, const ONE: bool>(&mut self, layer: u32, mut units: Units) {
         unsafe {
             let p = self.p;
+            // Of one row no meeting tells that all have combined what a layer before left here; one tells that of the layer before that.
+            let first = if ONE { thread::fresh(layer) % 2 * thread::fresh(p.q_heads) * p.splits } else { 0 };
+            let first = first as usize;
             let attend = Attend {
                 rows: p.rows,
                 q: Global::from_raw(0),
                 cache: Default::default(),
-                sums: p.sums,
-                scales: p.scales,
+                sums: p.sums.at(first * HEAD_DIM as usize),
+                scales: p.scales.at(first * 2),
                 out: p.attended,
                 splits: p.splits,
                 q_heads: p.q_heads,
@@ -70,17 +75,27 @@ impl Consumer<'_> {
             let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true };
             let dealt = (units.group, units.tile_rows);
             while let Some(share) = units.take() {
-                self.share::<VECTORS>(&attend, layer, dealt, &share, &mut prepared);
+                self.share::<VECTORS, ONE>(&attend, layer, dealt, &share, &mut prepared);
             }
             self.mark(Mark::Attended);
-            if self.last >= SPLIT {
+            if Units::last() >= SPLIT {
                 self.meet();
                 core::hint::assert_unchecked(p.q_heads > 0);
-                let lane = (thread::lane_id(), thread::warp_id());
+                let lane = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
                 let mut item = thread::block_idx_x();
                 while item < self.count * p.q_heads {
                     let row = item / p.q_heads;
-                    combine_head(&attend, row, item % p.q_heads, self.first_position() + row, lane, SCRATCH);
+                    let put = |pair: usize, d: u32, x: bf16| {
+                        if ONE {
+                            let word = pair_with_next(x);
+                            if d.is_multiple_of(2) {
+                                self.put_out(Kind::Attended, 4 * layer).put((pair as u32 * HEAD_DIM + d) / 2, word);
+                            }
+                        } else {
+                            p.attended.store(pair * HEAD_DIM as usize + d as usize, x);
+                        }
+                    };
+                    combine_head(&attend, row, item % p.q_heads, self.first_position() + row, lane, put, SCRATCH);
                     item += thread::grid_dim_x();
                 }
                 self.mark(Mark::Combined);
@@ -90,7 +105,7 @@ impl Consumer<'_> {
 
     /// Tiles of pairs against up to four pages of a key-value head.
     #[inline(always)]
-    unsafe fn share<const VECTORS: usize>(
+    unsafe fn share<const VECTORS: usize, const ONE: bool>(
         &mut self,
         attend: &Attend,
         layer: u32,
@@ -119,18 +134,18 @@ impl Consumer<'_> {
                     };
                     // Of this step's keys those of this split, up to where the tiles' rows end.
                     let own = if tile == tiles.start {
-                        let end = (split * SPLIT + SPLIT).min(self.last + 1).saturating_sub(first_position);
+                        let end = (split * SPLIT + SPLIT).min(Units::last() + 1).saturating_sub(first_position);
                         let start = (split * SPLIT).max(first_position) - first_position;
                         start..end.min(tiles.end * tile_rows).max(start)
                     } else {
                         0..0
                     };
                     if fresh.start < fresh.end || own.start < own.end {
-                        if !prepared.staged {
+                        if !ONE && !prepared.staged {
                             self.stage(layer);
                             sync();
                         }
-                        self.vectors::<VECTORS>(share, (group, tile_rows), fresh, own, warp_id);
+                        self.vectors::<VECTORS, ONE>(layer, share, (group, tile_rows), fresh, own, warp_id);
                         sync();
                     }
                 }
@@ -154,7 +169,15 @@ impl Consumer<'_> {
                     }
                     self.ring = ring.ahead(2 * pages);
                 }
-                reduce::<false>(attend, &here, &found, |row| first_position + row, SCRATCH + QUERY_BYTES, 1);
+                let put = |pair: usize, d: u32, word: u32| {
+                    if ONE {
+                        let attended = self.put_out(Kind::Attended, 4 * layer);
+                        attended.put((pair as u32 * HEAD_DIM + d) / 2, word);
+                    } else {
+                        attend.put::<false>(pair, d, word);
+                    }
+                };
+                reduce(attend, &here, &found, |row| first_position + row, put, SCRATCH + QUERY_BYTES, 1);
                 prepared.staged = false;
             }
         }
@@ -226,11 +249,12 @@ impl Consumer<'_> {
         Heads { qkv: p.qkv.read(), q_heads: p.q_heads, kv_heads: p.kv_heads, eps: p.eps }
     }
 
-    /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the ring. Of queries and keys a warp
-    /// makes a vector, `N` under way at a time.
+    /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the ring; with `ONE` also into the cache, which
+    /// nobody copies from any more then. Of queries and keys a warp makes a vector, `N` under way at a time.
     #[inline(always)]
-    unsafe fn vectors<const N: usize>(
+    unsafe fn vectors<const N: usize, const ONE: bool>(
         &self,
+        layer: u32,
         share: &Share,
         (group, tile_rows): (Divisor, u32),
         tiles: Range<u32>,
@@ -240,8 +264,10 @@ impl Consumer<'_> {
         unsafe {
             let p = self.p;
             let heads = self.heads();
+            let words = self.put_out(Kind::Heads, 4 * layer);
             let keys = own.end - own.start;
-            let all = keys + tiles.len() as u32 * PAIRS;
+            let pairs = if ONE { group.value.min(tiles.len() as u32 * PAIRS) } else { tiles.len() as u32 * PAIRS };
+            let all = keys + pairs;
             // The keys, then each tile's pairs: row, head, and whether there is one.
             let place = |i: u32| {
                 if i < keys {
@@ -255,37 +281,82 @@ impl Consumer<'_> {
             };
             // Of values a lane takes four dimensions, neighbouring lanes neighbouring rows: dimensions lie a multiple of all banks apart.
             let value = |i: usize| {
+                if ONE {
+                    let last = warp_id + 1 == WARPS && i == 0;
+                    return (if last { own.start } else { own.end }, thread::lane_id() * 4);
+                }
                 let e = i as u32 * (WARPS * 32) + warp_id * 32 + thread::lane_id();
                 (own.start + e % MAX_DECODE_ROWS, e / MAX_DECODE_ROWS * 4)
             };
+            let value_words = |d: u32| {
+                let first = (p.q_heads + p.kv_heads + share.kv_head) * HEAD_DIM + d;
+                move |i: usize| first + i as u32
+            };
             let mut values = [[0f32; 4]; VALUES];
+            let mut value_asked = [[words.nothing(); 4]; VALUES];
             unroll!(I < VALUES of 2; {
                 let (row, d) = value(I);
                 if row < own.end {
-                    values[I] = heads.load_value(row, share.kv_head, d);
+                    if ONE {
+                        value_asked[I] = ask(words, value_words(d));
+                    } else {
+                        values[I] = heads.load_value(row, share.kv_head, d);
+                    }
                 }
             });
+            // Where in the cache they go is found while they are waited for.
+            let (mut key_to, mut value_to) = (GlobalMut::default(), GlobalMut::default());
+            if ONE && value(0).0 < own.end {
+                value_to = p.cache(layer).value(p.rows.sequences.load(0), self.first_position(), share.kv_head);
+            }
             let mut first = warp_id;
             while first < all {
                 let mut x = [[[0f32; 2]; 2]; N];
+                let mut asked = [[words.nothing(); 4]; N];
                 unroll!(I < N of 8; {
                     let (row, head, valid) = place(first + I as u32 * WARPS);
                     if valid {
-                        x[I] = heads.load(row, head);
+                        if ONE {
+                            asked[I] = ask(words, head_words(head));
+                        } else {
+                            x[I] = heads.load(row, head);
+                        }
                     }
                 });
+                let mut factors = [Factors::default(); N];
+                if ONE {
+                    let position = self.first_position();
+                    unroll!(I < N of 8; {
+                        let is_key = first + (I as u32 * WARPS) < keys;
+                        let norm = p.head_norms(layer).at(if is_key { HEAD_DIM } else { 0 } as usize);
+                        factors[I] = Factors::load(norm, p.cos, p.sin, position);
+                    });
+                    if first < keys {
+                        key_to = p.cache(layer).key(p.rows.sequences.load(0), position, share.kv_head);
+                    }
+                    unroll!(I < N of 8; {
+                        let (_, head, _) = place(first + I as u32 * WARPS);
+                        words.settle(&mut asked[I], head_words(head));
+                        let [x0, x1, x2, x3] = asked[I].map(|word| f32::from_bits(word.bits()));
+                        x[I] = [[x0, x1], [x2, x3]];
+                    });
+                }
                 let scales = heads.scales(&x);
                 unroll!(I < N of 8; {
                     let i = first + I as u32 * WARPS;
                     let (row, head, valid) = place(i);
                     if valid {
-                        let vector = heads.vector(head, x[I], scales[I], || self.factors_of(row, i < keys));
+                        let factors = || if ONE { factors[I] } else { self.factors_of(row, i < keys) };
+                        let vector = heads.vector(head, x[I], scales[I], factors);
                         if i >= keys {
                             let slot = (tiles.start * PAIRS + i - keys) % (TILES * PAIRS);
                             vector.store_shared(shared::dynamic(SCRATCH + slot * QUERY));
                         } else {
                             let (chunk, token) = self.own_place(row, 0);
                             vector.store_shared(shared::dynamic(chunk.offset() + token * QUERY));
+                            if ONE {
+                                vector.store(key_to);
+                            }
                         }
                     }
                 });
@@ -293,11 +364,19 @@ impl Consumer<'_> {
             }
             unroll!(I < VALUES of 2; {
                 let (row, d) = value(I);
+                if ONE && I == 0 {
+                    words.settle(&mut value_asked[I], value_words(d));
+                    values[I] = value_asked[I].map(|word| f32::from_bits(word.bits()));
+                }
                 if row < own.end {
                     let (chunk, token) = self.own_place(row, share.pages);
                     let to = shared::dynamic::<bf16>(chunk.offset() + token * 2);
                     unroll!(J < 4; {
-                        to.store((d as usize + J) * PAGE_TOKENS as usize, math::to_bf16(values[I][J]));
+                        let (at, x) = ((d as usize + J) * PAGE_TOKENS as usize, math::to_bf16(values[I][J]));
+                        to.store(at, x);
+                        if ONE {
+                            value_to.store(at, x);
+                        }
                     });
                 }
             });
@@ -314,7 +393,7 @@ impl Consumer<'_> {
         (chunk, position % PAGE_TOKENS)
     }
 
-    /// Puts the keys and values of this step into the cache, after attention: a warp of the grid a vector, last warps first.
+    /// Puts the keys and values of a step of several rows into the cache, after attention: a warp of the grid a vector, last warps first.
     #[inline(always)]
     pub unsafe fn append(&self, layer: u32) {
         unsafe {
@@ -348,4 +427,21 @@ impl Consumer<'_> {
             }
         }
     }
+}
+
+/// A lane's words of head `head` of all three kinds: as [`Heads::load`] has them.
+#[inline(always)]
+fn head_words(head: u32) -> impl Fn(usize) -> u32 {
+    let first = head * HEAD_DIM + thread::fresh(thread::lane_id()) * 2;
+    move |i| first + i as u32 % 2 + i as u32 / 2 * (HEAD_DIM / 2)
+}
+
+/// Asks for four words.
+#[inline(always)]
+unsafe fn ask(words: Words, place: impl Fn(usize) -> u32) -> [Word; 4] {
+    let mut asked = [words.nothing(); 4];
+    unroll!(I < 4; {
+        asked[I] = unsafe { words.ask(place(I)) };
+    });
+    asked
 }

@@ -3,26 +3,37 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, bf16, bulk, math, mma, shared, thread, warp};
 
+use super::exchange::{Kind, Word};
+use super::producer::Units;
 use super::{ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, RING, SCRATCH, STRIPS, StreamStep, WARPS, Walk};
 use crate::attention::Divisor;
-use crate::embedding::{Embed, embed_elements};
+use crate::embedding::{Embed, embed_each, embed_elements};
 use crate::kv::HEAD_DIM;
 use crate::linear::{SLICE, STRIP};
-use crate::norm::Norm;
+use crate::norm::{Norm, strip_squares};
 use crate::ring::Ring;
 use crate::sample::rank;
 use crate::waiting;
 
 /// Bytes of the partial sums that meet at a time.
 pub const PARTIAL_BYTES: u32 = 8 * WARPS * 8 * STRIP * 4;
+/// The same of one row, `[strip][warp][feature]`.
+const ONE_PARTIAL: u32 = 8 * WARPS * STRIP * 4;
+/// Behind two of these, which take turns: what a warp has of a product's input at a time, [`ASKED`] slices of 64 elements.
+const STAGED: u32 = SCRATCH + 2 * ONE_PARTIAL;
+const ASKED: usize = 8;
+/// Bytes of scratch memory for one row.
+pub const ONE_BYTES: u32 = STAGED - SCRATCH + ASKED as u32 * WARPS * SLICE * 2;
 
 /// The consumers' state.
 pub struct Consumer<'a> {
     pub p: &'a StreamStep,
     /// Rows.
     pub count: u32,
-    /// The last row's position.
-    pub last: u32,
+    /// The first stamp of the step's [words](super::exchange).
+    pub stamp: u32,
+    /// Which of two places partial sums of one row go to.
+    turn: u32,
     pub ring: Ring,
     rows: Divisor,
     walk: Walk,
@@ -56,33 +67,41 @@ const fn slot(row: u32, feature: u32) -> u32 {
 
 impl<'a> Consumer<'a> {
     #[inline(always)]
-    pub fn new(p: &'a StreamStep, count: u32, last: u32) -> Self {
+    pub fn new(p: &'a StreamStep, count: u32, stamp: u32) -> Self {
         let ring = Ring::consumer(RING);
-        Self { p, count, last, ring, rows: Divisor::new(count), walk: Walk::new(thread::grid_dim_x()) }
+        Self { p, count, stamp, turn: 0, ring, rows: Divisor::new(count), walk: Walk::new(thread::grid_dim_x()) }
     }
 
     /// The position of the first row; the others follow it.
     #[inline(always)]
-    pub const fn first_position(&self) -> u32 {
-        self.last + 1 - self.count
+    pub fn first_position(&self) -> u32 {
+        // SAFETY: left there before the roles parted.
+        unsafe { Units::last() + 1 - self.count }
     }
 
     /// All layers and the head. Activations come to registers `GROUP` turns at a time: while those of one group are in use, those of the next are under
-    /// way.
+    /// way. `ONE` row is exchanged with other blocks as [words with a stamp](super::exchange), others through memory with meetings.
     #[inline(always)]
-    pub unsafe fn run<const TILES: usize, const GROUP: usize>(&mut self) {
+    pub unsafe fn run<const TILES: usize, const GROUP: usize, const ONE: bool>(&mut self) {
         unsafe {
             self.mark(Mark::Begin);
-            self.embed();
+            self.embed::<ONE>();
             self.mark(Mark::Embedded);
-            self.meet();
+            if !ONE {
+                self.meet();
+            }
             let mut index = 0;
             let mut part = self.part(index, 0);
             let mut old = [Old::default(); 2];
+            let mut first = if ONE { self.first_of_one(&part) } else { Default::default() };
             loop {
                 let (matrix, layer) = (self.p.matrix(index), index / 4);
-                self.product::<TILES, GROUP>(part, old);
-                self.mark(match matrix {
+                if ONE {
+                    self.product_of_one(part, first);
+                } else {
+                    self.product::<TILES, GROUP>(part, old);
+                }
+                self.mark(match self.p.matrix(thread::fresh(index)) {
                     Matrix::Qkv => Mark::Qkv,
                     Matrix::Output => Mark::Output,
                     Matrix::GateUp => Mark::GateUp,
@@ -93,15 +112,25 @@ impl<'a> Consumer<'a> {
                 if index == self.p.matrices() {
                     break;
                 }
+                if ONE {
+                    if matrix == Matrix::Qkv {
+                        // Scratch memory is free.
+                        sync();
+                        self.attention::<1, true>(layer, Units::load());
+                    }
+                    part = self.part(index, 0);
+                    first = self.first_of_one(&part);
+                    continue;
+                }
                 // Between arrival and wait comes what needs nothing of this phase from the other blocks.
                 self.arrive();
                 if matrix == Matrix::Qkv {
                     let units = self.before_attention(layer);
                     self.wait();
                     if TILES == 1 {
-                        self.attention::<4>(layer, units);
+                        self.attention::<4, false>(layer, units);
                     } else {
-                        self.attention::<8>(layer, units);
+                        self.attention::<8, false>(layer, units);
                     }
                     self.arrive();
                 } else if matrix == Matrix::Output {
@@ -112,11 +141,17 @@ impl<'a> Consumer<'a> {
                 old = self.first_olds::<TILES>(&part);
                 self.wait();
             }
+            if ONE {
+                sync();
+            }
             let row = thread::thread_idx_x();
             if row < self.count {
                 let best = self.p.counters.at(StreamStep::BEST).cast::<u64>();
                 let here = shared::dynamic::<u64>(BEST).load(row as usize);
                 atomic::fetch_max(best, row as usize, here, Ordering::Relaxed, Scope::Device);
+            }
+            if ONE {
+                self.use_up_stamps();
             }
         }
     }
@@ -172,7 +207,7 @@ impl<'a> Consumer<'a> {
 
     /// The embedding of every row, spread over the grid.
     #[inline(always)]
-    unsafe fn embed(&self) {
+    unsafe fn embed<const ONE: bool>(&self) {
         unsafe {
             let p = self.p;
             let norm = p.input_norm(0);
@@ -187,7 +222,12 @@ impl<'a> Consumer<'a> {
                 let first = block * (WARPS * 32);
                 // A row's token is not waited for where none of its elements are made.
                 if first < p.residual.dim {
-                    embed_elements::<false>(&embed, row, first + thread::thread_idx_x(), stride);
+                    let first = first + thread::thread_idx_x();
+                    if ONE {
+                        embed_each(&embed, row, first, stride, |weight, i, x| self.put_words(0, i, weight, x, true));
+                    } else {
+                        embed_elements::<false>(&embed, row, first, stride);
+                    }
                 }
                 row += 1;
             }
@@ -320,6 +360,179 @@ impl<'a> Consumer<'a> {
         }
     }
 
+    /// The same for one row: a warp asks for its slices of the input as words, eight a lane at a time, and puts what came into shared memory, where
+    /// each lane finds its fragments. What does not need them is done while they come.
+    #[inline(always)]
+    unsafe fn product_of_one(&mut self, mut part: Part, mut first: (Output, Old)) {
+        unsafe {
+            let p = self.p;
+            let matrix = part.matrix;
+            let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+            let (g, t) = (lane / 4, lane % 4);
+            let (input, normed) = match matrix {
+                Matrix::Output => (self.taken_in(Kind::Attended, part.index), false),
+                Matrix::Down => (self.taken_in(Kind::Activation, part.index), false),
+                Matrix::Qkv | Matrix::GateUp | Matrix::Head => (self.taken_in(Kind::Scaled, part.index), warp_id == 0),
+            };
+            let squares = self.taken_in(Kind::Squares, part.index);
+            let strips = p.shape(matrix).0;
+            // This lane's word of a turn.
+            let place = |turn: u32| turn * (CHUNK_FEATURES / 2) + warp_id * (SLICE / 2) + lane;
+            // What lies beyond a row's end is multiplied by zero.
+            let ask = |turn: u32| {
+                let mut words = [input.nothing(); ASKED];
+                unroll!(I < ASKED of 8; {
+                    let i = place(turn + I as u32);
+                    if i < input.len {
+                        words[I] = input.ask(i);
+                    }
+                });
+                words
+            };
+            let staged = STAGED + warp_id * (ASKED as u32 * SLICE * 2);
+            let load = |ring: &Ring| {
+                ring.wait_full();
+                let from = shared::dynamic::<u32>(ring.offset() + warp_id * (SLICE * STRIP * 2) + lane * 16);
+                [from.load16(0), from.load16(128), from.load16(256), from.load16(384)]
+            };
+            let mut ring = self.ring;
+            loop {
+                if part.mine > 0 {
+                    let mut words = ask(0);
+                    let normed = normed && part.first_strip == 0;
+                    let mut found = [squares.nothing(); 8];
+                    if normed {
+                        unroll!(I < 8; {
+                            let i = lane + 32 * I as u32;
+                            if i < squares.len {
+                                found[I] = squares.ask(i);
+                            }
+                        });
+                    }
+                    let mut acc = [[0f32; 4]; STRIPS as usize];
+                    let mut turn = 0;
+                    while turn < part.depth {
+                        input.settle(&mut words, |i| place(turn + i as u32));
+                        if turn == 0 && part.first_strip == 0 {
+                            self.mark(Mark::Met);
+                        }
+                        let to = shared::dynamic::<u32>(staged + lane * 4);
+                        unroll!(I < ASKED of 8; {
+                            to.store(I * (SLICE / 2) as usize, words[I].bits());
+                        });
+                        warp::sync_warp();
+                        let next = turn + ASKED as u32;
+                        if next < part.depth {
+                            words = ask(next);
+                        }
+                        let end = part.depth.min(next);
+                        let mut from = staged + t * 16;
+                        while turn < end {
+                            let b = shared::dynamic::<u32>(from);
+                            let b = [b.load16(0), b.load16(16)];
+                            from += SLICE * 2;
+                            turn += 1;
+                            unroll!(P < 4; {
+                                let strip = 2 * P;
+                                if strip as u32 + 1 < part.mine {
+                                    let next = ring.ahead(1);
+                                    let (low, high) = (load(&ring), load(&next));
+                                    release(if lane == 0 { ring } else { next }, lane < 2);
+                                    unroll!(I < 4; {
+                                        let b = [b[I / 2][I % 2 * 2], b[I / 2][I % 2 * 2 + 1]];
+                                        acc[strip] = mma::m16n8k16_bf16(acc[strip], low[I], b);
+                                        acc[strip + 1] = mma::m16n8k16_bf16(acc[strip + 1], high[I], b);
+                                    });
+                                    ring = ring.ahead(2);
+                                } else if (strip as u32) < part.mine {
+                                    let a = load(&ring);
+                                    release(ring, lane == 0);
+                                    unroll!(I < 4; {
+                                        let b = [b[I / 2][I % 2 * 2], b[I / 2][I % 2 * 2 + 1]];
+                                        acc[strip] = mma::m16n8k16_bf16(acc[strip], a[I], b);
+                                    });
+                                    ring = ring.ahead(1);
+                                }
+                            });
+                        }
+                        // All have read their fragments before others come there.
+                        warp::sync_warp();
+                    }
+                    // Of two places one after the other: a warp that is ahead meets the others once more before it comes back to this one.
+                    self.turn ^= 1;
+                    if normed {
+                        let mut sum = 0.0;
+                        let mut at = lane;
+                        loop {
+                            squares.settle(&mut found, |i| at + 32 * i as u32);
+                            unroll!(I < 8; {
+                                sum += f32::from_bits(found[I].bits());
+                            });
+                            at += 256;
+                            if at - lane >= squares.len {
+                                break;
+                            }
+                            unroll!(I < 8; {
+                                let i = at + 32 * I as u32;
+                                found[I] = if i < squares.len { squares.ask(i) } else { squares.nothing() };
+                            });
+                        }
+                        let norm = Norm { dim: thread::fresh(p.residual.dim), eps: p.eps, ..Norm::default() };
+                        let factor = norm.inverse_rms_of(sum);
+                        if lane == 0 {
+                            shared::dynamic::<f32>(FACTORS).store(part.factor() as usize, factor);
+                        }
+                    }
+                    // Of the columns the first is the row.
+                    let partial = shared::dynamic::<f32>(SCRATCH + self.turn * ONE_PARTIAL);
+                    if t == 0 {
+                        let to = partial.at((warp_id * STRIP + g) as usize);
+                        unroll!(S < 8; {
+                            if (S as u32) < part.mine {
+                                to.store(S * (WARPS * STRIP) as usize, acc[S][0]);
+                                to.store(S * (WARPS * STRIP) as usize + 8, acc[S][2]);
+                            }
+                        });
+                    }
+                    sync();
+                    let (output, old) = first;
+                    // A warp stays together: it holds two strips of the residual.
+                    if warp::any(output.valid) {
+                        let within = if matrix == Matrix::GateUp { STRIP / 2 - 1 } else { STRIP - 1 };
+                        let sum = |feature: u32| {
+                            let from = partial.at((output.strip * WARPS * STRIP + feature) as usize);
+                            let mut sum = 0.0;
+                            unroll!(W < 8; {
+                                sum += from.load(W * STRIP as usize);
+                            });
+                            sum
+                        };
+                        let feature = output.feature & within;
+                        self.put::<true>(&part, &output, sum(feature), old, || sum(feature + 8));
+                    }
+                }
+                if part.end == strips {
+                    break;
+                }
+                part = self.part(part.index, part.end);
+                first = self.first_of_one(&part);
+            }
+            self.ring = ring;
+        }
+    }
+
+    /// This lane's output of a part of one row, and what it is combined with.
+    #[inline(always)]
+    unsafe fn first_of_one(&self, part: &Part) -> (Output, Old) {
+        let width_log2 = if part.matrix == Matrix::GateUp { STRIP / 2 } else { STRIP }.ilog2();
+        let e = thread::fresh(thread::thread_idx_x());
+        let valid = e < part.mine << width_log2;
+        let strip = if valid { e >> width_log2 } else { 0 };
+        let first = (part.first_strip + part.place + strip * self.walk.grid) << width_log2;
+        let output = Output { row: 0, strip, feature: first + (e & !(!0 << width_log2)), valid };
+        (output, unsafe { self.old::<true>(part, &output) })
+    }
+
     /// Puts a warp's rows' norm factors where all find them after they next meet.
     #[inline(always)]
     unsafe fn put_factors<const TILES: usize>(&self, norm: Norm, squares: [f32; TILES], lane: u32, warp_id: u32) {
@@ -369,7 +582,7 @@ impl<'a> Consumer<'a> {
                     let within = !(!0 << outputs.width_log2);
                     let mut e = warp_id * 32 + lane;
                     let mut output = outputs.at(e);
-                    let mut old = if first == 0 { ahead[0] } else { self.old(part, &output) };
+                    let mut old = if first == 0 { ahead[0] } else { self.old::<false>(part, &output) };
                     sync();
                     // A warp stays together: it holds two strips of the residual.
                     while e - lane < outputs.total {
@@ -382,10 +595,10 @@ impl<'a> Consumer<'a> {
                             sum
                         };
                         let feature = output.feature & within;
-                        self.put(part, &output, sum(feature), old, || sum(feature + 8));
+                        self.put::<false>(part, &output, sum(feature), old, || sum(feature + 8));
                         e += WARPS * 32;
                         output = outputs.at(e);
-                        old = if first == 0 && e < 2 * WARPS * 32 { ahead[1] } else { self.old(part, &output) };
+                        old = if first == 0 && e < 2 * WARPS * 32 { ahead[1] } else { self.old::<false>(part, &output) };
                     }
                     sync();
                 }
@@ -407,12 +620,13 @@ impl<'a> Consumer<'a> {
     #[inline(always)]
     unsafe fn first_olds<const TILES: usize>(&self, part: &Part) -> [Old; 2] {
         let (outputs, thread) = (self.outputs::<TILES>(part, 0), thread::fresh(thread::thread_idx_x()));
-        unsafe { [self.old(part, &outputs.at(thread)), self.old(part, &outputs.at(thread + WARPS * 32))] }
+        let [first, second] = [0, WARPS * 32].map(|i| outputs.at(thread + i));
+        unsafe { [self.old::<false>(part, &first), self.old::<false>(part, &second)] }
     }
 
     /// What an output is combined with, where it is added to the residual.
     #[inline(always)]
-    unsafe fn old(&self, part: &Part, output: &Output) -> Old {
+    unsafe fn old<const ONE: bool>(&self, part: &Part, output: &Output) -> Old {
         unsafe {
             let p = self.p;
             if !output.valid {
@@ -423,33 +637,75 @@ impl<'a> Consumer<'a> {
                 Matrix::Down => p.input_norm(part.index / 4 + 1),
                 _ => return Old::default(),
             };
-            let x = p.residual.x.load((output.row * p.residual.dim + output.feature) as usize);
-            Old { x, weight: norm.load_nc(output.feature as usize) }
+            let weight = norm.load_nc(output.feature as usize);
+            if ONE {
+                Old { word: self.added_to(part.index).ask(output.feature), weight, ..Old::default() }
+            } else {
+                let x = p.residual.x.load((output.row * p.residual.dim + output.feature) as usize);
+                Old { x, weight, ..Old::default() }
+            }
+        }
+    }
+
+    /// Puts out an element of the residual, as [`Residual::put`](crate::norm::Residual::put) does, in words: `stage` matrices have done so, or begun to.
+    #[inline(always)]
+    unsafe fn put_words(&self, stage: u32, element: u32, weight: bf16, x: f32, valid: bool) {
+        unsafe {
+            let scaled = pair_with_next(math::to_bf16(x * math::from_bf16(weight)));
+            if valid && element.is_multiple_of(2) {
+                self.taken_in(Kind::Scaled, stage).put(element / 2, scaled);
+            }
+            let squares = strip_squares(x);
+            if valid {
+                if element.is_multiple_of(STRIP) {
+                    self.taken_in(Kind::Squares, stage).put(element / STRIP, squares.to_bits());
+                }
+                self.taken_in(Kind::Residual, stage).put(element, x.to_bits());
+            }
         }
     }
 
     /// Puts one output where it belongs; `up` is the sum of the up feature beside a gate's.
     #[inline(always)]
-    unsafe fn put(&self, part: &Part, output: &Output, sum: f32, old: Old, up: impl Fn() -> f32) {
+    unsafe fn put<const ONE: bool>(&self, part: &Part, output: &Output, sum: f32, old: Old, up: impl Fn() -> f32) {
         unsafe {
             let p = self.p;
             let &Output { row, feature, valid, .. } = output;
-            let factor = || shared::dynamic::<f32>(FACTORS).load(row as usize);
+            let factor = || shared::dynamic::<f32>(FACTORS).load(if ONE { part.factor() } else { row } as usize);
             match part.matrix {
                 Matrix::Qkv => {
-                    if valid {
+                    if ONE && valid {
+                        self.put_out(Kind::Heads, part.index).put(feature, (sum * factor()).to_bits());
+                    } else if valid {
                         let heads = (p.q_heads + 2 * p.kv_heads) * HEAD_DIM;
                         p.qkv.store((row * heads + feature) as usize, sum * factor());
                     }
                 }
                 Matrix::Output | Matrix::Down => {
-                    p.residual.put(old.weight, row, feature, old.x + sum, valid);
+                    if ONE {
+                        let mut word = [if valid { old.word } else { self.added_to(part.index).nothing() }];
+                        self.added_to(part.index).settle(&mut word, |_| feature);
+                        let x = f32::from_bits(word[0].bits()) + sum;
+                        self.put_words(part.index + 1, feature, old.weight, x, valid);
+                    } else {
+                        p.residual.put(old.weight, row, feature, old.x + sum, valid);
+                    }
                 }
                 Matrix::GateUp => {
-                    if valid && feature < p.intermediate {
+                    let valid = valid && feature < p.intermediate;
+                    let mut product = bf16::from_bits(0);
+                    if valid {
                         let (gate, up) = (sum * factor(), up() * factor());
                         let silu = gate / (1.0 + math::exp(-gate));
-                        p.activation.store((row * p.intermediate + feature) as usize, math::to_bf16(silu * up));
+                        product = math::to_bf16(silu * up);
+                    }
+                    if ONE {
+                        let word = pair_with_next(product);
+                        if valid && feature.is_multiple_of(2) {
+                            self.put_out(Kind::Activation, part.index).put(feature / 2, word);
+                        }
+                    } else if valid {
+                        p.activation.store((row * p.intermediate + feature) as usize, product);
                     }
                 }
                 Matrix::Head => {
@@ -474,6 +730,13 @@ impl<'a> Consumer<'a> {
     }
 }
 
+/// What this lane and the next one have, side by side: of use to even lanes.
+#[inline(always)]
+pub fn pair_with_next(x: bf16) -> u32 {
+    let x = u32::from(x.to_bits());
+    x | warp::shuffle_xor(x, 1) << 16
+}
+
 /// A block's part of a pass.
 #[derive(Clone, Copy)]
 struct Part {
@@ -489,6 +752,14 @@ struct Part {
     place: u32,
     /// Its strips.
     mine: u32,
+}
+
+impl Part {
+    /// Where the norm factor of one row is: such that two matrices in a row have places of their own.
+    #[inline(always)]
+    const fn factor(&self) -> u32 {
+        self.index / 2 % 2
+    }
 }
 
 /// The outputs of a batch of strips, by strip, row and feature.
@@ -518,10 +789,13 @@ impl Outputs {
 #[derive(Clone, Copy, Default)]
 struct Old {
     x: f32,
+    /// Instead of that, of one row.
+    word: Word,
     weight: bf16,
 }
 
 /// One output of a batch of strips.
+#[derive(Clone, Copy, Default)]
 struct Output {
     row: u32,
     /// The strip within the batch.

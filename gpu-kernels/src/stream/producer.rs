@@ -90,6 +90,13 @@ impl Units {
         }
     }
 
+    /// The last position of the step, as it was left.
+    #[inline(always)]
+    pub unsafe fn last() -> u32 {
+        // SAFETY: as above.
+        unsafe { shared::dynamic::<[u32; 2]>(UNITS).load(3)[1] }
+    }
+
     /// Whether none are left.
     #[inline(always)]
     pub const fn is_empty(&self) -> bool {
@@ -104,10 +111,12 @@ impl Units {
         }
         // SAFETY: a context has splits, and a step has rows.
         unsafe { core::hint::assert_unchecked(self.splits > 0 && self.tiles > 0) };
-        let (item, tile) = (self.next / self.tiles, self.next % self.tiles);
+        // Divisions take time that a step of one row feels.
+        let (item, tile) =
+            if self.tiles == 1 { (self.next, 0) } else { (self.next / self.tiles, self.next % self.tiles) };
         let end = self.tiles.min(tile + self.end - self.next);
         self.next += end - tile;
-        let (kv_head, split) = (item / self.splits, item % self.splits);
+        let (kv_head, split) = if self.splits == 1 { (item, 0) } else { (item / self.splits, item % self.splits) };
         let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
         Some(Share { kv_head, split, pages, tiles: tile..end })
     }

@@ -235,7 +235,8 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
             give_back(&rings.rows, lane);
             rings.rows = rings.rows.ahead(1);
             rings.ring = rings.ring.ahead(2 * pages);
-            reduce::<true>(a, &here, &found, position, Memory::<ROWS>::SCRATCH, ALL);
+            let put = |pair, d, word| a.put::<true>(pair, d, word);
+            reduce(a, &here, &found, position, put, Memory::<ROWS>::SCRATCH, ALL);
         }
     }
 }

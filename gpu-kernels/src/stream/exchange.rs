@@ -1,0 +1,211 @@
+//! How activations go from block to block in a step of one row: as words that carry their own sign of being there.
+//!
+//! A word has 8 bytes, which are written and read at once: four of data, and a stamp. Whoever needs a word reads it until its stamp is the one that he
+//! waits for. So nobody counts arrivals, waits for stores to be done, or fetches once more what a counter said was there; and nobody waits for what he
+//! does not need, such as a head for the other heads. (NCCL's protocol "LL" sends messages between cards like this.)
+//!
+//! # Why no word is overwritten too early
+//! Stamps grow, from matrix to matrix and from step to step, and a word is read with one stamp alone: a reader that missed it would wait, and the bounded
+//! wait would end the launch. None does. Each kind has one place, written once or twice a layer:
+//!
+//! - Attention puts out what the output projection's blocks need, all of it, and needs all that QKV put out. So once any block has an output strip done,
+//!   every block has read what it needed of QKV's input and every unit of attention its heads. The scaled residual and its squares are written anew only then,
+//!   the heads in the next layer.
+//! - Likewise gate and up need every output strip, and down needs every activation: once any block has a strip of down done, nobody reads the output projection's
+//!   input or results any more; once any has QKV's next, nobody reads activations.
+//! - An element of the residual is read, and then overwritten, by the same lane.
+//!
+//! Between steps, launches end.
+
+use cuda_std::GlobalMut;
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::{thread, warp};
+
+use super::StreamStep;
+use super::consumer::Consumer;
+use crate::kv::HEAD_DIM;
+use crate::linear::STRIP;
+use crate::waiting;
+
+/// What is exchanged.
+#[derive(Clone, Copy)]
+pub enum Kind {
+    /// `[hidden]`: elements of the residual stream.
+    Residual,
+    /// `[hidden / 2]`: pairs of the residual's elements, each times its weight in the norm that comes next, as bf16.
+    Scaled,
+    /// `[hidden / STRIP]`: sums of squares of a strip of the residual.
+    Squares,
+    /// `[(q_heads + 2 · kv_heads) · 128]`: queries, keys and values as the projection leaves them.
+    Heads,
+    /// `[q_heads · 64]`: pairs of what attention found, as bf16.
+    Attended,
+    /// `[intermediate / 2]`: pairs of activations, as bf16.
+    Activation,
+}
+
+/// Where the words are. Plain data; a part of [`StreamStep`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Exchange {
+    /// How many stamps were used up, then the words of each kind.
+    all: GlobalMut<u64>,
+    kinds: [Place; 6],
+    count: u32,
+}
+
+/// The words of one kind.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct Place {
+    first: GlobalMut<u64>,
+    len: u32,
+}
+
+impl Exchange {
+    /// Words in memory from `all` on, zero before the first step and then left alone, for a model of this hidden and intermediate size, and so many query and
+    /// key-value heads; and how many they are.
+    pub fn new(all: GlobalMut<u64>, [hidden, intermediate, q_heads, kv_heads]: [u32; 4]) -> (Self, usize) {
+        let heads = (q_heads + 2 * kv_heads) * HEAD_DIM;
+        // As `Kind` has them.
+        let words = [hidden, hidden / 2, hidden / STRIP, heads, q_heads * HEAD_DIM / 2, intermediate / 2];
+        let mut count = 1;
+        let kinds = words.map(|len| {
+            // SAFETY: that much the caller gets told.
+            let first = unsafe { all.at(count as usize) };
+            count += len;
+            Place { first, len }
+        });
+        (Self { all, kinds, count }, count as usize)
+    }
+
+    /// How many stamps were used up.
+    #[inline(always)]
+    pub(super) unsafe fn used(&self) -> u32 {
+        unsafe { self.all.load(0) as u32 }
+    }
+}
+
+/// The words of one kind, with one stamp.
+#[derive(Clone, Copy)]
+pub struct Words {
+    first: GlobalMut<u64>,
+    pub len: u32,
+    stamp: u32,
+}
+
+/// A word, as it was found: not there yet, perhaps.
+#[derive(Clone, Copy, Default)]
+pub struct Word(u64);
+
+impl Word {
+    const fn new(stamp: u32, bits: u32) -> Self {
+        Self((stamp as u64) << 32 | bits as u64)
+    }
+
+    /// The data of a word that is there.
+    #[inline(always)]
+    pub const fn bits(self) -> u32 {
+        self.0 as u32
+    }
+
+    #[inline(always)]
+    const fn has(self, stamp: u32) -> bool {
+        (self.0 >> 32) as u32 == stamp
+    }
+}
+
+impl Consumer<'_> {
+    /// The words of `kind` that the matrix at `index` puts out, or attention after it.
+    #[inline(always)]
+    pub fn put_out(&self, kind: Kind, index: u32) -> Words {
+        self.words(kind, 1 + index)
+    }
+
+    /// The words of `kind` that the matrix at `index` takes in, from the one before it.
+    #[inline(always)]
+    pub fn taken_in(&self, kind: Kind, index: u32) -> Words {
+        self.words(kind, index)
+    }
+
+    /// The elements of the residual that those of the matrix at `index` are added to: from the matrix two before it.
+    #[inline(always)]
+    pub fn added_to(&self, index: u32) -> Words {
+        self.words(Kind::Residual, index - 1)
+    }
+
+    /// With the stamp of what the first `matrices` leave.
+    #[inline(always)]
+    fn words(&self, kind: Kind, matrices: u32) -> Words {
+        let Place { first, len } = self.p.exchange.kinds[kind as usize];
+        Words { first, len, stamp: self.stamp + matrices }
+    }
+
+    /// The step is done: the last block to say so sees to it that the next one has stamps of its own. The block's consumers have met.
+    #[inline(always)]
+    pub unsafe fn use_up_stamps(&self) {
+        unsafe {
+            let (p, grid) = (self.p, thread::grid_dim_x());
+            if thread::thread_idx_x() > 0
+                || atomic::fetch_add(p.counters, StreamStep::DONE, 1, Ordering::AcqRel, Scope::Device) + 1 < grid
+            {
+                return;
+            }
+            let stamps = StreamStep::stamps(p.layer_count);
+            let mut used = self.stamp - 1 + stamps;
+            if used > u32::MAX - stamps {
+                // Once in ten million steps or more they begin anew.
+                let mut i = 1;
+                while i < p.exchange.count {
+                    atomic::store(p.exchange.all, i as usize, 0, Ordering::Relaxed, Scope::Device);
+                    i += 1;
+                }
+                used = 0;
+            }
+            p.exchange.all.store(0, u64::from(used));
+        }
+    }
+}
+
+impl Words {
+    /// Puts word `i` there.
+    #[inline(always)]
+    pub unsafe fn put(&self, i: u32, bits: u32) {
+        let word = Word::new(self.stamp, bits);
+        unsafe { atomic::store(self.first, i as usize, word.0, Ordering::Relaxed, Scope::Device) }
+    }
+
+    /// Asks for word `i`.
+    #[inline(always)]
+    pub unsafe fn ask(&self, i: u32) -> Word {
+        Word(unsafe { atomic::load(self.first, i as usize, Ordering::Relaxed, Scope::Device) })
+    }
+
+    /// A word that nobody waits for.
+    #[inline(always)]
+    pub const fn nothing(&self) -> Word {
+        Word::new(self.stamp, 0)
+    }
+
+    /// Waits, with the whole warp, until all words are there that were asked for; `place(k)` is the place of the `k`-th.
+    #[inline(always)]
+    pub unsafe fn settle<const N: usize>(&self, words: &mut [Word; N], place: impl Fn(usize) -> u32) {
+        unsafe {
+            waiting::until(|| {
+                let mut there = true;
+                unroll!(K < N of 8; {
+                    there &= words[K].has(self.stamp);
+                });
+                if warp::all(there) {
+                    return true;
+                }
+                unroll!(K < N of 8; {
+                    if !words[K].has(self.stamp) {
+                        words[K] = self.ask(place(K));
+                    }
+                });
+                false
+            });
+        }
+    }
+}
