@@ -15,6 +15,8 @@
 //! QKV ┃ heads, attention ┃ (combine, where a context has several splits ┃) output ┃ gate, up ┃ down ┃
 //! ```
 //!
+//! A single row needs none of them: blocks [exchange] it as words that carry their own sign of being there.
+//!
 //! # Layout of the weights
 //! A *strip* is 16 output features; a *chunk* is a strip's 512 input features, 16 KiB: for each of the 8 warps its [slice](crate::linear::SLICE), and of a
 //! slice each lane's A fragments, 16 bytes contiguous. A *pass* is a matrix or a part of one: up to [`STRIPS`] strips a block, dealt in rotation that continues from pass to pass, so
