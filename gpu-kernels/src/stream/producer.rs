@@ -109,14 +109,19 @@ impl Units {
         if self.is_empty() {
             return None;
         }
-        // SAFETY: a context has splits, and a step has rows.
-        unsafe { core::hint::assert_unchecked(self.splits > 0 && self.tiles > 0) };
         // Divisions take time that a step of one row feels.
-        let (item, tile) =
-            if self.tiles == 1 { (self.next, 0) } else { (self.next / self.tiles, self.next % self.tiles) };
+        let divide = |n: u32, by: u32| {
+            if by == 1 {
+                return (n, 0);
+            }
+            // SAFETY: a context has splits, and a step has rows.
+            unsafe { core::hint::assert_unchecked(by > 0) };
+            (n / by, n % by)
+        };
+        let (item, tile) = divide(self.next, self.tiles);
         let end = self.tiles.min(tile + self.end - self.next);
         self.next += end - tile;
-        let (kv_head, split) = if self.splits == 1 { (item, 0) } else { (item / self.splits, item % self.splits) };
+        let (kv_head, split) = divide(item, self.splits);
         let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
         Some(Share { kv_head, split, pages, tiles: tile..end })
     }
