@@ -104,28 +104,16 @@ impl Walk {
     /// The next pass: as many of the `left` strips as a pass takes, of `k` input features.
     #[inline(always)]
     pub fn pass(&mut self, left: u32, k: u32) -> Pass {
+        // SAFETY: a grid has blocks.
+        unsafe { core::hint::assert_unchecked(self.grid > 0) };
         let strips = left.min(STRIPS * self.grid);
         let depth = k.div_ceil(CHUNK_FEATURES);
         let pass = Pass { base: self.chunks, rotation: self.rotation, strips, depth };
-        let rounds = rounds(strips, self.grid);
+        let rounds = strips.div_ceil(self.grid);
         self.chunks += rounds as u64 * self.grid as u64 * depth as u64;
-        // Of the last round, which has at least one strip and at most all blocks.
-        self.rotation = (self.rotation + strips + self.grid) - rounds * self.grid;
-        if self.rotation >= self.grid {
-            self.rotation -= self.grid;
-        }
+        self.rotation = (self.rotation + strips) % self.grid;
         pass
     }
-}
-
-/// `strips` of a pass, divided by `grid` and rounded up: at most [`STRIPS`]. A step of one row feels the time of a division.
-#[inline(always)]
-const fn rounds(strips: u32, grid: u32) -> u32 {
-    let mut rounds = 0;
-    unroll!(I < 8; {
-        rounds += (I as u32 * grid < strips) as u32;
-    });
-    rounds
 }
 
 impl Pass {
@@ -138,13 +126,17 @@ impl Pass {
     /// Strips of the block at `place`.
     #[inline(always)]
     fn mine(&self, place: u32, grid: u32) -> u32 {
-        rounds(self.strips.saturating_sub(place), grid)
+        // SAFETY: a grid has blocks.
+        unsafe { core::hint::assert_unchecked(grid > 0) };
+        if place < self.strips { (self.strips - place).div_ceil(grid) } else { 0 }
     }
 
     /// The chunk in memory of input chunk `q` of a block's `i`-th strip.
     #[inline(always)]
     pub fn chunk(&self, q: u32, i: u32, place: u32, grid: u32) -> u64 {
-        let rounds = rounds(self.strips, grid);
+        // SAFETY: a grid has blocks.
+        unsafe { core::hint::assert_unchecked(grid > 0) };
+        let rounds = self.strips.div_ceil(grid);
         self.base + ((q * rounds + i) as u64) * grid as u64 + place as u64
     }
 }

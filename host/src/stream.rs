@@ -151,8 +151,8 @@ impl Stream {
         self.counters.clear()
     }
 
-    /// Leaves as many stamps of [words](gpu_kernels::stream::Exchange) as one step takes: the second step of few rows from now on begins with the first ones again, where otherwise
-    /// ten million would come before it. For tests.
+    /// Leaves as many stamps of [words](gpu_kernels::stream::Exchange) as one step takes: the second step of one row from now on begins with the first ones
+    /// again, where otherwise ten million would come before it. For tests.
     ///
     /// # Errors
     /// A driver error.

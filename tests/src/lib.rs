@@ -179,8 +179,8 @@ pub fn streamed_launched_and_wide(
         forward.enqueue_decode(rows as u32, tokens.len() as u32)?;
         let streamed = logits(&forward)?;
         // The same rows once more: they append the same keys and values again.
-        if rows <= 2 {
-            // Few rows: before the stamps of what blocks exchange begin anew, and after it.
+        if rows == 1 {
+            // Before the stamps of what blocks exchange begin anew, and after it.
             forward.use_up_stamps()?;
             for _ in 0..2 {
                 plan(prompt, rows)?;
