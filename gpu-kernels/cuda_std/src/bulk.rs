@@ -120,6 +120,24 @@ pub unsafe fn copy_to_shared(destination: Shared<u8>, source: Global<u8>, bytes:
     unsafe { target::bulk_to_shared(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
 }
 
+/// As [`copy_to_shared`] into every block of the [cluster](crate::cluster) whose bit is set in `blocks`, at the same place and towards the same barrier in
+/// each (`.multicast::cluster`).
+///
+/// # Safety
+/// As [`copy_to_shared`], for each of the blocks, none of which has ended.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn copy_to_shared_multicast(
+    destination: Shared<u8>,
+    source: Global<u8>,
+    bytes: u32,
+    barrier: Barrier,
+    blocks: u16,
+) {
+    // SAFETY: the caller's.
+    unsafe { target::bulk_to_shared_multicast(destination.addr(), source.addr(), bytes, barrier.0.addr(), blocks) }
+}
+
 /// Starts a copy that belongs to the lane's open group (`cp.async.bulk.global.shared::cta.bulk_group`).
 ///
 /// # Safety

@@ -1,6 +1,6 @@
 //! Blocks that run side by side on neighbouring multiprocessors and reach each other's shared memory (sm_90a).
 //!
-//! The cluster's size is the kernel's, `#[kernel(threads = …, cluster = 2)]`. The emulator knows clusters of one block.
+//! The cluster's size is the kernel's, `#[kernel(threads = …, cluster = 2)]`: neighbours in x.
 
 use crate::bulk::Barrier;
 use crate::target;

@@ -77,6 +77,8 @@ pub trait Kernel {
     const NAME: &'static str;
     /// The block size.
     const THREADS: u32;
+    /// Blocks of a cluster, neighbours in x.
+    const CLUSTER: u32;
 
     /// What one lane runs when the grid is emulated.
     ///

@@ -88,7 +88,7 @@ pub unsafe fn load<T>(destination: Shared<T>, map: Global<TensorMap>, [x, y]: [u
 }
 
 /// As [`load`] into every block of the cluster whose bit is set in `blocks`, at the same place and towards the same barrier in each
-/// (`.multicast::cluster`). The emulator has no clusters, and takes 1 alone.
+/// (`.multicast::cluster`).
 ///
 /// # Safety
 /// As [`load`], for each of the blocks.

@@ -63,6 +63,7 @@ fn expand(bounds: Bounds, function: ItemFn) -> syn::Result<TokenStream> {
     let docs: Vec<_> = attrs.iter().filter(|a| a.path().is_ident("doc")).collect();
     let Bounds { threads, min_blocks, cluster } = bounds;
     let or_zero = |value: Option<Expr>| value.map_or_else(|| quote!(0), |value| quote!(#value));
+    let blocks = cluster.clone().map_or_else(|| quote!(1), |value| quote!(#value));
     let (min_blocks, cluster) = (or_zero(min_blocks), or_zero(cluster));
     let comment = format!("//@launch_bounds {text} {{}} {{}} {{}}");
     let too_aligned = format!("the parameter block of `{text}` is aligned to more than 16 bytes");
@@ -91,6 +92,7 @@ fn expand(bounds: Bounds, function: ItemFn) -> syn::Result<TokenStream> {
             type Params = #params;
             const NAME: &'static str = #text;
             const THREADS: u32 = #threads;
+            const CLUSTER: u32 = #blocks;
 
             #[cfg(not(target_arch = "nvptx64"))]
             unsafe fn lane(#argument: #params) {

@@ -13,6 +13,8 @@ use crate::atomic::{Ordering, Scope};
 pub enum Address {
     Global(u64),
     Shared(u32),
+    /// In the shared memory of the block at this place among the resident ones.
+    SharedOf(usize, u32),
 }
 
 /// Where an access lands: its bytes within a region.
@@ -47,7 +49,7 @@ impl World {
     pub fn region(&mut self, address: Address, index: usize) -> &mut Region {
         match address {
             Address::Global(_) => &mut self.regions[index],
-            Address::Shared(_) => &mut self.blocks[index].shared,
+            Address::Shared(_) | Address::SharedOf(..) => &mut self.blocks[index].shared,
         }
     }
 
@@ -62,16 +64,17 @@ impl World {
                 })?;
                 (region, (address - self.regions[region].start) as usize)
             }
-            Address::Shared(address) => {
+            Address::Shared(offset) | Address::SharedOf(_, offset) => {
                 let size = self.launch.shared_bytes as usize;
-                let start = address.wrapping_sub(SHARED_BASE) as usize;
+                let start = offset.wrapping_sub(SHARED_BASE) as usize;
                 if start >= size {
                     return Err(format!(
                         "shared offset {} is out of bounds: the launch has {size} bytes of shared memory",
-                        i64::from(address) - i64::from(SHARED_BASE),
+                        i64::from(offset) - i64::from(SHARED_BASE),
                     ));
                 }
-                (self.slot(), start)
+                let slot = if let Address::SharedOf(slot, _) = address { slot } else { self.slot() };
+                (slot, start)
             }
         };
         let memory = &self.region(address, region).memory;
@@ -100,9 +103,8 @@ impl World {
         };
         let global = matches!(address, Address::Global(_));
         let lane = self.current;
-        let Self { regions, blocks, lanes, launch, report, .. } = self;
-        let region =
-            if global { &mut regions[landing.region] } else { &mut blocks[lane / launch.threads as usize].shared };
+        let Self { regions, blocks, lanes, report, .. } = self;
+        let region = if global { &mut regions[landing.region] } else { &mut blocks[landing.region].shared };
         let map = &region.memory.initialised;
         // Races first: what is not yet initialised is often just not yet initialised.
         let raced = region.shadow.access(landing.bytes.clone(), mode, &lanes[lane].clock, site);
@@ -142,6 +144,7 @@ fn place(address: Address, start: usize, memory: &memory::Allocation) -> String 
     match address {
         Address::Global(address) => format!("byte {start} of {} (address {address:#x})", memory.name()),
         Address::Shared(_) => format!("shared offset {start}"),
+        Address::SharedOf(..) => format!("shared offset {start} of a block of the cluster"),
     }
 }
 
@@ -228,8 +231,13 @@ pub fn poll(world: &mut World, idle: bool, site: Site) {
 fn key(world: &World, address: Address) -> u64 {
     match address {
         Address::Global(address) => address,
-        Address::Shared(address) => 1 << 63 | u64::from(world.blocks[world.slot()].linear) << 32 | u64::from(address),
+        Address::Shared(address) => shared_key(world, world.slot(), address),
+        Address::SharedOf(slot, address) => shared_key(world, slot, address),
     }
+}
+
+fn shared_key(world: &World, slot: usize, address: u32) -> u64 {
+    1 << 63 | u64::from(world.blocks[slot].linear) << 32 | u64::from(address)
 }
 
 /// What an atomic read learns: at once if it acquires, else at the next fence.

@@ -1,6 +1,6 @@
 //! Where lanes meet: warp collectives and the barriers of a block.
 
-use super::clock;
+use super::clock::{self, Counts};
 use super::error::EmulatorError;
 use super::world::{Site, State, World, fail, misuse, suspend, world};
 
@@ -205,6 +205,46 @@ fn gather(place: usize, wanted: u32, site: Site) {
     world.progress();
 }
 
+/// Waits at the barrier of the cluster for all of its lanes that have not ended. Afterwards all know what those knew who say more than what barriers they
+/// `made`, and of the others what they knew when they fenced those.
+pub fn meet_cluster(made: bool, site: Site) {
+    let world = world();
+    let lane = world.current;
+    world.report.barriers += 1;
+    world.lanes[lane].state = State::Cluster(site);
+    world.warps[lane / 32].runnable &= !(1 << (lane % 32));
+    let number = world.slot() / world.cluster as usize;
+    world.meeting[number].push((lane, made));
+    if !end_meeting(world, number) {
+        suspend();
+    }
+}
+
+/// Ends the meeting of a cluster if all are there; says whether.
+fn end_meeting(world: &mut World, number: usize) -> bool {
+    let cluster = world.cluster as usize;
+    let blocks = &world.blocks[number * cluster..(number + 1) * cluster];
+    let missing: u32 = blocks.iter().map(|block| world.launch.threads - block.exited).sum();
+    if world.meeting[number].len() < missing as usize {
+        return false;
+    }
+    let met = std::mem::take(&mut world.meeting[number]);
+    let mut counts = Counts::default();
+    for &(lane, made) in &met {
+        let lane = &mut world.lanes[lane];
+        if let Some(clock) = if made { lane.made.as_ref() } else { Some(&lane.clock) } {
+            clock.publish(&mut counts);
+        }
+        lane.clock.count += 1;
+    }
+    for &(lane, _) in &met {
+        world.lanes[lane].clock.learn(&counts);
+        world.wake(lane);
+    }
+    world.progress();
+    true
+}
+
 /// The current lane returned from the kernel.
 pub fn exit(world: &mut World) {
     let lane = world.current;
@@ -226,5 +266,9 @@ pub fn exit(world: &mut World) {
         let block = world.block().index;
         let lanes = world.describe(lanes);
         world.error.get_or_insert(EmulatorError::Divergence { kernel: world.kernel, block, lanes });
+    }
+    let number = world.slot() / world.cluster as usize;
+    if !world.meeting[number].is_empty() {
+        end_meeting(world, number);
     }
 }

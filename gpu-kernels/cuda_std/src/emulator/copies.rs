@@ -42,6 +42,8 @@ pub struct Flight {
     barrier: u32,
     /// What its lane knew when it started.
     counts: Counts,
+    /// Shared with the copies of the same bytes into other blocks: the last of them ends the reading.
+    reading: Rc<()>,
 }
 
 /// An mbarrier: its state is beside the emulated memory, which holds only its place.
@@ -82,6 +84,13 @@ pub fn fence_proxy_async() {
     world.block().proxied[thread] = epoch;
 }
 
+/// The barriers that the lane made are seen by those who meet it ([`meet_cluster`](super::collective::meet_cluster)).
+pub fn fence_mbarrier_init() {
+    let lane = world().lane();
+    lane.made = Some(lane.clock.clone());
+    lane.clock.count += 1;
+}
+
 impl World {
     /// The copy engine must see what it reads from shared memory: each writer fenced its writes, or the lane that
     /// starts the copy did after it learned of them.
@@ -104,13 +113,11 @@ impl World {
         }
     }
 
-    /// Moves the bytes, and makes the reads of the source ordinary ones of `name` in `epoch`.
-    fn move_bytes(&mut self, copy: &Copy, slot: usize, name: Name, epoch: u32) {
+    fn move_bytes(&mut self, copy: &Copy, slot: usize) {
         let [source, destination] = [copy.source, copy.destination].map(|address| self.pointer(address, slot));
         // SAFETY: both were checked when the copy started; a launch keeps its memory alive, and global memory and shared
         // memory do not overlap.
         unsafe { destination.copy_from_nonoverlapping(source, copy.bytes) };
-        self.settle(copy, slot, Mode::CopyRead, name, epoch);
         let (bytes, region) = self.range(copy.destination, slot, copy.bytes);
         region.memory.initialised.add(bytes);
         if let Address::Global(_) = copy.destination {
@@ -137,10 +144,11 @@ impl World {
                 &mut self.regions[at - 1]
             }
             Address::Shared(_) => &mut self.blocks[slot].shared,
+            Address::SharedOf(slot, _) => &mut self.blocks[slot].shared,
         };
         let start = match address {
             Address::Global(address) => (address - region.start) as usize,
-            Address::Shared(address) => (address - SHARED_BASE) as usize,
+            Address::Shared(address) | Address::SharedOf(_, address) => (address - SHARED_BASE) as usize,
         };
         (start..start + len, region)
     }
@@ -162,7 +170,10 @@ impl World {
         block.engine += 1;
         let (name, epoch) = (Name::new(block.linear, self.launch.threads), block.engine);
         for copy in &flight.copies {
-            self.move_bytes(copy, flight.slot, name, epoch);
+            self.move_bytes(copy, flight.slot);
+            if Rc::strong_count(&flight.reading) == 1 {
+                self.settle(copy, flight.slot, Mode::CopyRead, name, epoch);
+            }
             self.settle(copy, flight.slot, Mode::CopyWrite, name, epoch);
         }
         let threads = self.launch.threads as usize;
@@ -195,35 +206,33 @@ impl World {
         self.progress();
     }
 
-    /// The barrier at an address of the current block, whose place in memory is used as an atomic.
-    fn mbarrier(&mut self, address: u32, site: Site) -> &mut Mbarrier {
-        self.access(Address::Shared(address), 8, 8, Mode::AtomicRead, true, site);
-        let slot = self.slot();
+    /// The barrier at an address of the block in `slot`, whose place in memory is used as an atomic.
+    fn mbarrier(&mut self, slot: usize, address: u32, site: Site) -> &mut Mbarrier {
+        self.access(Address::SharedOf(slot, address), 8, 8, Mode::AtomicRead, true, site);
         match self.blocks[slot].mbarriers.get_mut(&address) {
             Some(barrier) => barrier,
             None => misuse(site, format!("no mbarrier was made at shared offset {}", address - SHARED_BASE)),
         }
     }
 
-    fn arrive(&mut self, address: u32, bytes: u32, site: Site) {
+    fn arrive(&mut self, slot: usize, address: u32, bytes: u32, site: Site) {
         let mut counts = Counts::default();
         let lane = self.lane();
         lane.clock.publish(&mut counts);
         lane.clock.count += 1;
-        let barrier = self.mbarrier(address, site);
+        let barrier = self.mbarrier(slot, address, site);
         if barrier.pending == 0 {
             misuse(site, "more lanes arrive at the mbarrier than its phase expects".to_string());
         }
         barrier.bytes += i64::from(bytes);
         barrier.pending -= 1;
         barrier.arriving.join(&counts);
-        let slot = self.slot();
         self.end_phase(slot, address);
     }
 
     /// Whether the phase of that parity has ended; if so, the lane learns what came with it.
     fn passed(&mut self, address: u32, parity: u32, site: Site) -> bool {
-        let barrier = self.mbarrier(address, site);
+        let barrier = self.mbarrier(self.slot(), address, site);
         if barrier.parity == parity & 1 {
             return false;
         }
@@ -252,7 +261,24 @@ pub fn mbarrier_init(address: u32, count: u32, site: Site) {
 
 pub fn mbarrier_arrive(address: u32, bytes: u32, site: Site) {
     suspend();
-    world().arrive(address, bytes, site);
+    let world = world();
+    world.arrive(world.slot(), address, bytes, site);
+}
+
+/// Where the rank of a block stands in an address of its shared memory that [`map`] made, plus one: other addresses are the lane's own block's.
+const RANK: u32 = 24;
+
+/// An address of this block's shared memory in block `rank` of the cluster.
+pub fn map(address: u32, rank: u32) -> u32 {
+    address | (rank + 1) << RANK
+}
+
+/// An arrival at a barrier of some block of the cluster.
+pub fn peer_arrive(mapped: u32, site: Site) {
+    suspend();
+    let world = world();
+    let slot = if mapped >> RANK == 0 { world.slot() } else { world.peer((mapped >> RANK) - 1, site) };
+    world.arrive(slot, mapped & ((1 << RANK) - 1), 0, site);
 }
 
 pub fn mbarrier_try_wait(address: u32, parity: u32, site: Site) -> bool {
@@ -269,25 +295,48 @@ pub fn mbarrier_wait(address: u32, parity: u32, site: Site) {
         let lane = world.current;
         world.lane().state = State::Phase { barrier: address, parity: parity & 1, site };
         world.warps[lane / 32].runnable &= !(1 << (lane % 32));
-        world.mbarrier(address, site).waiting.push((lane, parity & 1));
+        world.mbarrier(world.slot(), address, site).waiting.push((lane, parity & 1));
         suspend();
     }
 }
 
 pub fn bulk_to_shared(destination: u32, source: u64, bytes: u32, address: u32, site: Site) {
-    launch_flight(vec![start(Address::Shared(destination), Address::Global(source), bytes, site)], address, site);
+    launch_flights(&[world().slot()], address, site, |slot| {
+        vec![start(Address::SharedOf(slot, destination), Address::Global(source), bytes, site)]
+    });
 }
 
-/// Puts copies that were started on their way; they complete on the barrier at `address`.
-pub fn launch_flight(copies: Vec<Copy>, address: u32, site: Site) {
+pub fn bulk_multicast(destination: u32, source: u64, bytes: u32, address: u32, blocks: u16, site: Site) {
+    launch_flights(&members(blocks, site), address, site, |slot| {
+        vec![start(Address::SharedOf(slot, destination), Address::Global(source), bytes, site)]
+    });
+}
+
+/// The places of those blocks of the cluster whose bit is set.
+pub fn members(blocks: u16, site: Site) -> Vec<usize> {
     let world = world();
-    world.mbarrier(address, site);
+    if blocks == 0 {
+        misuse(site, "a copy into no block of the cluster".to_string());
+    }
+    (0..16).filter(|rank| blocks >> rank & 1 != 0).map(|rank| world.peer(rank, site)).collect()
+}
+
+/// Starts copies into the blocks in `slots`; in each they complete on the barrier at `address`, at a time of their own.
+pub fn launch_flights(slots: &[usize], address: u32, site: Site, start: impl Fn(usize) -> Vec<Copy>) {
+    let flights: Vec<_> = slots.iter().map(|&slot| (slot, start(slot))).collect();
+    let world = world();
+    for &slot in slots {
+        world.mbarrier(slot, address, site);
+    }
     let mut counts = Counts::default();
     let lane = world.lane();
     lane.clock.publish(&mut counts);
     lane.clock.count += 1;
-    let slot = world.slot();
-    world.flights.push(Flight { copies, slot, barrier: address, counts });
+    let reading = Rc::new(());
+    for (slot, copies) in flights {
+        let (counts, reading) = (counts.clone(), reading.clone());
+        world.flights.push(Flight { copies, slot, barrier: address, counts, reading });
+    }
 }
 
 /// Which groups of a lane.
@@ -315,7 +364,8 @@ pub fn wait(select: Select, pending: usize, whole: bool) {
     for group in &mut waited {
         for copy in &group.copies {
             if !group.moved {
-                world.move_bytes(copy, slot, name, epoch);
+                world.move_bytes(copy, slot);
+                world.settle(copy, slot, Mode::CopyRead, name, epoch);
             }
             if whole {
                 world.settle(copy, slot, Mode::CopyWrite, name, epoch);

@@ -10,6 +10,7 @@
 //! - lanes that should meet and do not: different collectives in one warp, a barrier that some never reach (`collective`);
 //! - an asynchronous copy that is used before it was waited for, or that reads shared memory without the fence of its
 //!   proxy (`copies`);
+//! - copies and arrivals into the shared memory of a block of the cluster that has ended, or may not have begun;
 //! - warps that ask for more registers than their block can be launched with (`wgmma`);
 //! - a deadlock or a livelock, a panic, or a trap (`schedule`).
 //!
@@ -113,7 +114,7 @@ pub fn launch<K: Kernel>(launch: &Launch, params: K::Params) -> Result<Report, E
     }
     // SAFETY: whoever made the parameters vouches for them; addresses in them are checked at each access.
     let entry = Rc::new(move || unsafe { K::lane(params) });
-    schedule::run(&mut world::World::new(K::NAME, *launch, entry))
+    schedule::run(&mut world::World::new(K::NAME, *launch, K::CLUSTER, entry))
 }
 
 fn impossible<K: Kernel>(launch: &Launch) -> Option<String> {
@@ -127,6 +128,9 @@ fn impossible<K: Kernel>(launch: &Launch) -> Option<String> {
     }
     if blocks == 0 || blocks > clock::Name::MAX_BLOCKS {
         return Some(format!("a grid of {blocks} blocks: 1 to {}", clock::Name::MAX_BLOCKS));
+    }
+    if !grid[0].is_multiple_of(K::CLUSTER) {
+        return Some(format!("a grid of {} blocks in x: a multiple of {}, a cluster", grid[0], K::CLUSTER));
     }
     if shared_bytes > MAX_SHARED_BYTES {
         return Some(format!("{shared_bytes} bytes of shared memory: at most {MAX_SHARED_BYTES}"));

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ops::Range;
 use std::ptr;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -22,21 +23,24 @@ use super::{Launch, Report};
 /// Of the chances below, one in how many.
 const LEAVE_WARP: u64 = 16;
 const COMPLETE_COPY: u64 = 4;
-/// Without a cooperative launch, at most so many blocks are resident at once.
+/// Without a cooperative launch, at most so many clusters of blocks are resident at once.
 const RESIDENT: u64 = 4;
 
 impl World {
-    pub fn new(kernel: &'static str, launch: Launch, entry: Rc<dyn Fn()>) -> Self {
+    pub fn new(kernel: &'static str, launch: Launch, cluster: u32, entry: Rc<dyn Fn()>) -> Self {
         let mut rng = Rng(launch.seed);
-        let blocks: u32 = launch.grid.iter().product();
-        let mut waiting: Vec<u32> = (0..blocks).collect();
+        let clusters: u32 = launch.grid.iter().product::<u32>() / cluster;
+        let mut waiting: Vec<u32> = (0..clusters).collect();
         for i in (1..waiting.len()).rev() {
             waiting.swap(i, rng.below(i + 1));
         }
-        let resident = if launch.cooperative { blocks } else { blocks.min(1 + rng.below(RESIDENT as usize) as u32) };
+        let together = if launch.cooperative { clusters } else { clusters.min(1 + rng.below(RESIDENT as usize) as u32) };
+        let resident = together * cluster;
         let threads = launch.threads as usize;
         let mut world = Self {
             kernel,
+            cluster,
+            meeting: vec![Vec::new(); together as usize],
             entry,
             rng,
             report: Report::default(),
@@ -80,6 +84,7 @@ impl World {
                     released: [None, None],
                     seen: Vec::new(),
                     proxied: None,
+                    made: None,
                     async_copies: Groups::default(),
                     bulk_stores: Groups::default(),
                     products: Products::default(),
@@ -90,9 +95,18 @@ impl World {
         world
     }
 
-    /// Starts the next block in `slot`. False if none is left.
-    fn start_block(&mut self, slot: usize) -> bool {
-        let Some(linear) = self.waiting.pop() else { return false };
+    /// Starts the next cluster in the place of one, or does nothing if none is left.
+    fn start_cluster(&mut self, slots: Range<usize>) {
+        let Some(number) = self.waiting.pop() else { return };
+        for (rank, slot) in slots.enumerate() {
+            if !self.start_block(slot, number * self.cluster + rank as u32) {
+                return;
+            }
+        }
+    }
+
+    /// Starts a block in `slot`. False if there is no memory for it.
+    fn start_block(&mut self, slot: usize, linear: u32) -> bool {
         let index = self.block_index(linear);
         let block = &mut self.blocks[slot];
         (block.index, block.linear, block.engine, block.exited) = (index, linear, 0, 0);
@@ -126,7 +140,7 @@ impl World {
             place.clock = clock;
             place.released = [None, None];
             place.seen.clear();
-            place.proxied = None;
+            (place.proxied, place.made) = (None, None);
             place.async_copies = Groups::default();
             place.bulk_stores = Groups::default();
             place.products = Products::default();
@@ -145,8 +159,9 @@ pub fn run(world: &mut World) -> Result<Report, EmulatorError> {
         return Err(EmulatorError::Launch { kernel, reason: "a launch from within a kernel".to_string() });
     };
     // From here on the world is reached only through `world()`, as the lanes reach it.
-    for slot in 0..self::world().blocks.len() {
-        self::world().start_block(slot);
+    let (blocks, cluster) = (self::world().blocks.len(), self::world().cluster as usize);
+    for first in (0..blocks).step_by(cluster) {
+        self::world().start_cluster(first..first + cluster);
     }
     while self::world().error.is_none() && turn() {}
     let world = self::world();
@@ -256,8 +271,11 @@ fn finish(world: &mut World) {
     if let Some((site, what)) = unfinished {
         let what = format!("{what} was started here and never waited for");
         world.error.get_or_insert(EmulatorError::Misuse { kernel: world.kernel, lane, site, what });
-    } else if world.blocks[slot].exited == world.launch.threads {
-        world.start_block(slot);
+        return;
+    }
+    let slots = world.cluster_of(slot);
+    if world.blocks[slots.clone()].iter().all(|block| block.exited == world.launch.threads) {
+        world.start_cluster(slots);
     }
 }
 

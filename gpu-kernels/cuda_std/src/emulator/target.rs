@@ -289,7 +289,9 @@ pub unsafe fn mbarrier_try_wait(barrier: u32, parity: u32) -> bool {
     copies::mbarrier_try_wait(barrier, parity, Location::caller())
 }
 
-pub fn fence_mbarrier_init() {}
+pub fn fence_mbarrier_init() {
+    copies::fence_mbarrier_init();
+}
 
 pub fn fence_proxy_async() {
     copies::fence_proxy_async();
@@ -301,6 +303,11 @@ pub fn fence_proxy_async_global() {}
 #[track_caller]
 pub unsafe fn bulk_to_shared(destination: u32, source: u64, bytes: u32, barrier: u32) {
     copies::bulk_to_shared(destination, source, bytes, barrier, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn bulk_to_shared_multicast(destination: u32, source: u64, bytes: u32, barrier: u32, blocks: u16) {
+    copies::bulk_multicast(destination, source, bytes, barrier, blocks, Location::caller());
 }
 
 #[track_caller]
@@ -344,27 +351,27 @@ pub fn wait_for_launches() {}
 pub fn allow_next_launch() {}
 
 pub fn cluster_rank() -> u32 {
-    0
+    world().rank()
 }
 
 #[track_caller]
 pub fn cluster_sync() {
-    collective::barrier(0, None, Location::caller());
+    collective::meet_cluster(false, Location::caller());
 }
 
 #[track_caller]
 pub fn cluster_sync_made() {
-    collective::barrier(0, None, Location::caller());
+    collective::meet_cluster(true, Location::caller());
 }
 
-pub fn cluster_map(address: u32, _rank: u32) -> u32 {
-    address
+pub fn cluster_map(address: u32, rank: u32) -> u32 {
+    copies::map(address, rank)
 }
 
 #[track_caller]
 pub unsafe fn cluster_arrive_if(barrier: u32, condition: bool) {
     if condition {
-        copies::mbarrier_arrive(barrier, 0, Location::caller());
+        copies::peer_arrive(barrier, Location::caller());
     }
 }
 

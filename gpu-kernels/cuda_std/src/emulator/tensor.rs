@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use super::access::Address;
-use super::copies::{Copy, launch_flight, start, start_grouped};
+use super::copies::{launch_flights, members, start, start_grouped};
 use super::memory::Buffer;
 use super::race::Mode;
 use super::world::{SHARED_BASE, Site, misuse, world};
@@ -42,24 +42,22 @@ fn chunks(matrix: &Matrix, [x, y]: [u32; 2], shared: u32, site: Site) -> Vec<(u3
 }
 
 pub fn load(destination: u32, map: u64, at: [u32; 2], barrier: u32, site: Site) {
-    let copies: Vec<Copy> = chunks(&matrix(map, site), at, destination, site)
-        .into_iter()
-        .map(|(offset, source)| {
+    load_into(&[world().slot()], destination, map, at, barrier, site);
+}
+
+fn load_into(slots: &[usize], destination: u32, map: u64, at: [u32; 2], barrier: u32, site: Site) {
+    let chunks = chunks(&matrix(map, site), at, destination, site);
+    launch_flights(slots, barrier, site, |slot| {
+        let copy = |&(offset, source): &(u32, Option<u64>)| {
             let source = source.map_or_else(zeros, Address::Global);
-            start(Address::Shared(destination + offset), source, CHUNK, site)
-        })
-        .collect();
-    launch_flight(copies, barrier, site);
+            start(Address::SharedOf(slot, destination + offset), source, CHUNK, site)
+        };
+        chunks.iter().map(copy).collect()
+    });
 }
 
 pub fn load_multicast(destination: u32, map: u64, at: [u32; 2], barrier: u32, blocks: u16, site: Site) {
-    if blocks != 1 {
-        misuse(
-            site,
-            format!("a copy into the blocks {blocks:#b} of a cluster: the emulator has clusters of one block"),
-        );
-    }
-    load(destination, map, at, barrier, site);
+    load_into(&members(blocks, site), destination, map, at, barrier, site);
 }
 
 pub fn store(map: u64, at: [u32; 2], source: u32, site: Site) {

@@ -41,6 +41,8 @@ pub enum State {
     Meeting(Meeting, Site),
     /// It waits at a barrier of the block.
     Barrier(u32, Site),
+    /// It waits at the barrier of the cluster.
+    Cluster(Site),
     /// It waits for a phase of an mbarrier.
     Phase {
         barrier: u32,
@@ -60,6 +62,8 @@ pub struct Lane {
     pub seen: Vec<(Rc<Counts>, bool, bool)>,
     /// What it knew at its last fence of the copy engine's proxy.
     pub proxied: Option<Clock>,
+    /// What it knew when it last fenced the barriers it had made.
+    pub made: Option<Clock>,
     pub async_copies: Groups,
     pub bulk_stores: Groups,
     pub products: Products,
@@ -127,6 +131,10 @@ pub struct Released {
 pub struct World {
     pub kernel: &'static str,
     pub launch: Launch,
+    /// Blocks of a cluster: as many neighbours among the resident ones, too.
+    pub cluster: u32,
+    /// For each resident cluster the lanes that wait at its barrier, and whether they tell of barriers they made alone.
+    pub meeting: Vec<Vec<(usize, bool)>>,
     pub entry: Rc<dyn Fn()>,
     pub rng: Rng,
     pub report: Report,
@@ -144,7 +152,7 @@ pub struct World {
     pub last_region: usize,
     pub released: HashMap<u64, Released>,
     pub flights: Vec<Flight>,
-    /// Blocks still to start, the next one last.
+    /// Clusters still to start, the next one last.
     pub waiting: Vec<u32>,
     pub error: Option<EmulatorError>,
     /// Steps since a lane last got anywhere.
@@ -233,6 +241,31 @@ impl World {
         &mut self.blocks[slot]
     }
 
+    /// The places of the blocks of a cluster, from that of one of them.
+    pub fn cluster_of(&self, slot: usize) -> std::ops::Range<usize> {
+        let cluster = self.cluster as usize;
+        let first = slot / cluster * cluster;
+        first..first + cluster
+    }
+
+    /// The number of the current lane's block in its cluster.
+    pub fn rank(&self) -> u32 {
+        self.slot() as u32 % self.cluster
+    }
+
+    /// A block of the current lane's cluster: its place.
+    pub fn peer(&self, rank: u32, site: Site) -> usize {
+        if rank >= self.cluster {
+            misuse(site, format!("block {rank} of a cluster of {}", self.cluster));
+        }
+        let slot = self.cluster_of(self.slot()).start + rank as usize;
+        if self.blocks[slot].exited == self.launch.threads {
+            let [x, y, z] = self.blocks[slot].index;
+            misuse(site, format!("block ({x}, {y}, {z}) of the cluster has ended, and its shared memory with it"));
+        }
+        slot
+    }
+
     #[inline]
     pub fn thread(&self) -> u32 {
         (self.current % self.threads()) as u32
@@ -300,6 +333,7 @@ impl World {
                     State::Meeting(meeting, site) => format!("wait for their warp in {} at {site}", meeting.name()),
                     State::Barrier(0, site) => format!("wait at sync_threads at {site}"),
                     State::Barrier(id, site) => format!("wait at named barrier {id} at {site}"),
+                    State::Cluster(site) => format!("wait for their cluster at {site}"),
                     State::Phase { barrier, parity, site } => {
                         let offset = barrier.wrapping_sub(SHARED_BASE);
                         format!("wait for parity {parity} of the mbarrier at shared offset {offset} at {site}")

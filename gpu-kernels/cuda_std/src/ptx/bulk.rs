@@ -91,6 +91,16 @@ pub unsafe fn bulk_to_shared(destination: u32, source: u64, bytes: u32, barrier:
 }
 
 #[inline(always)]
+pub unsafe fn bulk_to_shared_multicast(destination: u32, source: u64, bytes: u32, barrier: u32, blocks: u16) {
+    // SAFETY: the caller's.
+    unsafe {
+        asm!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [{d}], [{s}], {n}, [{b}], {m};",
+            d = in(reg32) destination, s = in(reg64) source, n = in(reg32) bytes, b = in(reg32) barrier,
+            m = in(reg16) blocks, options(nostack));
+    }
+}
+
+#[inline(always)]
 pub unsafe fn bulk_to_global(destination: u64, source: u32, bytes: u32) {
     // SAFETY: the caller's.
     unsafe {

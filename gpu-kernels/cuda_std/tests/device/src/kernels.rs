@@ -223,7 +223,7 @@ pub unsafe fn async_copies(p: Io) {
 
 /// Copies 1 KiB through shared memory in bulk, adding one to each word.
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-#[kernel(threads = 64)]
+#[kernel(threads = 64, cluster = 1)]
 pub unsafe fn bulk_copies(p: Io) {
     // SAFETY: 256 words in all memories, after the barriers in the shared one.
     unsafe {
@@ -237,7 +237,8 @@ pub unsafe fn bulk_copies(p: Io) {
         thread::sync_threads();
         if thread::warp_id() == 1 && warp::elect() {
             full.arrive_expect_tx(1024);
-            bulk::copy_to_shared(words.cast(), p.input.cast(), 1024, full);
+            bulk::copy_to_shared(words.cast(), p.input.cast(), 512, full);
+            bulk::copy_to_shared_multicast(words.at(128).cast(), p.input.at(128).cast(), 512, full, 1);
         }
         full.wait(0);
         let mut i = thread::thread_idx_x() as usize;

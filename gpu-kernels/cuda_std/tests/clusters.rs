@@ -1,0 +1,140 @@
+//! Clusters: blocks that share what they copy pass under every seed, and what they may not forget is found.
+
+mod common;
+
+use common::{Io, fails, passes, run};
+use cuda_std::bulk::{self, Barrier};
+use cuda_std::cluster::{self, PeerBarrier};
+use cuda_std::emulator::Launch;
+use cuda_std::{kernel, shared, thread, warp};
+
+/// Bytes of a slot of the ring below, and how many there are.
+const SLOT: u32 = 256;
+const SLOTS: u32 = 3;
+
+/// A pair of blocks reads the same chunks of 64 words: a lane of each block copies its half of every chunk into the rings of both, and the second warp of each
+/// adds up what comes. `$fence` and `$meet`: how barriers become known; `$free`: whom a warp tells that a slot is free, `(rank, lane)` to the rank that the
+/// first two lanes tell; `$end`: what comes before the end.
+macro_rules! shared_ring {
+    ($(#[$doc:meta])* $name:ident, $fence:expr, $meet:expr, $free:expr, $end:expr) => {
+        $(#[$doc])*
+        #[kernel(threads = 64, cluster = 2)]
+        pub unsafe fn $name(p: Io) {
+            // SAFETY: `n / 64` chunks of 256 bytes, and as many slots in shared memory as the ring has.
+            unsafe {
+                let barriers = shared::dynamic::<u64>(SLOT * SLOTS);
+                let full = |slot: u32| Barrier::at(barriers.at(slot as usize));
+                let empty = |slot: u32| Barrier::at(barriers.at((SLOTS + slot) as usize));
+                if thread::thread_idx_x() == 0 {
+                    for slot in 0..SLOTS {
+                        full(slot).init(1);
+                        empty(slot).init(2);
+                    }
+                    $fence;
+                }
+                $meet;
+                let (rank, lane) = (cluster::rank(), thread::lane_id());
+                let free: fn(u32, u32) -> u32 = $free;
+                let mut sum = 0;
+                for chunk in 0..p.n / 64 {
+                    let (slot, parity) = (chunk % SLOTS, chunk / SLOTS % 2);
+                    if thread::warp_id() == 1 {
+                        full(slot).wait(parity);
+                        let words = shared::dynamic::<u32>(slot * SLOT).at(lane as usize);
+                        sum += words.load(0) + words.load(32);
+                        warp::sync_warp();
+                        if lane < 2 {
+                            PeerBarrier::new(empty(slot), free(rank, lane)).arrive();
+                        }
+                    } else if lane == 0 {
+                        empty(slot).wait(parity ^ 1);
+                        full(slot).arrive_expect_tx(SLOT);
+                        let half = rank * SLOT / 2;
+                        let source = p.input.cast::<u8>().at((chunk * SLOT + half) as usize);
+                        let to = shared::dynamic(slot * SLOT + half);
+                        bulk::copy_to_shared_multicast(to, source, SLOT / 2, full(slot), 0b11);
+                    }
+                }
+                if thread::warp_id() == 1 {
+                    p.output.store((thread::block_idx_x() * 32 + lane) as usize, sum);
+                }
+                $end;
+            }
+        }
+    };
+}
+
+shared_ring!(
+    /// As it should be.
+    pairs_in_order, bulk::fence_init(), cluster::sync_made(), |_, lane| lane, cluster::sync()
+);
+shared_ring!(
+    /// A barrier that orders all needs no fence.
+    pairs_that_meet, {}, cluster::sync(), |_, lane| lane, cluster::sync()
+);
+shared_ring!(
+    /// Nobody fenced the barriers.
+    pairs_without_fence, {}, cluster::sync_made(), |_, lane| lane, cluster::sync()
+);
+shared_ring!(
+    /// Only the block itself knows of its barriers.
+    pairs_that_begin_early, bulk::fence_init(), thread::sync_threads(), |_, lane| lane, cluster::sync()
+);
+shared_ring!(
+    /// A slot counts as free when the block itself is done with it.
+    pairs_that_write_early, bulk::fence_init(), cluster::sync_made(), |rank, _| rank, cluster::sync()
+);
+shared_ring!(
+    /// A block ends while the other still tells it of slots.
+    pairs_that_end_early, bulk::fence_init(), cluster::sync_made(), |_, lane| lane, {}
+);
+shared_ring!(
+    /// There is no third block.
+    pairs_of_three, bulk::fence_init(), cluster::sync_made(), |_, lane| lane + 1, cluster::sync()
+);
+
+const PAIRS: fn() -> Launch = || Launch::new(8, 64);
+
+#[test]
+fn pairs_share_what_they_copy() {
+    let sum = |i: usize| (0..4).map(|chunk| 2 * (chunk * 64 + i as u32 % 32) + 32).sum();
+    passes::<pairs_in_order>(PAIRS(), 256, sum);
+    passes::<pairs_that_meet>(PAIRS(), 256, sum);
+    passes::<pairs_in_order>(Launch { cooperative: true, ..PAIRS() }, 256, sum);
+}
+
+#[test]
+fn what_pairs_forget_is_found() {
+    let race = "race on shared offset";
+    fails::<pairs_without_fence>(PAIRS(), 256, &[race]);
+    fails::<pairs_that_begin_early>(PAIRS(), 256, &[race, "not initialised", "no mbarrier was made"]);
+    fails::<pairs_that_write_early>(PAIRS(), 256, &[race, "expects"]);
+    fails::<pairs_that_end_early>(PAIRS(), 256, &["of the cluster has ended", "was started here and never waited for"]);
+    fails::<pairs_of_three>(PAIRS(), 256, &["block 2 of a cluster of 2"]);
+}
+
+/// Of two blocks one ends, the other meets who is left.
+#[kernel(threads = 64, cluster = 2)]
+pub unsafe fn one_that_stays(p: Io) {
+    if cluster::rank() == 0 && thread::warp_id() == 0 {
+        return;
+    }
+    cluster::sync();
+    // SAFETY: a word for each lane.
+    unsafe { p.output.store((thread::block_idx_x() * 64 + thread::thread_idx_x()) as usize, cluster::rank()) };
+}
+
+#[test]
+fn lanes_that_ended_are_not_waited_for() {
+    for seed in 0..50 {
+        let run = run::<one_that_stays>(Launch { seed, ..Launch::new(2, 64) }, 128);
+        run.result.unwrap();
+        assert_eq!(run.output.as_slice()[32..], [[0; 32], [1; 32], [1; 32]].concat(), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_grid_is_whole_clusters() {
+    let error = run::<one_that_stays>(Launch::new(3, 64), 192).result.unwrap_err().to_string();
+    assert!(error.contains("a grid of 3 blocks in x: a multiple of 2"), "{error}");
+}
