@@ -149,6 +149,12 @@ impl Case {
         };
         let grid = [self.q_heads as u32, tiles.len() as u32, 1];
         run::<prefill_attention::prefill_attention>(grid, prefill_attention::SHARED_BYTES, seed, params);
+        if (self.q_heads / self.kv_heads).is_multiple_of(2) {
+            let paired = Buffer::<bf16>::new_poisoned(rows * self.q_heads * D);
+            let params = PrefillAttention { out: paired.ptr_mut(), ..params };
+            run::<prefill_attention::prefill_attention_pair>(grid, prefill_attention::SHARED_BYTES, seed, params);
+            assert!(paired.as_slice() == out.as_slice(), "in pairs");
+        }
         out.as_slice().to_vec()
     }
 }

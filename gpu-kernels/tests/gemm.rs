@@ -214,6 +214,8 @@ fn heads_are_what_the_separate_kernel_makes() {
         let large = case.run::<gemm::gemm_qkv_n256>(256, 2);
         let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
         assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&large.q), bits(&large.pages)));
+        let pairs = case.run::<gemm::gemm_qkv_pair>(256, 2);
+        assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&pairs.q), bits(&pairs.pages)));
     }
 }
 
@@ -225,6 +227,8 @@ fn gates() {
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
         let got = case.run::<gemm::gemm_swiglu_n256>(256, blocks);
         assert!(relative_error(widen(&got.out), &want) < 1.0 / 256.0, "{m} {n} {k}");
+        let pairs = case.run::<gemm::gemm_swiglu_pair>(256, 2 * blocks);
+        assert_eq!(pairs.out, got.out, "{m} {n} {k} in pairs");
     }
 }
 
@@ -254,7 +258,14 @@ fn adds_and_prepares_the_norm() {
         let squares: Vec<f32> = small.y.chunks(SPAN as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
         assert!(relative_error(small.squares.clone(), &squares) < 1e-6, "{m} {n} {k}");
         let large = case.run::<gemm::gemm_add_n256>(256, blocks);
-        assert_eq!((small.y, small.scaled, small.squares), (large.y, large.scaled, large.squares), "{m} {n} {k}");
+        let pairs = case.run::<gemm::gemm_add_pair>(256, 2 * blocks);
+        for other in [large, pairs] {
+            assert_eq!(
+                (&small.y, &small.scaled, &small.squares),
+                (&other.y, &other.scaled, &other.squares),
+                "{m} {n} {k}"
+            );
+        }
     }
 }
 

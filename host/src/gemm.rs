@@ -65,8 +65,8 @@ impl Cut {
         let can = |cut: &Self| match cut {
             Self::N128 => epilogue != Epilogue::SwiGlu,
             Self::N256 => true,
-            // Sharing pays with many rows; the emulator has no clusters.
-            Self::Pair => m >= 2048 && !device.is_emulator(),
+            // Sharing pays with many rows.
+            Self::Pair => m >= 2048,
         };
         Self::ALL.into_iter().filter(can).min_by_key(cost).unwrap_or(Self::N256)
     }

@@ -212,6 +212,67 @@ pub fn streamed_launched_and_wide(
     run().unwrap_or_else(|e| panic!("{e}"))
 }
 
+/// The logits of one row of each of many sequences, `[sequences, vocab]`: by the launches, and by the kernels for many sequences. `positions` are the rows',
+/// each in a sequence of its own, whose keys and values before are made up.
+///
+/// # Panics
+/// If anything fails, or the device has no such kernels.
+pub fn launched_and_wide(
+    device: &host::device::Device,
+    config: &model::Config,
+    weights: host::weights::DeviceWeights,
+    positions: &[u32],
+) -> [Vec<f32>; 2] {
+    use gpu_kernels::step::Rows;
+    use host::forward::{Forward, LogitRows, Pass, Room, Tiles};
+
+    let run = move || -> Result<[Vec<f32>; 2], host::Error> {
+        let sequences = positions.len();
+        let context = positions.iter().max().map_or(0, |last| *last as usize) + 1;
+        let stride = context.div_ceil(gpu_kernels::kv::PAGE_TOKENS as usize);
+        let room = Room { context, sequences, pages: sequences * stride, rows: sequences };
+        let mut forward = Forward::with_room(device, config, weights, room)?;
+        let pattern: Vec<half::bf16> =
+            (0..1 << 12).map(|i| half::bf16::from_f32((i * 7919 % 2003) as f32 / 1e3 - 1.0)).collect();
+        forward.fill_cache(&pattern)?;
+        // Every sequence has pages of its own, far from each other.
+        let numbers: Vec<u32> = (0..sequences as u32).collect();
+        let page = |i: u32| i % stride as u32 * sequences as u32 + i / stride as u32;
+        let entries: Vec<u32> = (0..room.pages as u32).flat_map(|i| [i, page(i)]).collect();
+        let list = device.upload(&entries)?;
+        let to = forward.page_tables().ptr_mut();
+        let put = gpu_kernels::batch::Put { entries: list.ptr(), to, count: room.pages as u32 };
+        // SAFETY: the list names places of the tables, each once.
+        unsafe { device.launch::<gpu_kernels::batch::put_words>(gpu_kernels::batch::blocks(room.pages), 0, put)? };
+        let tokens: Vec<u32> = numbers.iter().map(|i| i * 7919 % config.vocab_size as u32).collect();
+        let count = device.upload(&[sequences as u32])?;
+        let [tokens, positions, of] = [&tokens, positions, &numbers].map(|column| device.upload(column));
+        let (tokens, positions, of) = (tokens?, positions?, of?);
+        let list = device.upload(&numbers.iter().flat_map(|&row| [row, 1]).collect::<Vec<_>>())?;
+        let pass = Pass {
+            rows: Rows {
+                count: count.ptr_mut(),
+                tokens: tokens.ptr_mut(),
+                positions: positions.ptr_mut(),
+                sequences: of.ptr_mut(),
+            },
+            most_rows: sequences as u32,
+            end: context as u32,
+            tiles: Some(Tiles { list: list.ptr(), count: sequences as u32 }),
+            logits: LogitRows::From(0),
+        };
+        let logits = |forward: &Forward| {
+            forward.enqueue_rows(&pass)?;
+            let mut out = vec![0.0; sequences * config.vocab_size];
+            forward.logits().read(0, &mut out).map(|()| out)
+        };
+        let launched = logits(&forward)?;
+        assert!(forward.lay_out_stream()? && forward.lay_out_wide()?, "the device cannot stream");
+        Ok([launched, logits(&forward)?])
+    };
+    run().unwrap_or_else(|e| panic!("{e}"))
+}
+
 /// The logits of every token by the pass for prompts, run in pieces of `piece` tokens, `[tokens, vocab]`.
 ///
 /// # Panics

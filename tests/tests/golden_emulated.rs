@@ -4,7 +4,7 @@
 use host::draft::script;
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
-    answer, engine, golden_cases, greedy, prefilled, prefilled_to_the_end, relative_error, run,
+    answer, engine, golden_cases, greedy, launched_and_wide, prefilled, prefilled_to_the_end, relative_error, run,
     streamed_launched_and_wide, uploaded,
 };
 use model::{Checkpoint, Config, Sampling};
@@ -81,6 +81,28 @@ fn the_streamed_and_the_wide_step_give_the_bits_of_the_launches_in_wider_shapes(
         let [streamed, launched, wide] = streamed_launched_and_wide(&device, &config, weights, &tokens, rows);
         assert_eq!(streamed, launched, "{rows} rows of {length}");
         assert_eq!(wide, launched, "{rows} rows of {length}, wide");
+    }
+}
+
+/// One tile of 128 rows, and two.
+#[test]
+fn a_wide_step_of_many_sequences_gives_the_bits_of_the_launches() {
+    let config = Config {
+        vocab_size: 300,
+        hidden_size: 640,
+        intermediate_size: 384,
+        num_hidden_layers: 2,
+        num_attention_heads: 2,
+        num_key_value_heads: 1,
+        ..Config::published("8B").unwrap()
+    };
+    for sequences in [70, 131] {
+        let positions: Vec<u32> = (0..sequences).map(|i| i * 13 % 67 + if i == 5 { 300 } else { 0 }).collect();
+        let device = host::device::Device::emulator(u64::from(sequences));
+        let weights = host::weights::DeviceWeights::random(&config, &device).unwrap();
+        let [launched, wide] = launched_and_wide(&device, &config, weights, &positions);
+        assert!(launched.iter().all(|logit| logit.is_finite()));
+        assert_eq!(wide, launched, "{sequences} sequences");
     }
 }
 

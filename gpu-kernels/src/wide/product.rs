@@ -7,6 +7,7 @@ use cuda_std::{Global, GlobalMut, bulk, thread, warp};
 use super::outputs::{finish_share, finish_whole};
 use super::phases::{Product, Unit};
 use super::{GROUP, Kind, Memory, Phase, RESIDUES, Rings, SLICE_BYTES, WideStep};
+use crate::ring::Ring;
 use crate::waiting;
 
 /// A product, and what becomes of it. `arrivals` counts parts of split tiles' halves; `parity` is that of the phase's factors.
@@ -178,43 +179,91 @@ unsafe fn multiply_chain<const TILES: usize>(rings: &mut Rings, depth: u32) {
         }
         // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes
         // between chains has their registers.
-        multiply_slot::<TILES>(rings, false, lane, warp_id);
+        let Rings { ring, rows } = rings;
+        load_weights::<0>(ring, lane, warp_id);
+        begin_products::<TILES, 0>(rows, false);
         let mut turn = 1;
-        while turn < depth {
-            multiply_slot::<TILES>(rings, true, lane, warp_id);
-            turn += 1;
+        if TILES == 8 {
+            // Fragments are loaded into one half of their registers while products read the other.
+            while turn < depth {
+                load_weights::<4>(ring, lane, warp_id);
+                end_products(rows, lane);
+                begin_products::<TILES, 4>(rows, true);
+                turn += 1;
+                if turn == depth {
+                    break;
+                }
+                load_weights::<0>(ring, lane, warp_id);
+                end_products(rows, lane);
+                begin_products::<TILES, 0>(rows, true);
+                turn += 1;
+            }
+        } else {
+            while turn < depth {
+                end_products(rows, lane);
+                load_weights::<0>(ring, lane, warp_id);
+                begin_products::<TILES, 0>(rows, true);
+                turn += 1;
+            }
         }
+        end_products(rows, lane);
     }
 }
 
-/// The rings' slots.
+/// The fragments of a slot, into the registers of four steps from `FIRST` on. The slot is given back.
 #[inline(always)]
-unsafe fn multiply_slot<const TILES: usize>(rings: &mut Rings, keep: bool, lane: u32, warp_id: u32) {
+unsafe fn load_weights<const FIRST: usize>(ring: &mut Ring, lane: u32, warp_id: u32) {
     unsafe {
-        let Rings { ring, rows } = rings;
         ring.wait_full();
-        // The assembler runs products one after another if fragments are loaded while others are under way; the other warpgroup
-        // keeps the tensor cores busy.
         let weights = ring.slot().at((warp_id * SLICE_BYTES + lane * 16) as usize);
-        wgmma::load_fragments::<0, u8>(weights);
-        wgmma::load_fragments::<1, u8>(weights.at(512));
-        wgmma::load_fragments::<2, u8>(weights.at(1024));
-        wgmma::load_fragments::<3, u8>(weights.at(1536));
-        rows.wait_full();
-        let x = Operand::at(rows.slot());
-        wgmma::fence();
-        product::<TILES, 0>(x, keep);
-        product::<TILES, 1>(x.advance(32), true);
-        product::<TILES, 2>(x.advance(64), true);
-        product::<TILES, 3>(x.advance(96), true);
-        wgmma::commit();
-        wgmma::wait::<0>();
+        if FIRST == 0 {
+            wgmma::load_fragments::<0, u8>(weights);
+            wgmma::load_fragments::<1, u8>(weights.at(512));
+            wgmma::load_fragments::<2, u8>(weights.at(1024));
+            wgmma::load_fragments::<3, u8>(weights.at(1536));
+        } else {
+            wgmma::load_fragments::<4, u8>(weights);
+            wgmma::load_fragments::<5, u8>(weights.at(512));
+            wgmma::load_fragments::<6, u8>(weights.at(1024));
+            wgmma::load_fragments::<7, u8>(weights.at(1536));
+        }
         // What was read by ordinary loads is fenced before the slot is given back: the copy engine writes there next.
         bulk::fence_proxy_async();
         warp::sync_warp();
         ring.empty().arrive_if(lane == 0);
-        rows.empty().arrive_if(lane == 0);
         *ring = ring.ahead(1);
+    }
+}
+
+/// Begins the products of the rows' slot, once it is full, with the fragments of four steps from `FIRST` on.
+#[inline(always)]
+unsafe fn begin_products<const TILES: usize, const FIRST: usize>(rows: &Ring, keep: bool) {
+    unsafe {
+        rows.wait_full();
+        let x = Operand::at(rows.slot());
+        wgmma::fence();
+        if FIRST == 0 {
+            product::<TILES, 0>(x, keep);
+            product::<TILES, 1>(x.advance(32), true);
+            product::<TILES, 2>(x.advance(64), true);
+            product::<TILES, 3>(x.advance(96), true);
+        } else {
+            product::<TILES, 4>(x, keep);
+            product::<TILES, 5>(x.advance(32), true);
+            product::<TILES, 6>(x.advance(64), true);
+            product::<TILES, 7>(x.advance(96), true);
+        }
+        wgmma::commit();
+    }
+}
+
+/// Waits for the products, and gives the rows' slot back.
+#[inline(always)]
+unsafe fn end_products(rows: &mut Ring, lane: u32) {
+    unsafe {
+        wgmma::wait::<0>();
+        warp::sync_warp();
+        rows.empty().arrive_if(lane == 0);
         *rows = rows.ahead(1);
     }
 }

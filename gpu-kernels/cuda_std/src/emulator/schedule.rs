@@ -2,8 +2,8 @@
 
 use std::any::Any;
 use std::collections::HashMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -34,7 +34,8 @@ impl World {
         for i in (1..waiting.len()).rev() {
             waiting.swap(i, rng.below(i + 1));
         }
-        let together = if launch.cooperative { clusters } else { clusters.min(1 + rng.below(RESIDENT as usize) as u32) };
+        let together =
+            if launch.cooperative { clusters } else { clusters.min(1 + rng.below(RESIDENT as usize) as u32) };
         let resident = together * cluster;
         let threads = launch.threads as usize;
         let mut world = Self {
