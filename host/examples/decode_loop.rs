@@ -68,6 +68,20 @@ fn main() -> Result<()> {
         );
     }
 
+    // What they take beside a step with a long history: what drafting adds to it, and what acceptance and planning take without drafts.
+    gpu.set_run_ahead(2);
+    let long = text(LONG);
+    let plain = median(run(&mut gpu, &long, None)?.steps);
+    let drafting = median(run(&mut gpu, &long, Some(NgramDraft::default()))?.steps);
+    gpu.begin(&sequence(&long, LONG + 24 * REPEATS as usize, None))?;
+    gpu.step()?;
+    device.synchronize()?;
+    let accept = gpu.time_around_step(REPEATS)?;
+    println!(
+        "{size} beside a step, {LONG} tokens: drafting {drafting:.1} µs, no drafts {plain:.1} µs, plan and accept alone {accept:.2} µs; together {:.2} µs",
+        drafting - plain + accept
+    );
+
     // Drafting, planning and acceptance by themselves.
     for (length, kind) in [(512, "nothing matches"), (LONG, "nothing matches"), (LONG, "repetitive")] {
         let prompt =
