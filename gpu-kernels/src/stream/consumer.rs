@@ -54,6 +54,16 @@ unsafe fn release(chunk: Ring, arrives: bool) {
     }
 }
 
+/// A lane's fragments of its warp's slice of a chunk, once that is there.
+#[inline(always)]
+unsafe fn load(chunk: &Ring, lane: u32, warp_id: u32) -> [[u32; 4]; 4] {
+    unsafe {
+        chunk.wait_full();
+        let from = shared::dynamic::<u32>(chunk.offset() + warp_id * (SLICE * STRIP * 2) + lane * 16);
+        [from.load16(0), from.load16(128), from.load16(256), from.load16(384)]
+    }
+}
+
 /// Where a partial sum lies among a warp's `[row][feature]`: such that neither the stores of a tensor core's layout nor the loads of whole rows meet a
 /// bank of shared memory twice.
 #[inline(always)]
@@ -284,12 +294,7 @@ impl<'a> Consumer<'a> {
                 });
                 b
             };
-            // A lane's part of a chunk.
-            let load = |ring: &Ring| {
-                ring.wait_full();
-                let from = shared::dynamic::<u32>(ring.offset() + warp_id * (SLICE * STRIP * 2) + lane * 16);
-                [from.load16(0), from.load16(128), from.load16(256), from.load16(384)]
-            };
+            let load = |chunk: &Ring| load(chunk, lane, warp_id);
             let mut ring = self.ring;
             loop {
                 let mine = part.mine;

@@ -2,7 +2,7 @@
 
 use cuda_std::{mma, shared, thread, warp};
 
-use super::{Consumer, Old, Output, Part, release, sync};
+use super::{Consumer, Old, Output, Part, load, release, sync};
 use crate::linear::{SLICE, STRIP};
 use crate::norm::Norm;
 use crate::ring::Ring;
@@ -48,11 +48,7 @@ impl Consumer<'_> {
                 words
             };
             let staged = STAGED + warp_id * (ASKED as u32 * SLICE * 2);
-            let load = |ring: &Ring| {
-                ring.wait_full();
-                let from = shared::dynamic::<u32>(ring.offset() + warp_id * (SLICE * STRIP * 2) + lane * 16);
-                [from.load16(0), from.load16(128), from.load16(256), from.load16(384)]
-            };
+            let load = |chunk: &Ring| load(chunk, lane, warp_id);
             let mut ring = self.ring;
             loop {
                 if part.mine > 0 {
