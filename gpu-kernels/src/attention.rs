@@ -26,6 +26,7 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread, warp}
 
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::place_of;
+use crate::quad;
 use crate::step::Rows;
 
 /// Keys of a block of [`attend`].
@@ -94,19 +95,6 @@ const PAIR_STRIDE: u32 = HEAD_DIM + 8;
 #[inline(always)]
 fn sync(barrier: u32) {
     thread::sync_named(barrier, WARPS * 32);
-}
-
-/// The sum of `v` over the four lanes that hold one pair's scores.
-#[inline(always)]
-unsafe fn quad_sum(v: f32) -> f32 {
-    let v = v + warp::shuffle_xor(v, 1);
-    v + warp::shuffle_xor(v, 2)
-}
-
-#[inline(always)]
-unsafe fn quad_max(v: f32) -> f32 {
-    let v = math::max(v, warp::shuffle_xor(v, 1));
-    math::max(v, warp::shuffle_xor(v, 2))
 }
 
 /// `exp2(a − b)`, and 0 where `a` is the maximum of nothing.
@@ -193,7 +181,7 @@ impl Tile {
 /// dimension `8 t + 32 j` on; `key(k, j)` likewise of the `k`-th key from the warp's first on; `value(d)` dimension `d` of keys `8 t..8 t + 8`.
 /// `between` is called when the keys are done with.
 #[inline(always)]
-pub(crate) unsafe fn attend_keys(
+pub(crate) fn attend_keys(
     p: &Attend,
     tile: &Tile,
     position: impl Fn(u32) -> u32,
@@ -202,58 +190,56 @@ pub(crate) unsafe fn attend_keys(
     between: impl FnOnce(),
     value: impl Fn(u32) -> [u32; 4],
 ) -> Found {
-    unsafe {
-        let (g, t) = (tile.lane / 4, tile.lane % 4);
-        let mut found = Found::NOTHING;
-        let mut s = [[0f32; 4]; 4];
-        unroll!(I < 4; {
-            let (l, h) = (query(0, I), query(1, I));
-            unroll!(J < 4; {
-                // A key beyond the last row's is masked below; the cache there is zeroed or stale, never unmapped: a
-                // page holds 64 keys, and the warp's 32 never cross one.
-                let b = key(8 * (g / 2) + 2 * J as u32 + g % 2, I);
-                s[J] = mma::m16n8k16_bf16(s[J], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
-                s[J] = mma::m16n8k16_bf16(s[J], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
-            });
+    let (g, t) = (tile.lane / 4, tile.lane % 4);
+    let mut found = Found::NOTHING;
+    let mut s = [[0f32; 4]; 4];
+    unroll!(I < 4; {
+        let (l, h) = (query(0, I), query(1, I));
+        unroll!(J < 4; {
+            // A key beyond the last row's is masked below; the cache there is zeroed or stale, never unmapped: a
+            // page holds 64 keys, and the warp's 32 never cross one.
+            let b = key(8 * (g / 2) + 2 * J as u32 + g % 2, I);
+            s[J] = mma::m16n8k16_bf16(s[J], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
+            s[J] = mma::m16n8k16_bf16(s[J], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
         });
-        between();
-        let limit = |pair: u32| {
-            if pair < tile.pairs { position(tile.row(pair)) as i32 } else { -1 }
-        };
-        let limit = [limit(g), limit(g + 8)];
-        let scale = p.scale * LOG2_E;
-        let first = tile.first_key() + 8 * t;
-        unroll!(I < 2; {
-            unroll!(J < 8; {
-                let score = &mut s[J / 2][2 * I + J % 2];
-                *score = if (first + J as u32) as i32 <= limit[I] { *score * scale } else { f32::NEG_INFINITY };
-                found.top[I] = math::max(found.top[I], *score);
-            });
-            found.top[I] = quad_max(found.top[I]);
-            unroll!(J < 8; {
-                let score = &mut s[J / 2][2 * I + J % 2];
-                *score = weight(*score, found.top[I]);
-                found.norm[I] += *score;
-            });
-            found.norm[I] = quad_sum(found.norm[I]);
+    });
+    between();
+    let limit = |pair: u32| {
+        if pair < tile.pairs { position(tile.row(pair)) as i32 } else { -1 }
+    };
+    let limit = [limit(g), limit(g + 8)];
+    let scale = p.scale * LOG2_E;
+    let first = tile.first_key() + 8 * t;
+    unroll!(I < 2; {
+        unroll!(J < 8; {
+            let score = &mut s[J / 2][2 * I + J % 2];
+            *score = if (first + J as u32) as i32 <= limit[I] { *score * scale } else { f32::NEG_INFINITY };
+            found.top[I] = math::max(found.top[I], *score);
         });
-        // A's k-pairs are the key tiles: (0, 1) then (2, 3), as the values have them.
-        let pack = |a: [f32; 4], b: [f32; 4]| {
-            [
-                math::pack_bf16(a[0], a[1]),
-                math::pack_bf16(a[2], a[3]),
-                math::pack_bf16(b[0], b[1]),
-                math::pack_bf16(b[2], b[3]),
-            ]
-        };
-        let (p0, p1) = (pack(s[0], s[1]), pack(s[2], s[3]));
-        unroll!(N < TILES of 16; {
-            let b = value(N as u32 * 8 + g);
-            found.o[N] = mma::m16n8k16_bf16(found.o[N], p0, [b[0], b[1]]);
-            found.o[N] = mma::m16n8k16_bf16(found.o[N], p1, [b[2], b[3]]);
+        found.top[I] = quad::max(found.top[I]);
+        unroll!(J < 8; {
+            let score = &mut s[J / 2][2 * I + J % 2];
+            *score = weight(*score, found.top[I]);
+            found.norm[I] += *score;
         });
-        found
-    }
+        found.norm[I] = quad::sum(found.norm[I]);
+    });
+    // A's k-pairs are the key tiles: (0, 1) then (2, 3), as the values have them.
+    let pack = |a: [f32; 4], b: [f32; 4]| {
+        [
+            math::pack_bf16(a[0], a[1]),
+            math::pack_bf16(a[2], a[3]),
+            math::pack_bf16(b[0], b[1]),
+            math::pack_bf16(b[2], b[3]),
+        ]
+    };
+    let (p0, p1) = (pack(s[0], s[1]), pack(s[2], s[3]));
+    unroll!(N < TILES of 16; {
+        let b = value(N as u32 * 8 + g);
+        found.o[N] = mma::m16n8k16_bf16(found.o[N], p0, [b[0], b[1]]);
+        found.o[N] = mma::m16n8k16_bf16(found.o[N], p1, [b[2], b[3]]);
+    });
+    found
 }
 
 /// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and

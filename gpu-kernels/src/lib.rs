@@ -41,6 +41,7 @@ pub mod norm;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod prefill_attention;
 pub mod qkv;
+mod quad;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod ring;
 pub mod sample;

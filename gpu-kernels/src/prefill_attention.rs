@@ -31,6 +31,7 @@ use cuda_std::wgmma::{self, Operand};
 use cuda_std::{Global, GlobalMut, bf16, kernel, launches, math, mma, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
+use crate::quad;
 
 /// Rows of a tile.
 pub const TILE_ROWS: u32 = 128;
@@ -175,12 +176,6 @@ struct Running {
     norm: [f32; 2],
 }
 
-#[inline(always)]
-fn quad_max(v: f32) -> f32 {
-    let v = math::max(v, warp::shuffle_xor(v, 1));
-    math::max(v, warp::shuffle_xor(v, 2))
-}
-
 /// `S = Q · Kᵀ` in the lower accumulators: begun, not waited for.
 #[inline(always)]
 unsafe fn begin_scores(queries: Operand, keys: Operand) {
@@ -240,7 +235,7 @@ unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32;
         groups!(G; {
             top = math::max(top, math::max(s[G][R][0], s[G][R][1]));
         });
-        let top = quad_max(top);
+        let top = quad::max(top);
         factors[R] = math::exp2((running.top[R] - top) * scale);
         running.top[R] = top;
         // Key 0 is in the first block and every row sees it, so this is finite.

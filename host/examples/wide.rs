@@ -35,14 +35,7 @@ fn step(device: &Device, size: &str, sequences: usize, bandwidth: f64) -> Result
     for (i, r) in random(tables.len(), 1).into_iter().enumerate() {
         tables.swap(i, r as usize % room.pages);
     }
-    // The buffer is the forward's own.
-    let to = forward.page_tables().ptr_mut();
-    let entries: Vec<u32> = tables.iter().enumerate().flat_map(|(i, &page)| [i as u32, page]).collect();
-    let list = device.upload(&entries)?;
-    let put = gpu_kernels::batch::Put { entries: list.ptr(), to, count: tables.len() as u32 };
-    let blocks = gpu_kernels::batch::blocks(tables.len());
-    // SAFETY: the list names places of the tables, each once.
-    unsafe { device.launch::<gpu_kernels::batch::put_words>(blocks, 0, put)? };
+    forward.set_page_tables(&tables)?;
 
     let tokens: Vec<u32> = random(sequences, 2).iter().map(|r| *r as u32 % config.vocab_size as u32).collect();
     let numbers: Vec<u32> = (0..sequences as u32).collect();

@@ -186,8 +186,8 @@ impl Forward {
     /// Too little memory, or a driver error.
     pub fn new(device: &Device, config: &Config, weights: DeviceWeights, capacity: usize) -> Result<Self, Error> {
         let mut forward = Self::with_room(device, config, weights, Room::single(capacity))?;
-        let table: Vec<u32> = (0..forward.page_table.len() as u32).collect();
-        forward.page_table.write(0, &table)?;
+        let tables: Vec<u32> = (0..forward.page_table.len() as u32).collect();
+        forward.set_page_tables(&tables)?;
         Ok(forward)
     }
 
@@ -404,6 +404,17 @@ impl Forward {
     /// The cache.
     pub fn cache(&self) -> &KvCache {
         &self.cache
+    }
+
+    /// Writes the [page tables](Self::page_tables) from the first on, after everything enqueued so far.
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If there are more than fit: a bug of the caller.
+    pub fn set_page_tables(&mut self, tables: &[u32]) -> Result<(), Error> {
+        self.page_table.write(0, tables)
     }
 
     /// `[sequences, pages of the context]`: which page of the cache each page of a sequence is.

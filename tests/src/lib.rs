@@ -238,12 +238,7 @@ pub fn launched_and_wide(
         // Every sequence has pages of its own, far from each other.
         let numbers: Vec<u32> = (0..sequences as u32).collect();
         let page = |i: u32| i % stride as u32 * sequences as u32 + i / stride as u32;
-        let entries: Vec<u32> = (0..room.pages as u32).flat_map(|i| [i, page(i)]).collect();
-        let list = device.upload(&entries)?;
-        let to = forward.page_tables().ptr_mut();
-        let put = gpu_kernels::batch::Put { entries: list.ptr(), to, count: room.pages as u32 };
-        // SAFETY: the list names places of the tables, each once.
-        unsafe { device.launch::<gpu_kernels::batch::put_words>(gpu_kernels::batch::blocks(room.pages), 0, put)? };
+        forward.set_page_tables(&(0..room.pages as u32).map(page).collect::<Vec<_>>())?;
         let tokens: Vec<u32> = numbers.iter().map(|i| i * 7919 % config.vocab_size as u32).collect();
         let count = device.upload(&[sequences as u32])?;
         let [tokens, positions, of] = [&tokens, positions, &numbers].map(|column| device.upload(column));

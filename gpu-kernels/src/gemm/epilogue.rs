@@ -2,12 +2,13 @@
 
 use cuda_std::bulk;
 use cuda_std::shared::Shared;
-use cuda_std::tensor::{self, swizzled};
+use cuda_std::tensor::{self, TensorMap, swizzled};
 use cuda_std::{Global, bf16, math, mma, thread, warp, wgmma};
 
 use super::{BOX, BOX_BYTES, GROUP, Gemm};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::linear::STRIP;
+use crate::quad;
 
 /// One warpgroup's half of a tile: where it is, and what a lane of it needs to place its sums.
 pub struct Half {
@@ -46,21 +47,17 @@ impl Half {
         unsafe { mma::stmatrix_x4(self.place().at(offset as usize), words) }
     }
 
-    /// Waits until the warpgroup has filled a box, and the box before can be overwritten.
+    /// Once the warpgroup has filled a box, and the box before can be overwritten, stores it: it is the `b`-th of the half's columns.
     #[inline(always)]
-    unsafe fn end_box(&mut self) {
+    unsafe fn store_box(&mut self, out: Global<TensorMap>, b: u32) {
         bulk::fence_proxy_async();
         if self.elected {
             // By now the copy engine has read it, or soon.
             bulk::wait_read::<0>();
         }
         thread::sync_named(self.barrier, GROUP);
-    }
-
-    /// Closes the box's store.
-    #[inline(always)]
-    fn stored(&mut self) {
         if self.elected {
+            unsafe { tensor::store(out, [self.column + b * BOX, self.row], self.place()) };
             bulk::commit();
         }
         self.turn ^= 1;
@@ -119,7 +116,7 @@ unsafe fn scales(p: &Gemm, row: u32, mut squares: Squares) -> [f32; 2] {
             sums = [sums[0] + squares[I][0], sums[1] + squares[I][1]];
         });
         if next >= p.spans {
-            return sums.map(|sum| math::rsqrt(quad_sum(sum) / p.norm.dim as f32 + p.norm.eps));
+            return sums.map(|sum| math::rsqrt(quad::sum(sum) / p.norm.dim as f32 + p.norm.eps));
         }
         squares = unsafe { load_squares(p, row, next) };
         next += 32;
@@ -194,7 +191,7 @@ macro_rules! head_factor {
             let x = [wgmma::get::<{ $first + 4 * J + 2 * $r }>(), wgmma::get::<{ $first + 4 * J + 2 * $r + 1 }>()];
             squares[J % 4] = math::fma(x[0], x[0], math::fma(x[1], x[1], squares[J % 4]));
         });
-        let sum = quad_sum((squares[0] + squares[1]) + (squares[2] + squares[3])) * ($scale * $scale);
+        let sum = quad::sum((squares[0] + squares[1]) + (squares[2] + squares[3])) * ($scale * $scale);
         $scale * math::rsqrt(sum / HEAD_DIM as f32 + $p.heads.eps)
     }};
 }
@@ -240,13 +237,6 @@ macro_rules! put_values {
             mma::stmatrix_x4_trans($half.staging.at(at as usize), words);
         });
     }};
-}
-
-/// The sum of `v` over the four lanes of a row.
-#[inline(always)]
-fn quad_sum(v: f32) -> f32 {
-    let v = v + warp::shuffle_xor(v, 1);
-    v + warp::shuffle_xor(v, 2)
 }
 
 /// Stores a warp's eight rows of a head of queries or keys from shared memory at `from`, where [`put_rotated`] left them: the rows from `first` on.
@@ -467,11 +457,7 @@ impl Epilogue for SwiGlu {
                         ];
                         half.put(Q, words);
                     });
-                    half.end_box();
-                    if half.elected {
-                        tensor::store(p.out, [half.column + B as u32 * BOX, half.row], half.place());
-                    }
-                    half.stored();
+                    half.store_box(p.out, B as u32);
                 }
             });
         }
@@ -503,11 +489,7 @@ impl Epilogue for Plain {
                             let words = [low[0], low[1], high[0], high[1]].map(|s| math::pack_bf16(s[0], s[1]));
                             half.put(Q, words);
                         });
-                        half.end_box();
-                        if half.elected {
-                            tensor::store(p.out, [half.column + $b * BOX, half.row], half.place());
-                        }
-                        half.stored();
+                        half.store_box(p.out, $b);
                     }
                 };
             }

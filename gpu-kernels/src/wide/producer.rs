@@ -190,19 +190,17 @@ pub unsafe fn find_factors<const ROWS: u32>(p: &WideStep, which: u32) {
                 warp::sync_warp();
                 let mut row = which * 4;
                 while row < count {
-                    if wanted >> (row / ROWS) & 1 == 0 {
-                        row += 8;
-                        continue;
+                    if wanted >> (row / ROWS) & 1 == 1 {
+                        let mut found = norm.lane_squares([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
+                        unroll!(I < 4; {
+                            found[I] = norm.inverse_rms_of(found[I]);
+                        });
+                        unroll!(I < 4; {
+                            if thread::lane_id() == I as u32 {
+                                factors.store(row as usize + I, found[I]);
+                            }
+                        });
                     }
-                    let mut found = norm.lane_squares([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
-                    unroll!(I < 4; {
-                        found[I] = norm.inverse_rms_of(found[I]);
-                    });
-                    unroll!(I < 4; {
-                        if thread::lane_id() == I as u32 {
-                            factors.store(row as usize + I, found[I]);
-                        }
-                    });
                     row += 8;
                 }
                 warp::sync_warp();
