@@ -18,12 +18,17 @@
 //! A single row needs none of them: blocks [exchange] it as words that carry their own sign of being there.
 //!
 //! # Layout of the weights
-//! A *strip* is 16 output features; a *chunk* is a strip's 512 input features, 16 KiB: for each of the 8 warps its [slice](crate::linear::SLICE), and of a
+//! A *strip* is 16 output features; a *chunk* is a strip's 512 input features, 16 KiB: for each of the 8 warps its [slice](crate::linear::SLICE) of 2 KiB, and of a
 //! slice each lane's A fragments, 16 bytes contiguous. A *pass* is a matrix or a part of one: up to [`STRIPS`] strips a block, dealt in rotation that continues from pass to pass, so
-//! that totals match. Memory holds the chunks in the order in which the whole grid consumes them: by input chunk, then by a block's strip,
-//! then by block. Strips that a block lacks leave a hole. Within a gate-up strip rows 0 to 7 are gate features and rows 8 to 15 their
-//! up features, so that SwiGLU stays in the lane's block. [`lay_out`] makes this order from a checkpoint's. A page's keys of one head are a chunk too,
-//! and so are its values.
+//! that totals match. Memory holds a pass in the order in which the whole grid consumes it, by input chunk, then by strip; of every 8 strips a slice of each
+//! lies together, 16 KiB that the [step of many sequences](crate::wide) takes at once:
+//!
+//! ```text
+//! [512 inputs][8 strips][slice][strip of the 8][2 KiB]
+//! ```
+//!
+//! Within a gate-up strip rows 0 to 7 are gate features and rows 8 to 15 their up features, so that SwiGLU stays in the lane's block. [`lay_out`] makes this
+//! order from a checkpoint's. A page's keys of one head have the size of a chunk too, and so have its values.
 //!
 //! # Order
 //! Slices go to warps, and sums over warps run, as in [`linear`](crate::linear); [`attention`](crate::attention) shares its code: this kernel gives the
@@ -50,6 +55,12 @@ use producer::{Units, produce};
 pub const CHUNK_BYTES: u32 = 16384;
 /// Input features of a chunk.
 pub const CHUNK_FEATURES: u32 = WARPS * SLICE;
+/// Bytes of a strip's slice.
+pub const SLICE_BYTES: u32 = SLICE * STRIP * 2;
+/// Strips whose slices lie together.
+pub const TOGETHER: u32 = 8;
+/// Bytes from a slice of a strip's chunk to the next.
+pub const SLICES_APART: u32 = TOGETHER * SLICE_BYTES;
 /// Most strips of a block in a pass: what the accumulators have room for.
 pub const STRIPS: u32 = 8;
 /// Threads of a block.
@@ -76,7 +87,7 @@ const UNITS: u32 = ARRIVALS + 8;
 pub struct Walk {
     /// Blocks.
     pub grid: u32,
-    /// Chunks passed so far, holes included: where the next pass begins.
+    /// Chunks passed so far, holes behind a pass's last strip included: where the next pass begins.
     pub chunks: u64,
     /// The block that gets the next pass's first strip.
     pub rotation: u32,
@@ -109,8 +120,7 @@ impl Walk {
         let strips = left.min(STRIPS * self.grid);
         let depth = k.div_ceil(CHUNK_FEATURES);
         let pass = Pass { base: self.chunks, rotation: self.rotation, strips, depth };
-        let rounds = strips.div_ceil(self.grid);
-        self.chunks += rounds as u64 * self.grid as u64 * depth as u64;
+        self.chunks += u64::from(pass.room()) * u64::from(depth);
         self.rotation = (self.rotation + strips) % self.grid;
         pass
     }
@@ -131,13 +141,17 @@ impl Pass {
         if place < self.strips { (self.strips - place).div_ceil(grid) } else { 0 }
     }
 
-    /// The chunk in memory of input chunk `q` of a block's `i`-th strip.
+    /// Strips that there is room for.
     #[inline(always)]
-    pub fn chunk(&self, q: u32, i: u32, place: u32, grid: u32) -> u64 {
-        // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(grid > 0) };
-        let rounds = self.strips.div_ceil(grid);
-        self.base + ((q * rounds + i) as u64) * grid as u64 + place as u64
+    const fn room(&self) -> u32 {
+        self.strips.next_multiple_of(TOGETHER)
+    }
+
+    /// The byte of the stream at which a strip's slice begins.
+    #[inline(always)]
+    pub const fn slice(&self, strip: u32, slice: u32) -> u64 {
+        let chunks = self.base + (slice / WARPS) as u64 * self.room() as u64 + (strip / TOGETHER * TOGETHER) as u64;
+        chunks * CHUNK_BYTES as u64 + (slice % WARPS * SLICES_APART + strip % TOGETHER * SLICE_BYTES) as u64
     }
 }
 
@@ -161,8 +175,6 @@ pub struct LayOut {
     pub first_strip: u32,
     /// [`Pass::strips`].
     pub strips: u32,
-    /// Blocks of the step.
-    pub blocks: u32,
 }
 
 /// Copies a pass's weights into the order of the stream; what lies beyond the matrix becomes zero.
@@ -170,16 +182,15 @@ pub struct LayOut {
 pub unsafe fn lay_out(p: LayOut) {
     unsafe {
         let (strip, q) = (thread::block_idx_x(), thread::block_idx_y());
-        core::hint::assert_unchecked(p.blocks > 0);
         let pass = Pass { base: p.base, rotation: 0, strips: p.strips, depth: 0 };
-        let chunk = pass.chunk(q, strip / p.blocks, strip % p.blocks, p.blocks);
-        let to = p.stream.at((chunk * (CHUNK_BYTES / 2) as u64) as usize);
+        let to = p.stream.cast::<u8>().at(pass.slice(strip, q * WARPS) as usize);
         let mut fragment = thread::thread_idx_x();
         while fragment < CHUNK_BYTES / 16 {
             let lane = fragment % 32;
             let (g, t) = (lane / 4, lane % 4);
             let step = fragment / 32 % 4;
-            let k = q * CHUNK_FEATURES + fragment / 128 * SLICE + step / 2 * 32 + t * 8 + step % 2 * 4;
+            let slice = fragment / 128;
+            let k = q * CHUNK_FEATURES + slice * SLICE + step / 2 * 32 + t * 8 + step % 2 * 4;
             let strip = p.first_strip + strip;
             let (low_row, high_row, high) = if p.up.is_null() {
                 (strip * STRIP + g, strip * STRIP + 8 + g, p.weight)
@@ -195,13 +206,13 @@ pub unsafe fn lay_out(p: LayOut) {
                 }
             };
             let (l, h) = (words(p.weight, low_row), words(high, high_row));
-            to.store16(fragment as usize * 8, [l[0], h[0], l[1], h[1]]);
+            to.store16((slice * SLICES_APART + fragment % 128 * 16) as usize, [l[0], h[0], l[1], h[1]]);
             fragment += 256;
         }
     }
 }
 
-/// Parameters of [`stream_8`] and [`stream_16`]. Cooperative; grid: blocks as [`lay_out`] was told. Shared memory: [`SHARED_BYTES`].
+/// Parameters of [`stream_8`] and [`stream_16`]. Cooperative; grid: the blocks that the weights were [laid out](lay_out) for. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StreamStep {
@@ -445,8 +456,8 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
             }
         } else {
             wgmma::give_registers::<24>();
-            if thread::thread_idx_x() == WARPS * 32 {
-                produce(p);
+            if thread::warp_id() == WARPS {
+                produce(p, count == 1);
             }
         }
     }

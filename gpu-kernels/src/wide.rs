@@ -4,7 +4,7 @@
 //! is a list of [phases](Phase) in memory, and between two of them all blocks meet:
 //!
 //! ```text
-//! warp 8         weights: 64 inputs of 8 strips, 8 × 2 KiB; pages of keys, of values ──bulk copies──► ring of slots of 16 KiB
+//! warp 8         weights: 64 inputs of 8 strips; pages of keys, of values            ──bulk copies──► ring of slots of 16 KiB
 //! warp 9         activations [ROWS × 64]; an item's queries                         ──copy engine──► ring of slots of ROWS × 128 bytes
 //! warps 10, 11   the rows' norm factors
 //! warps 0 to 7   what is to be done with all that; they meet the other blocks
@@ -70,11 +70,12 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread, wgmma};
 use crate::attention::{Attend, PAIRS};
 use crate::embedding::{Embed, embed_elements};
 use crate::kv::{Cache, HEAD_DIM};
-use crate::linear::{SLICE, STRIP};
+use crate::linear::SLICE;
 use crate::norm::{Norm, Residual};
 use crate::qkv::{HeadOf, SplitHeads, split_some};
 use crate::ring::{Ring, Shape};
 use crate::step::Rows;
+use crate::stream::{SLICE_BYTES, TOGETHER};
 use crate::waiting;
 
 /// Most rows of a step.
@@ -82,7 +83,7 @@ pub const MAX_WIDE_ROWS: u32 = 256;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 /// Strips of a tile.
-pub const TILE_STRIPS: u32 = 8;
+pub const TILE_STRIPS: u32 = TOGETHER;
 
 const RESIDUES: u32 = 8;
 /// Warps that consume.
@@ -94,8 +95,6 @@ const PRODUCER_REGISTERS: u32 = 88;
 // A block shares out what it was launched with: 168 a lane. Asking for more waits forever.
 const _: () = assert!(256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= 384 * 168);
 const GROUP: u32 = 128;
-/// Bytes of a strip's slice.
-const SLICE_BYTES: u32 = SLICE * STRIP * 2;
 const WEIGHT_BYTES: u32 = TILE_STRIPS * SLICE_BYTES;
 /// Where all consumers meet; the warpgroups have barriers 1 and 2.
 const ALL: u32 = 3;
@@ -137,7 +136,7 @@ pub struct WideStep {
     pub phases: Global<Phase>,
     /// How many.
     pub phase_count: u32,
-    /// Blocks that [`lay_out`](crate::stream::lay_out) was told.
+    /// Blocks that the weights were [laid out](crate::stream::lay_out) for.
     pub blocks: u32,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
     pub stream: Global<bf16>,

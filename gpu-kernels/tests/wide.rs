@@ -145,7 +145,6 @@ impl Case {
                 k,
                 first_strip,
                 strips: pass.strips,
-                blocks: BLOCKS,
             };
             run::<stream::lay_out>([pass.strips, pass.depth, 1], 0, 2, lay_out);
         }

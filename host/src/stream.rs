@@ -86,7 +86,6 @@ impl Stream {
                     k,
                     first_strip,
                     strips: pass.strips,
-                    blocks: grid,
                 };
                 // SAFETY: the matrix is `[n, k]`, and the stream has room for every pass of the walk.
                 unsafe { device.launch::<stream::lay_out>((pass.strips, pass.depth), 0, params)? };

@@ -3,9 +3,9 @@
 use core::ops::Range;
 
 use cuda_std::bulk;
-use cuda_std::{Global, shared, thread};
+use cuda_std::{Global, shared, thread, warp};
 
-use super::{CHUNK_BYTES, Matrix, RING, StreamStep, UNITS, Walk};
+use super::{CHUNK_BYTES, Matrix, RING, SLICE_BYTES, SLICES_APART, StreamStep, UNITS, WARPS, Walk};
 use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::PAGE_TOKENS;
 use crate::ring::Ring;
@@ -127,27 +127,39 @@ impl Units {
     }
 }
 
-/// Copies under way at a time. The copy engine serves them side by side: with as many as the ring has stages, the last chunk before a boundary would
-/// arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge. On an H100 two are best where
-/// boundaries are near, and three through the long matrices.
-const UNDER_WAY: u32 = 2;
-const UNDER_WAY_LONG: u32 = 3;
-
-/// Waits for room and starts the next chunk's copy.
+/// Chunks under way at a time: of a matrix of which a block has so many in a pass, or of pages. The copy engine serves copies side by side: with as many as the
+/// ring has stages, the last chunk before a boundary would arrive no earlier than those after it, and the ring would be full when the pause begins that it is to
+/// bridge. So it is few where boundaries are near, and one more where all the time is memory's: with one row (measured on an H100).
 #[inline(always)]
-unsafe fn fill(ring: &mut Ring, from: Global<u8>, under_way: u32) {
+const fn under_way(one_row: bool, is_long: bool, chunks: u32) -> u32 {
+    if chunks <= FEW { 1 } else { 2 + is_long as u32 + one_row as u32 }
+}
+
+/// Chunks of a pass that are over before memory is in its stride: those of models of less than a billion parameters.
+const FEW: u32 = 8;
+
+/// Waits for room and starts the next chunk's copy: `WARPS` pieces that lie `apart` bytes from each other, a lane each.
+#[inline(always)]
+unsafe fn fill(ring: &mut Ring, from: Global<u8>, apart: u32, under_way: u32) {
     unsafe {
+        let lane = thread::fresh(thread::lane_id());
         ring.wait_under_way(under_way);
         ring.wait_empty();
-        ring.full().arrive_expect_tx(CHUNK_BYTES);
-        bulk::copy_to_shared(ring.slot(), from, CHUNK_BYTES, ring.full());
+        if lane == 0 {
+            ring.full().arrive_expect_tx(CHUNK_BYTES);
+        }
+        warp::sync_warp();
+        if lane < WARPS {
+            let to = ring.slot().at((lane * SLICE_BYTES) as usize);
+            bulk::copy_to_shared(to, from.at((lane * apart) as usize), SLICE_BYTES, ring.full());
+        }
         *ring = ring.ahead(1);
     }
 }
 
-/// The producer: one lane walks every pass, and before the output projection the block's share of the cache.
+/// The producer: one warp walks every pass, and before the output projection the block's share of the cache.
 #[inline(always)]
-pub unsafe fn produce(p: &StreamStep) {
+pub unsafe fn produce(p: &StreamStep, one_row: bool) {
     unsafe {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         let mut walk = Walk::new(grid);
@@ -156,21 +168,22 @@ pub unsafe fn produce(p: &StreamStep) {
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache(p, &mut ring, index / 4, Units::load());
+                produce_cache(p, &mut ring, index / 4, Units::load(), one_row);
             }
-            let under_way = if matches!(matrix, Matrix::GateUp | Matrix::Head) { UNDER_WAY_LONG } else { UNDER_WAY };
             let (mut left, k) = p.shape(matrix);
             while left > 0 {
                 let pass = walk.pass(left, k);
                 left -= pass.strips;
                 let place = pass.place(block, grid);
                 let mine = pass.mine(place, grid);
+                let is_long = matches!(matrix, Matrix::GateUp | Matrix::Head);
+                let under_way = under_way(one_row, is_long, mine * pass.depth);
                 let mut q = 0;
                 while q < pass.depth {
                     let mut i = 0;
                     while i < mine {
-                        let chunk = pass.chunk(q, i, place, grid) * u64::from(CHUNK_BYTES);
-                        fill(&mut ring, p.stream.cast().at(chunk as usize), under_way);
+                        let from = pass.slice(i * grid + place, q * WARPS);
+                        fill(&mut ring, p.stream.cast().at(from as usize), SLICES_APART, under_way);
                         i += 1;
                     }
                     q += 1;
@@ -183,7 +196,7 @@ pub unsafe fn produce(p: &StreamStep) {
 
 /// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not there yet: consumers put it in.
 #[inline(always)]
-unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: Units) {
+unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: Units, one_row: bool) {
     unsafe {
         let cache = p.cache(layer);
         let sequence = p.rows.sequences.load(0);
@@ -196,7 +209,7 @@ unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: 
                 } else {
                     cache.value(sequence, position, kv_head)
                 };
-                fill(ring, from.read().cast(), UNDER_WAY);
+                fill(ring, from.read().cast(), SLICE_BYTES, under_way(one_row, false, u32::MAX));
                 i += 1;
             }
         }
