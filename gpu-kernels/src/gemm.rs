@@ -1,7 +1,7 @@
 //! Linear layers for many rows: `y[row, n] = Σ_k x[row, k] · w[n, k]` on Hopper's warpgroup products, for prompts. bf16 in, f32 sums.
 //!
 //! # Shape of the work
-//! A block of three warpgroups stays on its multiprocessor and takes tiles of [`TILE_ROWS`] = 128 rows × `N` = 128 or 256 features, one
+//! A block of three warpgroups stays on its multiprocessor and takes tiles of [`TILE_ROWS`] = 128 rows × `N` = 128, 192 or 256 features, one
 //! after another:
 //!
 //! ```text
@@ -13,6 +13,15 @@
 //! Tiles go down a band of [`Gemm::band`] tile rows before they go right, so that blocks which run at the same time share rows and features in L2. In
 //! the `_pair` kernels two neighbouring blocks take tiles one above the other, and each loads half of the features' tile for both.
 //! What lies beyond `n` or `x` arrives as zeros.
+//!
+//! Heads have 128 features and are finished whole. So in the `_n192` kernels, whose blocks take one tile each, two neighbours have three times 128 features between them, and the
+//! middle ones are multiplied with the upper 64 rows by one and with the lower 64 by the other:
+//!
+//! ```text
+//! features          0 .. 128   128 .. 256   256 .. 384
+//! rows  0 ..  64   └─────── block 0 ──────┘ └─ block 1 ┘     (warpgroups 0)
+//! rows 64 .. 128   └─ block 0 ┘ └─────── block 1 ──────┘     (warpgroups 1)
+//! ```
 //!
 //! Norms are folded into the products as [`norm`](crate::norm) says. Whoever finishes a tile adds up the squares of its rows while its first products run;
 //! so that these are few, `add` leaves one sum for [`SPAN`] features.
@@ -60,9 +69,14 @@ pub const WEIGHT_ROWS: u32 = 128;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 
+/// Weight rows that a tile of `n` loads.
+const fn loaded(n: u32) -> u32 {
+    if n == 128 { 128 } else { 256 }
+}
+
 mod epilogue;
 
-use epilogue::{Add, Epilogue, Half, Plain, Qkv, SwiGlu, features};
+use epilogue::{Add, Epilogue, Half, Next, Plain, Qkv, SwiGlu, elected, features};
 
 const GROUP: u32 = 128;
 /// Rows of a warpgroup.
@@ -72,7 +86,7 @@ const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
 /// The copy engine's, of swizzled tiles.
 const BOX_ALIGNMENT: u32 = 1024;
 
-/// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` kernels an even number.
+/// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` kernels an even number; for `_n192` kernels two for every 384 features of every tile of rows.
 /// Shared memory: [`Gemm::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -110,17 +124,17 @@ pub struct Gemm {
 }
 
 impl Gemm {
-    /// The ring for tiles of `n` features.
+    /// The ring for tiles of `n` weight rows.
     const fn ring(n: u32) -> Shape {
-        Shape { start: 0, stages: if n == 256 { 4 } else { 6 }, bytes: X_BYTES + n * DEPTH * 2 }
+        Shape { start: 0, stages: if n == 128 { 6 } else { 4 }, bytes: X_BYTES + loaded(n) * DEPTH * 2 }
     }
 
-    /// Where the boxes begin, with tiles of `n` features.
+    /// Where the boxes begin, with tiles of `n` weight rows.
     const fn boxes(n: u32) -> u32 {
         Self::ring(n).end().next_multiple_of(BOX_ALIGNMENT)
     }
 
-    /// Dynamic shared memory of a block with tiles of `n` features: the ring, two boxes of output for each warpgroup.
+    /// Dynamic shared memory of a block with tiles of `n` weight rows: the ring, two boxes of output for each warpgroup.
     pub const fn shared_bytes(n: u32) -> u32 {
         Self::boxes(n) + 4 * BOX_BYTES
     }
@@ -130,15 +144,15 @@ impl Gemm {
 #[derive(Clone, Copy)]
 struct Tiles {
     band: u32,
-    /// Blocks of a cluster.
-    cluster: u32,
+    /// Blocks that take tiles together.
+    together: u32,
     /// Tiles taken so far.
     taken: u32,
     /// The first row and feature of all, and the last.
     first: [u32; 2],
     end: [u32; 2],
-    /// Of the block's first row in its cluster's tiles.
-    offset: u32,
+    /// Rows and features from the tile of one of them to the next one's.
+    apart: [u32; 2],
     /// Rows and features from a tile to the next.
     size: [u32; 2],
 }
@@ -149,7 +163,8 @@ impl Iterator for Tiles {
 
     #[inline(always)]
     fn next(&mut self) -> Option<(u32, u32)> {
-        let turn = (thread::fresh(thread::block_idx_x()) + self.taken * thread::grid_dim_x()) / self.cluster;
+        let block = thread::fresh(thread::block_idx_x());
+        let turn = (block + self.taken * thread::fresh(thread::grid_dim_x())) / self.together;
         // Found again each time: kept throughout they would take registers of epilogues.
         let [rows, columns] = [0, 1].map(|i| (thread::fresh(self.end[i]) - self.first[i]).div_ceil(self.size[i]));
         if turn >= rows * columns {
@@ -165,7 +180,8 @@ impl Iterator for Tiles {
         unsafe { core::hint::assert_unchecked(height != 0) };
         let within = turn % in_band;
         let (row, column) = (first + within % height, within / height);
-        Some((self.first[0] + self.offset + row * self.size[0], self.first[1] + column * self.size[1]))
+        let at = |i: usize, tile: u32| self.first[i] + block % self.together * self.apart[i] + tile * self.size[i];
+        Some((at(0, row), at(1, column)))
     }
 }
 
@@ -184,7 +200,7 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles
             let full = ring.full();
             full.arrive_expect_tx(Gemm::ring(N).bytes);
             let mut part = rank;
-            while part < N / WEIGHT_ROWS {
+            while part < loaded(N) / WEIGHT_ROWS {
                 let to = ring.slot().at((X_BYTES + part * WEIGHT_ROWS * DEPTH * 2) as usize);
                 let (map, feature) = match (E::GATED, part) {
                     (false, _) => (p.weight, column + part * WEIGHT_ROWS),
@@ -227,18 +243,17 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles
     }
 }
 
-/// Begins the products of the ring's slot once it is full, and waits for those of the slot before.
+/// Begins the products of the ring's slot, which is full, and waits for those of the slot before.
 #[inline(always)]
-unsafe fn multiply<const N: u32>(ring: &Ring, x: Operand, weight: Operand, first: bool) {
+unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Operand, first: bool) {
     unsafe {
-        ring.wait_full();
         let offset = ring.offset();
         let (x, weight) = (x.advance(offset), weight.advance(offset));
         wgmma::fence();
         unroll!(I < 4; {
             let (x, weight) = (x.advance(I as u32 * 32), weight.advance(I as u32 * 32));
             let keep = I != 0 || !first;
-            if N == 256 {
+            if WIDTH == 256 {
                 wgmma::mma_n256(x, weight, keep);
             } else {
                 wgmma::mma_n128(x, weight, keep);
@@ -249,70 +264,153 @@ unsafe fn multiply<const N: u32>(ring: &Ring, x: Operand, weight: Operand, first
     }
 }
 
-/// A warpgroup multiplies what comes, and finishes its half of each tile.
-#[inline(always)]
-unsafe fn consume<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles: Tiles) {
-    unsafe {
-        let mut ring = Ring::consumer(Gemm::ring(N));
-        let group = thread::warp_id() / 4;
-        let lane = thread::thread_idx_x() % GROUP;
-        let first = Operand::at(shared::dynamic::<u8>(0));
-        let (x, weight) = (first.advance(group * GROUP_ROWS * DEPTH * 2), first.advance(X_BYTES));
+/// A warpgroup's products: where they are in the ring, and in their tile.
+struct Products<'a, const WIDTH: u32, const CLUSTER: u32> {
+    p: &'a Gemm,
+    tiles: Tiles,
+    ring: Ring,
+    /// The slot before.
+    previous: Ring,
+    /// What of the tile was begun.
+    k: u32,
+    x: Operand,
+    weight: Operand,
+    /// First row and feature of the tile; none after the last.
+    at: Option<(u32, u32)>,
+}
+
+impl<const WIDTH: u32, const CLUSTER: u32> Products<'_, WIDTH, CLUSTER> {
+    #[inline(always)]
+    unsafe fn free(ring: Ring) {
         // Lane `i` of a warpgroup tells block `i` of the cluster, whose copies also land here, that a slot is free.
+        let lane = thread::thread_idx_x() % GROUP;
         let peer = if CLUSTER > 1 { lane % CLUSTER } else { 0 };
-        let free = |ring: Ring| PeerBarrier::new(ring.empty(), peer).arrive_if(lane < CLUSTER);
-        let elected = lane == 0;
+        unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < CLUSTER) }
+    }
+
+    #[inline(always)]
+    unsafe fn go_on(&mut self) {
+        unsafe {
+            self.ring.wait_full();
+            multiply::<WIDTH>(&self.ring, self.x, self.weight, false);
+            // The slot before is read, the one just started is not.
+            Self::free(self.previous);
+            self.previous = self.ring;
+            self.ring = self.ring.ahead(1);
+            self.k += DEPTH;
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn go_on_to(&mut self, k: u32) {
+        while self.k < k {
+            unsafe { self.go_on() };
+        }
+    }
+
+    /// All that are left, and waits for them.
+    #[inline(always)]
+    unsafe fn end(&mut self) {
+        unsafe {
+            self.go_on_to(self.p.k);
+            wgmma::wait::<0>();
+            Self::free(self.previous);
+        }
+    }
+}
+
+impl<const WIDTH: u32, const CLUSTER: u32> Next for Products<'_, WIDTH, CLUSTER> {
+    #[inline(always)]
+    unsafe fn begin(&mut self) {
+        unsafe {
+            self.at = self.tiles.next();
+            let some = self.at.is_some();
+            // After the last tile those of a slot that was multiplied already, for nothing: if products were under way after some tiles and not after others, the
+            // assembler would not let them run beside anything.
+            let slot = if some { self.ring } else { self.previous };
+            if some {
+                slot.wait_full();
+            }
+            // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
+            // epilogues have the registers of accumulators they are done with.
+            multiply::<WIDTH>(&slot, self.x, self.weight, true);
+            self.previous = slot;
+            self.ring = slot.ahead(1);
+            self.k = if some { DEPTH } else { self.p.k };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn step(&mut self) {
+        if self.k < self.p.k {
+            unsafe { self.go_on() };
+        }
+    }
+}
+
+/// A warpgroup multiplies what comes by `WIDTH` of the weight rows, and finishes its part of each tile.
+#[inline(always)]
+unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const CLUSTER: u32>(p: &Gemm, tiles: Tiles) {
+    unsafe {
+        let group = thread::warp_id() / 4;
+        // The first of the slot's weight rows that it multiplies.
+        let from = || if WIDTH < loaded(N) { thread::fresh(thread::block_idx_x()) % 2 * WEIGHT_ROWS } else { 0 };
+        let first = Operand::at(shared::dynamic::<u8>(0));
+        let ring = Ring::consumer(Gemm::ring(N));
+        let mut products: Products<'_, WIDTH, CLUSTER> = Products {
+            p,
+            tiles,
+            ring,
+            previous: ring,
+            k: 0,
+            x: first.advance(group * GROUP_ROWS * DEPTH * 2),
+            weight: first.advance(X_BYTES + from() * DEPTH * 2),
+            at: None,
+        };
         let staging = shared::dynamic(Gemm::boxes(N) + group * 2 * BOX_BYTES);
-        let mut half = Half { tile_row: 0, row: 0, column: 0, turn: 0, barrier: 1 + group, staging, elected };
-        if elected && !p.out.is_null() {
+        let mut half = Half { tile_row: 0, row: 0, column: 0, turn: 0, barrier: 1 + group, staging };
+        if elected() && !p.out.is_null() {
             tensor::acquire(p.out);
         }
         launches::wait();
-        for (row, column) in tiles {
-            (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column);
+        if products.tiles.clone().next().is_none() {
+            return;
+        }
+        products.begin();
+        while let Some((row, column)) = products.at {
+            (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column + from());
             // The last pair of blocks may have one tile.
-            let inside = row < p.m;
-            // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
-            // epilogues have the registers of accumulators they are done with.
-            multiply::<N>(&ring, x, weight, true);
+            let inside = row < p.m && half.column < p.n;
             let early = E::early(p, &half);
-            let mut previous = ring;
-            ring = ring.ahead(1);
-            let mut k = DEPTH;
-            macro_rules! multiply_to {
-                ($end:expr) => {
-                    while k < $end {
-                        multiply::<N>(&ring, x, weight, false);
-                        // The slot before is read, the one just started is not.
-                        free(previous);
-                        previous = ring;
-                        ring = ring.ahead(1);
-                        k += DEPTH;
-                    }
-                };
-            }
             // Most of it half way: where tiles end all blocks store at once and fill their rings, and memory has enough to do.
-            if N == 256 {
-                multiply_to!(p.k / 2);
+            if WIDTH == 256 {
+                products.go_on_to(p.k / 2);
             }
-            let ahead = E::ahead(p, &half, inside, early);
-            multiply_to!(p.k);
-            macro_rules! end_tile {
-                ($n:literal) => {
-                    wgmma::wait::<0>();
-                    free(previous);
-                    if inside {
-                        E::finish::<$n>(p, &mut half, ahead);
-                    }
-                };
+            if E::LAST_APART && products.tiles.clone().next().is_none() {
+                let ahead = E::ahead::<WIDTH, false>(p, &half, inside, early);
+                products.end();
+                if inside {
+                    E::finish_last::<WIDTH>(p, &half, ahead);
+                }
+                break;
             }
-            if N == 256 {
-                end_tile!(256);
+            let ahead = E::ahead::<WIDTH, true>(p, &half, inside, early);
+            products.end();
+            if N == 192 {
+                // A block takes one.
+                if inside {
+                    E::finish::<WIDTH>(p, &mut half, ahead, &mut ());
+                }
+                break;
+            }
+            if inside {
+                E::finish::<WIDTH>(p, &mut half, ahead, &mut products);
             } else {
-                end_tile!(128);
+                products.begin();
             }
         }
-        if elected {
+        wgmma::wait::<0>();
+        if elected() {
             bulk::wait::<0>();
         }
     }
@@ -336,18 +434,24 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
         }
         let tiles = Tiles {
             band: p.band,
-            cluster: CLUSTER,
+            together: if N == 192 { 2 } else { CLUSTER },
             taken: 0,
             first: [p.first_row, p.first_feature],
             end: [p.m, p.n],
-            offset: rank * TILE_ROWS,
-            size: [CLUSTER * TILE_ROWS, features::<E>(N)],
+            apart: if N == 192 { [0, WEIGHT_ROWS] } else { [TILE_ROWS, 0] },
+            size: [CLUSTER * TILE_ROWS, if N == 192 { 384 } else { features::<E>(N) }],
         };
         if thread::warp_id() < 8 {
-            wgmma::take_registers::<232>();
-            consume::<E, N, CLUSTER>(p, tiles);
+            wgmma::take_registers::<240>();
+            if N != 192 {
+                consume::<E, N, N, CLUSTER>(p, tiles);
+            } else if thread::warp_id() / 4 == thread::block_idx_x() % 2 {
+                consume::<E, N, 256, CLUSTER>(p, tiles);
+            } else {
+                consume::<E, N, 128, CLUSTER>(p, tiles);
+            }
         } else {
-            wgmma::give_registers::<40>();
+            wgmma::give_registers::<24>();
             if thread::warp_id() == 8 && warp::elect() {
                 produce::<E, N, CLUSTER>(p, tiles, rank);
             }
@@ -377,8 +481,8 @@ macro_rules! kernels {
 }
 
 kernels! {
-    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 256 gemm_qkv_n256 pair gemm_qkv_pair;
+    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 192 gemm_qkv_n192 256 gemm_qkv_n256 pair gemm_qkv_pair;
     SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256 pair gemm_swiglu_pair;
     Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256 pair gemm_add_pair;
-    Plain: "`out = x · wᵀ`.", 128 gemm_plain_n128 256 gemm_plain_n256 pair gemm_plain_pair;
+    Plain: "`out = x · wᵀ`.", 128 gemm_plain_n128 192 gemm_plain_n192 256 gemm_plain_n256 pair gemm_plain_pair;
 }

@@ -199,6 +199,11 @@ fn same_but_for_rounding(found: &[bf16], expected: &[bf16]) {
     assert!(relative_error(written(found), &written(expected)) < 1.0 / 128.0);
 }
 
+/// Blocks of the kernels with 192 weight rows a tile, which take one each.
+fn blocks_of_192(case: &Case) -> u32 {
+    (case.m.div_ceil(TILE_ROWS as usize) * case.n.div_ceil(384) * 2) as u32
+}
+
 #[test]
 fn heads_are_what_the_separate_kernel_makes() {
     // Rows from a multiple of eight on, from elsewhere, and with a gap.
@@ -216,6 +221,8 @@ fn heads_are_what_the_separate_kernel_makes() {
         assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&large.q), bits(&large.pages)));
         let pairs = case.run::<gemm::gemm_qkv_pair>(256, 2);
         assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&pairs.q), bits(&pairs.pages)));
+        let shared = case.run::<gemm::gemm_qkv_n192>(192, blocks_of_192(&case));
+        assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&shared.q), bits(&shared.pages)));
     }
 }
 
@@ -234,19 +241,21 @@ fn gates() {
 
 #[test]
 fn rounds_to_bf16() {
-    for (m, n, k, blocks) in [(5, 64, 64, 1), (150, 320, 192, 2)] {
+    for (m, n, k, blocks) in [(5, 64, 64, 1), (150, 320, 192, 2), (130, 832, 448, 1)] {
         let case = Case::new(m, n, k);
         let want = reference(&case.x, &case.w, k, &vec![1.0; m]);
         let small = case.run::<gemm::gemm_plain_n128>(128, blocks);
         assert!(relative_error(widen(&small.out), &want) < 1.0 / 256.0, "{m} {n} {k}");
         let large = case.run::<gemm::gemm_plain_n256>(256, blocks);
         assert_eq!(widen(&small.out), widen(&large.out), "{m} {n} {k}");
+        let shared = case.run::<gemm::gemm_plain_n192>(192, blocks_of_192(&case));
+        assert_eq!(widen(&small.out), widen(&shared.out), "{m} {n} {k}, 192 weight rows");
     }
 }
 
 #[test]
 fn adds_and_prepares_the_norm() {
-    for (m, n, k, blocks) in [(3, 128, 64, 1), (140, 384, 192, 2), (150, 384, 576, 1)] {
+    for (m, n, k, blocks) in [(3, 128, 64, 1), (140, 384, 192, 2), (150, 384, 576, 1), (140, 640, 64, 1)] {
         let case = Case::new(m, n, k);
         let mut want = reference(&case.x, &case.w, k, &vec![1.0; m]);
         want.iter_mut().zip(&case.before).for_each(|(w, b)| *w += b);

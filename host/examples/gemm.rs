@@ -4,7 +4,7 @@
 //! the work bit for bit; `check-small` leaves the large ones out, for compute-sanitizer. `… -- serve` times what it is asked for on standard input, a line at a time, and answers with microseconds:
 //!
 //! ```text
-//! gemm qkv|swiglu|add|plain auto|n128|n256|pair M N K REPEATS
+//! gemm qkv|swiglu|add|plain auto|n128|n192|n256|pair M N K REPEATS
 //! attention TOKENS Q_HEADS KV_HEADS REPEATS
 //! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape with random weights, to the logits after it
 //! ```
@@ -292,7 +292,7 @@ fn spread(end: usize, count: usize) -> Vec<usize> {
 fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize) -> Result<()> {
     let mut product = Product::new(device, epilogue, m, n, k, 1)?;
     let left = product.run(device, Cut::N128)?;
-    for cut in [Cut::N256, Cut::Pair, Cut::N256, Cut::Pair] {
+    for cut in [Cut::N192, Cut::N256, Cut::Pair, Cut::N192, Cut::N256, Cut::Pair] {
         let other = product.run(device, cut)?;
         if !left.bits().eq(other.bits()) {
             return Err(format!("{epilogue:?} {m} x {n} x {k}: {cut:?} differs from N128").into());
@@ -632,9 +632,10 @@ fn serve(device: &Device) -> Result<()> {
                 let cut = match cut {
                     "auto" => None,
                     "n128" => Some(Cut::N128),
+                    "n192" => Some(Cut::N192),
                     "n256" => Some(Cut::N256),
                     "pair" => Some(Cut::Pair),
-                    other => return Err(format!("{other}: auto, n128, n256 or pair").into()),
+                    other => return Err(format!("{other}: auto, n128, n192, n256 or pair").into()),
                 };
                 (name, cut, number(6)?)
             }

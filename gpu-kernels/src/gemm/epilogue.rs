@@ -23,15 +23,20 @@ pub struct Half {
     pub barrier: u32,
     /// Two boxes of 64 × 64 in shared memory.
     pub staging: Shared<u8>,
-    /// Whether this lane issues the stores.
-    pub elected: bool,
+}
+
+/// Whether this lane issues its warpgroup's stores.
+#[inline(always)]
+pub fn elected() -> bool {
+    thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP)
 }
 
 impl Half {
     /// The first of the two rows whose sums the lane holds; the other is 8 further.
     #[inline(always)]
     fn lane_row(&self) -> u32 {
-        self.row + thread::warp_id() % 4 * 16 + thread::lane_id() / 4
+        let (lane, warp) = place_in_group();
+        self.row + warp * 16 + lane / 4
     }
 
     fn place(&self) -> Shared<u8> {
@@ -47,22 +52,38 @@ impl Half {
         unsafe { mma::stmatrix_x4(self.place().at(offset as usize), words) }
     }
 
+    /// Stores the lane's part of box `b`, if there is one in the output.
+    #[inline(always)]
+    unsafe fn put_box(&mut self, p: &Gemm, b: usize, words: BoxWords) {
+        if self.column + b as u32 * BOX < p.n {
+            unsafe {
+                unroll!(Q < 4; {
+                    self.put(Q, words[Q]);
+                });
+                self.store_box(p.out, b as u32);
+            }
+        }
+    }
+
     /// Once the warpgroup has filled a box, and the box before can be overwritten, stores it: it is the `b`-th of the half's columns.
     #[inline(always)]
     unsafe fn store_box(&mut self, out: Global<TensorMap>, b: u32) {
         bulk::fence_proxy_async();
-        if self.elected {
+        if elected() {
             // By now the copy engine has read it, or soon.
             bulk::wait_read::<0>();
         }
         thread::sync_named(self.barrier, GROUP);
-        if self.elected {
+        if elected() {
             unsafe { tensor::store(out, [self.column + b * BOX, self.row], self.place()) };
             bulk::commit();
         }
         self.turn ^= 1;
     }
 }
+
+/// A lane's pairs of columns of a box, as [`Half::put`] takes them.
+type BoxWords = [[u32; 4]; 4];
 
 /// What becomes of the sums of one warpgroup.
 pub trait Epilogue {
@@ -76,11 +97,41 @@ pub trait Epilogue {
     /// Loads what [`ahead`](Self::ahead) computes from, as the tile begins.
     unsafe fn early(p: &Gemm, half: &Half) -> Self::Early;
 
-    /// Loads and computes what [`finish`](Self::finish) wants first, while products run; anything for a tile that is not `inside`.
-    unsafe fn ahead(p: &Gemm, half: &Half, inside: bool, early: Self::Early) -> Self::Ahead;
+    /// Loads and computes what [`finish`](Self::finish) wants first, or [`finish_last`](Self::finish_last) if not `NEXT`, while products run; anything for a tile that is not
+    /// `inside`.
+    unsafe fn ahead<const N: u32, const NEXT: bool>(
+        p: &Gemm,
+        half: &Half,
+        inside: bool,
+        early: Self::Early,
+    ) -> Self::Ahead;
 
-    /// All `N` columns of the half.
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ahead: Self::Ahead);
+    /// All `N` columns of the half. As soon as it can do without the accumulators it begins the products of the `next` tile, and goes on with them step by step.
+    unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: Self::Ahead, next: &mut impl Next);
+
+    /// Whether a block's last tile is finished by [`finish_last`](Self::finish_last).
+    const LAST_APART: bool = false;
+
+    /// As [`finish`](Self::finish), without a next tile.
+    #[inline(always)]
+    unsafe fn finish_last<const N: u32>(_: &Gemm, _: &Half, _: Self::Ahead) {}
+}
+
+/// The products of the tile that comes next, if one does.
+pub trait Next {
+    /// Begins them, once: accumulators are no more the last tile's.
+    unsafe fn begin(&mut self);
+    /// Goes on with them, if there are more.
+    unsafe fn step(&mut self);
+}
+
+/// None beside this.
+impl Next for () {
+    #[inline(always)]
+    unsafe fn begin(&mut self) {}
+
+    #[inline(always)]
+    unsafe fn step(&mut self) {}
 }
 
 /// Output features of a tile of `n` weight rows.
@@ -179,7 +230,7 @@ unsafe fn angles(p: &Gemm, position: u32) -> [[f32; 2]; 16] {
 #[inline(always)]
 unsafe fn head_norm(p: &Gemm, head: u32) -> Global<u32> {
     let norm = if head < p.heads.q_heads { p.heads.q_norm } else { p.heads.k_norm };
-    unsafe { norm.at((2 * (thread::lane_id() % 4)) as usize).cast() }
+    unsafe { norm.at((2 * (thread::fresh(thread::lane_id()) % 4)) as usize).cast() }
 }
 
 /// The factor that normalises the head whose sums begin at accumulator `$first`, in row `$r` of the lane.
@@ -196,10 +247,13 @@ macro_rules! head_factor {
     }};
 }
 
-/// Row `$r` of the lane of the head of queries or keys whose sums begin at accumulator `$first`, normalised and rotated, to shared memory at
-/// `$to`: a row has 256 bytes, its 16-byte chunks permuted by its number.
-macro_rules! put_rotated {
-    ($first:expr, $r:expr, $factor:expr, $norm:expr, $angles:expr, $to:expr) => {{
+/// A lane's part of a head, in pairs of bf16.
+type HeadWords = [u32; 32];
+
+/// Row `$r` of the lane of the head of queries or keys whose sums begin at accumulator `$first`, normalised and rotated, to its half of `$words`: eight times
+/// a pair of dimensions, and the pair that is 64 further.
+macro_rules! rotate {
+    ($words:expr, $first:expr, $r:expr, $factor:expr, $norm:expr, $angles:expr) => {{
         macro_rules! scaled {
             ($j:expr) => {{
                 let x = [wgmma::get::<{ $first + 4 * ($j) + 2 * $r }>(), wgmma::get::<{ $first + 4 * ($j) + 2 * $r + 1 }>()];
@@ -207,39 +261,59 @@ macro_rules! put_rotated {
                 [x[0] * $factor * w[0], x[1] * $factor * w[1]]
             }};
         }
-        let (lane, _) = place_in_group();
-        let (row, pair) = (lane / 4, lane % 4);
-        let place = $to + row * ROW_BYTES + row * 16 + pair * 4;
         unroll!(J < 8; {
             // Pairs of dimensions that turn together: 8 j + 2 pair + c, and 64 more.
             let (a, b) = (scaled!(J), scaled!(J + 8));
             let (cos, sin) = ($angles[J], $angles[J + 8]);
-            let to: Shared<u32> = Shared::from_raw(place ^ (J as u32 * 16));
-            to.store(0, math::pack_bf16(a[0] * cos[0] - b[0] * sin[0], a[1] * cos[1] - b[1] * sin[1]));
-            to.store(32, math::pack_bf16(b[0] * cos[0] + a[0] * sin[0], b[1] * cos[1] + a[1] * sin[1]));
+            $words[$r * 16 + 2 * J] = math::pack_bf16(a[0] * cos[0] - b[0] * sin[0], a[1] * cos[1] - b[1] * sin[1]);
+            $words[$r * 16 + 2 * J + 1] = math::pack_bf16(b[0] * cos[0] + a[0] * sin[0], b[1] * cos[1] + a[1] * sin[1]);
         });
     }};
 }
 
-/// The head of values whose sums begin at accumulator `$first`, into shared memory with dimensions as rows: 64 tokens side by side.
-macro_rules! put_values {
-    ($first:expr, $half:ident, $scales:ident) => {{
-        let (lane, warp) = place_in_group();
+/// The head of values whose sums begin at accumulator `$first`: eight times what [`put_values`] stores at a time.
+macro_rules! scale_values {
+    ($words:expr, $first:expr, $scales:expr) => {
         unroll!(Q < 8; {
-            let mut words = [0; 4];
             unroll!(H < 2; {
                 let s = sums!($first + 8 * Q + 4 * H);
-                words[2 * H] = math::pack_bf16(s[0][0] * $scales[0], s[0][1] * $scales[0]);
-                words[2 * H + 1] = math::pack_bf16(s[1][0] * $scales[1], s[1][1] * $scales[1]);
+                $words[4 * Q + 2 * H] = math::pack_bf16(s[0][0] * $scales[0], s[0][1] * $scales[0]);
+                $words[4 * Q + 2 * H + 1] = math::pack_bf16(s[1][0] * $scales[1], s[1][1] * $scales[1]);
             });
-            let dimension = Q as u32 * 16 + lane / 16 * 8 + lane % 8;
-            let at = swizzled(dimension * BOX * 2 + (warp * 2 + lane / 8 % 2) * 16);
-            mma::stmatrix_x4_trans($half.staging.at(at as usize), words);
-        });
-    }};
+        })
+    };
 }
 
-/// Stores a warp's eight rows of a head of queries or keys from shared memory at `from`, where [`put_rotated`] left them: the rows from `first` on.
+/// Puts a head of queries or keys into the warp's part of shared memory at `to`, 16 rows of 256 bytes, their 16-byte chunks permuted by their numbers.
+#[inline(always)]
+unsafe fn put_rows(to: u32, words: HeadWords) {
+    let (lane, _) = place_in_group();
+    let (row, pair) = (lane / 4, lane % 4);
+    let place = to + row * ROW_BYTES + row * 16 + pair * 4;
+    unroll!(R < 2; {
+        unroll!(J < 8; {
+            let to: Shared<u32> = Shared::from_raw((place ^ (J as u32 * 16)) + R as u32 * 8 * ROW_BYTES);
+            unsafe {
+                to.store(0, words[R * 16 + 2 * J]);
+                to.store(32, words[R * 16 + 2 * J + 1]);
+            }
+        });
+    });
+}
+
+/// Puts a head of values into shared memory with dimensions as rows: 64 tokens side by side.
+#[inline(always)]
+unsafe fn put_values(half: &Half, words: HeadWords) {
+    let (lane, warp) = place_in_group();
+    unroll!(Q < 8; {
+        let dimension = Q as u32 * 16 + lane / 16 * 8 + lane % 8;
+        let at = swizzled(dimension * BOX * 2 + (warp * 2 + lane / 8 % 2) * 16);
+        let words = [words[4 * Q], words[4 * Q + 1], words[4 * Q + 2], words[4 * Q + 3]];
+        unsafe { mma::stmatrix_x4_trans(half.staging.at(at as usize), words) };
+    });
+}
+
+/// Stores eight of a warp's rows of a head of queries or keys from shared memory at `from`, where [`put_rows`] left them: the rows from `first` on.
 /// Lanes `4 i` to `4 i + 3` know row `i`'s place in the cache.
 #[inline(always)]
 unsafe fn store_rows(p: &Gemm, from: u32, first: u32, head: u32, position: u32, page: u32) {
@@ -334,7 +408,12 @@ impl Epilogue for Qkv {
     }
 
     #[inline(always)]
-    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool, (squares, positions): Self::Early) -> HeadsAhead {
+    unsafe fn ahead<const N: u32, const NEXT: bool>(
+        p: &Gemm,
+        half: &Half,
+        _inside: bool,
+        (squares, positions): Self::Early,
+    ) -> HeadsAhead {
         unsafe {
             let head = half.column / HEAD_DIM;
             let rotated = head < p.heads.q_heads + p.heads.cache.kv_heads;
@@ -344,21 +423,20 @@ impl Epilogue for Qkv {
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, ahead: HeadsAhead) {
+    unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: HeadsAhead, next: &mut impl Next) {
         unsafe {
-            let (q_heads, kv_heads) = (p.heads.q_heads, p.heads.cache.kv_heads);
+            let HeadsAhead { scales, positions, angles: of_first } = ahead;
+            let (q_heads, heads) = (p.heads.q_heads, p.n / HEAD_DIM);
+            let rotated = (q_heads + p.heads.cache.kv_heads).min(heads);
             let first = half.column / HEAD_DIM;
-            let warp = thread::warp_id() % 4;
-            let scales = ahead.scales;
-            // Others may still be storing the tile before.
-            thread::sync_named(half.barrier, GROUP);
-            if first < q_heads + kv_heads {
-                let row = half.lane_row();
-                let mut pages = [0; 2];
+            let mut words: [HeadWords; 2] = [[0; 32]; 2];
+            let mut pages = [0; 2];
+            if first < rotated {
                 if first + 1 >= q_heads {
+                    let row = half.lane_row();
                     unroll!(R < 2; {
                         let sequence = p.heads.rows.sequences.load((row + 8 * R as u32).min(p.m - 1) as usize);
-                        pages[R] = p.heads.cache.block_index(sequence, ahead.positions[R] / PAGE_TOKENS, 0);
+                        pages[R] = p.heads.cache.block_index(sequence, positions[R] / PAGE_TOKENS, 0);
                     });
                 }
                 let mut factors = [[0f32; 2]; 2];
@@ -368,50 +446,79 @@ impl Epilogue for Qkv {
                         factors[1][R] = head_factor!(64, R, p, scales[R]);
                     }
                 });
-                // A warp's rows of both heads, of which it keeps one in two at a time.
-                let staging = half.staging.addr() + warp * 16 * ROW_BYTES;
-                let second = N > 128 && first + 1 < q_heads + kv_heads;
-                macro_rules! first_of {
-                    ($r:literal, $angles:expr) => {
-                        put_rotated!(0, $r, factors[0][$r], head_norm(p, first), $angles, staging);
-                    };
+                // A row of a head after the other, with its norm loaded in its turn: all at once there are not registers enough.
+                rotate!(words[0], 0, 0, factors[0][0], head_norm(p, first), of_first);
+                warp::sync_warp();
+                let of_second = angles(p, positions[1]);
+                if N > 128 {
+                    // Of values, too, which are made again below.
+                    rotate!(words[1], 64, 0, factors[1][0], head_norm(p, first + 1), of_first);
+                    warp::sync_warp();
                 }
-                macro_rules! second_of {
-                    ($r:literal, $angles:expr) => {
-                        let next = staging + 8 * ROW_BYTES;
-                        if second {
-                            put_rotated!(64, $r, factors[1][$r], head_norm(p, first + 1), $angles, next);
-                        }
-                        warp::sync_warp();
-                        let from = half.row + warp * 16 + 8 * $r;
-                        store_rows(p, staging, from, first, ahead.positions[$r], pages[$r]);
-                        if second {
-                            store_rows(p, next, from, first + 1, ahead.positions[$r], pages[$r]);
-                        }
-                        warp::sync_warp();
-                    };
+                rotate!(words[0], 0, 1, factors[0][1], head_norm(p, first), of_second);
+                if N > 128 {
+                    warp::sync_warp();
+                    rotate!(words[1], 64, 1, factors[1][1], head_norm(p, first + 1), of_second);
                 }
-                first_of!(0, ahead.angles);
-                let angles = angles(p, ahead.positions[1]);
-                second_of!(0, ahead.angles);
-                first_of!(1, angles);
-                second_of!(1, angles);
+            } else {
+                scale_values!(words[0], 0, scales);
             }
-            macro_rules! values {
-                ($index:literal) => {
-                    let head = first + $index;
-                    if $index * 128 < N && head >= q_heads + kv_heads && head * HEAD_DIM < p.n {
+            if N > 128 && first + 1 >= rotated {
+                scale_values!(words[1], 64, scales);
+            }
+            next.begin();
+            // Others may still be storing the tile before.
+            thread::sync_named(half.barrier, GROUP);
+            unroll!(H < 2; {
+                let head = first + H as u32;
+                if H == 0 || N > 128 {
+                    if head < rotated {
+                        let (_, warp) = place_in_group();
+                        let staging = half.staging.addr() + warp * 16 * ROW_BYTES;
+                        put_rows(staging, words[H]);
+                        warp::sync_warp();
+                        unroll!(R < 2; {
+                            let eight = warp * 2 + R as u32;
+                            store_rows(p, half.staging.addr() + eight * 8 * ROW_BYTES, half.row + eight * 8, head, positions[R], pages[R]);
+                        });
+                        warp::sync_warp();
+                    } else if head < heads {
                         // Others may still be storing the head before.
                         thread::sync_named(half.barrier, GROUP);
-                        put_values!(($index * 64), half, scales);
-                        store_values(p, half, head - q_heads - kv_heads);
+                        put_values(half, words[H]);
+                        store_values(p, half, head - q_heads - p.heads.cache.kv_heads);
                     }
-                };
-            }
-            values!(0);
-            values!(1);
+                    next.step();
+                }
+            });
         }
     }
+}
+
+/// Of one row of the lane two features of the gated activations, from their sums.
+#[inline(always)]
+fn gate_pair(gate: [f32; 2], up: [f32; 2], scale: f32) -> u32 {
+    let one = |c: usize| {
+        let g = gate[c] * scale;
+        g * math::rcp(1.0 + math::exp(-g)) * (up[c] * scale)
+    };
+    math::pack_bf16(one(0), one(1))
+}
+
+/// Box `$b` of the gated activations: gates stand in the lower half of the accumulators, their ups in the upper.
+macro_rules! gated {
+    ($b:expr, $scales:ident) => {{
+        let mut words: BoxWords = [[0; 4]; 4];
+        unroll!(Q < 4; {
+            unroll!(H < 2; {
+                let (gate, up) = (sums!($b * 32 + Q * 8 + H * 4), sums!($b * 32 + Q * 8 + H * 4 + 64));
+                unroll!(R < 2; {
+                    words[Q][2 * H + R] = gate_pair(gate[R], up[R], $scales[R]);
+                });
+            });
+        });
+        words
+    }};
 }
 
 /// Gated activations.
@@ -429,39 +536,38 @@ impl Epilogue for SwiGlu {
     }
 
     #[inline(always)]
-    unsafe fn ahead(p: &Gemm, half: &Half, _inside: bool, squares: Squares) -> [f32; 2] {
+    unsafe fn ahead<const N: u32, const NEXT: bool>(
+        p: &Gemm,
+        half: &Half,
+        _inside: bool,
+        squares: Squares,
+    ) -> [f32; 2] {
         unsafe { scales(p, half.lane_row(), squares) }
     }
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, scales: [f32; 2]) {
+    unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, scales: [f32; 2], next: &mut impl Next) {
         unsafe {
-            // Of one row of the lane, two features: their gates stand in the lower half of the accumulators, their ups in the upper.
-            let gated = |gate: [[f32; 2]; 2], up: [[f32; 2]; 2], row: usize| {
-                let one = |c: usize| {
-                    let g = gate[row][c] * scales[row];
-                    g * math::rcp(1.0 + math::exp(-g)) * (up[row][c] * scales[row])
-                };
-                math::pack_bf16(one(0), one(1))
-            };
+            let boxes = [gated!(0, scales), gated!(1, scales)];
+            next.begin();
             unroll!(B < 2; {
-                if half.column + B as u32 * BOX < p.n {
-                    unroll!(Q < 4; {
-                        let (gate, up) = (sums!(B * 32 + Q * 8), sums!(B * 32 + Q * 8 + 64));
-                        let (gate_8, up_8) = (sums!(B * 32 + Q * 8 + 4), sums!(B * 32 + Q * 8 + 68));
-                        let words = [
-                            gated(gate, up, 0),
-                            gated(gate, up, 1),
-                            gated(gate_8, up_8, 0),
-                            gated(gate_8, up_8, 1),
-                        ];
-                        half.put(Q, words);
-                    });
-                    half.store_box(p.out, B as u32);
-                }
+                half.put_box(p, B, boxes[B]);
+                next.step();
             });
         }
     }
+}
+
+/// Box `$b` of the sums.
+macro_rules! rounded {
+    ($b:expr) => {{
+        let mut words: BoxWords = [[0; 4]; 4];
+        unroll!(Q < 4; {
+            let (low, high) = (sums!($b * 32 + Q * 8), sums!($b * 32 + Q * 8 + 4));
+            words[Q] = [low[0], low[1], high[0], high[1]].map(|s| math::pack_bf16(s[0], s[1]));
+        });
+        words
+    }};
 }
 
 /// The sums, rounded to bf16.
@@ -476,27 +582,22 @@ impl Epilogue for Plain {
     unsafe fn early(_: &Gemm, _: &Half) {}
 
     #[inline(always)]
-    unsafe fn ahead(_: &Gemm, _: &Half, _: bool, (): ()) {}
+    unsafe fn ahead<const N: u32, const NEXT: bool>(_: &Gemm, _: &Half, _: bool, (): ()) {}
 
     #[inline(always)]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, (): ()) {
+    unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, (): (), next: &mut impl Next) {
         unsafe {
-            macro_rules! finish_box {
-                ($b:literal) => {
-                    if $b * 64 < N && half.column + $b * BOX < p.n {
-                        unroll!(Q < 4; {
-                            let (low, high) = (sums!($b * 32 + Q * 8), sums!($b * 32 + Q * 8 + 4));
-                            let words = [low[0], low[1], high[0], high[1]].map(|s| math::pack_bf16(s[0], s[1]));
-                            half.put(Q, words);
-                        });
-                        half.store_box(p.out, $b);
-                    }
-                };
+            let mut boxes = [rounded!(0), rounded!(1), [[0; 4]; 4], [[0; 4]; 4]];
+            if N > 128 {
+                (boxes[2], boxes[3]) = (rounded!(2), rounded!(3));
             }
-            finish_box!(0);
-            finish_box!(1);
-            finish_box!(2);
-            finish_box!(3);
+            next.begin();
+            unroll!(B < 4; {
+                if (B as u32) * BOX < N {
+                    half.put_box(p, B, boxes[B]);
+                    next.step();
+                }
+            });
         }
     }
 }

@@ -1,14 +1,16 @@
 //! Adds a tile's sums to the residual stream, and prepares the norm that comes next.
 //!
-//! A warp has 16 rows of the tile, in boxes of [`BOX`] features. It turns the sums of a box in its own part of shared memory, so that it loads and stores
-//! whole lines, with no barrier across warps. The residual stream of two boxes is in registers before the products are done, that of the others is loaded
+//! A warp has 16 rows of the tile, and takes them eight at a time by [`SPAN`] features: a unit. It turns a unit's sums in its own part of shared memory, so
+//! that it loads and stores whole rows of 512 bytes, with no barrier across warps. A tile of 256 features has four units. If another tile follows, only the
+//! first is added at once, with its residual stream in registers before the products are done; the others wait, one in shared memory and two in registers, and are
+//! added a row a step of the next tile's products. Of a block's last tile the residual stream of two units is there at once, that of the others is loaded
 //! into the registers of sums that were put away.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{math, thread, warp, wgmma};
 
-use super::{Epilogue, Half};
-use crate::gemm::{BOX, Gemm, SPAN};
+use super::{Epilogue, Half, Next};
+use crate::gemm::{Gemm, SPAN};
 use crate::linear::STRIP;
 
 /// The residual stream.
@@ -23,139 +25,277 @@ fn place_in_block() -> (u32, u32) {
 
 /// Rows of a warp.
 const WARP_ROWS: u32 = 16;
-/// Boxes of a tile whose part of the residual stream a lane holds at a time: so many are under way while the products run.
-const HELD: usize = 2;
-/// Bytes of a warp's row of a box of sums.
-const SUMS_BYTES: u32 = BOX * 4;
+/// Rows of a unit: of those of a warp, the upper or the lower half.
+const UNIT_ROWS: u32 = 8;
+/// Bytes of a row of a unit's sums.
+const ROW_BYTES: u32 = SPAN * 4;
 
-/// Four features of each of a lane's rows in a box: a warp goes over its 16 rows two at a time, a lane over four features of every other row.
-type FourOfRows = [[f32; 4]; 8];
+/// Four features of each row of a unit.
+type Rows = [[f32; 4]; 8];
 
-/// The element of the residual stream at which the lane's first row begins in the tile's first box.
-#[inline(always)]
-fn first_element(p: &Gemm, half: &Half) -> u32 {
-    let (lane, warp) = place_in_block();
-    (half.tile_row + warp * WARP_ROWS + lane / 16) * p.n + half.column + lane % 16 * 4
+/// The lane's sums of a unit: 16 times two columns of a row.
+type Sums = [[f32; 2]; 16];
+
+/// Where a unit is: its first row in the first warp, and its first feature.
+#[derive(Clone, Copy)]
+struct Unit {
+    row: u32,
+    column: u32,
 }
 
-/// The residual stream of a lane's rows in box `b`, whose first row begins at element `first` in the tile's first.
+impl Unit {
+    /// The unit of a tile whose first row and feature are `row` and `column`.
+    #[inline(always)]
+    const fn of((row, column): (u32, u32), span: u32, half: u32) -> Self {
+        Self { row: row + half * UNIT_ROWS, column: column + span * SPAN }
+    }
+
+    /// The element of the residual stream at which the lane's features begin in its first row.
+    #[inline(always)]
+    fn element(self, p: &Gemm) -> u32 {
+        let (lane, warp) = place_in_block();
+        (self.row + warp * WARP_ROWS) * p.n + self.column + lane * 4
+    }
+
+    /// The norm's weights of the lane's features.
+    #[inline(always)]
+    unsafe fn norm(self, p: &Gemm) -> [u32; 2] {
+        let column = self.column + place_in_block().0 * 4;
+        unsafe { p.next_norm.at(column as usize).cast::<[u32; 2]>().load(0) }
+    }
+
+    /// Stores the rows' sums of squares: row `i`'s from lane `i`.
+    #[inline(always)]
+    unsafe fn store_squares(self, p: &Gemm, sum: f32) {
+        let (lane, warp) = place_in_block();
+        let row = self.row + warp * WARP_ROWS + lane;
+        if lane < UNIT_ROWS {
+            unsafe { p.residual.squares.store((row * (p.n / STRIP) + self.column / SPAN) as usize, sum) };
+        }
+    }
+}
+
 #[inline(always)]
-unsafe fn load_rows(p: &Gemm, first: u32, b: usize) -> FourOfRows {
+unsafe fn load_row(p: &Gemm, element: u32) -> [f32; 4] {
+    unsafe { p.residual.x.load16(element as usize) }.map(f32::from_bits)
+}
+
+#[inline(always)]
+unsafe fn load_rows(p: &Gemm, unit: Unit) -> Rows {
+    let element = unit.element(p);
     let mut x = [[0.0; 4]; 8];
     unroll!(I < 8; {
-        let at = first + I as u32 * 2 * p.n + b as u32 * BOX;
-        x[I] = unsafe { p.residual.x.load16(at as usize) }.map(f32::from_bits);
+        x[I] = unsafe { load_row(p, element + I as u32 * p.n) };
     });
     x
 }
 
-/// The norm's weights of the lane's features in box `b`.
+/// The warp's own part of shared memory: a unit's sums, the 16-byte chunks of a row permuted by its number.
 #[inline(always)]
-unsafe fn load_norm(p: &Gemm, half: &Half, b: usize) -> [u32; 2] {
-    let column = half.column + b as u32 * BOX + place_in_block().0 % 16 * 4;
-    unsafe { p.next_norm.at(column as usize).cast::<[u32; 2]>().load(0) }
+fn staging(n: u32) -> u32 {
+    let boxes = unsafe { shared::dynamic::<u8>(Gemm::boxes(n)) };
+    boxes.addr() + place_in_block().1 * UNIT_ROWS * ROW_BYTES
+}
+
+const fn permutation(row: u32) -> u32 {
+    row % 4 * 32
+}
+
+#[inline(always)]
+fn put(n: u32, sums: Sums) {
+    let (line, pair) = (place_in_block().0 / 4, place_in_block().0 % 4);
+    let at = staging(n) + line * ROW_BYTES + ((pair * 8) ^ permutation(line));
+    unroll!(J < 16; {
+        // The chunk's number is permuted in its two lowest places of 32 bytes.
+        let to: Shared<[f32; 2]> = Shared::from_raw((at ^ (J as u32 % 4 * 32)) + J as u32 / 4 * 128);
+        unsafe { to.store(0, sums[J]) };
+    });
+    warp::sync_warp();
+}
+
+/// Adds row `i` of the unit in shared memory to `x`, and stores it at `element`: the lane's sum of squares.
+#[inline(always)]
+unsafe fn add_row(p: &Gemm, from: u32, i: u32, x: [f32; 4], norm: [u32; 2], element: u32) -> f32 {
+    unsafe {
+        let from = Shared::<u8>::from_raw((from ^ permutation(i)) + i * ROW_BYTES);
+        let s = from.load16(0).map(f32::from_bits);
+        let new = [x[0] + s[0], x[1] + s[1], x[2] + s[2], x[3] + s[3]];
+        p.residual.x.store16(element as usize, new.map(f32::to_bits));
+        let [w0, w1] = norm.map(math::unpack_bf16);
+        let words = [math::pack_bf16(new[0] * w0[0], new[1] * w0[1]), math::pack_bf16(new[2] * w1[0], new[3] * w1[1])];
+        p.residual.scaled.at(element as usize).cast::<[u32; 2]>().store(0, words);
+        math::fma(new[0], new[0], new[1] * new[1]) + math::fma(new[2], new[2], new[3] * new[3])
+    }
+}
+
+macro_rules! sums_of {
+    ($span:expr, $half:expr) => {{
+        let mut s: Sums = [[0.0; 2]; 16];
+        unroll!(J < 16; {
+            s[J] = [wgmma::get::<{ $span * 64 + J * 4 + $half * 2 }>(), wgmma::get::<{ $span * 64 + J * 4 + $half * 2 + 1 }>()];
+        });
+        s
+    }};
 }
 
 impl Epilogue for Add {
     const GATED: bool = false;
     type Early = ();
-    /// Of the first boxes, the residual stream and the norm's weights of the lane's features.
-    type Ahead = ([FourOfRows; HELD], [[u32; 2]; HELD]);
+    /// Of the first units.
+    type Ahead = ([Rows; 2], [u32; 2]);
 
     #[inline(always)]
     unsafe fn early(_: &Gemm, _: &Half) {}
 
     #[inline(always)]
-    unsafe fn ahead(p: &Gemm, half: &Half, inside: bool, (): ()) -> Self::Ahead {
-        let mut x = [[[0.0; 4]; 8]; HELD];
-        if inside {
-            let first = first_element(p, half);
-            unroll!(B < 2; {
-                x[B] = unsafe { load_rows(p, first, B) };
-            });
+    unsafe fn ahead<const N: u32, const NEXT: bool>(p: &Gemm, half: &Half, inside: bool, (): ()) -> Self::Ahead {
+        let unit = |half_of_rows| Unit::of((half.tile_row, half.column), 0, half_of_rows);
+        let mut x = [[[0.0; 4]; 8]; 2];
+        unsafe {
+            if inside {
+                x[0] = load_rows(p, unit(0));
+                if N == 128 || !NEXT {
+                    x[1] = load_rows(p, unit(1));
+                }
+            }
+            (x, unit(0).norm(p))
         }
-        (x, unsafe { [load_norm(p, half, 0), load_norm(p, half, 1)] })
     }
 
     #[inline(always)]
-    #[allow(unused_assignments, reason = "every box but the last two loads for another")]
-    unsafe fn finish<const N: usize>(p: &Gemm, half: &mut Half, (x, norms): Self::Ahead) {
+    unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: Self::Ahead, next: &mut impl Next) {
+        let tile = (half.tile_row, half.column);
         unsafe {
-            let mut x = [x[0], x[1], [[0.0; 4]; 8], [[0.0; 4]; 8]];
-            let mut norms = [norms[0], norms[1], [0; 2], [0; 2]];
-            let first = first_element(p, half);
-            let (lane, warp) = place_in_block();
-            // The warp's own part of shared memory: 16 rows of a box of sums, the 16-byte chunks of a row permuted by its number.
-            let boxes = shared::dynamic::<u8>(Gemm::boxes(N as u32));
-            let staging = boxes.addr() + warp * WARP_ROWS * SUMS_BYTES;
-            let chunks_of = |row: u32| row % 4 * 2 * 16;
-            let (line, pair) = (lane / 4, lane % 4);
-            let put_at = staging + line * SUMS_BYTES + ((pair * 8) ^ chunks_of(line));
-            let get_at = staging + lane / 16 * SUMS_BYTES + lane % 16 * 16;
-            let second_half = N > 128 && half.column + 128 < p.n;
-            let mut squares = [0f32; 8];
-            macro_rules! finish_box {
-                ($b:literal) => {
-                    unroll!(J < 8; {
-                        let sums = sums!($b * 32 + J * 4);
-                        unroll!(R < 2; {
-                            let to: Shared<[f32; 2]> = Shared::from_raw(put_at ^ (J as u32 * 32));
-                            to.at(R * 8 * SUMS_BYTES as usize / 8).store(0, sums[R]);
-                        });
-                    });
-                    warp::sync_warp();
-                    let [w0, w1] = norms[$b].map(math::unpack_bf16);
-                    unroll!(I < 8; {
-                        // Into the registers of the sums that were put away. After the first rows waited for what was loaded before: the assembler counts loads with
-                        // one counter, and else would wait for these there.
-                        if I == 2 && $b < HELD && second_half {
-                            x[($b + HELD) % 4] = load_rows(p, first, $b + HELD);
-                            norms[($b + HELD) % 4] = load_norm(p, half, $b + HELD);
+            if N > 128 {
+                finish_beside(p, tile, ahead, next);
+            } else {
+                finish_all::<N>(p, tile, ahead);
+                next.begin();
+            }
+        }
+    }
+
+    const LAST_APART: bool = true;
+
+    #[inline(always)]
+    unsafe fn finish_last<const N: u32>(p: &Gemm, half: &Half, ahead: Self::Ahead) {
+        unsafe { finish_all::<N>(p, (half.tile_row, half.column), ahead) }
+    }
+}
+
+/// Adds all units, of which the residual stream of the first two is there.
+#[inline(always)]
+#[allow(unused_assignments, reason = "every unit but the last two loads for another")]
+unsafe fn finish_all<const N: u32>(p: &Gemm, tile: (u32, u32), (x, norm): <Add as Epilogue>::Ahead) {
+    unsafe {
+        let second = N > 128 && tile.1 + SPAN < p.n;
+        let mut x = [x[0], x[1], [[0.0; 4]; 8], [[0.0; 4]; 8]];
+        let mut norm = [norm, [0; 2]];
+        macro_rules! unit {
+            ($span:literal, $half:literal) => {{
+                put(N, sums_of!($span, $half));
+                add_unit(p, N, Unit::of(tile, $span, $half), x[2 * $span + $half], norm[$span], || {
+                    if $span == 0 && N > 128 {
+                        // Without a second span, the first again, so that there is no branch.
+                        let unit = Unit::of(tile, u32::from(second), $half);
+                        x[2 + $half] = load_rows(p, unit);
+                        if $half == 0 {
+                            norm[1] = unit.norm(p);
                         }
-                        let row = I as u32 * 2 + lane / 16;
-                        let from = Shared::<u8>::from_raw((get_at ^ chunks_of(row)) + I as u32 * 2 * SUMS_BYTES);
-                        let s = from.load16(0).map(f32::from_bits);
-                        let before = x[$b][I];
-                        let new = [before[0] + s[0], before[1] + s[1], before[2] + s[2], before[3] + s[3]];
-                        let at = (first + I as u32 * 2 * p.n + $b * BOX) as usize;
-                        p.residual.x.store16(at, new.map(f32::to_bits));
-                        let words = [
-                            math::pack_bf16(new[0] * w0[0], new[1] * w0[1]),
-                            math::pack_bf16(new[2] * w1[0], new[3] * w1[1]),
-                        ];
-                        p.residual.scaled.at(at).cast::<[u32; 2]>().store(0, words);
-                        squares[I] += math::fma(new[0], new[0], new[1] * new[1])
-                            + math::fma(new[2], new[2], new[3] * new[3]);
-                    });
-                    warp::sync_warp();
-                    if $b % 2 == 1 {
-                        // A row's 16 lanes have 4 features each of both boxes of a span.
-                        let row = half.tile_row + warp * WARP_ROWS + (lane % 8) * 2 + lane / 16;
-                        let place = row * (p.n / STRIP) + half.column / SPAN + $b / 2;
-                        let sum = sum_of_span(squares, lane);
-                        if lane & 8 == 0 {
-                            p.residual.squares.store(place as usize, sum);
-                        }
-                        squares = [0.0; 8];
                     }
-                };
-            }
-            finish_box!(0);
-            finish_box!(1);
-            if second_half {
-                finish_box!(2);
-                finish_box!(3);
-            }
+                });
+            }};
+        }
+        unit!(0, 0);
+        unit!(0, 1);
+        if second {
+            unit!(1, 0);
+            unit!(1, 1);
         }
     }
 }
 
-/// Of eight numbers in each of the 16 lanes of a row, the sum over the lanes of number `lane % 8`.
+/// Adds the first unit, and all others beside the products of the `next` tile: the second waits in shared memory, those of the second span in registers.
 #[inline(always)]
-fn sum_of_span(v: [f32; 8], lane: u32) -> f32 {
+unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), (x, norm): <Add as Epilogue>::Ahead, next: &mut impl Next) {
+    unsafe {
+        put(256, sums_of!(0, 0));
+        add_unit(p, 256, Unit::of(tile, 0, 0), x[0], norm, || {});
+        put(256, sums_of!(0, 1));
+        let sums = [sums_of!(1, 0), sums_of!(1, 1)];
+        next.begin();
+        let mut add = |unit: Unit, norm: [u32; 2]| {
+            let mut element = unit.element(p);
+            let mut x = [load_row(p, element), load_row(p, element + p.n)];
+            let (mut i, mut squares) = (0, 0.0);
+            while i < thread::fresh(UNIT_ROWS) {
+                unroll!(R < 2; {
+                    next.step();
+                    let lane = place_in_block().0;
+                    let square = sum_of_row(add_row(p, staging(256) + lane * 16, i, x[R], norm, element));
+                    if lane == i {
+                        squares = square;
+                    }
+                    // What is added two rows on comes while the products of two steps run.
+                    if i + 2 < UNIT_ROWS {
+                        x[R] = load_row(p, element + 2 * p.n);
+                    }
+                    i += 1;
+                    element += p.n;
+                });
+            }
+            unit.store_squares(p, squares);
+            warp::sync_warp();
+        };
+        let unit = Unit::of(tile, 0, 1);
+        add(unit, unit.norm(p));
+        if tile.1 + SPAN < p.n {
+            let unit = Unit::of(tile, 1, 0);
+            let norm = unit.norm(p);
+            put(256, sums[0]);
+            add(unit, norm);
+            put(256, sums[1]);
+            add(Unit::of(tile, 1, 1), norm);
+        }
+    }
+}
+
+/// Adds the unit in shared memory to `x`; calls `load` after the first rows waited for what was loaded before: the assembler counts loads with one counter, and
+/// else would wait for those as well.
+#[inline(always)]
+unsafe fn add_unit(p: &Gemm, n: u32, unit: Unit, x: Rows, norm: [u32; 2], mut load: impl FnMut()) {
+    unsafe {
+        let lane = place_in_block().0;
+        let from = staging(n) + lane * 16;
+        let element = unit.element(p);
+        let mut squares = [0.0; 8];
+        unroll!(I < 8; {
+            if I == 3 {
+                load();
+            }
+            squares[I] = add_row(p, from, I as u32, x[I], norm, element + I as u32 * p.n);
+        });
+        unit.store_squares(p, sum_of_rows(squares, lane));
+        warp::sync_warp();
+    }
+}
+
+/// The sum of `v` over all lanes.
+#[inline(always)]
+fn sum_of_row(mut v: f32) -> f32 {
+    unroll!(I < 5; {
+        v += warp::shuffle_xor(v, 1 << I);
+    });
+    v
+}
+
+/// Of eight numbers in each lane, the sum over all lanes of number `lane % 8`, added in the order of [`sum_of_row`].
+#[inline(always)]
+fn sum_of_rows(v: [f32; 8], lane: u32) -> f32 {
     let [first, second] = [[v[0], v[1], v[2], v[3]], [v[4], v[5], v[6], v[7]]].map(|four| sum_of_four(four, lane % 4));
-    let sum = pick_sum(lane / 4 % 2, 4, first, second);
-    sum + warp::shuffle_xor(sum, 8)
+    let mut sum = pick_sum(lane / 4 % 2, 4, first, second);
+    sum += warp::shuffle_xor(sum, 8);
+    sum + warp::shuffle_xor(sum, 16)
 }
 
 /// Of four numbers in each of four lanes, the sum over the lanes of number `pair`.
