@@ -8,64 +8,93 @@ use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, RESIDUES, WideStep};
 use crate::linear::{STRIP, slot};
 
 /// What a lane has of a tile's outputs: features `g` and `g + 8` of its warp's strip (of a gate-up strip: a gate and its up), for rows `8 j + 2 t` and one
-/// on of every eight.
+/// on of every eight. Where they go is found once a tile: what an epilogue computes for an output is time in which no products run.
 pub struct Outputs {
     strip: u32,
-    /// Strips of the matrix, and output features.
+    /// Strips of the matrix.
     strips: u32,
-    n: u32,
-    /// Where `Write` puts them.
-    y: GlobalMut<f32>,
-    /// The tile's first row, and how many there are.
-    row: u32,
+    /// Of the lane's first row and feature: what `Write` writes, or `Add` adds to; the other feature is 8 elements on.
+    sums: GlobalMut<u8>,
+    /// Likewise: the activations that come of it; of `Add`, those of the other feature are [`SLOTS_APART`] elements on.
+    activations: GlobalMut<u8>,
+    /// Bytes from a row of these to the next.
+    strides: [u32; 2],
+    /// Of the strip and the lane's first row: the sum of squares.
+    squares: GlobalMut<u8>,
+    /// Where the lane's first row has its factor, from the start of dynamic shared memory.
+    factors: u32,
+    /// The lane's rows that there are, counted from its first on in all of the tile's; and whether both features are.
     rows: u32,
+    there: [bool; 2],
     g: u32,
-    t: u32,
-    features: [u32; 2],
     /// Of the norm that comes next.
     weight: [f32; 2],
 }
 
+/// Elements between a feature and the one 8 further, in the order of [`slot`], where the first is below 8 of 16.
+const SLOTS_APART: u32 = slot(8);
+const _: () = assert!(slot(16 + 7 + 8) - slot(16 + 7) == SLOTS_APART);
+
 impl Outputs {
     #[inline(always)]
-    pub unsafe fn new<const KIND: u32>(p: &WideStep, product: &Product, unit: &Unit, rows: u32) -> Self {
+    pub unsafe fn new<const ROWS: u32, const KIND: u32>(p: &WideStep, product: &Product, unit: &Unit) -> Self {
         unsafe {
             // Loaded again: over the products it would take a register.
             let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
             let lane = thread::fresh(thread::lane_id());
             let (g, t) = (lane / 4, lane % 4);
             let strip = unit.strip + thread::fresh(thread::warp_id());
-            let features = [strip * STRIP + g, strip * STRIP + g + 8];
+            let n = field!(product.phase, n: u32);
+            let row = unit.row + 2 * t;
+            let feature = strip * if KIND == Kind::SWIGLU { STRIP / 2 } else { STRIP } + g;
+            let at = |feature: u32| row as usize * n as usize + feature as usize;
             let mut weight = [0.0; 2];
-            if KIND == Kind::ADD && strip < product.strips {
-                let norm = field!(product.phase, norm: Global<bf16>);
-                weight = features.map(|f| math::from_bf16(norm.load_nc(f as usize)));
+            let (mut sums, mut activations) = (GlobalMut::default(), GlobalMut::default());
+            match KIND {
+                Kind::WRITE => sums = field!(product.phase, y: GlobalMut<f32>).at(at(feature)),
+                Kind::SWIGLU => activations = p.activation.at(at(slot(feature))),
+                _ => {
+                    (sums, activations) = (p.residual.x.at(at(feature)), p.residual.scaled.at(at(slot(feature))));
+                    if strip < product.strips {
+                        let norm = field!(product.phase, norm: Global<bf16>);
+                        weight = [0, 8].map(|i| math::from_bf16(norm.load_nc((feature + i) as usize)));
+                    }
+                }
             }
+            let squares = row as usize * (n / STRIP) as usize + strip as usize;
             Self {
                 strip,
                 strips: product.strips,
-                n: field!(product.phase, n: u32),
-                y: field!(product.phase, y: GlobalMut<f32>),
-                row: unit.row,
-                rows: count.saturating_sub(unit.row).min(rows),
+                sums: sums.cast(),
+                activations: activations.cast(),
+                strides: [n * 4, n * 2],
+                squares: p.residual.squares.at(squares).cast(),
+                factors: Memory::<ROWS>::SCRATCH + row * 4,
+                rows: count.saturating_sub(row).min(ROWS - 2 * t),
+                there: [feature < n, KIND == Kind::ADD || feature + 8 < n],
                 g,
-                t,
-                features,
                 weight,
             }
         }
     }
 
+    /// A row's place from that of the lane's first, so many bytes from row to row.
+    #[inline(always)]
+    unsafe fn of_row(first: GlobalMut<u8>, row: u32, stride: u32) -> GlobalMut<u8> {
+        // Both factors are seen to have 32 bits where they are multiplied: one instruction.
+        unsafe { first.at(row as usize * thread::fresh(stride) as usize) }
+    }
+
     /// What the lane's outputs of rows `8 j …` are added to.
     #[inline(always)]
-    pub unsafe fn old<const KIND: u32>(&self, p: &WideStep, j: u32) -> [f32; 4] {
+    pub unsafe fn old<const KIND: u32>(&self, j: u32) -> [f32; 4] {
         let mut old = [0f32; 4];
         if KIND == Kind::ADD {
-            unroll!(I < 4; {
-                let at = 8 * j + 2 * self.t + I as u32 % 2;
-                if at < self.rows {
-                    let at = (self.row + at) as usize * self.n as usize + self.features[I / 2] as usize;
-                    old[I] = unsafe { p.residual.x.load(at) };
+            unroll!(R < 2; {
+                let row = 8 * j + R as u32;
+                if row < self.rows {
+                    let from = unsafe { Self::of_row(self.sums, row, self.strides[0]) }.cast::<f32>();
+                    (old[R], old[2 + R]) = unsafe { (from.load(0), from.load(8)) };
                 }
             });
         }
@@ -74,33 +103,31 @@ impl Outputs {
 
     /// Puts the lane's sums of rows `8 j …` where they belong. A warp does it together.
     #[inline(always)]
-    pub unsafe fn put<const ROWS: u32, const KIND: u32>(&self, p: &WideStep, j: u32, sums: [f32; 4], old: [f32; 4]) {
+    pub unsafe fn put<const KIND: u32>(&self, j: u32, sums: [f32; 4], old: [f32; 4]) {
         unsafe {
-            let n = self.n as usize;
-            let y = self.y;
+            let mut factors = [1.0; 2];
+            if Kind::is_normed(KIND) && 8 * j < self.rows {
+                // They are found for four rows at a time, so there is one for the second, too.
+                factors = shared::dynamic::<[f32; 2]>(self.factors).load(4 * j as usize);
+            }
             unroll!(R < 2; {
-                let at = 8 * j + 2 * self.t + R as u32;
-                let valid = at < self.rows;
-                let at = (self.row + at) as usize;
-                let factor = if Kind::is_normed(KIND) && valid {
-                    shared::dynamic::<f32>(Memory::<ROWS>::SCRATCH).load(at)
-                } else {
-                    1.0
-                };
+                let row = 8 * j + R as u32;
+                let valid = row < self.rows;
                 match KIND {
                     Kind::WRITE => {
+                        let to = Self::of_row(self.sums, row, self.strides[0]).cast::<f32>();
                         unroll!(F < 2; {
-                            if valid && self.features[F] < self.n {
-                                y.store(at * n + self.features[F] as usize, sums[2 * F + R] * factor);
+                            if valid && self.there[F] {
+                                to.store(8 * F, sums[2 * F + R] * factors[R]);
                             }
                         });
                     }
                     Kind::SWIGLU => {
-                        let feature = self.strip * (STRIP / 2) + self.g;
-                        if valid && feature < self.n {
-                            let (gate, up) = (sums[R] * factor, sums[2 + R] * factor);
-                            let silu = gate / (1.0 + math::exp(-gate));
-                            p.activation.store(at * n + slot(feature) as usize, math::to_bf16(silu * up));
+                        let (gate, up) = (sums[R] * factors[R], sums[2 + R] * factors[R]);
+                        let silu = gate / (1.0 + math::exp(-gate));
+                        if valid && self.there[0] {
+                            let to = Self::of_row(self.activations, row, self.strides[1]);
+                            to.cast().store(0, math::to_bf16(silu * up));
                         }
                     }
                     _ => {
@@ -113,14 +140,15 @@ impl Outputs {
                             mask /= 2;
                         }
                         if valid {
+                            let to = Self::of_row(self.sums, row, self.strides[0]).cast::<f32>();
+                            let scaled = Self::of_row(self.activations, row, self.strides[1]).cast::<bf16>();
                             unroll!(F < 2; {
-                                p.residual.x.store(at * n + self.features[F] as usize, x[F]);
-                                let to = at * n + slot(self.features[F]) as usize;
-                                p.residual.scaled.store(to, math::to_bf16(x[F] * self.weight[F]));
+                                to.store(8 * F, x[F]);
+                                scaled.store(F * SLOTS_APART as usize, math::to_bf16(x[F] * self.weight[F]));
                             });
-                            if self.g == 0 {
-                                p.residual.squares.store(at * (n / STRIP as usize) + self.strip as usize, squares);
-                            }
+                        }
+                        if valid && self.g == 0 {
+                            Self::of_row(self.squares, row, self.strides[0] / STRIP).cast().store(0, squares);
                         }
                     }
                 }
@@ -137,7 +165,7 @@ pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>
     unit: &Unit,
 ) {
     unsafe {
-        let outputs = Outputs::new::<KIND>(p, product, unit, ROWS);
+        let outputs = Outputs::new::<ROWS, KIND>(p, product, unit);
         if outputs.strip >= outputs.strips {
             return;
         }
@@ -145,11 +173,11 @@ pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>
             if 4 * H < TILES {
                 let mut old = [[0f32; 4]; 4];
                 unroll!(J < 4; {
-                    old[J] = outputs.old::<KIND>(p, (4 * H + J) as u32);
+                    old[J] = outputs.old::<KIND>((4 * H + J) as u32);
                 });
                 unroll!(J < 4; {
                     let sums = accumulators!(16 * H + 4 * J);
-                    outputs.put::<ROWS, KIND>(p, (4 * H + J) as u32, sums, old[J]);
+                    outputs.put::<KIND>((4 * H + J) as u32, sums, old[J]);
                 });
             }
         });
@@ -167,7 +195,7 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>
 ) {
     unsafe {
         let share = product.share;
-        let outputs = Outputs::new::<KIND>(p, product, unit, ROWS);
+        let outputs = Outputs::new::<ROWS, KIND>(p, product, unit);
         let partial = Partial::new::<TILES>(p, product, unit, arrivals);
         let rows = TILES as u32 >> share.shift;
         let mut j = (unit.residue << share.shift) / RESIDUES * rows;
@@ -186,7 +214,7 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>
                             words[I][C] = partial.place(C as u32, j + I as u32).load16(0);
                         }
                     });
-                    old[I] = outputs.old::<KIND>(p, j + I as u32);
+                    old[I] = outputs.old::<KIND>(j + I as u32);
                 }
             });
             unroll!(I < 2; {
@@ -199,7 +227,7 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>
                             });
                         }
                     });
-                    outputs.put::<ROWS, KIND>(p, j + I as u32, sums, old[I]);
+                    outputs.put::<KIND>(j + I as u32, sums, old[I]);
                 }
             });
             j += 16 / TILES as u32;
