@@ -178,7 +178,7 @@ impl Consumer<'_> {
                     }
                 };
                 let position = |row| first_position + row;
-                if ONE && here.pairs <= QUARTER {
+                if here.pairs <= QUARTER {
                     reduce_few(attend, &here, &found, position, put, SCRATCH + QUERY_BYTES, 1);
                     if tile < tiles.end || !is_last {
                         sync();
