@@ -87,7 +87,7 @@ impl Attend {
 }
 
 /// Pairs whose sums meet in shared memory at a time.
-const QUARTER: u32 = PAIRS / 4;
+pub(crate) const QUARTER: u32 = PAIRS / 4;
 /// Words between two pairs' sums: eight more than they take, so that a warp's stores meet every bank once.
 const PAIR_STRIDE: u32 = HEAD_DIM + 8;
 
@@ -318,26 +318,96 @@ pub(crate) unsafe fn reduce(
                         sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
                     });
                     let (top, norm) = (norms.load((pair * WARPS) as usize), norms.load((pair * WARPS) as usize + 1));
-                    let place = tile.place(p, pair);
-                    let position = position(tile.row(pair));
-                    if position / SPLIT < tile.split {
-                        // The row has no keys here; a later one of the tile has.
-                    } else if position < SPLIT {
-                        put(place, d, math::pack_bf16(sum[0] / norm, sum[1] / norm));
-                    } else {
-                        let at = place * p.splits as usize + tile.split as usize;
-                        let to = p.sums.at(at * HEAD_DIM as usize + d as usize);
-                        to.store(0, sum[0]);
-                        to.store(1, sum[1]);
-                        if d == 0 {
-                            p.scales.store(at * 2, top);
-                            p.scales.store(at * 2 + 1, norm);
-                        }
-                    }
+                    put_sum(p, tile, pair, d, sum, (top, norm), position(tile.row(pair)), &put);
                 }
                 sync(barrier);
             }
         });
+    }
+}
+
+/// [`reduce`] of a tile of at most [`QUARTER`] pairs, with the same bits: the warps meet once. Shared memory from `scratch` on is free again after they have met
+/// once more.
+#[inline(always)]
+pub(crate) unsafe fn reduce_few(
+    p: &Attend,
+    tile: &Tile,
+    found: &Found,
+    position: impl Fn(u32) -> u32,
+    put: impl Fn(usize, u32, u32),
+    scratch: u32,
+    barrier: u32,
+) {
+    unsafe {
+        let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
+        let (g, t) = (lane / 4, lane % 4);
+        let sums = shared::dynamic::<f32>(scratch);
+        // `[pair][warp]`
+        let tops = sums.at((WARPS * QUARTER * PAIR_STRIDE) as usize);
+        let norms = tops.at((WARPS * QUARTER) as usize);
+        if g < QUARTER {
+            if t == 0 {
+                let at = (g * WARPS + warp_id) as usize;
+                tops.store(at, found.top[0]);
+                norms.store(at, found.norm[0]);
+            }
+            let to = sums.at(((warp_id * QUARTER + g) * PAIR_STRIDE + 2 * t) as usize).cast();
+            unroll!(N < TILES of 16; {
+                to.store(N * 4, [found.o[N][0], found.o[N][1]]);
+            });
+        }
+        sync(barrier);
+        // 64 threads a pair, each with two dimensions; each finds the warps' factors for itself.
+        let thread = warp_id * 32 + lane;
+        let (pair, d) = (thread / 64, 2 * (thread % 64));
+        if pair < tile.pairs {
+            let at = (pair * WARPS) as usize;
+            let (own, parts) = ([tops.load16(at), tops.load16(at + 4)], [norms.load16(at), norms.load16(at + 4)]);
+            let (mut top, mut norm, mut sum) = (f32::NEG_INFINITY, 0f32, [0f32; 2]);
+            unroll!(W < 8; {
+                top = math::max(top, f32::from_bits(own[W / 4][W % 4]));
+            });
+            let from = sums.at((pair * PAIR_STRIDE + d) as usize).cast::<[f32; 2]>();
+            unroll!(W < 8; {
+                let factor = weight(f32::from_bits(own[W / 4][W % 4]), top);
+                let o = from.load(W * (QUARTER * PAIR_STRIDE / 2) as usize);
+                norm = math::fma(f32::from_bits(parts[W / 4][W % 4]), factor, norm);
+                sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
+            });
+            put_sum(p, tile, pair, d, sum, (top, norm), position(tile.row(pair)), &put);
+        }
+    }
+}
+
+/// Puts dimensions `d` and one on of what a pair, of a row at `position`, found in the split: the result, if that is the first and the last one.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "a part of two functions")]
+unsafe fn put_sum(
+    p: &Attend,
+    tile: &Tile,
+    pair: u32,
+    d: u32,
+    sum: [f32; 2],
+    (top, norm): (f32, f32),
+    position: u32,
+    put: impl Fn(usize, u32, u32),
+) {
+    unsafe {
+        let place = tile.place(p, pair);
+        if position / SPLIT < tile.split {
+            // The row has no keys here; a later one of the tile has.
+        } else if position < SPLIT {
+            put(place, d, math::pack_bf16(sum[0] / norm, sum[1] / norm));
+        } else {
+            let at = place * p.splits as usize + tile.split as usize;
+            let to = p.sums.at(at * HEAD_DIM as usize + d as usize);
+            to.store(0, sum[0]);
+            to.store(1, sum[1]);
+            if d == 0 {
+                p.scales.store(at * 2, top);
+                p.scales.store(at * 2 + 1, norm);
+            }
+        }
     }
 }
 

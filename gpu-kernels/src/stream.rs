@@ -4,6 +4,7 @@
 //! launch of a block on each multiprocessor runs all layers:
 //!
 //! ```text
+//! warp 9        of one row, the norm's factor
 //! warp 8        producer   weights, key and value pages ──bulk copies──► ring of 12 × 16 KiB in shared memory
 //! warps 0 to 7  consumers  ring ──► tensor cores ──► epilogue; at a boundary only these meet the other blocks
 //! ```
@@ -39,7 +40,7 @@ mod consumer;
 mod exchange;
 mod producer;
 
-use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp, wgmma};
 
 use crate::attention::Attend;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
@@ -73,7 +74,7 @@ const RING: Shape = Shape { start: 0, stages: 12, bytes: CHUNK_BYTES };
 /// What consumers share beside the ring: partial sums of a product, or the queries and partial sums of attention.
 const SCRATCH: u32 = RING.end().next_multiple_of(128);
 const SCRATCH_BYTES: u32 = attention::QUERY_BYTES + Attend::SHARED_BYTES;
-/// Each row's norm factor.
+/// Each row's norm factor. Of one row: the stamp of the squares that the factor is asked of, then the factor.
 const FACTORS: u32 = SCRATCH + SCRATCH_BYTES;
 /// Each row's best logit so far.
 const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
@@ -446,7 +447,9 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
         let stamp = 1 + p.exchange.used();
         thread::sync_threads();
         // The registers of the other three warps of the producer's group are of more use to consumers.
-        if thread::warp_id() < WARPS {
+        // From a shuffle the assembler knows that a warp's lanes agree on it, and keeps what they share in uniform registers: otherwise 24 would not do.
+        let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
+        if warp_id < WARPS {
             wgmma::take_registers::<240>();
             let mut consumer = Consumer::new(p, count, stamp);
             if count == 1 {
@@ -456,8 +459,10 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
             }
         } else {
             wgmma::give_registers::<24>();
-            if thread::warp_id() == WARPS {
+            if warp_id == WARPS {
                 produce(p, count == 1);
+            } else if warp_id == WARPS + 1 && count == 1 {
+                consumer::factors(p);
             }
         }
     }

@@ -12,7 +12,9 @@ use super::consumer::{Consumer, pair_with_next, sync};
 use super::exchange::{Kind, Word, Words};
 use super::producer::{Share, Units};
 use super::{Mark, SCRATCH, WARPS};
-use crate::attention::{Attend, Divisor, Found, PAIRS, SPLIT, Tile, attend_keys, combine_head, reduce};
+use crate::attention::{
+    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, Tile, attend_keys, combine_head, reduce, reduce_few,
+};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::qkv::{Factors, Heads};
 use crate::ring::Ring;
@@ -74,8 +76,12 @@ impl Consumer<'_> {
             };
             let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true };
             let dealt = (units.group, units.tile_rows);
+            if ONE && units.is_empty() {
+                // As in a product that a block has no strip of.
+                self.put_out(Kind::Heads, 4 * layer).expect();
+            }
             while let Some(share) = units.take() {
-                self.share::<VECTORS, ONE>(&attend, layer, dealt, &share, &mut prepared);
+                self.share::<VECTORS, ONE>(&attend, layer, dealt, &share, units.is_empty(), &mut prepared);
             }
             self.mark(Mark::Attended);
             if Units::last() >= SPLIT {
@@ -111,6 +117,7 @@ impl Consumer<'_> {
         layer: u32,
         (group, tile_rows): (Divisor, u32),
         share: &Share,
+        is_last: bool,
         prepared: &mut Prepared,
     ) {
         unsafe {
@@ -158,16 +165,9 @@ impl Consumer<'_> {
                     found = self.attend(attend, &here, tile % TILES, ring.ahead(page), ring.ahead(pages + page));
                 }
                 tile += 1;
-                if tile == tiles.end {
-                    // Every warp has seen every chunk arrive before it gives it back: a lane a chunk. The copy engine writes here next.
-                    bulk::fence_proxy_async();
-                    warp::sync_warp();
-                    if lane < 2 * pages {
-                        let chunk = ring.ahead(lane);
-                        chunk.wait_full();
-                        chunk.empty().arrive();
-                    }
-                    self.ring = ring.ahead(2 * pages);
+                // Of one row the results are what others wait for.
+                if !ONE && tile == tiles.end {
+                    self.give_back(2 * pages, lane);
                 }
                 let put = |pair: usize, d: u32, word: u32| {
                     if ONE {
@@ -177,9 +177,36 @@ impl Consumer<'_> {
                         attend.put::<false>(pair, d, word);
                     }
                 };
-                reduce(attend, &here, &found, |row| first_position + row, put, SCRATCH + QUERY_BYTES, 1);
+                let position = |row| first_position + row;
+                if here.pairs <= QUARTER {
+                    reduce_few(attend, &here, &found, position, put, SCRATCH + QUERY_BYTES, 1);
+                    if tile < tiles.end || !is_last {
+                        sync();
+                    }
+                } else {
+                    reduce(attend, &here, &found, position, put, SCRATCH + QUERY_BYTES, 1);
+                }
+                if ONE && tile == tiles.end {
+                    self.give_back(2 * pages, lane);
+                }
                 prepared.staged = false;
             }
+        }
+    }
+
+    /// Gives so many chunks back that this warp has used, in any order: a lane a chunk.
+    #[inline(always)]
+    unsafe fn give_back(&mut self, chunks: u32, lane: u32) {
+        unsafe {
+            // Every warp has seen every chunk arrive before it gives it back. The copy engine writes here next.
+            bulk::fence_proxy_async();
+            warp::sync_warp();
+            if lane < chunks {
+                let chunk = self.ring.ahead(lane);
+                chunk.wait_full();
+                chunk.empty().arrive();
+            }
+            self.ring = self.ring.ahead(chunks);
         }
     }
 

@@ -16,7 +16,7 @@ use crate::norm::{Norm, strip_squares};
 use crate::ring::Ring;
 use crate::sample::rank;
 use crate::waiting;
-pub use one::ONE_BYTES;
+pub use one::{ONE_BYTES, factors};
 
 /// Bytes of the partial sums that meet at a time.
 pub const PARTIAL_BYTES: u32 = 8 * WARPS * 8 * STRIP * 4;
@@ -149,6 +149,7 @@ impl<'a> Consumer<'a> {
             }
             if ONE {
                 sync();
+                one::ask_for_factor(0);
             }
             let row = thread::thread_idx_x();
             if row < self.count {
@@ -499,7 +500,7 @@ impl<'a> Consumer<'a> {
         unsafe {
             let p = self.p;
             let &Output { row, feature, valid, .. } = output;
-            let factor = || shared::dynamic::<f32>(FACTORS).load(if ONE { part.factor() } else { row } as usize);
+            let factor = || shared::dynamic::<f32>(FACTORS).load(if ONE { one::FACTOR } else { row as usize });
             match part.matrix {
                 Matrix::Qkv => {
                     if ONE && valid {
@@ -580,14 +581,6 @@ struct Part {
     place: u32,
     /// Its strips.
     mine: u32,
-}
-
-impl Part {
-    /// Where the norm factor of one row is: such that two matrices in a row have places of their own.
-    #[inline(always)]
-    const fn factor(&self) -> u32 {
-        self.index / 2 % 2
-    }
 }
 
 /// The outputs of a batch of strips, by strip, row and feature.

@@ -110,8 +110,13 @@ impl Word {
     }
 
     #[inline(always)]
+    const fn stamp(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    #[inline(always)]
     const fn has(self, stamp: u32) -> bool {
-        (self.0 >> 32) as u32 == stamp
+        self.stamp() == stamp
     }
 }
 
@@ -137,8 +142,7 @@ impl Consumer<'_> {
     /// With the stamp of what the first `matrices` leave.
     #[inline(always)]
     fn words(&self, kind: Kind, matrices: u32) -> Words {
-        let Place { first, len } = self.p.exchange.kinds[kind as usize];
-        Words { first, len, stamp: self.stamp + matrices }
+        Words::of(self.p, kind, self.stamp + matrices)
     }
 
     /// The step is done: the last block to say so sees to it that the next one has stamps of its own. The block's consumers have met.
@@ -168,6 +172,13 @@ impl Consumer<'_> {
 }
 
 impl Words {
+    /// Those of a kind with this stamp.
+    #[inline(always)]
+    pub const fn of(p: &StreamStep, kind: Kind, stamp: u32) -> Self {
+        let Place { first, len } = p.exchange.kinds[kind as usize];
+        Self { first, len, stamp }
+    }
+
     /// Puts word `i` there.
     #[inline(always)]
     pub unsafe fn put(&self, i: u32, bits: u32) {
@@ -185,6 +196,12 @@ impl Words {
     #[inline(always)]
     pub const fn nothing(&self) -> Word {
         Word::new(self.stamp, 0)
+    }
+
+    /// Waits until the first word is there, or one that came after it: nobody waits for a block without a part in what it goes on with.
+    #[inline(always)]
+    pub unsafe fn expect(&self) {
+        unsafe { waiting::until(|| self.ask(0).stamp() >= self.stamp) }
     }
 
     /// Waits, with the whole warp, until all words are there that were asked for; `place(k)` is the place of the `k`-th.

@@ -129,10 +129,10 @@ impl Units {
 
 /// Chunks under way at a time: of a matrix of which a block has so many in a pass, or of pages. The copy engine serves copies side by side: with as many as the
 /// ring has stages, the last chunk before a boundary would arrive no earlier than those after it, and the ring would be full when the pause begins that it is to
-/// bridge. So it is few where boundaries are near, and one more where all the time is memory's: with one row (measured on an H100).
+/// bridge. So it is few where boundaries are near, and one more where all the time is memory's: with one row, and more than a few chunks (measured on an H100).
 #[inline(always)]
 const fn under_way(one_row: bool, is_long: bool, chunks: u32) -> u32 {
-    if chunks <= FEW { 1 } else { 2 + is_long as u32 + one_row as u32 }
+    if one_row && chunks <= FEW { 2 } else { 2 + is_long as u32 + one_row as u32 }
 }
 
 /// Chunks of a pass that are over before memory is in its stride: those of models of less than a billion parameters.
