@@ -177,7 +177,8 @@ impl Consumer<'_> {
                         attend.put::<false>(pair, d, word);
                     }
                 };
-                reduce(attend, &here, &found, |row| first_position + row, put, SCRATCH + QUERY_BYTES, 1);
+                let keep = |_, pair, d, sum, scale| attend.keep(split, pair, d, sum, scale);
+                reduce(attend, &here, &found, |row| first_position + row, put, keep, (SCRATCH + QUERY_BYTES, 1));
                 prepared.staged = false;
             }
         }
