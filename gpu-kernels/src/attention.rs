@@ -34,7 +34,8 @@ pub const SPLIT: u32 = 256;
 /// (row, query head) pairs of a block of [`attend`].
 pub const PAIRS: u32 = 16;
 const WARPS: u32 = 8;
-const WARP_KEYS: u32 = SPLIT / WARPS;
+/// Keys of a warp.
+pub(crate) const WARP_KEYS: u32 = SPLIT / WARPS;
 const LOG2_E: f32 = core::f32::consts::LOG2_E;
 const TILES: usize = HEAD_DIM as usize / 8;
 
@@ -77,6 +78,32 @@ impl Attend {
     /// Tiles for `rows` rows.
     pub const fn tiles(rows: u32, group: u32) -> u32 {
         rows.div_ceil(Self::tile_rows(group))
+    }
+
+    /// Keeps dimensions `d` and one on of a split's sums for a pair among all rows' heads, and with the first of them its maximum and normaliser.
+    #[inline(always)]
+    pub(crate) unsafe fn keep(&self, split: u32, pair: usize, d: u32, sum: [f32; 2], scale: [f32; 2]) {
+        unsafe {
+            let at = pair * self.splits as usize + split as usize;
+            let to = self.sums.at(at * HEAD_DIM as usize + d as usize);
+            to.store(0, sum[0]);
+            to.store(1, sum[1]);
+            if d == 0 {
+                self.scales.cast().store(at, scale);
+            }
+        }
+    }
+
+    /// The sums of a split for a pair among all rows' heads.
+    #[inline(always)]
+    pub(crate) unsafe fn part(&self, pair: usize, split: u32) -> Global<f32> {
+        unsafe { self.sums.read().at((pair * self.splits as usize + split as usize) * HEAD_DIM as usize) }
+    }
+
+    /// Their maximum and normaliser.
+    #[inline(always)]
+    pub(crate) unsafe fn part_scale(&self, pair: usize, split: u32) -> [f32; 2] {
+        unsafe { self.scales.cast().load(pair * self.splits as usize + split as usize) }
     }
 
     /// Puts dimensions `d` and one on of the results of a pair among all rows' heads; with `SLOTS` in the order of [`slot`](crate::linear::slot).
@@ -164,14 +191,15 @@ impl Tile {
         self.split * SPLIT + self.warp_id * WARP_KEYS
     }
 
+    /// The row of a pair.
     #[inline(always)]
-    const fn row(&self, pair: u32) -> u32 {
+    pub const fn row(&self, pair: u32) -> u32 {
         self.first_row + self.group.divide(pair).0
     }
 
     /// The place of a pair among all rows' heads.
     #[inline(always)]
-    const fn place(&self, p: &Attend, pair: u32) -> usize {
+    pub const fn place(&self, p: &Attend, pair: u32) -> usize {
         let (row, head) = self.group.divide(pair);
         (self.first_row + row) as usize * p.q_heads as usize + (self.kv_head * self.group.value + head) as usize
     }
@@ -244,7 +272,8 @@ pub(crate) fn attend_keys(
 
 /// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
 /// the split's part of others. `position(row)` is where a row stands; `put(pair, d, word)` takes the results of dimensions `d` and one on of a pair among all rows'
-/// heads, as bf16. Shared memory from `scratch` on is free again when it returns.
+/// heads, as bf16; `keep(pair, place, d, sum, scale)` the sums of a split, with its maximum and normaliser, of a pair of the tile that has this place among
+/// all rows' heads. Shared memory from `scratch` on is free again when it returns.
 #[inline(always)]
 pub(crate) unsafe fn reduce(
     p: &Attend,
@@ -252,8 +281,8 @@ pub(crate) unsafe fn reduce(
     found: &Found,
     position: impl Fn(u32) -> u32,
     put: impl Fn(usize, u32, u32),
-    scratch: u32,
-    barrier: u32,
+    keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
+    (scratch, barrier): (u32, u32),
 ) {
     unsafe {
         // New to the compiler: addresses found here are not kept over a loop around this.
@@ -318,7 +347,7 @@ pub(crate) unsafe fn reduce(
                         sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
                     });
                     let (top, norm) = (norms.load((pair * WARPS) as usize), norms.load((pair * WARPS) as usize + 1));
-                    put_sum(p, tile, pair, d, sum, (top, norm), position(tile.row(pair)), &put);
+                    put_sum(p, tile, pair, d, (sum, [top, norm]), position(tile.row(pair)), &put, &keep);
                 }
                 sync(barrier);
             }
@@ -335,8 +364,8 @@ pub(crate) unsafe fn reduce_few(
     found: &Found,
     position: impl Fn(u32) -> u32,
     put: impl Fn(usize, u32, u32),
-    scratch: u32,
-    barrier: u32,
+    keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
+    (scratch, barrier): (u32, u32),
 ) {
     unsafe {
         let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
@@ -374,12 +403,13 @@ pub(crate) unsafe fn reduce_few(
                 norm = math::fma(f32::from_bits(parts[W / 4][W % 4]), factor, norm);
                 sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
             });
-            put_sum(p, tile, pair, d, sum, (top, norm), position(tile.row(pair)), &put);
+            put_sum(p, tile, pair, d, (sum, [top, norm]), position(tile.row(pair)), &put, &keep);
         }
     }
 }
 
-/// Puts dimensions `d` and one on of what a pair, of a row at `position`, found in the split: the result, if that is the first and the last one.
+/// Dimensions `d` and one on of what a pair, of a row at `position`, found in the split, with its maximum and normaliser: the result, if that is the first
+/// split and the last one; otherwise a part to [`keep`](reduce).
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a part of two functions")]
 unsafe fn put_sum(
@@ -387,27 +417,18 @@ unsafe fn put_sum(
     tile: &Tile,
     pair: u32,
     d: u32,
-    sum: [f32; 2],
-    (top, norm): (f32, f32),
+    (sum, scale): ([f32; 2], [f32; 2]),
     position: u32,
     put: impl Fn(usize, u32, u32),
+    keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
 ) {
-    unsafe {
-        let place = tile.place(p, pair);
-        if position / SPLIT < tile.split {
-            // The row has no keys here; a later one of the tile has.
-        } else if position < SPLIT {
-            put(place, d, math::pack_bf16(sum[0] / norm, sum[1] / norm));
-        } else {
-            let at = place * p.splits as usize + tile.split as usize;
-            let to = p.sums.at(at * HEAD_DIM as usize + d as usize);
-            to.store(0, sum[0]);
-            to.store(1, sum[1]);
-            if d == 0 {
-                p.scales.store(at * 2, top);
-                p.scales.store(at * 2 + 1, norm);
-            }
-        }
+    let place = tile.place(p, pair);
+    if position / SPLIT < tile.split {
+        // The row has no keys here; a later one of the tile has.
+    } else if position < SPLIT {
+        put(place, d, math::pack_bf16(sum[0] / scale[1], sum[1] / scale[1]));
+    } else {
+        keep(pair, place, d, sum, scale);
     }
 }
 
@@ -485,7 +506,9 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
             let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
             found = attend_keys(p, &tile, position, query, key, || {}, value);
         }
-        reduce(p, &tile, &found, position, |pair, d, word| p.put::<false>(pair, d, word), 0, 1);
+        let put = |pair, d, word| p.put::<false>(pair, d, word);
+        let keep = |_, pair, d, sum, scale| p.keep(tile.split, pair, d, sum, scale);
+        reduce(p, &tile, &found, position, put, keep, (0, 1));
     }
 }
 
@@ -502,13 +525,13 @@ pub unsafe fn combine(p: Attend) {
     }
 }
 
-/// The largest of a row and head's maxima. A warp finds it together.
+/// The largest of a row and head's maxima, the first of each split's `scale`. A warp finds it together.
 #[inline(always)]
-unsafe fn top_score(scales: GlobalMut<f32>, splits: u32, lane: u32) -> f32 {
+fn top_score(splits: u32, lane: u32, scale: impl Fn(u32) -> [f32; 2]) -> f32 {
     let mut top = f32::NEG_INFINITY;
     let mut s = lane;
     while s < splits {
-        top = math::max(top, unsafe { scales.load(2 * s as usize) });
+        top = math::max(top, scale(s)[0]);
         s += 32;
     }
     let mut mask = 16;
@@ -537,29 +560,29 @@ pub(crate) unsafe fn combine_head(
             return;
         }
         let pair = row as usize * p.q_heads as usize + head as usize;
-        let scales = p.scales.at(pair * p.splits as usize * 2);
-        let sums = p.sums.at(pair * p.splits as usize * HEAD_DIM as usize);
-        let top = top_score(scales, splits, lane);
+        let sums = |s| p.part(pair, s);
+        let scale = |s| p.part_scale(pair, s);
+        let top = top_score(splits, lane, scale);
         // Four dimensions a lane.
         let (mut sum, mut norm) = ([0f32; 4], 0f32);
         let mut s = warp_id;
         while s < splits {
             // Four splits under way at a time.
             let mut words = [[0u32; 4]; 4];
-            let mut scale = [[f32::NEG_INFINITY, 0.0]; 4];
+            let mut scales = [[f32::NEG_INFINITY, 0.0]; 4];
             unroll!(I < 4; {
                 let s = s + I as u32 * WARPS;
                 if s < splits {
-                    words[I] = sums.load16((s * HEAD_DIM + lane * 4) as usize);
-                    scale[I] = [scales.load(2 * s as usize), scales.load(2 * s as usize + 1)];
+                    words[I] = sums(s).load16(lane as usize * 4);
+                    scales[I] = scale(s);
                 }
             });
             unroll!(I < 4; {
-                let factor = weight(scale[I][0], top);
+                let factor = weight(scales[I][0], top);
                 unroll!(D < 4; {
                     sum[D] = math::fma(f32::from_bits(words[I][D]), factor, sum[D]);
                 });
-                norm = math::fma(scale[I][1], factor, norm);
+                norm = math::fma(scales[I][1], factor, norm);
             });
             s += 4 * WARPS;
         }
@@ -583,62 +606,60 @@ pub(crate) unsafe fn combine_head(
     }
 }
 
-/// The same by one warp: it does what the 8 would have done, and adds in the same order.
+/// What [`combine`] does for a row and head, by one warp: it does what the 8 would have done, and adds in the same order. `words(s)` gives four dimensions
+/// of a split's sums, from `4 · lane` on, `scale(s)` its maximum and normaliser; `put(d, word)` takes the result of dimensions `d` and one on.
 #[inline(always)]
-pub(crate) unsafe fn combine_head_by_warp<const SLOTS: bool>(p: &Attend, row: u32, head: u32, lane: u32) {
-    unsafe {
-        let splits = p.rows.positions.load(row as usize) / SPLIT + 1;
-        if splits == 1 {
-            return;
-        }
-        let pair = row as usize * p.q_heads as usize + head as usize;
-        let scales = p.scales.at(pair * p.splits as usize * 2);
-        let sums = p.sums.at(pair * p.splits as usize * HEAD_DIM as usize);
-        // Eight splits' sums, four dimensions a lane, and their scales, one split a lane.
-        let load = |first: u32| {
-            let mut words = [[0u32; 4]; WARPS as usize];
-            unroll!(W < 8; {
-                let s = first + W as u32;
-                if s < splits {
-                    words[W] = sums.load16((s * HEAD_DIM + lane * 4) as usize);
-                }
-            });
-            let (s, mut scale) = (first + lane, [f32::NEG_INFINITY, 0.0]);
-            if lane < WARPS && s < splits {
-                scale = [scales.load(2 * s as usize), scales.load(2 * s as usize + 1)];
-            }
-            (words, scale)
-        };
-        // The first are asked for before anything is waited for: that is all for contexts up to 2,048.
-        let (mut words, mut scale) = load(0);
-        let top = top_score(scales, splits, lane);
-        // What each of the 8 would have found, and their normalisers, one a lane.
-        let (mut parts, mut norms) = ([[0f32; 4]; WARPS as usize], 0f32);
-        let mut first = 0;
-        loop {
-            let factors = weight(scale[0], top);
-            norms = math::fma(scale[1], factors, norms);
-            unroll!(W < 8; {
-                let factor = warp::shuffle_idx(factors, W as u32);
-                unroll!(D < 4; {
-                    parts[W][D] = math::fma(f32::from_bits(words[W][D]), factor, parts[W][D]);
-                });
-            });
-            first += WARPS;
-            if first >= splits {
-                break;
-            }
-            (words, scale) = load(first);
-        }
-        let (mut sum, mut norm) = ([0f32; 4], 0f32);
+pub(crate) fn combine_by_warp(
+    splits: u32,
+    lane: u32,
+    words: impl Fn(u32) -> [u32; 4],
+    scale: impl Fn(u32) -> [f32; 2],
+    put: impl Fn(u32, u32),
+) {
+    // Eight splits' sums, and their scales, one split a lane.
+    let load = |first: u32| {
+        let mut parts = [[0u32; 4]; WARPS as usize];
         unroll!(W < 8; {
+            let s = first + W as u32;
+            if s < splits {
+                parts[W] = words(s);
+            }
+        });
+        let (s, mut own) = (first + lane, [f32::NEG_INFINITY, 0.0]);
+        if lane < WARPS && s < splits {
+            own = scale(s);
+        }
+        (parts, own)
+    };
+    // The first are asked for before anything is waited for: that is all for contexts up to 2,048.
+    let (mut loaded, mut own) = load(0);
+    let top = top_score(splits, lane, &scale);
+    // What each of the 8 would have found, and their normalisers, one a lane.
+    let (mut parts, mut norms) = ([[0f32; 4]; WARPS as usize], 0f32);
+    let mut first = 0;
+    loop {
+        let factors = weight(own[0], top);
+        norms = math::fma(own[1], factors, norms);
+        unroll!(W < 8; {
+            let factor = warp::shuffle_idx(factors, W as u32);
             unroll!(D < 4; {
-                sum[D] += parts[W][D];
+                parts[W][D] = math::fma(f32::from_bits(loaded[W][D]), factor, parts[W][D]);
             });
-            norm += warp::shuffle_idx(norms, W as u32);
         });
-        unroll!(I < 2; {
-            p.put::<SLOTS>(pair, lane * 4 + 2 * I as u32, math::pack_bf16(sum[2 * I] / norm, sum[2 * I + 1] / norm));
-        });
+        first += WARPS;
+        if first >= splits {
+            break;
+        }
+        (loaded, own) = load(first);
     }
+    let (mut sum, mut norm) = ([0f32; 4], 0f32);
+    unroll!(W < 8; {
+        unroll!(D < 4; {
+            sum[D] += parts[W][D];
+        });
+        norm += warp::shuffle_idx(norms, W as u32);
+    });
+    unroll!(I < 2; {
+        put(lane * 4 + 2 * I as u32, math::pack_bf16(sum[2 * I] / norm, sum[2 * I + 1] / norm));
+    });
 }

@@ -116,6 +116,24 @@ pub(crate) unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; 
     }
 }
 
+/// What [`split_some`] does with a value, of each row and head whose number is `first` plus a multiple of `step`, one after another.
+#[inline(always)]
+pub(crate) unsafe fn append_values(p: &SplitHeads, first: u32, step: u32) {
+    unsafe {
+        let (heads, all) = (p.all(), p.rows.count.load(0) * p.cache.kv_heads);
+        let mut item = first;
+        while item < all {
+            core::hint::assert_unchecked(p.cache.kv_heads > 0);
+            let row = item / p.cache.kv_heads;
+            let kv_head = item - row * p.cache.kv_heads;
+            let x = heads.load(row, p.q_heads + p.cache.kv_heads + kv_head);
+            let (sequence, position) = (p.rows.sequences.load(row as usize), p.rows.positions.load(row as usize));
+            HeadVector::value(x).store_value(p.cache.value(sequence, position, kv_head));
+            item += step;
+        }
+    }
+}
+
 /// What the heads of a layer are made from; a part of [`SplitHeads`].
 #[derive(Clone, Copy)]
 pub(crate) struct Heads {
@@ -214,11 +232,11 @@ impl Heads {
     /// A head, ready for attention: queries and keys multiplied by their [scale](Self::scales) and rotated by `factors`, which values do not ask for.
     #[inline(always)]
     pub fn vector(&self, head: u32, x: [[f32; 2]; 2], scale: f32, factors: impl FnOnce() -> Factors) -> HeadVector {
+        if head >= self.q_heads + self.kv_heads {
+            return HeadVector::value(x);
+        }
         let lane = thread::fresh(thread::lane_id());
         let [[x0, x1], [x2, x3]] = x;
-        if head >= self.q_heads + self.kv_heads {
-            return HeadVector { low: math::pack_bf16(x0, x1), high: math::pack_bf16(x2, x3), lane };
-        }
         let Factors { weight: [[w0, w1], [w2, w3]], cos: [c0, c1], sin: [s0, s1] } = factors();
         let normed = |x: f32, weight: bf16| x * scale * math::from_bf16(weight);
         let (n0, n1, n2, n3) = (normed(x0, w0), normed(x1, w1), normed(x2, w2), normed(x3, w3));
@@ -229,6 +247,12 @@ impl Heads {
 }
 
 impl HeadVector {
+    /// Of a value: as it is.
+    #[inline(always)]
+    fn value([[x0, x1], [x2, x3]]: [[f32; 2]; 2]) -> Self {
+        Self { low: math::pack_bf16(x0, x1), high: math::pack_bf16(x2, x3), lane: thread::fresh(thread::lane_id()) }
+    }
+
     /// The two words of a query or a key, and where they stand among its 64.
     #[inline(always)]
     const fn words(&self) -> [(usize, u32); 2] {

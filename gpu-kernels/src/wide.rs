@@ -6,7 +6,7 @@
 //! ```text
 //! warp 8         weights: 64 inputs of 8 strips; pages of keys, of values            ──bulk copies──► ring of slots of 16 KiB
 //! warp 9         activations [ROWS × 64]; an item's queries                         ──copy engine──► ring of slots of ROWS × 128 bytes
-//! warps 10, 11   the rows' norm factors
+//! warps 10, 11   the rows' norm factors; how attention falls to blocks; a step's values, into the cache after attention
 //! warps 0 to 7   what is to be done with all that; they meet the other blocks
 //! ```
 //!
@@ -27,7 +27,7 @@
 //! after its next unit.
 //!
 //! # Attention
-//! Items are told of in `attention.rs` beside this.
+//! Items are told of in `attention.rs` beside this, and how they fall to blocks in `deal.rs`.
 
 /// Four accumulators from this one on, got or set: a lane's sums of a group of eight rows.
 macro_rules! accumulators {
@@ -56,16 +56,20 @@ macro_rules! field {
 }
 
 mod attention;
+mod deal;
 mod outputs;
 mod phases;
 mod producer;
 mod product;
 
+#[cfg(not(target_arch = "nvptx64"))]
+pub use attention::last_values;
 pub use phases::{Kind, Phase, Share};
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread, wgmma};
+use cuda_std::shared::{self, Shared};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, wgmma};
 
 use crate::attention::{Attend, PAIRS};
 use crate::embedding::{Embed, embed_elements};
@@ -113,12 +117,22 @@ impl<const ROWS: u32> Memory<ROWS> {
     };
     /// A barrier that says that the rows' factors are there.
     const FACTORS_READY: u32 = Self::RING.end();
+    /// A barrier that says that it is known what the block has of attention, and that.
+    const DEALT: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
     /// What attention reduces in; and in products, the rows' factors.
-    const SCRATCH: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
+    const SCRATCH: u32 = Self::DEALT + 32;
     const BYTES: u32 = Self::SCRATCH + Attend::SHARED_BYTES;
 
     unsafe fn factors_ready() -> Barrier {
         unsafe { Barrier::at(shared::dynamic(Self::FACTORS_READY)) }
+    }
+
+    unsafe fn dealt() -> Barrier {
+        unsafe { Barrier::at(shared::dynamic(Self::DEALT)) }
+    }
+
+    unsafe fn deal() -> Shared<u32> {
+        unsafe { shared::dynamic(Self::DEALT + 16) }
     }
 }
 
@@ -163,8 +177,10 @@ pub struct WideStep {
     /// `[rows, intermediate]` in the order of [`slot`](crate::linear::slot).
     pub activation: GlobalMut<bf16>,
     /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and at most
-    /// [`Attend::tile_rows`]. A sequence's rows follow each other. 8-byte aligned.
+    /// [`Attend::tile_rows`]. A sequence's rows follow each other, and so do its tiles. 8-byte aligned.
     pub tiles: Global<u32>,
+    /// [`WideStep::items_len`] words: what a block has to attend to.
+    pub items: GlobalMut<u32>,
     /// [`WideStep::partial_len`] elements, for chains of split tiles.
     pub partials: GlobalMut<f32>,
     /// [`WideStep::arrivals_len`] words, zero before and after.
@@ -173,8 +189,6 @@ pub struct WideStep {
     pub trace: GlobalMut<u64>,
     /// How many tiles there are.
     pub tile_count: u32,
-    /// Splits of the longest sequence, or more.
-    pub splits: u32,
     /// As [`Attend::splits`].
     pub split_room: u32,
     /// Tokens.
@@ -214,16 +228,29 @@ impl WideStep {
     }
 
     /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: for both halves of each tile that may be split, how many parts' chains are there,
-    /// in two sets that products use in turn; then the grid's meetings, and how many blocks are done.
+    /// in two sets that products use in turn; then the grid's meetings, and how many blocks are done; then for each row that a tile of attention may begin
+    /// with and each key-value head, how many splits that others combine are there.
     #[must_use]
-    pub const fn arrivals_len(grid: u32) -> usize {
-        4 * grid as usize + 2
+    pub const fn arrivals_len(grid: u32, kv_heads: u32) -> usize {
+        4 * grid as usize + 2 + (MAX_WIDE_ROWS * kv_heads) as usize
+    }
+
+    /// Words of [`items`](Self::items) for so many tiles of so many splits at most.
+    #[must_use]
+    pub const fn items_len(tiles: usize, kv_heads: usize, splits: usize) -> usize {
+        tiles * kv_heads * splits * deal::ITEM_WORDS as usize
     }
 
     /// The grid's meetings.
     #[inline(always)]
     unsafe fn meetings(&self) -> GlobalMut<u32> {
         unsafe { self.arrivals.at(4 * thread::grid_dim_x() as usize) }
+    }
+
+    /// How many splits are there of each row that a tile begins with and key-value head.
+    #[inline(always)]
+    unsafe fn split_arrivals(&self) -> GlobalMut<u32> {
+        unsafe { self.meetings().at(2) }
     }
 
     /// How many parts' chains are there of each split tile's halves, in the products whose number is even, or odd.
@@ -264,6 +291,22 @@ impl WideStep {
         }
     }
 
+    /// What queries, keys and values of a layer are made from, but for the norms.
+    #[inline(always)]
+    unsafe fn split_heads(&self, phase: Global<Phase>) -> SplitHeads {
+        SplitHeads {
+            rows: self.rows,
+            qkv: self.qkv.read(),
+            cos: self.cos,
+            sin: self.sin,
+            q: self.q,
+            cache: self.cache(unsafe { field!(phase, pages: GlobalMut<bf16>) }),
+            q_heads: self.q_heads,
+            eps: self.eps,
+            ..SplitHeads::default()
+        }
+    }
+
     /// What attention of a layer needs beside keys and values.
     #[inline(always)]
     fn attend(&self) -> Attend {
@@ -301,6 +344,7 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             Ring::init(Memory::<ROWS>::ROW_RING, WARPS);
             Ring::init(Memory::<ROWS>::RING, WARPS);
             Memory::<ROWS>::factors_ready().init(2);
+            Memory::<ROWS>::dealt().init(1);
             bulk::fence_init();
         }
         thread::sync_threads();
@@ -312,8 +356,9 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             match warp_id - WARPS {
                 0 => producer::produce::<ROWS>(p),
                 1 => producer::produce_rows::<ROWS>(p),
-                which => producer::find_factors::<ROWS>(p, which - 2),
+                which => producer::help::<ROWS>(p, which - 2),
             }
+            thread::sync_threads();
         }
     }
 }
@@ -338,7 +383,6 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
                 Kind::EMBED => embed(p, phase),
                 Kind::HEADS => heads(p, phase),
                 Kind::ATTEND => attention::attend::<ROWS>(p, &mut rings),
-                Kind::COMBINE => attention::combine(p),
                 kind => {
                     if first {
                         // The other set's counts for the product to come; those of the one before have been seen by all.
@@ -361,7 +405,8 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             }
             number = thread::fresh(number) + 1;
         }
-        // The block's producers wait for no meeting any more. The last block to get here sets the counters back.
+        // Nobody in the block waits for a meeting any more. The last block to get here sets the counters back.
+        thread::sync_threads();
         if thread::fresh(thread::thread_idx_x()) == 0 {
             let grid = thread::grid_dim_x();
             let meetings = p.meetings();
@@ -403,23 +448,17 @@ unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
 /// Heads under way in a warp.
 const HEADS: usize = 4;
 
-/// What [`split_heads`](crate::qkv::split_heads) does, a warp of the grid a head and row.
+/// What [`split_heads`](crate::qkv::split_heads) does with queries and keys, a warp of the grid a head and row. Values stay where they are until attention is
+/// over: there a value is 128 places in a page, which only those wait for who have nothing else to do.
 #[inline(always)]
 unsafe fn heads(p: &WideStep, phase: Global<Phase>) {
     unsafe {
         let split = SplitHeads {
-            rows: p.rows,
-            qkv: p.qkv.read(),
             q_norm: field!(phase, norm: Global<bf16>),
             k_norm: field!(phase, key_norm: Global<bf16>),
-            cos: p.cos,
-            sin: p.sin,
-            q: p.q,
-            cache: p.cache(field!(phase, pages: GlobalMut<bf16>)),
-            q_heads: p.q_heads,
-            eps: p.eps,
+            ..p.split_heads(phase)
         };
-        let each = split.heads();
+        let each = p.q_heads + p.kv_heads;
         let all = p.rows.count.load(0) * each;
         let grid = thread::grid_dim_x();
         // Neighbouring blocks take neighbouring heads.
@@ -432,6 +471,7 @@ unsafe fn heads(p: &WideStep, phase: Global<Phase>) {
                 let last = item.min(all - 1);
                 core::hint::assert_unchecked(each > 0);
                 which[I] = HeadOf { row: last / each, head: last % each, wanted: item < all };
+                core::hint::assert_unchecked(which[I].head < p.q_heads + p.kv_heads);
             });
             split_some(&split, which);
             first += HEADS as u32 * WARPS * grid;

@@ -126,7 +126,7 @@ impl Case {
         let out = Buffer::<bf16>::new_poisoned(rows * self.q_heads * D);
         let words = Buffer::from_slice(&tiles.concat());
         let map = |address: u64, rows: usize, columns: usize, tile_rows: u32| {
-            let matrix = Matrix { address, rows: rows as u64, columns: columns as u64, tile_rows };
+            let matrix = Matrix::dense(address, rows as u64, columns as u64, tile_rows);
             Buffer::from_slice(&[TensorMap::emulated(&matrix)])
         };
         let q_map = map(q_buffer.ptr().addr(), rows, self.q_heads * D, 64);

@@ -125,7 +125,7 @@ impl Case {
     }
 
     fn map(address: u64, rows: usize, columns: usize, tile_rows: u32) -> Buffer<TensorMap> {
-        let matrix = Matrix { address, rows: rows as u64, columns: columns as u64, tile_rows };
+        let matrix = Matrix::dense(address, rows as u64, columns as u64, tile_rows);
         Buffer::from_slice(&[TensorMap::emulated(&matrix)])
     }
 

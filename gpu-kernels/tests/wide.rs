@@ -151,11 +151,11 @@ impl Case {
         let rows = RowBuffers::sequence(0, self.rows as u32);
         let (y, activation, scaled, squares) = self.outputs();
         let before = Buffer::from_slice(&self.squares);
-        let matrix = Matrix { address: x.ptr().addr(), rows: self.rows as u64, columns: self.k as u64, tile_rows };
+        let matrix = Matrix::dense(x.ptr().addr(), self.rows as u64, self.k as u64, tile_rows);
         let map = Buffer::from_slice(&[TensorMap::emulated(&matrix)]);
         let row_tiles = (self.rows as u32).div_ceil(tile_rows);
         let partials = Buffer::<f32>::new_poisoned(WideStep::partial_len(tile_rows, grid));
-        let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid)]);
+        let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid, 0)]);
         let phase = Phase {
             strips,
             n: self.n as u32,

@@ -1,17 +1,20 @@
-//! Attention of many sequences at once: for each row the very bits of `attend` and `combine`.
+//! Attention of many sequences at once, from the projection on: for each row the very bits of `split_heads`, `attend` and `combine`.
 
 mod common;
 
 use common::{Random, RowBuffers, run, run_resident};
-use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
+use cuda_std::tensor::TensorMap;
+use cuda_std::{GlobalMut, bf16};
 use gpu_kernels::attention::{self, Attend, AttendTiles, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::slot;
+use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::wide::{self, Kind, Phase, WideStep};
 use proptest::prelude::*;
 
 const D: usize = HEAD_DIM as usize;
+const EPS: f32 = 1e-6;
 
 /// Sequences, each with a number of positions before its rows and a number of rows.
 struct Case {
@@ -32,7 +35,8 @@ impl Case {
         for i in 0..count {
             tables.swap(i, random.below(count));
         }
-        let pages = Buffer::from_slice(&random.bf16s(count * kv::page_elements(kv_heads as u32)));
+        // Of two layers.
+        let pages = [(); 2].map(|()| random.bf16s(count * kv::page_elements(kv_heads as u32)));
         let tables = Buffer::from_slice(&tables);
         let group = q_heads / kv_heads;
         let tile_rows = Attend::tile_rows(group as u32) as usize;
@@ -44,16 +48,39 @@ impl Case {
             rows.extend((start..start + count).map(|position| (0, position as u32, number as u32)));
         }
         let splits = (longest as u32).div_ceil(SPLIT);
-        let q: Vec<bf16> = random.bf16s(rows.len() * q_heads * D);
+        let all = RowBuffers::new(&rows);
+        let qkv = Buffer::from_slice(&random.floats(rows.len() * (q_heads + 2 * kv_heads) * D));
+        let [q_norm, k_norm] = [(); 2].map(|()| Buffer::from_slice(&random.bf16s(D)));
+        let [cos, sin] = [(); 2].map(|()| Buffer::from_slice(&random.floats(longest * D / 2)));
+        let cache = |pages: &Buffer<bf16>| Cache {
+            pages: pages.ptr_mut(),
+            tables: tables.ptr(),
+            table_stride: stride as u32,
+            kv_heads: kv_heads as u32,
+        };
+        let q = Buffer::<bf16>::new_poisoned(rows.len() * q_heads * D);
+        let [want_first, want_second] = pages.each_ref().map(|pages| {
+            let pages = Buffer::from_slice(pages);
+            let params = SplitHeads {
+                rows: all.rows(),
+                qkv: qkv.ptr(),
+                q_norm: q_norm.ptr(),
+                k_norm: k_norm.ptr(),
+                cos: cos.ptr(),
+                sin: sin.ptr(),
+                q: q.ptr_mut(),
+                cache: cache(&pages),
+                q_heads: q_heads as u32,
+                eps: EPS,
+            };
+            let blocks = params.heads().div_ceil(qkv::HEADS_PER_BLOCK);
+            run::<qkv::split_heads>([blocks, rows.len() as u32, 1], 0, seed, params);
+            pages
+        });
         let attend = |rows: &RowBuffers, q: &Buffer<bf16>, memory: &(Buffer<f32>, Buffer<f32>, Buffer<bf16>)| Attend {
             rows: rows.rows(),
             q: q.ptr(),
-            cache: Cache {
-                pages: pages.ptr_mut(),
-                tables: tables.ptr(),
-                table_stride: stride as u32,
-                kv_heads: kv_heads as u32,
-            },
+            cache: cache(&want_second),
             sums: memory.0.ptr_mut(),
             scales: memory.1.ptr_mut(),
             out: memory.2.ptr_mut(),
@@ -71,7 +98,7 @@ impl Case {
         let mut first = 0;
         for &(_, count) in sequences {
             let own = RowBuffers::new(&rows[first..first + count]);
-            let queries = Buffer::from_slice(&q[first * q_heads * D..][..count * q_heads * D]);
+            let queries = Buffer::from_slice(&q.as_slice()[first * q_heads * D..][..count * q_heads * D]);
             let memory = memory_of(count);
             let params = attend(&own, &queries, &memory);
             let tiles = Attend::tiles(count as u32, group as u32);
@@ -82,11 +109,10 @@ impl Case {
             first += count;
         }
 
-        let (all, queries) = (RowBuffers::new(&rows), Buffer::from_slice(&q));
         let words = Buffer::from_slice(&tiles.concat());
         // The launch for other devices, too.
         let portable = memory_of(rows.len());
-        let tiled = AttendTiles { attend: attend(&all, &queries, &portable), tiles: words.ptr() };
+        let tiled = AttendTiles { attend: attend(&all, &q, &portable), tiles: words.ptr() };
         let blocks = [kv_heads as u32, splits, tiles.len() as u32];
         run::<attention::attend_tiles>(blocks, Attend::SHARED_BYTES, seed, tiled);
         let heads = [q_heads as u32, rows.len() as u32, 1];
@@ -94,22 +120,42 @@ impl Case {
         assert!(want == portable.2.as_slice(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
         for tile_rows in [64, 128] {
             let memory = memory_of(rows.len());
-            let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid)]);
-            let phases = [Kind::Attend, Kind::Combine].map(|kind| Phase { pages: pages.ptr_mut(), ..Phase::new(kind) });
+            let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid, kv_heads as u32)]);
+            let items = Buffer::<u32>::new_poisoned(WideStep::items_len(tiles.len(), kv_heads, splits as usize));
+            // Layers lie behind each other.
+            let (cache, len) = (Buffer::from_slice(&pages.concat()), pages[0].len());
+            let maps = wide::last_values(cache.ptr().addr(), 2 * len).map(|matrix| TensorMap::emulated(&matrix));
+            let maps = Buffer::from_slice(&maps);
+            let queries = Buffer::<bf16>::new_poisoned(q.len());
+            let layer = |number: usize| {
+                [Kind::Heads, Kind::Attend].map(|kind| Phase {
+                    pages: GlobalMut::from_raw(cache.ptr_mut().addr() + (number * len * size_of::<bf16>()) as u64),
+                    x: maps.ptr(),
+                    base: (number * len) as u64 / u64::from(PAGE_TOKENS),
+                    norm: q_norm.ptr(),
+                    key_norm: k_norm.ptr(),
+                    ..Phase::new(kind)
+                })
+            };
+            let phases = [0, 1].map(layer).concat();
             let phases = Buffer::from_slice(Phase::words(&phases));
             let params = WideStep {
                 rows: all.rows(),
                 phases: phases.ptr().cast(),
-                phase_count: 2,
+                phase_count: 4,
+                cos: cos.ptr(),
+                sin: sin.ptr(),
+                qkv: qkv.ptr_mut(),
+                eps: EPS,
                 tables: tables.ptr(),
                 q: queries.ptr_mut(),
                 sums: memory.0.ptr_mut(),
                 scales: memory.1.ptr_mut(),
                 attended: memory.2.ptr_mut(),
                 tiles: words.ptr(),
+                items: items.ptr_mut(),
                 arrivals: arrivals.ptr_mut(),
                 tile_count: tiles.len() as u32,
-                splits,
                 split_room: splits,
                 table_stride: stride as u32,
                 q_heads: q_heads as u32,
@@ -121,6 +167,10 @@ impl Case {
                 run_resident::<wide::wide_64>(grid, shared, seed, params);
             } else {
                 run_resident::<wide::wide_128>(grid, shared, seed, params);
+            }
+            assert!(queries.as_slice() == q.as_slice(), "queries of {sequences:?}");
+            for (got, want) in cache.as_slice().chunks(len).zip([&want_first, &want_second]) {
+                assert!(got == want.as_slice(), "keys and values of {sequences:?}, {grid:?} blocks");
             }
             assert!(arrivals.as_slice().iter().all(|&left| left == 0));
             let got = memory.2.as_slice();
@@ -155,4 +205,37 @@ fn many_items_for_a_block() {
 #[test]
 fn a_long_context_beside_short_ones() {
     Case { q_heads: 2, kv_heads: 1, sequences: vec![(2400, 1), (3, 2), (700, 1)] }.check(3, 9);
+}
+
+/// Sequences that end at, before and after the border of a split, of a page and of a warp's keys, with rows on both sides.
+#[test]
+fn contexts_on_borders() {
+    let ends = [1, 32, 33, 64, 65, 256, 257, 512, 513, 1024, 1025];
+    let sequences =
+        ends.into_iter().flat_map(|end| (1..4).filter(move |&rows| rows <= end).map(move |rows| (end - rows, rows)));
+    Case { q_heads: 8, kv_heads: 2, sequences: sequences.collect() }.check(4, 3);
+}
+
+/// From one block for everything to more blocks than there are pages: a tile's head in the hands of one block, of two, of many.
+#[test]
+fn heads_are_cut_between_blocks() {
+    for grid in [1, 2, 5, 11, 24] {
+        let sequences = vec![(1039, 1), (2300, 2), (4, 1), (254, 4)];
+        Case { q_heads: 4, kv_heads: 2, sequences }.check(grid, grid.into());
+        Case { q_heads: 2, kv_heads: 1, sequences: vec![(600, 1), (4, 2)] }.check(grid, grid.into());
+    }
+}
+
+/// Sums that have room beside the queries, with both kernels, with one and with neither.
+#[test]
+fn more_splits_than_fit() {
+    for (start, rows) in [(255, 1), (1000, 1), (1900, 1), (600, 4), (1400, 4), (1900, 7)] {
+        Case { q_heads: 8, kv_heads: 2, sequences: vec![(start, rows); 2] }.check(1, 11);
+    }
+}
+
+/// More rows of a sequence than a warp has lanes, in tiles that begin in one split and end in another.
+#[test]
+fn many_rows_of_a_sequence() {
+    Case { q_heads: 2, kv_heads: 1, sequences: vec![(230, 70), (9, 1)] }.check(3, 2);
 }

@@ -379,7 +379,7 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
 /// All of a buffer as rows of `columns`.
 fn matrix(buffer: &Buffer<bf16>, columns: usize, tile_rows: u32) -> Matrix {
     let rows = (buffer.len() / columns) as u64;
-    Matrix { address: buffer.ptr().addr(), rows, columns: columns as u64, tile_rows }
+    Matrix::dense(buffer.ptr().addr(), rows, columns as u64, tile_rows)
 }
 
 /// Rows of one sequence and its cache.

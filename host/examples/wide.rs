@@ -97,7 +97,6 @@ fn step(device: &Device, size: &str, sequences: usize, bandwidth: f64) -> Result
             Kind::Write => ("QKV", heads * hidden),
             Kind::Heads => ("heads", 0),
             Kind::Attend => ("attend", 0),
-            Kind::Combine => ("combine", 0),
             Kind::Add if trace[i - 1].0 == Kind::SwiGlu => ("down", inner * hidden),
             Kind::Add => ("output", hidden * config.query_size()),
             Kind::SwiGlu => ("gate, up", 2 * inner * hidden),

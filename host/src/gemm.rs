@@ -94,7 +94,7 @@ fn size(epilogue: Epilogue, p: &Gemm) -> (u32, u32) {
 }
 
 fn matrix(at: Global<bf16>, rows: usize, columns: usize, tile_rows: u32) -> Matrix {
-    Matrix { address: at.addr(), rows: rows as u64, columns: columns as u64, tile_rows }
+    Matrix::dense(at.addr(), rows as u64, columns as u64, tile_rows)
 }
 
 /// Rows of bf16 `[rows, columns]` that a product reads.

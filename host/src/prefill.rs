@@ -158,11 +158,9 @@ impl Prefill {
         ];
         for (i, layer) in weights.layers.iter().enumerate() {
             // A page's keys of a head are a tile of 64 tokens, its values one of 128 dimensions.
-            let paged = |columns: u32, tile_rows: u32| Matrix {
-                address: cache.layer(i).addr(),
-                rows: (cache.layer_len() / columns as usize) as u64,
-                columns: u64::from(columns),
-                tile_rows,
+            let paged = |columns: u32, tile_rows: u32| {
+                let rows = (cache.layer_len() / columns as usize) as u64;
+                Matrix::dense(cache.layer(i).addr(), rows, columns.into(), tile_rows)
             };
             matrices.extend([
                 gemm::weight(layer.qkv.ptr(), heads, hidden),

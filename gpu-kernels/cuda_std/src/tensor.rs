@@ -1,8 +1,8 @@
 //! Copies of tiles of a matrix between global and shared memory, by the copy engine (sm_90a).
 //!
 //! A [`TensorMap`] says where a matrix of bf16 lies and what a tile of it is. A tile is rows of 64 elements, 128 bytes each, and lands
-//! in shared memory row after row in the 128-byte swizzle that `wgmma` reads without bank conflicts: the 16-byte chunk `c` of
-//! row `r` lies at chunk `c ^ (r % 8)` of that row ([`swizzled`]). What lies beyond the matrix's edge is read as zeros, and not written.
+//! in shared memory row after row; mostly in the 128-byte swizzle that `wgmma` reads without bank conflicts: the 16-byte chunk `c` of
+//! row `r` lies at chunk `c ^ (r % 8)` of that row ([`swizzled`]). What lies beyond the matrix's edge is read as zeros, and not written: memory is not asked for it.
 //!
 //! Under the emulator a map holds a plain description in place of the driver's encoding, and the copies are done from that.
 
@@ -29,8 +29,21 @@ pub struct Matrix {
     pub rows: u64,
     /// Elements of a row, a multiple of 8.
     pub columns: u64,
+    /// Elements from a row's first to the next row's, a multiple of 8.
+    pub pitch: u64,
     /// Rows of a tile, at most 256; it has [`ROW`] columns.
     pub tile_rows: u32,
+    /// Whether tiles are swizzled.
+    pub swizzled: bool,
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl Matrix {
+    /// `rows` of `columns` elements at `address`, one row right after another, in swizzled tiles of `tile_rows` rows.
+    #[must_use]
+    pub const fn dense(address: u64, rows: u64, columns: u64, tile_rows: u32) -> Self {
+        Self { address, rows, columns, pitch: columns, tile_rows, swizzled: true }
+    }
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
@@ -41,17 +54,19 @@ impl TensorMap {
     /// The map that the emulator reads.
     #[must_use]
     pub fn emulated(matrix: &Matrix) -> Self {
-        let Matrix { address, rows, columns, tile_rows } = *matrix;
+        let Matrix { address, rows, columns, pitch, tile_rows, swizzled } = *matrix;
+        let (tile_rows, swizzled) = (u64::from(tile_rows), u64::from(swizzled));
         let mut words = [0; 16];
-        words[..5].copy_from_slice(&[Self::EMULATED, address, rows, columns, u64::from(tile_rows)]);
+        words[..7].copy_from_slice(&[Self::EMULATED, address, rows, columns, pitch, tile_rows, swizzled]);
         Self(words)
     }
 
     /// The matrix of an emulator's map.
     #[must_use]
     pub fn matrix(&self) -> Option<Matrix> {
-        let [mark, address, rows, columns, tile_rows, ..] = self.0;
-        (mark == Self::EMULATED).then_some(Matrix { address, rows, columns, tile_rows: tile_rows as u32 })
+        let [mark, address, rows, columns, pitch, tile_rows, swizzled, ..] = self.0;
+        let matrix = Matrix { address, rows, columns, pitch, tile_rows: tile_rows as u32, swizzled: swizzled != 0 };
+        (mark == Self::EMULATED).then_some(matrix)
     }
 }
 
@@ -78,7 +93,7 @@ pub unsafe fn acquire(map: Global<TensorMap>) {
 /// (`cp.async.bulk.tensor.2d`). One lane issues it. All bytes of a tile count, beyond the edge or not.
 ///
 /// # Safety
-/// `map` was [`acquire`]d; `destination` is a multiple of 1,024 with room for the tile; the matrix is not written, nor
+/// `map` was [`acquire`]d; `destination` is a multiple of 1,024, or of 128 if tiles are not swizzled, with room for the tile; the matrix is not written, nor
 /// the destination used, before the phase has ended.
 #[inline(always)]
 #[track_caller]

@@ -17,7 +17,7 @@ fn run(maps: &[TensorMap], seed: u64) -> Result<(), String> {
 }
 
 fn map(buffer: &Buffer<bf16>, rows: u64, tile_rows: u32) -> TensorMap {
-    TensorMap::emulated(&Matrix { address: buffer.ptr().addr(), rows, columns: 64, tile_rows })
+    TensorMap::emulated(&Matrix::dense(buffer.ptr().addr(), rows, 64, tile_rows))
 }
 
 #[test]

@@ -178,13 +178,15 @@ impl Consumer<'_> {
                     }
                 };
                 let position = |row| first_position + row;
+                let keep = |_, pair, d, sum, scale| attend.keep(split, pair, d, sum, scale);
+                let at = (SCRATCH + QUERY_BYTES, 1);
                 if here.pairs <= QUARTER {
-                    reduce_few(attend, &here, &found, position, put, SCRATCH + QUERY_BYTES, 1);
+                    reduce_few(attend, &here, &found, position, put, keep, at);
                     if tile < tiles.end || !is_last {
                         sync();
                     }
                 } else {
-                    reduce(attend, &here, &found, position, put, SCRATCH + QUERY_BYTES, 1);
+                    reduce(attend, &here, &found, position, put, keep, at);
                 }
                 if ONE && tile == tiles.end {
                     self.give_back(2 * pages, lane);

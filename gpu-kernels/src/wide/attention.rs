@@ -1,17 +1,27 @@
 //! Attention of the rows of many sequences: the bits of [`attention`](crate::attention), with keys and values streamed through shared memory.
 //!
-//! An *item* is what a block of [`attend`](crate::attention::attend) does: a tile of rows of one sequence, a key-value head, a split of 256 keys. Blocks take
-//! items in turn. All sequences' first splits come first: where contexts are long, this step adds no keys to them, and their pages are there before the projections are.
-//! Then come the others, sequence by sequence: small ones, at the ends of contexts, take warps longer than memory, and have large ones between them.
-//! A page is given back as soon as its two warps have used it.
+//! An *item* is what a block of [`attend`](crate::attention::attend) does: a tile of rows of one sequence, a key-value head, a split of 256 keys. A block takes
+//! its [items](super::deal) in turn, and a page is given back as soon as its two warps have used it. The ends of contexts make small items, which take warps
+//! longer than memory; they have large ones between them.
+//!
+//! # Combining
+//! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and combines them at once. Sums that have no
+//! room there, or that come from two blocks, go to memory: a block counts what it has put there of a run that goes on in the next, and the one that has the run's
+//! rest waits for that, which is the last thing it does, as putting it was the first that the other did.
 
+use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{bf16, bulk, thread, warp};
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::tensor::Matrix;
+use cuda_std::tensor::TensorMap;
+use cuda_std::{Global, GlobalMut, bf16, bulk, math, tensor, thread, warp};
 
-use super::{ALL, Memory, Rings, WARPS, WideStep};
-use crate::attention::{Divisor, Found, PAIRS, SPLIT, Tile, attend_keys, combine_head_by_warp, reduce};
+use super::{ALL, CONSUMERS, Memory, Phase, Rings, WARPS, WideStep};
+use crate::attention::{Attend, Divisor, Found, PAIRS, SPLIT, Tile, WARP_KEYS, attend_keys, combine_by_warp, reduce};
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
-use crate::ring::Ring;
+use crate::qkv::Heads;
+use crate::ring::{Ring, Shape};
+use crate::waiting;
 
 const QUERY: u32 = HEAD_DIM * 2;
 /// A page of a head's keys, or of its values.
@@ -19,36 +29,79 @@ const PAGE_BYTES: u32 = PAGE_TOKENS * QUERY;
 /// Where in a slot of the rows' ring an item is described: behind its queries.
 const DESCRIPTION: u32 = PAIRS * QUERY;
 
+/// Behind that, in what is left of every slot: a split's sums for a pair, their maximum and normaliser.
+const PART: u32 = DESCRIPTION + 16;
+/// 8 bytes more than that takes, for accesses to 16.
+const PART_BYTES: u32 = HEAD_DIM * 4 + 16;
+
+/// In a slot.
+const fn parts_of(ring: Shape) -> u32 {
+    (ring.bytes - PART) / PART_BYTES
+}
+
+/// How many have room.
+pub const fn parts<const ROWS: u32>() -> u32 {
+    parts_of(Memory::<ROWS>::ROW_RING) * Memory::<ROWS>::ROW_RING.stages
+}
+
 const _: () = assert!(PAGE_BYTES == super::WEIGHT_BYTES);
-const _: () = assert!(DESCRIPTION + 16 <= Memory::<64>::ROW_RING.bytes);
+const _: () = assert!(parts::<64>() == 28 && parts::<128>() == 92);
 
 /// One tile, key-value head and split.
 #[derive(Clone, Copy)]
 pub struct Item {
     pub kv_head: u32,
-    split: u32,
-    first_row: u32,
+    pub split: u32,
+    /// The first split of the tile and head that this block has.
+    pub first_split: u32,
+    pub first_row: u32,
     /// None: the end.
-    rows: u32,
+    pub rows: u32,
+    /// Rows before them of the same sequence.
+    pub rows_before: u32,
     /// The position of the tile's last row.
-    last: u32,
-    /// Which page table.
-    pub sequence: u32,
-    /// Whether this step may add to its keys.
+    pub last: u32,
+    /// Whether its sums stay in shared memory.
+    pub on_chip: bool,
+    /// Whether the next block goes on with this tile and head.
+    pub goes_on: bool,
+    /// Whether the block has no further split of a tile and head with several.
+    pub is_last: bool,
+    /// Whether this step adds to its keys.
     pub is_fresh: bool,
 }
 
 impl Item {
-    /// The words of its description.
+    /// No more.
+    const END: [u32; 4] = [0; 4];
+
+    /// As four words.
     #[inline(always)]
-    const fn words(&self) -> [u32; 4] {
-        [self.kv_head, self.split, self.first_row << 16 | self.rows, self.last]
+    pub const fn words(&self) -> [u32; 4] {
+        let flags = (self.on_chip as u32) << 24
+            | (self.goes_on as u32) << 25
+            | (self.is_last as u32) << 26
+            | (self.is_fresh as u32) << 27;
+        let rows = self.rows_before << 20 | self.first_row << 8 | self.rows;
+        [self.kv_head | flags, self.first_split << 16 | self.split, rows, self.last]
     }
 
+    /// From its [words](Self::words).
     #[inline(always)]
-    unsafe fn read(from: Shared<u32>) -> Self {
-        let [kv_head, split, rows, last] = unsafe { from.load16(0) };
-        Self { kv_head, split, first_row: rows >> 16, rows: rows & 0xffff, last, sequence: 0, is_fresh: false }
+    pub const fn new([head, splits, rows, last]: [u32; 4]) -> Self {
+        Self {
+            kv_head: head & 0xff_ffff,
+            split: splits & 0xffff,
+            first_split: splits >> 16,
+            first_row: rows >> 8 & 0xfff,
+            rows: rows & 0xff,
+            rows_before: rows >> 20,
+            last,
+            on_chip: head >> 24 & 1 != 0,
+            goes_on: head >> 25 & 1 != 0,
+            is_last: head >> 26 & 1 != 0,
+            is_fresh: head >> 27 & 1 != 0,
+        }
     }
 
     /// The first of its pages among its sequence's.
@@ -64,57 +117,54 @@ impl Item {
     }
 }
 
-/// A producer's warp walks the block's items: each lane looks one up, and then they are visited one after another by all.
-#[inline(always)]
-pub unsafe fn walk(p: &WideStep, mut visit: impl FnMut(&Item)) {
-    unsafe {
-        let lane = thread::fresh(thread::lane_id());
-        let (kv_heads, tiles, grid) = (p.kv_heads, p.tile_count, thread::grid_dim_x());
-        let all = p.splits * tiles * kv_heads;
-        let mut first = thread::block_idx_x();
-        while first < all {
-            let number = first + lane * grid;
-            // Head, split, rows, last position, sequence; and whether there is one, and it is fresh.
-            let mut found = [0u32; 5];
-            let (mut valid, mut is_fresh) = (false, false);
-            if number < all {
-                core::hint::assert_unchecked(kv_heads > 0);
-                let of_head = number / kv_heads;
-                // First splits, then tile by tile what is left of each.
-                let (mut tile, mut split) = (of_head, 0);
-                if of_head >= tiles {
-                    let left = p.splits - 1;
-                    core::hint::assert_unchecked(left > 0);
-                    tile = (of_head - tiles) / left;
-                    split = 1 + of_head - tiles - tile * left;
-                }
-                let first_row = p.tiles.load(2 * tile as usize);
-                let rows = p.tiles.load(2 * tile as usize + 1);
-                let last = p.rows.positions.load((first_row + rows - 1) as usize);
-                valid = split * SPLIT <= last;
-                // Before the tile's rows there are at most as many of the same sequence as there are at all.
-                is_fresh = (split + 1) * SPLIT + first_row + rows > last + 1;
-                let sequence = p.rows.sequences.load(first_row as usize);
-                found = [number - of_head * kv_heads, split, first_row << 16 | rows, last, sequence];
+/// Tokens of a context's last page come in groups of so many: those behind the last group's are not asked for.
+const GROUP_TOKENS: u32 = 16;
+
+/// What [`Phase::x`](super::Phase::x) of attention takes: maps of the values of pages with one, two and three groups of tokens, in a cache of `len` elements at `address`
+/// with all its layers. A dimension's tokens lie beside each other, so that a part of a page is in many pieces: a tile of a narrow matrix.
+#[cfg(not(target_arch = "nvptx64"))]
+#[must_use]
+pub fn last_values(address: u64, len: usize) -> [Matrix; 3] {
+    let pitch = u64::from(PAGE_TOKENS);
+    [1, 2, 3].map(|groups| Matrix {
+        address,
+        rows: len as u64 / pitch,
+        columns: groups * u64::from(GROUP_TOKENS),
+        pitch,
+        tile_rows: HEAD_DIM,
+        swizzled: false,
+    })
+}
+
+/// Where a layer's pages are for the copy engine.
+pub struct Pages {
+    cache: Cache,
+    last_values: Global<TensorMap>,
+    rows_before: u32,
+}
+
+impl Pages {
+    /// Those of a phase. One lane may load them.
+    #[inline(always)]
+    pub unsafe fn new(p: &WideStep, phase: Global<Phase>) -> Self {
+        unsafe {
+            let last_values = field!(phase, x: Global<TensorMap>);
+            if thread::fresh(thread::lane_id()) == 0 {
+                unroll!(I < 3; {
+                    tensor::acquire(last_values.at(I));
+                });
             }
-            let mut there = warp::ballot(valid);
-            let fresh = warp::ballot(is_fresh);
-            while there != 0 {
-                let from = there.trailing_zeros();
-                there &= there - 1;
-                let [kv_head, split, rows, last, sequence] = found.map(|word| warp::shuffle_idx(word, from));
-                let is_fresh = fresh >> from & 1 != 0;
-                visit(&Item { kv_head, split, first_row: rows >> 16, rows: rows & 0xffff, last, sequence, is_fresh });
-            }
-            first += 32 * grid;
+            let rows_before = field!(phase, base: u64) as u32;
+            Self { cache: p.cache(field!(phase, pages: GlobalMut<bf16>)), last_values, rows_before }
         }
     }
 }
 
 /// One lane loads an item's pages, keys first; `blocks` are their [indices](Cache::block_index). All keep count.
 #[inline(always)]
-pub unsafe fn load_pages(cache: &Cache, mut ring: Ring, item: &Item, blocks: [u32; 4]) -> Ring {
+pub unsafe fn load_pages(pages: &Pages, mut ring: Ring, item: &Item, blocks: [u32; 4]) -> Ring {
     unsafe {
+        let Pages { cache, last_values, rows_before } = pages;
         let lane = thread::fresh(thread::lane_id());
         let pages = item.pages();
         let mut kind = 0;
@@ -128,8 +178,15 @@ pub unsafe fn load_pages(cache: &Cache, mut ring: Ring, item: &Item, blocks: [u3
                         let keys = (item.last + 1 - (item.first_page() + I as u32) * PAGE_TOKENS).min(PAGE_TOKENS);
                         let bytes = if kind == 0 { keys * QUERY } else { PAGE_BYTES };
                         ring.full().arrive_expect_tx(bytes);
-                        let from = (blocks[I] * 2 + kind) as usize * (PAGE_TOKENS * HEAD_DIM) as usize;
-                        bulk::copy_to_shared(ring.slot(), cache.pages.read().at(from).cast(), bytes, ring.full());
+                        let groups = (keys - 1) / GROUP_TOKENS;
+                        let block = blocks[I] * 2 + kind;
+                        if kind == 1 && groups < 3 {
+                            let at = [0, rows_before + block * HEAD_DIM];
+                            tensor::load(ring.slot(), last_values.at(groups as usize), at, ring.full());
+                        } else {
+                            let from = block as usize * (PAGE_TOKENS * HEAD_DIM) as usize;
+                            bulk::copy_to_shared(ring.slot(), cache.pages.read().at(from).cast(), bytes, ring.full());
+                        }
                     }
                     ring = ring.ahead(1);
                 }
@@ -168,7 +225,7 @@ pub unsafe fn send_end(ring: &Ring) {
     unsafe {
         if thread::fresh(thread::lane_id()) == 0 {
             ring.wait_empty();
-            ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, [0; 4]);
+            ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, Item::END);
             ring.full().arrive();
         }
     }
@@ -179,21 +236,23 @@ pub unsafe fn send_end(ring: &Ring) {
 pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
     unsafe {
         let a = &p.attend();
-        let position = |row: u32| p.rows.positions.load(row as usize);
+        let group = Divisor::new(p.group());
         loop {
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
             rings.rows.wait_full();
             let slot = rings.rows.slot();
-            let item = Item::read(slot.at(DESCRIPTION as usize).cast());
+            let item = Item::new(slot.at(DESCRIPTION as usize).cast::<u32>().load16(0));
             if item.rows == 0 {
                 give_back(&rings.rows, lane);
                 rings.rows = rings.rows.ahead(1);
                 return;
             }
-            let group = p.group();
             let Item { kv_head, split, first_row, rows, .. } = item;
-            let here =
-                Tile { kv_head, split, group: Divisor::new(group), first_row, pairs: rows * group, lane, warp_id };
+            // Of a single row it is known.
+            let position = |row: u32| {
+                if row + 1 == first_row + rows { item.last } else { p.rows.positions.load(row as usize) }
+            };
+            let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
             let pages = item.pages();
             let page = here.first_key() % SPLIT / PAGE_TOKENS;
             // The pages of others: this warp has no use for them. All warps meet before the next item, so nobody gets ahead.
@@ -205,6 +264,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
             let mut found = Found::NOTHING;
             if page < pages {
                 let (keys_slot, values_slot) = (rings.ring.ahead(page), rings.ring.ahead(pages + page));
+                let newest = Newest::load(p, &item, here.first_key(), lane);
                 keys_slot.wait_full();
                 let (g, t) = (lane / 4, (lane % 4) as usize);
                 let first = here.first_key() % PAGE_TOKENS;
@@ -224,6 +284,9 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
                 let between = || {
                     give_back(&keys_slot, lane);
                     values_slot.wait_full();
+                    if item.is_fresh {
+                        newest.put(p, &item, here.first_key(), shared::dynamic(values_slot.offset()), lane);
+                    }
                 };
                 if here.first_key() <= item.last {
                     found = attend_keys(a, &here, position, query, key, between, value);
@@ -236,7 +299,115 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
             rings.rows = rings.rows.ahead(1);
             rings.ring = rings.ring.ahead(2 * pages);
             let put = |pair, d, word| a.put::<true>(pair, d, word);
-            reduce(a, &here, &found, position, put, Memory::<ROWS>::SCRATCH, ALL);
+            let keep = |pair, place, d: u32, sum, scale| {
+                if item.on_chip {
+                    let to = part::<ROWS>(&here, pair, split).cast::<[f32; 2]>();
+                    to.store(d as usize / 2, sum);
+                    if d == 0 {
+                        to.store(HEAD_DIM as usize / 2, scale);
+                    }
+                } else {
+                    a.keep(split, place, d, sum, scale);
+                }
+            };
+            reduce(a, &here, &found, position, put, keep, (Memory::<ROWS>::SCRATCH, ALL));
+            if item.is_last {
+                finish::<ROWS>(p, a, &item, &here, position);
+            }
+        }
+    }
+}
+
+/// Four dimensions a lane of the value of a tile's last row, if it is among a warp's keys: asked for before anything is waited for.
+struct Newest {
+    heads: Heads,
+    value: [f32; 4],
+}
+
+impl Newest {
+    #[inline(always)]
+    unsafe fn load(p: &WideStep, item: &Item, first_key: u32, lane: u32) -> Self {
+        let heads = Heads { qkv: p.qkv.read(), q_heads: p.q_heads, kv_heads: p.kv_heads, eps: p.eps };
+        let mut value = [0.0; 4];
+        if (first_key..first_key + WARP_KEYS).contains(&item.last) {
+            value = unsafe { heads.load_value(item.first_row + item.rows - 1, item.kv_head, lane * 4) };
+        }
+        Self { heads, value }
+    }
+
+    /// A warp puts those of this step's values that are of its keys, from `first_key` on, into their page: into the cache they come later.
+    #[inline(always)]
+    unsafe fn put(self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+        unsafe {
+            let Self { heads, mut value } = self;
+            let (mut row, mut position) = (item.first_row + item.rows - 1, item.last);
+            while first_key <= position {
+                if position < first_key + WARP_KEYS {
+                    unroll!(I < 4; {
+                        let at = (lane * 4 + I as u32) * PAGE_TOKENS + position % PAGE_TOKENS;
+                        page.store(at as usize, math::to_bf16(value[I]));
+                    });
+                }
+                if row + item.rows_before == item.first_row {
+                    break;
+                }
+                row -= 1;
+                position = p.rows.positions.load(row as usize);
+                value = heads.load_value(row, item.kv_head, lane * 4);
+            }
+            warp::sync_warp();
+        }
+    }
+}
+
+/// Where a split's sums for a pair of the tile are in shared memory.
+#[inline(always)]
+unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f32> {
+    let ring = Memory::<ROWS>::ROW_RING;
+    let number = split * tile.pairs + pair;
+    let slot = number / parts_of(ring);
+    let within = number - slot * parts_of(ring);
+    unsafe { shared::dynamic(ring.start + slot * ring.bytes + PART + within * PART_BYTES) }
+}
+
+/// After the last split of a tile and head that this block has: combines all splits, a warp a pair, or says that they are there for another block. All warps
+/// of the block have written what they know.
+#[inline(always)]
+unsafe fn finish<const ROWS: u32>(p: &WideStep, a: &Attend, item: &Item, tile: &Tile, position: impl Fn(u32) -> u32) {
+    unsafe {
+        let counter = p.split_arrivals().at((item.first_row * p.kv_heads + item.kv_head) as usize);
+        let first = thread::fresh(thread::thread_idx_x()) == 0;
+        if item.goes_on {
+            if first {
+                let count = item.split + 1 - item.first_split;
+                atomic::fetch_add(counter, 0, count, Ordering::Release, Scope::Device);
+            }
+            return;
+        }
+        if item.first_split > 0 {
+            if first {
+                waiting::for_count(counter, 0, item.first_split);
+                // For the next layer, which begins when all have met.
+                counter.store(0, 0);
+            }
+            thread::sync_named(ALL, CONSUMERS);
+        }
+        let (lane, mut pair) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+        while pair < tile.pairs {
+            let splits = position(tile.row(pair)) / SPLIT + 1;
+            let place = tile.place(a, pair);
+            let put = |d, word| a.put::<true>(place, d, word);
+            if splits == 1 {
+                // It was done with its first.
+            } else if item.on_chip {
+                let part = |s| part::<ROWS>(tile, pair, s);
+                let scale = |s| part(s).cast().load(HEAD_DIM as usize / 2);
+                combine_by_warp(splits, lane, |s| part(s).load16(lane as usize * 4), scale, put);
+            } else {
+                let words = |s| a.part(place, s).load16(lane as usize * 4);
+                combine_by_warp(splits, lane, words, |s| a.part_scale(place, s), put);
+            }
+            pair += WARPS;
         }
     }
 }
@@ -248,21 +419,5 @@ unsafe fn give_back(slot: &Ring, lane: u32) {
         bulk::fence_proxy_async();
         warp::sync_warp();
         slot.empty().arrive_if(lane == 0);
-    }
-}
-
-/// Combines the splits of every row and head, a warp of the grid each.
-#[inline(always)]
-pub unsafe fn combine(p: &WideStep) {
-    unsafe {
-        let a = &p.attend();
-        let (all, grid) = (p.rows.count.load(0) * p.q_heads, thread::grid_dim_x());
-        let mut item = thread::block_idx_x() + thread::warp_id() * grid;
-        while item < all {
-            core::hint::assert_unchecked(p.q_heads > 0);
-            let row = item / p.q_heads;
-            combine_head_by_warp::<true>(a, row, item - row * p.q_heads, thread::fresh(thread::lane_id()));
-            item += WARPS * grid;
-        }
     }
 }

@@ -20,10 +20,8 @@ pub enum Kind {
     SwiGlu,
     /// Queries, keys and values from their projection.
     Heads,
-    /// Attention, each split of 256 keys by itself.
+    /// Attention.
     Attend,
-    /// Splits are combined.
-    Combine,
 }
 
 impl Kind {
@@ -33,7 +31,6 @@ impl Kind {
     pub(super) const SWIGLU: u32 = Self::SwiGlu as u32;
     pub(super) const HEADS: u32 = Self::Heads as u32;
     pub(super) const ATTEND: u32 = Self::Attend as u32;
-    pub(super) const COMBINE: u32 = Self::Combine as u32;
 
     /// Whether this is one of the products.
     #[inline(always)]
@@ -62,9 +59,10 @@ pub struct Phase {
     pub k: u32,
     /// Products: [`Share::new`] of all tiles over the grid.
     pub share: Share,
-    /// Products: the matrix's first [`Pass::base`](crate::stream::Pass::base).
+    /// Products: the matrix's first [`Pass::base`](crate::stream::Pass::base). `Attend`: 64-element rows of the cache before the layer's.
     pub base: u64,
     /// Products: the activations, bf16 `[rows, k]` with each row in the order of [`slot`](crate::linear::slot), in tiles of as many rows as the kernel's have.
+    /// `Attend`: the maps of [`last_values`](super::last_values).
     pub x: Global<TensorMap>,
     /// `Write`: `[rows, n]`.
     pub y: GlobalMut<f32>,

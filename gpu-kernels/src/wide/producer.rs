@@ -1,12 +1,14 @@
 //! What brings weights and pages, rows and queries, and the rows' factors.
 
 use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, GlobalMut, bf16, bulk, shared, tensor, thread, warp};
+use cuda_std::{Global, bulk, shared, tensor, thread, warp};
 
-use super::attention::{Item, load_pages, load_queries, send_end, walk};
+use super::attention::{Item, Pages, load_pages, load_queries, send_end};
+use super::deal::{deal, walk};
 use super::phases::{Product, Unit};
 use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, WEIGHT_BYTES, WideStep};
 use crate::linear::SLICE;
+use crate::qkv::append_values;
 use crate::ring::Ring;
 use crate::stream::{CHUNK_FEATURES, Pass, SLICES_APART, STRIPS};
 
@@ -25,25 +27,17 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
             if Kind::is_product(kind) {
                 ring = produce_weights::<ROWS>(p, &Product::new(phase), ring);
             } else if kind == Kind::ATTEND {
-                let cache = p.cache(field!(phase, pages: GlobalMut<bf16>));
+                let pages = Pages::new(p, phase);
                 let mut met = false;
-                walk(p, |item: &Item| {
-                    // The page numbers of this item's split, one a lane.
-                    let lane = thread::lane_id();
-                    let pages = item.pages();
-                    let mut block = 0;
-                    if lane < pages {
-                        block = cache.block_index(item.sequence, item.first_page() + lane, item.kv_head);
-                    }
+                walk::<ROWS>(p, |item: &Item, blocks| {
                     if !met && item.is_fresh {
-                        if lane == 0 {
+                        if thread::lane_id() == 0 {
                             p.wait_for(number);
                         }
                         warp::sync_warp();
                         met = true;
                     }
-                    let blocks = [0, 1, 2, 3].map(|i| warp::shuffle_idx(block, i));
-                    ring = load_pages(&cache, ring, item, blocks);
+                    ring = load_pages(&pages, ring, item, blocks);
                 });
             }
             number += 1;
@@ -115,7 +109,7 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
                 }
                 warp::sync_warp();
                 if kind == Kind::ATTEND {
-                    walk(p, |item: &Item| {
+                    walk::<ROWS>(p, |item: &Item, _| {
                         load_queries(p, &ring, item);
                         ring = ring.ahead(1);
                     });
@@ -166,17 +160,30 @@ unsafe fn produce_activations<const ROWS: u32>(product: &Product, mut ring: Ring
     }
 }
 
-/// Two warps find the factors of the rows that the block's units are of, before each product that wants them, four at a time.
+/// Two warps find the factors of the rows that the block's units are of, before each product that wants them, four at a time. After attention they put the step's
+/// values into the cache, and before everything one of them finds what the block has of attention.
 #[inline(always)]
-pub unsafe fn find_factors<const ROWS: u32>(p: &WideStep, which: u32) {
+pub unsafe fn help<const ROWS: u32>(p: &WideStep, which: u32) {
     unsafe {
+        if which == 1 {
+            deal::<ROWS>(p);
+        }
         let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
         let factors = shared::dynamic::<f32>(Memory::<ROWS>::SCRATCH);
         let norm = p.norm();
         let mut number = 0;
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
-            if Kind::is_normed(field!(phase, kind: u32)) {
+            let kind = field!(phase, kind: u32);
+            if kind == Kind::ATTEND {
+                // Nobody's copies read these pages any more then.
+                if thread::lane_id() == 0 {
+                    p.wait_for(number + 1);
+                }
+                warp::sync_warp();
+                let grid = thread::grid_dim_x();
+                append_values(&p.split_heads(phase), thread::block_idx_x() + which * grid, 2 * grid);
+            } else if Kind::is_normed(kind) {
                 // Tiles of rows.
                 let (product, mut wanted, mut unit) = (Product::new(phase), 0u32, thread::block_idx_x());
                 while let Some(Unit { row, .. }) = product.unit(unit, ROWS) {

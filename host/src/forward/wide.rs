@@ -3,8 +3,7 @@
 
 use cuda_std::Global;
 use cuda_std::tensor::Matrix;
-use gpu_kernels::attention::SPLIT;
-use gpu_kernels::kv::HEAD_DIM;
+use gpu_kernels::kv::{HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::wide::{self, Kind, Phase, Share, WideStep};
 
@@ -16,15 +15,19 @@ use crate::stream::Stream;
 /// Rows of a product's tile and how many tiles of rows there are: of each program, the first that has room for a pass is taken.
 const PROGRAMS: [(u32, u32); 3] = [(64, 1), (128, 1), (128, 2)];
 
+/// The first of the maps that are of [`wide::last_values`].
+const LAST_VALUES: usize = 6;
+
 /// What these passes need beside the memory of all passes.
 pub struct Wide {
-    /// What the phases read: of each [`Input`], in tiles of 64 rows and of 128.
+    /// What the phases read: of each [`Input`], in tiles of 64 rows and of 128; and of the cache, values of a context's last page.
     _maps: TensorMaps,
     /// The phases of a step, for each of [`PROGRAMS`].
     programs: [Buffer<u64>; PROGRAMS.len()],
     kinds: Vec<Kind>,
     partials: Buffer<f32>,
     arrivals: Buffer<u32>,
+    items: Buffer<u32>,
     trace: Option<Buffer<u64>>,
 }
 
@@ -48,17 +51,17 @@ impl Forward {
         let c = &self.config;
         let inputs =
             [(&self.scaled, c.hidden_size), (&self.attended, c.query_size()), (&self.activation, c.intermediate_size)];
-        let matrix = |(buffer, columns): (&Buffer<half::bf16>, usize), tile_rows| Matrix {
-            address: buffer.ptr().addr(),
-            rows: self.room.rows as u64,
-            columns: columns as u64,
-            tile_rows,
+        let matrix = |(buffer, columns): (&Buffer<half::bf16>, usize), tile_rows| {
+            Matrix::dense(buffer.ptr().addr(), self.room.rows as u64, columns as u64, tile_rows)
         };
-        let matrices: Vec<Matrix> =
+        let mut matrices: Vec<Matrix> =
             inputs.iter().flat_map(|&input| [64, 128].map(|rows| matrix(input, rows))).collect();
+        let cache = (self.cache.layer(0).addr(), self.cache.layer_len() * self.cache.layers());
+        matrices.extend(wide::last_values(cache.0, cache.1));
         let maps = self.device.tensor_maps(&matrices)?;
         let kinds = self.phases(stream, &maps, PROGRAMS[0]).iter().map(|phase| phase.kind).collect();
         let program = |program| self.device.upload(Phase::words(&self.phases(stream, &maps, program)));
+        let kv_heads = c.num_key_value_heads;
         let [a, b, c] = PROGRAMS;
         let partials = [64, 128].map(|rows| WideStep::partial_len(rows, grid));
         self.wide = Some(Wide {
@@ -67,7 +70,8 @@ impl Forward {
             kinds,
             trace: None,
             partials: self.device.zeroed(partials[0].max(partials[1]))?,
-            arrivals: self.device.zeroed(WideStep::arrivals_len(grid))?,
+            arrivals: self.device.zeroed(WideStep::arrivals_len(grid, kv_heads as u32))?,
+            items: self.device.zeroed(WideStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
         });
         Ok(true)
     }
@@ -119,14 +123,14 @@ impl Forward {
         let mut phases = vec![Phase { norm: w.layers[0].input_norm.ptr(), ..Phase::new(Kind::Embed) }];
         for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
             let pages = self.cache.layer(i);
+            let last_values = (i * self.cache.layer_len()) as u64 / u64::from(PAGE_TOKENS);
             let (norm, key_norm) = (layer.q_norm.ptr(), layer.k_norm.ptr());
             let output = product(Kind::Add, 4 * i + 1, Input::Attended, hidden, q_size);
             let down = product(Kind::Add, 4 * i + 3, Input::Activation, hidden, inner);
             phases.extend([
                 Phase { y: self.qkv.ptr_mut(), ..product(Kind::Write, 4 * i, Input::Scaled, heads, hidden) },
                 Phase { pages, norm, key_norm, ..Phase::new(Kind::Heads) },
-                Phase { pages, ..Phase::new(Kind::Attend) },
-                Phase::new(Kind::Combine),
+                Phase { pages, x: maps.ptr(LAST_VALUES), base: last_values, ..Phase::new(Kind::Attend) },
                 Phase { norm: layer.post_attention_norm.ptr(), ..output },
                 product(Kind::SwiGlu, 4 * i + 2, Input::Scaled, inner, hidden),
                 Phase { norm: next_norm.ptr(), ..down },
@@ -138,7 +142,7 @@ impl Forward {
 
     /// Enqueues a pass; see [`enqueue_rows`](Self::enqueue_rows).
     pub(super) fn enqueue_wide(&self, of: &Wide, stream: &Stream, pass: &Pass, tiles: Tiles) -> Result<(), Error> {
-        let Pass { rows, most_rows, end, logits, .. } = *pass;
+        let Pass { rows, most_rows, logits, .. } = *pass;
         let (c, d) = (&self.config, &self.device);
         let (weights, grid) = stream.weights();
         let fits = |&(tile_rows, row_tiles): &(u32, u32)| most_rows <= tile_rows * row_tiles;
@@ -162,11 +166,11 @@ impl Forward {
             attended: self.attended.ptr_mut(),
             activation: self.activation.ptr_mut(),
             tiles: tiles.list,
+            items: of.items.ptr_mut(),
             partials: of.partials.ptr_mut(),
             arrivals: of.arrivals.ptr_mut(),
             trace: of.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             tile_count: tiles.count,
-            splits: end.div_ceil(SPLIT),
             split_room: self.room.splits() as u32,
             vocab: c.vocab_size as u32,
             table_stride: self.table_stride(),

@@ -28,15 +28,17 @@ fn matrix(map: u64, site: Site) -> Matrix {
 
 /// The chunks of the tile at `x`, `y`: offset in the tile, and address in the matrix if within it.
 fn chunks(matrix: &Matrix, [x, y]: [u32; 2], shared: u32, site: Site) -> Vec<(u32, Option<u64>)> {
-    if !(shared - SHARED_BASE).is_multiple_of(1024) {
-        misuse(site, format!("a tile at shared offset {}: not a multiple of 1,024", shared - SHARED_BASE));
+    let (offset, unit) = (shared - SHARED_BASE, if matrix.swizzled { 1024 } else { 128 });
+    if !offset.is_multiple_of(unit) {
+        misuse(site, format!("a tile at shared offset {offset}: not a multiple of {unit}"));
     }
     let chunk = |i: u32| {
         let row = u64::from(y) + u64::from(i * CHUNK / (ROW * 2));
         // Rows are whole chunks.
         let column = u64::from(x) + u64::from(i * CHUNK % (ROW * 2) / 2);
         let within = row < matrix.rows && column < matrix.columns;
-        (swizzled(i * CHUNK), within.then(|| matrix.address + (row * matrix.columns + column) * 2))
+        let place = if matrix.swizzled { swizzled(i * CHUNK) } else { i * CHUNK };
+        (place, within.then(|| matrix.address + (row * matrix.pitch + column) * 2))
     };
     (0..matrix.tile_rows * ROW * 2 / CHUNK).map(chunk).collect()
 }
