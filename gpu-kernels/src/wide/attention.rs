@@ -17,7 +17,9 @@ use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16, bulk, math, tensor, thread, warp};
 
 use super::{ALL, CONSUMERS, Memory, Phase, Rings, WARPS, WideStep};
-use crate::attention::{Attend, Divisor, Found, PAIRS, SPLIT, Tile, WARP_KEYS, attend_keys, combine_by_warp, reduce};
+use crate::attention::{
+    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, Tile, WARP_KEYS, attend_keys, combine_by_warp, reduce, reduce_few,
+};
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::qkv::Heads;
 use crate::ring::{Ring, Shape};
@@ -310,7 +312,14 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
                     a.keep(split, place, d, sum, scale);
                 }
             };
-            reduce(a, &here, &found, position, put, keep, (Memory::<ROWS>::SCRATCH, ALL));
+            let at = (Memory::<ROWS>::SCRATCH, ALL);
+            // The newest row alone, as a rule.
+            if here.pairs <= QUARTER {
+                reduce_few(a, &here, &found, position, put, keep, at);
+                thread::sync_named(ALL, CONSUMERS);
+            } else {
+                reduce(a, &here, &found, position, put, keep, at);
+            }
             if item.is_last {
                 finish::<ROWS>(p, a, &item, &here, position);
             }
