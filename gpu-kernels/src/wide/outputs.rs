@@ -23,7 +23,7 @@ pub struct Outputs {
     squares: GlobalMut<u8>,
     /// Where the lane's first row has its factor, from the start of dynamic shared memory.
     factors: u32,
-    /// The lane's rows that there are, counted from its first on in all of the tile's; and whether both features are.
+    /// The lane's rows that there are, counted from its first on in all of the tile's; and whether its features are: `Add` has no others.
     rows: u32,
     there: [bool; 2],
     g: u32,
@@ -71,7 +71,7 @@ impl Outputs {
                 squares: p.residual.squares.at(squares).cast(),
                 factors: Memory::<ROWS>::SCRATCH + row * 4,
                 rows: count.saturating_sub(row).min(ROWS - 2 * t),
-                there: [feature < n, KIND == Kind::ADD || feature + 8 < n],
+                there: [feature < n, feature + 8 < n],
                 g,
                 weight,
             }
