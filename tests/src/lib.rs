@@ -182,15 +182,15 @@ pub fn streamed_launched_and_wide(
         if rows == 1 {
             // Before the stamps of what blocks exchange begin anew, and after it.
             forward.use_up_stamps()?;
-            for _ in 0..2 {
-                plan(prompt, rows)?;
-                let (most_rows, end) = (rows as u32, tokens.len() as u32);
-                forward.enqueue_quickest(
-                    &Pass { rows: step_rows, most_rows, end, tiles: None, logits: LogitRows::From(0) },
-                    true,
-                )?;
-                assert_eq!(logits(&forward)?, streamed);
-            }
+        }
+        for _ in 0..2 {
+            plan(prompt, rows)?;
+            let (most_rows, end) = (rows as u32, tokens.len() as u32);
+            forward.enqueue_quickest(
+                &Pass { rows: step_rows, most_rows, end, tiles: None, logits: LogitRows::From(0) },
+                true,
+            )?;
+            assert_eq!(logits(&forward)?, streamed);
         }
         plan(prompt, rows)?;
         forward.enqueue(rows as u32, tokens.len() as u32, LogitRows::From(0))?;
