@@ -216,6 +216,19 @@ struct Ran {
     prompts: usize,
     answers: usize,
     counts: Counts,
+    /// Steps that run answers alone, and steps that run rows of prompts as well.
+    parts: [Part; 2],
+}
+
+/// Steps of one kind.
+#[derive(Clone, Copy, Default)]
+struct Part {
+    steps: usize,
+    /// Rows of answers, and of prompts.
+    rows: [usize; 2],
+    seconds: f64,
+    /// The least that the card could take.
+    bound: f64,
 }
 
 impl Bencher {
@@ -323,7 +336,9 @@ impl Bencher {
         let mut scheduler = Scheduler::new(limits, self.backend.costs());
         let mut prompts: HashMap<SequenceId, usize> = HashMap::new();
         let mut slots: HashMap<Slot, SequenceId> = HashMap::new();
-        let mut ran = Ran { seconds: 0.0, bound: 0.0, prompts: 0, answers: 0, counts: Counts::default() };
+        let (counts, parts) = Default::default();
+        let mut ran = Ran { seconds: 0.0, bound: 0.0, prompts: 0, answers: 0, counts, parts };
+        let mut last = Instant::now();
         ran.prompts = requests.iter().map(|request| request.0.len()).sum();
         let mut coming = requests.into_iter();
         let begun = Instant::now();
@@ -339,7 +354,14 @@ impl Bencher {
             }
             scheduler.set_costs(self.backend.costs());
             let plan = scheduler.plan();
-            ran.bound += self.bound(&plan);
+            let of_prompts = |work: &&Work| work.rows > 1;
+            let rows = |of: &dyn Fn(&&Work) -> bool| plan.work.iter().filter(of).map(|work| work.rows as usize).sum();
+            let rows: [usize; 2] = [rows(&|work| !of_prompts(work)), rows(&of_prompts)];
+            let part = &mut ran.parts[(rows[1] > 0) as usize];
+            let bound = self.bound(&plan);
+            (part.steps, part.bound) = (part.steps + 1, part.bound + bound);
+            part.rows = [part.rows[0] + rows[0], part.rows[1] + rows[1]];
+            ran.bound += bound;
             let mut starts = Vec::new();
             for started in &plan.started {
                 let id = started.sequence;
@@ -352,6 +374,8 @@ impl Bencher {
             let advances = outcomes.into_iter().map(|outcome| Advance { slot: outcome.slot, tokens: outcome.tokens });
             let advances: Vec<Advance> = advances.collect();
             scheduler.advance(&advances);
+            // With what the host does for the next one.
+            part.seconds += std::mem::replace(&mut last, Instant::now()).elapsed().as_secs_f64();
             for advance in advances {
                 ran.answers += advance.tokens.len();
                 let id = slots[&advance.slot];
@@ -376,7 +400,7 @@ impl Bencher {
             (self.tokens(1000 + i as u64, (length as usize).clamp(1, self.scale.longest_prompt)), answer)
         };
         let requests = (0..self.scale.requests).map(request).collect();
-        let Ran { seconds, bound, prompts, answers, counts } = self.run(requests)?;
+        let Ran { seconds, bound, prompts, answers, counts, parts } = self.run(requests)?;
         println!(
             "mixed: {prompts} + {answers} tokens in {seconds:.1} s and {} steps: {:.0} tok/s out, {:.0} in; {:.3} of the bound; {counts:?}",
             counts.steps,
@@ -384,6 +408,18 @@ impl Bencher {
             prompts as f64 / seconds,
             bound / seconds
         );
+        for (part, name) in parts.iter().zip(["without prompts", "with prompts"]) {
+            let mean = |sum: usize| sum as f64 / part.steps.max(1) as f64;
+            println!(
+                "  {} steps {name}: {:.1} s, {:.2} ms each, {:.0} rows of answers and {:.0} of prompts; {:.3} of their bound",
+                part.steps,
+                part.seconds,
+                part.seconds * 1e3 / part.steps.max(1) as f64,
+                mean(part.rows[0]),
+                mean(part.rows[1]),
+                part.bound / part.seconds
+            );
+        }
         self.note("batch.mixed.tok_s", answers as f64 / seconds);
         self.note("batch.mixed.bound_share", bound / seconds);
         Ok(())
