@@ -6,7 +6,7 @@ use common::{Random, RowBuffers, relative_error, run, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Kernel, bf16};
-use gpu_kernels::gemm::{self, Gemm, SPAN, TILE_ROWS, WEIGHT_ROWS};
+use gpu_kernels::gemm::{self, Beside, Gemm, SPAN, TILE_ROWS, WEIGHT_ROWS};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::{Norm, Residual};
@@ -131,6 +131,24 @@ impl Case {
 
     /// Runs `K` with tiles of `width` weight rows on `blocks` blocks.
     fn run<K: Kernel<Params = Gemm>>(&self, width: u32, blocks: u32) -> Results {
+        self.launch(|params, seed| run::<K>([blocks, 1, 1], Gemm::shared_bytes(width), seed, params))
+    }
+
+    /// Runs `K` on `blocks` blocks for the features up to `border`, and pairs of `P` for the others.
+    fn run_beside<K: Kernel<Params = Gemm>, P: Kernel<Params = Gemm>>(&self, blocks: u32, border: u32) -> Results {
+        self.launch(|params, seed| {
+            // The product before was number 6.
+            let word = Buffer::from_slice(&[6u32]).named("word");
+            let [first, second] = [0, 1].map(|second| Beside { word: word.ptr_mut(), number: 7, second });
+            let shared = Gemm::shared_bytes(256);
+            run::<K>([blocks, 1, 1], shared, seed, Gemm { n: border, beside: first, ..params });
+            assert_eq!(word.as_slice(), [7], "the first launch says that the second may go on");
+            run::<P>([4, 1, 1], shared, seed + 1, Gemm { first_feature: border, beside: second, ..params });
+        })
+    }
+
+    /// Makes what a launch reads and writes, and calls `launch` with its parameters and a seed.
+    fn launch(&self, launch: impl FnOnce(Gemm, u64)) -> Results {
         let Self { m, n, k, .. } = *self;
         let rows = m.next_multiple_of(TILE_ROWS as usize);
         let [x, w, up, norm] = [&self.x, &self.w, &self.up, &self.norm].map(|v| Buffer::from_slice(v));
@@ -162,8 +180,9 @@ impl Case {
             n: n as u32,
             k: k as u32,
             band: 2,
+            beside: Beside::default(),
         };
-        run::<K>([blocks, 1, 1], Gemm::shared_bytes(width), (m + n) as u64, params);
+        launch(params, (m + n) as u64);
         let last = &out.as_slice()[(rows - 1) * n..];
         assert!(last.iter().all(|v| v.to_bits() == u16::MAX), "what lies beyond the output is not written");
         let spans = |row: &[f32]| row[..n / SPAN as usize].to_vec();
@@ -320,4 +339,43 @@ fn a_part_of_the_rows_or_features_is_computed_alone() {
     let from = 128 * 3 * 128;
     assert_eq!(bits(&last.q[from..]), bits(&whole.q[from..]));
     assert!(last.q[..from].iter().all(|v| v.to_bits() == u16::MAX), "no query before them is written");
+}
+
+#[test]
+fn eights_beside_pairs_make_heads() {
+    let mut case = Case::new(300, 7 * 128, 192);
+    case.heads = (5, 1);
+    let want = case.run::<gemm::gemm_qkv_n128>(128, 2);
+    let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    for border in [512, 640] {
+        let got = case.run_beside::<gemm::gemm_qkv_eight, gemm::gemm_qkv_pair>(8, border);
+        assert_eq!((bits(&got.q), bits(&got.pages)), (bits(&want.q), bits(&want.pages)), "{border}");
+    }
+}
+
+#[test]
+fn eights_beside_pairs_multiply_and_gate() {
+    // Several tiles a block, and more slots than the ring has.
+    let case = Case::new(560, 832, 320);
+    let want = case.run::<gemm::gemm_plain_n128>(128, 2);
+    for (blocks, border) in [(8, 512), (16, 512), (8, 768)] {
+        let got = case.run_beside::<gemm::gemm_plain_eight, gemm::gemm_plain_pair>(blocks, border);
+        assert_eq!(widen(&got.out), widen(&want.out), "{border}");
+    }
+    let case = Case::new(150, 448, 320);
+    let want = case.run::<gemm::gemm_swiglu_n256>(256, 2);
+    for border in [128, 256] {
+        let got = case.run_beside::<gemm::gemm_swiglu_eight, gemm::gemm_swiglu_pair>(8, border);
+        assert_eq!(widen(&got.out), widen(&want.out), "{border}");
+    }
+}
+
+#[test]
+fn eights_beside_pairs_add() {
+    for (m, n, k, border) in [(530, 640, 192, 512), (140, 1152, 640, 1024)] {
+        let case = Case::new(m, n, k);
+        let want = case.run::<gemm::gemm_add_n128>(128, 2);
+        let got = case.run_beside::<gemm::gemm_add_eight, gemm::gemm_add_pair>(8, border);
+        assert_eq!((&got.y, &got.scaled, &got.squares), (&want.y, &want.scaled, &want.squares), "{m} {n} {k}");
+    }
 }
