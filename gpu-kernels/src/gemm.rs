@@ -56,18 +56,16 @@
 //! 1. `linear`: 64 rows a launch, every strip reads the activations again. A third of the bandwidth, a twentieth of the tensor cores.
 //! 2. This.
 
-use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk;
 use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::shared;
 use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Operand};
-use cuda_std::{Global, GlobalMut, bf16, kernel, launches, thread, warp};
+use cuda_std::{Global, bf16, kernel, launches, thread, warp};
 
 use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
-use crate::waiting;
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
 pub const TILE_ROWS: u32 = 128;
@@ -87,7 +85,10 @@ const fn loaded(n: u32) -> u32 {
     if n == 128 { 128 } else { 256 }
 }
 
+mod beside;
 mod epilogue;
+
+pub use beside::Beside;
 
 use epilogue::{Add, Epilogue, Half, Next, Plain, Qkv, SwiGlu, elected, features};
 
@@ -136,21 +137,6 @@ pub struct Gemm {
     pub band: u32,
     /// The other launch of the same product, if there is one.
     pub beside: Beside,
-}
-
-/// What orders two launches of one product that run side by side, each with features of its own. The first waits for the launches ahead, and its first block then says so in
-/// memory. The second is enqueued behind it to begin early, and waits for that word instead of the first's end; it ends after the first.
-///
-/// No block waits for one that may have no room: the second begins when all blocks of the first have begun, and those behind it when all of its own have.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Beside {
-    /// The word; null for a launch alone.
-    pub word: GlobalMut<u32>,
-    /// What it says when the launches ahead of this product are done: another number than for the product before.
-    pub number: u32,
-    /// 0 for the first launch, 1 for the second.
-    pub second: u32,
 }
 
 impl Gemm {
@@ -217,19 +203,6 @@ impl Iterator for Tiles {
     }
 }
 
-/// Waits until what the launches ahead left can be read.
-#[inline(always)]
-unsafe fn wait(p: &Gemm) {
-    unsafe {
-        if p.beside.second == 0 {
-            launches::wait();
-        } else {
-            waiting::until(|| atomic::load(p.beside.word, 0, Ordering::Acquire, Scope::Device) == p.beside.number);
-            bulk::fence_proxy_async_global();
-        }
-    }
-}
-
 /// One lane keeps the ring full, of a block at `down` and `across` in its cluster.
 #[inline(always)]
 unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(
@@ -285,11 +258,8 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
                 begun += 1;
             }
         }
-        wait(p);
-        let of_two = !p.beside.word.is_null();
-        if of_two && p.beside.second == 0 && thread::block_idx_x() == 0 {
-            atomic::store(p.beside.word, 0, p.beside.number, Ordering::Release, Scope::Device);
-        }
+        p.beside.wait();
+        p.beside.go_on();
         for (row, column) in tiles {
             let mut k = 0;
             while k < p.k {
@@ -304,9 +274,7 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
                 k += DEPTH;
             }
         }
-        if of_two && p.beside.second == 1 {
-            launches::wait();
-        }
+        p.beside.end();
     }
 }
 
@@ -444,7 +412,7 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
         if elected() && !p.out.is_null() {
             tensor::acquire(p.out);
         }
-        wait(p);
+        p.beside.wait();
         if products.tiles.clone().next().is_none() {
             return;
         }

@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::{Random, RowBuffers, relative_error, run, widen};
+use common::{Random, RowBuffers, relative_error, run, run_resident, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
-use cuda_std::{Kernel, bf16};
+use cuda_std::{Global, GlobalMut, Kernel, bf16, kernel, thread};
 use gpu_kernels::gemm::{self, Beside, Gemm, SPAN, TILE_ROWS, WEIGHT_ROWS};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::STRIP;
@@ -377,5 +377,47 @@ fn eights_beside_pairs_add() {
         let want = case.run::<gemm::gemm_add_n128>(128, 2);
         let got = case.run_beside::<gemm::gemm_add_eight, gemm::gemm_add_pair>(8, border);
         assert_eq!((&got.y, &got.scaled, &got.squares), (&want.y, &want.scaled, &want.squares), "{m} {n} {k}");
+    }
+}
+
+/// A word of two launches, what is written before it, and where what they read of that goes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct InOrder {
+    beside: Beside,
+    data: GlobalMut<u32>,
+    out: GlobalMut<u32>,
+}
+
+/// Blocks as of two launches: block 0 of the first, the others of the second, which read what block 0 knows of.
+#[kernel(threads = 32)]
+pub unsafe fn second_after_first(p: InOrder) {
+    let beside = Beside { second: thread::block_idx_x().min(1), ..p.beside };
+    let lane = thread::thread_idx_x();
+    unsafe {
+        if thread::block_idx_x() == 0 {
+            if lane == 0 {
+                p.data.store(0, 42);
+                beside.wait();
+                beside.go_on();
+            }
+        } else {
+            beside.wait();
+            p.out.store((thread::block_idx_x() * 32 + lane) as usize, Global::from_raw(p.data.addr()).load(0));
+        }
+        beside.end();
+    }
+}
+
+#[test]
+fn the_second_launch_waits_for_the_word_of_the_first() {
+    for seed in 0..20 {
+        // What the product before left there is no word for this one.
+        let (word, data) = (Buffer::from_slice(&[6u32]), Buffer::from_slice(&[0u32]));
+        let out = Buffer::from_slice(&[0u32; 3 * 32]);
+        let beside = Beside { word: word.ptr_mut(), number: 7, second: 0 };
+        let params = InOrder { beside, data: data.ptr_mut(), out: out.ptr_mut() };
+        run_resident::<second_after_first>([3, 1, 1], 0, seed, params);
+        assert_eq!(out.as_slice()[32..], [42; 64]);
     }
 }
