@@ -203,6 +203,16 @@ impl Iterator for Tiles {
     }
 }
 
+/// Waits until what the launches ahead left can be read. Blocks alone have nobody beside them.
+#[inline(always)]
+unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
+    if DOWN * ACROSS > 1 {
+        unsafe { p.beside.wait() };
+    } else {
+        launches::wait();
+    }
+}
+
 /// One lane keeps the ring full, of a block at `down` and `across` in its cluster.
 #[inline(always)]
 unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(
@@ -258,8 +268,10 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
                 begun += 1;
             }
         }
-        p.beside.wait();
-        p.beside.go_on();
+        wait::<DOWN, ACROSS>(p);
+        if DOWN * ACROSS > 1 {
+            p.beside.go_on();
+        }
         for (row, column) in tiles {
             let mut k = 0;
             while k < p.k {
@@ -274,7 +286,9 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
                 k += DEPTH;
             }
         }
-        p.beside.end();
+        if DOWN * ACROSS > 1 {
+            p.beside.end();
+        }
     }
 }
 
@@ -412,7 +426,7 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
         if elected() && !p.out.is_null() {
             tensor::acquire(p.out);
         }
-        p.beside.wait();
+        wait::<DOWN, ACROSS>(p);
         if products.tiles.clone().next().is_none() {
             return;
         }
@@ -450,9 +464,8 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
             }
         }
         wgmma::wait::<0>();
-        // What is stored has to be read before the block's shared memory goes; that it is written the launch's end says.
         if elected() {
-            bulk::wait_read::<0>();
+            bulk::wait::<0>();
         }
     }
 }
