@@ -114,14 +114,17 @@ impl Cut {
                 Self::Pair => 99,
                 Self::Eight => 97,
             };
-            Dealt::new(device, epilogue, *cut, m, n).rounds * round
+            // What has two launches begins and ends somewhat later: of a single round nothing would be left.
+            let launches = if *cut == Self::Eight { 3 } else { 0 };
+            Dealt::new(device, epilogue, *cut, m, n).rounds * round + launches
         };
         let can = |cut: &Self| match cut {
             Self::N128 => epilogue != Epilogue::SwiGlu,
             Self::N192 => matches!(epilogue, Epilogue::Qkv | Epilogue::Plain),
             Self::N256 => true,
             // Sharing pays with many rows.
-            Self::Pair | Self::Eight => m >= 2048,
+            Self::Pair => m >= 2048,
+            Self::Eight => m >= 2048 || m.is_multiple_of(512),
         };
         Self::ALL.into_iter().filter(can).min_by_key(cost).unwrap_or(Self::N256)
     }
@@ -284,9 +287,10 @@ unsafe fn launch(device: &Device, epilogue: Epilogue, cut: Cut, at_once: u32, p:
     let shared = Gemm::shared_bytes(cut.weight_rows());
     // SAFETY: the caller's word.
     unsafe {
-        // All gain 1 % to 9 % by beginning early but long chains in tiles of 128 on more than half of the card: `down` with 384 and 512 rows took 18 % and 7 % longer, presumably
-        // because blocks then get whatever multiprocessor is free, and those that share tiles no longer ask L2 for them together.
-        if cut == Cut::N128 && p.k > 4096 && blocks > device.multiprocessors() / 2 {
+        // All gain 1 % to 9 % by beginning early but tiles of 128 in several rounds (5 % to 7 % longer), or in long chains on more than half of the card (`down` with 384 and 512 rows:
+        // 18 % and 7 %), presumably because blocks then get whatever multiprocessor is free, and those that share tiles no longer ask L2 for them together.
+        let alone = device.multiprocessors() / if p.k > 4096 { 2 } else { 1 };
+        if cut == Cut::N128 && cut.tiles(m, n) > alone {
             of_kernel!(epilogue, cut, device.launch(blocks, shared, p))
         } else {
             of_kernel!(epilogue, cut, device.launch_early(blocks, shared, p))

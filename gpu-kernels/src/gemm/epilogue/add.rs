@@ -150,16 +150,17 @@ impl Epilogue for Add {
     #[inline(always)]
     unsafe fn ahead<const N: u32, const NEXT: bool>(p: &Gemm, half: &Half, inside: bool, (): ()) -> Self::Ahead {
         let unit = |half_of_rows| Unit::of((half.tile_row, half.column), 0, half_of_rows);
-        let mut x = [[[0.0; 4]; 8]; 2];
+        let (mut x, mut norm) = ([[[0.0; 4]; 8]; 2], [0; 2]);
         unsafe {
             if inside {
+                norm = unit(0).norm(p);
                 x[0] = load_rows(p, unit(0));
                 if N == 128 || !NEXT {
                     x[1] = load_rows(p, unit(1));
                 }
             }
-            (x, unit(0).norm(p))
         }
+        (x, norm)
     }
 
     #[inline(always)]
