@@ -11,7 +11,18 @@
 //! ```
 //!
 //! Tiles go down a band of [`Gemm::band`] tile rows before they go right, so that blocks which run at the same time share rows and features in L2. In
-//! the `_pair` kernels two neighbouring blocks take tiles one above the other, and each loads half of the features' tile for both.
+//! the `_pair` kernels two neighbouring blocks take tiles one above the other, and each loads half of the features' tile for both. In the `_eight` kernels four
+//! blocks one above the other share features, and two side by side share rows:
+//!
+//! ```text
+//!                  features 0 .. 256      256 .. 512
+//! rows   0 .. 128  block 0                block 4        rows: the one or the other loads them for both, step by step in turn
+//! rows 128 .. 256  block 1                block 5
+//! rows 256 .. 384  block 2                block 6
+//! rows 384 .. 512  block 3                block 7        features: in each step two of the four load a half
+//! ```
+//!
+//! Not every multiprocessor finds seven neighbours, so pairs do the rest beside them in a launch of their own ([`Beside`]).
 //! What lies beyond `n` or `x` arrives as zeros.
 //!
 //! Heads have 128 features and are finished whole. So in the `_n192` kernels, whose blocks take one tile each, two neighbours have three times 128 features between them, and the
@@ -74,7 +85,10 @@ const fn loaded(n: u32) -> u32 {
     if n == 128 { 128 } else { 256 }
 }
 
+mod beside;
 mod epilogue;
+
+pub use beside::Beside;
 
 use epilogue::{Add, Epilogue, Half, Next, Plain, Qkv, SwiGlu, elected, features};
 
@@ -86,7 +100,7 @@ const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
 /// The copy engine's, of swizzled tiles.
 const BOX_ALIGNMENT: u32 = 1024;
 
-/// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` kernels an even number; for `_n192` kernels two for every 384 features of every tile of rows.
+/// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` and `_eight` kernels whole clusters; for `_n192` kernels two for every 384 features of every tile of rows.
 /// Shared memory: [`Gemm::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -119,8 +133,10 @@ pub struct Gemm {
     pub n: u32,
     /// Input features.
     pub k: u32,
-    /// Tile rows in a band.
+    /// Rows of clusters' tiles in a band.
     pub band: u32,
+    /// The other launch of the same product, if there is one.
+    pub beside: Beside,
 }
 
 impl Gemm {
@@ -144,8 +160,8 @@ impl Gemm {
 #[derive(Clone, Copy)]
 struct Tiles {
     band: u32,
-    /// Blocks that take tiles together.
-    together: u32,
+    /// Blocks that take tiles together: one above the other, and side by side.
+    together: [u32; 2],
     /// Tiles taken so far.
     taken: u32,
     /// The first row and feature of all, and the last.
@@ -164,7 +180,8 @@ impl Iterator for Tiles {
     #[inline(always)]
     fn next(&mut self) -> Option<(u32, u32)> {
         let block = thread::fresh(thread::block_idx_x());
-        let turn = (block + self.taken * thread::fresh(thread::grid_dim_x())) / self.together;
+        let together = self.together[0] * self.together[1];
+        let turn = (block + self.taken * thread::fresh(thread::grid_dim_x())) / together;
         // Found again each time: kept throughout they would take registers of epilogues.
         let [rows, columns] = [0, 1].map(|i| (thread::fresh(self.end[i]) - self.first[i]).div_ceil(self.size[i]));
         if turn >= rows * columns {
@@ -180,14 +197,29 @@ impl Iterator for Tiles {
         unsafe { core::hint::assert_unchecked(height != 0) };
         let within = turn % in_band;
         let (row, column) = (first + within % height, within / height);
-        let at = |i: usize, tile: u32| self.first[i] + block % self.together * self.apart[i] + tile * self.size[i];
+        let place = [block % self.together[0], block % together / self.together[0]];
+        let at = |i: usize, tile: u32| self.first[i] + place[i] * self.apart[i] + tile * self.size[i];
         Some((at(0, row), at(1, column)))
     }
 }
 
-/// One lane keeps the ring full.
+/// Waits until what the launches ahead left can be read. Blocks alone have nobody beside them.
 #[inline(always)]
-unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles: Tiles, rank: u32) {
+unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
+    if DOWN * ACROSS > 1 {
+        unsafe { p.beside.wait() };
+    } else {
+        launches::wait();
+    }
+}
+
+/// One lane keeps the ring full, of a block at `down` and `across` in its cluster.
+#[inline(always)]
+unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(
+    p: &Gemm,
+    tiles: Tiles,
+    [down, across]: [u32; 2],
+) {
     unsafe {
         let mut ring = Ring::producer(Gemm::ring(N));
         tensor::acquire(p.x);
@@ -195,24 +227,35 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles
         if E::GATED {
             tensor::acquire(p.up);
         }
-        // All tiles of weights, or the one that this block loads for both of its pair.
+        // Blocks one above the other share weights, blocks side by side rows: in each step one of them loads for all.
         let load_weights = |ring: &Ring, column: u32, k: u32| {
             let full = ring.full();
             full.arrive_expect_tx(Gemm::ring(N).bytes);
-            let mut part = rank;
-            while part < loaded(N) / WEIGHT_ROWS {
-                let to = ring.slot().at((X_BYTES + part * WEIGHT_ROWS * DEPTH * 2) as usize);
-                let (map, feature) = match (E::GATED, part) {
-                    (false, _) => (p.weight, column + part * WEIGHT_ROWS),
-                    (true, 0) => (p.weight, column),
-                    (true, _) => (p.up, column),
-                };
-                if CLUSTER > 1 {
-                    tensor::load_multicast(to, map, [k, feature], full, (1 << CLUSTER) - 1);
-                } else {
-                    tensor::load(to, map, [k, feature], full);
+            let parts = loaded(N) / WEIGHT_ROWS;
+            let mut part = 0;
+            while part < parts {
+                if (k / DEPTH * parts + part) % DOWN == down {
+                    let to = ring.slot().at((X_BYTES + part * WEIGHT_ROWS * DEPTH * 2) as usize);
+                    let (map, feature) = match (E::GATED, part) {
+                        (false, _) => (p.weight, column + part * WEIGHT_ROWS),
+                        (true, 0) => (p.weight, column),
+                        (true, _) => (p.up, column),
+                    };
+                    if DOWN > 1 {
+                        tensor::load_multicast(to, map, [k, feature], full, ((1 << DOWN) - 1) << (across * DOWN));
+                    } else {
+                        tensor::load(to, map, [k, feature], full);
+                    }
                 }
-                part += CLUSTER;
+                part += 1;
+            }
+        };
+        let load_rows = |ring: &Ring, row: u32, k: u32| {
+            if ACROSS == 1 {
+                tensor::load(ring.slot(), p.x, [k, row], ring.full());
+            } else if k / DEPTH % ACROSS == across {
+                let all = (0..ACROSS).fold(0, |all, i| all | 1 << (i * DOWN));
+                tensor::load_multicast(ring.slot(), p.x, [k, row], ring.full(), all << down);
             }
         };
         // The first slots' weights do not depend on the launches ahead.
@@ -225,7 +268,10 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles
                 begun += 1;
             }
         }
-        launches::wait();
+        wait::<DOWN, ACROSS>(p);
+        if DOWN * ACROSS > 1 {
+            p.beside.go_on();
+        }
         for (row, column) in tiles {
             let mut k = 0;
             while k < p.k {
@@ -235,10 +281,13 @@ unsafe fn produce<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm, tiles
                     ring.wait_empty();
                     load_weights(&ring, column, k);
                 }
-                tensor::load(ring.slot(), p.x, [k, row], ring.full());
+                load_rows(&ring, row, k);
                 ring = ring.ahead(1);
                 k += DEPTH;
             }
+        }
+        if DOWN * ACROSS > 1 {
+            p.beside.end();
         }
     }
 }
@@ -265,7 +314,7 @@ unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Operand, f
 }
 
 /// A warpgroup's products: where they are in the ring, and in their tile.
-struct Products<'a, const WIDTH: u32, const CLUSTER: u32> {
+struct Products<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
     p: &'a Gemm,
     tiles: Tiles,
     ring: Ring,
@@ -279,13 +328,15 @@ struct Products<'a, const WIDTH: u32, const CLUSTER: u32> {
     at: Option<(u32, u32)>,
 }
 
-impl<const WIDTH: u32, const CLUSTER: u32> Products<'_, WIDTH, CLUSTER> {
+impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, DOWN, ACROSS> {
     #[inline(always)]
     unsafe fn free(ring: Ring) {
-        // Lane `i` of a warpgroup tells block `i` of the cluster, whose copies also land here, that a slot is free.
+        // Lane `i` of a warpgroup tells block `i` of the cluster, if its copies also land here, that a slot is free.
         let lane = thread::thread_idx_x() % GROUP;
-        let peer = if CLUSTER > 1 { lane % CLUSTER } else { 0 };
-        unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < CLUSTER) }
+        let blocks = DOWN * ACROSS;
+        let (peer, own) = if blocks > 1 { (lane % blocks, thread::block_idx_x() % blocks) } else { (0, 0) };
+        let shares = ACROSS == 1 || peer % DOWN == own % DOWN || peer / DOWN == own / DOWN;
+        unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < blocks && shares) }
     }
 
     #[inline(always)]
@@ -319,7 +370,7 @@ impl<const WIDTH: u32, const CLUSTER: u32> Products<'_, WIDTH, CLUSTER> {
     }
 }
 
-impl<const WIDTH: u32, const CLUSTER: u32> Next for Products<'_, WIDTH, CLUSTER> {
+impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for Products<'_, WIDTH, DOWN, ACROSS> {
     #[inline(always)]
     unsafe fn begin(&mut self) {
         unsafe {
@@ -350,14 +401,17 @@ impl<const WIDTH: u32, const CLUSTER: u32> Next for Products<'_, WIDTH, CLUSTER>
 
 /// A warpgroup multiplies what comes by `WIDTH` of the weight rows, and finishes its part of each tile.
 #[inline(always)]
-unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const CLUSTER: u32>(p: &Gemm, tiles: Tiles) {
+unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, const ACROSS: u32>(
+    p: &Gemm,
+    tiles: Tiles,
+) {
     unsafe {
         let group = thread::warp_id() / 4;
         // The first of the slot's weight rows that it multiplies.
         let from = || if WIDTH < loaded(N) { thread::fresh(thread::block_idx_x()) % 2 * WEIGHT_ROWS } else { 0 };
         let first = Operand::at(shared::dynamic::<u8>(0));
         let ring = Ring::consumer(Gemm::ring(N));
-        let mut products: Products<'_, WIDTH, CLUSTER> = Products {
+        let mut products: Products<'_, WIDTH, DOWN, ACROSS> = Products {
             p,
             tiles,
             ring,
@@ -372,7 +426,7 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const CLUSTER: u3
         if elected() && !p.out.is_null() {
             tensor::acquire(p.out);
         }
-        launches::wait();
+        wait::<DOWN, ACROSS>(p);
         if products.tiles.clone().next().is_none() {
             return;
         }
@@ -417,46 +471,47 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const CLUSTER: u3
 }
 
 #[inline(always)]
-unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
+unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     unsafe {
         wgmma::declare();
         launches::allow_next();
         if thread::thread_idx_x() == 0 {
-            // Two warpgroups of each block free a slot.
-            Ring::init(Gemm::ring(N), 2 * CLUSTER);
+            // Two warpgroups free a slot, of each block that shares weights or rows.
+            Ring::init(Gemm::ring(N), 2 * (DOWN + ACROSS - 1));
             bulk::fence_init();
         }
-        let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
-        if CLUSTER > 1 {
+        let cluster = DOWN * ACROSS > 1;
+        let rank = if cluster { cluster::rank() } else { 0 };
+        if cluster {
             cluster::sync_made();
         } else {
             thread::sync_threads();
         }
         let tiles = Tiles {
             band: p.band,
-            together: if N == 192 { 2 } else { CLUSTER },
+            together: if N == 192 { [1, 2] } else { [DOWN, ACROSS] },
             taken: 0,
             first: [p.first_row, p.first_feature],
             end: [p.m, p.n],
-            apart: if N == 192 { [0, WEIGHT_ROWS] } else { [TILE_ROWS, 0] },
-            size: [CLUSTER * TILE_ROWS, if N == 192 { 384 } else { features::<E>(N) }],
+            apart: [TILE_ROWS, if N == 192 { WEIGHT_ROWS } else { features::<E>(N) }],
+            size: [DOWN * TILE_ROWS, if N == 192 { 384 } else { ACROSS * features::<E>(N) }],
         };
         if thread::warp_id() < 8 {
             wgmma::take_registers::<240>();
             if N != 192 {
-                consume::<E, N, N, CLUSTER>(p, tiles);
+                consume::<E, N, N, DOWN, ACROSS>(p, tiles);
             } else if thread::warp_id() / 4 == thread::block_idx_x() % 2 {
-                consume::<E, N, 256, CLUSTER>(p, tiles);
+                consume::<E, N, 256, DOWN, ACROSS>(p, tiles);
             } else {
-                consume::<E, N, 128, CLUSTER>(p, tiles);
+                consume::<E, N, 128, DOWN, ACROSS>(p, tiles);
             }
         } else {
             wgmma::give_registers::<24>();
             if thread::warp_id() == 8 && warp::elect() {
-                produce::<E, N, CLUSTER>(p, tiles, rank);
+                produce::<E, N, DOWN, ACROSS>(p, tiles, [rank % DOWN, rank / DOWN]);
             }
         }
-        if CLUSTER > 1 {
+        if cluster {
             // No block ends while another may still write to it.
             cluster::sync();
         }
@@ -464,25 +519,31 @@ unsafe fn gemm<E: Epilogue, const N: u32, const CLUSTER: u32>(p: &Gemm) {
 }
 
 macro_rules! kernels {
-    ($($epilogue:ty: $what:literal, $($n:literal $name:ident)* pair $pair:ident;)*) => { $(
+    ($($epilogue:ty: $what:literal, $($n:literal $name:ident)* $(cluster $blocks:literal = $down:literal x $across:literal $cluster:ident)*;)*) => { $(
         $(
             #[doc = concat!($what, " Tiles of ", $n, " weight rows.")]
             #[kernel(threads = THREADS, min_blocks = 1)]
             pub unsafe fn $name(p: Gemm) {
-                unsafe { gemm::<$epilogue, $n, 1>(&p) }
+                unsafe { gemm::<$epilogue, $n, 1, 1>(&p) }
             }
         )*
-        #[doc = concat!($what, " Tiles of 256 weight rows, blocks in pairs.")]
-        #[kernel(threads = THREADS, min_blocks = 1, cluster = 2)]
-        pub unsafe fn $pair(p: Gemm) {
-            unsafe { gemm::<$epilogue, 256, 2>(&p) }
-        }
+        $(
+            #[doc = concat!($what, " Tiles of 256 weight rows; clusters of ", $down, " one above the other, ", $across, " side by side.")]
+            #[kernel(threads = THREADS, min_blocks = 1, cluster = $blocks)]
+            pub unsafe fn $cluster(p: Gemm) {
+                unsafe { gemm::<$epilogue, 256, $down, $across>(&p) }
+            }
+        )*
     )* };
 }
 
 kernels! {
-    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 192 gemm_qkv_n192 256 gemm_qkv_n256 pair gemm_qkv_pair;
-    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256 pair gemm_swiglu_pair;
-    Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256 pair gemm_add_pair;
-    Plain: "`out = x · wᵀ`.", 128 gemm_plain_n128 192 gemm_plain_n192 256 gemm_plain_n256 pair gemm_plain_pair;
+    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 192 gemm_qkv_n192 256 gemm_qkv_n256
+        cluster 2 = 2 x 1 gemm_qkv_pair cluster 8 = 4 x 2 gemm_qkv_eight;
+    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256
+        cluster 2 = 2 x 1 gemm_swiglu_pair cluster 8 = 4 x 2 gemm_swiglu_eight;
+    Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256
+        cluster 2 = 2 x 1 gemm_add_pair cluster 8 = 4 x 2 gemm_add_eight;
+    Plain: "`out = x · wᵀ`.", 128 gemm_plain_n128 192 gemm_plain_n192 256 gemm_plain_n256
+        cluster 2 = 2 x 1 gemm_plain_pair cluster 8 = 4 x 2 gemm_plain_eight;
 }

@@ -2,11 +2,11 @@
 
 mod common;
 
-use common::{Random, RowBuffers, relative_error, run, widen};
+use common::{Random, RowBuffers, relative_error, run, run_resident, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
-use cuda_std::{Kernel, bf16};
-use gpu_kernels::gemm::{self, Gemm, SPAN, TILE_ROWS, WEIGHT_ROWS};
+use cuda_std::{Global, GlobalMut, Kernel, bf16, kernel, thread};
+use gpu_kernels::gemm::{self, Beside, Gemm, SPAN, TILE_ROWS, WEIGHT_ROWS};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::{Norm, Residual};
@@ -131,6 +131,24 @@ impl Case {
 
     /// Runs `K` with tiles of `width` weight rows on `blocks` blocks.
     fn run<K: Kernel<Params = Gemm>>(&self, width: u32, blocks: u32) -> Results {
+        self.launch(|params, seed| run::<K>([blocks, 1, 1], Gemm::shared_bytes(width), seed, params))
+    }
+
+    /// Runs `K` on `blocks` blocks for the features up to `border`, and pairs of `P` for the others.
+    fn run_beside<K: Kernel<Params = Gemm>, P: Kernel<Params = Gemm>>(&self, blocks: u32, border: u32) -> Results {
+        self.launch(|params, seed| {
+            // The product before was number 6.
+            let word = Buffer::from_slice(&[6u32]).named("word");
+            let [first, second] = [0, 1].map(|second| Beside { word: word.ptr_mut(), number: 7, second });
+            let shared = Gemm::shared_bytes(256);
+            run::<K>([blocks, 1, 1], shared, seed, Gemm { n: border, beside: first, ..params });
+            assert_eq!(word.as_slice(), [7], "the first launch says that the second may go on");
+            run::<P>([4, 1, 1], shared, seed + 1, Gemm { first_feature: border, beside: second, ..params });
+        })
+    }
+
+    /// Makes what a launch reads and writes, and calls `launch` with its parameters and a seed.
+    fn launch(&self, launch: impl FnOnce(Gemm, u64)) -> Results {
         let Self { m, n, k, .. } = *self;
         let rows = m.next_multiple_of(TILE_ROWS as usize);
         let [x, w, up, norm] = [&self.x, &self.w, &self.up, &self.norm].map(|v| Buffer::from_slice(v));
@@ -162,8 +180,9 @@ impl Case {
             n: n as u32,
             k: k as u32,
             band: 2,
+            beside: Beside::default(),
         };
-        run::<K>([blocks, 1, 1], Gemm::shared_bytes(width), (m + n) as u64, params);
+        launch(params, (m + n) as u64);
         let last = &out.as_slice()[(rows - 1) * n..];
         assert!(last.iter().all(|v| v.to_bits() == u16::MAX), "what lies beyond the output is not written");
         let spans = |row: &[f32]| row[..n / SPAN as usize].to_vec();
@@ -320,4 +339,85 @@ fn a_part_of_the_rows_or_features_is_computed_alone() {
     let from = 128 * 3 * 128;
     assert_eq!(bits(&last.q[from..]), bits(&whole.q[from..]));
     assert!(last.q[..from].iter().all(|v| v.to_bits() == u16::MAX), "no query before them is written");
+}
+
+#[test]
+fn eights_beside_pairs_make_heads() {
+    let mut case = Case::new(300, 7 * 128, 192);
+    case.heads = (5, 1);
+    let want = case.run::<gemm::gemm_qkv_n128>(128, 2);
+    let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    for border in [512, 640, 896] {
+        let got = case.run_beside::<gemm::gemm_qkv_eight, gemm::gemm_qkv_pair>(8, border);
+        assert_eq!((bits(&got.q), bits(&got.pages)), (bits(&want.q), bits(&want.pages)), "{border}");
+    }
+}
+
+#[test]
+fn eights_beside_pairs_multiply_and_gate() {
+    // Several tiles a block, and more slots than the ring has.
+    let case = Case::new(560, 832, 320);
+    let want = case.run::<gemm::gemm_plain_n128>(128, 2);
+    for (blocks, border) in [(8, 512), (16, 512), (8, 832)] {
+        let got = case.run_beside::<gemm::gemm_plain_eight, gemm::gemm_plain_pair>(blocks, border);
+        assert_eq!(widen(&got.out), widen(&want.out), "{border}");
+    }
+    let case = Case::new(150, 448, 320);
+    let want = case.run::<gemm::gemm_swiglu_n256>(256, 2);
+    for border in [256, 448] {
+        let got = case.run_beside::<gemm::gemm_swiglu_eight, gemm::gemm_swiglu_pair>(8, border);
+        assert_eq!(widen(&got.out), widen(&want.out), "{border}");
+    }
+}
+
+#[test]
+fn eights_beside_pairs_add() {
+    for (m, n, k, border) in [(530, 640, 192, 512), (140, 640, 640, 640)] {
+        let case = Case::new(m, n, k);
+        let want = case.run::<gemm::gemm_add_n128>(128, 2);
+        let got = case.run_beside::<gemm::gemm_add_eight, gemm::gemm_add_pair>(8, border);
+        assert_eq!((&got.y, &got.scaled, &got.squares), (&want.y, &want.scaled, &want.squares), "{m} {n} {k}");
+    }
+}
+
+/// A word of two launches, what is written before it, and where what they read of that goes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct InOrder {
+    beside: Beside,
+    data: GlobalMut<u32>,
+    out: GlobalMut<u32>,
+}
+
+/// Blocks as of two launches: block 0 of the first, the others of the second, which read what block 0 knows of.
+#[kernel(threads = 32)]
+pub unsafe fn second_after_first(p: InOrder) {
+    let beside = Beside { second: thread::block_idx_x().min(1), ..p.beside };
+    let lane = thread::thread_idx_x();
+    unsafe {
+        if thread::block_idx_x() == 0 {
+            if lane == 0 {
+                p.data.store(0, 42);
+                beside.wait();
+                beside.go_on();
+            }
+        } else {
+            beside.wait();
+            p.out.store((thread::block_idx_x() * 32 + lane) as usize, Global::from_raw(p.data.addr()).load(0));
+        }
+        beside.end();
+    }
+}
+
+#[test]
+fn the_second_launch_waits_for_the_word_of_the_first() {
+    for seed in 0..20 {
+        // What the product before left there is no word for this one.
+        let (word, data) = (Buffer::from_slice(&[6u32]), Buffer::from_slice(&[0u32]));
+        let out = Buffer::from_slice(&[0u32; 3 * 32]);
+        let beside = Beside { word: word.ptr_mut(), number: 7, second: 0 };
+        let params = InOrder { beside, data: data.ptr_mut(), out: out.ptr_mut() };
+        run_resident::<second_after_first>([3, 1, 1], 0, seed, params);
+        assert_eq!(out.as_slice()[32..], [42; 64]);
+    }
 }

@@ -4,7 +4,7 @@
 //! the work bit for bit; `check-small` leaves the large ones out, for compute-sanitizer. `… -- serve` times what it is asked for on standard input, a line at a time, and answers with microseconds:
 //!
 //! ```text
-//! gemm qkv|swiglu|add|plain auto|n128|n192|n256|pair M N K REPEATS
+//! gemm qkv|swiglu|add|plain auto|n128|n192|n256|pair|eight M N K REPEATS
 //! attention TOKENS Q_HEADS KV_HEADS REPEATS
 //! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape with random weights, to the logits after it
 //! ```
@@ -72,6 +72,7 @@ struct Product {
     squares: Buffer<f32>,
     maps: TensorMaps,
     heads: Heads,
+    beside: gemm::Beside,
 }
 
 /// What heads are made with, and where they go.
@@ -177,7 +178,8 @@ impl Product {
             |i: usize| if i % strips < k.div_ceil(SPAN as usize) { Self::square(i / strips) } else { f32::NAN };
         let before = device.upload(&(0..m * strips).map(square).collect::<Vec<_>>())?;
         let norm = device.upload(&random(n, 3))?;
-        Ok(Self { epilogue, m, n, k, x, weights, before, norm, y, out, squares, maps, heads })
+        let beside = gemm::Beside::new(device)?;
+        Ok(Self { epilogue, m, n, k, x, weights, before, norm, y, out, squares, maps, heads, beside })
     }
 
     /// A sum of squares over a span of a row.
@@ -213,6 +215,7 @@ impl Product {
             n: if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n } as u32,
             k: self.k as u32,
             band: 0,
+            beside: Default::default(),
         }
     }
 
@@ -220,8 +223,8 @@ impl Product {
         // SAFETY: buffers and maps of self, as large as the parameter block says, alive until the device is synchronised.
         unsafe {
             match cut {
-                Some(cut) => gemm::enqueue_cut(device, self.epilogue, cut, self.params(set)),
-                None => gemm::enqueue(device, self.epilogue, self.params(set)),
+                Some(cut) => gemm::enqueue_cut(device, &self.beside, self.epilogue, cut, self.params(set)),
+                None => gemm::enqueue(device, &self.beside, self.epilogue, self.params(set)),
             }
         }
     }
@@ -260,7 +263,7 @@ impl Product {
         let maps = device.tensor_maps(&[gemm::rows(x, 1, self.k)])?;
         let params = Gemm { x: maps.ptr(0), m: 1, ..self.params(0) };
         // SAFETY: buffers and maps of self or above, as large as the parameter block says; the read waits.
-        unsafe { gemm::enqueue(device, Epilogue::Add, params)? };
+        unsafe { gemm::enqueue(device, &self.beside, Epilogue::Add, params)? };
         let mut y = vec![0.0; self.n];
         self.y.read(0, &mut y)?;
         Ok(y)
@@ -292,7 +295,7 @@ fn spread(end: usize, count: usize) -> Vec<usize> {
 fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize) -> Result<()> {
     let mut product = Product::new(device, epilogue, m, n, k, 1)?;
     let left = product.run(device, Cut::N128)?;
-    for cut in [Cut::N192, Cut::N256, Cut::Pair, Cut::N192, Cut::N256, Cut::Pair] {
+    for cut in Cut::ALL.into_iter().chain(Cut::ALL) {
         let other = product.run(device, cut)?;
         if !left.bits().eq(other.bits()) {
             return Err(format!("{epilogue:?} {m} x {n} x {k}: {cut:?} differs from N128").into());
@@ -373,6 +376,32 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
     if error.is_nan() || error >= limit {
         return Err(format!("{epilogue:?} {m} x {n} x {k}: error {error:e}").into());
     }
+    Ok(())
+}
+
+/// Products in clusters on two queues at once, which take each other's multiprocessors: nobody waits for who has no room.
+fn check_two_queues(device: &Device) -> Result<()> {
+    let (m, n, k) = (1000, 8192, 1024);
+    let devices = [device.clone(), device.beside()?];
+    let mut products =
+        devices.iter().map(|device| Product::new(device, Epilogue::Plain, m, n, k, 1)).collect::<Result<Vec<_>>>()?;
+    let want = products[0].run(device, Cut::N256)?;
+    for product in &mut products {
+        product.out.write(0, &vec![bf16::NAN; product.out.len()])?;
+    }
+    for _ in 0..40 {
+        for (product, device) in products.iter().zip(&devices) {
+            product.enqueue(device, Some(Cut::Eight), 0)?;
+        }
+    }
+    for product in &products {
+        let mut out = vec![bf16::ZERO; want.out.len()];
+        product.out.read(0, &mut out)?;
+        if out != want.out {
+            return Err(format!("plain {m} x {n} x {k}: eights on two queues differ").into());
+        }
+    }
+    println!("two queues at once: all products agree");
     Ok(())
 }
 
@@ -495,6 +524,7 @@ fn check(device: &Device, small: bool) -> Result<()> {
             check_product(device, epilogue, m, n, k)?;
         }
     }
+    check_two_queues(device)?;
     for (tokens, q_heads, kv_heads) in [(1, 1, 1), (70, 2, 1), (300, 4, 2), (1025, 5, 1), (2048, 32, 8), (8192, 4, 1)] {
         if tokens <= 1025 || !small {
             check_attention(device, tokens, q_heads, kv_heads)?;
@@ -635,7 +665,8 @@ fn serve(device: &Device) -> Result<()> {
                     "n192" => Some(Cut::N192),
                     "n256" => Some(Cut::N256),
                     "pair" => Some(Cut::Pair),
-                    other => return Err(format!("{other}: auto, n128, n192, n256 or pair").into()),
+                    "eight" => Some(Cut::Eight),
+                    other => return Err(format!("{other}: auto, n128, n192, n256, pair or eight").into()),
                 };
                 (name, cut, number(6)?)
             }

@@ -1,12 +1,14 @@
 //! Products for many rows: which kernel of `gpu_kernels::gemm` and which grid, and what its tensor maps describe.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use cuda_std::Global;
 use cuda_std::tensor::Matrix;
 use gpu_kernels::gemm::{self, Gemm, TILE_ROWS, WEIGHT_ROWS};
 use half::bf16;
 
 use crate::Error;
-use crate::device::Device;
+use crate::device::{Buffer, Device};
 
 /// What a layer does with its sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,25 +34,63 @@ pub enum Cut {
     N256,
     /// As [`N256`](Self::N256), with blocks in pairs that share the weights.
     Pair,
+    /// As [`N256`](Self::N256), with blocks in eights, of which four share weights and two rows, as far as those fit the card; in pairs beside them.
+    Eight,
+}
+
+/// Calls a method of the device for the kernel of an epilogue and a cut.
+macro_rules! of_kernel {
+    ($epilogue:expr, $cut:expr, $device:ident.$method:ident($($argument:expr),*)) => {
+        match ($epilogue, $cut) {
+            (Epilogue::Qkv, Cut::N128) => $device.$method::<gemm::gemm_qkv_n128>($($argument),*),
+            (Epilogue::Qkv, Cut::N192) => $device.$method::<gemm::gemm_qkv_n192>($($argument),*),
+            (Epilogue::Qkv, Cut::N256) => $device.$method::<gemm::gemm_qkv_n256>($($argument),*),
+            (Epilogue::Qkv, Cut::Pair) => $device.$method::<gemm::gemm_qkv_pair>($($argument),*),
+            (Epilogue::Qkv, Cut::Eight) => $device.$method::<gemm::gemm_qkv_eight>($($argument),*),
+            (Epilogue::SwiGlu, Cut::N128 | Cut::N192 | Cut::N256) => $device.$method::<gemm::gemm_swiglu_n256>($($argument),*),
+            (Epilogue::SwiGlu, Cut::Pair) => $device.$method::<gemm::gemm_swiglu_pair>($($argument),*),
+            (Epilogue::SwiGlu, Cut::Eight) => $device.$method::<gemm::gemm_swiglu_eight>($($argument),*),
+            (Epilogue::Add, Cut::N128) => $device.$method::<gemm::gemm_add_n128>($($argument),*),
+            (Epilogue::Add, Cut::N192 | Cut::N256) => $device.$method::<gemm::gemm_add_n256>($($argument),*),
+            (Epilogue::Add, Cut::Pair) => $device.$method::<gemm::gemm_add_pair>($($argument),*),
+            (Epilogue::Add, Cut::Eight) => $device.$method::<gemm::gemm_add_eight>($($argument),*),
+            (Epilogue::Plain, Cut::N128) => $device.$method::<gemm::gemm_plain_n128>($($argument),*),
+            (Epilogue::Plain, Cut::N192) => $device.$method::<gemm::gemm_plain_n192>($($argument),*),
+            (Epilogue::Plain, Cut::N256) => $device.$method::<gemm::gemm_plain_n256>($($argument),*),
+            (Epilogue::Plain, Cut::Pair) => $device.$method::<gemm::gemm_plain_pair>($($argument),*),
+            (Epilogue::Plain, Cut::Eight) => $device.$method::<gemm::gemm_plain_eight>($($argument),*),
+        }
+    };
 }
 
 impl Cut {
     /// All there are.
-    pub const ALL: [Self; 4] = [Self::N128, Self::N192, Self::N256, Self::Pair];
+    pub const ALL: [Self; 5] = [Self::N128, Self::N192, Self::N256, Self::Pair, Self::Eight];
 
-    /// Blocks that take tiles together.
-    const fn together(self) -> u32 {
-        if matches!(self, Self::Pair | Self::N192) { 2 } else { 1 }
+    /// Blocks that take tiles together: one above the other, and side by side.
+    const fn together(self) -> [u32; 2] {
+        match self {
+            Self::N128 | Self::N256 => [1, 1],
+            Self::N192 => [1, 2],
+            Self::Pair => [2, 1],
+            Self::Eight => [4, 2],
+        }
     }
 
-    /// Tiles (or twos that are taken together) of so many rows and weight rows.
+    /// How many those are.
+    const fn blocks(self) -> u32 {
+        self.together()[0] * self.together()[1]
+    }
+
+    /// Rows and weight rows of the tiles that are taken together.
+    const fn size(self) -> [u32; 2] {
+        let [down, across] = self.together();
+        [down * TILE_ROWS, if matches!(self, Self::N192) { 384 } else { across * self.weight_rows() }]
+    }
+
+    /// Tiles (or as many as are taken together) of so many rows and weight rows.
     const fn tiles(self, m: u32, n: u32) -> u32 {
-        let [rows, weight_rows] = match self {
-            Self::N128 => [TILE_ROWS, 128],
-            Self::N192 => [TILE_ROWS, 384],
-            Self::N256 => [TILE_ROWS, 256],
-            Self::Pair => [2 * TILE_ROWS, 256],
-        };
+        let [rows, weight_rows] = self.size();
         m.div_ceil(rows) * n.div_ceil(weight_rows)
     }
 
@@ -59,22 +99,24 @@ impl Cut {
         match self {
             Self::N128 => 128,
             Self::N192 => 192,
-            Self::N256 | Self::Pair => 256,
+            _ => 256,
         }
     }
 
-    /// The one that is done first on `multiprocessors`: rounds of tiles, times what a round takes (a tile of 128 weight rows is
+    /// The one that is done first: rounds of tiles, times what a round takes (a tile of 128 weight rows is
     /// somewhat more than half the work of one of 256; measured).
-    fn best(epilogue: Epilogue, m: u32, n: u32, device: &Device) -> Self {
+    fn best(device: &Device, epilogue: Epilogue, m: u32, n: u32) -> Self {
         let cost = |cut: &Self| {
-            let rounds = cut.tiles(m, n).div_ceil(device.multiprocessors() / cut.together());
-            rounds
-                * match cut {
-                    Self::N128 => 56,
-                    Self::N192 => 95,
-                    Self::N256 => 100,
-                    Self::Pair => 99,
-                }
+            let round = match cut {
+                Self::N128 => 56,
+                Self::N192 => 95,
+                Self::N256 => 100,
+                Self::Pair => 99,
+                Self::Eight => 97,
+            };
+            // What has two launches begins and ends somewhat later: of a single round nothing would be left.
+            let launches = if *cut == Self::Eight { 3 } else { 0 };
+            Dealt::new(device, epilogue, *cut, m, n).rounds * round + launches
         };
         let can = |cut: &Self| match cut {
             Self::N128 => epilogue != Epilogue::SwiGlu,
@@ -82,8 +124,75 @@ impl Cut {
             Self::N256 => true,
             // Sharing pays with many rows.
             Self::Pair => m >= 2048,
+            Self::Eight => m >= 2048 || m.is_multiple_of(512),
         };
         Self::ALL.into_iter().filter(can).min_by_key(cost).unwrap_or(Self::N256)
+    }
+}
+
+/// How the weight rows of a product are dealt out: to the clusters (or blocks) of a cut, and to pairs beside them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Dealt {
+    /// Clusters at once.
+    clusters: u32,
+    /// Those have so many weight rows, the first.
+    weight_rows: u32,
+    /// Pairs at once.
+    pairs: u32,
+    /// Tiles of a block, one after another.
+    rounds: u32,
+}
+
+impl Dealt {
+    /// Of a product with so many rows and weight rows.
+    fn new(device: &Device, epilogue: Epilogue, cut: Cut, m: u32, n: u32) -> Self {
+        let multiprocessors = device.multiprocessors();
+        let shared = Gemm::shared_bytes(cut.weight_rows());
+        let clusters = match cut {
+            Cut::Eight => of_kernel!(epilogue, cut, device.clusters_at_once(shared)),
+            _ => multiprocessors / cut.blocks(),
+        };
+        Self::of(cut, clusters, multiprocessors, m, n)
+    }
+
+    /// To a cut's clusters, of which `most` fit, and pairs on the `multiprocessors` that those leave: to as many clusters as can be without a round more than pairs alone
+    /// would take.
+    fn of(cut: Cut, most: u32, multiprocessors: u32, m: u32, n: u32) -> Self {
+        if cut != Cut::Eight {
+            return Self { clusters: most, weight_rows: n, pairs: 0, rounds: cut.tiles(m, n).div_ceil(most) };
+        }
+        let [rows, width] = cut.size();
+        let rounds = Cut::Pair.tiles(m, n).div_ceil(multiprocessors / 2);
+        let dealt = |clusters: u32| Self {
+            clusters,
+            weight_rows: (rounds * clusters / m.div_ceil(rows) * width).min(n),
+            pairs: multiprocessors.saturating_sub(clusters * cut.blocks()) / 2,
+            rounds,
+        };
+        let fits = |dealt: &Self| Cut::Pair.tiles(m, n - dealt.weight_rows) <= rounds * dealt.pairs;
+        (1..=most).rev().map(dealt).find(fits).unwrap_or(dealt(0))
+    }
+}
+
+/// What orders the two launches of products in [eights](Cut::Eight): of one queue.
+pub struct Beside {
+    word: Buffer<u32>,
+    products: AtomicU32,
+}
+
+impl Beside {
+    /// For products of the queue of `device`.
+    ///
+    /// # Errors
+    /// Too little memory.
+    pub fn new(device: &Device) -> Result<Self, Error> {
+        Ok(Self { word: device.zeroed(1)?, products: AtomicU32::new(0) })
+    }
+
+    /// Parameters of the next product's two launches.
+    fn next(&self) -> [gemm::Beside; 2] {
+        let number = self.products.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        [0, 1].map(|second| gemm::Beside { word: self.word.ptr_mut(), number, second })
     }
 }
 
@@ -112,18 +221,22 @@ pub fn weight(w: Global<bf16>, n: usize, k: usize) -> Matrix {
     matrix(w, n, k, WEIGHT_ROWS)
 }
 
-/// Enqueues a product, cut as is best; `p.band` is chosen here.
+/// Enqueues a product, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile, and what is enqueued is not replayed from a
+/// recorded graph: the words would repeat.
 ///
 /// # Safety
 /// As [`Device::launch`]: addresses and maps as [`Gemm`] says.
 ///
 /// # Errors
 /// A refused launch.
-pub unsafe fn enqueue(device: &Device, epilogue: Epilogue, p: Gemm) -> Result<(), Error> {
+pub unsafe fn enqueue(device: &Device, beside: &Beside, epilogue: Epilogue, p: Gemm) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p);
-    let cut = Cut::best(epilogue, m, n, device);
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
+    let cut = Cut::best(device, epilogue, m, n);
     // SAFETY: the caller's word.
-    unsafe { enqueue_cut(device, epilogue, cut, p) }
+    unsafe { enqueue_cut(device, beside, epilogue, cut, p) }
 }
 
 /// As [`enqueue`], cut as is said (what has no such kernel takes [`Cut::N256`]).
@@ -133,40 +246,98 @@ pub unsafe fn enqueue(device: &Device, epilogue: Epilogue, p: Gemm) -> Result<()
 ///
 /// # Errors
 /// As [`enqueue`].
-pub unsafe fn enqueue_cut(device: &Device, epilogue: Epilogue, cut: Cut, p: Gemm) -> Result<(), Error> {
+pub unsafe fn enqueue_cut(
+    device: &Device,
+    beside: &Beside,
+    epilogue: Epilogue,
+    cut: Cut,
+    p: Gemm,
+) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p);
     if m == 0 || n == 0 {
         return Ok(());
     }
-    // Bands of 8 were good at every size.
-    let p = Gemm { band: 8, ..p };
     let cut = match (epilogue, cut) {
         (Epilogue::SwiGlu, Cut::N128) | (Epilogue::SwiGlu | Epilogue::Add, Cut::N192) => Cut::N256,
         _ => cut,
     };
-    let at_once = if cut == Cut::N192 { u32::MAX } else { device.multiprocessors() / cut.together() };
-    let blocks = cut.tiles(m, n).min(at_once) * cut.together();
+    let dealt = Dealt::new(device, epilogue, cut, m, n);
+    let border = p.first_feature + dealt.weight_rows / if epilogue == Epilogue::SwiGlu { 2 } else { 1 };
+    // SAFETY: the caller's word; each launch has features of its own.
+    unsafe {
+        if border == p.n {
+            return launch(device, epilogue, cut, dealt.clusters, p);
+        }
+        if border == p.first_feature {
+            return launch(device, epilogue, Cut::Pair, dealt.pairs, p);
+        }
+        let [first, second] = beside.next();
+        launch(device, epilogue, cut, dealt.clusters, Gemm { n: border, beside: first, ..p })?;
+        launch(device, epilogue, Cut::Pair, dealt.pairs, Gemm { first_feature: border, beside: second, ..p })
+    }
+}
+
+/// One launch, of which so many blocks or clusters are `at_once`.
+unsafe fn launch(device: &Device, epilogue: Epilogue, cut: Cut, at_once: u32, p: Gemm) -> Result<(), Error> {
+    let (m, n) = size(epilogue, &p);
+    // 1,024 rows of blocks and 2,048 of clusters were good at every size.
+    let p = Gemm { band: if cut.together()[0] == 1 { 8 } else { 16 / cut.together()[0] }, ..p };
+    let at_once = if cut == Cut::N192 { u32::MAX } else { at_once };
+    let blocks = cut.tiles(m, n).min(at_once) * cut.blocks();
     let shared = Gemm::shared_bytes(cut.weight_rows());
-    // Tiles of 128 begin in turn: early most took 5 % to 16 % longer, presumably because blocks then get whatever multiprocessor is free, and those
-    // that share tiles no longer ask L2 for them together. The others gain 1 % to 5 %.
     // SAFETY: the caller's word.
     unsafe {
-        match (epilogue, cut) {
-            (Epilogue::Qkv, Cut::N128) => device.launch::<gemm::gemm_qkv_n128>(blocks, shared, p),
-            (Epilogue::Qkv, Cut::N192) => device.launch_early::<gemm::gemm_qkv_n192>(blocks, shared, p),
-            (Epilogue::Qkv, Cut::N256) => device.launch_early::<gemm::gemm_qkv_n256>(blocks, shared, p),
-            (Epilogue::Qkv, Cut::Pair) => device.launch_early::<gemm::gemm_qkv_pair>(blocks, shared, p),
-            (Epilogue::SwiGlu, Cut::N128 | Cut::N192 | Cut::N256) => {
-                device.launch_early::<gemm::gemm_swiglu_n256>(blocks, shared, p)
-            }
-            (Epilogue::SwiGlu, Cut::Pair) => device.launch_early::<gemm::gemm_swiglu_pair>(blocks, shared, p),
-            (Epilogue::Add, Cut::N128) => device.launch::<gemm::gemm_add_n128>(blocks, shared, p),
-            (Epilogue::Add, Cut::N192 | Cut::N256) => device.launch_early::<gemm::gemm_add_n256>(blocks, shared, p),
-            (Epilogue::Add, Cut::Pair) => device.launch_early::<gemm::gemm_add_pair>(blocks, shared, p),
-            (Epilogue::Plain, Cut::N128) => device.launch::<gemm::gemm_plain_n128>(blocks, shared, p),
-            (Epilogue::Plain, Cut::N192) => device.launch_early::<gemm::gemm_plain_n192>(blocks, shared, p),
-            (Epilogue::Plain, Cut::N256) => device.launch_early::<gemm::gemm_plain_n256>(blocks, shared, p),
-            (Epilogue::Plain, Cut::Pair) => device.launch_early::<gemm::gemm_plain_pair>(blocks, shared, p),
+        // All gain 1 % to 9 % by beginning early but tiles of 128 in several rounds (5 % to 7 % longer), or in long chains on more than half of the card (`down` with 384 and 512 rows:
+        // 18 % and 7 %), presumably because blocks then get whatever multiprocessor is free, and those that share tiles no longer ask L2 for them together.
+        let alone = device.multiprocessors() / if p.k > 4096 { 2 } else { 1 };
+        if cut == Cut::N128 && cut.tiles(m, n) > alone {
+            of_kernel!(epilogue, cut, device.launch(blocks, shared, p))
+        } else {
+            of_kernel!(epilogue, cut, device.launch_early(blocks, shared, p))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Cut, Dealt};
+
+    /// Rows and weight rows of products of Qwen3-8B, and some that fit nothing.
+    const PRODUCTS: [(u32, u32); 7] =
+        [(2048, 6144), (2048, 24576), (2048, 4096), (8192, 6144), (8192, 24576), (2100, 1152), (300, 128)];
+
+    #[test]
+    fn every_weight_row_is_dealt_and_no_round_is_wasted() {
+        for (m, n) in PRODUCTS {
+            for (most, multiprocessors) in [(15, 132), (16, 132), (13, 114), (1, 9), (0, 132), (1, 4)] {
+                let cut = Cut::Eight;
+                let dealt = Dealt::of(cut, most, multiprocessors, m, n);
+                let of_pairs = n - dealt.weight_rows;
+                assert!(dealt.clusters <= most, "{dealt:?}");
+                assert!(of_pairs == 0 || dealt.weight_rows.is_multiple_of(cut.size()[1]), "{dealt:?}");
+                assert!(cut.tiles(m, dealt.weight_rows) <= dealt.rounds * dealt.clusters, "{dealt:?}");
+                assert!(Cut::Pair.tiles(m, of_pairs) <= dealt.rounds * dealt.pairs, "{dealt:?}");
+                assert!(
+                    of_pairs == 0 || dealt.clusters * cut.blocks() + dealt.pairs * 2 <= multiprocessors,
+                    "{dealt:?}"
+                );
+                let alone = Dealt::of(Cut::Pair, multiprocessors / 2, multiprocessors, m, n);
+                assert_eq!(dealt.rounds, alone.rounds, "{dealt:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn most_of_large_products_is_done_in_eights() {
+        for (m, n) in PRODUCTS.into_iter().filter(|(m, _)| m.is_multiple_of(512)) {
+            let dealt = Dealt::of(Cut::Eight, 15, 132, m, n);
+            assert!(dealt.clusters >= 14 && dealt.weight_rows * 10 > n * 8, "{m} x {n}: {dealt:?}");
+        }
+    }
+
+    #[test]
+    fn without_clusters_pairs_do_all() {
+        let dealt = Dealt::of(Cut::Eight, 0, 132, 2048, 4096);
+        assert_eq!(dealt, Dealt { clusters: 0, weight_rows: 0, pairs: 66, rounds: 2 });
     }
 }

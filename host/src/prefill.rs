@@ -48,6 +48,7 @@ pub struct Prefill {
     /// Used through its maps alone.
     _activation: Buffer<bf16>,
     maps: TensorMaps,
+    beside: gemm::Beside,
 }
 
 /// What a pass reads that is not its own.
@@ -187,6 +188,7 @@ impl Prefill {
             attended,
             _activation: activation,
             maps: device.tensor_maps(&matrices)?,
+            beside: gemm::Beside::new(device)?,
         })
     }
 
@@ -291,6 +293,7 @@ impl Prefill {
             n,
             k,
             band: 0,
+            beside: Default::default(),
         };
 
         // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block states, with whole tiles of
@@ -321,10 +324,10 @@ impl Prefill {
                     project
                 };
                 if first_row == 0 {
-                    gemm::enqueue(device, Epilogue::Qkv, project)?;
+                    gemm::enqueue(device, &self.beside, Epilogue::Qkv, project)?;
                 } else {
-                    gemm::enqueue(device, Epilogue::Qkv, Gemm { first_feature: q_size, ..project })?;
-                    gemm::enqueue(device, Epilogue::Qkv, Gemm { first_row, n: q_size, ..project })?;
+                    gemm::enqueue(device, &self.beside, Epilogue::Qkv, Gemm { first_feature: q_size, ..project })?;
+                    gemm::enqueue(device, &self.beside, Epilogue::Qkv, Gemm { first_row, n: q_size, ..project })?;
                 }
                 if first_row == m {
                     break;
@@ -342,12 +345,12 @@ impl Prefill {
                 enqueue_attention(device, attend, (tile_count - first_tile) as u32, None)?;
                 let add = |x: usize, weight: usize, k: u32, next: &Buffer<bf16>| {
                     let p = product(x, of_layer(weight), hidden, k);
-                    gemm::enqueue(device, Epilogue::Add, Gemm { next_norm: next.ptr(), first_row, ..p })
+                    gemm::enqueue(device, &self.beside, Epilogue::Add, Gemm { next_norm: next.ptr(), first_row, ..p })
                 };
                 add(ATTENDED, OUTPUT, q_size, &layer.post_attention_norm)?;
                 let (up, out) = (map(of_layer(UP)), map(ACTIVATION_OUT));
                 let gate_up = Gemm { up, out, first_row, ..product(SCALED, of_layer(GATE), inner, hidden) };
-                gemm::enqueue(device, Epilogue::SwiGlu, gate_up)?;
+                gemm::enqueue(device, &self.beside, Epilogue::SwiGlu, gate_up)?;
                 add(ACTIVATION, DOWN, inner, next_norm)?;
             }
         }

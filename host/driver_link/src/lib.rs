@@ -172,6 +172,7 @@ forward! {
     cuModuleLoadFatBinary(module image);
     cuModuleUnload(module);
     cuOccupancyAvailableDynamicSMemPerBlock(bytes function blocks size);
+    cuOccupancyMaxActiveClusters(clusters function config);
     cuOccupancyMaxActiveBlocksPerMultiprocessor(count function size shared);
     cuOccupancyMaxPotentialBlockSize(grid size function callback shared limit);
     cuStreamAddCallback(stream callback data flags);

@@ -31,6 +31,8 @@ const COPY_THREADS: usize = 8;
 
 /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the launch need not wait for the end of the one ahead.
 const MAY_BEGIN_EARLY: u32 = 6;
+/// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`: blocks of a cluster in x, y and z.
+const CLUSTER_DIMENSION: u32 = 4;
 
 /// The driver's `CUlaunchAttribute`, which `cust` does not have.
 #[repr(C)]
@@ -59,6 +61,12 @@ unsafe extern "C" {
         params: *mut *mut c_void,
         extra: *mut *mut c_void,
     ) -> sys::CUresult;
+
+    fn cuOccupancyMaxActiveClusters(
+        clusters: *mut u32,
+        function: sys::CUfunction,
+        config: *const LaunchConfig,
+    ) -> sys::CUresult;
 }
 
 /// A queue of a card: what it runs, it runs in order, beside what other queues run.
@@ -75,6 +83,7 @@ struct Card {
     multiprocessors: u32,
     hopper: bool,
     functions: Mutex<HashMap<&'static str, Function>>,
+    clusters: Mutex<HashMap<&'static str, u32>>,
     module: Module,
     context: Context,
 }
@@ -201,7 +210,8 @@ impl Cuda {
         }
         tracing::debug!("every kernel loaded in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
-        let card = Card { name, multiprocessors, hopper, functions: Mutex::new(HashMap::new()), module, context };
+        let (functions, clusters) = Default::default();
+        let card = Card { name, multiprocessors, hopper, functions, clusters, module, context };
         Ok(Self { staging: Mutex::new(None), stream, card: Arc::new(card) })
     }
 
@@ -352,6 +362,40 @@ impl Cuda {
             }
         };
         check(name, code)
+    }
+
+    /// How many of a kernel's clusters, of so many `blocks`, an idle card runs at once; none if the driver does not say.
+    pub(super) fn clusters_at_once(&self, name: &'static str, blocks: u32, threads: u32, shared_bytes: u32) -> u32 {
+        let mut known = self.card.clusters.lock().unwrap_or_else(|e| e.into_inner());
+        *known.entry(name).or_insert_with(|| {
+            let clusters = self.ask_for_clusters(name, blocks, threads, shared_bytes);
+            clusters.unwrap_or_else(|e| {
+                tracing::debug!("no clusters of {blocks} blocks: {e}");
+                0
+            })
+        })
+    }
+
+    fn ask_for_clusters(&self, name: &'static str, blocks: u32, threads: u32, shared_bytes: u32) -> Result<u32, Error> {
+        self.enter()?;
+        let function = self.function(name, shared_bytes)?;
+        let cluster = LaunchAttribute {
+            id: CLUSTER_DIMENSION,
+            padding: 0,
+            value: [u64::from(blocks) | 1 << 32, 1, 0, 0, 0, 0, 0, 0],
+        };
+        let config = LaunchConfig {
+            grid: [blocks * self.card.multiprocessors, 1, 1],
+            block: [threads, 1, 1],
+            shared_bytes,
+            stream: self.stream.as_inner(),
+            attributes: &cluster,
+            count: 1,
+        };
+        let mut clusters = 0;
+        // SAFETY: the function is the module's, `clusters` is valid for a write, and the configuration lives as long as the call.
+        check(name, unsafe { cuOccupancyMaxActiveClusters(&mut clusters, function.0, &config) })?;
+        Ok(clusters)
     }
 
     /// A kernel by name, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default.

@@ -210,6 +210,15 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Early, params) }
     }
 
+    /// How many clusters of the kernel's blocks run at once where nothing else does, with so much dynamic shared memory. None if the driver does not say, nor
+    /// the emulator.
+    pub fn clusters_at_once<K: Kernel>(&self, shared_bytes: u32) -> u32 {
+        match &*self.0 {
+            Kind::Cuda(cuda) => cuda.clusters_at_once(K::NAME, K::CLUSTER, K::THREADS, shared_bytes),
+            Kind::Emulator(_) => 0,
+        }
+    }
+
     unsafe fn launch_kind<K: Kernel>(
         &self,
         grid: Grid,

@@ -54,7 +54,7 @@ impl Unit {
     #[inline(always)]
     fn element(self, p: &Gemm) -> u32 {
         let (lane, warp) = place_in_block();
-        (self.row + warp * WARP_ROWS) * p.n + self.column + lane * 4
+        (self.row + warp * WARP_ROWS) * p.residual.dim + self.column + lane * 4
     }
 
     /// The norm's weights of the lane's features.
@@ -70,7 +70,7 @@ impl Unit {
         let (lane, warp) = place_in_block();
         let row = self.row + warp * WARP_ROWS + lane;
         if lane < UNIT_ROWS {
-            unsafe { p.residual.squares.store((row * (p.n / STRIP) + self.column / SPAN) as usize, sum) };
+            unsafe { p.residual.squares.store((row * (p.residual.dim / STRIP) + self.column / SPAN) as usize, sum) };
         }
     }
 }
@@ -85,7 +85,7 @@ unsafe fn load_rows(p: &Gemm, unit: Unit) -> Rows {
     let element = unit.element(p);
     let mut x = [[0.0; 4]; 8];
     unroll!(I < 8; {
-        x[I] = unsafe { load_row(p, element + I as u32 * p.n) };
+        x[I] = unsafe { load_row(p, element + I as u32 * p.residual.dim) };
     });
     x
 }
@@ -150,16 +150,17 @@ impl Epilogue for Add {
     #[inline(always)]
     unsafe fn ahead<const N: u32, const NEXT: bool>(p: &Gemm, half: &Half, inside: bool, (): ()) -> Self::Ahead {
         let unit = |half_of_rows| Unit::of((half.tile_row, half.column), 0, half_of_rows);
-        let mut x = [[[0.0; 4]; 8]; 2];
+        let (mut x, mut norm) = ([[[0.0; 4]; 8]; 2], [0; 2]);
         unsafe {
             if inside {
+                norm = unit(0).norm(p);
                 x[0] = load_rows(p, unit(0));
                 if N == 128 || !NEXT {
                     x[1] = load_rows(p, unit(1));
                 }
             }
-            (x, unit(0).norm(p))
         }
+        (x, norm)
     }
 
     #[inline(always)]
@@ -226,7 +227,7 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), (x, norm): <Add as Epilogue>
         next.begin();
         let mut add = |unit: Unit, norm: [u32; 2]| {
             let mut element = unit.element(p);
-            let mut x = [load_row(p, element), load_row(p, element + p.n)];
+            let mut x = [load_row(p, element), load_row(p, element + p.residual.dim)];
             let (mut i, mut squares) = (0, 0.0);
             while i < thread::fresh(UNIT_ROWS) {
                 unroll!(R < 2; {
@@ -238,10 +239,10 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), (x, norm): <Add as Epilogue>
                     }
                     // What is added two rows on comes while the products of two steps run.
                     if i + 2 < UNIT_ROWS {
-                        x[R] = load_row(p, element + 2 * p.n);
+                        x[R] = load_row(p, element + 2 * p.residual.dim);
                     }
                     i += 1;
-                    element += p.n;
+                    element += p.residual.dim;
                 });
             }
             unit.store_squares(p, squares);
@@ -273,7 +274,7 @@ unsafe fn add_unit(p: &Gemm, n: u32, unit: Unit, x: Rows, norm: [u32; 2], mut lo
             if I == 3 {
                 load();
             }
-            squares[I] = add_row(p, from, I as u32, x[I], norm, element + I as u32 * p.n);
+            squares[I] = add_row(p, from, I as u32, x[I], norm, element + I as u32 * p.residual.dim);
         });
         unit.store_squares(p, sum_of_rows(squares, lane));
         warp::sync_warp();
