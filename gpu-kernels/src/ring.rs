@@ -106,7 +106,7 @@ impl Ring {
         unsafe { shared::dynamic(self.offset()) }
     }
 
-    /// `n` slots on, less than a turn.
+    /// `n` slots on, a turn at most.
     #[inline(always)]
     pub const fn ahead(mut self, n: u32) -> Self {
         self.stage += n;

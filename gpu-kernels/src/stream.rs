@@ -19,13 +19,14 @@
 //! A single row needs none of them: blocks [exchange] it as words that carry their own sign of being there.
 //!
 //! # Layout of the weights
-//! A *strip* is 16 output features; a *chunk* is a strip's 512 input features, 16 KiB: for each of the 8 warps its [slice](crate::linear::SLICE) of 2 KiB, and of a
-//! slice each lane's A fragments, 16 bytes contiguous. A *pass* is a matrix or a part of one: up to [`STRIPS`] strips a block, dealt in rotation that continues from pass to pass, so
+//! A *strip* is 16 output features; a *chunk* is a strip's 512 input features, 16 KiB: for each of the 8 warps its [slice](crate::linear::SLICE) of 2 KiB. A slice is
+//! core matrices, as [`wgmma`] takes them from shared memory: eight features' bytes of half an instruction's inputs, which are what a register of a warp's lanes holds of
+//! them where `mma` has them. A *pass* is a matrix or a part of one: up to [`STRIPS`] strips a block, dealt in rotation that continues from pass to pass, so
 //! that totals match. Memory holds a pass in the order in which the whole grid consumes it, by input chunk, then by strip; of every 8 strips a slice of each
 //! lies together, 16 KiB that the [step of many sequences](crate::wide) takes at once:
 //!
 //! ```text
-//! [512 inputs][8 strips][slice][strip of the 8][2 KiB]
+//! [512 inputs][8 strips][slice][strip of the 8][8 features of 16][instruction of 4][half][feature of the 8][16 bytes]
 //! ```
 //!
 //! Within a gate-up strip rows 0 to 7 are gate features and rows 8 to 15 their up features, so that SwiGLU stays in the lane's block. [`lay_out`] makes this
@@ -40,7 +41,8 @@ mod consumer;
 mod exchange;
 mod producer;
 
-use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp, wgmma};
+use cuda_std::wgmma::{self, CORE_BYTES, CORE_ROWS_APART};
+use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp};
 
 use crate::attention::Attend;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
@@ -58,6 +60,8 @@ pub const CHUNK_BYTES: u32 = 16384;
 pub const CHUNK_FEATURES: u32 = WARPS * SLICE;
 /// Bytes of a strip's slice.
 pub const SLICE_BYTES: u32 = SLICE * STRIP * 2;
+/// From a slice's core matrices of an instruction to those of the next.
+pub(crate) const STEP_BYTES: u32 = 2 * CORE_BYTES;
 /// Strips whose slices lie together.
 pub const TOGETHER: u32 = 8;
 /// Bytes from a slice of a strip's chunk to the next.
@@ -156,6 +160,13 @@ impl Pass {
     }
 }
 
+/// Where in a slice the row of core matrices begins that a lane tells `ldmatrix` of, for an instruction's fragment: of the lower and the upper features, then those of the
+/// other half of the inputs. [`STEP_BYTES`] on is that for the next instruction.
+#[inline(always)]
+pub(crate) const fn fragment_row(lane: u32) -> u32 {
+    lane / 8 % 2 * CORE_ROWS_APART + lane / 16 * CORE_BYTES + lane % 8 * (CORE_BYTES / 8)
+}
+
 /// Parameters of [`lay_out`]. Grid: (strips of the pass, depth of the pass).
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -207,7 +218,11 @@ pub unsafe fn lay_out(p: LayOut) {
                 }
             };
             let (l, h) = (words(p.weight, low_row), words(high, high_row));
-            to.store16((slice * SLICES_APART + fragment % 128 * 16) as usize, [l[0], h[0], l[1], h[1]]);
+            let to = to.at((slice * SLICES_APART + step * STEP_BYTES + lane * 4) as usize).cast::<u32>();
+            unroll!(H < 2; {
+                to.store(H * (CORE_BYTES / 4) as usize, l[H]);
+                to.store((CORE_ROWS_APART / 4) as usize + H * (CORE_BYTES / 4) as usize, h[H]);
+            });
             fragment += 256;
         }
     }

@@ -14,7 +14,8 @@
 //!
 //! # Products
 //! A block takes 128 output features (a *tile*: 8 strips) × `ROWS` = 64 or 128 rows at a time. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with
-//! weights from registers (their lanes' fragments, as they lie in a chunk of the [stream](crate::stream)) and activations from shared memory; the epilogue is in registers.
+//! both from shared memory: weights as core matrices, as they lie in a chunk of the [stream](crate::stream), activations swizzled. With 64 rows weights go through registers,
+//! so that a slot is free before it is multiplied. The epilogue is in registers.
 //!
 //! In [`linear`](crate::linear) warp `w` of 8 chains the slices `w, w + 8, …` in the tensor core, and the warps' sums are added from first to last. Here one
 //! warpgroup does the same chains one after another: all slices of *residue* 0, then of residue 1, …, and adds each finished chain to its totals. On Hopper
@@ -108,11 +109,11 @@ struct Memory<const ROWS: u32>;
 
 impl<const ROWS: u32> Memory<ROWS> {
     /// Activations, or queries.
-    const ROW_RING: Shape = Shape { start: 0, stages: 4, bytes: ROWS * SLICE * 2 };
+    const ROW_RING: Shape = Shape { start: 0, stages: if ROWS == 64 { 4 } else { 5 }, bytes: ROWS * SLICE * 2 };
     /// Weights, or pages.
     const RING: Shape = Shape {
         start: Self::ROW_RING.end().next_multiple_of(128),
-        stages: if ROWS == 64 { 11 } else { 9 },
+        stages: if ROWS == 64 { 11 } else { 8 },
         bytes: WEIGHT_BYTES,
     };
     /// A barrier that says that the rows' factors are there.
@@ -136,6 +137,8 @@ impl<const ROWS: u32> Memory<ROWS> {
     }
 }
 
+// An item of attention has keys and values of four pages in the ring at once.
+const _: () = assert!(Memory::<64>::RING.stages >= 8 && Memory::<128>::RING.stages >= 8);
 // What a block of an H100 may have, and that factors have room.
 const _: () = assert!(Memory::<64>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
 const _: () = assert!(MAX_WIDE_ROWS * 4 <= Attend::SHARED_BYTES);
@@ -325,11 +328,29 @@ impl WideStep {
 }
 
 /// Where the consumers stand in both rings.
+#[derive(Clone, Copy)]
 struct Rings {
     /// Weights, pages.
     ring: Ring,
     /// Activations, queries.
     rows: Ring,
+}
+
+impl Rings {
+    /// A slot on in both.
+    #[inline(always)]
+    const fn ahead(&self) -> Self {
+        Self { ring: self.ring.ahead(1), rows: self.rows.ahead(1) }
+    }
+
+    /// A warp gives both slots back. It has read them by products alone, and waited for these: there is nothing to fence.
+    #[inline(always)]
+    unsafe fn give_back(&self, lane: u32) {
+        unsafe {
+            self.ring.empty().arrive_if(lane == 0);
+            self.rows.empty().arrive_if(lane == 0);
+        }
+    }
 }
 
 #[inline(always)]

@@ -23,7 +23,7 @@
 //! keeps an array of 128 partly in local memory, and computes fragments while products are under way; the assembler then runs
 //! products one after another (its warnings C7514 and C7513).
 //!
-//! Every function but [`get`], [`set`], [`set_fragment`] and [`load_fragments`] is collective: all lanes of the warpgroup call it together. The emulator does a product when it is waited for.
+//! Every function but [`get`], [`set`] and [`set_fragment`] is collective: all lanes of the warpgroup call it together. The emulator does a product when it is waited for.
 
 use crate::shared::Shared;
 use crate::target;
@@ -58,6 +58,32 @@ impl Operand {
     #[must_use]
     pub const fn word(self) -> u32 {
         self.0
+    }
+}
+
+/// Bytes of a core matrix: 8 rows × 8 bf16, each row's 16 bytes behind the one before.
+pub const CORE_BYTES: u32 = 128;
+/// Bytes from one group of eight rows to the next, of [`Cores`].
+pub const CORE_ROWS_APART: u32 = 1024;
+
+/// Rows in shared memory as core matrices, without a swizzle: the two halves of an instruction's 16 of the sum behind each other, groups of eight rows
+/// [`CORE_ROWS_APART`].
+#[derive(Clone, Copy, Debug)]
+pub struct Cores(u32);
+
+impl Cores {
+    /// Rows whose first core matrix begins at `first`, a multiple of 16.
+    #[inline(always)]
+    #[must_use]
+    pub const fn at<T>(first: Shared<T>) -> Self {
+        Self((CORE_BYTES / 16) << 16 | first.addr() >> 4)
+    }
+
+    /// The core matrices `bytes` further: [`CORE_BYTES`] twice for the next 16 of the sum, where these follow.
+    #[inline(always)]
+    #[must_use]
+    pub const fn advance(self, bytes: u32) -> Self {
+        Self(self.0 + bytes / 16)
     }
 }
 
@@ -121,6 +147,17 @@ pub unsafe fn mma_n128_upper<const STEP: usize>(b: Operand, keep: bool) {
     unsafe { target::wgmma_n128_upper::<STEP>(b.0, keep) }
 }
 
+/// As [`mma_n256`] for A in core matrices and B of 128 rows, in the upper 64 accumulators.
+///
+/// # Safety
+/// As [`mma_n256`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_n128_cores(a: Cores, b: Operand, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_n128_cores(a.0, b.0, keep) }
+}
+
 /// As [`mma_n128_upper`] for B of 64 rows, in the accumulators 64 to 95.
 ///
 /// # Safety
@@ -133,16 +170,16 @@ pub unsafe fn mma_n64_upper<const STEP: usize>(b: Operand, keep: bool) {
     unsafe { target::wgmma_n64_upper::<STEP>(b.0, keep) }
 }
 
-/// Gives the four fragments of step `STEP` the 16 bytes at `from`, a multiple of 16. No product that uses them is under way.
+/// Gives the four fragments of step `STEP` what [`ldmatrix_x4`](crate::mma::ldmatrix_x4) loads. No product that uses them is under way.
 ///
 /// # Safety
-/// The bytes are the block's, and nobody writes them meanwhile.
+/// As [`ldmatrix_x4`](crate::mma::ldmatrix_x4).
 #[inline(always)]
 #[track_caller]
-pub unsafe fn load_fragments<const STEP: usize, T>(from: Shared<T>) {
+pub unsafe fn load_fragments<const STEP: usize, T>(row: Shared<T>) {
     const { assert!(4 * STEP < FRAGMENTS) };
     // SAFETY: the caller's.
-    unsafe { target::wgmma_load_fragments::<STEP>(from.addr()) }
+    unsafe { target::wgmma_load_fragments::<STEP>(row.addr()) }
 }
 
 /// Gives fragment `I` a pair of bf16, rounded to nearest even: word `I % 4` of the 16 × 16 part of A that is the warp's in step `I / 4`, as

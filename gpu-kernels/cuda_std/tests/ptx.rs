@@ -157,6 +157,16 @@ fn ptx_is_what_was_meant() {
     );
     has(
         &ptx,
+        "cores",
+        &[
+            ("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", 4),
+            ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", 4),
+            ("mov.b32 plain, 0x40;", 4),
+            ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", 5),
+        ],
+    );
+    has(
+        &ptx,
         "warpgroup",
         &[
             (".reg .f32 acc<128>", 1),

@@ -3,7 +3,7 @@
 mod common;
 
 use common::Io;
-use common::kernels::{WARPGROUP_SHARED, warpgroup};
+use common::kernels::{CORES_SHARED, WARPGROUP_SHARED, cores, warpgroup};
 use cuda_std::bf16;
 use cuda_std::emulator::{Buffer, Launch, launch};
 use cuda_std::tensor::{Matrix, TensorMap};
@@ -35,6 +35,38 @@ fn a_product_of_tiles() {
                 (0..64).map(|k| a.as_slice()[row.min(49) * 64 + k].to_f32() * b.as_slice()[column * 64 + k].to_f32());
             let sum: f32 = if row < 50 && column < 16 { products.sum() } else { 0.0 };
             assert!((found.to_f32() - sum).abs() <= sum.abs() / 128.0, "{row}, {column}: {found} for {sum}");
+        }
+    }
+}
+
+#[test]
+fn a_product_of_core_matrices() {
+    let value = |i: usize| bf16::from_f32((i * 7919 % 257) as f32 / 64.0 - 2.0);
+    let a = |row: usize, k: usize| value(row * 64 + k).to_f32();
+    let b = |row: usize, k: usize| value(row * 64 + k + 5).to_f32();
+    // Groups of eight rows, eighths of the sum, rows.
+    let places = (0..64 * 64).map(|i| (i / 512 * 8 + i % 64 / 8, i / 64 % 8 * 8 + i % 8));
+    let first = Buffer::from_slice(&places.map(|(row, k)| bf16::from_f32(a(row, k))).collect::<Vec<_>>());
+    let second = Buffer::from_slice(&(0..128 * 64).map(|i| value(i + 5)).collect::<Vec<_>>());
+    let maps = Buffer::from_slice(&[map(&second, 128, 128)]);
+    for seed in 0..20 {
+        let out = Buffer::<u32>::new_poisoned(128 * 100);
+        let params = Io { input: first.ptr().cast(), output: out.ptr_mut(), zeros: maps.ptr_mut().cast(), n: 0 };
+        launch::<cores>(&Launch { shared_bytes: CORES_SHARED, seed, ..Launch::new(1, 128) }, params).unwrap();
+        for (lane, words) in out.as_slice().chunks(100).enumerate() {
+            let (warp, group, pair) = (lane / 32, lane % 32 / 4, lane % 4 * 2);
+            for (i, &word) in words[..96].iter().enumerate() {
+                let i = if i < 32 { i } else { i - 32 };
+                let (row, column) = (warp * 16 + group + i / 2 % 2 * 8, i / 4 * 8 + pair + i % 2);
+                let sum: f32 = (0..64).map(|k| a(row, k) * b(column, k)).sum();
+                let found = f32::from_bits(word);
+                assert!((found - sum).abs() <= 1e-3, "{row}, {column}: {found} for {sum}");
+            }
+            for (i, &word) in words[96..].iter().enumerate() {
+                let (row, k) = (group + i % 2 * 8, pair + i / 2 * 8);
+                let wanted = [a(row, k), a(row, k + 1)].map(|x| u32::from(bf16::from_f32(x).to_bits()));
+                assert_eq!(word, wanted[1] << 16 | wanted[0], "lane {lane}, word {i}");
+            }
         }
     }
 }

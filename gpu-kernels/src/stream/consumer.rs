@@ -7,7 +7,10 @@ use cuda_std::{Global, bf16, bulk, math, mma, shared, thread, warp};
 
 use super::exchange::{Kind, Word};
 use super::producer::Units;
-use super::{ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, RING, SCRATCH, STRIPS, StreamStep, WARPS, Walk};
+use super::{
+    ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, RING, SCRATCH, SLICE_BYTES, STEP_BYTES, STRIPS, StreamStep,
+    WARPS, Walk, fragment_row,
+};
 use crate::attention::Divisor;
 use crate::embedding::{Embed, embed_each, embed_elements};
 use crate::kv::HEAD_DIM;
@@ -59,8 +62,8 @@ unsafe fn release(chunk: Ring, arrives: bool) {
 unsafe fn load(chunk: &Ring, lane: u32, warp_id: u32) -> [[u32; 4]; 4] {
     unsafe {
         chunk.wait_full();
-        let from = shared::dynamic::<u32>(chunk.offset() + warp_id * (SLICE * STRIP * 2) + lane * 16);
-        [from.load16(0), from.load16(128), from.load16(256), from.load16(384)]
+        let from = shared::dynamic::<u8>(chunk.offset() + warp_id * SLICE_BYTES + fragment_row(lane));
+        [0, 1, 2, 3].map(|i| mma::ldmatrix_x4(from.at(i * STEP_BYTES as usize)))
     }
 }
 

@@ -47,7 +47,7 @@ pub const fn parts<const ROWS: u32>() -> u32 {
 }
 
 const _: () = assert!(PAGE_BYTES == super::WEIGHT_BYTES);
-const _: () = assert!(parts::<64>() == 28 && parts::<128>() == 92);
+const _: () = assert!(parts::<64>() == 28 && parts::<128>() == 115);
 
 /// One tile, key-value head and split.
 #[derive(Clone, Copy)]

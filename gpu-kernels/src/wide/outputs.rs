@@ -37,7 +37,7 @@ const _: () = assert!(slot(16 + 7 + 8) - slot(16 + 7) == SLOTS_APART);
 
 impl Outputs {
     #[inline(always)]
-    pub unsafe fn new<const ROWS: u32, const KIND: u32>(p: &WideStep, product: &Product, unit: &Unit) -> Self {
+    unsafe fn new<const ROWS: u32>(p: &WideStep, product: &Product, unit: &Unit, kind: u32) -> Self {
         unsafe {
             // Loaded again: over the products it would take a register.
             let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
@@ -46,11 +46,11 @@ impl Outputs {
             let strip = unit.strip + thread::fresh(thread::warp_id());
             let n = field!(product.phase, n: u32);
             let row = unit.row + 2 * t;
-            let feature = strip * if KIND == Kind::SWIGLU { STRIP / 2 } else { STRIP } + g;
+            let feature = strip * if kind == Kind::SWIGLU { STRIP / 2 } else { STRIP } + g;
             let at = |feature: u32| row as usize * n as usize + feature as usize;
             let mut weight = [0.0; 2];
             let (mut sums, mut activations) = (GlobalMut::default(), GlobalMut::default());
-            match KIND {
+            match kind {
                 Kind::WRITE => sums = field!(product.phase, y: GlobalMut<f32>).at(at(feature)),
                 Kind::SWIGLU => activations = p.activation.at(at(slot(feature))),
                 _ => {
@@ -87,9 +87,9 @@ impl Outputs {
 
     /// What the lane's outputs of rows `8 j …` are added to.
     #[inline(always)]
-    pub unsafe fn old<const KIND: u32>(&self, j: u32) -> [f32; 4] {
+    unsafe fn old(&self, kind: u32, j: u32) -> [f32; 4] {
         let mut old = [0f32; 4];
-        if KIND == Kind::ADD {
+        if kind == Kind::ADD {
             unroll!(R < 2; {
                 let row = 8 * j + R as u32;
                 if row < self.rows {
@@ -103,7 +103,7 @@ impl Outputs {
 
     /// Puts the lane's sums of rows `8 j …` where they belong. A warp does it together.
     #[inline(always)]
-    pub unsafe fn put<const KIND: u32>(&self, j: u32, sums: [f32; 4], old: [f32; 4]) {
+    unsafe fn put<const KIND: u32>(&self, j: u32, sums: [f32; 4], old: [f32; 4]) {
         unsafe {
             let mut factors = [1.0; 2];
             if Kind::is_normed(KIND) && 8 * j < self.rows {
@@ -165,7 +165,7 @@ pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>
     unit: &Unit,
 ) {
     unsafe {
-        let outputs = Outputs::new::<ROWS, KIND>(p, product, unit);
+        let outputs = Outputs::new::<ROWS>(p, product, unit, KIND);
         if outputs.strip >= outputs.strips {
             return;
         }
@@ -173,7 +173,7 @@ pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>
             if 4 * H < TILES {
                 let mut old = [[0f32; 4]; 4];
                 unroll!(J < 4; {
-                    old[J] = outputs.old::<KIND>((4 * H + J) as u32);
+                    old[J] = outputs.old(KIND, (4 * H + J) as u32);
                 });
                 unroll!(J < 4; {
                     let sums = accumulators!(16 * H + 4 * J);
@@ -184,18 +184,19 @@ pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>
     }
 }
 
-/// Adds the chains of this part's share of a split tile's rows, first to last, and puts the sums where they belong; two groups of rows at a time,
-/// one where accumulators leave no more registers.
+/// Adds the chains of this part's share of a split tile's rows, first to last, and puts the sums where they belong, two groups of rows at a time. This is the
+/// same code for all kinds: of what a phase does once, little is in the instruction cache.
 #[inline(always)]
-pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>(
+pub unsafe fn finish_share<const ROWS: u32, const TILES: usize>(
     p: &WideStep,
     product: &Product,
     unit: &Unit,
+    kind: u32,
     arrivals: GlobalMut<u32>,
 ) {
     unsafe {
         let share = product.share;
-        let outputs = Outputs::new::<ROWS, KIND>(p, product, unit);
+        let outputs = Outputs::new::<ROWS>(p, product, unit, kind);
         let partial = Partial::new::<TILES>(p, product, unit, arrivals);
         let rows = TILES as u32 >> share.shift;
         let mut j = (unit.residue << share.shift) / RESIDUES * rows;
@@ -208,17 +209,17 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>
             let mut words = [[[0u32; 4]; RESIDUES as usize]; 2];
             let mut old = [[0f32; 4]; 2];
             unroll!(I < 2; {
-                if I < 16 / TILES && j + (I as u32) < end {
+                if j + (I as u32) < end {
                     unroll!(C < 8; {
                         if (C as u32) < share.chains() {
                             words[I][C] = partial.place(C as u32, j + I as u32).load16(0);
                         }
                     });
-                    old[I] = outputs.old::<KIND>(j + I as u32);
+                    old[I] = outputs.old(kind, j + I as u32);
                 }
             });
             unroll!(I < 2; {
-                if I < 16 / TILES && j + (I as u32) < end {
+                if j + (I as u32) < end {
                     let mut sums = [0f32; 4];
                     unroll!(C < 8; {
                         if (C as u32) < share.chains() {
@@ -227,10 +228,14 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize, const KIND: u32>
                             });
                         }
                     });
-                    outputs.put::<KIND>(j + I as u32, sums, old[I]);
+                    match kind {
+                        Kind::WRITE => outputs.put::<{ Kind::WRITE }>(j + I as u32, sums, old[I]),
+                        Kind::ADD => outputs.put::<{ Kind::ADD }>(j + I as u32, sums, old[I]),
+                        _ => outputs.put::<{ Kind::SWIGLU }>(j + I as u32, sums, old[I]),
+                    }
                 }
             });
-            j += 16 / TILES as u32;
+            j = thread::fresh(j) + 2;
         }
     }
 }

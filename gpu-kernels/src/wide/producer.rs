@@ -15,6 +15,11 @@ use crate::stream::{CHUNK_FEATURES, Pass, SLICES_APART, STRIPS};
 /// Slots of weights or pages under way at a time: see the [stream](crate::stream)'s producer.
 pub const UNDER_WAY: u32 = 4;
 
+/// Likewise of weights alone: with 128 rows a tile memory is not the limit, and what counts is that they are there.
+const fn weights_under_way(rows: u32) -> u32 {
+    if rows == 64 { UNDER_WAY } else { 6 }
+}
+
 /// The warp that loads weights and pages: it waits for other blocks only before pages that this step writes to.
 #[inline(always)]
 pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
@@ -71,7 +76,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
                 let mut from = begin + u64::from(residue * SLICES_APART);
                 let (mut turn, depth) = (0, product.depth(residue));
                 while turn < depth {
-                    ring.wait_under_way(UNDER_WAY);
+                    ring.wait_under_way(weights_under_way(ROWS));
                     ring.wait_empty();
                     if lane == 0 {
                         ring.full().arrive_expect_tx(WEIGHT_BYTES);

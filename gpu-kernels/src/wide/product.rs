@@ -1,13 +1,14 @@
 //! What multiplies, and leaves chains of split tiles for others.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::wgmma::{self, Operand};
+use cuda_std::wgmma::{self, Cores, Operand};
 use cuda_std::{Global, GlobalMut, bulk, thread, warp};
 
 use super::outputs::{finish_share, finish_whole};
 use super::phases::{Product, Unit};
-use super::{GROUP, Kind, Memory, Phase, RESIDUES, Rings, SLICE_BYTES, WideStep};
+use super::{GROUP, Kind, Memory, Phase, RESIDUES, Rings, SLICE_BYTES, WEIGHT_BYTES, WideStep};
 use crate::ring::Ring;
+use crate::stream::{STEP_BYTES, fragment_row};
 use crate::waiting;
 
 /// A product, and what becomes of it. `arrivals` counts parts of split tiles' halves; `parity` is that of the phase's factors.
@@ -76,11 +77,7 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
             let before = if ROWS == 64 { unfinished } else { split };
             if let Some(before) = before {
                 ready();
-                match kind {
-                    Kind::WRITE => finish_share::<ROWS, TILES, { Kind::WRITE }>(p, &product, &before, arrivals),
-                    Kind::ADD => finish_share::<ROWS, TILES, { Kind::ADD }>(p, &product, &before, arrivals),
-                    _ => finish_share::<ROWS, TILES, { Kind::SWIGLU }>(p, &product, &before, arrivals),
-                }
+                finish_share::<ROWS, TILES>(p, &product, &before, kind, arrivals);
             }
             unfinished = split;
             if next.is_none() {
@@ -165,82 +162,94 @@ impl Partial {
     }
 }
 
-/// One residue's chain, into the upper accumulators: `depth` slots of the ring.
+/// One residue's chain, into the upper accumulators: `depth` slots of the rings.
 #[inline(always)]
 unsafe fn multiply_chain<const TILES: usize>(rings: &mut Rings, depth: u32) {
     unsafe {
-        let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+        let lane = thread::fresh(thread::lane_id());
         if depth == 0 {
             // A matrix with fewer slices than residues.
             unroll!(J < TILES of 16; {
                 accumulators!(64 + 4 * J, [0.0; 4]);
             });
-            return;
-        }
-        // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes
-        // between chains has their registers.
-        let Rings { ring, rows } = rings;
-        load_weights::<TILES, 0>(ring, lane, warp_id);
-        begin_products::<TILES, 0>(rows, false);
-        let mut turn = 1;
-        if TILES == 8 {
-            // Fragments are loaded into one half of their registers while products read the other.
-            while turn < depth {
-                load_weights::<TILES, 4>(ring, lane, warp_id);
-                end_products::<TILES>(ring, rows, lane);
-                begin_products::<TILES, 4>(rows, true);
-                turn += 1;
-                if turn == depth {
-                    break;
-                }
-                load_weights::<TILES, 0>(ring, lane, warp_id);
-                end_products::<TILES>(ring, rows, lane);
-                begin_products::<TILES, 0>(rows, true);
-                turn += 1;
-            }
+        } else if TILES == 8 {
+            multiply_loaded(rings, depth, lane);
         } else {
-            while turn < depth {
-                end_products::<TILES>(ring, rows, lane);
-                load_weights::<TILES, 0>(ring, lane, warp_id);
-                begin_products::<TILES, 0>(rows, true);
-                turn += 1;
-            }
+            multiply_shared(rings, depth, lane);
         }
-        end_products::<TILES>(ring, rows, lane);
     }
 }
 
-/// Whether the weights' slot is given back before its products are begun: with 128 rows that is slower, 712 µs for the head instead of 683.
-const fn gives_back_early(tiles: usize) -> bool {
-    tiles == 8
+// Of both, the first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes between
+// chains has their registers.
+
+/// With 128 rows a tile: weights from shared memory, the products of two slots under way.
+#[inline(always)]
+unsafe fn multiply_shared(rings: &mut Rings, depth: u32, lane: u32) {
+    unsafe {
+        begin_products(rings, false);
+        let mut turn = 1;
+        while turn < depth {
+            let next = rings.ahead();
+            begin_products(&next, true);
+            wgmma::wait::<1>();
+            rings.give_back(lane);
+            *rings = next;
+            turn += 1;
+        }
+        wgmma::wait::<0>();
+        rings.give_back(lane);
+        *rings = rings.ahead();
+    }
 }
 
-/// The fragments of a slot, into the registers of four steps from `FIRST` on.
+/// With 64 rows a tile: weights through registers, so that their slots are given back before they are multiplied. Fragments are loaded into one half of their
+/// registers while products read the other.
 #[inline(always)]
-unsafe fn load_weights<const TILES: usize, const FIRST: usize>(ring: &mut Ring, lane: u32, warp_id: u32) {
+unsafe fn multiply_loaded(rings: &mut Rings, depth: u32, lane: u32) {
+    unsafe {
+        let Rings { ring, rows } = rings;
+        load_weights::<0>(ring, lane);
+        begin_loaded::<0>(rows, false);
+        let mut turn = 1;
+        while turn < depth {
+            load_weights::<4>(ring, lane);
+            end_loaded(rows, lane);
+            begin_loaded::<4>(rows, true);
+            turn += 1;
+            if turn == depth {
+                break;
+            }
+            load_weights::<0>(ring, lane);
+            end_loaded(rows, lane);
+            begin_loaded::<0>(rows, true);
+            turn += 1;
+        }
+        end_loaded(rows, lane);
+    }
+}
+
+/// In bytes, as an index.
+const STEP: usize = STEP_BYTES as usize;
+
+/// The fragments of a slot of weights, into the registers of four steps from `FIRST` on; and gives it back.
+#[inline(always)]
+unsafe fn load_weights<const FIRST: usize>(ring: &mut Ring, lane: u32) {
     unsafe {
         ring.wait_full();
-        let weights = ring.slot().at((warp_id * SLICE_BYTES + lane * 16) as usize);
+        let warp_id = thread::fresh(thread::warp_id());
+        let from = ring.slot().at((warp_id * SLICE_BYTES + fragment_row(lane)) as usize);
         if FIRST == 0 {
-            wgmma::load_fragments::<0, u8>(weights);
-            wgmma::load_fragments::<1, u8>(weights.at(512));
-            wgmma::load_fragments::<2, u8>(weights.at(1024));
-            wgmma::load_fragments::<3, u8>(weights.at(1536));
+            wgmma::load_fragments::<0, u8>(from);
+            wgmma::load_fragments::<1, u8>(from.at(STEP));
+            wgmma::load_fragments::<2, u8>(from.at(2 * STEP));
+            wgmma::load_fragments::<3, u8>(from.at(3 * STEP));
         } else {
-            wgmma::load_fragments::<4, u8>(weights);
-            wgmma::load_fragments::<5, u8>(weights.at(512));
-            wgmma::load_fragments::<6, u8>(weights.at(1024));
-            wgmma::load_fragments::<7, u8>(weights.at(1536));
+            wgmma::load_fragments::<4, u8>(from);
+            wgmma::load_fragments::<5, u8>(from.at(STEP));
+            wgmma::load_fragments::<6, u8>(from.at(2 * STEP));
+            wgmma::load_fragments::<7, u8>(from.at(3 * STEP));
         }
-        if gives_back_early(TILES) {
-            give_weights_back(ring, lane);
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn give_weights_back(ring: &mut Ring, lane: u32) {
-    unsafe {
         // What was read by ordinary loads is fenced before the slot is given back: the copy engine writes there next.
         bulk::fence_proxy_async();
         warp::sync_warp();
@@ -251,48 +260,50 @@ unsafe fn give_weights_back(ring: &mut Ring, lane: u32) {
 
 /// Begins the products of the rows' slot, once it is full, with the fragments of four steps from `FIRST` on.
 #[inline(always)]
-unsafe fn begin_products<const TILES: usize, const FIRST: usize>(rows: &Ring, keep: bool) {
+unsafe fn begin_loaded<const FIRST: usize>(rows: &Ring, keep: bool) {
     unsafe {
         rows.wait_full();
         let x = Operand::at(rows.slot());
         wgmma::fence();
         if FIRST == 0 {
-            product::<TILES, 0>(x, keep);
-            product::<TILES, 1>(x.advance(32), true);
-            product::<TILES, 2>(x.advance(64), true);
-            product::<TILES, 3>(x.advance(96), true);
+            wgmma::mma_n64_upper::<0>(x, keep);
+            wgmma::mma_n64_upper::<1>(x.advance(32), true);
+            wgmma::mma_n64_upper::<2>(x.advance(64), true);
+            wgmma::mma_n64_upper::<3>(x.advance(96), true);
         } else {
-            product::<TILES, 4>(x, keep);
-            product::<TILES, 5>(x.advance(32), true);
-            product::<TILES, 6>(x.advance(64), true);
-            product::<TILES, 7>(x.advance(96), true);
+            wgmma::mma_n64_upper::<4>(x, keep);
+            wgmma::mma_n64_upper::<5>(x.advance(32), true);
+            wgmma::mma_n64_upper::<6>(x.advance(64), true);
+            wgmma::mma_n64_upper::<7>(x.advance(96), true);
         }
         wgmma::commit();
     }
 }
 
-/// Waits for the products, and gives back what they have read.
+/// Waits for the products, and gives back the rows that they have read.
 #[inline(always)]
-unsafe fn end_products<const TILES: usize>(ring: &mut Ring, rows: &mut Ring, lane: u32) {
+unsafe fn end_loaded(rows: &mut Ring, lane: u32) {
     unsafe {
         wgmma::wait::<0>();
-        if gives_back_early(TILES) {
-            warp::sync_warp();
-        } else {
-            give_weights_back(ring, lane);
-        }
         rows.empty().arrive_if(lane == 0);
         *rows = rows.ahead(1);
     }
 }
 
+/// Begins the products of the slots of both rings, once they are full.
 #[inline(always)]
-unsafe fn product<const TILES: usize, const STEP: usize>(x: Operand, keep: bool) {
+unsafe fn begin_products(rings: &Rings, keep: bool) {
     unsafe {
-        if TILES == 8 {
-            wgmma::mma_n64_upper::<STEP>(x, keep);
-        } else {
-            wgmma::mma_n128_upper::<STEP>(x, keep);
-        }
+        rings.ring.wait_full();
+        rings.rows.wait_full();
+        let group = thread::fresh(thread::thread_idx_x()) / GROUP;
+        let weights = Cores::at(rings.ring.slot()).advance(group * (WEIGHT_BYTES / 2));
+        let x = Operand::at(rings.rows.slot());
+        wgmma::fence();
+        unroll!(I < 4; {
+            let (weights, x, keep) = (weights.advance(I as u32 * STEP_BYTES), x.advance(I as u32 * 32), keep || I != 0);
+            wgmma::mma_n128_cores(weights, x, keep);
+        });
+        wgmma::commit();
     }
 }

@@ -390,12 +390,12 @@ pub fn wgmma_wait<const PENDING: u64>() {
 
 #[track_caller]
 pub unsafe fn wgmma_n256(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(a, b, 256, keep, Location::caller());
+    wgmma::from_shared(wgmma::Rows::Swizzled(a), b, 256, 0, keep, Location::caller());
 }
 
 #[track_caller]
 pub unsafe fn wgmma_n128(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(a, b, 128, keep, Location::caller());
+    wgmma::from_shared(wgmma::Rows::Swizzled(a), b, 128, 0, keep, Location::caller());
 }
 
 #[track_caller]
@@ -409,13 +409,18 @@ pub unsafe fn wgmma_n64_upper<const STEP: usize>(b: u32, keep: bool) {
 }
 
 #[track_caller]
-pub unsafe fn wgmma_load_fragments<const STEP: usize>(from: u32) {
+pub unsafe fn wgmma_load_fragments<const STEP: usize>(row: u32) {
     let site = Location::caller();
     // SAFETY: the caller's.
-    let words: [u32; 4] = unsafe { load_shared16(from) };
+    let words = unsafe { ldmatrix_x4(row) };
     for (i, word) in words.into_iter().enumerate() {
         wgmma::set_fragment(4 * STEP + i, word, site);
     }
+}
+
+#[track_caller]
+pub unsafe fn wgmma_n128_cores(a: u32, b: u32, keep: bool) {
+    wgmma::from_shared(wgmma::Rows::Cores(a), b, 128, 64, keep, Location::caller());
 }
 
 #[track_caller]

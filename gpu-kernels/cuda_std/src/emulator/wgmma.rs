@@ -5,7 +5,7 @@ use super::access::Address;
 use super::collective::{self, Meeting};
 use super::race::Mode;
 use super::world::{Site, World, misuse, world};
-use crate::wgmma::{ACCUMULATORS, FRAGMENTS};
+use crate::wgmma::{ACCUMULATORS, CORE_BYTES, CORE_ROWS_APART, FRAGMENTS};
 
 /// Products along the sum of one instruction.
 const DEPTH: usize = 16;
@@ -42,9 +42,11 @@ struct Product {
 }
 
 /// The two rows of A that a lane multiplies.
-enum Rows {
-    /// In shared memory, by its descriptor.
-    Shared(u32),
+pub enum Rows {
+    /// In shared memory, swizzled, by the descriptor.
+    Swizzled(u32),
+    /// In shared memory as core matrices, likewise.
+    Cores(u32),
     /// The fragments of this step, as the warp's lanes had them.
     Registers(usize, [[f32; DEPTH]; 2]),
 }
@@ -53,17 +55,27 @@ impl World {
     /// `DEPTH` elements of row `row` of an operand.
     fn operand(&mut self, descriptor: u32, row: u32, site: Site) -> [f32; DEPTH] {
         let start = (descriptor & 0x3fff) * 16 + row * 128;
+        // The swizzle permutes the chunks of a row by bits of the address itself.
+        self.halves([start, start + 16].map(|address| address ^ ((address >> 7 & 7) << 4)), site)
+    }
+
+    /// `DEPTH` elements of row `row` of an operand in core matrices.
+    fn cores(&mut self, descriptor: u32, row: u32, site: Site) -> [f32; DEPTH] {
+        let start = (descriptor & 0x3fff) * 16 + row / 8 * CORE_ROWS_APART + row % 8 * (CORE_BYTES / 8);
+        self.halves([start, start + (descriptor >> 16) * 16], site)
+    }
+
+    /// `DEPTH` elements, half of them from each of two places.
+    fn halves(&mut self, places: [u32; 2], site: Site) -> [f32; DEPTH] {
         let mut out = [0.0; DEPTH];
-        for half in 0..2 {
-            let address = start + half * 16;
-            // The swizzle permutes the chunks of a row by bits of the address itself.
-            let address = Address::Shared(address ^ ((address >> 7 & 7) << 4));
+        for (half, address) in places.into_iter().enumerate() {
+            let address = Address::Shared(address);
             self.check_proxy(address, 16, site);
             let pointer = self.access(address, 16, 16, Mode::Read, true, site);
             // SAFETY: checked just now.
             let words = unsafe { pointer.cast::<[u16; 8]>().read() };
             for (i, word) in words.into_iter().enumerate() {
-                out[half as usize * 8 + i] = f32::from_bits(u32::from(word) << 16);
+                out[half * 8 + i] = f32::from_bits(u32::from(word) << 16);
             }
         }
         out
@@ -74,7 +86,8 @@ impl World {
         let (lane, warp) = (self.thread() % 32, self.thread() / 32 % 4);
         let rows = match a {
             Rows::Registers(_, rows) => *rows,
-            Rows::Shared(a) => [0, 8].map(|more| self.operand(*a, warp * 16 + lane / 4 + more, site)),
+            Rows::Swizzled(a) => [0, 8].map(|more| self.operand(*a, warp * 16 + lane / 4 + more, site)),
+            Rows::Cores(a) => [0, 8].map(|more| self.cores(*a, warp * 16 + lane / 4 + more, site)),
         };
         for column in 0..columns / 4 {
             // A lane has two columns of every eight.
@@ -97,9 +110,9 @@ fn start(product: Product) {
     world().lane().products.open.push(product);
 }
 
-pub fn from_shared(a: u32, b: u32, columns: u32, keep: bool, site: Site) {
-    collective::meet(Meeting::Wgmma, [a, b], site);
-    start(Product { a: Rows::Shared(a), b, columns, first: 0, keep, site });
+pub fn from_shared(a: Rows, b: u32, columns: u32, first: usize, keep: bool, site: Site) {
+    collective::meet(Meeting::Wgmma, [b], site);
+    start(Product { a, b, columns, first, keep, site });
 }
 
 pub fn from_registers(step: usize, b: u32, columns: u32, first: usize, keep: bool, site: Site) {

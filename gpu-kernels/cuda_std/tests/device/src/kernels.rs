@@ -325,3 +325,67 @@ pub unsafe fn warpgroup(p: Io) {
         cluster::sync();
     }
 }
+
+/// Bytes of shared memory for [`cores`]: A (64 rows), a tile of B (128 rows), a barrier.
+pub const CORES_SHARED: u32 = 64 * 128 + 128 * 128 + 16;
+
+/// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup, with A in core matrices: `input` is its address, `zeros` that of a map of B. Each lane stores its
+/// 32 sums of B's first 64 rows, for which A goes through registers, its 64 of all rows, and the fragment that `ldmatrix` finds at the beginning of A.
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[kernel(threads = 128, min_blocks = 1)]
+pub unsafe fn cores(p: Io) {
+    // SAFETY: A and the map are there, shared memory has room for both, and the output for what is stored.
+    unsafe {
+        wgmma::declare();
+        let a = shared::dynamic::<u8>(0);
+        let (b, barrier) = (a.at(64 * 128), Barrier::at(shared::dynamic(64 * 128 + 128 * 128)));
+        let lane = thread::thread_idx_x();
+        if lane == 0 {
+            barrier.init(1);
+            bulk::fence_init();
+            let map = p.zeros.read().cast::<tensor::TensorMap>();
+            tensor::acquire(map);
+            barrier.arrive_expect_tx(64 * 128 + 128 * 128);
+            bulk::copy_to_shared(a, p.input.cast(), 64 * 128, barrier);
+            tensor::load(b, map, [0, 0], barrier);
+        }
+        thread::sync_threads();
+        barrier.wait(0);
+        let (first, second) = (wgmma::Cores::at(a), wgmma::Operand::at(b));
+        let output = p.output.at((lane * 100) as usize);
+        let place = lane / 8 % 2 * wgmma::CORE_ROWS_APART + lane % 32 / 16 * wgmma::CORE_BYTES + lane % 8 * 16;
+        let row = a.at((lane / 32 * 2 * wgmma::CORE_ROWS_APART + place) as usize);
+        wgmma::load_fragments::<0, u8>(row);
+        wgmma::load_fragments::<1, u8>(row.at(256));
+        wgmma::load_fragments::<2, u8>(row.at(512));
+        wgmma::load_fragments::<3, u8>(row.at(768));
+        wgmma::fence();
+        wgmma::mma_n64_upper::<0>(second, false);
+        wgmma::mma_n64_upper::<1>(second.advance(32), true);
+        wgmma::mma_n64_upper::<2>(second.advance(64), true);
+        wgmma::mma_n64_upper::<3>(second.advance(96), true);
+        wgmma::commit();
+        wgmma::wait::<0>();
+        macro_rules! store {
+            ($first:literal $($i:literal)*) => {
+                $( output.store($first + $i, wgmma::get::<{ 64 + $i }>().to_bits()); )*
+            };
+        }
+        store!(0 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31);
+        wgmma::fence();
+        wgmma::mma_n128_cores(first, second, false);
+        wgmma::mma_n128_cores(first.advance(256), second.advance(32), true);
+        wgmma::mma_n128_cores(first.advance(512), second.advance(64), true);
+        wgmma::mma_n128_cores(first.advance(768), second.advance(96), true);
+        wgmma::commit();
+        wgmma::wait::<0>();
+        store!(32 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31);
+        store!(32 32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63);
+        let fragment = mma::ldmatrix_x4(a.at(place as usize));
+        let mut i = 0;
+        while i < 4 {
+            output.store(96 + i, fragment[i]);
+            i += 1;
+        }
+    }
+}
