@@ -116,19 +116,17 @@ pub(crate) unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; 
     }
 }
 
-/// What [`split_some`] does with a value, of each row and head whose number is `first` plus a multiple of `step`, one after another.
+/// What [`split_some`] does with a key and its value, of each row and head whose number is `first` plus a multiple of `step`, one after another.
 #[inline(always)]
-pub(crate) unsafe fn append_values(p: &SplitHeads, first: u32, step: u32) {
+pub(crate) unsafe fn append(p: &SplitHeads, first: u32, step: u32) {
     unsafe {
-        let (heads, all) = (p.all(), p.rows.count.load(0) * p.cache.kv_heads);
+        let all = p.rows.count.load(0) * p.cache.kv_heads;
         let mut item = first;
         while item < all {
             core::hint::assert_unchecked(p.cache.kv_heads > 0);
             let row = item / p.cache.kv_heads;
-            let kv_head = item - row * p.cache.kv_heads;
-            let x = heads.load(row, p.q_heads + p.cache.kv_heads + kv_head);
-            let (sequence, position) = (p.rows.sequences.load(row as usize), p.rows.positions.load(row as usize));
-            HeadVector::value(x).store_value(p.cache.value(sequence, position, kv_head));
+            let head = p.q_heads + item - row * p.cache.kv_heads;
+            split_some(p, [head, head + p.cache.kv_heads].map(|head| HeadOf { row, head, wanted: true }));
             item += step;
         }
     }

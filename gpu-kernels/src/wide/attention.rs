@@ -21,7 +21,7 @@ use crate::attention::{
     Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, Tile, WARP_KEYS, attend_keys, combine_by_warp, reduce, reduce_few,
 };
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
-use crate::qkv::Heads;
+use crate::qkv::Factors;
 use crate::ring::{Ring, Shape};
 use crate::waiting;
 
@@ -103,6 +103,17 @@ impl Item {
             goes_on: head >> 25 & 1 != 0,
             is_last: head >> 26 & 1 != 0,
             is_fresh: head >> 27 & 1 != 0,
+        }
+    }
+
+    /// Where one of its rows stands: of the last, and so of a single one, it is known.
+    #[inline(always)]
+    pub unsafe fn position(&self, p: &WideStep, row: u32) -> u32 {
+        if row + 1 == self.first_row + self.rows {
+            self.last
+        } else {
+            // SAFETY: one of the step's rows.
+            unsafe { p.rows.positions.load(row as usize) }
         }
     }
 
@@ -199,25 +210,45 @@ pub unsafe fn load_pages(pages: &Pages, mut ring: Ring, item: &Item, blocks: [u3
     }
 }
 
-/// One lane describes an item to the consumers and loads its queries.
+/// Queries that a warp makes at a time.
+const TOGETHER: usize = 4;
+
+/// A warp describes an item to the consumers and makes its queries from what the projection left.
 #[inline(always)]
-pub unsafe fn load_queries(p: &WideStep, ring: &Ring, item: &Item) {
+pub unsafe fn make_queries(p: &WideStep, phase: u32, ring: &Ring, item: &Item) {
     unsafe {
-        if thread::fresh(thread::lane_id()) != 0 {
-            return;
-        }
-        let group = p.group();
+        let (group, heads) = (p.group(), p.heads());
         ring.wait_empty();
-        ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, item.words());
-        let bytes = group * QUERY;
-        ring.full().arrive_expect_tx(item.rows * bytes);
         let mut row = 0;
         while row < item.rows {
-            let from = ((item.first_row + row) * p.q_heads + item.kv_head * group) * HEAD_DIM;
-            let to = ring.slot().at((row * bytes) as usize);
-            bulk::copy_to_shared(to, p.q.read().at(from as usize).cast(), bytes, ring.full());
+            let norm = field!(p.phases.at(phase as usize), norm: Global<bf16>);
+            let factors = Factors::load(norm, p.cos, p.sin, item.position(p, item.first_row + row));
+            let mut first = 0;
+            while first < group {
+                // Beyond the last, the last again.
+                let head = |i: u32| item.kv_head * group + (first + i).min(group - 1);
+                let x = [0, 1, 2, 3].map(|i| heads.load(item.first_row + row, head(i)));
+                unroll!(H < 2; {
+                    let x = [x[2 * H], x[2 * H + 1]];
+                    let scales = heads.scales(&x);
+                    unroll!(I < 2; {
+                        let number = first + (2 * H + I) as u32;
+                        if number < group {
+                            let to = ring.slot().at(((row * group + number) * QUERY) as usize);
+                            heads.vector(0, x[I], scales[I], || factors).store_shared(to.cast());
+                        }
+                    });
+                });
+                first += TOGETHER as u32;
+            }
             row += 1;
         }
+        let lane = thread::fresh(thread::lane_id());
+        if lane == 0 {
+            ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, item.words());
+        }
+        warp::sync_warp();
+        ring.full().arrive_if(lane == 0);
     }
 }
 
@@ -233,9 +264,9 @@ pub unsafe fn send_end(ring: &Ring) {
     }
 }
 
-/// The consumers' part: one item after another.
+/// The consumers' part of the `phase`-th phase: one item after another.
 #[inline(always)]
-pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
+pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: u32, rings: &mut Rings) {
     unsafe {
         let a = &p.attend();
         let group = Divisor::new(p.group());
@@ -250,10 +281,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
                 return;
             }
             let Item { kv_head, split, first_row, rows, .. } = item;
-            // Of a single row it is known.
-            let position = |row: u32| {
-                if row + 1 == first_row + rows { item.last } else { p.rows.positions.load(row as usize) }
-            };
+            let position = |row: u32| item.position(p, row);
             let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
             let pages = item.pages();
             let page = here.first_key() % SPLIT / PAGE_TOKENS;
@@ -266,7 +294,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
             let mut found = Found::NOTHING;
             if page < pages {
                 let (keys_slot, values_slot) = (rings.ring.ahead(page), rings.ring.ahead(pages + page));
-                let newest = Newest::load(p, &item, here.first_key(), lane);
+                let newest = Newest::load(p, phase, &item, here.first_key(), lane);
                 keys_slot.wait_full();
                 let (g, t) = (lane / 4, (lane % 4) as usize);
                 let first = here.first_key() % PAGE_TOKENS;
@@ -287,10 +315,13 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
                     give_back(&keys_slot, lane);
                     values_slot.wait_full();
                     if item.is_fresh {
-                        newest.put(p, &item, here.first_key(), shared::dynamic(values_slot.offset()), lane);
+                        newest.put_values(p, &item, here.first_key(), shared::dynamic(values_slot.offset()), lane);
                     }
                 };
                 if here.first_key() <= item.last {
+                    if item.is_fresh {
+                        newest.put_keys(p, phase, &item, here.first_key(), shared::dynamic(keys_slot.offset()));
+                    }
                     found = attend_keys(a, &here, position, query, key, between, value);
                 } else {
                     between();
@@ -327,44 +358,82 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
     }
 }
 
-/// Four dimensions a lane of the value of a tile's last row, if it is among a warp's keys: asked for before anything is waited for.
+/// A lane's part of the key and of the value of a tile's last row, if they are among a warp's: asked for before anything is waited for.
 struct Newest {
-    heads: Heads,
+    /// As the projection left it, and what it is multiplied by.
+    key: ([[f32; 2]; 2], Factors),
+    /// Four dimensions.
     value: [f32; 4],
 }
 
 impl Newest {
     #[inline(always)]
-    unsafe fn load(p: &WideStep, item: &Item, first_key: u32, lane: u32) -> Self {
-        let heads = Heads { qkv: p.qkv.read(), q_heads: p.q_heads, kv_heads: p.kv_heads, eps: p.eps };
-        let mut value = [0.0; 4];
+    unsafe fn load(p: &WideStep, phase: u32, item: &Item, first_key: u32, lane: u32) -> Self {
+        let mut newest = Self { key: Default::default(), value: [0.0; 4] };
         if (first_key..first_key + WARP_KEYS).contains(&item.last) {
-            value = unsafe { heads.load_value(item.first_row + item.rows - 1, item.kv_head, lane * 4) };
+            let row = item.first_row + item.rows - 1;
+            unsafe {
+                newest.key = Self::load_key(p, phase, item, row, item.last);
+                newest.value = p.heads().load_value(row, item.kv_head, lane * 4);
+            }
         }
-        Self { heads, value }
+        newest
     }
 
-    /// A warp puts those of this step's values that are of its keys, from `first_key` on, into their page: into the cache they come later.
     #[inline(always)]
-    unsafe fn put(self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+    unsafe fn load_key(p: &WideStep, phase: u32, item: &Item, row: u32, position: u32) -> ([[f32; 2]; 2], Factors) {
         unsafe {
-            let Self { heads, mut value } = self;
-            let (mut row, mut position) = (item.first_row + item.rows - 1, item.last);
-            while first_key <= position {
-                if position < first_key + WARP_KEYS {
-                    unroll!(I < 4; {
-                        let at = (lane * 4 + I as u32) * PAGE_TOKENS + position % PAGE_TOKENS;
-                        page.store(at as usize, math::to_bf16(value[I]));
-                    });
-                }
-                if row + item.rows_before == item.first_row {
-                    break;
-                }
-                row -= 1;
-                position = p.rows.positions.load(row as usize);
-                value = heads.load_value(row, item.kv_head, lane * 4);
+            let norm = field!(p.phases.at(phase as usize), key_norm: Global<bf16>);
+            let x = p.heads().load(row, p.q_heads + item.kv_head);
+            (x, Factors::load(norm, p.cos, p.sin, position))
+        }
+    }
+
+    /// Visits the step's rows that have their keys among a warp's, or behind them, from the tile's last on: `visit(row, position)`.
+    #[inline(always)]
+    unsafe fn rows(p: &WideStep, item: &Item, first_key: u32, mut visit: impl FnMut(u32, u32)) {
+        let (mut row, mut position) = (item.first_row + item.rows - 1, item.last);
+        while first_key <= position {
+            if position < first_key + WARP_KEYS {
+                visit(row, position);
             }
-            warp::sync_warp();
+            if row + item.rows_before == item.first_row {
+                break;
+            }
+            row -= 1;
+            // SAFETY: a row of the tile's sequence.
+            position = unsafe { p.rows.positions.load(row as usize) };
+        }
+        warp::sync_warp();
+    }
+
+    /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache they come later.
+    #[inline(always)]
+    unsafe fn put_keys(&self, p: &WideStep, phase: u32, item: &Item, first_key: u32, page: Shared<bf16>) {
+        let heads = p.heads();
+        unsafe {
+            Self::rows(p, item, first_key, |row, position| {
+                let (x, factors) =
+                    if position == item.last { self.key } else { Self::load_key(p, phase, item, row, position) };
+                let [scale] = heads.scales(&[x]);
+                let to = page.at((position % PAGE_TOKENS * HEAD_DIM) as usize);
+                heads.vector(p.q_heads + item.kv_head, x, scale, || factors).store_shared(to);
+            });
+        }
+    }
+
+    /// The same of values.
+    #[inline(always)]
+    unsafe fn put_values(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+        unsafe {
+            Self::rows(p, item, first_key, |row, position| {
+                let value =
+                    if position == item.last { self.value } else { p.heads().load_value(row, item.kv_head, lane * 4) };
+                unroll!(I < 4; {
+                    let at = (lane * 4 + I as u32) * PAGE_TOKENS + position % PAGE_TOKENS;
+                    page.store(at as usize, math::to_bf16(value[I]));
+                });
+            });
         }
     }
 }

@@ -209,11 +209,12 @@ unsafe fn first_row(p: &WideStep, tile: &Tiles) -> u32 {
 pub unsafe fn walk<const ROWS: u32>(p: &WideStep, mut visit: impl FnMut(&Item, [u32; 4])) {
     unsafe {
         waiting::for_phase(Memory::<ROWS>::dealt(), 0);
-        let [first, count, rest, goes_on] = Memory::<ROWS>::deal().load16(0);
-        let deal = Deal { first, count, rest, goes_on };
+        let count = Memory::<ROWS>::deal().load(1);
         let mut done = 0;
         while done < count {
             let lane = thread::fresh(thread::lane_id());
+            let [first, count, rest, goes_on] = Memory::<ROWS>::deal().load16(0);
+            let deal = Deal { first, count, rest, goes_on };
             let mut words = [[0; 4]; 2];
             if done + lane < count {
                 let from = p.items.at((deal.place(done + lane) * ITEM_WORDS) as usize);
