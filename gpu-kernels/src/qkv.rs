@@ -154,15 +154,24 @@ impl Factors {
     /// Those of `position`.
     #[inline(always)]
     pub unsafe fn load(norm: Global<bf16>, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
+        unsafe { Self::of(Self::load_weight(norm), cos, sin, position) }
+    }
+
+    /// A lane's part of the norm's weights.
+    #[inline(always)]
+    pub unsafe fn load_weight(norm: Global<bf16>) -> [[bf16; 2]; 2] {
         unsafe {
-            let lane = thread::fresh(thread::lane_id()) as usize;
-            let angle = position as usize * (HALF / 2) as usize + lane;
-            let norm = norm.cast();
-            Self {
-                weight: [norm.load_nc(lane), norm.load_nc(lane + (HALF / 2) as usize)],
-                cos: cos.cast().load_nc(angle),
-                sin: sin.cast().load_nc(angle),
-            }
+            let (lane, norm) = (thread::fresh(thread::lane_id()) as usize, norm.cast());
+            [norm.load_nc(lane), norm.load_nc(lane + (HALF / 2) as usize)]
+        }
+    }
+
+    /// Those of `position` with weights that are there.
+    #[inline(always)]
+    pub unsafe fn of(weight: [[bf16; 2]; 2], cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
+        unsafe {
+            let angle = (position * (HALF / 2) + thread::fresh(thread::lane_id())) as usize;
+            Self { weight, cos: cos.cast().load_nc(angle), sin: sin.cast().load_nc(angle) }
         }
     }
 }

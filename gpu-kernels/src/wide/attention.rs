@@ -213,16 +213,15 @@ pub unsafe fn load_pages(pages: &Pages, mut ring: Ring, item: &Item, blocks: [u3
 /// Queries that a warp makes at a time.
 const TOGETHER: usize = 4;
 
-/// A warp describes an item to the consumers and makes its queries from what the projection left.
+/// A warp describes an item to the consumers and makes its queries from what the projection left, with its part `weight` of the norm.
 #[inline(always)]
-pub unsafe fn make_queries(p: &WideStep, phase: u32, ring: &Ring, item: &Item) {
+pub unsafe fn make_queries(p: &WideStep, weight: [[bf16; 2]; 2], ring: &Ring, item: &Item) {
     unsafe {
         let (group, heads) = (p.group(), p.heads());
         ring.wait_empty();
         let mut row = 0;
         while row < item.rows {
-            let norm = field!(p.phases.at(phase as usize), norm: Global<bf16>);
-            let factors = Factors::load(norm, p.cos, p.sin, item.position(p, item.first_row + row));
+            let factors = Factors::of(weight, p.cos, p.sin, item.position(p, item.first_row + row));
             let mut first = 0;
             while first < group {
                 // Beyond the last, the last again.

@@ -1,14 +1,14 @@
 //! What brings weights and pages, rows and queries, and the rows' factors.
 
 use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, bulk, shared, tensor, thread, warp};
+use cuda_std::{Global, bf16, bulk, shared, tensor, thread, warp};
 
 use super::attention::{Item, Pages, load_pages, make_queries, send_end};
 use super::deal::{deal, walk};
 use super::phases::{Product, Unit};
 use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, WEIGHT_BYTES, WideStep};
 use crate::linear::SLICE;
-use crate::qkv::append;
+use crate::qkv::{Factors, append};
 use crate::ring::Ring;
 use crate::stream::{CHUNK_FEATURES, Pass, SLICES_APART, STRIPS};
 
@@ -104,10 +104,11 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
                 }
             };
             if kind == Kind::ATTEND {
+                let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
                 walk::<ROWS>(p, |item: &Item, _| {
                     // Not before it is known what comes.
                     meet();
-                    make_queries(p, number, &ring, item);
+                    make_queries(p, weight, &ring, item);
                     ring = ring.ahead(1);
                 });
                 send_end(&ring);
