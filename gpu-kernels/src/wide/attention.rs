@@ -4,6 +4,10 @@
 //! its [items](super::deal) in turn, and a page is given back as soon as its two warps have used it. The ends of contexts make small items, which take warps
 //! longer than memory; they have large ones between them.
 //!
+//! # Queries, keys and values of a step
+//! They are made from what the projection left where they are wanted: an item's queries by the warp that describes it, a key and a value by the warp that has them
+//! among its keys, into their pages in shared memory. So pages are asked for without waiting for anybody. The cache gets keys and values when attention is over.
+//!
 //! # Combining
 //! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and combines them at once. Sums that have no
 //! room there, or that come from two blocks, go to memory: a block counts what it has put there of a run that goes on in the next, and the one that has the run's

@@ -3,8 +3,7 @@
 //! A *run* is the splits of a tile and a key-value head; an item is one of them. All runs stand in a line, head by head (so that blocks that are far apart read
 //! neighbouring memory at about the same time), and the line's pages are shared out evenly: a block has the items whose middle page is in its share. So most
 //! runs are whole: one block has them, and combines them by itself. A block's last run may go on in the next block, though, and its first may be the rest of one that began earlier. A block takes what *goes on* first, then its whole runs, then the
-//! *rest*: what the rest lacks has been in memory for long when it is wanted. And the pages that a block begins with, which are asked for before the
-//! projections are there, are of keys that no step adds to: the end of a run never comes first, if there is anything else.
+//! *rest*: what the rest lacks has been in memory for long when it is wanted.
 
 use cuda_std::{thread, warp};
 
