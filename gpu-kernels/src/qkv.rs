@@ -141,11 +141,14 @@ pub(crate) struct Heads {
     pub eps: f32,
 }
 
+/// A lane's part of a norm's weights, dimensions as in [`HeadVector`].
+pub(crate) type Weight = [[bf16; 2]; 2];
+
 /// A lane's part of what a query or a key is multiplied by, dimensions as in [`HeadVector`].
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Factors {
     /// The norm's weights.
-    pub weight: [[bf16; 2]; 2],
+    pub weight: Weight,
     pub cos: [f32; 2],
     pub sin: [f32; 2],
 }
@@ -159,7 +162,7 @@ impl Factors {
 
     /// A lane's part of the norm's weights.
     #[inline(always)]
-    pub unsafe fn load_weight(norm: Global<bf16>) -> [[bf16; 2]; 2] {
+    pub unsafe fn load_weight(norm: Global<bf16>) -> Weight {
         unsafe {
             let (lane, norm) = (thread::fresh(thread::lane_id()) as usize, norm.cast());
             [norm.load_nc(lane), norm.load_nc(lane + (HALF / 2) as usize)]
@@ -168,7 +171,7 @@ impl Factors {
 
     /// Those of `position` with weights that are there.
     #[inline(always)]
-    pub unsafe fn of(weight: [[bf16; 2]; 2], cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
+    pub unsafe fn of(weight: Weight, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
         unsafe {
             let angle = (position * (HALF / 2) + thread::fresh(thread::lane_id())) as usize;
             Self { weight, cos: cos.cast().load_nc(angle), sin: sin.cast().load_nc(angle) }

@@ -385,7 +385,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             let phase = p.phases.at(number as usize);
             match field!(phase, kind: u32) {
                 Kind::EMBED => embed(p, phase),
-                Kind::ATTEND => attention::attend::<ROWS>(p, number, &mut rings),
+                Kind::ATTEND => attention::attend::<ROWS>(p, phase, &mut rings),
                 kind => {
                     if first {
                         // The other set's counts for the product to come; those of the one before have been seen by all.

@@ -25,7 +25,7 @@ use crate::attention::{
     Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, Tile, WARP_KEYS, attend_keys, combine_by_warp, reduce, reduce_few,
 };
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
-use crate::qkv::Factors;
+use crate::qkv::{Factors, Weight};
 use crate::ring::{Ring, Shape};
 use crate::waiting;
 
@@ -219,7 +219,7 @@ const TOGETHER: usize = 4;
 
 /// A warp describes an item to the consumers and makes its queries from what the projection left, with its part `weight` of the norm.
 #[inline(always)]
-pub unsafe fn make_queries(p: &WideStep, weight: [[bf16; 2]; 2], ring: &Ring, item: &Item) {
+pub unsafe fn make_queries(p: &WideStep, weight: Weight, ring: &Ring, item: &Item) {
     unsafe {
         let (group, heads) = (p.group(), p.heads());
         ring.wait_empty();
@@ -267,10 +267,12 @@ pub unsafe fn send_end(ring: &Ring) {
     }
 }
 
-/// The consumers' part of the `phase`-th phase: one item after another.
+/// The consumers' part of a phase: one item after another.
 #[inline(always)]
-pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: u32, rings: &mut Rings) {
+pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings: &mut Rings) {
     unsafe {
+        // Kept: found where it is wanted, it would be waited for.
+        let weight = Factors::load_weight(field!(phase, key_norm: Global<bf16>));
         let a = &p.attend();
         let group = Divisor::new(p.group());
         loop {
@@ -297,7 +299,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: u32, rings: &mut Ring
             let mut found = Found::NOTHING;
             if page < pages {
                 let (keys_slot, values_slot) = (rings.ring.ahead(page), rings.ring.ahead(pages + page));
-                let newest = Newest::load(p, phase, &item, here.first_key(), lane);
+                let newest = Newest::load(p, weight, &item, here.first_key(), lane);
                 keys_slot.wait_full();
                 let (g, t) = (lane / 4, (lane % 4) as usize);
                 let first = here.first_key() % PAGE_TOKENS;
@@ -323,7 +325,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: u32, rings: &mut Ring
                 };
                 if here.first_key() <= item.last {
                     if item.is_fresh {
-                        newest.put_keys(p, phase, &item, here.first_key(), shared::dynamic(keys_slot.offset()));
+                        newest.put_keys(p, weight, &item, here.first_key(), shared::dynamic(keys_slot.offset()));
                     }
                     found = attend_keys(a, &here, position, query, key, between, value);
                 } else {
@@ -371,12 +373,12 @@ struct Newest {
 
 impl Newest {
     #[inline(always)]
-    unsafe fn load(p: &WideStep, phase: u32, item: &Item, first_key: u32, lane: u32) -> Self {
+    unsafe fn load(p: &WideStep, weight: Weight, item: &Item, first_key: u32, lane: u32) -> Self {
         let mut newest = Self { key: Default::default(), value: [0.0; 4] };
         if (first_key..first_key + WARP_KEYS).contains(&item.last) {
             let row = item.first_row + item.rows - 1;
             unsafe {
-                newest.key = Self::load_key(p, phase, item, row, item.last);
+                newest.key = Self::load_key(p, weight, item, row, item.last);
                 newest.value = p.heads().load_value(row, item.kv_head, lane * 4);
             }
         }
@@ -384,11 +386,10 @@ impl Newest {
     }
 
     #[inline(always)]
-    unsafe fn load_key(p: &WideStep, phase: u32, item: &Item, row: u32, position: u32) -> ([[f32; 2]; 2], Factors) {
+    unsafe fn load_key(p: &WideStep, weight: Weight, item: &Item, row: u32, position: u32) -> ([[f32; 2]; 2], Factors) {
         unsafe {
-            let norm = field!(p.phases.at(phase as usize), key_norm: Global<bf16>);
             let x = p.heads().load(row, p.q_heads + item.kv_head);
-            (x, Factors::load(norm, p.cos, p.sin, position))
+            (x, Factors::of(weight, p.cos, p.sin, position))
         }
     }
 
@@ -412,12 +413,12 @@ impl Newest {
 
     /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache they come later.
     #[inline(always)]
-    unsafe fn put_keys(&self, p: &WideStep, phase: u32, item: &Item, first_key: u32, page: Shared<bf16>) {
+    unsafe fn put_keys(&self, p: &WideStep, weight: Weight, item: &Item, first_key: u32, page: Shared<bf16>) {
         let heads = p.heads();
         unsafe {
             Self::rows(p, item, first_key, |row, position| {
                 let (x, factors) =
-                    if position == item.last { self.key } else { Self::load_key(p, phase, item, row, position) };
+                    if position == item.last { self.key } else { Self::load_key(p, weight, item, row, position) };
                 let [scale] = heads.scales(&[x]);
                 let to = page.at((position % PAGE_TOKENS * HEAD_DIM) as usize);
                 heads.vector(p.q_heads + item.kv_head, x, scale, || factors).store_shared(to);
