@@ -121,6 +121,12 @@ impl Item {
         }
     }
 
+    /// Whether the key of its last row comes with its queries.
+    #[inline(always)]
+    pub const fn brings_key(&self, group: u32) -> bool {
+        self.last / SPLIT == self.split && self.rows * group < PAIRS
+    }
+
     /// The first of its pages among its sequence's.
     #[inline(always)]
     pub const fn first_page(&self) -> u32 {
@@ -217,9 +223,10 @@ pub unsafe fn load_pages(pages: &Pages, mut ring: Ring, item: &Item, blocks: [u3
 /// Queries that a warp makes at a time.
 const TOGETHER: usize = 4;
 
-/// A warp describes an item to the consumers and makes its queries from what the projection left, with its part `weight` of the norm.
+/// A warp describes an item to the consumers and makes its queries from what the projection left, and behind them the key of its last row, if the split has it and
+/// the slot has room. `weight` is a lane's part of the norm of queries.
 #[inline(always)]
-pub unsafe fn make_queries(p: &WideStep, weight: Weight, ring: &Ring, item: &Item) {
+pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring, item: &Item) {
     unsafe {
         let (group, heads) = (p.group(), p.heads());
         ring.wait_empty();
@@ -245,6 +252,15 @@ pub unsafe fn make_queries(p: &WideStep, weight: Weight, ring: &Ring, item: &Ite
                 first += TOGETHER as u32;
             }
             row += 1;
+        }
+        if item.brings_key(group) {
+            let head = p.q_heads + item.kv_head;
+            let x = heads.load(item.first_row + item.rows - 1, head);
+            let norm = field!(p.phases.at(phase as usize), key_norm: Global<bf16>);
+            let factors = Factors::load(norm, p.cos, p.sin, item.last);
+            let [scale] = heads.scales(&[x]);
+            let to = ring.slot().at((item.rows * group * QUERY) as usize);
+            heads.vector(head, x, scale, || factors).store_shared(to.cast());
         }
         let lane = thread::fresh(thread::lane_id());
         if lane == 0 {
@@ -299,7 +315,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
             let mut found = Found::NOTHING;
             if page < pages {
                 let (keys_slot, values_slot) = (rings.ring.ahead(page), rings.ring.ahead(pages + page));
-                let newest = Newest::load(p, weight, &item, here.first_key(), lane);
+                let newest = Newest::load(p, weight, &item, here.first_key(), lane, slot.cast());
                 keys_slot.wait_full();
                 let (g, t) = (lane / 4, (lane % 4) as usize);
                 let first = here.first_key() % PAGE_TOKENS;
@@ -325,7 +341,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
                 };
                 if here.first_key() <= item.last {
                     if item.is_fresh {
-                        newest.put_keys(p, weight, &item, here.first_key(), shared::dynamic(keys_slot.offset()));
+                        newest.put_keys(p, &item, here.first_key(), shared::dynamic(keys_slot.offset()), lane);
                     }
                     found = attend_keys(a, &here, position, query, key, between, value);
                 } else {
@@ -363,34 +379,37 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
     }
 }
 
-/// A lane's part of the key and of the value of a tile's last row, if they are among a warp's: asked for before anything is waited for.
+/// This step's keys and values, for a warp that has them among its own.
 struct Newest {
-    /// As the projection left it, and what it is multiplied by.
-    key: ([[f32; 2]; 2], Factors),
-    /// Four dimensions.
+    /// A lane's part of the norm's weights.
+    weight: Weight,
+    /// Where the key of the tile's last row is, ready, if it [came](Item::brings_key) with the queries.
+    key: Option<Shared<bf16>>,
+    /// Four dimensions a lane of that row's value, if it is among the warp's: asked for before anything is waited for.
     value: [f32; 4],
 }
 
 impl Newest {
     #[inline(always)]
-    unsafe fn load(p: &WideStep, weight: Weight, item: &Item, first_key: u32, lane: u32) -> Self {
-        let mut newest = Self { key: Default::default(), value: [0.0; 4] };
-        if (first_key..first_key + WARP_KEYS).contains(&item.last) {
-            let row = item.first_row + item.rows - 1;
-            unsafe {
-                newest.key = Self::load_key(p, weight, item, row, item.last);
-                newest.value = p.heads().load_value(row, item.kv_head, lane * 4);
+    unsafe fn load(
+        p: &WideStep,
+        weight: Weight,
+        item: &Item,
+        first_key: u32,
+        lane: u32,
+        queries: Shared<bf16>,
+    ) -> Self {
+        let mut newest = Self { weight, key: None, value: [0.0; 4] };
+        let group = p.group();
+        unsafe {
+            if item.brings_key(group) {
+                newest.key = Some(queries.at((item.rows * group * HEAD_DIM) as usize));
+            }
+            if (first_key..first_key + WARP_KEYS).contains(&item.last) {
+                newest.value = p.heads().load_value(item.first_row + item.rows - 1, item.kv_head, lane * 4);
             }
         }
         newest
-    }
-
-    #[inline(always)]
-    unsafe fn load_key(p: &WideStep, weight: Weight, item: &Item, row: u32, position: u32) -> ([[f32; 2]; 2], Factors) {
-        unsafe {
-            let x = p.heads().load(row, p.q_heads + item.kv_head);
-            (x, Factors::of(weight, p.cos, p.sin, position))
-        }
     }
 
     /// Visits the step's rows that have their keys among a warp's, or behind them, from the tile's last on: `visit(row, position)`.
@@ -413,15 +432,23 @@ impl Newest {
 
     /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache they come later.
     #[inline(always)]
-    unsafe fn put_keys(&self, p: &WideStep, weight: Weight, item: &Item, first_key: u32, page: Shared<bf16>) {
+    unsafe fn put_keys(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         let heads = p.heads();
         unsafe {
             Self::rows(p, item, first_key, |row, position| {
-                let (x, factors) =
-                    if position == item.last { self.key } else { Self::load_key(p, weight, item, row, position) };
-                let [scale] = heads.scales(&[x]);
                 let to = page.at((position % PAGE_TOKENS * HEAD_DIM) as usize);
-                heads.vector(p.q_heads + item.kv_head, x, scale, || factors).store_shared(to);
+                if position == item.last
+                    && let Some(key) = self.key
+                {
+                    let word = key.cast::<[u32; 2]>().load(lane as usize);
+                    to.cast().store(lane as usize, word);
+                } else {
+                    let head = p.q_heads + item.kv_head;
+                    let x = heads.load(row, head);
+                    let [scale] = heads.scales(&[x]);
+                    let factors = || Factors::of(self.weight, p.cos, p.sin, position);
+                    heads.vector(head, x, scale, factors).store_shared(to);
+                }
             });
         }
     }

@@ -28,7 +28,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
                 ring = produce_weights::<ROWS>(p, &Product::new(phase), ring);
             } else if kind == Kind::ATTEND {
                 let pages = Pages::new(p, phase);
-                walk::<ROWS>(p, |item: &Item, blocks| ring = load_pages(&pages, ring, item, blocks));
+                walk::<ROWS, 2>(p, || {}, |[item, blocks]| ring = load_pages(&pages, ring, &Item::new(item), blocks));
             }
             number += 1;
         }
@@ -93,22 +93,16 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
-            let mut met = false;
-            let mut meet = || {
-                if !met {
-                    if thread::lane_id() == 0 {
-                        p.wait_for(number);
-                    }
-                    warp::sync_warp();
-                    met = true;
+            let meet = || {
+                if thread::lane_id() == 0 {
+                    p.wait_for(number);
                 }
+                warp::sync_warp();
             };
             if kind == Kind::ATTEND {
                 let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
-                walk::<ROWS>(p, |item: &Item, _| {
-                    // Not before it is known what comes.
-                    meet();
-                    make_queries(p, weight, &ring, item);
+                walk::<ROWS, 1>(p, meet, |[item]| {
+                    make_queries(p, number, weight, &ring, &Item::new(item));
                     ring = ring.ahead(1);
                 });
                 send_end(&ring);
