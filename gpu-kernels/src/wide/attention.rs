@@ -5,8 +5,8 @@
 //! longer than memory; they have large ones between them.
 //!
 //! # Queries, keys and values of a step
-//! They are made from what the projection left where they are wanted: an item's queries by the warp that describes it, a key and a value by the warp that has them
-//! among its keys, into their pages in shared memory. So pages are asked for without waiting for anybody. The cache gets keys and values when attention is over.
+//! They are made from what the projection left where they are wanted: an item's queries, and the key of its last row, by the warp that describes it. The warp that has
+//! a new key among its own puts it and its value into their pages in shared memory. So pages are asked for without waiting for anybody, and the cache gets keys and values when attention is over.
 //!
 //! # Combining
 //! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and combines them at once. Sums that have no
