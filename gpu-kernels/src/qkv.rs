@@ -116,19 +116,17 @@ pub(crate) unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; 
     }
 }
 
-/// What [`split_some`] does with a value, of each row and head whose number is `first` plus a multiple of `step`, one after another.
+/// What [`split_some`] does with a key and its value, of each row and head whose number is `first` plus a multiple of `step`, one after another.
 #[inline(always)]
-pub(crate) unsafe fn append_values(p: &SplitHeads, first: u32, step: u32) {
+pub(crate) unsafe fn append(p: &SplitHeads, first: u32, step: u32) {
     unsafe {
-        let (heads, all) = (p.all(), p.rows.count.load(0) * p.cache.kv_heads);
+        let all = p.rows.count.load(0) * p.cache.kv_heads;
         let mut item = first;
         while item < all {
             core::hint::assert_unchecked(p.cache.kv_heads > 0);
             let row = item / p.cache.kv_heads;
-            let kv_head = item - row * p.cache.kv_heads;
-            let x = heads.load(row, p.q_heads + p.cache.kv_heads + kv_head);
-            let (sequence, position) = (p.rows.sequences.load(row as usize), p.rows.positions.load(row as usize));
-            HeadVector::value(x).store_value(p.cache.value(sequence, position, kv_head));
+            let head = p.q_heads + item - row * p.cache.kv_heads;
+            split_some(p, [head, head + p.cache.kv_heads].map(|head| HeadOf { row, head, wanted: true }));
             item += step;
         }
     }
@@ -143,11 +141,14 @@ pub(crate) struct Heads {
     pub eps: f32,
 }
 
+/// A lane's part of a norm's weights, dimensions as in [`HeadVector`].
+pub(crate) type Weight = [[bf16; 2]; 2];
+
 /// A lane's part of what a query or a key is multiplied by, dimensions as in [`HeadVector`].
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Factors {
     /// The norm's weights.
-    pub weight: [[bf16; 2]; 2],
+    pub weight: Weight,
     pub cos: [f32; 2],
     pub sin: [f32; 2],
 }
@@ -156,15 +157,24 @@ impl Factors {
     /// Those of `position`.
     #[inline(always)]
     pub unsafe fn load(norm: Global<bf16>, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
+        unsafe { Self::of(Self::load_weight(norm), cos, sin, position) }
+    }
+
+    /// A lane's part of the norm's weights.
+    #[inline(always)]
+    pub unsafe fn load_weight(norm: Global<bf16>) -> Weight {
         unsafe {
-            let lane = thread::fresh(thread::lane_id()) as usize;
-            let angle = position as usize * (HALF / 2) as usize + lane;
-            let norm = norm.cast();
-            Self {
-                weight: [norm.load_nc(lane), norm.load_nc(lane + (HALF / 2) as usize)],
-                cos: cos.cast().load_nc(angle),
-                sin: sin.cast().load_nc(angle),
-            }
+            let (lane, norm) = (thread::fresh(thread::lane_id()) as usize, norm.cast());
+            [norm.load_nc(lane), norm.load_nc(lane + (HALF / 2) as usize)]
+        }
+    }
+
+    /// Those of `position` with weights that are there.
+    #[inline(always)]
+    pub unsafe fn of(weight: Weight, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
+        unsafe {
+            let angle = (position * (HALF / 2) + thread::fresh(thread::lane_id())) as usize;
+            Self { weight, cos: cos.cast().load_nc(angle), sin: sin.cast().load_nc(angle) }
         }
     }
 }

@@ -5,12 +5,12 @@
 //!
 //! ```text
 //! warp 8         weights: 64 inputs of 8 strips; pages of keys, of values            ──bulk copies──► ring of slots of 16 KiB
-//! warp 9         activations [ROWS × 64]; an item's queries                         ──copy engine──► ring of slots of ROWS × 128 bytes
-//! warps 10, 11   the rows' norm factors; how attention falls to blocks; a step's values, into the cache after attention
+//! warp 9         activations [ROWS × 64], by the copy engine; an item's queries, which it makes       ──► ring of slots of ROWS × 128 bytes
+//! warps 10, 11   the rows' norm factors; how attention falls to blocks; a step's keys and values, into the cache after attention
 //! warps 0 to 7   what is to be done with all that; they meet the other blocks
 //! ```
 //!
-//! Warp 8 passes every meeting without stopping, except before pages that this step writes to; the other producers wait for what they bring.
+//! Warp 8 passes every meeting without stopping; the other producers wait for what they bring.
 //!
 //! # Products
 //! A block takes 128 output features (a *tile*: 8 strips) × `ROWS` = 64 or 128 rows at a time. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with
@@ -77,7 +77,7 @@ use crate::embedding::{Embed, embed_elements};
 use crate::kv::{Cache, HEAD_DIM};
 use crate::linear::SLICE;
 use crate::norm::{Norm, Residual};
-use crate::qkv::{HeadOf, SplitHeads, split_some};
+use crate::qkv::{Heads, SplitHeads};
 use crate::ring::{Ring, Shape};
 use crate::step::Rows;
 use crate::stream::{SLICE_BYTES, TOGETHER};
@@ -169,8 +169,6 @@ pub struct WideStep {
     pub residual: Residual,
     /// `[rows, (q_heads + 2 · kv_heads) · 128]`.
     pub qkv: GlobalMut<f32>,
-    /// `[rows, q_heads, 128]`.
-    pub q: GlobalMut<bf16>,
     /// As [`Attend::sums`].
     pub sums: GlobalMut<f32>,
     /// As [`Attend::scales`].
@@ -244,10 +242,10 @@ impl WideStep {
         tiles * kv_heads * splits * deal::ITEM_WORDS as usize
     }
 
-    /// The grid's meetings.
+    /// The grid's meetings. Found again wherever it is wanted: over the phases it would take registers.
     #[inline(always)]
     unsafe fn meetings(&self) -> GlobalMut<u32> {
-        unsafe { self.arrivals.at(4 * thread::grid_dim_x() as usize) }
+        unsafe { self.arrivals.at(4 * thread::fresh(thread::grid_dim_x()) as usize) }
     }
 
     /// How many splits are there of each row that a tile begins with and key-value head.
@@ -294,15 +292,21 @@ impl WideStep {
         }
     }
 
-    /// What queries, keys and values of a layer are made from, but for the norms.
+    /// What the projection left.
+    #[inline(always)]
+    fn heads(&self) -> Heads {
+        Heads { qkv: self.qkv.read(), q_heads: self.q_heads, kv_heads: self.kv_heads, eps: self.eps }
+    }
+
+    /// What keys and values of a layer are made from, and where they go.
     #[inline(always)]
     unsafe fn split_heads(&self, phase: Global<Phase>) -> SplitHeads {
         SplitHeads {
             rows: self.rows,
             qkv: self.qkv.read(),
+            k_norm: unsafe { field!(phase, key_norm: Global<bf16>) },
             cos: self.cos,
             sin: self.sin,
-            q: self.q,
             cache: self.cache(unsafe { field!(phase, pages: GlobalMut<bf16>) }),
             q_heads: self.q_heads,
             eps: self.eps,
@@ -315,7 +319,7 @@ impl WideStep {
     fn attend(&self) -> Attend {
         Attend {
             rows: self.rows,
-            q: self.q.read(),
+            q: Default::default(),
             cache: Default::default(),
             sums: self.sums,
             scales: self.scales,
@@ -402,8 +406,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             let phase = p.phases.at(number as usize);
             match field!(phase, kind: u32) {
                 Kind::EMBED => embed(p, phase),
-                Kind::HEADS => heads(p, phase),
-                Kind::ATTEND => attention::attend::<ROWS>(p, &mut rings),
+                Kind::ATTEND => attention::attend::<ROWS>(p, phase, &mut rings),
                 kind => {
                     if first {
                         // The other set's counts for the product to come; those of the one before have been seen by all.
@@ -462,40 +465,6 @@ unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
             let i = (item - row * pieces) * CONSUMERS + thread::thread_idx_x();
             embed_elements::<true>(&embed, row, i, dim);
             item += thread::grid_dim_x();
-        }
-    }
-}
-
-/// Heads under way in a warp.
-const HEADS: usize = 4;
-
-/// What [`split_heads`](crate::qkv::split_heads) does with queries and keys, a warp of the grid a head and row. Values stay where they are until attention is
-/// over: there a value is 128 places in a page, which only those wait for who have nothing else to do.
-#[inline(always)]
-unsafe fn heads(p: &WideStep, phase: Global<Phase>) {
-    unsafe {
-        let split = SplitHeads {
-            q_norm: field!(phase, norm: Global<bf16>),
-            k_norm: field!(phase, key_norm: Global<bf16>),
-            ..p.split_heads(phase)
-        };
-        let each = p.q_heads + p.kv_heads;
-        let all = p.rows.count.load(0) * each;
-        let grid = thread::grid_dim_x();
-        // Neighbouring blocks take neighbouring heads.
-        let mut first = thread::block_idx_x() + thread::warp_id() * grid;
-        while first < all {
-            let mut which = [HeadOf::default(); HEADS];
-            unroll!(I < HEADS of 4; {
-                // Beyond the last head, the last again.
-                let item = first + I as u32 * WARPS * grid;
-                let last = item.min(all - 1);
-                core::hint::assert_unchecked(each > 0);
-                which[I] = HeadOf { row: last / each, head: last % each, wanted: item < all };
-                core::hint::assert_unchecked(which[I].head < p.q_heads + p.kv_heads);
-            });
-            split_some(&split, which);
-            first += HEADS as u32 * WARPS * grid;
         }
     }
 }

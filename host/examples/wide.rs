@@ -95,7 +95,6 @@ fn step(device: &Device, size: &str, sequences: usize, bandwidth: f64) -> Result
             Kind::Embed => ("embed", 0),
             Kind::Write if i + 1 == trace.len() => ("head", config.vocab_size * hidden),
             Kind::Write => ("QKV", heads * hidden),
-            Kind::Heads => ("heads", 0),
             Kind::Attend => ("attend", 0),
             Kind::Add if trace[i - 1].0 == Kind::SwiGlu => ("down", inner * hidden),
             Kind::Add => ("output", hidden * config.query_size()),

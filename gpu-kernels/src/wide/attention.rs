@@ -4,6 +4,10 @@
 //! its [items](super::deal) in turn, and a page is given back as soon as its two warps have used it. The ends of contexts make small items, which take warps
 //! longer than memory; they have large ones between them.
 //!
+//! # Queries, keys and values of a step
+//! They are made from what the projection left where they are wanted: an item's queries, and the key of its last row, by the warp that describes it. The warp that has
+//! a new key among its own puts it and its value into their pages in shared memory. So pages are asked for without waiting for anybody, and the cache gets keys and values when attention is over.
+//!
 //! # Combining
 //! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and combines them at once. Sums that have no
 //! room there, or that come from two blocks, go to memory: a block counts what it has put there of a run that goes on in the next, and the one that has the run's
@@ -21,7 +25,7 @@ use crate::attention::{
     Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, Tile, WARP_KEYS, attend_keys, combine_by_warp, reduce, reduce_few,
 };
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
-use crate::qkv::Heads;
+use crate::qkv::{Factors, Weight};
 use crate::ring::{Ring, Shape};
 use crate::waiting;
 
@@ -104,6 +108,23 @@ impl Item {
             is_last: head >> 26 & 1 != 0,
             is_fresh: head >> 27 & 1 != 0,
         }
+    }
+
+    /// Where one of its rows stands: of the last, and so of a single one, it is known.
+    #[inline(always)]
+    pub unsafe fn position(&self, p: &WideStep, row: u32) -> u32 {
+        if row + 1 == self.first_row + self.rows {
+            self.last
+        } else {
+            // SAFETY: one of the step's rows.
+            unsafe { p.rows.positions.load(row as usize) }
+        }
+    }
+
+    /// Whether the key of its last row comes with its queries.
+    #[inline(always)]
+    pub const fn brings_key(&self, group: u32) -> bool {
+        self.last / SPLIT == self.split && self.rows * group < PAIRS
     }
 
     /// The first of its pages among its sequence's.
@@ -199,25 +220,54 @@ pub unsafe fn load_pages(pages: &Pages, mut ring: Ring, item: &Item, blocks: [u3
     }
 }
 
-/// One lane describes an item to the consumers and loads its queries.
+/// Queries that a warp makes at a time.
+const TOGETHER: usize = 4;
+
+/// A warp describes an item to the consumers and makes its queries from what the projection left, and behind them the key of its last row, if the split has it and
+/// the slot has room. `weight` is a lane's part of the norm of queries.
 #[inline(always)]
-pub unsafe fn load_queries(p: &WideStep, ring: &Ring, item: &Item) {
+pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring, item: &Item) {
     unsafe {
-        if thread::fresh(thread::lane_id()) != 0 {
-            return;
-        }
-        let group = p.group();
+        let (group, heads) = (p.group(), p.heads());
         ring.wait_empty();
-        ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, item.words());
-        let bytes = group * QUERY;
-        ring.full().arrive_expect_tx(item.rows * bytes);
         let mut row = 0;
         while row < item.rows {
-            let from = ((item.first_row + row) * p.q_heads + item.kv_head * group) * HEAD_DIM;
-            let to = ring.slot().at((row * bytes) as usize);
-            bulk::copy_to_shared(to, p.q.read().at(from as usize).cast(), bytes, ring.full());
+            let factors = Factors::of(weight, p.cos, p.sin, item.position(p, item.first_row + row));
+            let mut first = 0;
+            while first < group {
+                // Beyond the last, the last again.
+                let head = |i: u32| item.kv_head * group + (first + i).min(group - 1);
+                let x = [0, 1, 2, 3].map(|i| heads.load(item.first_row + row, head(i)));
+                unroll!(H < 2; {
+                    let x = [x[2 * H], x[2 * H + 1]];
+                    let scales = heads.scales(&x);
+                    unroll!(I < 2; {
+                        let number = first + (2 * H + I) as u32;
+                        if number < group {
+                            let to = ring.slot().at(((row * group + number) * QUERY) as usize);
+                            heads.vector(0, x[I], scales[I], || factors).store_shared(to.cast());
+                        }
+                    });
+                });
+                first += TOGETHER as u32;
+            }
             row += 1;
         }
+        if item.brings_key(group) {
+            let head = p.q_heads + item.kv_head;
+            let x = heads.load(item.first_row + item.rows - 1, head);
+            let norm = field!(p.phases.at(phase as usize), key_norm: Global<bf16>);
+            let factors = Factors::load(norm, p.cos, p.sin, item.last);
+            let [scale] = heads.scales(&[x]);
+            let to = ring.slot().at((item.rows * group * QUERY) as usize);
+            heads.vector(head, x, scale, || factors).store_shared(to.cast());
+        }
+        let lane = thread::fresh(thread::lane_id());
+        if lane == 0 {
+            ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, item.words());
+        }
+        warp::sync_warp();
+        ring.full().arrive_if(lane == 0);
     }
 }
 
@@ -233,10 +283,12 @@ pub unsafe fn send_end(ring: &Ring) {
     }
 }
 
-/// The consumers' part: one item after another.
+/// The consumers' part of a phase: one item after another.
 #[inline(always)]
-pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
+pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings: &mut Rings) {
     unsafe {
+        // Kept: found where it is wanted, it would be waited for.
+        let weight = Factors::load_weight(field!(phase, key_norm: Global<bf16>));
         let a = &p.attend();
         let group = Divisor::new(p.group());
         loop {
@@ -250,10 +302,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
                 return;
             }
             let Item { kv_head, split, first_row, rows, .. } = item;
-            // Of a single row it is known.
-            let position = |row: u32| {
-                if row + 1 == first_row + rows { item.last } else { p.rows.positions.load(row as usize) }
-            };
+            let position = |row: u32| item.position(p, row);
             let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
             let pages = item.pages();
             let page = here.first_key() % SPLIT / PAGE_TOKENS;
@@ -266,7 +315,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
             let mut found = Found::NOTHING;
             if page < pages {
                 let (keys_slot, values_slot) = (rings.ring.ahead(page), rings.ring.ahead(pages + page));
-                let newest = Newest::load(p, &item, here.first_key(), lane);
+                let newest = Newest::load(p, weight, &item, here.first_key(), lane, slot.cast());
                 keys_slot.wait_full();
                 let (g, t) = (lane / 4, (lane % 4) as usize);
                 let first = here.first_key() % PAGE_TOKENS;
@@ -287,10 +336,13 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
                     give_back(&keys_slot, lane);
                     values_slot.wait_full();
                     if item.is_fresh {
-                        newest.put(p, &item, here.first_key(), shared::dynamic(values_slot.offset()), lane);
+                        newest.put_values(p, &item, here.first_key(), shared::dynamic(values_slot.offset()), lane);
                     }
                 };
                 if here.first_key() <= item.last {
+                    if item.is_fresh {
+                        newest.put_keys(p, &item, here.first_key(), shared::dynamic(keys_slot.offset()), lane);
+                    }
                     found = attend_keys(a, &here, position, query, key, between, value);
                 } else {
                     between();
@@ -327,44 +379,92 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, rings: &mut Rings) {
     }
 }
 
-/// Four dimensions a lane of the value of a tile's last row, if it is among a warp's keys: asked for before anything is waited for.
+/// This step's keys and values, for a warp that has them among its own.
 struct Newest {
-    heads: Heads,
+    /// A lane's part of the norm's weights.
+    weight: Weight,
+    /// Where the key of the tile's last row is, ready, if it [came](Item::brings_key) with the queries.
+    key: Option<Shared<bf16>>,
+    /// Four dimensions a lane of that row's value, if it is among the warp's: asked for before anything is waited for.
     value: [f32; 4],
 }
 
 impl Newest {
     #[inline(always)]
-    unsafe fn load(p: &WideStep, item: &Item, first_key: u32, lane: u32) -> Self {
-        let heads = Heads { qkv: p.qkv.read(), q_heads: p.q_heads, kv_heads: p.kv_heads, eps: p.eps };
-        let mut value = [0.0; 4];
-        if (first_key..first_key + WARP_KEYS).contains(&item.last) {
-            value = unsafe { heads.load_value(item.first_row + item.rows - 1, item.kv_head, lane * 4) };
+    unsafe fn load(
+        p: &WideStep,
+        weight: Weight,
+        item: &Item,
+        first_key: u32,
+        lane: u32,
+        queries: Shared<bf16>,
+    ) -> Self {
+        let mut newest = Self { weight, key: None, value: [0.0; 4] };
+        let group = p.group();
+        unsafe {
+            if item.brings_key(group) {
+                newest.key = Some(queries.at((item.rows * group * HEAD_DIM) as usize));
+            }
+            if (first_key..first_key + WARP_KEYS).contains(&item.last) {
+                newest.value = p.heads().load_value(item.first_row + item.rows - 1, item.kv_head, lane * 4);
+            }
         }
-        Self { heads, value }
+        newest
     }
 
-    /// A warp puts those of this step's values that are of its keys, from `first_key` on, into their page: into the cache they come later.
+    /// Visits the step's rows that have their keys among a warp's, or behind them, from the tile's last on: `visit(row, position)`.
     #[inline(always)]
-    unsafe fn put(self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
-        unsafe {
-            let Self { heads, mut value } = self;
-            let (mut row, mut position) = (item.first_row + item.rows - 1, item.last);
-            while first_key <= position {
-                if position < first_key + WARP_KEYS {
-                    unroll!(I < 4; {
-                        let at = (lane * 4 + I as u32) * PAGE_TOKENS + position % PAGE_TOKENS;
-                        page.store(at as usize, math::to_bf16(value[I]));
-                    });
-                }
-                if row + item.rows_before == item.first_row {
-                    break;
-                }
-                row -= 1;
-                position = p.rows.positions.load(row as usize);
-                value = heads.load_value(row, item.kv_head, lane * 4);
+    unsafe fn rows(p: &WideStep, item: &Item, first_key: u32, mut visit: impl FnMut(u32, u32)) {
+        let (mut row, mut position) = (item.first_row + item.rows - 1, item.last);
+        while first_key <= position {
+            if position < first_key + WARP_KEYS {
+                visit(row, position);
             }
-            warp::sync_warp();
+            if row + item.rows_before == item.first_row {
+                break;
+            }
+            row -= 1;
+            // SAFETY: a row of the tile's sequence.
+            position = unsafe { p.rows.positions.load(row as usize) };
+        }
+        warp::sync_warp();
+    }
+
+    /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache they come later.
+    #[inline(always)]
+    unsafe fn put_keys(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+        let heads = p.heads();
+        unsafe {
+            Self::rows(p, item, first_key, |row, position| {
+                let to = page.at((position % PAGE_TOKENS * HEAD_DIM) as usize);
+                if position == item.last
+                    && let Some(key) = self.key
+                {
+                    let word = key.cast::<[u32; 2]>().load(lane as usize);
+                    to.cast().store(lane as usize, word);
+                } else {
+                    let head = p.q_heads + item.kv_head;
+                    let x = heads.load(row, head);
+                    let [scale] = heads.scales(&[x]);
+                    let factors = || Factors::of(self.weight, p.cos, p.sin, position);
+                    heads.vector(head, x, scale, factors).store_shared(to);
+                }
+            });
+        }
+    }
+
+    /// The same of values.
+    #[inline(always)]
+    unsafe fn put_values(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+        unsafe {
+            Self::rows(p, item, first_key, |row, position| {
+                let value =
+                    if position == item.last { self.value } else { p.heads().load_value(row, item.kv_head, lane * 4) };
+                unroll!(I < 4; {
+                    let at = (lane * 4 + I as u32) * PAGE_TOKENS + position % PAGE_TOKENS;
+                    page.store(at as usize, math::to_bf16(value[I]));
+                });
+            });
         }
     }
 }

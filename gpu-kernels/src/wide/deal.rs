@@ -3,8 +3,7 @@
 //! A *run* is the splits of a tile and a key-value head; an item is one of them. All runs stand in a line, head by head (so that blocks that are far apart read
 //! neighbouring memory at about the same time), and the line's pages are shared out evenly: a block has the items whose middle page is in its share. So most
 //! runs are whole: one block has them, and combines them by itself. A block's last run may go on in the next block, though, and its first may be the rest of one that began earlier. A block takes what *goes on* first, then its whole runs, then the
-//! *rest*: what the rest lacks has been in memory for long when it is wanted. And the pages that a block begins with, which are asked for before the
-//! projections are there, are of keys that no step adds to: the end of a run never comes first, if there is anything else.
+//! *rest*: what the rest lacks has been in memory for long when it is wanted.
 
 use cuda_std::{thread, warp};
 
@@ -204,29 +203,41 @@ unsafe fn first_row(p: &WideStep, tile: &Tiles) -> u32 {
     }
 }
 
-/// A warp walks the block's items: each lane looks one up, and then they are visited one after another by all, with the indices of their pages.
+/// A warp walks the block's items: each lane looks one up, and then they are visited one after another by all: their [words](Item::words) and, if `N` is 2, the
+/// indices of their pages. `begin` is called when the first are looked up.
 #[inline(always)]
-pub unsafe fn walk<const ROWS: u32>(p: &WideStep, mut visit: impl FnMut(&Item, [u32; 4])) {
+pub unsafe fn walk<const ROWS: u32, const N: usize>(
+    p: &WideStep,
+    begin: impl FnOnce(),
+    mut visit: impl FnMut([[u32; 4]; N]),
+) {
     unsafe {
         waiting::for_phase(Memory::<ROWS>::dealt(), 0);
-        let [first, count, rest, goes_on] = Memory::<ROWS>::deal().load16(0);
-        let deal = Deal { first, count, rest, goes_on };
-        let mut done = 0;
-        while done < count {
+        let count = Memory::<ROWS>::deal().load(1);
+        let look_up = |done: u32| {
             let lane = thread::fresh(thread::lane_id());
-            let mut words = [[0; 4]; 2];
+            let [first, count, rest, goes_on] = Memory::<ROWS>::deal().load16(0);
+            let deal = Deal { first, count, rest, goes_on };
+            let mut words = [[0; 4]; N];
             if done + lane < count {
                 let from = p.items.at((deal.place(done + lane) * ITEM_WORDS) as usize);
-                words = [from.load16(0), from.load16(4)];
+                unroll!(I < N of 2; {
+                    words[I] = from.load16(4 * I);
+                });
             }
+            words
+        };
+        let (mut done, mut words) = (0, look_up(0));
+        begin();
+        while done < count {
             let end = (count - done).min(32);
             let mut i = 0;
             while i < end {
-                let [item, blocks] = words.map(|words| words.map(|word| warp::shuffle_idx(word, i)));
-                visit(&Item::new(item), blocks);
+                visit(words.map(|words| words.map(|word| warp::shuffle_idx(word, i))));
                 i += 1;
             }
             done += 32;
+            words = look_up(done);
         }
     }
 }

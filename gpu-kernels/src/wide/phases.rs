@@ -18,9 +18,7 @@ pub enum Kind {
     Add,
     /// `activation = silu(x · gateᵀ) ∘ (x · upᵀ)`.
     SwiGlu,
-    /// Queries, keys and values from their projection.
-    Heads,
-    /// Attention.
+    /// Attention, from the projection of queries, keys and values on.
     Attend,
 }
 
@@ -29,7 +27,6 @@ impl Kind {
     pub(super) const WRITE: u32 = Self::Write as u32;
     pub(super) const ADD: u32 = Self::Add as u32;
     pub(super) const SWIGLU: u32 = Self::SwiGlu as u32;
-    pub(super) const HEADS: u32 = Self::Heads as u32;
     pub(super) const ATTEND: u32 = Self::Attend as u32;
 
     /// Whether this is one of the products.
@@ -66,11 +63,11 @@ pub struct Phase {
     pub x: Global<TensorMap>,
     /// `Write`: `[rows, n]`.
     pub y: GlobalMut<f32>,
-    /// `Embed` and `Add`: the weight of the norm that comes next. `Heads`: that of queries.
+    /// `Embed` and `Add`: the weight of the norm that comes next. `Attend`: that of queries.
     pub norm: Global<bf16>,
-    /// `Heads`: the weight of the norm of keys.
+    /// `Attend`: the weight of the norm of keys.
     pub key_norm: Global<bf16>,
-    /// `Heads` and `Attend`: the layer's cache pages, as [`Cache::pages`](crate::kv::Cache::pages).
+    /// `Attend`: the layer's cache pages, as [`Cache::pages`](crate::kv::Cache::pages).
     pub pages: GlobalMut<bf16>,
     /// Products: tiles of rows, for all rows that there may be.
     pub row_tiles: u64,

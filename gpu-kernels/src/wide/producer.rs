@@ -1,14 +1,14 @@
 //! What brings weights and pages, rows and queries, and the rows' factors.
 
 use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, bulk, shared, tensor, thread, warp};
+use cuda_std::{Global, bf16, bulk, shared, tensor, thread, warp};
 
-use super::attention::{Item, Pages, load_pages, load_queries, send_end};
+use super::attention::{Item, Pages, load_pages, make_queries, send_end};
 use super::deal::{deal, walk};
 use super::phases::{Product, Unit};
 use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, WEIGHT_BYTES, WideStep};
 use crate::linear::SLICE;
-use crate::qkv::append_values;
+use crate::qkv::{Factors, append};
 use crate::ring::Ring;
 use crate::stream::{CHUNK_FEATURES, Pass, SLICES_APART, STRIPS};
 
@@ -20,7 +20,7 @@ const fn weights_under_way(rows: u32) -> u32 {
     if rows == 64 { UNDER_WAY } else { 6 }
 }
 
-/// The warp that loads weights and pages: it waits for other blocks only before pages that this step writes to.
+/// The warp that loads weights and pages: what a step adds to pages comes there after attention.
 #[inline(always)]
 pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
     unsafe {
@@ -33,17 +33,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
                 ring = produce_weights::<ROWS>(p, &Product::new(phase), ring);
             } else if kind == Kind::ATTEND {
                 let pages = Pages::new(p, phase);
-                let mut met = false;
-                walk::<ROWS>(p, |item: &Item, blocks| {
-                    if !met && item.is_fresh {
-                        if thread::lane_id() == 0 {
-                            p.wait_for(number);
-                        }
-                        warp::sync_warp();
-                        met = true;
-                    }
-                    ring = load_pages(&pages, ring, item, blocks);
-                });
+                walk::<ROWS, 2>(p, || {}, |[item, blocks]| ring = load_pages(&pages, ring, &Item::new(item), blocks));
             }
             number += 1;
         }
@@ -99,7 +89,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
     }
 }
 
-/// The warp that loads what other blocks wrote: activations, and queries.
+/// The warp that brings what other blocks wrote: activations, and queries.
 #[inline(always)]
 pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
     unsafe {
@@ -108,21 +98,23 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
-            if Kind::is_product(kind) || kind == Kind::ATTEND {
+            let meet = || {
                 if thread::lane_id() == 0 {
                     p.wait_for(number);
                 }
                 warp::sync_warp();
-                if kind == Kind::ATTEND {
-                    walk::<ROWS>(p, |item: &Item, _| {
-                        load_queries(p, &ring, item);
-                        ring = ring.ahead(1);
-                    });
-                    send_end(&ring);
+            };
+            if kind == Kind::ATTEND {
+                let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
+                walk::<ROWS, 1>(p, meet, |[item]| {
+                    make_queries(p, number, weight, &ring, &Item::new(item));
                     ring = ring.ahead(1);
-                } else {
-                    ring = produce_activations::<ROWS>(&Product::new(phase), ring);
-                }
+                });
+                send_end(&ring);
+                ring = ring.ahead(1);
+            } else if Kind::is_product(kind) {
+                meet();
+                ring = produce_activations::<ROWS>(&Product::new(phase), ring);
             }
             number += 1;
         }
@@ -166,7 +158,7 @@ unsafe fn produce_activations<const ROWS: u32>(product: &Product, mut ring: Ring
 }
 
 /// Two warps find the factors of the rows that the block's units are of, before each product that wants them, four at a time. After attention they put the step's
-/// values into the cache, and before everything one of them finds what the block has of attention.
+/// keys and values into the cache, and before everything one of them finds what the block has of attention.
 #[inline(always)]
 pub unsafe fn help<const ROWS: u32>(p: &WideStep, which: u32) {
     unsafe {
@@ -187,7 +179,7 @@ pub unsafe fn help<const ROWS: u32>(p: &WideStep, which: u32) {
                 }
                 warp::sync_warp();
                 let grid = thread::grid_dim_x();
-                append_values(&p.split_heads(phase), thread::block_idx_x() + which * grid, 2 * grid);
+                append(&p.split_heads(phase), thread::block_idx_x() + which * grid, 2 * grid);
             } else if Kind::is_normed(kind) {
                 // Tiles of rows.
                 let (product, mut wanted, mut unit) = (Product::new(phase), 0u32, thread::block_idx_x());

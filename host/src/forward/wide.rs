@@ -129,8 +129,14 @@ impl Forward {
             let down = product(Kind::Add, 4 * i + 3, Input::Activation, hidden, inner);
             phases.extend([
                 Phase { y: self.qkv.ptr_mut(), ..product(Kind::Write, 4 * i, Input::Scaled, heads, hidden) },
-                Phase { pages, norm, key_norm, ..Phase::new(Kind::Heads) },
-                Phase { pages, x: maps.ptr(LAST_VALUES), base: last_values, ..Phase::new(Kind::Attend) },
+                Phase {
+                    pages,
+                    norm,
+                    key_norm,
+                    x: maps.ptr(LAST_VALUES),
+                    base: last_values,
+                    ..Phase::new(Kind::Attend)
+                },
                 Phase { norm: layer.post_attention_norm.ptr(), ..output },
                 product(Kind::SwiGlu, 4 * i + 2, Input::Scaled, inner, hidden),
                 Phase { norm: next_norm.ptr(), ..down },
@@ -160,7 +166,6 @@ impl Forward {
             tables: self.page_table.ptr(),
             residual: self.residual(),
             qkv: self.qkv.ptr_mut(),
-            q: self.q.ptr_mut(),
             sums: self.sums.ptr_mut(),
             scales: self.scales.ptr_mut(),
             attended: self.attended.ptr_mut(),
