@@ -22,12 +22,19 @@
 //! A row's result depends on its own keys alone: splits and warps are cut by key position, and a pair never meets another. [`combine`] deals the splits
 //! to 8 warps in turn; each adds its own from first to last, and then the warps are added from first to last.
 
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread, warp};
+mod splits;
+mod warps;
+
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, thread};
 
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::place_of;
 use crate::quad;
 use crate::step::Rows;
+pub use splits::combine;
+pub(crate) use splits::{combine_by_warp, combine_head};
+use warps::PAIR_STRIDE;
+pub(crate) use warps::{QUARTER, reduce, reduce_few};
 
 /// Keys of a block of [`attend`].
 pub const SPLIT: u32 = 256;
@@ -111,17 +118,6 @@ impl Attend {
     pub(crate) unsafe fn put<const SLOTS: bool>(&self, pair: usize, d: u32, word: u32) {
         unsafe { self.out.at(pair * HEAD_DIM as usize).cast().store(place_of::<SLOTS>(d) / 2, word) }
     }
-}
-
-/// Pairs whose sums meet in shared memory at a time.
-pub(crate) const QUARTER: u32 = PAIRS / 4;
-/// Words between two pairs' sums: eight more than they take, so that a warp's stores meet every bank once.
-const PAIR_STRIDE: u32 = HEAD_DIM + 8;
-
-/// The 8 warps that work on a tile meet; a block may have other warps with other work, and barriers of theirs.
-#[inline(always)]
-fn sync(barrier: u32) {
-    thread::sync_named(barrier, WARPS * 32);
 }
 
 /// `exp2(a − b)`, and 0 where `a` is the maximum of nothing.
@@ -270,168 +266,6 @@ pub(crate) fn attend_keys(
     found
 }
 
-/// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
-/// the split's part of others. `position(row)` is where a row stands; `put(pair, d, word)` takes the results of dimensions `d` and one on of a pair among all rows'
-/// heads, as bf16; `keep(pair, place, d, sum, scale)` the sums of a split, with its maximum and normaliser, of a pair of the tile that has this place among
-/// all rows' heads. Shared memory from `scratch` on is free again when it returns.
-#[inline(always)]
-pub(crate) unsafe fn reduce(
-    p: &Attend,
-    tile: &Tile,
-    found: &Found,
-    position: impl Fn(u32) -> u32,
-    put: impl Fn(usize, u32, u32),
-    keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
-    (scratch, barrier): (u32, u32),
-) {
-    unsafe {
-        // New to the compiler: addresses found here are not kept over a loop around this.
-        let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
-        let (g, t) = (lane / 4, lane % 4);
-        let sums = shared::dynamic::<f32>(scratch);
-        // `[pair][warp]`; once all are there, a warp's factor and the pair's maximum and normaliser in place of them.
-        let tops = sums.at((WARPS * QUARTER * PAIR_STRIDE) as usize);
-        let norms = tops.at((WARPS * PAIRS) as usize);
-        if t == 0 {
-            unroll!(I < 2; {
-                let at = ((g + 8 * I as u32) * WARPS + warp_id) as usize;
-                tops.store(at, found.top[I]);
-                norms.store(at, found.norm[I]);
-            });
-        }
-        sync(barrier);
-        // Eight lanes a pair.
-        let thread = warp_id * 32 + lane;
-        if warp_id < PAIRS * WARPS / 32 {
-            let (own, part) = (tops.load(thread as usize), norms.load(thread as usize));
-            let mut top = own;
-            unroll!(M < 3; {
-                top = math::max(top, warp::shuffle_xor(top, 1 << M));
-            });
-            let factor = weight(own, top);
-            let mut norm = 0f32;
-            let mut other = lane / WARPS * WARPS;
-            let end = other + WARPS;
-            while other < end {
-                unroll!(W < 4; {
-                    let other = other + W as u32;
-                    norm = math::fma(warp::shuffle_idx(part, other), warp::shuffle_idx(factor, other), norm);
-                });
-                // Not written out further: that would crowd out sums.
-                other = thread::fresh(other) + 4;
-            }
-            tops.store(thread as usize, factor);
-            if lane % WARPS < 2 {
-                norms.store(thread as usize, if lane % WARPS == 0 { top } else { norm });
-            }
-        }
-        unroll!(R < 4; {
-            let first = R as u32 * QUARTER;
-            if first < tile.pairs {
-                if g / QUARTER == R as u32 % 2 {
-                    let to = sums.at(((warp_id * QUARTER + g % QUARTER) * PAIR_STRIDE + 2 * t) as usize).cast();
-                    unroll!(N < TILES of 16; {
-                        to.store(N * 4, [found.o[N][R / 2 * 2], found.o[N][R / 2 * 2 + 1]]);
-                    });
-                }
-                sync(barrier);
-                // 64 threads a pair, each with two dimensions.
-                let (quarter, d) = (thread / 64, 2 * (thread % 64));
-                let pair = first + quarter;
-                if pair < tile.pairs {
-                    let mut sum = [0f32; 2];
-                    let from = sums.at((quarter * PAIR_STRIDE + d) as usize).cast::<[f32; 2]>();
-                    unroll!(W < 8; {
-                        let factor = tops.load((pair * WARPS) as usize + W);
-                        let o = from.load(W * (QUARTER * PAIR_STRIDE / 2) as usize);
-                        sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
-                    });
-                    let (top, norm) = (norms.load((pair * WARPS) as usize), norms.load((pair * WARPS) as usize + 1));
-                    put_sum(p, tile, pair, d, (sum, [top, norm]), position(tile.row(pair)), &put, &keep);
-                }
-                sync(barrier);
-            }
-        });
-    }
-}
-
-/// [`reduce`] of a tile of at most [`QUARTER`] pairs, with the same bits: the warps meet once. Shared memory from `scratch` on is free again after they have met
-/// once more.
-#[inline(always)]
-pub(crate) unsafe fn reduce_few(
-    p: &Attend,
-    tile: &Tile,
-    found: &Found,
-    position: impl Fn(u32) -> u32,
-    put: impl Fn(usize, u32, u32),
-    keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
-    (scratch, barrier): (u32, u32),
-) {
-    unsafe {
-        let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
-        let (g, t) = (lane / 4, lane % 4);
-        let sums = shared::dynamic::<f32>(scratch);
-        // `[pair][warp]`
-        let tops = sums.at((WARPS * QUARTER * PAIR_STRIDE) as usize);
-        let norms = tops.at((WARPS * QUARTER) as usize);
-        if g < QUARTER {
-            if t == 0 {
-                let at = (g * WARPS + warp_id) as usize;
-                tops.store(at, found.top[0]);
-                norms.store(at, found.norm[0]);
-            }
-            let to = sums.at(((warp_id * QUARTER + g) * PAIR_STRIDE + 2 * t) as usize).cast();
-            unroll!(N < TILES of 16; {
-                to.store(N * 4, [found.o[N][0], found.o[N][1]]);
-            });
-        }
-        sync(barrier);
-        // 64 threads a pair, each with two dimensions; each finds the warps' factors for itself.
-        let thread = warp_id * 32 + lane;
-        let (pair, d) = (thread / 64, 2 * (thread % 64));
-        if pair < tile.pairs {
-            let at = (pair * WARPS) as usize;
-            let (own, parts) = ([tops.load16(at), tops.load16(at + 4)], [norms.load16(at), norms.load16(at + 4)]);
-            let (mut top, mut norm, mut sum) = (f32::NEG_INFINITY, 0f32, [0f32; 2]);
-            unroll!(W < 8; {
-                top = math::max(top, f32::from_bits(own[W / 4][W % 4]));
-            });
-            let from = sums.at((pair * PAIR_STRIDE + d) as usize).cast::<[f32; 2]>();
-            unroll!(W < 8; {
-                let factor = weight(f32::from_bits(own[W / 4][W % 4]), top);
-                let o = from.load(W * (QUARTER * PAIR_STRIDE / 2) as usize);
-                norm = math::fma(f32::from_bits(parts[W / 4][W % 4]), factor, norm);
-                sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
-            });
-            put_sum(p, tile, pair, d, (sum, [top, norm]), position(tile.row(pair)), &put, &keep);
-        }
-    }
-}
-
-/// Dimensions `d` and one on of what a pair, of a row at `position`, found in the split, with its maximum and normaliser: the result, if that is the first
-/// split and the last one; otherwise a part to [`keep`](reduce).
-#[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "a part of two functions")]
-unsafe fn put_sum(
-    p: &Attend,
-    tile: &Tile,
-    pair: u32,
-    d: u32,
-    (sum, scale): ([f32; 2], [f32; 2]),
-    position: u32,
-    put: impl Fn(usize, u32, u32),
-    keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
-) {
-    let place = tile.place(p, pair);
-    if position / SPLIT < tile.split {
-        // The row has no keys here; a later one of the tile has.
-    } else if position < SPLIT {
-        put(place, d, math::pack_bf16(sum[0] / scale[1], sum[1] / scale[1]));
-    } else {
-        keep(pair, place, d, sum, scale);
-    }
-}
-
 /// Attention of one tile of pairs over one split of the keys: tiles are cut from the first row on.
 #[kernel(threads = 256)]
 pub unsafe fn attend(p: Attend) {
@@ -510,156 +344,4 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
         let keep = |_, pair, d, sum, scale| p.keep(tile.split, pair, d, sum, scale);
         reduce(p, &tile, &found, position, put, keep, (0, 1));
     }
-}
-
-/// Adds the splits of each row and head that has more than one, and normalises.
-#[kernel(threads = 256)]
-pub unsafe fn combine(p: Attend) {
-    unsafe {
-        let row = thread::block_idx_y();
-        if row < p.rows.count.load(0) {
-            let position = p.rows.positions.load(row as usize);
-            let put = |pair, d, x| p.out.store(pair * HEAD_DIM as usize + d as usize, x);
-            combine_head(&p, row, thread::block_idx_x(), position, (thread::lane_id(), thread::warp_id()), put, 0);
-        }
-    }
-}
-
-/// The largest of a row and head's maxima, the first of each split's `scale`. A warp finds it together.
-#[inline(always)]
-fn top_score(splits: u32, lane: u32, scale: impl Fn(u32) -> [f32; 2]) -> f32 {
-    let mut top = f32::NEG_INFINITY;
-    let mut s = lane;
-    while s < splits {
-        top = math::max(top, scale(s)[0]);
-        s += 32;
-    }
-    let mut mask = 16;
-    while mask > 0 {
-        top = math::max(top, warp::shuffle_xor(top, mask));
-        mask /= 2;
-    }
-    top
-}
-
-/// One head of the row at `position` of [`combine`], by the 8 warps from the block's first on, with shared memory from `scratch` on: free again when
-/// it returns. `put(pair, d, x)` takes the result of dimension `d` of a pair among all rows' heads, neighbouring lanes neighbouring ones.
-#[inline(always)]
-pub(crate) unsafe fn combine_head(
-    p: &Attend,
-    row: u32,
-    head: u32,
-    position: u32,
-    (lane, warp_id): (u32, u32),
-    put: impl Fn(usize, u32, bf16),
-    scratch: u32,
-) {
-    unsafe {
-        let splits = position / SPLIT + 1;
-        if splits == 1 {
-            return;
-        }
-        let pair = row as usize * p.q_heads as usize + head as usize;
-        let sums = |s| p.part(pair, s);
-        let scale = |s| p.part_scale(pair, s);
-        let top = top_score(splits, lane, scale);
-        // Four dimensions a lane.
-        let (mut sum, mut norm) = ([0f32; 4], 0f32);
-        let mut s = warp_id;
-        while s < splits {
-            // Four splits under way at a time.
-            let mut words = [[0u32; 4]; 4];
-            let mut scales = [[f32::NEG_INFINITY, 0.0]; 4];
-            unroll!(I < 4; {
-                let s = s + I as u32 * WARPS;
-                if s < splits {
-                    words[I] = sums(s).load16(lane as usize * 4);
-                    scales[I] = scale(s);
-                }
-            });
-            unroll!(I < 4; {
-                let factor = weight(scales[I][0], top);
-                unroll!(D < 4; {
-                    sum[D] = math::fma(f32::from_bits(words[I][D]), factor, sum[D]);
-                });
-                norm = math::fma(scales[I][1], factor, norm);
-            });
-            s += 4 * WARPS;
-        }
-        let partial = shared::dynamic::<f32>(scratch);
-        let norms = partial.at((WARPS * HEAD_DIM) as usize);
-        partial.store16((warp_id * HEAD_DIM + lane * 4) as usize, sum.map(f32::to_bits));
-        if lane == 0 {
-            norms.store(warp_id as usize, norm);
-        }
-        sync(1);
-        let d = warp_id * 32 + lane;
-        if d < HEAD_DIM {
-            let (mut sum, mut norm) = (0f32, 0f32);
-            unroll!(W < 8; {
-                sum += partial.load(W * HEAD_DIM as usize + d as usize);
-                norm += norms.load(W);
-            });
-            put(pair, d, math::to_bf16(sum / norm));
-        }
-        sync(1);
-    }
-}
-
-/// What [`combine`] does for a row and head, by one warp: it does what the 8 would have done, and adds in the same order. `words(s)` gives four dimensions
-/// of a split's sums, from `4 · lane` on, `scale(s)` its maximum and normaliser; `put(d, word)` takes the result of dimensions `d` and one on.
-#[inline(always)]
-pub(crate) fn combine_by_warp(
-    splits: u32,
-    lane: u32,
-    words: impl Fn(u32) -> [u32; 4],
-    scale: impl Fn(u32) -> [f32; 2],
-    put: impl Fn(u32, u32),
-) {
-    // Eight splits' sums, and their scales, one split a lane.
-    let load = |first: u32| {
-        let mut parts = [[0u32; 4]; WARPS as usize];
-        unroll!(W < 8; {
-            let s = first + W as u32;
-            if s < splits {
-                parts[W] = words(s);
-            }
-        });
-        let (s, mut own) = (first + lane, [f32::NEG_INFINITY, 0.0]);
-        if lane < WARPS && s < splits {
-            own = scale(s);
-        }
-        (parts, own)
-    };
-    // The first are asked for before anything is waited for: that is all for contexts up to 2,048.
-    let (mut loaded, mut own) = load(0);
-    let top = top_score(splits, lane, &scale);
-    // What each of the 8 would have found, and their normalisers, one a lane.
-    let (mut parts, mut norms) = ([[0f32; 4]; WARPS as usize], 0f32);
-    let mut first = 0;
-    loop {
-        let factors = weight(own[0], top);
-        norms = math::fma(own[1], factors, norms);
-        unroll!(W < 8; {
-            let factor = warp::shuffle_idx(factors, W as u32);
-            unroll!(D < 4; {
-                parts[W][D] = math::fma(f32::from_bits(loaded[W][D]), factor, parts[W][D]);
-            });
-        });
-        first += WARPS;
-        if first >= splits {
-            break;
-        }
-        (loaded, own) = load(first);
-    }
-    let (mut sum, mut norm) = ([0f32; 4], 0f32);
-    unroll!(W < 8; {
-        unroll!(D < 4; {
-            sum[D] += parts[W][D];
-        });
-        norm += warp::shuffle_idx(norms, W as u32);
-    });
-    unroll!(I < 2; {
-        put(lane * 4 + 2 * I as u32, math::pack_bf16(sum[2 * I] / norm, sum[2 * I + 1] / norm));
-    });
 }

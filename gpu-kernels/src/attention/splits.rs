@@ -1,0 +1,159 @@
+//! The splits of a context are added: by a block, or by one warp in the same order.
+
+use cuda_std::{bf16, kernel, math, shared, thread, warp};
+
+use super::warps::sync;
+use super::{Attend, SPLIT, WARPS, weight};
+use crate::kv::HEAD_DIM;
+
+/// Adds the splits of each row and head that has more than one, and normalises.
+#[kernel(threads = 256)]
+pub unsafe fn combine(p: Attend) {
+    unsafe {
+        let row = thread::block_idx_y();
+        if row < p.rows.count.load(0) {
+            let position = p.rows.positions.load(row as usize);
+            let put = |pair, d, x| p.out.store(pair * HEAD_DIM as usize + d as usize, x);
+            combine_head(&p, row, thread::block_idx_x(), position, (thread::lane_id(), thread::warp_id()), put, 0);
+        }
+    }
+}
+
+/// The largest of a row and head's maxima, the first of each split's `scale`. A warp finds it together.
+#[inline(always)]
+fn top_score(splits: u32, lane: u32, scale: impl Fn(u32) -> [f32; 2]) -> f32 {
+    let mut top = f32::NEG_INFINITY;
+    let mut s = lane;
+    while s < splits {
+        top = math::max(top, scale(s)[0]);
+        s += 32;
+    }
+    let mut mask = 16;
+    while mask > 0 {
+        top = math::max(top, warp::shuffle_xor(top, mask));
+        mask /= 2;
+    }
+    top
+}
+
+/// One head of the row at `position` of [`combine`], by the 8 warps from the block's first on, with shared memory from `scratch` on: free again when
+/// it returns. `put(pair, d, x)` takes the result of dimension `d` of a pair among all rows' heads, neighbouring lanes neighbouring ones.
+#[inline(always)]
+pub(crate) unsafe fn combine_head(
+    p: &Attend,
+    row: u32,
+    head: u32,
+    position: u32,
+    (lane, warp_id): (u32, u32),
+    put: impl Fn(usize, u32, bf16),
+    scratch: u32,
+) {
+    unsafe {
+        let splits = position / SPLIT + 1;
+        if splits == 1 {
+            return;
+        }
+        let pair = row as usize * p.q_heads as usize + head as usize;
+        let sums = |s| p.part(pair, s);
+        let scale = |s| p.part_scale(pair, s);
+        let top = top_score(splits, lane, scale);
+        // Four dimensions a lane.
+        let (mut sum, mut norm) = ([0f32; 4], 0f32);
+        let mut s = warp_id;
+        while s < splits {
+            // Four splits under way at a time.
+            let mut words = [[0u32; 4]; 4];
+            let mut scales = [[f32::NEG_INFINITY, 0.0]; 4];
+            unroll!(I < 4; {
+                let s = s + I as u32 * WARPS;
+                if s < splits {
+                    words[I] = sums(s).load16(lane as usize * 4);
+                    scales[I] = scale(s);
+                }
+            });
+            unroll!(I < 4; {
+                let factor = weight(scales[I][0], top);
+                unroll!(D < 4; {
+                    sum[D] = math::fma(f32::from_bits(words[I][D]), factor, sum[D]);
+                });
+                norm = math::fma(scales[I][1], factor, norm);
+            });
+            s += 4 * WARPS;
+        }
+        let partial = shared::dynamic::<f32>(scratch);
+        let norms = partial.at((WARPS * HEAD_DIM) as usize);
+        partial.store16((warp_id * HEAD_DIM + lane * 4) as usize, sum.map(f32::to_bits));
+        if lane == 0 {
+            norms.store(warp_id as usize, norm);
+        }
+        sync(1);
+        let d = warp_id * 32 + lane;
+        if d < HEAD_DIM {
+            let (mut sum, mut norm) = (0f32, 0f32);
+            unroll!(W < 8; {
+                sum += partial.load(W * HEAD_DIM as usize + d as usize);
+                norm += norms.load(W);
+            });
+            put(pair, d, math::to_bf16(sum / norm));
+        }
+        sync(1);
+    }
+}
+
+/// What [`combine`] does for a row and head, by one warp: it does what the 8 would have done, and adds in the same order. `words(s)` gives four dimensions
+/// of a split's sums, from `4 · lane` on, `scale(s)` its maximum and normaliser; `put(d, word)` takes the result of dimensions `d` and one on.
+#[inline(always)]
+pub(crate) fn combine_by_warp(
+    splits: u32,
+    lane: u32,
+    words: impl Fn(u32) -> [u32; 4],
+    scale: impl Fn(u32) -> [f32; 2],
+    put: impl Fn(u32, u32),
+) {
+    // Eight splits' sums, and their scales, one split a lane.
+    let load = |first: u32| {
+        let mut parts = [[0u32; 4]; WARPS as usize];
+        unroll!(W < 8; {
+            let s = first + W as u32;
+            if s < splits {
+                parts[W] = words(s);
+            }
+        });
+        let (s, mut own) = (first + lane, [f32::NEG_INFINITY, 0.0]);
+        if lane < WARPS && s < splits {
+            own = scale(s);
+        }
+        (parts, own)
+    };
+    // The first are asked for before anything is waited for: that is all for contexts up to 2,048.
+    let (mut loaded, mut own) = load(0);
+    let top = top_score(splits, lane, &scale);
+    // What each of the 8 would have found, and their normalisers, one a lane.
+    let (mut parts, mut norms) = ([[0f32; 4]; WARPS as usize], 0f32);
+    let mut first = 0;
+    loop {
+        let factors = weight(own[0], top);
+        norms = math::fma(own[1], factors, norms);
+        unroll!(W < 8; {
+            let factor = warp::shuffle_idx(factors, W as u32);
+            unroll!(D < 4; {
+                parts[W][D] = math::fma(f32::from_bits(loaded[W][D]), factor, parts[W][D]);
+            });
+        });
+        first += WARPS;
+        if first >= splits {
+            break;
+        }
+        (loaded, own) = load(first);
+    }
+    let (mut sum, mut norm) = ([0f32; 4], 0f32);
+    unroll!(W < 8; {
+        unroll!(D < 4; {
+            sum[D] += parts[W][D];
+        });
+        norm += warp::shuffle_idx(norms, W as u32);
+    });
+    unroll!(I < 2; {
+        put(lane * 4 + 2 * I as u32, math::pack_bf16(sum[2 * I] / norm, sum[2 * I + 1] / norm));
+    });
+}

@@ -1,0 +1,179 @@
+//! What a block's warps found of one split is added, by way of shared memory.
+
+use cuda_std::{math, shared, thread, warp};
+
+use super::{Attend, Found, PAIRS, SPLIT, TILES, Tile, WARPS, weight};
+use crate::kv::HEAD_DIM;
+
+/// Pairs whose sums meet in shared memory at a time.
+pub(crate) const QUARTER: u32 = PAIRS / 4;
+/// Words between two pairs' sums: eight more than they take, so that a warp's stores meet every bank once.
+pub(super) const PAIR_STRIDE: u32 = HEAD_DIM + 8;
+
+/// The 8 warps that work on a tile meet; a block may have other warps with other work, and barriers of theirs.
+#[inline(always)]
+pub(super) fn sync(barrier: u32) {
+    thread::sync_named(barrier, WARPS * 32);
+}
+
+/// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
+/// the split's part of others. `position(row)` is where a row stands; `put(pair, d, word)` takes the results of dimensions `d` and one on of a pair among all rows'
+/// heads, as bf16; `keep(pair, place, d, sum, scale)` the sums of a split, with its maximum and normaliser, of a pair of the tile that has this place among
+/// all rows' heads. Shared memory from `scratch` on is free again when it returns.
+#[inline(always)]
+pub(crate) unsafe fn reduce(
+    p: &Attend,
+    tile: &Tile,
+    found: &Found,
+    position: impl Fn(u32) -> u32,
+    put: impl Fn(usize, u32, u32),
+    keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
+    (scratch, barrier): (u32, u32),
+) {
+    unsafe {
+        // New to the compiler: addresses found here are not kept over a loop around this.
+        let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
+        let (g, t) = (lane / 4, lane % 4);
+        let sums = shared::dynamic::<f32>(scratch);
+        // `[pair][warp]`; once all are there, a warp's factor and the pair's maximum and normaliser in place of them.
+        let tops = sums.at((WARPS * QUARTER * PAIR_STRIDE) as usize);
+        let norms = tops.at((WARPS * PAIRS) as usize);
+        if t == 0 {
+            unroll!(I < 2; {
+                let at = ((g + 8 * I as u32) * WARPS + warp_id) as usize;
+                tops.store(at, found.top[I]);
+                norms.store(at, found.norm[I]);
+            });
+        }
+        sync(barrier);
+        // Eight lanes a pair.
+        let thread = warp_id * 32 + lane;
+        if warp_id < PAIRS * WARPS / 32 {
+            let (own, part) = (tops.load(thread as usize), norms.load(thread as usize));
+            let mut top = own;
+            unroll!(M < 3; {
+                top = math::max(top, warp::shuffle_xor(top, 1 << M));
+            });
+            let factor = weight(own, top);
+            let mut norm = 0f32;
+            let mut other = lane / WARPS * WARPS;
+            let end = other + WARPS;
+            while other < end {
+                unroll!(W < 4; {
+                    let other = other + W as u32;
+                    norm = math::fma(warp::shuffle_idx(part, other), warp::shuffle_idx(factor, other), norm);
+                });
+                // Not written out further: that would crowd out sums.
+                other = thread::fresh(other) + 4;
+            }
+            tops.store(thread as usize, factor);
+            if lane % WARPS < 2 {
+                norms.store(thread as usize, if lane % WARPS == 0 { top } else { norm });
+            }
+        }
+        unroll!(R < 4; {
+            let first = R as u32 * QUARTER;
+            if first < tile.pairs {
+                if g / QUARTER == R as u32 % 2 {
+                    let to = sums.at(((warp_id * QUARTER + g % QUARTER) * PAIR_STRIDE + 2 * t) as usize).cast();
+                    unroll!(N < TILES of 16; {
+                        to.store(N * 4, [found.o[N][R / 2 * 2], found.o[N][R / 2 * 2 + 1]]);
+                    });
+                }
+                sync(barrier);
+                // 64 threads a pair, each with two dimensions.
+                let (quarter, d) = (thread / 64, 2 * (thread % 64));
+                let pair = first + quarter;
+                if pair < tile.pairs {
+                    let mut sum = [0f32; 2];
+                    let from = sums.at((quarter * PAIR_STRIDE + d) as usize).cast::<[f32; 2]>();
+                    unroll!(W < 8; {
+                        let factor = tops.load((pair * WARPS) as usize + W);
+                        let o = from.load(W * (QUARTER * PAIR_STRIDE / 2) as usize);
+                        sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
+                    });
+                    let (top, norm) = (norms.load((pair * WARPS) as usize), norms.load((pair * WARPS) as usize + 1));
+                    put_sum(p, tile, pair, d, (sum, [top, norm]), position(tile.row(pair)), &put, &keep);
+                }
+                sync(barrier);
+            }
+        });
+    }
+}
+
+/// [`reduce`] of a tile of at most [`QUARTER`] pairs, with the same bits: the warps meet once. Shared memory from `scratch` on is free again after they have met
+/// once more.
+#[inline(always)]
+pub(crate) unsafe fn reduce_few(
+    p: &Attend,
+    tile: &Tile,
+    found: &Found,
+    position: impl Fn(u32) -> u32,
+    put: impl Fn(usize, u32, u32),
+    keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
+    (scratch, barrier): (u32, u32),
+) {
+    unsafe {
+        let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
+        let (g, t) = (lane / 4, lane % 4);
+        let sums = shared::dynamic::<f32>(scratch);
+        // `[pair][warp]`
+        let tops = sums.at((WARPS * QUARTER * PAIR_STRIDE) as usize);
+        let norms = tops.at((WARPS * QUARTER) as usize);
+        if g < QUARTER {
+            if t == 0 {
+                let at = (g * WARPS + warp_id) as usize;
+                tops.store(at, found.top[0]);
+                norms.store(at, found.norm[0]);
+            }
+            let to = sums.at(((warp_id * QUARTER + g) * PAIR_STRIDE + 2 * t) as usize).cast();
+            unroll!(N < TILES of 16; {
+                to.store(N * 4, [found.o[N][0], found.o[N][1]]);
+            });
+        }
+        sync(barrier);
+        // 64 threads a pair, each with two dimensions; each finds the warps' factors for itself.
+        let thread = warp_id * 32 + lane;
+        let (pair, d) = (thread / 64, 2 * (thread % 64));
+        if pair < tile.pairs {
+            let at = (pair * WARPS) as usize;
+            let (own, parts) = ([tops.load16(at), tops.load16(at + 4)], [norms.load16(at), norms.load16(at + 4)]);
+            let (mut top, mut norm, mut sum) = (f32::NEG_INFINITY, 0f32, [0f32; 2]);
+            unroll!(W < 8; {
+                top = math::max(top, f32::from_bits(own[W / 4][W % 4]));
+            });
+            let from = sums.at((pair * PAIR_STRIDE + d) as usize).cast::<[f32; 2]>();
+            unroll!(W < 8; {
+                let factor = weight(f32::from_bits(own[W / 4][W % 4]), top);
+                let o = from.load(W * (QUARTER * PAIR_STRIDE / 2) as usize);
+                norm = math::fma(f32::from_bits(parts[W / 4][W % 4]), factor, norm);
+                sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
+            });
+            put_sum(p, tile, pair, d, (sum, [top, norm]), position(tile.row(pair)), &put, &keep);
+        }
+    }
+}
+
+/// Dimensions `d` and one on of what a pair, of a row at `position`, found in the split, with its maximum and normaliser: the result, if that is the first
+/// split and the last one; otherwise a part to [`keep`](reduce).
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "a part of two functions")]
+unsafe fn put_sum(
+    p: &Attend,
+    tile: &Tile,
+    pair: u32,
+    d: u32,
+    (sum, scale): ([f32; 2], [f32; 2]),
+    position: u32,
+    put: impl Fn(usize, u32, u32),
+    keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
+) {
+    let place = tile.place(p, pair);
+    if position / SPLIT < tile.split {
+        // The row has no keys here; a later one of the tile has.
+    } else if position < SPLIT {
+        put(place, d, math::pack_bf16(sum[0] / scale[1], sum[1] / scale[1]));
+    } else {
+        keep(pair, place, d, sum, scale);
+    }
+}
