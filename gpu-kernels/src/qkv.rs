@@ -65,30 +65,28 @@ pub unsafe fn split_heads(p: SplitHeads) {
         let row = thread::block_idx_y();
         let head = thread::block_idx_x() * HEADS_PER_BLOCK + thread::warp_id();
         if row < p.rows.count.load(0) && head < p.heads() {
-            split_some(&p, [HeadOf { row, head, wanted: true }]);
+            split_some(&p, [HeadOf { row, head }]);
         }
     }
 }
 
 /// A head of a row.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct HeadOf {
-    pub row: u32,
-    pub head: u32,
-    /// Whether it is put anywhere.
-    pub wanted: bool,
+#[derive(Clone, Copy)]
+struct HeadOf {
+    row: u32,
+    head: u32,
 }
 
 /// One warp's work: `N` heads. All that comes from far is asked for at once.
 #[inline(always)]
-pub(crate) unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
+unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
     unsafe {
         let heads = p.all();
         let mut x = [[[0f32; 2]; 2]; N];
         let mut positions = [0u32; N];
         let mut sequences = [0u32; N];
         unroll!(I < N of 4; {
-            let HeadOf { row, head, .. } = which[I];
+            let HeadOf { row, head } = which[I];
             x[I] = heads.load(row, head);
             positions[I] = p.rows.positions.load(row as usize);
             sequences[I] = p.rows.sequences.load(row as usize);
@@ -100,11 +98,9 @@ pub(crate) unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; 
         });
         let scales = heads.scales(&x);
         unroll!(I < N of 4; {
-            let HeadOf { row, head, wanted } = which[I];
+            let HeadOf { row, head } = which[I];
             let vector = heads.vector(head, x[I], scales[I], || factors[I]);
-            if !wanted {
-                // Made for nothing.
-            } else if head < p.q_heads {
+            if head < p.q_heads {
                 vector.store(p.q.at((row as usize * p.q_heads as usize + head as usize) * HEAD_DIM as usize));
             } else if head < p.q_heads + p.cache.kv_heads {
                 vector.store(p.cache.key(sequences[I], positions[I], head - p.q_heads));
@@ -126,7 +122,7 @@ pub(crate) unsafe fn append(p: &SplitHeads, first: u32, step: u32) {
             core::hint::assert_unchecked(p.cache.kv_heads > 0);
             let row = item / p.cache.kv_heads;
             let head = p.q_heads + item - row * p.cache.kv_heads;
-            split_some(p, [head, head + p.cache.kv_heads].map(|head| HeadOf { row, head, wanted: true }));
+            split_some(p, [head, head + p.cache.kv_heads].map(|head| HeadOf { row, head }));
             item += step;
         }
     }

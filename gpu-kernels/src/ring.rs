@@ -2,8 +2,9 @@
 //!
 //! It begins at a place in the block's dynamic shared memory: the slots, then a barrier for each that says it is full, then one for each that says it is free.
 
-use cuda_std::bulk::Barrier;
+use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared::{self, Shared};
+use cuda_std::warp;
 
 use crate::waiting;
 
@@ -104,6 +105,17 @@ impl Ring {
     #[inline(always)]
     pub unsafe fn slot(&self) -> Shared<u8> {
         unsafe { shared::dynamic(self.offset()) }
+    }
+
+    /// Gives a slot back that a whole warp has read by ordinary loads: by the lanes that are told to, each its own. The copy engine must not overwrite what is still
+    /// being read: without the fence it did.
+    #[inline(always)]
+    pub unsafe fn give_back(&self, arrives: bool) {
+        unsafe {
+            bulk::fence_proxy_async();
+            warp::sync_warp();
+            self.empty().arrive_if(arrives);
+        }
     }
 
     /// `n` slots on, a turn at most.

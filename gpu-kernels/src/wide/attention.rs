@@ -297,7 +297,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
             let slot = rings.rows.slot();
             let item = Item::new(slot.at(DESCRIPTION as usize).cast::<u32>().load16(0));
             if item.rows == 0 {
-                give_back(&rings.rows, lane);
+                rings.rows.give_back(lane == 0);
                 rings.rows = rings.rows.ahead(1);
                 return;
             }
@@ -333,7 +333,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
                 };
                 let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
                 let between = || {
-                    give_back(&keys_slot, lane);
+                    keys_slot.give_back(lane == 0);
                     values_slot.wait_full();
                     if item.is_fresh {
                         newest.put_values(p, &item, here.first_key(), shared::dynamic(values_slot.offset()), lane);
@@ -347,9 +347,9 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
                 } else {
                     between();
                 }
-                give_back(&values_slot, lane);
+                values_slot.give_back(lane == 0);
             }
-            give_back(&rings.rows, lane);
+            rings.rows.give_back(lane == 0);
             rings.rows = rings.rows.ahead(1);
             rings.ring = rings.ring.ahead(2 * pages);
             let put = |pair, d, word| a.put::<true>(pair, d, word);
@@ -518,15 +518,5 @@ unsafe fn finish<const ROWS: u32>(p: &WideStep, a: &Attend, item: &Item, tile: &
             }
             pair += WARPS;
         }
-    }
-}
-
-/// Gives a slot back, for the warp. The copy engine writes there next.
-#[inline(always)]
-unsafe fn give_back(slot: &Ring, lane: u32) {
-    unsafe {
-        bulk::fence_proxy_async();
-        warp::sync_warp();
-        slot.empty().arrive_if(lane == 0);
     }
 }

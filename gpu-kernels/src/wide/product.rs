@@ -2,7 +2,7 @@
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::wgmma::{self, Cores, Operand};
-use cuda_std::{Global, GlobalMut, bulk, thread, warp};
+use cuda_std::{Global, GlobalMut, thread};
 
 use super::outputs::{finish_share, finish_whole};
 use super::phases::{Product, Unit};
@@ -250,10 +250,7 @@ unsafe fn load_weights<const FIRST: usize>(ring: &mut Ring, lane: u32) {
             wgmma::load_fragments::<6, u8>(from.at(2 * STEP));
             wgmma::load_fragments::<7, u8>(from.at(3 * STEP));
         }
-        // What was read by ordinary loads is fenced before the slot is given back: the copy engine writes there next.
-        bulk::fence_proxy_async();
-        warp::sync_warp();
-        ring.empty().arrive_if(lane == 0);
+        ring.give_back(lane == 0);
         *ring = ring.ahead(1);
     }
 }

@@ -89,6 +89,16 @@ pub unsafe fn wgmma_n128(a: u32, b: u32, keep: bool) {
     }
 }
 
+/// The accumulators from 64 on.
+macro_rules! upper {
+    () => {
+        accumulators!(
+            64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95
+            96 97 98 99 100 101 102 103 104 105 106 107 108 109 110 111 112 113 114 115 116 117 118 119
+            120 121 122 123 124 125 126 127)
+    };
+}
+
 #[inline(always)]
 pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
     // SAFETY: the caller's.
@@ -96,10 +106,7 @@ pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
         asm!(
             "{{ .reg .pred keep; .reg .b32 high; .reg .b64 b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
             "mov.b64 b, {{{b}, high}};",
-            concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", accumulators!(
-                64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95
-                96 97 98 99 100 101 102 103 104 105 106 107 108 109 110 111 112 113 114 115 116 117 118 119
-                120 121 122 123 124 125 126 127), ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, 0; }}"),
+            concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", upper!(), ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, 0; }}"),
             a0 = const 4 * STEP, a1 = const 4 * STEP + 1, a2 = const 4 * STEP + 2, a3 = const 4 * STEP + 3,
             b = in(reg32) b, keep = in(reg32) u32::from(keep), options(nostack));
     }
@@ -113,10 +120,7 @@ pub unsafe fn wgmma_n128_cores(a: u32, b: u32, keep: bool) {
         asm!(
             "{{ .reg .pred keep; .reg .b32 high, plain; .reg .b64 a, b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
             "mov.b32 plain, 0x40; mov.b64 a, {{{a}, plain}}; mov.b64 b, {{{b}, high}};",
-            concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", accumulators!(
-                64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95
-                96 97 98 99 100 101 102 103 104 105 106 107 108 109 110 111 112 113 114 115 116 117 118 119
-                120 121 122 123 124 125 126 127), ", a, b, keep, 1, 1, 0, 0; }}"),
+            concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", upper!(), ", a, b, keep, 1, 1, 0, 0; }}"),
             a = in(reg32) a, b = in(reg32) b, keep = in(reg32) u32::from(keep), options(nostack));
     }
 }
