@@ -118,6 +118,14 @@ impl Ring {
         }
     }
 
+    /// Where one lane stands, for all lanes of its warp.
+    #[inline(always)]
+    pub fn of_lane(mut self, lane: u32) -> Self {
+        self.stage = warp::shuffle_idx(self.stage, lane);
+        self.parity = warp::shuffle_idx(self.parity, lane);
+        self
+    }
+
     /// `n` slots on, a turn at most.
     #[inline(always)]
     pub const fn ahead(mut self, n: u32) -> Self {

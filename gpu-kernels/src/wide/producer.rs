@@ -113,47 +113,43 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
                 send_end(&ring);
                 ring = ring.ahead(1);
             } else if Kind::is_product(kind) {
+                // Before the meeting what does not depend on it.
+                let (product, map) = (Product::new(phase), field!(phase, x: Global<TensorMap>));
+                if thread::lane_id() == 0 {
+                    tensor::acquire(map);
+                }
                 meet();
-                ring = produce_activations::<ROWS>(&Product::new(phase), ring);
+                ring = produce_activations::<ROWS>(&product, map, ring);
             }
             number += 1;
         }
     }
 }
 
-/// One lane loads, all keep count.
+/// One lane loads: a warp that came together again for each slot would take 400 cycles for it.
 #[inline(always)]
-unsafe fn produce_activations<const ROWS: u32>(product: &Product, mut ring: Ring) -> Ring {
+unsafe fn produce_activations<const ROWS: u32>(product: &Product, map: Global<TensorMap>, mut ring: Ring) -> Ring {
     unsafe {
-        let map = field!(product.phase, x: Global<TensorMap>);
-        let lane = thread::fresh(thread::lane_id());
-        if lane == 0 {
-            tensor::acquire(map);
-        }
-        let mut number = thread::block_idx_x();
-        while let Some(unit) = product.unit(number, ROWS) {
-            number += thread::fresh(thread::grid_dim_x());
-            let mut residue = unit.residue;
-            while residue < unit.end {
-                let (mut turn, depth) = (0, product.depth(residue));
-                while turn < depth {
-                    if lane == 0 {
+        if thread::fresh(thread::lane_id()) == 0 {
+            let mut number = thread::block_idx_x();
+            while let Some(unit) = product.unit(number, ROWS) {
+                number += thread::fresh(thread::grid_dim_x());
+                let mut residue = unit.residue;
+                while residue < unit.end {
+                    let mut column = residue * SLICE;
+                    while column < product.k {
                         ring.wait_empty();
                         ring.full().arrive_expect_tx(Memory::<ROWS>::ROW_RING.bytes);
-                        tensor::load(
-                            ring.slot(),
-                            map,
-                            [(turn * super::RESIDUES + residue) * SLICE, unit.row],
-                            ring.full(),
-                        );
+                        tensor::load(ring.slot(), map, [column, unit.row], ring.full());
+                        ring = ring.ahead(1);
+                        column += super::RESIDUES * SLICE;
                     }
-                    ring = ring.ahead(1);
-                    turn += 1;
+                    residue += 1;
                 }
-                residue += 1;
             }
         }
-        ring
+        warp::sync_warp();
+        ring.of_lane(0)
     }
 }
 
