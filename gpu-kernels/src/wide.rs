@@ -58,6 +58,7 @@ macro_rules! field {
 
 mod attention;
 mod deal;
+mod factors;
 mod outputs;
 mod phases;
 mod producer;
@@ -70,7 +71,7 @@ pub use phases::{Kind, Phase, Share};
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp, wgmma};
 
 use crate::attention::{Attend, PAIRS};
 use crate::embedding::{Embed, embed_elements};
@@ -229,11 +230,11 @@ impl WideStep {
     }
 
     /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: for both halves of each tile that may be split, how many parts' chains are there,
-    /// in two sets that products use in turn; then the grid's meetings, and how many blocks are done; then for each row that a tile of attention may begin
-    /// with and each key-value head, how many splits that others combine are there.
+    /// in two sets that products use in turn; then the grid's meetings, and how many blocks are done; then two words of each row's norm factor; then for each row
+    /// that a tile of attention may begin with and each key-value head, how many splits that others combine are there.
     #[must_use]
     pub const fn arrivals_len(grid: u32, kv_heads: u32) -> usize {
-        4 * grid as usize + 2 + (MAX_WIDE_ROWS * kv_heads) as usize
+        4 * grid as usize + 2 + (MAX_WIDE_ROWS * (2 + kv_heads)) as usize
     }
 
     /// Words of [`items`](Self::items) for so many tiles of so many splits at most.
@@ -248,10 +249,16 @@ impl WideStep {
         unsafe { self.arrivals.at(4 * thread::fresh(thread::grid_dim_x()) as usize) }
     }
 
+    /// Each row's norm factor.
+    #[inline(always)]
+    unsafe fn factor_words(&self) -> GlobalMut<u64> {
+        unsafe { self.meetings().at(2).cast() }
+    }
+
     /// How many splits are there of each row that a tile begins with and key-value head.
     #[inline(always)]
     unsafe fn split_arrivals(&self) -> GlobalMut<u32> {
-        unsafe { self.meetings().at(2) }
+        unsafe { self.meetings().at(2 + 2 * MAX_WIDE_ROWS as usize) }
     }
 
     /// How many parts' chains are there of each split tile's halves, in the products whose number is even, or odd.
@@ -368,7 +375,7 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         if thread::thread_idx_x() == 0 {
             Ring::init(Memory::<ROWS>::ROW_RING, WARPS);
             Ring::init(Memory::<ROWS>::RING, WARPS);
-            Memory::<ROWS>::factors_ready().init(2);
+            Memory::<ROWS>::factors_ready().init(factors::WARPS);
             Memory::<ROWS>::dealt().init(1);
             bulk::fence_init();
         }
@@ -431,18 +438,25 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         }
         // Nobody in the block waits for a meeting any more. The last block to get here sets the counters back.
         thread::sync_threads();
-        if thread::fresh(thread::thread_idx_x()) == 0 {
-            let grid = thread::grid_dim_x();
+        if thread::fresh(thread::warp_id()) == 0 {
+            let (grid, lane) = (thread::grid_dim_x(), thread::lane_id());
             let meetings = p.meetings();
-            if atomic::fetch_add(meetings, 1, 1, Ordering::AcqRel, Scope::Device) + 1 == grid {
-                meetings.store(0, 0);
-                meetings.store(1, 0);
-                // Counts of the last product.
-                let counts = p.part_arrivals(odd ^ 1);
-                let mut i = 0;
-                while i < 2 * grid {
-                    counts.store(i as usize, 0);
-                    i += 1;
+            let mut done = 0;
+            if lane == 0 {
+                done = atomic::fetch_add(meetings, 1, 1, Ordering::AcqRel, Scope::Device) + 1;
+            }
+            if warp::shuffle_idx(done, 0) == grid {
+                // The meetings and blocks, and with them the factors; and counts of the last product.
+                let (counts, words) = (p.part_arrivals(odd ^ 1), 2 + 2 * MAX_WIDE_ROWS);
+                let mut i = lane;
+                while i < words.max(2 * grid) {
+                    if i < words {
+                        meetings.store(i as usize, 0);
+                    }
+                    if i < 2 * grid {
+                        counts.store(i as usize, 0);
+                    }
+                    i += 32;
                 }
             }
         }

@@ -1,12 +1,12 @@
 //! What brings weights and pages, rows and queries, and the rows' factors.
 
 use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, bf16, bulk, shared, tensor, thread, warp};
+use cuda_std::{Global, bf16, bulk, tensor, thread, warp};
 
 use super::attention::{Item, Pages, load_pages, make_queries, send_end};
 use super::deal::{deal, walk};
-use super::phases::{Product, Unit};
-use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, WEIGHT_BYTES, WideStep};
+use super::phases::Product;
+use super::{Kind, Memory, Phase, WEIGHT_BYTES, WideStep, factors};
 use crate::linear::SLICE;
 use crate::qkv::{Factors, append};
 use crate::ring::Ring;
@@ -153,17 +153,14 @@ unsafe fn produce_activations<const ROWS: u32>(product: &Product, map: Global<Te
     }
 }
 
-/// Two warps find the factors of the rows that the block's units are of, before each product that wants them, four at a time. After attention they put the step's
-/// keys and values into the cache, and before everything one of them finds what the block has of attention.
+/// Two warps share in finding the rows' factors, before each product that wants them. After attention they put the step's keys and values into the cache, and before
+/// everything one of them finds what the block has of attention.
 #[inline(always)]
 pub unsafe fn help<const ROWS: u32>(p: &WideStep, which: u32) {
     unsafe {
         if which == 1 {
             deal::<ROWS>(p);
         }
-        let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
-        let factors = shared::dynamic::<f32>(Memory::<ROWS>::SCRATCH);
-        let norm = p.norm();
         let mut number = 0;
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
@@ -177,33 +174,12 @@ pub unsafe fn help<const ROWS: u32>(p: &WideStep, which: u32) {
                 let grid = thread::grid_dim_x();
                 append(&p.split_heads(phase), thread::block_idx_x() + which * grid, 2 * grid);
             } else if Kind::is_normed(kind) {
-                // Tiles of rows.
-                let (product, mut wanted, mut unit) = (Product::new(phase), 0u32, thread::block_idx_x());
-                while let Some(Unit { row, .. }) = product.unit(unit, ROWS) {
-                    wanted |= 1 << (row / ROWS);
-                    unit += thread::grid_dim_x();
-                }
+                let wanted = factors::wanted_rows::<ROWS>(&Product::new(phase));
                 if thread::lane_id() == 0 {
                     p.wait_for(number);
                 }
                 warp::sync_warp();
-                let mut row = which * 4;
-                while row < count {
-                    if wanted >> (row / ROWS) & 1 == 1 {
-                        let mut found = norm.lane_squares([0, 1, 2, 3].map(|i| (row + i).min(count - 1)));
-                        unroll!(I < 4; {
-                            found[I] = norm.inverse_rms_of(found[I]);
-                        });
-                        unroll!(I < 4; {
-                            if thread::lane_id() == I as u32 {
-                                factors.store(row as usize + I, found[I]);
-                            }
-                        });
-                    }
-                    row += 8;
-                }
-                warp::sync_warp();
-                Memory::<ROWS>::factors_ready().arrive_if(thread::lane_id() == 0);
+                factors::share::<ROWS>(p, number, wanted, which);
             }
             number += 1;
         }

@@ -1,0 +1,73 @@
+//! The norm factors of the rows: each is found once in the grid, by a warp for a row, and goes to every block as a word of 8 bytes: the factor, and a stamp that no word
+//! at its place had before in this step. As with what [few rows](crate::stream) exchange, whoever wants a word asks for it until it has the stamp.
+//!
+//! No word is overwritten too early: the consumers of every block have the factors of a product before they end its phase, and the next ones are found behind the
+//! meeting.
+
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::{GlobalMut, shared, thread, warp};
+
+use super::phases::{Product, Unit};
+use super::{MAX_WIDE_ROWS, Memory, WideStep};
+use crate::waiting;
+
+/// Warps of a block that do this.
+pub const WARPS: u32 = 2;
+/// Words that a lane asks for.
+const WORDS: usize = (MAX_WIDE_ROWS / (WARPS * 32)) as usize;
+
+/// Which tiles of rows the block's units are of, a bit each.
+#[inline(always)]
+pub unsafe fn wanted_rows<const ROWS: u32>(product: &Product) -> u32 {
+    let (mut wanted, mut unit) = (0, thread::block_idx_x());
+    while let Some(Unit { row, .. }) = product.unit(unit, ROWS) {
+        wanted |= 1 << (row / ROWS);
+        unit += thread::grid_dim_x();
+    }
+    wanted
+}
+
+/// Finds the factors that fall to this warp, and fetches its half of those that the block wants into shared memory. All blocks have done the phases before
+/// `phase`.
+#[inline(always)]
+pub unsafe fn share<const ROWS: u32>(p: &WideStep, phase: u32, wanted: u32, which: u32) {
+    unsafe {
+        let (words, stamp): (GlobalMut<u64>, u32) = (p.factor_words(), phase + 1);
+        let (lane, grid) = (thread::fresh(thread::lane_id()), thread::grid_dim_x());
+        let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
+        let mut row = thread::block_idx_x() + which * grid;
+        while row < count {
+            let factor = p.norm().inverse_rms(row);
+            if lane == 0 {
+                let word = u64::from(stamp) << 32 | u64::from(factor.to_bits());
+                atomic::store(words, row as usize, word, Ordering::Relaxed, Scope::Device);
+            }
+            row += WARPS * grid;
+        }
+        warp::sync_warp();
+        let row = |k: usize| (k as u32 * WARPS + which) * 32 + lane;
+        let missing = |k: usize, word: u64| {
+            let row = row(k);
+            row < count && wanted >> (row / ROWS) & 1 == 1 && (word >> 32) as u32 != stamp
+        };
+        let mut found = [0u64; WORDS];
+        waiting::until(|| {
+            unroll!(K < WORDS of 4; {
+                if missing(K, found[K]) {
+                    found[K] = atomic::load(words, row(K) as usize, Ordering::Relaxed, Scope::Device);
+                }
+            });
+            let mut there = true;
+            unroll!(K < WORDS of 4; {
+                there &= !missing(K, found[K]);
+            });
+            warp::all(there)
+        });
+        let factors = shared::dynamic::<f32>(Memory::<ROWS>::SCRATCH);
+        unroll!(K < WORDS of 4; {
+            factors.store(row(K) as usize, f32::from_bits(found[K] as u32));
+        });
+        warp::sync_warp();
+        Memory::<ROWS>::factors_ready().arrive_if(lane == 0);
+    }
+}
