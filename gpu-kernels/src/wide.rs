@@ -110,11 +110,11 @@ struct Memory<const ROWS: u32>;
 
 impl<const ROWS: u32> Memory<ROWS> {
     /// Activations, or queries.
-    const ROW_RING: Shape = Shape { start: 0, stages: if ROWS == 64 { 4 } else { 5 }, bytes: ROWS * SLICE * 2 };
+    const ROW_RING: Shape = Shape { start: 0, stages: if ROWS == 64 { 6 } else { 5 }, bytes: ROWS * SLICE * 2 };
     /// Weights, or pages.
     const RING: Shape = Shape {
         start: Self::ROW_RING.end().next_multiple_of(128),
-        stages: if ROWS == 64 { 11 } else { 8 },
+        stages: if ROWS == 64 { 10 } else { 8 },
         bytes: WEIGHT_BYTES,
     };
     /// A barrier that says that the rows' factors are there.

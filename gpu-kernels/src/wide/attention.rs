@@ -51,7 +51,7 @@ pub const fn parts<const ROWS: u32>() -> u32 {
 }
 
 const _: () = assert!(PAGE_BYTES == super::WEIGHT_BYTES);
-const _: () = assert!(parts::<64>() == 28 && parts::<128>() == 115);
+const _: () = assert!(parts::<64>() == 42 && parts::<128>() == 115);
 
 /// One tile, key-value head and split.
 #[derive(Clone, Copy)]
@@ -183,9 +183,15 @@ impl Pages {
     }
 }
 
-/// One lane loads an item's pages, keys first; `blocks` are their [indices](Cache::block_index). All keep count.
+/// One lane loads an item's pages, keys first, the `i`-th beside `under_way(i)` at most; `blocks` are their [indices](Cache::block_index). All keep count.
 #[inline(always)]
-pub unsafe fn load_pages(pages: &Pages, mut ring: Ring, item: &Item, blocks: [u32; 4]) -> Ring {
+pub unsafe fn load_pages(
+    pages: &Pages,
+    mut ring: Ring,
+    item: &Item,
+    blocks: [u32; 4],
+    under_way: impl Fn(u32) -> u32,
+) -> Ring {
     unsafe {
         let Pages { cache, last_values, rows_before } = pages;
         let lane = thread::fresh(thread::lane_id());
@@ -195,7 +201,7 @@ pub unsafe fn load_pages(pages: &Pages, mut ring: Ring, item: &Item, blocks: [u3
             unroll!(I < 4; {
                 if (I as u32) < pages {
                     if lane == 0 {
-                        ring.wait_under_way(super::producer::UNDER_WAY);
+                        ring.wait_under_way(under_way(kind * pages + I as u32));
                         ring.wait_empty();
                         // Of keys those that there are; values lie by dimension.
                         let keys = (item.last + 1 - (item.first_page() + I as u32) * PAGE_TOKENS).min(PAGE_TOKENS);

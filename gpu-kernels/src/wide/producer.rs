@@ -12,12 +12,18 @@ use crate::qkv::{Factors, append};
 use crate::ring::Ring;
 use crate::stream::{CHUNK_FEATURES, Pass, SLICES_APART, STRIPS};
 
-/// Slots of weights or pages under way at a time: see the [stream](crate::stream)'s producer.
-pub const UNDER_WAY: u32 = 4;
+/// Slots of pages under way at a time: see the [stream](crate::stream)'s producer.
+const PAGES_UNDER_WAY: u32 = 4;
 
-/// Likewise of weights alone: with 128 rows a tile memory is not the limit, and what counts is that they are there.
+/// Likewise of weights: with 128 rows a tile memory is not the limit, and what counts is that they are there.
 const fn weights_under_way(rows: u32) -> u32 {
-    if rows == 64 { UNDER_WAY } else { 6 }
+    if rows == 64 { 3 } else { 6 }
+}
+
+/// How many slots may be under way of a phase that has filled so many. What has room in the ring is copied while blocks still finish the phase before, and all that they
+/// exchange there waits in line with copies: so these come one after another, and are there in time none the less.
+pub const fn under_way<const ROWS: u32>(filled: u32, most: u32) -> u32 {
+    if filled < Memory::<ROWS>::RING.stages { 1 } else { most }
 }
 
 /// The warp that loads weights and pages: what a step adds to pages comes there after attention.
@@ -33,7 +39,17 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
                 ring = produce_weights::<ROWS>(p, &Product::new(phase), ring);
             } else if kind == Kind::ATTEND {
                 let pages = Pages::new(p, phase);
-                walk::<ROWS, 2>(p, || {}, |[item, blocks]| ring = load_pages(&pages, ring, &Item::new(item), blocks));
+                let mut filled = 0;
+                walk::<ROWS, 2>(
+                    p,
+                    || {},
+                    |[item, blocks]| {
+                        let item = Item::new(item);
+                        ring =
+                            load_pages(&pages, ring, &item, blocks, |i| under_way::<ROWS>(filled + i, PAGES_UNDER_WAY));
+                        filled += 2 * item.pages();
+                    },
+                );
             }
             number += 1;
         }
@@ -50,6 +66,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
         let lane = thread::fresh(thread::lane_id());
         let (pass_strips, chunks) = (STRIPS * p.blocks, product.k.div_ceil(CHUNK_FEATURES));
         let first = field!(product.phase, base: u64);
+        let mut filled = 0;
         let mut number = thread::block_idx_x();
         while let Some(unit) = product.unit(number, ROWS) {
             number += thread::fresh(thread::grid_dim_x());
@@ -66,7 +83,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
                 let mut from = begin + u64::from(residue * SLICES_APART);
                 let (mut turn, depth) = (0, product.depth(residue));
                 while turn < depth {
-                    ring.wait_under_way(weights_under_way(ROWS));
+                    ring.wait_under_way(under_way::<ROWS>(filled, weights_under_way(ROWS)));
                     ring.wait_empty();
                     if lane == 0 {
                         ring.full().arrive_expect_tx(WEIGHT_BYTES);
@@ -80,6 +97,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
                     }
                     from += stride;
                     ring = ring.ahead(1);
+                    filled += 1;
                     turn += 1;
                 }
                 residue += 1;
