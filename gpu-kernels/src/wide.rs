@@ -445,6 +445,8 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             if lane == 0 {
                 done = atomic::fetch_add(meetings, 1, 1, Ordering::AcqRel, Scope::Device) + 1;
             }
+            // What lane 0 saw the others see behind this.
+            warp::sync_warp();
             if warp::shuffle_idx(done, 0) == grid {
                 // The meetings and blocks, and with them the factors; and counts of the last product.
                 let (counts, words) = (p.part_arrivals(odd ^ 1), 2 + 2 * MAX_WIDE_ROWS);

@@ -154,7 +154,8 @@ impl Partial {
     #[inline(always)]
     pub unsafe fn wait(&self, parts: u32) {
         unsafe {
-            if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
+            // By another warp than the one whose arrival waits for stores.
+            if thread::fresh(thread::thread_idx_x()) % GROUP == 32 {
                 waiting::for_count(self.arrivals, self.half as usize, parts);
             }
             thread::sync_named(1 + self.half % 2, GROUP);
