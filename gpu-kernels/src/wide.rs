@@ -405,8 +405,8 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         let (mut odd, mut factors) = (0, 0);
         let mut number = 0;
         while number < p.phase_count {
-            let first = thread::fresh(thread::thread_idx_x()) == 0;
-            if first {
+            // Who is the first is asked anew behind the barrier: known on both sides of it, the compiler may write the barrier twice.
+            if thread::fresh(thread::thread_idx_x()) == 0 {
                 p.wait_for(number);
             }
             thread::sync_named(ALL, CONSUMERS);
@@ -415,7 +415,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
                 Kind::EMBED => embed(p, phase),
                 Kind::ATTEND => attention::attend::<ROWS>(p, phase, &mut rings),
                 kind => {
-                    if first {
+                    if thread::fresh(thread::thread_idx_x()) == 0 {
                         // The other set's counts for the product to come; those of the one before have been seen by all.
                         let other = p.part_arrivals(odd ^ 1).at(2 * thread::block_idx_x() as usize);
                         other.cast::<u64>().store(0, 0);

@@ -155,12 +155,14 @@ unsafe fn produce_activations<const ROWS: u32>(product: &Product, map: Global<Te
                 let mut residue = unit.residue;
                 while residue < unit.end {
                     let mut column = residue * SLICE;
-                    while column < product.k {
+                    let (mut turn, depth) = (0, product.depth(residue));
+                    while turn < depth {
                         ring.wait_empty();
                         ring.full().arrive_expect_tx(Memory::<ROWS>::ROW_RING.bytes);
                         tensor::load(ring.slot(), map, [column, unit.row], ring.full());
                         ring = ring.ahead(1);
                         column += super::RESIDUES * SLICE;
+                        turn += 1;
                     }
                     residue += 1;
                 }
