@@ -314,9 +314,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
             let page = here.first_key() % SPLIT / PAGE_TOKENS;
             // The pages of others: this warp has no use for them. All warps meet before the next item, so nobody gets ahead.
             let own = page < pages && (lane == page || lane == pages + page);
-            if lane < 2 * pages && !own {
-                rings.ring.ahead(lane).empty().arrive();
-            }
+            rings.ring.ahead(lane.min(2 * pages - 1)).empty().arrive_if(lane < 2 * pages && !own);
             warp::sync_warp();
             let mut found = Found::NOTHING;
             if page < pages {
