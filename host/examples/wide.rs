@@ -1,7 +1,8 @@
-//! Where the time of a step of many sequences goes: `wide [SIZE [SEQUENCES …]]`, such as `wide 8B 64 256`. Each sequence has 1,040 tokens.
+//! Where the time of a step of many sequences goes: `wide [SIZE[/LAYERS] [SEQUENCES …]]`, such as `wide 8B 64 256`. Each sequence has 1,040 tokens.
 //!
 //! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and then its phases are timed: each from when the last
-//! block was done with the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read bandwidth.
+//! block was done with the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read bandwidth. With fewer
+//! layers, such as `8B/12`, that bandwidth is not measured: to compare builds of the kernels in seconds (docs/toolchain.md).
 
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::step::Rows;
@@ -23,8 +24,15 @@ fn random(len: usize, mut seed: u64) -> Vec<u64> {
     (0..len).map(|_| next()).collect()
 }
 
-fn step(device: &Device, size: &str, sequences: usize, bandwidth: f64) -> Result<(), Box<dyn std::error::Error>> {
-    let config = Config::published(size).ok_or("no such size")?;
+fn step(
+    device: &Device,
+    size: &str,
+    layers: Option<usize>,
+    sequences: usize,
+    bandwidth: Option<f64>,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let mut config = Config::published(size).ok_or("no such size")?;
+    config.num_hidden_layers = layers.unwrap_or(config.num_hidden_layers);
     let stride = CONTEXT.div_ceil(PAGE_TOKENS as usize);
     let room = Room { context: CONTEXT, sequences, pages: sequences * stride, rows: sequences };
     let mut forward = Forward::with_room(device, &config, DeviceWeights::random(&config, device)?, room)?;
@@ -76,9 +84,9 @@ fn step(device: &Device, size: &str, sequences: usize, bandwidth: f64) -> Result
     }
     let kv = (sequences * CONTEXT * config.kv_bytes_per_token(2)) as f64;
     let bytes = config.step_weight_bytes(2) as f64 + kv;
+    let share = bandwidth.map_or(String::new(), |b| format!(", {:.3} of the bound", bytes / b * 1e3 / best));
     println!(
-        "{size}, {sequences} sequences of {CONTEXT}: {best:.3} ms, {:.3} of the bound; {differ} of {} logits differ, {strange} strange",
-        bytes / bandwidth * 1e3 / best,
+        "{size}, {sequences} sequences of {CONTEXT}: {best:.3} ms{share}; {differ} of {} logits differ, {strange} strange",
         wide.len()
     );
     forward.begin_wide_trace()?;
@@ -108,7 +116,7 @@ fn step(device: &Device, size: &str, sequences: usize, bandwidth: f64) -> Result
                 Some(phase) => {
                     (phase.1, phase.3, phase.4) = (phase.1 + time, phase.3 + spread, phase.4 + 1);
                 }
-                None => phases.push((name.into(), time, bytes / bandwidth * 1e6, spread, 1)),
+                None => phases.push((name.into(), time, bandwidth.map_or(f64::NAN, |b| bytes / b * 1e6), spread, 1)),
             }
         }
         before = Some(last);
@@ -123,15 +131,23 @@ fn step(device: &Device, size: &str, sequences: usize, bandwidth: f64) -> Result
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let size = arguments.first().map_or("8B", String::as_str);
+    let (size, layers) = match size.split_once('/') {
+        Some((size, layers)) => (size, Some(layers.parse()?)),
+        None => (size, None),
+    };
     let device = Device::cuda(0)?;
-    let mut watch = |_: host::bench::Event<'_>| {};
-    let mut bench = Bench::new(&device, 20, &mut watch)?;
-    ceilings::run(&mut bench, ceilings::Sizes::PUBLISHED)?;
-    let bandwidth = bench.limits().read;
-    println!("reads {:.0} GB/s", bandwidth / 1e9);
+    let mut bandwidth = None;
+    if layers.is_none() {
+        let mut watch = |_: host::bench::Event<'_>| {};
+        let mut bench = Bench::new(&device, 20, &mut watch)?;
+        ceilings::run(&mut bench, ceilings::Sizes::PUBLISHED)?;
+        let read = bench.limits().read;
+        println!("reads {:.0} GB/s", read / 1e9);
+        bandwidth = Some(read);
+    }
     let counts = if arguments.len() > 1 { arguments[1..].to_vec() } else { vec!["64".into(), "256".into()] };
     for sequences in counts {
-        step(&device, size, sequences.parse()?, bandwidth)?;
+        step(&device, size, layers, sequences.parse()?, bandwidth)?;
     }
     Ok(())
 }

@@ -10,6 +10,16 @@ pub enum Error {
         /// What was missing.
         reason: String,
     },
+    /// The file of kernels to use instead of those that are built in cannot be read.
+    #[error(
+        "WARPDRAFT_KERNELS names {path}, which cannot be read: {reason}; name a file of PTX or machine code, or unset it"
+    )]
+    Kernels {
+        /// The file.
+        path: String,
+        /// The system's words.
+        reason: String,
+    },
     /// The driver refused or a kernel failed.
     #[error("the CUDA driver failed while {doing}: {reason}")]
     Driver {

@@ -1,7 +1,7 @@
 //! What only a GPU can show. Without one every test here reports itself as ignored; `make gpu-check` packs this program for a machine
 //! that has one.
 
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
 use host::batch::{Batch, BatchOptions, GpuBatch};
 use host::device::{self, Device};
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
         Some(card) => println!("on {}", card.name),
         None => println!("ignored: there is no CUDA card (these tests need one)"),
     }
-    let tests: [(&str, Test); 14] = [
+    let tests: [(&str, Test); 15] = [
         ("golden_logits", golden_logits),
         ("demo_logits_match_the_cpu", demo_logits_match_the_cpu),
         ("greedy_output_is_the_same_with_drafts", greedy_output_is_the_same_with_drafts),
@@ -56,6 +56,7 @@ fn main() -> ExitCode {
         ("a_card_that_others_fill_does_not_end_a_batch", a_card_that_others_fill_does_not_end_a_batch),
         ("a_card_too_small_is_said_before_loading", a_card_too_small_is_said_before_loading),
         ("a_card_that_is_not_there_is_named", a_card_that_is_not_there_is_named),
+        ("a_file_of_kernels_that_is_not_there_is_named", a_file_of_kernels_that_is_not_there_is_named),
     ];
     let trials =
         tests.into_iter().map(|(name, test)| Trial::test(name, test).with_ignored_flag(cards.is_empty())).collect();
@@ -361,6 +362,20 @@ fn a_card_too_small_is_said_before_loading() -> Result<(), Failed> {
     let Some(error @ host::Error::CacheTooLarge { .. }) = error else { return Err(format!("{error:?}").into()) };
     println!("{error}");
     if loaded { Err("loading began".into()) } else { Ok(()) }
+}
+
+/// Another of these tests, in a process that is told of such a file.
+fn a_file_of_kernels_that_is_not_there_is_named() -> Result<(), Failed> {
+    let output = Command::new(std::env::current_exe()?)
+        .args(["--exact", "demo_logits_match_the_cpu"])
+        .env("WARPDRAFT_KERNELS", "/nowhere/kernels.cubin")
+        .output()?;
+    let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    if output.status.success() || !text.contains("WARPDRAFT_KERNELS names /nowhere/kernels.cubin, which cannot be read")
+    {
+        return Err(text.into());
+    }
+    Ok(())
 }
 
 fn a_card_that_is_not_there_is_named() -> Result<(), Failed> {

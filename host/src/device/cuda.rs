@@ -1,7 +1,8 @@
 //! A CUDA card, through `cust` and the driver's own calls where `cust` has none.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, OsStr, c_void};
+use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
@@ -158,6 +159,12 @@ fn kernels(ptx: &str) -> impl Iterator<Item = &str> {
     ptx.lines().filter_map(|line| line.strip_prefix(".visible .entry ")?.split('(').next())
 }
 
+/// Kernels of another build, for measurements.
+fn read_kernels(path: &OsStr) -> Result<Vec<u8>, Error> {
+    let path = Path::new(path);
+    std::fs::read(path).map_err(|error| Error::Kernels { path: path.display().to_string(), reason: error.to_string() })
+}
+
 fn capability(device: CudaDevice) -> Result<(i32, i32), Error> {
     let get = |a| device.get_attribute(a).map_err(Error::driver("asking for the compute capability"));
     Ok((get(DeviceAttribute::ComputeCapabilityMajor)?, get(DeviceAttribute::ComputeCapabilityMinor)?))
@@ -202,7 +209,12 @@ impl Cuda {
             .get_attribute(DeviceAttribute::MultiprocessorCount)
             .map_err(Error::driver("counting multiprocessors"))? as u32;
         let context = Context::new(device).map_err(Error::driver("making a context"))?;
-        let module = Module::from_ptx(ptx, &[] as &[ModuleJitOption]).map_err(Error::driver("loading the kernels"))?;
+        let module = match std::env::var_os("WARPDRAFT_KERNELS") {
+            // The driver takes either, and tells by itself which it is.
+            Some(path) => Module::from_cubin(read_kernels(&path)?, &[] as &[ModuleJitOption]),
+            None => Module::from_ptx(ptx, &[] as &[ModuleJitOption]),
+        }
+        .map_err(Error::driver("loading the kernels"))?;
         // The driver would put off loading a kernel until it is first asked for: then the memory may be taken.
         let begun = Instant::now();
         for name in kernels(ptx) {
