@@ -116,14 +116,15 @@ fn step(
                 Some(phase) => {
                     (phase.1, phase.3, phase.4) = (phase.1 + time, phase.3 + spread, phase.4 + 1);
                 }
-                None => phases.push((name.into(), time, bandwidth.map_or(f64::NAN, |b| bytes / b * 1e6), spread, 1)),
+                None => phases.push((name.into(), time, bytes, spread, 1)),
             }
         }
         before = Some(last);
     }
-    for (name, sum, least, spread, count) in phases {
+    for (name, sum, bytes, spread, count) in phases {
         let each = count as f64;
-        println!("{name:>9} {:8.2} µs, bytes alone {least:7.2}, blocks spread over {:6.2}", sum / each, spread / each);
+        let least = bandwidth.map_or(String::new(), |b| format!(" bytes alone {:7.2},", bytes / b * 1e6));
+        println!("{name:>9} {:8.2} µs,{least} blocks spread over {:6.2}", sum / each, spread / each);
     }
     Ok(())
 }
