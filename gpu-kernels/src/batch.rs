@@ -7,6 +7,7 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
 
 use crate::linear::STRIP;
 use crate::norm::Residual;
+use crate::sample::{GENERATED, SEEN};
 
 const THREADS: u32 = 256;
 
@@ -77,6 +78,47 @@ pub unsafe fn clear_rows(p: ClearRows) {
         if i < p.len {
             let row = p.rows.load(thread::block_idx_y() as usize);
             p.of.store(row as usize * p.len as usize + i as usize, 0);
+        }
+    }
+}
+
+/// Parameters of [`take_tokens`]. Grid: [`blocks`] of `count`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct TakeTokens {
+    /// `[count, 3]`: a row, the choice of the step before that is its token, and which row of `seen` knows of it, or [`TakeTokens::NOWHERE`]. No row
+    /// twice.
+    pub entries: Global<u32>,
+    /// `[choices]` of the step before.
+    pub sampled: Global<u32>,
+    /// `[rows]`, changed.
+    pub tokens: GlobalMut<u32>,
+    /// `[slots, vocab]` flags [`SEEN`] and [`GENERATED`], changed.
+    pub seen: GlobalMut<u8>,
+    /// Tokens.
+    pub vocab: u32,
+    /// Entries.
+    pub count: u32,
+}
+
+impl TakeTokens {
+    /// No flags.
+    pub const NOWHERE: u32 = u32::MAX;
+}
+
+/// Rows of tokens that the host does not know yet.
+#[kernel(threads = 256)]
+pub unsafe fn take_tokens(p: TakeTokens) {
+    unsafe {
+        let i = index();
+        if i < p.count {
+            let entry = p.entries.at(3 * i as usize);
+            let token = p.sampled.load(entry.load(1) as usize);
+            p.tokens.store(entry.load(0) as usize, token);
+            let slot = entry.load(2);
+            if slot != TakeTokens::NOWHERE {
+                p.seen.store(slot as usize * p.vocab as usize + token as usize, SEEN | GENERATED);
+            }
         }
     }
 }

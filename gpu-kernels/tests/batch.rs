@@ -5,9 +5,10 @@ mod common;
 use common::{Random, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
-use gpu_kernels::batch::{self, ClearRows, ListRecords, PageRecords, PickRows, Put};
+use gpu_kernels::batch::{self, ClearRows, ListRecords, PageRecords, PickRows, Put, TakeTokens};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::Residual;
+use gpu_kernels::sample::{GENERATED, SEEN};
 
 #[test]
 fn words_and_bytes_go_where_they_belong() {
@@ -24,6 +25,35 @@ fn words_and_bytes_go_where_they_belong() {
         expected_bytes[place as usize] = value as u8;
     }
     assert_eq!((words.as_slice(), bytes.as_slice()), (&expected[..], &expected_bytes[..]));
+}
+
+#[test]
+fn rows_take_tokens_that_were_chosen_before() {
+    const VOCAB: usize = 50;
+    let sampled = Buffer::from_slice(&(0..400u32).map(|i| i * 11 % VOCAB as u32).collect::<Vec<_>>());
+    // Row 2 i takes choice 399 - i; every third has flags.
+    let entry = |i: u32| [2 * i, 399 - i, if i.is_multiple_of(3) { i / 3 } else { TakeTokens::NOWHERE }];
+    let entries: Vec<u32> = (0..300).flat_map(entry).collect();
+    let (entries, tokens) = (Buffer::from_slice(&entries), Buffer::from_slice(&[7777u32; 600]));
+    let seen = Buffer::from_slice(&[0u8; 100 * VOCAB]);
+    let take = TakeTokens {
+        entries: entries.ptr(),
+        sampled: sampled.ptr(),
+        tokens: tokens.ptr_mut(),
+        seen: seen.ptr_mut(),
+        vocab: VOCAB as u32,
+        count: 300,
+    };
+    run::<batch::take_tokens>([batch::blocks(300), 1, 1], 0, 5, take);
+    let mut flags = [0u8; 100 * VOCAB];
+    for i in 0..300 {
+        let token = sampled.as_slice()[399 - i];
+        assert_eq!(tokens.as_slice()[2 * i..][..2], [token, 7777]);
+        if i % 3 == 0 {
+            flags[i / 3 * VOCAB + token as usize] = SEEN | GENERATED;
+        }
+    }
+    assert_eq!(seen.as_slice(), flags);
 }
 
 #[test]

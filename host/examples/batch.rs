@@ -286,6 +286,7 @@ impl Bencher {
                 move |slot: Slot| Work { slot, start: (context - 1 + i) as u32, rows: 1, samples: true, most_drafts: 0 }
             };
             let (mut times, mut idle) = (Vec::new(), Vec::new());
+            let (mut begun, mut before) = (Instant::now(), self.backend.idle());
             for i in 0..steps + 3 {
                 let mut plan = Plan { work: (0..count).map(work(i)).collect(), ..Plan::default() };
                 let mut starts = Vec::new();
@@ -294,11 +295,16 @@ impl Bencher {
                     plan.tables = (0..count).flat_map(table).collect();
                     starts = vec![start(&history, 1, context + steps + 4); count as usize];
                 }
-                let (begun, before) = (Instant::now(), self.backend.idle());
-                self.backend.step(&plan, &starts)?;
-                times.push(begun.elapsed().as_secs_f64());
-                idle.push((self.backend.idle() - before).as_secs_f64());
+                // Begun while the one before is under way, as a batch does.
+                self.backend.begin(&plan, &starts)?;
+                if i > 0 {
+                    self.backend.end()?;
+                    times.push(std::mem::replace(&mut begun, Instant::now()).elapsed().as_secs_f64());
+                    let so_far = self.backend.idle();
+                    idle.push((so_far - std::mem::replace(&mut before, so_far)).as_secs_f64());
+                }
             }
+            self.backend.end()?;
             let late = |mut times: Vec<f64>| median(times.split_off(3.min(times.len() - 1)));
             let (time, idle) = (late(times), late(idle));
             let bytes = self.config.step_weight_bytes(2) as f64 + f64::from(count) * context as f64 * self.kv_bytes();
@@ -332,6 +338,35 @@ impl Bencher {
         (bytes / self.read).max(operations / self.products)
     }
 
+    /// Plans a step, notes its bound and begins it: which part it is of, and whose outcomes it brings.
+    fn begin(
+        &mut self,
+        scheduler: &mut Scheduler,
+        ran: &mut Ran,
+        slots: &mut HashMap<Slot, SequenceId>,
+        prompts: &HashMap<SequenceId, usize>,
+    ) -> Result<(usize, Vec<SequenceId>)> {
+        scheduler.set_costs(self.backend.costs());
+        let plan = scheduler.plan();
+        let of_prompts = |work: &&Work| work.rows > 1;
+        let rows = |of: &dyn Fn(&&Work) -> bool| plan.work.iter().filter(of).map(|work| work.rows as usize).sum();
+        let rows: [usize; 2] = [rows(&|work| !of_prompts(work)), rows(&of_prompts)];
+        let number = usize::from(rows[1] > 0);
+        let (part, bound) = (&mut ran.parts[number], self.bound(&plan));
+        (part.steps, part.bound) = (part.steps + 1, part.bound + bound);
+        part.rows = [part.rows[0] + rows[0], part.rows[1] + rows[1]];
+        ran.bound += bound;
+        let mut starts = Vec::new();
+        for started in &plan.started {
+            let id = started.sequence;
+            slots.insert(started.slot, id);
+            let (tokens, most) = scheduler.tokens(id).zip(scheduler.max_length(id)).ok_or("a sequence is lost")?;
+            starts.push(start(tokens, prompts[&id], most));
+        }
+        self.backend.begin(&plan, &starts)?;
+        Ok((number, plan.work.iter().filter(|work| work.samples).map(|work| slots[&work.slot]).collect()))
+    }
+
     /// Answers requests of a prompt and a number of tokens.
     fn run(&mut self, requests: Vec<(Vec<u32>, usize)>) -> Result<Ran> {
         let limits = self.backend.limits();
@@ -341,6 +376,8 @@ impl Bencher {
         let (counts, parts) = Default::default();
         let mut ran = Ran { seconds: 0.0, bound: 0.0, prompts: 0, answers: 0, counts, parts };
         let mut last = Instant::now();
+        // Of a step that was begun: which part it is of, and whose outcomes it brings.
+        let mut under_way: Option<(usize, Vec<SequenceId>)> = None;
         ran.prompts = requests.iter().map(|request| request.0.len()).sum();
         let mut coming = requests.into_iter();
         let begun = Instant::now();
@@ -351,36 +388,24 @@ impl Bencher {
                 let length = prompt.len();
                 prompts.insert(scheduler.add(prompt, length + most), length);
             }
-            if scheduler.waiting() + scheduler.running() == 0 {
+            if scheduler.waiting() + scheduler.running() == 0 && under_way.is_none() {
                 break;
             }
-            scheduler.set_costs(self.backend.costs());
-            let plan = scheduler.plan();
-            let of_prompts = |work: &&Work| work.rows > 1;
-            let rows = |of: &dyn Fn(&&Work) -> bool| plan.work.iter().filter(of).map(|work| work.rows as usize).sum();
-            let rows: [usize; 2] = [rows(&|work| !of_prompts(work)), rows(&of_prompts)];
-            let part = &mut ran.parts[(rows[1] > 0) as usize];
-            let bound = self.bound(&plan);
-            (part.steps, part.bound) = (part.steps + 1, part.bound + bound);
-            part.rows = [part.rows[0] + rows[0], part.rows[1] + rows[1]];
-            ran.bound += bound;
-            let mut starts = Vec::new();
-            for started in &plan.started {
-                let id = started.sequence;
-                slots.insert(started.slot, id);
-                let (tokens, most) = scheduler.tokens(id).zip(scheduler.max_length(id)).ok_or("a sequence is lost")?;
-                starts.push(start(tokens, prompts[&id], most));
+            let (part, sequences) = match under_way.take() {
+                Some(step) => step,
+                None => self.begin(&mut scheduler, &mut ran, &mut slots, &prompts)?,
+            };
+            // As a batch does: the next one begins while this one is under way.
+            if self.backend.runs_ahead() && scheduler.foresee() && scheduler.running() + scheduler.waiting() > 0 {
+                under_way = Some(self.begin(&mut scheduler, &mut ran, &mut slots, &prompts)?);
             }
-            let outcomes = self.backend.step(&plan, &starts)?;
-            drop(starts);
+            let outcomes = self.backend.end()?;
             let advances = outcomes.into_iter().map(|outcome| Advance { slot: outcome.slot, tokens: outcome.tokens });
             let advances: Vec<Advance> = advances.collect();
             scheduler.advance(&advances);
-            // With what the host does for the next one.
-            part.seconds += std::mem::replace(&mut last, Instant::now()).elapsed().as_secs_f64();
-            for advance in advances {
+            ran.parts[part].seconds += std::mem::replace(&mut last, Instant::now()).elapsed().as_secs_f64();
+            for (advance, id) in advances.iter().zip(sequences) {
                 ran.answers += advance.tokens.len();
-                let id = slots[&advance.slot];
                 if scheduler.tokens(id).map(<[u32]>::len) >= scheduler.max_length(id) {
                     scheduler.finish(id);
                 }

@@ -1,7 +1,7 @@
 //! The scheduler against a model of what it schedules: a device that knows, for every place in every page, which text it holds.
 //!
 //! The device executes plans literally. Before a row runs, every place before it must hold its own sequence's text; a plan may
-//! not go over its limits; and when all is done, no page is in use.
+//! not go over its limits; and when all is done, no page is in use. Some steps are planned while the one before is under way.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -100,6 +100,8 @@ struct Case {
     costs: Costs,
     /// Prompt, most tokens, where the caller ends it early, and the step before which it comes.
     requests: Vec<(Vec<u32>, usize, usize, usize)>,
+    /// Of 4 steps, so many are foreseen, as far as they can be.
+    foreseen: usize,
     seed: u64,
 }
 
@@ -108,7 +110,8 @@ fn case() -> impl Strategy<Value = Case> {
     let starts = (0..40u32, 0..7u32, any::<bool>());
     let limits = (1..7u32, 0..12u32, 1..6usize, 2..40usize, 0..5u32, tier, starts);
     let request = (prop::collection::vec(0..2u32, 1..24), 1..30usize, 1..40usize, 0..20usize);
-    (limits, prop::collection::vec(request, 1..14), any::<u64>(), 0..3u32).prop_map(|(limits, requests, seed, cost)| {
+    let others = (any::<u64>(), 0..3u32, 0..5usize);
+    (limits, prop::collection::vec(request, 1..14), others).prop_map(|(limits, requests, (seed, cost, foreseen))| {
         let (sequences, rows, page_tokens, context, pages, tier, starts) = limits;
         let (host_pages, drafts, draft_rows) = tier;
         let (prompt_rows, idle_slots, prompts_apart) = starts;
@@ -131,13 +134,25 @@ fn case() -> impl Strategy<Value = Case> {
             (prompt, length, early, step)
         });
         let costs = Costs { swap_page: [0.0, 1.0, 2.0][cost as usize], row: 1.0 };
-        Case { limits, costs, requests: requests.collect(), seed }
+        Case { limits, costs, requests: requests.collect(), foreseen, seed }
     })
 }
 
-/// Runs the case to its end. Returns how often something was preempted, and how many tokens were shared and brought back.
-fn run(case: &Case) -> (u64, u64, u64) {
-    let Case { limits, costs, requests, seed } = case.clone();
+/// What happened in a case.
+#[derive(Debug, Default, PartialEq)]
+struct Happened {
+    preempted: u64,
+    /// Tokens found, and brought back.
+    shared: u64,
+    restored: u64,
+    /// Steps planned while another was under way, and rows that ran in them for nobody.
+    foreseen: u64,
+    wasted: u64,
+}
+
+/// Runs the case to its end.
+fn run(case: &Case) -> Happened {
+    let Case { limits, costs, requests, foreseen, seed } = case.clone();
     let mut device = Device::new(limits);
     let mut scheduler = Scheduler::new(limits, costs);
     let mut coming: Vec<_> = requests.into_iter().collect();
@@ -149,6 +164,9 @@ fn run(case: &Case) -> (u64, u64, u64) {
     let all: usize = coming.iter().map(|request| request.1).sum();
     // Each step brings at least a row of the first in line; a preempted one may be computed again for each before it.
     let patience = 30 + all * (coming.len() + 1);
+    // Of a foreseen step, what it brings.
+    let mut under_way: Option<Brought> = None;
+    let mut happened = Happened::default();
     for step in 0.. {
         while coming.last().is_some_and(|request| request.3 <= step) {
             let (prompt, length, early, _) = coming.pop().expect("there is one");
@@ -161,13 +179,15 @@ fn run(case: &Case) -> (u64, u64, u64) {
             break;
         }
         assert!(step < patience, "no end after {step} steps");
-        let first = device.slots.values().map(|(id, _)| *id).filter(|id| texts.contains_key(id)).min();
+        // What runs and is not at its end, as far as that can be foreseen.
+        let goes_on = |id: &SequenceId| texts.get(id).is_some_and(|(tokens, length, ..)| tokens.len() < *length);
+        let first = device.slots.values().map(|(id, _)| *id).filter(goes_on).min();
         let plan = scheduler.plan();
         device.prepare(&plan);
         if let Some(first) = first {
             assert!(device.slots.values().any(|(id, _)| *id == first), "the first in line was preempted");
         }
-        assert!(texts.is_empty() || !plan.work.is_empty(), "nothing to do for {texts:?}");
+        assert!(!texts.keys().any(goes_on) || !plan.work.is_empty(), "nothing to do for {texts:?}");
 
         let (mut rows, mut decoding) = (0, 0);
         let mut advances = Vec::new();
@@ -212,21 +232,62 @@ fn run(case: &Case) -> (u64, u64, u64) {
         let drafts: u32 = advances.iter().map(|advance| advance.1 as u32).sum();
         assert!(rows + drafts <= limits.rows, "{rows} + {drafts} rows");
         assert!(drafts == 0 || rows + drafts <= limits.draft_rows, "{rows} rows and {drafts} drafts");
-        let advances: Vec<Advance> = advances.into_iter().map(|advance| advance.2).collect();
-        scheduler.advance(&advances);
-        for id in worked {
-            let (tokens, _, end, _) = &texts[&id];
-            assert_eq!(scheduler.tokens(id), Some(tokens.as_slice()));
-            if tokens.len() >= *end {
-                scheduler.finish(id);
-                texts.remove(&id);
-            }
+        assert!(drafts == 0 || under_way.is_none(), "drafts behind tokens that are not known");
+        let lengths = worked.into_iter().map(|id| (id, texts[&id].0.len())).collect();
+        let brought = Brought { advances: advances.into_iter().map(|advance| advance.2).collect(), lengths };
+        if let Some(before) = under_way.take() {
+            happened.foreseen += 1;
+            happened.wasted += before.arrive(&mut scheduler, &mut texts, false);
+        }
+        if random(4) < foreseen && scheduler.foresee() {
+            under_way = Some(brought);
+        } else {
+            happened.wasted += brought.arrive(&mut scheduler, &mut texts, true);
         }
     }
     assert_eq!((scheduler.pages_in_use(), scheduler.running(), scheduler.waiting()), (0, 0, 0));
     assert_eq!(scheduler.free_host_pages(), limits.host_pages as usize);
     let counts = scheduler.counts();
-    (counts.swapped + counts.dropped, counts.shared_tokens, counts.restored_tokens)
+    Happened {
+        preempted: counts.swapped + counts.dropped,
+        shared: counts.shared_tokens,
+        restored: counts.restored_tokens,
+        ..happened
+    }
+}
+
+/// What a step brings.
+struct Brought {
+    advances: Vec<Advance>,
+    /// Of each sequence with rows, its tokens after the step.
+    lengths: Vec<(SequenceId, usize)>,
+}
+
+impl Brought {
+    /// The scheduler hears of it. Unless it is the last step that was planned, sequences may have run on since. Returns how many had rows for nothing.
+    fn arrive(
+        self,
+        scheduler: &mut Scheduler,
+        texts: &mut BTreeMap<SequenceId, (Vec<u32>, usize, usize, usize)>,
+        is_last: bool,
+    ) -> u64 {
+        scheduler.advance(&self.advances);
+        let mut wasted = 0;
+        for (id, known) in self.lengths {
+            // Ended before.
+            let Some((tokens, length, end, _)) = texts.get(&id) else {
+                wasted += 1;
+                continue;
+            };
+            let finished = !is_last && known == *length;
+            assert_eq!(scheduler.tokens(id), (!finished).then_some(&tokens[..known]));
+            if known >= *end {
+                scheduler.finish(id);
+                texts.remove(&id);
+            }
+        }
+        wasted
+    }
 }
 
 /// Rows that decoding sequences have taken, drafts included.
@@ -244,18 +305,21 @@ proptest! {
 }
 
 #[test]
-fn the_cases_preempt_and_share() {
+fn the_cases_preempt_and_share_and_run_ahead() {
     let mut runner = proptest::test_runner::TestRunner::deterministic();
-    let (mut preempting, mut sharing, mut restoring) = (0, 0, 0);
+    let (mut preempting, mut sharing, mut restoring, mut foreseen, mut wasted) = (0, 0, 0, 0, 0);
     for _ in 0..300 {
         let case = case().new_tree(&mut runner).expect("cases can be made").current();
-        let (preempted, shared, restored) = run(&case);
-        preempting += (preempted > 0) as u32;
-        sharing += (shared > 0) as u32;
-        restoring += (restored > 0) as u32;
+        let happened = run(&case);
+        preempting += (happened.preempted > 0) as u32;
+        sharing += (happened.shared > 0) as u32;
+        restoring += (happened.restored > 0) as u32;
+        foreseen += happened.foreseen;
+        wasted += happened.wasted;
     }
-    println!("{preempting} preempt, {sharing} share, {restoring} bring back");
+    println!("{preempting} preempt, {sharing} share, {restoring} bring back; {foreseen} steps foreseen, {wasted} rows for nothing");
     assert!(preempting > 30 && sharing > 100 && restoring > 10, "{preempting}, {sharing}, {restoring}");
+    assert!(foreseen > 1000 && wasted > 20, "{foreseen}, {wasted}");
 }
 
 #[test]
@@ -275,9 +339,9 @@ fn sequences_that_begin_alike_compute_it_once() {
     };
     let prefix: Vec<u32> = (0..101).collect();
     let requests = (0..8).map(|i| ([prefix.as_slice(), &[500 + i]].concat(), 104, 9, 0)).collect();
-    let case = Case { limits, costs: Costs { swap_page: 1.0, row: 1.0 }, requests, seed: 1 };
+    let case = Case { limits, costs: Costs { swap_page: 1.0, row: 1.0 }, requests, foreseen: 0, seed: 1 };
     // All but the first find the 25 full pages of the prefix.
-    assert_eq!(run(&case), (0, 7 * 100, 0));
+    assert_eq!(run(&case), Happened { shared: 7 * 100, ..Happened::default() });
 }
 
 #[test]

@@ -56,6 +56,15 @@ impl Arranged {
     pub fn frugal(backend: Box<dyn BatchBackend>, device: Device) -> Box<dyn BatchBackend> {
         Box::new(Self { backend, costs: None, watched: Some(device) })
     }
+
+    fn frugally<T>(&mut self, run: impl FnOnce(&mut dyn BatchBackend) -> Result<T, Error>) -> Result<T, Error> {
+        let allocations = |device: &Device| device.calls().allocations;
+        let before = self.watched.as_ref().map(allocations);
+        let result = run(&mut *self.backend);
+        let after = self.watched.as_ref().map(allocations);
+        assert_eq!(after, before, "a step has taken memory or given it back");
+        result
+    }
 }
 
 impl BatchBackend for Arranged {
@@ -71,13 +80,16 @@ impl BatchBackend for Arranged {
         self.costs.unwrap_or_else(|| self.backend.costs())
     }
 
-    fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
-        let allocations = |device: &Device| device.calls().allocations;
-        let before = self.watched.as_ref().map(allocations);
-        let outcomes = self.backend.step(plan, starts);
-        let after = self.watched.as_ref().map(allocations);
-        assert_eq!(after, before, "a step has taken memory or given it back: {plan:?}");
-        outcomes
+    fn runs_ahead(&self) -> bool {
+        self.backend.runs_ahead()
+    }
+
+    fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
+        self.frugally(|backend| backend.begin(plan, starts))
+    }
+
+    fn end(&mut self) -> Result<Vec<Outcome>, Error> {
+        self.frugally(|backend| backend.end())
     }
 }
 
@@ -94,6 +106,8 @@ pub struct Happened {
     pub restored: u64,
     /// Drafts confirmed.
     pub accepted: u64,
+    /// Rows planned.
+    pub rows: u64,
 }
 
 impl Happened {
@@ -104,6 +118,7 @@ impl Happened {
         self.shared += other.shared;
         self.restored += other.restored;
         self.accepted += other.accepted;
+        self.rows += other.rows;
     }
 }
 
@@ -144,6 +159,7 @@ pub fn together(
         shared: counts.shared_tokens,
         restored: counts.restored_tokens,
         accepted,
+        rows: counts.rows,
     };
     (answers, happened)
 }

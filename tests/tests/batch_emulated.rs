@@ -157,6 +157,38 @@ fn a_prefix_that_had_to_leave_comes_back_from_the_host_tier() {
 }
 
 #[test]
+fn who_ends_early_runs_a_row_for_nothing() {
+    let checkpoint = golden();
+    let mut alone = engine(&checkpoint, DeviceChoice::Emulator, CONTEXT);
+    // The first ends in the middle of what it would say; the third, whose penalties need every token in time, takes its slot.
+    let mut first = greedy(&text(&checkpoint, 1, 20), 14, None);
+    let whole = answer(&mut alone, &first).text;
+    let middle: Vec<char> = whole.chars().skip(whole.chars().count() / 2).collect();
+    first.stop = vec![middle.iter().take(3).collect()];
+    let second = greedy(&text(&checkpoint, 2, 61), 17, None);
+    let sampling =
+        Sampling { temperature: 0.7, repetition_penalty: 1.3, presence_penalty: 0.4, seed: 8, ..Sampling::default() };
+    let third = Request { sampling, ..greedy(&text(&checkpoint, 3, 40), 12, None) };
+    let requests = [first, second, third];
+    let expected: Vec<_> = requests.iter().map(|request| answer(&mut alone, request)).collect();
+    assert!((3..12).contains(&expected[0].tokens.len()), "{:?}", expected[0].tokens);
+    let rows = |i: usize| requests[i].prompt.len() + expected[i].tokens.len() - 1;
+    let rows = (0..3).map(rows).sum::<usize>() as u64;
+    let jobs: Vec<(usize, Request)> = requests.iter().cloned().enumerate().collect();
+    let run = |draft| {
+        let backend = backend(&checkpoint, 12, options(2, 80, 12, 0, draft), false);
+        let (answers, happened) = together(&checkpoint, backend, &jobs, None);
+        for (id, answer) in &answers {
+            assert_eq!((&answer.tokens, &answer.text), (&expected[*id].tokens, &expected[*id].text), "request {id}");
+        }
+        happened.rows
+    };
+    assert_eq!(run(None), rows + 1);
+    // Nothing matches: no drafts. But there might be, and so every token is waited for.
+    assert_eq!(run(Some(NgramDraft { max: 60, min: 60, ..NgramDraft::default() })), rows);
+}
+
+#[test]
 fn log_probabilities_are_those_of_the_logits() {
     let checkpoint = golden();
     let prompt = text(&checkpoint, 1, 70);

@@ -95,11 +95,35 @@ pub trait BatchBackend: Send {
         Duration::ZERO
     }
 
-    /// Executes a plan. `starts` has an entry for each of `plan.started`. Returns the outcome of each work that samples, in order.
+    /// Whether a [foreseen](super::Scheduler::foresee) step's successor may begin before it has ended.
+    fn runs_ahead(&self) -> bool {
+        false
+    }
+
+    /// Begins to execute a plan. `starts` has an entry for each of `plan.started`. At most one step may be under way, which was foreseen: a row whose
+    /// token that one chooses is at the position after the last known one.
     ///
     /// # Errors
     /// A device error, after which the backend is of no more use.
-    fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error>;
+    fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error>;
+
+    /// Waits for the step that was begun first. Returns the outcome of each work that samples, in order, also of a sequence that has left its slot.
+    ///
+    /// # Errors
+    /// A device error, after which the backend is of no more use.
+    ///
+    /// # Panics
+    /// If no step is under way: a bug of the caller.
+    fn end(&mut self) -> Result<Vec<Outcome>, Error>;
+
+    /// Executes a plan: [`begin`](Self::begin) and [`end`](Self::end).
+    ///
+    /// # Errors
+    /// A device error, after which the backend is of no more use.
+    fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
+        self.begin(plan, starts)?;
+        self.end()
+    }
 }
 
 /// Seconds for each of many like things, as far as they were measured.

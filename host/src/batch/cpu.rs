@@ -25,6 +25,8 @@ pub struct CpuBatch {
     logits: Vec<f32>,
     swaps: Rate,
     rows: Rate,
+    /// What the step that was begun has brought.
+    outcomes: Vec<Outcome>,
 }
 
 /// A running sequence, and where its keys and values are.
@@ -55,6 +57,7 @@ impl CpuBatch {
             model,
             limits,
             draft,
+            outcomes: Vec::new(),
         })
     }
 
@@ -100,7 +103,7 @@ impl BatchBackend for CpuBatch {
         Costs { swap_page: self.swaps.each(), row: self.rows.each() }
     }
 
-    fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
+    fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
         self.prepare(plan, starts);
         let start = Instant::now();
         let sequence = |work: &Work| (work.rows == 1).then_some(&self.slots[work.slot as usize].running);
@@ -147,8 +150,12 @@ impl BatchBackend for CpuBatch {
             let logprobs = logprobs.map_or(Vec::new(), of);
             Outcome { slot: number, tokens, logprobs, drafted: drafts.count }
         };
-        let outcomes = choices.into_par_iter().map(choose).collect();
+        self.outcomes = choices.into_par_iter().map(choose).collect();
         self.rows.add(start.elapsed().as_secs_f64(), count);
-        Ok(outcomes)
+        Ok(())
+    }
+
+    fn end(&mut self) -> Result<Vec<Outcome>, Error> {
+        Ok(std::mem::take(&mut self.outcomes))
     }
 }

@@ -1,8 +1,8 @@
 //! A batch on a device: many sequences' rows in each pass, over shared pages.
 //!
-//! The host knows every token, and so makes the whole step: rows, tiles, choices, changed page tables. All of it travels in one copy
-//! ([`upload`]); the device moves pages, runs the passes ([`passes`]) and chooses; the chosen tokens come back through mapped memory, and the
-//! host waits once a step.
+//! The host makes the whole step: rows, tiles, choices, changed page tables. All of it travels in one copy ([`upload`]); the device moves pages, runs
+//! the passes ([`passes`]) and chooses; the chosen tokens come back through mapped memory. While a step is under way the host makes the next one: a token
+//! that is not chosen yet the device puts into its row itself. So the host waits once a step, and the device not at all.
 
 mod moves;
 mod notes;
@@ -10,13 +10,13 @@ mod passes;
 mod sizes;
 mod upload;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use cuda_std::GlobalMut;
 use gpu_kernels::attention::Attend;
-use gpu_kernels::batch::{self as kernels, ClearRows, Put};
+use gpu_kernels::batch::{self as kernels, ClearRows, Put, TakeTokens};
 use gpu_kernels::logprobs::Wanted;
 use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach};
 use gpu_kernels::step;
@@ -35,7 +35,7 @@ use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
 use super::running::Running;
 use super::scheduler::{Costs, Limits};
-use crate::device::{Buffer, Device, Mapped, Timer};
+use crate::device::{Buffer, Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, LogitRows, Tiles};
 use crate::gpu::{DRAFT_COST, settings};
@@ -66,7 +66,16 @@ pub struct GpuBatch {
     flag_room: usize,
     notes: Notes,
     sampled: Mapped,
-    timers: [Timer; 2],
+    /// Choices, and notes, that a step has room for: steps have two such rooms in turn.
+    choices: usize,
+    /// Of each slot, its newest choice in the step that was begun last.
+    newest: Vec<u32>,
+    /// Steps that were begun and have not ended: two at most.
+    under_way: VecDeque<UnderWay>,
+    /// Which room the next one has.
+    turn: usize,
+    /// Of both rooms.
+    clocks: [Clocks; 2],
     swaps: Rate,
     rows: Rate,
     /// When the last step was done, and how long the device has had nothing to do after steps.
@@ -74,9 +83,38 @@ pub struct GpuBatch {
     idle: Duration,
 }
 
+/// What a step is timed and waited for with.
+struct Clocks {
+    moves: Timer,
+    rows: Timer,
+    done: Marker,
+}
+
+impl Clocks {
+    fn new(device: &Device) -> Result<Self, Error> {
+        Ok(Self { moves: device.timer()?, rows: device.timer()?, done: device.marker()? })
+    }
+}
+
+/// A step that was begun.
+struct UnderWay {
+    work: Vec<Work>,
+    drafts: Vec<Drafts>,
+    passes: Vec<Ready>,
+    turn: usize,
+    /// Pages that move from or to the host.
+    moved: usize,
+    /// Rows that are timed.
+    timed_rows: usize,
+    /// Slots that others have taken since.
+    left: Vec<Slot>,
+}
+
 /// A pass with its lists.
 struct Ready {
     pass: Pass,
+    /// Tokens that the step under way chooses: see [`TakeTokens::entries`].
+    taken: List,
     count: List,
     tokens: List,
     positions: List,
@@ -206,7 +244,7 @@ impl GpuBatch {
         // Rows with tiles and choices; page tables; pages that move, each to another; flags; a pass over 64 rows begins lists at multiples of 4.
         let flag_room = 4 * sizes.rows;
         let choices = sizes.rows + sizes.sequences;
-        let words = 28 * sizes.rows
+        let words = 31 * sizes.rows
             + 2 * room.sequences * context.div_ceil(PAGE_TOKENS)
             + 2 * (2 * pages + mover.host_pages())
             + 2 * flag_room
@@ -220,9 +258,13 @@ impl GpuBatch {
             seen: device.zeroed(sizes.sequences * config.vocab_size)?,
             flags: BTreeMap::new(),
             flag_room,
-            notes: Notes::new(device, config.vocab_size, sizes.sequences, choices)?,
-            sampled: device.mapped(choices)?,
-            timers: [device.timer()?, device.timer()?],
+            notes: Notes::new(device, config.vocab_size, sizes.sequences, 2 * choices)?,
+            sampled: device.mapped(2 * choices)?,
+            choices,
+            newest: vec![0; sizes.sequences],
+            under_way: VecDeque::new(),
+            turn: 0,
+            clocks: [Clocks::new(device)?, Clocks::new(device)?],
             swaps: Rate::guess(2.0 * mover.page_bytes() as f64 / 40e9),
             rows: Rate::guess(row),
             done: None,
@@ -252,6 +294,9 @@ impl GpuBatch {
     /// Takes note of who is where; flags of sequences that were there before are of no more use.
     fn take_up(&mut self, plan: &Plan, starts: &[Start<'_>]) {
         let vocab = self.vocab() as u32;
+        for step in &mut self.under_way {
+            step.left.extend(plan.started.iter().map(|started| started.slot));
+        }
         for (started, start) in plan.started.iter().zip(starts) {
             let running = Running::new(start);
             let first = started.slot * vocab;
@@ -266,14 +311,25 @@ impl GpuBatch {
         }
     }
 
+    /// Whether the token of a row is one that the step under way chooses. (Drafts come when none is.)
+    fn is_unknown(&self, slot: Slot, position: usize) -> bool {
+        !self.under_way.is_empty() && position >= self.slots[slot as usize].history.len()
+    }
+
     /// The rows of each work, its drafts included.
     fn rows_of(&self, work: &Work, drafts: &[u32]) -> Rows {
         let running = &self.slots[work.slot as usize];
         let (start, count) = (work.start as usize, work.rows as usize);
+        let known = start + count - usize::from(self.is_unknown(work.slot, start + count - 1));
+        let mut tokens = Vec::with_capacity(count + drafts.len());
+        tokens.extend_from_slice(&running.history[start..known]);
+        // In place of the unknown one.
+        tokens.resize(count, 0);
+        tokens.extend_from_slice(drafts);
         Rows {
             slot: work.slot,
             start,
-            tokens: [&running.history[start..start + count], drafts].concat(),
+            tokens,
             chosen_from: if work.samples { count - 1 } else { count },
             prompt: if self.limits.prompts_apart { running.prompt } else { 0 },
         }
@@ -294,8 +350,10 @@ impl GpuBatch {
         while self.flags.len() > self.flag_room {
             self.upload.clear();
             let flags = self.list_flags(cleared.drain(..));
-            self.upload.send()?;
+            // SAFETY: the step before the last one has ended, and what was sent here is waited for.
+            unsafe { self.upload.send()? };
             self.enqueue_flags(&flags)?;
+            self.forward.device().synchronize()?;
         }
         self.upload.clear();
         let out = plan.swap_out.iter().flat_map(|m| [m.from, m.to]);
@@ -333,8 +391,20 @@ impl GpuBatch {
             Some(notes::wanted(if pass.prompt { i } else { chosen.row }, top, i))
         };
         let wanted: Vec<_> = pass.chosen.iter().enumerate().filter_map(wanted).collect();
+        let slot_of = |row: usize| pass.slots[row];
+        let unknown = (0..pass.len()).filter(|&row| self.is_unknown(slot_of(row), pass.positions[row] as usize));
+        let entry = |row: usize| {
+            let slot = slot_of(row) as usize;
+            let flags = if self.slots[slot].is_penalised() { slot as u32 } else { TakeTokens::NOWHERE };
+            [row as u32, self.newest[slot], flags]
+        };
+        let taken: Vec<_> = unknown.map(entry).collect();
+        for (i, chosen) in pass.chosen.iter().enumerate() {
+            self.newest[slot_of(chosen.row) as usize] = (first + i) as u32;
+        }
         let upload = &mut self.upload;
         Ready {
+            taken: upload.push(taken.into_iter().flatten()),
             count: upload.push([pass.len() as u32]),
             tokens: upload.push(pass.tokens.iter().copied()),
             positions: upload.push(pass.positions.iter().copied()),
@@ -354,11 +424,12 @@ impl GpuBatch {
     /// Enqueues what changes beside rows.
     fn enqueue_changes(&self, changes: &Changes) -> Result<(), Error> {
         let upload = &self.upload;
-        self.timers[0].start()?;
+        let clock = &self.clocks[self.turn].moves;
+        clock.start()?;
         for (way, list) in changes.moves {
             self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)?;
         }
-        self.timers[0].stop()?;
+        clock.stop()?;
         let tables = changes.tables.len() / 2;
         if tables > 0 {
             let to = self.forward.page_tables().ptr_mut();
@@ -396,6 +467,19 @@ impl GpuBatch {
             positions: upload.ptr_mut(ready.positions),
             sequences: upload.ptr_mut(ready.slots),
         };
+        let taken = ready.taken.len() / 3;
+        if taken > 0 {
+            let take = TakeTokens {
+                entries: upload.ptr(ready.taken),
+                sampled: self.sampled.ptr_mut().read(),
+                tokens: rows.tokens,
+                seen: self.seen.ptr_mut(),
+                vocab: self.vocab() as u32,
+                count: taken as u32,
+            };
+            // SAFETY: the list is of the size said, and names rows of this pass, each once, choices of the step before, and slots.
+            unsafe { self.forward.device().launch::<kernels::take_tokens>(kernels::blocks(taken), 0, take)? };
+        }
         let (tiles, chosen) = (upload.ptr(ready.tiles), pass.chosen.len() as u32);
         if pass.prompt {
             self.forward.enqueue_prefill_rows(rows, pass.len(), (tiles, pass.tiles.len()))?;
@@ -480,7 +564,12 @@ impl BatchBackend for GpuBatch {
         self.idle
     }
 
-    fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
+    fn runs_ahead(&self) -> bool {
+        true
+    }
+
+    fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
+        assert!(self.under_way.len() < 2, "two steps are under way");
         self.take_up(plan, starts);
         let sequence = |work: &Work| {
             let running = &self.slots[work.slot as usize];
@@ -493,52 +582,73 @@ impl BatchBackend for GpuBatch {
 
         let changes = self.list_changes(plan)?;
         let mut passes: Vec<Ready> = Vec::new();
-        let (mut choices, mut notes) = (0, 0);
+        let turn = self.turn;
+        let (mut choices, mut notes) = (turn * self.choices, turn * self.choices);
         for pass in cut(&rows, self.widths) {
             let ready = self.list_pass(pass, choices, notes);
             choices += ready.pass.chosen.len();
             notes += ready.wanted.len();
             passes.push(ready);
         }
-        self.idle += self.done.take().map_or(Duration::ZERO, |done| done.elapsed());
-        self.upload.send()?;
+        let done = self.done.take();
+        if self.under_way.is_empty() {
+            self.idle += done.map_or(Duration::ZERO, |done| done.elapsed());
+        }
+        // SAFETY: the step before the one under way has ended.
+        unsafe { self.upload.send()? };
         self.enqueue_changes(&changes)?;
         // What a prompt's row costs is measured where many run together.
         let prompt_rows = match self.limits.prompts_apart {
             true => passes.iter().filter(|ready| ready.pass.prompt).map(|ready| ready.pass.len()).sum(),
             false => rows.iter().map(|rows| rows.tokens.len()).sum::<usize>(),
         };
-        let measured = prompt_rows >= LEAST_ROWS;
-        if measured {
-            self.timers[1].start()?;
+        let timed = prompt_rows >= LEAST_ROWS;
+        if timed {
+            self.clocks[turn].rows.start()?;
         }
-        let mut measuring = measured;
+        let mut timing = timed;
         for ready in &passes {
-            if measuring && self.limits.prompts_apart && !ready.pass.prompt {
-                self.timers[1].stop()?;
-                measuring = false;
+            if timing && self.limits.prompts_apart && !ready.pass.prompt {
+                self.clocks[turn].rows.stop()?;
+                timing = false;
             }
             self.enqueue_pass(ready)?;
         }
-        if measuring {
-            self.timers[1].stop()?;
+        if timing {
+            self.clocks[turn].rows.stop()?;
         }
-        self.forward.device().synchronize()?;
+        self.clocks[turn].done.set()?;
+        self.turn = 1 - turn;
+        self.under_way.push_back(UnderWay {
+            work: plan.work.clone(),
+            drafts,
+            passes,
+            turn,
+            moved: plan.swap_out.len() + plan.swap_in.len(),
+            timed_rows: if timed { prompt_rows } else { 0 },
+            left: Vec::new(),
+        });
+        Ok(())
+    }
+
+    fn end(&mut self) -> Result<Vec<Outcome>, Error> {
+        let step = self.under_way.pop_front().expect("a step was begun");
+        let clocks = &self.clocks[step.turn];
+        clocks.done.wait()?;
         self.done = Some(Instant::now());
         // Copies on the device take little beside these.
-        let moved = plan.swap_out.len() + plan.swap_in.len();
-        if moved > 0 {
+        if step.moved > 0 {
             // One way counts half: what is asked for is out and back.
-            self.swaps.add(self.timers[0].elapsed_ms()? / 1e3, moved.div_ceil(2));
+            self.swaps.add(clocks.moves.elapsed_ms()? / 1e3, step.moved.div_ceil(2));
         }
-        if measured {
-            self.rows.add(self.timers[1].elapsed_ms()? / 1e3, prompt_rows);
+        if step.timed_rows > 0 {
+            self.rows.add(clocks.rows.elapsed_ms()? / 1e3, step.timed_rows);
         }
 
         // What was chosen and noted, by work.
-        let mut chosen = vec![Vec::new(); plan.work.len()];
-        let mut notes = vec![Vec::new(); plan.work.len()];
-        for ready in &passes {
+        let mut chosen = vec![Vec::new(); step.work.len()];
+        let mut notes = vec![Vec::new(); step.work.len()];
+        for ready in &step.passes {
             for (i, choice) in ready.pass.chosen.iter().enumerate() {
                 chosen[choice.of].push(self.sampled.load(ready.first + i));
             }
@@ -549,17 +659,30 @@ impl BatchBackend for GpuBatch {
         }
         let vocab = self.vocab() as u32;
         let mut outcomes = Vec::new();
-        for (i, work) in plan.work.iter().enumerate().filter(|(_, work)| work.samples) {
-            let running = &mut self.slots[work.slot as usize];
-            let tokens = running.confirm(&drafts[i], |row, _| chosen[i][row]);
-            if running.is_penalised() {
-                self.flags.extend(tokens.iter().map(|token| (work.slot * vocab + token, SEEN | GENERATED)));
-            }
+        for (i, (work, drafts)) in step.work.iter().zip(&step.drafts).enumerate().filter(|(_, of)| of.0.samples) {
+            let tokens = if step.left.contains(&work.slot) {
+                // Foreseen: one.
+                chosen[i].clone()
+            } else {
+                let running = &mut self.slots[work.slot as usize];
+                let tokens = running.confirm(drafts, |row, _| chosen[i][row]);
+                if running.is_penalised() {
+                    self.flags.extend(tokens.iter().map(|token| (work.slot * vocab + token, SEEN | GENERATED)));
+                }
+                tokens
+            };
             // Those behind a wrong draft are not wanted.
             let mut logprobs = std::mem::take(&mut notes[i]);
             logprobs.truncate(tokens.len());
-            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts[i].count });
+            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count });
         }
         Ok(outcomes)
+    }
+}
+
+impl Drop for GpuBatch {
+    fn drop(&mut self) {
+        // A step that nobody waited for uses memory that goes next.
+        let _ = self.forward.device().synchronize();
     }
 }

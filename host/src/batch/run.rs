@@ -168,11 +168,15 @@ pub struct Batch {
     jobs: HashMap<SequenceId, Active>,
     /// Which sequence has which slot.
     slots: Vec<Option<SequenceId>>,
+    /// Of a step that was begun and has not ended: whose outcomes it brings, in order.
+    under_way: Option<Vec<SequenceId>>,
     metrics: Metrics,
 }
 
 struct Active {
     job: Job,
+    /// Most tokens of prompt and answer together.
+    max_length: usize,
     text: Text,
     tokens: Vec<u32>,
     logprobs: Vec<Logprobs>,
@@ -218,6 +222,7 @@ impl Batch {
             scheduler: Scheduler::new(limits, backend.costs()),
             jobs: HashMap::new(),
             slots: vec![None; limits.sequences as usize],
+            under_way: None,
             metrics: Metrics { pages: limits.pages, ..Metrics::default() },
             backend,
         }
@@ -276,16 +281,52 @@ impl Batch {
         let max_length = context.min(request.prompt.len().saturating_add(request.max_tokens.max(1)));
         let id = self.scheduler.add(request.prompt.clone(), max_length);
         let text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
-        self.jobs.insert(id, Active { text, job, tokens: Vec::new(), logprobs: Vec::new() });
+        self.jobs.insert(id, Active { text, job, max_length, tokens: Vec::new(), logprobs: Vec::new() });
         Ok(())
     }
 
-    /// A step: the jobs that it finished.
+    /// A step: the jobs that it finished. Where the device can, the next one is planned and begun meanwhile, for what can be foreseen of this one:
+    /// then the device does not wait for the host, and who ends a sequence early has run a row for nothing.
     ///
     /// # Errors
     /// A device error; the batch cannot go on.
     pub fn step(&mut self) -> Result<Vec<Done>, Error> {
         let begun = Instant::now();
+        let sequences = match self.under_way.take() {
+            Some(sequences) => sequences,
+            None => self.begin()?,
+        };
+        if self.backend.runs_ahead()
+            && self.scheduler.foresee()
+            && self.scheduler.running() + self.scheduler.waiting() > 0
+        {
+            self.under_way = Some(self.begin()?);
+        }
+        let outcomes = self.backend.end()?;
+        let advance = |o: &Outcome| Advance { slot: o.slot, tokens: o.tokens.clone() };
+        self.scheduler.advance(&outcomes.iter().map(advance).collect::<Vec<_>>());
+
+        let end_tokens = self.checkpoint.generation.eos_token_ids.as_slice();
+        let mut done = Vec::new();
+        for (id, outcome) in sequences.into_iter().zip(outcomes) {
+            // None, if it ended in the step before.
+            let Some(active) = self.jobs.get_mut(&id) else { continue };
+            let metrics = &mut self.metrics;
+            metrics.generated_tokens += outcome.tokens.len() as u64;
+            metrics.drafted += outcome.drafted as u64;
+            metrics.accepted += outcome.tokens.len().saturating_sub(1) as u64;
+            metrics.choices += 1;
+            let Some(finish) = active.take(outcome, end_tokens) else { continue };
+            self.scheduler.finish(id);
+            done.extend(self.jobs.remove(&id).map(|active| active.done(finish)));
+        }
+        self.metrics.prompt_tokens += done.iter().map(|done| done.answer.prompt_tokens as u64).sum::<u64>();
+        self.metrics.busy += begun.elapsed();
+        Ok(done)
+    }
+
+    /// Plans a step and begins it. Whose outcomes it brings, in order.
+    fn begin(&mut self) -> Result<Vec<SequenceId>, Error> {
         let end_tokens = self.checkpoint.generation.eos_token_ids.as_slice();
         self.scheduler.set_costs(self.backend.costs());
         let plan = self.scheduler.plan();
@@ -302,40 +343,22 @@ impl Batch {
                 Start {
                     tokens,
                     prompt: request.prompt.len(),
-                    max_length: self.scheduler.max_length(id).unwrap_or(tokens.len()),
+                    max_length: active.max_length,
                     sampling: request.sampling,
                     stop_tokens: if request.ignore_end { &[] } else { end_tokens },
                     logprobs: active.job.logprobs,
                 }
             }));
         }
-        let outcomes = self.backend.step(&plan, &starts)?;
-        let advance = |o: &Outcome| Advance { slot: o.slot, tokens: o.tokens.clone() };
-        self.scheduler.advance(&outcomes.iter().map(advance).collect::<Vec<_>>());
-
-        let mut done = Vec::new();
-        for outcome in outcomes {
-            let metrics = &mut self.metrics;
-            metrics.generated_tokens += outcome.tokens.len() as u64;
-            metrics.drafted += outcome.drafted as u64;
-            metrics.accepted += outcome.tokens.len().saturating_sub(1) as u64;
-            metrics.choices += 1;
-            let Some(id) = self.slots[outcome.slot as usize] else { continue };
-            let Some(active) = self.jobs.get_mut(&id) else { continue };
-            let full = self.scheduler.max_length(id) <= self.scheduler.tokens(id).map(<[u32]>::len);
-            let Some(finish) = active.take(outcome, end_tokens, full) else { continue };
-            self.scheduler.finish(id);
-            done.extend(self.jobs.remove(&id).map(|active| active.done(finish)));
-        }
-        self.metrics.prompt_tokens += done.iter().map(|done| done.answer.prompt_tokens as u64).sum::<u64>();
-        self.metrics.busy += begun.elapsed();
-        Ok(done)
+        self.backend.begin(&plan, &starts)?;
+        let sampling = plan.work.iter().filter(|work| work.samples);
+        Ok(sampling.filter_map(|work| self.slots[work.slot as usize]).collect())
     }
 }
 
 impl Active {
-    /// Takes in the next tokens; `full` says whether there may be no more. Why it ends, if it does.
-    fn take(&mut self, outcome: Outcome, end_tokens: &[u32], full: bool) -> Option<Finish> {
+    /// Takes in the next tokens. Why it ends, if it does.
+    fn take(&mut self, outcome: Outcome, end_tokens: &[u32]) -> Option<Finish> {
         let mut logprobs = outcome.logprobs.into_iter();
         for token in outcome.tokens {
             self.tokens.push(token);
@@ -348,7 +371,8 @@ impl Active {
                 return Some(Finish::Stop);
             }
         }
-        full.then_some(Finish::Length)
+        let length = self.job.request.prompt.len() + self.tokens.len();
+        (length >= self.max_length).then_some(Finish::Length)
     }
 
     fn done(mut self, finish: Finish) -> Done {

@@ -14,6 +14,9 @@
 //!    Pages that several have used come back from the host tier, if they had to leave the device.
 //! 4. Drafts get what is left of the draft budget, and no page that another sequence would be preempted for.
 //!
+//! The next step may be planned while one is under way, see [`Scheduler::foresee`]: then its outcome is known but for the tokens themselves, which
+//! nothing here depends on before their pages are full.
+//!
 //! Nothing starves: the sequence that came first among the running ones is never preempted, so it ends; nobody who came later starts
 //! while the first in line waits for pages; with nothing running, the first in line fits; and whoever waits for others waits until then at most.
 
@@ -127,6 +130,9 @@ impl Known {
     }
 }
 
+/// In place of a token that is being chosen.
+const UNKNOWN: u32 = u32::MAX;
+
 /// The scheduler.
 #[derive(Clone, Debug)]
 pub struct Scheduler {
@@ -143,6 +149,8 @@ pub struct Scheduler {
     tables: Vec<TableEntry>,
     /// The last plan's work, with whose it is.
     work: Vec<(SequenceId, Work)>,
+    /// Of a foreseen step: the sequences whose newest token is [`UNKNOWN`], and their slots in it.
+    foreseen: Option<Vec<(SequenceId, Slot)>>,
     counts: Counts,
 }
 
@@ -166,6 +174,7 @@ impl Scheduler {
             freed: Vec::new(),
             tables: Vec::new(),
             work: Vec::new(),
+            foreseen: None,
             counts: Counts::default(),
         };
         scheduler.set_costs(costs);
@@ -222,7 +231,7 @@ impl Scheduler {
         self.running.get(&id).map(|r| &r.known).or_else(|| self.waiting.get(&id).map(|w| &w.known))
     }
 
-    /// The tokens of a sequence, prompt and answer.
+    /// The tokens of a sequence, prompt and answer; of a foreseen one that is not known yet, any.
     pub fn tokens(&self, id: SequenceId) -> Option<&[u32]> {
         self.known(id).map(|known| known.tokens.as_slice())
     }
@@ -465,7 +474,8 @@ impl Scheduler {
         let decoding = step.work.iter().filter(|(_, work)| work.samples && work.rows == 1).count() as u32;
         let others: u32 = step.work.iter().map(|(_, work)| work.rows).sum::<u32>() - decoding;
         let threshold = self.limits.draft_rows.min(self.limits.rows).saturating_sub(others);
-        if self.limits.drafts == 0 || decoding == 0 || threshold <= decoding {
+        // Drafts continue tokens, which have to be known.
+        if self.limits.drafts == 0 || self.foreseen.is_some() || decoding == 0 || threshold <= decoding {
             return;
         }
         plan.draft_threshold = threshold;
@@ -486,25 +496,71 @@ impl Scheduler {
         }
     }
 
-    /// Takes in what the planned step brought: an [`Advance`] for each [`Work`] that samples. Then [`finish`](Self::finish) what has
-    /// ended: a sequence of `max_length` tokens must be.
+    /// Takes in what a step brought, the oldest one that was planned and not advanced: an [`Advance`] for each [`Work`] that samples, in order. Then
+    /// [`finish`](Self::finish) what has ended: a sequence of `max_length` tokens must be, unless the step was foreseen.
     ///
     /// # Panics
     /// If an advance is missing or is not of the plan: that is a mistake in the caller's code.
     pub fn advance(&mut self, advances: &[Advance]) {
-        for (id, work) in std::mem::take(&mut self.work) {
-            let Some(sequence) = self.running.get_mut(&id) else { continue };
-            sequence.known.computed = (work.start + work.rows) as usize;
-            if work.samples {
-                let advance = advances.iter().find(|a| a.slot == work.slot);
-                let tokens = &advance.unwrap_or_else(|| panic!("nothing of slot {}", work.slot)).tokens;
-                assert!(!tokens.is_empty() && tokens.len() <= 1 + work.most_drafts as usize, "{work:?}: {tokens:?}");
-                sequence.known.tokens.extend_from_slice(tokens);
-                sequence.known.computed = sequence.known.tokens.len() - 1;
-                assert!(sequence.known.tokens.len() <= sequence.known.max_length);
+        let mut advances = advances.iter();
+        let mut tokens_of = |slot: Slot| {
+            let advance = advances.next().filter(|advance| advance.slot == slot);
+            advance.unwrap_or_else(|| panic!("nothing of slot {slot}")).tokens.as_slice()
+        };
+        if let Some(foreseen) = self.foreseen.take() {
+            for (id, slot) in foreseen {
+                let &[token] = tokens_of(slot) else { panic!("slot {slot} brought more than was foreseen") };
+                let running = self.running.get_mut(&id).map(|r| &mut r.known);
+                let known = running.or_else(|| self.waiting.get_mut(&id).map(|w| &mut w.known));
+                if let Some(newest) = known.and_then(|known| known.tokens.last_mut()) {
+                    assert_eq!(*newest, UNKNOWN, "the newest token of {id} is known");
+                    *newest = token;
+                }
             }
-            self.index(id);
+            return;
         }
+        for (id, work) in std::mem::take(&mut self.work) {
+            let tokens = if work.samples { tokens_of(work.slot) } else { &[] };
+            assert!(!work.samples || (1..=1 + work.most_drafts as usize).contains(&tokens.len()), "{work:?}: {tokens:?}");
+            self.take_in(id, work, tokens);
+        }
+    }
+
+    /// Takes in that the planned step is under way, before it is known which tokens it brings, so that the next one can be planned; its
+    /// [`advance`](Self::advance) comes after that plan. Every work that samples brings one token then, and a sequence that has `max_length` tokens
+    /// with it is finished. One that turns out to have ended earlier may have a row in the next plan, and what that brings is nobody's.
+    ///
+    /// False if it cannot be foreseen: sequences draft, or may soon, or the step before has not been advanced.
+    pub fn foresee(&mut self) -> bool {
+        let drafts = self.limits.drafts > 0 && self.running.len() < self.limits.draft_rows as usize;
+        if drafts || self.foreseen.is_some() || self.work.iter().any(|(_, work)| work.most_drafts > 0) {
+            return false;
+        }
+        let mut foreseen = Vec::new();
+        for (id, work) in std::mem::take(&mut self.work) {
+            if work.samples {
+                foreseen.push((id, work.slot));
+            }
+            self.take_in(id, work, if work.samples { &[UNKNOWN] } else { &[] });
+            if self.running.get(&id).is_some_and(|r| r.known.tokens.len() == r.known.max_length) {
+                self.finish(id);
+            }
+        }
+        self.foreseen = Some(foreseen);
+        true
+    }
+
+    /// A sequence's rows have run, or are about to, and bring `tokens`.
+    fn take_in(&mut self, id: SequenceId, work: Work, tokens: &[u32]) {
+        // Ended since it was planned.
+        let Some(Running { known, .. }) = self.running.get_mut(&id) else { return };
+        known.computed = (work.start + work.rows) as usize;
+        if work.samples {
+            known.tokens.extend_from_slice(tokens);
+            known.computed = known.tokens.len() - 1;
+            assert!(known.tokens.len() <= known.max_length);
+        }
+        self.index(id);
     }
 
     /// Puts the pages that a sequence has filled into the index. Where the same is there already, that is used instead.

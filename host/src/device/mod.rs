@@ -20,7 +20,7 @@ pub use calls::Calls;
 pub use cuda::{CardInfo, PTX, cards};
 pub use pinned::Pinned;
 pub use tensor::TensorMaps;
-pub use timing::{Graph, Timer};
+pub use timing::{Graph, Marker, Timer};
 
 use crate::Error;
 

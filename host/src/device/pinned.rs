@@ -116,6 +116,17 @@ impl<T: Pod> Pinned<T> {
     }
 }
 
+impl<T: Pod> Pinned<T> {
+    /// Its contents, without waiting.
+    ///
+    /// # Safety
+    /// Nothing enqueued that uses it is still to be done.
+    pub unsafe fn as_mut_slice_now(&mut self) -> &mut [T] {
+        // SAFETY: live, aligned, initialised; the caller's word for the rest.
+        unsafe { std::slice::from_raw_parts_mut(self.host.cast(), self.len) }
+    }
+}
+
 impl<T> Drop for Pinned<T> {
     fn drop(&mut self) {
         match &*self.device.0 {

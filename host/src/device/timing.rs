@@ -60,6 +60,54 @@ impl Device {
     }
 }
 
+/// A point of a queue.
+pub struct Marker {
+    // Before the device: it lives in its context. None under the emulator, where nothing is ever under way.
+    event: Option<Event>,
+    device: Device,
+}
+
+// SAFETY: an event is a handle that any thread may pass to the driver.
+unsafe impl Send for Marker {}
+
+impl Device {
+    /// A point of this queue, still to be set.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn marker(&self) -> Result<Marker, Error> {
+        let event = match &*self.0 {
+            Kind::Cuda(cuda) => {
+                cuda.enter()?;
+                Some(Event::new(EventFlags::DISABLE_TIMING).map_err(Error::driver("making an event"))?)
+            }
+            Kind::Emulator(_) => None,
+        };
+        Ok(Marker { event, device: self.clone() })
+    }
+}
+
+impl Marker {
+    /// Sets it behind everything enqueued so far.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn set(&self) -> Result<(), Error> {
+        let (Some(event), Kind::Cuda(cuda)) = (&self.event, &*self.device.0) else { return Ok(()) };
+        cuda.enter()?;
+        event.record(cuda.stream()).map_err(Error::driver("recording an event"))
+    }
+
+    /// Waits until what was enqueued before it is done, whatever was enqueued since.
+    ///
+    /// # Errors
+    /// Whatever a kernel failed with.
+    pub fn wait(&self) -> Result<(), Error> {
+        let Some(event) = &self.event else { return Ok(()) };
+        event.synchronize().map_err(Error::driver("running the kernels"))
+    }
+}
+
 /// Device time between two points of a queue.
 pub struct Timer {
     // Before the device: events live in its context.

@@ -1,4 +1,6 @@
 //! Lists that a step takes to the device, all in one copy.
+//!
+//! Steps have two pieces of pinned memory in turn, so that one is filled while the step before is still under way.
 
 use cuda_std::{Global, GlobalMut};
 
@@ -11,7 +13,9 @@ const ALIGNMENT: usize = 4;
 /// Lists of words on their way.
 pub struct Upload {
     words: Vec<u32>,
-    host: Pinned<u32>,
+    host: [Pinned<u32>; 2],
+    /// Which of them is next.
+    turn: usize,
     there: Buffer<u32>,
 }
 
@@ -36,7 +40,8 @@ impl Upload {
     /// # Errors
     /// Too little memory.
     pub fn new(device: &Device, words: usize) -> Result<Self, Error> {
-        Ok(Self { words: Vec::with_capacity(words), host: device.pinned(words)?, there: device.zeroed(words)? })
+        let host = [device.pinned(words)?, device.pinned(words)?];
+        Ok(Self { words: Vec::with_capacity(words), host, turn: 0, there: device.zeroed(words)? })
     }
 
     /// Begins anew.
@@ -52,18 +57,23 @@ impl Upload {
         List { at, len: self.words.len() - at }
     }
 
-    /// Enqueues the copy. Waits for the one before.
+    /// Enqueues the copy.
+    ///
+    /// # Safety
+    /// The copy before the last one is done.
     ///
     /// # Errors
     /// A driver error.
     ///
     /// # Panics
     /// If there are more words than there is room for: a bug of the caller.
-    pub fn send(&mut self) -> Result<(), Error> {
-        let len = self.words.len();
-        self.host.as_mut_slice()?[..len].copy_from_slice(&self.words);
-        // SAFETY: both live with self; the host's side is written above alone, which waits for the device.
-        unsafe { self.there.copy_start_from_pinned(&self.host, len) }
+    pub unsafe fn send(&mut self) -> Result<(), Error> {
+        let (len, host) = (self.words.len(), &mut self.host[self.turn]);
+        self.turn = 1 - self.turn;
+        // SAFETY: the last copy was from the other piece; before it, the caller's word.
+        unsafe { host.as_mut_slice_now()[..len].copy_from_slice(&self.words) };
+        // SAFETY: both live with self; what reads `there` was enqueued before, and the host's side is written above alone.
+        unsafe { self.there.copy_start_from_pinned(host, len) }
     }
 
     /// Where a list will be on the device, once it was sent.
