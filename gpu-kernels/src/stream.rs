@@ -52,6 +52,7 @@ use crate::ring::{Ring, Shape};
 use crate::step::{MAX_DECODE_ROWS, Rows};
 use consumer::Consumer;
 pub use exchange::Exchange;
+pub(crate) use exchange::Words;
 use producer::{Units, produce};
 
 /// Bytes of a chunk.

@@ -85,7 +85,7 @@ use crate::stream::{SLICE_BYTES, TOGETHER};
 use crate::waiting;
 
 /// Most rows of a step.
-pub const MAX_WIDE_ROWS: u32 = 256;
+pub const MAX_WIDE_ROWS: u32 = 512;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 /// Strips of a tile.
@@ -220,7 +220,7 @@ impl WideStep {
         let mut tiles = 1;
         while tiles < grid {
             // Long rows are split the most.
-            let share = Share::new(tiles, grid, 1 << 20);
+            let share = Share::new(tiles, rows, grid, 1 << 20);
             if share.shift > 0 && tiles * share.chains() > most {
                 most = tiles * share.chains();
             }
@@ -274,6 +274,15 @@ impl WideStep {
             waiting::for_count(self.meetings(), 0, phase * thread::grid_dim_x());
             bulk::fence_proxy_async_global();
         }
+    }
+
+    /// A warp waits so; its first lane sees what they wrote.
+    #[inline(always)]
+    unsafe fn meet(&self, phase: u32) {
+        if thread::lane_id() == 0 {
+            unsafe { self.wait_for(phase) };
+        }
+        warp::sync_warp();
     }
 
     /// The norm that a product's input has yet to be divided by.

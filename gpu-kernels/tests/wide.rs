@@ -160,7 +160,8 @@ impl Case {
             strips,
             n: self.n as u32,
             k,
-            share: Share::new(Share::tiles(strips, row_tiles), grid, k),
+            // That of lower tiles, which are split sooner: any will do.
+            share: Share::new(Share::tiles(strips, row_tiles), 64, grid, k),
             base: 5,
             x: map.ptr(),
             y: y.ptr_mut(),
@@ -235,14 +236,24 @@ fn bits_of_linear_over_passes() {
 /// Parts go to blocks in rounds that no other split would shorten, what parts exchange included; and there are no more parts of a tile than blocks.
 #[test]
 fn the_last_round_is_short() {
-    for (grid, k) in [(1, 64), (3, 512), (108, 4096), (132, 4096), (132, 12288)] {
+    for (grid, k, rows) in
+        [(1, 64, 64), (3, 512, 128), (108, 4096, 64), (132, 4096, 128), (132, 4096, 64), (132, 12288, 128)]
+    {
         for tiles in 1..4 * grid {
-            let Share { whole, shift } = Share::new(tiles, grid, k);
+            let Share { whole, shift } = Share::new(tiles, rows, grid, k);
             assert!(whole % grid == 0 && tiles - whole < grid && 1 << shift <= 8.min(grid));
             let slots = (k / 64).div_ceil(8);
             let time = |shift: u32| {
                 let parts = (tiles - whole) << shift;
-                parts.div_ceil(grid) * (slots * (8 >> shift) + if shift > 0 { 12 } else { 0 })
+                parts.div_ceil(grid)
+                    * (slots * (8 >> shift)
+                        + if shift == 0 {
+                            0
+                        } else if rows == 64 {
+                            12
+                        } else {
+                            32
+                        })
             };
             let other = (0..4).filter(|other| 1 << other <= grid).map(time).min();
             assert_eq!(Some(time(shift)), other, "{tiles} tiles of {k} on {grid} blocks");

@@ -7,7 +7,8 @@
 //! - `mixed`: 2,000 requests, prompts log-normal around 400 tokens, answers of 16 to 512;
 //! - `prefix`: 1,000 requests that share 4,096 tokens, against 100 that do not (per request).
 //!
-//! With `launches` among them, decode steps and prompts go through the launches that other cards than Hopper run.
+//! With `launches` among them, decode steps and prompts go through the launches that other cards than Hopper run; with `sequences=512` or another number,
+//! so many run at once, where there are so many.
 //!
 //! A table, then a line of JSON with the names of docs/benchmarks.
 
@@ -104,7 +105,9 @@ fn main() -> Result<()> {
         _ => (Config::published(size).ok_or("no such size")?, Scale::published(), Device::cuda(0)?),
     };
     let launches = arguments.iter().any(|a| a == "launches");
-    let parts: Vec<&str> = arguments.iter().skip(1).map(String::as_str).filter(|a| *a != "launches").collect();
+    let sequences = arguments.iter().find_map(|a| a.strip_prefix("sequences=")).map(str::parse).transpose()?;
+    let names = arguments.iter().skip(1).map(String::as_str);
+    let parts: Vec<&str> = names.filter(|a| *a != "launches" && !a.starts_with("sequences=")).collect();
     let wants = |part: &str| parts.is_empty() || parts.contains(&part);
 
     let sizes = if device.is_emulator() { ceilings::Sizes::SMALL } else { ceilings::Sizes::PUBLISHED };
@@ -123,7 +126,8 @@ fn main() -> Result<()> {
     let begun = Instant::now();
     let weights = DeviceWeights::random(&config, &device)?;
     let apart = device.is_hopper() && !launches;
-    let backend = GpuBatch::with_weights(&device, &config, weights, scale.context, scale.options, apart)?;
+    let options = BatchOptions { sequences: sequences.or(scale.options.sequences), ..scale.options };
+    let backend = GpuBatch::with_weights(&device, &config, weights, scale.context, options, apart)?;
     let room = backend.limits();
     println!(
         "loaded in {:.1} s: {} pages, {} in the host tier",
@@ -276,7 +280,8 @@ impl Bencher {
         let (context, steps) = (self.scale.decode_context, self.scale.steps);
         for count in self.scale.decode.clone() {
             let each = (context + steps + 3).div_ceil(PAGE_TOKENS) as u32;
-            if count * each > self.backend.limits().pages {
+            let limits = self.backend.limits();
+            if count * each > limits.pages || count > limits.sequences {
                 println!("decode: no room for {count} sequences");
                 continue;
             }

@@ -317,7 +317,9 @@ fn the_cases_preempt_and_share_and_run_ahead() {
         foreseen += happened.foreseen;
         wasted += happened.wasted;
     }
-    println!("{preempting} preempt, {sharing} share, {restoring} bring back; {foreseen} steps foreseen, {wasted} rows for nothing");
+    println!(
+        "{preempting} preempt, {sharing} share, {restoring} bring back; {foreseen} steps foreseen, {wasted} rows for nothing"
+    );
     assert!(preempting > 30 && sharing > 100 && restoring > 10, "{preempting}, {sharing}, {restoring}");
     assert!(foreseen > 1000 && wasted > 20, "{foreseen}, {wasted}");
 }

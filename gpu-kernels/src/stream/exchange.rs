@@ -179,6 +179,12 @@ impl Words {
         Self { first, len, stamp }
     }
 
+    /// `len` words from `first` on, with this stamp.
+    #[inline(always)]
+    pub const fn at(first: GlobalMut<u64>, len: u32, stamp: u32) -> Self {
+        Self { first, len, stamp }
+    }
+
     /// Puts word `i` there.
     #[inline(always)]
     pub unsafe fn put(&self, i: u32, bits: u32) {

@@ -4,12 +4,11 @@
 //! No word is overwritten too early: the consumers of every block have the factors of a product before they end its phase, and the next ones are found behind the
 //! meeting.
 
-use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{GlobalMut, shared, thread, warp};
+use cuda_std::{shared, thread, warp};
 
 use super::phases::{Product, Unit};
 use super::{MAX_WIDE_ROWS, Memory, WideStep};
-use crate::waiting;
+use crate::stream::Words;
 
 /// Warps of a block that do this.
 pub const WARPS: u32 = 2;
@@ -32,40 +31,30 @@ pub unsafe fn wanted_rows<const ROWS: u32>(product: &Product) -> u32 {
 #[inline(always)]
 pub unsafe fn share<const ROWS: u32>(p: &WideStep, phase: u32, wanted: u32, which: u32) {
     unsafe {
-        let (words, stamp): (GlobalMut<u64>, u32) = (p.factor_words(), phase + 1);
+        let words = Words::at(p.factor_words(), MAX_WIDE_ROWS, phase + 1);
         let (lane, grid) = (thread::fresh(thread::lane_id()), thread::grid_dim_x());
+        // Loaded here: kept over the phases, a step of 256 rows takes a third of a percent longer.
         let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
         let mut row = thread::block_idx_x() + which * grid;
         while row < count {
             let factor = p.norm().inverse_rms(row);
             if lane == 0 {
-                let word = u64::from(stamp) << 32 | u64::from(factor.to_bits());
-                atomic::store(words, row as usize, word, Ordering::Relaxed, Scope::Device);
+                words.put(row, factor.to_bits());
             }
             row += WARPS * grid;
         }
         warp::sync_warp();
         let row = |k: usize| (k as u32 * WARPS + which) * 32 + lane;
-        let missing = |k: usize, word: u64| {
-            let row = row(k);
-            row < count && wanted >> (row / ROWS) & 1 == 1 && (word >> 32) as u32 != stamp
-        };
-        let mut found = [0u64; WORDS];
-        waiting::until(|| {
-            unroll!(K < WORDS of 4; {
-                if missing(K, found[K]) {
-                    found[K] = atomic::load(words, row(K) as usize, Ordering::Relaxed, Scope::Device);
-                }
-            });
-            let mut there = true;
-            unroll!(K < WORDS of 4; {
-                there &= !missing(K, found[K]);
-            });
-            warp::all(there)
+        let mut found = [words.nothing(); WORDS];
+        unroll!(K < WORDS of 8; {
+            if row(K) < count && wanted >> (row(K) / ROWS) & 1 == 1 {
+                found[K] = words.ask(row(K));
+            }
         });
+        words.settle(&mut found, row);
         let factors = shared::dynamic::<f32>(Memory::<ROWS>::SCRATCH);
-        unroll!(K < WORDS of 4; {
-            factors.store(row(K) as usize, f32::from_bits(found[K] as u32));
+        unroll!(K < WORDS of 8; {
+            factors.store(row(K) as usize, f32::from_bits(found[K].bits()));
         });
         warp::sync_warp();
         Memory::<ROWS>::factors_ready().arrive_if(lane == 0);

@@ -111,22 +111,24 @@ pub struct Share {
     pub shift: u32,
 }
 
-/// What it costs that parts exchange chains, in slots of the ring: 5 µs with 64 rows a tile and 10 with 128, on an H100.
-const EXCHANGE: u32 = 12;
+/// What it costs that parts of tiles of so many rows exchange chains, in slots of the ring: 5 µs with 64 rows and 15 with 128, on an H100.
+const fn exchange(rows: u32) -> u32 {
+    if rows == 64 { 12 } else { 32 }
+}
 
 impl Share {
-    /// Of `tiles` over `grid` blocks, for a matrix with `k` input features: the split with the shortest last round, and of equal ones the coarsest. No more
+    /// Of `tiles` of 64 or 128 `rows` over `grid` blocks, for a matrix with `k` input features: the split with the shortest last round, and of equal ones the coarsest. No more
     /// parts than blocks: a block waits for a tile's parts, and would for a later one of its own.
     ///
     /// # Panics
     /// Without blocks: a bug of the caller.
     #[must_use]
-    pub const fn new(tiles: u32, grid: u32, k: u32) -> Self {
+    pub const fn new(tiles: u32, rows: u32, grid: u32, k: u32) -> Self {
         let left = tiles % grid;
         let depth = (k / SLICE).div_ceil(RESIDUES);
         let (mut shift, mut best, mut tried) = (0, u32::MAX, 0);
         while RESIDUES >> tried > 0 && 1 << tried <= grid {
-            let part = (RESIDUES >> tried) * depth + if tried > 0 { EXCHANGE } else { 0 };
+            let part = (RESIDUES >> tried) * depth + if tried > 0 { exchange(rows) } else { 0 };
             let time = (left << tried).div_ceil(grid) * part;
             if time < best {
                 (shift, best) = (tried, time);

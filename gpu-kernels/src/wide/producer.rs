@@ -116,18 +116,16 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
-            let meet = || {
-                if thread::lane_id() == 0 {
-                    p.wait_for(number);
-                }
-                warp::sync_warp();
-            };
             if kind == Kind::ATTEND {
                 let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
-                walk::<ROWS, 1>(p, meet, |[item]| {
-                    make_queries(p, number, weight, &ring, &Item::new(item));
-                    ring = ring.ahead(1);
-                });
+                walk::<ROWS, 1>(
+                    p,
+                    || p.meet(number),
+                    |[item]| {
+                        make_queries(p, number, weight, &ring, &Item::new(item));
+                        ring = ring.ahead(1);
+                    },
+                );
                 send_end(&ring);
                 ring = ring.ahead(1);
             } else if Kind::is_product(kind) {
@@ -136,7 +134,7 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
                 if thread::lane_id() == 0 {
                     tensor::acquire(map);
                 }
-                meet();
+                p.meet(number);
                 ring = produce_activations::<ROWS>(&product, map, ring);
             }
             number += 1;
@@ -187,18 +185,12 @@ pub unsafe fn help<const ROWS: u32>(p: &WideStep, which: u32) {
             let kind = field!(phase, kind: u32);
             if kind == Kind::ATTEND {
                 // Nobody's copies read these pages any more then.
-                if thread::lane_id() == 0 {
-                    p.wait_for(number + 1);
-                }
-                warp::sync_warp();
+                p.meet(number + 1);
                 let grid = thread::grid_dim_x();
                 append(&p.split_heads(phase), thread::block_idx_x() + which * grid, 2 * grid);
             } else if Kind::is_normed(kind) {
                 let wanted = factors::wanted_rows::<ROWS>(&Product::new(phase));
-                if thread::lane_id() == 0 {
-                    p.wait_for(number);
-                }
-                warp::sync_warp();
+                p.meet(number);
                 factors::share::<ROWS>(p, number, wanted, which);
             }
             number += 1;

@@ -37,7 +37,7 @@ impl BatchOptions {
     /// Rows of a step up to which drafts are worth a try, where nothing is said: a decode step costs the same from 1 row to these.
     pub const DRAFT_ROWS: u32 = gpu_kernels::step::MAX_DECODE_ROWS;
     /// Most sequences that a step has room for on any device.
-    pub const MOST_SEQUENCES: u32 = 256;
+    pub const MOST_SEQUENCES: u32 = gpu_kernels::wide::MAX_WIDE_ROWS;
     /// Sequences at once on the CPU, where nothing is said.
     const CPU_SEQUENCES: u32 = 32;
     /// Rows of a step on the CPU: its products are in blocks of 64.

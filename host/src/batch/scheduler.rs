@@ -521,7 +521,10 @@ impl Scheduler {
         }
         for (id, work) in std::mem::take(&mut self.work) {
             let tokens = if work.samples { tokens_of(work.slot) } else { &[] };
-            assert!(!work.samples || (1..=1 + work.most_drafts as usize).contains(&tokens.len()), "{work:?}: {tokens:?}");
+            assert!(
+                !work.samples || (1..=1 + work.most_drafts as usize).contains(&tokens.len()),
+                "{work:?}: {tokens:?}"
+            );
             self.take_in(id, work, tokens);
         }
     }

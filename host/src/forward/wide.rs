@@ -5,7 +5,7 @@ use cuda_std::Global;
 use cuda_std::tensor::Matrix;
 use gpu_kernels::kv::{HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
-use gpu_kernels::wide::{self, Kind, Phase, Share, WideStep};
+use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 
 use super::{Forward, LogitRows, Pass, Tiles};
 use crate::Error;
@@ -13,7 +13,8 @@ use crate::device::{Buffer, TensorMaps};
 use crate::stream::Stream;
 
 /// Rows of a product's tile and how many tiles of rows there are: of each program, the first that has room for a pass is taken.
-const PROGRAMS: [(u32, u32); 3] = [(64, 1), (128, 1), (128, 2)];
+const PROGRAMS: [(u32, u32); 5] = [(64, 1), (128, 1), (128, 2), (128, 3), (128, 4)];
+const _: () = assert!(PROGRAMS[4].0 * PROGRAMS[4].1 == MAX_WIDE_ROWS);
 
 /// The first of the maps that are of [`wide::last_values`].
 const LAST_VALUES: usize = 6;
@@ -23,7 +24,7 @@ pub struct Wide {
     /// What the phases read: of each [`Input`], in tiles of 64 rows and of 128; and of the cache, values of a context's last page.
     _maps: TensorMaps,
     /// The phases of a step, for each of [`PROGRAMS`].
-    programs: [Buffer<u64>; PROGRAMS.len()],
+    programs: Vec<Buffer<u64>>,
     kinds: Vec<Kind>,
     partials: Buffer<f32>,
     arrivals: Buffer<u32>,
@@ -40,7 +41,7 @@ enum Input {
 }
 
 impl Forward {
-    /// Makes ready for passes over up to 256 rows of many sequences at the speed of memory, if the weights were
+    /// Makes ready for passes over up to [`MAX_WIDE_ROWS`] rows of many sequences at the speed of memory, if the weights were
     /// [laid out](Self::lay_out_stream); says whether.
     ///
     /// # Errors
@@ -60,12 +61,11 @@ impl Forward {
         matrices.extend(wide::last_values(cache.0, cache.1));
         let maps = self.device.tensor_maps(&matrices)?;
         let kinds = self.phases(stream, &maps, PROGRAMS[0]).iter().map(|phase| phase.kind).collect();
-        let program = |program| self.device.upload(Phase::words(&self.phases(stream, &maps, program)));
+        let program = |&program: &_| self.device.upload(Phase::words(&self.phases(stream, &maps, program)));
         let kv_heads = c.num_key_value_heads;
-        let [a, b, c] = PROGRAMS;
         let partials = [64, 128].map(|rows| WideStep::partial_len(rows, grid));
         self.wide = Some(Wide {
-            programs: [program(a)?, program(b)?, program(c)?],
+            programs: PROGRAMS.iter().map(program).collect::<Result<_, _>>()?,
             _maps: maps,
             kinds,
             trace: None,
@@ -112,7 +112,7 @@ impl Forward {
                 strips,
                 n,
                 k,
-                share: Share::new(Share::tiles(strips, row_tiles), grid, k),
+                share: Share::new(Share::tiles(strips, row_tiles), tile_rows, grid, k),
                 base: stream.base(matrix),
                 x: maps.ptr(2 * input as usize + usize::from(tile_rows > 64)),
                 y: self.logits.ptr_mut(),

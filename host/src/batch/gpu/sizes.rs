@@ -12,7 +12,7 @@ use crate::forward::{Footprint, Room};
 use crate::prefill;
 
 /// Sequences at once, where nothing is said: on a card, and on the emulator.
-const SEQUENCES: (u32, u32) = (BatchOptions::MOST_SEQUENCES, 8);
+const SEQUENCES: (u32, u32) = (256, 8);
 /// Rows of a step, where nothing is said: where prompts have passes of their own, and elsewhere.
 const ROWS: (u32, u32) = (prefill::CHUNK as u32, 256);
 /// Most rows of a step: lists have room for so many.
