@@ -114,7 +114,7 @@ fn case() -> impl Strategy<Value = Case> {
     (limits, prop::collection::vec(request, 1..14), others).prop_map(|(limits, requests, (seed, cost, foreseen))| {
         let (sequences, rows, page_tokens, context, pages, tier, starts) = limits;
         let (host_pages, drafts, draft_rows) = tier;
-        let (prompt_rows, idle_slots, prompts_apart) = starts;
+        let (prompt_rows, prompt_share, prompts_apart) = starts;
         let limits = Limits {
             context,
             sequences,
@@ -125,7 +125,7 @@ fn case() -> impl Strategy<Value = Case> {
             drafts,
             draft_rows,
             prompt_rows,
-            idle_slots,
+            prompt_share,
             prompts_apart,
         };
         let requests = requests.into_iter().map(|(mut prompt, most, early, step)| {
@@ -336,7 +336,7 @@ fn sequences_that_begin_alike_compute_it_once() {
         drafts: 0,
         draft_rows: 0,
         prompt_rows: 0,
-        idle_slots: 0,
+        prompt_share: 0,
         prompts_apart: true,
     };
     let prefix: Vec<u32> = (0..101).collect();
@@ -358,7 +358,7 @@ fn a_few_prompts_wait_for_more_while_others_run() {
         drafts: 0,
         draft_rows: 0,
         prompt_rows: 20,
-        idle_slots: 7,
+        prompt_share: 1,
         prompts_apart: true,
     };
     let mut scheduler = Scheduler::new(limits, Costs { swap_page: 1.0, row: 1.0 });
@@ -368,7 +368,7 @@ fn a_few_prompts_wait_for_more_while_others_run() {
         scheduler.advance(&sampling.map(|work| Advance { slot: work.slot, tokens: vec![1] }).collect::<Vec<_>>());
         plan.started.len()
     };
-    // Alone, at once; then seven slots are free, and a second does not wait either; a third does, until there are 20 rows.
+    // Alone, at once; a second is one for one that runs, and does not wait either; a third does, until there are 20 rows.
     scheduler.add(vec![2; 9], 60);
     assert_eq!(step(&mut scheduler), 1);
     scheduler.add(vec![3; 9], 60);
@@ -381,5 +381,38 @@ fn a_few_prompts_wait_for_more_while_others_run() {
     scheduler.add(vec![6; 3], 60);
     assert_eq!(step(&mut scheduler), 0);
     (0..4).for_each(|id| scheduler.finish(id));
+    assert_eq!(step(&mut scheduler), 1);
+}
+
+#[test]
+fn who_has_no_room_is_not_waited_for_together() {
+    let limits = Limits {
+        context: 64,
+        sequences: 8,
+        rows: 64,
+        page_tokens: 4,
+        pages: 20,
+        host_pages: 0,
+        drafts: 0,
+        draft_rows: 0,
+        prompt_rows: 20,
+        prompt_share: 1,
+        prompts_apart: true,
+    };
+    let mut scheduler = Scheduler::new(limits, Costs { swap_page: 1.0, row: 1.0 });
+    let step = |scheduler: &mut Scheduler| {
+        let plan = scheduler.plan();
+        let sampling = plan.work.iter().filter(|work| work.samples);
+        scheduler.advance(&sampling.map(|work| Advance { slot: work.slot, tokens: vec![1] }).collect::<Vec<_>>());
+        plan.started.len()
+    };
+    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
+    assert_eq!(step(&mut scheduler), 2);
+    // Together they would have 66 rows, but there are pages for the first alone.
+    scheduler.add(vec![4; 10], 60);
+    scheduler.add(vec![5; 56], 60);
+    assert_eq!((step(&mut scheduler), step(&mut scheduler)), (0, 0));
+    scheduler.finish(0);
+    // Now it is one for one that runs.
     assert_eq!(step(&mut scheduler), 1);
 }

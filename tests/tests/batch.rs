@@ -19,7 +19,7 @@ fn limits(page_tokens: usize, pages: u32, host_pages: u32, draft: Option<NgramDr
         drafts: draft.map_or(0, |draft| draft.tokens),
         draft_rows: 16,
         prompt_rows: 0,
-        idle_slots: 0,
+        prompt_share: 0,
         prompts_apart: false,
     }
 }

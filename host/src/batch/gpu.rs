@@ -43,8 +43,10 @@ use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
-/// Rows of prompts that wait for each other while answers run: a pass over fewer leaves tensor cores idle.
-const PROMPT_ROWS: u32 = 2048;
+/// Rows of prompts that wait for each other while answers run: a pass over fewer leaves tensor cores idle, and has rows of answers to run besides.
+const PROMPT_ROWS: u32 = 5120;
+/// Sooner, if they are one sequence for so many that run: more would be missing there.
+const PROMPT_SHARE: u32 = 16;
 
 /// Bytes that the second copy of the weights may take beside its own.
 const STREAM_SPARE: u64 = 512 << 20;
@@ -209,8 +211,8 @@ impl GpuBatch {
             host_pages: 0,
             drafts: options.draft.map_or(0, |draft| draft.tokens),
             draft_rows: options.draft_rows,
-            prompt_rows: if prompts_apart { PROMPT_ROWS } else { 0 },
-            idle_slots: sizes.sequences as u32 / 16,
+            prompt_rows: if prompts_apart { PROMPT_ROWS.min(sizes.rows as u32) } else { 0 },
+            prompt_share: PROMPT_SHARE,
             prompts_apart,
         };
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;

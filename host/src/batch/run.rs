@@ -63,7 +63,7 @@ impl BatchOptions {
             drafts: self.draft.map_or(0, |draft| draft.tokens),
             draft_rows: self.draft_rows,
             prompt_rows: 0,
-            idle_slots: 0,
+            prompt_share: 0,
             prompts_apart: false,
         }
     }

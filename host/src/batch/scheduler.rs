@@ -45,11 +45,11 @@ pub struct Limits {
     pub drafts: u32,
     /// Drafts are tried while a step has fewer rows than this.
     pub draft_rows: u32,
-    /// While others run, waiting sequences start once they have so many rows together, or `idle_slots` slots are free: where a pass over few rows of
-    /// prompts takes hardly less time than one over more. 0: at once.
+    /// While others run, waiting sequences that have room start once they have so many rows together, or are one for `prompt_share` that run: where a pass
+    /// over few rows of prompts takes hardly less time than one over more. 0: at once.
     pub prompt_rows: u32,
     /// See `prompt_rows`.
-    pub idle_slots: u32,
+    pub prompt_share: u32,
     /// Whether the device computes prompts otherwise than what it generates, to other bits: then a page is shared by those alone whose
     /// prompts end alike.
     pub prompts_apart: bool,
@@ -342,17 +342,31 @@ impl Scheduler {
         }
     }
 
-    /// Whether waiting sequences had better wait for more of them. One that has saved pages has little to run, and does not.
+    /// Whether the waiting sequences that have room now had better wait for more of them. One that has saved pages has little to run, and does not.
     fn better_together(&self) -> bool {
-        let rows_of = |Waiting { known, .. }: &Waiting| {
-            let found = self.pages.find(known.without_newest(), known.prompt).pages.len();
-            known.tokens.len() - known.computed.max(found * self.limits.page_tokens)
-        };
-        let rows = || self.waiting.values().take(self.slots.len()).map(rows_of).sum::<usize>();
-        !self.running.is_empty()
-            && self.slots.len() < self.limits.idle_slots as usize
-            && self.waiting.values().next().is_some_and(|first| first.saved.is_empty())
-            && rows() < self.limits.prompt_rows as usize
+        let Limits { prompt_rows, prompt_share, page_tokens, .. } = self.limits;
+        let is_new = |first: &Waiting| first.saved.is_empty();
+        if prompt_rows == 0 || self.running.is_empty() || !self.waiting.values().next().is_some_and(is_new) {
+            return false;
+        }
+        let mut room = self.pages.available().saturating_sub(self.running.len());
+        let (mut rows, mut count) = (0, 0);
+        for Waiting { known, .. } in self.waiting.values().take(self.slots.len()) {
+            let found = self.pages.find(known.without_newest(), known.prompt).pages;
+            let there = found.iter().filter(|(place, _)| matches!(place, Place::Device(_))).count();
+            // And a page for each that runs.
+            let wanted = known.tokens.len().div_ceil(page_tokens) - there + 1;
+            if wanted > room {
+                break;
+            }
+            room -= wanted;
+            rows += known.tokens.len() - known.computed.max(found.len() * page_tokens);
+            count += 1;
+            if rows >= prompt_rows as usize || count * prompt_share as usize >= self.running.len() {
+                return false;
+            }
+        }
+        count > 0
     }
 
     /// Takes up waiting sequences, the first in line first.
