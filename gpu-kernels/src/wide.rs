@@ -92,6 +92,8 @@ pub const THREADS: u32 = 384;
 pub const TILE_STRIPS: u32 = TOGETHER;
 
 const RESIDUES: u32 = 8;
+/// Words of the grid's meetings, and behind them of the rows' factors.
+const MEETING_WORDS: u32 = 2 + 2 * MAX_WIDE_ROWS;
 /// Warps that consume.
 const WARPS: u32 = 8;
 const CONSUMERS: u32 = WARPS * 32;
@@ -234,7 +236,7 @@ impl WideStep {
     /// that a tile of attention may begin with and each key-value head, how many splits that others combine are there.
     #[must_use]
     pub const fn arrivals_len(grid: u32, kv_heads: u32) -> usize {
-        4 * grid as usize + 2 + (MAX_WIDE_ROWS * (2 + kv_heads)) as usize
+        4 * grid as usize + (MEETING_WORDS + MAX_WIDE_ROWS * kv_heads) as usize
     }
 
     /// Words of [`items`](Self::items) for so many tiles of so many splits at most.
@@ -258,7 +260,7 @@ impl WideStep {
     /// How many splits are there of each row that a tile begins with and key-value head.
     #[inline(always)]
     unsafe fn split_arrivals(&self) -> GlobalMut<u32> {
-        unsafe { self.meetings().at(2 + 2 * MAX_WIDE_ROWS as usize) }
+        unsafe { self.meetings().at(MEETING_WORDS as usize) }
     }
 
     /// How many parts' chains are there of each split tile's halves, in the products whose number is even, or odd.
@@ -458,10 +460,10 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             warp::sync_warp();
             if warp::shuffle_idx(done, 0) == grid {
                 // The meetings and blocks, and with them the factors; and counts of the last product.
-                let (counts, words) = (p.part_arrivals(odd ^ 1), 2 + 2 * MAX_WIDE_ROWS);
+                let counts = p.part_arrivals(odd ^ 1);
                 let mut i = lane;
-                while i < words.max(2 * grid) {
-                    if i < words {
+                while i < MEETING_WORDS.max(2 * grid) {
+                    if i < MEETING_WORDS {
                         meetings.store(i as usize, 0);
                     }
                     if i < 2 * grid {

@@ -346,14 +346,14 @@ fn sequences_that_begin_alike_compute_it_once() {
     assert_eq!(run(&case), Happened { shared: 7 * 100, ..Happened::default() });
 }
 
-#[test]
-fn a_few_prompts_wait_for_more_while_others_run() {
+/// One whose prompts wait until they have 20 rows, or are one for one that runs.
+fn patient(pages: u32) -> Scheduler {
     let limits = Limits {
         context: 64,
         sequences: 8,
         rows: 64,
         page_tokens: 4,
-        pages: 128,
+        pages,
         host_pages: 0,
         drafts: 0,
         draft_rows: 0,
@@ -361,13 +361,20 @@ fn a_few_prompts_wait_for_more_while_others_run() {
         prompt_share: 1,
         prompts_apart: true,
     };
-    let mut scheduler = Scheduler::new(limits, Costs { swap_page: 1.0, row: 1.0 });
-    let step = |scheduler: &mut Scheduler| {
-        let plan = scheduler.plan();
-        let sampling = plan.work.iter().filter(|work| work.samples);
-        scheduler.advance(&sampling.map(|work| Advance { slot: work.slot, tokens: vec![1] }).collect::<Vec<_>>());
-        plan.started.len()
-    };
+    Scheduler::new(limits, Costs { swap_page: 1.0, row: 1.0 })
+}
+
+/// A step that brings a token to whoever samples. How many start in it.
+fn step(scheduler: &mut Scheduler) -> usize {
+    let plan = scheduler.plan();
+    let sampling = plan.work.iter().filter(|work| work.samples);
+    scheduler.advance(&sampling.map(|work| Advance { slot: work.slot, tokens: vec![1] }).collect::<Vec<_>>());
+    plan.started.len()
+}
+
+#[test]
+fn a_few_prompts_wait_for_more_while_others_run() {
+    let mut scheduler = patient(128);
     // Alone, at once; a second is one for one that runs, and does not wait either; a third does, until there are 20 rows.
     scheduler.add(vec![2; 9], 60);
     assert_eq!(step(&mut scheduler), 1);
@@ -386,26 +393,7 @@ fn a_few_prompts_wait_for_more_while_others_run() {
 
 #[test]
 fn who_has_no_room_is_not_waited_for_together() {
-    let limits = Limits {
-        context: 64,
-        sequences: 8,
-        rows: 64,
-        page_tokens: 4,
-        pages: 20,
-        host_pages: 0,
-        drafts: 0,
-        draft_rows: 0,
-        prompt_rows: 20,
-        prompt_share: 1,
-        prompts_apart: true,
-    };
-    let mut scheduler = Scheduler::new(limits, Costs { swap_page: 1.0, row: 1.0 });
-    let step = |scheduler: &mut Scheduler| {
-        let plan = scheduler.plan();
-        let sampling = plan.work.iter().filter(|work| work.samples);
-        scheduler.advance(&sampling.map(|work| Advance { slot: work.slot, tokens: vec![1] }).collect::<Vec<_>>());
-        plan.started.len()
-    };
+    let mut scheduler = patient(20);
     (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
     assert_eq!(step(&mut scheduler), 2);
     // Together they would have 66 rows, but there are pages for the first alone.

@@ -176,7 +176,7 @@ impl Words {
     #[inline(always)]
     pub const fn of(p: &StreamStep, kind: Kind, stamp: u32) -> Self {
         let Place { first, len } = p.exchange.kinds[kind as usize];
-        Self { first, len, stamp }
+        Self::at(first, len, stamp)
     }
 
     /// `len` words from `first` on, with this stamp.

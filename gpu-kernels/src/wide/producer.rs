@@ -22,7 +22,7 @@ const fn weights_under_way(rows: u32) -> u32 {
 
 /// How many slots may be under way of a phase that has filled so many. What has room in the ring is copied while blocks still finish the phase before, and all that they
 /// exchange there waits in line with copies: so these come one after another, and are there in time none the less.
-pub const fn under_way<const ROWS: u32>(filled: u32, most: u32) -> u32 {
+const fn under_way<const ROWS: u32>(filled: u32, most: u32) -> u32 {
     if filled < Memory::<ROWS>::RING.stages { 1 } else { most }
 }
 

@@ -352,10 +352,8 @@ impl GpuBatch {
         while self.flags.len() > self.flag_room {
             self.upload.clear();
             let flags = self.list_flags(cleared.drain(..));
-            // SAFETY: the step before the last one has ended, and what was sent here is waited for.
-            unsafe { self.upload.send()? };
+            self.upload.send()?;
             self.enqueue_flags(&flags)?;
-            self.forward.device().synchronize()?;
         }
         self.upload.clear();
         let out = plan.swap_out.iter().flat_map(|m| [m.from, m.to]);
@@ -596,8 +594,7 @@ impl BatchBackend for GpuBatch {
         if self.under_way.is_empty() {
             self.idle += done.map_or(Duration::ZERO, |done| done.elapsed());
         }
-        // SAFETY: the step before the one under way has ended.
-        unsafe { self.upload.send()? };
+        self.upload.send()?;
         self.enqueue_changes(&changes)?;
         // What a prompt's row costs is measured where many run together.
         let prompt_rows = match self.limits.prompts_apart {

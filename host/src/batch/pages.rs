@@ -77,6 +77,16 @@ pub struct Found {
     pub partial: Option<(Page, usize)>,
 }
 
+impl Found {
+    /// Its full pages that are on the device.
+    pub fn on_device(&self) -> impl Iterator<Item = Page> {
+        self.pages.iter().filter_map(|(place, _)| match place {
+            Place::Device(page) => Some(*page),
+            Place::Host(_) => None,
+        })
+    }
+}
+
 /// What [`Pages::index`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Put {

@@ -352,15 +352,14 @@ impl Scheduler {
         let mut room = self.pages.available().saturating_sub(self.running.len());
         let (mut rows, mut count) = (0, 0);
         for Waiting { known, .. } in self.waiting.values().take(self.slots.len()) {
-            let found = self.pages.find(known.without_newest(), known.prompt).pages;
-            let there = found.iter().filter(|(place, _)| matches!(place, Place::Device(_))).count();
+            let found = self.pages.find(known.without_newest(), known.prompt);
             // And a page for each that runs.
-            let wanted = known.tokens.len().div_ceil(page_tokens) - there + 1;
+            let wanted = known.tokens.len().div_ceil(page_tokens) - found.on_device().count() + 1;
             if wanted > room {
                 break;
             }
             room -= wanted;
-            rows += known.tokens.len() - known.computed.max(found.len() * page_tokens);
+            rows += known.tokens.len() - known.computed.max(found.pages.len() * page_tokens);
             count += 1;
             if rows >= prompt_rows as usize || count * prompt_share as usize >= self.running.len() {
                 return false;
@@ -412,11 +411,7 @@ impl Scheduler {
         let found = self.pages.find(waiting.known.without_newest(), waiting.known.prompt);
         let total = waiting.known.tokens.len().div_ceil(size);
         let shared = found.pages.len();
-        let there = found.pages.iter().filter_map(|(place, _)| match place {
-            Place::Device(page) => Some(*page),
-            Place::Host(_) => None,
-        });
-        let there: Vec<Page> = there.collect();
+        let there: Vec<Page> = found.on_device().collect();
         // Shared pages that nobody uses now are no longer to be had once they are shared.
         let idle = there.iter().filter(|page| self.pages.users(**page) == 0).count();
         let spare = self.pages.available() - idle;

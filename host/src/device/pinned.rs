@@ -111,18 +111,16 @@ impl<T: Pod> Pinned<T> {
     /// Whatever a kernel failed with.
     pub fn as_mut_slice(&mut self) -> Result<&mut [T], Error> {
         self.device.synchronize_all()?;
-        // SAFETY: as for `as_slice`, and exclusive.
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.host.cast(), self.len) })
+        // SAFETY: that has been waited for.
+        Ok(unsafe { self.as_mut_slice_now() })
     }
-}
 
-impl<T: Pod> Pinned<T> {
     /// Its contents, without waiting.
     ///
     /// # Safety
     /// Nothing enqueued that uses it is still to be done.
     pub unsafe fn as_mut_slice_now(&mut self) -> &mut [T] {
-        // SAFETY: live, aligned, initialised; the caller's word for the rest.
+        // SAFETY: live, aligned (to a page, or 16 bytes), initialised, exclusive; the caller's word for the rest.
         unsafe { std::slice::from_raw_parts_mut(self.host.cast(), self.len) }
     }
 }

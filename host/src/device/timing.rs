@@ -33,13 +33,28 @@ impl Device {
     /// # Errors
     /// A driver error.
     pub fn wait_for(&self, other: &Device) -> Result<(), Error> {
-        let (Kind::Cuda(here), Kind::Cuda(there)) = (&*self.0, &*other.0) else { return Ok(()) };
+        let marker = other.marker()?;
+        marker.set()?;
+        let (Kind::Cuda(here), Some(event)) = (&*self.0, marker.event) else { return Ok(()) };
         here.enter()?;
-        let event = Event::new(EventFlags::DISABLE_TIMING).map_err(Error::driver("making an event"))?;
-        event.record(there.stream()).map_err(Error::driver("recording an event"))?;
         here.stream()
             .wait_event(event, StreamWaitEventFlags::DEFAULT)
             .map_err(Error::driver("waiting for another queue"))
+    }
+
+    /// A point of this queue, still to be set.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn marker(&self) -> Result<Marker, Error> {
+        let event = match &*self.0 {
+            Kind::Cuda(cuda) => {
+                cuda.enter()?;
+                Some(Event::new(EventFlags::DISABLE_TIMING).map_err(Error::driver("making an event"))?)
+            }
+            Kind::Emulator(_) => None,
+        };
+        Ok(Marker { event, device: self.clone() })
     }
 
     /// Records what `work` enqueues on this device, without running it, as one thing to launch.
@@ -70,35 +85,16 @@ pub struct Marker {
 // SAFETY: an event is a handle that any thread may pass to the driver.
 unsafe impl Send for Marker {}
 
-impl Device {
-    /// A point of this queue, still to be set.
-    ///
-    /// # Errors
-    /// A driver error.
-    pub fn marker(&self) -> Result<Marker, Error> {
-        let event = match &*self.0 {
-            Kind::Cuda(cuda) => {
-                cuda.enter()?;
-                Some(Event::new(EventFlags::DISABLE_TIMING).map_err(Error::driver("making an event"))?)
-            }
-            Kind::Emulator(_) => None,
-        };
-        Ok(Marker { event, device: self.clone() })
-    }
-}
-
 impl Marker {
     /// Sets it behind everything enqueued so far.
     ///
     /// # Errors
     /// A driver error.
     pub fn set(&self) -> Result<(), Error> {
-        let (Some(event), Kind::Cuda(cuda)) = (&self.event, &*self.device.0) else { return Ok(()) };
-        cuda.enter()?;
-        event.record(cuda.stream()).map_err(Error::driver("recording an event"))
+        self.event.as_ref().map_or(Ok(()), |event| record_event(&self.device, event))
     }
 
-    /// Waits until what was enqueued before it is done, whatever was enqueued since.
+    /// Waits until what was enqueued before it is done, whatever was enqueued since. Before one that was never set there is nothing.
     ///
     /// # Errors
     /// Whatever a kernel failed with.
@@ -130,7 +126,7 @@ impl Timer {
     /// A driver error.
     pub fn start(&self) -> Result<(), Error> {
         match &self.clock {
-            Clock::Events(start, _) => self.record(start),
+            Clock::Events(start, _) => record_event(&self.device, start),
             Clock::Host(start, _) => {
                 start.set(Instant::now());
                 Ok(())
@@ -144,18 +140,12 @@ impl Timer {
     /// A driver error.
     pub fn stop(&self) -> Result<(), Error> {
         match &self.clock {
-            Clock::Events(_, stop) => self.record(stop),
+            Clock::Events(_, stop) => record_event(&self.device, stop),
             Clock::Host(_, stop) => {
                 stop.set(Instant::now());
                 Ok(())
             }
         }
-    }
-
-    fn record(&self, event: &Event) -> Result<(), Error> {
-        let Kind::Cuda(cuda) = &*self.device.0 else { return Ok(()) };
-        cuda.enter()?;
-        event.record(cuda.stream()).map_err(Error::driver("recording an event"))
     }
 
     /// Milliseconds from start to stop; waits for both.
@@ -182,6 +172,13 @@ impl Timer {
         self.stop()?;
         self.elapsed_ms()
     }
+}
+
+/// Puts `event` behind everything enqueued on `device` so far.
+fn record_event(device: &Device, event: &Event) -> Result<(), Error> {
+    let Kind::Cuda(cuda) = &*device.0 else { return Ok(()) };
+    cuda.enter()?;
+    event.record(cuda.stream()).map_err(Error::driver("recording an event"))
 }
 
 /// Work that was recorded by [`Device::capture`].

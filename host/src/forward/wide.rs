@@ -14,7 +14,8 @@ use crate::stream::Stream;
 
 /// Rows of a product's tile and how many tiles of rows there are: of each program, the first that has room for a pass is taken.
 const PROGRAMS: [(u32, u32); 5] = [(64, 1), (128, 1), (128, 2), (128, 3), (128, 4)];
-const _: () = assert!(PROGRAMS[4].0 * PROGRAMS[4].1 == MAX_WIDE_ROWS);
+const LARGEST: (u32, u32) = PROGRAMS[PROGRAMS.len() - 1];
+const _: () = assert!(LARGEST.0 * LARGEST.1 == MAX_WIDE_ROWS);
 
 /// The first of the maps that are of [`wide::last_values`].
 const LAST_VALUES: usize = 6;

@@ -5,7 +5,7 @@
 use cuda_std::{Global, GlobalMut};
 
 use crate::Error;
-use crate::device::{Buffer, Device, Pinned};
+use crate::device::{Buffer, Device, Marker, Pinned};
 
 /// Lists of words start at multiples of so many: 16 bytes.
 const ALIGNMENT: usize = 4;
@@ -14,6 +14,8 @@ const ALIGNMENT: usize = 4;
 pub struct Upload {
     words: Vec<u32>,
     host: [Pinned<u32>; 2],
+    /// Behind the last copy from each.
+    sent: [Marker; 2],
     /// Which of them is next.
     turn: usize,
     there: Buffer<u32>,
@@ -40,8 +42,13 @@ impl Upload {
     /// # Errors
     /// Too little memory.
     pub fn new(device: &Device, words: usize) -> Result<Self, Error> {
-        let host = [device.pinned(words)?, device.pinned(words)?];
-        Ok(Self { words: Vec::with_capacity(words), host, turn: 0, there: device.zeroed(words)? })
+        Ok(Self {
+            words: Vec::with_capacity(words),
+            host: [device.pinned(words)?, device.pinned(words)?],
+            sent: [device.marker()?, device.marker()?],
+            turn: 0,
+            there: device.zeroed(words)?,
+        })
     }
 
     /// Begins anew.
@@ -57,23 +64,22 @@ impl Upload {
         List { at, len: self.words.len() - at }
     }
 
-    /// Enqueues the copy.
-    ///
-    /// # Safety
-    /// The copy before the last one is done.
+    /// Enqueues the copy. Waits for the one before the last.
     ///
     /// # Errors
     /// A driver error.
     ///
     /// # Panics
     /// If there are more words than there is room for: a bug of the caller.
-    pub unsafe fn send(&mut self) -> Result<(), Error> {
-        let (len, host) = (self.words.len(), &mut self.host[self.turn]);
+    pub fn send(&mut self) -> Result<(), Error> {
+        let (len, host, sent) = (self.words.len(), &mut self.host[self.turn], &self.sent[self.turn]);
         self.turn = 1 - self.turn;
-        // SAFETY: the last copy was from the other piece; before it, the caller's word.
+        sent.wait()?;
+        // SAFETY: the copy before the last one, which was from this piece, has been waited for.
         unsafe { host.as_mut_slice_now()[..len].copy_from_slice(&self.words) };
         // SAFETY: both live with self; what reads `there` was enqueued before, and the host's side is written above alone.
-        unsafe { self.there.copy_start_from_pinned(host, len) }
+        unsafe { self.there.copy_start_from_pinned(host, len)? };
+        sent.set()
     }
 
     /// Where a list will be on the device, once it was sent.
