@@ -120,6 +120,17 @@ pub unsafe fn copy_to_shared(destination: Shared<u8>, source: Global<u8>, bytes:
     unsafe { target::bulk_to_shared(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
 }
 
+/// [`copy_to_shared`] of what nobody else will read soon: it is the first to leave the second-level cache (`.L2::cache_hint`, `evict_first`).
+///
+/// # Safety
+/// As [`copy_to_shared`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn copy_to_shared_once(destination: Shared<u8>, source: Global<u8>, bytes: u32, barrier: Barrier) {
+    // SAFETY: the caller's.
+    unsafe { target::bulk_to_shared_once(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
+}
+
 /// As [`copy_to_shared`] into every block of the [cluster](crate::cluster) whose bit is set in `blocks`, at the same place and towards the same barrier in
 /// each (`.multicast::cluster`).
 ///

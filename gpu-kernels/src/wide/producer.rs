@@ -93,7 +93,13 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
                     if lane < PIECES {
                         let at = lane * (WEIGHT_BYTES / PIECES);
                         let from = p.stream.cast().at(from as usize + at as usize);
-                        bulk::copy_to_shared(ring.slot().at(at as usize), from, WEIGHT_BYTES / PIECES, ring.full());
+                        let to = ring.slot().at(at as usize);
+                        if ROWS == 64 {
+                            bulk::copy_to_shared_once(to, from, WEIGHT_BYTES / PIECES, ring.full());
+                        } else {
+                            // Other blocks have other rows for the same weights.
+                            bulk::copy_to_shared(to, from, WEIGHT_BYTES / PIECES, ring.full());
+                        }
                     }
                     from += stride;
                     ring = ring.ahead(1);

@@ -51,7 +51,7 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
                         });
                     } else {
                         unroll!(J < TILES of 16; {
-                            partial.store(chain, J as u32, accumulators!(64 + 4 * J));
+                            partial.store::<TILES>(chain, J as u32, accumulators!(64 + 4 * J));
                         });
                         chain += 1;
                     }
@@ -67,7 +67,7 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
                 } else {
                     if unit.residue == 0 {
                         unroll!(J < TILES of 16; {
-                            partial.store(0, J as u32, accumulators!(4 * J));
+                            partial.store::<TILES>(0, J as u32, accumulators!(4 * J));
                         });
                     }
                     partial.arrive();
@@ -135,8 +135,14 @@ impl Partial {
     }
 
     #[inline(always)]
-    pub unsafe fn store(&self, chain: u32, j: u32, sums: [f32; 4]) {
-        unsafe { self.place(chain, j).store16(0, sums.map(f32::to_bits)) }
+    pub unsafe fn store<const TILES: usize>(&self, chain: u32, j: u32, sums: [f32; 4]) {
+        let (place, words) = (unsafe { self.place(chain, j) }, sums.map(f32::to_bits));
+        if TILES == 8 {
+            // 30 MB a layer that would go to memory, beside the weights, before they are written anew.
+            unsafe { place.store16_kept(0, words) };
+        } else {
+            unsafe { place.store16(0, words) };
+        }
     }
 
     /// The warpgroup's chains are there.

@@ -226,6 +226,7 @@ memory! {
 }
 memory! { stores
     store_global store_global16 u64 Global;
+    store_global_kept store_global16_kept u64 Global;
     store_shared store_shared16 u32 Shared;
 }
 
@@ -302,6 +303,11 @@ pub fn fence_proxy_async_global() {}
 
 #[track_caller]
 pub unsafe fn bulk_to_shared(destination: u32, source: u64, bytes: u32, barrier: u32) {
+    copies::bulk_to_shared(destination, source, bytes, barrier, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn bulk_to_shared_once(destination: u32, source: u64, bytes: u32, barrier: u32) {
     copies::bulk_to_shared(destination, source, bytes, barrier, Location::caller());
 }
 

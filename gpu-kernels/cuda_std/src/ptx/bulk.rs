@@ -91,6 +91,17 @@ pub unsafe fn bulk_to_shared(destination: u32, source: u64, bytes: u32, barrier:
 }
 
 #[inline(always)]
+pub unsafe fn bulk_to_shared_once(destination: u32, source: u64, bytes: u32, barrier: u32) {
+    // SAFETY: the caller's.
+    unsafe {
+        asm!("{{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;",
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{d}], [{s}], {n}, [{b}], first; }}",
+            d = in(reg32) destination, s = in(reg64) source, n = in(reg32) bytes, b = in(reg32) barrier,
+            options(nostack));
+    }
+}
+
+#[inline(always)]
 pub unsafe fn bulk_to_shared_multicast(destination: u32, source: u64, bytes: u32, barrier: u32, blocks: u16) {
     // SAFETY: the caller's.
     unsafe {
