@@ -138,7 +138,8 @@ const fn under_way(one_row: bool, is_long: bool, chunks: u32) -> u32 {
 /// Chunks of a pass that are over before memory is in its stride: those of models of less than a billion parameters.
 const FEW: u32 = 8;
 
-/// Waits for room and starts the next chunk's copy: `WARPS` pieces that lie `apart` bytes from each other, a lane each.
+/// Waits for room and starts the next chunk's copy: `WARPS` pieces that lie `apart` bytes from each other, a lane each. Nobody reads them again in this step: what blocks exchange stays in
+/// the second-level cache instead.
 #[inline(always)]
 unsafe fn fill(ring: &mut Ring, from: Global<u8>, apart: u32, under_way: u32) {
     unsafe {
@@ -151,7 +152,7 @@ unsafe fn fill(ring: &mut Ring, from: Global<u8>, apart: u32, under_way: u32) {
         warp::sync_warp();
         if lane < WARPS {
             let to = ring.slot().at((lane * SLICE_BYTES) as usize);
-            bulk::copy_to_shared(to, from.at((lane * apart) as usize), SLICE_BYTES, ring.full());
+            bulk::copy_to_shared_once(to, from.at((lane * apart) as usize), SLICE_BYTES, ring.full());
         }
         *ring = ring.ahead(1);
     }
