@@ -23,10 +23,6 @@ use crate::prefill::{Parts, Prefill};
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 
-/// Up to so many rows of several sequences are quicker launch by launch than as many rows are in one launch: 6.8 ms against 7.2 with 8
-/// sequences of 1,040 tokens and Qwen3-8B's shape on an H100, and with 16 sequences 8.1 against 7.8.
-const FEW_ROWS: u32 = 8;
-
 /// A model on a device with the memory of its sequences: cache, activations, logits. Everything is allocated here, and nothing
 /// while it runs.
 pub struct Forward {
@@ -481,8 +477,8 @@ impl Forward {
     }
 
     /// Enqueues a pass over rows of any sequences the way that is quickest on Hopper (docs/performance.md): up to [`MAX_DECODE_ROWS`] of
-    /// them in one launch if they are `of_one` sequence and follow each other; launch by launch if they are few and of several; and
-    /// otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits are the same.
+    /// them by the step for few rows if they are `of_one` sequence and follow each other, and otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits
+    /// are the same.
     ///
     /// # Errors
     /// A refused launch.
@@ -495,7 +491,7 @@ impl Forward {
                 return self.enqueue_stream(stream, pass.rows, pass.most_rows);
             }
         }
-        if pass.most_rows <= FEW_ROWS { self.enqueue_launches(pass) } else { self.enqueue_rows(pass) }
+        self.enqueue_rows(pass)
     }
 
     /// Enqueues a step in one launch, whose counters are zero by then.
