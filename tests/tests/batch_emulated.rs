@@ -70,7 +70,7 @@ fn options(sequences: u32, rows: u32, pages: usize, host_pages: usize, draft: Op
 }
 
 /// Company of several kinds: with so few pages that sequences are put aside, or computed again; with drafts and little room in a step, or with
-/// so many that a step has more rows than run launch by launch.
+/// so many that a step has more than 64 rows.
 fn companies() -> [(BatchOptions, bool); 5] {
     let drafting = Some(NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false });
     let many = drafting.map(|draft| NgramDraft { tokens: 15, ..draft });
