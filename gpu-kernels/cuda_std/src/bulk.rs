@@ -120,7 +120,7 @@ pub unsafe fn copy_to_shared(destination: Shared<u8>, source: Global<u8>, bytes:
     unsafe { target::bulk_to_shared(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
 }
 
-/// [`copy_to_shared`] of what nobody else will read soon: it is the first to leave the second-level cache (`.L2::cache_hint`, `evict_first`).
+/// [`copy_to_shared`] of what nobody else will read soon: it is the first to leave the second-level cache (`.L2::cache_hint`, with the policy `evict_first`).
 ///
 /// # Safety
 /// As [`copy_to_shared`].

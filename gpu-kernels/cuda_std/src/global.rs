@@ -198,19 +198,8 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global16(self.element(i), value) }
     }
 
-    /// [`store`](Self::store) of what is read soon, and overwritten not much later: it is the last to leave the second-level cache, so that it need never go to memory
-    /// (`.L2::cache_hint`, `evict_last`).
-    ///
-    /// # Safety
-    /// As for [`store`](Self::store).
-    #[inline(always)]
-    #[track_caller]
-    pub unsafe fn store_kept(self, i: usize, value: T) {
-        // SAFETY: the caller's.
-        unsafe { target::store_global_kept(self.element(i), value) }
-    }
-
-    /// [`store16`](Self::store16), as [`store_kept`](Self::store_kept).
+    /// [`store16`](Self::store16) of what is read soon, and overwritten not much later: it is the last to leave the second-level cache, so that it need never go
+    /// to memory (`st.global.L2::cache_hint.v4.b32`, with the policy `evict_last`).
     ///
     /// # Safety
     /// As for [`store16`](Self::store16).

@@ -226,7 +226,6 @@ memory! {
 }
 memory! { stores
     store_global store_global16 u64 Global;
-    store_global_kept store_global16_kept u64 Global;
     store_shared store_shared16 u32 Shared;
 }
 
@@ -240,6 +239,13 @@ pub unsafe fn load_global16_stream(address: u64) -> [u32; 4] {
 #[inline]
 #[track_caller]
 pub unsafe fn store_global16_stream(address: u64, value: [u32; 4]) {
+    // SAFETY: the caller's.
+    unsafe { store_global16(address, value) }
+}
+
+#[inline]
+#[track_caller]
+pub unsafe fn store_global16_kept(address: u64, value: [u32; 4]) {
     // SAFETY: the caller's.
     unsafe { store_global16(address, value) }
 }

@@ -83,9 +83,6 @@ loads!(vector load_global16_stream u64 reg64 "global.nc.L1::no_allocate.L2::256B
 
 macro_rules! stores {
     ($($name:ident $name16:ident $address:ident $reg:ident $space:literal;)*) => {
-        stores!($($name $name16 $address $reg $space "" ";";)*);
-    };
-    ($($name:ident $name16:ident $address:ident $reg:ident $space:literal $before:literal $after:literal;)*) => {
         $(
             #[inline(always)]
             pub unsafe fn $name<T: Copy>(address: $address, value: T) {
@@ -95,29 +92,29 @@ macro_rules! stores {
                     match size_of::<T>() {
                         1 => {
                             let v = u16::from(transmute_copy::<T, u8>(&value));
-                            asm!(concat!($before, "st.", $space, ".u8 [{a}], {v}", $after), a = in($reg) address, v = in(reg16) v,
+                            asm!(concat!("st.", $space, ".u8 [{a}], {v};"), a = in($reg) address, v = in(reg16) v,
                                 options(nostack));
                         }
                         2 => {
                             let v = transmute_copy::<T, u16>(&value);
-                            asm!(concat!($before, "st.", $space, ".b16 [{a}], {v}", $after), a = in($reg) address, v = in(reg16) v,
+                            asm!(concat!("st.", $space, ".b16 [{a}], {v};"), a = in($reg) address, v = in(reg16) v,
                                 options(nostack));
                         }
                         4 => {
                             let v = transmute_copy::<T, u32>(&value);
-                            asm!(concat!($before, "st.", $space, ".b32 [{a}], {v}", $after), a = in($reg) address, v = in(reg32) v,
+                            asm!(concat!("st.", $space, ".b32 [{a}], {v};"), a = in($reg) address, v = in(reg32) v,
                                 options(nostack));
                         }
                         _ => {
                             let v = transmute_copy::<T, u64>(&value);
-                            asm!(concat!($before, "st.", $space, ".b64 [{a}], {v}", $after), a = in($reg) address, v = in(reg64) v,
+                            asm!(concat!("st.", $space, ".b64 [{a}], {v};"), a = in($reg) address, v = in(reg64) v,
                                 options(nostack));
                         }
                     }
                 }
             }
 
-            stores!(vector $name16 $address $reg $space $before $after);
+            stores!(vector $name16 $address $reg $space "" ";");
         )*
     };
     (vector $name16:ident $address:ident $reg:ident $space:literal $before:literal $after:literal) => {
@@ -137,10 +134,8 @@ stores! {
     store_shared store_shared16 u32 reg32 "shared";
 }
 stores!(vector store_global16_stream u64 reg64 "global.cs" "" ";");
-stores! {
-    store_global_kept store_global16_kept u64 reg64 "global.L2::cache_hint"
-        "{{ .reg .b64 last; createpolicy.fractional.L2::evict_last.b64 last, 1.0; " ", last; }}";
-}
+stores!(vector store_global16_kept u64 reg64 "global.L2::cache_hint"
+    "{{ .reg .b64 last; createpolicy.fractional.L2::evict_last.b64 last, 1.0; " ", last; }}");
 
 #[inline(always)]
 pub unsafe fn async_copy16(destination: u32, source: u64) {
