@@ -239,7 +239,8 @@ pub unsafe fn bulk_copies(p: Io) {
         thread::sync_threads();
         if thread::warp_id() == 1 && warp::elect() {
             full.arrive_expect_tx(1024);
-            bulk::copy_to_shared(words.cast(), p.input.cast(), 512, full);
+            bulk::copy_to_shared(words.cast(), p.input.cast(), 256, full);
+            bulk::copy_to_shared_once(words.at(64).cast(), p.input.at(64).cast(), 256, full);
             bulk::copy_to_shared_multicast(words.at(128).cast(), p.input.at(128).cast(), 512, full, 1);
         }
         full.wait(0);
