@@ -62,7 +62,7 @@ fn both(ptx: &str) {
             ("ld.global.nc.b16", 1),
             ("ld.global.u8", 1),
             ("ld.global.b64", 1),
-            ("st.global.v4.b32", 1),
+            ("st.global.v4.b32", 2),
             ("createpolicy.fractional.L2::evict_last.b64", 1),
             ("st.global.L2::cache_hint.v4.b32", 1),
             ("st.global.cs.v4.b32", 1),

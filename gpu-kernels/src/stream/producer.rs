@@ -129,8 +129,8 @@ impl Units {
 
 /// Chunks under way at a time: of a matrix of which a block has so many in a pass, or of pages. The copy engine serves copies side by side: with as many as the
 /// ring has stages, the last chunk before a boundary would arrive no earlier than those after it, and the ring would be full when the pause begins that it is to
-/// bridge. So it is few where boundaries are near, and one more where all the time is memory's: with one row, and more than a few chunks; and with several rows once a pass has
-/// `filled` the ring, so that what blocks still exchange at its beginning does not wait behind it (measured on an H100).
+/// bridge. So it is few where boundaries are near, and one more where all the time is memory's: with one row, and more than a few chunks;
+/// and with several rows once a pass has `filled` the ring, so that what blocks still exchange at its beginning does not wait behind it (measured on an H100).
 #[inline(always)]
 const fn under_way(one_row: bool, is_long: bool, chunks: u32, filled: u32) -> u32 {
     if one_row && chunks <= FEW { 2 } else { 2 + is_long as u32 + (one_row || filled >= RING.stages) as u32 }
@@ -139,8 +139,8 @@ const fn under_way(one_row: bool, is_long: bool, chunks: u32, filled: u32) -> u3
 /// Chunks of a pass that are over before memory is in its stride: those of models of less than a billion parameters.
 const FEW: u32 = 8;
 
-/// Waits for room and starts the next chunk's copy: `WARPS` pieces that lie `apart` bytes from each other, a lane each. Nobody reads them again in this step: what blocks exchange stays in
-/// the second-level cache instead.
+/// Waits for room and starts the next chunk's copy: `WARPS` pieces that lie `apart` bytes from each other, a lane each.
+/// Nobody reads them again in this step: what blocks exchange stays in the second-level cache instead.
 #[inline(always)]
 unsafe fn fill(ring: &mut Ring, from: Global<u8>, apart: u32, under_way: u32) {
     unsafe {

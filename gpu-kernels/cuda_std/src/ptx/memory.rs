@@ -114,16 +114,20 @@ macro_rules! stores {
                 }
             }
 
-            stores!(vector $name16 $address $reg $space "" ";");
+            stores!(vector $name16 $address $reg $space);
         )*
     };
+    (vector $name16:ident $address:ident $reg:ident $space:literal) => {
+        stores!(vector $name16 $address $reg $space "" ";");
+    };
+    // With text around the instruction.
     (vector $name16:ident $address:ident $reg:ident $space:literal $before:literal $after:literal) => {
         #[inline(always)]
         pub unsafe fn $name16(address: $address, [a, b, c, d]: [u32; 4]) {
             // SAFETY: the caller vouches for the address.
             unsafe {
-                asm!(concat!($before, "st.", $space, ".v4.b32 [{address}], {{{a}, {b}, {c}, {d}}}", $after), address = in($reg) address,
-                    a = in(reg32) a, b = in(reg32) b, c = in(reg32) c, d = in(reg32) d, options(nostack));
+                asm!(concat!($before, "st.", $space, ".v4.b32 [{address}], {{{a}, {b}, {c}, {d}}}", $after),
+                    address = in($reg) address, a = in(reg32) a, b = in(reg32) b, c = in(reg32) c, d = in(reg32) d, options(nostack));
             }
         }
     };
@@ -133,7 +137,7 @@ stores! {
     store_global store_global16 u64 reg64 "global";
     store_shared store_shared16 u32 reg32 "shared";
 }
-stores!(vector store_global16_stream u64 reg64 "global.cs" "" ";");
+stores!(vector store_global16_stream u64 reg64 "global.cs");
 stores!(vector store_global16_kept u64 reg64 "global.L2::cache_hint"
     "{{ .reg .b64 last; createpolicy.fractional.L2::evict_last.b64 last, 1.0; " ", last; }}");
 

@@ -109,7 +109,9 @@ pub unsafe fn sizes(p: Io) {
             p.output.cast::<u16>().store(13, s.cast::<u16>().load(13));
             p.output.at(7).store(0, s.at(7).load(0));
             p.output.store16_stream(8, p.input.load16_nc(0));
-            p.output.store16_kept(12, p.input.load16_stream(16));
+            let streamed = p.input.load16_stream(16);
+            p.output.store16(12, streamed);
+            p.output.store16_kept(16, streamed);
         }
     }
 }
