@@ -127,13 +127,19 @@ impl Units {
     }
 }
 
-/// Chunks under way at a time: of a matrix of which a block has so many in a pass, or of pages. The copy engine serves copies side by side: with as many as the
-/// ring has stages, the last chunk before a boundary would arrive no earlier than those after it, and the ring would be full when the pause begins that it is to
-/// bridge. So it is few where boundaries are near, and one more where all the time is memory's: with one row, and more than a few chunks;
-/// and with several rows once a pass has `filled` the ring, so that what blocks still exchange at its beginning does not wait behind it (measured on an H100).
+/// Chunks under way at a time: of a matrix, or of the block's pages, of which it has asked for so many (`filled`). The copy engine serves copies side by side: with as many
+/// as the ring has stages, the last chunk before a boundary would arrive no earlier than those after it, and the ring would be full when the pause begins that it is to
+/// bridge. So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then what memory is fastest with.
+/// (Measured on an H100.)
 #[inline(always)]
-const fn under_way(one_row: bool, is_long: bool, chunks: u32, filled: u32) -> u32 {
-    if one_row && chunks <= FEW { 2 } else { 2 + is_long as u32 + (one_row || filled >= RING.stages) as u32 }
+const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
+    match (one_row, filled < RING.stages) {
+        (true, _) if chunks <= FEW => 2,
+        (true, true) => 3,
+        (true, false) => 7,
+        (false, true) => 2,
+        (false, false) => 4,
+    }
 }
 
 /// Chunks of a pass that are over before memory is in its stride: those of models of less than a billion parameters.
@@ -173,19 +179,19 @@ pub unsafe fn produce(p: &StreamStep, one_row: bool) {
                 produce_cache(p, &mut ring, index / 4, Units::load(), one_row);
             }
             let (mut left, k) = p.shape(matrix);
+            let mut filled = 0;
             while left > 0 {
                 let pass = walk.pass(left, k);
                 left -= pass.strips;
                 let place = pass.place(block, grid);
                 let mine = pass.mine(place, grid);
-                let is_long = matches!(matrix, Matrix::GateUp | Matrix::Head);
                 let chunks = mine * pass.depth;
-                let (mut filled, mut q) = (0, 0);
+                let mut q = 0;
                 while q < pass.depth {
                     let mut i = 0;
                     while i < mine {
                         let from = pass.slice(i * grid + place, q * WARPS);
-                        let under_way = under_way(one_row, is_long, chunks, filled);
+                        let under_way = under_way(one_row, chunks, filled);
                         fill(&mut ring, p.stream.cast().at(from as usize), SLICES_APART, under_way);
                         filled += 1;
                         i += 1;
@@ -204,6 +210,7 @@ unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: 
     unsafe {
         let cache = p.cache(layer);
         let sequence = p.rows.sequences.load(0);
+        let mut filled = 0;
         while let Some(Share { kv_head, split, pages, .. }) = units.take() {
             let mut i = 0;
             while i < 2 * pages {
@@ -213,7 +220,8 @@ unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: 
                 } else {
                     cache.value(sequence, position, kv_head)
                 };
-                fill(ring, from.read().cast(), SLICE_BYTES, under_way(one_row, false, u32::MAX, 0));
+                fill(ring, from.read().cast(), SLICE_BYTES, under_way(one_row, u32::MAX, filled));
+                filled += 1;
                 i += 1;
             }
         }

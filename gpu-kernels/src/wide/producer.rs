@@ -17,13 +17,20 @@ const PAGES_UNDER_WAY: u32 = 4;
 
 /// Likewise of weights: with 128 rows a tile memory is not the limit, and what counts is that they are there.
 const fn weights_under_way(rows: u32) -> u32 {
-    if rows == 64 { 3 } else { 6 }
+    if rows == 64 { 4 } else { 7 }
 }
 
 /// How many slots may be under way of a phase that has filled so many. What has room in the ring is copied while blocks still finish the phase before, and all that they
-/// exchange there waits in line with copies: so these come one after another, and are there in time none the less.
+/// exchange there waits in line with copies: so these come one after another, with 64 rows then two at a time, and are there in time none the less.
 const fn under_way<const ROWS: u32>(filled: u32, most: u32) -> u32 {
-    if filled < Memory::<ROWS>::RING.stages { 1 } else { most }
+    let (singles, pairs) = if ROWS == 64 { (6, 6) } else { (8, 0) };
+    if filled < singles {
+        1
+    } else if filled < singles + pairs {
+        2
+    } else {
+        most
+    }
 }
 
 /// The warp that loads weights and pages: what a step adds to pages comes there after attention.
