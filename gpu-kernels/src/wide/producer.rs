@@ -21,12 +21,12 @@ const fn weights_under_way(rows: u32) -> u32 {
 }
 
 /// How many slots may be under way of a phase that has filled so many. What has room in the ring is copied while blocks still finish the phase before, and all that they
-/// exchange there waits in line with copies: so these come one after another, with 64 rows then two at a time, and are there in time none the less.
+/// exchange there waits in line with copies: so these come one after another, then two at a time, and are there in time none the less.
 const fn under_way<const ROWS: u32>(filled: u32, most: u32) -> u32 {
-    let (singles, pairs) = if ROWS == 64 { (6, 6) } else { (8, 0) };
-    if filled < singles {
+    let some = if ROWS == 64 { 6 } else { 4 };
+    if filled < some {
         1
-    } else if filled < singles + pairs {
+    } else if filled < 2 * some {
         2
     } else {
         most
