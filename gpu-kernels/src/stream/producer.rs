@@ -127,10 +127,10 @@ impl Units {
     }
 }
 
-/// Chunks under way at a time: of a matrix, or of the block's pages, of which it has asked for so many (`filled`), in a pass of so many `chunks`. The copy engine serves copies side by side: with as many
-/// as the ring has stages, the last chunk before a boundary would arrive no earlier than those after it, and the ring would be full when the pause begins that it is to
-/// bridge. So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then what memory is fastest with.
-/// (Measured on an H100.)
+/// Chunks under way at a time, when `filled` of a matrix or of the block's pages have been asked for; a pass has so many `chunks`. The copy engine serves copies side by
+/// side: with as many as the ring has stages, the last chunk before a boundary would arrive no earlier than those after it, and the ring would be full when the pause
+/// begins that it is to bridge. So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then what memory is
+/// fastest with. (Measured on an H100.)
 #[inline(always)]
 const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
     match (one_row, filled < RING.stages) {
