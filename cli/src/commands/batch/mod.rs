@@ -6,6 +6,7 @@ mod input;
 mod merge;
 mod metrics;
 mod output;
+mod queue;
 mod request;
 mod result;
 mod worker;
@@ -22,11 +23,12 @@ use host::batch::Metrics;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::args::batch::Shard;
-use crate::commands::batch::ahead::Ahead;
+use crate::commands::batch::ahead::{Ahead, Work};
 use crate::commands::batch::identity::Key;
 use crate::commands::batch::input::{Lines, cannot_read};
 use crate::commands::batch::metrics::{Bar, Tally};
 use crate::commands::batch::output::Output;
+use crate::commands::batch::queue::Queue;
 use crate::commands::batch::request::Reader;
 use crate::commands::batch::result::{Writer, Written};
 use crate::commands::batch::worker::Worker;
@@ -35,7 +37,7 @@ use crate::progress::Progress;
 use crate::resolve::batch::{Batch as Command, Run};
 use crate::{Ending, loading, output as printing};
 
-/// Requests understood ahead of the devices, and results on their way to the output.
+/// Requests on their way to the line for the devices, and results on theirs to the output.
 const AHEAD: usize = 64;
 /// In order of the requests, finished results wait for slower ones before them: so many at most.
 const HELD: u64 = 8192;
@@ -101,6 +103,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
 
     let (send_work, work) = sync_channel(AHEAD);
     let (send, events) = sync_channel(AHEAD);
+    let work = Queue::new(work, |work: &Work| work.wanted.request.max_tokens);
     let (work, stop) = (Arc::new(Mutex::new(work)), Arc::new(AtomicBool::new(false)));
     let mut progress = Vec::new();
     let mut workers = Vec::new();

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError};
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -10,6 +10,7 @@ use host::batch::{Batch, Done, Job, Metrics};
 
 use super::Event;
 use super::ahead::Work;
+use super::queue::{Nothing, Queue};
 use super::request::{Form, Wanted};
 use super::result::{self, Name, Writer};
 
@@ -18,7 +19,7 @@ pub struct Worker {
     /// The device.
     pub batch: Batch,
     /// Requests, for whichever worker has room first.
-    pub work: Arc<Mutex<Receiver<Work>>>,
+    pub work: Arc<Mutex<Queue<Work>>>,
     /// Where results go.
     pub events: SyncSender<Event>,
     /// Makes lines of answers.
@@ -73,16 +74,12 @@ impl Worker {
     fn take(&mut self) -> bool {
         let work = self.work.clone();
         // One worker at a time waits, and then there is nothing for the others either.
-        let work = work.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
         while self.batch.has_room() {
-            let next = if self.batch.is_idle() {
-                work.recv_timeout(Duration::from_millis(20)).map_err(|error| error == RecvTimeoutError::Disconnected)
-            } else {
-                work.try_recv().map_err(|error| error == TryRecvError::Disconnected)
-            };
-            match next {
+            let patience = if self.batch.is_idle() { Duration::from_millis(20) } else { Duration::ZERO };
+            match work.next(patience) {
                 Ok(work) => self.submit(work),
-                Err(is_all) => return !is_all,
+                Err(nothing) => return nothing == Nothing::Yet,
             }
         }
         true
