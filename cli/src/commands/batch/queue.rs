@@ -8,8 +8,9 @@ use std::time::Duration;
 /// Requests that stand in line at most.
 const LINE: usize = 1024;
 
-/// First come, first served, while there may be more. Once all are in, those that may have the longest answers go first: the devices would otherwise end with a few long ones,
-/// and so with steps that are hardly cheaper than full ones (longest processing time first: Graham, 1969, "Bounds on multiprocessing timing anomalies").
+/// First come, first served, while there may be more. Once all are in, those that may have the longest answers go first: the devices would otherwise end with
+/// a few long ones, and so with steps that are hardly cheaper than full ones (longest processing time first: Graham, 1969, "Bounds on multiprocessing timing
+/// anomalies").
 pub struct Queue<T> {
     /// Where more come from; none once all are in.
     more: Option<Receiver<T>>,
@@ -18,37 +19,26 @@ pub struct Queue<T> {
     length: fn(&T) -> usize,
 }
 
-/// Why there is none.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Nothing {
-    /// None has come so far.
-    Yet,
-    /// There are no more.
-    More,
-}
-
 impl<T> Queue<T> {
     /// A line of those that come, which may take as long as `length` says.
     pub fn new(more: Receiver<T>, length: fn(&T) -> usize) -> Self {
         Self { more: Some(more), line: VecDeque::new(), length }
     }
 
-    /// The next one; if there is none yet, it waits for one so long.
-    pub fn next(&mut self, patience: Duration) -> Result<T, Nothing> {
+    /// The next one; if there is none yet, it waits for one so long. Disconnected, if there are no more.
+    pub fn next(&mut self, patience: Duration) -> Result<T, RecvTimeoutError> {
         self.fill();
         if let Some(next) = self.line.pop_front() {
             return Ok(next);
         }
-        let Some(more) = &self.more else { return Err(Nothing::More) };
-        more.recv_timeout(patience).map_err(|error| match error {
-            RecvTimeoutError::Timeout => Nothing::Yet,
-            RecvTimeoutError::Disconnected => Nothing::More,
-        })
+        self.more.as_ref().map_or(Err(RecvTimeoutError::Disconnected), |more| more.recv_timeout(patience))
     }
 
     /// Takes in what has come.
     fn fill(&mut self) {
-        while let Some(more) = self.more.as_ref().filter(|_| self.line.len() < LINE) {
+        while self.line.len() < LINE
+            && let Some(more) = &self.more
+        {
             match more.try_recv() {
                 Ok(next) => self.line.push_back(next),
                 Err(TryRecvError::Empty) => break,
@@ -79,12 +69,12 @@ mod tests {
     fn while_more_may_come_the_first_is_next() {
         let (send, more) = channel();
         let mut queue = Queue::new(more, |(_, length): &Named| *length);
-        assert_eq!(queue.next(Duration::ZERO), Err(Nothing::Yet));
+        assert_eq!(queue.next(Duration::ZERO), Err(RecvTimeoutError::Timeout));
         for named in [(0, 1), (1, 9), (2, 5)] {
             send.send(named).unwrap();
         }
         assert_eq!(rest(&mut queue), [0, 1, 2]);
-        assert_eq!(queue.next(Duration::from_millis(1)), Err(Nothing::Yet));
+        assert_eq!(queue.next(Duration::from_millis(1)), Err(RecvTimeoutError::Timeout));
     }
 
     #[test]
@@ -97,7 +87,7 @@ mod tests {
         assert_eq!(queue.next(Duration::ZERO), Ok((0, 1)));
         drop(send);
         assert_eq!(rest(&mut queue), [2, 4, 1, 3]);
-        assert_eq!(queue.next(Duration::from_secs(9)), Err(Nothing::More));
+        assert_eq!(queue.next(Duration::from_secs(9)), Err(RecvTimeoutError::Disconnected));
     }
 
     #[test]
@@ -109,8 +99,8 @@ mod tests {
         loop {
             match queue.next(Duration::from_millis(20)) {
                 Ok((name, _)) => names.push(name),
-                Err(Nothing::Yet) => continue,
-                Err(Nothing::More) => break,
+                Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) => break,
             }
             assert!(queue.line.len() <= LINE);
         }

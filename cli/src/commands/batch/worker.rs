@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::SyncSender;
+use std::sync::mpsc::{RecvTimeoutError, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use host::batch::{Batch, Done, Job, Metrics};
 
 use super::Event;
 use super::ahead::Work;
-use super::queue::{Nothing, Queue};
+use super::queue::Queue;
 use super::request::{Form, Wanted};
 use super::result::{self, Name, Writer};
 
@@ -79,7 +79,7 @@ impl Worker {
             let patience = if self.batch.is_idle() { Duration::from_millis(20) } else { Duration::ZERO };
             match work.next(patience) {
                 Ok(work) => self.submit(work),
-                Err(nothing) => return nothing == Nothing::Yet,
+                Err(error) => return error == RecvTimeoutError::Timeout,
             }
         }
         true
