@@ -10,6 +10,7 @@ mod draft;
 mod gpu;
 pub mod pages;
 pub mod plan;
+mod queue;
 mod run;
 mod running;
 mod scheduler;
@@ -19,6 +20,7 @@ pub use backend::{BatchBackend, Logprobs, Outcome, Start};
 pub use cpu::CpuBatch;
 pub use gpu::GpuBatch;
 pub use plan::Plan;
+pub use queue::Queue;
 pub use run::{Answer, Batch, BatchOptions, Done, Job, Metrics};
 pub use scheduler::{Advance, Costs, Counts, Limits, Scheduler};
 

@@ -6,7 +6,6 @@ mod input;
 mod merge;
 mod metrics;
 mod output;
-mod queue;
 mod request;
 mod result;
 mod worker;
@@ -19,7 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use host::batch::Metrics;
+use host::batch::{Metrics, Queue};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::args::batch::Shard;
@@ -28,7 +27,6 @@ use crate::commands::batch::identity::Key;
 use crate::commands::batch::input::{Lines, cannot_read};
 use crate::commands::batch::metrics::{Bar, Tally};
 use crate::commands::batch::output::Output;
-use crate::commands::batch::queue::Queue;
 use crate::commands::batch::request::Reader;
 use crate::commands::batch::result::{Writer, Written};
 use crate::commands::batch::worker::Worker;

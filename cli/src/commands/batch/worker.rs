@@ -6,11 +6,10 @@ use std::sync::mpsc::{RecvTimeoutError, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use host::batch::{Batch, Done, Job, Metrics};
+use host::batch::{Batch, Done, Job, Metrics, Queue};
 
 use super::Event;
 use super::ahead::Work;
-use super::queue::Queue;
 use super::request::{Form, Wanted};
 use super::result::{self, Name, Writer};
 
