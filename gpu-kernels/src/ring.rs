@@ -4,7 +4,7 @@
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared::{self, Shared};
-use cuda_std::warp;
+use cuda_std::{thread, warp};
 
 use crate::waiting;
 
@@ -33,6 +33,8 @@ impl Shape {
 /// Where a role stands in a ring.
 #[derive(Clone, Copy)]
 pub(crate) struct Ring {
+    /// Where dynamic shared memory begins, found once: a special register says so.
+    base: u32,
     shape: Shape,
     stage: u32,
     parity: u32,
@@ -41,14 +43,14 @@ pub(crate) struct Ring {
 impl Ring {
     /// The start, for those who use what comes.
     #[inline(always)]
-    pub const fn consumer(shape: Shape) -> Self {
-        Self { shape, stage: 0, parity: 0 }
+    pub fn consumer(shape: Shape) -> Self {
+        Self { base: Self::base(), shape, stage: 0, parity: 0 }
     }
 
     /// The start, for those who fill it: the first turn finds every slot free.
     #[inline(always)]
-    pub const fn producer(shape: Shape) -> Self {
-        Self { shape, stage: 0, parity: 1 }
+    pub fn producer(shape: Shape) -> Self {
+        Self { base: Self::base(), shape, stage: 0, parity: 1 }
     }
 
     /// Makes all barriers: a slot is full after one arrival and its bytes, and free after `consumers`. One lane does it, before anyone waits.
@@ -56,7 +58,7 @@ impl Ring {
     pub unsafe fn init(shape: Shape, consumers: u32) {
         let mut stage = 0;
         while stage < shape.stages {
-            let ring = Self { shape, stage, parity: 0 };
+            let ring = Self { base: Self::base(), shape, stage, parity: 0 };
             unsafe {
                 ring.full().init(1);
                 ring.empty().init(consumers);
@@ -66,13 +68,24 @@ impl Ring {
     }
 
     #[inline(always)]
+    fn base() -> u32 {
+        // SAFETY: an address, from which nothing is read here.
+        thread::fresh(unsafe { shared::dynamic::<u8>(0) }.addr())
+    }
+
+    #[inline(always)]
     pub unsafe fn full(&self) -> Barrier {
-        unsafe { Barrier::at(shared::dynamic(self.shape.barriers() + self.stage * 8)) }
+        self.barrier(self.stage)
     }
 
     #[inline(always)]
     pub unsafe fn empty(&self) -> Barrier {
-        unsafe { Barrier::at(shared::dynamic(self.shape.barriers() + (self.shape.stages + self.stage) * 8)) }
+        self.barrier(self.shape.stages + self.stage)
+    }
+
+    #[inline(always)]
+    fn barrier(&self, number: u32) -> Barrier {
+        Barrier::at(Shared::from_raw(self.base + self.shape.barriers() + number * 8))
     }
 
     /// A consumer waits until the slot is full.
@@ -104,7 +117,7 @@ impl Ring {
     /// The slot.
     #[inline(always)]
     pub unsafe fn slot(&self) -> Shared<u8> {
-        unsafe { shared::dynamic(self.offset()) }
+        Shared::from_raw(self.base + self.offset())
     }
 
     /// Gives a slot back that a whole warp has read by ordinary loads: by the lanes that are told to, each its own. The copy engine must not overwrite what is still

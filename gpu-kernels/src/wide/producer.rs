@@ -15,22 +15,16 @@ use crate::stream::{CHUNK_FEATURES, Pass, SLICES_APART, STRIPS};
 /// Slots of pages under way at a time: see the [stream](crate::stream)'s producer.
 const PAGES_UNDER_WAY: u32 = 4;
 
-/// Likewise of weights: with 128 rows a tile memory is not the limit, and what counts is that they are there.
-const fn weights_under_way(rows: u32) -> u32 {
-    if rows == 64 { 4 } else { 7 }
+/// Likewise of weights: with 128 rows a tile memory is not the limit, what counts is that they are there, and as many come as have room.
+const fn weights_under_way<const ROWS: u32>() -> u32 {
+    if ROWS == 64 { 4 } else { Memory::<ROWS>::RING.stages }
 }
 
 /// How many slots may be under way of a phase that has filled so many. What has room in the ring is copied while blocks still finish the phase before, and all that they
-/// exchange there waits in line with copies: so these come one after another, then two at a time, and are there in time none the less.
+/// exchange there waits in line with copies: so these come one after another, or two at a time, and are there in time none the less.
 const fn under_way<const ROWS: u32>(filled: u32, most: u32) -> u32 {
-    let some = if ROWS == 64 { 6 } else { 4 };
-    if filled < some {
-        1
-    } else if filled < 2 * some {
-        2
-    } else {
-        most
-    }
+    let ahead = if ROWS == 64 { 1 } else { 2 };
+    if filled < 8 { ahead } else { most }
 }
 
 /// The warp that loads weights and pages: what a step adds to pages comes there after attention.
@@ -63,60 +57,57 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
     }
 }
 
-/// Copies of a slot of weights, a lane each. With a single one, 18 µs of attention with 256 rows are lost on an H100, and with eight 67 of the head.
-const PIECES: u32 = 4;
-
-/// All lanes keep step.
+/// One lane loads, a slot by one copy: a warp that came together again for each slot, or a lane with four copies to begin, would take longer for a slot than the
+/// products of 128 rows do.
 #[inline(always)]
 unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut ring: Ring) -> Ring {
     unsafe {
-        let lane = thread::fresh(thread::lane_id());
-        let (pass_strips, chunks) = (STRIPS * p.blocks, product.k.div_ceil(CHUNK_FEATURES));
-        let first = field!(product.phase, base: u64);
-        let mut filled = 0;
-        let mut number = thread::block_idx_x();
-        while let Some(unit) = product.unit(number, ROWS) {
-            number += thread::fresh(thread::grid_dim_x());
-            // A pass has whole tiles, all but the last.
-            core::hint::assert_unchecked(p.blocks > 0 && pass_strips > 0);
-            let passed = unit.strip / pass_strips * pass_strips;
-            let base = first + u64::from(passed) * u64::from(chunks);
-            let pass = Pass { base, rotation: 0, strips: (product.strips - passed).min(pass_strips), depth: chunks };
-            // From a slice to the one 8 further. Found before the loops: what a producer does for a slot is time that memory waits.
-            let begin = pass.slice(unit.strip - passed, 0);
-            let stride = pass.slice(unit.strip - passed, super::RESIDUES) - begin;
-            let mut residue = unit.residue;
-            while residue < unit.end {
-                let mut from = begin + u64::from(residue * SLICES_APART);
-                let (mut turn, depth) = (0, product.depth(residue));
-                while turn < depth {
-                    ring.wait_under_way(under_way::<ROWS>(filled, weights_under_way(ROWS)));
-                    ring.wait_empty();
-                    if lane == 0 {
+        if thread::fresh(thread::lane_id()) == 0 {
+            let (pass_strips, chunks) = (STRIPS * p.blocks, product.k.div_ceil(CHUNK_FEATURES));
+            let first = field!(product.phase, base: u64);
+            let mut filled = 0;
+            let mut number = thread::block_idx_x();
+            while let Some(unit) = product.unit(number, ROWS) {
+                number += thread::fresh(thread::grid_dim_x());
+                // A pass has whole tiles, all but the last.
+                core::hint::assert_unchecked(p.blocks > 0 && pass_strips > 0);
+                let passed = unit.strip / pass_strips * pass_strips;
+                let base = first + u64::from(passed) * u64::from(chunks);
+                let strips = (product.strips - passed).min(pass_strips);
+                let pass = Pass { base, rotation: 0, strips, depth: chunks };
+                // From a slice to the one 8 further. Found before the loops: what a producer does for a slot is time that memory waits.
+                let begin = pass.slice(unit.strip - passed, 0);
+                let stride = pass.slice(unit.strip - passed, super::RESIDUES) - begin;
+                let mut residue = unit.residue;
+                while residue < unit.end {
+                    let mut from = begin + u64::from(residue * SLICES_APART);
+                    let (mut turn, depth) = (0, product.depth(residue));
+                    while turn < depth {
+                        let most = under_way::<ROWS>(filled, weights_under_way::<ROWS>());
+                        if most < Memory::<ROWS>::RING.stages {
+                            ring.wait_under_way(most);
+                        }
+                        ring.wait_empty();
                         ring.full().arrive_expect_tx(WEIGHT_BYTES);
-                    }
-                    warp::sync_warp();
-                    // Of a last, partial tile with what lies behind it: the stream has room for it, and nobody uses it.
-                    if lane < PIECES {
-                        let at = lane * (WEIGHT_BYTES / PIECES);
-                        let from = p.stream.cast().at(from as usize + at as usize);
-                        let to = ring.slot().at(at as usize);
+                        // Of a last, partial tile with what lies behind it: the stream has room for it, and nobody uses it.
+                        let weights = p.stream.cast().at(from as usize);
                         if ROWS == 64 {
-                            bulk::copy_to_shared_once(to, from, WEIGHT_BYTES / PIECES, ring.full());
+                            bulk::copy_to_shared_once(ring.slot(), weights, WEIGHT_BYTES, ring.full());
                         } else {
                             // Other blocks have other rows for the same weights.
-                            bulk::copy_to_shared(to, from, WEIGHT_BYTES / PIECES, ring.full());
+                            bulk::copy_to_shared(ring.slot(), weights, WEIGHT_BYTES, ring.full());
                         }
+                        from += stride;
+                        ring = ring.ahead(1);
+                        filled += 1;
+                        turn += 1;
                     }
-                    from += stride;
-                    ring = ring.ahead(1);
-                    filled += 1;
-                    turn += 1;
+                    residue += 1;
                 }
-                residue += 1;
             }
         }
-        ring
+        warp::sync_warp();
+        ring.of_lane(0)
     }
 }
 
@@ -155,7 +146,7 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
     }
 }
 
-/// One lane loads: a warp that came together again for each slot would take 400 cycles for it.
+/// One lane loads.
 #[inline(always)]
 unsafe fn produce_activations<const ROWS: u32>(product: &Product, map: Global<TensorMap>, mut ring: Ring) -> Ring {
     unsafe {
