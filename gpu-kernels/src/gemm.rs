@@ -142,7 +142,7 @@ pub struct Gemm {
 impl Gemm {
     /// The ring for tiles of `n` weight rows.
     const fn ring(n: u32) -> Shape {
-        Shape { start: 0, stages: if n == 128 { 6 } else { 4 }, bytes: X_BYTES + loaded(n) * DEPTH * 2 }
+        Shape::new(0, if n == 128 { 6 } else { 4 }, X_BYTES + loaded(n) * DEPTH * 2)
     }
 
     /// Where the boxes begin, with tiles of `n` weight rows.

@@ -1,6 +1,6 @@
 //! A ring of slots in shared memory between warps that fill it by the copy engine and warps that use what came.
 //!
-//! It begins at a place in the block's dynamic shared memory: the slots, then a barrier for each that says it is full, then one for each that says it is free.
+//! Slots lie in the block's dynamic shared memory; a barrier for each says that it is full, and then one for each that it is free.
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared::{self, Shared};
@@ -16,17 +16,19 @@ pub(crate) struct Shape {
     pub stages: u32,
     /// Of a slot.
     pub bytes: u32,
+    /// Where its barriers begin.
+    pub barriers: u32,
 }
 
 impl Shape {
-    /// Where the barriers begin.
-    pub const fn barriers(self) -> u32 {
-        self.start + self.stages * self.bytes
+    /// A ring whose barriers lie behind its slots.
+    pub const fn new(start: u32, stages: u32, bytes: u32) -> Self {
+        Self { start, stages, bytes, barriers: start + stages * bytes }
     }
 
-    /// Where it ends.
+    /// Where its barriers end.
     pub const fn end(self) -> u32 {
-        self.barriers() + 2 * self.stages * 8
+        self.barriers + 2 * self.stages * 8
     }
 }
 
@@ -85,7 +87,7 @@ impl Ring {
 
     #[inline(always)]
     fn barrier(&self, number: u32) -> Barrier {
-        Barrier::at(Shared::from_raw(self.base + self.shape.barriers() + number * 8))
+        Barrier::at(Shared::from_raw(self.base + self.shape.barriers + number * 8))
     }
 
     /// A consumer waits until the slot is full.

@@ -75,7 +75,7 @@ pub const THREADS: u32 = 384;
 pub const SHARED_BYTES: u32 = UNITS + 32;
 
 const WARPS: u32 = 8;
-const RING: Shape = Shape { start: 0, stages: 12, bytes: CHUNK_BYTES };
+const RING: Shape = Shape::new(0, 12, CHUNK_BYTES);
 /// What consumers share beside the ring: partial sums of a product, or the queries and partial sums of attention.
 const SCRATCH: u32 = RING.end().next_multiple_of(128);
 const SCRATCH_BYTES: u32 = attention::QUERY_BYTES + Attend::SHARED_BYTES;

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! warp 8         weights: 64 inputs of 8 strips; pages of keys, of values            ──bulk copies──► ring of slots of 16 KiB
-//! warp 9         activations [ROWS × 64], by the copy engine; an item's queries, which it makes       ──► ring of slots of ROWS × 128 bytes
+//! warp 9         activations [ROWS × 64], by the copy engine; an item's queries, which it makes       ──► rings of slots of ROWS × 128 bytes
 //! warps 10, 11   the rows' norm factors; how attention falls to blocks; a step's keys and values, into the cache after attention
 //! warps 0 to 7   what is to be done with all that; they meet the other blocks
 //! ```
@@ -111,21 +111,23 @@ const ALL: u32 = 3;
 struct Memory<const ROWS: u32>;
 
 impl<const ROWS: u32> Memory<ROWS> {
-    /// Activations, or queries.
-    const ROW_RING: Shape = Shape { start: 0, stages: if ROWS == 64 { 6 } else { 5 }, bytes: ROWS * SLICE * 2 };
+    /// Activations of products.
+    const ROW_RING: Shape = Shape::new(0, if ROWS == 64 { 8 } else { 6 }, ROWS * SLICE * 2);
+    /// What attention reduces in: the end of that memory. Activations are asked for when all blocks are done with the phase before.
+    const SCRATCH: u32 = Self::ROW_RING.barriers - Attend::SHARED_BYTES;
+    /// Items of attention, in the slots before.
+    const ITEM_RING: Shape =
+        Shape { stages: Self::SCRATCH / Self::ROW_RING.bytes, barriers: Self::ROW_RING.end(), ..Self::ROW_RING };
     /// Weights, or pages.
-    const RING: Shape = Shape {
-        start: Self::ROW_RING.end().next_multiple_of(128),
-        stages: if ROWS == 64 { 10 } else { 8 },
-        bytes: WEIGHT_BYTES,
-    };
+    const RING: Shape =
+        Shape::new(Self::ITEM_RING.end().next_multiple_of(128), if ROWS == 64 { 10 } else { 8 }, WEIGHT_BYTES);
     /// A barrier that says that the rows' factors are there.
     const FACTORS_READY: u32 = Self::RING.end();
     /// A barrier that says that it is known what the block has of attention, and that.
     const DEALT: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
-    /// What attention reduces in; and in products, the rows' factors.
-    const SCRATCH: u32 = Self::DEALT + 32;
-    const BYTES: u32 = Self::SCRATCH + Attend::SHARED_BYTES;
+    /// The rows' factors.
+    const FACTORS: u32 = Self::DEALT + 32;
+    const BYTES: u32 = Self::FACTORS + MAX_WIDE_ROWS * 4;
 
     unsafe fn factors_ready() -> Barrier {
         unsafe { Barrier::at(shared::dynamic(Self::FACTORS_READY)) }
@@ -142,9 +144,8 @@ impl<const ROWS: u32> Memory<ROWS> {
 
 // An item of attention has keys and values of four pages in the ring at once.
 const _: () = assert!(Memory::<64>::RING.stages >= 8 && Memory::<128>::RING.stages >= 8);
-// What a block of an H100 may have, and that factors have room.
+// What a block of an H100 may have.
 const _: () = assert!(Memory::<64>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
-const _: () = assert!(MAX_WIDE_ROWS * 4 <= Attend::SHARED_BYTES);
 
 /// Parameters of [`wide_64`] and [`wide_128`]. Cooperative; grid: at most one block a multiprocessor. Shared memory: [`WideStep::shared_bytes`].
 #[repr(C)]
@@ -349,20 +350,22 @@ impl WideStep {
     }
 }
 
-/// Where the consumers stand in both rings.
+/// Where the consumers stand in their rings.
 #[derive(Clone, Copy)]
 struct Rings {
     /// Weights, pages.
     ring: Ring,
-    /// Activations, queries.
+    /// Activations.
     rows: Ring,
+    /// Items of attention.
+    items: Ring,
 }
 
 impl Rings {
-    /// A slot on in both.
+    /// A slot on in those of products.
     #[inline(always)]
     const fn ahead(&self) -> Self {
-        Self { ring: self.ring.ahead(1), rows: self.rows.ahead(1) }
+        Self { ring: self.ring.ahead(1), rows: self.rows.ahead(1), ..*self }
     }
 
     /// A warp gives both slots back. It has read them by products alone, and waited for these: there is nothing to fence.
@@ -385,6 +388,7 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         let warp_id = thread::warp_id();
         if thread::thread_idx_x() == 0 {
             Ring::init(Memory::<ROWS>::ROW_RING, WARPS);
+            Ring::init(Memory::<ROWS>::ITEM_RING, WARPS);
             Ring::init(Memory::<ROWS>::RING, WARPS);
             Memory::<ROWS>::factors_ready().init(factors::WARPS);
             Memory::<ROWS>::dealt().init(1);
@@ -410,8 +414,9 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
 #[inline(always)]
 unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
     unsafe {
-        let mut rings =
-            Rings { ring: Ring::consumer(Memory::<ROWS>::RING), rows: Ring::consumer(Memory::<ROWS>::ROW_RING) };
+        let [ring, rows, items] =
+            [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
+        let mut rings = Rings { ring, rows, items };
         // Of products, and of those with factors: whether there was an odd number.
         let (mut odd, mut factors) = (0, 0);
         let mut number = 0;

@@ -32,7 +32,7 @@ use crate::waiting;
 const QUERY: u32 = HEAD_DIM * 2;
 /// A page of a head's keys, or of its values.
 const PAGE_BYTES: u32 = PAGE_TOKENS * QUERY;
-/// Where in a slot of the rows' ring an item is described: behind its queries.
+/// Where in a slot of the items' ring one is described: behind its queries.
 const DESCRIPTION: u32 = PAIRS * QUERY;
 
 /// Behind that, in what is left of every slot: a split's sums for a pair, their maximum and normaliser.
@@ -47,11 +47,11 @@ const fn parts_of(ring: Shape) -> u32 {
 
 /// How many have room.
 pub const fn parts<const ROWS: u32>() -> u32 {
-    parts_of(Memory::<ROWS>::ROW_RING) * Memory::<ROWS>::ROW_RING.stages
+    parts_of(Memory::<ROWS>::ITEM_RING) * Memory::<ROWS>::ITEM_RING.stages
 }
 
 const _: () = assert!(PAGE_BYTES == super::WEIGHT_BYTES);
-const _: () = assert!(parts::<64>() == 42 && parts::<128>() == 115);
+const _: () = assert!(parts::<64>() == 35 && parts::<128>() == 92);
 
 /// One tile, key-value head and split.
 #[derive(Clone, Copy)]
@@ -187,20 +187,19 @@ impl Pages {
 #[inline(always)]
 pub unsafe fn load_pages(
     pages: &Pages,
-    mut ring: Ring,
+    ring: Ring,
     item: &Item,
     blocks: [u32; 4],
     under_way: impl Fn(u32) -> u32,
 ) -> Ring {
     unsafe {
         let Pages { cache, last_values, rows_before } = pages;
-        let lane = thread::fresh(thread::lane_id());
         let pages = item.pages();
-        let mut kind = 0;
-        while kind < 2 {
-            unroll!(I < 4; {
-                if (I as u32) < pages {
-                    if lane == 0 {
+        if thread::fresh(thread::lane_id()) == 0 {
+            let (mut ring, mut kind) = (ring, 0);
+            while kind < 2 {
+                unroll!(I < 4; {
+                    if (I as u32) < pages {
                         ring.wait_under_way(under_way(kind * pages + I as u32));
                         ring.wait_empty();
                         // Of keys those that there are; values lie by dimension.
@@ -216,13 +215,14 @@ pub unsafe fn load_pages(
                             let from = block as usize * (PAGE_TOKENS * HEAD_DIM) as usize;
                             bulk::copy_to_shared(ring.slot(), cache.pages.read().at(from).cast(), bytes, ring.full());
                         }
+                        ring = ring.ahead(1);
                     }
-                    ring = ring.ahead(1);
-                }
-            });
-            kind += 1;
+                });
+                kind += 1;
+            }
         }
-        ring
+        warp::sync_warp();
+        ring.ahead(2 * pages)
     }
 }
 
@@ -299,12 +299,13 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
         let group = Divisor::new(p.group());
         loop {
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
-            rings.rows.wait_full();
-            let slot = rings.rows.slot();
+            rings.items.wait_full();
+            let slot = rings.items.slot();
             let item = Item::new(slot.at(DESCRIPTION as usize).cast::<u32>().load16(0));
             if item.rows == 0 {
-                rings.rows.give_back(lane == 0);
-                rings.rows = rings.rows.ahead(1);
+                // After that activations may come where all warps have reduced, and where sums were kept.
+                rings.items.give_back(lane == 0);
+                rings.items = rings.items.ahead(1);
                 return;
             }
             let Item { kv_head, split, first_row, rows, .. } = item;
@@ -353,8 +354,8 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
                 }
                 values_slot.give_back(lane == 0);
             }
-            rings.rows.give_back(lane == 0);
-            rings.rows = rings.rows.ahead(1);
+            rings.items.give_back(lane == 0);
+            rings.items = rings.items.ahead(1);
             rings.ring = rings.ring.ahead(2 * pages);
             let put = |pair, d, word| a.put::<true>(pair, d, word);
             let keep = |pair, place, d: u32, sum, scale| {
@@ -476,7 +477,7 @@ impl Newest {
 /// Where a split's sums for a pair of the tile are in shared memory.
 #[inline(always)]
 unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f32> {
-    let ring = Memory::<ROWS>::ROW_RING;
+    let ring = Memory::<ROWS>::ITEM_RING;
     let number = split * tile.pairs + pair;
     let slot = number / parts_of(ring);
     let within = number - slot * parts_of(ring);

@@ -52,7 +52,7 @@ pub unsafe fn share<const ROWS: u32>(p: &WideStep, phase: u32, wanted: u32, whic
             }
         });
         words.settle(&mut found, row);
-        let factors = shared::dynamic::<f32>(Memory::<ROWS>::SCRATCH);
+        let factors = shared::dynamic::<f32>(Memory::<ROWS>::FACTORS);
         unroll!(K < WORDS of 8; {
             factors.store(row(K) as usize, f32::from_bits(found[K].bits()));
         });

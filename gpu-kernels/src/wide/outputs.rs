@@ -69,7 +69,7 @@ impl Outputs {
                 activations: activations.cast(),
                 strides: [n * 4, n * 2],
                 squares: p.residual.squares.at(squares).cast(),
-                factors: Memory::<ROWS>::SCRATCH + row * 4,
+                factors: Memory::<ROWS>::FACTORS + row * 4,
                 rows: count.saturating_sub(row).min(ROWS - 2 * t),
                 there: [feature < n, feature + 8 < n],
                 g,

@@ -116,6 +116,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
 pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::ROW_RING);
+        let mut items = Ring::producer(Memory::<ROWS>::ITEM_RING);
         let mut number = 0;
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
@@ -126,12 +127,12 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
                     p,
                     || p.meet(number),
                     |[item]| {
-                        make_queries(p, number, weight, &ring, &Item::new(item));
-                        ring = ring.ahead(1);
+                        make_queries(p, number, weight, &items, &Item::new(item));
+                        items = items.ahead(1);
                     },
                 );
-                send_end(&ring);
-                ring = ring.ahead(1);
+                send_end(&items);
+                items = items.ahead(1);
             } else if Kind::is_product(kind) {
                 // Before the meeting what does not depend on it.
                 let (product, map) = (Product::new(phase), field!(phase, x: Global<TensorMap>));

@@ -215,7 +215,7 @@ unsafe fn multiply_shared(rings: &mut Rings, depth: u32, lane: u32) {
 #[inline(always)]
 unsafe fn multiply_loaded(rings: &mut Rings, depth: u32, lane: u32) {
     unsafe {
-        let Rings { ring, rows } = rings;
+        let Rings { ring, rows, .. } = rings;
         load_weights::<0>(ring, lane);
         begin_loaded::<0>(rows, false);
         let mut turn = 1;
