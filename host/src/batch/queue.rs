@@ -25,7 +25,10 @@ impl<T> Queue<T> {
         Self { more: Some(more), line: VecDeque::new(), length }
     }
 
-    /// The next one; if there is none yet, it waits for one so long. Disconnected, if there are no more.
+    /// The next one; if there is none yet, it waits for one so long.
+    ///
+    /// # Errors
+    /// None came in that time; or, as disconnected, there are no more.
     pub fn next(&mut self, patience: Duration) -> Result<T, RecvTimeoutError> {
         self.fill();
         if let Some(next) = self.line.pop_front() {
