@@ -230,8 +230,6 @@ fn start(tokens: &[u32], prompt: usize, max_length: usize) -> Start<'_> {
 #[derive(Default)]
 struct Ran {
     seconds: f64,
-    /// The least that the card could take: over the steps, bytes by bandwidth or operations by rate, whichever is more; for either rate of products.
-    bounds: [f64; 2],
     prompts: usize,
     answers: usize,
     counts: Counts,
@@ -246,7 +244,7 @@ struct Part {
     /// Rows of answers, and of prompts.
     rows: [usize; 2],
     seconds: f64,
-    /// As [`Ran::bounds`].
+    /// The least that the card could take: over the steps, bytes by bandwidth or operations by rate, whichever is more; for either rate of products.
     bounds: [f64; 2],
 }
 
@@ -373,10 +371,7 @@ impl Bencher {
         let (part, bounds) = (&mut ran.parts[number], self.bounds(&plan));
         part.steps += 1;
         part.rows = [part.rows[0] + rows[0], part.rows[1] + rows[1]];
-        for (i, bound) in bounds.into_iter().enumerate() {
-            part.bounds[i] += bound;
-            ran.bounds[i] += bound;
-        }
+        part.bounds = [part.bounds[0] + bounds[0], part.bounds[1] + bounds[1]];
         let mut starts = Vec::new();
         for started in &plan.started {
             let id = started.sequence;
@@ -451,14 +446,15 @@ impl Bencher {
             (self.tokens(1000 + i as u64, (length as usize).clamp(1, self.scale.longest_prompt)), answer)
         };
         let requests = (0..self.scale.requests).map(request).collect();
-        let Ran { seconds, bounds, prompts, answers, counts, parts } = self.run(requests)?;
+        let Ran { seconds, prompts, answers, counts, parts } = self.run(requests)?;
+        let shares = [0, 1].map(|i| (parts[0].bounds[i] + parts[1].bounds[i]) / seconds);
         println!(
             "mixed: {prompts} + {answers} tokens in {seconds:.1} s and {} steps: {:.0} tok/s out, {:.0} in; {:.3} of the bound, {:.3} with products as kept up; {counts:?}",
             counts.steps,
             answers as f64 / seconds,
             prompts as f64 / seconds,
-            bounds[0] / seconds,
-            bounds[1] / seconds
+            shares[0],
+            shares[1]
         );
         for (part, name) in parts.iter().zip(["without prompts", "with prompts"]) {
             let mean = |sum: usize| sum as f64 / part.steps.max(1) as f64;
@@ -474,8 +470,8 @@ impl Bencher {
             );
         }
         self.note("batch.mixed.tok_s", answers as f64 / seconds);
-        self.note("batch.mixed.bound_share", bounds[0] / seconds);
-        self.note("batch.mixed.bound_share_kept_up", bounds[1] / seconds);
+        self.note("batch.mixed.bound_share", shares[0]);
+        self.note("batch.mixed.bound_share_kept_up", shares[1]);
         Ok(())
     }
 

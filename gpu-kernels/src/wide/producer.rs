@@ -84,6 +84,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
                     let (mut turn, depth) = (0, product.depth(residue));
                     while turn < depth {
                         let most = under_way::<ROWS>(filled, weights_under_way::<ROWS>());
+                        // Where nothing is held back, there is one barrier less to ask.
                         if most < Memory::<ROWS>::RING.stages {
                             ring.wait_under_way(most);
                         }
