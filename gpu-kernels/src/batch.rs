@@ -7,7 +7,7 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
 
 use crate::linear::STRIP;
 use crate::norm::Residual;
-use crate::sample::{GENERATED, SEEN};
+use crate::sample::{Choice, GENERATED, SEEN, ranked_token};
 
 const THREADS: u32 = 256;
 
@@ -119,6 +119,32 @@ pub unsafe fn take_tokens(p: TakeTokens) {
             if slot != TakeTokens::NOWHERE {
                 p.seen.store(slot as usize * p.vocab as usize + token as usize, SEEN | GENERATED);
             }
+        }
+    }
+}
+
+/// Parameters of [`take_best`]. Grid: [`blocks`] of `count`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct TakeBest {
+    /// `[rows]` the [rank](crate::sample::rank) of the best token after each row.
+    pub best: Global<u64>,
+    /// `[count, Choice::WORDS]`: whose rows count.
+    pub choices: Global<u32>,
+    /// `[count]` the best tokens.
+    pub sampled: GlobalMut<u32>,
+    /// Choices.
+    pub count: u32,
+}
+
+/// Chooses the best tokens, where a pass has found them.
+#[kernel(threads = 256)]
+pub unsafe fn take_best(p: TakeBest) {
+    unsafe {
+        let i = index() as usize;
+        if i < p.count as usize {
+            let row = p.choices.load(i * Choice::WORDS);
+            p.sampled.store(i, ranked_token(p.best.load(row as usize)));
         }
     }
 }

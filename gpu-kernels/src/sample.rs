@@ -108,7 +108,7 @@ fn mix(z: u64) -> u64 {
 
 /// An integer that orders as the logit does, with NaN below everything.
 #[inline(always)]
-fn key(logit: f32) -> u32 {
+pub(crate) fn key(logit: f32) -> u32 {
     // The addition makes -0 and 0, which are equal, one key.
     let bits = (logit + 0.0).to_bits();
     if logit.is_nan() {

@@ -127,7 +127,9 @@ impl<const ROWS: u32> Memory<ROWS> {
     const DEALT: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
     /// The rows' factors.
     const FACTORS: u32 = Self::DEALT + 32;
-    const BYTES: u32 = Self::FACTORS + MAX_WIDE_ROWS * 4;
+    /// What the block knows of each row's best token, of one tile of rows: see `outputs.rs`.
+    const BEST: u32 = Self::FACTORS + MAX_WIDE_ROWS * 4;
+    const BYTES: u32 = Self::BEST + ROWS * 4;
 
     unsafe fn factors_ready() -> Barrier {
         unsafe { Barrier::at(shared::dynamic(Self::FACTORS_READY)) }
@@ -190,6 +192,8 @@ pub struct WideStep {
     pub partials: GlobalMut<f32>,
     /// [`WideStep::arrivals_len`] words, zero before and after.
     pub arrivals: GlobalMut<u32>,
+    /// `[MAX_WIDE_ROWS]` the [rank](crate::sample::rank) of each row's best token, which is what `Best` finds; null where that is no phase. It is not the first one.
+    pub best: GlobalMut<u64>,
     /// `[blocks, phases]`: when a block was done with a phase, by [`thread::global_timer`]; null when nobody asks.
     pub trace: GlobalMut<u64>,
     /// How many tiles there are.
@@ -394,6 +398,10 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             Memory::<ROWS>::dealt().init(1);
             bulk::fence_init();
         }
+        let thread = thread::thread_idx_x();
+        if thread < ROWS {
+            shared::dynamic::<u32>(Memory::<ROWS>::BEST).store(thread as usize, 0);
+        }
         thread::sync_threads();
         if warp_id < WARPS {
             wgmma::take_registers::<CONSUMER_REGISTERS>();
@@ -417,8 +425,16 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         let [ring, rows, items] =
             [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
         let mut rings = Rings { ring, rows, items };
-        // Of products, and of those with factors: whether there was an odd number.
-        let (mut odd, mut factors) = (0, 0);
+        // Of products, and of those with factors: whether there was an odd number. A bit each: they stay in a register over the phases.
+        let mut odd = 0;
+        // All see that behind the first meeting.
+        if !p.best.is_null() && thread::block_idx_x() == 0 {
+            let mut row = thread::thread_idx_x();
+            while row < MAX_WIDE_ROWS {
+                p.best.store(row as usize, 0);
+                row += CONSUMERS;
+            }
+        }
         let mut number = 0;
         while number < p.phase_count {
             // Who is the first is asked anew behind the barrier: known on both sides of it, the compiler may write the barrier twice.
@@ -433,12 +449,12 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
                 kind => {
                     if thread::fresh(thread::thread_idx_x()) == 0 {
                         // The other set's counts for the product to come; those of the one before have been seen by all.
-                        let other = p.part_arrivals(odd ^ 1).at(2 * thread::block_idx_x() as usize);
+                        let other = p.part_arrivals(odd & 1 ^ 1).at(2 * thread::block_idx_x() as usize);
                         other.cast::<u64>().store(0, 0);
                     }
-                    product::multiply::<ROWS, TILES>(p, phase, kind, &mut rings, p.part_arrivals(odd), factors);
-                    odd ^= 1;
-                    factors ^= u32::from(Kind::is_normed(kind));
+                    let arrivals = p.part_arrivals(odd & 1);
+                    product::multiply::<ROWS, TILES>(p, phase, kind, &mut rings, arrivals, odd >> 1);
+                    odd ^= 1 | u32::from(Kind::is_normed(kind)) << 1;
                 }
             }
             // All that this block wrote comes before its arrival.
@@ -465,7 +481,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             warp::sync_warp();
             if warp::shuffle_idx(done, 0) == grid {
                 // The meetings and blocks, and with them the factors; and counts of the last product.
-                let counts = p.part_arrivals(odd ^ 1);
+                let counts = p.part_arrivals(odd & 1 ^ 1);
                 let mut i = lane;
                 while i < MEETING_WORDS.max(2 * grid) {
                     if i < MEETING_WORDS {

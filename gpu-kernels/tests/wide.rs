@@ -5,11 +5,12 @@ mod common;
 use common::{Random, RowBuffers, run, run_resident};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
-use cuda_std::{Kernel, bf16};
+use cuda_std::{GlobalMut, Kernel, bf16};
 use gpu_kernels::linear::{self, Linear, STRIP, slot};
 use gpu_kernels::norm::{Norm, Residual};
+use gpu_kernels::sample::rank;
 use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, STRIPS, Walk};
-use gpu_kernels::wide::{self, Kind, Phase, Share, WideStep};
+use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 use proptest::prelude::*;
 
 /// Blocks that weights are laid out for.
@@ -22,6 +23,8 @@ struct Outputs {
     activation: Vec<bf16>,
     scaled: Vec<bf16>,
     squares: Vec<f32>,
+    /// Of the wide step, if it finds that: the rank of each row's best token.
+    best: Vec<u64>,
 }
 
 /// A matrix and what it is multiplied with.
@@ -67,7 +70,7 @@ impl Case {
     }
 
     fn by_linear<K: Kernel<Params = Linear>>(&self, strips: u32, norm: bool) -> Outputs {
-        let mut all = Outputs { y: vec![], activation: vec![], scaled: vec![], squares: vec![] };
+        let mut all = Outputs { y: vec![], activation: vec![], scaled: vec![], squares: vec![], best: vec![] };
         // In groups of 64 rows.
         for first in (0..self.rows).step_by(64) {
             let count = 64.min(self.rows - first);
@@ -118,7 +121,7 @@ impl Case {
         all
     }
 
-    /// Runs a step of one product, with tiles of `tile_rows` rows, on `grid` blocks.
+    /// Runs a step of one product, of two for the best tokens, with tiles of `tile_rows` rows, on `grid` blocks.
     fn by_wide(&self, kind: Kind, tile_rows: u32, grid: u32) -> Outputs {
         let gated = kind == Kind::SwiGlu;
         let strips = (if gated { 2 * self.n } else { self.n }).div_ceil(STRIP as usize) as u32;
@@ -152,6 +155,7 @@ impl Case {
         let (y, activation, scaled, squares) = self.outputs();
         let before = Buffer::from_slice(&self.squares);
         let matrix = Matrix::dense(x.ptr().addr(), self.rows as u64, self.k as u64, tile_rows);
+        let best = Buffer::<u64>::new_poisoned(if kind == Kind::Best { MAX_WIDE_ROWS as usize } else { 0 });
         let map = Buffer::from_slice(&[TensorMap::emulated(&matrix)]);
         let row_tiles = (self.rows as u32).div_ceil(tile_rows);
         let partials = Buffer::<f32>::new_poisoned(WideStep::partial_len(tile_rows, grid));
@@ -169,13 +173,16 @@ impl Case {
             row_tiles: row_tiles.into(),
             ..Phase::new(kind)
         };
-        let phases = Buffer::from_slice(Phase::words(&[phase]));
+        // The best tokens are found behind a meeting.
+        let list = [Phase { kind: Kind::Write, ..phase }, phase];
+        let list = if kind == Kind::Best { &list[..] } else { &list[1..] };
+        let phases = Buffer::from_slice(Phase::words(list));
         // What the input has yet to be divided by, or the squares that are written.
         let (dim, squares_of) = if kind == Kind::Add { (self.n, &squares) } else { (self.k, &before) };
         let params = WideStep {
             rows: rows.rows(),
             phases: phases.ptr().cast(),
-            phase_count: 1,
+            phase_count: list.len() as u32,
             blocks: BLOCKS,
             stream: stream.ptr(),
             activation: activation.ptr_mut(),
@@ -187,6 +194,7 @@ impl Case {
             },
             partials: partials.ptr_mut(),
             arrivals: arrivals.ptr_mut(),
+            best: if kind == Kind::Best { best.ptr_mut() } else { GlobalMut::default() },
             eps: 1e-6,
             ..WideStep::default()
         };
@@ -202,6 +210,7 @@ impl Case {
             activation: reordered(activation.as_slice(), self.n, true),
             scaled: reordered(scaled.as_slice(), self.n, true),
             squares: squares.as_slice()[..self.rows * self.n / 16].to_vec(),
+            best: best.as_slice().iter().take(self.rows).copied().collect(),
         }
     }
 
@@ -209,6 +218,9 @@ impl Case {
         for tile_rows in [64, 128] {
             let want = self.by_linear::<linear::linear_64>(Linear::strips(self.n as u32), true);
             assert!(want.y == self.by_wide(Kind::Write, tile_rows, grid).y, "write, {tile_rows}");
+            let best = |row: &[f32]| row.iter().zip(0..).map(|(&logit, token)| rank(logit, token)).max();
+            let best: Vec<_> = want.y.chunks(self.n).filter_map(best).collect();
+            assert_eq!(best, self.by_wide(Kind::Best, tile_rows, grid).best, "best, {tile_rows}");
             let want = self.by_linear::<linear::linear_add_64>(Linear::strips(self.n as u32), false);
             assert!(want == self.by_wide(Kind::Add, tile_rows, grid), "add, {tile_rows}");
             let want = self.by_linear::<linear::swiglu_64>(Linear::swiglu_strips(self.n as u32), true).activation;
@@ -224,6 +236,16 @@ proptest! {
     fn bits_of_linear(rows in 1usize..150, strips in 1usize..11, chunks in 1usize..11, grid in 1u32..12, seed: u64) {
         Case::new(rows, strips.next_multiple_of(2) * 16, chunks * 128, seed).check(grid);
     }
+}
+
+/// Of equal logits the first is the best: here all are zero, of either sign, in some rows.
+#[test]
+fn the_first_of_equals_is_best() {
+    let mut case = Case::new(70, 64 * 16, 128, 11);
+    for row in [0, 3, 66] {
+        case.x[row * 128..][..128].fill(bf16::ZERO);
+    }
+    case.check(3);
 }
 
 /// Several passes of the stream, whole and split tiles in one launch.

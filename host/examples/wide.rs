@@ -1,10 +1,11 @@
 //! Where the time of a step of many sequences goes: `wide [SIZE[/LAYERS] [SEQUENCES …]]`, such as `wide 8B 64 256`. Each sequence has 1,040 tokens.
 //!
-//! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and then its phases are timed: each from when the last
+//! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best tokens with them; then a step that finds these is timed, and its phases: each from when the last
 //! block was done with the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read bandwidth. With fewer
 //! layers, such as `8B/12`, that bandwidth is not measured: to compare builds of the kernels in seconds (docs/toolchain.md).
 
 use gpu_kernels::kv::PAGE_TOKENS;
+use gpu_kernels::sample::rank;
 use gpu_kernels::step::Rows;
 use gpu_kernels::wide::Kind;
 use half::bf16;
@@ -77,16 +78,23 @@ fn step(
     let wide = logits(&forward)?;
     let differ = wide.iter().zip(&launched).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
     let strange = wide.iter().filter(|v| !v.is_finite()).count();
+    // What is timed finds the best tokens, as a greedy batch does.
+    let pass = Pass { logits: LogitRows::Best, ..pass };
+    forward.enqueue_rows(&pass)?;
+    let wrong = (forward.best_tokens(sequences)?.into_iter())
+        .zip(wide.chunks(config.vocab_size))
+        .filter(|(best, row)| row.iter().zip(0..).map(|(&logit, token)| rank(logit, token)).max() != Some(*best))
+        .count();
     let timer = device.timer()?;
     let mut best = f64::MAX;
     for _ in 0..4 {
-        best = best.min(timer.time(|| (0..8).try_for_each(|_| forward.enqueue_rows(&pass)))? / 8.0);
+        best = best.min(timer.time(|| (0..8).try_for_each(|_| forward.enqueue_rows(&pass).map(drop)))? / 8.0);
     }
     let kv = (sequences * CONTEXT * config.kv_bytes_per_token(2)) as f64;
     let bytes = config.step_weight_bytes(2) as f64 + kv;
     let share = bandwidth.map_or(String::new(), |b| format!(", {:.3} of the bound", bytes / b * 1e3 / best));
     println!(
-        "{size}, {sequences} sequences of {CONTEXT}: {best:.3} ms{share}; {differ} of {} logits differ, {strange} strange",
+        "{size}, {sequences} sequences of {CONTEXT}: {best:.3} ms{share}; {differ} of {} logits differ, {strange} strange, {wrong} best tokens wrong",
         wide.len()
     );
     forward.begin_wide_trace()?;
@@ -101,7 +109,7 @@ fn step(
         let (first, last) = (times.iter().min().copied().unwrap_or(0), times.iter().max().copied().unwrap_or(0));
         let (name, elements) = match kind {
             Kind::Embed => ("embed", 0),
-            Kind::Write if i + 1 == trace.len() => ("head", config.vocab_size * hidden),
+            Kind::Best => ("head", config.vocab_size * hidden),
             Kind::Write => ("QKV", heads * hidden),
             Kind::Attend => ("attend", 0),
             Kind::Add if trace[i - 1].0 == Kind::SwiGlu => ("down", inner * hidden),

@@ -55,13 +55,26 @@ pub struct Forward {
     apart: Apart,
 }
 
-/// Which of a step's rows want logits.
+/// What is wanted of a step's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitRows {
-    /// None: a chunk of a prompt that is not its last.
+    /// Nothing: a chunk of a prompt that is not its last.
     None,
-    /// Those from this row on.
+    /// Logits of those from this row on.
     From(u32),
+    /// The best token of each; logits of all where a pass cannot tell that without.
+    Best,
+}
+
+impl LogitRows {
+    /// The first row that wants logits, if any does and they are all that can be had.
+    pub fn first(self) -> Option<u32> {
+        match self {
+            Self::None => None,
+            Self::From(row) => Some(row),
+            Self::Best => Some(0),
+        }
+    }
 }
 
 /// For how much there is memory.
@@ -109,7 +122,7 @@ pub struct Pass {
     pub end: u32,
     /// Their tiles of attention; none: all rows are of one sequence.
     pub tiles: Option<Tiles>,
-    /// Which rows want logits.
+    /// What is wanted of the rows.
     pub logits: LogitRows,
 }
 
@@ -449,18 +462,19 @@ impl Forward {
     /// # Errors
     /// A refused launch.
     pub fn enqueue(&self, most_rows: u32, end: u32, logits: LogitRows) -> Result<(), Error> {
-        self.enqueue_rows(&Pass { rows: self.rows(), most_rows, end, tiles: None, logits })
+        self.enqueue_rows(&Pass { rows: self.rows(), most_rows, end, tiles: None, logits }).map(drop)
     }
 
     /// Enqueues a pass over rows of any sequences: as many as there is [room](Self::room) for. Those with tiles go through the kernels that were
-    /// [made ready](Self::lay_out_wide) for many rows, if they were; the bits are the same.
+    /// [made ready](Self::lay_out_wide) for many rows, if they were; the bits are the same. Returns where the [rank](gpu_kernels::sample::rank) of
+    /// each row's best token will be, if [that](LogitRows::Best) is wanted and there are no logits for it.
     ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue_rows(&self, pass: &Pass) -> Result<(), Error> {
+    pub fn enqueue_rows(&self, pass: &Pass) -> Result<Option<Global<u64>>, Error> {
         match (&self.wide, &self.stream, pass.tiles) {
             (Some(wide), Some(stream), Some(tiles)) => self.enqueue_wide(wide, stream, pass, tiles),
-            _ => self.enqueue_launches(pass),
+            _ => self.enqueue_launches(pass).map(|()| None),
         }
     }
 
@@ -478,17 +492,18 @@ impl Forward {
 
     /// Enqueues a pass over rows of any sequences the way that is quickest on Hopper (docs/performance.md): up to [`MAX_DECODE_ROWS`] of
     /// them by the step for few rows if they are `of_one` sequence and follow each other, and otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits
-    /// are the same.
+    /// are the same. Returns what that does.
     ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<(), Error> {
+    pub fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<Option<Global<u64>>, Error> {
         if of_one && pass.most_rows <= MAX_DECODE_ROWS {
             if let Some(stream) = &mut self.stream {
                 stream.begin()?;
             }
             if let Some(stream) = &self.stream {
-                return self.enqueue_stream(stream, pass.rows, pass.most_rows);
+                self.enqueue_stream(stream, pass.rows, pass.most_rows)?;
+                return Ok((pass.logits == LogitRows::Best).then(|| stream.best()));
             }
         }
         self.enqueue_rows(pass)

@@ -229,10 +229,7 @@ impl Prefill {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
         let tiles = prefill_attention::tiles(0, count as u32, 0, start as u32, TILE_ROWS);
         self.tiles.write(0, &tiles.concat())?;
-        let first_tile = match logits {
-            LogitRows::None => tiles.len(),
-            LogitRows::From(row) => (row / TILE_ROWS) as usize,
-        };
+        let first_tile = logits.first().map_or(tiles.len(), |row| (row / TILE_ROWS) as usize);
         self.enqueue_layers(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), first_tile)
     }
 

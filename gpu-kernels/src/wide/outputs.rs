@@ -1,11 +1,13 @@
 //! What becomes of sums.
 
+use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, math, shared, thread, warp, wgmma};
 
 use super::phases::{Product, Unit};
 use super::product::Partial;
 use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, RESIDUES, WideStep};
 use crate::linear::{STRIP, slot};
+use crate::sample::{key, rank};
 
 /// What a lane has of a tile's outputs: features `g` and `g + 8` of its warp's strip (of a gate-up strip: a gate and its up), for rows `8 j + 2 t` and one
 /// on of every eight. Where they go is found once a tile: what an epilogue computes for an output is time in which no products run.
@@ -52,6 +54,7 @@ impl Outputs {
             let (mut sums, mut activations) = (GlobalMut::default(), GlobalMut::default());
             match kind {
                 Kind::WRITE => sums = field!(product.phase, y: GlobalMut<f32>).at(at(feature)),
+                Kind::BEST => {}
                 Kind::SWIGLU => activations = p.activation.at(at(slot(feature))),
                 _ => {
                     (sums, activations) = (p.residual.x.at(at(feature)), p.residual.scaled.at(at(slot(feature))));
@@ -101,15 +104,21 @@ impl Outputs {
         old
     }
 
+    /// The norm's factors of the lane's rows `8 j …`.
+    #[inline(always)]
+    unsafe fn factors(&self, j: u32) -> [f32; 2] {
+        if 8 * j >= self.rows {
+            return [1.0; 2];
+        }
+        // They are found for four rows at a time, so there is one for the second, too.
+        unsafe { shared::dynamic::<[f32; 2]>(self.factors).load(4 * j as usize) }
+    }
+
     /// Puts the lane's sums of rows `8 j …` where they belong. A warp does it together.
     #[inline(always)]
     unsafe fn put<const KIND: u32>(&self, j: u32, sums: [f32; 4], old: [f32; 4]) {
         unsafe {
-            let mut factors = [1.0; 2];
-            if Kind::is_normed(KIND) && 8 * j < self.rows {
-                // They are found for four rows at a time, so there is one for the second, too.
-                factors = shared::dynamic::<[f32; 2]>(self.factors).load(4 * j as usize);
-            }
+            let factors = if Kind::is_normed(KIND) { self.factors(j) } else { [1.0; 2] };
             unroll!(R < 2; {
                 let row = 8 * j + R as u32;
                 let valid = row < self.rows;
@@ -157,6 +166,66 @@ impl Outputs {
     }
 }
 
+/// What a lane's outputs of the head are candidates for: the best tokens of its rows.
+struct Best {
+    /// Of the lane's first row.
+    all: GlobalMut<u64>,
+    /// Likewise, from the start of dynamic shared memory: [`Memory::BEST`].
+    here: u32,
+    /// The number of the tile of rows.
+    tile: u32,
+    /// The lane's first feature.
+    feature: u32,
+}
+
+/// A word of [`Memory::BEST`] has the number of a tile of rows in place of a key's lowest bits: a block may come to rows of another tile. So it is at most the key.
+const TAGS: u32 = 4;
+const _: () = assert!(MAX_WIDE_ROWS <= TAGS * 128);
+
+impl Best {
+    #[inline(always)]
+    unsafe fn new<const ROWS: u32>(p: &WideStep, outputs: &Outputs, unit: &Unit) -> Self {
+        let first = 2 * (thread::fresh(thread::lane_id()) % 4);
+        Self {
+            // SAFETY: there is a word for each row.
+            all: unsafe { p.best.at((unit.row + first) as usize) },
+            here: Memory::<ROWS>::BEST + first * 4,
+            tile: unit.row / ROWS,
+            feature: outputs.strip * STRIP + outputs.g,
+        }
+    }
+
+    /// Looks at the lane's sums of rows `8 j …`. Few are better than what the block knows of already.
+    #[inline(always)]
+    unsafe fn look(&self, outputs: &Outputs, j: u32, sums: [f32; 4]) {
+        unsafe {
+            let factors = outputs.factors(j);
+            let here = shared::dynamic::<u32>(self.here);
+            unroll!(R < 2; {
+                let row = 8 * j + R as u32;
+                let logits = [sums[R] * factors[R], sums[2 + R] * factors[R]];
+                let logit = |i: usize| if outputs.there[i] { logits[i] } else { f32::NEG_INFINITY };
+                let word = key(math::max(logit(0), logit(1))) / TAGS * TAGS | self.tile;
+                let is_behind = || {
+                    let known = atomic::load(here, row as usize, Ordering::Relaxed, Scope::Block);
+                    (known ^ word).is_multiple_of(TAGS) && known > word
+                };
+                if row < outputs.rows && !is_behind() {
+                    atomic::fetch_max(here, row as usize, word, Ordering::Relaxed, Scope::Block);
+                    // All blocks' atomics on a row come one after another: of a warp's lanes one goes on.
+                    if !is_behind() {
+                        let rank = |i: usize| {
+                            if outputs.there[i] { rank(logits[i], self.feature + 8 * i as u32) } else { 0 }
+                        };
+                        let best = rank(0).max(rank(1));
+                        atomic::fetch_max(self.all, row as usize, best, Ordering::Relaxed, Scope::Device);
+                    }
+                }
+            });
+        }
+    }
+}
+
 /// Puts the totals of a whole tile where they belong, four groups of rows at a time.
 #[inline(always)]
 pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>(
@@ -167,6 +236,13 @@ pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>
     unsafe {
         let outputs = Outputs::new::<ROWS>(p, product, unit, KIND);
         if outputs.strip >= outputs.strips {
+            return;
+        }
+        if KIND == Kind::BEST {
+            let best = Best::new::<ROWS>(p, &outputs, unit);
+            unroll!(J < TILES of 16; {
+                best.look(&outputs, J as u32, accumulators!(4 * J));
+            });
             return;
         }
         unroll!(H < 4; {
@@ -230,6 +306,7 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize>(
                     });
                     match kind {
                         Kind::WRITE => outputs.put::<{ Kind::WRITE }>(j + I as u32, sums, old[I]),
+                        Kind::BEST => Best::new::<ROWS>(p, &outputs, unit).look(&outputs, j + I as u32, sums),
                         Kind::ADD => outputs.put::<{ Kind::ADD }>(j + I as u32, sums, old[I]),
                         _ => outputs.put::<{ Kind::SWIGLU }>(j + I as u32, sums, old[I]),
                     }

@@ -14,6 +14,8 @@ pub enum Kind {
     Embed,
     /// `y = x · wᵀ`.
     Write,
+    /// Of each row of `x · wᵀ` the [best token](super::WideStep::best).
+    Best,
     /// `residual += x · wᵀ`; features are a multiple of 16.
     Add,
     /// `activation = silu(x · gateᵀ) ∘ (x · upᵀ)`.
@@ -25,6 +27,7 @@ pub enum Kind {
 impl Kind {
     pub(super) const EMBED: u32 = Self::Embed as u32;
     pub(super) const WRITE: u32 = Self::Write as u32;
+    pub(super) const BEST: u32 = Self::Best as u32;
     pub(super) const ADD: u32 = Self::Add as u32;
     pub(super) const SWIGLU: u32 = Self::SwiGlu as u32;
     pub(super) const ATTEND: u32 = Self::Attend as u32;
@@ -32,13 +35,13 @@ impl Kind {
     /// Whether this is one of the products.
     #[inline(always)]
     pub(super) const fn is_product(kind: u32) -> bool {
-        matches!(kind, Self::WRITE | Self::ADD | Self::SWIGLU)
+        matches!(kind, Self::WRITE..=Self::SWIGLU)
     }
 
     /// Whether this is one of the products whose input has a norm to be divided by.
     #[inline(always)]
     pub(super) const fn is_normed(kind: u32) -> bool {
-        matches!(kind, Self::WRITE | Self::SWIGLU)
+        Self::is_product(kind) && kind != Self::ADD
     }
 }
 

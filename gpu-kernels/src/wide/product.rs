@@ -61,6 +61,7 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
                     ready();
                     match kind {
                         Kind::WRITE => finish_whole::<ROWS, TILES, { Kind::WRITE }>(p, &product, &unit),
+                        Kind::BEST => finish_whole::<ROWS, TILES, { Kind::BEST }>(p, &product, &unit),
                         Kind::ADD => finish_whole::<ROWS, TILES, { Kind::ADD }>(p, &product, &unit),
                         _ => finish_whole::<ROWS, TILES, { Kind::SWIGLU }>(p, &product, &unit),
                     }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use cuda_std::GlobalMut;
 use gpu_kernels::attention::Attend;
-use gpu_kernels::batch::{self as kernels, ClearRows, Put, TakeTokens};
+use gpu_kernels::batch::{self as kernels, ClearRows, Put, TakeBest, TakeTokens};
 use gpu_kernels::logprobs::Wanted;
 use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach};
 use gpu_kernels::step;
@@ -126,6 +126,8 @@ struct Ready {
     picks: List,
     pick_count: List,
     choices: List,
+    /// Whether all choices are the best tokens, and nothing else is wanted.
+    plain: bool,
     /// The first choice among all of the step.
     first: usize,
     /// Rows to note for log-probabilities, and the first note among all of the step.
@@ -392,6 +394,8 @@ impl GpuBatch {
         };
         let wanted: Vec<_> = pass.chosen.iter().enumerate().filter_map(wanted).collect();
         let slot_of = |row: usize| pass.slots[row];
+        let plain = |chosen: &passes::Chosen| self.slots[slot_of(chosen.row) as usize].is_plain();
+        let plain = pass.chosen.iter().all(plain);
         let unknown = (0..pass.len()).filter(|&row| self.is_unknown(slot_of(row), pass.positions[row] as usize));
         let entry = |row: usize| {
             let slot = slot_of(row) as usize;
@@ -413,6 +417,7 @@ impl GpuBatch {
             picks: upload.push(pass.chosen.iter().map(|chosen| chosen.row as u32)),
             pick_count: upload.push([pass.chosen.len() as u32]),
             choices: upload.push(choices),
+            plain,
             notes: upload.push(wanted.iter().flatten().copied()),
             wanted,
             first,
@@ -481,6 +486,7 @@ impl GpuBatch {
             unsafe { self.forward.device().launch::<kernels::take_tokens>(kernels::blocks(taken), 0, take)? };
         }
         let (tiles, chosen) = (upload.ptr(ready.tiles), pass.chosen.len() as u32);
+        let mut best = None;
         if pass.prompt {
             self.forward.enqueue_prefill_rows(rows, pass.len(), (tiles, pass.tiles.len()))?;
             if chosen > 0 {
@@ -488,18 +494,30 @@ impl GpuBatch {
                 self.forward.enqueue_picked(upload.ptr(ready.picks), counted, chosen)?;
             }
         } else {
-            let first = pass.chosen.first().map(|chosen| chosen.row as u32);
+            let logits = match pass.chosen.first() {
+                None => LogitRows::None,
+                Some(_) if ready.plain => LogitRows::Best,
+                Some(first) => LogitRows::From(first.row as u32),
+            };
             let all = forward::Pass {
                 rows,
                 most_rows: pass.len() as u32,
                 end: pass.end(),
                 tiles: Some(Tiles { list: tiles, count: pass.tiles.len() as u32 }),
-                logits: first.map_or(LogitRows::None, LogitRows::From),
+                logits,
             };
-            self.forward.enqueue_quickest(&all, pass.is_of_one())?;
+            best = self.forward.enqueue_quickest(&all, pass.is_of_one())?;
         }
         if chosen == 0 {
             return Ok(());
+        }
+        if let Some(best) = best {
+            let (choices, sampled) = (upload.ptr(ready.choices), self.sampled_from(ready.first));
+            let take = TakeBest { best, choices, sampled, count: chosen };
+            // SAFETY: the list is of the size said, and names rows of this pass.
+            return unsafe {
+                self.forward.device().launch::<kernels::take_best>(kernels::blocks(chosen as usize), 0, take)
+            };
         }
         // Rows are noted before the sampler changes them: some, the choices up to the last of them, the next ones.
         let mut from = 0;

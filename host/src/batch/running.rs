@@ -45,6 +45,11 @@ impl Running {
         self.sampling.repetition_penalty != 1.0 || self.sampling.presence_penalty != 0.0
     }
 
+    /// Whether its tokens are the best ones, and no log-probabilities are wanted.
+    pub fn is_plain(&self) -> bool {
+        self.sampling.temperature == 0.0 && !self.is_penalised() && self.logprobs.is_none()
+    }
+
     /// Appends the tokens after the newest: one, and one more for each draft that was right; notes what the drafts were worth. `choose` gives the
     /// token of a row, knowing its history.
     pub fn confirm(&mut self, drafts: &Drafts, choose: impl FnMut(usize, &[u32]) -> u32) -> Vec<u32> {

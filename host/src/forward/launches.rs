@@ -11,7 +11,7 @@ use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_ROWS, Rows};
 use half::bf16;
 
-use super::{Forward, LogitRows, Pass};
+use super::{Forward, Pass};
 use crate::Error;
 use crate::device::Buffer;
 
@@ -123,7 +123,7 @@ impl Forward {
                 let down = linear(&layer.down, &self.activation, hidden, inner);
                 self.launch_linear(Kind::Add, most_rows, Linear { next_norm: next_norm.ptr(), ..down })?;
             }
-            if let LogitRows::From(first_row) = logits {
+            if let Some(first_row) = logits.first() {
                 self.launch_norm(most_rows, &w.norm)?;
                 let head = Linear { first_row, ..self.head(rows, self.scaled.ptr(), norm) };
                 self.launch_linear(Kind::Write, most_rows - first_row, head)?;

@@ -24,12 +24,14 @@ const LAST_VALUES: usize = 6;
 pub struct Wide {
     /// What the phases read: of each [`Input`], in tiles of 64 rows and of 128; and of the cache, values of a context's last page.
     _maps: TensorMaps,
-    /// The phases of a step, for each of [`PROGRAMS`].
-    programs: Vec<Buffer<u64>>,
+    /// The phases of a step, for each of [`PROGRAMS`]: with logits, and with the best tokens instead.
+    programs: Vec<[Buffer<u64>; 2]>,
     kinds: Vec<Kind>,
     partials: Buffer<f32>,
     arrivals: Buffer<u32>,
     items: Buffer<u32>,
+    /// The rank of each row's best token.
+    best: Buffer<u64>,
     trace: Option<Buffer<u64>>,
 }
 
@@ -61,23 +63,25 @@ impl Forward {
         let cache = (self.cache.layer(0).addr(), self.cache.layer_len() * self.cache.layers());
         matrices.extend(wide::last_values(cache.0, cache.1));
         let maps = self.device.tensor_maps(&matrices)?;
-        let kinds = self.phases(stream, &maps, PROGRAMS[0]).iter().map(|phase| phase.kind).collect();
-        let program = |&program: &_| self.device.upload(Phase::words(&self.phases(stream, &maps, program)));
+        let kinds = self.phases(stream, &maps, PROGRAMS[0], Kind::Best).iter().map(|phase| phase.kind).collect();
+        let upload = |program, head| self.device.upload(Phase::words(&self.phases(stream, &maps, program, head)));
+        let program = |&program: &_| Ok([upload(program, Kind::Write)?, upload(program, Kind::Best)?]);
         let kv_heads = c.num_key_value_heads;
         let partials = [64, 128].map(|rows| WideStep::partial_len(rows, grid));
         self.wide = Some(Wide {
-            programs: PROGRAMS.iter().map(program).collect::<Result<_, _>>()?,
+            programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?,
             _maps: maps,
             kinds,
             trace: None,
             partials: self.device.zeroed(partials[0].max(partials[1]))?,
             arrivals: self.device.zeroed(WideStep::arrivals_len(grid, kv_heads as u32))?,
             items: self.device.zeroed(WideStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
+            best: self.device.zeroed(MAX_WIDE_ROWS as usize)?,
         });
         Ok(true)
     }
 
-    /// From the next of these passes on, notes when each block was done with each phase. Passes need logits then.
+    /// From the next of these passes on, notes when each block was done with each phase. Passes need logits, or the best tokens, then.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -100,8 +104,18 @@ impl Forward {
         Ok(kinds.iter().enumerate().map(|(i, &kind)| (kind, blocks(i))).collect())
     }
 
-    /// The phases of a step, for products with so many rows in a tile and so many tiles of rows. The last one is the head.
-    fn phases(&self, stream: &Stream, maps: &TensorMaps, (tile_rows, row_tiles): (u32, u32)) -> Vec<Phase> {
+    /// The [rank](gpu_kernels::sample::rank) of the best token after each of the first `rows` rows of the last pass, if that was to find them. Waits for the device.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn best_tokens(&self, rows: usize) -> Result<Vec<u64>, Error> {
+        let mut best = vec![0; rows];
+        self.wide.as_ref().map_or(Ok(()), |wide| wide.best.read(0, &mut best))?;
+        Ok(best)
+    }
+
+    /// The phases of a step, for products with so many rows in a tile and so many tiles of rows. The last one is the head, of this kind.
+    fn phases(&self, stream: &Stream, maps: &TensorMaps, (tile_rows, row_tiles): (u32, u32), head: Kind) -> Vec<Phase> {
         let (c, w) = (&self.config, &self.weights);
         let (_, grid) = stream.weights();
         let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
@@ -143,18 +157,25 @@ impl Forward {
                 Phase { norm: next_norm.ptr(), ..down },
             ]);
         }
-        phases.push(product(Kind::Write, 4 * w.layers.len(), Input::Scaled, c.vocab_size as u32, hidden));
+        phases.push(product(head, 4 * w.layers.len(), Input::Scaled, c.vocab_size as u32, hidden));
         phases
     }
 
     /// Enqueues a pass; see [`enqueue_rows`](Self::enqueue_rows).
-    pub(super) fn enqueue_wide(&self, of: &Wide, stream: &Stream, pass: &Pass, tiles: Tiles) -> Result<(), Error> {
+    pub(super) fn enqueue_wide(
+        &self,
+        of: &Wide,
+        stream: &Stream,
+        pass: &Pass,
+        tiles: Tiles,
+    ) -> Result<Option<Global<u64>>, Error> {
         let Pass { rows, most_rows, logits, .. } = *pass;
         let (c, d) = (&self.config, &self.device);
         let (weights, grid) = stream.weights();
         let fits = |&(tile_rows, row_tiles): &(u32, u32)| most_rows <= tile_rows * row_tiles;
         let program = PROGRAMS.iter().position(fits).expect("no pass has more rows");
-        let phases: Global<Phase> = of.programs[program].ptr().cast();
+        let finds_best = logits == LogitRows::Best;
+        let phases: Global<Phase> = of.programs[program][usize::from(finds_best)].ptr().cast();
         let step = WideStep {
             rows,
             phases,
@@ -175,6 +196,7 @@ impl Forward {
             items: of.items.ptr_mut(),
             partials: of.partials.ptr_mut(),
             arrivals: of.arrivals.ptr_mut(),
+            best: of.best.ptr_mut(),
             trace: of.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             tile_count: tiles.count,
             split_room: self.room.splits() as u32,
@@ -190,10 +212,11 @@ impl Forward {
         // memory waits for it.
         unsafe {
             if tile_rows == 64 {
-                d.launch_cooperative::<wide::wide_64>(grid, shared, step)
+                d.launch_cooperative::<wide::wide_64>(grid, shared, step)?;
             } else {
-                d.launch_cooperative::<wide::wide_128>(grid, shared, step)
+                d.launch_cooperative::<wide::wide_128>(grid, shared, step)?;
             }
         }
+        Ok(finds_best.then(|| of.best.ptr()))
     }
 }
