@@ -1,7 +1,7 @@
 //! Linear layers for few rows: `y[row, n] = Σ_k x[row, k] · w[n, k]`, weights read once, straight from the checkpoint's layout.
 //!
 //! # Shape of the work
-//! A block owns a strip of 16 output features. Its 8 warps deal the slices of [`SLICE`] = 64 input features among themselves and
+//! A block owns a strip of 16 output features. Its [`CHAINS`] = 4 warps deal the slices of [`SLICE`] = 64 input features among themselves and
 //! feed them to the tensor cores: `mma.m16n8k16` with the weights as A (16 features) and the token rows as B (8 rows a tile,
 //! `TILES` tiles). A product over k does not care in which slots its terms stand as long as A and B agree, so a lane
 //! loads 16 contiguous bytes of each and uses them as the four k-pairs that it must supply: no shared memory, no shuffles.
@@ -9,7 +9,7 @@
 //! The input of a layer that follows a norm is not normalised yet: the sums are multiplied by the row's factor at the end (see [`norm`](crate::norm)).
 //!
 //! # Order
-//! An output is the sum over its warp's slices, in order, in the tensor core's accumulator, then over the 8 warps from first
+//! An output is the sum over its warp's slices, in order, in the tensor core's accumulator, then over the 4 warps from first
 //! to last. A column of B never meets another, so a row's result is the same bits whatever rows share the launch and
 //! however many tiles there are: [`linear_8`] and [`linear_64`] agree (tested).
 //!
@@ -22,11 +22,14 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
 use crate::norm::{Norm, Residual};
 use crate::step::Rows;
 
-/// Input features that a warp takes at a time; slice `s` goes to warp `s % 8`. The input size is a multiple of twice this.
+/// Input features that a warp takes at a time; slice `s` goes to warp `s % 4`. The input size is a multiple of twice this.
 pub const SLICE: u32 = 64;
 /// Output features of a block.
 pub const STRIP: u32 = 16;
-const WARPS: u32 = 8;
+/// Chains of products that an output is the sum of: a warp each.
+pub const CHAINS: u32 = 4;
+/// Slices whose weights a warp has under way at a time.
+const TOGETHER: usize = 4;
 
 /// Parameters of the kernels of this module. Grid: strips of `n` (see [`Linear::strips`], [`Linear::swiglu_strips`]).
 /// Shared memory: [`Linear::shared_bytes`].
@@ -73,7 +76,7 @@ impl Linear {
     /// Dynamic shared memory for a launch of up to `rows` rows: the partial sums of every warp, and each row's factor.
     pub const fn shared_bytes(rows: u32) -> u32 {
         let rows = rows.div_ceil(8) * 8;
-        (WARPS * STRIP + 1) * rows * 4
+        (CHAINS * STRIP + 1) * rows * 4
     }
 }
 
@@ -93,12 +96,12 @@ pub(crate) const fn place_of<const SLOTS: bool>(element: u32) -> usize {
     (if SLOTS { slot(element) } else { element }) as usize
 }
 
-/// Where a lane's `j`-th load of a pair of slices lies, from the first.
+/// Where a lane's `j`-th load of slices that follow each other in a chain lies, from the first.
 const fn offset(j: usize) -> usize {
-    (j / 2) * (WARPS * SLICE) as usize + (j % 2) * 32
+    (j / 2) * (CHAINS * SLICE) as usize + (j % 2) * 32
 }
 
-/// One warp's share of a strip: rows `g` and `g + 8` of A come from `low` and `high`, each the start of a weight row.
+/// One warp's chain of a strip: rows `g` and `g + 8` of A come from `low` and `high`, each the start of a weight row.
 /// Leaves the partial sums of the block in shared memory, `[warp][row][feature]`, and meets at a barrier.
 #[inline(always)]
 unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<bf16>, high: Global<bf16>) {
@@ -110,13 +113,13 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
         let mut slice = warp;
         let slices = p.k / SLICE;
         while slice < slices {
-            // Two slices' weights are under way at a time; of the last warps' last turn only one may be left.
             let k = (slice * SLICE + t * 8) as usize;
-            let second = slice + WARPS < slices;
-            let mut low_words = [[0u32; 4]; 4];
-            let mut high_words = [[0u32; 4]; 4];
-            unroll!(J < 4; {
-                if J < 2 || second {
+            // Fewer may be left in the last turn.
+            let left = (slices - slice).div_ceil(CHAINS) as usize;
+            let mut low_words = [[0u32; 4]; 2 * TOGETHER];
+            let mut high_words = [[0u32; 4]; 2 * TOGETHER];
+            unroll!(J < 8; {
+                if J / 2 < left {
                     low_words[J] = low.load16_stream(k + offset(J));
                     high_words[J] = high.load16_stream(k + offset(J));
                 }
@@ -124,8 +127,8 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
             unroll!(T < TILES of 8; {
                 let row = T as u32 * 8 + g;
                 let x = p.x.at((p.first_row + row) as usize * p.k as usize + k);
-                unroll!(J < 4; {
-                    if J < 2 || second {
+                unroll!(J < 8; {
+                    if J / 2 < left {
                         let b = if row < count { x.load16(offset(J)) } else { [0; 4] };
                         let (l, h) = (low_words[J], high_words[J]);
                         acc[T] = mma::m16n8k16_bf16(acc[T], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
@@ -133,7 +136,7 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
                     }
                 });
             });
-            slice += 2 * WARPS;
+            slice += TOGETHER as u32 * CHAINS;
         }
         // An accumulator holds features g and g + 8 of rows 2t and 2t + 1.
         let partial = shared::dynamic::<f32>(0);
@@ -145,14 +148,14 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
             partial.store((at + STRIP + 8) as usize, acc[T][3]);
         });
         if !p.norm.squares.is_null() {
-            let factors = partial.at((WARPS * STRIP) as usize * TILES * 8);
+            let factors = partial.at((CHAINS * STRIP) as usize * TILES * 8);
             let mut row = warp;
             while row < count {
                 let factor = p.norm.inverse_rms(p.first_row + row);
                 if lane == 0 {
                     factors.store(row as usize, factor);
                 }
-                row += WARPS;
+                row += CHAINS;
             }
         }
         thread::sync_threads();
@@ -166,12 +169,12 @@ unsafe fn sum_of_warps<const TILES: usize>(p: &Linear, row: u32, feature: u32) -
         let partial = shared::dynamic::<f32>(0);
         let mut sum = 0.0;
         let mut w = 0;
-        while w < WARPS {
+        while w < CHAINS {
             sum += partial.load(((w * (TILES as u32 * 8) + row) * STRIP + feature) as usize);
             w += 1;
         }
         if !p.norm.squares.is_null() {
-            sum *= partial.load((WARPS * STRIP) as usize * TILES * 8 + row as usize);
+            sum *= partial.load((CHAINS * STRIP) as usize * TILES * 8 + row as usize);
         }
         sum
     }
@@ -210,7 +213,7 @@ unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
             } else if valid && feature < p.n {
                 p.y.store(at, sum);
             }
-            e += WARPS * 32;
+            e += CHAINS * 32;
         }
     }
 }
@@ -236,7 +239,7 @@ unsafe fn swiglu<const TILES: usize>(p: &Linear) {
                 let at = (p.first_row + row) as usize * p.n as usize + (first + feature) as usize;
                 p.activation.store(at, math::to_bf16(silu * up));
             }
-            e += WARPS * 32;
+            e += CHAINS * 32;
         }
     }
 }
@@ -244,17 +247,17 @@ unsafe fn swiglu<const TILES: usize>(p: &Linear) {
 macro_rules! widths {
     ($($tiles:literal $rows:literal $linear:ident $add:ident $swiglu:ident;)*) => { $(
         #[doc = concat!("`y = x · wᵀ` for up to ", $rows, " rows.")]
-        #[kernel(threads = 256, min_blocks = 1)]
+        #[kernel(threads = 128, min_blocks = 1)]
         pub unsafe fn $linear(p: Linear) {
             unsafe { linear::<$tiles, false>(&p) }
         }
         #[doc = concat!("`residual += x · wᵀ` for up to ", $rows, " rows; `n` is a multiple of 16.")]
-        #[kernel(threads = 256, min_blocks = 1)]
+        #[kernel(threads = 128, min_blocks = 1)]
         pub unsafe fn $add(p: Linear) {
             unsafe { linear::<$tiles, true>(&p) }
         }
         #[doc = concat!("`activation = silu(x · gateᵀ) ∘ (x · upᵀ)` for up to ", $rows, " rows.")]
-        #[kernel(threads = 256, min_blocks = 1)]
+        #[kernel(threads = 128, min_blocks = 1)]
         pub unsafe fn $swiglu(p: Linear) {
             unsafe { swiglu::<$tiles>(&p) }
         }

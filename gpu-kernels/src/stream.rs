@@ -19,7 +19,7 @@
 //! A single row needs none of them: blocks [exchange] it as words that carry their own sign of being there.
 //!
 //! # Layout of the weights
-//! A *strip* is 16 output features; a *chunk* is a strip's 512 input features, 16 KiB: for each of the 8 warps its [slice](crate::linear::SLICE) of 2 KiB. A slice is
+//! A *strip* is 16 output features; a *chunk* is a strip's 512 input features, 16 KiB: 8 [slices](crate::linear::SLICE) of 2 KiB. A slice is
 //! core matrices, as [`wgmma`] takes them from shared memory: eight features' bytes of half an instruction's inputs, which are what a register of a warp's lanes holds of
 //! them where `mma` has them. A *pass* is a matrix or a part of one: up to [`STRIPS`] strips a block, dealt in rotation that continues from pass to pass, so
 //! that totals match. Memory holds a pass in the order in which the whole grid consumes it, by input chunk, then by strip; of every 8 strips a slice of each
@@ -33,8 +33,9 @@
 //! order from a checkpoint's. A page's keys of one head have the size of a chunk too, and so have its values.
 //!
 //! # Order
-//! Slices go to warps, and sums over warps run, as in [`linear`](crate::linear); [`attention`](crate::attention) shares its code: this kernel gives the
-//! bits of the launches, whatever the grid.
+//! Slices form chains, and sums over chains run, as in [`linear`](crate::linear); [`attention`](crate::attention) shares its code: this kernel gives the
+//! bits of the launches, whatever the grid. Two warps have each of the four chains, and take two slices of a chunk: of up to 8 rows each warp those of every other
+//! strip, of more rows each those of all strips for 8 of the rows.
 
 mod attention;
 mod consumer;
@@ -46,7 +47,7 @@ use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp};
 
 use crate::attention::Attend;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
-use crate::linear::{SLICE, STRIP};
+use crate::linear::{CHAINS, SLICE, STRIP};
 use crate::norm::Residual;
 use crate::ring::{Ring, Shape};
 use crate::step::{MAX_DECODE_ROWS, Rows};
@@ -58,7 +59,7 @@ use producer::{Units, produce};
 /// Bytes of a chunk.
 pub const CHUNK_BYTES: u32 = 16384;
 /// Input features of a chunk.
-pub const CHUNK_FEATURES: u32 = WARPS * SLICE;
+pub const CHUNK_FEATURES: u32 = SLICES * SLICE;
 /// Bytes of a strip's slice.
 pub const SLICE_BYTES: u32 = SLICE * STRIP * 2;
 /// From a slice's core matrices of an instruction to those of the next.
@@ -75,6 +76,8 @@ pub const THREADS: u32 = 384;
 pub const SHARED_BYTES: u32 = UNITS + 32;
 
 const WARPS: u32 = 8;
+/// Slices of a chunk.
+const SLICES: u32 = 8;
 const RING: Shape = Shape::new(0, 12, CHUNK_BYTES);
 /// What consumers share beside the ring: partial sums of a product, or the queries and partial sums of attention.
 const SCRATCH: u32 = RING.end().next_multiple_of(128);
@@ -156,8 +159,8 @@ impl Pass {
     /// The byte of the stream at which a strip's slice begins.
     #[inline(always)]
     pub const fn slice(&self, strip: u32, slice: u32) -> u64 {
-        let chunks = self.base + (slice / WARPS) as u64 * self.room() as u64 + (strip / TOGETHER * TOGETHER) as u64;
-        chunks * CHUNK_BYTES as u64 + (slice % WARPS * SLICES_APART + strip % TOGETHER * SLICE_BYTES) as u64
+        let chunks = self.base + (slice / SLICES) as u64 * self.room() as u64 + (strip / TOGETHER * TOGETHER) as u64;
+        chunks * CHUNK_BYTES as u64 + (slice % SLICES * SLICES_APART + strip % TOGETHER * SLICE_BYTES) as u64
     }
 }
 
@@ -196,7 +199,7 @@ pub unsafe fn lay_out(p: LayOut) {
     unsafe {
         let (strip, q) = (thread::block_idx_x(), thread::block_idx_y());
         let pass = Pass { base: p.base, rotation: 0, strips: p.strips, depth: 0 };
-        let to = p.stream.cast::<u8>().at(pass.slice(strip, q * WARPS) as usize);
+        let to = p.stream.cast::<u8>().at(pass.slice(strip, q * SLICES) as usize);
         let mut fragment = thread::thread_idx_x();
         while fragment < CHUNK_BYTES / 16 {
             let lane = fragment % 32;
@@ -417,7 +420,7 @@ impl StreamStep {
     /// The norm of a layer's input; of the layer after the last, the final one.
     #[inline(always)]
     unsafe fn input_norm(&self, layer: u32) -> Global<bf16> {
-        unsafe { self.norms.at(layer as usize * Self::layer_norms(self.residual.dim)) }
+        unsafe { self.norms.at(layer as usize * Self::layer_norms(thread::fresh(self.residual.dim))) }
     }
 
     /// The norm after a layer's attention.
@@ -487,7 +490,7 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
 /// The forward pass of up to 8 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn stream_8(p: StreamStep) {
-    unsafe { stream::<1, 4>(&p) }
+    unsafe { stream::<1, 2>(&p) }
 }
 
 /// The forward pass of up to 16 rows.
@@ -496,10 +499,10 @@ pub unsafe fn stream_16(p: StreamStep) {
     unsafe { stream::<2, 2>(&p) }
 }
 
-// What a block of an H100 may have, and that a batch of partial sums fits: `[strip][warp][row][feature]`.
+// What a block of an H100 may have, and that a pass's partial sums fit.
 const _: () = assert!(SHARED_BYTES <= 232_448 && consumer::PARTIAL_BYTES <= SCRATCH_BYTES);
 const _: () = assert!(consumer::ONE_BYTES <= attention::QUERY_BYTES);
-/// Slices of 16 × 64 bf16, one for each warp.
-const _: () = assert!(SLICE * STRIP * 2 * WARPS == CHUNK_BYTES);
+/// Slices of 16 × 64 bf16, two of each chain.
+const _: () = assert!(SLICE_BYTES * SLICES == CHUNK_BYTES && SLICES == 2 * CHAINS);
 /// A page's keys, or values, of one head.
 const _: () = assert!(PAGE_TOKENS * HEAD_DIM * 2 == CHUNK_BYTES);

@@ -17,15 +17,14 @@
 //! both from shared memory: weights as core matrices, as they lie in a chunk of the [stream](crate::stream), activations swizzled. With 64 rows weights go through registers,
 //! so that a slot is free before it is multiplied. The epilogue is in registers.
 //!
-//! In [`linear`](crate::linear) warp `w` of 8 chains the slices `w, w + 8, …` in the tensor core, and the warps' sums are added from first to last. Here one
+//! In [`linear`](crate::linear) warp `w` of 4 chains the slices `w, w + 4, …` in the tensor core, and the warps' sums are added from first to last. Here one
 //! warpgroup does the same chains one after another: all slices of *residue* 0, then of residue 1, …, and adds each finished chain to its totals. On Hopper
 //! `wgmma` and `mma.sync` give the same bits for the same 16 products (measured: 4 × 4,096 sums of 4,096 products, plain, of equal sign and spread over
 //! 24 binary orders; and the order within the 16 does not matter). Which 16 inputs an instruction takes follows from `linear`'s loads of 16 bytes; activations are
 //! kept in that order, see [`slot`](crate::linear::slot).
 //!
-//! Whole rounds of tiles, one a block, run like that. What is left is split by residues into [`Share::parts`] a tile, where that pays: parts
-//! leave their chains in memory (L2, in truth), and each adds those of its share of the rows, in order, once all are there: if it can,
-//! after its next unit.
+//! Whole rounds of tiles, one a block, run like that. What is left is split by residues into [`Share::parts`] a tile, where that pays: each part finishes its own
+//! share of the rows, leaves its chains of the others' in memory (L2, in truth), and adds those of its own, in order, once all are there.
 //!
 //! # Attention
 //! Items are told of in `attention.rs` beside this, and how they fall to blocks in `deal.rs`.
@@ -76,7 +75,7 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp, wgmma};
 use crate::attention::{Attend, PAIRS};
 use crate::embedding::{Embed, embed_elements};
 use crate::kv::{Cache, HEAD_DIM};
-use crate::linear::SLICE;
+use crate::linear::{CHAINS, SLICE};
 use crate::norm::{Norm, Residual};
 use crate::qkv::{Heads, SplitHeads};
 use crate::ring::{Ring, Shape};
@@ -91,7 +90,8 @@ pub const THREADS: u32 = 384;
 /// Strips of a tile.
 pub const TILE_STRIPS: u32 = TOGETHER;
 
-const RESIDUES: u32 = 8;
+/// A chain of a product takes the slices whose number has this remainder.
+const RESIDUES: u32 = CHAINS;
 /// Words of the grid's meetings, and behind them of the rows' factors.
 const MEETING_WORDS: u32 = 2 + 2 * MAX_WIDE_ROWS;
 /// Warps that consume.
@@ -265,7 +265,7 @@ impl WideStep {
     /// How many splits are there of each row that a tile begins with and key-value head.
     #[inline(always)]
     unsafe fn split_arrivals(&self) -> GlobalMut<u32> {
-        unsafe { self.meetings().at(MEETING_WORDS as usize) }
+        unsafe { self.arrivals.at((4 * thread::fresh(thread::grid_dim_x()) + MEETING_WORDS) as usize) }
     }
 
     /// How many parts' chains are there of each split tile's halves, in the products whose number is even, or odd.
@@ -315,10 +315,11 @@ impl WideStep {
         }
     }
 
-    /// What the projection left.
+    /// What the projection left. How many heads is found again wherever it is wanted: over the phases it would take registers.
     #[inline(always)]
     fn heads(&self) -> Heads {
-        Heads { qkv: self.qkv.read(), q_heads: self.q_heads, kv_heads: self.kv_heads, eps: self.eps }
+        let [q_heads, kv_heads] = [self.q_heads, self.kv_heads].map(thread::fresh);
+        Heads { qkv: self.qkv.read(), q_heads, kv_heads, eps: self.eps }
     }
 
     /// What keys and values of a layer are made from, and where they go.
@@ -502,9 +503,11 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
 unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
     unsafe {
         let norm = field!(phase, norm: Global<bf16>);
-        let embed = Embed { rows: p.rows, table: p.embed, residual: p.residual, norm, vocab: p.vocab };
+        // Sizes are found again: what follows from them would take registers over the phases.
+        let [dim, vocab] = [p.residual.dim, p.vocab].map(thread::fresh);
+        let embed = Embed { rows: p.rows, table: p.embed, residual: Residual { dim, ..p.residual }, norm, vocab };
         // A row in pieces of as many elements as there are consumers.
-        let (count, dim) = (p.rows.count.load(0), p.residual.dim);
+        let count = p.rows.count.load(0);
         let pieces = dim.div_ceil(CONSUMERS);
         let mut item = thread::block_idx_x();
         while item < count * pieces {

@@ -263,21 +263,21 @@ fn the_last_round_is_short() {
     {
         for tiles in 1..4 * grid {
             let Share { whole, shift } = Share::new(tiles, rows, grid, k);
-            assert!(whole % grid == 0 && tiles - whole < grid && 1 << shift <= 8.min(grid));
-            let slots = (k / 64).div_ceil(8);
+            assert!(whole % grid == 0 && tiles - whole < grid && 1 << shift <= 4.min(grid));
+            let slots = (k / 64).div_ceil(4);
             let time = |shift: u32| {
                 let parts = (tiles - whole) << shift;
                 parts.div_ceil(grid)
-                    * (slots * (8 >> shift)
+                    * (slots * (4 >> shift)
                         + if shift == 0 {
                             0
                         } else if rows == 64 {
                             12
                         } else {
-                            32
+                            28
                         })
             };
-            let other = (0..4).filter(|other| 1 << other <= grid).map(time).min();
+            let other = (0..3).filter(|other| 1 << other <= grid).map(time).min();
             assert_eq!(Some(time(shift)), other, "{tiles} tiles of {k} on {grid} blocks");
         }
     }

@@ -14,15 +14,16 @@ use super::{
 use crate::attention::Divisor;
 use crate::embedding::{Embed, embed_each, embed_elements};
 use crate::kv::HEAD_DIM;
-use crate::linear::{SLICE, STRIP};
+use crate::linear::{CHAINS, SLICE, STRIP};
 use crate::norm::{Norm, strip_squares};
 use crate::ring::Ring;
 use crate::sample::rank;
+use crate::step::MAX_DECODE_ROWS;
 use crate::waiting;
 pub use one::{ONE_BYTES, factors};
 
-/// Bytes of the partial sums that meet at a time.
-pub const PARTIAL_BYTES: u32 = 8 * WARPS * 8 * STRIP * 4;
+/// Bytes of the partial sums of a pass, `[strip][chain][row][feature]`.
+pub const PARTIAL_BYTES: u32 = STRIPS * CHAINS * MAX_DECODE_ROWS * STRIP * 4;
 
 /// The consumers' state.
 pub struct Consumer<'a> {
@@ -57,17 +58,116 @@ unsafe fn release(chunk: Ring, arrives: bool) {
     }
 }
 
-/// A lane's fragments of its warp's slice of a chunk, once that is there.
+/// What falls to a warp: of the products' [chains](crate::linear#order) the one numbered `residue`, whose slices of a chunk are `residue` and `residue + 4`. A chain's two
+/// warps, one of each half of the block, deal strips between them if rows are one tile of 8, or else the two tiles.
+#[derive(Clone, Copy)]
+struct Duty<const TILES: usize> {
+    lane: u32,
+    warp_id: u32,
+}
+
+/// A lane's fragments of weights for the instructions of a [`Duty`]'s slices of a chunk: four of each slice.
+type Weights = [[u32; 4]; 8];
+/// A lane's fragments of activations for these instructions, `[slice][half of a slice]`: two instructions' each.
+type Columns = [[[u32; 4]; 2]; 2];
+
+/// The `i`-th instruction's.
 #[inline(always)]
-unsafe fn load(chunk: &Ring, lane: u32, warp_id: u32) -> [[u32; 4]; 4] {
-    unsafe {
-        chunk.wait_full();
-        let from = shared::dynamic::<u8>(chunk.offset() + warp_id * SLICE_BYTES + fragment_row(lane));
-        [0, 1, 2, 3].map(|i| mma::ldmatrix_x4(from.at(i * STEP_BYTES as usize)))
+const fn columns_of(columns: &Columns, i: usize) -> [u32; 2] {
+    let words = &columns[i / 4][i / 2 % 2];
+    [words[i % 2 * 2], words[i % 2 * 2 + 1]]
+}
+
+impl<const TILES: usize> Duty<TILES> {
+    /// Lanes of a warp that give a chunk back: it takes [`WARPS`] arrivals, and if it is a half's alone, only four warps read it.
+    const ARRIVALS: u32 = 2 / TILES as u32;
+
+    /// This warp's.
+    #[inline(always)]
+    fn new() -> Self {
+        Self { lane: thread::fresh(thread::lane_id()), warp_id: thread::fresh(thread::warp_id()) }
+    }
+
+    /// The number of its chain.
+    #[inline(always)]
+    const fn residue(&self) -> u32 {
+        self.warp_id % CHAINS
+    }
+
+    /// The half of the block that it belongs to.
+    #[inline(always)]
+    const fn half(&self) -> u32 {
+        self.warp_id / CHAINS
+    }
+
+    /// The first row.
+    #[inline(always)]
+    const fn first_row(&self) -> u32 {
+        if TILES == 1 { 0 } else { 8 * self.half() }
+    }
+
+    /// Its `s`-th strip of the block's.
+    #[inline(always)]
+    const fn strip(&self, s: u32) -> u32 {
+        if TILES == 1 { 2 * s + self.half() } else { s }
+    }
+
+    /// How many of the block's strips are its.
+    #[inline(always)]
+    const fn strips(&self, mine: u32) -> u32 {
+        if TILES == 1 { (mine + 1 - self.half()) / 2 } else { mine }
+    }
+
+    /// Its weights of a chunk, once that is there. A barrier tells a phase from the next alone, and the slot's chunk before this one may have been the other half's, for
+    /// which this warp did not wait. It came: this warp had one of the last three chunks, or met the block since, and the producer has no more than 7 under way.
+    #[inline(always)]
+    unsafe fn load(&self, chunk: &Ring) -> Weights {
+        let mut weights = [[0; 4]; 8];
+        unsafe {
+            chunk.wait_full();
+            let from = chunk.offset() + self.residue() * SLICE_BYTES + fragment_row(self.lane);
+            let from = shared::dynamic::<u8>(from);
+            unroll!(I < 8; {
+                let (slice, step) = (I as u32 / 4 * CHAINS, I as u32 % 4);
+                weights[I] = mma::ldmatrix_x4(from.at((slice * SLICE_BYTES + step * STEP_BYTES) as usize));
+            });
+        }
+        weights
+    }
+
+    /// The products of a turn, whose `mine` chunks are next in the ring: adds those of its `s`-th strip to `acc[s]`.
+    #[inline(always)]
+    unsafe fn turn(&self, acc: &mut [[f32; 4]; STRIPS as usize], ring: &mut Ring, mine: u32, columns: &Columns) {
+        unsafe {
+            // Found again for each turn: conditions kept over all turns crowd out others.
+            let own = self.strips(thread::fresh(mine));
+            // Two strips at a time, where there are: of a chain of products each waits for the one before it.
+            unroll!(P < (2 * TILES) of 4; {
+                let s = 2 * P;
+                let chunk = ring.ahead(self.strip(s as u32));
+                if s as u32 + 1 < own {
+                    let next = ring.ahead(self.strip(s as u32 + 1));
+                    let (low, high) = (self.load(&chunk), self.load(&next));
+                    release(if self.lane < Self::ARRIVALS { chunk } else { next }, self.lane < 2 * Self::ARRIVALS);
+                    unroll!(I < 8; {
+                        let b = columns_of(columns, I);
+                        acc[s] = mma::m16n8k16_bf16(acc[s], low[I], b);
+                        acc[s + 1] = mma::m16n8k16_bf16(acc[s + 1], high[I], b);
+                    });
+                } else if (s as u32) < own {
+                    let a = self.load(&chunk);
+                    release(chunk, self.lane < Self::ARRIVALS);
+                    unroll!(I < 8; {
+                        acc[s] = mma::m16n8k16_bf16(acc[s], a[I], columns_of(columns, I));
+                    });
+                }
+            });
+            *ring = ring.ahead(mine);
+        }
     }
 }
 
-/// Where a partial sum lies among a warp's `[row][feature]`: such that neither the stores of a tensor core's layout nor the loads of whole rows meet a
+/// Where a partial sum lies among a chain's `[row][feature]`: such that neither the stores of a tensor core's layout nor the loads of whole rows meet a
 /// bank of shared memory twice.
 #[inline(always)]
 const fn slot(row: u32, feature: u32) -> u32 {
@@ -147,7 +247,7 @@ impl<'a> Consumer<'a> {
                 }
                 // Nobody writes any more what the first outputs will be added to; and the weight of a norm comes from far.
                 part = self.part(index, 0);
-                old = self.first_olds::<TILES>(&part);
+                old = self.first_olds(&part);
                 self.wait();
             }
             if ONE {
@@ -170,7 +270,7 @@ impl<'a> Consumer<'a> {
     #[inline(always)]
     pub unsafe fn mark(&self, mark: Mark) {
         unsafe {
-            if !self.p.trace.is_null() && thread::thread_idx_x() == 0 {
+            if !self.p.trace.is_null() && thread::fresh(thread::thread_idx_x()) == 0 {
                 let len = StreamStep::trace_len(self.p.layer_count);
                 let trace = self.p.trace.at((thread::block_idx_x() * len) as usize);
                 let marks = trace.load(0) + 1;
@@ -194,7 +294,8 @@ impl<'a> Consumer<'a> {
     unsafe fn arrive(&self) {
         unsafe {
             sync();
-            if thread::thread_idx_x() == 0 {
+            // Found again, here and where else one thread acts for the block: kept over the whole step, it would crowd out what products need.
+            if thread::fresh(thread::thread_idx_x()) == 0 {
                 atomic::fetch_add(self.p.counters, 0, 1, Ordering::Release, Scope::Device);
             }
         }
@@ -204,7 +305,7 @@ impl<'a> Consumer<'a> {
     #[inline(always)]
     unsafe fn wait(&self) {
         unsafe {
-            if thread::thread_idx_x() == 0 {
+            if thread::fresh(thread::thread_idx_x()) == 0 {
                 let arrivals = shared::dynamic::<u32>(ARRIVALS);
                 let all = arrivals.load(0) + thread::grid_dim_x();
                 arrivals.store(0, all);
@@ -275,35 +376,35 @@ impl<'a> Consumer<'a> {
         unsafe {
             let matrix = part.matrix;
             // What follows from these is found again for each matrix, not kept over all layers in registers.
-            let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+            let duty = Duty::<TILES>::new();
+            let Duty { lane, warp_id } = duty;
             let (g, t) = (lane / 4, lane % 4);
             core::hint::assert_unchecked(self.count > 0);
             let (strips, k) = self.p.shape(matrix);
             core::hint::assert_unchecked(k > 0);
             let (x, norm) = self.input(matrix);
             let count = self.count;
-            let first_feature = warp_id * SLICE + t * 8;
-            // This warp's slice of every row in a group of turns. Columns without a row compute the last row again, which nobody reads; beyond the end of
-            // a row the weights are zero, and any of its elements will do: there is no condition on a load.
+            let first_feature = duty.residue() * SLICE + t * 8;
+            // Columns without a row compute the last row again, which nobody reads.
+            let first_of_row = (duty.first_row() + g).min(count - 1) * k;
+            // This warp's slices of its rows in a group of turns. Beyond the end of a row the weights are zero, and any of its elements will do: there is no
+            // condition on a load.
             let fetch = |turn: u32| {
-                let mut b = [[[[0u32; 4]; 2]; TILES]; GROUP];
+                let mut b: [Columns; GROUP] = [[[[0; 4]; 2]; 2]; GROUP];
                 unroll!(A < GROUP of 4; {
-                    let feature = (turn + A as u32) * CHUNK_FEATURES + first_feature;
-                    let feature = if feature < k { feature } else { t * 8 };
-                    unroll!(T < TILES of 2; {
-                        let row = (T as u32 * 8 + g).min(count - 1);
-                        let x = x.at((row * k + feature) as usize);
-                        b[A][T] = [x.load16(0), x.load16(32)];
+                    unroll!(C < 2; {
+                        let feature = (turn + A as u32) * CHUNK_FEATURES + C as u32 * (CHAINS * SLICE) + first_feature;
+                        let feature = if feature < k { feature } else { t * 8 };
+                        let x = x.at((first_of_row + feature) as usize);
+                        b[A][C] = [x.load16(0), x.load16(32)];
                     });
                 });
                 b
             };
-            let load = |chunk: &Ring| load(chunk, lane, warp_id);
             let mut ring = self.ring;
             loop {
-                let mine = part.mine;
                 let mut b = fetch(0);
-                let mut acc = [[[0f32; 4]; TILES]; STRIPS as usize];
+                let mut acc = [[0f32; 4]; STRIPS as usize];
                 let normed = part.first_strip == 0 && !norm.squares.is_null() && warp_id < count;
                 let mut squares = [0f32; TILES];
                 if normed {
@@ -319,33 +420,7 @@ impl<'a> Consumer<'a> {
                     let next = fetch(turn + GROUP as u32);
                     unroll!(A < GROUP of 4; {
                         if turn + (A as u32) < part.depth {
-                            // Two strips at a time, where there are: of a chain of products each waits for the one before it.
-                            unroll!(P < 4; {
-                                let strip = 2 * P;
-                                if strip as u32 + 1 < mine {
-                                    let next = ring.ahead(1);
-                                    let (low, high) = (load(&ring), load(&next));
-                                    release(if lane == 0 { ring } else { next }, lane < 2);
-                                    unroll!(I < 4; {
-                                        unroll!(T < TILES of 2; {
-                                            let b = [b[A][T][I / 2][I % 2 * 2], b[A][T][I / 2][I % 2 * 2 + 1]];
-                                            acc[strip][T] = mma::m16n8k16_bf16(acc[strip][T], low[I], b);
-                                            acc[strip + 1][T] = mma::m16n8k16_bf16(acc[strip + 1][T], high[I], b);
-                                        });
-                                    });
-                                    ring = ring.ahead(2);
-                                } else if (strip as u32) < mine {
-                                    let a = load(&ring);
-                                    release(ring, lane == 0);
-                                    unroll!(I < 4; {
-                                        unroll!(T < TILES of 2; {
-                                            let b = [b[A][T][I / 2][I % 2 * 2], b[A][T][I / 2][I % 2 * 2 + 1]];
-                                            acc[strip][T] = mma::m16n8k16_bf16(acc[strip][T], a[I], b);
-                                        });
-                                    });
-                                    ring = ring.ahead(1);
-                                }
-                            });
+                            duty.turn(&mut acc, &mut ring, part.mine, &b[A]);
                         }
                     });
                     if normed && turn == 0 {
@@ -359,7 +434,7 @@ impl<'a> Consumer<'a> {
                     break;
                 }
                 part = self.part(part.index, part.end);
-                old = self.first_olds::<TILES>(&part);
+                old = self.first_olds(&part);
             }
             self.ring = ring;
         }
@@ -378,80 +453,70 @@ impl<'a> Consumer<'a> {
         }
     }
 
-    /// Adds the warps' sums, a few strips at a time, and puts them where they belong.
+    /// Adds the chains' sums, and puts them where they belong.
     #[inline(always)]
-    unsafe fn epilogue<const TILES: usize>(
-        &self,
-        acc: &[[[f32; 4]; TILES]; STRIPS as usize],
-        part: &Part,
-        ahead: [Old; 2],
-    ) {
+    unsafe fn epilogue<const TILES: usize>(&self, acc: &[[f32; 4]; STRIPS as usize], part: &Part, ahead: [Old; 2]) {
         unsafe {
+            if part.mine == 0 {
+                return;
+            }
             // Found again: kept from before the product, addresses would crowd out accumulators.
-            let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+            let duty = Duty::<TILES>::new();
+            let Duty { lane, warp_id } = duty;
             let (g, t) = (lane / 4, lane % 4);
-            // `[strip][warp][row][feature]`
+            // `[strip][chain][row][feature]`
             let partial = shared::dynamic::<f32>(SCRATCH);
-            let warp_words = TILES as u32 * 8 * STRIP;
-            let batch = STRIPS / TILES as u32;
-            unroll!(R < TILES of 2; {
-                let first = R as u32 * batch;
-                if first < part.mine {
-                    unroll!(S < 8; {
-                        if S as u32 / batch == R as u32 && (S as u32) < part.mine {
-                            let to = partial.at(((S as u32 % batch * WARPS + warp_id) * warp_words) as usize);
-                            unroll!(T < TILES of 2; {
-                                unroll!(E < 4; {
-                                    let row = T as u32 * 8 + 2 * t + E as u32 % 2;
-                                    if row < self.count {
-                                        to.store(slot(row, g + E as u32 / 2 * 8) as usize, acc[S][T][E]);
-                                    }
-                                });
-                            });
+            let chain_words = TILES as u32 * 8 * STRIP;
+            unroll!(S < (4 * TILES) of 8; {
+                if (S as u32) < duty.strips(part.mine) {
+                    let to = partial.at(((duty.strip(S as u32) * CHAINS + duty.residue()) * chain_words) as usize);
+                    unroll!(E < 4; {
+                        let row = duty.first_row() + 2 * t + E as u32 % 2;
+                        if row < self.count {
+                            to.store(slot(row, g + E as u32 / 2 * 8) as usize, acc[S][E]);
                         }
                     });
-                    let outputs = self.outputs::<TILES>(part, first);
-                    let within = !(!0 << outputs.width_log2);
-                    let mut e = warp_id * 32 + lane;
-                    let mut output = outputs.at(e);
-                    let mut old = if first == 0 { ahead[0] } else { self.old::<false>(part, &output) };
-                    sync();
-                    // A warp stays together: it holds two strips of the residual.
-                    while e - lane < outputs.total {
-                        let sum = |feature: u32| {
-                            let from = partial.at((output.strip * WARPS * warp_words + slot(output.row, feature)) as usize);
-                            let mut sum = 0.0;
-                            unroll!(W < 8; {
-                                sum += from.load(W * warp_words as usize);
-                            });
-                            sum
-                        };
-                        let feature = output.feature & within;
-                        self.put::<false>(part, &output, sum(feature), old, || sum(feature + 8));
-                        e += WARPS * 32;
-                        output = outputs.at(e);
-                        old = if first == 0 && e < 2 * WARPS * 32 { ahead[1] } else { self.old::<false>(part, &output) };
-                    }
-                    sync();
                 }
             });
+            let outputs = self.outputs(part);
+            let within = !(!0 << outputs.width_log2);
+            let mut e = warp_id * 32 + lane;
+            let mut output = outputs.at(e);
+            let mut old = ahead[0];
+            sync();
+            // A warp stays together: it holds two strips of the residual.
+            while e - lane < outputs.total {
+                let sum = |feature: u32| {
+                    let from = partial.at((output.strip * CHAINS * chain_words + slot(output.row, feature)) as usize);
+                    let mut sum = 0.0;
+                    unroll!(C < 4; {
+                        sum += from.load(C * chain_words as usize);
+                    });
+                    sum
+                };
+                let feature = output.feature & within;
+                self.put::<false>(part, &output, sum(feature), old, || sum(feature + 8));
+                e += WARPS * 32;
+                output = outputs.at(e);
+                old = if e < 2 * WARPS * 32 { ahead[1] } else { self.old::<false>(part, &output) };
+            }
+            sync();
         }
     }
 
-    /// The outputs of the batch of a part's strips that begins with its `first`.
+    /// The outputs of a part.
     #[inline(always)]
-    fn outputs<const TILES: usize>(&self, part: &Part, first: u32) -> Outputs {
+    fn outputs(&self, part: &Part) -> Outputs {
         let width_log2 = if part.matrix == Matrix::GateUp { STRIP / 2 } else { STRIP }.ilog2();
-        let strips = part.mine.saturating_sub(first).min(STRIPS / TILES as u32);
-        let place = part.first_strip + first * self.walk.grid + part.place;
-        let total = (strips * self.count) << width_log2;
+        let total = (part.mine * self.count) << width_log2;
+        let place = part.first_strip + part.place;
         Outputs { width_log2, rows: self.rows, total, place, grid: self.walk.grid }
     }
 
     /// What this lane's first two outputs of a part are combined with.
     #[inline(always)]
-    unsafe fn first_olds<const TILES: usize>(&self, part: &Part) -> [Old; 2] {
-        let (outputs, thread) = (self.outputs::<TILES>(part, 0), thread::fresh(thread::thread_idx_x()));
+    unsafe fn first_olds(&self, part: &Part) -> [Old; 2] {
+        let (outputs, thread) = (self.outputs(part), thread::fresh(thread::thread_idx_x()));
         let [first, second] = [0, WARPS * 32].map(|i| outputs.at(thread + i));
         unsafe { [self.old::<false>(part, &first), self.old::<false>(part, &second)] }
     }
@@ -586,7 +651,7 @@ struct Part {
     mine: u32,
 }
 
-/// The outputs of a batch of strips, by strip, row and feature.
+/// The outputs of a part, by strip, row and feature.
 struct Outputs {
     /// Output features of a strip, a power of two.
     width_log2: u32,
@@ -618,11 +683,11 @@ struct Old {
     weight: bf16,
 }
 
-/// One output of a batch of strips.
+/// One output of a part.
 #[derive(Clone, Copy, Default)]
 struct Output {
     row: u32,
-    /// The strip within the batch.
+    /// The strip, of the part's.
     strip: u32,
     feature: u32,
     /// Whether there is one.

@@ -5,7 +5,7 @@ use core::ops::Range;
 use cuda_std::bulk;
 use cuda_std::{Global, shared, thread, warp};
 
-use super::{CHUNK_BYTES, Matrix, RING, SLICE_BYTES, SLICES_APART, StreamStep, UNITS, WARPS, Walk};
+use super::{CHUNK_BYTES, Matrix, RING, SLICE_BYTES, SLICES, SLICES_APART, StreamStep, UNITS, Walk};
 use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::PAGE_TOKENS;
 use crate::ring::Ring;
@@ -145,7 +145,7 @@ const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
 /// Chunks of a pass that are over before memory is in its stride: those of models of less than a billion parameters.
 const FEW: u32 = 8;
 
-/// Waits for room and starts the next chunk's copy: `WARPS` pieces that lie `apart` bytes from each other, a lane each.
+/// Waits for room and starts the next chunk's copy: [`SLICES`] pieces that lie `apart` bytes from each other, a lane each.
 /// Nobody reads them again in this step: what blocks exchange stays in the second-level cache instead.
 #[inline(always)]
 unsafe fn fill(ring: &mut Ring, from: Global<u8>, apart: u32, under_way: u32) {
@@ -157,7 +157,7 @@ unsafe fn fill(ring: &mut Ring, from: Global<u8>, apart: u32, under_way: u32) {
             ring.full().arrive_expect_tx(CHUNK_BYTES);
         }
         warp::sync_warp();
-        if lane < WARPS {
+        if lane < SLICES {
             let to = ring.slot().at((lane * SLICE_BYTES) as usize);
             bulk::copy_to_shared_once(to, from.at((lane * apart) as usize), SLICE_BYTES, ring.full());
         }
@@ -190,7 +190,7 @@ pub unsafe fn produce(p: &StreamStep, one_row: bool) {
                 while q < pass.depth {
                     let mut i = 0;
                     while i < mine {
-                        let from = pass.slice(i * grid + place, q * WARPS);
+                        let from = pass.slice(i * grid + place, q * SLICES);
                         let under_way = under_way(one_row, chunks, filled);
                         fill(&mut ring, p.stream.cast().at(from as usize), SLICES_APART, under_way);
                         filled += 1;

@@ -260,7 +260,7 @@ pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring
             row += 1;
         }
         if item.brings_key(group) {
-            let head = p.q_heads + item.kv_head;
+            let head = heads.q_heads + item.kv_head;
             let x = heads.load(item.first_row + item.rows - 1, head);
             let norm = field!(p.phases.at(phase as usize), key_norm: Global<bf16>);
             let factors = Factors::load(norm, p.cos, p.sin, item.last);
@@ -448,7 +448,7 @@ impl Newest {
                     let word = key.cast::<[u32; 2]>().load(lane as usize);
                     to.cast().store(lane as usize, word);
                 } else {
-                    let head = p.q_heads + item.kv_head;
+                    let head = heads.q_heads + item.kv_head;
                     let x = heads.load(row, head);
                     let [scale] = heads.scales(&[x]);
                     let factors = || Factors::of(self.weight, p.cos, p.sin, position);
@@ -489,7 +489,7 @@ unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f3
 #[inline(always)]
 unsafe fn finish<const ROWS: u32>(p: &WideStep, a: &Attend, item: &Item, tile: &Tile, position: impl Fn(u32) -> u32) {
     unsafe {
-        let counter = p.split_arrivals().at((item.first_row * p.kv_heads + item.kv_head) as usize);
+        let counter = p.split_arrivals().at((item.first_row * thread::fresh(p.kv_heads) + item.kv_head) as usize);
         let first = thread::fresh(thread::thread_idx_x()) == 0;
         if item.goes_on {
             if first {

@@ -205,7 +205,7 @@ impl Best {
                 let row = 8 * j + R as u32;
                 let logits = [sums[R] * factors[R], sums[2 + R] * factors[R]];
                 let logit = |i: usize| if outputs.there[i] { logits[i] } else { f32::NEG_INFINITY };
-                let word = key(math::max(logit(0), logit(1))) / TAGS * TAGS | self.tile;
+                let word = (key(math::max(logit(0), logit(1))) / TAGS * TAGS) | self.tile;
                 let is_behind = || {
                     let known = atomic::load(here, row as usize, Ordering::Relaxed, Scope::Block);
                     (known ^ word).is_multiple_of(TAGS) && known > word
@@ -260,7 +260,7 @@ pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>
     }
 }
 
-/// Adds the chains of this part's share of a split tile's rows, first to last, and puts the sums where they belong, two groups of rows at a time. This is the
+/// Adds the chains of this part's own rows of a split tile, first to last, and puts the sums where they belong, two groups of rows at a time. This is the
 /// same code for all kinds: of what a phase does once, little is in the instruction cache.
 #[inline(always)]
 pub unsafe fn finish_share<const ROWS: u32, const TILES: usize>(
@@ -274,22 +274,31 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize>(
         let share = product.share;
         let outputs = Outputs::new::<ROWS>(p, product, unit, kind);
         let partial = Partial::new::<TILES>(p, product, unit, arrivals);
-        let rows = TILES as u32 >> share.shift;
-        let mut j = (unit.residue << share.shift) / RESIDUES * rows;
-        let end = j + rows;
+        let part = share.part(unit);
+        let mut j = part * share.groups::<TILES>();
+        let end = j + share.groups::<TILES>();
+        // This part's own chains did not leave their registers.
+        let first = if part == 0 { 0 } else { share.slot(unit.residue) };
+        let second = if part > 0 && share.residues() == 2 { first + 1 } else { u32::MAX };
         partial.wait(share.parts());
         if outputs.strip >= outputs.strips {
             return;
         }
         while j < end {
-            let mut words = [[[0u32; 4]; RESIDUES as usize]; 2];
+            let mut chains = [[[0f32; 4]; RESIDUES as usize]; 2];
             let mut old = [[0f32; 4]; 2];
             unroll!(I < 2; {
                 if j + (I as u32) < end {
-                    unroll!(C < 8; {
-                        if (C as u32) < share.chains() {
-                            words[I][C] = partial.place(C as u32, j + I as u32).load16(0);
-                        }
+                    unroll!(C < 4; {
+                        chains[I][C] = if C as u32 == first {
+                            accumulators!(4 * I)
+                        } else if C as u32 == second {
+                            accumulators!(64 + 4 * I)
+                        } else if (C as u32) < share.chains() {
+                            partial.place(C as u32, j + I as u32).load16(0).map(f32::from_bits)
+                        } else {
+                            [0.0; 4]
+                        };
                     });
                     old[I] = outputs.old(kind, j + I as u32);
                 }
@@ -297,10 +306,10 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize>(
             unroll!(I < 2; {
                 if j + (I as u32) < end {
                     let mut sums = [0f32; 4];
-                    unroll!(C < 8; {
+                    unroll!(C < 4; {
                         if (C as u32) < share.chains() {
                             unroll!(E < 4; {
-                                sums[E] += f32::from_bits(words[I][C][E]);
+                                sums[E] += chains[I][C][E];
                             });
                         }
                     });
@@ -313,6 +322,13 @@ pub unsafe fn finish_share<const ROWS: u32, const TILES: usize>(
                 }
             });
             j = thread::fresh(j) + 2;
+            // What is next moves to where this was.
+            unroll!(J < 8; {
+                if J + 2 < TILES / 2 {
+                    accumulators!(4 * J, accumulators!(4 * J + 8));
+                    accumulators!(64 + 4 * J, accumulators!(64 + 4 * J + 8));
+                }
+            });
         }
     }
 }

@@ -114,9 +114,9 @@ pub struct Share {
     pub shift: u32,
 }
 
-/// What it costs that parts of tiles of so many rows exchange chains, in slots of the ring: 5 µs with 64 rows and 15 with 128, on an H100.
+/// What it costs that parts of tiles of so many rows exchange chains, in slots of the ring: 5 µs with 64 rows and 12 with 128, on an H100.
 const fn exchange(rows: u32) -> u32 {
-    if rows == 64 { 12 } else { 32 }
+    if rows == 64 { 12 } else { 28 }
 }
 
 impl Share {
@@ -152,6 +152,38 @@ impl Share {
     #[inline(always)]
     pub(super) const fn residues(&self) -> u32 {
         RESIDUES >> self.shift
+    }
+
+    /// Whether a unit is a whole tile.
+    #[inline(always)]
+    pub(super) const fn is_whole(&self, unit: &Unit) -> bool {
+        unit.end - unit.residue == RESIDUES
+    }
+
+    /// Which part of its tile a unit is. Its own rows, those that it finishes, are as many groups of eight as [`groups`](Self::groups) says, part by part.
+    #[inline(always)]
+    pub(super) const fn part(&self, unit: &Unit) -> u32 {
+        (unit.residue << self.shift) / RESIDUES
+    }
+
+    /// Groups of eight rows that a part finishes, of the `TILES` of a tile.
+    #[inline(always)]
+    pub(super) const fn groups<const TILES: usize>(&self) -> u32 {
+        TILES as u32 >> self.shift
+    }
+
+    /// Which groups of rows other parts than this one finish.
+    #[inline(always)]
+    pub(super) fn others<const TILES: usize>(&self, part: u32) -> impl Fn(u32) -> bool {
+        let first = part * self.groups::<TILES>();
+        let end = first + self.groups::<TILES>();
+        move |group| group < first || group >= end
+    }
+
+    /// Which of a tile's chains in memory is this residue's, unless it is one of the first part's: those are one, the first.
+    #[inline(always)]
+    pub(super) const fn slot(&self, residue: u32) -> u32 {
+        residue - self.residues() + 1
     }
 
     /// Chains that the parts of a tile leave in memory: the first part leaves one, its total.

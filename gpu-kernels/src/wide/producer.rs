@@ -6,7 +6,7 @@ use cuda_std::{Global, bf16, bulk, tensor, thread, warp};
 use super::attention::{Item, Pages, load_pages, make_queries, send_end};
 use super::deal::{deal, walk};
 use super::phases::Product;
-use super::{Kind, Memory, Phase, WEIGHT_BYTES, WideStep, factors};
+use super::{Kind, Memory, Phase, RESIDUES, WEIGHT_BYTES, WideStep, factors};
 use crate::linear::SLICE;
 use crate::qkv::{Factors, append};
 use crate::ring::Ring;
@@ -20,11 +20,25 @@ const fn weights_under_way<const ROWS: u32>() -> u32 {
     if ROWS == 64 { 4 } else { Memory::<ROWS>::RING.stages }
 }
 
-/// How many slots may be under way of a phase that has filled so many. What has room in the ring is copied while blocks still finish the phase before, and all that they
-/// exchange there waits in line with copies: so these come one after another, or two at a time, and are there in time none the less.
-const fn under_way<const ROWS: u32>(filled: u32, most: u32) -> u32 {
-    let ahead = if ROWS == 64 { 1 } else { 2 };
-    if filled < 8 { ahead } else { most }
+/// Slots that are copied ahead. What has room in the ring is copied while blocks still finish the phase before, and all that they exchange there waits in line with copies:
+/// so the first ones come one after another, and are there in time none the less.
+const AHEAD: u32 = 8;
+
+/// How many slots may be under way of a phase that has filled so many, the first of which come `alone`.
+const fn under_way(filled: u32, alone: u32, most: u32) -> u32 {
+    if filled < alone {
+        1
+    } else if filled < AHEAD {
+        2
+    } else {
+        most
+    }
+}
+
+/// How many of a product's slots come alone. Of tiles of 64 rows fewer where no more is exchanged meanwhile: not beside the ends of attention and of the output projection. (Measured on
+/// an H100.)
+const fn alone<const ROWS: u32>(kind: u32, before: u32) -> u32 {
+    if ROWS == 64 && kind != Kind::SWIGLU && before != Kind::ATTEND { 5 } else { AHEAD }
 }
 
 /// The warp that loads weights and pages: what a step adds to pages comes there after attention.
@@ -32,12 +46,13 @@ const fn under_way<const ROWS: u32>(filled: u32, most: u32) -> u32 {
 pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
+        let mut before = Kind::EMBED;
         let mut number = 0;
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
             if Kind::is_product(kind) {
-                ring = produce_weights::<ROWS>(p, &Product::new(phase), ring);
+                ring = produce_weights::<ROWS>(p, &Product::new(phase), ring, alone::<ROWS>(kind, before));
             } else if kind == Kind::ATTEND {
                 let pages = Pages::new(p, phase);
                 let mut filled = 0;
@@ -47,11 +62,12 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
                     |[item, blocks]| {
                         let item = Item::new(item);
                         ring =
-                            load_pages(&pages, ring, &item, blocks, |i| under_way::<ROWS>(filled + i, PAGES_UNDER_WAY));
+                            load_pages(&pages, ring, &item, blocks, |i| under_way(filled + i, AHEAD, PAGES_UNDER_WAY));
                         filled += 2 * item.pages();
                     },
                 );
             }
+            before = kind;
             number += 1;
         }
     }
@@ -60,7 +76,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
 /// One lane loads, a slot by one copy: a warp that came together again for each slot, or a lane with four copies to begin, would take longer for a slot than the
 /// products of 128 rows do.
 #[inline(always)]
-unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut ring: Ring) -> Ring {
+unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut ring: Ring, alone: u32) -> Ring {
     unsafe {
         if thread::fresh(thread::lane_id()) == 0 {
             let (pass_strips, chunks) = (STRIPS * p.blocks, product.k.div_ceil(CHUNK_FEATURES));
@@ -75,15 +91,17 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
                 let base = first + u64::from(passed) * u64::from(chunks);
                 let strips = (product.strips - passed).min(pass_strips);
                 let pass = Pass { base, rotation: 0, strips, depth: chunks };
-                // From a slice to the one 8 further. Found before the loops: what a producer does for a slot is time that memory waits.
+                // From a slice of a chain to the next: within a chunk, and to the next chunk. Found before the loops: what a producer does for a slot is time
+                // that memory waits.
                 let begin = pass.slice(unit.strip - passed, 0);
-                let stride = pass.slice(unit.strip - passed, super::RESIDUES) - begin;
+                let within = pass.slice(unit.strip - passed, RESIDUES) - begin;
+                let beyond = pass.slice(unit.strip - passed, 2 * RESIDUES) - begin - within;
                 let mut residue = unit.residue;
                 while residue < unit.end {
                     let mut from = begin + u64::from(residue * SLICES_APART);
                     let (mut turn, depth) = (0, product.depth(residue));
                     while turn < depth {
-                        let most = under_way::<ROWS>(filled, weights_under_way::<ROWS>());
+                        let most = under_way(filled, alone, weights_under_way::<ROWS>());
                         // Where nothing is held back, there is one barrier less to ask.
                         if most < Memory::<ROWS>::RING.stages {
                             ring.wait_under_way(most);
@@ -98,7 +116,7 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
                             // Other blocks have other rows for the same weights.
                             bulk::copy_to_shared(ring.slot(), weights, WEIGHT_BYTES, ring.full());
                         }
-                        from += stride;
+                        from += if turn % 2 == 0 { within } else { beyond };
                         ring = ring.ahead(1);
                         filled += 1;
                         turn += 1;
@@ -165,7 +183,7 @@ unsafe fn produce_activations<const ROWS: u32>(product: &Product, map: Global<Te
                         ring.full().arrive_expect_tx(Memory::<ROWS>::ROW_RING.bytes);
                         tensor::load(ring.slot(), map, [column, unit.row], ring.full());
                         ring = ring.ahead(1);
-                        column += super::RESIDUES * SLICE;
+                        column += RESIDUES * SLICE;
                         turn += 1;
                     }
                     residue += 1;

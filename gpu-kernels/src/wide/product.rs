@@ -5,8 +5,8 @@ use cuda_std::wgmma::{self, Cores, Operand};
 use cuda_std::{Global, GlobalMut, thread};
 
 use super::outputs::{finish_share, finish_whole};
-use super::phases::{Product, Unit};
-use super::{GROUP, Kind, Memory, Phase, RESIDUES, Rings, SLICE_BYTES, WEIGHT_BYTES, WideStep};
+use super::phases::{Product, Share, Unit};
+use super::{GROUP, Kind, Memory, Phase, Rings, SLICE_BYTES, WEIGHT_BYTES, WideStep};
 use crate::ring::Ring;
 use crate::stream::{STEP_BYTES, fragment_row};
 use crate::waiting;
@@ -30,63 +30,86 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
             }
         };
         let mut number = thread::block_idx_x();
-        // Of a split tile the share that is still to be finished: others' chains arrive while the next unit is multiplied. (128 rows leave no
-        // registers for that.)
-        let mut unfinished: Option<Unit> = None;
-        loop {
-            let next = product.unit(number, ROWS);
+        while let Some(unit) = product.unit(number, ROWS) {
             number += thread::fresh(thread::grid_dim_x());
-            let mut split = None;
-            if let Some(unit) = next {
-                let partial = Partial::new::<TILES>(p, &product, &unit, arrivals);
-                let mut chain = if unit.residue == 0 { 0 } else { unit.residue - product.share.residues() + 1 };
-                zero_totals::<TILES>();
-                let mut residue = unit.residue;
-                while residue < unit.end {
-                    multiply_chain::<TILES>(rings, product.depth(residue));
-                    if unit.residue == 0 {
-                        unroll!(J < TILES of 16; {
-                            let (total, chain) = (accumulators!(4 * J), accumulators!(64 + 4 * J));
-                            accumulators!(4 * J, [0, 1, 2, 3].map(|i| total[i] + chain[i]));
-                        });
-                    } else {
-                        unroll!(J < TILES of 16; {
-                            partial.store::<TILES>(chain, J as u32, accumulators!(64 + 4 * J));
-                        });
-                        chain += 1;
-                    }
-                    residue += 1;
-                }
-                if unit.end - unit.residue == RESIDUES {
-                    ready();
-                    match kind {
-                        Kind::WRITE => finish_whole::<ROWS, TILES, { Kind::WRITE }>(p, &product, &unit),
-                        Kind::BEST => finish_whole::<ROWS, TILES, { Kind::BEST }>(p, &product, &unit),
-                        Kind::ADD => finish_whole::<ROWS, TILES, { Kind::ADD }>(p, &product, &unit),
-                        _ => finish_whole::<ROWS, TILES, { Kind::SWIGLU }>(p, &product, &unit),
-                    }
+            let part = product.share.part(&unit);
+            zero_totals::<TILES>();
+            let mut residue = unit.residue;
+            // At least once: what may have no value here would keep its registers over all phases.
+            loop {
+                multiply_chain::<TILES>(rings, product.depth(residue));
+                if part == 0 {
+                    unroll!(J < TILES of 16; {
+                        let (total, chain) = (accumulators!(4 * J), accumulators!(64 + 4 * J));
+                        accumulators!(4 * J, [0, 1, 2, 3].map(|i| total[i] + chain[i]));
+                    });
                 } else {
-                    if unit.residue == 0 {
-                        unroll!(J < TILES of 16; {
-                            partial.store::<TILES>(0, J as u32, accumulators!(4 * J));
-                        });
-                    }
-                    partial.arrive();
-                    split = Some(unit);
+                    let partial = Partial::new::<TILES>(p, &product, &unit, arrivals);
+                    let others = product.share.others::<TILES>(part);
+                    unroll!(J < TILES of 16; {
+                        if others(J as u32) {
+                            partial.store::<TILES>(product.share.slot(residue), J as u32, accumulators!(64 + 4 * J));
+                        }
+                    });
+                    keep_own::<TILES>(&product.share, part, residue > unit.residue);
+                }
+                residue += 1;
+                if residue >= unit.end {
+                    break;
                 }
             }
-            let before = if ROWS == 64 { unfinished } else { split };
-            if let Some(before) = before {
+            if product.share.is_whole(&unit) {
                 ready();
-                finish_share::<ROWS, TILES>(p, &product, &before, kind, arrivals);
-            }
-            unfinished = split;
-            if next.is_none() {
-                break;
+                match kind {
+                    Kind::WRITE => finish_whole::<ROWS, TILES, { Kind::WRITE }>(p, &product, &unit),
+                    Kind::BEST => finish_whole::<ROWS, TILES, { Kind::BEST }>(p, &product, &unit),
+                    Kind::ADD => finish_whole::<ROWS, TILES, { Kind::ADD }>(p, &product, &unit),
+                    _ => finish_whole::<ROWS, TILES, { Kind::SWIGLU }>(p, &product, &unit),
+                }
+            } else {
+                let partial = Partial::new::<TILES>(p, &product, &unit, arrivals);
+                if part == 0 {
+                    let others = product.share.others::<TILES>(0);
+                    unroll!(J < TILES of 16; {
+                        if others(J as u32) {
+                            partial.store::<TILES>(0, J as u32, accumulators!(4 * J));
+                        }
+                    });
+                }
+                partial.arrive();
+                ready();
+                finish_share::<ROWS, TILES>(p, &product, &unit, kind, arrivals);
             }
         }
         ready();
     }
+}
+
+/// Moves what a part's finished chain has of the part's own rows to where [`finish_share`] finds it: of its first chain to the lower accumulators, from the first on,
+/// and of a second one to the upper.
+#[inline(always)]
+fn keep_own<const TILES: usize>(share: &Share, part: u32, second: bool) {
+    let groups = share.groups::<TILES>();
+    macro_rules! keep {
+        ($j:ident, $each:literal) => {
+            if groups == $each && $j as u32 / $each == part {
+                let own = accumulators!(64 + 4 * $j);
+                if second {
+                    accumulators!(64 + 4 * ($j % $each), own);
+                } else {
+                    accumulators!(4 * ($j % $each), own);
+                }
+            }
+        };
+    }
+    unroll!(J < TILES of 16; {
+        if TILES == 8 {
+            keep!(J, 2);
+        } else {
+            keep!(J, 8);
+        }
+        keep!(J, 4);
+    });
 }
 
 #[inline(always)]
@@ -96,7 +119,7 @@ fn zero_totals<const TILES: usize>() {
     });
 }
 
-/// Where a warpgroup's chains of a split tile lie in memory: `[chain][rows / 8][lane of the warpgroup]`, four sums each.
+/// Where a warpgroup's chains of a split tile lie in memory: `[chain][rows / 8][lane of the warpgroup]`, four sums each. A part leaves those of the others' rows.
 pub struct Partial {
     /// The first.
     first: GlobalMut<f32>,
@@ -132,7 +155,8 @@ impl Partial {
 
     #[inline(always)]
     pub unsafe fn place(&self, chain: u32, j: u32) -> GlobalMut<f32> {
-        unsafe { self.first.at((chain * self.stride + j * GROUP * 4) as usize) }
+        // One after the other: the second is a constant of an instruction where rows are known.
+        unsafe { self.first.at((chain * self.stride) as usize).at((j * GROUP * 4) as usize) }
     }
 
     #[inline(always)]

@@ -3,25 +3,26 @@
 use cuda_std::shared::{self, Shared};
 use cuda_std::{mma, thread, warp};
 
-use super::{Consumer, Old, Output, Part, load, release, sync};
-use crate::linear::{SLICE, STRIP};
+use super::{Columns, Consumer, Duty, Old, Output, Part, Weights, columns_of, release, sync};
+use crate::linear::{CHAINS, SLICE, STRIP};
 use crate::norm::Norm;
-use crate::ring::Ring;
-use crate::stream::exchange::{Kind, Words};
+use crate::stream::exchange::{Kind, Word, Words};
 use crate::stream::{CHUNK_FEATURES, FACTORS, Mark, Matrix, SCRATCH, STRIPS, StreamStep, WARPS};
 
-/// Bytes of the partial sums that meet at a time, `[strip][warp][feature]`.
-const ONE_PARTIAL: u32 = 8 * WARPS * STRIP * 4;
+/// Bytes of the partial sums of a pass, `[strip][chain][feature]`.
+const ONE_PARTIAL: u32 = STRIPS * CHAINS * STRIP * 4;
 /// Behind two of these, which take turns: what a warp has of a product's input at a time, [`ASKED`] slices of 64 elements.
 const STAGED: u32 = SCRATCH + 2 * ONE_PARTIAL;
 const ASKED: usize = 8;
+/// Bytes of a warp's slices there, `[warp][slice][element]`.
+const STAGED_BYTES: u32 = ASKED as u32 * SLICE * 2;
 /// Bytes of scratch memory for one row.
-pub const ONE_BYTES: u32 = STAGED - SCRATCH + ASKED as u32 * WARPS * SLICE * 2;
+pub const ONE_BYTES: u32 = STAGED - SCRATCH + WARPS * STAGED_BYTES;
 
 /// Behind the stamp that it is asked of, the factor of the norm.
 pub const FACTOR: usize = 1;
-/// Chunks whose weights a lane has room for: all of a product's, where they are so few.
-const HELD: usize = 6;
+/// Chunks whose weights a lane has room for: all of its strips', where they are so few.
+const HELD: usize = 4;
 
 /// The consumers meet with the warp that finds the factor of a norm.
 #[inline(always)]
@@ -29,28 +30,60 @@ fn sync_with_factor() {
     thread::sync_named(2, (WARPS + 1) * 32);
 }
 
-/// The products of `MINE` strips, whose weights are in registers, with the fragments from `from` on.
-#[inline(always)]
-unsafe fn chains<const MINE: usize>(
-    acc: &mut [[f32; 4]; STRIPS as usize],
-    weights: &[[[u32; 4]; 4]; HELD],
-    chunks: u32,
-    from: Shared<u32>,
-) {
-    unsafe {
-        unroll!(T < HELD of 8; {
-            if (T + 1) * MINE <= HELD && ((T * MINE) as u32) < chunks {
-                let from = from.at(T * (SLICE / 2) as usize);
-                let b = [from.load16(0), from.load16(16)];
-                unroll!(I < 4; {
-                    let b = [b[I / 2][I % 2 * 2], b[I / 2][I % 2 * 2 + 1]];
-                    unroll!(S < MINE of 4; {
-                        acc[S] = mma::m16n8k16_bf16(acc[S], weights[T * MINE + S][I], b);
-                    });
-                });
-            }
-        });
+impl Duty<1> {
+    /// The two warps of a chain meet.
+    #[inline(always)]
+    fn sync(&self) {
+        thread::sync_named(4 + self.residue(), WARPS / CHAINS * 32);
     }
+
+    /// Puts the words of a warp's slices, from the first turn on, where its chain's warps find them.
+    #[inline(always)]
+    unsafe fn stage<const N: usize>(&self, words: &[Word; N]) {
+        unsafe {
+            let to = shared::dynamic::<u32>(STAGED + self.warp_id * STAGED_BYTES + self.lane * 4);
+            unroll!(I < N of 8; {
+                to.store(I * (SLICE / 2) as usize, words[I].bits());
+            });
+        }
+        self.sync();
+    }
+
+    /// Where in shared memory a lane finds its part of the slices that the chain's two warps staged, from the first turn on.
+    #[inline(always)]
+    unsafe fn staged(&self) -> Shared<u32> {
+        unsafe { shared::dynamic(STAGED + self.residue() * STAGED_BYTES + self.lane % 4 * 16) }
+    }
+
+    /// The products of `OWN` strips, whose `chunks` chunks' weights are in registers, with the input from `from` on.
+    #[inline(always)]
+    unsafe fn held<const OWN: usize>(
+        acc: &mut [[f32; 4]; STRIPS as usize],
+        weights: &[Weights; HELD],
+        chunks: u32,
+        from: Shared<u32>,
+    ) {
+        unsafe {
+            unroll!(T < HELD of 4; {
+                if (T + 1) * OWN <= HELD && ((T * OWN) as u32) < chunks {
+                    let columns = columns(from.at(T * (SLICE / 2) as usize));
+                    unroll!(I < 8; {
+                        unroll!(S < OWN of 2; {
+                            acc[S] = mma::m16n8k16_bf16(acc[S], weights[T * OWN + S][I], columns_of(&columns, I));
+                        });
+                    });
+                }
+            });
+        }
+    }
+}
+
+/// A lane's fragments of a turn's input, of which `from` is where its part of the first slice lies.
+#[inline(always)]
+unsafe fn columns(from: Shared<u32>) -> Columns {
+    // Half a chunk on is what the chain's other warp staged.
+    let next = (CHAINS * STAGED_BYTES / 4) as usize;
+    unsafe { [[from.load16(0), from.load16(16)], [from.load16(next), from.load16(next + 16)]] }
 }
 
 /// What another warp of the block does for the products of one row: it finds the factor of each norm, when it is asked for.
@@ -102,14 +135,15 @@ pub unsafe fn ask_for_factor(stamp: u32) {
 }
 
 impl Consumer<'_> {
-    /// [`product`](Self::product) of one row: a warp asks for its slices of the input as words, eight a lane at a time, and puts what came into shared memory, where
-    /// each lane finds its fragments. What does not need them is done while they come.
+    /// [`product`](Self::product) of one row: a warp asks for a slice of each turn's input as words, eight a lane at a time, and puts what came into shared memory, where
+    /// each lane of a chain's two warps finds its fragments. What does not need them is done while they come.
     #[inline(always)]
     pub(super) unsafe fn product_of_one(&mut self, mut part: Part, mut first: (Output, Old)) {
         unsafe {
             let p = self.p;
             let matrix = part.matrix;
-            let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+            let duty = Duty::<1>::new();
+            let Duty { lane, warp_id } = duty;
             let (g, t) = (lane / 4, lane % 4);
             let (input, normed) = match matrix {
                 Matrix::Output => (self.taken_in(Kind::Attended, part.index), false),
@@ -130,91 +164,69 @@ impl Consumer<'_> {
                 });
                 words
             };
-            let staged = STAGED + warp_id * (ASKED as u32 * SLICE * 2);
-            let load = |chunk: &Ring| load(chunk, lane, warp_id);
             let mut ring = self.ring;
             loop {
                 if part.mine > 0 {
-                    let mut words = ask(0);
+                    // New to the compiler, which would keep these addresses from pass to pass.
+                    let mut words = ask(thread::fresh(0));
                     let normed = normed && part.first_strip == 0;
                     if normed {
                         ask_for_factor(self.stamp + part.index);
                     }
                     let mut acc = [[0f32; 4]; STRIPS as usize];
-                    let chunks = part.mine * part.depth;
-                    if part.mine <= 3 && chunks <= HELD as u32 {
+                    let own = duty.strips(part.mine);
+                    // Both halves go the same way: they meet alike.
+                    if part.mine <= 4 && part.mine.div_ceil(2) * part.depth <= HELD as u32 {
                         // All weights come to registers while the words are waited for.
-                        let mut weights = [[[0u32; 4]; 4]; HELD];
-                        unroll!(H < HELD of 8; {
+                        let chunks = own * part.depth;
+                        let chunk = |i: u32| {
+                            let (turn, s) = if own == 2 { (i / 2, i % 2) } else { (i, 0) };
+                            ring.ahead(turn * part.mine + duty.strip(s))
+                        };
+                        let mut weights = [[[0u32; 4]; 8]; HELD];
+                        unroll!(H < HELD of 4; {
                             if (H as u32) < chunks {
-                                weights[H] = load(&ring.ahead(H as u32));
+                                weights[H] = duty.load(&chunk(H as u32));
                             }
                         });
-                        release(ring.ahead(lane.min(chunks)), lane < chunks);
-                        ring = ring.ahead(chunks);
+                        // Two lanes a chunk.
+                        let arrives = lane / 2 < chunks;
+                        release(chunk(if arrives { lane / 2 } else { 0 }), arrives);
+                        ring = ring.ahead(part.mine * part.depth);
+                        // There are no more turns than that.
+                        let mut words = [words[0], words[1], words[2], words[3]];
                         input.settle(&mut words, |i| place(i as u32));
                         self.mark(Mark::Met);
-                        let to = shared::dynamic::<u32>(staged + lane * 4);
-                        unroll!(I < ASKED of 8; {
-                            to.store(I * (SLICE / 2) as usize, words[I].bits());
-                        });
-                        warp::sync_warp();
-                        let from = shared::dynamic::<u32>(staged + t * 16);
-                        match part.mine {
-                            1 => chains::<1>(&mut acc, &weights, chunks, from),
-                            2 => chains::<2>(&mut acc, &weights, chunks, from),
-                            _ => chains::<3>(&mut acc, &weights, chunks, from),
+                        duty.stage::<HELD>(&words);
+                        match own {
+                            0 => {}
+                            1 => Duty::held::<1>(&mut acc, &weights, chunks, duty.staged()),
+                            _ => Duty::held::<2>(&mut acc, &weights, chunks, duty.staged()),
                         }
-                        // All have read their fragments before others come there.
-                        warp::sync_warp();
                     } else {
                         let mut turn = 0;
                         while turn < part.depth {
                             input.settle(&mut words, |i| place(turn + i as u32));
-                            if turn == 0 && part.first_strip == 0 {
-                                self.mark(Mark::Met);
+                            if turn == 0 {
+                                if part.first_strip == 0 {
+                                    self.mark(Mark::Met);
+                                }
+                            } else {
+                                // Both warps have read their fragments before others come there. (Of a product before this one all have: they met behind it.)
+                                duty.sync();
                             }
-                            let to = shared::dynamic::<u32>(staged + lane * 4);
-                            unroll!(I < ASKED of 8; {
-                                to.store(I * (SLICE / 2) as usize, words[I].bits());
-                            });
-                            warp::sync_warp();
+                            duty.stage(&words);
                             let next = turn + ASKED as u32;
                             if next < part.depth {
                                 words = ask(next);
                             }
                             let end = part.depth.min(next);
-                            let mut from = staged + t * 16;
+                            let mut from = duty.staged();
                             while turn < end {
-                                let b = shared::dynamic::<u32>(from);
-                                let b = [b.load16(0), b.load16(16)];
-                                from += SLICE * 2;
+                                duty.turn(&mut acc, &mut ring, part.mine, &columns(from));
+                                from = from.at((SLICE / 2) as usize);
                                 turn += 1;
-                                unroll!(P < 4; {
-                                    let strip = 2 * P;
-                                    if strip as u32 + 1 < part.mine {
-                                        let next = ring.ahead(1);
-                                        let (low, high) = (load(&ring), load(&next));
-                                        release(if lane == 0 { ring } else { next }, lane < 2);
-                                        unroll!(I < 4; {
-                                            let b = [b[I / 2][I % 2 * 2], b[I / 2][I % 2 * 2 + 1]];
-                                            acc[strip] = mma::m16n8k16_bf16(acc[strip], low[I], b);
-                                            acc[strip + 1] = mma::m16n8k16_bf16(acc[strip + 1], high[I], b);
-                                        });
-                                        ring = ring.ahead(2);
-                                    } else if (strip as u32) < part.mine {
-                                        let a = load(&ring);
-                                        release(ring, lane == 0);
-                                        unroll!(I < 4; {
-                                            let b = [b[I / 2][I % 2 * 2], b[I / 2][I % 2 * 2 + 1]];
-                                            acc[strip] = mma::m16n8k16_bf16(acc[strip], a[I], b);
-                                        });
-                                        ring = ring.ahead(1);
-                                    }
-                                });
                             }
-                            // All have read their fragments before others come there.
-                            warp::sync_warp();
                         }
                     }
                     // Of two places one after the other: a warp that is ahead meets the others once more before it comes back to this one.
@@ -222,11 +234,11 @@ impl Consumer<'_> {
                     // Of the columns the first is the row.
                     let partial = shared::dynamic::<f32>(SCRATCH + self.turn * ONE_PARTIAL);
                     if t == 0 {
-                        let to = partial.at((warp_id * STRIP + g) as usize);
-                        unroll!(S < 8; {
-                            if (S as u32) < part.mine {
-                                to.store(S * (WARPS * STRIP) as usize, acc[S][0]);
-                                to.store(S * (WARPS * STRIP) as usize + 8, acc[S][2]);
+                        unroll!(S < 4; {
+                            if (S as u32) < own {
+                                let to = partial.at(((duty.strip(S as u32) * CHAINS + duty.residue()) * STRIP + g) as usize);
+                                to.store(0, acc[S][0]);
+                                to.store(8, acc[S][2]);
                             }
                         });
                     }
@@ -240,10 +252,10 @@ impl Consumer<'_> {
                     if warp::any(output.valid) {
                         let within = if matrix == Matrix::GateUp { STRIP / 2 - 1 } else { STRIP - 1 };
                         let sum = |feature: u32| {
-                            let from = partial.at((output.strip * WARPS * STRIP + feature) as usize);
+                            let from = partial.at((output.strip * CHAINS * STRIP + feature) as usize);
                             let mut sum = 0.0;
-                            unroll!(W < 8; {
-                                sum += from.load(W * STRIP as usize);
+                            unroll!(C < 4; {
+                                sum += from.load(C * STRIP as usize);
                             });
                             sum
                         };
