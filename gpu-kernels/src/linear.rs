@@ -28,8 +28,10 @@ pub const SLICE: u32 = 64;
 pub const STRIP: u32 = 16;
 /// Chains of products that an output is the sum of: a warp each.
 pub const CHAINS: u32 = 4;
-/// Slices whose weights a warp has under way at a time.
-const TOGETHER: usize = 4;
+/// Slices of a warp's turn: more where there are registers for them.
+const fn together<const TILES: usize>() -> u32 {
+    if TILES == 1 { 4 } else { 2 }
+}
 
 /// Parameters of the kernels of this module. Grid: strips of `n` (see [`Linear::strips`], [`Linear::swiglu_strips`]).
 /// Shared memory: [`Linear::shared_bytes`].
@@ -112,23 +114,30 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
         let mut acc = [[0f32; 4]; TILES];
         let mut slice = warp;
         let slices = p.k / SLICE;
-        while slice < slices {
+        let turn = together::<TILES>() * CHAINS;
+        // The weights of a turn's slices; of the last turn's some may not be.
+        let fetch = |slice: u32| {
             let k = (slice * SLICE + t * 8) as usize;
-            // Fewer may be left in the last turn.
-            let left = (slices - slice).div_ceil(CHAINS) as usize;
-            let mut low_words = [[0u32; 4]; 2 * TOGETHER];
-            let mut high_words = [[0u32; 4]; 2 * TOGETHER];
+            let (mut low_words, mut high_words) = ([[0u32; 4]; 8], [[0u32; 4]; 8]);
             unroll!(J < 8; {
-                if J / 2 < left {
+                if J as u32 / 2 < together::<TILES>() && slice + J as u32 / 2 * CHAINS < slices {
                     low_words[J] = low.load16_stream(k + offset(J));
                     high_words[J] = high.load16_stream(k + offset(J));
                 }
             });
+            (low_words, high_words)
+        };
+        // The next turn's are under way while these are multiplied.
+        let mut next = fetch(slice);
+        while slice < slices {
+            let (low_words, high_words) = next;
+            next = fetch(slice + turn);
+            let k = (slice * SLICE + t * 8) as usize;
             unroll!(T < TILES of 8; {
                 let row = T as u32 * 8 + g;
                 let x = p.x.at((p.first_row + row) as usize * p.k as usize + k);
                 unroll!(J < 8; {
-                    if J / 2 < left {
+                    if J as u32 / 2 < together::<TILES>() && slice + J as u32 / 2 * CHAINS < slices {
                         let b = if row < count { x.load16(offset(J)) } else { [0; 4] };
                         let (l, h) = (low_words[J], high_words[J]);
                         acc[T] = mma::m16n8k16_bf16(acc[T], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
@@ -136,7 +145,7 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
                     }
                 });
             });
-            slice += TOGETHER as u32 * CHAINS;
+            slice += turn;
         }
         // An accumulator holds features g and g + 8 of rows 2t and 2t + 1.
         let partial = shared::dynamic::<f32>(0);

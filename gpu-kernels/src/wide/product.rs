@@ -44,6 +44,8 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
                         accumulators!(4 * J, [0, 1, 2, 3].map(|i| total[i] + chain[i]));
                     });
                 } else {
+                    // Which rows are others' is found again for each chain: kept over the products, it would take registers.
+                    let part = thread::fresh(part);
                     let partial = Partial::new::<TILES>(p, &product, &unit, arrivals);
                     let others = product.share.others::<TILES>(part);
                     unroll!(J < TILES of 16; {
