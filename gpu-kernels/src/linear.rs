@@ -28,10 +28,8 @@ pub const SLICE: u32 = 64;
 pub const STRIP: u32 = 16;
 /// Chains of products that an output is the sum of: a warp each.
 pub const CHAINS: u32 = 4;
-/// Slices of a warp's turn: more where there are registers for them.
-const fn together<const TILES: usize>() -> u32 {
-    if TILES == 1 { 4 } else { 2 }
-}
+/// Slices of a warp's turn. Of four, or of four while the next four are under way, few rows gain nothing: warps have more registers then, and so there are fewer of them.
+const TOGETHER: u32 = 2;
 
 /// Parameters of the kernels of this module. Grid: strips of `n` (see [`Linear::strips`], [`Linear::swiglu_strips`]).
 /// Shared memory: [`Linear::shared_bytes`].
@@ -114,13 +112,13 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
         let mut acc = [[0f32; 4]; TILES];
         let mut slice = warp;
         let slices = p.k / SLICE;
-        let turn = together::<TILES>() * CHAINS;
+        let turn = TOGETHER * CHAINS;
         // The weights of a turn's slices; of the last turn's some may not be.
         let fetch = |slice: u32| {
             let k = (slice * SLICE + t * 8) as usize;
-            let (mut low_words, mut high_words) = ([[0u32; 4]; 8], [[0u32; 4]; 8]);
-            unroll!(J < 8; {
-                if J as u32 / 2 < together::<TILES>() && slice + J as u32 / 2 * CHAINS < slices {
+            let (mut low_words, mut high_words) = ([[0u32; 4]; 4], [[0u32; 4]; 4]);
+            unroll!(J < 4; {
+                if slice + J as u32 / 2 * CHAINS < slices {
                     low_words[J] = low.load16_stream(k + offset(J));
                     high_words[J] = high.load16_stream(k + offset(J));
                 }
@@ -136,8 +134,8 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
             unroll!(T < TILES of 8; {
                 let row = T as u32 * 8 + g;
                 let x = p.x.at((p.first_row + row) as usize * p.k as usize + k);
-                unroll!(J < 8; {
-                    if J as u32 / 2 < together::<TILES>() && slice + J as u32 / 2 * CHAINS < slices {
+                unroll!(J < 4; {
+                    if slice + J as u32 / 2 * CHAINS < slices {
                         let b = if row < count { x.load16(offset(J)) } else { [0; 4] };
                         let (l, h) = (low_words[J], high_words[J]);
                         acc[T] = mma::m16n8k16_bf16(acc[T], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
