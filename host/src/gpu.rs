@@ -268,8 +268,7 @@ impl Gpu {
     fn enqueue_choice(&mut self, most_rows: u32, first_row: u32, decoded: bool, length: usize) -> Result<(), Error> {
         let rows = self.forward.rows();
         let s = &self.run.sampling;
-        let plain = s.temperature == 0.0 && s.repetition_penalty == 1.0 && s.presence_penalty == 0.0;
-        let best = self.forward.stream().filter(|_| decoded && plain);
+        let best = self.forward.stream().filter(|_| decoded && s.takes_best());
         let sample = Sample {
             rows,
             logits: self.forward.logits().ptr_mut(),

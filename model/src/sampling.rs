@@ -86,6 +86,11 @@ impl Sampling {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0
     }
 
+    /// Whether the token is the one with the largest logit, whatever came before.
+    pub fn takes_best(&self) -> bool {
+        self.temperature == 0.0 && !self.has_penalties()
+    }
+
     /// Chooses the token after `prompt` and `output` from its `logits`, `[vocab]`.
     ///
     /// The token's position, which its random number depends on, is `prompt.len() + output.len()`. NaN never wins, and

@@ -42,12 +42,12 @@ impl Running {
 
     /// Whether tokens that it has had are chosen less often.
     pub fn is_penalised(&self) -> bool {
-        self.sampling.repetition_penalty != 1.0 || self.sampling.presence_penalty != 0.0
+        self.sampling.has_penalties()
     }
 
     /// Whether its tokens are the best ones, and no log-probabilities are wanted.
     pub fn is_plain(&self) -> bool {
-        self.sampling.temperature == 0.0 && !self.is_penalised() && self.logprobs.is_none()
+        self.sampling.takes_best() && self.logprobs.is_none()
     }
 
     /// Appends the tokens after the newest: one, and one more for each draft that was right; notes what the drafts were worth. `choose` gives the
