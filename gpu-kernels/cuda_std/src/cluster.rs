@@ -3,6 +3,7 @@
 //! The cluster's size is the kernel's, `#[kernel(threads = …, cluster = 2)]`: neighbours in x.
 
 use crate::bulk::Barrier;
+use crate::shared::Shared;
 use crate::target;
 
 /// The block's number in its cluster (`%cluster_ctarank`).
@@ -26,6 +27,39 @@ pub fn sync() {
 #[track_caller]
 pub fn sync_made() {
     target::cluster_sync_made();
+}
+
+/// Starts a store of 16 bytes into the shared memory of block `rank`, at the place of `destination`; they count towards the barrier at the place of `barrier`
+/// there (`st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32`).
+///
+/// # Safety
+/// The destination is within the block's shared memory and a multiple of 16, and nobody else uses it before the barrier's phase has ended; the barrier was made, and the block has
+/// not ended.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn send16(destination: PeerShared, words: [u32; 4], barrier: PeerBarrier) {
+    // SAFETY: the caller's.
+    unsafe { target::cluster_send16(destination.0, words, barrier.0) }
+}
+
+/// A place in the shared memory of some block of the cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerShared(u32);
+
+impl PeerShared {
+    /// The place of `place` in block `rank` (`mapa.shared::cluster`).
+    #[inline(always)]
+    #[must_use]
+    pub fn new<T>(place: Shared<T>, rank: u32) -> Self {
+        Self(target::cluster_map(place.addr(), rank))
+    }
+
+    /// `bytes` further.
+    #[inline(always)]
+    #[must_use]
+    pub const fn at(self, bytes: u32) -> Self {
+        Self(self.0 + bytes)
+    }
 }
 
 /// An mbarrier of some block of the cluster.

@@ -42,7 +42,8 @@ impl Operand {
     #[inline(always)]
     #[must_use]
     pub const fn at<T>(rows: Shared<T>) -> Self {
-        // In units of 16 bytes; the distance of groups of eight rows and the swizzle are in the upper word, always the same.
+        // In units of 16 bytes; the distance of groups of eight rows and the swizzle are in the upper word, always the same. Swizzled, nothing looks at this word's upper half, where a
+        // cluster's addresses say which block's they are.
         Self(1 << 16 | rows.addr() >> 4)
     }
 
@@ -76,7 +77,8 @@ impl Cores {
     #[inline(always)]
     #[must_use]
     pub const fn at<T>(first: Shared<T>) -> Self {
-        Self((CORE_BYTES / 16) << 16 | first.addr() >> 4)
+        // In a cluster an address says which block's it is, too, in bits that are another field's here.
+        Self((CORE_BYTES / 16) << 16 | (first.addr() & 0x3_ffff) >> 4)
     }
 
     /// The core matrices `bytes` further: [`CORE_BYTES`] twice for the next 16 of the sum, where these follow.

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Io, fails, passes, run};
 use cuda_std::bulk::{self, Barrier};
-use cuda_std::cluster::{self, PeerBarrier};
+use cuda_std::cluster::{self, PeerBarrier, PeerShared};
 use cuda_std::emulator::Launch;
 use cuda_std::{kernel, shared, thread, warp};
 
@@ -137,4 +137,59 @@ fn lanes_that_ended_are_not_waited_for() {
 fn a_grid_is_whole_clusters() {
     let error = run::<one_that_stays>(Launch::new(3, 64), 192).result.unwrap_err().to_string();
     assert!(error.contains("a grid of 3 blocks in x: a multiple of 2"), "{error}");
+}
+
+/// Lanes of a pair swap their words: each sends its own to the lane of its number in the other block. `$barrier`: where that lane's warp is told, from the sender's rank;
+/// `$wait`: whether it waits.
+macro_rules! swap {
+    ($(#[$doc:meta])* $name:ident, $barrier:expr, $wait:expr) => {
+        $(#[$doc])*
+        #[kernel(threads = 32, cluster = 2)]
+        pub unsafe fn $name(p: Io) {
+            // SAFETY: 16 bytes a lane in shared memory, and behind them a barrier; four words a lane in both blocks' part of the output.
+            unsafe {
+                let (rank, lane) = (cluster::rank(), thread::lane_id());
+                let barrier = Barrier::at(shared::dynamic::<u64>(32 * 16));
+                if lane == 0 {
+                    barrier.init(1);
+                    barrier.arrive_expect_tx(32 * 16);
+                }
+                cluster::sync();
+                let words = [0, 1, 2, 3].map(|i| rank * 1000 + lane * 4 + i);
+                let to = PeerShared::new(shared::dynamic::<u8>(0), rank ^ 1).at(lane * 16);
+                let told: fn(u32) -> u32 = $barrier;
+                cluster::send16(to, words, PeerBarrier::new(barrier, told(rank)));
+                if $wait {
+                    barrier.wait(0);
+                }
+                let came = shared::dynamic::<u32>(lane * 16).load16(0);
+                p.output.at(((thread::block_idx_x() * 32 + lane) * 4) as usize).store16(0, came);
+                cluster::sync();
+            }
+        }
+    };
+}
+
+swap!(
+    /// As it should be.
+    lanes_that_swap, |rank| rank ^ 1, true
+);
+swap!(
+    /// Nobody waits for what comes.
+    lanes_that_read_early, |rank| rank ^ 1, false
+);
+swap!(
+    /// The sender's own barrier is told.
+    lanes_that_tell_themselves, |rank| rank, true
+);
+
+#[test]
+fn lanes_send_into_the_other_block() {
+    // Two pairs: blocks of even numbers have what rank 1 sent.
+    passes::<lanes_that_swap>(Launch::new(4, 32), 512, |i| {
+        let (block, word) = (i as u32 / 128, i as u32 % 128);
+        ((block % 2) ^ 1) * 1000 + word
+    });
+    fails::<lanes_that_read_early>(Launch::new(4, 32), 512, &["race on shared offset", "not initialised"]);
+    fails::<lanes_that_tell_themselves>(Launch::new(4, 32), 512, &["that block's own"]);
 }

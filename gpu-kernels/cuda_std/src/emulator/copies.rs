@@ -15,9 +15,17 @@ use super::world::{Block, SHARED_BASE, Site, State, World, misuse, suspend, worl
 #[derive(Clone, Copy)]
 pub struct Copy {
     destination: Address,
-    source: Address,
+    source: Source,
     bytes: usize,
     site: Site,
+}
+
+/// What is copied.
+#[derive(Clone, Copy)]
+enum Source {
+    At(Address),
+    /// From registers.
+    Words([u32; 4]),
 }
 
 /// The copies of a lane in groups: those still open, and those committed and not waited for, oldest first.
@@ -70,7 +78,7 @@ pub fn start(destination: Address, source: Address, bytes: u32, site: Site) -> C
         world.check_proxy(source, len, site);
     }
     world.access(destination, len, 16, Mode::CopyWrite, false, site);
-    Copy { destination, source, bytes: len, site }
+    Copy { destination, source: Source::At(source), bytes: len, site }
 }
 
 /// What the lane wrote to shared memory, and what it knows others to have written, is there for the copy engine.
@@ -114,7 +122,11 @@ impl World {
     }
 
     fn move_bytes(&mut self, copy: &Copy, slot: usize) {
-        let [source, destination] = [copy.source, copy.destination].map(|address| self.pointer(address, slot));
+        let source = match &copy.source {
+            Source::At(address) => self.pointer(*address, slot),
+            Source::Words(words) => words.as_ptr().cast(),
+        };
+        let destination = self.pointer(copy.destination, slot);
         // SAFETY: both were checked when the copy started; a launch keeps its memory alive, and global memory and shared
         // memory do not overlap.
         unsafe { destination.copy_from_nonoverlapping(source, copy.bytes) };
@@ -127,7 +139,11 @@ impl World {
 
     /// Makes the marks of a copy ordinary accesses.
     fn settle(&mut self, copy: &Copy, slot: usize, flight: Mode, name: Name, epoch: u32) {
-        let address = if flight == Mode::CopyWrite { copy.destination } else { copy.source };
+        let address = match copy.source {
+            _ if flight == Mode::CopyWrite => copy.destination,
+            Source::At(source) => source,
+            Source::Words(_) => return,
+        };
         let (bytes, region) = self.range(address, slot, copy.bytes);
         region.shadow.land(bytes, flight, name, epoch, copy.site);
     }
@@ -273,12 +289,32 @@ pub fn map(address: u32, rank: u32) -> u32 {
     address | (rank + 1) << RANK
 }
 
-/// An arrival at a barrier of some block of the cluster.
-pub fn peer_arrive(mapped: u32, site: Site) {
-    suspend();
+/// The place of the block that a mapped address is in, and the address there.
+fn mapped(address: u32, site: Site) -> (usize, u32) {
     let world = world();
-    let slot = if mapped >> RANK == 0 { world.slot() } else { world.peer((mapped >> RANK) - 1, site) };
-    world.arrive(slot, mapped & ((1 << RANK) - 1), 0, site);
+    let slot = if address >> RANK == 0 { world.slot() } else { world.peer((address >> RANK) - 1, site) };
+    (slot, address & ((1 << RANK) - 1))
+}
+
+/// An arrival at a barrier of some block of the cluster.
+pub fn peer_arrive(barrier: u32, site: Site) {
+    suspend();
+    let (slot, address) = mapped(barrier, site);
+    world().arrive(slot, address, 0, site);
+}
+
+/// A store into the shared memory of some block of the cluster, which completes on a barrier there.
+pub fn send16(destination: u32, words: [u32; 4], barrier: u32, site: Site) {
+    let (slot, destination) = mapped(destination, site);
+    let (of, barrier) = mapped(barrier, site);
+    if slot != of {
+        misuse(site, "the barrier of a store into a block of the cluster is that block's own".to_string());
+    }
+    launch_flights(&[slot], barrier, site, |slot| {
+        let destination = Address::SharedOf(slot, destination);
+        world().access(destination, 16, 16, Mode::CopyWrite, false, site);
+        vec![Copy { destination, source: Source::Words(words), bytes: 16, site }]
+    });
 }
 
 pub fn mbarrier_try_wait(address: u32, parity: u32, site: Site) -> bool {

@@ -381,6 +381,11 @@ pub fn cluster_map(address: u32, rank: u32) -> u32 {
 }
 
 #[track_caller]
+pub unsafe fn cluster_send16(destination: u32, words: [u32; 4], barrier: u32) {
+    copies::send16(destination, words, barrier, Location::caller());
+}
+
+#[track_caller]
 pub unsafe fn cluster_arrive_if(barrier: u32, condition: bool) {
     if condition {
         copies::peer_arrive(barrier, Location::caller());

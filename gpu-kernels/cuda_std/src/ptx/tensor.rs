@@ -98,6 +98,16 @@ pub fn cluster_map(address: u32, rank: u32) -> u32 {
 }
 
 #[inline(always)]
+pub unsafe fn cluster_send16(destination: u32, [a, b, c, d]: [u32; 4], barrier: u32) {
+    // SAFETY: the caller's.
+    unsafe {
+        asm!("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [{to}], {{{a}, {b}, {c}, {d}}}, [{m}];",
+            to = in(reg32) destination, a = in(reg32) a, b = in(reg32) b, c = in(reg32) c, d = in(reg32) d,
+            m = in(reg32) barrier, options(nostack));
+    }
+}
+
+#[inline(always)]
 pub unsafe fn cluster_arrive_if(barrier: u32, condition: bool) {
     // SAFETY: the caller's.
     unsafe {
