@@ -8,6 +8,7 @@
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread};
 
+use crate::gate::swiglu;
 use crate::norm::warp_sum;
 use crate::step::Rows;
 
@@ -99,7 +100,7 @@ pub unsafe fn silu_mul(p: SiluMul) {
         if row < p.rows.count.load(0) && i < p.n {
             let at = row as usize * p.n as usize + i as usize;
             let gate = p.gate.load(at);
-            p.y.store(at, math::to_bf16(gate / (1.0 + math::exp(-gate)) * p.up.load(at)));
+            p.y.store(at, math::to_bf16(swiglu(gate, p.up.load(at))));
         }
     }
 }

@@ -31,6 +31,7 @@ pub mod batch;
 pub mod ceilings;
 pub mod drafting;
 pub mod embedding;
+mod gate;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod gemm;
 pub mod kv;

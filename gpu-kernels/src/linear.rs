@@ -19,6 +19,7 @@
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
 
+use crate::gate;
 use crate::norm::{Norm, Residual};
 use crate::step::Rows;
 
@@ -242,9 +243,8 @@ unsafe fn swiglu<const TILES: usize>(p: &Linear) {
             if first + feature < p.n {
                 let gate = sum_of_warps::<TILES>(p, row, feature);
                 let up = sum_of_warps::<TILES>(p, row, feature + STRIP / 2);
-                let silu = gate / (1.0 + math::exp(-gate));
                 let at = (p.first_row + row) as usize * p.n as usize + (first + feature) as usize;
-                p.activation.store(at, math::to_bf16(silu * up));
+                p.activation.store(at, math::to_bf16(gate::swiglu(gate, up)));
             }
             e += CHAINS * 32;
         }

@@ -23,8 +23,9 @@
 //! 24 binary orders; and the order within the 16 does not matter). Which 16 inputs an instruction takes follows from `linear`'s loads of 16 bytes; activations are
 //! kept in that order, see [`slot`](crate::linear::slot).
 //!
-//! Whole rounds of tiles, one a block, run like that. What is left is split by residues into [`Share::parts`] a tile, where that pays: each part finishes its own
-//! share of the rows, leaves its chains of the others' in memory (L2, in truth), and adds those of its own, in order, once all are there.
+//! Whole rounds of tiles, one a block, run like that. What is left is split by residues into two or four parts a tile, where that pays ([`Share`]): each part finishes its own
+//! share of the rows, gives the others its chains of theirs, and adds those of its own, in order. Two parts are the two blocks of a cluster, and send them into each other's shared
+//! memory (`pair.rs`); four leave them in memory (L2, in truth).
 //!
 //! # Attention
 //! Items are told of in `attention.rs` beside this, and how they fall to blocks in `deal.rs`.
@@ -59,6 +60,7 @@ mod attention;
 mod deal;
 mod factors;
 mod outputs;
+mod pair;
 mod phases;
 mod producer;
 mod product;
@@ -69,6 +71,7 @@ pub use phases::{Kind, Phase, Share};
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
+use cuda_std::cluster;
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp, wgmma};
 
@@ -87,6 +90,8 @@ use crate::waiting;
 pub const MAX_WIDE_ROWS: u32 = 512;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
+/// Blocks of a cluster: the parts of a tile that has two are one's.
+pub const CLUSTER: u32 = 2;
 /// Strips of a tile.
 pub const TILE_STRIPS: u32 = TOGETHER;
 
@@ -129,7 +134,9 @@ impl<const ROWS: u32> Memory<ROWS> {
     const FACTORS: u32 = Self::DEALT + 32;
     /// What the block knows of each row's best token, of one tile of rows: see `outputs.rs`.
     const BEST: u32 = Self::FACTORS + MAX_WIDE_ROWS * 4;
-    const BYTES: u32 = Self::BEST + ROWS * 4;
+    /// Barriers of what the other block of a pair sends: see `pair.rs`.
+    const PAIR: u32 = Self::BEST + ROWS * 4;
+    const BYTES: u32 = Self::PAIR + pair::BARRIERS * 8;
 
     unsafe fn factors_ready() -> Barrier {
         unsafe { Barrier::at(shared::dynamic(Self::FACTORS_READY)) }
@@ -149,7 +156,7 @@ const _: () = assert!(Memory::<64>::RING.stages >= 8 && Memory::<128>::RING.stag
 // What a block of an H100 may have.
 const _: () = assert!(Memory::<64>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
 
-/// Parameters of [`wide_64`] and [`wide_128`]. Cooperative; grid: at most one block a multiprocessor. Shared memory: [`WideStep::shared_bytes`].
+/// Parameters of [`wide_64`] and [`wide_128`]. Cooperative; grid: at most one block a multiprocessor, whole clusters. Shared memory: [`WideStep::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WideStep {
@@ -228,8 +235,8 @@ impl WideStep {
         while tiles < grid {
             // Long rows are split the most.
             let share = Share::new(tiles, rows, grid, 1 << 20);
-            if share.shift > 0 && tiles * share.chains() > most {
-                most = tiles * share.chains();
+            if share.shift == 2 && tiles * RESIDUES > most {
+                most = tiles * RESIDUES;
             }
             tiles += 1;
         }
@@ -397,6 +404,7 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             Ring::init(Memory::<ROWS>::RING, WARPS);
             Memory::<ROWS>::factors_ready().init(factors::WARPS);
             Memory::<ROWS>::dealt().init(1);
+            pair::init::<ROWS>();
             bulk::fence_init();
         }
         let thread = thread::thread_idx_x();
@@ -404,6 +412,7 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             shared::dynamic::<u32>(Memory::<ROWS>::BEST).store(thread as usize, 0);
         }
         thread::sync_threads();
+        cluster::sync_made();
         if warp_id < WARPS {
             wgmma::take_registers::<CONSUMER_REGISTERS>();
             consume::<ROWS, TILES>(p);
@@ -426,7 +435,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         let [ring, rows, items] =
             [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
         let mut rings = Rings { ring, rows, items };
-        // Of products, and of those with factors: whether there was an odd number. A bit each: they stay in a register over the phases.
+        // Of products, of those with factors, and of what a pair exchanged: whether there was an odd number. A bit each: they stay in a register over the phases.
         let mut odd = 0;
         // All see that behind the first meeting.
         if !p.best.is_null() && thread::block_idx_x() == 0 {
@@ -454,7 +463,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
                         other.cast::<u64>().store(0, 0);
                     }
                     let arrivals = p.part_arrivals(odd & 1);
-                    product::multiply::<ROWS, TILES>(p, phase, kind, &mut rings, arrivals, odd >> 1);
+                    product::multiply::<ROWS, TILES>(p, phase, kind, &mut rings, arrivals, &mut odd);
                     odd ^= 1 | u32::from(Kind::is_normed(kind)) << 1;
                 }
             }
@@ -521,13 +530,13 @@ unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
 }
 
 /// The phases of a step of up to 64 rows.
-#[kernel(threads = THREADS, min_blocks = 1)]
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn wide_64(p: WideStep) {
     unsafe { wide::<64, 8>(&p) }
 }
 
 /// The phases of a step of up to [`MAX_WIDE_ROWS`] rows.
-#[kernel(threads = THREADS, min_blocks = 1)]
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn wide_128(p: WideStep) {
     unsafe { wide::<128, 16>(&p) }
 }

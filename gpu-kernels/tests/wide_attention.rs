@@ -182,24 +182,24 @@ proptest! {
     fn bits_of_attend(
         sequences in prop::collection::vec((0usize..600, 1usize..7), 1..5),
         heads in prop::sample::select(vec![(4, 2), (2, 2), (8, 1), (5, 1)]),
-        grid in 1u32..6,
+        pairs in 1u32..4,
         seed: u64,
     ) {
-        Case { q_heads: heads.0, kv_heads: heads.1, sequences }.check(grid, seed);
+        Case { q_heads: heads.0, kv_heads: heads.1, sequences }.check(2 * pairs, seed);
     }
 }
 
 /// More items than a warp has lanes, for one block.
 #[test]
 fn many_items_for_a_block() {
-    let sequences = (0..30).map(|i| (i * 13, 1 + i % 3)).collect();
-    Case { q_heads: 4, kv_heads: 2, sequences }.check(1, 5);
+    let sequences = (0..60).map(|i| (i * 7, 1 + i % 3)).collect();
+    Case { q_heads: 4, kv_heads: 2, sequences }.check(2, 5);
 }
 
 /// More splits than a warp that combines takes at a time.
 #[test]
 fn a_long_context_beside_short_ones() {
-    Case { q_heads: 2, kv_heads: 1, sequences: vec![(2400, 1), (3, 2), (700, 1)] }.check(3, 9);
+    Case { q_heads: 2, kv_heads: 1, sequences: vec![(2400, 1), (3, 2), (700, 1)] }.check(4, 9);
 }
 
 /// Sequences that end at, before and after the border of a split, of a page and of a warp's keys, with rows on both sides.
@@ -211,10 +211,10 @@ fn contexts_on_borders() {
     Case { q_heads: 8, kv_heads: 2, sequences: sequences.collect() }.check(4, 3);
 }
 
-/// From one block for everything to more blocks than there are pages: a tile's head in the hands of one block, of two, of many.
+/// From one cluster for everything to more blocks than there are pages: a tile's head in the hands of one block, of two, of many.
 #[test]
 fn heads_are_cut_between_blocks() {
-    for grid in [1, 2, 5, 11, 24] {
+    for grid in [2, 4, 6, 12, 24] {
         let sequences = vec![(1039, 1), (2300, 2), (4, 1), (254, 4)];
         Case { q_heads: 4, kv_heads: 2, sequences }.check(grid, grid.into());
         Case { q_heads: 2, kv_heads: 1, sequences: vec![(600, 1), (4, 2)] }.check(grid, grid.into());
@@ -225,12 +225,12 @@ fn heads_are_cut_between_blocks() {
 #[test]
 fn more_splits_than_fit() {
     for (start, rows) in [(255, 1), (1000, 1), (1900, 1), (600, 4), (1400, 4), (1900, 7)] {
-        Case { q_heads: 8, kv_heads: 2, sequences: vec![(start, rows); 2] }.check(1, 11);
+        Case { q_heads: 8, kv_heads: 2, sequences: vec![(start, rows); 3] }.check(2, 11);
     }
 }
 
 /// More rows of a sequence than a warp has lanes, in tiles that begin in one split and end in another.
 #[test]
 fn many_rows_of_a_sequence() {
-    Case { q_heads: 2, kv_heads: 1, sequences: vec![(230, 70), (9, 1)] }.check(3, 2);
+    Case { q_heads: 2, kv_heads: 1, sequences: vec![(230, 70), (9, 1)] }.check(4, 2);
 }

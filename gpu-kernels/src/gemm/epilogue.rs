@@ -6,6 +6,7 @@ use cuda_std::tensor::{self, TensorMap, swizzled};
 use cuda_std::{Global, bf16, math, mma, thread, warp, wgmma};
 
 use super::{BOX, BOX_BYTES, GROUP, Gemm};
+use crate::gate::swiglu;
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::linear::STRIP;
 use crate::quad;
@@ -498,10 +499,7 @@ impl Epilogue for Qkv {
 /// Of one row of the lane two features of the gated activations, from their sums.
 #[inline(always)]
 fn gate_pair(gate: [f32; 2], up: [f32; 2], scale: f32) -> u32 {
-    let one = |c: usize| {
-        let g = gate[c] * scale;
-        g * math::rcp(1.0 + math::exp(-g)) * (up[c] * scale)
-    };
+    let one = |c: usize| swiglu(gate[c] * scale, up[c] * scale);
     math::pack_bf16(one(0), one(1))
 }
 

@@ -13,6 +13,7 @@ use super::{
 };
 use crate::attention::Divisor;
 use crate::embedding::{Embed, embed_each, embed_elements};
+use crate::gate::swiglu;
 use crate::kv::HEAD_DIM;
 use crate::linear::{CHAINS, SLICE, STRIP};
 use crate::norm::{Norm, strip_squares};
@@ -593,8 +594,7 @@ impl<'a> Consumer<'a> {
                     let mut product = bf16::from_bits(0);
                     if valid {
                         let (gate, up) = (sum * factor(), up() * factor());
-                        let silu = gate / (1.0 + math::exp(-gate));
-                        product = math::to_bf16(silu * up);
+                        product = math::to_bf16(swiglu(gate, up));
                     }
                     if ONE {
                         let word = pair_with_next(product);

@@ -4,8 +4,8 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, math, shared, thread, warp, wgmma};
 
 use super::phases::{Product, Unit};
-use super::product::Partial;
-use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, RESIDUES, WideStep};
+use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, WideStep};
+use crate::gate::swiglu;
 use crate::linear::{STRIP, slot};
 use crate::sample::{key, rank};
 
@@ -13,8 +13,6 @@ use crate::sample::{key, rank};
 /// on of every eight. Where they go is found once a tile: what an epilogue computes for an output is time in which no products run.
 pub struct Outputs {
     strip: u32,
-    /// Strips of the matrix.
-    strips: u32,
     /// Of the lane's first row and feature: what `Write` writes, or `Add` adds to; the other feature is 8 elements on.
     sums: GlobalMut<u8>,
     /// Likewise: the activations that come of it; of `Add`, those of the other feature are [`SLOTS_APART`] elements on.
@@ -25,7 +23,7 @@ pub struct Outputs {
     squares: GlobalMut<u8>,
     /// Where the lane's first row has its factor, from the start of dynamic shared memory.
     factors: u32,
-    /// The lane's rows that there are, counted from its first on in all of the tile's; and whether its features are: `Add` has no others.
+    /// The lane's rows that there are, counted from its first on in all of these, none where the matrix has no such strip; and whether its features are: `Add` has no others.
     rows: u32,
     there: [bool; 2],
     g: u32,
@@ -33,13 +31,24 @@ pub struct Outputs {
     weight: [f32; 2],
 }
 
+/// Most groups of eight rows in a quarter of a tile.
+pub const QUARTER: usize = 4;
+
 /// Elements between a feature and the one 8 further, in the order of [`slot`], where the first is below 8 of 16.
 const SLOTS_APART: u32 = slot(8);
 const _: () = assert!(slot(16 + 7 + 8) - slot(16 + 7) == SLOTS_APART);
 
 impl Outputs {
+    /// Those of some groups of eight rows of a tile, from the `first` on.
     #[inline(always)]
-    unsafe fn new<const ROWS: u32>(p: &WideStep, product: &Product, unit: &Unit, kind: u32) -> Self {
+    pub unsafe fn new<const ROWS: u32>(
+        p: &WideStep,
+        product: &Product,
+        unit: &Unit,
+        kind: u32,
+        first: u32,
+        groups: u32,
+    ) -> Self {
         unsafe {
             // Loaded again: over the products it would take a register.
             let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
@@ -47,7 +56,7 @@ impl Outputs {
             let (g, t) = (lane / 4, lane % 4);
             let strip = unit.strip + thread::fresh(thread::warp_id());
             let n = field!(product.phase, n: u32);
-            let row = unit.row + 2 * t;
+            let row = unit.row + 8 * first + 2 * t;
             let feature = strip * if kind == Kind::SWIGLU { STRIP / 2 } else { STRIP } + g;
             let at = |feature: u32| row as usize * n as usize + feature as usize;
             let mut weight = [0.0; 2];
@@ -67,13 +76,12 @@ impl Outputs {
             let squares = row as usize * (n / STRIP) as usize + strip as usize;
             Self {
                 strip,
-                strips: product.strips,
                 sums: sums.cast(),
                 activations: activations.cast(),
                 strides: [n * 4, n * 2],
                 squares: p.residual.squares.at(squares).cast(),
                 factors: Memory::<ROWS>::FACTORS + row * 4,
-                rows: count.saturating_sub(row).min(ROWS - 2 * t),
+                rows: if strip < product.strips { count.saturating_sub(row).min(8 * groups - 2 * t) } else { 0 },
                 there: [feature < n, feature + 8 < n],
                 g,
                 weight,
@@ -101,6 +109,18 @@ impl Outputs {
                 }
             });
         }
+        old
+    }
+
+    /// Of a quarter of a tile's rows, from group `j` on.
+    #[inline(always)]
+    pub unsafe fn olds<const TILES: usize>(&self, kind: u32, j: u32) -> [[f32; 4]; QUARTER] {
+        let mut old = [[0f32; 4]; QUARTER];
+        unroll!(I < 4; {
+            if I < TILES / 4 {
+                old[I] = unsafe { self.old(kind, j + I as u32) };
+            }
+        });
         old
     }
 
@@ -133,10 +153,9 @@ impl Outputs {
                     }
                     Kind::SWIGLU => {
                         let (gate, up) = (sums[R] * factors[R], sums[2 + R] * factors[R]);
-                        let silu = gate / (1.0 + math::exp(-gate));
                         if valid && self.there[0] {
                             let to = Self::of_row(self.activations, row, self.strides[1]);
-                            to.cast().store(0, math::to_bf16(silu * up));
+                            to.cast().store(0, math::to_bf16(swiglu(gate, up)));
                         }
                     }
                     _ => {
@@ -184,8 +203,8 @@ const _: () = assert!(MAX_WIDE_ROWS <= TAGS * 128);
 
 impl Best {
     #[inline(always)]
-    unsafe fn new<const ROWS: u32>(p: &WideStep, outputs: &Outputs, unit: &Unit) -> Self {
-        let first = 2 * (thread::fresh(thread::lane_id()) % 4);
+    unsafe fn new<const ROWS: u32>(p: &WideStep, outputs: &Outputs, unit: &Unit, first: u32) -> Self {
+        let first = 8 * first + 2 * (thread::fresh(thread::lane_id()) % 4);
         Self {
             // SAFETY: there is a word for each row.
             all: unsafe { p.best.at((unit.row + first) as usize) },
@@ -226,109 +245,49 @@ impl Best {
     }
 }
 
-/// Puts the totals of a whole tile where they belong, four groups of rows at a time.
+/// Puts the sums in the lower accumulators where they belong, a quarter of a tile's rows at a time. `old` is what the first of these are added to, asked for before.
 #[inline(always)]
-pub unsafe fn finish_whole<const ROWS: u32, const TILES: usize, const KIND: u32>(
+pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
     p: &WideStep,
-    product: &Product,
     unit: &Unit,
+    outputs: &Outputs,
+    first: u32,
+    groups: u32,
+    mut old: [[f32; 4]; QUARTER],
 ) {
     unsafe {
-        let outputs = Outputs::new::<ROWS>(p, product, unit, KIND);
-        if outputs.strip >= outputs.strips {
-            return;
-        }
         if KIND == Kind::BEST {
-            let best = Best::new::<ROWS>(p, &outputs, unit);
+            let best = Best::new::<ROWS>(p, outputs, unit, first);
             unroll!(J < TILES of 16; {
-                best.look(&outputs, J as u32, accumulators!(4 * J));
-            });
-            return;
-        }
-        unroll!(H < 4; {
-            if 4 * H < TILES {
-                let mut old = [[0f32; 4]; 4];
-                unroll!(J < 4; {
-                    old[J] = outputs.old(KIND, (4 * H + J) as u32);
-                });
-                unroll!(J < 4; {
-                    let sums = accumulators!(16 * H + 4 * J);
-                    outputs.put::<KIND>((4 * H + J) as u32, sums, old[J]);
-                });
-            }
-        });
-    }
-}
-
-/// Adds the chains of this part's own rows of a split tile, first to last, and puts the sums where they belong, two groups of rows at a time. This is the
-/// same code for all kinds: of what a phase does once, little is in the instruction cache.
-#[inline(always)]
-pub unsafe fn finish_share<const ROWS: u32, const TILES: usize>(
-    p: &WideStep,
-    product: &Product,
-    unit: &Unit,
-    kind: u32,
-    arrivals: GlobalMut<u32>,
-) {
-    unsafe {
-        let share = product.share;
-        let outputs = Outputs::new::<ROWS>(p, product, unit, kind);
-        let partial = Partial::new::<TILES>(p, product, unit, arrivals);
-        let part = share.part(unit);
-        let mut j = part * share.groups::<TILES>();
-        let end = j + share.groups::<TILES>();
-        // This part's own chains did not leave their registers.
-        let first = if part == 0 { 0 } else { share.slot(unit.residue) };
-        let second = if part > 0 && share.residues() == 2 { first + 1 } else { u32::MAX };
-        partial.wait(share.parts());
-        if outputs.strip >= outputs.strips {
-            return;
-        }
-        while j < end {
-            let mut chains = [[[0f32; 4]; RESIDUES as usize]; 2];
-            let mut old = [[0f32; 4]; 2];
-            unroll!(I < 2; {
-                if j + (I as u32) < end {
-                    unroll!(C < 4; {
-                        chains[I][C] = if C as u32 == first {
-                            accumulators!(4 * I)
-                        } else if C as u32 == second {
-                            accumulators!(64 + 4 * I)
-                        } else if (C as u32) < share.chains() {
-                            partial.place(C as u32, j + I as u32).load16(0).map(f32::from_bits)
-                        } else {
-                            [0.0; 4]
-                        };
-                    });
-                    old[I] = outputs.old(kind, j + I as u32);
+                if (J as u32) < groups {
+                    best.look(outputs, J as u32, accumulators!(4 * J));
                 }
             });
-            unroll!(I < 2; {
-                if j + (I as u32) < end {
-                    let mut sums = [0f32; 4];
-                    unroll!(C < 4; {
-                        if (C as u32) < share.chains() {
-                            unroll!(E < 4; {
-                                sums[E] += chains[I][C][E];
+            return;
+        }
+        macro_rules! quarters {
+            ($groups:tt) => {
+                if TILES == 4 * $groups {
+                    unroll!(H < 4; {
+                        if H as u32 * $groups < groups {
+                            let mut next = [[0f32; 4]; QUARTER];
+                            if H < 3 && (H as u32 + 1) * $groups < groups {
+                                next = outputs.olds::<TILES>(KIND, (H as u32 + 1) * $groups);
+                            }
+                            unroll!(J < $groups; {
+                                let sums = accumulators!(4 * $groups * H + 4 * J);
+                                outputs.put::<KIND>((H * $groups + J) as u32, sums, old[J]);
                             });
+                            #[allow(unused_assignments)]
+                            {
+                                old = next;
+                            }
                         }
                     });
-                    match kind {
-                        Kind::WRITE => outputs.put::<{ Kind::WRITE }>(j + I as u32, sums, old[I]),
-                        Kind::BEST => Best::new::<ROWS>(p, &outputs, unit).look(&outputs, j + I as u32, sums),
-                        Kind::ADD => outputs.put::<{ Kind::ADD }>(j + I as u32, sums, old[I]),
-                        _ => outputs.put::<{ Kind::SWIGLU }>(j + I as u32, sums, old[I]),
-                    }
                 }
-            });
-            j = thread::fresh(j) + 2;
-            // What is next moves to where this was.
-            unroll!(J < 8; {
-                if J + 2 < TILES / 2 {
-                    accumulators!(4 * J, accumulators!(4 * J + 8));
-                    accumulators!(64 + 4 * J, accumulators!(64 + 4 * J + 8));
-                }
-            });
+            };
         }
+        quarters!(2);
+        quarters!(4);
     }
 }

@@ -114,14 +114,20 @@ pub struct Share {
     pub shift: u32,
 }
 
-/// What it costs that parts of tiles of so many rows exchange chains, in slots of the ring: 5 µs with 64 rows and 12 with 128, on an H100.
-const fn exchange(rows: u32) -> u32 {
-    if rows == 64 { 12 } else { 28 }
+/// What it costs that two or four parts of a tile of so many rows exchange chains, in slots of the ring: within a cluster 2 and 4 µs, through memory 5 µs with 64 rows and 12 with 128, on an H100.
+const fn exchange(shift: u32, rows: u32) -> u32 {
+    match (shift, rows) {
+        (0, _) => 0,
+        (1, 64) => 5,
+        (1, _) => 10,
+        (_, 64) => 12,
+        _ => 28,
+    }
 }
 
 impl Share {
     /// Of `tiles` of 64 or 128 `rows` over `grid` blocks, for a matrix with `k` input features: the split with the shortest last round, and of equal ones the coarsest. No more
-    /// parts than blocks: a block waits for a tile's parts, and would for a later one of its own.
+    /// parts than blocks: a block waits for a tile's parts, and would for a later one of its own. The blocks are whole clusters: two parts are one's.
     ///
     /// # Panics
     /// Without blocks: a bug of the caller.
@@ -131,7 +137,7 @@ impl Share {
         let depth = (k / SLICE).div_ceil(RESIDUES);
         let (mut shift, mut best, mut tried) = (0, u32::MAX, 0);
         while RESIDUES >> tried > 0 && 1 << tried <= grid {
-            let part = (RESIDUES >> tried) * depth + if tried > 0 { exchange(rows) } else { 0 };
+            let part = (RESIDUES >> tried) * depth + exchange(tried, rows);
             let time = (left << tried).div_ceil(grid) * part;
             if time < best {
                 (shift, best) = (tried, time);
@@ -141,17 +147,10 @@ impl Share {
         Self { whole: tiles - left, shift }
     }
 
-    /// Parts of a tile that is not whole.
+    /// Whether a tile that is not whole is two parts', the two blocks' of a cluster; it is four parts' if not.
     #[inline(always)]
-    #[must_use]
-    pub const fn parts(&self) -> u32 {
-        1 << self.shift
-    }
-
-    /// Residues of a part.
-    #[inline(always)]
-    pub(super) const fn residues(&self) -> u32 {
-        RESIDUES >> self.shift
+    pub(super) const fn is_paired(&self) -> bool {
+        self.shift == 1
     }
 
     /// Whether a unit is a whole tile.
@@ -170,26 +169,6 @@ impl Share {
     #[inline(always)]
     pub(super) const fn groups<const TILES: usize>(&self) -> u32 {
         TILES as u32 >> self.shift
-    }
-
-    /// Which groups of rows other parts than this one finish.
-    #[inline(always)]
-    pub(super) fn others<const TILES: usize>(&self, part: u32) -> impl Fn(u32) -> bool {
-        let first = part * self.groups::<TILES>();
-        let end = first + self.groups::<TILES>();
-        move |group| group < first || group >= end
-    }
-
-    /// Which of a tile's chains in memory is this residue's, unless it is one of the first part's: those are one, the first.
-    #[inline(always)]
-    pub(super) const fn slot(&self, residue: u32) -> u32 {
-        residue - self.residues() + 1
-    }
-
-    /// Chains that the parts of a tile leave in memory: the first part leaves one, its total.
-    #[inline(always)]
-    pub(super) const fn chains(&self) -> u32 {
-        1 + RESIDUES - self.residues()
     }
 
     /// Tiles of a matrix of `strips` strips and of so many tiles of rows.

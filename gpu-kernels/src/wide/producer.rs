@@ -35,10 +35,15 @@ const fn under_way(filled: u32, alone: u32, most: u32) -> u32 {
     }
 }
 
-/// How many of a product's slots come alone. Of tiles of 64 rows fewer where no more is exchanged meanwhile: not beside the ends of attention and of the output projection. (Measured on
-/// an H100.)
+/// How many of a phase's slots come alone. Of tiles of 64 rows fewer where little goes through memory meanwhile: fewest beside gate and up, whose parts exchange within a cluster, and all
+/// beside the ends of attention and of the output projection. (Measured on an H100.)
 const fn alone<const ROWS: u32>(kind: u32, before: u32) -> u32 {
-    if ROWS == 64 && kind != Kind::SWIGLU && before != Kind::ATTEND { 5 } else { AHEAD }
+    match before {
+        _ if ROWS > 64 || kind == Kind::SWIGLU => AHEAD,
+        Kind::SWIGLU => 2,
+        Kind::ATTEND => AHEAD,
+        _ => 5,
+    }
 }
 
 /// The warp that loads weights and pages: what a step adds to pages comes there after attention.
@@ -51,8 +56,9 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
+            let alone = alone::<ROWS>(kind, before);
             if Kind::is_product(kind) {
-                ring = produce_weights::<ROWS>(p, &Product::new(phase), ring, alone::<ROWS>(kind, before));
+                ring = produce_weights::<ROWS>(p, &Product::new(phase), ring, alone);
             } else if kind == Kind::ATTEND {
                 let pages = Pages::new(p, phase);
                 let mut filled = 0;
@@ -62,7 +68,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
                     |[item, blocks]| {
                         let item = Item::new(item);
                         ring =
-                            load_pages(&pages, ring, &item, blocks, |i| under_way(filled + i, AHEAD, PAGES_UNDER_WAY));
+                            load_pages(&pages, ring, &item, blocks, |i| under_way(filled + i, alone, PAGES_UNDER_WAY));
                         filled += 2 * item.pages();
                     },
                 );

@@ -1,12 +1,14 @@
-//! What multiplies, and leaves chains of split tiles for others.
+//! What multiplies, and what becomes of the chains of a tile that is split.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::wgmma::{self, Cores, Operand};
 use cuda_std::{Global, GlobalMut, thread};
 
-use super::outputs::{finish_share, finish_whole};
-use super::phases::{Product, Share, Unit};
-use super::{GROUP, Kind, Memory, Phase, Rings, SLICE_BYTES, WEIGHT_BYTES, WideStep};
+use super::outputs::QUARTER;
+use super::outputs::{Outputs, put};
+use super::pair::Pair;
+use super::phases::{Product, Unit};
+use super::{GROUP, Kind, Memory, Phase, RESIDUES, Rings, SLICE_BYTES, WEIGHT_BYTES, WideStep};
 use crate::ring::Ring;
 use crate::stream::{STEP_BYTES, fragment_row};
 use crate::waiting;
@@ -19,10 +21,11 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
     kind: u32,
     rings: &mut Rings,
     arrivals: GlobalMut<u32>,
-    parity: u32,
+    odd: &mut u32,
 ) {
     unsafe {
         let product = Product::new(phase);
+        let parity = *odd >> 1 & 1;
         // Before the block's first epilogue, and whether it has one or not: nobody may fall behind this barrier.
         let ready = || {
             if Kind::is_normed(kind) {
@@ -32,86 +35,58 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
         let mut number = thread::block_idx_x();
         while let Some(unit) = product.unit(number, ROWS) {
             number += thread::fresh(thread::grid_dim_x());
-            let part = product.share.part(&unit);
+            let share = &product.share;
+            let part = share.part(&unit);
+            let groups = if share.is_whole(&unit) { TILES as u32 } else { share.groups::<TILES>() };
+            let first = part * groups;
+            let begin = || {
+                let outputs = Outputs::new::<ROWS>(p, &product, &unit, kind, first, groups);
+                let old = outputs.olds::<TILES>(kind, 0);
+                (outputs, old)
+            };
             zero_totals::<TILES>();
             let mut residue = unit.residue;
             // At least once: what may have no value here would keep its registers over all phases.
             loop {
                 multiply_chain::<TILES>(rings, product.depth(residue));
-                if part == 0 {
+                residue += 1;
+                // The last chain of a later part stays what it is.
+                if part == 0 || residue < unit.end {
                     unroll!(J < TILES of 16; {
                         let (total, chain) = (accumulators!(4 * J), accumulators!(64 + 4 * J));
                         accumulators!(4 * J, [0, 1, 2, 3].map(|i| total[i] + chain[i]));
                     });
-                } else {
-                    // Which rows are others' is found again for each chain: kept over the products, it would take registers.
-                    let part = thread::fresh(part);
-                    let partial = Partial::new::<TILES>(p, &product, &unit, arrivals);
-                    let others = product.share.others::<TILES>(part);
-                    unroll!(J < TILES of 16; {
-                        if others(J as u32) {
-                            partial.store::<TILES>(product.share.slot(residue), J as u32, accumulators!(64 + 4 * J));
-                        }
-                    });
-                    keep_own::<TILES>(&product.share, part, residue > unit.residue);
                 }
-                residue += 1;
-                if residue >= unit.end {
+                if residue == unit.end {
                     break;
                 }
             }
-            if product.share.is_whole(&unit) {
-                ready();
-                match kind {
-                    Kind::WRITE => finish_whole::<ROWS, TILES, { Kind::WRITE }>(p, &product, &unit),
-                    Kind::BEST => finish_whole::<ROWS, TILES, { Kind::BEST }>(p, &product, &unit),
-                    Kind::ADD => finish_whole::<ROWS, TILES, { Kind::ADD }>(p, &product, &unit),
-                    _ => finish_whole::<ROWS, TILES, { Kind::SWIGLU }>(p, &product, &unit),
-                }
+            let (outputs, old);
+            if share.is_whole(&unit) {
+                (outputs, old) = begin();
+            } else if share.is_paired() {
+                let pair = Pair::<ROWS>::new();
+                pair.open(2 - part, *odd >> 2);
+                (outputs, old) = begin();
+                pair.exchange::<TILES>(part, *odd >> 2);
+                *odd ^= 4;
             } else {
-                let partial = Partial::new::<TILES>(p, &product, &unit, arrivals);
-                if part == 0 {
-                    let others = product.share.others::<TILES>(0);
-                    unroll!(J < TILES of 16; {
-                        if others(J as u32) {
-                            partial.store::<TILES>(0, J as u32, accumulators!(4 * J));
-                        }
-                    });
-                }
-                partial.arrive();
-                ready();
-                finish_share::<ROWS, TILES>(p, &product, &unit, kind, arrivals);
+                let partial = Partial::new::<TILES>(p, &unit, arrivals);
+                partial.leave::<TILES>(part);
+                (outputs, old) = begin();
+                partial.wait();
+                partial.add::<TILES>(part);
+            }
+            ready();
+            match kind {
+                Kind::WRITE => put::<ROWS, TILES, { Kind::WRITE }>(p, &unit, &outputs, first, groups, old),
+                Kind::BEST => put::<ROWS, TILES, { Kind::BEST }>(p, &unit, &outputs, first, groups, old),
+                Kind::ADD => put::<ROWS, TILES, { Kind::ADD }>(p, &unit, &outputs, first, groups, old),
+                _ => put::<ROWS, TILES, { Kind::SWIGLU }>(p, &unit, &outputs, first, groups, old),
             }
         }
         ready();
     }
-}
-
-/// Moves what a part's finished chain has of the part's own rows to where [`finish_share`] finds it: of its first chain to the lower accumulators, from the first on,
-/// and of a second one to the upper.
-#[inline(always)]
-fn keep_own<const TILES: usize>(share: &Share, part: u32, second: bool) {
-    let groups = share.groups::<TILES>();
-    macro_rules! keep {
-        ($j:ident, $each:literal) => {
-            if groups == $each && $j as u32 / $each == part {
-                let own = accumulators!(64 + 4 * $j);
-                if second {
-                    accumulators!(64 + 4 * ($j % $each), own);
-                } else {
-                    accumulators!(4 * ($j % $each), own);
-                }
-            }
-        };
-    }
-    unroll!(J < TILES of 16; {
-        if TILES == 8 {
-            keep!(J, 2);
-        } else {
-            keep!(J, 8);
-        }
-        keep!(J, 4);
-    });
 }
 
 #[inline(always)]
@@ -121,8 +96,8 @@ fn zero_totals<const TILES: usize>() {
     });
 }
 
-/// Where a warpgroup's chains of a split tile lie in memory: `[chain][rows / 8][lane of the warpgroup]`, four sums each. A part leaves those of the others' rows.
-pub struct Partial {
+/// Where a warpgroup's chains of a tile in four parts lie in memory: `[chain][rows / 8][lane of the warpgroup]`, four sums each. A part leaves those of the others' rows.
+struct Partial {
     /// The first.
     first: GlobalMut<f32>,
     /// Elements of a chain, over both warpgroups.
@@ -135,17 +110,12 @@ pub struct Partial {
 
 impl Partial {
     #[inline(always)]
-    pub unsafe fn new<const TILES: usize>(
-        p: &WideStep,
-        product: &Product,
-        unit: &Unit,
-        arrivals: GlobalMut<u32>,
-    ) -> Self {
+    unsafe fn new<const TILES: usize>(p: &WideStep, unit: &Unit, arrivals: GlobalMut<u32>) -> Self {
         // Found again wherever it is wanted: over the products it would take registers.
         let thread = thread::fresh(thread::thread_idx_x());
         let (group, thread) = (thread / GROUP, thread % GROUP);
         let words = TILES as u32 * GROUP * 4;
-        let first = (unit.split * product.share.chains() * 2 + group) * words + thread * 4;
+        let first = (unit.split * RESIDUES * 2 + group) * words + thread * 4;
         Self {
             // SAFETY: there is memory for the chains of all split tiles.
             first: unsafe { p.partials.at(first as usize) },
@@ -156,25 +126,34 @@ impl Partial {
     }
 
     #[inline(always)]
-    pub unsafe fn place(&self, chain: u32, j: u32) -> GlobalMut<f32> {
+    unsafe fn place(&self, chain: u32, j: u32) -> GlobalMut<f32> {
         // One after the other: the second is a constant of an instruction where rows are known.
         unsafe { self.first.at((chain * self.stride) as usize).at((j * GROUP * 4) as usize) }
     }
 
+    /// Leaves what a part's finished chain has of the others' rows, and moves what it has of its own to the first of the lower accumulators.
     #[inline(always)]
-    pub unsafe fn store<const TILES: usize>(&self, chain: u32, j: u32, sums: [f32; 4]) {
-        let (place, words) = (unsafe { self.place(chain, j) }, sums.map(f32::to_bits));
-        if TILES == 8 {
-            // They would go to memory, 30 MB a layer, before they are written anew. With 128 rows a tile attention would lose more than products gain.
-            unsafe { place.store16_kept(0, words) };
-        } else {
-            unsafe { place.store16(0, words) };
+    unsafe fn leave<const TILES: usize>(&self, part: u32) {
+        macro_rules! keep {
+            ($j:ident, $groups:literal) => {
+                if TILES == 4 * $groups && ($j / $groups) as u32 == part {
+                    accumulators!(4 * ($j % $groups), accumulators!(64 + 4 * $j));
+                }
+            };
         }
-    }
-
-    /// The warpgroup's chains are there.
-    #[inline(always)]
-    pub unsafe fn arrive(&self) {
+        unroll!(J < TILES of 16; {
+            if (J / (TILES / 4)) as u32 != part {
+                let (place, sums) = (unsafe { self.place(part, J as u32) }, accumulators!(64 + 4 * J));
+                if TILES == 8 {
+                    // They would go to memory before they are written anew. With 128 rows a tile attention would lose more than products gain.
+                    unsafe { place.store16_kept(0, sums.map(f32::to_bits)) };
+                } else {
+                    unsafe { place.store16(0, sums.map(f32::to_bits)) };
+                }
+            }
+            keep!(J, 2);
+            keep!(J, 4);
+        });
         unsafe {
             thread::sync_named(1 + self.half % 2, GROUP);
             if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
@@ -185,14 +164,51 @@ impl Partial {
 
     /// Waits until all parts' chains are there.
     #[inline(always)]
-    pub unsafe fn wait(&self, parts: u32) {
+    unsafe fn wait(&self) {
         unsafe {
             // By another warp than the one whose arrival waits for stores.
             if thread::fresh(thread::thread_idx_x()) % GROUP == 32 {
-                waiting::for_count(self.arrivals, self.half as usize, parts);
+                waiting::for_count(self.arrivals, self.half as usize, RESIDUES);
             }
             thread::sync_named(1 + self.half % 2, GROUP);
         }
+    }
+
+    /// Adds the parts' chains of this part's own rows, first to last, into the lower accumulators, where its own chain is. A branch for each chain, loaded or not, would wait for one load after
+    /// another.
+    #[inline(always)]
+    unsafe fn add<const TILES: usize>(&self, part: u32) {
+        let groups = TILES as u32 / 4;
+        let mut others = [[[0f32; 4]; 3]; QUARTER];
+        unroll!(J < 4; {
+            if J < TILES / 4 {
+                unroll!(K < 3; {
+                    let chain = K as u32 + u32::from(K as u32 >= part);
+                    let place = unsafe { self.place(chain, part * groups + J as u32) };
+                    others[J][K] = unsafe { place.load16(0) }.map(f32::from_bits);
+                });
+            }
+        });
+        unroll!(J < 4; {
+            if J < TILES / 4 {
+                let own = accumulators!(4 * J);
+                let mut sums = [0f32; 4];
+                unroll!(C < 4; {
+                    // The C-th of all: one of the others before this part, or behind it.
+                    let chain = if C as u32 == part {
+                        own
+                    } else if C < 3 && part > C as u32 {
+                        others[J][C]
+                    } else {
+                        others[J][C.saturating_sub(1)]
+                    };
+                    unroll!(E < 4; {
+                        sums[E] += chain[E];
+                    });
+                });
+                accumulators!(4 * J, sums);
+            }
+        });
     }
 }
 

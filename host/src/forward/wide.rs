@@ -22,6 +22,8 @@ const LAST_VALUES: usize = 6;
 
 /// What these passes need beside the memory of all passes.
 pub struct Wide {
+    /// Blocks of the launch.
+    grid: u32,
     /// What the phases read: of each [`Input`], in tiles of 64 rows and of 128; and of the cache, values of a context's last page.
     _maps: TensorMaps,
     /// The phases of a step, for each of [`PROGRAMS`]: with logits, and with the best tokens instead.
@@ -51,7 +53,10 @@ impl Forward {
     /// Too little memory, or a driver error.
     pub fn lay_out_wide(&mut self) -> Result<bool, Error> {
         let Some(stream) = &self.stream else { return Ok(false) };
-        let (_, grid) = stream.weights();
+        let grid = self.wide_grid(stream);
+        if grid == 0 {
+            return Ok(false);
+        }
         let c = &self.config;
         let inputs =
             [(&self.scaled, c.hidden_size), (&self.attended, c.query_size()), (&self.activation, c.intermediate_size)];
@@ -63,12 +68,13 @@ impl Forward {
         let cache = (self.cache.layer(0).addr(), self.cache.layer_len() * self.cache.layers());
         matrices.extend(wide::last_values(cache.0, cache.1));
         let maps = self.device.tensor_maps(&matrices)?;
-        let kinds = self.phases(stream, &maps, PROGRAMS[0], Kind::Best).iter().map(|phase| phase.kind).collect();
-        let upload = |program, head| self.device.upload(Phase::words(&self.phases(stream, &maps, program, head)));
+        let kinds = self.phases(stream, grid, &maps, PROGRAMS[0], Kind::Best).iter().map(|phase| phase.kind).collect();
+        let upload = |program, head| self.device.upload(Phase::words(&self.phases(stream, grid, &maps, program, head)));
         let program = |&program: &_| Ok([upload(program, Kind::Write)?, upload(program, Kind::Best)?]);
         let kv_heads = c.num_key_value_heads;
         let partials = [64, 128].map(|rows| WideStep::partial_len(rows, grid));
         self.wide = Some(Wide {
+            grid,
             programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?,
             _maps: maps,
             kinds,
@@ -86,8 +92,8 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn begin_wide_trace(&mut self) -> Result<(), Error> {
-        if let (Some(wide), Some(stream)) = (&mut self.wide, &self.stream) {
-            wide.trace = Some(self.device.zeroed(stream.weights().1 as usize * wide.kinds.len())?);
+        if let Some(wide) = &mut self.wide {
+            wide.trace = Some(self.device.zeroed(wide.grid as usize * wide.kinds.len())?);
         }
         Ok(())
     }
@@ -114,10 +120,28 @@ impl Forward {
         Ok(best)
     }
 
-    /// The phases of a step, for products with so many rows in a tile and so many tiles of rows. The last one is the head, of this kind.
-    fn phases(&self, stream: &Stream, maps: &TensorMaps, (tile_rows, row_tiles): (u32, u32), head: Kind) -> Vec<Phase> {
+    /// Blocks that run at once: whole clusters, on as many multiprocessors as these leave none idle, or nearly.
+    fn wide_grid(&self, stream: &Stream) -> u32 {
+        let (_, blocks) = stream.weights();
+        let known = [
+            self.device.clusters_at_once::<wide::wide_64>(WideStep::shared_bytes(64)),
+            self.device.clusters_at_once::<wide::wide_128>(WideStep::shared_bytes(128)),
+        ];
+        // Of none the driver does not say.
+        let clusters = known.into_iter().filter(|&n| n > 0).fold(blocks / wide::CLUSTER, u32::min);
+        clusters * wide::CLUSTER
+    }
+
+    /// The phases of a step on so many blocks, for products with so many rows in a tile and so many tiles of rows. The last one is the head, of this kind.
+    fn phases(
+        &self,
+        stream: &Stream,
+        grid: u32,
+        maps: &TensorMaps,
+        (tile_rows, row_tiles): (u32, u32),
+        head: Kind,
+    ) -> Vec<Phase> {
         let (c, w) = (&self.config, &self.weights);
-        let (_, grid) = stream.weights();
         let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
         let q_size = c.query_size() as u32;
         let heads = q_size + 2 * c.num_key_value_heads as u32 * HEAD_DIM;
@@ -171,7 +195,7 @@ impl Forward {
     ) -> Result<Option<Global<u64>>, Error> {
         let Pass { rows, most_rows, logits, .. } = *pass;
         let (c, d) = (&self.config, &self.device);
-        let (weights, grid) = stream.weights();
+        let ((weights, blocks), grid) = (stream.weights(), of.grid);
         let fits = |&(tile_rows, row_tiles): &(u32, u32)| most_rows <= tile_rows * row_tiles;
         let program = PROGRAMS.iter().position(fits).expect("no pass has more rows");
         let finds_best = logits == LogitRows::Best;
@@ -180,7 +204,7 @@ impl Forward {
             rows,
             phases,
             phase_count: of.kinds.len() as u32 - u32::from(logits == LogitRows::None),
-            blocks: grid,
+            blocks,
             stream: weights,
             embed: self.weights.embed.ptr(),
             cos: self.cos.ptr(),
