@@ -256,7 +256,8 @@ fn a_token_takes_launches_and_nothing_else() -> Result<(), Failed> {
     let request = |max_tokens| greedy(&prompt, max_tokens, None);
     let [one, two] = [16, 17].map(|tokens| decode_calls(&mut gpu, &device, &request(tokens)).launches);
     println!("{} launches a token", two - one);
-    Ok(check_decode_calls(&mut gpu, &device, &request(200), two - one)?)
+    // Up to 248 tokens: launch by launch, attention to more than one split has another launch to combine them.
+    Ok(check_decode_calls(&mut gpu, &device, &request(100), two - one)?)
 }
 
 fn a_request_gives_the_tokens_in_any_batch() -> Result<(), Failed> {

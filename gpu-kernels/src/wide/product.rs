@@ -13,7 +13,7 @@ use crate::ring::Ring;
 use crate::stream::{STEP_BYTES, fragment_row};
 use crate::waiting;
 
-/// A product, and what becomes of it. `arrivals` counts parts of split tiles' halves; `parity` is that of the phase's factors.
+/// A product, and what becomes of it. `arrivals` counts parts of split tiles' halves; `odd` has a bit each for how often there were products, factors, and exchanges within the cluster.
 #[inline(always)]
 pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
     p: &WideStep,

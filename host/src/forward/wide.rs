@@ -220,7 +220,7 @@ impl Forward {
             items: of.items.ptr_mut(),
             partials: of.partials.ptr_mut(),
             arrivals: of.arrivals.ptr_mut(),
-            best: of.best.ptr_mut(),
+            best: if finds_best { of.best.ptr_mut() } else { Default::default() },
             trace: of.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             tile_count: tiles.count,
             split_room: self.room.splits() as u32,
