@@ -171,7 +171,6 @@ impl Case {
             strips,
             n: self.n as u32,
             k,
-            // That of lower tiles, which are split sooner: any will do.
             share: split(Share::tiles(strips, row_tiles), grid),
             base: 5,
             x: map.ptr(),

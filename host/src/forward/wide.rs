@@ -120,14 +120,14 @@ impl Forward {
         Ok(best)
     }
 
-    /// Blocks that run at once: whole clusters, on as many multiprocessors as these leave none idle, or nearly.
+    /// Blocks of the launch: as many whole clusters as run at once, at most a block for each that the weights were laid out for.
     fn wide_grid(&self, stream: &Stream) -> u32 {
         let (_, blocks) = stream.weights();
         let known = [
             self.device.clusters_at_once::<wide::wide_64>(WideStep::shared_bytes(64)),
             self.device.clusters_at_once::<wide::wide_128>(WideStep::shared_bytes(128)),
         ];
-        // Of none the driver does not say.
+        // None: the driver does not say, nor the emulator.
         let clusters = known.into_iter().filter(|&n| n > 0).fold(blocks / wide::CLUSTER, u32::min);
         clusters * wide::CLUSTER
     }
