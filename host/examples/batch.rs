@@ -216,6 +216,11 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
     Ok([rested, kept_up].map(|time| (4 * m * n * k) as f64 / time))
 }
 
+/// Of more rows than one. (A prompt's last row alone is rare.)
+fn is_of_prompt(work: &Work) -> bool {
+    work.rows > 1
+}
+
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
@@ -244,8 +249,9 @@ struct Part {
     /// Rows of answers, and of prompts.
     rows: [usize; 2],
     seconds: f64,
-    /// The least that the card could take: over the steps, bytes by bandwidth or operations by rate, whichever is more; for either rate of products.
-    bounds: [f64; 2],
+    /// The least that the card could take: over the steps, bytes by bandwidth or operations by rate, whichever is more; for either rate of products. And for the first,
+    /// where rows of prompts and of answers do not share a reading of the weights: they run in passes of their own.
+    bounds: [f64; 3],
 }
 
 impl Bencher {
@@ -337,21 +343,32 @@ impl Bencher {
         Ok(())
     }
 
-    /// The least seconds of a step, by what it must read and multiply, for either rate of products.
-    fn bounds(&self, plan: &Plan) -> [f64; 2] {
+    /// The bytes and operations that a sequence's rows take beside the weights' bytes. Of the last layer, rows that nothing is chosen after want keys and values alone.
+    fn needs(&self, work: &Work) -> [f64; 2] {
         let c = &self.config;
-        let head = (2 * c.vocab_size * c.hidden_size) as f64;
+        let (start, rows, chosen) = (f64::from(work.start), f64::from(work.rows), f64::from(u8::from(work.samples)));
         // Two operations and two bytes a weight.
-        let weights = c.step_weight_bytes(2) as f64;
-        let (mut bytes, mut operations) = (weights, 0.0);
-        for work in &plan.work {
-            let (start, rows) = (f64::from(work.start), f64::from(work.rows));
-            bytes += (start + rows) * self.kv_bytes();
-            let attended = rows * (start + (rows + 1.0) / 2.0);
-            operations += rows * (weights - head) + 4.0 * attended * (c.query_size() * c.num_hidden_layers) as f64;
-            operations += if work.samples { head } else { 0.0 };
-        }
-        self.products.map(|rate| (bytes / self.read).max(operations / rate))
+        let head = (2 * c.vocab_size * c.hidden_size) as f64;
+        let layers = c.num_hidden_layers as f64;
+        let layer = (c.step_weight_bytes(2) as f64 - head) / layers;
+        let keys_and_values = (2 * 2 * c.key_value_size() * c.hidden_size) as f64;
+        let attends = |tokens: f64| 4.0 * tokens * c.query_size() as f64;
+        let all = rows * layer + attends(rows * (start + (rows + 1.0) / 2.0));
+        let last = rows * keys_and_values + chosen * (layer - keys_and_values + attends(start + rows));
+        [(start + rows) * self.kv_bytes(), (layers - 1.0) * all + last + chosen * head]
+    }
+
+    /// The least seconds of a step, as [`Part::bounds`] has them.
+    fn bounds(&self, plan: &Plan) -> [f64; 3] {
+        let weights = self.config.step_weight_bytes(2) as f64;
+        let least = |rate: f64, of: &dyn Fn(&&Work) -> bool| {
+            let needs = plan.work.iter().filter(of).map(|work| self.needs(work));
+            let all = needs.reduce(|a, b| [a[0] + b[0], a[1] + b[1]]);
+            all.map_or(0.0, |[bytes, operations]| ((weights + bytes) / self.read).max(operations / rate))
+        };
+        let [rested, kept_up] = self.products;
+        let apart = least(rested, &|work| is_of_prompt(work)) + least(rested, &|work| !is_of_prompt(work));
+        [least(rested, &|_| true), least(kept_up, &|_| true), apart]
     }
 
     /// Plans a step, notes its bound and begins it: which part it is of, and whose outcomes it brings.
@@ -364,14 +381,13 @@ impl Bencher {
     ) -> Result<(usize, Vec<SequenceId>)> {
         scheduler.set_costs(self.backend.costs());
         let plan = scheduler.plan();
-        let of_prompts = |work: &&Work| work.rows > 1;
         let rows = |of: &dyn Fn(&&Work) -> bool| plan.work.iter().filter(of).map(|work| work.rows as usize).sum();
-        let rows: [usize; 2] = [rows(&|work| !of_prompts(work)), rows(&of_prompts)];
+        let rows: [usize; 2] = [rows(&|work| !is_of_prompt(work)), rows(&|work| is_of_prompt(work))];
         let number = usize::from(rows[1] > 0);
         let (part, bounds) = (&mut ran.parts[number], self.bounds(&plan));
         part.steps += 1;
         part.rows = [part.rows[0] + rows[0], part.rows[1] + rows[1]];
-        part.bounds = [part.bounds[0] + bounds[0], part.bounds[1] + bounds[1]];
+        part.bounds = std::array::from_fn(|i| part.bounds[i] + bounds[i]);
         let mut starts = Vec::new();
         for started in &plan.started {
             let id = started.sequence;
@@ -447,31 +463,34 @@ impl Bencher {
         };
         let requests = (0..self.scale.requests).map(request).collect();
         let Ran { seconds, prompts, answers, counts, parts } = self.run(requests)?;
-        let shares = [0, 1].map(|i| (parts[0].bounds[i] + parts[1].bounds[i]) / seconds);
+        let shares = [0, 1, 2].map(|i| (parts[0].bounds[i] + parts[1].bounds[i]) / seconds);
         println!(
-            "mixed: {prompts} + {answers} tokens in {seconds:.1} s and {} steps: {:.0} tok/s out, {:.0} in; {:.3} of the bound, {:.3} with products as kept up; {counts:?}",
+            "mixed: {prompts} + {answers} tokens in {seconds:.1} s and {} steps: {:.0} tok/s out, {:.0} in; {:.3} of the bound, {:.3} with products as kept up, {:.3} of the passes' bounds; {counts:?}",
             counts.steps,
             answers as f64 / seconds,
             prompts as f64 / seconds,
             shares[0],
-            shares[1]
+            shares[1],
+            shares[2]
         );
         for (part, name) in parts.iter().zip(["without prompts", "with prompts"]) {
             let mean = |sum: usize| sum as f64 / part.steps.max(1) as f64;
             println!(
-                "  {} steps {name}: {:.1} s, {:.2} ms each, {:.0} rows of answers and {:.0} of prompts; {:.3} and {:.3} of their bounds",
+                "  {} steps {name}: {:.1} s, {:.2} ms each, {:.0} rows of answers and {:.0} of prompts; {:.3}, {:.3} and {:.3} of their bounds",
                 part.steps,
                 part.seconds,
                 part.seconds * 1e3 / part.steps.max(1) as f64,
                 mean(part.rows[0]),
                 mean(part.rows[1]),
                 part.bounds[0] / part.seconds,
-                part.bounds[1] / part.seconds
+                part.bounds[1] / part.seconds,
+                part.bounds[2] / part.seconds
             );
         }
         self.note("batch.mixed.tok_s", answers as f64 / seconds);
         self.note("batch.mixed.bound_share", shares[0]);
         self.note("batch.mixed.bound_share_kept_up", shares[1]);
+        self.note("batch.mixed.bound_share_passes", shares[2]);
         Ok(())
     }
 

@@ -19,7 +19,7 @@ use self::wide::Wide;
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device};
-use crate::prefill::{Parts, Prefill};
+use crate::prefill::{Parts, Prefill, Results};
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 
@@ -336,18 +336,25 @@ impl Forward {
     }
 
     /// Enqueues a pass over `count` rows of any sequences' prompts, with `tiles` as
-    /// [`PrefillAttention::tiles`](gpu_kernels::prefill_attention::PrefillAttention::tiles) has them, so many.
+    /// [`PrefillAttention::tiles`](gpu_kernels::prefill_attention::PrefillAttention::tiles) has them, so many. Only rows from `results` on may be
+    /// [picked](Self::enqueue_picked).
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
     /// If it was not laid out, or has no room for so many rows: a bug of the caller.
-    pub fn enqueue_prefill_rows(&self, rows: Rows, count: usize, tiles: (Global<u32>, usize)) -> Result<(), Error> {
+    pub fn enqueue_prefill_rows(
+        &self,
+        rows: Rows,
+        count: usize,
+        tiles: (Global<u32>, usize),
+        results: Results,
+    ) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
         let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
         let parts = Parts { device, config, weights, cache, tables, table_stride, cos, sin };
-        prefill.as_ref().expect("laid out").enqueue_rows(&parts, rows, count, tiles)
+        prefill.as_ref().expect("laid out").enqueue_rows(&parts, rows, count, tiles, results)
     }
 
     /// Enqueues the logits of `count` rows of the last prefill, `picks`, in their order: row 0 of [`logits`](Self::logits) is the first.

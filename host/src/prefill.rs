@@ -51,6 +51,15 @@ pub struct Prefill {
     beside: gemm::Beside,
 }
 
+/// Where the rows begin that a pass is to make [results](Prefill::result) of: of those before them the last layer makes keys and values, and no more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Results {
+    /// The first row: as many as the pass has, if none is wanted.
+    pub row: usize,
+    /// The first of their tiles of attention, which come last: as many as there are tiles, if none is wanted.
+    pub tile: usize,
+}
+
 /// What a pass reads that is not its own.
 pub struct Parts<'a> {
     /// The device.
@@ -229,12 +238,13 @@ impl Prefill {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
         let tiles = prefill_attention::tiles(0, count as u32, 0, start as u32, TILE_ROWS);
         self.tiles.write(0, &tiles.concat())?;
-        let first_tile = logits.first().map_or(tiles.len(), |row| (row / TILE_ROWS) as usize);
-        self.enqueue_layers(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), first_tile)
+        let from = |row: u32| Results { row: row as usize, tile: (row / TILE_ROWS) as usize };
+        let results = logits.first().map_or(Results { row: count, tile: tiles.len() }, from);
+        self.enqueue_rows(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), results)
     }
 
     /// Enqueues all layers over `count` rows of any sequences, whose keys and queries meet in `tiles` (see [`PrefillAttention::tiles`]), so many. The
-    /// [result](Self::result) is there for all rows.
+    /// [result](Self::result) is there for the rows from `results` on.
     ///
     /// # Errors
     /// A refused launch.
@@ -246,19 +256,8 @@ impl Prefill {
         parts: &Parts<'_>,
         rows: Rows,
         count: usize,
-        tiles: (Global<u32>, usize),
-    ) -> Result<(), Error> {
-        self.enqueue_layers(parts, rows, count, tiles, 0)
-    }
-
-    /// The last layer makes the result of the rows from `first_tile` on: if that is not 0, tiles are of [`TILE_ROWS`] rows each, one after another.
-    fn enqueue_layers(
-        &self,
-        parts: &Parts<'_>,
-        rows: Rows,
-        count: usize,
         (tiles, tile_count): (Global<u32>, usize),
-        first_tile: usize,
+        results: Results,
     ) -> Result<(), Error> {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
         let Parts { device, config: c, weights: w, .. } = *parts;
@@ -300,8 +299,10 @@ impl Prefill {
             device.launch::<embedding::embed>((1, m), 0, embed)?;
             for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
                 let of_layer = |what: usize| ACTIVATIONS + i * LAYER + what;
-                let first_tile = if i + 1 == w.layers.len() { first_tile } else { 0 };
-                let first_row = (first_tile as u32 * TILE_ROWS).min(m);
+                let Results { row, tile: first_tile } =
+                    if i + 1 == w.layers.len() { results } else { Results::default() };
+                // Whole tiles of products: of rows before the results' nothing is read.
+                let first_row = if row < count { row as u32 / TILE_ROWS * TILE_ROWS } else { m };
                 let heads = SplitHeads {
                     rows,
                     qkv: Default::default(),

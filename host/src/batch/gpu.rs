@@ -488,7 +488,7 @@ impl GpuBatch {
         let (tiles, chosen) = (upload.ptr(ready.tiles), pass.chosen.len() as u32);
         let mut best = None;
         if pass.prompt {
-            self.forward.enqueue_prefill_rows(rows, pass.len(), (tiles, pass.tiles.len()))?;
+            self.forward.enqueue_prefill_rows(rows, pass.len(), (tiles, pass.tiles.len()), pass.results)?;
             if chosen > 0 {
                 let counted = step::Rows { count: upload.ptr_mut(ready.pick_count), ..rows };
                 self.forward.enqueue_picked(upload.ptr(ready.picks), counted, chosen)?;

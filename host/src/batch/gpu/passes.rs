@@ -8,6 +8,7 @@ use std::ops::Range;
 use gpu_kernels::prefill_attention;
 
 use crate::batch::plan::Slot;
+use crate::prefill::Results;
 
 /// A sequence's rows of a step.
 #[derive(Clone, Debug)]
@@ -50,6 +51,8 @@ pub struct Pass {
     pub tiles: Vec<Vec<u32>>,
     /// Rows after which a token is chosen.
     pub chosen: Vec<Chosen>,
+    /// Of a prompt's pass: where the tiles of rows begin that have such among them.
+    pub results: Results,
 }
 
 /// A row after which a token is chosen.
@@ -102,27 +105,61 @@ impl Pass {
     }
 }
 
+/// Rows of prompts that run together.
+#[derive(Default)]
+struct Prompts {
+    /// Whose, and which of its rows: what no token is chosen after, and the tiles behind that.
+    parts: [Vec<(usize, Range<usize>)>; 2],
+    len: usize,
+}
+
+impl Prompts {
+    const TILE: usize = prefill_attention::TILE_ROWS as usize;
+
+    /// Takes up `range` of a sequence's rows.
+    fn push(&mut self, of: usize, rows: &Rows, range: Range<usize>) {
+        let border = if rows.chosen_from < range.end {
+            range.start + rows.chosen_from.saturating_sub(range.start) / Self::TILE * Self::TILE
+        } else {
+            range.end
+        };
+        self.len += range.len();
+        self.parts[0].push((of, range.start..border));
+        self.parts[1].push((of, border..range.end));
+    }
+
+    /// The pass, with those tiles behind all others: the last layer makes no results but theirs.
+    fn end(self, sequences: &[Rows]) -> Pass {
+        let mut pass = Pass { prompt: true, ..Pass::default() };
+        for part in self.parts {
+            pass.results = Results { row: pass.len(), tile: pass.tiles.len() };
+            for (of, range) in part {
+                pass.push(of, &sequences[of], range, Self::TILE);
+            }
+            // The last are begun first: those with the most keys belong there.
+            pass.tiles[pass.results.tile..].sort_by_key(|tile| tile[3]);
+        }
+        pass
+    }
+}
+
 /// Cuts the rows of `sequences` into passes, to be run in this order.
 pub fn cut(sequences: &[Rows], widths: Widths) -> Vec<Pass> {
     let mut passes = Vec::new();
     let prompt_rows = |rows: &Rows| rows.prompt.saturating_sub(rows.start).min(rows.tokens.len());
-    let mut pass = Pass { prompt: true, ..Pass::default() };
+    let mut pass = Prompts::default();
     for (of, rows) in sequences.iter().enumerate() {
         let mut at = 0;
         while at < prompt_rows(rows) {
-            let take = (prompt_rows(rows) - at).min(widths.prompt - pass.len());
-            pass.push(of, rows, at..at + take, prefill_attention::TILE_ROWS as usize);
+            let take = (prompt_rows(rows) - at).min(widths.prompt - pass.len);
+            pass.push(of, rows, at..at + take);
             at += take;
-            if pass.len() == widths.prompt {
-                passes.push(std::mem::replace(&mut pass, Pass { prompt: true, ..Pass::default() }));
+            if pass.len == widths.prompt {
+                passes.push(std::mem::take(&mut pass).end(sequences));
             }
         }
     }
-    passes.push(pass);
-    for pass in &mut passes {
-        // The last are begun first: those with the most keys belong there.
-        pass.tiles.sort_by_key(|tile| tile[3]);
-    }
+    passes.push(pass.end(sequences));
 
     // Rows without a choice first: then the head skips them.
     let mut order: Vec<usize> = (0..sequences.len()).collect();
@@ -198,6 +235,11 @@ mod tests {
                     covered[first..first + rows].iter_mut().for_each(|c| *c += 1);
                 }
                 assert!(covered.iter().all(|c| *c == 1), "seed {seed}");
+                if pass.prompt {
+                    let Results { row, tile } = pass.results;
+                    assert!(pass.chosen.iter().all(|choice| choice.row >= row), "seed {seed}");
+                    assert!(pass.tiles.iter().enumerate().all(|(i, t)| (i >= tile) == (t[0] as usize >= row)));
+                }
                 for choice in &pass.chosen {
                     let rows = &sequences[choice.of];
                     let at = rows.chosen_from + chosen[choice.of];
