@@ -187,6 +187,17 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global(self.element(i), value) }
     }
 
+    /// [`store`](Self::store) of 4 or 8 bytes, if `condition`: the instruction is predicated, where a branch would have what comes behind it wait for lanes to meet.
+    ///
+    /// # Safety
+    /// As for [`store`](Self::store), if `condition`.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store_if(self, condition: bool, i: usize, value: T) {
+        // SAFETY: the caller's.
+        unsafe { target::store_global_if(condition, self.element(i), value) }
+    }
+
     /// Writes the 16 bytes from element `i` on (`st.global.v4.b32`).
     ///
     /// # Safety

@@ -55,6 +55,15 @@ pub unsafe fn ldmatrix_x4_trans<T>(row: Shared<T>) -> [u32; 4] {
     unsafe { target::ldmatrix_x4_trans(row.addr()) }
 }
 
+/// An 8 x 8 matrix of 16-bit elements, transposed (`movmatrix.sync.aligned.m8n8.trans.b16`): a lane's word is the pair of elements in row
+/// `lane / 4`, columns `2 (lane % 4)` and the next, of what it gives and of what it gets.
+#[inline(always)]
+#[must_use]
+#[track_caller]
+pub fn transpose(word: u32) -> u32 {
+    target::movmatrix(word)
+}
+
 /// Stores four 8 x 8 matrices of 16-bit elements: [`ldmatrix_x4`] the other way, with the same meaning of `row` and of the words
 /// (`stmatrix.sync.aligned.m8n8.x4.shared::cta.b16`, sm_90 on).
 ///

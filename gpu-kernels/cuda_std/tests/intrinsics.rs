@@ -20,6 +20,10 @@ fn warps_exchange() {
     });
     passes::<ballot>(one, 32, |_| (0..32).filter(|i| i % 3 == 0).map(|i| 1 << i).sum());
     passes::<votes>(one, 32, |_| 1 + 4);
+    passes::<turned>(one, 32, |i| {
+        let (row, column) = (i as u32 / 4, i as u32 % 4 * 2);
+        (column * 8 + row) | ((column + 1) * 8 + row) << 16
+    });
     passes::<elect>(one, 32, |i| (i == 0) as u32);
     passes::<indices>(one, 32, |i| i as u32 + 3200 + 100_000);
 }
@@ -34,7 +38,8 @@ fn blocks_know_their_place() {
 
 #[test]
 fn memory_holds_every_size() {
-    let expected = [4, 5, 6, 7, 8, 9, 0xabcd_000a, 0xffff_ff0b, 0, 1, 2, 3, 16, 17, 18, 19, 16, 17, 18, 19];
+    let expected =
+        [4, 5, 6, 7, 8, 9, 0xabcd_000a, 0xffff_ff0b, 0, 1, 2, 3, 16, 17, 18, 19, 16, 17, 18, 19, 7, u32::MAX, 10, 9];
     passes::<sizes>(Launch::new(1, 32), 64, |i| expected.get(i).copied().unwrap_or(u32::MAX));
 }
 

@@ -66,6 +66,8 @@ fn both(ptx: &str) {
             ("createpolicy.fractional.L2::evict_last.b64", 1),
             ("st.global.L2::cache_hint.v4.b32", 1),
             ("st.global.cs.v4.b32", 1),
+            ("st.global.b32", 3),
+            ("st.global.b64", 2),
             ("ld.shared.v4.b32", 1),
             ("st.shared.v4.b32", 1),
             ("st.shared.u8", 4),
@@ -86,6 +88,7 @@ fn both(ptx: &str) {
             ("bar.sync", 2),
         ],
     );
+    has(ptx, "turned", &[("movmatrix.sync.aligned.m8n8.trans.b16", 1)]);
     has(
         ptx,
         "product",

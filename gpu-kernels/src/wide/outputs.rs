@@ -1,7 +1,7 @@
 //! What becomes of sums.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, bf16, math, shared, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, math, mma, shared, thread, warp, wgmma};
 
 use super::phases::{Product, Unit};
 use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, WideStep};
@@ -11,20 +11,23 @@ use crate::sample::{key, rank};
 
 /// What a lane has of a tile's outputs: features `g` and `g + 8` of its warp's strip (of a gate-up strip: a gate and its up), for rows `8 j + 2 t` and one
 /// on of every eight. Where they go is found once a tile: what an epilogue computes for an output is time in which no products run.
+///
+/// Activations are stored after lanes have turned them: then a lane has features `2 t`, one on, and 8 further, of row `8 j + g`.
 pub struct Outputs {
     strip: u32,
     /// Of the lane's first row and feature: what `Write` writes, or `Add` adds to; the other feature is 8 elements on.
     sums: GlobalMut<u8>,
-    /// Likewise: the activations that come of it; of `Add`, those of the other feature are [`SLOTS_APART`] elements on.
+    /// Of the first row and feature that the lane has when they are turned: the activations that come of it.
     activations: GlobalMut<u8>,
     /// Bytes from a row of these to the next.
     strides: [u32; 2],
-    /// Of the strip and the lane's first row: the sum of squares.
+    /// Of the strip and the first row whose sum of squares the lane has in the end.
     squares: GlobalMut<u8>,
     /// Where the lane's first row has its factor, from the start of dynamic shared memory.
     factors: u32,
-    /// The lane's rows that there are, counted from its first on in all of these, none where the matrix has no such strip; and whether its features are: `Add` has no others.
-    rows: u32,
+    /// The rows that there are, none where the matrix has no such strip, counted from the lane's first in `sums`, in `activations` and in `squares`; and whether its features are: `Add` has no
+    /// others.
+    rows: [u32; 3],
     there: [bool; 2],
     g: u32,
     /// Of the norm that comes next.
@@ -34,9 +37,8 @@ pub struct Outputs {
 /// Most groups of eight rows in a quarter of a tile.
 pub const QUARTER: usize = 4;
 
-/// Elements between a feature and the one 8 further, in the order of [`slot`], where the first is below 8 of 16.
-const SLOTS_APART: u32 = slot(8);
-const _: () = assert!(slot(16 + 7 + 8) - slot(16 + 7) == SLOTS_APART);
+// What a lane has of a row when activations are turned lies side by side in the order of [`slot`]: those of `Add` 8 further behind the others.
+const _: () = assert!(slot(1) == slot(0) + 1 && slot(8) == slot(0) + 2 && slot(16 + 6 + 8) == slot(16 + 6) + 2);
 
 impl Outputs {
     /// Those of some groups of eight rows of a tile, from the `first` on.
@@ -56,33 +58,36 @@ impl Outputs {
             let (g, t) = (lane / 4, lane % 4);
             let strip = unit.strip + thread::fresh(thread::warp_id());
             let n = field!(product.phase, n: u32);
-            let row = unit.row + 8 * first + 2 * t;
-            let feature = strip * if kind == Kind::SWIGLU { STRIP / 2 } else { STRIP } + g;
-            let at = |feature: u32| row as usize * n as usize + feature as usize;
+            let tile_row = unit.row + 8 * first;
+            let squares_row = squares_row::<ROWS>(g, t);
+            let feature = strip * if kind == Kind::SWIGLU { STRIP / 2 } else { STRIP };
+            let at = |row: u32, feature: u32| (tile_row + row) as usize * n as usize + feature as usize;
+            let (sums_at, activations_at) = (at(2 * t, feature + g), at(g, slot(feature + 2 * t)));
             let mut weight = [0.0; 2];
             let (mut sums, mut activations) = (GlobalMut::default(), GlobalMut::default());
             match kind {
-                Kind::WRITE => sums = field!(product.phase, y: GlobalMut<f32>).at(at(feature)),
+                Kind::WRITE => sums = field!(product.phase, y: GlobalMut<f32>).at(sums_at),
                 Kind::BEST => {}
-                Kind::SWIGLU => activations = p.activation.at(at(slot(feature))),
+                Kind::SWIGLU => activations = p.activation.at(activations_at),
                 _ => {
-                    (sums, activations) = (p.residual.x.at(at(feature)), p.residual.scaled.at(at(slot(feature))));
+                    (sums, activations) = (p.residual.x.at(sums_at), p.residual.scaled.at(activations_at));
                     if strip < product.strips {
                         let norm = field!(product.phase, norm: Global<bf16>);
-                        weight = [0, 8].map(|i| math::from_bf16(norm.load_nc((feature + i) as usize)));
+                        weight = [0, 8].map(|i| math::from_bf16(norm.load_nc((feature + g + i) as usize)));
                     }
                 }
             }
-            let squares = row as usize * (n / STRIP) as usize + strip as usize;
+            let squares = (tile_row + squares_row) as usize * (n / STRIP) as usize + strip as usize;
+            let rows = if strip < product.strips { count.saturating_sub(tile_row).min(8 * groups) } else { 0 };
             Self {
                 strip,
                 sums: sums.cast(),
                 activations: activations.cast(),
                 strides: [n * 4, n * 2],
                 squares: p.residual.squares.at(squares).cast(),
-                factors: Memory::<ROWS>::FACTORS + row * 4,
-                rows: if strip < product.strips { count.saturating_sub(row).min(8 * groups - 2 * t) } else { 0 },
-                there: [feature < n, feature + 8 < n],
+                factors: Memory::<ROWS>::FACTORS + (tile_row + 2 * t) * 4,
+                rows: [2 * t, g, squares_row].map(|row| rows.saturating_sub(row)),
+                there: [feature + g < n, feature + g + 8 < n],
                 g,
                 weight,
             }
@@ -103,7 +108,7 @@ impl Outputs {
         if kind == Kind::ADD {
             unroll!(R < 2; {
                 let row = 8 * j + R as u32;
-                if row < self.rows {
+                if row < self.rows[0] {
                     let from = unsafe { Self::of_row(self.sums, row, self.strides[0]) }.cast::<f32>();
                     (old[R], old[2 + R]) = unsafe { (from.load(0), from.load(8)) };
                 }
@@ -127,61 +132,112 @@ impl Outputs {
     /// The norm's factors of the lane's rows `8 j …`.
     #[inline(always)]
     unsafe fn factors(&self, j: u32) -> [f32; 2] {
-        if 8 * j >= self.rows {
+        if 8 * j >= self.rows[0] {
             return [1.0; 2];
         }
         // They are found for four rows at a time, so there is one for the second, too.
         unsafe { shared::dynamic::<[f32; 2]>(self.factors).load(4 * j as usize) }
     }
 
-    /// Puts the lane's sums of rows `8 j …` where they belong. A warp does it together.
+    /// Puts the lane's f32 of rows `8 j …` where they belong.
     #[inline(always)]
-    unsafe fn put<const KIND: u32>(&self, j: u32, sums: [f32; 4], old: [f32; 4]) {
+    unsafe fn put_sums(&self, j: u32, sums: [f32; 4]) {
+        unroll!(R < 2; {
+            let row = 8 * j + R as u32;
+            unroll!(F < 2; {
+                unsafe {
+                    let to = Self::of_row(self.sums, row, self.strides[0]).cast::<f32>();
+                    to.store_if(row < self.rows[0] && self.there[F], 8 * F, sums[2 * F + R]);
+                }
+            });
+        });
+    }
+
+    /// Turns activations of rows `8 j …`, those of a feature in a word, and puts them where they belong.
+    #[inline(always)]
+    unsafe fn put_activations<const N: usize>(&self, j: u32, words: [u32; N]) {
+        let to = unsafe { Self::of_row(self.activations, 8 * j, self.strides[1]) };
+        let there = 8 * j < self.rows[1];
+        let turned = words.map(mma::transpose);
         unsafe {
-            let factors = if Kind::is_normed(KIND) { self.factors(j) } else { [1.0; 2] };
-            unroll!(R < 2; {
-                let row = 8 * j + R as u32;
-                let valid = row < self.rows;
+            if N == 2 {
+                to.cast::<[u32; 2]>().store_if(there, 0, [turned[0], turned[N - 1]]);
+            } else {
+                to.cast::<u32>().store_if(there, 0, turned[0]);
+            }
+        }
+    }
+
+    /// Puts a quarter of a tile's sums, those from group `j` on, where they belong. A warp does it together.
+    #[inline(always)]
+    unsafe fn put<const TILES: usize, const KIND: u32>(
+        &self,
+        j: u32,
+        sums: [[f32; 4]; QUARTER],
+        old: [[f32; 4]; QUARTER],
+    ) {
+        let mut squares = [0f32; 2 * QUARTER];
+        unroll!(I < 4; {
+            if I < TILES / 4 {
+                let (j, sums) = (j + I as u32, sums[I]);
+                let [f0, f1] = if Kind::is_normed(KIND) { unsafe { self.factors(j) } } else { [1.0; 2] };
                 match KIND {
-                    Kind::WRITE => {
-                        let to = Self::of_row(self.sums, row, self.strides[0]).cast::<f32>();
-                        unroll!(F < 2; {
-                            if valid && self.there[F] {
-                                to.store(8 * F, sums[2 * F + R] * factors[R]);
-                            }
-                        });
-                    }
+                    Kind::WRITE => unsafe { self.put_sums(j, [sums[0] * f0, sums[1] * f1, sums[2] * f0, sums[3] * f1]) },
                     Kind::SWIGLU => {
-                        let (gate, up) = (sums[R] * factors[R], sums[2 + R] * factors[R]);
-                        if valid && self.there[0] {
-                            let to = Self::of_row(self.activations, row, self.strides[1]);
-                            to.cast().store(0, math::to_bf16(swiglu(gate, up)));
-                        }
+                        let [low, high] = [swiglu(sums[0] * f0, sums[2] * f0), swiglu(sums[1] * f1, sums[3] * f1)];
+                        unsafe { self.put_activations(j, [math::pack_bf16(low, high)]) };
                     }
                     _ => {
-                        let x = [old[R] + sums[R], old[2 + R] + sums[2 + R]];
-                        // As `Residual::put` adds a strip's squares: eight apart first, then the lanes of a group of eight.
-                        let mut squares = x[0] * x[0] + x[1] * x[1];
-                        let mut mask = 16;
-                        while mask > 2 {
-                            squares += warp::shuffle_xor(squares, mask);
-                            mask /= 2;
-                        }
-                        if valid {
-                            let to = Self::of_row(self.sums, row, self.strides[0]).cast::<f32>();
-                            let scaled = Self::of_row(self.activations, row, self.strides[1]).cast::<bf16>();
-                            unroll!(F < 2; {
-                                to.store(8 * F, x[F]);
-                                scaled.store(F * SLOTS_APART as usize, math::to_bf16(x[F] * self.weight[F]));
-                            });
-                        }
-                        if valid && self.g == 0 {
-                            Self::of_row(self.squares, row, self.strides[0] / STRIP).cast().store(0, squares);
+                        let x = [0, 1, 2, 3].map(|i| old[I][i] + sums[i]);
+                        squares[2 * I] = x[0] * x[0] + x[2] * x[2];
+                        squares[2 * I + 1] = x[1] * x[1] + x[3] * x[3];
+                        let scaled = [0, 1].map(|f| {
+                            math::pack_bf16(x[2 * f] * self.weight[f], x[2 * f + 1] * self.weight[f])
+                        });
+                        unsafe {
+                            self.put_sums(j, x);
+                            self.put_activations(j, scaled);
                         }
                     }
                 }
-            });
+            }
+        });
+        if KIND == Kind::ADD {
+            let sum = strip_squares::<TILES>(squares);
+            // With as many sums as groups of lanes, each has one.
+            let mine = TILES == 16 || self.g.is_multiple_of(2);
+            unsafe {
+                let to = Self::of_row(self.squares, 8 * j, self.strides[0] / STRIP).cast();
+                to.store_if(mine && 8 * j < self.rows[2], 0, sum);
+            }
         }
+    }
+}
+
+/// Which row of a quarter of a tile of `ROWS` rows a lane has the sum of squares of, after [`strip_squares`].
+#[inline(always)]
+const fn squares_row<const ROWS: u32>(g: u32, t: u32) -> u32 {
+    let sum = if ROWS == 64 { g / 2 } else { g };
+    8 * (sum / 2) + 2 * t + sum % 2
+}
+
+/// Of each row's squares that the lanes of all `g` have, a sum over the strip, as `Residual::put` adds them: eight apart first (a lane has done that), then the lanes of a group of eight, the
+/// furthest first. There are two sums for each group of rows of a quarter; with each step a lane has half of them left, and in the end the `g`-th, or the `g / 2`-th of half as many.
+#[inline(always)]
+fn strip_squares<const TILES: usize>(sums: [f32; 2 * QUARTER]) -> f32 {
+    let lane = thread::fresh(thread::lane_id());
+    let halve = |two: [f32; 2], mask: u32| {
+        let [own, other] = if lane & mask == 0 { two } else { [two[1], two[0]] };
+        own + warp::shuffle_xor(other, mask)
+    };
+    if TILES == 16 {
+        let four = [0, 1, 2, 3].map(|i| halve([sums[i], sums[4 + i]], 16));
+        let two = [0, 1].map(|i| halve([four[i], four[2 + i]], 8));
+        halve(two, 4)
+    } else {
+        let two = [0, 1].map(|i| halve([sums[i], sums[2 + i]], 16));
+        let one = halve(two, 8);
+        one + warp::shuffle_xor(one, 4)
     }
 }
 
@@ -229,7 +285,7 @@ impl Best {
                     let known = atomic::load(here, row as usize, Ordering::Relaxed, Scope::Block);
                     (known ^ word).is_multiple_of(TAGS) && known > word
                 };
-                if row < outputs.rows && !is_behind() {
+                if row < outputs.rows[0] && !is_behind() {
                     atomic::fetch_max(here, row as usize, word, Ordering::Relaxed, Scope::Block);
                     // All blocks' atomics on a row come one after another: of a warp's lanes one goes on.
                     if !is_behind() {
@@ -274,10 +330,11 @@ pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
                             if H < 3 && (H as u32 + 1) * $groups < groups {
                                 next = outputs.olds::<TILES>(KIND, (H as u32 + 1) * $groups);
                             }
+                            let mut sums = [[0f32; 4]; QUARTER];
                             unroll!(J < $groups; {
-                                let sums = accumulators!(4 * $groups * H + 4 * J);
-                                outputs.put::<KIND>((H * $groups + J) as u32, sums, old[J]);
+                                sums[J] = accumulators!(4 * $groups * H + 4 * J);
                             });
+                            outputs.put::<TILES, KIND>((H * $groups) as u32, sums, old);
                             #[allow(unused_assignments)]
                             {
                                 old = next;

@@ -19,6 +19,7 @@ pub enum Meeting {
     Mma,
     Ldmatrix,
     Stmatrix,
+    Movmatrix,
     Wgmma,
 }
 
@@ -37,6 +38,7 @@ impl Meeting {
             Meeting::Mma => "mma",
             Meeting::Ldmatrix => "ldmatrix",
             Meeting::Stmatrix => "stmatrix",
+            Meeting::Movmatrix => "movmatrix",
             Meeting::Wgmma => "wgmma",
         }
     }

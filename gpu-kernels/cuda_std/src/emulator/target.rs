@@ -127,6 +127,16 @@ pub fn mma_m16n8k16_bf16(c: [f32; 4], a: [u32; 4], b: [u32; 2]) -> [f32; 4] {
 }
 
 #[track_caller]
+pub fn movmatrix(word: u32) -> u32 {
+    let lane = world().thread() as usize % 32;
+    let words = collective::meet(Meeting::Movmatrix, [word], Location::caller());
+    // Element [row][column] of what was given.
+    let element = |row: usize, column: usize| words[row * 4 + column / 2][0] >> (column % 2 * 16) & 0xffff;
+    let (row, column) = (lane / 4, lane % 4 * 2);
+    element(column, row) | element(column + 1, row) << 16
+}
+
+#[track_caller]
 pub unsafe fn ldmatrix_x4(row: u32) -> [u32; 4] {
     let lane = world().thread() as usize % 32;
     let site = Location::caller();
@@ -234,6 +244,15 @@ memory! { stores
 pub unsafe fn load_global16_stream(address: u64) -> [u32; 4] {
     // SAFETY: the caller's.
     unsafe { load_global16_nc(address) }
+}
+
+#[inline]
+#[track_caller]
+pub unsafe fn store_global_if<T: Copy>(condition: bool, address: u64, value: T) {
+    if condition {
+        // SAFETY: the caller's.
+        unsafe { store_global(address, value) }
+    }
 }
 
 #[inline]

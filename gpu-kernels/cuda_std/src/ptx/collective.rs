@@ -137,6 +137,16 @@ ldmatrix! {
     ldmatrix_x4_trans "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16";
 }
 
+#[inline(always)]
+pub fn movmatrix(word: u32) -> u32 {
+    let transposed: u32;
+    // SAFETY: exchanges registers. Volatile, as above.
+    unsafe {
+        asm!("movmatrix.sync.aligned.m8n8.trans.b16 {d}, {a};", d = out(reg32) transposed, a = in(reg32) word, options(nostack));
+    }
+    transposed
+}
+
 #[cfg(cuda_arch = "sm_90a")]
 macro_rules! stmatrix {
     ($($name:ident $instruction:literal;)*) => {

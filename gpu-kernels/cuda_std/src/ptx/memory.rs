@@ -142,6 +142,21 @@ stores!(vector store_global16_kept u64 reg64 "global.L2::cache_hint"
     "{{ .reg .b64 last; createpolicy.fractional.L2::evict_last.b64 last, 1.0; " ", last; }}");
 
 #[inline(always)]
+pub unsafe fn store_global_if<T: Copy>(condition: bool, address: u64, value: T) {
+    const { assert!(matches!(size_of::<T>(), 4 | 8), "an element has 4 or 8 bytes") };
+    // SAFETY: the caller vouches for the address, if the condition holds; the sizes agree.
+    unsafe {
+        if size_of::<T>() == 4 {
+            asm!("{{ .reg .pred p; setp.ne.u32 p, {c}, 0; @p st.global.b32 [{a}], {v}; }}", c = in(reg32) u32::from(condition),
+                a = in(reg64) address, v = in(reg32) transmute_copy::<T, u32>(&value), options(nostack));
+        } else {
+            asm!("{{ .reg .pred p; setp.ne.u32 p, {c}, 0; @p st.global.b64 [{a}], {v}; }}", c = in(reg32) u32::from(condition),
+                a = in(reg64) address, v = in(reg64) transmute_copy::<T, u64>(&value), options(nostack));
+        }
+    }
+}
+
+#[inline(always)]
 pub unsafe fn async_copy16(destination: u32, source: u64) {
     // SAFETY: the caller vouches for the addresses.
     unsafe {

@@ -68,6 +68,8 @@ lanes! {
             + 4 * warp::all(lane < 32) as u32
             + 8 * warp::all(lane != 9) as u32
     };
+    /// `mma::transpose`, of the matrix whose elements count up.
+    turned |p, lane| mma::transpose(2 * lane | (2 * lane + 1) << 16);
     /// `elect`.
     elect |p, lane| warp::elect() as u32;
     /// What the lane is told of itself.
@@ -112,6 +114,9 @@ pub unsafe fn sizes(p: Io) {
             let streamed = p.input.load16_stream(16);
             p.output.store16(12, streamed);
             p.output.store16_kept(16, streamed);
+            p.output.store_if(true, 20, 7);
+            p.output.store_if(false, 21, 8);
+            p.output.cast::<u64>().store_if(true, 11, 9 << 32 | 10);
         }
     }
 }
