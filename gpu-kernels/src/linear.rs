@@ -29,6 +29,8 @@ pub const SLICE: u32 = 64;
 pub const STRIP: u32 = 16;
 /// Chains of products that an output is the sum of: a warp each.
 pub const CHAINS: u32 = 4;
+/// Threads of a block: a warp for each chain.
+const THREADS: u32 = CHAINS * 32;
 /// Slices of a warp's turn. Of four, or of four while the next four are under way, few rows gain nothing: warps have more registers then, and so there are fewer of them.
 const TOGETHER: u32 = 2;
 
@@ -221,7 +223,7 @@ unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
             } else if valid && feature < p.n {
                 p.y.store(at, sum);
             }
-            e += CHAINS * 32;
+            e += THREADS;
         }
     }
 }
@@ -246,7 +248,7 @@ unsafe fn swiglu<const TILES: usize>(p: &Linear) {
                 let at = (p.first_row + row) as usize * p.n as usize + (first + feature) as usize;
                 p.activation.store(at, math::to_bf16(gate::swiglu(gate, up)));
             }
-            e += CHAINS * 32;
+            e += THREADS;
         }
     }
 }
@@ -254,17 +256,17 @@ unsafe fn swiglu<const TILES: usize>(p: &Linear) {
 macro_rules! widths {
     ($($tiles:literal $rows:literal $linear:ident $add:ident $swiglu:ident;)*) => { $(
         #[doc = concat!("`y = x · wᵀ` for up to ", $rows, " rows.")]
-        #[kernel(threads = 128, min_blocks = 1)]
+        #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $linear(p: Linear) {
             unsafe { linear::<$tiles, false>(&p) }
         }
         #[doc = concat!("`residual += x · wᵀ` for up to ", $rows, " rows; `n` is a multiple of 16.")]
-        #[kernel(threads = 128, min_blocks = 1)]
+        #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $add(p: Linear) {
             unsafe { linear::<$tiles, true>(&p) }
         }
         #[doc = concat!("`activation = silu(x · gateᵀ) ∘ (x · upᵀ)` for up to ", $rows, " rows.")]
-        #[kernel(threads = 128, min_blocks = 1)]
+        #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $swiglu(p: Linear) {
             unsafe { swiglu::<$tiles>(&p) }
         }

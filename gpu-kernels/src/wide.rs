@@ -272,7 +272,7 @@ impl WideStep {
     /// How many splits are there of each row that a tile begins with and key-value head.
     #[inline(always)]
     unsafe fn split_arrivals(&self) -> GlobalMut<u32> {
-        unsafe { self.arrivals.at((4 * thread::fresh(thread::grid_dim_x()) + MEETING_WORDS) as usize) }
+        unsafe { self.arrivals.at((4 * thread::grid_dim_x() + MEETING_WORDS) as usize) }
     }
 
     /// How many parts' chains are there of each split tile's halves, in the products whose number is even, or odd.
@@ -322,11 +322,10 @@ impl WideStep {
         }
     }
 
-    /// What the projection left. How many heads is found again wherever it is wanted: over the phases it would take registers.
+    /// What the projection left.
     #[inline(always)]
     fn heads(&self) -> Heads {
-        let [q_heads, kv_heads] = [self.q_heads, self.kv_heads].map(thread::fresh);
-        Heads { qkv: self.qkv.read(), q_heads, kv_heads, eps: self.eps }
+        Heads { qkv: self.qkv.read(), q_heads: self.q_heads, kv_heads: self.kv_heads, eps: self.eps }
     }
 
     /// What keys and values of a layer are made from, and where they go.
@@ -390,6 +389,31 @@ impl Rings {
     }
 }
 
+/// Of what happens again and again, whether it has happened an odd number of times: a bit each, so that they stay in one register over the phases.
+#[derive(Clone, Copy, Default)]
+struct Odd(u32);
+
+impl Odd {
+    /// Products.
+    const PRODUCTS: u32 = 1;
+    /// Products with norm factors.
+    const NORMED: u32 = 2;
+    /// Exchanges within the cluster.
+    const EXCHANGES: u32 = 4;
+
+    /// 1 for an odd number.
+    #[inline(always)]
+    const fn of(self, what: u32) -> u32 {
+        (self.0 / what) & 1
+    }
+
+    /// Once more.
+    #[inline(always)]
+    const fn count(&mut self, what: u32) {
+        self.0 ^= what;
+    }
+}
+
 #[inline(always)]
 unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
     unsafe {
@@ -411,7 +435,6 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         if thread < ROWS {
             shared::dynamic::<u32>(Memory::<ROWS>::BEST).store(thread as usize, 0);
         }
-        thread::sync_threads();
         cluster::sync_made();
         if warp_id < WARPS {
             wgmma::take_registers::<CONSUMER_REGISTERS>();
@@ -435,8 +458,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         let [ring, rows, items] =
             [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
         let mut rings = Rings { ring, rows, items };
-        // Of products, of those with factors, and of what a pair exchanged: whether there was an odd number. A bit each: they stay in a register over the phases.
-        let mut odd = 0;
+        let mut odd = Odd::default();
         // All see that behind the first meeting.
         if !p.best.is_null() && thread::block_idx_x() == 0 {
             let mut row = thread::thread_idx_x();
@@ -459,12 +481,15 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
                 kind => {
                     if thread::fresh(thread::thread_idx_x()) == 0 {
                         // The other set's counts for the product to come; those of the one before have been seen by all.
-                        let other = p.part_arrivals(odd & 1 ^ 1).at(2 * thread::block_idx_x() as usize);
+                        let other = p.part_arrivals(odd.of(Odd::PRODUCTS) ^ 1).at(2 * thread::block_idx_x() as usize);
                         other.cast::<u64>().store(0, 0);
                     }
-                    let arrivals = p.part_arrivals(odd & 1);
+                    let arrivals = p.part_arrivals(odd.of(Odd::PRODUCTS));
                     product::multiply::<ROWS, TILES>(p, phase, kind, &mut rings, arrivals, &mut odd);
-                    odd ^= 1 | u32::from(Kind::is_normed(kind)) << 1;
+                    odd.count(Odd::PRODUCTS);
+                    if Kind::is_normed(kind) {
+                        odd.count(Odd::NORMED);
+                    }
                 }
             }
             // All that this block wrote comes before its arrival.
@@ -491,7 +516,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             warp::sync_warp();
             if warp::shuffle_idx(done, 0) == grid {
                 // The meetings and blocks, and with them the factors; and counts of the last product.
-                let counts = p.part_arrivals(odd & 1 ^ 1);
+                let counts = p.part_arrivals(odd.of(Odd::PRODUCTS) ^ 1);
                 let mut i = lane;
                 while i < MEETING_WORDS.max(2 * grid) {
                     if i < MEETING_WORDS {
@@ -512,9 +537,8 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
 unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
     unsafe {
         let norm = field!(phase, norm: Global<bf16>);
-        // Sizes are found again: what follows from them would take registers over the phases.
-        let [dim, vocab] = [p.residual.dim, p.vocab].map(thread::fresh);
-        let embed = Embed { rows: p.rows, table: p.embed, residual: Residual { dim, ..p.residual }, norm, vocab };
+        let dim = p.residual.dim;
+        let embed = Embed { rows: p.rows, table: p.embed, residual: p.residual, norm, vocab: p.vocab };
         // A row in pieces of as many elements as there are consumers.
         let count = p.rows.count.load(0);
         let pieces = dim.div_ceil(CONSUMERS);

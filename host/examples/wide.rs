@@ -35,7 +35,7 @@ fn step(
     let mut config = Config::published(size).ok_or("no such size")?;
     config.num_hidden_layers = layers.unwrap_or(config.num_hidden_layers);
     let stride = CONTEXT.div_ceil(PAGE_TOKENS as usize);
-    let room = Room { context: CONTEXT, sequences, pages: sequences * stride, rows: sequences };
+    let room = Room { context: CONTEXT, sequences, pages: sequences * stride, rows: Room::whole_rows(sequences) };
     let mut forward = Forward::with_room(device, &config, DeviceWeights::random(&config, device)?, room)?;
     let pattern: Vec<bf16> =
         random(1 << 20, 5).iter().map(|&r| bf16::from_f32(r as f32 / (1u64 << 30) as f32 - 1.0)).collect();

@@ -489,7 +489,7 @@ unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f3
 #[inline(always)]
 unsafe fn finish<const ROWS: u32>(p: &WideStep, a: &Attend, item: &Item, tile: &Tile, position: impl Fn(u32) -> u32) {
     unsafe {
-        let counter = p.split_arrivals().at((item.first_row * thread::fresh(p.kv_heads) + item.kv_head) as usize);
+        let counter = p.split_arrivals().at((item.first_row * p.kv_heads + item.kv_head) as usize);
         let first = thread::fresh(thread::thread_idx_x()) == 0;
         if item.goes_on {
             if first {

@@ -4,13 +4,15 @@
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster::{self, PeerBarrier, PeerShared};
-use cuda_std::{shared, thread, wgmma};
+use cuda_std::shared::{self, Shared};
+use cuda_std::{thread, wgmma};
 
 use super::{Memory, WARPS};
 use crate::waiting;
 
-/// One that says that the other block's activations may be overwritten, and one for each warp's sums.
-pub const BARRIERS: u32 = 1 + WARPS;
+/// One that says that the other block's activations may be overwritten, one for each warp's sums, and one for who [keeps step](keep_step).
+pub const BARRIERS: u32 = 2 + WARPS;
+const STEP: u32 = 1 + WARPS;
 /// Of eight rows, from all lanes of a warp.
 const GROUP_BYTES: u32 = 32 * 16;
 
@@ -30,6 +32,20 @@ pub unsafe fn init<const ROWS: u32>() {
             barrier::<ROWS>(1 + warp).init(1);
             warp += 1;
         }
+        // The two lanes.
+        barrier::<ROWS>(STEP).init(2);
+    }
+}
+
+/// One lane of each block waits for the other's, now and then: where both read the same weights, and memory is to be asked for them once. `parity` says whether they met an odd number of times.
+#[inline(always)]
+pub unsafe fn keep_step<const ROWS: u32>(parity: u32) {
+    unsafe {
+        let own = barrier::<ROWS>(STEP);
+        PeerBarrier::new(own, cluster::rank() ^ 1).arrive();
+        // Its own arrival as well: the other one may not come twice before this one has waited.
+        own.arrive();
+        waiting::for_phase(own, parity);
     }
 }
 
@@ -38,14 +54,16 @@ pub unsafe fn init<const ROWS: u32>() {
 pub struct Pair<const ROWS: u32> {
     warp: u32,
     lane: u32,
+    /// Of the phase of all barriers that ends with this exchange.
+    parity: u32,
 }
 
 impl<const ROWS: u32> Pair<ROWS> {
     const GROUPS: u32 = ROWS / 8 / 2;
 
     #[inline(always)]
-    pub fn new() -> Self {
-        Self { warp: thread::fresh(thread::warp_id()), lane: thread::fresh(thread::lane_id()) }
+    pub fn new(parity: u32) -> Self {
+        Self { warp: thread::fresh(thread::warp_id()), lane: thread::fresh(thread::lane_id()), parity }
     }
 
     #[inline(always)]
@@ -53,69 +71,66 @@ impl<const ROWS: u32> Pair<ROWS> {
         cluster::rank() ^ 1
     }
 
-    /// Where group `group` of a chain's rows is, for this lane.
+    /// Where the first group of the first chain is, for this lane.
     #[inline(always)]
-    const fn place(&self, chain: u32, group: u32) -> u32 {
-        Memory::<ROWS>::ROW_RING.start
-            + ((chain * Self::GROUPS + group) * WARPS + self.warp) * GROUP_BYTES
-            + self.lane * 16
+    unsafe fn first(&self) -> Shared<u8> {
+        unsafe { shared::dynamic(Memory::<ROWS>::ROW_RING.start + self.warp * GROUP_BYTES + self.lane * 16) }
+    }
+
+    /// How many bytes further a chain's group `group` of rows is.
+    #[inline(always)]
+    const fn offset(chain: u32, group: u32) -> u32 {
+        (chain * Self::GROUPS + group) * WARPS * GROUP_BYTES
     }
 
     /// This warp has multiplied all activations that it had; waits until all of the other block have, and so may be sent to. `chains` will come.
     #[inline(always)]
-    pub unsafe fn open(&self, chains: u32, parity: u32) {
+    pub unsafe fn open(&self, chains: u32) {
         unsafe {
             PeerBarrier::new(barrier::<ROWS>(0), Self::other()).arrive_if(self.lane == 0);
             if self.lane == 0 {
                 barrier::<ROWS>(1 + self.warp).arrive_expect_tx(chains * Self::GROUPS * GROUP_BYTES);
             }
-            waiting::for_phase(barrier::<ROWS>(0), parity);
+            waiting::for_phase(barrier::<ROWS>(0), self.parity);
         }
-    }
-
-    /// Sends the lane's sums of a group of rows.
-    #[inline(always)]
-    unsafe fn send(&self, chain: u32, group: u32, sums: [f32; 4]) {
-        unsafe {
-            let to = PeerShared::new(shared::dynamic::<u8>(self.place(chain, group)), Self::other());
-            let barrier = PeerBarrier::new(barrier::<ROWS>(1 + self.warp), Self::other());
-            cluster::send16(to, sums.map(f32::to_bits), barrier);
-        }
-    }
-
-    /// What came of a group of rows.
-    #[inline(always)]
-    unsafe fn received(&self, chain: u32, group: u32) -> [f32; 4] {
-        unsafe { shared::dynamic::<u32>(self.place(chain, group)).load16(0).map(f32::from_bits) }
     }
 
     /// Sends what this part of a tile has of the other's rows, and adds what comes to what it has of its own: sums are in the first of the lower accumulators then. The first part has a total in the
     /// lower ones, the second a chain in the lower ones and one in the upper.
     #[inline(always)]
-    pub unsafe fn exchange<const TILES: usize>(&self, part: u32, parity: u32) {
+    pub unsafe fn exchange<const TILES: usize>(&self, part: u32) {
+        // Of this block and of the other one.
+        let (from, own) = unsafe { (self.first(), barrier::<ROWS>(1 + self.warp)) };
+        let (to, arrived) = (PeerShared::new(from, Self::other()), PeerBarrier::new(own, Self::other()));
+        let send = |chain, group, sums: [f32; 4]| unsafe {
+            cluster::send16(to.at(Self::offset(chain, group)), sums.map(f32::to_bits), arrived);
+        };
+        let received = |chain, group| unsafe {
+            from.at(Self::offset(chain, group) as usize).cast::<u32>().load16(0).map(f32::from_bits)
+        };
         macro_rules! exchange {
             ($groups:tt) => {
                 if TILES == 2 * $groups {
                     if part == 0 {
                         unroll!(J < $groups; {
-                            unsafe { self.send(0, J as u32, accumulators!(4 * J + 4 * $groups)) };
+                            send(0, J as u32, accumulators!(4 * J + 4 * $groups));
                         });
                     } else {
                         unroll!(J < $groups; {
-                            unsafe { self.send(0, J as u32, accumulators!(4 * J)) };
-                            unsafe { self.send(1, J as u32, accumulators!(64 + 4 * J)) };
+                            send(0, J as u32, accumulators!(4 * J));
+                            send(1, J as u32, accumulators!(64 + 4 * J));
                         });
                     }
-                    unsafe { waiting::for_phase(barrier::<ROWS>(1 + self.warp), parity) };
+                    unsafe { waiting::for_phase(own, self.parity) };
                     if part == 0 {
                         unroll!(J < $groups; {
                             let total = accumulators!(4 * J);
-                            let chains = [0, 1].map(|chain| unsafe { self.received(chain, J as u32) });
+                            let chains = [0, 1].map(|chain| received(chain, J as u32));
                             accumulators!(4 * J, [0, 1, 2, 3].map(|e| total[e] + chains[0][e] + chains[1][e]));
                         });
                     } else {
                         unroll!(J < $groups; {
-                            let total = unsafe { self.received(0, J as u32) };
+                            let total = received(0, J as u32);
                             let chains = [accumulators!(4 * J + 4 * $groups), accumulators!(64 + 4 * J + 4 * $groups)];
                             accumulators!(4 * J, [0, 1, 2, 3].map(|e| total[e] + chains[0][e] + chains[1][e]));
                         });

@@ -239,6 +239,12 @@ impl Product {
         Some(Unit { strip, row, split, residue, end: residue + residues })
     }
 
+    /// Whether the two blocks of a cluster have the same features of this unit's, for two tiles of rows.
+    #[inline(always)]
+    pub const fn is_of_both(&self, unit: &Unit) -> bool {
+        self.row_tiles.is_multiple_of(2) && self.share.is_whole(unit)
+    }
+
     /// Slices of a residue.
     #[inline(always)]
     pub fn depth(&self, residue: u32) -> u32 {

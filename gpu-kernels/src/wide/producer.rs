@@ -5,6 +5,7 @@ use cuda_std::{Global, bf16, bulk, tensor, thread, warp};
 
 use super::attention::{Item, Pages, load_pages, make_queries, send_end};
 use super::deal::{deal, walk};
+use super::pair::keep_step;
 use super::phases::Product;
 use super::{Kind, Memory, Phase, RESIDUES, WEIGHT_BYTES, WideStep, factors};
 use crate::linear::SLICE;
@@ -52,13 +53,15 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
         let mut before = Kind::EMBED;
+        // How often the two blocks' lanes have met.
+        let mut steps = 0;
         let mut number = 0;
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
             let alone = alone::<ROWS>(kind, before);
             if Kind::is_product(kind) {
-                ring = produce_weights::<ROWS>(p, &Product::new(phase), ring, alone);
+                ring = produce_weights::<ROWS>(p, &Product::new(phase), ring, alone, &mut steps);
             } else if kind == Kind::ATTEND {
                 let pages = Pages::new(p, phase);
                 let mut filled = 0;
@@ -82,7 +85,13 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
 /// One lane loads, a slot by one copy: a warp that came together again for each slot, or a lane with four copies to begin, would take longer for a slot than the
 /// products of 128 rows do.
 #[inline(always)]
-unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut ring: Ring, alone: u32) -> Ring {
+unsafe fn produce_weights<const ROWS: u32>(
+    p: &WideStep,
+    product: &Product,
+    mut ring: Ring,
+    alone: u32,
+    steps: &mut u32,
+) -> Ring {
     unsafe {
         if thread::fresh(thread::lane_id()) == 0 {
             let (pass_strips, chunks) = (STRIPS * p.blocks, product.k.div_ceil(CHUNK_FEATURES));
@@ -104,6 +113,11 @@ unsafe fn produce_weights<const ROWS: u32>(p: &WideStep, product: &Product, mut 
                 let beyond = pass.slice(unit.strip - passed, 2 * RESIDUES) - begin - within;
                 let mut residue = unit.residue;
                 while residue < unit.end {
+                    // A tile of few rows is done sooner: over a long phase its block got so far ahead that all weights were read twice.
+                    if ROWS > 64 && product.is_of_both(&unit) {
+                        keep_step::<ROWS>(*steps % 2);
+                        *steps += 1;
+                    }
                     let mut from = begin + u64::from(residue * SLICES_APART);
                     let (mut turn, depth) = (0, product.depth(residue));
                     while turn < depth {

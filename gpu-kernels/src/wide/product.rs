@@ -8,12 +8,12 @@ use super::outputs::QUARTER;
 use super::outputs::{Outputs, put};
 use super::pair::Pair;
 use super::phases::{Product, Unit};
-use super::{GROUP, Kind, Memory, Phase, RESIDUES, Rings, SLICE_BYTES, WEIGHT_BYTES, WideStep};
+use super::{GROUP, Kind, Memory, Odd, Phase, RESIDUES, Rings, SLICE_BYTES, WEIGHT_BYTES, WideStep};
 use crate::ring::Ring;
 use crate::stream::{STEP_BYTES, fragment_row};
 use crate::waiting;
 
-/// A product, and what becomes of it. `arrivals` counts parts of split tiles' halves; `odd` has a bit each for how often there were products, factors, and exchanges within the cluster.
+/// A product, and what becomes of it. `arrivals` counts parts of split tiles' halves.
 #[inline(always)]
 pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
     p: &WideStep,
@@ -21,11 +21,11 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
     kind: u32,
     rings: &mut Rings,
     arrivals: GlobalMut<u32>,
-    odd: &mut u32,
+    odd: &mut Odd,
 ) {
     unsafe {
         let product = Product::new(phase);
-        let parity = *odd >> 1 & 1;
+        let parity = odd.of(Odd::NORMED);
         // Before the block's first epilogue, and whether it has one or not: nobody may fall behind this barrier.
         let ready = || {
             if Kind::is_normed(kind) {
@@ -65,11 +65,11 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
             if share.is_whole(&unit) {
                 (outputs, old) = begin();
             } else if share.is_paired() {
-                let pair = Pair::<ROWS>::new();
-                pair.open(2 - part, *odd >> 2);
+                let pair = Pair::<ROWS>::new(odd.of(Odd::EXCHANGES));
+                pair.open(2 - part);
                 (outputs, old) = begin();
-                pair.exchange::<TILES>(part, *odd >> 2);
-                *odd ^= 4;
+                pair.exchange::<TILES>(part);
+                odd.count(Odd::EXCHANGES);
             } else {
                 let partial = Partial::new::<TILES>(p, &unit, arrivals);
                 partial.leave::<TILES>(part);

@@ -50,7 +50,8 @@ impl Sizes {
 
     /// Room for these and so many pages.
     pub fn room(&self, pages: usize) -> Room {
-        Room { context: self.context, sequences: self.sequences, pages, rows: self.sequences.max(LEAST_ROWS) }
+        let rows = Room::whole_rows(self.sequences.max(LEAST_ROWS));
+        Room { context: self.context, sequences: self.sequences, pages, rows }
     }
 
     /// Pages of the cache, when `coming` bytes of weights are not there yet.

@@ -69,7 +69,7 @@ lanes! {
             + 8 * warp::all(lane != 9) as u32
     };
     /// `mma::transpose`, of the matrix whose elements count up.
-    turned |p, lane| mma::transpose(2 * lane | (2 * lane + 1) << 16);
+    turned |p, lane| mma::transpose((2 * lane) | ((2 * lane + 1) << 16));
     /// `elect`.
     elect |p, lane| warp::elect() as u32;
     /// What the lane is told of itself.
