@@ -36,14 +36,12 @@ const fn under_way(filled: u32, alone: u32, most: u32) -> u32 {
     }
 }
 
-/// How many of a phase's slots come alone. Of tiles of 64 rows fewer where little goes through memory meanwhile: fewest beside gate and up, whose parts exchange within a cluster, and all
-/// beside the ends of attention and of the output projection. (Measured on an H100.)
-const fn alone<const ROWS: u32>(kind: u32, before: u32) -> u32 {
+/// How many of a phase's slots come alone. Of tiles of 64 rows fewer, and fewest beside gate and up, whose parts exchange within a cluster. (Measured on an H100.)
+const fn alone<const ROWS: u32>(before: u32) -> u32 {
     match before {
-        _ if ROWS > 64 || kind == Kind::SWIGLU => AHEAD,
+        _ if ROWS > 64 => AHEAD,
         Kind::SWIGLU => 2,
-        Kind::ATTEND => AHEAD,
-        _ => 5,
+        _ => 6,
     }
 }
 
@@ -59,7 +57,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
-            let alone = alone::<ROWS>(kind, before);
+            let alone = alone::<ROWS>(before);
             if Kind::is_product(kind) {
                 ring = produce_weights::<ROWS>(p, &Product::new(phase), ring, alone, &mut steps);
             } else if kind == Kind::ATTEND {
