@@ -261,6 +261,14 @@ fn bits_of_linear_over_passes() {
     Case::new(9, strips.next_multiple_of(2) * 16, 256, 7).check(4);
 }
 
+/// Two tiles of rows, the second a short one: whole tiles of the same features are the two blocks' of a cluster, which keep step, before others that are split.
+#[test]
+fn blocks_with_the_same_weights() {
+    let case = Case::new(133, 24 * 16, 256, 5);
+    case.check(4);
+    case.check(2);
+}
+
 /// Parts go to blocks in rounds that no other split would shorten, what parts exchange included; and there are no more parts of a tile than blocks.
 #[test]
 fn the_last_round_is_short() {
