@@ -24,7 +24,7 @@ fn text(checkpoint: &Checkpoint, seed: u64, length: usize) -> Vec<u32> {
     (0..length).map(|at| (model::sampling::random(seed, (at % 23) as u64) % vocab) as u32).collect()
 }
 
-/// Requests that soon need a second page, and two that begin alike and part within their second page.
+/// Requests that soon need a second page, and two that begin alike and part within their second page, one of them in two tiles of a pass over prompts.
 fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
     let sampling = Sampling {
         temperature: 0.8,
@@ -36,7 +36,7 @@ fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
         ..Sampling::default()
     };
     let short = (0..4).map(|i| (text(checkpoint, i, 58 + i as usize), 14 + i as usize));
-    let long = [text(checkpoint, 9, 100), [text(checkpoint, 9, 80), text(checkpoint, 10, 8)].concat()];
+    let long = [text(checkpoint, 9, 140), [text(checkpoint, 9, 80), text(checkpoint, 10, 8)].concat()];
     let all = short.chain(long.into_iter().zip([9, 6]));
     let request = |(i, (prompt, most)): (usize, (Vec<u32>, usize))| Request {
         sampling: if i % 2 == 0 { sampling } else { Sampling::default() },
