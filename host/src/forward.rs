@@ -96,13 +96,6 @@ impl Room {
         Self { context: capacity, sequences: 1, pages: pages(capacity), rows: MAX_ROWS as usize }
     }
 
-    /// Rows of a pass over as many, or a few more: whole tiles of the [wide step](gpu_kernels::wide). What reaches beyond memory is zeros, but takes the copy engine longer: with 200 rows gate and
-    /// up took 109 µs for 89 on an H100.
-    #[must_use]
-    pub const fn whole_rows(rows: usize) -> usize {
-        rows.next_multiple_of(if rows > 64 { 128 } else { 64 })
-    }
-
     /// Splits of attention for a sequence as long as can be.
     fn splits(&self) -> usize {
         self.context.div_ceil(attention::SPLIT as usize)

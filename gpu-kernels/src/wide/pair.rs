@@ -1,6 +1,6 @@
 //! What the two blocks of a cluster send each other of a tile that is theirs: sums of the rows that the other finishes, from a warp to the one that has the same features there,
 //! straight into shared memory. They come where activations did: the other block says when it has no more use for these, and the next are asked for when all
-//! blocks are done with the phase.
+//! blocks are done with the phase. And how the two [keep step](keep_step).
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster::{self, PeerBarrier, PeerShared};
@@ -20,6 +20,12 @@ const GROUP_BYTES: u32 = 32 * 16;
 #[inline(always)]
 unsafe fn barrier<const ROWS: u32>(number: u32) -> Barrier {
     unsafe { Barrier::at(shared::dynamic(Memory::<ROWS>::PAIR + number * 8)) }
+}
+
+/// The other block's rank.
+#[inline(always)]
+fn other() -> u32 {
+    cluster::rank() ^ 1
 }
 
 /// Makes the barriers.
@@ -42,7 +48,7 @@ pub unsafe fn init<const ROWS: u32>() {
 pub unsafe fn keep_step<const ROWS: u32>(parity: u32) {
     unsafe {
         let own = barrier::<ROWS>(STEP);
-        PeerBarrier::new(own, cluster::rank() ^ 1).arrive();
+        PeerBarrier::new(own, other()).arrive();
         // Its own arrival as well: the other one may not come twice before this one has waited.
         own.arrive();
         waiting::for_phase(own, parity);
@@ -66,11 +72,6 @@ impl<const ROWS: u32> Pair<ROWS> {
         Self { warp: thread::fresh(thread::warp_id()), lane: thread::fresh(thread::lane_id()), parity }
     }
 
-    #[inline(always)]
-    fn other() -> u32 {
-        cluster::rank() ^ 1
-    }
-
     /// Where the first group of the first chain is, for this lane.
     #[inline(always)]
     unsafe fn first(&self) -> Shared<u8> {
@@ -87,7 +88,7 @@ impl<const ROWS: u32> Pair<ROWS> {
     #[inline(always)]
     pub unsafe fn open(&self, chains: u32) {
         unsafe {
-            PeerBarrier::new(barrier::<ROWS>(0), Self::other()).arrive_if(self.lane == 0);
+            PeerBarrier::new(barrier::<ROWS>(0), other()).arrive_if(self.lane == 0);
             if self.lane == 0 {
                 barrier::<ROWS>(1 + self.warp).arrive_expect_tx(chains * Self::GROUPS * GROUP_BYTES);
             }
@@ -101,7 +102,7 @@ impl<const ROWS: u32> Pair<ROWS> {
     pub unsafe fn exchange<const TILES: usize>(&self, part: u32) {
         // Of this block and of the other one.
         let (from, own) = unsafe { (self.first(), barrier::<ROWS>(1 + self.warp)) };
-        let (to, arrived) = (PeerShared::new(from, Self::other()), PeerBarrier::new(own, Self::other()));
+        let (to, arrived) = (PeerShared::new(from, other()), PeerBarrier::new(own, other()));
         let send = |chain, group, sums: [f32; 4]| unsafe {
             cluster::send16(to.at(Self::offset(chain, group)), sums.map(f32::to_bits), arrived);
         };

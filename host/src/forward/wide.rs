@@ -7,7 +7,7 @@ use gpu_kernels::kv::{HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 
-use super::{Forward, LogitRows, Pass, Tiles};
+use super::{Forward, LogitRows, Pass, Room, Tiles};
 use crate::Error;
 use crate::device::{Buffer, TensorMaps};
 use crate::stream::Stream;
@@ -43,6 +43,16 @@ enum Input {
     Scaled,
     Attended,
     Activation,
+}
+
+impl Room {
+    /// Rows of a pass over as many, or a few more: whole tiles of the [wide step](gpu_kernels::wide). What reaches beyond memory is zeros, but takes the copy engine longer: with 200 rows gate and
+    /// up took 109 µs for 89 on an H100.
+    #[must_use]
+    pub const fn whole_rows(rows: usize) -> usize {
+        let (smallest, largest) = (PROGRAMS[0].0 as usize, LARGEST.0 as usize);
+        rows.next_multiple_of(if rows > smallest { largest } else { smallest })
+    }
 }
 
 impl Forward {
