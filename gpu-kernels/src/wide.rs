@@ -62,6 +62,7 @@ mod factors;
 mod outputs;
 mod pair;
 mod phases;
+mod pool;
 mod producer;
 mod product;
 
@@ -97,8 +98,8 @@ pub const TILE_STRIPS: u32 = TOGETHER;
 
 /// A chain of a product takes the slices whose number has this remainder.
 const RESIDUES: u32 = CHAINS;
-/// Words of the grid's meetings, and behind them of the rows' factors.
-const MEETING_WORDS: u32 = 2 + 2 * MAX_WIDE_ROWS;
+/// Words of the grid's meetings, and behind them of attention's pool, and of the rows' factors.
+const MEETING_WORDS: u32 = 4 + 2 * MAX_WIDE_ROWS;
 /// Warps that consume.
 const WARPS: u32 = 8;
 const CONSUMERS: u32 = WARPS * 32;
@@ -123,9 +124,11 @@ impl<const ROWS: u32> Memory<ROWS> {
     /// Items of attention, in the slots before.
     const ITEM_RING: Shape =
         Shape { stages: Self::SCRATCH / Self::ROW_RING.bytes, barriers: Self::ROW_RING.end(), ..Self::ROW_RING };
+    /// What one producer tells another of attention's pool.
+    const MESSAGES: Shape = pool::messages(Self::ITEM_RING.end().next_multiple_of(16));
     /// Weights, or pages.
     const RING: Shape =
-        Shape::new(Self::ITEM_RING.end().next_multiple_of(128), if ROWS == 64 { 10 } else { 8 }, WEIGHT_BYTES);
+        Shape::new(Self::MESSAGES.end().next_multiple_of(128), if ROWS == 64 { 10 } else { 8 }, WEIGHT_BYTES);
     /// A barrier that says that the rows' factors are there.
     const FACTORS_READY: u32 = Self::RING.end();
     /// A barrier that says that it is known what the block has of attention, and that.
@@ -244,11 +247,11 @@ impl WideStep {
     }
 
     /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: for both halves of each tile that may be split, how many parts' chains are there,
-    /// in two sets that products use in turn; then the grid's meetings, and how many blocks are done; then two words of each row's norm factor; then for each row
-    /// that a tile of attention may begin with and each key-value head, how many splits that others combine are there.
+    /// in two sets that products use in turn; then the grid's meetings, and how many blocks are done; two words of attention's pool; then two words of each row's norm factor; then for each row
+    /// and query head, how many splits of attention are there.
     #[must_use]
-    pub const fn arrivals_len(grid: u32, kv_heads: u32) -> usize {
-        4 * grid as usize + (MEETING_WORDS + MAX_WIDE_ROWS * kv_heads) as usize
+    pub const fn arrivals_len(grid: u32, q_heads: u32) -> usize {
+        4 * grid as usize + (MEETING_WORDS + MAX_WIDE_ROWS * q_heads) as usize
     }
 
     /// Words of [`items`](Self::items) for so many tiles of so many splits at most.
@@ -263,13 +266,19 @@ impl WideStep {
         unsafe { self.arrivals.at(4 * thread::fresh(thread::grid_dim_x()) as usize) }
     }
 
+    /// How many items of attention's pool have been asked for in this step, and how many blocks have put their part of them.
+    #[inline(always)]
+    unsafe fn pool_words(&self) -> GlobalMut<u32> {
+        unsafe { self.meetings().at(2) }
+    }
+
     /// Each row's norm factor.
     #[inline(always)]
     unsafe fn factor_words(&self) -> GlobalMut<u64> {
-        unsafe { self.meetings().at(2).cast() }
+        unsafe { self.meetings().at(4).cast() }
     }
 
-    /// How many splits are there of each row that a tile begins with and key-value head.
+    /// How many splits are there of each row and query head, of those that several blocks have.
     #[inline(always)]
     unsafe fn split_arrivals(&self) -> GlobalMut<u32> {
         unsafe { self.arrivals.at((4 * thread::grid_dim_x() + MEETING_WORDS) as usize) }
@@ -429,6 +438,7 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             Memory::<ROWS>::factors_ready().init(factors::WARPS);
             Memory::<ROWS>::dealt().init(1);
             pair::init::<ROWS>();
+            Ring::init(Memory::<ROWS>::MESSAGES, 1);
             bulk::fence_init();
         }
         let thread = thread::thread_idx_x();

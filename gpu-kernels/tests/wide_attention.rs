@@ -120,7 +120,7 @@ impl Case {
         assert!(want == portable.2.as_slice(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
         for tile_rows in [64, 128] {
             let memory = memory_of(rows.len());
-            let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid, kv_heads as u32)]);
+            let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid, q_heads as u32)]);
             let items = Buffer::<u32>::new_poisoned(WideStep::items_len(tiles.len(), kv_heads, splits as usize));
             // Layers lie behind each other.
             let (cache, len) = (Buffer::from_slice(&pages.concat()), pages[0].len());

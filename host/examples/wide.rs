@@ -1,7 +1,8 @@
-//! Where the time of a step of many sequences goes: `wide [SIZE[/LAYERS] [SEQUENCES …]]`, such as `wide 8B 64 256`. Each sequence has 1,040 tokens.
+//! Where the time of a step of many sequences goes: `wide [SIZE[/LAYERS] [SEQUENCES[@FROM-TO] …]]`, such as `wide 8B 64 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so
+//! many, in no order.
 //!
 //! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best tokens with them; then a step that finds these is timed, and its phases: each from when the last
-//! block was done with the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read bandwidth. With fewer
+//! block was done with the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read bandwidth, and how long before the last one blocks were done in the mean. With fewer
 //! layers, such as `8B/12`, that bandwidth is not measured: to compare builds of the kernels in seconds (docs/toolchain.md).
 
 use gpu_kernels::kv::PAGE_TOKENS;
@@ -17,6 +18,31 @@ use model::Config;
 
 const CONTEXT: usize = 1040;
 
+/// How many sequences, and how long they are.
+struct Case {
+    name: String,
+    contexts: Vec<usize>,
+}
+
+impl Case {
+    fn new(name: &str) -> Result<Self, Box<dyn std::error::Error>> {
+        let (count, range) = name.split_once('@').unwrap_or((name, ""));
+        let count = count.parse()?;
+        let (from, to) = match range.split_once('-') {
+            Some((from, to)) => (from.parse::<usize>()?, to.parse::<usize>()?),
+            None => (CONTEXT, CONTEXT),
+        };
+        if count == 0 || from == 0 || from > to {
+            return Err(format!("{name} is no number of sequences").into());
+        }
+        let mut contexts: Vec<usize> = (0..count).map(|i| from + (to - from) * i / count).collect();
+        for (i, r) in random(count, 3).into_iter().enumerate() {
+            contexts.swap(i, r as usize % count);
+        }
+        Ok(Self { name: name.into(), contexts })
+    }
+}
+
 fn random(len: usize, mut seed: u64) -> Vec<u64> {
     let mut next = || {
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -29,13 +55,15 @@ fn step(
     device: &Device,
     size: &str,
     layers: Option<usize>,
-    sequences: usize,
+    case: &Case,
     bandwidth: Option<f64>,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let mut config = Config::published(size).ok_or("no such size")?;
     config.num_hidden_layers = layers.unwrap_or(config.num_hidden_layers);
-    let stride = CONTEXT.div_ceil(PAGE_TOKENS as usize);
-    let room = Room { context: CONTEXT, sequences, pages: sequences * stride, rows: Room::whole_rows(sequences) };
+    let sequences = case.contexts.len();
+    let context = case.contexts.iter().max().copied().unwrap_or(CONTEXT);
+    let stride = context.div_ceil(PAGE_TOKENS as usize);
+    let room = Room { context, sequences, pages: sequences * stride, rows: Room::whole_rows(sequences) };
     let mut forward = Forward::with_room(device, &config, DeviceWeights::random(&config, device)?, room)?;
     let pattern: Vec<bf16> =
         random(1 << 20, 5).iter().map(|&r| bf16::from_f32(r as f32 / (1u64 << 30) as f32 - 1.0)).collect();
@@ -48,7 +76,8 @@ fn step(
 
     let tokens: Vec<u32> = random(sequences, 2).iter().map(|r| *r as u32 % config.vocab_size as u32).collect();
     let numbers: Vec<u32> = (0..sequences as u32).collect();
-    let columns = [vec![sequences as u32], tokens, vec![CONTEXT as u32 - 1; sequences], numbers.clone()];
+    let positions = case.contexts.iter().map(|&tokens| tokens as u32 - 1).collect();
+    let columns = [vec![sequences as u32], tokens, positions, numbers.clone()];
     let columns = columns.each_ref().map(|column| device.upload(column));
     let [count, tokens, positions, of] = columns;
     let (count, tokens, positions, of) = (count?, tokens?, positions?, of?);
@@ -61,7 +90,7 @@ fn step(
             sequences: of.ptr_mut(),
         },
         most_rows: sequences as u32,
-        end: CONTEXT as u32,
+        end: context as u32,
         tiles: Some(Tiles { list: tiles.ptr(), count: sequences as u32 }),
         logits: LogitRows::From(0),
     };
@@ -90,11 +119,12 @@ fn step(
     for _ in 0..4 {
         best = best.min(timer.time(|| (0..8).try_for_each(|_| forward.enqueue_rows(&pass).map(drop)))? / 8.0);
     }
-    let kv = (sequences * CONTEXT * config.kv_bytes_per_token(2)) as f64;
+    let kv = (case.contexts.iter().sum::<usize>() * config.kv_bytes_per_token(2)) as f64;
     let bytes = config.step_weight_bytes(2) as f64 + kv;
     let share = bandwidth.map_or(String::new(), |b| format!(", {:.3} of the bound", bytes / b * 1e3 / best));
     println!(
-        "{size}, {sequences} sequences of {CONTEXT}: {best:.3} ms{share}; {differ} of {} logits differ, {strange} strange, {wrong} best tokens wrong",
+        "{size}, {} sequences: {best:.3} ms{share}; {differ} of {} logits differ, {strange} strange, {wrong} best tokens wrong",
+        case.name,
         wide.len()
     );
     forward.begin_wide_trace()?;
@@ -106,7 +136,7 @@ fn step(
     let mut before: Option<u64> = None;
     let trace = forward.take_wide_trace()?;
     for (i, (kind, times)) in trace.iter().enumerate() {
-        let (first, last) = (times.iter().min().copied().unwrap_or(0), times.iter().max().copied().unwrap_or(0));
+        let last = times.iter().max().copied().unwrap_or(0);
         let (name, elements) = match kind {
             Kind::Embed => ("embed", 0),
             Kind::Best => ("head", config.vocab_size * hidden),
@@ -118,21 +148,22 @@ fn step(
         };
         let bytes = if *kind == Kind::Attend { kv / config.num_hidden_layers as f64 } else { 2.0 * elements as f64 };
         if let Some(before) = before {
-            let spread = (last - first) as f64 / 1e3;
+            let sum: u64 = times.iter().map(|time| last - time).sum();
+            let early = sum as f64 / times.len() as f64 / 1e3;
             let time = (last - before) as f64 / 1e3;
             match phases.iter_mut().find(|phase| phase.0 == name) {
                 Some(phase) => {
-                    (phase.1, phase.3, phase.4) = (phase.1 + time, phase.3 + spread, phase.4 + 1);
+                    (phase.1, phase.3, phase.4) = (phase.1 + time, phase.3 + early, phase.4 + 1);
                 }
-                None => phases.push((name.into(), time, bytes, spread, 1)),
+                None => phases.push((name.into(), time, bytes, early, 1)),
             }
         }
         before = Some(last);
     }
-    for (name, sum, bytes, spread, count) in phases {
+    for (name, sum, bytes, early, count) in phases {
         let each = count as f64;
         let least = bandwidth.map_or(String::new(), |b| format!(" bytes alone {:7.2},", bytes / b * 1e6));
-        println!("{name:>9} {:8.2} µs,{least} blocks spread over {:6.2}", sum / each, spread / each);
+        println!("{name:>9} {:8.2} µs,{least} blocks done {:5.2} before", sum / each, early / each);
     }
     Ok(())
 }
@@ -156,7 +187,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let counts = if arguments.len() > 1 { arguments[1..].to_vec() } else { vec!["64".into(), "256".into()] };
     for sequences in counts {
-        step(&device, size, layers, sequences.parse()?, bandwidth)?;
+        step(&device, size, layers, &Case::new(&sequences)?, bandwidth)?;
     }
     Ok(())
 }

@@ -10,8 +10,7 @@
 //!
 //! # Combining
 //! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and combines them at once. Sums that have no
-//! room there, or that come from two blocks, go to memory: a block counts what it has put there of a run that goes on in the next, and the one that has the run's
-//! rest waits for that, which is the last thing it does, as putting it was the first that the other did.
+//! room there, or that come from several blocks, go to memory: each counts what it has put there, and who finds that this was the last of it combines them. Nobody waits.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
@@ -27,7 +26,6 @@ use crate::attention::{
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::qkv::{Factors, Weight};
 use crate::ring::{Ring, Shape};
-use crate::waiting;
 
 const QUERY: u32 = HEAD_DIM * 2;
 /// A page of a head's keys, or of its values.
@@ -69,8 +67,6 @@ pub struct Item {
     pub last: u32,
     /// Whether its sums stay in shared memory.
     pub on_chip: bool,
-    /// Whether the next block goes on with this tile and head.
-    pub goes_on: bool,
     /// Whether the block has no further split of a tile and head with several.
     pub is_last: bool,
     /// Whether this step adds to its keys.
@@ -84,10 +80,7 @@ impl Item {
     /// As four words.
     #[inline(always)]
     pub const fn words(&self) -> [u32; 4] {
-        let flags = (self.on_chip as u32) << 24
-            | (self.goes_on as u32) << 25
-            | (self.is_last as u32) << 26
-            | (self.is_fresh as u32) << 27;
+        let flags = (self.on_chip as u32) << 24 | (self.is_last as u32) << 25 | (self.is_fresh as u32) << 26;
         let rows = self.rows_before << 20 | self.first_row << 8 | self.rows;
         [self.kv_head | flags, self.first_split << 16 | self.split, rows, self.last]
     }
@@ -104,9 +97,8 @@ impl Item {
             rows_before: rows >> 20,
             last,
             on_chip: head >> 24 & 1 != 0,
-            goes_on: head >> 25 & 1 != 0,
-            is_last: head >> 26 & 1 != 0,
-            is_fresh: head >> 27 & 1 != 0,
+            is_last: head >> 25 & 1 != 0,
+            is_fresh: head >> 26 & 1 != 0,
         }
     }
 
@@ -484,30 +476,14 @@ unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f3
     unsafe { shared::dynamic(ring.start + slot * ring.bytes + PART + within * PART_BYTES) }
 }
 
-/// After the last split of a tile and head that this block has: combines all splits, a warp a pair, or says that they are there for another block. All warps
-/// of the block have written what they know.
+/// After the last split of a tile and head that this block has: combines the splits of the pairs that have all theirs there now, a warp a pair. All warps of the block have written what they know.
 #[inline(always)]
 unsafe fn finish<const ROWS: u32>(p: &WideStep, a: &Attend, item: &Item, tile: &Tile, position: impl Fn(u32) -> u32) {
-    unsafe {
-        let counter = p.split_arrivals().at((item.first_row * p.kv_heads + item.kv_head) as usize);
-        let first = thread::fresh(thread::thread_idx_x()) == 0;
-        if item.goes_on {
-            if first {
-                let count = item.split + 1 - item.first_split;
-                atomic::fetch_add(counter, 0, count, Ordering::Release, Scope::Device);
-            }
-            return;
-        }
-        if item.first_split > 0 {
-            if first {
-                waiting::for_count(counter, 0, item.first_split);
-                // For the next layer, which begins when all have met.
-                counter.store(0, 0);
-            }
-            thread::sync_named(ALL, CONSUMERS);
-        }
-        let (lane, mut pair) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
-        while pair < tile.pairs {
+    let lane = thread::fresh(thread::lane_id());
+    // The pages of the upper warps come later: they have more time than the others.
+    let mut pair = thread::fresh(thread::warp_id()) ^ (WARPS / 2);
+    while pair < tile.pairs {
+        unsafe {
             let splits = position(tile.row(pair)) / SPLIT + 1;
             let place = tile.place(a, pair);
             let put = |d, word| a.put::<true>(place, d, word);
@@ -517,11 +493,34 @@ unsafe fn finish<const ROWS: u32>(p: &WideStep, a: &Attend, item: &Item, tile: &
                 let part = |s| part::<ROWS>(tile, pair, s);
                 let scale = |s| part(s).cast().load(HEAD_DIM as usize / 2);
                 combine_by_warp(splits, lane, |s| part(s).load16(lane as usize * 4), scale, put);
-            } else {
+            } else if are_there(p.split_arrivals().at(place), item, splits) {
                 let words = |s| a.part(place, s).load16(lane as usize * 4);
                 combine_by_warp(splits, lane, words, |s| a.part_scale(place, s), put);
             }
-            pair += WARPS;
         }
+        pair += WARPS;
     }
+}
+
+/// A warp counts those of a pair's `splits` that this block has put into memory: whether all are there now.
+#[inline(always)]
+unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bool {
+    // A later row of the tile may have more of them.
+    let own = (item.split + 1).min(splits).saturating_sub(item.first_split);
+    let mut count = own;
+    if own > 0 && own < splits {
+        if thread::fresh(thread::lane_id()) == 0 {
+            unsafe {
+                count += atomic::fetch_add(counter, 0, own, Ordering::AcqRel, Scope::Device);
+                if count == splits {
+                    // For the next layer, which begins when all have met.
+                    counter.store(0, 0);
+                }
+            }
+        }
+        // What lane 0 saw the others see behind this.
+        warp::sync_warp();
+        count = warp::shuffle_idx(count, 0);
+    }
+    count == splits
 }

@@ -1,11 +1,11 @@
-//! How attention falls to the blocks, found once a step: it is the same in all layers.
+//! How attention falls to the blocks, found once a step: it is the same in all layers, but for the end.
 //!
 //! A *run* is the splits of a tile and a key-value head; an item is one of them. All runs stand in a line, head by head (so that blocks that are far apart read
-//! neighbouring memory at about the same time), and the line's pages are shared out evenly: a block has the items whose middle page is in its share. So most
-//! runs are whole: one block has them, and combines them by itself. A block's last run may go on in the next block, though, and its first may be the rest of one that began earlier. A block takes what *goes on* first, then its whole runs, then the
-//! *rest*: what the rest lacks has been in memory for long when it is wanted.
+//! neighbouring memory at about the same time). The last ones are the [pool](super::pool). The pages of the others are shared out evenly: a block has the items whose middle page
+//! is in its share. So most of these runs are whole: one block has them, and combines them by itself.
 
-use cuda_std::{thread, warp};
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::{GlobalMut, thread, warp};
 
 use super::attention::{Item, parts};
 use super::{Memory, WideStep};
@@ -17,31 +17,27 @@ use crate::waiting;
 const PAGES: u32 = SPLIT / PAGE_TOKENS;
 /// Words of an item in [`WideStep::items`]: its [words](Item::words), and the [indices](crate::kv::Cache::block_index) of its pages.
 pub const ITEM_WORDS: u32 = 8;
+/// Pages of the pool for each block: so far apart blocks are done with their own. What comes from the pool takes its block longer.
+const POOL_PAGES: u32 = 4;
+/// There is a pool where blocks have so many times more, and runs at most so many splits in the mean: on an H100 it gains nothing with 32 sequences of 1,040 tokens, nor with 16 of 6,000.
+const POOL_SHARE: u32 = 12;
+const POOL_SPLITS: u32 = 8;
 
-/// What a block has: numbers of items in the line.
+/// What a block has, and what nobody has yet: numbers of items in the line.
 #[derive(Clone, Copy)]
-struct Deal {
-    first: u32,
-    count: u32,
-    /// How many of them are the rest of a run that began in an earlier block.
-    rest: u32,
-    /// How many of them are of a run that goes on in the next block.
-    goes_on: u32,
+pub struct Deal {
+    pub first: u32,
+    pub count: u32,
+    pub pool_first: u32,
+    pub pool_count: u32,
 }
 
 impl Deal {
-    /// Where in the line the block's `n`-th item is.
+    /// As a warp of the block left it.
     #[inline(always)]
-    const fn place(&self, n: u32) -> u32 {
-        let Self { first, count, rest, goes_on } = *self;
-        first
-            + if n < goes_on {
-                count - goes_on + n
-            } else if n < count - rest {
-                rest + n - goes_on
-            } else {
-                n - (count - rest)
-            }
+    unsafe fn load<const ROWS: u32>() -> Self {
+        let [first, count, pool_first, pool_count] = unsafe { Memory::<ROWS>::deal().load16(0) };
+        Self { first, count, pool_first, pool_count }
     }
 }
 
@@ -94,12 +90,85 @@ impl Tiles {
     }
 }
 
-/// Finds the block's items and puts them where [`walk`] reads them. One warp does it.
+/// A lane's split of those of 32 tiles.
+#[derive(Clone, Copy)]
+struct Split {
+    first_row: u32,
+    rows: u32,
+    last: u32,
+    /// The first row of its sequence.
+    since: u32,
+    split: u32,
+    /// Pages before its tile's, of those that `Tiles::before` counts.
+    run: u32,
+}
+
+impl Split {
+    /// Each lane has the split of this number among all of the tiles. `since` is of a lane's tile.
+    #[inline(always)]
+    fn of(tiles: &Tiles, since: u32, number: u32) -> Self {
+        let from = tiles.lane_of(number);
+        let of = |n| warp::shuffle_idx(n, from);
+        let [run, first_item] = tiles.before.map(of);
+        Self {
+            first_row: of(tiles.first_row),
+            rows: of(tiles.rows),
+            last: of(tiles.last),
+            since: of(since),
+            split: number - first_item,
+            run,
+        }
+    }
+
+    /// Splits of its run.
+    #[inline(always)]
+    const fn count(&self) -> u32 {
+        self.last / SPLIT + 1
+    }
+
+    /// Puts an item where [`walk`] reads it.
+    #[inline(always)]
+    unsafe fn put(&self, p: &WideStep, item: &Item, number: u32) {
+        unsafe {
+            let cache = p.cache(Default::default());
+            let sequence = p.rows.sequences.load(item.first_row as usize);
+            let mut blocks = [0; PAGES as usize];
+            unroll!(I < 4; {
+                if (I as u32) < item.pages() {
+                    blocks[I] = cache.block_index(sequence, item.first_page() + I as u32, item.kv_head);
+                }
+            });
+            let to = p.items.at((number * ITEM_WORDS) as usize);
+            to.store16(0, item.words());
+            to.store16(4, blocks);
+        }
+    }
+
+    /// The item, of which a block has the splits from `first_split` on.
+    #[inline(always)]
+    unsafe fn item(&self, p: &WideStep, kv_head: u32, first_split: u32, is_last: bool, on_chip: bool) -> Item {
+        let Self { first_row, rows, last, since, split, .. } = *self;
+        Item {
+            kv_head,
+            split,
+            first_split,
+            first_row,
+            rows,
+            rows_before: first_row - since,
+            last,
+            on_chip,
+            is_last: is_last && self.count() > 1,
+            // SAFETY: one of the step's rows.
+            is_fresh: unsafe { p.rows.positions.load(since as usize) } < (split + 1) * SPLIT,
+        }
+    }
+}
+
+/// Finds the block's items, and its part of the pool's, and puts them where [`walk`] reads them. One warp does it.
 #[inline(always)]
 pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
     unsafe {
         let lane = thread::fresh(thread::lane_id());
-        let cache = p.cache(Default::default());
         // Pages and splits of a key-value head.
         let mut all = [0; 2];
         let mut first = 0;
@@ -110,12 +179,14 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
         }
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         core::hint::assert_unchecked(grid > 0);
-        let pages = all[0] * p.kv_heads;
+        let pool = Pool::find(p, all, lane);
+        let pages = all[0] * p.kv_heads - pool.all[0];
         let (share, left) = (pages / grid, pages % grid);
         let begin = block * share + block.min(left);
         let end = begin + share + u32::from(block < left);
 
-        let mut deal = Deal { first: 0, count: 0, rest: 0, goes_on: 0 };
+        let pool_first = all[1] * p.kv_heads - pool.all[1];
+        let mut deal = Deal { first: 0, count: 0, pool_first, pool_count: pool.all[1] };
         let mut kv_head = if begin < end { begin / all[0].max(1) } else { p.kv_heads };
         while kv_head < p.kv_heads && kv_head * all[0] < end {
             // Pages and splits before.
@@ -129,51 +200,25 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
                 while i < splits {
                     // Beyond the last, the last again.
                     let number = (i + lane).min(splits - 1);
-                    let from = tiles.lane_of(number);
-                    let of = |n| warp::shuffle_idx(n, from);
-                    let [run, first_item] = [before[0] + of(tiles.before[0]), of(tiles.before[1])];
-                    let (first_row, rows, last, since) =
-                        (of(tiles.first_row), of(tiles.rows), of(tiles.last), of(since));
-                    let (pages, splits_of_run) = (last / PAGE_TOKENS + 1, last / SPLIT + 1);
-                    let split = number - first_item;
+                    let split = Split::of(&tiles, since, number);
+                    let (run, pages, count) = (before[0] + split.run, split.last / PAGE_TOKENS + 1, split.count());
                     let middle = |split: u32| run + split * PAGES + (pages - split * PAGES).min(PAGES) / 2;
-                    let own = i + lane < splits && (begin..end).contains(&middle(split));
-                    let (begins, ends) = (begin <= middle(0), middle(splits_of_run - 1) < end);
+                    let own = i + lane < splits && (begin..end).contains(&middle(split.split));
                     if own {
-                        let is_last = if ends { split + 1 == splits_of_run } else { end <= middle(split + 1) };
-                        let fits = splits_of_run * rows * p.group() <= parts::<ROWS>();
-                        let item = Item {
-                            kv_head,
-                            split,
-                            // The first with that much before its middle.
-                            first_split: if begins { 0 } else { (begin - run - PAGES / 2).div_ceil(PAGES) },
-                            first_row,
-                            rows,
-                            rows_before: first_row - since,
-                            last,
-                            on_chip: begins && ends && fits,
-                            goes_on: !ends,
-                            is_last: is_last && splits_of_run > 1,
-                            is_fresh: p.rows.positions.load(since as usize) < (split + 1) * SPLIT,
-                        };
-                        let sequence = p.rows.sequences.load(first_row as usize);
-                        let mut blocks = [0; PAGES as usize];
-                        unroll!(I < 4; {
-                            if (I as u32) < item.pages() {
-                                blocks[I] = cache.block_index(sequence, item.first_page() + I as u32, kv_head);
-                            }
-                        });
-                        let to = p.items.at(((before[1] + number) * ITEM_WORDS) as usize);
-                        to.store16(0, item.words());
-                        to.store16(4, blocks);
+                        let (begins, ends) = (begin <= middle(0), middle(count - 1) < end);
+                        let number_of_run = split.split + 1;
+                        let is_last = if ends { number_of_run == count } else { end <= middle(number_of_run) };
+                        // The first with that much before its middle.
+                        let first_split = if begins { 0 } else { (begin - run - PAGES / 2).div_ceil(PAGES) };
+                        let fits = count * split.rows * p.group() <= parts::<ROWS>();
+                        let item = split.item(p, kv_head, first_split, is_last, begins && ends && fits);
+                        split.put(p, &item, before[1] + number);
                     }
                     let owned = warp::ballot(own);
                     if deal.count == 0 {
                         deal.first = before[1] + i + owned.trailing_zeros();
                     }
                     deal.count += owned.count_ones();
-                    deal.goes_on += warp::ballot(own && !ends).count_ones();
-                    deal.rest += warp::ballot(own && ends && !begins).count_ones();
                     i += 32;
                 }
                 before = [before[0] + tiles.all[0], before[1] + tiles.all[1]];
@@ -182,11 +227,90 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
             kv_head += 1;
         }
         if lane == 0 {
-            let Deal { first, count, rest, goes_on } = deal;
-            Memory::<ROWS>::deal().store16(0, [first, count, rest, goes_on]);
+            let Deal { first, count, pool_first, pool_count } = deal;
+            Memory::<ROWS>::deal().store16(0, [first, count, pool_first, pool_count]);
         }
         warp::sync_warp();
         Memory::<ROWS>::dealt().arrive_if(lane == 0);
+        pool.put(p, pool_first, lane);
+    }
+}
+
+/// The runs of the line's end, of the last key-value head.
+struct Pool {
+    /// The first of the 32 tiles that it begins among, and its first tile.
+    group: u32,
+    tile: u32,
+    /// Its pages and splits, and how many of both are before it among these 32.
+    all: [u32; 2],
+    before: [u32; 2],
+}
+
+impl Pool {
+    /// From the pages and splits of a head.
+    #[inline(always)]
+    unsafe fn find(p: &WideStep, all: [u32; 2], lane: u32) -> Self {
+        let wanted = thread::grid_dim_x() * POOL_PAGES;
+        // It is of one head.
+        let is_worth = wanted * POOL_SHARE <= all[0] * p.kv_heads && all[1] <= POOL_SPLITS * p.tile_count;
+        let wanted = if is_worth { wanted.min(all[0]) } else { 0 };
+        let mut pool = Self { group: p.tile_count, tile: p.tile_count, all: [0; 2], before: [0; 2] };
+        while pool.all[0] < wanted {
+            // The whole of the group before, or its end.
+            pool.group = (pool.group - 1) / 32 * 32;
+            let tiles = unsafe { Tiles::load(p, pool.group, lane) };
+            let up_to = |lane_before: u32| pool.all[0] + tiles.all[0] - lane_before;
+            let begins = warp::ballot(tiles.rows > 0 && up_to(tiles.before[0]) >= wanted);
+            let from = 31 - (begins | 1).leading_zeros();
+            pool.before = tiles.before.map(|n| warp::shuffle_idx(n, from));
+            let [pages, splits] = pool.before;
+            pool.all = [pool.all[0] + tiles.all[0] - pages, pool.all[1] + tiles.all[1] - splits];
+            pool.tile = pool.group + from;
+        }
+        pool
+    }
+
+    /// Puts the items, whole splits first and runs' last ones behind them: what comes last is to be small. Blocks do it together.
+    #[inline(always)]
+    unsafe fn put(&self, p: &WideStep, to: u32, lane: u32) {
+        unsafe {
+            let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
+            let tiles_of_pool = p.tile_count - self.tile;
+            let (mut first, mut done, mut turn) = (self.group, 0, 0);
+            // Splits before the pool's first, of the first group.
+            let mut skipped = self.before[1];
+            while first < p.tile_count {
+                let tiles = Tiles::load(p, first, lane);
+                let mut i = skipped;
+                while i < tiles.all[1] {
+                    if turn % grid == block {
+                        let since = first_row(p, &tiles);
+                        let number = (i + lane).min(tiles.all[1] - 1);
+                        let split = Split::of(&tiles, since, number);
+                        // How many runs have ended before.
+                        let runs = first + tiles.lane_of(number) - self.tile;
+                        let item = split.item(p, p.kv_heads - 1, split.split, true, false);
+                        let place = if split.split + 1 == split.count() {
+                            self.all[1] - tiles_of_pool + runs
+                        } else {
+                            done + number - skipped - runs
+                        };
+                        if i + lane < tiles.all[1] {
+                            split.put(p, &item, to + place);
+                        }
+                    }
+                    turn += 1;
+                    i += 32;
+                }
+                done += tiles.all[1] - skipped;
+                skipped = 0;
+                first += 32;
+            }
+            warp::sync_warp();
+            if lane == 0 {
+                atomic::fetch_add(p.pool_words(), 1, 1, Ordering::Release, Scope::Device);
+            }
+        }
     }
 }
 
@@ -203,12 +327,13 @@ unsafe fn first_row(p: &WideStep, tile: &Tiles) -> u32 {
     }
 }
 
-/// A warp walks the block's items: each lane looks one up, and then they are visited one after another by all: their [words](Item::words) and, if `N` is 2, the
-/// indices of their pages. `begin` is called when the first are looked up.
+/// A warp walks the block's items, and those that it is given from the pool: each lane looks one up, and then they are visited one after another by all: their [words](Item::words) and, if `N` is 2, the
+/// indices of their pages. `begin` is called when the first are looked up, `from_pool` when there are no more of the block's own.
 #[inline(always)]
 pub unsafe fn walk<const ROWS: u32, const N: usize>(
     p: &WideStep,
     begin: impl FnOnce(),
+    mut from_pool: impl FnMut(&Deal) -> Option<[[u32; 4]; N]>,
     mut visit: impl FnMut([[u32; 4]; N]),
 ) {
     unsafe {
@@ -216,28 +341,34 @@ pub unsafe fn walk<const ROWS: u32, const N: usize>(
         let count = Memory::<ROWS>::deal().load(1);
         let look_up = |done: u32| {
             let lane = thread::fresh(thread::lane_id());
-            let [first, count, rest, goes_on] = Memory::<ROWS>::deal().load16(0);
-            let deal = Deal { first, count, rest, goes_on };
-            let mut words = [[0; 4]; N];
-            if done + lane < count {
-                let from = p.items.at((deal.place(done + lane) * ITEM_WORDS) as usize);
-                unroll!(I < N of 2; {
-                    words[I] = from.load16(4 * I);
-                });
-            }
-            words
+            let deal = Deal::load::<ROWS>();
+            if done + lane < deal.count { load(p, deal.first + done + lane) } else { [[0; 4]; N] }
         };
         let (mut done, mut words) = (0, look_up(0));
         begin();
-        while done < count {
-            let end = (count - done).min(32);
-            let mut i = 0;
-            while i < end {
-                visit(words.map(|words| words.map(|word| warp::shuffle_idx(word, i))));
-                i += 1;
+        loop {
+            let next = if done < count {
+                words.map(|words| words.map(|word| warp::shuffle_idx(word, done % 32)))
+            } else {
+                let Some(next) = from_pool(&Deal::load::<ROWS>()) else { break };
+                next
+            };
+            visit(next);
+            done += 1;
+            if done % 32 == 0 {
+                words = look_up(done);
             }
-            done += 32;
-            words = look_up(done);
         }
     }
+}
+
+/// An item of the line.
+#[inline(always)]
+pub unsafe fn load<const N: usize>(p: &WideStep, number: u32) -> [[u32; 4]; N] {
+    let mut words = [[0; 4]; N];
+    let from: GlobalMut<u32> = unsafe { p.items.at((number * ITEM_WORDS) as usize) };
+    unroll!(I < N of 2; {
+        words[I] = unsafe { from.load16(4 * I) };
+    });
+    words
 }

@@ -7,6 +7,7 @@ use super::attention::{Item, Pages, load_pages, make_queries, send_end};
 use super::deal::{deal, walk};
 use super::pair::keep_step;
 use super::phases::Product;
+use super::pool::{Asking, Told};
 use super::{Kind, Memory, Phase, RESIDUES, WEIGHT_BYTES, WideStep, factors};
 use crate::linear::SLICE;
 use crate::qkv::{Factors, append};
@@ -51,6 +52,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
         let mut before = Kind::EMBED;
+        let mut asking = Asking::new::<ROWS>();
         // How often the two blocks' lanes have met.
         let mut steps = 0;
         let mut number = 0;
@@ -66,6 +68,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
                 walk::<ROWS, 2>(
                     p,
                     || {},
+                    |deal| asking.next(p, number, deal),
                     |[item, blocks]| {
                         let item = Item::new(item);
                         ring =
@@ -154,6 +157,7 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::ROW_RING);
         let mut items = Ring::producer(Memory::<ROWS>::ITEM_RING);
+        let mut told = Told::new::<ROWS>();
         let mut number = 0;
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
@@ -163,6 +167,7 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
                 walk::<ROWS, 1>(
                     p,
                     || p.meet(number),
+                    |deal| told.next(deal),
                     |[item]| {
                         make_queries(p, number, weight, &items, &Item::new(item));
                         items = items.ahead(1);

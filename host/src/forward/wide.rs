@@ -90,7 +90,7 @@ impl Forward {
             kinds,
             trace: None,
             partials: self.device.zeroed(partials[0].max(partials[1]))?,
-            arrivals: self.device.zeroed(WideStep::arrivals_len(grid, kv_heads as u32))?,
+            arrivals: self.device.zeroed(WideStep::arrivals_len(grid, c.num_attention_heads as u32))?,
             items: self.device.zeroed(WideStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
             best: self.device.zeroed(MAX_WIDE_ROWS as usize)?,
         });
