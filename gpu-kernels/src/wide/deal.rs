@@ -206,8 +206,8 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
                     let own = i + lane < splits && (begin..end).contains(&middle(split.split));
                     if own {
                         let (begins, ends) = (begin <= middle(0), middle(count - 1) < end);
-                        let number_of_run = split.split + 1;
-                        let is_last = if ends { number_of_run == count } else { end <= middle(number_of_run) };
+                        let next = split.split + 1;
+                        let is_last = if ends { next == count } else { end <= middle(next) };
                         // The first with that much before its middle.
                         let first_split = if begins { 0 } else { (begin - run - PAGES / 2).div_ceil(PAGES) };
                         let fits = count * split.rows * p.group() <= parts::<ROWS>();

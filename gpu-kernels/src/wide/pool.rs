@@ -1,7 +1,7 @@
 //! The end of attention: items that nobody has until somebody asks for them.
 //!
-//! Memory does not serve all blocks alike, and not the same ones first in every layer: with the pages shared out evenly, 64 sequences' blocks were done 6 µs
-//! apart, mean to last, 256 sequences' 11. So the [last runs](super::deal) are given out item by item to whoever is done with its own. The warp that loads pages
+//! Memory does not serve all blocks alike, and not the same ones first in every layer: with all pages shared out evenly, blocks were done 6 µs
+//! before the last one in the mean with 64 sequences, and 10 with 256. So the [last runs](super::deal) are given out item by item to whoever is done with its own. The warp that loads pages
 //! asks, and tells the one that makes queries. Whichever block is the last with a split of a run combines it.
 
 use cuda_std::atomic::{self, Ordering, Scope};
