@@ -8,7 +8,7 @@ use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::step::{self, PlanDecode, STATE_WORDS, SequenceState};
 use host::device::{Buffer, Device};
 use host::draft::script;
-use host::forward::{Forward, LogitRows};
+use host::forward::{Forward, RowOutput};
 use host::weights::DeviceWeights;
 use host::{Backend, Gpu, NgramDraft, Sequence};
 use model::sampling::argmax;
@@ -122,7 +122,7 @@ impl HostLoop {
             if forward.stream().is_some() {
                 forward.enqueue_decode(1, end)
             } else {
-                forward.enqueue(1, end, LogitRows::From(0))
+                forward.enqueue(1, end, RowOutput::LogitsFrom(0))
             }
         };
         words.write(0, &[1, 0, 0, 0])?;

@@ -25,7 +25,7 @@ use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
 use half::bf16;
 use host::device::{Buffer, Device, TensorMaps};
-use host::forward::{Forward, LogitRows};
+use host::forward::{Forward, RowOutput};
 use host::gemm::{self, Cut, Epilogue};
 use host::prefill::{self, Prefill};
 use host::weights::{DeviceLayer, DeviceWeights};
@@ -618,8 +618,8 @@ impl Prompt {
                 plan(prefill.rows(), at, count)?;
             }
             let last = at + count == tokens;
-            let logits = if last { LogitRows::From(count as u32 - 1) } else { LogitRows::None };
-            self.forward.enqueue_prefill(at, count, logits)?;
+            let output = if last { RowOutput::LogitsFrom(count as u32 - 1) } else { RowOutput::None };
+            self.forward.enqueue_prefill(at, count, output)?;
             if last {
                 plan(self.forward.rows(), tokens - 1, 1)?;
                 self.forward.enqueue_head(count - 1, 1)?;

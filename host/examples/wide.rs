@@ -12,7 +12,7 @@ use gpu_kernels::wide::Kind;
 use half::bf16;
 use host::bench::{Bench, ceilings};
 use host::device::Device;
-use host::forward::{Forward, LogitRows, Pass, Room, Tiles};
+use host::forward::{Forward, Pass, Room, RowOutput, Tiles};
 use host::weights::DeviceWeights;
 use model::Config;
 
@@ -63,7 +63,7 @@ fn step(
     let sequences = case.contexts.len();
     let context = case.contexts.iter().max().copied().unwrap_or(CONTEXT);
     let stride = context.div_ceil(PAGE_TOKENS as usize);
-    let room = Room { context, sequences, pages: sequences * stride, rows: Room::whole_rows(sequences) };
+    let room = Room::batch(context, sequences, sequences * stride, sequences);
     let mut forward = Forward::with_room(device, &config, DeviceWeights::random(&config, device)?, room)?;
     let pattern: Vec<bf16> =
         random(1 << 20, 5).iter().map(|&r| bf16::from_f32(r as f32 / (1u64 << 30) as f32 - 1.0)).collect();
@@ -92,7 +92,7 @@ fn step(
         most_rows: sequences as u32,
         end: context as u32,
         tiles: Some(Tiles { list: tiles.ptr(), count: sequences as u32 }),
-        logits: LogitRows::From(0),
+        output: RowOutput::LogitsFrom(0),
     };
     let logits = |forward: &Forward| -> Result<Vec<f32>, host::Error> {
         forward.enqueue_rows(&pass)?;
@@ -108,7 +108,7 @@ fn step(
     let differ = wide.iter().zip(&launched).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
     let strange = wide.iter().filter(|v| !v.is_finite()).count();
     // What is timed finds the best tokens, as a greedy batch does.
-    let pass = Pass { logits: LogitRows::Best, ..pass };
+    let pass = Pass { output: RowOutput::Best, ..pass };
     forward.enqueue_rows(&pass)?;
     let wrong = (forward.best_tokens(sequences)?.into_iter())
         .zip(wide.chunks(config.vocab_size))

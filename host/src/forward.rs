@@ -57,21 +57,21 @@ pub struct Forward {
 
 /// What is wanted of a step's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LogitRows {
+pub enum RowOutput {
     /// Nothing: a chunk of a prompt that is not its last.
     None,
     /// Logits of those from this row on.
-    From(u32),
+    LogitsFrom(u32),
     /// The best token of each; logits of all where a pass cannot tell that without.
     Best,
 }
 
-impl LogitRows {
+impl RowOutput {
     /// The first row that wants logits, if any does and they are all that can be had.
     pub fn first(self) -> Option<u32> {
         match self {
             Self::None => None,
-            Self::From(row) => Some(row),
+            Self::LogitsFrom(row) => Some(row),
             Self::Best => Some(0),
         }
     }
@@ -123,7 +123,7 @@ pub struct Pass {
     /// Their tiles of attention; none: all rows are of one sequence.
     pub tiles: Option<Tiles>,
     /// What is wanted of the rows.
-    pub logits: LogitRows,
+    pub output: RowOutput,
 }
 
 /// What a model takes on a device.
@@ -328,11 +328,11 @@ impl Forward {
     ///
     /// # Panics
     /// If it was not laid out, or has no room for so many rows: a bug of the caller.
-    pub fn enqueue_prefill(&mut self, start: usize, count: usize, logits: LogitRows) -> Result<(), Error> {
+    pub fn enqueue_prefill(&mut self, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
         let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
         let parts = Parts { device, config, weights, cache, tables, table_stride, cos, sin };
-        prefill.as_mut().expect("laid out").enqueue(&parts, start, count, logits)
+        prefill.as_mut().expect("laid out").enqueue(&parts, start, count, output)
     }
 
     /// Enqueues a pass over `count` rows of any sequences' prompts, with `tiles` as
@@ -468,13 +468,13 @@ impl Forward {
     ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue(&self, most_rows: u32, end: u32, logits: LogitRows) -> Result<(), Error> {
-        self.enqueue_rows(&Pass { rows: self.rows(), most_rows, end, tiles: None, logits }).map(drop)
+    pub fn enqueue(&self, most_rows: u32, end: u32, output: RowOutput) -> Result<(), Error> {
+        self.enqueue_rows(&Pass { rows: self.rows(), most_rows, end, tiles: None, output }).map(drop)
     }
 
     /// Enqueues a pass over rows of any sequences: as many as there is [room](Self::room) for. Those with tiles go through the kernels that were
     /// [made ready](Self::lay_out_wide) for many rows, if they were; the bits are the same. Returns where the [rank](gpu_kernels::sample::rank) of
-    /// each row's best token will be, if [that](LogitRows::Best) is wanted and there are no logits for it.
+    /// each row's best token will be, if [that](RowOutput::Best) is wanted and there are no logits for it.
     ///
     /// # Errors
     /// A refused launch.
@@ -493,7 +493,7 @@ impl Forward {
     pub fn enqueue_decode(&self, most_rows: u32, end: u32) -> Result<(), Error> {
         match &self.stream {
             Some(stream) => self.enqueue_stream(stream, self.rows(), most_rows),
-            None => self.enqueue(most_rows, end, LogitRows::From(0)),
+            None => self.enqueue(most_rows, end, RowOutput::LogitsFrom(0)),
         }
     }
 
@@ -510,7 +510,7 @@ impl Forward {
             }
             if let Some(stream) = &self.stream {
                 self.enqueue_stream(stream, pass.rows, pass.most_rows)?;
-                return Ok((pass.logits == LogitRows::Best).then(|| stream.best()));
+                return Ok((pass.output == RowOutput::Best).then(|| stream.best()));
             }
         }
         self.enqueue_rows(pass)

@@ -19,7 +19,7 @@ use model::{Checkpoint, Config, Sampling};
 use crate::backend::{Backend, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
 use crate::draft::{NO_THRESHOLD, NgramDraft};
-use crate::forward::{Footprint, Forward, LogitRows};
+use crate::forward::{Footprint, Forward, RowOutput};
 use crate::prefill::Prefill;
 use crate::profile::Phase;
 use crate::weights::DeviceWeights;
@@ -218,15 +218,15 @@ impl Gpu {
         while at < prompt_len {
             let count = (prompt_len - at).min(chunk);
             let last = at + count == prompt_len;
-            let logits = if last { LogitRows::From(count as u32 - 1) } else { LogitRows::None };
+            let output = if last { RowOutput::LogitsFrom(count as u32 - 1) } else { RowOutput::None };
             if self.forward.prefill().is_some() {
-                self.enqueue_prefill(at, count, logits)?;
+                self.enqueue_prefill(at, count, output)?;
                 if last {
                     self.enqueue_head(at, count - 1, 1)?;
                     self.enqueue_choice(1, 0, false, prompt_len)?;
                 }
             } else {
-                self.enqueue_chunk(at, count, logits)?;
+                self.enqueue_chunk(at, count, output)?;
                 if last {
                     self.enqueue_choice(count as u32, count as u32 - 1, false, prompt_len)?;
                 }
@@ -244,17 +244,17 @@ impl Gpu {
     }
 
     /// Enqueues a pass over at most [`MAX_ROWS`] tokens of the history.
-    fn enqueue_chunk(&self, at: usize, count: usize, logits: LogitRows) -> Result<(), Error> {
+    fn enqueue_chunk(&self, at: usize, count: usize, output: RowOutput) -> Result<(), Error> {
         self.plan(self.forward.rows(), at, count)?;
-        self.forward.enqueue(count as u32, (at + count) as u32, logits)
+        self.forward.enqueue(count as u32, (at + count) as u32, output)
     }
 
     /// Enqueues a pass over up to [`Prefill::capacity`] tokens of the history.
-    fn enqueue_prefill(&mut self, at: usize, count: usize, logits: LogitRows) -> Result<(), Error> {
+    fn enqueue_prefill(&mut self, at: usize, count: usize, output: RowOutput) -> Result<(), Error> {
         if let Some(prefill) = self.forward.prefill() {
             self.plan(prefill.rows(), at, count)?;
         }
-        self.forward.enqueue_prefill(at, count, logits)
+        self.forward.enqueue_prefill(at, count, output)
     }
 
     /// Enqueues the logits of at most [`MAX_ROWS`] rows of the prefill that began at position `at`, from its row `first` on.
@@ -537,11 +537,11 @@ impl Backend for Gpu {
             if self.forward.prefill().is_some() {
                 let first = at % chunk;
                 if first == 0 {
-                    self.enqueue_prefill(at, (tokens.len() - at).min(chunk), LogitRows::From(0))?;
+                    self.enqueue_prefill(at, (tokens.len() - at).min(chunk), RowOutput::LogitsFrom(0))?;
                 }
                 self.enqueue_head(at - first, first, count)?;
             } else {
-                self.enqueue_chunk(at, count, LogitRows::From(0))?;
+                self.enqueue_chunk(at, count, RowOutput::LogitsFrom(0))?;
             }
             self.forward.logits().read(0, out)?;
         }

@@ -20,7 +20,7 @@ use model::Config;
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
-use crate::forward::LogitRows;
+use crate::forward::RowOutput;
 use crate::gemm::{self, Epilogue};
 use crate::weights::DeviceWeights;
 
@@ -234,12 +234,12 @@ impl Prefill {
     ///
     /// # Panics
     /// If there is no room for so many rows: a bug of the caller.
-    pub fn enqueue(&mut self, parts: &Parts<'_>, start: usize, count: usize, logits: LogitRows) -> Result<(), Error> {
+    pub fn enqueue(&mut self, parts: &Parts<'_>, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
         let tiles = prefill_attention::tiles(0, count as u32, 0, start as u32, TILE_ROWS);
         self.tiles.write(0, &tiles.concat())?;
         let from = |row: u32| Results { row: row as usize, tile: (row / TILE_ROWS) as usize };
-        let results = logits.first().map_or(Results { row: count, tile: tiles.len() }, from);
+        let results = output.first().map_or(Results { row: count, tile: tiles.len() }, from);
         self.enqueue_rows(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), results)
     }
 

@@ -150,7 +150,7 @@ pub fn streamed_launched_and_wide(
 ) -> [Vec<f32>; 3] {
     use gpu_kernels::attention::Attend;
     use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
-    use host::forward::{Forward, LogitRows, Pass, Tiles};
+    use host::forward::{Forward, Pass, RowOutput, Tiles};
 
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
         let mut forward = Forward::new(device, config, weights, tokens.len())?;
@@ -169,7 +169,7 @@ pub fn streamed_launched_and_wide(
         for start in (0..prompt).step_by(64) {
             let count = (prompt - start).min(64);
             plan(start, count)?;
-            forward.enqueue(count as u32, (start + count) as u32, LogitRows::None)?;
+            forward.enqueue(count as u32, (start + count) as u32, RowOutput::None)?;
         }
         let logits = |forward: &Forward| {
             let mut out = vec![0.0; rows * config.vocab_size];
@@ -187,13 +187,13 @@ pub fn streamed_launched_and_wide(
             plan(prompt, rows)?;
             let (most_rows, end) = (rows as u32, tokens.len() as u32);
             forward.enqueue_quickest(
-                &Pass { rows: step_rows, most_rows, end, tiles: None, logits: LogitRows::From(0) },
+                &Pass { rows: step_rows, most_rows, end, tiles: None, output: RowOutput::LogitsFrom(0) },
                 true,
             )?;
             assert_eq!(logits(&forward)?, streamed);
         }
         plan(prompt, rows)?;
-        forward.enqueue(rows as u32, tokens.len() as u32, LogitRows::From(0))?;
+        forward.enqueue(rows as u32, tokens.len() as u32, RowOutput::LogitsFrom(0))?;
         let launched = logits(&forward)?;
         plan(prompt, rows)?;
         let tile = Attend::tile_rows((config.num_attention_heads / config.num_key_value_heads) as u32);
@@ -205,7 +205,7 @@ pub fn streamed_launched_and_wide(
             most_rows: rows as u32,
             end: tokens.len() as u32,
             tiles: Some(Tiles { list: list.ptr(), count: tiles.len() as u32 }),
-            logits: LogitRows::From(0),
+            output: RowOutput::LogitsFrom(0),
         })?;
         Ok([streamed, launched, logits(&forward)?])
     };
@@ -224,7 +224,7 @@ pub fn launched_and_wide(
     positions: &[u32],
 ) -> [Vec<f32>; 2] {
     use gpu_kernels::step::Rows;
-    use host::forward::{Forward, LogitRows, Pass, Room, Tiles};
+    use host::forward::{Forward, Pass, Room, RowOutput, Tiles};
 
     let run = move || -> Result<[Vec<f32>; 2], host::Error> {
         let sequences = positions.len();
@@ -254,7 +254,7 @@ pub fn launched_and_wide(
             most_rows: sequences as u32,
             end: context as u32,
             tiles: Some(Tiles { list: list.ptr(), count: sequences as u32 }),
-            logits: LogitRows::From(0),
+            output: RowOutput::LogitsFrom(0),
         };
         let logits = |forward: &Forward| {
             forward.enqueue_rows(&pass)?;
@@ -303,7 +303,7 @@ fn prefilled_in_pieces(
     wanted: usize,
 ) -> Vec<f32> {
     use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
-    use host::forward::{Forward, LogitRows};
+    use host::forward::{Forward, RowOutput};
 
     let run = || -> Result<Vec<f32>, host::Error> {
         let mut forward = Forward::new(device, &checkpoint.config, uploaded(device, checkpoint), tokens.len())?;
@@ -323,7 +323,7 @@ fn prefilled_in_pieces(
             let end = tokens.len().min(at + piece);
             plan(forward.prefill().expect("the device has no pass for prompts").rows(), at, end - at)?;
             let from = wanted.max(at);
-            let rows = if from < end { LogitRows::From((from - at) as u32) } else { LogitRows::None };
+            let rows = if from < end { RowOutput::LogitsFrom((from - at) as u32) } else { RowOutput::None };
             forward.enqueue_prefill(at, end - at, rows)?;
             for first in (from..end).step_by(64) {
                 let rows = (end - first).min(64);

@@ -4,7 +4,7 @@ use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
 use host::batch::plan::{PageCopy, Plan, Started, SwapIn, SwapOut, TableEntry, Work};
 use host::batch::{BatchBackend, BatchOptions, GpuBatch, Logprobs, Outcome, Start};
 use host::device::Device;
-use host::forward::{Forward, LogitRows};
+use host::forward::{Forward, RowOutput};
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, NgramDraft, Request};
 use integration_tests::batch::{Arranged, Happened, together};
@@ -231,12 +231,12 @@ fn prompts_run_as_prompts_and_answers_as_answers() {
         };
         let mut logits = [vec![0.0; checkpoint.config.vocab_size], vec![0.0; checkpoint.config.vocab_size]];
         plan(forward.prefill().expect("laid out").rows(), 0, prompt.len())?;
-        forward.enqueue_prefill(0, prompt.len(), LogitRows::From(prompt.len() as u32 - 1))?;
+        forward.enqueue_prefill(0, prompt.len(), RowOutput::LogitsFrom(prompt.len() as u32 - 1))?;
         plan(forward.rows(), prompt.len() - 1, 1)?;
         forward.enqueue_head(prompt.len() - 1, 1)?;
         forward.logits().read(0, &mut logits[0])?;
         plan(forward.rows(), prompt.len(), 1)?;
-        forward.enqueue(1, prompt.len() as u32 + 1, LogitRows::From(0))?;
+        forward.enqueue(1, prompt.len() as u32 + 1, RowOutput::LogitsFrom(0))?;
         forward.logits().read(0, &mut logits[1])?;
         Ok(logits)
     };

@@ -156,7 +156,7 @@ fn a_script_is_confirmed_as_far_as_it_is_right() {
 #[test]
 fn norms_and_silu_in_launches_of_their_own_match_transformers_too() {
     use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
-    use host::forward::{Forward, LogitRows};
+    use host::forward::{Forward, RowOutput};
 
     for case in golden_cases() {
         let checkpoint = Checkpoint::open(&case.dir).unwrap();
@@ -173,7 +173,7 @@ fn norms_and_silu_in_launches_of_their_own_match_transformers_too() {
             let plan = PlanPrompt { rows: forward.rows(), state, start: 0, count: rows as u32 };
             // SAFETY: the history has the tokens, and rows have room for them.
             unsafe { device.launch::<step::plan_prompt>(1, 0, plan).unwrap() };
-            forward.enqueue(rows as u32, rows as u32, LogitRows::From(0)).unwrap();
+            forward.enqueue(rows as u32, rows as u32, RowOutput::LogitsFrom(0)).unwrap();
             let mut logits = vec![0.0; rows * case.vocab];
             forward.logits().read(0, &mut logits).unwrap();
             let error = relative_error(&logits, &case.logits);

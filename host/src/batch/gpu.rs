@@ -37,7 +37,7 @@ use super::running::Running;
 use super::scheduler::{Costs, Limits};
 use crate::device::{Buffer, Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
-use crate::forward::{self, Footprint, Forward, LogitRows, Tiles};
+use crate::forward::{self, Footprint, Forward, RowOutput, Tiles};
 use crate::gpu::{DRAFT_COST, settings};
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
@@ -494,17 +494,17 @@ impl GpuBatch {
                 self.forward.enqueue_picked(upload.ptr(ready.picks), counted, chosen)?;
             }
         } else {
-            let logits = match pass.chosen.first() {
-                None => LogitRows::None,
-                Some(_) if ready.plain => LogitRows::Best,
-                Some(first) => LogitRows::From(first.row as u32),
+            let output = match pass.chosen.first() {
+                None => RowOutput::None,
+                Some(_) if ready.plain => RowOutput::Best,
+                Some(first) => RowOutput::LogitsFrom(first.row as u32),
             };
             let all = forward::Pass {
                 rows,
                 most_rows: pass.len() as u32,
                 end: pass.end(),
                 tiles: Some(Tiles { list: tiles, count: pass.tiles.len() as u32 }),
-                logits,
+                output,
             };
             best = self.forward.enqueue_quickest(&all, pass.is_of_one())?;
         }

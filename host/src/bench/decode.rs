@@ -7,7 +7,7 @@ use model::Config;
 use super::pool::random;
 use super::{Bench, BenchError, Case, Label, Path, Unit, Work};
 use crate::Error;
-use crate::forward::{Footprint, Forward, LogitRows};
+use crate::forward::{Footprint, Forward, RowOutput};
 use crate::weights::DeviceWeights;
 
 /// Which shape, contexts and rows.
@@ -114,7 +114,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
             let check = || {
                 let found = logits()?;
                 plan()?;
-                forward.enqueue(rows, context, LogitRows::From(0))?;
+                forward.enqueue(rows, context, RowOutput::LogitsFrom(0))?;
                 let expected = logits()?;
                 if let Some(strange) = expected.iter().find(|v| !v.is_finite()) {
                     return Ok(Some(format!("a logit is {strange}")));

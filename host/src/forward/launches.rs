@@ -52,7 +52,7 @@ impl Forward {
 
     /// Enqueues a pass launch by launch.
     pub(super) fn enqueue_launches(&self, pass: &Pass) -> Result<(), Error> {
-        let Pass { rows, most_rows, end, tiles, logits } = *pass;
+        let Pass { rows, most_rows, end, tiles, output } = *pass;
         let (c, w) = (&self.config, &self.weights);
         let hidden = c.hidden_size as u32;
         let inner = c.intermediate_size as u32;
@@ -123,7 +123,7 @@ impl Forward {
                 let down = linear(&layer.down, &self.activation, hidden, inner);
                 self.launch_linear(Kind::Add, most_rows, Linear { next_norm: next_norm.ptr(), ..down })?;
             }
-            if let Some(first_row) = logits.first() {
+            if let Some(first_row) = output.first() {
                 self.launch_norm(most_rows, &w.norm)?;
                 let head = Linear { first_row, ..self.head(rows, self.scaled.ptr(), norm) };
                 self.launch_linear(Kind::Write, most_rows - first_row, head)?;

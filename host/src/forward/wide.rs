@@ -7,7 +7,7 @@ use gpu_kernels::kv::{HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 
-use super::{Forward, LogitRows, Pass, Room, Tiles};
+use super::{Forward, Pass, Room, RowOutput, Tiles};
 use crate::Error;
 use crate::device::{Buffer, TensorMaps};
 use crate::stream::Stream;
@@ -46,12 +46,13 @@ enum Input {
 }
 
 impl Room {
-    /// Rows of a pass over as many, or a few more: whole tiles of the [wide step](gpu_kernels::wide). What reaches beyond memory is zeros, but takes the copy engine longer: with 200 rows gate and
-    /// up took 109 µs for 89 on an H100.
+    /// For `sequences` of up to `context` tokens in so many pages, and passes over `rows` rows or a few more: whole tiles of the [wide step](gpu_kernels::wide). What reaches beyond memory is
+    /// zeros, but takes the copy engine longer: with 200 rows gate and up took 109 µs for 89 on an H100.
     #[must_use]
-    pub const fn whole_rows(rows: usize) -> usize {
+    pub const fn batch(context: usize, sequences: usize, pages: usize, rows: usize) -> Self {
         let (smallest, largest) = (PROGRAMS[0].0 as usize, LARGEST.0 as usize);
-        rows.next_multiple_of(if rows > smallest { largest } else { smallest })
+        let rows = rows.next_multiple_of(if rows > smallest { largest } else { smallest });
+        Self { context, sequences, pages, rows }
     }
 }
 
@@ -203,17 +204,17 @@ impl Forward {
         pass: &Pass,
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
-        let Pass { rows, most_rows, logits, .. } = *pass;
+        let Pass { rows, most_rows, output, .. } = *pass;
         let (c, d) = (&self.config, &self.device);
         let ((weights, blocks), grid) = (stream.weights(), of.grid);
         let fits = |&(tile_rows, row_tiles): &(u32, u32)| most_rows <= tile_rows * row_tiles;
         let program = PROGRAMS.iter().position(fits).expect("no pass has more rows");
-        let finds_best = logits == LogitRows::Best;
+        let finds_best = output == RowOutput::Best;
         let phases: Global<Phase> = of.programs[program][usize::from(finds_best)].ptr().cast();
         let step = WideStep {
             rows,
             phases,
-            phase_count: of.kinds.len() as u32 - u32::from(logits == LogitRows::None),
+            phase_count: of.kinds.len() as u32 - u32::from(output == RowOutput::None),
             blocks,
             stream: weights,
             embed: self.weights.embed.ptr(),

@@ -50,8 +50,7 @@ impl Sizes {
 
     /// Room for these and so many pages.
     pub fn room(&self, pages: usize) -> Room {
-        let rows = Room::whole_rows(self.sequences.max(LEAST_ROWS));
-        Room { context: self.context, sequences: self.sequences, pages, rows }
+        Room::batch(self.context, self.sequences, pages, self.sequences.max(LEAST_ROWS))
     }
 
     /// Pages of the cache, when `coming` bytes of weights are not there yet.
