@@ -14,6 +14,7 @@ macro_rules! unroll {
     (@count 3, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2) };
     (@count 4, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3) };
     (@count 5, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4) };
+    (@count 6, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4 5) };
     (@count 8, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4 5 6 7) };
     (@count $most:tt, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
     (@copies $i:ident, $n:tt, $body:block, $($v:literal)*) => { $(

@@ -13,7 +13,7 @@
 //! Warp 8 passes every meeting without stopping; the other producers wait for what they bring.
 //!
 //! # Products
-//! A block takes 128 output features (a *tile*: 8 strips) × `ROWS` = 64 or 128 rows at a time. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with
+//! A block takes 128 output features (a *tile*: 8 strips) × `ROWS` = 64, 96 or 128 rows at a time. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with
 //! both from shared memory: weights as core matrices, as they lie in a chunk of the [stream](crate::stream), activations swizzled. With 64 rows weights go through registers,
 //! so that a slot is free before it is multiplied. The epilogue is in registers.
 //!
@@ -118,7 +118,7 @@ struct Memory<const ROWS: u32>;
 
 impl<const ROWS: u32> Memory<ROWS> {
     /// Activations of products.
-    const ROW_RING: Shape = Shape::new(0, if ROWS == 64 { 8 } else { 6 }, ROWS * SLICE * 2);
+    const ROW_RING: Shape = Shape::new(0, if ROWS <= 96 { 8 } else { 6 }, ROWS * SLICE * 2);
     /// What attention reduces in: the end of that memory. Activations are asked for when all blocks are done with the phase before.
     const SCRATCH: u32 = Self::ROW_RING.barriers - Attend::SHARED_BYTES;
     /// Items of attention, in the slots before.
@@ -155,11 +155,13 @@ impl<const ROWS: u32> Memory<ROWS> {
 }
 
 // An item of attention has keys and values of four pages in the ring at once.
-const _: () = assert!(Memory::<64>::RING.stages >= 8 && Memory::<128>::RING.stages >= 8);
+const _: () =
+    assert!(Memory::<64>::RING.stages >= 8 && Memory::<96>::RING.stages >= 8 && Memory::<128>::RING.stages >= 8);
 // What a block of an H100 may have.
-const _: () = assert!(Memory::<64>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
+const _: () =
+    assert!(Memory::<64>::BYTES <= 232_448 && Memory::<96>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
 
-/// Parameters of [`wide_64`] and [`wide_128`]. Cooperative; grid: at most one block a multiprocessor, whole clusters. Shared memory: [`WideStep::shared_bytes`].
+/// Parameters of [`wide_64`], [`wide_96`] and [`wide_128`]. Cooperative; grid: at most one block a multiprocessor, whole clusters. Shared memory: [`WideStep::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WideStep {
@@ -223,10 +225,14 @@ pub struct WideStep {
 }
 
 impl WideStep {
-    /// Dynamic shared memory of a block of the kernel for `rows` = 64 or 128 rows a tile.
+    /// Dynamic shared memory of a block of the kernel for `rows` = 64, 96 or 128 rows a tile.
     #[must_use]
     pub const fn shared_bytes(rows: u32) -> u32 {
-        if rows == 64 { Memory::<64>::BYTES } else { Memory::<128>::BYTES }
+        match rows {
+            64 => Memory::<64>::BYTES,
+            96 => Memory::<96>::BYTES,
+            _ => Memory::<128>::BYTES,
+        }
     }
 
     /// Elements of [`partials`](Self::partials) for any matrix and any number of tiles of `rows` rows, on a grid of `grid` blocks.
@@ -567,6 +573,12 @@ unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn wide_64(p: WideStep) {
     unsafe { wide::<64, 8>(&p) }
+}
+
+/// The phases of a step of up to 192 rows.
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
+pub unsafe fn wide_96(p: WideStep) {
+    unsafe { wide::<96, 12>(&p) }
 }
 
 /// The phases of a step of up to [`MAX_WIDE_ROWS`] rows.

@@ -205,10 +205,10 @@ impl Case {
             ..WideStep::default()
         };
         let shared = WideStep::shared_bytes(tile_rows);
-        if tile_rows == 64 {
-            run_resident::<wide::wide_64>([grid, 1, 1], shared, 3, params);
-        } else {
-            run_resident::<wide::wide_128>([grid, 1, 1], shared, 3, params);
+        match tile_rows {
+            64 => run_resident::<wide::wide_64>([grid, 1, 1], shared, 3, params),
+            96 => run_resident::<wide::wide_96>([grid, 1, 1], shared, 3, params),
+            _ => run_resident::<wide::wide_128>([grid, 1, 1], shared, 3, params),
         }
         assert!(arrivals.as_slice().iter().all(|&left| left == 0));
         Outputs {
@@ -221,7 +221,7 @@ impl Case {
     }
 
     fn check(&self, grid: u32) {
-        for tile_rows in [64, 128] {
+        for tile_rows in [64, 96, 128] {
             let want = self.by_linear::<linear::linear_64>(Linear::strips(self.n as u32), true);
             assert!(want.y == self.by_wide(Kind::Write, tile_rows, grid).y, "write, {tile_rows}");
             let best = |row: &[f32]| row.iter().zip(0..).map(|(&logit, token)| rank(logit, token)).max();

@@ -118,7 +118,7 @@ impl Case {
         let heads = [q_heads as u32, rows.len() as u32, 1];
         run::<attention::combine>(heads, Attend::COMBINE_SHARED_BYTES, seed, tiled.attend);
         assert!(want == portable.2.as_slice(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
-        for tile_rows in [64, 128] {
+        for tile_rows in [64, 96, 128] {
             let memory = memory_of(rows.len());
             let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid, q_heads as u32)]);
             let items = Buffer::<u32>::new_poisoned(WideStep::items_len(tiles.len(), kv_heads, splits as usize));
@@ -159,10 +159,10 @@ impl Case {
                 ..WideStep::default()
             };
             let (grid, shared) = ([grid, 1, 1], WideStep::shared_bytes(tile_rows));
-            if tile_rows == 64 {
-                run_resident::<wide::wide_64>(grid, shared, seed, params);
-            } else {
-                run_resident::<wide::wide_128>(grid, shared, seed, params);
+            match tile_rows {
+                64 => run_resident::<wide::wide_64>(grid, shared, seed, params),
+                96 => run_resident::<wide::wide_96>(grid, shared, seed, params),
+                _ => run_resident::<wide::wide_128>(grid, shared, seed, params),
             }
             for (got, want) in cache.as_slice().chunks(len).zip([&want_first, &want_second]) {
                 assert!(got == want.as_slice(), "keys and values of {sequences:?}, {grid:?} blocks");

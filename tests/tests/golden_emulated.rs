@@ -84,7 +84,7 @@ fn the_streamed_and_the_wide_step_give_the_bits_of_the_launches_in_wider_shapes(
     }
 }
 
-/// One tile of 128 rows, and two.
+/// One tile of 96 rows and of 128, and two of each.
 #[test]
 fn a_wide_step_of_many_sequences_gives_the_bits_of_the_launches() {
     let config = Config {
@@ -96,7 +96,7 @@ fn a_wide_step_of_many_sequences_gives_the_bits_of_the_launches() {
         num_key_value_heads: 1,
         ..Config::published("8B").unwrap()
     };
-    for sequences in [70, 131] {
+    for sequences in [70, 100, 131, 200] {
         let positions: Vec<u32> = (0..sequences).map(|i| i * 13 % 67 + if i == 5 { 300 } else { 0 }).collect();
         let device = host::device::Device::emulator(u64::from(sequences));
         let weights = host::weights::DeviceWeights::random(&config, &device).unwrap();

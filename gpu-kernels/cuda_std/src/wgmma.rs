@@ -160,6 +160,17 @@ pub unsafe fn mma_n128_cores(a: Cores, b: Operand, keep: bool) {
     unsafe { target::wgmma_n128_cores(a.0, b.0, keep) }
 }
 
+/// As [`mma_n128_cores`] for B of 96 rows, in the accumulators 64 to 111.
+///
+/// # Safety
+/// As [`mma_n256`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_n96_cores(a: Cores, b: Operand, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_n96_cores(a.0, b.0, keep) }
+}
+
 /// As [`mma_n128_upper`] for B of 64 rows, in the accumulators 64 to 95.
 ///
 /// # Safety

@@ -49,7 +49,7 @@ pub const fn parts<const ROWS: u32>() -> u32 {
 }
 
 const _: () = assert!(PAGE_BYTES == super::WEIGHT_BYTES);
-const _: () = assert!(parts::<64>() == 35 && parts::<128>() == 92);
+const _: () = assert!(parts::<64>() == 35 && parts::<96>() == 90 && parts::<128>() == 92);
 
 /// One tile, key-value head and split.
 #[derive(Clone, Copy)]

@@ -205,7 +205,7 @@ impl Outputs {
         if KIND == Kind::ADD {
             let sum = strip_squares::<TILES>(squares);
             // With as many sums as groups of lanes, each has one.
-            let mine = TILES == 16 || self.g.is_multiple_of(2);
+            let mine = if TILES == 8 { self.g.is_multiple_of(2) } else { self.g < TILES as u32 / 2 };
             unsafe {
                 let to = Self::of_row(self.squares, 8 * j, self.strides[0] / STRIP).cast();
                 to.store_if(mine && 8 * j < self.rows[2], 0, sum);
@@ -230,7 +230,7 @@ fn strip_squares<const TILES: usize>(sums: [f32; 2 * QUARTER]) -> f32 {
         let [own, other] = if lane & mask == 0 { two } else { [two[1], two[0]] };
         own + warp::shuffle_xor(other, mask)
     };
-    if TILES == 16 {
+    if TILES > 8 {
         let four = [0, 1, 2, 3].map(|i| halve([sums[i], sums[4 + i]], 16));
         let two = [0, 1].map(|i| halve([four[i], four[2 + i]], 8));
         halve(two, 4)
@@ -345,6 +345,7 @@ pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
             };
         }
         quarters!(2);
+        quarters!(3);
         quarters!(4);
     }
 }

@@ -126,7 +126,7 @@ const fn exchange(shift: u32, rows: u32) -> u32 {
 }
 
 impl Share {
-    /// Of `tiles` of 64 or 128 `rows` over `grid` blocks, for a matrix with `k` input features: the split with the shortest last round, and of equal ones the coarsest. No more
+    /// Of `tiles` of 64, 96 or 128 `rows` over `grid` blocks, for a matrix with `k` input features: the split with the shortest last round, and of equal ones the coarsest. No more
     /// parts than blocks: a block waits for a tile's parts, and would for a later one of its own. The blocks are whole clusters: two parts are one's.
     ///
     /// # Panics

@@ -145,13 +145,14 @@ impl Partial {
             if (J / (TILES / 4)) as u32 != part {
                 let (place, sums) = (unsafe { self.place(part, J as u32) }, accumulators!(64 + 4 * J));
                 if TILES == 8 {
-                    // They would go to memory before they are written anew. With 128 rows a tile attention would lose more than products gain.
+                    // They would go to memory before they are written anew. With 96 or 128 rows a tile they do not: attention would lose more than products gain.
                     unsafe { place.store16_kept(0, sums.map(f32::to_bits)) };
                 } else {
                     unsafe { place.store16(0, sums.map(f32::to_bits)) };
                 }
             }
             keep!(J, 2);
+            keep!(J, 3);
             keep!(J, 4);
         });
         unsafe {
@@ -225,7 +226,7 @@ unsafe fn multiply_chain<const TILES: usize>(rings: &mut Rings, depth: u32) {
         } else if TILES == 8 {
             multiply_loaded(rings, depth, lane);
         } else {
-            multiply_shared(rings, depth, lane);
+            multiply_shared::<TILES>(rings, depth, lane);
         }
     }
 }
@@ -233,15 +234,15 @@ unsafe fn multiply_chain<const TILES: usize>(rings: &mut Rings, depth: u32) {
 // Of both, the first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes between
 // chains has their registers.
 
-/// With 128 rows a tile: weights from shared memory, the products of two slots under way.
+/// With 96 or 128 rows a tile: weights from shared memory, the products of two slots under way.
 #[inline(always)]
-unsafe fn multiply_shared(rings: &mut Rings, depth: u32, lane: u32) {
+unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lane: u32) {
     unsafe {
-        begin_products(rings, false);
+        begin_products::<TILES>(rings, false);
         let mut turn = 1;
         while turn < depth {
             let next = rings.ahead();
-            begin_products(&next, true);
+            begin_products::<TILES>(&next, true);
             wgmma::wait::<1>();
             rings.give_back(lane);
             *rings = next;
@@ -339,7 +340,7 @@ unsafe fn end_loaded(rows: &mut Ring, lane: u32) {
 
 /// Begins the products of the slots of both rings, once they are full.
 #[inline(always)]
-unsafe fn begin_products(rings: &Rings, keep: bool) {
+unsafe fn begin_products<const TILES: usize>(rings: &Rings, keep: bool) {
     unsafe {
         rings.ring.wait_full();
         rings.rows.wait_full();
@@ -349,7 +350,11 @@ unsafe fn begin_products(rings: &Rings, keep: bool) {
         wgmma::fence();
         unroll!(I < 4; {
             let (weights, x, keep) = (weights.advance(I as u32 * STEP_BYTES), x.advance(I as u32 * 32), keep || I != 0);
-            wgmma::mma_n128_cores(weights, x, keep);
+            if TILES == 12 {
+                wgmma::mma_n96_cores(weights, x, keep);
+            } else {
+                wgmma::mma_n128_cores(weights, x, keep);
+            }
         });
         wgmma::commit();
     }

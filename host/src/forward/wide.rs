@@ -13,18 +13,20 @@ use crate::device::{Buffer, TensorMaps};
 use crate::stream::Stream;
 
 /// Rows of a product's tile and how many tiles of rows there are: of each program, the first that has room for a pass is taken.
-const PROGRAMS: [(u32, u32); 5] = [(64, 1), (128, 1), (128, 2), (128, 3), (128, 4)];
+const PROGRAMS: [(u32, u32); 7] = [(64, 1), (96, 1), (128, 1), (96, 2), (128, 2), (128, 3), (128, 4)];
+/// Rows that a tile may have.
+const TILE_ROWS: [u32; 3] = [64, 96, 128];
 const LARGEST: (u32, u32) = PROGRAMS[PROGRAMS.len() - 1];
 const _: () = assert!(LARGEST.0 * LARGEST.1 == MAX_WIDE_ROWS);
 
 /// The first of the maps that are of [`wide::last_values`].
-const LAST_VALUES: usize = 6;
+const LAST_VALUES: usize = 3 * TILE_ROWS.len();
 
 /// What these passes need beside the memory of all passes.
 pub struct Wide {
     /// Blocks of the launch.
     grid: u32,
-    /// What the phases read: of each [`Input`], in tiles of 64 rows and of 128; and of the cache, values of a context's last page.
+    /// What the phases read: of each [`Input`], in tiles of each of [`TILE_ROWS`]; and of the cache, values of a context's last page.
     _maps: TensorMaps,
     /// The phases of a step, for each of [`PROGRAMS`]: with logits, and with the best tokens instead.
     programs: Vec<[Buffer<u64>; 2]>,
@@ -75,7 +77,7 @@ impl Forward {
             Matrix::dense(buffer.ptr().addr(), self.room.rows as u64, columns as u64, tile_rows)
         };
         let mut matrices: Vec<Matrix> =
-            inputs.iter().flat_map(|&input| [64, 128].map(|rows| matrix(input, rows))).collect();
+            inputs.iter().flat_map(|&input| TILE_ROWS.map(|rows| matrix(input, rows))).collect();
         let cache = (self.cache.layer(0).addr(), self.cache.layer_len() * self.cache.layers());
         matrices.extend(wide::last_values(cache.0, cache.1));
         let maps = self.device.tensor_maps(&matrices)?;
@@ -83,14 +85,14 @@ impl Forward {
         let upload = |program, head| self.device.upload(Phase::words(&self.phases(stream, grid, &maps, program, head)));
         let program = |&program: &_| Ok([upload(program, Kind::Write)?, upload(program, Kind::Best)?]);
         let kv_heads = c.num_key_value_heads;
-        let partials = [64, 128].map(|rows| WideStep::partial_len(rows, grid));
+        let partials = TILE_ROWS.map(|rows| WideStep::partial_len(rows, grid)).into_iter().max().unwrap_or(0);
         self.wide = Some(Wide {
             grid,
             programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?,
             _maps: maps,
             kinds,
             trace: None,
-            partials: self.device.zeroed(partials[0].max(partials[1]))?,
+            partials: self.device.zeroed(partials)?,
             arrivals: self.device.zeroed(WideStep::arrivals_len(grid, c.num_attention_heads as u32))?,
             items: self.device.zeroed(WideStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
             best: self.device.zeroed(MAX_WIDE_ROWS as usize)?,
@@ -136,6 +138,7 @@ impl Forward {
         let (_, blocks) = stream.weights();
         let known = [
             self.device.clusters_at_once::<wide::wide_64>(WideStep::shared_bytes(64)),
+            self.device.clusters_at_once::<wide::wide_96>(WideStep::shared_bytes(96)),
             self.device.clusters_at_once::<wide::wide_128>(WideStep::shared_bytes(128)),
         ];
         // None: the driver does not say, nor the emulator.
@@ -156,6 +159,7 @@ impl Forward {
         let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
         let q_size = c.query_size() as u32;
         let heads = q_size + 2 * c.num_key_value_heads as u32 * HEAD_DIM;
+        let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
         let product = |kind, matrix: usize, input: Input, n: u32, k: u32| {
             let strips = if kind == Kind::SwiGlu { n.div_ceil(STRIP / 2) } else { n.div_ceil(STRIP) };
             Phase {
@@ -164,7 +168,7 @@ impl Forward {
                 k,
                 share: Share::new(Share::tiles(strips, row_tiles), tile_rows, grid, k),
                 base: stream.base(matrix),
-                x: maps.ptr(2 * input as usize + usize::from(tile_rows > 64)),
+                x: maps.ptr(TILE_ROWS.len() * input as usize + height),
                 y: self.logits.ptr_mut(),
                 row_tiles: row_tiles.into(),
                 ..Phase::new(kind)
@@ -246,10 +250,10 @@ impl Forward {
         // SAFETY: every address is a buffer of self, of the size that the parameter block states; self outlives the work because freeing device
         // memory waits for it.
         unsafe {
-            if tile_rows == 64 {
-                d.launch_cooperative::<wide::wide_64>(grid, shared, step)?;
-            } else {
-                d.launch_cooperative::<wide::wide_128>(grid, shared, step)?;
+            match tile_rows {
+                64 => d.launch_cooperative::<wide::wide_64>(grid, shared, step)?,
+                96 => d.launch_cooperative::<wide::wide_96>(grid, shared, step)?,
+                _ => d.launch_cooperative::<wide::wide_128>(grid, shared, step)?,
             }
         }
         Ok(finds_best.then(|| of.best.ptr()))

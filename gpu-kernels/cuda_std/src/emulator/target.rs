@@ -460,6 +460,11 @@ pub unsafe fn wgmma_n128_cores(a: u32, b: u32, keep: bool) {
 }
 
 #[track_caller]
+pub unsafe fn wgmma_n96_cores(a: u32, b: u32, keep: bool) {
+    wgmma::from_shared(wgmma::Rows::Cores(a), b, 96, 64, keep, Location::caller());
+}
+
+#[track_caller]
 pub fn wgmma_set_fragment<const I: usize>(low: f32, high: f32) {
     wgmma::set_fragment(I, pack_bf16(low, high), Location::caller());
 }

@@ -99,6 +99,20 @@ macro_rules! upper {
     };
 }
 
+/// Of core matrices the upper word says 1,024 bytes between groups of eight rows, no swizzle.
+macro_rules! cores {
+    ($a:ident, $b:ident, $keep:ident, $shape:literal, $($accumulators:tt)*) => {
+        // SAFETY: the caller's.
+        unsafe {
+            asm!(
+                "{{ .reg .pred keep; .reg .b32 high, plain; .reg .b64 a, b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
+                "mov.b32 plain, 0x40; mov.b64 a, {{{a}, plain}}; mov.b64 b, {{{b}, high}};",
+                concat!("wgmma.mma_async.sync.aligned.", $shape, ".f32.bf16.bf16 ", $($accumulators)*, ", a, b, keep, 1, 1, 0, 0; }}"),
+                a = in(reg32) $a, b = in(reg32) $b, keep = in(reg32) u32::from($keep), options(nostack));
+        }
+    };
+}
+
 #[inline(always)]
 pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
     // SAFETY: the caller's.
@@ -114,15 +128,20 @@ pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
 
 #[inline(always)]
 pub unsafe fn wgmma_n128_cores(a: u32, b: u32, keep: bool) {
-    // Of core matrices the upper word says 1,024 bytes between groups of eight rows, no swizzle.
-    // SAFETY: the caller's.
-    unsafe {
-        asm!(
-            "{{ .reg .pred keep; .reg .b32 high, plain; .reg .b64 a, b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
-            "mov.b32 plain, 0x40; mov.b64 a, {{{a}, plain}}; mov.b64 b, {{{b}, high}};",
-            concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", upper!(), ", a, b, keep, 1, 1, 0, 0; }}"),
-            a = in(reg32) a, b = in(reg32) b, keep = in(reg32) u32::from(keep), options(nostack));
-    }
+    cores!(a, b, keep, "m64n128k16", upper!());
+}
+
+#[inline(always)]
+pub unsafe fn wgmma_n96_cores(a: u32, b: u32, keep: bool) {
+    cores!(
+        a,
+        b,
+        keep,
+        "m64n96k16",
+        accumulators!(
+        64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95
+        96 97 98 99 100 101 102 103 104 105 106 107 108 109 110 111)
+    );
 }
 
 #[inline(always)]
