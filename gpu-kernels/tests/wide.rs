@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Random, RowBuffers, run, run_resident};
+use common::{Random, RowBuffers, run, run_wide};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16};
@@ -10,7 +10,7 @@ use gpu_kernels::linear::{self, Linear, STRIP, slot};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::sample::rank;
 use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, STRIPS, Walk};
-use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
+use gpu_kernels::wide::{Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 use proptest::prelude::*;
 
 /// Blocks that weights are laid out for.
@@ -204,12 +204,7 @@ impl Case {
             eps: 1e-6,
             ..WideStep::default()
         };
-        let shared = WideStep::shared_bytes(tile_rows);
-        match tile_rows {
-            64 => run_resident::<wide::wide_64>([grid, 1, 1], shared, 3, params),
-            96 => run_resident::<wide::wide_96>([grid, 1, 1], shared, 3, params),
-            _ => run_resident::<wide::wide_128>([grid, 1, 1], shared, 3, params),
-        }
+        run_wide(tile_rows, grid, 3, params);
         assert!(arrivals.as_slice().iter().all(|&left| left == 0));
         Outputs {
             y: y.as_slice().to_vec(),

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Random, RowBuffers, run, run_resident};
+use common::{Random, RowBuffers, run, run_wide};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::TensorMap;
 use cuda_std::{GlobalMut, bf16};
@@ -158,19 +158,14 @@ impl Case {
                 kv_heads: kv_heads as u32,
                 ..WideStep::default()
             };
-            let (grid, shared) = ([grid, 1, 1], WideStep::shared_bytes(tile_rows));
-            match tile_rows {
-                64 => run_resident::<wide::wide_64>(grid, shared, seed, params),
-                96 => run_resident::<wide::wide_96>(grid, shared, seed, params),
-                _ => run_resident::<wide::wide_128>(grid, shared, seed, params),
-            }
+            run_wide(tile_rows, grid, seed, params);
             for (got, want) in cache.as_slice().chunks(len).zip([&want_first, &want_second]) {
-                assert!(got == want.as_slice(), "keys and values of {sequences:?}, {grid:?} blocks");
+                assert!(got == want.as_slice(), "keys and values of {sequences:?}, {grid} blocks");
             }
             assert!(arrivals.as_slice().iter().all(|&left| left == 0));
             let got = memory.2.as_slice();
             let got: Vec<bf16> = (0..got.len()).map(|i| got[i / D * D + slot((i % D) as u32) as usize]).collect();
-            assert!(want == got, "{q_heads} and {kv_heads} heads, {sequences:?}, {grid:?} blocks");
+            assert!(want == got, "{q_heads} and {kv_heads} heads, {sequences:?}, {grid} blocks");
         }
     }
 }

@@ -26,19 +26,19 @@ struct Case {
 
 impl Case {
     fn new(name: &str) -> Result<Self, Box<dyn std::error::Error>> {
-        let (count, range) = name.split_once('@').unwrap_or((name, ""));
-        let count = count.parse()?;
-        let (from, to) = match range.split_once('-') {
-            Some((from, to)) => (from.parse::<usize>()?, to.parse::<usize>()?),
-            None => (CONTEXT, CONTEXT),
+        let parsed = || {
+            let Some((count, range)) = name.split_once('@') else {
+                return Some((name.parse().ok()?, CONTEXT, CONTEXT));
+            };
+            let (from, to) = range.split_once('-')?;
+            Some((count.parse().ok()?, from.parse().ok()?, to.parse().ok()?))
         };
-        if count == 0 || from == 0 || from > to {
-            return Err(format!("{name} is no number of sequences").into());
-        }
+        let (count, from, to) =
+            parsed().filter(|&(count, from, to)| count > 0 && from > 0 && from <= to).ok_or_else(|| {
+                format!("{name} is no number of sequences; give one, such as 64, or 64@32-1200 with tokens from and to")
+            })?;
         let mut contexts: Vec<usize> = (0..count).map(|i| from + (to - from) * i / count).collect();
-        for (i, r) in random(count, 3).into_iter().enumerate() {
-            contexts.swap(i, r as usize % count);
-        }
+        shuffle(&mut contexts, 3);
         Ok(Self { name: name.into(), contexts })
     }
 }
@@ -49,6 +49,12 @@ fn random(len: usize, mut seed: u64) -> Vec<u64> {
         seed >> 33
     };
     (0..len).map(|_| next()).collect()
+}
+
+fn shuffle<T>(items: &mut [T], seed: u64) {
+    for (i, r) in random(items.len(), seed).into_iter().enumerate() {
+        items.swap(i, r as usize % items.len());
+    }
 }
 
 fn step(
@@ -69,9 +75,7 @@ fn step(
         random(1 << 20, 5).iter().map(|&r| bf16::from_f32(r as f32 / (1u64 << 30) as f32 - 1.0)).collect();
     forward.fill_cache(&pattern)?;
     let mut tables: Vec<u32> = (0..room.pages as u32).collect();
-    for (i, r) in random(tables.len(), 1).into_iter().enumerate() {
-        tables.swap(i, r as usize % room.pages);
-    }
+    shuffle(&mut tables, 1);
     forward.set_page_tables(&tables)?;
 
     let tokens: Vec<u32> = random(sequences, 2).iter().map(|r| *r as u32 % config.vocab_size as u32).collect();

@@ -26,8 +26,8 @@ const POOL_SPLITS: u32 = 8;
 /// What a block has, and what nobody has yet: numbers of items in the line.
 #[derive(Clone, Copy)]
 pub struct Deal {
-    pub first: u32,
-    pub count: u32,
+    first: u32,
+    count: u32,
     pub pool_first: u32,
     pub pool_count: u32,
 }
@@ -38,6 +38,13 @@ impl Deal {
     unsafe fn load<const ROWS: u32>() -> Self {
         let [first, count, pool_first, pool_count] = unsafe { Memory::<ROWS>::deal().load16(0) };
         Self { first, count, pool_first, pool_count }
+    }
+
+    /// One lane leaves it.
+    #[inline(always)]
+    unsafe fn store<const ROWS: u32>(&self) {
+        let Self { first, count, pool_first, pool_count } = *self;
+        unsafe { Memory::<ROWS>::deal().store16(0, [first, count, pool_first, pool_count]) };
     }
 }
 
@@ -126,24 +133,6 @@ impl Split {
         self.last / SPLIT + 1
     }
 
-    /// Puts an item where [`walk`] reads it.
-    #[inline(always)]
-    unsafe fn put(&self, p: &WideStep, item: &Item, number: u32) {
-        unsafe {
-            let cache = p.cache(Default::default());
-            let sequence = p.rows.sequences.load(item.first_row as usize);
-            let mut blocks = [0; PAGES as usize];
-            unroll!(I < 4; {
-                if (I as u32) < item.pages() {
-                    blocks[I] = cache.block_index(sequence, item.first_page() + I as u32, item.kv_head);
-                }
-            });
-            let to = p.items.at((number * ITEM_WORDS) as usize);
-            to.store16(0, item.words());
-            to.store16(4, blocks);
-        }
-    }
-
     /// The item, of which a block has the splits from `first_split` on.
     #[inline(always)]
     unsafe fn item(&self, p: &WideStep, kv_head: u32, first_split: u32, is_last: bool, on_chip: bool) -> Item {
@@ -212,7 +201,7 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
                         let first_split = if begins { 0 } else { (begin - run - PAGES / 2).div_ceil(PAGES) };
                         let fits = count * split.rows * p.group() <= parts::<ROWS>();
                         let item = split.item(p, kv_head, first_split, is_last, begins && ends && fits);
-                        split.put(p, &item, before[1] + number);
+                        put(p, &item, before[1] + number);
                     }
                     let owned = warp::ballot(own);
                     if deal.count == 0 {
@@ -227,8 +216,7 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
             kv_head += 1;
         }
         if lane == 0 {
-            let Deal { first, count, pool_first, pool_count } = deal;
-            Memory::<ROWS>::deal().store16(0, [first, count, pool_first, pool_count]);
+            deal.store::<ROWS>();
         }
         warp::sync_warp();
         Memory::<ROWS>::dealt().arrive_if(lane == 0);
@@ -241,9 +229,10 @@ struct Pool {
     /// The first of the 32 tiles that it begins among, and its first tile.
     group: u32,
     tile: u32,
-    /// Its pages and splits, and how many of both are before it among these 32.
+    /// Splits before it, of these 32.
+    skipped: u32,
+    /// Its pages and splits.
     all: [u32; 2],
-    before: [u32; 2],
 }
 
 impl Pool {
@@ -254,7 +243,7 @@ impl Pool {
         // It is of one head.
         let is_worth = wanted * POOL_SHARE <= all[0] * p.kv_heads && all[1] <= POOL_SPLITS * p.tile_count;
         let wanted = if is_worth { wanted.min(all[0]) } else { 0 };
-        let mut pool = Self { group: p.tile_count, tile: p.tile_count, all: [0; 2], before: [0; 2] };
+        let mut pool = Self { group: p.tile_count, tile: p.tile_count, skipped: 0, all: [0; 2] };
         while pool.all[0] < wanted {
             // The whole of the group before, or its end.
             pool.group = (pool.group - 1) / 32 * 32;
@@ -262,8 +251,8 @@ impl Pool {
             let up_to = |lane_before: u32| pool.all[0] + tiles.all[0] - lane_before;
             let begins = warp::ballot(tiles.rows > 0 && up_to(tiles.before[0]) >= wanted);
             let from = 31 - (begins | 1).leading_zeros();
-            pool.before = tiles.before.map(|n| warp::shuffle_idx(n, from));
-            let [pages, splits] = pool.before;
+            let [pages, splits] = tiles.before.map(|n| warp::shuffle_idx(n, from));
+            pool.skipped = splits;
             pool.all = [pool.all[0] + tiles.all[0] - pages, pool.all[1] + tiles.all[1] - splits];
             pool.tile = pool.group + from;
         }
@@ -277,8 +266,7 @@ impl Pool {
             let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
             let tiles_of_pool = p.tile_count - self.tile;
             let (mut first, mut done, mut turn) = (self.group, 0, 0);
-            // Splits before the pool's first, of the first group.
-            let mut skipped = self.before[1];
+            let mut skipped = self.skipped;
             while first < p.tile_count {
                 let tiles = Tiles::load(p, first, lane);
                 let mut i = skipped;
@@ -296,7 +284,7 @@ impl Pool {
                             done + number - skipped - runs
                         };
                         if i + lane < tiles.all[1] {
-                            split.put(p, &item, to + place);
+                            put(p, &item, to + place);
                         }
                     }
                     turn += 1;
@@ -362,7 +350,25 @@ pub unsafe fn walk<const ROWS: u32, const N: usize>(
     }
 }
 
-/// An item of the line.
+/// Puts an item into the line.
+#[inline(always)]
+unsafe fn put(p: &WideStep, item: &Item, number: u32) {
+    unsafe {
+        let cache = p.cache(Default::default());
+        let sequence = p.rows.sequences.load(item.first_row as usize);
+        let mut blocks = [0; PAGES as usize];
+        unroll!(I < 4; {
+            if (I as u32) < item.pages() {
+                blocks[I] = cache.block_index(sequence, item.first_page() + I as u32, item.kv_head);
+            }
+        });
+        let to = p.items.at((number * ITEM_WORDS) as usize);
+        to.store16(0, item.words());
+        to.store16(4, blocks);
+    }
+}
+
+/// An item of the line, as it was [put] there: its words, and, if `N` is 2, the indices of its pages.
 #[inline(always)]
 pub unsafe fn load<const N: usize>(p: &WideStep, number: u32) -> [[u32; 4]; N] {
     let mut words = [[0; 4]; N];

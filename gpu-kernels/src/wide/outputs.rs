@@ -205,7 +205,11 @@ impl Outputs {
         if KIND == Kind::ADD {
             let sum = strip_squares::<TILES>(squares);
             // With as many sums as groups of lanes, each has one.
-            let mine = if TILES == 8 { self.g.is_multiple_of(2) } else { self.g < TILES as u32 / 2 };
+            let mine = match TILES {
+                8 => self.g.is_multiple_of(2),
+                12 => self.g < 6,
+                _ => true,
+            };
             unsafe {
                 let to = Self::of_row(self.squares, 8 * j, self.strides[0] / STRIP).cast();
                 to.store_if(mine && 8 * j < self.rows[2], 0, sum);

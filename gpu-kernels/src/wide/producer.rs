@@ -17,7 +17,7 @@ use crate::stream::{CHUNK_FEATURES, Pass, SLICES_APART, STRIPS};
 /// Slots of pages under way at a time: see the [stream](crate::stream)'s producer.
 const PAGES_UNDER_WAY: u32 = 4;
 
-/// Likewise of weights: with 96 or 128 rows a tile memory is not the limit, what counts is that they are there, and as many come as have room.
+/// Likewise of weights: with more than 64 rows a tile memory is not the limit, what counts is that they are there, and as many come as have room.
 const fn weights_under_way<const ROWS: u32>() -> u32 {
     if ROWS == 64 { 4 } else { Memory::<ROWS>::RING.stages }
 }

@@ -145,7 +145,7 @@ impl Partial {
             if (J / (TILES / 4)) as u32 != part {
                 let (place, sums) = (unsafe { self.place(part, J as u32) }, accumulators!(64 + 4 * J));
                 if TILES == 8 {
-                    // They would go to memory before they are written anew. With 96 or 128 rows a tile they do not: attention would lose more than products gain.
+                    // They would go to memory before they are written anew. With 128 rows a tile attention would lose more than products gain.
                     unsafe { place.store16_kept(0, sums.map(f32::to_bits)) };
                 } else {
                     unsafe { place.store16(0, sums.map(f32::to_bits)) };

@@ -4,6 +4,7 @@
 use cuda_std::emulator::{self, Buffer, Launch};
 use cuda_std::{Kernel, bf16};
 use gpu_kernels::step::Rows;
+use gpu_kernels::wide::{self, WideStep};
 
 /// A small deterministic generator, so that a failure names all it needs: its seed.
 pub struct Random(u64);
@@ -82,6 +83,16 @@ pub fn run<K: Kernel>(grid: [u32; 3], shared_bytes: u32, seed: u64, params: K::P
 pub fn run_resident<K: Kernel>(grid: [u32; 3], shared_bytes: u32, seed: u64, params: K::Params) {
     let launch = Launch { grid, threads: K::THREADS, shared_bytes, seed, cooperative: true, ..Launch::default() };
     run_launch::<K>(&launch, params);
+}
+
+/// A wide step with tiles of so many rows.
+pub fn run_wide(tile_rows: u32, grid: u32, seed: u64, params: WideStep) {
+    let (grid, shared) = ([grid, 1, 1], WideStep::shared_bytes(tile_rows));
+    match tile_rows {
+        64 => run_resident::<wide::wide_64>(grid, shared, seed, params),
+        96 => run_resident::<wide::wide_96>(grid, shared, seed, params),
+        _ => run_resident::<wide::wide_128>(grid, shared, seed, params),
+    }
 }
 
 fn run_launch<K: Kernel>(launch: &Launch, params: K::Params) {
