@@ -100,6 +100,8 @@ impl Tiles {
 /// A lane's split of those of 32 tiles.
 #[derive(Clone, Copy)]
 struct Split {
+    /// Which of the 32.
+    tile: u32,
     first_row: u32,
     rows: u32,
     last: u32,
@@ -114,10 +116,11 @@ impl Split {
     /// Each lane has the split of this number among all of the tiles. `since` is of a lane's tile.
     #[inline(always)]
     fn of(tiles: &Tiles, since: u32, number: u32) -> Self {
-        let from = tiles.lane_of(number);
-        let of = |n| warp::shuffle_idx(n, from);
+        let tile = tiles.lane_of(number);
+        let of = |n| warp::shuffle_idx(n, tile);
         let [run, first_item] = tiles.before.map(of);
         Self {
+            tile,
             first_row: of(tiles.first_row),
             rows: of(tiles.rows),
             last: of(tiles.last),
@@ -276,7 +279,7 @@ impl Pool {
                         let number = (i + lane).min(tiles.all[1] - 1);
                         let split = Split::of(&tiles, since, number);
                         // How many runs have ended before.
-                        let runs = first + tiles.lane_of(number) - self.tile;
+                        let runs = first + split.tile - self.tile;
                         let item = split.item(p, p.kv_heads - 1, split.split, true, false);
                         let place = if split.split + 1 == split.count() {
                             self.all[1] - tiles_of_pool + runs
@@ -316,7 +319,7 @@ unsafe fn first_row(p: &WideStep, tile: &Tiles) -> u32 {
 }
 
 /// A warp walks the block's items, and those that it is given from the pool: each lane looks one up, and then they are visited one after another by all: their [words](Item::words) and, if `N` is 2, the
-/// indices of their pages. `begin` is called when the first are looked up, `from_pool` when there are no more of the block's own.
+/// indices of their pages. `begin` is called when the first are looked up, `from_pool` when there are no more of the block's own, and there is a pool.
 #[inline(always)]
 pub unsafe fn walk<const ROWS: u32, const N: usize>(
     p: &WideStep,
@@ -338,7 +341,11 @@ pub unsafe fn walk<const ROWS: u32, const N: usize>(
             let next = if done < count {
                 words.map(|words| words.map(|word| warp::shuffle_idx(word, done % 32)))
             } else {
-                let Some(next) = from_pool(&Deal::load::<ROWS>()) else { break };
+                let deal = Deal::load::<ROWS>();
+                if deal.pool_count == 0 {
+                    break;
+                }
+                let Some(next) = from_pool(&deal) else { break };
                 next
             };
             visit(next);

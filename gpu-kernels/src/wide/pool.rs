@@ -39,9 +39,6 @@ impl Asking {
     /// The next item, and the indices of its pages.
     #[inline(always)]
     pub unsafe fn next(&mut self, p: &WideStep, phase: u32, deal: &Deal) -> Option<[[u32; 4]; 2]> {
-        if deal.pool_count == 0 {
-            return None;
-        }
         let mut words = [[0; 4]; 2];
         unsafe {
             if thread::fresh(thread::lane_id()) == 0 {
@@ -87,10 +84,7 @@ impl Told {
 
     /// The next item.
     #[inline(always)]
-    pub unsafe fn next(&mut self, deal: &Deal) -> Option<[[u32; 4]; 1]> {
-        if deal.pool_count == 0 {
-            return None;
-        }
+    pub unsafe fn next(&mut self) -> Option<[[u32; 4]; 1]> {
         unsafe {
             self.0.wait_full();
             let words = self.0.slot().cast::<u32>().load16(0);

@@ -167,7 +167,7 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
                 walk::<ROWS, 1>(
                     p,
                     || p.meet(number),
-                    |deal| told.next(deal),
+                    |_| told.next(),
                     |[item]| {
                         make_queries(p, number, weight, &items, &Item::new(item));
                         items = items.ahead(1);
