@@ -68,6 +68,17 @@ pub enum Error {
         /// Bytes that there are.
         free: u64,
     },
+    /// A batch's cache on the CPU does not fit into memory.
+    #[error(
+        "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory; use fewer tokens",
+        gib(*.wanted), gib(*.memory)
+    )]
+    CpuCacheTooLarge {
+        /// Bytes of both.
+        wanted: u64,
+        /// Bytes that there are.
+        memory: u64,
+    },
     /// A batch's host tier could not be had.
     #[error("--swap-tokens needs {} of memory that stays where it is, which could not be had ({reason}); use fewer, or 0", gib(*.wanted))]
     HostTier {

@@ -1,51 +1,51 @@
-//! `warpdraft batch`: formats, and what it does under stress.
+//! `warpdraft batch`: formats, shares and devices, and what it does under stress.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 
 use assert_cmd::assert::OutputAssertExt;
 use predicates::prelude::*;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::batch_again::wait_until;
 use crate::{binary, golden, json_of, stdout_of, warpdraft};
 
 /// A folder with requests in it.
-struct Folder(TempDir);
+pub struct Folder(TempDir);
 
 impl Folder {
-    fn with(requests: &str) -> Self {
+    pub fn with(requests: &str) -> Self {
         let dir = tempfile::tempdir().expect("a temporary directory");
         std::fs::write(dir.path().join("requests.jsonl"), requests).expect("it writes");
         Folder(dir)
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    fn read(&self, name: &str) -> String {
+    pub fn read(&self, name: &str) -> String {
         std::fs::read_to_string(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
     }
 
     /// `warpdraft batch requests.jsonl -o OUTPUT` in the folder.
-    fn batch(&self, output: &str, more: &[&str]) -> assert_cmd::Command {
+    pub fn batch(&self, output: &str, more: &[&str]) -> assert_cmd::Command {
         let mut command = warpdraft(&["batch", "requests.jsonl", "-o", output, "--quiet"]);
         command.current_dir(self.0.path()).args(more);
         command
     }
 
     /// The results in a file, by line of the request.
-    fn results(&self, name: &str) -> BTreeMap<u64, Value> {
+    pub fn results(&self, name: &str) -> BTreeMap<u64, Value> {
         results(&self.read(name))
     }
 }
 
 /// Results by line of the request; none twice.
-fn results(text: &str) -> BTreeMap<u64, Value> {
+pub fn results(text: &str) -> BTreeMap<u64, Value> {
     assert!(text.is_empty() || text.ends_with('\n'), "torn: {text:?}");
     let mut results = BTreeMap::new();
     for line in text.lines() {
@@ -56,13 +56,13 @@ fn results(text: &str) -> BTreeMap<u64, Value> {
     results
 }
 
-fn text_of(result: &Value) -> &str {
+pub fn text_of(result: &Value) -> &str {
     let choice = &result["response"]["body"]["choices"][0];
     choice["text"].as_str().or_else(|| choice["message"]["content"].as_str()).unwrap_or_else(|| panic!("{result}"))
 }
 
 /// `count` short requests that differ, as lines.
-fn short(count: usize) -> String {
+pub fn short(count: usize) -> String {
     (0..count)
         .map(|i| {
             let body = json!({"prompt": format!("fn number_{i}() -> "), "max_tokens": 3 + i % 5, "temperature": 0});
@@ -157,7 +157,7 @@ fn results_have_openai_s_form() {
 fn what_is_wrong_with_a_line_is_said_and_the_rest_runs() {
     let long = json!({"prompt": "word ".repeat(5000)}).to_string();
     let cases: &[(&[u8], &str, &str)] = &[
-        (b"not json", "invalid_json", "not JSON"),
+        (b"not json", "invalid_json", "not JSON: expected ident at column 2"),
         (b"[1]", "invalid_json", "not a JSON object"),
         (b"{\"prompt\": \"\xff\"}", "invalid_utf8", "byte 12"),
         (b"{}", "invalid_request", "`messages` or `prompt`"),
@@ -176,6 +176,31 @@ fn what_is_wrong_with_a_line_is_said_and_the_rest_runs() {
         (br#"{"prompt": "x", "n": 2}"#, "unsupported", "`n`"),
         (br#"{"prompt": "x", "stream": true}"#, "unsupported", "`stream`"),
         (br#"{"prompt": "x", "logit_bias": {"5": 1}}"#, "unsupported", "`logit_bias`"),
+        (br#"{"prompt": "x", "temprature": 0}"#, "unsupported", "`temprature` is no known field"),
+        (br#"{"prompt": "x", "frequency_penalty": 0.5}"#, "unsupported", "`frequency_penalty`"),
+        (br#"{"prompt": "x", "tool_choice": "required"}"#, "unsupported", "`tool_choice`"),
+        (br#"{"prompt": "x", "tools": {"type": "text"}}"#, "unsupported", "`tools`"),
+        (br#"{"prompt": "x", "min_tokens": 2}"#, "unsupported", "`min_tokens`"),
+        (br#"{"prompt": "x", "max_tokens": "5", "max_completion_tokens": 5}"#, "invalid_request", "`max_tokens`"),
+        (
+            br#"{"prompt": "x", "chat_template_kwargs": {}, "max_completion_tokens": 0}"#,
+            "invalid_request",
+            "`max_completion_tokens`",
+        ),
+        (
+            br#"{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5}"#,
+            "invalid_request",
+            "object",
+        ),
+        (
+            br#"{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": 1}}"#,
+            "unsupported",
+            "`a`",
+        ),
+        (br#"{"messages": [{"role": "user", "content": "x", "name": "me"}]}"#, "unsupported", "`name` in messages"),
+        (br#"{"prompt": "x", "top_logprobs": 2}"#, "invalid_request", "`top_logprobs`"),
+        (br#"{"body": {"prompt": "x"}, "max_tokens": 2}"#, "invalid_request", "`max_tokens` stands beside `body`"),
+        (br#"{"body": {"prompt": "x", "custom_id": "a"}}"#, "invalid_request", "`custom_id` stands in `body`"),
         (br#"{"prompt": "x", "logprobs": 50}"#, "invalid_request", "20"),
         (br#"{"custom_id": 7, "prompt": "x"}"#, "invalid_request", "`custom_id`"),
         (br#"{"method": "GET", "url": "/v1/completions", "body": {"prompt": "x"}}"#, "invalid_request", "POST"),
@@ -188,9 +213,11 @@ fn what_is_wrong_with_a_line_is_said_and_the_rest_runs() {
         (br#"{"custom_id": "twice", "prompt": "y"}"#, "duplicate_custom_id", "line 2"),
     ];
     let good =
-        br#"{"custom_id": "twice", "prompt": "x", "max_tokens": 2, "frequency_penalty": 0, "tools": [], "user": "me"}"#;
-    // A blank line at the start: numbers are those of the file.
-    let mut requests = [b"\n", &good[..], b"\n"].concat();
+        br#"{"custom_id": "twice", "prompt": "x", "max_tokens": 2.0, "frequency_penalty": 0, "tools": [], "user": "me",
+        "response_format": {"type": "text"}, "tool_choice": "auto", "stream": false, "temperature": null}"#;
+    let good = &String::from_utf8_lossy(good).replace('\n', "").into_bytes();
+    // A mark of the encoding and a blank line at the start: numbers are those of the file.
+    let mut requests = [b"\xef\xbb\xbf\n", &good[..], b"\n"].concat();
     for (line, ..) in cases {
         requests.extend_from_slice(line);
         requests.push(b'\n');
@@ -277,186 +304,29 @@ fn shards_are_a_partition_and_merge_to_the_whole() {
     merge(&twice, &["--requests", "requests.jsonl"]).success().stderr(predicate::str::contains("22 results"));
     assert_eq!(folder.read("merged.jsonl"), folder.read("whole.jsonl"));
     merge(&all, &[]).code(1).stderr(predicate::str::contains("there already"));
-    warpdraft(&["batch", "requests.jsonl", "-o", "x", "--shard", "3/3"]).assert().code(2);
-}
-
-#[test]
-fn a_second_run_on_an_output_is_refused() {
-    let folder = Folder::with(&short(4));
-    // It waits for requests as long as its input is open.
-    let mut first = Command::new(binary())
-        .args(["batch", "-", "-o", "results.jsonl", "--device", "cpu", "--quiet"])
-        .current_dir(folder.0.path())
-        .stdin(Stdio::piped())
-        .spawn()
-        .expect("the binary starts");
-    let mut stdin = first.stdin.take().unwrap();
-    stdin.write_all(short(4).as_bytes()).unwrap();
-    wait_until(|| std::fs::read_to_string(folder.path("results.jsonl")).is_ok_and(|text| text.lines().count() == 4));
-    let second = folder.batch("results.jsonl", &[]).assert().code(1);
-    second.stderr(predicate::str::contains("another run is writing results.jsonl"));
-    drop(stdin);
-    assert!(first.wait().unwrap().success());
-    assert_eq!(folder.results("results.jsonl").len(), 4);
-}
-
-#[test]
-fn another_input_model_or_output_is_not_mixed_in() {
-    let folder = Folder::with(&short(3));
-    folder.batch("results.jsonl", &[]).assert().success();
-    let before = folder.read("results.jsonl");
-    let refused = |more: &[&str], part: &str| {
-        let run = folder.batch("results.jsonl", more).assert().code(1);
-        run.stderr(predicate::str::contains(part));
-        assert_eq!(folder.read("results.jsonl"), before);
-    };
-    refused(&["--max-tokens", "7"], "other settings");
-    refused(&["--model", golden("tied_bf16").to_str().unwrap()], "another model");
-    // Settings that change the speed alone are free to differ.
-    folder.batch("results.jsonl", &["--draft", "none", "--sequences", "2"]).assert().success();
-    std::fs::write(folder.path("requests.jsonl"), short(4).replace("number_1(", "nummer_1(")).unwrap();
-    refused(&[], "line 2 is not the one");
-    std::fs::write(folder.path("notes.txt"), "do not lose me").unwrap();
-    folder.batch("notes.txt", &[]).assert().code(1).stderr(predicate::str::contains("something else"));
-    assert_eq!(folder.read("notes.txt"), "do not lose me");
-    folder.batch("requests.jsonl", &[]).assert().code(1).stderr(predicate::str::contains("another output"));
-}
-
-#[test]
-fn a_growing_input_is_taken_up() {
-    let folder = Folder::with(&short(3));
-    folder.batch("results.jsonl", &["--ordered"]).assert().success();
-    std::fs::write(folder.path("requests.jsonl"), short(6)).unwrap();
-    let summary = json_of(folder.batch("results.jsonl", &["--ordered", "--json"]).arg("--draft=none"));
-    assert_eq!(summary["requests"], json!({"answered": 3, "refused": 0, "done_before": 3}));
-    assert_eq!(folder.results("results.jsonl").len(), 6);
-}
-
-fn wait_until(done: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(start.elapsed() < Duration::from_secs(120), "it does not happen");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
-/// A run that a signal will end.
-fn start(folder: &Folder, output: &str, more: &[&str]) -> Child {
-    Command::new(binary())
-        .args(["batch", "requests.jsonl", "-o", output, "--device", "cpu", "--quiet", "--sequences", "4"])
-        .args(more)
-        .env_remove("WARPDRAFT_MODEL")
-        .current_dir(folder.0.path())
-        .stdin(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the binary starts")
-}
-
-#[test]
-fn killed_at_a_hundred_moments_it_loses_doubles_and_tears_nothing() {
-    const KILLS: usize = 100;
-    let folder = Folder::with(&short(160));
-    let whole = folder.batch("whole.jsonl", &["--ordered"]).assert().success();
-    drop(whole);
-    let expected = folder.read("whole.jsonl");
-    // With nothing left to do, a run is its start alone.
-    let begin = Instant::now();
-    folder.batch("whole.jsonl", &["--ordered"]).assert().success();
-    let start_up = begin.elapsed().as_micros() as u64;
-    assert_eq!(folder.read("whole.jsonl"), expected);
-
-    let ways: [(&str, &[&str]); 4] =
-        [("a.jsonl", &["--ordered"]), ("b.jsonl", &[]), ("c.jsonl.gz", &[]), ("d.jsonl.zst", &[])];
-    let (mut kills, mut halfway) = (0, 0);
-    let mut again = [0; 4];
-    while kills < KILLS {
-        let way = kills % ways.len();
-        let (name, more) = ways[way];
-        let mut child = start(&folder, name, more);
-        // From before the output is open to well within the work; packed results are written every now and then only.
-        let most = start_up + if way < 2 { 150_000 } else { 500_000 };
-        let moment = model::sampling::random(kills as u64, again[way]) % most;
-        std::thread::sleep(Duration::from_micros(moment));
-        child.kill().expect("it can be killed");
-        let status = child.wait().unwrap();
-        kills += 1;
-        let done = unpacked(&folder.path(name)).lines().count();
-        halfway += usize::from(done > 0 && done < 160);
-        if status.success() {
-            finish(&folder, name, more, &expected);
-            std::fs::remove_file(folder.path(name)).unwrap();
-            again[way] += 1;
-        }
-    }
-    for (name, more) in ways {
-        finish(&folder, name, more, &expected);
-    }
-    println!("{halfway} of {kills} kills were halfway, {} runs came to their end", again.iter().sum::<u64>());
-    assert!(halfway > 20, "only {halfway} kills were halfway");
-}
-
-/// Runs to the end; then all is there as it would be without kills.
-fn finish(folder: &Folder, name: &str, more: &[&str], expected: &str) {
-    folder.batch(name, more).args(["--sequences", "4"]).assert().success();
-    let text = unpacked(&folder.path(name));
-    if more.contains(&"--ordered") {
-        assert_eq!(text, expected, "{name}");
-    }
-    assert_eq!(results(&text), results(expected), "{name}");
-}
-
-/// What can be read of a file that may be torn.
-fn unpacked(path: &Path) -> String {
-    let Ok(bytes) = std::fs::read(path) else { return String::new() };
-    let mut text = Vec::new();
-    let _ = match path.extension().and_then(|e| e.to_str()) {
-        Some("gz") => flate2::read::MultiGzDecoder::new(&bytes[..]).read_to_end(&mut text),
-        Some("zst") => zstd::stream::read::Decoder::new(&bytes[..]).and_then(|mut d| d.read_to_end(&mut text)),
-        _ => (&bytes[..]).read_to_end(&mut text),
-    };
-    String::from_utf8_lossy(&text).into_owned()
-}
-
-#[test]
-fn ctrl_c_ends_it_whole_and_it_goes_on() {
-    let folder = Folder::with(&short(200));
-    let child = start(&folder, "results.jsonl", &[]);
-    wait_until(|| std::fs::metadata(folder.path("results.jsonl")).is_ok_and(|m| m.len() > 0));
-    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(
-        (output.status.code(), &*String::from_utf8_lossy(&output.stderr)),
-        (Some(130), "warpdraft: interrupted\n")
+    std::fs::remove_file(folder.path("merged.jsonl")).unwrap();
+    // Answers of other settings do not belong together, nor two that differ, nor what was not finished.
+    folder.batch("other.jsonl", &["--shard", "0/3", "--stop", "zzz"]).assert().success();
+    let other = ["other.jsonl", all[1], all[2]];
+    let parts = predicate::str::contains("other.jsonl and part-1.jsonl.gz were made with different models or settings");
+    merge(&other, &["--requests", "requests.jsonl"]).code(1).stderr(parts);
+    let (first, rest) = folder.read("whole.jsonl").split_once('\n').map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
+    let changed = first.replacen("\"text\":\"", "\"text\":\"no ", 1);
+    assert_ne!(changed, first);
+    std::fs::write(folder.path("changed.jsonl"), changed + "\n").unwrap();
+    let two = predicate::str::contains(
+        "line 1 of the requests has two results that differ, in whole.jsonl and changed.jsonl",
     );
-    let done = folder.results("results.jsonl").len();
-    let summary = json_of(&mut folder.batch("results.jsonl", &["--json"]));
-    assert_eq!(summary["requests"], json!({"answered": 200 - done, "refused": 0, "done_before": done}));
-    assert_eq!(folder.results("results.jsonl").len(), 200);
-}
-
-#[test]
-fn a_full_disk_is_said_and_it_goes_on() {
-    let folder = Folder::with(&short(60));
-    // The shell's limit on file sizes (in blocks of 512 or 1024 bytes) stands for a disk; unlike one, it can be had anywhere.
-    for name in ["results.jsonl", "results.jsonl.gz"] {
-        let blocks = if name.ends_with("gz") { 1 } else { 8 };
-        let script =
-            format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" batch requests.jsonl -o {name} --device cpu -q");
-        let run =
-            Command::new("bash").args(["-c", &script]).arg(binary()).current_dir(folder.0.path()).assert().code(1);
-        run.stderr(
-            predicate::str::contains(format!("cannot write to {name}"))
-                .and(predicate::str::contains("make room, and the same command goes on")),
-        );
-        let done = results(&unpacked(&folder.path(name))).len();
-        assert!(done < 60, "the limit was not met");
-        let summary = json_of(&mut folder.batch(name, &["--json"]));
-        assert_eq!(summary["requests"], json!({"answered": 60 - done, "refused": 0, "done_before": done}));
-        assert_eq!(results(&unpacked(&folder.path(name))).len(), 60);
+    merge(&["whole.jsonl", "changed.jsonl"], &[]).code(1).stderr(two);
+    std::fs::write(folder.path("torn.jsonl"), format!("{first}\n{}", &rest[..40])).unwrap();
+    let packed = std::fs::read(folder.path(all[0])).unwrap();
+    std::fs::write(folder.path("torn.jsonl.gz"), &packed[..packed.len() - 9]).unwrap();
+    for torn in ["torn.jsonl", "torn.jsonl.gz"] {
+        let said = predicate::str::contains(format!("{torn} ends in the middle of a result; finish it first"));
+        merge(&[torn], &[]).code(1).stderr(said);
     }
-    let run = folder.batch("/dev/full", &[]).assert().code(1);
-    run.stderr(predicate::str::contains("cannot write to /dev/full"));
+    assert!(!folder.path("merged.jsonl").exists());
+    warpdraft(&["batch", "requests.jsonl", "-o", "x", "--shard", "3/3"]).assert().code(2);
 }
 
 #[test]
@@ -512,10 +382,58 @@ fn several_devices_share_the_requests() {
     assert_eq!(folder.read("two.jsonl"), folder.read("one.jsonl"));
     assert_eq!(summary["requests"], json!({"answered": 60, "refused": 1, "done_before": 0}));
     assert_eq!(summary["most_at_once"], 6, "each has its own: {summary}");
+    assert_eq!((&summary["ended"], &summary["model"]), (&json!("done"), &json!("demo")));
+    assert!(summary["devices"].as_str().is_some_and(|devices| devices.contains(", ")), "{summary}");
     folder.batch("x.jsonl", &["--devices", "cpu,gpu"]).assert().code(2);
     if host::device::cards().expect("the driver answers").is_empty() {
         let run = folder.batch("x.jsonl", &["--devices", "all"]).assert().code(1);
         run.stderr(predicate::str::contains("no CUDA card"));
+    }
+}
+
+/// One device has a request, and the other waits for one: that takes no time of the first.
+#[test]
+fn an_idle_device_does_not_hold_up_a_busy_one() {
+    let folder = Folder::with("");
+    let mut child = Command::new(binary())
+        .args(["batch", "-", "-o", "results.jsonl", "--devices", "cpu,cpu", "--draft", "none", "--quiet", "--json"])
+        .env_remove("WARPDRAFT_MODEL")
+        .current_dir(folder.0.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    let mut stdin = child.stdin.take().unwrap();
+    let request = json!({"prompt": "fn main() {", "max_tokens": 400, "ignore_eos": true});
+    writeln!(stdin, "{request}").unwrap();
+    wait_until(|| std::fs::read_to_string(folder.path("results.jsonl")).is_ok_and(|text| text.ends_with('\n')));
+    drop(stdin);
+    let summary: Value = serde_json::from_slice(&child.wait_with_output().unwrap().stdout).unwrap();
+    let [steps, seconds, busy] = ["steps", "seconds", "device_seconds"].map(|name| summary[name].as_f64().unwrap());
+    // A wait for requests takes 20 ms; between two steps there is next to nothing to do.
+    assert!((seconds - busy) / steps < 0.005, "{summary}");
+}
+
+/// What stands in line is bounded in tokens: a prompt that cannot be answered does not.
+#[test]
+fn long_lines_take_bounded_memory() {
+    let slow =
+        |i| json!({"prompt": format!("fn number_{i}"), "max_tokens": 100, "ignore_eos": true}).to_string() + "\n";
+    let long = format!("{{\"prompt\":[{}1]}}\n", "1,".repeat(400_000));
+    let folder = Folder::with(&((0..4).map(slow).collect::<String>() + &long.repeat(150)));
+    let options = ["--context", "256", "--sequences", "1", "--json"];
+    let summary = json_of(&mut folder.batch("results.jsonl", &options));
+    assert_eq!(summary["requests"], json!({"answered": 4, "refused": 150, "done_before": 0}));
+    let peak = summary["peak_memory_bytes"].as_u64().unwrap() >> 20;
+    assert!(peak < 160, "{peak} MiB");
+}
+
+#[test]
+fn a_cache_larger_than_memory_is_refused() {
+    let folder = Folder::with(&short(1));
+    for flag in ["--cache-tokens", "--swap-tokens"] {
+        let run = folder.batch("results.jsonl", &[flag, "99999999999999"]).assert().code(1);
+        run.stderr(predicate::str::contains(flag).and(predicate::str::contains("of memory; use fewer tokens")));
     }
 }
 

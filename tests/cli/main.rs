@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod batch;
+mod batch_again;
 mod bench;
 mod broken;
 mod chat;

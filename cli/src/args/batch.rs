@@ -73,10 +73,10 @@ pub struct SizeArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least_one)]
     pub cache_tokens: Option<usize>,
     /// Tokens that are kept aside when the cache is full, rather than computed again [default: as many, on a card up to 4 GiB]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub swap_tokens: Option<usize>,
     /// Draft while a step has fewer rows than this
-    #[arg(long, value_name = "N", default_value_t = BatchOptions::DRAFT_ROWS)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = BatchOptions::DRAFT_ROWS)]
     pub draft_rows: u32,
 }
 
@@ -134,6 +134,7 @@ fn shard(text: &str) -> Result<Shard, String> {
     let numbers = text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
     match numbers {
         Some((index, count)) if index < count => Ok(Shard { index, count }),
+        Some((_, 0)) => Err("there must be a share or more, as in 0/1".into()),
         Some((_, count)) => {
             Err(format!("the first number must be less than the second; shares count from 0 to {count} - 1"))
         }

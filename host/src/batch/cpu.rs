@@ -40,12 +40,18 @@ impl CpuBatch {
     /// Within `limits`; `draft` proposes, if anyone.
     ///
     /// # Errors
-    /// A checkpoint that lacks a weight, or has one that is NaN or infinite.
+    /// A checkpoint that lacks a weight, or has one that is NaN or infinite; a cache larger than memory.
     pub fn new(checkpoint: &Checkpoint, limits: Limits, draft: Option<NgramDraft>) -> Result<Self, Error> {
         checkpoint.check_finite(&|_| {})?;
         let model = CpuModel::new(checkpoint)?;
         let store = |pages: u32| KvPages::new(model.config(), pages as usize, limits.page_tokens);
-        let page = (checkpoint.config.kv_bytes_per_token(size_of::<f32>()) * limits.page_tokens) as f64;
+        let page = checkpoint.config.kv_bytes_per_token(size_of::<f32>()) * limits.page_tokens;
+        let wanted = (page as u64).saturating_mul(u64::from(limits.pages) + u64::from(limits.host_pages));
+        let memory = memory();
+        if wanted > memory {
+            return Err(Error::CpuCacheTooLarge { wanted, memory });
+        }
+        let page = page as f64;
         Ok(Self {
             pages: store(limits.pages),
             host: store(limits.host_pages),
@@ -158,4 +164,15 @@ impl BatchBackend for CpuBatch {
     fn end(&mut self) -> Result<Vec<Outcome>, Error> {
         Ok(std::mem::take(&mut self.outcomes))
     }
+}
+
+/// Bytes of memory that the machine has; where the system does not tell, as many as can be addressed.
+fn memory() -> u64 {
+    let told = || {
+        let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        Some(kib << 10)
+    };
+    told().unwrap_or(isize::MAX as u64)
 }

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::Deserialize;
+use xxhash_rust::xxh3::Xxh3;
 
 pub use dtype::Dtype;
 pub use weights::{LayerWeights, Weights};
@@ -24,6 +25,9 @@ use files::{Bytes, Files};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+/// The files beside the weights that say what the model does.
+const TEXTS: [&str; 5] =
+    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
 /// A model: everything that its files say. Cloning shares the weights and the tokenizer.
 #[derive(Debug, Clone)]
@@ -36,6 +40,8 @@ pub struct Checkpoint {
     pub tokenizer: Tokenizer,
     /// How a conversation becomes a prompt, if the checkpoint says.
     pub chat_template: Option<ChatTemplate>,
+    /// Of the files beside the weights.
+    text_digest: u64,
     store: Arc<Store>,
 }
 
@@ -163,8 +169,16 @@ impl Checkpoint {
             });
         }
 
+        let mut text_digest = Xxh3::new();
+        for name in TEXTS {
+            let text = files.read(name)?;
+            // How long each is says where it ends.
+            text_digest.update(&text.as_ref().map_or(u64::MAX, |text| text.len() as u64).to_le_bytes());
+            text_digest.update(text.as_deref().unwrap_or_default());
+        }
+        let text_digest = text_digest.digest();
         let store = Arc::new(Store::open(files)?);
-        let checkpoint = Checkpoint { config, generation, tokenizer, chat_template, store };
+        let checkpoint = Checkpoint { config, generation, tokenizer, chat_template, text_digest, store };
         checkpoint.weight_ids()?;
         if options.check_finite {
             checkpoint.check_finite(&|_| {})?;
@@ -203,6 +217,26 @@ impl Checkpoint {
     /// All tensors, shard by shard in file order.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
         (0..self.store.tensors.len()).map(|i| self.tensor_by_id(TensorId(i)))
+    }
+
+    /// A digest (XXH3) by which models are told apart, wherever they lie: of all files beside the weights, and of each tensor its name, number format, shape, and some
+    /// of its bytes from all over it. So it takes little time, and a few weights that were changed by hand may escape it.
+    pub fn digest(&self) -> u64 {
+        const PIECES: usize = 8;
+        const PIECE_BYTES: usize = 64;
+        let mut tensors: Vec<Tensor<'_>> = self.tensors().collect();
+        tensors.sort_by_key(|tensor| tensor.name);
+        let mut digest = Xxh3::new();
+        digest.update(&self.text_digest.to_le_bytes());
+        for Tensor { name, dtype, shape, data } in tensors {
+            digest.update(format!("{name} {dtype:?} {shape:?}\n").as_bytes());
+            let last = data.len().saturating_sub(PIECE_BYTES);
+            for i in 0..PIECES {
+                let start = last * i / (PIECES - 1);
+                digest.update(&data[start..data.len().min(start + PIECE_BYTES)]);
+            }
+        }
+        digest.digest()
     }
 
     /// Bytes of all tensors as they are stored.

@@ -1,36 +1,61 @@
 //! Requests, read and understood before a device has room for them.
 
 use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context, anyhow, bail};
 
+use super::Event;
 use super::identity::{Identity, Key};
-use super::input::{LONGEST, Line, Lines};
+use super::input::{LONGEST, Line, Lines, cannot_read};
 use super::request::{Reader, Refusal, Wanted};
 use super::result::{self, Name};
-use super::{Event, HELD};
 use crate::args::batch::Shard;
 
 /// Reads ahead of the devices, in a thread of its own: lines, JSON, templates and tokens.
 pub struct Ahead {
     /// The requests.
     pub lines: Lines,
+    /// Where they come from.
+    pub requests: PathBuf,
     /// Understands them.
     pub reader: Reader,
     /// Digests of the lines that the output has results for.
     pub done: HashMap<u64, u64>,
-    /// Which of them are wanted.
+    /// The output.
+    pub output: PathBuf,
+    /// Which requests are wanted.
     pub shard: Option<Shard>,
     /// Hashes of the `custom_id`s so far, with their lines.
     pub seen: HashMap<u64, u64>,
-    /// The output's name.
-    pub answered: String,
-    /// In order of the requests: how many results were written.
-    pub written: Option<Arc<AtomicU64>>,
+    /// Where results are written in the order of the requests.
+    pub held: Option<Arc<Held>>,
+}
+
+/// Finished results that wait for slower ones before them.
+#[derive(Default)]
+pub struct Held {
+    /// How many results were written.
+    pub written: AtomicU64,
+    /// Of those that wait.
+    pub bytes: AtomicU64,
+}
+
+impl Held {
+    /// So many results at most may wait…
+    const MOST: u64 = 8192;
+    /// …and about so many bytes of them.
+    const MOST_BYTES: u64 = 256 << 20;
+
+    /// Whether too much waits for another request to be taken on, where `begun` were so far.
+    fn is_full(&self, begun: u64) -> bool {
+        begun - self.written.load(Ordering::Relaxed) > Self::MOST
+            || self.bytes.load(Ordering::Relaxed) > Self::MOST_BYTES
+    }
 }
 
 /// A request that can be answered.
@@ -58,7 +83,9 @@ impl Ahead {
     /// If lines cannot be read, or are not those that the output has results for.
     pub fn run(&mut self, work: &SyncSender<Work>, events: &SyncSender<Event>) -> anyhow::Result<()> {
         let mut number = 0;
-        while let Some(line) = self.lines.next()? {
+        let mut last = 0;
+        while let Some(line) = self.lines.next().with_context(|| cannot_read(&self.requests))? {
+            last = line.number;
             let key = line.bytes.as_ref().map_or(Key::Line(line.number), |bytes| Key::of(line.number, bytes));
             if !key.is_in(self.shard) {
                 continue;
@@ -75,15 +102,15 @@ impl Ahead {
                 }
             };
             // Where results are held back for a slow one before them, they must not become ever more.
-            let held = |written: &Arc<AtomicU64>| number - written.load(Ordering::Relaxed) > HELD;
-            while self.written.as_ref().is_some_and(held) {
+            while self.held.as_ref().is_some_and(|held| held.is_full(number)) {
                 std::thread::sleep(Duration::from_millis(2));
             }
             if !sent {
-                break;
+                return Ok(());
             }
         }
-        Ok(())
+        let beyond_last = self.done.keys().filter(|line| **line > last).count();
+        if beyond_last > 0 { Err(beyond(beyond_last, &self.output)) } else { Ok(()) }
     }
 
     fn item(&mut self, line: Line, key: Key) -> anyhow::Result<Item> {
@@ -93,7 +120,7 @@ impl Ahead {
             let first = *self.seen.entry(key.hash(0)).or_insert(identity.line);
             before = (first != identity.line).then_some(first);
         }
-        if self.is_done(identity)? {
+        if is_done(&self.done, identity, &self.output)? {
             return Ok(Item::Done);
         }
         let name = Name { identity, key };
@@ -110,17 +137,28 @@ impl Ahead {
             Err(refusal) => Item::Refused(name, refusal),
         })
     }
+}
 
-    fn is_done(&self, identity: Identity) -> anyhow::Result<bool> {
-        match self.done.get(&identity.line) {
-            None => Ok(false),
-            Some(digest) if *digest == identity.digest => Ok(true),
-            Some(_) => bail!(
-                "line {} is not the one that {} has a result for: the requests have changed; \
-                 give the same, or name another output",
-                identity.line,
-                self.answered
-            ),
-        }
+/// Whether the output has a result of this line, by the digests of those that it has.
+///
+/// # Errors
+/// It has one of another line of this number.
+pub fn is_done(done: &HashMap<u64, u64>, identity: Identity, output: &Path) -> anyhow::Result<bool> {
+    match done.get(&identity.line) {
+        None => Ok(false),
+        Some(digest) if *digest == identity.digest => Ok(true),
+        Some(_) => bail!(
+            "line {} of the requests is not the one that {} has a result for: they have changed; give the same, or name another output",
+            identity.line,
+            output.display()
+        ),
     }
+}
+
+/// Says that the output has `count` results of lines that are not among the requests.
+pub fn beyond(count: usize, output: &Path) -> anyhow::Error {
+    anyhow!(
+        "{} has {count} results of lines that are not among the requests: they have changed; give the same, or name another output",
+        output.display()
+    )
 }

@@ -10,6 +10,9 @@ use flate2::bufread::MultiGzDecoder;
 /// Bytes of a line at most; a longer one is refused and passed over, so that memory stays bounded.
 pub const LONGEST: u64 = 64 << 20;
 const BUFFER: usize = 256 << 10;
+/// What some programs put before UTF-8 text, which is none of it; and before UTF-16, either way around.
+const MARK: &[u8] = b"\xef\xbb\xbf";
+const UTF_16: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 
 /// Lines, one after the other.
 pub struct Lines {
@@ -70,6 +73,14 @@ impl Lines {
             }
             self.number += 1;
             let number = self.number;
+            if number == 1 {
+                if UTF_16.iter().any(|mark| bytes.starts_with(mark)) {
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, "it is UTF-16 text; save it as UTF-8"));
+                }
+                if bytes.starts_with(MARK) {
+                    bytes.drain(..MARK.len());
+                }
+            }
             if bytes.last() != Some(&b'\n') && read as u64 > LONGEST {
                 self.reader.skip_until(b'\n')?;
                 return Ok(Some(Line { number, bytes: None }));
@@ -114,26 +125,47 @@ impl Packing {
         }
     }
 
-    /// What a packed text begins with: RFC 1952, RFC 8878.
-    fn magic(self) -> &'static [u8] {
+    /// What a packed text may begin with: RFC 1952; RFC 8878, a frame, or one that readers skip.
+    fn magic(self) -> &'static [&'static [u8]] {
         match self {
-            Packing::None => &[],
-            Packing::Gz => &[0x1f, 0x8b],
-            Packing::Zst => &[0x28, 0xb5, 0x2f, 0xfd],
+            Packing::None => &[&[]],
+            Packing::Gz => &[&[0x1f, 0x8b]],
+            Packing::Zst => &[&[0x28, 0xb5, 0x2f, 0xfd], SKIPPED],
         }
     }
 
     /// By a text's first bytes.
     pub fn of_bytes(first: &[u8]) -> Self {
-        let packings = [Packing::Gz, Packing::Zst];
-        packings.into_iter().find(|packing| first.starts_with(packing.magic())).unwrap_or(Packing::None)
+        let is = |packing: &Packing| packing.magic().iter().any(|magic| first.starts_with(magic));
+        [Packing::Gz, Packing::Zst].into_iter().find(is).unwrap_or(Packing::None)
     }
 
     /// Whether a text packed so may begin with these bytes, which may be cut short.
     pub fn may_begin(self, first: &[u8]) -> bool {
-        self.magic().iter().zip(first).all(|(a, b)| a == b)
+        self.magic().iter().any(|magic| magic.iter().zip(first).all(|(a, b)| a == b))
+    }
+
+    /// What each member begins with that this program writes, and nobody reads: a gzip member's comment; a frame of its own before one of Zstandard's.
+    pub fn begin(self) -> Vec<u8> {
+        let name = WHOSE.as_bytes();
+        match self {
+            Packing::None => Vec::new(),
+            // Deflated, with a comment; no time, from any system.
+            Packing::Gz => [&[0x1f, 0x8b, 8, 0x10, 0, 0, 0, 0, 0, 0xff], name, &[0]].concat(),
+            Packing::Zst => [SKIPPED, &(name.len() as u32).to_le_bytes(), name].concat(),
+        }
+    }
+
+    /// Whether these bytes, which may be cut short, begin such a member.
+    pub fn begins(self, bytes: &[u8]) -> bool {
+        self.begin().iter().zip(bytes).all(|(a, b)| a == b)
     }
 }
+
+/// What says that a packed file is this program's.
+pub const WHOSE: &str = "warpdraft";
+/// The magic number of a frame that readers skip.
+const SKIPPED: &[u8] = &[0x50, 0x2a, 0x4d, 0x18];
 
 #[cfg(test)]
 mod tests {
@@ -165,7 +197,17 @@ mod tests {
         // Members one after the other are one text.
         assert_eq!(lines([gz.clone(), gz].concat()).len(), 4);
         let zst = zstd::stream::encode_all(&b"a\nb\n"[..], 3).unwrap();
-        assert_eq!(lines([zst.clone(), zst].concat()).len(), 4);
+        assert_eq!(lines([zst.clone(), zst.clone()].concat()).len(), 4);
+        assert_eq!(lines([Packing::Zst.begin(), zst].concat()).len(), 2);
+    }
+
+    #[test]
+    fn marks_of_encodings_are_no_text() {
+        assert_eq!(lines(b"\xef\xbb\xbfa\n\xef\xbb\xbfb".to_vec()), [line(1, "a"), line(2, "\u{feff}b")]);
+        for text in [b"\xff\xfea\0\n\0", b"\xfe\xff\0a\0\n"] {
+            let error = Lines::unpack(Box::new(io::Cursor::new(text.to_vec()))).unwrap().next().unwrap_err();
+            assert!(error.to_string().contains("UTF-16"), "{error}");
+        }
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! `warpdraft batch merge`: the results of shards in one file, in the order of the requests.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, BufWriter, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 
 use anyhow::{Context, bail};
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::identity::Identity;
 use super::input::{Lines, Packing, cannot_read};
@@ -17,6 +18,10 @@ use crate::resolve::batch::Merge;
 /// A result in the spill file.
 struct Entry {
     identity: Identity,
+    /// XXH3 of its line.
+    digest: u64,
+    /// Which file it came from.
+    shard: usize,
     start: u64,
     length: u64,
 }
@@ -39,27 +44,64 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
 
     let mut entries = Vec::new();
     let mut end = 0;
-    for shard in shards {
+    // Of the first answer, and its file.
+    let mut made_by: Option<(String, &Path)> = None;
+    for (number, shard) in shards.iter().enumerate() {
+        let torn = || {
+            format!("{} ends in the middle of a result; finish it first, by the command that began it", shard.display())
+        };
         let mut lines = Lines::open(shard)?;
-        while let Some(line) = lines.next().with_context(|| cannot_read(shard))? {
-            let written = line.bytes.as_deref().and_then(Written::parse);
-            let (Some(Written { identity, .. }), Some(bytes)) = (written, line.bytes) else {
+        loop {
+            let line = match lines.next() {
+                Ok(Some(line)) => line,
+                Ok(None) => break,
+                Err(error) if error.kind() == ErrorKind::UnexpectedEof => bail!(torn()),
+                Err(error) => return Err(error).with_context(|| cannot_read(shard)),
+            };
+            let bytes = line.bytes.unwrap_or_default();
+            let Some(Written { identity, fingerprint }) = Written::parse(&bytes) else {
+                if Written::begins(&bytes) && !bytes.ends_with(b"}") {
+                    bail!(torn());
+                }
                 bail!("line {} of {} is not a result of this program", line.number, shard.display());
             };
+            if let Some(fingerprint) = fingerprint {
+                let (first, from) = made_by.get_or_insert_with(|| (fingerprint.clone(), shard));
+                if *first != fingerprint {
+                    bail!(
+                        "{} and {} were made with different models or settings (system_fingerprint {first} and {fingerprint}, \
+                         line {}); merge results of one run's shards",
+                        from.display(),
+                        shard.display(),
+                        line.number
+                    );
+                }
+            }
             spill.write_all(&bytes).and_then(|()| spill.write_all(b"\n")).with_context(cannot_write)?;
             let length = bytes.len() as u64 + 1;
-            entries.push(Entry { identity, start: end, length });
+            entries.push(Entry { identity, digest: xxh3_64(&bytes), shard: number, start: end, length });
             end += length;
         }
     }
     let mut spill = spill.into_inner().map_err(|error| error.into_error()).with_context(cannot_write)?;
     entries.sort_by_key(|entry| (entry.identity, entry.start));
+    let is_other = |pair: &&[Entry]| pair[0].identity == pair[1].identity && pair[0].digest != pair[1].digest;
+    if let Some(pair) = entries.windows(2).find(is_other) {
+        bail!(
+            "line {} of the requests has two results that differ, in {} and {}; leave one of them out",
+            pair[0].identity.line,
+            shards[pair[0].shard].display(),
+            shards[pair[1].shard].display()
+        );
+    }
     let twice = entries.len();
     entries.dedup_by_key(|entry| entry.identity);
     let twice = twice - entries.len();
     if let Some(pair) = entries.windows(2).find(|pair| pair[0].identity.line == pair[1].identity.line) {
         bail!(
-            "the results are of different requests: line {} has two that differ; merge shards of one file",
+            "{} and {} are of different requests: their lines {} differ; merge shards of one file",
+            shards[pair[0].shard].display(),
+            shards[pair[1].shard].display(),
             pair[0].identity.line
         );
     }

@@ -6,6 +6,7 @@ use host::batch::Metrics;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
+use crate::Ending;
 use crate::output::note;
 use crate::progress::Progress;
 use crate::resolve::Report;
@@ -87,10 +88,24 @@ impl Bar {
     }
 
     /// The end: no bar, and what there is to say.
-    pub fn end(self, metrics: &Metrics, tally: Tally) -> Summary {
+    pub fn end(
+        self,
+        metrics: &Metrics,
+        tally: Tally,
+        model: String,
+        devices: String,
+        ended: &anyhow::Result<Ending>,
+    ) -> Summary {
         self.bar.finish_and_clear();
         let seconds = self.start.elapsed().as_secs_f64();
         Summary {
+            model,
+            devices,
+            ended: match ended {
+                Ok(Ending::Done) => "done",
+                Ok(Ending::Interrupted) => "interrupted",
+                Err(_) => "failed",
+            },
             requests: Requests { answered: tally.answered, refused: tally.refused, done_before: tally.before },
             seconds,
             prompt_tokens: metrics.prompt_tokens,
@@ -119,6 +134,9 @@ impl Bar {
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
 pub struct Summary {
+    model: String,
+    devices: String,
+    ended: &'static str,
     requests: Requests,
     seconds: f64,
     prompt_tokens: u64,
@@ -151,10 +169,10 @@ struct Requests {
 
 impl Summary {
     /// Says on standard error how it went.
-    pub fn summarise(&self, model: &str, device: &str, report: Report) {
+    pub fn summarise(&self, report: Report) {
         let Requests { answered, refused, done_before } = self.requests;
         let before = if done_before > 0 { format!(", {done_before} done before") } else { String::new() };
-        note(&format!("{model} on {device}, {:.1} s", self.seconds));
+        note(&format!("{} on {}, {:.1} s", self.model, self.devices, self.seconds));
         note(&format!("requests  {answered} answered, {refused} refused{before}"));
         let shared = match self.shared_prompt_tokens {
             0 => String::new(),

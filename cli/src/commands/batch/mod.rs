@@ -8,23 +8,22 @@ mod metrics;
 mod output;
 mod request;
 mod result;
+mod survey;
 mod worker;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{anyhow, bail};
 use host::batch::{Metrics, Queue};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::args::batch::Shard;
-use crate::commands::batch::ahead::{Ahead, Work};
-use crate::commands::batch::identity::Key;
-use crate::commands::batch::input::{Lines, cannot_read};
+use crate::commands::batch::ahead::{Ahead, Held, Work};
+use crate::commands::batch::input::Lines;
 use crate::commands::batch::metrics::{Bar, Tally};
 use crate::commands::batch::output::Output;
 use crate::commands::batch::request::Reader;
@@ -37,8 +36,6 @@ use crate::{Ending, loading, output as printing};
 
 /// Requests on their way to the line for the devices, and results on theirs to the output.
 const AHEAD: usize = 64;
-/// In order of the requests, finished results wait for slower ones before them: so many at most.
-const HELD: u64 = 8192;
 
 /// What reaches the thread that writes.
 enum Event {
@@ -51,7 +48,7 @@ enum Event {
     /// There are no more requests that can be read.
     Unreadable(anyhow::Error),
     /// A worker has ended: everything is answered, it was told to stop, or its device has failed.
-    Left(Option<host::Error>),
+    Left(Option<anyhow::Error>),
 }
 
 /// Runs the command.
@@ -73,11 +70,16 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     let checkpoint = loading::open(&source, false, report)?;
     let model = source.to_string();
     let context = loads[0].context_for(&checkpoint.config)?;
-    let fingerprint = fingerprint(&format!("{model} {context} {}", defaults.shape(&checkpoint.generation)));
+    let shape = defaults.shape(&checkpoint.generation);
+    let fingerprint = format!("fp_{:016x}", xxh3_64(format!("{:x} {context} {shape}", checkpoint.digest()).as_bytes()));
 
     // Before the model is loaded: what is wrong here should be known at once.
     let mut done = HashMap::new();
+    let mut last = 0;
     let mut output = Output::open(&to, &mut |Written { identity, fingerprint: theirs }| {
+        if ordered && identity.line < std::mem::replace(&mut last, identity.line) {
+            return Err(out_of_order(&to));
+        }
         if theirs.is_some_and(|theirs| theirs != fingerprint) {
             bail!(
                 "{} was begun with another model or other settings (line {} of the requests); \
@@ -89,12 +91,14 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         done.insert(identity.line, identity.digest);
         Ok(())
     })?;
-    let total = match report.is_told() && Progress::is_seen() {
-        true => count(&requests, shard)?,
-        false => None,
+    let seen = report.is_told() && Progress::is_seen();
+    let total = if requests.is_file() && (seen || !done.is_empty()) {
+        survey::survey(&requests, &to, shard, ordered, &done)?
+    } else {
+        None
     };
     let writer = Arc::new(Writer { model, fingerprint, tokenizer: checkpoint.tokenizer.clone() });
-    let reader = Reader::new(&checkpoint, defaults);
+    let reader = Reader::new(&checkpoint, defaults, context);
     let load = |load| loading::load_batch(checkpoint.clone(), load, options, report);
     let batches = loads.into_iter().map(load).collect::<Result<Vec<_>, _>>()?;
     let devices = batches.iter().map(|batch| batch.device()).collect::<Vec<_>>().join(", ");
@@ -114,14 +118,14 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     }
     // If nobody takes requests any more, whoever sends them must know.
     drop(work);
-    let written = Arc::new(AtomicU64::new(0));
-    let in_order = ordered.then(|| written.clone());
-    let (answered, from) = (to.display().to_string(), requests.clone());
-    let mut ahead = Ahead { lines, reader, done, shard, seen: HashMap::new(), answered, written: in_order };
+    let held = Arc::new(Held::default());
+    let in_order = ordered.then(|| held.clone());
+    let mut ahead =
+        Ahead { lines, requests, reader, done, output: to.clone(), shard, seen: HashMap::new(), held: in_order };
     std::thread::spawn(move || {
         if let Err(error) = ahead.run(&send_work, &send) {
             // Nobody listens any more if the run has ended.
-            let _ = send.send(Event::Unreadable(error.context(cannot_read(&from))));
+            let _ = send.send(Event::Unreadable(error));
         }
     });
 
@@ -129,8 +133,8 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         events,
         output: &mut output,
         ordered,
-        written,
-        held: BTreeMap::new(),
+        held,
+        waiting: BTreeMap::new(),
         stop,
         workers: workers.len(),
         progress,
@@ -146,21 +150,24 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     }
     // Results that are there are written whatever happened.
     let written = output.finish();
-    let summary = bar.end(&metrics, tally);
+    let ended = ended.and_then(|ending| written.map(|()| ending));
+    let summary = bar.end(&metrics, tally, source.to_string(), devices, &ended);
     if report.is_told() {
-        summary.summarise(&source.to_string(), &devices, report);
+        summary.summarise(report);
     }
-    let ending = ended?;
-    written?;
     if report.json {
         printing::print_json(&summary, false)?;
     }
-    Ok(ending)
+    ended
 }
 
-/// A hash of what shapes answers.
-fn fingerprint(settings: &str) -> String {
-    format!("fp_{:016x}", xxh3_64(settings.as_bytes()))
+/// Results that were written in another order than their requests have.
+fn out_of_order(output: &Path) -> anyhow::Error {
+    anyhow!(
+        "{} has results that are not in the order of the requests, behind which --ordered cannot go on; leave it out and \
+         put them in order with `warpdraft batch merge` in the end, or name another output",
+        output.display()
+    )
 }
 
 /// Results that go where requests come from would be read as requests.
@@ -173,28 +180,14 @@ fn refuse_same_file(requests: &Path, output: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// How many requests there will be, if that can be told: for the progress bar.
-fn count(requests: &Path, shard: Option<Shard>) -> anyhow::Result<Option<u64>> {
-    if !requests.is_file() {
-        return Ok(None);
-    }
-    let mut lines = Lines::open(requests)?;
-    let mut count = 0;
-    while let Some(line) = lines.next().with_context(|| cannot_read(requests))? {
-        let key = line.bytes.map_or(Key::Line(line.number), |bytes| Key::of(line.number, &bytes));
-        count += u64::from(key.is_in(shard));
-    }
-    Ok(Some(count))
-}
-
 /// The run, from the first request to the last result, as the thread that writes sees it.
 struct Running<'a> {
     events: Receiver<Event>,
     output: &'a mut Output,
     ordered: bool,
-    /// Where order matters: how many results were written, and those that wait for one before them.
-    written: Arc<AtomicU64>,
-    held: BTreeMap<u64, String>,
+    /// Where order matters: results that wait for one before them, and what the thread that reads must know of them.
+    waiting: BTreeMap<u64, String>,
+    held: Arc<Held>,
     stop: Arc<AtomicBool>,
     /// How many are at work.
     workers: usize,
@@ -222,7 +215,7 @@ impl Running<'_> {
                 Ok(Event::Unreadable(error)) => failed = failed.or(Some(error)),
                 Ok(Event::Left(error)) => {
                     self.workers -= 1;
-                    failed = error.map(anyhow::Error::from).or(failed);
+                    failed = error.or(failed);
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => bail!("a worker was lost; this is a mistake in the program"),
@@ -252,12 +245,14 @@ impl Running<'_> {
         if !self.ordered {
             return self.output.push(&line);
         }
-        self.held.insert(number, line);
-        let mut next = self.written.load(Ordering::Relaxed);
-        while let Some(line) = self.held.remove(&next) {
+        self.held.bytes.fetch_add(line.len() as u64, Ordering::Relaxed);
+        self.waiting.insert(number, line);
+        let mut next = self.held.written.load(Ordering::Relaxed);
+        while let Some(line) = self.waiting.remove(&next) {
             self.output.push(&line);
+            self.held.bytes.fetch_sub(line.len() as u64, Ordering::Relaxed);
             next += 1;
         }
-        self.written.store(next, Ordering::Relaxed);
+        self.held.written.store(next, Ordering::Relaxed);
     }
 }

@@ -1,18 +1,20 @@
 //! Where results go: appended a line at a time, so that whatever stops the program leaves whole lines and at most one torn end.
 //!
 //! A packed file is a row of gzip members or Zstandard frames, each of whole lines: readers of either take them as one text, and
-//! a torn end is a member that does not unpack. [`Output::open`] finds the end of what is whole and cuts the rest.
+//! a torn end is a member that ends too soon. [`Output::open`] finds the end of what is whole and cuts the rest. Each member begins with bytes that say whose it is
+//! ([`Packing::begin`]): so a torn one is told from somebody else's, and from a damaged one that others follow.
 //! The file itself is locked while it is written; the system lets go of the lock with the process, however that ends.
 
+use std::fmt::Display;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 
-use super::identity::{Identity, PREFIX};
-use super::input::Packing;
+use super::identity::Identity;
+use super::input::{Packing, WHOSE};
 use super::result::Written;
 use crate::output::ClosedPipe;
 
@@ -184,12 +186,13 @@ fn pack(lines: &[u8], packing: Packing) -> io::Result<Vec<u8>> {
     match packing {
         Packing::None => Ok(lines.to_vec()),
         Packing::Gz => {
-            let mut member = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+            let member = flate2::GzBuilder::new().comment(WHOSE);
+            let mut member = member.write(Vec::new(), flate2::Compression::default());
             member.write_all(lines)?;
             member.finish()
         }
         Packing::Zst => {
-            let mut frame = zstd::stream::write::Encoder::new(Vec::new(), 0)?;
+            let mut frame = zstd::stream::write::Encoder::new(packing.begin(), 0)?;
             frame.include_checksum(true)?;
             frame.write_all(lines)?;
             frame.finish()
@@ -205,17 +208,29 @@ fn scan(
     found: &mut dyn FnMut(Written) -> anyhow::Result<()>,
 ) -> anyhow::Result<u64> {
     let cannot_read = || format!("cannot read {}", path.display());
+    let damaged = |at: u64, why: &dyn Display| {
+        anyhow!(
+            "{} is damaged from byte {at} on ({why}); restore it from a copy, or name another output",
+            path.display()
+        )
+    };
     file.rewind().with_context(cannot_read)?;
     let mut reader = Counted { inner: BufReader::with_capacity(1 << 20, &*file), count: 0 };
     let (mut whole, mut line) = (0, 0);
     loop {
         let next = reader.fill_buf().with_context(cannot_read)?;
         if next.is_empty() {
-            break;
+            return Ok(whole);
         }
         if !packing.may_begin(next) {
+            // After a crash some file systems leave zeros where nothing was written.
+            let mut rest = Vec::new();
+            if whole > 0 && next[0] == 0 && reader.read_to_end(&mut rest).is_ok() && is_blank(&rest) {
+                return Ok(whole);
+            }
             bail!("{} holds something else than packed results of this program; name another output", path.display());
         }
+        let is_ours = packing.begins(next);
         let part = match packing {
             Packing::None => read_line(&mut reader),
             Packing::Gz => read_member(&mut flate2::bufread::GzDecoder::new(&mut reader)),
@@ -227,7 +242,7 @@ fn scan(
         for written in part.lines {
             line += 1;
             match written {
-                Some(written) if part.is_whole => found(written)?,
+                Some(written) if part.end.is_ok() => found(written)?,
                 Some(_) => {}
                 None => bail!(
                     "{} holds something else than results of this program (line {line}); name another output",
@@ -235,10 +250,26 @@ fn scan(
                 ),
             }
         }
-        if !part.is_whole {
-            break;
+        match part.end {
+            Ok(()) => whole = reader.count,
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => break,
+            Err(_) if whole == 0 && !is_ours => bail!(
+                "{} holds something else than packed results of this program; name another output",
+                path.display()
+            ),
+            Err(error) => return Err(damaged(whole, &error)),
         }
-        whole = reader.count;
+    }
+    if packing != Packing::None {
+        let mut rest = Vec::new();
+        file.seek(SeekFrom::Start(whole)).and_then(|_| file.read_to_end(&mut rest)).with_context(cannot_read)?;
+        if whole == 0 && !packing.begins(&rest) {
+            bail!("{} holds something else than packed results of this program; name another output", path.display());
+        }
+        // Behind a torn end there is nothing.
+        if rest.windows(packing.begin().len()).skip(1).any(|bytes| packing.begins(bytes)) {
+            return Err(damaged(whole, &"it ends too soon, and others follow"));
+        }
     }
     Ok(whole)
 }
@@ -247,39 +278,49 @@ fn scan(
 struct Part {
     /// Each line; none for one that is not ours. Of a torn line, what there is.
     lines: Vec<Option<Written>>,
-    is_whole: bool,
+    /// Whether it is whole; if not, why: torn as [`UnexpectedEof`](io::ErrorKind::UnexpectedEof).
+    end: io::Result<()>,
 }
 
 /// A line of an unpacked file.
 fn read_line(reader: &mut dyn BufRead) -> Part {
     let mut line = Vec::new();
-    let is_whole = reader.read_until(b'\n', &mut line).is_ok() && line.ends_with(b"\n");
-    Part { lines: vec![if is_whole { Written::parse(&line) } else { torn(&line) }], is_whole }
+    match reader.read_until(b'\n', &mut line) {
+        Ok(_) if line.ends_with(b"\n") => Part { lines: vec![Written::parse(&line)], end: Ok(()) },
+        Ok(_) => Part { lines: vec![torn(&line)], end: Err(io::ErrorKind::UnexpectedEof.into()) },
+        Err(error) => Part { lines: Vec::new(), end: Err(error) },
+    }
 }
 
 /// All of a member.
 fn read_member(member: &mut dyn Read) -> Part {
     let mut reader = BufReader::new(member);
-    let mut part = Part { lines: Vec::new(), is_whole: false };
+    let mut lines = Vec::new();
     loop {
         let mut line = Vec::new();
-        match reader.read_until(b'\n', &mut line) {
-            Ok(0) => return Part { is_whole: true, ..part },
-            Ok(_) if line.ends_with(b"\n") => part.lines.push(Written::parse(&line)),
-            _ => {
-                part.lines.push(torn(&line));
-                return part;
+        let end = match reader.read_until(b'\n', &mut line) {
+            Ok(0) => return Part { lines, end: Ok(()) },
+            Ok(_) if line.ends_with(b"\n") => {
+                lines.push(Written::parse(&line));
+                continue;
             }
-        }
+            Ok(_) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Err(error) => Err(error),
+        };
+        lines.push(torn(&line));
+        return Part { lines, end };
     }
 }
 
-/// The beginning of a line of ours: it could have become anything, so that whose it is does not matter.
+/// The beginning of a line of ours: it could have become anything, so that whose it is does not matter. Or zeros, as above.
 fn torn(line: &[u8]) -> Option<Written> {
-    let begins = format!("{{\"id\":\"{PREFIX}");
-    let same = begins.len().min(line.len());
-    (line[..same] == begins.as_bytes()[..same])
-        .then_some(Written { identity: Identity { line: 0, digest: 0 }, fingerprint: None })
+    let is_ours = is_blank(line) || Written::begins(line);
+    is_ours.then_some(Written { identity: Identity { line: 0, digest: 0 }, fingerprint: None })
+}
+
+/// Whether there is nothing but zeros.
+fn is_blank(bytes: &[u8]) -> bool {
+    bytes.iter().all(|byte| *byte == 0)
 }
 
 /// Counts what is consumed.
@@ -369,11 +410,74 @@ mod tests {
             assert!(error.contains("something else") && error.contains("notes.txt"), "{error}");
             assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
         }
-        let path = dir.path().join("notes.gz");
-        for text in [&b"not packed\n"[..], &pack(b"packed\n", Packing::Gz).unwrap()] {
+        let noise: Vec<u8> = (0..1 << 18).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+        let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gz.write_all(&noise).unwrap();
+        let (gz, zst) = (gz.finish().unwrap(), zstd::stream::encode_all(&noise[..], 3).unwrap());
+        let packed = pack(b"packed\n", Packing::Gz).unwrap();
+        for (name, text) in [
+            ("notes.gz", &b"not packed\n"[..]),
+            ("notes.gz", &packed),
+            // Torn before there is anything to read.
+            ("notes.gz", &gz[..15]),
+            ("notes.gz", &gz),
+            ("notes.zst", &zst[..15]),
+            ("notes.zst", &zst),
+        ] {
+            let path = dir.path().join(name);
             std::fs::write(&path, text).unwrap();
-            assert!(lines_in(&path).is_err(), "{text:?}");
+            let error = lines_in(&path).unwrap_err().to_string();
+            assert!(error.contains("something else") && error.contains(name), "{error}");
             assert_eq!(std::fs::read(&path).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn zeros_at_the_end_are_cut() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["plain.jsonl", "packed.jsonl.gz", "packed.jsonl.zst"] {
+            let path = dir.path().join(name);
+            let mut output = Output::open(&path, &mut |_| Ok(())).unwrap();
+            output.push(&line(1));
+            output.finish().unwrap();
+            let bytes = std::fs::read(&path).unwrap();
+            std::fs::write(&path, [&bytes[..], &[0; 100]].concat()).unwrap();
+            assert_eq!(lines_in(&path).unwrap(), [1]);
+            assert_eq!(std::fs::read(&path).unwrap(), bytes);
+        }
+    }
+
+    #[test]
+    fn members_begin_with_whose_they_are() {
+        for packing in [Packing::Gz, Packing::Zst] {
+            let member = pack(b"line\n", packing).unwrap();
+            assert!(member.starts_with(&packing.begin()), "{member:?}");
+        }
+    }
+
+    /// Only an end may be torn: what is damaged before it is not for this program to throw away.
+    #[test]
+    fn what_is_damaged_in_the_middle_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["packed.jsonl.gz", "packed.jsonl.zst"] {
+            let path = dir.path().join(name);
+            let mut output = Output::open(&path, &mut |_| Ok(())).unwrap();
+            for number in 1..=4 {
+                output.push(&line(number));
+                output.flush().unwrap();
+            }
+            output.finish().unwrap();
+            let bytes = std::fs::read(&path).unwrap();
+            for at in 0..bytes.len() * 3 / 4 {
+                let mut damaged = bytes.clone();
+                damaged[at] ^= 0x10;
+                std::fs::write(&path, &damaged).unwrap();
+                // A bit may not matter: of a name, say.
+                if let Ok(lines) = lines_in(&path) {
+                    assert_eq!(lines, [1, 2, 3, 4], "{name} damaged at {at}");
+                }
+                assert_eq!(std::fs::read(&path).unwrap(), damaged, "{name} damaged at {at}");
+            }
         }
     }
 

@@ -12,6 +12,9 @@ pub struct Reader {
     template: Option<ChatTemplate>,
     generation: GenerationConfig,
     defaults: Defaults,
+    /// Most tokens of prompt and answer together, here and in the model.
+    context: usize,
+    most: usize,
 }
 
 /// A request that can be answered, as far as can be told without the model.
@@ -64,27 +67,96 @@ impl From<host::Error> for Refusal {
     }
 }
 
-/// Fields that would change the answer, and are not known here, with the value that changes nothing.
-const UNSUPPORTED: &[(&str, Value)] = &[
-    ("frequency_penalty", Value::Null),
-    ("logit_bias", Value::Null),
-    ("tools", Value::Null),
-    ("functions", Value::Null),
-    ("response_format", Value::Null),
-    ("audio", Value::Null),
-    ("suffix", Value::Null),
-    ("stream", Value::Bool(false)),
-    ("echo", Value::Bool(false)),
+/// Fields of a body that shape an answer.
+const KNOWN: &[&str] = &[
+    "best_of",
+    "chat_template_kwargs",
+    "custom_id",
+    "ignore_eos",
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "messages",
+    "min_p",
+    "n",
+    "presence_penalty",
+    "prompt",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_logprobs",
+    "top_p",
+];
+
+/// Those that do not, whatever they are.
+const NOT_LOOKED_AT: &[&str] = &[
+    "metadata",
+    "model",
+    "parallel_tool_calls",
+    "priority",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "stream_options",
+    "user",
+];
+
+/// Those that would, and are not supported, each with the values (as JSON) that say what is done anyway, beside empty ones.
+const UNSUPPORTED: &[(&str, &[&str])] = &[
+    ("add_generation_prompt", &["true"]),
+    ("add_special_tokens", &[]),
+    ("allowed_token_ids", &[]),
+    ("audio", &[]),
+    ("bad_words", &[]),
+    ("continue_final_message", &["false"]),
+    ("documents", &[]),
+    ("echo", &["false"]),
+    ("frequency_penalty", &["0", "0.0"]),
+    ("function_call", &["\"none\"", "\"auto\""]),
+    ("functions", &[]),
+    ("guided_choice", &[]),
+    ("guided_grammar", &[]),
+    ("guided_json", &[]),
+    ("guided_regex", &[]),
+    ("include_stop_str_in_output", &["false"]),
+    ("length_penalty", &["1", "1.0"]),
+    ("logit_bias", &[]),
+    ("max_new_tokens", &[]),
+    ("min_tokens", &["0"]),
+    ("modalities", &["[\"text\"]"]),
+    ("prediction", &[]),
+    ("prompt_logprobs", &["0", "false"]),
+    ("reasoning_effort", &[]),
+    ("response_format", &["{\"type\":\"text\"}"]),
+    ("skip_special_tokens", &["true"]),
+    ("stop_token_ids", &[]),
+    ("stream", &["false"]),
+    ("structured_outputs", &[]),
+    ("suffix", &[]),
+    ("tool_choice", &["\"none\"", "\"auto\""]),
+    ("tools", &[]),
+    ("truncate_prompt_tokens", &[]),
+    ("typical_p", &["1", "1.0"]),
+    ("use_beam_search", &["false"]),
+    ("verbosity", &["\"medium\""]),
+    ("web_search_options", &[]),
 ];
 
 impl Reader {
-    /// For a checkpoint.
-    pub fn new(checkpoint: &Checkpoint, defaults: Defaults) -> Self {
+    /// For a checkpoint, with room for `context` tokens of prompt and answer together.
+    pub fn new(checkpoint: &Checkpoint, defaults: Defaults, context: usize) -> Self {
         Self {
             tokenizer: checkpoint.tokenizer.clone(),
             template: checkpoint.chat_template.clone(),
             generation: checkpoint.generation.clone(),
             defaults,
+            context,
+            most: checkpoint.config.max_position_embeddings,
         }
     }
 
@@ -97,8 +169,12 @@ impl Reader {
             let at = error.valid_up_to();
             Refusal::new("invalid_utf8", format!("the line is not UTF-8 text (byte {at}, counted from 0)"))
         })?;
-        let line: Value = serde_json::from_str(text)
-            .map_err(|e| Refusal::new("invalid_json", format!("the line is not JSON: {e}")))?;
+        let line: Value = serde_json::from_str(text).map_err(|error| {
+            // Its line is this one.
+            let place = format!(" at line {} column {}", error.line(), error.column());
+            let what = error.to_string().replace(&place, &format!(" at column {}", error.column()));
+            Refusal::new("invalid_json", format!("the line is not JSON: {what}"))
+        })?;
         let Value::Object(mut line) = line else {
             return Err(Refusal::new("invalid_json", "the line is not a JSON object"));
         };
@@ -117,13 +193,7 @@ impl Reader {
     }
 
     fn body(&self, fields: &Fields, key: &Key) -> Result<Wanted, Refusal> {
-        for (name, harmless) in UNSUPPORTED {
-            let value = fields.get(name).filter(|v| *v != harmless && v.as_f64() != Some(0.0) && !is_empty(v));
-            // What every answer is anyway.
-            if value.is_some_and(|v| v.get("type").and_then(Value::as_str) != Some("text")) {
-                return Err(Refusal::new("unsupported", format!("`{name}` is not supported; leave it out")));
-            }
-        }
+        fields.check_known()?;
         for name in ["n", "best_of"] {
             if fields.whole(name)?.is_some_and(|n| n != 1) {
                 return Err(Refusal::new("unsupported", format!("`{name}` must be 1; send a line for each answer")));
@@ -131,12 +201,17 @@ impl Reader {
         }
         let (form, prompt) = self.prompt(fields)?;
         let answer = &self.defaults.answer;
-        let most = match fields.whole("max_completion_tokens")? {
-            Some(most) => Some(most),
-            None => fields.whole("max_tokens")?,
-        };
-        let max_tokens = match most {
-            Some(0) => return Err(Refusal::invalid("`max_tokens` must be 1 or more")),
+        if prompt.len() >= self.context {
+            let Self { context, most, .. } = *self;
+            return Err(host::Error::PromptTooLong { prompt: prompt.len(), context, most }.into());
+        }
+        let names = ["max_completion_tokens", "max_tokens"];
+        let [most, or] = names.map(|name| fields.whole(name));
+        let given = [most?, or?];
+        if let Some((name, _)) = names.iter().zip(given).find(|(_, most)| *most == Some(0)) {
+            return Err(Refusal::invalid(format!("`{name}` must be 1 or more")));
+        }
+        let max_tokens = match given[0].or(given[1]) {
             Some(most) => usize::try_from(most).unwrap_or(usize::MAX),
             None if form == Form::Chat => self.defaults.chat_tokens,
             None => self.defaults.prompt_tokens,
@@ -205,12 +280,7 @@ impl Reader {
                 let messages =
                     messages.ok_or_else(|| Refusal::invalid("`messages` must be an array with a message or more"))?;
                 let messages = messages.iter().map(message).collect::<Result<Vec<_>, _>>()?;
-                let think = match fields.get("chat_template_kwargs").and_then(|kwargs| kwargs.get("enable_thinking")) {
-                    None => self.defaults.think,
-                    Some(think) => {
-                        think.as_bool().ok_or_else(|| Refusal::invalid("`enable_thinking` must be true or false"))?
-                    }
-                };
+                let think = fields.think()?.unwrap_or(self.defaults.think);
                 let template = self.template.as_ref().ok_or_else(|| {
                     Refusal::new(
                         "unsupported",
@@ -226,6 +296,12 @@ impl Reader {
 
 /// What is around the body in OpenAI's form.
 fn check_envelope(line: &Map<String, Value>, body: &Map<String, Value>) -> Result<(), Refusal> {
+    if let Some(name) = line.keys().find(|name| !["custom_id", "method", "url"].contains(&name.as_str())) {
+        return Err(Refusal::invalid(format!("`{name}` stands beside `body`, and belongs into it")));
+    }
+    if body.contains_key("custom_id") {
+        return Err(Refusal::invalid("`custom_id` stands in `body`, and belongs beside it"));
+    }
     if let Some(method) = line.get("method").filter(|method| *method != "POST") {
         return Err(Refusal::invalid(format!("`method` must be \"POST\", and is {method}")));
     }
@@ -255,8 +331,11 @@ fn message(message: &Value) -> Result<Message, Refusal> {
         Some("tool") => Role::Tool,
         _ => return Err(Refusal::invalid("a message's `role` must be system, developer, user, assistant or tool")),
     };
-    if message.get("tool_calls").is_some_and(|calls| !calls.is_null() && !is_empty(calls)) {
-        return Err(Refusal::new("unsupported", "`tool_calls` in messages are not supported"));
+    // Templates do not look at what a tool's answer is called.
+    let known = ["role", "content", "tool_call_id"];
+    let is_asked = |(name, value): &(&String, &Value)| !known.contains(&name.as_str()) && !is_nothing(value);
+    if let Some((name, _)) = message.as_object().and_then(|message| message.iter().find(is_asked)) {
+        return Err(Refusal::new("unsupported", format!("`{name}` in messages is not supported; leave it out")));
     }
     match message.get("content") {
         Some(Value::String(text)) => Ok(Message::new(role, text.as_str())),
@@ -278,7 +357,14 @@ fn message(message: &Value) -> Result<Message, Refusal> {
 fn logprobs(fields: &Fields, form: Form) -> Result<Option<u32>, Refusal> {
     const MOST: u64 = 20;
     let top = match form {
-        Form::Completion => fields.whole("logprobs")?,
+        Form::Completion => {
+            if fields.get("top_logprobs").is_some() {
+                return Err(Refusal::invalid(
+                    "`top_logprobs` is for `messages`; for a prompt, `logprobs` is the number",
+                ));
+            }
+            fields.whole("logprobs")?
+        }
         Form::Chat => {
             let top = fields.whole("top_logprobs")?;
             if !fields.truth("logprobs")?.unwrap_or(false) {
@@ -298,14 +384,53 @@ fn logprobs(fields: &Fields, form: Form) -> Result<Option<u32>, Refusal> {
     }
 }
 
-fn is_empty(value: &Value) -> bool {
-    value.as_array().is_some_and(Vec::is_empty) || value.as_object().is_some_and(Map::is_empty)
+/// Whether a field asks for nothing.
+fn is_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(array) => array.is_empty(),
+        Value::Object(object) => object.is_empty(),
+        Value::Bool(_) | Value::Number(_) => false,
+    }
 }
 
 /// Fields of a body; null is as if it were not there.
 struct Fields(Map<String, Value>);
 
 impl Fields {
+    /// Everything that is asked for is known: what is not would be answered as if nobody had asked.
+    fn check_known(&self) -> Result<(), Refusal> {
+        for (name, value) in &self.0 {
+            if value.is_null() || KNOWN.contains(&name.as_str()) || NOT_LOOKED_AT.contains(&name.as_str()) {
+                continue;
+            }
+            let unsupported = |why: &str| Err(Refusal::new("unsupported", format!("`{name}` {why}; leave it out")));
+            match UNSUPPORTED.iter().find(|(unsupported, _)| unsupported == name) {
+                Some((_, done)) if is_nothing(value) || done.contains(&value.to_string().as_str()) => {}
+                Some(_) => return unsupported("is not supported"),
+                None => return unsupported("is no known field"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the model thinks first, if that is said.
+    fn think(&self) -> Result<Option<bool>, Refusal> {
+        let Some(kwargs) = self.get("chat_template_kwargs") else { return Ok(None) };
+        let kwargs = kwargs.as_object().ok_or_else(|| Refusal::invalid("`chat_template_kwargs` must be an object"))?;
+        let mut think = None;
+        for (name, value) in kwargs {
+            if name != "enable_thinking" {
+                let message = format!("`chat_template_kwargs` may have `enable_thinking` alone, not `{name}`");
+                return Err(Refusal::new("unsupported", message));
+            }
+            let wrong = || Refusal::invalid("`enable_thinking` must be true or false");
+            think = Some(value.as_bool().ok_or_else(wrong)?);
+        }
+        Ok(think)
+    }
+
     fn get(&self, name: &str) -> Option<&Value> {
         self.0.get(name).filter(|value| !value.is_null())
     }
@@ -323,7 +448,9 @@ impl Fields {
     fn whole(&self, name: &str) -> Result<Option<u64>, Refusal> {
         let whole = |value: &Value| {
             let wrong = || Refusal::invalid(format!("`{name}` must be a whole number from 0 on, and is {value}"));
-            value.as_u64().ok_or_else(wrong)
+            // Some programs write 16 as 16.0.
+            let float = value.as_f64().filter(|n| n.fract() == 0.0 && (0.0..=9e15).contains(n));
+            value.as_u64().or(float.map(|n| n as u64)).ok_or_else(wrong)
         };
         self.get(name).map(whole).transpose()
     }

@@ -6,7 +6,7 @@ use model::Tokenizer;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::identity::{Identity, Key};
+use super::identity::{Identity, Key, PREFIX};
 use super::request::{Form, Refusal};
 
 /// What is the same in every line.
@@ -175,6 +175,12 @@ pub struct Written {
 }
 
 impl Written {
+    /// Whether a line, of which there may be only the beginning, may be one of this program's.
+    pub fn begins(line: &[u8]) -> bool {
+        let begins = format!("{{\"id\":\"{PREFIX}");
+        begins.bytes().zip(line).all(|(a, b)| a == *b)
+    }
+
     /// Reads a line of results; none if it is not one of this program's.
     pub fn parse(line: &[u8]) -> Option<Self> {
         #[derive(Deserialize)]

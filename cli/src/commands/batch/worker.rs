@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
+use anyhow::anyhow;
 use host::batch::{Batch, Done, Job, Metrics, Queue};
 
 use super::Event;
@@ -31,6 +32,23 @@ pub struct Worker {
     pub asked: HashMap<u64, Asked>,
 }
 
+/// Says that a worker has left, however it does: who waits for its results must know.
+struct Leaving {
+    events: SyncSender<Event>,
+    stop: Arc<AtomicBool>,
+    error: Option<anyhow::Error>,
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        if self.error.is_some() {
+            self.stop.store(true, Ordering::Relaxed);
+        }
+        // Nobody listens any more if results cannot be written.
+        let _ = self.events.send(Event::Left(self.error.take()));
+    }
+}
+
 /// What a result must tell of its request.
 pub struct Asked {
     name: Name,
@@ -41,12 +59,9 @@ pub struct Asked {
 impl Worker {
     /// Answers requests until there are no more, or it is told to stop; then says so.
     pub fn run(mut self) {
-        let ended = self.go_on();
-        if ended.is_err() {
-            self.stop.store(true, Ordering::Relaxed);
-        }
-        // Nobody listens any more if results cannot be written.
-        let _ = self.events.send(Event::Left(ended.err()));
+        let lost = Some(anyhow!("a worker was lost; this is a mistake in the program"));
+        let mut leaving = Leaving { events: self.events.clone(), stop: self.stop.clone(), error: lost };
+        leaving.error = self.go_on().err().map(anyhow::Error::from);
     }
 
     fn go_on(&mut self) -> Result<(), host::Error> {
@@ -71,9 +86,16 @@ impl Worker {
 
     /// Takes the requests that there is room for; waits a little for one if there is nothing else to do. False when there are no more.
     fn take(&mut self) -> bool {
+        if !self.batch.has_room() {
+            return true;
+        }
         let work = self.work.clone();
-        // One worker at a time waits, and then there is nothing for the others either.
-        let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut work = match work.try_lock() {
+            Ok(work) => work,
+            // Another worker waits for requests, or takes some: who has something to run does not wait for it.
+            Err(TryLockError::WouldBlock) if !self.batch.is_idle() => return true,
+            Err(_) => work.lock().unwrap_or_else(PoisonError::into_inner),
+        };
         while self.batch.has_room() {
             let patience = if self.batch.is_idle() { Duration::from_millis(20) } else { Duration::ZERO };
             match work.next(patience) {

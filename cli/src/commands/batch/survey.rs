@@ -1,0 +1,46 @@
+//! A look at all requests before the first is answered, where they are in a file.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use super::identity::{Identity, Key};
+use super::input::Lines;
+use super::{ahead, out_of_order};
+use crate::args::batch::Shard;
+
+/// How many requests `shard` has. None if they cannot all be read: what can be is answered, and then that is said.
+///
+/// # Errors
+/// The output, which has results for the lines of `done` with these digests, is not of these requests; or, if it is `ordered`, has one behind a request that has none.
+pub fn survey(
+    requests: &Path,
+    output: &Path,
+    shard: Option<Shard>,
+    ordered: bool,
+    done: &HashMap<u64, u64>,
+) -> anyhow::Result<Option<u64>> {
+    let mut lines = Lines::open(requests)?;
+    let (mut count, mut found, mut is_behind) = (0, 0, false);
+    loop {
+        let line = match lines.next() {
+            Ok(Some(line)) => line,
+            Ok(None) => break,
+            Err(_) => return Ok(None),
+        };
+        let bytes = line.bytes.as_deref().unwrap_or_default();
+        let is_done = ahead::is_done(done, Identity::of(line.number, bytes), output)?;
+        found += usize::from(is_done);
+        let key = if line.bytes.is_some() { Key::of(line.number, bytes) } else { Key::Line(line.number) };
+        if key.is_in(shard) {
+            count += 1;
+            if ordered && is_done && is_behind {
+                return Err(out_of_order(output));
+            }
+            is_behind |= !is_done;
+        }
+    }
+    if found < done.len() {
+        return Err(ahead::beyond(done.len() - found, output));
+    }
+    Ok(Some(count))
+}
