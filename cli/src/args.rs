@@ -221,6 +221,9 @@ pub struct AnswerArgs {
     /// Subtract this from the logit of every token in the answer; 0 is off
     #[arg(long, value_name = "X", default_value = "0", value_parser = presence_penalty, allow_negative_numbers = true)]
     pub presence_penalty: f32,
+    /// Subtract this for each time that the token is in the answer; 0 is off
+    #[arg(long, value_name = "X", default_value = "0", value_parser = frequency_penalty, allow_negative_numbers = true)]
+    pub frequency_penalty: f32,
     /// Seed of the random numbers; the same seed gives the same text [default: random, shown in the summary; batch: 0]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub seed: Option<u64>,
@@ -309,6 +312,10 @@ fn min_p(text: &str) -> Result<f32, String> {
 
 fn repetition_penalty(text: &str) -> Result<f32, String> {
     in_range(text, |repetition_penalty| Sampling { repetition_penalty, ..Sampling::default() })
+}
+
+fn frequency_penalty(text: &str) -> Result<f32, String> {
+    in_range(text, |frequency_penalty| Sampling { frequency_penalty, ..Sampling::default() })
 }
 
 fn presence_penalty(text: &str) -> Result<f32, String> {

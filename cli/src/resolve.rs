@@ -102,6 +102,7 @@ pub struct Answer {
     min_p: Option<f32>,
     repetition_penalty: Option<f32>,
     presence_penalty: f32,
+    frequency_penalty: f32,
     seed: u64,
 }
 
@@ -205,6 +206,7 @@ fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Res
         min_p: args.min_p,
         repetition_penalty: args.repetition_penalty,
         presence_penalty: args.presence_penalty,
+        frequency_penalty: args.frequency_penalty,
         // 32 bits: short enough to type, and a number that every reader of JSON keeps whole.
         seed: args.seed.unwrap_or_else(|| rand::random::<u32>().into()),
     })
@@ -298,6 +300,7 @@ impl Answer {
                 .or(checkpoint.repetition_penalty)
                 .unwrap_or(neutral.repetition_penalty),
             presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
             seed: self.seed,
         }
     }

@@ -1,13 +1,14 @@
-//! What a step of many sequences needs besides the kernels of the forward pass: page tables and flags that change, rows whose logits are
+//! What a step of many sequences needs besides the kernels of the forward pass: page tables and uses of tokens that change, rows whose logits are
 //! wanted, and pages that move.
 //!
 //! What changes from step to step comes in one piece of memory, written by the host: lists, of which these kernels take one each.
 
+use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
 
 use crate::linear::STRIP;
 use crate::norm::Residual;
-use crate::sample::{Choice, GENERATED, SEEN, ranked_token};
+use crate::sample::{Choice, GENERATED, ranked_token};
 
 const THREADS: u32 = 256;
 
@@ -22,38 +23,26 @@ fn index() -> u32 {
     thread::block_idx_x() * THREADS + thread::thread_idx_x()
 }
 
-/// Parameters of [`put_words`] and [`put_bytes`]. Grid: [`blocks`] of `count`.
+/// Parameters of [`put_words`]. Grid: [`blocks`] of `count`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Put<T> {
+pub struct Put {
     /// `[count, 2]`: a place in `to`, and what to put there. No place twice.
     pub entries: Global<u32>,
     /// Changed.
-    pub to: GlobalMut<T>,
+    pub to: GlobalMut<u32>,
     /// Entries.
     pub count: u32,
 }
 
-/// Puts words in their places: page tables.
+/// Puts words in their places: page tables, uses of tokens.
 #[kernel(threads = 256)]
-pub unsafe fn put_words(p: Put<u32>) {
+pub unsafe fn put_words(p: Put) {
     unsafe {
         let i = index();
         if i < p.count {
             let entry = p.entries.at(2 * i as usize);
             p.to.store(entry.load(0) as usize, entry.load(1));
-        }
-    }
-}
-
-/// Puts bytes in their places: flags of tokens.
-#[kernel(threads = 256)]
-pub unsafe fn put_bytes(p: Put<u8>) {
-    unsafe {
-        let i = index();
-        if i < p.count {
-            let entry = p.entries.at(2 * i as usize);
-            p.to.store(entry.load(0) as usize, entry.load(1) as u8);
         }
     }
 }
@@ -65,12 +54,12 @@ pub struct ClearRows {
     /// `[rows]` which, each once.
     pub rows: Global<u32>,
     /// `[any, len]`.
-    pub of: GlobalMut<u8>,
-    /// Bytes of a row.
+    pub of: GlobalMut<u32>,
+    /// Words of a row.
     pub len: u32,
 }
 
-/// Zeroes rows of bytes.
+/// Zeroes rows of words.
 #[kernel(threads = 256)]
 pub unsafe fn clear_rows(p: ClearRows) {
     unsafe {
@@ -86,15 +75,15 @@ pub unsafe fn clear_rows(p: ClearRows) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct TakeTokens {
-    /// `[count, 3]`: a row, the choice of the step before that is its token, and which row of `seen` knows of it, or [`TakeTokens::NOWHERE`]. No row
+    /// `[count, 3]`: a row, the choice of the step before that is its token, and which row of `uses` counts it, or [`TakeTokens::NOWHERE`]. No row
     /// twice.
     pub entries: Global<u32>,
     /// `[choices]` of the step before.
     pub sampled: Global<u32>,
     /// `[rows]`, changed.
     pub tokens: GlobalMut<u32>,
-    /// `[slots, vocab]` flags [`SEEN`] and [`GENERATED`], changed.
-    pub seen: GlobalMut<u8>,
+    /// As [`SampleEach::uses`](crate::sample::SampleEach::uses), changed.
+    pub uses: GlobalMut<u32>,
     /// Tokens.
     pub vocab: u32,
     /// Entries.
@@ -102,7 +91,7 @@ pub struct TakeTokens {
 }
 
 impl TakeTokens {
-    /// No flags.
+    /// Nobody counts it.
     pub const NOWHERE: u32 = u32::MAX;
 }
 
@@ -117,7 +106,8 @@ pub unsafe fn take_tokens(p: TakeTokens) {
             p.tokens.store(entry.load(0) as usize, token);
             let slot = entry.load(2);
             if slot != TakeTokens::NOWHERE {
-                p.seen.store(slot as usize * p.vocab as usize + token as usize, SEEN | GENERATED);
+                let place = slot as usize * p.vocab as usize + token as usize;
+                atomic::fetch_add(p.uses, place, GENERATED, Ordering::Relaxed, Scope::Device);
             }
         }
     }

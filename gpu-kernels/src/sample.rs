@@ -19,10 +19,10 @@ use cuda_std::{Global, GlobalMut, atomic, kernel, math, shared, thread, warp};
 
 use crate::step::Rows;
 
-/// Flag: the token occurs in the prompt or the output.
-pub const SEEN: u8 = 1;
-/// Flag: the token occurs in the output.
-pub const GENERATED: u8 = 2;
+/// Of a token's uses, which are one word: it occurs in the prompt.
+pub const PROMPTED: u32 = 1;
+/// Each time that it occurs in the output adds this.
+pub const GENERATED: u32 = 2;
 
 pub(crate) const THREADS: u32 = 1024;
 pub(crate) const WARPS: u32 = THREADS / 32;
@@ -37,8 +37,8 @@ pub struct Sample {
     pub rows: Rows,
     /// `[rows, vocab]`; changed in place when not greedy.
     pub logits: GlobalMut<f32>,
-    /// `[vocab]` flags [`SEEN`] and [`GENERATED`].
-    pub seen: Global<u8>,
+    /// `[vocab]` uses of tokens: [`PROMPTED`], [`GENERATED`].
+    pub uses: Global<u32>,
     /// `[rows]` the chosen tokens.
     pub sampled: GlobalMut<u32>,
     /// How it is chosen.
@@ -67,6 +67,8 @@ pub struct Settings {
     pub repetition_penalty: f32,
     /// Subtracted from the logits of generated tokens; 0 is off.
     pub presence_penalty: f32,
+    /// Likewise, for each time that they were generated.
+    pub frequency_penalty: f32,
 }
 
 impl Settings {
@@ -82,6 +84,7 @@ impl Settings {
                 min_p: f32::from_bits(words.load(5)),
                 repetition_penalty: f32::from_bits(words.load(6)),
                 presence_penalty: f32::from_bits(words.load(7)),
+                frequency_penalty: f32::from_bits(words.load(8)),
             }
         }
     }
@@ -408,7 +411,7 @@ pub struct Choice {
     pub row: u32,
     /// The first of this step's rows whose tokens are drafts up to `row`; `row + 1` if `row` is none.
     pub drafts: u32,
-    /// Which row of `seen`.
+    /// Which row of `uses`.
     pub slot: u32,
     /// Position of the row's token.
     pub position: u32,
@@ -418,7 +421,7 @@ pub struct Choice {
 
 impl Choice {
     /// Words of one.
-    pub const WORDS: usize = 12;
+    pub const WORDS: usize = 13;
 
     /// As the device reads it.
     pub const fn words(&self) -> [u32; Self::WORDS] {
@@ -436,6 +439,7 @@ impl Choice {
             s.min_p.to_bits(),
             s.repetition_penalty.to_bits(),
             s.presence_penalty.to_bits(),
+            s.frequency_penalty.to_bits(),
         ]
     }
 }
@@ -448,8 +452,8 @@ pub struct SampleEach {
     pub rows: Rows,
     /// `[rows, vocab]`; changed in place when not greedy.
     pub logits: GlobalMut<f32>,
-    /// `[slots, vocab]` flags [`SEEN`] and [`GENERATED`]; read for choices with penalties alone.
-    pub seen: Global<u8>,
+    /// `[slots, vocab]` uses of tokens: [`PROMPTED`], [`GENERATED`]; read for choices with penalties alone.
+    pub uses: Global<u32>,
     /// `[choices, Choice::WORDS]`, each for another row.
     pub choices: Global<u32>,
     /// `[choices]` the chosen tokens.
@@ -468,7 +472,7 @@ pub unsafe fn sample_each(p: SampleEach) {
         let one = Sample {
             rows: p.rows,
             logits: p.logits,
-            seen: p.seen.at(slot as usize * p.vocab as usize),
+            uses: p.uses.at(slot as usize * p.vocab as usize),
             sampled: p.sampled,
             settings: Settings::load(words.at(4)),
             vocab: p.vocab,
@@ -481,7 +485,7 @@ pub unsafe fn sample_each(p: SampleEach) {
     }
 }
 
-/// The token after a row whose own is at `position`. Its history is what `seen` tells, and the tokens of the rows `drafts`.
+/// The token after a row whose own is at `position`. Its history is what `uses` tells, and the tokens of the rows `drafts`.
 #[inline(always)]
 unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: u32) -> u32 {
     unsafe {
@@ -495,25 +499,27 @@ unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: 
         };
 
         // Penalties and temperature, and the first of the largest logits.
-        let penalised = s.repetition_penalty != 1.0 || s.presence_penalty != 0.0;
+        let penalised = s.repetition_penalty != 1.0 || s.presence_penalty != 0.0 || s.frequency_penalty != 0.0;
         let mut best = 0u64;
         let mut i = tid;
         while i < p.vocab {
             let mut l = block.logits.load(i as usize);
             if penalised {
-                let mut flags = p.seen.load(i as usize);
+                let mut uses = p.uses.load(i as usize);
                 let mut r = drafts.start;
                 while r < drafts.end {
                     if p.rows.tokens.load(r as usize) == i {
-                        flags |= SEEN | GENERATED;
+                        uses += GENERATED;
                     }
                     r += 1;
                 }
-                if flags & SEEN != 0 {
+                if uses != 0 {
                     l = if l > 0.0 { l / s.repetition_penalty } else { l * s.repetition_penalty };
                 }
-                if flags & GENERATED != 0 {
+                let times = uses / GENERATED;
+                if times != 0 {
                     l -= s.presence_penalty;
+                    l -= s.frequency_penalty * times as f32;
                 }
             }
             if s.temperature > 0.0 {

@@ -14,6 +14,7 @@ use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
 use crate::drafting;
 use crate::ngram::{self, NgramMatchMixed, together};
+use crate::sample::GENERATED;
 
 /// Most rows of a decode step: the newest token and 15 drafts.
 pub const MAX_DECODE_ROWS: u32 = 16;
@@ -219,8 +220,8 @@ pub struct Accept {
     pub best: Global<u64>,
     /// `[stop_count]` tokens that end the sequence, at most 32.
     pub stop_tokens: Global<u32>,
-    /// `[vocab]` flags of [`sample::SEEN`](crate::sample::SEEN) and [`sample::GENERATED`](crate::sample::GENERATED).
-    pub seen: GlobalMut<u8>,
+    /// As [`Sample::uses`](crate::sample::Sample::uses).
+    pub uses: GlobalMut<u32>,
     /// Told about the new state.
     pub draft: DraftState,
     /// `[reports, Report::WORDS]` in host memory.
@@ -306,15 +307,8 @@ impl Accepted {
             if lane < count {
                 p.state.history.store((length + lane) as usize, token as i32);
                 report.store(Report::TOKENS + lane as usize, token);
-            }
-            let mut i = 0;
-            while i < count {
-                // By one lane, as a token may come twice.
-                let token = warp::shuffle_idx(token, i);
-                if lane == 0 {
-                    p.seen.store(token as usize, crate::sample::SEEN | crate::sample::GENERATED);
-                }
-                i += 1;
+                // A token may come twice.
+                atomic::fetch_add(p.uses, token as usize, GENERATED, Ordering::Relaxed, Scope::Device);
             }
             warp::sync_warp();
             if lane == 0 {

@@ -8,62 +8,59 @@ use cuda_std::emulator::Buffer;
 use gpu_kernels::batch::{self, ClearRows, ListRecords, PageRecords, PickRows, Put, TakeTokens};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::Residual;
-use gpu_kernels::sample::{GENERATED, SEEN};
+use gpu_kernels::sample::GENERATED;
 
 #[test]
-fn words_and_bytes_go_where_they_belong() {
+fn words_go_where_they_belong() {
     let entries: Vec<[u32; 2]> = (0..300).map(|i| [i * 7 % 1000, i + 1]).collect();
     let list = Buffer::from_slice(&entries.concat());
-    let words = Buffer::from_slice(&[0u32; 1000]);
-    let bytes = Buffer::from_slice(&[9u8; 1000]);
+    let words = Buffer::from_slice(&[9u32; 1000]);
     let grid = [batch::blocks(entries.len()), 1, 1];
     run::<batch::put_words>(grid, 0, 1, Put { entries: list.ptr(), to: words.ptr_mut(), count: 300 });
-    run::<batch::put_bytes>(grid, 0, 2, Put { entries: list.ptr(), to: bytes.ptr_mut(), count: 300 });
-    let (mut expected, mut expected_bytes) = ([0u32; 1000], [9u8; 1000]);
+    let mut expected = [9u32; 1000];
     for [place, value] in entries {
         expected[place as usize] = value;
-        expected_bytes[place as usize] = value as u8;
     }
-    assert_eq!((words.as_slice(), bytes.as_slice()), (&expected[..], &expected_bytes[..]));
+    assert_eq!(words.as_slice(), expected);
 }
 
 #[test]
 fn rows_take_tokens_that_were_chosen_before() {
     const VOCAB: usize = 50;
     let sampled = Buffer::from_slice(&(0..400u32).map(|i| i * 11 % VOCAB as u32).collect::<Vec<_>>());
-    // Row 2 i takes choice 399 - i; every third has flags.
+    // Row 2 i takes choice 399 - i; every third is counted.
     let entry = |i: u32| [2 * i, 399 - i, if i.is_multiple_of(3) { i / 3 } else { TakeTokens::NOWHERE }];
     let entries: Vec<u32> = (0..300).flat_map(entry).collect();
     let (entries, tokens) = (Buffer::from_slice(&entries), Buffer::from_slice(&[7777u32; 600]));
-    let seen = Buffer::from_slice(&[0u8; 100 * VOCAB]);
+    let uses = Buffer::from_slice(&[3u32; 100 * VOCAB]);
     let take = TakeTokens {
         entries: entries.ptr(),
         sampled: sampled.ptr(),
         tokens: tokens.ptr_mut(),
-        seen: seen.ptr_mut(),
+        uses: uses.ptr_mut(),
         vocab: VOCAB as u32,
         count: 300,
     };
     run::<batch::take_tokens>([batch::blocks(300), 1, 1], 0, 5, take);
-    let mut flags = [0u8; 100 * VOCAB];
+    let mut expected = [3u32; 100 * VOCAB];
     for i in 0..300 {
         let token = sampled.as_slice()[399 - i];
         assert_eq!(tokens.as_slice()[2 * i..][..2], [token, 7777]);
         if i % 3 == 0 {
-            flags[i / 3 * VOCAB + token as usize] = SEEN | GENERATED;
+            expected[i / 3 * VOCAB + token as usize] += GENERATED;
         }
     }
-    assert_eq!(seen.as_slice(), flags);
+    assert_eq!(uses.as_slice(), expected);
 }
 
 #[test]
 fn rows_are_cleared_and_their_neighbours_are_not() {
-    let bytes = Buffer::from_slice(&[5u8; 5 * 301]);
+    let words = Buffer::from_slice(&[5u32; 5 * 301]);
     let rows = Buffer::from_slice(&[3u32, 1]);
-    let clear = ClearRows { rows: rows.ptr(), of: bytes.ptr_mut(), len: 301 };
+    let clear = ClearRows { rows: rows.ptr(), of: words.ptr_mut(), len: 301 };
     run::<batch::clear_rows>([batch::blocks(301), 2, 1], 0, 3, clear);
-    let expected: Vec<u8> = [5, 0, 5, 0, 5].iter().flat_map(|&b| [b; 301]).collect();
-    assert_eq!(bytes.as_slice(), expected);
+    let expected: Vec<u32> = [5, 0, 5, 0, 5].iter().flat_map(|&b| [b; 301]).collect();
+    assert_eq!(words.as_slice(), expected);
 }
 
 #[test]

@@ -4,18 +4,21 @@ mod common;
 
 use common::{Random, RowBuffers, run};
 use cuda_std::emulator::Buffer;
-use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach, Settings, UNIT_MASS, mass_of, random};
+use gpu_kernels::sample::{
+    self, Choice, GENERATED, PROMPTED, Sample, SampleEach, Settings, UNIT_MASS, mass_of, random,
+};
 use proptest::prelude::*;
 
 /// The token that the module's documentation promises, by sorting.
-fn reference(logits: &[f32], flags: &[u8], s: Settings, number: u64) -> u32 {
+fn reference(logits: &[f32], uses: &[u32], s: Settings, number: u64) -> u32 {
     let mut l: Vec<f32> = logits.to_vec();
-    for (l, flags) in l.iter_mut().zip(flags) {
-        if flags & SEEN != 0 {
+    for (l, uses) in l.iter_mut().zip(uses) {
+        if *uses != 0 {
             *l = if *l > 0.0 { *l / s.repetition_penalty } else { *l * s.repetition_penalty };
         }
-        if flags & GENERATED != 0 {
+        if uses / GENERATED != 0 {
             *l -= s.presence_penalty;
+            *l -= s.frequency_penalty * (uses / GENERATED) as f32;
         }
     }
     let max = l.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -61,7 +64,7 @@ fn reference(logits: &[f32], flags: &[u8], s: Settings, number: u64) -> u32 {
 fn choose(
     logits: &[f32],
     vocab: usize,
-    flags: &[u8],
+    uses: &[u32],
     tokens: &[u32],
     s: Settings,
     seed: u64,
@@ -70,12 +73,12 @@ fn choose(
     let count = tokens.len() as u32;
     let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 100 + r as u32, 0)).collect::<Vec<_>>());
     let logits = Buffer::from_slice(logits);
-    let seen = Buffer::from_slice(flags);
+    let uses = Buffer::from_slice(uses);
     let sampled = Buffer::from_slice(&vec![u32::MAX; tokens.len()]);
     let params = Sample {
         rows: rows.rows(),
         logits: logits.ptr_mut(),
-        seen: seen.ptr(),
+        uses: uses.ptr(),
         sampled: sampled.ptr_mut(),
         settings: Settings { seed, ..s },
         vocab: vocab as u32,
@@ -86,17 +89,17 @@ fn choose(
 }
 
 /// The same by the kernel for many sequences: the rows from last to first, flags in the second slot of two.
-fn choose_each(logits: &[f32], vocab: usize, flags: &[u8], tokens: &[u32], s: Settings, seed: u64) -> Vec<u32> {
+fn choose_each(logits: &[f32], vocab: usize, uses: &[u32], tokens: &[u32], s: Settings, seed: u64) -> Vec<u32> {
     let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 7 * r as u32, 0)).collect::<Vec<_>>());
     let choice = |row: u32| Choice { row, drafts: 1, slot: 1, position: 100 + row, settings: Settings { seed, ..s } };
     let choices: Vec<u32> = (0..tokens.len() as u32).rev().flat_map(|row| choice(row).words()).collect();
-    let others = vec![SEEN | GENERATED; vocab];
-    let (logits, seen) = (Buffer::from_slice(logits), Buffer::from_slice(&[&others, flags].concat()));
+    let others = vec![7 * GENERATED; vocab];
+    let (logits, uses) = (Buffer::from_slice(logits), Buffer::from_slice(&[&others, uses].concat()));
     let (choices, sampled) = (Buffer::from_slice(&choices), Buffer::from_slice(&vec![u32::MAX; tokens.len()]));
     let params = SampleEach {
         rows: rows.rows(),
         logits: logits.ptr_mut(),
-        seen: seen.ptr(),
+        uses: uses.ptr(),
         choices: choices.ptr(),
         sampled: sampled.ptr_mut(),
         vocab: vocab as u32,
@@ -114,15 +117,19 @@ fn settings() -> impl Strategy<Value = Settings> {
         off_or(0.0..0.5, 0.0),
         off_or(0.5..2.0, 1.0),
         off_or(-1.0..2.0, 0.0),
+        off_or(-0.5..1.0, 0.0),
     )
-        .prop_map(|(temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty)| Settings {
-            seed: 0,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            presence_penalty,
+        .prop_map(|(temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty)| {
+            Settings {
+                seed: 0,
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                repetition_penalty,
+                presence_penalty,
+                frequency_penalty,
+            }
         })
 }
 
@@ -140,17 +147,18 @@ proptest! {
     ) {
         let mut r = Random::new(seed);
         let logits: Vec<f32> = r.floats(rows * vocab).into_iter().map(|v| (v * levels).round() / levels * 12.0).collect();
-        let flags: Vec<u8> = (0..vocab).map(|_| [0, 0, SEEN, SEEN | GENERATED][r.below(4)]).collect();
+        let uses: Vec<u32> =
+            (0..vocab).map(|_| [0, 0, PROMPTED, GENERATED, PROMPTED + 5 * GENERATED][r.below(5)]).collect();
         let tokens: Vec<u32> = (0..rows).map(|_| r.below(vocab) as u32).collect();
-        let got = choose(&logits, vocab, &flags, &tokens, s, seed, 0);
-        prop_assert_eq!(&choose_each(&logits, vocab, &flags, &tokens, s, seed), &got);
+        let got = choose(&logits, vocab, &uses, &tokens, s, seed, 0);
+        prop_assert_eq!(&choose_each(&logits, vocab, &uses, &tokens, s, seed), &got);
         for row in 0..rows {
             // Drafts before this row are part of its history.
-            let mut flags = flags.clone();
+            let mut uses = uses.clone();
             for &draft in &tokens[1..=row] {
-                flags[draft as usize] |= SEEN | GENERATED;
+                uses[draft as usize] += GENERATED;
             }
-            let want = reference(&logits[row * vocab..][..vocab], &flags, s, random(seed, 101 + row as u64));
+            let want = reference(&logits[row * vocab..][..vocab], &uses, s, random(seed, 101 + row as u64));
             prop_assert_eq!(got[row], want, "row {}", row);
         }
     }
@@ -166,6 +174,7 @@ fn greedy_takes_the_first_of_equals_and_never_nan() {
         min_p: 0.0,
         repetition_penalty: 1.0,
         presence_penalty: 0.0,
+        frequency_penalty: 0.0,
     };
     let mut logits = vec![-1.0f32; 3000];
     logits[5] = f32::NAN;
@@ -184,6 +193,7 @@ fn rows_before_the_first_get_no_token() {
         min_p: 0.0,
         repetition_penalty: 1.0,
         presence_penalty: 0.0,
+        frequency_penalty: 0.0,
     };
     let logits: Vec<f32> = (0..300).map(|i| (i % 100) as f32).collect();
     assert_eq!(choose(&logits, 100, &[0; 100], &[1, 2, 3], s, 9, 2), [u32::MAX, u32::MAX, 99]);
@@ -200,6 +210,7 @@ fn the_draws_follow_the_distribution() {
         min_p: 0.0,
         repetition_penalty: 1.0,
         presence_penalty: 0.0,
+        frequency_penalty: 0.0,
     };
     let logits: Vec<f32> = (0..8).map(|i| (i * 5 % 8) as f32 / 4.0).collect();
     let weights: Vec<f64> = logits.iter().map(|&l| (l as f64 / 0.8).exp()).collect();

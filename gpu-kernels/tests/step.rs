@@ -7,7 +7,7 @@ use cuda_std::GlobalMut;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::drafting::{self, Cost, ONE};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences, together};
-use gpu_kernels::sample::{GENERATED, SEEN};
+use gpu_kernels::sample::GENERATED;
 use gpu_kernels::step::{
     self, Accept, AcceptAndDraft, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
     STATE_WORDS, SequenceState,
@@ -21,7 +21,7 @@ struct Device {
     tokens: Buffer<u32>,
     positions: Buffer<u32>,
     sequences: Buffer<u32>,
-    seen: Buffer<u8>,
+    uses: Buffer<u32>,
     ring: Buffer<u32>,
     step_idx: Buffer<i64>,
     draft_rows: Buffer<i32>,
@@ -45,7 +45,7 @@ impl Device {
             tokens: column(),
             positions: column(),
             sequences: column(),
-            seen: Buffer::from_slice(&[0; 100]),
+            uses: Buffer::from_slice(&[0; 100]),
             ring: Buffer::from_slice(&[0; RING as usize * Report::WORDS]),
             step_idx: Buffer::from_slice(&[0]),
             draft_rows: Buffer::from_slice(&[0]),
@@ -124,7 +124,7 @@ impl Device {
             sampled: sampled.ptr(),
             best: Default::default(),
             stop_tokens: stops.ptr(),
-            seen: self.seen.ptr_mut(),
+            uses: self.uses.ptr_mut(),
             draft: DraftState {
                 step_idx: self.step_idx.ptr_mut(),
                 rows: self.draft_rows.ptr_mut(),
@@ -171,9 +171,9 @@ fn drafts_are_accepted_as_long_as_they_agree() {
     assert_eq!(d.step_idx.as_slice(), [4]);
     assert_eq!(d.draft_rows.as_slice(), [1]);
     for token in [20, 21, 30] {
-        assert_eq!(d.seen.as_slice()[token], SEEN | GENERATED);
+        assert_eq!(d.uses.as_slice()[token], GENERATED);
     }
-    assert_eq!(d.seen.as_slice()[22], 0);
+    assert_eq!(d.uses.as_slice()[22], 0);
 }
 
 #[test]
@@ -248,7 +248,7 @@ fn one_launch_does_what_three_do() {
         let prompt: Vec<i32> = (0..length).map(|i| 10 + i % period).collect();
         let [one, three] = [(); 2].map(|()| {
             let mut d = Device::new(&prompt);
-            d.seen = Buffer::from_slice(&vec![0; 200_000]);
+            d.uses = Buffer::from_slice(&vec![0; 200_000]);
             d.plan_decode(&[20, 21]);
             d
         });

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use cuda_std::Global;
 use gpu_kernels::drafting::{self, DraftScript};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
-use gpu_kernels::sample::{self, GENERATED, SEEN, Sample, Settings};
+use gpu_kernels::sample::{self, PROMPTED, Sample, Settings};
 use gpu_kernels::step::{
     self, Accept, AcceptAndDraft, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
     STATE_WORDS, SequenceState,
@@ -44,7 +44,7 @@ pub struct Gpu {
     words: Buffer<u32>,
     sampled: Buffer<u32>,
     stop_tokens: Buffer<u32>,
-    seen: Buffer<u8>,
+    uses: Buffer<u32>,
     ring: Mapped,
     drafting: Drafting,
     /// Proposed instead of what the n-gram match finds.
@@ -94,6 +94,7 @@ pub(crate) fn settings(s: &Sampling) -> Settings {
         min_p: s.min_p,
         repetition_penalty: s.repetition_penalty,
         presence_penalty: s.presence_penalty,
+        frequency_penalty: s.frequency_penalty,
     }
 }
 
@@ -155,7 +156,7 @@ impl Gpu {
             words: device.zeroed(STATE_WORDS)?,
             sampled: device.zeroed(MAX_ROWS as usize)?,
             stop_tokens: device.zeroed(MOST_STOP_TOKENS)?,
-            seen: device.zeroed(config.vocab_size)?,
+            uses: device.zeroed(config.vocab_size)?,
             ring: device.mapped(RING as usize * Report::WORDS)?,
             drafting: Drafting {
                 step_idx: device.zeroed(1)?,
@@ -272,7 +273,7 @@ impl Gpu {
         let sample = Sample {
             rows,
             logits: self.forward.logits().ptr_mut(),
-            seen: self.seen.ptr(),
+            uses: self.uses.ptr(),
             sampled: self.sampled.ptr_mut(),
             settings: settings(s),
             vocab: self.forward.config().vocab_size as u32,
@@ -300,7 +301,7 @@ impl Gpu {
             sampled: self.sampled.ptr(),
             best,
             stop_tokens: self.stop_tokens.ptr(),
-            seen: self.seen.ptr_mut(),
+            uses: self.uses.ptr_mut(),
             draft: DraftState {
                 step_idx: self.drafting.step_idx.ptr_mut(),
                 rows: self.drafting.rows.ptr_mut(),
@@ -467,12 +468,11 @@ impl Backend for Gpu {
         words[SequenceState::LENGTH] = prompt.len() as u32;
         words[SequenceState::ACCEPTANCE] = drafting::UNTRIED;
         self.words.write(0, &words)?;
-        let mut seen = vec![0u8; self.seen.len()];
+        let mut uses = vec![0; self.uses.len()];
         for &token in prompt {
-            seen[token as usize] |= SEEN;
+            uses[token as usize] = PROMPTED;
         }
-        const { assert!(SEEN != GENERATED) };
-        self.seen.write(0, &seen)?;
+        self.uses.write(0, &uses)?;
         let stops = &sequence.stop_tokens[..sequence.stop_tokens.len().min(MOST_STOP_TOKENS)];
         self.stop_tokens.write(0, stops)?;
         self.drafting.max_length.write(0, &[sequence.max_length as i64])?;

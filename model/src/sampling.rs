@@ -13,6 +13,8 @@
 //! sampled with its own position's number as if there were no drafts, and drafts are accepted while they agree: the output is
 //! not only distributed as without drafting, it is the same text for the same seed.
 
+use std::collections::HashMap;
+
 use crate::Error;
 
 /// How a token is chosen. The default is greedy.
@@ -30,6 +32,8 @@ pub struct Sampling {
     pub repetition_penalty: f32,
     /// Subtracted from the logit of every token in the output, once however often it came; 0 is off.
     pub presence_penalty: f32,
+    /// Subtracted from the logit of every token in the output for each time that it came; 0 is off.
+    pub frequency_penalty: f32,
     /// Seed of the random numbers; equal seeds give equal output.
     pub seed: u64,
 }
@@ -43,6 +47,7 @@ impl Default for Sampling {
             min_p: 0.0,
             repetition_penalty: 1.0,
             presence_penalty: 0.0,
+            frequency_penalty: 0.0,
             seed: 0,
         }
     }
@@ -73,6 +78,7 @@ impl Sampling {
                 self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite(),
             ),
             ("presence_penalty", self.presence_penalty, "a finite number", self.presence_penalty.is_finite()),
+            ("frequency_penalty", self.frequency_penalty, "a finite number", self.frequency_penalty.is_finite()),
         ] {
             if !ok {
                 return Err(Error::SamplingRange { setting, value, range });
@@ -83,7 +89,7 @@ impl Sampling {
 
     /// Whether penalties need the tokens that came before.
     pub fn has_penalties(&self) -> bool {
-        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
     /// Whether the token is the one with the largest logit, whatever came before.
@@ -108,32 +114,24 @@ impl Sampling {
         kept.draw(&logits, random(self.seed, (prompt.len() + output.len()) as u64))
     }
 
-    /// Applies the penalties, each once a token, repetition first.
+    /// Applies the penalties, to each token at once: repetition, presence, frequency.
     pub fn penalise(&self, logits: &mut [f32], prompt: &[u32], output: &[u32]) {
         if !self.has_penalties() {
             return;
         }
-        let mut done = vec![false; logits.len()];
-        if self.repetition_penalty != 1.0 {
-            for &token in prompt.iter().chain(output) {
-                let Some(logit) = logits.get_mut(token as usize) else {
-                    continue;
-                };
-                if !std::mem::replace(&mut done[token as usize], true) {
-                    *logit =
-                        if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
-                }
-            }
-            done.fill(false);
+        // How often each token is in the output, of those that are anywhere.
+        let mut times: HashMap<u32, u32> = prompt.iter().map(|token| (*token, 0)).collect();
+        for token in output {
+            *times.entry(*token).or_default() += 1;
         }
-        if self.presence_penalty != 0.0 {
-            for &token in output {
-                let Some(logit) = logits.get_mut(token as usize) else {
-                    continue;
-                };
-                if !std::mem::replace(&mut done[token as usize], true) {
-                    *logit -= self.presence_penalty;
-                }
+        for (token, times) in times {
+            let Some(logit) = logits.get_mut(token as usize) else {
+                continue;
+            };
+            *logit = if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
+            if times > 0 {
+                *logit -= self.presence_penalty;
+                *logit -= self.frequency_penalty * times as f32;
             }
         }
     }

@@ -308,6 +308,7 @@ fn flags_out_of_range() {
     usage_refused(&["--temperature", "warm"], &["--temperature", "must be a number"]);
     usage_refused(&["--repetition-penalty", "0"], &["--repetition-penalty", "above 0"]);
     usage_refused(&["--presence-penalty", "inf"], &["--presence-penalty", "finite"]);
+    usage_refused(&["--frequency-penalty", "inf"], &["--frequency-penalty", "finite"]);
     usage_refused(&["--max-tokens", "0"], &["--max-tokens", "1 or more"]);
     usage_refused(&["--context", "1"], &["--context", "2 or more"]);
     usage_refused(&["--seed", "-1"], &["--seed"]);

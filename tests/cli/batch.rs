@@ -177,7 +177,7 @@ fn what_is_wrong_with_a_line_is_said_and_the_rest_runs() {
         (br#"{"prompt": "x", "stream": true}"#, "unsupported", "`stream`"),
         (br#"{"prompt": "x", "logit_bias": {"5": 1}}"#, "unsupported", "`logit_bias`"),
         (br#"{"prompt": "x", "temprature": 0}"#, "unsupported", "`temprature` is no known field"),
-        (br#"{"prompt": "x", "frequency_penalty": 0.5}"#, "unsupported", "`frequency_penalty`"),
+        (br#"{"prompt": "x", "frequency_penalty": "much"}"#, "invalid_request", "`frequency_penalty`"),
         (br#"{"prompt": "x", "tool_choice": "required"}"#, "unsupported", "`tool_choice`"),
         (br#"{"prompt": "x", "tools": {"type": "text"}}"#, "unsupported", "`tools`"),
         (br#"{"prompt": "x", "min_tokens": 2}"#, "unsupported", "`min_tokens`"),

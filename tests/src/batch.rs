@@ -23,6 +23,7 @@ pub fn requests(prompts: &[Vec<u32>], longest: usize, most: usize) -> Vec<Reques
             top_p: 0.95,
             repetition_penalty: 1.1,
             presence_penalty: 0.2,
+            frequency_penalty: 0.3,
             seed: i as u64,
             ..Sampling::default()
         };

@@ -32,6 +32,7 @@ fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
         top_p: 0.95,
         repetition_penalty: 1.1,
         presence_penalty: 0.2,
+        frequency_penalty: 0.3,
         seed: 3,
         ..Sampling::default()
     };
@@ -166,8 +167,14 @@ fn who_ends_early_runs_a_row_for_nothing() {
     let middle: Vec<char> = whole.chars().skip(whole.chars().count() / 2).collect();
     first.stop = vec![middle.iter().take(3).collect()];
     let second = greedy(&text(&checkpoint, 2, 61), 17, None);
-    let sampling =
-        Sampling { temperature: 0.7, repetition_penalty: 1.3, presence_penalty: 0.4, seed: 8, ..Sampling::default() };
+    let sampling = Sampling {
+        temperature: 0.7,
+        repetition_penalty: 1.3,
+        presence_penalty: 0.4,
+        frequency_penalty: 0.2,
+        seed: 8,
+        ..Sampling::default()
+    };
     let third = Request { sampling, ..greedy(&text(&checkpoint, 3, 40), 12, None) };
     let requests = [first, second, third];
     let expected: Vec<_> = requests.iter().map(|request| answer(&mut alone, request)).collect();

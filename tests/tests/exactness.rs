@@ -40,6 +40,7 @@ fn sampled_output_is_the_same_with_drafts() {
             top_p: 0.95,
             repetition_penalty: 1.05,
             presence_penalty: 0.1,
+            frequency_penalty: 0.3,
             seed: prompt[0] as u64,
             ..Sampling::default()
         };

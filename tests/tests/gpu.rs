@@ -129,6 +129,7 @@ fn sampled_output_is_the_same_with_drafts() -> Result<(), Failed> {
             min_p: 0.01,
             repetition_penalty: 1.05,
             presence_penalty: 0.1,
+            frequency_penalty: 0.3,
             seed: prompt[0] as u64,
         };
         let mut run = |draft| answer(&mut engine, &host::Request { sampling, ..greedy(&prompt, 200, draft) }).tokens;

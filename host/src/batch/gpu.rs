@@ -18,7 +18,7 @@ use cuda_std::GlobalMut;
 use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, ClearRows, Put, TakeBest, TakeTokens};
 use gpu_kernels::logprobs::Wanted;
-use gpu_kernels::sample::{self, Choice, GENERATED, SEEN, Sample, SampleEach};
+use gpu_kernels::sample::{self, Choice, GENERATED, PROMPTED, Sample, SampleEach};
 use gpu_kernels::step;
 use half::bf16;
 use model::{Checkpoint, Config};
@@ -60,12 +60,12 @@ pub struct GpuBatch {
     slots: Vec<Running>,
     mover: Mover,
     upload: Upload,
-    /// `[slots, vocab]` flags of tokens, kept for sequences with penalties.
-    seen: Buffer<u8>,
-    /// Flags that have to be set before the next choice, by place.
-    flags: BTreeMap<u32, u8>,
+    /// `[slots, vocab]` uses of tokens, kept for sequences with penalties.
+    uses: Buffer<u32>,
+    /// Uses that have changed, and have to be there before the next choice, by place.
+    changed: BTreeMap<u32, u32>,
     /// How many of them travel at a time.
-    flag_room: usize,
+    change_room: usize,
     notes: Notes,
     sampled: Mapped,
     /// Choices, and notes, that a step has room for: steps have two such rooms in turn.
@@ -140,14 +140,14 @@ struct Ready {
 struct Changes {
     moves: [(Way, List); 3],
     tables: List,
-    flags: Flags,
+    uses: Uses,
 }
 
-/// Changes of [`GpuBatch::seen`].
-struct Flags {
-    /// Slots whose flags are to be zeroed first.
+/// Changes of [`GpuBatch::uses`].
+struct Uses {
+    /// Slots whose uses are to be zeroed first.
     cleared: List,
-    /// Places and flags.
+    /// Places and uses.
     put: List,
 }
 
@@ -245,13 +245,13 @@ impl GpuBatch {
         // a reading of the weights at 1 TB/s.
         let weights = config.weight_bytes(2) as f64;
         let row = if prompts_apart { weights / 400e12 } else { weights / (64.0 * 1e12) };
-        // Rows with tiles and choices; page tables; pages that move, each to another; flags; a pass over 64 rows begins lists at multiples of 4.
-        let flag_room = 4 * sizes.rows;
+        // Rows with tiles and choices; page tables; pages that move, each to another; uses; a pass over 64 rows begins lists at multiples of 4.
+        let change_room = 4 * sizes.rows;
         let choices = sizes.rows + sizes.sequences;
-        let words = 31 * sizes.rows
+        let words = 32 * sizes.rows
             + 2 * room.sequences * context.div_ceil(PAGE_TOKENS)
             + 2 * (2 * pages + mover.host_pages())
-            + 2 * flag_room
+            + 2 * change_room
             + 4096;
         Ok(Self {
             limits,
@@ -259,9 +259,9 @@ impl GpuBatch {
             draft: options.draft,
             slots: vec![Running::default(); sizes.sequences],
             upload: Upload::new(device, words)?,
-            seen: device.zeroed(sizes.sequences * config.vocab_size)?,
-            flags: BTreeMap::new(),
-            flag_room,
+            uses: device.zeroed(sizes.sequences * config.vocab_size)?,
+            changed: BTreeMap::new(),
+            change_room,
             notes: Notes::new(device, config.vocab_size, sizes.sequences, 2 * choices)?,
             sampled: device.mapped(2 * choices)?,
             choices,
@@ -295,7 +295,7 @@ impl GpuBatch {
         self.forward.config().vocab_size
     }
 
-    /// Takes note of who is where; flags of sequences that were there before are of no more use.
+    /// Takes note of who is where; what is known of sequences that were there before is of no more use.
     fn take_up(&mut self, plan: &Plan, starts: &[Start<'_>]) {
         let vocab = self.vocab() as u32;
         for step in &mut self.under_way {
@@ -304,11 +304,12 @@ impl GpuBatch {
         for (started, start) in plan.started.iter().zip(starts) {
             let running = Running::new(start);
             let first = started.slot * vocab;
-            self.flags.retain(|place, _| place / vocab != started.slot);
+            self.changed.retain(|place, _| place / vocab != started.slot);
             if running.is_penalised() {
-                let flags = |i: usize| if i < start.prompt { SEEN } else { SEEN | GENERATED };
-                for (i, &token) in start.tokens.iter().enumerate() {
-                    *self.flags.entry(first + token).or_default() |= flags(i);
+                let (prompt, output) = start.tokens.split_at(start.prompt);
+                self.changed.extend(prompt.iter().map(|token| (first + token, PROMPTED)));
+                for &token in output {
+                    *self.changed.entry(first + token).or_default() += GENERATED;
                 }
             }
             self.slots[started.slot as usize] = running;
@@ -339,23 +340,23 @@ impl GpuBatch {
         }
     }
 
-    /// Lists changes of flags: the first ones of those that are due, as many as there is room for.
-    fn list_flags(&mut self, cleared: impl IntoIterator<Item = Slot>) -> Flags {
+    /// Lists changes of uses: the first ones of those that are due, as many as there is room for.
+    fn list_uses(&mut self, cleared: impl IntoIterator<Item = Slot>) -> Uses {
         let cleared = self.upload.push(cleared);
-        let rest = self.flags.keys().nth(self.flag_room).copied().map(|next| self.flags.split_off(&next));
-        let now = std::mem::replace(&mut self.flags, rest.unwrap_or_default());
-        Flags { cleared, put: self.upload.push(now.into_iter().flat_map(|(place, flag)| [place, flag.into()])) }
+        let rest = self.changed.keys().nth(self.change_room).copied().map(|next| self.changed.split_off(&next));
+        let now = std::mem::replace(&mut self.changed, rest.unwrap_or_default());
+        Uses { cleared, put: self.upload.push(now.into_iter().flat_map(|(place, uses)| [place, uses])) }
     }
 
-    /// Lists everything that changes beside rows. Flags that there is no room for go ahead.
+    /// Lists everything that changes beside rows. Uses that there is no room for go ahead.
     fn list_changes(&mut self, plan: &Plan) -> Result<Changes, Error> {
         let penalised = |slot: &Slot| self.slots[*slot as usize].is_penalised();
         let mut cleared: Vec<Slot> = plan.started.iter().map(|started| started.slot).filter(penalised).collect();
-        while self.flags.len() > self.flag_room {
+        while self.changed.len() > self.change_room {
             self.upload.clear();
-            let flags = self.list_flags(cleared.drain(..));
+            let uses = self.list_uses(cleared.drain(..));
             self.upload.send()?;
-            self.enqueue_flags(&flags)?;
+            self.enqueue_uses(&uses)?;
         }
         self.upload.clear();
         let out = plan.swap_out.iter().flat_map(|m| [m.from, m.to]);
@@ -370,7 +371,7 @@ impl GpuBatch {
         // The last word counts.
         let tables: HashMap<u32, u32> = plan.tables.iter().map(|t| (t.slot * stride + t.index, t.page)).collect();
         let tables = self.upload.push(tables.into_iter().flat_map(|(place, page)| [place, page]));
-        Ok(Changes { moves, tables, flags: self.list_flags(cleared) })
+        Ok(Changes { moves, tables, uses: self.list_uses(cleared) })
     }
 
     /// Lists a pass; its choices come after `first` others, and its notes after `first_note`.
@@ -399,8 +400,8 @@ impl GpuBatch {
         let unknown = (0..pass.len()).filter(|&row| self.is_unknown(slot_of(row), pass.positions[row] as usize));
         let entry = |row: usize| {
             let slot = slot_of(row) as usize;
-            let flags = if self.slots[slot].is_penalised() { slot as u32 } else { TakeTokens::NOWHERE };
-            [row as u32, self.newest[slot], flags]
+            let counted = if self.slots[slot].is_penalised() { slot as u32 } else { TakeTokens::NOWHERE };
+            [row as u32, self.newest[slot], counted]
         };
         let taken: Vec<_> = unknown.map(entry).collect();
         for (i, chosen) in pass.chosen.iter().enumerate() {
@@ -442,22 +443,22 @@ impl GpuBatch {
             // SAFETY: the list is of the size said, and names places in the tables, each once.
             unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(tables), 0, put)? };
         }
-        self.enqueue_flags(&changes.flags)
+        self.enqueue_uses(&changes.uses)
     }
 
-    /// Enqueues changes of flags.
-    fn enqueue_flags(&self, flags: &Flags) -> Result<(), Error> {
+    /// Enqueues changes of uses.
+    fn enqueue_uses(&self, uses: &Uses) -> Result<(), Error> {
         let (device, upload, len) = (self.forward.device(), &self.upload, self.vocab() as u32);
-        let (cleared, put) = (flags.cleared.len(), flags.put.len() / 2);
-        // SAFETY: the lists are of the sizes said, and name places in the flags, each once.
+        let (cleared, put) = (uses.cleared.len(), uses.put.len() / 2);
+        // SAFETY: the lists are of the sizes said, and name places in the uses, each once.
         unsafe {
             if cleared > 0 {
-                let clear = ClearRows { rows: upload.ptr(flags.cleared), of: self.seen.ptr_mut(), len };
+                let clear = ClearRows { rows: upload.ptr(uses.cleared), of: self.uses.ptr_mut(), len };
                 device.launch::<kernels::clear_rows>((kernels::blocks(len as usize), cleared as u32), 0, clear)?;
             }
             if put > 0 {
-                let entries = Put { entries: upload.ptr(flags.put), to: self.seen.ptr_mut(), count: put as u32 };
-                device.launch::<kernels::put_bytes>(kernels::blocks(put), 0, entries)?;
+                let entries = Put { entries: upload.ptr(uses.put), to: self.uses.ptr_mut(), count: put as u32 };
+                device.launch::<kernels::put_words>(kernels::blocks(put), 0, entries)?;
             }
         }
         Ok(())
@@ -478,7 +479,7 @@ impl GpuBatch {
                 entries: upload.ptr(ready.taken),
                 sampled: self.sampled.ptr_mut().read(),
                 tokens: rows.tokens,
-                seen: self.seen.ptr_mut(),
+                uses: self.uses.ptr_mut(),
                 vocab: self.vocab() as u32,
                 count: taken as u32,
             };
@@ -553,7 +554,7 @@ impl GpuBatch {
         let sample = SampleEach {
             rows,
             logits: self.forward.logits().ptr_mut(),
-            seen: self.seen.ptr(),
+            uses: self.uses.ptr(),
             // SAFETY: within the list.
             choices: unsafe { self.upload.ptr(ready.choices).at(which.start * Choice::WORDS) },
             sampled: self.sampled_from(ready.first + which.start),
@@ -684,7 +685,8 @@ impl BatchBackend for GpuBatch {
                 let running = &mut self.slots[work.slot as usize];
                 let tokens = running.confirm(drafts, |row, _| chosen[i][row]);
                 if running.is_penalised() {
-                    self.flags.extend(tokens.iter().map(|token| (work.slot * vocab + token, SEEN | GENERATED)));
+                    let uses = |&token: &u32| (work.slot * vocab + token, running.uses(token));
+                    self.changed.extend(tokens.iter().map(uses));
                 }
                 tokens
             };

@@ -1,6 +1,7 @@
 //! A running sequence, as every backend keeps it.
 
 use gpu_kernels::drafting;
+use gpu_kernels::sample::{GENERATED, PROMPTED};
 use model::Sampling;
 
 use super::backend::Start;
@@ -43,6 +44,13 @@ impl Running {
     /// Whether tokens that it has had are chosen less often.
     pub fn is_penalised(&self) -> bool {
         self.sampling.has_penalties()
+    }
+
+    /// How `token` was used so far, as the sampler has it: [`PROMPTED`], [`GENERATED`].
+    pub fn uses(&self, token: u32) -> u32 {
+        let (prompt, output) = self.history.split_at(self.prompt);
+        let times = output.iter().filter(|t| **t == token).count() as u32;
+        GENERATED * times + if prompt.contains(&token) { PROMPTED } else { 0 }
     }
 
     /// Whether its tokens are the best ones, and no log-probabilities are wanted.

@@ -11,6 +11,7 @@ const FREE: Sampling = Sampling {
     min_p: 0.0,
     repetition_penalty: 1.0,
     presence_penalty: 0.0,
+    frequency_penalty: 0.0,
     seed: 0,
 };
 
@@ -82,7 +83,7 @@ proptest! {
 
     #[test]
     fn penalties(logits in logits(), prompt in prop::collection::vec(0..70u32, 0..6), output in prop::collection::vec(0..70u32, 0..6)) {
-        let s = Sampling { repetition_penalty: 2.0, presence_penalty: 0.5, ..FREE };
+        let s = Sampling { repetition_penalty: 2.0, presence_penalty: 0.5, frequency_penalty: 0.25, ..FREE };
         let mut changed = logits.clone();
         s.penalise(&mut changed, &prompt, &output);
         for (token, (&before, &after)) in logits.iter().zip(&changed).enumerate() {
@@ -91,8 +92,9 @@ proptest! {
             if prompt.contains(&token) || output.contains(&token) {
                 expected = if before > 0.0 { before / 2.0 } else { before * 2.0 };
             }
-            if output.contains(&token) {
-                expected -= 0.5;
+            let times = output.iter().filter(|t| **t == token).count();
+            if times > 0 {
+                expected -= 0.5 + 0.25 * times as f32;
             }
             prop_assert_eq!(after, expected);
         }
@@ -158,6 +160,7 @@ fn settings_out_of_range_are_refused() {
         (Sampling { min_p: -0.1, ..FREE }, "min_p"),
         (Sampling { repetition_penalty: 0.0, ..FREE }, "repetition_penalty"),
         (Sampling { presence_penalty: f32::INFINITY, ..FREE }, "presence_penalty"),
+        (Sampling { frequency_penalty: f32::NAN, ..FREE }, "frequency_penalty"),
     ] {
         assert!(s.check().unwrap_err().to_string().contains(name));
     }

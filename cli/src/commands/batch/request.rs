@@ -72,6 +72,7 @@ const KNOWN: &[&str] = &[
     "best_of",
     "chat_template_kwargs",
     "custom_id",
+    "frequency_penalty",
     "ignore_eos",
     "logprobs",
     "max_completion_tokens",
@@ -116,7 +117,6 @@ const UNSUPPORTED: &[(&str, &[&str])] = &[
     ("continue_final_message", &["false"]),
     ("documents", &[]),
     ("echo", &["false"]),
-    ("frequency_penalty", &["0", "0.0"]),
     ("function_call", &["\"none\"", "\"auto\""]),
     ("functions", &[]),
     ("guided_choice", &[]),
@@ -251,6 +251,7 @@ impl Reader {
             min_p: fields.number("min_p")?.unwrap_or(neutral.min_p),
             repetition_penalty: fields.number("repetition_penalty")?.unwrap_or(neutral.repetition_penalty),
             presence_penalty: fields.number("presence_penalty")?.unwrap_or(neutral.presence_penalty),
+            frequency_penalty: fields.number("frequency_penalty")?.unwrap_or(neutral.frequency_penalty),
             seed,
         })
     }
