@@ -16,6 +16,7 @@ test: ptx-toolchain $(PTXAS)
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
 	$(CARGO) build --release --workspace --all-targets
+	scripts/check-recipes.sh target/release/warpdraft
 	$(CARGO) test --release --workspace
 
 # A compiler with the sources of `core`, for the device build (docs/toolchain.md).
