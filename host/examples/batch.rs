@@ -417,7 +417,7 @@ impl Bencher {
         let mut line = Queue::new(coming, |(_, most)| *most);
         let begun = Instant::now();
         loop {
-            while scheduler.waiting() < limits.sequences as usize
+            while scheduler.has_room()
                 && let Ok((prompt, most)) = line.next(Duration::ZERO)
             {
                 let length = prompt.len();

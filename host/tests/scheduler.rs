@@ -1,96 +1,36 @@
 //! The scheduler against a model of what it schedules: a device that knows, for every place in every page, which text it holds.
 //!
 //! The device executes plans literally. Before a row runs, every place before it must hold its own sequence's text; a plan may
-//! not go over its limits; and when all is done, no page is in use. Some steps are planned while the one before is under way.
+//! not go over its limits; who starts and who is preempted is as promised; and when all is done, no page is in use. Some steps are
+//! planned while the one before is under way, and some requests come into a stream of others that does not end before they do.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
-use host::batch::plan::{Page, SequenceId, Slot};
-use host::batch::{Advance, Costs, Limits, Plan, Scheduler};
+use host::batch::plan::{SequenceId, Slot};
+use host::batch::{Advance, Costs, Limits, Scheduler};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 
-/// What a place holds: everything up to and with its token, as a hash.
-type Text = u64;
-const NOTHING: Text = 0;
+#[path = "scheduler/by_hand.rs"]
+mod by_hand;
+#[path = "scheduler/device.rs"]
+mod device;
+#[path = "scheduler/rules.rs"]
+mod rules;
 
-fn then(text: Text, token: u32) -> Text {
-    model::sampling::random(text, token.into())
-}
+use device::{Device, next};
+use rules::{Planned, Rules, Sequence};
 
-/// The token that follows `tokens`: the device's "model". The alphabet is small, so that texts meet again.
-fn next(tokens: &[u32]) -> u32 {
-    (tokens.iter().fold(7, |text, &token| then(text, token)) % 3) as u32
-}
-
-struct Device {
-    limits: Limits,
-    pages: Vec<Vec<Text>>,
-    host: Vec<Vec<Text>>,
-    slots: HashMap<Slot, (SequenceId, Vec<Page>)>,
-}
-
-impl Device {
-    fn new(limits: Limits) -> Self {
-        let store = |pages: u32| vec![vec![NOTHING; limits.page_tokens]; pages as usize];
-        Self { pages: store(limits.pages), host: store(limits.host_pages), limits, slots: HashMap::new() }
-    }
-
-    /// Executes the plan's moves, as a launch for each part would: all reads of a part before its writes.
-    fn prepare(&mut self, plan: &Plan) {
-        for slot in &plan.freed {
-            assert!(self.slots.remove(slot).is_some(), "slot {slot} was not taken");
-        }
-        let mut targets = Vec::new();
-        for swap in &plan.swap_out {
-            self.host[swap.to as usize] = self.pages[swap.from as usize].clone();
-            targets.push(swap.to);
-        }
-        let distinct = |mut targets: Vec<u32>| {
-            let count = targets.len();
-            targets.sort_unstable();
-            targets.dedup();
-            assert_eq!(targets.len(), count, "a page is the target of two: {plan:?}");
-        };
-        distinct(targets);
-        let sources: Vec<Vec<Text>> = plan.copies.iter().map(|copy| self.pages[copy.from as usize].clone()).collect();
-        for (copy, source) in plan.copies.iter().zip(sources) {
-            assert!(plan.copies.iter().all(|other| other.from != copy.to), "a source is a target: {plan:?}");
-            self.pages[copy.to as usize] = source;
-        }
-        for swap in &plan.swap_in {
-            self.pages[swap.to as usize] = self.host[swap.from as usize].clone();
-        }
-        let copied = plan.copies.iter().map(|c| c.to);
-        distinct(copied.chain(plan.swap_in.iter().map(|s| s.to)).collect());
-        for started in &plan.started {
-            assert!(started.slot < self.limits.sequences);
-            let before = self.slots.insert(started.slot, (started.sequence, Vec::new()));
-            assert!(before.is_none(), "slot {} is taken", started.slot);
-        }
-        for entry in &plan.tables {
-            let (_, table) = self.slots.get_mut(&entry.slot).expect("a table of a running sequence");
-            table.resize(table.len().max(entry.index as usize + 1), Page::MAX);
-            table[entry.index as usize] = entry.page;
-        }
-    }
-
-    /// Runs a row; everything before it must be in place. The first `prompt` tokens are the prompt.
-    fn row(&mut self, slot: Slot, tokens: &[u32], prompt: usize, position: usize) {
-        let size = self.limits.page_tokens;
-        let table = &self.slots[&slot].1;
-        let mut text = NOTHING;
-        // What was generated leaves other bits, where the limits say so.
-        let apart = self.limits.prompts_apart;
-        let place = |at: usize| tokens[at] + if apart && at >= prompt { 1000 } else { 0 };
-        for at in 0..position {
-            text = then(text, place(at));
-            let page = table[at / size] as usize;
-            assert_eq!(self.pages[page][at % size], text, "slot {slot}: position {at} of {tokens:?} is lost");
-        }
-        let page = table[position / size] as usize;
-        self.pages[page][position % size] = then(text, place(position));
-    }
+/// What is asked for.
+#[derive(Debug, Clone)]
+struct Request {
+    prompt: Vec<u32>,
+    /// Most tokens.
+    length: usize,
+    /// After how many tokens the caller ends it early.
+    early: usize,
+    /// The step before which it comes.
+    step: usize,
 }
 
 /// One case: what is asked for, and how lucky drafts are.
@@ -98,8 +38,9 @@ impl Device {
 struct Case {
     limits: Limits,
     costs: Costs,
-    /// Prompt, most tokens, where the caller ends it early, and the step before which it comes.
-    requests: Vec<(Vec<u32>, usize, usize, usize)>,
+    requests: Vec<Request>,
+    /// Before so many of 4 steps another short request comes, until all of `requests` have ended.
+    stream: usize,
     /// Of 4 steps, so many are foreseen, as far as they can be.
     foreseen: usize,
     seed: u64,
@@ -110,11 +51,12 @@ fn case() -> impl Strategy<Value = Case> {
     let starts = (0..40u32, 0..7u32, any::<bool>());
     let limits = (1..7u32, 0..12u32, 1..6usize, 2..40usize, 0..5u32, tier, starts);
     let request = (prop::collection::vec(0..2u32, 1..24), 1..30usize, 1..40usize, 0..20usize);
-    let others = (any::<u64>(), 0..3u32, 0..5usize);
-    (limits, prop::collection::vec(request, 1..14), others).prop_map(|(limits, requests, (seed, cost, foreseen))| {
+    let others = (any::<u64>(), 0..3u32, 0..5usize, prop_oneof![Just(0), 1..5usize]);
+    (limits, prop::collection::vec(request, 1..14), others).prop_map(|(limits, requests, others)| {
         let (sequences, rows, page_tokens, context, pages, tier, starts) = limits;
         let (host_pages, drafts, draft_rows) = tier;
         let (prompt_rows, prompt_share, prompts_apart) = starts;
+        let (seed, cost, foreseen, stream) = others;
         let limits = Limits {
             context,
             sequences,
@@ -124,27 +66,33 @@ fn case() -> impl Strategy<Value = Case> {
             host_pages,
             drafts,
             draft_rows,
-            prompt_rows,
+            // From 20 on: at once.
+            prompt_rows: if prompt_rows < 20 { prompt_rows } else { 0 },
             prompt_share,
             prompts_apart,
         };
         let requests = requests.into_iter().map(|(mut prompt, most, early, step)| {
             prompt.truncate(context - 1);
             let length = (prompt.len() + most).min(context);
-            (prompt, length, early, step)
+            Request { prompt, length, early, step }
         });
         let costs = Costs { swap_page: [0.0, 1.0, 2.0][cost as usize], row: 1.0 };
-        Case { limits, costs, requests: requests.collect(), foreseen, seed }
+        Case { limits, costs, requests: requests.collect(), stream, foreseen, seed }
     })
 }
 
 /// What happened in a case.
 #[derive(Debug, Default, PartialEq)]
 struct Happened {
-    preempted: u64,
+    swapped: u64,
+    dropped: u64,
     /// Tokens found, and brought back.
     shared: u64,
     restored: u64,
+    /// How often one started before another that had come earlier.
+    overtakings: u64,
+    /// Drafts that were tried.
+    drafted: u64,
     /// Steps planned while another was under way, and rows that ran in them for nobody.
     foreseen: u64,
     wasted: u64,
@@ -152,42 +100,58 @@ struct Happened {
 
 /// Runs the case to its end.
 fn run(case: &Case) -> Happened {
-    let Case { limits, costs, requests, foreseen, seed } = case.clone();
+    let Case { limits, costs, requests, stream, foreseen, seed } = case.clone();
     let mut device = Device::new(limits);
     let mut scheduler = Scheduler::new(limits, costs);
-    let mut coming: Vec<_> = requests.into_iter().collect();
-    coming.sort_by_key(|request| std::cmp::Reverse(request.3));
-    // What each sequence is, the most it may become, where it ends, and its prompt's length.
-    let mut texts: BTreeMap<SequenceId, (Vec<u32>, usize, usize, usize)> = BTreeMap::new();
+    let mut rules = Rules::new(limits, costs);
+    let mut coming = requests;
+    coming.sort_by_key(|request| std::cmp::Reverse(request.step));
+    let mut sequences: BTreeMap<SequenceId, Sequence> = BTreeMap::new();
+    // Those of `requests` that have come.
+    let mut asked: BTreeSet<SequenceId> = BTreeSet::new();
     let mut random = (0..).map(|i| model::sampling::random(seed, i));
     let mut random = move |n: usize| (random.next().unwrap_or(0) % n as u64) as usize;
-    let all: usize = coming.iter().map(|request| request.1).sum();
-    // Each step brings at least a row of the first in line; a preempted one may be computed again for each before it.
-    let patience = 30 + all * (coming.len() + 1);
     // Of a foreseen step, what it brings.
     let mut under_way: Option<Brought> = None;
     let mut happened = Happened::default();
     for step in 0.. {
-        while coming.last().is_some_and(|request| request.3 <= step) {
-            let (prompt, length, early, _) = coming.pop().expect("there is one");
+        let mut add = |Request { prompt, length, early, .. }: Request| {
             let id = scheduler.add(prompt.clone(), length);
             let end = length.min(prompt.len() + early);
-            let prompt_len = prompt.len();
-            texts.insert(id, (prompt, length, end, prompt_len));
+            sequences.insert(id, Sequence { prompt: prompt.len(), tokens: prompt, length, end, computed: 0 });
+            id
+        };
+        while let Some(request) = coming.pop_if(|request| request.step <= step) {
+            asked.insert(add(request));
         }
-        if texts.is_empty() && coming.is_empty() {
+        if random(4) < stream {
+            let tokens = (1 + random(4)).min(limits.context - 1);
+            let prompt: Vec<u32> = (0..tokens).map(|_| random(3) as u32).collect();
+            let length = (tokens + 1 + random(6)).min(limits.context);
+            add(Request { prompt, length, early: length, step });
+        }
+        asked.retain(|id| sequences.contains_key(id));
+        if asked.is_empty() && coming.is_empty() {
             break;
         }
-        assert!(step < patience, "no end after {step} steps");
         // What runs and is not at its end, as far as that can be foreseen.
-        let goes_on = |id: &SequenceId| texts.get(id).is_some_and(|(tokens, length, ..)| tokens.len() < *length);
-        let first = device.slots.values().map(|(id, _)| *id).filter(goes_on).min();
+        let goes_on = |id: &SequenceId| sequences.get(id).is_some_and(Sequence::goes_on);
+        let slots = device.slots.iter().map(|(slot, (id, _))| (*slot, *id));
+        let ran: BTreeMap<Slot, SequenceId> = slots.filter(|(_, id)| goes_on(id)).collect();
         let plan = scheduler.plan();
         device.prepare(&plan);
-        if let Some(first) = first {
-            assert!(device.slots.values().any(|(id, _)| *id == first), "the first in line was preempted");
+        if let Some(first) = ran.values().min() {
+            assert!(device.slots.values().any(|(id, _)| id == first), "the first in line was preempted");
         }
-        assert!(!texts.keys().any(goes_on) || !plan.work.is_empty(), "nothing to do for {texts:?}");
+        assert!(!sequences.keys().any(goes_on) || !plan.work.is_empty(), "nothing to do for {sequences:?}");
+        for work in &plan.work {
+            let sequence = sequences.get_mut(&device.slots[&work.slot].0).expect("who works has not ended");
+            let starts = plan.started.iter().any(|started| started.slot == work.slot);
+            assert!(starts || sequence.computed == work.start as usize, "{work:?} of {sequence:?}");
+            sequence.computed = work.start as usize;
+        }
+        let known = sequences.iter().map(|(id, sequence)| (*id, sequence)).filter(|(_, sequence)| sequence.goes_on());
+        rules.check(&Planned { plan: &plan, ran: &ran, sequences: &known.collect(), scheduler: &scheduler });
 
         let (mut rows, mut decoding) = (0, 0);
         let mut advances = Vec::new();
@@ -197,12 +161,13 @@ fn run(case: &Case) -> Happened {
             let id = device.slots[&work.slot].0;
             assert!(!worked.contains(&id), "{id} works twice");
             worked.push(id);
-            let (mut tokens, length, end, prompt) = texts[&id].clone();
+            let Sequence { tokens, prompt, length, computed, .. } = sequences.get_mut(&id).expect("it has not ended");
             for position in work.start..work.start + work.rows {
-                device.row(work.slot, &tokens, prompt, position as usize);
+                device.row(work.slot, tokens, *prompt, position as usize);
             }
             rows += work.rows;
-            assert_eq!(work.samples, (work.start + work.rows) as usize == tokens.len());
+            *computed = (work.start + work.rows) as usize;
+            assert_eq!(work.samples, *computed == tokens.len());
             if !work.samples {
                 assert_eq!(work.most_drafts, 0);
                 continue;
@@ -218,40 +183,45 @@ fn run(case: &Case) -> Happened {
             let right = random(1 + drafts);
             let known = tokens.len();
             for draft in 0..drafts {
-                let token = next(&tokens);
+                let token = next(tokens);
                 tokens.push(if draft < right { token } else { token + 5 });
-                device.row(work.slot, &tokens, prompt, known + draft);
+                device.row(work.slot, tokens, *prompt, known + draft);
             }
             tokens.truncate(known + right);
-            tokens.push(next(&tokens));
-            tokens.truncate(length);
+            tokens.push(next(tokens));
+            tokens.truncate(*length);
+            *computed = tokens.len() - 1;
             let brought = tokens[known..].to_vec();
             advances.push((work.rows == 1, drafts, Advance { slot: work.slot, tokens: brought }));
-            texts.insert(id, (tokens, length, end, prompt));
         }
         let drafts: u32 = advances.iter().map(|advance| advance.1 as u32).sum();
+        happened.drafted += u64::from(drafts);
         assert!(rows + drafts <= limits.rows, "{rows} + {drafts} rows");
         assert!(drafts == 0 || rows + drafts <= limits.draft_rows, "{rows} rows and {drafts} drafts");
         assert!(drafts == 0 || under_way.is_none(), "drafts behind tokens that are not known");
-        let lengths = worked.into_iter().map(|id| (id, texts[&id].0.len())).collect();
+        let lengths = worked.into_iter().map(|id| (id, sequences[&id].tokens.len())).collect();
         let brought = Brought { advances: advances.into_iter().map(|advance| advance.2).collect(), lengths };
         if let Some(before) = under_way.take() {
             happened.foreseen += 1;
-            happened.wasted += before.arrive(&mut scheduler, &mut texts, false);
+            happened.wasted += before.arrive(&mut scheduler, &mut sequences, false);
         }
         if random(4) < foreseen && scheduler.foresee() {
             under_way = Some(brought);
         } else {
-            happened.wasted += brought.arrive(&mut scheduler, &mut texts, true);
+            happened.wasted += brought.arrive(&mut scheduler, &mut sequences, true);
         }
     }
+    // What is left of the stream is wanted no longer.
+    sequences.into_keys().for_each(|id| scheduler.finish(id));
     assert_eq!((scheduler.pages_in_use(), scheduler.running(), scheduler.waiting()), (0, 0, 0));
     assert_eq!(scheduler.free_host_pages(), limits.host_pages as usize);
     let counts = scheduler.counts();
     Happened {
-        preempted: counts.swapped + counts.dropped,
+        swapped: counts.swapped,
+        dropped: counts.dropped,
         shared: counts.shared_tokens,
         restored: counts.restored_tokens,
+        overtakings: rules.overtakings,
         ..happened
     }
 }
@@ -265,17 +235,12 @@ struct Brought {
 
 impl Brought {
     /// The scheduler hears of it. Unless it is the last step that was planned, sequences may have run on since. Returns how many had rows for nothing.
-    fn arrive(
-        self,
-        scheduler: &mut Scheduler,
-        texts: &mut BTreeMap<SequenceId, (Vec<u32>, usize, usize, usize)>,
-        is_last: bool,
-    ) -> u64 {
+    fn arrive(self, scheduler: &mut Scheduler, sequences: &mut BTreeMap<SequenceId, Sequence>, is_last: bool) -> u64 {
         scheduler.advance(&self.advances);
         let mut wasted = 0;
         for (id, known) in self.lengths {
             // Ended before.
-            let Some((tokens, length, end, _)) = texts.get(&id) else {
+            let Some(Sequence { tokens, length, end, .. }) = sequences.get(&id) else {
                 wasted += 1;
                 continue;
             };
@@ -283,7 +248,7 @@ impl Brought {
             assert_eq!(scheduler.tokens(id), (!finished).then_some(&tokens[..known]));
             if known >= *end {
                 scheduler.finish(id);
-                texts.remove(&id);
+                sequences.remove(&id);
             }
         }
         wasted
@@ -305,23 +270,25 @@ proptest! {
 }
 
 #[test]
-fn the_cases_preempt_and_share_and_run_ahead() {
+fn the_cases_preempt_and_share_and_overtake_and_run_ahead() {
     let mut runner = proptest::test_runner::TestRunner::deterministic();
-    let (mut preempting, mut sharing, mut restoring, mut foreseen, mut wasted) = (0, 0, 0, 0, 0);
+    let mut all = Vec::new();
     for _ in 0..300 {
         let case = case().new_tree(&mut runner).expect("cases can be made").current();
-        let happened = run(&case);
-        preempting += (happened.preempted > 0) as u32;
-        sharing += (happened.shared > 0) as u32;
-        restoring += (happened.restored > 0) as u32;
-        foreseen += happened.foreseen;
-        wasted += happened.wasted;
+        all.push(run(&case));
     }
+    let cases = |what: fn(&Happened) -> u64| all.iter().filter(|happened| what(happened) > 0).count();
+    let steps = |what: fn(&Happened) -> u64| all.iter().map(what).sum::<u64>();
+    let (swapping, dropping) = (cases(|h| h.swapped), cases(|h| h.dropped));
+    let (sharing, restoring, overtaking) = (cases(|h| h.shared), cases(|h| h.restored), cases(|h| h.overtakings));
+    let (drafted, foreseen, wasted) = (steps(|h| h.drafted), steps(|h| h.foreseen), steps(|h| h.wasted));
     println!(
-        "{preempting} preempt, {sharing} share, {restoring} bring back; {foreseen} steps foreseen, {wasted} rows for nothing"
+        "{swapping} save, {dropping} compute again, {sharing} share, {restoring} bring back, {overtaking} overtake"
     );
-    assert!(preempting > 30 && sharing > 100 && restoring > 10, "{preempting}, {sharing}, {restoring}");
-    assert!(foreseen > 1000 && wasted > 20, "{foreseen}, {wasted}");
+    println!("{drafted} drafts, {foreseen} steps foreseen, {wasted} rows for nothing");
+    assert!(swapping > 30 && dropping > 30, "{swapping}, {dropping}");
+    assert!(sharing > 100 && restoring > 10 && overtaking > 10, "{sharing}, {restoring}, {overtaking}");
+    assert!(drafted > 1000 && foreseen > 1000 && wasted > 20, "{drafted}, {foreseen}, {wasted}");
 }
 
 #[test]
@@ -340,67 +307,9 @@ fn sequences_that_begin_alike_compute_it_once() {
         prompts_apart: true,
     };
     let prefix: Vec<u32> = (0..101).collect();
-    let requests = (0..8).map(|i| ([prefix.as_slice(), &[500 + i]].concat(), 104, 9, 0)).collect();
-    let case = Case { limits, costs: Costs { swap_page: 1.0, row: 1.0 }, requests, foreseen: 0, seed: 1 };
+    let request = |i: u32| Request { prompt: [prefix.as_slice(), &[500 + i]].concat(), length: 104, early: 9, step: 0 };
+    let requests = (0..8).map(request).collect();
+    let case = Case { limits, costs: Costs { swap_page: 1.0, row: 1.0 }, requests, stream: 0, foreseen: 0, seed: 1 };
     // All but the first find the 25 full pages of the prefix.
     assert_eq!(run(&case), Happened { shared: 7 * 100, ..Happened::default() });
-}
-
-/// One whose prompts wait until they have 20 rows, or are one for one that runs.
-fn patient(pages: u32) -> Scheduler {
-    let limits = Limits {
-        context: 64,
-        sequences: 8,
-        rows: 64,
-        page_tokens: 4,
-        pages,
-        host_pages: 0,
-        drafts: 0,
-        draft_rows: 0,
-        prompt_rows: 20,
-        prompt_share: 1,
-        prompts_apart: true,
-    };
-    Scheduler::new(limits, Costs { swap_page: 1.0, row: 1.0 })
-}
-
-/// A step that brings a token to whoever samples. How many start in it.
-fn step(scheduler: &mut Scheduler) -> usize {
-    let plan = scheduler.plan();
-    let sampling = plan.work.iter().filter(|work| work.samples);
-    scheduler.advance(&sampling.map(|work| Advance { slot: work.slot, tokens: vec![1] }).collect::<Vec<_>>());
-    plan.started.len()
-}
-
-#[test]
-fn a_few_prompts_wait_for_more_while_others_run() {
-    let mut scheduler = patient(128);
-    // Alone, at once; a second is one for one that runs, and does not wait either; a third does, until there are 20 rows.
-    scheduler.add(vec![2; 9], 60);
-    assert_eq!(step(&mut scheduler), 1);
-    scheduler.add(vec![3; 9], 60);
-    assert_eq!(step(&mut scheduler), 1);
-    scheduler.add(vec![4; 10], 60);
-    assert_eq!((step(&mut scheduler), step(&mut scheduler)), (0, 0));
-    scheduler.add(vec![5; 10], 60);
-    assert_eq!(step(&mut scheduler), 2);
-    // When nothing runs any more, nothing is waited for.
-    scheduler.add(vec![6; 3], 60);
-    assert_eq!(step(&mut scheduler), 0);
-    (0..4).for_each(|id| scheduler.finish(id));
-    assert_eq!(step(&mut scheduler), 1);
-}
-
-#[test]
-fn who_has_no_room_is_not_waited_for_together() {
-    let mut scheduler = patient(20);
-    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
-    assert_eq!(step(&mut scheduler), 2);
-    // Together they would have 66 rows, but there are pages for the first alone.
-    scheduler.add(vec![4; 10], 60);
-    scheduler.add(vec![5; 56], 60);
-    assert_eq!((step(&mut scheduler), step(&mut scheduler)), (0, 0));
-    scheduler.finish(0);
-    // Now it is one for one that runs.
-    assert_eq!(step(&mut scheduler), 1);
 }

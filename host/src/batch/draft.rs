@@ -35,7 +35,8 @@ pub fn propose<'a>(
         return vec![Drafts::default(); plan.work.len()];
     };
     let sequences: Vec<_> = plan.work.iter().map(|work| sequence(work).filter(|_| work.samples)).collect();
-    let active = sequences.iter().flatten().count() as i64;
+    // Whoever has a row in the budget is owed it, also who may not draft.
+    let active = plan.work.iter().filter(|work| work.samples && work.rows == 1).count() as i64;
     let others = plan.work.iter().map(|work| work.rows).sum::<u32>().saturating_sub(1);
     // Which drafts there are does not depend on the budget, only how many of them are tried.
     let search = |(work, sequence): (&Work, &Option<&Running>)| match sequence {
@@ -78,9 +79,23 @@ impl DraftBudget {
 
 #[cfg(test)]
 mod tests {
+    use gpu_kernels::drafting::Cost;
     use gpu_kernels::ngram::reference;
 
-    use super::{DraftBudget, NgramDraft};
+    use super::{DraftBudget, NgramDraft, Plan, Running, Work, propose};
+
+    #[test]
+    fn a_row_that_ends_a_prompt_is_owed_its_place_in_the_budget() {
+        let running = Running { history: vec![1; 20], prompt: 20, max_length: 100, ..Running::default() };
+        let work = |slot| Work { slot, start: 19, rows: 1, samples: true, most_drafts: 7 };
+        let plan = Plan { work: (0..3).map(work).collect(), draft_threshold: 7, ..Plan::default() };
+        let draft = NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false };
+        for may_draft in [vec![0], vec![1], vec![2], vec![0, 2], vec![0, 1, 2]] {
+            let sequence = |work: &Work| may_draft.contains(&work.slot).then_some(&running);
+            let drafts = propose(&plan, Some(draft), Cost::default(), sequence);
+            assert_eq!(drafts.iter().map(|drafts| drafts.count).sum::<usize>(), 4, "{may_draft:?}");
+        }
+    }
 
     #[test]
     fn the_shared_budget_is_that_of_the_operator() {

@@ -169,14 +169,19 @@ impl Pages {
 
     /// Another user for a page that is in use or in the index.
     pub fn share(&mut self, page: Page) {
+        self.pin(page);
+        if let Some(indexed) = &mut self.entries[page as usize].indexed {
+            indexed.shared = true;
+        }
+    }
+
+    /// The same for who only copies from it: that is no reason to keep it in the host tier, where only whole pages are found.
+    pub fn pin(&mut self, page: Page) {
         let entry = &mut self.entries[page as usize];
         if entry.users == 0 {
             self.unused.remove(&entry.since);
         }
         entry.users += 1;
-        if let Some(indexed) = &mut entry.indexed {
-            indexed.shared = true;
-        }
     }
 
     /// A page for one user alone, with anything in it.

@@ -240,7 +240,7 @@ impl Batch {
 
     /// Whether to submit more, so that no step has less to do than it could.
     pub fn has_room(&self) -> bool {
-        self.scheduler.waiting() < self.slots.len()
+        self.scheduler.has_room()
     }
 
     /// Whether everything submitted is finished.

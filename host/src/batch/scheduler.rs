@@ -7,7 +7,7 @@
 //!    cheaper by the backend's [`Costs`]. It keeps its place in the order of arrival.
 //! 2. The rows that are left go to prompts, in chunks of whatever fits (chunked prefill: Agrawal et al., 2024, "Taming
 //!    Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve").
-//! 3. Waiting sequences start while there are slots, rows, and pages for all their tokens and one more page for each running
+//! 3. If nobody was preempted, waiting sequences start while there are slots, rows, and pages for all their tokens and one more page for each running
 //!    sequence. What the page index has of their text is shared (Kwon et al., 2023, "Efficient Memory Management for Large Language
 //!    Model Serving with PagedAttention"); of a page that matches only in part, a copy is made. A sequence whose prompt begins
 //!    like one that is being read in waits for it. Where the limits say so, a few wait for more, to be read in together.
@@ -96,7 +96,7 @@ pub struct Advance {
 
 /// A sequence that has a slot.
 #[derive(Clone, Debug)]
-struct Running {
+struct Placed {
     known: Known,
     slot: Slot,
     pages: Vec<Page>,
@@ -141,7 +141,7 @@ pub struct Scheduler {
     pages: Pages,
     slots: BTreeSet<Slot>,
     waiting: BTreeMap<SequenceId, Waiting>,
-    running: BTreeMap<SequenceId, Running>,
+    running: BTreeMap<SequenceId, Placed>,
     arrivals: SequenceId,
     /// What the next plan begins with: slots that were given up since the last one.
     freed: Vec<Slot>,
@@ -203,6 +203,13 @@ impl Scheduler {
     /// Sequences that run.
     pub fn running(&self) -> usize {
         self.running.len()
+    }
+
+    /// Whether to add more, so that no step has less to do than it could: for all slots, and for those that are free after a step. What waits here beyond that, another
+    /// device might have begun.
+    pub fn has_room(&self) -> bool {
+        let slots = self.limits.sequences as usize;
+        self.running.len() + self.waiting.len() < slots + slots.div_ceil(8)
     }
 
     /// Pages that sequences use.
@@ -305,13 +312,13 @@ impl Scheduler {
 
     /// Takes a running sequence's slot and pages.
     fn preempt(&mut self, id: SequenceId, plan: &mut Plan) {
-        let Some(Running { mut known, slot, pages, .. }) = self.running.remove(&id) else { return };
+        let Placed { mut known, slot, pages, .. } = self.running.remove(&id).expect("only who runs is preempted");
         let used = known.computed.div_ceil(self.limits.page_tokens);
         let swap = used as f64 * self.costs.swap_page;
         let again = known.computed as f64 * self.costs.row;
         let mut saved = Vec::new();
         if used > 0 && used <= self.pages.tier.available() && swap <= again {
-            saved = (0..used).filter_map(|_| self.pages.tier.take()).collect();
+            saved = (0..used).map(|_| self.pages.tier.take().expect("counted above")).collect();
             plan.swap_out.extend(pages.iter().zip(&saved).map(|(&from, &to)| SwapOut { from, to }));
             self.counts.swapped += 1;
         } else {
@@ -416,47 +423,45 @@ impl Scheduler {
         let idle = there.iter().filter(|page| self.pages.users(**page) == 0).count();
         let spare = self.pages.available() - idle;
         let wanted = total - there.len();
+        if wanted + self.running.len() > spare {
+            return false;
+        }
         // The source of a copy must outlive the step, and be there when it begins. A saved sequence has better than a part of a page.
         let partial = found.partial.filter(|(page, same)| {
             let pinned = (self.pages.users(*page) == 0) as usize;
             let better = shared * size + same > waiting.known.computed;
             better && wanted + pinned <= spare && plan.swap_in.iter().all(|swap| swap.to != *page)
         });
-        let pinned = partial.map_or(0, |(page, _)| (self.pages.users(page) == 0) as usize);
-        if wanted + pinned + self.running.len() > spare {
-            return false;
-        }
-        let (Some(Waiting { mut known, saved }), Some(slot)) = (self.waiting.remove(&id), self.slots.pop_first())
-        else {
-            return false;
-        };
+        let slot = self.slots.pop_first().expect("who starts has a slot");
+        let Waiting { mut known, saved } = self.waiting.remove(&id).expect("found above");
         let before = known.computed;
         // All that is shared first, so that it is not given up for what is taken.
-        for &page in there.iter().chain(partial.as_ref().map(|(page, _)| page)) {
+        for &page in &there {
             self.pages.share(page);
         }
-        step.sources.extend(partial.map(|(page, _)| page));
+        if let Some((page, _)) = partial {
+            self.pages.pin(page);
+            step.sources.push(page);
+        }
         let on_host: Vec<Option<HostPage>> = found.pages.iter().map(|(place, _)| self.pages.read(place)).collect();
         let contents = found.pages.iter().map(|(_, content)| *content).collect();
         let mut pages = Vec::with_capacity(total);
         for ((place, content), from) in found.pages.into_iter().zip(on_host) {
             match (place, from) {
                 (Place::Device(page), _) => pages.push(page),
-                (Place::Host(key), Some(from)) => {
-                    // There are enough: they were counted.
-                    let Some(to) = self.pages.take() else { break };
+                (Place::Host(key), from) => {
+                    let from = from.expect("nothing has left the tier since it was found");
+                    let to = self.pages.take().expect("counted above");
                     plan.swap_in.push(SwapIn { from, to });
                     self.pages.restore(to, key, content);
                     self.counts.restored_tokens += size as u64;
                     pages.push(to);
                 }
-                (Place::Host(_), None) => break,
             }
         }
         known.computed = known.computed.max(shared * size);
         while pages.len() < total {
-            // There are enough: they were counted.
-            let Some(page) = self.pages.take() else { break };
+            let page = self.pages.take().expect("counted above");
             match partial {
                 Some((from, same)) if pages.len() == shared => {
                     plan.copies.push(PageCopy { from, to: page });
@@ -474,7 +479,7 @@ impl Scheduler {
         plan.started.push(Started { slot, sequence: id });
         let entry = |(index, &page): (usize, &Page)| TableEntry { slot, index: index as u32, page };
         plan.tables.extend(pages.iter().enumerate().map(entry));
-        self.running.insert(id, Running { known, slot, pages, contents });
+        self.running.insert(id, Placed { known, slot, pages, contents });
         true
     }
 
@@ -565,7 +570,7 @@ impl Scheduler {
     /// A sequence's rows have run, or are about to, and bring `tokens`.
     fn take_in(&mut self, id: SequenceId, work: Work, tokens: &[u32]) {
         // Ended since it was planned.
-        let Some(Running { known, .. }) = self.running.get_mut(&id) else { return };
+        let Some(Placed { known, .. }) = self.running.get_mut(&id) else { return };
         known.computed = (work.start + work.rows) as usize;
         if work.samples {
             known.tokens.extend_from_slice(tokens);
@@ -577,7 +582,7 @@ impl Scheduler {
 
     /// Puts the pages that a sequence has filled into the index. Where the same is there already, that is used instead.
     fn index(&mut self, id: SequenceId) {
-        let Some(Running { known, slot, pages, contents }) = self.running.get_mut(&id) else { return };
+        let Some(Placed { known, slot, pages, contents }) = self.running.get_mut(&id) else { return };
         let size = self.limits.page_tokens;
         let full = pages.iter_mut().enumerate().take(known.computed / size).skip(contents.len());
         for (index, own) in full {
@@ -598,7 +603,7 @@ impl Scheduler {
 
     /// A sequence has ended, or is wanted no longer.
     pub fn finish(&mut self, id: SequenceId) {
-        if let Some(Running { slot, pages, .. }) = self.running.remove(&id) {
+        if let Some(Placed { slot, pages, .. }) = self.running.remove(&id) {
             self.tables.retain(|entry| entry.slot != slot);
             self.freed.push(slot);
             self.give_up(slot, &pages);
@@ -627,7 +632,7 @@ struct Step {
 
 impl Step {
     /// As many of a sequence's next `rows` rows as there is room for.
-    fn push(&mut self, id: SequenceId, sequence: &Running, rows: usize) {
+    fn push(&mut self, id: SequenceId, sequence: &Placed, rows: usize) {
         let rows = rows.min(self.rows_left as usize);
         self.rows_left -= rows as u32;
         let start = sequence.known.computed;

@@ -1,0 +1,284 @@
+//! Single cases, step by step.
+
+use host::batch::pages::{NOTHING, Pages, Place, Put};
+use host::batch::plan::PageCopy;
+use host::batch::tier::Tier;
+use host::batch::{Advance, Costs, Limits, Plan, Scheduler};
+
+/// Pages of 4 tokens, and nothing that a case does not ask for.
+const PLAIN: Limits = Limits {
+    context: 64,
+    sequences: 8,
+    rows: 64,
+    page_tokens: 4,
+    pages: 128,
+    host_pages: 0,
+    drafts: 0,
+    draft_rows: 0,
+    prompt_rows: 0,
+    prompt_share: 0,
+    prompts_apart: true,
+};
+
+/// Where to save a page and bring it back takes the time of so many rows.
+fn cost(swap_page: f64) -> Costs {
+    Costs { swap_page, row: 1.0 }
+}
+
+/// A step that brings a token to whoever samples. It finishes nobody.
+fn step(scheduler: &mut Scheduler) -> Plan {
+    let plan = scheduler.plan();
+    let sampling = plan.work.iter().filter(|work| work.samples);
+    scheduler.advance(&sampling.map(|work| Advance { slot: work.slot, tokens: vec![1] }).collect::<Vec<_>>());
+    plan
+}
+
+/// How many start in a step.
+fn starting(scheduler: &mut Scheduler) -> usize {
+    step(scheduler).started.len()
+}
+
+/// Runs a prompt, whose answer is of one token, from its start to its end. The scheduler has nothing else to do.
+fn run_alone(scheduler: &mut Scheduler, prompt: &[u32]) -> Plan {
+    let id = scheduler.add(prompt.to_vec(), prompt.len() + 1);
+    let plan = step(scheduler);
+    assert_eq!(plan.started.len(), 1);
+    scheduler.finish(id);
+    plan
+}
+
+#[test]
+fn a_long_one_starts_in_an_endless_stream_of_short_ones() {
+    let limits = Limits { context: 32, sequences: 4, pages: 8, ..PLAIN };
+    let mut scheduler = Scheduler::new(limits, cost(1.0));
+    // Answers of 4 tokens: whoever runs ends within as many steps.
+    let mut short = (100..).map(|i| vec![i; 3]);
+    let mut add_short = |scheduler: &mut Scheduler| scheduler.add(short.next().expect("endless"), 7);
+    let mut running = vec![add_short(&mut scheduler), add_short(&mut scheduler)];
+    step(&mut scheduler);
+    let long = scheduler.add((0..31).collect(), 32);
+    let mut steps = 0;
+    while scheduler.tokens(long).is_some_and(|tokens| tokens.len() < 32) {
+        running.push(add_short(&mut scheduler));
+        step(&mut scheduler);
+        let is_done = |id: &u64| scheduler.tokens(*id).is_some_and(|tokens| tokens.len() == 7);
+        let (done, rest) = running.into_iter().partition::<Vec<_>, _>(is_done);
+        done.into_iter().for_each(|id| scheduler.finish(id));
+        running = rest;
+        steps += 1;
+        assert!(steps <= 4, "it still waits");
+    }
+}
+
+/// Two run, and the second has to make room after 8 tokens. What was counted, and where it goes on when there is room again.
+fn preempted(costs: Costs, host_pages: u32) -> (u64, u64, u32) {
+    let limits = Limits { context: 20, pages: 5, host_pages, ..PLAIN };
+    let mut scheduler = Scheduler::new(limits, costs);
+    scheduler.add(vec![5; 6], 20);
+    scheduler.add(vec![6; 6], 20);
+    assert_eq!(starting(&mut scheduler), 2);
+    // There is a fifth page for one of them, and later another of those that the second had.
+    while scheduler.tokens(0).is_some_and(|tokens| tokens.len() < 20) {
+        step(&mut scheduler);
+    }
+    assert_eq!((scheduler.running(), scheduler.waiting()), (1, 1));
+    scheduler.finish(0);
+    let plan = step(&mut scheduler);
+    (scheduler.counts().swapped, scheduler.counts().dropped, plan.work[0].start)
+}
+
+#[test]
+fn who_is_preempted_is_saved_if_that_is_cheaper_than_to_run_it_again() {
+    // 2 pages with 8 tokens.
+    assert_eq!(preempted(cost(3.9), 2), (1, 0, 8));
+    assert_eq!(preempted(cost(4.1), 2), (0, 1, 0));
+    // And if there is room.
+    assert_eq!(preempted(cost(3.9), 1), (0, 1, 0));
+}
+
+/// Tokens that come back from the host tier, of two pages that several have had and that the device needed for others.
+fn restored(costs: Costs) -> u64 {
+    let limits = Limits { context: 24, pages: 6, host_pages: 4, ..PLAIN };
+    let mut scheduler = Scheduler::new(limits, costs);
+    let prompt: Vec<u32> = (0..9).collect();
+    run_alone(&mut scheduler, &prompt);
+    run_alone(&mut scheduler, &prompt);
+    run_alone(&mut scheduler, &[7; 23]);
+    run_alone(&mut scheduler, &prompt);
+    scheduler.counts().restored_tokens
+}
+
+#[test]
+fn what_several_had_comes_back_if_that_is_cheaper_than_to_run_it_again() {
+    assert_eq!(restored(cost(3.9)), 8);
+    assert_eq!(restored(cost(4.1)), 0);
+}
+
+#[test]
+fn of_a_text_that_is_of_use_no_more_the_end_is_forgotten_first() {
+    let limits = Limits { context: 16, pages: 4, ..PLAIN };
+    let mut scheduler = Scheduler::new(limits, cost(1.0));
+    let prompt: Vec<u32> = (0..13).collect();
+    run_alone(&mut scheduler, &prompt);
+    // One page held nothing whole; another has to go.
+    run_alone(&mut scheduler, &[7; 5]);
+    assert_eq!(run_alone(&mut scheduler, &prompt).work[0].start, 8);
+}
+
+#[test]
+fn a_page_is_not_taken_in_the_step_that_copies_from_it() {
+    let limits = Limits { context: 24, pages: 7, ..PLAIN };
+    let mut scheduler = Scheduler::new(limits, cost(1.0));
+    let ended = [scheduler.add((10..19).collect(), 20), scheduler.add((20..29).collect(), 20)];
+    assert_eq!(starting(&mut scheduler), 2);
+    ended.iter().for_each(|id| scheduler.finish(*id));
+    // One takes the pages that hold nothing whole. Of the others, the next to go is the second one of 10 to 18.
+    scheduler.add((30..39).collect(), 20);
+    assert_eq!(starting(&mut scheduler), 1);
+    scheduler.add(vec![10, 11, 12, 13, 14, 15, 16, 99], 20);
+    let plan = step(&mut scheduler);
+    assert_eq!((plan.started.len(), plan.work[1].start), (1, 7));
+    let &[PageCopy { from, to }] = plan.copies.as_slice() else { panic!("{plan:?}") };
+    assert_ne!(from, to);
+}
+
+#[test]
+fn who_has_room_without_a_copy_starts() {
+    let begins_alike = |len: u32| [10, 11, 12].into_iter().chain(20..).take(len as usize).collect::<Vec<u32>>();
+    // Alone, it takes all pages, also the one that it could copy from.
+    let mut scheduler = Scheduler::new(Limits { context: 12, pages: 3, ..PLAIN }, cost(1.0));
+    run_alone(&mut scheduler, &[10, 11, 12, 13, 14]);
+    let plan = run_alone(&mut scheduler, &begins_alike(11));
+    assert_eq!((plan.copies.len(), plan.work[0].start), (0, 0));
+    // With another one there are two pages for it, and one that it copies from: after the step, that is there for the other.
+    let mut scheduler = Scheduler::new(Limits { context: 12, pages: 4, ..PLAIN }, cost(1.0));
+    run_alone(&mut scheduler, &[10, 11, 12, 13, 14]);
+    scheduler.add(vec![5, 6], 12);
+    assert_eq!(starting(&mut scheduler), 1);
+    scheduler.add(begins_alike(8), 12);
+    let plan = step(&mut scheduler);
+    assert_eq!((plan.copies.len(), plan.work[1].start), (1, 3));
+}
+
+#[test]
+fn a_page_that_others_only_copied_from_is_not_kept_in_the_host_tier() {
+    let mut scheduler = Scheduler::new(Limits { context: 24, pages: 6, host_pages: 4, ..PLAIN }, cost(1.0));
+    run_alone(&mut scheduler, &[10, 11, 12, 13, 14]);
+    assert_eq!(run_alone(&mut scheduler, &[10, 11, 12, 99, 98]).copies.len(), 1);
+    assert_eq!(run_alone(&mut scheduler, &[7; 23]).swap_out, []);
+}
+
+#[test]
+fn a_page_that_two_have_filled_with_the_same_is_kept_in_the_host_tier() {
+    let mut scheduler = Scheduler::new(Limits { context: 24, pages: 6, host_pages: 4, ..PLAIN }, cost(1.0));
+    // They start in the same step: neither finds anything of the other.
+    let ids = [scheduler.add(vec![5; 3], 20), scheduler.add(vec![5; 3], 20)];
+    (0..3).for_each(|_| _ = step(&mut scheduler));
+    ids.iter().for_each(|id| scheduler.finish(*id));
+    assert_eq!(run_alone(&mut scheduler, &[7; 23]).swap_out.len(), 1);
+}
+
+#[test]
+fn the_host_tier_gives_up_what_was_unused_longest() {
+    let mut tier = Tier::new(2);
+    let keys = [1, 2].map(|token| (NOTHING, vec![token; 4].into(), 4));
+    for (key, content) in keys.iter().zip(1..) {
+        assert!(tier.keep(key, content).is_some());
+        tier.end_plan();
+    }
+    assert!(tier.read(&keys[0]).is_some());
+    tier.end_plan();
+    assert!(tier.take().is_some());
+    assert_eq!(keys.map(|key| tier.content(&key)), [Some(1), None]);
+}
+
+#[test]
+fn what_is_run_again_while_the_host_tier_has_it_is_the_same_text() {
+    let mut pages = Pages::new(2, 2, 4);
+    pages.keeps = true;
+    let text = [1, 2, 3, 4, 5, 6, 7, 8];
+    let put = |pages: &mut Pages, page, before, chunk| match pages.index(page, before, chunk, 4) {
+        Put::New(content) => content,
+        Put::Same(..) => panic!("the index has it"),
+    };
+    let used = [pages.take().expect("free"), pages.take().expect("free")];
+    let first = put(&mut pages, used[0], NOTHING, &text[..4]);
+    put(&mut pages, used[1], first, &text[4..]);
+    // Two have used both; then others want the memory.
+    used.iter().for_each(|page| pages.share(*page));
+    used.iter().chain(&used).rev().for_each(|page| pages.release(*page));
+    let other = pages.take().expect("unused");
+    pages.take().expect("unused");
+    assert_eq!(pages.end_plan().len(), 2);
+    // What follows the first page is known by it.
+    assert_eq!(put(&mut pages, other, NOTHING, &text[..4]), first);
+    let found: Vec<Place> = pages.find(&text, 8).pages.into_iter().map(|(place, _)| place).collect();
+    assert!(matches!(found[..], [Place::Device(page), Place::Host(_)] if page == other), "{found:?}");
+}
+
+/// Prompts wait until they have 20 rows, or are one for one that runs.
+const PATIENT: Limits = Limits { prompt_rows: 20, prompt_share: 1, ..PLAIN };
+
+#[test]
+fn a_few_prompts_wait_for_more_while_others_run() {
+    let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
+    // Alone, at once; a second is one for one that runs, and does not wait either; a third does, until there are 20 rows.
+    scheduler.add(vec![2; 9], 60);
+    assert_eq!(starting(&mut scheduler), 1);
+    scheduler.add(vec![3; 9], 60);
+    assert_eq!(starting(&mut scheduler), 1);
+    scheduler.add(vec![4; 10], 60);
+    assert_eq!((starting(&mut scheduler), starting(&mut scheduler)), (0, 0));
+    scheduler.add(vec![5; 10], 60);
+    assert_eq!(starting(&mut scheduler), 2);
+    // When nothing runs any more, nothing is waited for.
+    scheduler.add(vec![6; 3], 60);
+    assert_eq!(starting(&mut scheduler), 0);
+    (0..4).for_each(|id| scheduler.finish(id));
+    assert_eq!(starting(&mut scheduler), 1);
+}
+
+#[test]
+fn no_prompt_waits_for_others_where_no_rows_are_asked_for() {
+    let mut scheduler = Scheduler::new(Limits { prompt_rows: 0, ..PATIENT }, cost(1.0));
+    for token in 2..6 {
+        scheduler.add(vec![token; 9], 60);
+        assert_eq!(starting(&mut scheduler), 1);
+    }
+}
+
+#[test]
+fn who_has_no_room_is_not_waited_for_together() {
+    let mut scheduler = Scheduler::new(Limits { pages: 20, ..PATIENT }, cost(1.0));
+    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
+    assert_eq!(starting(&mut scheduler), 2);
+    // Together they would have 66 rows, but there are pages for the first alone.
+    scheduler.add(vec![4; 10], 60);
+    scheduler.add(vec![5; 56], 60);
+    assert_eq!((starting(&mut scheduler), starting(&mut scheduler)), (0, 0));
+    scheduler.finish(0);
+    // Now it is one for one that runs.
+    assert_eq!(starting(&mut scheduler), 1);
+}
+
+#[test]
+fn who_has_no_slot_is_not_waited_for_together() {
+    let mut scheduler = Scheduler::new(Limits { sequences: 3, ..PATIENT }, cost(1.0));
+    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
+    assert_eq!(starting(&mut scheduler), 2);
+    (0..2).for_each(|i| _ = scheduler.add(vec![4 + i; 10], 60));
+    assert_eq!((starting(&mut scheduler), starting(&mut scheduler)), (0, 0));
+}
+
+#[test]
+fn who_was_saved_does_not_wait_for_others() {
+    let limits = Limits { context: 20, pages: 11, host_pages: 2, ..PATIENT };
+    let mut scheduler = Scheduler::new(limits, cost(1.0));
+    (0..4).for_each(|i| _ = scheduler.add(vec![2 + i; 6], 20));
+    assert_eq!(starting(&mut scheduler), 4);
+    // Three have a third page, the last one has none.
+    (0..3).for_each(|_| _ = step(&mut scheduler));
+    assert_eq!((scheduler.running(), scheduler.counts().swapped), (3, 1));
+    scheduler.finish(0);
+    assert_eq!(starting(&mut scheduler), 1);
+}

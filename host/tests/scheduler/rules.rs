@@ -1,0 +1,174 @@
+//! What is promised about who runs, held against plan after plan: who starts, who is preempted for whom, and that nobody starves.
+
+use std::collections::{BTreeMap, HashMap};
+
+use host::batch::plan::{SequenceId, Slot};
+use host::batch::{Costs, Counts, Limits, Plan, Scheduler};
+
+/// A sequence that has not ended.
+#[derive(Debug, Clone)]
+pub struct Sequence {
+    /// Those of a step under way included.
+    pub tokens: Vec<u32>,
+    /// How many of them are the prompt.
+    pub prompt: usize,
+    /// Most tokens.
+    pub length: usize,
+    /// Where the caller ends it.
+    pub end: usize,
+    /// Tokens whose rows have run, and that were not given up since.
+    pub computed: usize,
+}
+
+impl Sequence {
+    /// Whether it has more to run, as far as that can be foreseen.
+    pub fn goes_on(&self) -> bool {
+        self.tokens.len() < self.length
+    }
+
+    /// Pages that `self`, which is being read in, will fill with what `other` begins with.
+    fn leaves(&self, other: &Self, limits: &Limits) -> usize {
+        let others = &other.tokens[..other.tokens.len() - 1];
+        let mut same = self.tokens.iter().zip(others).take_while(|(a, b)| a == b).count();
+        if limits.prompts_apart && self.prompt != other.prompt {
+            same = same.min(self.prompt).min(other.prompt);
+        }
+        same / limits.page_tokens
+    }
+}
+
+/// A plan, and who ran before it.
+pub struct Planned<'a> {
+    pub plan: &'a Plan,
+    /// Who ran, but for those who have ended.
+    pub ran: &'a BTreeMap<Slot, SequenceId>,
+    /// Everyone who goes on, each as the plan found it; who starts, as the plan takes it up.
+    pub sequences: &'a BTreeMap<SequenceId, &'a Sequence>,
+    /// After the plan.
+    pub scheduler: &'a Scheduler,
+}
+
+/// What the plans so far did.
+pub struct Rules {
+    limits: Limits,
+    costs: Costs,
+    counts: Counts,
+    /// Who goes on and came first, and for how many steps that has been so.
+    first: (SequenceId, usize),
+    /// Steps that preempted, and pages that everyone who came can fill.
+    preempting: usize,
+    pages: HashMap<SequenceId, usize>,
+    /// How often one started before another that had come earlier.
+    pub overtakings: u64,
+}
+
+impl Rules {
+    pub fn new(limits: Limits, costs: Costs) -> Self {
+        let (counts, pages) = (Counts::default(), HashMap::new());
+        Self { limits, costs, counts, first: (0, 0), preempting: 0, pages, overtakings: 0 }
+    }
+
+    /// A step's plan was made.
+    pub fn check(&mut self, planned: &Planned<'_>) {
+        let Planned { plan, ran, sequences, scheduler } = planned;
+        let preempted: Vec<SequenceId> = plan.freed.iter().filter_map(|slot| ran.get(slot).copied()).collect();
+        self.first_ends(sequences);
+        self.last_is_preempted(planned, &preempted);
+        if preempted.is_empty() {
+            self.starts(planned);
+        } else {
+            assert!(plan.started.is_empty(), "{preempted:?} had to leave, and others come: {plan:?}");
+        }
+
+        // A page that is taken for drafts is one that is taken beyond the newest token's.
+        let drafts = plan.work.iter().filter(|work| work.most_drafts > 0).any(|work| {
+            let beyond = (work.start + work.rows).div_ceil(self.limits.page_tokens as u32);
+            plan.tables.iter().any(|entry| entry.slot == work.slot && entry.index >= beyond)
+        });
+        let (free, running) = (self.free_pages(scheduler), scheduler.running());
+        assert!(!drafts || free >= running, "{free} pages are left of drafts, for {running}: {plan:?}");
+    }
+
+    fn free_pages(&self, scheduler: &Scheduler) -> usize {
+        self.limits.pages as usize - scheduler.pages_in_use()
+    }
+
+    /// Whoever came first ends. While it waits for pages nobody starts, and each step brings a row of the first among those who run, so that they end
+    /// one after the other; then it starts itself. To read in what it waits for takes no more rows than they would.
+    fn first_ends(&mut self, sequences: &BTreeMap<SequenceId, &Sequence>) {
+        let Some((&first, _)) = sequences.first_key_value() else { return };
+        let steps = if self.first.0 == first { self.first.1 + 1 } else { 0 };
+        self.first = (first, steps);
+        let most = (self.limits.sequences as usize + 1) * self.limits.context;
+        assert!(steps <= most, "{first} has been the first for {steps} steps");
+    }
+
+    /// Who came last makes room, and is saved only where that is cheaper than to run it again.
+    fn last_is_preempted(&mut self, planned: &Planned<'_>, preempted: &[SequenceId]) {
+        let Planned { plan, ran, sequences, scheduler } = planned;
+        let before = std::mem::replace(&mut self.counts, scheduler.counts());
+        let (swapped, dropped) = (self.counts.swapped - before.swapped, self.counts.dropped - before.dropped);
+        assert_eq!((swapped + dropped) as usize, preempted.len(), "{plan:?}");
+        if let Some(first) = preempted.iter().min() {
+            let stays = |id: &&SequenceId| !preempted.contains(id);
+            let last = ran.values().filter(stays).max();
+            assert!(last < Some(first), "{preempted:?} were preempted, and {last:?} was not");
+        }
+        let dear = |id: &&SequenceId| {
+            let computed = sequences[id].computed;
+            let pages = computed.div_ceil(self.limits.page_tokens);
+            pages == 0 || pages as f64 * self.costs.swap_page > computed as f64 * self.costs.row
+        };
+        let dear = preempted.iter().filter(dear).count();
+        assert!(dropped as usize >= dear, "{dropped} of {dear} are computed again: {plan:?}");
+
+        // Each time, one before them needed a page more than it ever had: that happens once a page.
+        let pages = |sequence: &Sequence| sequence.length.div_ceil(self.limits.page_tokens);
+        self.pages.extend(sequences.iter().map(|(id, sequence)| (*id, pages(sequence))));
+        self.preempting += usize::from(!preempted.is_empty());
+        assert!(self.preempting <= self.pages.values().sum(), "{} steps preempt", self.preempting);
+    }
+
+    /// Those who start are the first in line, and all of them that have room; who waits for a prompt may be overtaken meanwhile.
+    fn starts(&mut self, planned: &Planned<'_>) {
+        let Planned { plan, ran, sequences, scheduler } = planned;
+        let started: Vec<SequenceId> = plan.started.iter().map(|started| started.sequence).collect();
+        assert!(started.is_sorted(), "{started:?}");
+        let runs = |id: &SequenceId| started.contains(id) || ran.values().any(|other| other == id);
+        let waiting: Vec<SequenceId> = sequences.keys().copied().filter(|id| !runs(id)).collect();
+        for &id in &waiting {
+            let overtaking = started.iter().filter(|other| **other > id).count();
+            assert!(overtaking == 0 || Self::waits_for(id, planned, &self.limits), "{started:?} overtake {id}");
+            self.overtakings += overtaking as u64;
+        }
+
+        let (free, running) = (self.free_pages(scheduler), scheduler.running());
+        // With the last one, all the others had a page left each.
+        assert!(started.is_empty() || free + 1 >= running, "{free} pages are left for {running}: {plan:?}");
+
+        let Some(&first) = waiting.first() else { return };
+        // Prompts that wait for each other are not looked at here.
+        let at_once = self.limits.prompt_rows == 0 || ran.is_empty();
+        let rows: u32 = plan.work.iter().map(|work| work.rows).sum();
+        let has_slot = running < self.limits.sequences as usize && rows < self.limits.rows;
+        if at_once && has_slot && !Self::waits_for(first, planned, &self.limits) {
+            // Until the plan is made, sources of copies are not free; and what is found of it already may not help.
+            let wanted = sequences[&first].tokens.len().div_ceil(self.limits.page_tokens);
+            assert!(wanted + running + plan.copies.len() > free, "{first} has room, and waits: {plan:?}");
+        }
+    }
+
+    /// Whether one that runs, and was there when `id` had its turn, reads in what `id` begins with.
+    fn waits_for(id: SequenceId, planned: &Planned<'_>, limits: &Limits) -> bool {
+        let Planned { plan, ran, sequences, .. } = planned;
+        let will_leave = |other: &SequenceId, there: usize| {
+            let reader = sequences[other];
+            let is_read = reader.computed + 1 >= reader.tokens.len();
+            !is_read && reader.leaves(sequences[&id], limits) * limits.page_tokens > there
+        };
+        // Of one that starts with saved pages, nothing is found before its first step.
+        let mut starts = plan.started.iter().map(|started| started.sequence).filter(|other| *other < id);
+        ran.values().any(|other| will_leave(other, sequences[other].computed))
+            || starts.any(|other| will_leave(&other, 0))
+    }
+}
