@@ -12,7 +12,7 @@
 //!
 //! A table, then a line of JSON with the names of docs/benchmarks.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::error::Error;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ use gpu_kernels::norm::Norm;
 use gpu_kernels::sample::random;
 use half::bf16;
 use host::batch::plan::{Plan, SequenceId, Slot, Started, SwapIn, TableEntry, Work};
-use host::batch::{Advance, BatchBackend, BatchOptions, Counts, GpuBatch, PAGE_TOKENS, Queue, Scheduler, Start};
+use host::batch::{BatchBackend, BatchOptions, Counts, GpuBatch, PAGE_TOKENS, Queue, Sequences, Start, Steps};
 use host::bench::{Bench, Event, ceilings, decode};
 use host::device::Device;
 use host::gemm::{self, Epilogue};
@@ -216,6 +216,11 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
     Ok([rested, kept_up].map(|time| (4 * m * n * k) as f64 / time))
 }
 
+/// Of a token.
+fn kv_bytes(config: &Config) -> f64 {
+    config.kv_bytes_per_token(2) as f64
+}
+
 /// Of more rows than one. (A prompt's last row alone is rare.)
 fn is_of_prompt(work: &Work) -> bool {
     work.rows > 1
@@ -254,6 +259,72 @@ struct Part {
     bounds: [f64; 3],
 }
 
+/// What a step takes at least.
+struct Bound<'a> {
+    config: &'a Config,
+    /// As [`Bencher::read`] and [`Bencher::products`].
+    read: f64,
+    products: [f64; 2],
+}
+
+impl Bound<'_> {
+    /// The bytes and operations that a sequence's rows take beside the weights' bytes. Of the last layer, rows that nothing is chosen after want keys and values alone.
+    fn needs(&self, work: &Work) -> [f64; 2] {
+        let c = self.config;
+        let (start, rows, chosen) = (f64::from(work.start), f64::from(work.rows), f64::from(u8::from(work.samples)));
+        // Two operations and two bytes a weight.
+        let head = (2 * c.vocab_size * c.hidden_size) as f64;
+        let layers = c.num_hidden_layers as f64;
+        let layer = (c.step_weight_bytes(2) as f64 - head) / layers;
+        let keys_and_values = (2 * 2 * c.key_value_size() * c.hidden_size) as f64;
+        let attends = |tokens: f64| 4.0 * tokens * c.query_size() as f64;
+        let all = rows * layer + attends(rows * (start + (rows + 1.0) / 2.0));
+        let last = rows * keys_and_values + chosen * (layer - keys_and_values + attends(start + rows));
+        [(start + rows) * kv_bytes(c), (layers - 1.0) * all + last + chosen * head]
+    }
+
+    /// The least seconds of a step, as [`Part::bounds`] has them.
+    fn of(&self, plan: &Plan) -> [f64; 3] {
+        let weights = self.config.step_weight_bytes(2) as f64;
+        let least = |rate: f64, of: &dyn Fn(&&Work) -> bool| {
+            let needs = plan.work.iter().filter(of).map(|work| self.needs(work));
+            let all = needs.reduce(|a, b| [a[0] + b[0], a[1] + b[1]]);
+            all.map_or(0.0, |[bytes, operations]| ((weights + bytes) / self.read).max(operations / rate))
+        };
+        let [rested, kept_up] = self.products;
+        let apart = least(rested, &|work| is_of_prompt(work)) + least(rested, &|work| !is_of_prompt(work));
+        [least(rested, &|_| true), least(kept_up, &|_| true), apart]
+    }
+}
+
+/// The sequences of a batch, and what is noted of its steps.
+struct Observed<'a> {
+    bound: Bound<'a>,
+    parts: [Part; 2],
+    /// Which part each step is of that was planned and has not ended.
+    planned: VecDeque<usize>,
+    /// Tokens of the prompt, and in all.
+    sequences: HashMap<SequenceId, (usize, usize)>,
+}
+
+impl Sequences for Observed<'_> {
+    fn start<'a>(&'a self, id: SequenceId, tokens: &'a [u32]) -> Start<'a> {
+        let (prompt, max_length) = self.sequences[&id];
+        start(tokens, prompt, max_length)
+    }
+
+    fn planned(&mut self, plan: &Plan) {
+        let rows = |of: &dyn Fn(&&Work) -> bool| plan.work.iter().filter(of).map(|work| work.rows as usize).sum();
+        let rows: [usize; 2] = [rows(&|work| !is_of_prompt(work)), rows(&|work| is_of_prompt(work))];
+        let number = usize::from(rows[1] > 0);
+        let (part, bounds) = (&mut self.parts[number], self.bound.of(plan));
+        part.steps += 1;
+        part.rows = [part.rows[0] + rows[0], part.rows[1] + rows[1]];
+        part.bounds = std::array::from_fn(|i| part.bounds[i] + bounds[i]);
+        self.planned.push_back(number);
+    }
+}
+
 impl Bencher {
     fn note(&mut self, name: &str, value: f64) {
         self.figures.push((name.into(), value));
@@ -262,10 +333,6 @@ impl Bencher {
     fn tokens(&self, seed: u64, count: usize) -> Vec<u32> {
         let vocab = self.config.vocab_size as u64;
         (0..count).map(|i| (random(seed, i as u64) % vocab) as u32).collect()
-    }
-
-    fn kv_bytes(&self) -> f64 {
-        self.config.kv_bytes_per_token(2) as f64
     }
 
     /// Seconds of a step with nothing to choose.
@@ -283,7 +350,7 @@ impl Bencher {
         let plan = Plan { swap_in, ..Plan::default() };
         self.time_of(&plan)?;
         let times = (0..self.scale.steps.min(7)).map(|_| self.time_of(&plan)).collect::<Result<Vec<_>>>()?;
-        let rate = f64::from(pages) * PAGE_TOKENS as f64 * self.kv_bytes() / median(times);
+        let rate = f64::from(pages) * PAGE_TOKENS as f64 * kv_bytes(&self.config) / median(times);
         println!("swap: {pages} pages in at {:.1} GiB/s, {:.3} of the copy engine", gib(rate), rate / self.to_device);
         self.note("batch.swap_in.gib_s", gib(rate));
         self.note("batch.swap_in.ratio_copy", rate / self.to_device);
@@ -329,7 +396,8 @@ impl Bencher {
             self.backend.end()?;
             let late = |mut times: Vec<f64>| median(times.split_off(3.min(times.len() - 1)));
             let (time, idle) = (late(times), late(idle));
-            let bytes = self.config.step_weight_bytes(2) as f64 + f64::from(count) * context as f64 * self.kv_bytes();
+            let bytes =
+                self.config.step_weight_bytes(2) as f64 + f64::from(count) * context as f64 * kv_bytes(&self.config);
             let share = bytes / self.read / time;
             println!(
                 "decode: {count} sequences of {context}: {:.2} ms a step, {:.0} tok/s, {share:.3} of the bound; {:.0} µs between steps",
@@ -343,111 +411,43 @@ impl Bencher {
         Ok(())
     }
 
-    /// The bytes and operations that a sequence's rows take beside the weights' bytes. Of the last layer, rows that nothing is chosen after want keys and values alone.
-    fn needs(&self, work: &Work) -> [f64; 2] {
-        let c = &self.config;
-        let (start, rows, chosen) = (f64::from(work.start), f64::from(work.rows), f64::from(u8::from(work.samples)));
-        // Two operations and two bytes a weight.
-        let head = (2 * c.vocab_size * c.hidden_size) as f64;
-        let layers = c.num_hidden_layers as f64;
-        let layer = (c.step_weight_bytes(2) as f64 - head) / layers;
-        let keys_and_values = (2 * 2 * c.key_value_size() * c.hidden_size) as f64;
-        let attends = |tokens: f64| 4.0 * tokens * c.query_size() as f64;
-        let all = rows * layer + attends(rows * (start + (rows + 1.0) / 2.0));
-        let last = rows * keys_and_values + chosen * (layer - keys_and_values + attends(start + rows));
-        [(start + rows) * self.kv_bytes(), (layers - 1.0) * all + last + chosen * head]
-    }
-
-    /// The least seconds of a step, as [`Part::bounds`] has them.
-    fn bounds(&self, plan: &Plan) -> [f64; 3] {
-        let weights = self.config.step_weight_bytes(2) as f64;
-        let least = |rate: f64, of: &dyn Fn(&&Work) -> bool| {
-            let needs = plan.work.iter().filter(of).map(|work| self.needs(work));
-            let all = needs.reduce(|a, b| [a[0] + b[0], a[1] + b[1]]);
-            all.map_or(0.0, |[bytes, operations]| ((weights + bytes) / self.read).max(operations / rate))
-        };
-        let [rested, kept_up] = self.products;
-        let apart = least(rested, &|work| is_of_prompt(work)) + least(rested, &|work| !is_of_prompt(work));
-        [least(rested, &|_| true), least(kept_up, &|_| true), apart]
-    }
-
-    /// Plans a step, notes its bound and begins it: which part it is of, and whose outcomes it brings.
-    fn begin(
-        &mut self,
-        scheduler: &mut Scheduler,
-        ran: &mut Ran,
-        slots: &mut HashMap<Slot, SequenceId>,
-        prompts: &HashMap<SequenceId, usize>,
-    ) -> Result<(usize, Vec<SequenceId>)> {
-        scheduler.set_costs(self.backend.costs());
-        let plan = scheduler.plan();
-        let rows = |of: &dyn Fn(&&Work) -> bool| plan.work.iter().filter(of).map(|work| work.rows as usize).sum();
-        let rows: [usize; 2] = [rows(&|work| !is_of_prompt(work)), rows(&|work| is_of_prompt(work))];
-        let number = usize::from(rows[1] > 0);
-        let (part, bounds) = (&mut ran.parts[number], self.bounds(&plan));
-        part.steps += 1;
-        part.rows = [part.rows[0] + rows[0], part.rows[1] + rows[1]];
-        part.bounds = std::array::from_fn(|i| part.bounds[i] + bounds[i]);
-        let mut starts = Vec::new();
-        for started in &plan.started {
-            let id = started.sequence;
-            slots.insert(started.slot, id);
-            let (tokens, most) = scheduler.tokens(id).zip(scheduler.max_length(id)).ok_or("a sequence is lost")?;
-            starts.push(start(tokens, prompts[&id], most));
-        }
-        self.backend.begin(&plan, &starts)?;
-        Ok((number, plan.work.iter().filter(|work| work.samples).map(|work| slots[&work.slot]).collect()))
-    }
-
     /// Answers requests of a prompt and a number of tokens.
     fn run(&mut self, requests: Vec<(Vec<u32>, usize)>) -> Result<Ran> {
-        let limits = self.backend.limits();
-        let mut scheduler = Scheduler::new(limits, self.backend.costs());
-        let mut prompts: HashMap<SequenceId, usize> = HashMap::new();
-        let mut slots: HashMap<Slot, SequenceId> = HashMap::new();
-        let mut ran = Ran::default();
-        let mut last = Instant::now();
-        // Of a step that was begun: which part it is of, and whose outcomes it brings.
-        let mut under_way: Option<(usize, Vec<SequenceId>)> = None;
-        ran.prompts = requests.iter().map(|request| request.0.len()).sum();
+        let mut ran = Ran { prompts: requests.iter().map(|request| request.0.len()).sum(), ..Ran::default() };
+        let bound = Bound { config: &self.config, read: self.read, products: self.products };
+        let mut running =
+            Observed { bound, parts: [Part::default(); 2], planned: VecDeque::new(), sequences: HashMap::new() };
+        let mut steps = Steps::new(&self.backend);
         // In line as the command has them, all read before the first is answered.
         let (send, coming) = channel();
         requests.into_iter().try_for_each(|request| send.send(request))?;
         drop(send);
         let mut line = Queue::new(coming, |(_, most)| *most);
         let begun = Instant::now();
+        let mut last = begun;
         loop {
-            while scheduler.has_room()
+            while steps.scheduler().has_room()
                 && let Ok((prompt, most)) = line.next(Duration::ZERO)
             {
                 let length = prompt.len();
-                prompts.insert(scheduler.add(prompt, length + most), length);
+                running.sequences.insert(steps.add(prompt, length + most), (length, length + most));
             }
-            if scheduler.waiting() + scheduler.running() == 0 && under_way.is_none() {
+            if steps.is_idle() {
                 break;
             }
-            let (part, sequences) = match under_way.take() {
-                Some(step) => step,
-                None => self.begin(&mut scheduler, &mut ran, &mut slots, &prompts)?,
-            };
-            // As a batch does: the next one begins while this one is under way.
-            if self.backend.runs_ahead() && scheduler.foresee() && scheduler.running() + scheduler.waiting() > 0 {
-                under_way = Some(self.begin(&mut scheduler, &mut ran, &mut slots, &prompts)?);
-            }
-            let outcomes = self.backend.end()?;
-            let advances = outcomes.into_iter().map(|outcome| Advance { slot: outcome.slot, tokens: outcome.tokens });
-            let advances: Vec<Advance> = advances.collect();
-            scheduler.advance(&advances);
-            ran.parts[part].seconds += std::mem::replace(&mut last, Instant::now()).elapsed().as_secs_f64();
-            for (advance, id) in advances.iter().zip(sequences) {
-                ran.answers += advance.tokens.len();
-                if scheduler.tokens(id).map(<[u32]>::len) >= scheduler.max_length(id) {
-                    scheduler.finish(id);
+            let outcomes = steps.step(&mut self.backend, &mut running)?;
+            let part = running.planned.pop_front().ok_or("a step that was not planned")?;
+            running.parts[part].seconds += std::mem::replace(&mut last, Instant::now()).elapsed().as_secs_f64();
+            for (id, outcome) in outcomes {
+                ran.answers += outcome.tokens.len();
+                if steps.scheduler().tokens(id).map(<[u32]>::len) >= Some(running.sequences[&id].1) {
+                    steps.finish(id);
                 }
             }
         }
         ran.seconds = begun.elapsed().as_secs_f64();
-        ran.counts = scheduler.counts();
+        ran.counts = steps.scheduler().counts();
+        ran.parts = running.parts;
         Ok(ran)
     }
 

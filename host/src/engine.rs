@@ -25,6 +25,22 @@ pub enum DeviceChoice {
     Emulator,
 }
 
+impl DeviceChoice {
+    /// The device; none for the CPU.
+    ///
+    /// # Errors
+    /// No driver or no such card where one was chosen, or a card that is too old.
+    pub fn open(self) -> Result<Option<Device>, Error> {
+        match self {
+            Self::Auto if device::cards()?.is_empty() => Ok(None),
+            Self::Cpu => Ok(None),
+            Self::Auto => Device::cuda(0).map(Some),
+            Self::Cuda(ordinal) => Device::cuda(ordinal).map(Some),
+            Self::Emulator => Ok(Some(Device::emulator(0))),
+        }
+    }
+}
+
 impl std::str::FromStr for DeviceChoice {
     type Err = String;
 
@@ -166,14 +182,9 @@ impl Engine {
     /// [`Error::Interrupted`].
     pub fn load(checkpoint: Checkpoint, options: LoadOptions, progress: &mut Progress<'_>) -> Result<Self, Error> {
         let context = options.context_for(&checkpoint.config)?;
-        let on = |device: Device, progress: &mut Progress<'_>| -> Result<Box<dyn Backend>, Error> {
-            Ok(Box::new(Gpu::new(&checkpoint, &device, context, progress)?))
-        };
-        let backend = match options.device {
-            DeviceChoice::Auto if !device::cards()?.is_empty() => on(Device::cuda(0)?, progress)?,
-            DeviceChoice::Auto | DeviceChoice::Cpu => Box::new(Cpu::new(&checkpoint, context)?),
-            DeviceChoice::Cuda(ordinal) => on(Device::cuda(ordinal)?, progress)?,
-            DeviceChoice::Emulator => on(Device::emulator(0), progress)?,
+        let backend: Box<dyn Backend> = match options.device.open()? {
+            Some(device) => Box::new(Gpu::new(&checkpoint, &device, context, progress)?),
+            None => Box::new(Cpu::new(&checkpoint, context)?),
         };
         Ok(Self { checkpoint, backend, profile: None })
     }

@@ -384,6 +384,9 @@ fn several_devices_share_the_requests() {
     assert_eq!(summary["most_at_once"], 6, "each has its own: {summary}");
     assert_eq!((&summary["ended"], &summary["model"]), (&json!("done"), &json!("demo")));
     assert!(summary["devices"].as_str().is_some_and(|devices| devices.contains(", ")), "{summary}");
+    let both = ["--device", "emulator", "--devices", "cpu,cpu", "--json"];
+    let summary = json_of(&mut folder.batch("both.jsonl", &both));
+    assert_eq!(summary["devices"], "CPU, CPU", "{summary}");
     folder.batch("x.jsonl", &["--devices", "cpu,gpu"]).assert().code(2);
     if host::device::cards().expect("the driver answers").is_empty() {
         let run = folder.batch("x.jsonl", &["--devices", "all"]).assert().code(1);

@@ -53,7 +53,7 @@ pub struct BatchArgs {
     pub size: SizeArgs,
     #[command(flatten)]
     pub run: RunArgs,
-    /// Several devices, each with requests of its own: `all` (every CUDA card), or a list such as cuda:0,cuda:1
+    /// Several devices, each with requests of its own: `all` (every CUDA card), or a list such as cuda:0,cuda:1; --device counts no more then
     #[arg(long, value_name = "DEVICES", value_parser = devices, help_heading = "Device")]
     pub devices: Option<Devices>,
 }

@@ -1,6 +1,6 @@
 //! Batches: any number of requests at once, in steps of many rows.
 //!
-//! [`Batch`] takes requests and gives answers. Beneath it, the [`Scheduler`] decides what each step runs and where every page of the
+//! [`Batch`] takes requests and gives answers. Beneath it, [`Steps`] is the loop: the [`Scheduler`] decides what each step runs and where every page of the
 //! cache is, knowing no device; a [`BatchBackend`] executes its [`Plan`]s. Answers are the ones that [`Engine`](crate::Engine) gives to
 //! the same requests one by one.
 
@@ -14,6 +14,7 @@ mod queue;
 mod run;
 mod running;
 mod scheduler;
+mod steps;
 pub mod tier;
 
 pub use backend::{BatchBackend, Logprobs, Outcome, Start};
@@ -23,6 +24,7 @@ pub use plan::Plan;
 pub use queue::Queue;
 pub use run::{Answer, Batch, BatchOptions, Done, Job, Metrics};
 pub use scheduler::{Advance, Costs, Counts, Limits, Scheduler};
+pub use steps::{Sequences, Steps};
 
 /// Tokens of a page of the cache, on every device.
 pub const PAGE_TOKENS: usize = gpu_kernels::kv::PAGE_TOKENS as usize;

@@ -9,12 +9,12 @@ use super::backend::{BatchBackend, Logprobs, Start};
 use super::cpu::CpuBatch;
 use super::gpu::GpuBatch;
 use super::plan::SequenceId;
-use super::scheduler::{Advance, Counts, Limits, Scheduler};
+use super::scheduler::{Counts, Limits};
+use super::steps::{Sequences, Steps};
 use super::{Outcome, PAGE_TOKENS};
-use crate::device::{self, Device};
 use crate::draft::NgramDraft;
 use crate::engine::Text;
-use crate::{DeviceChoice, Error, Finish, LoadOptions, Progress, Request};
+use crate::{Error, Finish, LoadOptions, Progress, Request};
 
 /// How a batch runs; what is none is for the device to say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -164,13 +164,15 @@ impl Metrics {
 pub struct Batch {
     checkpoint: Checkpoint,
     backend: Box<dyn BatchBackend>,
-    scheduler: Scheduler,
-    jobs: HashMap<SequenceId, Active>,
-    /// Which sequence has which slot.
-    slots: Vec<Option<SequenceId>>,
-    /// Of a step that was begun and has not ended: whose outcomes it brings, in order.
-    under_way: Option<Vec<SequenceId>>,
+    steps: Steps,
+    jobs: Jobs,
     metrics: Metrics,
+}
+
+/// Jobs that have not ended.
+struct Jobs {
+    active: HashMap<SequenceId, Active>,
+    end_tokens: Vec<u32>,
 }
 
 struct Active {
@@ -197,14 +199,7 @@ impl Batch {
             draft.check()?;
         }
         let context = load.context_for(&checkpoint.config)?;
-        let device = match load.device {
-            DeviceChoice::Auto if device::cards()?.is_empty() => None,
-            DeviceChoice::Cpu => None,
-            DeviceChoice::Auto => Some(Device::cuda(0)?),
-            DeviceChoice::Cuda(ordinal) => Some(Device::cuda(ordinal)?),
-            DeviceChoice::Emulator => Some(Device::emulator(0)),
-        };
-        let backend: Box<dyn BatchBackend> = match device {
+        let backend: Box<dyn BatchBackend> = match load.device.open()? {
             Some(device) => Box::new(GpuBatch::load(&checkpoint, &device, context, options, progress)?),
             None => {
                 let limits = options.cpu_limits(&checkpoint.config, context);
@@ -216,14 +211,12 @@ impl Batch {
 
     /// Runs on `backend`, which was made for `checkpoint`.
     pub fn with_backend(checkpoint: Checkpoint, backend: Box<dyn BatchBackend>) -> Self {
-        let limits = backend.limits();
+        let end_tokens = checkpoint.generation.eos_token_ids.clone();
         Self {
             checkpoint,
-            scheduler: Scheduler::new(limits, backend.costs()),
-            jobs: HashMap::new(),
-            slots: vec![None; limits.sequences as usize],
-            under_way: None,
-            metrics: Metrics { pages: limits.pages, ..Metrics::default() },
+            steps: Steps::new(&*backend),
+            jobs: Jobs { active: HashMap::new(), end_tokens },
+            metrics: Metrics { pages: backend.limits().pages, ..Metrics::default() },
             backend,
         }
     }
@@ -240,20 +233,21 @@ impl Batch {
 
     /// Whether to submit more, so that no step has less to do than it could.
     pub fn has_room(&self) -> bool {
-        self.scheduler.has_room()
+        self.steps.scheduler().has_room()
     }
 
     /// Whether everything submitted is finished.
     pub fn is_idle(&self) -> bool {
-        self.jobs.is_empty()
+        self.jobs.active.is_empty()
     }
 
     /// How it is going.
     pub fn metrics(&self) -> Metrics {
+        let scheduler = self.steps.scheduler();
         Metrics {
-            counts: self.scheduler.counts(),
-            running: self.scheduler.running(),
-            pages_in_use: self.scheduler.pages_in_use(),
+            counts: scheduler.counts(),
+            running: scheduler.running(),
+            pages_in_use: scheduler.pages_in_use(),
             idle: self.backend.idle(),
             ..self.metrics
         }
@@ -279,80 +273,49 @@ impl Batch {
         }
         request.sampling.check()?;
         let max_length = context.min(request.prompt.len().saturating_add(request.max_tokens.max(1)));
-        let id = self.scheduler.add(request.prompt.clone(), max_length);
+        let id = self.steps.add(request.prompt.clone(), max_length);
         let text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
-        self.jobs.insert(id, Active { text, job, max_length, tokens: Vec::new(), logprobs: Vec::new() });
+        let active = Active { text, job, max_length, tokens: Vec::new(), logprobs: Vec::new() };
+        self.jobs.active.insert(id, active);
         Ok(())
     }
 
-    /// A step: the jobs that it finished. Where the device can, the next one is planned and begun meanwhile, for what can be foreseen of this one:
-    /// then the device does not wait for the host, and who ends a sequence early has run a row for nothing.
+    /// A [step](Steps::step): the jobs that it finished.
     ///
     /// # Errors
     /// A device error; the batch cannot go on.
     pub fn step(&mut self) -> Result<Vec<Done>, Error> {
         let begun = Instant::now();
-        let sequences = match self.under_way.take() {
-            Some(sequences) => sequences,
-            None => self.begin()?,
-        };
-        if self.backend.runs_ahead()
-            && self.scheduler.foresee()
-            && self.scheduler.running() + self.scheduler.waiting() > 0
-        {
-            self.under_way = Some(self.begin()?);
-        }
-        let outcomes = self.backend.end()?;
-        let advance = |o: &Outcome| Advance { slot: o.slot, tokens: o.tokens.clone() };
-        self.scheduler.advance(&outcomes.iter().map(advance).collect::<Vec<_>>());
-
-        let end_tokens = self.checkpoint.generation.eos_token_ids.as_slice();
         let mut done = Vec::new();
-        for (id, outcome) in sequences.into_iter().zip(outcomes) {
+        for (id, outcome) in self.steps.step(&mut *self.backend, &mut self.jobs)? {
             // None, if it ended in the step before.
-            let Some(active) = self.jobs.get_mut(&id) else { continue };
+            let Some(active) = self.jobs.active.get_mut(&id) else { continue };
             let metrics = &mut self.metrics;
             metrics.generated_tokens += outcome.tokens.len() as u64;
             metrics.drafted += outcome.drafted as u64;
             metrics.accepted += outcome.tokens.len().saturating_sub(1) as u64;
             metrics.choices += 1;
-            let Some(finish) = active.take(outcome, end_tokens) else { continue };
-            self.scheduler.finish(id);
-            done.extend(self.jobs.remove(&id).map(|active| active.done(finish)));
+            let Some(finish) = active.take(outcome, &self.jobs.end_tokens) else { continue };
+            self.steps.finish(id);
+            done.extend(self.jobs.active.remove(&id).map(|active| active.done(finish)));
         }
         self.metrics.prompt_tokens += done.iter().map(|done| done.answer.prompt_tokens as u64).sum::<u64>();
         self.metrics.busy += begun.elapsed();
         Ok(done)
     }
+}
 
-    /// Plans a step and begins it. Whose outcomes it brings, in order.
-    fn begin(&mut self) -> Result<Vec<SequenceId>, Error> {
-        let end_tokens = self.checkpoint.generation.eos_token_ids.as_slice();
-        self.scheduler.set_costs(self.backend.costs());
-        let plan = self.scheduler.plan();
-        for &slot in &plan.freed {
-            self.slots[slot as usize] = None;
+impl Sequences for Jobs {
+    fn start<'a>(&'a self, id: SequenceId, tokens: &'a [u32]) -> Start<'a> {
+        let Active { job: Job { request, logprobs, .. }, max_length, .. } = &self.active[&id];
+        Start {
+            tokens,
+            prompt: request.prompt.len(),
+            max_length: *max_length,
+            sampling: request.sampling,
+            stop_tokens: if request.ignore_end { &[] } else { &self.end_tokens },
+            logprobs: *logprobs,
         }
-        let mut starts = Vec::new();
-        for started in &plan.started {
-            let id = started.sequence;
-            self.slots[started.slot as usize] = Some(id);
-            let known = self.jobs.get(&id).zip(self.scheduler.tokens(id));
-            starts.extend(known.map(|(active, tokens)| {
-                let request = &active.job.request;
-                Start {
-                    tokens,
-                    prompt: request.prompt.len(),
-                    max_length: active.max_length,
-                    sampling: request.sampling,
-                    stop_tokens: if request.ignore_end { &[] } else { end_tokens },
-                    logprobs: active.job.logprobs,
-                }
-            }));
-        }
-        self.backend.begin(&plan, &starts)?;
-        let sampling = plan.work.iter().filter(|work| work.samples);
-        Ok(sampling.filter_map(|work| self.slots[work.slot as usize]).collect())
     }
 }
 

@@ -222,6 +222,11 @@ impl Scheduler {
         self.pages.tier.unsaved()
     }
 
+    /// Who gets tokens by the last plan, in order, until that is [foreseen](Self::foresee) or [advanced](Self::advance).
+    pub fn sampling(&self) -> impl Iterator<Item = SequenceId> {
+        self.work.iter().filter(|(_, work)| work.samples).map(|(id, _)| *id)
+    }
+
     /// How it went so far.
     pub fn counts(&self) -> Counts {
         self.counts
