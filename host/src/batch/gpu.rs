@@ -4,30 +4,34 @@
 //! the passes ([`passes`]) and chooses; the chosen tokens come back through mapped memory. While a step is under way the host makes the next one: a token
 //! that is not chosen yet the device puts into its row itself. So the host waits once a step, and the device not at all.
 
+mod lists;
 mod moves;
 mod notes;
 mod passes;
 mod sizes;
 mod upload;
+mod uses;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use cuda_std::GlobalMut;
 use gpu_kernels::attention::Attend;
-use gpu_kernels::batch::{self as kernels, ClearRows, Put, TakeBest, TakeTokens};
+use gpu_kernels::batch::{self as kernels, Put, TakeBest, TakeTokens};
 use gpu_kernels::logprobs::Wanted;
-use gpu_kernels::sample::{self, Choice, GENERATED, PROMPTED, Sample, SampleEach};
+use gpu_kernels::sample::{self, Choice, Sample, SampleEach};
 use gpu_kernels::step;
 use half::bf16;
 use model::{Checkpoint, Config};
 
-use self::moves::{Mover, Way};
+use self::lists::{Changes, Ready};
+use self::moves::Mover;
 use self::notes::{Group, Notes};
-use self::passes::{Pass, Rows, Widths, cut};
+use self::passes::{Rows, Widths, cut};
 use self::sizes::{LEAST_ROWS, SPARE, Sizes};
-use self::upload::{List, Upload};
+use self::upload::Upload;
+use self::uses::TokenUses;
 use super::PAGE_TOKENS;
 use super::backend::{BatchBackend, Outcome, Rate, Start};
 use super::draft::{Drafts, propose};
@@ -35,10 +39,10 @@ use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
 use super::running::Running;
 use super::scheduler::{Costs, Limits};
-use crate::device::{Buffer, Device, Mapped, Marker, Timer};
+use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, RowOutput, Tiles};
-use crate::gpu::{DRAFT_COST, settings};
+use crate::gpu::DRAFT_COST;
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
@@ -60,12 +64,7 @@ pub struct GpuBatch {
     slots: Vec<Running>,
     mover: Mover,
     upload: Upload,
-    /// `[slots, vocab]` uses of tokens, kept for sequences with penalties.
-    uses: Buffer<u32>,
-    /// Uses that have changed, and have to be there before the next choice, by place.
-    changed: BTreeMap<u32, u32>,
-    /// How many of them travel at a time.
-    change_room: usize,
+    uses: TokenUses,
     notes: Notes,
     sampled: Mapped,
     /// Choices, and notes, that a step has room for: steps have two such rooms in turn.
@@ -110,45 +109,6 @@ struct UnderWay {
     timed_rows: usize,
     /// Slots that others have taken since.
     left: Vec<Slot>,
-}
-
-/// A pass with its lists.
-struct Ready {
-    pass: Pass,
-    /// Tokens that the step under way chooses: see [`TakeTokens::entries`].
-    taken: List,
-    count: List,
-    tokens: List,
-    positions: List,
-    slots: List,
-    tiles: List,
-    /// Where there are choices: rows of a prompt's pass whose logits are wanted, how many those are, and [`Choice`]s.
-    picks: List,
-    pick_count: List,
-    choices: List,
-    /// Whether all choices are the best tokens, and nothing else is wanted.
-    plain: bool,
-    /// The first choice among all of the step.
-    first: usize,
-    /// Rows to note for log-probabilities, and the first note among all of the step.
-    wanted: Vec<[u32; Wanted::WORDS]>,
-    notes: List,
-    first_note: usize,
-}
-
-/// A step's lists that are not a pass's.
-struct Changes {
-    moves: [(Way, List); 3],
-    tables: List,
-    uses: Uses,
-}
-
-/// Changes of [`GpuBatch::uses`].
-struct Uses {
-    /// Slots whose uses are to be zeroed first.
-    cleared: List,
-    /// Places and uses.
-    put: List,
 }
 
 impl GpuBatch {
@@ -259,9 +219,7 @@ impl GpuBatch {
             draft: options.draft,
             slots: vec![Running::default(); sizes.sequences],
             upload: Upload::new(device, words)?,
-            uses: device.zeroed(sizes.sequences * config.vocab_size)?,
-            changed: BTreeMap::new(),
-            change_room,
+            uses: TokenUses::new(device, sizes.sequences, config.vocab_size, change_room)?,
             notes: Notes::new(device, config.vocab_size, sizes.sequences, 2 * choices)?,
             sampled: device.mapped(2 * choices)?,
             choices,
@@ -297,133 +255,13 @@ impl GpuBatch {
 
     /// Takes note of who is where; what is known of sequences that were there before is of no more use.
     fn take_up(&mut self, plan: &Plan, starts: &[Start<'_>]) {
-        let vocab = self.vocab() as u32;
         for step in &mut self.under_way {
             step.left.extend(plan.started.iter().map(|started| started.slot));
         }
         for (started, start) in plan.started.iter().zip(starts) {
             let running = Running::new(start);
-            let first = started.slot * vocab;
-            self.changed.retain(|place, _| place / vocab != started.slot);
-            if running.is_penalised() {
-                let (prompt, output) = start.tokens.split_at(start.prompt);
-                self.changed.extend(prompt.iter().map(|token| (first + token, PROMPTED)));
-                for &token in output {
-                    *self.changed.entry(first + token).or_default() += GENERATED;
-                }
-            }
+            self.uses.begin(started.slot, start, &running);
             self.slots[started.slot as usize] = running;
-        }
-    }
-
-    /// Whether the token of a row is one that the step under way chooses. (Drafts come when none is.)
-    fn is_unknown(&self, slot: Slot, position: usize) -> bool {
-        !self.under_way.is_empty() && position >= self.slots[slot as usize].history.len()
-    }
-
-    /// The rows of each work, its drafts included.
-    fn rows_of(&self, work: &Work, drafts: &[u32]) -> Rows {
-        let running = &self.slots[work.slot as usize];
-        let (start, count) = (work.start as usize, work.rows as usize);
-        let known = start + count - usize::from(self.is_unknown(work.slot, start + count - 1));
-        let mut tokens = Vec::with_capacity(count + drafts.len());
-        tokens.extend_from_slice(&running.history[start..known]);
-        // In place of the unknown one.
-        tokens.resize(count, 0);
-        tokens.extend_from_slice(drafts);
-        Rows {
-            slot: work.slot,
-            start,
-            tokens,
-            chosen_from: if work.samples { count - 1 } else { count },
-            prompt: if self.limits.prompts_apart { running.prompt } else { 0 },
-        }
-    }
-
-    /// Lists changes of uses: the first ones of those that are due, as many as there is room for.
-    fn list_uses(&mut self, cleared: impl IntoIterator<Item = Slot>) -> Uses {
-        let cleared = self.upload.push(cleared);
-        let rest = self.changed.keys().nth(self.change_room).copied().map(|next| self.changed.split_off(&next));
-        let now = std::mem::replace(&mut self.changed, rest.unwrap_or_default());
-        Uses { cleared, put: self.upload.push(now.into_iter().flat_map(|(place, uses)| [place, uses])) }
-    }
-
-    /// Lists everything that changes beside rows. Uses that there is no room for go ahead.
-    fn list_changes(&mut self, plan: &Plan) -> Result<Changes, Error> {
-        let penalised = |slot: &Slot| self.slots[*slot as usize].is_penalised();
-        let mut cleared: Vec<Slot> = plan.started.iter().map(|started| started.slot).filter(penalised).collect();
-        while self.changed.len() > self.change_room {
-            self.upload.clear();
-            let uses = self.list_uses(cleared.drain(..));
-            self.upload.send()?;
-            self.enqueue_uses(&uses)?;
-        }
-        self.upload.clear();
-        let out = plan.swap_out.iter().flat_map(|m| [m.from, m.to]);
-        let within = plan.copies.iter().flat_map(|m| [m.from, m.to]);
-        let back = plan.swap_in.iter().flat_map(|m| [m.from, m.to]);
-        let moves = [
-            (Way::Out, self.upload.push(out)),
-            (Way::Within, self.upload.push(within)),
-            (Way::In, self.upload.push(back)),
-        ];
-        let stride = self.limits.context.div_ceil(PAGE_TOKENS) as u32;
-        // The last word counts.
-        let tables: HashMap<u32, u32> = plan.tables.iter().map(|t| (t.slot * stride + t.index, t.page)).collect();
-        let tables = self.upload.push(tables.into_iter().flat_map(|(place, page)| [place, page]));
-        Ok(Changes { moves, tables, uses: self.list_uses(cleared) })
-    }
-
-    /// Lists a pass; its choices come after `first` others, and its notes after `first_note`.
-    fn list_pass(&mut self, pass: Pass, first: usize, first_note: usize) -> Ready {
-        let choice = |(i, chosen): (usize, &passes::Chosen)| {
-            let (row, slot) = (chosen.row, pass.slots[chosen.row]);
-            // The rows of a prompt's pass that are picked become the first ones of the logits, and none of them is a draft.
-            let choice = Choice {
-                row: if pass.prompt { i as u32 } else { row as u32 },
-                drafts: if pass.prompt { i as u32 + 1 } else { chosen.drafts as u32 },
-                slot,
-                position: pass.positions[row],
-                settings: settings(&self.slots[slot as usize].sampling),
-            };
-            choice.words()
-        };
-        let choices: Vec<u32> = pass.chosen.iter().enumerate().flat_map(choice).collect();
-        let wanted = |(i, chosen): (usize, &passes::Chosen)| {
-            let top = self.slots[pass.slots[chosen.row] as usize].logprobs?;
-            Some(notes::wanted(if pass.prompt { i } else { chosen.row }, top, i))
-        };
-        let wanted: Vec<_> = pass.chosen.iter().enumerate().filter_map(wanted).collect();
-        let slot_of = |row: usize| pass.slots[row];
-        let plain = |chosen: &passes::Chosen| self.slots[slot_of(chosen.row) as usize].is_plain();
-        let plain = pass.chosen.iter().all(plain);
-        let unknown = (0..pass.len()).filter(|&row| self.is_unknown(slot_of(row), pass.positions[row] as usize));
-        let entry = |row: usize| {
-            let slot = slot_of(row) as usize;
-            let counted = if self.slots[slot].is_penalised() { slot as u32 } else { TakeTokens::NOWHERE };
-            [row as u32, self.newest[slot], counted]
-        };
-        let taken: Vec<_> = unknown.map(entry).collect();
-        for (i, chosen) in pass.chosen.iter().enumerate() {
-            self.newest[slot_of(chosen.row) as usize] = (first + i) as u32;
-        }
-        let upload = &mut self.upload;
-        Ready {
-            taken: upload.push(taken.into_iter().flatten()),
-            count: upload.push([pass.len() as u32]),
-            tokens: upload.push(pass.tokens.iter().copied()),
-            positions: upload.push(pass.positions.iter().copied()),
-            slots: upload.push(pass.slots.iter().copied()),
-            tiles: upload.push(pass.tiles.iter().flatten().copied()),
-            picks: upload.push(pass.chosen.iter().map(|chosen| chosen.row as u32)),
-            pick_count: upload.push([pass.chosen.len() as u32]),
-            choices: upload.push(choices),
-            plain,
-            notes: upload.push(wanted.iter().flatten().copied()),
-            wanted,
-            first,
-            first_note,
-            pass,
         }
     }
 
@@ -443,25 +281,7 @@ impl GpuBatch {
             // SAFETY: the list is of the size said, and names places in the tables, each once.
             unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(tables), 0, put)? };
         }
-        self.enqueue_uses(&changes.uses)
-    }
-
-    /// Enqueues changes of uses.
-    fn enqueue_uses(&self, uses: &Uses) -> Result<(), Error> {
-        let (device, upload, len) = (self.forward.device(), &self.upload, self.vocab() as u32);
-        let (cleared, put) = (uses.cleared.len(), uses.put.len() / 2);
-        // SAFETY: the lists are of the sizes said, and name places in the uses, each once.
-        unsafe {
-            if cleared > 0 {
-                let clear = ClearRows { rows: upload.ptr(uses.cleared), of: self.uses.ptr_mut(), len };
-                device.launch::<kernels::clear_rows>((kernels::blocks(len as usize), cleared as u32), 0, clear)?;
-            }
-            if put > 0 {
-                let entries = Put { entries: upload.ptr(uses.put), to: self.uses.ptr_mut(), count: put as u32 };
-                device.launch::<kernels::put_words>(kernels::blocks(put), 0, entries)?;
-            }
-        }
-        Ok(())
+        self.uses.enqueue(upload, &changes.uses)
     }
 
     /// Enqueues a pass and its choices, with notes of the rows whose log-probabilities are wanted.
@@ -479,7 +299,7 @@ impl GpuBatch {
                 entries: upload.ptr(ready.taken),
                 sampled: self.sampled.ptr_mut().read(),
                 tokens: rows.tokens,
-                uses: self.uses.ptr_mut(),
+                uses: self.uses.all().ptr_mut(),
                 vocab: self.vocab() as u32,
                 count: taken as u32,
             };
@@ -554,7 +374,7 @@ impl GpuBatch {
         let sample = SampleEach {
             rows,
             logits: self.forward.logits().ptr_mut(),
-            uses: self.uses.ptr(),
+            uses: self.uses.all().ptr(),
             // SAFETY: within the list.
             choices: unsafe { self.upload.ptr(ready.choices).at(which.start * Choice::WORDS) },
             sampled: self.sampled_from(ready.first + which.start),
@@ -675,7 +495,6 @@ impl BatchBackend for GpuBatch {
                 notes[choice.of].push(self.notes.read(ready.first_note + i, wanted[Wanted::TOP]));
             }
         }
-        let vocab = self.vocab() as u32;
         let mut outcomes = Vec::new();
         for (i, (work, drafts)) in step.work.iter().zip(&step.drafts).enumerate().filter(|(_, of)| of.0.samples) {
             let tokens = if step.left.contains(&work.slot) {
@@ -684,10 +503,7 @@ impl BatchBackend for GpuBatch {
             } else {
                 let running = &mut self.slots[work.slot as usize];
                 let tokens = running.confirm(drafts, |row, _| chosen[i][row]);
-                if running.is_penalised() {
-                    let uses = |&token: &u32| (work.slot * vocab + token, running.uses(token));
-                    self.changed.extend(tokens.iter().map(uses));
-                }
+                self.uses.take_in(work.slot, running, &tokens);
                 tokens
             };
             // Those behind a wrong draft are not wanted.

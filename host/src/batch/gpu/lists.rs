@@ -1,0 +1,153 @@
+//! What a step takes to the device, as lists of words.
+
+use std::collections::HashMap;
+
+use gpu_kernels::batch::TakeTokens;
+use gpu_kernels::logprobs::Wanted;
+use gpu_kernels::sample::Choice;
+
+use super::moves::Way;
+use super::passes::{self, Pass, Rows};
+use super::upload::List;
+use super::uses::Uses;
+use super::{GpuBatch, notes};
+use crate::Error;
+use crate::batch::PAGE_TOKENS;
+use crate::batch::plan::{Plan, Slot, Work};
+use crate::gpu::settings;
+
+/// A pass with its lists.
+pub struct Ready {
+    pub pass: Pass,
+    /// Tokens that the step under way chooses: see [`TakeTokens::entries`].
+    pub taken: List,
+    pub count: List,
+    pub tokens: List,
+    pub positions: List,
+    pub slots: List,
+    pub tiles: List,
+    /// Where there are choices: rows of a prompt's pass whose logits are wanted, how many those are, and [`Choice`]s.
+    pub picks: List,
+    pub pick_count: List,
+    pub choices: List,
+    /// Whether all choices are the best tokens, and nothing else is wanted.
+    pub plain: bool,
+    /// The first choice among all of the step.
+    pub first: usize,
+    /// Rows to note for log-probabilities, and the first note among all of the step.
+    pub wanted: Vec<[u32; Wanted::WORDS]>,
+    pub notes: List,
+    pub first_note: usize,
+}
+
+/// A step's lists that are not a pass's.
+pub struct Changes {
+    pub moves: [(Way, List); 3],
+    pub tables: List,
+    pub uses: Uses,
+}
+
+impl GpuBatch {
+    /// Whether the token of a row is one that the step under way chooses. (Drafts come when none is.)
+    pub(super) fn is_unknown(&self, slot: Slot, position: usize) -> bool {
+        !self.under_way.is_empty() && position >= self.slots[slot as usize].history.len()
+    }
+
+    /// The rows of each work, its drafts included.
+    pub(super) fn rows_of(&self, work: &Work, drafts: &[u32]) -> Rows {
+        let running = &self.slots[work.slot as usize];
+        let (start, count) = (work.start as usize, work.rows as usize);
+        let known = start + count - usize::from(self.is_unknown(work.slot, start + count - 1));
+        let mut tokens = Vec::with_capacity(count + drafts.len());
+        tokens.extend_from_slice(&running.history[start..known]);
+        // In place of the unknown one.
+        tokens.resize(count, 0);
+        tokens.extend_from_slice(drafts);
+        Rows {
+            slot: work.slot,
+            start,
+            tokens,
+            chosen_from: if work.samples { count - 1 } else { count },
+            prompt: if self.limits.prompts_apart { running.prompt } else { 0 },
+        }
+    }
+
+    /// Lists everything that changes beside rows. Uses that there is no room for go ahead.
+    pub(super) fn list_changes(&mut self, plan: &Plan) -> Result<Changes, Error> {
+        let penalised = |slot: &Slot| self.slots[*slot as usize].is_penalised();
+        let mut cleared: Vec<Slot> = plan.started.iter().map(|started| started.slot).filter(penalised).collect();
+        while self.uses.are_too_many() {
+            self.upload.clear();
+            let uses = self.uses.list(&mut self.upload, cleared.drain(..));
+            self.upload.send()?;
+            self.uses.enqueue(&self.upload, &uses)?;
+        }
+        self.upload.clear();
+        let out = plan.swap_out.iter().flat_map(|m| [m.from, m.to]);
+        let within = plan.copies.iter().flat_map(|m| [m.from, m.to]);
+        let back = plan.swap_in.iter().flat_map(|m| [m.from, m.to]);
+        let moves = [
+            (Way::Out, self.upload.push(out)),
+            (Way::Within, self.upload.push(within)),
+            (Way::In, self.upload.push(back)),
+        ];
+        let stride = self.limits.context.div_ceil(PAGE_TOKENS) as u32;
+        // The last word counts.
+        let tables: HashMap<u32, u32> = plan.tables.iter().map(|t| (t.slot * stride + t.index, t.page)).collect();
+        let tables = self.upload.push(tables.into_iter().flat_map(|(place, page)| [place, page]));
+        Ok(Changes { moves, tables, uses: self.uses.list(&mut self.upload, cleared) })
+    }
+
+    /// Lists a pass; its choices come after `first` others, and its notes after `first_note`.
+    pub(super) fn list_pass(&mut self, pass: Pass, first: usize, first_note: usize) -> Ready {
+        let choice = |(i, chosen): (usize, &passes::Chosen)| {
+            let (row, slot) = (chosen.row, pass.slots[chosen.row]);
+            // The rows of a prompt's pass that are picked become the first ones of the logits, and none of them is a draft.
+            let choice = Choice {
+                row: if pass.prompt { i as u32 } else { row as u32 },
+                drafts: if pass.prompt { i as u32 + 1 } else { chosen.drafts as u32 },
+                slot,
+                position: pass.positions[row],
+                settings: settings(&self.slots[slot as usize].sampling),
+            };
+            choice.words()
+        };
+        let choices: Vec<u32> = pass.chosen.iter().enumerate().flat_map(choice).collect();
+        let wanted = |(i, chosen): (usize, &passes::Chosen)| {
+            let top = self.slots[pass.slots[chosen.row] as usize].logprobs?;
+            Some(notes::wanted(if pass.prompt { i } else { chosen.row }, top, i))
+        };
+        let wanted: Vec<_> = pass.chosen.iter().enumerate().filter_map(wanted).collect();
+        let slot_of = |row: usize| pass.slots[row];
+        let plain = |chosen: &passes::Chosen| self.slots[slot_of(chosen.row) as usize].is_plain();
+        let plain = pass.chosen.iter().all(plain);
+        let unknown = (0..pass.len()).filter(|&row| self.is_unknown(slot_of(row), pass.positions[row] as usize));
+        let entry = |row: usize| {
+            let slot = slot_of(row) as usize;
+            let counted = if self.slots[slot].is_penalised() { slot as u32 } else { TakeTokens::NOWHERE };
+            [row as u32, self.newest[slot], counted]
+        };
+        let taken: Vec<_> = unknown.map(entry).collect();
+        for (i, chosen) in pass.chosen.iter().enumerate() {
+            self.newest[slot_of(chosen.row) as usize] = (first + i) as u32;
+        }
+        let upload = &mut self.upload;
+        Ready {
+            taken: upload.push(taken.into_iter().flatten()),
+            count: upload.push([pass.len() as u32]),
+            tokens: upload.push(pass.tokens.iter().copied()),
+            positions: upload.push(pass.positions.iter().copied()),
+            slots: upload.push(pass.slots.iter().copied()),
+            tiles: upload.push(pass.tiles.iter().flatten().copied()),
+            picks: upload.push(pass.chosen.iter().map(|chosen| chosen.row as u32)),
+            pick_count: upload.push([pass.chosen.len() as u32]),
+            choices: upload.push(choices),
+            plain,
+            notes: upload.push(wanted.iter().flatten().copied()),
+            wanted,
+            first,
+            first_note,
+            pass,
+        }
+    }
+}
