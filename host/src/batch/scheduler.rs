@@ -358,19 +358,22 @@ impl Scheduler {
     fn better_together(&self) -> bool {
         let Limits { prompt_rows, prompt_share, page_tokens, .. } = self.limits;
         let is_new = |first: &Waiting| first.saved.is_empty();
-        if prompt_rows == 0 || self.running.is_empty() || !self.waiting.values().next().is_some_and(is_new) {
+        if prompt_rows == 0 || !self.waiting.values().next().is_some_and(is_new) {
             return false;
         }
         let mut room = self.pages.available().saturating_sub(self.running.len());
+        let mut idle = BTreeSet::new();
         let (mut rows, mut count) = (0, 0);
         for Waiting { known, .. } in self.waiting.values().take(self.slots.len()) {
             let found = self.pages.find(known.without_newest(), known.prompt);
-            // And a page for each that runs.
-            let wanted = known.tokens.len().div_ceil(page_tokens) - found.on_device().count() + 1;
+            // Shared pages that nobody uses now take room too, once.
+            let taken = found.on_device().filter(|page| self.pages.users(*page) > 0 || !idle.insert(*page)).count();
+            let wanted = known.tokens.len().div_ceil(page_tokens) - taken;
             if wanted > room {
                 break;
             }
-            room -= wanted;
+            // And a page for each that runs.
+            room = room.saturating_sub(wanted + 1);
             rows += known.tokens.len() - known.computed.max(found.pages.len() * page_tokens);
             count += 1;
             if rows >= prompt_rows as usize || count * prompt_share as usize >= self.running.len() {
@@ -473,8 +476,7 @@ impl Scheduler {
                     known.computed = shared * size + same;
                 }
                 _ => {
-                    let saved = saved.get(pages.len()).filter(|_| partial.is_none());
-                    plan.swap_in.extend(saved.map(|&from| SwapIn { from, to: page }));
+                    plan.swap_in.extend(saved.get(pages.len()).map(|&from| SwapIn { from, to: page }));
                 }
             }
             pages.push(page);

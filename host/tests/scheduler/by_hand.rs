@@ -70,30 +70,72 @@ fn a_long_one_starts_in_an_endless_stream_of_short_ones() {
     }
 }
 
-/// Two run, and the second has to make room after 8 tokens. What was counted, and where it goes on when there is room again.
-fn preempted(costs: Costs, host_pages: u32) -> (u64, u64, u32) {
-    let limits = Limits { context: 20, pages: 5, host_pages, ..PLAIN };
-    let mut scheduler = Scheduler::new(limits, costs);
-    scheduler.add(vec![5; 6], 20);
-    scheduler.add(vec![6; 6], 20);
-    assert_eq!(starting(&mut scheduler), 2);
+/// Where two have room until both have 8 tokens.
+const CROWDED: Limits = Limits { context: 20, pages: 5, ..PLAIN };
+
+/// Two run, and the second has to make room after 8 tokens. Where it goes on when there is room again.
+fn preempted(scheduler: &mut Scheduler, prompts: [[u32; 6]; 2]) -> u32 {
+    let [first, _] = prompts.map(|prompt| scheduler.add(prompt.to_vec(), 20));
+    assert_eq!(starting(scheduler), 2);
     // There is a fifth page for one of them, and later another of those that the second had.
-    while scheduler.tokens(0).is_some_and(|tokens| tokens.len() < 20) {
-        step(&mut scheduler);
+    while scheduler.tokens(first).is_some_and(|tokens| tokens.len() < 20) {
+        step(scheduler);
     }
     assert_eq!((scheduler.running(), scheduler.waiting()), (1, 1));
-    scheduler.finish(0);
-    let plan = step(&mut scheduler);
-    (scheduler.counts().swapped, scheduler.counts().dropped, plan.work[0].start)
+    scheduler.finish(first);
+    step(scheduler).work[0].start
 }
 
 #[test]
 fn who_is_preempted_is_saved_if_that_is_cheaper_than_to_run_it_again() {
+    let saved = |costs, host_pages| {
+        let mut scheduler = Scheduler::new(Limits { host_pages, ..CROWDED }, costs);
+        let start = preempted(&mut scheduler, [[5; 6], [6; 6]]);
+        (scheduler.counts().swapped, scheduler.counts().dropped, start)
+    };
     // 2 pages with 8 tokens.
-    assert_eq!(preempted(cost(3.9), 2), (1, 0, 8));
-    assert_eq!(preempted(cost(4.1), 2), (0, 1, 0));
+    assert_eq!(saved(cost(3.9), 2), (1, 0, 8));
+    assert_eq!(saved(cost(4.1), 2), (0, 1, 0));
     // And if there is room.
-    assert_eq!(preempted(cost(3.9), 1), (0, 1, 0));
+    assert_eq!(saved(cost(3.9), 1), (0, 1, 0));
+}
+
+#[test]
+fn who_is_preempted_is_saved_by_the_newest_measurements() {
+    let mut scheduler = Scheduler::new(Limits { host_pages: 2, ..CROWDED }, cost(4.1));
+    scheduler.set_costs(cost(3.9));
+    assert_eq!(preempted(&mut scheduler, [[5; 6], [6; 6]]), 8);
+}
+
+#[test]
+fn what_was_saved_comes_back_rather_than_a_copy_of_less() {
+    let mut scheduler = Scheduler::new(Limits { host_pages: 2, ..CROWDED }, cost(1.0));
+    // The first page of the one, which is there still, begins like that of the other.
+    assert_eq!(preempted(&mut scheduler, [[6, 5, 5, 5, 5, 5], [6; 6]]), 8);
+}
+
+#[test]
+fn who_is_preempted_is_saved_in_place_of_what_is_only_kept() {
+    let mut scheduler = Scheduler::new(Limits { host_pages: 2, ..CROWDED }, cost(1.0));
+    // Both pages of the host tier keep what two have had.
+    (0..2).for_each(|_| _ = run_alone(&mut scheduler, &[2, 2, 2, 2, 3, 3, 3, 3, 4]));
+    assert_eq!(run_alone(&mut scheduler, &[7; 19]).swap_out.len(), 2);
+    assert_eq!(preempted(&mut scheduler, [[5; 6], [6; 6]]), 8);
+}
+
+#[test]
+fn who_was_saved_does_not_wait_for_a_prompt_with_less_than_that() {
+    let limits = Limits { context: 32, pages: 8, host_pages: 3, prompts_apart: false, ..PLAIN };
+    let mut scheduler = Scheduler::new(limits, cost(1.0));
+    // The last two are of the same text, and both make room for the first. The host tier has room for the pages of one.
+    let first = scheduler.add(vec![5; 10], 32);
+    (0..2).for_each(|_| _ = scheduler.add(vec![6; 6], 32));
+    while scheduler.tokens(first).is_some_and(|tokens| tokens.len() < 32) {
+        step(&mut scheduler);
+    }
+    assert_eq!((scheduler.counts().swapped, scheduler.counts().dropped), (1, 1));
+    scheduler.finish(first);
+    assert_eq!(starting(&mut scheduler), 2);
 }
 
 /// Tokens that come back from the host tier, of two pages that several have had and that the device needed for others.
@@ -161,6 +203,15 @@ fn who_has_room_without_a_copy_starts() {
 }
 
 #[test]
+fn a_copy_is_made_of_the_page_that_begins_most_alike() {
+    let mut scheduler = Scheduler::new(PLAIN, cost(1.0));
+    run_alone(&mut scheduler, &[10, 11, 12, 13, 14]);
+    run_alone(&mut scheduler, &[10, 21, 22, 23, 24]);
+    assert_eq!(run_alone(&mut scheduler, &[10, 11, 12, 99]).work[0].start, 3);
+    assert_eq!(run_alone(&mut scheduler, &[10, 21, 22, 99]).work[0].start, 3);
+}
+
+#[test]
 fn a_page_that_others_only_copied_from_is_not_kept_in_the_host_tier() {
     let mut scheduler = Scheduler::new(Limits { context: 24, pages: 6, host_pages: 4, ..PLAIN }, cost(1.0));
     run_alone(&mut scheduler, &[10, 11, 12, 13, 14]);
@@ -188,8 +239,119 @@ fn the_host_tier_gives_up_what_was_unused_longest() {
     }
     assert!(tier.read(&keys[0]).is_some());
     tier.end_plan();
+    let mut other = tier.clone();
     assert!(tier.take().is_some());
-    assert_eq!(keys.map(|key| tier.content(&key)), [Some(1), None]);
+    assert_eq!(keys.each_ref().map(|key| tier.content(key)), [Some(1), None]);
+    // What leaves the device once more, and is there already, was used then.
+    assert!(other.keep(&keys[1], 2).is_none());
+    other.end_plan();
+    assert!(other.take().is_some());
+    assert_eq!(keys.each_ref().map(|key| other.content(key)), [None, Some(2)]);
+}
+
+#[test]
+fn what_came_back_from_the_host_tier_is_kept_there_again() {
+    let mut pages = Pages::new(1, 1, 4);
+    pages.keeps = true;
+    let text = [1, 2, 3, 4];
+    let page = pages.take().expect("free");
+    pages.index(page, NOTHING, &text, 4);
+    pages.share(page);
+    (0..2).for_each(|_| pages.release(page));
+    assert_eq!(pages.take(), Some(page));
+    assert_eq!(pages.end_plan().len(), 1);
+    // It comes back over what has taken its memory, and the host tier's page is wanted for something else meanwhile.
+    let [(place, content)] = &pages.find(&text, 4).pages[..] else { panic!("it was kept") };
+    let from = pages.read(place);
+    let Place::Host(key) = place else { panic!("{place:?}") };
+    pages.restore(page, key.clone(), *content);
+    pages.end_plan();
+    assert_eq!(pages.tier.take(), from);
+    pages.tier.release(from.into_iter().collect());
+    pages.end_plan();
+    pages.release(page);
+    assert_eq!(pages.take(), Some(page));
+    assert_eq!(pages.end_plan().len(), 1);
+}
+
+#[test]
+fn what_was_generated_is_shared_as_a_prompt_where_the_device_computes_both_alike() {
+    let start = |prompts_apart| {
+        let mut scheduler = Scheduler::new(Limits { prompts_apart, ..PLAIN }, cost(1.0));
+        let id = scheduler.add(vec![5; 4], 20);
+        (0..5).for_each(|_| _ = step(&mut scheduler));
+        // A page of the prompt, a page that was generated, and the newest token.
+        let tokens = scheduler.tokens(id).expect("it runs").to_vec();
+        scheduler.finish(id);
+        run_alone(&mut scheduler, &tokens).work[0].start
+    };
+    assert_eq!([true, false].map(start), [4, 8]);
+}
+
+#[test]
+fn a_prompt_waits_for_what_was_generated_where_that_is_shared() {
+    let started = |prompts_apart| {
+        let mut scheduler = Scheduler::new(Limits { prompts_apart, ..CROWDED }, cost(1.0));
+        let first = scheduler.add(vec![5; 11], 20);
+        let second = scheduler.add(vec![6; 3], 20);
+        // The second makes room when it has generated a token of its first page, and one more.
+        while scheduler.tokens(first).is_some_and(|tokens| tokens.len() < 20) {
+            step(&mut scheduler);
+        }
+        scheduler.finish(first);
+        // It is run again, and what it has is the prompt of another.
+        scheduler.add(scheduler.tokens(second).expect("it waits").to_vec(), 20);
+        starting(&mut scheduler)
+    };
+    assert_eq!([true, false].map(started), [2, 1]);
+}
+
+#[test]
+fn there_is_room_for_all_slots_and_for_those_that_are_free_after_a_step() {
+    let mut scheduler = Scheduler::new(PLAIN, cost(1.0));
+    let mut count = 0;
+    while scheduler.has_room() {
+        scheduler.add(vec![5; 3], 20);
+        count += 1;
+    }
+    assert_eq!((count, starting(&mut scheduler)), (9, 8));
+    assert!(!scheduler.has_room());
+    scheduler.finish(0);
+    assert!(scheduler.has_room());
+}
+
+#[test]
+fn what_a_step_brings_is_not_foreseen_where_sequences_may_draft_next() {
+    let mut scheduler = Scheduler::new(Limits { drafts: 3, draft_rows: 2, ..PLAIN }, cost(1.0));
+    scheduler.add(vec![5; 3], 20);
+    let plan = scheduler.plan();
+    assert_eq!((plan.work[0].most_drafts, scheduler.foresee()), (0, false));
+    scheduler.advance(&[Advance { slot: plan.work[0].slot, tokens: vec![1] }]);
+    // Two have no row left for drafts.
+    scheduler.add(vec![6; 3], 20);
+    scheduler.plan();
+    assert!(scheduler.foresee());
+}
+
+#[test]
+fn one_step_is_foreseen_at_a_time() {
+    let mut scheduler = Scheduler::new(PLAIN, cost(1.0));
+    scheduler.add(vec![5; 3], 20);
+    let slot = scheduler.plan().work[0].slot;
+    assert!(scheduler.foresee());
+    scheduler.plan();
+    assert!(!scheduler.foresee());
+    scheduler.advance(&[Advance { slot, tokens: vec![1] }]);
+    assert!(scheduler.foresee());
+}
+
+#[test]
+fn nothing_is_drafted_beyond_the_end() {
+    let mut scheduler = Scheduler::new(Limits { drafts: 5, draft_rows: 8, ..PLAIN }, cost(1.0));
+    scheduler.add(vec![5; 3], 8);
+    // After the newest token, one comes without a draft.
+    let drafts: Vec<u32> = (0..5).map(|_| step(&mut scheduler).work[0].most_drafts).collect();
+    assert_eq!(drafts, [0, 3, 2, 1, 0]);
 }
 
 #[test]
@@ -259,6 +421,63 @@ fn who_has_no_room_is_not_waited_for_together() {
     scheduler.finish(0);
     // Now it is one for one that runs.
     assert_eq!(starting(&mut scheduler), 1);
+}
+
+#[test]
+fn who_has_no_page_left_for_those_that_run_is_not_waited_for_together() {
+    let started = |tokens| {
+        let mut scheduler = Scheduler::new(Limits { pages: 20, ..PATIENT }, cost(1.0));
+        (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
+        assert_eq!(starting(&mut scheduler), 2);
+        // 14 pages are left: 3 for the first, a page each for the three that run then, and 8.
+        scheduler.add(vec![4; 10], 60);
+        scheduler.add(vec![5; tokens], 60);
+        starting(&mut scheduler)
+    };
+    assert_eq!([32, 33].map(started), [2, 0]);
+}
+
+#[test]
+fn pages_that_are_shared_are_no_room_for_others_together() {
+    let started = |tokens| {
+        let mut scheduler = Scheduler::new(Limits { pages: 20, ..PATIENT }, cost(1.0));
+        let prompt: Vec<u32> = (100..124).collect();
+        run_alone(&mut scheduler, &prompt[..17]);
+        (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
+        assert_eq!(starting(&mut scheduler), 2);
+        // 14 pages are left: 2 for the first, 4 that are found of it and that nobody else uses, a page each for the three that run then, and 5.
+        scheduler.add(prompt, 60);
+        scheduler.add(vec![5; tokens], 60);
+        starting(&mut scheduler)
+    };
+    assert_eq!([20, 21].map(started), [2, 0]);
+}
+
+#[test]
+fn a_page_that_two_share_takes_room_once_together() {
+    let mut scheduler = Scheduler::new(Limits { pages: 18, ..PATIENT }, cost(1.0));
+    let prompt: Vec<u32> = (100..132).collect();
+    run_alone(&mut scheduler, &prompt[..17]);
+    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
+    assert_eq!(starting(&mut scheduler), 2);
+    // 12 pages are left: 4 that both find, 3 for the one, 2 for the other, and a page each for the three that run then.
+    scheduler.add(prompt[..28].to_vec(), 60);
+    scheduler.add([&prompt[..16], &[7; 8]].concat(), 60);
+    assert_eq!(starting(&mut scheduler), 2);
+}
+
+#[test]
+fn rows_that_are_found_do_not_count_together() {
+    let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
+    let prompt: Vec<u32> = (100..124).collect();
+    run_alone(&mut scheduler, &prompt[..17]);
+    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
+    assert_eq!(starting(&mut scheduler), 2);
+    // 8 rows are left of it, so that 12 more are waited for.
+    scheduler.add(prompt, 60);
+    assert_eq!(starting(&mut scheduler), 0);
+    scheduler.add(vec![4; 12], 60);
+    assert_eq!(starting(&mut scheduler), 2);
 }
 
 #[test]
