@@ -6,8 +6,8 @@ use std::time::Duration;
 use gpu_kernels::sample;
 use model::Sampling;
 
+use super::limits::{Costs, Limits};
 use super::plan::{Plan, Slot};
-use super::scheduler::{Costs, Limits};
 use crate::Error;
 
 /// What a backend needs to know of a sequence that takes a slot.

@@ -7,9 +7,9 @@ use rayon::prelude::*;
 
 use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
 use super::draft::{Drafts, propose};
+use super::limits::{Costs, Limits};
 use super::plan::{Page, Plan, Work};
 use super::running::Running;
-use super::scheduler::{Costs, Limits};
 use crate::Error;
 use crate::cpu::DRAFT_COST;
 use crate::draft::NgramDraft;

@@ -8,6 +8,7 @@ mod backend;
 mod cpu;
 mod draft;
 mod gpu;
+mod limits;
 pub mod pages;
 pub mod plan;
 mod queue;
@@ -20,10 +21,11 @@ pub mod tier;
 pub use backend::{BatchBackend, Logprobs, Outcome, Start};
 pub use cpu::CpuBatch;
 pub use gpu::GpuBatch;
+pub use limits::{Costs, Counts, Limits};
 pub use plan::Plan;
 pub use queue::Queue;
 pub use run::{Answer, Batch, BatchOptions, Done, Job, Metrics};
-pub use scheduler::{Advance, Costs, Counts, Limits, Scheduler};
+pub use scheduler::{Advance, Scheduler};
 pub use steps::{Sequences, Steps};
 
 /// Tokens of a page of the cache, on every device.
