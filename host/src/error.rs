@@ -68,7 +68,7 @@ pub enum Error {
         /// Bytes that there are.
         free: u64,
     },
-    /// A batch's cache on the CPU does not fit into memory.
+    /// A batch's cache on the CPU or the emulator does not fit into memory.
     #[error(
         "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory; use fewer tokens",
         gib(*.wanted), gib(*.memory)

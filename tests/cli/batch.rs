@@ -118,11 +118,12 @@ fn answers_are_those_of_generate() {
 fn results_have_openai_s_form() {
     let chat = json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_completion_tokens": 3,
                       "temperature": 0, "logprobs": true, "top_logprobs": 2});
+    let ids = model::Checkpoint::demo().unwrap().tokenizer.encode("fn main").unwrap();
     let requests = [
         json!({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}),
         json!({"prompt": "fn main", "max_tokens": 3, "logprobs": 1, "temperature": 0}),
         // The ids of "fn main" may be given in its place.
-        json!({"prompt": [1, 2, 3], "max_tokens": 3}),
+        json!({"prompt": ids, "max_tokens": 3, "temperature": 0}),
     ];
     let folder = Folder::with(&requests.map(|r| r.to_string() + "\n").concat());
     folder.batch("results.jsonl", &[]).assert().success();
@@ -150,7 +151,9 @@ fn results_have_openai_s_form() {
     }
     let tokens: String = logprobs["tokens"].as_array().unwrap().iter().map(|t| t.as_str().unwrap()).collect();
     assert_eq!(tokens, text_of(b));
-    assert_eq!(results[&3]["response"]["body"]["usage"]["prompt_tokens"], 3);
+    let by_ids = &results[&3];
+    assert_eq!(text_of(by_ids), text_of(b));
+    assert_eq!(by_ids["response"]["body"]["usage"], b["response"]["body"]["usage"]);
 }
 
 #[test]
@@ -434,8 +437,10 @@ fn long_lines_take_bounded_memory() {
 #[test]
 fn a_cache_larger_than_memory_is_refused() {
     let folder = Folder::with(&short(1));
-    for flag in ["--cache-tokens", "--swap-tokens"] {
-        let run = folder.batch("results.jsonl", &[flag, "99999999999999"]).assert().code(1);
+    let cases =
+        ["cpu", "emulator"].into_iter().flat_map(|device| [(device, "--cache-tokens"), (device, "--swap-tokens")]);
+    for (device, flag) in cases {
+        let run = folder.batch("results.jsonl", &["--device", device, flag, "300000000"]).assert().code(1);
         run.stderr(predicate::str::contains(flag).and(predicate::str::contains("of memory; use fewer tokens")));
     }
 }

@@ -46,11 +46,7 @@ impl CpuBatch {
         let model = CpuModel::new(checkpoint)?;
         let store = |pages: u32| KvPages::new(model.config(), pages as usize, limits.page_tokens);
         let page = checkpoint.config.kv_bytes_per_token(size_of::<f32>()) * limits.page_tokens;
-        let wanted = (page as u64).saturating_mul(u64::from(limits.pages) + u64::from(limits.host_pages));
-        let memory = memory();
-        if wanted > memory {
-            return Err(Error::CpuCacheTooLarge { wanted, memory });
-        }
+        check_memory(page, limits.pages as usize + limits.host_pages as usize)?;
         let page = page as f64;
         Ok(Self {
             pages: store(limits.pages),
@@ -164,6 +160,15 @@ impl BatchBackend for CpuBatch {
     fn end(&mut self) -> Result<Vec<Outcome>, Error> {
         Ok(std::mem::take(&mut self.outcomes))
     }
+}
+
+/// Checks that the machine has memory for so many pages of so many bytes: to ask for more would end the program.
+///
+/// # Errors
+/// [`Error::CpuCacheTooLarge`].
+pub(super) fn check_memory(page_bytes: usize, pages: usize) -> Result<(), Error> {
+    let (wanted, memory) = ((page_bytes as u64).saturating_mul(pages as u64), memory());
+    if wanted > memory { Err(Error::CpuCacheTooLarge { wanted, memory }) } else { Ok(()) }
 }
 
 /// Bytes of memory that the machine has; where the system does not tell, as many as can be addressed.

@@ -32,13 +32,14 @@ use self::passes::{Rows, Widths, cut};
 use self::sizes::{LEAST_ROWS, SPARE, Sizes};
 use self::upload::Upload;
 use self::uses::TokenUses;
-use super::PAGE_TOKENS;
 use super::backend::{BatchBackend, Outcome, Rate, Start};
 use super::draft::{Drafts, propose};
 use super::limits::{Costs, Limits};
 use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
 use super::running::Running;
+use super::{PAGE_TOKENS, cpu};
+use crate::cache::KvCache;
 use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, RowOutput, Tiles};
@@ -164,6 +165,10 @@ impl GpuBatch {
         let stream = Stream::bytes(config, device.multiprocessors()) + STREAM_SPARE;
         let streams = prompts_apart && sizes.pages(config, device, &options, stream).is_ok();
         let pages = sizes.pages(config, device, &options, if streams { stream } else { 0 })?;
+        let tier = sizes.host_pages(config, &options, pages)?;
+        if device.is_emulator() {
+            cpu::check_memory(KvCache::page_bytes(config), pages + tier)?;
+        }
         let mut limits = Limits {
             context,
             sequences: sizes.sequences as u32,
@@ -191,7 +196,6 @@ impl GpuBatch {
             decode: room.rows,
             tile: Attend::tile_rows(group as u32) as usize,
         };
-        let tier = sizes.host_pages(config, &options, pages)?;
         let mover = match Mover::new(device, forward.cache(), tier) {
             Ok(mover) => mover,
             Err(error) if options.swap_tokens.is_some() => return Err(Sizes::no_tier(config, tier, error.to_string())),

@@ -41,7 +41,7 @@ impl Emulator {
 
     pub(super) fn allocate(&self, bytes: usize) -> u64 {
         self.count(|calls| calls.allocations += 1);
-        let buffer = emulator::Buffer::from_slice(&vec![0u8; bytes]);
+        let buffer = emulator::Buffer::<u8>::zeroed(bytes);
         let address = buffer.ptr().addr();
         self.memory().insert(address, buffer);
         address

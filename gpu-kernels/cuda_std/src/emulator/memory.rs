@@ -158,6 +158,17 @@ pub struct Buffer<T: Copy> {
     elements: PhantomData<T>,
 }
 
+impl Buffer<u8> {
+    /// Bytes that are all zero.
+    #[must_use]
+    pub fn zeroed(len: usize) -> Self {
+        let buffer = Self::new(len, true);
+        // SAFETY: the buffer has as many bytes.
+        unsafe { buffer.allocation.start.write_bytes(0, len) };
+        buffer
+    }
+}
+
 impl<T: Copy> Buffer<T> {
     fn new(len: usize, initialised: bool) -> Self {
         let contents = format!("[{}; {len}]", type_name::<T>());
