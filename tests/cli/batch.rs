@@ -240,6 +240,7 @@ fn what_is_wrong_with_a_line_is_said_and_the_rest_runs() {
         let message = result["error"]["message"].as_str().unwrap();
         assert!(message.contains(part), "{line}: {message}");
     }
+    assert_eq!(summary["first_error"], results[&3]["error"]);
     assert_eq!(results[&2]["custom_id"], "twice");
     assert!(results[&2]["error"].is_null() && results[&(3 + cases.len() as u64)]["error"].is_null());
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use host::batch::Metrics;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::Ending;
 use crate::output::note;
@@ -92,6 +93,7 @@ impl Bar {
         self,
         metrics: &Metrics,
         tally: Tally,
+        first_error: Option<Value>,
         model: String,
         devices: String,
         ended: &anyhow::Result<Ending>,
@@ -107,6 +109,7 @@ impl Bar {
                 Err(_) => "failed",
             },
             requests: Requests { answered: tally.answered, refused: tally.refused, done_before: tally.before },
+            first_error,
             seconds,
             prompt_tokens: metrics.prompt_tokens,
             prompt_tokens_per_second: ratio(metrics.prompt_tokens as f64, seconds),
@@ -138,6 +141,7 @@ pub struct Summary {
     devices: String,
     ended: &'static str,
     requests: Requests,
+    first_error: Option<Value>,
     seconds: f64,
     prompt_tokens: u64,
     prompt_tokens_per_second: f64,
@@ -174,6 +178,14 @@ impl Summary {
         let before = if done_before > 0 { format!(", {done_before} done before") } else { String::new() };
         note(&format!("{} on {}, {:.1} s", self.model, self.devices, self.seconds));
         note(&format!("requests  {answered} answered, {refused} refused{before}"));
+        if let Some(error) = &self.first_error {
+            let which = if refused > 1 { "the first of the refused: " } else { "" };
+            note(&format!(
+                "          {which}line {}: {}",
+                error["line"],
+                error["message"].as_str().unwrap_or_default()
+            ));
+        }
         let shared = match self.shared_prompt_tokens {
             0 => String::new(),
             n => format!(" ({n} of them shared)"),
@@ -192,7 +204,7 @@ impl Summary {
                 self.steps, self.rows, self.most_at_once
             ));
             note(&format!(
-                "cache     at most {} of {} pages; {} requests put aside, {} computed again",
+                "cache     at most {} of {} pages; {} requests preempted to the host, {} to be computed again",
                 self.most_cache_pages, self.cache_pages, self.preempted_to_host, self.preempted_to_compute_again
             ));
         }

@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use host::batch::{Metrics, Queue};
+use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::commands::batch::ahead::{Ahead, Held, Work};
@@ -139,11 +140,13 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         workers: workers.len(),
         progress,
         tally: Tally::default(),
+        first_error: None,
         bar: Bar::start(total, report.is_told()),
     };
     let ended = run.go_on();
     run.stop.store(true, Ordering::Relaxed);
-    let (metrics, tally, bar) = (run.metrics(), run.tally, run.bar);
+    let (metrics, tally, first_error, bar) =
+        (run.metrics(), run.tally, run.first_error.map(|(_, error)| error), run.bar);
     if ended.is_ok() {
         // They have ended; this waits until their devices are given back.
         workers.into_iter().for_each(|worker| worker.join().unwrap_or_default());
@@ -151,7 +154,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     // Results that are there are written whatever happened.
     let written = output.finish();
     let ended = ended.and_then(|ending| written.map(|()| ending));
-    let summary = bar.end(&metrics, tally, source.to_string(), devices, &ended);
+    let summary = bar.end(&metrics, tally, first_error, source.to_string(), devices, &ended);
     if report.is_told() {
         summary.summarise(report);
     }
@@ -193,7 +196,14 @@ struct Running<'a> {
     workers: usize,
     progress: Vec<Arc<Mutex<Metrics>>>,
     tally: Tally,
+    /// The place of the first request that was refused, and why.
+    first_error: Option<(u64, Value)>,
     bar: Bar,
+}
+
+/// The error of a result.
+fn error_of(result: &str) -> Value {
+    serde_json::from_str::<Value>(result).map(|mut result| result["error"].take()).unwrap_or_default()
 }
 
 impl Running<'_> {
@@ -205,6 +215,9 @@ impl Running<'_> {
                 Ok(Event::DoneBefore) => self.tally.before += 1,
                 Ok(Event::Refused(number, line)) => {
                     self.tally.refused += 1;
+                    if self.first_error.as_ref().is_none_or(|(first, _)| number < *first) {
+                        self.first_error = Some((number, error_of(&line)));
+                    }
                     self.write(number, line);
                 }
                 Ok(Event::Answered(number, line)) => {
