@@ -1,11 +1,11 @@
 //! What the consumers do with the chunks: products and their epilogues, and the meetings between them.
 
 mod one;
+mod outputs;
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, bf16, bulk, math, mma, shared, thread, warp};
+use cuda_std::{Global, bf16, bulk, mma, shared, thread, warp};
 
-use super::exchange::{Kind, Word};
 use super::producer::Units;
 use super::{
     ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, RING, SCRATCH, SLICE_BYTES, STEP_BYTES, STRIPS, StreamStep,
@@ -13,15 +13,14 @@ use super::{
 };
 use crate::attention::Divisor;
 use crate::embedding::{Embed, embed_each, embed_elements};
-use crate::gate::swiglu;
-use crate::kv::HEAD_DIM;
 use crate::linear::{CHAINS, SLICE, STRIP};
-use crate::norm::{Norm, strip_squares};
+use crate::norm::Norm;
 use crate::ring::Ring;
-use crate::sample::rank;
 use crate::step::MAX_DECODE_ROWS;
 use crate::waiting;
 pub use one::{ONE_BYTES, factors};
+pub use outputs::pair_with_next;
+use outputs::{Old, Output};
 
 /// Bytes of the partial sums of a pass, `[strip][chain][row][feature]`.
 pub const PARTIAL_BYTES: u32 = STRIPS * CHAINS * MAX_DECODE_ROWS * STRIP * 4;
@@ -504,134 +503,6 @@ impl<'a> Consumer<'a> {
             sync();
         }
     }
-
-    /// The outputs of a part.
-    #[inline(always)]
-    fn outputs(&self, part: &Part) -> Outputs {
-        let width_log2 = if part.matrix == Matrix::GateUp { STRIP / 2 } else { STRIP }.ilog2();
-        let total = (part.mine * self.count) << width_log2;
-        let place = part.first_strip + part.place;
-        Outputs { width_log2, rows: self.rows, total, place, grid: self.walk.grid }
-    }
-
-    /// What this lane's first two outputs of a part are combined with.
-    #[inline(always)]
-    unsafe fn first_olds(&self, part: &Part) -> [Old; 2] {
-        let (outputs, thread) = (self.outputs(part), thread::fresh(thread::thread_idx_x()));
-        let [first, second] = [0, WARPS * 32].map(|i| outputs.at(thread + i));
-        unsafe { [self.old::<false>(part, &first), self.old::<false>(part, &second)] }
-    }
-
-    /// What an output is combined with, where it is added to the residual.
-    #[inline(always)]
-    unsafe fn old<const ONE: bool>(&self, part: &Part, output: &Output) -> Old {
-        unsafe {
-            let p = self.p;
-            if !output.valid {
-                return Old::default();
-            }
-            let norm = match part.matrix {
-                Matrix::Output => p.post_attention_norm(part.index / 4),
-                Matrix::Down => p.input_norm(part.index / 4 + 1),
-                _ => return Old::default(),
-            };
-            let weight = norm.load_nc(output.feature as usize);
-            if ONE {
-                Old { word: self.added_to(part.index).ask(output.feature), weight, ..Old::default() }
-            } else {
-                let x = p.residual.x.load((output.row * p.residual.dim + output.feature) as usize);
-                Old { x, weight, ..Old::default() }
-            }
-        }
-    }
-
-    /// Puts out an element of the residual, as [`Residual::put`](crate::norm::Residual::put) does, in words: `stage` matrices have done so, or begun to.
-    #[inline(always)]
-    unsafe fn put_words(&self, stage: u32, element: u32, weight: bf16, x: f32, valid: bool) {
-        unsafe {
-            let scaled = pair_with_next(math::to_bf16(x * math::from_bf16(weight)));
-            if valid && element.is_multiple_of(2) {
-                self.taken_in(Kind::Scaled, stage).put(element / 2, scaled);
-            }
-            let squares = strip_squares(x);
-            if valid {
-                if element.is_multiple_of(STRIP) {
-                    self.taken_in(Kind::Squares, stage).put(element / STRIP, squares.to_bits());
-                }
-                self.taken_in(Kind::Residual, stage).put(element, x.to_bits());
-            }
-        }
-    }
-
-    /// Puts one output where it belongs; `up` is the sum of the up feature beside a gate's.
-    #[inline(always)]
-    unsafe fn put<const ONE: bool>(&self, part: &Part, output: &Output, sum: f32, old: Old, up: impl Fn() -> f32) {
-        unsafe {
-            let p = self.p;
-            let &Output { row, feature, valid, .. } = output;
-            let factor = || shared::dynamic::<f32>(FACTORS).load(if ONE { one::FACTOR } else { row as usize });
-            match part.matrix {
-                Matrix::Qkv => {
-                    if ONE && valid {
-                        self.put_out(Kind::Heads, part.index).put(feature, (sum * factor()).to_bits());
-                    } else if valid {
-                        let heads = (p.q_heads + 2 * p.kv_heads) * HEAD_DIM;
-                        p.qkv.store((row * heads + feature) as usize, sum * factor());
-                    }
-                }
-                Matrix::Output | Matrix::Down => {
-                    if ONE {
-                        let mut word = [if valid { old.word } else { self.added_to(part.index).nothing() }];
-                        self.added_to(part.index).settle(&mut word, |_| feature);
-                        let x = f32::from_bits(word[0].bits()) + sum;
-                        self.put_words(part.index + 1, feature, old.weight, x, valid);
-                    } else {
-                        p.residual.put(old.weight, row, feature, old.x + sum, valid);
-                    }
-                }
-                Matrix::GateUp => {
-                    let valid = valid && feature < p.intermediate;
-                    let mut product = bf16::from_bits(0);
-                    if valid {
-                        let (gate, up) = (sum * factor(), up() * factor());
-                        product = math::to_bf16(swiglu(gate, up));
-                    }
-                    if ONE {
-                        let word = pair_with_next(product);
-                        if valid && feature.is_multiple_of(2) {
-                            self.put_out(Kind::Activation, part.index).put(feature / 2, word);
-                        }
-                    } else if valid {
-                        p.activation.store((row * p.intermediate + feature) as usize, product);
-                    }
-                }
-                Matrix::Head => {
-                    let valid = valid && feature < p.vocab;
-                    let logit = sum * factor();
-                    if valid {
-                        p.logits.store(row as usize * p.vocab as usize + feature as usize, logit);
-                    }
-                    let mut best = if valid { rank(logit, feature) } else { 0 };
-                    let mut mask = STRIP / 2;
-                    while mask > 0 {
-                        best = best.max(warp::shuffle_xor(best, mask));
-                        mask /= 2;
-                    }
-                    if output.valid && feature.is_multiple_of(STRIP) {
-                        let bests = shared::dynamic::<u64>(BEST);
-                        atomic::fetch_max(bests, row as usize, best, Ordering::Relaxed, Scope::Block);
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// What this lane and the next one have, side by side: of use to even lanes.
-#[inline(always)]
-pub fn pair_with_next(x: bf16) -> u32 {
-    let x = u32::from(x.to_bits());
-    x | warp::shuffle_xor(x, 1) << 16
 }
 
 /// A block's part of a pass.
@@ -649,47 +520,4 @@ struct Part {
     place: u32,
     /// Its strips.
     mine: u32,
-}
-
-/// The outputs of a part, by strip, row and feature.
-struct Outputs {
-    /// Output features of a strip, a power of two.
-    width_log2: u32,
-    rows: Divisor,
-    total: u32,
-    /// The first strip's place in its matrix; the others follow `grid` apart.
-    place: u32,
-    grid: u32,
-}
-
-impl Outputs {
-    /// The `e`-th.
-    #[inline(always)]
-    fn at(&self, e: u32) -> Output {
-        let valid = e < self.total;
-        let rest = if valid { e >> self.width_log2 } else { 0 };
-        let feature = e & !(!0 << self.width_log2);
-        let (strip, row) = self.rows.divide(rest);
-        Output { row, strip, feature: ((self.place + strip * self.grid) << self.width_log2) + feature, valid }
-    }
-}
-
-/// An element of the residual that a sum is added to, and its weight in the norm that comes next.
-#[derive(Clone, Copy, Default)]
-struct Old {
-    x: f32,
-    /// Instead of that, of one row.
-    word: Word,
-    weight: bf16,
-}
-
-/// One output of a part.
-#[derive(Clone, Copy, Default)]
-struct Output {
-    row: u32,
-    /// The strip, of the part's.
-    strip: u32,
-    feature: u32,
-    /// Whether there is one.
-    valid: bool,
 }
