@@ -70,7 +70,7 @@ pub enum Error {
     },
     /// A batch's cache on the CPU or the emulator does not fit into memory.
     #[error(
-        "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory; use fewer tokens",
+        "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory for them; use fewer tokens",
         gib(*.wanted), gib(*.memory)
     )]
     CpuCacheTooLarge {

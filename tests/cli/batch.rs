@@ -442,7 +442,9 @@ fn a_cache_larger_than_memory_is_refused() {
         ["cpu", "emulator"].into_iter().flat_map(|device| [(device, "--cache-tokens"), (device, "--swap-tokens")]);
     for (device, flag) in cases {
         let run = folder.batch("results.jsonl", &["--device", device, flag, "300000000"]).assert().code(1);
-        run.stderr(predicate::str::contains(flag).and(predicate::str::contains("of memory; use fewer tokens")));
+        run.stderr(
+            predicate::str::contains(flag).and(predicate::str::contains("of memory for them; use fewer tokens")),
+        );
     }
 }
 

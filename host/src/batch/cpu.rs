@@ -46,7 +46,7 @@ impl CpuBatch {
         let model = CpuModel::new(checkpoint)?;
         let store = |pages: u32| KvPages::new(model.config(), pages as usize, limits.page_tokens);
         let page = checkpoint.config.kv_bytes_per_token(size_of::<f32>()) * limits.page_tokens;
-        check_memory(page, limits.pages as usize + limits.host_pages as usize)?;
+        check_memory(page, limits.pages as usize + limits.host_pages as usize, 0)?;
         let page = page as f64;
         Ok(Self {
             pages: store(limits.pages),
@@ -162,12 +162,12 @@ impl BatchBackend for CpuBatch {
     }
 }
 
-/// Checks that the machine has memory for so many pages of so many bytes: to ask for more would end the program.
+/// Checks that the machine has memory for so many pages of so many bytes, and `besides` for others: to ask for more would end the program.
 ///
 /// # Errors
 /// [`Error::CpuCacheTooLarge`].
-pub(super) fn check_memory(page_bytes: usize, pages: usize) -> Result<(), Error> {
-    let (wanted, memory) = ((page_bytes as u64).saturating_mul(pages as u64), memory());
+pub(super) fn check_memory(page_bytes: usize, pages: usize, besides: u64) -> Result<(), Error> {
+    let (wanted, memory) = ((page_bytes as u64).saturating_mul(pages as u64), memory().saturating_sub(besides));
     if wanted > memory { Err(Error::CpuCacheTooLarge { wanted, memory }) } else { Ok(()) }
 }
 

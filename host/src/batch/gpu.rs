@@ -32,13 +32,14 @@ use self::passes::{Rows, Widths, cut};
 use self::sizes::{LEAST_ROWS, SPARE, Sizes};
 use self::upload::Upload;
 use self::uses::TokenUses;
+use super::PAGE_TOKENS;
 use super::backend::{BatchBackend, Outcome, Rate, Start};
+use super::cpu::check_memory;
 use super::draft::{Drafts, propose};
 use super::limits::{Costs, Limits};
 use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
 use super::running::Running;
-use super::{PAGE_TOKENS, cpu};
 use crate::cache::KvCache;
 use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
@@ -142,7 +143,13 @@ impl GpuBatch {
             });
         }
         // Said before anything is loaded.
-        sizes.pages(config, device, &options, least.weights)?;
+        let pages = sizes.pages(config, device, &options, least.weights)?;
+        let tier = sizes.host_pages(config, &options, pages)?;
+        if device.is_emulator() {
+            // It keeps note of what was written, 2 bytes for 16.
+            let page = KvCache::page_bytes(config) * 9 / 8;
+            check_memory(page, pages + tier, least.weights + least.working)?;
+        }
         let weights = DeviceWeights::upload(checkpoint, device, progress)?;
         Self::with_weights(device, config, weights, context, options, prompts_apart)
     }
@@ -166,9 +173,6 @@ impl GpuBatch {
         let streams = prompts_apart && sizes.pages(config, device, &options, stream).is_ok();
         let pages = sizes.pages(config, device, &options, if streams { stream } else { 0 })?;
         let tier = sizes.host_pages(config, &options, pages)?;
-        if device.is_emulator() {
-            cpu::check_memory(KvCache::page_bytes(config), pages + tier)?;
-        }
         let mut limits = Limits {
             context,
             sequences: sizes.sequences as u32,

@@ -190,11 +190,6 @@ impl Scheduler {
         self.known(id).map(|known| known.tokens.as_slice())
     }
 
-    /// Most tokens of a sequence.
-    pub fn max_length(&self, id: SequenceId) -> Option<usize> {
-        self.known(id).map(|known| known.max_length)
-    }
-
     /// The next step. It has work unless nothing runs and nothing waits.
     pub fn plan(&mut self) -> Plan {
         let mut plan = Plan {

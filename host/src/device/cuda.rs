@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use cust::context::{Context, CurrentContext};
 use cust::device::{Device as CudaDevice, DeviceAttribute};
+use cust::error::CudaError;
 use cust::module::{Module, ModuleJitOption};
 use cust::stream::{Stream, StreamFlags};
 use cust::sys;
@@ -127,7 +128,15 @@ fn initialise() -> Result<(), Error> {
     static DONE: OnceLock<Result<(), String>> = OnceLock::new();
     let done = DONE.get_or_init(|| {
         driver_link::available().map_err(|e| format!("the CUDA driver library could not be opened ({e})"))?;
-        cust::init(cust::CudaFlags::empty()).map_err(|e| format!("the CUDA driver could not be started ({e})"))
+        let started = cust::init(cust::CudaFlags::empty());
+        started.map_err(|e| {
+            let reason = format!("the CUDA driver could not be started ({e})");
+            // A driver without a card is no surprise.
+            if e != CudaError::NoDevice {
+                tracing::warn!("{reason}: going on as if there were no card");
+            }
+            reason
+        })
     });
     done.clone().map_err(|reason| Error::NoCuda { reason })
 }
