@@ -1,4 +1,4 @@
-//! What was folded into its neighbours since, in launches of its own: the first rung of the ladder, kept to measure what the folding gained
+//! What was fused into its neighbours since, in launches of its own: the first rung of the ladder, kept to measure what the fusion gained
 //! (`host/examples/ablation.rs`). Nothing else runs these.
 //!
 //! - [`rms_norm`] reads the residual stream once more and writes the normalised input of the next product; today its halves are in whoever writes the

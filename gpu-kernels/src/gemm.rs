@@ -5,7 +5,7 @@
 //! after another:
 //!
 //! ```text
-//! warpgroup 2   one lane: x [128 × 64] and w [N × 64] ──copy engine──► ring of slots in shared memory   (runs ahead, across tiles)
+//! warpgroup 2   one lane: x [128 × 64] and w [N × 64] ──────TMA──────► ring of slots in shared memory   (runs ahead, across tiles)
 //! warpgroup 0   rows 0..64   ┐ wgmma m64nNk16, four a slot, sums in N/2 registers a lane;
 //! warpgroup 1   rows 64..128 ┘ then the epilogue
 //! ```
@@ -34,7 +34,7 @@
 //! rows 64 .. 128   └─ block 0 ┘ └─────── block 1 ──────┘     (warpgroups 1)
 //! ```
 //!
-//! Norms are folded into the products as [`norm`](crate::norm) says. Whoever finishes a tile adds up the squares of its rows while its first products run;
+//! Norms are fused into the products as [`norm`](crate::norm) says. Whoever finishes a tile adds up the squares of its rows while its first products run;
 //! so that these are few, `add` leaves one sum for [`SPAN`] features.
 //!
 //! # Epilogues
@@ -97,7 +97,7 @@ const GROUP: u32 = 128;
 const GROUP_ROWS: u32 = 64;
 const X_BYTES: u32 = TILE_ROWS * DEPTH * 2;
 const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
-/// The copy engine's, of swizzled tiles.
+/// TMA's, of swizzled tiles.
 const BOX_ALIGNMENT: u32 = 1024;
 
 /// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` and `_eight` kernels whole clusters; for `_n192` kernels two for every 384 features of every tile of rows.

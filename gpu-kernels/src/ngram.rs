@@ -268,7 +268,7 @@ pub struct NgramMatchMixed<T> {
 }
 
 /// Element `i` of an array that says something of each sequence, loaded here and now: the compiler would move a plain
-/// load behind the first branch that does not need it, and so make two waits of one. It passes by the first-level cache;
+/// load behind the first branch that does not need it, and so make two waits of one. It passes by L1;
 /// [`peers`], whose one thread goes from sequence to sequence, ask for `NOW = false`, a plain load.
 #[inline(always)]
 unsafe fn early<const NOW: bool, E: Early>(array: Global<E>, i: usize) -> E {

@@ -1,4 +1,4 @@
-//! RMSNorm without a pass of its own: `y = x / sqrt(mean(x²) + eps) · weight` is folded into its neighbours.
+//! RMSNorm without a pass of its own: `y = x / sqrt(mean(x²) + eps) · weight` is fused into its neighbours.
 //!
 //! Whoever writes an element of the residual stream also writes what the next linear layer reads, `bf16(x · weight)`, and for every strip of
 //! [`STRIP`] elements the sum of their squares. The division is by one number a row, and a product is linear: so the linear layer multiplies

@@ -5,7 +5,7 @@
 //! [`KEYS`] = 128 at a time (two pages):
 //!
 //! ```text
-//! warpgroup 2   one lane: pages of K and of V ──copy engine──► two slots each in shared memory
+//! warpgroup 2   one lane: pages of K and of V ──────TMA──────► two slots each in shared memory
 //! warpgroup 0   rows 0..64   ┐ S[64, 128 keys] = Q · Kᵀ      wgmma, both from shared memory
 //! warpgroup 1   rows 64..128 ┘ P = exp2(S − max), in registers; masked keys give exact zeros
 //!                              O[64, 128]     += P · V       wgmma, P from registers
@@ -14,7 +14,7 @@
 //! The product with the next keys is begun before the one with the values: softmax runs while the tensor cores do both (Shah et al., 2024,
 //! "FlashAttention-3"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
 //!
-//! Two query heads of one key-value head may be a pair of blocks (a cluster): each loads every other page, and the copy engine puts it into both.
+//! Two query heads of one key-value head may be a pair of blocks (a cluster): each loads every other page, and TMA puts it into both.
 //!
 //! The cache is read where it lies: a page of a head is 64 rows of 128 keys' dimensions, and 128 rows of 64 values' tokens
 //! (see [`kv`](crate::kv)), both of which a tensor map can describe, and both with the sum along the row as `wgmma` wants it.

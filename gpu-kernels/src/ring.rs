@@ -1,4 +1,4 @@
-//! A ring of slots in shared memory between warps that fill it by the copy engine and warps that use what came.
+//! A ring of slots in shared memory between warps that fill it by TMA and warps that use what came.
 //!
 //! Slots lie in the block's dynamic shared memory; a barrier for each says that it is full, and then one for each that it is free.
 
@@ -122,7 +122,7 @@ impl Ring {
         Shared::from_raw(self.base + self.offset())
     }
 
-    /// Gives a slot back that a whole warp has read by ordinary loads: by the lanes that are told to, each its own. The copy engine must not overwrite what is still
+    /// Gives a slot back that a whole warp has read by ordinary loads: by the lanes that are told to, each its own. TMA must not overwrite what is still
     /// being read: without the fence it did.
     #[inline(always)]
     pub unsafe fn give_back(&self, arrives: bool) {

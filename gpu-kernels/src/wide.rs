@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! warp 8         weights: 64 inputs of 8 strips; pages of keys, of values            ──bulk copies──► ring of slots of 16 KiB
-//! warp 9         activations [ROWS × 64], by the copy engine; an item's queries, which it makes       ──► rings of slots of ROWS × 128 bytes
+//! warp 9         activations [ROWS × 64], by TMA; an item's queries, which it makes                   ──► rings of slots of ROWS × 128 bytes
 //! warps 10, 11   the rows' norm factors; how attention falls to blocks; a step's keys and values, into the cache after attention
 //! warps 0 to 7   what is to be done with all that; they meet the other blocks
 //! ```

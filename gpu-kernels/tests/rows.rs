@@ -1,4 +1,4 @@
-//! Embedding, the norm folded into its neighbours, and what lies between the QKV projection and attention, each against a plain definition.
+//! Embedding, the norm fused into its neighbours, and what lies between the QKV projection and attention, each against a plain definition.
 
 mod common;
 

@@ -49,8 +49,8 @@ fn main() -> Result<()> {
     let mut host = HostLoop::new(&device, &config, capacity)?;
     for (what, norms, silu, graph) in [
         ("a launch an operator", true, true, false),
-        ("norms folded into their neighbours", false, true, false),
-        ("SiLU folded into the product", false, false, false),
+        ("norms fused into their neighbours", false, true, false),
+        ("SiLU fused into the product", false, false, false),
         ("launches recorded in a graph", false, false, true),
     ] {
         host.forward.take_apart(norms, silu)?;

@@ -30,7 +30,7 @@ pub const CHUNK: usize = 8192;
 // An attention tile is as high as one of the products', so that the rows from a tile on are tiles of both.
 const _: () = assert!(TILE_ROWS == prefill_attention::TILE_ROWS);
 
-/// Activations for a chunk of a prompt, and maps of everything that the copy engine reads.
+/// Activations for a chunk of a prompt, and maps of everything that TMA reads.
 pub struct Prefill {
     capacity: usize,
     row_count: Buffer<u32>,

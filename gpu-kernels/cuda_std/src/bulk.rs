@@ -1,6 +1,6 @@
 //! Bulk asynchronous copies and the barriers in shared memory that they complete on (sm_90 on).
 //!
-//! The copy engine reads and writes shared memory through a proxy of its own: [`fence_proxy_async`] stands between
+//! TMA reads and writes shared memory through a proxy of its own: [`fence_proxy_async`] stands between
 //! ordinary writes to shared memory and a [`copy_to_global`] that reads them.
 
 use crate::shared::Shared;
@@ -101,7 +101,7 @@ impl Barrier {
     }
 }
 
-/// Makes the barriers that this lane made visible to the copy engine (`fence.mbarrier_init.release.cluster`).
+/// Makes the barriers that this lane made visible to TMA (`fence.mbarrier_init.release.cluster`).
 #[inline(always)]
 pub fn fence_init() {
     target::fence_mbarrier_init();
@@ -120,7 +120,7 @@ pub unsafe fn copy_to_shared(destination: Shared<u8>, source: Global<u8>, bytes:
     unsafe { target::bulk_to_shared(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
 }
 
-/// [`copy_to_shared`] of what nobody else will read soon: it is the first to leave the second-level cache (`.L2::cache_hint`, with the policy `evict_first`).
+/// [`copy_to_shared`] of what nobody else will read soon: it is the first to leave L2 (`.L2::cache_hint`, with the policy `evict_first`).
 ///
 /// # Safety
 /// As [`copy_to_shared`].
@@ -181,7 +181,7 @@ pub fn wait<const PENDING: usize>() {
     target::bulk_wait::<PENDING>();
 }
 
-/// Orders this lane's earlier ordinary accesses to shared memory with later ones of the copy engine
+/// Orders this lane's earlier ordinary accesses to shared memory with later ones of TMA
 /// (`fence.proxy.async.shared::cta`).
 #[inline(always)]
 pub fn fence_proxy_async() {

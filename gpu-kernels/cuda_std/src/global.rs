@@ -209,7 +209,7 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global16(self.element(i), value) }
     }
 
-    /// [`store16`](Self::store16) of what is read soon, and overwritten not much later: it is the last to leave the second-level cache, so that it need never go
+    /// [`store16`](Self::store16) of what is read soon, and overwritten not much later: it is the last to leave L2, so that it need never go
     /// to memory (`st.global.L2::cache_hint.v4.b32`, with the policy `evict_last`).
     ///
     /// # Safety

@@ -1,4 +1,4 @@
-//! Copies of tiles of a matrix between global and shared memory, by the copy engine (sm_90a).
+//! Copies of tiles of a matrix between global and shared memory, by TMA (sm_90a).
 //!
 //! A [`TensorMap`] says where a matrix of bf16 lies and what a tile of it is. A tile is rows of 64 elements, 128 bytes each, and lands
 //! in shared memory row after row; mostly in the 128-byte swizzle that `wgmma` reads without bank conflicts: the 16-byte chunk `c` of
@@ -14,7 +14,7 @@ use crate::target;
 /// Elements in a row of a tile.
 pub const ROW: u32 = 64;
 
-/// A tensor map as the copy engine reads it; made by the driver (or [`TensorMap::emulated`]), opaque here. Kernels take its address.
+/// A tensor map as TMA reads it; made by the driver (or [`TensorMap::emulated`]), opaque here. Kernels take its address.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug)]
 pub struct TensorMap(pub [u64; 16]);

@@ -188,7 +188,7 @@ store!(
 );
 
 store!(
-    /// The copy engine may not see what was written.
+    /// TMA may not see what was written.
     store_without_proxy_fence, thread::fence_block(), bulk::wait_read::<0>(), bulk::wait::<0>()
 );
 

@@ -21,7 +21,7 @@ pub struct Beside {
 }
 
 impl Beside {
-    /// Waits until what the launches ahead of the product left can be read, by the copy engine too. All lanes that touch it do.
+    /// Waits until what the launches ahead of the product left can be read, by TMA too. All lanes that touch it do.
     ///
     /// # Safety
     /// There is such a word, and its first launch was enqueued before its second.

@@ -71,7 +71,7 @@ impl Half {
     unsafe fn store_box(&mut self, out: Global<TensorMap>, b: u32) {
         bulk::fence_proxy_async();
         if elected() {
-            // By now the copy engine has read it, or soon.
+            // By now TMA has read it, or soon.
             bulk::wait_read::<0>();
         }
         thread::sync_named(self.barrier, GROUP);

@@ -1,8 +1,8 @@
 //! A block a sequence, for batches and texts so small that a call costs what it waits for and little else.
 //!
 //! The blocks of [`mod@super`]'s launch meet twice: to agree on each sequence's key, and to find who is last; then the last begins
-//! anew with what it has to know, and with tokens that other multiprocessors have read. Each of these is a way to the second-level
-//! cache and back. Here a sequence stays in its block, whose warps have its tiles, and blocks tell each other one thing:
+//! anew with what it has to know, and with tokens that other multiprocessors have read. Each of these is a way to L2 and
+//! back. Here a sequence stays in its block, whose warps have its tiles, and blocks tell each other one thing:
 //!
 //! ```text
 //! block b   first tiles ─┐

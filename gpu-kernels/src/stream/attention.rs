@@ -200,7 +200,7 @@ impl Consumer<'_> {
     #[inline(always)]
     unsafe fn give_back(&mut self, chunks: u32, lane: u32) {
         unsafe {
-            // Every warp has seen every chunk arrive before it gives it back. The copy engine writes here next.
+            // Every warp has seen every chunk arrive before it gives it back. TMA writes here next.
             bulk::fence_proxy_async();
             warp::sync_warp();
             if lane < chunks {

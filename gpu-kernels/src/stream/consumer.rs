@@ -45,7 +45,7 @@ pub fn sync() {
     thread::sync_named(1, WARPS * 32);
 }
 
-/// Gives a chunk back, for the whole warp, by the lanes that are told to. The copy engine must not overwrite what is still being read: without the fence
+/// Gives a chunk back, for the whole warp, by the lanes that are told to. TMA must not overwrite what is still being read: without the fence
 /// it did.
 #[inline(always)]
 unsafe fn release(chunk: Ring, arrives: bool) {

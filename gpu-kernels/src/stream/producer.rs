@@ -127,7 +127,7 @@ impl Units {
     }
 }
 
-/// Chunks under way at a time, when `filled` of a matrix or of the block's pages have been asked for; a pass has so many `chunks`. The copy engine serves copies side by
+/// Chunks under way at a time, when `filled` of a matrix or of the block's pages have been asked for; a pass has so many `chunks`. TMA serves copies side by
 /// side: with as many as the ring has stages, the last chunk before a boundary would arrive no earlier than those after it, and the ring would be full when the pause
 /// begins that it is to bridge. So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then what memory is
 /// fastest with. (Measured on an H100.)
@@ -146,7 +146,7 @@ const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
 const FEW: u32 = 8;
 
 /// Waits for room and starts the next chunk's copy: [`SLICES`] pieces that lie `apart` bytes from each other, a lane each.
-/// Nobody reads them again in this step: what blocks exchange stays in the second-level cache instead.
+/// Nobody reads them again in this step: what blocks exchange stays in L2 instead.
 #[inline(always)]
 unsafe fn fill(ring: &mut Ring, from: Global<u8>, apart: u32, under_way: u32) {
     unsafe {

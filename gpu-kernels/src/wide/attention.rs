@@ -151,7 +151,7 @@ pub fn last_values(address: u64, len: usize) -> [Matrix; 3] {
     })
 }
 
-/// Where a layer's pages are for the copy engine.
+/// Where a layer's pages are for TMA.
 pub struct Pages {
     cache: Cache,
     last_values: Global<TensorMap>,

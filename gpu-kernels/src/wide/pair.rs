@@ -142,7 +142,7 @@ impl<const ROWS: u32> Pair<ROWS> {
         exchange!(4);
         exchange!(6);
         exchange!(8);
-        // The copy engine will write there.
+        // TMA will write there.
         bulk::fence_proxy_async();
     }
 }

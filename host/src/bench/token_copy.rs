@@ -9,7 +9,7 @@ use crate::Error;
 use crate::device::{Buffer, Device};
 use crate::token_copy::{self, Shape, TokenCopy, Variant};
 
-/// Bytes of payload that a case rotates over, together: more than twice the second-level cache of an H100.
+/// Bytes of payload that a case rotates over, together: more than twice the L2 of an H100.
 const ROTATED_BYTES: u64 = 128 << 20;
 /// Most lists of pairs.
 const MOST_SETS: u64 = 16;

@@ -234,7 +234,7 @@ impl Device {
         }
     }
 
-    /// Whether it has the copy engine and the shared memory of Hopper, and the kernels that need them.
+    /// Whether it has TMA and the shared memory of Hopper, and the kernels that need them.
     pub fn is_hopper(&self) -> bool {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.is_hopper(),

@@ -1,4 +1,4 @@
-//! Tensor maps: descriptions of matrices in device memory, encoded by the driver for the copy engine.
+//! Tensor maps: descriptions of matrices in device memory, encoded by the driver for TMA.
 
 use std::ffi::c_void;
 
@@ -60,7 +60,7 @@ impl Device {
     /// Encodes maps of `matrices` and copies them to the device. A map says where a matrix is; it keeps nothing alive.
     ///
     /// # Errors
-    /// A matrix that the copy engine cannot address (the driver's refusal), too little memory, or a driver error.
+    /// A matrix that TMA cannot address (the driver's refusal), too little memory, or a driver error.
     pub fn tensor_maps(&self, matrices: &[Matrix]) -> Result<TensorMaps, Error> {
         let mut words = Vec::with_capacity(matrices.len() * WORDS);
         for matrix in matrices {

@@ -49,7 +49,7 @@ enum Input {
 
 impl Room {
     /// For `sequences` of up to `context` tokens in so many pages, and passes over `rows` rows or a few more: whole tiles of the [wide step](gpu_kernels::wide). What reaches beyond memory is
-    /// zeros, but takes the copy engine longer: with 200 rows gate and up took 109 µs for 89 on an H100.
+    /// zeros, but takes TMA longer: with 200 rows gate and up took 109 µs for 89 on an H100.
     #[must_use]
     pub const fn batch(context: usize, sequences: usize, pages: usize, rows: usize) -> Self {
         let (smallest, largest) = (PROGRAMS[0].0 as usize, LARGEST.0 as usize);

@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::{Batch, Hit, OverHost, Peer, Published, Way};
 use crate::bench::{Bench, BenchError, Case, Figures, Label, Path, Samples, Unit, Work};
 
-/// Bytes of tokens that launches rotate over: more than twice the second-level cache of an H100.
+/// Bytes of tokens that launches rotate over: more than twice the L2 of an H100.
 const ROTATED_BYTES: u64 = 128 << 20;
 /// Most copies of a batch.
 const MOST_SETS: u64 = 512;

@@ -67,7 +67,7 @@ const TASK: usize = 1 << 17;
 /// Outputs of one task at least, when several rows share it, so that a tile of `x` is used that often.
 const COLUMNS: usize = 16;
 
-/// Elements of `x` that stay in the first-level cache beside a weight row.
+/// Elements of `x` that stay in L1 beside a weight row.
 const TILE: usize = 1 << 12;
 
 /// `out[r, n] = weight[n] · x[r]` for several maps of the same input; `x` is `[rows, inputs]`.
@@ -97,7 +97,7 @@ pub(super) fn matmul(simd: Simd, x: &[f32], rows: usize, outputs: Vec<Output<'_>
         let mut transposed = vec![0.0; out.len()];
         let tasks: Vec<_> = transposed.chunks_mut(columns_per_task * rows).enumerate().collect();
         run(tasks, |(task, out)| {
-            // The task's weights are widened once, and go over as many rows of `x` at a time as the first-level cache holds.
+            // The task's weights are widened once, and go over as many rows of `x` at a time as L1 holds.
             let mut wide = vec![0.0; columns_per_task * inputs];
             let wide = &mut wide[..out.len() / rows * inputs];
             for (n, wide) in wide.chunks_exact_mut(inputs).enumerate() {

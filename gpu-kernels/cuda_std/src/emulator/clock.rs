@@ -6,7 +6,7 @@
 
 use std::rc::Rc;
 
-/// Lanes are named by block and slot: the slot is the thread index, or the block's number of threads for its copy engine.
+/// Lanes are named by block and slot: the slot is the thread index, or the block's number of threads for its TMA.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Name(u32);
 

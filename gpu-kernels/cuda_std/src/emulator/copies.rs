@@ -81,7 +81,7 @@ pub fn start(destination: Address, source: Address, bytes: u32, site: Site) -> C
     Copy { destination, source: Source::At(source), bytes: len, site }
 }
 
-/// What the lane wrote to shared memory, and what it knows others to have written, is there for the copy engine.
+/// What the lane wrote to shared memory, and what it knows others to have written, is there for TMA.
 pub fn fence_proxy_async() {
     let world = world();
     let thread = world.thread() as usize;
@@ -100,7 +100,7 @@ pub fn fence_mbarrier_init() {
 }
 
 impl World {
-    /// The copy engine must see what it reads from shared memory: each writer fenced its writes, or the lane that
+    /// TMA must see what it reads from shared memory: each writer fenced its writes, or the lane that
     /// starts the copy did after it learned of them.
     pub fn check_proxy(&mut self, source: Address, len: usize, site: Site) {
         let (slot, current, engine) = (self.slot(), self.current, self.launch.threads);

@@ -60,7 +60,7 @@ pub struct Lane {
     pub released: [Option<Clock>; 2],
     /// What relaxed atomics saw and the next fence learns; whether it came at device scope, and from this block.
     pub seen: Vec<(Rc<Counts>, bool, bool)>,
-    /// What it knew at its last fence of the copy engine's proxy.
+    /// What it knew at its last fence of the async proxy.
     pub proxied: Option<Clock>,
     /// What it knew when it last fenced the barriers it had made.
     pub made: Option<Clock>,
@@ -76,10 +76,10 @@ pub struct Block {
     pub shared: Region,
     pub barriers: [NamedBarrier; PLACES],
     pub mbarriers: HashMap<u32, Mbarrier>,
-    /// Epoch of the block's copy engine.
+    /// Epoch of the block's TMA.
     pub engine: u32,
     pub exited: u32,
-    /// For each lane, the epoch up to which its own writes are fenced for the copy engine's proxy.
+    /// For each lane, the epoch up to which its own writes are fenced for the async proxy.
     pub proxied: Vec<u32>,
     /// For each warp, the registers of a lane that it has asked for.
     pub registers: Vec<Option<u32>>,
