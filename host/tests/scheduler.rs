@@ -293,19 +293,7 @@ fn the_cases_preempt_and_share_and_overtake_and_run_ahead() {
 
 #[test]
 fn sequences_that_begin_alike_compute_it_once() {
-    let limits = Limits {
-        context: 200,
-        sequences: 8,
-        rows: 32,
-        page_tokens: 4,
-        pages: 100,
-        host_pages: 0,
-        drafts: 0,
-        draft_rows: 0,
-        prompt_rows: 0,
-        prompt_share: 0,
-        prompts_apart: true,
-    };
+    let limits = Limits { context: 200, rows: 32, pages: 100, ..by_hand::PLAIN };
     let prefix: Vec<u32> = (0..101).collect();
     let request = |i: u32| Request { prompt: [prefix.as_slice(), &[500 + i]].concat(), length: 104, early: 9, step: 0 };
     let requests = (0..8).map(request).collect();

@@ -358,21 +358,7 @@ struct Prompt {
 
 impl Prompt {
     fn new(device: &Device) -> Result<Self> {
-        let config = Config {
-            vocab_size: 151_936,
-            hidden_size: 4096,
-            intermediate_size: 12288,
-            num_hidden_layers: 36,
-            num_attention_heads: 32,
-            num_key_value_heads: 8,
-            head_dim: D,
-            max_position_embeddings: 40_960,
-            rms_norm_eps: 1e-6,
-            rope_theta: 1e6,
-            yarn: None,
-            tie_word_embeddings: false,
-            eos_token_ids: Vec::new(),
-        };
+        let config = Config::published("8B").ok_or("no such size")?;
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         let heads = config.query_size() + 2 * config.key_value_size();
         // Each matrix is a piece of these.

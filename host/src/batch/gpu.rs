@@ -172,7 +172,6 @@ impl GpuBatch {
         let stream = Stream::bytes(config, device.multiprocessors()) + STREAM_SPARE;
         let streams = prompts_apart && sizes.pages(config, device, &options, stream).is_ok();
         let pages = sizes.pages(config, device, &options, if streams { stream } else { 0 })?;
-        let tier = sizes.host_pages(config, &options, pages)?;
         let mut limits = Limits {
             context,
             sequences: sizes.sequences as u32,
@@ -200,6 +199,7 @@ impl GpuBatch {
             decode: room.rows,
             tile: Attend::tile_rows(group as u32) as usize,
         };
+        let tier = sizes.host_pages(config, &options, pages)?;
         let mover = match Mover::new(device, forward.cache(), tier) {
             Ok(mover) => mover,
             Err(error) if options.swap_tokens.is_some() => return Err(Sizes::no_tier(config, tier, error.to_string())),

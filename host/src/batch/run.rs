@@ -165,14 +165,9 @@ pub struct Batch {
     checkpoint: Checkpoint,
     backend: Box<dyn BatchBackend>,
     steps: Steps,
-    jobs: Jobs,
+    /// Those that have not ended.
+    jobs: HashMap<SequenceId, Active>,
     metrics: Metrics,
-}
-
-/// Jobs that have not ended.
-struct Jobs {
-    active: HashMap<SequenceId, Active>,
-    end_tokens: Vec<u32>,
 }
 
 struct Active {
@@ -211,11 +206,10 @@ impl Batch {
 
     /// Runs on `backend`, which was made for `checkpoint`.
     pub fn with_backend(checkpoint: Checkpoint, backend: Box<dyn BatchBackend>) -> Self {
-        let end_tokens = checkpoint.generation.eos_token_ids.clone();
         Self {
             checkpoint,
             steps: Steps::new(&*backend),
-            jobs: Jobs { active: HashMap::new(), end_tokens },
+            jobs: HashMap::new(),
             metrics: Metrics { pages: backend.limits().pages, ..Metrics::default() },
             backend,
         }
@@ -238,7 +232,7 @@ impl Batch {
 
     /// Whether everything submitted is finished.
     pub fn is_idle(&self) -> bool {
-        self.jobs.active.is_empty()
+        self.jobs.is_empty()
     }
 
     /// How it is going.
@@ -276,7 +270,7 @@ impl Batch {
         let id = self.steps.add(request.prompt.clone(), max_length);
         let text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
         let active = Active { text, job, max_length, tokens: Vec::new(), logprobs: Vec::new() };
-        self.jobs.active.insert(id, active);
+        self.jobs.insert(id, active);
         Ok(())
     }
 
@@ -286,18 +280,20 @@ impl Batch {
     /// A device error; the batch cannot go on.
     pub fn step(&mut self) -> Result<Vec<Done>, Error> {
         let begun = Instant::now();
+        let end_tokens = self.checkpoint.generation.eos_token_ids.as_slice();
+        let outcomes = self.steps.step(&mut *self.backend, &mut Jobs { active: &self.jobs, end_tokens })?;
         let mut done = Vec::new();
-        for (id, outcome) in self.steps.step(&mut *self.backend, &mut self.jobs)? {
+        for (id, outcome) in outcomes {
             // None, if it ended in the step before.
-            let Some(active) = self.jobs.active.get_mut(&id) else { continue };
+            let Some(active) = self.jobs.get_mut(&id) else { continue };
             let metrics = &mut self.metrics;
             metrics.generated_tokens += outcome.tokens.len() as u64;
             metrics.drafted += outcome.drafted as u64;
             metrics.accepted += outcome.tokens.len().saturating_sub(1) as u64;
             metrics.choices += 1;
-            let Some(finish) = active.take(outcome, &self.jobs.end_tokens) else { continue };
+            let Some(finish) = active.take(outcome, end_tokens) else { continue };
             self.steps.finish(id);
-            done.extend(self.jobs.active.remove(&id).map(|active| active.done(finish)));
+            done.extend(self.jobs.remove(&id).map(|active| active.done(finish)));
         }
         self.metrics.prompt_tokens += done.iter().map(|done| done.answer.prompt_tokens as u64).sum::<u64>();
         self.metrics.busy += begun.elapsed();
@@ -305,7 +301,13 @@ impl Batch {
     }
 }
 
-impl Sequences for Jobs {
+/// What backends are told of jobs.
+struct Jobs<'j> {
+    active: &'j HashMap<SequenceId, Active>,
+    end_tokens: &'j [u32],
+}
+
+impl Sequences for Jobs<'_> {
     fn start<'a>(&'a self, id: SequenceId, tokens: &'a [u32]) -> Start<'a> {
         let Active { job: Job { request, logprobs, .. }, max_length, .. } = &self.active[&id];
         Start {
@@ -313,7 +315,7 @@ impl Sequences for Jobs {
             prompt: request.prompt.len(),
             max_length: *max_length,
             sampling: request.sampling,
-            stop_tokens: if request.ignore_end { &[] } else { &self.end_tokens },
+            stop_tokens: if request.ignore_end { &[] } else { self.end_tokens },
             logprobs: *logprobs,
         }
     }

@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
 use super::limits::{Costs, Counts, Limits};
-use super::pages::{Content, NOTHING, Pages, Place, Put};
+use super::pages::{Content, Found, NOTHING, Pages, Place, Put};
 use super::plan::{HostPage, Page, PageCopy, Plan, SequenceId, Slot, Started, SwapIn, SwapOut, TableEntry, Work};
 
 /// What a sequence's rows of a step brought.
@@ -299,18 +299,17 @@ impl Scheduler {
             return false;
         }
         let mut room = self.pages.available().saturating_sub(self.running.len());
+        // Shared pages that nobody uses now are taken by the first of those who share them.
         let mut idle = BTreeSet::new();
         let (mut rows, mut count) = (0, 0);
         for Waiting { known, .. } in self.waiting.values().take(self.slots.len()) {
             let found = self.pages.find(known.without_newest(), known.prompt);
-            // Shared pages that nobody uses now take room too, once.
-            let taken = found.on_device().filter(|page| self.pages.users(*page) > 0 || !idle.insert(*page)).count();
-            let wanted = known.tokens.len().div_ceil(page_tokens) - taken;
-            if wanted > room {
+            let taken = self.takes(known, &found, |page| self.pages.users(page) > 0 || !idle.insert(page));
+            if taken > room {
                 break;
             }
             // And a page for each that runs.
-            room = room.saturating_sub(wanted + 1);
+            room = room.saturating_sub(taken + 1);
             rows += known.tokens.len() - known.computed.max(found.pages.len() * page_tokens);
             count += 1;
             if rows >= prompt_rows as usize || count * prompt_share as usize >= self.running.len() {
@@ -356,6 +355,12 @@ impl Scheduler {
         })
     }
 
+    /// How many of the available pages a waiting sequence takes for all its tokens: all but those that it finds in use.
+    fn takes(&self, known: &Known, found: &Found, mut is_used: impl FnMut(Page) -> bool) -> usize {
+        let used = found.on_device().filter(|page| is_used(*page)).count();
+        known.tokens.len().div_ceil(self.limits.page_tokens) - used
+    }
+
     /// Gives a waiting sequence a slot and pages for all its tokens. False if there are not enough.
     fn take_up(&mut self, id: SequenceId, plan: &mut Plan, step: &mut Step) -> bool {
         let Some(waiting) = self.waiting.get(&id) else { return false };
@@ -364,18 +369,16 @@ impl Scheduler {
         let total = waiting.known.tokens.len().div_ceil(size);
         let shared = found.pages.len();
         let there: Vec<Page> = found.on_device().collect();
-        // Shared pages that nobody uses now are no longer to be had once they are shared.
-        let idle = there.iter().filter(|page| self.pages.users(**page) == 0).count();
-        let spare = self.pages.available() - idle;
-        let wanted = total - there.len();
-        if wanted + self.running.len() > spare {
+        let (available, taken) =
+            (self.pages.available(), self.takes(&waiting.known, &found, |page| self.pages.users(page) > 0));
+        if taken + self.running.len() > available {
             return false;
         }
         // The source of a copy must outlive the step, and be there when it begins. A saved sequence has better than a part of a page.
         let partial = found.partial.filter(|(page, same)| {
             let pinned = (self.pages.users(*page) == 0) as usize;
             let better = shared * size + same > waiting.known.computed;
-            better && wanted + pinned <= spare && plan.swap_in.iter().all(|swap| swap.to != *page)
+            better && taken + pinned <= available && plan.swap_in.iter().all(|swap| swap.to != *page)
         });
         let slot = self.slots.pop_first().expect("who starts has a slot");
         let Waiting { mut known, saved } = self.waiting.remove(&id).expect("found above");

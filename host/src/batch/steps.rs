@@ -83,8 +83,8 @@ impl Steps {
         self.scheduler.set_costs(backend.costs());
         let plan = self.scheduler.plan();
         sequences.planned(&plan);
-        let start = |id| Some(sequences.start(id, self.scheduler.tokens(id)?));
-        let starts: Vec<Start<'_>> = plan.started.iter().filter_map(|started| start(started.sequence)).collect();
+        let start = |id| sequences.start(id, self.scheduler.tokens(id).expect("who starts has not ended"));
+        let starts: Vec<Start<'_>> = plan.started.iter().map(|started| start(started.sequence)).collect();
         backend.begin(&plan, &starts)?;
         Ok(self.scheduler.sampling().collect())
     }

@@ -6,7 +6,7 @@ use host::batch::tier::Tier;
 use host::batch::{Advance, Costs, Limits, Plan, Scheduler};
 
 /// Pages of 4 tokens, and nothing that a case does not ask for.
-const PLAIN: Limits = Limits {
+pub const PLAIN: Limits = Limits {
     context: 64,
     sequences: 8,
     rows: 64,
@@ -381,6 +381,12 @@ fn what_is_run_again_while_the_host_tier_has_it_is_the_same_text() {
 /// Prompts wait until they have 20 rows, or are one for one that runs.
 const PATIENT: Limits = Limits { prompt_rows: 20, prompt_share: 1, ..PLAIN };
 
+/// Two start, with prompts of 10 tokens.
+fn two_run(scheduler: &mut Scheduler) {
+    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
+    assert_eq!(starting(scheduler), 2);
+}
+
 #[test]
 fn a_few_prompts_wait_for_more_while_others_run() {
     let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
@@ -412,8 +418,7 @@ fn no_prompt_waits_for_others_where_no_rows_are_asked_for() {
 #[test]
 fn who_has_no_room_is_not_waited_for_together() {
     let mut scheduler = Scheduler::new(Limits { pages: 20, ..PATIENT }, cost(1.0));
-    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
-    assert_eq!(starting(&mut scheduler), 2);
+    two_run(&mut scheduler);
     // Together they would have 66 rows, but there are pages for the first alone.
     scheduler.add(vec![4; 10], 60);
     scheduler.add(vec![5; 56], 60);
@@ -427,8 +432,7 @@ fn who_has_no_room_is_not_waited_for_together() {
 fn who_has_no_page_left_for_those_that_run_is_not_waited_for_together() {
     let started = |tokens| {
         let mut scheduler = Scheduler::new(Limits { pages: 20, ..PATIENT }, cost(1.0));
-        (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
-        assert_eq!(starting(&mut scheduler), 2);
+        two_run(&mut scheduler);
         // 14 pages are left: 3 for the first, a page each for the three that run then, and 8.
         scheduler.add(vec![4; 10], 60);
         scheduler.add(vec![5; tokens], 60);
@@ -443,8 +447,7 @@ fn pages_that_are_shared_are_no_room_for_others_together() {
         let mut scheduler = Scheduler::new(Limits { pages: 20, ..PATIENT }, cost(1.0));
         let prompt: Vec<u32> = (100..124).collect();
         run_alone(&mut scheduler, &prompt[..17]);
-        (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
-        assert_eq!(starting(&mut scheduler), 2);
+        two_run(&mut scheduler);
         // 14 pages are left: 2 for the first, 4 that are found of it and that nobody else uses, a page each for the three that run then, and 5.
         scheduler.add(prompt, 60);
         scheduler.add(vec![5; tokens], 60);
@@ -458,8 +461,7 @@ fn a_page_that_two_share_takes_room_once_together() {
     let mut scheduler = Scheduler::new(Limits { pages: 18, ..PATIENT }, cost(1.0));
     let prompt: Vec<u32> = (100..132).collect();
     run_alone(&mut scheduler, &prompt[..17]);
-    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
-    assert_eq!(starting(&mut scheduler), 2);
+    two_run(&mut scheduler);
     // 12 pages are left: 4 that both find, 3 for the one, 2 for the other, and a page each for the three that run then.
     scheduler.add(prompt[..28].to_vec(), 60);
     scheduler.add([&prompt[..16], &[7; 8]].concat(), 60);
@@ -471,8 +473,7 @@ fn rows_that_are_found_do_not_count_together() {
     let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
     let prompt: Vec<u32> = (100..124).collect();
     run_alone(&mut scheduler, &prompt[..17]);
-    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
-    assert_eq!(starting(&mut scheduler), 2);
+    two_run(&mut scheduler);
     // 8 rows are left of it, so that 12 more are waited for.
     scheduler.add(prompt, 60);
     assert_eq!(starting(&mut scheduler), 0);
@@ -483,8 +484,7 @@ fn rows_that_are_found_do_not_count_together() {
 #[test]
 fn who_has_no_slot_is_not_waited_for_together() {
     let mut scheduler = Scheduler::new(Limits { sequences: 3, ..PATIENT }, cost(1.0));
-    (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
-    assert_eq!(starting(&mut scheduler), 2);
+    two_run(&mut scheduler);
     (0..2).for_each(|i| _ = scheduler.add(vec![4 + i; 10], 60));
     assert_eq!((starting(&mut scheduler), starting(&mut scheduler)), (0, 0));
 }
