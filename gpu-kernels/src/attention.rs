@@ -15,8 +15,9 @@
 //! for long-context inference"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
 //!
 //! # Which keys a lane holds
-//! Column `n` of key tile `j` is key `8 · (n / 2) + 2 · j + n % 2` of the warp's 32. Then a lane's scores are those of 8
-//! contiguous keys, `8t..8t + 8`, and one 16-byte load of the transposed values matches them.
+//! Column `n` of key tile `j` is key `8 j + n / 2 + 4 (n % 2)` of the warp's 32 ([`key_of`]): a lane's scores are those of keys `8 j + t` and 4 further, of each
+//! tile. With the [swizzle](crate::kv) of the cache, the eight lanes that read keys from shared memory at a time, two columns of a tile, then meet every bank once, and
+//! so do `ldmatrix`'s of values.
 //!
 //! # Order
 //! A row's result depends on its own keys alone: splits and warps are cut by key position, and a pair never meets another. [`combine`] deals the splits
@@ -25,9 +26,9 @@
 mod splits;
 mod warps;
 
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, thread};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
 
-use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
+use crate::kv::{Cache, HEAD_DIM, place};
 use crate::linear::place_of;
 use crate::quad;
 use crate::step::Rows;
@@ -201,9 +202,15 @@ impl Tile {
     }
 }
 
+/// Which of a tile's eight keys column `n` of its scores is.
+#[inline(always)]
+pub(crate) const fn key_of(n: u32) -> u32 {
+    n / 2 + n % 2 * 4
+}
+
 /// Attention of the tile's pairs over this warp's 32 keys. `position(row)` is where a row stands; `query(i, j)` gives 16 bytes of pair `g + 8 i` from
-/// dimension `8 t + 32 j` on; `key(k, j)` likewise of the `k`-th key from the warp's first on; `value(d)` dimension `d` of keys `8 t..8 t + 8`.
-/// `between` is called when the keys are done with.
+/// dimension `8 t + 32 j` on; `key(k, j)` likewise of the `k`-th key from the warp's first on; `value(n)` dimension `8 n + g` of keys `8 j + t` and
+/// `8 j + t + 4`, in word `j`. `between` is called when the keys are done with.
 #[inline(always)]
 pub(crate) fn attend_keys(
     p: &Attend,
@@ -222,7 +229,7 @@ pub(crate) fn attend_keys(
         unroll!(J < 4; {
             // A key beyond the last row's is masked below; the cache there is zeroed or stale, never unmapped: a
             // page holds 64 keys, and the warp's 32 never cross one.
-            let b = key(8 * (g / 2) + 2 * J as u32 + g % 2, I);
+            let b = key(8 * J as u32 + key_of(g), I);
             s[J] = mma::m16n8k16_bf16(s[J], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
             s[J] = mma::m16n8k16_bf16(s[J], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
         });
@@ -233,11 +240,12 @@ pub(crate) fn attend_keys(
     };
     let limit = [limit(g), limit(g + 8)];
     let scale = p.scale * LOG2_E;
-    let first = tile.first_key() + 8 * t;
+    let first = tile.first_key() + t;
     unroll!(I < 2; {
         unroll!(J < 8; {
             let score = &mut s[J / 2][2 * I + J % 2];
-            *score = if (first + J as u32) as i32 <= limit[I] { *score * scale } else { f32::NEG_INFINITY };
+            let key = first + (J / 2 * 8 + J % 2 * 4) as u32;
+            *score = if key as i32 <= limit[I] { *score * scale } else { f32::NEG_INFINITY };
             found.top[I] = math::max(found.top[I], *score);
         });
         found.top[I] = quad::max(found.top[I]);
@@ -248,7 +256,7 @@ pub(crate) fn attend_keys(
         });
         found.norm[I] = quad::sum(found.norm[I]);
     });
-    // A's k-pairs are the key tiles: (0, 1) then (2, 3), as the values have them.
+    // A's sixteen keys are two tiles: 0 and 1, then 2 and 3, as the values have them.
     let pack = |a: [f32; 4], b: [f32; 4]| {
         [
             math::pack_bf16(a[0], a[1]),
@@ -259,11 +267,20 @@ pub(crate) fn attend_keys(
     };
     let (p0, p1) = (pack(s[0], s[1]), pack(s[2], s[3]));
     unroll!(N < TILES of 16; {
-        let b = value(N as u32 * 8 + g);
+        let b = value(N as u32);
         found.o[N] = mma::m16n8k16_bf16(found.o[N], p0, [b[0], b[1]]);
         found.o[N] = mma::m16n8k16_bf16(found.o[N], p1, [b[2], b[3]]);
     });
     found
+}
+
+/// A lane's part of a warp's values in shared memory, as [`attend_keys`] wants them: of keys `0..=last`, whose rows begin at byte `first`. Beyond them, the last again.
+#[inline(always)]
+pub(crate) unsafe fn values_from(first: u32, last: u32, lane: u32) -> impl Fn(u32) -> [u32; 4] {
+    let key = (lane / 8 * 8 + key_of(lane % 8)).min(last);
+    // SAFETY: the caller's, in both: eight dimensions of a row that is there.
+    let row = unsafe { shared::dynamic::<bf16>(first + key * HEAD_DIM * 2) };
+    move |n| unsafe { mma::ldmatrix_x4_trans(row.at(place(key, 8 * n) as usize)) }
 }
 
 /// Attention of one tile of pairs over one split of the keys: tiles are cut from the first row on.
@@ -322,22 +339,27 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
             return;
         }
         let position = |row: u32| p.rows.positions.load(row as usize);
-        let (g, t) = (tile.lane / 4, (tile.lane % 4) as usize);
+        let (g, t) = (tile.lane / 4, tile.lane % 4);
         let key0 = tile.first_key();
         let mut found = Found::NOTHING;
         if key0 <= last {
             let query = |i: usize, j: usize| {
                 let pair = g + 8 * i as u32;
                 if pair < tile.pairs {
-                    p.q.load16(tile.place(p, pair) * HEAD_DIM as usize + t * 8 + 32 * j)
+                    p.q.load16(tile.place(p, pair) * HEAD_DIM as usize + (8 * t) as usize + 32 * j)
                 } else {
                     [0; 4]
                 }
             };
             let keys = p.cache.key(sequence, key0, tile.kv_head);
             let values = p.cache.value(sequence, key0, tile.kv_head);
-            let key = |k: u32, j: usize| keys.load16((k * HEAD_DIM) as usize + t * 8 + 32 * j);
-            let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
+            // The warp's first key is a multiple of 32, so that its `k`-th stands where position `k` would.
+            let row = |k: u32, d: u32| (k * HEAD_DIM + place(k, d)) as usize;
+            let key = |k: u32, j: usize| keys.load16(row(k, 8 * t + 32 * j as u32));
+            let value = |n: u32| {
+                let pairs = values.cast::<u32>();
+                [0, 8, 16, 24].map(|first| mma::transpose(pairs.load(row(first + key_of(g), 8 * n + 2 * t) / 2)))
+            };
             found = attend_keys(p, &tile, position, query, key, || {}, value);
         }
         let put = |pair, d, word| p.put::<false>(pair, d, word);

@@ -3,11 +3,13 @@
 //! A layer's cache is an array of pages; a page holds [`PAGE_TOKENS`] tokens of one sequence for every key-value head:
 //!
 //! ```text
-//! [page][kv_head][ keys: token, dim | values: dim, token ]      bf16
+//! [page][kv_head][ keys: token, dim | values: token, dim ]      bf16
 //! ```
 //!
-//! Values are stored transposed, so that both products of attention read 16 contiguous bytes a lane, and need no
-//! shared memory (see `attention`). A sequence's pages are listed in its page table; table `s` starts at `s * stride`.
+//! The 16-byte chunks of a token's row are swizzled: chunk `c` lies at `c ^ (token % 8)` ([`place`]). So however a page comes into shared memory, its rows lie
+//! there as `wgmma` and `ldmatrix` read them without bank conflicts, and the first tokens of a page are one piece of memory.
+//!
+//! A sequence's pages are listed in its page table; table `s` starts at `s * stride`.
 
 use cuda_std::{Global, GlobalMut, bf16};
 
@@ -17,6 +19,13 @@ pub const HEAD_DIM: u32 = 128;
 pub const PAGE_TOKENS: u32 = 64;
 /// Elements of one kind (keys or values) that a page holds for one head.
 const BLOCK: u32 = PAGE_TOKENS * HEAD_DIM;
+
+/// Where dimension `d` lies in the row of `position`, of a key or a value: eight dimensions, 16 bytes, stay together.
+#[inline(always)]
+#[must_use]
+pub const fn place(position: u32, d: u32) -> u32 {
+    d ^ (position % 8 * 8)
+}
 
 /// Elements of a page over `kv_heads` heads: keys and values.
 pub const fn page_elements(kv_heads: u32) -> usize {
@@ -38,8 +47,8 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// The number of page `index` of `sequence` for `kv_head`, among the pages of all heads: its keys begin at element
-    /// 2 · [`PAGE_TOKENS`] · [`HEAD_DIM`] times that, and its values follow.
+    /// The number of page `index` of `sequence` for `kv_head`, among the pages of all heads: its keys are rows 2 · [`PAGE_TOKENS`] times that and on, of
+    /// [`HEAD_DIM`] elements each, and its values follow.
     ///
     /// # Safety
     /// The table has that entry.
@@ -49,17 +58,7 @@ impl Cache {
         unsafe { self.tables.load(entry) * self.kv_heads + kv_head }
     }
 
-    /// Where page `index` of `sequence` begins, for `kv_head`.
-    ///
-    /// # Safety
-    /// The table has that entry.
-    #[inline(always)]
-    unsafe fn block(&self, sequence: u32, index: u32, kv_head: u32) -> GlobalMut<bf16> {
-        let block = unsafe { self.block_index(sequence, index, kv_head) };
-        unsafe { self.pages.at(block as usize * 2 * BLOCK as usize) }
-    }
-
-    /// The key of `position`: [`HEAD_DIM`] contiguous elements.
+    /// The key of `position`: [`HEAD_DIM`] elements, each at its [`place`].
     ///
     /// # Safety
     /// The sequence has a page for the position.
@@ -77,14 +76,21 @@ impl Cache {
         unsafe { self.pages.at(block as usize * 2 * BLOCK as usize + (position % PAGE_TOKENS * HEAD_DIM) as usize) }
     }
 
-    /// Dimension 0 of the value of `position`; dimension `d` is `d * PAGE_TOKENS` elements on, and the values of the
-    /// following tokens of the page come right after it.
+    /// The value of `position`, likewise.
     ///
     /// # Safety
     /// The sequence has a page for the position.
     #[inline(always)]
     pub unsafe fn value(&self, sequence: u32, position: u32, kv_head: u32) -> GlobalMut<bf16> {
-        let block = unsafe { self.block(sequence, position / PAGE_TOKENS, kv_head) };
-        unsafe { block.at((BLOCK + position % PAGE_TOKENS) as usize) }
+        unsafe { self.value_in(self.block_index(sequence, position / PAGE_TOKENS, kv_head), position) }
+    }
+
+    /// The value of `position`, where the page and head have this [`block_index`](Self::block_index).
+    ///
+    /// # Safety
+    /// There is such a page.
+    #[inline(always)]
+    pub unsafe fn value_in(&self, block: u32, position: u32) -> GlobalMut<bf16> {
+        unsafe { self.key_in(block, position).at(BLOCK as usize) }
     }
 }

@@ -16,8 +16,8 @@
 //!
 //! Two query heads of one key-value head may be a pair of blocks (a cluster): each loads every other page, and TMA puts it into both.
 //!
-//! The cache is read where it lies: a page of a head is 64 rows of 128 keys' dimensions, and 128 rows of 64 values' tokens
-//! (see [`kv`](crate::kv)), both of which a tensor map can describe, and both with the sum along the row as `wgmma` wants it.
+//! The cache is read where it lies: a page of a head is 64 rows of keys, then 64 of values (see [`kv`](crate::kv)). One tensor map describes both, in tiles of
+//! half a row's dimensions, which arrive in the swizzle that `wgmma` reads: of keys the sum goes along the rows, of values down the columns.
 //!
 //! # Order
 //! Blocks of keys are cut by position alone, from key 0 on, and a row never meets another. So a row's result depends on its own keys
@@ -27,7 +27,7 @@ use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::{self, TensorMap, swizzled};
-use cuda_std::wgmma::{self, Operand};
+use cuda_std::wgmma::{self, Columns, Operand};
 use cuda_std::{Global, GlobalMut, bf16, kernel, launches, math, mma, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
@@ -47,7 +47,7 @@ const GROUP_ROWS: u32 = 64;
 const ROW_BYTES: u32 = tensor::ROW * 2;
 /// The queries of a warpgroup: two halves of the dimensions, each 64 rows of 128 bytes. Later its outputs.
 const QUERY_BYTES: u32 = 2 * GROUP_ROWS * ROW_BYTES;
-/// Keys: two halves of the dimensions, 128 rows each. Values: two pages, 128 rows each.
+/// Keys or values: two halves of the dimensions, 128 rows each.
 const SLOT_BYTES: u32 = 2 * KEYS * ROW_BYTES;
 const HALF_SLOT: u32 = SLOT_BYTES / 2;
 const SLOTS: u32 = 2;
@@ -73,6 +73,15 @@ pub fn tiles(row: u32, rows: u32, sequence: u32, position: u32, height: u32) -> 
     starts.map(|at| [row + at, height.min(rows - at), sequence, position + at]).collect()
 }
 
+/// What [`PrefillAttention::pages`] describes: a layer's cache of so many elements at `address`.
+#[cfg(not(target_arch = "nvptx64"))]
+#[must_use]
+pub const fn pages(address: u64, elements: usize) -> tensor::Matrix {
+    let rows = elements as u64 / HEAD_DIM as u64;
+    // Swizzled as they lie there.
+    tensor::Matrix { address, rows, columns: HEAD_DIM as u64, tile_rows: PAGE_TOKENS, swizzled: false }
+}
+
 /// Parameters of [`prefill_attention`] and [`prefill_attention_pair`]. Grid: (query heads, tiles). Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -82,10 +91,8 @@ pub struct PrefillAttention {
     pub tiles: Global<u32>,
     /// The queries, bf16 `[rows, q_heads · 128]`, in tiles of 64 rows.
     pub q: Global<TensorMap>,
-    /// The layer's cache as rows of 128 elements, in tiles of 64 rows: a page's keys of a head are one tile high.
-    pub keys: Global<TensorMap>,
-    /// The layer's cache as rows of 64 elements, in tiles of 128 rows: a page's values of a head are one tile.
-    pub values: Global<TensorMap>,
+    /// The layer's cache, as [`pages`] has it: a page's keys of a head are two tiles, half the dimensions each, its values the next two.
+    pub pages: Global<TensorMap>,
     /// The same cache, with the keys of these rows in it, for its page tables.
     pub cache: Cache,
     /// `[rows, q_heads, 128]`.
@@ -192,12 +199,12 @@ unsafe fn begin_scores(queries: Operand, keys: Operand) {
 
 /// `O += P · V` in the upper accumulators: begun, not waited for.
 #[inline(always)]
-unsafe fn begin_outputs(values: Operand, keep: bool) {
+unsafe fn begin_outputs(values: Shared<u8>, keep: bool) {
     unsafe {
+        let values = Columns::at(values, HALF_SLOT);
         unroll!(I < 8; {
-            // Four steps of 16 tokens in each page.
-            let place = (I / 4) as u32 * HALF_SLOT + (I % 4) as u32 * 32;
-            wgmma::mma_n128_upper::<I>(values.advance(place), keep || I != 0);
+            // Steps of 16 tokens.
+            wgmma::mma_n128_columns::<I>(values.advance(I as u32 * 16 * ROW_BYTES), keep || I != 0);
         });
         wgmma::commit();
     }
@@ -279,8 +286,7 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         core::hint::assert_unchecked(group > 0);
         let kv_head = head / group;
         tensor::acquire(p.q);
-        tensor::acquire(p.keys);
-        tensor::acquire(p.values);
+        tensor::acquire(p.pages);
         queries_full.arrive_expect_tx(2 * QUERY_BYTES);
         let queries = shared::dynamic::<u8>(0);
         unroll!(I < 4; {
@@ -297,36 +303,31 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         let block_of = |page: u32| p.cache.block_index(tile.sequence, page.min(last_page), kv_head);
         // Pages for both blocks of a pair, every other of which is this one's.
         let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
-        let load_page = |to: Shared<u8>, map, at: [u32; 2], full: Barrier| {
-            if CLUSTER > 1 {
-                tensor::load_multicast(to, map, at, full, (1 << CLUSTER) - 1);
-            } else {
-                tensor::load(to, map, at, full);
+        let load = |ring: &mut Ring, block: u32, kind: u32| {
+            ring.begin_fill();
+            let mut page = rank;
+            while page < 2 {
+                let row = (block_of(2 * block + page) * 2 + kind) * PAGE_TOKENS;
+                unroll!(H < 2; {
+                    let to = ring.slot().at((H as u32 * HALF_SLOT + page * PAGE_TOKENS * ROW_BYTES) as usize);
+                    let at = [H as u32 * tensor::ROW, row];
+                    if CLUSTER > 1 {
+                        tensor::load_multicast(to, p.pages, at, ring.full(), (1 << CLUSTER) - 1);
+                    } else {
+                        tensor::load(to, p.pages, at, ring.full());
+                    }
+                });
+                page += CLUSTER;
             }
+            ring.turn += 1;
         };
         let mut block = 0;
         while block <= blocks {
             if block < blocks {
-                keys.begin_fill();
-                let mut page = rank;
-                while page < 2 {
-                    let row = block_of(2 * block + page) * 2 * PAGE_TOKENS;
-                    let to = keys.slot().at((page * PAGE_TOKENS * ROW_BYTES) as usize);
-                    load_page(to, p.keys, [0, row], keys.full());
-                    load_page(to.at(HALF_SLOT as usize), p.keys, [tensor::ROW, row], keys.full());
-                    page += CLUSTER;
-                }
-                keys.turn += 1;
+                load(&mut keys, block, 0);
             }
             if block > 0 {
-                values.begin_fill();
-                let mut page = rank;
-                while page < 2 {
-                    let row = (block_of(2 * (block - 1) + page) * 2 + 1) * HEAD_DIM;
-                    load_page(values.slot().at((page * HALF_SLOT) as usize), p.values, [0, row], values.full());
-                    page += CLUSTER;
-                }
-                values.turn += 1;
+                load(&mut values, block - 1, 1);
             }
             block += 1;
         }
@@ -371,7 +372,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
             wgmma::fence();
             begin_scores(queries, Operand::at(keys.slot()));
             values.wait_full();
-            begin_outputs(Operand::at(values.slot()), block > 1);
+            begin_outputs(values.slot(), block > 1);
             wgmma::wait::<1>();
             keys.release(keys_free, tells);
             let (weights, factors) = weigh(&mut running, scale, block * KEYS, masks(block));
@@ -383,7 +384,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         }
         values.wait_full();
         wgmma::fence();
-        begin_outputs(Operand::at(values.slot()), blocks > 1);
+        begin_outputs(values.slot(), blocks > 1);
         wgmma::wait::<0>();
 
         // Through shared memory, where the warpgroup's queries were, so that stores are whole lines.

@@ -12,7 +12,7 @@
 use cuda_std::shared::Shared;
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
-use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
+use crate::kv::{Cache, HEAD_DIM, place};
 use crate::step::Rows;
 
 /// Heads of a block of [`split_heads`].
@@ -101,12 +101,12 @@ unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
             let HeadOf { row, head } = which[I];
             let vector = heads.vector(head, x[I], scales[I], || factors[I]);
             if head < p.q_heads {
-                vector.store(p.q.at((row as usize * p.q_heads as usize + head as usize) * HEAD_DIM as usize));
+                vector.store(p.q.at((row as usize * p.q_heads as usize + head as usize) * HEAD_DIM as usize), 0);
             } else if head < p.q_heads + p.cache.kv_heads {
-                vector.store(p.cache.key(sequences[I], positions[I], head - p.q_heads));
+                vector.store(p.cache.key(sequences[I], positions[I], head - p.q_heads), positions[I]);
             } else {
                 let kv_head = head - p.q_heads - p.cache.kv_heads;
-                vector.store_value(p.cache.value(sequences[I], positions[I], kv_head));
+                vector.store(p.cache.value(sequences[I], positions[I], kv_head), positions[I]);
             }
         });
     }
@@ -259,48 +259,27 @@ impl HeadVector {
         Self { low: math::pack_bf16(x0, x1), high: math::pack_bf16(x2, x3), lane: thread::fresh(thread::lane_id()) }
     }
 
-    /// The two words of a query or a key, and where they stand among its 64.
+    /// Its two words, and where they stand among the 64 of the row of `position`.
     #[inline(always)]
-    const fn words(&self) -> [(usize, u32); 2] {
-        [(self.lane as usize, self.low), ((self.lane + HALF / 2) as usize, self.high)]
+    const fn words(&self, position: u32) -> [(usize, u32); 2] {
+        let first = place(position, self.lane * 2) / 2;
+        [(first as usize, self.low), ((first + HALF / 2) as usize, self.high)]
     }
 
-    /// The four elements of a value, and where they stand from its first: dimensions lie a page's tokens apart.
+    /// Writes it as the row of `position`, each dimension at its [`place`]. A query stands as position 0 does: one dimension after another.
     #[inline(always)]
-    const fn elements(&self) -> [(usize, bf16); 4] {
-        let first = (self.lane * 2 * PAGE_TOKENS) as usize;
-        let (page, half) = (PAGE_TOKENS as usize, (HALF * PAGE_TOKENS) as usize);
-        [
-            (first, bf16::from_bits(self.low as u16)),
-            (first + page, bf16::from_bits((self.low >> 16) as u16)),
-            (first + half, bf16::from_bits(self.high as u16)),
-            (first + half + page, bf16::from_bits((self.high >> 16) as u16)),
-        ]
-    }
-
-    /// Writes a query or a key: 128 contiguous elements.
-    #[inline(always)]
-    pub unsafe fn store(&self, to: GlobalMut<bf16>) {
+    pub unsafe fn store(&self, to: GlobalMut<bf16>, position: u32) {
         unroll!(I < 2; {
-            let (i, word) = self.words()[I];
+            let (i, word) = self.words(position)[I];
             unsafe { to.cast::<u32>().store(i, word) };
-        });
-    }
-
-    /// Writes a value.
-    #[inline(always)]
-    pub unsafe fn store_value(&self, to: GlobalMut<bf16>) {
-        unroll!(I < 4; {
-            let (i, element) = self.elements()[I];
-            unsafe { to.store(i, element) };
         });
     }
 
     /// [`store`](Self::store) to shared memory.
     #[inline(always)]
-    pub unsafe fn store_shared(&self, to: Shared<bf16>) {
+    pub unsafe fn store_shared(&self, to: Shared<bf16>, position: u32) {
         unroll!(I < 2; {
-            let (i, word) = self.words()[I];
+            let (i, word) = self.words(position)[I];
             unsafe { to.cast::<u32>().store(i, word) };
         });
     }

@@ -66,8 +66,6 @@ mod pool;
 mod producer;
 mod product;
 
-#[cfg(not(target_arch = "nvptx64"))]
-pub use attention::last_values;
 pub use phases::{Kind, Phase, Share};
 
 use cuda_std::atomic::{self, Ordering, Scope};

@@ -7,7 +7,7 @@ use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use gpu_kernels::attention::{self, Attend, SPLIT};
-use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
+use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS, place};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use proptest::prelude::*;
 
@@ -42,8 +42,9 @@ impl Case {
                 for d in 0..D {
                     let from = (position * kv_heads + head) * D + d;
                     let to = p * page + head * 2 * block;
-                    pages[to + t * D + d] = keys[from];
-                    pages[to + block + d * PAGE_TOKENS as usize + t] = values[from];
+                    let at = to + t * D + place(t as u32, d as u32) as usize;
+                    pages[at] = keys[from];
+                    pages[at + block] = values[from];
                 }
             }
         }
@@ -125,18 +126,13 @@ impl Case {
         let table = Buffer::from_slice(&self.table);
         let out = Buffer::<bf16>::new_poisoned(rows * self.q_heads * D);
         let words = Buffer::from_slice(&tiles.concat());
-        let map = |address: u64, rows: usize, columns: usize, tile_rows: u32| {
-            let matrix = Matrix::dense(address, rows as u64, columns as u64, tile_rows);
-            Buffer::from_slice(&[TensorMap::emulated(&matrix)])
-        };
-        let q_map = map(q_buffer.ptr().addr(), rows, self.q_heads * D, 64);
-        let [keys, values] = [(D, 64), (64, 128)]
-            .map(|(columns, height)| map(pages.ptr().addr(), self.pages.len() / columns, columns, height));
+        let map = |matrix: Matrix| Buffer::from_slice(&[TensorMap::emulated(&matrix)]);
+        let q_map = map(Matrix::dense(q_buffer.ptr().addr(), rows as u64, (self.q_heads * D) as u64, 64));
+        let page_map = map(prefill_attention::pages(pages.ptr().addr(), self.pages.len()));
         let params = PrefillAttention {
             tiles: words.ptr(),
             q: q_map.ptr(),
-            keys: keys.ptr(),
-            values: values.ptr(),
+            pages: page_map.ptr(),
             cache: Cache {
                 pages: pages.ptr_mut(),
                 tables: table.ptr(),

@@ -168,14 +168,13 @@ proptest! {
             for h in 0..heads {
                 let x = &x[(r * heads + h) * D..][..D];
                 let (p, t) = (table[position / 64] as usize, position % 64);
-                let block = |kv: usize| p * page + kv * 2 * 64 * D;
                 let got: Vec<f32> = if h < q_heads {
                     widen(&q[(r * q_heads + h) * D..][..D])
-                } else if h < q_heads + kv_heads {
-                    widen(&pages[block(h - q_heads) + t * D..][..D])
                 } else {
-                    let base = block(h - q_heads - kv_heads) + 64 * D + t;
-                    (0..D).map(|d| pages[base + d * 64].to_f32()).collect()
+                    let (kind, kv_head) = ((h - q_heads) / kv_heads, (h - q_heads) % kv_heads);
+                    let row = &pages[p * page + ((kv_head * 2 + kind) * 64 + t) * D..][..D];
+                    // Chunks of eight, swizzled.
+                    widen(&(0..D).map(|d| row[(d / 8 ^ t % 8) * 8 + d % 8]).collect::<Vec<_>>())
                 };
                 let want: Vec<f32> = if h < q_heads + kv_heads {
                     let n = rms_norm(x, if h < q_heads { &q_norm } else { &k_norm }, 1e-6);

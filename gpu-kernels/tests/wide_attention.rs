@@ -4,13 +4,12 @@ mod common;
 
 use common::{Random, RowBuffers, run, run_wide};
 use cuda_std::emulator::Buffer;
-use cuda_std::tensor::TensorMap;
 use cuda_std::{GlobalMut, bf16};
 use gpu_kernels::attention::{self, Attend, AttendTiles, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::slot;
 use gpu_kernels::qkv::{self, SplitHeads};
-use gpu_kernels::wide::{self, Kind, Phase, WideStep};
+use gpu_kernels::wide::{Kind, Phase, WideStep};
 use proptest::prelude::*;
 
 const D: usize = HEAD_DIM as usize;
@@ -124,12 +123,8 @@ impl Case {
             let items = Buffer::<u32>::new_poisoned(WideStep::items_len(tiles.len(), kv_heads, splits as usize));
             // Layers lie behind each other.
             let (cache, len) = (Buffer::from_slice(&pages.concat()), pages[0].len());
-            let maps = wide::last_values(cache.ptr().addr(), 2 * len).map(|matrix| TensorMap::emulated(&matrix));
-            let maps = Buffer::from_slice(&maps);
             let layer = |number: usize| Phase {
                 pages: GlobalMut::from_raw(cache.ptr_mut().addr() + (number * len * size_of::<bf16>()) as u64),
-                x: maps.ptr(),
-                base: (number * len) as u64 / u64::from(PAGE_TOKENS),
                 norm: q_norm.ptr(),
                 key_norm: k_norm.ptr(),
                 ..Phase::new(Kind::Attend)

@@ -5,10 +5,9 @@
 //! was cached before, every position of a prompt goes through here, and every generated position through the decode step.
 
 use cuda_std::Global;
-use cuda_std::tensor::Matrix;
 use gpu_kernels::embedding;
 use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
-use gpu_kernels::kv::{HEAD_DIM, PAGE_TOKENS};
+use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
@@ -92,9 +91,8 @@ const OUTPUT: usize = 1;
 const GATE: usize = 2;
 const UP: usize = 3;
 const DOWN: usize = 4;
-const KEYS: usize = 5;
-const VALUES: usize = 6;
-const LAYER: usize = 7;
+const PAGES: usize = 5;
+const LAYER: usize = 6;
 
 /// Rows of a pass when the cache holds `capacity` tokens: whole tiles.
 fn rows(capacity: usize) -> usize {
@@ -167,19 +165,13 @@ impl Prefill {
             gemm::out(activation.ptr(), rows, inner),
         ];
         for (i, layer) in weights.layers.iter().enumerate() {
-            // A page's keys of a head are a tile of 64 tokens, its values one of 128 dimensions.
-            let paged = |columns: u32, tile_rows: u32| {
-                let rows = (cache.layer_len() / columns as usize) as u64;
-                Matrix::dense(cache.layer(i).addr(), rows, columns.into(), tile_rows)
-            };
             matrices.extend([
                 gemm::weight(layer.qkv.ptr(), heads, hidden),
                 gemm::weight(layer.output.ptr(), hidden, q_size),
                 gemm::weight(layer.gate.ptr(), inner, hidden),
                 gemm::weight(layer.up.ptr(), inner, hidden),
                 gemm::weight(layer.down.ptr(), hidden, inner),
-                paged(HEAD_DIM, PAGE_TOKENS),
-                paged(PAGE_TOKENS, HEAD_DIM),
+                prefill_attention::pages(cache.layer(i).addr(), cache.layer_len()),
             ]);
         }
         Ok(Self {
@@ -333,8 +325,7 @@ impl Prefill {
                 let attend = PrefillAttention {
                     tiles: tiles.at(first_tile * 4),
                     q: map(QUERIES),
-                    keys: map(of_layer(KEYS)),
-                    values: map(of_layer(VALUES)),
+                    pages: map(of_layer(PAGES)),
                     cache: heads.cache,
                     out: self.attended.ptr_mut(),
                     q_heads,

@@ -29,8 +29,6 @@ pub struct Matrix {
     pub rows: u64,
     /// Elements of a row, a multiple of 8.
     pub columns: u64,
-    /// Elements from a row's first to the next row's, a multiple of 8.
-    pub pitch: u64,
     /// Rows of a tile, at most 256; it has [`ROW`] columns.
     pub tile_rows: u32,
     /// Whether tiles are swizzled.
@@ -42,7 +40,7 @@ impl Matrix {
     /// `rows` of `columns` elements at `address`, one row right after another, in swizzled tiles of `tile_rows` rows.
     #[must_use]
     pub const fn dense(address: u64, rows: u64, columns: u64, tile_rows: u32) -> Self {
-        Self { address, rows, columns, pitch: columns, tile_rows, swizzled: true }
+        Self { address, rows, columns, tile_rows, swizzled: true }
     }
 }
 
@@ -54,18 +52,18 @@ impl TensorMap {
     /// The map that the emulator reads.
     #[must_use]
     pub fn emulated(matrix: &Matrix) -> Self {
-        let Matrix { address, rows, columns, pitch, tile_rows, swizzled } = *matrix;
+        let Matrix { address, rows, columns, tile_rows, swizzled } = *matrix;
         let (tile_rows, swizzled) = (u64::from(tile_rows), u64::from(swizzled));
         let mut words = [0; 16];
-        words[..7].copy_from_slice(&[Self::EMULATED, address, rows, columns, pitch, tile_rows, swizzled]);
+        words[..6].copy_from_slice(&[Self::EMULATED, address, rows, columns, tile_rows, swizzled]);
         Self(words)
     }
 
     /// The matrix of an emulator's map.
     #[must_use]
     pub fn matrix(&self) -> Option<Matrix> {
-        let [mark, address, rows, columns, pitch, tile_rows, swizzled, ..] = self.0;
-        let matrix = Matrix { address, rows, columns, pitch, tile_rows: tile_rows as u32, swizzled: swizzled != 0 };
+        let [mark, address, rows, columns, tile_rows, swizzled, ..] = self.0;
+        let matrix = Matrix { address, rows, columns, tile_rows: tile_rows as u32, swizzled: swizzled != 0 };
         (mark == Self::EMULATED).then_some(matrix)
     }
 }

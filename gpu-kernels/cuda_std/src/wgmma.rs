@@ -62,6 +62,28 @@ impl Operand {
     }
 }
 
+/// A matrix with the sum down its columns: rows of 128 bytes in shared memory, 64 columns of one of the sum, in the swizzle of [`tensor`](crate::tensor)
+/// (MN-major, to PTX a transposed matrix).
+#[derive(Clone, Copy, Debug)]
+pub struct Columns(u32);
+
+impl Columns {
+    /// Columns whose first 64 begin at `rows`, a multiple of 1,024, and every next 64 `apart` bytes further, likewise.
+    #[inline(always)]
+    #[must_use]
+    pub const fn at<T>(rows: Shared<T>, apart: u32) -> Self {
+        // In a cluster an address says which block's it is, too, in bits that are another field's here.
+        Self((apart / 16) << 16 | (rows.addr() & 0x3_ffff) >> 4)
+    }
+
+    /// The same columns, `bytes` further: 2,048 for the next 16 of the sum.
+    #[inline(always)]
+    #[must_use]
+    pub const fn advance(self, bytes: u32) -> Self {
+        Self(self.0 + bytes / 16)
+    }
+}
+
 /// Bytes of a core matrix: 8 rows × 8 bf16, each row's 16 bytes behind the one before.
 pub const CORE_BYTES: u32 = 128;
 /// Bytes from one group of eight rows to the next, of [`Cores`].
@@ -137,16 +159,16 @@ pub unsafe fn mma_n128(a: Operand, b: Operand, keep: bool) {
     unsafe { target::wgmma_n128(a.0, b.0, keep) }
 }
 
-/// As [`mma_n256`] for B of 128 rows, in the upper 64 accumulators, with A in registers: the fragments `4 STEP` to `4 STEP + 3`.
+/// `C = A · B` for B of 128 columns, plus C if `keep`, in the upper 64 accumulators, with A in registers: the fragments `4 STEP` to `4 STEP + 3`.
 ///
 /// # Safety
 /// As [`mma_n256`], for B.
 #[inline(always)]
 #[track_caller]
-pub unsafe fn mma_n128_upper<const STEP: usize>(b: Operand, keep: bool) {
+pub unsafe fn mma_n128_columns<const STEP: usize>(b: Columns, keep: bool) {
     const { assert!(4 * STEP < FRAGMENTS) };
     // SAFETY: the caller's.
-    unsafe { target::wgmma_n128_upper::<STEP>(b.0, keep) }
+    unsafe { target::wgmma_n128_columns::<STEP>(b.0, keep) }
 }
 
 /// As [`mma_n256`] for A in core matrices and B of 128 rows, in the upper 64 accumulators.

@@ -167,7 +167,8 @@ fn ptx_is_what_was_meant() {
         "cores",
         &[
             ("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", 4),
-            ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", 4),
+            ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", 8),
+            ("b, keep, 1, 1, 1;", 4),
             ("mov.b32 plain, 0x40;", 4),
             ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", 5),
         ],

@@ -50,10 +50,10 @@ fn a_product_of_core_matrices() {
     let second = Buffer::from_slice(&(0..128 * 64).map(|i| value(i + 5)).collect::<Vec<_>>());
     let maps = Buffer::from_slice(&[map(&second, 128, 128)]);
     for seed in 0..20 {
-        let out = Buffer::<u32>::new_poisoned(128 * 100);
+        let out = Buffer::<u32>::new_poisoned(128 * 164);
         let params = Io { input: first.ptr().cast(), output: out.ptr_mut(), zeros: maps.ptr_mut().cast(), n: 0 };
         launch::<cores>(&Launch { shared_bytes: CORES_SHARED, seed, ..Launch::new(1, 128) }, params).unwrap();
-        for (lane, words) in out.as_slice().chunks(100).enumerate() {
+        for (lane, words) in out.as_slice().chunks(164).enumerate() {
             let (warp, group, pair) = (lane / 32, lane % 32 / 4, lane % 4 * 2);
             for (i, &word) in words[..96].iter().enumerate() {
                 let i = if i < 32 { i } else { i - 32 };
@@ -62,7 +62,13 @@ fn a_product_of_core_matrices() {
                 let found = f32::from_bits(word);
                 assert!((found - sum).abs() <= 1e-3, "{row}, {column}: {found} for {sum}");
             }
-            for (i, &word) in words[96..].iter().enumerate() {
+            for (i, &word) in words[100..].iter().enumerate() {
+                let (row, column) = (warp * 16 + group + i / 2 % 2 * 8, i / 4 * 8 + pair + i % 2);
+                let sum: f32 = (0..64).map(|k| a(row, k) * b(column / 64 * 64 + k, column % 64)).sum();
+                let found = f32::from_bits(word);
+                assert!((found - sum).abs() <= 1e-3, "{row}, {column}: {found} for {sum}");
+            }
+            for (i, &word) in words[96..100].iter().enumerate() {
                 let (row, k) = (group + i % 2 * 8, pair + i / 2 * 8);
                 let wanted = [a(row, k), a(row, k + 1)].map(|x| u32::from(bf16::from_f32(x).to_bits()));
                 assert_eq!(word, wanted[1] << 16 | wanted[0], "lane {lane}, word {i}");

@@ -3,11 +3,11 @@
 use cuda_std::bulk;
 use cuda_std::shared::Shared;
 use cuda_std::tensor::{self, TensorMap, swizzled};
-use cuda_std::{Global, bf16, math, mma, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, math, mma, thread, warp, wgmma};
 
 use super::{BOX, BOX_BYTES, GROUP, Gemm};
 use crate::gate::swiglu;
-use crate::kv::{HEAD_DIM, PAGE_TOKENS};
+use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::linear::STRIP;
 use crate::quad;
 
@@ -272,20 +272,21 @@ macro_rules! rotate {
     }};
 }
 
-/// The head of values whose sums begin at accumulator `$first`: eight times what [`put_values`] stores at a time.
+/// The head of values whose sums begin at accumulator `$first`, in the order of [`rotate`].
 macro_rules! scale_values {
     ($words:expr, $first:expr, $scales:expr) => {
-        unroll!(Q < 8; {
+        unroll!(J < 8; {
             unroll!(H < 2; {
-                let s = sums!($first + 8 * Q + 4 * H);
-                $words[4 * Q + 2 * H] = math::pack_bf16(s[0][0] * $scales[0], s[0][1] * $scales[0]);
-                $words[4 * Q + 2 * H + 1] = math::pack_bf16(s[1][0] * $scales[1], s[1][1] * $scales[1]);
+                let s = sums!($first + 4 * J + 32 * H);
+                unroll!(R < 2; {
+                    $words[R * 16 + 2 * J + H] = math::pack_bf16(s[R][0] * $scales[R], s[R][1] * $scales[R]);
+                });
             });
         })
     };
 }
 
-/// Puts a head of queries or keys into the warp's part of shared memory at `to`, 16 rows of 256 bytes, their 16-byte chunks permuted by their numbers.
+/// Puts a head into the warp's part of shared memory at `to`, 16 rows of 256 bytes, their 16-byte chunks permuted by their numbers.
 #[inline(always)]
 unsafe fn put_rows(to: u32, words: HeadWords) {
     let (lane, _) = place_in_group();
@@ -302,19 +303,7 @@ unsafe fn put_rows(to: u32, words: HeadWords) {
     });
 }
 
-/// Puts a head of values into shared memory with dimensions as rows: 64 tokens side by side.
-#[inline(always)]
-unsafe fn put_values(half: &Half, words: HeadWords) {
-    let (lane, warp) = place_in_group();
-    unroll!(Q < 8; {
-        let dimension = Q as u32 * 16 + lane / 16 * 8 + lane % 8;
-        let at = swizzled(dimension * BOX * 2 + (warp * 2 + lane / 8 % 2) * 16);
-        let words = [words[4 * Q], words[4 * Q + 1], words[4 * Q + 2], words[4 * Q + 3]];
-        unsafe { mma::stmatrix_x4_trans(half.staging.at(at as usize), words) };
-    });
-}
-
-/// Stores eight of a warp's rows of a head of queries or keys from shared memory at `from`, where [`put_rows`] left them: the rows from `first` on.
+/// Stores eight of a warp's rows of a head from shared memory at `from`, where [`put_rows`] left them: the rows from `first` on.
 /// Lanes `4 i` to `4 i + 3` know row `i`'s place in the cache.
 #[inline(always)]
 unsafe fn store_rows(p: &Gemm, from: u32, first: u32, head: u32, position: u32, page: u32) {
@@ -326,70 +315,25 @@ unsafe fn store_rows(p: &Gemm, from: u32, first: u32, head: u32, position: u32, 
                 unroll!(I < 4; {
                     let $line = I as u32 * 2 + second;
                     let values = Shared::<u8>::from_raw(from + $line * ROW_BYTES + ((piece ^ $line) * 16)).load16(0);
-                    let to = $to;
+                    let (to, d): (GlobalMut<bf16>, u32) = $to;
                     if first + $line < p.m {
-                        to.store16((piece * 8) as usize, values);
+                        to.store16(d as usize, values);
                     }
                 })
             };
         }
         if head < p.heads.q_heads {
             let row = p.heads.q.at((first as usize * p.heads.q_heads as usize + head as usize) * HEAD_DIM as usize);
-            store!(line, row.at((line * p.heads.q_heads * HEAD_DIM) as usize));
+            store!(line, (row.at((line * p.heads.q_heads * HEAD_DIM) as usize), piece * 8));
         } else {
+            let (cache, head) = (&p.heads.cache, head - p.heads.q_heads);
             store!(line, {
                 let [position, page] = [position, page].map(|v| warp::shuffle_idx(v, line * 4));
-                p.heads.cache.key_in(page + head - p.heads.q_heads, position)
+                let is_key = head < cache.kv_heads;
+                let block = page + if is_key { head } else { head - cache.kv_heads };
+                let to = if is_key { cache.key_in(block, position) } else { cache.value_in(block, position) };
+                (to, place(position, piece * 8))
             });
-        }
-    }
-}
-
-/// Stores a head of values from shared memory.
-#[inline(always)]
-unsafe fn store_values(p: &Gemm, half: &Half, kv_head: u32) {
-    unsafe {
-        let (lane, warp) = place_in_group();
-        thread::sync_named(half.barrier, GROUP);
-        // A lane stores eight rows' values of a dimension at a time.
-        let eighth = lane % 8;
-        let row = half.row + eighth * 8;
-        if row >= p.m {
-            return;
-        }
-        let rows = (p.m - row).min(8);
-        let place = |row: u32| {
-            let position = p.heads.rows.positions.load(row as usize);
-            (p.heads.rows.sequences.load(row as usize), position)
-        };
-        let (sequence, position) = place(row);
-        let last = place(row + rows - 1);
-        // They lie together if they are consecutive tokens of one sequence from a multiple of eight on.
-        let together = rows == 8 && last == (sequence, position + 7) && position.is_multiple_of(8);
-        let from = |i: u32| {
-            let dimension = i * 16 + warp * 4 + lane / 8;
-            (dimension, half.staging.at(swizzled(dimension * BOX * 2 + eighth * 16) as usize))
-        };
-        if together {
-            let to = p.heads.cache.value(sequence, position, kv_head);
-            unroll!(I < 8; {
-                let (dimension, from) = from(I as u32);
-                to.store16((dimension * PAGE_TOKENS) as usize, from.load16(0));
-            });
-        } else {
-            let mut i = 0;
-            // Seldom: no copies of the loop.
-            while i < thread::fresh(rows) {
-                let (sequence, position) = place(row + i);
-                let to = p.heads.cache.value(sequence, position, kv_head);
-                let mut k = 0;
-                while k < thread::fresh(8) {
-                    let (dimension, from) = from(k);
-                    to.store((dimension * PAGE_TOKENS) as usize, from.cast::<bf16>().load(i as usize));
-                    k += 1;
-                }
-                i += 1;
-            }
         }
     }
 }
@@ -432,14 +376,14 @@ impl Epilogue for Qkv {
             let first = half.column / HEAD_DIM;
             let mut words: [HeadWords; 2] = [[0; 32]; 2];
             let mut pages = [0; 2];
+            if first + 1 >= q_heads {
+                let row = half.lane_row();
+                unroll!(R < 2; {
+                    let sequence = p.heads.rows.sequences.load((row + 8 * R as u32).min(p.m - 1) as usize);
+                    pages[R] = p.heads.cache.block_index(sequence, positions[R] / PAGE_TOKENS, 0);
+                });
+            }
             if first < rotated {
-                if first + 1 >= q_heads {
-                    let row = half.lane_row();
-                    unroll!(R < 2; {
-                        let sequence = p.heads.rows.sequences.load((row + 8 * R as u32).min(p.m - 1) as usize);
-                        pages[R] = p.heads.cache.block_index(sequence, positions[R] / PAGE_TOKENS, 0);
-                    });
-                }
                 let mut factors = [[0f32; 2]; 2];
                 unroll!(R < 2; {
                     factors[0][R] = head_factor!(0, R, p, scales[R]);
@@ -473,7 +417,7 @@ impl Epilogue for Qkv {
             unroll!(H < 2; {
                 let head = first + H as u32;
                 if H == 0 || N > 128 {
-                    if head < rotated {
+                    if head < heads {
                         let (_, warp) = place_in_group();
                         let staging = half.staging.addr() + warp * 16 * ROW_BYTES;
                         put_rows(staging, words[H]);
@@ -483,11 +427,6 @@ impl Epilogue for Qkv {
                             store_rows(p, half.staging.addr() + eight * 8 * ROW_BYTES, half.row + eight * 8, head, positions[R], pages[R]);
                         });
                         warp::sync_warp();
-                    } else if head < heads {
-                        // Others may still be storing the head before.
-                        thread::sync_named(half.barrier, GROUP);
-                        put_values(half, words[H]);
-                        store_values(p, half, head - q_heads - p.heads.cache.kv_heads);
                     }
                     next.step();
                 }

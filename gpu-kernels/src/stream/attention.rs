@@ -13,9 +13,10 @@ use super::exchange::{Kind, Word, Words};
 use super::producer::{Share, Units};
 use super::{Mark, SCRATCH, WARPS};
 use crate::attention::{
-    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, Tile, attend_keys, combine_head, reduce, reduce_few,
+    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, Tile, WARP_KEYS, attend_keys, combine_head, reduce, reduce_few,
+    values_from,
 };
-use crate::kv::{HEAD_DIM, PAGE_TOKENS};
+use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::qkv::{Factors, Heads};
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
@@ -218,19 +219,20 @@ impl Consumer<'_> {
         unsafe {
             keys.wait_full();
             values.wait_full();
-            let (g, t) = (tile.lane / 4, (tile.lane % 4) as usize);
-            let first = tile.first_key() % PAGE_TOKENS;
+            let (g, t) = (tile.lane / 4, tile.lane % 4);
+            let first = tile.first_key() % PAGE_TOKENS * QUERY;
             let queries = shared::dynamic::<bf16>(SCRATCH + slot * PAIRS * QUERY);
-            let keys = shared::dynamic::<bf16>(keys.offset() + first * QUERY);
-            let values = shared::dynamic::<bf16>(values.offset()).at(first as usize);
+            let keys = shared::dynamic::<bf16>(keys.offset() + first);
             let first_position = self.first_position();
             let position = |row: u32| first_position + row;
             let query = |i: usize, j: usize| {
                 let pair = g + 8 * i as u32;
-                if pair < tile.pairs { queries.load16((pair * HEAD_DIM) as usize + t * 8 + 32 * j) } else { [0; 4] }
+                let from = pair * HEAD_DIM + 8 * t + 32 * j as u32;
+                if pair < tile.pairs { queries.load16(from as usize) } else { [0; 4] }
             };
-            let key = |k: u32, j: usize| keys.load16((k * HEAD_DIM) as usize + t * 8 + 32 * j);
-            let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
+            let key = |k: u32, j: usize| keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * j as u32)) as usize);
+            // All of the page was loaded.
+            let value = values_from(values.offset() + first, WARP_KEYS - 1, tile.lane);
             attend_keys(attend, tile, position, query, key, || {}, value)
         }
     }
@@ -298,7 +300,7 @@ impl Consumer<'_> {
             let pairs = if ONE { group.value.min(tiles.len() as u32 * PAIRS) } else { tiles.len() as u32 * PAIRS };
             let all = keys + pairs;
             // The keys, then each tile's pairs: row, head, and whether there is one.
-            let place = |i: u32| {
+            let vector_of = |i: u32| {
                 if i < keys {
                     (own.start + i, p.q_heads + share.kv_head, true)
                 } else {
@@ -308,14 +310,13 @@ impl Consumer<'_> {
                     (tile * tile_rows + row, share.kv_head * group.value + head, valid && i < all)
                 }
             };
-            // Of values a lane takes four dimensions, neighbouring lanes neighbouring rows: dimensions lie a multiple of all banks apart.
+            // Of values a lane takes four dimensions.
             let value = |i: usize| {
                 if ONE {
                     let last = warp_id + 1 == WARPS && i == 0;
                     return (if last { own.start } else { own.end }, thread::lane_id() * 4);
                 }
-                let e = i as u32 * (WARPS * 32) + warp_id * 32 + thread::lane_id();
-                (own.start + e % MAX_DECODE_ROWS, e / MAX_DECODE_ROWS * 4)
+                (own.start + i as u32 * WARPS + warp_id, thread::lane_id() * 4)
             };
             let value_words = |d: u32| {
                 let first = (p.q_heads + p.kv_heads + share.kv_head) * HEAD_DIM + d;
@@ -343,7 +344,7 @@ impl Consumer<'_> {
                 let mut x = [[[0f32; 2]; 2]; N];
                 let mut asked = [[words.nothing(); 4]; N];
                 unroll!(I < N of 8; {
-                    let (row, head, valid) = place(first + I as u32 * WARPS);
+                    let (row, head, valid) = vector_of(first + I as u32 * WARPS);
                     if valid {
                         if ONE {
                             asked[I] = ask(words, head_words(head));
@@ -364,7 +365,7 @@ impl Consumer<'_> {
                         key_to = p.cache(layer).key(p.rows.sequences.load(0), position, share.kv_head);
                     }
                     unroll!(I < N of 8; {
-                        let (_, head, _) = place(first + I as u32 * WARPS);
+                        let (_, head, _) = vector_of(first + I as u32 * WARPS);
                         words.settle(&mut asked[I], head_words(head));
                         let [x0, x1, x2, x3] = asked[I].map(|word| f32::from_bits(word.bits()));
                         x[I] = [[x0, x1], [x2, x3]];
@@ -373,18 +374,18 @@ impl Consumer<'_> {
                 let scales = heads.scales(&x);
                 unroll!(I < N of 8; {
                     let i = first + I as u32 * WARPS;
-                    let (row, head, valid) = place(i);
+                    let (row, head, valid) = vector_of(i);
                     if valid {
                         let factors = || if ONE { factors[I] } else { self.factors_of(row, i < keys) };
                         let vector = heads.vector(head, x[I], scales[I], factors);
                         if i >= keys {
                             let slot = (tiles.start * PAIRS + i - keys) % (TILES * PAIRS);
-                            vector.store_shared(shared::dynamic(SCRATCH + slot * QUERY));
+                            vector.store_shared(shared::dynamic(SCRATCH + slot * QUERY), 0);
                         } else {
                             let (chunk, token) = self.own_place(row, 0);
-                            vector.store_shared(shared::dynamic(chunk.offset() + token * QUERY));
+                            vector.store_shared(shared::dynamic(chunk.offset() + token * QUERY), token);
                             if ONE {
-                                vector.store(key_to);
+                                vector.store(key_to, token);
                             }
                         }
                     }
@@ -399,14 +400,13 @@ impl Consumer<'_> {
                 }
                 if row < own.end {
                     let (chunk, token) = self.own_place(row, share.pages);
-                    let to = shared::dynamic::<bf16>(chunk.offset() + token * 2);
-                    unroll!(J < 4; {
-                        let (at, x) = ((d as usize + J) * PAGE_TOKENS as usize, math::to_bf16(values[I][J]));
-                        to.store(at, x);
-                        if ONE {
-                            value_to.store(at, x);
-                        }
-                    });
+                    let x = values[I];
+                    let words = [math::pack_bf16(x[0], x[1]), math::pack_bf16(x[2], x[3])];
+                    let at = place(token, d) as usize / 4;
+                    shared::dynamic::<bf16>(chunk.offset() + token * QUERY).cast().store(at, words);
+                    if ONE {
+                        value_to.cast().store(at, words);
+                    }
                 }
             });
         }
@@ -437,8 +437,7 @@ impl Consumer<'_> {
                 let head = p.q_heads + kv_head;
                 let position = self.first_position() + row;
                 let sequence = p.rows.sequences.load(0);
-                let is_value = kv_head >= p.kv_heads;
-                let to: GlobalMut<bf16> = if is_value {
+                let to: GlobalMut<bf16> = if kv_head >= p.kv_heads {
                     cache.value(sequence, position, kv_head - p.kv_heads)
                 } else {
                     cache.key(sequence, position, kv_head)
@@ -447,11 +446,7 @@ impl Consumer<'_> {
                 let x = heads.load(row, head);
                 let [scale] = heads.scales(&[x]);
                 let vector = heads.vector(head, x, scale, || Factors::load(k_norm, p.cos, p.sin, position));
-                if is_value {
-                    vector.store_value(to);
-                } else {
-                    vector.store(to);
-                }
+                vector.store(to, position);
                 i += grid * WARPS;
             }
         }

@@ -14,16 +14,14 @@
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
-#[cfg(not(target_arch = "nvptx64"))]
-use cuda_std::tensor::Matrix;
-use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, GlobalMut, bf16, bulk, math, tensor, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, math, thread, warp};
 
 use super::{ALL, CONSUMERS, Memory, Phase, Rings, WARPS, WideStep};
 use crate::attention::{
     Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, Tile, WARP_KEYS, attend_keys, combine_by_warp, reduce, reduce_few,
+    values_from,
 };
-use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
+use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS, place};
 use crate::qkv::{Factors, Weight};
 use crate::ring::{Ring, Shape};
 
@@ -132,60 +130,17 @@ impl Item {
     }
 }
 
-/// Tokens of a context's last page come in groups of so many: those behind the last group's are not asked for.
-const GROUP_TOKENS: u32 = 16;
-
-/// What [`Phase::x`](super::Phase::x) of attention takes: maps of the values of pages with one, two and three groups of tokens, in a cache of `len` elements at `address`
-/// with all its layers. A dimension's tokens lie beside each other, so that a part of a page is in many pieces: a tile of a narrow matrix.
-#[cfg(not(target_arch = "nvptx64"))]
-#[must_use]
-pub fn last_values(address: u64, len: usize) -> [Matrix; 3] {
-    let pitch = u64::from(PAGE_TOKENS);
-    [1, 2, 3].map(|groups| Matrix {
-        address,
-        rows: len as u64 / pitch,
-        columns: groups * u64::from(GROUP_TOKENS),
-        pitch,
-        tile_rows: HEAD_DIM,
-        swizzled: false,
-    })
-}
-
-/// Where a layer's pages are for TMA.
-pub struct Pages {
-    cache: Cache,
-    last_values: Global<TensorMap>,
-    rows_before: u32,
-}
-
-impl Pages {
-    /// Those of a phase. One lane may load them.
-    #[inline(always)]
-    pub unsafe fn new(p: &WideStep, phase: Global<Phase>) -> Self {
-        unsafe {
-            let last_values = field!(phase, x: Global<TensorMap>);
-            if thread::fresh(thread::lane_id()) == 0 {
-                unroll!(I < 3; {
-                    tensor::acquire(last_values.at(I));
-                });
-            }
-            let rows_before = field!(phase, base: u64) as u32;
-            Self { cache: p.cache(field!(phase, pages: GlobalMut<bf16>)), last_values, rows_before }
-        }
-    }
-}
-
-/// One lane loads an item's pages, keys first, the `i`-th beside `under_way(i)` at most; `blocks` are their [indices](Cache::block_index). All keep count.
+/// One lane loads an item's pages, keys first, as far as there are any, the `i`-th beside `under_way(i)` at most; `blocks` are their
+/// [indices](Cache::block_index). All keep count.
 #[inline(always)]
 pub unsafe fn load_pages(
-    pages: &Pages,
+    cache: &Cache,
     ring: Ring,
     item: &Item,
     blocks: [u32; 4],
     under_way: impl Fn(u32) -> u32,
 ) -> Ring {
     unsafe {
-        let Pages { cache, last_values, rows_before } = pages;
         let pages = item.pages();
         if thread::fresh(thread::lane_id()) == 0 {
             let (mut ring, mut kind) = (ring, 0);
@@ -194,19 +149,11 @@ pub unsafe fn load_pages(
                     if (I as u32) < pages {
                         ring.wait_under_way(under_way(kind * pages + I as u32));
                         ring.wait_empty();
-                        // Of keys those that there are; values lie by dimension.
-                        let keys = (item.last + 1 - (item.first_page() + I as u32) * PAGE_TOKENS).min(PAGE_TOKENS);
-                        let bytes = if kind == 0 { keys * QUERY } else { PAGE_BYTES };
+                        let tokens = item.last + 1 - (item.first_page() + I as u32) * PAGE_TOKENS;
+                        let bytes = tokens.min(PAGE_TOKENS) * QUERY;
                         ring.full().arrive_expect_tx(bytes);
-                        let groups = (keys - 1) / GROUP_TOKENS;
-                        let block = blocks[I] * 2 + kind;
-                        if kind == 1 && groups < 3 {
-                            let at = [0, rows_before + block * HEAD_DIM];
-                            tensor::load(ring.slot(), last_values.at(groups as usize), at, ring.full());
-                        } else {
-                            let from = block as usize * (PAGE_TOKENS * HEAD_DIM) as usize;
-                            bulk::copy_to_shared(ring.slot(), cache.pages.read().at(from).cast(), bytes, ring.full());
-                        }
+                        let from = (blocks[I] * 2 + kind) as usize * (PAGE_TOKENS * HEAD_DIM) as usize;
+                        bulk::copy_to_shared(ring.slot(), cache.pages.read().at(from).cast(), bytes, ring.full());
                         ring = ring.ahead(1);
                     }
                 });
@@ -243,7 +190,7 @@ pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring
                         let number = first + (2 * H + I) as u32;
                         if number < group {
                             let to = ring.slot().at(((row * group + number) * QUERY) as usize);
-                            heads.vector(0, x[I], scales[I], || factors).store_shared(to.cast());
+                            heads.vector(0, x[I], scales[I], || factors).store_shared(to.cast(), 0);
                         }
                     });
                 });
@@ -258,7 +205,7 @@ pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring
             let factors = Factors::load(norm, p.cos, p.sin, item.last);
             let [scale] = heads.scales(&[x]);
             let to = ring.slot().at((item.rows * group * QUERY) as usize);
-            heads.vector(head, x, scale, || factors).store_shared(to.cast());
+            heads.vector(head, x, scale, || factors).store_shared(to.cast(), item.last);
         }
         let lane = thread::fresh(thread::lane_id());
         if lane == 0 {
@@ -314,21 +261,22 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
                 let (keys_slot, values_slot) = (rings.ring.ahead(page), rings.ring.ahead(pages + page));
                 let newest = Newest::load(p, weight, &item, here.first_key(), lane, slot.cast());
                 keys_slot.wait_full();
-                let (g, t) = (lane / 4, (lane % 4) as usize);
-                let first = here.first_key() % PAGE_TOKENS;
+                let (g, t) = (lane / 4, lane % 4);
+                let first = here.first_key() % PAGE_TOKENS * QUERY;
                 let queries = slot.cast::<bf16>();
-                let keys = shared::dynamic::<bf16>(keys_slot.offset() + first * QUERY);
-                let values = shared::dynamic::<bf16>(values_slot.offset()).at(first as usize);
+                let keys = shared::dynamic::<bf16>(keys_slot.offset() + first);
                 let query = |i: usize, j: usize| {
                     let pair = g + 8 * i as u32;
-                    if pair < here.pairs { queries.load16((pair * HEAD_DIM) as usize + t * 8 + 32 * j) } else { [0; 4] }
+                    let from = pair * HEAD_DIM + 8 * t + 32 * j as u32;
+                    if pair < here.pairs { queries.load16(from as usize) } else { [0; 4] }
                 };
-                // Keys beyond the last were not loaded.
-                let there = item.last - here.first_key().min(item.last);
+                // Those beyond the last were not loaded: the last instead, whose weight there is 0.
+                let last = item.last - here.first_key().min(item.last);
                 let key = |k: u32, j: usize| {
-                    if k <= there { keys.load16((k * HEAD_DIM) as usize + t * 8 + 32 * j) } else { [0; 4] }
+                    let k = k.min(last);
+                    keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * j as u32)) as usize)
                 };
-                let value = |d: u32| values.load16((d * PAGE_TOKENS) as usize + 8 * t);
+                let value = values_from(values_slot.offset() + first, last, lane);
                 let between = || {
                     keys_slot.give_back(lane == 0);
                     values_slot.wait_full();
@@ -437,14 +385,15 @@ impl Newest {
                 if position == item.last
                     && let Some(key) = self.key
                 {
-                    let word = key.cast::<[u32; 2]>().load(lane as usize);
-                    to.cast().store(lane as usize, word);
+                    // Both are rows of that position.
+                    let words = key.cast::<[u32; 2]>().load(lane as usize);
+                    to.cast().store(lane as usize, words);
                 } else {
                     let head = heads.q_heads + item.kv_head;
                     let x = heads.load(row, head);
                     let [scale] = heads.scales(&[x]);
                     let factors = || Factors::of(self.weight, p.cos, p.sin, position);
-                    heads.vector(head, x, scale, factors).store_shared(to);
+                    heads.vector(head, x, scale, factors).store_shared(to, position);
                 }
             });
         }
@@ -457,10 +406,9 @@ impl Newest {
             Self::rows(p, item, first_key, |row, position| {
                 let value =
                     if position == item.last { self.value } else { p.heads().load_value(row, item.kv_head, lane * 4) };
-                unroll!(I < 4; {
-                    let at = (lane * 4 + I as u32) * PAGE_TOKENS + position % PAGE_TOKENS;
-                    page.store(at as usize, math::to_bf16(value[I]));
-                });
+                let words = [math::pack_bf16(value[0], value[1]), math::pack_bf16(value[2], value[3])];
+                let at = position % PAGE_TOKENS * HEAD_DIM + place(position, lane * 4);
+                page.cast().store(at as usize / 4, words);
             });
         }
     }

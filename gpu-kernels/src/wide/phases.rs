@@ -59,10 +59,9 @@ pub struct Phase {
     pub k: u32,
     /// Products: [`Share::new`] of all tiles over the grid.
     pub share: Share,
-    /// Products: the matrix's first [`Pass::base`](crate::stream::Pass::base). `Attend`: 64-element rows of the cache before the layer's.
+    /// Products: the matrix's first [`Pass::base`](crate::stream::Pass::base).
     pub base: u64,
     /// Products: the activations, bf16 `[rows, k]` with each row in the order of [`slot`](crate::linear::slot), in tiles of as many rows as the kernel's have.
-    /// `Attend`: the maps of [`last_values`](super::last_values).
     pub x: Global<TensorMap>,
     /// `Write`: `[rows, n]`.
     pub y: GlobalMut<f32>,

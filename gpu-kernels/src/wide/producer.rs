@@ -1,9 +1,9 @@
 //! What brings weights and pages, rows and queries, and the rows' factors.
 
 use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, bf16, bulk, tensor, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, tensor, thread, warp};
 
-use super::attention::{Item, Pages, load_pages, make_queries, send_end};
+use super::attention::{Item, load_pages, make_queries, send_end};
 use super::deal::{deal, walk};
 use super::pair::keep_step;
 use super::phases::Product;
@@ -63,7 +63,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
             if Kind::is_product(kind) {
                 ring = produce_weights::<ROWS>(p, &Product::new(phase), ring, alone, &mut steps);
             } else if kind == Kind::ATTEND {
-                let pages = Pages::new(p, phase);
+                let cache = p.cache(field!(phase, pages: GlobalMut<bf16>));
                 let mut filled = 0;
                 walk::<ROWS, 2>(
                     p,
@@ -72,7 +72,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
                     |[item, blocks]| {
                         let item = Item::new(item);
                         ring =
-                            load_pages(&pages, ring, &item, blocks, |i| under_way(filled + i, alone, PAGES_UNDER_WAY));
+                            load_pages(&cache, ring, &item, blocks, |i| under_way(filled + i, alone, PAGES_UNDER_WAY));
                         filled += 2 * item.pages();
                     },
                 );

@@ -303,9 +303,8 @@ impl Attention {
         // Pages lie backwards.
         let table = device.upload(&(0..count as u32).rev().collect::<Vec<_>>())?;
         let out = device.zeroed(tokens * q_heads * D)?;
-        let [keys, values] = [(D, PAGE_TOKENS), (PAGE_TOKENS as usize, HEAD_DIM)]
-            .map(|(columns, height)| matrix(&pages, columns, height));
-        let maps = device.tensor_maps(&[matrix(&q, q_heads * D, 64), keys, values])?;
+        let page_map = prefill_attention::pages(pages.ptr().addr(), pages.len());
+        let maps = device.tensor_maps(&[matrix(&q, q_heads * D, 64), page_map])?;
         let tiles = device.upload(&prefill_attention::tiles(0, tokens as u32, 0, 0, 128).concat())?;
         Ok(Self { q_heads, kv_heads, q, pages, table, out, tiles, maps })
     }
@@ -319,8 +318,7 @@ impl Attention {
         let params = PrefillAttention {
             tiles: tiles.ptr(),
             q: self.maps.ptr(0),
-            keys: self.maps.ptr(1),
-            values: self.maps.ptr(2),
+            pages: self.maps.ptr(1),
             cache: Cache {
                 pages: self.pages.ptr_mut(),
                 tables: self.table.ptr(),

@@ -1,7 +1,7 @@
 //! Attention over the paged cache: how fast keys and values stream through `attend`, with `combine` after it.
 
 use gpu_kernels::attention::{self, Attend, PAIRS, SPLIT};
-use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
+use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS, place};
 use gpu_kernels::step::MAX_ROWS;
 use half::bf16;
 
@@ -185,20 +185,18 @@ fn heads(
 /// Attention of one query over the first `keys` positions of the cache at the pool's start, by the book.
 fn plain(pool: &Pool, query: &[bf16], keys: u32, kv_head: u32, kv_heads: u32, scale: f64) -> Vec<f64> {
     let (dim, page) = (HEAD_DIM as usize, PAGE_TOKENS as usize);
-    // Where a position's page has this head's keys; its values follow, transposed.
-    let block = |at: usize| (at / page * kv_heads as usize + kv_head as usize) * 2 * page * dim;
+    // Where a position's page has this head's key; its values come a page's keys later.
+    let row = |at: usize| ((at / page * kv_heads as usize + kv_head as usize) * 2 * page + at % page) * dim;
+    let of_row = |row: usize, at: usize, d: usize| pool.at(row + place(at as u32, d as u32) as usize);
     let scores: Vec<f64> = (0..keys as usize)
-        .map(|at| {
-            let key = pool.from(block(at) + at % page * dim);
-            query.iter().zip(key).map(|(q, k)| q.to_f64() * k).sum::<f64>() * scale
-        })
+        .map(|at| (0..dim).map(|d| query[d].to_f64() * of_row(row(at), at, d)).sum::<f64>() * scale)
         .collect();
     let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
     let norm: f64 = weights.iter().sum();
     (0..dim)
         .map(|d| {
-            let value = |at: usize| pool.at(block(at) + page * dim + d * page + at % page);
+            let value = |at: usize| of_row(row(at) + page * dim, at, d);
             weights.iter().enumerate().map(|(at, weight)| weight * value(at)).sum::<f64>() / norm
         })
         .collect()

@@ -15,9 +15,8 @@ const BF16: u32 = 9;
 const NOT_INTERLEAVED: u32 = 0;
 const NOT_SWIZZLED: u32 = 0;
 const SWIZZLE_128_BYTES: u32 = 3;
-/// Lines that a copy draws into L2 together: 8 % of a large product. Not where there is something else between rows.
+/// Lines that a copy draws into L2 together: 8 % of a large product.
 const PROMOTE_TO_256_BYTES: u32 = 3;
-const NOT_PROMOTED: u32 = 0;
 const ZEROS_BEYOND_EDGES: u32 = 0;
 
 // `driver_link` forwards it.
@@ -78,7 +77,7 @@ impl Device {
 }
 
 fn encode(matrix: &Matrix) -> Result<TensorMap, Error> {
-    let Matrix { address, rows, columns, pitch, tile_rows, swizzled } = *matrix;
+    let Matrix { address, rows, columns, tile_rows, swizzled } = *matrix;
     let mut map = TensorMap([0; WORDS]);
     // SAFETY: every array has an element for each of the two dimensions (strides: for the outer one), and the map is aligned as the
     // driver wants it.
@@ -89,12 +88,12 @@ fn encode(matrix: &Matrix) -> Result<TensorMap, Error> {
             2,
             address as *mut c_void,
             [columns, rows].as_ptr(),
-            [pitch * 2].as_ptr(),
+            [columns * 2].as_ptr(),
             [ROW, tile_rows].as_ptr(),
             [1, 1].as_ptr(),
             NOT_INTERLEAVED,
             if swizzled { SWIZZLE_128_BYTES } else { NOT_SWIZZLED },
-            if pitch == columns { PROMOTE_TO_256_BYTES } else { NOT_PROMOTED },
+            PROMOTE_TO_256_BYTES,
             ZEROS_BEYOND_EDGES,
         )
     };

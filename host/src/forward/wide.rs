@@ -3,7 +3,7 @@
 
 use cuda_std::Global;
 use cuda_std::tensor::Matrix;
-use gpu_kernels::kv::{HEAD_DIM, PAGE_TOKENS};
+use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 
@@ -19,14 +19,11 @@ const TILE_ROWS: [u32; 3] = [64, 96, 128];
 const LARGEST: (u32, u32) = PROGRAMS[PROGRAMS.len() - 1];
 const _: () = assert!(LARGEST.0 * LARGEST.1 == MAX_WIDE_ROWS);
 
-/// The first of the maps that are of [`wide::last_values`].
-const LAST_VALUES: usize = 3 * TILE_ROWS.len();
-
 /// What these passes need beside the memory of all passes.
 pub struct Wide {
     /// Blocks of the launch.
     grid: u32,
-    /// What the phases read: of each [`Input`], in tiles of each of [`TILE_ROWS`]; and of the cache, values of a context's last page.
+    /// What the phases read: of each [`Input`], in tiles of each of [`TILE_ROWS`].
     _maps: TensorMaps,
     /// The phases of a step, for each of [`PROGRAMS`]: with logits, and with the best tokens instead.
     programs: Vec<[Buffer<u64>; 2]>,
@@ -76,10 +73,8 @@ impl Forward {
         let matrix = |(buffer, columns): (&Buffer<half::bf16>, usize), tile_rows| {
             Matrix::dense(buffer.ptr().addr(), self.room.rows as u64, columns as u64, tile_rows)
         };
-        let mut matrices: Vec<Matrix> =
+        let matrices: Vec<Matrix> =
             inputs.iter().flat_map(|&input| TILE_ROWS.map(|rows| matrix(input, rows))).collect();
-        let cache = (self.cache.layer(0).addr(), self.cache.layer_len() * self.cache.layers());
-        matrices.extend(wide::last_values(cache.0, cache.1));
         let maps = self.device.tensor_maps(&matrices)?;
         let kinds = self.phases(stream, grid, &maps, PROGRAMS[0], Kind::Best).iter().map(|phase| phase.kind).collect();
         let upload = |program, head| self.device.upload(Phase::words(&self.phases(stream, grid, &maps, program, head)));
@@ -177,20 +172,12 @@ impl Forward {
         let mut phases = vec![Phase { norm: w.layers[0].input_norm.ptr(), ..Phase::new(Kind::Embed) }];
         for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
             let pages = self.cache.layer(i);
-            let last_values = (i * self.cache.layer_len()) as u64 / u64::from(PAGE_TOKENS);
             let (norm, key_norm) = (layer.q_norm.ptr(), layer.k_norm.ptr());
             let output = product(Kind::Add, 4 * i + 1, Input::Attended, hidden, q_size);
             let down = product(Kind::Add, 4 * i + 3, Input::Activation, hidden, inner);
             phases.extend([
                 Phase { y: self.qkv.ptr_mut(), ..product(Kind::Write, 4 * i, Input::Scaled, heads, hidden) },
-                Phase {
-                    pages,
-                    norm,
-                    key_norm,
-                    x: maps.ptr(LAST_VALUES),
-                    base: last_values,
-                    ..Phase::new(Kind::Attend)
-                },
+                Phase { pages, norm, key_norm, ..Phase::new(Kind::Attend) },
                 Phase { norm: layer.post_attention_norm.ptr(), ..output },
                 product(Kind::SwiGlu, 4 * i + 2, Input::Scaled, inner, hidden),
                 Phase { norm: next_norm.ptr(), ..down },

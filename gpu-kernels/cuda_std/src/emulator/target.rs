@@ -435,13 +435,13 @@ pub unsafe fn wgmma_n128(a: u32, b: u32, keep: bool) {
 }
 
 #[track_caller]
-pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
-    wgmma::from_registers(STEP, b, 128, 64, keep, Location::caller());
+pub unsafe fn wgmma_n128_columns<const STEP: usize>(b: u32, keep: bool) {
+    wgmma::from_registers(STEP, wgmma::Other::Columns(b), 128, keep, Location::caller());
 }
 
 #[track_caller]
 pub unsafe fn wgmma_n64_upper<const STEP: usize>(b: u32, keep: bool) {
-    wgmma::from_registers(STEP, b, 64, 64, keep, Location::caller());
+    wgmma::from_registers(STEP, wgmma::Other::Rows(b), 64, keep, Location::caller());
 }
 
 #[track_caller]

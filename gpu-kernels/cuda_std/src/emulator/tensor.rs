@@ -38,7 +38,7 @@ fn chunks(matrix: &Matrix, [x, y]: [u32; 2], shared: u32, site: Site) -> Vec<(u3
         let column = u64::from(x) + u64::from(i * CHUNK % (ROW * 2) / 2);
         let within = row < matrix.rows && column < matrix.columns;
         let place = if matrix.swizzled { swizzled(i * CHUNK) } else { i * CHUNK };
-        (place, within.then(|| matrix.address + (row * matrix.pitch + column) * 2))
+        (place, within.then(|| matrix.address + (row * matrix.columns + column) * 2))
     };
     (0..matrix.tile_rows * ROW * 2 / CHUNK).map(chunk).collect()
 }

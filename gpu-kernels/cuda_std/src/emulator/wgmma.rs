@@ -34,7 +34,7 @@ impl Products {
 /// One product that was not waited for.
 struct Product {
     a: Rows,
-    b: u32,
+    b: Other,
     columns: u32,
     first: usize,
     keep: bool,
@@ -51,12 +51,20 @@ pub enum Rows {
     Registers(usize, [[f32; DEPTH]; 2]),
 }
 
+/// B, in shared memory, by the descriptor.
+#[derive(Clone, Copy)]
+pub enum Other {
+    /// Its columns as rows, swizzled.
+    Rows(u32),
+    /// Its rows as they are, likewise.
+    Columns(u32),
+}
+
 impl World {
     /// `DEPTH` elements of row `row` of an operand.
     fn operand(&mut self, descriptor: u32, row: u32, site: Site) -> [f32; DEPTH] {
         let start = (descriptor & 0x3fff) * 16 + row * 128;
-        // The swizzle permutes the chunks of a row by bits of the address itself.
-        self.halves([start, start + 16].map(|address| address ^ ((address >> 7 & 7) << 4)), site)
+        self.halves([start, start + 16].map(chunk_swizzled), site)
     }
 
     /// `DEPTH` elements of row `row` of an operand in core matrices.
@@ -65,20 +73,33 @@ impl World {
         self.halves([start, start + (descriptor >> 16) * 16], site)
     }
 
+    /// `DEPTH` elements of columns `n` and the next of an operand.
+    fn columns(&mut self, descriptor: u32, n: u32, site: Site) -> [[f32; DEPTH]; 2] {
+        let start = (descriptor & 0x3fff) * 16 + n / 64 * (descriptor >> 16) * 16 + n % 64 * 2;
+        let mut out = [[0.0; DEPTH]; 2];
+        for k in 0..DEPTH {
+            let pair = self.elements::<2>(chunk_swizzled(start + k as u32 * 128), site);
+            (out[0][k], out[1][k]) = (pair[0], pair[1]);
+        }
+        out
+    }
+
     /// `DEPTH` elements, half of them from each of two places.
     fn halves(&mut self, places: [u32; 2], site: Site) -> [f32; DEPTH] {
         let mut out = [0.0; DEPTH];
         for (half, address) in places.into_iter().enumerate() {
-            let address = Address::Shared(address);
-            self.check_proxy(address, 16, site);
-            let pointer = self.access(address, 16, 16, Mode::Read, true, site);
-            // SAFETY: checked just now.
-            let words = unsafe { pointer.cast::<[u16; 8]>().read() };
-            for (i, word) in words.into_iter().enumerate() {
-                out[half * 8 + i] = f32::from_bits(u32::from(word) << 16);
-            }
+            out[half * 8..][..8].copy_from_slice(&self.elements::<8>(address, site));
         }
         out
+    }
+
+    fn elements<const N: usize>(&mut self, address: u32, site: Site) -> [f32; N] {
+        let address = Address::Shared(address);
+        self.check_proxy(address, 2 * N, site);
+        let pointer = self.access(address, 2 * N, 2 * N, Mode::Read, true, site);
+        // SAFETY: checked just now.
+        let words = unsafe { pointer.cast::<[u16; N]>().read() };
+        words.map(|word| f32::from_bits(u32::from(word) << 16))
     }
 
     fn multiply(&mut self, product: &Product) {
@@ -89,21 +110,30 @@ impl World {
             Rows::Swizzled(a) => [0, 8].map(|more| self.operand(*a, warp * 16 + lane / 4 + more, site)),
             Rows::Cores(a) => [0, 8].map(|more| self.cores(*a, warp * 16 + lane / 4 + more, site)),
         };
-        for column in 0..columns / 4 {
+        for eight in 0..columns / 8 {
             // A lane has two columns of every eight.
-            let n = column / 2 * 8 + lane % 4 * 2 + column % 2;
-            let b = self.operand(b, n, site);
-            for (half, a) in rows.iter().enumerate() {
-                let at = first + (column / 2 * 4 + column % 2) as usize + half * 2;
-                let c = self.lane().products.accumulator(at);
-                let mut sum = if keep { *c } else { 0.0 };
-                for (a, b) in a.iter().zip(&b) {
-                    sum += a * b;
+            let n = eight * 8 + lane % 4 * 2;
+            let pair = match b {
+                Other::Rows(b) => [n, n + 1].map(|n| self.operand(b, n, site)),
+                Other::Columns(b) => self.columns(b, n, site),
+            };
+            for (column, b) in pair.iter().enumerate() {
+                for (half, a) in rows.iter().enumerate() {
+                    let c = self.lane().products.accumulator(first + eight as usize * 4 + column + half * 2);
+                    let mut sum = if keep { *c } else { 0.0 };
+                    for (a, b) in a.iter().zip(b) {
+                        sum += a * b;
+                    }
+                    *c = sum;
                 }
-                *c = sum;
             }
         }
     }
+}
+
+/// The swizzle permutes the chunks of a row by bits of the address itself.
+const fn chunk_swizzled(address: u32) -> u32 {
+    address ^ ((address >> 7 & 7) << 4)
 }
 
 fn start(product: Product) {
@@ -112,10 +142,11 @@ fn start(product: Product) {
 
 pub fn from_shared(a: Rows, b: u32, columns: u32, first: usize, keep: bool, site: Site) {
     collective::meet(Meeting::Wgmma, [b], site);
-    start(Product { a, b, columns, first, keep, site });
+    start(Product { a, b: Other::Rows(b), columns, first, keep, site });
 }
 
-pub fn from_registers(step: usize, b: u32, columns: u32, first: usize, keep: bool, site: Site) {
+/// Into the upper accumulators.
+pub fn from_registers(step: usize, b: Other, columns: u32, keep: bool, site: Site) {
     let world = world();
     let lane = world.thread() as usize % 32;
     let fragments = &world.lane().products.fragments;
@@ -128,7 +159,7 @@ pub fn from_registers(step: usize, b: u32, columns: u32, first: usize, keep: boo
             *value = f32::from_bits(if k % 2 == 0 { word << 16 } else { word & 0xffff_0000 });
         }
     }
-    start(Product { a: Rows::Registers(step, rows), b, columns, first, keep, site });
+    start(Product { a: Rows::Registers(step, rows), b, columns, first: ACCUMULATORS / 2, keep, site });
 }
 
 pub fn commit() {

@@ -57,7 +57,7 @@ macro_rules! accumulators {
     ($first:tt $($i:tt)*) => { concat!("{{acc", $first $(, ",acc", $i)*, "}}") };
 }
 
-/// The upper word of every descriptor: 1,024 bytes between groups of eight rows, 128-byte swizzle.
+/// The upper word of every descriptor: 1,024 bytes between groups of eight rows (of columns: of eight of the sum), 128-byte swizzle.
 macro_rules! product {
     ($shape:literal, ($($i:tt)*), $a:ident, $b:ident, $keep:ident) => {
         asm!(
@@ -114,13 +114,13 @@ macro_rules! cores {
 }
 
 #[inline(always)]
-pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
+pub unsafe fn wgmma_n128_columns<const STEP: usize>(b: u32, keep: bool) {
     // SAFETY: the caller's.
     unsafe {
         asm!(
             "{{ .reg .pred keep; .reg .b32 high; .reg .b64 b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
             "mov.b64 b, {{{b}, high}};",
-            concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", upper!(), ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, 0; }}"),
+            concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", upper!(), ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, 1; }}"),
             a0 = const 4 * STEP, a1 = const 4 * STEP + 1, a2 = const 4 * STEP + 2, a3 = const 4 * STEP + 3,
             b = in(reg32) b, keep = in(reg32) u32::from(keep), options(nostack));
     }

@@ -340,7 +340,8 @@ pub unsafe fn warpgroup(p: Io) {
 pub const CORES_SHARED: u32 = 64 * 128 + 128 * 128 + 16;
 
 /// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup, with A in core matrices: `input` is its address, `zeros` that of a map of B. Each lane stores its
-/// 32 sums of B's first 64 rows, for which A goes through registers, its 64 of all rows, and the fragment that `ldmatrix` finds at the beginning of A.
+/// 32 sums of B's first 64 rows, for which A goes through registers, its 64 of all rows, the fragment that `ldmatrix` finds at the beginning of A, and its 64 of
+/// `A · D`, where D's first 64 columns are B's first 64 rows, as they are, and its others the others.
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 #[kernel(threads = 128, min_blocks = 1)]
 pub unsafe fn cores(p: Io) {
@@ -362,7 +363,7 @@ pub unsafe fn cores(p: Io) {
         thread::sync_threads();
         barrier.wait(0);
         let (first, second) = (wgmma::Cores::at(a), wgmma::Operand::at(b));
-        let output = p.output.at((lane * 100) as usize);
+        let output = p.output.at((lane * 164) as usize);
         let place = lane / 8 % 2 * wgmma::CORE_ROWS_APART + lane % 32 / 16 * wgmma::CORE_BYTES + lane % 8 * 16;
         let row = a.at((lane / 32 * 2 * wgmma::CORE_ROWS_APART + place) as usize);
         wgmma::load_fragments::<0, u8>(row);
@@ -397,5 +398,15 @@ pub unsafe fn cores(p: Io) {
             output.store(96 + i, fragment[i]);
             i += 1;
         }
+        let columns = wgmma::Columns::at(b, 64 * 128);
+        wgmma::fence();
+        wgmma::mma_n128_columns::<0>(columns, false);
+        wgmma::mma_n128_columns::<1>(columns.advance(2048), true);
+        wgmma::mma_n128_columns::<2>(columns.advance(4096), true);
+        wgmma::mma_n128_columns::<3>(columns.advance(6144), true);
+        wgmma::commit();
+        wgmma::wait::<0>();
+        store!(100 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31);
+        store!(100 32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63);
     }
 }
