@@ -115,7 +115,7 @@ impl CudaBuilder {
                 command.env_remove(name);
             }
         }
-        let ptx_version = if self.arch.starts_with("sm_9") { "+ptx83" } else { "+ptx75" };
+        let ptx_version = if self.arch.starts_with("sm_9") { "+ptx83" } else { "+ptx78" };
         command
             .current_dir(&krate)
             .env("RUSTC", toolchain.rustc())
