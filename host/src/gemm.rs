@@ -106,18 +106,7 @@ impl Cut {
     /// The one that is done first: rounds of tiles, times what a round takes (a tile of 128 weight rows is
     /// somewhat more than half the work of one of 256; measured).
     fn best(device: &Device, epilogue: Epilogue, m: u32, n: u32) -> Self {
-        let cost = |cut: &Self| {
-            let round = match cut {
-                Self::N128 => 56,
-                Self::N192 => 95,
-                Self::N256 => 100,
-                Self::Pair => 99,
-                Self::Eight => 97,
-            };
-            // What has two launches begins and ends somewhat later: of a single round nothing would be left.
-            let launches = if *cut == Self::Eight { 3 } else { 0 };
-            Dealt::new(device, epilogue, *cut, m, n).rounds * round + launches
-        };
+        let cost = |cut: &Self| cut.cost(device, epilogue, m, n);
         let can = |cut: &Self| match cut {
             Self::N128 => epilogue != Epilogue::SwiGlu,
             Self::N192 => matches!(epilogue, Epilogue::Qkv | Epilogue::Plain),
@@ -127,6 +116,20 @@ impl Cut {
             Self::Eight => m >= 2048 || m.is_multiple_of(512),
         };
         Self::ALL.into_iter().filter(can).min_by_key(cost).unwrap_or(Self::N256)
+    }
+
+    /// What a product takes so, where a round of tiles of 128 rows × 256 weight rows takes 100.
+    fn cost(self, device: &Device, epilogue: Epilogue, m: u32, n: u32) -> u32 {
+        let round = match self {
+            Self::N128 => 56,
+            Self::N192 => 95,
+            Self::N256 => 100,
+            Self::Pair => 99,
+            Self::Eight => 97,
+        };
+        // What has two launches begins and ends somewhat later: of a single round nothing would be left.
+        let launches = if self == Self::Eight { 3 } else { 0 };
+        Dealt::new(device, epilogue, self, m, n).rounds * round + launches
     }
 }
 
@@ -194,6 +197,11 @@ impl Beside {
         let number = self.products.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
         [0, 1].map(|second| gemm::Beside { word: self.word.ptr_mut(), number, second })
     }
+}
+
+/// What a product of `m` rows and `n` weight rows of `k` input features takes, beside others: rounds of tiles, of which the last may leave multiprocessors idle.
+pub fn cost(device: &Device, epilogue: Epilogue, [m, n, k]: [u32; 3]) -> u64 {
+    u64::from(Cut::best(device, epilogue, m, n).cost(device, epilogue, m, n)) * u64::from(k)
 }
 
 /// Rows and weight rows of a product.

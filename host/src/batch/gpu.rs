@@ -45,13 +45,12 @@ use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, RowOutput, Tiles};
 use crate::gpu::DRAFT_COST;
+use crate::prefill;
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
-/// Rows of prompts that wait for each other while answers run: a pass over fewer leaves tensor cores idle, and has rows of answers to run besides.
-const PROMPT_ROWS: u32 = 5120;
-/// Sooner, if they are one sequence for so many that run: more would be missing there.
+/// Prompts are read in sooner than enough of them wait, if they are one for so many sequences that generate: more would be missing there.
 const PROMPT_SHARE: u32 = 16;
 
 /// Bytes that the second copy of the weights may take beside its own.
@@ -181,7 +180,7 @@ impl GpuBatch {
             host_pages: 0,
             drafts: options.draft.map_or(0, |draft| draft.tokens),
             draft_rows: options.draft_rows,
-            prompt_rows: if prompts_apart { PROMPT_ROWS.min(sizes.rows as u32) } else { 0 },
+            prompt_rows: if prompts_apart { prefill::best_rows(device, config).min(sizes.rows as u32) } else { 0 },
             prompt_share: PROMPT_SHARE,
             prompts_apart,
         };

@@ -19,8 +19,8 @@ pub struct Limits {
     pub drafts: u32,
     /// Drafts are tried while a step has fewer rows than this.
     pub draft_rows: u32,
-    /// While others run, waiting sequences that have room start once they have so many rows together, or are one for `prompt_share` that run: where a pass
-    /// over few rows of prompts takes hardly less time than one over more. 0: at once.
+    /// Most rows of prompts in a step. And while others generate, waiting sequences that have room start, and prompts that are being read in go on, once they have so many rows together,
+    /// or are one for `prompt_share` that generate: where a pass over fewer rows takes hardly less time. 0: as many as there is room for, at once.
     pub prompt_rows: u32,
     /// See `prompt_rows`.
     pub prompt_share: u32,

@@ -10,7 +10,7 @@
 //! 3. If nobody was preempted, waiting sequences start while there are slots, rows, and pages for all their tokens and one more page for each running
 //!    sequence. What the page index has of their text is shared (Kwon et al., 2023, "Efficient Memory Management for Large Language
 //!    Model Serving with PagedAttention"); of a page that matches only in part, a copy is made. A sequence whose prompt begins
-//!    like one that is being read in waits for it. Where the limits say so, a few wait for more, to be read in together.
+//!    like one that is being read in waits for it. Where the limits say so, a few, and what is left of one, wait for more, to be read in together.
 //!    Pages that several have used come back from the host tier, if they had to leave the device.
 //! 4. Drafts get what is left of the draft budget, and no page that another sequence would be preempted for.
 //!
@@ -197,11 +197,15 @@ impl Scheduler {
             tables: std::mem::take(&mut self.tables),
             ..Plan::default()
         };
-        let mut step = Step { rows_left: self.limits.rows, ..Step::default() };
+        let Limits { rows, prompt_rows, .. } = self.limits;
+        let prompt_rows_left = if prompt_rows > 0 { prompt_rows } else { rows };
+        let mut step = Step { rows_left: rows, prompt_rows_left, ..Step::default() };
         self.decode(&mut plan, &mut step);
-        self.prefill(&mut step);
-        if !step.preempted {
-            self.start(&mut plan, &mut step);
+        if !self.better_together() {
+            self.prefill(&mut step);
+            if !step.preempted {
+                self.start(&mut plan, &mut step);
+            }
         }
         self.draft(&mut plan, &mut step);
         for page in step.sources {
@@ -284,24 +288,29 @@ impl Scheduler {
     /// Chunks for the prompts that are being read in.
     fn prefill(&mut self, step: &mut Step) {
         for (&id, sequence) in &self.running {
-            let left = sequence.known.left();
-            if left > 1 && step.rows_left > 0 {
-                step.push(id, sequence, left);
+            if sequence.known.left() > 1 && step.reads() {
+                step.read(id, sequence);
             }
         }
     }
 
-    /// Whether the waiting sequences that have room now had better wait for more of them. One that has saved pages has little to run, and does not.
+    /// Whether what is left of prompts that are being read in, and the waiting sequences that have room now, had better wait for more of them. One that has saved pages has little to
+    /// run, and does not.
     fn better_together(&self) -> bool {
         let Limits { prompt_rows, prompt_share, page_tokens, .. } = self.limits;
-        let is_new = |first: &Waiting| first.saved.is_empty();
-        if prompt_rows == 0 || !self.waiting.values().next().is_some_and(is_new) {
+        if prompt_rows == 0 || self.waiting.values().next().is_some_and(|first| !first.saved.is_empty()) {
+            return false;
+        }
+        let reading = self.running.values().map(|sequence| sequence.known.left()).filter(|&left| left > 1);
+        let (mut rows, mut count) = reading.fold((0, 0), |(rows, count), left| (rows + left, count + 1));
+        let generating = self.running.len() - count;
+        let enough = |rows, count| rows >= prompt_rows as usize || count * prompt_share as usize >= generating;
+        if count > 0 && enough(rows, count) {
             return false;
         }
         let mut room = self.pages.available().saturating_sub(self.running.len());
         // Shared pages that nobody uses now are taken by the first of those who share them.
         let mut idle = BTreeSet::new();
-        let (mut rows, mut count) = (0, 0);
         for Waiting { known, .. } in self.waiting.values().take(self.slots.len()) {
             let found = self.pages.find(known.without_newest(), known.prompt);
             let taken = self.takes(known, &found, |page| self.pages.users(page) > 0 || !idle.insert(page));
@@ -312,7 +321,7 @@ impl Scheduler {
             room = room.saturating_sub(taken + 1);
             rows += known.tokens.len() - known.computed.max(found.pages.len() * page_tokens);
             count += 1;
-            if rows >= prompt_rows as usize || count * prompt_share as usize >= self.running.len() {
+            if enough(rows, count) {
                 return false;
             }
         }
@@ -321,11 +330,8 @@ impl Scheduler {
 
     /// Takes up waiting sequences, the first in line first.
     fn start(&mut self, plan: &mut Plan, step: &mut Step) {
-        if self.better_together() {
-            return;
-        }
         let mut passed = Bound::Unbounded;
-        while step.rows_left > 0 && !self.slots.is_empty() {
+        while step.reads() && !self.slots.is_empty() {
             let Some((&id, waiting)) = self.waiting.range((passed, Bound::Unbounded)).next() else { break };
             passed = Bound::Excluded(id);
             if self.better_later(waiting) {
@@ -335,7 +341,7 @@ impl Scheduler {
                 break;
             }
             if let Some(sequence) = self.running.get(&id) {
-                step.push(id, sequence, sequence.known.left());
+                step.read(id, sequence);
             }
         }
     }
@@ -571,6 +577,8 @@ impl Known {
 #[derive(Default)]
 struct Step {
     rows_left: u32,
+    /// Of these, rows that may be prompts'.
+    prompt_rows_left: u32,
     preempted: bool,
     work: Vec<(SequenceId, Work)>,
     /// Sources of copies: not to be used for anything else in this step.
@@ -578,6 +586,19 @@ struct Step {
 }
 
 impl Step {
+    /// Whether there are rows left for prompts.
+    fn reads(&self) -> bool {
+        self.rows_left.min(self.prompt_rows_left) > 0
+    }
+
+    /// As much of what a sequence has left as there is room for, as rows of prompts.
+    fn read(&mut self, id: SequenceId, sequence: &Placed) {
+        let rows = sequence.known.left().min(self.prompt_rows_left as usize);
+        let before = self.rows_left;
+        self.push(id, sequence, rows);
+        self.prompt_rows_left -= before - self.rows_left;
+    }
+
     /// As many of a sequence's next `rows` rows as there is room for.
     fn push(&mut self, id: SequenceId, sequence: &Placed, rows: usize) {
         let rows = rows.min(self.rows_left as usize);

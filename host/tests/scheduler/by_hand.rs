@@ -406,6 +406,29 @@ fn a_few_prompts_wait_for_more_while_others_run() {
     assert_eq!(starting(&mut scheduler), 1);
 }
 
+/// Rows of a step's work.
+fn rows(plan: &Plan) -> Vec<u32> {
+    plan.work.iter().map(|work| work.rows).collect()
+}
+
+#[test]
+fn a_step_reads_no_more_rows_than_prompts_wait_for_and_the_rest_waits_too() {
+    let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
+    two_run(&mut scheduler);
+    (0..3).for_each(|i| _ = scheduler.add(vec![4 + i; 9], 60));
+    assert_eq!(rows(&step(&mut scheduler)), [1, 1, 9, 9, 2]);
+    // Seven rows are left of the last one, until there are 20.
+    assert_eq!(rows(&step(&mut scheduler)), [1; 4]);
+    scheduler.add(vec![7; 12], 60);
+    assert_eq!(rows(&step(&mut scheduler)), [1; 4]);
+    scheduler.add(vec![8; 9], 60);
+    assert_eq!(rows(&step(&mut scheduler)), [1, 1, 1, 1, 7, 12, 1]);
+    // Eight are left. When nobody generates any more, nothing is waited for.
+    assert_eq!(rows(&step(&mut scheduler)), [1; 6]);
+    (0..6).for_each(|id| scheduler.finish(id));
+    assert_eq!(rows(&step(&mut scheduler)), [8]);
+}
+
 #[test]
 fn no_prompt_waits_for_others_where_no_rows_are_asked_for() {
     let mut scheduler = Scheduler::new(Limits { prompt_rows: 0, ..PATIENT }, cost(1.0));
@@ -491,7 +514,7 @@ fn who_has_no_slot_is_not_waited_for_together() {
 
 #[test]
 fn who_was_saved_does_not_wait_for_others() {
-    let limits = Limits { context: 20, pages: 11, host_pages: 2, ..PATIENT };
+    let limits = Limits { context: 20, pages: 11, host_pages: 2, prompt_rows: 24, ..PATIENT };
     let mut scheduler = Scheduler::new(limits, cost(1.0));
     (0..4).for_each(|i| _ = scheduler.add(vec![2 + i; 6], 20));
     assert_eq!(starting(&mut scheduler), 4);

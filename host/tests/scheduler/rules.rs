@@ -150,7 +150,8 @@ impl Rules {
         // Prompts that wait for each other are not looked at here.
         let at_once = self.limits.prompt_rows == 0 || ran.is_empty();
         let rows: u32 = plan.work.iter().map(|work| work.rows).sum();
-        let has_slot = running < self.limits.sequences as usize && rows < self.limits.rows;
+        let most = if self.limits.prompt_rows > 0 { self.limits.prompt_rows } else { u32::MAX };
+        let has_slot = running < self.limits.sequences as usize && rows < self.limits.rows.min(most);
         if at_once && has_slot && !Self::waits_for(first, planned, &self.limits) {
             // Until the plan is made, sources of copies are not free; and what is found of it already may not help.
             let wanted = sequences[&first].tokens.len().div_ceil(self.limits.page_tokens);
