@@ -174,7 +174,7 @@ proptest! {
                     let (kind, kv_head) = ((h - q_heads) / kv_heads, (h - q_heads) % kv_heads);
                     let row = &pages[p * page + ((kv_head * 2 + kind) * 64 + t) * D..][..D];
                     // Chunks of eight, swizzled.
-                    widen(&(0..D).map(|d| row[(d / 8 ^ t % 8) * 8 + d % 8]).collect::<Vec<_>>())
+                    widen(&(0..D).map(|d| row[((d / 8) ^ (t % 8)) * 8 + d % 8]).collect::<Vec<_>>())
                 };
                 let want: Vec<f32> = if h < q_heads + kv_heads {
                     let n = rms_norm(x, if h < q_heads { &q_norm } else { &k_norm }, 1e-6);

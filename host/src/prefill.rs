@@ -110,12 +110,14 @@ pub fn best_rows(device: &Device, config: &Config) -> u32 {
         (Epilogue::SwiGlu, 2 * inner, hidden),
         (Epilogue::Add, hidden, inner),
     ];
-    let cost = |&m: &u32| {
-        let all: u64 = products.iter().map(|&(epilogue, n, k)| gemm::cost(device, epilogue, [m, n, k])).sum();
-        all as f64 / f64::from(m)
-    };
+    cheapest_rows(|m| products.iter().map(|&(epilogue, n, k)| gemm::cost(device, epilogue, [m, n, k])).sum())
+}
+
+/// That, for a pass over `m` rows that costs `cost(m)`; of equal ones the fewest.
+fn cheapest_rows(cost: impl Fn(u32) -> u64) -> u32 {
+    let of_row = |&m: &u32| cost(m) as f64 / f64::from(m);
     let rows = (16..=24).map(|pairs| pairs * 2 * TILE_ROWS);
-    rows.min_by(|a, b| cost(a).total_cmp(&cost(b))).unwrap_or(CHUNK as u32)
+    rows.min_by(|a, b| of_row(a).total_cmp(&of_row(b))).unwrap_or(CHUNK as u32)
 }
 
 /// Enqueues attention of so many `tiles`, with blocks in pairs or not; of itself, in pairs where that is faster.
@@ -363,5 +365,21 @@ impl Prefill {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::cheapest_rows;
+
+    #[test]
+    fn rounds_of_tiles_are_full() {
+        // Tiles of 256 rows and weight rows in pairs of Qwen3-8B's products, with 132 multiprocessors, and what a round takes.
+        let products = [(24, 1), (16, 1), (96, 1), (16, 3)];
+        let rounds = |m: u32| products.iter().map(|&(across, k)| u64::from((m / 256 * across).div_ceil(66) * k)).sum();
+        assert_eq!(cheapest_rows(rounds), 6144);
+        // One that is three tiles across: 66 of them are a round.
+        assert_eq!(cheapest_rows(|m| u64::from((m / 256 * 3).div_ceil(66))), 5632);
+        assert_eq!(cheapest_rows(u64::from), 4096);
     }
 }

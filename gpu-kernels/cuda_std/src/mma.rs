@@ -76,15 +76,3 @@ pub unsafe fn stmatrix_x4<T>(row: Shared<T>, words: [u32; 4]) {
     // SAFETY: the caller's.
     unsafe { target::stmatrix_x4(row.addr(), words) }
 }
-
-/// [`stmatrix_x4`] with each matrix transposed (`stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16`, sm_90 on).
-///
-/// # Safety
-/// As for [`stmatrix_x4`].
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-#[inline(always)]
-#[track_caller]
-pub unsafe fn stmatrix_x4_trans<T>(row: Shared<T>, words: [u32; 4]) {
-    // SAFETY: the caller's.
-    unsafe { target::stmatrix_x4_trans(row.addr(), words) }
-}

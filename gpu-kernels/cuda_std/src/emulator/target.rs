@@ -172,19 +172,6 @@ pub unsafe fn stmatrix_x4(row: u32, words: [u32; 4]) {
     }
 }
 
-#[track_caller]
-pub unsafe fn stmatrix_x4_trans(row: u32, words: [u32; 4]) {
-    let lane = world().thread() as usize % 32;
-    let site = Location::caller();
-    let rows = collective::meet(Meeting::Stmatrix, [row], site);
-    for (matrix, word) in words.into_iter().enumerate() {
-        for (next, half) in [word as u16, (word >> 16) as u16].into_iter().enumerate() {
-            let row = rows[matrix * 8 + lane % 4 * 2 + next][0];
-            access::store(Address::Shared(row + lane as u32 / 4 * 2), half, site);
-        }
-    }
-}
-
 pub fn dynamic_shared() -> u32 {
     SHARED_BASE
 }

@@ -76,12 +76,9 @@ impl World {
     /// `DEPTH` elements of columns `n` and the next of an operand.
     fn columns(&mut self, descriptor: u32, n: u32, site: Site) -> [[f32; DEPTH]; 2] {
         let start = (descriptor & 0x3fff) * 16 + n / 64 * (descriptor >> 16) * 16 + n % 64 * 2;
-        let mut out = [[0.0; DEPTH]; 2];
-        for k in 0..DEPTH {
-            let pair = self.elements::<2>(chunk_swizzled(start + k as u32 * 128), site);
-            (out[0][k], out[1][k]) = (pair[0], pair[1]);
-        }
-        out
+        let pairs: [[f32; 2]; DEPTH] =
+            std::array::from_fn(|k| self.elements(chunk_swizzled(start + k as u32 * 128), site));
+        [0, 1].map(|column| pairs.map(|pair| pair[column]))
     }
 
     /// `DEPTH` elements, half of them from each of two places.

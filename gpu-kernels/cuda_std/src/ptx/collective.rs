@@ -148,23 +148,11 @@ pub fn movmatrix(word: u32) -> u32 {
 }
 
 #[cfg(cuda_arch = "sm_90a")]
-macro_rules! stmatrix {
-    ($($name:ident $instruction:literal;)*) => {
-        $(
-            #[inline(always)]
-            pub unsafe fn $name(row: u32, [a, b, c, d]: [u32; 4]) {
-                // SAFETY: the caller's.
-                unsafe {
-                    asm!(concat!($instruction, " [{row}], {{{a}, {b}, {c}, {d}}};"), row = in(reg32) row, a = in(reg32) a,
-                        b = in(reg32) b, c = in(reg32) c, d = in(reg32) d, options(nostack));
-                }
-            }
-        )*
-    };
-}
-
-#[cfg(cuda_arch = "sm_90a")]
-stmatrix! {
-    stmatrix_x4 "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16";
-    stmatrix_x4_trans "stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16";
+#[inline(always)]
+pub unsafe fn stmatrix_x4(row: u32, [a, b, c, d]: [u32; 4]) {
+    // SAFETY: the caller's.
+    unsafe {
+        asm!("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [{row}], {{{a}, {b}, {c}, {d}}};", row = in(reg32) row,
+            a = in(reg32) a, b = in(reg32) b, c = in(reg32) c, d = in(reg32) d, options(nostack));
+    }
 }
