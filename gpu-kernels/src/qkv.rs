@@ -252,6 +252,12 @@ impl Heads {
     }
 }
 
+/// Four dimensions of a value, as bf16.
+#[inline(always)]
+pub(crate) fn pack_value([x0, x1, x2, x3]: [f32; 4]) -> [u32; 2] {
+    [math::pack_bf16(x0, x1), math::pack_bf16(x2, x3)]
+}
+
 impl HeadVector {
     /// Of a value: as it is.
     #[inline(always)]

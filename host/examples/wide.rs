@@ -135,7 +135,7 @@ fn step(
     forward.enqueue_rows(&pass)?;
     forward.enqueue_rows(&pass)?;
     let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-    let heads = config.query_size() + 2 * config.key_value_size();
+    let heads = config.qkv_size();
     let mut phases: Vec<(String, f64, f64, f64, usize)> = Vec::new();
     let mut before: Option<u64> = None;
     let trace = forward.take_wide_trace()?;

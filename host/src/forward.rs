@@ -150,8 +150,7 @@ impl Footprint {
     pub fn of_room(config: &Config, room: &Room, prefill: Option<usize>) -> Self {
         let rows = room.rows;
         let q = config.query_size();
-        let activations =
-            rows * (config.hidden_size * 6 + config.hidden_size / 4 + (q + 2 * config.key_value_size()) * 4 + q * 4);
+        let activations = rows * (config.hidden_size * 6 + config.hidden_size / 4 + config.qkv_size() * 4 + q * 4);
         let partial = rows * config.num_attention_heads * room.splits() * (HEAD_DIM as usize + 2) * 4;
         let working = room.pages * KvCache::page_bytes(config)
             + room.context * HEAD_DIM as usize * 4
@@ -225,7 +224,7 @@ impl Forward {
             residual: device.zeroed(rows * config.hidden_size)?,
             scaled: device.zeroed(rows * config.hidden_size)?,
             squares: device.zeroed(rows * config.hidden_size / STRIP as usize)?,
-            qkv: device.zeroed(rows * (q + 2 * config.key_value_size()))?,
+            qkv: device.zeroed(rows * config.qkv_size())?,
             q: device.zeroed(rows * q)?,
             sums: device.zeroed(rows * config.num_attention_heads * splits * HEAD_DIM as usize)?,
             scales: device.zeroed(rows * config.num_attention_heads * splits * 2)?,

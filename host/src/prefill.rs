@@ -102,15 +102,10 @@ fn rows(capacity: usize) -> usize {
 /// How many rows of prompts are best read in together: of whole tiles, 4,096 to 6,144 rows, as many as have products whose last rounds leave the fewest multiprocessors idle for a row. Over
 /// fewer, more passes end so; over more, more slots of a batch wait.
 pub fn best_rows(device: &Device, config: &Config) -> u32 {
-    let [hidden, inner] = [config.hidden_size as u32, config.intermediate_size as u32];
-    let (q_size, heads) = (config.query_size() as u32, (config.query_size() + 2 * config.key_value_size()) as u32);
-    let products = [
-        (Epilogue::Qkv, heads, hidden),
-        (Epilogue::Add, hidden, q_size),
-        (Epilogue::SwiGlu, 2 * inner, hidden),
-        (Epilogue::Add, hidden, inner),
-    ];
-    cheapest_rows(|m| products.iter().map(|&(epilogue, n, k)| gemm::cost(device, epilogue, [m, n, k])).sum())
+    let products = config.layer_products().map(|product| product.map(|features| features as u32));
+    let epilogues = [Epilogue::Qkv, Epilogue::Add, Epilogue::SwiGlu, Epilogue::Add];
+    let layer = || epilogues.into_iter().zip(products);
+    cheapest_rows(|m| layer().map(|(epilogue, [n, k])| gemm::cost(device, epilogue, [m, n, k])).sum())
 }
 
 /// That, for a pass over `m` rows that costs `cost(m)`; of equal ones the fewest.
@@ -173,7 +168,7 @@ impl Prefill {
         let rows = rows(capacity);
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         let q_size = config.query_size();
-        let heads = q_size + 2 * config.key_value_size();
+        let heads = config.qkv_size();
         let scaled: Buffer<bf16> = device.zeroed(rows * hidden)?;
         let q: Buffer<bf16> = device.zeroed(rows * q_size)?;
         let attended: Buffer<bf16> = device.zeroed(rows * q_size)?;

@@ -27,13 +27,9 @@ pub struct Stream {
 
 /// The matrices of a model in the order of the stream: strips and input features of each.
 fn matrices(config: &Config) -> impl Iterator<Item = (u32, u32)> {
-    let (hidden, inner) = (config.hidden_size as u32, config.intermediate_size as u32);
-    let q = config.query_size() as u32;
-    let qkv = q + 2 * config.key_value_size() as u32;
-    let layer = [(qkv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)];
-    let head = (config.vocab_size as u32, hidden);
-    let all = std::iter::repeat_n(layer, config.num_hidden_layers).flatten().chain([head]);
-    all.map(|(n, k)| (n.div_ceil(STRIP), k))
+    let head = [config.vocab_size, config.hidden_size];
+    let all = std::iter::repeat_n(config.layer_products(), config.num_hidden_layers).flatten().chain([head]);
+    all.map(|[n, k]| ((n as u32).div_ceil(STRIP), k as u32))
 }
 
 /// Elements of the stream on a device with `grid` multiprocessors.

@@ -106,7 +106,7 @@ impl DeviceWeights {
                 .map(|_| {
                     Ok(DeviceLayer {
                         input_norm: ones(hidden)?,
-                        qkv: matrix((q + 2 * config.key_value_size()) * hidden)?,
+                        qkv: matrix(config.qkv_size() * hidden)?,
                         q_norm: ones(config.head_dim)?,
                         k_norm: ones(config.head_dim)?,
                         output: matrix(hidden * q)?,

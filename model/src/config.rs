@@ -112,6 +112,17 @@ impl Config {
         self.num_key_value_heads * self.head_dim
     }
 
+    /// Columns of the projection of queries, keys and values together.
+    pub fn qkv_size(&self) -> usize {
+        self.query_size() + 2 * self.key_value_size()
+    }
+
+    /// Output and input features of a layer's products: queries, keys and values; output; gate and up; down.
+    pub fn layer_products(&self) -> [[usize; 2]; 4] {
+        let (hidden, inner) = (self.hidden_size, self.intermediate_size);
+        [[self.qkv_size(), hidden], [hidden, self.query_size()], [2 * inner, hidden], [hidden, inner]]
+    }
+
     /// Parameters of the whole model, a tied head counted once.
     pub fn parameter_count(&self) -> usize {
         let embeddings = self.vocab_size * self.hidden_size * if self.tie_word_embeddings { 1 } else { 2 };

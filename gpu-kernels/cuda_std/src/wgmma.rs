@@ -62,6 +62,12 @@ impl Operand {
     }
 }
 
+/// The lower word of a matrix descriptor whose leading distance counts.
+const fn descriptor(address: u32, leading: u32) -> u32 {
+    // In a cluster an address says which block's it is, too, in bits that are another field's here.
+    (leading / 16) << 16 | (address & 0x3_ffff) >> 4
+}
+
 /// A matrix with the sum down its columns: rows of 128 bytes in shared memory, 64 columns of one of the sum, in the swizzle of [`tensor`](crate::tensor)
 /// (MN-major, to PTX a transposed matrix).
 #[derive(Clone, Copy, Debug)]
@@ -72,8 +78,7 @@ impl Columns {
     #[inline(always)]
     #[must_use]
     pub const fn at<T>(rows: Shared<T>, apart: u32) -> Self {
-        // In a cluster an address says which block's it is, too, in bits that are another field's here.
-        Self((apart / 16) << 16 | (rows.addr() & 0x3_ffff) >> 4)
+        Self(descriptor(rows.addr(), apart))
     }
 
     /// The same columns, `bytes` further: 2,048 for the next 16 of the sum.
@@ -99,8 +104,7 @@ impl Cores {
     #[inline(always)]
     #[must_use]
     pub const fn at<T>(first: Shared<T>) -> Self {
-        // In a cluster an address says which block's it is, too, in bits that are another field's here.
-        Self((CORE_BYTES / 16) << 16 | (first.addr() & 0x3_ffff) >> 4)
+        Self(descriptor(first.addr(), CORE_BYTES))
     }
 
     /// The core matrices `bytes` further: [`CORE_BYTES`] twice for the next 16 of the sum, where these follow.

@@ -55,19 +55,18 @@ fn a_product_of_core_matrices() {
         launch::<cores>(&Launch { shared_bytes: CORES_SHARED, seed, ..Launch::new(1, 128) }, params).unwrap();
         for (lane, words) in out.as_slice().chunks(164).enumerate() {
             let (warp, group, pair) = (lane / 32, lane % 32 / 4, lane % 4 * 2);
-            for (i, &word) in words[..96].iter().enumerate() {
-                let i = if i < 32 { i } else { i - 32 };
-                let (row, column) = (warp * 16 + group + i / 2 % 2 * 8, i / 4 * 8 + pair + i % 2);
-                let sum: f32 = (0..64).map(|k| a(row, k) * b(column, k)).sum();
-                let found = f32::from_bits(word);
-                assert!((found - sum).abs() <= 1e-3, "{row}, {column}: {found} for {sum}");
-            }
-            for (i, &word) in words[100..].iter().enumerate() {
-                let (row, column) = (warp * 16 + group + i / 2 % 2 * 8, i / 4 * 8 + pair + i % 2);
-                let sum: f32 = (0..64).map(|k| a(row, k) * b(column / 64 * 64 + k, column % 64)).sum();
-                let found = f32::from_bits(word);
-                assert!((found - sum).abs() <= 1e-3, "{row}, {column}: {found} for {sum}");
-            }
+            // What B has in column `column` of the sum's element `k`.
+            let check = |words: &[u32], b: &dyn Fn(usize, usize) -> f32| {
+                for (i, &word) in words.iter().enumerate() {
+                    let (row, column) = (warp * 16 + group + i / 2 % 2 * 8, i / 4 * 8 + pair + i % 2);
+                    let sum: f32 = (0..64).map(|k| a(row, k) * b(column, k)).sum();
+                    let found = f32::from_bits(word);
+                    assert!((found - sum).abs() <= 1e-3, "{row}, {column}: {found} for {sum}");
+                }
+            };
+            check(&words[..32], &b);
+            check(&words[32..96], &b);
+            check(&words[100..], &|column, k| b(column / 64 * 64 + k, column % 64));
             for (i, &word) in words[96..100].iter().enumerate() {
                 let (row, k) = (group + i % 2 * 8, pair + i / 2 * 8);
                 let wanted = [a(row, k), a(row, k + 1)].map(|x| u32::from(bf16::from_f32(x).to_bits()));

@@ -17,7 +17,7 @@ use crate::attention::{
     values_from,
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
-use crate::qkv::{Factors, Heads};
+use crate::qkv::{Factors, Heads, pack_value};
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 
@@ -400,8 +400,7 @@ impl Consumer<'_> {
                 }
                 if row < own.end {
                     let (chunk, token) = self.own_place(row, share.pages);
-                    let x = values[I];
-                    let words = [math::pack_bf16(x[0], x[1]), math::pack_bf16(x[2], x[3])];
+                    let words = pack_value(values[I]);
                     let at = place(token, d) as usize / 4;
                     shared::dynamic::<bf16>(chunk.offset() + token * QUERY).cast().store(at, words);
                     if ONE {

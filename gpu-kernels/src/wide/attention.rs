@@ -14,7 +14,7 @@
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, bulk, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, thread, warp};
 
 use super::{ALL, CONSUMERS, Memory, Phase, Rings, WARPS, WideStep};
 use crate::attention::{
@@ -22,7 +22,7 @@ use crate::attention::{
     values_from,
 };
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS, place};
-use crate::qkv::{Factors, Weight};
+use crate::qkv::{Factors, Weight, pack_value};
 use crate::ring::{Ring, Shape};
 
 const QUERY: u32 = HEAD_DIM * 2;
@@ -406,7 +406,7 @@ impl Newest {
             Self::rows(p, item, first_key, |row, position| {
                 let value =
                     if position == item.last { self.value } else { p.heads().load_value(row, item.kv_head, lane * 4) };
-                let words = [math::pack_bf16(value[0], value[1]), math::pack_bf16(value[2], value[3])];
+                let words = pack_value(value);
                 let at = position % PAGE_TOKENS * HEAD_DIM + place(position, lane * 4);
                 page.cast().store(at as usize / 4, words);
             });

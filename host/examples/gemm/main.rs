@@ -358,7 +358,7 @@ impl Prompt {
     fn new(device: &Device) -> Result<Self> {
         let config = Config::published("8B").ok_or("no such size")?;
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-        let heads = config.query_size() + 2 * config.key_value_size();
+        let heads = config.qkv_size();
         // Each matrix is a piece of these.
         let values = scaled(random(config.vocab_size * hidden, 6), 0.035);
         let ones = vec![bf16::ONE; hidden];

@@ -594,18 +594,17 @@ impl Step {
     /// As much of what a sequence has left as there is room for, as rows of prompts.
     fn read(&mut self, id: SequenceId, sequence: &Placed) {
         let rows = sequence.known.left().min(self.prompt_rows_left as usize);
-        let before = self.rows_left;
-        self.push(id, sequence, rows);
-        self.prompt_rows_left -= before - self.rows_left;
+        self.prompt_rows_left -= self.push(id, sequence, rows);
     }
 
-    /// As many of a sequence's next `rows` rows as there is room for.
-    fn push(&mut self, id: SequenceId, sequence: &Placed, rows: usize) {
-        let rows = rows.min(self.rows_left as usize);
-        self.rows_left -= rows as u32;
+    /// As many of a sequence's next `rows` rows as there is room for: so many.
+    fn push(&mut self, id: SequenceId, sequence: &Placed, rows: usize) -> u32 {
+        let rows = rows.min(self.rows_left as usize) as u32;
+        self.rows_left -= rows;
         let start = sequence.known.computed;
-        let samples = start + rows == sequence.known.tokens.len();
-        let work = Work { slot: sequence.slot, start: start as u32, rows: rows as u32, samples, most_drafts: 0 };
+        let samples = start + rows as usize == sequence.known.tokens.len();
+        let work = Work { slot: sequence.slot, start: start as u32, rows, samples, most_drafts: 0 };
         self.work.push((id, work));
+        rows
     }
 }

@@ -3,7 +3,6 @@
 
 use cuda_std::Global;
 use cuda_std::tensor::Matrix;
-use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 
@@ -153,7 +152,7 @@ impl Forward {
         let (c, w) = (&self.config, &self.weights);
         let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
         let q_size = c.query_size() as u32;
-        let heads = q_size + 2 * c.num_key_value_heads as u32 * HEAD_DIM;
+        let heads = c.qkv_size() as u32;
         let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
         let product = |kind, matrix: usize, input: Input, n: u32, k: u32| {
             let strips = if kind == Kind::SwiGlu { n.div_ceil(STRIP / 2) } else { n.div_ceil(STRIP) };

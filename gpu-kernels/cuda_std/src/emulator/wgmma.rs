@@ -5,6 +5,7 @@ use super::access::Address;
 use super::collective::{self, Meeting};
 use super::race::Mode;
 use super::world::{Site, World, misuse, world};
+use crate::tensor::swizzled;
 use crate::wgmma::{ACCUMULATORS, CORE_BYTES, CORE_ROWS_APART, FRAGMENTS};
 
 /// Products along the sum of one instruction.
@@ -64,7 +65,8 @@ impl World {
     /// `DEPTH` elements of row `row` of an operand.
     fn operand(&mut self, descriptor: u32, row: u32, site: Site) -> [f32; DEPTH] {
         let start = (descriptor & 0x3fff) * 16 + row * 128;
-        self.halves([start, start + 16].map(chunk_swizzled), site)
+        // The swizzle goes by bits of the address itself.
+        self.halves([start, start + 16].map(swizzled), site)
     }
 
     /// `DEPTH` elements of row `row` of an operand in core matrices.
@@ -76,8 +78,7 @@ impl World {
     /// `DEPTH` elements of columns `n` and the next of an operand.
     fn columns(&mut self, descriptor: u32, n: u32, site: Site) -> [[f32; DEPTH]; 2] {
         let start = (descriptor & 0x3fff) * 16 + n / 64 * (descriptor >> 16) * 16 + n % 64 * 2;
-        let pairs: [[f32; 2]; DEPTH] =
-            std::array::from_fn(|k| self.elements(chunk_swizzled(start + k as u32 * 128), site));
+        let pairs: [[f32; 2]; DEPTH] = std::array::from_fn(|k| self.elements(swizzled(start + k as u32 * 128), site));
         [0, 1].map(|column| pairs.map(|pair| pair[column]))
     }
 
@@ -126,11 +127,6 @@ impl World {
             }
         }
     }
-}
-
-/// The swizzle permutes the chunks of a row by bits of the address itself.
-const fn chunk_swizzled(address: u32) -> u32 {
-    address ^ ((address >> 7 & 7) << 4)
 }
 
 fn start(product: Product) {
