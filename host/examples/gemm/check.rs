@@ -1,6 +1,7 @@
 //! The kernels against plain references, and against themselves cut otherwise.
 
 use gpu_kernels::gemm::SPAN;
+use gpu_kernels::kv;
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::prefill_attention;
 use half::bf16;
@@ -25,6 +26,12 @@ fn spread(end: usize, count: usize) -> Vec<usize> {
         return (0..end).collect();
     }
     (0..count).map(|i| i * (end - 1) / (count - 1)).collect()
+}
+
+/// Where dimension `d` of what is stored for `position` lies: `kind` 0 for its key, 1 for its value, `block` its page's
+/// and key-value head's.
+fn in_page(block: usize, kind: usize, position: usize, d: usize) -> usize {
+    ((block * 2 + kind) * 64 + position % 64) * D + kv::place(position as u32, d as u32) as usize
 }
 
 fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize) -> Result<()> {
@@ -60,19 +67,20 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
                     let x: Vec<f64> = (0..D).map(|d| dot(row, head * D + d) * scale).collect();
                     let rms = (x.iter().map(|x| x * x).sum::<f64>() / D as f64 + 1e-6).sqrt();
                     let normed = |d: usize| x[d] / rms * norm[d].to_f64();
-                    let block = |kv_head: usize| (page * kv_heads + kv_head) * 2 * 64 * D;
                     for (d, own) in x.iter().enumerate() {
                         let (cos, sin) = (rope.cos[row * 64 + d % 64], rope.sin[row * 64 + d % 64]);
                         let (cos, sin) = (f64::from(cos), f64::from(sin));
                         let partner = if d < 64 { -normed(d + 64) } else { normed(d - 64) };
                         let turned = normed(d) * cos + partner * sin;
+                        let stored = |kind: usize, kv_head: usize| {
+                            left.pages[in_page(page * kv_heads + kv_head, kind, row, d)].to_f64()
+                        };
                         pairs.push(if head < q_heads {
                             (left.q[(row * q_heads + head) * D + d].to_f64(), turned)
                         } else if head < q_heads + kv_heads {
-                            (left.pages[block(head - q_heads) + row % 64 * D + d].to_f64(), turned)
+                            (stored(0, head - q_heads), turned)
                         } else {
-                            let at = block(head - q_heads - kv_heads) + (D + d) * 64 + row % 64;
-                            (left.pages[at].to_f64() / rms, own / rms)
+                            (stored(1, head - q_heads - kv_heads) / rms, own / rms)
                         });
                     }
                 }
@@ -153,24 +161,25 @@ fn check_attention(device: &Device, tokens: usize, q_heads: usize, kv_heads: usi
     attention.q.read(0, &mut q)?;
     attention.pages.read(0, &mut pages)?;
     let last = tokens.div_ceil(64) - 1;
-    let block = |position: usize, head: usize| ((last - position / 64) * kv_heads + head) * 2 * 64 * D;
     let mut pairs = Vec::new();
     for row in spread(tokens, 24) {
         for head in spread(q_heads, 3) {
             let kv_head = head / (q_heads / kv_heads);
             let query = &q[(row * q_heads + head) * D..][..D];
+            let stored = |kind: usize, p: usize, d: usize| {
+                pages[in_page((last - p / 64) * kv_heads + kv_head, kind, p, d)].to_f64()
+            };
             let scores: Vec<f64> = (0..=row)
                 .map(|p| {
-                    let key = &pages[block(p, kv_head) + p % 64 * D..][..D];
-                    query.iter().zip(key).map(|(a, b)| a.to_f64() * b.to_f64()).sum::<f64>() / (D as f64).sqrt()
+                    let product = |(d, q): (usize, &bf16)| q.to_f64() * stored(0, p, d);
+                    query.iter().enumerate().map(product).sum::<f64>() / (D as f64).sqrt()
                 })
                 .collect();
             let top = scores.iter().copied().fold(f64::MIN, f64::max);
             let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
             let total: f64 = weights.iter().sum();
             for d in 0..D {
-                let value = |p: usize| pages[block(p, kv_head) + (D + d) * 64 + p % 64].to_f64();
-                let sum: f64 = weights.iter().enumerate().map(|(p, w)| w * value(p)).sum();
+                let sum: f64 = weights.iter().enumerate().map(|(p, w)| w * stored(1, p, d)).sum();
                 pairs.push((whole[(row * q_heads + head) * D + d].to_f64(), sum / total));
             }
         }
