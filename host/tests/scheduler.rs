@@ -49,17 +49,18 @@ struct Case {
 fn case() -> impl Strategy<Value = Case> {
     let tier = (0..14u32, 0..5u32, 0..12u32);
     let starts = (0..40u32, 0..7u32, any::<bool>());
-    let limits = (1..7u32, 0..12u32, 1..6usize, 2..40usize, 0..5u32, tier, starts);
+    let limits = ((1..7u32, 0..3u32), 0..12u32, 1..6usize, 2..40usize, 0..5u32, tier, starts);
     let request = (prop::collection::vec(0..2u32, 1..24), 1..30usize, 1..40usize, 0..20usize);
     let others = (any::<u64>(), 0..3u32, 0..5usize, prop_oneof![Just(0), 1..5usize]);
     (limits, prop::collection::vec(request, 1..14), others).prop_map(|(limits, requests, others)| {
-        let (sequences, rows, page_tokens, context, pages, tier, starts) = limits;
+        let ((sequences, ahead), rows, page_tokens, context, pages, tier, starts) = limits;
         let (host_pages, drafts, draft_rows) = tier;
         let (prompt_rows, prompt_share, prompts_apart) = starts;
         let (seed, cost, foreseen, stream) = others;
         let limits = Limits {
             context,
             sequences,
+            generating: sequences.saturating_sub(ahead).max(1),
             rows: sequences + rows,
             page_tokens,
             pages: context.div_ceil(page_tokens) as u32 + pages,

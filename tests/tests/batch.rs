@@ -12,6 +12,7 @@ fn limits(page_tokens: usize, pages: u32, host_pages: u32, draft: Option<NgramDr
     Limits {
         context: CONTEXT,
         sequences: 8,
+        generating: 8,
         rows: 24,
         page_tokens,
         pages,

@@ -79,7 +79,7 @@ fn companies() -> [(BatchOptions, bool); 5] {
         (options(4, 300, 5, 16, None), true),
         (options(3, 20, 12, 0, drafting), true),
         (options(4, 300, 5, 16, drafting), true),
-        (BatchOptions { draft_rows: 96, ..options(6, 300, 24, 0, many) }, true),
+        (BatchOptions { draft_rows: 96, ..options(10, 300, 24, 0, many) }, true),
         (options(4, 300, 5, 16, None), false),
     ]
 }

@@ -174,6 +174,7 @@ impl GpuBatch {
         let mut limits = Limits {
             context,
             sequences: sizes.sequences as u32,
+            generating: sizes.generating as u32,
             rows: sizes.rows as u32,
             page_tokens: PAGE_TOKENS,
             pages: pages as u32,

@@ -7,6 +7,8 @@ pub struct Limits {
     pub context: usize,
     /// Most sequences that run at once.
     pub sequences: u32,
+    /// Most of them that generate in a step; the newest of the others are read in already, and take the places of those that end.
+    pub generating: u32,
     /// Most rows of a step, drafts included; at least `sequences`.
     pub rows: u32,
     /// Tokens of a page.

@@ -19,7 +19,7 @@ use crate::{Error, Finish, LoadOptions, Progress, Request};
 /// How a batch runs; what is none is for the device to say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BatchOptions {
-    /// Most sequences at once.
+    /// Most sequences that generate at once.
     pub sequences: Option<u32>,
     /// Most rows of a step.
     pub rows: Option<u32>,
@@ -56,6 +56,7 @@ impl BatchOptions {
         Limits {
             context,
             sequences,
+            generating: sequences,
             rows: self.rows.unwrap_or(Self::CPU_ROWS).max(sequences),
             page_tokens: PAGE_TOKENS,
             pages: u32::try_from(pages).unwrap_or(u32::MAX),

@@ -10,7 +10,8 @@
 //! 3. If nobody was preempted, waiting sequences start while there are slots, rows, and pages for all their tokens and one more page for each running
 //!    sequence. What the page index has of their text is shared (Kwon et al., 2023, "Efficient Memory Management for Large Language
 //!    Model Serving with PagedAttention"); of a page that matches only in part, a copy is made. A sequence whose prompt begins
-//!    like one that is being read in waits for it. Where the limits say so, a few, and what is left of one, wait for more, to be read in together.
+//!    like one that is being read in waits for it. Where the limits say so, a few, and what is left of one, wait for more, to be read in together; and some start
+//!    before they may generate, if there are pages for all at their greatest length.
 //!    Pages that several have used come back from the host tier, if they had to leave the device.
 //! 4. Drafts get what is left of the draft budget, and no page that another sequence would be preempted for.
 //!
@@ -229,6 +230,9 @@ impl Scheduler {
             if self.running.get(&id).is_none_or(|r| r.known.left() > 1) {
                 continue;
             }
+            if step.work.len() as u32 == self.limits.generating {
+                break;
+            }
             while !self.cover(id, 1, plan) {
                 let after = (Bound::Excluded(id), Bound::Unbounded);
                 let last = self.running.range(after).next_back().map_or(id, |(last, _)| *last);
@@ -311,7 +315,12 @@ impl Scheduler {
         let mut room = self.pages.available().saturating_sub(self.running.len());
         // Shared pages that nobody uses now are taken by the first of those who share them.
         let mut idle = BTreeSet::new();
-        for Waiting { known, .. } in self.waiting.values().take(self.slots.len()) {
+        let mut whole = self.whole();
+        for (started, Waiting { known, .. }) in self.waiting.values().take(self.slots.len()).enumerate() {
+            whole += self.whole_of(known);
+            if self.is_ahead(started) && whole > self.pages.available() {
+                break;
+            }
             let found = self.pages.find(known.without_newest(), known.prompt);
             let taken = self.takes(known, &found, |page| self.pages.users(page) > 0 || !idle.insert(page));
             if taken > room {
@@ -337,13 +346,29 @@ impl Scheduler {
             if self.better_later(waiting) {
                 continue;
             }
-            if !self.take_up(id, plan, step) {
+            let whole = self.whole() + self.whole_of(&waiting.known);
+            if self.is_ahead(0) && whole > self.pages.available() || !self.take_up(id, plan, step) {
                 break;
             }
             if let Some(sequence) = self.running.get(&id) {
                 step.read(id, sequence);
             }
         }
+    }
+
+    /// Whether who starts, after so many others of this step, is read in ahead of its turn to generate. That is for whoever then takes no page that others will come to need.
+    fn is_ahead(&self, started: usize) -> bool {
+        self.running.len() + started >= self.limits.generating as usize
+    }
+
+    /// Pages that a sequence of its greatest length has.
+    fn whole_of(&self, known: &Known) -> usize {
+        known.max_length.div_ceil(self.limits.page_tokens)
+    }
+
+    /// Pages that those who run may yet come to need.
+    fn whole(&self) -> usize {
+        self.running.values().map(|sequence| self.whole_of(&sequence.known) - sequence.pages.len()).sum()
     }
 
     /// Whether a prompt that is being read in will leave more pages to share with this sequence than there are now.

@@ -9,6 +9,7 @@ use host::batch::{Advance, Costs, Limits, Plan, Scheduler};
 pub const PLAIN: Limits = Limits {
     context: 64,
     sequences: 8,
+    generating: 8,
     rows: 64,
     page_tokens: 4,
     pages: 128,
@@ -376,6 +377,29 @@ fn what_is_run_again_while_the_host_tier_has_it_is_the_same_text() {
     assert_eq!(put(&mut pages, other, NOTHING, &text[..4]), first);
     let found: Vec<Place> = pages.find(&text, 8).pages.into_iter().map(|(place, _)| place).collect();
     assert!(matches!(found[..], [Place::Device(page), Place::Host(_)] if page == other), "{found:?}");
+}
+
+#[test]
+fn who_is_read_in_ahead_takes_the_place_of_who_ends() {
+    let mut scheduler = Scheduler::new(Limits { generating: 2, ..PLAIN }, cost(1.0));
+    (0..3).for_each(|i| _ = scheduler.add(vec![2 + i; 3], 60));
+    assert_eq!(rows(&step(&mut scheduler)), [3; 3]);
+    let slots = |plan: &Plan| plan.work.iter().map(|work| work.slot).collect::<Vec<_>>();
+    assert_eq!(slots(&step(&mut scheduler)), [0, 1]);
+    scheduler.finish(0);
+    assert_eq!(slots(&step(&mut scheduler)), [1, 2]);
+}
+
+#[test]
+fn nobody_is_read_in_ahead_who_would_take_the_pages_of_others() {
+    // Pages of 4 tokens: two of 16 tokens come to have 8, and the third may have 4.
+    let started = |length| {
+        let mut scheduler = Scheduler::new(Limits { generating: 2, pages: 12, context: 20, ..PLAIN }, cost(1.0));
+        (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 3], 16));
+        scheduler.add(vec![4; 3], length);
+        starting(&mut scheduler)
+    };
+    assert_eq!([16, 17].map(started), [3, 2]);
 }
 
 /// Prompts wait until they have 20 rows, or are one for one that runs.

@@ -85,6 +85,13 @@ impl Rules {
             let beyond = (work.start + work.rows).div_ceil(self.limits.page_tokens as u32);
             plan.tables.iter().any(|entry| entry.slot == work.slot && entry.index >= beyond)
         });
+        let is_known = |work: &&host::batch::plan::Work| {
+            let sequence = ran.get(&work.slot).map(|id| sequences[id]);
+            sequence.is_some_and(|sequence| sequence.computed + 1 == sequence.tokens.len())
+        };
+        let generating = plan.work.iter().filter(is_known).count();
+        assert!(generating <= self.limits.generating as usize, "{generating} generate: {plan:?}");
+
         let (free, running) = (self.free_pages(scheduler), scheduler.running());
         assert!(!drafts || free >= running, "{free} pages are left of drafts, for {running}: {plan:?}");
     }
@@ -151,7 +158,8 @@ impl Rules {
         let at_once = self.limits.prompt_rows == 0 || ran.is_empty();
         let rows: u32 = plan.work.iter().map(|work| work.rows).sum();
         let most = if self.limits.prompt_rows > 0 { self.limits.prompt_rows } else { u32::MAX };
-        let has_slot = running < self.limits.sequences as usize && rows < self.limits.rows.min(most);
+        // To be read in ahead takes more room than that.
+        let has_slot = running < self.limits.generating as usize && rows < self.limits.rows.min(most);
         if at_once && has_slot && !Self::waits_for(first, planned, &self.limits) {
             // Until the plan is made, sources of copies are not free; and what is found of it already may not help.
             let wanted = sequences[&first].tokens.len().div_ceil(self.limits.page_tokens);

@@ -13,6 +13,8 @@ use crate::prefill;
 
 /// Sequences at once, where nothing is said: on a card, and on the emulator.
 const SEQUENCES: (u32, u32) = (256, 8);
+/// Where prompts have passes of their own, one more sequence for so many is read in ahead, to take the place of one that ends.
+const AHEAD: u32 = 10;
 /// Rows of a step, where nothing is said: where prompts have passes of their own, and elsewhere.
 const ROWS: (u32, u32) = (prefill::CHUNK as u32, 256);
 /// Most rows of a step: lists have room for so many.
@@ -27,7 +29,9 @@ const HOST_TIER: usize = 4 << 30;
 /// How much there is of what, all but pages.
 pub struct Sizes {
     context: usize,
-    /// Sequences at once.
+    /// Sequences that generate at once.
+    pub generating: usize,
+    /// Those, and the ones that are read in ahead.
     pub sequences: usize,
     /// Most rows of a step.
     pub rows: usize,
@@ -38,9 +42,11 @@ impl Sizes {
     /// What `options` say, or what is good on `device`.
     pub fn new(device: &Device, context: usize, options: &BatchOptions, prompts_apart: bool) -> Self {
         let sequences = if device.is_emulator() { SEQUENCES.1 } else { SEQUENCES.0 };
-        let sequences = options.sequences.unwrap_or(sequences).clamp(1, BatchOptions::MOST_SEQUENCES) as usize;
+        let generating = options.sequences.unwrap_or(sequences).clamp(1, BatchOptions::MOST_SEQUENCES);
+        let sequences = (generating + if prompts_apart { generating / AHEAD } else { 0 }) as usize;
+        let generating = generating as usize;
         let rows = options.rows.unwrap_or(if prompts_apart { ROWS.0 } else { ROWS.1 }) as usize;
-        Self { context, sequences, rows: rows.clamp(sequences, MOST_ROWS), prompts_apart }
+        Self { context, generating, sequences, rows: rows.clamp(sequences, MOST_ROWS), prompts_apart }
     }
 
     /// Rows of a pass over prompts, where there are such.
