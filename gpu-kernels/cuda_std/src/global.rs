@@ -198,6 +198,18 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global_if(condition, self.element(i), value) }
     }
 
+    /// [`load`](Global::load) of 4 bytes, if `condition`; else it is `otherwise`. As with [`store_if`](Self::store_if) there is no branch, behind which a value would have to be there.
+    ///
+    /// # Safety
+    /// As for [`load`](Global::load), if `condition`.
+    #[inline(always)]
+    #[must_use]
+    #[track_caller]
+    pub unsafe fn load_if(self, condition: bool, i: usize, otherwise: T) -> T {
+        // SAFETY: the caller's.
+        unsafe { target::load_global_if(condition, self.element(i), otherwise) }
+    }
+
     /// Writes the 16 bytes from element `i` on (`st.global.v4.b32`).
     ///
     /// # Safety

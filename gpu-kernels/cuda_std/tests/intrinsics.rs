@@ -39,7 +39,7 @@ fn blocks_know_their_place() {
 #[test]
 fn memory_holds_every_size() {
     let expected =
-        [4, 5, 6, 7, 8, 9, 0xabcd_000a, 0xffff_ff0b, 0, 1, 2, 3, 16, 17, 18, 19, 16, 17, 18, 19, 7, u32::MAX, 10, 9];
+        [4, 5, 6, 7, 8, 9, 0xabcd_000a, 0xffff_ff0b, 0, 1, 2, 3, 16, 17, 18, 19, 16, 17, 18, 19, 23, u32::MAX, 10, 9];
     passes::<sizes>(Launch::new(1, 32), 64, |i| expected.get(i).copied().unwrap_or(u32::MAX));
 }
 

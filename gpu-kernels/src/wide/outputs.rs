@@ -108,9 +108,9 @@ impl Outputs {
         if kind == Kind::ADD {
             unroll!(R < 2; {
                 let row = 8 * j + R as u32;
-                if row < self.rows[0] {
-                    let from = unsafe { Self::of_row(self.sums, row, self.strides[0]) }.cast::<f32>();
-                    (old[R], old[2 + R]) = unsafe { (from.load(0), from.load(8)) };
+                unsafe {
+                    let from = Self::of_row(self.sums, row, self.strides[0]).cast::<f32>();
+                    [old[R], old[2 + R]] = [0, 8].map(|i| from.load_if(row < self.rows[0], i, 0.0));
                 }
             });
         }
@@ -132,10 +132,7 @@ impl Outputs {
     /// The norm's factors of the lane's rows `8 j …`.
     #[inline(always)]
     unsafe fn factors(&self, j: u32) -> [f32; 2] {
-        if 8 * j >= self.rows[0] {
-            return [1.0; 2];
-        }
-        // They are found for four rows at a time, so there is one for the second, too.
+        // Where there is no row there is a word, too.
         unsafe { shared::dynamic::<[f32; 2]>(self.factors).load(4 * j as usize) }
     }
 
@@ -274,27 +271,39 @@ impl Best {
         }
     }
 
-    /// Looks at the lane's sums of rows `8 j …`. Few are better than what the block knows of already.
+    /// Looks at the lane's sums of a quarter of a tile's rows, from group `j` on. Few are better than what the block knows of already: all that is known of the quarter is looked at first.
     #[inline(always)]
-    unsafe fn look(&self, outputs: &Outputs, j: u32, sums: [f32; 4]) {
+    unsafe fn look<const TILES: usize>(&self, outputs: &Outputs, j: u32, sums: [[f32; 4]; QUARTER]) {
         unsafe {
-            let factors = outputs.factors(j);
             let here = shared::dynamic::<u32>(self.here);
-            unroll!(R < 2; {
-                let row = 8 * j + R as u32;
-                let logits = [sums[R] * factors[R], sums[2 + R] * factors[R]];
-                let logit = |i: usize| if outputs.there[i] { logits[i] } else { f32::NEG_INFINITY };
-                let word = (key(math::max(logit(0), logit(1))) / TAGS * TAGS) | self.tile;
-                let is_behind = || {
-                    let known = atomic::load(here, row as usize, Ordering::Relaxed, Scope::Block);
-                    (known ^ word).is_multiple_of(TAGS) && known > word
-                };
-                if row < outputs.rows[0] && !is_behind() {
-                    atomic::fetch_max(here, row as usize, word, Ordering::Relaxed, Scope::Block);
+            let known = |row: u32| atomic::load(here, row as usize, Ordering::Relaxed, Scope::Block);
+            let is_behind = |word: u32, known: u32| (known ^ word).is_multiple_of(TAGS) && known > word;
+            let mut logits = [[0f32; 2]; 2 * QUARTER];
+            let mut words = [0; 2 * QUARTER];
+            let mut is_better = [false; 2 * QUARTER];
+            unroll!(I < 4; {
+                if I < TILES / 4 {
+                    let factors = outputs.factors(j + I as u32);
+                    unroll!(R < 2; {
+                        let (i, row) = (2 * I + R, 8 * (j + I as u32) + R as u32);
+                        let logit = |f: usize| {
+                            if outputs.there[f] { sums[I][2 * f + R] * factors[R] } else { f32::NEG_INFINITY }
+                        };
+                        logits[i] = [logit(0), logit(1)];
+                        words[i] = (key(math::max(logits[i][0], logits[i][1])) / TAGS * TAGS) | self.tile;
+                        let is_behind = is_behind(words[i], known(row));
+                        is_better[i] = (row < outputs.rows[0]) & !is_behind;
+                    });
+                }
+            });
+            unroll!(I < 8; {
+                let row = 8 * (j + (I / 2) as u32) + (I % 2) as u32;
+                if is_better[I] {
+                    atomic::fetch_max(here, row as usize, words[I], Ordering::Relaxed, Scope::Block);
                     // All blocks' atomics on a row come one after another: of a warp's lanes one goes on.
-                    if !is_behind() {
-                        let rank = |i: usize| {
-                            if outputs.there[i] { rank(logits[i], self.feature + 8 * i as u32) } else { 0 }
+                    if !is_behind(words[I], known(row)) {
+                        let rank = |f: usize| {
+                            if outputs.there[f] { rank(logits[I][f], self.feature + 8 * f as u32) } else { 0 }
                         };
                         let best = rank(0).max(rank(1));
                         atomic::fetch_max(self.all, row as usize, best, Ordering::Relaxed, Scope::Device);
@@ -316,15 +325,7 @@ pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
     mut old: [[f32; 4]; QUARTER],
 ) {
     unsafe {
-        if KIND == Kind::BEST {
-            let best = Best::new::<ROWS>(p, outputs, unit, first);
-            unroll!(J < TILES of 16; {
-                if (J as u32) < groups {
-                    best.look(outputs, J as u32, accumulators!(4 * J));
-                }
-            });
-            return;
-        }
+        let best = if KIND == Kind::BEST { Some(Best::new::<ROWS>(p, outputs, unit, first)) } else { None };
         macro_rules! quarters {
             ($groups:tt) => {
                 if TILES == 4 * $groups {
@@ -338,7 +339,11 @@ pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
                             unroll!(J < $groups; {
                                 sums[J] = accumulators!(4 * $groups * H + 4 * J);
                             });
-                            outputs.put::<TILES, KIND>((H * $groups) as u32, sums, old);
+                            if let Some(best) = &best {
+                                best.look::<TILES>(outputs, (H * $groups) as u32, sums);
+                            } else {
+                                outputs.put::<TILES, KIND>((H * $groups) as u32, sums, old);
+                            }
                             #[allow(unused_assignments)]
                             {
                                 old = next;

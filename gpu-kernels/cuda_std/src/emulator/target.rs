@@ -244,6 +244,13 @@ pub unsafe fn store_global_if<T: Copy>(condition: bool, address: u64, value: T) 
 
 #[inline]
 #[track_caller]
+pub unsafe fn load_global_if<T: Copy>(condition: bool, address: u64, otherwise: T) -> T {
+    // SAFETY: the caller's.
+    if condition { unsafe { load_global(address) } } else { otherwise }
+}
+
+#[inline]
+#[track_caller]
 pub unsafe fn store_global16_stream(address: u64, value: [u32; 4]) {
     // SAFETY: the caller's.
     unsafe { store_global16(address, value) }

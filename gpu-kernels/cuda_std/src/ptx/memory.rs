@@ -157,6 +157,19 @@ pub unsafe fn store_global_if<T: Copy>(condition: bool, address: u64, value: T) 
 }
 
 #[inline(always)]
+#[must_use]
+pub unsafe fn load_global_if<T: Copy>(condition: bool, address: u64, otherwise: T) -> T {
+    const { assert!(size_of::<T>() == 4, "an element has 4 bytes") };
+    // SAFETY: the caller vouches for the address, if the condition holds; the sizes agree.
+    unsafe {
+        let mut bits = transmute_copy::<T, u32>(&otherwise);
+        asm!("{{ .reg .pred p; setp.ne.u32 p, {c}, 0; @p ld.global.b32 {v}, [{a}]; }}", c = in(reg32) u32::from(condition),
+            a = in(reg64) address, v = inout(reg32) bits, options(nostack));
+        transmute_copy(&bits)
+    }
+}
+
+#[inline(always)]
 pub unsafe fn async_copy16(destination: u32, source: u64) {
     // SAFETY: the caller vouches for the addresses.
     unsafe {

@@ -114,7 +114,7 @@ pub unsafe fn sizes(p: Io) {
             let streamed = p.input.load16_stream(16);
             p.output.store16(12, streamed);
             p.output.store16_kept(16, streamed);
-            p.output.store_if(true, 20, 7);
+            p.output.store_if(true, 20, p.output.load_if(true, 16, 1) ^ p.output.load_if(false, 16, 7));
             p.output.store_if(false, 21, 8);
             p.output.cast::<u64>().store_if(true, 11, 9 << 32 | 10);
         }
