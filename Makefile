@@ -16,6 +16,8 @@ test: ptx-toolchain $(PTXAS)
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
 	$(CARGO) build --release --workspace --all-targets
+	target/release/examples/gemm check-emulated
+	target/release/examples/batch small
 	scripts/check-recipes.sh target/release/warpdraft
 	$(CARGO) test --release --workspace
 

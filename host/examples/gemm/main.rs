@@ -1,7 +1,8 @@
 //! The kernels for prompts on card 0: products and attention.
 //!
 //! `cargo run --release --package host --example gemm -- check` compares them with plain references, into poisoned outputs, and all ways of cutting
-//! the work bit for bit; `check-small` leaves the large ones out, for compute-sanitizer. `… -- serve` times what it is asked for on standard input, a line at a time, and answers with microseconds:
+//! the work bit for bit; `check-small` leaves the large ones out, for compute-sanitizer, and `check-emulated` takes the smallest, on the emulator.
+//! `… -- serve` times what it is asked for on standard input, a line at a time, and answers with microseconds:
 //!
 //! ```text
 //! gemm qkv|swiglu|add|plain auto|n128|n192|n256|pair|eight M N K REPEATS
@@ -17,6 +18,7 @@ use std::collections::HashMap;
 use std::error::Error;
 use std::io::{BufRead, Write};
 
+use check::Extent;
 use cuda_std::tensor::Matrix;
 use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
@@ -492,14 +494,18 @@ fn serve(device: &Device) -> Result<()> {
 }
 
 fn main() -> Result<()> {
+    let job = std::env::args().nth(1);
+    if job.as_deref() == Some("check-emulated") {
+        return check::check(&Device::emulator(1), Extent::Tiny);
+    }
     let device = Device::cuda(0)?;
     if !device.is_hopper() {
         return Err(format!("{} is no Hopper card, which these kernels are for", device.name()).into());
     }
-    match std::env::args().nth(1).as_deref() {
-        Some("check") => check::check(&device, false),
-        Some("check-small") => check::check(&device, true),
+    match job.as_deref() {
+        Some("check") => check::check(&device, Extent::Whole),
+        Some("check-small") => check::check(&device, Extent::Small),
         Some("serve") => serve(&device),
-        _ => Err("say `check`, `check-small` or `serve`".into()),
+        _ => Err("say `check`, `check-small`, `check-emulated` or `serve`".into()),
     }
 }
