@@ -54,6 +54,7 @@ pub mod token_copy;
 mod waiting;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod wide;
+pub mod workspace;
 
 #[cfg(target_arch = "nvptx64")]
 #[panic_handler]

@@ -48,9 +48,9 @@ use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp};
 use crate::attention::Attend;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::{CHAINS, SLICE, STRIP};
-use crate::norm::Residual;
 use crate::ring::{Ring, Shape};
-use crate::step::{MAX_DECODE_ROWS, Rows};
+use crate::step::MAX_DECODE_ROWS;
+use crate::workspace::Workspace;
 use consumer::Consumer;
 pub use exchange::Exchange;
 pub(crate) use exchange::Words;
@@ -236,8 +236,8 @@ pub unsafe fn lay_out(p: LayOut) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StreamStep {
-    /// The rows of this step: at most 8 or 16, of one sequence, at consecutive positions.
-    pub rows: Rows,
+    /// The rows, at most 8 or 16, of one sequence, at consecutive positions; and what else every whole step has.
+    pub work: Workspace,
     /// The weights, as [`lay_out`] left them: for each layer QKV, output, gate-up, down; then the head.
     pub stream: Global<bf16>,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
@@ -245,26 +245,6 @@ pub struct StreamStep {
     /// The weights of all norms: for each layer the input's `[hidden]`, that after attention `[hidden]`, the queries' `[128]` and the keys' `[128]`;
     /// then the final norm's `[hidden]`.
     pub norms: Global<bf16>,
-    /// `[vocab, hidden]`, as in the checkpoint.
-    pub embed: Global<bf16>,
-    /// `[positions, 64]` cosines.
-    pub cos: Global<f32>,
-    /// `[positions, 64]` sines.
-    pub sin: Global<f32>,
-    /// Page tables, as [`Cache::tables`].
-    pub tables: Global<u32>,
-    /// The residual stream of every row.
-    pub residual: Residual,
-    /// `[rows, (q_heads + 2 · kv_heads) · 128]`.
-    pub qkv: GlobalMut<f32>,
-    /// As [`Attend::sums`], of two rows if there is one.
-    pub sums: GlobalMut<f32>,
-    /// As [`Attend::scales`], likewise.
-    pub scales: GlobalMut<f32>,
-    /// `[rows, q_heads · 128]`.
-    pub attended: GlobalMut<bf16>,
-    /// `[rows, intermediate]`.
-    pub activation: GlobalMut<bf16>,
     /// `[rows, vocab]`, the result.
     pub logits: GlobalMut<f32>,
     /// [`StreamStep::COUNTERS`] words, zero at the start. At the end those from [`StreamStep::BEST`] on hold, as `u64`, the
@@ -278,18 +258,6 @@ pub struct StreamStep {
     pub layer_count: u32,
     /// Intermediate size.
     pub intermediate: u32,
-    /// Query heads.
-    pub q_heads: u32,
-    /// Key-value heads.
-    pub kv_heads: u32,
-    /// Tokens.
-    pub vocab: u32,
-    /// Entries of a page table.
-    pub table_stride: u32,
-    /// As [`Attend::splits`].
-    pub splits: u32,
-    /// Added to the mean of squares.
-    pub eps: f32,
 }
 
 /// The matrices of a layer, in the order of the stream, and the head.
@@ -405,14 +373,14 @@ impl StreamStep {
     /// Strips and input features of a matrix.
     #[inline(always)]
     fn shape(&self, matrix: Matrix) -> (u32, u32) {
-        let q = self.q_heads * HEAD_DIM;
-        let hidden = self.residual.dim;
+        let q = self.work.q_heads * HEAD_DIM;
+        let hidden = self.work.residual.dim;
         let (n, k) = match matrix {
-            Matrix::Qkv => (q + 2 * self.kv_heads * HEAD_DIM, hidden),
+            Matrix::Qkv => (q + 2 * self.work.kv_heads * HEAD_DIM, hidden),
             Matrix::Output => (hidden, q),
             Matrix::GateUp => (2 * self.intermediate, hidden),
             Matrix::Down => (hidden, self.intermediate),
-            Matrix::Head => (self.vocab, hidden),
+            Matrix::Head => (self.work.vocab, hidden),
         };
         (n.div_ceil(STRIP), k)
     }
@@ -420,36 +388,31 @@ impl StreamStep {
     /// The norm of a layer's input; of the layer after the last, the final one.
     #[inline(always)]
     unsafe fn input_norm(&self, layer: u32) -> Global<bf16> {
-        unsafe { self.norms.at(layer as usize * Self::layer_norms(thread::fresh(self.residual.dim))) }
+        unsafe { self.norms.at(layer as usize * Self::layer_norms(thread::fresh(self.work.residual.dim))) }
     }
 
     /// The norm after a layer's attention.
     #[inline(always)]
     unsafe fn post_attention_norm(&self, layer: u32) -> Global<bf16> {
-        unsafe { self.input_norm(layer).at(self.residual.dim as usize) }
+        unsafe { self.input_norm(layer).at(self.work.residual.dim as usize) }
     }
 
     /// The norms of a layer's queries and keys.
     #[inline(always)]
     unsafe fn head_norms(&self, layer: u32) -> Global<bf16> {
-        unsafe { self.input_norm(layer).at(2 * thread::fresh(self.residual.dim) as usize) }
+        unsafe { self.input_norm(layer).at(2 * thread::fresh(self.work.residual.dim) as usize) }
     }
 
     #[inline(always)]
     unsafe fn cache(&self, layer: u32) -> Cache {
-        Cache {
-            pages: GlobalMut::from_raw(unsafe { self.pages.load_nc(layer as usize) }),
-            tables: self.tables,
-            table_stride: self.table_stride,
-            kv_heads: self.kv_heads,
-        }
+        self.work.cache(GlobalMut::from_raw(unsafe { self.pages.load_nc(layer as usize) }))
     }
 }
 
 #[inline(always)]
 unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
     unsafe {
-        let count = p.rows.count.load(0).min(TILES as u32 * 8);
+        let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
         if count == 0 {
             return;
         }

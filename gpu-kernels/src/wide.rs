@@ -72,18 +72,16 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster;
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp, wgmma};
 
 use crate::attention::{Attend, PAIRS};
-use crate::embedding::{Embed, embed_elements};
-use crate::kv::{Cache, HEAD_DIM};
+use crate::embedding::embed_elements;
 use crate::linear::{CHAINS, SLICE};
-use crate::norm::{Norm, Residual};
-use crate::qkv::{Heads, SplitHeads};
+use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
-use crate::step::Rows;
 use crate::stream::{SLICE_BYTES, TOGETHER};
 use crate::waiting;
+use crate::workspace::Workspace;
 
 /// Most rows of a step.
 pub const MAX_WIDE_ROWS: u32 = 512;
@@ -163,8 +161,8 @@ const _: () =
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WideStep {
-    /// The rows of this step.
-    pub rows: Rows,
+    /// What every whole step has. Activations are in the order of [`slot`](crate::linear::slot).
+    pub work: Workspace,
     /// What to do, in order.
     pub phases: Global<Phase>,
     /// How many.
@@ -173,26 +171,6 @@ pub struct WideStep {
     pub blocks: u32,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
     pub stream: Global<bf16>,
-    /// `[vocab, hidden]`, as in the checkpoint.
-    pub embed: Global<bf16>,
-    /// `[positions, 64]` cosines.
-    pub cos: Global<f32>,
-    /// `[positions, 64]` sines.
-    pub sin: Global<f32>,
-    /// Page tables, as [`Cache::tables`].
-    pub tables: Global<u32>,
-    /// The residual stream of every row; its scaled rows are in the order of [`slot`](crate::linear::slot).
-    pub residual: Residual,
-    /// `[rows, (q_heads + 2 · kv_heads) · 128]`.
-    pub qkv: GlobalMut<f32>,
-    /// As [`Attend::sums`].
-    pub sums: GlobalMut<f32>,
-    /// As [`Attend::scales`].
-    pub scales: GlobalMut<f32>,
-    /// `[rows, q_heads · 128]` in the order of [`slot`](crate::linear::slot).
-    pub attended: GlobalMut<bf16>,
-    /// `[rows, intermediate]` in the order of [`slot`](crate::linear::slot).
-    pub activation: GlobalMut<bf16>,
     /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and at most
     /// [`Attend::tile_rows`]. A sequence's rows follow each other, and so do its tiles. 8-byte aligned.
     pub tiles: Global<u32>,
@@ -208,18 +186,6 @@ pub struct WideStep {
     pub trace: GlobalMut<u64>,
     /// How many tiles there are.
     pub tile_count: u32,
-    /// As [`Attend::splits`].
-    pub split_room: u32,
-    /// Tokens.
-    pub vocab: u32,
-    /// Entries of a page table.
-    pub table_stride: u32,
-    /// Query heads.
-    pub q_heads: u32,
-    /// Key-value heads.
-    pub kv_heads: u32,
-    /// Added to the mean of squares.
-    pub eps: f32,
 }
 
 impl WideStep {
@@ -312,64 +278,31 @@ impl WideStep {
         warp::sync_warp();
     }
 
-    /// The norm that a product's input has yet to be divided by.
-    #[inline(always)]
-    fn norm(&self) -> Norm {
-        Norm { squares: self.residual.squares.read(), dim: self.residual.dim, eps: self.eps }
-    }
-
-    #[inline(always)]
-    fn cache(&self, pages: GlobalMut<bf16>) -> Cache {
-        Cache { pages, tables: self.tables, table_stride: self.table_stride, kv_heads: self.kv_heads }
-    }
-
     /// Query heads that share a key-value head.
     #[inline(always)]
     fn group(&self) -> u32 {
         // SAFETY: the model has heads, at most 16 to a key-value head.
         unsafe {
-            core::hint::assert_unchecked(self.kv_heads > 0);
-            let group = self.q_heads / self.kv_heads;
+            core::hint::assert_unchecked(self.work.kv_heads > 0);
+            let group = self.work.q_heads / self.work.kv_heads;
             core::hint::assert_unchecked(group > 0 && group <= PAIRS);
             group
         }
-    }
-
-    /// What the projection left.
-    #[inline(always)]
-    fn heads(&self) -> Heads {
-        Heads { qkv: self.qkv.read(), q_heads: self.q_heads, kv_heads: self.kv_heads, eps: self.eps }
     }
 
     /// What keys and values of a layer are made from, and where they go.
     #[inline(always)]
     unsafe fn split_heads(&self, phase: Global<Phase>) -> SplitHeads {
         SplitHeads {
-            rows: self.rows,
-            qkv: self.qkv.read(),
+            rows: self.work.rows,
+            qkv: self.work.qkv.read(),
             k_norm: unsafe { field!(phase, key_norm: Global<bf16>) },
-            cos: self.cos,
-            sin: self.sin,
-            cache: self.cache(unsafe { field!(phase, pages: GlobalMut<bf16>) }),
-            q_heads: self.q_heads,
-            eps: self.eps,
+            cos: self.work.cos,
+            sin: self.work.sin,
+            cache: self.work.cache(unsafe { field!(phase, pages: GlobalMut<bf16>) }),
+            q_heads: self.work.q_heads,
+            eps: self.work.eps,
             ..SplitHeads::default()
-        }
-    }
-
-    /// What attention of a layer needs beside keys and values.
-    #[inline(always)]
-    fn attend(&self) -> Attend {
-        Attend {
-            rows: self.rows,
-            q: Default::default(),
-            cache: Default::default(),
-            sums: self.sums,
-            scales: self.scales,
-            out: self.attended,
-            splits: self.split_room,
-            q_heads: self.q_heads,
-            scale: 1.0 / math::sqrt(HEAD_DIM as f32),
         }
     }
 }
@@ -431,7 +364,7 @@ impl Odd {
 unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
     unsafe {
         wgmma::declare();
-        if p.rows.count.load(0) == 0 {
+        if p.work.rows.count.load(0) == 0 {
             return;
         }
         let warp_id = thread::warp_id();
@@ -551,10 +484,10 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
 unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
     unsafe {
         let norm = field!(phase, norm: Global<bf16>);
-        let dim = p.residual.dim;
-        let embed = Embed { rows: p.rows, table: p.embed, residual: p.residual, norm, vocab: p.vocab };
+        let dim = p.work.residual.dim;
+        let embed = p.work.embed(norm);
         // A row in pieces of as many elements as there are consumers.
-        let count = p.rows.count.load(0);
+        let count = p.work.rows.count.load(0);
         let pieces = dim.div_ceil(CONSUMERS);
         let mut item = thread::block_idx_x();
         while item < count * pieces {

@@ -11,6 +11,7 @@ use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::sample::rank;
 use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, STRIPS, Walk};
 use gpu_kernels::wide::{Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
+use gpu_kernels::workspace::Workspace;
 use proptest::prelude::*;
 
 /// Blocks that weights are laid out for.
@@ -185,23 +186,27 @@ impl Case {
         let phases = Buffer::from_slice(Phase::words(list));
         // What the input has yet to be divided by, or the squares that are written.
         let (dim, squares_of) = if kind == Kind::Add { (self.n, &squares) } else { (self.k, &before) };
-        let params = WideStep {
+        let work = Workspace {
             rows: rows.rows(),
-            phases: phases.ptr().cast(),
-            phase_count: list.len() as u32,
-            blocks: BLOCKS,
-            stream: stream.ptr(),
-            activation: activation.ptr_mut(),
             residual: Residual {
                 x: y.ptr_mut(),
                 scaled: scaled.ptr_mut(),
                 squares: squares_of.ptr_mut(),
                 dim: dim as u32,
             },
+            activation: activation.ptr_mut(),
+            eps: 1e-6,
+            ..Workspace::default()
+        };
+        let params = WideStep {
+            work,
+            phases: phases.ptr().cast(),
+            phase_count: list.len() as u32,
+            blocks: BLOCKS,
+            stream: stream.ptr(),
             partials: partials.ptr_mut(),
             arrivals: arrivals.ptr_mut(),
             best: if kind == Kind::Best { best.ptr_mut() } else { GlobalMut::default() },
-            eps: 1e-6,
             ..WideStep::default()
         };
         run_wide(tile_rows, grid, 3, params);

@@ -10,6 +10,7 @@ use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::slot;
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::wide::{Kind, Phase, WideStep};
+use gpu_kernels::workspace::Workspace;
 use proptest::prelude::*;
 
 const D: usize = HEAD_DIM as usize;
@@ -131,26 +132,30 @@ impl Case {
             };
             let phases = [0, 1].map(layer);
             let phases = Buffer::from_slice(Phase::words(&phases));
-            let params = WideStep {
+            let work = Workspace {
                 rows: all.rows(),
-                phases: phases.ptr().cast(),
-                phase_count: 2,
                 cos: cos.ptr(),
                 sin: sin.ptr(),
-                qkv: qkv.ptr_mut(),
-                eps: EPS,
                 tables: tables.ptr(),
+                qkv: qkv.ptr_mut(),
                 sums: memory.0.ptr_mut(),
                 scales: memory.1.ptr_mut(),
                 attended: memory.2.ptr_mut(),
+                q_heads: q_heads as u32,
+                kv_heads: kv_heads as u32,
+                table_stride: stride as u32,
+                splits,
+                eps: EPS,
+                ..Workspace::default()
+            };
+            let params = WideStep {
+                work,
+                phases: phases.ptr().cast(),
+                phase_count: 2,
                 tiles: words.ptr(),
                 items: items.ptr_mut(),
                 arrivals: arrivals.ptr_mut(),
                 tile_count: tiles.len() as u32,
-                split_room: splits,
-                table_stride: stride as u32,
-                q_heads: q_heads as u32,
-                kv_heads: kv_heads as u32,
                 ..WideStep::default()
             };
             run_wide(tile_rows, grid, seed, params);

@@ -11,6 +11,7 @@ use gpu_kernels::linear::{self, STRIP};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS, Rows};
 use gpu_kernels::stream::{Mark, StreamStep};
+use gpu_kernels::workspace::Workspace;
 use half::bf16;
 use model::{Config, rope::RopeTable};
 
@@ -397,6 +398,30 @@ impl Forward {
         pages(self.room.context) as u32
     }
 
+    /// What a step in one launch works with.
+    fn workspace(&self, rows: Rows) -> Workspace {
+        let c = &self.config;
+        Workspace {
+            rows,
+            embed: self.weights.embed.ptr(),
+            cos: self.cos.ptr(),
+            sin: self.sin.ptr(),
+            tables: self.page_table.ptr(),
+            residual: self.residual(),
+            qkv: self.qkv.ptr_mut(),
+            sums: self.sums.ptr_mut(),
+            scales: self.scales.ptr_mut(),
+            attended: self.attended.ptr_mut(),
+            activation: self.activation.ptr_mut(),
+            q_heads: c.num_attention_heads as u32,
+            kv_heads: c.num_key_value_heads as u32,
+            vocab: c.vocab_size as u32,
+            table_stride: self.table_stride(),
+            splits: self.room.splits() as u32,
+            eps: c.rms_norm_eps,
+        }
+    }
+
     fn residual(&self) -> Residual {
         Residual {
             x: self.residual.ptr_mut(),
@@ -519,32 +544,16 @@ impl Forward {
     fn enqueue_stream(&self, stream: &Stream, rows: Rows, most_rows: u32) -> Result<(), Error> {
         let c = &self.config;
         let step = StreamStep {
-            rows,
+            work: self.workspace(rows),
             stream: Default::default(),
             norms: Default::default(),
             pages: Default::default(),
             counters: Default::default(),
             exchange: Default::default(),
-            embed: self.weights.embed.ptr(),
-            cos: self.cos.ptr(),
-            sin: self.sin.ptr(),
-            tables: self.page_table.ptr(),
-            residual: self.residual(),
-            qkv: self.qkv.ptr_mut(),
-            sums: self.sums.ptr_mut(),
-            scales: self.scales.ptr_mut(),
-            attended: self.attended.ptr_mut(),
-            activation: self.activation.ptr_mut(),
             logits: self.logits.ptr_mut(),
             trace: self.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             layer_count: c.num_hidden_layers as u32,
             intermediate: c.intermediate_size as u32,
-            q_heads: c.num_attention_heads as u32,
-            kv_heads: c.num_key_value_heads as u32,
-            vocab: c.vocab_size as u32,
-            table_stride: self.table_stride(),
-            splits: self.room.splits() as u32,
-            eps: c.rms_norm_eps,
         };
         // SAFETY: buffers of self, sized as the parameter block says; callers zero the counters.
         unsafe { stream.enqueue(&self.device, most_rows, step) }

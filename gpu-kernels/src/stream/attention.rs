@@ -6,7 +6,7 @@
 
 use core::ops::Range;
 
-use cuda_std::{Global, GlobalMut, bf16, bulk, math, shared, thread, warp};
+use cuda_std::{GlobalMut, bf16, bulk, shared, thread, warp};
 
 use super::consumer::{Consumer, pair_with_next, sync};
 use super::exchange::{Kind, Word, Words};
@@ -17,7 +17,7 @@ use crate::attention::{
     values_from,
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
-use crate::qkv::{Factors, Heads, pack_value};
+use crate::qkv::{Factors, pack_value};
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 
@@ -62,19 +62,11 @@ impl Consumer<'_> {
         unsafe {
             let p = self.p;
             // Of one row no meeting tells that all have combined what a layer before left here; one tells that of the layer before that.
-            let first = if ONE { thread::fresh(layer) % 2 * thread::fresh(p.q_heads) * p.splits } else { 0 };
+            let first = if ONE { thread::fresh(layer) % 2 * thread::fresh(p.work.q_heads) * p.work.splits } else { 0 };
             let first = first as usize;
-            let attend = Attend {
-                rows: p.rows,
-                q: Global::from_raw(0),
-                cache: Default::default(),
-                sums: p.sums.at(first * HEAD_DIM as usize),
-                scales: p.scales.at(first * 2),
-                out: p.attended,
-                splits: p.splits,
-                q_heads: p.q_heads,
-                scale: 1.0 / math::sqrt(HEAD_DIM as f32),
-            };
+            let all = p.work.attend();
+            let (sums, scales) = (all.sums.at(first * HEAD_DIM as usize), all.scales.at(first * 2));
+            let attend = Attend { sums, scales, ..all };
             let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true };
             let dealt = (units.group, units.tile_rows);
             if ONE && units.is_empty() {
@@ -87,11 +79,11 @@ impl Consumer<'_> {
             self.mark(Mark::Attended);
             if Units::last() >= SPLIT {
                 self.meet();
-                core::hint::assert_unchecked(p.q_heads > 0);
+                core::hint::assert_unchecked(p.work.q_heads > 0);
                 let lane = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
                 let mut item = thread::block_idx_x();
-                while item < self.count * p.q_heads {
-                    let row = item / p.q_heads;
+                while item < self.count * p.work.q_heads {
+                    let row = item / p.work.q_heads;
                     let put = |pair: usize, d: u32, x: bf16| {
                         if ONE {
                             let word = pair_with_next(x);
@@ -99,10 +91,10 @@ impl Consumer<'_> {
                                 self.put_out(Kind::Attended, 4 * layer).put((pair as u32 * HEAD_DIM + d) / 2, word);
                             }
                         } else {
-                            p.attended.store(pair * HEAD_DIM as usize + d as usize, x);
+                            p.work.attended.store(pair * HEAD_DIM as usize + d as usize, x);
                         }
                     };
-                    combine_head(&attend, row, item % p.q_heads, self.first_position() + row, lane, put, SCRATCH);
+                    combine_head(&attend, row, item % p.work.q_heads, self.first_position() + row, lane, put, SCRATCH);
                     item += thread::grid_dim_x();
                 }
                 self.mark(Mark::Combined);
@@ -250,7 +242,7 @@ impl Consumer<'_> {
                 shared::dynamic::<bf16>(STAGE_NORMS).store16(lane as usize * 8, weights);
             }
             while row < self.count {
-                let from = if lane < 16 { p.cos } else { p.sin };
+                let from = if lane < 16 { p.work.cos } else { p.work.sin };
                 let angles = from.at((self.first_position() + row) as usize * (HEAD_DIM / 2) as usize);
                 let words = angles.load16_nc(lane as usize % 16 * 4);
                 shared::dynamic::<f32>(STAGE).store16((row * HEAD_DIM + lane * 4) as usize, words);
@@ -274,12 +266,6 @@ impl Consumer<'_> {
         }
     }
 
-    #[inline(always)]
-    const fn heads(&self) -> Heads {
-        let p = self.p;
-        Heads { qkv: p.qkv.read(), q_heads: p.q_heads, kv_heads: p.kv_heads, eps: p.eps }
-    }
-
     /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the ring; with `ONE` also into the cache, which
     /// nobody copies from any more then. Of queries and keys a warp makes a vector, `N` under way at a time.
     #[inline(always)]
@@ -294,7 +280,7 @@ impl Consumer<'_> {
     ) {
         unsafe {
             let p = self.p;
-            let heads = self.heads();
+            let heads = p.work.heads();
             let words = self.put_out(Kind::Heads, 4 * layer);
             let keys = own.end - own.start;
             let pairs = if ONE { group.value.min(tiles.len() as u32 * PAIRS) } else { tiles.len() as u32 * PAIRS };
@@ -302,7 +288,7 @@ impl Consumer<'_> {
             // The keys, then each tile's pairs: row, head, and whether there is one.
             let vector_of = |i: u32| {
                 if i < keys {
-                    (own.start + i, p.q_heads + share.kv_head, true)
+                    (own.start + i, p.work.q_heads + share.kv_head, true)
                 } else {
                     let (tile, pair) = (tiles.start + (i - keys) / PAIRS, (i - keys) % PAIRS);
                     let (row, head) = group.divide(pair);
@@ -319,7 +305,7 @@ impl Consumer<'_> {
                 (own.start + i as u32 * WARPS + warp_id, thread::lane_id() * 4)
             };
             let value_words = |d: u32| {
-                let first = (p.q_heads + p.kv_heads + share.kv_head) * HEAD_DIM + d;
+                let first = (p.work.q_heads + p.work.kv_heads + share.kv_head) * HEAD_DIM + d;
                 move |i: usize| first + i as u32
             };
             let mut values = [[0f32; 4]; VALUES];
@@ -337,7 +323,7 @@ impl Consumer<'_> {
             // Where in the cache they go is found while they are waited for.
             let (mut key_to, mut value_to) = (GlobalMut::default(), GlobalMut::default());
             if ONE && value(0).0 < own.end {
-                value_to = p.cache(layer).value(p.rows.sequences.load(0), self.first_position(), share.kv_head);
+                value_to = p.cache(layer).value(p.work.rows.sequences.load(0), self.first_position(), share.kv_head);
             }
             let mut first = warp_id;
             while first < all {
@@ -359,10 +345,10 @@ impl Consumer<'_> {
                     unroll!(I < N of 8; {
                         let is_key = first + (I as u32 * WARPS) < keys;
                         let norm = p.head_norms(layer).at(if is_key { HEAD_DIM } else { 0 } as usize);
-                        factors[I] = Factors::load(norm, p.cos, p.sin, position);
+                        factors[I] = Factors::load(norm, p.work.cos, p.work.sin, position);
                     });
                     if first < keys {
-                        key_to = p.cache(layer).key(p.rows.sequences.load(0), position, share.kv_head);
+                        key_to = p.cache(layer).key(p.work.rows.sequences.load(0), position, share.kv_head);
                     }
                     unroll!(I < N of 8; {
                         let (_, head, _) = vector_of(first + I as u32 * WARPS);
@@ -426,25 +412,25 @@ impl Consumer<'_> {
     pub unsafe fn append(&self, layer: u32) {
         unsafe {
             let p = self.p;
-            let (heads, cache) = (self.heads(), p.cache(layer));
-            let each = 2 * p.kv_heads;
+            let (heads, cache) = (p.work.heads(), p.cache(layer));
+            let each = 2 * p.work.kv_heads;
             core::hint::assert_unchecked(each > 0);
             let grid = thread::grid_dim_x();
             let mut i = thread::block_idx_x() + grid * (WARPS - 1 - thread::warp_id());
             while i < self.count * each {
                 let (row, kv_head) = (i / each, i % each);
-                let head = p.q_heads + kv_head;
+                let head = p.work.q_heads + kv_head;
                 let position = self.first_position() + row;
-                let sequence = p.rows.sequences.load(0);
-                let to: GlobalMut<bf16> = if kv_head >= p.kv_heads {
-                    cache.value(sequence, position, kv_head - p.kv_heads)
+                let sequence = p.work.rows.sequences.load(0);
+                let to: GlobalMut<bf16> = if kv_head >= p.work.kv_heads {
+                    cache.value(sequence, position, kv_head - p.work.kv_heads)
                 } else {
                     cache.key(sequence, position, kv_head)
                 };
                 let k_norm = p.head_norms(layer).at(HEAD_DIM as usize);
                 let x = heads.load(row, head);
                 let [scale] = heads.scales(&[x]);
-                let vector = heads.vector(head, x, scale, || Factors::load(k_norm, p.cos, p.sin, position));
+                let vector = heads.vector(head, x, scale, || Factors::load(k_norm, p.work.cos, p.work.sin, position));
                 vector.store(to, position);
                 i += grid * WARPS;
             }

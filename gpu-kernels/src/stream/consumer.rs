@@ -12,7 +12,7 @@ use super::{
     WARPS, Walk, fragment_row,
 };
 use crate::attention::Divisor;
-use crate::embedding::{Embed, embed_each, embed_elements};
+use crate::embedding::{embed_each, embed_elements};
 use crate::linear::{CHAINS, SLICE, STRIP};
 use crate::norm::Norm;
 use crate::ring::Ring;
@@ -322,17 +322,17 @@ impl<'a> Consumer<'a> {
         unsafe {
             let p = self.p;
             let norm = p.input_norm(0);
-            let embed = Embed { rows: p.rows, table: p.embed, residual: p.residual, norm, vocab: p.vocab };
+            let embed = p.work.embed(norm);
             let grid = self.walk.grid;
             core::hint::assert_unchecked(grid > 0);
             let stride = grid * WARPS * 32;
             let mut row = 0;
             while row < self.count {
                 // Of another row, other blocks take the beginning.
-                let block = (thread::block_idx_x() + row * (p.residual.dim / (WARPS * 32))) % grid;
+                let block = (thread::block_idx_x() + row * (p.work.residual.dim / (WARPS * 32))) % grid;
                 let first = block * (WARPS * 32);
                 // A row's token is not waited for where none of its elements are made.
-                if first < p.residual.dim {
+                if first < p.work.residual.dim {
                     let first = first + thread::thread_idx_x();
                     if ONE {
                         embed_each(&embed, row, first, stride, |weight, i, x| self.put_words(0, i, weight, x, true));
@@ -350,11 +350,9 @@ impl<'a> Consumer<'a> {
     fn input(&self, matrix: Matrix) -> (Global<bf16>, Norm) {
         let p = self.p;
         match matrix {
-            Matrix::Output => (p.attended.read(), Norm::default()),
-            Matrix::Down => (p.activation.read(), Norm::default()),
-            Matrix::Qkv | Matrix::GateUp | Matrix::Head => {
-                (p.residual.scaled.read(), Norm { squares: p.residual.squares.read(), dim: p.residual.dim, eps: p.eps })
-            }
+            Matrix::Output => (p.work.attended.read(), Norm::default()),
+            Matrix::Down => (p.work.activation.read(), Norm::default()),
+            Matrix::Qkv | Matrix::GateUp | Matrix::Head => (p.work.residual.scaled.read(), p.work.norm()),
         }
     }
 

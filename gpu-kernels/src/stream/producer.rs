@@ -43,11 +43,11 @@ impl Units {
     #[inline(always)]
     pub unsafe fn new(p: &StreamStep, count: u32) -> Self {
         // SAFETY: a step has so many rows.
-        let last = unsafe { p.rows.positions.load((count - 1) as usize) };
+        let last = unsafe { p.work.rows.positions.load((count - 1) as usize) };
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         // SAFETY: a grid has blocks, and a model has heads.
-        unsafe { core::hint::assert_unchecked(grid > 0 && p.kv_heads > 0 && p.q_heads >= p.kv_heads) };
-        let group = Divisor::new(p.q_heads / p.kv_heads);
+        unsafe { core::hint::assert_unchecked(grid > 0 && p.work.kv_heads > 0 && p.work.q_heads >= p.work.kv_heads) };
+        let group = Divisor::new(p.work.q_heads / p.work.kv_heads);
         // SAFETY: the launcher takes no other groups.
         unsafe { core::hint::assert_unchecked(group.value <= PAIRS) };
         let splits = last / SPLIT + 1;
@@ -56,12 +56,12 @@ impl Units {
         while tile_rows > 1 {
             let half = tile_rows / 2;
             let more = count.div_ceil(half);
-            if p.kv_heads * splits * more > grid {
+            if p.work.kv_heads * splits * more > grid {
                 break;
             }
             (tile_rows, tiles) = (half, more);
         }
-        let all = p.kv_heads * splits * tiles;
+        let all = p.work.kv_heads * splits * tiles;
         Self { group, tile_rows, splits, tiles, next: block * all / grid, end: (block + 1) * all / grid, last }
     }
 
@@ -209,7 +209,7 @@ pub unsafe fn produce(p: &StreamStep, one_row: bool) {
 unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: Units, one_row: bool) {
     unsafe {
         let cache = p.cache(layer);
-        let sequence = p.rows.sequences.load(0);
+        let sequence = p.work.rows.sequences.load(0);
         let mut filled = 0;
         while let Some(Share { kv_head, split, pages, .. }) = units.take() {
             let mut i = 0;

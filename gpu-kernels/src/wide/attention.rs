@@ -107,7 +107,7 @@ impl Item {
             self.last
         } else {
             // SAFETY: one of the step's rows.
-            unsafe { p.rows.positions.load(row as usize) }
+            unsafe { p.work.rows.positions.load(row as usize) }
         }
     }
 
@@ -173,11 +173,11 @@ const TOGETHER: usize = 4;
 #[inline(always)]
 pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring, item: &Item) {
     unsafe {
-        let (group, heads) = (p.group(), p.heads());
+        let (group, heads) = (p.group(), p.work.heads());
         ring.wait_empty();
         let mut row = 0;
         while row < item.rows {
-            let factors = Factors::of(weight, p.cos, p.sin, item.position(p, item.first_row + row));
+            let factors = Factors::of(weight, p.work.cos, p.work.sin, item.position(p, item.first_row + row));
             let mut first = 0;
             while first < group {
                 // Beyond the last, the last again.
@@ -202,7 +202,7 @@ pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring
             let head = heads.q_heads + item.kv_head;
             let x = heads.load(item.first_row + item.rows - 1, head);
             let norm = field!(p.phases.at(phase as usize), key_norm: Global<bf16>);
-            let factors = Factors::load(norm, p.cos, p.sin, item.last);
+            let factors = Factors::load(norm, p.work.cos, p.work.sin, item.last);
             let [scale] = heads.scales(&[x]);
             let to = ring.slot().at((item.rows * group * QUERY) as usize);
             heads.vector(head, x, scale, || factors).store_shared(to.cast(), item.last);
@@ -234,7 +234,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
     unsafe {
         // Kept: found where it is wanted, it would be waited for.
         let weight = Factors::load_weight(field!(phase, key_norm: Global<bf16>));
-        let a = &p.attend();
+        let a = &p.work.attend();
         let group = Divisor::new(p.group());
         loop {
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
@@ -351,7 +351,7 @@ impl Newest {
                 newest.key = Some(queries.at((item.rows * group * HEAD_DIM) as usize));
             }
             if (first_key..first_key + WARP_KEYS).contains(&item.last) {
-                newest.value = p.heads().load_value(item.first_row + item.rows - 1, item.kv_head, lane * 4);
+                newest.value = p.work.heads().load_value(item.first_row + item.rows - 1, item.kv_head, lane * 4);
             }
         }
         newest
@@ -370,7 +370,7 @@ impl Newest {
             }
             row -= 1;
             // SAFETY: a row of the tile's sequence.
-            position = unsafe { p.rows.positions.load(row as usize) };
+            position = unsafe { p.work.rows.positions.load(row as usize) };
         }
         warp::sync_warp();
     }
@@ -378,7 +378,7 @@ impl Newest {
     /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache they come later.
     #[inline(always)]
     unsafe fn put_keys(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
-        let heads = p.heads();
+        let heads = p.work.heads();
         unsafe {
             Self::rows(p, item, first_key, |row, position| {
                 let to = page.at((position % PAGE_TOKENS * HEAD_DIM) as usize);
@@ -392,7 +392,7 @@ impl Newest {
                     let head = heads.q_heads + item.kv_head;
                     let x = heads.load(row, head);
                     let [scale] = heads.scales(&[x]);
-                    let factors = || Factors::of(self.weight, p.cos, p.sin, position);
+                    let factors = || Factors::of(self.weight, p.work.cos, p.work.sin, position);
                     heads.vector(head, x, scale, factors).store_shared(to, position);
                 }
             });
@@ -404,8 +404,11 @@ impl Newest {
     unsafe fn put_values(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         unsafe {
             Self::rows(p, item, first_key, |row, position| {
-                let value =
-                    if position == item.last { self.value } else { p.heads().load_value(row, item.kv_head, lane * 4) };
+                let value = if position == item.last {
+                    self.value
+                } else {
+                    p.work.heads().load_value(row, item.kv_head, lane * 4)
+                };
                 let words = pack_value(value);
                 let at = position % PAGE_TOKENS * HEAD_DIM + place(position, lane * 4);
                 page.cast().store(at as usize / 4, words);

@@ -68,7 +68,7 @@ impl Tiles {
         if first + lane < p.tile_count {
             unsafe {
                 [first_row, rows] = p.tiles.cast::<[u32; 2]>().load((first + lane) as usize);
-                last = p.rows.positions.load((first_row + rows - 1) as usize);
+                last = p.work.rows.positions.load((first_row + rows - 1) as usize);
             }
             own = [last / PAGE_TOKENS + 1, last / SPLIT + 1];
         }
@@ -151,7 +151,7 @@ impl Split {
             on_chip,
             is_last: is_last && self.count() > 1,
             // SAFETY: one of the step's rows.
-            is_fresh: unsafe { p.rows.positions.load(since as usize) } < (split + 1) * SPLIT,
+            is_fresh: unsafe { p.work.rows.positions.load(since as usize) } < (split + 1) * SPLIT,
         }
     }
 }
@@ -172,15 +172,15 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         core::hint::assert_unchecked(grid > 0);
         let pool = Pool::find(p, all, lane);
-        let pages = all[0] * p.kv_heads - pool.all[0];
+        let pages = all[0] * p.work.kv_heads - pool.all[0];
         let (share, left) = (pages / grid, pages % grid);
         let begin = block * share + block.min(left);
         let end = begin + share + u32::from(block < left);
 
-        let pool_first = all[1] * p.kv_heads - pool.all[1];
+        let pool_first = all[1] * p.work.kv_heads - pool.all[1];
         let mut deal = Deal { first: 0, count: 0, pool_first, pool_count: pool.all[1] };
-        let mut kv_head = if begin < end { begin / all[0].max(1) } else { p.kv_heads };
-        while kv_head < p.kv_heads && kv_head * all[0] < end {
+        let mut kv_head = if begin < end { begin / all[0].max(1) } else { p.work.kv_heads };
+        while kv_head < p.work.kv_heads && kv_head * all[0] < end {
             // Pages and splits before.
             let mut before = all.map(|n| kv_head * n);
             let mut first = 0;
@@ -244,7 +244,7 @@ impl Pool {
     unsafe fn find(p: &WideStep, all: [u32; 2], lane: u32) -> Self {
         let wanted = thread::grid_dim_x() * POOL_PAGES;
         // It is of one head.
-        let is_worth = wanted * POOL_SHARE <= all[0] * p.kv_heads && all[1] <= POOL_SPLITS * p.tile_count;
+        let is_worth = wanted * POOL_SHARE <= all[0] * p.work.kv_heads && all[1] <= POOL_SPLITS * p.tile_count;
         let wanted = if is_worth { wanted.min(all[0]) } else { 0 };
         let mut pool = Self { group: p.tile_count, tile: p.tile_count, skipped: 0, all: [0; 2] };
         while pool.all[0] < wanted {
@@ -280,7 +280,7 @@ impl Pool {
                         let split = Split::of(&tiles, since, number);
                         // How many runs have ended before.
                         let runs = first + split.tile - self.tile;
-                        let item = split.item(p, p.kv_heads - 1, split.split, true, false);
+                        let item = split.item(p, p.work.kv_heads - 1, split.split, true, false);
                         let place = if split.split + 1 == split.count() {
                             self.all[1] - tiles_of_pool + runs
                         } else {
@@ -310,8 +310,8 @@ impl Pool {
 unsafe fn first_row(p: &WideStep, tile: &Tiles) -> u32 {
     unsafe {
         let mut first = tile.first_row;
-        let sequence = p.rows.sequences.load(first as usize);
-        while first > 0 && p.rows.sequences.load((first - 1) as usize) == sequence {
+        let sequence = p.work.rows.sequences.load(first as usize);
+        while first > 0 && p.work.rows.sequences.load((first - 1) as usize) == sequence {
             first -= 1;
         }
         first
@@ -361,8 +361,8 @@ pub unsafe fn walk<const ROWS: u32, const N: usize>(
 #[inline(always)]
 unsafe fn put(p: &WideStep, item: &Item, number: u32) {
     unsafe {
-        let cache = p.cache(Default::default());
-        let sequence = p.rows.sequences.load(item.first_row as usize);
+        let cache = p.work.cache(Default::default());
+        let sequence = p.work.rows.sequences.load(item.first_row as usize);
         let mut blocks = [0; PAGES as usize];
         unroll!(I < 4; {
             if (I as u32) < item.pages() {

@@ -34,10 +34,10 @@ pub unsafe fn share<const ROWS: u32>(p: &WideStep, phase: u32, wanted: u32, whic
         let words = Words::at(p.factor_words(), MAX_WIDE_ROWS, phase + 1);
         let (lane, grid) = (thread::fresh(thread::lane_id()), thread::grid_dim_x());
         // Loaded here: kept over the phases, a step of 256 rows takes a third of a percent longer.
-        let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
+        let count = p.work.rows.count.load(0).min(MAX_WIDE_ROWS);
         let mut row = thread::block_idx_x() + which * grid;
         while row < count {
-            let factor = p.norm().inverse_rms(row);
+            let factor = p.work.norm().inverse_rms(row);
             if lane == 0 {
                 words.put(row, factor.to_bits());
             }

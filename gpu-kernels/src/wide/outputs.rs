@@ -53,7 +53,7 @@ impl Outputs {
     ) -> Self {
         unsafe {
             // Loaded again: over the products it would take a register.
-            let count = p.rows.count.load(0).min(MAX_WIDE_ROWS);
+            let count = p.work.rows.count.load(0).min(MAX_WIDE_ROWS);
             let lane = thread::fresh(thread::lane_id());
             let (g, t) = (lane / 4, lane % 4);
             let strip = unit.strip + thread::fresh(thread::warp_id());
@@ -68,9 +68,9 @@ impl Outputs {
             match kind {
                 Kind::WRITE => sums = field!(product.phase, y: GlobalMut<f32>).at(sums_at),
                 Kind::BEST => {}
-                Kind::SWIGLU => activations = p.activation.at(activations_at),
+                Kind::SWIGLU => activations = p.work.activation.at(activations_at),
                 _ => {
-                    (sums, activations) = (p.residual.x.at(sums_at), p.residual.scaled.at(activations_at));
+                    (sums, activations) = (p.work.residual.x.at(sums_at), p.work.residual.scaled.at(activations_at));
                     if strip < product.strips {
                         let norm = field!(product.phase, norm: Global<bf16>);
                         weight = [0, 8].map(|i| math::from_bf16(norm.load_nc((feature + g + i) as usize)));
@@ -84,7 +84,7 @@ impl Outputs {
                 sums: sums.cast(),
                 activations: activations.cast(),
                 strides: [n * 4, n * 2],
-                squares: p.residual.squares.at(squares).cast(),
+                squares: p.work.residual.squares.at(squares).cast(),
                 factors: Memory::<ROWS>::FACTORS + (tile_row + 2 * t) * 4,
                 rows: [2 * t, g, squares_row].map(|row| rows.saturating_sub(row)),
                 there: [feature + g < n, feature + g + 8 < n],

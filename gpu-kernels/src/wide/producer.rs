@@ -63,7 +63,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
             if Kind::is_product(kind) {
                 ring = produce_weights::<ROWS>(p, &Product::new(phase), ring, alone, &mut steps);
             } else if kind == Kind::ATTEND {
-                let cache = p.cache(field!(phase, pages: GlobalMut<bf16>));
+                let cache = p.work.cache(field!(phase, pages: GlobalMut<bf16>));
                 let mut filled = 0;
                 walk::<ROWS, 2>(
                     p,

@@ -195,28 +195,18 @@ impl Forward {
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
         let Pass { rows, most_rows, output, .. } = *pass;
-        let (c, d) = (&self.config, &self.device);
+        let d = &self.device;
         let ((weights, blocks), grid) = (stream.weights(), of.grid);
         let fits = |&(tile_rows, row_tiles): &(u32, u32)| most_rows <= tile_rows * row_tiles;
         let program = PROGRAMS.iter().position(fits).expect("no pass has more rows");
         let finds_best = output == RowOutput::Best;
         let phases: Global<Phase> = of.programs[program][usize::from(finds_best)].ptr().cast();
         let step = WideStep {
-            rows,
+            work: self.workspace(rows),
             phases,
             phase_count: of.kinds.len() as u32 - u32::from(output == RowOutput::None),
             blocks,
             stream: weights,
-            embed: self.weights.embed.ptr(),
-            cos: self.cos.ptr(),
-            sin: self.sin.ptr(),
-            tables: self.page_table.ptr(),
-            residual: self.residual(),
-            qkv: self.qkv.ptr_mut(),
-            sums: self.sums.ptr_mut(),
-            scales: self.scales.ptr_mut(),
-            attended: self.attended.ptr_mut(),
-            activation: self.activation.ptr_mut(),
             tiles: tiles.list,
             items: of.items.ptr_mut(),
             partials: of.partials.ptr_mut(),
@@ -224,12 +214,6 @@ impl Forward {
             best: if finds_best { of.best.ptr_mut() } else { Default::default() },
             trace: of.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             tile_count: tiles.count,
-            split_room: self.room.splits() as u32,
-            vocab: c.vocab_size as u32,
-            table_stride: self.table_stride(),
-            q_heads: c.num_attention_heads as u32,
-            kv_heads: c.num_key_value_heads as u32,
-            eps: c.rms_norm_eps,
         };
         let tile_rows = PROGRAMS[program].0;
         let shared = WideStep::shared_bytes(tile_rows);

@@ -113,7 +113,7 @@ pub unsafe fn factors(p: &StreamStep) {
                 });
                 i += 64;
             }
-            let norm = Norm { dim: p.residual.dim, eps: p.eps, ..Norm::default() };
+            let norm = Norm { dim: p.work.residual.dim, eps: p.work.eps, ..Norm::default() };
             let factor = norm.inverse_rms_of(sum);
             if lane == 0 {
                 place.store(FACTOR, factor.to_bits());

@@ -98,7 +98,7 @@ impl Consumer<'_> {
             if ONE {
                 Old { word: self.added_to(part.index).ask(output.feature), weight, ..Old::default() }
             } else {
-                let x = p.residual.x.load((output.row * p.residual.dim + output.feature) as usize);
+                let x = p.work.residual.x.load((output.row * p.work.residual.dim + output.feature) as usize);
                 Old { x, weight, ..Old::default() }
             }
         }
@@ -141,8 +141,8 @@ impl Consumer<'_> {
                     if ONE && valid {
                         self.put_out(Kind::Heads, part.index).put(feature, (sum * factor()).to_bits());
                     } else if valid {
-                        let heads = (p.q_heads + 2 * p.kv_heads) * HEAD_DIM;
-                        p.qkv.store((row * heads + feature) as usize, sum * factor());
+                        let heads = (p.work.q_heads + 2 * p.work.kv_heads) * HEAD_DIM;
+                        p.work.qkv.store((row * heads + feature) as usize, sum * factor());
                     }
                 }
                 Matrix::Output | Matrix::Down => {
@@ -152,7 +152,7 @@ impl Consumer<'_> {
                         let x = f32::from_bits(word[0].bits()) + sum;
                         self.put_words(part.index + 1, feature, old.weight, x, valid);
                     } else {
-                        p.residual.put(old.weight, row, feature, old.x + sum, valid);
+                        p.work.residual.put(old.weight, row, feature, old.x + sum, valid);
                     }
                 }
                 Matrix::GateUp => {
@@ -168,14 +168,14 @@ impl Consumer<'_> {
                             self.put_out(Kind::Activation, part.index).put(feature / 2, word);
                         }
                     } else if valid {
-                        p.activation.store((row * p.intermediate + feature) as usize, product);
+                        p.work.activation.store((row * p.intermediate + feature) as usize, product);
                     }
                 }
                 Matrix::Head => {
-                    let valid = valid && feature < p.vocab;
+                    let valid = valid && feature < p.work.vocab;
                     let logit = sum * factor();
                     if valid {
-                        p.logits.store(row as usize * p.vocab as usize + feature as usize, logit);
+                        p.logits.store(row as usize * p.work.vocab as usize + feature as usize, logit);
                     }
                     let mut best = if valid { rank(logit, feature) } else { 0 };
                     let mut mask = STRIP / 2;

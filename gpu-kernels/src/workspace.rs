@@ -1,0 +1,93 @@
+//! What the kernels that run a whole step in one launch work with, whichever it is: the rows, the model's tables and shape, and the memory that one operator leaves its results in
+//! for the next.
+
+use cuda_std::{Global, GlobalMut, bf16, math};
+
+use crate::attention::Attend;
+use crate::embedding::Embed;
+use crate::kv::{Cache, HEAD_DIM};
+use crate::norm::{Norm, Residual};
+use crate::qkv::Heads;
+use crate::step::Rows;
+
+/// A part of the parameters of [`stream`](crate::stream::StreamStep) and [`wide`](crate::wide::WideStep). Activations lie in the order that the kernel's own products read them in.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Workspace {
+    /// The rows of this step.
+    pub rows: Rows,
+    /// `[vocab, hidden]`, as in the checkpoint.
+    pub embed: Global<bf16>,
+    /// `[positions, 64]` cosines.
+    pub cos: Global<f32>,
+    /// `[positions, 64]` sines.
+    pub sin: Global<f32>,
+    /// Page tables, as [`Cache::tables`].
+    pub tables: Global<u32>,
+    /// The residual stream of every row.
+    pub residual: Residual,
+    /// `[rows, (q_heads + 2 · kv_heads) · 128]`.
+    pub qkv: GlobalMut<f32>,
+    /// As [`Attend::sums`]; for one row of the stream, of two.
+    pub sums: GlobalMut<f32>,
+    /// As [`Attend::scales`], likewise.
+    pub scales: GlobalMut<f32>,
+    /// `[rows, q_heads · 128]`.
+    pub attended: GlobalMut<bf16>,
+    /// `[rows, intermediate]`.
+    pub activation: GlobalMut<bf16>,
+    /// Query heads.
+    pub q_heads: u32,
+    /// Key-value heads.
+    pub kv_heads: u32,
+    /// Tokens.
+    pub vocab: u32,
+    /// Entries of a page table.
+    pub table_stride: u32,
+    /// As [`Attend::splits`].
+    pub splits: u32,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
+impl Workspace {
+    /// How the residual stream begins, for a first layer with this norm.
+    #[inline(always)]
+    pub(crate) fn embed(&self, norm: Global<bf16>) -> Embed {
+        Embed { rows: self.rows, table: self.embed, residual: self.residual, norm, vocab: self.vocab }
+    }
+
+    /// The norm that a product's input has yet to be divided by.
+    #[inline(always)]
+    pub(crate) fn norm(&self) -> Norm {
+        Norm { squares: self.residual.squares.read(), dim: self.residual.dim, eps: self.eps }
+    }
+
+    /// What the projection of queries, keys and values left.
+    #[inline(always)]
+    pub(crate) const fn heads(&self) -> Heads {
+        Heads { qkv: self.qkv.read(), q_heads: self.q_heads, kv_heads: self.kv_heads, eps: self.eps }
+    }
+
+    /// The cache of the layer with these pages.
+    #[inline(always)]
+    pub(crate) const fn cache(&self, pages: GlobalMut<bf16>) -> Cache {
+        Cache { pages, tables: self.tables, table_stride: self.table_stride, kv_heads: self.kv_heads }
+    }
+
+    /// What attention of a layer needs beside queries, keys and values.
+    #[inline(always)]
+    pub(crate) fn attend(&self) -> Attend {
+        Attend {
+            rows: self.rows,
+            q: Global::from_raw(0),
+            cache: Default::default(),
+            sums: self.sums,
+            scales: self.scales,
+            out: self.attended,
+            splits: self.splits,
+            q_heads: self.q_heads,
+            scale: 1.0 / math::sqrt(HEAD_DIM as f32),
+        }
+    }
+}
