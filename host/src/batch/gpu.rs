@@ -196,7 +196,7 @@ impl GpuBatch {
         let group = config.num_attention_heads / config.num_key_value_heads;
         let widths = Widths {
             prompt: forward.prefill().map_or(0, |prefill| prefill.capacity()),
-            decode: room.rows,
+            decode: sizes.decode_rows(),
             tile: Attend::tile_rows(group as u32) as usize,
         };
         let tier = sizes.host_pages(config, &options, pages)?;

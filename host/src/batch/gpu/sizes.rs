@@ -54,6 +54,11 @@ impl Sizes {
         self.prompts_apart.then_some(self.rows)
     }
 
+    /// Most rows of a pass over what is generated. There is [room](Self::room) for more, since whoever is read in ahead may have its first token chosen beside those of all others.
+    pub fn decode_rows(&self) -> usize {
+        self.room(0).rows.min(BatchOptions::MOST_SEQUENCES as usize)
+    }
+
     /// Room for these and so many pages.
     pub fn room(&self, pages: usize) -> Room {
         Room::batch(self.context, self.sequences, pages, self.sequences.max(LEAST_ROWS))
@@ -99,5 +104,24 @@ impl Sizes {
     /// A tier of `pages` could not be had.
     pub fn no_tier(config: &Config, pages: usize, reason: String) -> Error {
         Error::HostTier { wanted: pages.saturating_mul(KvCache::page_bytes(config)) as u64, reason }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn passes_have_no_more_rows_than_kernels() {
+        let device = Device::emulator(1);
+        let rows = |sequences, prompts_apart| {
+            let options = BatchOptions { sequences, ..BatchOptions::default() };
+            let sizes = Sizes::new(&device, 64, &options, prompts_apart);
+            (sizes.decode_rows(), sizes.room(0).rows, sizes.sequences)
+        };
+        assert_eq!(rows(None, true), (64, 64, 8));
+        assert_eq!(rows(Some(256), true), (384, 384, 281));
+        assert_eq!(rows(Some(BatchOptions::MOST_SEQUENCES), true), (512, 640, 563));
+        assert_eq!(rows(Some(BatchOptions::MOST_SEQUENCES), false), (512, 512, 512));
     }
 }
