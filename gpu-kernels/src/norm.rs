@@ -26,6 +26,13 @@ pub struct Residual {
 }
 
 impl Residual {
+    /// The norm that whoever reads the scaled rows has yet to divide by.
+    #[inline(always)]
+    #[must_use]
+    pub const fn norm(&self, eps: f32) -> Norm {
+        Norm { squares: self.squares.read(), dim: self.dim, eps }
+    }
+
     /// Writes one element of `row`, whose `weight` in the norm to come is this. A strip's 16 elements are written by 16 neighbouring lanes, and every
     /// lane of the warp is here; those that are not `valid` write nothing.
     #[inline(always)]

@@ -234,7 +234,7 @@ pub unsafe fn lay_out(p: LayOut) {
 
 /// Parameters of [`stream_8`] and [`stream_16`]. Cooperative; grid: the blocks that the weights were [laid out](lay_out) for. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct StreamStep {
     /// The rows, at most 8 or 16, of one sequence, at consecutive positions; and what else every whole step has.
     pub work: Workspace,

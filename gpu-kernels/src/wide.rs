@@ -74,7 +74,7 @@ use cuda_std::cluster;
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp, wgmma};
 
-use crate::attention::{Attend, PAIRS};
+use crate::attention::Attend;
 use crate::embedding::embed_elements;
 use crate::linear::{CHAINS, SLICE};
 use crate::qkv::SplitHeads;
@@ -278,32 +278,11 @@ impl WideStep {
         warp::sync_warp();
     }
 
-    /// Query heads that share a key-value head.
-    #[inline(always)]
-    fn group(&self) -> u32 {
-        // SAFETY: the model has heads, at most 16 to a key-value head.
-        unsafe {
-            core::hint::assert_unchecked(self.work.kv_heads > 0);
-            let group = self.work.q_heads / self.work.kv_heads;
-            core::hint::assert_unchecked(group > 0 && group <= PAIRS);
-            group
-        }
-    }
-
     /// What keys and values of a layer are made from, and where they go.
     #[inline(always)]
     unsafe fn split_heads(&self, phase: Global<Phase>) -> SplitHeads {
-        SplitHeads {
-            rows: self.work.rows,
-            qkv: self.work.qkv.read(),
-            k_norm: unsafe { field!(phase, key_norm: Global<bf16>) },
-            cos: self.work.cos,
-            sin: self.work.sin,
-            cache: self.work.cache(unsafe { field!(phase, pages: GlobalMut<bf16>) }),
-            q_heads: self.work.q_heads,
-            eps: self.work.eps,
-            ..SplitHeads::default()
-        }
+        let (k_norm, pages) = unsafe { (field!(phase, key_norm: Global<bf16>), field!(phase, pages: GlobalMut<bf16>)) };
+        self.work.split_heads(k_norm, self.work.cache(pages))
     }
 }
 

@@ -1,13 +1,13 @@
-//! What the kernels that run a whole step in one launch work with, whichever it is: the rows, the model's tables and shape, and the memory that one operator leaves its results in
-//! for the next.
+//! What a step of the whole model works with, in one launch or many: the rows, the model's tables and shape, and the memory that one operator leaves its results in for the next. And
+//! what is made of it for an operator.
 
 use cuda_std::{Global, GlobalMut, bf16, math};
 
-use crate::attention::Attend;
+use crate::attention::{Attend, PAIRS};
 use crate::embedding::Embed;
 use crate::kv::{Cache, HEAD_DIM};
 use crate::norm::{Norm, Residual};
-use crate::qkv::Heads;
+use crate::qkv::{Heads, SplitHeads};
 use crate::step::Rows;
 
 /// A part of the parameters of [`stream`](crate::stream::StreamStep) and [`wide`](crate::wide::WideStep). Activations lie in the order that the kernel's own products read them in.
@@ -60,7 +60,7 @@ impl Workspace {
     /// The norm that a product's input has yet to be divided by.
     #[inline(always)]
     pub(crate) fn norm(&self) -> Norm {
-        Norm { squares: self.residual.squares.read(), dim: self.residual.dim, eps: self.eps }
+        self.residual.norm(self.eps)
     }
 
     /// What the projection of queries, keys and values left.
@@ -75,12 +75,40 @@ impl Workspace {
         Cache { pages, tables: self.tables, table_stride: self.table_stride, kv_heads: self.kv_heads }
     }
 
+    /// What the heads of a layer are made from beside the norm of queries, with its norm of keys and its cache; where queries go is not said.
+    #[inline(always)]
+    pub fn split_heads(&self, k_norm: Global<bf16>, cache: Cache) -> SplitHeads {
+        SplitHeads {
+            rows: self.rows,
+            qkv: self.qkv.read(),
+            k_norm,
+            cos: self.cos,
+            sin: self.sin,
+            cache,
+            q_heads: self.q_heads,
+            eps: self.eps,
+            ..SplitHeads::default()
+        }
+    }
+
+    /// Query heads that share a key-value head.
+    #[inline(always)]
+    pub(crate) fn group(&self) -> u32 {
+        // SAFETY: the model has heads, at most 16 to a key-value head.
+        unsafe {
+            core::hint::assert_unchecked(self.kv_heads > 0);
+            let group = self.q_heads / self.kv_heads;
+            core::hint::assert_unchecked(group > 0 && group <= PAIRS);
+            group
+        }
+    }
+
     /// What attention of a layer needs beside queries, keys and values.
     #[inline(always)]
-    pub(crate) fn attend(&self) -> Attend {
+    pub fn attend(&self) -> Attend {
         Attend {
             rows: self.rows,
-            q: Global::from_raw(0),
+            q: Default::default(),
             cache: Default::default(),
             sums: self.sums,
             scales: self.scales,

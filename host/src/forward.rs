@@ -391,14 +391,14 @@ impl Forward {
 
     /// The norm that the residual stream's reader has yet to divide by.
     fn norm(&self) -> Norm {
-        Norm { squares: self.squares.ptr(), dim: self.config.hidden_size as u32, eps: self.config.rms_norm_eps }
+        self.residual().norm(self.config.rms_norm_eps)
     }
 
     fn table_stride(&self) -> u32 {
         pages(self.room.context) as u32
     }
 
-    /// What a step in one launch works with.
+    /// What a step works with, in one launch or many.
     fn workspace(&self, rows: Rows) -> Workspace {
         let c = &self.config;
         Workspace {
@@ -545,15 +545,11 @@ impl Forward {
         let c = &self.config;
         let step = StreamStep {
             work: self.workspace(rows),
-            stream: Default::default(),
-            norms: Default::default(),
-            pages: Default::default(),
-            counters: Default::default(),
-            exchange: Default::default(),
             logits: self.logits.ptr_mut(),
             trace: self.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             layer_count: c.num_hidden_layers as u32,
             intermediate: c.intermediate_size as u32,
+            ..StreamStep::default()
         };
         // SAFETY: buffers of self, sized as the parameter block says; callers zero the counters.
         unsafe { stream.enqueue(&self.device, most_rows, step) }

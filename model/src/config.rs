@@ -126,10 +126,9 @@ impl Config {
     /// Parameters of the whole model, a tied head counted once.
     pub fn parameter_count(&self) -> usize {
         let embeddings = self.vocab_size * self.hidden_size * if self.tie_word_embeddings { 1 } else { 2 };
-        let attention = 2 * self.hidden_size * (self.query_size() + self.key_value_size()) + 2 * self.head_dim;
-        let mlp = 3 * self.hidden_size * self.intermediate_size;
-        let norms = 2 * self.hidden_size;
-        embeddings + self.num_hidden_layers * (attention + mlp + norms) + self.hidden_size
+        let products: usize = self.layer_products().iter().map(|[n, k]| n * k).sum();
+        let norms = 2 * self.hidden_size + 2 * self.head_dim;
+        embeddings + self.num_hidden_layers * (products + norms) + self.hidden_size
     }
 
     /// Bytes of all weights when each takes `bytes_per_weight` (2 for bf16).

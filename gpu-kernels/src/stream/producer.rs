@@ -45,11 +45,9 @@ impl Units {
         // SAFETY: a step has so many rows.
         let last = unsafe { p.work.rows.positions.load((count - 1) as usize) };
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
-        // SAFETY: a grid has blocks, and a model has heads.
-        unsafe { core::hint::assert_unchecked(grid > 0 && p.work.kv_heads > 0 && p.work.q_heads >= p.work.kv_heads) };
-        let group = Divisor::new(p.work.q_heads / p.work.kv_heads);
-        // SAFETY: the launcher takes no other groups.
-        unsafe { core::hint::assert_unchecked(group.value <= PAIRS) };
+        // SAFETY: a grid has blocks.
+        unsafe { core::hint::assert_unchecked(grid > 0) };
+        let group = Divisor::new(p.work.group());
         let splits = last / SPLIT + 1;
         let (mut tile_rows, mut tiles) = (group.divide(PAIRS).0, Attend::tiles(count, group.value));
         // A pair never meets another: tiles are smaller where that keeps more blocks busy.

@@ -173,7 +173,7 @@ const TOGETHER: usize = 4;
 #[inline(always)]
 pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring, item: &Item) {
     unsafe {
-        let (group, heads) = (p.group(), p.work.heads());
+        let (group, heads) = (p.work.group(), p.work.heads());
         ring.wait_empty();
         let mut row = 0;
         while row < item.rows {
@@ -235,7 +235,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
         // Kept: found where it is wanted, it would be waited for.
         let weight = Factors::load_weight(field!(phase, key_norm: Global<bf16>));
         let a = &p.work.attend();
-        let group = Divisor::new(p.group());
+        let group = Divisor::new(p.work.group());
         loop {
             let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
             rings.items.wait_full();
@@ -345,7 +345,7 @@ impl Newest {
         queries: Shared<bf16>,
     ) -> Self {
         let mut newest = Self { weight, key: None, value: [0.0; 4] };
-        let group = p.group();
+        let group = p.work.group();
         unsafe {
             if item.brings_key(group) {
                 newest.key = Some(queries.at((item.rows * group * HEAD_DIM) as usize));

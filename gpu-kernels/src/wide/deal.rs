@@ -202,7 +202,7 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
                         let is_last = if ends { next == count } else { end <= middle(next) };
                         // The first with that much before its middle.
                         let first_split = if begins { 0 } else { (begin - run - PAGES / 2).div_ceil(PAGES) };
-                        let fits = count * split.rows * p.group() <= parts::<ROWS>();
+                        let fits = count * split.rows * p.work.group() <= parts::<ROWS>();
                         let item = split.item(p, kv_head, first_split, is_last, begins && ends && fits);
                         put(p, &item, before[1] + number);
                     }

@@ -291,8 +291,8 @@ impl Best {
                         };
                         logits[i] = [logit(0), logit(1)];
                         words[i] = (key(math::max(logits[i][0], logits[i][1])) / TAGS * TAGS) | self.tile;
-                        let is_behind = is_behind(words[i], known(row));
-                        is_better[i] = (row < outputs.rows[0]) & !is_behind;
+                        // Both are asked: no branch.
+                        is_better[i] = (row < outputs.rows[0]) & !is_behind(words[i], known(row));
                     });
                 }
             });

@@ -203,22 +203,22 @@ pub enum Extent {
 }
 
 pub fn check(device: &Device, extent: Extent) -> Result<()> {
+    let (most_shapes, most_tokens) = match extent {
+        Extent::Tiny => (2, 70),
+        Extent::Small => (5, 1025),
+        Extent::Whole => (5, usize::MAX),
+    };
     for epilogue in [Epilogue::Qkv, Epilogue::SwiGlu, Epilogue::Add, Epilogue::Plain] {
         let shapes = [(1, 384, 64), (77, 384, 320), (64, 768, 64), (129, 640, 192), (300, 1152, 4160)];
-        for (m, n, k) in &shapes[..if extent == Extent::Tiny { 2 } else { shapes.len() }] {
-            check_product(device, epilogue, *m, *n, *k)?;
+        for (m, n, k) in shapes.into_iter().take(most_shapes) {
+            check_product(device, epilogue, m, n, k)?;
         }
     }
     if extent > Extent::Tiny {
         check_two_queues(device)?;
     }
     for (tokens, q_heads, kv_heads) in [(1, 1, 1), (70, 2, 1), (300, 4, 2), (1025, 5, 1), (2048, 32, 8), (8192, 4, 1)] {
-        let most = match extent {
-            Extent::Tiny => 70,
-            Extent::Small => 1025,
-            Extent::Whole => usize::MAX,
-        };
-        if tokens <= most {
+        if tokens <= most_tokens {
             check_attention(device, tokens, q_heads, kv_heads)?;
         }
     }

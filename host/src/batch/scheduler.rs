@@ -315,10 +315,10 @@ impl Scheduler {
         let mut room = self.pages.available().saturating_sub(self.running.len());
         // Shared pages that nobody uses now are taken by the first of those who share them.
         let mut idle = BTreeSet::new();
-        let mut whole = self.whole();
-        for (started, Waiting { known, .. }) in self.waiting.values().take(self.slots.len()).enumerate() {
-            whole += self.whole_of(known);
-            if self.is_ahead(started) && whole > self.pages.available() {
+        let mut whole = 0;
+        for (more, Waiting { known, .. }) in (1..).zip(self.waiting.values().take(self.slots.len())) {
+            whole += self.whole(known);
+            if !self.may_start(more, whole) {
                 break;
             }
             let found = self.pages.find(known.without_newest(), known.prompt);
@@ -346,8 +346,7 @@ impl Scheduler {
             if self.better_later(waiting) {
                 continue;
             }
-            let whole = self.whole() + self.whole_of(&waiting.known);
-            if self.is_ahead(0) && whole > self.pages.available() || !self.take_up(id, plan, step) {
+            if !self.may_start(1, self.whole(&waiting.known)) || !self.take_up(id, plan, step) {
                 break;
             }
             if let Some(sequence) = self.running.get(&id) {
@@ -356,19 +355,17 @@ impl Scheduler {
         }
     }
 
-    /// Whether who starts, after so many others of this step, is read in ahead of its turn to generate. That is for whoever then takes no page that others will come to need.
-    fn is_ahead(&self, started: usize) -> bool {
-        self.running.len() + started >= self.limits.generating as usize
+    /// Whether so many `more` sequences, with so many pages at their greatest length, may start. Who is read in ahead of its turn to generate may not take a page that others will come
+    /// to need.
+    fn may_start(&self, more: usize, pages: usize) -> bool {
+        let to_come = || self.running.values().map(|sequence| self.whole(&sequence.known) - sequence.pages.len());
+        let is_ahead = self.running.len() + more > self.limits.generating as usize;
+        !is_ahead || to_come().sum::<usize>() + pages <= self.pages.available()
     }
 
-    /// Pages that a sequence of its greatest length has.
-    fn whole_of(&self, known: &Known) -> usize {
+    /// Pages that a sequence has at its greatest length.
+    fn whole(&self, known: &Known) -> usize {
         known.max_length.div_ceil(self.limits.page_tokens)
-    }
-
-    /// Pages that those who run may yet come to need.
-    fn whole(&self) -> usize {
-        self.running.values().map(|sequence| self.whole_of(&sequence.known) - sequence.pages.len()).sum()
     }
 
     /// Whether a prompt that is being read in will leave more pages to share with this sequence than there are now.

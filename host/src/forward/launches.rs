@@ -197,33 +197,13 @@ impl Forward {
     /// The heads of these rows in a layer.
     fn split_heads(&self, rows: Rows, layer: usize) -> SplitHeads {
         let norms = &self.weights.layers[layer];
-        SplitHeads {
-            rows,
-            qkv: self.qkv.ptr(),
-            q_norm: norms.q_norm.ptr(),
-            k_norm: norms.k_norm.ptr(),
-            cos: self.cos.ptr(),
-            sin: self.sin.ptr(),
-            q: self.q.ptr_mut(),
-            cache: self.layer_cache(layer),
-            q_heads: self.config.num_attention_heads as u32,
-            eps: self.config.rms_norm_eps,
-        }
+        let all = self.workspace(rows).split_heads(norms.k_norm.ptr(), self.layer_cache(layer));
+        SplitHeads { q_norm: norms.q_norm.ptr(), q: self.q.ptr_mut(), ..all }
     }
 
     /// Attention of these rows in a layer.
     fn attend(&self, rows: Rows, layer: usize) -> Attend {
-        Attend {
-            rows,
-            q: self.q.ptr(),
-            cache: self.layer_cache(layer),
-            sums: self.sums.ptr_mut(),
-            scales: self.scales.ptr_mut(),
-            out: self.attended.ptr_mut(),
-            splits: self.room.splits() as u32,
-            q_heads: self.config.num_attention_heads as u32,
-            scale: 1.0 / (HEAD_DIM as f32).sqrt(),
-        }
+        Attend { q: self.q.ptr(), cache: self.layer_cache(layer), ..self.workspace(rows).attend() }
     }
 }
 

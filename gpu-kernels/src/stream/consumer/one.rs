@@ -5,7 +5,6 @@ use cuda_std::{mma, thread, warp};
 
 use super::{Columns, Consumer, Duty, Old, Output, Part, Weights, columns_of, release, sync};
 use crate::linear::{CHAINS, SLICE, STRIP};
-use crate::norm::Norm;
 use crate::stream::exchange::{Kind, Word, Words};
 use crate::stream::{CHUNK_FEATURES, FACTORS, Mark, Matrix, SCRATCH, STRIPS, StreamStep, WARPS};
 
@@ -113,8 +112,7 @@ pub unsafe fn factors(p: &StreamStep) {
                 });
                 i += 64;
             }
-            let norm = Norm { dim: p.work.residual.dim, eps: p.work.eps, ..Norm::default() };
-            let factor = norm.inverse_rms_of(sum);
+            let factor = p.work.norm().inverse_rms_of(sum);
             if lane == 0 {
                 place.store(FACTOR, factor.to_bits());
             }

@@ -2,6 +2,7 @@
 
 use gpu_kernels::step;
 use gpu_kernels::token_copy::PAGE_RECORD_BYTES;
+use gpu_kernels::wide::MAX_WIDE_ROWS;
 use model::Config;
 
 use crate::Error;
@@ -14,7 +15,7 @@ use crate::prefill;
 /// Sequences at once, where nothing is said: on a card, and on the emulator.
 const SEQUENCES: (u32, u32) = (256, 8);
 /// Where prompts have passes of their own, one more sequence for so many is read in ahead, to take the place of one that ends.
-const AHEAD: u32 = 10;
+const AHEAD: usize = 10;
 /// Rows of a step, where nothing is said: where prompts have passes of their own, and elsewhere.
 const ROWS: (u32, u32) = (prefill::CHUNK as u32, 256);
 /// Most rows of a step: lists have room for so many.
@@ -42,9 +43,8 @@ impl Sizes {
     /// What `options` say, or what is good on `device`.
     pub fn new(device: &Device, context: usize, options: &BatchOptions, prompts_apart: bool) -> Self {
         let sequences = if device.is_emulator() { SEQUENCES.1 } else { SEQUENCES.0 };
-        let generating = options.sequences.unwrap_or(sequences).clamp(1, BatchOptions::MOST_SEQUENCES);
-        let sequences = (generating + if prompts_apart { generating / AHEAD } else { 0 }) as usize;
-        let generating = generating as usize;
+        let generating = options.sequences.unwrap_or(sequences).clamp(1, BatchOptions::MOST_SEQUENCES) as usize;
+        let sequences = generating + if prompts_apart { generating / AHEAD } else { 0 };
         let rows = options.rows.unwrap_or(if prompts_apart { ROWS.0 } else { ROWS.1 }) as usize;
         Self { context, generating, sequences, rows: rows.clamp(sequences, MOST_ROWS), prompts_apart }
     }
@@ -56,7 +56,7 @@ impl Sizes {
 
     /// Most rows of a pass over what is generated. There is [room](Self::room) for more, since whoever is read in ahead may have its first token chosen beside those of all others.
     pub fn decode_rows(&self) -> usize {
-        self.room(0).rows.min(BatchOptions::MOST_SEQUENCES as usize)
+        self.room(0).rows.min(MAX_WIDE_ROWS as usize)
     }
 
     /// Room for these and so many pages.
