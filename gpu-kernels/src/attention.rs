@@ -208,33 +208,42 @@ pub(crate) const fn key_of(n: u32) -> u32 {
     n / 2 + n % 2 * 4
 }
 
-/// Attention of the tile's pairs over this warp's 32 keys. `position(row)` is where a row stands; `query(i, j)` gives 16 bytes of pair `g + 8 i` from
-/// dimension `8 t + 32 j` on; `key(k, j)` likewise of the `k`-th key from the warp's first on; `value(n)` dimension `8 n + g` of keys `8 j + t` and
-/// `8 j + t + 4`, in word `j`. `between` is called when the keys are done with.
+/// The first keys of a warp's four tiles of eight.
+pub(crate) const TILE_KEYS: [u32; 4] = [0, 8, 16, 24];
+
+/// What a warp weighs the values of its 32 keys by, as a lane holds it.
+pub(crate) struct Weights {
+    /// `exp2(score − top)` as A of the tensor core: of 16 keys, two tiles, and of the other 16.
+    words: [[u32; 4]; 2],
+    top: [f32; 2],
+    norm: [f32; 2],
+}
+
+/// Scores of a warp's 32 keys, of four tiles as the tensor core leaves them. `query(i, j)` gives 16 bytes of pair `g + 8 i` from
+/// dimension `8 t + 32 j` on; `keys(i)` likewise, from dimension `8 t + 32 i` on, of column `g` of each tile ([`key_of`]).
 #[inline(always)]
-pub(crate) fn attend_keys(
-    p: &Attend,
-    tile: &Tile,
-    position: impl Fn(u32) -> u32,
+pub(crate) fn score_keys(
     query: impl Fn(usize, usize) -> [u32; 4],
-    key: impl Fn(u32, usize) -> [u32; 4],
-    between: impl FnOnce(),
-    value: impl Fn(u32) -> [u32; 4],
-) -> Found {
-    let (g, t) = (tile.lane / 4, tile.lane % 4);
-    let mut found = Found::NOTHING;
+    keys: impl Fn(usize) -> [[u32; 4]; 4],
+) -> [[f32; 4]; 4] {
     let mut s = [[0f32; 4]; 4];
     unroll!(I < 4; {
         let (l, h) = (query(0, I), query(1, I));
+        let keys = keys(I);
         unroll!(J < 4; {
-            // A key beyond the last row's is masked below; the cache there is zeroed or stale, never unmapped: a
-            // page holds 64 keys, and the warp's 32 never cross one.
-            let b = key(8 * J as u32 + key_of(g), I);
+            let b = keys[J];
             s[J] = mma::m16n8k16_bf16(s[J], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
             s[J] = mma::m16n8k16_bf16(s[J], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
         });
     });
-    between();
+    s
+}
+
+/// What the tile's pairs weigh keys with these scores by. `position(row)` is where a row stands.
+#[inline(always)]
+pub(crate) fn weigh(p: &Attend, tile: &Tile, position: impl Fn(u32) -> u32, mut s: [[f32; 4]; 4]) -> Weights {
+    let (g, t) = (tile.lane / 4, tile.lane % 4);
+    let (mut top, mut norm) = ([f32::NEG_INFINITY; 2], [0.0; 2]);
     let limit = |pair: u32| {
         if pair < tile.pairs { position(tile.row(pair)) as i32 } else { -1 }
     };
@@ -246,15 +255,15 @@ pub(crate) fn attend_keys(
             let score = &mut s[J / 2][2 * I + J % 2];
             let key = first + (J / 2 * 8 + J % 2 * 4) as u32;
             *score = if key as i32 <= limit[I] { *score * scale } else { f32::NEG_INFINITY };
-            found.top[I] = math::max(found.top[I], *score);
+            top[I] = math::max(top[I], *score);
         });
-        found.top[I] = quad::max(found.top[I]);
+        top[I] = quad::max(top[I]);
         unroll!(J < 8; {
             let score = &mut s[J / 2][2 * I + J % 2];
-            *score = weight(*score, found.top[I]);
-            found.norm[I] += *score;
+            *score = weight(*score, top[I]);
+            norm[I] += *score;
         });
-        found.norm[I] = quad::sum(found.norm[I]);
+        norm[I] = quad::sum(norm[I]);
     });
     // A's sixteen keys are two tiles: 0 and 1, then 2 and 3, as the values have them.
     let pack = |a: [f32; 4], b: [f32; 4]| {
@@ -265,22 +274,33 @@ pub(crate) fn attend_keys(
             math::pack_bf16(b[2], b[3]),
         ]
     };
-    let (p0, p1) = (pack(s[0], s[1]), pack(s[2], s[3]));
-    unroll!(N < TILES of 16; {
-        let b = value(N as u32);
-        found.o[N] = mma::m16n8k16_bf16(found.o[N], p0, [b[0], b[1]]);
-        found.o[N] = mma::m16n8k16_bf16(found.o[N], p1, [b[2], b[3]]);
+    Weights { words: [pack(s[0], s[1]), pack(s[2], s[3])], top, norm }
+}
+
+/// The values of these keys, so weighed. `values(i)` gives, for four `n` from `4 i` on, dimension `8 n + g` of keys `8 j + t` and `8 j + t + 4`, in word `j`.
+#[inline(always)]
+pub(crate) fn add_values(weights: &Weights, values: impl Fn(usize) -> [[u32; 4]; 4]) -> Found {
+    let mut found = Found { top: weights.top, norm: weights.norm, ..Found::NOTHING };
+    unroll!(I < 4; {
+        let values = values(I);
+        unroll!(J < 4; {
+            let (b, o) = (values[J], &mut found.o[4 * I + J]);
+            *o = mma::m16n8k16_bf16(*o, weights.words[0], [b[0], b[1]]);
+            *o = mma::m16n8k16_bf16(*o, weights.words[1], [b[2], b[3]]);
+        });
     });
     found
 }
 
-/// A lane's part of a warp's values in shared memory, as [`attend_keys`] wants them: of keys `0..=last`, whose rows begin at byte `first`. Beyond them, the last again.
+/// A lane's part of a warp's values in shared memory, as [`add_values`] wants them: of keys `0..=last`, whose rows begin at byte `first`. Beyond them, the last again.
 #[inline(always)]
-pub(crate) unsafe fn values_from(first: u32, last: u32, lane: u32) -> impl Fn(u32) -> [u32; 4] {
+pub(crate) unsafe fn values_from(first: u32, last: u32, lane: u32) -> impl Fn(usize) -> [[u32; 4]; 4] {
     let key = (lane / 8 * 8 + key_of(lane % 8)).min(last);
     // SAFETY: the caller's, in both: eight dimensions of a row that is there.
     let row = unsafe { shared::dynamic::<bf16>(first + key * HEAD_DIM * 2) };
-    move |n| unsafe { mma::ldmatrix_x4_trans(row.at(place(key, 8 * n) as usize)) }
+    move |i| {
+        [0, 1, 2, 3].map(|j| unsafe { mma::ldmatrix_x4_trans(row.at(place(key, 8 * (4 * i as u32 + j)) as usize)) })
+    }
 }
 
 /// Attention of one tile of pairs over one split of the keys: tiles are cut from the first row on.
@@ -355,12 +375,15 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
             let values = p.cache.value(sequence, key0, tile.kv_head);
             // The warp's first key is a multiple of 32, so that its `k`-th stands where position `k` would.
             let row = |k: u32, d: u32| (k * HEAD_DIM + place(k, d)) as usize;
-            let key = |k: u32, j: usize| keys.load16(row(k, 8 * t + 32 * j as u32));
+            // A key beyond the last row's is masked; the cache there is zeroed or stale, never unmapped: a
+            // page holds 64 keys, and the warp's 32 never cross one.
+            let keys = |i: usize| TILE_KEYS.map(|first| keys.load16(row(first + key_of(g), 8 * t + 32 * i as u32)));
             let value = |n: u32| {
                 let pairs = values.cast::<u32>();
-                [0, 8, 16, 24].map(|first| mma::transpose(pairs.load(row(first + key_of(g), 8 * n + 2 * t) / 2)))
+                TILE_KEYS.map(|first| mma::transpose(pairs.load(row(first + key_of(g), 8 * n + 2 * t) / 2)))
             };
-            found = attend_keys(p, &tile, position, query, key, || {}, value);
+            let values = |i: usize| [0, 1, 2, 3].map(|j| value(4 * i as u32 + j));
+            found = add_values(&weigh(p, &tile, position, score_keys(query, keys)), values);
         }
         let put = |pair, d, word| p.put::<false>(pair, d, word);
         let keep = |_, pair, d, sum, scale| p.keep(tile.split, pair, d, sum, scale);

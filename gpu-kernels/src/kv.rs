@@ -9,6 +9,8 @@
 //! The 16-byte chunks of a token's row are swizzled: chunk `c` lies at `c ^ (token % 8)` ([`place`]). So however a page comes into shared memory, its rows lie
 //! there as `wgmma` and `ldmatrix` read them without bank conflicts, and the first tokens of a page are one piece of memory.
 //!
+//! A batch's full pages may be [packed](crate::packed), which is for one kernel to read.
+//!
 //! A sequence's pages are listed in its page table; table `s` starts at `s * stride`.
 
 use cuda_std::{Global, GlobalMut, bf16};
@@ -54,8 +56,17 @@ impl Cache {
     /// The table has that entry.
     #[inline(always)]
     pub unsafe fn block_index(&self, sequence: u32, index: u32, kv_head: u32) -> u32 {
+        unsafe { self.page(sequence, index) * self.kv_heads + kv_head }
+    }
+
+    /// The number of page `index` of `sequence`.
+    ///
+    /// # Safety
+    /// The table has that entry.
+    #[inline(always)]
+    pub unsafe fn page(&self, sequence: u32, index: u32) -> u32 {
         let entry = sequence as usize * self.table_stride as usize + index as usize;
-        unsafe { self.tables.load(entry) * self.kv_heads + kv_head }
+        unsafe { self.tables.load(entry) }
     }
 
     /// The key of `position`: [`HEAD_DIM`] elements, each at its [`place`].

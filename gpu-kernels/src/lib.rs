@@ -10,7 +10,7 @@
 //! the residual), then [`linear`] (the head) and [`sample`]; [`norm`] is fused into its neighbours. On Hopper `stream` is all of that in one launch,
 //! and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand to each other: the rows to run, and what was
 //! accepted; [`drafting`] how many of the proposed drafts a step runs; [`batch`] what a step of many sequences needs besides, [`logprobs`] what they may ask for. `wide` is all of
-//! such a step in one launch on Hopper.
+//! such a step in one launch on Hopper, and reads pages of keys and values that [`packed`] made smaller.
 //!
 //! Kernels know no model: sizes and strides are parameters.
 #![no_std]
@@ -39,6 +39,8 @@ pub mod linear;
 pub mod logprobs;
 pub mod ngram;
 pub mod norm;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod packed;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod prefill_attention;
 pub mod qkv;

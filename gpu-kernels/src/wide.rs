@@ -117,9 +117,11 @@ impl<const ROWS: u32> Memory<ROWS> {
     const ROW_RING: Shape = Shape::new(0, if ROWS <= 96 { 8 } else { 6 }, ROWS * SLICE * 2);
     /// What attention reduces in: the end of that memory. Activations are asked for when all blocks are done with the phase before.
     const SCRATCH: u32 = Self::ROW_RING.barriers - Attend::SHARED_BYTES;
+    /// Items of attention that a warp has looked up, with how their pages lie.
+    const ITEMS: u32 = Self::SCRATCH - 32 * 32;
     /// Items of attention, in the slots before.
     const ITEM_RING: Shape =
-        Shape { stages: Self::SCRATCH / Self::ROW_RING.bytes, barriers: Self::ROW_RING.end(), ..Self::ROW_RING };
+        Shape { stages: Self::ITEMS / Self::ROW_RING.bytes, barriers: Self::ROW_RING.end(), ..Self::ROW_RING };
     /// What one producer tells another of attention's pool.
     const MESSAGES: Shape = pool::messages(Self::ITEM_RING.end().next_multiple_of(16));
     /// Weights, or pages.
@@ -148,6 +150,10 @@ impl<const ROWS: u32> Memory<ROWS> {
     unsafe fn deal() -> Shared<u32> {
         unsafe { shared::dynamic(Self::DEALT + 16) }
     }
+
+    unsafe fn items() -> Shared<u32> {
+        unsafe { shared::dynamic(Self::ITEMS) }
+    }
 }
 
 // An item of attention has keys and values of four pages in the ring at once.
@@ -174,6 +180,8 @@ pub struct WideStep {
     /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and at most
     /// [`Attend::tile_rows`]. A sequence's rows follow each other, and so do its tiles. 8-byte aligned.
     pub tiles: Global<u32>,
+    /// `[pages]`: 1 for a page that was [packed](crate::packed), of which no row of this step has its token; 0 for others.
+    pub packed: Global<u32>,
     /// [`WideStep::items_len`] words: what a block has to attend to.
     pub items: GlobalMut<u32>,
     /// [`WideStep::partial_len`] elements, for chains of split tiles.

@@ -1,4 +1,4 @@
-//! Attention of many sequences at once, from the projection on: for each row the very bits of `split_heads`, `attend` and `combine`.
+//! Attention of many sequences at once, from the projection on: for each row the very bits of `split_heads`, `attend` and `combine`, over pages as they are and packed ones.
 
 mod common;
 
@@ -8,6 +8,7 @@ use cuda_std::{GlobalMut, bf16};
 use gpu_kernels::attention::{self, Attend, AttendTiles, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::slot;
+use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::wide::{Kind, Phase, WideStep};
 use gpu_kernels::workspace::Workspace;
@@ -36,7 +37,17 @@ impl Case {
             tables.swap(i, random.below(count));
         }
         // Of two layers.
-        let pages = [(); 2].map(|()| random.bf16s(count * kv::page_elements(kv_heads as u32)));
+        let mut pages = [(); 2].map(|()| random.bf16s(count * kv::page_elements(kv_heads as u32)));
+        // Of the full pages that nobody writes to, some are packed, and of these some have a key or a value too small for that.
+        let full = |(number, &(start, _)): (usize, &(usize, usize))| {
+            (0..start / PAGE_TOKENS as usize).map(move |index| number * stride + index)
+        };
+        let full: Vec<u32> = sequences.iter().enumerate().flat_map(full).map(|entry| tables[entry]).collect();
+        let listed: Vec<u32> = full.into_iter().filter(|_| random.below(4) > 0).collect();
+        for &page in listed.iter().filter(|page| **page % 5 == 0) {
+            let len = kv::page_elements(kv_heads as u32);
+            pages[page as usize % 2][page as usize * len + random.below(len)] = bf16::from_f32(1e-30);
+        }
         let tables = Buffer::from_slice(&tables);
         let group = q_heads / kv_heads;
         let tile_rows = Attend::tile_rows(group as u32) as usize;
@@ -124,8 +135,23 @@ impl Case {
             let items = Buffer::<u32>::new_poisoned(WideStep::items_len(tiles.len(), kv_heads, splits as usize));
             // Layers lie behind each other.
             let (cache, len) = (Buffer::from_slice(&pages.concat()), pages[0].len());
+            let (list, forms) = (Buffer::from_slice(&listed), Buffer::<u32>::new_poisoned(2 * count * kv_heads));
+            let pack = PackPages {
+                list: list.ptr(),
+                pages: cache.ptr_mut(),
+                forms: forms.ptr_mut(),
+                page_count: count as u32,
+            };
+            let blocks = [kv_heads as u32, 2, listed.len() as u32];
+            if !listed.is_empty() {
+                run::<packed::pack_pages>(blocks, PackPages::SHARED_BYTES, seed, pack);
+            }
+            let is_packed: Vec<u32> = (0..count as u32).map(|page| listed.contains(&page).into()).collect();
+            let is_packed = Buffer::from_slice(&is_packed);
             let layer = |number: usize| Phase {
                 pages: GlobalMut::from_raw(cache.ptr_mut().addr() + (number * len * size_of::<bf16>()) as u64),
+                // SAFETY: within the buffer.
+                forms: unsafe { forms.ptr().at(number * count * kv_heads) },
                 norm: q_norm.ptr(),
                 key_norm: k_norm.ptr(),
                 ..Phase::new(Kind::Attend)
@@ -153,12 +179,16 @@ impl Case {
                 phases: phases.ptr().cast(),
                 phase_count: 2,
                 tiles: words.ptr(),
+                packed: is_packed.ptr(),
                 items: items.ptr_mut(),
                 arrivals: arrivals.ptr_mut(),
                 tile_count: tiles.len() as u32,
                 ..WideStep::default()
             };
             run_wide(tile_rows, grid, seed, params);
+            if !listed.is_empty() {
+                run::<packed::unpack_pages>(blocks, PackPages::SHARED_BYTES, seed, pack);
+            }
             for (got, want) in cache.as_slice().chunks(len).zip([&want_first, &want_second]) {
                 assert!(got == want.as_slice(), "keys and values of {sequences:?}, {grid} blocks");
             }

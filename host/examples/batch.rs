@@ -7,7 +7,7 @@
 //! - `mixed`: 2,000 requests, prompts log-normal around 400 tokens, answers of 16 to 512;
 //! - `prefix`: 1,000 requests that share 4,096 tokens, against 100 that do not (per request).
 //!
-//! With `launches` among them, decode steps and prompts go through the launches that other cards than Hopper run; with `sequences=512` or another number,
+//! With `plain` among them no pages are packed. With `launches`, decode steps and prompts go through the launches that other cards than Hopper run; with `sequences=512` or another number,
 //! so many run at once, where there are so many.
 //!
 //! A table, then a line of JSON with the names of docs/benchmarks.
@@ -106,10 +106,11 @@ fn main() -> Result<()> {
         "small" => (decode::Sizes::small().config, Scale::small(), Device::emulator(1)),
         _ => (Config::published(size).ok_or("no such size")?, Scale::published(), Device::cuda(0)?),
     };
-    let launches = arguments.iter().any(|a| a == "launches");
+    let [launches, plain] = ["launches", "plain"].map(|way| arguments.iter().any(|a| a == way));
     let sequences = arguments.iter().find_map(|a| a.strip_prefix("sequences=")).map(str::parse).transpose()?;
     let names = arguments.iter().skip(1).map(String::as_str);
-    let parts: Vec<&str> = names.filter(|a| *a != "launches" && !a.starts_with("sequences=")).collect();
+    let parts: Vec<&str> =
+        names.filter(|a| !["launches", "plain"].contains(a) && !a.starts_with("sequences=")).collect();
     let wants = |part: &str| parts.is_empty() || parts.contains(&part);
 
     let sizes = if device.is_emulator() { ceilings::Sizes::SMALL } else { ceilings::Sizes::PUBLISHED };
@@ -129,7 +130,11 @@ fn main() -> Result<()> {
     let begun = Instant::now();
     let weights = DeviceWeights::random(&config, &device)?;
     let apart = device.is_hopper() && !launches;
-    let options = BatchOptions { sequences: sequences.or(scale.options.sequences), ..scale.options };
+    let options = BatchOptions {
+        sequences: sequences.or(scale.options.sequences),
+        packed_pages: plain.then_some(usize::MAX).or(device.is_emulator().then_some(0)),
+        ..scale.options
+    };
     let backend = GpuBatch::with_weights(&device, &config, weights, scale.context, options, apart)?;
     let room = backend.limits();
     println!(

@@ -1,10 +1,11 @@
-//! Where the time of a step of many sequences goes: `wide [SIZE[/LAYERS] [SEQUENCES[@FROM-TO] …]]`, such as `wide 8B 64 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so
-//! many, in no order.
+//! Where the time of a step of many sequences goes: `wide [SIZE[/LAYERS] [SEQUENCES[@FROM-TO][:plain] …]]`, such as `wide 8B 64 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so
+//! many, in no order. Full pages are packed, or stay `plain`.
 //!
 //! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best tokens with them; then a step that finds these is timed, and its phases: each from when the last
 //! block was done with the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read bandwidth, and how long before the last one blocks were done in the mean. With fewer
 //! layers, such as `8B/12`, that bandwidth is not measured: to compare builds of the kernels in seconds (docs/toolchain.md).
 
+use gpu_kernels::batch::{self, Put};
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::sample::rank;
 use gpu_kernels::step::Rows;
@@ -22,13 +23,15 @@ const CONTEXT: usize = 1040;
 struct Case {
     name: String,
     contexts: Vec<usize>,
+    packs: bool,
 }
 
 impl Case {
     fn new(name: &str) -> Result<Self, Box<dyn std::error::Error>> {
+        let (sequences, packs) = name.strip_suffix(":plain").map_or((name, true), |sequences| (sequences, false));
         let parsed = || {
-            let Some((count, range)) = name.split_once('@') else {
-                return Some((name.parse().ok()?, CONTEXT, CONTEXT));
+            let Some((count, range)) = sequences.split_once('@') else {
+                return Some((sequences.parse().ok()?, CONTEXT, CONTEXT));
             };
             let (from, to) = range.split_once('-')?;
             Some((count.parse().ok()?, from.parse().ok()?, to.parse().ok()?))
@@ -39,7 +42,7 @@ impl Case {
             })?;
         let mut contexts: Vec<usize> = (0..count).map(|i| from + (to - from) * i / count).collect();
         shuffle(&mut contexts, 3);
-        Ok(Self { name: name.into(), contexts })
+        Ok(Self { name: name.into(), contexts, packs })
     }
 }
 
@@ -107,6 +110,18 @@ fn step(
     let launched = logits(&forward)?;
     if !(forward.lay_out_stream()? && forward.lay_out_wide()?) {
         return Err("this card cannot stream".into());
+    }
+    if case.packs {
+        // All full pages that no row writes to.
+        let full = |(i, tokens): (usize, &usize)| tables[i * stride..][..(tokens - 1) / PAGE_TOKENS as usize].to_vec();
+        let full: Vec<u32> = case.contexts.iter().enumerate().flat_map(full).collect();
+        let list = device.upload(&full)?;
+        forward.enqueue_pack(list.ptr(), full.len())?;
+        let packed = device.upload(&full.iter().flat_map(|&page| [page, 1]).collect::<Vec<_>>())?;
+        let to = forward.packed_pages().unwrap_or_default();
+        let put = Put { entries: packed.ptr(), to, count: full.len() as u32 };
+        // SAFETY: the list names pages, each once.
+        unsafe { device.launch::<batch::put_words>(batch::blocks(full.len()), 0, put)? };
     }
     let wide = logits(&forward)?;
     let differ = wide.iter().zip(&launched).filter(|(a, b)| a.to_bits() != b.to_bits()).count();

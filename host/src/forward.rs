@@ -127,6 +127,11 @@ pub struct Pass {
     pub output: RowOutput,
 }
 
+/// Whether the step for few rows takes a pass of up to `most_rows` rows where there is a stream: those of one sequence that follow each other.
+pub const fn is_for_few(most_rows: u32, of_one: bool) -> bool {
+    of_one && most_rows <= MAX_DECODE_ROWS
+}
+
 /// What a model takes on a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Footprint {
@@ -288,11 +293,14 @@ impl Forward {
         Ok(words.chunks(len).map(|block| block[1..=block[0] as usize].iter().filter_map(point).collect()).collect())
     }
 
-    /// Fills the cache with `pattern`, over and over: for measuring.
+    /// Fills the cache with `pattern`, over and over: for measuring. No page is packed then.
     ///
     /// # Errors
     /// A driver error.
     pub fn fill_cache(&mut self, pattern: &[bf16]) -> Result<(), Error> {
+        if let Some(wide) = &mut self.wide {
+            wide.forget_packed()?;
+        }
         self.cache.fill(pattern)
     }
 
@@ -528,7 +536,7 @@ impl Forward {
     /// # Errors
     /// A refused launch.
     pub fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<Option<Global<u64>>, Error> {
-        if of_one && pass.most_rows <= MAX_DECODE_ROWS {
+        if is_for_few(pass.most_rows, of_one) {
             if let Some(stream) = &mut self.stream {
                 stream.begin()?;
             }

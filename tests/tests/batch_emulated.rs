@@ -67,6 +67,7 @@ fn options(sequences: u32, rows: u32, pages: usize, host_pages: usize, draft: Op
         swap_tokens: Some(host_pages * 64),
         draft,
         draft_rows: 16,
+        packed_pages: Some(0),
     }
 }
 
@@ -276,7 +277,9 @@ fn generated_tokens_take_a_step_in_one_launch() {
     };
     // The choice is the other one.
     assert_eq!(launches(&[work(1, 90, 1)]), 2);
-    assert_eq!(launches(&[work(0, 90, 1), work(1, 91, 1)]), 2);
+    // Once for a page that is full, that it is packed, and that this is said.
+    assert_eq!(launches(&[work(0, 90, 1), work(1, 91, 1)]), 4);
+    assert_eq!(launches(&[work(0, 91, 1), work(1, 92, 1)]), 2);
 }
 
 /// Of a prompt of 90 tokens.

@@ -286,6 +286,7 @@ fn a_request_gives_the_tokens_in_any_batch() -> Result<(), Failed> {
             swap_tokens: Some(host_pages * 64),
             draft,
             draft_rows: 64,
+            packed_pages: Some(0),
         };
         let progress = &mut |_, _| std::ops::ControlFlow::Continue(());
         let backend = GpuBatch::load(&checkpoint, &Device::cuda(0)?, CONTEXT, options, progress)?;
@@ -320,6 +321,7 @@ fn a_card_that_others_fill_does_not_end_a_batch() -> Result<(), Failed> {
         swap_tokens: Some(9 * 64),
         draft: None,
         draft_rows: 64,
+        packed_pages: Some(0),
     };
     let run = |filled: bool| -> Result<_, Failed> {
         let others = Device::cuda(0)?;

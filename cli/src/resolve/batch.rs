@@ -124,6 +124,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
         swap_tokens: size.swap_tokens,
         draft: answer.draft,
         draft_rows: size.draft_rows,
+        packed_pages: None,
     };
     Ok(Batch::Run(Box::new(Run {
         requests,

@@ -13,8 +13,8 @@ use super::exchange::{Kind, Word, Words};
 use super::producer::{Share, Units};
 use super::{Mark, SCRATCH, WARPS};
 use crate::attention::{
-    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, Tile, WARP_KEYS, attend_keys, combine_head, reduce, reduce_few,
-    values_from,
+    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, add_values, combine_head, key_of,
+    reduce, reduce_few, score_keys, values_from, weigh,
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::qkv::{Factors, pack_value};
@@ -222,10 +222,11 @@ impl Consumer<'_> {
                 let from = pair * HEAD_DIM + 8 * t + 32 * j as u32;
                 if pair < tile.pairs { queries.load16(from as usize) } else { [0; 4] }
             };
-            let key = |k: u32, j: usize| keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * j as u32)) as usize);
+            let key = |k: u32, i: usize| keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * i as u32)) as usize);
+            let tiles = |i: usize| TILE_KEYS.map(|first| key(first + key_of(g), i));
             // All of the page was loaded.
             let value = values_from(values.offset() + first, WARP_KEYS - 1, tile.lane);
-            attend_keys(attend, tile, position, query, key, || {}, value)
+            add_values(&weigh(attend, tile, position, score_keys(query, tiles)), value)
         }
     }
 

@@ -18,21 +18,27 @@ use cuda_std::{Global, GlobalMut, bf16, bulk, thread, warp};
 
 use super::{ALL, CONSUMERS, Memory, Phase, Rings, WARPS, WideStep};
 use crate::attention::{
-    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, Tile, WARP_KEYS, attend_keys, combine_by_warp, reduce, reduce_few,
-    values_from,
+    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, add_values, combine_by_warp, key_of,
+    reduce, reduce_few, score_keys, values_from, weigh,
 };
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS, place};
+use crate::packed::{Form, Half, PACKED_BYTES, bring_rest, is_cut};
 use crate::qkv::{Factors, Weight, pack_value};
 use crate::ring::{Ring, Shape};
 
 const QUERY: u32 = HEAD_DIM * 2;
 /// A page of a head's keys, or of its values.
 const PAGE_BYTES: u32 = PAGE_TOKENS * QUERY;
+/// Of an item's page, beside its [index](Cache::block_index): whether it was [packed](WideStep::packed).
+pub const PACKED: u32 = 1 << 31;
 /// Where in a slot of the items' ring one is described: behind its queries.
 const DESCRIPTION: u32 = PAIRS * QUERY;
 
-/// Behind that, in what is left of every slot: a split's sums for a pair, their maximum and normaliser.
-const PART: u32 = DESCRIPTION + 16;
+/// Behind that, how its pages lie.
+const FORMS: u32 = DESCRIPTION + 16;
+
+/// Behind these, in what is left of every slot: a split's sums for a pair, their maximum and normaliser.
+const PART: u32 = FORMS + 16;
 /// 8 bytes more than that takes, for accesses to 16.
 const PART_BYTES: u32 = HEAD_DIM * 4 + 16;
 
@@ -131,7 +137,7 @@ impl Item {
 }
 
 /// One lane loads an item's pages, keys first, as far as there are any, the `i`-th beside `under_way(i)` at most; `blocks` are their
-/// [indices](Cache::block_index). All keep count.
+/// [indices](Cache::block_index), with [`PACKED`]. All keep count.
 #[inline(always)]
 pub unsafe fn load_pages(
     cache: &Cache,
@@ -150,9 +156,11 @@ pub unsafe fn load_pages(
                         ring.wait_under_way(under_way(kind * pages + I as u32));
                         ring.wait_empty();
                         let tokens = item.last + 1 - (item.first_page() + I as u32) * PAGE_TOKENS;
-                        let bytes = tokens.min(PAGE_TOKENS) * QUERY;
+                        let is_packed = blocks[I] & PACKED != 0;
+                        let bytes = if is_packed { PACKED_BYTES } else { tokens.min(PAGE_TOKENS) * QUERY };
                         ring.full().arrive_expect_tx(bytes);
-                        let from = (blocks[I] * 2 + kind) as usize * (PAGE_TOKENS * HEAD_DIM) as usize;
+                        let from = (blocks[I] & !PACKED) as usize * 2 + kind as usize;
+                        let from = from * (PAGE_TOKENS * HEAD_DIM) as usize;
                         bulk::copy_to_shared(ring.slot(), cache.pages.read().at(from).cast(), bytes, ring.full());
                         ring = ring.ahead(1);
                     }
@@ -169,9 +177,10 @@ pub unsafe fn load_pages(
 const TOGETHER: usize = 4;
 
 /// A warp describes an item to the consumers and makes its queries from what the projection left, and behind them the key of its last row, if the split has it and
-/// the slot has room. `weight` is a lane's part of the norm of queries.
+/// the slot has room. `weight` is a lane's part of the norm of queries, `forms` are those of
+/// the item's pages.
 #[inline(always)]
-pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring, item: &Item) {
+pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring, item: &Item, forms: Shared<u32>) {
     unsafe {
         let (group, heads) = (p.work.group(), p.work.heads());
         ring.wait_empty();
@@ -211,8 +220,21 @@ pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring
         if lane == 0 {
             ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, item.words());
         }
+        if lane < 4 {
+            ring.slot().at(FORMS as usize).cast().store(lane as usize, forms.load(lane as usize));
+        }
         warp::sync_warp();
         ring.full().arrive_if(lane == 0);
+    }
+}
+
+/// An item's words, and how its pages lie in a phase's layer.
+#[inline(always)]
+pub unsafe fn find_forms(p: &WideStep, phase: u32, [words, pages]: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
+    unsafe {
+        let forms = field!(p.phases.at(phase as usize), forms: Global<u32>);
+        let form = |page| if page & PACKED != 0 { forms.load((page & !PACKED) as usize) } else { Form::RAW.0 };
+        [words, pages.map(form)]
     }
 }
 
@@ -225,6 +247,97 @@ pub unsafe fn send_end(ring: &Ring) {
             ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, Item::END);
             ring.full().arrive();
         }
+    }
+}
+
+/// A warp gives a page back. The others have no use for it: its two warps do it for all.
+#[inline(always)]
+unsafe fn give_back(slot: &Ring, lane: u32) {
+    unsafe { slot.give_back(lane < WARPS / 2) };
+}
+
+/// What a warp finds in a packed page whose keys are there. Either half is in registers at once, and its slot free: how long it is not counts more than what is done with it.
+#[inline(always)]
+unsafe fn find_in_packed(
+    a: &Attend,
+    tile: &Tile,
+    form: Form,
+    [keys_slot, values_slot]: [Ring; 2],
+    position: impl Fn(u32) -> u32,
+    query: impl Fn(usize, usize) -> [u32; 4],
+) -> Found {
+    unsafe {
+        let token = tile.first_key() % PAGE_TOKENS;
+        let keys = Half::load(keys_slot.offset(), token, tile.lane);
+        give_back(&keys_slot, tile.lane);
+        let scores = score_keys(query, |i| keys.fragments(i, form.base(0)));
+        let weights = weigh(a, tile, position, scores);
+        values_slot.wait_full();
+        let values = Half::load(values_slot.offset(), token, tile.lane);
+        give_back(&values_slot, tile.lane);
+        add_values(&weights, |i| values.fragments(i, form.base(1)))
+    }
+}
+
+/// The same in a page as it was written, perhaps in this step. (Written once for both, this and that, attention of 256 sequences takes a twelfth longer: the compiler keeps branches apart.)
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "a part of one function")]
+unsafe fn find_in_plain(
+    p: &WideStep,
+    phase: Global<Phase>,
+    a: &Attend,
+    (item, tile): (&Item, &Tile),
+    form: Form,
+    newest: &Newest,
+    [keys_slot, values_slot]: [Ring; 2],
+    query: impl Fn(usize, usize) -> [u32; 4],
+) -> Option<Found> {
+    unsafe {
+        let (lane, first_key) = (tile.lane, tile.first_key());
+        let token = first_key % PAGE_TOKENS;
+        let (first, has_keys) = (token * QUERY, first_key <= item.last);
+        // Those beyond the last were not loaded: the last instead, whose weight there is 0.
+        let last = item.last - first_key.min(item.last);
+        let bring_rest = |kind: u32, slot: Ring| {
+            if let Some(block) = form.beyond()
+                && is_cut(token)
+            {
+                let pages = field!(phase, pages: GlobalMut<bf16>);
+                let from = pages.at((block * 2 + kind) as usize * (PAGE_TOKENS * HEAD_DIM) as usize);
+                bring_rest(from.read(), slot.offset());
+            }
+        };
+        let mut loaded = [[[0; 4]; 4]; 4];
+        if has_keys {
+            bring_rest(0, keys_slot);
+            if item.is_fresh {
+                newest.put_keys(p, item, first_key, shared::dynamic(keys_slot.offset()), lane);
+            }
+            let (g, t) = (lane / 4, lane % 4);
+            let keys = shared::dynamic::<bf16>(keys_slot.offset() + first);
+            let key = |k: u32, i: usize| {
+                let k = k.min(last);
+                keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * i as u32)) as usize)
+            };
+            unroll!(I < 4; {
+                loaded[I] = TILE_KEYS.map(|first| key(first + key_of(g), I));
+            });
+        }
+        give_back(&keys_slot, lane);
+        let weights = weigh(a, tile, |row| item.position(p, row), score_keys(query, |i| loaded[i]));
+        values_slot.wait_full();
+        if has_keys {
+            bring_rest(1, values_slot);
+            if item.is_fresh {
+                newest.put_values(p, item, first_key, shared::dynamic(values_slot.offset()), lane);
+            }
+            let values = values_from(values_slot.offset() + first, last, lane);
+            unroll!(I < 4; {
+                loaded[I] = values(I);
+            });
+        }
+        give_back(&values_slot, lane);
+        has_keys.then(|| add_values(&weights, |i| loaded[i]))
     }
 }
 
@@ -252,47 +365,24 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
             let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
             let pages = item.pages();
             let page = here.first_key() % SPLIT / PAGE_TOKENS;
-            // The pages of others: this warp has no use for them. All warps meet before the next item, so nobody gets ahead.
-            let own = page < pages && (lane == page || lane == pages + page);
-            rings.ring.ahead(lane.min(2 * pages - 1)).empty().arrive_if(lane < 2 * pages && !own);
-            warp::sync_warp();
             let mut found = Found::NOTHING;
             if page < pages {
-                let (keys_slot, values_slot) = (rings.ring.ahead(page), rings.ring.ahead(pages + page));
+                let form = Form(slot.at(FORMS as usize).cast().load(page as usize));
                 let newest = Newest::load(p, weight, &item, here.first_key(), lane, slot.cast());
-                keys_slot.wait_full();
+                let slots = [rings.ring.ahead(page), rings.ring.ahead(pages + page)];
+                slots[0].wait_full();
                 let (g, t) = (lane / 4, lane % 4);
-                let first = here.first_key() % PAGE_TOKENS * QUERY;
                 let queries = slot.cast::<bf16>();
-                let keys = shared::dynamic::<bf16>(keys_slot.offset() + first);
                 let query = |i: usize, j: usize| {
                     let pair = g + 8 * i as u32;
                     let from = pair * HEAD_DIM + 8 * t + 32 * j as u32;
                     if pair < here.pairs { queries.load16(from as usize) } else { [0; 4] }
                 };
-                // Those beyond the last were not loaded: the last instead, whose weight there is 0.
-                let last = item.last - here.first_key().min(item.last);
-                let key = |k: u32, j: usize| {
-                    let k = k.min(last);
-                    keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * j as u32)) as usize)
-                };
-                let value = values_from(values_slot.offset() + first, last, lane);
-                let between = || {
-                    keys_slot.give_back(lane == 0);
-                    values_slot.wait_full();
-                    if item.is_fresh {
-                        newest.put_values(p, &item, here.first_key(), shared::dynamic(values_slot.offset()), lane);
-                    }
-                };
-                if here.first_key() <= item.last {
-                    if item.is_fresh {
-                        newest.put_keys(p, &item, here.first_key(), shared::dynamic(keys_slot.offset()), lane);
-                    }
-                    found = attend_keys(a, &here, position, query, key, between, value);
-                } else {
-                    between();
+                if form.is_packed() {
+                    found = find_in_packed(a, &here, form, slots, position, query);
+                } else if let Some(some) = find_in_plain(p, phase, a, (&item, &here), form, &newest, slots, query) {
+                    found = some;
                 }
-                values_slot.give_back(lane == 0);
             }
             rings.items.give_back(lane == 0);
             rings.items = rings.items.ahead(1);

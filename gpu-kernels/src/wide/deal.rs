@@ -7,7 +7,7 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, thread, warp};
 
-use super::attention::{Item, parts};
+use super::attention::{Item, PACKED, parts};
 use super::{Memory, WideStep};
 use crate::attention::SPLIT;
 use crate::kv::PAGE_TOKENS;
@@ -15,7 +15,7 @@ use crate::waiting;
 
 /// Pages of a split.
 const PAGES: u32 = SPLIT / PAGE_TOKENS;
-/// Words of an item in [`WideStep::items`]: its [words](Item::words), and the [indices](crate::kv::Cache::block_index) of its pages.
+/// Words of an item in [`WideStep::items`]: its [words](Item::words), and its pages as [`load_pages`](super::attention::load_pages) takes them.
 pub const ITEM_WORDS: u32 = 8;
 /// Pages of the pool for each block: so far apart blocks are done with their own. What comes from the pool takes its block longer.
 const POOL_PAGES: u32 = 4;
@@ -318,40 +318,55 @@ unsafe fn first_row(p: &WideStep, tile: &Tiles) -> u32 {
     }
 }
 
-/// A warp walks the block's items, and those that it is given from the pool: each lane looks one up, and then they are visited one after another by all: their [words](Item::words) and, if `N` is 2, the
-/// indices of their pages. `begin` is called when the first are looked up, `from_pool` when there are no more of the block's own, and there is a pool.
+/// A warp walks the block's items, and those that it is given from the pool: each lane looks one up by its number in the line, 32 at a time, and then they are visited
+/// one after another. Of what `look_up` gives of an item the first words are kept in registers, and given to all lanes by `visit`; what else there is a lane may `keep` in one of
+/// 32 places, of which `visit` is told. `begin` is called when the first are looked up, and before anything is kept; `from_pool` when there are no more of the block's own, and there is a pool.
 #[inline(always)]
-pub unsafe fn walk<const ROWS: u32, const N: usize>(
-    p: &WideStep,
+pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
+    look_up: impl Fn(u32) -> ([[u32; 4]; N], F),
+    keep: impl Fn(u32, F),
     begin: impl FnOnce(),
-    mut from_pool: impl FnMut(&Deal) -> Option<[[u32; 4]; N]>,
-    mut visit: impl FnMut([[u32; 4]; N]),
+    mut from_pool: impl FnMut(&Deal) -> Option<u32>,
+    mut visit: impl FnMut(u32, [[u32; 4]; N]),
 ) {
     unsafe {
         waiting::for_phase(Memory::<ROWS>::dealt(), 0);
         let count = Memory::<ROWS>::deal().load(1);
-        let look_up = |done: u32| {
-            let lane = thread::fresh(thread::lane_id());
+        let look_up_own = |done: u32| {
+            let own = done + thread::fresh(thread::lane_id());
             let deal = Deal::load::<ROWS>();
-            if done + lane < deal.count { load(p, deal.first + done + lane) } else { [[0; 4]; N] }
+            if own < deal.count { look_up(deal.first + own) } else { ([[0; 4]; N], F::default()) }
         };
-        let (mut done, mut words) = (0, look_up(0));
+        let keep = |place, rest, keeps: bool| {
+            if keeps {
+                keep(place, rest);
+            }
+            warp::sync_warp();
+        };
+        let (mut done, (mut words, rest)) = (0, look_up_own(0));
         begin();
+        keep(thread::fresh(thread::lane_id()), rest, true);
         loop {
+            let place = done % 32;
             let next = if done < count {
-                words.map(|words| words.map(|word| warp::shuffle_idx(word, done % 32)))
+                words.map(|words| words.map(|word| warp::shuffle_idx(word, place)))
             } else {
                 let deal = Deal::load::<ROWS>();
                 if deal.pool_count == 0 {
                     break;
                 }
-                let Some(next) = from_pool(&deal) else { break };
+                let Some(number) = from_pool(&deal) else { break };
+                // All lanes have the same.
+                let (next, rest) = look_up(number);
+                keep(place, rest, thread::fresh(thread::lane_id()) == 0);
                 next
             };
-            visit(next);
+            visit(place, next);
             done += 1;
             if done % 32 == 0 {
-                words = look_up(done);
+                let rest;
+                (words, rest) = look_up_own(done);
+                keep(thread::fresh(thread::lane_id()), rest, true);
             }
         }
     }
@@ -366,7 +381,9 @@ unsafe fn put(p: &WideStep, item: &Item, number: u32) {
         let mut blocks = [0; PAGES as usize];
         unroll!(I < 4; {
             if (I as u32) < item.pages() {
-                blocks[I] = cache.block_index(sequence, item.first_page() + I as u32, item.kv_head);
+                let page = cache.page(sequence, item.first_page() + I as u32);
+                let is_packed = p.packed.load(page as usize) != 0;
+                blocks[I] = (page * cache.kv_heads + item.kv_head) | if is_packed { PACKED } else { 0 };
             }
         });
         let to = p.items.at((number * ITEM_WORDS) as usize);
@@ -375,13 +392,9 @@ unsafe fn put(p: &WideStep, item: &Item, number: u32) {
     }
 }
 
-/// An item of the line, as it was [put] there: its words, and, if `N` is 2, the indices of its pages.
+/// An item of the line, as it was [put] there: its words, and its pages.
 #[inline(always)]
-pub unsafe fn load<const N: usize>(p: &WideStep, number: u32) -> [[u32; 4]; N] {
-    let mut words = [[0; 4]; N];
+pub unsafe fn load(p: &WideStep, number: u32) -> [[u32; 4]; 2] {
     let from: GlobalMut<u32> = unsafe { p.items.at((number * ITEM_WORDS) as usize) };
-    unroll!(I < N of 2; {
-        words[I] = unsafe { from.load16(4 * I) };
-    });
-    words
+    [0, 4].map(|at| unsafe { from.load16(at) })
 }

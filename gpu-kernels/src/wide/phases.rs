@@ -71,6 +71,8 @@ pub struct Phase {
     pub key_norm: Global<bf16>,
     /// `Attend`: the layer's cache pages, as [`Cache::pages`](crate::kv::Cache::pages).
     pub pages: GlobalMut<bf16>,
+    /// `Attend`: `[pages, kv_heads]` the [forms](crate::packed::Form) of those that are [packed](super::WideStep::packed).
+    pub forms: Global<u32>,
     /// Products: tiles of rows, for all rows that there may be.
     pub row_tiles: u64,
 }
@@ -91,6 +93,7 @@ impl Phase {
             norm: Default::default(),
             key_norm: Default::default(),
             pages: Default::default(),
+            forms: Default::default(),
             row_tiles: 0,
         }
     }

@@ -7,14 +7,15 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{thread, warp};
 
-use super::attention::Item;
-use super::deal::{self, Deal};
+use super::deal::Deal;
 use super::{Memory, WideStep};
 use crate::ring::{Ring, Shape};
 use crate::waiting;
 
-/// Bytes of a message, an item's [words](Item::words).
+/// Bytes of a message, of which a word is used: an item's number in the line.
 const MESSAGE_BYTES: u32 = 16;
+/// Instead: there are no more.
+const END: u32 = u32::MAX;
 
 /// What goes from one warp to the other.
 pub const fn messages(start: u32) -> Shape {
@@ -36,10 +37,10 @@ impl Asking {
         Self { messages: Ring::producer(Memory::<ROWS>::MESSAGES), turns: 0, phases: 0 }
     }
 
-    /// The next item, and the indices of its pages.
+    /// The next item's number.
     #[inline(always)]
-    pub unsafe fn next(&mut self, p: &WideStep, phase: u32, deal: &Deal) -> Option<[[u32; 4]; 2]> {
-        let mut words = [[0; 4]; 2];
+    pub unsafe fn next(&mut self, p: &WideStep, phase: u32, deal: &Deal) -> Option<u32> {
+        let mut next = END;
         unsafe {
             if thread::fresh(thread::lane_id()) == 0 {
                 let grid = thread::grid_dim_x();
@@ -54,22 +55,21 @@ impl Asking {
                 let turn = self.turns * (deal.pool_count + grid);
                 let number = atomic::fetch_add(p.pool_words(), 0, 1, Ordering::Relaxed, Scope::Device) - turn;
                 if number < deal.pool_count {
-                    words = deal::load(p, deal.pool_first + number);
+                    next = deal.pool_first + number;
                 }
                 self.messages.wait_empty();
-                self.messages.slot().cast::<u32>().store16(0, words[0]);
+                self.messages.slot().cast().store(0, next);
                 self.messages.full().arrive();
             }
             warp::sync_warp();
         }
         self.phases = phase + 1;
         self.messages = self.messages.ahead(1);
-        words = words.map(|words| words.map(|word| warp::shuffle_idx(word, 0)));
-        let is_item = Item::new(words[0]).rows > 0;
-        if !is_item {
+        next = warp::shuffle_idx(next, 0);
+        if next == END {
             self.turns += 1;
         }
-        is_item.then_some(words)
+        (next != END).then_some(next)
     }
 }
 
@@ -82,16 +82,16 @@ impl Told {
         Self(Ring::consumer(Memory::<ROWS>::MESSAGES))
     }
 
-    /// The next item.
+    /// The next item's number.
     #[inline(always)]
-    pub unsafe fn next(&mut self) -> Option<[[u32; 4]; 1]> {
+    pub unsafe fn next(&mut self) -> Option<u32> {
         unsafe {
             self.0.wait_full();
-            let words = self.0.slot().cast::<u32>().load16(0);
+            let next = self.0.slot().cast::<u32>().load(0);
             warp::sync_warp();
             self.0.empty().arrive_if(thread::fresh(thread::lane_id()) == 0);
             self.0 = self.0.ahead(1);
-            (Item::new(words).rows > 0).then_some([words])
+            (next != END).then_some(next)
         }
     }
 }

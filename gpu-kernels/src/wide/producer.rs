@@ -3,8 +3,8 @@
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16, bulk, tensor, thread, warp};
 
-use super::attention::{Item, load_pages, make_queries, send_end};
-use super::deal::{deal, walk};
+use super::attention::{Item, find_forms, load_pages, make_queries, send_end};
+use super::deal::{deal, load, walk};
 use super::pair::keep_step;
 use super::phases::Product;
 use super::pool::{Asking, Told};
@@ -15,7 +15,7 @@ use crate::ring::Ring;
 use crate::stream::{CHUNK_FEATURES, Pass, SLICES_APART, STRIPS};
 
 /// Slots of pages under way at a time: see the [stream](crate::stream)'s producer.
-const PAGES_UNDER_WAY: u32 = 4;
+const PAGES_UNDER_WAY: u32 = 5;
 
 /// Likewise of weights: with more than 64 rows a tile memory is not the limit, what counts is that they are there, and as many come as have room.
 const fn weights_under_way<const ROWS: u32>() -> u32 {
@@ -65,14 +65,15 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
             } else if kind == Kind::ATTEND {
                 let cache = p.work.cache(field!(phase, pages: GlobalMut<bf16>));
                 let mut filled = 0;
-                walk::<ROWS, 2>(
-                    p,
+                walk::<ROWS, 2, ()>(
+                    |item| (load(p, item), ()),
+                    |_, ()| {},
                     || {},
                     |deal| asking.next(p, number, deal),
-                    |[item, blocks]| {
+                    |_, [item, pages]| {
                         let item = Item::new(item);
                         ring =
-                            load_pages(&cache, ring, &item, blocks, |i| under_way(filled + i, alone, PAGES_UNDER_WAY));
+                            load_pages(&cache, ring, &item, pages, |i| under_way(filled + i, alone, PAGES_UNDER_WAY));
                         filled += 2 * item.pages();
                     },
                 );
@@ -164,17 +165,26 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
             let kind = field!(phase, kind: u32);
             if kind == Kind::ATTEND {
                 let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
-                walk::<ROWS, 1>(
-                    p,
+                // Words and forms.
+                let kept = |place: u32| Memory::<ROWS>::items().at((8 * place) as usize);
+                walk::<ROWS, 0, _>(
+                    |item| ([], find_forms(p, number, load(p, item))),
+                    |place, [words, forms]| {
+                        kept(place).store16(0, words);
+                        kept(place).store16(4, forms);
+                    },
                     || p.meet(number),
                     |_| told.next(),
-                    |[item]| {
-                        make_queries(p, number, weight, &items, &Item::new(item));
+                    |place, []| {
+                        let item = Item::new(kept(place).load16(0));
+                        make_queries(p, number, weight, &items, &item, kept(place).at(4));
                         items = items.ahead(1);
                     },
                 );
                 send_end(&items);
                 items = items.ahead(1);
+                // Activations come where items were kept.
+                bulk::fence_proxy_async();
             } else if Kind::is_product(kind) {
                 // Before the meeting what does not depend on it.
                 let (product, map) = (Product::new(phase), field!(phase, x: Global<TensorMap>));

@@ -7,6 +7,7 @@
 mod lists;
 mod moves;
 mod notes;
+mod packing;
 mod passes;
 mod sizes;
 mod upload;
@@ -28,9 +29,10 @@ use model::{Checkpoint, Config};
 use self::lists::{Changes, Ready};
 use self::moves::Mover;
 use self::notes::{Group, Notes};
-use self::passes::{Rows, Widths, cut};
+use self::packing::Packing;
+use self::passes::{Pass, Rows, Widths, cut};
 use self::sizes::{LEAST_ROWS, SPARE, Sizes};
-use self::upload::Upload;
+use self::upload::{List, Upload};
 use self::uses::TokenUses;
 use super::PAGE_TOKENS;
 use super::backend::{BatchBackend, Outcome, Rate, Start};
@@ -64,6 +66,8 @@ pub struct GpuBatch {
     draft: Option<NgramDraft>,
     slots: Vec<Running>,
     mover: Mover,
+    /// Where there are passes that read packed pages.
+    packing: Option<Packing>,
     upload: Upload,
     uses: TokenUses,
     notes: Notes,
@@ -200,6 +204,7 @@ impl GpuBatch {
             tile: Attend::tile_rows(group as u32) as usize,
         };
         let tier = sizes.host_pages(config, &options, pages)?;
+        let least = options.packed_pages.unwrap_or(BatchOptions::PACKED_PAGES);
         let mover = match Mover::new(device, forward.cache(), tier) {
             Ok(mover) => mover,
             Err(error) if options.swap_tokens.is_some() => return Err(Sizes::no_tier(config, tier, error.to_string())),
@@ -213,12 +218,13 @@ impl GpuBatch {
         // a reading of the weights at 1 TB/s.
         let weights = config.weight_bytes(2) as f64;
         let row = if prompts_apart { weights / 400e12 } else { weights / (64.0 * 1e12) };
-        // Rows with tiles and choices; page tables; pages that move, each to another; uses; a pass over 64 rows begins lists at multiples of 4.
+        // Rows with tiles and choices; page tables; pages that move, each to another; pages that are packed, and unpacked; uses; a pass over 64 rows begins lists at multiples of 4.
         let change_room = 4 * sizes.rows;
         let choices = sizes.rows + sizes.sequences;
         let words = 32 * sizes.rows
             + 2 * room.sequences * context.div_ceil(PAGE_TOKENS)
             + 2 * (2 * pages + mover.host_pages())
+            + 4 * pages
             + 2 * change_room
             + 4096;
         Ok(Self {
@@ -226,6 +232,7 @@ impl GpuBatch {
             widths,
             draft: options.draft,
             slots: vec![Running::default(); sizes.sequences],
+            packing: forward.packed_pages().map(|_| Packing::new(pages, sizes.sequences, least)),
             upload: Upload::new(device, words)?,
             uses: TokenUses::new(device, sizes.sequences, config.vocab_size, change_room)?,
             notes: Notes::new(device, config.vocab_size, sizes.sequences, 2 * choices)?,
@@ -254,6 +261,7 @@ impl GpuBatch {
     /// # Errors
     /// A driver error.
     pub fn fill_cache(&mut self, pattern: &[bf16]) -> Result<(), Error> {
+        self.packing = self.packing.take().map(Packing::afresh);
         self.forward.fill_cache(pattern)
     }
 
@@ -276,20 +284,28 @@ impl GpuBatch {
     /// Enqueues what changes beside rows.
     fn enqueue_changes(&self, changes: &Changes) -> Result<(), Error> {
         let upload = &self.upload;
+        self.forward.enqueue_unpack(upload.ptr(changes.unpack), changes.unpack.len())?;
         let clock = &self.clocks[self.turn].moves;
         clock.start()?;
         for (way, list) in changes.moves {
             self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)?;
         }
         clock.stop()?;
-        let tables = changes.tables.len() / 2;
-        if tables > 0 {
-            let to = self.forward.page_tables().ptr_mut();
-            let put = Put { entries: upload.ptr(changes.tables), to, count: tables as u32 };
-            // SAFETY: the list is of the size said, and names places in the tables, each once.
-            unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(tables), 0, put)? };
-        }
+        self.put(changes.tables, self.forward.page_tables().ptr_mut())?;
+        self.put(changes.packed, self.forward.packed_pages().unwrap_or_default())?;
+        self.forward.enqueue_pack(upload.ptr(changes.pack), changes.pack.len())?;
         self.uses.enqueue(upload, &changes.uses)
+    }
+
+    /// Enqueues that the words of a list are put into their places.
+    fn put(&self, list: List, to: GlobalMut<u32>) -> Result<(), Error> {
+        let count = list.len() / 2;
+        if count == 0 {
+            return Ok(());
+        }
+        let put = Put { entries: self.upload.ptr(list), to, count: count as u32 };
+        // SAFETY: the list is of the size said, and names places in `to`, each once.
+        unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(count), 0, put) }
     }
 
     /// Enqueues a pass and its choices, with notes of the rows whose log-probabilities are wanted.
@@ -427,11 +443,12 @@ impl BatchBackend for GpuBatch {
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
         let rows: Vec<Rows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
 
-        let changes = self.list_changes(plan)?;
+        let cut: Vec<Pass> = cut(&rows, self.widths);
+        let changes = self.list_changes(plan, &cut)?;
         let mut passes: Vec<Ready> = Vec::new();
         let turn = self.turn;
         let (mut choices, mut notes) = (turn * self.choices, turn * self.choices);
-        for pass in cut(&rows, self.widths) {
+        for pass in cut {
             let ready = self.list_pass(pass, choices, notes);
             choices += ready.pass.chosen.len();
             notes += ready.wanted.len();

@@ -1,9 +1,10 @@
 //! Passes over the rows of many sequences on Hopper, in one launch: `gpu_kernels::wide`, with the weights that the [stream](crate::stream) laid out.
 //! They give the bits of the launches.
 
-use cuda_std::Global;
 use cuda_std::tensor::Matrix;
+use cuda_std::{Global, GlobalMut, Kernel};
 use gpu_kernels::linear::STRIP;
+use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 
 use super::{Forward, Pass, Room, RowOutput, Tiles};
@@ -30,9 +31,18 @@ pub struct Wide {
     partials: Buffer<f32>,
     arrivals: Buffer<u32>,
     items: Buffer<u32>,
+    packed: Packed,
     /// The rank of each row's best token.
     best: Buffer<u64>,
     trace: Option<Buffer<u64>>,
+}
+
+/// What these passes know of packed pages.
+struct Packed {
+    /// `[pages]` whether it is packed: as [`WideStep::packed`].
+    pages: Buffer<u32>,
+    /// `[layers, pages, kv_heads]` how it lies then.
+    forms: Buffer<u32>,
 }
 
 /// What a product reads.
@@ -41,6 +51,14 @@ enum Input {
     Scaled,
     Attended,
     Activation,
+}
+
+impl Wide {
+    /// No page is packed.
+    pub(super) fn forget_packed(&mut self) -> Result<(), Error> {
+        let none = vec![0; self.packed.pages.len()];
+        self.packed.pages.write(0, &none)
+    }
 }
 
 impl Room {
@@ -75,8 +93,14 @@ impl Forward {
         let matrices: Vec<Matrix> =
             inputs.iter().flat_map(|&input| TILE_ROWS.map(|rows| matrix(input, rows))).collect();
         let maps = self.device.tensor_maps(&matrices)?;
-        let kinds = self.phases(stream, grid, &maps, PROGRAMS[0], Kind::Best).iter().map(|phase| phase.kind).collect();
-        let upload = |program, head| self.device.upload(Phase::words(&self.phases(stream, grid, &maps, program, head)));
+        let pages = self.cache.pages();
+        let packed = Packed {
+            pages: self.device.zeroed(pages)?,
+            forms: self.device.zeroed(c.num_hidden_layers * pages * c.num_key_value_heads)?,
+        };
+        let phases = |program, head| self.phases(stream, grid, &maps, &packed, program, head);
+        let kinds = phases(PROGRAMS[0], Kind::Best).iter().map(|phase| phase.kind).collect();
+        let upload = |program, head| self.device.upload(Phase::words(&phases(program, head)));
         let program = |&program: &_| Ok([upload(program, Kind::Write)?, upload(program, Kind::Best)?]);
         let kv_heads = c.num_key_value_heads;
         let partials = TILE_ROWS.map(|rows| WideStep::partial_len(rows, grid)).into_iter().max().unwrap_or(0);
@@ -84,6 +108,7 @@ impl Forward {
             grid,
             programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?,
             _maps: maps,
+            packed,
             kinds,
             trace: None,
             partials: self.device.zeroed(partials)?,
@@ -92,6 +117,42 @@ impl Forward {
             best: self.device.zeroed(MAX_WIDE_ROWS as usize)?,
         });
         Ok(true)
+    }
+
+    /// Where these passes are told which pages are packed: `[pages]` words, 0 or 1; none if nothing was [made ready](Self::lay_out_wide) for them. Who packs a page
+    /// says so here, and again when it is unpacked, or written anew.
+    pub fn packed_pages(&self) -> Option<GlobalMut<u32>> {
+        self.wide.as_ref().map(|wide| wide.packed.pages.ptr_mut())
+    }
+
+    /// Enqueues that pages are [packed](gpu_kernels::packed) in all layers, as far as they can be: `count` pages of `list`, each once, of which every token is there. Passes over rows
+    /// with tiles alone may meet one then. Nothing happens if nothing was [made ready](Self::lay_out_wide) for them.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub fn enqueue_pack(&self, list: Global<u32>, count: usize) -> Result<(), Error> {
+        self.enqueue_packing::<packed::pack_pages>(list, count)
+    }
+
+    /// Enqueues that packed pages are brought back to what they were, likewise.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub fn enqueue_unpack(&self, list: Global<u32>, count: usize) -> Result<(), Error> {
+        self.enqueue_packing::<packed::unpack_pages>(list, count)
+    }
+
+    fn enqueue_packing<K: Kernel<Params = PackPages>>(&self, list: Global<u32>, count: usize) -> Result<(), Error> {
+        let Some(wide) = self.wide.as_ref().filter(|_| count > 0) else { return Ok(()) };
+        let params = PackPages {
+            list,
+            pages: self.cache.elements().ptr_mut(),
+            forms: wide.packed.forms.ptr_mut(),
+            page_count: self.cache.pages() as u32,
+        };
+        let grid = (self.config.num_key_value_heads as u32, self.config.num_hidden_layers as u32, count as u32);
+        // SAFETY: the cache and its forms, sized as the parameter block says; the list is the caller's.
+        unsafe { self.device.launch::<K>(grid, PackPages::SHARED_BYTES, params) }
     }
 
     /// From the next of these passes on, notes when each block was done with each phase. Passes need logits, or the best tokens, then.
@@ -146,6 +207,7 @@ impl Forward {
         stream: &Stream,
         grid: u32,
         maps: &TensorMaps,
+        packed: &Packed,
         (tile_rows, row_tiles): (u32, u32),
         head: Kind,
     ) -> Vec<Phase> {
@@ -171,12 +233,14 @@ impl Forward {
         let mut phases = vec![Phase { norm: w.layers[0].input_norm.ptr(), ..Phase::new(Kind::Embed) }];
         for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
             let pages = self.cache.layer(i);
+            // SAFETY: within the buffer.
+            let forms = unsafe { packed.forms.ptr().at(i * packed.forms.len() / c.num_hidden_layers) };
             let (norm, key_norm) = (layer.q_norm.ptr(), layer.k_norm.ptr());
             let output = product(Kind::Add, 4 * i + 1, Input::Attended, hidden, q_size);
             let down = product(Kind::Add, 4 * i + 3, Input::Activation, hidden, inner);
             phases.extend([
                 Phase { y: self.qkv.ptr_mut(), ..product(Kind::Write, 4 * i, Input::Scaled, heads, hidden) },
-                Phase { pages, norm, key_norm, ..Phase::new(Kind::Attend) },
+                Phase { pages, forms, norm, key_norm, ..Phase::new(Kind::Attend) },
                 Phase { norm: layer.post_attention_norm.ptr(), ..output },
                 product(Kind::SwiGlu, 4 * i + 2, Input::Scaled, inner, hidden),
                 Phase { norm: next_norm.ptr(), ..down },
@@ -208,6 +272,7 @@ impl Forward {
             blocks,
             stream: weights,
             tiles: tiles.list,
+            packed: of.packed.pages.ptr(),
             items: of.items.ptr_mut(),
             partials: of.partials.ptr_mut(),
             arrivals: of.arrivals.ptr_mut(),

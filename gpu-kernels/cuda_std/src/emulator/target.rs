@@ -511,6 +511,11 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     a.mul_add(b, c)
 }
 
+pub fn permute(low: u32, high: u32, which: u32) -> u32 {
+    let bytes = u64::from(high) << 32 | u64::from(low);
+    (0..4).fold(0, |word, i| word | ((bytes >> (8 * (which >> (4 * i) & 7))) as u32 & 0xff) << (8 * i))
+}
+
 pub fn pack_bf16(low: f32, high: f32) -> u32 {
     let round = |x: f32| {
         let bits = x.to_bits();

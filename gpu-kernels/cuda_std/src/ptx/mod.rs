@@ -129,6 +129,17 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
 }
 
 #[inline(always)]
+pub fn permute(low: u32, high: u32, which: u32) -> u32 {
+    let word: u32;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!("prmt.b32 {word}, {low}, {high}, {which};", word = out(reg32) word, low = in(reg32) low,
+            high = in(reg32) high, which = in(reg32) which, options(pure, nomem, nostack));
+    }
+    word
+}
+
+#[inline(always)]
 pub fn pack_bf16(low: f32, high: f32) -> u32 {
     let word: u32;
     // SAFETY: arithmetic.

@@ -7,6 +7,7 @@ use gpu_kernels::logprobs::Wanted;
 use gpu_kernels::sample::Choice;
 
 use super::moves::Way;
+use super::packing::Orders;
 use super::passes::{self, Pass, Rows};
 use super::upload::List;
 use super::uses::Uses;
@@ -42,6 +43,11 @@ pub struct Ready {
 
 /// A step's lists that are not a pass's.
 pub struct Changes {
+    /// Pages to unpack, before all else, and to pack, behind all else.
+    pub unpack: List,
+    pub pack: List,
+    /// Pages, and whether they are packed then.
+    pub packed: List,
     pub moves: [(Way, List); 3],
     pub tables: List,
     pub uses: Uses,
@@ -72,8 +78,8 @@ impl GpuBatch {
         }
     }
 
-    /// Lists everything that changes beside rows. Uses that there is no room for go ahead.
-    pub(super) fn list_changes(&mut self, plan: &Plan) -> Result<Changes, Error> {
+    /// Lists everything that changes beside the rows, which run in these passes. Uses that there is no room for go ahead.
+    pub(super) fn list_changes(&mut self, plan: &Plan, passes: &[Pass]) -> Result<Changes, Error> {
         let penalised = |slot: &Slot| self.slots[*slot as usize].is_penalised();
         let mut cleared: Vec<Slot> = plan.started.iter().map(|started| started.slot).filter(penalised).collect();
         while self.uses.are_too_many() {
@@ -95,7 +101,17 @@ impl GpuBatch {
         // The last word counts.
         let tables: HashMap<u32, u32> = plan.tables.iter().map(|t| (t.slot * stride + t.index, t.page)).collect();
         let tables = self.upload.push(tables.into_iter().flat_map(|(place, page)| [place, page]));
-        Ok(Changes { moves, tables, uses: self.uses.list(&mut self.upload, cleared) })
+        let Orders { unpack, pack, changed } =
+            self.packing.as_mut().map_or_else(Orders::default, |packing| packing.order(plan, passes));
+        let packed = changed.into_iter().flat_map(|(page, is_packed)| [page, is_packed.into()]);
+        Ok(Changes {
+            unpack: self.upload.push(unpack),
+            pack: self.upload.push(pack),
+            packed: self.upload.push(packed),
+            moves,
+            tables,
+            uses: self.uses.list(&mut self.upload, cleared),
+        })
     }
 
     /// Lists a pass; its choices come after `first` others, and its notes after `first_note`.

@@ -1,0 +1,379 @@
+//! Pages packed without loss: 13 bits for a bf16, so that attention of many sequences reads 13/16 of the bytes.
+//!
+//! Of a key's or value's 16 bits those of the exponent say little: the elements of a page have nearly always magnitudes within a factor of 2³⁰ of each other, though bf16 has
+//! room for 2²⁵⁶. So a full page of a head, which nobody writes to any more, keeps of the exponent's upper seven bits only by how much they are above a `base` of the page's keys, or of its values: four
+//! bits. Its lowest bit, mantissa and sign stay. (That exponents of models are compressible is known of weights: Zhang et al., 2025, "70% Size, 100% Accuracy: Lossless LLM Compression for Efficient GPU Inference via Dynamic-Length
+//! Float"; here the length is fixed, so that nothing has to be searched for.)
+//!
+//! # Layout
+//! A packed page lies where the page lay: keys in the first [`PACKED_BYTES`] of their 16 KiB, values likewise. Either is two halves of 32 tokens, which a warp of [`attend`](crate::attention) takes each; a half
+//! is four groups of four fragments, as its lanes give them to the tensor core: 32 elements a lane.
+//!
+//! ```text
+//! group:  low     [2][lane][16]  bytes  the lower bytes of the elements, in order
+//!         middle  [lane][4]      words  a fragment each: in the lower half of byte b of the code of element b, in the upper half that of element 4 + b
+//!         signs   [lane]         words  of element 4 H + b of fragment J in bit 8 b + 7 − (2 J + H)
+//! ```
+//!
+//! Where a page's keys or values are further apart (or zero), the page stays what it was. Either way its [form](Form) is noted.
+
+use cuda_std::shared::{self, Shared};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
+
+use crate::attention::{TILE_KEYS, WARP_KEYS, key_of, values_from};
+use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
+
+/// Of a group, where its parts begin.
+const MIDDLE: u32 = 32 * 32;
+const SIGNS: u32 = MIDDLE + 32 * 16;
+const GROUP_BYTES: u32 = SIGNS + 32 * 4;
+/// A warp's tokens.
+const HALF_BYTES: u32 = 4 * GROUP_BYTES;
+/// The packed keys of a page for a head, or its values.
+pub const PACKED_BYTES: u32 = 2 * HALF_BYTES;
+/// As they were.
+const RAW_BYTES: u32 = PAGE_TOKENS * HEAD_DIM * 2;
+/// Tokens that reach beyond what is copied of a page that is packed, or was to be.
+const FIRST_BEYOND: u32 = PACKED_BYTES / (HEAD_DIM * 2);
+const _: () = assert!(PACKED_BYTES == 13_312 && PACKED_BYTES.is_multiple_of(HEAD_DIM * 2) && FIRST_BEYOND >= WARP_KEYS);
+
+/// The bits of a byte of each element that are the exponent's.
+const EXPONENTS: u32 = 0x7f7f_7f7f;
+const OTHERS: u32 = 0x8080_8080;
+const CODES: u32 = 0x0f0f_0f0f;
+/// Codes are up to this.
+const LARGEST_CODE: u32 = 15;
+
+/// How the keys and values of a page lie for a head, in a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Form(pub u32);
+
+impl Form {
+    /// Not packed, and copied whole.
+    pub const RAW: Self = Self(0);
+    const PACKED: u32 = 1 << 31;
+    const UNPACKABLE: u32 = 1 << 30;
+
+    /// Packed, with these bases.
+    #[inline(always)]
+    const fn packed(keys: u32, values: u32) -> Self {
+        Self(Self::PACKED | values << 8 | keys)
+    }
+
+    /// It could not be. It is this [block](crate::kv::Cache::block_index) of the layer.
+    #[inline(always)]
+    const fn unpackable(block: u32) -> Self {
+        Self(Self::UNPACKABLE | block)
+    }
+
+    /// Whether it is packed.
+    #[inline(always)]
+    #[must_use]
+    pub const fn is_packed(self) -> bool {
+        self.0 & Self::PACKED != 0
+    }
+
+    /// Which block it is, if it could not be packed: then no more than [`PACKED_BYTES`] of it were copied.
+    #[inline(always)]
+    pub(crate) fn beyond(self) -> Option<u32> {
+        (self.0 & Self::UNPACKABLE != 0).then_some(self.0 & (Self::UNPACKABLE - 1))
+    }
+
+    /// The base of keys (0) or values (1), in each byte of a word.
+    #[inline(always)]
+    pub(crate) const fn base(self, kind: u32) -> u32 {
+        (self.0 >> (8 * kind) & 0x7f) * 0x0101_0101
+    }
+}
+
+/// A lane's part of a group.
+#[derive(Clone, Copy)]
+struct Group {
+    low: [[u32; 4]; 2],
+    middle: [u32; 4],
+    signs: u32,
+}
+
+impl Group {
+    const EMPTY: Self = Self { low: [[0; 4]; 2], middle: [0; 4], signs: 0 };
+
+    /// Where group `i` of the half from `token` on is, of a page that begins at byte `page` of dynamic shared memory: its parts, for a lane.
+    #[inline(always)]
+    unsafe fn at(page: u32, token: u32, lane: u32, i: u32) -> [Shared<u32>; 3] {
+        let group = page + token / WARP_KEYS * HALF_BYTES + i * GROUP_BYTES;
+        [lane * 16, MIDDLE + lane * 16, SIGNS + lane * 4].map(|part| unsafe { shared::dynamic(group + part) })
+    }
+
+    #[inline(always)]
+    unsafe fn load([low, middle, signs]: [Shared<u32>; 3]) -> Self {
+        unsafe { Self { low: [low.load16(0), low.load16(128)], middle: middle.load16(0), signs: signs.load(0) } }
+    }
+
+    #[inline(always)]
+    unsafe fn store(&self, [low, middle, signs]: [Shared<u32>; 3]) {
+        unsafe {
+            low.store16(0, self.low[0]);
+            low.store16(128, self.low[1]);
+            middle.store16(0, self.middle);
+            signs.store(0, self.signs);
+        }
+    }
+
+    /// From fragments, with this base in each byte.
+    #[inline(always)]
+    fn new(fragments: [[u32; 4]; 4], base: u32) -> Self {
+        let mut group = Self::EMPTY;
+        unroll!(J < 4; {
+            unroll!(H < 2; {
+                let words = (fragments[J][2 * H], fragments[J][2 * H + 1]);
+                group.low[J / 2][J % 2 * 2 + H] = math::permute(words.0, words.1, 0x6420);
+                let high = math::permute(words.0, words.1, 0x7531);
+                group.middle[J] |= ((high & EXPONENTS) - base) << (4 * H);
+                group.signs |= (high & OTHERS) >> (2 * J + H);
+            });
+        });
+        group
+    }
+
+    /// The fragments.
+    #[inline(always)]
+    fn fragments(&self, base: u32) -> [[u32; 4]; 4] {
+        let mut fragments = [[0; 4]; 4];
+        unroll!(J < 4; {
+            let codes = [self.middle[J] & CODES, self.middle[J] >> 4 & CODES];
+            unroll!(H < 2; {
+                // No byte carries: a base and a code are below 128.
+                let high = (codes[H] + base) | (self.signs << (2 * J + H)) & OTHERS;
+                let low = self.low[J / 2][J % 2 * 2 + H];
+                fragments[J][2 * H] = math::permute(low, high, 0x5140);
+                fragments[J][2 * H + 1] = math::permute(low, high, 0x7362);
+            });
+        });
+        fragments
+    }
+}
+
+/// A warp's half of packed keys, or values, for one lane.
+#[derive(Clone, Copy)]
+pub(crate) struct Half([Group; 4]);
+
+impl Half {
+    /// Of the page that begins at byte `page` of dynamic shared memory, the half from `token` on.
+    #[inline(always)]
+    pub unsafe fn load(page: u32, token: u32, lane: u32) -> Self {
+        let mut half = Self([Group::EMPTY; 4]);
+        unroll!(I < 4; {
+            half.0[I] = unsafe { Group::load(Group::at(page, token, lane, I as u32)) };
+        });
+        half
+    }
+
+    /// The fragments of group `i`, with this base in each byte.
+    #[inline(always)]
+    pub fn fragments(&self, i: usize, base: u32) -> [[u32; 4]; 4] {
+        self.0[i].fragments(base)
+    }
+}
+
+/// Brings what was not copied of an unpackable page's keys, or values, to where it is missing: of `from` to byte `to` of dynamic shared memory. A warp does it together.
+#[inline(always)]
+pub(crate) unsafe fn bring_rest(from: Global<bf16>, to: u32) {
+    unsafe {
+        let (from, to) = (from.cast::<u32>(), shared::dynamic::<u32>(to));
+        let mut at = PACKED_BYTES / 4 + thread::fresh(thread::lane_id()) * 4;
+        while at < RAW_BYTES / 4 {
+            to.store16(at as usize, from.load16(at as usize));
+            at += 32 * 4;
+        }
+        warp::sync_warp();
+    }
+}
+
+/// Whether some of a half's tokens were not copied then.
+#[inline(always)]
+pub(crate) const fn is_cut(token: u32) -> bool {
+    token % PAGE_TOKENS + WARP_KEYS > FIRST_BEYOND
+}
+
+/// Parameters of [`pack_pages`] and [`unpack_pages`]. Grid: (key-value heads, layers, pages). Shared memory: [`PackPages::SHARED_BYTES`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PackPages {
+    /// The pages, each once.
+    pub list: Global<u32>,
+    /// `[layers, pages, page]`, a page as [`kv`](crate::kv) has it.
+    pub pages: GlobalMut<bf16>,
+    /// `[layers, pages, kv_heads]` [forms](Form).
+    pub forms: GlobalMut<u32>,
+    /// Pages of a layer.
+    pub page_count: u32,
+}
+
+const THREADS: u32 = 256;
+const WARPS: u32 = THREADS / 32;
+/// Where packed keys and values are in shared memory, behind the page itself, and behind them what warps know of exponents.
+const PACKED: u32 = 2 * RAW_BYTES;
+const EXTREMES: u32 = PACKED + 2 * PACKED_BYTES;
+
+impl PackPages {
+    /// Dynamic shared memory of a block.
+    pub const SHARED_BYTES: u32 = EXTREMES + 4 * WARPS * 4;
+
+    /// The block of this thread block: its number in its layer, where its keys are, and where its form is.
+    #[inline(always)]
+    unsafe fn block(&self) -> (u32, GlobalMut<u32>, GlobalMut<u32>) {
+        unsafe {
+            let (head, layer) = (thread::block_idx_x(), thread::block_idx_y());
+            let heads = thread::grid_dim_x();
+            let block = self.list.load(thread::block_idx_z() as usize) * heads + head;
+            let at = (layer * self.page_count * heads) as usize + block as usize;
+            (block, self.pages.at(at * (RAW_BYTES as usize)).cast(), self.forms.at(at))
+        }
+    }
+}
+
+/// A warp's part of a page: keys or values, the first token of a half, and the first of two groups.
+#[inline(always)]
+fn part(warp_id: u32) -> (u32, u32, usize) {
+    (warp_id / 4, warp_id / 2 % 2 * WARP_KEYS, (warp_id % 2 * 2) as usize)
+}
+
+/// Packs pages where they lie, as far as they can be, and notes their forms.
+#[kernel(threads = 256)]
+pub unsafe fn pack_pages(p: PackPages) {
+    unsafe {
+        let (block, page, form) = p.block();
+        let (thread, lane, warp_id) = (thread::thread_idx_x(), thread::lane_id(), thread::warp_id());
+        // Of keys and of values the largest of the exponents' upper bits, and of what lacks to the largest there may be.
+        let mut extremes = [0u32; 4];
+        unroll!(I < 8; {
+            let at = (I as u32 * THREADS + thread) as usize * 4;
+            let words = page.load16(at);
+            shared::dynamic::<u32>(0).store16(at, words);
+            unroll!(W < 4; {
+                unroll!(H < 2; {
+                    let exponent = words[W] >> (16 * H + 8) & 0x7f;
+                    let kind = I / 4 * 2;
+                    extremes[kind] = extremes[kind].max(exponent);
+                    extremes[kind + 1] = extremes[kind + 1].max(0x7f - exponent);
+                });
+            });
+        });
+        unroll!(M < 5; {
+            unroll!(E < 4; {
+                extremes[E] = extremes[E].max(warp::shuffle_xor(extremes[E], 1 << M));
+            });
+        });
+        let known = shared::dynamic::<u32>(EXTREMES);
+        if lane == 0 {
+            known.store16((warp_id * 4) as usize, extremes);
+        }
+        thread::sync_threads();
+        let mut warp = 0;
+        while warp < WARPS {
+            let others = known.load16((warp * 4) as usize);
+            unroll!(E < 4; {
+                extremes[E] = extremes[E].max(others[E]);
+            });
+            warp += 1;
+        }
+        let bases = [extremes[0], extremes[2]].map(|most| most.saturating_sub(LARGEST_CODE));
+        let found = if 0x7f - extremes[1] >= bases[0] && 0x7f - extremes[3] >= bases[1] {
+            Form::packed(bases[0], bases[1])
+        } else {
+            Form::unpackable(block)
+        };
+        if thread == 0 {
+            form.store(0, found.0);
+        }
+        if !found.is_packed() {
+            return;
+        }
+        let (kind, token, first) = part(warp_id);
+        let raw = kind * RAW_BYTES + token * HEAD_DIM * 2;
+        let packed = PACKED + kind * PACKED_BYTES;
+        let keys = shared::dynamic::<bf16>(raw);
+        let (g, t) = (lane / 4, lane % 4);
+        unroll!(I < 2; {
+            let i = first + I;
+            let fragments = if kind == 0 {
+                TILE_KEYS.map(|tile| {
+                    let key = tile + key_of(g);
+                    keys.load16((key * HEAD_DIM + place(key, 8 * t + 32 * i as u32)) as usize)
+                })
+            } else {
+                values_from(raw, WARP_KEYS - 1, lane)(i)
+            };
+            Group::new(fragments, found.base(kind)).store(Group::at(packed, token, lane, i as u32));
+        });
+        thread::sync_threads();
+        copy_out(PACKED, PACKED_BYTES, page);
+    }
+}
+
+/// Brings packed pages back to what they were.
+#[kernel(threads = 256)]
+pub unsafe fn unpack_pages(p: PackPages) {
+    unsafe {
+        let (_, page, form) = p.block();
+        let found = Form(form.load(0));
+        if !found.is_packed() {
+            return;
+        }
+        let (lane, warp_id) = (thread::lane_id(), thread::warp_id());
+        let mut kind = 0;
+        while kind < 2 {
+            let mut at = thread::thread_idx_x() * 4;
+            while at < PACKED_BYTES / 4 {
+                let words = page.load16((kind * RAW_BYTES / 4 + at) as usize);
+                shared::dynamic::<u32>(PACKED + kind * PACKED_BYTES).store16(at as usize, words);
+                at += THREADS * 4;
+            }
+            kind += 1;
+        }
+        thread::sync_threads();
+        let (kind, token, first) = part(warp_id);
+        let packed = PACKED + kind * PACKED_BYTES;
+        let raw = shared::dynamic::<bf16>(kind * RAW_BYTES + token * HEAD_DIM * 2);
+        let (g, t) = (lane / 4, lane % 4);
+        unroll!(I < 2; {
+            let i = first + I;
+            let fragments = Group::load(Group::at(packed, token, lane, i as u32)).fragments(found.base(kind));
+            unroll!(J < 4; {
+                if kind == 0 {
+                    let key = TILE_KEYS[J] + key_of(g);
+                    raw.store16((key * HEAD_DIM + place(key, 8 * t + 32 * i as u32)) as usize, fragments[J]);
+                } else {
+                    // Of dimension 8 n + g a word has two keys', four apart.
+                    let d = 8 * (4 * i + J) as u32 + g;
+                    unroll!(W < 4; {
+                        unroll!(H < 2; {
+                            let key = TILE_KEYS[W] + t + 4 * H as u32;
+                            let value = bf16::from_bits((fragments[J][W] >> (16 * H)) as u16);
+                            raw.store((key * HEAD_DIM + place(key, d)) as usize, value);
+                        });
+                    });
+                }
+            });
+        });
+        thread::sync_threads();
+        copy_out(0, RAW_BYTES, page);
+    }
+}
+
+/// The block copies `bytes` of keys and as many of values, which follow each other from byte `from` of shared memory on, to the page.
+#[inline(always)]
+unsafe fn copy_out(from: u32, bytes: u32, page: GlobalMut<u32>) {
+    unsafe {
+        let mut kind = 0;
+        while kind < 2 {
+            let words = shared::dynamic::<u32>(from + kind * bytes);
+            let mut at = thread::thread_idx_x() * 4;
+            while at < bytes / 4 {
+                page.store16((kind * RAW_BYTES / 4 + at) as usize, words.load16(at as usize));
+                at += THREADS * 4;
+            }
+            kind += 1;
+        }
+    }
+}
