@@ -14,10 +14,9 @@ use crate::forward;
 const SEQUENCES: usize = 8;
 
 /// How a page is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     /// As it was written.
-    #[default]
     Plain,
     /// Packed.
     Packed,
@@ -26,7 +25,6 @@ enum State {
 }
 
 /// What is known of all pages, and of the slots' page tables.
-#[derive(Default)]
 pub struct Packing {
     pages: Vec<State>,
     tables: Vec<Vec<Page>>,
@@ -37,7 +35,7 @@ pub struct Packing {
 }
 
 /// What a step does about it.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub struct Orders {
     /// Pages to unpack before all else.
     pub unpack: Vec<Page>,
@@ -106,6 +104,11 @@ impl Packing {
         if generating().map(|work| work.start as usize / PAGE_TOKENS).sum::<usize>() < self.least {
             return orders;
         }
+        for work in generating() {
+            let settled =
+                self.full(work.slot, work.start).take_while(|&page| self.pages[page as usize] != State::Plain);
+            self.settled[work.slot as usize] += settled.count();
+        }
         let wanted = |page: &Page| self.pages[*page as usize] == State::Plain && !plain.contains(page);
         let mut found: Vec<Page> =
             generating().flat_map(|work| self.full(work.slot, work.start)).filter(wanted).collect();
@@ -119,11 +122,6 @@ impl Packing {
             orders.changed.insert(page, true);
         }
         orders.pack = found;
-        for work in generating() {
-            let settled =
-                self.full(work.slot, work.start).take_while(|&page| self.pages[page as usize] != State::Plain);
-            self.settled[work.slot as usize] += settled.count();
-        }
         orders
     }
 
