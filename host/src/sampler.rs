@@ -25,7 +25,10 @@ impl Sampler {
     pub fn new(device: &Device, config: &Config) -> Result<Self, Error> {
         let vocab = config.vocab_size as u32;
         if vocab > MOST_VOCAB {
-            return Err(Error::Unsupported { what: "a vocabulary of at most 262,144 tokens", found: config.vocab_size });
+            return Err(Error::Unsupported {
+                what: "a vocabulary of at most 262,144 tokens",
+                found: config.vocab_size,
+            });
         }
         let resident = CTAS_PER_SM * device.multiprocessors();
         let scratch = device.zeroed(resident as usize * SCRATCH_WORDS)?;

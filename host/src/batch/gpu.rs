@@ -20,7 +20,7 @@ use cuda_std::GlobalMut;
 use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, Put, TakeBest, TakeTokens};
 use gpu_kernels::logprobs::Wanted;
-use gpu_kernels::sample::{Choice, SampleEach, Split};
+use gpu_kernels::sample::{SampleEach, Split};
 use gpu_kernels::step;
 use half::bf16;
 use model::{Checkpoint, Config};
