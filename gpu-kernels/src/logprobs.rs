@@ -43,7 +43,7 @@ impl Wanted {
 
 /// Parameters of [`note_logits`] and [`note_chosen`]. Grids: rows noted; 1. Shared memory of the first: [`NoteLogits::SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NoteLogits {
     /// `[any, vocab]`.
     pub logits: Global<f32>,

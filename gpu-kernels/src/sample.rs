@@ -31,7 +31,7 @@ pub const UNIT_MASS: u64 = 1 << 40;
 
 /// Parameters of [`sample`]. Grid: (1, rows). Shared memory: [`Sample::SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sample {
     /// The rows of this step.
     pub rows: Rows,
@@ -51,7 +51,7 @@ pub struct Sample {
 
 /// How a token is chosen.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, cuda_std::Layout)]
 pub struct Settings {
     /// Chooses the random numbers.
     pub seed: u64,
@@ -446,7 +446,7 @@ impl Choice {
 
 /// Parameters of [`sample_each`]. Grid: choices. Shared memory: [`Sample::SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SampleEach {
     /// The rows of this step.
     pub rows: Rows,

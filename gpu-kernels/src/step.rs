@@ -23,7 +23,7 @@ pub const MAX_ROWS: u32 = 64;
 
 /// The rows of a step: each a token of a sequence at a position.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Rows {
     /// `[1]`, how many rows there are; 0 when nothing is left to do.
     pub count: GlobalMut<u32>,
@@ -40,7 +40,7 @@ pub const STATE_WORDS: usize = 4;
 
 /// A sequence as the device keeps it: pointers to its history and to [`STATE_WORDS`] words.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SequenceState {
     /// `[capacity]` every token so far.
     pub history: GlobalMut<i32>,
@@ -61,7 +61,7 @@ impl SequenceState {
 
 /// Parameters of [`plan_prompt`]. Grid: 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PlanPrompt {
     /// Filled in.
     pub rows: Rows,
@@ -93,7 +93,7 @@ pub unsafe fn plan_prompt(p: PlanPrompt) {
 
 /// Parameters of [`plan_decode`]. Grid: 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PlanDecode {
     /// Filled in.
     pub rows: Rows,
@@ -196,7 +196,7 @@ impl Report {
 
 /// What the drafting operator is told about the sequence: its per-batch arrays, of length 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct DraftState {
     /// Index of the newest token in the history; null when nothing drafts.
     pub step_idx: GlobalMut<i64>,
@@ -208,7 +208,7 @@ pub struct DraftState {
 
 /// Parameters of [`accept`]. Grid: 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Accept {
     /// The rows that ran.
     pub rows: Rows,
@@ -340,7 +340,7 @@ impl Accepted {
 
 /// Parameters of [`accept_and_draft`]. Grid: 1. Shared memory: [`AcceptAndDraft::SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct AcceptAndDraft {
     /// What a step has brought.
     pub accept: Accept,

@@ -6,6 +6,8 @@
 mod calls;
 mod cuda;
 mod emulated;
+mod images;
+mod kernels;
 mod pinned;
 mod tensor;
 mod timing;
@@ -17,7 +19,8 @@ use bytemuck::Pod;
 use cuda_std::{Global, GlobalMut, Kernel};
 
 pub use calls::Calls;
-pub use cuda::{CardInfo, PTX, cards};
+pub use cuda::{CardInfo, cards};
+pub use images::{IMAGES, Image, MAIN};
 pub use pinned::Pinned;
 pub use tensor::TensorMaps;
 pub use timing::{Graph, Marker, Timer};
@@ -64,6 +67,23 @@ enum Begin {
     Together,
     /// Beside the last blocks of the launch ahead.
     Early,
+}
+
+/// What a launch has to know of its kernel.
+#[derive(Clone, Copy)]
+struct Entry {
+    name: &'static str,
+    module: &'static str,
+    /// The stamp of the parameter block that the host hands over.
+    layout: u64,
+    threads: u32,
+    cluster: u32,
+}
+
+impl Entry {
+    const fn of<K: Kernel>() -> Self {
+        Self { name: K::NAME, module: K::MODULE, layout: K::LAYOUT, threads: K::THREADS, cluster: K::CLUSTER }
+    }
 }
 
 impl Device {
@@ -214,7 +234,7 @@ impl Device {
     /// the emulator.
     pub fn clusters_at_once<K: Kernel>(&self, shared_bytes: u32) -> u32 {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.clusters_at_once(K::NAME, K::CLUSTER, K::THREADS, shared_bytes),
+            Kind::Cuda(cuda) => cuda.clusters_at_once(Entry::of::<K>(), shared_bytes),
             Kind::Emulator(_) => 0,
         }
     }
@@ -228,7 +248,7 @@ impl Device {
     ) -> Result<(), Error> {
         match &*self.0 {
             // SAFETY: the caller's word; the parameter block is the kernel's own type.
-            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, begin, &params) },
+            Kind::Cuda(cuda) => unsafe { cuda.launch(Entry::of::<K>(), grid, shared_bytes, begin, &params) },
             // SAFETY: the caller's word.
             Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, begin, params) },
         }
