@@ -13,6 +13,7 @@ use cust::sys;
 use super::kernels::Kernels;
 use super::{Begin, Entry, Grid};
 use crate::Error;
+use crate::timed::timed;
 
 /// Bytes of each of the pinned buffers that uploads pass through.
 const STAGING_BYTES: usize = 64 << 20;
@@ -167,7 +168,7 @@ impl Drop for Card {
 
 impl Cuda {
     pub(super) fn open(ordinal: u32) -> Result<Self, Error> {
-        initialise()?;
+        timed("starting the driver", initialise)?;
         let count = CudaDevice::num_devices().map_err(Error::driver("counting devices"))?;
         if ordinal >= count {
             return Err(Error::NoCuda { reason: format!("there is no card {ordinal}; the driver shows {count}") });
@@ -190,7 +191,7 @@ impl Cuda {
         let multiprocessors = device
             .get_attribute(DeviceAttribute::MultiprocessorCount)
             .map_err(Error::driver("counting multiprocessors"))? as u32;
-        let context = Context::new(device).map_err(Error::driver("making a context"))?;
+        let context = timed("making a context", || Context::new(device)).map_err(Error::driver("making a context"))?;
         let kernels = Mutex::new(Kernels::load(arch)?);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
         let clusters = Mutex::default();

@@ -1,6 +1,7 @@
 //! The kernels that are built in, and which of them a file takes the place of.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use crate::Error;
 
@@ -25,6 +26,22 @@ pub const MAIN: &str = "main";
 /// Every module, once for each level.
 pub static IMAGES: &[Image] = &include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
+/// Which of a module's forms the driver is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Form {
+    MachineCode,
+    Ptx,
+}
+
+impl fmt::Display for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::MachineCode => "the machine code",
+            Self::Ptx => "the PTX",
+        })
+    }
+}
+
 /// Where a module's kernels came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Origin {
@@ -43,17 +60,17 @@ impl Image {
 
     /// Loads what the driver takes: machine code first, which has no more to be compiled. An older driver refuses it,
     /// and has the text.
-    pub(super) fn load<M>(&self, mut load: impl FnMut(&[u8]) -> Result<M, Error>) -> Result<M, Error> {
+    pub(super) fn load<M>(&self, mut load: impl FnMut(&[u8], Form) -> Result<M, Error>) -> Result<M, Error> {
         if let Some(code) = self.machine_code {
-            match load(code) {
+            match load(code, Form::MachineCode) {
                 Ok(module) => return Ok(module),
                 Err(error) => tracing::debug!(
-                    "the driver does not take the machine code of module {} ({error}), and compiles its PTX",
+                    "the driver does not take the machine code of module {} ({error}), and compiles the PTX",
                     self.module
                 ),
             }
         }
-        load(self.ptx.as_bytes())
+        load(self.ptx.as_bytes(), Form::Ptx)
     }
 
     /// Checks that a module holds this one's kernels, with the same parameter blocks.
@@ -164,19 +181,19 @@ mod tests {
         let image = Image { machine_code: Some(b"\x7fELF"), ..*main() };
         let refused = |doing: &str| Error::Driver { doing: doing.into(), reason: "no kernel image".into() };
         let mut tried = Vec::new();
-        let loaded = image.load(|bytes| {
-            tried.push(bytes.len());
+        let loaded = image.load(|bytes, form| {
+            tried.push(form);
             if bytes.starts_with(b"\x7fELF") { Err(refused("machine code")) } else { Ok(bytes.len()) }
         });
         assert_eq!(loaded.unwrap(), image.ptx.len());
-        assert_eq!(tried, [4, image.ptx.len()]);
+        assert_eq!(tried, [Form::MachineCode, Form::Ptx]);
         // Taken, it is all that is loaded; refused both, the text's error tells why.
-        assert_eq!(image.load(|bytes| Ok(bytes.len())).unwrap(), 4);
-        let both = image.load::<()>(|bytes| Err(refused(if bytes.len() == 4 { "machine code" } else { "the text" })));
-        assert!(both.unwrap_err().to_string().contains("the text"));
+        assert_eq!(image.load(|bytes, _| Ok(bytes.len())).unwrap(), 4);
+        let both = image.load::<()>(|_, form| Err(refused(&form.to_string())));
+        assert!(both.unwrap_err().to_string().contains("the PTX"));
         // Without machine code there is nothing else to try.
         let plain = Image { machine_code: None, ..*main() };
-        assert_eq!(plain.load(|bytes| Ok(bytes.len())).unwrap(), plain.ptx.len());
+        assert_eq!(plain.load(|bytes, _| Ok(bytes.len())).unwrap(), plain.ptx.len());
     }
 
     #[test]

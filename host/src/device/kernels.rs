@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::ffi::{CStr, CString, OsStr};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
 
 use cust::sys;
 
 use super::Entry;
 use super::cuda::check;
-use super::images::{self, Image, Layouts, MAIN, Origin};
+use super::images::{self, Form, Image, Layouts, MAIN, Origin};
 use crate::Error;
+use crate::timed::timed;
 
 /// The variable that the build step puts into every module (`cuda_builder::LAYOUTS`).
 const LAYOUTS: &CStr = c"kernel_layouts";
@@ -97,12 +97,11 @@ impl Loaded {
 
     /// Loads one that is built in.
     fn built_in(arch: &str, module: &str) -> Result<Self, Error> {
-        let begun = Instant::now();
         let unknown = || Error::KernelsBuiltWrongly { kernel: format!("of module {module}") };
         let image = Image::find(arch, module).ok_or_else(unknown)?;
-        let loaded = image.load(|bytes| Self::new(bytes, Origin::BuiltIn))?;
+        let what = |form: Form| format!("loading {form} of module {module} for {arch}");
+        let loaded = image.load(|bytes, form| timed(&what(form), || Self::new(bytes, Origin::BuiltIn)))?;
         image.check(&loaded.layouts, &loaded.origin)?;
-        tracing::debug!("module {module} for {arch} loaded in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
         Ok(loaded)
     }
 }

@@ -11,6 +11,7 @@ mod kernels;
 mod pinned;
 mod tensor;
 mod timing;
+mod upload;
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ pub use images::{IMAGES, Image, MAIN};
 pub use pinned::Pinned;
 pub use tensor::TensorMaps;
 pub use timing::{Graph, Marker, Timer};
+pub use upload::Region;
 
 use crate::Error;
 
@@ -379,6 +381,20 @@ impl<T: Pod> Buffer<T> {
                 Ok(())
             }
         }
+    }
+
+    /// Enqueues a copy of all of `from`, of the same device's queue, to the elements from `at` on.
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If the range does not fit: a bug of the caller.
+    pub fn copy_from(&mut self, at: usize, from: &Self) -> Result<(), Error> {
+        assert!(at + from.len <= self.len, "copy of {} at {at} into {}", from.len, self.len);
+        let to = self.address + (at * size_of::<T>()) as u64;
+        // SAFETY: in bounds; what frees either waits for the copy.
+        unsafe { self.device.copy(to, from.address, from.len * size_of::<T>()) }
     }
 
     /// Zeroes everything, after everything enqueued so far.
