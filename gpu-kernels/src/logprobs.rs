@@ -50,7 +50,7 @@ impl Wanted {
 /// Parameters of [`note_logits`] and [`note_chosen`]. The first: cooperative; grid: a [`Split`]'s, with as many teams as rows noted, or with fewer of one
 /// CTA each, which take turns; shared memory: [`sample::SHARED_BYTES`]. The second: grid 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NoteLogits {
     /// `[any, vocab]`.
     pub logits: Global<f32>,

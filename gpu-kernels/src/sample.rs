@@ -93,7 +93,7 @@ impl Split {
 
 /// Parameters of [`sample`]. Cooperative; grid: a [`Split`]'s, with a team for each row from `first_row` on. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sample {
     /// The rows of this step.
     pub rows: Rows,
@@ -122,7 +122,7 @@ impl Sample {
 
 /// How a token is chosen.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, cuda_std::Layout)]
 pub struct Settings {
     /// Chooses the random numbers.
     pub seed: u64,
@@ -261,7 +261,7 @@ impl Choice {
 /// Parameters of [`sample_each`]. Cooperative; grid: a [`Split`]'s, with as many teams as choices, or with fewer of one CTA each, which take turns.
 /// Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SampleEach {
     /// The rows of this step.
     pub rows: Rows,

@@ -8,7 +8,9 @@ use std::panic::catch_unwind;
 use std::path::Path;
 use std::sync::Arc;
 
-use tokenizers::DecoderWrapper;
+use serde::de::IgnoredAny;
+use tokenizers::models::bpe::BPE;
+use tokenizers::{DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl};
 
 use crate::Error;
 
@@ -16,9 +18,12 @@ use crate::Error;
 #[derive(Debug, Clone)]
 pub struct Tokenizer(Arc<Inner>);
 
+/// With BPE alone for a model: the library's type for any model reads it into a tree first, and takes twice as long.
+type Encoder = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
 #[derive(Debug)]
 struct Inner {
-    encoder: tokenizers::Tokenizer,
+    encoder: Encoder,
     table: ByteTable,
 }
 
@@ -41,8 +46,9 @@ impl Tokenizer {
         let broken = |reason: String| Error::Tokenizer { path: path.to_owned(), reason };
         // The library panics on some files that are not JSON throughout, so that is settled first; what else it may
         // panic on becomes an error too.
-        let _: serde_json::Value = serde_json::from_slice(json).map_err(|e| broken(e.to_string()))?;
-        let mut encoder = catch_unwind(|| tokenizers::Tokenizer::from_bytes(json))
+        let text = std::str::from_utf8(json).map_err(|e| broken(e.to_string()))?;
+        let _: IgnoredAny = serde_json::from_str(text).map_err(|e| broken(e.to_string()))?;
+        let mut encoder = catch_unwind(|| serde_json::from_str::<Encoder>(text))
             .map_err(|_| broken("its parts contradict each other".to_owned()))?
             .map_err(|e| broken(e.to_string()))?;
         if !matches!(encoder.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
@@ -118,7 +124,7 @@ impl Tokenizer {
 }
 
 impl ByteTable {
-    fn new(encoder: &tokenizers::Tokenizer) -> Result<Self, String> {
+    fn new(encoder: &Encoder) -> Result<Self, String> {
         // Ids are dense in any sane file; the bound keeps a mad one from filling memory.
         const LARGEST: u32 = 1 << 24;
         let by_char = byte_of_char();
