@@ -88,7 +88,8 @@ struct Run {
 pub(crate) fn settings(s: &Sampling) -> Settings {
     Settings {
         seed: s.seed,
-        temperature: s.temperature,
+        // To the kernels, 0 alone is greedy.
+        temperature: if s.is_greedy() { 0.0 } else { s.temperature },
         top_k: s.top_k,
         top_p: s.top_p,
         min_p: s.min_p,

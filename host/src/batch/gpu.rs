@@ -534,7 +534,7 @@ impl BatchBackend for GpuBatch {
             // Those behind a wrong draft are not wanted.
             let mut logprobs = std::mem::take(&mut notes[i]);
             logprobs.truncate(tokens.len());
-            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count });
+            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, fault: None });
         }
         Ok(outcomes)
     }
