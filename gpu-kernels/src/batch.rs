@@ -8,7 +8,8 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
 
 use crate::linear::STRIP;
 use crate::norm::Residual;
-use crate::sample::{Choice, GENERATED, ranked_token};
+use crate::sample::{Choice, GENERATED, best_token};
+use crate::step::NO_TOKEN;
 
 const THREADS: u32 = 256;
 
@@ -103,9 +104,10 @@ pub unsafe fn take_tokens(p: TakeTokens) {
         if i < p.count {
             let entry = p.entries.at(3 * i as usize);
             let token = p.sampled.load(entry.load(1) as usize);
-            p.tokens.store(entry.load(0) as usize, token);
+            // A row without a token runs for nothing: the host ends its sequence as soon as it knows.
+            p.tokens.store(entry.load(0) as usize, if token == NO_TOKEN { 0 } else { token });
             let slot = entry.load(2);
-            if slot != TakeTokens::NOWHERE {
+            if slot != TakeTokens::NOWHERE && token != NO_TOKEN {
                 let place = slot as usize * p.vocab as usize + token as usize;
                 atomic::fetch_add(p.uses, place, GENERATED, Ordering::Relaxed, Scope::Device);
             }
@@ -121,7 +123,7 @@ pub struct TakeBest {
     pub best: Global<u64>,
     /// `[count, Choice::WORDS]`: whose rows count.
     pub choices: Global<u32>,
-    /// `[count]` the best tokens.
+    /// `[count]` the best tokens, or [`NO_TOKEN`].
     pub sampled: GlobalMut<u32>,
     /// Choices.
     pub count: u32,
@@ -134,7 +136,7 @@ pub unsafe fn take_best(p: TakeBest) {
         let i = index() as usize;
         if i < p.count as usize {
             let row = p.choices.load(i * Choice::WORDS);
-            p.sampled.store(i, ranked_token(p.best.load(row as usize)));
+            p.sampled.store(i, best_token(p.best.load(row as usize)));
         }
     }
 }

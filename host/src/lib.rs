@@ -19,6 +19,7 @@ mod gpu;
 pub mod ngram;
 pub mod prefill;
 pub mod profile;
+mod sampler;
 pub mod stream;
 pub mod token_copy;
 pub mod weights;
