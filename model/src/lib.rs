@@ -12,15 +12,16 @@ pub mod checkpoint;
 pub mod config;
 pub mod cpu;
 mod error;
+mod hub;
 pub mod rope;
 pub mod sampling;
 pub mod source;
 pub mod tokenizer;
 
 pub use chat::{ChatTemplate, Message, Role};
-pub use checkpoint::{Checkpoint, Dtype, LayerWeights, OpenOptions, Tensor, Weights};
+pub use checkpoint::{Checkpoint, Dtype, LayerWeights, OpenOptions, Outline, Tensor, Weights};
 pub use config::{Config, GenerationConfig};
-pub use cpu::{CpuModel, KvCache, KvPages, Row};
+pub use cpu::{CpuModel, Fault, KvCache, KvPages, Place, Row};
 pub use error::Error;
 pub use sampling::Sampling;
 pub use source::{DownloadProgress, Source};

@@ -108,7 +108,7 @@ impl Worker {
 
     fn submit(&mut self, work: Work) {
         let Work { number, name, wanted: Wanted { request, logprobs, form } } = work;
-        let seed = (request.sampling.temperature > 0.0).then_some(request.sampling.seed);
+        let seed = (!request.sampling.is_greedy()).then_some(request.sampling.seed);
         match self.batch.submit(Job { id: number, request, logprobs }) {
             Ok(()) => {
                 self.asked.insert(number, Asked { name, form, seed });
@@ -123,7 +123,10 @@ impl Worker {
     /// False if nobody wants to know.
     fn answer(&mut self, done: Done) -> bool {
         let Some(Asked { name, form, seed }) = self.asked.remove(&done.id) else { return true };
-        let line = self.writer.answer(&name, form, &done.answer, seed);
-        self.events.send(Event::Answered(done.id, line)).is_ok()
+        let event = match done.answer {
+            Ok(answer) => Event::Answered(done.id, self.writer.answer(&name, form, &answer, seed)),
+            Err(error) => Event::Refused(done.id, result::refusal(&name, &error.into())),
+        };
+        self.events.send(event).is_ok()
     }
 }
