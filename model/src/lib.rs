@@ -21,7 +21,7 @@ pub mod tokenizer;
 pub use chat::{ChatTemplate, Message, Role};
 pub use checkpoint::{Checkpoint, Dtype, LayerWeights, OpenOptions, Outline, Tensor, Weights};
 pub use config::{Config, GenerationConfig};
-pub use cpu::{CpuModel, Fault, KvCache, KvPages, Row};
+pub use cpu::{CpuModel, Fault, KvCache, KvPages, Place, Row};
 pub use error::Error;
 pub use sampling::Sampling;
 pub use source::{DownloadProgress, Source};

@@ -21,9 +21,9 @@ use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, Put, TakeBest, TakeTokens};
 use gpu_kernels::logprobs::Wanted;
 use gpu_kernels::sample::{SampleEach, Split};
-use gpu_kernels::step;
+use gpu_kernels::step::{self, NO_TOKEN};
 use half::bf16;
-use model::{Checkpoint, Config};
+use model::{Checkpoint, Config, Fault, Place};
 
 use self::lists::{Changes, Ready};
 use self::moves::Mover;
@@ -512,19 +512,26 @@ impl BatchBackend for GpuBatch {
         }
         let mut outcomes = Vec::new();
         for (i, (work, drafts)) in step.work.iter().zip(&step.drafts).enumerate().filter(|(_, of)| of.0.samples) {
+            let mut fault = None;
             let tokens = if step.left.contains(&work.slot) {
                 // Foreseen: one.
                 chosen[i].clone()
             } else {
                 let running = &mut self.slots[work.slot as usize];
                 let tokens = running.confirm(drafts, |row, _| chosen[i][row]);
-                self.uses.take_in(work.slot, running, &tokens);
+                if tokens.contains(&NO_TOKEN) {
+                    // The row that was to choose the last one.
+                    let position = running.history.len().saturating_sub(2);
+                    fault = Some(Fault { place: Place::Logits, position, row: work.start as usize });
+                } else {
+                    self.uses.take_in(work.slot, running, &tokens);
+                }
                 tokens
             };
             // Those behind a wrong draft are not wanted.
             let mut logprobs = std::mem::take(&mut notes[i]);
             logprobs.truncate(tokens.len());
-            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, fault: None });
+            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, fault });
         }
         Ok(outcomes)
     }
