@@ -178,17 +178,6 @@ pub enum Error {
         /// How long it was waited for.
         seconds: u64,
     },
-    /// The model's own numbers are NaN or infinite, although every weight is finite.
-    #[error(
-        "there is NaN or infinity in {what} after token {position} (counted from 0): the weights are damaged, or config.json is not \
-         theirs; fetch both again"
-    )]
-    NotFinite {
-        /// The first layer whose output it is in, or the logits.
-        what: String,
-        /// The token's position in its sequence.
-        position: usize,
-    },
     /// The caller asked to stop.
     #[error("interrupted")]
     Interrupted,
@@ -208,7 +197,7 @@ impl From<model::Error> for Error {
 
 impl From<model::Fault> for Error {
     fn from(fault: model::Fault) -> Self {
-        Self::NotFinite { what: fault.place.to_string(), position: fault.position }
+        model::Error::from(&fault).into()
     }
 }
 

@@ -237,13 +237,13 @@ pub enum Error {
     },
     /// The forward pass gave NaN or infinity, although every weight is finite.
     #[error(
-        "there is NaN or infinity in {what} after token {position} (counted from 0): the weights are damaged, or config.json is not \
-         theirs; fetch both again"
+        "the model's {what} for position {position} are not finite numbers (NaN or infinity): the weights or the config do not fit \
+         each other, or are damaged; compare the files with their source"
     )]
     OutputNotFinite {
-        /// A layer's output, or the logits.
+        /// A layer's outputs, or the logits.
         what: String,
-        /// The token's position in its sequence.
+        /// The position, from 0 on, of the token that a layer was given, or that the logits are to choose.
         position: usize,
     },
     /// The KV cache is full.

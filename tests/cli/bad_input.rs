@@ -289,7 +289,7 @@ fn numbers_out_of_range_are_an_error_and_of_their_request_alone() {
         data.chunks_exact_mut(128 * 4).for_each(|row| row[..4].copy_from_slice(&huge));
     });
     let run = warpdraft(&["generate", "--model", broken.path(), "abZ"]).assert();
-    refused(run, 1, &["NaN or infinity in the output of layer 0", "token 2"]);
+    refused(run, 1, &["outputs of layer 0", "for position 2", "NaN or infinity"]);
     warpdraft(&["generate", "--max-tokens", "1", "--model", broken.path(), "abc"]).assert().success();
 
     let requests = broken.file("requests.jsonl");

@@ -54,8 +54,8 @@ pub enum Place {
 impl std::fmt::Display for Place {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Place::Layer(index) => write!(f, "the output of layer {index} (counted from 0)"),
-            Place::Logits => f.write_str("the logits"),
+            Place::Layer(index) => write!(f, "outputs of layer {index} (counted from 0)"),
+            Place::Logits => f.write_str("logits"),
         }
     }
 }
@@ -354,7 +354,9 @@ fn note(found: &mut Option<Place>, place: Place, numbers: &[f32]) {
 
 impl From<&Fault> for Error {
     fn from(fault: &Fault) -> Self {
-        Error::OutputNotFinite { what: fault.place.to_string(), position: fault.position }
+        // Logits are those of the token that comes next.
+        let position = fault.position + usize::from(fault.place == Place::Logits);
+        Error::OutputNotFinite { what: fault.place.to_string(), position }
     }
 }
 

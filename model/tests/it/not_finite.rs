@@ -20,7 +20,7 @@ fn the_first_layer_that_is_not_finite_is_named_or_the_logits() {
         ("model.layers.0.mlp.down_proj.weight", "layer 0"),
         ("model.layers.1.self_attn.o_proj.weight", "layer 1"),
         ("model.layers.1.self_attn.v_proj.weight", "layer 1"),
-        ("lm_head.weight", "the logits"),
+        ("lm_head.weight", "logits"),
     ] {
         let checkpoint = with_huge(tensor, false).open();
         let model = CpuModel::new(&checkpoint).unwrap();
@@ -28,11 +28,15 @@ fn the_first_layer_that_is_not_finite_is_named_or_the_logits() {
         let mut logits = vec![0.0; checkpoint.config.vocab_size];
         let tokens: Vec<u32> = (0..70).collect();
         let error = model.forward(&tokens, &mut cache, 1, &mut logits).unwrap_err();
-        let first = if what == "the logits" || what == "layer 1" { 69 } else { 0 };
+        // A row whose last layer nobody needs has not failed, and logits are those of the token after it.
+        let first = match what {
+            "logits" => 70,
+            "layer 1" => 69,
+            _ => 0,
+        };
         match &error {
             Error::OutputNotFinite { what: found, position } => {
                 assert!(found.contains(what), "{found}");
-                // A row whose last layer nobody needs has not failed.
                 assert_eq!(*position, first);
             }
             other => panic!("{other:?}"),
