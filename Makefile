@@ -6,9 +6,15 @@ CARGO ?= cargo
 PTXAS_VENV := .venv
 PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
 
-# Complete a prompt with the bundled model, on a GPU if there is one. Leaves target/release/warpdraft.
+# Without what the demo does not use: downloads; and with less effort on what it does not wait for, the emulator and zstd.
+DEMO_BUILD := --no-default-features --features bundled-demo \
+	--config 'profile.release.package.gpu-kernels.opt-level=1' \
+	--config 'profile.release.package.zstd-sys.opt-level=1'
+
+# Complete a prompt with the bundled model, on a GPU if there is one. Leaves target/release/warpdraft, which downloads nothing:
+# `cargo build --release --package warpdraft` makes the whole of it.
 demo: ptx-toolchain
-	@$(CARGO) build --release --package warpdraft
+	@$(CARGO) build --release --package warpdraft $(DEMO_BUILD)
 	@target/release/warpdraft generate --model demo --max-tokens 160 --temperature 0 "$$(cat model/demo/prompt.txt)"
 
 # All tests, formatting and lints.

@@ -176,7 +176,7 @@ impl CudaBuilder {
             .env(
                 "RUSTFLAGS",
                 format!(
-                    "-C target-cpu={arch} -C target-feature={ptx_version} --emit=asm --cfg cuda_arch=\"{arch}\"",
+                    "-C target-cpu={arch} -C target-feature={ptx_version} --cfg cuda_arch=\"{arch}\"",
                     arch = self.arch
                 ),
             )
@@ -187,7 +187,9 @@ impl CudaBuilder {
             .args(["rustc", "--release", "--lib", "--crate-type", "cdylib"])
             .args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core"])
             .arg("--target-dir")
-            .arg(&target_dir);
+            .arg(&target_dir)
+            // Of the kernels alone: the text of `core` is of no use to anyone.
+            .args(["--", "--emit=asm"]);
         let status = command.status().map_err(io(toolchain.cargo()))?;
         if !status.success() {
             return Err(Error::Compile {
