@@ -410,7 +410,8 @@ pub(crate) unsafe fn nominate_best<C: Change>(
     temperature: f32,
 ) -> bool {
     unsafe {
-        let question = Question { enough: (MOST_CANDIDATES / 2).into(), ..question };
+        // There are some more logits than threads with such a best one.
+        let question = Question { enough: 2 * u64::from(count), ..question };
         let kept = select(team, &One(mine), question, Count, |_| count.into());
         if kept == 0 {
             return false;

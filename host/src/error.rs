@@ -139,6 +139,17 @@ pub enum Error {
         /// What there is.
         found: usize,
     },
+    /// What the model computed is no finite number: no token can be chosen by it.
+    #[error(
+        "the model's {what} for position {position} are not finite numbers (NaN or infinity): the weights or the config do not fit each other, or \
+         are damaged; compare the files with their source"
+    )]
+    NotFinite {
+        /// What: the logits, or a layer's output.
+        what: String,
+        /// The token's position, from 0 on.
+        position: usize,
+    },
     /// The prompt does not fit.
     #[error(
         "the prompt has {prompt} tokens and the context holds {context}, one of them for the answer; \

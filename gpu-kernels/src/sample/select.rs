@@ -39,7 +39,9 @@ impl<C: Change> Ranks for All<C> {
     #[inline(always)]
     unsafe fn each_between(&self, low: u64, high: u64, mut f: impl FnMut(u64)) {
         unsafe {
-            let [least, most] = [low, high].map(ranked_logit);
+            // No logit has a key below that of the lowest.
+            let lowest = rank(f32::NEG_INFINITY, u32::MAX);
+            let [least, most] = [low.max(lowest), high].map(ranked_logit);
             // Of the outermost logits not every token may be in question.
             self.0.each::<C>(
                 |logit| logit >= least && logit <= most,
@@ -166,7 +168,7 @@ pub(crate) struct Question {
     pub enough: u64,
 }
 
-/// The lowest rank of the bin in which the weights of ranks, from the highest downwards, reach `target` of the sum of all of them; 0 where they do not.
+/// The lowest rank of the bin in which the weights of ranks, from the highest downwards, reach `target` of the sum of all of them; 0 where they do not, or there is no target.
 #[inline(always)]
 pub(crate) unsafe fn select<W: Weight>(
     team: &mut Team,
@@ -192,7 +194,7 @@ pub(crate) unsafe fn select<W: Weight>(
             let upto = running_total(own);
             let (before, all) = block_totals(warp::shuffle_idx(upto, 31));
             let (goal, above) = if is_first { (target(all), 0) } else { (result.load(GOAL), result.load(ABOVE)) };
-            if is_first && all < goal {
+            if is_first && (all < goal || goal == 0) {
                 return 0;
             }
             is_first = false;
