@@ -19,6 +19,7 @@ mod gpu;
 pub mod ngram;
 pub mod prefill;
 pub mod profile;
+mod prompt;
 pub mod stream;
 pub mod token_copy;
 pub mod weights;
@@ -30,6 +31,7 @@ pub use engine::{DeviceChoice, Engine, Finish, Generation, LoadOptions, Request,
 pub use error::{Error, gib};
 pub use gpu::Gpu;
 pub use profile::Profile;
+pub use prompt::encode_prompt;
 
 /// Told the bytes loaded so far and in all; breaking stops the load.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> std::ops::ControlFlow<()> + 'a;

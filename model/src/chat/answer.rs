@@ -2,7 +2,7 @@
 //!
 //! Qwen3 writes `<think>…</think>` before what it says, and `<tool_call>{"name": …, "arguments": …}</tool_call>` for each
 //! tool that it calls. Some templates open the thought in the prompt, so that the answer holds its end alone.
-//! [`Splitter`] takes an answer apart while it comes, [`Answer`] when it is there.
+//! [`Splitter`] takes an answer apart while it comes, or when it is there.
 
 use serde::Deserialize;
 use serde_json::error::Category;
@@ -101,6 +101,13 @@ impl Splitter {
             State::Start { opened: true } | State::Thought { .. } => vec![Piece::Thought(rest)],
             State::Start { opened: false } | State::Content | State::Call { .. } => vec![Piece::Content(rest)],
         }
+    }
+
+    /// Takes a whole answer apart.
+    pub fn answer(mut self, text: &str) -> Answer {
+        let mut pieces = self.push(text);
+        pieces.extend(self.finish());
+        pieces.into_iter().collect()
     }
 
     /// Decides about some of what is held; false if all that is left depends on what comes.
@@ -225,16 +232,6 @@ pub struct Answer {
     pub tool_calls: Vec<ToolCall>,
 }
 
-impl Answer {
-    /// Takes `text` apart, which answers `prompt`; `tools` as for [`Splitter::new`].
-    pub fn new(prompt: &str, text: &str, tools: bool) -> Self {
-        let mut splitter = Splitter::new(prompt, tools);
-        let mut pieces = splitter.push(text);
-        pieces.extend(splitter.finish());
-        pieces.into_iter().collect()
-    }
-}
-
 impl FromIterator<Piece> for Answer {
     fn from_iter<T: IntoIterator<Item = Piece>>(pieces: T) -> Self {
         let mut answer = Answer::default();
@@ -259,7 +256,7 @@ mod tests {
 
     /// The answer, however its text is cut into pieces.
     fn answer(prompt: &str, text: &str, tools: bool) -> Answer {
-        let whole = Answer::new(prompt, text, tools);
+        let whole = Splitter::new(prompt, tools).answer(text);
         for size in 1..=9 {
             let mut splitter = Splitter::new(prompt, tools);
             let chars: Vec<char> = text.chars().collect();
@@ -288,7 +285,10 @@ mod tests {
     fn thoughts_are_told_from_what_is_said_whoever_opens_them() {
         assert_eq!(answer(PLAIN, "<think>\nadd\n</think>\n\n2\n", false), thought("add", "2\n"));
         assert_eq!(answer(OPENED, "add\n</think>\n\n2", false), thought("add", "2"));
-        assert_eq!(answer(OPENED, "\n<think>\nadd\n\nmore </thin\n</think>2", false), thought("add\n\nmore </thin", "2"));
+        assert_eq!(
+            answer(OPENED, "\n<think>\nadd\n\nmore </thin\n</think>2", false),
+            thought("add\n\nmore </thin", "2")
+        );
         assert_eq!(answer(CLOSED, "2 é", false), said("2 é"));
         assert_eq!(answer(PLAIN, "<think>\n\n</think>\n\n2", false), said("2"));
         // Cut off by a limit.
@@ -331,7 +331,10 @@ mod tests {
     fn what_is_no_call_is_said_as_it_stands() {
         let good = r#"<tool_call>{"name": "f"}</tool_call>"#;
         for bad in ["<tool_call>nothing</tool_call>", r#"<tool_call>{"nam": 1}</tool_call>"#] {
-            assert_eq!(answer(PLAIN, &format!("a\n{bad}\n{good}"), true), calls(&[("f", "{}")], said(&format!("a\n{bad}"))));
+            assert_eq!(
+                answer(PLAIN, &format!("a\n{bad}\n{good}"), true),
+                calls(&[("f", "{}")], said(&format!("a\n{bad}")))
+            );
         }
         for cut in ["a\n\n<tool_call>{\"name\": \"f", "a\n\n<tool_ca", "a\n\n"] {
             assert_eq!(answer(PLAIN, cut, true), said(cut));

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use anyhow::anyhow;
+use host::Finish;
 use host::batch::{Batch, Done, Job, Metrics, Queue};
 
 use super::Event;
@@ -123,7 +124,8 @@ impl Worker {
     /// False if nobody wants to know.
     fn answer(&mut self, done: Done) -> bool {
         let Some(Asked { name, form, seed }) = self.asked.remove(&done.id) else { return true };
-        let line = self.writer.answer(&name, form, &done.answer, seed);
-        self.events.send(Event::Answered(done.id, line)).is_ok()
+        let line = self.writer.answer(&name, &form, &done.answer, seed);
+        let is_cut_off = done.answer.finish == Finish::Length;
+        self.events.send(Event::Answered(done.id, line, is_cut_off)).is_ok()
     }
 }
