@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use assert_cmd::assert::OutputAssertExt;
+use model::chat::Splitter;
 use predicates::prelude::*;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -104,7 +105,10 @@ fn answers_are_those_of_generate() {
         ];
         for (k, expected) in expected.iter().enumerate() {
             let result = &results[&(line + k as u64)];
-            assert_eq!(text_of(result), expected["text"], "{result}");
+            // What the model thinks is apart from what it says.
+            let said = Splitter::new("", false).answer(expected["text"].as_str().unwrap()).content;
+            let expected_text = if k == 2 { &said } else { expected["text"].as_str().unwrap() };
+            assert_eq!(text_of(result), expected_text, "{result}");
             let body = &result["response"]["body"];
             assert_eq!(body["choices"][0]["finish_reason"], expected["finish"]);
             assert_eq!(body["usage"]["prompt_tokens"], expected["statistics"]["prompt_tokens"]);
@@ -143,7 +147,8 @@ fn results_have_openai_s_form() {
         assert!(token["bytes"].is_array());
     }
     let bytes = content.iter().flat_map(|t| t["bytes"].as_array().unwrap()).map(|b| b.as_u64().unwrap() as u8);
-    assert_eq!(String::from_utf8(bytes.collect()).unwrap().trim_start_matches("<|im_start|>"), text_of(a));
+    let text = String::from_utf8(bytes.collect()).unwrap();
+    assert_eq!(Splitter::new("", false).answer(&text).content, text_of(a));
     assert_eq!((&b["custom_id"], &b["response"]["body"]["object"]), (&Value::Null, &json!("text_completion")));
     let logprobs = &b["response"]["body"]["choices"][0]["logprobs"];
     for field in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {

@@ -44,7 +44,7 @@ fn a_text_that_is_far_too_long_is_refused_at_once() {
     let results = folder.results("results.jsonl");
     for line in 1..=8 {
         let message = results[&line]["error"]["message"].as_str().unwrap();
-        assert!(message.contains("tokens or more and the context holds 8192"), "{message}");
+        assert!(message.contains("tokens or more and the context holds 4096"), "{message}");
     }
     let peak = summary["peak_memory_bytes"].as_u64().unwrap() >> 20;
     assert!(peak < 1500, "{peak} MiB");
@@ -52,7 +52,7 @@ fn a_text_that_is_far_too_long_is_refused_at_once() {
     std::fs::write(folder.path("prompt.txt"), "some words ".repeat(1 << 20)).unwrap();
     let start = Instant::now();
     let run = warpdraft(&["generate", "--file", path(&folder.path("prompt.txt")), "-q"]).assert().code(1);
-    run.stderr(predicate::str::contains("tokens or more and the context holds 8192"));
+    run.stderr(predicate::str::contains("tokens or more and the context holds 4096"));
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
@@ -105,7 +105,7 @@ fn what_a_request_holds_is_cut_in_its_error_and_written_out() {
         json!({"prompt": "x", "temperature": long}),
         json!({"prompt": "x", "seed": format!("\u{1b}[31m{}", "y".repeat(1000))}),
         json!({"prompt": "x", "\u{1b}[31m": 1}),
-        json!({"prompt": "x", "chat_template_kwargs": {"\u{1b}": 1}}),
+        json!({"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"\u{1b}": 1}}),
         json!({"custom_id": ["\u{7}"], "prompt": "x"}),
     ];
     let folder = Folder::with(&requests.map(|request| request.to_string() + "\n").concat());
@@ -181,7 +181,7 @@ fn thoughts_tools_and_what_was_cut_off_are_told() {
     assert_eq!(usage(1)["completion_tokens"], 6);
     assert_eq!(usage(2)["total_tokens"], 256);
     assert_eq!((choice(2)["finish_reason"].as_str(), &summary["cut_off"]), (Some("length"), &json!(2)));
-    folder.batch("said.jsonl", &more[..4]).args(["--max-tokens", "2"]).assert().success();
+    folder.batch("said.jsonl", &more[..5]).args(["--max-tokens", "2"]).assert().success();
     let mut told = warpdraft(&["batch", "requests.jsonl", "-o", "told.jsonl", "--device", "cpu"]);
     let told = told.args(&more[..5]).current_dir(folder.path("")).assert().success();
     told.stderr(predicate::str::contains("2 of the answered were cut off by max_tokens or the end of the context"));

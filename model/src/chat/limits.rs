@@ -25,7 +25,7 @@ const WORK: u64 = 1 << 30;
 /// Values within each other.
 const DEPTH: usize = 200;
 /// What a value counts beside its text.
-const VALUE: u64 = 16;
+const VALUE: u64 = 128;
 /// What a text within another value counts for each byte: written out, it is longer.
 const WITHIN: u64 = 4;
 /// What each part of a text counts that becomes a list.
