@@ -20,6 +20,36 @@ pub enum Error {
         /// The system's words.
         reason: String,
     },
+    /// A kernel of that file takes other parameters than this program gives it.
+    #[error(
+        "kernel {kernel} of {path} takes other parameters than this program hands it; build both from the same \
+         parameter blocks, or unset WARPDRAFT_KERNELS"
+    )]
+    KernelLayout {
+        /// The kernel.
+        kernel: String,
+        /// The file.
+        path: String,
+    },
+    /// That file lacks a kernel.
+    #[error(
+        "WARPDRAFT_KERNELS names {path}, and {path} has no kernel {kernel} that tells its parameters; name a whole \
+         module of kernels that this version built, or unset it"
+    )]
+    KernelMissing {
+        /// The kernel.
+        kernel: String,
+        /// The file.
+        path: String,
+    },
+    /// A kernel that is built in takes other parameters than the host gives it.
+    #[error(
+        "kernel {kernel} was built from other sources than the rest of this program; build it anew, after `cargo clean`"
+    )]
+    KernelsBuiltWrongly {
+        /// The kernel.
+        kernel: String,
+    },
     /// The driver refused or a kernel failed.
     #[error("the CUDA driver failed while {doing}: {reason}")]
     Driver {
@@ -94,6 +124,17 @@ pub enum Error {
         what: &'static str,
         /// What there is.
         found: usize,
+    },
+    /// What the model computed is no finite number: no token can be chosen by it.
+    #[error(
+        "the model's {what} for position {position} are not finite numbers (NaN or infinity): the weights or the config do not fit each other, or \
+         are damaged; compare the files with their source"
+    )]
+    NotFinite {
+        /// What: the logits, or a layer's output.
+        what: String,
+        /// The token's position, from 0 on.
+        position: usize,
     },
     /// The prompt does not fit.
     #[error(

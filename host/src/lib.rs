@@ -4,6 +4,7 @@
 //! [`Backend`] runs one sequence: [`Gpu`] on a [`device::Device`] (a CUDA card, or the emulator), [`Cpu`] with the reference of
 //! `model`.
 
+mod ahead;
 pub mod backend;
 pub mod batch;
 pub mod bench;
@@ -20,10 +21,13 @@ pub mod ngram;
 pub mod prefill;
 pub mod profile;
 mod prompt;
+mod sampler;
 pub mod stream;
+mod timed;
 pub mod token_copy;
 pub mod weights;
 
+pub use ahead::Opening;
 pub use backend::{Backend, Sequence, Step};
 pub use cpu::Cpu;
 pub use draft::NgramDraft;

@@ -7,7 +7,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use tokenizers::DecoderWrapper;
+use serde::de::IgnoredAny;
+use tokenizers::models::bpe::BPE;
+use tokenizers::{DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl};
 
 use crate::text::shown;
 use crate::{Error, quiet};
@@ -20,9 +22,12 @@ pub use bound::Encoded;
 #[derive(Debug, Clone)]
 pub struct Tokenizer(Arc<Inner>);
 
+/// With BPE alone for a model: the library's type for any model reads it into a tree first, and takes twice as long.
+type Encoder = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
 #[derive(Debug)]
 struct Inner {
-    encoder: tokenizers::Tokenizer,
+    encoder: Encoder,
     table: ByteTable,
     /// Most bytes of a text that become one token, where that is known.
     most_bytes: Option<usize>,
@@ -47,8 +52,9 @@ impl Tokenizer {
         let broken = |reason: String| Error::Tokenizer { path: path.to_owned(), reason };
         // The library panics on some files that are not JSON throughout, so that is settled first; what else it may
         // panic on becomes an error too.
-        let _: serde_json::Value = serde_json::from_slice(json).map_err(|e| broken(e.to_string()))?;
-        let mut encoder = quiet::catch(|| tokenizers::Tokenizer::from_bytes(json))
+        let text = std::str::from_utf8(json).map_err(|e| broken(e.to_string()))?;
+        let _: IgnoredAny = serde_json::from_str(text).map_err(|e| broken(e.to_string()))?;
+        let mut encoder = quiet::catch(|| serde_json::from_str::<Encoder>(text))
             .ok_or_else(|| broken("its parts contradict each other".to_owned()))?
             .map_err(|e| broken(e.to_string()))?;
         if !matches!(encoder.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
@@ -127,7 +133,7 @@ impl Tokenizer {
 }
 
 impl ByteTable {
-    fn new(encoder: &tokenizers::Tokenizer) -> Result<Self, String> {
+    fn new(encoder: &Encoder) -> Result<Self, String> {
         // Ids are dense in any sane file; the bound keeps a mad one from filling memory.
         const LARGEST: u32 = 1 << 24;
         let by_char = byte_of_char();

@@ -41,6 +41,7 @@ const COMMANDS: &str = "/reset forgets the conversation, /quit leaves, Ctrl-C st
 /// Whatever is wrong with the model or the device; a closed pipe; unless a person is typing, also a turn that does not fit.
 pub fn run(command: Chat) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
+    let _opening = command.load.device.open_ahead();
     let checkpoint = loading::open(&command.source, false, command.report)?;
     chat_template(&checkpoint, &command.source)?;
     let mut engine = loading::load(checkpoint, command.load, command.report)?;

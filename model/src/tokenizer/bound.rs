@@ -1,9 +1,8 @@
 //! Texts that are too long, told without making tokens of all of them.
 
 use serde_json::Value;
-use tokenizers::ModelWrapper;
 
-use super::{ByteTable, Tokenizer, byte_of_char};
+use super::{ByteTable, Encoder, Tokenizer, byte_of_char};
 use crate::Error;
 
 /// What became of a text.
@@ -60,14 +59,12 @@ impl Tokenizer {
 }
 
 /// The bytes of the longest token, if every byte of a text comes to be in one: nothing is left out, replaced or swallowed.
-pub(super) fn most_bytes(encoder: &tokenizers::Tokenizer, table: &ByteTable) -> Option<usize> {
+pub(super) fn most_bytes(encoder: &Encoder, table: &ByteTable) -> Option<usize> {
     let json = |part: serde_json::Result<Value>| part.unwrap_or_default();
-    let keeps_all = matches!(encoder.get_model(), ModelWrapper::BPE(_))
-        && (0..).zip(byte_of_char()).all(|(c, byte): (u32, _)| {
-            let text = char::from_u32(c).unwrap_or_default().to_string();
-            byte.is_none() || encoder.token_to_id(&text).is_some()
-        })
-        && encoder.get_normalizer().is_none_or(|n| json(serde_json::to_value(n))["type"] == "NFC")
+    let keeps_all = (0..).zip(byte_of_char()).all(|(c, byte): (u32, _)| {
+        let text = char::from_u32(c).unwrap_or_default().to_string();
+        byte.is_none() || encoder.token_to_id(&text).is_some()
+    }) && encoder.get_normalizer().is_none_or(|n| json(serde_json::to_value(n))["type"] == "NFC")
         && encoder.get_pre_tokenizer().is_some_and(|p| makes_bytes(&json(serde_json::to_value(p))))
         && !encoder.get_added_tokens_decoder().values().any(|token| token.lstrip || token.rstrip);
     let longest = table.starts.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max();
