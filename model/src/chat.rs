@@ -53,8 +53,8 @@ struct Inner {
 }
 
 const NAME: &str = "chat_template";
-/// Bytes of stack for a template: its longest expression may be as deep as it is long, until that is found out. What is not
-/// used takes no memory.
+/// Bytes of stack for a template: its longest expression may be as deep as it is long, until that is found out. What is
+/// not used takes no memory.
 const STACK: usize = 256 << 20;
 
 impl ChatTemplate {
@@ -94,8 +94,8 @@ impl ChatTemplate {
     /// The prompt for a conversation.
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`], with the template's own words if it calls `raise_exception`, or with the limit that it goes beyond:
-    /// of instructions, of text, of nesting.
+    /// [`Error::ChatTemplate`], with the template's own words if it calls `raise_exception`, or with the limit that it
+    /// goes beyond: of instructions, of text, of nesting.
     pub fn render_conversation(&self, conversation: Conversation<'_>) -> Result<String, Error> {
         let Inner { environment, source, special_tokens, .. } = &*self.0;
         let render = || {

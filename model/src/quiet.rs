@@ -9,8 +9,8 @@ thread_local! {
     static QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `run` gives; none if it panics, of which nothing is said: that is for the caller to do, in words of ours. What `run`
-/// changes must not be used after a panic.
+/// What `run` gives; none if it panics, of which nothing is said: that is for the caller to do, in words of ours. What
+/// `run` changes must not be used after a panic.
 pub(crate) fn catch<T>(run: impl FnOnce() -> T) -> Option<T> {
     static INSTALL: Once = Once::new();
     INSTALL.call_once(|| {

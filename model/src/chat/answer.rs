@@ -1,7 +1,7 @@
 //! An answer's parts: what the model thought, what it says, and which tools it calls.
 //!
-//! Qwen3 writes `<think>…</think>` before what it says, and `<tool_call>{"name": …, "arguments": …}</tool_call>` for each
-//! tool that it calls. Some templates open the thought in the prompt, so that the answer holds its end alone.
+//! Qwen3 writes `<think>…</think>` before what it says, and `<tool_call>{"name": …, "arguments": …}</tool_call>` for
+//! each tool that it calls. Some templates open the thought in the prompt, so that the answer holds its end alone.
 //! [`Splitter`] takes an answer apart while it comes, or when it is there.
 
 use serde::Deserialize;
@@ -52,8 +52,8 @@ pub enum Piece {
 
 /// Takes an answer apart while it comes.
 ///
-/// Tags are left out, and the line breaks that stand between them and the text. Text that may be the beginning of a tag is
-/// held back until that is known. A thought can only be the first of an answer; what looks like one later is said.
+/// Tags are left out, and the line breaks that stand between them and the text. Text that may be the beginning of a tag
+/// is held back until that is known. A thought can only be the first of an answer; what looks like one later is said.
 #[derive(Debug, Clone)]
 pub struct Splitter {
     state: State,
@@ -77,8 +77,8 @@ enum State {
 }
 
 impl Splitter {
-    /// For an answer to `prompt`, as the template has made it. `tools`: whether there are any to call; without, what looks
-    /// like a call is said.
+    /// For an answer to `prompt`, as the template has made it. `tools`: whether there are any to call; without, what
+    /// looks like a call is said.
     pub fn new(prompt: &str, tools: bool) -> Self {
         let opened = prompt.trim_end().ends_with(THINK);
         Splitter { state: State::Start { opened }, tools, held: String::new() }

@@ -1,9 +1,10 @@
 //! What a template may use: a template comes with a model, and must not be able to end or hang the program.
 //!
-//! Instructions are counted by the engine ([`FUEL`]). The rest is counted here: [`Guard`] goes through the parsed template and puts
-//! a call around whatever an operator, a filter, a test or a method is given, so that values are looked at before something is
-//! made of them. That bounds each text, how deep values are nested (one that holds itself is as deep as can be), and all work
-//! together. What makes more text than it is given (`indent`, `replace`, `join`, `format`, …) is checked by itself.
+//! Instructions are counted by the engine ([`FUEL`]). The rest is counted here: [`Guard`] goes through the parsed
+//! template and puts a call around whatever an operator, a filter, a test or a method is given, so that values are
+//! looked at before something is made of them. That bounds each text, how deep values are nested (one that holds itself
+//! is as deep as can be), and all work together. What makes more text than it is given (`indent`, `replace`, `join`,
+//! `format`, …) is checked by itself.
 
 use std::cell::Cell;
 

@@ -26,8 +26,8 @@ const COMPOSED: usize = 3;
 impl Tokenizer {
     /// Token ids of a text, as [`encode`](Self::encode) gives them, if they are `most` or fewer.
     ///
-    /// What is far too long costs no more than what is just too long: a text with more bytes than `most` tokens can stand for is
-    /// not looked at, and tokens of a long one are counted part by part before all are made.
+    /// What is far too long costs no more than what is just too long: a text with more bytes than `most` tokens can
+    /// stand for is not looked at, and tokens of a long one are counted part by part before all are made.
     ///
     /// # Errors
     /// [`Error::Encode`].
@@ -58,7 +58,8 @@ impl Tokenizer {
     }
 }
 
-/// The bytes of the longest token, if every byte of a text comes to be in one: nothing is left out, replaced or swallowed.
+/// The bytes of the longest token, if every byte of a text comes to be in one: nothing is left out, replaced or
+/// swallowed.
 pub(super) fn most_bytes(encoder: &Encoder, table: &ByteTable) -> Option<usize> {
     let json = |part: serde_json::Result<Value>| part.unwrap_or_default();
     let keeps_all = (0..).zip(byte_of_char()).all(|(c, byte): (u32, _)| {

@@ -93,7 +93,8 @@ impl Bar {
             "{read:.0} in, {out:.0} out tok/s, cache {:.0} %, {accepted:.2} a step",
             100.0 * ratio(metrics.pages_in_use as f64, metrics.pages.into())
         ));
-        // What an earlier run has done is known from the start where all was counted: it is met here and there on the way.
+        // What an earlier run has done is known from the start where all was counted: it is met here and there on the
+        // way.
         let before = self.survey.map_or(tally.before, |survey| survey.done);
         self.bar.set_position(before + tally.now());
         self.bar.set_prefix(match self.left(tally) {
@@ -324,7 +325,8 @@ mod tests {
         assert!(line.trim_end().ends_with("left"), "{line:?}");
     }
 
-    /// On going on, results of an earlier run are met on the way, now many, now none: the time that is left does not depend on that.
+    /// On going on, results of an earlier run are met on the way, now many, now none: the time that is left does not
+    /// depend on that.
     #[test]
     fn the_time_that_is_left_is_at_this_run_s_pace() {
         let mut bar = Bar::drawn(Some(Survey { total: 1000, done: 900 }), ProgressDrawTarget::hidden());

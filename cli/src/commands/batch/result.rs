@@ -148,8 +148,8 @@ impl Writer {
         })
     }
 
-    /// Where in the text, in characters, each token begins that has a part in it. Those of a stop text have none, and are not among
-    /// them. A special token takes no room, and a part of a character begins where the character does.
+    /// Where in the text, in characters, each token begins that has a part in it. Those of a stop text have none, and
+    /// are not among them. A special token takes no room, and a part of a character begins where the character does.
     fn offsets(&self, answer: &Answer) -> Vec<usize> {
         let mut stream = self.tokenizer.stream();
         let (mut bytes, mut chars) = (0, 0);
