@@ -85,7 +85,7 @@ pub struct Answer<'a> {
 impl Answer<'_> {
     /// The seed, if it mattered.
     fn seed(&self) -> Option<u64> {
-        (self.sampling.temperature > 0.0).then_some(self.sampling.seed)
+        (!self.sampling.is_greedy()).then_some(self.sampling.seed)
     }
 
     /// The answer for machines.

@@ -70,7 +70,7 @@ const _: () = assert!(WEIGHTS + MOST_CANDIDATES * 8 <= SHARED_BYTES);
 
 /// How rows of logits are split over CTAs, and where those of a row meet. Cooperative launches; grid: teams of [`splits`](Self::splits) CTAs.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Split {
     /// `[teams, SCRATCH_WORDS]`, of which the first [`ZEROED_WORDS`] are zero when it is used first; launches leave it as they need to find it.
     pub scratch: GlobalMut<u64>,

@@ -98,9 +98,23 @@ pub enum Error {
         /// Bytes that there are.
         free: u64,
     },
+    /// A context's keys and values do not fit into the machine's memory.
+    #[error(
+        "--context {context} needs {} of memory for keys and values on the CPU, and the machine has {}; use a shorter --context",
+        gib(*.wanted), gib(*.memory)
+    )]
+    CpuContextTooLarge {
+        /// The context.
+        context: usize,
+        /// Bytes that it takes.
+        wanted: u64,
+        /// Bytes that there are.
+        memory: u64,
+    },
     /// A batch's cache on the CPU or the emulator does not fit into memory.
     #[error(
-        "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory for them; use fewer tokens",
+        "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory for them; use fewer tokens, or a \
+         shorter --context",
         gib(*.wanted), gib(*.memory)
     )]
     CpuCacheTooLarge {
@@ -124,17 +138,6 @@ pub enum Error {
         what: &'static str,
         /// What there is.
         found: usize,
-    },
-    /// What the model computed is no finite number: no token can be chosen by it.
-    #[error(
-        "the model's {what} for position {position} are not finite numbers (NaN or infinity): the weights or the config do not fit each other, or \
-         are damaged; compare the files with their source"
-    )]
-    NotFinite {
-        /// What: the logits, or a layer's output.
-        what: String,
-        /// The token's position, from 0 on.
-        position: usize,
     },
     /// The prompt does not fit.
     #[error(
@@ -193,7 +196,22 @@ pub enum Error {
     Interrupted,
     /// The checkpoint.
     #[error(transparent)]
-    Model(#[from] model::Error),
+    Model(model::Error),
+}
+
+impl From<model::Error> for Error {
+    fn from(error: model::Error) -> Self {
+        match error {
+            model::Error::OutputNotFinite { what, position } => Self::NotFinite { what, position },
+            other => Self::Model(other),
+        }
+    }
+}
+
+impl From<model::Fault> for Error {
+    fn from(fault: model::Fault) -> Self {
+        model::Error::from(&fault).into()
+    }
 }
 
 impl Error {

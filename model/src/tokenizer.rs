@@ -63,6 +63,7 @@ impl Tokenizer {
         // A prompt is the caller's business from end to end: never cut it, never fill it up.
         encoder.with_padding(None);
         encoder.with_truncation(None).map_err(|e| broken(e.to_string()))?;
+        without_dropout(&mut encoder);
         let table = ByteTable::new(&encoder).map_err(broken)?;
         let most_bytes = bound::most_bytes(&encoder, &table);
         Ok(Tokenizer(Arc::new(Inner { encoder, table, most_bytes })))
@@ -129,6 +130,15 @@ impl Tokenizer {
         let id = (self.vocab_size() - 1) as u32;
         let token = self.0.encoder.id_to_token(id).unwrap_or_default();
         Err(Error::TokenizerDoesNotFit { path: path.to_owned(), token, id, vocab_size })
+    }
+}
+
+/// Switches dropout off: it is for training, and gives a text other tokens each time.
+fn without_dropout(encoder: &mut Encoder) {
+    if encoder.get_model().dropout.is_some() {
+        let mut bpe = encoder.get_model().clone();
+        bpe.dropout = None;
+        encoder.with_model(bpe);
     }
 }
 

@@ -238,3 +238,26 @@ fn help_files_flags_under_what_they_are() {
     }
     assert!(behind.contains("--sequences"), "{help}");
 }
+
+/// A request whose numbers overflow fails by itself: its line says so, and the run goes on.
+#[test]
+fn numbers_that_are_not_finite_are_an_error_of_the_request() {
+    let folder = Folder::with(&short(3));
+    let model = with_template(&folder, "overflows", "");
+    let weights = model.join("model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..start]).unwrap();
+    let [from, to] = [0, 1].map(|i| start + header["model.norm.weight"]["data_offsets"][i].as_u64().unwrap() as usize);
+    // The largest that bf16 has.
+    bytes[from..to].chunks_exact_mut(2).for_each(|weight| weight.copy_from_slice(&0x7f7f_u16.to_le_bytes()));
+    std::fs::write(weights, bytes).unwrap();
+    let summary = json_of(&mut folder.batch("results.jsonl", &["--model", path(&model), "--json"]));
+    assert_eq!(summary["requests"], json!({"answered": 0, "refused": 3, "done_before": 0}));
+    assert_eq!(summary["refused_by_code"], json!({"not_finite": 3}));
+    for result in folder.results("results.jsonl").values() {
+        let message = result["error"]["message"].as_str().unwrap();
+        assert!(message.contains("logits") && message.contains("NaN or infinity"), "{message}");
+        assert!(result["custom_id"].is_string());
+    }
+}

@@ -21,9 +21,9 @@ use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, Put, TakeBest, TakeTokens};
 use gpu_kernels::logprobs::Wanted;
 use gpu_kernels::sample::{SampleEach, Split};
-use gpu_kernels::step;
+use gpu_kernels::step::{self, NO_TOKEN};
 use half::bf16;
-use model::{Checkpoint, Config};
+use model::{Checkpoint, Config, Fault, Place};
 
 use self::lists::{Changes, Ready};
 use self::moves::Mover;
@@ -512,6 +512,9 @@ impl BatchBackend for GpuBatch {
         }
         let mut outcomes = Vec::new();
         for (i, (work, drafts)) in step.work.iter().zip(&step.drafts).enumerate().filter(|(_, of)| of.0.samples) {
+            // In place of a token that there is none of, some token: its sequence ends.
+            let missing = chosen[i].iter().position(|&token| token == NO_TOKEN);
+            chosen[i].iter_mut().filter(|token| **token == NO_TOKEN).for_each(|token| *token = 0);
             let tokens = if step.left.contains(&work.slot) {
                 // Foreseen: one.
                 chosen[i].clone()
@@ -524,7 +527,12 @@ impl BatchBackend for GpuBatch {
             // Those behind a wrong draft are not wanted.
             let mut logprobs = std::mem::take(&mut notes[i]);
             logprobs.truncate(tokens.len());
-            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count });
+            let fault = missing.filter(|&row| row < tokens.len()).map(|row| Fault {
+                place: Place::Logits,
+                position: (work.start + work.rows) as usize - 1 + row,
+                row,
+            });
+            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, fault });
         }
         Ok(outcomes)
     }

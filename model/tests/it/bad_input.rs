@@ -213,8 +213,46 @@ fn settings_that_are_impossible() {
     let mut fixture = Fixture::new("F32", true);
     fixture.config["eos_token_id"] = json!(270);
     assert!(matches!(fixture.write().error("eos_token_id"), Error::InvalidSetting { .. }));
+    fixture.config["eos_token_id"] = json!("end");
+    let error = fixture.write().error("an id or a list of ids");
+    assert!(!error.to_string().contains("OneOrMany"));
+    fixture.config["eos_token_id"] = json!(265);
     fixture.config["hidden_size"] = json!("wide");
     assert!(matches!(fixture.write().error("wide"), Error::Json { .. }));
+}
+
+/// To open a FIFO waits for its writer, and a device has no end: both are refused by name, at once.
+#[cfg(unix)]
+#[test]
+fn files_that_are_none() {
+    let names = [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ];
+    for name in names {
+        for kind in ["fifo", "device", "directory"] {
+            let dir = Fixture::new("F32", true).write();
+            let path = dir.file(name);
+            let _ = std::fs::remove_file(&path);
+            if name == "model.safetensors.index.json" {
+                std::fs::remove_file(dir.file("model.safetensors")).unwrap();
+            }
+            match kind {
+                "fifo" => {
+                    assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+                }
+                "device" => std::os::unix::fs::symlink("/dev/zero", &path).unwrap(),
+                _ => std::fs::create_dir(&path).unwrap(),
+            }
+            let refused = dir.error(name);
+            assert!(matches!(refused, Error::NotAFile { .. } | Error::Io { .. }), "{refused:?}");
+        }
+    }
 }
 
 #[test]

@@ -30,6 +30,19 @@ fn control_tokens_are_ids_and_are_left_out_of_text() {
     assert_eq!((t.token_to_id("<|im_end|>"), t.token_to_id("none"), t.vocab_size()), (Some(267), None, 270));
 }
 
+/// Dropout is for training: with it a text would have other tokens each time.
+#[test]
+fn dropout_is_switched_off() {
+    let mut json = tokenizer_json();
+    let text = "the inner thé the theater in the air";
+    let expected = tokenizer().encode(text).unwrap();
+    json["model"]["dropout"] = 0.9.into();
+    let t = Tokenizer::parse(json.to_string().as_bytes(), "tokenizer.json".as_ref()).unwrap();
+    for _ in 0..8 {
+        assert_eq!(t.encode(text).unwrap(), expected);
+    }
+}
+
 #[test]
 fn a_character_over_several_tokens_comes_whole() {
     let t = tokenizer();

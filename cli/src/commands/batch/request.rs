@@ -71,6 +71,7 @@ impl From<host::Error> for Refusal {
     fn from(error: host::Error) -> Self {
         let code = match error {
             host::Error::PromptTooLong { .. } | host::Error::PromptFarTooLong { .. } => "context_length_exceeded",
+            host::Error::NotFinite { .. } => "not_finite",
             _ => "invalid_request",
         };
         Refusal::new(code, error.to_string())
