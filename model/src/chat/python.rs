@@ -14,7 +14,8 @@ pub(super) fn json_dumps(value: &Value, indent: Option<usize>) -> Result<String,
     let written = match indent {
         Some(n) => {
             let spaces = " ".repeat(n.min(64));
-            value.serialize(&mut Serializer::with_formatter(&mut out, PrettyFormatter::with_indent(spaces.as_bytes())))
+            let indented = Indented(PrettyFormatter::with_indent(spaces.as_bytes()));
+            value.serialize(&mut Serializer::with_formatter(&mut out, indented))
         }
         None => value.serialize(&mut Serializer::with_formatter(&mut out, OneLine)),
     };
@@ -127,6 +128,36 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (era * 400 + year_of_era + u64::from(month <= 2), month, day)
 }
 
+/// Python's numbers, and lines as serde_json has them.
+struct Indented<'a>(PrettyFormatter<'a>);
+
+/// Methods that the other formatter has as they are to be.
+macro_rules! as_it_is {
+    ($($name:ident($($argument:ident)?);)*) => {
+        $(fn $name<W: ?Sized + io::Write>(&mut self, writer: &mut W $(, $argument: bool)?) -> io::Result<()> {
+            self.0.$name(writer $(, $argument)?)
+        })*
+    };
+}
+
+impl Formatter for Indented<'_> {
+    fn write_f64<W: ?Sized + io::Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        OneLine.write_f64(writer, value)
+    }
+
+    as_it_is! {
+        begin_array();
+        end_array();
+        begin_array_value(first);
+        end_array_value();
+        begin_object();
+        end_object();
+        begin_object_key(first);
+        begin_object_value();
+        end_object_value();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -171,5 +202,7 @@ mod tests {
             r#"{"a": [1, 2.5, "é<&>'"], "b": {"c": null, "d": true}, "e": {}}"#
         );
         assert_eq!(json_dumps(&Value::from(vec![1, 2]), Some(2)).unwrap(), "[\n  1,\n  2\n]");
+        let value = Value::from(minijinja::value::Serde(serde_json::json!({"a": [1e-7, {}], "b": []})));
+        assert_eq!(json_dumps(&value, Some(1)).unwrap(), "{\n \"a\": [\n  1e-07,\n  {}\n ],\n \"b\": []\n}");
     }
 }
