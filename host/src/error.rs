@@ -163,6 +163,19 @@ pub enum Error {
         /// What the model allows.
         most: usize,
     },
+    /// The prompt is so long that its tokens were not made.
+    #[error(
+        "the prompt has {least} tokens or more and the context holds {context}, one of them for the answer; \
+         shorten the prompt or raise --context (this model's most is {most})"
+    )]
+    PromptFarTooLong {
+        /// Tokens of the prompt, at least.
+        least: usize,
+        /// Tokens that fit.
+        context: usize,
+        /// What the model allows.
+        most: usize,
+    },
     /// A context longer than the model was made for.
     #[error("--context {context} is more than the {most} positions that this model was made for")]
     ContextTooLong {

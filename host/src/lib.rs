@@ -20,6 +20,7 @@ mod gpu;
 pub mod ngram;
 pub mod prefill;
 pub mod profile;
+mod prompt;
 mod sampler;
 pub mod stream;
 mod timed;
@@ -34,6 +35,7 @@ pub use engine::{DeviceChoice, Engine, Finish, Generation, LoadOptions, Request,
 pub use error::{Error, gib};
 pub use gpu::Gpu;
 pub use profile::Profile;
+pub use prompt::encode_prompt;
 
 /// Told the bytes loaded so far and in all; breaking stops the load.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> std::ops::ControlFlow<()> + 'a;

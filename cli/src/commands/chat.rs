@@ -3,7 +3,7 @@
 use std::io::{BufRead, IsTerminal, Write};
 
 use anyhow::Context;
-use host::{Engine, Finish, Generation};
+use host::{Engine, Finish, Generation, encode_prompt};
 use model::{Message, Role};
 
 use crate::commands::{answer, chat_template};
@@ -95,7 +95,9 @@ fn read_line(typed: bool) -> anyhow::Result<Option<String>> {
 fn turn(engine: &mut Engine, messages: &[Message], command: &Chat) -> anyhow::Result<Generation> {
     let checkpoint = engine.checkpoint();
     let text = chat_template(checkpoint, &command.source)?.render(messages, command.think, true)?;
-    let request = command.answer.request(checkpoint.tokenizer.encode(&text)?, &checkpoint.generation);
+    let most = checkpoint.config.max_position_embeddings;
+    let tokens = encode_prompt(&checkpoint.tokenizer, &text, engine.context(), most)?;
+    let request = command.answer.request(tokens, &checkpoint.generation);
     let generation = answer(engine, &request, !command.report.json)?;
     let answer = Answer {
         model: command.source.to_string(),
@@ -115,7 +117,7 @@ fn turn(engine: &mut Engine, messages: &[Message], command: &Chat) -> anyhow::Re
 }
 
 fn is_too_long(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(host::Error::PromptTooLong { .. }))
+    matches!(error.downcast_ref(), Some(host::Error::PromptTooLong { .. } | host::Error::PromptFarTooLong { .. }))
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use host::{Finish, Profile};
+use host::{Finish, Profile, encode_prompt};
 
 use crate::commands::{answer, chat_template};
 use crate::output::Answer;
@@ -28,7 +28,8 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
         }
     };
     let start = Instant::now();
-    let tokens = checkpoint.tokenizer.encode(&text)?;
+    let (context, most) = (load.context_for(&checkpoint.config)?, checkpoint.config.max_position_embeddings);
+    let tokens = encode_prompt(&checkpoint.tokenizer, &text, context, most)?;
     profile.span("tokenise", start, &[("bytes", text.len() as u64), ("tokens", tokens.len() as u64)]);
     let request = settings.request(tokens, &checkpoint.generation);
     let start = Instant::now();
