@@ -23,10 +23,10 @@ pub mod stream;
 pub mod token_copy;
 pub mod weights;
 
-pub use backend::{Backend, Sequence, Step};
+pub use backend::{Backend, PromptProgress, Sequence, Step};
 pub use cpu::Cpu;
 pub use draft::NgramDraft;
-pub use engine::{DeviceChoice, Engine, Finish, Generation, LoadOptions, Request, Statistics};
+pub use engine::{DeviceChoice, Engine, Finish, Generation, Listener, LoadOptions, Request, Statistics};
 pub use error::{Error, gib};
 pub use gpu::Gpu;
 pub use profile::Profile;

@@ -101,7 +101,7 @@ fn the_gpu_path_ends_in_the_middle_of_a_step() {
             draft: EAGER,
             stop_tokens,
         };
-        gpu.begin(&sequence).unwrap();
+        gpu.begin(&sequence, &mut |_, _| ControlFlow::Continue(())).unwrap();
         let (mut tokens, mut steps) = (Vec::new(), 0);
         loop {
             let step = gpu.step().unwrap();
