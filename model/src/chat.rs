@@ -16,7 +16,10 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::config::parse_json;
 
+mod answer;
 mod python;
+
+pub use answer::{Answer, Piece, Splitter, ToolCall};
 
 /// Who says a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
