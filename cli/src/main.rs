@@ -8,9 +8,11 @@ mod commands;
 mod interrupt;
 mod loading;
 mod output;
+mod panics;
 mod profile;
 mod progress;
 mod resolve;
+mod terminal;
 
 use std::process::ExitCode;
 
@@ -35,6 +37,7 @@ const INTERRUPTED: u8 = 130;
 const CLOSED_PIPE: u8 = 141;
 
 fn main() -> ExitCode {
+    panics::report();
     let args = Args::parse();
     match run(args) {
         Ok(Ending::Done) => ExitCode::SUCCESS,

@@ -3,8 +3,9 @@
 use std::time::Instant;
 
 use host::{Finish, Profile};
+use model::chat::Answer as Parts;
 
-use crate::commands::{answer, chat_template};
+use crate::commands::{Shown, answer, chat_template};
 use crate::output::Answer;
 use crate::resolve::{Generate, Prompt};
 use crate::{Ending, loading, output};
@@ -37,20 +38,28 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
         engine.begin_profile(profile)?;
     }
 
-    let generation = answer(&mut engine, &request, !report.json)?;
+    let conversation = matches!(prompt, Prompt::Conversation { .. });
+    let shown = match (report.json, conversation) {
+        (true, _) => Shown::Nothing,
+        (false, true) => Shown::Answer { prompt: &text },
+        (false, false) => Shown::Text,
+    };
+    let generation = answer(&mut engine, &request, shown, report)?;
+    let parts = conversation.then(|| Parts::new(&text, &generation.text, false));
     let answer = Answer {
         model: source.to_string(),
         device: engine.device(),
-        sampling: request.sampling,
+        request: &request,
+        context: engine.context(),
+        most_context: engine.checkpoint().config.max_position_embeddings,
         generation: &generation,
+        parts: parts.as_ref(),
     };
     if let Some((trace, profile)) = trace.zip(engine.take_profile()) {
         trace.write(&profile, &answer.model, &answer.device)?;
     }
     if report.json {
         output::print_json(&answer.json(), false)?;
-    } else {
-        output::end_line(&generation.text)?;
     }
     if report.is_told() {
         answer.summarise(report);

@@ -288,7 +288,10 @@ mod tests {
     fn thoughts_are_told_from_what_is_said_whoever_opens_them() {
         assert_eq!(answer(PLAIN, "<think>\nadd\n</think>\n\n2\n", false), thought("add", "2\n"));
         assert_eq!(answer(OPENED, "add\n</think>\n\n2", false), thought("add", "2"));
-        assert_eq!(answer(OPENED, "\n<think>\nadd\n\nmore </thin\n</think>2", false), thought("add\n\nmore </thin", "2"));
+        assert_eq!(
+            answer(OPENED, "\n<think>\nadd\n\nmore </thin\n</think>2", false),
+            thought("add\n\nmore </thin", "2")
+        );
         assert_eq!(answer(CLOSED, "2 é", false), said("2 é"));
         assert_eq!(answer(PLAIN, "<think>\n\n</think>\n\n2", false), said("2"));
         // Cut off by a limit.
@@ -331,7 +334,10 @@ mod tests {
     fn what_is_no_call_is_said_as_it_stands() {
         let good = r#"<tool_call>{"name": "f"}</tool_call>"#;
         for bad in ["<tool_call>nothing</tool_call>", r#"<tool_call>{"nam": 1}</tool_call>"#] {
-            assert_eq!(answer(PLAIN, &format!("a\n{bad}\n{good}"), true), calls(&[("f", "{}")], said(&format!("a\n{bad}"))));
+            assert_eq!(
+                answer(PLAIN, &format!("a\n{bad}\n{good}"), true),
+                calls(&[("f", "{}")], said(&format!("a\n{bad}")))
+            );
         }
         for cut in ["a\n\n<tool_call>{\"name\": \"f", "a\n\n<tool_ca", "a\n\n"] {
             assert_eq!(answer(PLAIN, cut, true), said(cut));

@@ -1,132 +1,192 @@
-//! `warpdraft chat`: a conversation, a line a turn.
+//! `warpdraft chat`: a conversation, turn by turn.
 
-use std::io::{BufRead, IsTerminal, Write};
+mod editor;
+mod input;
+mod line;
 
-use anyhow::Context;
-use host::{Engine, Finish, Generation};
+use std::io::IsTerminal;
+
+use host::{Engine, Finish};
+use model::chat::{Answer as Parts, ChatTemplate};
 use model::{Message, Role};
 
-use crate::commands::{answer, chat_template};
+use self::input::{Input, Next};
+use self::line::{COMMANDS, Line};
+use crate::commands::{Shown, answer, chat_template};
 use crate::output::{Answer, note};
-use crate::resolve::{Chat, utf8};
+use crate::resolve::Chat;
 use crate::{Ending, loading, output};
 
-/// What a line of the user's is.
-#[derive(Debug, PartialEq, Eq)]
-enum Line<'a> {
-    Say(&'a str),
-    Reset,
-    Quit,
-    Help,
-    Nothing,
-}
+const KEYS: &str = "Alt-Enter begins a new line, Ctrl-C stops an answer or clears what is typed (twice leaves)";
 
-impl<'a> Line<'a> {
-    fn parse(line: &'a str) -> Self {
-        match line.trim() {
-            "" => Line::Nothing,
-            "/reset" => Line::Reset,
-            "/quit" | "/exit" => Line::Quit,
-            "/help" => Line::Help,
-            said => Line::Say(said),
-        }
-    }
+/// How a turn went.
+enum Turn {
+    /// There is an answer.
+    Answered,
+    /// It was stopped.
+    Stopped,
 }
-
-const COMMANDS: &str = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer";
 
 /// Runs the command.
 ///
 /// # Errors
-/// Whatever is wrong with the model or the device; a closed pipe; unless a person is typing, also a turn that does not fit.
+/// Whatever is wrong with the model or the device; a closed pipe; unless a person is typing, also a turn that is refused.
 pub fn run(command: Chat) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
     let checkpoint = loading::open(&command.source, false, command.report)?;
     chat_template(&checkpoint, &command.source)?;
-    let mut engine = loading::load(checkpoint, command.load, command.report)?;
-
-    let typed = std::io::stdin().is_terminal();
-    if typed && command.report.is_told() {
-        note(&format!("{} on {}; {COMMANDS}", command.source, engine.device()));
+    let engine = loading::load(checkpoint, command.load, command.report)?;
+    let input = Input::new(&command);
+    if input.is_typed() && command.report.is_told() {
+        note(&format!("{} on {}; /help lists commands and keys, Ctrl-D leaves", command.source, engine.device()));
     }
-    let mut messages: Vec<Message> = command.system.iter().cloned().collect();
-    while let Some(line) = read_line(typed)? {
-        match Line::parse(&line) {
-            Line::Nothing => {}
-            Line::Quit => break,
-            Line::Help => note(COMMANDS),
-            Line::Reset => messages.truncate(command.system.iter().len()),
-            Line::Say(text) => {
-                messages.push(Message::new(Role::User, text));
-                match turn(&mut engine, &messages, &command) {
-                    Ok(generation) => {
-                        messages.push(Message::new(Role::Assistant, generation.text));
-                        // A person stays in the conversation; a script is told to stop by the same signal.
-                        if generation.finish == Finish::Interrupted && !typed {
-                            return Ok(Ending::Interrupted);
-                        }
-                    }
-                    Err(error) if typed && is_too_long(&error) => {
-                        messages.pop();
-                        note(&format!("warpdraft: {error}; /reset starts over"));
-                    }
-                    Err(error) => return Err(error),
+    let think = command.think;
+    Conversation { engine, input, messages: command.system.iter().cloned().collect(), think, command }.hold()
+}
+
+/// A conversation with a loaded model.
+struct Conversation {
+    engine: Engine,
+    input: Input,
+    messages: Vec<Message>,
+    think: bool,
+    command: Chat,
+}
+
+impl Conversation {
+    /// Until the input ends.
+    fn hold(mut self) -> anyhow::Result<Ending> {
+        let typed = self.input.is_typed();
+        // Of a script; a person has seen what was wrong.
+        let mut refused = None;
+        loop {
+            let text = match self.input.next()? {
+                Next::Turn(text) => text,
+                Next::NoText(why) => {
+                    note(&format!("warpdraft: {why}"));
+                    refused = Some(anyhow::anyhow!("not every line was text; the others were answered"));
+                    continue;
                 }
+                Next::End => break,
+                Next::Interrupted => return Ok(Ending::Interrupted),
+            };
+            match Line::parse(&text) {
+                Line::Nothing => {}
+                Line::Quit => break,
+                Line::Help => help(),
+                Line::Clear => self.messages.truncate(self.command.system.iter().len()),
+                Line::Think(think) => self.set_think(think),
+                Line::Unknown(word) if typed => note(&format!("warpdraft: {}", line::refusal(word))),
+                Line::Unknown(word) => anyhow::bail!(line::refusal(word)),
+                Line::Say(text) => match self.turn(text) {
+                    // A person stays in the conversation; a script is told to stop by the same signal.
+                    Ok(Turn::Stopped) if !typed => return Ok(Ending::Interrupted),
+                    Ok(_) => {}
+                    Err(error) if typed && is_refusal(&error) => note(&format!("warpdraft: {error}")),
+                    Err(error) => return Err(error),
+                },
             }
         }
+        match refused.filter(|_| !typed) {
+            Some(error) => Err(error),
+            None => Ok(Ending::Done),
+        }
     }
-    Ok(Ending::Done)
+
+    fn set_think(&mut self, think: bool) {
+        self.think = think;
+        if self.input.is_typed() && self.command.report.is_told() {
+            note(if think { "thoughts before answers" } else { "answers without thoughts before them" });
+        }
+    }
+
+    /// The model's turn after the user's `text`. Earlier turns are still in the engine's cache, as far as the template
+    /// repeats them. A turn without an answer is forgotten.
+    fn turn(&mut self, text: &str) -> anyhow::Result<Turn> {
+        let before = self.messages.len();
+        self.messages.push(Message::new(Role::User, text));
+        let turn = self.answer();
+        if !matches!(turn, Ok((_, true))) {
+            self.messages.truncate(before);
+        }
+        turn.map(|(turn, _)| turn)
+    }
+
+    /// The answer to the messages, which becomes one of them; whether there was any.
+    fn answer(&mut self) -> anyhow::Result<(Turn, bool)> {
+        let Self { engine, command, messages, think, input } = self;
+        let (typed, report) = (input.is_typed(), command.report);
+        let checkpoint = engine.checkpoint();
+        let template: &ChatTemplate = chat_template(checkpoint, &command.source)?;
+        let prompt = template.render(messages, *think, true)?;
+        let request = command.answer.request(checkpoint.tokenizer.encode(&prompt)?, &checkpoint.generation);
+        let shown = if report.json { Shown::Nothing } else { Shown::Answer { prompt: &prompt } };
+        let generation = answer(engine, &request, shown, report).map_err(|error| in_conversation(error, typed))?;
+        let parts = Parts::new(&prompt, &generation.text, false);
+        let answer = Answer {
+            model: command.source.to_string(),
+            device: engine.device(),
+            request: &request,
+            context: engine.context(),
+            most_context: engine.checkpoint().config.max_position_embeddings,
+            generation: &generation,
+            parts: Some(&parts),
+        };
+        if report.json {
+            output::print_json(&answer.json(), false)?;
+        } else if !std::io::stdout().is_terminal() {
+            output::print("\n")?;
+        }
+        if report.is_told() {
+            answer.summarise_turn(report);
+            if typed {
+                note("");
+            }
+        }
+        let turn = if generation.finish == Finish::Interrupted { Turn::Stopped } else { Turn::Answered };
+        let said = !generation.tokens.is_empty();
+        // Templates leave the thoughts of earlier turns out.
+        messages.push(Message::new(Role::Assistant, parts.content));
+        Ok((turn, said))
+    }
 }
 
-/// The next line, without its end; none at the end of the input.
-fn read_line(typed: bool) -> anyhow::Result<Option<String>> {
-    if typed {
-        // On standard error, so that standard output has the answers alone wherever it goes.
-        let mut stderr = std::io::stderr();
-        let _ = write!(stderr, "> ").and_then(|()| stderr.flush());
+fn help() {
+    for (name, does) in COMMANDS {
+        note(&format!("  {name:<10} {does}"));
     }
-    let mut bytes = Vec::new();
-    let read = std::io::stdin().lock().read_until(b'\n', &mut bytes).context("cannot read standard input")?;
-    if read == 0 { Ok(None) } else { utf8(bytes, "the line on standard input").map(Some) }
+    note(&format!("{KEYS}."));
+    note("Pasted lines are one turn. A line with a blank before its slash goes to the model.");
 }
 
-/// The model's turn after `messages`. Earlier turns are still in the engine's cache, as far as the template repeats them.
-fn turn(engine: &mut Engine, messages: &[Message], command: &Chat) -> anyhow::Result<Generation> {
-    let checkpoint = engine.checkpoint();
-    let text = chat_template(checkpoint, &command.source)?.render(messages, command.think, true)?;
-    let request = command.answer.request(checkpoint.tokenizer.encode(&text)?, &checkpoint.generation);
-    let generation = answer(engine, &request, !command.report.json)?;
-    let answer = Answer {
-        model: command.source.to_string(),
-        device: engine.device(),
-        sampling: request.sampling,
-        generation: &generation,
-    };
-    if command.report.json {
-        output::print_json(&answer.json(), false)?;
-    } else {
-        output::print("\n")?;
-    }
-    if command.report.is_told() {
-        answer.summarise_turn(command.report);
-    }
-    Ok(generation)
+/// What a turn that has no room is told: what to do in a conversation, rather than with a prompt.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the conversation has {tokens} tokens with this turn, and the context holds {context}, one of them for the answer; \
+     /clear starts over, and {mend}"
+)]
+struct NoRoom {
+    tokens: usize,
+    context: usize,
+    mend: String,
 }
 
-fn is_too_long(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(host::Error::PromptTooLong { .. }))
+/// A person can go on after a turn that does not fit, and is told how.
+fn in_conversation(error: anyhow::Error, typed: bool) -> anyhow::Error {
+    match error.downcast_ref() {
+        Some(&host::Error::PromptTooLong { prompt: tokens, context, most }) if typed => {
+            let mend = if context < most {
+                format!("warpdraft chat --context N has room for more (this model's most is {most})")
+            } else {
+                "a shorter turn may fit (the context is this model's longest)".to_owned()
+            };
+            NoRoom { tokens, context, mend }.into()
+        }
+        _ => error,
+    }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::Line;
-
-    #[test]
-    fn commands_are_whole_lines() {
-        assert_eq!(Line::parse(" /reset\n"), Line::Reset);
-        assert_eq!(Line::parse("/quit\r\n"), Line::Quit);
-        assert_eq!(Line::parse("what does /quit do?\n"), Line::Say("what does /quit do?"));
-        assert_eq!(Line::parse("/usr/bin is what?"), Line::Say("/usr/bin is what?"));
-        assert_eq!(Line::parse(" \n"), Line::Nothing);
-    }
+/// Whether only this turn is refused.
+fn is_refusal(error: &anyhow::Error) -> bool {
+    error.is::<NoRoom>()
 }
