@@ -58,6 +58,7 @@ fn run(args: Args) -> anyhow::Result<Ending> {
         Command::Batch(args) => commands::batch::run(resolve::batch::batch(*args)?),
         Command::Bench(args) => commands::bench::run(resolve::bench::bench(args)?),
         Command::Completions(args) => commands::completions::run(args.shell),
+        Command::Manual(args) => commands::completions::manual(&args.folder),
     }
 }
 

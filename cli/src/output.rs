@@ -23,6 +23,18 @@ pub fn print(text: &str) -> anyhow::Result<()> {
     print_bytes(text.as_bytes())
 }
 
+/// As [`print`]; dimmed at a terminal that can be styled.
+///
+/// # Errors
+/// As [`print`].
+pub fn print_dimmed(text: &str) -> anyhow::Result<()> {
+    if terminal::is_styled(&std::io::stdout()) {
+        print(&format!("{}{text}{}", terminal::dim(true), terminal::dim(false)))
+    } else {
+        print(text)
+    }
+}
+
 /// Prints `bytes` on standard output now.
 ///
 /// # Errors

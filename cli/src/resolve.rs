@@ -37,6 +37,8 @@ pub struct Generate {
     pub answer: Answer,
     /// What to say.
     pub report: Report,
+    /// What is printed before the continuation: the prompt, or nothing.
+    pub echo: Option<String>,
     /// Where a trace of it goes.
     pub profile: Option<TraceFile>,
 }
@@ -142,6 +144,7 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     if text.is_empty() {
         return Err(host::Error::EmptyPrompt.into());
     }
+    let echo = args.echo.then(|| text.clone());
     let prompt = if args.chat {
         let system = args.system.map(|text| Message::new(Role::System, text));
         let messages = system.into_iter().chain([Message::new(Role::User, text)]).collect();
@@ -150,7 +153,7 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
         Prompt::Text(text)
     };
     let profile = args.profile.as_deref().map(TraceFile::open).transpose()?;
-    Ok(Generate { source, load: load(&device), prompt, answer, report: report(&what), profile })
+    Ok(Generate { source, load: load(&device), prompt, answer, report: report(&what), echo, profile })
 }
 
 /// Resolves the arguments of `chat`.

@@ -15,7 +15,7 @@ use crate::{Ending, loading, output};
 /// # Errors
 /// Whatever is wrong with the model, the prompt or the device; a closed pipe.
 pub fn run(command: Generate) -> anyhow::Result<Ending> {
-    let Generate { source, load, prompt, answer: settings, report, profile: trace } = command;
+    let Generate { source, load, prompt, answer: settings, report, echo, profile: trace } = command;
     loading::start_log(report)?;
     let mut profile = Profile::default();
     let start = Instant::now();
@@ -44,6 +44,9 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
         (false, true) => Shown::Answer { prompt: &text },
         (false, false) => Shown::Text,
     };
+    if let Some(prompt) = &echo {
+        output::print_dimmed(prompt)?;
+    }
     let generation = answer(&mut engine, &request, shown, report)?;
     let parts = conversation.then(|| Parts::new(&text, &generation.text, false));
     let answer = Answer {
