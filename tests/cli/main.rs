@@ -10,6 +10,8 @@ mod completions;
 mod generate;
 mod inspect;
 mod interrupt;
+#[cfg(unix)]
+mod terminal;
 
 use std::path::{Path, PathBuf};
 
