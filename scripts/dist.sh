@@ -21,8 +21,9 @@ rm -f dist/warpdraft-*.tar.gz dist/warpdraft_*.deb dist/warpdraft-*.whl
 name=warpdraft-$version-$machine-linux
 stage=$work/$name
 mkdir -p "$stage/completions"
-cp "$binary" README.md LICENSE "$stage/"
-cp -r model/demo/LICENSES "$stage/LICENSES-demo-model"
+cp "$binary" "$stage/warpdraft"
+cp README.md LICENSE "$stage/"
+cp model/demo/LICENSES "$stage/LICENSES-demo-model"
 strip "$stage/warpdraft"
 "$binary" completions bash >"$stage/completions/warpdraft.bash"
 "$binary" completions zsh >"$stage/completions/_warpdraft"
@@ -45,13 +46,13 @@ mkdir -p "$root/DEBIAN" "$root/usr/bin" "$share/doc/warpdraft" "$share/man/man1"
 cp "$stage/warpdraft" "$root/usr/bin/"
 cp "$stage/README.md" "$share/doc/warpdraft/"
 cp "$stage/LICENSE" "$share/doc/warpdraft/copyright"
-cp -r "$stage/LICENSES-demo-model" "$share/doc/warpdraft/"
+cp "$stage/LICENSES-demo-model" "$share/doc/warpdraft/"
 cp "$stage"/man/man1/*.1 "$share/man/man1/"
 gzip -9n "$share"/man/man1/*.1
 cp "$stage/completions/warpdraft.bash" "$share/bash-completion/completions/warpdraft"
 cp "$stage/completions/_warpdraft" "$share/zsh/vendor-completions/"
 cp "$stage/completions/warpdraft.fish" "$share/fish/vendor_completions.d/"
-architecture=$(dpkg-deb --version >/dev/null && dpkg --print-architecture)
+architecture=$(dpkg --print-architecture)
 cat >"$root/DEBIAN/control" <<CONTROL
 Package: warpdraft
 Version: $version

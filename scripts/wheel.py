@@ -20,6 +20,7 @@ Version: {version}
 Summary: Qwen3 inference with every GPU kernel written in Rust: the warpdraft command
 License-Expression: Apache-2.0
 License-File: LICENSE
+License-File: LICENSES-demo-model
 Requires-Python: >=3.8
 Description-Content-Type: text/markdown
 
@@ -43,9 +44,7 @@ def contents(stage: pathlib.Path, version: str, platform: str):
     yield f"{info}/METADATA", METADATA.format(version=version, readme=readme).encode(), 0o644
     yield f"{info}/WHEEL", WHEEL.format(platform=platform).encode(), 0o644
     yield f"{info}/licenses/LICENSE", (stage / "LICENSE").read_bytes(), 0o644
-    demo = stage / "LICENSES-demo-model"
-    for file in sorted(path for path in demo.rglob("*") if path.is_file()):
-        yield f"{info}/licenses/demo-model/{file.relative_to(demo)}", file.read_bytes(), 0o644
+    yield f"{info}/licenses/LICENSES-demo-model", (stage / "LICENSES-demo-model").read_bytes(), 0o644
 
 
 def main() -> None:
