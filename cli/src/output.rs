@@ -182,8 +182,8 @@ struct CutOff {
 impl CutOff {
     /// In a sentence's part.
     fn text(&self) -> String {
-        let by = if self.by == "context" { "context" } else { "--max-tokens" };
-        format!("cut off by the limit of {} tokens ({by}): {}", self.limit, self.advice)
+        let of = if self.by == "context" { " of context" } else { "" };
+        format!("cut off at {} tokens{of}: {}", self.limit, self.advice)
     }
 }
 

@@ -108,7 +108,7 @@ fn an_answer_may_run_to_the_end_of_the_context() {
     assert_eq!(count(&turn, "prompt_tokens") + count(&turn, "generated_tokens"), 400);
     assert_eq!((&turn["cut_off"]["by"], &turn["cut_off"]["limit"]), (&"context".into(), &400.into()));
     let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(told.contains("cut off by the limit of 400 tokens") && told.contains("a larger --context"), "{told}");
+    assert!(told.contains("cut off at 400 tokens of context") && told.contains("a larger --context"), "{told}");
 }
 
 #[test]

@@ -71,7 +71,7 @@ fn an_answer_that_a_limit_cut_off_is_said_to_be_with_what_to_do() {
     assert_eq!((&json["cut_off"]["by"], &json["cut_off"]["limit"]), (&"max_tokens".into(), &24.into()));
     assert!(json["cut_off"]["advice"].as_str().unwrap().contains("--max-tokens"));
     let told = String::from_utf8(output.stderr).unwrap();
-    assert!(told.contains("cut off by the limit of 24 tokens (--max-tokens)"), "{told}");
+    assert!(told.contains("cut off at 24 tokens: a larger --max-tokens"), "{told}");
     let ended = json_of(warpdraft(GREEDY).args(["--json", "--stop", "e", PROMPT]));
     assert_eq!((&ended["finish"], &ended["cut_off"]), (&"stop".into(), &serde_json::Value::Null));
 }
