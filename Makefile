@@ -4,7 +4,7 @@
 CARGO ?= cargo
 # ptxas, from NVIDIA's wheel: it assembles what rustc wrote, and says whether registers were spilled.
 PTXAS_VENV := .venv
-export PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
+PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
 
 # Complete a prompt with the bundled model, on a GPU if there is one. Leaves target/release/warpdraft.
 demo: ptx-toolchain
@@ -25,8 +25,10 @@ test: ptx-toolchain $(PTXAS)
 ptx-toolchain:
 	@scripts/ptx-toolchain.sh
 
+# From now on builds make machine code: what built without it is to be built again.
 $(PTXAS):
 	scripts/ptxas.sh $(PTXAS_VENV)
+	touch host/build.rs
 
 # Packages for machines without a compiler, in dist/: a tarball, a .deb and a wheel; each is installed and run in a clean place.
 # Machine code for Hopper is in them, since ptxas is there.

@@ -1,16 +1,19 @@
 //! From a model's name to a running engine, with progress on the way.
 
+use std::io::IsTerminal;
 use std::ops::ControlFlow;
+use std::time::Instant;
 
 use anyhow::Context;
 use host::batch::{Batch, BatchOptions};
-use host::{Engine, LoadOptions};
+use host::{DeviceChoice, Engine, LoadOptions};
 use model::checkpoint::OpenOptions;
 use model::source::HubOptions;
-use model::{Checkpoint, Source};
+use model::{Checkpoint, Outline, Source};
 use tracing_subscriber::EnvFilter;
 
 use crate::interrupt::Deferred;
+use crate::output::note;
 use crate::progress::Progress;
 use crate::resolve::Report;
 
@@ -22,9 +25,39 @@ use crate::resolve::Report;
 pub fn open(source: &Source, check: bool, report: Report) -> Result<Checkpoint, model::Error> {
     let progress = Progress::new(&format!("opening {source}"), report.is_told());
     let options = OpenOptions { check_finite: check };
-    source.resolve_with(&HubOptions::default(), options, &mut |download| {
+    let begun = Instant::now();
+    let opened = source.resolve_with(&HubOptions::default(), options, &mut |download| {
         progress.bytes(download.bytes, download.total_bytes);
-    })
+    });
+    drop(progress);
+    if let Ok(checkpoint) = &opened {
+        warn(&checkpoint.warnings);
+        if report.is_verbose() {
+            let (bytes, tensors) = (host::gib(checkpoint.stored_bytes()), checkpoint.tensors().len());
+            note(&format!("opened {source} in {:.2} s: {bytes} in {tensors} tensors", begun.elapsed().as_secs_f64()));
+        }
+    }
+    opened
+}
+
+/// What can be known of a model on the hub without fetching it; none for a model that is here.
+///
+/// # Errors
+/// Whatever is wrong with the hub, or with what it has.
+pub fn outline(source: &Source, report: Report) -> Result<Option<Outline>, model::Error> {
+    let progress = Progress::new(&format!("reading about {source}"), report.is_told());
+    let outline = source.outline(&HubOptions::default());
+    drop(progress);
+    if let Ok(Some(outline)) = &outline {
+        warn(&outline.warnings);
+    }
+    outline
+}
+
+fn warn(warnings: &[String]) {
+    for warning in warnings {
+        note(&format!("warpdraft: warning: {warning}"));
+    }
 }
 
 /// Loads the model where it is to run.
@@ -32,7 +65,11 @@ pub fn open(source: &Source, check: bool, report: Report) -> Result<Checkpoint, 
 /// # Errors
 /// As [`open`]; no such device, or one too small; an interrupt.
 pub fn load(checkpoint: Checkpoint, options: LoadOptions, report: Report) -> Result<Engine, host::Error> {
-    with_progress(report, |progress| Engine::load(checkpoint, options, progress))
+    announce_cpu(&checkpoint, options.device, report);
+    let begun = Instant::now();
+    let engine = with_progress(report, |progress| Engine::load(checkpoint, options, progress))?;
+    tell_loaded(&engine.device(), engine.context(), begun, report);
+    Ok(engine)
 }
 
 /// Loads the model for a batch.
@@ -45,7 +82,39 @@ pub fn load_batch(
     options: BatchOptions,
     report: Report,
 ) -> Result<Batch, host::Error> {
-    with_progress(report, |progress| Batch::load(checkpoint, load, options, progress))
+    announce_cpu(&checkpoint, load.device, report);
+    let begun = Instant::now();
+    let batch = with_progress(report, |progress| Batch::load(checkpoint, load, options, progress))?;
+    tell_loaded(&batch.device(), batch.context(), begun, report);
+    Ok(batch)
+}
+
+/// Says that it is to be the CPU, where nobody asked for it: before the wait, and how slow it will be.
+fn announce_cpu(checkpoint: &Checkpoint, device: DeviceChoice, report: Report) {
+    let without_card = device == DeviceChoice::Auto && host::device::cards().is_ok_and(|cards| cards.is_empty());
+    if !without_card || !report.is_told() {
+        return;
+    }
+    note(&format!("no usable CUDA card: running on the CPU{}", slowness(checkpoint)));
+}
+
+/// What a token takes on a CPU, if that is long: the weights are read for each, and few machines read more than some 20 GB a second.
+fn slowness(checkpoint: &Checkpoint) -> String {
+    const BYTES_A_SECOND: f64 = 20e9;
+    let element = checkpoint.stored_bytes() as f64 / checkpoint.config.parameter_count() as f64;
+    let bytes = checkpoint.config.step_weight_bytes(1) as f64 * element;
+    let seconds = bytes / BYTES_A_SECOND;
+    if seconds < 0.05 {
+        return String::new();
+    }
+    format!(", where each token takes {seconds:.1} s or more (it reads {} of weights)", host::gib(bytes as u64))
+}
+
+fn tell_loaded(device: &str, context: usize, begun: Instant, report: Report) {
+    if report.is_verbose() {
+        let seconds = begun.elapsed().as_secs_f64();
+        note(&format!("loaded on {device} in {seconds:.2} s, with room for {context} tokens"));
+    }
 }
 
 /// Shows how far `load` is, and has an interrupt stop it.
@@ -76,6 +145,7 @@ pub fn start_log(report: Report) -> anyhow::Result<()> {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()))
         .log_internal_errors(false)
         .without_time()
         .init();

@@ -38,6 +38,13 @@ const CLOSED_PIPE: u8 = 141;
 
 fn main() -> ExitCode {
     panics::report();
+    // A variable that is empty is not set. To the parser it would be a value.
+    for name in ["WARPDRAFT_MODEL", "WARPDRAFT_DEVICE"] {
+        if std::env::var_os(name).is_some_and(|value| value.is_empty()) {
+            // SAFETY: the program has one thread yet, so nobody reads the environment meanwhile.
+            unsafe { std::env::remove_var(name) };
+        }
+    }
     let args = Args::parse();
     match run(args) {
         Ok(Ending::Done) => ExitCode::SUCCESS,

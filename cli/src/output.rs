@@ -191,7 +191,7 @@ impl Answer<'_> {
     /// The seed, if it mattered.
     fn seed(&self) -> Option<u64> {
         let sampling = &self.request.sampling;
-        (sampling.temperature > 0.0).then_some(sampling.seed)
+        (!sampling.is_greedy()).then_some(sampling.seed)
     }
 
     /// What cut the answer off, and what to do about it.

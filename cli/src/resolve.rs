@@ -21,8 +21,6 @@ use crate::profile::TraceFile;
 const GENERATE_TOKENS: usize = 256;
 /// An answer goes on until the model ends it, or the context is full: a thought alone may take thousands of tokens.
 const UNLIMITED: usize = usize::MAX;
-/// Most tokens of a turn, which may begin with a good deal of thinking.
-const CHAT_TOKENS: usize = 2048;
 
 /// What `generate` does.
 #[derive(Debug)]

@@ -8,7 +8,8 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
 
 use crate::linear::STRIP;
 use crate::norm::Residual;
-use crate::sample::{Choice, GENERATED, ranked_token};
+use crate::sample::{Choice, GENERATED, best_token};
+use crate::step::NO_TOKEN;
 
 const THREADS: u32 = 256;
 
@@ -25,7 +26,7 @@ fn index() -> u32 {
 
 /// Parameters of [`put_words`]. Grid: [`blocks`] of `count`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Put {
     /// `[count, 2]`: a place in `to`, and what to put there. No place twice.
     pub entries: Global<u32>,
@@ -49,7 +50,7 @@ pub unsafe fn put_words(p: Put) {
 
 /// Parameters of [`clear_rows`]. Grid: ([`blocks`] of `len`, rows).
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ClearRows {
     /// `[rows]` which, each once.
     pub rows: Global<u32>,
@@ -73,7 +74,7 @@ pub unsafe fn clear_rows(p: ClearRows) {
 
 /// Parameters of [`take_tokens`]. Grid: [`blocks`] of `count`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TakeTokens {
     /// `[count, 3]`: a row, the choice of the step before that is its token, and which row of `uses` counts it, or [`TakeTokens::NOWHERE`]. No row
     /// twice.
@@ -103,9 +104,10 @@ pub unsafe fn take_tokens(p: TakeTokens) {
         if i < p.count {
             let entry = p.entries.at(3 * i as usize);
             let token = p.sampled.load(entry.load(1) as usize);
-            p.tokens.store(entry.load(0) as usize, token);
+            // A row without a token runs for nothing: the host ends its sequence as soon as it knows.
+            p.tokens.store(entry.load(0) as usize, if token == NO_TOKEN { 0 } else { token });
             let slot = entry.load(2);
-            if slot != TakeTokens::NOWHERE {
+            if slot != TakeTokens::NOWHERE && token != NO_TOKEN {
                 let place = slot as usize * p.vocab as usize + token as usize;
                 atomic::fetch_add(p.uses, place, GENERATED, Ordering::Relaxed, Scope::Device);
             }
@@ -115,13 +117,13 @@ pub unsafe fn take_tokens(p: TakeTokens) {
 
 /// Parameters of [`take_best`]. Grid: [`blocks`] of `count`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TakeBest {
     /// `[rows]` the [rank](crate::sample::rank) of the best token after each row.
     pub best: Global<u64>,
     /// `[count, Choice::WORDS]`: whose rows count.
     pub choices: Global<u32>,
-    /// `[count]` the best tokens.
+    /// `[count]` the best tokens, or [`NO_TOKEN`].
     pub sampled: GlobalMut<u32>,
     /// Choices.
     pub count: u32,
@@ -134,14 +136,14 @@ pub unsafe fn take_best(p: TakeBest) {
         let i = index() as usize;
         if i < p.count as usize {
             let row = p.choices.load(i * Choice::WORDS);
-            p.sampled.store(i, ranked_token(p.best.load(row as usize)));
+            p.sampled.store(i, best_token(p.best.load(row as usize)));
         }
     }
 }
 
 /// Parameters of [`pick_rows`]. Grid: (1, picks).
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PickRows {
     /// `[picks]` rows of the source.
     pub rows: Global<u32>,
@@ -177,7 +179,7 @@ pub unsafe fn pick_rows(p: PickRows) {
 
 /// Where the records of a page are: record `r` of layer `l` of page `p` is number `p · page + l · layer + r`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, cuda_std::Layout)]
 pub struct PageRecords {
     /// Records from a page to the next.
     pub page: u32,
@@ -187,7 +189,7 @@ pub struct PageRecords {
 
 /// Parameters of [`list_records`]. Grid: [`blocks`] of `moves · layers · records`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ListRecords {
     /// `[moves, 2]`: a page, and the page that it becomes.
     pub moves: Global<u32>,

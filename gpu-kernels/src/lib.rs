@@ -52,7 +52,6 @@ pub mod step;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod stream;
 pub mod token_copy;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod waiting;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod wide;

@@ -1,12 +1,18 @@
 //! What log-probabilities of tokens are made of: the largest logit of a row, the mass of all, the likeliest tokens, and the logit of the
 //! token that is chosen.
 //!
-//! The sampler changes logits where they are. So rows are copied before ([`note_logits`]), and the chosen token's logit is read from the copy
-//! ([`note_chosen`]). Masses are the sampler's integers: their sum has no order, and is the same on the CPU.
+//! By the model's own logits, before penalties and temperature. Rows are split over CTAs as for the [sampler](crate::sample), and the likeliest tokens
+//! found as it finds what top-k keeps. Masses are its integers: their sum has no order, and is the same on the CPU.
+
+use core::marker::PhantomData;
 
 use cuda_std::{Global, GlobalMut, kernel, shared, thread};
 
-use crate::sample::{self, WARPS, block_max, block_total, mass, rank, ranked_token};
+use crate::sample::{
+    self, All, Count, Inputs, MOST_CANDIDATES, Question, Raw, Row, Split, THREADS, Team, mass, nominate_best, rank,
+    ranked_logit, ranked_token, select,
+};
+use crate::step::{NO_TOKEN, Rows};
 
 /// Most likeliest tokens of a row.
 pub const MOST: usize = 20;
@@ -41,85 +47,131 @@ impl Wanted {
     pub const WORDS: usize = 3;
 }
 
-/// Parameters of [`note_logits`] and [`note_chosen`]. Grids: rows noted; 1. Shared memory of the first: [`NoteLogits::SHARED_BYTES`].
+/// Parameters of [`note_logits`] and [`note_chosen`]. The first: cooperative; grid: a [`Split`]'s, with as many teams as rows noted, or with fewer of one
+/// CTA each, which take turns; shared memory: [`sample::SHARED_BYTES`]. The second: grid 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NoteLogits {
     /// `[any, vocab]`.
     pub logits: Global<f32>,
     /// `[noted, Wanted::WORDS]`.
     pub wanted: Global<u32>,
-    /// `[noted, vocab]`.
-    pub copies: GlobalMut<f32>,
     /// `[choices]` the chosen tokens, for [`note_chosen`].
     pub sampled: Global<u32>,
     /// `[noted, Note::WORDS]`; words of tokens that were not asked for stay as they are.
     pub notes: GlobalMut<u32>,
-    /// Tokens.
+    /// How rows are split.
+    pub split: Split,
+    /// Tokens, at most [`MOST_VOCAB`](sample::MOST_VOCAB).
     pub vocab: u32,
     /// Rows.
     pub noted: u32,
 }
 
-impl NoteLogits {
-    /// A word of 64 bits for each warp.
-    pub const SHARED_BYTES: u32 = WARPS * 8;
-}
-
-/// Copies rows and notes all but the chosen token's logit. A block a row, which is read once for each of the likeliest tokens.
-#[kernel(threads = 1024, min_blocks = 1)]
+/// Notes all but the chosen token's logit.
+#[kernel(threads = THREADS, min_blocks = 2)]
 pub unsafe fn note_logits(p: NoteLogits) {
     unsafe {
-        let (noted, tid) = (thread::block_idx_x() as usize, thread::thread_idx_x());
-        let wanted = p.wanted.at(noted * Wanted::WORDS);
-        let row = p.logits.at(wanted.load(Wanted::ROW) as usize * p.vocab as usize);
-        let copy = p.copies.at(noted * p.vocab as usize);
-        let note = p.notes.at(noted * Note::WORDS);
-        let scratch = shared::dynamic(0);
+        let (mut noted, teams, _) = p.split.team();
+        while noted < p.noted {
+            let (_, _, team) = p.split.team();
+            let wanted = p.wanted.at(noted as usize * Wanted::WORDS);
+            let (rows, logits, uses, vocab) = (Rows::default(), p.logits, Default::default(), p.vocab);
+            let row = Row {
+                inputs: Inputs { rows, logits, uses, vocab },
+                logits: logits.at(wanted.load(Wanted::ROW) as usize * vocab as usize),
+                slice: team.slice(vocab),
+            };
+            note(team, row, wanted.load(Wanted::TOP), p.notes.at(noted as usize * Note::WORDS));
+            noted += teams;
+        }
+    }
+}
 
-        let mut best = 0;
-        let mut i = tid;
-        while i < p.vocab {
-            let logit = row.load(i as usize);
-            copy.store(i as usize, logit);
-            best = best.max(rank(logit, i));
-            i += sample::THREADS;
+/// Notes a row, with its `top` likeliest tokens.
+#[inline(always)]
+unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) {
+    unsafe {
+        let mut among_few = true;
+        loop {
+            nominate(&mut team, row, top, among_few);
+            if !team.is_last() {
+                return;
+            }
+            let candidates = team.nominated();
+            if candidates <= MOST_CANDIDATES {
+                note_candidates(&team, candidates, top, note);
+            }
+            team.reset();
+            if candidates <= MOST_CANDIDATES {
+                return;
+            }
+            // As in `sample`.
+            team = team.alone();
+            row.slice = (0, row.inputs.vocab);
+            among_few = false;
         }
-        best = block_max(best, scratch);
-        let max = sample::ranked_logit(best);
+    }
+}
+
+/// Adds up the mass of a row, and nominates its likeliest tokens.
+#[inline(always)]
+unsafe fn nominate(team: &mut Team, row: Row, top: u32, among_few: bool) {
+    unsafe {
+        let mine = row.best::<Raw>();
+        let best = team.max(mine);
+        let max = ranked_logit(best);
         let mut total = 0;
-        let mut i = tid;
-        while i < p.vocab {
-            total += mass(row.load(i as usize), max);
-            i += sample::THREADS;
+        row.each::<Raw>(|_| true, |_, logit| total += mass(logit, max));
+        team.add_to_total(total);
+        if top == 0 {
+            team.nominate_if(thread::thread_idx_x() == 0 && team.rank == 0, best);
+            return;
         }
-        let total = block_total(total, scratch);
-        if tid == 0 {
-            note.store(Note::MAX, max.to_bits());
+        let question = Question { low: 0, high: best, narrow: 0, enough: MOST_CANDIDATES.into() };
+        if among_few && nominate_best::<Raw>(team, &row, mine, question, top, 1.0) {
+            return;
+        }
+        let kept = select(team, &All(row, PhantomData::<Raw>), question, Count, |all| all.min(top.into()));
+        let least = ranked_logit(kept);
+        row.each::<Raw>(
+            |logit| logit >= least,
+            |token, logit| {
+                let rank = rank(logit, token);
+                team.nominate_if(rank >= kept, rank);
+            },
+        );
+    }
+}
+
+/// Notes what the team has found, of its candidates the `top` best.
+#[inline(always)]
+unsafe fn note_candidates(team: &Team, count: u32, top: u32, note: GlobalMut<u32>) {
+    unsafe {
+        // A thread has one of the candidates.
+        let tid = thread::thread_idx_x();
+        let mine = if tid < count { team.candidate(tid) } else { 0 };
+        let ranks = shared::dynamic::<u64>(sample::RANKS);
+        ranks.store(tid as usize, mine);
+        thread::sync_threads();
+        let (mut place, mut i) = (0, 0);
+        while i < count {
+            place += u32::from(ranks.load(i as usize) > mine);
+            i += 1;
+        }
+        if tid >= count {
+            return;
+        }
+        let logit = ranked_logit(mine).to_bits();
+        if place == 0 {
+            let total = team.total();
+            note.store(Note::MAX, logit);
             note.store(Note::TOTAL, total as u32);
             note.store(Note::TOTAL + 1, (total >> 32) as u32);
         }
-
-        let (mut n, top) = (0, wanted.load(Wanted::TOP) as usize);
-        while n < top {
-            if tid == 0 {
-                note.store(Note::TOP + 2 * n, ranked_token(best));
-                note.store(Note::TOP + 2 * n + 1, sample::ranked_logit(best).to_bits());
-            }
-            n += 1;
-            if n == top {
-                break;
-            }
-            let mut next = 0;
-            let mut i = tid;
-            while i < p.vocab {
-                let rank = rank(row.load(i as usize), i);
-                if rank < best {
-                    next = next.max(rank);
-                }
-                i += sample::THREADS;
-            }
-            best = block_max(next, scratch);
+        if place < top {
+            note.store(Note::TOP + 2 * place as usize, ranked_token(mine));
+            note.store(Note::TOP + 2 * place as usize + 1, logit);
         }
     }
 }
@@ -130,10 +182,13 @@ pub unsafe fn note_chosen(p: NoteLogits) {
     unsafe {
         let mut noted = thread::thread_idx_x();
         while noted < p.noted {
-            let choice = p.wanted.load(noted as usize * Wanted::WORDS + Wanted::CHOICE);
-            let token = p.sampled.load(choice as usize);
-            let logit = p.copies.load(noted as usize * p.vocab as usize + token as usize);
-            p.notes.store(noted as usize * Note::WORDS + Note::CHOSEN, logit.to_bits());
+            let wanted = p.wanted.at(noted as usize * Wanted::WORDS);
+            let token = p.sampled.load(wanted.load(Wanted::CHOICE) as usize);
+            if token != NO_TOKEN {
+                let row = wanted.load(Wanted::ROW) as usize * p.vocab as usize;
+                let logit = p.logits.load(row + token as usize);
+                p.notes.store(noted as usize * Note::WORDS + Note::CHOSEN, logit.to_bits());
+            }
             noted += 256;
         }
     }

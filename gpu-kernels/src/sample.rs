@@ -1,12 +1,21 @@
 //! Choosing the token after each row: the largest logit, or a draw from the model's distribution.
 //!
-//! One block a row. Penalties, then temperature, top-k, top-p and min-p, in this order; what is left is drawn from by inverting the
-//! cumulative distribution in vocabulary order.
+//! Penalties, then temperature, top-k, top-p and min-p, in this order; what is left is drawn from by inverting the cumulative distribution in
+//! vocabulary order. Logits are read, never changed.
+//!
+//! ```text
+//! best logit ─┬─ greedy ─► token
+//!             ├─ top-k ─► how good the k-th of the threads' best is ─► candidates at least as good ─► one CTA ranks them, and draws
+//!             └─ top-p, min-p, none ─► (histograms ─►) least logit kept ─► masses of slices ─► the slice that the draw falls into
+//! ```
+//!
+//! A row's logits are split over CTAs that wait for each other ([`team`]), as many as leave none of the card idle; with many rows each CTA has rows of its own.
+//! What a large top-k or top-p alone keep is found by a radix select over all logits ([`select`]), so any setting is exact.
 //!
 //! # Order
 //! A token's mass is the integer `⌊exp(logit − max) · 2⁴⁰⌋`. Integer sums are associative, so histograms and totals come out the
-//! same however the threads interleave. The random number is a function of the seed and of the token's position, so a draw depends on
-//! the row's own history alone.
+//! same however the threads interleave and however many CTAs there are. The random number is a function of the seed and of the token's position, so a
+//! draw depends on the row's own history alone.
 //!
 //! # Why accepting a draft is a comparison
 //! Rejection sampling accepts a draft `d` with probability `min(1, p(d) / q(d))`, and on refusal draws from the normalised excess of
@@ -14,44 +23,106 @@
 //! probability `p(d)`, and on refusal the draw is from `p` without `d`. Drawing from `p` and comparing does the same in one
 //! stroke. And since the draw is the same with or without the draft, drafting does not change sampled output either.
 
-use cuda_std::atomic::{Ordering, Scope};
-use cuda_std::{Global, GlobalMut, atomic, kernel, math, shared, thread, warp};
+mod mass;
+mod row;
+mod select;
+mod team;
 
-use crate::step::Rows;
+use core::marker::PhantomData;
+
+use cuda_std::shared::{self, Shared};
+use cuda_std::{Global, GlobalMut, kernel, math, thread};
+
+pub(crate) use mass::key;
+use mass::{REACH, logit, share};
+pub use mass::{UNIT_MASS, best_token, mass, mass_of, random, rank, ranked_logit, ranked_token};
+use row::{Change, Penalised};
+pub(crate) use row::{Inputs, Raw, Row};
+pub use select::MOST_VOCAB;
+pub(crate) use select::{All, Count, Question, select};
+use select::{BINS, Mass, One};
+pub(crate) use team::{MOST_CANDIDATES, Team};
+pub use team::{MOST_SPLITS, SCRATCH_WORDS, ZEROED_WORDS, splits};
+use team::{block_max, block_total, block_totals, running_total};
+
+use crate::step::{NO_TOKEN, Rows};
 
 /// Of a token's uses, which are one word: it occurs in the prompt.
 pub const PROMPTED: u32 = 1;
 /// Each time that it occurs in the output adds this.
 pub const GENERATED: u32 = 2;
 
-pub(crate) const THREADS: u32 = 1024;
-pub(crate) const WARPS: u32 = THREADS / 32;
-/// The mass of the likeliest token.
-pub const UNIT_MASS: u64 = 1 << 40;
+pub(crate) const THREADS: u32 = 256;
+const WARPS: u32 = THREADS / 32;
+/// CTAs of the kernels that work on rows of logits which an SM holds at once.
+pub const CTAS_PER_SM: u32 = 2;
 
-/// Parameters of [`sample`]. Grid: (1, rows). Shared memory: [`Sample::SHARED_BYTES`].
+// Shared memory: a total for each warp, a few words of results, the choice that is made, and a histogram or candidates.
+const TOTALS: u32 = 0;
+const RESULT: u32 = TOTALS + WARPS * 8;
+const CHOICE: u32 = RESULT + 4 * 8;
+const HISTOGRAM: u32 = CHOICE + 16 * 4;
+pub(crate) const RANKS: u32 = HISTOGRAM;
+const WEIGHTS: u32 = RANKS + MOST_CANDIDATES * 8;
+/// Dynamic shared memory of the kernels that work on rows of logits in teams.
+pub const SHARED_BYTES: u32 = HISTOGRAM + 3 * BINS * 4;
+const _: () = assert!(WEIGHTS + MOST_CANDIDATES * 8 <= SHARED_BYTES);
+
+/// How rows of logits are split over CTAs, and where those of a row meet. Cooperative launches; grid: teams of [`splits`](Self::splits) CTAs.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct Split {
+    /// `[teams, SCRATCH_WORDS]`, of which the first [`ZEROED_WORDS`] are zero when it is used first; launches leave it as they need to find it.
+    pub scratch: GlobalMut<u64>,
+    /// CTAs of a row: [`splits`].
+    pub splits: u32,
+}
+
+impl Split {
+    /// The number of this CTA's team, how many teams there are, and the team.
+    #[inline(always)]
+    pub(crate) unsafe fn team(&self) -> (u32, u32, Team) {
+        unsafe {
+            core::hint::assert_unchecked(self.splits > 0);
+            let (number, rank) = (thread::block_idx_x() / self.splits, thread::block_idx_x() % self.splits);
+            let team = Team::new(self.splits, rank, self.scratch.at(number as usize * SCRATCH_WORDS));
+            (number, thread::grid_dim_x() / self.splits, team)
+        }
+    }
+}
+
+/// Parameters of [`sample`]. Cooperative; grid: a [`Split`]'s, with a team for each row from `first_row` on. Shared memory: [`SHARED_BYTES`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sample {
     /// The rows of this step.
     pub rows: Rows,
-    /// `[rows, vocab]`; changed in place when not greedy.
-    pub logits: GlobalMut<f32>,
+    /// `[rows, vocab]`.
+    pub logits: Global<f32>,
     /// `[vocab]` uses of tokens: [`PROMPTED`], [`GENERATED`].
     pub uses: Global<u32>,
-    /// `[rows]` the chosen tokens.
+    /// `[rows]` the chosen tokens; [`NO_TOKEN`] where the largest logit is no finite number.
     pub sampled: GlobalMut<u32>,
     /// How it is chosen.
     pub settings: Settings,
-    /// Tokens.
+    /// How rows are split.
+    pub split: Split,
+    /// Tokens, at most [`MOST_VOCAB`].
     pub vocab: u32,
     /// First row that needs a token.
     pub first_row: u32,
 }
 
+impl Sample {
+    #[inline(always)]
+    const fn inputs(&self) -> Inputs {
+        Inputs { rows: self.rows, logits: self.logits, uses: self.uses, vocab: self.vocab }
+    }
+}
+
 /// How a token is chosen.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, cuda_std::Layout)]
 pub struct Settings {
     /// Chooses the random numbers.
     pub seed: u64,
@@ -72,9 +143,27 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// The likeliest token, whatever came before.
+    pub const GREEDY: Self = Self {
+        seed: 0,
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+    };
+
+    /// Whether what came before changes logits.
+    #[inline(always)]
+    const fn penalises(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
     /// From [`Choice::words`].
     #[inline(always)]
-    unsafe fn load(words: Global<u32>) -> Self {
+    unsafe fn load(words: Shared<u32>) -> Self {
         unsafe {
             Self {
                 seed: words.load(0) as u64 | (words.load(1) as u64) << 32,
@@ -90,317 +179,21 @@ impl Settings {
     }
 }
 
-impl Sample {
-    /// A histogram of 256 masses, one total a warp, and two words of results.
-    pub const SHARED_BYTES: u32 = (256 + WARPS + 2) * 8;
-}
-
-/// The random 64-bit number of the token at `position` of a sequence with this `seed`: two rounds of SplitMix64 (Steele, Lea and
-/// Flood, 2014, "Fast splittable pseudorandom number generators"), the first for the stream, the second for its element.
-pub fn random(seed: u64, position: u64) -> u64 {
-    const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
-    let stream = mix(seed.wrapping_add(GOLDEN));
-    mix(stream.wrapping_add(position.wrapping_add(1).wrapping_mul(GOLDEN)))
-}
-
-fn mix(z: u64) -> u64 {
-    let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
-}
-
-/// An integer that orders as the logit does, with NaN below everything.
-#[inline(always)]
-pub(crate) fn key(logit: f32) -> u32 {
-    // The addition makes -0 and 0, which are equal, one key.
-    let bits = (logit + 0.0).to_bits();
-    if logit.is_nan() {
-        0
-    } else if bits >> 31 == 1 {
-        !bits
-    } else {
-        bits | 1 << 31
-    }
-}
-
-/// An integer that orders as the logits do, and equal logits by token, the lowest first.
-#[inline(always)]
-pub fn rank(logit: f32, token: u32) -> u64 {
-    u64::from(key(logit)) << 32 | u64::from(!token)
-}
-
-/// The token of a [`rank`].
-#[inline(always)]
-pub fn ranked_token(rank: u64) -> u32 {
-    !(rank as u32)
-}
-
-/// The logit of a [`rank`].
-#[inline(always)]
-pub fn ranked_logit(rank: u64) -> f32 {
-    logit((rank >> 32) as u32)
-}
-
-/// The logit of a [`key`].
-#[inline(always)]
-fn logit(key: u32) -> f32 {
-    f32::from_bits(if key >> 31 == 1 { key & !(1 << 31) } else { !key })
-}
-
-/// The mass of a logit in a row whose largest is `max`; the largest itself has [`UNIT_MASS`].
-pub fn mass(logit: f32, max: f32) -> u64 {
-    if logit == max { UNIT_MASS } else { mass_of(logit - max) }
-}
-
-/// `⌊e^delta · 2⁴⁰⌋` for `delta ≤ 0`; 0 below −28 and for NaN.
-///
-/// Additions and multiplications of f64 alone, never fused: the CPU sampler in `model` computes the same bits (tested).
-pub fn mass_of(delta: f32) -> u64 {
-    // NaN takes this branch too.
-    if !matches!(delta.partial_cmp(&-28.0), Some(core::cmp::Ordering::Greater | core::cmp::Ordering::Equal)) {
-        return 0;
-    }
-    // e^x = 2^n · e^r with n = round(x / ln 2). The high part of ln 2 ends in zero bits, so that n times it is exact.
-    const LN2_HIGH: f64 = f64::from_bits(0x3FE6_2E42_FEE0_0000);
-    const LN2_LOW: f64 = 1.908_214_929_270_587_7e-10;
-    let x = delta as f64;
-    let n = (x * core::f64::consts::LOG2_E - 0.5) as i32;
-    let r = x - n as f64 * LN2_HIGH - n as f64 * LN2_LOW;
-    // Taylor, from r¹³ / 13! down.
-    let mut sum = 0.0;
-    macro_rules! horner {
-        ($($factorial:literal)*) => { $( sum = sum * r + 1.0 / $factorial; )* };
-    }
-    horner!(6_227_020_800.0 479_001_600.0 39_916_800.0 3_628_800.0 362_880.0 40_320.0 5_040.0 720.0 120.0 24.0 6.0 2.0 1.0 1.0);
-    let scale = f64::from_bits(((1023 + 40 + n) as u64) << 52);
-    ((sum * scale) as u64).min(UNIT_MASS)
-}
-
-/// `part` of `whole`, rounded down, and at least 1.
-fn share(part: f32, whole: u64) -> u64 {
-    ((part as f64 * whole as f64) as u64).max(1)
-}
-
-/// The largest of a value over the block, known to every thread.
-#[inline(always)]
-pub(crate) unsafe fn block_max(mut v: u64, scratch: shared::Shared<u64>) -> u64 {
-    unsafe {
-        let mut mask = 16;
-        while mask > 0 {
-            v = v.max(warp::shuffle_xor(v, mask));
-            mask /= 2;
-        }
-        thread::sync_threads();
-        if thread::lane_id() == 0 {
-            scratch.store(thread::warp_id() as usize, v);
-        }
-        thread::sync_threads();
-        let mut w = 0;
-        while w < WARPS {
-            v = v.max(scratch.load(w as usize));
-            w += 1;
-        }
-        v
-    }
-}
-
-/// The sum of a value over the block, known to every thread.
-#[inline(always)]
-pub(crate) unsafe fn block_total(v: u64, scratch: shared::Shared<u64>) -> u64 {
-    unsafe {
-        let own = warp_total(v);
-        thread::sync_threads();
-        if thread::lane_id() == 0 {
-            scratch.store(thread::warp_id() as usize, own);
-        }
-        thread::sync_threads();
-        let (mut total, mut w) = (0, 0);
-        while w < WARPS {
-            total += scratch.load(w as usize);
-            w += 1;
-        }
-        total
-    }
-}
-
-/// The sum of a value over the warp.
-#[inline(always)]
-unsafe fn warp_total(mut v: u64) -> u64 {
-    let mut mask = 16;
-    while mask > 0 {
-        v += warp::shuffle_xor(v, mask);
-        mask /= 2;
-    }
-    v
-}
-
-/// The sum over the lanes up to and including this one.
-#[inline(always)]
-unsafe fn running_total(mut v: u64) -> u64 {
-    let mut delta = 1;
-    while delta < 32 {
-        let before = warp::shuffle_up(v, delta);
-        if thread::lane_id() >= delta {
-            v += before;
-        }
-        delta *= 2;
-    }
-    v
-}
-
-/// The row that a block works on, and where its scratch lies.
-#[derive(Clone, Copy)]
-struct Block {
-    logits: GlobalMut<f32>,
-    vocab: u32,
-    histogram: shared::Shared<u64>,
-    totals: shared::Shared<u64>,
-    result: shared::Shared<u64>,
-}
-
-impl Block {
-    /// The largest key `T` such that the weights of the keys from `T` upwards sum to at least `target`; 0 when all of
-    /// them do not. Radix select, eight bits a pass.
-    #[inline(always)]
-    unsafe fn threshold(&self, target: u64, weigh: impl Fn(u32) -> u64) -> u32 {
-        unsafe {
-            let tid = thread::thread_idx_x();
-            let mut prefix = 0u32;
-            let mut needed = target;
-            let mut shift = 24;
-            loop {
-                if tid < 256 {
-                    self.histogram.store(tid as usize, 0);
-                }
-                thread::sync_threads();
-                let mut i = tid;
-                while i < self.vocab {
-                    let k = key(self.logits.load(i as usize));
-                    if shift == 24 || k >> (shift + 8) == prefix >> (shift + 8) {
-                        let w = weigh(k);
-                        if w > 0 {
-                            let bin = ((k >> shift) & 255) as usize;
-                            atomic::fetch_add(self.histogram, bin, w, Ordering::Relaxed, Scope::Block);
-                        }
-                    }
-                    i += THREADS;
-                }
-                thread::sync_threads();
-                // One warp walks the bins from the highest: eight a lane.
-                if thread::warp_id() == 0 {
-                    let lane = thread::lane_id();
-                    let mut own = 0;
-                    let mut b = 0;
-                    while b < 8 {
-                        own += self.histogram.load((255 - lane * 8 - b) as usize);
-                        b += 1;
-                    }
-                    let upto = running_total(own);
-                    let before = upto - own;
-                    let all = warp::shuffle_idx(upto, 31);
-                    if lane == 0 && all < needed {
-                        // Not enough weight in all: keep everything.
-                        self.result.store(0, 0);
-                        self.result.store(1, 0);
-                    }
-                    if before < needed && needed <= upto {
-                        let mut sum = before;
-                        let mut bin = 255 - lane * 8;
-                        loop {
-                            let w = self.histogram.load(bin as usize);
-                            if sum + w >= needed {
-                                break;
-                            }
-                            sum += w;
-                            bin -= 1;
-                        }
-                        self.result.store(0, bin as u64);
-                        self.result.store(1, needed - sum);
-                    }
-                }
-                thread::sync_threads();
-                prefix |= (self.result.load(0) as u32) << shift;
-                needed = self.result.load(1);
-                if shift == 0 || needed == 0 {
-                    thread::sync_threads();
-                    return prefix;
-                }
-                shift -= 8;
-            }
-        }
-    }
-
-    /// The first token in vocabulary order whose running total of `weigh` exceeds `draw(total)`; `fallback` where nothing
-    /// weighs anything.
-    #[inline(always)]
-    unsafe fn invert(&self, fallback: u32, weigh: impl Fn(f32) -> u64, draw: impl Fn(u64) -> u64) -> u32 {
-        unsafe {
-            let (lane, warp_id) = (thread::lane_id(), thread::warp_id());
-            // A warp takes a contiguous range, so that totals run in vocabulary order.
-            let range = self.vocab.div_ceil(WARPS);
-            let first = warp_id * range;
-            let end = (first + range).min(self.vocab);
-            let weight_at = |i: u32| if i < end { weigh(self.logits.load(i as usize)) } else { 0 };
-            let mut own = 0;
-            let mut base = first;
-            while base < end {
-                own += weight_at(base + lane);
-                base += 32;
-            }
-            let own = warp_total(own);
-            if lane == 0 {
-                self.totals.store(warp_id as usize, own);
-                if warp_id == 0 {
-                    self.result.store(0, fallback as u64);
-                }
-            }
-            thread::sync_threads();
-            let (mut before, mut total) = (0, 0);
-            let mut w = 0;
-            while w < WARPS {
-                let t = self.totals.load(w as usize);
-                if w < warp_id {
-                    before += t;
-                }
-                total += t;
-                w += 1;
-            }
-            let r = draw(total);
-            if before <= r && r < before + own {
-                let mut base = first;
-                loop {
-                    let w = weight_at(base + lane);
-                    let upto = before + running_total(w);
-                    if upto - w <= r && r < upto {
-                        self.result.store(0, (base + lane) as u64);
-                    }
-                    before = warp::shuffle_idx(upto, 31);
-                    base += 32;
-                    if r < before {
-                        break;
-                    }
-                }
-            }
-            thread::sync_threads();
-            self.result.load(0) as u32
-        }
-    }
-}
-
 /// Chooses the token after each row from `first_row` on.
-#[kernel(threads = 1024, min_blocks = 1)]
+#[kernel(threads = THREADS, min_blocks = 2)]
 pub unsafe fn sample(p: Sample) {
     unsafe {
-        let row = p.first_row + thread::block_idx_y();
+        let (number, _, team) = p.split.team();
+        let row = p.first_row + number;
         if row >= p.rows.count.load(0) {
             return;
         }
-        let position = p.rows.positions.load(row as usize);
         // Earlier drafts of this step are part of this row's history.
-        let token = choose(&p, row, p.first_row + 1..row + 1, position);
+        let (drafts, position) = (p.first_row + 1, p.rows.positions.load(row as usize));
         if thread::thread_idx_x() == 0 {
-            p.sampled.store(row as usize, token);
+            Choice { row, drafts, slot: 0, position, settings: p.settings }.store(shared::dynamic(CHOICE));
         }
+        choose(team, p.inputs(), p.sampled.at(row as usize));
     }
 }
 
@@ -423,7 +216,28 @@ impl Choice {
     /// Words of one.
     pub const WORDS: usize = 13;
 
+    /// From [`words`](Self::words).
+    #[inline(always)]
+    unsafe fn load(words: Shared<u32>) -> Self {
+        unsafe {
+            let settings = Settings::load(words.at(4));
+            Self { row: words.load(0), drafts: words.load(1), slot: words.load(2), position: words.load(3), settings }
+        }
+    }
+
+    /// Puts its [words](Self::words) there.
+    #[inline(always)]
+    unsafe fn store(&self, to: Shared<u32>) {
+        let words = self.words();
+        unsafe {
+            unroll!(I < 13 of 16; {
+                to.store(I, words[I]);
+            });
+        }
+    }
+
     /// As the device reads it.
+    #[inline(always)]
     pub const fn words(&self) -> [u32; Self::WORDS] {
         let s = &self.settings;
         [
@@ -444,123 +258,286 @@ impl Choice {
     }
 }
 
-/// Parameters of [`sample_each`]. Grid: choices. Shared memory: [`Sample::SHARED_BYTES`].
+/// Parameters of [`sample_each`]. Cooperative; grid: a [`Split`]'s, with as many teams as choices, or with fewer of one CTA each, which take turns.
+/// Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SampleEach {
     /// The rows of this step.
     pub rows: Rows,
-    /// `[rows, vocab]`; changed in place when not greedy.
-    pub logits: GlobalMut<f32>,
+    /// `[rows, vocab]`.
+    pub logits: Global<f32>,
     /// `[slots, vocab]` uses of tokens: [`PROMPTED`], [`GENERATED`]; read for choices with penalties alone.
     pub uses: Global<u32>,
-    /// `[choices, Choice::WORDS]`, each for another row.
+    /// `[count, Choice::WORDS]`.
     pub choices: Global<u32>,
-    /// `[choices]` the chosen tokens.
+    /// `[count]` the chosen tokens, as [`Sample::sampled`].
     pub sampled: GlobalMut<u32>,
-    /// Tokens.
+    /// How rows are split.
+    pub split: Split,
+    /// Tokens, at most [`MOST_VOCAB`].
     pub vocab: u32,
+    /// Choices.
+    pub count: u32,
+}
+
+impl SampleEach {
+    #[inline(always)]
+    const fn inputs(&self) -> Inputs {
+        Inputs { rows: self.rows, logits: self.logits, uses: self.uses, vocab: self.vocab }
+    }
 }
 
 /// Chooses tokens after rows of many sequences, each by its own settings: as [`sample`] would.
-#[kernel(threads = 1024, min_blocks = 1)]
+#[kernel(threads = THREADS, min_blocks = 2)]
 pub unsafe fn sample_each(p: SampleEach) {
     unsafe {
-        let choice = thread::block_idx_x() as usize;
-        let words = p.choices.at(choice * Choice::WORDS);
-        let (row, drafts, slot, position) = (words.load(0), words.load(1), words.load(2), words.load(3));
-        let one = Sample {
-            rows: p.rows,
-            logits: p.logits,
-            uses: p.uses.at(slot as usize * p.vocab as usize),
-            sampled: p.sampled,
-            settings: Settings::load(words.at(4)),
-            vocab: p.vocab,
-            first_row: 0,
-        };
-        let token = choose(&one, row, drafts..row + 1, position);
-        if thread::thread_idx_x() == 0 {
-            p.sampled.store(choice, token);
+        let (mut choice, teams, _) = p.split.team();
+        while choice < p.count {
+            let (_, _, team) = p.split.team();
+            let (words, tid) = (p.choices.at(choice as usize * Choice::WORDS), thread::thread_idx_x() as usize);
+            // The choice before is made.
+            thread::sync_threads();
+            if tid < Choice::WORDS {
+                shared::dynamic::<u32>(CHOICE).store(tid, words.load(tid));
+            }
+            choose(team, p.inputs(), p.sampled.at(choice as usize));
+            choice += teams;
         }
     }
 }
 
-/// The token after a row whose own is at `position`. Its history is what `uses` tells, and the tokens of the rows `drafts`.
+/// Makes the choice that lies in shared memory, and stores the token.
 #[inline(always)]
-unsafe fn choose(p: &Sample, row: u32, drafts: core::ops::Range<u32>, position: u32) -> u32 {
+unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
     unsafe {
-        let (tid, s) = (thread::thread_idx_x(), &p.settings);
-        let block = Block {
-            logits: p.logits.at(row as usize * p.vocab as usize),
-            vocab: p.vocab,
-            histogram: shared::dynamic(0),
-            totals: shared::dynamic(256 * 8),
-            result: shared::dynamic((256 + WARPS) * 8),
-        };
-
-        // Penalties and temperature, and the first of the largest logits.
-        let penalised = s.repetition_penalty != 1.0 || s.presence_penalty != 0.0 || s.frequency_penalty != 0.0;
-        let mut best = 0u64;
-        let mut i = tid;
-        while i < p.vocab {
-            let mut l = block.logits.load(i as usize);
-            if penalised {
-                let mut uses = p.uses.load(i as usize);
-                let mut r = drafts.start;
-                while r < drafts.end {
-                    if p.rows.tokens.load(r as usize) == i {
-                        uses += GENERATED;
-                    }
-                    r += 1;
-                }
-                if uses != 0 {
-                    l = if l > 0.0 { l / s.repetition_penalty } else { l * s.repetition_penalty };
-                }
-                let times = uses / GENERATED;
-                if times != 0 {
-                    l -= s.presence_penalty;
-                    l -= s.frequency_penalty * times as f32;
-                }
+        thread::sync_threads();
+        let choice = choice();
+        let logits = inputs.logits.at(choice.row as usize * inputs.vocab as usize);
+        let mut row = Row { inputs, logits, slice: team.slice(inputs.vocab) };
+        let mut among_few = true;
+        loop {
+            if choice.settings.penalises() {
+                choose_from::<Penalised>(&mut team, row, among_few, token);
+            } else {
+                choose_from::<Raw>(&mut team, row, among_few, token);
             }
-            if s.temperature > 0.0 {
-                l /= s.temperature;
-                block.logits.store(i as usize, l);
+            if !team.is_last() {
+                return;
             }
-            best = best.max(rank(l, i));
-            i += THREADS;
+            let candidates = team.nominated();
+            if candidates > 0 && candidates <= MOST_CANDIDATES {
+                draw_from_candidates(&team, candidates, token);
+            }
+            team.reset();
+            if candidates <= MOST_CANDIDATES {
+                return;
+            }
+            // Too many are about as likely as the k-th: the last CTA does without candidates, and alone.
+            team = team.alone();
+            row.slice = (0, inputs.vocab);
+            among_few = false;
         }
-        let best = block_max(best, block.totals);
-        let mut token = ranked_token(best);
+    }
+}
 
-        if s.temperature > 0.0 {
-            let max = ranked_logit(best);
+/// The choice that is being made: what is needed of it is read where it is needed.
+#[inline(always)]
+unsafe fn choice() -> Choice {
+    unsafe { Choice::load(shared::dynamic(CHOICE)) }
+}
+
+/// The random number of the choice.
+#[inline(always)]
+unsafe fn number() -> u64 {
+    let choice = unsafe { choice() };
+    random(choice.settings.seed, u64::from(choice.position) + 1)
+}
+
+/// Stores the token, or nominates candidates for it, if there may be any.
+///
+/// What is kept is decided by logits after the temperature, but found by those before it, whose order is the same, and which need no division.
+#[inline(always)]
+unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, token: GlobalMut<u32>) {
+    unsafe {
+        let mine = row.best::<C>();
+        let best = team.max(mine);
+        let likeliest = best_token(best);
+        if thread::thread_idx_x() == 0 && team.rank == 0 {
+            token.store(0, likeliest);
+        }
+        let temperature = choice().settings.temperature;
+        if temperature == 0.0 || likeliest == NO_TOKEN {
+            return;
+        }
+        let max = ranked_logit(best) / temperature;
+        // The least logit that may have mass; ranks from there on are in question.
+        let reach = f64::from(max) - REACH - f64::from(max.abs()) * 1e-6;
+        let mut least = key((reach * f64::from(temperature)) as f32);
+        let top = best | u64::from(u32::MAX);
+        let question = |least: u32| Question { low: u64::from(least) << 32, high: top, narrow: 32, enough: 0 };
+        let top_k = choice().settings.top_k;
+        if top_k > 0 && top_k < row.inputs.vocab {
+            if among_few && nominate_best::<C>(team, &row, mine, question(least), top_k, temperature) {
+                return;
+            }
+            let kept = select(team, &All(row, PhantomData::<C>), question(least), Count, |_| top_k.into());
+            least = least.max(tied((kept >> 32) as u32, temperature));
+        }
+        if choice().settings.top_p < 1.0 {
+            let weight = Mass { max, temperature };
+            let target = |all| share(choice().settings.top_p, all);
+            let kept = select(team, &All(row, PhantomData::<C>), question(least), weight, target);
+            least = least.max(tied((kept >> 32) as u32, temperature));
+        }
+        let least_mass = least_mass(choice().settings.min_p);
+        draw::<C>(team, row, logit(least), token, |logit| {
+            let mass = mass(logit / temperature, max);
+            if mass >= least_mass { mass } else { 0 }
+        });
+    }
+}
+
+/// Nominates the `count` best tokens of those in `question`, others that the temperature makes equal to the last of them, and some more: of each thread's best
+/// the `count`-th says how good these are at least. Does nothing, and says so, where fewer threads have any.
+#[inline(always)]
+pub(crate) unsafe fn nominate_best<C: Change>(
+    team: &mut Team,
+    row: &Row,
+    mine: u64,
+    question: Question,
+    count: u32,
+    temperature: f32,
+) -> bool {
+    unsafe {
+        let question = Question { enough: (MOST_CANDIDATES / 2).into(), ..question };
+        let kept = select(team, &One(mine), question, Count, |_| count.into());
+        if kept == 0 {
+            return false;
+        }
+        let least = logit(tied((kept >> 32) as u32, temperature));
+        row.each::<C>(|logit| logit >= least, |token, logit| team.nominate(rank(logit, token)));
+        true
+    }
+}
+
+/// The key of the least logit that is, divided by the temperature, not below the logit of this key; 0 for 0.
+#[inline(always)]
+fn tied(key: u32, temperature: f32) -> u32 {
+    if key == 0 || temperature == 1.0 {
+        return key;
+    }
+    let least = logit(key) / temperature;
+    let (mut below, mut at) = (self::key(f32::NEG_INFINITY) - 1, key);
+    while at - below > 1 {
+        let middle = below + (at - below) / 2;
+        if logit(middle) / temperature >= least {
+            at = middle;
+        } else {
+            below = middle;
+        }
+    }
+    at
+}
+
+/// The least mass that min-p keeps.
+#[inline(always)]
+fn least_mass(min_p: f32) -> u64 {
+    if min_p > 0.0 { share(min_p, UNIT_MASS) } else { 0 }
+}
+
+/// Stores the first token in vocabulary order whose running total of `weigh`, of logits from `least` on, exceeds its share of the total: by the CTA in whose slice it is. Slices
+/// become parts of warps, and parts of these, until a warp has the rest.
+#[inline(always)]
+unsafe fn draw<C: Change>(
+    team: &mut Team,
+    mut row: Row,
+    least: f32,
+    token: GlobalMut<u32>,
+    weigh: impl Fn(f32) -> u64,
+) {
+    unsafe {
+        let own = row.warp_weight::<C>(least, &weigh);
+        let (before, slice) = block_totals(own);
+        let (before_slice, all) = team.totals(slice);
+        let drawn = math::mul_hi_u64(number(), all);
+        if drawn < before_slice || drawn >= before_slice + slice {
+            return;
+        }
+        // Of the part that is looked at, what comes before it, and what this warp's share of it weighs.
+        let (mut before, mut own) = (before_slice + before, own);
+        let result = shared::dynamic::<u64>(RESULT);
+        loop {
+            if thread::lane_id() == 0 && before <= drawn && drawn < before + own {
+                result.store(0, thread::warp_id().into());
+                result.store(1, before);
+            }
             thread::sync_threads();
-            let mut floor = 0;
-            if s.top_k > 0 && s.top_k < p.vocab {
-                floor = block.threshold(s.top_k as u64, |_| 1);
-            }
-            if s.top_p < 1.0 {
-                let weigh = |k: u32| if k >= floor { mass(logit(k), max) } else { 0 };
-                let mut own = 0;
-                let mut i = tid;
-                while i < p.vocab {
-                    own += weigh(key(block.logits.load(i as usize)));
-                    i += THREADS;
+            row = row.narrowed(result.load(0) as u32);
+            let start = result.load(1);
+            if row.slice.1 - row.slice.0 <= 32 {
+                if thread::warp_id() == 0 {
+                    let mut weight = 0;
+                    row.one_each::<C>(|logit| weight = if logit >= least { weigh(logit) } else { 0 });
+                    let upto = start + running_total(weight);
+                    if upto - weight <= drawn && drawn < upto {
+                        token.store(0, row.slice.0 + thread::lane_id());
+                    }
                 }
-                let total = block_total(own, block.totals);
-                floor = floor.max(block.threshold(share(s.top_p, total), weigh));
+                return;
             }
-            let least = if s.min_p > 0.0 { share(s.min_p, UNIT_MASS) } else { 0 };
-            let weigh = |l: f32| {
-                if key(l) < floor {
-                    return 0;
-                }
-                let m = mass(l, max);
-                if m >= least { m } else { 0 }
-            };
-            let number = random(s.seed, position as u64 + 1);
-            token = block.invert(token, weigh, |total| math::mul_hi_u64(number, total));
+            own = row.warp_weight::<C>(least, &weigh);
+            before = start + block_totals(own).0;
         }
-        token
+    }
+}
+
+/// Draws from the team's candidates, which are all that top-k can keep: a thread has one.
+#[inline(always)]
+unsafe fn draw_from_candidates(team: &Team, count: u32, token: GlobalMut<u32>) {
+    unsafe {
+        let (s, tid) = (choice().settings, thread::thread_idx_x());
+        let (ranks, weights) = (shared::dynamic::<u64>(RANKS), shared::dynamic::<u64>(WEIGHTS));
+        let mut mine = 0;
+        if tid < count {
+            let nominated = team.candidate(tid);
+            mine = rank(ranked_logit(nominated) / s.temperature, ranked_token(nominated));
+        }
+        ranks.store(tid as usize, mine);
+        // The best is a candidate.
+        let max = ranked_logit(block_max(mine));
+        let is_likelier = |rank: u64| rank >> 32 > mine >> 32;
+        let mut kept = tid < count && sum_where(count, is_likelier, |_| 1) < u64::from(s.top_k);
+        let mass = if kept { mass(ranked_logit(mine), max) } else { 0 };
+        let put = |weight: u64| {
+            thread::sync_threads();
+            weights.store(tid as usize, weight);
+            block_total(weight)
+        };
+        if s.top_p < 1.0 {
+            let all = put(mass);
+            kept &= sum_where(count, is_likelier, |i| weights.load(i)) < share(s.top_p, all);
+        }
+        let weight = if kept && mass >= least_mass(s.min_p) { mass } else { 0 };
+        let drawn = math::mul_hi_u64(number(), put(weight));
+        let is_before = |rank: u64| ranked_token(rank) < ranked_token(mine);
+        let before = sum_where(count, is_before, |i| weights.load(i));
+        if before <= drawn && drawn < before + weight {
+            token.store(0, ranked_token(mine));
+        }
+    }
+}
+
+/// What those of the first `count` candidates weigh together of whose ranks a condition holds.
+#[inline(always)]
+unsafe fn sum_where(count: u32, condition: impl Fn(u64) -> bool, weigh: impl Fn(usize) -> u64) -> u64 {
+    unsafe {
+        let ranks = shared::dynamic::<u64>(RANKS);
+        let (mut sum, mut i) = (0, 0);
+        while i < count as usize {
+            sum += if condition(ranks.load(i)) { weigh(i) } else { 0 };
+            i += 1;
+        }
+        sum
     }
 }

@@ -21,9 +21,12 @@ pub const MAX_DECODE_ROWS: u32 = 16;
 /// Most rows of any step: a chunk of a prompt.
 pub const MAX_ROWS: u32 = 64;
 
+/// In place of a token: the row's logits are no finite numbers, so there is none.
+pub const NO_TOKEN: u32 = u32::MAX;
+
 /// The rows of a step: each a token of a sequence at a position.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Rows {
     /// `[1]`, how many rows there are; 0 when nothing is left to do.
     pub count: GlobalMut<u32>,
@@ -40,7 +43,7 @@ pub const STATE_WORDS: usize = 4;
 
 /// A sequence as the device keeps it: pointers to its history and to [`STATE_WORDS`] words.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SequenceState {
     /// `[capacity]` every token so far.
     pub history: GlobalMut<i32>,
@@ -61,7 +64,7 @@ impl SequenceState {
 
 /// Parameters of [`plan_prompt`]. Grid: 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PlanPrompt {
     /// Filled in.
     pub rows: Rows,
@@ -93,7 +96,7 @@ pub unsafe fn plan_prompt(p: PlanPrompt) {
 
 /// Parameters of [`plan_decode`]. Grid: 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PlanDecode {
     /// Filled in.
     pub rows: Rows,
@@ -190,13 +193,13 @@ impl Report {
     pub const DRAFTED: usize = 2;
     /// Word: 1 when the sequence is finished.
     pub const FINISHED: usize = 3;
-    /// Word: the first token.
+    /// Word: the first token; [`NO_TOKEN`], which is the last then, where logits are no finite numbers.
     pub const TOKENS: usize = 4;
 }
 
 /// What the drafting operator is told about the sequence: its per-batch arrays, of length 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct DraftState {
     /// Index of the newest token in the history; null when nothing drafts.
     pub step_idx: GlobalMut<i64>,
@@ -208,13 +211,13 @@ pub struct DraftState {
 
 /// Parameters of [`accept`]. Grid: 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Accept {
     /// The rows that ran.
     pub rows: Rows,
     /// The sequence to extend.
     pub state: SequenceState,
-    /// `[MAX_ROWS]` the token chosen after each row.
+    /// `[MAX_ROWS]` the token chosen after each row, or [`NO_TOKEN`], which ends the sequence.
     pub sampled: Global<u32>,
     /// `[MAX_DECODE_ROWS]` the [rank](crate::sample::rank) of the best token after each row, taken instead of `sampled` unless null.
     pub best: Global<u64>,
@@ -268,7 +271,7 @@ impl Accepted {
                     token = p.sampled.load(row as usize);
                 }
             } else if row < MAX_DECODE_ROWS {
-                token = crate::sample::ranked_token(p.best.load(row as usize));
+                token = crate::sample::best_token(p.best.load(row as usize));
             }
             let next = if row + 1 < MAX_ROWS { p.rows.tokens.load(row as usize + 1) } else { 0 };
             let mut proposed = 0;
@@ -285,7 +288,7 @@ impl Accepted {
             let confirms = row + 1 < rows && next == token;
             // Also of the first draft that had no row.
             let right = row + 1 < proposed && proposal == token;
-            let mut ends = length + lane + 1 >= p.max_length;
+            let mut ends = length + lane + 1 >= p.max_length || token == NO_TOKEN;
             let mut i = 0;
             while i < p.stop_count {
                 ends |= warp::shuffle_idx(stop, i) == token;
@@ -307,8 +310,10 @@ impl Accepted {
             if lane < count {
                 p.state.history.store((length + lane) as usize, token as i32);
                 report.store(Report::TOKENS + lane as usize, token);
-                // A token may come twice.
-                atomic::fetch_add(p.uses, token as usize, GENERATED, Ordering::Relaxed, Scope::Device);
+                if token != NO_TOKEN {
+                    // A token may come twice.
+                    atomic::fetch_add(p.uses, token as usize, GENERATED, Ordering::Relaxed, Scope::Device);
+                }
             }
             warp::sync_warp();
             if lane == 0 {
@@ -340,7 +345,7 @@ impl Accepted {
 
 /// Parameters of [`accept_and_draft`]. Grid: 1. Shared memory: [`AcceptAndDraft::SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct AcceptAndDraft {
     /// What a step has brought.
     pub accept: Accept,

@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::{Random, run};
+use common::{Random, Teams, run, run_resident};
 use cuda_std::emulator::Buffer;
 use gpu_kernels::logprobs::{self, MOST, Note, NoteLogits, Wanted};
-use gpu_kernels::sample::mass;
+use gpu_kernels::sample::{SHARED_BYTES, mass};
 use proptest::prelude::*;
 
 /// Logits of a row, with equal ones among them.
@@ -22,29 +22,29 @@ proptest! {
         vocab in 1..3000usize,
         rows in 1..4usize,
         wanted in prop::collection::vec((0..4usize, 0..MOST + 1, 0..6usize), 1..5),
+        splits in prop::sample::select(vec![1u32, 1, 2, 4]),
         seed in any::<u64>(),
     ) {
         let mut random = Random::new(seed);
         let all: Vec<Vec<f32>> = (0..rows).map(|_| row(vocab, &mut random)).collect();
-        let mut logits = Buffer::from_slice(&all.concat());
+        let logits = Buffer::from_slice(&all.concat());
         let sampled: Vec<u32> = (0..6).map(|i| (seed.rotate_left(7 * i) % vocab as u64) as u32).collect();
         let entries: Vec<[u32; Wanted::WORDS]> =
             wanted.iter().map(|&(row, top, choice)| [row % rows, top, choice].map(|word| word as u32)).collect();
         let (list, tokens) = (Buffer::from_slice(&entries.concat()), Buffer::from_slice(&sampled));
-        let copies = Buffer::<f32>::new_poisoned(entries.len() * vocab);
+        // Whole rows are fewer CTAs' than there are rows.
+        let teams = Teams::new(if splits == 1 { entries.len().min(2) as u32 } else { entries.len() as u32 }, splits);
         let notes = Buffer::from_slice(&vec![u32::MAX; entries.len() * Note::WORDS]);
         let params = NoteLogits {
             logits: logits.ptr(),
             wanted: list.ptr(),
-            copies: copies.ptr_mut(),
             sampled: tokens.ptr(),
             notes: notes.ptr_mut(),
+            split: teams.split(),
             vocab: vocab as u32,
             noted: entries.len() as u32,
         };
-        run::<logprobs::note_logits>([params.noted, 1, 1], NoteLogits::SHARED_BYTES, seed, params);
-        // The sampler may change them now.
-        logits.poison();
+        run_resident::<logprobs::note_logits>(teams.grid(), SHARED_BYTES, seed, params);
         run::<logprobs::note_chosen>([1, 1, 1], 0, seed, params);
 
         for (note, [row, top, choice]) in notes.as_slice().chunks(Note::WORDS).zip(entries) {

@@ -2,11 +2,12 @@
 
 mod common;
 
-use common::{Random, RowBuffers, run};
+use common::{Random, RowBuffers, Teams, run_resident};
 use cuda_std::emulator::Buffer;
 use gpu_kernels::sample::{
-    self, Choice, GENERATED, PROMPTED, Sample, SampleEach, Settings, UNIT_MASS, mass_of, random,
+    self, Choice, GENERATED, PROMPTED, SHARED_BYTES, Sample, SampleEach, Settings, UNIT_MASS, mass_of, random,
 };
+use gpu_kernels::step::NO_TOKEN;
 use proptest::prelude::*;
 
 /// The token that the module's documentation promises, by sorting.
@@ -60,51 +61,62 @@ fn reference(logits: &[f32], uses: &[u32], s: Settings, number: u64) -> u32 {
         .unwrap_or(0) as u32
 }
 
-/// Runs the kernel over rows of `logits`, `[rows, vocab]`, whose tokens are `tokens`.
-fn choose(
-    logits: &[f32],
+/// Rows of logits, `[rows, vocab]`, whose tokens are `tokens`, and into how many slices they are cut.
+struct Rows<'a> {
+    logits: &'a [f32],
     vocab: usize,
-    uses: &[u32],
-    tokens: &[u32],
-    s: Settings,
-    seed: u64,
-    first_row: u32,
-) -> Vec<u32> {
+    uses: &'a [u32],
+    tokens: &'a [u32],
+    splits: u32,
+}
+
+/// Runs the kernel over rows from `first_row` on, twice: it leaves its scratch memory as it found it.
+fn choose(given: &Rows, s: Settings, seed: u64, first_row: u32) -> Vec<u32> {
+    let &Rows { logits, vocab, uses, tokens, splits } = given;
     let count = tokens.len() as u32;
     let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 100 + r as u32, 0)).collect::<Vec<_>>());
     let logits = Buffer::from_slice(logits);
     let uses = Buffer::from_slice(uses);
-    let sampled = Buffer::from_slice(&vec![u32::MAX; tokens.len()]);
+    let sampled = Buffer::from_slice(&vec![7777; tokens.len()]);
+    let teams = Teams::new(count - first_row, splits);
     let params = Sample {
         rows: rows.rows(),
-        logits: logits.ptr_mut(),
+        logits: logits.ptr(),
         uses: uses.ptr(),
         sampled: sampled.ptr_mut(),
         settings: Settings { seed, ..s },
+        split: teams.split(),
         vocab: vocab as u32,
         first_row,
     };
-    run::<sample::sample>([1, count - first_row, 1], Sample::SHARED_BYTES, seed, params);
-    sampled.as_slice().to_vec()
+    run_resident::<sample::sample>(teams.grid(), SHARED_BYTES, seed, params);
+    let first = sampled.as_slice().to_vec();
+    run_resident::<sample::sample>(teams.grid(), SHARED_BYTES, seed.rotate_left(9), params);
+    assert_eq!(sampled.as_slice(), first);
+    first
 }
 
-/// The same by the kernel for many sequences: the rows from last to first, flags in the second slot of two.
-fn choose_each(logits: &[f32], vocab: usize, uses: &[u32], tokens: &[u32], s: Settings, seed: u64) -> Vec<u32> {
+/// The same by the kernel for many sequences: the rows from last to first, flags in the second slot of two, with fewer CTAs than rows if rows are whole.
+fn choose_each(given: &Rows, s: Settings, seed: u64) -> Vec<u32> {
+    let &Rows { logits, vocab, uses, tokens, splits } = given;
     let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 7 * r as u32, 0)).collect::<Vec<_>>());
     let choice = |row: u32| Choice { row, drafts: 1, slot: 1, position: 100 + row, settings: Settings { seed, ..s } };
     let choices: Vec<u32> = (0..tokens.len() as u32).rev().flat_map(|row| choice(row).words()).collect();
     let others = vec![7 * GENERATED; vocab];
     let (logits, uses) = (Buffer::from_slice(logits), Buffer::from_slice(&[&others, uses].concat()));
-    let (choices, sampled) = (Buffer::from_slice(&choices), Buffer::from_slice(&vec![u32::MAX; tokens.len()]));
+    let (choices, sampled) = (Buffer::from_slice(&choices), Buffer::from_slice(&vec![7777; tokens.len()]));
+    let teams = Teams::new(if splits == 1 { 2 } else { tokens.len() as u32 }, splits);
     let params = SampleEach {
         rows: rows.rows(),
-        logits: logits.ptr_mut(),
+        logits: logits.ptr(),
         uses: uses.ptr(),
         choices: choices.ptr(),
         sampled: sampled.ptr_mut(),
+        split: teams.split(),
         vocab: vocab as u32,
+        count: tokens.len() as u32,
     };
-    run::<sample::sample_each>([tokens.len() as u32, 1, 1], Sample::SHARED_BYTES, seed, params);
+    run_resident::<sample::sample_each>(teams.grid(), SHARED_BYTES, seed, params);
     sampled.as_slice().iter().rev().copied().collect()
 }
 
@@ -140,6 +152,7 @@ proptest! {
     fn chooses_what_the_plain_sampler_chooses(
         vocab in prop::sample::select(vec![1usize, 31, 1024, 1500, 2049]),
         rows in 1usize..4,
+        splits in prop::sample::select(vec![1u32, 1, 2, 3, 5]),
         // Few distinct values make ties.
         levels in prop::sample::select(vec![3.0f32, 50.0, 1e6]),
         s in settings(),
@@ -150,8 +163,9 @@ proptest! {
         let uses: Vec<u32> =
             (0..vocab).map(|_| [0, 0, PROMPTED, GENERATED, PROMPTED + 5 * GENERATED][r.below(5)]).collect();
         let tokens: Vec<u32> = (0..rows).map(|_| r.below(vocab) as u32).collect();
-        let got = choose(&logits, vocab, &uses, &tokens, s, seed, 0);
-        prop_assert_eq!(&choose_each(&logits, vocab, &uses, &tokens, s, seed), &got);
+        let given = Rows { logits: &logits, vocab, uses: &uses, tokens: &tokens, splits };
+        let got = choose(&given, s, seed, 0);
+        prop_assert_eq!(&choose_each(&given, s, seed), &got);
         for row in 0..rows {
             // Drafts before this row are part of its history.
             let mut uses = uses.clone();
@@ -164,54 +178,86 @@ proptest! {
     }
 }
 
+/// One row without a history.
+fn one(logits: &[f32], s: Settings, seed: u64, splits: u32) -> u32 {
+    let uses = vec![0; logits.len()];
+    choose(&Rows { logits, vocab: logits.len(), uses: &uses, tokens: &[0], splits }, s, seed, 0)[0]
+}
+
+/// What top-k keeps is more than candidates have room for, or falls on many equal logits, or reaches below all mass.
 #[test]
-fn greedy_takes_the_first_of_equals_and_never_nan() {
-    let s = Settings {
-        seed: 0,
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-    };
+fn many_are_kept_by_any_setting() {
+    let mut r = Random::new(1);
+    let spread: Vec<f32> = r.floats(5000).into_iter().map(|v| v * 3.0).collect();
+    let equal = vec![1.25f32; 3000];
+    let far: Vec<f32> =
+        (0..2000).map(|i| if i % 97 == 0 { 5.0 + (i as f32) / 1e4 } else { -40.0 - i as f32 }).collect();
+    for (name, logits) in [("spread", spread), ("equal", equal), ("far", far)] {
+        for (top_k, top_p, min_p) in [
+            (1500, 0.7, 0.0),
+            (1500, 1.0, 0.0),
+            (30, 0.9, 0.0),
+            (600, 0.99, 0.3),
+            (0, 0.5, 0.0),
+            (0, 1.0, 0.05),
+            (0, 1.0, 0.0),
+        ] {
+            let s = Settings { temperature: 0.9, top_k, top_p, min_p, ..Settings::GREEDY };
+            for (seed, splits) in [(3, 1), (4, 3)] {
+                let want = reference(&logits, &vec![0; logits.len()], s, random(seed, 101));
+                assert_eq!(one(&logits, s, seed, splits), want, "{name} {top_k} {top_p} {min_p} {splits}");
+            }
+        }
+    }
+}
+
+#[test]
+fn greedy_takes_the_first_of_equals() {
     let mut logits = vec![-1.0f32; 3000];
-    logits[5] = f32::NAN;
     logits[1700] = 2.0;
     logits[2900] = 2.0;
-    assert_eq!(choose(&logits, 3000, &[0; 3000], &[0], s, 0, 0), [1700]);
+    for splits in [1, 2] {
+        assert_eq!(one(&logits, Settings::GREEDY, 0, splits), 1700);
+    }
+}
+
+#[test]
+fn there_is_no_token_without_finite_logits() {
+    for (wrong, splits) in [(f32::NAN, 1), (f32::INFINITY, 3)] {
+        let mut logits = vec![-1.0f32; 3000];
+        logits[5] = wrong;
+        for s in [Settings::GREEDY, Settings { temperature: 0.7, top_k: 20, top_p: 0.9, ..Settings::GREEDY }] {
+            assert_eq!(one(&logits, s, 8, splits), NO_TOKEN, "{wrong} {s:?}");
+        }
+    }
+    assert_eq!(one(&[f32::NEG_INFINITY; 40], Settings::GREEDY, 0, 1), NO_TOKEN);
+    // One that is impossible is no fault.
+    assert_eq!(one(&[1.0, f32::NEG_INFINITY], Settings { temperature: 1.0, ..Settings::GREEDY }, 0, 1), 0);
 }
 
 #[test]
 fn rows_before_the_first_get_no_token() {
-    let s = Settings {
-        seed: 0,
-        temperature: 1.0,
-        top_k: 1,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-    };
+    let s = Settings { temperature: 1.0, top_k: 1, ..Settings::GREEDY };
     let logits: Vec<f32> = (0..300).map(|i| (i % 100) as f32).collect();
-    assert_eq!(choose(&logits, 100, &[0; 100], &[1, 2, 3], s, 9, 2), [u32::MAX, u32::MAX, 99]);
+    let given = Rows { logits: &logits, vocab: 100, uses: &[0; 100], tokens: &[1, 2, 3], splits: 1 };
+    assert_eq!(choose(&given, s, 9, 2), [7777, 7777, 99]);
+}
+
+#[test]
+fn rows_are_split_as_far_as_it_pays() {
+    let vocab = 151_936;
+    // A card with room for 264 CTAs.
+    for (rows, splits) in [(1, 64), (8, 33), (16, 16), (64, 4), (132, 2), (133, 1), (256, 1), (1000, 1)] {
+        assert_eq!(sample::splits(rows, 264, vocab), splits, "{rows} rows");
+    }
+    assert_eq!(sample::splits(1, 264, 1024), 1);
+    assert_eq!(sample::splits(1, 264, 1025), 2);
 }
 
 #[test]
 fn the_draws_follow_the_distribution() {
     // Chi-square over 8 tokens, 7 degrees of freedom: 24.3 is exceeded once in a thousand seeds.
-    let s = Settings {
-        seed: 0,
-        temperature: 0.8,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-    };
+    let s = Settings { temperature: 0.8, ..Settings::GREEDY };
     let logits: Vec<f32> = (0..8).map(|i| (i * 5 % 8) as f32 / 4.0).collect();
     let weights: Vec<f64> = logits.iter().map(|&l| (l as f64 / 0.8).exp()).collect();
     let total: f64 = weights.iter().sum();

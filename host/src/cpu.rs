@@ -35,8 +35,13 @@ impl Cpu {
     /// For sequences of up to `capacity` tokens.
     ///
     /// # Errors
-    /// A checkpoint that lacks a weight, or has one that is NaN or infinite.
+    /// A checkpoint that lacks a weight, or has one that is NaN or infinite; a cache larger than memory.
     pub fn new(checkpoint: &Checkpoint, capacity: usize) -> Result<Self, Error> {
+        let wanted = (checkpoint.config.kv_bytes_per_token(size_of::<f32>()) as u64).saturating_mul(capacity as u64);
+        let memory = memory();
+        if wanted > memory {
+            return Err(Error::CpuContextTooLarge { context: capacity, wanted, memory });
+        }
         checkpoint.check_finite(&|_| {})?;
         let model = CpuModel::new(checkpoint)?;
         Ok(Self {
@@ -59,7 +64,8 @@ impl Cpu {
         let tokens: Vec<u32> = self.history[from..].iter().chain(drafts).copied().collect();
         let rows = drafts.len() + 1;
         self.logits.resize(rows * vocab, 0.0);
-        self.model.forward(&tokens, &mut self.cache, rows, &mut self.logits[..rows * vocab])?;
+        let logits = &mut self.logits[..rows * vocab];
+        let faults = self.model.forward_with_faults(&tokens, &mut self.cache, rows, logits)?;
         let Self { history, prompt_len, max_length, sampling, stop_tokens, .. } = self;
         let logits = &self.logits;
         let choose = |row: usize, history: &[u32]| {
@@ -67,12 +73,32 @@ impl Cpu {
             sampling.sample(&logits[row * vocab..][..vocab], prompt, output)
         };
         let tokens = confirm(history, *max_length, stop_tokens, drafts, choose);
+        // Rows of drafts behind a wrong one decide nothing.
+        let known = history.len() - tokens.len() - from;
+        if let Some(&fault) = faults.iter().filter(|fault| fault.row < known + tokens.len() - 1).min() {
+            self.cache.truncate(0);
+            self.history.clear();
+            return Err(fault.into());
+        }
         let stopped = tokens.last().is_some_and(|token| stop_tokens.contains(token));
         let finished = stopped || history.len() >= *max_length;
         // Drafts that were not confirmed leave the cache.
         self.cache.truncate(self.history.len() - 1);
         Ok(Step { drafted: drafts.len(), finished, tokens })
     }
+}
+
+/// Bytes of memory that there are for this program; where the system does not tell, as many as can be addressed.
+pub(crate) fn memory() -> u64 {
+    let machine = || {
+        let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        Some(kib << 10)
+    };
+    // A container's share; without a limit the file says `max`.
+    let group = || std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok()?.trim().parse().ok();
+    machine().into_iter().chain(group()).min().unwrap_or(isize::MAX as u64)
 }
 
 impl Backend for Cpu {

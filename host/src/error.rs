@@ -20,6 +20,36 @@ pub enum Error {
         /// The system's words.
         reason: String,
     },
+    /// A kernel of that file takes other parameters than this program gives it.
+    #[error(
+        "kernel {kernel} of {path} takes other parameters than this program hands it; build both from the same \
+         parameter blocks, or unset WARPDRAFT_KERNELS"
+    )]
+    KernelLayout {
+        /// The kernel.
+        kernel: String,
+        /// The file.
+        path: String,
+    },
+    /// That file lacks a kernel.
+    #[error(
+        "WARPDRAFT_KERNELS names {path}, and {path} has no kernel {kernel} that tells its parameters; name a whole \
+         module of kernels that this version built, or unset it"
+    )]
+    KernelMissing {
+        /// The kernel.
+        kernel: String,
+        /// The file.
+        path: String,
+    },
+    /// A kernel that is built in takes other parameters than the host gives it.
+    #[error(
+        "kernel {kernel} was built from other sources than the rest of this program; build it anew, after `cargo clean`"
+    )]
+    KernelsBuiltWrongly {
+        /// The kernel.
+        kernel: String,
+    },
     /// The driver refused or a kernel failed.
     #[error("the CUDA driver failed while {doing}: {reason}")]
     Driver {
@@ -68,9 +98,23 @@ pub enum Error {
         /// Bytes that there are.
         free: u64,
     },
+    /// A context's keys and values do not fit into the machine's memory.
+    #[error(
+        "--context {context} needs {} of memory for keys and values on the CPU, and the machine has {}; use a shorter --context",
+        gib(*.wanted), gib(*.memory)
+    )]
+    CpuContextTooLarge {
+        /// The context.
+        context: usize,
+        /// Bytes that it takes.
+        wanted: u64,
+        /// Bytes that there are.
+        memory: u64,
+    },
     /// A batch's cache on the CPU or the emulator does not fit into memory.
     #[error(
-        "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory for them; use fewer tokens",
+        "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory for them; use fewer tokens, or a \
+         shorter --context",
         gib(*.wanted), gib(*.memory)
     )]
     CpuCacheTooLarge {
@@ -108,6 +152,19 @@ pub enum Error {
         /// What the model allows.
         most: usize,
     },
+    /// The prompt is so long that its tokens were not made.
+    #[error(
+        "the prompt has {least} tokens or more and the context holds {context}, one of them for the answer; \
+         shorten the prompt or raise --context (this model's most is {most})"
+    )]
+    PromptFarTooLong {
+        /// Tokens of the prompt, at least.
+        least: usize,
+        /// Tokens that fit.
+        context: usize,
+        /// What the model allows.
+        most: usize,
+    },
     /// A context longer than the model was made for.
     #[error("--context {context} is more than the {most} positions that this model was made for")]
     ContextTooLong {
@@ -139,7 +196,22 @@ pub enum Error {
     Interrupted,
     /// The checkpoint.
     #[error(transparent)]
-    Model(#[from] model::Error),
+    Model(model::Error),
+}
+
+impl From<model::Error> for Error {
+    fn from(error: model::Error) -> Self {
+        match error {
+            model::Error::OutputNotFinite { what, position } => Self::NotFinite { what, position },
+            other => Self::Model(other),
+        }
+    }
+}
+
+impl From<model::Fault> for Error {
+    fn from(fault: model::Fault) -> Self {
+        model::Error::from(&fault).into()
+    }
 }
 
 impl Error {

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use cuda_std::Global;
 use gpu_kernels::drafting::{self, DraftScript};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
-use gpu_kernels::sample::{self, PROMPTED, Sample, Settings};
+use gpu_kernels::sample::{PROMPTED, Sample, Settings, Split};
 use gpu_kernels::step::{
-    self, Accept, AcceptAndDraft, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
-    STATE_WORDS, SequenceState,
+    self, Accept, AcceptAndDraft, DraftState, MAX_DECODE_ROWS, MAX_ROWS, NO_TOKEN, PlanDecode, PlanPrompt, Report,
+    Rows, STATE_WORDS, SequenceState,
 };
-use model::{Checkpoint, Config, Sampling};
+use model::{Checkpoint, Config, Place, Sampling};
 
 use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
@@ -22,6 +22,7 @@ use crate::draft::{NO_THRESHOLD, NgramDraft};
 use crate::forward::{Footprint, Forward, RowOutput};
 use crate::prefill::Prefill;
 use crate::profile::Phase;
+use crate::sampler::Sampler;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
@@ -44,6 +45,7 @@ pub struct Gpu {
     forward: Forward,
     history: Buffer<i32>,
     words: Buffer<u32>,
+    sampler: Sampler,
     sampled: Buffer<u32>,
     stop_tokens: Buffer<u32>,
     uses: Buffer<u32>,
@@ -90,7 +92,8 @@ struct Run {
 pub(crate) fn settings(s: &Sampling) -> Settings {
     Settings {
         seed: s.seed,
-        temperature: s.temperature,
+        // To the kernels, 0 alone is greedy.
+        temperature: if s.is_greedy() { 0.0 } else { s.temperature },
         top_k: s.top_k,
         top_p: s.top_p,
         min_p: s.min_p,
@@ -156,6 +159,7 @@ impl Gpu {
         Ok(Self {
             history: device.zeroed(capacity)?,
             words: device.zeroed(STATE_WORDS)?,
+            sampler: Sampler::new(device, config)?,
             sampled: device.zeroed(MAX_ROWS as usize)?,
             stop_tokens: device.zeroed(MOST_STOP_TOKENS)?,
             uses: device.zeroed(config.vocab_size)?,
@@ -286,18 +290,18 @@ impl Gpu {
         let best = self.forward.stream().filter(|_| decoded && s.takes_best());
         let sample = Sample {
             rows,
-            logits: self.forward.logits().ptr_mut(),
+            logits: self.forward.logits().ptr(),
             uses: self.uses.ptr(),
             sampled: self.sampled.ptr_mut(),
             settings: settings(s),
+            split: Split::default(),
             vocab: self.forward.config().vocab_size as u32,
             first_row,
         };
         // SAFETY: buffers of self, sized as the parameter block says.
         unsafe {
             if best.is_none() {
-                let grid = (1, most_rows - first_row);
-                self.forward.device().launch::<sample::sample>(grid, Sample::SHARED_BYTES, sample)?;
+                self.sampler.enqueue(most_rows - first_row, sample)?;
             }
         }
         let best = best.map_or(Default::default(), |stream| stream.best());
@@ -514,6 +518,13 @@ impl Backend for Gpu {
         let word = |i: usize| self.ring.load(at + i);
         let count = word(Report::COUNT) as usize;
         let tokens: Vec<u32> = (0..count).map(|i| word(Report::TOKENS + i)).collect();
+        if tokens.contains(&NO_TOKEN) {
+            // Nothing of this sequence is of use to another.
+            self.cached.clear();
+            // Of the newest token that there is.
+            let position = self.run.length + tokens.len() - 2;
+            return Err(Error::NotFinite { what: Place::Logits.to_string(), position });
+        }
         let step = Step { drafted: word(Report::DRAFTED) as usize, finished: word(Report::FINISHED) != 0, tokens };
         self.run.read += 1;
         self.run.length += step.tokens.len();

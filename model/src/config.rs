@@ -1,9 +1,11 @@
 //! `config.json` and `generation_config.json`: the sizes of a dense Qwen3 model and its default sampling.
 
+mod rope;
+
 use std::path::Path;
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::Error;
 use crate::rope::Yarn;
@@ -50,8 +52,9 @@ impl Config {
         which.check(path)?;
         let raw: RawConfig = parse_json(json, path)?;
         raw.check_supported(path)?;
-        let yarn = raw.yarn(path)?;
-        let scaled = yarn.map_or(0, |yarn| (yarn.factor * yarn.original_positions as f64) as usize);
+        let fields: Map<String, Value> = parse_json(json, path)?;
+        let rope = rope::read(&fields, raw.max_position_embeddings, path)?;
+        let scaled = rope.yarn.map_or(0, |yarn| (yarn.factor * yarn.original_positions as f64) as usize);
         let config = Config {
             vocab_size: raw.vocab_size,
             hidden_size: raw.hidden_size,
@@ -62,8 +65,8 @@ impl Config {
             head_dim: raw.head_dim.unwrap_or(128),
             max_position_embeddings: raw.max_position_embeddings.max(scaled),
             rms_norm_eps: raw.rms_norm_eps,
-            rope_theta: raw.rope_theta(path)?,
-            yarn,
+            rope_theta: rope.theta,
+            yarn: rope.yarn,
             tie_word_embeddings: raw.tie_word_embeddings,
             eos_token_ids: raw.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),
         };
@@ -219,24 +222,32 @@ impl GenerationConfig {
     /// Reads the text of a `generation_config.json`; `path` is for error messages.
     ///
     /// # Errors
-    /// [`Error::Json`].
+    /// [`Error::Json`] or [`Error::InvalidSetting`].
     pub fn parse(json: &[u8], path: &Path) -> Result<Self, Error> {
         #[derive(Deserialize)]
         struct Raw {
             eos_token_id: Option<OneOrMany>,
             do_sample: Option<bool>,
             temperature: Option<f32>,
-            top_k: Option<u32>,
+            top_k: Option<i64>,
             top_p: Option<f32>,
             min_p: Option<f32>,
             repetition_penalty: Option<f32>,
         }
         let raw: Raw = parse_json(json, path)?;
+        // -1 keeps all tokens, as in requests; so does 0.
+        let top_k = raw.top_k.map(|k| if k == -1 { Ok(0) } else { u32::try_from(k) }).transpose();
+        let top_k = top_k.map_err(|_| Error::InvalidSetting {
+            path: path.to_owned(),
+            field: "top_k",
+            value: raw.top_k.unwrap_or_default().to_string(),
+            reason: "it must be a number of tokens, or 0 or -1 for all",
+        })?;
         Ok(GenerationConfig {
             eos_token_ids: raw.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),
             do_sample: raw.do_sample,
             temperature: raw.temperature,
-            top_k: raw.top_k,
+            top_k,
             top_p: raw.top_p,
             min_p: raw.min_p,
             repetition_penalty: raw.repetition_penalty,
@@ -251,7 +262,7 @@ pub(crate) fn parse_json<'a, T: Deserialize<'a>>(json: &'a [u8], path: &Path) ->
 
 /// A field that is either one id or a list of them.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "an end token is an id or a list of ids")]
 enum OneOrMany {
     One(u32),
     Many(Vec<u32>),
@@ -314,11 +325,6 @@ struct RawConfig {
     max_position_embeddings: usize,
     #[serde(default = "default_eps")]
     rms_norm_eps: f32,
-    rope_theta: Option<f64>,
-    /// Where transformers 5 keeps `rope_theta` and the scaling.
-    rope_parameters: Option<Value>,
-    /// Where transformers 4 keeps the scaling.
-    rope_scaling: Option<Value>,
     #[serde(default)]
     tie_word_embeddings: bool,
     eos_token_id: Option<OneOrMany>,
@@ -328,9 +334,6 @@ struct RawConfig {
     hidden_act: Option<String>,
     quantization_config: Option<Value>,
 }
-
-/// Most positions that scaling may lead to.
-const MOST_POSITIONS: f64 = (1 << 24) as f64;
 
 // The defaults of transformers' Qwen3Config.
 fn default_positions() -> usize {
@@ -368,83 +371,8 @@ impl RawConfig {
         if let Some(quantization) = self.quantization_config.as_ref().filter(|q| !q.is_null()) {
             return refuse("quantization_config", brief(quantization), "use the unquantised checkpoint (bf16)");
         }
-        for (field, scaling) in self.scalings() {
-            let kind = rope_kind(scaling);
-            // `rope_parameters` without a type is the plain rotation; `rope_scaling` is there to scale.
-            let plain = matches!(kind, Some("default")) || (kind.is_none() && field == "rope_parameters");
-            if !plain && kind != Some("yarn") {
-                return refuse(
-                    field,
-                    brief(scaling),
-                    "of scaled rotary embeddings YaRN alone is implemented; remove the field and stay within max_position_embeddings",
-                );
-            }
-        }
         Ok(())
     }
-
-    /// What may scale the rotation, with its field's name.
-    fn scalings(&self) -> impl Iterator<Item = (&'static str, &Value)> {
-        let fields = [("rope_scaling", &self.rope_scaling), ("rope_parameters", &self.rope_parameters)];
-        fields.into_iter().filter_map(|(field, scaling)| Some((field, scaling.as_ref().filter(|s| !s.is_null())?)))
-    }
-
-    /// The scaling, as transformers reads it.
-    fn yarn(&self, path: &Path) -> Result<Option<Yarn>, Error> {
-        let Some((field, scaling)) = self.scalings().find(|(_, scaling)| rope_kind(scaling) == Some("yarn")) else {
-            return Ok(None);
-        };
-        let invalid = |reason| Error::InvalidSetting { path: path.to_owned(), field, value: brief(scaling), reason };
-        let number = |name: &str| match scaling.get(name).filter(|value| !value.is_null()) {
-            None => Ok(None),
-            Some(value) => value
-                .as_f64()
-                .filter(|n| n.is_finite() && *n > 0.0)
-                .map(Some)
-                .ok_or_else(|| invalid("its numbers must be above 0")),
-        };
-        let original = number("original_max_position_embeddings")?.unwrap_or(self.max_position_embeddings as f64);
-        let factor = number("factor")?.unwrap_or(self.max_position_embeddings as f64 / original);
-        let (fast, slow) = (number("beta_fast")?.unwrap_or(32.0), number("beta_slow")?.unwrap_or(1.0));
-        if factor < 1.0 || original < 1.0 || factor * original > MOST_POSITIONS {
-            return Err(invalid(
-                "its `factor` must be 1 or more, and what it makes of the positions of a sensible size",
-            ));
-        }
-        if fast < slow {
-            return Err(invalid("its `beta_fast` must not be below its `beta_slow`"));
-        }
-        let ratio = number("mscale")?.zip(number("mscale_all_dim")?);
-        let length =
-            ratio.map_or(Yarn::length(factor, 1.0), |(a, b)| Yarn::length(factor, a) / Yarn::length(factor, b));
-        Ok(Some(Yarn {
-            factor,
-            original_positions: original as usize,
-            beta_fast: fast,
-            beta_slow: slow,
-            attention_factor: number("attention_factor")?.unwrap_or(length),
-            truncate: scaling.get("truncate").and_then(Value::as_bool).unwrap_or(true),
-        }))
-    }
-
-    fn rope_theta(&self, path: &Path) -> Result<f64, Error> {
-        let nested = self.rope_parameters.as_ref().and_then(|p| p.get("rope_theta"));
-        match nested {
-            Some(theta) => theta.as_f64().ok_or_else(|| Error::InvalidSetting {
-                path: path.to_owned(),
-                field: "rope_theta",
-                value: brief(theta),
-                reason: "it must be a number",
-            }),
-            // transformers' default; every published Qwen3 names 1,000,000 itself.
-            None => Ok(self.rope_theta.unwrap_or(10_000.0)),
-        }
-    }
-}
-
-/// The type of a scaling.
-fn rope_kind(scaling: &Value) -> Option<&str> {
-    scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str)
 }
 
 /// A JSON value short enough for a sentence.

@@ -30,6 +30,12 @@ pub enum Error {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// A FIFO, a device or a directory has the name of one of a checkpoint's files.
+    #[error("{} is not a regular file, as all of a checkpoint are: put the file itself there, or a link to it", path.display())]
+    NotAFile {
+        /// What is there.
+        path: PathBuf,
+    },
     /// A JSON file does not parse, or a field has the wrong type.
     #[error("{} is not what it should be: {reason}; fetch the file again", path.display())]
     Json {
@@ -153,6 +159,21 @@ pub enum Error {
         /// The value: NaN, inf or -inf.
         value: f32,
     },
+    /// A weight is finite as it is stored, and would not be in bf16.
+    #[error(
+        "element {index} of `{tensor}` in {} is {value}, which bf16, the format that weights are computed with, cannot hold \
+         (its largest number is 3.39e38): the weights are damaged; fetch the file again", path.display()
+    )]
+    TooLargeForBf16 {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Which element, counted from 0 in row-major order.
+        index: usize,
+        /// The value.
+        value: f32,
+    },
     /// `tokenizer.json` does not load.
     #[error("{} is not a tokenizer that warpdraft can use: {reason}; fetch the file again", path.display())]
     Tokenizer {
@@ -199,6 +220,11 @@ pub enum Error {
         /// What to do about it.
         mend: &'static str,
     },
+    /// There is nowhere to look for downloads, or to keep them.
+    #[error(
+        "there is no home directory to keep downloads in: set HF_HOME to a folder for them, or name a model's directory"
+    )]
+    NoHome,
     /// A token outside the vocabulary was given to the forward pass.
     #[error(
         "token id {token} is outside the vocabulary of {vocab_size}: encode the prompt with this model's own tokenizer"
@@ -208,6 +234,17 @@ pub enum Error {
         token: u32,
         /// Rows of the embedding.
         vocab_size: usize,
+    },
+    /// The forward pass gave NaN or infinity, although every weight is finite.
+    #[error(
+        "the model's {what} for position {position} are not finite numbers (NaN or infinity): the weights or the config do not fit \
+         each other, or are damaged; compare the files with their source"
+    )]
+    OutputNotFinite {
+        /// A layer's outputs, or the logits.
+        what: String,
+        /// The position, from 0 on, of the token that a layer was given, or that the logits are to choose.
+        position: usize,
     },
     /// The KV cache is full.
     #[error(

@@ -20,7 +20,7 @@ use crate::Error;
 /// How a token is chosen. The default is greedy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// Divides the logits; 0 picks the largest logit.
+    /// Divides the logits; 0, or less than [`LEAST_TEMPERATURE`], picks the largest logit.
     pub temperature: f32,
     /// Keeps the tokens whose logit is at least the `top_k`-th largest; 0 keeps all.
     pub top_k: u32,
@@ -55,6 +55,10 @@ impl Default for Sampling {
 
 /// Mass of the likeliest token: 1.0 in fixed point with 40 fraction bits. 152 thousand of them fit a u64 64 times over.
 pub const UNIT_MASS: u64 = 1 << 40;
+
+/// Temperatures below this one are greedy, as their limit is. Divided by them, logits would become infinite, several of them alike; by this one
+/// only logits above 3 × 10^8 do, which no model has.
+pub const LEAST_TEMPERATURE: f32 = 1e-30;
 
 impl Sampling {
     /// Checks that every setting is in its range.
@@ -92,9 +96,14 @@ impl Sampling {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
+    /// Whether the token is the one with the largest logit after penalties: no random number, no top-k, top-p or min-p.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature < LEAST_TEMPERATURE
+    }
+
     /// Whether the token is the one with the largest logit, whatever came before.
     pub fn takes_best(&self) -> bool {
-        self.temperature == 0.0 && !self.has_penalties()
+        self.is_greedy() && !self.has_penalties()
     }
 
     /// Chooses the token after `prompt` and `output` from its `logits`, `[vocab]`.
@@ -104,7 +113,7 @@ impl Sampling {
     pub fn sample(&self, logits: &[f32], prompt: &[u32], output: &[u32]) -> u32 {
         let mut logits = logits.to_vec();
         self.penalise(&mut logits, prompt, output);
-        if self.temperature == 0.0 {
+        if self.is_greedy() {
             return argmax(&logits);
         }
         for logit in &mut logits {

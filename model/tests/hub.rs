@@ -2,89 +2,18 @@
 //!
 //! One test, in a program of its own, since the environment belongs to the whole process.
 
+#![cfg(feature = "hub")]
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Write};
-use std::net::{TcpListener, TcpStream};
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use model::{DownloadProgress, Error, Source};
+
+use hub_server::{COMMIT, Hub, files_of};
 
 #[path = "it/fixture.rs"]
 #[allow(dead_code)]
 mod fixture;
-
-const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
-
-/// Just enough of the hub's interface: repository information, the file list, and the files.
-struct Hub {
-    files: BTreeMap<String, Vec<u8>>,
-    requests: AtomicUsize,
-}
-
-impl Hub {
-    fn serve(self: Arc<Self>, listener: TcpListener) {
-        for stream in listener.incoming() {
-            let hub = self.clone();
-            std::thread::spawn(move || hub.answer(stream.unwrap()));
-        }
-    }
-
-    fn answer(&self, mut stream: TcpStream) {
-        let mut reader = BufReader::new(stream.try_clone().unwrap());
-        loop {
-            let mut request = String::new();
-            if reader.read_line(&mut request).unwrap_or(0) == 0 {
-                return;
-            }
-            let mut line = String::new();
-            while reader.read_line(&mut line).unwrap_or(0) > 2 {
-                line.clear();
-            }
-            self.requests.fetch_add(1, Ordering::Relaxed);
-            let mut words = request.split(' ');
-            let (method, target) = (words.next().unwrap(), words.next().unwrap());
-            let path = target.split('?').next().unwrap();
-            let (status, kind, body) = self.find(path);
-            let head = format!(
-                "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nX-Repo-Commit: {COMMIT}\r\nETag: \"{}\"\r\n{}\r\n",
-                body.len(),
-                path.rsplit('/').next().unwrap(),
-                if status.starts_with("404") { "X-Error-Code: RepoNotFound\r\n" } else { "" },
-            );
-            stream.write_all(head.as_bytes()).unwrap();
-            if method != "HEAD" {
-                stream.write_all(&body).unwrap();
-            }
-        }
-    }
-
-    fn find(&self, path: &str) -> (&'static str, &'static str, Vec<u8>) {
-        let json = "application/json";
-        if let Some(rest) = path.strip_prefix("/api/models/some/model") {
-            return if rest.starts_with("/tree/") {
-                let entry = |(name, bytes): (&String, &Vec<u8>)| serde_json::json!({"type": "file", "oid": "0", "size": bytes.len(), "path": name});
-                let list: Vec<_> = self.files.iter().map(entry).collect();
-                ("200 OK", json, serde_json::to_vec(&list).unwrap())
-            } else {
-                ("200 OK", json, serde_json::to_vec(&serde_json::json!({"id": "some/model", "sha": COMMIT})).unwrap())
-            };
-        }
-        let file = path.strip_prefix(&format!("/some/model/resolve/{COMMIT}/")).and_then(|name| self.files.get(name));
-        match file {
-            Some(bytes) => ("200 OK", "application/octet-stream", bytes.clone()),
-            None => ("404 Not Found", json, br#"{"error": "Repository not found"}"#.to_vec()),
-        }
-    }
-}
-
-fn files_of(dir: &Path) -> BTreeMap<String, Vec<u8>> {
-    let entries = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap());
-    entries.map(|e| (e.file_name().into_string().unwrap(), std::fs::read(e.path()).unwrap())).collect()
-}
+#[allow(dead_code)]
+mod hub_server;
 
 #[test]
 fn a_hub_id_is_downloaded_once_with_progress() {
@@ -95,19 +24,13 @@ fn a_hub_id_is_downloaded_once_with_progress() {
     let wanted: usize =
         files.iter().filter(|(name, _)| !name.ends_with(".md") && !name.ends_with(".bin")).map(|f| f.1.len()).sum();
 
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
-    let hub = Arc::new(Hub { files, requests: AtomicUsize::new(0) });
-    std::thread::spawn({
-        let hub = hub.clone();
-        move || hub.serve(listener)
-    });
+    let (hub, address) = Hub { files, ..Hub::default() }.start();
     let home = tempfile::TempDir::new().unwrap();
     // SAFETY: the only other threads are the server's, which do not read the environment.
     unsafe {
         std::env::set_var("HF_ENDPOINT", format!("http://{address}"));
         std::env::set_var("HF_HOME", home.path());
-        for name in ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN"] {
+        for name in ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"] {
             std::env::remove_var(name);
         }
         for name in ["NO_PROXY", "no_proxy"] {
@@ -127,9 +50,9 @@ fn a_hub_id_is_downloaded_once_with_progress() {
     assert!(snapshot.join("config.json").exists() && !snapshot.join("README.md").exists());
 
     // The second time it is in the cache, and nobody asks the hub.
-    let before = hub.requests.load(Ordering::Relaxed);
+    let before = hub.log.lock().unwrap().len();
     source.resolve(&mut |_| panic!("downloaded again")).unwrap();
-    assert_eq!(hub.requests.load(Ordering::Relaxed), before);
+    assert_eq!(hub.log.lock().unwrap().len(), before);
 
     let error = "some/thing".parse::<Source>().unwrap().resolve(&mut |_| {}).unwrap_err();
     assert!(

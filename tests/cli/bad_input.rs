@@ -62,6 +62,20 @@ fn model_that_must_not_be_downloaded() {
     let cache = tempfile::tempdir().unwrap();
     let run = warpdraft(&["generate", "--model", "nobody/nothing", "abc"]).env("HF_HUB_CACHE", cache.path()).assert();
     refused(run, 1, &["nobody/nothing", "HF_HUB_OFFLINE"]);
+    // Whatever Hugging Face's tools take for yes, and their older variable.
+    for (name, value) in [("HF_HUB_OFFLINE", "true"), ("HF_HUB_OFFLINE", "YES"), ("TRANSFORMERS_OFFLINE", "On")] {
+        let mut run = warpdraft(&["generate", "--model", "nobody/nothing", "abc"]);
+        let run = run.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", "http://127.0.0.1:9").env(name, value);
+        refused(run.env("HF_HUB_CACHE", cache.path()).assert(), 1, &["nobody/nothing", "off limits"]);
+    }
+    // Without a home, never in a folder that anyone may write.
+    let mut run = warpdraft(&["generate", "--model", "nobody/nothing", "abc"]);
+    for name in ["HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"] {
+        run.env_remove(name);
+    }
+    let output = run.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!said.contains(std::env::temp_dir().to_str().unwrap()), "{said}");
 }
 
 #[test]
@@ -241,6 +255,64 @@ fn a_huge_context_is_reckoned_without_a_gpu() {
     let json = json_of(warpdraft(&inspect).arg(too_large().path()));
     assert!(json["memory"]["total_bytes"].as_u64().unwrap() > 256 << 30);
     assert_eq!(json["gpu_unsupported"], Value::Null);
+}
+
+/// The CPU's keys and values are f32: twice as many bytes as a card's, and more than any machine has.
+#[test]
+fn a_context_that_memory_does_not_hold() {
+    let broken = too_large();
+    let huge = ["generate", "--context", "16777216", "--model", broken.path(), "abc"];
+    refused(warpdraft(&huge).assert(), 1, &["--context 16777216 needs", "GiB of memory", "use a shorter --context"]);
+    let requests = broken.file("requests.jsonl");
+    std::fs::write(&requests, "{\"prompt\": \"abc\"}\n").unwrap();
+    let (requests, results) = (requests.to_str().unwrap(), broken.file("results.jsonl"));
+    let batch = ["batch", requests, "--context", "16777216", "--model", broken.path(), "-o", results.to_str().unwrap()];
+    refused(warpdraft(&batch).assert(), 1, &["GiB", "shorter --context"]);
+}
+
+/// Weights that are finite, and a product of them that is not: never a token.
+#[test]
+fn numbers_out_of_range_are_an_error_and_of_their_request_alone() {
+    let broken = Broken::copy_of("tied_f32");
+    let huge = 3e38f32.to_le_bytes();
+    // Feature 0 is that of the token `Z` alone; the first MLP makes infinity of it.
+    let z = 57 * 128 * 4;
+    broken.edit_tensor("model.safetensors", "model.embed_tokens.weight", |data| {
+        data.chunks_exact_mut(128 * 4).for_each(|row| row[..4].fill(0));
+        data[z..z + 4].copy_from_slice(&9f32.to_le_bytes());
+    });
+    broken.edit_tensor("model.safetensors", "model.layers.0.self_attn.o_proj.weight", |data| {
+        let inputs = data.len() / 128;
+        data[..inputs].fill(0);
+    });
+    broken.edit_tensor("model.safetensors", "model.layers.0.mlp.up_proj.weight", |data| {
+        data.chunks_exact_mut(128 * 4).for_each(|row| row[..4].copy_from_slice(&huge));
+    });
+    let run = warpdraft(&["generate", "--model", broken.path(), "abZ"]).assert();
+    refused(run, 1, &["outputs of layer 0", "for position 2", "NaN or infinity"]);
+    warpdraft(&["generate", "--max-tokens", "1", "--model", broken.path(), "abc"]).assert().success();
+
+    let requests = broken.file("requests.jsonl");
+    std::fs::write(
+        &requests,
+        ["abc", "abZ", "bcd"].map(|prompt| format!("{{\"prompt\": \"{prompt}\", \"max_tokens\": 1}}\n")).concat(),
+    )
+    .unwrap();
+    let results = broken.file("results.jsonl");
+    let batch = ["batch", requests.to_str().unwrap(), "--model", broken.path(), "-o", results.to_str().unwrap()];
+    warpdraft(&batch).output().unwrap();
+    let text = std::fs::read_to_string(&results).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 3, "{text}");
+    let failed: Vec<&Value> = lines.iter().filter(|line| line.to_string().contains("NaN or infinity")).collect();
+    assert_eq!(failed.len(), 1, "{text}");
+}
+
+/// An empty variable is not set.
+#[test]
+fn an_empty_variable_names_no_model() {
+    let mut run = warpdraft(&["inspect"]);
+    run.env("WARPDRAFT_MODEL", "").env("WARPDRAFT_DEVICE", "").assert().success();
 }
 
 #[test]

@@ -92,11 +92,17 @@ impl Broken {
 
     /// Writes `value` over the first bytes of a tensor.
     pub fn overwrite(&self, name: &str, tensor: &str, value: &[u8]) {
+        self.edit_tensor(name, tensor, |data| data[..value.len()].copy_from_slice(value));
+    }
+
+    /// Changes the bytes of a tensor.
+    pub fn edit_tensor(&self, name: &str, tensor: &str, change: impl FnOnce(&mut [u8])) {
         self.edit(name, |bytes| {
             let data = header_end(bytes);
             let header: Value = serde_json::from_slice(&bytes[8..data]).expect("golden headers parse");
-            let at = data + header[tensor]["data_offsets"][0].as_u64().expect("the tensor is there") as usize;
-            bytes[at..at + value.len()].copy_from_slice(value);
+            let offset =
+                |i: usize| data + header[tensor]["data_offsets"][i].as_u64().expect("the tensor is there") as usize;
+            change(&mut bytes[offset(0)..offset(1)]);
         });
     }
 }

@@ -147,7 +147,7 @@ pub fn together(
             break;
         }
         let done = batch.step().unwrap_or_else(|e| panic!("{e}"));
-        answers.extend(done.into_iter().map(|done| (done.id as usize, done.answer)));
+        answers.extend(done.into_iter().map(|done| (done.id as usize, done.answer.unwrap_or_else(|e| panic!("{e}")))));
     }
     answers.sort_by_key(|answer| answer.0);
     assert_eq!(answers.len(), jobs.len());

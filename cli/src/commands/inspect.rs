@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
-use std::path::Path;
 
 use host::device::CardInfo;
 use host::forward::{Footprint, Forward};
 use host::gib;
-use model::{Checkpoint, Config, GenerationConfig};
+use model::checkpoint::OutlineTensor;
+use model::{Checkpoint, Config, GenerationConfig, Outline};
 use serde::Serialize;
 
 use crate::resolve::Inspect;
@@ -22,8 +22,15 @@ const DRIVER_BYTES: u64 = 512 << 20;
 /// Whatever is wrong with the files; a closed pipe.
 pub fn run(command: Inspect) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
-    let checkpoint = loading::open(&command.source, command.check, command.report)?;
-    let findings = Findings::of(&checkpoint, &command)?;
+    // Of a model on the hub nothing is fetched but config and headers, unless its weights are to be read.
+    let elsewhere = if command.check { None } else { loading::outline(&command.source, command.report)? };
+    let findings = match elsewhere {
+        Some(outline) => Findings::of(outline, None, &command)?,
+        None => {
+            let checkpoint = loading::open(&command.source, command.check, command.report)?;
+            Findings::of(checkpoint.outline(), Some(&checkpoint), &command)?
+        }
+    };
     if command.report.json {
         output::print_json(&findings, true)?;
     } else {
@@ -42,13 +49,16 @@ struct Findings {
     dtypes: BTreeMap<String, usize>,
     files: Vec<File>,
     weights_checked: bool,
-    tokenizer_tokens: usize,
-    chat_template: bool,
-    generation: Generation,
+    /// Null, like the next two, for a model that is not on this machine.
+    tokenizer_tokens: Option<usize>,
+    chat_template: Option<bool>,
+    generation: Option<Generation>,
     memory: Memory,
     cards: Vec<Card>,
     /// Why no card can run it, if so.
     gpu_unsupported: Option<String>,
+    /// What the files contradict each other in.
+    warnings: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     tensors: Option<Vec<Tensor>>,
 }
@@ -125,8 +135,9 @@ struct Tensor {
 }
 
 impl Findings {
-    fn of(checkpoint: &Checkpoint, command: &Inspect) -> Result<Self, host::Error> {
-        let config = &checkpoint.config;
+    /// `checkpoint` is there if the model is on this machine.
+    fn of(outline: Outline, checkpoint: Option<&Checkpoint>, command: &Inspect) -> Result<Self, host::Error> {
+        let config = &outline.config;
         let context = command.load.context_for(config)?;
         let cards = host::device::cards()?;
         let hopper = cards.iter().any(CardInfo::is_hopper);
@@ -150,16 +161,14 @@ impl Findings {
                 longest_context: longest_context(config, room, hopper),
             }
         });
-        let tensors: Vec<Tensor> = checkpoint
-            .tensors()
-            .map(|tensor| Tensor {
-                name: tensor.name.to_owned(),
-                dtype: tensor.dtype.to_string(),
-                shape: tensor.shape.to_vec(),
-                bytes: tensor.data.len(),
-                file: file_name(checkpoint.tensor_file(tensor.name)),
-            })
-            .collect();
+        let tensor = |tensor: OutlineTensor| Tensor {
+            name: tensor.name,
+            dtype: tensor.dtype.to_string(),
+            shape: tensor.shape,
+            bytes: tensor.bytes,
+            file: tensor.file,
+        };
+        let tensors: Vec<Tensor> = outline.tensors.into_iter().map(tensor).collect();
         let mut dtypes = BTreeMap::new();
         for tensor in &tensors {
             *dtypes.entry(tensor.dtype.clone()).or_default() += 1;
@@ -168,16 +177,17 @@ impl Findings {
             model: command.source.to_string(),
             architecture: Architecture::of(config),
             parameters: config.parameter_count(),
-            stored_bytes: checkpoint.stored_bytes(),
+            stored_bytes: tensors.iter().map(|tensor| tensor.bytes as u64).sum(),
             dtypes,
             files: files(&tensors),
             weights_checked: command.check,
-            tokenizer_tokens: checkpoint.tokenizer.vocab_size(),
-            chat_template: checkpoint.chat_template.is_some(),
-            generation: Generation::of(&checkpoint.generation),
+            tokenizer_tokens: checkpoint.map(|checkpoint| checkpoint.tokenizer.vocab_size()),
+            chat_template: checkpoint.map(|checkpoint| checkpoint.chat_template.is_some()),
+            generation: checkpoint.map(|checkpoint| Generation::of(&checkpoint.generation)),
             cards: cards.collect(),
             memory,
             gpu_unsupported: Forward::check(config).err().map(|error| error.to_string()),
+            warnings: outline.warnings,
             tensors: command.tensors.then_some(tensors),
         })
     }
@@ -195,10 +205,6 @@ fn longest_context(config: &Config, room: u64, hopper: bool) -> usize {
         if fits(middle) { fitting = middle } else { least_not = middle }
     }
     fitting
-}
-
-fn file_name(path: Option<&Path>) -> String {
-    path.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
 fn files(tensors: &[Tensor]) -> Vec<File> {
@@ -272,7 +278,8 @@ impl fmt::Display for Findings {
         row(f, "intermediate size", a.intermediate_size)?;
         let heads = format!("{} query, {} key-value, of size {}", a.query_heads, a.key_value_heads, a.head_size);
         row(f, "heads", heads)?;
-        row(f, "vocabulary", format_args!("{} rows, {} tokens", a.vocabulary, self.tokenizer_tokens))?;
+        let tokens = self.tokenizer_tokens.map(|tokens| format!(", {tokens} tokens")).unwrap_or_default();
+        row(f, "vocabulary", format_args!("{} rows{tokens}", a.vocabulary))?;
         row(f, "head", if a.tied_embeddings { "tied to the embedding" } else { "its own" })?;
         row(f, "most positions", a.most_positions)?;
         row(f, "rope theta", a.rope_theta)?;
@@ -280,8 +287,17 @@ impl fmt::Display for Findings {
             let (factor, original) = (scaling.factor, scaling.original_positions);
             row(f, "rope scaling", format_args!("YaRN, {factor} × {original} positions"))?;
         }
-        row(f, "chat template", if self.chat_template { "yes" } else { "none" })?;
-        row(f, "generation", &self.generation)?;
+        match (self.chat_template, &self.generation) {
+            (Some(has), Some(generation)) => {
+                row(f, "chat template", if has { "yes" } else { "none" })?;
+                row(f, "generation", generation)?;
+            }
+            _ => row(
+                f,
+                "not read",
+                "tokenizer, chat template and generation defaults: the model is not on this machine",
+            )?,
+        }
 
         let dtypes: Vec<String> = self.dtypes.iter().map(|(dtype, n)| format!("{n} {dtype}")).collect();
         let checked = if self.weights_checked { "; every weight is finite" } else { "" };
@@ -312,8 +328,9 @@ impl fmt::Display for Findings {
                 format!("{}, {}, compute capability {}", card.name, gib(card.memory_bytes), card.compute_capability);
             row(f, &card.device, format_args!("{what}: {fits}"))?;
         }
-        if let Some(reason) = &self.gpu_unsupported {
-            writeln!(f, "  {reason}")?;
+        match &self.gpu_unsupported {
+            Some(reason) => writeln!(f, "  {reason}")?,
+            None => row(f, "GPU kernels", format_args!("cover this model ({})", Forward::COVERED))?,
         }
 
         if let Some(tensors) = &self.tensors {

@@ -98,6 +98,12 @@ pub fn fresh(value: u32) -> u32 {
     target::fresh(value)
 }
 
+/// At the head of a loop: the assembler writes its body out once (`.pragma "nounroll"`).
+#[inline(always)]
+pub fn keep_rolled() {
+    target::keep_rolled();
+}
+
 /// Nanoseconds on a clock that all multiprocessors share (`%globaltimer`). The emulator counts its scheduling steps.
 #[inline(always)]
 #[must_use]

@@ -3,6 +3,7 @@
 
 use cuda_std::emulator::{self, Buffer, Launch};
 use cuda_std::{Kernel, bf16};
+use gpu_kernels::sample::{self, Split};
 use gpu_kernels::step::Rows;
 use gpu_kernels::wide::{self, WideStep};
 
@@ -71,6 +72,30 @@ impl RowBuffers {
             positions: self.positions.ptr_mut(),
             sequences: self.sequences.ptr_mut(),
         }
+    }
+}
+
+/// Teams of CTAs for rows of logits, with their scratch memory.
+pub struct Teams {
+    scratch: Buffer<u64>,
+    teams: u32,
+    splits: u32,
+}
+
+impl Teams {
+    pub fn new(teams: u32, splits: u32) -> Self {
+        // What lies behind the words that must be zero is nobody's to know.
+        let mut words = vec![0xDEAD_BEEF_DEAD_BEEF; teams as usize * sample::SCRATCH_WORDS];
+        words.chunks_mut(sample::SCRATCH_WORDS).for_each(|team| team[..sample::ZEROED_WORDS].fill(0));
+        Self { scratch: Buffer::from_slice(&words), teams, splits }
+    }
+
+    pub fn split(&self) -> Split {
+        Split { scratch: self.scratch.ptr_mut(), splits: self.splits }
+    }
+
+    pub fn grid(&self) -> [u32; 3] {
+        [self.teams * self.splits, 1, 1]
     }
 }
 

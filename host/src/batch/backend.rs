@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::time::Duration;
 
 use gpu_kernels::sample;
-use model::Sampling;
+use model::{Fault, Sampling};
 
 use super::limits::{Costs, Limits};
 use super::plan::{Plan, Slot};
@@ -38,6 +38,8 @@ pub struct Outcome {
     pub logprobs: Vec<Logprobs>,
     /// Drafts that were tried.
     pub drafted: usize,
+    /// What was NaN or infinite in the rows that decided; then the tokens mean nothing, and the sequence has failed.
+    pub fault: Option<Fault>,
 }
 
 /// Log-probabilities (natural) of a token and of the likeliest ones in its place, by the model's logits before penalties and temperature.

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use model::{Checkpoint, CpuModel, KvPages, Row};
+use model::{Checkpoint, CpuModel, Fault, KvPages, Row};
 use rayon::prelude::*;
 
 use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
@@ -11,7 +11,7 @@ use super::limits::{Costs, Limits};
 use super::plan::{Page, Plan, Work};
 use super::running::Running;
 use crate::Error;
-use crate::cpu::DRAFT_COST;
+use crate::cpu::{DRAFT_COST, memory};
 use crate::draft::NgramDraft;
 
 /// Runs batches on the CPU.
@@ -34,6 +34,21 @@ pub struct CpuBatch {
 struct Slot {
     running: Running,
     table: Vec<Page>,
+    /// What was not finite in rows that choose no token.
+    fault: Option<Fault>,
+}
+
+/// What a sequence's next tokens are chosen from.
+struct Choice<'a> {
+    number: u32,
+    slot: &'a mut Slot,
+    drafts: Drafts,
+    /// Of its newest token and of its drafts.
+    logits: &'a [f32],
+    /// Of its rows.
+    faults: &'a [Fault],
+    /// The row after that of its newest token: the first draft's.
+    known: usize,
 }
 
 impl CpuBatch {
@@ -81,7 +96,7 @@ impl CpuBatch {
             (plan.swap_out.len() + plan.copies.len() + plan.swap_in.len()).div_ceil(2),
         );
         for (started, start) in plan.started.iter().zip(starts) {
-            self.slots[started.slot as usize] = Slot { running: Running::new(start), table: Vec::new() };
+            self.slots[started.slot as usize] = Slot { running: Running::new(start), ..Slot::default() };
         }
         for entry in &plan.tables {
             let table = &mut self.slots[entry.slot as usize].table;
@@ -126,7 +141,7 @@ impl BatchBackend for CpuBatch {
         let wanted = rows.iter().filter(|row| row.logits).count();
         self.logits.resize(self.logits.len().max(wanted * vocab), 0.0);
         let logits = &mut self.logits[..wanted * vocab];
-        self.model.forward_rows(&rows, &mut self.pages, logits)?;
+        let faults = self.model.forward_rows(&rows, &mut self.pages, logits)?;
         let count = rows.len();
         drop(rows);
 
@@ -134,14 +149,25 @@ impl BatchBackend for CpuBatch {
         let mut slots: Vec<Option<&mut Slot>> = self.slots.iter_mut().map(Some).collect();
         let mut logits = &*logits;
         let mut choices = Vec::new();
-        for (work, drafts) in plan.work.iter().zip(drafts).filter(|(work, _)| work.samples) {
+        let mut faults = faults.as_slice();
+        let mut first_row = 0;
+        for (work, drafts) in plan.work.iter().zip(drafts) {
+            let known = work.rows as usize;
+            let next_row = first_row + known + drafts.count;
+            let (faults_here, later) = faults.split_at(faults.partition_point(|fault| fault.row < next_row));
+            faults = later;
+            let known = first_row + known;
+            first_row = next_row;
+            let Some(slot) = slots[work.slot as usize].take() else { continue };
+            if !work.samples {
+                slot.fault = slot.fault.or(faults_here.iter().min().copied());
+                continue;
+            }
             let (here, rest) = logits.split_at((1 + drafts.count) * vocab);
             logits = rest;
-            if let Some(slot) = slots[work.slot as usize].take() {
-                choices.push((work.slot, slot, drafts, here));
-            }
+            choices.push(Choice { number: work.slot, slot, drafts, logits: here, faults: faults_here, known });
         }
-        let choose = |(number, slot, drafts, logits): (u32, &mut Slot, Drafts, &[f32])| {
+        let choose = |Choice { number, slot, drafts, logits, faults, known }: Choice<'_>| {
             let Running { prompt, sampling, logprobs, .. } = slot.running;
             let row = |i: usize| &logits[i * vocab..][..vocab];
             let tokens = slot.running.confirm(&drafts, |i, history| {
@@ -150,7 +176,10 @@ impl BatchBackend for CpuBatch {
             });
             let of = |top| tokens.iter().enumerate().map(|(i, &token)| Logprobs::of(row(i), token, top)).collect();
             let logprobs = logprobs.map_or(Vec::new(), of);
-            Outcome { slot: number, tokens, logprobs, drafted: drafts.count }
+            // Rows of drafts behind a wrong one decide nothing.
+            let decisive = faults.iter().filter(|fault| fault.row < known + tokens.len() - 1);
+            let fault = slot.fault.or(decisive.min().copied());
+            Outcome { slot: number, tokens, logprobs, drafted: drafts.count, fault }
         };
         self.outcomes = choices.into_par_iter().map(choose).collect();
         self.rows.add(start.elapsed().as_secs_f64(), count);
@@ -169,15 +198,4 @@ impl BatchBackend for CpuBatch {
 pub(super) fn check_memory(page_bytes: usize, pages: usize, besides: u64) -> Result<(), Error> {
     let (wanted, memory) = ((page_bytes as u64).saturating_mul(pages as u64), memory().saturating_sub(besides));
     if wanted > memory { Err(Error::CpuCacheTooLarge { wanted, memory }) } else { Ok(()) }
-}
-
-/// Bytes of memory that the machine has; where the system does not tell, as many as can be addressed.
-fn memory() -> u64 {
-    let told = || {
-        let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-        Some(kib << 10)
-    };
-    told().unwrap_or(isize::MAX as u64)
 }

@@ -14,17 +14,16 @@ mod upload;
 mod uses;
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use cuda_std::GlobalMut;
 use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, Put, TakeBest, TakeTokens};
 use gpu_kernels::logprobs::Wanted;
-use gpu_kernels::sample::{self, Choice, Sample, SampleEach};
-use gpu_kernels::step;
+use gpu_kernels::sample::{SampleEach, Split};
+use gpu_kernels::step::{self, NO_TOKEN};
 use half::bf16;
-use model::{Checkpoint, Config};
+use model::{Checkpoint, Config, Fault, Place};
 
 use self::lists::{Changes, Ready};
 use self::moves::Mover;
@@ -48,6 +47,7 @@ use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, RowOutput, Tiles};
 use crate::gpu::DRAFT_COST;
 use crate::prefill;
+use crate::sampler::Sampler;
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
@@ -71,6 +71,7 @@ pub struct GpuBatch {
     upload: Upload,
     uses: TokenUses,
     notes: Notes,
+    sampler: Sampler,
     sampled: Mapped,
     /// Choices, and notes, that a step has room for: steps have two such rooms in turn.
     choices: usize,
@@ -235,7 +236,8 @@ impl GpuBatch {
             packing: forward.packed_pages().map(|_| Packing::new(pages, sizes.sequences, least)),
             upload: Upload::new(device, words)?,
             uses: TokenUses::new(device, sizes.sequences, config.vocab_size, change_room)?,
-            notes: Notes::new(device, config.vocab_size, sizes.sequences, 2 * choices)?,
+            notes: Notes::new(device, config.vocab_size, 2 * choices)?,
+            sampler: Sampler::new(device, config)?,
             sampled: device.mapped(2 * choices)?,
             choices,
             newest: vec![0; sizes.sequences],
@@ -364,24 +366,15 @@ impl GpuBatch {
                 self.forward.device().launch::<kernels::take_best>(kernels::blocks(chosen as usize), 0, take)
             };
         }
-        // Rows are noted before the sampler changes them: some, the choices up to the last of them, the next ones.
-        let mut from = 0;
-        for (i, wanted) in ready.wanted.chunks(self.notes.at_once()).enumerate() {
-            let at = i * self.notes.at_once();
-            let group = Group {
-                // SAFETY: within the list.
-                wanted: unsafe { self.upload.ptr(ready.notes).at(at * Wanted::WORDS) },
-                sampled: self.sampled_from(ready.first),
-                first: ready.first_note + at,
-                noted: wanted.len(),
-            };
-            self.notes.enqueue(self.forward.logits(), group)?;
-            let to = wanted.last().map_or(0, |last| last[Wanted::CHOICE] as usize + 1);
-            self.enqueue_choices(ready, rows, from..to)?;
-            self.notes.enqueue_chosen(self.forward.logits(), group)?;
-            from = to;
-        }
-        self.enqueue_choices(ready, rows, from..chosen as usize)
+        let group = Group {
+            wanted: upload.ptr(ready.notes),
+            sampled: self.sampled_from(ready.first),
+            first: ready.first_note,
+            noted: ready.wanted.len(),
+        };
+        self.notes.enqueue(&self.sampler, self.forward.logits(), group)?;
+        self.enqueue_choices(ready, rows)?;
+        self.notes.enqueue_chosen(self.forward.logits(), group)
     }
 
     /// Where the tokens of the step's choices go, from this one on.
@@ -390,23 +383,20 @@ impl GpuBatch {
         unsafe { self.sampled.ptr_mut().at(choice) }
     }
 
-    /// Enqueues some of a pass's choices.
-    fn enqueue_choices(&self, ready: &Ready, rows: step::Rows, which: Range<usize>) -> Result<(), Error> {
-        if which.is_empty() {
-            return Ok(());
-        }
+    /// Enqueues a pass's choices.
+    fn enqueue_choices(&self, ready: &Ready, rows: step::Rows) -> Result<(), Error> {
         let sample = SampleEach {
             rows,
-            logits: self.forward.logits().ptr_mut(),
+            logits: self.forward.logits().ptr(),
             uses: self.uses.all().ptr(),
-            // SAFETY: within the list.
-            choices: unsafe { self.upload.ptr(ready.choices).at(which.start * Choice::WORDS) },
-            sampled: self.sampled_from(ready.first + which.start),
+            choices: self.upload.ptr(ready.choices),
+            sampled: self.sampled_from(ready.first),
+            split: Split::default(),
             vocab: self.vocab() as u32,
+            count: ready.pass.chosen.len() as u32,
         };
-        let (device, count) = (self.forward.device(), which.len() as u32);
-        // SAFETY: buffers of self, of the sizes that the parameter block states; choices are of different rows.
-        unsafe { device.launch::<sample::sample_each>(count, Sample::SHARED_BYTES, sample) }
+        // SAFETY: buffers of self, of the sizes that the parameter block states.
+        unsafe { self.sampler.enqueue_each(sample) }
     }
 }
 
@@ -522,6 +512,9 @@ impl BatchBackend for GpuBatch {
         }
         let mut outcomes = Vec::new();
         for (i, (work, drafts)) in step.work.iter().zip(&step.drafts).enumerate().filter(|(_, of)| of.0.samples) {
+            // In place of a token that there is none of, some token: its sequence ends.
+            let missing = chosen[i].iter().position(|&token| token == NO_TOKEN);
+            chosen[i].iter_mut().filter(|token| **token == NO_TOKEN).for_each(|token| *token = 0);
             let tokens = if step.left.contains(&work.slot) {
                 // Foreseen: one.
                 chosen[i].clone()
@@ -534,7 +527,12 @@ impl BatchBackend for GpuBatch {
             // Those behind a wrong draft are not wanted.
             let mut logprobs = std::mem::take(&mut notes[i]);
             logprobs.truncate(tokens.len());
-            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count });
+            let fault = missing.filter(|&row| row < tokens.len()).map(|row| Fault {
+                place: Place::Logits,
+                position: (work.start + work.rows) as usize - 1 + row,
+                row,
+            });
+            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, fault });
         }
         Ok(outcomes)
     }

@@ -91,8 +91,8 @@ pub struct Job {
 pub struct Done {
     /// Which.
     pub id: u64,
-    /// What came of it.
-    pub answer: Answer,
+    /// What came of it: an error is of this job alone.
+    pub answer: Result<Answer, Error>,
 }
 
 /// An answer.
@@ -297,11 +297,18 @@ impl Batch {
             metrics.drafted += outcome.drafted as u64;
             metrics.accepted += outcome.tokens.len().saturating_sub(1) as u64;
             metrics.choices += 1;
-            let Some(finish) = active.take(outcome, end_tokens) else { continue };
+            let end = match outcome.fault {
+                Some(fault) => Err(fault.into()),
+                None => match active.take(outcome, end_tokens) {
+                    Some(finish) => Ok(finish),
+                    None => continue,
+                },
+            };
             self.steps.finish(id);
-            done.extend(self.jobs.remove(&id).map(|active| active.done(finish)));
+            let Some(active) = self.jobs.remove(&id) else { continue };
+            self.metrics.prompt_tokens += active.job.request.prompt.len() as u64;
+            done.push(active.done(end));
         }
-        self.metrics.prompt_tokens += done.iter().map(|done| done.answer.prompt_tokens as u64).sum::<u64>();
         self.metrics.busy += begun.elapsed();
         Ok(done)
     }
@@ -346,10 +353,10 @@ impl Active {
         (length >= self.max_length).then_some(Finish::Length)
     }
 
-    fn done(mut self, finish: Finish) -> Done {
+    fn done(mut self, end: Result<Finish, Error>) -> Done {
         self.text.finish();
         let prompt_tokens = self.job.request.prompt.len();
-        let (tokens, logprobs) = (self.tokens, self.logprobs);
-        Done { id: self.job.id, answer: Answer { text: self.text.all, tokens, logprobs, finish, prompt_tokens } }
+        let (text, tokens, logprobs) = (self.text.all, self.tokens, self.logprobs);
+        Done { id: self.job.id, answer: end.map(|finish| Answer { text, tokens, logprobs, finish, prompt_tokens }) }
     }
 }

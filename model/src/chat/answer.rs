@@ -1,8 +1,8 @@
 //! An answer's parts: what the model thought, what it says, and which tools it calls.
 //!
-//! Qwen3 writes `<think>…</think>` before what it says, and `<tool_call>{"name": …, "arguments": …}</tool_call>` for each
-//! tool that it calls. Some templates open the thought in the prompt, so that the answer holds its end alone.
-//! [`Splitter`] takes an answer apart while it comes, [`Answer`] when it is there.
+//! Qwen3 writes `<think>…</think>` before what it says, and `<tool_call>{"name": …, "arguments": …}</tool_call>` for
+//! each tool that it calls. Some templates open the thought in the prompt, so that the answer holds its end alone.
+//! [`Splitter`] takes an answer apart while it comes, or when it is there.
 
 use serde::Deserialize;
 use serde_json::error::Category;
@@ -52,8 +52,8 @@ pub enum Piece {
 
 /// Takes an answer apart while it comes.
 ///
-/// Tags are left out, and the line breaks that stand between them and the text. Text that may be the beginning of a tag is
-/// held back until that is known. A thought can only be the first of an answer; what looks like one later is said.
+/// Tags are left out, and the line breaks that stand between them and the text. Text that may be the beginning of a tag
+/// is held back until that is known. A thought can only be the first of an answer; what looks like one later is said.
 #[derive(Debug, Clone)]
 pub struct Splitter {
     state: State,
@@ -77,8 +77,8 @@ enum State {
 }
 
 impl Splitter {
-    /// For an answer to `prompt`, as the template has made it. `tools`: whether there are any to call; without, what looks
-    /// like a call is said.
+    /// For an answer to `prompt`, as the template has made it. `tools`: whether there are any to call; without, what
+    /// looks like a call is said.
     pub fn new(prompt: &str, tools: bool) -> Self {
         let opened = prompt.trim_end().ends_with(THINK);
         Splitter { state: State::Start { opened }, tools, held: String::new() }
@@ -101,6 +101,13 @@ impl Splitter {
             State::Start { opened: true } | State::Thought { .. } => vec![Piece::Thought(rest)],
             State::Start { opened: false } | State::Content | State::Call { .. } => vec![Piece::Content(rest)],
         }
+    }
+
+    /// Takes a whole answer apart.
+    pub fn answer(mut self, text: &str) -> Answer {
+        let mut pieces = self.push(text);
+        pieces.extend(self.finish());
+        pieces.into_iter().collect()
     }
 
     /// Decides about some of what is held; false if all that is left depends on what comes.
@@ -225,16 +232,6 @@ pub struct Answer {
     pub tool_calls: Vec<ToolCall>,
 }
 
-impl Answer {
-    /// Takes `text` apart, which answers `prompt`; `tools` as for [`Splitter::new`].
-    pub fn new(prompt: &str, text: &str, tools: bool) -> Self {
-        let mut splitter = Splitter::new(prompt, tools);
-        let mut pieces = splitter.push(text);
-        pieces.extend(splitter.finish());
-        pieces.into_iter().collect()
-    }
-}
-
 impl FromIterator<Piece> for Answer {
     fn from_iter<T: IntoIterator<Item = Piece>>(pieces: T) -> Self {
         let mut answer = Answer::default();
@@ -259,7 +256,7 @@ mod tests {
 
     /// The answer, however its text is cut into pieces.
     fn answer(prompt: &str, text: &str, tools: bool) -> Answer {
-        let whole = Answer::new(prompt, text, tools);
+        let whole = Splitter::new(prompt, tools).answer(text);
         for size in 1..=9 {
             let mut splitter = Splitter::new(prompt, tools);
             let chars: Vec<char> = text.chars().collect();

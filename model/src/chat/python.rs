@@ -26,7 +26,24 @@ pub(super) fn json_dumps(value: &Value, indent: Option<usize>) -> Result<String,
 /// Python's separators: `", "` and `": "`, where serde_json's compact form has no spaces.
 struct OneLine;
 
+/// A number as Python's `repr` writes it: the shortest digits that are it, with an exponent below -4 and from 16 on.
+fn repr(number: f64) -> String {
+    let shortest = format!("{number:e}");
+    let (digits, exponent) = shortest.split_once('e').unwrap_or((&shortest, "0"));
+    match exponent.parse().unwrap_or(0) {
+        exponent @ -4..16 => {
+            let whole = if exponent >= 0 && number.fract() == 0.0 { ".0" } else { "" };
+            format!("{number}{whole}")
+        }
+        exponent => format!("{digits}e{}{:02}", if exponent < 0 { '-' } else { '+' }, i32::abs(exponent)),
+    }
+}
+
 impl Formatter for OneLine {
+    fn write_f64<W: ?Sized + io::Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        writer.write_all(repr(value).as_bytes())
+    }
+
     fn begin_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
         if first { Ok(()) } else { writer.write_all(b", ") }
     }
@@ -122,6 +139,26 @@ mod tests {
             "Tue 29 Feb 2000, Tuesday February 00 100% %q"
         );
         assert_eq!(strftime("%Y-%m-%d %H:%M:%S", 4_102_444_799), "2099-12-31 23:59:59");
+    }
+
+    #[test]
+    fn numbers_are_written_as_python_writes_them() {
+        for (number, text) in [
+            (0.0, "0.0"),
+            (-0.0, "-0.0"),
+            (1.0, "1.0"),
+            (0.1, "0.1"),
+            (-2.5, "-2.5"),
+            (1e-4, "0.0001"),
+            (1.5e-5, "1.5e-05"),
+            (1e15, "1000000000000000.0"),
+            (123_456_789_012_345.6, "123456789012345.6"),
+            (1e16, "1e+16"),
+            (5e-324, "5e-324"),
+            (1.7976931348623157e308, "1.7976931348623157e+308"),
+        ] {
+            assert_eq!(repr(number), text);
+        }
     }
 
     #[test]

@@ -2,21 +2,24 @@
 
 use std::borrow::Cow;
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
+use super::header;
 use crate::Error;
 
 /// Bytes that stay put for as long as the checkpoint lives.
 #[derive(Debug)]
 pub(super) enum Bytes {
-    Mapped(Mmap),
+    /// A file, mapped.
+    Mapped { map: Mmap, file: File },
     /// Embedded in the program.
     #[cfg_attr(not(feature = "bundled-demo"), allow(dead_code))]
     Static(&'static [u8]),
-    /// The mapping of an empty file, which the system refuses to make.
+    /// The mapping of an empty file, which the system refuses to make; or that of a file elsewhere.
     Empty,
 }
 
@@ -24,42 +27,83 @@ impl std::ops::Deref for Bytes {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         match self {
-            Bytes::Mapped(map) => map,
+            Bytes::Mapped { map, .. } => map,
             Bytes::Static(bytes) => bytes,
             Bytes::Empty => &[],
         }
     }
 }
 
+impl Bytes {
+    /// Copies the bytes from `at` on to `out`. Of a file they are read, which takes less than half of what it takes to map
+    /// its pages one after another.
+    pub(super) fn read(&self, at: usize, out: &mut [u8]) -> io::Result<()> {
+        match self {
+            Bytes::Mapped { file, .. } => file.read_exact_at(out, at as u64),
+            Bytes::Static(_) | Bytes::Empty => {
+                let bytes = self.get(at..at + out.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
+                out.copy_from_slice(bytes);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// The beginning of a safetensors file, up to the end of its header, or less if the file ends before.
+pub(crate) struct Header {
+    pub(crate) bytes: Vec<u8>,
+    /// Bytes of the whole file.
+    pub(crate) file_length: u64,
+}
+
+/// Files that are elsewhere, of which only what is small is read.
+#[cfg_attr(not(feature = "hub"), allow(dead_code))]
+pub(crate) trait RemoteFiles {
+    /// The path that messages give for a file.
+    fn path(&self, name: &str) -> PathBuf;
+    /// Whether there is a file of that name.
+    fn has(&self, name: &str) -> bool;
+    /// Content of a file that is there.
+    fn read(&self, name: &str) -> Result<Vec<u8>, Error>;
+    /// Header of a safetensors file that is there.
+    fn header(&self, name: &str) -> Result<Header, Error>;
+}
+
 /// A set of files by name.
-#[derive(Debug, Clone)]
-pub(super) enum Files {
+#[derive(Clone)]
+pub(super) enum Files<'a> {
     Dir(PathBuf),
+    #[cfg_attr(not(feature = "hub"), allow(dead_code))]
+    Remote(&'a dyn RemoteFiles),
     /// Name and content of each file.
     #[cfg_attr(not(feature = "bundled-demo"), allow(dead_code))]
     Embedded(&'static [(&'static str, &'static [u8])]),
 }
 
-impl Files {
+impl Files<'_> {
     /// The path that messages give for a file.
     pub(super) fn path(&self, name: &str) -> PathBuf {
         match self {
             Files::Dir(dir) => dir.join(name),
+            Files::Remote(files) => files.path(name),
             Files::Embedded(_) => Path::new("demo").join(name),
+        }
+    }
+
+    /// Whether there is a file of that name.
+    pub(super) fn has(&self, name: &str) -> bool {
+        match self {
+            Files::Dir(dir) => dir.join(name).is_file(),
+            Files::Remote(files) => files.has(name),
+            Files::Embedded(files) => embedded(files, name).is_some(),
         }
     }
 
     /// Content of a file, or `None` if there is none of that name.
     pub(super) fn read(&self, name: &str) -> Result<Option<Cow<'static, [u8]>>, Error> {
         match self {
-            Files::Dir(dir) => {
-                let path = dir.join(name);
-                match std::fs::read(&path) {
-                    Ok(bytes) => Ok(Some(bytes.into())),
-                    Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-                    Err(source) => Err(Error::Io { path, source }),
-                }
-            }
+            Files::Dir(dir) => read_regular(&dir.join(name)).map(|bytes| bytes.map(Cow::Owned)),
+            Files::Remote(files) => files.has(name).then(|| files.read(name).map(Cow::Owned)).transpose(),
             Files::Embedded(files) => Ok(embedded(files, name).map(Cow::Borrowed)),
         }
     }
@@ -69,27 +113,67 @@ impl Files {
         self.read(name)?.ok_or_else(|| Error::MissingFile { path: self.path(name), mend })
     }
 
-    /// Maps a file into memory, or `None` if there is none of that name.
-    pub(super) fn map(&self, name: &str) -> Result<Option<Bytes>, Error> {
-        match self {
-            Files::Dir(dir) => {
-                let path = dir.join(name);
-                let file = match File::open(&path) {
-                    Ok(file) => file,
-                    Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-                    Err(source) => return Err(Error::Io { path, source }),
-                };
-                let length = file.metadata().map_err(|source| Error::Io { path: path.clone(), source })?.len();
-                if length == 0 {
-                    return Ok(Some(Bytes::Empty));
-                }
-                // SAFETY: the map is private to this process and read only. Another process that truncates the
-                // file while we run would end ours with SIGBUS; every program that maps weights accepts that.
-                let map = unsafe { Mmap::map(&file) }.map_err(|source| Error::Io { path, source })?;
-                Ok(Some(Bytes::Mapped(map)))
+    /// Maps a safetensors file into memory and reads its header, or gives `None` if there is none of that name. Of a remote file there are
+    /// no bytes.
+    pub(super) fn shard(&self, name: &str) -> Result<Option<(Bytes, Vec<header::Entry>)>, Error> {
+        let bytes = match self {
+            Files::Dir(dir) => map(&dir.join(name))?,
+            Files::Remote(files) if files.has(name) => {
+                let Header { bytes, file_length } = files.header(name)?;
+                let entries = header::read(&bytes, file_length, &self.path(name))?;
+                return Ok(Some((Bytes::Empty, entries)));
             }
-            Files::Embedded(files) => Ok(embedded(files, name).map(Bytes::Static)),
+            Files::Remote(_) => None,
+            Files::Embedded(files) => embedded(files, name).map(Bytes::Static),
+        };
+        let Some(bytes) = bytes else { return Ok(None) };
+        let entries = header::read(&bytes, bytes.len() as u64, &self.path(name))?;
+        Ok(Some((bytes, entries)))
+    }
+}
+
+/// Maps a regular file into memory, or gives `None` if there is nothing at `path`.
+fn map(path: &Path) -> Result<Option<Bytes>, Error> {
+    let failed = |source| Error::Io { path: path.to_owned(), source };
+    let Some(file) = open_regular(path)? else { return Ok(None) };
+    if file.metadata().map_err(failed)?.len() == 0 {
+        return Ok(Some(Bytes::Empty));
+    }
+    // SAFETY: the map is private to this process and read only. Another process that truncates the
+    // file while we run would end ours with SIGBUS; every program that maps weights accepts that.
+    let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
+    Ok(Some(Bytes::Mapped { map, file }))
+}
+
+/// Content of a regular file, or `None` if there is nothing at `path`.
+pub(crate) fn read_regular(path: &Path) -> Result<Option<Vec<u8>>, Error> {
+    let Some(mut file) = open_regular(path)? else { return Ok(None) };
+    let mut bytes = Vec::new();
+    match file.read_to_end(&mut bytes) {
+        Ok(_) => Ok(Some(bytes)),
+        Err(source) => Err(Error::Io { path: path.to_owned(), source }),
+    }
+}
+
+/// Opens a regular file, or gives `None` if there is nothing at `path`. To open a FIFO would wait for its writer, and a device may
+/// have no end; so what is there is looked at before, and again once it is open.
+fn open_regular(path: &Path) -> Result<Option<File>, Error> {
+    let opened = || -> io::Result<Option<File>> {
+        let metadata = std::fs::metadata(path)?;
+        if metadata.is_dir() {
+            return Err(io::ErrorKind::IsADirectory.into());
         }
+        if !metadata.is_file() {
+            return Ok(None);
+        }
+        let file = File::open(path)?;
+        Ok(file.metadata()?.is_file().then_some(file))
+    };
+    match opened() {
+        Ok(Some(file)) => Ok(Some(file)),
+        Ok(None) => Err(Error::NotAFile { path: path.to_owned() }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(Error::Io { path: path.to_owned(), source }),
     }
 }
 

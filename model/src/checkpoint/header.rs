@@ -13,14 +13,14 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
-use safetensors::SafeTensors;
+use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
 use super::Dtype;
 use crate::Error;
 
 /// The crate `safetensors` refuses larger headers too.
-const LARGEST_HEADER: u64 = 100_000_000;
+pub(crate) const LARGEST_HEADER: u64 = 100_000_000;
 
 /// One tensor of a shard.
 #[derive(Debug)]
@@ -47,14 +47,16 @@ struct RawHeader {
     tensors: HashMap<String, RawEntry>,
 }
 
-/// Reads and checks the header of `file`, the whole content of the shard at `path`; entries come in file order.
-pub(super) fn read(file: &[u8], path: &Path) -> Result<Vec<Entry>, Error> {
-    let (length, metadata) = match SafeTensors::read_metadata(file) {
-        Ok(read) => read,
-        Err(refusal) => {
-            explain(file, path)?;
+/// Reads and checks the header of the shard at `path`, which holds `file_length` bytes; `file` is its beginning, up to the end of the header at
+/// least. Entries come in file order.
+pub(super) fn read(file: &[u8], file_length: u64, path: &Path) -> Result<Vec<Entry>, Error> {
+    let (length, metadata) = match metadata(file, file_length) {
+        Some(read) => read,
+        None => {
+            explain(file, file_length, path)?;
             // A rule of the library's that is not told apart here.
-            return Err(Error::Header { path: path.to_owned(), reason: refusal.to_string() });
+            let reason = "the tensors in it do not add up".to_owned();
+            return Err(Error::Header { path: path.to_owned(), reason });
         }
     };
     let data = 8 + length;
@@ -71,18 +73,31 @@ pub(super) fn read(file: &[u8], path: &Path) -> Result<Vec<Entry>, Error> {
     Ok(entries)
 }
 
-/// Finds what is wrong with the header of `file`; `Ok` if nothing is that this knows of.
-fn explain(file: &[u8], path: &Path) -> Result<(), Error> {
+/// What the library makes of a header, and the header's length; none if it is not in order.
+fn metadata(file: &[u8], file_length: u64) -> Option<(usize, Metadata)> {
+    let (length, rest) = file.split_first_chunk::<8>()?;
+    let length = u64::from_le_bytes(*length);
+    if length > LARGEST_HEADER {
+        return None;
+    }
+    let json = std::str::from_utf8(rest.get(..length as usize)?).ok()?;
+    let metadata: Metadata = serde_json::from_str(json).ok()?;
+    let data = metadata.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0);
+    (data.checked_add(8 + length) == Some(file_length)).then_some((length as usize, metadata))
+}
+
+/// Finds what is wrong with the header that `file` begins with; `Ok` if nothing is that this knows of.
+fn explain(file: &[u8], file_length: u64, path: &Path) -> Result<(), Error> {
     let broken = |reason: String| Error::Header { path: path.to_owned(), reason };
     let Some((length, rest)) = file.split_first_chunk::<8>() else {
-        return Err(broken(format!("it holds {} bytes, too few for one", file.len())));
+        return Err(broken(format!("it holds {} bytes, too few for one", file_length)));
     };
     let length = u64::from_le_bytes(*length);
     if length > LARGEST_HEADER {
         return Err(broken(format!("its first 8 bytes announce a header of {length} bytes")));
     }
     let Some(json) = rest.get(..length as usize) else {
-        return Err(Error::WrongLength { path: path.to_owned(), expected: 8 + length, actual: file.len() as u64 });
+        return Err(Error::WrongLength { path: path.to_owned(), expected: 8 + length, actual: file_length });
     };
     let header: RawHeader = serde_json::from_slice(json).map_err(|e| broken(e.to_string()))?;
 
@@ -111,8 +126,8 @@ fn explain(file: &[u8], path: &Path) -> Result<(), Error> {
         end_of_last = end;
     }
     let expected = (8 + length).saturating_add(end_of_last as u64);
-    if expected != file.len() as u64 {
-        return Err(Error::WrongLength { path: path.to_owned(), expected, actual: file.len() as u64 });
+    if expected != file_length {
+        return Err(Error::WrongLength { path: path.to_owned(), expected, actual: file_length });
     }
     Ok(())
 }

@@ -4,6 +4,7 @@ mod dtype;
 mod files;
 mod finite;
 mod header;
+mod outline;
 mod weights;
 
 use std::collections::{BTreeMap, HashMap};
@@ -11,6 +12,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rayon::prelude::*;
 use serde::Deserialize;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -22,9 +24,14 @@ use crate::chat::{ChatTemplate, TokenizerConfig};
 use crate::config::{Config, GenerationConfig, parse_json};
 use crate::tokenizer::Tokenizer;
 use files::{Bytes, Files};
+pub(crate) use files::{Header, RemoteFiles, read_regular};
+pub(crate) use header::LARGEST_HEADER;
+pub use outline::{Outline, OutlineTensor};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
 /// The files beside the weights that say what the model does.
 const TEXTS: [&str; 5] =
     ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
@@ -40,6 +47,8 @@ pub struct Checkpoint {
     pub tokenizer: Tokenizer,
     /// How a conversation becomes a prompt, if the checkpoint says.
     pub chat_template: Option<ChatTemplate>,
+    /// What its files contradict each other in, and what was made of it: sentences for the user.
+    pub warnings: Vec<String>,
     /// Of the files beside the weights.
     text_digest: u64,
     store: Arc<Store>,
@@ -130,10 +139,10 @@ impl Checkpoint {
         Self::from_files(&files, OpenOptions::default())
     }
 
-    fn from_files(files: &Files, options: OpenOptions) -> Result<Self, Error> {
+    fn from_files(files: &Files<'_>, options: OpenOptions) -> Result<Self, Error> {
         const FETCH: &str = "a checkpoint directory holds config.json, tokenizer.json and the safetensors; fetch the file, or name another directory";
         let config_path = files.path("config.json");
-        let config = Config::parse(&files.require("config.json", FETCH)?, &config_path)?;
+        let mut config = Config::parse(&files.require("config.json", FETCH)?, &config_path)?;
 
         let tokenizer_path = files.path("tokenizer.json");
         let tokenizer = Tokenizer::parse(&files.require("tokenizer.json", FETCH)?, &tokenizer_path)?;
@@ -177,8 +186,17 @@ impl Checkpoint {
             text_digest.update(text.as_deref().unwrap_or_default());
         }
         let text_digest = text_digest.digest();
-        let store = Arc::new(Store::open(files)?);
-        let checkpoint = Checkpoint { config, generation, tokenizer, chat_template, text_digest, store };
+        let mut warnings = Vec::new();
+        let store = Arc::new(Store::open(files, &mut warnings)?);
+        if config.tie_word_embeddings && store.head_differs() {
+            config.tie_word_embeddings = false;
+            warnings.push(format!(
+                "{} ties the head to the embedding, and the weights hold a head of their own that differs from it: the head is used, as \
+                 transformers does; set tie_word_embeddings to false if that is right",
+                files.path("config.json").display()
+            ));
+        }
+        let checkpoint = Checkpoint { config, generation, tokenizer, chat_template, warnings, text_digest, store };
         checkpoint.weight_ids()?;
         if options.check_finite {
             checkpoint.check_finite(&|_| {})?;
@@ -188,7 +206,7 @@ impl Checkpoint {
 
     /// The chat template: `chat_template.jinja` if there is one, else the field of `tokenizer_config.json`.
     fn find_template(
-        files: &Files,
+        files: &Files<'_>,
         tokenizer_config: TokenizerConfig,
         tokenizer_config_path: &Path,
     ) -> Result<Option<ChatTemplate>, Error> {
@@ -211,7 +229,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::MissingTensor`].
     pub fn tensor(&self, name: &str) -> Result<Tensor<'_>, Error> {
-        Ok(self.tensor_by_id(self.lookup(name)?))
+        Ok(self.tensor_by_id(self.store.lookup(name)?))
     }
 
     /// All tensors, shard by shard in file order.
@@ -250,6 +268,14 @@ impl Checkpoint {
         Some(&self.store.shards[self.store.tensors[id.0].shard].path)
     }
 
+    /// Copies the stored bytes of a tensor from `at` on to `out`.
+    fn read_stored(&self, name: &str, at: usize, out: &mut [u8]) -> Result<(), Error> {
+        let stored = &self.store.tensors[self.store.lookup(name)?.0];
+        let shard = &self.store.shards[stored.shard];
+        let read = shard.bytes.read(stored.bytes.start + at, out);
+        read.map_err(|source| Error::Io { path: shard.path.clone(), source })
+    }
+
     pub(crate) fn tensor_by_id(&self, id: TensorId) -> Tensor<'_> {
         let stored = &self.store.tensors[id.0];
         Tensor {
@@ -258,26 +284,6 @@ impl Checkpoint {
             shape: &stored.shape,
             data: &self.store.shards[stored.shard].bytes[stored.bytes.clone()],
         }
-    }
-
-    /// Handle of a tensor, its shape checked.
-    fn tensor_id(&self, name: &str, shape: &[usize]) -> Result<TensorId, Error> {
-        let id = self.lookup(name)?;
-        let stored = &self.store.tensors[id.0];
-        if stored.shape != shape {
-            return Err(Error::Shape {
-                path: self.store.shards[stored.shard].path.clone(),
-                tensor: name.to_owned(),
-                found: stored.shape.clone(),
-                expected: shape.to_vec(),
-            });
-        }
-        Ok(id)
-    }
-
-    fn lookup(&self, name: &str) -> Result<TensorId, Error> {
-        let missing = || Error::MissingTensor { path: self.store.listing.clone(), tensor: name.to_owned() };
-        self.store.by_name.get(name).copied().ok_or_else(missing)
     }
 }
 
@@ -288,13 +294,52 @@ struct Index {
 }
 
 impl Store {
+    /// Handle of a tensor, its shape checked.
+    fn tensor_id(&self, name: &str, shape: &[usize]) -> Result<TensorId, Error> {
+        let id = self.lookup(name)?;
+        let stored = &self.tensors[id.0];
+        if stored.shape != shape {
+            return Err(Error::Shape {
+                path: self.shards[stored.shard].path.clone(),
+                tensor: name.to_owned(),
+                found: stored.shape.clone(),
+                expected: shape.to_vec(),
+            });
+        }
+        Ok(id)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.by_name.contains_key(name)
+    }
+
+    fn lookup(&self, name: &str) -> Result<TensorId, Error> {
+        let missing = || Error::MissingTensor { path: self.listing.clone(), tensor: name.to_owned() };
+        self.by_name.get(name).copied().ok_or_else(missing)
+    }
+
     /// Maps one shard or many and reads their headers.
-    fn open(files: &Files) -> Result<Self, Error> {
+    fn open(files: &Files<'_>, warnings: &mut Vec<String>) -> Result<Self, Error> {
         let index_path = files.path(INDEX);
-        let Some(json) = files.read(INDEX)? else {
+        // transformers looks for the single file first.
+        let single = files.has(SINGLE);
+        let json = if single && !files.has(INDEX) { None } else { files.read(INDEX)? };
+        let Some(json) = json else {
             return Self::from_shards(files, &[SINGLE.to_owned()], files.path(SINGLE));
         };
-        let index: Index = parse_json(&json, &index_path)?;
+        let index: Result<Index, Error> = parse_json(&json, &index_path);
+        if single {
+            let of_it = index.is_ok_and(|index| index.weight_map.values().all(|shard| shard == SINGLE));
+            if !of_it {
+                warnings.push(format!(
+                    "{} lies beside {INDEX}, which names other files: the single file is loaded, as transformers does; remove \
+                     whichever is out of date",
+                    files.path(SINGLE).display()
+                ));
+            }
+            return Self::from_shards(files, &[SINGLE.to_owned()], files.path(SINGLE));
+        }
+        let index = index?;
         let mut names: Vec<String> = index.weight_map.values().cloned().collect();
         names.sort();
         names.dedup();
@@ -319,15 +364,29 @@ impl Store {
         Ok(store)
     }
 
-    fn from_shards(files: &Files, names: &[String], listing: PathBuf) -> Result<Self, Error> {
+    /// Whether there are a head and an embedding, and they are not the same.
+    fn head_differs(&self) -> bool {
+        let tensor = |name| {
+            let stored = &self.tensors[self.by_name.get(name)?.0];
+            Some((stored.dtype, &stored.shape, &self.shards[stored.shard].bytes[stored.bytes.clone()]))
+        };
+        let (Some(head), Some(embedding)) = (tensor(HEAD), tensor(EMBEDDING)) else { return false };
+        if (head.0, head.1) != (embedding.0, embedding.1) {
+            return true;
+        }
+        const TASK: usize = 1 << 20;
+        !head.2.par_chunks(TASK).zip(embedding.2.par_chunks(TASK)).all(|(head, embedding)| head == embedding)
+    }
+
+    fn from_shards(files: &Files<'_>, names: &[String], listing: PathBuf) -> Result<Self, Error> {
         let mut store = Store { listing, shards: Vec::new(), tensors: Vec::new(), by_name: HashMap::new() };
         for (shard, name) in names.iter().enumerate() {
             let path = files.path(name);
-            let Some(bytes) = files.map(name)? else {
+            let Some((bytes, entries)) = files.shard(name)? else {
                 let mend = "the weights are incomplete; fetch the file, or name another directory";
                 return Err(Error::MissingFile { path, mend });
             };
-            for entry in header::read(&bytes, &path)? {
+            for entry in entries {
                 let id = TensorId(store.tensors.len());
                 if store.by_name.insert(entry.name.clone(), id).is_some() {
                     let reason = "another shard holds a tensor of that name too".to_owned();

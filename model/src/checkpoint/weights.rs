@@ -1,7 +1,7 @@
 //! The typed view of a checkpoint: every weight of a Qwen3 model by its role, shapes checked.
 
-use super::{Checkpoint, Tensor, TensorId};
-use crate::Error;
+use super::{Checkpoint, EMBEDDING, HEAD, Store, Tensor, TensorId};
+use crate::{Config, Error};
 
 /// Every weight of the model. Matrices are `[outputs, inputs]`, row-major, as PyTorch stores a `Linear`.
 ///
@@ -56,9 +56,18 @@ impl Checkpoint {
 
     /// As [`weights`](Self::weights), as handles that borrow nothing.
     pub(crate) fn weight_ids(&self) -> Result<Weights<TensorId>, Error> {
-        let c = &self.config;
+        self.store.weight_ids(&self.config)
+    }
+}
+
+impl Store {
+    /// Every weight that `c` calls for, its shape checked.
+    pub(super) fn weight_ids(&self, c: &Config) -> Result<Weights<TensorId>, Error> {
         let (hidden, inner, q, kv) = (c.hidden_size, c.intermediate_size, c.query_size(), c.key_value_size());
-        let embed = self.tensor_id("model.embed_tokens.weight", &[c.vocab_size, hidden])?;
+        let tied = c.tie_word_embeddings;
+        // Of two that are tied, the one that is stored.
+        let embedding = if tied && !self.has(EMBEDDING) && self.has(HEAD) { HEAD } else { EMBEDDING };
+        let embed = self.tensor_id(embedding, &[c.vocab_size, hidden])?;
         let layers = (0..c.num_hidden_layers)
             .map(|i| {
                 let get =
@@ -79,8 +88,7 @@ impl Checkpoint {
             })
             .collect::<Result<_, Error>>()?;
         let norm = self.tensor_id("model.norm.weight", &[hidden])?;
-        let head =
-            if c.tie_word_embeddings { embed } else { self.tensor_id("lm_head.weight", &[c.vocab_size, hidden])? };
+        let head = if tied { embed } else { self.tensor_id(HEAD, &[c.vocab_size, hidden])? };
         Ok(Weights { embed, layers, norm, head })
     }
 }

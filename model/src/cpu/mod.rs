@@ -31,6 +31,35 @@ pub struct Row<'a> {
     pub logits: bool,
 }
 
+/// Where a row's numbers are NaN or infinite first. What comes after it means nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Fault {
+    /// What is not finite.
+    pub place: Place,
+    /// The row's position in its sequence.
+    pub position: usize,
+    /// The row, as it was given.
+    pub row: usize,
+}
+
+/// Something that a forward pass computes, in the order of the pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Place {
+    /// The residual stream after this layer, counted from 0.
+    Layer(usize),
+    /// The logits.
+    Logits,
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Place::Layer(index) => write!(f, "outputs of layer {index} (counted from 0)"),
+            Place::Logits => f.write_str("logits"),
+        }
+    }
+}
+
 /// Tokens that go through the layers together; longer calls are cut into blocks of this many. It bounds the
 /// scratch memory, and has no influence on results.
 const BLOCK: usize = 64;
@@ -106,8 +135,8 @@ impl CpuModel {
     /// On an error the cache is as before.
     ///
     /// # Errors
-    /// [`Error::TokenOutOfRange`], [`Error::CacheFull`], or [`Error::LogitsBuffer`] if `logits` is not `logit_rows` rows
-    /// or more rows are asked for than there are tokens.
+    /// [`Error::TokenOutOfRange`], [`Error::CacheFull`], [`Error::LogitsBuffer`] if `logits` is not `logit_rows` rows
+    /// or more rows are asked for than there are tokens, or [`Error::OutputNotFinite`].
     pub fn forward(
         &self,
         tokens: &[u32],
@@ -115,6 +144,27 @@ impl CpuModel {
         logit_rows: usize,
         logits: &mut [f32],
     ) -> Result<(), Error> {
+        let start = cache.len();
+        match self.forward_with_faults(tokens, cache, logit_rows, logits)?.iter().min() {
+            None => Ok(()),
+            Some(fault) => {
+                cache.truncate(start);
+                Err(fault.into())
+            }
+        }
+    }
+
+    /// As [`forward`](Self::forward), for a caller that may not need all rows: gives those that are not finite.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), but for [`Error::OutputNotFinite`].
+    pub fn forward_with_faults(
+        &self,
+        tokens: &[u32],
+        cache: &mut KvCache,
+        logit_rows: usize,
+        logits: &mut [f32],
+    ) -> Result<Vec<Fault>, Error> {
         let vocab_size = self.config().vocab_size;
         let start = cache.len();
         let needed = start + tokens.len();
@@ -128,20 +178,21 @@ impl CpuModel {
         let without_logits = tokens.len() - logit_rows;
         let row = |(i, &token)| Row { token, position: start + i, pages: &[0], logits: i >= without_logits };
         let rows: Vec<Row<'_>> = tokens.iter().enumerate().map(row).collect();
-        self.forward_rows(&rows, &mut cache.pages, logits)?;
+        let faults = self.forward_rows(&rows, &mut cache.pages, logits)?;
         cache.advance(tokens.len());
-        Ok(())
+        Ok(faults)
     }
 
     /// Runs rows of any number of sequences, each over its own pages, and writes their keys and values there. Rows of a sequence
     /// come at rising positions, and what is before the first of them is in its pages.
     ///
     /// `logits` takes those of the rows that want them, in order, `[wanted, vocab]`. A row's result depends on its own
-    /// sequence alone. On an error nothing was written.
+    /// sequence alone. On an error nothing was written. Gives the rows that are not finite, in order: they matter to their own sequence
+    /// alone, too, but to all that comes after them in it.
     ///
     /// # Errors
     /// [`Error::TokenOutOfRange`], [`Error::PageMissing`], or [`Error::LogitsBuffer`] if `logits` has another size.
-    pub fn forward_rows(&self, rows: &[Row<'_>], pages: &mut KvPages, logits: &mut [f32]) -> Result<(), Error> {
+    pub fn forward_rows(&self, rows: &[Row<'_>], pages: &mut KvPages, logits: &mut [f32]) -> Result<Vec<Fault>, Error> {
         let vocab_size = self.config().vocab_size;
         for row in rows {
             if row.token as usize >= vocab_size {
@@ -160,19 +211,30 @@ impl CpuModel {
         }
         let size = self.config().hidden_size;
         let mut logits = logits;
-        for rows in rows.chunks(BLOCK) {
-            let hidden = self.layers(rows, pages);
+        let mut faults = Vec::new();
+        for (block, rows) in rows.chunks(BLOCK).enumerate() {
+            let mut places = vec![None; rows.len()];
+            let hidden = self.layers(rows, pages, &mut places);
             let wanted = rows.iter().zip(hidden.chunks_exact(size)).filter(|(row, _)| row.logits);
             let hidden: Vec<f32> = wanted.flat_map(|(_, hidden)| hidden).copied().collect();
             let (here, later) = logits.split_at_mut(hidden.len() / size * vocab_size);
             self.head(&hidden, here);
+            let with_logits = rows.iter().zip(&mut places).filter(|(row, _)| row.logits).map(|(_, place)| place);
+            for (place, logits) in with_logits.zip(here.chunks_exact(vocab_size)) {
+                note(place, Place::Logits, logits);
+            }
             logits = later;
+            let found = rows.iter().zip(places).enumerate().filter_map(|(i, (row, place))| {
+                Some(Fault { place: place?, position: row.position, row: block * BLOCK + i })
+            });
+            faults.extend(found);
         }
-        Ok(())
+        Ok(faults)
     }
 
-    /// Embedding and all layers for one block of rows; gives the residual stream, `[rows, hidden]`.
-    fn layers(&self, block: &[Row<'_>], pages: &mut KvPages) -> Vec<f32> {
+    /// Embedding and all layers for one block of rows; gives the residual stream, `[rows, hidden]`, and notes for each row the first layer
+    /// after which it is not finite.
+    fn layers(&self, block: &[Row<'_>], pages: &mut KvPages, places: &mut [Option<Place>]) -> Vec<f32> {
         let c = self.config();
         let (rows, hidden) = (block.len(), c.hidden_size);
         let embed = self.matrix(self.weights.embed);
@@ -211,6 +273,13 @@ impl CpuModel {
             self.project(&attended, rows, &mut [(layer.o, &mut delta)]);
             add(&mut x, &delta);
             self.mlp(layer, &norms.post_attention, &mut x, &mut normed, &mut gate, &mut up, &mut delta, rows);
+            let last = index + 1 == c.num_hidden_layers;
+            for ((row, place), x) in block.iter().zip(places.iter_mut()).zip(x.chunks_exact(hidden)) {
+                // What a row leaves for the rows after it is its keys and values, which come before the last layer's output.
+                if !last || row.logits {
+                    note(place, Place::Layer(index), x);
+                }
+            }
         }
         x
     }
@@ -273,6 +342,21 @@ impl CpuModel {
 
     fn matrix(&self, id: TensorId) -> Matrix<'_> {
         Matrix::new(self.checkpoint.tensor_by_id(id))
+    }
+}
+
+/// Notes that numbers of a row are not finite, unless something before them was not. The sum has no early exit, so it vectorises.
+fn note(found: &mut Option<Place>, place: Place, numbers: &[f32]) {
+    if found.is_none() && numbers.iter().map(|x| u32::from(!x.is_finite())).sum::<u32>() > 0 {
+        *found = Some(place);
+    }
+}
+
+impl From<&Fault> for Error {
+    fn from(fault: &Fault) -> Self {
+        // Logits are those of the token that comes next.
+        let position = fault.position + usize::from(fault.place == Place::Logits);
+        Error::OutputNotFinite { what: fault.place.to_string(), position }
     }
 }
 

@@ -213,8 +213,46 @@ fn settings_that_are_impossible() {
     let mut fixture = Fixture::new("F32", true);
     fixture.config["eos_token_id"] = json!(270);
     assert!(matches!(fixture.write().error("eos_token_id"), Error::InvalidSetting { .. }));
+    fixture.config["eos_token_id"] = json!("end");
+    let error = fixture.write().error("an id or a list of ids");
+    assert!(!error.to_string().contains("OneOrMany"));
+    fixture.config["eos_token_id"] = json!(265);
     fixture.config["hidden_size"] = json!("wide");
     assert!(matches!(fixture.write().error("wide"), Error::Json { .. }));
+}
+
+/// To open a FIFO waits for its writer, and a device has no end: both are refused by name, at once.
+#[cfg(unix)]
+#[test]
+fn files_that_are_none() {
+    let names = [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ];
+    for name in names {
+        for kind in ["fifo", "device", "directory"] {
+            let dir = Fixture::new("F32", true).write();
+            let path = dir.file(name);
+            let _ = std::fs::remove_file(&path);
+            if name == "model.safetensors.index.json" {
+                std::fs::remove_file(dir.file("model.safetensors")).unwrap();
+            }
+            match kind {
+                "fifo" => {
+                    assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+                }
+                "device" => std::os::unix::fs::symlink("/dev/zero", &path).unwrap(),
+                _ => std::fs::create_dir(&path).unwrap(),
+            }
+            let refused = dir.error(name);
+            assert!(matches!(refused, Error::NotAFile { .. } | Error::Io { .. }), "{refused:?}");
+        }
+    }
 }
 
 #[test]
@@ -270,6 +308,32 @@ fn weights_that_are_not_finite() {
             let later = Checkpoint::open_with(dir.path(), model::OpenOptions { check_finite: false }).unwrap();
             assert!(later.check_finite(&|_| {}).is_err());
         }
+    }
+}
+
+/// An f32 that rounds to infinity in bf16 is refused wherever weights are read; the largest that does not is not.
+#[test]
+fn weights_that_bf16_cannot_hold() {
+    const TENSOR: &str = "model.layers.1.self_attn.k_proj.weight";
+    let limit = f32::from_bits(0x7f7f_8000);
+    for (value, good) in [(limit.next_down(), true), (limit, false), (-f32::MAX, false)] {
+        let mut fixture = Fixture::new("F32", true);
+        let tensor = fixture.tensors().get_mut(TENSOR).unwrap();
+        tensor.data[1500 * 4..][..4].copy_from_slice(&value.to_le_bytes());
+        let dir = fixture.write();
+        assert_eq!(dir.open().is_ok(), good, "{value}");
+        let later = Checkpoint::open_with(dir.path(), model::OpenOptions { check_finite: false }).unwrap();
+        let tensor = later.tensor(TENSOR).unwrap();
+        let read = later.read_bf16(&tensor, 1490, &mut [0; 40]);
+        match read {
+            Ok(()) => assert!(good, "{value}"),
+            Err(Error::TooLargeForBf16 { tensor, index, value: found, .. }) => {
+                assert_eq!((tensor.as_str(), index, found, good), (TENSOR, 1500, value, false));
+            }
+            Err(other) => panic!("{other:?}"),
+        }
+        assert!(later.read_bf16(&tensor, 0, &mut [0; 3000]).is_ok());
+        assert!(later.read_bf16(&tensor, 1501, &mut [0; 40]).is_ok());
     }
 }
 

@@ -5,6 +5,25 @@ use serde_json::json;
 
 use crate::fixture::{DTYPES, Fixture};
 
+/// What loaders read is what is stored, rounded: any part of any tensor, in any format.
+#[test]
+fn elements_are_read_as_bf16() {
+    for dtype in ["BF16", "F16", "F32"] {
+        let checkpoint = Fixture::new(dtype, false).sharded().open();
+        for tensor in checkpoint.tensors() {
+            let count: usize = tensor.shape.iter().product();
+            for (first, count) in [(0, count), (count / 3, count / 2), (count, 0)] {
+                let mut read = vec![0xaa; count * 2];
+                checkpoint.read_bf16(&tensor, first, &mut read).unwrap();
+                for (i, word) in read.chunks(2).enumerate() {
+                    let stored = half::bf16::from_f32(tensor.get(first + i).unwrap());
+                    assert_eq!(word, stored.to_le_bytes(), "{} {dtype} {}", tensor.name, first + i);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn every_dtype_tied_or_not_sharded_or_not() {
     for dtype in DTYPES {
@@ -27,6 +46,52 @@ fn every_dtype_tied_or_not_sharded_or_not() {
             assert_eq!(weights.head.name, if tied { "model.embed_tokens.weight" } else { "lm_head.weight" });
         }
     }
+}
+
+/// transformers ties only where the two are equal.
+#[test]
+fn a_head_of_its_own_is_used_although_the_config_ties() {
+    let mut fixture = Fixture::new("F32", false);
+    fixture.config["tie_word_embeddings"] = json!(true);
+    let checkpoint = fixture.open();
+    assert_eq!(checkpoint.weights().unwrap().head.name, "lm_head.weight");
+    assert!(!checkpoint.config.tie_word_embeddings);
+    assert!(matches!(&checkpoint.warnings[..], [warning] if warning.contains("tie_word_embeddings")));
+
+    // Told so, the same model has nothing to be warned of.
+    fixture.config["tie_word_embeddings"] = json!(false);
+    let untied = fixture.open();
+    assert_eq!((untied.warnings.len(), &untied.config), (0, &checkpoint.config));
+
+    fixture.config["tie_word_embeddings"] = json!(true);
+    let embedding = fixture.tensors()["model.embed_tokens.weight"].clone();
+    fixture.tensors().insert("lm_head.weight".into(), embedding);
+    let tied = fixture.open();
+    assert!(tied.config.tie_word_embeddings && tied.warnings.is_empty());
+    // Of two that are tied, either may be the one that is stored.
+    fixture.tensors().remove("model.embed_tokens.weight");
+    let weights = fixture.open();
+    let weights = weights.weights().unwrap();
+    assert_eq!((weights.embed.name, weights.head.name), ("lm_head.weight", "lm_head.weight"));
+}
+
+/// transformers looks for the single file first.
+#[test]
+fn a_single_file_goes_before_an_index() {
+    let mut fixture = Fixture::new("F32", true);
+    let dir = fixture.clone().sharded().write();
+    let norm = fixture.tensors().get_mut("model.norm.weight").unwrap();
+    norm.data[..4].copy_from_slice(&7f32.to_le_bytes());
+    dir.put("model.safetensors", &fixture.write().get("model.safetensors"));
+    let checkpoint = dir.open().unwrap();
+    assert_eq!(checkpoint.tensor("model.norm.weight").unwrap().get(0), Some(7.0));
+    assert!(matches!(&checkpoint.warnings[..], [warning] if warning.contains("model.safetensors.index.json")));
+
+    // An index of this very file contradicts nothing.
+    let map: serde_json::Map<_, _> =
+        fixture.tensors().keys().map(|name| (name.clone(), json!("model.safetensors"))).collect();
+    dir.put_json("model.safetensors.index.json", &json!({"weight_map": map}));
+    assert!(dir.open().unwrap().warnings.is_empty());
 }
 
 #[test]
@@ -59,6 +124,11 @@ fn eos_comes_from_generation_config_then_config_then_tokenizer() {
         (generation.temperature, generation.top_k, generation.top_p, generation.min_p),
         (Some(0.6), Some(20), Some(0.95), None)
     );
+    // All, as in requests.
+    dir.put_json("generation_config.json", &json!({"top_k": -1}));
+    assert_eq!(dir.open().unwrap().generation.top_k, Some(0));
+    dir.put_json("generation_config.json", &json!({"top_k": -2}));
+    dir.error("top_k");
 }
 
 #[test]

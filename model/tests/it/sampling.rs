@@ -1,7 +1,7 @@
 //! Properties of the sampler.
 
 use model::Sampling;
-use model::sampling::{UNIT_MASS, argmax, mass, mass_below, random};
+use model::sampling::{LEAST_TEMPERATURE, UNIT_MASS, argmax, mass, mass_below, random};
 use proptest::prelude::*;
 
 const FREE: Sampling = Sampling {
@@ -165,4 +165,23 @@ fn settings_out_of_range_are_refused() {
         assert!(s.check().unwrap_err().to_string().contains(name));
     }
     Sampling::default().check().unwrap();
+}
+
+/// Divided by such a temperature, several logits would be infinite, and each of them as likely as the largest.
+#[test]
+fn the_limit_of_small_temperatures_is_greedy() {
+    let logits = [1.0, 40.0, 3.0, 39.5, -2.0, 40.5, 12.0];
+    for temperature in [0.0, f32::from_bits(1), 1e-45, 1e-38, f32::MIN_POSITIVE, 1e-36, 9e-31, LEAST_TEMPERATURE, 1e-20]
+    {
+        for seed in 0..64 {
+            let s = Sampling { temperature, seed, ..FREE };
+            s.check().unwrap();
+            assert_eq!(s.sample(&logits, &[], &[]), 5, "at {temperature:e}");
+        }
+    }
+    // Greedy is settled by the temperature alone, and so are ties: the first wins.
+    let tied = Sampling { temperature: 1e-38, seed: 3, ..FREE };
+    assert!(tied.is_greedy() && tied.takes_best());
+    assert_eq!(tied.sample(&[1.0, 5.0, 5.0, 5.0], &[], &[]), 1);
+    assert!(!Sampling { temperature: LEAST_TEMPERATURE, ..FREE }.is_greedy());
 }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use anyhow::anyhow;
+use host::Finish;
 use host::batch::{Batch, Done, Job, Metrics, Queue};
 
 use super::Event;
@@ -108,7 +109,7 @@ impl Worker {
 
     fn submit(&mut self, work: Work) {
         let Work { number, name, wanted: Wanted { request, logprobs, form } } = work;
-        let seed = (request.sampling.temperature > 0.0).then_some(request.sampling.seed);
+        let seed = (!request.sampling.is_greedy()).then_some(request.sampling.seed);
         match self.batch.submit(Job { id: number, request, logprobs }) {
             Ok(()) => {
                 self.asked.insert(number, Asked { name, form, seed });
@@ -123,7 +124,13 @@ impl Worker {
     /// False if nobody wants to know.
     fn answer(&mut self, done: Done) -> bool {
         let Some(Asked { name, form, seed }) = self.asked.remove(&done.id) else { return true };
-        let line = self.writer.answer(&name, form, &done.answer, seed);
-        self.events.send(Event::Answered(done.id, line)).is_ok()
+        let event = match done.answer {
+            Ok(answer) => {
+                let line = self.writer.answer(&name, &form, &answer, seed);
+                Event::Answered(done.id, line, answer.finish == Finish::Length)
+            }
+            Err(error) => Event::Refused(done.id, result::refusal(&name, &error.into())),
+        };
+        self.events.send(event).is_ok()
     }
 }

@@ -6,7 +6,7 @@ mod line;
 
 use std::io::IsTerminal;
 
-use host::{Engine, Finish};
+use host::{Engine, Finish, encode_prompt};
 use model::chat::{Answer as Parts, ChatTemplate};
 use model::{Message, Role};
 
@@ -33,6 +33,7 @@ enum Turn {
 /// Whatever is wrong with the model or the device; a closed pipe; unless a person is typing, also a turn that is refused.
 pub fn run(command: Chat) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
+    let _opening = command.load.device.open_ahead();
     let checkpoint = loading::open(&command.source, false, command.report)?;
     chat_template(&checkpoint, &command.source)?;
     let engine = loading::load(checkpoint, command.load, command.report)?;
@@ -119,7 +120,10 @@ impl Conversation {
         let checkpoint = engine.checkpoint();
         let template: &ChatTemplate = chat_template(checkpoint, &command.source)?;
         let prompt = template.render(messages, *think, true)?;
-        let request = command.answer.request(checkpoint.tokenizer.encode(&prompt)?, &checkpoint.generation);
+        let most = checkpoint.config.max_position_embeddings;
+        let tokens = encode_prompt(&checkpoint.tokenizer, &prompt, engine.context(), most)
+            .map_err(|error| in_conversation(error.into(), typed))?;
+        let request = command.answer.request(tokens, &checkpoint.generation);
         let shown = if report.json { Shown::Nothing } else { Shown::Answer { prompt: &prompt } };
         let generation = answer(engine, &request, shown, report).map_err(|error| in_conversation(error, typed))?;
         let parts = Parts::new(&prompt, &generation.text, false);
@@ -145,8 +149,8 @@ impl Conversation {
         }
         let turn = if generation.finish == Finish::Interrupted { Turn::Stopped } else { Turn::Answered };
         let said = !generation.tokens.is_empty();
-        // Templates leave the thoughts of earlier turns out.
-        messages.push(Message::new(Role::Assistant, parts.content));
+        let reasoning_content = parts.reasoning_content;
+        messages.push(Message { reasoning_content, ..Message::new(Role::Assistant, parts.content) });
         Ok((turn, said))
     }
 }
@@ -162,28 +166,29 @@ fn help() {
 /// What a turn that has no room is told: what to do in a conversation, rather than with a prompt.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the conversation has {tokens} tokens with this turn, and the context holds {context}, one of them for the answer; \
+    "the conversation has {tokens} tokens {or_more}with this turn, and the context holds {context}, one of them for the answer; \
      /clear starts over, and {mend}"
 )]
 struct NoRoom {
     tokens: usize,
+    or_more: &'static str,
     context: usize,
     mend: String,
 }
 
 /// A person can go on after a turn that does not fit, and is told how.
 fn in_conversation(error: anyhow::Error, typed: bool) -> anyhow::Error {
-    match error.downcast_ref() {
-        Some(&host::Error::PromptTooLong { prompt: tokens, context, most }) if typed => {
-            let mend = if context < most {
-                format!("warpdraft chat --context N has room for more (this model's most is {most})")
-            } else {
-                "a shorter turn may fit (the context is this model's longest)".to_owned()
-            };
-            NoRoom { tokens, context, mend }.into()
-        }
-        _ => error,
-    }
+    let (tokens, or_more, context, most) = match error.downcast_ref() {
+        Some(&host::Error::PromptTooLong { prompt, context, most }) if typed => (prompt, "", context, most),
+        Some(&host::Error::PromptFarTooLong { least, context, most }) if typed => (least, "or more ", context, most),
+        _ => return error,
+    };
+    let mend = if context < most {
+        format!("warpdraft chat --context N has room for more (this model's most is {most})")
+    } else {
+        "a shorter turn may fit (the context is this model's longest)".to_owned()
+    };
+    NoRoom { tokens, or_more, context, mend }.into()
 }
 
 /// Whether only this turn is refused.

@@ -84,6 +84,12 @@ pub fn fresh(value: u32) -> u32 {
 }
 
 #[inline(always)]
+pub fn keep_rolled() {
+    // SAFETY: no instruction.
+    unsafe { asm!(".pragma \"nounroll\";", options(nostack)) }
+}
+
+#[inline(always)]
 pub fn global_timer() -> u64 {
     let time: u64;
     // SAFETY: reads a special register. Not pure: it differs each time.

@@ -2,20 +2,16 @@
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::logprobs::{self, Note, NoteLogits, Wanted};
+use gpu_kernels::sample::Split;
 
 use crate::Error;
 use crate::batch::Logprobs;
 use crate::device::{Buffer, Device, Mapped};
-
-/// Rows that are noted at a time, at most: each is copied.
-const AT_ONCE: usize = 64;
+use crate::sampler::Sampler;
 
 /// The notes of a step.
 pub struct Notes {
     device: Device,
-    /// `[at once, vocab]`.
-    copies: Buffer<f32>,
-    at_once: usize,
     /// `[choices, Note::WORDS]`.
     notes: Mapped,
     vocab: usize,
@@ -35,54 +31,47 @@ pub struct Group {
 }
 
 impl Notes {
-    /// For steps of up to `choices` choices, most of them after `sequences` rows.
+    /// For steps of up to `choices` choices.
     ///
     /// # Errors
     /// Too little memory.
-    pub fn new(device: &Device, vocab: usize, sequences: usize, choices: usize) -> Result<Self, Error> {
-        let at_once = sequences.min(AT_ONCE);
-        Ok(Self {
-            device: device.clone(),
-            copies: device.zeroed(at_once * vocab)?,
-            at_once,
-            notes: device.mapped(choices * Note::WORDS)?,
-            vocab,
-        })
-    }
-
-    /// Rows that can be noted at a time.
-    pub fn at_once(&self) -> usize {
-        self.at_once
+    pub fn new(device: &Device, vocab: usize, choices: usize) -> Result<Self, Error> {
+        Ok(Self { device: device.clone(), notes: device.mapped(choices * Note::WORDS)?, vocab })
     }
 
     fn params(&self, logits: &Buffer<f32>, group: Group) -> NoteLogits {
         NoteLogits {
             logits: logits.ptr(),
             wanted: group.wanted,
-            copies: self.copies.ptr_mut(),
             sampled: group.sampled.read(),
             // SAFETY: there is a note for each choice of a step.
             notes: unsafe { self.notes.ptr_mut().at(group.first * Note::WORDS) },
+            split: Split::default(),
             vocab: self.vocab as u32,
             noted: group.noted as u32,
         }
     }
 
-    /// Enqueues the notes of rows of `logits`, before the choices after them.
+    /// Enqueues the notes of rows of `logits`.
     ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue(&self, logits: &Buffer<f32>, group: Group) -> Result<(), Error> {
-        let params = self.params(logits, group);
-        // SAFETY: buffers of self and of the caller's, of the sizes that the parameter block states, for no more rows than are noted at a time.
-        unsafe { self.device.launch::<logprobs::note_logits>(params.noted, NoteLogits::SHARED_BYTES, params) }
+    pub fn enqueue(&self, sampler: &Sampler, logits: &Buffer<f32>, group: Group) -> Result<(), Error> {
+        if group.noted == 0 {
+            return Ok(());
+        }
+        // SAFETY: buffers of self and of the caller's, of the sizes that the parameter block states.
+        unsafe { sampler.enqueue_notes(self.params(logits, group)) }
     }
 
-    /// Enqueues what their choices add, after these and before other rows are noted.
+    /// Enqueues what the choices after these rows add, once they are made.
     ///
     /// # Errors
     /// A refused launch.
     pub fn enqueue_chosen(&self, logits: &Buffer<f32>, group: Group) -> Result<(), Error> {
+        if group.noted == 0 {
+            return Ok(());
+        }
         // SAFETY: as above.
         unsafe { self.device.launch::<logprobs::note_chosen>(1, 0, self.params(logits, group)) }
     }

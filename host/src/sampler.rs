@@ -1,0 +1,89 @@
+//! Launches of the kernels that work on rows of logits: the sampler, and what log-probabilities are made of.
+
+use gpu_kernels::logprobs::{self, NoteLogits};
+use gpu_kernels::sample::{self, CTAS_PER_SM, MOST_VOCAB, SCRATCH_WORDS, SHARED_BYTES, Sample, SampleEach, Split};
+use model::Config;
+
+use crate::Error;
+use crate::device::{Buffer, Device};
+
+/// How the rows of a device's logits are split over its CTAs, with the memory where those of a row meet.
+pub struct Sampler {
+    device: Device,
+    /// `[resident, SCRATCH_WORDS]`.
+    scratch: Buffer<u64>,
+    /// CTAs that run at once.
+    resident: u32,
+    vocab: u32,
+}
+
+impl Sampler {
+    /// For the logits of a model of this shape; one for each queue of launches.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], too little memory, or a driver error.
+    pub fn new(device: &Device, config: &Config) -> Result<Self, Error> {
+        let vocab = config.vocab_size as u32;
+        if vocab > MOST_VOCAB {
+            return Err(Error::Unsupported {
+                what: "a vocabulary of at most 262,144 tokens",
+                found: config.vocab_size,
+            });
+        }
+        let resident = CTAS_PER_SM * device.multiprocessors();
+        let scratch = device.zeroed(resident as usize * SCRATCH_WORDS)?;
+        Ok(Self { device: device.clone(), scratch, resident, vocab })
+    }
+
+    /// The CTAs of a launch over up to `rows` rows, and how these are split.
+    fn split(&self, rows: u32) -> (u32, Split) {
+        let splits = sample::splits(rows, self.resident, self.vocab);
+        let teams = rows.min(self.resident / splits);
+        (teams * splits, Split { scratch: self.scratch.ptr_mut(), splits })
+    }
+
+    /// Enqueues [`sample`](sample::sample) over up to `rows` rows; `params` hold all but how these are split.
+    ///
+    /// # Safety
+    /// The addresses in `params` are as its documentation says.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there are more rows than CTAs run at once: a bug of the caller.
+    pub unsafe fn enqueue(&self, rows: u32, params: Sample) -> Result<(), Error> {
+        assert!(rows <= self.resident, "{rows} rows of one sequence");
+        let (grid, split) = self.split(rows);
+        // SAFETY: the caller's word; scratch for every team, that no other launch of this queue uses meanwhile.
+        unsafe { self.device.launch_cooperative::<sample::sample>(grid, SHARED_BYTES, Sample { split, ..params }) }
+    }
+
+    /// Enqueues [`sample_each`](sample::sample_each), likewise.
+    ///
+    /// # Safety
+    /// As for [`enqueue`](Self::enqueue).
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub unsafe fn enqueue_each(&self, params: SampleEach) -> Result<(), Error> {
+        let (grid, split) = self.split(params.count);
+        let params = SampleEach { split, ..params };
+        // SAFETY: as above.
+        unsafe { self.device.launch_cooperative::<sample::sample_each>(grid, SHARED_BYTES, params) }
+    }
+
+    /// Enqueues [`note_logits`](logprobs::note_logits), likewise.
+    ///
+    /// # Safety
+    /// As for [`enqueue`](Self::enqueue).
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub unsafe fn enqueue_notes(&self, params: NoteLogits) -> Result<(), Error> {
+        let (grid, split) = self.split(params.noted);
+        let params = NoteLogits { split, ..params };
+        // SAFETY: as above.
+        unsafe { self.device.launch_cooperative::<logprobs::note_logits>(grid, SHARED_BYTES, params) }
+    }
+}

@@ -1,0 +1,212 @@
+//! What `config.json` says about the rotary position embedding, read as transformers 5 reads it.
+//!
+//! There are three places: `rope_parameters` (transformers 5), `rope_scaling` (transformers 4), and fields of the config itself.
+//! `rope_scaling` goes before `rope_parameters`, and what either says goes before the config's own fields. Where transformers drops
+//! something with a warning, or computes from one of two values that differ, the config is refused: nothing runs that is
+//! not understood.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::Error;
+use crate::rope::Yarn;
+
+/// The base of the rotation and its scaling.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Rope {
+    pub(super) theta: f64,
+    pub(super) yarn: Option<Yarn>,
+}
+
+/// Most positions that scaling may lead to.
+const MOST_POSITIONS: f64 = (1 << 24) as f64;
+/// The base of a config that names none, as in transformers; every published Qwen3 names 1,000,000.
+const DEFAULT_THETA: f64 = 10_000.0;
+const SCALING: &str = "rope_scaling";
+const PARAMETERS: &str = "rope_parameters";
+const ORIGINAL: &str = "original_max_position_embeddings";
+/// What every kind of rotation may say.
+const COMMON: [&str; 4] = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
+/// What YaRN may say besides.
+const YARN: [&str; 8] =
+    ["factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"];
+
+/// Reads the rotation of `config`, the fields of a `config.json`, whose models were made for `positions` tokens.
+pub(super) fn read(config: &Map<String, Value>, positions: usize, path: &Path) -> Result<Rope, Error> {
+    let fields = Fields { config, positions, path };
+    fields.check_partial("partial_rotary_factor", config)?;
+    // transformers takes an empty object for none.
+    let given = |name| config.get(name).filter(|value| !value.is_null() && *value != &Value::Object(Map::new()));
+    let scaling = given(SCALING).map(|value| fields.section(SCALING, value)).transpose()?;
+    let parameters = given(PARAMETERS).map(|value| fields.section(PARAMETERS, value)).transpose()?;
+    match (scaling, parameters) {
+        (None, None) => Ok(Rope { theta: fields.theta()?.unwrap_or(DEFAULT_THETA), yarn: None }),
+        (Some(rope), None) | (None, Some(rope)) => Ok(rope),
+        // Where the two agree, or `rope_scaling` adds to the plain rotation of `rope_parameters`, it is plain what is meant.
+        (Some(scaling), Some(parameters)) => {
+            if scaling == parameters || (scaling.theta == parameters.theta && parameters.yarn.is_none()) {
+                return Ok(scaling);
+            }
+            const MEND: &str = "rope_parameters beside it says something else; keep the one that the model was trained with, \
+                                with its rope_theta";
+            Err(fields.unsupported(SCALING, &config[SCALING], MEND))
+        }
+    }
+}
+
+/// The config's fields, and what its errors need.
+struct Fields<'a> {
+    config: &'a Map<String, Value>,
+    positions: usize,
+    path: &'a Path,
+}
+
+impl Fields<'_> {
+    /// The config's own `rope_theta`, if it has one.
+    fn theta(&self) -> Result<Option<f64>, Error> {
+        self.theta_in(self.config)
+    }
+
+    fn theta_in(&self, object: &Map<String, Value>) -> Result<Option<f64>, Error> {
+        let Some(theta) = object.get("rope_theta") else { return Ok(None) };
+        match theta.as_f64() {
+            Some(theta) => Ok(Some(theta)),
+            None => Err(self.invalid("rope_theta", theta, "it must be a number")),
+        }
+    }
+
+    /// What the object under `field` says.
+    fn section(&self, field: &'static str, value: &Value) -> Result<Rope, Error> {
+        let Some(object) = value.as_object() else {
+            return Err(self.invalid(field, value, "it must be an object"));
+        };
+        let kind = self.kind(field, value, object)?;
+        let known = |key: &str| COMMON.contains(&key) || (kind == "yarn" && YARN.contains(&key));
+        if object.values().any(Value::is_object) {
+            const MEND: &str = "transformers does not run Qwen3 with a rotation for each type of layer either; use a \
+                                checkpoint that says one for all layers";
+            return Err(self.unsupported(field, value, MEND));
+        }
+        if object.iter().any(|(key, value)| !value.is_null() && !known(key)) {
+            const MEND: &str = "it holds a setting that is none of a plain or YaRN-scaled rotation's; use a checkpoint that \
+                                transformers reads without a warning";
+            return Err(self.unsupported(field, value, MEND));
+        }
+        self.check_partial(field, object)?;
+        let theta = match self.theta_in(object)? {
+            Some(theta) => theta,
+            None => self.theta()?.unwrap_or(DEFAULT_THETA),
+        };
+        let yarn = if kind == "yarn" { Some(self.yarn(field, value)?) } else { None };
+        Ok(Rope { theta, yarn })
+    }
+
+    /// The type of a rotation: `default` or `yarn`.
+    fn kind<'v>(&self, field: &'static str, value: &Value, object: &'v Map<String, Value>) -> Result<&'v str, Error> {
+        let named = |key: &str| object.get(key).filter(|kind| !kind.is_null());
+        let kind = match (named("rope_type"), named("type")) {
+            (Some(kind), Some(old)) if kind != old => {
+                return Err(self.unsupported(field, value, "its rope_type and its type differ; keep the right one"));
+            }
+            (Some(kind), _) | (None, Some(kind)) => kind.as_str(),
+            (None, None) => Some("default"),
+        };
+        match kind {
+            Some(kind @ ("default" | "yarn")) => Ok(kind),
+            _ => Err(self.unsupported(
+                field,
+                value,
+                "of scaled rotary embeddings YaRN alone is implemented, and without its scaling the model would be another; \
+                 use a checkpoint with a plain or YaRN-scaled one",
+            )),
+        }
+    }
+
+    /// Only whole heads are turned.
+    fn check_partial(&self, field: &'static str, object: &Map<String, Value>) -> Result<(), Error> {
+        match object.get("partial_rotary_factor").filter(|part| !part.is_null()) {
+            Some(part) if part.as_f64() != Some(1.0) => {
+                Err(self.unsupported(field, part, "Qwen3 turns all of a head; use a checkpoint that does"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn yarn(&self, field: &'static str, scaling: &Value) -> Result<Yarn, Error> {
+        let number = |name: &str| self.positive(scaling.get(name), field, scaling);
+        let original = self.original(field, scaling)?;
+        // Without the key, transformers stops; null is what the positions make of it.
+        let factor = match (number("factor")?, scaling.get("factor")) {
+            (Some(factor), _) => factor,
+            (None, Some(_)) => self.positions as f64 / original,
+            (None, None) => return Err(self.invalid(field, scaling, "it lacks YaRN's `factor`")),
+        };
+        let (fast, slow) = (number("beta_fast")?.unwrap_or(32.0), number("beta_slow")?.unwrap_or(1.0));
+        if factor < 1.0 || original < 1.0 || factor * original > MOST_POSITIONS {
+            const REASON: &str =
+                "its `factor` must be 1 or more, and what it makes of the positions of a sensible size";
+            return Err(self.invalid(field, scaling, REASON));
+        }
+        if fast < slow {
+            return Err(self.invalid(field, scaling, "its `beta_fast` must not be below its `beta_slow`"));
+        }
+        let ratio = number("mscale")?.zip(number("mscale_all_dim")?);
+        let length =
+            ratio.map_or(Yarn::length(factor, 1.0), |(a, b)| Yarn::length(factor, a) / Yarn::length(factor, b));
+        let truncate = match scaling.get("truncate") {
+            None => true,
+            Some(Value::Bool(truncate)) => *truncate,
+            Some(_) => return Err(self.invalid(field, scaling, "its `truncate` must be true or false")),
+        };
+        Ok(Yarn {
+            factor,
+            original_positions: original as usize,
+            beta_fast: fast,
+            beta_slow: slow,
+            attention_factor: number("attention_factor")?.unwrap_or(length),
+            truncate,
+        })
+    }
+
+    /// Tokens of the longest text of training: in the scaling or in the config itself, else the model's positions.
+    fn original(&self, field: &'static str, scaling: &Value) -> Result<f64, Error> {
+        let inner = self.positive(scaling.get(ORIGINAL), field, scaling)?;
+        let outer_value = self.config.get(ORIGINAL);
+        let outer = self.positive(outer_value, ORIGINAL, outer_value.unwrap_or(&Value::Null))?;
+        let original = match (inner, outer) {
+            (Some(inner), Some(outer)) if inner != outer => {
+                return Err(self.unsupported(
+                    field,
+                    scaling,
+                    "the config's own original_max_position_embeddings differs from its; keep the right one",
+                ));
+            }
+            (Some(original), _) | (None, Some(original)) => original,
+            (None, None) => self.positions as f64,
+        };
+        if original.fract() == 0.0 {
+            return Ok(original);
+        }
+        Err(self.invalid(field, scaling, "its `original_max_position_embeddings` must be a whole number"))
+    }
+
+    /// A number of `object` (the value of `field`) that is above 0, if it is there.
+    fn positive(&self, number: Option<&Value>, field: &'static str, object: &Value) -> Result<Option<f64>, Error> {
+        match number.filter(|value| !value.is_null()) {
+            None => Ok(None),
+            Some(value) => match value.as_f64().filter(|n| n.is_finite() && *n > 0.0) {
+                Some(number) => Ok(Some(number)),
+                None => Err(self.invalid(field, object, "its numbers must be above 0")),
+            },
+        }
+    }
+
+    fn invalid(&self, field: &'static str, value: &Value, reason: &'static str) -> Error {
+        Error::InvalidSetting { path: self.path.to_owned(), field, value: super::brief(value), reason }
+    }
+
+    fn unsupported(&self, field: &'static str, value: &Value, mend: &'static str) -> Error {
+        Error::UnsupportedSetting { path: self.path.to_owned(), field, value: super::brief(value), mend }
+    }
+}
