@@ -5,7 +5,10 @@ set -euo pipefail
 binary=$(realpath "${1:?usage: scripts/dist.sh BINARY}")
 cd "$(dirname "$0")/.."
 for tool in strip readelf dpkg-deb python3; do
-    command -v $tool >/dev/null || { echo "$tool is needed to make packages (apt-get install binutils dpkg python3)" >&2; exit 1; }
+    command -v $tool >/dev/null || {
+        echo "$tool is needed to make packages (apt-get install binutils dpkg python3)" >&2
+        exit 1
+    }
 done
 version=$("$binary" --version | cut -d' ' -f2)
 machine=$(uname -m)

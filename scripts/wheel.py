@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes a wheel whose installation puts the binary on the PATH.
 
-Usage: scripts/wheel.py STAGE VERSION PLATFORM FOLDER. STAGE holds what scripts/dist.sh has laid out, PLATFORM is the tag for
-which the binary's C library is old enough.
+Usage: scripts/wheel.py STAGE VERSION PLATFORM FOLDER. STAGE holds what scripts/dist.sh has laid out, PLATFORM is the tag
+for which the binary's C library is old enough.
 """
 
 import base64

@@ -31,3 +31,24 @@ fn message(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("no reason given")
 }
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{catch_unwind, set_hook, take_hook};
+    use std::sync::Mutex;
+
+    use super::sentence;
+
+    #[test]
+    fn a_defect_is_one_sentence_that_asks_for_a_report() {
+        static SAID: Mutex<String> = Mutex::new(String::new());
+        let before = take_hook();
+        set_hook(Box::new(|panic| *SAID.lock().unwrap() = sentence(panic)));
+        let caught = catch_unwind(|| panic!("no such {}\nand more", "page"));
+        set_hook(before);
+        assert!(caught.is_err());
+        let said = SAID.lock().unwrap();
+        assert!(said.contains("(no such page)") && said.contains("please report it"), "{said}");
+        assert!(!said.contains("panicked at") && !said.contains('\n') && !said.contains("and more"), "{said}");
+    }
+}

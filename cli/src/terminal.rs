@@ -59,9 +59,9 @@ mod keys {
     const MARK_PASTES: &str = "\x1b[?2004h";
     const MARK_NO_PASTES: &str = "\x1b[?2004l";
 
-    /// While it lives, keys that are pressed while nobody reads them wait for the next prompt, unseen and whole: the terminal neither echoes
-    /// them into an answer nor cuts a line that is longer than its own buffer, and marks pasted text. Ctrl-C still
-    /// interrupts.
+    /// While it lives, keys that are pressed while nobody reads them wait for the next prompt, unseen and whole: the
+    /// terminal neither echoes them into an answer nor cuts a line that is longer than its own buffer, and marks pasted
+    /// text. Ctrl-C still interrupts.
     #[derive(Debug)]
     pub struct Keys(());
 

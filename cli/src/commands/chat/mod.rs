@@ -30,7 +30,7 @@ enum Turn {
 /// Runs the command.
 ///
 /// # Errors
-/// Whatever is wrong with the model or the device; a closed pipe; unless a person is typing, also a turn that is refused.
+/// Whatever is wrong with the model or the device; a closed pipe; unless a person is typing, also a refused turn.
 pub fn run(command: Chat) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
     let _opening = command.load.device.open_ahead();
