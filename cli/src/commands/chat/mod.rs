@@ -36,8 +36,9 @@ pub fn run(command: Chat) -> anyhow::Result<Ending> {
     let _opening = command.load.device.open_ahead();
     let checkpoint = loading::open(&command.source, false, command.report)?;
     chat_template(&checkpoint, &command.source)?;
-    let engine = loading::load(checkpoint, command.load, command.report)?;
+    // Before the wait: what is typed meanwhile is the first turn.
     let input = Input::new(&command);
+    let engine = loading::load(checkpoint, command.load, command.report)?;
     if input.is_typed() && command.report.is_told() {
         note(&format!("{} on {}; /help lists commands and keys, Ctrl-D leaves", command.source, engine.device()));
     }
