@@ -1,5 +1,5 @@
 # Everything a person or CI runs. Each target installs what it needs.
-.PHONY: demo test lint ptx-toolchain gpu-check clean
+.PHONY: demo test lint ptx-toolchain gpu-check dist check-dist clean
 
 CARGO ?= cargo
 # ptxas, from NVIDIA's wheel: it assembles what rustc wrote, and says whether registers were spilled.
@@ -15,7 +15,7 @@ DEMO_BUILD := --no-default-features --features bundled-demo \
 # `cargo build --release --package warpdraft` makes the whole of it.
 demo: ptx-toolchain
 	@$(CARGO) build --release --package warpdraft $(DEMO_BUILD)
-	@target/release/warpdraft generate --model demo --max-tokens 160 --temperature 0 "$$(cat model/demo/prompt.txt)"
+	@target/release/warpdraft generate --model demo --echo --max-tokens 86 --temperature 0 --file model/demo/prompt.txt
 
 # All tests, formatting and lints.
 test: ptx-toolchain $(PTXAS)
@@ -35,6 +35,17 @@ ptx-toolchain:
 $(PTXAS):
 	scripts/ptxas.sh $(PTXAS_VENV)
 	touch host/build.rs
+
+# Packages for machines without a compiler, in dist/: a tarball, a .deb and a wheel; each is installed and run in a clean place.
+# Machine code for Hopper is in them, since ptxas is there.
+dist: ptx-toolchain $(PTXAS)
+	$(CARGO) build --release --package warpdraft
+	scripts/dist.sh $${CARGO_TARGET_DIR:-target}/release/warpdraft
+	scripts/check-dist.sh
+
+# Installs and runs the packages again.
+check-dist:
+	scripts/check-dist.sh
 
 # Builds and packs what to run on a machine with a GPU, into dist/.
 gpu-check: ptx-toolchain

@@ -25,7 +25,7 @@ pub enum Command {
     /// Continue a prompt, or answer it with --chat
     #[command(after_help = GENERATE_EXAMPLES)]
     Generate(GenerateArgs),
-    /// Hold a conversation, a line a turn
+    /// Hold a conversation
     #[command(after_help = CHAT_EXAMPLES)]
     Chat(ChatArgs),
     /// Show what a checkpoint holds and what it needs
@@ -40,6 +40,9 @@ pub enum Command {
     /// Print a completion script for a shell
     #[command(after_help = COMPLETIONS_EXAMPLES)]
     Completions(CompletionsArgs),
+    /// Write the manual pages, for packages
+    #[command(hide = true)]
+    Manual(ManualArgs),
 }
 
 const EXAMPLES: &str = "\
@@ -51,12 +54,12 @@ Examples:
 
 const GENERATE_EXAMPLES: &str = "\
 Examples:
-  warpdraft generate \"impl Iterator for Fibonacci {\" --temperature 0
+  warpdraft generate --echo --temperature 0 \"impl fmt::Display for Point {\"
   warpdraft generate --model Qwen/Qwen3-8B --chat --no-think \"Name three rivers.\"
   warpdraft generate --file essay.txt --max-tokens 1000 > continued.txt
   git diff | warpdraft generate --chat --system \"Write a commit message.\" --model Qwen/Qwen3-8B
-  warpdraft generate --json --seed 7 \"fn main() {\" | jq .statistics
-  warpdraft generate \"fn main() {\" --profile profile.json   where the time went, for ui.perfetto.dev
+  warpdraft generate --json --seed 7 \"impl Drop for Guard {\" | jq .statistics
+  warpdraft generate --file essay.txt --profile profile.json   where the time went, for ui.perfetto.dev
 
 Standard output gets the generated text and nothing else; the summary goes to standard error.";
 
@@ -66,8 +69,9 @@ Examples:
   warpdraft chat --model Qwen/Qwen3-0.6B --system \"Answer in one sentence.\" --no-think
   printf 'My name is Ada.\\nWhat is my name?\\n' | warpdraft chat --model Qwen/Qwen3-8B --quiet
 
-Lines that are commands: /reset forgets the conversation, /quit (or the end of the input) leaves.
-Ctrl-C stops the answer; at the prompt it leaves.";
+Keys are those of a shell: arrows, Ctrl-R to search what was typed before, Ctrl-A, Ctrl-E and so on. Alt-Enter begins a new
+line, and pasted lines are one turn. Ctrl-C stops an answer; at the prompt it clears the line, and twice it leaves, as Ctrl-D does.
+Lines that are commands: /help, /clear, /think, /no-think, /quit; Tab completes them.";
 
 const INSPECT_EXAMPLES: &str = "\
 Examples:
@@ -78,9 +82,11 @@ Examples:
 
 const COMPLETIONS_EXAMPLES: &str = "\
 Examples:
-  warpdraft completions bash > ~/.local/share/bash-completion/completions/warpdraft
-  warpdraft completions zsh > ~/.zfunc/_warpdraft
-  warpdraft completions fish > ~/.config/fish/completions/warpdraft.fish";
+  d=~/.local/share/bash-completion/completions; mkdir -p $d && warpdraft completions bash > $d/warpdraft
+  d=~/.zfunc; mkdir -p $d && warpdraft completions zsh > $d/_warpdraft
+  d=~/.config/fish/completions; mkdir -p $d && warpdraft completions fish > $d/warpdraft.fish
+
+zsh reads ~/.zfunc if ~/.zshrc has these lines: fpath+=~/.zfunc; autoload -Uz compinit && compinit";
 
 /// Arguments of `generate`.
 #[derive(Debug, clap::Args)]
@@ -105,6 +111,9 @@ pub struct GenerateArgs {
     pub no_think: bool,
     #[command(flatten)]
     pub run: RunArgs,
+    /// Print the prompt before its continuation
+    #[arg(long, conflicts_with_all = ["chat", "json"], help_heading = "Output")]
+    pub echo: bool,
     /// Write where the time went, for ui.perfetto.dev or chrome://tracing (steps are then waited for one by one)
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Output")]
     pub profile: Option<PathBuf>,
@@ -122,9 +131,15 @@ pub struct ChatArgs {
     /// Have the model answer without thinking first
     #[arg(long, overrides_with = "think")]
     pub no_think: bool,
+    /// Keep nothing of what is typed for later conversations
+    #[arg(long)]
+    pub no_history: bool,
     #[command(flatten)]
     pub run: RunArgs,
 }
+
+/// What `inspect` looks at.
+const INSPECTION: &str = "Inspection";
 
 /// Arguments of `inspect`.
 #[derive(Debug, clap::Args)]
@@ -135,19 +150,19 @@ pub struct InspectArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// Tokens of context to reckon memory for [default: 8192, or the model's most]
-    #[arg(long, value_name = "N", value_parser = context, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_parser = context, allow_negative_numbers = true, help_heading = INSPECTION)]
     pub context: Option<usize>,
     /// List every tensor
-    #[arg(long)]
+    #[arg(long, help_heading = INSPECTION)]
     pub tensors: bool,
     /// Read every weight, to find NaN and infinity
-    #[arg(long)]
+    #[arg(long, help_heading = INSPECTION)]
     pub check: bool,
     /// No progress
-    #[arg(long, short)]
+    #[arg(long, short, help_heading = "Output")]
     pub quiet: bool,
     /// Print one JSON object
-    #[arg(long)]
+    #[arg(long, help_heading = "Output")]
     pub json: bool,
 }
 
@@ -156,6 +171,14 @@ pub struct InspectArgs {
 pub struct CompletionsArgs {
     /// The shell
     pub shell: Shell,
+}
+
+/// Arguments of `manual`.
+#[derive(Debug, clap::Args)]
+pub struct ManualArgs {
+    /// The folder that gets a page for each command
+    #[arg(value_name = "FOLDER", value_hint = ValueHint::DirPath)]
+    pub folder: PathBuf,
 }
 
 /// What every command that generates text takes.
@@ -175,6 +198,7 @@ pub struct RunArgs {
 
 /// Which model.
 #[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Model")]
 pub struct ModelArgs {
     /// A checkpoint's directory, a hub id such as Qwen/Qwen3-8B, or `demo`
     #[arg(long, short, value_name = "MODEL", default_value = "demo", env = "WARPDRAFT_MODEL", value_hint = ValueHint::DirPath)]

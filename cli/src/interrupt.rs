@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use anyhow::Context;
 
 use crate::output::note;
+use crate::terminal;
 
 /// What a signal does: leaves, or is remembered.
 static STATE: AtomicU8 = AtomicU8::new(LEAVES);
@@ -24,6 +25,7 @@ const ASKED: u8 = 2;
 pub fn install() -> anyhow::Result<()> {
     ctrlc::set_handler(|| {
         if STATE.compare_exchange(ASKS, ASKED, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+            terminal::restore();
             if std::io::stderr().is_terminal() {
                 // The cursor may stand behind a prompt, a bar or half a line of text.
                 note("");

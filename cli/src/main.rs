@@ -8,9 +8,11 @@ mod commands;
 mod interrupt;
 mod loading;
 mod output;
+mod panics;
 mod profile;
 mod progress;
 mod resolve;
+mod terminal;
 
 use std::process::ExitCode;
 
@@ -35,6 +37,7 @@ const INTERRUPTED: u8 = 130;
 const CLOSED_PIPE: u8 = 141;
 
 fn main() -> ExitCode {
+    panics::report();
     // A variable that is empty is not set. To the parser it would be a value.
     for name in ["WARPDRAFT_MODEL", "WARPDRAFT_DEVICE"] {
         if std::env::var_os(name).is_some_and(|value| value.is_empty()) {
@@ -62,6 +65,7 @@ fn run(args: Args) -> anyhow::Result<Ending> {
         Command::Batch(args) => commands::batch::run(resolve::batch::batch(*args)?),
         Command::Bench(args) => commands::bench::run(resolve::bench::bench(args)?),
         Command::Completions(args) => commands::completions::run(args.shell),
+        Command::Manual(args) => commands::completions::manual(&args.folder),
     }
 }
 

@@ -4,10 +4,11 @@ use std::io::{ErrorKind, IsTerminal, Write};
 
 use anyhow::Context;
 use host::{Finish, Generation, Statistics};
-use model::Sampling;
+use model::chat::{Answer as Parts, Piece, Splitter};
 use serde::Serialize;
 
 use crate::resolve::Report;
+use crate::terminal;
 
 /// Standard output was closed by whoever read it. The program ends quietly, as programs in a pipe do.
 #[derive(Debug, thiserror::Error)]
@@ -20,6 +21,18 @@ pub struct ClosedPipe;
 /// [`ClosedPipe`], or whatever else the system says, such as a full disk.
 pub fn print(text: &str) -> anyhow::Result<()> {
     print_bytes(text.as_bytes())
+}
+
+/// As [`print`]; dimmed at a terminal that can be styled.
+///
+/// # Errors
+/// As [`print`].
+pub fn print_dimmed(text: &str) -> anyhow::Result<()> {
+    if terminal::is_styled(&std::io::stdout()) {
+        print(&format!("{}{text}{}", terminal::dim(true), terminal::dim(false)))
+    } else {
+        print(text)
+    }
 }
 
 /// Prints `bytes` on standard output now.
@@ -44,12 +57,82 @@ pub fn print_json(value: &impl Serialize, pretty: bool) -> anyhow::Result<()> {
     print(&(json.context("cannot write JSON")? + "\n"))
 }
 
-/// Ends the line if a person is looking, who would otherwise find the shell's prompt behind the text. A file gets the text alone.
-///
-/// # Errors
-/// As [`print`].
-pub fn end_line(text: &str) -> anyhow::Result<()> {
-    if !text.ends_with('\n') && std::io::stdout().is_terminal() { print("\n") } else { Ok(()) }
+/// Prints an answer as it comes: every byte of it, or at a terminal that can be styled its thoughts dimmed rather than
+/// between tags.
+pub struct Printer {
+    /// Where thoughts are dimmed.
+    splitter: Option<Splitter>,
+    /// Whether a thought was printed last.
+    thinking: bool,
+    /// Whether the cursor is where a line begins.
+    line_begins: bool,
+}
+
+impl Printer {
+    /// For the answer to a chat template's `prompt`; none is a text to continue, in which nothing is a thought.
+    pub fn new(prompt: Option<&str>) -> Self {
+        let prompt = prompt.filter(|_| terminal::is_styled(&std::io::stdout()));
+        Self { splitter: prompt.map(|prompt| Splitter::new(prompt, false)), thinking: false, line_begins: true }
+    }
+
+    /// Prints what can be printed of the answer so far, which `text` continues.
+    ///
+    /// # Errors
+    /// As [`print`].
+    pub fn print(&mut self, text: &str) -> anyhow::Result<()> {
+        match &mut self.splitter {
+            None => self.put(text),
+            Some(splitter) => {
+                let styled = styled(splitter.push(text), &mut self.thinking);
+                self.put(&styled)
+            }
+        }
+    }
+
+    /// Prints the rest. Ends the line if a person is looking, who would otherwise find the next prompt behind the text; a
+    /// file gets the text alone.
+    ///
+    /// # Errors
+    /// As [`print`].
+    pub fn finish(mut self) -> anyhow::Result<()> {
+        if let Some(splitter) = self.splitter.take() {
+            let styled = styled(splitter.finish(), &mut self.thinking);
+            self.put(&styled)?;
+            // By itself, since it is no text.
+            print(terminal::dim(false))?;
+        }
+        if !self.line_begins && std::io::stdout().is_terminal() { print("\n") } else { Ok(()) }
+    }
+
+    fn put(&mut self, text: &str) -> anyhow::Result<()> {
+        if text.is_empty() {
+            return Ok(());
+        }
+        self.line_begins = text.ends_with('\n');
+        print(text)
+    }
+}
+
+/// `pieces` with thoughts dimmed, and a blank line behind them; `thinking` is whether the last piece was one.
+fn styled(pieces: Vec<Piece>, thinking: &mut bool) -> String {
+    let mut text = String::new();
+    for piece in pieces {
+        match piece {
+            Piece::Thought(thought) => {
+                text += terminal::dim(true);
+                text += &thought;
+                *thinking = true;
+            }
+            Piece::Content(said) => {
+                text += terminal::dim(false);
+                text += if std::mem::take(thinking) { "\n\n" } else { "" };
+                text += &said;
+            }
+            // Nobody has offered tools here.
+            Piece::ToolCall(_) => {}
+        }
+    }
+    text
 }
 
 /// Says `text` on standard error. If nobody listens there, nothing can be done about it.
@@ -76,16 +159,62 @@ pub struct Answer<'a> {
     pub model: String,
     /// What it ran on.
     pub device: String,
-    /// The settings.
-    pub sampling: Sampling,
+    /// What was asked for.
+    pub request: &'a host::Request,
+    /// Most tokens of prompt and answer together.
+    pub context: usize,
+    /// The most that the model allows of them.
+    pub most_context: usize,
     /// The answer.
     pub generation: &'a Generation,
+    /// Its parts, if a chat template made the prompt.
+    pub parts: Option<&'a Parts>,
+}
+
+/// A limit that cut an answer off.
+#[derive(Debug, Serialize)]
+struct CutOff {
+    by: &'static str,
+    limit: usize,
+    advice: String,
+}
+
+impl CutOff {
+    /// In a sentence's part.
+    fn text(&self) -> String {
+        let of = if self.by == "context" { " of context" } else { "" };
+        format!("cut off at {} tokens{of}: {}", self.limit, self.advice)
+    }
 }
 
 impl Answer<'_> {
     /// The seed, if it mattered.
     fn seed(&self) -> Option<u64> {
-        (!self.sampling.is_greedy()).then_some(self.sampling.seed)
+        let sampling = &self.request.sampling;
+        (!sampling.is_greedy()).then_some(sampling.seed)
+    }
+
+    /// What cut the answer off, and what to do about it.
+    fn cut_off(&self) -> Option<CutOff> {
+        if self.generation.finish != Finish::Length {
+            return None;
+        }
+        let unsaid = self.parts.is_some_and(|parts| parts.reasoning_content.is_some() && parts.content.is_empty());
+        let thought = if unsaid { "it is still the model's thought; " } else { "" };
+        let (by, limit, advice) = if self.generation.tokens.len() >= self.request.max_tokens {
+            ("max_tokens", self.request.max_tokens, "a larger --max-tokens lets it go on".to_owned())
+        } else if self.context < self.most_context {
+            let advice = format!("a larger --context has room for more (this model's most is {})", self.most_context);
+            ("context", self.context, advice)
+        } else {
+            (
+                "context",
+                self.context,
+                "the context is this model's longest; a shorter prompt leaves more room".to_owned(),
+            )
+        };
+        let think = if unsaid { ", and --no-think has it answer at once" } else { "" };
+        Some(CutOff { by, limit, advice: format!("{thought}{advice}{think}") })
     }
 
     /// The answer for machines.
@@ -93,15 +222,18 @@ impl Answer<'_> {
         let generation = self.generation;
         JsonAnswer {
             text: generation.text.clone(),
+            content: self.parts.map(|parts| parts.content.clone()),
+            reasoning_content: self.parts.and_then(|parts| parts.reasoning_content.clone()),
             tokens: generation.tokens.clone(),
             finish: match generation.finish {
                 Finish::Stop => "stop",
                 Finish::Length => "length",
                 Finish::Interrupted => "interrupted",
             },
+            cut_off: self.cut_off(),
             model: self.model.clone(),
             device: self.device.clone(),
-            temperature: self.sampling.temperature,
+            temperature: self.request.sampling.temperature,
             seed: self.seed(),
             statistics: JsonStatistics::from(&generation.statistics),
         }
@@ -116,9 +248,9 @@ impl Answer<'_> {
             n => format!(" ({n} of them cached)"),
         };
         let ended = match self.generation.finish {
-            Finish::Stop => "the model or a stop text ended it",
-            Finish::Length => "the token limit ended it",
-            Finish::Interrupted => "interrupted",
+            Finish::Stop => "the model or a stop text ended it".to_owned(),
+            Finish::Length => self.cut_off().map(|cut| cut.text()).unwrap_or_default(),
+            Finish::Interrupted => "interrupted".to_owned(),
         };
         note("");
         note(&format!("{} on {}{seed}", self.model, self.device));
@@ -147,16 +279,23 @@ impl Answer<'_> {
             return self.summarise(report);
         }
         let ended = match self.generation.finish {
-            Finish::Stop => "",
-            Finish::Length => "; the token limit ended it",
-            Finish::Interrupted => "; interrupted",
+            Finish::Stop => self.fullness().unwrap_or_default(),
+            Finish::Length => format!("; {}", self.cut_off().map(|cut| cut.text()).unwrap_or_default()),
+            Finish::Interrupted => "; interrupted".to_owned(),
         };
-        note(&format!(
+        note(&terminal::dimmed(&format!(
             "[{} tokens, {:.1} tokens/s, {:.2} a step{ended}]",
             statistics.tokens,
             statistics.decode_rate(),
             statistics.mean_accepted_length()
-        ));
+        )));
+    }
+
+    /// How full the context is, once that may matter to the next turn.
+    fn fullness(&self) -> Option<String> {
+        let statistics = &self.generation.statistics;
+        let percent = (statistics.prompt_tokens + statistics.tokens) * 100 / self.context;
+        (percent >= 75).then(|| format!("; the context is {percent} % full, /clear empties it"))
     }
 }
 
@@ -172,8 +311,13 @@ fn histogram(statistics: &Statistics) {
 #[derive(Serialize)]
 struct JsonAnswer {
     text: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<String>,
     tokens: Vec<u32>,
     finish: &'static str,
+    cut_off: Option<CutOff>,
     model: String,
     device: String,
     temperature: f32,

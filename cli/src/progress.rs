@@ -1,6 +1,8 @@
 //! Bars on standard error for what takes long before the first token: download, check, upload.
 
 use std::io::IsTerminal;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -51,6 +53,61 @@ impl Progress {
         }
         self.0.set_position(done as u64);
         self.0.set_message(what.to_owned());
+    }
+}
+
+/// A wait for a first token that shows itself only if it is long, so that quick answers do not flicker.
+pub struct Waiting {
+    bar: ProgressBar,
+    /// Ends the thread that shows the bar, and the thread.
+    shower: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
+}
+
+impl Waiting {
+    /// How long nothing is shown.
+    const PATIENCE: Duration = Duration::from_millis(400);
+
+    /// For `what`; `shown` says whether the user wants to see such things.
+    pub fn new(what: &str, shown: bool) -> Self {
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
+        bar.set_message(what.to_owned());
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}") {
+            bar.set_style(style);
+        }
+        let shower = (shown && Progress::is_seen()).then(|| {
+            let (end, ended) = mpsc::channel::<()>();
+            let bar = bar.clone();
+            let show = move || {
+                if ended.recv_timeout(Self::PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                    bar.set_draw_target(ProgressDrawTarget::stderr());
+                    bar.enable_steady_tick(Duration::from_millis(120));
+                }
+            };
+            (end, std::thread::spawn(show))
+        });
+        Self { bar, shower }
+    }
+
+    /// `done` of the prompt's `total` tokens were read.
+    pub fn tokens(&self, done: usize, total: usize) {
+        if self.bar.length().is_none() {
+            self.bar.set_length(total as u64);
+            if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {wide_bar} {pos}/{len} tokens, {eta} left")
+            {
+                self.bar.set_style(style);
+            }
+        }
+        self.bar.set_position(done as u64);
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        if let Some((end, thread)) = self.shower.take() {
+            drop(end);
+            let _ = thread.join();
+        }
+        self.bar.finish_and_clear();
     }
 }
 

@@ -5,7 +5,7 @@ pub mod batch;
 pub mod bench;
 
 use std::io::{IsTerminal, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::error::ErrorKind;
@@ -19,8 +19,8 @@ use crate::profile::TraceFile;
 
 /// Most tokens of a continuation, where nothing else is said.
 const GENERATE_TOKENS: usize = 256;
-/// Most tokens of a turn, which may begin with a good deal of thinking.
-const CHAT_TOKENS: usize = 2048;
+/// An answer goes on until the model ends it, or the context is full: a thought alone may take thousands of tokens.
+const UNLIMITED: usize = usize::MAX;
 
 /// What `generate` does.
 #[derive(Debug)]
@@ -35,6 +35,8 @@ pub struct Generate {
     pub answer: Answer,
     /// What to say.
     pub report: Report,
+    /// What is printed before the continuation: the prompt, or nothing.
+    pub echo: Option<String>,
     /// Where a trace of it goes.
     pub profile: Option<TraceFile>,
 }
@@ -50,6 +52,8 @@ pub struct Chat {
     pub system: Option<Message>,
     /// Whether the model thinks before it answers.
     pub think: bool,
+    /// The file of earlier turns, if they are kept.
+    pub history: Option<PathBuf>,
     /// How a turn is made.
     pub answer: Answer,
     /// What to say.
@@ -133,11 +137,12 @@ pub enum Detail {
 pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     let RunArgs { model, device, answer: how, draft, report: what } = args.run;
     let source = source(&model.model, &model)?;
-    let answer = answer(how, &draft, GENERATE_TOKENS)?;
+    let answer = answer(how, &draft, if args.chat { UNLIMITED } else { GENERATE_TOKENS })?;
     let text = prompt(args.prompt, args.file.as_deref())?;
     if text.is_empty() {
         return Err(host::Error::EmptyPrompt.into());
     }
+    let echo = args.echo.then(|| text.clone());
     let prompt = if args.chat {
         let system = args.system.map(|text| Message::new(Role::System, text));
         let messages = system.into_iter().chain([Message::new(Role::User, text)]).collect();
@@ -146,7 +151,7 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
         Prompt::Text(text)
     };
     let profile = args.profile.as_deref().map(TraceFile::open).transpose()?;
-    Ok(Generate { source, load: load(&device), prompt, answer, report: report(&what), profile })
+    Ok(Generate { source, load: load(&device), prompt, answer, report: report(&what), echo, profile })
 }
 
 /// Resolves the arguments of `chat`.
@@ -160,9 +165,18 @@ pub fn chat(args: ChatArgs) -> anyhow::Result<Chat> {
         load: load(&device),
         system: args.system.map(|text| Message::new(Role::System, text)),
         think: !args.no_think,
-        answer: answer(how, &draft, CHAT_TOKENS)?,
+        history: if args.no_history { None } else { history_file() },
+        answer: answer(how, &draft, UNLIMITED)?,
         report: report(&what),
     })
+}
+
+/// Where what is typed is kept between conversations: in the user's folder for states, as the XDG base directory
+/// specification has it. None if there is no such folder.
+fn history_file() -> Option<PathBuf> {
+    let folder = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let states = folder("XDG_STATE_HOME").or_else(|| Some(folder("HOME")?.join(".local/state")))?;
+    Some(states.join("warpdraft/history"))
 }
 
 /// Resolves the arguments of `inspect`.

@@ -151,7 +151,10 @@ impl HostLoop {
 /// An answer by the loop on the device, and the times of its steps.
 fn run(gpu: &mut Gpu, prompt: &[u32], draft: Option<NgramDraft>) -> Result<(Vec<u32>, Vec<Duration>)> {
     let max_length = prompt.len() + TOKENS;
-    gpu.begin(&Sequence { prompt, max_length, sampling: Sampling::default(), draft, stop_tokens: &[] })?;
+    gpu.begin(
+        &Sequence { prompt, max_length, sampling: Sampling::default(), draft, stop_tokens: &[] },
+        &mut |_, _| std::ops::ControlFlow::Continue(()),
+    )?;
     let (mut tokens, mut times) = (gpu.step()?.tokens, Vec::new());
     loop {
         let start = Instant::now();

@@ -73,7 +73,7 @@ fn main() -> Result<()> {
     let long = text(LONG);
     let plain = median(run(&mut gpu, &long, None)?.steps);
     let drafting = median(run(&mut gpu, &long, Some(NgramDraft::default()))?.steps);
-    gpu.begin(&sequence(&long, LONG + 24 * REPEATS as usize, None))?;
+    gpu.begin(&sequence(&long, LONG + 24 * REPEATS as usize, None), &mut |_, _| std::ops::ControlFlow::Continue(()))?;
     gpu.step()?;
     device.synchronize()?;
     let accept = gpu.time_around_step(REPEATS)?;
@@ -88,7 +88,7 @@ fn main() -> Result<()> {
             if kind == "repetitive" { text(64).into_iter().cycle().take(length).collect() } else { text(length) };
         let draft = Some(NgramDraft::default());
         let most = length + 24 * REPEATS as usize;
-        gpu.begin(&sequence(&prompt, most, draft))?;
+        gpu.begin(&sequence(&prompt, most, draft), &mut |_, _| std::ops::ControlFlow::Continue(()))?;
         gpu.step()?;
         device.synchronize()?;
         let time = gpu.time_around_step(REPEATS)?;
@@ -117,7 +117,7 @@ impl Run {
 }
 
 fn run(gpu: &mut Gpu, prompt: &[u32], draft: Option<NgramDraft>) -> Result<Run> {
-    gpu.begin(&sequence(prompt, prompt.len() + TOKENS, draft))?;
+    gpu.begin(&sequence(prompt, prompt.len() + TOKENS, draft), &mut |_, _| std::ops::ControlFlow::Continue(()))?;
     let mut run = Run { tokens: gpu.step()?.tokens, steps: Vec::new(), drafted: 0 };
     loop {
         let start = Instant::now();

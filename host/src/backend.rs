@@ -1,5 +1,7 @@
 //! What runs a sequence: the interface that the decode loop sees.
 
+use std::ops::ControlFlow;
+
 use model::Sampling;
 
 use crate::Error;
@@ -32,6 +34,9 @@ pub struct Step {
     pub finished: bool,
 }
 
+/// Told how many of a prompt's tokens were read, and of how many, the cached ones left out; breaking stops there.
+pub type PromptProgress<'a> = dyn FnMut(usize, usize) -> ControlFlow<()> + 'a;
+
 /// Runs one sequence at a time.
 ///
 /// A sequence's tokens depend on itself alone: not on drafting, and not on how much of its prompt was still cached.
@@ -42,12 +47,14 @@ pub trait Backend: Send {
     /// Most tokens of a sequence.
     fn capacity(&self) -> usize;
 
-    /// Takes up a sequence and starts on its prompt. Tokens that it has in common with the one before are not run again; returns
-    /// how many.
+    /// Takes up a sequence and starts on its prompt, at least up to its last piece; `progress` is told after a piece, and
+    /// not at all of a prompt that is one piece. Tokens that it has in common with the one before are not run again; returns how
+    /// many.
     ///
     /// # Errors
-    /// A device error. The sequence is one that [`Engine`](crate::Engine) has checked.
-    fn begin(&mut self, sequence: &Sequence<'_>) -> Result<usize, Error>;
+    /// A device error, or [`Error::Interrupted`] if `progress` broke: then there is nothing to step. The sequence is one
+    /// that [`Engine`](crate::Engine) has checked.
+    fn begin(&mut self, sequence: &Sequence<'_>, progress: &mut PromptProgress<'_>) -> Result<usize, Error>;
 
     /// The next step; the first brings the token after the prompt. Not after a finished one.
     ///

@@ -4,13 +4,16 @@ use gpu_kernels::drafting;
 use model::{Checkpoint, CpuModel, KvCache, Sampling};
 
 use crate::Error;
-use crate::backend::{Backend, Sequence, Step, common_prefix};
+use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
 use crate::draft::{NgramDraft, confirm, learned};
 
 /// What drafts add to a step: with the demo model on two cores steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7 times as long as one of a row
 /// (`model/examples/cpu_speed.rs`), as they widen the weights first.
 pub(crate) const DRAFT_COST: drafting::Cost =
     drafting::Cost { any: drafting::ONE * 13 / 8, each: drafting::ONE * 5 / 16 };
+
+/// Tokens of a prompt that are run together: as many as the forward pass takes through the layers at once.
+const PIECE: usize = 64;
 
 /// Runs sequences on the CPU.
 pub struct Cpu {
@@ -107,7 +110,7 @@ impl Backend for Cpu {
         self.cache.capacity()
     }
 
-    fn begin(&mut self, sequence: &Sequence<'_>) -> Result<usize, Error> {
+    fn begin(&mut self, sequence: &Sequence<'_>, progress: &mut PromptProgress<'_>) -> Result<usize, Error> {
         let cached = &self.history[..self.cache.len().min(self.history.len())];
         let reused = common_prefix(cached, sequence.prompt);
         self.cache.truncate(reused);
@@ -118,6 +121,15 @@ impl Backend for Cpu {
         self.draft = sequence.draft;
         self.acceptance = drafting::UNTRIED;
         self.stop_tokens = sequence.stop_tokens.to_vec();
+        // The last piece is for the first step, which wants its logits.
+        let total = self.history.len() - reused;
+        while self.history.len() - self.cache.len() > PIECE {
+            let from = self.cache.len();
+            self.model.forward(&self.history[from..from + PIECE], &mut self.cache, 0, &mut [])?;
+            if progress(self.cache.len() - reused, total).is_break() {
+                return Err(Error::Interrupted);
+            }
+        }
         Ok(reused)
     }
 

@@ -90,7 +90,7 @@ impl LoadOptions {
 pub struct Request {
     /// Token ids.
     pub prompt: Vec<u32>,
-    /// Most tokens to generate.
+    /// Most tokens to generate; `usize::MAX` is up to the end of the context.
     pub max_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
@@ -100,6 +100,27 @@ pub struct Request {
     pub stop: Vec<String>,
     /// Whether to go on past end tokens.
     pub ignore_end: bool,
+}
+
+/// Who is told of an answer while it is made, and may stop it.
+pub trait Listener {
+    /// `done` of the `total` tokens of the prompt that are not cached were read. Not told of a short prompt.
+    fn prompt(&mut self, done: usize, total: usize) -> ControlFlow<()> {
+        let _ = (done, total);
+        ControlFlow::Continue(())
+    }
+
+    /// After every token: the text that became certain by it, which may be none.
+    fn text(&mut self, text: &str) -> ControlFlow<()>;
+}
+
+/// A function that is told the text alone.
+struct OnText<'a>(&'a mut dyn FnMut(&str) -> ControlFlow<()>);
+
+impl Listener for OnText<'_> {
+    fn text(&mut self, text: &str) -> ControlFlow<()> {
+        (self.0)(text)
+    }
 }
 
 /// Why an answer ended.
@@ -274,6 +295,15 @@ impl Engine {
         request: &Request,
         on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
     ) -> Result<Generation, Error> {
+        self.generate_for(request, &mut OnText(on_text))
+    }
+
+    /// As [`generate`](Self::generate); `listener` is also told how far the prompt is read. Stopped there, the answer is
+    /// empty.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate).
+    pub fn generate_for(&mut self, request: &Request, listener: &mut dyn Listener) -> Result<Generation, Error> {
         self.check_length(request.prompt.len(), self.context() - 1)?;
         request.sampling.check()?;
         if let Some(draft) = &request.draft {
@@ -289,13 +319,21 @@ impl Engine {
         }
 
         let start = Instant::now();
-        statistics.cached_tokens = self.backend.begin(&Sequence {
+        let sequence = Sequence {
             prompt: &request.prompt,
-            max_length: self.context().min(request.prompt.len() + request.max_tokens),
+            max_length: self.context().min(request.prompt.len().saturating_add(request.max_tokens)),
             sampling: request.sampling,
             draft: request.draft,
             stop_tokens: &end_tokens,
-        })?;
+        };
+        statistics.cached_tokens = match self.backend.begin(&sequence, &mut |done, total| listener.prompt(done, total))
+        {
+            // Stopped before there was a token.
+            Err(Error::Interrupted) => {
+                return Ok(Generation { text: text.all, tokens, finish: Finish::Interrupted, statistics });
+            }
+            cached => cached?,
+        };
         'steps: loop {
             let began = Instant::now();
             let step = self.backend.step()?;
@@ -319,7 +357,7 @@ impl Engine {
                 let began = Instant::now();
                 let certain = text.push(token);
                 self.note("detokenise", began, &[]);
-                if on_text(certain).is_break() {
+                if listener.text(certain).is_break() {
                     finish = Finish::Interrupted;
                     break 'steps;
                 }
@@ -336,7 +374,7 @@ impl Engine {
         statistics.tokens = tokens.len();
         let rest = text.finish();
         self.note("generate", start, &[("tokens", tokens.len() as u64), ("steps", statistics.steps as u64)]);
-        if !rest.is_empty() && finish != Finish::Interrupted && on_text(rest).is_break() {
+        if !rest.is_empty() && finish != Finish::Interrupted && listener.text(rest).is_break() {
             finish = Finish::Interrupted;
         }
         Ok(Generation { text: text.all, tokens, finish, statistics })

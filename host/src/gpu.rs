@@ -16,7 +16,7 @@ use gpu_kernels::step::{
 };
 use model::{Checkpoint, Config, Place, Sampling};
 
-use crate::backend::{Backend, Sequence, Step, common_prefix};
+use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
 use crate::draft::{NO_THRESHOLD, NgramDraft};
 use crate::forward::{Footprint, Forward, RowOutput};
@@ -33,6 +33,8 @@ const RUN_AHEAD: u32 = 2;
 /// What drafts add to a decode step: of the streamed 8B shape, 8 rows take 1.09 times as long as one, and 16 rows 1.23 times
 /// (`docs/kernels/stream.md`).
 pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
+/// A prompt's progress is told after as many of its tokens: the device is waited for then, which is felt by small passes.
+const TOLD_AFTER: usize = 512;
 /// Most tokens that can end a sequence.
 const MOST_STOP_TOKENS: usize = 32;
 /// Without a report for this long the device counts as hung. The longest step, a chunk of a prompt, takes milliseconds.
@@ -216,8 +218,11 @@ impl Gpu {
         if self.run.draft.is_some() { self.drafting.tokens.ptr() } else { Default::default() }
     }
 
-    /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it.
-    fn enqueue_prompt(&mut self, start: usize, prompt_len: usize) -> Result<(), Error> {
+    /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it. Before the last chunk the device is
+    /// waited for now and then, so that `progress` is told what is done.
+    fn enqueue_prompt(&mut self, start: usize, prompt: &[u32], progress: &mut PromptProgress<'_>) -> Result<(), Error> {
+        let prompt_len = prompt.len();
+        let mut told = start;
         let chunk = self.forward.prefill().map_or(MAX_ROWS as usize, Prefill::capacity);
         let mut at = start;
         while at < prompt_len {
@@ -237,6 +242,15 @@ impl Gpu {
                 }
             }
             at += count;
+            self.cached.extend_from_slice(&prompt[self.cached.len()..at]);
+            self.prompted = at;
+            if !last && at - told >= TOLD_AFTER {
+                told = at;
+                self.forward.device().synchronize()?;
+                if progress(at - start, prompt_len - start).is_break() {
+                    return Err(Error::Interrupted);
+                }
+            }
         }
         Ok(())
     }
@@ -457,7 +471,7 @@ impl Backend for Gpu {
         self.forward.capacity()
     }
 
-    fn begin(&mut self, sequence: &Sequence<'_>) -> Result<usize, Error> {
+    fn begin(&mut self, sequence: &Sequence<'_>, progress: &mut PromptProgress<'_>) -> Result<usize, Error> {
         self.forward.device().synchronize()?;
         let prompt = sequence.prompt;
         let mut reused = common_prefix(&self.cached, prompt);
@@ -492,9 +506,7 @@ impl Backend for Gpu {
             read: 0,
             newest: None,
         };
-        self.enqueue_prompt(reused, prompt.len())?;
-        self.cached.extend_from_slice(&prompt[reused..]);
-        self.prompted = prompt.len();
+        self.enqueue_prompt(reused, prompt, progress)?;
         Ok(reused)
     }
 

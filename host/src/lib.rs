@@ -28,10 +28,10 @@ pub mod token_copy;
 pub mod weights;
 
 pub use ahead::Opening;
-pub use backend::{Backend, Sequence, Step};
+pub use backend::{Backend, PromptProgress, Sequence, Step};
 pub use cpu::Cpu;
 pub use draft::NgramDraft;
-pub use engine::{DeviceChoice, Engine, Finish, Generation, LoadOptions, Request, Statistics};
+pub use engine::{DeviceChoice, Engine, Finish, Generation, Listener, LoadOptions, Request, Statistics};
 pub use error::{Error, gib};
 pub use gpu::Gpu;
 pub use profile::Profile;

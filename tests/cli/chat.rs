@@ -71,6 +71,47 @@ fn a_model_without_a_template_is_refused() {
 }
 
 #[test]
+fn a_line_that_is_no_text_is_left_out_and_the_others_are_answered() {
+    let lines: &[u8] = b"What is a vector?\nbroken \xff\nAnd a slice?\n";
+    let run = warpdraft(CHAT).arg("--json").write_stdin(lines).assert().code(1);
+    run.stdout(predicate::function(|out: &str| out.lines().count() == 2))
+        .stderr(predicate::str::contains("line 2 of standard input is not UTF-8 text from byte 8 on"));
+}
+
+#[test]
+fn blanks_are_the_users_own() {
+    let tokens = |line: &str| count(&turns(line)[0], "prompt_tokens");
+    assert!(tokens("    indented  \n") > tokens("indented\n"));
+    assert_eq!(tokens("indented\r\n"), tokens("indented\n"));
+    // A blank before the slash makes it text.
+    assert_eq!(turns(" /quit\nHello\n").len(), 2);
+}
+
+#[test]
+fn a_command_that_there_is_not_is_refused_with_the_list() {
+    let run = warpdraft(CHAT).write_stdin("/rest\nHello\n").assert().code(1).stdout("");
+    run.stderr(predicate::str::contains("/rest").and(predicate::str::contains("/help, /clear, /think")));
+}
+
+#[test]
+fn thinking_is_switched_within_a_conversation() {
+    let turns = turns("Hello\n/clear\n/no-think\nHello\n/clear\n/think\nHello\n");
+    let tokens: Vec<u64> = turns.iter().map(|turn| count(turn, "prompt_tokens")).collect();
+    assert!(tokens[1] > tokens[0] && tokens[2] == tokens[0], "an empty thought is part of the prompt: {tokens:?}");
+}
+
+#[test]
+fn an_answer_may_run_to_the_end_of_the_context() {
+    let args = ["chat", "--temperature", "0", "--ignore-eos", "--context", "400"];
+    let output = warpdraft(&args).arg("--json").write_stdin("Hello\n").output().unwrap();
+    let turn: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(count(&turn, "prompt_tokens") + count(&turn, "generated_tokens"), 400);
+    assert_eq!((&turn["cut_off"]["by"], &turn["cut_off"]["limit"]), (&"context".into(), &400.into()));
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(told.contains("cut off at 400 tokens of context") && told.contains("a larger --context"), "{told}");
+}
+
+#[test]
 fn a_turn_that_does_not_fit_ends_a_script() {
     let long = "word ".repeat(100);
     let run = warpdraft(CHAT).args(["--context", "32"]).write_stdin(long).assert();

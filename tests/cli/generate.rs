@@ -65,6 +65,43 @@ fn json_holds_text_tokens_and_statistics() {
 }
 
 #[test]
+fn an_answer_that_a_limit_cut_off_is_said_to_be_with_what_to_do() {
+    let output = warpdraft(GREEDY).args(["--json", PROMPT]).output().unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&json["cut_off"]["by"], &json["cut_off"]["limit"]), (&"max_tokens".into(), &24.into()));
+    assert!(json["cut_off"]["advice"].as_str().unwrap().contains("--max-tokens"));
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(told.contains("cut off at 24 tokens: a larger --max-tokens"), "{told}");
+    let ended = json_of(warpdraft(GREEDY).args(["--json", "--stop", "e", PROMPT]));
+    assert_eq!((&ended["finish"], &ended["cut_off"]), (&"stop".into(), &serde_json::Value::Null));
+}
+
+#[test]
+fn an_answer_in_a_chat_template_is_as_long_as_the_context_allows() {
+    let chat = ["generate", "--temperature", "0", "--ignore-eos", "--context", "400", "--chat", "--json", "Hello"];
+    let json = json_of(&mut warpdraft(&chat));
+    let statistics = &json["statistics"];
+    let total = statistics["prompt_tokens"].as_u64().unwrap() + statistics["generated_tokens"].as_u64().unwrap();
+    assert_eq!((total, &json["cut_off"]["by"]), (400, &"context".into()));
+}
+
+#[test]
+fn echo_prints_the_prompt_before_its_continuation() {
+    let text = stdout_of(warpdraft(GREEDY).arg(PROMPT));
+    assert_eq!(stdout_of(warpdraft(GREEDY).args(["--echo", PROMPT])), format!("{PROMPT}{text}"));
+    warpdraft(GREEDY).args(["--echo", "--json", PROMPT]).assert().code(2);
+}
+
+#[test]
+fn the_demos_prompt_shows_what_its_model_can_do() {
+    let prompt = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/demo/prompt.txt");
+    let run = ["generate", "--model", "demo", "--temperature", "0", "--max-tokens", "86", "--file", prompt];
+    let text = stdout_of(&mut warpdraft(&run));
+    assert!(text.contains("Self { x: self.x - other.x, y: self.y - other.y }"), "{text}");
+    assert!(text.ends_with("}\n"), "it ends where an item does: {text}");
+}
+
+#[test]
 fn without_drafts_every_step_brings_one_token() {
     let json = json_of(warpdraft(GREEDY).args(["--draft", "none", "--json", PROMPT]));
     assert_eq!(json["statistics"]["drafted"], 0);

@@ -11,6 +11,8 @@ mod completions;
 mod generate;
 mod inspect;
 mod interrupt;
+#[cfg(unix)]
+mod terminal;
 
 use std::path::{Path, PathBuf};
 

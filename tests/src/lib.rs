@@ -345,7 +345,7 @@ pub fn run(gpu: &mut host::Gpu, request: &host::Request) -> (Vec<u32>, usize) {
     use host::Backend;
 
     let mut run = || -> Result<(Vec<u32>, usize), host::Error> {
-        gpu.begin(&sequence(request))?;
+        gpu.begin(&sequence(request), &mut |_, _| std::ops::ControlFlow::Continue(()))?;
         let (mut tokens, mut steps) = (Vec::new(), 0);
         loop {
             let step = gpu.step()?;
@@ -381,7 +381,7 @@ pub fn decode_calls(
     use host::Backend;
 
     let mut run = || -> Result<host::device::Calls, host::Error> {
-        gpu.begin(&sequence(request))?;
+        gpu.begin(&sequence(request), &mut |_, _| std::ops::ControlFlow::Continue(()))?;
         assert!(!gpu.step()?.finished);
         let before = device.calls();
         while !gpu.step()?.finished {}

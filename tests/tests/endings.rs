@@ -101,7 +101,7 @@ fn the_gpu_path_ends_in_the_middle_of_a_step() {
             draft: EAGER,
             stop_tokens,
         };
-        gpu.begin(&sequence).unwrap();
+        gpu.begin(&sequence, &mut |_, _| ControlFlow::Continue(())).unwrap();
         let (mut tokens, mut steps) = (Vec::new(), 0);
         loop {
             let step = gpu.step().unwrap();
@@ -120,4 +120,49 @@ fn the_gpu_path_ends_in_the_middle_of_a_step() {
         let at = plain.iter().position(|token| *token == plain[end]).unwrap();
         assert_eq!(ends(24, &[plain[end]]).0, plain[..=at]);
     }
+}
+
+/// What `backend` told of a prompt, until it was stopped after `stop` tokens, and the first token then of the whole prompt.
+fn stopped_and_taken_up(backend: &mut dyn Backend, prompt: &[u32], stop: usize) -> (Vec<(usize, usize)>, usize, u32) {
+    let sampling = greedy(prompt, 1, None).sampling;
+    let sequence = Sequence { prompt, max_length: prompt.len() + 1, sampling, draft: None, stop_tokens: &[] };
+    let mut told = Vec::new();
+    let begun = backend.begin(&sequence, &mut |done, total| {
+        told.push((done, total));
+        if done >= stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    assert!(matches!(begun, Err(host::Error::Interrupted)), "{begun:?}");
+    // What was read stays in the cache.
+    let reused = backend.begin(&sequence, &mut |_, _| ControlFlow::Continue(())).unwrap();
+    (told, reused, backend.step().unwrap().tokens[0])
+}
+
+/// Likewise without a stop.
+fn at_once(backend: &mut dyn Backend, prompt: &[u32]) -> u32 {
+    let sampling = greedy(prompt, 1, None).sampling;
+    let sequence = Sequence { prompt, max_length: prompt.len() + 1, sampling, draft: None, stop_tokens: &[] };
+    backend.begin(&sequence, &mut |_, _| ControlFlow::Continue(())).unwrap();
+    backend.step().unwrap().tokens[0]
+}
+
+#[test]
+fn reading_a_prompt_is_told_and_can_be_stopped() {
+    let case = golden_cases().remove(0);
+    let checkpoint = Checkpoint::open(&case.dir).unwrap();
+    let prompt: Vec<u32> = case.prompt.iter().copied().cycle().take(200).collect();
+    let mut cpu = host::Cpu::new(&checkpoint, 256).unwrap();
+    let (told, reused, token) = stopped_and_taken_up(&mut cpu, &prompt, 128);
+    assert_eq!((told, reused), (vec![(64, 200), (128, 200)], 128));
+    assert_eq!(token, at_once(&mut host::Cpu::new(&checkpoint, 256).unwrap(), &prompt));
+}
+
+#[test]
+fn reading_a_prompt_on_a_device_is_told_and_can_be_stopped() {
+    let case = golden_cases().remove(0);
+    let checkpoint = Checkpoint::open(&case.dir).unwrap();
+    let prompt: Vec<u32> = case.prompt.iter().copied().cycle().take(520).collect();
+    let gpu = || Gpu::new(&checkpoint, &Device::emulator(0), 640, &mut |_, _| ControlFlow::Continue(())).unwrap();
+    let (told, reused, token) = stopped_and_taken_up(&mut gpu(), &prompt, 1);
+    assert_eq!((told, reused), (vec![(512, 520)], 512));
+    assert_eq!(token, at_once(&mut gpu(), &prompt));
 }

@@ -3,8 +3,9 @@
 use std::time::Instant;
 
 use host::{Finish, Profile, encode_prompt};
+use model::chat::Answer as Parts;
 
-use crate::commands::{answer, chat_template};
+use crate::commands::{Shown, answer, chat_template};
 use crate::output::Answer;
 use crate::resolve::{Generate, Prompt};
 use crate::{Ending, loading, output};
@@ -14,7 +15,7 @@ use crate::{Ending, loading, output};
 /// # Errors
 /// Whatever is wrong with the model, the prompt or the device; a closed pipe.
 pub fn run(command: Generate) -> anyhow::Result<Ending> {
-    let Generate { source, load, prompt, answer: settings, report, profile: trace } = command;
+    let Generate { source, load, prompt, answer: settings, report, echo, profile: trace } = command;
     loading::start_log(report)?;
     let mut profile = Profile::default();
     let _opening = load.device.open_ahead();
@@ -39,20 +40,31 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
         engine.begin_profile(profile)?;
     }
 
-    let generation = answer(&mut engine, &request, !report.json)?;
+    let conversation = matches!(prompt, Prompt::Conversation { .. });
+    let shown = match (report.json, conversation) {
+        (true, _) => Shown::Nothing,
+        (false, true) => Shown::Answer { prompt: &text },
+        (false, false) => Shown::Text,
+    };
+    if let Some(prompt) = &echo {
+        output::print_dimmed(prompt)?;
+    }
+    let generation = answer(&mut engine, &request, shown, report)?;
+    let parts = conversation.then(|| Parts::new(&text, &generation.text, false));
     let answer = Answer {
         model: source.to_string(),
         device: engine.device(),
-        sampling: request.sampling,
+        request: &request,
+        context: engine.context(),
+        most_context: engine.checkpoint().config.max_position_embeddings,
         generation: &generation,
+        parts: parts.as_ref(),
     };
     if let Some((trace, profile)) = trace.zip(engine.take_profile()) {
         trace.write(&profile, &answer.model, &answer.device)?;
     }
     if report.json {
         output::print_json(&answer.json(), false)?;
-    } else {
-        output::end_line(&generation.text)?;
     }
     if report.is_told() {
         answer.summarise(report);

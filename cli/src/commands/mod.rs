@@ -9,23 +9,80 @@ pub mod inspect;
 
 use std::ops::ControlFlow;
 
-use host::{Engine, Generation};
+use host::{Engine, Generation, Listener};
 use model::{ChatTemplate, Checkpoint, Source};
 
 use crate::interrupt::Deferred;
-use crate::output;
+use crate::output::Printer;
+use crate::progress::Waiting;
+use crate::resolve::Report;
 
-/// Runs `request`, printing the text as it comes if `stream`. Ctrl-C ends the answer early.
-fn answer(engine: &mut Engine, request: &host::Request, stream: bool) -> anyhow::Result<Generation> {
-    let interrupt = Deferred::new();
-    let mut printed = Ok(());
-    let generation = engine.generate(request, &mut |text| {
-        if stream && !text.is_empty() {
-            printed = output::print(text);
+/// What of an answer goes to standard output as it comes.
+#[derive(Clone, Copy, Debug)]
+enum Shown<'a> {
+    /// Nothing.
+    Nothing,
+    /// The continuation of a text.
+    Text,
+    /// The answer to a prompt that a chat template made.
+    Answer {
+        /// The prompt's text.
+        prompt: &'a str,
+    },
+}
+
+/// Runs `request`, with progress until the first token. Ctrl-C ends the answer early.
+fn answer(
+    engine: &mut Engine,
+    request: &host::Request,
+    shown: Shown<'_>,
+    report: Report,
+) -> anyhow::Result<Generation> {
+    let printer = match shown {
+        Shown::Nothing => None,
+        Shown::Text => Some(Printer::new(None)),
+        Shown::Answer { prompt } => Some(Printer::new(Some(prompt))),
+    };
+    let waiting = Some(Waiting::new("reading the prompt", report.is_told()));
+    let mut answering = Answering { interrupt: Deferred::new(), waiting, printer, printed: Ok(()) };
+    let generation = engine.generate_for(request, &mut answering)?;
+    answering.printed?;
+    if let Some(printer) = answering.printer {
+        printer.finish()?;
+    }
+    Ok(generation)
+}
+
+/// Shows an answer while it is made.
+struct Answering {
+    interrupt: Deferred,
+    /// Until the first token.
+    waiting: Option<Waiting>,
+    printer: Option<Printer>,
+    printed: anyhow::Result<()>,
+}
+
+impl Answering {
+    fn goes_on(&self) -> ControlFlow<()> {
+        if self.printed.is_err() || self.interrupt.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+}
+
+impl Listener for Answering {
+    fn prompt(&mut self, done: usize, total: usize) -> ControlFlow<()> {
+        if let Some(waiting) = &self.waiting {
+            waiting.tokens(done, total);
         }
-        if printed.is_err() || interrupt.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    })?;
-    printed.map(|()| generation)
+        self.goes_on()
+    }
+
+    fn text(&mut self, text: &str) -> ControlFlow<()> {
+        self.waiting = None;
+        if let Some(printer) = &mut self.printer {
+            self.printed = printer.print(text);
+        }
+        self.goes_on()
+    }
 }
 
 /// The checkpoint's chat template.

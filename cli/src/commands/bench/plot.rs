@@ -6,15 +6,21 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::Outcome;
 
-const WIDTH: u32 = 1100;
+/// Least width; long labels make it more.
+const WIDTH: i32 = 1100;
 const MARGIN: i32 = 24;
 /// Height of the roofline.
 const ROOF_HEIGHT: u32 = 460;
 /// Height of a bar with the space below it.
 const BAR_STEP: i32 = 20;
-/// Where bars begin and what a ratio of 1 is long.
-const BAR_LEFT: i32 = 430;
+/// What a ratio of 1 is long, and the largest that is drawn.
 const BAR_LENGTH: f64 = 420.0;
+const MOST_RATIO: f64 = 1.2;
+/// Size of the text at the bars, and room for a character of it, ample in any sans-serif font.
+const TEXT_SIZE: u32 = 13;
+const CHARACTER: f64 = 7.5;
+/// Between a bar and its texts.
+const GAP: i32 = 8;
 const HEADING: i32 = 34;
 const INK: RGBColor = RGBColor(40, 40, 48);
 const PALE: RGBColor = RGBColor(205, 205, 212);
@@ -40,18 +46,47 @@ pub fn draw(outcome: &Outcome<'_>) -> anyhow::Result<String> {
     let measured = outcome.repeats.is_some() && limits.read > 0.0 && limits.matrix > 0.0;
     let roof = if measured && !points.is_empty() { ROOF_HEIGHT } else { 0 };
     let bars = outcome.rows.len() as i32 * BAR_STEP + 3 * HEADING;
+    let columns = Columns::of(outcome.rows);
     {
-        let area = SVGBackend::with_string(&mut svg, (WIDTH, roof + bars as u32)).into_drawing_area();
+        let area = SVGBackend::with_string(&mut svg, (columns.width, roof + bars as u32)).into_drawing_area();
         let failed = |error: &dyn std::fmt::Display| anyhow::anyhow!("cannot draw the plot: {error}");
         area.fill(&WHITE).map_err(|e| failed(&e))?;
         let (above, below) = area.split_vertically(roof);
         if roof > 0 {
             roofline(&above, outcome, &points).map_err(|e| failed(&e))?;
         }
-        ratios(&below, outcome).map_err(|e| failed(&e))?;
+        ratios(&below, outcome, columns.left).map_err(|e| failed(&e))?;
         area.present().map_err(|e| failed(&e))?;
     }
     Ok(svg)
+}
+
+/// Room for the texts beside the bars.
+struct Columns {
+    /// Where bars begin.
+    left: i32,
+    /// Of the whole picture.
+    width: u32,
+}
+
+impl Columns {
+    fn of(rows: &[Row]) -> Self {
+        let room = |text: &dyn Fn(&Row) -> String| {
+            let longest = rows.iter().map(|row| text(row).chars().count()).max().unwrap_or(0);
+            (longest as f64 * CHARACTER).ceil() as i32 + GAP + MARGIN
+        };
+        let left = room(&|row| row.label.to_string());
+        let right = left + (BAR_LENGTH * MOST_RATIO) as i32;
+        Self { left, width: (right + room(&value)).max(WIDTH) as u32 }
+    }
+}
+
+/// What is written behind a bar.
+fn value(row: &Row) -> String {
+    let Some(figures) = row.figures else { return "checked".to_owned() };
+    let ratio = figures.limit.map(|limit| format!("{:.3}, ", limit.ratio)).unwrap_or_default();
+    let places = if row.unit == Unit::Microseconds || figures.median < 100.0 { 2 } else { 0 };
+    format!("{ratio}{:.places$} {}", figures.median, row.unit)
 }
 
 /// The benchmarks in order of their first rows.
@@ -132,8 +167,8 @@ fn roofline<'a>(
     Ok(())
 }
 
-fn ratios(area: &Area<'_>, outcome: &Outcome<'_>) -> Result<(), Box<dyn std::error::Error>> {
-    let font = ("sans-serif", 13).into_font().color(&INK);
+fn ratios(area: &Area<'_>, outcome: &Outcome<'_>, left: i32) -> Result<(), Box<dyn std::error::Error>> {
+    let font = ("sans-serif", TEXT_SIZE).into_font().color(&INK);
     let at_right = font.pos(Pos::new(HPos::Right, VPos::Center));
     let at_left = font.pos(Pos::new(HPos::Left, VPos::Center));
     let heading = match outcome.repeats {
@@ -145,7 +180,7 @@ fn ratios(area: &Area<'_>, outcome: &Outcome<'_>) -> Result<(), Box<dyn std::err
     let bottom = HEADING + outcome.rows.len() as i32 * BAR_STEP;
     if outcome.repeats.is_some() {
         for tenth in [0, 2, 4, 6, 8, 10] {
-            let x = BAR_LEFT + (BAR_LENGTH * f64::from(tenth) / 10.0) as i32;
+            let x = left + (BAR_LENGTH * f64::from(tenth) / 10.0) as i32;
             area.draw(&PathElement::new(vec![(x, HEADING - 4), (x, bottom)], PALE))?;
             let label = font.pos(Pos::new(HPos::Center, VPos::Top));
             area.draw(&Text::new(format!("{:.1}", f64::from(tenth) / 10.0), (x, bottom + 6), label))?;
@@ -154,22 +189,14 @@ fn ratios(area: &Area<'_>, outcome: &Outcome<'_>) -> Result<(), Box<dyn std::err
     for (i, row) in outcome.rows.iter().enumerate() {
         let top = HEADING + i as i32 * BAR_STEP;
         let middle = top + BAR_STEP / 2 - 2;
-        area.draw(&Text::new(row.label.to_string(), (BAR_LEFT - 8, middle), at_right.clone()))?;
-        let value = match row.figures {
-            None => "checked".to_owned(),
-            Some(figures) => {
-                if let Some(limit) = figures.limit {
-                    let end = BAR_LEFT + (BAR_LENGTH * limit.ratio.clamp(0.0, 1.2)) as i32;
-                    let fill = colour(outcome.rows, row.label.bench).filled();
-                    area.draw(&Rectangle::new([(BAR_LEFT, top), (end, top + BAR_STEP - 5)], fill))?;
-                }
-                let ratio = figures.limit.map(|limit| format!("{:.3}, ", limit.ratio)).unwrap_or_default();
-                let places = if row.unit == Unit::Microseconds || figures.median < 100.0 { 2 } else { 0 };
-                format!("{ratio}{:.places$} {}", figures.median, row.unit)
-            }
-        };
-        let x = row.figures.and_then(|f| f.limit).map_or(0.0, |limit| limit.ratio.clamp(0.0, 1.2));
-        area.draw(&Text::new(value, (BAR_LEFT + (BAR_LENGTH * x) as i32 + 6, middle), at_left.clone()))?;
+        area.draw(&Text::new(row.label.to_string(), (left - GAP, middle), at_right.clone()))?;
+        let ratio = row.figures.and_then(|f| f.limit).map(|limit| limit.ratio.clamp(0.0, MOST_RATIO));
+        let end = left + (BAR_LENGTH * ratio.unwrap_or(0.0)) as i32;
+        if ratio.is_some() {
+            let fill = colour(outcome.rows, row.label.bench).filled();
+            area.draw(&Rectangle::new([(left, top), (end, top + BAR_STEP - 5)], fill))?;
+        }
+        area.draw(&Text::new(value(row), (end + GAP, middle), at_left.clone()))?;
     }
     Ok(())
 }
@@ -201,6 +228,34 @@ mod tests {
         assert!(svg.contains("TFLOP/s") && svg.contains("operations a byte"));
         assert_eq!(svg.matches("0.750, 2250 GB/s").count(), 3);
         assert!(svg.contains("M &lt; 8 &amp; more"));
+    }
+
+    /// The x of each text anchored at `anchor`, and the text.
+    fn texts(svg: &str, anchor: &str) -> Vec<(f64, String)> {
+        let elements = svg.split("<text ").skip(1).filter(|text| text.contains(&format!("text-anchor=\"{anchor}\"")));
+        let parts = elements.map(|element| {
+            let (attributes, rest) = element.split_once('>').unwrap();
+            let x = attributes.split("x=\"").nth(1).unwrap().split('"').next().unwrap().parse().unwrap();
+            (x, rest.split("</text>").next().unwrap().trim().to_owned())
+        });
+        parts.collect()
+    }
+
+    #[test]
+    fn long_labels_are_not_cut_off() {
+        let limits = Limits { read: 3e12, matrix: 6e14, ..Limits::default() };
+        let name = "a hundred characters of a name ".repeat(3);
+        let mut rows = [row("token-copy", name.trim(), Work::default())];
+        // Further than bars are drawn.
+        rows[0].figures.as_mut().unwrap().limit.as_mut().unwrap().ratio = 3.0;
+        let svg = draw(&Outcome { device: "card", repeats: Some(20), limits, rows: &rows }).unwrap();
+        let width: f64 = svg.split("width=\"").nth(1).unwrap().split('"').next().unwrap().parse().unwrap();
+        // What a character of a sans-serif font takes on average.
+        let wide = |text: &str| text.chars().count() as f64 * f64::from(TEXT_SIZE) * 0.55;
+        let label = texts(&svg, "end").into_iter().find(|(_, text)| text.contains("hundred")).unwrap();
+        assert!(label.0 - wide(&label.1) >= 0.0, "{label:?}");
+        let value = texts(&svg, "start").into_iter().find(|(_, text)| text.starts_with("3.000")).unwrap();
+        assert!(value.0 + wide(&value.1) <= width, "{value:?} of {width}");
     }
 
     #[test]
