@@ -31,7 +31,7 @@ $(PTXAS):
 	touch host/build.rs
 
 # Builds and packs what to run on a machine with a GPU, into dist/.
-gpu-check: ptx-toolchain
+gpu-check: ptx-toolchain $(PTXAS)
 	scripts/gpu-pack.sh
 
 clean:

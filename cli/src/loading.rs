@@ -1,6 +1,7 @@
 //! From a model's name to a running engine, with progress on the way.
 
 use std::ops::ControlFlow;
+use std::time::Instant;
 
 use anyhow::Context;
 use host::batch::{Batch, BatchOptions};
@@ -22,9 +23,12 @@ use crate::resolve::Report;
 pub fn open(source: &Source, check: bool, report: Report) -> Result<Checkpoint, model::Error> {
     let progress = Progress::new(&format!("opening {source}"), report.is_told());
     let options = OpenOptions { check_finite: check };
-    source.resolve_with(&HubOptions::default(), options, &mut |download| {
+    let begun = Instant::now();
+    let opened = source.resolve_with(&HubOptions::default(), options, &mut |download| {
         progress.bytes(download.bytes, download.total_bytes);
-    })
+    });
+    tracing::debug!("opening the checkpoint: {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
+    opened
 }
 
 /// Loads the model where it is to run.
@@ -55,10 +59,12 @@ fn with_progress<T>(
 ) -> Result<T, host::Error> {
     let progress = Progress::new("loading", report.is_told());
     let interrupt = Deferred::new();
+    let begun = Instant::now();
     let loaded = load(&mut |done, total| {
         progress.bytes(done, total);
         if interrupt.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
+    tracing::debug!("loading the model, all in all: {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
     if interrupt.asked() { Err(host::Error::Interrupted) } else { Ok(loaded) }
 }
 
