@@ -48,7 +48,7 @@ check-dist:
 	scripts/check-dist.sh
 
 # Builds and packs what to run on a machine with a GPU, into dist/.
-gpu-check: ptx-toolchain
+gpu-check: ptx-toolchain $(PTXAS)
 	scripts/gpu-pack.sh
 
 clean:

@@ -30,6 +30,7 @@ pub fn open(source: &Source, check: bool, report: Report) -> Result<Checkpoint, 
         progress.bytes(download.bytes, download.total_bytes);
     });
     drop(progress);
+    tracing::debug!("opening the checkpoint: {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
     if let Ok(checkpoint) = &opened {
         warn(&checkpoint.warnings);
         if report.is_verbose() {
@@ -124,10 +125,12 @@ fn with_progress<T>(
 ) -> Result<T, host::Error> {
     let progress = Progress::new("loading", report.is_told());
     let interrupt = Deferred::new();
+    let begun = Instant::now();
     let loaded = load(&mut |done, total| {
         progress.bytes(done, total);
         if interrupt.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
+    tracing::debug!("loading the model, all in all: {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
     if interrupt.asked() { Err(host::Error::Interrupted) } else { Ok(loaded) }
 }
 

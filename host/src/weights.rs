@@ -181,8 +181,9 @@ fn elements(tensor: &Tensor<'_>) -> usize {
 #[cfg(test)]
 mod tests {
     use std::ops::ControlFlow;
+    use std::path::{Path, PathBuf};
 
-    use model::Checkpoint;
+    use model::{Checkpoint, Dtype, OpenOptions};
 
     use super::*;
 
@@ -216,6 +217,44 @@ mod tests {
             assert!(read(&found.qkv) == stored([&layer.q, &layer.k, &layer.v]));
             assert!(read(&found.input_norm) == stored([&layer.input_norm]));
             assert!(read(&found.down) == stored([&layer.down]));
+        }
+    }
+
+    /// The demo model in a folder of its own, with one element of a tensor changed to this.
+    fn damaged(tensor: &str, index: usize, value: bf16) -> PathBuf {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/demo");
+        let name = format!("warpdraft-upload-{}-{}", std::process::id(), value.to_bits());
+        let folder = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&folder).unwrap();
+        for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
+            std::fs::copy(demo.join(name), folder.join(name)).unwrap();
+        }
+        let mut bytes = std::fs::read(demo.join("model.safetensors")).unwrap();
+        let checkpoint = Checkpoint::open(&demo).unwrap();
+        let tensor = checkpoint.tensor(tensor).unwrap();
+        assert_eq!(tensor.dtype, Dtype::Bf16);
+        let start = &tensor.data[..256];
+        let at = bytes.windows(start.len()).position(|window| window == start).unwrap();
+        bytes[at + 2 * index..][..2].copy_from_slice(&value.to_le_bytes());
+        std::fs::write(folder.join("model.safetensors"), bytes).unwrap();
+        folder
+    }
+
+    #[test]
+    fn a_weight_that_is_not_finite_is_named() {
+        const TENSOR: &str = "model.layers.3.mlp.up_proj.weight";
+        for value in [bf16::NAN, bf16::NEG_INFINITY] {
+            let folder = damaged(TENSOR, 77_777, value);
+            let checkpoint = Checkpoint::open_with(&folder, OpenOptions { check_finite: false }).unwrap();
+            let mut progress = |_, _| ControlFlow::Continue(());
+            let uploaded = DeviceWeights::upload(&checkpoint, &Device::emulator(0), &mut progress);
+            std::fs::remove_dir_all(&folder).unwrap();
+            match uploaded.err() {
+                Some(Error::Model(model::Error::NotFinite { tensor, index, .. })) => {
+                    assert_eq!((tensor.as_str(), index), (TENSOR, 77_777));
+                }
+                other => panic!("{other:?}"),
+            }
         }
     }
 

@@ -7,7 +7,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use serde::de::IgnoredAny;
+use serde::Deserialize;
 use tokenizers::models::bpe::BPE;
 use tokenizers::{DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl};
 
@@ -21,6 +21,18 @@ pub use bound::Encoded;
 /// A byte-level BPE tokenizer, as `tokenizer.json` describes it. Cloning shares it.
 #[derive(Debug, Clone)]
 pub struct Tokenizer(Arc<Inner>);
+
+/// What a file says of itself before its vocabulary is read.
+#[derive(Deserialize)]
+struct Outline {
+    model: Option<OutlineModel>,
+}
+
+#[derive(Deserialize)]
+struct OutlineModel {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+}
 
 /// With BPE alone for a model: the library's type for any model reads it into a tree first, and takes twice as long.
 type Encoder = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
@@ -53,7 +65,10 @@ impl Tokenizer {
         // The library panics on some files that are not JSON throughout, so that is settled first; what else it may
         // panic on becomes an error too.
         let text = std::str::from_utf8(json).map_err(|e| broken(e.to_string()))?;
-        let _: IgnoredAny = serde_json::from_str(text).map_err(|e| broken(e.to_string()))?;
+        let outline: Outline = serde_json::from_str(text).map_err(|e| broken(e.to_string()))?;
+        if let Some(kind) = outline.model.and_then(|model| model.kind).filter(|kind| kind != "BPE") {
+            return Err(broken(format!("its model is {kind}, and Qwen3's is BPE")));
+        }
         let mut encoder = quiet::catch(|| serde_json::from_str::<Encoder>(text))
             .ok_or_else(|| broken("its parts contradict each other".to_owned()))?
             .map_err(|e| broken(e.to_string()))?;

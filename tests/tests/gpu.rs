@@ -1,10 +1,11 @@
 //! What only a GPU can show. Without one every test here reports itself as ignored; `make gpu-check` packs this program for a machine
 //! that has one.
 
+use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use host::batch::{Batch, BatchOptions, GpuBatch};
-use host::device::{self, Device};
+use host::device::{self, Device, IMAGES, Image, MAIN};
 use host::draft::script;
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
@@ -35,7 +36,7 @@ fn main() -> ExitCode {
         Some(card) => println!("on {}", card.name),
         None => println!("ignored: there is no CUDA card (these tests need one)"),
     }
-    let tests: [(&str, Test); 15] = [
+    let tests: [(&str, Test); 17] = [
         ("golden_logits", golden_logits),
         ("demo_logits_match_the_cpu", demo_logits_match_the_cpu),
         ("greedy_output_is_the_same_with_drafts", greedy_output_is_the_same_with_drafts),
@@ -57,6 +58,8 @@ fn main() -> ExitCode {
         ("a_card_too_small_is_said_before_loading", a_card_too_small_is_said_before_loading),
         ("a_card_that_is_not_there_is_named", a_card_that_is_not_there_is_named),
         ("a_file_of_kernels_that_is_not_there_is_named", a_file_of_kernels_that_is_not_there_is_named),
+        ("a_file_of_kernels_with_other_parameters_is_refused", a_file_of_kernels_with_other_parameters_is_refused),
+        ("machine_code_that_is_built_in_is_what_is_loaded", machine_code_that_is_built_in_is_what_is_loaded),
     ];
     let trials =
         tests.into_iter().map(|(name, test)| Trial::test(name, test).with_ignored_flag(cards.is_empty())).collect();
@@ -368,18 +371,63 @@ fn a_card_too_small_is_said_before_loading() -> Result<(), Failed> {
     if loaded { Err("loading began".into()) } else { Ok(()) }
 }
 
-/// Another of these tests, in a process that is told of such a file.
-fn a_file_of_kernels_that_is_not_there_is_named() -> Result<(), Failed> {
+/// Another of these tests, in a process that is told of a file of kernels: whether it passed, and what it said.
+fn with_kernels(file: &Path) -> Result<(bool, String), Failed> {
     let output = Command::new(std::env::current_exe()?)
         .args(["--exact", "demo_logits_match_the_cpu"])
-        .env("WARPDRAFT_KERNELS", "/nowhere/kernels.cubin")
+        .env("WARPDRAFT_KERNELS", file)
         .output()?;
     let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    if output.status.success() || !text.contains("WARPDRAFT_KERNELS names /nowhere/kernels.cubin, which cannot be read")
-    {
-        return Err(text.into());
+    Ok((output.status.success(), text))
+}
+
+fn a_file_of_kernels_that_is_not_there_is_named() -> Result<(), Failed> {
+    match with_kernels(Path::new("/nowhere/kernels.cubin"))? {
+        (false, text) if text.contains("WARPDRAFT_KERNELS names /nowhere/kernels.cubin, which cannot be read") => {
+            Ok(())
+        }
+        (_, text) => Err(text.into()),
     }
-    Ok(())
+}
+
+/// The main module as it is built in, for this card.
+fn main_module() -> Result<&'static Image, Failed> {
+    let arch = if Device::cuda(0)?.is_hopper() { "sm_90a" } else { "sm_80" };
+    IMAGES.iter().find(|image| image.arch == arch && image.module == MAIN).ok_or_else(|| "no such module".into())
+}
+
+/// One digit in the table of layouts is all that such a file differs in: as it was, it is loaded.
+fn a_file_of_kernels_with_other_parameters_is_refused() -> Result<(), Failed> {
+    let image = main_module()?;
+    let (mut bytes, needle, digits) = match image.machine_code {
+        Some(code) => (code.to_vec(), b"\nsample ".to_vec(), [b"1".to_vec(), b"2".to_vec()]),
+        // The text has the table's bytes as numbers.
+        None => {
+            let numbers = b"\nsample ".map(|byte| format!("{byte}, ")).concat();
+            (image.ptx.into(), numbers.into(), [b"49".to_vec(), b"50".to_vec()])
+        }
+    };
+    let path = std::env::temp_dir().join(format!("warpdraft-kernels-{}", std::process::id()));
+    std::fs::write(&path, &bytes)?;
+    let as_it_was = with_kernels(&path);
+    let at = bytes.windows(needle.len()).position(|window| window == needle).ok_or("there is no table")?;
+    let digit = &mut bytes[at + needle.len()..][..digits[0].len()];
+    let other = &digits[usize::from(*digit == digits[0][..])];
+    digit.copy_from_slice(other);
+    std::fs::write(&path, &bytes)?;
+    let changed = with_kernels(&path);
+    std::fs::remove_file(&path)?;
+    match (as_it_was?, changed?) {
+        ((false, text), _) => Err(text.into()),
+        (_, (false, text)) if text.contains("kernel sample of") && text.contains("other parameters") => Ok(()),
+        (_, (_, text)) => Err(text.into()),
+    }
+}
+
+/// A driver that refuses it has compiled the text instead, which takes many seconds: with such a driver this fails.
+fn machine_code_that_is_built_in_is_what_is_loaded() -> Result<(), Failed> {
+    let loaded = Device::cuda(0)?.has_machine_code();
+    if loaded == main_module()?.machine_code.is_some() { Ok(()) } else { Err(format!("loaded: {loaded}").into()) }
 }
 
 fn a_card_that_is_not_there_is_named() -> Result<(), Failed> {

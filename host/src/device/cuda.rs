@@ -214,6 +214,10 @@ impl Cuda {
         self.card.hopper
     }
 
+    pub(super) fn has_machine_code(&self) -> bool {
+        self.card.kernels.lock().unwrap_or_else(|e| e.into_inner()).has_machine_code()
+    }
+
     pub(super) fn multiprocessors(&self) -> u32 {
         self.card.multiprocessors
     }

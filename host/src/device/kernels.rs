@@ -51,6 +51,12 @@ impl Kernels {
         Ok(Self { arch, functions: HashMap::new(), modules })
     }
 
+    /// Whether the main module is machine code that is built in.
+    pub(super) fn has_machine_code(&self) -> bool {
+        let main = self.modules.get(MAIN);
+        main.is_some_and(|main| main.origin == Origin::BuiltIn(Form::MachineCode))
+    }
+
     /// A kernel, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default. At
     /// its first launch its layout is compared with what the host hands it, and its module is loaded if it was not.
     pub(super) fn function(&mut self, kernel: Entry, shared_bytes: u32) -> Result<sys::CUfunction, Error> {
@@ -100,7 +106,7 @@ impl Loaded {
         let unknown = || Error::KernelsBuiltWrongly { kernel: format!("of module {module}") };
         let image = Image::find(arch, module).ok_or_else(unknown)?;
         let what = |form: Form| format!("loading {form} of module {module} for {arch}");
-        let loaded = image.load(|bytes, form| timed(&what(form), || Self::new(bytes, Origin::BuiltIn)))?;
+        let loaded = image.load(|bytes, form| timed(&what(form), || Self::new(bytes, Origin::BuiltIn(form))))?;
         image.check(&loaded.layouts, &loaded.origin)?;
         Ok(loaded)
     }

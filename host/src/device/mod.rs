@@ -25,7 +25,7 @@ pub use images::{IMAGES, Image, MAIN};
 pub use pinned::Pinned;
 pub use tensor::TensorMaps;
 pub use timing::{Graph, Marker, Timer};
-pub use upload::Region;
+pub use upload::{Fill, Region};
 
 use crate::Error;
 
@@ -261,6 +261,14 @@ impl Device {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.is_hopper(),
             Kind::Emulator(_) => true,
+        }
+    }
+
+    /// Whether its kernels are the machine code that is built in: of anything else the driver has made machine code first.
+    pub fn has_machine_code(&self) -> bool {
+        match &*self.0 {
+            Kind::Cuda(cuda) => cuda.has_machine_code(),
+            Kind::Emulator(_) => false,
         }
     }
 

@@ -17,6 +17,9 @@ const SLOTS: usize = 2;
 /// Most threads; beyond so many the bus does not keep up.
 const MOST_THREADS: usize = 16;
 
+/// Writes the bytes of region `i` from byte `at` on: `fill(i, at, out)`.
+pub type Fill<'a> = dyn Fn(usize, usize, &mut [u8]) -> Result<(), Error> + Sync + 'a;
+
 /// Device memory that is to be filled: elements of a buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Region {
@@ -47,8 +50,8 @@ struct Work<'a> {
 }
 
 impl Device {
-    /// Fills `regions`: `fill(i, at, out)` writes the bytes of region `i` from byte `at` on to `out`, on any of several
-    /// threads. It all has arrived when this returns. `progress` hears the bytes of each piece that was sent.
+    /// Fills `regions`, on several threads. It all has arrived when this returns. `progress` hears the bytes of each piece that
+    /// was sent.
     ///
     /// # Errors
     /// Of the pieces that `fill` failed with, the first one's error; [`Error::Interrupted`] when `progress` breaks; a driver
@@ -59,7 +62,7 @@ impl Device {
     pub unsafe fn fill_regions(
         &self,
         regions: &[Region],
-        fill: &(dyn Fn(usize, usize, &mut [u8]) -> Result<(), Error> + Sync),
+        fill: &Fill<'_>,
         progress: &mut dyn FnMut(usize) -> ControlFlow<()>,
     ) -> Result<(), Error> {
         let largest = regions.iter().map(|region| region.bytes).max().unwrap_or(0);
@@ -119,12 +122,7 @@ impl Work<'_> {
     ///
     /// # Safety
     /// As for [`Device::fill_regions`].
-    unsafe fn run(
-        &self,
-        mut slots: Slots,
-        fill: &(dyn Fn(usize, usize, &mut [u8]) -> Result<(), Error> + Sync),
-        sent: &Sender<usize>,
-    ) -> Option<(usize, Error)> {
+    unsafe fn run(&self, mut slots: Slots, fill: &Fill<'_>, sent: &Sender<usize>) -> Option<(usize, Error)> {
         let mut turn = 0;
         let failed = loop {
             if self.stopped.load(Ordering::Relaxed) {
@@ -158,7 +156,7 @@ impl Work<'_> {
         (pinned, done): &mut (Pinned<u8>, Marker),
         i: usize,
         at: usize,
-        fill: &(dyn Fn(usize, usize, &mut [u8]) -> Result<(), Error> + Sync),
+        fill: &Fill<'_>,
     ) -> Result<usize, Error> {
         done.wait()?;
         let region = self.regions[i];

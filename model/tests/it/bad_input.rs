@@ -6,7 +6,7 @@ use model::{Checkpoint, Error};
 use proptest::prelude::*;
 use serde_json::json;
 
-use crate::fixture::{DTYPES, Fixture, SHARDS, Stored, encode, split_header, with_header};
+use crate::fixture::{DTYPES, Fixture, SHARDS, Stored, encode, split_header, tokenizer_json, with_header};
 
 #[test]
 fn missing_files() {
@@ -273,6 +273,9 @@ fn a_tokenizer_that_is_none() {
     assert!(matches!(fixture.write().error("byte-level"), Error::Tokenizer { .. }));
     fixture.tokenizer = json!({"version": "1.0"});
     assert!(matches!(fixture.write().error("tokenizer.json"), Error::Tokenizer { .. }));
+    fixture.tokenizer = tokenizer_json();
+    fixture.tokenizer["model"]["type"] = json!("Unigram");
+    assert!(matches!(fixture.write().error("its model is Unigram, and Qwen3's is BPE"), Error::Tokenizer { .. }));
     // Cut within the decoder, where the library `tokenizers` panics.
     let dir = Fixture::new("F32", true).write();
     let text = String::from_utf8(dir.get("tokenizer.json")).unwrap();
