@@ -4,7 +4,7 @@
 CARGO ?= cargo
 # ptxas, from NVIDIA's wheel: it assembles what rustc wrote, and says whether registers were spilled.
 PTXAS_VENV := .venv
-export PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
+PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
 
 # Without what the demo does not use: downloads; and with less effort on what it does not wait for, the emulator and
 # zstd.
@@ -32,8 +32,10 @@ test: ptx-toolchain $(PTXAS)
 ptx-toolchain:
 	@scripts/ptx-toolchain.sh
 
+# From now on builds make machine code: what built without it is to be built again.
 $(PTXAS):
 	scripts/ptxas.sh $(PTXAS_VENV)
+	touch host/build.rs
 
 # Builds and packs what to run on a machine with a GPU, into dist/.
 gpu-check: ptx-toolchain

@@ -8,10 +8,15 @@ Each case is a small random Qwen3 with its tokenizer, and beside it
     golden.json   prompt ids, shape of the logits, and the versions that made them
     logits.f32    logits of every prompt position, [rows, vocab], little-endian f32, computed in f32 from the stored weights
 Also writes tests/golden/chat.json: conversations, and the prompts that transformers' apply_chat_template makes of them.
+
+    .venv/bin/python scripts/make_golden.py TEMPLATE OUT
+
+writes the prompts of another template alone; the tests compare them if the variable WARPDRAFT_CHAT_GOLDEN names OUT.
 """
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +170,13 @@ TEMPLATE = r"""
         {%- endif %}
         {%- if message.tool_calls %}
             {%- for call in message.tool_calls %}
-                {{- '\n<tool_call>' + call.name + ' ' }}
+                {%- if (loop.first and content) or (not loop.first) %}
+                    {{- '\n' }}
+                {%- endif %}
+                {%- if call.function %}
+                    {%- set call = call.function %}
+                {%- endif %}
+                {{- '<tool_call>' + call.name + ' ' }}
                 {{- call.arguments if call.arguments is string else call.arguments | tojson }}
                 {{- '</tool_call>' }}
             {%- endfor %}
@@ -195,29 +206,72 @@ TEMPLATE = r"""
 {% endif %}
 """
 
+def said(*messages: tuple[str, str]) -> list[dict]:
+    return [{"role": role, "content": content} for role, content in messages]
+
+
+def call(name: str, arguments, number: int = 0) -> dict:
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather at a place: \"now\", <&>'é\n\t\u0001\u007f",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            # Not in alphabetical order, which must be kept.
+            "properties": {"place": {"type": "string"}, "days": {"type": "integer", "minimum": -1, "maximum": 1e16},
+                           "exact": {"enum": [0.1, 1.0, 1e-5, 1.5e300, 123456789012345680.0, True, None]}},
+            "required": ["place"],
+            "additionalProperties": {},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+
+# Conversations, each with the tools that the model is told of.
 CONVERSATIONS = [
-    [("user", "Hello")],
-    [("system", "Be brief."), ("user", "Héllo \"wörld\" <&>'\n\n  日本 🦀")],
-    [("user", "1+1?"), ("assistant", "<think>\nadd\n</think>\n\n2"), ("user", "And twice that?")],
-    [("user", "1+1?"), ("assistant", "<think>\n\nadd\n\n</think>\n\n2")],
-    [("system", "a banana"), ("user", "x"), ("assistant", "y"), ("tool", "one"), ("tool", "two"), ("user", "<tool>z</tool>")],
-    [("user", "x"), ("system", "late"), ("user", "say {{ 'hi' }} {% raw %}")],
+    (said(("user", "Hello")), None),
+    (said(("system", "Be brief."), ("user", "Héllo \"wörld\" <&>'\n\n  日本 🦀")), None),
+    (said(("user", "1+1?"), ("assistant", "<think>\nadd\n</think>\n\n2"), ("user", "And twice that?")), None),
+    (said(("user", "1+1?"), ("assistant", "<think>\n\nadd\n\n</think>\n\n2")), None),
+    (said(("system", "a banana"), ("user", "x"), ("assistant", "y"), ("tool", "one"), ("tool", "two"),
+          ("user", "<tool>z</tool>")), None),
+    (said(("user", "x"), ("system", "late"), ("user", "say {{ 'hi' }} {% raw %}")), None),
+    (said(("user", "How is it outside?")), [WEATHER, CLOCK]),
+    (said(("system", "Be brief."), ("user", "How is it outside?")), [CLOCK]),
+    # As OpenAI's clients send them.
+    ([{"role": "user", "content": "How is it in Ulm?", "name": "Ada"},
+      {"role": "assistant", "content": None, "tool_calls": [call("weather", '{"place":"Ulm", "days" : 2}')]},
+      {"role": "tool", "tool_call_id": "call_0", "content": '{"sky": "clear"}'}], [WEATHER]),
+    ([{"role": "user", "content": "How is it, and how late?"},
+      {"role": "assistant", "content": "I look.", "reasoning_content": "Both tools.",
+       "tool_calls": [call("weather", {"place": "Ulm", "days": 1.0, "a": [1, {"b": "é"}]}), call("clock", "{}", 1)]},
+      {"role": "tool", "tool_call_id": "call_0", "content": "clear"},
+      {"role": "tool", "tool_call_id": "call_1", "content": "late"},
+      {"role": "assistant", "content": "Clear and late.", "reasoning_content": "\nSay so.\n"},
+      {"role": "user", "content": "Thanks"}], [WEATHER, CLOCK]),
+    ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}], None),
+    ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call("clock", {})]}], None),
 ]
 
 
-def make_chat() -> None:
+def make_chat(template: str, out: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), eos_token="<|im_end|>")
     cases = []
-    for conversation in CONVERSATIONS:
-        messages = [{"role": role, "content": content} for role, content in conversation]
+    for messages, tools in CONVERSATIONS:
         for thinking in (True, False):
             for generate in (True, False):
-                text = tokenizer.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False,
+                text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False,
                                                      enable_thinking=thinking, add_generation_prompt=generate)
-                cases.append({"messages": messages, "enable_thinking": thinking, "add_generation_prompt": generate, "text": text})
-    write_json(ROOT / "chat.json", {"template": TEMPLATE, "eos_token": "<|im_end|>", "cases": cases,
-                                    "transformers": transformers.__version__})
-    print(f"chat.json: {len(cases)} prompts")
+                cases.append({"messages": messages, "tools": tools or [], "enable_thinking": thinking,
+                              "add_generation_prompt": generate, "text": text})
+    write_json(out, {"template": template, "eos_token": "<|im_end|>", "cases": cases,
+                     "transformers": transformers.__version__})
+    print(f"{out.name}: {len(cases)} prompts")
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -225,7 +279,10 @@ def write_json(path: Path, value: dict) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        make_chat(Path(sys.argv[1]).read_text(encoding="utf-8"), Path(sys.argv[2]))
+        sys.exit()
     ROOT.mkdir(parents=True, exist_ok=True)
     for case, (sizes, dtype, length, shards, rope) in CASES.items():
         make_case(case, sizes, dtype, length, shards, rope)
-    make_chat()
+    make_chat(TEMPLATE, ROOT / "chat.json")

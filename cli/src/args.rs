@@ -200,7 +200,7 @@ pub struct DeviceArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Answer")]
 pub struct AnswerArgs {
-    /// Most tokens to generate [default: 256; chat, and messages in a batch: 2048]
+    /// Most tokens to generate [default: 256; with a chat template, as many as the context holds]
     #[arg(long, short = 'n', value_name = "N", value_parser = at_least_one, allow_negative_numbers = true)]
     pub max_tokens: Option<usize>,
     /// Divides the logits; 0 is greedy [default: the checkpoint's]

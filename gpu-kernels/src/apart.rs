@@ -16,7 +16,7 @@ const THREADS: u32 = 256;
 
 /// Parameters of [`rms_norm`]. Grid: (1, rows). Shared memory: [`RmsNorm::SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct RmsNorm {
     /// The rows of this step.
     pub rows: Rows,
@@ -38,7 +38,7 @@ impl RmsNorm {
 }
 
 /// `y = x / sqrt(mean(x²) + eps) · weight`.
-#[kernel(threads = 256)]
+#[kernel(threads = 256, module = "bench")]
 pub unsafe fn rms_norm(p: RmsNorm) {
     unsafe {
         let row = thread::block_idx_y();
@@ -78,7 +78,7 @@ pub unsafe fn rms_norm(p: RmsNorm) {
 
 /// Parameters of [`silu_mul`]. Grid: (n / 256 rounded up, rows).
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SiluMul {
     /// The rows of this step.
     pub rows: Rows,
@@ -93,7 +93,7 @@ pub struct SiluMul {
 }
 
 /// `y = silu(gate) ∘ up`.
-#[kernel(threads = 256)]
+#[kernel(threads = 256, module = "bench")]
 pub unsafe fn silu_mul(p: SiluMul) {
     unsafe {
         let (row, i) = (thread::block_idx_y(), thread::block_idx_x() * THREADS + thread::thread_idx_x());

@@ -50,7 +50,7 @@ const TILES: usize = HEAD_DIM as usize / 8;
 /// Parameters of [`attend`] and [`combine`]. [`attend`]: grid (key-value heads, splits, tiles of pairs), shared memory
 /// [`Attend::SHARED_BYTES`]. [`combine`]: grid (query heads, rows), shared memory [`Attend::COMBINE_SHARED_BYTES`]; not needed when every position is below [`SPLIT`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Attend {
     /// The rows of this step; rows of a tile belong to one sequence, at ascending positions.
     pub rows: Rows,
@@ -321,7 +321,7 @@ pub unsafe fn attend(p: Attend) {
 
 /// Parameters of [`attend_tiles`]. Grid and shared memory as [`attend`]'s, with as many tiles as are listed.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct AttendTiles {
     /// What to attend to.
     pub attend: Attend,

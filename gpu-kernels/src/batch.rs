@@ -26,7 +26,7 @@ fn index() -> u32 {
 
 /// Parameters of [`put_words`]. Grid: [`blocks`] of `count`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Put {
     /// `[count, 2]`: a place in `to`, and what to put there. No place twice.
     pub entries: Global<u32>,
@@ -50,7 +50,7 @@ pub unsafe fn put_words(p: Put) {
 
 /// Parameters of [`clear_rows`]. Grid: ([`blocks`] of `len`, rows).
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ClearRows {
     /// `[rows]` which, each once.
     pub rows: Global<u32>,
@@ -74,7 +74,7 @@ pub unsafe fn clear_rows(p: ClearRows) {
 
 /// Parameters of [`take_tokens`]. Grid: [`blocks`] of `count`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TakeTokens {
     /// `[count, 3]`: a row, the choice of the step before that is its token, and which row of `uses` counts it, or [`TakeTokens::NOWHERE`]. No row
     /// twice.
@@ -117,7 +117,7 @@ pub unsafe fn take_tokens(p: TakeTokens) {
 
 /// Parameters of [`take_best`]. Grid: [`blocks`] of `count`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TakeBest {
     /// `[rows]` the [rank](crate::sample::rank) of the best token after each row.
     pub best: Global<u64>,
@@ -143,7 +143,7 @@ pub unsafe fn take_best(p: TakeBest) {
 
 /// Parameters of [`pick_rows`]. Grid: (1, picks).
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PickRows {
     /// `[picks]` rows of the source.
     pub rows: Global<u32>,
@@ -179,7 +179,7 @@ pub unsafe fn pick_rows(p: PickRows) {
 
 /// Where the records of a page are: record `r` of layer `l` of page `p` is number `p · page + l · layer + r`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, cuda_std::Layout)]
 pub struct PageRecords {
     /// Records from a page to the next.
     pub page: u32,
@@ -189,7 +189,7 @@ pub struct PageRecords {
 
 /// Parameters of [`list_records`]. Grid: [`blocks`] of `moves · layers · records`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ListRecords {
     /// `[moves, 2]`: a page, and the page that it becomes.
     pub moves: Global<u32>,

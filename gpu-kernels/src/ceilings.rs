@@ -18,7 +18,7 @@ pub const MMA_THREADS: u32 = 256;
 
 /// Parameters of [`ceiling_read`]. Grid: any; one block a multiprocessor fills it. No shared memory.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ReadAll {
     /// `units * 16` bytes, 16-byte aligned.
     pub from: Global<u8>,
@@ -30,7 +30,7 @@ pub struct ReadAll {
 
 /// Parameters of [`ceiling_copy`]. Grid: any. No shared memory.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct CopyAll {
     /// `units * 16` bytes, 16-byte aligned.
     pub from: Global<u8>,
@@ -42,7 +42,7 @@ pub struct CopyAll {
 
 /// Parameters of [`ceiling_mma`]. Grid: any; four blocks a multiprocessor fill it. No shared memory.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Multiply {
     /// `[32 lanes, 16]` words, 16-byte aligned: two A fragments and four B fragments of every lane.
     pub operands: Global<u32>,
@@ -61,14 +61,14 @@ impl Multiply {
 
 /// Parameters of [`ceiling_launch`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Nothing {
     /// Not looked at.
     pub nothing: u32,
 }
 
 /// Reads memory.
-#[kernel(threads = 1024)]
+#[kernel(threads = 1024, module = "bench")]
 pub unsafe fn ceiling_read(p: ReadAll) {
     unsafe {
         let step = thread::grid_dim_x() as u64 * THREADS as u64;
@@ -101,7 +101,7 @@ pub unsafe fn ceiling_read(p: ReadAll) {
 }
 
 /// Copies memory.
-#[kernel(threads = 1024)]
+#[kernel(threads = 1024, module = "bench")]
 pub unsafe fn ceiling_copy(p: CopyAll) {
     unsafe {
         let step = thread::grid_dim_x() as u64 * THREADS as u64;
@@ -124,7 +124,7 @@ pub unsafe fn ceiling_copy(p: CopyAll) {
 }
 
 /// Multiplies.
-#[kernel(threads = 256)]
+#[kernel(threads = 256, module = "bench")]
 pub unsafe fn ceiling_mma(p: Multiply) {
     unsafe {
         let words = p.operands.at((thread::lane_id() * 16) as usize);
@@ -148,5 +148,5 @@ pub unsafe fn ceiling_mma(p: Multiply) {
 }
 
 /// Does nothing.
-#[kernel(threads = 32)]
+#[kernel(threads = 32, module = "bench")]
 pub unsafe fn ceiling_launch(_p: Nothing) {}

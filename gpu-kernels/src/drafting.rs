@@ -30,7 +30,7 @@ pub fn learned(acceptance: u32, right: bool) -> u32 {
 
 /// What drafts add to the time of a step of one row, as shares of that time.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, cuda_std::Layout)]
 pub struct Cost {
     /// That there are any: for steps of several rows that run otherwise than those of one.
     pub any: u32,
@@ -66,7 +66,7 @@ pub fn worthwhile(acceptance: u32, cost: Cost, others: u32, most: u32) -> u32 {
 
 /// Parameters of [`draft_script`]. Grid: 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct DraftScript {
     /// The sequence to draft for.
     pub state: SequenceState,
@@ -85,7 +85,7 @@ pub struct DraftScript {
 }
 
 /// Proposes what a script has at the positions that come next: to measure at an acceptance that is known beforehand.
-#[kernel(threads = 32)]
+#[kernel(threads = 32, module = "bench")]
 pub unsafe fn draft_script(p: DraftScript) {
     unsafe {
         let i = thread::thread_idx_x();

@@ -8,7 +8,7 @@ use crate::step::Rows;
 
 /// Parameters of [`embed`]. Grid: (1, rows).
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Embed {
     /// The rows of this step.
     pub rows: Rows,

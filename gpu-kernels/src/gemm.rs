@@ -103,7 +103,7 @@ const BOX_ALIGNMENT: u32 = 1024;
 /// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` and `_eight` kernels whole clusters; for `_n192` kernels two for every 384 features of every tile of rows.
 /// Shared memory: [`Gemm::shared_bytes`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Gemm {
     /// `x`, bf16 `[rows, k]`, in tiles of [`TILE_ROWS`] rows.
     pub x: Global<TensorMap>,
@@ -519,17 +519,17 @@ unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p:
 }
 
 macro_rules! kernels {
-    ($($epilogue:ty: $what:literal, $($n:literal $name:ident)* $(cluster $blocks:literal = $down:literal x $across:literal $cluster:ident)*;)*) => { $(
+    ($($epilogue:ty: $what:literal, in $home:literal, $($n:literal $name:ident)* $(cluster $blocks:literal = $down:literal x $across:literal $cluster:ident)*;)*) => { $(
         $(
             #[doc = concat!($what, " Tiles of ", $n, " weight rows.")]
-            #[kernel(threads = THREADS, min_blocks = 1)]
+            #[kernel(threads = THREADS, min_blocks = 1, module = $home)]
             pub unsafe fn $name(p: Gemm) {
                 unsafe { gemm::<$epilogue, $n, 1, 1>(&p) }
             }
         )*
         $(
             #[doc = concat!($what, " Tiles of 256 weight rows; clusters of ", $down, " one above the other, ", $across, " side by side.")]
-            #[kernel(threads = THREADS, min_blocks = 1, cluster = $blocks)]
+            #[kernel(threads = THREADS, min_blocks = 1, cluster = $blocks, module = $home)]
             pub unsafe fn $cluster(p: Gemm) {
                 unsafe { gemm::<$epilogue, 256, $down, $across>(&p) }
             }
@@ -538,12 +538,12 @@ macro_rules! kernels {
 }
 
 kernels! {
-    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 192 gemm_qkv_n192 256 gemm_qkv_n256
+    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", in "main", 128 gemm_qkv_n128 192 gemm_qkv_n192 256 gemm_qkv_n256
         cluster 2 = 2 x 1 gemm_qkv_pair cluster 8 = 4 x 2 gemm_qkv_eight;
-    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256
+    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", in "main", 256 gemm_swiglu_n256
         cluster 2 = 2 x 1 gemm_swiglu_pair cluster 8 = 4 x 2 gemm_swiglu_eight;
-    Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256
+    Add: "The residual stream plus `x · wᵀ`.", in "main", 128 gemm_add_n128 256 gemm_add_n256
         cluster 2 = 2 x 1 gemm_add_pair cluster 8 = 4 x 2 gemm_add_eight;
-    Plain: "`out = x · wᵀ`.", 128 gemm_plain_n128 192 gemm_plain_n192 256 gemm_plain_n256
+    Plain: "`out = x · wᵀ`.", in "bench", 128 gemm_plain_n128 192 gemm_plain_n192 256 gemm_plain_n256
         cluster 2 = 2 x 1 gemm_plain_pair cluster 8 = 4 x 2 gemm_plain_eight;
 }

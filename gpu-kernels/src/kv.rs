@@ -36,7 +36,7 @@ pub const fn page_elements(kv_heads: u32) -> usize {
 
 /// One layer's cache and the page tables of the sequences in it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Cache {
     /// The layer's pages. Everything in it is finite: it starts zeroed.
     pub pages: GlobalMut<bf16>,

@@ -37,7 +37,7 @@ const TOGETHER: u32 = 2;
 /// Parameters of the kernels of this module. Grid: strips of `n` (see [`Linear::strips`], [`Linear::swiglu_strips`]).
 /// Shared memory: [`Linear::shared_bytes`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Linear {
     /// The rows of this step.
     pub rows: Rows,

@@ -4,11 +4,13 @@
 //! By the model's own logits, before penalties and temperature. Rows are split over CTAs as for the [sampler](crate::sample), and the likeliest tokens
 //! found as it finds what top-k keeps. Masses are its integers: their sum has no order, and is the same on the CPU.
 
+use core::marker::PhantomData;
+
 use cuda_std::{Global, GlobalMut, kernel, shared, thread};
 
 use crate::sample::{
-    self, Count, Inputs, MOST_CANDIDATES, Question, Raw, Row, Split, THREADS, Team, mass, rank, ranked_logit,
-    ranked_token, select,
+    self, All, Count, Inputs, MOST_CANDIDATES, Question, Raw, Row, Split, THREADS, Team, mass, nominate_best, rank,
+    ranked_logit, ranked_token, select,
 };
 use crate::step::{NO_TOKEN, Rows};
 
@@ -48,7 +50,7 @@ impl Wanted {
 /// Parameters of [`note_logits`] and [`note_chosen`]. The first: cooperative; grid: a [`Split`]'s, with as many teams as rows noted, or with fewer of one
 /// CTA each, which take turns; shared memory: [`sample::SHARED_BYTES`]. The second: grid 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NoteLogits {
     /// `[any, vocab]`.
     pub logits: Global<f32>,
@@ -88,37 +90,66 @@ pub unsafe fn note_logits(p: NoteLogits) {
 
 /// Notes a row, with its `top` likeliest tokens.
 #[inline(always)]
-unsafe fn note(mut team: Team, row: Row, top: u32, note: GlobalMut<u32>) {
+unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) {
     unsafe {
-        let tid = thread::thread_idx_x();
-        let mut best = 0;
-        row.each::<Raw>(|token, logit| best = best.max(rank(logit, token)));
-        let best = team.max(best);
+        let mut among_few = true;
+        loop {
+            nominate(&mut team, row, top, among_few);
+            if !team.is_last() {
+                return;
+            }
+            let candidates = team.nominated();
+            if candidates <= MOST_CANDIDATES {
+                note_candidates(&team, candidates, top, note);
+            }
+            team.reset();
+            if candidates <= MOST_CANDIDATES {
+                return;
+            }
+            // As in `sample`.
+            team = team.alone();
+            row.slice = (0, row.inputs.vocab);
+            among_few = false;
+        }
+    }
+}
+
+/// Adds up the mass of a row, and nominates its likeliest tokens.
+#[inline(always)]
+unsafe fn nominate(team: &mut Team, row: Row, top: u32, among_few: bool) {
+    unsafe {
+        let mine = row.best::<Raw>();
+        let best = team.max(mine);
         let max = ranked_logit(best);
         let mut total = 0;
-        row.each::<Raw>(|_, logit| total += mass(logit, max));
+        row.each::<Raw>(|_| true, |_, logit| total += mass(logit, max));
         team.add_to_total(total);
-        if top > 0 {
-            let question = Question { low: 0, high: best, narrow: 0, enough: MOST_CANDIDATES.into() };
-            let kept = select::<Raw, _>(&mut team, &row, question, Count, |all| all.min(top.into()));
-            row.each::<Raw>(|token, logit| {
-                let rank = rank(logit, token);
-                if rank >= kept.low {
-                    team.nominate(rank);
-                }
-            });
-        }
-        if !team.is_last() {
+        if top == 0 {
+            team.nominate_if(thread::thread_idx_x() == 0 && team.rank == 0, best);
             return;
         }
-        if tid == 0 {
-            let total = team.total();
-            note.store(Note::MAX, max.to_bits());
-            note.store(Note::TOTAL, total as u32);
-            note.store(Note::TOTAL + 1, (total >> 32) as u32);
+        let question = Question { low: 0, high: best, narrow: 0, enough: MOST_CANDIDATES.into() };
+        if among_few && nominate_best::<Raw>(team, &row, mine, question, top, 1.0) {
+            return;
         }
+        let kept = select(team, &All(row, PhantomData::<Raw>), question, Count, |all| all.min(top.into()));
+        let least = ranked_logit(kept);
+        row.each::<Raw>(
+            |logit| logit >= least,
+            |token, logit| {
+                let rank = rank(logit, token);
+                team.nominate_if(rank >= kept, rank);
+            },
+        );
+    }
+}
+
+/// Notes what the team has found, of its candidates the `top` best.
+#[inline(always)]
+unsafe fn note_candidates(team: &Team, count: u32, top: u32, note: GlobalMut<u32>) {
+    unsafe {
         // A thread has one of the candidates.
-        let count = team.candidates();
+        let tid = thread::thread_idx_x();
         let mine = if tid < count { team.candidate(tid) } else { 0 };
         let ranks = shared::dynamic::<u64>(sample::RANKS);
         ranks.store(tid as usize, mine);
@@ -128,11 +159,20 @@ unsafe fn note(mut team: Team, row: Row, top: u32, note: GlobalMut<u32>) {
             place += u32::from(ranks.load(i as usize) > mine);
             i += 1;
         }
-        if tid < count && place < top {
-            note.store(Note::TOP + 2 * place as usize, ranked_token(mine));
-            note.store(Note::TOP + 2 * place as usize + 1, ranked_logit(mine).to_bits());
+        if tid >= count {
+            return;
         }
-        team.reset();
+        let logit = ranked_logit(mine).to_bits();
+        if place == 0 {
+            let total = team.total();
+            note.store(Note::MAX, logit);
+            note.store(Note::TOTAL, total as u32);
+            note.store(Note::TOTAL + 1, (total >> 32) as u32);
+        }
+        if place < top {
+            note.store(Note::TOP + 2 * place as usize, ranked_token(mine));
+            note.store(Note::TOP + 2 * place as usize + 1, logit);
+        }
     }
 }
 

@@ -205,7 +205,7 @@ const fn tiles<T: Token>(longest: u32) -> u64 {
 /// Tokens beyond a row's end do not exist: a longer `input_ids_len` is cut to the stride, and a `step_idx` outside its
 /// row finds nothing. No region may overlap one that is written.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sequences<T> {
     /// `[batch, input_ids_stride]` the prompts.
     pub input_ids: Global<T>,
@@ -243,7 +243,7 @@ pub struct Sequences<T> {
 /// Parameters of `ngram_match_i64` and `ngram_match_i32`. Grid: any, see [`blocks`]; an empty batch needs no launch.
 /// Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NgramMatch<T> {
     /// The batch.
     pub sequences: Sequences<T>,
@@ -257,7 +257,7 @@ pub struct NgramMatch<T> {
 /// already hold. A sequence that comes in with `seq_lens_this_time` 0, or that wants none, is left alone; whether it is
 /// prefilling is not asked. Grid: any, see [`blocks`]; an empty batch needs no launch. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NgramMatchMixed<T> {
     /// The batch.
     pub sequences: Sequences<T>,
@@ -465,26 +465,27 @@ impl HeadStart {
     }
 }
 
-// `min_blocks = 1` tells the assembler that a second block on the multiprocessor is not worth a spill.
+// `min_blocks = 1` tells the assembler that a second block on the multiprocessor is not worth a spill. The decode loop
+// has one of these kernels; the others are the operator for those who want another.
 macro_rules! kernels {
-    ($($token:ty: $plain:ident $mixed:ident $plain_together:ident $mixed_together:ident;)*) => { $(
+    ($($token:ty: $plain:ident $mixed:ident in $home:literal, $plain_together:ident $mixed_together:ident;)*) => { $(
         #[doc = concat!("Proposes drafts for a batch, with `", stringify!($token), "` token ids.")]
-        #[kernel(threads = THREADS, min_blocks = 1)]
+        #[kernel(threads = THREADS, min_blocks = 1, module = "bench")]
         pub unsafe fn $plain(p: NgramMatch<$token>) {
             unsafe { draft(&p) }
         }
         #[doc = concat!("Extends drafts that another proposer has put there, with `", stringify!($token), "` token ids.")]
-        #[kernel(threads = THREADS, min_blocks = 1)]
+        #[kernel(threads = THREADS, min_blocks = 1, module = $home)]
         pub unsafe fn $mixed(p: NgramMatchMixed<$token>) {
             unsafe { draft(&p) }
         }
         #[doc = concat!("[`", stringify!($plain), "`] with a block a sequence, see [`mod@together`].")]
-        #[kernel(threads = together::THREADS, min_blocks = 1)]
+        #[kernel(threads = together::THREADS, min_blocks = 1, module = "bench")]
         pub unsafe fn $plain_together(p: NgramMatch<$token>) {
             unsafe { together::draft(&p) }
         }
         #[doc = concat!("[`", stringify!($mixed), "`] with a block a sequence, see [`mod@together`].")]
-        #[kernel(threads = together::THREADS, min_blocks = 1)]
+        #[kernel(threads = together::THREADS, min_blocks = 1, module = "bench")]
         pub unsafe fn $mixed_together(p: NgramMatchMixed<$token>) {
             unsafe { together::draft(&p) }
         }
@@ -492,6 +493,6 @@ macro_rules! kernels {
 }
 
 kernels! {
-    i64: ngram_match_i64 ngram_match_mixed_i64 ngram_match_together_i64 ngram_match_mixed_together_i64;
-    i32: ngram_match_i32 ngram_match_mixed_i32 ngram_match_together_i32 ngram_match_mixed_together_i32;
+    i64: ngram_match_i64 ngram_match_mixed_i64 in "bench", ngram_match_together_i64 ngram_match_mixed_together_i64;
+    i32: ngram_match_i32 ngram_match_mixed_i32 in "main", ngram_match_together_i32 ngram_match_mixed_together_i32;
 }

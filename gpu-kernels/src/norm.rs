@@ -13,7 +13,7 @@ use crate::linear::STRIP;
 
 /// The residual stream and what is kept beside it for the norm that comes next. All of it is written by `put` alone.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Residual {
     /// `[rows, dim]`.
     pub x: GlobalMut<f32>,
@@ -71,7 +71,7 @@ pub(crate) fn strip_squares(x: f32) -> f32 {
 
 /// The norm that a linear layer's input has yet to be divided by.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Norm {
     /// As [`Residual::squares`]; null when the input needs no norm.
     pub squares: Global<f32>,

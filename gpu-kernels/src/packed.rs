@@ -197,7 +197,7 @@ pub(crate) const fn is_cut(token: u32) -> bool {
 
 /// Parameters of [`pack_pages`] and [`unpack_pages`]. Grid: (key-value heads, layers, pages). Shared memory: [`PackPages::SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PackPages {
     /// The pages, each once.
     pub list: Global<u32>,

@@ -84,7 +84,7 @@ pub const fn pages(address: u64, elements: usize) -> tensor::Matrix {
 
 /// Parameters of [`prefill_attention`] and [`prefill_attention_pair`]. Grid: (query heads, tiles). Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PrefillAttention {
     /// `[tiles, 4]` consecutive rows of one sequence each: the first row, how many (at most [`TILE_ROWS`]), the sequence, the first row's
     /// position. 16-byte aligned. The last are begun first: those with the most keys belong there.

@@ -21,7 +21,7 @@ const HALF: u32 = HEAD_DIM / 2;
 
 /// Parameters of [`split_heads`]. Grid: (heads of all three kinds / [`HEADS_PER_BLOCK`] rounded up, rows).
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct SplitHeads {
     /// The rows of this step.
     pub rows: Rows,

@@ -5,12 +5,12 @@
 //!
 //! ```text
 //! best logit ─┬─ greedy ─► token
-//!             ├─ top-k ─► histogram ─► few candidates ─► one CTA ranks them, and draws
+//!             ├─ top-k ─► how good the k-th of the threads' best is ─► candidates at least as good ─► one CTA ranks them, and draws
 //!             └─ top-p, min-p, none ─► (histograms ─►) least logit kept ─► masses of slices ─► the slice that the draw falls into
 //! ```
 //!
 //! A row's logits are split over CTAs that wait for each other ([`team`]), as many as leave none of the card idle; with many rows each CTA has rows of its own.
-//! What top-k and top-p keep is found by a radix select over all logits ([`select`]), not among a fixed number of candidates, so any setting is exact.
+//! What a large top-k or top-p alone keep is found by a radix select over all logits ([`select`]), so any setting is exact.
 //!
 //! # Order
 //! A token's mass is the integer `⌊exp(logit − max) · 2⁴⁰⌋`. Integer sums are associative, so histograms and totals come out the
@@ -28,17 +28,19 @@ mod row;
 mod select;
 mod team;
 
+use core::marker::PhantomData;
+
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, kernel, math, thread};
 
 pub(crate) use mass::key;
-use mass::{REACH, share};
+use mass::{REACH, logit, share};
 pub use mass::{UNIT_MASS, best_token, mass, mass_of, random, rank, ranked_logit, ranked_token};
-use row::{Change, Penalised, Tempered};
+use row::{Change, Penalised};
 pub(crate) use row::{Inputs, Raw, Row};
 pub use select::MOST_VOCAB;
-use select::{BINS, Mass};
-pub(crate) use select::{Count, Question, select};
+pub(crate) use select::{All, Count, Question, select};
+use select::{BINS, Mass, One};
 pub(crate) use team::{MOST_CANDIDATES, Team};
 pub use team::{MOST_SPLITS, SCRATCH_WORDS, ZEROED_WORDS, splits};
 use team::{block_max, block_total, block_totals, running_total};
@@ -68,7 +70,7 @@ const _: () = assert!(WEIGHTS + MOST_CANDIDATES * 8 <= SHARED_BYTES);
 
 /// How rows of logits are split over CTAs, and where those of a row meet. Cooperative launches; grid: teams of [`splits`](Self::splits) CTAs.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Split {
     /// `[teams, SCRATCH_WORDS]`, of which the first [`ZEROED_WORDS`] are zero when it is used first; launches leave it as they need to find it.
     pub scratch: GlobalMut<u64>,
@@ -91,7 +93,7 @@ impl Split {
 
 /// Parameters of [`sample`]. Cooperative; grid: a [`Split`]'s, with a team for each row from `first_row` on. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sample {
     /// The rows of this step.
     pub rows: Rows,
@@ -120,7 +122,7 @@ impl Sample {
 
 /// How a token is chosen.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, cuda_std::Layout)]
 pub struct Settings {
     /// Chooses the random numbers.
     pub seed: u64,
@@ -259,7 +261,7 @@ impl Choice {
 /// Parameters of [`sample_each`]. Cooperative; grid: a [`Split`]'s, with as many teams as choices, or with fewer of one CTA each, which take turns.
 /// Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SampleEach {
     /// The rows of this step.
     pub rows: Rows,
@@ -312,17 +314,29 @@ unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
         thread::sync_threads();
         let choice = choice();
         let logits = inputs.logits.at(choice.row as usize * inputs.vocab as usize);
-        let row = Row { inputs, logits, slice: team.slice(inputs.vocab) };
-        if choice.settings.penalises() {
-            choose_from::<Penalised>(&mut team, row, token);
-        } else {
-            choose_from::<Tempered>(&mut team, row, token);
-        }
-        if team.is_last() {
-            if team.candidates() > 0 {
-                draw_from_candidates(&team, token);
+        let mut row = Row { inputs, logits, slice: team.slice(inputs.vocab) };
+        let mut among_few = true;
+        loop {
+            if choice.settings.penalises() {
+                choose_from::<Penalised>(&mut team, row, among_few, token);
+            } else {
+                choose_from::<Raw>(&mut team, row, among_few, token);
+            }
+            if !team.is_last() {
+                return;
+            }
+            let candidates = team.nominated();
+            if candidates > 0 && candidates <= MOST_CANDIDATES {
+                draw_from_candidates(&team, candidates, token);
             }
             team.reset();
+            if candidates <= MOST_CANDIDATES {
+                return;
+            }
+            // Too many are about as likely as the k-th: the last CTA does without candidates, and alone.
+            team = team.alone();
+            row.slice = (0, inputs.vocab);
+            among_few = false;
         }
     }
 }
@@ -340,50 +354,91 @@ unsafe fn number() -> u64 {
     random(choice.settings.seed, u64::from(choice.position) + 1)
 }
 
-/// Stores the token, or nominates candidates for it.
+/// Stores the token, or nominates candidates for it, if there may be any.
+///
+/// What is kept is decided by logits after the temperature, but found by those before it, whose order is the same, and which need no division.
 #[inline(always)]
-unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, token: GlobalMut<u32>) {
+unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, token: GlobalMut<u32>) {
     unsafe {
-        let mut best = 0u64;
-        row.each::<C>(|token, logit| best = best.max(rank(logit, token)));
-        let best = team.max(best);
+        let mine = row.best::<C>();
+        let best = team.max(mine);
         let likeliest = best_token(best);
         if thread::thread_idx_x() == 0 && team.rank == 0 {
             token.store(0, likeliest);
         }
-        if choice().settings.temperature == 0.0 || likeliest == NO_TOKEN {
+        let temperature = choice().settings.temperature;
+        if temperature == 0.0 || likeliest == NO_TOKEN {
             return;
         }
-        let max = ranked_logit(best);
-        // Ranks of logits that have mass.
+        let max = ranked_logit(best) / temperature;
+        // The least logit that may have mass; ranks from there on are in question.
+        let reach = f64::from(max) - REACH - f64::from(max.abs()) * 1e-6;
+        let mut least = key((reach * f64::from(temperature)) as f32);
         let top = best | u64::from(u32::MAX);
-        let mut floor = u64::from(key((f64::from(max) - REACH) as f32)) << 32;
+        let question = |least: u32| Question { low: u64::from(least) << 32, high: top, narrow: 32, enough: 0 };
         let top_k = choice().settings.top_k;
         if top_k > 0 && top_k < row.inputs.vocab {
-            let question = Question { low: floor, high: top, narrow: 32, enough: MOST_CANDIDATES.into() };
-            let kept = select::<C, _>(team, &row, question, Count, |_| top_k.into());
-            if kept.low > 0 && kept.sum <= MOST_CANDIDATES.into() {
-                row.each::<C>(|token, logit| {
-                    let rank = rank(logit, token);
-                    if rank >= kept.low {
-                        team.nominate(rank);
-                    }
-                });
+            if among_few && nominate_best::<C>(team, &row, mine, question(least), top_k, temperature) {
                 return;
             }
-            floor = floor.max(kept.low);
+            let kept = select(team, &All(row, PhantomData::<C>), question(least), Count, |_| top_k.into());
+            least = least.max(tied((kept >> 32) as u32, temperature));
         }
         if choice().settings.top_p < 1.0 {
-            let question = Question { low: floor, high: top, narrow: 32, enough: 0 };
-            let kept = select::<C, _>(team, &row, question, Mass(max), |all| share(choice().settings.top_p, all));
-            floor = floor.max(kept.low);
+            let weight = Mass { max, temperature };
+            let target = |all| share(choice().settings.top_p, all);
+            let kept = select(team, &All(row, PhantomData::<C>), question(least), weight, target);
+            least = least.max(tied((kept >> 32) as u32, temperature));
         }
-        let (floor, least) = ((floor >> 32) as u32, least_mass(choice().settings.min_p));
-        draw::<C>(team, row, token, |logit| {
-            let mass = if key(logit) >= floor { mass(logit, max) } else { 0 };
-            if mass >= least { mass } else { 0 }
+        let least_mass = least_mass(choice().settings.min_p);
+        draw::<C>(team, row, logit(least), token, |logit| {
+            let mass = mass(logit / temperature, max);
+            if mass >= least_mass { mass } else { 0 }
         });
     }
+}
+
+/// Nominates the `count` best tokens of those in `question`, others that the temperature makes equal to the last of them, and some more: of each thread's best
+/// the `count`-th says how good these are at least. Does nothing, and says so, where fewer threads have any.
+#[inline(always)]
+pub(crate) unsafe fn nominate_best<C: Change>(
+    team: &mut Team,
+    row: &Row,
+    mine: u64,
+    question: Question,
+    count: u32,
+    temperature: f32,
+) -> bool {
+    unsafe {
+        // There are some more logits than threads with such a best one.
+        let question = Question { enough: 2 * u64::from(count), ..question };
+        let kept = select(team, &One(mine), question, Count, |_| count.into());
+        if kept == 0 {
+            return false;
+        }
+        let least = logit(tied((kept >> 32) as u32, temperature));
+        row.each::<C>(|logit| logit >= least, |token, logit| team.nominate(rank(logit, token)));
+        true
+    }
+}
+
+/// The key of the least logit that is, divided by the temperature, not below the logit of this key; 0 for 0.
+#[inline(always)]
+fn tied(key: u32, temperature: f32) -> u32 {
+    if key == 0 || temperature == 1.0 {
+        return key;
+    }
+    let least = logit(key) / temperature;
+    let (mut below, mut at) = (self::key(f32::NEG_INFINITY) - 1, key);
+    while at - below > 1 {
+        let middle = below + (at - below) / 2;
+        if logit(middle) / temperature >= least {
+            at = middle;
+        } else {
+            below = middle;
+        }
+    }
+    at
 }
 
 /// The least mass that min-p keeps.
@@ -392,12 +447,18 @@ fn least_mass(min_p: f32) -> u64 {
     if min_p > 0.0 { share(min_p, UNIT_MASS) } else { 0 }
 }
 
-/// Stores the first token in vocabulary order whose running total of `weigh` exceeds `number / 2⁶⁴` of the total: by the CTA in whose slice it is. Slices
+/// Stores the first token in vocabulary order whose running total of `weigh`, of logits from `least` on, exceeds its share of the total: by the CTA in whose slice it is. Slices
 /// become parts of warps, and parts of these, until a warp has the rest.
 #[inline(always)]
-unsafe fn draw<C: Change>(team: &mut Team, mut row: Row, token: GlobalMut<u32>, weigh: impl Fn(f32) -> u64) {
+unsafe fn draw<C: Change>(
+    team: &mut Team,
+    mut row: Row,
+    least: f32,
+    token: GlobalMut<u32>,
+    weigh: impl Fn(f32) -> u64,
+) {
     unsafe {
-        let own = row.warp_weight::<C>(&weigh);
+        let own = row.warp_weight::<C>(least, &weigh);
         let (before, slice) = block_totals(own);
         let (before_slice, all) = team.totals(slice);
         let drawn = math::mul_hi_u64(number(), all);
@@ -418,7 +479,7 @@ unsafe fn draw<C: Change>(team: &mut Team, mut row: Row, token: GlobalMut<u32>, 
             if row.slice.1 - row.slice.0 <= 32 {
                 if thread::warp_id() == 0 {
                     let mut weight = 0;
-                    row.one_each::<C>(|logit| weight = weigh(logit));
+                    row.one_each::<C>(|logit| weight = if logit >= least { weigh(logit) } else { 0 });
                     let upto = start + running_total(weight);
                     if upto - weight <= drawn && drawn < upto {
                         token.store(0, row.slice.0 + thread::lane_id());
@@ -426,7 +487,7 @@ unsafe fn draw<C: Change>(team: &mut Team, mut row: Row, token: GlobalMut<u32>, 
                 }
                 return;
             }
-            own = row.warp_weight::<C>(&weigh);
+            own = row.warp_weight::<C>(least, &weigh);
             before = start + block_totals(own).0;
         }
     }
@@ -434,12 +495,15 @@ unsafe fn draw<C: Change>(team: &mut Team, mut row: Row, token: GlobalMut<u32>, 
 
 /// Draws from the team's candidates, which are all that top-k can keep: a thread has one.
 #[inline(always)]
-unsafe fn draw_from_candidates(team: &Team, token: GlobalMut<u32>) {
+unsafe fn draw_from_candidates(team: &Team, count: u32, token: GlobalMut<u32>) {
     unsafe {
-        let s = choice().settings;
-        let (count, tid) = (team.candidates(), thread::thread_idx_x());
+        let (s, tid) = (choice().settings, thread::thread_idx_x());
         let (ranks, weights) = (shared::dynamic::<u64>(RANKS), shared::dynamic::<u64>(WEIGHTS));
-        let mine = if tid < count { team.candidate(tid) } else { 0 };
+        let mut mine = 0;
+        if tid < count {
+            let nominated = team.candidate(tid);
+            mine = rank(ranked_logit(nominated) / s.temperature, ranked_token(nominated));
+        }
         ranks.store(tid as usize, mine);
         // The best is a candidate.
         let max = ranked_logit(block_max(mine));

@@ -26,7 +26,7 @@ pub const NO_TOKEN: u32 = u32::MAX;
 
 /// The rows of a step: each a token of a sequence at a position.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Rows {
     /// `[1]`, how many rows there are; 0 when nothing is left to do.
     pub count: GlobalMut<u32>,
@@ -43,7 +43,7 @@ pub const STATE_WORDS: usize = 4;
 
 /// A sequence as the device keeps it: pointers to its history and to [`STATE_WORDS`] words.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SequenceState {
     /// `[capacity]` every token so far.
     pub history: GlobalMut<i32>,
@@ -64,7 +64,7 @@ impl SequenceState {
 
 /// Parameters of [`plan_prompt`]. Grid: 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PlanPrompt {
     /// Filled in.
     pub rows: Rows,
@@ -96,7 +96,7 @@ pub unsafe fn plan_prompt(p: PlanPrompt) {
 
 /// Parameters of [`plan_decode`]. Grid: 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PlanDecode {
     /// Filled in.
     pub rows: Rows,
@@ -199,7 +199,7 @@ impl Report {
 
 /// What the drafting operator is told about the sequence: its per-batch arrays, of length 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct DraftState {
     /// Index of the newest token in the history; null when nothing drafts.
     pub step_idx: GlobalMut<i64>,
@@ -211,7 +211,7 @@ pub struct DraftState {
 
 /// Parameters of [`accept`]. Grid: 1.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Accept {
     /// The rows that ran.
     pub rows: Rows,
@@ -345,7 +345,7 @@ impl Accepted {
 
 /// Parameters of [`accept_and_draft`]. Grid: 1. Shared memory: [`AcceptAndDraft::SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct AcceptAndDraft {
     /// What a step has brought.
     pub accept: Accept,

@@ -173,7 +173,7 @@ pub(crate) const fn fragment_row(lane: u32) -> u32 {
 
 /// Parameters of [`lay_out`]. Grid: (strips of the pass, depth of the pass).
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct LayOut {
     /// `[n, k]` as in the checkpoint; the gate's when `up` is not null.
     pub weight: Global<bf16>,
@@ -234,7 +234,7 @@ pub unsafe fn lay_out(p: LayOut) {
 
 /// Parameters of [`stream_8`] and [`stream_16`]. Cooperative; grid: the blocks that the weights were [laid out](lay_out) for. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct StreamStep {
     /// The rows, at most 8 or 16, of one sequence, at consecutive positions; and what else every whole step has.
     pub work: Workspace,

@@ -74,7 +74,7 @@ indices!(i32 i64);
 
 /// The pairs, and how large the regions are that they speak of.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Pairs<I> {
     /// `[count]` record numbers in the source.
     pub src: Global<I>,
@@ -129,7 +129,7 @@ impl<I: Index> Pairs<I> {
 /// Records of the two must not overlap. Nothing is copied, and every pair counted as refused, when a region or the record
 /// size is not a multiple of [`UNIT_BYTES`], or the size is not the one that the kernel is for.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Regions<I> {
     /// `[src_records, record_bytes]` the region to read.
     pub src: Global<u8>,

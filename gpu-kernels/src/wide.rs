@@ -165,7 +165,7 @@ const _: () =
 
 /// Parameters of [`wide_64`], [`wide_96`] and [`wide_128`]. Cooperative; grid: at most one block a multiprocessor, whole clusters. Shared memory: [`WideStep::shared_bytes`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct WideStep {
     /// What every whole step has. Activations are in the order of [`slot`](crate::linear::slot).
     pub work: Workspace,

@@ -12,7 +12,7 @@ use crate::step::Rows;
 
 /// A part of the parameters of [`stream`](crate::stream::StreamStep) and [`wide`](crate::wide::WideStep). Activations lie in the order that the kernel's own products read them in.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Workspace {
     /// The rows of this step.
     pub rows: Rows,

@@ -382,7 +382,7 @@ fn eights_beside_pairs_add() {
 
 /// A word of two launches, what is written before it, and where what they read of that goes.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, cuda_std::Layout)]
 pub struct InOrder {
     beside: Beside,
     data: GlobalMut<u32>,

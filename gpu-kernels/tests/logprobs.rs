@@ -19,14 +19,18 @@ proptest! {
 
     #[test]
     fn notes_say_what_sorting_does(
-        vocab in 1..3000usize,
+        // Fewer than are asked for, too.
+        vocab in prop_oneof![1..30usize, 1..3000usize],
+        // Logits that come again are more than there is room for among a few.
+        period in prop_oneof![Just(3000usize), 2..20usize],
         rows in 1..4usize,
         wanted in prop::collection::vec((0..4usize, 0..MOST + 1, 0..6usize), 1..5),
         splits in prop::sample::select(vec![1u32, 1, 2, 4]),
         seed in any::<u64>(),
     ) {
         let mut random = Random::new(seed);
-        let all: Vec<Vec<f32>> = (0..rows).map(|_| row(vocab, &mut random)).collect();
+        let again = |row: Vec<f32>| row.iter().copied().take(period).cycle().take(vocab).collect::<Vec<f32>>();
+        let all: Vec<Vec<f32>> = (0..rows).map(|_| again(row(vocab, &mut random))).collect();
         let logits = Buffer::from_slice(&all.concat());
         let sampled: Vec<u32> = (0..6).map(|i| (seed.rotate_left(7 * i) % vocab as u64) as u32).collect();
         let entries: Vec<[u32; Wanted::WORDS]> =

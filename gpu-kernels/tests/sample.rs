@@ -190,9 +190,10 @@ fn many_are_kept_by_any_setting() {
     let mut r = Random::new(1);
     let spread: Vec<f32> = r.floats(5000).into_iter().map(|v| v * 3.0).collect();
     let equal = vec![1.25f32; 3000];
+    let periodic: Vec<f32> = r.floats(64).into_iter().cycle().take(4000).collect();
     let far: Vec<f32> =
         (0..2000).map(|i| if i % 97 == 0 { 5.0 + (i as f32) / 1e4 } else { -40.0 - i as f32 }).collect();
-    for (name, logits) in [("spread", spread), ("equal", equal), ("far", far)] {
+    for (name, logits) in [("spread", spread), ("equal", equal), ("periodic", periodic), ("far", far)] {
         for (top_k, top_p, min_p) in [
             (1500, 0.7, 0.0),
             (1500, 1.0, 0.0),

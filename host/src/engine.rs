@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use model::{Checkpoint, Config, Sampling, TokenStream};
 
+use crate::ahead;
 use crate::backend::{Backend, Sequence, Step};
 use crate::device::{self, Device};
 use crate::draft::NgramDraft;
@@ -26,11 +27,15 @@ pub enum DeviceChoice {
 }
 
 impl DeviceChoice {
-    /// The device; none for the CPU.
+    /// The device; none for the CPU. Waits for it, if it was [begun](Self::open_ahead).
     ///
     /// # Errors
     /// No driver or no such card where one was chosen, or a card that is too old.
     pub fn open(self) -> Result<Option<Device>, Error> {
+        ahead::fetch(self).unwrap_or_else(|| self.open_now())
+    }
+
+    pub(crate) fn open_now(self) -> Result<Option<Device>, Error> {
         match self {
             Self::Auto if device::cards()?.is_empty() => Ok(None),
             Self::Cpu => Ok(None),

@@ -20,6 +20,36 @@ pub enum Error {
         /// The system's words.
         reason: String,
     },
+    /// A kernel of that file takes other parameters than this program gives it.
+    #[error(
+        "kernel {kernel} of {path} takes other parameters than this program hands it; build both from the same \
+         parameter blocks, or unset WARPDRAFT_KERNELS"
+    )]
+    KernelLayout {
+        /// The kernel.
+        kernel: String,
+        /// The file.
+        path: String,
+    },
+    /// That file lacks a kernel.
+    #[error(
+        "WARPDRAFT_KERNELS names {path}, and {path} has no kernel {kernel} that tells its parameters; name a whole \
+         module of kernels that this version built, or unset it"
+    )]
+    KernelMissing {
+        /// The kernel.
+        kernel: String,
+        /// The file.
+        path: String,
+    },
+    /// A kernel that is built in takes other parameters than the host gives it.
+    #[error(
+        "kernel {kernel} was built from other sources than the rest of this program; build it anew, after `cargo clean`"
+    )]
+    KernelsBuiltWrongly {
+        /// The kernel.
+        kernel: String,
+    },
     /// The driver refused or a kernel failed.
     #[error("the CUDA driver failed while {doing}: {reason}")]
     Driver {
@@ -130,6 +160,19 @@ pub enum Error {
     PromptTooLong {
         /// Tokens of the prompt.
         prompt: usize,
+        /// Tokens that fit.
+        context: usize,
+        /// What the model allows.
+        most: usize,
+    },
+    /// The prompt is so long that its tokens were not made.
+    #[error(
+        "the prompt has {least} tokens or more and the context holds {context}, one of them for the answer; \
+         shorten the prompt or raise --context (this model's most is {most})"
+    )]
+    PromptFarTooLong {
+        /// Tokens of the prompt, at least.
+        least: usize,
         /// Tokens that fit.
         context: usize,
         /// What the model allows.

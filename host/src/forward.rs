@@ -22,6 +22,7 @@ use crate::cache::KvCache;
 use crate::device::{Buffer, Device};
 use crate::prefill::{Parts, Prefill, Results};
 use crate::stream::Stream;
+use crate::timed::timed;
 use crate::weights::DeviceWeights;
 
 /// A model on a device with the memory of its sequences: cache, activations, logits. Everything is allocated here, and nothing
@@ -217,36 +218,39 @@ impl Forward {
     pub fn with_room(device: &Device, config: &Config, weights: DeviceWeights, room: Room) -> Result<Self, Error> {
         let (rows, splits) = (room.rows, room.splits());
         let q = config.query_size();
-        let rope = RopeTable::of(config, room.context);
-        Ok(Self {
-            cos: device.upload(&rope.cos)?,
-            sin: device.upload(&rope.sin)?,
-            cache: KvCache::new(device, config, room.pages)?,
-            stream: None,
-            trace: None,
-            prefill: None,
-            wide: None,
-            apart: Apart::default(),
-            page_table: device.zeroed(room.sequences * pages(room.context))?,
-            row_count: device.zeroed(1)?,
-            row_tokens: device.zeroed(rows)?,
-            row_positions: device.zeroed(rows)?,
-            row_sequences: device.zeroed(rows)?,
-            residual: device.zeroed(rows * config.hidden_size)?,
-            scaled: device.zeroed(rows * config.hidden_size)?,
-            squares: device.zeroed(rows * config.hidden_size / STRIP as usize)?,
-            qkv: device.zeroed(rows * config.qkv_size())?,
-            q: device.zeroed(rows * q)?,
-            sums: device.zeroed(rows * config.num_attention_heads * splits * HEAD_DIM as usize)?,
-            scales: device.zeroed(rows * config.num_attention_heads * splits * 2)?,
-            attended: device.zeroed(rows * q)?,
-            activation: device.zeroed(rows * config.intermediate_size)?,
-            logits: device.zeroed(rows * config.vocab_size)?,
-            device: device.clone(),
-            config: config.clone(),
-            weights,
-            room,
-        })
+        let rope = timed("the rotary table", || RopeTable::of(config, room.context));
+        let forward = || {
+            Ok(Self {
+                cos: device.upload(&rope.cos)?,
+                sin: device.upload(&rope.sin)?,
+                cache: KvCache::new(device, config, room.pages)?,
+                stream: None,
+                trace: None,
+                prefill: None,
+                wide: None,
+                apart: Apart::default(),
+                page_table: device.zeroed(room.sequences * pages(room.context))?,
+                row_count: device.zeroed(1)?,
+                row_tokens: device.zeroed(rows)?,
+                row_positions: device.zeroed(rows)?,
+                row_sequences: device.zeroed(rows)?,
+                residual: device.zeroed(rows * config.hidden_size)?,
+                scaled: device.zeroed(rows * config.hidden_size)?,
+                squares: device.zeroed(rows * config.hidden_size / STRIP as usize)?,
+                qkv: device.zeroed(rows * config.qkv_size())?,
+                q: device.zeroed(rows * q)?,
+                sums: device.zeroed(rows * config.num_attention_heads * splits * HEAD_DIM as usize)?,
+                scales: device.zeroed(rows * config.num_attention_heads * splits * 2)?,
+                attended: device.zeroed(rows * q)?,
+                activation: device.zeroed(rows * config.intermediate_size)?,
+                logits: device.zeroed(rows * config.vocab_size)?,
+                device: device.clone(),
+                config: config.clone(),
+                weights,
+                room,
+            })
+        };
+        timed("cache and activations", forward)
     }
 
     /// Lays the weights out for the step in one launch, if the device has the hardware and the memory; says whether.
@@ -254,7 +258,8 @@ impl Forward {
     /// # Errors
     /// A driver error.
     pub fn lay_out_stream(&mut self) -> Result<bool, Error> {
-        self.stream = Stream::new(&self.device, &self.config, &self.weights, &self.cache)?;
+        let stream = || Stream::new(&self.device, &self.config, &self.weights, &self.cache);
+        self.stream = timed("laying out the weights for decode steps", stream)?;
         Ok(self.stream.is_some())
     }
 
@@ -323,7 +328,8 @@ impl Forward {
     /// Too little memory, or a driver error.
     pub fn lay_out_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
         if self.device.is_hopper() {
-            self.prefill = Some(Prefill::new(&self.device, &self.config, &self.weights, &self.cache, rows)?);
+            let prefill = || Prefill::new(&self.device, &self.config, &self.weights, &self.cache, rows);
+            self.prefill = Some(timed("memory for passes over prompts", prefill)?);
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ use gpu_kernels::step::{
     self, Accept, AcceptAndDraft, DraftState, MAX_DECODE_ROWS, MAX_ROWS, NO_TOKEN, PlanDecode, PlanPrompt, Report,
     Rows, STATE_WORDS, SequenceState,
 };
-use model::{Checkpoint, Config, Sampling};
+use model::{Checkpoint, Config, Place, Sampling};
 
 use crate::backend::{Backend, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
@@ -509,8 +509,9 @@ impl Backend for Gpu {
         if tokens.contains(&NO_TOKEN) {
             // Nothing of this sequence is of use to another.
             self.cached.clear();
-            let position = self.run.length + tokens.len() - 1;
-            return Err(Error::NotFinite { what: "logits".into(), position });
+            // Of the newest token that there is.
+            let position = self.run.length + tokens.len() - 2;
+            return Err(Error::NotFinite { what: Place::Logits.to_string(), position });
         }
         let step = Step { drafted: word(Report::DRAFTED) as usize, finished: word(Report::FINISHED) != 0, tokens };
         self.run.read += 1;

@@ -4,6 +4,7 @@
 //! [`Backend`] runs one sequence: [`Gpu`] on a [`device::Device`] (a CUDA card, or the emulator), [`Cpu`] with the reference of
 //! `model`.
 
+mod ahead;
 pub mod backend;
 pub mod batch;
 pub mod bench;
@@ -19,11 +20,14 @@ mod gpu;
 pub mod ngram;
 pub mod prefill;
 pub mod profile;
+mod prompt;
 mod sampler;
 pub mod stream;
+mod timed;
 pub mod token_copy;
 pub mod weights;
 
+pub use ahead::Opening;
 pub use backend::{Backend, Sequence, Step};
 pub use cpu::Cpu;
 pub use draft::NgramDraft;
@@ -31,6 +35,7 @@ pub use engine::{DeviceChoice, Engine, Finish, Generation, LoadOptions, Request,
 pub use error::{Error, gib};
 pub use gpu::Gpu;
 pub use profile::Profile;
+pub use prompt::encode_prompt;
 
 /// Told the bytes loaded so far and in all; breaking stops the load.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> std::ops::ControlFlow<()> + 'a;

@@ -92,11 +92,12 @@ impl Stream {
             // As `StreamStep::norms` has them.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
         });
-        let mut all_norms = Vec::new();
-        for norm in norms.chain([&weights.norm]) {
-            let start = all_norms.len();
-            all_norms.resize(start + norm.len(), bf16::ZERO);
-            norm.read(0, &mut all_norms[start..])?;
+        let norms: Vec<_> = norms.chain([&weights.norm]).collect();
+        let mut all_norms = device.zeroed(norms.iter().map(|norm| norm.len()).sum())?;
+        let mut at = 0;
+        for norm in norms {
+            all_norms.copy_from(at, norm)?;
+            at += norm.len();
         }
         let sizes =
             [config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads];
@@ -105,7 +106,7 @@ impl Stream {
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
         Ok(Some(Self {
             weights: stream,
-            norms: device.upload(&all_norms)?,
+            norms: all_norms,
             pages: device.upload(&pages)?,
             counters: device.zeroed(StreamStep::COUNTERS)?,
             exchange: Exchange::new(words.ptr_mut(), sizes).0,

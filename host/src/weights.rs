@@ -1,15 +1,14 @@
 //! A checkpoint's weights in device memory, as bf16.
 
-use std::ops::ControlFlow;
-
 use gpu_kernels::embedding::Embed;
 use gpu_kernels::norm::Residual;
 use gpu_kernels::step::Rows;
 use half::bf16;
-use model::{Checkpoint, Config, Dtype, Tensor};
+use model::{Checkpoint, Config, Tensor, Weights};
 
-use crate::device::{Buffer, Device};
-use crate::{Error, Progress};
+use crate::device::{Buffer, Device, Region};
+use crate::timed::timed;
+use crate::{Error, Progress, gib};
 
 /// Every weight of a model, on a device.
 pub struct DeviceWeights {
@@ -49,33 +48,50 @@ impl DeviceWeights {
     /// Copies `checkpoint` to `device`. f16 and f32 weights are rounded to bf16. Every weight is checked on the way.
     ///
     /// # Errors
-    /// A weight that is NaN or infinite, too little memory, a driver error, or [`Error::Interrupted`] when `progress` breaks.
+    /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, or
+    /// [`Error::Interrupted`] when `progress` breaks.
     pub fn upload(checkpoint: &Checkpoint, device: &Device, progress: &mut Progress<'_>) -> Result<Self, Error> {
         let weights = checkpoint.weights()?;
-        let mut upload =
-            Upload { checkpoint, device, progress, done: 0, total: 2 * checkpoint.config.parameter_count() as u64 };
+        let mut plan = Plan { device, tensors: Vec::new(), regions: Vec::new() };
         let tied = checkpoint.config.tie_word_embeddings;
+        let this = timed("memory for the weights", || Self::planned(&weights, tied, &mut plan))?;
+        let Plan { tensors, regions, .. } = plan;
+        let bytes: u64 = tensors.iter().map(|tensor| 2 * elements(tensor) as u64).sum();
+        let mut done = 0;
+        let fill = |i: usize, at: usize, out: &mut [u8]| Ok(checkpoint.read_bf16(tensors[i], at / 2, out)?);
+        let mut progress = |sent: usize| {
+            done += sent as u64;
+            progress(done, bytes)
+        };
+        // SAFETY: the regions are those of `this`, which nobody else knows yet.
+        let filled = || unsafe { device.fill_regions(&regions, &fill, &mut progress) };
+        timed(&format!("{} of weights to the device", gib(bytes)), filled)?;
+        Ok(this)
+    }
+
+    /// Memory for the weights, with a plan of what belongs where.
+    fn planned<'w>(weights: &'w Weights<Tensor<'w>>, tied: bool, plan: &mut Plan<'w>) -> Result<Self, Error> {
         Ok(Self {
-            embed: upload.tensors(&[&weights.embed])?,
+            embed: plan.buffer(&[&weights.embed])?,
             layers: weights
                 .layers
                 .iter()
                 .map(|layer| {
                     Ok(DeviceLayer {
-                        input_norm: upload.tensors(&[&layer.input_norm])?,
-                        qkv: upload.tensors(&[&layer.q, &layer.k, &layer.v])?,
-                        q_norm: upload.tensors(&[&layer.q_norm])?,
-                        k_norm: upload.tensors(&[&layer.k_norm])?,
-                        output: upload.tensors(&[&layer.o])?,
-                        post_attention_norm: upload.tensors(&[&layer.post_attention_norm])?,
-                        gate: upload.tensors(&[&layer.gate])?,
-                        up: upload.tensors(&[&layer.up])?,
-                        down: upload.tensors(&[&layer.down])?,
+                        input_norm: plan.buffer(&[&layer.input_norm])?,
+                        qkv: plan.buffer(&[&layer.q, &layer.k, &layer.v])?,
+                        q_norm: plan.buffer(&[&layer.q_norm])?,
+                        k_norm: plan.buffer(&[&layer.k_norm])?,
+                        output: plan.buffer(&[&layer.o])?,
+                        post_attention_norm: plan.buffer(&[&layer.post_attention_norm])?,
+                        gate: plan.buffer(&[&layer.gate])?,
+                        up: plan.buffer(&[&layer.up])?,
+                        down: plan.buffer(&[&layer.down])?,
                     })
                 })
                 .collect::<Result<_, Error>>()?,
-            norm: upload.tensors(&[&weights.norm])?,
-            head: if tied { None } else { Some(upload.tensors(&[&weights.head])?) },
+            norm: plan.buffer(&[&weights.norm])?,
+            head: if tied { None } else { Some(plan.buffer(&[&weights.head])?) },
         })
     }
 }
@@ -136,42 +152,77 @@ impl DeviceWeights {
     }
 }
 
-struct Upload<'a, 'p> {
-    checkpoint: &'a Checkpoint,
+/// Where tensors are to go.
+struct Plan<'a> {
     device: &'a Device,
-    progress: &'a mut Progress<'p>,
-    done: u64,
-    total: u64,
+    tensors: Vec<&'a Tensor<'a>>,
+    /// Of each tensor.
+    regions: Vec<Region>,
 }
 
-impl Upload<'_, '_> {
-    /// One buffer with `tensors` one after another.
-    fn tensors(&mut self, tensors: &[&Tensor<'_>]) -> Result<Buffer<bf16>, Error> {
-        let elements = |t: &Tensor<'_>| t.shape.iter().product::<usize>();
-        let mut buffer = self.device.zeroed(tensors.iter().map(|t| elements(t)).sum())?;
+impl<'a> Plan<'a> {
+    /// One buffer for `tensors` one after another.
+    fn buffer(&mut self, tensors: &[&'a Tensor<'a>]) -> Result<Buffer<bf16>, Error> {
+        let buffer = self.device.zeroed(tensors.iter().map(|tensor| elements(tensor)).sum())?;
         let mut at = 0;
         for tensor in tensors {
-            self.checkpoint.check_tensor_finite(tensor, &|_| {})?;
-            match bytemuck::try_cast_slice(tensor.data) {
-                Ok(same) if tensor.dtype == Dtype::Bf16 => buffer.write(at, same)?,
-                _ => buffer.write(at, &to_bf16(tensor))?,
-            }
+            self.tensors.push(tensor);
+            self.regions.push(buffer.region(at, elements(tensor)));
             at += elements(tensor);
-            self.done += 2 * elements(tensor) as u64;
-            if let ControlFlow::Break(()) = (self.progress)(self.done, self.total) {
-                return Err(Error::Interrupted);
-            }
         }
         Ok(buffer)
     }
 }
 
-/// The tensor's elements, rounded to the nearest bf16.
-fn to_bf16(tensor: &Tensor<'_>) -> Vec<bf16> {
-    let words = tensor.data.chunks_exact(tensor.dtype.size());
-    match tensor.dtype {
-        Dtype::Bf16 => words.map(|w| bf16::from_le_bytes([w[0], w[1]])).collect(),
-        Dtype::F16 => words.map(|w| bf16::from_f32(half::f16::from_le_bytes([w[0], w[1]]).to_f32())).collect(),
-        Dtype::F32 => words.map(|w| bf16::from_f32(f32::from_le_bytes([w[0], w[1], w[2], w[3]]))).collect(),
+fn elements(tensor: &Tensor<'_>) -> usize {
+    tensor.shape.iter().product()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::ControlFlow;
+
+    use model::Checkpoint;
+
+    use super::*;
+
+    fn read(buffer: &Buffer<bf16>) -> Vec<bf16> {
+        let mut elements = vec![bf16::ZERO; buffer.len()];
+        buffer.read(0, &mut elements).unwrap();
+        elements
+    }
+
+    fn stored<'t>(tensors: impl IntoIterator<Item = &'t Tensor<'t>>) -> Vec<bf16> {
+        let elements = tensors.into_iter().flat_map(|t| (0..elements(t)).map(|i| t.get(i).expect("an element")));
+        elements.map(bf16::from_f32).collect()
+    }
+
+    #[test]
+    fn the_device_gets_what_is_stored() {
+        let checkpoint = Checkpoint::demo().unwrap();
+        let device = Device::emulator(0);
+        let (mut last, mut total) = (0, 0);
+        let uploaded = DeviceWeights::upload(&checkpoint, &device, &mut |done, of| {
+            assert!(last < done && done <= of, "{done} of {of} after {last}");
+            (last, total) = (done, of);
+            ControlFlow::Continue(())
+        });
+        let uploaded = uploaded.unwrap();
+        assert_eq!(last, total);
+        let weights = checkpoint.weights().unwrap();
+        assert!(read(&uploaded.embed) == stored([&weights.embed]));
+        assert!(read(&uploaded.norm) == stored([&weights.norm]));
+        for (found, layer) in uploaded.layers.iter().zip(&weights.layers) {
+            assert!(read(&found.qkv) == stored([&layer.q, &layer.k, &layer.v]));
+            assert!(read(&found.input_norm) == stored([&layer.input_norm]));
+            assert!(read(&found.down) == stored([&layer.down]));
+        }
+    }
+
+    #[test]
+    fn an_interrupt_ends_the_upload() {
+        let checkpoint = Checkpoint::demo().unwrap();
+        let ended = DeviceWeights::upload(&checkpoint, &Device::emulator(0), &mut |_, _| ControlFlow::Break(()));
+        assert!(matches!(ended, Err(Error::Interrupted)));
     }
 }

@@ -8,94 +8,133 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use minijinja::machinery::{eval, make_string_output};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value};
-use minijinja::{Environment, ErrorKind, context};
-use serde::{Deserialize, Serialize};
+use minijinja::{AutoEscape, Environment, ErrorKind, context};
 
 use crate::Error;
 use crate::config::parse_json;
+use crate::text::shown;
 
+mod answer;
+mod limits;
+mod message;
 mod python;
 
-/// Who says a message.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Role {
-    /// Instructions before the conversation.
-    System,
-    /// The person.
-    User,
-    /// The model.
-    Assistant,
-    /// The result of a tool call.
-    Tool,
+pub use answer::{Answer, Piece, Splitter, ToolCall};
+pub use message::{Message, Role};
+
+/// What a template makes a prompt of.
+#[derive(Debug, Clone, Copy)]
+pub struct Conversation<'a> {
+    /// The messages.
+    pub messages: &'a [Message],
+    /// Descriptions of the tools that the model may call: JSON objects, as OpenAI's clients send them.
+    pub tools: &'a [serde_json::Value],
+    /// Qwen3's switch: without it, the template closes the thinking part before the reply starts.
+    pub enable_thinking: bool,
+    /// Whether the assistant's turn is opened at the end.
+    pub add_generation_prompt: bool,
 }
 
-/// One message of a conversation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
-    /// Who says it.
-    pub role: Role,
-    /// What is said.
-    pub content: String,
-}
-
-impl Message {
-    /// A message of `role`.
-    pub fn new(role: Role, content: impl Into<String>) -> Self {
-        Message { role, content: content.into() }
-    }
-}
-
-/// A compiled chat template. Cloning shares it.
+/// A chat template that was checked. Cloning shares it.
 #[derive(Debug, Clone)]
-pub struct ChatTemplate {
-    environment: Arc<Environment<'static>>,
+pub struct ChatTemplate(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    /// What templates may use.
+    environment: Environment<'static>,
+    source: String,
     /// Special tokens by role (`eos_token`), which templates may write.
     special_tokens: BTreeMap<String, String>,
     path: PathBuf,
 }
 
 const NAME: &str = "chat_template";
+/// Bytes of stack for a template: its longest expression may be as deep as it is long, until that is found out. What is
+/// not used takes no memory.
+const STACK: usize = 256 << 20;
 
 impl ChatTemplate {
-    /// Compiles a template. `special_tokens` are variables that it may use; `path` is for error messages.
+    /// Checks that a template compiles. `special_tokens` are variables that it may use; `path` is for error messages.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`].
     pub fn new(source: String, special_tokens: BTreeMap<String, String>, path: &Path) -> Result<Self, Error> {
-        let broken = |e: &minijinja::Error| Error::ChatTemplate { path: path.to_owned(), reason: reason_of(e) };
-        let mut environment = Environment::new();
+        let inner = Inner { environment: Environment::new(), source, special_tokens, path: path.to_owned() };
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(|e| broken(&e))?);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        let mut environment = Environment::new();
+        environment.set_syntax(syntax.map_err(|e| inner.failed(&e))?);
+        limits::install(&mut environment);
         environment.add_filter("tojson", tojson);
         environment.add_function("raise_exception", |reason: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
         });
         environment.add_function("strftime_now", |format: String| python::strftime_now(&format));
-        environment.add_template_owned(NAME, source).map_err(|e| broken(&e))?;
-        Ok(ChatTemplate { environment: Arc::new(environment), special_tokens, path: path.to_owned() })
+        let inner = Inner { environment, ..inner };
+        inner.apart(|| limits::compiled(&inner.environment, NAME, &inner.source, |_| Ok(())))?;
+        Ok(ChatTemplate(Arc::new(inner)))
     }
 
-    /// The prompt for a conversation.
-    ///
-    /// `enable_thinking` is Qwen3's switch: without it, the template closes the thinking part before the reply starts.
-    /// `add_generation_prompt` opens the assistant's turn at the end.
+    /// The prompt for messages without tools: [`render_conversation`](Self::render_conversation).
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`], with the template's own words if it calls `raise_exception`.
+    /// [`Error::ChatTemplate`].
     pub fn render(
         &self,
         messages: &[Message],
         enable_thinking: bool,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        let failed = |e: minijinja::Error| Error::ChatTemplate { path: self.path.clone(), reason: reason_of(&e) };
-        let template = self.environment.get_template(NAME).map_err(failed)?;
-        let (messages, tokens) = (Value::from(Serde(messages)), Value::from(Serde(&self.special_tokens)));
-        template.render(context! { messages, enable_thinking, add_generation_prompt, ..tokens }).map_err(failed)
+        self.render_conversation(Conversation { messages, tools: &[], enable_thinking, add_generation_prompt })
+    }
+
+    /// The prompt for a conversation.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`], with the template's own words if it calls `raise_exception`, or with the limit that it
+    /// goes beyond: of instructions, of text, of nesting.
+    pub fn render_conversation(&self, conversation: Conversation<'_>) -> Result<String, Error> {
+        let Inner { environment, source, special_tokens, .. } = &*self.0;
+        let render = || {
+            limits::begin();
+            let Conversation { messages, tools, enable_thinking, add_generation_prompt } = conversation;
+            let (messages, tokens) = (Value::from(Serde(messages)), Value::from(Serde(special_tokens)));
+            // As transformers has it: none where there are none.
+            let tools = if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
+            let documents = ();
+            let root = context! { messages, tools, documents, enable_thinking, add_generation_prompt, ..tokens };
+            limits::compiled(environment, NAME, source, |code| {
+                let (instructions, blocks) = code.finish();
+                let mut text = String::new();
+                let mut output = make_string_output(&mut text);
+                eval(environment, &instructions, root, &blocks, &mut output, AutoEscape::None)?;
+                Ok(text)
+            })
+        };
+        self.0.apart(render)
+    }
+}
+
+impl Inner {
+    /// Runs the engine in a thread of its own, where it has the stack that it needs and its panics are errors.
+    fn apart<T: Send>(&self, run: impl FnOnce() -> Result<T, minijinja::Error> + Send) -> Result<T, Error> {
+        let fails = |reason: String| Error::ChatTemplate { path: self.path.clone(), reason };
+        let run = || crate::quiet::catch(|| run().map_err(|error| self.failed(&error)));
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK);
+            let thread = thread.spawn_scoped(scope, run).map_err(|e| fails(format!("no thread for it ({e})")))?;
+            match thread.join() {
+                Ok(Some(result)) => result,
+                _ => Err(fails("the template engine cannot go on with it".into())),
+            }
+        })
+    }
+
+    fn failed(&self, error: &minijinja::Error) -> Error {
+        Error::ChatTemplate { path: self.path.clone(), reason: reason_of(error) }
     }
 }
 
@@ -133,9 +172,13 @@ fn default_template(field: &serde_json::Value) -> Option<String> {
     field.as_array()?.iter().find(named)?.get("template")?.as_str().map(str::to_owned)
 }
 
-/// The engine's message with its line, and the error underneath where there is one.
+/// The engine's message with its line, fit to be shown: templates and requests have a say in it.
 fn reason_of(error: &minijinja::Error) -> String {
-    let detail = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    let detail = match error.kind() {
+        ErrorKind::OutOfFuel => "it takes more steps than any prompt needs".to_owned(),
+        kind => error.detail().map_or_else(|| kind.to_string(), str::to_owned),
+    };
+    let detail = shown(&detail);
     match error.line() {
         Some(line) => format!("{detail} (line {line})"),
         None => detail,

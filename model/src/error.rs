@@ -162,6 +162,21 @@ pub enum Error {
         /// The value: NaN, inf or -inf.
         value: f32,
     },
+    /// A weight is finite as it is stored, and would not be in bf16.
+    #[error(
+        "element {index} of `{tensor}` in {} is {value}, which bf16, the format that weights are computed with, cannot hold \
+         (its largest number is 3.39e38): the weights are damaged; fetch the file again", path.display()
+    )]
+    TooLargeForBf16 {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Which element, counted from 0 in row-major order.
+        index: usize,
+        /// The value.
+        value: f32,
+    },
     /// `tokenizer.json` does not load.
     #[error("{} is not a tokenizer that warpdraft can use: {reason}; fetch the file again", path.display())]
     Tokenizer {

@@ -13,12 +13,14 @@ pub mod config;
 pub mod cpu;
 mod error;
 mod hub;
+mod quiet;
 pub mod rope;
 pub mod sampling;
 pub mod source;
+pub mod text;
 pub mod tokenizer;
 
-pub use chat::{ChatTemplate, Message, Role};
+pub use chat::{ChatTemplate, Conversation, Message, Role};
 pub use checkpoint::{Checkpoint, Dtype, LayerWeights, OpenOptions, Outline, Tensor, Weights};
 pub use config::{Config, GenerationConfig};
 pub use cpu::{CpuModel, Fault, KvCache, KvPages, Place, Row};

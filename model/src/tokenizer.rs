@@ -4,22 +4,33 @@
 //! tokens. Decoding is therefore done on bytes, from a table made once: append the tokens' bytes, then read them
 //! as UTF-8 with U+FFFD for what is not. [`TokenStream`] does the same a token at a time.
 
-use std::panic::catch_unwind;
 use std::path::Path;
 use std::sync::Arc;
 
-use tokenizers::{DecoderWrapper, ModelWrapper};
+use serde::de::IgnoredAny;
+use tokenizers::models::bpe::BPE;
+use tokenizers::{DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl};
 
-use crate::Error;
+use crate::text::shown;
+use crate::{Error, quiet};
+
+mod bound;
+
+pub use bound::Encoded;
 
 /// A byte-level BPE tokenizer, as `tokenizer.json` describes it. Cloning shares it.
 #[derive(Debug, Clone)]
 pub struct Tokenizer(Arc<Inner>);
 
+/// With BPE alone for a model: the library's type for any model reads it into a tree first, and takes twice as long.
+type Encoder = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
 #[derive(Debug)]
 struct Inner {
-    encoder: tokenizers::Tokenizer,
+    encoder: Encoder,
     table: ByteTable,
+    /// Most bytes of a text that become one token, where that is known.
+    most_bytes: Option<usize>,
 }
 
 /// The bytes of every token, back to back.
@@ -41,9 +52,10 @@ impl Tokenizer {
         let broken = |reason: String| Error::Tokenizer { path: path.to_owned(), reason };
         // The library panics on some files that are not JSON throughout, so that is settled first; what else it may
         // panic on becomes an error too.
-        let _: serde_json::Value = serde_json::from_slice(json).map_err(|e| broken(e.to_string()))?;
-        let mut encoder = catch_unwind(|| tokenizers::Tokenizer::from_bytes(json))
-            .map_err(|_| broken("its parts contradict each other".to_owned()))?
+        let text = std::str::from_utf8(json).map_err(|e| broken(e.to_string()))?;
+        let _: IgnoredAny = serde_json::from_str(text).map_err(|e| broken(e.to_string()))?;
+        let mut encoder = quiet::catch(|| serde_json::from_str::<Encoder>(text))
+            .ok_or_else(|| broken("its parts contradict each other".to_owned()))?
             .map_err(|e| broken(e.to_string()))?;
         if !matches!(encoder.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
             return Err(broken("its decoder is not byte-level, as Qwen3's is".to_owned()));
@@ -53,7 +65,8 @@ impl Tokenizer {
         encoder.with_truncation(None).map_err(|e| broken(e.to_string()))?;
         without_dropout(&mut encoder);
         let table = ByteTable::new(&encoder).map_err(broken)?;
-        Ok(Tokenizer(Arc::new(Inner { encoder, table })))
+        let most_bytes = bound::most_bytes(&encoder, &table);
+        Ok(Tokenizer(Arc::new(Inner { encoder, table, most_bytes })))
     }
 
     /// Token ids of a text. Special tokens written in the text (`<|im_start|>`) become their ids; nothing is added around it.
@@ -61,8 +74,10 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Encode`].
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
-        let encoding = self.0.encoder.encode_fast(text, false).map_err(|e| Error::Encode { reason: e.to_string() })?;
-        Ok(encoding.get_ids().to_vec())
+        let failed = |reason: String| Error::Encode { reason };
+        let encoding = quiet::catch(|| self.0.encoder.encode_fast(text, false))
+            .ok_or_else(|| failed("the tokenizer was not made for it".into()))?;
+        Ok(encoding.map_err(|e| failed(shown(&e.to_string())))?.get_ids().to_vec())
     }
 
     /// Text of token ids, special tokens left out. Bytes that are not UTF-8 become U+FFFD.
@@ -119,18 +134,16 @@ impl Tokenizer {
 }
 
 /// Switches dropout off: it is for training, and gives a text other tokens each time.
-fn without_dropout(encoder: &mut tokenizers::Tokenizer) {
-    if let ModelWrapper::BPE(bpe) = encoder.get_model()
-        && bpe.dropout.is_some()
-    {
-        let mut bpe = bpe.clone();
+fn without_dropout(encoder: &mut Encoder) {
+    if encoder.get_model().dropout.is_some() {
+        let mut bpe = encoder.get_model().clone();
         bpe.dropout = None;
         encoder.with_model(bpe);
     }
 }
 
 impl ByteTable {
-    fn new(encoder: &tokenizers::Tokenizer) -> Result<Self, String> {
+    fn new(encoder: &Encoder) -> Result<Self, String> {
         // Ids are dense in any sane file; the bound keeps a mad one from filling memory.
         const LARGEST: u32 = 1 << 24;
         let by_char = byte_of_char();

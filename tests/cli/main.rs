@@ -3,6 +3,7 @@
 mod bad_input;
 mod batch;
 mod batch_again;
+mod batch_hostile;
 mod bench;
 mod broken;
 mod chat;

@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use host::device::{IMAGES, Image};
+
 /// ptxas, as `make test` installs it.
 fn ptxas() -> PathBuf {
     let path = std::env::var_os("PTXAS").map(PathBuf::from);
@@ -42,15 +44,92 @@ fn report(arch: &str, ptx: &str) -> Vec<(String, String)> {
 
 #[test]
 fn no_kernel_spills_or_uses_local_memory() {
-    for (arch, ptx) in host::device::PTX {
+    for image in IMAGES {
+        let Image { arch, module, ptx, layouts, .. } = image;
         let kernels = ptx.matches(".visible .entry ").count();
         let report = report(arch, ptx);
-        assert_eq!(report.len(), kernels, "{arch}");
-        assert!(kernels > 20, "{arch} has {kernels} kernels");
+        assert_eq!(report.len(), kernels, "{module} for {arch}");
+        assert_eq!(layouts.len(), kernels, "{module} for {arch}");
+        assert!(kernels > 20, "{module} for {arch} has {kernels} kernels");
         // A bounds check or a division that can panic costs registers, and could only trap.
-        assert!(!ptx.contains("panicking"), "{arch} can panic");
+        assert!(!ptx.contains("panicking"), "{module} for {arch} can panic");
         for (kernel, line) in report {
             assert_eq!(line, "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{kernel} for {arch}");
+        }
+    }
+}
+
+/// The kernels of a module, by the text.
+fn kernels<'p>(arch: &str, module: &str) -> Vec<&'p str> {
+    let image = IMAGES.iter().find(|image| image.arch == arch && image.module == module).unwrap();
+    let names = image.ptx.lines().filter_map(|line| line.strip_prefix(".visible .entry ")?.split('(').next());
+    names.collect()
+}
+
+/// What only measurements launch is apart from what answers are made with, which is loaded by every program.
+#[test]
+fn the_main_module_has_what_answers_need_and_no_more() {
+    let of_all = [
+        ["embed", "attend", "attend_tiles", "combine", "split_heads", "sample", "sample_each", "accept"],
+        [
+            "accept_and_draft",
+            "plan_prompt",
+            "plan_decode",
+            "linear_8",
+            "linear_add_16",
+            "swiglu_64",
+            "put_words",
+            "pick_rows",
+        ],
+        [
+            "clear_rows",
+            "take_tokens",
+            "take_best",
+            "list_records",
+            "note_logits",
+            "note_chosen",
+            "token_copy_4096_i32",
+            "ngram_match_mixed_i32",
+        ],
+    ];
+    let of_hopper =
+        ["stream_8", "stream_16", "lay_out", "wide_64", "wide_96", "wide_128", "prefill_attention", "pack_pages"];
+    for arch in ["sm_80", "sm_90a"] {
+        let (main, bench) = (kernels(arch, "main"), kernels(arch, "bench"));
+        for kernel in of_all.iter().flatten().chain(of_hopper.iter().filter(|_| arch == "sm_90a")) {
+            assert!(main.contains(kernel), "{kernel} is not in the main module for {arch}");
+        }
+        let measuring = [
+            "ceiling_",
+            "ngram_windows",
+            "ngram_match_i",
+            "token_copy_sorted",
+            "gemm_plain",
+            "rms_norm",
+            "draft_script",
+        ];
+        for kernel in &main {
+            assert!(!bench.contains(kernel), "{kernel} is in both modules for {arch}");
+            assert!(
+                !measuring.iter().any(|name| kernel.starts_with(name)),
+                "{kernel} is in the main module for {arch}"
+            );
+        }
+        assert!(bench.len() > 40, "{} kernels for measurements on {arch}", bench.len());
+    }
+}
+
+/// Machine code is for Hopper alone, and for all of its kernels: `make test` has an assembler.
+#[test]
+fn hopper_has_machine_code() {
+    for image in IMAGES {
+        assert_eq!(image.machine_code.is_some(), image.arch == "sm_90a", "{} for {}", image.module, image.arch);
+        if let Some(code) = image.machine_code {
+            assert!(code.starts_with(b"\x7fELF"), "{}", image.module);
+            for (kernel, _) in image.layouts {
+                let name = format!(".text.{kernel}\0");
+                assert!(code.windows(name.len()).any(|window| window == name.as_bytes()), "{kernel}");
+            }
         }
     }
 }

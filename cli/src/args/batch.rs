@@ -50,12 +50,13 @@ pub struct BatchArgs {
     #[arg(long, overrides_with = "think")]
     pub no_think: bool,
     #[command(flatten)]
-    pub size: SizeArgs,
-    #[command(flatten)]
     pub run: RunArgs,
     /// Several devices, each with requests of its own: `all` (every CUDA card), or a list such as cuda:0,cuda:1; --device counts no more then
     #[arg(long, value_name = "DEVICES", value_parser = devices, help_heading = "Device")]
     pub devices: Option<Devices>,
+    // Behind the others: its heading would be theirs.
+    #[command(flatten)]
+    pub size: SizeArgs,
 }
 
 /// What a batch may use.

@@ -3,7 +3,7 @@
 use std::io::{BufRead, IsTerminal, Write};
 
 use anyhow::Context;
-use host::{Engine, Finish, Generation};
+use host::{Engine, Finish, Generation, encode_prompt};
 use model::{Message, Role};
 
 use crate::commands::{answer, chat_template};
@@ -41,6 +41,7 @@ const COMMANDS: &str = "/reset forgets the conversation, /quit leaves, Ctrl-C st
 /// Whatever is wrong with the model or the device; a closed pipe; unless a person is typing, also a turn that does not fit.
 pub fn run(command: Chat) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
+    let _opening = command.load.device.open_ahead();
     let checkpoint = loading::open(&command.source, false, command.report)?;
     chat_template(&checkpoint, &command.source)?;
     let mut engine = loading::load(checkpoint, command.load, command.report)?;
@@ -94,7 +95,9 @@ fn read_line(typed: bool) -> anyhow::Result<Option<String>> {
 fn turn(engine: &mut Engine, messages: &[Message], command: &Chat) -> anyhow::Result<Generation> {
     let checkpoint = engine.checkpoint();
     let text = chat_template(checkpoint, &command.source)?.render(messages, command.think, true)?;
-    let request = command.answer.request(checkpoint.tokenizer.encode(&text)?, &checkpoint.generation);
+    let most = checkpoint.config.max_position_embeddings;
+    let tokens = encode_prompt(&checkpoint.tokenizer, &text, engine.context(), most)?;
+    let request = command.answer.request(tokens, &checkpoint.generation);
     let generation = answer(engine, &request, !command.report.json)?;
     let answer = Answer {
         model: command.source.to_string(),
@@ -114,7 +117,7 @@ fn turn(engine: &mut Engine, messages: &[Message], command: &Chat) -> anyhow::Re
 }
 
 fn is_too_long(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(host::Error::PromptTooLong { .. }))
+    matches!(error.downcast_ref(), Some(host::Error::PromptTooLong { .. } | host::Error::PromptFarTooLong { .. }))
 }
 
 #[cfg(test)]

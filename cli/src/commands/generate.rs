@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use host::{Finish, Profile};
+use host::{Finish, Profile, encode_prompt};
 
 use crate::commands::{answer, chat_template};
 use crate::output::Answer;
@@ -17,6 +17,7 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
     let Generate { source, load, prompt, answer: settings, report, profile: trace } = command;
     loading::start_log(report)?;
     let mut profile = Profile::default();
+    let _opening = load.device.open_ahead();
     let start = Instant::now();
     let checkpoint = loading::open(&source, false, report)?;
     profile.span("open", start, &[]);
@@ -27,7 +28,8 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
         }
     };
     let start = Instant::now();
-    let tokens = checkpoint.tokenizer.encode(&text)?;
+    let (context, most) = (load.context_for(&checkpoint.config)?, checkpoint.config.max_position_embeddings);
+    let tokens = encode_prompt(&checkpoint.tokenizer, &text, context, most)?;
     profile.span("tokenise", start, &[("bytes", text.len() as u64), ("tokens", tokens.len() as u64)]);
     let request = settings.request(tokens, &checkpoint.generation);
     let start = Instant::now();

@@ -7,7 +7,7 @@ use host::batch::BatchOptions;
 use host::{DeviceChoice, LoadOptions};
 use model::{GenerationConfig, Source};
 
-use super::{Answer, CHAT_TOKENS, Detail, GENERATE_TOKENS, Report, answer, load, report, source, usage};
+use super::{Answer, Detail, GENERATE_TOKENS, Report, answer, load, report, source, usage};
 use crate::args::RunArgs;
 use crate::args::batch::{BatchArgs, BatchCommand, Devices, MergeArgs, Shard};
 
@@ -137,7 +137,8 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
         defaults: Defaults {
             answer,
             prompt_tokens: most.unwrap_or(GENERATE_TOKENS),
-            chat_tokens: most.unwrap_or(CHAT_TOKENS),
+            // To the end of the context: a model may think for thousands of tokens.
+            chat_tokens: most.unwrap_or(usize::MAX),
             think: !args.no_think,
         },
         report: report(&what),

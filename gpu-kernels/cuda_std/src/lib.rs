@@ -6,10 +6,10 @@
 //!
 //! ```
 //! use cuda_std::emulator::{Buffer, Launch, launch};
-//! use cuda_std::{Global, GlobalMut, kernel, thread};
+//! use cuda_std::{Global, GlobalMut, Layout, kernel, thread};
 //!
 //! #[repr(C)]
-//! #[derive(Clone, Copy)]
+//! #[derive(Clone, Copy, Layout)]
 //! pub struct Double {
 //!     input: Global<f32>,
 //!     output: GlobalMut<f32>,
@@ -38,6 +38,7 @@
 pub mod async_copy;
 pub mod atomic;
 mod global;
+pub mod layout;
 pub mod math;
 pub mod mma;
 pub mod shared;
@@ -65,16 +66,24 @@ use emulator::target;
 #[cfg(target_arch = "nvptx64")]
 use ptx as target;
 
-pub use cuda_std_macros::kernel;
+pub use cuda_std_macros::{Layout, kernel};
 pub use global::{Global, GlobalMut};
 pub use half::{bf16, f16};
+pub use layout::Layout;
+
+// What the macros write names this crate, also within it.
+extern crate self as cuda_std;
 
 /// Implemented by the marker type that [`kernel`](macro@kernel) makes, so that a launch can name its kernel as a type.
 pub trait Kernel {
     /// The parameter block, laid out as the device reads it.
-    type Params: Copy + 'static;
+    type Params: Copy + Layout + 'static;
     /// The name of the entry point in the PTX module.
     const NAME: &'static str;
+    /// The PTX module that it is in: `"main"`, or what the attribute names.
+    const MODULE: &'static str;
+    /// The stamp of the parameter block, which the PTX module holds too.
+    const LAYOUT: u64 = Self::Params::STAMP;
     /// The block size.
     const THREADS: u32;
     /// Blocks of a cluster, neighbours in x.

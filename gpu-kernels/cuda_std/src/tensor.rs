@@ -16,7 +16,7 @@ pub const ROW: u32 = 64;
 
 /// A tensor map as TMA reads it; made by the driver (or [`TensorMap::emulated`]), opaque here. Kernels take its address.
 #[repr(C, align(64))]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TensorMap(pub [u64; 16]);
 
 /// A matrix of bf16 and its tiles: what a [`TensorMap`] is made from.

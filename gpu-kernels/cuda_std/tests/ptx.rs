@@ -9,16 +9,18 @@ use std::process::Command;
 /// The PTX of the test kernels for a level, without comments.
 fn build(arch: &str) -> String {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(arch);
-    let path = cuda_builder::CudaBuilder::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/device"))
+    let modules = cuda_builder::CudaBuilder::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/device"))
         .arch(arch)
         .target_dir(&folder)
         .build()
         .unwrap_or_else(|error| panic!("{error}"));
-    let ptxas = Command::new("ptxas").args(["-arch", arch, "-o", "/dev/null"]).arg(&path).output();
+    let [module] = &modules[..] else { panic!("one module, not {modules:?}") };
+    let path = &module.ptx;
+    let ptxas = Command::new("ptxas").args(["-arch", arch, "-o", "/dev/null"]).arg(path).output();
     if let Ok(output) = ptxas {
         assert!(output.status.success(), "ptxas: {}", String::from_utf8_lossy(&output.stderr));
     }
-    let text = std::fs::read_to_string(&path).unwrap();
+    let text = std::fs::read_to_string(path).unwrap();
     text.lines().filter(|line| !line.trim_start().starts_with("//")).map(|line| format!("{line}\n")).collect()
 }
 

@@ -7,7 +7,7 @@ use cuda_std::{Global, GlobalMut, Kernel, kernel, mma, shared, thread, warp};
 
 /// Parameters of the kernels here.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, cuda_std::Layout)]
 pub struct Work {
     input: Global<u32>,
     output: GlobalMut<u32>,

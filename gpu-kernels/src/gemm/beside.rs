@@ -10,7 +10,7 @@ use crate::waiting;
 ///
 /// No block waits for one that may have no room: the second begins when all blocks of the first have begun, and those behind it when all of its own have.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Beside {
     /// The word; null for a launch alone.
     pub word: GlobalMut<u32>,

@@ -151,25 +151,25 @@ unsafe fn share_in_order<T: Token, O: Operator<T>>(operator: &O) {
 }
 
 /// Plain design, first launch: the windows.
-#[kernel(threads = PLAIN_THREADS)]
+#[kernel(threads = PLAIN_THREADS, module = "bench")]
 pub unsafe fn ngram_windows_256_i64(p: NgramMatch<i64>) {
     unsafe { find_windows(&p, PLAIN_THREADS) }
 }
 
 /// Plain design, second launch: budget and drafts.
-#[kernel(threads = 32)]
+#[kernel(threads = 32, module = "bench")]
 pub unsafe fn ngram_serial_share_i64(p: NgramMatch<i64>) {
     unsafe { share_in_order(&p) }
 }
 
 /// Block-scan design, first launch: the windows.
-#[kernel(threads = super::THREADS, min_blocks = 1)]
+#[kernel(threads = super::THREADS, min_blocks = 1, module = "bench")]
 pub unsafe fn ngram_windows_1024_i64(p: NgramMatch<i64>) {
     unsafe { find_windows(&p, super::THREADS) }
 }
 
 /// Block-scan design, second launch: budget and drafts.
-#[kernel(threads = super::THREADS, min_blocks = 1)]
+#[kernel(threads = super::THREADS, min_blocks = 1, module = "bench")]
 pub unsafe fn ngram_scan_share_i64(p: NgramMatch<i64>) {
     unsafe { share_out(&p, &Keys::left_behind(&p.sequences)) }
 }

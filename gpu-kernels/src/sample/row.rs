@@ -2,12 +2,13 @@
 
 use cuda_std::{Global, shared, thread};
 
+use super::mass::rank;
 use super::team::warp_total;
 use super::{CHOICE, Choice, GENERATED, THREADS, WARPS};
 use crate::step::Rows;
 
 /// Logits that a thread asks for at a time.
-const AT_ONCE: usize = 8;
+pub(crate) const AT_ONCE: usize = 8;
 
 /// What rows are chosen from.
 #[derive(Clone, Copy)]
@@ -24,71 +25,48 @@ pub(crate) struct Inputs {
 /// What becomes of logits before they are compared: by the [choice](Choice) that lies in shared memory. It is read there for each pass: registers are short
 /// between passes.
 pub(crate) trait Change: Sized {
-    /// Whether it depends on the uses of tokens.
-    const PENALISES: bool;
-
     /// What a pass needs to know.
     unsafe fn new(inputs: &Inputs) -> Self;
 
-    /// `[vocab]` uses of tokens, where it depends on them.
-    fn uses(&self) -> Global<u32>;
-
-    /// A token's logit, by its `raw` one and its uses.
-    unsafe fn of(&self, token: u32, raw: f32, uses: u32) -> f32;
+    /// Changes a thread's logits: of every 32nd token from `first` on that is below `end`.
+    unsafe fn change(&self, logits: &mut [f32; AT_ONCE], first: u32, end: u32);
 }
 
 /// Logits as they are.
 pub(crate) struct Raw;
 
 impl Change for Raw {
-    const PENALISES: bool = false;
-
     #[inline(always)]
     unsafe fn new(_: &Inputs) -> Self {
         Self
     }
 
-    fn uses(&self) -> Global<u32> {
-        Default::default()
-    }
-
     #[inline(always)]
-    unsafe fn of(&self, _: u32, raw: f32, _: u32) -> f32 {
-        raw
-    }
+    unsafe fn change(&self, _: &mut [f32; AT_ONCE], _: u32, _: u32) {}
 }
 
-/// Divided by the temperature, if there is one.
-pub(super) struct Tempered(f32);
-
-impl Change for Tempered {
-    const PENALISES: bool = false;
-
-    #[inline(always)]
-    unsafe fn new(_: &Inputs) -> Self {
-        unsafe { Self(Choice::load(shared::dynamic(CHOICE)).settings.temperature) }
-    }
-
-    fn uses(&self) -> Global<u32> {
-        Default::default()
-    }
-
-    #[inline(always)]
-    unsafe fn of(&self, _: u32, raw: f32, _: u32) -> f32 {
-        if self.0 > 0.0 { raw / self.0 } else { raw }
-    }
-}
-
-/// Penalised for its uses before that.
+/// Penalised for the uses of their tokens.
 pub(super) struct Penalised {
     choice: Choice,
     uses: Global<u32>,
     tokens: Global<u32>,
 }
 
-impl Change for Penalised {
-    const PENALISES: bool = true;
+impl Penalised {
+    #[inline(always)]
+    fn of(&self, logit: f32, uses: u32) -> f32 {
+        let (s, mut l) = (&self.choice.settings, logit);
+        l = if l > 0.0 { l / s.repetition_penalty } else { l * s.repetition_penalty };
+        let times = uses / GENERATED;
+        if times != 0 {
+            l -= s.presence_penalty;
+            l -= s.frequency_penalty * times as f32;
+        }
+        l
+    }
+}
 
+impl Change for Penalised {
     #[inline(always)]
     unsafe fn new(inputs: &Inputs) -> Self {
         unsafe {
@@ -99,32 +77,49 @@ impl Change for Penalised {
     }
 
     #[inline(always)]
-    fn uses(&self) -> Global<u32> {
-        self.uses
-    }
-
-    #[inline(always)]
-    unsafe fn of(&self, token: u32, raw: f32, uses: u32) -> f32 {
+    unsafe fn change(&self, logits: &mut [f32; AT_ONCE], first: u32, end: u32) {
         unsafe {
-            let (s, mut l, mut uses) = (&self.choice.settings, raw, uses);
+            let mut uses = [0; AT_ONCE];
+            unroll!(I < AT_ONCE of 8; {
+                let token = first + 32 * I as u32;
+                if token < end {
+                    uses[I] = self.uses.load(token as usize);
+                }
+            });
             let mut r = self.choice.drafts;
             while r <= self.choice.row {
-                if self.tokens.load(r as usize) == token {
-                    uses += GENERATED;
-                }
+                thread::keep_rolled();
+                let distance = self.tokens.load(r as usize).wrapping_sub(first);
+                unroll!(I < AT_ONCE of 8; {
+                    uses[I] += if distance == 32 * I as u32 { GENERATED } else { 0 };
+                });
                 r += 1;
             }
-            if uses != 0 {
-                l = if l > 0.0 { l / s.repetition_penalty } else { l * s.repetition_penalty };
+            let mut used = 0;
+            unroll!(I < AT_ONCE of 8; {
+                used |= u32::from(uses[I] != 0) << I;
+            });
+            while used != 0 {
+                thread::keep_rolled();
+                let i = used.trailing_zeros();
+                let changed = self.of(pick(logits, i), pick(&uses, i));
+                unroll!(I < AT_ONCE of 8; {
+                    logits[I] = if i == I as u32 { changed } else { logits[I] };
+                });
+                used &= used - 1;
             }
-            let times = uses / GENERATED;
-            if times != 0 {
-                l -= s.presence_penalty;
-                l -= s.frequency_penalty * times as f32;
-            }
-            if s.temperature > 0.0 { l / s.temperature } else { l }
         }
     }
+}
+
+/// An element of an array that stays in registers.
+#[inline(always)]
+fn pick<T: Copy>(of: &[T; AT_ONCE], i: u32) -> T {
+    let mut picked = of[0];
+    unroll!(I < AT_ONCE of 8; {
+        picked = if i == I as u32 { of[I] } else { picked };
+    });
+    picked
 }
 
 /// A CTA's slice of a row, or a part of it.
@@ -138,38 +133,69 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// Hands every logit of the slice to `f`, with its token. A warp has a part of the slice that is contiguous.
+    /// Hands the logits of the slice to `f`, [`AT_ONCE`] a thread at a time, with the first one's token: every 32nd. Those at `end` and behind it are none.
+    /// A warp has a part of the slice that is contiguous.
     #[inline(always)]
-    pub unsafe fn each<C: Change>(&self, mut f: impl FnMut(u32, f32)) {
+    unsafe fn some_each<C: Change>(&self, mut f: impl FnMut(u32, u32, &[f32; AT_ONCE])) {
         unsafe {
             let change = C::new(&self.inputs);
             let (first, end) = part(self.slice, thread::warp_id());
             let mut token = first + thread::lane_id();
             while token < end {
-                let (mut raw, mut uses) = ([0.0; AT_ONCE], [0; AT_ONCE]);
+                let mut logits = [f32::NEG_INFINITY; AT_ONCE];
                 unroll!(I < AT_ONCE of 8; {
-                    let token = (token + 32 * I as u32) as usize;
-                    if token < end as usize {
-                        raw[I] = self.logits.load(token);
-                        if C::PENALISES {
-                            uses[I] = change.uses().load(token);
-                        }
+                    let token = token + 32 * I as u32;
+                    if token < end {
+                        logits[I] = self.logits.load(token as usize);
                     }
                 });
-                // They take turns in the first place, for `f` is long: it is to be written out once.
-                let mut left = AT_ONCE as u32;
-                while left > 0 && token < end {
+                change.change(&mut logits, token, end);
+                f(token, end, &logits);
+                token += 32 * AT_ONCE as u32;
+            }
+        }
+    }
+
+    /// Hands the logits of the slice of which `wanted` holds to `f`, with their tokens: `wanted` costs little, `f` may cost more.
+    #[inline(always)]
+    pub unsafe fn each<C: Change>(&self, wanted: impl Fn(f32) -> bool, mut f: impl FnMut(u32, f32)) {
+        unsafe {
+            self.some_each::<C>(|first, end, logits| {
+                let mut left = 0;
+                unroll!(I < AT_ONCE of 8; {
+                    left |= u32::from(wanted(logits[I]) && first + 32 * (I as u32) < end) << I;
+                });
+                while left != 0 {
                     thread::keep_rolled();
-                    f(token, change.of(token, raw[0], uses[0]));
-                    token += 32;
-                    let (first, first_uses) = (raw[0], uses[0]);
-                    unroll!(I < 7 of 8; {
-                        raw[I] = raw[I + 1];
-                        uses[I] = uses[I + 1];
-                    });
-                    (raw[AT_ONCE - 1], uses[AT_ONCE - 1]) = (first, first_uses);
-                    left = thread::fresh(left) - 1;
+                    let i = left.trailing_zeros();
+                    f(first + 32 * i, pick(logits, i));
+                    left &= left - 1;
                 }
+            });
+        }
+    }
+
+    /// The best rank of this thread's logits in the slice; 0 if there are none.
+    #[inline(always)]
+    pub unsafe fn best<C: Change>(&self) -> u64 {
+        unsafe {
+            let (mut best, mut token, mut any, mut nan) = (f32::NEG_INFINITY, 0, false, false);
+            self.some_each::<C>(|first, _, logits| {
+                if !any {
+                    (any, token) = (true, first);
+                }
+                // The first of equal ones stays.
+                unroll!(I < AT_ONCE of 8; {
+                    nan |= logits[I].is_nan();
+                    if logits[I] > best {
+                        (best, token) = (logits[I], first + 32 * I as u32);
+                    }
+                });
+            });
+            match (any, nan) {
+                (false, _) => 0,
+                (true, false) => rank(best, token),
+                (true, true) => rank(f32::NAN, token),
             }
         }
     }
@@ -178,21 +204,21 @@ impl Row {
     #[inline(always)]
     pub unsafe fn one_each<C: Change>(&self, mut f: impl FnMut(f32)) {
         unsafe {
-            let token = self.slice.0 + thread::lane_id();
-            if token < self.slice.1 {
-                let change = C::new(&self.inputs);
-                let uses = if C::PENALISES { change.uses().load(token as usize) } else { 0 };
-                f(change.of(token, self.logits.load(token as usize), uses));
+            let (token, end) = (self.slice.0 + thread::lane_id(), self.slice.1);
+            if token < end {
+                let mut logits = [self.logits.load(token as usize); AT_ONCE];
+                C::new(&self.inputs).change(&mut logits, token, end);
+                f(logits[0]);
             }
         }
     }
 
-    /// What the logits of this warp's part of the slice weigh together: known to each of its lanes.
+    /// What the logits of this warp's part of the slice weigh together: known to each of its lanes. Those below `least` weigh nothing.
     #[inline(always)]
-    pub unsafe fn warp_weight<C: Change>(&self, weigh: impl Fn(f32) -> u64) -> u64 {
+    pub unsafe fn warp_weight<C: Change>(&self, least: f32, weigh: impl Fn(f32) -> u64) -> u64 {
         unsafe {
             let mut own = 0;
-            self.each::<C>(|_, logit| own += weigh(logit));
+            self.each::<C>(|logit| logit >= least, |_, logit| own += weigh(logit));
             warp_total(own)
         }
     }

@@ -3,14 +3,17 @@
 //! A pass makes a histogram of the ranks in question, in up to [`BINS`] bins of equal width. The bin in which the sum reaches the target holds the
 //! ranks in question of the next pass, until a bin is as narrow as is asked for. Logits of a row lie close together, so two or three passes do.
 
+use core::marker::PhantomData;
+
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::Shared;
 use cuda_std::{shared, thread, warp};
 
 use super::row::{Change, Row};
+
 use super::team::{Team, block_totals, running_total};
 use super::{HISTOGRAM, RESULT, THREADS};
-use crate::sample::mass::rank;
+use crate::sample::mass::{rank, ranked_logit};
 
 /// Bins of a histogram.
 pub(super) const BINS: u32 = 2048;
@@ -22,6 +25,48 @@ const GOAL: usize = 3;
 
 /// Bins of a thread: those after its first.
 const OWN: usize = (BINS / THREADS) as usize;
+
+/// Ranks to select from.
+pub(crate) trait Ranks {
+    /// Hands a thread's ranks from `low` to `high` to `f`.
+    unsafe fn each_between(&self, low: u64, high: u64, f: impl FnMut(u64));
+}
+
+/// All of a slice.
+pub(crate) struct All<C: Change>(pub Row, pub PhantomData<C>);
+
+impl<C: Change> Ranks for All<C> {
+    #[inline(always)]
+    unsafe fn each_between(&self, low: u64, high: u64, mut f: impl FnMut(u64)) {
+        unsafe {
+            // No logit has a key below that of the lowest.
+            let lowest = rank(f32::NEG_INFINITY, u32::MAX);
+            let [least, most] = [low.max(lowest), high].map(ranked_logit);
+            // Of the outermost logits not every token may be in question.
+            self.0.each::<C>(
+                |logit| logit >= least && logit <= most,
+                |token, logit| {
+                    let rank = rank(logit, token);
+                    if rank >= low && rank <= high {
+                        f(rank);
+                    }
+                },
+            );
+        }
+    }
+}
+
+/// One of each thread.
+pub(crate) struct One(pub u64);
+
+impl Ranks for One {
+    #[inline(always)]
+    unsafe fn each_between(&self, low: u64, high: u64, mut f: impl FnMut(u64)) {
+        if self.0 >= low && self.0 <= high {
+            f(self.0);
+        }
+    }
+}
 
 /// What ranks weigh.
 pub(crate) trait Weight: Copy {
@@ -73,9 +118,12 @@ impl Weight for Count {
     }
 }
 
-/// A logit weighs its [mass](super::mass) in a row with this largest logit.
+/// A logit weighs its [mass](super::mass) by a temperature, in a row with this largest logit after it.
 #[derive(Clone, Copy)]
-pub(super) struct Mass(pub f32);
+pub(super) struct Mass {
+    pub max: f32,
+    pub temperature: f32,
+}
 
 /// Bits of a word of a mass: `2^(32 − 14)` of them add up without a carry.
 const WORD_BITS: u32 = 14;
@@ -87,7 +135,7 @@ impl Weight for Mass {
 
     #[inline(always)]
     fn of(self, logit: f32) -> u64 {
-        super::mass::mass(logit, self.0)
+        super::mass::mass(logit / self.temperature, self.max)
     }
 
     // Shared memory has no addition of 64 bits.
@@ -120,24 +168,15 @@ pub(crate) struct Question {
     pub enough: u64,
 }
 
-/// What came of it.
-#[derive(Clone, Copy)]
-pub(crate) struct Selected {
-    /// The lowest rank of the bin; 0 where all weights add up to less than the target.
-    pub low: u64,
-    /// What the weights from there upwards add up to.
-    pub sum: u64,
-}
-
-/// Finds the bin in which the weights of ranks, from the highest downwards, reach `target` of the sum of all of them.
+/// The lowest rank of the bin in which the weights of ranks, from the highest downwards, reach `target` of the sum of all of them; 0 where they do not, or there is no target.
 #[inline(always)]
-pub(crate) unsafe fn select<C: Change, W: Weight>(
+pub(crate) unsafe fn select<W: Weight>(
     team: &mut Team,
-    row: &Row,
+    of: &impl Ranks,
     question: Question,
     weight: W,
     target: impl Fn(u64) -> u64,
-) -> Selected {
+) -> u64 {
     unsafe {
         let Question { mut low, mut high, narrow, enough } = question;
         // What is kept between passes, by place in shared memory: the weights of ranks above those in question, and what is to be reached.
@@ -146,7 +185,7 @@ pub(crate) unsafe fn select<C: Change, W: Weight>(
         loop {
             // What the largest distance of a bin from the first must be shifted by to be below `BINS`.
             let shift = (64 - (high - low).leading_zeros()).saturating_sub(BINS.ilog2()).max(narrow);
-            let bins = histogram::<C, W>(row, low, high, shift, weight);
+            let bins = histogram(of, low, high, shift, weight);
             let bins = team.add_bins(thread::thread_idx_x() * OWN as u32, bins);
             let mut own = 0;
             unroll!(I < OWN of 8; {
@@ -155,8 +194,8 @@ pub(crate) unsafe fn select<C: Change, W: Weight>(
             let upto = running_total(own);
             let (before, all) = block_totals(warp::shuffle_idx(upto, 31));
             let (goal, above) = if is_first { (target(all), 0) } else { (result.load(GOAL), result.load(ABOVE)) };
-            if is_first && all < goal {
-                return Selected { low: 0, sum: all };
+            if is_first && (all < goal || goal == 0) {
+                return 0;
             }
             is_first = false;
             thread::sync_threads();
@@ -179,7 +218,7 @@ pub(crate) unsafe fn select<C: Change, W: Weight>(
             high -= bin << shift;
             low = low.max(high.saturating_sub((1 << shift) - 1));
             if shift <= narrow || sum <= enough {
-                return Selected { low, sum };
+                return low;
             }
         }
     }
@@ -187,7 +226,7 @@ pub(crate) unsafe fn select<C: Change, W: Weight>(
 
 /// The block's histogram of the ranks from `low` to `high`, the highest first, of which a thread is told [`OWN`] bins.
 #[inline(always)]
-unsafe fn histogram<C: Change, W: Weight>(row: &Row, low: u64, high: u64, shift: u32, weight: W) -> [u64; OWN] {
+unsafe fn histogram<W: Weight>(of: &impl Ranks, low: u64, high: u64, shift: u32, weight: W) -> [u64; OWN] {
     unsafe {
         let (bins, tid) = (shared::dynamic::<u32>(HISTOGRAM), thread::thread_idx_x());
         let mut i = tid;
@@ -196,13 +235,10 @@ unsafe fn histogram<C: Change, W: Weight>(row: &Row, low: u64, high: u64, shift:
             i += THREADS;
         }
         thread::sync_threads();
-        row.each::<C>(|token, logit| {
-            let rank = rank(logit, token);
-            if rank >= low && rank <= high {
-                let weight = weight.of(logit);
-                if weight > 0 {
-                    W::add(bins, ((high - rank) >> shift) as u32, weight);
-                }
+        of.each_between(low, high, |rank| {
+            let weight = weight.of(ranked_logit(rank));
+            if weight > 0 {
+                W::add(bins, ((high - rank) >> shift) as u32, weight);
             }
         });
         thread::sync_threads();

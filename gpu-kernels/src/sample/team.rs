@@ -58,6 +58,12 @@ impl Team {
         Self { splits, rank, scratch, met: 0 }
     }
 
+    /// A team of this CTA alone, after the [last](Self::is_last) one has [reset](Self::reset) it.
+    #[inline(always)]
+    pub fn alone(&self) -> Self {
+        Self::new(1, 0, self.scratch)
+    }
+
     /// This CTA's slice of the vocabulary: its first token, and the one after its last.
     #[inline(always)]
     pub fn slice(&self, vocab: u32) -> (u32, u32) {
@@ -191,13 +197,18 @@ impl Team {
         }
     }
 
-    /// How many candidates there are, for the [last](Self::is_last) CTA.
+    /// The same under a condition.
     #[inline(always)]
-    pub unsafe fn candidates(&self) -> u32 {
-        unsafe {
-            let count = self.scratch.at(COUNT).cast::<u32>();
-            atomic::load(count, 0, Ordering::Relaxed, Scope::Device).min(MOST_CANDIDATES)
+    pub unsafe fn nominate_if(&self, condition: bool, rank: u64) {
+        if condition {
+            unsafe { self.nominate(rank) };
         }
+    }
+
+    /// How many there are, for the [last](Self::is_last) CTA: if more than the list has room for, some are missing there.
+    #[inline(always)]
+    pub unsafe fn nominated(&self) -> u32 {
+        unsafe { atomic::load(self.scratch.at(COUNT).cast::<u32>(), 0, Ordering::Relaxed, Scope::Device) }
     }
 
     /// A candidate's rank.

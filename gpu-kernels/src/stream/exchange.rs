@@ -46,7 +46,7 @@ pub enum Kind {
 
 /// Where the words are. Plain data; a part of [`StreamStep`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Exchange {
     /// How many stamps were used up, then the words of each kind.
     all: GlobalMut<u64>,
@@ -56,7 +56,7 @@ pub struct Exchange {
 
 /// The words of one kind.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 struct Place {
     first: GlobalMut<u64>,
     len: u32,

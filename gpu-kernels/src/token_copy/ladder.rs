@@ -12,7 +12,7 @@ pub const THREADS: u32 = 1024;
 
 /// Parameters of the kernels of this module. Grid: any, as they stride; see [`blocks`]. No shared memory.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TokenCopy<I> {
     /// What to copy.
     pub pairs: Pairs<I>,
@@ -137,35 +137,36 @@ unsafe fn copy_by_threads<I: Index, const BYTES: u32>(p: &TokenCopy<I>) {
     }
 }
 
+// Batches move pages by `i32` pairs; the others are for measuring, and for those who copy something else.
 macro_rules! kernels {
-    ($($index:ty: $bytewise:ident $vectors:ident $warp:ident $any:ident $mla:ident $page:ident;)*) => { $(
+    ($($index:ty: $bytewise:ident $vectors:ident $warp:ident $any:ident $mla:ident $page:ident in $home:literal;)*) => { $(
         #[doc = concat!("Copies records by `", stringify!($index), "` pairs, a thread a record, a byte at a time.")]
-        #[kernel(threads = 256)]
+        #[kernel(threads = 256, module = "bench")]
         pub unsafe fn $bytewise(p: TokenCopy<$index>) {
             unsafe { copy_by_threads::<_, 1>(&p) }
         }
         #[doc = concat!("Copies records by `", stringify!($index), "` pairs, a thread a record, 16 bytes at a time.")]
-        #[kernel(threads = 256)]
+        #[kernel(threads = 256, module = "bench")]
         pub unsafe fn $vectors(p: TokenCopy<$index>) {
             unsafe { copy_by_threads::<_, UNIT_BYTES>(&p) }
         }
         #[doc = concat!("Copies records by `", stringify!($index), "` pairs, a warp a record, each load stored before the next.")]
-        #[kernel(threads = 256)]
+        #[kernel(threads = 256, module = "bench")]
         pub unsafe fn $warp(p: TokenCopy<$index>) {
             unsafe { copy_by_warps(&p) }
         }
         #[doc = concat!("Copies records of any size by `", stringify!($index), "` pairs, a warp a record, loads first.")]
-        #[kernel(threads = 1024)]
+        #[kernel(threads = 1024, module = "bench")]
         pub unsafe fn $any(p: TokenCopy<$index>) {
             unsafe { copy::<_, 0, 4>(&p) }
         }
         #[doc = concat!("Copies records of 656 bytes by `", stringify!($index), "` pairs, a warp a record, loads first.")]
-        #[kernel(threads = 1024)]
+        #[kernel(threads = 1024, module = "bench")]
         pub unsafe fn $mla(p: TokenCopy<$index>) {
             unsafe { copy::<_, MLA_UNITS, 2>(&p) }
         }
         #[doc = concat!("Copies records of 4,096 bytes by `", stringify!($index), "` pairs, a warp a record, loads first.")]
-        #[kernel(threads = 1024)]
+        #[kernel(threads = 1024, module = $home)]
         pub unsafe fn $page(p: TokenCopy<$index>) {
             unsafe { copy::<_, PAGE_UNITS, 8>(&p) }
         }
@@ -173,6 +174,6 @@ macro_rules! kernels {
 }
 
 kernels! {
-    i32: token_copy_bytewise_i32 token_copy_vectors_i32 token_copy_warp_i32 token_copy_i32 token_copy_656_i32 token_copy_4096_i32;
-    i64: token_copy_bytewise_i64 token_copy_vectors_i64 token_copy_warp_i64 token_copy_i64 token_copy_656_i64 token_copy_4096_i64;
+    i32: token_copy_bytewise_i32 token_copy_vectors_i32 token_copy_warp_i32 token_copy_i32 token_copy_656_i32 token_copy_4096_i32 in "main";
+    i64: token_copy_bytewise_i64 token_copy_vectors_i64 token_copy_warp_i64 token_copy_i64 token_copy_656_i64 token_copy_4096_i64 in "bench";
 }

@@ -24,7 +24,7 @@ const AT_ONCE: usize = 4;
 
 /// Parameters of `token_copy_check`. Grid: any. No shared memory. Only counts refusals.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Check<I> {
     /// The pairs to look at.
     pub pairs: Pairs<I>,
@@ -32,7 +32,7 @@ pub struct Check<I> {
 
 /// Parameters of `token_copy_count` and `token_copy_scatter`. Grid: any. No shared memory.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sort<I> {
     /// What to sort; refused pairs are left out. Regions have fewer than 2³² − 1 records.
     pub pairs: Pairs<I>,
@@ -50,7 +50,7 @@ pub struct Sort<I> {
 
 /// Parameters of [`token_copy_scan`]. Grid: any; a block for each [`SCAN_CHUNK`] is most. Shared memory: [`SCAN_SHARED_BYTES`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Scan {
     /// `[chunks * SCAN_CHUNK]` counts, 16-byte aligned; becomes where each bucket begins.
     pub counts: GlobalMut<u32>,
@@ -174,7 +174,7 @@ fn positions(first: u32, counts: [u32; 4]) -> [u32; 4] {
 }
 
 /// Turns counts into positions.
-#[kernel(threads = 512)]
+#[kernel(threads = 512, module = "bench")]
 pub unsafe fn token_copy_scan(p: Scan) {
     unsafe {
         let sums = shared::dynamic::<u32>(0);
@@ -211,17 +211,17 @@ pub unsafe fn token_copy_scan(p: Scan) {
 macro_rules! kernels {
     ($($index:ty: $check:ident $count:ident $scatter:ident;)*) => { $(
         #[doc = concat!("Counts the `", stringify!($index), "` pairs that a copy would refuse.")]
-        #[kernel(threads = 512)]
+        #[kernel(threads = 512, module = "bench")]
         pub unsafe fn $check(p: Check<$index>) {
             unsafe { check(&p) }
         }
         #[doc = concat!("Counts the `", stringify!($index), "` pairs of each bucket.")]
-        #[kernel(threads = 512)]
+        #[kernel(threads = 512, module = "bench")]
         pub unsafe fn $count(p: Sort<$index>) {
             unsafe { count(&p) }
         }
         #[doc = concat!("Writes `", stringify!($index), "` pairs where they belong.")]
-        #[kernel(threads = 512)]
+        #[kernel(threads = 512, module = "bench")]
         pub unsafe fn $scatter(p: Sort<$index>) {
             unsafe { scatter(&p) }
         }

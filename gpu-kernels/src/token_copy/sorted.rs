@@ -19,7 +19,7 @@ const GROUP_ROUNDS: usize = (GROUP * MLA_UNITS).div_ceil(32) as usize;
 
 /// Parameters of the kernels of this module. Grid: any. No shared memory.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SortedCopy<I> {
     /// `[total]` what `token_copy_scatter` wrote: pairs that are all in their regions.
     pub sorted: Global<u64>,
@@ -149,22 +149,22 @@ unsafe fn copy_grouped<I: Index>(p: &SortedCopy<I>) {
 macro_rules! kernels {
     ($($index:ty: $any:ident $mla:ident $page:ident $grouped:ident;)*) => { $(
         #[doc = concat!("Copies sorted records of any size, with a slot map of `", stringify!($index), "`.")]
-        #[kernel(threads = 1024)]
+        #[kernel(threads = 1024, module = "bench")]
         pub unsafe fn $any(p: SortedCopy<$index>) {
             unsafe { copy::<_, 0, 4>(&p) }
         }
         #[doc = concat!("Copies sorted records of 656 bytes, with a slot map of `", stringify!($index), "`.")]
-        #[kernel(threads = 1024)]
+        #[kernel(threads = 1024, module = "bench")]
         pub unsafe fn $mla(p: SortedCopy<$index>) {
             unsafe { copy::<_, MLA_UNITS, 2>(&p) }
         }
         #[doc = concat!("Copies sorted records of 4,096 bytes, with a slot map of `", stringify!($index), "`.")]
-        #[kernel(threads = 1024)]
+        #[kernel(threads = 1024, module = "bench")]
         pub unsafe fn $page(p: SortedCopy<$index>) {
             unsafe { copy::<_, PAGE_UNITS, 8>(&p) }
         }
         #[doc = concat!("Copies sorted records of 656 bytes in groups of eight, with a slot map of `", stringify!($index), "`.")]
-        #[kernel(threads = 128)]
+        #[kernel(threads = 128, module = "bench")]
         pub unsafe fn $grouped(p: SortedCopy<$index>) {
             unsafe { copy_grouped(&p) }
         }

@@ -8,7 +8,7 @@ use crate::linear::SLICE;
 
 /// What a phase does.
 #[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, cuda_std::Layout)]
 pub enum Kind {
     /// The residual stream begins as the tokens' embeddings.
     Embed,
@@ -47,7 +47,7 @@ impl Kind {
 
 /// A phase of a [step](super::WideStep). What its kind does not name is zero.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Phase {
     /// What is done.
     pub kind: Kind,
@@ -108,7 +108,7 @@ impl Phase {
 
 /// How tiles fall to blocks.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, cuda_std::Layout)]
 pub struct Share {
     /// Tiles that a block does whole: full rounds.
     pub whole: u32,

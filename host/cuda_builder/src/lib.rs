@@ -11,16 +11,24 @@
 //! # Ok(()) }
 //! ```
 //!
+//! A crate becomes one PTX text for each module that its kernels name, `main` where they name none, and where there is
+//! an [`Assembler`], machine code beside each.
+//!
 //! The device build needs a compiler and the matching sources of `core`: see [`Toolchain::find`].
 #![warn(missing_docs)]
 
+mod assembler;
 mod launch_bounds;
+mod modules;
 mod toolchain;
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+pub use assembler::{ASSEMBLER_VARIABLE, Assembler};
+pub use modules::LAYOUTS;
 pub use toolchain::{TOOLCHAIN_VARIABLE, Toolchain};
 
 /// Why a device build failed.
@@ -48,6 +56,26 @@ pub enum Error {
         /// How it ended.
         status: String,
     },
+    /// The assembler refused a text.
+    #[error("{assembler} does not assemble the kernels for {arch}: {reason}")]
+    Assemble {
+        /// The program.
+        assembler: String,
+        /// The target level.
+        arch: String,
+        /// The first line of what it said.
+        reason: String,
+    },
+    /// A kernel whose comments in the PTX are incomplete.
+    #[error(
+        "the PTX does not tell the {about} of kernel {kernel}: declare it with #[kernel] of this workspace's cuda_std"
+    )]
+    Note {
+        /// The kernel.
+        kernel: String,
+        /// What is missing.
+        about: String,
+    },
     /// A file could not be read, written or run.
     #[error("{path}: {source}")]
     Io {
@@ -63,18 +91,32 @@ pub(crate) fn io(path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> Error
     move |source| Error::Io { path, source }
 }
 
-/// One compilation of a kernel crate to one PTX module.
+/// A module that was built.
+#[derive(Debug)]
+pub struct Module {
+    /// What the attribute of its kernels calls it; `main` where that says nothing.
+    pub name: String,
+    /// The file of PTX.
+    pub ptx: PathBuf,
+    /// The file of machine code, if one was made.
+    pub machine_code: Option<PathBuf>,
+    /// Its kernels and the stamps of their parameter blocks.
+    pub layouts: BTreeMap<String, u64>,
+}
+
+/// One compilation of a kernel crate, to PTX.
 pub struct CudaBuilder {
     krate: PathBuf,
     arch: String,
     copy_to: Option<PathBuf>,
     target_dir: Option<PathBuf>,
+    assembler: Option<Assembler>,
 }
 
 impl CudaBuilder {
     /// A build of the crate in folder `krate`, relative to the package whose build script runs.
     pub fn new(krate: impl Into<PathBuf>) -> Self {
-        Self { krate: krate.into(), arch: "sm_80".into(), copy_to: None, target_dir: None }
+        Self { krate: krate.into(), arch: "sm_80".into(), copy_to: None, target_dir: None, assembler: None }
     }
 
     /// The level to compile for, such as `sm_80` or `sm_90a`. The crate sees it as `cfg(cuda_arch = "…")`.
@@ -83,7 +125,8 @@ impl CudaBuilder {
         self
     }
 
-    /// Where the finished PTX goes.
+    /// Where the PTX of module `main` goes. Other modules go beside it, with their name before the extension, and
+    /// machine code with the extension `cubin`.
     pub fn copy_to(mut self, path: impl Into<PathBuf>) -> Self {
         self.copy_to = Some(path.into());
         self
@@ -96,11 +139,18 @@ impl CudaBuilder {
         self
     }
 
-    /// Compiles, and returns the path of the PTX.
+    /// What makes machine code of the PTX; by default nothing does.
+    pub fn assembler(mut self, assembler: Option<Assembler>) -> Self {
+        self.assembler = assembler;
+        self
+    }
+
+    /// Compiles, and returns the modules in the order of their names.
     ///
     /// # Errors
-    /// No usable toolchain, a compile error (its text goes to standard error), or a file that cannot be written.
-    pub fn build(self) -> Result<PathBuf, Error> {
+    /// No usable toolchain, a compile error (its text goes to standard error), or a file that cannot be written. An
+    /// assembler that refuses a text is none: there is no machine code then, and a warning.
+    pub fn build(self) -> Result<Vec<Module>, Error> {
         let krate = self.krate.canonicalize().map_err(io(&self.krate))?;
         for watched in ["src", "cuda_std/src", "cuda_std/macros/src", "Cargo.toml"] {
             println!("cargo::rerun-if-changed={}", krate.join(watched).display());
@@ -152,11 +202,39 @@ impl CudaBuilder {
 
         let assembly = assembly_of(&krate, &target_dir)?;
         let text = std::fs::read_to_string(&assembly).map_err(io(&assembly))?;
-        let ptx = launch_bounds::apply(&text);
         let destination = self.copy_to.unwrap_or_else(|| assembly.with_extension("ptx"));
-        std::fs::write(&destination, ptx).map_err(io(&destination))?;
-        Ok(destination)
+        let texts = modules::split(&launch_bounds::apply(&text))?;
+        let (arch, assembler) = (self.arch.as_str(), self.assembler.as_ref());
+        // The assembler works on one core.
+        std::thread::scope(|scope| {
+            let write = |text| write_module(text, &destination, arch, assembler);
+            let parts: Vec<_> = texts.into_iter().map(|text| scope.spawn(move || write(text))).collect();
+            parts.into_iter().map(|part| part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        })
     }
+}
+
+/// Writes a module's files; `main` is the path of the main one's PTX.
+fn write_module(text: modules::Text, main: &Path, arch: &str, assembler: Option<&Assembler>) -> Result<Module, Error> {
+    let modules::Text { name, ptx: content, layouts } = text;
+    let ptx = if name == "main" { main.to_owned() } else { main.with_extension(format!("{name}.ptx")) };
+    if !std::fs::read(&ptx).is_ok_and(|old| old == content.as_bytes()) {
+        std::fs::write(&ptx, &content).map_err(io(&ptx))?;
+    }
+    let machine_code = assembler.and_then(|assembler| {
+        let path = ptx.with_extension("cubin");
+        if assembler.has_made(&ptx, &path) {
+            return Some(path);
+        }
+        match assembler.assemble(arch, &ptx, &path) {
+            Ok(()) => Some(path),
+            Err(error) => {
+                println!("cargo::warning={error}; the program will have the driver compile them");
+                None
+            }
+        }
+    });
+    Ok(Module { name, ptx, machine_code, layouts })
 }
 
 /// Cargo tells build scripts and wrappers about the outer build through the environment; the device build

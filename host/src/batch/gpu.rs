@@ -512,25 +512,26 @@ impl BatchBackend for GpuBatch {
         }
         let mut outcomes = Vec::new();
         for (i, (work, drafts)) in step.work.iter().zip(&step.drafts).enumerate().filter(|(_, of)| of.0.samples) {
-            let mut fault = None;
+            // In place of a token that there is none of, some token: its sequence ends.
+            let missing = chosen[i].iter().position(|&token| token == NO_TOKEN);
+            chosen[i].iter_mut().filter(|token| **token == NO_TOKEN).for_each(|token| *token = 0);
             let tokens = if step.left.contains(&work.slot) {
                 // Foreseen: one.
                 chosen[i].clone()
             } else {
                 let running = &mut self.slots[work.slot as usize];
                 let tokens = running.confirm(drafts, |row, _| chosen[i][row]);
-                if tokens.contains(&NO_TOKEN) {
-                    // The row that was to choose the last one.
-                    let position = running.history.len().saturating_sub(2);
-                    fault = Some(Fault { place: Place::Logits, position, row: work.start as usize });
-                } else {
-                    self.uses.take_in(work.slot, running, &tokens);
-                }
+                self.uses.take_in(work.slot, running, &tokens);
                 tokens
             };
             // Those behind a wrong draft are not wanted.
             let mut logprobs = std::mem::take(&mut notes[i]);
             logprobs.truncate(tokens.len());
+            let fault = missing.filter(|&row| row < tokens.len()).map(|row| Fault {
+                place: Place::Logits,
+                position: (work.start + work.rows) as usize - 1 + row,
+                row,
+            });
             outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, fault });
         }
         Ok(outcomes)

@@ -1,33 +1,24 @@
 //! A CUDA card, through `cust` and the driver's own calls where `cust` has none.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, OsStr, c_void};
-use std::path::Path;
+use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Instant;
 
 use cust::context::{Context, CurrentContext};
 use cust::device::{Device as CudaDevice, DeviceAttribute};
 use cust::error::CudaError;
-use cust::module::{Module, ModuleJitOption};
 use cust::stream::{Stream, StreamFlags};
 use cust::sys;
 
-use super::{Begin, Grid};
+use super::kernels::Kernels;
+use super::{Begin, Entry, Grid};
 use crate::Error;
-
-/// The kernels, once for each level: what every card of that level and above can run, and what one alone can.
-pub const PTX: [(&str, &str); 2] = [
-    ("sm_80", include_str!(concat!(env!("OUT_DIR"), "/sm_80.ptx"))),
-    ("sm_90a", include_str!(concat!(env!("OUT_DIR"), "/sm_90a.ptx"))),
-];
+use crate::timed::timed;
 
 /// Bytes of each of the pinned buffers that uploads pass through.
 const STAGING_BYTES: usize = 64 << 20;
 /// Uploads smaller than this go straight from pageable memory.
 const STAGED_FROM: usize = 8 << 20;
-/// Dynamic shared memory that a kernel may have without asking.
-const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 /// Threads that fill a staging buffer; one alone does not keep up with the bus.
 const COPY_THREADS: usize = 8;
 
@@ -84,18 +75,12 @@ struct Card {
     name: String,
     multiprocessors: u32,
     hopper: bool,
-    functions: Mutex<HashMap<&'static str, Function>>,
+    kernels: Mutex<Kernels>,
     clusters: Mutex<HashMap<&'static str, u32>>,
-    module: Module,
     context: Context,
 }
 
-#[derive(Clone, Copy)]
-struct Function(sys::CUfunction);
-
-// SAFETY: a handle that any thread may pass to the driver.
-unsafe impl Send for Function {}
-// SAFETY: as above; the driver locks for itself.
+// SAFETY: handles that any thread may pass to the driver, which locks for itself.
 unsafe impl Sync for Cuda {}
 // SAFETY: as above; every use makes the context current on its own thread first.
 unsafe impl Send for Cuda {}
@@ -163,17 +148,6 @@ pub fn cards() -> Result<Vec<CardInfo>, Error> {
         .collect()
 }
 
-/// The kernels that a PTX text defines.
-fn kernels(ptx: &str) -> impl Iterator<Item = &str> {
-    ptx.lines().filter_map(|line| line.strip_prefix(".visible .entry ")?.split('(').next())
-}
-
-/// Kernels of another build, for measurements.
-fn read_kernels(path: &OsStr) -> Result<Vec<u8>, Error> {
-    let path = Path::new(path);
-    std::fs::read(path).map_err(|error| Error::Kernels { path: path.display().to_string(), reason: error.to_string() })
-}
-
 fn capability(device: CudaDevice) -> Result<(i32, i32), Error> {
     let get = |a| device.get_attribute(a).map_err(Error::driver("asking for the compute capability"));
     Ok((get(DeviceAttribute::ComputeCapabilityMajor)?, get(DeviceAttribute::ComputeCapabilityMinor)?))
@@ -194,7 +168,7 @@ impl Drop for Card {
 
 impl Cuda {
     pub(super) fn open(ordinal: u32) -> Result<Self, Error> {
-        initialise()?;
+        timed("starting the driver", initialise)?;
         let count = CudaDevice::num_devices().map_err(Error::driver("counting devices"))?;
         if ordinal >= count {
             return Err(Error::NoCuda { reason: format!("there is no card {ordinal}; the driver shows {count}") });
@@ -205,9 +179,9 @@ impl Cuda {
         // The portable level can be asked for, to test it on a newer card.
         let portable = std::env::var_os("WARPDRAFT_PORTABLE_PTX").is_some();
         let hopper = (major, minor) == (9, 0) && !portable;
-        let ptx = match (major, minor) {
-            _ if hopper => PTX[1].1,
-            (8.., _) => PTX[0].1,
+        let arch = match (major, minor) {
+            _ if hopper => "sm_90a",
+            (8.., _) => "sm_80",
             _ => {
                 return Err(Error::NoCuda {
                     reason: format!("{name} has compute capability {major}.{minor}, and 8.0 is the least that will do"),
@@ -217,22 +191,11 @@ impl Cuda {
         let multiprocessors = device
             .get_attribute(DeviceAttribute::MultiprocessorCount)
             .map_err(Error::driver("counting multiprocessors"))? as u32;
-        let context = Context::new(device).map_err(Error::driver("making a context"))?;
-        let module = match std::env::var_os("WARPDRAFT_KERNELS") {
-            // The driver takes either, and tells by itself which it is.
-            Some(path) => Module::from_cubin(read_kernels(&path)?, &[] as &[ModuleJitOption]),
-            None => Module::from_ptx(ptx, &[] as &[ModuleJitOption]),
-        }
-        .map_err(Error::driver("loading the kernels"))?;
-        // The driver would put off loading a kernel until it is first asked for: then the memory may be taken.
-        let begun = Instant::now();
-        for name in kernels(ptx) {
-            module.get_function(name).map_err(Error::driver(name))?;
-        }
-        tracing::debug!("every kernel loaded in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
+        let context = timed("making a context", || Context::new(device)).map_err(Error::driver("making a context"))?;
+        let kernels = Mutex::new(Kernels::load(arch)?);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
-        let (functions, clusters) = Default::default();
-        let card = Card { name, multiprocessors, hopper, functions, clusters, module, context };
+        let clusters = Mutex::default();
+        let card = Card { name, multiprocessors, hopper, kernels, clusters, context };
         Ok(Self { staging: Mutex::new(None), stream, card: Arc::new(card) })
     }
 
@@ -348,17 +311,17 @@ impl Cuda {
     /// `params` is the kernel's parameter block, and its addresses are as the kernel wants them.
     pub(super) unsafe fn launch<P>(
         &self,
-        name: &'static str,
+        kernel: Entry,
         grid: Grid,
-        threads: u32,
         shared_bytes: u32,
         begin: Begin,
         params: &P,
     ) -> Result<(), Error> {
         self.enter()?;
-        let function = self.function(name, shared_bytes)?;
+        let Entry { name, threads, .. } = kernel;
+        let function = self.function(kernel, shared_bytes)?;
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
-        let (f, stream, arguments) = (function.0, self.stream.as_inner(), arguments.as_mut_ptr());
+        let (f, stream, arguments) = (function, self.stream.as_inner(), arguments.as_mut_ptr());
         let Grid(x, y, z) = grid;
         // SAFETY: the caller's word; the driver copies the parameters before it returns.
         let code = unsafe {
@@ -385,21 +348,22 @@ impl Cuda {
         check(name, code)
     }
 
-    /// How many of a kernel's clusters, of so many `blocks`, an idle card runs at once; none if the driver does not say.
-    pub(super) fn clusters_at_once(&self, name: &'static str, blocks: u32, threads: u32, shared_bytes: u32) -> u32 {
+    /// How many of a kernel's clusters an idle card runs at once; none if the driver does not say.
+    pub(super) fn clusters_at_once(&self, kernel: Entry, shared_bytes: u32) -> u32 {
         let mut known = self.card.clusters.lock().unwrap_or_else(|e| e.into_inner());
-        *known.entry(name).or_insert_with(|| {
-            let clusters = self.ask_for_clusters(name, blocks, threads, shared_bytes);
+        *known.entry(kernel.name).or_insert_with(|| {
+            let clusters = self.ask_for_clusters(kernel, shared_bytes);
             clusters.unwrap_or_else(|e| {
-                tracing::debug!("no clusters of {blocks} blocks: {e}");
+                tracing::debug!("no clusters of {} blocks: {e}", kernel.cluster);
                 0
             })
         })
     }
 
-    fn ask_for_clusters(&self, name: &'static str, blocks: u32, threads: u32, shared_bytes: u32) -> Result<u32, Error> {
+    fn ask_for_clusters(&self, kernel: Entry, shared_bytes: u32) -> Result<u32, Error> {
         self.enter()?;
-        let function = self.function(name, shared_bytes)?;
+        let Entry { name, threads, cluster: blocks, .. } = kernel;
+        let function = self.function(kernel, shared_bytes)?;
         let cluster = LaunchAttribute {
             id: CLUSTER_DIMENSION,
             padding: 0,
@@ -415,25 +379,12 @@ impl Cuda {
         };
         let mut clusters = 0;
         // SAFETY: the function is the module's, `clusters` is valid for a write, and the configuration lives as long as the call.
-        check(name, unsafe { cuOccupancyMaxActiveClusters(&mut clusters, function.0, &config) })?;
+        check(name, unsafe { cuOccupancyMaxActiveClusters(&mut clusters, function, &config) })?;
         Ok(clusters)
     }
 
-    /// A kernel by name, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default.
-    fn function(&self, name: &'static str, shared_bytes: u32) -> Result<Function, Error> {
-        let mut functions = self.card.functions.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(function) = functions.get(name) {
-            return Ok(*function);
-        }
-        let function = self.card.module.get_function(name).map_err(Error::driver(name))?;
-        let function = Function(function.to_raw());
-        if shared_bytes > DEFAULT_SHARED_BYTES {
-            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function is the module's.
-            check(name, unsafe { sys::cuFuncSetAttribute(function.0, attribute, shared_bytes as i32) })?;
-        }
-        functions.insert(name, function);
-        Ok(function)
+    fn function(&self, kernel: Entry, shared_bytes: u32) -> Result<sys::CUfunction, Error> {
+        self.card.kernels.lock().unwrap_or_else(|e| e.into_inner()).function(kernel, shared_bytes)
     }
 
     pub(super) fn synchronize(&self) -> Result<(), Error> {
@@ -528,20 +479,6 @@ impl Drop for Staging {
             let _ = sent.synchronize();
             // SAFETY: from `allocate_mapped`, freed once, no longer travelling.
             unsafe { sys::cuMemFreeHost(buffer.cast()) };
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{PTX, kernels};
-
-    #[test]
-    fn every_kernel_is_found_in_its_text() {
-        for (level, ptx) in PTX {
-            let names: Vec<_> = kernels(ptx).collect();
-            assert_eq!(names.len(), ptx.matches(".entry").count(), "{level}");
-            assert!(names.contains(&"put_words"), "{level}: {names:?}");
         }
     }
 }

@@ -6,9 +6,12 @@
 mod calls;
 mod cuda;
 mod emulated;
+mod images;
+mod kernels;
 mod pinned;
 mod tensor;
 mod timing;
+mod upload;
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -17,10 +20,12 @@ use bytemuck::Pod;
 use cuda_std::{Global, GlobalMut, Kernel};
 
 pub use calls::Calls;
-pub use cuda::{CardInfo, PTX, cards};
+pub use cuda::{CardInfo, cards};
+pub use images::{IMAGES, Image, MAIN};
 pub use pinned::Pinned;
 pub use tensor::TensorMaps;
 pub use timing::{Graph, Marker, Timer};
+pub use upload::Region;
 
 use crate::Error;
 
@@ -64,6 +69,23 @@ enum Begin {
     Together,
     /// Beside the last blocks of the launch ahead.
     Early,
+}
+
+/// What a launch has to know of its kernel.
+#[derive(Clone, Copy)]
+struct Entry {
+    name: &'static str,
+    module: &'static str,
+    /// The stamp of the parameter block that the host hands over.
+    layout: u64,
+    threads: u32,
+    cluster: u32,
+}
+
+impl Entry {
+    const fn of<K: Kernel>() -> Self {
+        Self { name: K::NAME, module: K::MODULE, layout: K::LAYOUT, threads: K::THREADS, cluster: K::CLUSTER }
+    }
 }
 
 impl Device {
@@ -214,7 +236,7 @@ impl Device {
     /// the emulator.
     pub fn clusters_at_once<K: Kernel>(&self, shared_bytes: u32) -> u32 {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.clusters_at_once(K::NAME, K::CLUSTER, K::THREADS, shared_bytes),
+            Kind::Cuda(cuda) => cuda.clusters_at_once(Entry::of::<K>(), shared_bytes),
             Kind::Emulator(_) => 0,
         }
     }
@@ -228,7 +250,7 @@ impl Device {
     ) -> Result<(), Error> {
         match &*self.0 {
             // SAFETY: the caller's word; the parameter block is the kernel's own type.
-            Kind::Cuda(cuda) => unsafe { cuda.launch(K::NAME, grid, K::THREADS, shared_bytes, begin, &params) },
+            Kind::Cuda(cuda) => unsafe { cuda.launch(Entry::of::<K>(), grid, shared_bytes, begin, &params) },
             // SAFETY: the caller's word.
             Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, begin, params) },
         }
@@ -359,6 +381,20 @@ impl<T: Pod> Buffer<T> {
                 Ok(())
             }
         }
+    }
+
+    /// Enqueues a copy of all of `from`, of the same device's queue, to the elements from `at` on.
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If the range does not fit: a bug of the caller.
+    pub fn copy_from(&mut self, at: usize, from: &Self) -> Result<(), Error> {
+        assert!(at + from.len <= self.len, "copy of {} at {at} into {}", from.len, self.len);
+        let to = self.address + (at * size_of::<T>()) as u64;
+        // SAFETY: in bounds; what frees either waits for the copy.
+        unsafe { self.device.copy(to, from.address, from.len * size_of::<T>()) }
     }
 
     /// Zeroes everything, after everything enqueued so far.

@@ -61,7 +61,7 @@ impl Device {
     ///
     /// # Safety
     /// Both ranges are live until the copy is done.
-    unsafe fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<(), Error> {
+    pub(super) unsafe fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<(), Error> {
         match &*self.0 {
             // SAFETY: the caller's word.
             Kind::Cuda(cuda) => unsafe { cuda.copy(to, from, bytes) },

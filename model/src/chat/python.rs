@@ -14,7 +14,8 @@ pub(super) fn json_dumps(value: &Value, indent: Option<usize>) -> Result<String,
     let written = match indent {
         Some(n) => {
             let spaces = " ".repeat(n.min(64));
-            value.serialize(&mut Serializer::with_formatter(&mut out, PrettyFormatter::with_indent(spaces.as_bytes())))
+            let indented = Indented(PrettyFormatter::with_indent(spaces.as_bytes()));
+            value.serialize(&mut Serializer::with_formatter(&mut out, indented))
         }
         None => value.serialize(&mut Serializer::with_formatter(&mut out, OneLine)),
     };
@@ -26,7 +27,24 @@ pub(super) fn json_dumps(value: &Value, indent: Option<usize>) -> Result<String,
 /// Python's separators: `", "` and `": "`, where serde_json's compact form has no spaces.
 struct OneLine;
 
+/// A number as Python's `repr` writes it: the shortest digits that are it, with an exponent below -4 and from 16 on.
+fn repr(number: f64) -> String {
+    let shortest = format!("{number:e}");
+    let (digits, exponent) = shortest.split_once('e').unwrap_or((&shortest, "0"));
+    match exponent.parse().unwrap_or(0) {
+        exponent @ -4..16 => {
+            let whole = if exponent >= 0 && number.fract() == 0.0 { ".0" } else { "" };
+            format!("{number}{whole}")
+        }
+        exponent => format!("{digits}e{}{:02}", if exponent < 0 { '-' } else { '+' }, i32::abs(exponent)),
+    }
+}
+
 impl Formatter for OneLine {
+    fn write_f64<W: ?Sized + io::Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        writer.write_all(repr(value).as_bytes())
+    }
+
     fn begin_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
         if first { Ok(()) } else { writer.write_all(b", ") }
     }
@@ -110,6 +128,36 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (era * 400 + year_of_era + u64::from(month <= 2), month, day)
 }
 
+/// Python's numbers, and lines as serde_json has them.
+struct Indented<'a>(PrettyFormatter<'a>);
+
+/// Methods that the other formatter has as they are to be.
+macro_rules! as_it_is {
+    ($($name:ident($($argument:ident)?);)*) => {
+        $(fn $name<W: ?Sized + io::Write>(&mut self, writer: &mut W $(, $argument: bool)?) -> io::Result<()> {
+            self.0.$name(writer $(, $argument)?)
+        })*
+    };
+}
+
+impl Formatter for Indented<'_> {
+    fn write_f64<W: ?Sized + io::Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        OneLine.write_f64(writer, value)
+    }
+
+    as_it_is! {
+        begin_array();
+        end_array();
+        begin_array_value(first);
+        end_array_value();
+        begin_object();
+        end_object();
+        begin_object_key(first);
+        begin_object_value();
+        end_object_value();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,6 +173,26 @@ mod tests {
     }
 
     #[test]
+    fn numbers_are_written_as_python_writes_them() {
+        for (number, text) in [
+            (0.0, "0.0"),
+            (-0.0, "-0.0"),
+            (1.0, "1.0"),
+            (0.1, "0.1"),
+            (-2.5, "-2.5"),
+            (1e-4, "0.0001"),
+            (1.5e-5, "1.5e-05"),
+            (1e15, "1000000000000000.0"),
+            (123_456_789_012_345.6, "123456789012345.6"),
+            (1e16, "1e+16"),
+            (5e-324, "5e-324"),
+            (1.7976931348623157e308, "1.7976931348623157e+308"),
+        ] {
+            assert_eq!(repr(number), text);
+        }
+    }
+
+    #[test]
     fn json_is_spaced_as_python_spaces_it() {
         let value = Value::from(minijinja::value::Serde(
             serde_json::json!({"a": [1, 2.5, "é<&>'"], "b": {"c": null, "d": true}, "e": {}}),
@@ -134,5 +202,7 @@ mod tests {
             r#"{"a": [1, 2.5, "é<&>'"], "b": {"c": null, "d": true}, "e": {}}"#
         );
         assert_eq!(json_dumps(&Value::from(vec![1, 2]), Some(2)).unwrap(), "[\n  1,\n  2\n]");
+        let value = Value::from(minijinja::value::Serde(serde_json::json!({"a": [1e-7, {}], "b": []})));
+        assert_eq!(json_dumps(&value, Some(1)).unwrap(), "{\n \"a\": [\n  1e-07,\n  {}\n ],\n \"b\": []\n}");
     }
 }

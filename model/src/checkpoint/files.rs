@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -13,7 +14,8 @@ use crate::Error;
 /// Bytes that stay put for as long as the checkpoint lives.
 #[derive(Debug)]
 pub(super) enum Bytes {
-    Mapped(Mmap),
+    /// A file, mapped.
+    Mapped { map: Mmap, file: File },
     /// Embedded in the program.
     #[cfg_attr(not(feature = "bundled-demo"), allow(dead_code))]
     Static(&'static [u8]),
@@ -25,9 +27,24 @@ impl std::ops::Deref for Bytes {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         match self {
-            Bytes::Mapped(map) => map,
+            Bytes::Mapped { map, .. } => map,
             Bytes::Static(bytes) => bytes,
             Bytes::Empty => &[],
+        }
+    }
+}
+
+impl Bytes {
+    /// Copies the bytes from `at` on to `out`. Of a file they are read, which takes less than half of what it takes to map
+    /// its pages one after another.
+    pub(super) fn read(&self, at: usize, out: &mut [u8]) -> io::Result<()> {
+        match self {
+            Bytes::Mapped { file, .. } => file.read_exact_at(out, at as u64),
+            Bytes::Static(_) | Bytes::Empty => {
+                let bytes = self.get(at..at + out.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
+                out.copy_from_slice(bytes);
+                Ok(())
+            }
         }
     }
 }
@@ -125,7 +142,7 @@ fn map(path: &Path) -> Result<Option<Bytes>, Error> {
     // SAFETY: the map is private to this process and read only. Another process that truncates the
     // file while we run would end ours with SIGBUS; every program that maps weights accepts that.
     let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
-    Ok(Some(Bytes::Mapped(map)))
+    Ok(Some(Bytes::Mapped { map, file }))
 }
 
 /// Content of a regular file, or `None` if there is nothing at `path`.

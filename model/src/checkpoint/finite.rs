@@ -1,22 +1,29 @@
-//! The search for NaN and infinity in the weights.
+//! The search for NaN and infinity in the weights, and for what becomes infinite in bf16.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
+
+use half::bf16;
 
 use super::{Checkpoint, Dtype, Tensor};
 use crate::Error;
 
 /// Bytes that one task scans; a multiple of every element size.
 const TASK: usize = 1 << 20;
+/// Bytes that are read at a time to be rounded, little enough for a core's own cache.
+const READ: usize = 256 << 10;
+/// The smallest f32 without its sign that rounds to infinity in bf16, as bits: half a step above the largest bf16.
+const ROUNDS_TO_INFINITY: u32 = 0x7f7f_8000;
 
 impl Checkpoint {
-    /// Reads every weight once, on all threads, and fails on the first NaN or infinity in file order.
+    /// Reads every weight once, on all threads, and fails on the first in file order that is NaN or infinite, or would be
+    /// in bf16.
     ///
     /// `progress` hears the number of bytes scanned so far, from any thread and in no particular order.
     ///
     /// # Errors
-    /// [`Error::NotFinite`].
+    /// [`Error::NotFinite`] or [`Error::TooLargeForBf16`].
     pub fn check_finite(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
         let scanned = AtomicU64::new(0);
         self.tensors().try_for_each(|tensor| {
@@ -24,24 +31,78 @@ impl Checkpoint {
         })
     }
 
-    /// As [`check_finite`](Self::check_finite), for one tensor of this checkpoint: for loaders that check each as they come
-    /// to it. `progress` hears the number of bytes of each step.
-    ///
-    /// # Errors
-    /// [`Error::NotFinite`].
-    pub fn check_tensor_finite(&self, tensor: &Tensor<'_>, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
+    /// As [`check_finite`](Self::check_finite), for one tensor of this checkpoint. `progress` hears the number of bytes of
+    /// each step.
+    fn check_tensor_finite(&self, tensor: &Tensor<'_>, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
         let bad = tensor.data.par_chunks(TASK).enumerate().find_map_first(|(task, bytes)| {
             let found = first_not_finite(tensor.dtype, bytes);
             progress(bytes.len() as u64);
             found.map(|at| task * (TASK / tensor.dtype.size()) + at)
         });
         let Some(index) = bad else { return Ok(()) };
-        Err(Error::NotFinite {
-            path: self.tensor_file(tensor.name).map(Into::into).unwrap_or_default(),
-            tensor: tensor.name.to_owned(),
-            index,
-            value: tensor.get(index).unwrap_or(f32::NAN),
-        })
+        Err(self.unusable(tensor.name, index, tensor.get(index).unwrap_or(f32::NAN)))
+    }
+
+    /// Reads elements of a tensor of this checkpoint, from element `first` on, as bf16: `out` is filled with them,
+    /// little-endian. What is stored as f16 or f32 is rounded. Each is checked as by
+    /// [`check_finite`](Self::check_finite), so a loader need not do so before.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`], [`Error::TooLargeForBf16`], or a file that cannot be read, or is shorter than it was.
+    ///
+    /// # Panics
+    /// If there are not so many elements: a bug of the caller.
+    pub fn read_bf16(&self, tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Result<(), Error> {
+        let (size, count) = (tensor.dtype.size(), out.len() / 2);
+        assert!((first + count) * size <= tensor.data.len(), "{count} elements of {} from {first} on", tensor.name);
+        if tensor.dtype == Dtype::Bf16 {
+            self.read_stored(tensor.name, first * 2, out)?;
+            return self.check_elements(tensor, first, out);
+        }
+        let mut stored = vec![0; READ.min(count * size)];
+        for (i, out) in out.chunks_mut(READ / size * 2).enumerate() {
+            let first = first + i * (READ / size);
+            let stored = &mut stored[..out.len() / 2 * size];
+            self.read_stored(tensor.name, first * size, stored)?;
+            self.check_elements(tensor, first, stored)?;
+            round(tensor.dtype, stored, out);
+        }
+        Ok(())
+    }
+
+    /// Checks the stored elements of `bytes`, which begin with element `first` of a tensor.
+    fn check_elements(&self, tensor: &Tensor<'_>, first: usize, bytes: &[u8]) -> Result<(), Error> {
+        let Some(at) = first_not_finite(tensor.dtype, bytes) else { return Ok(()) };
+        let value = Tensor { data: bytes, ..*tensor }.get(at).unwrap_or(f32::NAN);
+        Err(self.unusable(tensor.name, first + at, value))
+    }
+
+    fn unusable(&self, name: &str, index: usize, value: f32) -> Error {
+        let path = self.tensor_file(name).map(Into::into).unwrap_or_default();
+        let tensor = name.to_owned();
+        if value.is_finite() {
+            Error::TooLargeForBf16 { path, tensor, index, value }
+        } else {
+            Error::NotFinite { path, tensor, index, value }
+        }
+    }
+}
+
+/// Rounds stored elements to the nearest bf16.
+fn round(dtype: Dtype, stored: &[u8], out: &mut [u8]) {
+    let (out, _) = out.as_chunks_mut();
+    match dtype {
+        Dtype::Bf16 => out.as_flattened_mut().copy_from_slice(stored),
+        Dtype::F16 => {
+            for (out, word) in out.iter_mut().zip(stored.as_chunks().0) {
+                *out = bf16::from_f32(half::f16::from_le_bytes(*word).to_f32()).to_le_bytes();
+            }
+        }
+        Dtype::F32 => {
+            for (out, word) in out.iter_mut().zip(stored.as_chunks().0) {
+                *out = bf16::from_f32(f32::from_le_bytes(*word)).to_le_bytes();
+            }
+        }
     }
 }
 
@@ -59,13 +120,14 @@ impl Tensor<'_> {
     }
 }
 
-/// A number is finite unless its exponent bits are all ones; that test needs no conversion and vectorises.
+/// A number is finite unless its exponent bits are all ones, and an f32 remains so in bf16 below a bound; these tests need
+/// no conversion and vectorise.
 fn first_not_finite(dtype: Dtype, bytes: &[u8]) -> Option<usize> {
     match dtype {
         Dtype::Bf16 => first_with_exponent_16(bytes, 0x7f80),
         Dtype::F16 => first_with_exponent_16(bytes, 0x7c00),
         Dtype::F32 => {
-            let bad = |c: &[u8; 4]| u32::from_le_bytes(*c) & 0x7f80_0000 == 0x7f80_0000;
+            let bad = |c: &[u8; 4]| u32::from_le_bytes(*c) & 0x7fff_ffff >= ROUNDS_TO_INFINITY;
             let (elements, _) = bytes.as_chunks();
             // Blocks without an early exit vectorise; only a block with a find is searched again.
             let block = elements.chunks(1024).position(|b| b.iter().fold(false, |any, c| any | bad(c)))?;

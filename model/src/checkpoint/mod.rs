@@ -269,6 +269,14 @@ impl Checkpoint {
         Some(&self.store.shards[self.store.tensors[id.0].shard].path)
     }
 
+    /// Copies the stored bytes of a tensor from `at` on to `out`.
+    fn read_stored(&self, name: &str, at: usize, out: &mut [u8]) -> Result<(), Error> {
+        let stored = &self.store.tensors[self.store.lookup(name)?.0];
+        let shard = &self.store.shards[stored.shard];
+        let read = shard.bytes.read(stored.bytes.start + at, out);
+        read.map_err(|source| Error::Io { path: shard.path.clone(), source })
+    }
+
     pub(crate) fn tensor_by_id(&self, id: TensorId) -> Tensor<'_> {
         let stored = &self.store.tensors[id.0];
         Tensor {

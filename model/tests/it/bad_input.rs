@@ -311,6 +311,32 @@ fn weights_that_are_not_finite() {
     }
 }
 
+/// An f32 that rounds to infinity in bf16 is refused wherever weights are read; the largest that does not is not.
+#[test]
+fn weights_that_bf16_cannot_hold() {
+    const TENSOR: &str = "model.layers.1.self_attn.k_proj.weight";
+    let limit = f32::from_bits(0x7f7f_8000);
+    for (value, good) in [(limit.next_down(), true), (limit, false), (-f32::MAX, false)] {
+        let mut fixture = Fixture::new("F32", true);
+        let tensor = fixture.tensors().get_mut(TENSOR).unwrap();
+        tensor.data[1500 * 4..][..4].copy_from_slice(&value.to_le_bytes());
+        let dir = fixture.write();
+        assert_eq!(dir.open().is_ok(), good, "{value}");
+        let later = Checkpoint::open_with(dir.path(), model::OpenOptions { check_finite: false }).unwrap();
+        let tensor = later.tensor(TENSOR).unwrap();
+        let read = later.read_bf16(&tensor, 1490, &mut [0; 40]);
+        match read {
+            Ok(()) => assert!(good, "{value}"),
+            Err(Error::TooLargeForBf16 { tensor, index, value: found, .. }) => {
+                assert_eq!((tensor.as_str(), index, found, good), (TENSOR, 1500, value, false));
+            }
+            Err(other) => panic!("{other:?}"),
+        }
+        assert!(later.read_bf16(&tensor, 0, &mut [0; 3000]).is_ok());
+        assert!(later.read_bf16(&tensor, 1501, &mut [0; 40]).is_ok());
+    }
+}
+
 #[test]
 fn calls_that_do_not_fit_the_model() {
     let checkpoint = Fixture::new("F32", true).open();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use model::{ChatTemplate, Error, Message, Role};
+use model::{ChatTemplate, Conversation, Error, Message, Role};
 use serde::Deserialize;
 use serde_json::json;
 
@@ -18,6 +18,7 @@ struct Golden {
 #[derive(Deserialize)]
 struct Case {
     messages: Vec<Message>,
+    tools: Vec<serde_json::Value>,
     enable_thinking: bool,
     add_generation_prompt: bool,
     text: String,
@@ -25,7 +26,10 @@ struct Case {
 
 fn golden() -> Golden {
     // Made by scripts/make_golden.py.
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/chat.json");
+    golden_of(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/chat.json"))
+}
+
+fn golden_of(path: &str) -> Golden {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
@@ -35,13 +39,17 @@ fn template(source: &str) -> Result<ChatTemplate, Error> {
 
 #[test]
 fn matches_transformers() {
-    let golden = golden();
-    let tokens = BTreeMap::from([("eos_token".to_owned(), golden.eos_token)]);
-    let template = ChatTemplate::new(golden.template, tokens, "chat.json".as_ref()).unwrap();
-    assert_eq!(golden.cases.len(), 24);
-    for case in golden.cases {
-        let text = template.render(&case.messages, case.enable_thinking, case.add_generation_prompt).unwrap();
-        assert_eq!(text, case.text);
+    // Prompts of another template, made by the same script, may be compared likewise.
+    let others = std::env::var("WARPDRAFT_CHAT_GOLDEN").ok().map(|path| golden_of(&path));
+    for golden in [golden()].into_iter().chain(others) {
+        let tokens = BTreeMap::from([("eos_token".to_owned(), golden.eos_token)]);
+        let template = ChatTemplate::new(golden.template, tokens, "chat.json".as_ref()).unwrap();
+        assert_eq!(golden.cases.len(), 48);
+        for Case { messages, tools, enable_thinking, add_generation_prompt, text } in &golden.cases {
+            let (enable_thinking, add_generation_prompt) = (*enable_thinking, *add_generation_prompt);
+            let conversation = Conversation { messages, tools, enable_thinking, add_generation_prompt };
+            assert_eq!(template.render_conversation(conversation).unwrap(), *text);
+        }
     }
 }
 
@@ -88,4 +96,144 @@ fn the_template_is_found_in_either_file() {
     assert_eq!(template.render(&[Message::new(Role::System, "x")], true, true).unwrap(), "file system");
     dir.put("chat_template.jinja", &[0xff]);
     dir.error("not UTF-8");
+}
+
+/// What the template fails with.
+fn refused(source: &str) -> String {
+    let messages = [Message::new(Role::User, "hello")];
+    let result = template(source).and_then(|template| template.render(&messages, true, true));
+    match result {
+        Err(Error::ChatTemplate { reason, .. }) => reason,
+        other => panic!("{:.200}: {:.200}", source, format!("{other:?}")),
+    }
+}
+
+/// A template comes with a model: whatever it asks for, it must not end the program, nor hang it.
+#[test]
+fn what_would_abort_or_hang_is_refused() {
+    let terms = |operator: &str| format!("{{{{ {} }}}}", vec!["1"; 20_000].join(operator));
+    let of_variable = |operator: &str| format!("{{{{ {} }}}}", vec!["x"; 20_000].join(operator));
+    let itself = |use_it: &str| format!("{{% set ns = namespace() %}}{{% set ns.x = {use_it} %}}{{{{ ns }}}}");
+    let nested = "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}";
+    let doubled = |start: &str, double: &str| {
+        let ns = format!("{{% set ns = namespace(s={start}) %}}");
+        format!("{ns}{{% for i in range(100) %}}{double}{{% endfor %}}{{{{ ns.s|length }}}}")
+    };
+    let cases = [
+        (terms("+"), "within each other"),
+        (terms("~"), "within each other"),
+        (of_variable("|"), ""),
+        (of_variable("."), "within each other"),
+        (of_variable(" and "), "within each other"),
+        (format!("{{{{ {}1{} }}}}", "(".repeat(20_000), ")".repeat(20_000)), "recursion"),
+        (format!("{{{{ {} 1 }}}}", "not ".repeat(20_000)), ""),
+        (format!("{{{{ {} 1 }}}}", "-".repeat(20_000)), ""),
+        (format!("{}{}", "{% if x %}".repeat(5_000), "{% endif %}".repeat(5_000)), "recursion"),
+        (format!("{{% if x %}}{}{{% endif %}}", "{% elif x %}".repeat(5_000)), "within each other"),
+        (" ".repeat(1 << 20), "KiB"),
+        (itself("ns"), "namespace into a namespace"),
+        (itself("[1, {'a': ns}]"), "namespace into a namespace"),
+        (nested.to_owned(), "within each other"),
+        ("{{ 'x'|indent(99999999999) }}".to_owned(), "indent"),
+        ("{{ 'x'|indent(width=99999999999) }}".to_owned(), "indent"),
+        ("{{ ['x\\n'*1000]|map('indent', 99999999999)|list }}".to_owned(), "indent"),
+        ("{{ ('x\\n'*100000)|indent(10000) }}".to_owned(), "MiB"),
+        ("{{ 'x' * 99999999999 }}".to_owned(), ""),
+        ("{{ ('x' * 90000000) ~ 'y' }}".to_owned(), "MiB"),
+        (doubled("'ab'", "{% set ns.s = ns.s ~ ns.s %}"), "MiB"),
+        (doubled("'ab'", "{% set ns.s = ns.s + ns.s %}"), "MiB"),
+        (doubled("'ab'", "{% set ns.s = ns.s * 2 %}"), "large"),
+        (doubled("'ab'", "{% set ns.s = ns.s.replace('a', 'aa') %}"), "MiB"),
+        (doubled("'ab'", "{% set ns.s = ns.s|replace('a', 'aa') %}"), "MiB"),
+        (doubled("'ab'", "{% set ns.s = [ns.s, ns.s]|join %}"), "MiB"),
+        (doubled("'ab'", "{% set ns.s = '%s%s'|format(ns.s, ns.s) %}"), "MiB"),
+        (doubled("'ab'", "{% set ns.s = '{}{}'.format(ns.s, ns.s) %}"), "MiB"),
+        (doubled("'ab'", "{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = s %}"), "MiB"),
+        (doubled("[1]", "{% set ns.s = [ns.s, ns.s] %}"), "MiB"),
+        (doubled("[1]", "{% set ns.s = ns.s + ns.s %}"), "MiB"),
+        ("{% set a = 'x' * 9000000 %}{{ a.replace('x', a) }}".to_owned(), "MiB"),
+        ("{% set a = 'x' * 9000000 %}{{ a.join(a|list) }}".to_owned(), "MiB"),
+        ("{{ '%9999999999d'|format(1) }}".to_owned(), "MiB"),
+        ("{{ '{:9999999999}'.format(1) }}".to_owned(), "MiB"),
+        ("{{ [1]|batch(9999999999, 0) }}".to_owned(), "batch"),
+        ("{{ [1]|slice(9999999999) }}".to_owned(), "slice"),
+        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}".to_owned(), "steps"),
+        ("{% for i in range(99999) %}{{ range(99999)|list }}{% endfor %}".to_owned(), "MiB"),
+        ("{% for i in range(99999) %}some of the text that it writes {% endfor %}".repeat(30), "MiB"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}".to_owned(), ""),
+        ("{% macro m(n) %}{{ m(n+1) }}{{ m(n+1) }}{% endmacro %}{{ m(1) }}".to_owned(), ""),
+        ("{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}".to_owned(), ""),
+        ("{% include 'other' %}".to_owned(), "several templates"),
+        ("{% extends 'other' %}".to_owned(), "several templates"),
+    ];
+    for (source, part) in cases {
+        let start = std::time::Instant::now();
+        let reason = refused(&source);
+        assert!(reason.contains(part), "{source:.200}: {reason}");
+        assert!(start.elapsed().as_secs() < 20, "{source:.200} took {:?}", start.elapsed());
+    }
+}
+
+/// What holds itself is never compared, written or searched.
+#[test]
+fn ordinary_use_of_what_is_guarded() {
+    let cases = [
+        (
+            "{% set ns = namespace(n=0, l=[]) %}{% for c in 'abc' %}{% set ns.n = ns.n + 1 %}{% set ns.l = ns.l + [c] %}{% endfor %}{{ ns.n }}{{ ns.l|join('-') }}",
+            "3a-b-c",
+        ),
+        (
+            "{% macro greet(who, sign='!') %}hi {{ who ~ sign }}{% endmacro %}{{ greet('you') }} {{ greet('me', sign='?') }}",
+            "hi you! hi me?",
+        ),
+        ("{{ 'a\nb'|indent(2) }} {{ 'a\nb'|indent(width=1, first=true) }}", "a\n  b  a\n b"),
+        ("{{ '%s-%05d'|format('a', 42) }} {{ '{:>4}'.format(7) }}", "a-00042    7"),
+        ("{{ [3, 1, 2]|sort|map('string')|join(',') }} {{ {'b': 1, 'a': 2}|dictsort }}", "1,2,3 [('a', 2), ('b', 1)]"),
+        (
+            "{% for x in [1, 2, 3] if x is odd %}{{ loop.index }}{{ x }}{% if not loop.last %},{% endif %}{% endfor %}",
+            "11,23",
+        ),
+        (
+            "{% for x in range(9) %}{% if x == 2 %}{% continue %}{% endif %}{% if x > 3 %}{% break %}{% endif %}{{ x }}{% endfor %}",
+            "013",
+        ),
+        (
+            "{% set x %}a{{ 1 }}{% endset %}{{ x|upper }}{% filter lower %}B{% endfilter %}{% with y = 2 %}{{ y }}{% endwith %}",
+            "A1b2",
+        ),
+        (
+            "{{ messages[-1]['content'][1:3] }} {{ 'e' in messages[0].content }} {{ 1 < 2 <= 2 }} {{ 2 ** 3 }}",
+            "el True True 8",
+        ),
+        (
+            "{{ tools is none }} {{ documents is none }} {{ tools is defined }} {{ nothing is defined }}",
+            "True True True False",
+        ),
+        ("{{ (1, 2)[0] }} {{ {'a': [1]}.a[0] }} {{ 'x' if false else 'y' }} {{ 'a,b'.split(',')|last }}", "1 1 y b"),
+    ];
+    for (source, expected) in cases {
+        let text = template(source).unwrap().render(&[Message::new(Role::User, "hello")], true, true);
+        assert_eq!(text.unwrap(), expected, "{source}");
+    }
+}
+
+/// A long conversation is not what limits are for.
+#[test]
+fn a_long_conversation_stays_within_limits() {
+    let template = template(&golden().template).unwrap();
+    let turns = (0..2000).flat_map(|i| {
+        let said = format!("{i} {}", "what is said ".repeat(200));
+        [Message::new(Role::User, said.as_str()), Message::new(Role::Assistant, said.as_str())]
+    });
+    let messages: Vec<Message> = turns.collect();
+    let text = template.render(&messages, true, true).unwrap();
+    assert!(text.len() > 4000 * 2600, "{}", text.len());
+    let one = Message::new(Role::User, "word ".repeat(10 << 20));
+    assert!(template.render(&[one], true, true).unwrap().len() > 50 << 20);
+}
+
+#[test]
+fn a_template_s_words_are_fit_to_be_shown() {
+    let reason = refused("{{ raise_exception('\\x1b[31mred\\n' ~ 'x' * 50000000) }}");
+    assert!(reason.contains("\\u{1b}[31mred\\nxxx") && reason.len() < 1000, "{reason:.2000}");
 }

@@ -5,6 +5,25 @@ use serde_json::json;
 
 use crate::fixture::{DTYPES, Fixture};
 
+/// What loaders read is what is stored, rounded: any part of any tensor, in any format.
+#[test]
+fn elements_are_read_as_bf16() {
+    for dtype in ["BF16", "F16", "F32"] {
+        let checkpoint = Fixture::new(dtype, false).sharded().open();
+        for tensor in checkpoint.tensors() {
+            let count: usize = tensor.shape.iter().product();
+            for (first, count) in [(0, count), (count / 3, count / 2), (count, 0)] {
+                let mut read = vec![0xaa; count * 2];
+                checkpoint.read_bf16(&tensor, first, &mut read).unwrap();
+                for (i, word) in read.chunks(2).enumerate() {
+                    let stored = half::bf16::from_f32(tensor.get(first + i).unwrap());
+                    assert_eq!(word, stored.to_le_bytes(), "{} {dtype} {}", tensor.name, first + i);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn every_dtype_tied_or_not_sharded_or_not() {
     for dtype in DTYPES {

@@ -1,11 +1,10 @@
 //! What ties a result to its request: the number of the request's line and a digest of its bytes.
 
-use std::borrow::Cow;
 use std::fmt;
 
-use serde::Deserialize;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
+use super::json;
 use crate::args::batch::Shard;
 
 /// What every result's `id` begins with.
@@ -49,17 +48,9 @@ pub enum Key {
 }
 
 impl Key {
-    /// Of a line, which may be anything.
+    /// Of a line, which may be anything; where its id is there twice, for which it is refused, the last.
     pub fn of(line: u64, bytes: &[u8]) -> Self {
-        #[derive(Deserialize)]
-        struct Named<'a> {
-            #[serde(borrow)]
-            custom_id: Option<Cow<'a, str>>,
-        }
-        match serde_json::from_slice::<Named<'_>>(bytes) {
-            Ok(Named { custom_id: Some(id) }) => Key::Id(id.into_owned()),
-            _ => Key::Line(line),
-        }
+        json::custom_id(bytes).map_or(Key::Line(line), Key::Id)
     }
 
     /// A hash that is the same everywhere and always.

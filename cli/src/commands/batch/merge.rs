@@ -1,7 +1,7 @@
 //! `warpdraft batch merge`: the results of shards in one file, in the order of the requests.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, BufWriter, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, BufWriter, Error, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 
 use anyhow::{Context, bail};
@@ -9,8 +9,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::identity::Identity;
 use super::input::{Lines, Packing, cannot_read};
-use super::output::Packer;
-use super::result::Written;
+use super::output::{Packer, changed, warn_of_unsealed};
+use super::result::{Seal, Written};
 use crate::Ending;
 use crate::output::{note, share_with_others};
 use crate::resolve::batch::Merge;
@@ -40,10 +40,11 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
     let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty() && !to_stdout);
     let folder = folder.map_or_else(|| Path::new(".").to_owned(), Path::to_owned);
     let cannot_write = || format!("cannot write to {}", folder.display());
-    let mut spill = BufWriter::new(tempfile::tempfile_in(&folder).with_context(cannot_write)?);
+    let spill = tempfile::tempfile_in(&folder).map_err(without_path).with_context(cannot_write)?;
+    let mut spill = BufWriter::new(spill);
 
     let mut entries = Vec::new();
-    let mut end = 0;
+    let (mut end, mut unsealed) = (0, 0);
     // Of the first answer, and its file.
     let mut made_by: Option<(String, &Path)> = None;
     for (number, shard) in shards.iter().enumerate() {
@@ -59,12 +60,17 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
                 Err(error) => return Err(error).with_context(|| cannot_read(shard)),
             };
             let bytes = line.bytes.unwrap_or_default();
-            let Some(Written { identity, fingerprint }) = Written::parse(&bytes) else {
+            let Some(Written { identity, fingerprint, seal }) = Written::parse(&bytes) else {
                 if Written::begins(&bytes) && !bytes.ends_with(b"}") {
                     bail!(torn());
                 }
                 bail!("line {} of {} is not a result of this program", line.number, shard.display());
             };
+            match seal {
+                Seal::Whole => {}
+                Seal::Broken => return Err(changed(shard, line.number)),
+                Seal::None => unsealed += 1,
+            }
             if let Some(fingerprint) = fingerprint {
                 let (first, from) = made_by.get_or_insert_with(|| (fingerprint.clone(), shard));
                 if *first != fingerprint {
@@ -119,7 +125,7 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
         copy(&mut spill, &entries, &mut packer, &mut |bytes| stream.write_all(bytes).with_context(cannot_write))?;
     } else {
         // Under its name once it is whole.
-        let mut file = tempfile::NamedTempFile::new_in(&folder).with_context(cannot_write)?;
+        let mut file = tempfile::NamedTempFile::new_in(&folder).map_err(without_path).with_context(cannot_write)?;
         copy(&mut spill, &entries, &mut packer, &mut |bytes| file.write_all(bytes).with_context(cannot_write))?;
         file.as_file().sync_data().with_context(cannot_write)?;
         share_with_others(file.as_file()).with_context(cannot_write)?;
@@ -128,8 +134,17 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
     if report.is_told() {
         let twice = if twice > 0 { format!("; {twice} were there twice") } else { String::new() };
         note(&format!("{} results of {} files{twice}", entries.len(), shards.len()));
+        warn_of_unsealed(unsealed);
     }
     Ok(Ending::Done)
+}
+
+/// The system's words for what went wrong, without the name of a temporary file, which says nothing to a person.
+fn without_path(error: Error) -> Error {
+    match error.get_ref().and_then(|inner| inner.source()).and_then(|source| source.downcast_ref::<Error>()) {
+        Some(system) => system.raw_os_error().map_or_else(|| system.kind().into(), Error::from_raw_os_error),
+        None => error,
+    }
 }
 
 /// Every request has its result.

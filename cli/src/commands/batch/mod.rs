@@ -3,7 +3,9 @@
 mod ahead;
 mod identity;
 mod input;
+mod json;
 mod merge;
+mod messages;
 mod metrics;
 mod output;
 mod request;
@@ -28,7 +30,7 @@ use crate::commands::batch::input::Lines;
 use crate::commands::batch::metrics::{Bar, Tally};
 use crate::commands::batch::output::Output;
 use crate::commands::batch::request::Reader;
-use crate::commands::batch::result::{Writer, Written};
+use crate::commands::batch::result::{Seal, Writer, Written};
 use crate::commands::batch::worker::Worker;
 use crate::interrupt::Deferred;
 use crate::progress::Progress;
@@ -44,8 +46,8 @@ enum Event {
     DoneBefore,
     /// A request cannot be answered: its place among the requests, and the line of its result.
     Refused(u64, String),
-    /// A request is answered: as above.
-    Answered(u64, String),
+    /// A request is answered: as above, and whether a limit cut the answer off.
+    Answered(u64, String, bool),
     /// There are no more requests that can be read.
     Unreadable(anyhow::Error),
     /// A worker has ended: everything is answered, it was told to stop, or its device has failed.
@@ -68,6 +70,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     loading::start_log(report)?;
     refuse_same_file(&requests, &to)?;
     let lines = Lines::open(&requests)?;
+    let _openings: Vec<_> = loads.iter().map(|load| load.device.open_ahead()).collect();
     let checkpoint = loading::open(&source, false, report)?;
     let model = source.to_string();
     let context = loads[0].context_for(&checkpoint.config)?;
@@ -76,8 +79,9 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
 
     // Before the model is loaded: what is wrong here should be known at once.
     let mut done = HashMap::new();
-    let mut last = 0;
-    let mut output = Output::open(&to, &mut |Written { identity, fingerprint: theirs }| {
+    let (mut last, mut unsealed) = (0, 0);
+    let mut output = Output::open(&to, &mut |Written { identity, fingerprint: theirs, seal }| {
+        unsealed += u64::from(seal == Seal::None);
         if ordered && identity.line < std::mem::replace(&mut last, identity.line) {
             return Err(out_of_order(&to));
         }
@@ -92,8 +96,11 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         done.insert(identity.line, identity.digest);
         Ok(())
     })?;
+    if report.is_told() {
+        output::warn_of_unsealed(unsealed);
+    }
     let seen = report.is_told() && Progress::is_seen();
-    let total = if requests.is_file() && (seen || !done.is_empty()) {
+    let survey = if requests.is_file() && (seen || !done.is_empty()) {
         survey::survey(&requests, &to, shard, ordered, &done)?
     } else {
         None
@@ -141,7 +148,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         progress,
         tally: Tally::default(),
         first_error: None,
-        bar: Bar::start(total, report.is_told()),
+        bar: Bar::start(survey, report.is_told()),
     };
     let ended = run.go_on();
     run.stop.store(true, Ordering::Relaxed);
@@ -154,7 +161,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     // Results that are there are written whatever happened.
     let written = output.finish();
     let ended = ended.and_then(|ending| written.map(|()| ending));
-    let summary = bar.end(&metrics, tally, first_error, source.to_string(), devices, &ended);
+    let summary = bar.end(&metrics, &tally, first_error, source.to_string(), devices, &ended);
     if report.is_told() {
         summary.summarise(report);
     }
@@ -214,14 +221,16 @@ impl Running<'_> {
             match self.events.recv_timeout(Duration::from_millis(20)) {
                 Ok(Event::DoneBefore) => self.tally.before += 1,
                 Ok(Event::Refused(number, line)) => {
-                    self.tally.refused += 1;
+                    let error = error_of(&line);
+                    self.tally.refuse(error["code"].as_str().unwrap_or_default());
                     if self.first_error.as_ref().is_none_or(|(first, _)| number < *first) {
-                        self.first_error = Some((number, error_of(&line)));
+                        self.first_error = Some((number, error));
                     }
                     self.write(number, line);
                 }
-                Ok(Event::Answered(number, line)) => {
+                Ok(Event::Answered(number, line, is_cut_off)) => {
                     self.tally.answered += 1;
+                    self.tally.cut_off += u64::from(is_cut_off);
                     self.write(number, line);
                 }
                 // What was read before is answered all the same.
@@ -235,7 +244,7 @@ impl Running<'_> {
             }
             self.output.write_due()?;
             if self.bar.is_due() {
-                self.bar.show(&self.metrics(), self.tally);
+                self.bar.show(&self.metrics(), &self.tally);
             }
             if interrupt.asked() {
                 self.stop.store(true, Ordering::Relaxed);

@@ -15,8 +15,8 @@ use anyhow::{Context, anyhow, bail};
 
 use super::identity::Identity;
 use super::input::{Packing, WHOSE};
-use super::result::Written;
-use crate::output::ClosedPipe;
+use super::result::{Seal, Written};
+use crate::output::{ClosedPipe, note};
 
 /// Packed lines are written once there are so many bytes of them…
 const FLUSH_BYTES: usize = 256 << 10;
@@ -242,7 +242,12 @@ fn scan(
         for written in part.lines {
             line += 1;
             match written {
-                Some(written) if part.end.is_ok() => found(written)?,
+                Some(written) if part.end.is_ok() => {
+                    if written.seal == Seal::Broken {
+                        return Err(changed(path, line));
+                    }
+                    found(written)?;
+                }
                 Some(_) => {}
                 None => bail!(
                     "{} holds something else than results of this program (line {line}); name another output",
@@ -272,6 +277,24 @@ fn scan(
         }
     }
     Ok(whole)
+}
+
+/// Line `number` of `path` is a result that is not as it was written.
+pub fn changed(path: &Path, number: u64) -> anyhow::Error {
+    anyhow!(
+        "line {number} of {} is a result that was changed since it was written (its digest is that of another); restore it from a copy, \
+         or take the line out, so that its request is answered again",
+        path.display()
+    )
+}
+
+/// Says that `count` results have no digest.
+pub fn warn_of_unsealed(count: u64) {
+    if count > 0 {
+        note(&format!(
+            "warning: {count} results have no digest, as an older version wrote them; whether they were changed since is not known"
+        ));
+    }
 }
 
 /// A line, or a member with several.
@@ -315,7 +338,7 @@ fn read_member(member: &mut dyn Read) -> Part {
 /// The beginning of a line of ours: it could have become anything, so that whose it is does not matter. Or zeros, as above.
 fn torn(line: &[u8]) -> Option<Written> {
     let is_ours = is_blank(line) || Written::begins(line);
-    is_ours.then_some(Written { identity: Identity { line: 0, digest: 0 }, fingerprint: None })
+    is_ours.then_some(Written { identity: Identity { line: 0, digest: 0 }, fingerprint: None, seal: Seal::None })
 }
 
 /// Whether there is nothing but zeros.

@@ -1,9 +1,13 @@
 //! A line of requests, understood.
 
-use model::{ChatTemplate, Checkpoint, GenerationConfig, Message, Role, Sampling, Tokenizer};
+use host::encode_prompt;
+use model::chat::{Conversation, Splitter};
+use model::text::shown;
+use model::{ChatTemplate, Checkpoint, GenerationConfig, Sampling, Tokenizer};
 use serde_json::{Map, Value};
 
 use super::identity::Key;
+use super::{json, messages};
 use crate::resolve::batch::Defaults;
 
 /// What requests need to become jobs.
@@ -29,12 +33,12 @@ pub struct Wanted {
 }
 
 /// The two kinds of requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum Form {
     /// A prompt: `/v1/completions`.
     Completion,
-    /// Messages: `/v1/chat/completions`.
-    Chat,
+    /// Messages: `/v1/chat/completions`. Takes the answer apart.
+    Chat(Splitter),
 }
 
 /// Why a request cannot be answered.
@@ -52,7 +56,13 @@ impl Refusal {
         Refusal { code, message: message.into() }
     }
 
-    fn invalid(message: impl Into<String>) -> Self {
+    /// Of a request for what there is not.
+    pub fn unsupported(message: impl Into<String>) -> Self {
+        Self::new("unsupported", message)
+    }
+
+    /// Of a request that is wrong in itself.
+    pub fn invalid(message: impl Into<String>) -> Self {
         Self::new("invalid_request", message)
     }
 }
@@ -60,7 +70,8 @@ impl Refusal {
 impl From<host::Error> for Refusal {
     fn from(error: host::Error) -> Self {
         let code = match error {
-            host::Error::PromptTooLong { .. } => "context_length_exceeded",
+            host::Error::PromptTooLong { .. } | host::Error::PromptFarTooLong { .. } => "context_length_exceeded",
+            host::Error::NotFinite { .. } => "not_finite",
             _ => "invalid_request",
         };
         Refusal::new(code, error.to_string())
@@ -86,6 +97,8 @@ const KNOWN: &[&str] = &[
     "seed",
     "stop",
     "temperature",
+    "tool_choice",
+    "tools",
     "top_k",
     "top_logprobs",
     "top_p",
@@ -138,8 +151,6 @@ const UNSUPPORTED: &[(&str, &[&str])] = &[
     ("stream", &["false"]),
     ("structured_outputs", &[]),
     ("suffix", &[]),
-    ("tool_choice", &["\"none\"", "\"auto\""]),
-    ("tools", &[]),
     ("truncate_prompt_tokens", &[]),
     ("typical_p", &["1", "1.0"]),
     ("use_beam_search", &["false"]),
@@ -169,19 +180,17 @@ impl Reader {
             let at = error.valid_up_to();
             Refusal::new("invalid_utf8", format!("the line is not UTF-8 text (byte {at}, counted from 0)"))
         })?;
-        let line: Value = serde_json::from_str(text).map_err(|error| {
-            // Its line is this one.
-            let place = format!(" at line {} column {}", error.line(), error.column());
-            let what = error.to_string().replace(&place, &format!(" at column {}", error.column()));
-            Refusal::new("invalid_json", format!("the line is not JSON: {what}"))
+        let line = json::parse(text).map_err(|message| {
+            let twice = message.ends_with(" is there twice");
+            Refusal::new(if twice { "invalid_request" } else { "invalid_json" }, message)
         })?;
         let Value::Object(mut line) = line else {
             return Err(Refusal::new("invalid_json", "the line is not a JSON object"));
         };
         if let Some(id) = line.get("custom_id").filter(|id| !id.is_string() && !id.is_null()) {
-            return Err(Refusal::invalid(format!("`custom_id` must be a text, and is {id}")));
+            return Err(Refusal::invalid(format!("`custom_id` must be a text, and is {}", quoted(id))));
         }
-        let body = match line.remove("body") {
+        let body = match line.shift_remove("body") {
             None => line,
             Some(Value::Object(body)) => {
                 check_envelope(&line, &body)?;
@@ -213,7 +222,7 @@ impl Reader {
         }
         let max_tokens = match given[0].or(given[1]) {
             Some(most) => usize::try_from(most).unwrap_or(usize::MAX),
-            None if form == Form::Chat => self.defaults.chat_tokens,
+            None if matches!(form, Form::Chat(_)) => self.defaults.chat_tokens,
             None => self.defaults.prompt_tokens,
         };
         let sampling = self.sampling(fields, key)?;
@@ -226,7 +235,7 @@ impl Reader {
             stop: fields.stop()?.unwrap_or_else(|| answer.stop.clone()),
             ignore_end: fields.truth("ignore_eos")?.unwrap_or(answer.ignore_eos),
         };
-        Ok(Wanted { request, logprobs: logprobs(fields, form)?, form })
+        Ok(Wanted { request, logprobs: logprobs(fields, &form)?, form })
     }
 
     fn sampling(&self, fields: &Fields, key: &Key) -> Result<Sampling, Refusal> {
@@ -237,7 +246,7 @@ impl Reader {
             Some(value) => value
                 .as_u64()
                 .or_else(|| value.as_i64().map(i64::cast_unsigned))
-                .ok_or_else(|| Refusal::invalid(format!("`seed` must be a whole number, and is {value}")))?,
+                .ok_or_else(|| Refusal::invalid(format!("`seed` must be a whole number, and is {}", quoted(value))))?,
         };
         let top_k = match fields.get("top_k").and_then(Value::as_i64) {
             // As other engines say that all are kept.
@@ -257,12 +266,12 @@ impl Reader {
     }
 
     fn prompt(&self, fields: &Fields) -> Result<(Form, Vec<u32>), Refusal> {
-        let encode = |text: &str| {
-            self.tokenizer
-                .encode(text)
-                .map_err(|error| Refusal::invalid(format!("the prompt does not encode: {error}")))
-        };
+        let encode = |text: &str| encode_prompt(&self.tokenizer, text, self.context, self.most).map_err(Refusal::from);
+        let tools = messages::tools(fields.get("tools"), fields.get("tool_choice"))?;
         match (fields.get("messages"), fields.get("prompt")) {
+            (None, Some(_)) if !tools.is_empty() => {
+                Err(Refusal::unsupported("`tools` are for `messages`; leave them out"))
+            }
             (Some(_), Some(_)) => Err(Refusal::invalid("give `messages` or `prompt`, not both")),
             (None, None) => Err(Refusal::invalid("`messages` or `prompt` is needed")),
             (None, Some(Value::String(text))) => Ok((Form::Completion, encode(text)?)),
@@ -277,19 +286,21 @@ impl Reader {
             },
             (None, Some(_)) => Err(Refusal::invalid("`prompt` must be one text, or the ids of its tokens")),
             (Some(messages), None) => {
-                let messages = messages.as_array().filter(|messages| !messages.is_empty());
-                let messages =
-                    messages.ok_or_else(|| Refusal::invalid("`messages` must be an array with a message or more"))?;
-                let messages = messages.iter().map(message).collect::<Result<Vec<_>, _>>()?;
-                let think = fields.think()?.unwrap_or(self.defaults.think);
+                let messages = messages::messages(messages)?;
+                let enable_thinking = fields.think()?.unwrap_or(self.defaults.think);
                 let template = self.template.as_ref().ok_or_else(|| {
-                    Refusal::new(
-                        "unsupported",
-                        "the model has no chat template, so `messages` have no meaning; use `prompt`",
-                    )
+                    Refusal::unsupported("the model has no chat template, so `messages` have no meaning; use `prompt`")
                 })?;
-                let text = template.render(&messages, think, true).map_err(|e| Refusal::invalid(e.to_string()))?;
-                Ok((Form::Chat, encode(&text)?))
+                let conversation =
+                    Conversation { messages: &messages, tools, enable_thinking, add_generation_prompt: true };
+                let text = template.render_conversation(conversation).map_err(|error| match error {
+                    // Where the template is depends on the machine, and results do not.
+                    model::Error::ChatTemplate { reason, .. } => {
+                        Refusal::invalid(format!("the chat template fails: {reason}"))
+                    }
+                    other => Refusal::invalid(other.to_string()),
+                })?;
+                Ok((Form::Chat(Splitter::new(&text, !tools.is_empty())), encode(&text)?))
             }
         }
     }
@@ -298,13 +309,13 @@ impl Reader {
 /// What is around the body in OpenAI's form.
 fn check_envelope(line: &Map<String, Value>, body: &Map<String, Value>) -> Result<(), Refusal> {
     if let Some(name) = line.keys().find(|name| !["custom_id", "method", "url"].contains(&name.as_str())) {
-        return Err(Refusal::invalid(format!("`{name}` stands beside `body`, and belongs into it")));
+        return Err(Refusal::invalid(format!("`{}` stands beside `body`, and belongs into it", shown(name))));
     }
     if body.contains_key("custom_id") {
         return Err(Refusal::invalid("`custom_id` stands in `body`, and belongs beside it"));
     }
     if let Some(method) = line.get("method").filter(|method| *method != "POST") {
-        return Err(Refusal::invalid(format!("`method` must be \"POST\", and is {method}")));
+        return Err(Refusal::invalid(format!("`method` must be \"POST\", and is {}", quoted(method))));
     }
     let needed = match line.get("url") {
         None => return Ok(()),
@@ -313,7 +324,7 @@ fn check_envelope(line: &Map<String, Value>, body: &Map<String, Value>) -> Resul
         Some(url) => {
             return Err(Refusal::new(
                 "unsupported",
-                format!("`url` must be \"/v1/chat/completions\" or \"/v1/completions\", and is {url}"),
+                format!("`url` must be \"/v1/chat/completions\" or \"/v1/completions\", and is {}", quoted(url)),
             ));
         }
     };
@@ -324,38 +335,8 @@ fn check_envelope(line: &Map<String, Value>, body: &Map<String, Value>) -> Resul
     }
 }
 
-fn message(message: &Value) -> Result<Message, Refusal> {
-    let role = match message.get("role").and_then(Value::as_str) {
-        Some("system" | "developer") => Role::System,
-        Some("user") => Role::User,
-        Some("assistant") => Role::Assistant,
-        Some("tool") => Role::Tool,
-        _ => return Err(Refusal::invalid("a message's `role` must be system, developer, user, assistant or tool")),
-    };
-    // Templates do not look at what a tool's answer is called.
-    let known = ["role", "content", "tool_call_id"];
-    let is_asked = |(name, value): &(&String, &Value)| !known.contains(&name.as_str()) && !is_nothing(value);
-    if let Some((name, _)) = message.as_object().and_then(|message| message.iter().find(is_asked)) {
-        return Err(Refusal::new("unsupported", format!("`{name}` in messages is not supported; leave it out")));
-    }
-    match message.get("content") {
-        Some(Value::String(text)) => Ok(Message::new(role, text.as_str())),
-        Some(Value::Array(parts)) => {
-            let text = |part: &Value| {
-                let is_text = part.get("type").and_then(Value::as_str) == Some("text");
-                part.get("text").and_then(Value::as_str).filter(|_| is_text).map(str::to_owned)
-            };
-            let parts: Option<String> = parts.iter().map(text).collect();
-            parts
-                .map(|text| Message::new(role, text))
-                .ok_or_else(|| Refusal::new("unsupported", "a message's `content` may have parts of text alone"))
-        }
-        _ => Err(Refusal::invalid("a message's `content` must be a text")),
-    }
-}
-
 /// `logprobs` and `top_logprobs` for messages, a number in `logprobs` for a prompt.
-fn logprobs(fields: &Fields, form: Form) -> Result<Option<u32>, Refusal> {
+fn logprobs(fields: &Fields, form: &Form) -> Result<Option<u32>, Refusal> {
     const MOST: u64 = 20;
     let top = match form {
         Form::Completion => {
@@ -366,7 +347,7 @@ fn logprobs(fields: &Fields, form: Form) -> Result<Option<u32>, Refusal> {
             }
             fields.whole("logprobs")?
         }
-        Form::Chat => {
+        Form::Chat(_) => {
             let top = fields.whole("top_logprobs")?;
             if !fields.truth("logprobs")?.unwrap_or(false) {
                 return match top {
@@ -385,8 +366,13 @@ fn logprobs(fields: &Fields, form: Form) -> Result<Option<u32>, Refusal> {
     }
 }
 
+/// A value as it is quoted in a message: on one line, and cut where it is long.
+pub fn quoted(value: &Value) -> String {
+    shown(&value.to_string())
+}
+
 /// Whether a field asks for nothing.
-fn is_nothing(value: &Value) -> bool {
+pub fn is_nothing(value: &Value) -> bool {
     match value {
         Value::Null => true,
         Value::String(text) => text.is_empty(),
@@ -406,7 +392,8 @@ impl Fields {
             if value.is_null() || KNOWN.contains(&name.as_str()) || NOT_LOOKED_AT.contains(&name.as_str()) {
                 continue;
             }
-            let unsupported = |why: &str| Err(Refusal::new("unsupported", format!("`{name}` {why}; leave it out")));
+            let unsupported =
+                |why: &str| Err(Refusal::new("unsupported", format!("`{}` {why}; leave it out", shown(name))));
             match UNSUPPORTED.iter().find(|(unsupported, _)| unsupported == name) {
                 Some((_, done)) if is_nothing(value) || done.contains(&value.to_string().as_str()) => {}
                 Some(_) => return unsupported("is not supported"),
@@ -423,7 +410,7 @@ impl Fields {
         let mut think = None;
         for (name, value) in kwargs {
             if name != "enable_thinking" {
-                let message = format!("`chat_template_kwargs` may have `enable_thinking` alone, not `{name}`");
+                let message = format!("`chat_template_kwargs` may have `enable_thinking` alone, not `{}`", shown(name));
                 return Err(Refusal::new("unsupported", message));
             }
             let wrong = || Refusal::invalid("`enable_thinking` must be true or false");
@@ -441,14 +428,15 @@ impl Fields {
             value
                 .as_f64()
                 .map(|n| n as f32)
-                .ok_or_else(|| Refusal::invalid(format!("`{name}` must be a number, and is {value}")))
+                .ok_or_else(|| Refusal::invalid(format!("`{name}` must be a number, and is {}", quoted(value))))
         };
         self.get(name).map(number).transpose()
     }
 
     fn whole(&self, name: &str) -> Result<Option<u64>, Refusal> {
         let whole = |value: &Value| {
-            let wrong = || Refusal::invalid(format!("`{name}` must be a whole number from 0 on, and is {value}"));
+            let wrong =
+                || Refusal::invalid(format!("`{name}` must be a whole number from 0 on, and is {}", quoted(value)));
             // Some programs write 16 as 16.0.
             let float = value.as_f64().filter(|n| n.fract() == 0.0 && (0.0..=9e15).contains(n));
             value.as_u64().or(float.map(|n| n as u64)).ok_or_else(wrong)
@@ -458,7 +446,9 @@ impl Fields {
 
     fn truth(&self, name: &str) -> Result<Option<bool>, Refusal> {
         let truth = |value: &Value| {
-            value.as_bool().ok_or_else(|| Refusal::invalid(format!("`{name}` must be true or false, and is {value}")))
+            value
+                .as_bool()
+                .ok_or_else(|| Refusal::invalid(format!("`{name}` must be true or false, and is {}", quoted(value))))
         };
         self.get(name).map(truth).transpose()
     }

@@ -2,9 +2,11 @@
 
 use host::Finish;
 use host::batch::{Answer, Logprobs};
-use model::Tokenizer;
+use model::{Tokenizer, chat};
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::identity::{Identity, Key, PREFIX};
 use super::request::{Form, Refusal};
@@ -65,14 +67,17 @@ struct Usage {
 
 impl Writer {
     /// The line for an answer, with its end; `seed` if the answer was sampled.
-    pub fn answer(&self, name: &Name, form: Form, answer: &Answer, seed: Option<u64>) -> String {
+    pub fn answer(&self, name: &Name, form: &Form, answer: &Answer, seed: Option<u64>) -> String {
+        let Identity { line, digest } = name.identity;
         let finish = match answer.finish {
             Finish::Stop => "stop",
             Finish::Length | Finish::Interrupted => "length",
         };
         let (object, id, choice) = match form {
-            Form::Chat => {
-                let message = json!({"role": "assistant", "content": answer.text});
+            Form::Chat(splitter) => {
+                let parts = splitter.clone().answer(&answer.text);
+                let finish = if finish == "stop" && !parts.tool_calls.is_empty() { "tool_calls" } else { finish };
+                let message = message(parts, name.identity);
                 let logprobs = self.chat_logprobs(answer);
                 let choice = json!({"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish});
                 ("chat.completion", "chatcmpl", choice)
@@ -83,7 +88,6 @@ impl Writer {
                 ("text_completion", "cmpl", choice)
             }
         };
-        let Identity { line, digest } = name.identity;
         let body = Body {
             id: format!("{id}-{line}-{digest:016x}"),
             object,
@@ -106,45 +110,104 @@ impl Writer {
         if answer.logprobs.is_empty() {
             return Value::Null;
         }
-        let one = |token: u32, logprob: f32| json!({"token": self.text(token), "logprob": finite(logprob), "bytes": self.tokenizer.token_bytes(token)});
+        let one = |token: u32, logprob: f32| {
+            let text = self.tokenizer.decode_with_special(&[token]);
+            json!({"token": text, "logprob": finite(logprob), "bytes": self.tokenizer.token_bytes(token)})
+        };
         let each = |(&token, logprobs): (&u32, &Logprobs)| {
             let mut entry = one(token, logprobs.chosen);
             entry["top_logprobs"] = logprobs.top.iter().map(|&(token, logprob)| one(token, logprob)).collect();
             entry
         };
-        json!({"content": answer.tokens.iter().zip(&answer.logprobs).map(each).collect::<Vec<_>>()})
+        let told = answer.tokens.iter().zip(&answer.logprobs).take(self.offsets(answer).len());
+        json!({"content": told.map(each).collect::<Vec<_>>()})
     }
 
     fn completion_logprobs(&self, answer: &Answer) -> Value {
         if answer.logprobs.is_empty() {
             return Value::Null;
         }
-        let texts: Vec<String> = answer.tokens.iter().map(|&token| self.text(token)).collect();
-        let offset = |at: &mut usize, text: &String| {
-            let here = *at;
-            *at += text.chars().count();
-            Some(here)
-        };
+        let offsets = self.offsets(answer);
+        let (tokens, logprobs) = (&answer.tokens[..offsets.len()], &answer.logprobs[..offsets.len()]);
         let top = |logprobs: &Logprobs| -> Value {
-            logprobs
-                .top
-                .iter()
-                .map(|&(token, logprob)| (self.text(token), finite(logprob)))
-                .collect::<serde_json::Map<_, _>>()
-                .into()
+            let mut top = serde_json::Map::new();
+            for &(token, logprob) in &logprobs.top {
+                let mut name = self.name(token);
+                if top.contains_key(&name) {
+                    name = by_id(token);
+                }
+                top.insert(name, finite(logprob));
+            }
+            top.into()
         };
         json!({
-            "text_offset": texts.iter().scan(0, offset).collect::<Vec<_>>(),
-            "token_logprobs": answer.logprobs.iter().map(|l| finite(l.chosen)).collect::<Vec<_>>(),
-            "top_logprobs": answer.logprobs.iter().map(top).collect::<Vec<_>>(),
-            "tokens": texts,
+            "text_offset": offsets,
+            "token_logprobs": logprobs.iter().map(|l| finite(l.chosen)).collect::<Vec<_>>(),
+            "top_logprobs": logprobs.iter().map(top).collect::<Vec<_>>(),
+            "tokens": tokens.iter().map(|&token| self.name(token)).collect::<Vec<_>>(),
         })
     }
 
-    /// A token's text: what is not UTF-8 by itself in U+FFFD.
-    fn text(&self, token: u32) -> String {
-        self.tokenizer.decode_with_special(&[token])
+    /// Where in the text, in characters, each token begins that has a part in it. Those of a stop text have none, and
+    /// are not among them. A special token takes no room, and a part of a character begins where the character does.
+    fn offsets(&self, answer: &Answer) -> Vec<usize> {
+        let mut stream = self.tokenizer.stream();
+        let (mut bytes, mut chars) = (0, 0);
+        let mut offsets = Vec::new();
+        for &token in &answer.tokens {
+            let has_text = !self.tokenizer.is_special(token) && !self.tokenizer.token_bytes(token).is_empty();
+            if has_text && bytes >= answer.text.len() {
+                break;
+            }
+            offsets.push(chars);
+            if let Some(text) = stream.push(token) {
+                bytes += text.len();
+                chars += text.chars().count();
+            }
+        }
+        offsets
     }
+
+    /// A token's text, or as OpenAI writes what is no text by itself: its bytes.
+    fn name(&self, token: u32) -> String {
+        match str::from_utf8(self.tokenizer.token_bytes(token)) {
+            Ok("") => by_id(token),
+            Ok(text) => text.to_owned(),
+            Err(_) => {
+                let bytes = self.tokenizer.token_bytes(token).iter();
+                "bytes:"
+                    .chars()
+                    .chain(bytes.flat_map(|byte| format!("\\x{byte:02x}").into_bytes()).map(char::from))
+                    .collect()
+            }
+        }
+    }
+}
+
+/// A token that another name would not tell from others.
+fn by_id(token: u32) -> String {
+    format!("token_id:{token}")
+}
+
+/// The assistant's message.
+fn message(answer: chat::Answer, identity: Identity) -> Value {
+    let chat::Answer { reasoning_content, content, tool_calls } = answer;
+    let mut message = serde_json::Map::new();
+    message.insert("role".into(), "assistant".into());
+    let is_silent = content.is_empty() && !tool_calls.is_empty();
+    message.insert("content".into(), if is_silent { Value::Null } else { content.into() });
+    if let Some(thought) = reasoning_content {
+        message.insert("reasoning_content".into(), thought.into());
+    }
+    if !tool_calls.is_empty() {
+        let Identity { line, digest } = identity;
+        let call = |(i, chat::ToolCall { name, arguments }): (usize, chat::ToolCall)| {
+            let function = json!({"name": name, "arguments": arguments});
+            json!({"id": format!("call_{line}_{digest:016x}_{i}"), "type": "function", "function": function})
+        };
+        message.insert("tool_calls".into(), tool_calls.into_iter().enumerate().map(call).collect());
+    }
+    message.into()
 }
 
 /// A token that cannot be has minus infinity, which JSON cannot say; OpenAI says -9999.
@@ -162,7 +225,42 @@ pub fn refusal(name: &Name, refusal: &Refusal) -> String {
 fn line_of(name: &Name, response: Option<Response>, error: Option<Value>) -> String {
     let line = Line { id: name.identity.to_string(), custom_id: name.key.id(), response, error };
     // Text, numbers and arrays of them: it always writes.
-    serde_json::to_string(&line).unwrap_or_default() + "\n"
+    let mut text = serde_json::to_string(&line).unwrap_or_default();
+    let digest = xxh3_64(text.as_bytes());
+    text.truncate(text.len() - 1);
+    text + DIGEST + &format!("{digest:016x}\"}}\n")
+}
+
+/// What stands before the digest of a line, which is its last field.
+const DIGEST: &str = ",\"digest\":\"";
+
+/// Whether a line is as it was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seal {
+    /// Its digest is that of the rest of it.
+    Whole,
+    /// It is not.
+    Broken,
+    /// It has none: an older version wrote it.
+    None,
+}
+
+impl Seal {
+    /// Of a line without its end.
+    fn of(line: &[u8]) -> Self {
+        let (digits, end) = (16, "\"}");
+        let sealed = || {
+            let rest = line.strip_suffix(end.as_bytes())?;
+            let (rest, digest) = rest.split_at_checked(rest.len().checked_sub(digits)?)?;
+            let digest = u64::from_str_radix(str::from_utf8(digest).ok()?, 16).ok()?;
+            Some((rest.strip_suffix(DIGEST.as_bytes())?, digest))
+        };
+        let Some((rest, digest)) = sealed() else { return Seal::None };
+        let mut hash = Xxh3::new();
+        hash.update(rest);
+        hash.update(b"}");
+        if hash.digest() == digest { Seal::Whole } else { Seal::Broken }
+    }
 }
 
 /// What of a result must be known to go on behind it, or to put it with others.
@@ -172,6 +270,8 @@ pub struct Written {
     pub identity: Identity,
     /// The settings that made it; an error has none.
     pub fingerprint: Option<String>,
+    /// Whether it was changed since.
+    pub seal: Seal,
 }
 
 impl Written {
@@ -187,6 +287,7 @@ impl Written {
         struct Line {
             id: String,
             response: Option<Response>,
+            digest: Option<IgnoredAny>,
         }
         #[derive(Deserialize)]
         struct Response {
@@ -196,8 +297,99 @@ impl Written {
         struct Body {
             system_fingerprint: String,
         }
+        let seal = Seal::of(line.trim_ascii_end());
         let line: Line = serde_json::from_slice(line).ok()?;
+        // A digest that is not the last field: somebody has written the line anew.
+        let seal = if seal == Seal::None && line.digest.is_some() { Seal::Broken } else { seal };
         let fingerprint = line.response.map(|response| response.body.system_fingerprint);
-        Some(Self { identity: Identity::parse(&line.id)?, fingerprint })
+        Some(Self { identity: Identity::parse(&line.id)?, fingerprint, seal })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the writer makes of `text`, as the answer to a chat whose prompt ends so.
+    fn chat(prompt: &str, text: &str, finish: Finish) -> Value {
+        let tokenizer = model::Checkpoint::demo().unwrap().tokenizer;
+        let tokens = tokenizer.encode(text).unwrap();
+        let answer = Answer { text: text.into(), tokens, logprobs: Vec::new(), finish, prompt_tokens: 3 };
+        let writer = Writer { model: "m".into(), fingerprint: "f".into(), tokenizer };
+        let form = Form::Chat(chat::Splitter::new(prompt, true));
+        let name = Name { identity: Identity { line: 2, digest: 10 }, key: Key::Line(2) };
+        let line = writer.answer(&name, &form, &answer, None);
+        serde_json::from_str::<Value>(&line).unwrap()["response"]["body"]["choices"][0].take()
+    }
+
+    #[test]
+    fn thoughts_and_calls_are_fields_of_their_own() {
+        let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": 1}}\n</tool_call>";
+        let choice = chat("…<think>\n", &format!("hm\n</think>\n\n{call}\n{call}"), Finish::Stop);
+        let made = |i: usize| {
+            let function = json!({"name": "f", "arguments": "{\"x\": 1}"});
+            json!({"id": format!("call_2_000000000000000a_{i}"), "type": "function", "function": function})
+        };
+        let message =
+            json!({"role": "assistant", "content": null, "reasoning_content": "hm", "tool_calls": [made(0), made(1)]});
+        assert_eq!((&choice["message"], &choice["finish_reason"]), (&message, &json!("tool_calls")));
+        let choice = chat("…", &format!("I look.\n{call}"), Finish::Length);
+        assert_eq!((&choice["message"]["content"], &choice["finish_reason"]), (&json!("I look."), &json!("length")));
+        let choice = chat("…", "Hi", Finish::Stop);
+        assert_eq!(choice["message"], json!({"role": "assistant", "content": "Hi"}));
+        assert_eq!(choice["finish_reason"], "stop");
+    }
+
+    #[test]
+    fn each_token_has_its_place_and_a_name_of_its_own() {
+        let tokenizer = model::Checkpoint::demo().unwrap().tokenizer;
+        let id = |text: &str| *tokenizer.encode(text).unwrap().first().unwrap();
+        let (end, crab) = (id("<|im_end|>"), tokenizer.encode("🦀").unwrap());
+        assert!(crab.len() > 1 && tokenizer.is_special(end), "{crab:?}");
+        // A special token in the middle, a character of several tokens, and a stop text, which is not in the answer.
+        let tokens = [&[id("a"), end], crab.as_slice(), &[id("b"), id("!"), id("!")]].concat();
+        let nameless = tokenizer.vocab_size() as u32;
+        let top = vec![
+            (id("a"), -1.0),
+            (nameless, -2.0),
+            (nameless + 1, -3.0),
+            (crab[0], -4.0),
+            (crab[1], f32::NEG_INFINITY),
+        ];
+        let logprobs = tokens.iter().map(|_| Logprobs { chosen: -1.0, top: top.clone() }).collect();
+        let answer = Answer { text: "a🦀b".into(), tokens, logprobs, finish: Finish::Stop, prompt_tokens: 1 };
+        let writer = Writer { model: "m".into(), fingerprint: "f".into(), tokenizer };
+        let told = writer.completion_logprobs(&answer);
+        let offsets: Vec<usize> = [&[0, 1][..], &vec![1; crab.len()], &[2]].concat();
+        assert_eq!(told["text_offset"], json!(offsets));
+        for field in ["tokens", "token_logprobs", "top_logprobs"] {
+            assert_eq!(told[field].as_array().unwrap().len(), offsets.len(), "{field}");
+        }
+        let names: Vec<&String> = told["top_logprobs"][0].as_object().unwrap().keys().collect();
+        assert_eq!(names[..3], ["a", &by_id(nameless), &by_id(nameless + 1)]);
+        assert!(names.len() == 5 && names[3].starts_with("bytes:\\xf0"), "{names:?}");
+        assert_eq!(told["top_logprobs"][0][names[4]], json!(-9999.0));
+        assert_eq!(writer.chat_logprobs(&answer)["content"].as_array().unwrap().len(), offsets.len());
+    }
+
+    fn line() -> String {
+        let name = Name { identity: Identity::of(3, b"{}"), key: Key::Id("a\"é".into()) };
+        refusal(&name, &Refusal::new("invalid_request", "said"))
+    }
+
+    #[test]
+    fn a_line_that_was_changed_is_told_from_one_that_was_not() {
+        let line = line();
+        let seal = |line: &str| Written::parse(line.as_bytes()).map(|written| written.seal);
+        assert_eq!(seal(&line), Some(Seal::Whole));
+        assert_eq!(seal(&line.replace('\n', "\r\n")), Some(Seal::Whole));
+        let (rest, digest) = line.rsplit_once(DIGEST).unwrap();
+        assert_eq!(seal(&format!("{rest}}}\n")), Some(Seal::None));
+        let spaced = line.replace(",\"", ", \"");
+        let turned = format!("{{\"digest\":\"{}\",{}}}", &digest[..16], &rest[1..]);
+        for changed in [line.replace("said", "sald"), line.replace("_3_", "_4_"), spaced, turned] {
+            assert_ne!(changed, line);
+            assert_eq!(seal(&changed), Some(Seal::Broken), "{changed}");
+        }
     }
 }

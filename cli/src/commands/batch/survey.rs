@@ -8,7 +8,16 @@ use super::input::Lines;
 use super::{ahead, out_of_order};
 use crate::args::batch::Shard;
 
-/// How many requests `shard` has. None if they cannot all be read: what can be is answered, and then that is said.
+/// How many requests there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Survey {
+    /// In the share.
+    pub total: u64,
+    /// Those of them that an earlier run has done.
+    pub done: u64,
+}
+
+/// Counts the requests of `shard`. None if they cannot all be read: what can be is answered, and then that is said.
 ///
 /// # Errors
 /// The output, which has results for the lines of `done` with these digests, is not of these requests; or, if it is `ordered`, has one behind a request that has none.
@@ -18,9 +27,9 @@ pub fn survey(
     shard: Option<Shard>,
     ordered: bool,
     done: &HashMap<u64, u64>,
-) -> anyhow::Result<Option<u64>> {
+) -> anyhow::Result<Option<Survey>> {
     let mut lines = Lines::open(requests)?;
-    let (mut count, mut found, mut is_behind) = (0, 0, false);
+    let (mut survey, mut found, mut is_behind) = (Survey { total: 0, done: 0 }, 0, false);
     loop {
         let line = match lines.next() {
             Ok(Some(line)) => line,
@@ -32,7 +41,8 @@ pub fn survey(
         found += usize::from(is_done);
         let key = if line.bytes.is_some() { Key::of(line.number, bytes) } else { Key::Line(line.number) };
         if key.is_in(shard) {
-            count += 1;
+            survey.total += 1;
+            survey.done += u64::from(is_done);
             if ordered && is_done && is_behind {
                 return Err(out_of_order(output));
             }
@@ -42,5 +52,5 @@ pub fn survey(
     if found < done.len() {
         return Err(ahead::beyond(done.len() - found, output));
     }
-    Ok(Some(count))
+    Ok(Some(survey))
 }

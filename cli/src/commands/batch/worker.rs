@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use anyhow::anyhow;
+use host::Finish;
 use host::batch::{Batch, Done, Job, Metrics, Queue};
 
 use super::Event;
@@ -124,7 +125,10 @@ impl Worker {
     fn answer(&mut self, done: Done) -> bool {
         let Some(Asked { name, form, seed }) = self.asked.remove(&done.id) else { return true };
         let event = match done.answer {
-            Ok(answer) => Event::Answered(done.id, self.writer.answer(&name, form, &answer, seed)),
+            Ok(answer) => {
+                let line = self.writer.answer(&name, &form, &answer, seed);
+                Event::Answered(done.id, line, answer.finish == Finish::Length)
+            }
             Err(error) => Event::Refused(done.id, result::refusal(&name, &error.into())),
         };
         self.events.send(event).is_ok()

@@ -1,30 +1,37 @@
-//! The `#[kernel]` attribute of `cuda_std`, which documents and re-exports it.
+//! The `#[kernel]` attribute and `#[derive(Layout)]` of `cuda_std`, which documents and re-exports them.
+
+mod layout;
 
 use proc_macro::TokenStream;
+use proc_macro2::Span;
 use quote::{format_ident, quote};
 use syn::parse::{Parse, ParseStream};
 use syn::spanned::Spanned;
-use syn::{Error, Expr, FnArg, Ident, ItemFn, Pat, ReturnType, Safety, Token, Type, Visibility};
+use syn::{DeriveInput, Error, Expr, FnArg, Ident, ItemFn, LitStr, Pat, ReturnType, Safety, Token, Type, Visibility};
 
-/// What stands between the parentheses of `#[kernel(threads = 256, min_blocks = 2, cluster = 2)]`.
-struct Bounds {
+/// The module of a kernel that names none.
+const MAIN: &str = "main";
+
+/// What stands between the parentheses of `#[kernel(threads = 256, min_blocks = 2, cluster = 2, module = "bench")]`.
+struct Arguments {
     threads: Expr,
     min_blocks: Option<Expr>,
     cluster: Option<Expr>,
+    module: LitStr,
 }
 
-impl Parse for Bounds {
+impl Parse for Arguments {
     fn parse(input: ParseStream) -> syn::Result<Self> {
-        let (mut threads, mut min_blocks, mut cluster) = (None, None, None);
+        let (mut threads, mut min_blocks, mut cluster, mut module) = (None, None, None, None);
         while !input.is_empty() {
             let name: Ident = input.parse()?;
             input.parse::<Token![=]>()?;
-            let value: Expr = input.parse()?;
             match name.to_string().as_str() {
-                "threads" => threads = Some(value),
-                "min_blocks" => min_blocks = Some(value),
-                "cluster" => cluster = Some(value),
-                _ => return Err(Error::new(name.span(), "expected `threads`, `min_blocks` or `cluster`")),
+                "threads" => threads = Some(input.parse()?),
+                "min_blocks" => min_blocks = Some(input.parse()?),
+                "cluster" => cluster = Some(input.parse()?),
+                "module" => module = Some(module_name(input)?),
+                _ => return Err(Error::new(name.span(), "expected `threads`, `min_blocks`, `cluster` or `module`")),
             }
             if !input.is_empty() {
                 input.parse::<Token![,]>()?;
@@ -32,40 +39,64 @@ impl Parse for Bounds {
         }
         let threads =
             threads.ok_or_else(|| input.error("a kernel names its block size: `#[kernel(threads = 256)]`"))?;
-        Ok(Self { threads, min_blocks, cluster })
+        let module = module.unwrap_or_else(|| LitStr::new(MAIN, Span::call_site()));
+        Ok(Self { threads, min_blocks, cluster, module })
     }
+}
+
+/// A module's name becomes part of a file's.
+fn module_name(input: ParseStream) -> syn::Result<LitStr> {
+    let name: LitStr = input.parse()?;
+    let text = name.value();
+    if text.is_empty() || !text.bytes().all(|b| b.is_ascii_lowercase() || b == b'_') {
+        return Err(Error::new(name.span(), "a module is named with small letters and `_`, such as \"bench\""));
+    }
+    Ok(name)
 }
 
 /// Makes an `unsafe fn` with one parameter block into a kernel.
 ///
 /// `threads` is the block size, `min_blocks` (optional) how many blocks a multiprocessor must be able to hold at once,
-/// `cluster` (optional, sm_90 on) how many blocks make a cluster; all are constant expressions. The function takes exactly one `#[repr(C)]`, `Copy` parameter block by value, aligned
-/// to at most 16 bytes, and returns nothing.
+/// `cluster` (optional, sm_90 on) how many blocks make a cluster; all are constant expressions. `module` (optional, a
+/// string) names the PTX module that the kernel goes to, where it is not the `"main"` one. The function takes exactly
+/// one `#[repr(C)]`, `Copy` parameter block that derives `Layout` by value, aligned to at most 16 bytes, and returns
+/// nothing.
 ///
 /// What must hold for a launch is said by the parameter block's own documentation, so none is asked of the function.
 ///
-/// On the device it becomes an entry point of its own name. The bounds are left in the PTX as a comment
-/// (`//@launch_bounds name threads min_blocks cluster`, 0 for what is not asked) that the build step turns into `.maxntid`,
-/// `.minnctapersm` and `.reqnctapercluster`. On the host it stays a plain function. On both, a marker type of the same name implements
-/// `cuda_std::Kernel`, so a launch names its kernel as a type.
+/// On the device it becomes an entry point of its own name. What the build step is to know is left in the PTX as
+/// comments: `//@launch_bounds NAME THREADS MIN_BLOCKS CLUSTER` (0 for what is not asked) becomes `.maxntid`,
+/// `.minnctapersm` and `.reqnctapercluster`, `//@module NAME MODULE` says where the kernel goes, and
+/// `//@layout NAME STAMP` what its parameter block looks like. On the host it stays a plain function. On both, a marker
+/// type of the same name implements `cuda_std::Kernel`, so a launch names its kernel as a type.
 #[proc_macro_attribute]
 pub fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
-    let bounds = syn::parse_macro_input!(arguments as Bounds);
+    let arguments = syn::parse_macro_input!(arguments as Arguments);
     let function = syn::parse_macro_input!(item as ItemFn);
-    expand(bounds, function).unwrap_or_else(|error| error.into_compile_error().into())
+    expand(arguments, function).unwrap_or_else(|error| error.into_compile_error().into())
 }
 
-fn expand(bounds: Bounds, function: ItemFn) -> syn::Result<TokenStream> {
+/// Stamps a `#[repr(C)]` struct, or a `#[repr(u32)]` enum without fields, with what it looks like in memory: see
+/// `cuda_std::Layout`.
+#[proc_macro_derive(Layout)]
+pub fn layout(item: TokenStream) -> TokenStream {
+    let item = syn::parse_macro_input!(item as DeriveInput);
+    layout::derive(&item).unwrap_or_else(Error::into_compile_error).into()
+}
+
+fn expand(arguments: Arguments, function: ItemFn) -> syn::Result<TokenStream> {
     let (parameter, params) = check(&function)?;
     let ItemFn { attrs, vis, sig, block, .. } = &function;
     let name = &sig.ident;
     let text = name.to_string();
     let docs: Vec<_> = attrs.iter().filter(|a| a.path().is_ident("doc")).collect();
-    let Bounds { threads, min_blocks, cluster } = bounds;
+    let Arguments { threads, min_blocks, cluster, module } = arguments;
     let or_zero = |value: Option<Expr>| value.map_or_else(|| quote!(0), |value| quote!(#value));
     let blocks = cluster.clone().map_or_else(|| quote!(1), |value| quote!(#value));
     let (min_blocks, cluster) = (or_zero(min_blocks), or_zero(cluster));
-    let comment = format!("//@launch_bounds {text} {{}} {{}} {{}}");
+    let bounds = format!("//@launch_bounds {text} {{}} {{}} {{}}");
+    let home = format!("//@module {text} {}", module.value());
+    let stamp = format!("//@layout {text} {{}}");
     let too_aligned = format!("the parameter block of `{text}` is aligned to more than 16 bytes");
     let argument = format_ident!("params");
 
@@ -77,7 +108,15 @@ fn expand(bounds: Bounds, function: ItemFn) -> syn::Result<TokenStream> {
         #vis unsafe extern "ptx-kernel" fn #name(#parameter) #block
 
         #[cfg(target_arch = "nvptx64")]
-        ::core::arch::global_asm!(#comment, const #threads, const #min_blocks, const #cluster);
+        ::core::arch::global_asm!(
+            #bounds,
+            #home,
+            #stamp,
+            const #threads,
+            const #min_blocks,
+            const #cluster,
+            const <#params as ::cuda_std::Layout>::STAMP,
+        );
 
         #(#attrs)*
         #[allow(clippy::missing_safety_doc)]
@@ -91,6 +130,7 @@ fn expand(bounds: Bounds, function: ItemFn) -> syn::Result<TokenStream> {
         impl ::cuda_std::Kernel for #name {
             type Params = #params;
             const NAME: &'static str = #text;
+            const MODULE: &'static str = #module;
             const THREADS: u32 = #threads;
             const CLUSTER: u32 = #blocks;
 

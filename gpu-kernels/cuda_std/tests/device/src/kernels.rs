@@ -12,7 +12,7 @@ use cuda_std::{tensor, wgmma};
 
 /// Parameters of the kernels in these tests.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, cuda_std::Layout)]
 pub struct Io {
     /// Initialised words.
     pub input: Global<u32>,

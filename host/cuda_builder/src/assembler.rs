@@ -1,0 +1,57 @@
+//! Machine code, made of PTX by NVIDIA's assembler.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::{Error, io};
+
+/// Names the environment variable that overrides the search of [`Assembler::find`]: the path of `ptxas`.
+pub const ASSEMBLER_VARIABLE: &str = "PTXAS";
+
+/// `ptxas`.
+#[derive(Debug, Clone)]
+pub struct Assembler {
+    path: PathBuf,
+}
+
+impl Assembler {
+    /// Looks for `ptxas`, in this order: the path in [`ASSEMBLER_VARIABLE`]; in `folder`; on the search path. None if
+    /// it is nowhere.
+    pub fn find(folder: &Path) -> Option<Self> {
+        println!("cargo::rerun-if-env-changed={ASSEMBLER_VARIABLE}");
+        let named = std::env::var_os(ASSEMBLER_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+        let searched = std::env::var_os("PATH").unwrap_or_default();
+        let searched = std::env::split_paths(&searched).map(|folder| folder.join("ptxas"));
+        let path = named.into_iter().chain([folder.join("ptxas")]).chain(searched).find(|path| path.is_file())?;
+        println!("cargo::rerun-if-changed={}", path.display());
+        Some(Self { path })
+    }
+
+    /// Whether the file `machine_code` is newer than this program and the file `ptx`: assembling takes half a minute.
+    pub fn has_made(&self, ptx: &Path, machine_code: &Path) -> bool {
+        let time = |path: &Path| path.metadata().and_then(|data| data.modified()).ok();
+        let made = time(machine_code);
+        made.is_some() && made > time(ptx) && made > time(&self.path)
+    }
+
+    /// Assembles the file `ptx` for `arch` into the file `machine_code`.
+    ///
+    /// # Errors
+    /// [`Error::Assemble`] with what it said, or a file that cannot be written.
+    pub fn assemble(&self, arch: &str, ptx: &Path, machine_code: &Path) -> Result<(), Error> {
+        // As the driver's own compiler does by default; it is the same program.
+        let unfinished = machine_code.with_extension("unfinished");
+        let output = Command::new(&self.path)
+            .arg(format!("-arch={arch}"))
+            .args(["-O3", "-o"])
+            .args([unfinished.as_path(), ptx])
+            .output()
+            .map_err(io(&self.path))?;
+        if output.status.success() {
+            return std::fs::rename(&unfinished, machine_code).map_err(io(machine_code));
+        }
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let reason = said.lines().next().unwrap_or("it said nothing").to_owned();
+        Err(Error::Assemble { assembler: self.path.display().to_string(), arch: arch.into(), reason })
+    }
+}

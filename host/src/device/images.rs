@@ -1,0 +1,227 @@
+//! The kernels that are built in, and which of them a file takes the place of.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use crate::Error;
+
+/// A module of kernels as it was built: its text, which every driver can compile, and machine code, if some was made.
+#[derive(Debug)]
+pub struct Image {
+    /// The level that it is for: `sm_80`, every card of that level and above, or `sm_90a`, Hopper alone.
+    pub arch: &'static str,
+    /// The module, as [`cuda_std::Kernel::MODULE`] names it: [`MAIN`], or what only measurements need.
+    pub module: &'static str,
+    /// PTX.
+    pub ptx: &'static str,
+    /// What `ptxas` made of it.
+    pub machine_code: Option<&'static [u8]>,
+    /// The kernels and the stamps of their parameter blocks, in the order of names.
+    pub layouts: &'static [(&'static str, u64)],
+}
+
+/// The module that is loaded when a device is opened. Others are when a kernel of theirs is first launched.
+pub const MAIN: &str = "main";
+
+/// Every module, once for each level.
+pub static IMAGES: &[Image] = &include!(concat!(env!("OUT_DIR"), "/images.rs"));
+
+/// Which of a module's forms the driver is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Form {
+    MachineCode,
+    Ptx,
+}
+
+impl fmt::Display for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::MachineCode => "the machine code",
+            Self::Ptx => "the PTX",
+        })
+    }
+}
+
+/// Where a module's kernels came from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Origin {
+    BuiltIn,
+    File(String),
+}
+
+/// Stamps of the kernels that a module holds, by name; read from the module itself.
+pub(super) type Layouts = BTreeMap<String, u64>;
+
+impl Image {
+    /// The module of that name for a level.
+    pub(super) fn find(arch: &str, module: &str) -> Option<&'static Self> {
+        IMAGES.iter().find(|image| image.arch == arch && image.module == module)
+    }
+
+    /// Loads what the driver takes: machine code first, which has no more to be compiled. An older driver refuses it,
+    /// and has the text.
+    pub(super) fn load<M>(&self, mut load: impl FnMut(&[u8], Form) -> Result<M, Error>) -> Result<M, Error> {
+        if let Some(code) = self.machine_code {
+            match load(code, Form::MachineCode) {
+                Ok(module) => return Ok(module),
+                Err(error) => tracing::debug!(
+                    "the driver does not take the machine code of module {} ({error}), and compiles the PTX",
+                    self.module
+                ),
+            }
+        }
+        load(self.ptx.as_bytes(), Form::Ptx)
+    }
+
+    /// Checks that a module holds this one's kernels, with the same parameter blocks.
+    pub(super) fn check(&self, layouts: &Layouts, origin: &Origin) -> Result<(), Error> {
+        self.layouts.iter().try_for_each(|&(kernel, stamp)| check_kernel(kernel, stamp, layouts, origin))
+    }
+}
+
+/// Checks that a module holds a kernel with the parameter block that has this stamp.
+pub(super) fn check_kernel(kernel: &str, stamp: u64, layouts: &Layouts, origin: &Origin) -> Result<(), Error> {
+    let found = layouts.get(kernel);
+    if found == Some(&stamp) {
+        return Ok(());
+    }
+    let kernel = kernel.to_owned();
+    Err(match origin {
+        Origin::BuiltIn => Error::KernelsBuiltWrongly { kernel },
+        Origin::File(path) if found.is_none() => Error::KernelMissing { kernel, path: path.clone() },
+        Origin::File(path) => Error::KernelLayout { kernel, path: path.clone() },
+    })
+}
+
+/// The modules of a level that the kernels of a file stand for: those that it holds whole, with the same parameter blocks.
+pub(super) fn stand_for(arch: &str, layouts: &Layouts, path: &str) -> Result<Vec<&'static str>, Error> {
+    let origin = Origin::File(path.to_owned());
+    let of_level = || IMAGES.iter().filter(|image| image.arch == arch);
+    let whole: Vec<_> =
+        of_level().filter(|i| i.layouts.iter().all(|(kernel, _)| layouts.contains_key(*kernel))).collect();
+    if whole.is_empty() {
+        of_level().filter(|image| image.module == MAIN).try_for_each(|image| image.check(layouts, &origin))?;
+    }
+    whole.iter().try_for_each(|image| image.check(layouts, &origin))?;
+    Ok(whole.iter().map(|image| image.module).collect())
+}
+
+/// The table that the build step puts into every module: a line for each kernel, its name and its stamp.
+pub(super) fn parse_layouts(table: &[u8]) -> Layouts {
+    let text = String::from_utf8_lossy(table);
+    let line = |line: &str| {
+        let (kernel, stamp) = line.split_once(' ')?;
+        Some((kernel.to_owned(), stamp.parse().ok()?))
+    };
+    text.lines().filter_map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use cuda_std::Kernel;
+
+    use super::*;
+
+    fn main() -> &'static Image {
+        Image::find("sm_90a", MAIN).expect("there is one")
+    }
+
+    fn layouts(image: &Image) -> Layouts {
+        image.layouts.iter().map(|&(kernel, stamp)| (kernel.to_owned(), stamp)).collect()
+    }
+
+    /// The table as text, as the build step writes it.
+    fn table(layouts: &Layouts) -> String {
+        layouts.iter().map(|(kernel, stamp)| format!("{kernel} {stamp}\n")).collect()
+    }
+
+    #[test]
+    fn a_table_is_read_as_it_was_written() {
+        assert_eq!(parse_layouts(table(&layouts(main())).as_bytes()), layouts(main()));
+        assert_eq!(parse_layouts(b"\xff\xfe no\nnumber x\n"), Layouts::new());
+    }
+
+    #[test]
+    fn every_text_and_every_machine_code_holds_its_table() {
+        for image in IMAGES {
+            let table = table(&layouts(image));
+            let bytes: Vec<String> = table.bytes().map(|byte| byte.to_string()).collect();
+            assert!(image.ptx.contains(&format!("{{{}}};", bytes.join(", "))), "{} {}", image.arch, image.module);
+            if let Some(code) = image.machine_code {
+                let found = code.windows(table.len()).any(|window| window == table.as_bytes());
+                assert!(found, "machine code of {} {}", image.arch, image.module);
+            }
+        }
+    }
+
+    #[test]
+    fn stamps_are_those_of_the_host() {
+        fn has<K: Kernel>() {
+            for image in IMAGES.iter().filter(|image| image.module == K::MODULE) {
+                let found = image.layouts.iter().find(|(kernel, _)| *kernel == K::NAME);
+                let hopper = image.arch == "sm_90a";
+                match found {
+                    Some((_, stamp)) => assert_eq!(*stamp, K::LAYOUT, "{} {}", image.arch, K::NAME),
+                    None => assert!(!hopper, "{} is not in {}", K::NAME, image.module),
+                }
+            }
+        }
+        has::<gpu_kernels::step::accept_and_draft>();
+        has::<gpu_kernels::sample::sample_each>();
+        has::<gpu_kernels::wide::wide_96>();
+        has::<gpu_kernels::stream::stream_8>();
+        has::<gpu_kernels::prefill_attention::prefill_attention>();
+        has::<gpu_kernels::ngram::ngram_match_mixed_i32>();
+        has::<gpu_kernels::ngram::ngram_match_mixed_i64>();
+        has::<gpu_kernels::ceilings::ceiling_mma>();
+    }
+
+    #[test]
+    fn machine_code_that_the_driver_refuses_gives_way_to_ptx() {
+        let image = Image { machine_code: Some(b"\x7fELF"), ..*main() };
+        let refused = |doing: &str| Error::Driver { doing: doing.into(), reason: "no kernel image".into() };
+        let mut tried = Vec::new();
+        let loaded = image.load(|bytes, form| {
+            tried.push(form);
+            if bytes.starts_with(b"\x7fELF") { Err(refused("machine code")) } else { Ok(bytes.len()) }
+        });
+        assert_eq!(loaded.unwrap(), image.ptx.len());
+        assert_eq!(tried, [Form::MachineCode, Form::Ptx]);
+        // Taken, it is all that is loaded; refused both, the text's error tells why.
+        assert_eq!(image.load(|bytes, _| Ok(bytes.len())).unwrap(), 4);
+        let both = image.load::<()>(|_, form| Err(refused(&form.to_string())));
+        assert!(both.unwrap_err().to_string().contains("the PTX"));
+        // Without machine code there is nothing else to try.
+        let plain = Image { machine_code: None, ..*main() };
+        assert_eq!(plain.load(|bytes, _| Ok(bytes.len())).unwrap(), plain.ptx.len());
+    }
+
+    #[test]
+    fn a_file_with_another_parameter_block_is_refused_by_name() {
+        let mut others = layouts(main());
+        assert_eq!(stand_for("sm_90a", &others, "a.cubin").unwrap(), [MAIN]);
+        *others.get_mut("sample").unwrap() += 1;
+        let error = stand_for("sm_90a", &others, "a.cubin").unwrap_err().to_string();
+        assert!(error.contains("kernel sample of a.cubin") && error.contains("WARPDRAFT_KERNELS"), "{error}");
+        others.remove("sample");
+        let error = stand_for("sm_90a", &others, "a.cubin").unwrap_err().to_string();
+        assert!(error.contains("a.cubin has no kernel sample"), "{error}");
+        assert!(stand_for("sm_90a", &Layouts::new(), "a.cubin").is_err());
+    }
+
+    #[test]
+    fn a_file_of_all_kernels_stands_for_every_module() {
+        let all = IMAGES.iter().filter(|image| image.arch == "sm_80").flat_map(layouts).collect();
+        let mut modules = stand_for("sm_80", &all, "all.ptx").unwrap();
+        modules.sort_unstable();
+        assert_eq!(modules, ["bench", MAIN]);
+    }
+
+    #[test]
+    fn a_kernel_that_was_built_with_another_block_is_never_launched() {
+        let layouts = Layouts::from([("accept".into(), 7)]);
+        assert!(check_kernel("accept", 7, &layouts, &Origin::BuiltIn).is_ok());
+        let error = check_kernel("accept", 8, &layouts, &Origin::BuiltIn).unwrap_err().to_string();
+        assert!(error.contains("accept") && error.contains("cargo clean"), "{error}");
+    }
+}

@@ -1,0 +1,166 @@
+//! Kernels in a card's context: modules that are loaded, and their functions.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, OsStr};
+use std::path::Path;
+use std::sync::Arc;
+
+use cust::sys;
+
+use super::Entry;
+use super::cuda::check;
+use super::images::{self, Form, Image, Layouts, MAIN, Origin};
+use crate::Error;
+use crate::timed::timed;
+
+/// The variable that the build step puts into every module (`cuda_builder::LAYOUTS`).
+const LAYOUTS: &CStr = c"kernel_layouts";
+/// Dynamic shared memory that a kernel may have without asking.
+const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
+
+/// The kernels of a card's level, as far as they are loaded. Every method wants the card's context to be current, and so
+/// does dropping it.
+pub(super) struct Kernels {
+    arch: &'static str,
+    functions: HashMap<&'static str, Function>,
+    modules: HashMap<&'static str, Arc<Loaded>>,
+}
+
+#[derive(Clone, Copy)]
+struct Function(sys::CUfunction);
+
+// SAFETY: a handle that any thread may pass to the driver.
+unsafe impl Send for Function {}
+
+impl Kernels {
+    /// Loads the main module for a level, and what a file of kernels stands for, if one is named.
+    pub(super) fn load(arch: &'static str) -> Result<Self, Error> {
+        let mut modules = HashMap::new();
+        if let Some(path) = std::env::var_os("WARPDRAFT_KERNELS") {
+            let bytes = read(&path)?;
+            let path = Path::new(&path).display().to_string();
+            let loaded = Arc::new(Loaded::new(&bytes, Origin::File(path.clone()))?);
+            for module in images::stand_for(arch, &loaded.layouts, &path)? {
+                tracing::debug!("module {module} comes from {path}");
+                modules.insert(module, loaded.clone());
+            }
+        }
+        if !modules.contains_key(MAIN) {
+            modules.insert(MAIN, Arc::new(Loaded::built_in(arch, MAIN)?));
+        }
+        Ok(Self { arch, functions: HashMap::new(), modules })
+    }
+
+    /// A kernel, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default. At
+    /// its first launch its layout is compared with what the host hands it, and its module is loaded if it was not.
+    pub(super) fn function(&mut self, kernel: Entry, shared_bytes: u32) -> Result<sys::CUfunction, Error> {
+        let Entry { name, module, layout, .. } = kernel;
+        if let Some(function) = self.functions.get(name) {
+            return Ok(function.0);
+        }
+        let loaded = match self.modules.get(module) {
+            Some(loaded) => loaded.clone(),
+            None => {
+                let loaded = Arc::new(Loaded::built_in(self.arch, module)?);
+                self.modules.insert(module, loaded.clone());
+                loaded
+            }
+        };
+        images::check_kernel(name, layout, &loaded.layouts, &loaded.origin)?;
+        let function = loaded.module.function(name)?;
+        if shared_bytes > DEFAULT_SHARED_BYTES {
+            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is the module's.
+            check(name, unsafe { sys::cuFuncSetAttribute(function, attribute, shared_bytes as i32) })?;
+        }
+        self.functions.insert(name, Function(function));
+        Ok(function)
+    }
+}
+
+/// A module with what it says of its kernels.
+struct Loaded {
+    module: Module,
+    layouts: Layouts,
+    origin: Origin,
+}
+
+impl Loaded {
+    /// Loads a module, and every kernel of it: the driver would put off loading a kernel until it is first asked for, and
+    /// then the memory may be taken.
+    fn new(bytes: &[u8], origin: Origin) -> Result<Self, Error> {
+        let module = Module::load(bytes)?;
+        let layouts = module.layouts()?;
+        layouts.keys().try_for_each(|kernel| module.function(kernel).map(drop))?;
+        Ok(Self { module, layouts, origin })
+    }
+
+    /// Loads one that is built in.
+    fn built_in(arch: &str, module: &str) -> Result<Self, Error> {
+        let unknown = || Error::KernelsBuiltWrongly { kernel: format!("of module {module}") };
+        let image = Image::find(arch, module).ok_or_else(unknown)?;
+        let what = |form: Form| format!("loading {form} of module {module} for {arch}");
+        let loaded = image.load(|bytes, form| timed(&what(form), || Self::new(bytes, Origin::BuiltIn)))?;
+        image.check(&loaded.layouts, &loaded.origin)?;
+        Ok(loaded)
+    }
+}
+
+/// Kernels of another build, for measurements.
+fn read(path: &OsStr) -> Result<Vec<u8>, Error> {
+    let path = Path::new(path);
+    std::fs::read(path).map_err(|error| Error::Kernels { path: path.display().to_string(), reason: error.to_string() })
+}
+
+/// The driver's module. (`cust` has one that tells no variable's size.)
+struct Module(sys::CUmodule);
+
+// SAFETY: a handle that any thread may pass to the driver.
+unsafe impl Send for Module {}
+// SAFETY: as above; the driver locks for itself.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// From machine code or PTX: the driver tells by itself which it is.
+    fn load(bytes: &[u8]) -> Result<Self, Error> {
+        let mut image = Vec::with_capacity(bytes.len() + 1);
+        image.extend_from_slice(bytes);
+        // A text ends so.
+        image.push(0);
+        let mut module = std::ptr::null_mut();
+        // SAFETY: `module` is valid for a write, and the image complete: as long as its own headers say, or a text with an end.
+        check("loading the kernels", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
+        Ok(Self(module))
+    }
+
+    fn function(&self, name: &str) -> Result<sys::CUfunction, Error> {
+        let text = CString::new(name).unwrap_or_default();
+        let mut function = std::ptr::null_mut();
+        // SAFETY: `function` is valid for a write, and the module is loaded.
+        check(name, unsafe { sys::cuModuleGetFunction(&mut function, self.0, text.as_ptr()) })?;
+        Ok(function)
+    }
+
+    /// What it says of its kernels; nothing, if it has no table.
+    fn layouts(&self) -> Result<Layouts, Error> {
+        let (mut address, mut bytes) = (0, 0);
+        // SAFETY: both are valid for writes, and the module is loaded.
+        let code = unsafe { sys::cuModuleGetGlobal_v2(&mut address, &mut bytes, self.0, LAYOUTS.as_ptr()) };
+        if code == sys::cudaError_enum::CUDA_ERROR_NOT_FOUND {
+            return Ok(Layouts::new());
+        }
+        check("reading what kernels take", code)?;
+        let mut table = vec![0u8; bytes];
+        // SAFETY: the variable is so long, and `table` too.
+        let code = unsafe { sys::cuMemcpyDtoH_v2(table.as_mut_ptr().cast(), address, bytes) };
+        check("reading what kernels take", code)?;
+        Ok(images::parse_layouts(&table))
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        // SAFETY: loaded once, unloaded once; nothing can be done about a failure here.
+        unsafe { sys::cuModuleUnload(self.0) };
+    }
+}
