@@ -6,13 +6,14 @@ CARGO ?= cargo
 PTXAS_VENV := .venv
 PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
 
-# Without what the demo does not use: downloads; and with less effort on what it does not wait for, the emulator and zstd.
+# Without what the demo does not use: downloads; and with less effort on what it does not wait for, the emulator and
+# zstd.
 DEMO_BUILD := --no-default-features --features bundled-demo \
 	--config 'profile.release.package.gpu-kernels.opt-level=1' \
 	--config 'profile.release.package.zstd-sys.opt-level=1'
 
-# Complete a prompt with the bundled model, on a GPU if there is one. Leaves target/release/warpdraft, which downloads nothing:
-# `cargo build --release --package warpdraft` makes the whole of it.
+# Complete a prompt with the bundled model, on a GPU if there is one. Leaves target/release/warpdraft, which downloads
+# nothing: `cargo build --release --package warpdraft` makes the whole of it.
 demo: ptx-toolchain
 	@$(CARGO) build --release --package warpdraft $(DEMO_BUILD)
 	@target/release/warpdraft generate --model demo --echo --max-tokens 86 --temperature 0 --file model/demo/prompt.txt

@@ -99,7 +99,8 @@ fn announce_cpu(checkpoint: &Checkpoint, device: DeviceChoice, report: Report) {
     note(&format!("no usable CUDA card: running on the CPU{}", slowness(checkpoint)));
 }
 
-/// What a token takes on a CPU, if that is long: the weights are read for each, and few machines read more than some 20 GB a second.
+/// What a token takes on a CPU, if that is long: the weights are read for each, and few machines read more than some 20
+/// GB a second.
 fn slowness(checkpoint: &Checkpoint) -> String {
     const BYTES_A_SECOND: f64 = 20e9;
     let element = checkpoint.stored_bytes() as f64 / checkpoint.config.parameter_count() as f64;

@@ -100,7 +100,8 @@ pub enum Error {
     },
     /// A context's keys and values do not fit into the machine's memory.
     #[error(
-        "--context {context} needs {} of memory for keys and values on the CPU, and the machine has {}; use a shorter --context",
+        "--context {context} needs {} of memory for keys and values on the CPU, and the machine has {}; use a \
+         shorter --context",
         gib(*.wanted), gib(*.memory)
     )]
     CpuContextTooLarge {
@@ -113,7 +114,8 @@ pub enum Error {
     },
     /// A batch's cache on the CPU or the emulator does not fit into memory.
     #[error(
-        "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory for them; use fewer tokens, or a \
+        "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory \
+         for them; use fewer tokens, or a \
          shorter --context",
         gib(*.wanted), gib(*.memory)
     )]

@@ -172,7 +172,8 @@ impl Footprint {
 
 impl Forward {
     /// What [`check`](Self::check) asks for, in words.
-    pub const COVERED: &'static str = "head size 128, hidden and intermediate size multiples of 128, at most 16 query heads for each \
+    pub const COVERED: &'static str = "head size 128, hidden and intermediate size multiples of 128, at most 16 \
+                                       query heads for each \
                                        key-value head";
 
     /// Checks that the kernels cover `config`'s shapes.

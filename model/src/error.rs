@@ -31,7 +31,10 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A FIFO, a device or a directory has the name of one of a checkpoint's files.
-    #[error("{} is not a regular file, as all of a checkpoint are: put the file itself there, or a link to it", path.display())]
+    #[error(
+        "{} is not a regular file, as all of a checkpoint are: put the file itself there, or a link to it",
+        path.display()
+    )]
     NotAFile {
         /// What is there.
         path: PathBuf,
@@ -237,7 +240,8 @@ pub enum Error {
     },
     /// The forward pass gave NaN or infinity, although every weight is finite.
     #[error(
-        "the model's {what} for position {position} are not finite numbers (NaN or infinity): the weights or the config do not fit \
+        "the model's {what} for position {position} are not finite numbers (NaN or infinity): the weights or the \
+         config do not fit \
          each other, or are damaged; compare the files with their source"
     )]
     OutputNotFinite {

@@ -29,7 +29,8 @@ pub struct HubOptions {
     /// Cache directory; else `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, `$HF_HOME/hub`, `$XDG_CACHE_HOME/huggingface/hub`
     /// or `~/.cache/huggingface/hub`, the first that is set.
     pub cache_dir: Option<PathBuf>,
-    /// Never touch the network. Also on if `HF_HUB_OFFLINE`, or else `TRANSFORMERS_OFFLINE`, is `1`, `true`, `yes` or `on`, in any case.
+    /// Never touch the network. Also on if `HF_HUB_OFFLINE`, or else `TRANSFORMERS_OFFLINE`, is `1`, `true`, `yes` or
+    /// `on`, in any case.
     pub offline: bool,
 }
 

@@ -56,8 +56,8 @@ impl Default for Sampling {
 /// Mass of the likeliest token: 1.0 in fixed point with 40 fraction bits. 152 thousand of them fit a u64 64 times over.
 pub const UNIT_MASS: u64 = 1 << 40;
 
-/// Temperatures below this one are greedy, as their limit is. Divided by them, logits would become infinite, several of them alike; by this one
-/// only logits above 3 × 10^8 do, which no model has.
+/// Temperatures below this one are greedy, as their limit is. Divided by them, logits would become infinite, several of
+/// them alike; by this one only logits above 3 × 10^8 do, which no model has.
 pub const LEAST_TEMPERATURE: f32 = 1e-30;
 
 impl Sampling {

@@ -122,8 +122,8 @@ impl Source {
         }
     }
 
-    /// What can be known of a model on the hub without its weights: `config.json` and the headers are read, and nothing is kept. None for a
-    /// model that is here, which [`resolve_with`](Self::resolve_with) opens.
+    /// What can be known of a model on the hub without its weights: `config.json` and the headers are read, and nothing
+    /// is kept. None for a model that is here, which [`resolve_with`](Self::resolve_with) opens.
     ///
     /// # Errors
     /// Any [`Error`] about the hub, and about what the files say.

@@ -1,4 +1,5 @@
-//! Parts of files from a hub that runs in the test itself: headers alone, and downloads that go on where they were cut off.
+//! Parts of files from a hub that runs in the test itself: headers alone, and downloads that go on where they were cut
+//! off.
 //!
 //! One test, in a program of its own, since the environment belongs to the whole process.
 

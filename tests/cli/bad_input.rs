@@ -308,6 +308,21 @@ fn numbers_out_of_range_are_an_error_and_of_their_request_alone() {
     assert_eq!(failed.len(), 1, "{text}");
 }
 
+/// Said once, in a pipe without colours, whatever is logged.
+#[test]
+fn a_hub_that_does_not_answer_is_said_once() {
+    let cache = tempfile::TempDir::new().unwrap();
+    let mut run = warpdraft(&["generate", "--model", "nobody/nothing", "abc"]);
+    run.env_remove("HF_HUB_OFFLINE").env_remove("TRANSFORMERS_OFFLINE").env("NO_PROXY", "127.0.0.1");
+    run.env("HF_ENDPOINT", "http://127.0.0.1:9").env("HF_HOME", cache.path());
+    let said = |run: &mut assert_cmd::Command| String::from_utf8(run.output().unwrap().stderr).unwrap();
+    let quiet = said(&mut run);
+    assert_eq!((quiet.lines().count(), quiet.matches("nobody/nothing").count()), (1, 1), "{quiet}");
+    assert!(quiet.contains("check the network"), "{quiet}");
+    let logged = said(run.env("RUST_LOG", "trace"));
+    assert!(logged.lines().count() > 1 && !logged.contains('\u{1b}'), "{logged}");
+}
+
 /// An empty variable is not set.
 #[test]
 fn an_empty_variable_names_no_model() {

@@ -295,3 +295,33 @@ fn a_profile_shows_the_phases_of_streamed_steps() {
     let whole: f64 = spans.iter().filter(|s| s.1 == "streamed step").map(|s| s.3 - s.2).sum();
     assert!((parts - whole).abs() < 1e-6 * whole + 1.0, "{parts} of {whole}");
 }
+
+/// There is a card where there is a driver, and then this says nothing.
+#[test]
+fn the_cpu_is_announced_where_nobody_asked_for_it() {
+    if std::path::Path::new("/dev/nvidiactl").exists() {
+        return;
+    }
+    let said = |args: &[&str]| {
+        let output = warpdraft(&["generate", "abc", "--max-tokens", "2"]).args(args).output().unwrap();
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let announced = "no usable CUDA card: running on the CPU";
+    assert!(said(&["--device", "auto"]).starts_with(announced));
+    for args in [["--device", "cpu"].as_slice(), &["--device", "auto", "--quiet"]] {
+        assert!(!said(args).contains(announced), "{args:?}");
+    }
+}
+
+#[test]
+fn verbose_says_something_on_the_cpu_and_the_emulator() {
+    for device in ["cpu", "emulator"] {
+        let args =
+            ["generate", "a", "--max-tokens", "1", "--verbose", "--device", device, "--context", "64", "--model"];
+        let output = warpdraft(&args).arg(golden("tied_bf16")).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        for part in ["opened ", "loaded on ", "room for 64 tokens"] {
+            assert!(said.contains(part), "no {part:?} in:\n{said}");
+        }
+    }
+}

@@ -1,15 +1,22 @@
 //! `warpdraft inspect`.
 
 use predicates::prelude::*;
+use serde_json::Value;
 
+use crate::hub_server::{Hub, files_of};
 use crate::{golden, json_of, stdout_of, warpdraft};
 
 #[test]
 fn the_demo_is_described() {
     let text = stdout_of(&mut warpdraft(&["inspect"]));
-    for part in
-        ["Qwen3ForCausalLM", "layers             6", "4 query, 2 key-value, of size 128", "temperature 0.7", "cards"]
-    {
+    for part in [
+        "Qwen3ForCausalLM",
+        "layers             6",
+        "4 query, 2 key-value, of size 128",
+        "temperature 0.7",
+        "cards",
+        "at most 16 query heads",
+    ] {
         assert!(text.contains(part), "no {part:?} in:\n{text}");
     }
 }
@@ -64,4 +71,52 @@ fn check_reads_every_weight() {
 fn a_context_beyond_the_model_is_refused() {
     let run = warpdraft(&["inspect", "--context", "100000"]).assert();
     run.code(1).stdout("").stderr(predicate::str::contains("more than the 4096 positions"));
+}
+
+/// Config and headers are enough: the rest of the model stays where it is.
+#[test]
+fn a_model_on_the_hub_is_described_without_its_weights() {
+    let files = files_of(&golden("separate_f16_sharded"));
+    let (hub, address) = Hub { files, has_parts: true, lists_siblings: true, ..Hub::default() }.start();
+    let cache = tempfile::TempDir::new().unwrap();
+    let inspect = |args: &[&str]| {
+        let mut run = warpdraft(&["inspect", "some/model"]);
+        run.args(args).env_remove("HF_HUB_OFFLINE").env_remove("TRANSFORMERS_OFFLINE").env("NO_PROXY", "127.0.0.1");
+        run.env("HF_ENDPOINT", format!("http://{address}")).env("HF_HOME", cache.path());
+        run
+    };
+    let json = json_of(&mut inspect(&["--json"]));
+    assert_eq!(json["files"].as_array().unwrap().len(), 4);
+    assert_eq!((&json["tokenizer_tokens"], &json["chat_template"]), (&Value::Null, &Value::Null));
+    let local = json_of(warpdraft(&["inspect", "--json"]).arg(golden("separate_f16_sharded")));
+    for field in ["parameters", "stored_bytes", "memory", "architecture", "files"] {
+        assert_eq!(json[field], local[field], "{field}");
+    }
+    assert!(stdout_of(&mut inspect(&[])).contains("the model is not on this machine"));
+    assert!(hub.asked("tokenizer.json").is_empty());
+    let sent: usize = hub.log.lock().unwrap().iter().map(|request| request.sent).sum();
+    let stored = json["stored_bytes"].as_u64().unwrap() as usize;
+    assert!(sent < stored / 2, "{sent} bytes came of a model of {stored}");
+
+    // To read every weight, all is fetched; then it is there.
+    let checked = json_of(&mut inspect(&["--check", "--json"]));
+    assert_eq!(
+        (&checked["weights_checked"], &checked["tokenizer_tokens"]),
+        (&Value::Bool(true), &local["tokenizer_tokens"])
+    );
+    assert_eq!(json_of(&mut inspect(&["--json"]))["chat_template"], local["chat_template"]);
+}
+
+/// What contradicts itself is said, and what was made of it.
+#[test]
+fn contradictions_are_warned_of() {
+    let broken = crate::broken::Broken::copy_of("separate_f16_sharded");
+    broken.edit_json("config.json", |config| config["tie_word_embeddings"] = Value::Bool(true));
+    let output = warpdraft(&["inspect", "--json", broken.path()]).output().unwrap();
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["warnings"].as_array().unwrap().len(), 1);
+    assert_eq!(json["architecture"]["tied_embeddings"], false);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(said.matches("tie_word_embeddings").count(), 1, "{said}");
+    assert!(said.starts_with("warpdraft: warning: "), "{said}");
 }

@@ -9,6 +9,9 @@ mod broken;
 mod chat;
 mod completions;
 mod generate;
+#[path = "../../model/tests/hub_server/mod.rs"]
+#[allow(dead_code, missing_docs)]
+mod hub_server;
 mod inspect;
 mod interrupt;
 #[cfg(unix)]

@@ -113,8 +113,8 @@ impl Files<'_> {
         self.read(name)?.ok_or_else(|| Error::MissingFile { path: self.path(name), mend })
     }
 
-    /// Maps a safetensors file into memory and reads its header, or gives `None` if there is none of that name. Of a remote file there are
-    /// no bytes.
+    /// Maps a safetensors file into memory and reads its header, or gives `None` if there is none of that name. Of a
+    /// remote file there are no bytes.
     pub(super) fn shard(&self, name: &str) -> Result<Option<(Bytes, Vec<header::Entry>)>, Error> {
         let bytes = match self {
             Files::Dir(dir) => map(&dir.join(name))?,
@@ -155,8 +155,8 @@ pub(crate) fn read_regular(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     }
 }
 
-/// Opens a regular file, or gives `None` if there is nothing at `path`. To open a FIFO would wait for its writer, and a device may
-/// have no end; so what is there is looked at before, and again once it is open.
+/// Opens a regular file, or gives `None` if there is nothing at `path`. To open a FIFO would wait for its writer, and a
+/// device may have no end; so what is there is looked at before, and again once it is open.
 fn open_regular(path: &Path) -> Result<Option<File>, Error> {
     let opened = || -> io::Result<Option<File>> {
         let metadata = std::fs::metadata(path)?;

@@ -47,8 +47,8 @@ struct RawHeader {
     tensors: HashMap<String, RawEntry>,
 }
 
-/// Reads and checks the header of the shard at `path`, which holds `file_length` bytes; `file` is its beginning, up to the end of the header at
-/// least. Entries come in file order.
+/// Reads and checks the header of the shard at `path`, which holds `file_length` bytes; `file` is its beginning, up to
+/// the end of the header at least. Entries come in file order.
 pub(super) fn read(file: &[u8], file_length: u64, path: &Path) -> Result<Vec<Entry>, Error> {
     let (length, metadata) = match metadata(file, file_length) {
         Some(read) => read,

@@ -191,7 +191,8 @@ impl Checkpoint {
         if config.tie_word_embeddings && store.head_differs() {
             config.tie_word_embeddings = false;
             warnings.push(format!(
-                "{} ties the head to the embedding, and the weights hold a head of their own that differs from it: the head is used, as \
+                "{} ties the head to the embedding, and the weights hold a head of their own that differs from it: \
+                 the head is used, as \
                  transformers does; set tie_word_embeddings to false if that is right",
                 files.path("config.json").display()
             ));
@@ -332,7 +333,8 @@ impl Store {
             let of_it = index.is_ok_and(|index| index.weight_map.values().all(|shard| shard == SINGLE));
             if !of_it {
                 warnings.push(format!(
-                    "{} lies beside {INDEX}, which names other files: the single file is loaded, as transformers does; remove \
+                    "{} lies beside {INDEX}, which names other files: the single file is loaded, as transformers \
+                     does; remove \
                      whichever is out of date",
                     files.path(SINGLE).display()
                 ));

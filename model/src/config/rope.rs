@@ -1,9 +1,9 @@
 //! What `config.json` says about the rotary position embedding, read as transformers 5 reads it.
 //!
-//! There are three places: `rope_parameters` (transformers 5), `rope_scaling` (transformers 4), and fields of the config itself.
-//! `rope_scaling` goes before `rope_parameters`, and what either says goes before the config's own fields. Where transformers drops
-//! something with a warning, or computes from one of two values that differ, the config is refused: nothing runs that is
-//! not understood.
+//! There are three places: `rope_parameters` (transformers 5), `rope_scaling` (transformers 4), and fields of the
+//! config itself. `rope_scaling` goes before `rope_parameters`, and what either says goes before the config's own
+//! fields. Where transformers drops something with a warning, or computes from one of two values that differ, the
+//! config is refused: nothing runs that is not understood.
 
 use std::path::Path;
 
@@ -43,12 +43,14 @@ pub(super) fn read(config: &Map<String, Value>, positions: usize, path: &Path) -
     match (scaling, parameters) {
         (None, None) => Ok(Rope { theta: fields.theta()?.unwrap_or(DEFAULT_THETA), yarn: None }),
         (Some(rope), None) | (None, Some(rope)) => Ok(rope),
-        // Where the two agree, or `rope_scaling` adds to the plain rotation of `rope_parameters`, it is plain what is meant.
+        // Where the two agree, or `rope_scaling` adds to the plain rotation of `rope_parameters`, it is plain what is
+        // meant.
         (Some(scaling), Some(parameters)) => {
             if scaling == parameters || (scaling.theta == parameters.theta && parameters.yarn.is_none()) {
                 return Ok(scaling);
             }
-            const MEND: &str = "rope_parameters beside it says something else; keep the one that the model was trained with, \
+            const MEND: &str = "rope_parameters beside it says something else; keep the one that the model was \
+            trained with, \
                                 with its rope_theta";
             Err(fields.unsupported(SCALING, &config[SCALING], MEND))
         }
@@ -89,7 +91,8 @@ impl Fields<'_> {
             return Err(self.unsupported(field, value, MEND));
         }
         if object.iter().any(|(key, value)| !value.is_null() && !known(key)) {
-            const MEND: &str = "it holds a setting that is none of a plain or YaRN-scaled rotation's; use a checkpoint that \
+            const MEND: &str = "it holds a setting that is none of a plain or YaRN-scaled rotation's; use a \
+            checkpoint that \
                                 transformers reads without a warning";
             return Err(self.unsupported(field, value, MEND));
         }
@@ -117,7 +120,8 @@ impl Fields<'_> {
             _ => Err(self.unsupported(
                 field,
                 value,
-                "of scaled rotary embeddings YaRN alone is implemented, and without its scaling the model would be another; \
+                "of scaled rotary embeddings YaRN alone is implemented, and without its scaling the model would be \
+                 another; \
                  use a checkpoint with a plain or YaRN-scaled one",
             )),
         }

@@ -187,8 +187,8 @@ impl CpuModel {
     /// come at rising positions, and what is before the first of them is in its pages.
     ///
     /// `logits` takes those of the rows that want them, in order, `[wanted, vocab]`. A row's result depends on its own
-    /// sequence alone. On an error nothing was written. Gives the rows that are not finite, in order: they matter to their own sequence
-    /// alone, too, but to all that comes after them in it.
+    /// sequence alone. On an error nothing was written. Gives the rows that are not finite, in order: they matter to
+    /// their own sequence alone, too, but to all that comes after them in it.
     ///
     /// # Errors
     /// [`Error::TokenOutOfRange`], [`Error::PageMissing`], or [`Error::LogitsBuffer`] if `logits` has another size.
@@ -232,8 +232,8 @@ impl CpuModel {
         Ok(faults)
     }
 
-    /// Embedding and all layers for one block of rows; gives the residual stream, `[rows, hidden]`, and notes for each row the first layer
-    /// after which it is not finite.
+    /// Embedding and all layers for one block of rows; gives the residual stream, `[rows, hidden]`, and notes for each
+    /// row the first layer after which it is not finite.
     fn layers(&self, block: &[Row<'_>], pages: &mut KvPages, places: &mut [Option<Place>]) -> Vec<f32> {
         let c = self.config();
         let (rows, hidden) = (block.len(), c.hidden_size);
@@ -275,7 +275,8 @@ impl CpuModel {
             self.mlp(layer, &norms.post_attention, &mut x, &mut normed, &mut gate, &mut up, &mut delta, rows);
             let last = index + 1 == c.num_hidden_layers;
             for ((row, place), x) in block.iter().zip(places.iter_mut()).zip(x.chunks_exact(hidden)) {
-                // What a row leaves for the rows after it is its keys and values, which come before the last layer's output.
+                // What a row leaves for the rows after it is its keys and values, which come before the last layer's
+                // output.
                 if !last || row.logits {
                     note(place, Place::Layer(index), x);
                 }
@@ -345,7 +346,8 @@ impl CpuModel {
     }
 }
 
-/// Notes that numbers of a row are not finite, unless something before them was not. The sum has no early exit, so it vectorises.
+/// Notes that numbers of a row are not finite, unless something before them was not. The sum has no early exit, so it
+/// vectorises.
 fn note(found: &mut Option<Place>, place: Place, numbers: &[f32]) {
     if found.is_none() && numbers.iter().map(|x| u32::from(!x.is_finite())).sum::<u32>() > 0 {
         *found = Some(place);

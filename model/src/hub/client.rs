@@ -140,7 +140,8 @@ impl Client {
         format!("{}/{id}/resolve/{commit}/{name}", self.endpoint)
     }
 
-    /// What the hub says of the file at `url`. It says so itself; where it sends readers to is another server, which is not asked.
+    /// What the hub says of the file at `url`. It says so itself; where it sends readers to is another server, which is
+    /// not asked.
     pub fn file_info(&self, url: &str) -> Result<FileInfo, Failure> {
         let mut url = url.to_owned();
         for _ in 0..MOST_STEPS {

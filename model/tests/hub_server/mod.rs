@@ -128,7 +128,8 @@ impl Hub {
         let about = format!("X-Repo-Commit: {COMMIT}\r\n");
         if let Some(address) = self.elsewhere {
             let head = format!(
-                "HTTP/1.1 302 Found\r\nLocation: http://{address}{path}\r\nX-Linked-Etag: \"linked-{name}\"\r\nX-Linked-Size: {}\r\n\
+                "HTTP/1.1 302 Found\r\nLocation: http://{address}{path}\r\nX-Linked-Etag: \
+                 \"linked-{name}\"\r\nX-Linked-Size: {}\r\n\
                  {about}Content-Length: 0\r\n\r\n",
                 bytes.len()
             );
