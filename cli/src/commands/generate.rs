@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use host::{Finish, Profile, encode_prompt};
-use model::chat::Answer as Parts;
+use model::chat::Splitter;
 
 use crate::commands::{Shown, answer, chat_template};
 use crate::output::Answer;
@@ -50,7 +50,7 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
         output::print_dimmed(prompt)?;
     }
     let generation = answer(&mut engine, &request, shown, report)?;
-    let parts = conversation.then(|| Parts::new(&text, &generation.text, false));
+    let parts = conversation.then(|| Splitter::new(&text, false).answer(&generation.text));
     let answer = Answer {
         model: source.to_string(),
         device: engine.device(),

@@ -7,7 +7,7 @@ mod line;
 use std::io::IsTerminal;
 
 use host::{Engine, Finish, encode_prompt};
-use model::chat::{Answer as Parts, ChatTemplate};
+use model::chat::{ChatTemplate, Splitter};
 use model::{Message, Role};
 
 use self::input::{Input, Next};
@@ -127,7 +127,7 @@ impl Conversation {
         let request = command.answer.request(tokens, &checkpoint.generation);
         let shown = if report.json { Shown::Nothing } else { Shown::Answer { prompt: &prompt } };
         let generation = answer(engine, &request, shown, report).map_err(|error| in_conversation(error, typed))?;
-        let parts = Parts::new(&prompt, &generation.text, false);
+        let parts = Splitter::new(&prompt, false).answer(&generation.text);
         let answer = Answer {
             model: command.source.to_string(),
             device: engine.device(),
