@@ -9,8 +9,8 @@ use core::marker::PhantomData;
 use cuda_std::{Global, GlobalMut, kernel, shared, thread};
 
 use crate::sample::{
-    self, All, Count, Inputs, MOST_CANDIDATES, Question, Raw, Row, Split, THREADS, Team, mass, nominate_best, rank,
-    ranked_logit, ranked_token, select,
+    self, All, Count, Inputs, MOST_CANDIDATES, Question, Raw, Row, SIDE_BY_SIDE, Split, THREADS, Team, masses_of,
+    nominate_best, rank, ranked_logit, ranked_token, select,
 };
 use crate::step::{NO_TOKEN, Rows};
 
@@ -122,7 +122,8 @@ unsafe fn nominate(team: &mut Team, row: Row, top: u32, among_few: bool) {
         let best = team.max(mine);
         let max = ranked_logit(best);
         let mut total = 0;
-        row.each::<Raw>(|_| true, |_, logit| total += mass(logit, max));
+        let weigh = |logits: &[f32; SIDE_BY_SIDE]| masses_of(&logits.map(|logit| logit - max));
+        row.each_weighed::<Raw>(|_| true, weigh, |_, _, mass| total += mass);
         team.add_to_total(total);
         if top == 0 {
             team.nominate_if(thread::thread_idx_x() == 0 && team.rank == 0, best);

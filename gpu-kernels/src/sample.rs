@@ -34,10 +34,11 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, kernel, math, thread};
 
 pub(crate) use mass::key;
+pub(crate) use mass::masses_of;
 use mass::{REACH, logit, share};
 pub use mass::{UNIT_MASS, best_token, mass, mass_of, random, rank, ranked_logit, ranked_token};
 use row::{Change, Penalised};
-pub(crate) use row::{Inputs, Raw, Row};
+pub(crate) use row::{Inputs, Raw, Row, SIDE_BY_SIDE};
 pub use select::MOST_VOCAB;
 pub(crate) use select::{All, Count, Question, select};
 use select::{BINS, Mass, One};
@@ -391,9 +392,9 @@ unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, tok
             least = least.max(tied((kept >> 32) as u32, temperature));
         }
         let least_mass = least_mass(choice().settings.min_p);
-        draw::<C>(team, row, logit(least), token, |logit| {
-            let mass = mass(logit / temperature, max);
-            if mass >= least_mass { mass } else { 0 }
+        draw::<C>(team, row, logit(least), token, |logits| {
+            let masses = masses_of(&logits.map(|logit| logit / temperature - max));
+            masses.map(|mass| if mass >= least_mass { mass } else { 0 })
         });
     }
 }
@@ -455,7 +456,7 @@ unsafe fn draw<C: Change>(
     mut row: Row,
     least: f32,
     token: GlobalMut<u32>,
-    weigh: impl Fn(f32) -> u64,
+    weigh: impl Fn(&[f32; SIDE_BY_SIDE]) -> [u64; SIDE_BY_SIDE],
 ) {
     unsafe {
         let own = row.warp_weight::<C>(least, &weigh);
@@ -479,7 +480,9 @@ unsafe fn draw<C: Change>(
             if row.slice.1 - row.slice.0 <= 32 {
                 if thread::warp_id() == 0 {
                     let mut weight = 0;
-                    row.one_each::<C>(|logit| weight = if logit >= least { weigh(logit) } else { 0 });
+                    row.one_each::<C>(|logit| {
+                        weight = if logit >= least { weigh(&[logit; SIDE_BY_SIDE])[0] } else { 0 }
+                    });
                     let upto = start + running_total(weight);
                     if upto - weight <= drawn && drawn < upto {
                         token.store(0, row.slice.0 + thread::lane_id());

@@ -21,10 +21,9 @@ fn the_lines_that_help_shows_work_in_a_fresh_home() {
     let folder = binary().parent().unwrap().to_owned();
     for line in lines {
         let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap());
-        let status =
-            std::process::Command::new("bash").args(["-c", line.trim()]).env("HOME", home.path()).env("PATH", path);
-        let mut status = status;
-        assert!(status.status().unwrap().success(), "{line}");
+        let mut bash = std::process::Command::new("bash");
+        let status = bash.args(["-c", line.trim()]).env("HOME", home.path()).env("PATH", path).status();
+        assert!(status.unwrap().success(), "{line}");
     }
     for file in [
         ".local/share/bash-completion/completions/warpdraft",

@@ -1,6 +1,7 @@
 //! `warpdraft chat` and `generate` as a person meets them: at a terminal, whose screen is looked at.
 
 use std::io::{Read, Write};
+use std::num::NonZero;
 use std::path::Path;
 use std::process::ExitStatus;
 use std::sync::{Arc, Mutex};
@@ -15,6 +16,10 @@ use crate::binary;
 const PATIENCE: Duration = Duration::from_secs(120);
 const ROWS: u16 = 40;
 const COLUMNS: u16 = 100;
+
+fn size(cells: u16) -> NonZero<u16> {
+    NonZero::new(cells).expect("a terminal has cells")
+}
 
 /// The program at a terminal.
 struct Terminal {
@@ -50,7 +55,7 @@ impl Terminal {
         let command = command.env("XDG_STATE_HOME", states).env_remove("NO_COLOR").env_remove("WARPDRAFT_MODEL");
         let mut command = command.envs(environment.iter().copied());
         let child = command.spawn_borrowed(&pts).expect("the binary starts");
-        let parser = vt100::Parser::new(ROWS, COLUMNS, 1000);
+        let parser = vt100::Parser::new(size(ROWS), size(COLUMNS), 1000);
         let screen = Arc::new(Mutex::new(Screen { parser, bytes: Vec::new() }));
         let fd = std::os::fd::AsFd::as_fd(&pty).try_clone_to_owned().unwrap();
         let mut reader = std::fs::File::from(fd);

@@ -1,5 +1,7 @@
 //! What a draw is made of, as plain functions that the host shares: ranks of logits, their masses, random numbers.
 
+use cuda_std::math;
+
 use crate::step::NO_TOKEN;
 
 /// The mass of the likeliest token.
@@ -68,33 +70,46 @@ pub fn best_token(best: u64) -> u32 {
     if finite { ranked_token(best) } else { NO_TOKEN }
 }
 
-/// The mass of a logit in a row whose largest is `max`; the largest itself has [`UNIT_MASS`].
+/// The mass of a logit in a row whose largest is `max`, a finite number; the largest itself has [`UNIT_MASS`].
+#[inline(always)]
 pub fn mass(logit: f32, max: f32) -> u64 {
-    if logit == max { UNIT_MASS } else { mass_of(logit - max) }
+    mass_of(logit - max)
 }
 
 /// `⌊e^delta · 2⁴⁰⌋` for `delta ≤ 0`; 0 below −28 and for NaN.
 ///
 /// Additions and multiplications of f64 alone, never fused: the CPU sampler in `model` computes the same bits (tested).
+#[inline(always)]
 pub fn mass_of(delta: f32) -> u64 {
-    // NaN takes this branch too.
-    if !matches!(delta.partial_cmp(&-28.0), Some(core::cmp::Ordering::Greater | core::cmp::Ordering::Equal)) {
-        return 0;
-    }
+    masses_of(&[delta])[0]
+}
+
+/// [`mass_of`] each: step by step for all of them, so that none waits for its own step before.
+#[inline(always)]
+pub(crate) fn masses_of<const N: usize>(deltas: &[f32; N]) -> [u64; N] {
     // e^x = 2^n · e^r with n = round(x / ln 2). The high part of ln 2 ends in zero bits, so that n times it is exact.
     const LN2_HIGH: f64 = f64::from_bits(0x3FE6_2E42_FEE0_0000);
     const LN2_LOW: f64 = 1.908_214_929_270_587_7e-10;
-    let x = delta as f64;
-    let n = (x * core::f64::consts::LOG2_E - 0.5) as i32;
-    let r = x - n as f64 * LN2_HIGH - n as f64 * LN2_LOW;
+    let (mut whole, mut rest, mut sums) = ([0; N], [0.0; N], [0.0; N]);
+    unroll!(I < N of 4; {
+        // Of −28, and so of what lies below and of NaN, the mass is 0.
+        let x = f64::from(math::max(deltas[I], -28.0));
+        whole[I] = (x * core::f64::consts::LOG2_E - 0.5) as i32;
+        rest[I] = x - f64::from(whole[I]) * LN2_HIGH - f64::from(whole[I]) * LN2_LOW;
+    });
     // Taylor's sum, to r¹³.
-    let mut sum = 0.0;
     macro_rules! horner {
-        ($($factorial:literal)*) => { $( sum = sum * r + 1.0 / $factorial; )* };
+        ($($factorial:literal)*) => { $( unroll!(I < N of 4; {
+            sums[I] = sums[I] * rest[I] + 1.0 / $factorial;
+        }); )* };
     }
     horner!(6_227_020_800.0 479_001_600.0 39_916_800.0 3_628_800.0 362_880.0 40_320.0 5_040.0 720.0 120.0 24.0 6.0 2.0 1.0 1.0);
-    let scale = f64::from_bits(((1023 + 40 + n) as u64) << 52);
-    ((sum * scale) as u64).min(UNIT_MASS)
+    let mut masses = [0; N];
+    unroll!(I < N of 4; {
+        let scale = f64::from_bits(((1023 + 40 + whole[I]) as u64) << 52);
+        masses[I] = ((sums[I] * scale) as u64).min(UNIT_MASS);
+    });
+    masses
 }
 
 /// `part` of `whole`, rounded down, and at least 1.

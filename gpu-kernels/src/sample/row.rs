@@ -9,6 +9,8 @@ use crate::step::Rows;
 
 /// Logits that a thread asks for at a time.
 pub(crate) const AT_ONCE: usize = 8;
+/// Logits whose weights are made side by side.
+pub(crate) const SIDE_BY_SIDE: usize = 4;
 
 /// What rows are chosen from.
 #[derive(Clone, Copy)]
@@ -175,6 +177,45 @@ impl Row {
         }
     }
 
+    /// As [`each`](Self::each), with a weight for each, made of [`SIDE_BY_SIDE`] at a time: their operations are long, and need not wait for each other. Logits
+    /// that are not wanted may come, too: they weigh nothing.
+    #[inline(always)]
+    pub unsafe fn each_weighed<C: Change>(
+        &self,
+        wanted: impl Fn(f32) -> bool,
+        weigh: impl Fn(&[f32; SIDE_BY_SIDE]) -> [u64; SIDE_BY_SIDE],
+        mut f: impl FnMut(u32, f32, u64),
+    ) {
+        unsafe {
+            self.some_each::<C>(|first, end, logits| {
+                let (mut logits, mut first) = (*logits, first);
+                let mut turn = 0;
+                while turn < AT_ONCE / SIDE_BY_SIDE {
+                    thread::keep_rolled();
+                    let some: [f32; SIDE_BY_SIDE] = [logits[0], logits[1], logits[2], logits[3]];
+                    let mut are_wanted = 0;
+                    unroll!(I < SIDE_BY_SIDE of 4; {
+                        are_wanted |= u32::from(wanted(some[I]) && first + 32 * (I as u32) < end) << I;
+                    });
+                    if are_wanted != 0 {
+                        let weights = weigh(&some);
+                        // Without a branch: each would be made on its own behind one.
+                        unroll!(I < SIDE_BY_SIDE of 4; {
+                            let weight = if are_wanted >> I & 1 == 1 { weights[I] } else { 0 };
+                            f(first + 32 * I as u32, some[I], weight);
+                        });
+                    }
+                    // The next come to where these are.
+                    unroll!(I < SIDE_BY_SIDE of 4; {
+                        (logits[I], logits[I + SIDE_BY_SIDE]) = (logits[I + SIDE_BY_SIDE], logits[I]);
+                    });
+                    first += 32 * SIDE_BY_SIDE as u32;
+                    turn = thread::fresh(turn as u32) as usize + 1;
+                }
+            });
+        }
+    }
+
     /// The best rank of this thread's logits in the slice; 0 if there are none.
     #[inline(always)]
     pub unsafe fn best<C: Change>(&self) -> u64 {
@@ -215,10 +256,14 @@ impl Row {
 
     /// What the logits of this warp's part of the slice weigh together: known to each of its lanes. Those below `least` weigh nothing.
     #[inline(always)]
-    pub unsafe fn warp_weight<C: Change>(&self, least: f32, weigh: impl Fn(f32) -> u64) -> u64 {
+    pub unsafe fn warp_weight<C: Change>(
+        &self,
+        least: f32,
+        weigh: impl Fn(&[f32; SIDE_BY_SIDE]) -> [u64; SIDE_BY_SIDE],
+    ) -> u64 {
         unsafe {
             let mut own = 0;
-            self.each::<C>(|logit| logit >= least, |_, logit| own += weigh(logit));
+            self.each_weighed::<C>(|logit| logit >= least, weigh, |_, _, weight| own += weight);
             warp_total(own)
         }
     }

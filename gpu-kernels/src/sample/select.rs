@@ -13,7 +13,7 @@ use super::row::{Change, Row};
 
 use super::team::{Team, block_totals, running_total};
 use super::{HISTOGRAM, RESULT, THREADS};
-use crate::sample::mass::{rank, ranked_logit};
+use crate::sample::mass::{masses_of, rank, ranked_logit};
 
 /// Bins of a histogram.
 pub(super) const BINS: u32 = 2048;
@@ -28,8 +28,8 @@ const OWN: usize = (BINS / THREADS) as usize;
 
 /// Ranks to select from.
 pub(crate) trait Ranks {
-    /// Hands a thread's ranks from `low` to `high` to `f`.
-    unsafe fn each_between(&self, low: u64, high: u64, f: impl FnMut(u64));
+    /// Hands a thread's ranks from `low` to `high` to `f`, with their weights. Others may come, too, with none.
+    unsafe fn each_between(&self, low: u64, high: u64, weight: impl Weight, f: impl FnMut(u64, u64));
 }
 
 /// All of a slice.
@@ -37,19 +37,18 @@ pub(crate) struct All<C: Change>(pub Row, pub PhantomData<C>);
 
 impl<C: Change> Ranks for All<C> {
     #[inline(always)]
-    unsafe fn each_between(&self, low: u64, high: u64, mut f: impl FnMut(u64)) {
+    unsafe fn each_between(&self, low: u64, high: u64, weight: impl Weight, mut f: impl FnMut(u64, u64)) {
         unsafe {
             // No logit has a key below that of the lowest.
             let lowest = rank(f32::NEG_INFINITY, u32::MAX);
             let [least, most] = [low.max(lowest), high].map(ranked_logit);
             // Of the outermost logits not every token may be in question.
-            self.0.each::<C>(
+            self.0.each_weighed::<C>(
                 |logit| logit >= least && logit <= most,
-                |token, logit| {
+                |logits| weight.of(logits),
+                |token, logit, weight| {
                     let rank = rank(logit, token);
-                    if rank >= low && rank <= high {
-                        f(rank);
-                    }
+                    f(rank, if rank >= low && rank <= high { weight } else { 0 });
                 },
             );
         }
@@ -61,9 +60,9 @@ pub(crate) struct One(pub u64);
 
 impl Ranks for One {
     #[inline(always)]
-    unsafe fn each_between(&self, low: u64, high: u64, mut f: impl FnMut(u64)) {
+    unsafe fn each_between(&self, low: u64, high: u64, weight: impl Weight, mut f: impl FnMut(u64, u64)) {
         if self.0 >= low && self.0 <= high {
-            f(self.0);
+            f(self.0, weight.of(&[ranked_logit(self.0)])[0]);
         }
     }
 }
@@ -73,8 +72,8 @@ pub(crate) trait Weight: Copy {
     /// 32-bit words of a bin.
     const WORDS: u32;
 
-    /// What this logit weighs.
-    fn of(self, logit: f32) -> u64;
+    /// What these logits weigh.
+    fn of<const N: usize>(self, logits: &[f32; N]) -> [u64; N];
 
     /// Adds a weight to a bin of the block's histogram, word by word `BINS` apart.
     unsafe fn add(bins: Shared<u32>, bin: u32, weight: u64);
@@ -103,8 +102,8 @@ impl Weight for Count {
     const WORDS: u32 = 1;
 
     #[inline(always)]
-    fn of(self, _: f32) -> u64 {
-        1
+    fn of<const N: usize>(self, _: &[f32; N]) -> [u64; N] {
+        [1; N]
     }
 
     #[inline(always)]
@@ -134,8 +133,8 @@ impl Weight for Mass {
     const WORDS: u32 = 3;
 
     #[inline(always)]
-    fn of(self, logit: f32) -> u64 {
-        super::mass::mass(logit / self.temperature, self.max)
+    fn of<const N: usize>(self, logits: &[f32; N]) -> [u64; N] {
+        masses_of(&logits.map(|logit| logit / self.temperature - self.max))
     }
 
     // Shared memory has no addition of 64 bits.
@@ -235,8 +234,7 @@ unsafe fn histogram<W: Weight>(of: &impl Ranks, low: u64, high: u64, shift: u32,
             i += THREADS;
         }
         thread::sync_threads();
-        of.each_between(low, high, |rank| {
-            let weight = weight.of(ranked_logit(rank));
+        of.each_between(low, high, weight, |rank, weight| {
             if weight > 0 {
                 W::add(bins, ((high - rank) >> shift) as u32, weight);
             }

@@ -103,7 +103,7 @@ fn holds_namespace(value: &Value) -> Result<bool, Error> {
         return Ok(true);
     }
     match value.kind() {
-        ValueKind::Seq | ValueKind::Iterable => any(value, |item| Ok(item)),
+        ValueKind::Seq | ValueKind::Iterable => any(value, Ok),
         ValueKind::Map => any(value, |key| value.get_item(&key)),
         _ => Ok(false),
     }
@@ -310,6 +310,8 @@ impl Guard {
                 step: self.maybe(Look::Not, e.step.as_ref())?,
             }),
             Expr::UnaryOp(e) => {
+                // The kind can be neither copied nor cloned.
+                #[allow(clippy::needless_match)]
                 let op = match e.op {
                     ast::UnaryOpKind::Not => ast::UnaryOpKind::Not,
                     ast::UnaryOpKind::Neg => ast::UnaryOpKind::Neg,
@@ -332,7 +334,7 @@ impl Guard {
                     Ok(ast::CompareOp { op: op.op, expr: self.look(Look::Whole, &op.expr)? })
                 };
                 let ops = e.ops.iter().map(op).collect::<Result<_, _>>()?;
-                node!(Compare { expr: self.look(Look::Whole, &e.expr)?, ops: ops })
+                node!(Compare { expr: self.look(Look::Whole, &e.expr)?, ops })
             }
             Expr::IfExpr(e) => node!(IfExpr {
                 test_expr: self.expr(&e.test_expr)?,
@@ -399,7 +401,7 @@ impl Guard {
             Stmt::EmitRaw(s) => {
                 let expr =
                     Expr::Const(Spanned::new(ast::Const { value: Value::from_safe_string(s.raw.into()) }, s.span()));
-                node!(EmitExpr, s, { expr: expr })
+                node!(EmitExpr, s, { expr })
             }
             Stmt::ForLoop(s) => node!(ForLoop, s, {
                 target: self.expr(&s.target)?,
@@ -417,7 +419,7 @@ impl Guard {
             Stmt::WithBlock(s) => {
                 let pair = |(target, value): &(Expr<'a>, Expr<'a>)| Ok((self.expr(target)?, self.expr(value)?));
                 let assignments = s.assignments.iter().map(pair).collect::<Result<_, Error>>()?;
-                node!(WithBlock, s, { assignments: assignments, body: self.stmts(&s.body)? })
+                node!(WithBlock, s, { assignments, body: self.stmts(&s.body)? })
             }
             Stmt::Set(s) => {
                 let look = if matches!(s.target, Expr::GetAttr(_)) { Look::Kept } else { Look::Not };
