@@ -92,7 +92,8 @@ impl Split {
     }
 }
 
-/// Parameters of [`sample`]. Cooperative; grid: a [`Split`]'s, with a team for each row from `first_row` on. Shared memory: [`SHARED_BYTES`].
+/// Parameters of [`sample`]. Cooperative; grid: a [`Split`]'s, with as many teams as rows from `first_row` on, or with fewer of one CTA each, which take
+/// turns. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sample {
@@ -184,17 +185,20 @@ impl Settings {
 #[kernel(threads = THREADS, min_blocks = 2)]
 pub unsafe fn sample(p: Sample) {
     unsafe {
-        let (number, _, team) = p.split.team();
-        let row = p.first_row + number;
-        if row >= p.rows.count.load(0) {
-            return;
+        let (number, teams, _) = p.split.team();
+        let (mut row, count) = (p.first_row + number, p.rows.count.load(0));
+        while row < count {
+            let (_, _, team) = p.split.team();
+            // Earlier drafts of this step are part of this row's history.
+            let (drafts, position) = (p.first_row + 1, p.rows.positions.load(row as usize));
+            // The choice before is made.
+            thread::sync_threads();
+            if thread::thread_idx_x() == 0 {
+                Choice { row, drafts, slot: 0, position, settings: p.settings }.store(shared::dynamic(CHOICE));
+            }
+            choose(team, p.inputs(), p.sampled.at(row as usize));
+            row += teams;
         }
-        // Earlier drafts of this step are part of this row's history.
-        let (drafts, position) = (p.first_row + 1, p.rows.positions.load(row as usize));
-        if thread::thread_idx_x() == 0 {
-            Choice { row, drafts, slot: 0, position, settings: p.settings }.store(shared::dynamic(CHOICE));
-        }
-        choose(team, p.inputs(), p.sampled.at(row as usize));
     }
 }
 

@@ -78,7 +78,8 @@ fn choose(given: &Rows, s: Settings, seed: u64, first_row: u32) -> Vec<u32> {
     let logits = Buffer::from_slice(logits);
     let uses = Buffer::from_slice(uses);
     let sampled = Buffer::from_slice(&vec![7777; tokens.len()]);
-    let teams = Teams::new(count - first_row, splits);
+    // Whole rows are two CTAs' at most.
+    let teams = Teams::new(if splits == 1 { (count - first_row).min(2) } else { count - first_row }, splits);
     let params = Sample {
         rows: rows.rows(),
         logits: logits.ptr(),
