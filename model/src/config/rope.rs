@@ -90,11 +90,13 @@ impl Fields<'_> {
                                 checkpoint that says one for all layers";
             return Err(self.unsupported(field, value, MEND));
         }
-        if object.iter().any(|(key, value)| !value.is_null() && !known(key)) {
-            const MEND: &str = "it holds a setting that is none of a plain or YaRN-scaled rotation's; use a \
-            checkpoint that \
-                                transformers reads without a warning";
-            return Err(self.unsupported(field, value, MEND));
+        let is_strange = |(key, value): &(&String, &Value)| !value.is_null() && !known(key);
+        let strange: Map<String, Value> =
+            object.iter().filter(is_strange).map(|(key, value)| (key.clone(), value.clone())).collect();
+        if !strange.is_empty() {
+            const MEND: &str = "these of its settings are none of a plain or YaRN-scaled rotation's; use a checkpoint \
+                                that transformers reads without a warning";
+            return Err(self.unsupported(field, &Value::Object(strange), MEND));
         }
         self.check_partial(field, object)?;
         let theta = match self.theta_in(object)? {
