@@ -82,9 +82,12 @@ Examples:
 
 const COMPLETIONS_EXAMPLES: &str = "\
 Examples:
-  d=~/.local/share/bash-completion/completions; mkdir -p $d && warpdraft completions bash > $d/warpdraft
-  d=~/.zfunc; mkdir -p $d && warpdraft completions zsh > $d/_warpdraft
-  d=~/.config/fish/completions; mkdir -p $d && warpdraft completions fish > $d/warpdraft.fish
+  d=~/.local/share/bash-completion/completions; mkdir -p $d
+  warpdraft completions bash > $d/warpdraft
+  d=~/.zfunc; mkdir -p $d
+  warpdraft completions zsh > $d/_warpdraft
+  d=~/.config/fish/completions; mkdir -p $d
+  warpdraft completions fish > $d/warpdraft.fish
 
 zsh reads ~/.zfunc if ~/.zshrc has these lines: fpath+=~/.zfunc; autoload -Uz compinit && compinit";
 

@@ -15,14 +15,17 @@ fn every_shell_gets_a_script_that_knows_the_flags() {
 #[test]
 fn the_lines_that_help_shows_work_in_a_fresh_home() {
     let help = stdout_of(&mut warpdraft(&["completions", "--help"]));
-    let lines: Vec<&str> = help.lines().filter(|line| line.contains("mkdir -p")).collect();
-    assert_eq!(lines.len(), 3, "{help}");
+    // The folder, and the line behind it.
+    let lines: Vec<&str> = help.lines().map(str::trim).collect();
+    let scripts = lines.windows(2).filter(|two| two[0].contains("mkdir -p")).map(|two| two.join("\n"));
+    let scripts: Vec<String> = scripts.collect();
+    assert_eq!(scripts.len(), 3, "{help}");
     let home = tempfile::tempdir().unwrap();
     let folder = binary().parent().unwrap().to_owned();
-    for line in lines {
+    for line in scripts {
         let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap());
         let mut bash = std::process::Command::new("bash");
-        let status = bash.args(["-c", line.trim()]).env("HOME", home.path()).env("PATH", path).status();
+        let status = bash.args(["-c", &line]).env("HOME", home.path()).env("PATH", path).status();
         assert!(status.unwrap().success(), "{line}");
     }
     for file in [

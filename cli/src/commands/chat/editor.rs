@@ -39,6 +39,8 @@ pub struct Editor {
     /// The file of earlier turns, if they are kept.
     history: Option<PathBuf>,
     ctrl_c: Arc<Mutex<CtrlC>>,
+    /// The line so far.
+    typed: Arc<Mutex<String>>,
     keys: Keys,
 }
 
@@ -65,7 +67,8 @@ impl Editor {
             .max_history_size(MOST_ENTRIES)?
             .build();
         let mut editor = rustyline::Editor::with_config(config)?;
-        editor.set_helper(Some(Commands));
+        let typed = Arc::new(Mutex::new(String::new()));
+        editor.set_helper(Some(Commands { typed: Arc::clone(&typed) }));
         let ctrl_c = Arc::new(Mutex::new(CtrlC::default()));
         let handler =
             |pressed| EventHandler::Conditional(Box::new(CtrlCHandler { pressed, state: Arc::clone(&ctrl_c) }));
@@ -74,7 +77,7 @@ impl Editor {
         for key in [KeyEvent(KeyCode::Enter, Modifiers::ALT), KeyEvent(KeyCode::Char('\r'), Modifiers::ALT)] {
             editor.bind_sequence(key, Cmd::Newline);
         }
-        let mut editor = Self { editor, history, ctrl_c, keys: Keys::hold() };
+        let mut editor = Self { editor, history, ctrl_c, typed, keys: Keys::hold() };
         editor.open_history();
         Ok(editor)
     }
@@ -119,8 +122,9 @@ impl Editor {
     /// # Errors
     /// If the terminal cannot be read.
     pub fn edit(&mut self) -> anyhow::Result<Edited> {
+        let mut begun = String::new();
         loop {
-            let edited = self.editor.readline("> ");
+            let edited = self.editor.readline_with_initial("> ", (&std::mem::take(&mut begun), ""));
             self.keys.mark_pastes();
             let mut ctrl_c = self.ctrl_c.lock().unwrap_or_else(PoisonError::into_inner);
             match edited {
@@ -142,6 +146,10 @@ impl Editor {
                 }
                 Err(ReadlineError::Interrupted) => return Ok(Edited::Interrupted),
                 Err(ReadlineError::Eof) => return Ok(Edited::End),
+                Err(ReadlineError::Io(error)) if error.kind() == std::io::ErrorKind::InvalidData => {
+                    note("a byte that is not UTF-8 text was left out");
+                    begun = std::mem::take(&mut *self.typed.lock().unwrap_or_else(PoisonError::into_inner));
+                }
                 Err(error) => return Err(anyhow::Error::new(error).context("cannot read from the terminal")),
             }
         }
@@ -177,8 +185,10 @@ impl ConditionalEventHandler for CtrlCHandler {
     }
 }
 
-/// Completes commands.
-struct Commands;
+/// Completes commands, and knows the line so far: where the editor fails, it keeps none.
+struct Commands {
+    typed: Arc<Mutex<String>>,
+}
 
 impl Completer for Commands {
     type Candidate = String;
@@ -190,6 +200,11 @@ impl Completer for Commands {
 
 impl Hinter for Commands {
     type Hint = String;
+
+    fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<String> {
+        line.clone_into(&mut self.typed.lock().unwrap_or_else(PoisonError::into_inner));
+        None
+    }
 }
 
 impl Highlighter for Commands {}
