@@ -6,11 +6,11 @@ CARGO ?= cargo
 PTXAS_VENV := .venv
 PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
 
-# Without what the demo does not use: downloads; and with less effort on what it does not wait for, the emulator and
-# zstd.
+# Without what the demo does not use: downloads; and with less effort on what it does not wait for. Numbers are the business
+# of `model` and what that stands on.
 DEMO_BUILD := --no-default-features --features bundled-demo \
-	--config 'profile.release.package.gpu-kernels.opt-level=1' \
-	--config 'profile.release.package.zstd-sys.opt-level=1'
+	$(foreach krate,gpu-kernels host warpdraft minijinja zstd-sys rustyline,\
+	--config 'profile.release.package.$(krate).opt-level=1')
 
 # Complete a prompt with the bundled model, on a GPU if there is one. Leaves target/release/warpdraft, which downloads
 # nothing: `cargo build --release --package warpdraft` makes the whole of it.
