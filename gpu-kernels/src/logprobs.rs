@@ -1,8 +1,9 @@
-//! What log-probabilities of tokens are made of: the largest logit of a row, the mass of all, the likeliest tokens, and the logit of the
-//! token that is chosen.
+//! What log-probabilities of tokens are made of: the largest logit of a row, the mass of all, the likeliest tokens, and
+//! the logit of the token that is chosen.
 //!
-//! By the model's own logits, before penalties and temperature. Rows are split over CTAs as for the [sampler](crate::sample), and the likeliest tokens
-//! found as it finds what top-k keeps. Masses are its integers: their sum has no order, and is the same on the CPU.
+//! By the model's own logits, before penalties and temperature. Rows are split over CTAs as for the
+//! [sampler](crate::sample), and the likeliest tokens found as it finds what top-k keeps. Masses are its integers:
+//! their sum has no order, and is the same on the CPU.
 
 use core::marker::PhantomData;
 
@@ -27,7 +28,8 @@ impl Note {
     pub const MAX: usize = 1;
     /// The mass of all tokens, the low half first: the largest logit's is [`UNIT_MASS`](sample::UNIT_MASS).
     pub const TOTAL: usize = 2;
-    /// `[MOST, 2]` tokens with their logits, as many as were asked for: the likeliest first, of equal ones the lower token.
+    /// `[MOST, 2]` tokens with their logits, as many as were asked for: the likeliest first, of equal ones the lower
+    /// token.
     pub const TOP: usize = 4;
     /// Words of a note.
     pub const WORDS: usize = Self::TOP + 2 * MOST;
@@ -47,8 +49,9 @@ impl Wanted {
     pub const WORDS: usize = 3;
 }
 
-/// Parameters of [`note_logits`] and [`note_chosen`]. The first: cooperative; grid: a [`Split`]'s, with as many teams as rows noted, or with fewer of one
-/// CTA each, which take turns; shared memory: [`sample::SHARED_BYTES`]. The second: grid 1.
+/// Parameters of [`note_logits`] and [`note_chosen`]. The first: cooperative; grid: a [`Split`]'s, with as many teams
+/// as rows noted, or with fewer of one CTA each, which take turns; shared memory: [`sample::SHARED_BYTES`]. The second:
+/// grid 1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NoteLogits {

@@ -1,27 +1,31 @@
 //! Choosing the token after each row: the largest logit, or a draw from the model's distribution.
 //!
-//! Penalties, then temperature, top-k, top-p and min-p, in this order; what is left is drawn from by inverting the cumulative distribution in
-//! vocabulary order. Logits are read, never changed.
+//! Penalties, then temperature, top-k, top-p and min-p, in this order; what is left is drawn from by inverting the
+//! cumulative distribution in vocabulary order. Logits are read, never changed.
 //!
 //! ```text
 //! best logit ─┬─ greedy ─► token
-//!             ├─ top-k ─► how good the k-th of the threads' best is ─► candidates at least as good ─► one CTA ranks them, and draws
-//!             └─ top-p, min-p, none ─► (histograms ─►) least logit kept ─► masses of slices ─► the slice that the draw falls into
+//!             ├─ top-k ─► how good the k-th of the threads' best is ─► candidates at least as good
+//!             │            ─► one CTA ranks them, and draws
+//!             └─ top-p, min-p, none ─► (histograms ─►) least logit kept ─► masses of slices
+//!                          ─► the slice that the draw falls into
 //! ```
 //!
-//! A row's logits are split over CTAs that wait for each other ([`team`]), as many as leave none of the card idle; with many rows each CTA has rows of its own.
-//! What a large top-k or top-p alone keep is found by a radix select over all logits ([`select`]), so any setting is exact.
+//! A row's logits are split over CTAs that wait for each other ([`team`]), as many as leave none of the card idle; with
+//! many rows each CTA has rows of its own. What a large top-k or top-p alone keep is found by a radix select over all
+//! logits ([`select`]), so any setting is exact.
 //!
 //! # Order
-//! A token's mass is the integer `⌊exp(logit − max) · 2⁴⁰⌋`. Integer sums are associative, so histograms and totals come out the
-//! same however the threads interleave and however many CTAs there are. The random number is a function of the seed and of the token's position, so a
-//! draw depends on the row's own history alone.
+//! A token's mass is the integer `⌊exp(logit − max) · 2⁴⁰⌋`. Integer sums are associative, so histograms and totals
+//! come out the same however the threads interleave and however many CTAs there are. The random number is a function of
+//! the seed and of the token's position, so a draw depends on the row's own history alone.
 //!
 //! # Why accepting a draft is a comparison
-//! Rejection sampling accepts a draft `d` with probability `min(1, p(d) / q(d))`, and on refusal draws from the normalised excess of
-//! `p` over `q` (Leviathan et al., 2023). An n-gram draft is proposed with certainty: `q(d) = 1`. Then it is accepted with
-//! probability `p(d)`, and on refusal the draw is from `p` without `d`. Drawing from `p` and comparing does the same in one
-//! stroke. And since the draw is the same with or without the draft, drafting does not change sampled output either.
+//! Rejection sampling accepts a draft `d` with probability `min(1, p(d) / q(d))`, and on refusal draws from the
+//! normalised excess of `p` over `q` (Leviathan et al., 2023). An n-gram draft is proposed with certainty: `q(d) = 1`.
+//! Then it is accepted with probability `p(d)`, and on refusal the draw is from `p` without `d`. Drawing from `p` and
+//! comparing does the same in one stroke. And since the draw is the same with or without the draft, drafting does not
+//! change sampled output either.
 
 mod mass;
 mod row;
@@ -69,11 +73,13 @@ const WEIGHTS: u32 = RANKS + MOST_CANDIDATES * 8;
 pub const SHARED_BYTES: u32 = HISTOGRAM + 3 * BINS * 4;
 const _: () = assert!(WEIGHTS + MOST_CANDIDATES * 8 <= SHARED_BYTES);
 
-/// How rows of logits are split over CTAs, and where those of a row meet. Cooperative launches; grid: teams of [`splits`](Self::splits) CTAs.
+/// How rows of logits are split over CTAs, and where those of a row meet. Cooperative launches; grid: teams of
+/// [`splits`](Self::splits) CTAs.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Split {
-    /// `[teams, SCRATCH_WORDS]`, of which the first [`ZEROED_WORDS`] are zero when it is used first; launches leave it as they need to find it.
+    /// `[teams, SCRATCH_WORDS]`, of which the first [`ZEROED_WORDS`] are zero when it is used first; launches leave it
+    /// as they need to find it.
     pub scratch: GlobalMut<u64>,
     /// CTAs of a row: [`splits`].
     pub splits: u32,
@@ -92,8 +98,8 @@ impl Split {
     }
 }
 
-/// Parameters of [`sample`]. Cooperative; grid: a [`Split`]'s, with as many teams as rows from `first_row` on, or with fewer of one CTA each, which take
-/// turns. Shared memory: [`SHARED_BYTES`].
+/// Parameters of [`sample`]. Cooperative; grid: a [`Split`]'s, with as many teams as rows from `first_row` on, or with
+/// fewer of one CTA each, which take turns. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sample {
@@ -263,8 +269,8 @@ impl Choice {
     }
 }
 
-/// Parameters of [`sample_each`]. Cooperative; grid: a [`Split`]'s, with as many teams as choices, or with fewer of one CTA each, which take turns.
-/// Shared memory: [`SHARED_BYTES`].
+/// Parameters of [`sample_each`]. Cooperative; grid: a [`Split`]'s, with as many teams as choices, or with fewer of one
+/// CTA each, which take turns. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SampleEach {
@@ -361,7 +367,8 @@ unsafe fn number() -> u64 {
 
 /// Stores the token, or nominates candidates for it, if there may be any.
 ///
-/// What is kept is decided by logits after the temperature, but found by those before it, whose order is the same, and which need no division.
+/// What is kept is decided by logits after the temperature, but found by those before it, whose order is the same, and
+/// which need no division.
 #[inline(always)]
 unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, token: GlobalMut<u32>) {
     unsafe {
@@ -403,8 +410,9 @@ unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, tok
     }
 }
 
-/// Nominates the `count` best tokens of those in `question`, others that the temperature makes equal to the last of them, and some more: of each thread's best
-/// the `count`-th says how good these are at least. Does nothing, and says so, where fewer threads have any.
+/// Nominates the `count` best tokens of those in `question`, others that the temperature makes equal to the last of
+/// them, and some more: of each thread's best the `count`-th says how good these are at least. Does nothing, and says
+/// so, where fewer threads have any.
 #[inline(always)]
 pub(crate) unsafe fn nominate_best<C: Change>(
     team: &mut Team,
@@ -452,8 +460,9 @@ fn least_mass(min_p: f32) -> u64 {
     if min_p > 0.0 { share(min_p, UNIT_MASS) } else { 0 }
 }
 
-/// Stores the first token in vocabulary order whose running total of `weigh`, of logits from `least` on, exceeds its share of the total: by the CTA in whose slice it is. Slices
-/// become parts of warps, and parts of these, until a warp has the rest.
+/// Stores the first token in vocabulary order whose running total of `weigh`, of logits from `least` on, exceeds its
+/// share of the total: by the CTA in whose slice it is. Slices become parts of warps, and parts of these, until a warp
+/// has the rest.
 #[inline(always)]
 unsafe fn draw<C: Change>(
     team: &mut Team,

@@ -97,7 +97,8 @@ fn choose(given: &Rows, s: Settings, seed: u64, first_row: u32) -> Vec<u32> {
     first
 }
 
-/// The same by the kernel for many sequences: the rows from last to first, flags in the second slot of two, with fewer CTAs than rows if rows are whole.
+/// The same by the kernel for many sequences: the rows from last to first, flags in the second slot of two, with fewer
+/// CTAs than rows if rows are whole.
 fn choose_each(given: &Rows, s: Settings, seed: u64) -> Vec<u32> {
     let &Rows { logits, vocab, uses, tokens, splits } = given;
     let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 7 * r as u32, 0)).collect::<Vec<_>>());

@@ -1,6 +1,7 @@
 //! What sampling and log-probabilities cost beside greedy decoding, on a card.
 //!
-//! `sampled SIZE`, such as `sampled 8B`; `sampled small` runs on the emulator. Random weights. A line for each measurement, and the figures as JSON.
+//! `sampled SIZE`, such as `sampled 8B`; `sampled small` runs on the emulator. Random weights. A line for each
+//! measurement, and the figures as JSON.
 
 use std::time::Instant;
 
@@ -170,7 +171,8 @@ fn batch(device: &Device, config: &Config, scale: &Scale, figures: &mut Figures)
     Ok(())
 }
 
-/// Seconds of a step of `count` sequences, the median; each is begun while the one before is under way, as a batch does.
+/// Seconds of a step of `count` sequences, the median; each is begun while the one before is under way, as a batch
+/// does.
 fn step(
     backend: &mut GpuBatch,
     config: &Config,

@@ -9,9 +9,9 @@ pub const UNIT_MASS: u64 = 1 << 40;
 /// A logit that lies this far below the largest, or further, has no mass.
 pub(super) const REACH: f64 = 28.001;
 
-/// The random 64-bit number of the token at `position` of a sequence with this `seed`: two rounds of SplitMix64 (Steele,
-/// Lea and Flood, 2014, "Fast splittable pseudorandom number generators"), the first for the stream, the second for its
-/// element.
+/// The random 64-bit number of the token at `position` of a sequence with this `seed`: two rounds of SplitMix64
+/// (Steele, Lea and Flood, 2014, "Fast splittable pseudorandom number generators"), the first for the stream, the
+/// second for its element.
 pub fn random(seed: u64, position: u64) -> u64 {
     const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
     let stream = mix(seed.wrapping_add(GOLDEN));
@@ -62,7 +62,8 @@ pub fn ranked_logit(rank: u64) -> f32 {
     logit((rank >> 32) as u32)
 }
 
-/// The token of the best [`rank`] of a row; [`NO_TOKEN`] where that is NaN or infinite, so that there is nothing to choose by.
+/// The token of the best [`rank`] of a row; [`NO_TOKEN`] where that is NaN or infinite, so that there is nothing to
+/// choose by.
 #[inline(always)]
 pub fn best_token(best: u64) -> u32 {
     let key = (best >> 32) as u32;

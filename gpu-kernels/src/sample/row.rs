@@ -24,8 +24,8 @@ pub(crate) struct Inputs {
     pub vocab: u32,
 }
 
-/// What becomes of logits before they are compared: by the [choice](Choice) that lies in shared memory. It is read there for each pass: registers are short
-/// between passes.
+/// What becomes of logits before they are compared: by the [choice](Choice) that lies in shared memory. It is read
+/// there for each pass: registers are short between passes.
 pub(crate) trait Change: Sized {
     /// What a pass needs to know.
     unsafe fn new(inputs: &Inputs) -> Self;
@@ -135,8 +135,8 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// Hands the logits of the slice to `f`, [`AT_ONCE`] a thread at a time, with the first one's token: every 32nd. Those at `end` and behind it are none.
-    /// A warp has a part of the slice that is contiguous.
+    /// Hands the logits of the slice to `f`, [`AT_ONCE`] a thread at a time, with the first one's token: every 32nd.
+    /// Those at `end` and behind it are none. A warp has a part of the slice that is contiguous.
     #[inline(always)]
     unsafe fn some_each<C: Change>(&self, mut f: impl FnMut(u32, u32, &[f32; AT_ONCE])) {
         unsafe {
@@ -158,7 +158,8 @@ impl Row {
         }
     }
 
-    /// Hands the logits of the slice of which `wanted` holds to `f`, with their tokens: `wanted` costs little, `f` may cost more.
+    /// Hands the logits of the slice of which `wanted` holds to `f`, with their tokens: `wanted` costs little, `f` may
+    /// cost more.
     #[inline(always)]
     pub unsafe fn each<C: Change>(&self, wanted: impl Fn(f32) -> bool, mut f: impl FnMut(u32, f32)) {
         unsafe {
@@ -177,8 +178,8 @@ impl Row {
         }
     }
 
-    /// As [`each`](Self::each), with a weight for each, made of [`SIDE_BY_SIDE`] at a time: their operations are long, and need not wait for each other. Logits
-    /// that are not wanted may come, too: they weigh nothing.
+    /// As [`each`](Self::each), with a weight for each, made of [`SIDE_BY_SIDE`] at a time: their operations are long,
+    /// and need not wait for each other. Logits that are not wanted may come, too: they weigh nothing.
     #[inline(always)]
     pub unsafe fn each_weighed<C: Change>(
         &self,
@@ -254,7 +255,8 @@ impl Row {
         }
     }
 
-    /// What the logits of this warp's part of the slice weigh together: known to each of its lanes. Those below `least` weigh nothing.
+    /// What the logits of this warp's part of the slice weigh together: known to each of its lanes. Those below `least`
+    /// weigh nothing.
     #[inline(always)]
     pub unsafe fn warp_weight<C: Change>(
         &self,

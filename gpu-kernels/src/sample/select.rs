@@ -1,7 +1,8 @@
 //! Where, from the best logit downwards, weights first add up to a target: a radix select over the slices of a team.
 //!
-//! A pass makes a histogram of the ranks in question, in up to [`BINS`] bins of equal width. The bin in which the sum reaches the target holds the
-//! ranks in question of the next pass, until a bin is as narrow as is asked for. Logits of a row lie close together, so two or three passes do.
+//! A pass makes a histogram of the ranks in question, in up to [`BINS`] bins of equal width. The bin in which the sum
+//! reaches the target holds the ranks in question of the next pass, until a bin is as narrow as is asked for. Logits of
+//! a row lie close together, so two or three passes do.
 
 use core::marker::PhantomData;
 
@@ -167,7 +168,8 @@ pub(crate) struct Question {
     pub enough: u64,
 }
 
-/// The lowest rank of the bin in which the weights of ranks, from the highest downwards, reach `target` of the sum of all of them; 0 where they do not, or there is no target.
+/// The lowest rank of the bin in which the weights of ranks, from the highest downwards, reach `target` of the sum of
+/// all of them; 0 where they do not, or there is no target.
 #[inline(always)]
 pub(crate) unsafe fn select<W: Weight>(
     team: &mut Team,
@@ -178,7 +180,8 @@ pub(crate) unsafe fn select<W: Weight>(
 ) -> u64 {
     unsafe {
         let Question { mut low, mut high, narrow, enough } = question;
-        // What is kept between passes, by place in shared memory: the weights of ranks above those in question, and what is to be reached.
+        // What is kept between passes, by place in shared memory: the weights of ranks above those in question, and
+        // what is to be reached.
         let result = shared::dynamic::<u64>(RESULT);
         let mut is_first = true;
         loop {

@@ -1,7 +1,8 @@
 //! The CTAs that work on one row of logits: who has which slice of the vocabulary, and what they tell each other.
 //!
-//! Split over the vocabulary as split-K splits a GEMM: each CTA reduces its slice, and results meet in [scratch](SCRATCH_WORDS) memory. All CTAs are
-//! resident at once, so they may wait for each other there. A row that one CTA has alone needs none of it.
+//! Split over the vocabulary as split-K splits a GEMM: each CTA reduces its slice, and results meet in
+//! [scratch](SCRATCH_WORDS) memory. All CTAs are resident at once, so they may wait for each other there. A row that
+//! one CTA has alone needs none of it.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, shared, thread, warp};
@@ -93,8 +94,9 @@ impl Team {
         }
     }
 
-    /// Whether this CTA is the last of the team to come here, and so sees what all of them wrote. The others have nothing more to do. The team's
-    /// scratch is as it was before the launch then, but for candidates and what the caller still reads.
+    /// Whether this CTA is the last of the team to come here, and so sees what all of them wrote. The others have
+    /// nothing more to do. The team's scratch is as it was before the launch then, but for candidates and what the
+    /// caller still reads.
     #[inline(always)]
     pub unsafe fn is_last(&mut self) -> bool {
         unsafe {
@@ -205,7 +207,8 @@ impl Team {
         }
     }
 
-    /// How many there are, for the [last](Self::is_last) CTA: if more than the list has room for, some are missing there.
+    /// How many there are, for the [last](Self::is_last) CTA: if more than the list has room for, some are missing
+    /// there.
     #[inline(always)]
     pub unsafe fn nominated(&self) -> u32 {
         unsafe { atomic::load(self.scratch.at(COUNT).cast::<u32>(), 0, Ordering::Relaxed, Scope::Device) }
@@ -217,7 +220,8 @@ impl Team {
         unsafe { self.scratch.load(CANDIDATES + i as usize) }
     }
 
-    /// The histogram between this meeting and the next. There are three: one is read while the next is added to, and a third is made zero.
+    /// The histogram between this meeting and the next. There are three: one is read while the next is added to, and a
+    /// third is made zero.
     #[inline(always)]
     unsafe fn histogram(&self, met: u32) -> GlobalMut<u64> {
         unsafe { self.scratch.at(HISTOGRAMS + (met % 3 * BINS) as usize) }
