@@ -6,7 +6,7 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
 
-use crate::linear::STRIP;
+use crate::linear::{STRIP, slot};
 use crate::norm::Residual;
 use crate::sample::{Choice, GENERATED, best_token};
 use crate::step::NO_TOKEN;
@@ -145,9 +145,11 @@ pub unsafe fn take_best(p: TakeBest) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PickRows {
-    /// `[picks]` rows of the source.
+    /// `[picks]` rows of the source; null for those from `first` on.
     pub rows: Global<u32>,
-    /// `[any, dim]`: the source's [`Residual::scaled`].
+    /// The first row, where there is no list.
+    pub first: u32,
+    /// `[any, dim]`: the source's [`Residual::scaled`], in the order of [`slot`](crate::linear::slot).
     pub scaled: Global<bf16>,
     /// `[any, dim / STRIP]`: the source's [`Residual::squares`].
     pub squares: Global<f32>,
@@ -155,18 +157,19 @@ pub struct PickRows {
     pub to: Residual,
 }
 
-/// Gathers what the head reads of some rows of a pass over many.
+/// Gathers what the head reads of some rows of a pass over many, each element where it belongs.
 #[kernel(threads = 256)]
 pub unsafe fn pick_rows(p: PickRows) {
     unsafe {
         let pick = thread::block_idx_y() as usize;
-        let row = p.rows.load(pick) as usize;
+        let row = if p.rows.is_null() { p.first as usize + pick } else { p.rows.load(pick) as usize };
         let (dim, strips) = (p.to.dim, p.to.dim / STRIP);
-        let (from, to) = (p.scaled.at(row * dim as usize), p.to.scaled.at(pick * dim as usize));
-        let mut i = thread::thread_idx_x() * 8;
-        while i < dim {
-            to.store16(i as usize, from.load16(i as usize));
-            i += THREADS * 8;
+        let (from, to) = (p.scaled.at(row * dim as usize).cast::<u32>(), p.to.scaled.at(pick * dim as usize).cast());
+        // In pairs.
+        let mut i = thread::thread_idx_x();
+        while i < dim / 2 {
+            to.store(i as usize, from.load(slot(2 * i) as usize / 2));
+            i += THREADS;
         }
         let mut i = thread::thread_idx_x();
         while i < strips {

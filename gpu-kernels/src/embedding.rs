@@ -3,10 +3,10 @@
 use cuda_std::{Global, bf16, kernel, math, thread};
 
 use crate::linear::place_of;
-use crate::norm::Residual;
+use crate::norm::{Residual, SPAN, lane_element, lane_weights};
 use crate::step::Rows;
 
-/// Parameters of [`embed`]. Grid: (1, rows).
+/// Parameters of [`embed`] and [`embed_spans`]. Grid: (1, rows).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Embed {
@@ -29,6 +29,28 @@ pub unsafe fn embed(p: Embed) {
         let row = thread::block_idx_y();
         if row < p.rows.count.load(0) {
             embed_elements::<false>(&p, row, thread::thread_idx_x(), 256);
+        }
+    }
+}
+
+/// The same for [`gemm`](crate::gemm): scaled rows are in the order of [`slot`](crate::linear::slot), and squares of spans are added up.
+#[kernel(threads = 256)]
+pub unsafe fn embed_spans(p: Embed) {
+    unsafe {
+        let row = thread::block_idx_y();
+        if row < p.rows.count.load(0) {
+            let (lane, dim) = (thread::lane_id(), p.residual.dim);
+            let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
+            let source = p.table.at(token as usize * dim as usize + lane_element(lane) as usize);
+            let mut first = thread::warp_id() * SPAN;
+            while first < dim {
+                let pairs = source.at(first as usize).cast::<u32>();
+                let [low, high] = [0, 4].map(|i| math::unpack_bf16(pairs.load_nc(i)));
+                let weights = lane_weights(p.norm, first, lane);
+                let square = p.residual.put_lane(row, first, lane, [low[0], low[1], high[0], high[1]], weights);
+                p.residual.put_sums(row, first, lane, square);
+                first += 8 * SPAN;
+            }
         }
     }
 }

@@ -5,7 +5,7 @@
 //! after another:
 //!
 //! ```text
-//! warpgroup 2   one lane: x [128 × 64] and w [N × 64] ──────TMA──────► ring of slots in shared memory   (runs ahead, across tiles)
+//! warpgroup 2   one lane: x [128 × 64] by TMA, w [N × 64] by bulk copies ──► ring of slots in shared memory   (runs ahead, across tiles)
 //! warpgroup 0   rows 0..64   ┐ wgmma m64nNk16, four a slot, sums in N/2 registers a lane;
 //! warpgroup 1   rows 64..128 ┘ then the epilogue
 //! ```
@@ -41,16 +41,20 @@
 //! | kernels | of the sums, times the row's factor |
 //! |---|---|
 //! | `gemm_qkv_*` | queries, keys and values: normalised, rotated, and put where attention reads them ([`qkv`](crate::qkv)) |
+//! | `gemm_write_*` | written in f32 |
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
-//! | `gemm_plain_*` | rounded to bf16, without a factor: what others' products do, to be compared with them |
+//! | `gemm_plain_*` | rounded to bf16, without a factor: what others' GEMMs do, to be compared with them |
 //!
 //! What an epilogue reads from memory first, its lanes load into registers while products run.
 //!
 //! The kernels may be launched early ([`launches`]): before they wait for the launches ahead they fetch the first slots' weights.
 //!
 //! # Order
-//! An output is one chain over k in the tensor core's accumulator, whatever tile it is in: all kernels here agree bit for bit (tested).
+//! An output is the sum that [`linear`](crate::linear) makes, bit for bit: slices of 64 input features form [`CHAINS`] chains in the tensor core's accumulator, which are added from
+//! first to last. Here a tile is multiplied chain by chain, and what is finished waits as the tile's *totals*: of tiles of 128 weight rows in registers beside the accumulators, of wider ones half in registers and
+//! half in shared memory, where the epilogue's boxes are when there are no totals. The weights lie as the [stream](crate::stream) has them, activations in the order of
+//! [`slot`](crate::linear::slot): so an instruction multiplies the same 16 inputs everywhere.
 //!
 //! # Ladder
 //! 1. `linear`: 64 rows a launch, every strip reads the activations again. A third of the bandwidth, a twentieth of the tensor cores.
@@ -58,14 +62,16 @@
 
 use cuda_std::bulk;
 use cuda_std::cluster::{self, PeerBarrier};
-use cuda_std::shared;
+use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::{self, TensorMap};
-use cuda_std::wgmma::{self, Operand};
-use cuda_std::{Global, bf16, kernel, launches, thread, warp};
+use cuda_std::wgmma::{self, Cores, Operand};
+use cuda_std::{Global, GlobalMut, bf16, kernel, launches, thread, warp};
 
+use crate::linear::{CHAINS, STRIP};
 use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
+use crate::stream::{SLICES_APART, STEP_BYTES, Slices, TOGETHER};
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
 pub const TILE_ROWS: u32 = 128;
@@ -73,10 +79,10 @@ pub const TILE_ROWS: u32 = 128;
 pub const DEPTH: u32 = tensor::ROW;
 /// Features of an output tile that are finished at a time; the output size is a multiple of it, and of 128 for `qkv` and `add`.
 pub const BOX: u32 = tensor::ROW;
-/// Features whose squares `add` adds up for the norm that comes next: the sums of a row stand at the beginning of its part of [`Residual::squares`].
-pub const SPAN: u32 = 128;
-/// Features of a tile of weights.
-pub const WEIGHT_ROWS: u32 = 128;
+/// Features whose squares are added up for the norm that comes next, beside those of strips: see [`Residual::spans`].
+pub const SPAN: u32 = crate::norm::SPAN;
+/// Weight rows that are loaded together.
+pub const WEIGHT_ROWS: u32 = TOGETHER * STRIP;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 
@@ -90,7 +96,7 @@ mod epilogue;
 
 pub use beside::Beside;
 
-use epilogue::{Add, Epilogue, Half, Next, Plain, Qkv, SwiGlu, elected, features};
+use epilogue::{Add, Epilogue, Half, Next, Plain, Qkv, SwiGlu, Write, elected, features};
 
 const GROUP: u32 = 128;
 /// Rows of a warpgroup.
@@ -99,24 +105,31 @@ const X_BYTES: u32 = TILE_ROWS * DEPTH * 2;
 const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
 /// TMA's, of swizzled tiles.
 const BOX_ALIGNMENT: u32 = 1024;
+/// Of half of a tile of 256 weight rows: 64 for each lane that multiplies.
+const TOTALS_BYTES: u32 = 2 * GROUP * 64 * 4;
+const _: () = assert!(SLICES_APART == WEIGHT_ROWS * DEPTH * 2);
 
 /// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` and `_eight` kernels whole clusters; for `_n192` kernels two for every 384 features of every tile of rows.
 /// Shared memory: [`Gemm::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Gemm {
-    /// `x`, bf16 `[rows, k]`, in tiles of [`TILE_ROWS`] rows.
+    /// `x`, bf16 `[rows, k]`, each row in the order of [`slot`](crate::linear::slot), in tiles of [`TILE_ROWS`] rows.
     pub x: Global<TensorMap>,
-    /// The weights, bf16 `[n, k]`, in tiles of [`WEIGHT_ROWS`]; the gate's for `swiglu`.
-    pub weight: Global<TensorMap>,
-    /// The up projection's weights, likewise: `swiglu` alone.
-    pub up: Global<TensorMap>,
-    /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu` and `plain`.
+    /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
+    pub stream: Global<bf16>,
+    /// The matrix's first [`Pass::base`](crate::stream::Pass::base).
+    pub base: u64,
+    /// Blocks that the weights were laid out for.
+    pub blocks: u32,
+    /// Strips of the whole matrix.
+    pub strips: u32,
+    /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu`, in the order of [`slot`](crate::linear::slot), and `plain`.
     pub out: Global<TensorMap>,
-    /// What each row has yet to be divided by, if anything: `qkv` and `swiglu`. Its squares are the first [`Gemm::spans`] of a row.
+    /// `write` alone: `[rows, n]`.
+    pub y: GlobalMut<f32>,
+    /// What each row has yet to be divided by, if anything: `qkv`, `write` and `swiglu`. Its squares are sums over [`SPAN`] elements, as [`Residual::spans`] has them.
     pub norm: Norm,
-    /// How many of a row's sums of squares are added up: all, or those that `add` leaves.
-    pub spans: u32,
     /// What heads are made with and where they go, `qkv` alone; its `qkv` is not used.
     pub heads: SplitHeads,
     /// What `add` adds to, `n` features wide.
@@ -142,7 +155,7 @@ pub struct Gemm {
 impl Gemm {
     /// The ring for tiles of `n` weight rows.
     const fn ring(n: u32) -> Shape {
-        Shape::new(0, if n == 128 { 6 } else { 4 }, X_BYTES + loaded(n) * DEPTH * 2)
+        Shape::new(0, if n == 128 { 6 } else { 3 }, X_BYTES + loaded(n) * DEPTH * 2)
     }
 
     /// Where the boxes begin, with tiles of `n` weight rows.
@@ -150,11 +163,27 @@ impl Gemm {
         Self::ring(n).end().next_multiple_of(BOX_ALIGNMENT)
     }
 
-    /// Dynamic shared memory of a block with tiles of `n` weight rows: the ring, two boxes of output for each warpgroup.
+    /// Dynamic shared memory of a block with tiles of `n` weight rows: the ring, two boxes of output for each warpgroup, or totals.
     pub const fn shared_bytes(n: u32) -> u32 {
-        Self::boxes(n) + 4 * BOX_BYTES
+        Self::boxes(n) + if n == 128 { 4 * BOX_BYTES } else { TOTALS_BYTES }
+    }
+
+    /// Slices of the sum.
+    #[inline(always)]
+    fn slices(&self) -> u32 {
+        self.k / DEPTH
+    }
+
+    /// Slices of a chain.
+    #[inline(always)]
+    fn chain(&self, chain: u32) -> u32 {
+        (self.slices() + CHAINS - 1 - chain) / CHAINS
     }
 }
+
+// What a block of an H100 may have; and a box is one half's totals at most.
+const _: () = assert!(Gemm::shared_bytes(256) <= 232_448 && Gemm::shared_bytes(128) <= 232_448);
+const _: () = assert!(4 * BOX_BYTES <= TOTALS_BYTES);
 
 /// All tiles: which a block takes, and where they are.
 #[derive(Clone, Copy)]
@@ -213,6 +242,12 @@ unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     }
 }
 
+/// The slice that is multiplied after this one: the next of its chain, or the first of the next chain.
+#[inline(always)]
+const fn slice_after(slice: u32, slices: u32) -> u32 {
+    if slice + CHAINS < slices { slice + CHAINS } else { slice % CHAINS + 1 }
+}
+
 /// One lane keeps the ring full, of a block at `down` and `across` in its cluster.
 #[inline(always)]
 unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(
@@ -223,47 +258,49 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
     unsafe {
         let mut ring = Ring::producer(Gemm::ring(N));
         tensor::acquire(p.x);
-        tensor::acquire(p.weight);
-        if E::GATED {
-            tensor::acquire(p.up);
-        }
+        let slices = p.slices();
+        let parts = const { loaded(N) / WEIGHT_ROWS };
+        // A tile's weights; behind the matrix the last ones again.
+        let weights_of = |column: u32| {
+            let strip = column * (if E::GATED { 2 } else { 1 }) / STRIP;
+            let last = (p.strips - 1) / TOGETHER * TOGETHER;
+            [0, TOGETHER].map(|more| Slices::new(p.base, p.blocks, p.strips, p.k, (strip + more).min(last)))
+        };
         // Blocks one above the other share weights, blocks side by side rows: in each step one of them loads for all.
-        let load_weights = |ring: &Ring, column: u32, k: u32| {
+        let load_weights = |ring: &Ring, weights: &[Slices; 2], step: u32, slice: u32| {
             let full = ring.full();
             full.arrive_expect_tx(Gemm::ring(N).bytes);
-            let parts = loaded(N) / WEIGHT_ROWS;
             let mut part = 0;
             while part < parts {
-                if (k / DEPTH * parts + part) % DOWN == down {
-                    let to = ring.slot().at((X_BYTES + part * WEIGHT_ROWS * DEPTH * 2) as usize);
-                    let (map, feature) = match (E::GATED, part) {
-                        (false, _) => (p.weight, column + part * WEIGHT_ROWS),
-                        (true, 0) => (p.weight, column),
-                        (true, _) => (p.up, column),
-                    };
+                if (step * parts + part) % DOWN == down {
+                    let to = ring.slot().at((X_BYTES + part * SLICES_APART) as usize);
+                    let from = p.stream.cast().at(weights[part as usize].at(slice) as usize);
                     if DOWN > 1 {
-                        tensor::load_multicast(to, map, [k, feature], full, ((1 << DOWN) - 1) << (across * DOWN));
+                        let blocks = ((1 << DOWN) - 1) << (across * DOWN);
+                        bulk::copy_to_shared_multicast(to, from, SLICES_APART, full, blocks);
                     } else {
-                        tensor::load(to, map, [k, feature], full);
+                        bulk::copy_to_shared(to, from, SLICES_APART, full);
                     }
                 }
                 part += 1;
             }
         };
-        let load_rows = |ring: &Ring, row: u32, k: u32| {
+        let load_rows = |ring: &Ring, row: u32, step: u32, slice: u32| {
+            let at = [slice * DEPTH, row];
             if ACROSS == 1 {
-                tensor::load(ring.slot(), p.x, [k, row], ring.full());
-            } else if k / DEPTH % ACROSS == across {
+                tensor::load(ring.slot(), p.x, at, ring.full());
+            } else if step % ACROSS == across {
                 let all = (0..ACROSS).fold(0, |all, i| all | 1 << (i * DOWN));
-                tensor::load_multicast(ring.slot(), p.x, [k, row], ring.full(), all << down);
+                tensor::load_multicast(ring.slot(), p.x, at, ring.full(), all << down);
             }
         };
         // The first slots' weights do not depend on the launches ahead.
         let mut begun = 0;
         if let Some((_, column)) = tiles.clone().next() {
-            let mut ring = ring;
-            while begun < Gemm::ring(N).stages.min(p.k / DEPTH) {
-                load_weights(&ring, column, begun * DEPTH);
+            let (mut ring, weights, mut slice) = (ring, weights_of(column), 0);
+            while begun < Gemm::ring(N).stages.min(slices) {
+                load_weights(&ring, &weights, begun, slice);
+                slice = slice_after(slice, slices);
                 ring = ring.ahead(1);
                 begun += 1;
             }
@@ -273,17 +310,19 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
             p.beside.go_on();
         }
         for (row, column) in tiles {
-            let mut k = 0;
-            while k < p.k {
+            let weights = weights_of(column);
+            let (mut step, mut slice) = (0, 0);
+            while step < slices {
                 if begun > 0 {
                     begun -= 1;
                 } else {
                     ring.wait_empty();
-                    load_weights(&ring, column, k);
+                    load_weights(&ring, &weights, step, slice);
                 }
-                load_rows(&ring, row, k);
+                load_rows(&ring, row, step, slice);
                 ring = ring.ahead(1);
-                k += DEPTH;
+                slice = slice_after(slice, slices);
+                step += 1;
             }
         }
         if DOWN * ACROSS > 1 {
@@ -292,24 +331,23 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
     }
 }
 
-/// Begins the products of the ring's slot, which is full, and waits for those of the slot before.
+/// Begins the products of the ring's slot, which is full.
 #[inline(always)]
-unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Operand, first: bool) {
+unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, first: bool) {
     unsafe {
         let offset = ring.offset();
         let (x, weight) = (x.advance(offset), weight.advance(offset));
         wgmma::fence();
         unroll!(I < 4; {
-            let (x, weight) = (x.advance(I as u32 * 32), weight.advance(I as u32 * 32));
+            let (x, weight) = (x.advance(I as u32 * 32), weight.advance(I as u32 * STEP_BYTES));
             let keep = I != 0 || !first;
             if WIDTH == 256 {
                 wgmma::mma_n256(x, weight, keep);
             } else {
-                wgmma::mma_n128(x, weight, keep);
+                wgmma::mma_n128_by_cores(x, weight, keep);
             }
         });
         wgmma::commit();
-        wgmma::wait::<1>();
     }
 }
 
@@ -320,10 +358,10 @@ struct Products<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
     ring: Ring,
     /// The slot before.
     previous: Ring,
-    /// What of the tile was begun.
-    k: u32,
+    /// Slots of the chain that are not begun.
+    left: u32,
     x: Operand,
-    weight: Operand,
+    weight: Cores,
     /// First row and feature of the tile; none after the last.
     at: Option<(u32, u32)>,
 }
@@ -339,34 +377,145 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, D
         unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < blocks && shares) }
     }
 
+    /// Begins a chain of so many slots, none of which is under way. What is in the accumulators counts no more.
+    #[inline(always)]
+    unsafe fn begin_chain(&mut self, slots: u32) {
+        unsafe {
+            self.ring.wait_full();
+            // Apart from `go_on`: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes
+            // between chains has the registers of accumulators that it is done with.
+            multiply::<WIDTH>(&self.ring, self.x, self.weight, true);
+            self.previous = self.ring;
+            self.ring = self.ring.ahead(1);
+            self.left = slots - 1;
+        }
+    }
+
     #[inline(always)]
     unsafe fn go_on(&mut self) {
         unsafe {
             self.ring.wait_full();
             multiply::<WIDTH>(&self.ring, self.x, self.weight, false);
+            wgmma::wait::<1>();
             // The slot before is read, the one just started is not.
             Self::free(self.previous);
             self.previous = self.ring;
             self.ring = self.ring.ahead(1);
-            self.k += DEPTH;
+            self.left -= 1;
         }
     }
 
+    /// All that are left of the chain, and waits for them.
     #[inline(always)]
-    unsafe fn go_on_to(&mut self, k: u32) {
-        while self.k < k {
-            unsafe { self.go_on() };
-        }
-    }
-
-    /// All that are left, and waits for them.
-    #[inline(always)]
-    unsafe fn end(&mut self) {
+    unsafe fn end_chain(&mut self) {
         unsafe {
-            self.go_on_to(self.p.k);
+            while self.left > 0 {
+                self.go_on();
+            }
             wgmma::wait::<0>();
             Self::free(self.previous);
         }
+    }
+
+    /// Where the lane keeps totals in shared memory.
+    #[inline(always)]
+    unsafe fn totals() -> Shared<u8> {
+        // A warp's lie together, since it also stages outputs there: 16 bytes of each lane side by side.
+        let thread = thread::fresh(thread::thread_idx_x());
+        unsafe { shared::dynamic(Gemm::boxes(256) + thread / 32 * (TOTALS_BYTES / 8) + thread % 32 * 16) }
+    }
+
+    /// Adds a chain, which is finished, to the totals, or begins them. The `LAST` leaves them in the accumulators.
+    #[inline(always)]
+    unsafe fn fold<const FIRST: bool, const LAST: bool>() {
+        unsafe {
+            macro_rules! fold {
+                ($total:expr, $chain:expr) => {{
+                    // Not a move: a zero has a sign.
+                    let sum = if FIRST { 0.0 } else { wgmma::get::<{ $total }>() } + wgmma::get::<{ $chain }>();
+                    if LAST { wgmma::set::<{ $chain }>(sum) } else { wgmma::set::<{ $total }>(sum) }
+                }};
+            }
+            if WIDTH == 256 {
+                let totals = Self::totals();
+                unroll!(J < 16; {
+                    unroll!(E < 4; {
+                        fold!(wgmma::SPARE + 4 * J + E, 4 * J + E);
+                    });
+                    let place = totals.at(J * 32 * 16);
+                    let old = if FIRST { [0.0; 4] } else { place.load16(0).map(f32::from_bits) };
+                    let sums = [
+                        old[0] + wgmma::get::<{ 64 + 4 * J }>(),
+                        old[1] + wgmma::get::<{ 65 + 4 * J }>(),
+                        old[2] + wgmma::get::<{ 66 + 4 * J }>(),
+                        old[3] + wgmma::get::<{ 67 + 4 * J }>(),
+                    ];
+                    if LAST {
+                        unroll!(E < 4; {
+                            wgmma::set::<{ 64 + 4 * J + E }>(sums[E]);
+                        });
+                    } else {
+                        place.store16(0, sums.map(f32::to_bits));
+                    }
+                });
+                if LAST {
+                    // The warp's epilogue uses that memory.
+                    warp::sync_warp();
+                }
+            } else {
+                unroll!(J < 16; {
+                    unroll!(E < 4; {
+                        fold!(64 + 4 * J + E, 4 * J + E);
+                    });
+                });
+            }
+        }
+    }
+
+    /// The next chains of the tile up to number `end`, each into the totals.
+    #[inline(always)]
+    unsafe fn go_on_to_chain(&mut self, chain: &mut u32, end: u32) {
+        while *chain < end {
+            let slots = self.p.chain(*chain);
+            // A matrix may have fewer slices than chains.
+            if slots > 0 {
+                unsafe {
+                    self.begin_chain(slots);
+                    self.end_chain();
+                    Self::fold::<false, false>();
+                }
+            }
+            *chain += 1;
+        }
+    }
+
+    /// The last chain of the tile; then its sums are in the accumulators.
+    #[inline(always)]
+    unsafe fn end(&mut self) {
+        unsafe {
+            let slots = self.p.chain(CHAINS - 1);
+            if slots > 0 {
+                self.begin_chain(slots);
+                self.end_chain();
+                Self::fold::<false, true>();
+            } else {
+                Self::zero();
+                Self::fold::<false, true>();
+            }
+        }
+    }
+
+    /// An empty chain.
+    #[inline(always)]
+    fn zero() {
+        unroll!(J < 16; {
+            unroll!(E < 4; {
+                wgmma::set::<{ 4 * J + E }>(0.0);
+                if WIDTH == 256 {
+                    wgmma::set::<{ 64 + 4 * J + E }>(0.0);
+                }
+            });
+        });
     }
 }
 
@@ -382,18 +531,16 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for Products<'_,
             if some {
                 slot.wait_full();
             }
-            // The first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that
-            // epilogues have the registers of accumulators they are done with.
             multiply::<WIDTH>(&slot, self.x, self.weight, true);
             self.previous = slot;
             self.ring = slot.ahead(1);
-            self.k = if some { DEPTH } else { self.p.k };
+            self.left = if some { self.p.chain(0) - 1 } else { 0 };
         }
     }
 
     #[inline(always)]
     unsafe fn step(&mut self) {
-        if self.k < self.p.k {
+        if self.left > 0 {
             unsafe { self.go_on() };
         }
     }
@@ -409,19 +556,19 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
         let group = thread::warp_id() / 4;
         // The first of the slot's weight rows that it multiplies.
         let from = || if WIDTH < loaded(N) { thread::fresh(thread::block_idx_x()) % 2 * WEIGHT_ROWS } else { 0 };
-        let first = Operand::at(shared::dynamic::<u8>(0));
+        let first = shared::dynamic::<u8>(0);
         let ring = Ring::consumer(Gemm::ring(N));
         let mut products: Products<'_, WIDTH, DOWN, ACROSS> = Products {
             p,
             tiles,
             ring,
             previous: ring,
-            k: 0,
-            x: first.advance(group * GROUP_ROWS * DEPTH * 2),
-            weight: first.advance(X_BYTES + from() * DEPTH * 2),
+            left: 0,
+            x: Operand::at(first).advance(group * GROUP_ROWS * DEPTH * 2),
+            weight: Cores::at(first).advance(X_BYTES + from() * DEPTH * 2),
             at: None,
         };
-        let staging = shared::dynamic(Gemm::boxes(N) + group * 2 * BOX_BYTES);
+        let staging = shared::dynamic(Gemm::boxes(N) + group * if N == 128 { 2 * BOX_BYTES } else { TOTALS_BYTES / 2 });
         let mut half = Half { tile_row: 0, row: 0, column: 0, turn: 0, barrier: 1 + group, staging };
         if elected() && !p.out.is_null() {
             tensor::acquire(p.out);
@@ -436,26 +583,40 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
             // The last pair of blocks may have one tile.
             let inside = row < p.m && half.column < p.n;
             let early = E::early(p, &half);
-            // Most of it half way: where tiles end all blocks store at once and fill their rings, and memory has enough to do.
-            if WIDTH == 256 {
-                products.go_on_to(p.k / 2);
+            products.end_chain();
+            if WIDTH == 256 && N == 256 {
+                // Where boxes were that may not have been stored yet.
+                half.finish_stores();
             }
+            let mut chain = 1;
+            // With few columns there are registers for what comes from memory; with many they hold totals.
+            let ahead = if WIDTH == 256 {
+                let ahead = E::ahead::<WIDTH>(p, &half, inside, early);
+                Products::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
+                ahead
+            } else {
+                Products::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
+                products.go_on_to_chain(&mut chain, CHAINS - 1);
+                E::ahead::<WIDTH>(p, &half, inside, early)
+            };
+            products.go_on_to_chain(&mut chain, CHAINS - 1);
+            products.end();
             if E::LAST_APART && products.tiles.clone().next().is_none() {
-                let ahead = E::ahead::<WIDTH, false>(p, &half, inside, early);
-                products.end();
                 if inside {
                     E::finish_last::<WIDTH>(p, &half, ahead);
                 }
-                break;
+                // Not by way of the wait below: sums are where products would be that it waits for, and the assembler would run all of them one after another.
+                return;
             }
-            let ahead = E::ahead::<WIDTH, true>(p, &half, inside, early);
-            products.end();
             if N == 192 {
                 // A block takes one.
                 if inside {
                     E::finish::<WIDTH>(p, &mut half, ahead, &mut ());
                 }
-                break;
+                if elected() {
+                    bulk::wait::<0>();
+                }
+                return;
             }
             if inside {
                 E::finish::<WIDTH>(p, &mut half, ahead, &mut products);
@@ -540,6 +701,7 @@ macro_rules! kernels {
 kernels! {
     Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", in "main", 128 gemm_qkv_n128 192 gemm_qkv_n192 256 gemm_qkv_n256
         cluster 2 = 2 x 1 gemm_qkv_pair cluster 8 = 4 x 2 gemm_qkv_eight;
+    Write: "`y = x · wᵀ`, sums of each row times its factor.", in "main", 128 gemm_write_n128 192 gemm_write_n192 256 gemm_write_n256;
     SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", in "main", 256 gemm_swiglu_n256
         cluster 2 = 2 x 1 gemm_swiglu_pair cluster 8 = 4 x 2 gemm_swiglu_eight;
     Add: "The residual stream plus `x · wᵀ`.", in "main", 128 gemm_add_n128 256 gemm_add_n256

@@ -5,11 +5,15 @@
 //! its f32 sums by the row's `1 / rms` when it is done. Nothing waits for a whole row before the product begins.
 //!
 //! # Order
-//! A strip's squares are added by a butterfly over 16 lanes, a row's strips by a butterfly over a warp: always in one order.
+//! Squares are added in one order, whoever adds them: elements of a strip in pairs that are 8 apart, then 1, 2 and 4; strips of a span in pairs that are 1, 2 and 4 apart; a row's spans 32 apart one
+//! after another, and then in pairs that are 16, 8, 4, 2 and 1 apart.
 
 use cuda_std::{Global, GlobalMut, bf16, math, thread, warp};
 
-use crate::linear::STRIP;
+use crate::linear::{STRIP, slot};
+
+/// Elements of a span: eight strips.
+pub const SPAN: u32 = 8 * STRIP;
 
 /// The residual stream and what is kept beside it for the norm that comes next. All of it is written by `put` alone.
 #[repr(C)]
@@ -19,9 +23,11 @@ pub struct Residual {
     pub x: GlobalMut<f32>,
     /// `[rows, dim]`: `x` times the weight of the norm that comes next.
     pub scaled: GlobalMut<bf16>,
-    /// `[rows, dim / STRIP]`: sums of squares of `x`. (Products of prompts leave fewer in a row, over [`SPAN`](crate::gemm::SPAN) elements each, before zeros.)
+    /// `[rows, dim / STRIP]`: sums of squares of `x`. 16-byte aligned.
     pub squares: GlobalMut<f32>,
-    /// Hidden size, a multiple of 128.
+    /// `[rows, dim / SPAN]`: sums of these, which [`gemm`](crate::gemm) leaves and reads; null where nobody does.
+    pub spans: GlobalMut<f32>,
+    /// Hidden size, a multiple of [`SPAN`].
     pub dim: u32,
 }
 
@@ -61,12 +67,82 @@ impl Residual {
 #[inline(always)]
 pub(crate) fn strip_squares(x: f32) -> f32 {
     let mut squares = x * x;
-    let mut mask = STRIP / 2;
-    while mask > 0 {
-        squares += warp::shuffle_xor(squares, mask);
-        mask /= 2;
-    }
+    unroll!(M < 4; {
+        squares += warp::shuffle_xor(squares, [8, 1, 2, 4][M]);
+    });
     squares
+}
+
+/// Of a span of a row, the four elements that are a lane's: the first two of this number, and as many 8 further. A strip is four neighbouring lanes'. In the order of
+/// [`slot`](crate::linear::slot) the four lie side by side.
+#[inline(always)]
+pub(crate) fn lane_element(lane: u32) -> u32 {
+    lane / 4 * STRIP + lane % 4 * 2
+}
+
+/// A lane's part of the weights of a norm, of the span that begins at `first`: as [`lane_element`] says, in pairs.
+#[inline(always)]
+pub(crate) unsafe fn lane_weights(norm: Global<bf16>, first: u32, lane: u32) -> [u32; 2] {
+    let pairs = unsafe { norm.at((first + lane_element(lane)) as usize).cast::<u32>() };
+    [0, 4].map(|i| unsafe { pairs.load_nc(i) })
+}
+
+impl Residual {
+    /// The lane's four elements of the span of `row` that begins at `first`.
+    #[inline(always)]
+    pub(crate) unsafe fn load_lane(&self, row: u32, first: u32, lane: u32) -> [f32; 4] {
+        unsafe {
+            let from = self.x.at(row as usize * self.dim as usize + (first + lane_element(lane)) as usize);
+            let [low, high]: [[f32; 2]; 2] = [0, 4].map(|i| from.cast().load(i));
+            [low[0], low[1], high[0], high[1]]
+        }
+    }
+
+    /// Writes the lane's four elements of the span of `row` that begins at `first`, scaled ones in the order of [`slot`](crate::linear::slot), whose `weights` in the norm to come are
+    /// [these](lane_weights). Returns the sum of their squares.
+    #[inline(always)]
+    pub(crate) unsafe fn put_lane(&self, row: u32, first: u32, lane: u32, x: [f32; 4], weights: [u32; 2]) -> f32 {
+        unsafe {
+            let (at, own) = (row as usize * self.dim as usize, first + lane_element(lane));
+            let to = self.x.at(at + own as usize).cast();
+            to.store(0, [x[0], x[1]]);
+            to.store(4, [x[2], x[3]]);
+            let [w0, w1] = weights.map(math::unpack_bf16);
+            let words = [math::pack_bf16(x[0] * w0[0], x[1] * w0[1]), math::pack_bf16(x[2] * w1[0], x[3] * w1[1])];
+            self.scaled.at(at + slot(own) as usize).cast::<[u32; 2]>().store(0, words);
+            (x[0] * x[0] + x[2] * x[2]) + (x[1] * x[1] + x[3] * x[3])
+        }
+    }
+
+    /// Stores the sum of squares of a strip: `element` is one of its.
+    #[inline(always)]
+    pub(crate) unsafe fn put_strip(&self, row: u32, element: u32, sum: f32) {
+        unsafe { self.squares.store((row * (self.dim / STRIP) + element / STRIP) as usize, sum) }
+    }
+
+    /// Stores the sum of squares of a span: `element` is one of its.
+    #[inline(always)]
+    pub(crate) unsafe fn put_span(&self, row: u32, element: u32, sum: f32) {
+        unsafe { self.spans.store((row * (self.dim / SPAN) + element / SPAN) as usize, sum) }
+    }
+
+    /// Stores the sums of squares of the span of `row` that begins at `first`, of whose elements each lane has the sum of its [four](Self::put_lane)'s squares.
+    #[inline(always)]
+    pub(crate) unsafe fn put_sums(&self, row: u32, first: u32, lane: u32, mut sum: f32) {
+        unsafe {
+            sum += warp::shuffle_xor(sum, 1);
+            sum += warp::shuffle_xor(sum, 2);
+            if lane.is_multiple_of(4) {
+                self.put_strip(row, first + lane_element(lane), sum);
+            }
+            sum += warp::shuffle_xor(sum, 4);
+            sum += warp::shuffle_xor(sum, 8);
+            sum += warp::shuffle_xor(sum, 16);
+            if lane == 0 {
+                self.put_span(row, first, sum);
+            }
+        }
+    }
 }
 
 /// The norm that a linear layer's input has yet to be divided by.
@@ -94,33 +170,34 @@ impl Norm {
     /// That, from the [squares](Self::lane_squares) of every lane.
     #[inline(always)]
     pub(crate) unsafe fn inverse_rms_of(&self, squares: f32) -> f32 {
-        unsafe { 1.0 / math::sqrt(warp_sum(squares) / self.dim as f32 + self.eps) }
+        self.inverse_rms_of_sum(unsafe { warp_sum(squares) })
     }
 
-    /// A lane's part of the sum of squares of each of `rows`.
+    /// That, from the sum of a row's squares.
+    #[inline(always)]
+    pub(crate) fn inverse_rms_of_sum(&self, squares: f32) -> f32 {
+        1.0 / math::sqrt(squares / self.dim as f32 + self.eps)
+    }
+
+    /// A lane's part of the sum of squares of each of `rows`: of every 32nd span.
     #[inline(always)]
     pub(crate) unsafe fn lane_squares<const N: usize>(&self, rows: [u32; N]) -> [f32; N] {
         unsafe {
-            let strips = self.dim / STRIP;
+            let spans = self.dim / SPAN;
             let mut sums = [0f32; N];
-            let mut i = thread::lane_id();
-            while i < strips {
-                // Eight loads of every row under way at a time; zeros beyond the end change nothing.
-                let mut here = [[0f32; 8]; N];
-                unroll!(L < 8; {
-                    let at = i + L as u32 * 32;
-                    if at < strips {
-                        unroll!(R < N of 4; {
-                            here[R][L] = self.squares.load((rows[R] * strips + at) as usize);
-                        });
-                    }
+            let mut span = thread::lane_id();
+            while span < spans {
+                let mut strips = [[[0; 4]; 2]; N];
+                unroll!(R < N of 4; {
+                    let from = self.squares.at(((rows[R] * spans + span) * (SPAN / STRIP)) as usize);
+                    strips[R] = [0, 4].map(|i| from.load16(i));
                 });
-                unroll!(L < 8; {
-                    unroll!(R < N of 4; {
-                        sums[R] += here[R][L];
-                    });
+                unroll!(R < N of 4; {
+                    let [low, high] = strips[R].map(|four| four.map(f32::from_bits));
+                    let sum = |s: [f32; 4]| (s[0] + s[1]) + (s[2] + s[3]);
+                    sums[R] += sum(low) + sum(high);
                 });
-                i += 256;
+                span += 32;
             }
             sums
         }

@@ -28,7 +28,7 @@ use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::{self, TensorMap, swizzled};
 use cuda_std::wgmma::{self, Columns, Operand};
-use cuda_std::{Global, GlobalMut, bf16, kernel, launches, math, mma, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, kernel, launches, math, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::quad;
@@ -95,7 +95,7 @@ pub struct PrefillAttention {
     pub pages: Global<TensorMap>,
     /// The same cache, with the keys of these rows in it, for its page tables.
     pub cache: Cache,
-    /// `[rows, q_heads, 128]`.
+    /// `[rows, q_heads · 128]`, each row in the order of [`slot`](crate::linear::slot).
     pub out: GlobalMut<bf16>,
     /// Query heads.
     pub q_heads: u32,
@@ -393,16 +393,19 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
             pairs + warp::shuffle_xor(pairs, 2)
         });
         scale_outputs(norm.map(|norm| 1.0 / norm));
-        let line = warp * 16 + lane % 16;
-        unroll!(Q < 8; {
-            let words = [
-                math::pack_bf16(wgmma::get::<{ 64 + 8 * Q }>(), wgmma::get::<{ 65 + 8 * Q }>()),
-                math::pack_bf16(wgmma::get::<{ 66 + 8 * Q }>(), wgmma::get::<{ 67 + 8 * Q }>()),
-                math::pack_bf16(wgmma::get::<{ 68 + 8 * Q }>(), wgmma::get::<{ 69 + 8 * Q }>()),
-                math::pack_bf16(wgmma::get::<{ 70 + 8 * Q }>(), wgmma::get::<{ 71 + 8 * Q }>()),
-            ];
-            let offset = swizzled(line * ROW_BYTES + (Q as u32 % 4 * 2 + lane / 16) * 16);
-            mma::stmatrix_x4(own.at((offset + Q as u32 / 4 * (QUERY_BYTES / 2)) as usize), words);
+        // In the order of `slot`, where a lane's four pairs of dimensions of every 32 lie side by side.
+        unroll!(B < 4; {
+            unroll!(R < 2; {
+                let mut words = [0; 4];
+                unroll!(T < 4; {
+                    words[T] = math::pack_bf16(
+                        wgmma::get::<{ 64 + 16 * B + 4 * T + 2 * R }>(),
+                        wgmma::get::<{ 65 + 16 * B + 4 * T + 2 * R }>(),
+                    );
+                });
+                let offset = swizzled((row + 8 * R as u32) * ROW_BYTES + (B as u32 % 2 * 4 + lane % 4) * 16);
+                own.at((offset + B as u32 / 2 * (QUERY_BYTES / 2)) as usize).store16(0, words);
+            });
         });
         thread::sync_named(1 + group, GROUP);
         // A warp stores two rows of 256 bytes at a time.

@@ -164,6 +164,38 @@ impl Pass {
     }
 }
 
+/// Where the slices of [`TOGETHER`] strips lie that are [side by side](crate::stream#layout-of-the-weights): 16 KiB each.
+#[derive(Clone, Copy)]
+pub(crate) struct Slices {
+    /// The byte of the stream at which the first begins.
+    first: u64,
+    /// Bytes from a chunk's to the next chunk's.
+    chunk: u64,
+}
+
+impl Slices {
+    /// Those of `strip`, a multiple of [`TOGETHER`], of a matrix of so many `strips` of `k` input features, laid out for `blocks` blocks from chunk `base` on.
+    #[inline(always)]
+    pub unsafe fn new(base: u64, blocks: u32, strips: u32, k: u32, strip: u32) -> Self {
+        let pass_strips = STRIPS * blocks;
+        // SAFETY: weights are laid out for some blocks.
+        unsafe { core::hint::assert_unchecked(pass_strips > 0) };
+        // A pass has whole groups, all but the last.
+        let passed = strip / pass_strips * pass_strips;
+        let depth = k.div_ceil(CHUNK_FEATURES);
+        let base = base + u64::from(passed) * u64::from(depth);
+        let pass = Pass { base, rotation: 0, strips: (strips - passed).min(pass_strips), depth };
+        let first = pass.slice(strip - passed, 0);
+        Self { first, chunk: pass.slice(strip - passed, SLICES) - first }
+    }
+
+    /// The byte at which slice number `slice` begins.
+    #[inline(always)]
+    pub const fn at(&self, slice: u32) -> u64 {
+        self.first + (slice / SLICES) as u64 * self.chunk + (slice % SLICES * SLICES_APART) as u64
+    }
+}
+
 /// Where in a slice the row of core matrices begins that a lane tells `ldmatrix` of, for an instruction's fragment: of the lower and the upper features, then those of the
 /// other half of the inputs. [`STEP_BYTES`] on is that for the next instruction.
 #[inline(always)]

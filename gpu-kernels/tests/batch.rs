@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Random, run};
+use common::{Random, reordered, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::batch::{self, ClearRows, ListRecords, PageRecords, PickRows, Put, TakeTokens};
@@ -68,20 +68,30 @@ fn picked_rows_come_in_their_order() {
     const DIM: usize = 2176;
     let mut random = Random::new(1);
     let (scaled, squares) = (random.bf16s(9 * DIM), random.floats(9 * DIM / STRIP as usize));
-    let (from, from_squares) = (Buffer::from_slice(&scaled), Buffer::from_slice(&squares));
+    let (from, from_squares) = (Buffer::from_slice(&reordered(&scaled, DIM, false)), Buffer::from_slice(&squares));
     let to = Buffer::<bf16>::new_poisoned(3 * DIM);
     let to_squares = Buffer::<f32>::new_poisoned(3 * DIM / STRIP as usize);
     let picks = [8, 0, 5];
     let rows = Buffer::from_slice(&picks);
-    let residual =
-        Residual { x: Default::default(), scaled: to.ptr_mut(), squares: to_squares.ptr_mut(), dim: DIM as u32 };
-    let pick = PickRows { rows: rows.ptr(), scaled: from.ptr(), squares: from_squares.ptr(), to: residual };
-    run::<batch::pick_rows>([1, 3, 1], 0, 4, pick);
+    let residual = Residual {
+        x: Default::default(),
+        scaled: to.ptr_mut(),
+        squares: to_squares.ptr_mut(),
+        spans: Default::default(),
+        dim: DIM as u32,
+    };
+    let pick = PickRows { rows: rows.ptr(), first: 0, scaled: from.ptr(), squares: from_squares.ptr(), to: residual };
     let strips = DIM / STRIP as usize;
-    for (i, row) in picks.map(|row| row as usize).into_iter().enumerate() {
-        assert!(to.as_slice()[i * DIM..][..DIM] == scaled[row * DIM..][..DIM]);
-        assert!(to_squares.as_slice()[i * strips..][..strips] == squares[row * strips..][..strips]);
-    }
+    let check = |rows: [usize; 3]| {
+        for (i, row) in rows.into_iter().enumerate() {
+            assert!(to.as_slice()[i * DIM..][..DIM] == scaled[row * DIM..][..DIM]);
+            assert!(to_squares.as_slice()[i * strips..][..strips] == squares[row * strips..][..strips]);
+        }
+    };
+    run::<batch::pick_rows>([1, 3, 1], 0, 4, pick);
+    check(picks.map(|row| row as usize));
+    run::<batch::pick_rows>([1, 3, 1], 0, 5, PickRows { rows: Default::default(), first: 4, ..pick });
+    check([4, 5, 6]);
 }
 
 #[test]

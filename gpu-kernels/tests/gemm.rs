@@ -2,15 +2,16 @@
 
 mod common;
 
-use common::{Random, RowBuffers, relative_error, run, run_resident, widen};
+use common::{Random, RowBuffers, laid_out, relative_error, reordered, run, run_resident, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Global, GlobalMut, Kernel, bf16, kernel, thread};
-use gpu_kernels::gemm::{self, Beside, Gemm, SPAN, TILE_ROWS, WEIGHT_ROWS};
+use gpu_kernels::gemm::{self, Beside, Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache};
-use gpu_kernels::linear::STRIP;
+use gpu_kernels::linear::{self, Linear, STRIP};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
+use gpu_kernels::stream::Walk;
 
 /// `[rows, n]` in f64, each row times its factor.
 fn reference(x: &[bf16], w: &[bf16], k: usize, scales: &[f32]) -> Vec<f32> {
@@ -18,13 +19,15 @@ fn reference(x: &[bf16], w: &[bf16], k: usize, scales: &[f32]) -> Vec<f32> {
     x.chunks(k).zip(scales).flat_map(|(x, s)| w.chunks(k).map(move |w| (dot(x, w) * f64::from(*s)) as f32)).collect()
 }
 
-/// Sums of squares that a row has room for, and those that count: more than lanes add at a time.
-const STRIPS: usize = 64;
+/// Sums of squares of a row: more than lanes add at a time.
 const SPANS: usize = 37;
 const EPS: f32 = 1e-6;
 
 /// Pages of the cache.
 const PAGES: usize = 5;
+
+/// Blocks that weights are laid out for.
+const BLOCKS: u32 = 3;
 
 struct Case {
     m: usize,
@@ -34,7 +37,7 @@ struct Case {
     /// `[n, k]`.
     w: Vec<bf16>,
     up: Vec<bf16>,
-    /// Sums of squares: `[m, STRIPS]`, of which the first [`SPANS`] count.
+    /// Sums of squares: `[m, SPANS]`.
     squares: Vec<f32>,
     /// What follows from them: what sums are multiplied by.
     scales: Vec<f32>,
@@ -46,6 +49,10 @@ struct Case {
     positions: Vec<u32>,
     /// The first row and feature that are computed.
     first: [usize; 2],
+    /// Whether gate and up are multiplied.
+    gated: bool,
+    /// Elements of a row whose squares are added up.
+    dim: u32,
 }
 
 /// What heads are made with, and where they go: poisoned.
@@ -105,6 +112,7 @@ struct Results {
     out: Vec<bf16>,
     scaled: Vec<bf16>,
     squares: Vec<f32>,
+    spans: Vec<f32>,
     q: Vec<bf16>,
     pages: Vec<bf16>,
 }
@@ -113,15 +121,31 @@ impl Case {
     fn new(m: usize, n: usize, k: usize) -> Self {
         let mut random = Random::new((m * 1_000_003 + n * 1009 + k) as u64);
         let [x, w, up, norm] = [m * k, n * k, n * k, n].map(|len| random.bf16s(len));
-        let squares: Vec<f32> = random.floats(m * STRIPS).into_iter().map(|s| 30.0 * (s + 1.5)).collect();
+        let squares: Vec<f32> = random.floats(m * SPANS).into_iter().map(|s| 30.0 * (s + 1.5)).collect();
         let factor = |row: &[f32]| {
-            let sum: f64 = row[..SPANS].iter().map(|s| f64::from(*s)).sum();
-            (1.0 / (sum / (STRIPS * STRIP as usize) as f64 + f64::from(EPS)).sqrt()) as f32
+            let sum: f64 = row.iter().map(|s| f64::from(*s)).sum();
+            (1.0 / (sum / (SPANS * SPAN as usize) as f64 + f64::from(EPS)).sqrt()) as f32
         };
-        let scales = squares.chunks(STRIPS).map(factor).collect();
+        let scales = squares.chunks(SPANS).map(factor).collect();
         let before = random.floats(m.next_multiple_of(TILE_ROWS as usize) * n);
         let positions = (0..m as u32).collect();
-        Self { m, n, k, x, w, up, squares, scales, norm, before, heads: (0, 0), positions, first: [0; 2] }
+        Self {
+            m,
+            n,
+            k,
+            x,
+            w,
+            up,
+            squares,
+            scales,
+            norm,
+            before,
+            heads: (0, 0),
+            positions,
+            first: [0; 2],
+            gated: false,
+            dim: SPANS as u32 * SPAN,
+        }
     }
 
     fn map(address: u64, rows: usize, columns: usize, tile_rows: u32) -> Buffer<TensorMap> {
@@ -151,7 +175,10 @@ impl Case {
     fn launch(&self, launch: impl FnOnce(Gemm, u64)) -> Results {
         let Self { m, n, k, .. } = *self;
         let rows = m.next_multiple_of(TILE_ROWS as usize);
-        let [x, w, up, norm] = [&self.x, &self.w, &self.up, &self.norm].map(|v| Buffer::from_slice(v));
+        let [x, norm] = [&reordered(&self.x, k, false), &self.norm].map(|v| Buffer::from_slice(v));
+        // What lies before the matrix in the stream; several passes of it.
+        let (walk, gated) = (Walk { chunks: 3, ..Walk::new(BLOCKS) }, self.gated);
+        let (stream, stream_strips) = laid_out(&self.w, gated.then_some(&self.up), k as u32, walk);
         let factors = Buffer::from_slice(&self.squares);
         let y = Buffer::from_slice(&self.before).named("y");
         let out = Buffer::<bf16>::new_poisoned(rows * n).named("out");
@@ -159,18 +186,26 @@ impl Case {
         let strips = n / STRIP as usize;
         let squares = Buffer::<f32>::new_poisoned(rows * strips).named("squares");
         let x_map = Self::map(x.ptr().addr(), m, k, TILE_ROWS);
-        let [weight, up_map] = [&w, &up].map(|w| Self::map(w.ptr().addr(), n, k, WEIGHT_ROWS));
         // One row fewer than whole tiles: the last must not be written through it.
         let out_map = Self::map(out.ptr().addr(), rows - 1, n, 64);
         let heads = HeadMemory::new(self);
-        let residual = Residual { x: y.ptr_mut(), scaled: scaled.ptr_mut(), squares: squares.ptr_mut(), dim: n as u32 };
+        let spans = Buffer::<f32>::new_poisoned(rows * n / SPAN as usize).named("spans");
+        let residual = Residual {
+            x: y.ptr_mut(),
+            scaled: scaled.ptr_mut(),
+            squares: squares.ptr_mut(),
+            spans: spans.ptr_mut(),
+            dim: n as u32,
+        };
         let params = Gemm {
             x: x_map.ptr(),
-            weight: weight.ptr(),
-            up: up_map.ptr(),
+            stream: stream.ptr(),
+            base: 3,
+            blocks: BLOCKS,
+            strips: stream_strips,
             out: out_map.ptr(),
-            norm: Norm { squares: factors.ptr(), dim: STRIPS as u32 * STRIP, eps: EPS },
-            spans: SPANS as u32,
+            y: y.ptr_mut(),
+            norm: Norm { squares: factors.ptr(), dim: self.dim, eps: EPS },
             heads: heads.params(self),
             residual,
             next_norm: norm.ptr(),
@@ -185,13 +220,13 @@ impl Case {
         launch(params, (m + n) as u64);
         let last = &out.as_slice()[(rows - 1) * n..];
         assert!(last.iter().all(|v| v.to_bits() == u16::MAX), "what lies beyond the output is not written");
-        let spans = |row: &[f32]| row[..n / SPAN as usize].to_vec();
-        let squares = squares.as_slice().chunks(strips.max(1)).take(m).flat_map(spans).collect();
+        let out = &out.as_slice()[..m * n];
         Results {
             y: y.as_slice()[..m * n].to_vec(),
-            out: out.as_slice()[..m * n].to_vec(),
-            scaled: scaled.as_slice()[..m * n].to_vec(),
-            squares,
+            out: if gated { reordered(out, n, true) } else { out.to_vec() },
+            scaled: reordered(&scaled.as_slice()[..m * n], n, true),
+            squares: squares.as_slice()[..m * strips].to_vec(),
+            spans: spans.as_slice()[..m * n / SPAN as usize].to_vec(),
             q: heads.q.as_slice().to_vec(),
             pages: heads.pages.as_slice().to_vec(),
         }
@@ -248,7 +283,7 @@ fn heads_are_what_the_separate_kernel_makes() {
 #[test]
 fn gates() {
     for (m, n, k, blocks) in [(5, 64, 64, 1), (150, 192, 128, 2), (140, 192, 448, 1)] {
-        let case = Case::new(m, n, k);
+        let case = Case { gated: true, ..Case::new(m, n, k) };
         let [gate, up] = [&case.w, &case.up].map(|w| reference(&case.x, w, k, &case.scales));
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
         let got = case.run::<gemm::gemm_swiglu_n256>(256, blocks);
@@ -283,17 +318,81 @@ fn adds_and_prepares_the_norm() {
         let xw: Vec<bf16> =
             small.y.iter().enumerate().map(|(i, v)| bf16::from_f32(v * case.norm[i % n].to_f32())).collect();
         assert_eq!(small.scaled, xw, "{m} {n} {k}");
-        let squares: Vec<f32> = small.y.chunks(SPAN as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
-        assert!(relative_error(small.squares.clone(), &squares) < 1e-6, "{m} {n} {k}");
+        for (found, len) in [(&small.squares, STRIP), (&small.spans, SPAN)] {
+            let squares: Vec<f32> = small.y.chunks(len as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
+            assert!(relative_error(found.clone(), &squares) < 1e-6, "{m} {n} {k}");
+        }
         let large = case.run::<gemm::gemm_add_n256>(256, blocks);
         let pairs = case.run::<gemm::gemm_add_pair>(256, 2 * blocks);
         for other in [large, pairs] {
             assert_eq!(
-                (&small.y, &small.scaled, &small.squares),
-                (&other.y, &other.scaled, &other.squares),
+                (&small.y, &small.scaled, &small.squares, &small.spans),
+                (&other.y, &other.scaled, &other.squares, &other.spans),
                 "{m} {n} {k}"
             );
         }
+    }
+}
+
+/// What few rows make: with the norm whose squares are `strips`, or without.
+fn by_linear<K: Kernel<Params = Linear>>(case: &Case, strips: Option<&[f32]>) -> Results {
+    let Case { m, n, k, .. } = *case;
+    let rows = RowBuffers::sequence(0, m as u32);
+    let [x, w, up, next] = [&case.x, &case.w, &case.up, &case.norm].map(|v| Buffer::from_slice(v));
+    let y = Buffer::from_slice(&case.before[..m * n]);
+    let [out, scaled] = [(); 2].map(|()| Buffer::<bf16>::new_poisoned(m * n));
+    let squares = Buffer::<f32>::new_poisoned(m * n / STRIP as usize);
+    let factors = strips.map(Buffer::from_slice);
+    let norm = |squares: &Buffer<f32>| Norm { squares: squares.ptr(), dim: k as u32, eps: EPS };
+    let params = Linear {
+        rows: rows.rows(),
+        x: x.ptr(),
+        weight: w.ptr(),
+        up: up.ptr(),
+        norm: factors.as_ref().map_or(Norm::default(), norm),
+        y: y.ptr_mut(),
+        activation: out.ptr_mut(),
+        residual: Residual {
+            x: y.ptr_mut(),
+            scaled: scaled.ptr_mut(),
+            squares: squares.ptr_mut(),
+            spans: Default::default(),
+            dim: n as u32,
+        },
+        next_norm: next.ptr(),
+        n: n as u32,
+        k: k as u32,
+        first_row: 0,
+    };
+    let blocks = if case.gated { Linear::swiglu_strips(n as u32) } else { Linear::strips(n as u32) };
+    run::<K>([blocks, 1, 1], Linear::shared_bytes(64), 1, params);
+    let [y, squares] = [y, squares].map(|v| v.as_slice().to_vec());
+    let [out, scaled] = [out, scaled].map(|v| v.as_slice().to_vec());
+    Results { y, out, scaled, squares, spans: vec![], q: vec![], pages: vec![] }
+}
+
+#[test]
+fn sums_are_those_of_few_rows_to_the_last_bit() {
+    // More slots than the ring has, chains of unequal length, and 40 spans of a row.
+    for (m, n, k) in [(50, 384, 640), (64, 128, 5120)] {
+        let mut case = Case::new(m, n, k);
+        let strips: Vec<f32> =
+            Random::new(9).floats(m * k / STRIP as usize).into_iter().map(|s| 20.0 * (s + 1.5)).collect();
+        let spans = |s: &[f32]| ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+        case.squares = strips.chunks(8).map(spans).collect();
+        case.dim = k as u32;
+        let want = by_linear::<linear::linear_64>(&case, Some(&strips));
+        assert!(case.run::<gemm::gemm_write_n128>(128, 2).y == want.y, "{m} {n} {k}");
+        assert!(case.run::<gemm::gemm_write_n256>(256, 1).y == want.y, "{m} {n} {k}");
+        assert!(case.run::<gemm::gemm_write_n192>(192, blocks_of_192(&case)).y == want.y, "{m} {n} {k}");
+        let want = by_linear::<linear::linear_add_64>(&case, None);
+        for got in [case.run::<gemm::gemm_add_n128>(128, 2), case.run::<gemm::gemm_add_n256>(256, 1)] {
+            assert!((&got.y, &got.scaled, &got.squares) == (&want.y, &want.scaled, &want.squares), "{m} {n} {k}");
+            assert_eq!(got.spans, got.squares.chunks(8).map(spans).collect::<Vec<_>>(), "{m} {n} {k}");
+        }
+        case.gated = true;
+        let want = by_linear::<linear::swiglu_64>(&case, Some(&strips));
+        assert!(case.run::<gemm::gemm_swiglu_n256>(256, 2).out == want.out, "{m} {n} {k}");
     }
 }
 
@@ -305,7 +404,7 @@ fn a_row_is_the_same_bits_in_any_company() {
     let alone = Case {
         m: 1,
         x: case.x[pick * case.k..][..case.k].to_vec(),
-        squares: case.squares[pick * STRIPS..][..STRIPS].to_vec(),
+        squares: case.squares[pick * SPANS..][..SPANS].to_vec(),
         scales: vec![case.scales[pick]],
         before: case.before[pick * 128..].iter().copied().cycle().take(TILE_ROWS as usize * 128).collect(),
         positions: vec![0],
@@ -362,7 +461,7 @@ fn eights_beside_pairs_multiply_and_gate() {
         let got = case.run_beside::<gemm::gemm_plain_eight, gemm::gemm_plain_pair>(blocks, border);
         assert_eq!(widen(&got.out), widen(&want.out), "{border}");
     }
-    let case = Case::new(150, 448, 320);
+    let case = Case { gated: true, ..Case::new(150, 448, 320) };
     let want = case.run::<gemm::gemm_swiglu_n256>(256, 2);
     for border in [256, 448] {
         let got = case.run_beside::<gemm::gemm_swiglu_eight, gemm::gemm_swiglu_pair>(8, border);
@@ -376,7 +475,11 @@ fn eights_beside_pairs_add() {
         let case = Case::new(m, n, k);
         let want = case.run::<gemm::gemm_add_n128>(128, 2);
         let got = case.run_beside::<gemm::gemm_add_eight, gemm::gemm_add_pair>(8, border);
-        assert_eq!((&got.y, &got.scaled, &got.squares), (&want.y, &want.scaled, &want.squares), "{m} {n} {k}");
+        assert_eq!(
+            (&got.y, &got.scaled, &got.squares, &got.spans),
+            (&want.y, &want.scaled, &want.squares, &want.spans),
+            "{m} {n} {k}"
+        );
     }
 }
 

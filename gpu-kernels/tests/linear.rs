@@ -66,6 +66,7 @@ impl Case {
                 x: y.ptr_mut(),
                 scaled: scaled.ptr_mut(),
                 squares: squares.ptr_mut(),
+                spans: Default::default(),
                 dim: self.n as u32,
             },
             next_norm: next_norm.ptr(),

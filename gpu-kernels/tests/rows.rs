@@ -57,6 +57,7 @@ impl Embedded {
                 x: embedded.x.ptr_mut(),
                 scaled: embedded.scaled.ptr_mut(),
                 squares: embedded.squares.ptr_mut(),
+                spans: Default::default(),
                 dim: dim as u32,
             },
             norm: norm.ptr(),

@@ -2,14 +2,14 @@
 
 mod common;
 
-use common::{Random, RowBuffers, run, run_wide};
+use common::{Random, RowBuffers, laid_out, reordered, run, run_wide};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16};
-use gpu_kernels::linear::{self, Linear, STRIP, slot};
+use gpu_kernels::linear::{self, Linear};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::sample::rank;
-use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, STRIPS, Walk};
+use gpu_kernels::stream::{STRIPS, Walk};
 use gpu_kernels::wide::{Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 use gpu_kernels::workspace::Workspace;
 use proptest::prelude::*;
@@ -39,16 +39,6 @@ struct Case {
     before: Vec<f32>,
     squares: Vec<f32>,
     next_norm: Vec<bf16>,
-}
-
-/// The order of [`slot`], or back.
-fn reordered(rows: &[bf16], width: usize, back: bool) -> Vec<bf16> {
-    let mut out = vec![bf16::ZERO; rows.len()];
-    for i in 0..rows.len() {
-        let there = i / width * width + slot((i % width) as u32) as usize;
-        if back { out[i] = rows[there] } else { out[there] = rows[i] }
-    }
-    out
 }
 
 /// As many parts as there are blocks for, so that parts meet though products are short.
@@ -113,6 +103,7 @@ impl Case {
                     x: y.ptr_mut(),
                     scaled: scaled.ptr_mut(),
                     squares: squares.ptr_mut(),
+                    spans: Default::default(),
                     dim: self.n as u32,
                 },
                 next_norm: next.ptr(),
@@ -132,33 +123,12 @@ impl Case {
     /// Runs a step of one product, of two for the best tokens, with tiles of `tile_rows` rows, on `grid` blocks.
     fn by_wide(&self, kind: Kind, tile_rows: u32, grid: u32) -> Outputs {
         let gated = kind == Kind::SwiGlu;
-        let strips = (if gated { 2 * self.n } else { self.n }).div_ceil(STRIP as usize) as u32;
         let k = self.k as u32;
-        let [w, up, next] = [&self.weight, &self.up, &self.next_norm].map(|v| Buffer::from_slice(v));
+        let next = Buffer::from_slice(&self.next_norm);
         let x = Buffer::from_slice(&reordered(&self.x, self.k, false));
         // What lies before the matrix in the stream.
-        let mut walk = Walk { chunks: 5, ..Walk::new(BLOCKS) };
-        let mut passes = Vec::new();
-        let mut first = 0;
-        while first < strips {
-            let pass = walk.pass(strips - first, k);
-            passes.push((first, pass));
-            first += pass.strips;
-        }
-        let stream = Buffer::from_slice(&vec![bf16::ZERO; walk.chunks as usize * CHUNK_BYTES as usize / 2]);
-        for (first_strip, pass) in passes {
-            let lay_out = LayOut {
-                weight: w.ptr(),
-                up: if gated { up.ptr() } else { Default::default() },
-                stream: stream.ptr_mut(),
-                base: pass.base,
-                n: self.n as u32,
-                k,
-                first_strip,
-                strips: pass.strips,
-            };
-            run::<stream::lay_out>([pass.strips, pass.depth, 1], 0, 2, lay_out);
-        }
+        let walk = Walk { chunks: 5, ..Walk::new(BLOCKS) };
+        let (stream, strips) = laid_out(&self.weight, gated.then_some(&self.up), k, walk);
         let rows = RowBuffers::sequence(0, self.rows as u32);
         let (y, activation, scaled, squares) = self.outputs();
         let before = Buffer::from_slice(&self.squares);
@@ -192,6 +162,7 @@ impl Case {
                 x: y.ptr_mut(),
                 scaled: scaled.ptr_mut(),
                 squares: squares_of.ptr_mut(),
+                spans: Default::default(),
                 dim: dim as u32,
             },
             activation: activation.ptr_mut(),

@@ -18,15 +18,16 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use gpu_kernels::gemm::{Gemm, SPAN};
-use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::Norm;
 use gpu_kernels::sample::random;
+use gpu_kernels::stream::Walk;
 use half::bf16;
 use host::batch::plan::{Plan, SequenceId, Slot, Started, SwapIn, TableEntry, Work};
 use host::batch::{BatchBackend, BatchOptions, Counts, GpuBatch, PAGE_TOKENS, Queue, Sequences, Start, Steps};
 use host::bench::{Bench, Event, ceilings, decode};
-use host::device::Device;
+use host::device::{Buffer, Device};
 use host::gemm::{self, Epilogue};
+use host::stream::Source;
 use host::weights::DeviceWeights;
 use model::{Config, Sampling};
 
@@ -176,21 +177,23 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
         Ok(buffer)
     };
     let (x, gate, up, out) = (filled(m * k)?, filled(n * k)?, filled(n * k)?, device.zeroed::<bf16>(m * n)?);
+    let source = Source { weight: gate.ptr(), up: up.ptr(), n: n as u32, k: k as u32 };
+    let (strips, blocks) = (source.strips(), device.multiprocessors());
+    let stream: Buffer<bf16> = device.zeroed(host::stream::elements([(strips, k as u32)], blocks))?;
+    // SAFETY: the matrices are as it says, and the stream has room for them alone.
+    let base = unsafe { source.lay_out(device, stream.ptr_mut(), &mut Walk::new(blocks))? };
     // Of rows whose mean square is 1.
-    let squares = device.upload(&vec![SPAN as f32; m * k / STRIP as usize])?;
-    let maps = device.tensor_maps(&[
-        gemm::rows(x.ptr(), m, k),
-        gemm::weight(gate.ptr(), n, k),
-        gemm::weight(up.ptr(), n, k),
-        gemm::out(out.ptr(), m, n),
-    ])?;
+    let squares = device.upload(&vec![SPAN as f32; m * k / SPAN as usize])?;
+    let maps = device.tensor_maps(&[gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), m, n)])?;
     let product = Gemm {
         x: maps.ptr(0),
-        weight: maps.ptr(1),
-        up: maps.ptr(2),
-        out: maps.ptr(3),
+        stream: stream.ptr(),
+        base,
+        blocks,
+        strips,
+        out: maps.ptr(1),
+        y: Default::default(),
         norm: Norm { squares: squares.ptr(), dim: k as u32, eps: config.rms_norm_eps },
-        spans: k as u32 / SPAN,
         heads: Default::default(),
         residual: Default::default(),
         next_norm: Default::default(),

@@ -50,7 +50,10 @@ pub struct Forward {
     attended: Buffer<bf16>,
     activation: Buffer<bf16>,
     logits: Buffer<f32>,
+    /// The matrices, laid out.
     stream: Option<Stream>,
+    /// Whether decode steps take it.
+    streams: bool,
     trace: Option<Buffer<u64>>,
     prefill: Option<Prefill>,
     wide: Option<Wide>,
@@ -225,6 +228,7 @@ impl Forward {
                 sin: device.upload(&rope.sin)?,
                 cache: KvCache::new(device, config, room.pages)?,
                 stream: None,
+                streams: false,
                 trace: None,
                 prefill: None,
                 wide: None,
@@ -258,14 +262,22 @@ impl Forward {
     /// # Errors
     /// A driver error.
     pub fn lay_out_stream(&mut self) -> Result<bool, Error> {
-        let stream = || Stream::new(&self.device, &self.config, &self.weights, &self.cache);
-        self.stream = timed("laying out the weights for decode steps", stream)?;
+        self.streams = self.lay_out_weights()?;
+        Ok(self.streams)
+    }
+
+    /// Lays the weights out, if they are not and if that can be; says whether they are.
+    fn lay_out_weights(&mut self) -> Result<bool, Error> {
+        if self.stream.is_none() {
+            let stream = || Stream::new(&self.device, &self.config, &self.weights, &self.cache);
+            self.stream = timed("laying out the weights", stream)?;
+        }
         Ok(self.stream.is_some())
     }
 
     /// The step in one launch, if it was laid out; its counters must be zero when it begins.
     pub fn stream(&self) -> Option<&Stream> {
-        self.stream.as_ref()
+        self.stream.as_ref().filter(|_| self.streams)
     }
 
     /// [`Stream::use_up_stamps`], if it was laid out.
@@ -314,7 +326,7 @@ impl Forward {
         self.cache.fill(pattern)
     }
 
-    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware.
+    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware; weights are laid out for them.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -327,8 +339,8 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn lay_out_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
-        if self.device.is_hopper() {
-            let prefill = || Prefill::new(&self.device, &self.config, &self.weights, &self.cache, rows);
+        if self.device.is_hopper() && self.lay_out_weights()? {
+            let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows);
             self.prefill = Some(timed("memory for passes over prompts", prefill)?);
         }
         Ok(())
@@ -349,8 +361,9 @@ impl Forward {
     /// If it was not laid out, or has no room for so many rows: a bug of the caller.
     pub fn enqueue_prefill(&mut self, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
-        let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
-        let parts = Parts { device, config, weights, cache, tables, table_stride, cos, sin };
+        let Self { device, config, weights, stream, cache, cos, sin, prefill, .. } = self;
+        let stream = stream.as_ref().expect("laid out");
+        let parts = Parts { device, config, weights, stream, cache, tables, table_stride, cos, sin };
         prefill.as_mut().expect("laid out").enqueue(&parts, start, count, output)
     }
 
@@ -371,8 +384,9 @@ impl Forward {
         results: Results,
     ) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
-        let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
-        let parts = Parts { device, config, weights, cache, tables, table_stride, cos, sin };
+        let Self { device, config, weights, stream, cache, cos, sin, prefill, .. } = self;
+        let stream = stream.as_ref().expect("laid out");
+        let parts = Parts { device, config, weights, stream, cache, tables, table_stride, cos, sin };
         prefill.as_ref().expect("laid out").enqueue_rows(&parts, rows, count, tiles, results)
     }
 
@@ -385,13 +399,7 @@ impl Forward {
     /// # Panics
     /// If there was none: a bug of the caller.
     pub fn enqueue_picked(&self, picks: Global<u32>, rows: Rows, count: u32) -> Result<(), Error> {
-        let (scaled, norm) = self.prefill().expect("laid out").result(&self.config, 0);
-        let pick = PickRows { rows: picks, scaled, squares: norm.squares, to: self.residual() };
-        // SAFETY: buffers of self with room for so many rows; the picks are rows of the pass.
-        unsafe {
-            self.device.launch::<batch::pick_rows>((1, count), 0, pick)?;
-            self.launch_linear(Kind::Write, count, self.head(rows, self.scaled.ptr(), self.norm()))
-        }
+        self.enqueue_picks(picks, 0, rows, count)
     }
 
     /// Enqueues the logits of `count` rows of the last prefill from its row `first` on: row 0 of [`logits`](Self::logits) is the first.
@@ -403,9 +411,18 @@ impl Forward {
     /// # Panics
     /// If there was none: a bug of the caller.
     pub fn enqueue_head(&self, first: usize, count: u32) -> Result<(), Error> {
-        let (x, norm) = self.prefill().expect("laid out").result(&self.config, first);
-        // SAFETY: buffers of self, of the sizes that the parameter block states.
-        unsafe { self.launch_linear(Kind::Write, count, self.head(self.rows(), x, norm)) }
+        self.enqueue_picks(Global::default(), first as u32, self.rows(), count)
+    }
+
+    /// Enqueues the logits of `count` rows of the last prefill: of a list, or from the `first` on.
+    fn enqueue_picks(&self, picks: Global<u32>, first: u32, rows: Rows, count: u32) -> Result<(), Error> {
+        let (scaled, squares) = self.prefill().expect("laid out").result();
+        let pick = PickRows { rows: picks, first, scaled, squares, to: self.residual() };
+        // SAFETY: buffers of self with room for so many rows; the picks are rows of the pass.
+        unsafe {
+            self.device.launch::<batch::pick_rows>((1, count), 0, pick)?;
+            self.launch_linear(Kind::Write, count, self.head(rows, self.scaled.ptr(), self.norm()))
+        }
     }
 
     /// The norm that the residual stream's reader has yet to divide by.
@@ -446,6 +463,7 @@ impl Forward {
             x: self.residual.ptr_mut(),
             scaled: self.scaled.ptr_mut(),
             squares: self.squares.ptr_mut(),
+            spans: Default::default(),
             dim: self.config.hidden_size as u32,
         }
     }
@@ -522,7 +540,7 @@ impl Forward {
     /// # Errors
     /// A refused launch.
     pub fn enqueue_rows(&self, pass: &Pass) -> Result<Option<Global<u64>>, Error> {
-        match (&self.wide, &self.stream, pass.tiles) {
+        match (&self.wide, self.stream(), pass.tiles) {
             (Some(wide), Some(stream), Some(tiles)) => self.enqueue_wide(wide, stream, pass, tiles),
             _ => self.enqueue_launches(pass).map(|()| None),
         }
@@ -534,7 +552,7 @@ impl Forward {
     /// # Errors
     /// A refused launch.
     pub fn enqueue_decode(&self, most_rows: u32, end: u32) -> Result<(), Error> {
-        match &self.stream {
+        match self.stream() {
             Some(stream) => self.enqueue_stream(stream, self.rows(), most_rows),
             None => self.enqueue(most_rows, end, RowOutput::LogitsFrom(0)),
         }
@@ -548,10 +566,10 @@ impl Forward {
     /// A refused launch.
     pub fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<Option<Global<u64>>, Error> {
         if is_for_few(pass.most_rows, of_one) {
-            if let Some(stream) = &mut self.stream {
+            if let Some(stream) = self.stream.as_mut().filter(|_| self.streams) {
                 stream.begin()?;
             }
-            if let Some(stream) = &self.stream {
+            if let Some(stream) = self.stream() {
                 self.enqueue_stream(stream, pass.rows, pass.most_rows)?;
                 return Ok((pass.output == RowOutput::Best).then(|| stream.best()));
             }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use cuda_std::Global;
 use cuda_std::tensor::Matrix;
-use gpu_kernels::gemm::{self, Gemm, TILE_ROWS, WEIGHT_ROWS};
+use gpu_kernels::gemm::{self, Gemm, TILE_ROWS};
 use half::bf16;
 
 use crate::Error;
@@ -15,6 +15,8 @@ use crate::device::{Buffer, Device};
 pub enum Epilogue {
     /// Makes them queries, keys and values, each row times its factor.
     Qkv,
+    /// Writes them in f32, each row times its factor.
+    Write,
     /// SwiGLU of gate and up, each row times its factor.
     SwiGlu,
     /// Adds them to the residual stream and prepares the norm that follows.
@@ -47,6 +49,9 @@ macro_rules! of_kernel {
             (Epilogue::Qkv, Cut::N256) => $device.$method::<gemm::gemm_qkv_n256>($($argument),*),
             (Epilogue::Qkv, Cut::Pair) => $device.$method::<gemm::gemm_qkv_pair>($($argument),*),
             (Epilogue::Qkv, Cut::Eight) => $device.$method::<gemm::gemm_qkv_eight>($($argument),*),
+            (Epilogue::Write, Cut::N128) => $device.$method::<gemm::gemm_write_n128>($($argument),*),
+            (Epilogue::Write, Cut::N192) => $device.$method::<gemm::gemm_write_n192>($($argument),*),
+            (Epilogue::Write, Cut::N256 | Cut::Pair | Cut::Eight) => $device.$method::<gemm::gemm_write_n256>($($argument),*),
             (Epilogue::SwiGlu, Cut::N128 | Cut::N192 | Cut::N256) => $device.$method::<gemm::gemm_swiglu_n256>($($argument),*),
             (Epilogue::SwiGlu, Cut::Pair) => $device.$method::<gemm::gemm_swiglu_pair>($($argument),*),
             (Epilogue::SwiGlu, Cut::Eight) => $device.$method::<gemm::gemm_swiglu_eight>($($argument),*),
@@ -109,9 +114,10 @@ impl Cut {
         let cost = |cut: &Self| cut.cost(device, epilogue, m, n);
         let can = |cut: &Self| match cut {
             Self::N128 => epilogue != Epilogue::SwiGlu,
-            Self::N192 => matches!(epilogue, Epilogue::Qkv | Epilogue::Plain),
+            Self::N192 => matches!(epilogue, Epilogue::Qkv | Epilogue::Write | Epilogue::Plain),
             Self::N256 => true,
             // Sharing pays with many rows.
+            Self::Pair | Self::Eight if epilogue == Epilogue::Write => false,
             Self::Pair => m >= 2048,
             Self::Eight => m >= 2048 || m.is_multiple_of(512),
         };
@@ -224,11 +230,6 @@ pub fn out(y: Global<bf16>, rows: usize, columns: usize) -> Matrix {
     matrix(y, rows, columns, gemm::BOX)
 }
 
-/// Weights `[n, k]`.
-pub fn weight(w: Global<bf16>, n: usize, k: usize) -> Matrix {
-    matrix(w, n, k, WEIGHT_ROWS)
-}
-
 /// Enqueues a product, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile, and what is enqueued is not replayed from a
 /// recorded graph: the words would repeat.
 ///
@@ -266,7 +267,9 @@ pub unsafe fn enqueue_cut(
         return Ok(());
     }
     let cut = match (epilogue, cut) {
-        (Epilogue::SwiGlu, Cut::N128) | (Epilogue::SwiGlu | Epilogue::Add, Cut::N192) => Cut::N256,
+        (Epilogue::SwiGlu, Cut::N128)
+        | (Epilogue::SwiGlu | Epilogue::Add, Cut::N192)
+        | (Epilogue::Write, Cut::Pair | Cut::Eight) => Cut::N256,
         _ => cut,
     };
     let dealt = Dealt::new(device, epilogue, cut, m, n);

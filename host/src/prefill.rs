@@ -1,7 +1,7 @@
 //! The forward pass over many rows of a prompt, on Hopper: products and attention of `gpu_kernels::gemm` and
 //! `gpu_kernels::prefill_attention`, with activations of their own.
 //!
-//! These kernels sum in another order than those for decoding. So that the bits of the cache never depend on how a prompt was cut, or on what
+//! Attention sums in another order than for decoding. So that the bits of the cache never depend on how a prompt was cut, or on what
 //! was cached before, every position of a prompt goes through here, and every generated position through the decode step.
 
 use cuda_std::Global;
@@ -21,6 +21,7 @@ use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::forward::RowOutput;
 use crate::gemm::{self, Epilogue};
+use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 
 /// Most rows of a pass: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192 tokens took 2 % longer.)
@@ -40,8 +41,7 @@ pub struct Prefill {
     residual: Buffer<f32>,
     scaled: Buffer<bf16>,
     squares: Buffer<f32>,
-    /// The embeddings' squares. (`squares` has fewer for a row, and zeros behind them, which the norm after the last layer adds.)
-    embedded: Buffer<f32>,
+    spans: Buffer<f32>,
     q: Buffer<bf16>,
     attended: Buffer<bf16>,
     /// Used through its maps alone.
@@ -67,6 +67,8 @@ pub struct Parts<'a> {
     pub config: &'a Config,
     /// Its weights.
     pub weights: &'a DeviceWeights,
+    /// The matrices among them, laid out.
+    pub stream: &'a Stream,
     /// The cache.
     pub cache: &'a KvCache,
     /// `[sequences, table_stride]` pages.
@@ -79,20 +81,20 @@ pub struct Parts<'a> {
     pub sin: &'a Buffer<f32>,
 }
 
-// Maps of activations, then of each layer.
+// Maps of activations, then of each layer's pages.
 const SCALED: usize = 0;
 const QUERIES: usize = 1;
 const ATTENDED: usize = 2;
 const ACTIVATION: usize = 3;
 const ACTIVATION_OUT: usize = 4;
 const ACTIVATIONS: usize = 5;
+
+// Matrices of a layer, as the stream has them.
 const QKV: usize = 0;
 const OUTPUT: usize = 1;
-const GATE: usize = 2;
-const UP: usize = 3;
-const DOWN: usize = 4;
-const PAGES: usize = 5;
-const LAYER: usize = 6;
+const GATE_UP: usize = 2;
+const DOWN: usize = 3;
+const MATRICES: usize = 4;
 
 /// Rows of a pass when the cache holds `capacity` tokens: whole tiles.
 fn rows(capacity: usize) -> usize {
@@ -147,7 +149,8 @@ impl Prefill {
     pub fn bytes(config: &Config, capacity: usize) -> u64 {
         let q = config.query_size();
         let row = config.hidden_size * 6
-            + config.hidden_size / STRIP as usize * 8
+            + config.hidden_size / STRIP as usize * 4
+            + config.hidden_size / SPAN as usize * 4
             + q * 4
             + config.intermediate_size * 2
             + 16;
@@ -158,17 +161,10 @@ impl Prefill {
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn new(
-        device: &Device,
-        config: &Config,
-        weights: &DeviceWeights,
-        cache: &KvCache,
-        capacity: usize,
-    ) -> Result<Self, Error> {
+    pub fn new(device: &Device, config: &Config, cache: &KvCache, capacity: usize) -> Result<Self, Error> {
         let rows = rows(capacity);
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         let q_size = config.query_size();
-        let heads = config.qkv_size();
         let scaled: Buffer<bf16> = device.zeroed(rows * hidden)?;
         let q: Buffer<bf16> = device.zeroed(rows * q_size)?;
         let attended: Buffer<bf16> = device.zeroed(rows * q_size)?;
@@ -180,16 +176,8 @@ impl Prefill {
             gemm::rows(activation.ptr(), rows, inner),
             gemm::out(activation.ptr(), rows, inner),
         ];
-        for (i, layer) in weights.layers.iter().enumerate() {
-            matrices.extend([
-                gemm::weight(layer.qkv.ptr(), heads, hidden),
-                gemm::weight(layer.output.ptr(), hidden, q_size),
-                gemm::weight(layer.gate.ptr(), inner, hidden),
-                gemm::weight(layer.up.ptr(), inner, hidden),
-                gemm::weight(layer.down.ptr(), hidden, inner),
-                prefill_attention::pages(cache.layer(i).addr(), cache.layer_len()),
-            ]);
-        }
+        let pages = |i| prefill_attention::pages(cache.layer(i).addr(), cache.layer_len());
+        matrices.extend((0..cache.layers()).map(pages));
         Ok(Self {
             capacity: rows,
             row_count: device.zeroed(1)?,
@@ -200,7 +188,7 @@ impl Prefill {
             residual: device.zeroed(rows * hidden)?,
             scaled,
             squares: device.zeroed(rows * hidden / STRIP as usize)?,
-            embedded: device.zeroed(rows * hidden / STRIP as usize)?,
+            spans: device.zeroed(rows * hidden / SPAN as usize)?,
             q,
             attended,
             _activation: activation,
@@ -224,14 +212,9 @@ impl Prefill {
         }
     }
 
-    /// The last pass's residual stream, scaled for the final norm, from `row` on, and that norm: of rows that were to have logits.
-    pub fn result(&self, config: &Config, row: usize) -> (Global<bf16>, Norm) {
-        let hidden = config.hidden_size;
-        assert!(row < self.capacity, "row {row} of {}", self.capacity);
-        // SAFETY: within the buffers, which have `capacity` rows.
-        let (x, squares) =
-            unsafe { (self.scaled.ptr().at(row * hidden), self.squares.ptr().at(row * (hidden / STRIP as usize))) };
-        (x, Norm { squares, dim: hidden as u32, eps: config.rms_norm_eps })
+    /// What the head reads of the last pass's rows: the residual stream, scaled for the final norm, in the order of [`slot`](gpu_kernels::linear::slot), and sums of squares of strips.
+    pub fn result(&self) -> (Global<bf16>, Global<f32>) {
+        (self.scaled.ptr(), self.squares.ptr())
     }
 
     /// Enqueues all layers over `count` rows of sequence 0 from position `start` on, which [`rows`](Self::rows) hold by then. The [result](Self::result) is there
@@ -277,17 +260,21 @@ impl Prefill {
             x: self.residual.ptr_mut(),
             scaled: self.scaled.ptr_mut(),
             squares: self.squares.ptr_mut(),
+            spans: self.spans.ptr_mut(),
             dim: hidden,
         };
-        let (_, norm) = self.result(c, 0);
+        let norm = Norm { squares: self.spans.ptr(), dim: hidden, eps: c.rms_norm_eps };
+        let (stream, blocks) = parts.stream.weights();
         let map = |i: usize| self.maps.ptr(i);
-        let product = |x: usize, weight: usize, n: u32, k: u32| Gemm {
+        let product = |x: usize, matrix: usize, n: u32, k: u32| Gemm {
             x: map(x),
-            weight: map(weight),
-            up: Default::default(),
+            stream,
+            base: parts.stream.base(matrix),
+            blocks,
+            strips: (if matrix % MATRICES == GATE_UP { 2 * n } else { n }).div_ceil(STRIP),
             out: Default::default(),
+            y: Default::default(),
             norm,
-            spans: hidden / SPAN,
             heads: SplitHeads::default(),
             residual,
             next_norm: Default::default(),
@@ -303,10 +290,9 @@ impl Prefill {
         // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block states, with whole tiles of
         // rows; the maps describe them; both outlive the work because freeing device memory waits for it.
         unsafe {
-            let embed = w.embedding(rows, Residual { squares: self.embedded.ptr_mut(), ..residual });
-            device.launch::<embedding::embed>((1, m), 0, embed)?;
+            device.launch::<embedding::embed_spans>((1, m), 0, w.embedding(rows, residual))?;
             for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
-                let of_layer = |what: usize| ACTIVATIONS + i * LAYER + what;
+                let of_layer = |matrix: usize| i * MATRICES + matrix;
                 let Results { row, tile: first_tile } =
                     if i + 1 == w.layers.len() { results } else { Results::default() };
                 // Whole tiles of products: of rows before the results' nothing is read.
@@ -324,11 +310,6 @@ impl Prefill {
                     eps: c.rms_norm_eps,
                 };
                 let project = Gemm { heads, ..product(SCALED, of_layer(QKV), heads_size, hidden) };
-                let project = if i == 0 {
-                    Gemm { norm: Norm { squares: self.embedded.ptr(), ..norm }, spans: hidden / STRIP, ..project }
-                } else {
-                    project
-                };
                 if first_row == 0 {
                     gemm::enqueue(device, &self.beside, Epilogue::Qkv, project)?;
                 } else {
@@ -341,7 +322,7 @@ impl Prefill {
                 let attend = PrefillAttention {
                     tiles: tiles.at(first_tile * 4),
                     q: map(QUERIES),
-                    pages: map(of_layer(PAGES)),
+                    pages: map(ACTIVATIONS + i),
                     cache: heads.cache,
                     out: self.attended.ptr_mut(),
                     q_heads,
@@ -353,8 +334,8 @@ impl Prefill {
                     gemm::enqueue(device, &self.beside, Epilogue::Add, Gemm { next_norm: next.ptr(), first_row, ..p })
                 };
                 add(ATTENDED, OUTPUT, q_size, &layer.post_attention_norm)?;
-                let (up, out) = (map(of_layer(UP)), map(ACTIVATION_OUT));
-                let gate_up = Gemm { up, out, first_row, ..product(SCALED, of_layer(GATE), inner, hidden) };
+                let out = map(ACTIVATION_OUT);
+                let gate_up = Gemm { out, first_row, ..product(SCALED, of_layer(GATE_UP), inner, hidden) };
                 gemm::enqueue(device, &self.beside, Epilogue::SwiGlu, gate_up)?;
                 add(ACTIVATION, DOWN, inner, next_norm)?;
             }

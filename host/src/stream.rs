@@ -32,16 +32,57 @@ fn matrices(config: &Config) -> impl Iterator<Item = (u32, u32)> {
     all.map(|[n, k]| ((n as u32).div_ceil(STRIP), k as u32))
 }
 
-/// Elements of the stream on a device with `grid` multiprocessors.
-fn elements(config: &Config, grid: u32) -> usize {
+/// Elements of a stream of matrices of so many strips and input features each, for `grid` blocks.
+pub fn elements(matrices: impl IntoIterator<Item = (u32, u32)>, grid: u32) -> usize {
     let mut walk = Walk::new(grid);
-    for (strips, k) in matrices(config) {
+    for (strips, k) in matrices {
         let mut left = strips;
         while left > 0 {
             left -= walk.pass(left, k).strips;
         }
     }
     walk.chunks as usize * CHUNK_BYTES as usize / 2
+}
+
+/// A matrix as a checkpoint has it.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// `[n, k]`; the gate's, where there is an up projection.
+    pub weight: Global<bf16>,
+    /// `[n, k]` the up projection's; null otherwise.
+    pub up: Global<bf16>,
+    /// Output features, of each.
+    pub n: u32,
+    /// Input features.
+    pub k: u32,
+}
+
+impl Source {
+    /// Strips that it takes.
+    pub const fn strips(&self) -> u32 {
+        (if self.up.is_null() { self.n } else { 2 * self.n }).div_ceil(STRIP)
+    }
+
+    /// Enqueues that it is laid out in `stream`, where `walk` stands. Returns the chunk at which it begins.
+    ///
+    /// # Safety
+    /// The matrices are what is said, and the stream has room for every pass of the walk.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub unsafe fn lay_out(&self, device: &Device, stream: GlobalMut<bf16>, walk: &mut Walk) -> Result<u64, Error> {
+        let (base, strips) = (walk.chunks, self.strips());
+        let Self { weight, up, n, k } = *self;
+        let mut first_strip = 0;
+        while first_strip < strips {
+            let pass = walk.pass(strips - first_strip, k);
+            let params = LayOut { weight, up, stream, base: pass.base, n, k, first_strip, strips: pass.strips };
+            // SAFETY: the caller's word.
+            unsafe { device.launch::<stream::lay_out>((pass.strips, pass.depth), 0, params)? };
+            first_strip += pass.strips;
+        }
+        Ok(base)
+    }
 }
 
 impl Stream {
@@ -56,7 +97,7 @@ impl Stream {
         cache: &KvCache,
     ) -> Result<Option<Self>, Error> {
         let grid = device.multiprocessors();
-        let elements = elements(config, grid);
+        let elements = elements(matrices(config), grid);
         if !device.is_hopper() || device.free_memory()?.is_some_and(|free| 2 * elements as u64 + SPARE > free) {
             return Ok(None);
         }
@@ -68,25 +109,10 @@ impl Stream {
             [(&layer.qkv, none), (&layer.output, none), (&layer.gate, up), (&layer.down, none)]
         });
         let (mut walk, mut bases) = (Walk::new(grid), Vec::new());
-        for ((strips, k), (weight, up)) in matrices(config).zip(sources.chain([(head, none)])) {
-            let mut first_strip = 0;
-            bases.push(walk.chunks);
-            while first_strip < strips {
-                let pass = walk.pass(strips - first_strip, k);
-                let params = LayOut {
-                    weight: weight.ptr(),
-                    up,
-                    stream: stream.ptr_mut(),
-                    base: pass.base,
-                    n: (weight.len() / k as usize) as u32,
-                    k,
-                    first_strip,
-                    strips: pass.strips,
-                };
-                // SAFETY: the matrix is `[n, k]`, and the stream has room for every pass of the walk.
-                unsafe { device.launch::<stream::lay_out>((pass.strips, pass.depth), 0, params)? };
-                first_strip += pass.strips;
-            }
+        for ((_, k), (weight, up)) in matrices(config).zip(sources.chain([(head, none)])) {
+            let source = Source { weight: weight.ptr(), up, n: (weight.len() / k as usize) as u32, k };
+            // SAFETY: the matrix is `[n, k]`, and the stream has room for every pass of the walk.
+            bases.push(unsafe { source.lay_out(device, stream.ptr_mut(), &mut walk)? });
         }
         let norms = weights.layers.iter().flat_map(|layer| {
             // As `StreamStep::norms` has them.
@@ -118,7 +144,7 @@ impl Stream {
 
     /// Bytes that it takes on a device with `grid` multiprocessors.
     pub fn bytes(config: &Config, grid: u32) -> u64 {
-        2 * elements(config, grid) as u64
+        2 * elements(matrices(config), grid) as u64
     }
 
     /// The weights, and how many blocks they were laid out for.

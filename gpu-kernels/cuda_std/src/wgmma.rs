@@ -28,8 +28,10 @@
 use crate::shared::Shared;
 use crate::target;
 
-/// Accumulators of a lane.
-pub const ACCUMULATORS: usize = 128;
+/// Accumulators of a lane. No product uses those from [`SPARE`] on: they hold what is kept beside products.
+pub const ACCUMULATORS: usize = 192;
+/// The first accumulator that no product uses.
+pub const SPARE: usize = 128;
 /// Words of A that a lane can hold: 128 along the sum.
 pub const FRAGMENTS: usize = 32;
 
@@ -141,13 +143,13 @@ pub fn wait<const PENDING: u64>() {
     target::wgmma_wait::<PENDING>();
 }
 
-/// `C = A · Bᵀ`, plus C if `keep`, in all accumulators: B has 256 rows (`wgmma.mma_async.sync.aligned.m64n256k16`).
+/// `C = A · Bᵀ`, plus C if `keep`, in the accumulators below [`SPARE`]: B has 256 rows in core matrices (`wgmma.mma_async.sync.aligned.m64n256k16`).
 ///
 /// # Safety
 /// Both operands are complete in shared memory, and not written before the product was waited for.
 #[inline(always)]
 #[track_caller]
-pub unsafe fn mma_n256(a: Operand, b: Operand, keep: bool) {
+pub unsafe fn mma_n256(a: Operand, b: Cores, keep: bool) {
     // SAFETY: the caller's.
     unsafe { target::wgmma_n256(a.0, b.0, keep) }
 }
@@ -158,12 +160,23 @@ pub unsafe fn mma_n256(a: Operand, b: Operand, keep: bool) {
 /// As [`mma_n256`].
 #[inline(always)]
 #[track_caller]
+pub unsafe fn mma_n128_by_cores(a: Operand, b: Cores, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_n128_by_cores(a.0, b.0, keep) }
+}
+
+/// As [`mma_n256`] for B of 128 swizzled rows, in the lower 64 accumulators.
+///
+/// # Safety
+/// As [`mma_n256`].
+#[inline(always)]
+#[track_caller]
 pub unsafe fn mma_n128(a: Operand, b: Operand, keep: bool) {
     // SAFETY: the caller's.
     unsafe { target::wgmma_n128(a.0, b.0, keep) }
 }
 
-/// `C = A · B` for B of 128 columns, plus C if `keep`, in the upper 64 accumulators, with A in registers: the fragments `4 STEP` to `4 STEP + 3`.
+/// `C = A · B` for B of 128 columns, plus C if `keep`, in the accumulators 64 to 127, with A in registers: the fragments `4 STEP` to `4 STEP + 3`.
 ///
 /// # Safety
 /// As [`mma_n256`], for B.
@@ -175,7 +188,7 @@ pub unsafe fn mma_n128_columns<const STEP: usize>(b: Columns, keep: bool) {
     unsafe { target::wgmma_n128_columns::<STEP>(b.0, keep) }
 }
 
-/// As [`mma_n256`] for A in core matrices and B of 128 rows, in the upper 64 accumulators.
+/// As [`mma_n256`] for A in core matrices and B of 128 swizzled rows, in the accumulators 64 to 127.
 ///
 /// # Safety
 /// As [`mma_n256`].

@@ -8,7 +8,7 @@ use cuda_std::{Global, GlobalMut, bf16, math, mma, thread, warp, wgmma};
 use super::{BOX, BOX_BYTES, GROUP, Gemm};
 use crate::gate::swiglu;
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
-use crate::linear::STRIP;
+use crate::norm::SPAN;
 use crate::quad;
 
 /// One warpgroup's half of a tile: where it is, and what a lane of it needs to place its sums.
@@ -40,6 +40,15 @@ impl Half {
         self.row + warp * 16 + lane / 4
     }
 
+    /// Waits until boxes are read that may still be stored, and all lanes are done with what they had there.
+    #[inline(always)]
+    pub unsafe fn finish_stores(&self) {
+        if elected() {
+            bulk::wait_read::<0>();
+        }
+        thread::sync_named(self.barrier, GROUP);
+    }
+
     fn place(&self) -> Shared<u8> {
         Shared::from_raw(self.staging.addr() + self.turn * BOX_BYTES)
     }
@@ -53,13 +62,26 @@ impl Half {
         unsafe { mma::stmatrix_x4(self.place().at(offset as usize), words) }
     }
 
-    /// Stores the lane's part of box `b`, if there is one in the output.
+    /// Puts the lane's part of half of the box of one of its rows into shared memory, which lies side by side in the order of [`slot`](crate::linear::slot).
     #[inline(always)]
-    unsafe fn put_box(&mut self, p: &Gemm, b: usize, words: BoxWords) {
+    unsafe fn put_slots(&self, half: u32, row: u32, words: [u32; 4]) {
+        let (lane, warp) = place_in_group();
+        let row = warp * 16 + lane / 4 + 8 * row;
+        let offset = swizzled(row * BOX * 2 + (half * 4 + lane % 4) * 16);
+        unsafe { self.place().at(offset as usize).store16(0, words) }
+    }
+
+    /// Stores the lane's part of box `b`, if there is one in the output: with `SLOTS` as [`put_slots`](Self::put_slots) takes it, half by half and row by row.
+    #[inline(always)]
+    unsafe fn put_box<const SLOTS: bool>(&mut self, p: &Gemm, b: usize, words: BoxWords) {
         if self.column + b as u32 * BOX < p.n {
             unsafe {
                 unroll!(Q < 4; {
-                    self.put(Q, words[Q]);
+                    if SLOTS {
+                        self.put_slots(Q as u32 / 2, Q as u32 % 2, words[Q]);
+                    } else {
+                        self.put(Q, words[Q]);
+                    }
                 });
                 self.store_box(p.out, b as u32);
             }
@@ -98,14 +120,9 @@ pub trait Epilogue {
     /// Loads what [`ahead`](Self::ahead) computes from, as the tile begins.
     unsafe fn early(p: &Gemm, half: &Half) -> Self::Early;
 
-    /// Loads and computes what [`finish`](Self::finish) wants first, or [`finish_last`](Self::finish_last) if not `NEXT`, while products run; anything for a tile that is not
+    /// Loads and computes what [`finish`](Self::finish) or [`finish_last`](Self::finish_last) wants first, while products run; anything for a tile that is not
     /// `inside`.
-    unsafe fn ahead<const N: u32, const NEXT: bool>(
-        p: &Gemm,
-        half: &Half,
-        inside: bool,
-        early: Self::Early,
-    ) -> Self::Ahead;
+    unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, early: Self::Early) -> Self::Ahead;
 
     /// All `N` columns of the half. As soon as it can do without the accumulators it begins the products of the `next` tile, and goes on with them step by step.
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: Self::Ahead, next: &mut impl Next);
@@ -146,33 +163,38 @@ type Squares = [[f32; 2]; 8];
 /// Eight of them from number `first` on, zeros behind the last.
 #[inline(always)]
 unsafe fn load_squares(p: &Gemm, row: u32, first: u32) -> Squares {
+    let spans = p.norm.dim / SPAN;
     // Rows beyond m have no factor, nor need one.
-    let rows = [row, row + 8].map(|row| row.min(p.m - 1) * (p.norm.dim / STRIP));
+    let rows = [row, row + 8].map(|row| row.min(p.m - 1) * spans);
     let mut squares = [[0f32; 2]; 8];
     unroll!(I < 8; {
         let at = first + 4 * I as u32 + thread::lane_id() % 4;
-        if at < p.spans {
+        if at < spans {
             squares[I] = rows.map(|row| unsafe { p.norm.squares.load((row + at) as usize) });
         }
     });
     squares
 }
 
-/// The factors of the lane's two rows, `1 / rms` of each, of which the four lanes of a row [loaded](load_squares) the first squares.
+/// The factors of the lane's two rows, `1 / rms` of each, of which the four lanes of a row [loaded](load_squares) the first squares; added as
+/// [`norm`](crate::norm) has it.
 #[inline(always)]
 unsafe fn scales(p: &Gemm, row: u32, mut squares: Squares) -> [f32; 2] {
-    let mut sums = [0f32; 2];
     let mut next = 32;
-    loop {
+    while next < p.norm.dim / SPAN {
+        let more = unsafe { load_squares(p, row, next) };
         unroll!(I < 8; {
-            sums = [sums[0] + squares[I][0], sums[1] + squares[I][1]];
+            squares[I] = [0, 1].map(|r| squares[I][r] + more[I][r]);
         });
-        if next >= p.spans {
-            return sums.map(|sum| math::rsqrt(quad::sum(sum) / p.norm.dim as f32 + p.norm.eps));
-        }
-        squares = unsafe { load_squares(p, row, next) };
         next += 32;
     }
+    [0, 1].map(|r| {
+        let four = [0, 1, 2, 3].map(|i: usize| squares[i][r] + squares[i + 4][r]);
+        let mut sum = (four[0] + four[2]) + (four[1] + four[3]);
+        sum += warp::shuffle_xor(sum, 2);
+        sum += warp::shuffle_xor(sum, 1);
+        p.norm.inverse_rms_of_sum(sum)
+    })
 }
 
 /// The four sums of the lane in half a strip: 8 columns of two rows.
@@ -203,13 +225,11 @@ pub struct Qkv;
 /// Bytes of a row of a head.
 const ROW_BYTES: u32 = HEAD_DIM * 2;
 
-/// What [`Qkv`] has ahead: the factors and positions of the lane's two rows, and the angles of the first.
+/// What [`Qkv`] has ahead: the factors and positions of the lane's two rows.
 #[derive(Clone, Copy)]
 pub struct HeadsAhead {
     scales: [f32; 2],
     positions: [u32; 2],
-    /// Cosines, then sines, of the lane's dimensions.
-    angles: [[f32; 2]; 16],
 }
 
 /// Cosines and sines at `position` of the lane's dimensions, `8 j + 2 pair` and the next.
@@ -353,24 +373,19 @@ impl Epilogue for Qkv {
     }
 
     #[inline(always)]
-    unsafe fn ahead<const N: u32, const NEXT: bool>(
+    unsafe fn ahead<const N: u32>(
         p: &Gemm,
         half: &Half,
         _inside: bool,
         (squares, positions): Self::Early,
     ) -> HeadsAhead {
-        unsafe {
-            let head = half.column / HEAD_DIM;
-            let rotated = head < p.heads.q_heads + p.heads.cache.kv_heads;
-            let angles = if rotated { angles(p, positions[0]) } else { [[0.0; 2]; 16] };
-            HeadsAhead { scales: scales(p, half.lane_row(), squares), positions, angles }
-        }
+        HeadsAhead { scales: unsafe { scales(p, half.lane_row(), squares) }, positions }
     }
 
     #[inline(always)]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: HeadsAhead, next: &mut impl Next) {
         unsafe {
-            let HeadsAhead { scales, positions, angles: of_first } = ahead;
+            let HeadsAhead { scales, positions } = ahead;
             let (q_heads, heads) = (p.heads.q_heads, p.n / HEAD_DIM);
             let rotated = (q_heads + p.heads.cache.kv_heads).min(heads);
             let first = half.column / HEAD_DIM;
@@ -384,6 +399,7 @@ impl Epilogue for Qkv {
                 });
             }
             if first < rotated {
+                let of_first = angles(p, positions[0]);
                 let mut factors = [[0f32; 2]; 2];
                 unroll!(R < 2; {
                     factors[0][R] = head_factor!(0, R, p, scales[R]);
@@ -442,15 +458,16 @@ fn gate_pair(gate: [f32; 2], up: [f32; 2], scale: f32) -> u32 {
     math::pack_bf16(one(0), one(1))
 }
 
-/// Box `$b` of the gated activations: gates stand in the lower half of the accumulators, their ups in the upper.
+/// Of box `$b` of the gated activations the lane's part, in the order of [`slot`](crate::linear::slot): of each half of the box and each of its two rows four words, which lie side by side. Of a strip's sums the
+/// first eight columns are gates, and the others their ups.
 macro_rules! gated {
     ($b:expr, $scales:ident) => {{
         let mut words: BoxWords = [[0; 4]; 4];
-        unroll!(Q < 4; {
-            unroll!(H < 2; {
-                let (gate, up) = (sums!($b * 32 + Q * 8 + H * 4), sums!($b * 32 + Q * 8 + H * 4 + 64));
+        unroll!(H < 2; {
+            unroll!(T < 4; {
+                let (gate, up) = (sums!($b * 64 + H * 32 + T * 8), sums!($b * 64 + H * 32 + T * 8 + 4));
                 unroll!(R < 2; {
-                    words[Q][2 * H + R] = gate_pair(gate[R], up[R], $scales[R]);
+                    words[2 * H + R][T] = gate_pair(gate[R], up[R], $scales[R]);
                 });
             });
         });
@@ -473,12 +490,7 @@ impl Epilogue for SwiGlu {
     }
 
     #[inline(always)]
-    unsafe fn ahead<const N: u32, const NEXT: bool>(
-        p: &Gemm,
-        half: &Half,
-        _inside: bool,
-        squares: Squares,
-    ) -> [f32; 2] {
+    unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, _inside: bool, squares: Squares) -> [f32; 2] {
         unsafe { scales(p, half.lane_row(), squares) }
     }
 
@@ -487,8 +499,10 @@ impl Epilogue for SwiGlu {
         unsafe {
             let boxes = [gated!(0, scales), gated!(1, scales)];
             next.begin();
+            // Where other lanes had totals.
+            thread::sync_named(half.barrier, GROUP);
             unroll!(B < 2; {
-                half.put_box(p, B, boxes[B]);
+                half.put_box::<true>(p, B, boxes[B]);
                 next.step();
             });
         }
@@ -507,6 +521,48 @@ macro_rules! rounded {
     }};
 }
 
+/// The sums times their row's factor, in f32.
+pub struct Write;
+
+impl Epilogue for Write {
+    const GATED: bool = false;
+    type Early = Squares;
+    /// The factors of the lane's two rows.
+    type Ahead = [f32; 2];
+
+    #[inline(always)]
+    unsafe fn early(p: &Gemm, half: &Half) -> Squares {
+        unsafe { load_squares(p, half.lane_row(), 0) }
+    }
+
+    #[inline(always)]
+    unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, _inside: bool, squares: Squares) -> [f32; 2] {
+        unsafe { scales(p, half.lane_row(), squares) }
+    }
+
+    #[inline(always)]
+    unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, scales: [f32; 2], next: &mut impl Next) {
+        unsafe {
+            let row = half.lane_row();
+            let column = half.column + 2 * (thread::fresh(thread::lane_id()) % 4);
+            let to = p.y.at(row as usize * p.n as usize + column as usize).cast::<[f32; 2]>();
+            unroll!(B < 4; {
+                if (B as u32) * BOX < N && half.column + B as u32 * BOX < p.n {
+                    unroll!(J < 8; {
+                        let sums = sums!(B * 32 + J * 4);
+                        unroll!(R < 2; {
+                            let pair = [sums[R][0] * scales[R], sums[R][1] * scales[R]];
+                            let there = row + 8 * (R as u32) < p.m;
+                            to.store_if(there, R * 4 * p.n as usize + B * 32 + J * 4, pair);
+                        });
+                    });
+                }
+            });
+            next.begin();
+        }
+    }
+}
+
 /// The sums, rounded to bf16.
 pub struct Plain;
 
@@ -519,7 +575,7 @@ impl Epilogue for Plain {
     unsafe fn early(_: &Gemm, _: &Half) {}
 
     #[inline(always)]
-    unsafe fn ahead<const N: u32, const NEXT: bool>(_: &Gemm, _: &Half, _: bool, (): ()) {}
+    unsafe fn ahead<const N: u32>(_: &Gemm, _: &Half, _: bool, (): ()) {}
 
     #[inline(always)]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, (): (), next: &mut impl Next) {
@@ -529,9 +585,11 @@ impl Epilogue for Plain {
                 (boxes[2], boxes[3]) = (rounded!(2), rounded!(3));
             }
             next.begin();
+            // Where other lanes had totals.
+            thread::sync_named(half.barrier, GROUP);
             unroll!(B < 4; {
                 if (B as u32) * BOX < N {
-                    half.put_box(p, B, boxes[B]);
+                    half.put_box::<false>(p, B, boxes[B]);
                     next.step();
                 }
             });

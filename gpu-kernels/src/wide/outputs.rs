@@ -203,7 +203,7 @@ impl Outputs {
             let sum = strip_squares::<TILES>(squares);
             // With as many sums as groups of lanes, each has one.
             let mine = match TILES {
-                8 => self.g.is_multiple_of(2),
+                8 => self.g < 4,
                 12 => self.g < 6,
                 _ => true,
             };
@@ -218,12 +218,12 @@ impl Outputs {
 /// Which row of a quarter of a tile of `ROWS` rows a lane has the sum of squares of, after [`strip_squares`].
 #[inline(always)]
 const fn squares_row<const ROWS: u32>(g: u32, t: u32) -> u32 {
-    let sum = if ROWS == 64 { g / 2 } else { g };
+    let sum = if ROWS == 64 { g % 4 } else { g };
     8 * (sum / 2) + 2 * t + sum % 2
 }
 
-/// Of each row's squares that the lanes of all `g` have, a sum over the strip, as `Residual::put` adds them: eight apart first (a lane has done that), then the lanes of a group of eight, the
-/// furthest first. There are two sums for each group of rows of a quarter; with each step a lane has half of them left, and in the end the `g`-th, or the `g / 2`-th of half as many.
+/// Of each row's squares that the lanes of all `g` have, a sum over the strip, as [`norm`](crate::norm) adds them: eight apart first (a lane has done that), then the lanes of a group of eight, the
+/// nearest first. There are two sums for each group of rows of a quarter; with each step a lane has half of them left, and in the end the `g`-th, or the `g % 4`-th of half as many.
 #[inline(always)]
 fn strip_squares<const TILES: usize>(sums: [f32; 2 * QUARTER]) -> f32 {
     let lane = thread::fresh(thread::lane_id());
@@ -232,13 +232,13 @@ fn strip_squares<const TILES: usize>(sums: [f32; 2 * QUARTER]) -> f32 {
         own + warp::shuffle_xor(other, mask)
     };
     if TILES > 8 {
-        let four = [0, 1, 2, 3].map(|i| halve([sums[i], sums[4 + i]], 16));
-        let two = [0, 1].map(|i| halve([four[i], four[2 + i]], 8));
-        halve(two, 4)
+        let four = [0, 1, 2, 3].map(|i| halve([sums[2 * i], sums[2 * i + 1]], 4));
+        let two = [0, 1].map(|i| halve([four[2 * i], four[2 * i + 1]], 8));
+        halve(two, 16)
     } else {
-        let two = [0, 1].map(|i| halve([sums[i], sums[2 + i]], 16));
+        let two = [0, 1].map(|i| halve([sums[2 * i], sums[2 * i + 1]], 4));
         let one = halve(two, 8);
-        one + warp::shuffle_xor(one, 4)
+        one + warp::shuffle_xor(one, 16)
     }
 }
 

@@ -2,9 +2,11 @@
 #![allow(dead_code)]
 
 use cuda_std::emulator::{self, Buffer, Launch};
-use cuda_std::{Kernel, bf16};
+use cuda_std::{Global, Kernel, bf16};
+use gpu_kernels::linear::{STRIP, slot};
 use gpu_kernels::sample::{self, Split};
 use gpu_kernels::step::Rows;
+use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, Walk};
 use gpu_kernels::wide::{self, WideStep};
 
 /// A small deterministic generator, so that a failure names all it needs: its seed.
@@ -142,4 +144,44 @@ pub fn relative_error(got: impl IntoIterator<Item = f32>, want: &[f32]) -> f32 {
 
 pub fn widen(values: &[bf16]) -> Vec<f32> {
     values.iter().map(|v| v.to_f32()).collect()
+}
+
+/// Rows of `width` elements in the order of [`slot`], or back.
+pub fn reordered(rows: &[bf16], width: usize, back: bool) -> Vec<bf16> {
+    let mut out = vec![bf16::ZERO; rows.len()];
+    for i in 0..rows.len() {
+        let there = i / width * width + slot((i % width) as u32) as usize;
+        if back { out[i] = rows[there] } else { out[there] = rows[i] }
+    }
+    out
+}
+
+/// A stream of one matrix `[n, k]`, from where `walk` stands, and how many strips it has; with an up projection beside the gate's, or without.
+pub fn laid_out(weight: &[bf16], up: Option<&[bf16]>, k: u32, mut walk: Walk) -> (Buffer<bf16>, u32) {
+    let n = weight.len() as u32 / k;
+    let strips = (if up.is_some() { 2 * n } else { n }).div_ceil(STRIP);
+    let mut passes = Vec::new();
+    let mut first = 0;
+    while first < strips {
+        let pass = walk.pass(strips - first, k);
+        passes.push((first, pass));
+        first += pass.strips;
+    }
+    let stream = Buffer::from_slice(&vec![bf16::ZERO; walk.chunks as usize * CHUNK_BYTES as usize / 2]);
+    let weight = Buffer::from_slice(weight);
+    let up = up.map(Buffer::from_slice);
+    for (first_strip, pass) in passes {
+        let lay_out = LayOut {
+            weight: weight.ptr(),
+            up: up.as_ref().map_or(Global::default(), |up| up.ptr()),
+            stream: stream.ptr_mut(),
+            base: pass.base,
+            n,
+            k,
+            first_strip,
+            strips: pass.strips,
+        };
+        run::<stream::lay_out>([pass.strips, pass.depth, 1], 0, 2, lay_out);
+    }
+    (stream, strips)
 }

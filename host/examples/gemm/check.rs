@@ -2,7 +2,7 @@
 
 use gpu_kernels::gemm::SPAN;
 use gpu_kernels::kv;
-use gpu_kernels::linear::STRIP;
+use gpu_kernels::linear::{STRIP, slot};
 use gpu_kernels::prefill_attention;
 use half::bf16;
 use host::device::Device;
@@ -88,8 +88,15 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
             Epilogue::SwiGlu => {
                 for f in spread(n / 2, 70) {
                     let (gate, up) = (dot(row, f) * scale, dot(row, n / 2 + f) * scale);
-                    pairs.push((left.out[row * n / 2 + f].to_f64(), gate / (1.0 + (-gate).exp()) * up));
+                    pairs.push((
+                        left.out[row * n / 2 + slot(f as u32) as usize].to_f64(),
+                        gate / (1.0 + (-gate).exp()) * up,
+                    ));
                 }
+            }
+            Epilogue::Write => {
+                let found = |f: usize| f64::from(left.y[row * n + f]);
+                pairs.extend(spread(n, 70).into_iter().map(|f| (found(f), dot(row, f) * scale)));
             }
             Epilogue::Plain => {
                 let found = |f: usize| left.out[row * n + f].to_f64();
@@ -102,10 +109,13 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
                     pairs.push((f64::from(left.y[i]), new));
                     // Each written value is checked to its last bit against the f32 that it comes from.
                     let xw = bf16::from_f32(left.y[i] * norm[f].to_f32());
-                    let span = SPAN as usize;
-                    let square: f32 = left.y[i / span * span..][..span].iter().map(|v| v * v).sum();
-                    let found = left.squares[row * n / STRIP as usize + f / span];
-                    if left.out[i] != xw || (found - square).abs() > square * 1e-5 {
+                    let square = |len: usize| left.y[i / len * len..][..len].iter().map(|v| v * v).sum::<f32>();
+                    let (span, strip) = (SPAN as usize, STRIP as usize);
+                    let wrong = |found: f32, square: f32| (found - square).abs() > square * 1e-5;
+                    if left.out[row * n + slot(f as u32) as usize] != xw
+                        || wrong(left.spans[(row * n + f) / span], square(span))
+                        || wrong(left.squares[(row * n + f) / strip], square(strip))
+                    {
                         return Err(format!("add {m} x {n} x {k}: row {row}, feature {f}").into());
                     }
                 }
@@ -114,7 +124,7 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
     }
     let error = distance(pairs.into_iter());
     // Rounding to bf16; or the accumulators' own, which grows with the chain.
-    let limit = if epilogue == Epilogue::Add { 2e-6 + 2e-9 * k as f64 } else { 4e-3 };
+    let limit = if matches!(epilogue, Epilogue::Add | Epilogue::Write) { 2e-6 + 2e-9 * k as f64 } else { 4e-3 };
     println!("{epilogue:?} {m} x {n} x {k}: error {error:.2e}, all cuts agree");
     if error.is_nan() || error >= limit {
         return Err(format!("{epilogue:?} {m} x {n} x {k}: error {error:e}").into());
@@ -180,7 +190,7 @@ fn check_attention(device: &Device, tokens: usize, q_heads: usize, kv_heads: usi
             let total: f64 = weights.iter().sum();
             for d in 0..D {
                 let sum: f64 = weights.iter().enumerate().map(|(p, w)| w * stored(1, p, d)).sum();
-                pairs.push((whole[(row * q_heads + head) * D + d].to_f64(), sum / total));
+                pairs.push((whole[(row * q_heads + head) * D + slot(d as u32) as usize].to_f64(), sum / total));
             }
         }
     }
@@ -208,7 +218,7 @@ pub fn check(device: &Device, extent: Extent) -> Result<()> {
         Extent::Small => (5, 1025),
         Extent::Whole => (5, usize::MAX),
     };
-    for epilogue in [Epilogue::Qkv, Epilogue::SwiGlu, Epilogue::Add, Epilogue::Plain] {
+    for epilogue in [Epilogue::Qkv, Epilogue::Write, Epilogue::SwiGlu, Epilogue::Add, Epilogue::Plain] {
         let shapes = [(1, 384, 64), (77, 384, 320), (64, 768, 64), (129, 640, 192), (300, 1152, 4160)];
         for (m, n, k) in shapes.into_iter().take(most_shapes) {
             check_product(device, epilogue, m, n, k)?;

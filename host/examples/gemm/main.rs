@@ -5,7 +5,7 @@
 //! `… -- serve` times what it is asked for on standard input, a line at a time, and answers with microseconds:
 //!
 //! ```text
-//! gemm qkv|swiglu|add|plain auto|n128|n192|n256|pair|eight M N K REPEATS
+//! gemm qkv|write|swiglu|add|plain auto|n128|n192|n256|pair|eight M N K REPEATS
 //! attention TOKENS Q_HEADS KV_HEADS REPEATS
 //! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape with random weights, to the logits after it
 //! ```
@@ -19,19 +19,22 @@ use std::error::Error;
 use std::io::{BufRead, Write};
 
 use check::Extent;
+use cuda_std::Global;
 use cuda_std::tensor::Matrix;
 use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
-use gpu_kernels::linear::STRIP;
+use gpu_kernels::linear::{STRIP, slot};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
+use gpu_kernels::stream::Walk;
 use half::bf16;
 use host::device::{Buffer, Device, TensorMaps};
 use host::forward::{Forward, RowOutput};
 use host::gemm::{self, Cut, Epilogue};
 use host::prefill::{self, Prefill};
+use host::stream::Source;
 use host::weights::{DeviceLayer, DeviceWeights};
 use model::Config;
 
@@ -56,6 +59,15 @@ fn random(len: usize, seed: u64) -> Vec<bf16> {
     piece.iter().copied().cycle().take(len).collect()
 }
 
+/// Rows in the order in which products read them.
+fn in_slots(values: &[bf16]) -> Vec<bf16> {
+    let mut out = vec![bf16::ZERO; values.len()];
+    for (i, v) in values.iter().enumerate() {
+        out[slot(i as u32) as usize] = *v;
+    }
+    out
+}
+
 fn scaled(values: Vec<bf16>, by: f32) -> Vec<bf16> {
     values.into_iter().map(|v| bf16::from_f32(v.to_f32() * by)).collect()
 }
@@ -67,13 +79,17 @@ struct Product {
     n: usize,
     k: usize,
     x: Buffer<bf16>,
+    /// Each laid out.
     weights: Vec<Buffer<bf16>>,
+    strips: u32,
+    blocks: u32,
     /// Of the rows that are multiplied, as `add` leaves them.
     before: Buffer<f32>,
     norm: Buffer<bf16>,
     y: Buffer<f32>,
     out: Buffer<bf16>,
     squares: Buffer<f32>,
+    spans: Buffer<f32>,
     maps: TensorMaps,
     heads: Heads,
     beside: gemm::Beside,
@@ -144,13 +160,14 @@ struct Left {
     y: Vec<f32>,
     out: Vec<bf16>,
     squares: Vec<f32>,
+    spans: Vec<f32>,
     q: Vec<bf16>,
     pages: Vec<bf16>,
 }
 
 impl Left {
     fn bits(&self) -> impl Iterator<Item = u32> {
-        let floats = self.y.iter().chain(&self.squares).map(|v| v.to_bits());
+        let floats = self.y.iter().chain(&self.squares).chain(&self.spans).map(|v| v.to_bits());
         floats.chain(self.out.iter().chain(&self.q).chain(&self.pages).map(|v| u32::from(v.to_bits())))
     }
 }
@@ -158,32 +175,57 @@ impl Left {
 impl Product {
     fn new(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize, sets: usize) -> Result<Self> {
         let rows = m.next_multiple_of(TILE_ROWS as usize);
-        let x = device.upload(&random(m * k, 1))?;
+        let x = device.upload(&in_slots(&random(m * k, 1)))?;
         // Gate and up are `n` features together.
         let gated = epilogue == Epilogue::SwiGlu;
         let columns = if gated { n / 2 } else { n };
-        let w = scaled(random(n * k, 2), 0.1);
-        let weights = (0..sets).map(|_| device.upload(&w)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let w = device.upload(&scaled(random(n * k, 2), 0.1))?;
+        // SAFETY: within the buffer, whose upper half are the up projection's weights.
+        let up = if gated { unsafe { w.ptr().at((n - columns) * k) } } else { Global::from_raw(0) };
+        let source = Source { weight: w.ptr(), up, n: columns as u32, k: k as u32 };
+        let (strips, blocks) = (source.strips(), device.multiprocessors());
+        let len = host::stream::elements([(strips, k as u32)], blocks);
+        let weights = (0..sets).map(|_| {
+            let stream: Buffer<bf16> = device.zeroed(len)?;
+            // SAFETY: the matrix is as it says, and the stream has room for it alone.
+            unsafe { source.lay_out(device, stream.ptr_mut(), &mut Walk::new(blocks))? };
+            Ok(stream)
+        });
+        let weights = weights.collect::<std::result::Result<Vec<_>, host::Error>>()?;
         let writes = |yes: bool, len: usize| if yes { len } else { 0 };
-        let y = device.zeroed(writes(epilogue == Epilogue::Add, rows * n))?;
-        let out = device.zeroed(writes(epilogue != Epilogue::Qkv, rows * columns))?;
+        let y = device.zeroed(writes(matches!(epilogue, Epilogue::Add | Epilogue::Write), rows * n))?;
+        let out = device.zeroed(writes(!matches!(epilogue, Epilogue::Qkv | Epilogue::Write), rows * columns))?;
         let heads = Heads::new(device, m, if epilogue == Epilogue::Qkv { n / D } else { 0 })?;
         let squares = device.zeroed(writes(epilogue == Epilogue::Add, rows * n / STRIP as usize))?;
-        let mut tensors = vec![gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), rows, columns)];
-        for w in &weights {
-            // SAFETY: within the buffer, whose upper half are the up projection's weights.
-            let up = unsafe { w.ptr().at((n - columns) * k) };
-            tensors.extend([gemm::weight(w.ptr(), columns, k), gemm::weight(up, columns, k)]);
+        let spans = device.zeroed(writes(epilogue == Epilogue::Add, rows * n / SPAN as usize))?;
+        let mut tensors = vec![gemm::rows(x.ptr(), m, k)];
+        if !out.is_empty() {
+            tensors.push(gemm::out(out.ptr(), rows, columns));
         }
         let maps = device.tensor_maps(&tensors)?;
-        let strips = (k / STRIP as usize).max(1);
-        // What lies behind a row's first sums is not to be read.
-        let square =
-            |i: usize| if i % strips < k.div_ceil(SPAN as usize) { Self::square(i / strips) } else { f32::NAN };
-        let before = device.upload(&(0..m * strips).map(square).collect::<Vec<_>>())?;
+        let per_row = k.div_ceil(SPAN as usize);
+        let before = device.upload(&(0..m * per_row).map(|i| Self::square(i / per_row)).collect::<Vec<_>>())?;
         let norm = device.upload(&random(n, 3))?;
         let beside = gemm::Beside::new(device)?;
-        Ok(Self { epilogue, m, n, k, x, weights, before, norm, y, out, squares, maps, heads, beside })
+        Ok(Self {
+            epilogue,
+            m,
+            n,
+            k,
+            x,
+            weights,
+            strips,
+            blocks,
+            before,
+            norm,
+            y,
+            out,
+            squares,
+            spans,
+            maps,
+            heads,
+            beside,
+        })
     }
 
     /// A sum of squares over a span of a row.
@@ -193,23 +235,25 @@ impl Product {
 
     /// What the row's sums are multiplied by.
     fn scale(&self, row: usize) -> f64 {
-        let spans = self.k.div_ceil(SPAN as usize) as f64;
-        1.0 / (f64::from(Self::square(row)) * spans / self.k as f64 + 1e-6).sqrt()
+        1.0 / (f64::from(Self::square(row)) / f64::from(SPAN) + 1e-6).sqrt()
     }
 
     fn params(&self, set: usize) -> Gemm {
         Gemm {
             x: self.maps.ptr(0),
-            weight: self.maps.ptr(2 + 2 * set),
-            up: self.maps.ptr(3 + 2 * set),
-            out: self.maps.ptr(1),
-            norm: Norm { squares: self.before.ptr(), dim: self.k as u32, eps: 1e-6 },
-            spans: (self.k as u32).div_ceil(SPAN),
+            stream: self.weights[set].ptr(),
+            base: 0,
+            blocks: self.blocks,
+            strips: self.strips,
+            out: if self.out.is_empty() { Default::default() } else { self.maps.ptr(1) },
+            y: self.y.ptr_mut(),
+            norm: Norm { squares: self.before.ptr(), dim: (self.k as u32).next_multiple_of(SPAN), eps: 1e-6 },
             heads: self.heads.params(&self.norm),
             residual: Residual {
                 x: self.y.ptr_mut(),
                 scaled: self.out.ptr_mut(),
                 squares: self.squares.ptr_mut(),
+                spans: self.spans.ptr_mut(),
                 dim: self.n as u32,
             },
             next_norm: self.norm.ptr(),
@@ -240,14 +284,16 @@ impl Product {
             poisoned.write(0, &vec![bf16::NAN; poisoned.len()])?;
         }
         self.out.write(0, &vec![bf16::NAN; self.out.len()])?;
-        // Not all of them are written.
-        self.squares.write(0, &vec![-1.0; self.squares.len()])?;
+        for poisoned in [&mut self.squares, &mut self.spans] {
+            poisoned.write(0, &vec![f32::NAN; poisoned.len()])?;
+        }
         self.enqueue(device, Some(cut), 0)?;
         let rows = self.m.next_multiple_of(TILE_ROWS as usize);
         let mut left = Left {
             y: vec![0.0; self.y.len() / rows * self.m],
             out: vec![bf16::ZERO; self.out.len() / rows * self.m],
             squares: vec![0.0; self.squares.len() / rows * self.m],
+            spans: vec![0.0; self.spans.len() / rows * self.m],
             q: vec![bf16::ZERO; self.heads.q.len()],
             pages: vec![bf16::ZERO; self.heads.pages.len()],
         };
@@ -256,6 +302,7 @@ impl Product {
         self.y.read(0, &mut left.y)?;
         self.out.read(0, &mut left.out)?;
         self.squares.read(0, &mut left.squares)?;
+        self.spans.read(0, &mut left.spans)?;
         Ok(left)
     }
 
@@ -437,10 +484,11 @@ fn serve(device: &Device) -> Result<()> {
                 if !jobs.contains_key(&name) {
                     let epilogue = match epilogue {
                         "qkv" => Epilogue::Qkv,
+                        "write" => Epilogue::Write,
                         "swiglu" => Epilogue::SwiGlu,
                         "add" => Epilogue::Add,
                         "plain" => Epilogue::Plain,
-                        other => return Err(format!("{other}: qkv, swiglu, add or plain").into()),
+                        other => return Err(format!("{other}: qkv, write, swiglu, add or plain").into()),
                     };
                     let sets = (ROTATED_BYTES / (n * k * 2)).max(2);
                     let product = Product::new(device, epilogue, m, n, k, sets)?;

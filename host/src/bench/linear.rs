@@ -166,6 +166,7 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
                 x: y.ptr_mut(),
                 scaled: scaled.ptr_mut(),
                 squares: squares.ptr_mut(),
+                spans: Default::default(),
                 dim: features as u32,
             },
             next_norm: norm.ptr(),

@@ -79,7 +79,7 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn lay_out_wide(&mut self) -> Result<bool, Error> {
-        let Some(stream) = &self.stream else { return Ok(false) };
+        let Some(stream) = self.stream() else { return Ok(false) };
         let grid = self.wide_grid(stream);
         if grid == 0 {
             return Ok(false);

@@ -422,12 +422,17 @@ pub fn wgmma_wait<const PENDING: u64>() {
 
 #[track_caller]
 pub unsafe fn wgmma_n256(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(wgmma::Rows::Swizzled(a), b, 256, 0, keep, Location::caller());
+    wgmma::from_shared(wgmma::Rows::Swizzled(a), wgmma::Other::Cores(b), 256, 0, keep, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn wgmma_n128_by_cores(a: u32, b: u32, keep: bool) {
+    wgmma::from_shared(wgmma::Rows::Swizzled(a), wgmma::Other::Cores(b), 128, 0, keep, Location::caller());
 }
 
 #[track_caller]
 pub unsafe fn wgmma_n128(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(wgmma::Rows::Swizzled(a), b, 128, 0, keep, Location::caller());
+    wgmma::from_shared(wgmma::Rows::Swizzled(a), wgmma::Other::Rows(b), 128, 0, keep, Location::caller());
 }
 
 #[track_caller]
@@ -452,12 +457,12 @@ pub unsafe fn wgmma_load_fragments<const STEP: usize>(row: u32) {
 
 #[track_caller]
 pub unsafe fn wgmma_n128_cores(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(wgmma::Rows::Cores(a), b, 128, 64, keep, Location::caller());
+    wgmma::from_shared(wgmma::Rows::Cores(a), wgmma::Other::Rows(b), 128, 64, keep, Location::caller());
 }
 
 #[track_caller]
 pub unsafe fn wgmma_n96_cores(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(wgmma::Rows::Cores(a), b, 96, 64, keep, Location::caller());
+    wgmma::from_shared(wgmma::Rows::Cores(a), wgmma::Other::Rows(b), 96, 64, keep, Location::caller());
 }
 
 #[track_caller]

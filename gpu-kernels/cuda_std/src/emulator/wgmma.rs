@@ -57,6 +57,8 @@ pub enum Rows {
 pub enum Other {
     /// Its columns as rows, swizzled.
     Rows(u32),
+    /// Likewise, as core matrices.
+    Cores(u32),
     /// Its rows as they are, likewise.
     Columns(u32),
 }
@@ -113,6 +115,7 @@ impl World {
             let n = eight * 8 + lane % 4 * 2;
             let pair = match b {
                 Other::Rows(b) => [n, n + 1].map(|n| self.operand(b, n, site)),
+                Other::Cores(b) => [n, n + 1].map(|n| self.cores(b, n, site)),
                 Other::Columns(b) => self.columns(b, n, site),
             };
             for (column, b) in pair.iter().enumerate() {
@@ -133,10 +136,14 @@ fn start(product: Product) {
     world().lane().products.open.push(product);
 }
 
-pub fn from_shared(a: Rows, b: u32, columns: u32, first: usize, keep: bool, site: Site) {
-    collective::meet(Meeting::Wgmma, [b], site);
-    start(Product { a, b: Other::Rows(b), columns, first, keep, site });
+pub fn from_shared(a: Rows, b: Other, columns: u32, first: usize, keep: bool, site: Site) {
+    let (Other::Rows(descriptor) | Other::Cores(descriptor) | Other::Columns(descriptor)) = b;
+    collective::meet(Meeting::Wgmma, [descriptor], site);
+    start(Product { a, b, columns, first, keep, site });
 }
+
+/// The first of the upper accumulators.
+const UPPER: usize = 64;
 
 /// Into the upper accumulators.
 pub fn from_registers(step: usize, b: Other, columns: u32, keep: bool, site: Site) {
@@ -152,7 +159,7 @@ pub fn from_registers(step: usize, b: Other, columns: u32, keep: bool, site: Sit
             *value = f32::from_bits(if k % 2 == 0 { word << 16 } else { word & 0xffff_0000 });
         }
     }
-    start(Product { a: Rows::Registers(step, rows), b, columns, first: ACCUMULATORS / 2, keep, site });
+    start(Product { a: Rows::Registers(step, rows), b, columns, first: UPPER, keep, site });
 }
 
 pub fn commit() {

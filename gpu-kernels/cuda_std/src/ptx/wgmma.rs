@@ -19,7 +19,7 @@ unsafe extern "unadjusted" {
 #[inline(always)]
 pub fn wgmma_declare() {
     // SAFETY: a declaration.
-    unsafe { asm!(".reg .f32 acc<128>; .reg .b32 fragment<32>;", options(nomem, nostack)) }
+    unsafe { asm!(".reg .f32 acc<192>; .reg .b32 fragment<32>;", options(nomem, nostack)) }
 }
 
 #[inline(always)]
@@ -57,12 +57,12 @@ macro_rules! accumulators {
     ($first:tt $($i:tt)*) => { concat!("{{acc", $first $(, ",acc", $i)*, "}}") };
 }
 
-/// The upper word of every descriptor: 1,024 bytes between groups of eight rows (of columns: of eight of the sum), 128-byte swizzle.
+/// The upper word of a descriptor: 1,024 bytes between groups of eight rows (of columns: of eight of the sum), 128-byte swizzle. B may be core matrices (`plain`), without a swizzle.
 macro_rules! product {
-    ($shape:literal, ($($i:tt)*), $a:ident, $b:ident, $keep:ident) => {
+    ($shape:literal, ($($i:tt)*), $a:ident, $b:ident $rows:literal, $keep:ident) => {
         asm!(
-            "{{ .reg .pred keep; .reg .b32 high; .reg .b64 a, b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
-            "mov.b64 a, {{{a}, high}}; mov.b64 b, {{{b}, high}};",
+            "{{ .reg .pred keep; .reg .b32 swizzled, plain; .reg .b64 a, b; setp.ne.b32 keep, {keep}, 0; mov.b32 swizzled, 0x40000040;",
+            concat!("mov.b32 plain, 0x40; mov.b64 a, {{{a}, swizzled}}; mov.b64 b, {{{b}, ", $rows, "}};"),
             concat!("wgmma.mma_async.sync.aligned.", $shape, ".f32.bf16.bf16 ", accumulators!($($i)*), ", a, b, keep, 1, 1, 0, 0; }}"),
             a = in(reg32) $a, b = in(reg32) $b, keep = in(reg32) u32::from($keep), options(nostack))
     };
@@ -76,7 +76,7 @@ pub unsafe fn wgmma_n256(a: u32, b: u32, keep: bool) {
             32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63
             64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95
             96 97 98 99 100 101 102 103 104 105 106 107 108 109 110 111 112 113 114 115 116 117 118 119
-            120 121 122 123 124 125 126 127), a, b, keep);
+            120 121 122 123 124 125 126 127), a, b "plain", keep);
     }
 }
 
@@ -85,7 +85,16 @@ pub unsafe fn wgmma_n128(a: u32, b: u32, keep: bool) {
     // SAFETY: the caller's.
     unsafe {
         product!("m64n128k16", (0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31
-            32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63), a, b, keep);
+            32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63), a, b "swizzled", keep);
+    }
+}
+
+#[inline(always)]
+pub unsafe fn wgmma_n128_by_cores(a: u32, b: u32, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe {
+        product!("m64n128k16", (0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31
+            32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63), a, b "plain", keep);
     }
 }
 

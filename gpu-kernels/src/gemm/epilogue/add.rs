@@ -2,16 +2,16 @@
 //!
 //! A warp has 16 rows of the tile, and takes them eight at a time by [`SPAN`] features: a unit. It turns a unit's sums in its own part of shared memory, so
 //! that it loads and stores whole rows of 512 bytes, with no barrier across warps. A tile of 256 features has four units. If another tile follows, only the
-//! first is added at once, with its residual stream in registers before the products are done; the others wait, one in shared memory and two in registers, and are
-//! added a row a step of the next tile's products. Of a block's last tile the residual stream of two units is there at once, that of the others is loaded
+//! first is added at once; the others wait, one in shared memory and two in registers, and are
+//! added two rows a step of the next tile's products: all within its first chain, since later there are totals in those registers. Of a block's last tile the residual stream of two units is there at once, that of the others is loaded
 //! into the registers of sums that were put away.
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{math, thread, warp, wgmma};
+use cuda_std::{thread, warp, wgmma};
 
 use super::{Epilogue, Half, Next};
-use crate::gemm::{Gemm, SPAN};
-use crate::linear::STRIP;
+use crate::gemm::{Gemm, SPAN, TOTALS_BYTES};
+use crate::norm::{lane_element, lane_weights};
 
 /// The residual stream.
 pub struct Add;
@@ -50,82 +50,69 @@ impl Unit {
         Self { row: row + half * UNIT_ROWS, column: column + span * SPAN }
     }
 
-    /// The element of the residual stream at which the lane's features begin in its first row.
+    /// Row `i` of the warp's.
     #[inline(always)]
-    fn element(self, p: &Gemm) -> u32 {
-        let (lane, warp) = place_in_block();
-        (self.row + warp * WARP_ROWS) * p.residual.dim + self.column + lane * 4
+    fn row(self, i: u32) -> u32 {
+        self.row + place_in_block().1 * WARP_ROWS + i
     }
 
     /// The norm's weights of the lane's features.
     #[inline(always)]
     unsafe fn norm(self, p: &Gemm) -> [u32; 2] {
-        let column = self.column + place_in_block().0 * 4;
-        unsafe { p.next_norm.at(column as usize).cast::<[u32; 2]>().load(0) }
+        unsafe { lane_weights(p.next_norm, self.column, place_in_block().0) }
     }
 
-    /// Stores the rows' sums of squares: row `i`'s from lane `i`.
+    /// What the lane's features of row `i` are added to.
     #[inline(always)]
-    unsafe fn store_squares(self, p: &Gemm, sum: f32) {
-        let (lane, warp) = place_in_block();
-        let row = self.row + warp * WARP_ROWS + lane;
-        if lane < UNIT_ROWS {
-            unsafe { p.residual.squares.store((row * (p.residual.dim / STRIP) + self.column / SPAN) as usize, sum) };
+    unsafe fn load_row(self, p: &Gemm, i: u32) -> [f32; 4] {
+        unsafe { p.residual.load_lane(self.row(i), self.column, place_in_block().0) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_rows(self, p: &Gemm) -> Rows {
+        let mut x = [[0.0; 4]; 8];
+        unroll!(I < 8; {
+            x[I] = unsafe { self.load_row(p, I as u32) };
+        });
+        x
+    }
+
+    /// Adds row `i` of the unit in shared memory to `x`: the lane's sum of squares.
+    #[inline(always)]
+    unsafe fn add_row(self, p: &Gemm, from: u32, i: u32, x: [f32; 4], norm: [u32; 2]) -> f32 {
+        unsafe {
+            let from = Shared::<u8>::from_raw((from ^ permutation(i)) + i * ROW_BYTES);
+            let s = from.load16(0).map(f32::from_bits);
+            let new = [x[0] + s[0], x[1] + s[1], x[2] + s[2], x[3] + s[3]];
+            p.residual.put_lane(self.row(i), self.column, place_in_block().0, new, norm)
         }
     }
 }
 
-#[inline(always)]
-unsafe fn load_row(p: &Gemm, element: u32) -> [f32; 4] {
-    unsafe { p.residual.x.load16(element as usize) }.map(f32::from_bits)
-}
-
-#[inline(always)]
-unsafe fn load_rows(p: &Gemm, unit: Unit) -> Rows {
-    let element = unit.element(p);
-    let mut x = [[0.0; 4]; 8];
-    unroll!(I < 8; {
-        x[I] = unsafe { load_row(p, element + I as u32 * p.residual.dim) };
-    });
-    x
-}
-
-/// The warp's own part of shared memory: a unit's sums, the 16-byte chunks of a row permuted by its number.
+/// The warp's own part of shared memory: a unit's sums, the 16-byte chunks of a row permuted by its number. A chunk is what a lane [has](crate::norm::lane_element) of a row.
 #[inline(always)]
 fn staging(n: u32) -> u32 {
     let boxes = unsafe { shared::dynamic::<u8>(Gemm::boxes(n)) };
-    boxes.addr() + place_in_block().1 * UNIT_ROWS * ROW_BYTES
+    // Among its own lanes' totals, if there are any.
+    let bytes = if n == 128 { UNIT_ROWS * ROW_BYTES } else { TOTALS_BYTES / 8 };
+    boxes.addr() + place_in_block().1 * bytes
 }
 
 const fn permutation(row: u32) -> u32 {
-    row % 4 * 32
+    row % 2 * 64
 }
 
 #[inline(always)]
 fn put(n: u32, sums: Sums) {
     let (line, pair) = (place_in_block().0 / 4, place_in_block().0 % 4);
-    let at = staging(n) + line * ROW_BYTES + ((pair * 8) ^ permutation(line));
-    unroll!(J < 16; {
-        // The chunk's number is permuted in its two lowest places of 32 bytes.
-        let to: Shared<[f32; 2]> = Shared::from_raw((at ^ (J as u32 % 4 * 32)) + J as u32 / 4 * 128);
-        unsafe { to.store(0, sums[J]) };
+    let at = staging(n) + line * ROW_BYTES + ((pair * 16) ^ permutation(line));
+    unroll!(S < 8; {
+        // A strip's chunks are the four pairs'.
+        let to: Shared<u8> = Shared::from_raw(at ^ (S as u32 % 2 * 64));
+        let ([a, b], [c, d]) = (sums[2 * S], sums[2 * S + 1]);
+        unsafe { to.at(S / 2 * 128).store16(0, [a, b, c, d].map(f32::to_bits)) };
     });
     warp::sync_warp();
-}
-
-/// Adds row `i` of the unit in shared memory to `x`, and stores it at `element`: the lane's sum of squares.
-#[inline(always)]
-unsafe fn add_row(p: &Gemm, from: u32, i: u32, x: [f32; 4], norm: [u32; 2], element: u32) -> f32 {
-    unsafe {
-        let from = Shared::<u8>::from_raw((from ^ permutation(i)) + i * ROW_BYTES);
-        let s = from.load16(0).map(f32::from_bits);
-        let new = [x[0] + s[0], x[1] + s[1], x[2] + s[2], x[3] + s[3]];
-        p.residual.x.store16(element as usize, new.map(f32::to_bits));
-        let [w0, w1] = norm.map(math::unpack_bf16);
-        let words = [math::pack_bf16(new[0] * w0[0], new[1] * w0[1]), math::pack_bf16(new[2] * w1[0], new[3] * w1[1])];
-        p.residual.scaled.at(element as usize).cast::<[u32; 2]>().store(0, words);
-        math::fma(new[0], new[0], new[1] * new[1]) + math::fma(new[2], new[2], new[3] * new[3])
-    }
 }
 
 macro_rules! sums_of {
@@ -148,15 +135,14 @@ impl Epilogue for Add {
     unsafe fn early(_: &Gemm, _: &Half) {}
 
     #[inline(always)]
-    unsafe fn ahead<const N: u32, const NEXT: bool>(p: &Gemm, half: &Half, inside: bool, (): ()) -> Self::Ahead {
+    unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, (): ()) -> Self::Ahead {
         let unit = |half_of_rows| Unit::of((half.tile_row, half.column), 0, half_of_rows);
         let (mut x, mut norm) = ([[[0.0; 4]; 8]; 2], [0; 2]);
         unsafe {
             if inside {
                 norm = unit(0).norm(p);
-                x[0] = load_rows(p, unit(0));
-                if N == 128 || !NEXT {
-                    x[1] = load_rows(p, unit(1));
+                if N == 128 {
+                    x = [unit(0).load_rows(p), unit(1).load_rows(p)];
                 }
             }
         }
@@ -168,7 +154,7 @@ impl Epilogue for Add {
         let tile = (half.tile_row, half.column);
         unsafe {
             if N > 128 {
-                finish_beside(p, tile, ahead, next);
+                finish_beside(p, tile, ahead.1, next);
             } else {
                 finish_all::<N>(p, tile, ahead);
                 next.begin();
@@ -184,13 +170,16 @@ impl Epilogue for Add {
     }
 }
 
-/// Adds all units, of which the residual stream of the first two is there.
+/// Adds all units, of which the residual stream of the first two is there with tiles of 128 features.
 #[inline(always)]
 #[allow(unused_assignments, reason = "every unit but the last two loads for another")]
 unsafe fn finish_all<const N: u32>(p: &Gemm, tile: (u32, u32), (x, norm): <Add as Epilogue>::Ahead) {
     unsafe {
         let second = N > 128 && tile.1 + SPAN < p.n;
         let mut x = [x[0], x[1], [[0.0; 4]; 8], [[0.0; 4]; 8]];
+        if N > 128 {
+            (x[0], x[1]) = (Unit::of(tile, 0, 0).load_rows(p), Unit::of(tile, 0, 1).load_rows(p));
+        }
         let mut norm = [norm, [0; 2]];
         macro_rules! unit {
             ($span:literal, $half:literal) => {{
@@ -199,7 +188,7 @@ unsafe fn finish_all<const N: u32>(p: &Gemm, tile: (u32, u32), (x, norm): <Add a
                     if $span == 0 && N > 128 {
                         // Without a second span, the first again, so that there is no branch.
                         let unit = Unit::of(tile, u32::from(second), $half);
-                        x[2 + $half] = load_rows(p, unit);
+                        x[2 + $half] = unit.load_rows(p);
                         if $half == 0 {
                             norm[1] = unit.norm(p);
                         }
@@ -218,38 +207,35 @@ unsafe fn finish_all<const N: u32>(p: &Gemm, tile: (u32, u32), (x, norm): <Add a
 
 /// Adds the first unit, and all others beside the products of the `next` tile: the second waits in shared memory, those of the second span in registers.
 #[inline(always)]
-unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), (x, norm): <Add as Epilogue>::Ahead, next: &mut impl Next) {
+unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut impl Next) {
     unsafe {
+        let first = Unit::of(tile, 0, 0);
+        let x = first.load_rows(p);
         put(256, sums_of!(0, 0));
-        add_unit(p, 256, Unit::of(tile, 0, 0), x[0], norm, || {});
+        add_unit(p, 256, first, x, norm, || {});
         put(256, sums_of!(0, 1));
         let sums = [sums_of!(1, 0), sums_of!(1, 1)];
         next.begin();
         let mut add = |unit: Unit, norm: [u32; 2]| {
-            let mut element = unit.element(p);
-            let mut x = [load_row(p, element), load_row(p, element + p.residual.dim)];
-            let (mut i, mut squares) = (0, 0.0);
+            let mut x = [unit.load_row(p, 0), unit.load_row(p, 1)];
+            let mut i = 0;
             while i < thread::fresh(UNIT_ROWS) {
+                next.step();
                 unroll!(R < 2; {
-                    next.step();
                     let lane = place_in_block().0;
-                    let square = sum_of_row(add_row(p, staging(256) + lane * 16, i, x[R], norm, element));
-                    if lane == i {
-                        squares = square;
-                    }
-                    // What is added two rows on comes while the products of two steps run.
+                    let square = unit.add_row(p, staging(256) + lane * 16, i, x[R], norm);
+                    p.residual.put_sums(unit.row(i), unit.column, lane, square);
+                    // What is added two rows on comes while the products of a step run.
                     if i + 2 < UNIT_ROWS {
-                        x[R] = load_row(p, element + 2 * p.residual.dim);
+                        x[R] = unit.load_row(p, i + 2);
                     }
                     i += 1;
-                    element += p.residual.dim;
                 });
             }
-            unit.store_squares(p, squares);
             warp::sync_warp();
         };
         let unit = Unit::of(tile, 0, 1);
-        add(unit, unit.norm(p));
+        add(unit, norm);
         if tile.1 + SPAN < p.n {
             let unit = Unit::of(tile, 1, 0);
             let norm = unit.norm(p);
@@ -268,35 +254,28 @@ unsafe fn add_unit(p: &Gemm, n: u32, unit: Unit, x: Rows, norm: [u32; 2], mut lo
     unsafe {
         let lane = place_in_block().0;
         let from = staging(n) + lane * 16;
-        let element = unit.element(p);
         let mut squares = [0.0; 8];
         unroll!(I < 8; {
             if I == 3 {
                 load();
             }
-            squares[I] = add_row(p, from, I as u32, x[I], norm, element + I as u32 * p.residual.dim);
+            squares[I] = unit.add_row(p, from, I as u32, x[I], norm);
         });
-        unit.store_squares(p, sum_of_rows(squares, lane));
+        // Of the rows `lane % 4` and that plus 4, the strip that four lanes have.
+        let [first, second] =
+            [[0, 1, 2, 3], [4, 5, 6, 7]].map(|rows| sum_of_four(rows.map(|i: usize| squares[i]), lane % 4));
+        let row = unit.row(lane % 4);
+        p.residual.put_strip(row, unit.column + lane_element(lane), first);
+        p.residual.put_strip(row + 4, unit.column + lane_element(lane), second);
+        // Of row `lane % 8`, the span.
+        let mut sum = pick_sum(lane / 4 % 2, 4, first, second);
+        sum += warp::shuffle_xor(sum, 8);
+        sum += warp::shuffle_xor(sum, 16);
+        if lane < UNIT_ROWS {
+            p.residual.put_span(unit.row(lane), unit.column, sum);
+        }
         warp::sync_warp();
     }
-}
-
-/// The sum of `v` over all lanes.
-#[inline(always)]
-fn sum_of_row(mut v: f32) -> f32 {
-    unroll!(I < 5; {
-        v += warp::shuffle_xor(v, 1 << I);
-    });
-    v
-}
-
-/// Of eight numbers in each lane, the sum over all lanes of number `lane % 8`, added in the order of [`sum_of_row`].
-#[inline(always)]
-fn sum_of_rows(v: [f32; 8], lane: u32) -> f32 {
-    let [first, second] = [[v[0], v[1], v[2], v[3]], [v[4], v[5], v[6], v[7]]].map(|four| sum_of_four(four, lane % 4));
-    let mut sum = pick_sum(lane / 4 % 2, 4, first, second);
-    sum += warp::shuffle_xor(sum, 8);
-    sum + warp::shuffle_xor(sum, 16)
 }
 
 /// Of four numbers in each of four lanes, the sum over the lanes of number `pair`.

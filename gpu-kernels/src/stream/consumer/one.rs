@@ -98,6 +98,7 @@ pub unsafe fn factors(p: &StreamStep) {
                 return;
             }
             let squares = Words::of(p, Kind::Squares, stamp);
+            // Lane `l` comes to have the spans `l % 8 · 4 + l / 8`.
             let (mut sum, mut i) = (0.0, lane);
             while i - lane < squares.len {
                 let mut found = [squares.nothing(); 2];
@@ -107,12 +108,20 @@ pub unsafe fn factors(p: &StreamStep) {
                     }
                 });
                 squares.settle(&mut found, |k| i + 32 * k as u32);
-                unroll!(I < 2; {
-                    sum += f32::from_bits(found[I].bits());
-                });
+                let two = found.map(|word| f32::from_bits(word.bits()));
+                let [own, other] = if lane % 2 == 0 { two } else { [two[1], two[0]] };
+                let mut span = own + warp::shuffle_xor(other, 1);
+                span += warp::shuffle_xor(span, 2);
+                span += warp::shuffle_xor(span, 4);
+                if lane / 2 % 4 == i / 64 % 4 {
+                    sum += span;
+                }
                 i += 64;
             }
-            let factor = p.work.norm().inverse_rms_of(sum);
+            unroll!(M < 5; {
+                sum += warp::shuffle_xor(sum, [4, 2, 1, 16, 8][M]);
+            });
+            let factor = p.work.norm().inverse_rms_of_sum(sum);
             if lane == 0 {
                 place.store(FACTOR, factor.to_bits());
             }
