@@ -10,7 +10,7 @@
 //! O[16 pairs, 128]     = P · V      tensor cores
 //! ```
 //!
-//! The warps' results meet in shared memory and are added, first to last. A row whose keys end in the first split is finished by then; of others the block
+//! The warps' results meet in shared memory and are [merged](Merge), first to last. A row whose keys end in the first split is finished by then; of others the block
 //! writes its sum, its maximum and its normaliser, and [`combine`] adds the splits (flash decoding: Dao et al., 2023, "Flash-Decoding
 //! for long-context inference"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
 //!
@@ -26,7 +26,7 @@
 mod splits;
 mod warps;
 
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, place};
 use crate::linear::place_of;
@@ -125,6 +125,36 @@ impl Attend {
 #[inline(always)]
 fn weight(a: f32, b: f32) -> f32 {
     if a == f32::NEG_INFINITY { 0.0 } else { math::exp2(a - b) }
+}
+
+/// How sums over 32 more keys join those before them, each relative to a maximum of its own: online softmax (Milakov and Gimelshein, 2018), one after another.
+#[derive(Clone, Copy)]
+pub(crate) struct Merge {
+    /// What sums before are multiplied by.
+    pub keep: f32,
+    /// What those that join are; negative if there are no keys.
+    pub add: f32,
+}
+
+impl Merge {
+    /// For sums relative to `top` and those relative to `own`.
+    #[inline(always)]
+    pub fn new(top: f32, own: f32) -> Self {
+        let both = math::max(top, own);
+        Self { keep: weight(top, both), add: if own == f32::NEG_INFINITY { -1.0 } else { math::exp2(own - both) } }
+    }
+
+    /// That of another lane.
+    #[inline(always)]
+    pub fn of_lane(self, lane: u32) -> Self {
+        Self { keep: warp::shuffle_idx(self.keep, lane), add: warp::shuffle_idx(self.add, lane) }
+    }
+
+    /// A sum before, with one that joins.
+    #[inline(always)]
+    pub fn add(self, sum: f32, part: f32) -> f32 {
+        if self.add < 0.0 { sum } else { math::fma(part, self.add, sum * self.keep) }
+    }
 }
 
 /// What a warp found among its 32 keys. A lane holds parts of pairs `g` and `g + 8`, where `g = lane / 4`.
@@ -290,6 +320,48 @@ pub(crate) fn add_values(weights: &Weights, values: impl Fn(usize) -> [[u32; 4];
         });
     });
     found
+}
+
+/// What one warp found of a split, 32 keys after another: the bits of what a block's warps find of them together. A lane holds pairs `g` and `g + 8`.
+#[derive(Clone, Copy)]
+pub(crate) struct Running {
+    /// Weighted sums of values: of dimensions as the `values` of [`add`](Self::add) are, for both pairs.
+    pub o: [[f32; 4]; TILES],
+    /// The largest score of each pair.
+    pub top: [f32; 2],
+    /// The sum of weights of each pair.
+    pub norm: [f32; 2],
+}
+
+impl Running {
+    /// Of no keys.
+    pub const NOTHING: Self = Self { o: [[0.0; 4]; TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
+
+    /// Merges the values of 32 more keys, so weighed, of the first `HALVES` times eight pairs. `values(i)` gives four columns' fragments, as for [`add_values`].
+    #[inline(always)]
+    pub fn add<const HALVES: usize>(&mut self, weights: &Weights, values: impl Fn(usize) -> [[u32; 4]; 4]) {
+        let merges = [0, 1].map(|i| Merge::new(self.top[i], weights.top[i]));
+        unroll!(I < 2; {
+            if I < HALVES {
+                self.top[I] = math::max(self.top[I], weights.top[I]);
+                self.norm[I] = merges[I].add(self.norm[I], weights.norm[I]);
+            }
+        });
+        unroll!(I < 4; {
+            let values = values(I);
+            unroll!(J < 4; {
+                let b = values[J];
+                let o = mma::m16n8k16_bf16([0.0; 4], weights.words[0], [b[0], b[1]]);
+                let o = mma::m16n8k16_bf16(o, weights.words[1], [b[2], b[3]]);
+                let sums = &mut self.o[4 * I + J];
+                unroll!(E < 4; {
+                    if E / 2 < HALVES {
+                        sums[E] = merges[E / 2].add(sums[E], o[E]);
+                    }
+                });
+            });
+        });
+    }
 }
 
 /// A lane's part of a warp's values in shared memory, as [`add_values`] wants them: of keys `0..=last`, whose rows begin at byte `first`. Beyond them, the last again.
