@@ -44,7 +44,9 @@ pub const PAIRS: u32 = 16;
 const WARPS: u32 = 8;
 /// Keys of a warp.
 pub(crate) const WARP_KEYS: u32 = SPLIT / WARPS;
-const LOG2_E: f32 = core::f32::consts::LOG2_E;
+/// What scores are multiplied by: 1 / √[`HEAD_DIM`].
+pub const SCALE: f32 = 1.0 / 11.313_708_5;
+pub(crate) const LOG2_E: f32 = core::f32::consts::LOG2_E;
 const TILES: usize = HEAD_DIM as usize / 8;
 
 /// Parameters of [`attend`] and [`combine`]. [`attend`]: grid (key-value heads, splits, tiles of pairs), shared memory
@@ -123,7 +125,7 @@ impl Attend {
 
 /// `exp2(a − b)`, and 0 where `a` is the maximum of nothing.
 #[inline(always)]
-fn weight(a: f32, b: f32) -> f32 {
+pub(crate) fn weight(a: f32, b: f32) -> f32 {
     if a == f32::NEG_INFINITY { 0.0 } else { math::exp2(a - b) }
 }
 
@@ -288,12 +290,14 @@ pub(crate) fn weigh(p: &Attend, tile: &Tile, position: impl Fn(u32) -> u32, mut 
             top[I] = math::max(top[I], *score);
         });
         top[I] = quad::max(top[I]);
+        // Of each column, over tiles.
+        let mut columns = [0.0; 2];
         unroll!(J < 8; {
             let score = &mut s[J / 2][2 * I + J % 2];
             *score = weight(*score, top[I]);
-            norm[I] += *score;
+            columns[J % 2] += *score;
         });
-        norm[I] = quad::sum(norm[I]);
+        norm[I] = quad::sum(columns[0] + columns[1]);
     });
     // A's sixteen keys are two tiles: 0 and 1, then 2 and 3, as the values have them.
     let pack = |a: [f32; 4], b: [f32; 4]| {
@@ -320,48 +324,6 @@ pub(crate) fn add_values(weights: &Weights, values: impl Fn(usize) -> [[u32; 4];
         });
     });
     found
-}
-
-/// What one warp found of a split, 32 keys after another: the bits of what a block's warps find of them together. A lane holds pairs `g` and `g + 8`.
-#[derive(Clone, Copy)]
-pub(crate) struct Running {
-    /// Weighted sums of values: of dimensions as the `values` of [`add`](Self::add) are, for both pairs.
-    pub o: [[f32; 4]; TILES],
-    /// The largest score of each pair.
-    pub top: [f32; 2],
-    /// The sum of weights of each pair.
-    pub norm: [f32; 2],
-}
-
-impl Running {
-    /// Of no keys.
-    pub const NOTHING: Self = Self { o: [[0.0; 4]; TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
-
-    /// Merges the values of 32 more keys, so weighed, of the first `HALVES` times eight pairs. `values(i)` gives four columns' fragments, as for [`add_values`].
-    #[inline(always)]
-    pub fn add<const HALVES: usize>(&mut self, weights: &Weights, values: impl Fn(usize) -> [[u32; 4]; 4]) {
-        let merges = [0, 1].map(|i| Merge::new(self.top[i], weights.top[i]));
-        unroll!(I < 2; {
-            if I < HALVES {
-                self.top[I] = math::max(self.top[I], weights.top[I]);
-                self.norm[I] = merges[I].add(self.norm[I], weights.norm[I]);
-            }
-        });
-        unroll!(I < 4; {
-            let values = values(I);
-            unroll!(J < 4; {
-                let b = values[J];
-                let o = mma::m16n8k16_bf16([0.0; 4], weights.words[0], [b[0], b[1]]);
-                let o = mma::m16n8k16_bf16(o, weights.words[1], [b[2], b[3]]);
-                let sums = &mut self.o[4 * I + J];
-                unroll!(E < 4; {
-                    if E / 2 < HALVES {
-                        sums[E] = merges[E / 2].add(sums[E], o[E]);
-                    }
-                });
-            });
-        });
-    }
 }
 
 /// A lane's part of a warp's values in shared memory, as [`add_values`] wants them: of keys `0..=last`, whose rows begin at byte `first`. Beyond them, the last again.

@@ -18,7 +18,7 @@
 //! Where a page's keys or values are further apart (or zero), the page stays what it was. Either way its [form](Form) is noted.
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
 use crate::attention::{TILE_KEYS, WARP_KEYS, key_of};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
@@ -149,9 +149,9 @@ pub(crate) unsafe fn load_packed(page: Global<u32>, token: u32, lane: u32) -> Lo
         let mut loaded = [[[0; 4]; 4]; 4];
         unroll!(I < 4; {
             let group = half.at(I * GROUP_BYTES as usize / 4);
-            loaded[I][0] = group.load16(lane as usize * 4);
-            loaded[I][1] = group.load16(lane as usize * 4 + 128);
-            loaded[I][2] = group.load16((MIDDLE / 4 + lane * 4) as usize);
+            loaded[I][0] = group.load16_once(lane as usize * 4);
+            loaded[I][1] = group.load16_once(lane as usize * 4 + 128);
+            loaded[I][2] = group.load16_once((MIDDLE / 4 + lane * 4) as usize);
             loaded[I][3][0] = group.load((SIGNS / 4 + lane) as usize);
         });
         loaded
@@ -165,38 +165,70 @@ pub(crate) fn unpack(loaded: &Loaded, i: usize, base: u32) -> [[u32; 4]; 4] {
     Group { low: [low0, low1], middle, signs: signs[0] }.fragments(base)
 }
 
-/// A lane's part of the 32 tokens from `token` on, of a page's keys or values that begin at `page`, as they are: of each group of dimensions, 16 bytes of column `lane / 4` of each of four
+/// A lane's part of the 32 keys from `token` on, of a page's keys that begin at `page`, as they are: of each group of dimensions, 16 bytes of column `lane / 4` of each of four
 /// tiles of eight tokens ([`key_of`]).
 #[inline(always)]
-pub(crate) unsafe fn load_plain(page: Global<bf16>, token: u32, lane: u32) -> Loaded {
-    let (g, t) = (lane / 4, lane % 4);
+pub(crate) unsafe fn load_keys(page: Global<bf16>, token: u32, lane: u32) -> Loaded {
     let mut loaded = [[[0; 4]; 4]; 4];
-    unroll!(I < 4; {
-        loaded[I] = TILE_KEYS.map(|tile| {
-            let key = token + tile + key_of(g);
-            unsafe { page.load16((key * HEAD_DIM + place(key, 8 * t + 32 * I as u32)) as usize) }
+    // A token's row together.
+    unroll!(J < 4; {
+        unroll!(I < 4; {
+            loaded[I][J] = unsafe { page.load16_once(key_at(token, I, J, lane)) };
         });
     });
     loaded
 }
 
-/// The fragments of values of group `i` of what was [loaded](load_plain): of four columns of eight dimensions each, `w`, a word for each tile of tokens. Column `n` of `w` is dimension
+/// Where the lane's part of a key is for group `i` and tile `j` of the 32 tokens from `token` on.
+#[inline(always)]
+fn key_at(token: u32, i: usize, j: usize, lane: u32) -> usize {
+    let key = token + TILE_KEYS[j] + key_of(lane / 4);
+    (key * HEAD_DIM + place(key, 8 * (lane % 4) + 32 * i as u32)) as usize
+}
+
+/// The same of values: of each tile of tokens the two that column pair `lane % 4` is, eight dimensions from `8 · (lane / 4)` on of the first, then of the second, each of the lower and the upper half of all.
+#[inline(always)]
+pub(crate) unsafe fn load_values(page: Global<bf16>, token: u32, lane: u32) -> Loaded {
+    let mut loaded = [[[0; 4]; 4]; 4];
+    unroll!(J < 4; {
+        unroll!(K < 4; {
+            loaded[J][K] = unsafe { page.load16_once(value_at(token, J, K, lane)) };
+        });
+    });
+    loaded
+}
+
+/// Where part `k` of four of the lane's values of tile `j` is, for the 32 tokens from `token` on.
+#[inline(always)]
+fn value_at(token: u32, j: usize, k: usize, lane: u32) -> usize {
+    let key = token + value_key(j, k, lane);
+    (key * HEAD_DIM + place(key, 64 * (k as u32 % 2) + 8 * (lane / 4))) as usize
+}
+
+/// Which of 32 tokens part `k` of the lane's values of tile `j` is of.
+#[inline(always)]
+pub(crate) const fn value_key(j: usize, k: usize, lane: u32) -> u32 {
+    TILE_KEYS[j] + lane % 4 + 4 * (k as u32 / 2)
+}
+
+/// The fragments of group `i` of [values](load_values): of four columns of eight dimensions each, `w`, a word for each tile of tokens, of two tokens. Column `n` of `w` is dimension
 /// [`dimension_of`]`(i, w, n)`.
 #[inline(always)]
 pub(crate) fn value_fragments(loaded: &Loaded, i: usize) -> [[u32; 4]; 4] {
     let mut fragments = [[0; 4]; 4];
     unroll!(W < 4; {
         unroll!(J < 4; {
-            fragments[W][J] = mma::transpose(loaded[i][J][W]);
+            let [first, second] = [0, 2].map(|key: usize| loaded[J][key + i / 2][i % 2 * 2 + W / 2]);
+            fragments[W][J] = math::permute(first, second, if W % 2 == 0 { 0x5410 } else { 0x7632 });
         });
     });
     fragments
 }
 
-/// Which dimension column `n` is of the `w`-th eight of group `i` of values. Two columns from an even one on are neighbours.
+/// Which dimension column `n` is of the `w`-th eight of group `i` of values. A lane's eights from an even one on are neighbours.
 #[inline(always)]
 pub(crate) const fn dimension_of(i: u32, w: u32, n: u32) -> u32 {
-    32 * i + n / 2 * 8 + 2 * w + n % 2
+    i / 2 * 64 + n * 8 + i % 2 * 4 + w
 }
 
 /// Parameters of [`pack_pages`] and [`unpack_pages`]. Grid: (key-value heads, layers, pages). Shared memory: [`PackPages::SHARED_BYTES`].
@@ -297,18 +329,23 @@ pub unsafe fn pack_pages(p: PackPages) {
         let raw = kind * RAW_BYTES + token * HEAD_DIM * 2;
         let packed = PACKED + kind * PACKED_BYTES;
         let tokens = shared::dynamic::<bf16>(raw);
-        let (g, t) = (lane / 4, lane % 4);
+        let mut values = [[[0; 4]; 4]; 4];
+        if kind == 1 {
+            unroll!(J < 4; {
+                unroll!(K < 4; {
+                    values[J][K] = tokens.load16(value_at(0, J, K, lane));
+                });
+            });
+        }
         unroll!(I < 2; {
             let i = first + I;
-            let mut fragments = TILE_KEYS.map(|tile| {
-                let key = tile + key_of(g);
-                tokens.load16((key * HEAD_DIM + place(key, 8 * t + 32 * i as u32)) as usize)
-            });
-            if kind == 1 {
-                let mut loaded = [[[0; 4]; 4]; 4];
-                loaded[0] = fragments;
-                fragments = value_fragments(&loaded, 0);
-            }
+            let fragments = if kind == 0 {
+                [0, 1, 2, 3].map(|j| tokens.load16(key_at(0, i, j, lane)))
+            } else if first == 0 {
+                value_fragments(&values, I)
+            } else {
+                value_fragments(&values, I + 2)
+            };
             Group::new(fragments, found.base(kind)).store(Group::at(packed, token, lane, i as u32));
         });
         thread::sync_threads();

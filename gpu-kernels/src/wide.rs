@@ -98,8 +98,8 @@ const MEETING_WORDS: u32 = 6 + 2 * MAX_WIDE_ROWS;
 const WARPS: u32 = 8;
 const CONSUMERS: u32 = WARPS * 32;
 /// Registers of a lane once warpgroups know what they are.
-const CONSUMER_REGISTERS: u32 = 208;
-const PRODUCER_REGISTERS: u32 = 88;
+const CONSUMER_REGISTERS: u32 = 224;
+const PRODUCER_REGISTERS: u32 = 56;
 // A block shares out what it was launched with: 168 a lane. Asking for more waits forever.
 const _: () = assert!(256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= 384 * 168);
 const GROUP: u32 = 128;
