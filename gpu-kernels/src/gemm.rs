@@ -52,8 +52,8 @@
 //!
 //! # Order
 //! An output is the sum that [`linear`](crate::linear) makes, bit for bit: slices of 64 input features form [`CHAINS`] chains in the tensor core's accumulator, which are added from
-//! first to last. Here a tile is multiplied chain by chain, and what is finished waits as the tile's *totals*: of tiles of 128 weight rows in registers beside the accumulators, of wider ones half in registers and
-//! half in shared memory, where the epilogue's boxes are when there are no totals. The weights lie as the [stream](crate::stream) has them, activations in the order of
+//! first to last. Here a tile is multiplied chain by chain, and what is finished waits as the tile's *totals*: of tiles of 128 weight rows in registers beside the accumulators, of wider ones three quarters in registers and
+//! a quarter in shared memory, where the epilogue's boxes are when there are no totals. The weights lie as the [stream](crate::stream) has them, activations in the order of
 //! [`slot`](crate::linear::slot): so an instruction multiplies the same 16 inputs everywhere.
 //!
 //! # Ladder
@@ -105,8 +105,8 @@ const X_BYTES: u32 = TILE_ROWS * DEPTH * 2;
 const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
 /// TMA's, of swizzled tiles.
 const BOX_ALIGNMENT: u32 = 1024;
-/// Of half of a tile of 256 weight rows: 64 for each lane that multiplies.
-const TOTALS_BYTES: u32 = 2 * GROUP * 64 * 4;
+/// Of a quarter of a tile of 256 weight rows: 32 for each lane that multiplies.
+const TOTALS_BYTES: u32 = 2 * GROUP * 32 * 4;
 const _: () = assert!(SLICES_APART == WEIGHT_ROWS * DEPTH * 2);
 
 /// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` and `_eight` kernels whole clusters; for `_n192` kernels two for every 384 features of every tile of rows.
@@ -155,7 +155,7 @@ pub struct Gemm {
 impl Gemm {
     /// The ring for tiles of `n` weight rows.
     const fn ring(n: u32) -> Shape {
-        Shape::new(0, if n == 128 { 6 } else { 3 }, X_BYTES + loaded(n) * DEPTH * 2)
+        Shape::new(0, if n == 128 { 6 } else { 4 }, X_BYTES + loaded(n) * DEPTH * 2)
     }
 
     /// Where the boxes begin, with tiles of `n` weight rows.
@@ -437,22 +437,24 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, D
                 }};
             }
             if WIDTH == 256 {
-                let totals = Self::totals();
-                unroll!(J < 16; {
-                    unroll!(E < 4; {
-                        fold!(wgmma::SPARE + 4 * J + E, 4 * J + E);
+                unroll!(J < 6; {
+                    unroll!(E < 16; {
+                        fold!(wgmma::SPARE + 16 * J + E, 16 * J + E);
                     });
+                });
+                let totals = Self::totals();
+                unroll!(J < 8; {
                     let place = totals.at(J * 32 * 16);
                     let old = if FIRST { [0.0; 4] } else { place.load16(0).map(f32::from_bits) };
                     let sums = [
-                        old[0] + wgmma::get::<{ 64 + 4 * J }>(),
-                        old[1] + wgmma::get::<{ 65 + 4 * J }>(),
-                        old[2] + wgmma::get::<{ 66 + 4 * J }>(),
-                        old[3] + wgmma::get::<{ 67 + 4 * J }>(),
+                        old[0] + wgmma::get::<{ 96 + 4 * J }>(),
+                        old[1] + wgmma::get::<{ 97 + 4 * J }>(),
+                        old[2] + wgmma::get::<{ 98 + 4 * J }>(),
+                        old[3] + wgmma::get::<{ 99 + 4 * J }>(),
                     ];
                     if LAST {
                         unroll!(E < 4; {
-                            wgmma::set::<{ 64 + 4 * J + E }>(sums[E]);
+                            wgmma::set::<{ 96 + 4 * J + E }>(sums[E]);
                         });
                     } else {
                         place.store16(0, sums.map(f32::to_bits));

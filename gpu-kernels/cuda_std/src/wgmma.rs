@@ -29,7 +29,7 @@ use crate::shared::Shared;
 use crate::target;
 
 /// Accumulators of a lane. No product uses those from [`SPARE`] on: they hold what is kept beside products.
-pub const ACCUMULATORS: usize = 192;
+pub const ACCUMULATORS: usize = 224;
 /// The first accumulator that no product uses.
 pub const SPARE: usize = 128;
 /// Words of A that a lane can hold: 128 along the sum.

@@ -223,6 +223,12 @@ impl Work<'_> {
         unsafe { self.memory.at(NEWEST as usize).cast() }
     }
 
+    /// How many turns there are, and how many with keys that all pairs see.
+    #[inline(always)]
+    unsafe fn turns(&self) -> [u32; 2] {
+        unsafe { self.memory.at(TURNS as usize).cast().load(0) }
+    }
+
     /// The page of a turn's keys, or any beyond the split.
     #[inline(always)]
     unsafe fn page(&self, turn: u32) -> Page {
@@ -312,57 +318,40 @@ impl Work<'_> {
         }
     }
 
-    /// Scores of a turn's keys.
+    /// The lane's part of the queries of eight pairs, as B of the tensor core.
     #[inline(always)]
-    unsafe fn score(&self, first_pair: u32, keys: &Loaded, form: Form) -> Scores {
+    unsafe fn queries(&self, first_pair: u32) -> [[u32; 4]; 4] {
         let lane = thread::fresh(thread::lane_id());
-        let queries = unsafe { self.memory.at(((first_pair + lane / 4) * ROW_BYTES + lane % 4 * 16) as usize) };
-        let mut scores = [[0f32; 4]; 2];
-        let mut add = |i: usize, k: [[u32; 4]; 4]| {
-            let query = unsafe { queries.load16(64 * i) };
-            unroll!(M < 2; {
-                let (low, high) = (k[2 * M], k[2 * M + 1]);
-                let a = [low[0], high[0], low[1], high[1]];
-                let s = mma::m16n8k16_bf16(scores[M], a, [query[0], query[1]]);
-                let a = [low[2], high[2], low[3], high[3]];
-                scores[M] = mma::m16n8k16_bf16(s, a, [query[2], query[3]]);
-            });
-        };
-        if form.is_packed() {
-            unroll!(I < 4; {
-                add(I, unpack(keys, I, form.base(0)));
-            });
-        } else {
-            unroll!(I < 4; {
-                add(I, keys[I]);
-            });
+        unsafe {
+            let queries = self.memory.at(((first_pair + lane / 4) * ROW_BYTES + lane % 4 * 16) as usize);
+            [0, 1, 2, 3].map(|i: usize| queries.load16(64 * i))
         }
-        scores
     }
 
     /// What the warp finds of the split for eight pairs.
     #[inline(always)]
     unsafe fn find(&self, first_pair: u32) -> Running {
         unsafe {
-            let page = self.page(0);
+            let mut page = self.page(0);
             let (mut keys, mut values) = (page.load(0, 0), page.load(1, 0));
             if first_pair == 0 {
                 self.make_queries();
             }
+            let mut queries = self.queries(first_pair);
+            let [mut turns, mut seen_by_all] = self.turns();
             let mut running = Running::NOTHING;
             let mut turn = 0;
             loop {
-                let [turns, seen_by_all] = self.memory.at(TURNS as usize).cast::<[u32; 2]>().load(0);
-                let (form, next) = (self.page(turn).form, self.page(turn + 1));
-                let (more, masked) = (turn + 1 < turns, turn >= seen_by_all);
+                let (form, more, masked) = (page.form, turn + 1 < turns, turn >= seen_by_all);
                 self.put_newest(0, turn, &mut keys);
-                let scores = self.score(first_pair, &keys, form);
+                let scores = score(&queries, &keys, form);
                 let weights = if masked {
                     weigh::<true>(scores, turn * WARP_KEYS, self.limits(first_pair))
                 } else {
                     weigh::<false>(scores, 0, [SPLIT; 2])
                 };
-                // Behind exchanges with other lanes, which would wait in line behind loads.
+                // Behind what goes by shared memory and other lanes, which would wait in line behind loads.
+                let next = self.page(turn + 1);
                 if more {
                     keys = next.load(0, turn + 1);
                 }
@@ -376,6 +365,8 @@ impl Work<'_> {
                     return running;
                 }
                 // A warp's loads have few counters, and what waits for keys waits for values as well: so these come once a turn, and not between.
+                (queries, page) = (self.queries(first_pair), next);
+                [turns, seen_by_all] = self.turns();
                 values = next.load(1, turn + 1);
                 turn += 1;
             }
@@ -474,6 +465,31 @@ const fn pair_of(lane: u32) -> u32 {
 
 /// Scores of 32 keys as the tensor core leaves them: of 16 keys, and of the other 16, that of column `lane / 4` of one tile of eight for two pairs, and that of the next tile.
 type Scores = [[f32; 4]; 2];
+
+/// Scores of 32 keys.
+#[inline(always)]
+fn score(queries: &[[u32; 4]; 4], keys: &Loaded, form: Form) -> Scores {
+    let mut scores = [[0f32; 4]; 2];
+    let mut add = |query: [u32; 4], k: [[u32; 4]; 4]| {
+        unroll!(M < 2; {
+            let (low, high) = (k[2 * M], k[2 * M + 1]);
+            let a = [low[0], high[0], low[1], high[1]];
+            let s = mma::m16n8k16_bf16(scores[M], a, [query[0], query[1]]);
+            let a = [low[2], high[2], low[3], high[3]];
+            scores[M] = mma::m16n8k16_bf16(s, a, [query[2], query[3]]);
+        });
+    };
+    if form.is_packed() {
+        unroll!(I < 4; {
+            add(queries[I], unpack(keys, I, form.base(0)));
+        });
+    } else {
+        unroll!(I < 4; {
+            add(queries[I], keys[I]);
+        });
+    }
+    scores
+}
 
 /// What the values of 32 keys are weighed by.
 struct Weights {

@@ -19,7 +19,7 @@ unsafe extern "unadjusted" {
 #[inline(always)]
 pub fn wgmma_declare() {
     // SAFETY: a declaration.
-    unsafe { asm!(".reg .f32 acc<192>; .reg .b32 fragment<32>;", options(nomem, nostack)) }
+    unsafe { asm!(".reg .f32 acc<224>; .reg .b32 fragment<32>;", options(nomem, nostack)) }
 }
 
 #[inline(always)]
