@@ -10,7 +10,7 @@
 //! O[16 pairs, 128]     = P · V      tensor cores
 //! ```
 //!
-//! The warps' results meet in shared memory and are [merged](Merge), first to last. A row whose keys end in the first split is finished by then; of others the block
+//! The warps' results meet in shared memory and are added, first to last. A row whose keys end in the first split is finished by then; of others the block
 //! writes its sum, its maximum and its normaliser, and [`combine`] adds the splits (flash decoding: Dao et al., 2023, "Flash-Decoding
 //! for long-context inference"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
 //!
@@ -26,7 +26,7 @@
 mod splits;
 mod warps;
 
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
 
 use crate::kv::{Cache, HEAD_DIM, place};
 use crate::linear::place_of;
@@ -44,9 +44,7 @@ pub const PAIRS: u32 = 16;
 const WARPS: u32 = 8;
 /// Keys of a warp.
 pub(crate) const WARP_KEYS: u32 = SPLIT / WARPS;
-/// What scores are multiplied by: 1 / √[`HEAD_DIM`].
-pub const SCALE: f32 = 1.0 / 11.313_708_5;
-pub(crate) const LOG2_E: f32 = core::f32::consts::LOG2_E;
+const LOG2_E: f32 = core::f32::consts::LOG2_E;
 const TILES: usize = HEAD_DIM as usize / 8;
 
 /// Parameters of [`attend`] and [`combine`]. [`attend`]: grid (key-value heads, splits, tiles of pairs), shared memory
@@ -125,38 +123,8 @@ impl Attend {
 
 /// `exp2(a − b)`, and 0 where `a` is the maximum of nothing.
 #[inline(always)]
-pub(crate) fn weight(a: f32, b: f32) -> f32 {
+fn weight(a: f32, b: f32) -> f32 {
     if a == f32::NEG_INFINITY { 0.0 } else { math::exp2(a - b) }
-}
-
-/// How sums over 32 more keys join those before them, each relative to a maximum of its own: online softmax (Milakov and Gimelshein, 2018), one after another.
-#[derive(Clone, Copy)]
-pub(crate) struct Merge {
-    /// What sums before are multiplied by.
-    pub keep: f32,
-    /// What those that join are; negative if there are no keys.
-    pub add: f32,
-}
-
-impl Merge {
-    /// For sums relative to `top` and those relative to `own`.
-    #[inline(always)]
-    pub fn new(top: f32, own: f32) -> Self {
-        let both = math::max(top, own);
-        Self { keep: weight(top, both), add: if own == f32::NEG_INFINITY { -1.0 } else { math::exp2(own - both) } }
-    }
-
-    /// That of another lane.
-    #[inline(always)]
-    pub fn of_lane(self, lane: u32) -> Self {
-        Self { keep: warp::shuffle_idx(self.keep, lane), add: warp::shuffle_idx(self.add, lane) }
-    }
-
-    /// A sum before, with one that joins.
-    #[inline(always)]
-    pub fn add(self, sum: f32, part: f32) -> f32 {
-        if self.add < 0.0 { sum } else { math::fma(part, self.add, sum * self.keep) }
-    }
 }
 
 /// What a warp found among its 32 keys. A lane holds parts of pairs `g` and `g + 8`, where `g = lane / 4`.
@@ -290,14 +258,12 @@ pub(crate) fn weigh(p: &Attend, tile: &Tile, position: impl Fn(u32) -> u32, mut 
             top[I] = math::max(top[I], *score);
         });
         top[I] = quad::max(top[I]);
-        // Of each column, over tiles.
-        let mut columns = [0.0; 2];
         unroll!(J < 8; {
             let score = &mut s[J / 2][2 * I + J % 2];
             *score = weight(*score, top[I]);
-            columns[J % 2] += *score;
+            norm[I] += *score;
         });
-        norm[I] = quad::sum(columns[0] + columns[1]);
+        norm[I] = quad::sum(norm[I]);
     });
     // A's sixteen keys are two tiles: 0 and 1, then 2 and 3, as the values have them.
     let pack = |a: [f32; 4], b: [f32; 4]| {

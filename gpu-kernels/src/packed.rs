@@ -20,7 +20,7 @@
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
-use crate::attention::{TILE_KEYS, WARP_KEYS, key_of};
+use crate::attention::{TILE_KEYS, WARP_KEYS, key_of, values_from};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 
 /// Of a group, where its parts begin.
@@ -33,7 +33,9 @@ const HALF_BYTES: u32 = 4 * GROUP_BYTES;
 pub const PACKED_BYTES: u32 = 2 * HALF_BYTES;
 /// As they were.
 const RAW_BYTES: u32 = PAGE_TOKENS * HEAD_DIM * 2;
-const _: () = assert!(PACKED_BYTES == 13_312);
+/// Tokens that reach beyond what is copied of a page that is packed, or was to be.
+const FIRST_BEYOND: u32 = PACKED_BYTES / (HEAD_DIM * 2);
+const _: () = assert!(PACKED_BYTES == 13_312 && PACKED_BYTES.is_multiple_of(HEAD_DIM * 2) && FIRST_BEYOND >= WARP_KEYS);
 
 /// The bits of a byte of each element that are the exponent's.
 const EXPONENTS: u32 = 0x7f7f_7f7f;
@@ -47,9 +49,10 @@ const LARGEST_CODE: u32 = 15;
 pub struct Form(pub u32);
 
 impl Form {
-    /// Not packed.
+    /// Not packed, and copied whole.
     pub const RAW: Self = Self(0);
     const PACKED: u32 = 1 << 31;
+    const UNPACKABLE: u32 = 1 << 30;
 
     /// Packed, with these bases.
     #[inline(always)]
@@ -57,11 +60,23 @@ impl Form {
         Self(Self::PACKED | values << 8 | keys)
     }
 
+    /// It could not be. It is this [block](crate::kv::Cache::block_index) of the layer.
+    #[inline(always)]
+    const fn unpackable(block: u32) -> Self {
+        Self(Self::UNPACKABLE | block)
+    }
+
     /// Whether it is packed.
     #[inline(always)]
     #[must_use]
     pub const fn is_packed(self) -> bool {
         self.0 & Self::PACKED != 0
+    }
+
+    /// Which block it is, if it could not be packed: then no more than [`PACKED_BYTES`] of it were copied.
+    #[inline(always)]
+    pub(crate) fn beyond(self) -> Option<u32> {
+        (self.0 & Self::UNPACKABLE != 0).then_some(self.0 & (Self::UNPACKABLE - 1))
     }
 
     /// The base of keys (0) or values (1), in each byte of a word.
@@ -138,97 +153,46 @@ impl Group {
     }
 }
 
-/// A lane's part of the keys or values of 32 tokens of a page: for each group of 32 dimensions four times 16 bytes.
-pub(crate) type Loaded = [[[u32; 4]; 4]; 4];
+/// A warp's half of packed keys, or values, for one lane.
+#[derive(Clone, Copy)]
+pub(crate) struct Half([Group; 4]);
 
-/// A lane's part of what is packed of the 32 tokens from `token` on, of a page's keys or values that begin at `page`.
-#[inline(always)]
-pub(crate) unsafe fn load_packed(page: Global<u32>, token: u32, lane: u32) -> Loaded {
-    unsafe {
-        let half = page.at((token / WARP_KEYS * HALF_BYTES / 4) as usize);
-        let mut loaded = [[[0; 4]; 4]; 4];
+impl Half {
+    /// Of the page that begins at byte `page` of dynamic shared memory, the half from `token` on.
+    #[inline(always)]
+    pub unsafe fn load(page: u32, token: u32, lane: u32) -> Self {
+        let mut half = Self([Group::EMPTY; 4]);
         unroll!(I < 4; {
-            let group = half.at(I * GROUP_BYTES as usize / 4);
-            loaded[I][0] = group.load16_once(lane as usize * 4);
-            loaded[I][1] = group.load16_once(lane as usize * 4 + 128);
-            loaded[I][2] = group.load16_once((MIDDLE / 4 + lane * 4) as usize);
-            loaded[I][3][0] = group.load((SIGNS / 4 + lane) as usize);
+            half.0[I] = unsafe { Group::load(Group::at(page, token, lane, I as u32)) };
         });
-        loaded
+        half
+    }
+
+    /// The fragments of group `i`, with this base in each byte.
+    #[inline(always)]
+    pub fn fragments(&self, i: usize, base: u32) -> [[u32; 4]; 4] {
+        self.0[i].fragments(base)
     }
 }
 
-/// The fragments of group `i` of what was [loaded](load_packed), with this base in each byte.
+/// Brings what was not copied of an unpackable page's keys, or values, to where it is missing: of `from` to byte `to` of dynamic shared memory. A warp does it together.
 #[inline(always)]
-pub(crate) fn unpack(loaded: &Loaded, i: usize, base: u32) -> [[u32; 4]; 4] {
-    let [low0, low1, middle, signs] = loaded[i];
-    Group { low: [low0, low1], middle, signs: signs[0] }.fragments(base)
+pub(crate) unsafe fn bring_rest(from: Global<bf16>, to: u32) {
+    unsafe {
+        let (from, to) = (from.cast::<u32>(), shared::dynamic::<u32>(to));
+        let mut at = PACKED_BYTES / 4 + thread::fresh(thread::lane_id()) * 4;
+        while at < RAW_BYTES / 4 {
+            to.store16(at as usize, from.load16(at as usize));
+            at += 32 * 4;
+        }
+        warp::sync_warp();
+    }
 }
 
-/// A lane's part of the 32 keys from `token` on, of a page's keys that begin at `page`, as they are: of each group of dimensions, 16 bytes of column `lane / 4` of each of four
-/// tiles of eight tokens ([`key_of`]).
+/// Whether some of a half's tokens were not copied then.
 #[inline(always)]
-pub(crate) unsafe fn load_keys(page: Global<bf16>, token: u32, lane: u32) -> Loaded {
-    let mut loaded = [[[0; 4]; 4]; 4];
-    // A token's row together.
-    unroll!(J < 4; {
-        unroll!(I < 4; {
-            loaded[I][J] = unsafe { page.load16_once(key_at(token, I, J, lane)) };
-        });
-    });
-    loaded
-}
-
-/// Where the lane's part of a key is for group `i` and tile `j` of the 32 tokens from `token` on.
-#[inline(always)]
-fn key_at(token: u32, i: usize, j: usize, lane: u32) -> usize {
-    let key = token + TILE_KEYS[j] + key_of(lane / 4);
-    (key * HEAD_DIM + place(key, 8 * (lane % 4) + 32 * i as u32)) as usize
-}
-
-/// The same of values: of each tile of tokens the two that column pair `lane % 4` is, eight dimensions from `8 · (lane / 4)` on of the first, then of the second, each of the lower and the upper half of all.
-#[inline(always)]
-pub(crate) unsafe fn load_values(page: Global<bf16>, token: u32, lane: u32) -> Loaded {
-    let mut loaded = [[[0; 4]; 4]; 4];
-    unroll!(J < 4; {
-        unroll!(K < 4; {
-            loaded[J][K] = unsafe { page.load16_once(value_at(token, J, K, lane)) };
-        });
-    });
-    loaded
-}
-
-/// Where part `k` of four of the lane's values of tile `j` is, for the 32 tokens from `token` on.
-#[inline(always)]
-fn value_at(token: u32, j: usize, k: usize, lane: u32) -> usize {
-    let key = token + value_key(j, k, lane);
-    (key * HEAD_DIM + place(key, 64 * (k as u32 % 2) + 8 * (lane / 4))) as usize
-}
-
-/// Which of 32 tokens part `k` of the lane's values of tile `j` is of.
-#[inline(always)]
-pub(crate) const fn value_key(j: usize, k: usize, lane: u32) -> u32 {
-    TILE_KEYS[j] + lane % 4 + 4 * (k as u32 / 2)
-}
-
-/// The fragments of group `i` of [values](load_values): of four columns of eight dimensions each, `w`, a word for each tile of tokens, of two tokens. Column `n` of `w` is dimension
-/// [`dimension_of`]`(i, w, n)`.
-#[inline(always)]
-pub(crate) fn value_fragments(loaded: &Loaded, i: usize) -> [[u32; 4]; 4] {
-    let mut fragments = [[0; 4]; 4];
-    unroll!(W < 4; {
-        unroll!(J < 4; {
-            let [first, second] = [0, 2].map(|key: usize| loaded[J][key + i / 2][i % 2 * 2 + W / 2]);
-            fragments[W][J] = math::permute(first, second, if W % 2 == 0 { 0x5410 } else { 0x7632 });
-        });
-    });
-    fragments
-}
-
-/// Which dimension column `n` is of the `w`-th eight of group `i` of values. A lane's eights from an even one on are neighbours.
-#[inline(always)]
-pub(crate) const fn dimension_of(i: u32, w: u32, n: u32) -> u32 {
-    i / 2 * 64 + n * 8 + i % 2 * 4 + w
+pub(crate) const fn is_cut(token: u32) -> bool {
+    token % PAGE_TOKENS + WARP_KEYS > FIRST_BEYOND
 }
 
 /// Parameters of [`pack_pages`] and [`unpack_pages`]. Grid: (key-value heads, layers, pages). Shared memory: [`PackPages::SHARED_BYTES`].
@@ -255,15 +219,15 @@ impl PackPages {
     /// Dynamic shared memory of a block.
     pub const SHARED_BYTES: u32 = EXTREMES + 4 * WARPS * 4;
 
-    /// The block of this thread block: where its keys are, and where its form is.
+    /// The block of this thread block: its number in its layer, where its keys are, and where its form is.
     #[inline(always)]
-    unsafe fn block(&self) -> (GlobalMut<u32>, GlobalMut<u32>) {
+    unsafe fn block(&self) -> (u32, GlobalMut<u32>, GlobalMut<u32>) {
         unsafe {
             let (head, layer) = (thread::block_idx_x(), thread::block_idx_y());
             let heads = thread::grid_dim_x();
             let block = self.list.load(thread::block_idx_z() as usize) * heads + head;
             let at = (layer * self.page_count * heads) as usize + block as usize;
-            (self.pages.at(at * (RAW_BYTES as usize)).cast(), self.forms.at(at))
+            (block, self.pages.at(at * (RAW_BYTES as usize)).cast(), self.forms.at(at))
         }
     }
 }
@@ -278,7 +242,7 @@ fn part(warp_id: u32) -> (u32, u32, usize) {
 #[kernel(threads = 256)]
 pub unsafe fn pack_pages(p: PackPages) {
     unsafe {
-        let (page, form) = p.block();
+        let (block, page, form) = p.block();
         let (thread, lane, warp_id) = (thread::thread_idx_x(), thread::lane_id(), thread::warp_id());
         // Of keys and of values the largest of the exponents' upper bits, and of what lacks to the largest there may be.
         let mut extremes = [0u32; 4];
@@ -317,7 +281,7 @@ pub unsafe fn pack_pages(p: PackPages) {
         let found = if 0x7f - extremes[1] >= bases[0] && 0x7f - extremes[3] >= bases[1] {
             Form::packed(bases[0], bases[1])
         } else {
-            Form::RAW
+            Form::unpackable(block)
         };
         if thread == 0 {
             form.store(0, found.0);
@@ -328,23 +292,17 @@ pub unsafe fn pack_pages(p: PackPages) {
         let (kind, token, first) = part(warp_id);
         let raw = kind * RAW_BYTES + token * HEAD_DIM * 2;
         let packed = PACKED + kind * PACKED_BYTES;
-        let tokens = shared::dynamic::<bf16>(raw);
-        let mut values = [[[0; 4]; 4]; 4];
-        if kind == 1 {
-            unroll!(J < 4; {
-                unroll!(K < 4; {
-                    values[J][K] = tokens.load16(value_at(0, J, K, lane));
-                });
-            });
-        }
+        let keys = shared::dynamic::<bf16>(raw);
+        let (g, t) = (lane / 4, lane % 4);
         unroll!(I < 2; {
             let i = first + I;
             let fragments = if kind == 0 {
-                [0, 1, 2, 3].map(|j| tokens.load16(key_at(0, i, j, lane)))
-            } else if first == 0 {
-                value_fragments(&values, I)
+                TILE_KEYS.map(|tile| {
+                    let key = tile + key_of(g);
+                    keys.load16((key * HEAD_DIM + place(key, 8 * t + 32 * i as u32)) as usize)
+                })
             } else {
-                value_fragments(&values, I + 2)
+                values_from(raw, WARP_KEYS - 1, lane)(i)
             };
             Group::new(fragments, found.base(kind)).store(Group::at(packed, token, lane, i as u32));
         });
@@ -357,7 +315,7 @@ pub unsafe fn pack_pages(p: PackPages) {
 #[kernel(threads = 256)]
 pub unsafe fn unpack_pages(p: PackPages) {
     unsafe {
-        let (page, form) = p.block();
+        let (_, page, form) = p.block();
         let found = Form(form.load(0));
         if !found.is_packed() {
             return;
@@ -386,8 +344,8 @@ pub unsafe fn unpack_pages(p: PackPages) {
                     let key = TILE_KEYS[J] + key_of(g);
                     raw.store16((key * HEAD_DIM + place(key, 8 * t + 32 * i as u32)) as usize, fragments[J]);
                 } else {
-                    // A word has two keys', four apart.
-                    let d = dimension_of(i as u32, J as u32, g);
+                    // Of dimension 8 n + g a word has two keys', four apart.
+                    let d = 8 * (4 * i + J) as u32 + g;
                     unroll!(W < 4; {
                         unroll!(H < 2; {
                             let key = TILE_KEYS[W] + t + 4 * H as u32;

@@ -31,10 +31,5 @@ pub(crate) unsafe fn for_phase(barrier: Barrier, parity: u32) {
 /// Waits until the `i`-th of the counters is at least this, and sees what those who counted wrote before.
 #[inline(always)]
 pub(crate) unsafe fn for_count(counters: GlobalMut<u32>, i: usize, least: u32) {
-    let is_there = |ordering| unsafe { atomic::load(counters, i, ordering, Scope::Device) } >= least;
-    unsafe {
-        // An acquiring load drops what the multiprocessor has in L1, for all its warps: once is enough.
-        until(|| is_there(Ordering::Relaxed));
-        until(|| is_there(Ordering::Acquire));
-    }
+    unsafe { until(|| atomic::load(counters, i, Ordering::Acquire, Scope::Device) >= least) }
 }

@@ -1,16 +1,16 @@
 //! A step of many sequences in one launch: the bits of [`linear`](crate::linear) and [`attention`](crate::attention), on Hopper's warpgroup products.
 //!
-//! As in the [stream](crate::stream), memory is read without a pause: weights depend on nothing that a step does. Here the step
+//! As in the [stream](crate::stream), memory is read without a pause: weights, and keys and values of earlier steps, depend on nothing that a step does. Here the step
 //! is a list of [phases](Phase) in memory, and between two of them all blocks meet:
 //!
 //! ```text
-//! warp 8         weights: 64 inputs of 8 strips  ──bulk copies──► ring of slots of 16 KiB
-//! warp 9         activations [ROWS × 64]         ──TMA──────────► ring of slots of ROWS × 128 bytes
-//! warps 10, 11   the rows' norm factors; the list of what attention does; a step's keys and values, into the cache after attention
-//! warps 0 to 7   products, with what the rings bring; attention, each warp on its own; they meet the other blocks
+//! warp 8         weights: 64 inputs of 8 strips; pages of keys, of values            ──bulk copies──► ring of slots of 16 KiB
+//! warp 9         activations [ROWS × 64], by TMA; an item's queries, which it makes                   ──► rings of slots of ROWS × 128 bytes
+//! warps 10, 11   the rows' norm factors; how attention falls to blocks; a step's keys and values, into the cache after attention
+//! warps 0 to 7   what is to be done with all that; they meet the other blocks
 //! ```
 //!
-//! Warp 8 passes every meeting without stopping, so the next weights come beside attention; the other producers wait for what they bring.
+//! Warp 8 passes every meeting without stopping; the other producers wait for what they bring.
 //!
 //! # Products
 //! A block takes 128 output features (a *tile*: 8 strips) × `ROWS` = 64, 96 or 128 rows at a time. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with
@@ -28,7 +28,7 @@
 //! memory (`pair.rs`); four leave them in memory (L2, in truth).
 //!
 //! # Attention
-//! See `attention.rs` beside this.
+//! Items are told of in `attention.rs` beside this, and how they fall to blocks in `deal.rs`.
 
 /// Four accumulators from this one on, got or set: a lane's sums of a group of eight rows.
 macro_rules! accumulators {
@@ -57,11 +57,12 @@ macro_rules! field {
 }
 
 mod attention;
+mod deal;
 mod factors;
-mod list;
 mod outputs;
 mod pair;
 mod phases;
+mod pool;
 mod producer;
 mod product;
 
@@ -70,9 +71,10 @@ pub use phases::{Kind, Phase, Share};
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster;
-use cuda_std::shared;
+use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp, wgmma};
 
+use crate::attention::Attend;
 use crate::embedding::embed_elements;
 use crate::linear::{CHAINS, SLICE};
 use crate::qkv::SplitHeads;
@@ -92,14 +94,14 @@ pub const TILE_STRIPS: u32 = TOGETHER;
 
 /// A chain of a product takes the slices whose number has this remainder.
 const RESIDUES: u32 = CHAINS;
-/// Words of the grid's meetings, and behind them of attention's items, and of the rows' factors.
-const MEETING_WORDS: u32 = 6 + 2 * MAX_WIDE_ROWS;
+/// Words of the grid's meetings, and behind them of attention's pool, and of the rows' factors.
+const MEETING_WORDS: u32 = 4 + 2 * MAX_WIDE_ROWS;
 /// Warps that consume.
 const WARPS: u32 = 8;
 const CONSUMERS: u32 = WARPS * 32;
 /// Registers of a lane once warpgroups know what they are.
-const CONSUMER_REGISTERS: u32 = 224;
-const PRODUCER_REGISTERS: u32 = 56;
+const CONSUMER_REGISTERS: u32 = 208;
+const PRODUCER_REGISTERS: u32 = 88;
 // A block shares out what it was launched with: 168 a lane. Asking for more waits forever.
 const _: () = assert!(256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= 384 * 168);
 const GROUP: u32 = 128;
@@ -113,13 +115,24 @@ struct Memory<const ROWS: u32>;
 impl<const ROWS: u32> Memory<ROWS> {
     /// Activations of products.
     const ROW_RING: Shape = Shape::new(0, if ROWS <= 96 { 8 } else { 6 }, ROWS * SLICE * 2);
-    /// Weights.
+    /// What attention reduces in: the end of that memory. Activations are asked for when all blocks are done with the phase before.
+    const SCRATCH: u32 = Self::ROW_RING.barriers - Attend::SHARED_BYTES;
+    /// Items of attention that a warp has looked up, with how their pages lie.
+    const ITEMS: u32 = Self::SCRATCH - 32 * 32;
+    /// Items of attention, in the slots before.
+    const ITEM_RING: Shape =
+        Shape { stages: Self::ITEMS / Self::ROW_RING.bytes, barriers: Self::ROW_RING.end(), ..Self::ROW_RING };
+    /// What one producer tells another of attention's pool.
+    const MESSAGES: Shape = pool::messages(Self::ITEM_RING.end().next_multiple_of(16));
+    /// Weights, or pages.
     const RING: Shape =
-        Shape::new(Self::ROW_RING.end().next_multiple_of(128), if ROWS == 64 { 10 } else { 8 }, WEIGHT_BYTES);
+        Shape::new(Self::MESSAGES.end().next_multiple_of(128), if ROWS == 64 { 10 } else { 8 }, WEIGHT_BYTES);
     /// A barrier that says that the rows' factors are there.
     const FACTORS_READY: u32 = Self::RING.end();
+    /// A barrier that says that it is known what the block has of attention, and that.
+    const DEALT: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
     /// The rows' factors.
-    const FACTORS: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
+    const FACTORS: u32 = Self::DEALT + 32;
     /// What the block knows of each row's best token, of one tile of rows: see `outputs.rs`.
     const BEST: u32 = Self::FACTORS + MAX_WIDE_ROWS * 4;
     /// Barriers of what the other block of a pair sends: see `pair.rs`.
@@ -129,8 +142,23 @@ impl<const ROWS: u32> Memory<ROWS> {
     unsafe fn factors_ready() -> Barrier {
         unsafe { Barrier::at(shared::dynamic(Self::FACTORS_READY)) }
     }
+
+    unsafe fn dealt() -> Barrier {
+        unsafe { Barrier::at(shared::dynamic(Self::DEALT)) }
+    }
+
+    unsafe fn deal() -> Shared<u32> {
+        unsafe { shared::dynamic(Self::DEALT + 16) }
+    }
+
+    unsafe fn items() -> Shared<u32> {
+        unsafe { shared::dynamic(Self::ITEMS) }
+    }
 }
 
+// An item of attention has keys and values of four pages in the ring at once.
+const _: () =
+    assert!(Memory::<64>::RING.stages >= 8 && Memory::<96>::RING.stages >= 8 && Memory::<128>::RING.stages >= 8);
 // What a block of an H100 may have.
 const _: () =
     assert!(Memory::<64>::BYTES <= 232_448 && Memory::<96>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
@@ -154,8 +182,10 @@ pub struct WideStep {
     pub tiles: Global<u32>,
     /// `[pages]`: 1 for a page that was [packed](crate::packed), of which no row of this step has its token; 0 for others.
     pub packed: Global<u32>,
-    /// [`WideStep::items_len`] words: what there is to attend to.
+    /// [`WideStep::items_len`] words: what a block has to attend to.
     pub items: GlobalMut<u32>,
+    /// `[blocks, 4]` what falls to each block in attention, if steps of the same rows are done phase by phase; null otherwise.
+    pub deals: GlobalMut<u32>,
     /// [`WideStep::partial_len`] elements, for chains of split tiles.
     pub partials: GlobalMut<f32>,
     /// [`WideStep::arrivals_len`] words, zero before and after.
@@ -166,6 +196,8 @@ pub struct WideStep {
     pub trace: GlobalMut<u64>,
     /// How many tiles there are.
     pub tile_count: u32,
+    /// 1 if [`deals`](Self::deals) and [`items`](Self::items) were left by a launch before with the same rows.
+    pub is_dealt: u32,
 }
 
 impl WideStep {
@@ -197,7 +229,7 @@ impl WideStep {
     }
 
     /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: for both halves of each tile that may be split, how many parts' chains are there,
-    /// in two sets that products use in turn; then the grid's meetings, and how many blocks are done; four words of attention's items; then two words of each row's norm factor; then for each row
+    /// in two sets that products use in turn; then the grid's meetings, and how many blocks are done; two words of attention's pool; then two words of each row's norm factor; then for each row
     /// and query head, how many splits of attention are there.
     #[must_use]
     pub const fn arrivals_len(grid: u32, q_heads: u32) -> usize {
@@ -207,7 +239,7 @@ impl WideStep {
     /// Words of [`items`](Self::items) for so many tiles of so many splits at most.
     #[must_use]
     pub const fn items_len(tiles: usize, kv_heads: usize, splits: usize) -> usize {
-        tiles * kv_heads * splits * list::ITEM_WORDS as usize
+        tiles * kv_heads * splits * deal::ITEM_WORDS as usize
     }
 
     /// The grid's meetings. Found again wherever it is wanted: over the phases it would take registers.
@@ -216,16 +248,16 @@ impl WideStep {
         unsafe { self.arrivals.at(4 * thread::fresh(thread::grid_dim_x()) as usize) }
     }
 
-    /// How many items of attention have been asked for, beyond every warp's first one: two words that layers use in turn. Then how many items there are, and how many blocks have listed their part of them.
+    /// How many items of attention's pool have been asked for in this step, and how many blocks have put their part of them.
     #[inline(always)]
-    unsafe fn item_counters(&self) -> GlobalMut<u32> {
+    unsafe fn pool_words(&self) -> GlobalMut<u32> {
         unsafe { self.meetings().at(2) }
     }
 
     /// Each row's norm factor.
     #[inline(always)]
     unsafe fn factor_words(&self) -> GlobalMut<u64> {
-        unsafe { self.meetings().at(6).cast() }
+        unsafe { self.meetings().at(4).cast() }
     }
 
     /// How many splits are there of each row and query head, of those that several blocks have.
@@ -269,17 +301,19 @@ impl WideStep {
 /// Where the consumers stand in their rings.
 #[derive(Clone, Copy)]
 struct Rings {
-    /// Weights.
+    /// Weights, pages.
     ring: Ring,
     /// Activations.
     rows: Ring,
+    /// Items of attention.
+    items: Ring,
 }
 
 impl Rings {
     /// A slot on in those of products.
     #[inline(always)]
     const fn ahead(&self) -> Self {
-        Self { ring: self.ring.ahead(1), rows: self.rows.ahead(1) }
+        Self { ring: self.ring.ahead(1), rows: self.rows.ahead(1), ..*self }
     }
 
     /// A warp gives both slots back. It has read them by products alone, and waited for these: there is nothing to fence.
@@ -303,10 +337,6 @@ impl Odd {
     const NORMED: u32 = 2;
     /// Exchanges within the cluster.
     const EXCHANGES: u32 = 4;
-    /// Attention.
-    const ATTENTION: u32 = 8;
-    /// Once all blocks have listed their items.
-    const LISTED: u32 = 16;
 
     /// 1 for an odd number.
     #[inline(always)]
@@ -331,9 +361,12 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         let warp_id = thread::warp_id();
         if thread::thread_idx_x() == 0 {
             Ring::init(Memory::<ROWS>::ROW_RING, WARPS);
+            Ring::init(Memory::<ROWS>::ITEM_RING, WARPS);
             Ring::init(Memory::<ROWS>::RING, WARPS);
             Memory::<ROWS>::factors_ready().init(factors::WARPS);
+            Memory::<ROWS>::dealt().init(1);
             pair::init::<ROWS>();
+            Ring::init(Memory::<ROWS>::MESSAGES, 1);
             bulk::fence_init();
         }
         let thread = thread::thread_idx_x();
@@ -360,8 +393,9 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
 #[inline(always)]
 unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
     unsafe {
-        let [ring, rows] = [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING].map(Ring::consumer);
-        let mut rings = Rings { ring, rows };
+        let [ring, rows, items] =
+            [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
+        let mut rings = Rings { ring, rows, items };
         let mut odd = Odd::default();
         // All see that behind the first meeting.
         if !p.best.is_null() && thread::block_idx_x() == 0 {
@@ -374,25 +408,14 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         let mut number = 0;
         while number < p.phase_count {
             // Who is the first is asked anew behind the barrier: known on both sides of it, the compiler may write the barrier twice.
-            let phase = p.phases.at(number as usize);
-            let kind = field!(phase, kind: u32);
-            let lists = kind == Kind::ATTEND && odd.of(Odd::LISTED) == 0;
             if thread::fresh(thread::thread_idx_x()) == 0 {
                 p.wait_for(number);
-                if lists {
-                    waiting::for_count(p.item_counters(), 3, thread::grid_dim_x());
-                }
-            }
-            if lists {
-                odd.count(Odd::LISTED);
             }
             thread::sync_named(ALL, CONSUMERS);
-            match kind {
+            let phase = p.phases.at(number as usize);
+            match field!(phase, kind: u32) {
                 Kind::EMBED => embed(p, phase),
-                Kind::ATTEND => {
-                    attention::attend::<ROWS>(p, phase, odd.of(Odd::ATTENTION));
-                    odd.count(Odd::ATTENTION);
-                }
+                Kind::ATTEND => attention::attend::<ROWS>(p, phase, &mut rings),
                 kind => {
                     if thread::fresh(thread::thread_idx_x()) == 0 {
                         // The other set's counts for the product to come; those of the one before have been seen by all.
@@ -430,7 +453,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
             // What lane 0 saw the others see behind this.
             warp::sync_warp();
             if warp::shuffle_idx(done, 0) == grid {
-                // The meetings and blocks, and with them items and factors; and counts of the last product.
+                // The meetings and blocks, and with them the factors; and counts of the last product.
                 let counts = p.part_arrivals(odd.of(Odd::PRODUCTS) ^ 1);
                 let mut i = lane;
                 while i < MEETING_WORDS.max(2 * grid) {

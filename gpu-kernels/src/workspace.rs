@@ -1,11 +1,11 @@
 //! What a step of the whole model works with, in one launch or many: the rows, the model's tables and shape, and the memory that one operator leaves its results in for the next. And
 //! what is made of it for an operator.
 
-use cuda_std::{Global, GlobalMut, bf16};
+use cuda_std::{Global, GlobalMut, bf16, math};
 
-use crate::attention::{Attend, PAIRS, SCALE};
+use crate::attention::{Attend, PAIRS};
 use crate::embedding::Embed;
-use crate::kv::Cache;
+use crate::kv::{Cache, HEAD_DIM};
 use crate::norm::{Norm, Residual};
 use crate::qkv::{Heads, SplitHeads};
 use crate::step::Rows;
@@ -115,7 +115,7 @@ impl Workspace {
             out: self.attended,
             splits: self.splits,
             q_heads: self.q_heads,
-            scale: SCALE,
+            scale: 1.0 / math::sqrt(HEAD_DIM as f32),
         }
     }
 }

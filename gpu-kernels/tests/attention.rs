@@ -229,8 +229,3 @@ fn rows_of_a_tile_may_end_in_different_splits() {
     let got = case.attend(&q, start, rows, 9);
     assert!(relative_error(widen(&got), &case.reference(&q, start, rows)) < 1.0 / 128.0);
 }
-
-#[test]
-fn the_scale_is_that_of_the_head_size() {
-    assert_eq!(attention::SCALE, 1.0 / (D as f32).sqrt());
-}

@@ -212,7 +212,7 @@ pub fn streamed_launched_and_wide(
     run().unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The logits of one row of each of many sequences, `[sequences, vocab]`: by the launches, and by the kernels for many sequences. `positions` are the rows',
+/// The logits of one row of each of many sequences, `[sequences, vocab]`: by the launches, by the kernels for many sequences, and by those with products as launches. `positions` are the rows',
 /// each in a sequence of its own, whose keys and values before are made up.
 ///
 /// # Panics
@@ -222,15 +222,15 @@ pub fn launched_and_wide(
     config: &model::Config,
     weights: host::weights::DeviceWeights,
     positions: &[u32],
-) -> [Vec<f32>; 2] {
+) -> [Vec<f32>; 3] {
     use gpu_kernels::step::Rows;
     use host::forward::{Forward, Pass, Room, RowOutput, Tiles};
 
-    let run = move || -> Result<[Vec<f32>; 2], host::Error> {
+    let run = move || -> Result<[Vec<f32>; 3], host::Error> {
         let sequences = positions.len();
         let context = positions.iter().max().map_or(0, |last| *last as usize) + 1;
         let stride = context.div_ceil(gpu_kernels::kv::PAGE_TOKENS as usize);
-        let room = Room { context, sequences, pages: sequences * stride, rows: sequences };
+        let room = Room::batch(context, sequences, sequences * stride, sequences.max(65));
         let mut forward = Forward::with_room(device, config, weights, room)?;
         let pattern: Vec<half::bf16> =
             (0..1 << 12).map(|i| half::bf16::from_f32((i * 7919 % 2003) as f32 / 1e3 - 1.0)).collect();
@@ -263,7 +263,9 @@ pub fn launched_and_wide(
         };
         let launched = logits(&forward)?;
         assert!(forward.lay_out_stream()? && forward.lay_out_wide()?, "the device cannot stream");
-        Ok([launched, logits(&forward)?])
+        let wide = logits(&forward)?;
+        forward.use_gemm_from(1);
+        Ok([launched, wide, logits(&forward)?])
     };
     run().unwrap_or_else(|e| panic!("{e}"))
 }

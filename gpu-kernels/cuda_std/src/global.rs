@@ -116,19 +116,6 @@ macro_rules! address {
                 unsafe { target::load_global16(self.element(i)) }
             }
 
-            /// [`load16`](Self::load16) of data that is read once in the launch and may be written in it: it takes no room in L1
-            /// (`ld.global.L1::no_allocate.v4.b32`), and is begun where it stands.
-            ///
-            /// # Safety
-            /// As for [`load16`](Self::load16).
-            #[inline(always)]
-            #[must_use]
-            #[track_caller]
-            pub unsafe fn load16_once(self, i: usize) -> [u32; 4] {
-                // SAFETY: the caller's.
-                unsafe { target::load_global16_once(self.element(i)) }
-            }
-
             /// [`load16`](Self::load16) of data that is read once, such as weights: it takes no room in L1 and fetches
             /// 256 bytes into L2 (`ld.global.nc.L1::no_allocate.L2::256B.v4.b32`).
             ///

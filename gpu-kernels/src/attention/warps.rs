@@ -2,14 +2,13 @@
 
 use cuda_std::{math, shared, thread, warp};
 
-use super::{Attend, Found, Merge, PAIRS, SPLIT, TILES, Tile, WARPS};
+use super::{Attend, Found, PAIRS, SPLIT, TILES, Tile, WARPS, weight};
 use crate::kv::HEAD_DIM;
 
 /// Pairs whose sums meet in shared memory at a time.
 pub(crate) const QUARTER: u32 = PAIRS / 4;
 /// Words between two pairs' sums: eight more than they take, so that a warp's stores meet every bank once.
 pub(super) const PAIR_STRIDE: u32 = HEAD_DIM + 8;
-const _: () = assert!(WARPS * QUARTER >= PAIRS);
 
 /// The 8 warps that work on a tile meet; a block may have other warps with other work, and barriers of theirs.
 #[inline(always)]
@@ -17,7 +16,7 @@ pub(super) fn sync(barrier: u32) {
     thread::sync_named(barrier, WARPS * 32);
 }
 
-/// [Merges](Merge) what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
+/// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
 /// the split's part of others. `position(row)` is where a row stands; `put(pair, d, word)` takes the results of dimensions `d` and one on of a pair among all rows'
 /// heads, as bf16; `keep(pair, place, d, sum, scale)` the sums of a split, with its maximum and normaliser, of a pair of the tile that has this place among
 /// all rows' heads. Shared memory from `scratch` on is free again when it returns.
@@ -36,11 +35,9 @@ pub(crate) unsafe fn reduce(
         let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
         let (g, t) = (lane / 4, lane % 4);
         let sums = shared::dynamic::<f32>(scratch);
-        // `[pair][warp]`; once all are there, how a warp's are merged in their place.
+        // `[pair][warp]`; once all are there, a warp's factor and the pair's maximum and normaliser in place of them.
         let tops = sums.at((WARPS * QUARTER * PAIR_STRIDE) as usize);
         let norms = tops.at((WARPS * PAIRS) as usize);
-        // A pair's maximum and normaliser, in what no sums take.
-        let scale_of = |pair: u32| sums.at((pair * PAIR_STRIDE + HEAD_DIM) as usize).cast::<[f32; 2]>();
         if t == 0 {
             unroll!(I < 2; {
                 let at = ((g + 8 * I as u32) * WARPS + warp_id) as usize;
@@ -53,35 +50,27 @@ pub(crate) unsafe fn reduce(
         let thread = warp_id * 32 + lane;
         if warp_id < PAIRS * WARPS / 32 {
             let (own, part) = (tops.load(thread as usize), norms.load(thread as usize));
-            // The largest so far.
             let mut top = own;
             unroll!(M < 3; {
-                let before = warp::shuffle_up(top, 1 << M);
-                if lane % WARPS >= 1 << M {
-                    top = math::max(top, before);
-                }
+                top = math::max(top, warp::shuffle_xor(top, 1 << M));
             });
-            let before = warp::shuffle_up(top, 1);
-            let merge = Merge::new(if lane % WARPS == 0 { f32::NEG_INFINITY } else { before }, own);
+            let factor = weight(own, top);
             let mut norm = 0f32;
             let mut other = lane / WARPS * WARPS;
             let end = other + WARPS;
             while other < end {
                 unroll!(W < 4; {
                     let other = other + W as u32;
-                    norm = merge.of_lane(other).add(norm, warp::shuffle_idx(part, other));
+                    norm = math::fma(warp::shuffle_idx(part, other), warp::shuffle_idx(factor, other), norm);
                 });
                 // Not written out further: that would crowd out sums.
                 other = thread::fresh(other) + 4;
             }
-            let top = warp::shuffle_idx(top, end - 1);
-            tops.store(thread as usize, merge.keep);
-            norms.store(thread as usize, merge.add);
-            if lane % WARPS == 0 {
-                scale_of(thread / WARPS).store(0, [top, norm]);
+            tops.store(thread as usize, factor);
+            if lane % WARPS < 2 {
+                norms.store(thread as usize, if lane % WARPS == 0 { top } else { norm });
             }
         }
-        sync(barrier);
         unroll!(R < 4; {
             let first = R as u32 * QUARTER;
             if first < tile.pairs {
@@ -99,12 +88,12 @@ pub(crate) unsafe fn reduce(
                     let mut sum = [0f32; 2];
                     let from = sums.at((quarter * PAIR_STRIDE + d) as usize).cast::<[f32; 2]>();
                     unroll!(W < 8; {
-                        let at = (pair * WARPS) as usize + W;
-                        let merge = Merge { keep: tops.load(at), add: norms.load(at) };
+                        let factor = tops.load((pair * WARPS) as usize + W);
                         let o = from.load(W * (QUARTER * PAIR_STRIDE / 2) as usize);
-                        sum = [merge.add(sum[0], o[0]), merge.add(sum[1], o[1])];
+                        sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
                     });
-                    put_sum(p, tile, pair, d, (sum, scale_of(pair).load(0)), position(tile.row(pair)), &put, &keep);
+                    let (top, norm) = (norms.load((pair * WARPS) as usize), norms.load((pair * WARPS) as usize + 1));
+                    put_sum(p, tile, pair, d, (sum, [top, norm]), position(tile.row(pair)), &put, &keep);
                 }
                 sync(barrier);
             }
@@ -150,14 +139,15 @@ pub(crate) unsafe fn reduce_few(
             let at = (pair * WARPS) as usize;
             let (own, parts) = ([tops.load16(at), tops.load16(at + 4)], [norms.load16(at), norms.load16(at + 4)]);
             let (mut top, mut norm, mut sum) = (f32::NEG_INFINITY, 0f32, [0f32; 2]);
+            unroll!(W < 8; {
+                top = math::max(top, f32::from_bits(own[W / 4][W % 4]));
+            });
             let from = sums.at((pair * PAIR_STRIDE + d) as usize).cast::<[f32; 2]>();
             unroll!(W < 8; {
-                let own = f32::from_bits(own[W / 4][W % 4]);
-                let merge = Merge::new(top, own);
-                top = math::max(top, own);
+                let factor = weight(f32::from_bits(own[W / 4][W % 4]), top);
                 let o = from.load(W * (QUARTER * PAIR_STRIDE / 2) as usize);
-                norm = merge.add(norm, f32::from_bits(parts[W / 4][W % 4]));
-                sum = [merge.add(sum[0], o[0]), merge.add(sum[1], o[1])];
+                norm = math::fma(f32::from_bits(parts[W / 4][W % 4]), factor, norm);
+                sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
             });
             put_sum(p, tile, pair, d, (sum, [top, norm]), position(tile.row(pair)), &put, &keep);
         }

@@ -1,97 +1,114 @@
-//! Attention of the rows of many sequences: the bits of [`attention`](crate::attention), a warp for each part of the work.
+//! Attention of the rows of many sequences: the bits of [`attention`](crate::attention), with keys and values streamed through shared memory.
 //!
-//! An *item* is a tile of rows of one sequence, a key-value head and a split of 256 keys: what a block of [`attend`](crate::attention::attend) does. Here one warp does it, 32 keys
-//! after another, with keys and values loaded straight into the registers that the tensor core takes them from:
-//!
-//! ```text
-//! keys of 32 tokens    ──► scores ──► weights ─┐
-//! the next 32, under way all this time         ├─► merged with what there was
-//! their values         ────────────────────────┘
-//!
-//! Sᵀ[32 keys, 8 pairs] = K · Qᵀ     keys are rows: few pairs of a row and a head are columns, of which an instruction has eight
-//! Oᵀ[128, 8 pairs]     = Vᵀ · Pᵀ
-//! ```
-//!
-//! No warp waits for another, so eight of them hide each other's waiting. Items come from a [list](super::list), the large ones first; a warp takes its first one by its number, and the
-//! others by a counter that all share.
+//! An *item* is what a block of [`attend`](crate::attention::attend) does: a tile of rows of one sequence, a key-value head, a split of 256 keys. A block takes
+//! its [items](super::deal) in turn, and a page is given back as soon as its two warps have used it. The ends of contexts make small items, which take warps
+//! longer than memory; they have large ones between them.
 //!
 //! # Queries, keys and values of a step
-//! They are made from what the projection left where they are wanted: an item's queries by the warp that has it, and a step's key and value by each warp that has their token among its own, in place of
-//! what it loaded for it. The cache gets them when attention is over.
+//! They are made from what the projection left where they are wanted: an item's queries, and the key of its last row, by the warp that describes it. The warp that has
+//! a new key among its own puts it and its value into their pages in shared memory. So pages are asked for without waiting for anybody, and the cache gets keys and values when attention is over.
 //!
 //! # Combining
-//! What a warp finds of one split of several goes to memory, and is counted there; who finds that this was the last of a row and head combines them. Nobody waits.
+//! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and combines them at once. Sums that have no
+//! room there, or that come from several blocks, go to memory: each counts what it has put there, and who finds that this was the last of it combines them. Nobody waits.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, bulk, math, mma, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, thread, warp};
 
-use super::{Memory, Phase, WARPS, WideStep};
+use super::{ALL, CONSUMERS, Memory, Phase, Rings, WARPS, WideStep};
 use crate::attention::{
-    Divisor, LOG2_E, Merge, PAIRS, SCALE, SPLIT, TILE_KEYS, Tile, WARP_KEYS, combine_by_warp, key_of, weight,
+    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, add_values, combine_by_warp, key_of,
+    reduce, reduce_few, score_keys, values_from, weigh,
 };
-use crate::kv::{HEAD_DIM, PAGE_TOKENS};
-use crate::packed::{
-    Form, Loaded, dimension_of, load_keys, load_packed, load_values, unpack, value_fragments, value_key,
-};
-use crate::qkv::{Factors, pack_value};
+use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS, place};
+use crate::packed::{Form, Half, PACKED_BYTES, bring_rest, is_cut};
+use crate::qkv::{Factors, Weight, pack_value};
+use crate::ring::{Ring, Shape};
 
-const ROW_BYTES: u32 = HEAD_DIM * 2;
-/// Elements of a page's keys for a head, or of its values.
-const KIND: usize = (PAGE_TOKENS * HEAD_DIM) as usize;
-/// Beside an item's page, its [index](crate::kv::Cache::block_index): whether it may be [packed](WideStep::packed).
+const QUERY: u32 = HEAD_DIM * 2;
+/// A page of a head's keys, or of its values.
+const PAGE_BYTES: u32 = PAGE_TOKENS * QUERY;
+/// Of an item's page, beside its [index](Cache::block_index): whether it was [packed](WideStep::packed).
 pub const PACKED: u32 = 1 << 31;
-/// A warp's part of shared memory: an item's queries, a key or a value of the step, the item, its turns, and its pages.
-pub const WARP_BYTES: u32 = PAGES + SPLIT_PAGES as u32 * 16;
-const NEWEST: u32 = PAIRS * ROW_BYTES;
-const ITEM: u32 = NEWEST + ROW_BYTES;
-/// How many turns there are, and how many with keys that all pairs see.
-const TURNS: u32 = ITEM + 16;
-/// Of each page where it is, and how it lies.
-const PAGES: u32 = TURNS + 16;
-/// Pages of a split.
-pub const SPLIT_PAGES: usize = (SPLIT / PAGE_TOKENS) as usize;
+/// Where in a slot of the items' ring one is described: behind its queries.
+const DESCRIPTION: u32 = PAIRS * QUERY;
+
+/// Behind that, how its pages lie.
+const FORMS: u32 = DESCRIPTION + 16;
+
+/// Behind these, in what is left of every slot: a split's sums for a pair, their maximum and normaliser.
+const PART: u32 = FORMS + 16;
+/// 8 bytes more than that takes, for accesses to 16.
+const PART_BYTES: u32 = HEAD_DIM * 4 + 16;
+
+/// In a slot.
+const fn parts_of(ring: Shape) -> u32 {
+    (ring.bytes - PART) / PART_BYTES
+}
+
+/// How many have room.
+pub const fn parts<const ROWS: u32>() -> u32 {
+    parts_of(Memory::<ROWS>::ITEM_RING) * Memory::<ROWS>::ITEM_RING.stages
+}
+
+const _: () = assert!(PAGE_BYTES == super::WEIGHT_BYTES);
+const _: () = assert!(parts::<64>() == 35 && parts::<96>() == 90 && parts::<128>() == 92);
 
 /// One tile, key-value head and split.
 #[derive(Clone, Copy)]
 pub struct Item {
     pub kv_head: u32,
     pub split: u32,
+    /// The first split of the tile and head that this block has.
+    pub first_split: u32,
     pub first_row: u32,
+    /// None: the end.
     pub rows: u32,
     /// Rows before them of the same sequence.
     pub rows_before: u32,
     /// The position of the tile's last row.
     pub last: u32,
+    /// Whether its sums stay in shared memory.
+    pub on_chip: bool,
+    /// Whether the block has no further split of a tile and head with several.
+    pub is_last: bool,
     /// Whether this step adds to its keys.
     pub is_fresh: bool,
 }
 
 impl Item {
+    /// No more.
+    const END: [u32; 4] = [0; 4];
+
     /// As four words.
     #[inline(always)]
     pub const fn words(&self) -> [u32; 4] {
-        let first = self.kv_head << 17 | self.split << 1 | self.is_fresh as u32;
-        [first, self.rows_before << 16 | self.rows, self.first_row, self.last]
+        let flags = (self.on_chip as u32) << 24 | (self.is_last as u32) << 25 | (self.is_fresh as u32) << 26;
+        let rows = self.rows_before << 20 | self.first_row << 8 | self.rows;
+        [self.kv_head | flags, self.first_split << 16 | self.split, rows, self.last]
     }
 
     /// From its [words](Self::words).
     #[inline(always)]
-    pub const fn new([first, rows, first_row, last]: [u32; 4]) -> Self {
+    pub const fn new([head, splits, rows, last]: [u32; 4]) -> Self {
         Self {
-            kv_head: first >> 17,
-            split: first >> 1 & 0xffff,
-            first_row,
-            rows: rows & 0xffff,
-            rows_before: rows >> 16,
+            kv_head: head & 0xff_ffff,
+            split: splits & 0xffff,
+            first_split: splits >> 16,
+            first_row: rows >> 8 & 0xfff,
+            rows: rows & 0xff,
+            rows_before: rows >> 20,
             last,
-            is_fresh: first & 1 != 0,
+            on_chip: head >> 24 & 1 != 0,
+            is_last: head >> 25 & 1 != 0,
+            is_fresh: head >> 26 & 1 != 0,
         }
     }
 
     /// Where one of its rows stands: of the last, and so of a single one, it is known.
     #[inline(always)]
-    unsafe fn position(&self, p: &WideStep, row: u32) -> u32 {
+    pub unsafe fn position(&self, p: &WideStep, row: u32) -> u32 {
         if row + 1 == self.first_row + self.rows {
             self.last
         } else {
@@ -100,514 +117,451 @@ impl Item {
         }
     }
 
+    /// Whether the key of its last row comes with its queries.
+    #[inline(always)]
+    pub const fn brings_key(&self, group: u32) -> bool {
+        self.last / SPLIT == self.split && self.rows * group < PAIRS
+    }
+
     /// The first of its pages among its sequence's.
     #[inline(always)]
     pub const fn first_page(&self) -> u32 {
-        self.split * SPLIT_PAGES as u32
+        self.split * (SPLIT / PAGE_TOKENS)
     }
 
     /// Its pages.
     #[inline(always)]
     pub fn pages(&self) -> u32 {
-        (self.last / PAGE_TOKENS + 1 - self.first_page()).min(SPLIT_PAGES as u32)
+        (self.last / PAGE_TOKENS + 1 - self.first_page()).min(SPLIT / PAGE_TOKENS)
     }
 }
 
-/// A warp at work on an item. What it knows of it is in shared memory, from where it is asked again: registers are for keys and values, and what is spilled has a load's counter with them, so that
-/// whoever waits for it waits for memory.
-struct Work<'a> {
-    p: &'a WideStep,
-    phase: Global<Phase>,
-    /// The warp's part of shared memory.
-    memory: Shared<u8>,
-}
-
-/// Where a page's keys for a head are, and how they and its values lie.
-#[derive(Clone, Copy)]
-struct Page {
-    keys: Global<bf16>,
-    form: Form,
+/// One lane loads an item's pages, keys first, as far as there are any, the `i`-th beside `under_way(i)` at most; `blocks` are their
+/// [indices](Cache::block_index), with [`PACKED`]. All keep count.
+#[inline(always)]
+pub unsafe fn load_pages(
+    cache: &Cache,
+    ring: Ring,
+    item: &Item,
+    blocks: [u32; 4],
+    under_way: impl Fn(u32) -> u32,
+) -> Ring {
+    unsafe {
+        let pages = item.pages();
+        if thread::fresh(thread::lane_id()) == 0 {
+            let (mut ring, mut kind) = (ring, 0);
+            while kind < 2 {
+                unroll!(I < 4; {
+                    if (I as u32) < pages {
+                        ring.wait_under_way(under_way(kind * pages + I as u32));
+                        ring.wait_empty();
+                        let tokens = item.last + 1 - (item.first_page() + I as u32) * PAGE_TOKENS;
+                        let is_packed = blocks[I] & PACKED != 0;
+                        let bytes = if is_packed { PACKED_BYTES } else { tokens.min(PAGE_TOKENS) * QUERY };
+                        ring.full().arrive_expect_tx(bytes);
+                        let from = (blocks[I] & !PACKED) as usize * 2 + kind as usize;
+                        let from = from * (PAGE_TOKENS * HEAD_DIM) as usize;
+                        bulk::copy_to_shared(ring.slot(), cache.pages.read().at(from).cast(), bytes, ring.full());
+                        ring = ring.ahead(1);
+                    }
+                });
+                kind += 1;
+            }
+        }
+        warp::sync_warp();
+        ring.ahead(2 * pages)
+    }
 }
 
 /// Queries that a warp makes at a time.
 const TOGETHER: usize = 4;
 
-impl Work<'_> {
-    /// The item.
-    #[inline(always)]
-    unsafe fn item(&self) -> Item {
-        Item::new(unsafe { self.memory.at(ITEM as usize).load16(0) })
-    }
-
-    /// Takes up an item, whose words and pages these are.
-    #[inline(always)]
-    unsafe fn begin(&self, words: [u32; 4], blocks: [u32; SPLIT_PAGES]) {
-        unsafe {
-            let lane = thread::fresh(thread::lane_id());
-            let pages = field!(self.phase, pages: GlobalMut<bf16>).read();
-            unroll!(I < 4; {
-                if lane == I as u32 {
-                    let block = blocks[I] & !PACKED;
-                    let form = if blocks[I] & PACKED != 0 {
-                        field!(self.phase, forms: Global<u32>).load(block as usize)
-                    } else {
-                        Form::RAW.0
-                    };
-                    let keys = pages.at(block as usize * 2 * KIND).addr();
-                    let words = [keys as u32, (keys >> 32) as u32, form, 0];
-                    self.memory.at(PAGES as usize + I * 16).store16(0, words);
-                }
-            });
-            if lane == 0 {
-                self.memory.at(ITEM as usize).store16(0, words);
-            }
-            warp::sync_warp();
-            let item = self.item();
-            let turns = self.seen(item.first_row + item.rows - 1).div_ceil(WARP_KEYS);
-            let seen_by_all = self.seen(item.first_row) / WARP_KEYS;
-            if lane == 0 {
-                self.memory.at(TURNS as usize).cast().store(0, [turns, seen_by_all]);
-            }
-            warp::sync_warp();
-        }
-    }
-
-    /// Query heads that share a key-value head.
-    #[inline(always)]
-    fn group(&self) -> Divisor {
-        Divisor::new(self.p.work.group())
-    }
-
-    /// Makes the item's queries from what the projection left.
-    #[inline(always)]
-    unsafe fn make_queries(&self) {
-        unsafe {
-            let (p, item, group) = (self.p, self.item(), self.p.work.group());
-            let heads = p.work.heads();
-            let weight = Factors::load_weight(field!(self.phase, norm: Global<bf16>));
-            let mut row = 0;
-            while row < item.rows {
-                let position = item.position(p, item.first_row + row);
-                let factors = Factors::of(weight, p.work.cos, p.work.sin, position);
-                let mut first = 0;
-                while first < group {
-                    // Beyond the last, the last again.
-                    let head = |i: u32| item.kv_head * group + (first + i).min(group - 1);
-                    let x = [0, 1, 2, 3].map(|i| heads.load(item.first_row + row, head(i)));
+/// A warp describes an item to the consumers and makes its queries from what the projection left, and behind them the key of its last row, if the split has it and
+/// the slot has room. `weight` is a lane's part of the norm of queries, `forms` are those of
+/// the item's pages.
+#[inline(always)]
+pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring, item: &Item, forms: Shared<u32>) {
+    unsafe {
+        let (group, heads) = (p.work.group(), p.work.heads());
+        ring.wait_empty();
+        let mut row = 0;
+        while row < item.rows {
+            let factors = Factors::of(weight, p.work.cos, p.work.sin, item.position(p, item.first_row + row));
+            let mut first = 0;
+            while first < group {
+                // Beyond the last, the last again.
+                let head = |i: u32| item.kv_head * group + (first + i).min(group - 1);
+                let x = [0, 1, 2, 3].map(|i| heads.load(item.first_row + row, head(i)));
+                unroll!(H < 2; {
+                    let x = [x[2 * H], x[2 * H + 1]];
                     let scales = heads.scales(&x);
-                    unroll!(I < 4; {
-                        let number = first + I as u32;
+                    unroll!(I < 2; {
+                        let number = first + (2 * H + I) as u32;
                         if number < group {
-                            let to = self.memory.at(((row * group + number) * ROW_BYTES) as usize);
+                            let to = ring.slot().at(((row * group + number) * QUERY) as usize);
                             heads.vector(0, x[I], scales[I], || factors).store_shared(to.cast(), 0);
                         }
                     });
-                    first += TOGETHER as u32;
-                }
-                row += 1;
-            }
-            // Scores are made for eight at a time.
-            let mut pair = item.rows * group;
-            while !pair.is_multiple_of(8) {
-                let lane = thread::fresh(thread::lane_id());
-                self.memory.at((pair * ROW_BYTES) as usize).cast().store(lane as usize, [0u32; 2]);
-                pair += 1;
-            }
-            warp::sync_warp();
-        }
-    }
-
-    /// Where the step's key or value is put.
-    #[inline(always)]
-    unsafe fn newest(&self) -> Shared<bf16> {
-        unsafe { self.memory.at(NEWEST as usize).cast() }
-    }
-
-    /// How many turns there are, and how many with keys that all pairs see.
-    #[inline(always)]
-    unsafe fn turns(&self) -> [u32; 2] {
-        unsafe { self.memory.at(TURNS as usize).cast().load(0) }
-    }
-
-    /// The page of a turn's keys, or any beyond the split.
-    #[inline(always)]
-    unsafe fn page(&self, turn: u32) -> Page {
-        let number = turn * WARP_KEYS / PAGE_TOKENS % SPLIT_PAGES as u32;
-        let [low, high, form, _] = unsafe { self.memory.at((PAGES + number * 16) as usize).load16(0) };
-        Page { keys: Global::from_raw(u64::from(high) << 32 | u64::from(low)), form: Form(form) }
-    }
-
-    /// Puts the step's keys or values that are among those of a turn in the place of what was there.
-    #[inline(always)]
-    unsafe fn put_newest(&self, kind: usize, turn: u32, loaded: &mut Loaded) {
-        unsafe {
-            let (p, item) = (self.p, self.item());
-            if !item.is_fresh {
-                return;
-            }
-            let first_key = item.split * SPLIT + turn * WARP_KEYS;
-            let heads = p.work.heads();
-            let (mut row, mut position) = (item.first_row + item.rows - 1, item.last);
-            while first_key <= position {
-                if position < first_key + WARP_KEYS {
-                    let lane = thread::fresh(thread::lane_id());
-                    if kind == 0 {
-                        let head = heads.q_heads + item.kv_head;
-                        let x = heads.load(row, head);
-                        let [scale] = heads.scales(&[x]);
-                        let weight = Factors::load_weight(field!(self.phase, key_norm: Global<bf16>));
-                        let factors = || Factors::of(weight, p.work.cos, p.work.sin, position);
-                        heads.vector(head, x, scale, factors).store_shared(self.newest(), 0);
-                    } else {
-                        let words = pack_value(heads.load_value(row, item.kv_head, lane * 4));
-                        self.newest().cast().store(lane as usize, words);
-                    }
-                    warp::sync_warp();
-                    let (key, newest) = (position - first_key, self.newest());
-                    unroll!(J < 4; {
-                        if kind == 0 {
-                            if TILE_KEYS[J] + key_of(lane / 4) == key {
-                                unroll!(I < 4; {
-                                    loaded[I][J] = newest.load16((lane % 4 * 8) as usize + 32 * I);
-                                });
-                            }
-                        } else {
-                            unroll!(K < 4; {
-                                if value_key(J, K, lane) == key {
-                                    loaded[J][K] = newest.load16((lane / 4 * 8) as usize + K % 2 * 64);
-                                }
-                            });
-                        }
-                    });
-                    warp::sync_warp();
-                }
-                if row + item.rows_before == item.first_row {
-                    break;
-                }
-                row -= 1;
-                // A row of the tile's sequence.
-                position = p.work.rows.positions.load(row as usize);
-            }
-        }
-    }
-
-    /// The tile.
-    #[inline(always)]
-    fn tile(&self) -> Tile {
-        let Item { kv_head, split, first_row, rows, .. } = unsafe { self.item() };
-        let (group, lane) = (self.group(), thread::fresh(thread::lane_id()));
-        Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id: 0 }
-    }
-
-    /// How many of the split's keys each of the lane's pairs attends to; all for a pair that there is not.
-    #[inline(always)]
-    unsafe fn limits(&self, first_pair: u32) -> [u32; 2] {
-        let tile = self.tile();
-        [0, 1].map(|c| {
-            let pair = first_pair + pair_of(tile.lane) + c;
-            if pair < tile.pairs { unsafe { self.seen(tile.row(pair)) } } else { SPLIT }
-        })
-    }
-
-    /// How many of the split's keys a row attends to.
-    #[inline(always)]
-    unsafe fn seen(&self, row: u32) -> u32 {
-        unsafe {
-            let item = self.item();
-            (item.position(self.p, row) + 1).saturating_sub(item.split * SPLIT).min(SPLIT)
-        }
-    }
-
-    /// The lane's part of the queries of eight pairs, as B of the tensor core.
-    #[inline(always)]
-    unsafe fn queries(&self, first_pair: u32) -> [[u32; 4]; 4] {
-        let lane = thread::fresh(thread::lane_id());
-        unsafe {
-            let queries = self.memory.at(((first_pair + lane / 4) * ROW_BYTES + lane % 4 * 16) as usize);
-            [0, 1, 2, 3].map(|i: usize| queries.load16(64 * i))
-        }
-    }
-
-    /// What the warp finds of the split for eight pairs.
-    #[inline(always)]
-    unsafe fn find(&self, first_pair: u32) -> Running {
-        unsafe {
-            let mut page = self.page(0);
-            let (mut keys, mut values) = (page.load(0, 0), page.load(1, 0));
-            if first_pair == 0 {
-                self.make_queries();
-            }
-            let mut queries = self.queries(first_pair);
-            let [mut turns, mut seen_by_all] = self.turns();
-            let mut running = Running::NOTHING;
-            let mut turn = 0;
-            loop {
-                let (form, more, masked) = (page.form, turn + 1 < turns, turn >= seen_by_all);
-                self.put_newest(0, turn, &mut keys);
-                let scores = score(&queries, &keys, form);
-                let weights = if masked {
-                    weigh::<true>(scores, turn * WARP_KEYS, self.limits(first_pair))
-                } else {
-                    weigh::<false>(scores, 0, [SPLIT; 2])
-                };
-                // Behind what goes by shared memory and other lanes, which would wait in line behind loads.
-                let next = self.page(turn + 1);
-                if more {
-                    keys = next.load(0, turn + 1);
-                }
-                self.put_newest(1, turn, &mut values);
-                if form.is_packed() {
-                    running.add(&weights, |i| unpack(&values, i, form.base(1)));
-                } else {
-                    running.add(&weights, |i| value_fragments(&values, i));
-                }
-                if !more {
-                    return running;
-                }
-                // A warp's loads have few counters, and what waits for keys waits for values as well: so these come once a turn, and not between.
-                (queries, page) = (self.queries(first_pair), next);
-                [turns, seen_by_all] = self.turns();
-                values = next.load(1, turn + 1);
-                turn += 1;
-            }
-        }
-    }
-
-    /// Puts what was found where it belongs: results of rows that end in the first split, and a part of others.
-    #[inline(always)]
-    unsafe fn put(&self, first_pair: u32, running: &Running) {
-        unsafe {
-            let (p, a, item) = (self.p, &self.p.work.attend(), self.item());
-            let tile = self.tile();
-            unroll!(C < 2; {
-                let pair = first_pair + pair_of(tile.lane) + C as u32;
-                if pair < tile.pairs {
-                    let (position, place) = (item.position(p, tile.row(pair)), tile.place(a, pair));
-                    unroll!(D < 8; {
-                        let sum = [running.o[D][C], running.o[D][2 + C]];
-                        let d = dimension_of(D as u32 / 2, D as u32 % 2 * 2, tile.lane / 4);
-                        if position >= SPLIT {
-                            if position / SPLIT >= item.split {
-                                a.keep(item.split, place, d, sum, [running.top[C], running.norm[C]]);
-                            }
-                        } else if item.split == 0 {
-                            let norm = running.norm[C];
-                            a.put::<true>(place, d, math::pack_bf16(sum[0] / norm, sum[1] / norm));
-                        }
-                    });
-                }
-            });
-        }
-    }
-
-    /// Counts what was put of one split of several, and combines the splits of pairs of which all are there.
-    #[inline(always)]
-    unsafe fn finish(&self) {
-        unsafe {
-            let (p, a, item) = (self.p, &self.p.work.attend(), self.item());
-            let tile = self.tile();
-            if item.last < SPLIT {
-                return;
-            }
-            warp::sync_warp();
-            // A lane counts for a pair.
-            let mut complete = false;
-            if tile.lane < tile.pairs {
-                let splits = item.position(p, tile.row(tile.lane)) / SPLIT + 1;
-                if splits > 1 && item.split < splits {
-                    let counter = p.split_arrivals().at(tile.place(a, tile.lane));
-                    complete = atomic::fetch_add(counter, 0, 1, Ordering::AcqRel, Scope::Device) + 1 == splits;
-                    if complete {
-                        // For the next layer, which begins when all have met.
-                        counter.store(0, 0);
-                    }
-                }
-            }
-            let mut complete = warp::ballot(complete);
-            // What one lane saw the others see behind this.
-            warp::sync_warp();
-            while complete != 0 {
-                let pair = complete.trailing_zeros();
-                complete &= complete - 1;
-                let place = tile.place(a, pair);
-                let splits = item.position(p, tile.row(pair)) / SPLIT + 1;
-                let words = |s| a.part(place, s).load16(tile.lane as usize * 4);
-                let put = |d, word| a.put::<true>(place, d, word);
-                combine_by_warp(splits, tile.lane, words, |s| a.part_scale(place, s), put);
-            }
-        }
-    }
-}
-
-impl Page {
-    /// Begins to load a lane's part of the keys (0) or values (1) of a turn.
-    #[inline(always)]
-    unsafe fn load(&self, kind: usize, turn: u32) -> Loaded {
-        unsafe {
-            let page = self.keys.at(kind * KIND);
-            let (token, lane) = (turn * WARP_KEYS % PAGE_TOKENS, thread::fresh(thread::lane_id()));
-            if self.form.is_packed() {
-                load_packed(page.cast(), token, lane)
-            } else if kind == 0 {
-                load_keys(page, token, lane)
-            } else {
-                load_values(page, token, lane)
-            }
-        }
-    }
-}
-
-/// The first of the two pairs of eight whose scores and sums a lane has.
-#[inline(always)]
-const fn pair_of(lane: u32) -> u32 {
-    2 * (lane % 4)
-}
-
-/// Scores of 32 keys as the tensor core leaves them: of 16 keys, and of the other 16, that of column `lane / 4` of one tile of eight for two pairs, and that of the next tile.
-type Scores = [[f32; 4]; 2];
-
-/// Scores of 32 keys.
-#[inline(always)]
-fn score(queries: &[[u32; 4]; 4], keys: &Loaded, form: Form) -> Scores {
-    let mut scores = [[0f32; 4]; 2];
-    let mut add = |query: [u32; 4], k: [[u32; 4]; 4]| {
-        unroll!(M < 2; {
-            let (low, high) = (k[2 * M], k[2 * M + 1]);
-            let a = [low[0], high[0], low[1], high[1]];
-            let s = mma::m16n8k16_bf16(scores[M], a, [query[0], query[1]]);
-            let a = [low[2], high[2], low[3], high[3]];
-            scores[M] = mma::m16n8k16_bf16(s, a, [query[2], query[3]]);
-        });
-    };
-    if form.is_packed() {
-        unroll!(I < 4; {
-            add(queries[I], unpack(keys, I, form.base(0)));
-        });
-    } else {
-        unroll!(I < 4; {
-            add(queries[I], keys[I]);
-        });
-    }
-    scores
-}
-
-/// What the values of 32 keys are weighed by.
-struct Weights {
-    /// `exp2(score − top)` as B of the tensor core: a word for each tile of eight keys.
-    words: [u32; 4],
-    top: [f32; 2],
-    norm: [f32; 2],
-}
-
-/// What pairs weigh keys with these scores by: the bits of [`attention`](crate::attention)'s. `MASKED`: some pair does not see all of the keys, which are those from the split's `first` on.
-#[inline(always)]
-fn weigh<const MASKED: bool>(mut scores: Scores, first: u32, limits: [u32; 2]) -> Weights {
-    let key = first + key_of(thread::fresh(thread::lane_id()) / 4);
-    let (mut top, mut norm) = ([f32::NEG_INFINITY; 2], [0.0; 2]);
-    unroll!(P < 2; {
-        unroll!(J < 4; {
-            let score = &mut scores[J / 2][J % 2 * 2 + P];
-            *score *= SCALE * LOG2_E;
-            if MASKED && key + 8 * J as u32 >= limits[P] {
-                *score = f32::NEG_INFINITY;
-            }
-            top[P] = math::max(top[P], *score);
-        });
-    });
-    unroll!(M < 3; {
-        top = top.map(|top| math::max(top, warp::shuffle_xor(top, 4 << M)));
-    });
-    unroll!(P < 2; {
-        unroll!(J < 4; {
-            let score = &mut scores[J / 2][J % 2 * 2 + P];
-            *score = if MASKED { weight(*score, top[P]) } else { math::exp2(*score - top[P]) };
-            norm[P] += *score;
-        });
-    });
-    let mut words = [0; 4];
-    unroll!(J < 4; {
-        let score = |p: usize| scores[J / 2][J % 2 * 2 + p];
-        words[J] = mma::transpose(math::pack_bf16(score(0), score(1)));
-    });
-    unroll!(M < 3; {
-        norm = norm.map(|norm| norm + warp::shuffle_xor(norm, 4 << M));
-    });
-    Weights { words, top, norm }
-}
-
-/// What a warp found of a split so far, for eight pairs.
-#[derive(Clone, Copy)]
-struct Running {
-    /// Weighted sums of values: of 16 dimensions each, those of column `lane / 4` of one of two eights of values' fragments for two pairs, and of the other.
-    o: [[f32; 4]; 8],
-    top: [f32; 2],
-    norm: [f32; 2],
-}
-
-impl Running {
-    /// Of no keys.
-    const NOTHING: Self = Self { o: [[0.0; 4]; 8], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
-
-    /// Merges the values of 32 more keys, so weighed. `values(i)` gives the fragments of four eights of dimensions.
-    #[inline(always)]
-    fn add(&mut self, weights: &Weights, values: impl Fn(usize) -> [[u32; 4]; 4]) {
-        let merges = [0, 1].map(|p| Merge::new(self.top[p], weights.top[p]));
-        self.top = [0, 1].map(|p| math::max(self.top[p], weights.top[p]));
-        self.norm = [0, 1].map(|p: usize| merges[p].add(self.norm[p], weights.norm[p]));
-        unroll!(I < 4; {
-            let (values, b) = (values(I), weights.words);
-            unroll!(H < 2; {
-                let (v, w) = (values[2 * H], values[2 * H + 1]);
-                let o = mma::m16n8k16_bf16([0.0; 4], [v[0], w[0], v[1], w[1]], [b[0], b[1]]);
-                let o = mma::m16n8k16_bf16(o, [v[2], w[2], v[3], w[3]], [b[2], b[3]]);
-                let sums = &mut self.o[2 * I + H];
-                unroll!(E < 4; {
-                    sums[E] = merges[E % 2].add(sums[E], o[E]);
                 });
-            });
-        });
+                first += TOGETHER as u32;
+            }
+            row += 1;
+        }
+        if item.brings_key(group) {
+            let head = heads.q_heads + item.kv_head;
+            let x = heads.load(item.first_row + item.rows - 1, head);
+            let norm = field!(p.phases.at(phase as usize), key_norm: Global<bf16>);
+            let factors = Factors::load(norm, p.work.cos, p.work.sin, item.last);
+            let [scale] = heads.scales(&[x]);
+            let to = ring.slot().at((item.rows * group * QUERY) as usize);
+            heads.vector(head, x, scale, || factors).store_shared(to.cast(), item.last);
+        }
+        let lane = thread::fresh(thread::lane_id());
+        if lane == 0 {
+            ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, item.words());
+        }
+        if lane < 4 {
+            ring.slot().at(FORMS as usize).cast().store(lane as usize, forms.load(lane as usize));
+        }
+        warp::sync_warp();
+        ring.full().arrive_if(lane == 0);
     }
 }
 
-/// The consumers' part of a phase: a warp takes one item after another.
+/// An item's words, and how its pages lie in a phase's layer.
 #[inline(always)]
-pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, odd: u32) {
+pub unsafe fn find_forms(p: &WideStep, phase: u32, [words, pages]: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
     unsafe {
-        let warp_id = thread::fresh(thread::warp_id());
-        let work = Work { p, phase, memory: shared::dynamic(warp_id * WARP_BYTES) };
-        let (block, grid) = (thread::fresh(thread::block_idx_x()), thread::fresh(thread::grid_dim_x()));
-        if thread::fresh(thread::thread_idx_x()) == 0 && block == 0 {
-            // For the attention to come, which begins when all have met.
-            p.item_counters().store(1 - odd as usize, 0);
-        }
-        let count = super::list::count(p);
-        let mut number = warp_id * grid + block;
-        while number < count {
-            let [words, blocks] = super::list::load(p, number);
-            // Asked for early: it takes a trip to memory.
-            let mut next = 0;
-            if thread::fresh(thread::lane_id()) == 0 {
-                next = atomic::fetch_add(p.item_counters(), odd as usize, 1, Ordering::Relaxed, Scope::Device);
-            }
-            work.begin(words, blocks);
-            // Eight at a time: of more pairs keys and values are loaded again.
-            let mut pair = 0;
-            while pair < work.item().rows * p.work.group() {
-                work.put(pair, &work.find(pair));
-                warp::sync_warp();
-                pair += 8;
-            }
-            work.finish();
-            warp::sync_warp();
-            number = WARPS * thread::fresh(thread::grid_dim_x()) + warp::shuffle_idx(next, 0);
-        }
-        // Activations come where queries were.
-        bulk::fence_proxy_async();
+        let forms = field!(p.phases.at(phase as usize), forms: Global<u32>);
+        let form = |page| if page & PACKED != 0 { forms.load((page & !PACKED) as usize) } else { Form::RAW.0 };
+        [words, pages.map(form)]
     }
 }
 
-const _: () = assert!(
-    WARPS * WARP_BYTES <= Memory::<64>::ROW_RING.barriers
-        && WARPS * WARP_BYTES <= Memory::<96>::ROW_RING.barriers
-        && WARPS * WARP_BYTES <= Memory::<128>::ROW_RING.barriers
-);
+/// One lane tells the consumers that there are no more items.
+#[inline(always)]
+pub unsafe fn send_end(ring: &Ring) {
+    unsafe {
+        if thread::fresh(thread::lane_id()) == 0 {
+            ring.wait_empty();
+            ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, Item::END);
+            ring.full().arrive();
+        }
+    }
+}
+
+/// A warp gives a page back. The others have no use for it: its two warps do it for all.
+#[inline(always)]
+unsafe fn give_back(slot: &Ring, lane: u32) {
+    unsafe { slot.give_back(lane < WARPS / 2) };
+}
+
+/// What a warp finds in a packed page whose keys are there. Either half is in registers at once, and its slot free: how long it is not counts more than what is done with it.
+#[inline(always)]
+unsafe fn find_in_packed(
+    a: &Attend,
+    tile: &Tile,
+    form: Form,
+    [keys_slot, values_slot]: [Ring; 2],
+    position: impl Fn(u32) -> u32,
+    query: impl Fn(usize, usize) -> [u32; 4],
+) -> Found {
+    unsafe {
+        let token = tile.first_key() % PAGE_TOKENS;
+        let keys = Half::load(keys_slot.offset(), token, tile.lane);
+        give_back(&keys_slot, tile.lane);
+        let scores = score_keys(query, |i| keys.fragments(i, form.base(0)));
+        let weights = weigh(a, tile, position, scores);
+        values_slot.wait_full();
+        let values = Half::load(values_slot.offset(), token, tile.lane);
+        give_back(&values_slot, tile.lane);
+        add_values(&weights, |i| values.fragments(i, form.base(1)))
+    }
+}
+
+/// The same in a page as it was written, perhaps in this step. (Written once for both, this and that, attention of 256 sequences takes a twelfth longer: the compiler keeps branches apart.)
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "a part of one function")]
+unsafe fn find_in_plain(
+    p: &WideStep,
+    phase: Global<Phase>,
+    a: &Attend,
+    (item, tile): (&Item, &Tile),
+    form: Form,
+    newest: &Newest,
+    [keys_slot, values_slot]: [Ring; 2],
+    query: impl Fn(usize, usize) -> [u32; 4],
+) -> Option<Found> {
+    unsafe {
+        let (lane, first_key) = (tile.lane, tile.first_key());
+        let token = first_key % PAGE_TOKENS;
+        let (first, has_keys) = (token * QUERY, first_key <= item.last);
+        // Those beyond the last were not loaded: the last instead, whose weight there is 0.
+        let last = item.last - first_key.min(item.last);
+        let bring_rest = |kind: u32, slot: Ring| {
+            if let Some(block) = form.beyond()
+                && is_cut(token)
+            {
+                let pages = field!(phase, pages: GlobalMut<bf16>);
+                let from = pages.at((block * 2 + kind) as usize * (PAGE_TOKENS * HEAD_DIM) as usize);
+                bring_rest(from.read(), slot.offset());
+            }
+        };
+        let mut loaded = [[[0; 4]; 4]; 4];
+        if has_keys {
+            bring_rest(0, keys_slot);
+            if item.is_fresh {
+                newest.put_keys(p, item, first_key, shared::dynamic(keys_slot.offset()), lane);
+            }
+            let (g, t) = (lane / 4, lane % 4);
+            let keys = shared::dynamic::<bf16>(keys_slot.offset() + first);
+            let key = |k: u32, i: usize| {
+                let k = k.min(last);
+                keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * i as u32)) as usize)
+            };
+            unroll!(I < 4; {
+                loaded[I] = TILE_KEYS.map(|first| key(first + key_of(g), I));
+            });
+        }
+        give_back(&keys_slot, lane);
+        let weights = weigh(a, tile, |row| item.position(p, row), score_keys(query, |i| loaded[i]));
+        values_slot.wait_full();
+        if has_keys {
+            bring_rest(1, values_slot);
+            if item.is_fresh {
+                newest.put_values(p, item, first_key, shared::dynamic(values_slot.offset()), lane);
+            }
+            let values = values_from(values_slot.offset() + first, last, lane);
+            unroll!(I < 4; {
+                loaded[I] = values(I);
+            });
+        }
+        give_back(&values_slot, lane);
+        has_keys.then(|| add_values(&weights, |i| loaded[i]))
+    }
+}
+
+/// The consumers' part of a phase: one item after another.
+#[inline(always)]
+pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings: &mut Rings) {
+    unsafe {
+        // Kept: found where it is wanted, it would be waited for.
+        let weight = Factors::load_weight(field!(phase, key_norm: Global<bf16>));
+        let a = &p.work.attend();
+        let group = Divisor::new(p.work.group());
+        loop {
+            let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+            rings.items.wait_full();
+            let slot = rings.items.slot();
+            let item = Item::new(slot.at(DESCRIPTION as usize).cast::<u32>().load16(0));
+            if item.rows == 0 {
+                // After that activations may come where all warps have reduced, and where sums were kept.
+                rings.items.give_back(lane == 0);
+                rings.items = rings.items.ahead(1);
+                return;
+            }
+            let Item { kv_head, split, first_row, rows, .. } = item;
+            let position = |row: u32| item.position(p, row);
+            let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
+            let pages = item.pages();
+            let page = here.first_key() % SPLIT / PAGE_TOKENS;
+            let mut found = Found::NOTHING;
+            if page < pages {
+                let form = Form(slot.at(FORMS as usize).cast().load(page as usize));
+                let newest = Newest::load(p, weight, &item, here.first_key(), lane, slot.cast());
+                let slots = [rings.ring.ahead(page), rings.ring.ahead(pages + page)];
+                slots[0].wait_full();
+                let (g, t) = (lane / 4, lane % 4);
+                let queries = slot.cast::<bf16>();
+                let query = |i: usize, j: usize| {
+                    let pair = g + 8 * i as u32;
+                    let from = pair * HEAD_DIM + 8 * t + 32 * j as u32;
+                    if pair < here.pairs { queries.load16(from as usize) } else { [0; 4] }
+                };
+                if form.is_packed() {
+                    found = find_in_packed(a, &here, form, slots, position, query);
+                } else if let Some(some) = find_in_plain(p, phase, a, (&item, &here), form, &newest, slots, query) {
+                    found = some;
+                }
+            }
+            rings.items.give_back(lane == 0);
+            rings.items = rings.items.ahead(1);
+            rings.ring = rings.ring.ahead(2 * pages);
+            let put = |pair, d, word| a.put::<true>(pair, d, word);
+            let keep = |pair, place, d: u32, sum, scale| {
+                if item.on_chip {
+                    let to = part::<ROWS>(&here, pair, split).cast::<[f32; 2]>();
+                    to.store(d as usize / 2, sum);
+                    if d == 0 {
+                        to.store(HEAD_DIM as usize / 2, scale);
+                    }
+                } else {
+                    a.keep(split, place, d, sum, scale);
+                }
+            };
+            let at = (Memory::<ROWS>::SCRATCH, ALL);
+            // The newest row alone, as a rule.
+            if here.pairs <= QUARTER {
+                reduce_few(a, &here, &found, position, put, keep, at);
+                thread::sync_named(ALL, CONSUMERS);
+            } else {
+                reduce(a, &here, &found, position, put, keep, at);
+            }
+            if item.is_last {
+                finish::<ROWS>(p, a, &item, &here, position);
+            }
+        }
+    }
+}
+
+/// This step's keys and values, for a warp that has them among its own.
+struct Newest {
+    /// A lane's part of the norm's weights.
+    weight: Weight,
+    /// Where the key of the tile's last row is, ready, if it [came](Item::brings_key) with the queries.
+    key: Option<Shared<bf16>>,
+    /// Four dimensions a lane of that row's value, if it is among the warp's: asked for before anything is waited for.
+    value: [f32; 4],
+}
+
+impl Newest {
+    #[inline(always)]
+    unsafe fn load(
+        p: &WideStep,
+        weight: Weight,
+        item: &Item,
+        first_key: u32,
+        lane: u32,
+        queries: Shared<bf16>,
+    ) -> Self {
+        let mut newest = Self { weight, key: None, value: [0.0; 4] };
+        let group = p.work.group();
+        unsafe {
+            if item.brings_key(group) {
+                newest.key = Some(queries.at((item.rows * group * HEAD_DIM) as usize));
+            }
+            if (first_key..first_key + WARP_KEYS).contains(&item.last) {
+                newest.value = p.work.heads().load_value(item.first_row + item.rows - 1, item.kv_head, lane * 4);
+            }
+        }
+        newest
+    }
+
+    /// Visits the step's rows that have their keys among a warp's, or behind them, from the tile's last on: `visit(row, position)`.
+    #[inline(always)]
+    unsafe fn rows(p: &WideStep, item: &Item, first_key: u32, mut visit: impl FnMut(u32, u32)) {
+        let (mut row, mut position) = (item.first_row + item.rows - 1, item.last);
+        while first_key <= position {
+            if position < first_key + WARP_KEYS {
+                visit(row, position);
+            }
+            if row + item.rows_before == item.first_row {
+                break;
+            }
+            row -= 1;
+            // SAFETY: a row of the tile's sequence.
+            position = unsafe { p.work.rows.positions.load(row as usize) };
+        }
+        warp::sync_warp();
+    }
+
+    /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache they come later.
+    #[inline(always)]
+    unsafe fn put_keys(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+        let heads = p.work.heads();
+        unsafe {
+            Self::rows(p, item, first_key, |row, position| {
+                let to = page.at((position % PAGE_TOKENS * HEAD_DIM) as usize);
+                if position == item.last
+                    && let Some(key) = self.key
+                {
+                    // Both are rows of that position.
+                    let words = key.cast::<[u32; 2]>().load(lane as usize);
+                    to.cast().store(lane as usize, words);
+                } else {
+                    let head = heads.q_heads + item.kv_head;
+                    let x = heads.load(row, head);
+                    let [scale] = heads.scales(&[x]);
+                    let factors = || Factors::of(self.weight, p.work.cos, p.work.sin, position);
+                    heads.vector(head, x, scale, factors).store_shared(to, position);
+                }
+            });
+        }
+    }
+
+    /// The same of values.
+    #[inline(always)]
+    unsafe fn put_values(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+        unsafe {
+            Self::rows(p, item, first_key, |row, position| {
+                let value = if position == item.last {
+                    self.value
+                } else {
+                    p.work.heads().load_value(row, item.kv_head, lane * 4)
+                };
+                let words = pack_value(value);
+                let at = position % PAGE_TOKENS * HEAD_DIM + place(position, lane * 4);
+                page.cast().store(at as usize / 4, words);
+            });
+        }
+    }
+}
+
+/// Where a split's sums for a pair of the tile are in shared memory.
+#[inline(always)]
+unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f32> {
+    let ring = Memory::<ROWS>::ITEM_RING;
+    let number = split * tile.pairs + pair;
+    let slot = number / parts_of(ring);
+    let within = number - slot * parts_of(ring);
+    unsafe { shared::dynamic(ring.start + slot * ring.bytes + PART + within * PART_BYTES) }
+}
+
+/// After the last split of a tile and head that this block has: combines the splits of the pairs that have all theirs there now, a warp a pair. All warps of the block have written what they know.
+#[inline(always)]
+unsafe fn finish<const ROWS: u32>(p: &WideStep, a: &Attend, item: &Item, tile: &Tile, position: impl Fn(u32) -> u32) {
+    let lane = thread::fresh(thread::lane_id());
+    // The pages of the upper warps come later: they have more time than the others.
+    let mut pair = thread::fresh(thread::warp_id()) ^ (WARPS / 2);
+    while pair < tile.pairs {
+        unsafe {
+            let splits = position(tile.row(pair)) / SPLIT + 1;
+            let place = tile.place(a, pair);
+            let put = |d, word| a.put::<true>(place, d, word);
+            if splits == 1 {
+                // It was done with its first.
+            } else if item.on_chip {
+                let part = |s| part::<ROWS>(tile, pair, s);
+                let scale = |s| part(s).cast().load(HEAD_DIM as usize / 2);
+                combine_by_warp(splits, lane, |s| part(s).load16(lane as usize * 4), scale, put);
+            } else if are_there(p.split_arrivals().at(place), item, splits) {
+                let words = |s| a.part(place, s).load16(lane as usize * 4);
+                combine_by_warp(splits, lane, words, |s| a.part_scale(place, s), put);
+            }
+        }
+        pair += WARPS;
+    }
+}
+
+/// A warp counts those of a pair's `splits` that this block has put into memory: whether all are there now.
+#[inline(always)]
+unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bool {
+    // A later row of the tile may have more of them.
+    let own = (item.split + 1).min(splits).saturating_sub(item.first_split);
+    let mut count = own;
+    if own > 0 && own < splits {
+        if thread::fresh(thread::lane_id()) == 0 {
+            unsafe {
+                count += atomic::fetch_add(counter, 0, own, Ordering::AcqRel, Scope::Device);
+                if count == splits {
+                    // For the next layer, which begins when all have met.
+                    counter.store(0, 0);
+                }
+            }
+        }
+        // What lane 0 saw the others see behind this.
+        warp::sync_warp();
+        count = warp::shuffle_idx(count, 0);
+    }
+    count == splits
+}

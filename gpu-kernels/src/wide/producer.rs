@@ -1,17 +1,23 @@
-//! What brings weights, rows, and the rows' factors.
+//! What brings weights and pages, rows and queries, and the rows' factors.
 
 use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, bulk, tensor, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, tensor, thread, warp};
 
+use super::attention::{Item, find_forms, load_pages, make_queries, send_end};
+use super::deal::{deal, load, take_up, walk};
 use super::pair::keep_step;
 use super::phases::Product;
-use super::{Kind, Memory, Phase, RESIDUES, WEIGHT_BYTES, WideStep, factors, list};
+use super::pool::{Asking, Told};
+use super::{Kind, Memory, Phase, RESIDUES, WEIGHT_BYTES, WideStep, factors};
 use crate::linear::SLICE;
-use crate::qkv::append;
+use crate::qkv::{Factors, append};
 use crate::ring::Ring;
 use crate::stream::{CHUNK_FEATURES, Pass, SLICES_APART, STRIPS};
 
-/// Slots under way at a time: with more than 64 rows a tile memory is not the limit, what counts is that they are there, and as many come as have room.
+/// Slots of pages under way at a time: see the [stream](crate::stream)'s producer.
+const PAGES_UNDER_WAY: u32 = 5;
+
+/// Likewise of weights: with more than 64 rows a tile memory is not the limit, what counts is that they are there, and as many come as have room.
 const fn weights_under_way<const ROWS: u32>() -> u32 {
     if ROWS == 64 { 4 } else { Memory::<ROWS>::RING.stages }
 }
@@ -40,12 +46,13 @@ const fn alone<const ROWS: u32>(before: u32) -> u32 {
     }
 }
 
-/// The warp that loads weights.
+/// The warp that loads weights and pages: what a step adds to pages comes there after attention.
 #[inline(always)]
 pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
         let mut before = Kind::EMBED;
+        let mut asking = Asking::new::<ROWS>();
         // How often the two blocks' lanes have met.
         let mut steps = 0;
         let mut number = 0;
@@ -55,6 +62,21 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
             let alone = alone::<ROWS>(before);
             if Kind::is_product(kind) {
                 ring = produce_weights::<ROWS>(p, &Product::new(phase), ring, alone, &mut steps);
+            } else if kind == Kind::ATTEND {
+                let cache = p.work.cache(field!(phase, pages: GlobalMut<bf16>));
+                let mut filled = 0;
+                walk::<ROWS, 2, ()>(
+                    |item| (load(p, item), ()),
+                    |_, ()| {},
+                    || {},
+                    |deal| asking.next(p, number, deal),
+                    |_, [item, pages]| {
+                        let item = Item::new(item);
+                        ring =
+                            load_pages(&cache, ring, &item, pages, |i| under_way(filled + i, alone, PAGES_UNDER_WAY));
+                        filled += 2 * item.pages();
+                    },
+                );
             }
             before = kind;
             number += 1;
@@ -130,16 +152,40 @@ unsafe fn produce_weights<const ROWS: u32>(
     }
 }
 
-/// The warp that brings what other blocks wrote: activations.
+/// The warp that brings what other blocks wrote: activations, and queries.
 #[inline(always)]
 pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::ROW_RING);
+        let mut items = Ring::producer(Memory::<ROWS>::ITEM_RING);
+        let mut told = Told::new::<ROWS>();
         let mut number = 0;
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
-            if Kind::is_product(kind) {
+            if kind == Kind::ATTEND {
+                let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
+                // Words and forms.
+                let kept = |place: u32| Memory::<ROWS>::items().at((8 * place) as usize);
+                walk::<ROWS, 0, _>(
+                    |item| ([], find_forms(p, number, load(p, item))),
+                    |place, [words, forms]| {
+                        kept(place).store16(0, words);
+                        kept(place).store16(4, forms);
+                    },
+                    || p.meet(number),
+                    |_| told.next(),
+                    |place, []| {
+                        let item = Item::new(kept(place).load16(0));
+                        make_queries(p, number, weight, &items, &item, kept(place).at(4));
+                        items = items.ahead(1);
+                    },
+                );
+                send_end(&items);
+                items = items.ahead(1);
+                // Activations come where items were kept.
+                bulk::fence_proxy_async();
+            } else if Kind::is_product(kind) {
                 // Before the meeting what does not depend on it.
                 let (product, map) = (Product::new(phase), field!(phase, x: Global<TensorMap>));
                 if thread::lane_id() == 0 {
@@ -183,12 +229,16 @@ unsafe fn produce_activations<const ROWS: u32>(product: &Product, map: Global<Te
 }
 
 /// Two warps share in finding the rows' factors, before each product that wants them. After attention they put the step's keys and values into the cache, and before
-/// everything one of them lists items of attention.
+/// everything one of them finds what the block has of attention.
 #[inline(always)]
 pub unsafe fn help<const ROWS: u32>(p: &WideStep, which: u32) {
     unsafe {
         if which == 1 {
-            list::make(p);
+            if p.is_dealt == 0 {
+                deal::<ROWS>(p);
+            } else {
+                take_up::<ROWS>(p);
+            }
         }
         let mut number = 0;
         while number < p.phase_count {

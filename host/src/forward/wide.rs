@@ -1,21 +1,29 @@
 //! Passes over the rows of many sequences on Hopper, in one launch: `gpu_kernels::wide`, with the weights that the [stream](crate::stream) laid out.
-//! They give the bits of the launches.
+//! They give the bits of the launches. With many rows products are launches of [`gpu_kernels::gemm`].
 
 use cuda_std::tensor::Matrix;
 use cuda_std::{Global, GlobalMut, Kernel};
+use gpu_kernels::embedding;
+use gpu_kernels::gemm::Gemm;
 use gpu_kernels::linear::STRIP;
+use gpu_kernels::norm::{Norm, Residual, SPAN};
 use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 
 use super::{Forward, Pass, Room, RowOutput, Tiles};
 use crate::Error;
 use crate::device::{Buffer, TensorMaps};
+use crate::gemm::{self, Epilogue};
 use crate::stream::Stream;
 
 /// Rows of a product's tile and how many tiles of rows there are: of each program, the first that has room for a pass is taken.
 const PROGRAMS: [(u32, u32); 7] = [(64, 1), (96, 1), (128, 1), (96, 2), (128, 2), (128, 3), (128, 4)];
 /// Rows that a tile may have.
 const TILE_ROWS: [u32; 3] = [64, 96, 128];
+/// As a tile of [`gpu_kernels::gemm`] has.
+const TILE_ROWS_OF_GEMM: u32 = gpu_kernels::gemm::TILE_ROWS;
+/// Phases of a layer; the embedding is one before them, and the head one behind.
+const LAYER_PHASES: usize = 5;
 const LARGEST: (u32, u32) = PROGRAMS[PROGRAMS.len() - 1];
 const _: () = assert!(LARGEST.0 * LARGEST.1 == MAX_WIDE_ROWS);
 
@@ -24,7 +32,7 @@ pub struct Wide {
     /// Blocks of the launch.
     grid: u32,
     /// What the phases read: of each [`Input`], in tiles of each of [`TILE_ROWS`].
-    _maps: TensorMaps,
+    maps: TensorMaps,
     /// The phases of a step, for each of [`PROGRAMS`]: with logits, and with the best tokens instead.
     programs: Vec<[Buffer<u64>; 2]>,
     kinds: Vec<Kind>,
@@ -35,7 +43,23 @@ pub struct Wide {
     /// The rank of each row's best token.
     best: Buffer<u64>,
     trace: Option<Buffer<u64>>,
+    many: Many,
 }
+
+/// What passes over more rows need, whose products are launches of [`gpu_kernels::gemm`].
+struct Many {
+    /// So many rows.
+    from: u32,
+    /// Of the activations that SwiGLU writes.
+    out: TensorMaps,
+    spans: Buffer<f32>,
+    /// What falls to each block in attention.
+    deals: Buffer<u32>,
+    beside: gemm::Beside,
+}
+
+/// Passes over more rows than this have their products as launches: from there on they are done sooner so.
+const MANY_ROWS: u32 = 256;
 
 /// What these passes know of packed pages.
 struct Packed {
@@ -43,6 +67,11 @@ struct Packed {
     pages: Buffer<u32>,
     /// `[layers, pages, kv_heads]` how it lies then.
     forms: Buffer<u32>,
+}
+
+/// The program of a pass over so many rows.
+fn program(rows: u32) -> usize {
+    PROGRAMS.iter().position(|&(tile_rows, tiles)| rows <= tile_rows * tiles).expect("no pass has more rows")
 }
 
 /// What a product reads.
@@ -107,7 +136,7 @@ impl Forward {
         self.wide = Some(Wide {
             grid,
             programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?,
-            _maps: maps,
+            maps,
             packed,
             kinds,
             trace: None,
@@ -115,6 +144,17 @@ impl Forward {
             arrivals: self.device.zeroed(WideStep::arrivals_len(grid, c.num_attention_heads as u32))?,
             items: self.device.zeroed(WideStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
             best: self.device.zeroed(MAX_WIDE_ROWS as usize)?,
+            many: Many {
+                from: MANY_ROWS + 1,
+                out: self.device.tensor_maps(&[gemm::out(
+                    self.activation.ptr(),
+                    self.room.rows,
+                    c.intermediate_size,
+                )])?,
+                spans: self.device.zeroed(self.room.rows * c.hidden_size / SPAN as usize)?,
+                deals: self.device.zeroed(4 * grid as usize)?,
+                beside: gemm::Beside::new(&self.device)?,
+            },
         });
         Ok(true)
     }
@@ -258,17 +298,35 @@ impl Forward {
         pass: &Pass,
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
-        let Pass { rows, most_rows, output, .. } = *pass;
-        let d = &self.device;
-        let ((weights, blocks), grid) = (stream.weights(), of.grid);
-        let fits = |&(tile_rows, row_tiles): &(u32, u32)| most_rows <= tile_rows * row_tiles;
-        let program = PROGRAMS.iter().position(fits).expect("no pass has more rows");
-        let finds_best = output == RowOutput::Best;
-        let phases: Global<Phase> = of.programs[program][usize::from(finds_best)].ptr().cast();
-        let step = WideStep {
-            work: self.workspace(rows),
+        if pass.most_rows >= of.many.from {
+            return self.enqueue_many(of, stream, pass, tiles);
+        }
+        let count = of.kinds.len() as u32 - u32::from(pass.output == RowOutput::None);
+        let step = self.wide_step(of, stream, pass, tiles, (0, count));
+        self.launch_wide(of, pass, step)?;
+        Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
+    }
+
+    /// The phases from the `first` on, so many, of a pass.
+    fn wide_step(
+        &self,
+        of: &Wide,
+        stream: &Stream,
+        pass: &Pass,
+        tiles: Tiles,
+        (first, phase_count): (usize, u32),
+    ) -> WideStep {
+        let (weights, blocks) = stream.weights();
+        let finds_best = pass.output == RowOutput::Best;
+        let list: Global<Phase> = of.programs[program(pass.most_rows)][usize::from(finds_best)].ptr().cast();
+        // SAFETY: one of the program's phases.
+        let phases = unsafe { list.at(first) };
+        // Notes are of whole passes.
+        let trace = of.trace.as_ref().filter(|_| first == 0);
+        WideStep {
+            work: self.workspace(pass.rows),
             phases,
-            phase_count: of.kinds.len() as u32 - u32::from(output == RowOutput::None),
+            phase_count,
             blocks,
             stream: weights,
             tiles: tiles.list,
@@ -277,20 +335,99 @@ impl Forward {
             partials: of.partials.ptr_mut(),
             arrivals: of.arrivals.ptr_mut(),
             best: if finds_best { of.best.ptr_mut() } else { Default::default() },
-            trace: of.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
+            trace: trace.map_or(Default::default(), |trace| trace.ptr_mut()),
             tile_count: tiles.count,
-        };
-        let tile_rows = PROGRAMS[program].0;
+            ..WideStep::default()
+        }
+    }
+
+    /// Launches phases of a pass.
+    fn launch_wide(&self, of: &Wide, pass: &Pass, step: WideStep) -> Result<(), Error> {
+        let (d, grid, tile_rows) = (&self.device, of.grid, PROGRAMS[program(pass.most_rows)].0);
         let shared = WideStep::shared_bytes(tile_rows);
         // SAFETY: every address is a buffer of self, of the size that the parameter block states; self outlives the work because freeing device
         // memory waits for it.
         unsafe {
             match tile_rows {
-                64 => d.launch_cooperative::<wide::wide_64>(grid, shared, step)?,
-                96 => d.launch_cooperative::<wide::wide_96>(grid, shared, step)?,
-                _ => d.launch_cooperative::<wide::wide_128>(grid, shared, step)?,
+                64 => d.launch_cooperative::<wide::wide_64>(grid, shared, step),
+                96 => d.launch_cooperative::<wide::wide_96>(grid, shared, step),
+                _ => d.launch_cooperative::<wide::wide_128>(grid, shared, step),
             }
         }
-        Ok(finds_best.then(|| of.best.ptr()))
+    }
+
+    /// Enqueues a pass with its products as launches, and attention and the end as phases: the same bits.
+    fn enqueue_many(
+        &self,
+        of: &Wide,
+        stream: &Stream,
+        pass: &Pass,
+        tiles: Tiles,
+    ) -> Result<Option<Global<u64>>, Error> {
+        let (c, w, d) = (&self.config, &self.weights, &self.device);
+        let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
+        let (q_size, heads) = (c.query_size() as u32, c.qkv_size() as u32);
+        let (weights, blocks) = stream.weights();
+        let residual = Residual { spans: of.many.spans.ptr_mut(), ..self.residual() };
+        let height = TILE_ROWS.iter().position(|&rows| rows == TILE_ROWS_OF_GEMM).expect("there are such maps");
+        let product = |matrix: usize, input: Input, n: u32, k: u32| Gemm {
+            x: of.maps.ptr(TILE_ROWS.len() * input as usize + height),
+            stream: weights,
+            base: stream.base(matrix),
+            blocks,
+            strips: n.div_ceil(STRIP),
+            out: Default::default(),
+            y: Default::default(),
+            norm: Norm { squares: of.many.spans.ptr(), dim: hidden, eps: c.rms_norm_eps },
+            heads: Default::default(),
+            residual,
+            next_norm: Default::default(),
+            first_row: 0,
+            m: pass.most_rows,
+            first_feature: 0,
+            n,
+            k,
+            band: 0,
+            beside: Default::default(),
+        };
+        let enqueue = |epilogue, p: Gemm| {
+            // SAFETY: every address is a buffer of self or of the model, of the size that the parameter block states, with room for whole tiles of rows.
+            unsafe { gemm::enqueue(d, &of.many.beside, epilogue, p) }
+        };
+        // SAFETY: likewise.
+        unsafe { d.launch::<embedding::embed_spans>((1, pass.most_rows), 0, w.embedding(pass.rows, residual))? };
+        let last = w.layers.len() - 1;
+        for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
+            let qkv = Gemm { y: self.qkv.ptr_mut(), ..product(4 * i, Input::Scaled, heads, hidden) };
+            enqueue(Epilogue::Write, qkv)?;
+            let attend = self.wide_step(of, stream, pass, tiles, (LAYER_PHASES * i + 2, 1));
+            let deals = of.many.deals.ptr_mut();
+            self.launch_wide(
+                of,
+                pass,
+                WideStep { deals, is_dealt: u32::from(i > 0), best: Default::default(), ..attend },
+            )?;
+            let next = layer.post_attention_norm.ptr();
+            enqueue(Epilogue::Add, Gemm { next_norm: next, ..product(4 * i + 1, Input::Attended, hidden, q_size) })?;
+            let gate_up = product(4 * i + 2, Input::Scaled, inner, hidden);
+            let gate_up = Gemm { strips: (2 * inner).div_ceil(STRIP), out: of.many.out.ptr(0), ..gate_up };
+            enqueue(Epilogue::SwiGlu, gate_up)?;
+            if i < last {
+                let down = product(4 * i + 3, Input::Activation, hidden, inner);
+                enqueue(Epilogue::Add, Gemm { next_norm: next_norm.ptr(), ..down })?;
+            }
+        }
+        // The last product and the head: best tokens are found behind a meeting.
+        let count = if pass.output == RowOutput::None { 1 } else { 2 };
+        let end = self.wide_step(of, stream, pass, tiles, (LAYER_PHASES * (last + 1), count));
+        self.launch_wide(of, pass, end)?;
+        Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
+    }
+
+    /// From the next pass over rows with tiles on, products are launches with so many rows or more, rather than with as many as is quickest: for tests and measuring.
+    pub fn use_gemm_from(&mut self, rows: u32) {
+        if let Some(wide) = &mut self.wide {
+            wide.many.from = rows;
+        }
     }
 }

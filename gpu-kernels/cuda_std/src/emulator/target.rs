@@ -230,12 +230,6 @@ memory! { stores
 
 #[inline]
 #[track_caller]
-pub unsafe fn load_global16_once(address: u64) -> [u32; 4] {
-    // SAFETY: the caller's.
-    unsafe { load_global16(address) }
-}
-
-#[track_caller]
 pub unsafe fn load_global16_stream(address: u64) -> [u32; 4] {
     // SAFETY: the caller's.
     unsafe { load_global16_nc(address) }

@@ -79,7 +79,6 @@ loads! {
     load_global_nc load_global16_nc u64 reg64 "global.nc" (pure, nomem, nostack);
     load_shared load_shared16 u32 reg32 "shared" (pure, readonly, nostack);
 }
-loads!(vector load_global16_once u64 reg64 "global.L1::no_allocate" (readonly, nostack));
 loads!(vector load_global16_stream u64 reg64 "global.nc.L1::no_allocate.L2::256B" (pure, nomem, nostack));
 
 macro_rules! stores {

@@ -13,7 +13,7 @@ use crate::forward::{Footprint, Room};
 use crate::prefill;
 
 /// Sequences at once, where nothing is said: on a card, and on the emulator.
-const SEQUENCES: (u32, u32) = (256, 8);
+const SEQUENCES: (u32, u32) = (512, 8);
 /// Where prompts have passes of their own, one more sequence for so many is read in ahead, to take the place of one that ends.
 const AHEAD: usize = 10;
 /// Rows of a step, where nothing is said: where prompts have passes of their own, and elsewhere.

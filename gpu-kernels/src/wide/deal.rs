@@ -1,0 +1,422 @@
+//! How attention falls to the blocks, found once a step: it is the same in all layers, but for the end.
+//!
+//! A *run* is the splits of a tile and a key-value head; an item is one of them. All runs stand in a line, head by head (so that blocks that are far apart read
+//! neighbouring memory at about the same time). The last ones are the [pool](super::pool). The pages of the others are shared out evenly: a block has the items whose middle page
+//! is in its share. So most of these runs are whole: one block has them, and combines them by itself.
+
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::{GlobalMut, thread, warp};
+
+use super::attention::{Item, PACKED, parts};
+use super::{Memory, WideStep};
+use crate::attention::SPLIT;
+use crate::kv::PAGE_TOKENS;
+use crate::waiting;
+
+/// Pages of a split.
+const PAGES: u32 = SPLIT / PAGE_TOKENS;
+/// Words of an item in [`WideStep::items`]: its [words](Item::words), and its pages as [`load_pages`](super::attention::load_pages) takes them.
+pub const ITEM_WORDS: u32 = 8;
+/// Pages of the pool for each block: so far apart blocks are done with their own. What comes from the pool takes its block longer.
+const POOL_PAGES: u32 = 4;
+/// There is a pool where blocks have so many times more, and runs at most so many splits in the mean: on an H100 it gains nothing with 32 sequences of 1,040 tokens, nor with 16 of 6,000.
+const POOL_SHARE: u32 = 12;
+const POOL_SPLITS: u32 = 8;
+
+/// What a block has, and what nobody has yet: numbers of items in the line.
+#[derive(Clone, Copy)]
+pub struct Deal {
+    first: u32,
+    count: u32,
+    pub pool_first: u32,
+    pub pool_count: u32,
+}
+
+impl Deal {
+    /// As a warp of the block left it.
+    #[inline(always)]
+    unsafe fn load<const ROWS: u32>() -> Self {
+        let [first, count, pool_first, pool_count] = unsafe { Memory::<ROWS>::deal().load16(0) };
+        Self { first, count, pool_first, pool_count }
+    }
+
+    /// One lane leaves it.
+    #[inline(always)]
+    unsafe fn store<const ROWS: u32>(&self) {
+        let Self { first, count, pool_first, pool_count } = *self;
+        unsafe { Memory::<ROWS>::deal().store16(0, [first, count, pool_first, pool_count]) };
+    }
+}
+
+/// A lane's part of 32 tiles that follow each other.
+#[derive(Clone, Copy)]
+struct Tiles {
+    first_row: u32,
+    /// None, if the lane has no tile.
+    rows: u32,
+    /// The position of its last row.
+    last: u32,
+    /// Pages and splits of one key-value head; of those before it among the 32, and of all 32.
+    before: [u32; 2],
+    all: [u32; 2],
+}
+
+impl Tiles {
+    #[inline(always)]
+    unsafe fn load(p: &WideStep, first: u32, lane: u32) -> Self {
+        let (mut first_row, mut rows, mut last, mut own) = (0, 0, 0, [0; 2]);
+        if first + lane < p.tile_count {
+            unsafe {
+                [first_row, rows] = p.tiles.cast::<[u32; 2]>().load((first + lane) as usize);
+                last = p.work.rows.positions.load((first_row + rows - 1) as usize);
+            }
+            own = [last / PAGE_TOKENS + 1, last / SPLIT + 1];
+        }
+        let mut up_to = own;
+        unroll!(M < 5; {
+            let others = up_to.map(|n| warp::shuffle_up(n, 1 << M));
+            if lane >= 1 << M {
+                up_to = [up_to[0] + others[0], up_to[1] + others[1]];
+            }
+        });
+        let before = [up_to[0] - own[0], up_to[1] - own[1]];
+        Self { first_row, rows, last, before, all: up_to.map(|n| warp::shuffle_idx(n, 31)) }
+    }
+
+    /// The lane whose tile has this split of all.
+    #[inline(always)]
+    fn lane_of(&self, split: u32) -> u32 {
+        let mut lane = 0;
+        unroll!(I < 5; {
+            let next = lane + (16 >> I);
+            if warp::shuffle_idx(self.before[1], next) <= split {
+                lane = next;
+            }
+        });
+        lane
+    }
+}
+
+/// A lane's split of those of 32 tiles.
+#[derive(Clone, Copy)]
+struct Split {
+    /// Which of the 32.
+    tile: u32,
+    first_row: u32,
+    rows: u32,
+    last: u32,
+    /// The first row of its sequence.
+    since: u32,
+    split: u32,
+    /// Pages before its tile's, of those that `Tiles::before` counts.
+    run: u32,
+}
+
+impl Split {
+    /// Each lane has the split of this number among all of the tiles. `since` is of a lane's tile.
+    #[inline(always)]
+    fn of(tiles: &Tiles, since: u32, number: u32) -> Self {
+        let tile = tiles.lane_of(number);
+        let of = |n| warp::shuffle_idx(n, tile);
+        let [run, first_item] = tiles.before.map(of);
+        Self {
+            tile,
+            first_row: of(tiles.first_row),
+            rows: of(tiles.rows),
+            last: of(tiles.last),
+            since: of(since),
+            split: number - first_item,
+            run,
+        }
+    }
+
+    /// Splits of its run.
+    #[inline(always)]
+    const fn count(&self) -> u32 {
+        self.last / SPLIT + 1
+    }
+
+    /// The item, of which a block has the splits from `first_split` on.
+    #[inline(always)]
+    unsafe fn item(&self, p: &WideStep, kv_head: u32, first_split: u32, is_last: bool, on_chip: bool) -> Item {
+        let Self { first_row, rows, last, since, split, .. } = *self;
+        Item {
+            kv_head,
+            split,
+            first_split,
+            first_row,
+            rows,
+            rows_before: first_row - since,
+            last,
+            on_chip,
+            is_last: is_last && self.count() > 1,
+            // SAFETY: one of the step's rows.
+            is_fresh: unsafe { p.work.rows.positions.load(since as usize) } < (split + 1) * SPLIT,
+        }
+    }
+}
+
+/// Finds the block's items, and its part of the pool's, and puts them where [`walk`] reads them. One warp does it.
+#[inline(always)]
+pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
+    unsafe {
+        let lane = thread::fresh(thread::lane_id());
+        // Pages and splits of a key-value head.
+        let mut all = [0; 2];
+        let mut first = 0;
+        while first < p.tile_count {
+            let some = Tiles::load(p, first, lane).all;
+            all = [all[0] + some[0], all[1] + some[1]];
+            first += 32;
+        }
+        let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
+        core::hint::assert_unchecked(grid > 0);
+        let pool = Pool::find(p, all, lane);
+        let pages = all[0] * p.work.kv_heads - pool.all[0];
+        let (share, left) = (pages / grid, pages % grid);
+        let begin = block * share + block.min(left);
+        let end = begin + share + u32::from(block < left);
+
+        let pool_first = all[1] * p.work.kv_heads - pool.all[1];
+        let mut deal = Deal { first: 0, count: 0, pool_first, pool_count: pool.all[1] };
+        let mut kv_head = if begin < end { begin / all[0].max(1) } else { p.work.kv_heads };
+        while kv_head < p.work.kv_heads && kv_head * all[0] < end {
+            // Pages and splits before.
+            let mut before = all.map(|n| kv_head * n);
+            let mut first = 0;
+            while first < p.tile_count && before[0] < end {
+                let tiles = Tiles::load(p, first, lane);
+                let splits = if begin < before[0] + tiles.all[0] { tiles.all[1] } else { 0 };
+                let since = if splits > 0 { first_row(p, &tiles) } else { 0 };
+                let mut i = 0;
+                while i < splits {
+                    // Beyond the last, the last again.
+                    let number = (i + lane).min(splits - 1);
+                    let split = Split::of(&tiles, since, number);
+                    let (run, pages, count) = (before[0] + split.run, split.last / PAGE_TOKENS + 1, split.count());
+                    let middle = |split: u32| run + split * PAGES + (pages - split * PAGES).min(PAGES) / 2;
+                    let own = i + lane < splits && (begin..end).contains(&middle(split.split));
+                    if own {
+                        let (begins, ends) = (begin <= middle(0), middle(count - 1) < end);
+                        let next = split.split + 1;
+                        let is_last = if ends { next == count } else { end <= middle(next) };
+                        // The first with that much before its middle.
+                        let first_split = if begins { 0 } else { (begin - run - PAGES / 2).div_ceil(PAGES) };
+                        let fits = count * split.rows * p.work.group() <= parts::<ROWS>();
+                        let item = split.item(p, kv_head, first_split, is_last, begins && ends && fits);
+                        put(p, &item, before[1] + number);
+                    }
+                    let owned = warp::ballot(own);
+                    if deal.count == 0 {
+                        deal.first = before[1] + i + owned.trailing_zeros();
+                    }
+                    deal.count += owned.count_ones();
+                    i += 32;
+                }
+                before = [before[0] + tiles.all[0], before[1] + tiles.all[1]];
+                first += 32;
+            }
+            kv_head += 1;
+        }
+        if lane == 0 {
+            deal.store::<ROWS>();
+            if !p.deals.is_null() {
+                let Deal { first, count, pool_first, pool_count } = deal;
+                p.deals.store16(4 * block as usize, [first, count, pool_first, pool_count]);
+            }
+        }
+        warp::sync_warp();
+        Memory::<ROWS>::dealt().arrive_if(lane == 0);
+        pool.put(p, pool_first, lane);
+    }
+}
+
+/// Takes up what [`deal`] found in a launch before. One warp does it.
+#[inline(always)]
+pub unsafe fn take_up<const ROWS: u32>(p: &WideStep) {
+    unsafe {
+        let lane = thread::fresh(thread::lane_id());
+        if lane == 0 {
+            let words = p.deals.load16(4 * thread::block_idx_x() as usize);
+            Memory::<ROWS>::deal().store16(0, words);
+        }
+        warp::sync_warp();
+        Memory::<ROWS>::dealt().arrive_if(lane == 0);
+        if lane == 0 {
+            // The pool is there.
+            atomic::fetch_add(p.pool_words(), 1, 1, Ordering::Release, Scope::Device);
+        }
+    }
+}
+
+/// The runs of the line's end, of the last key-value head.
+struct Pool {
+    /// The first of the 32 tiles that it begins among, and its first tile.
+    group: u32,
+    tile: u32,
+    /// Splits before it, of these 32.
+    skipped: u32,
+    /// Its pages and splits.
+    all: [u32; 2],
+}
+
+impl Pool {
+    /// From the pages and splits of a head.
+    #[inline(always)]
+    unsafe fn find(p: &WideStep, all: [u32; 2], lane: u32) -> Self {
+        let wanted = thread::grid_dim_x() * POOL_PAGES;
+        // It is of one head.
+        let is_worth = wanted * POOL_SHARE <= all[0] * p.work.kv_heads && all[1] <= POOL_SPLITS * p.tile_count;
+        let wanted = if is_worth { wanted.min(all[0]) } else { 0 };
+        let mut pool = Self { group: p.tile_count, tile: p.tile_count, skipped: 0, all: [0; 2] };
+        while pool.all[0] < wanted {
+            // The whole of the group before, or its end.
+            pool.group = (pool.group - 1) / 32 * 32;
+            let tiles = unsafe { Tiles::load(p, pool.group, lane) };
+            let up_to = |lane_before: u32| pool.all[0] + tiles.all[0] - lane_before;
+            let begins = warp::ballot(tiles.rows > 0 && up_to(tiles.before[0]) >= wanted);
+            let from = 31 - (begins | 1).leading_zeros();
+            let [pages, splits] = tiles.before.map(|n| warp::shuffle_idx(n, from));
+            pool.skipped = splits;
+            pool.all = [pool.all[0] + tiles.all[0] - pages, pool.all[1] + tiles.all[1] - splits];
+            pool.tile = pool.group + from;
+        }
+        pool
+    }
+
+    /// Puts the items, whole splits first and runs' last ones behind them: what comes last is to be small. Blocks do it together.
+    #[inline(always)]
+    unsafe fn put(&self, p: &WideStep, to: u32, lane: u32) {
+        unsafe {
+            let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
+            let tiles_of_pool = p.tile_count - self.tile;
+            let (mut first, mut done, mut turn) = (self.group, 0, 0);
+            let mut skipped = self.skipped;
+            while first < p.tile_count {
+                let tiles = Tiles::load(p, first, lane);
+                let mut i = skipped;
+                while i < tiles.all[1] {
+                    if turn % grid == block {
+                        let since = first_row(p, &tiles);
+                        let number = (i + lane).min(tiles.all[1] - 1);
+                        let split = Split::of(&tiles, since, number);
+                        // How many runs have ended before.
+                        let runs = first + split.tile - self.tile;
+                        let item = split.item(p, p.work.kv_heads - 1, split.split, true, false);
+                        let place = if split.split + 1 == split.count() {
+                            self.all[1] - tiles_of_pool + runs
+                        } else {
+                            done + number - skipped - runs
+                        };
+                        if i + lane < tiles.all[1] {
+                            put(p, &item, to + place);
+                        }
+                    }
+                    turn += 1;
+                    i += 32;
+                }
+                done += tiles.all[1] - skipped;
+                skipped = 0;
+                first += 32;
+            }
+            warp::sync_warp();
+            if lane == 0 {
+                atomic::fetch_add(p.pool_words(), 1, 1, Ordering::Release, Scope::Device);
+            }
+        }
+    }
+}
+
+/// The first row of a tile's sequence: a sequence's rows follow each other.
+#[inline(always)]
+unsafe fn first_row(p: &WideStep, tile: &Tiles) -> u32 {
+    unsafe {
+        let mut first = tile.first_row;
+        let sequence = p.work.rows.sequences.load(first as usize);
+        while first > 0 && p.work.rows.sequences.load((first - 1) as usize) == sequence {
+            first -= 1;
+        }
+        first
+    }
+}
+
+/// A warp walks the block's items, and those that it is given from the pool: each lane looks one up by its number in the line, 32 at a time, and then they are visited
+/// one after another. Of what `look_up` gives of an item the first words are kept in registers, and given to all lanes by `visit`; what else there is a lane may `keep` in one of
+/// 32 places, of which `visit` is told. `begin` is called when the first are looked up, and before anything is kept; `from_pool` when there are no more of the block's own, and there is a pool.
+#[inline(always)]
+pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
+    look_up: impl Fn(u32) -> ([[u32; 4]; N], F),
+    keep: impl Fn(u32, F),
+    begin: impl FnOnce(),
+    mut from_pool: impl FnMut(&Deal) -> Option<u32>,
+    mut visit: impl FnMut(u32, [[u32; 4]; N]),
+) {
+    unsafe {
+        waiting::for_phase(Memory::<ROWS>::dealt(), 0);
+        let count = Memory::<ROWS>::deal().load(1);
+        let look_up_own = |done: u32| {
+            let own = done + thread::fresh(thread::lane_id());
+            let deal = Deal::load::<ROWS>();
+            if own < deal.count { look_up(deal.first + own) } else { ([[0; 4]; N], F::default()) }
+        };
+        let keep = |place, rest, keeps: bool| {
+            if keeps {
+                keep(place, rest);
+            }
+            warp::sync_warp();
+        };
+        let (mut done, (mut words, rest)) = (0, look_up_own(0));
+        begin();
+        keep(thread::fresh(thread::lane_id()), rest, true);
+        loop {
+            let place = done % 32;
+            let next = if done < count {
+                words.map(|words| words.map(|word| warp::shuffle_idx(word, place)))
+            } else {
+                let deal = Deal::load::<ROWS>();
+                if deal.pool_count == 0 {
+                    break;
+                }
+                let Some(number) = from_pool(&deal) else { break };
+                // All lanes have the same.
+                let (next, rest) = look_up(number);
+                keep(place, rest, thread::fresh(thread::lane_id()) == 0);
+                next
+            };
+            visit(place, next);
+            done += 1;
+            if done % 32 == 0 {
+                let rest;
+                (words, rest) = look_up_own(done);
+                keep(thread::fresh(thread::lane_id()), rest, true);
+            }
+        }
+    }
+}
+
+/// Puts an item into the line.
+#[inline(always)]
+unsafe fn put(p: &WideStep, item: &Item, number: u32) {
+    unsafe {
+        let cache = p.work.cache(Default::default());
+        let sequence = p.work.rows.sequences.load(item.first_row as usize);
+        let mut blocks = [0; PAGES as usize];
+        unroll!(I < 4; {
+            if (I as u32) < item.pages() {
+                let page = cache.page(sequence, item.first_page() + I as u32);
+                let is_packed = p.packed.load(page as usize) != 0;
+                blocks[I] = (page * cache.kv_heads + item.kv_head) | if is_packed { PACKED } else { 0 };
+            }
+        });
+        let to = p.items.at((number * ITEM_WORDS) as usize);
+        to.store16(0, item.words());
+        to.store16(4, blocks);
+    }
+}
+
+/// An item of the line, as it was [put] there: its words, and its pages.
+#[inline(always)]
+pub unsafe fn load(p: &WideStep, number: u32) -> [[u32; 4]; 2] {
+    let from: GlobalMut<u32> = unsafe { p.items.at((number * ITEM_WORDS) as usize) };
+    [0, 4].map(|at| unsafe { from.load16(at) })
+}

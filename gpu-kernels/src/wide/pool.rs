@@ -1,0 +1,97 @@
+//! The end of attention: items that nobody has until somebody asks for them.
+//!
+//! Memory does not serve all blocks alike, and not the same ones first in every layer: with all pages shared out evenly, blocks were done 6 µs
+//! before the last one in the mean with 64 sequences, and 10 with 256. So the [last runs](super::deal) are given out item by item to whoever is done with its own. The warp that loads pages
+//! asks, and tells the one that makes queries. Whichever block is the last with a split of a run combines it.
+
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::{thread, warp};
+
+use super::deal::Deal;
+use super::{Memory, WideStep};
+use crate::ring::{Ring, Shape};
+use crate::waiting;
+
+/// Bytes of a message, of which a word is used: an item's number in the line.
+const MESSAGE_BYTES: u32 = 16;
+/// Instead: there are no more.
+const END: u32 = u32::MAX;
+
+/// What goes from one warp to the other.
+pub const fn messages(start: u32) -> Shape {
+    Shape::new(start, 2, MESSAGE_BYTES)
+}
+
+/// The end of the warp that asks.
+pub struct Asking {
+    messages: Ring,
+    /// How often all have been given out.
+    turns: u32,
+    /// Phases up to that in which this warp last asked.
+    phases: u32,
+}
+
+impl Asking {
+    #[inline(always)]
+    pub fn new<const ROWS: u32>() -> Self {
+        Self { messages: Ring::producer(Memory::<ROWS>::MESSAGES), turns: 0, phases: 0 }
+    }
+
+    /// The next item's number.
+    #[inline(always)]
+    pub unsafe fn next(&mut self, p: &WideStep, phase: u32, deal: &Deal) -> Option<u32> {
+        let mut next = END;
+        unsafe {
+            if thread::fresh(thread::lane_id()) == 0 {
+                let grid = thread::grid_dim_x();
+                if self.phases <= phase {
+                    // All have been told that there was no more in the turn before.
+                    waiting::for_count(p.meetings(), 0, phase * grid);
+                    if self.turns == 0 {
+                        waiting::for_count(p.pool_words(), 1, grid);
+                    }
+                }
+                // A turn gives out all items, and tells every block once that there is none.
+                let turn = self.turns * (deal.pool_count + grid);
+                let number = atomic::fetch_add(p.pool_words(), 0, 1, Ordering::Relaxed, Scope::Device) - turn;
+                if number < deal.pool_count {
+                    next = deal.pool_first + number;
+                }
+                self.messages.wait_empty();
+                self.messages.slot().cast().store(0, next);
+                self.messages.full().arrive();
+            }
+            warp::sync_warp();
+        }
+        self.phases = phase + 1;
+        self.messages = self.messages.ahead(1);
+        next = warp::shuffle_idx(next, 0);
+        if next == END {
+            self.turns += 1;
+        }
+        (next != END).then_some(next)
+    }
+}
+
+/// The end of the warp that is told.
+pub struct Told(Ring);
+
+impl Told {
+    #[inline(always)]
+    pub fn new<const ROWS: u32>() -> Self {
+        Self(Ring::consumer(Memory::<ROWS>::MESSAGES))
+    }
+
+    /// The next item's number.
+    #[inline(always)]
+    pub unsafe fn next(&mut self) -> Option<u32> {
+        unsafe {
+            self.0.wait_full();
+            let next = self.0.slot().cast::<u32>().load(0);
+            warp::sync_warp();
+            self.0.empty().arrive_if(thread::fresh(thread::lane_id()) == 0);
+            self.0 = self.0.ahead(1);
+            (next != END).then_some(next)
+        }
+    }
+}
