@@ -50,10 +50,7 @@ pub struct Forward {
     attended: Buffer<bf16>,
     activation: Buffer<bf16>,
     logits: Buffer<f32>,
-    /// The matrices, laid out.
     stream: Option<Stream>,
-    /// Whether decode steps take it.
-    streams: bool,
     trace: Option<Buffer<u64>>,
     prefill: Option<Prefill>,
     wide: Option<Wide>,
@@ -228,7 +225,6 @@ impl Forward {
                 sin: device.upload(&rope.sin)?,
                 cache: KvCache::new(device, config, room.pages)?,
                 stream: None,
-                streams: false,
                 trace: None,
                 prefill: None,
                 wide: None,
@@ -262,22 +258,14 @@ impl Forward {
     /// # Errors
     /// A driver error.
     pub fn lay_out_stream(&mut self) -> Result<bool, Error> {
-        self.streams = self.lay_out_weights()?;
-        Ok(self.streams)
-    }
-
-    /// Lays the weights out, if they are not and if that can be; says whether they are.
-    fn lay_out_weights(&mut self) -> Result<bool, Error> {
-        if self.stream.is_none() {
-            let stream = || Stream::new(&self.device, &self.config, &self.weights, &self.cache);
-            self.stream = timed("laying out the weights", stream)?;
-        }
+        let stream = || Stream::new(&self.device, &self.config, &self.weights, &self.cache);
+        self.stream = timed("laying out the weights", stream)?;
         Ok(self.stream.is_some())
     }
 
     /// The step in one launch, if it was laid out; its counters must be zero when it begins.
     pub fn stream(&self) -> Option<&Stream> {
-        self.stream.as_ref().filter(|_| self.streams)
+        self.stream.as_ref()
     }
 
     /// [`Stream::use_up_stamps`], if it was laid out.
@@ -326,7 +314,8 @@ impl Forward {
         self.cache.fill(pattern)
     }
 
-    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware; weights are laid out for them.
+    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware. They take the weights as they were
+    /// [laid out](Self::lay_out_stream) by then; without that each matrix is laid out anew whenever it is multiplied.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -339,8 +328,9 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn lay_out_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
-        if self.device.is_hopper() && self.lay_out_weights()? {
-            let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows);
+        if self.device.is_hopper() {
+            let whole = self.stream.is_some();
+            let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows, whole);
             self.prefill = Some(timed("memory for passes over prompts", prefill)?);
         }
         Ok(())
@@ -362,7 +352,7 @@ impl Forward {
     pub fn enqueue_prefill(&mut self, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
         let Self { device, config, weights, stream, cache, cos, sin, prefill, .. } = self;
-        let stream = stream.as_ref().expect("laid out");
+        let stream = stream.as_ref();
         let parts = Parts { device, config, weights, stream, cache, tables, table_stride, cos, sin };
         prefill.as_mut().expect("laid out").enqueue(&parts, start, count, output)
     }
@@ -385,7 +375,7 @@ impl Forward {
     ) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
         let Self { device, config, weights, stream, cache, cos, sin, prefill, .. } = self;
-        let stream = stream.as_ref().expect("laid out");
+        let stream = stream.as_ref();
         let parts = Parts { device, config, weights, stream, cache, tables, table_stride, cos, sin };
         prefill.as_ref().expect("laid out").enqueue_rows(&parts, rows, count, tiles, results)
     }
@@ -566,7 +556,7 @@ impl Forward {
     /// A refused launch.
     pub fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<Option<Global<u64>>, Error> {
         if is_for_few(pass.most_rows, of_one) {
-            if let Some(stream) = self.stream.as_mut().filter(|_| self.streams) {
+            if let Some(stream) = self.stream.as_mut() {
                 stream.begin()?;
             }
             if let Some(stream) = self.stream() {

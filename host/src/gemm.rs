@@ -248,6 +248,29 @@ pub unsafe fn enqueue(device: &Device, beside: &Beside, epilogue: Epilogue, p: G
     unsafe { enqueue_cut(device, beside, epilogue, cut, p) }
 }
 
+/// As [`enqueue`], for weights that the launches ahead write: nothing of them is fetched before these are done.
+///
+/// # Safety
+/// As [`enqueue`].
+///
+/// # Errors
+/// As [`enqueue`].
+pub unsafe fn enqueue_behind(device: &Device, epilogue: Epilogue, p: Gemm) -> Result<(), Error> {
+    let (m, n) = size(epilogue, &p);
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
+    // In one launch: a second one would begin early.
+    let cut = match Cut::best(device, epilogue, m, n) {
+        Cut::Eight => Cut::Pair,
+        cut => cut,
+    };
+    let cut = if (epilogue, cut) == (Epilogue::Write, Cut::Pair) { Cut::N256 } else { cut };
+    let at_once = Dealt::new(device, epilogue, cut, m, n).clusters;
+    // SAFETY: the caller's word.
+    unsafe { launch(device, epilogue, cut, at_once, p, false) }
+}
+
 /// As [`enqueue`], cut as is said (what has no such kernel takes [`Cut::N256`]).
 ///
 /// # Safety
@@ -277,19 +300,26 @@ pub unsafe fn enqueue_cut(
     // SAFETY: the caller's word; each launch has features of its own.
     unsafe {
         if border == p.n {
-            return launch(device, epilogue, cut, dealt.clusters, p);
+            return launch(device, epilogue, cut, dealt.clusters, p, true);
         }
         if border == p.first_feature {
-            return launch(device, epilogue, Cut::Pair, dealt.pairs, p);
+            return launch(device, epilogue, Cut::Pair, dealt.pairs, p, true);
         }
         let [first, second] = beside.next();
-        launch(device, epilogue, cut, dealt.clusters, Gemm { n: border, beside: first, ..p })?;
-        launch(device, epilogue, Cut::Pair, dealt.pairs, Gemm { first_feature: border, beside: second, ..p })
+        launch(device, epilogue, cut, dealt.clusters, Gemm { n: border, beside: first, ..p }, true)?;
+        launch(device, epilogue, Cut::Pair, dealt.pairs, Gemm { first_feature: border, beside: second, ..p }, true)
     }
 }
 
 /// One launch, of which so many blocks or clusters are `at_once`.
-unsafe fn launch(device: &Device, epilogue: Epilogue, cut: Cut, at_once: u32, p: Gemm) -> Result<(), Error> {
+unsafe fn launch(
+    device: &Device,
+    epilogue: Epilogue,
+    cut: Cut,
+    at_once: u32,
+    p: Gemm,
+    may_be_early: bool,
+) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p);
     // 1,024 rows of blocks and 2,048 of clusters were good at every size.
     let p = Gemm { band: if cut.together()[0] == 1 { 8 } else { 16 / cut.together()[0] }, ..p };
@@ -301,7 +331,7 @@ unsafe fn launch(device: &Device, epilogue: Epilogue, cut: Cut, at_once: u32, p:
         // All gain 1 % to 9 % by beginning early but tiles of 128 in several rounds (5 % to 7 % longer), or in long chains on more than half of the card (`down` with 384 and 512 rows:
         // 18 % and 7 %), presumably because blocks then get whatever multiprocessor is free, and those that share tiles no longer ask L2 for them together.
         let alone = device.multiprocessors() / if p.k > 4096 { 2 } else { 1 };
-        if cut == Cut::N128 && cut.tiles(m, n) > alone {
+        if !may_be_early || cut == Cut::N128 && cut.tiles(m, n) > alone {
             of_kernel!(epilogue, cut, device.launch(blocks, shared, p))
         } else {
             of_kernel!(epilogue, cut, device.launch_early(blocks, shared, p))

@@ -13,6 +13,7 @@ use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::Rows;
+use gpu_kernels::stream::Walk;
 use half::bf16;
 use model::Config;
 
@@ -21,7 +22,7 @@ use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::forward::RowOutput;
 use crate::gemm::{self, Epilogue};
-use crate::stream::Stream;
+use crate::stream::{self, Source, Stream};
 use crate::weights::DeviceWeights;
 
 /// Most rows of a pass: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192 tokens took 2 % longer.)
@@ -48,6 +49,8 @@ pub struct Prefill {
     _activation: Buffer<bf16>,
     maps: TensorMaps,
     beside: gemm::Beside,
+    /// Where a matrix is laid out before it is multiplied, if none was.
+    scratch: Option<Buffer<bf16>>,
 }
 
 /// Where the rows begin that a pass is to make [results](Prefill::result) of: of those before them the last layer makes keys and values, and no more.
@@ -67,8 +70,8 @@ pub struct Parts<'a> {
     pub config: &'a Config,
     /// Its weights.
     pub weights: &'a DeviceWeights,
-    /// The matrices among them, laid out.
-    pub stream: &'a Stream,
+    /// The matrices among them, laid out, if they are.
+    pub stream: Option<&'a Stream>,
     /// The cache.
     pub cache: &'a KvCache,
     /// `[sequences, table_stride]` pages.
@@ -99,6 +102,13 @@ const MATRICES: usize = 4;
 /// Rows of a pass when the cache holds `capacity` tokens: whole tiles.
 fn rows(capacity: usize) -> usize {
     capacity.min(CHUNK).next_multiple_of(TILE_ROWS as usize)
+}
+
+/// Elements of the largest matrix of a layer, laid out.
+fn largest(config: &Config, device: &Device) -> usize {
+    let strips =
+        |[n, k]: [usize; 2]| stream::elements([((n as u32).div_ceil(STRIP), k as u32)], device.multiprocessors());
+    config.layer_products().map(strips).into_iter().max().unwrap_or(0)
 }
 
 /// How many rows of prompts are best read in together: of whole tiles, 4,096 to 6,144 rows, as many as have products whose last rounds leave the fewest multiprocessors idle for a row. Over
@@ -154,14 +164,22 @@ impl Prefill {
             + q * 4
             + config.intermediate_size * 2
             + 16;
-        (rows(capacity) * row) as u64
+        // Where weights are not laid out, the largest matrix is, at a time.
+        let matrix = config.layer_products().map(|[n, k]| n * k * 2).into_iter().max().unwrap_or(0);
+        (rows(capacity) * row + matrix) as u64
     }
 
-    /// Allocates everything for passes over a sequence of up to `capacity` tokens.
+    /// Allocates everything for passes over a sequence of up to `capacity` tokens, with weights that are laid out or not.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn new(device: &Device, config: &Config, cache: &KvCache, capacity: usize) -> Result<Self, Error> {
+    pub fn new(
+        device: &Device,
+        config: &Config,
+        cache: &KvCache,
+        capacity: usize,
+        is_laid_out: bool,
+    ) -> Result<Self, Error> {
         let rows = rows(capacity);
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         let q_size = config.query_size();
@@ -194,6 +212,7 @@ impl Prefill {
             _activation: activation,
             maps: device.tensor_maps(&matrices)?,
             beside: gemm::Beside::new(device)?,
+            scratch: if is_laid_out { None } else { Some(device.zeroed(largest(config, device))?) },
         })
     }
 
@@ -264,12 +283,16 @@ impl Prefill {
             dim: hidden,
         };
         let norm = Norm { squares: self.spans.ptr(), dim: hidden, eps: c.rms_norm_eps };
-        let (stream, blocks) = parts.stream.weights();
+        let blocks = device.multiprocessors();
+        let stream = match (parts.stream, &self.scratch) {
+            (Some(stream), _) => stream.weights().0,
+            (None, scratch) => scratch.as_ref().expect("one or the other").ptr(),
+        };
         let map = |i: usize| self.maps.ptr(i);
         let product = |x: usize, matrix: usize, n: u32, k: u32| Gemm {
             x: map(x),
             stream,
-            base: parts.stream.base(matrix),
+            base: parts.stream.map_or(0, |stream| stream.base(matrix)),
             blocks,
             strips: (if matrix % MATRICES == GATE_UP { 2 * n } else { n }).div_ceil(STRIP),
             out: Default::default(),
@@ -287,12 +310,27 @@ impl Prefill {
             beside: Default::default(),
         };
 
+        // A product with a layer's matrix, which is laid out just before if none was: then its first weights are not to be fetched early.
+        let multiply = |epilogue, source: Source, p: Gemm| {
+            // SAFETY: as below; the scratch has room for each matrix of a layer.
+            unsafe {
+                if let (None, Some(scratch)) = (parts.stream, &self.scratch) {
+                    source.lay_out(device, scratch.ptr_mut(), &mut Walk::new(blocks))?;
+                    return gemm::enqueue_behind(device, epilogue, p);
+                }
+                gemm::enqueue(device, &self.beside, epilogue, p)
+            }
+        };
+
         // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block states, with whole tiles of
         // rows; the maps describe them; both outlive the work because freeing device memory waits for it.
         unsafe {
             device.launch::<embedding::embed_spans>((1, m), 0, w.embedding(rows, residual))?;
             for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
                 let of_layer = |matrix: usize| i * MATRICES + matrix;
+                let none = Global::from_raw(0);
+                let source = |weight: &Buffer<bf16>, up, n, k| Source { weight: weight.ptr(), up, n, k };
+                let all_heads = source(&layer.qkv, none, heads_size, hidden);
                 let Results { row, tile: first_tile } =
                     if i + 1 == w.layers.len() { results } else { Results::default() };
                 // Whole tiles of products: of rows before the results' nothing is read.
@@ -311,10 +349,10 @@ impl Prefill {
                 };
                 let project = Gemm { heads, ..product(SCALED, of_layer(QKV), heads_size, hidden) };
                 if first_row == 0 {
-                    gemm::enqueue(device, &self.beside, Epilogue::Qkv, project)?;
+                    multiply(Epilogue::Qkv, all_heads, project)?;
                 } else {
-                    gemm::enqueue(device, &self.beside, Epilogue::Qkv, Gemm { first_feature: q_size, ..project })?;
-                    gemm::enqueue(device, &self.beside, Epilogue::Qkv, Gemm { first_row, n: q_size, ..project })?;
+                    multiply(Epilogue::Qkv, all_heads, Gemm { first_feature: q_size, ..project })?;
+                    multiply(Epilogue::Qkv, all_heads, Gemm { first_row, n: q_size, ..project })?;
                 }
                 if first_row == m {
                     break;
@@ -329,15 +367,16 @@ impl Prefill {
                     scale: 1.0 / (HEAD_DIM as f32).sqrt(),
                 };
                 enqueue_attention(device, attend, (tile_count - first_tile) as u32, None)?;
-                let add = |x: usize, weight: usize, k: u32, next: &Buffer<bf16>| {
-                    let p = product(x, of_layer(weight), hidden, k);
-                    gemm::enqueue(device, &self.beside, Epilogue::Add, Gemm { next_norm: next.ptr(), first_row, ..p })
+                let add = |x: usize, matrix: usize, weight: &Buffer<bf16>, k: u32, next: &Buffer<bf16>| {
+                    let p = product(x, of_layer(matrix), hidden, k);
+                    let p = Gemm { next_norm: next.ptr(), first_row, ..p };
+                    multiply(Epilogue::Add, source(weight, none, hidden, k), p)
                 };
-                add(ATTENDED, OUTPUT, q_size, &layer.post_attention_norm)?;
+                add(ATTENDED, OUTPUT, &layer.output, q_size, &layer.post_attention_norm)?;
                 let out = map(ACTIVATION_OUT);
                 let gate_up = Gemm { out, first_row, ..product(SCALED, of_layer(GATE_UP), inner, hidden) };
-                gemm::enqueue(device, &self.beside, Epilogue::SwiGlu, gate_up)?;
-                add(ACTIVATION, DOWN, inner, next_norm)?;
+                multiply(Epilogue::SwiGlu, source(&layer.gate, layer.up.ptr(), inner, hidden), gate_up)?;
+                add(ACTIVATION, DOWN, &layer.down, inner, next_norm)?;
             }
         }
         Ok(())

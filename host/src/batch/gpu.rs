@@ -191,11 +191,11 @@ impl GpuBatch {
             prompts_apart,
         };
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
-        if let Some(rows) = sizes.prompt_rows() {
-            forward.lay_out_prefill_of(rows)?;
-        }
         if streams && forward.lay_out_stream()? {
             forward.lay_out_wide()?;
+        }
+        if let Some(rows) = sizes.prompt_rows() {
+            forward.lay_out_prefill_of(rows)?;
         }
         let room = forward.room();
         let group = config.num_attention_heads / config.num_key_value_heads;

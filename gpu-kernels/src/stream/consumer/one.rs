@@ -109,7 +109,7 @@ pub unsafe fn factors(p: &StreamStep) {
                 });
                 squares.settle(&mut found, |k| i + 32 * k as u32);
                 let two = found.map(|word| f32::from_bits(word.bits()));
-                let [own, other] = if lane % 2 == 0 { two } else { [two[1], two[0]] };
+                let [own, other] = if lane.is_multiple_of(2) { two } else { [two[1], two[0]] };
                 let mut span = own + warp::shuffle_xor(other, 1);
                 span += warp::shuffle_xor(span, 2);
                 span += warp::shuffle_xor(span, 4);
