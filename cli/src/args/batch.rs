@@ -63,7 +63,7 @@ pub struct BatchArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Batch (changes the speed, never the text)")]
 pub struct SizeArgs {
-    /// Most requests that are answered at once, up to 512 [default: 512; 32 on the CPU]
+    /// Most requests that are answered at once, up to 512 [default: 512 on Hopper, else 256; 32 on the CPU]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=i64::from(BatchOptions::MOST_SEQUENCES)))]
     pub sequences: Option<u32>,
