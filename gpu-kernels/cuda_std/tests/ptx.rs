@@ -179,7 +179,7 @@ fn ptx_is_what_was_meant() {
         &ptx,
         "warpgroup",
         &[
-            (".reg .f32 acc<128>", 1),
+            (".reg .f32 acc<224>", 1),
             ("fence.proxy.tensormap::generic.acquire.gpu", 3),
             ("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [", 1),
             ("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [", 1),

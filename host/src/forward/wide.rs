@@ -59,7 +59,7 @@ struct Many {
 }
 
 /// Passes over more rows than this have their products as launches: from there on they are done sooner so.
-const MANY_ROWS: u32 = 256;
+const MANY_ROWS: u32 = 384;
 
 /// What these passes know of packed pages.
 struct Packed {
