@@ -532,12 +532,12 @@ impl Epilogue for Write {
 
     #[inline(always)]
     unsafe fn early(p: &Gemm, half: &Half) -> Squares {
-        unsafe { load_squares(p, half.lane_row(), 0) }
+        unsafe { SwiGlu::early(p, half) }
     }
 
     #[inline(always)]
-    unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, _inside: bool, squares: Squares) -> [f32; 2] {
-        unsafe { scales(p, half.lane_row(), squares) }
+    unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, squares: Squares) -> [f32; 2] {
+        unsafe { SwiGlu::ahead::<N>(p, half, inside, squares) }
     }
 
     #[inline(always)]
