@@ -52,8 +52,9 @@ use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
-/// Prompts are read in sooner than enough of them wait, if they are one for so many sequences that generate: more would be missing there.
-const PROMPT_SHARE: u32 = 16;
+/// Prompts are read in sooner than enough of them wait, once they have missed a token for each so many that generate: a pass over few rows
+/// takes about so much of a decode step.
+const PROMPT_SHARE: u32 = 2;
 
 /// Bytes that the second copy of the weights may take beside its own.
 const STREAM_SPARE: u64 = 512 << 20;

@@ -22,7 +22,7 @@ pub struct Limits {
     /// Drafts are tried while a step has fewer rows than this.
     pub draft_rows: u32,
     /// Most rows of prompts in a step. And while others generate, waiting sequences that have room start, and prompts that are being read in go on, once they have so many rows together,
-    /// or are one for `prompt_share` that generate: where a pass over fewer rows takes hardly less time. 0: as many as there is room for, at once.
+    /// or have missed a token for each `prompt_share` that generate: where a pass over fewer rows takes hardly less time. 0: as many as there is room for, at once.
     pub prompt_rows: u32,
     /// See `prompt_rows`.
     pub prompt_share: u32,

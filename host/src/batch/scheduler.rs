@@ -94,6 +94,8 @@ pub struct Scheduler {
     work: Vec<(SequenceId, Work)>,
     /// Of a foreseen step: the sequences whose newest token is [`UNKNOWN`], and their slots in it.
     foreseen: Option<Vec<(SequenceId, Slot)>>,
+    /// Tokens that sequences would have had, had they not waited for others since prompts last went on.
+    missed: usize,
     counts: Counts,
 }
 
@@ -118,6 +120,7 @@ impl Scheduler {
             tables: Vec::new(),
             work: Vec::new(),
             foreseen: None,
+            missed: 0,
             counts: Counts::default(),
         };
         scheduler.set_costs(costs);
@@ -202,7 +205,9 @@ impl Scheduler {
         let prompt_rows_left = if prompt_rows > 0 { prompt_rows } else { rows };
         let mut step = Step { rows_left: rows, prompt_rows_left, ..Step::default() };
         self.decode(&mut plan, &mut step);
-        if !self.better_together() {
+        let missed = self.better_together();
+        self.missed = missed.map_or(0, |missed| self.missed + missed);
+        if missed.is_none() {
             self.prefill(&mut step);
             if !step.preempted {
                 self.start(&mut plan, &mut step);
@@ -298,19 +303,22 @@ impl Scheduler {
         }
     }
 
-    /// Whether what is left of prompts that are being read in, and the waiting sequences that have room now, had better wait for more of them. One that has saved pages has little to
-    /// run, and does not.
-    fn better_together(&self) -> bool {
+    /// Whether what is left of prompts that are being read in, and the waiting sequences that have room now, had better wait
+    /// for more of them: then how many sequences that are. They wait until the tokens that they miss by it are worth a pass
+    /// of their own, as one rents skis until the rent has come to their price. One that has saved pages has little to run,
+    /// and does not wait.
+    fn better_together(&self) -> Option<usize> {
         let Limits { prompt_rows, prompt_share, page_tokens, .. } = self.limits;
         if prompt_rows == 0 || self.waiting.values().next().is_some_and(|first| !first.saved.is_empty()) {
-            return false;
+            return None;
         }
         let reading = self.running.values().map(|sequence| sequence.known.left()).filter(|&left| left > 1);
         let (mut rows, mut count) = reading.fold((0, 0), |(rows, count), left| (rows + left, count + 1));
         let generating = self.running.len() - count;
-        let enough = |rows, count| rows >= prompt_rows as usize || count * prompt_share as usize >= generating;
+        let enough =
+            |rows, count| rows >= prompt_rows as usize || (self.missed + count) * prompt_share as usize >= generating;
         if count > 0 && enough(rows, count) {
-            return false;
+            return None;
         }
         let mut room = self.pages.available().saturating_sub(self.running.len());
         // Shared pages that nobody uses now are taken by the first of those who share them.
@@ -331,10 +339,10 @@ impl Scheduler {
             rows += known.tokens.len() - known.computed.max(found.pages.len() * page_tokens);
             count += 1;
             if enough(rows, count) {
-                return false;
+                return None;
             }
         }
-        count > 0
+        (count > 0).then_some(count)
     }
 
     /// Takes up waiting sequences, the first in line first.
