@@ -35,7 +35,7 @@ use crate::step::Rows;
 pub use splits::combine;
 pub(crate) use splits::{combine_by_warp, combine_head};
 use warps::PAIR_STRIDE;
-pub(crate) use warps::{QUARTER, reduce, reduce_few};
+pub(crate) use warps::{Few, QUARTER, reduce, reduce_few};
 
 /// Keys of a block of [`attend`].
 pub const SPLIT: u32 = 256;
@@ -215,8 +215,8 @@ pub(crate) const TILE_KEYS: [u32; 4] = [0, 8, 16, 24];
 pub(crate) struct Weights {
     /// `exp2(score − top)` as A of the tensor core: of 16 keys, two tiles, and of the other 16.
     words: [[u32; 4]; 2],
-    top: [f32; 2],
-    norm: [f32; 2],
+    pub top: [f32; 2],
+    pub norm: [f32; 2],
 }
 
 /// Scores of a warp's 32 keys, of four tiles as the tensor core leaves them. `query(i, j)` gives 16 bytes of pair `g + 8 i` from
@@ -241,16 +241,27 @@ pub(crate) fn score_keys(
 
 /// What the tile's pairs weigh keys with these scores by. `position(row)` is where a row stands.
 #[inline(always)]
-pub(crate) fn weigh(p: &Attend, tile: &Tile, position: impl Fn(u32) -> u32, mut s: [[f32; 4]; 4]) -> Weights {
+pub(crate) fn weigh(p: &Attend, tile: &Tile, position: impl Fn(u32) -> u32, s: [[f32; 4]; 4]) -> Weights {
+    weigh_some::<2>(p, tile, position, s)
+}
+
+/// [`weigh`] of a tile of at most `8 · HALVES` pairs.
+#[inline(always)]
+pub(crate) fn weigh_some<const HALVES: usize>(
+    p: &Attend,
+    tile: &Tile,
+    position: impl Fn(u32) -> u32,
+    mut s: [[f32; 4]; 4],
+) -> Weights {
     let (g, t) = (tile.lane / 4, tile.lane % 4);
     let (mut top, mut norm) = ([f32::NEG_INFINITY; 2], [0.0; 2]);
     let limit = |pair: u32| {
         if pair < tile.pairs { position(tile.row(pair)) as i32 } else { -1 }
     };
-    let limit = [limit(g), limit(g + 8)];
+    let limit = if HALVES == 1 { [limit(g), -1] } else { [limit(g), limit(g + 8)] };
     let scale = p.scale * LOG2_E;
     let first = tile.first_key() + t;
-    unroll!(I < 2; {
+    unroll!(I < HALVES of 2; {
         unroll!(J < 8; {
             let score = &mut s[J / 2][2 * I + J % 2];
             let key = first + (J / 2 * 8 + J % 2 * 4) as u32;
@@ -266,14 +277,8 @@ pub(crate) fn weigh(p: &Attend, tile: &Tile, position: impl Fn(u32) -> u32, mut 
         norm[I] = quad::sum(norm[I]);
     });
     // A's sixteen keys are two tiles: 0 and 1, then 2 and 3, as the values have them.
-    let pack = |a: [f32; 4], b: [f32; 4]| {
-        [
-            math::pack_bf16(a[0], a[1]),
-            math::pack_bf16(a[2], a[3]),
-            math::pack_bf16(b[0], b[1]),
-            math::pack_bf16(b[2], b[3]),
-        ]
-    };
+    let high = |s: [f32; 4]| if HALVES == 1 { 0 } else { math::pack_bf16(s[2], s[3]) };
+    let pack = |a: [f32; 4], b: [f32; 4]| [math::pack_bf16(a[0], a[1]), high(a), math::pack_bf16(b[0], b[1]), high(b)];
     Weights { words: [pack(s[0], s[1]), pack(s[2], s[3])], top, norm }
 }
 
@@ -281,15 +286,25 @@ pub(crate) fn weigh(p: &Attend, tile: &Tile, position: impl Fn(u32) -> u32, mut 
 #[inline(always)]
 pub(crate) fn add_values(weights: &Weights, values: impl Fn(usize) -> [[u32; 4]; 4]) -> Found {
     let mut found = Found { top: weights.top, norm: weights.norm, ..Found::NOTHING };
+    add_values_each(weights, values, |n, o| found.o[n] = o);
+    found
+}
+
+/// [`add_values`], tile by tile: `take(n, o)` gets the weighted sums of dimensions `8n + 2t` and one on.
+#[inline(always)]
+pub(crate) fn add_values_each(
+    weights: &Weights,
+    values: impl Fn(usize) -> [[u32; 4]; 4],
+    mut take: impl FnMut(usize, [f32; 4]),
+) {
     unroll!(I < 4; {
         let values = values(I);
         unroll!(J < 4; {
-            let (b, o) = (values[J], &mut found.o[4 * I + J]);
-            *o = mma::m16n8k16_bf16(*o, weights.words[0], [b[0], b[1]]);
-            *o = mma::m16n8k16_bf16(*o, weights.words[1], [b[2], b[3]]);
+            let b = values[J];
+            let o = mma::m16n8k16_bf16([0.0; 4], weights.words[0], [b[0], b[1]]);
+            take(4 * I + J, mma::m16n8k16_bf16(o, weights.words[1], [b[2], b[3]]));
         });
     });
-    found
 }
 
 /// A lane's part of a warp's values in shared memory, as [`add_values`] wants them: of keys `0..=last`, whose rows begin at byte `first`. Beyond them, the last again.

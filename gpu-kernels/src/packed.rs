@@ -168,6 +168,12 @@ impl Half {
         half
     }
 
+    /// The fragments of group `i` alone: [`load`](Self::load) and [`fragments`](Self::fragments).
+    #[inline(always)]
+    pub unsafe fn load_fragments(page: u32, token: u32, lane: u32, i: usize, base: u32) -> [[u32; 4]; 4] {
+        unsafe { Group::load(Group::at(page, token, lane, i as u32)).fragments(base) }
+    }
+
     /// The fragments of group `i`, with this base in each byte.
     #[inline(always)]
     pub fn fragments(&self, i: usize, base: u32) -> [[u32; 4]; 4] {

@@ -56,6 +56,7 @@ macro_rules! field {
     };
 }
 
+mod alone;
 mod attention;
 mod deal;
 mod factors;
@@ -66,6 +67,7 @@ mod pool;
 mod producer;
 mod product;
 
+pub use alone::attend_batch;
 pub use phases::{Kind, Phase, Share};
 
 use cuda_std::atomic::{self, Ordering, Scope};
@@ -106,6 +108,10 @@ const PRODUCER_REGISTERS: u32 = 88;
 const _: () = assert!(256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= 384 * 168);
 const GROUP: u32 = 128;
 const WEIGHT_BYTES: u32 = TILE_STRIPS * SLICE_BYTES;
+/// A warp's items of attention, 32 at a time.
+const ITEMS_BYTES: u32 = 32 * 32;
+/// In place of a number of rows: attention without products ([`attend_batch`]).
+const ALONE: u32 = 0;
 /// Where all consumers meet; the warpgroups have barriers 1 and 2.
 const ALL: u32 = 3;
 
@@ -116,17 +122,25 @@ impl<const ROWS: u32> Memory<ROWS> {
     /// Activations of products.
     const ROW_RING: Shape = Shape::new(0, if ROWS <= 96 { 8 } else { 6 }, ROWS * SLICE * 2);
     /// What attention reduces in: the end of that memory. Activations are asked for when all blocks are done with the phase before.
-    const SCRATCH: u32 = Self::ROW_RING.barriers - Attend::SHARED_BYTES;
+    const SCRATCH: u32 = if ROWS == ALONE { alone::SCRATCH } else { Self::ROW_RING.barriers - Attend::SHARED_BYTES };
     /// Items of attention that a warp has looked up, with how their pages lie.
-    const ITEMS: u32 = Self::SCRATCH - 32 * 32;
+    const ITEMS: u32 = Self::SCRATCH - ITEMS_BYTES;
     /// Items of attention, in the slots before.
-    const ITEM_RING: Shape =
-        Shape { stages: Self::ITEMS / Self::ROW_RING.bytes, barriers: Self::ROW_RING.end(), ..Self::ROW_RING };
+    const ITEM_RING: Shape = if ROWS == ALONE {
+        alone::ITEMS
+    } else {
+        Shape { stages: Self::ITEMS / Self::ROW_RING.bytes, barriers: Self::ROW_RING.end(), ..Self::ROW_RING }
+    };
     /// What one producer tells another of attention's pool.
-    const MESSAGES: Shape = pool::messages(Self::ITEM_RING.end().next_multiple_of(16));
+    const MESSAGES: Shape =
+        pool::messages((if ROWS == ALONE { alone::END } else { Self::ITEM_RING.end() }).next_multiple_of(16));
     /// Weights, or pages.
-    const RING: Shape =
-        Shape::new(Self::MESSAGES.end().next_multiple_of(128), if ROWS == 64 { 10 } else { 8 }, WEIGHT_BYTES);
+    const RING: Shape = Shape::new(Self::MESSAGES.end().next_multiple_of(128), Self::STAGES, WEIGHT_BYTES);
+    const STAGES: u32 = match ROWS {
+        ALONE => alone::STAGES,
+        64 => 10,
+        _ => 8,
+    };
     /// A barrier that says that the rows' factors are there.
     const FACTORS_READY: u32 = Self::RING.end();
     /// A barrier that says that it is known what the block has of attention, and that.
@@ -145,6 +159,11 @@ impl<const ROWS: u32> Memory<ROWS> {
 
     unsafe fn dealt() -> Barrier {
         unsafe { Barrier::at(shared::dynamic(Self::DEALT)) }
+    }
+
+    /// Pages that were asked for: see [`Slots`](attention).
+    unsafe fn asked() -> Shared<u32> {
+        unsafe { shared::dynamic(Self::DEALT + 8) }
     }
 
     unsafe fn deal() -> Shared<u32> {
@@ -201,6 +220,13 @@ pub struct WideStep {
 }
 
 impl WideStep {
+    /// Dynamic shared memory of [`attend_batch`].
+    pub const ATTEND_SHARED_BYTES: u32 = Memory::<ALONE>::FACTORS;
+    /// Query heads of a key-value head that [`attend_batch`] takes at most.
+    pub const ATTEND_PAIRS: u32 = alone::PAIRS;
+    /// CTAs of [`attend_batch`] that an SM holds.
+    pub const ATTEND_CTAS_PER_SM: u32 = alone::CTAS_PER_SM;
+
     /// Dynamic shared memory of a block of the kernel for `rows` = 64, 96 or 128 rows a tile.
     #[must_use]
     pub const fn shared_bytes(rows: u32) -> u32 {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Random, RowBuffers, run, run_wide};
+use common::{Random, RowBuffers, run, run_resident, run_wide};
 use cuda_std::emulator::Buffer;
 use cuda_std::{GlobalMut, bf16};
 use gpu_kernels::attention::{self, Attend, AttendTiles, SPLIT};
@@ -10,7 +10,7 @@ use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::slot;
 use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::qkv::{self, SplitHeads};
-use gpu_kernels::wide::{Kind, Phase, WideStep};
+use gpu_kernels::wide::{self, Kind, Phase, WideStep};
 use gpu_kernels::workspace::Workspace;
 use proptest::prelude::*;
 
@@ -129,7 +129,10 @@ impl Case {
         let heads = [q_heads as u32, rows.len() as u32, 1];
         run::<attention::combine>(heads, Attend::COMBINE_SHARED_BYTES, seed, tiled.attend);
         assert!(want == portable.2.as_slice(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
-        for tile_rows in [64, 96, 128] {
+        // In whole steps, and in launches of its own.
+        let is_alone = group <= WideStep::ATTEND_PAIRS as usize && sequences.iter().all(|&(_, rows)| rows == 1);
+        let alone = is_alone.then_some(None);
+        for tile_rows in [Some(64), Some(96), Some(128)].into_iter().chain(alone) {
             let memory = memory_of(rows.len());
             let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid, q_heads as u32)]);
             let items = Buffer::<u32>::new_poisoned(WideStep::items_len(tiles.len(), kv_heads, splits as usize));
@@ -185,7 +188,18 @@ impl Case {
                 tile_count: tiles.len() as u32,
                 ..WideStep::default()
             };
-            run_wide(tile_rows, grid, seed, params);
+            if let Some(tile_rows) = tile_rows {
+                run_wide(tile_rows, grid, seed, params);
+            } else {
+                let deals = Buffer::<u32>::new_poisoned(4 * grid as usize);
+                for layer in 0..2 {
+                    // SAFETY: one of the two phases.
+                    let phases = unsafe { params.phases.at(layer) };
+                    let (deals, is_dealt) = (deals.ptr_mut(), layer as u32);
+                    let params = WideStep { phases, phase_count: 1, deals, is_dealt, ..params };
+                    run_resident::<wide::attend_batch>([grid, 1, 1], WideStep::ATTEND_SHARED_BYTES, seed, params);
+                }
+            }
             if !listed.is_empty() {
                 run::<packed::unpack_pages>(blocks, PackPages::SHARED_BYTES, seed, pack);
             }
@@ -222,6 +236,18 @@ fn many_items_for_a_block() {
 }
 
 /// More splits than a warp that combines takes at a time.
+/// Then attention may have launches of its own.
+#[test]
+fn each_sequence_has_one_row() {
+    let contexts = [[0, 1, 30, 31, 32, 63, 64, 65, 100], [700, 255, 256, 257, 511, 512, 513, 40, 320]];
+    for (seed, contexts) in (7..).zip(contexts) {
+        for (q_heads, kv_heads) in [(4, 1), (4, 2), (2, 2)] {
+            let sequences = contexts.map(|start| (start, 1)).to_vec();
+            Case { q_heads, kv_heads, sequences }.check(2 + q_heads as u32 % 4, seed);
+        }
+    }
+}
+
 #[test]
 fn a_long_context_beside_short_ones() {
     Case { q_heads: 2, kv_heads: 1, sequences: vec![(2400, 1), (3, 2), (700, 1)] }.check(4, 9);

@@ -1,6 +1,7 @@
 //! What a block's warps found of one split is added, by way of shared memory.
 
-use cuda_std::{math, shared, thread, warp};
+use cuda_std::shared::{self, Shared};
+use cuda_std::{math, thread, warp};
 
 use super::{Attend, Found, PAIRS, SPLIT, TILES, Tile, WARPS, weight};
 use crate::kv::HEAD_DIM;
@@ -114,42 +115,102 @@ pub(crate) unsafe fn reduce_few(
     (scratch, barrier): (u32, u32),
 ) {
     unsafe {
-        let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
-        let (g, t) = (lane / 4, lane % 4);
-        let sums = shared::dynamic::<f32>(scratch);
-        // `[pair][warp]`
-        let tops = sums.at((WARPS * QUARTER * PAIR_STRIDE) as usize);
-        let norms = tops.at((WARPS * QUARTER) as usize);
-        if g < QUARTER {
-            if t == 0 {
-                let at = (g * WARPS + warp_id) as usize;
-                tops.store(at, found.top[0]);
-                norms.store(at, found.norm[0]);
-            }
-            let to = sums.at(((warp_id * QUARTER + g) * PAIR_STRIDE + 2 * t) as usize).cast();
+        let few = Few::new(thread::fresh(tile.lane), thread::fresh(tile.warp_id), scratch);
+        few.leave_scale(found.top[0], found.norm[0]);
+        if few.holds() {
             unroll!(N < TILES of 16; {
-                to.store(N * 4, [found.o[N][0], found.o[N][1]]);
+                few.leave(N, found.o[N]);
             });
         }
         sync(barrier);
-        // 64 threads a pair, each with two dimensions; each finds the warps' factors for itself.
-        let thread = warp_id * 32 + lane;
+        few.add(p, tile, position, put, keep);
+    }
+}
+
+/// What the warps of a tile of at most [`QUARTER`] pairs found, in shared memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Few {
+    lane: u32,
+    warp_id: u32,
+    scratch: u32,
+}
+
+impl Few {
+    /// For a lane, from byte `scratch` on.
+    #[inline(always)]
+    pub const fn new(lane: u32, warp_id: u32, scratch: u32) -> Self {
+        Self { lane, warp_id, scratch }
+    }
+
+    /// Whether the lane has something of a pair. Asked anew each time: known on both sides of a barrier, the compiler may write the barrier twice.
+    #[inline(always)]
+    pub fn holds(&self) -> bool {
+        thread::fresh(self.lane) / 4 < QUARTER
+    }
+
+    #[inline(always)]
+    unsafe fn sums(&self) -> Shared<f32> {
+        unsafe { shared::dynamic(self.scratch) }
+    }
+
+    /// `[pair][warp]` maxima; normalisers follow.
+    #[inline(always)]
+    unsafe fn tops(&self) -> Shared<f32> {
+        unsafe { self.sums().at((WARPS * QUARTER * PAIR_STRIDE) as usize) }
+    }
+
+    /// Leaves the maximum and the normaliser of the lane's pair.
+    #[inline(always)]
+    pub unsafe fn leave_scale(&self, top: f32, norm: f32) {
+        if self.holds() && self.lane.is_multiple_of(4) {
+            unsafe {
+                let at = (self.lane / 4 * WARPS + self.warp_id) as usize;
+                self.tops().store(at, top);
+                self.tops().store((WARPS * QUARTER) as usize + at, norm);
+            }
+        }
+    }
+
+    /// A lane that [holds](Self::holds) something leaves its weighted sums of dimensions `8n + 2t` and one on.
+    #[inline(always)]
+    pub unsafe fn leave(&self, n: usize, o: [f32; 4]) {
+        let (g, t) = (self.lane / 4, self.lane % 4);
+        unsafe {
+            let to = self.sums().at(((self.warp_id * QUARTER + g) * PAIR_STRIDE + 2 * t) as usize).cast();
+            to.store(n * 4, [o[0], o[1]]);
+        }
+    }
+
+    /// Adds what all warps left, and puts it where [`reduce`] does: 64 threads a pair, each with two dimensions; each finds the warps' factors for itself.
+    #[inline(always)]
+    pub unsafe fn add(
+        &self,
+        p: &Attend,
+        tile: &Tile,
+        position: impl Fn(u32) -> u32,
+        put: impl Fn(usize, u32, u32),
+        keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
+    ) {
+        let thread = thread::fresh(self.warp_id) * 32 + thread::fresh(self.lane);
         let (pair, d) = (thread / 64, 2 * (thread % 64));
         if pair < tile.pairs {
-            let at = (pair * WARPS) as usize;
-            let (own, parts) = ([tops.load16(at), tops.load16(at + 4)], [norms.load16(at), norms.load16(at + 4)]);
-            let (mut top, mut norm, mut sum) = (f32::NEG_INFINITY, 0f32, [0f32; 2]);
-            unroll!(W < 8; {
-                top = math::max(top, f32::from_bits(own[W / 4][W % 4]));
-            });
-            let from = sums.at((pair * PAIR_STRIDE + d) as usize).cast::<[f32; 2]>();
-            unroll!(W < 8; {
-                let factor = weight(f32::from_bits(own[W / 4][W % 4]), top);
-                let o = from.load(W * (QUARTER * PAIR_STRIDE / 2) as usize);
-                norm = math::fma(f32::from_bits(parts[W / 4][W % 4]), factor, norm);
-                sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
-            });
-            put_sum(p, tile, pair, d, (sum, [top, norm]), position(tile.row(pair)), &put, &keep);
+            unsafe {
+                let (tops, at) = (self.tops(), (pair * WARPS) as usize);
+                let norms = tops.at((WARPS * QUARTER) as usize);
+                let (own, parts) = ([tops.load16(at), tops.load16(at + 4)], [norms.load16(at), norms.load16(at + 4)]);
+                let (mut top, mut norm, mut sum) = (f32::NEG_INFINITY, 0f32, [0f32; 2]);
+                unroll!(W < 8; {
+                    top = math::max(top, f32::from_bits(own[W / 4][W % 4]));
+                });
+                let from = self.sums().at((pair * PAIR_STRIDE + d) as usize).cast::<[f32; 2]>();
+                unroll!(W < 8; {
+                    let factor = weight(f32::from_bits(own[W / 4][W % 4]), top);
+                    let o = from.load(W * (QUARTER * PAIR_STRIDE / 2) as usize);
+                    norm = math::fma(f32::from_bits(parts[W / 4][W % 4]), factor, norm);
+                    sum = [math::fma(o[0], factor, sum[0]), math::fma(o[1], factor, sum[1])];
+                });
+                put_sum(p, tile, pair, d, (sum, [top, norm]), position(tile.row(pair)), &put, &keep);
+            }
         }
     }
 }

@@ -16,7 +16,7 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, bulk, thread, warp};
 
-use super::{ALL, CONSUMERS, Memory, Phase, Rings, WARPS, WideStep};
+use super::{ALL, ALONE, CONSUMERS, Memory, Phase, Rings, WARPS, WideStep};
 use crate::attention::{
     Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, add_values, combine_by_warp, key_of,
     reduce, reduce_few, score_keys, values_from, weigh,
@@ -32,10 +32,13 @@ const PAGE_BYTES: u32 = PAGE_TOKENS * QUERY;
 /// Of an item's page, beside its [index](Cache::block_index): whether it was [packed](WideStep::packed).
 pub const PACKED: u32 = 1 << 31;
 /// Where in a slot of the items' ring one is described: behind its queries.
-const DESCRIPTION: u32 = PAIRS * QUERY;
+pub const DESCRIPTION: u32 = PAIRS * QUERY;
 
 /// Behind that, how its pages lie.
-const FORMS: u32 = DESCRIPTION + 16;
+pub const FORMS: u32 = DESCRIPTION + 16;
+
+/// Bytes of a slot that has no room for more.
+pub const SLOT_BYTES: u32 = (FORMS + 16).next_multiple_of(128);
 
 /// Behind these, in what is left of every slot: a split's sums for a pair, their maximum and normaliser.
 const PART: u32 = FORMS + 16;
@@ -69,8 +72,10 @@ pub struct Item {
     pub rows_before: u32,
     /// The position of the tile's last row.
     pub last: u32,
-    /// Whether its sums stay in shared memory.
+    /// Whether its sums stay in shared memory: then the block has all splits of the tile and head.
     pub on_chip: bool,
+    /// Whether the block has all of them.
+    pub is_whole: bool,
     /// Whether the block has no further split of a tile and head with several.
     pub is_last: bool,
     /// Whether this step adds to its keys.
@@ -84,7 +89,10 @@ impl Item {
     /// As four words.
     #[inline(always)]
     pub const fn words(&self) -> [u32; 4] {
-        let flags = (self.on_chip as u32) << 24 | (self.is_last as u32) << 25 | (self.is_fresh as u32) << 26;
+        let flags = (self.on_chip as u32) << 24
+            | (self.is_last as u32) << 25
+            | (self.is_fresh as u32) << 26
+            | (self.is_whole as u32) << 27;
         let rows = self.rows_before << 20 | self.first_row << 8 | self.rows;
         [self.kv_head | flags, self.first_split << 16 | self.split, rows, self.last]
     }
@@ -103,6 +111,7 @@ impl Item {
             on_chip: head >> 24 & 1 != 0,
             is_last: head >> 25 & 1 != 0,
             is_fresh: head >> 26 & 1 != 0,
+            is_whole: head >> 27 & 1 != 0,
         }
     }
 
@@ -137,14 +146,15 @@ impl Item {
 }
 
 /// One lane loads an item's pages, keys first, as far as there are any, the `i`-th beside `under_way(i)` at most; `blocks` are their
-/// [indices](Cache::block_index), with [`PACKED`]. All keep count.
+/// [indices](Cache::block_index), with [`PACKED`]. `asked` slots were asked for before, and [`ALONE`] it is told how many are. All keep count.
 #[inline(always)]
-pub unsafe fn load_pages(
+pub unsafe fn load_pages<const ROWS: u32>(
     cache: &Cache,
     ring: Ring,
     item: &Item,
     blocks: [u32; 4],
     under_way: impl Fn(u32) -> u32,
+    asked: u32,
 ) -> Ring {
     unsafe {
         let pages = item.pages();
@@ -153,7 +163,9 @@ pub unsafe fn load_pages(
             while kind < 2 {
                 unroll!(I < 4; {
                     if (I as u32) < pages {
-                        ring.wait_under_way(under_way(kind * pages + I as u32));
+                        if ROWS != ALONE {
+                            ring.wait_under_way(under_way(kind * pages + I as u32));
+                        }
                         ring.wait_empty();
                         let tokens = item.last + 1 - (item.first_page() + I as u32) * PAGE_TOKENS;
                         let is_packed = blocks[I] & PACKED != 0;
@@ -162,6 +174,10 @@ pub unsafe fn load_pages(
                         let from = (blocks[I] & !PACKED) as usize * 2 + kind as usize;
                         let from = from * (PAGE_TOKENS * HEAD_DIM) as usize;
                         bulk::copy_to_shared(ring.slot(), cache.pages.read().at(from).cast(), bytes, ring.full());
+                        if ROWS == ALONE {
+                            let count = asked + kind * pages + I as u32 + 1;
+                            atomic::store(Memory::<ROWS>::asked(), 0, count, Ordering::Release, Scope::Block);
+                        }
                         ring = ring.ahead(1);
                     }
                 });
@@ -169,7 +185,7 @@ pub unsafe fn load_pages(
             }
         }
         warp::sync_warp();
-        ring.ahead(2 * pages)
+        if ROWS == ALONE { ring.far_ahead(2 * pages) } else { ring.ahead(2 * pages) }
     }
 }
 
@@ -415,7 +431,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
 }
 
 /// This step's keys and values, for a warp that has them among its own.
-struct Newest {
+pub struct Newest {
     /// A lane's part of the norm's weights.
     weight: Weight,
     /// Where the key of the tile's last row is, ready, if it [came](Item::brings_key) with the queries.
@@ -426,7 +442,7 @@ struct Newest {
 
 impl Newest {
     #[inline(always)]
-    unsafe fn load(
+    pub unsafe fn load(
         p: &WideStep,
         weight: Weight,
         item: &Item,
@@ -467,7 +483,7 @@ impl Newest {
 
     /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache they come later.
     #[inline(always)]
-    unsafe fn put_keys(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+    pub unsafe fn put_keys(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         let heads = p.work.heads();
         unsafe {
             Self::rows(p, item, first_key, |row, position| {
@@ -491,7 +507,7 @@ impl Newest {
 
     /// The same of values.
     #[inline(always)]
-    unsafe fn put_values(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+    pub unsafe fn put_values(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         unsafe {
             Self::rows(p, item, first_key, |row, position| {
                 let value = if position == item.last {
@@ -545,7 +561,7 @@ unsafe fn finish<const ROWS: u32>(p: &WideStep, a: &Attend, item: &Item, tile: &
 
 /// A warp counts those of a pair's `splits` that this block has put into memory: whether all are there now.
 #[inline(always)]
-unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bool {
+pub unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bool {
     // A later row of the tile may have more of them.
     let own = (item.split + 1).min(splits).saturating_sub(item.first_split);
     let mut count = own;

@@ -138,7 +138,14 @@ impl Split {
 
     /// The item, of which a block has the splits from `first_split` on.
     #[inline(always)]
-    unsafe fn item(&self, p: &WideStep, kv_head: u32, first_split: u32, is_last: bool, on_chip: bool) -> Item {
+    unsafe fn item(
+        &self,
+        p: &WideStep,
+        kv_head: u32,
+        first_split: u32,
+        is_last: bool,
+        (is_whole, on_chip): (bool, bool),
+    ) -> Item {
         let Self { first_row, rows, last, since, split, .. } = *self;
         Item {
             kv_head,
@@ -149,6 +156,7 @@ impl Split {
             rows_before: first_row - since,
             last,
             on_chip,
+            is_whole,
             is_last: is_last && self.count() > 1,
             // SAFETY: one of the step's rows.
             is_fresh: unsafe { p.work.rows.positions.load(since as usize) } < (split + 1) * SPLIT,
@@ -203,7 +211,8 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
                         // The first with that much before its middle.
                         let first_split = if begins { 0 } else { (begin - run - PAGES / 2).div_ceil(PAGES) };
                         let fits = count * split.rows * p.work.group() <= parts::<ROWS>();
-                        let item = split.item(p, kv_head, first_split, is_last, begins && ends && fits);
+                        let whole = begins && ends;
+                        let item = split.item(p, kv_head, first_split, is_last, (whole, whole && fits));
                         put(p, &item, before[1] + number);
                     }
                     let owned = warp::ballot(own);
@@ -302,7 +311,7 @@ impl Pool {
                         let split = Split::of(&tiles, since, number);
                         // How many runs have ended before.
                         let runs = first + split.tile - self.tile;
-                        let item = split.item(p, p.work.kv_heads - 1, split.split, true, false);
+                        let item = split.item(p, p.work.kv_heads - 1, split.split, true, (false, false));
                         let place = if split.split + 1 == split.count() {
                             self.all[1] - tiles_of_pool + runs
                         } else {

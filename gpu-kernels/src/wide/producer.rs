@@ -72,8 +72,14 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
                     |deal| asking.next(p, number, deal),
                     |_, [item, pages]| {
                         let item = Item::new(item);
-                        ring =
-                            load_pages(&cache, ring, &item, pages, |i| under_way(filled + i, alone, PAGES_UNDER_WAY));
+                        ring = load_pages::<ROWS>(
+                            &cache,
+                            ring,
+                            &item,
+                            pages,
+                            |i| under_way(filled + i, alone, PAGES_UNDER_WAY),
+                            0,
+                        );
                         filled += 2 * item.pages();
                     },
                 );
@@ -164,27 +170,7 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
             if kind == Kind::ATTEND {
-                let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
-                // Words and forms.
-                let kept = |place: u32| Memory::<ROWS>::items().at((8 * place) as usize);
-                walk::<ROWS, 0, _>(
-                    |item| ([], find_forms(p, number, load(p, item))),
-                    |place, [words, forms]| {
-                        kept(place).store16(0, words);
-                        kept(place).store16(4, forms);
-                    },
-                    || p.meet(number),
-                    |_| told.next(),
-                    |place, []| {
-                        let item = Item::new(kept(place).load16(0));
-                        make_queries(p, number, weight, &items, &item, kept(place).at(4));
-                        items = items.ahead(1);
-                    },
-                );
-                send_end(&items);
-                items = items.ahead(1);
-                // Activations come where items were kept.
-                bulk::fence_proxy_async();
+                describe_items::<ROWS>(p, number, &mut items, &mut told);
             } else if Kind::is_product(kind) {
                 // Before the meeting what does not depend on it.
                 let (product, map) = (Product::new(phase), field!(phase, x: Global<TensorMap>));
@@ -196,6 +182,35 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
             }
             number += 1;
         }
+    }
+}
+
+/// Describes attention's items of a phase, and makes their queries.
+#[inline(always)]
+pub unsafe fn describe_items<const ROWS: u32>(p: &WideStep, number: u32, items: &mut Ring, told: &mut Told) {
+    unsafe {
+        let phase = p.phases.at(number as usize);
+        let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
+        // Words and forms.
+        let kept = |place: u32| Memory::<ROWS>::items().at((8 * place) as usize);
+        walk::<ROWS, 0, _>(
+            |item| ([], find_forms(p, number, load(p, item))),
+            |place, [words, forms]| {
+                kept(place).store16(0, words);
+                kept(place).store16(4, forms);
+            },
+            || p.meet(number),
+            |_| told.next(),
+            |place, []| {
+                let item = Item::new(kept(place).load16(0));
+                make_queries(p, number, weight, items, &item, kept(place).at(4));
+                *items = items.ahead(1);
+            },
+        );
+        send_end(items);
+        *items = items.ahead(1);
+        // Activations come where items were kept.
+        bulk::fence_proxy_async();
     }
 }
 

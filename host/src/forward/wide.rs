@@ -53,8 +53,12 @@ struct Many {
     /// Of the activations that SwiGLU writes.
     out: TensorMaps,
     spans: Buffer<f32>,
-    /// What falls to each block in attention.
+    /// CTAs of attention's launches.
+    attend_grid: u32,
+    /// What falls to each of them.
     deals: Buffer<u32>,
+    /// As [`WideStep::arrivals`], of these launches.
+    arrivals: Buffer<u32>,
     beside: gemm::Beside,
 }
 
@@ -132,6 +136,7 @@ impl Forward {
         let upload = |program, head| self.device.upload(Phase::words(&phases(program, head)));
         let program = |&program: &_| Ok([upload(program, Kind::Write)?, upload(program, Kind::Best)?]);
         let kv_heads = c.num_key_value_heads;
+        let attend_grid = WideStep::ATTEND_CTAS_PER_SM * self.device.multiprocessors();
         let partials = TILE_ROWS.map(|rows| WideStep::partial_len(rows, grid)).into_iter().max().unwrap_or(0);
         self.wide = Some(Wide {
             grid,
@@ -152,7 +157,9 @@ impl Forward {
                     c.intermediate_size,
                 )])?,
                 spans: self.device.zeroed(self.room.rows * c.hidden_size / SPAN as usize)?,
-                deals: self.device.zeroed(4 * grid as usize)?,
+                attend_grid,
+                deals: self.device.zeroed(4 * attend_grid as usize)?,
+                arrivals: self.device.zeroed(WideStep::arrivals_len(attend_grid, c.num_attention_heads as u32))?,
                 beside: gemm::Beside::new(&self.device)?,
             },
         });
@@ -397,16 +404,22 @@ impl Forward {
         // SAFETY: likewise.
         unsafe { d.launch::<embedding::embed_spans>((1, pass.most_rows), 0, w.embedding(pass.rows, residual))? };
         let last = w.layers.len() - 1;
+        let group = (c.num_attention_heads / c.num_key_value_heads) as u32;
+        let is_alone = tiles.count == pass.most_rows && group <= WideStep::ATTEND_PAIRS;
         for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
             let qkv = Gemm { y: self.qkv.ptr_mut(), ..product(4 * i, Input::Scaled, heads, hidden) };
             enqueue(Epilogue::Write, qkv)?;
             let attend = self.wide_step(of, stream, pass, tiles, (LAYER_PHASES * i + 2, 1));
-            let deals = of.many.deals.ptr_mut();
-            self.launch_wide(
-                of,
-                pass,
-                WideStep { deals, is_dealt: u32::from(i > 0), best: Default::default(), ..attend },
-            )?;
+            let (deals, is_dealt) = (of.many.deals.ptr_mut(), u32::from(i > 0));
+            let attend = WideStep { deals, is_dealt, best: Default::default(), ..attend };
+            if is_alone {
+                let attend = WideStep { arrivals: of.many.arrivals.ptr_mut(), ..attend };
+                let grid = of.many.attend_grid;
+                // SAFETY: likewise; all of the grid is resident at once, since an SM has room for so many CTAs, and whatever else is there ends.
+                unsafe { d.launch_early::<wide::attend_batch>(grid, WideStep::ATTEND_SHARED_BYTES, attend)? };
+            } else {
+                self.launch_wide(of, pass, attend)?;
+            }
             let next = layer.post_attention_norm.ptr();
             enqueue(Epilogue::Add, Gemm { next_norm: next, ..product(4 * i + 1, Input::Attended, hidden, q_size) })?;
             let gate_up = product(4 * i + 2, Input::Scaled, inner, hidden);
