@@ -47,13 +47,15 @@ pub enum Error {
         /// The parser's reason, with line and column.
         reason: String,
     },
-    /// Another architecture than dense Qwen3.
-    #[error("{} describes a `{found}` model, and warpdraft runs dense Qwen3 (`Qwen3ForCausalLM`) only{hint}", path.display())]
+    /// Another architecture than those of [`family`](crate::family).
+    #[error("{} describes a `{found}` model{hint}; warpdraft runs {supported}: choose one of these", path.display())]
     UnsupportedArchitecture {
         /// `config.json`.
         path: PathBuf,
         /// The architecture that it names.
         found: String,
+        /// The architectures that are supported, with models of each.
+        supported: String,
         /// A further clause for a near miss such as mixture-of-experts Qwen3, or nothing.
         hint: &'static str,
     },

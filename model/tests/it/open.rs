@@ -1,5 +1,6 @@
 //! Checkpoints that are in order open, and say what is in them.
 
+use model::rope::Scaling;
 use model::{Config, Dtype};
 use serde_json::json;
 
@@ -162,9 +163,9 @@ fn published_sizes_count_up() {
     fields.insert("rope_theta".into(), json!(1000000));
     fields.insert("rope_scaling".into(), card.clone());
     let scaled = parse(&json);
-    let yarn = scaled.yarn.unwrap();
+    let Some(Scaling::Yarn(yarn)) = scaled.rope_scaling else { panic!("{scaled:?}") };
     assert_eq!((yarn.factor, yarn.original_positions, yarn.beta_fast, yarn.beta_slow), (4.0, 32768, 32.0, 1.0));
-    assert_eq!(scaled, Config { yarn: Some(yarn), max_position_embeddings: 131_072, ..config });
+    assert_eq!(scaled, Config { rope_scaling: Some(Scaling::Yarn(yarn)), max_position_embeddings: 131_072, ..config });
     let fields = json.as_object_mut().unwrap();
     fields.remove("rope_scaling");
     fields.insert("rope_parameters".into(), card);
