@@ -103,6 +103,7 @@ impl HeadMemory {
             },
             q_heads: q_heads as u32,
             eps: 1e-6,
+            head_norm: 1,
         }
     }
 }
@@ -206,6 +207,7 @@ impl Case {
             out: out_map.ptr(),
             y: y.ptr_mut(),
             norm: Norm { squares: factors.ptr(), dim: self.dim, eps: EPS },
+            bias: Default::default(),
             heads: heads.params(self),
             residual,
             next_norm: norm.ptr(),
@@ -360,6 +362,7 @@ fn by_linear<K: Kernel<Params = Linear>>(case: &Case, strips: Option<&[f32]>) ->
             dim: n as u32,
         },
         next_norm: next.ptr(),
+        bias: Default::default(),
         n: n as u32,
         k: k as u32,
         first_row: 0,

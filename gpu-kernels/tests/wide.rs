@@ -107,6 +107,7 @@ impl Case {
                     dim: self.n as u32,
                 },
                 next_norm: next.ptr(),
+                bias: Default::default(),
                 n: self.n as u32,
                 k: self.k as u32,
                 first_row: 0,
@@ -167,6 +168,7 @@ impl Case {
             },
             activation: activation.ptr_mut(),
             eps: 1e-6,
+            head_norm: 1,
             ..Workspace::default()
         };
         let params = WideStep {

@@ -25,7 +25,7 @@ use crate::Config;
 pub struct Traits {
     /// Whether each head of queries and keys has an RMS norm.
     pub head_norm: bool,
-    /// Whether the projections of queries, keys and values have a bias. A model with a head norm has none.
+    /// Whether the projections of queries, keys and values have a bias.
     pub qkv_bias: bool,
 }
 
@@ -183,8 +183,7 @@ impl LayerPlan {
         let Self { hidden, attention, feed_forward } = *self;
         let Attention { query_heads, key_value_heads, head_dim, bias, .. } = attention;
         let (q, qkv) = (query_heads * head_dim, (query_heads + 2 * key_value_heads) * head_dim);
-        let gemm =
-            |matrix, input, epilogue, [n, k]: [usize; 2]| Operator::Gemm(Gemm { matrix, input, epilogue, n, k });
+        let gemm = |matrix, input, epilogue, [n, k]: [usize; 2]| Operator::Gemm(Gemm { matrix, input, epilogue, n, k });
         let FeedForward::SwiGlu { intermediate: inner } = feed_forward;
         [
             gemm(Matrix::Qkv, Input::Normed, Epilogue::Write { bias }, [qkv, hidden]),

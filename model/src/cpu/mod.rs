@@ -311,7 +311,8 @@ impl CpuModel {
     fn gemm(&self, index: usize, gemm: Gemm, rows: usize, s: &mut Scratch) {
         let (layer, vectors) = (&self.weights.layers[index], &self.vectors.layers[index]);
         if gemm.input == Input::Normed {
-            let norm = if gemm.matrix == plan::Matrix::Qkv { &vectors.input_norm } else { &vectors.post_attention_norm };
+            let norm =
+                if gemm.matrix == plan::Matrix::Qkv { &vectors.input_norm } else { &vectors.post_attention_norm };
             self.norm(&s.x, norm, &mut s.normed);
         }
         let input = match gemm.input {

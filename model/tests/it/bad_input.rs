@@ -307,7 +307,10 @@ fn a_tokenizer_that_is_none() {
     assert!(matches!(fixture.write().error("tokenizer.json"), Error::Tokenizer { .. }));
     fixture.tokenizer = tokenizer_json();
     fixture.tokenizer["model"]["type"] = json!("Unigram");
-    assert!(matches!(fixture.write().error("its model is Unigram, and warpdraft reads byte-level BPE alone"), Error::Tokenizer { .. }));
+    assert!(matches!(
+        fixture.write().error("its model is Unigram, and warpdraft reads byte-level BPE alone"),
+        Error::Tokenizer { .. }
+    ));
     // Cut within the decoder, where the library `tokenizers` panics.
     let dir = Fixture::new("F32", true).write();
     let text = String::from_utf8(dir.get("tokenizer.json")).unwrap();
