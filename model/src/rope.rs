@@ -53,11 +53,11 @@ pub enum Scaling {
 }
 
 impl Scaling {
-    /// What it is called.
-    pub const fn name(&self) -> &'static str {
+    /// What `rope_type` of a config says, and what people call it.
+    pub const fn names(&self) -> (&'static str, &'static str) {
         match self {
-            Self::Yarn(_) => "YaRN",
-            Self::Llama3(_) => "Llama 3",
+            Self::Yarn(_) => ("yarn", "YaRN"),
+            Self::Llama3(_) => ("llama3", "Llama 3's"),
         }
     }
 

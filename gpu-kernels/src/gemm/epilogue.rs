@@ -137,6 +137,9 @@ pub trait Epilogue {
 
 /// The products of the tile that comes next, if one does.
 pub trait Next {
+    /// Whether there may be one.
+    const FOLLOWS: bool = true;
+
     /// Begins them, once: accumulators are no more the last tile's.
     unsafe fn begin(&mut self);
     /// Goes on with them, if there are more.
@@ -145,6 +148,8 @@ pub trait Next {
 
 /// None beside this.
 impl Next for () {
+    const FOLLOWS: bool = false;
+
     #[inline(always)]
     unsafe fn begin(&mut self) {}
 
@@ -388,7 +393,7 @@ impl Epilogue for Qkv {
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: HeadsAhead, next: &mut impl Next) {
         unsafe {
             let HeadsAhead { scales, positions } = ahead;
-            let scales = bias::add::<N>(p, half, scales);
+            let scales = bias::add::<N, _>(p, half, scales, next);
             let (q_heads, heads) = (p.heads.q_heads, p.n / HEAD_DIM);
             let rotated = (q_heads + p.heads.cache.kv_heads).min(heads);
             let first = half.column / HEAD_DIM;
@@ -546,7 +551,7 @@ impl Epilogue for Write {
     #[inline(always)]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, scales: [f32; 2], next: &mut impl Next) {
         unsafe {
-            let scales = bias::add::<N>(p, half, scales);
+            let scales = bias::add::<N, _>(p, half, scales, next);
             let row = half.lane_row();
             let column = half.column + 2 * (thread::fresh(thread::lane_id()) % 4);
             let to = p.y.at(row as usize * p.n as usize + column as usize).cast::<[f32; 2]>();

@@ -418,6 +418,7 @@ impl Prompt {
             Ok(DeviceLayer {
                 input_norm: device.upload(&ones)?,
                 qkv: weights(heads * hidden, 7 * i)?,
+                qkv_bias: None,
                 q_norm: device.upload(&ones[..D])?,
                 k_norm: device.upload(&ones[..D])?,
                 output: weights(hidden * config.query_size(), 7 * i + 1)?,
