@@ -30,7 +30,8 @@ pub enum Epilogue {
 pub enum Cut {
     /// 128 rows × 128 weight rows; not for SwiGLU.
     N128,
-    /// 128 rows × 192 weight rows, in twos: two neighbours share 128, of which each takes half of the rows. Not for SwiGLU, nor to add, nor with a bias.
+    /// 128 rows × 192 weight rows, in twos: two neighbours share 128, of which each takes half of the rows. Not for
+    /// SwiGLU, nor to add, nor with a bias.
     N192,
     /// 128 rows × 256 weight rows.
     N256,

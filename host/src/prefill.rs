@@ -285,8 +285,9 @@ impl Prefill {
         // Whole tiles of products: of rows before the results' nothing is read.
         let first_row = if row < count { row as u32 / TILE_ROWS * TILE_ROWS } else { m };
 
-        // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block states, with whole tiles of
-        // rows; the maps describe them; both outlive the work because freeing device memory waits for it.
+        // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block
+        // states, with whole tiles of rows; the maps describe them; both outlive the work because freeing device memory
+        // waits for it.
         unsafe {
             device.launch::<embedding::embed_spans>((1, m), 0, w.embedding(rows, self.residual(c)))?;
             for i in 0..w.layers.len() {
@@ -392,7 +393,8 @@ impl Prefill {
         }
     }
 
-    /// Enqueues a product with a layer's matrix, which is laid out just before if none was: then its first weights are not to be fetched early.
+    /// Enqueues a product with a layer's matrix, which is laid out just before if none was: then its first weights are
+    /// not to be fetched early.
     ///
     /// # Safety
     /// As [`Device::launch`].

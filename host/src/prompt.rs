@@ -5,8 +5,8 @@ use model::tokenizer::{Around, Encoded};
 
 use crate::Error;
 
-/// The tokens of a prompt with what is to be `around` it, for a context of `context` tokens, one of them for the answer; `most` is what the model
-/// allows. A text that is far too long is refused before all of its tokens are made.
+/// The tokens of a prompt with what is to be `around` it, for a context of `context` tokens, one of them for the
+/// answer; `most` is what the model allows. A text that is far too long is refused before all of its tokens are made.
 ///
 /// # Errors
 /// [`Error::PromptTooLong`] or [`Error::PromptFarTooLong`], or a text that the tokenizer cannot encode.

@@ -152,6 +152,16 @@ pub enum Error {
         /// The shape by the config.
         expected: Vec<usize>,
     },
+    /// A layer has a norm or a bias that the plan does not have.
+    #[error("`{tensor}` in {} is no weight of a {architecture} as config.json describes it: the weights and config.json are of different models; fetch both again", path.display())]
+    UnexpectedTensor {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The architecture.
+        architecture: &'static str,
+    },
     /// A weight is NaN or infinite.
     #[error("element {index} of `{tensor}` in {} is {value}: the weights are damaged; fetch the file again", path.display())]
     NotFinite {

@@ -48,8 +48,8 @@ impl Matrix {
     /// The matrices of a layer, in order.
     pub const OF_LAYER: [Self; 4] = [Self::Qkv, Self::Output, Self::GateUp, Self::Down];
 
-    /// The matrix's number in the order of the pass, for a layer's that of this layer; for the head, `layer` is how many
-    /// layers there are.
+    /// The matrix's number in the order of the pass, for a layer's that of this layer; for the head, `layer` is how
+    /// many layers there are.
     pub const fn number(self, layer: usize) -> usize {
         let place = match self {
             Self::Qkv | Self::Head => 0,

@@ -210,6 +210,31 @@ mod tests {
         // Pair 0 turns by exactly `position` radians.
         assert!((head[0] - (2f32.cos() - 5.0 * 2f32.sin())).abs() < 1e-5);
     }
+
+    /// Angles of some pairs as transformers 5.23's `LlamaRotaryEmbedding` has them for Llama-3.1-8B, in f32: as they
+    /// are, between, and eight times slower.
+    #[test]
+    fn llama3_is_that_of_transformers() {
+        let llama = Llama3 { factor: 8.0, original_positions: 8192, low_freq_factor: 1.0, high_freq_factor: 4.0 };
+        let config =
+            Config { rope_theta: 5e5, rope_scaling: Some(Scaling::Llama3(llama)), ..Config::published("8B").unwrap() };
+        let found = Frequencies::of(&config);
+        assert_eq!(found.length, 1.0);
+        for (pair, angle) in [
+            (0, 1.0),
+            (20, 1.656044088e-02),
+            (28, 3.211446106e-03),
+            (30, 1.371893683e-03),
+            (33, 3.126936499e-04),
+            (35, 9.556212171e-05),
+            (40, 3.428102355e-05),
+            (63, 3.068925878e-07),
+        ] {
+            let error = (found.angles[pair] / angle - 1.0).abs();
+            assert!(error < 1e-6, "pair {pair}: {} and {angle}", found.angles[pair]);
+        }
+    }
+
     /// Angles of some pairs, and the factor, as transformers 5.23's `Qwen3RotaryEmbedding` has them for Qwen3-8B, in f32.
     #[test]
     fn yarn_is_that_of_transformers() {

@@ -1,7 +1,7 @@
 //! Text to token ids and back, and the streaming detokeniser.
 //!
-//! The tokenizers of these models are byte-level BPEs: a token stands for a run of bytes, and a character may be split over
-//! tokens. Decoding is therefore done on bytes, from a table made once: append the tokens' bytes, then read them
+//! The tokenizers of these models are byte-level BPEs: a token stands for a run of bytes, and a character may be split
+//! over tokens. Decoding is therefore done on bytes, from a table made once: append the tokens' bytes, then read them
 //! as UTF-8 with U+FFFD for what is not. [`TokenStream`] does the same a token at a time.
 
 use std::path::Path;

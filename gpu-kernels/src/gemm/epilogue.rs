@@ -260,7 +260,8 @@ unsafe fn head_norm(p: &Gemm, head: u32) -> Global<u32> {
     unsafe { norm.at((2 * (thread::fresh(thread::lane_id()) % 4)) as usize).cast() }
 }
 
-/// The factor that normalises the head whose sums begin at accumulator `$first`, in row `$r` of the lane; the row's own, where heads have no norm.
+/// The factor that normalises the head whose sums begin at accumulator `$first`, in row `$r` of the lane; the row's
+/// own, where heads have no norm.
 macro_rules! head_factor {
     ($first:expr, $r:expr, $p:ident, $scale:expr) => {{
         // Four chains: one would be mostly waiting.

@@ -56,8 +56,8 @@ impl Forward {
     pub(super) fn enqueue_launches(&self, pass: &Pass) -> Result<(), Error> {
         let Pass { rows, most_rows, output, .. } = *pass;
         let (d, plan) = (&self.device, self.config.layer_plan());
-        // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self outlives the work because
-        // freeing device memory waits for it.
+        // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self
+        // outlives the work because freeing device memory waits for it.
         unsafe {
             d.launch::<embedding::embed>((1, most_rows), 0, self.embed(rows))?;
             for i in 0..self.config.num_hidden_layers {

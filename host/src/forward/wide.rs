@@ -74,7 +74,8 @@ fn program(rows: u32) -> usize {
     PROGRAMS.iter().position(|&(tile_rows, tiles)| rows <= tile_rows * tiles).expect("no pass has more rows")
 }
 
-/// Which of the maps of [`Wide::maps`] describes what a product reads, in tiles of the height at this place of [`TILE_ROWS`].
+/// Which of the maps of [`Wide::maps`] describes what a product reads, in tiles of the height at this place of
+/// [`TILE_ROWS`].
 fn input_map(input: Input, height: usize) -> usize {
     let place = match input {
         Input::Normed => 0,
@@ -400,7 +401,8 @@ impl Forward {
                 beside: Default::default(),
             }
         };
-        // SAFETY: every address is a buffer of self or of the model, of the size that the parameter block states, with room for whole tiles of rows.
+        // SAFETY: every address is a buffer of self or of the model, of the size that the parameter block states, with
+        // room for whole tiles of rows.
         unsafe { d.launch::<embedding::embed_spans>((1, pass.most_rows), 0, w.embedding(pass.rows, residual))? };
         let last = w.layers.len() - 1;
         for i in 0..=last {

@@ -63,6 +63,7 @@ impl Checkpoint {
 impl Store {
     /// Every weight that `c` calls for, its shape checked.
     pub(super) fn weight_ids(&self, c: &Config) -> Result<Weights<TensorId>, Error> {
+        self.check_unexpected(c)?;
         let (hidden, inner, q, kv) = (c.hidden_size, c.intermediate_size, c.query_size(), c.key_value_size());
         let tied = c.tie_word_embeddings;
         // Of two that are tied, the one that is stored.
@@ -98,6 +99,29 @@ impl Store {
         let norm = self.tensor_id("model.norm.weight", &[hidden])?;
         let head = if tied { embed } else { self.tensor_id(HEAD, &[c.vocab_size, hidden])? };
         Ok(Weights { embed, layers, norm, head })
+    }
+}
+
+impl Store {
+    /// Refuses norms and biases of layers that the plan does not have: without them it would be another model.
+    fn check_unexpected(&self, c: &Config) -> Result<(), Error> {
+        const QKV_BIASES: [&str; 3] = ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"];
+        const BIASES: [&str; 4] =
+            ["self_attn.o_proj.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"];
+        const HEAD_NORMS: [&str; 2] = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"];
+        let kinds: [(bool, &[&str]); 3] =
+            [(c.traits.qkv_bias, &QKV_BIASES), (false, &BIASES), (c.traits.head_norm, &HEAD_NORMS)];
+        let unexpected = kinds.iter().filter(|(has, _)| !has).flat_map(|(_, names)| *names);
+        for name in unexpected {
+            for layer in 0..c.num_hidden_layers {
+                let tensor = format!("model.layers.{layer}.{name}");
+                if let Some(id) = self.by_name.get(&tensor) {
+                    let path = self.shards[self.tensors[id.0].shard].path.clone();
+                    return Err(Error::UnexpectedTensor { path, tensor, architecture: c.family.architecture });
+                }
+            }
+        }
+        Ok(())
     }
 }
 

@@ -1,4 +1,5 @@
-//! Llama from its third version on: neither norms of heads nor biases. (The tokenizers of earlier ones are not byte-level.)
+//! Llama from its third version on: neither norms of heads nor biases. (The tokenizers of earlier ones are not
+//! byte-level.)
 
 use super::{Family, Fields};
 use crate::Error;

@@ -1,5 +1,5 @@
-//! Families of models: what of a `config.json` is theirs, and what plan it comes to. See [`plan`](crate::plan) for how to
-//! add one.
+//! Families of models: what of a `config.json` is theirs, and what plan it comes to. See [`plan`](crate::plan) for how
+//! to add one.
 
 mod llama;
 mod qwen2;

@@ -211,6 +211,9 @@ fn weights_and_sizes_of_another_family() {
     let mut fixture = Fixture::new("F32", true);
     fixture.config["architectures"] = json!(["Qwen2ForCausalLM"]);
     fixture.config["model_type"] = json!("qwen2");
+    let error = fixture.write().error("`model.layers.0.self_attn.q_norm.weight`");
+    assert!(matches!(error, Error::UnexpectedTensor { architecture: "Qwen2ForCausalLM", .. }));
+    fixture.tensors().retain(|name, _| !name.contains("q_norm") && !name.contains("k_norm"));
     let error = fixture.write().error("model.layers.0.self_attn.q_proj.bias");
     assert!(matches!(error, Error::MissingTensor { .. }));
     // 48 over 4 heads, where the weights are those of heads of 16.
@@ -218,6 +221,11 @@ fn weights_and_sizes_of_another_family() {
     fixture.config["architectures"] = json!(["LlamaForCausalLM"]);
     fixture.config["model_type"] = json!("llama");
     assert!(matches!(fixture.write().error("q_proj.weight"), Error::Shape { expected, .. } if expected == [48, 48]));
+    fixture.config["head_dim"] = json!(16);
+    fixture.open();
+    let bias = Stored { dtype: "F32", shape: vec![48], data: vec![0; 4 * 48] };
+    fixture.tensors().insert("model.layers.1.self_attn.o_proj.bias".into(), bias);
+    assert!(matches!(fixture.write().error("layers.1.self_attn.o_proj.bias"), Error::UnexpectedTensor { .. }));
 }
 
 #[test]

@@ -109,7 +109,7 @@ fn what_contradicts_itself_or_is_not_understood_is_refused() {
         (json!({"rope_scaling": with("original_max_position_embeddings", json!(64.5))}), "whole number"),
         (json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}), "high_freq_factor"),
         (
-            json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}}),
+            json!({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}),
             "below its",
         ),
         (json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "beta_fast": 32}}), "beta_fast"),

@@ -5,8 +5,9 @@ use cuda_std::{math, thread, wgmma};
 use super::{Half, Next};
 use crate::gemm::Gemm;
 
-/// If the product has a bias, each sum of the half is multiplied by its row's factor, and the bias added: what is left to
-/// multiply by is returned. What needs no bias passes by; so do blocks of one tile (`_n192`), which lack the registers.
+/// If the product has a bias, each sum of the half is multiplied by its row's factor, and the bias added: what is left
+/// to multiply by is returned. What needs no bias passes by; so do blocks of one tile (`_n192`), which lack the
+/// registers.
 #[inline(always)]
 pub unsafe fn add<const N: u32, T: Next>(p: &Gemm, half: &Half, scales: [f32; 2], _: &T) -> [f32; 2] {
     if !T::FOLLOWS || p.bias.is_null() {
