@@ -95,14 +95,14 @@ LLAMA_TEMPLATE = (
 )
 
 
-def byte_level_tokenizer(special: list[str] = SPECIAL) -> Tokenizer:
+def byte_level_tokenizer(special: list[str] = SPECIAL, ignore_merges: bool = False) -> Tokenizer:
     """A byte-level BPE of 256 bytes, a few merges, and a family's control tokens: 270 tokens, some split characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)}
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("Ġ", "a"), ("e", "r"), ("Ã", "©"), ("ð", "Ł"), ("â", "Ĥ")]
     for a, b in merges:
         vocab[a + b] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special])
@@ -113,7 +113,7 @@ def byte_level_tokenizer(special: list[str] = SPECIAL) -> Tokenizer:
 
 def llama_tokenizer() -> Tokenizer:
     """The same as Llama 3 has it: its control tokens, one of which begins every text, and its kind of pre-tokenizer."""
-    tokenizer = byte_level_tokenizer(LLAMA_SPECIAL)
+    tokenizer = byte_level_tokenizer(LLAMA_SPECIAL, ignore_merges=True)
     words = Regex(r"\p{N}{1,3}| ?\p{L}+|[^\p{L}\p{N}]")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

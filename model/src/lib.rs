@@ -1,4 +1,4 @@
-//! What a model is, with no GPU in it: config and [plan](plan), checkpoint, tokenizer, chat template, sampler and a CPU
+//! What a model is, with no GPU in it: config and [plan], checkpoint, tokenizer, chat template, sampler and a CPU
 //! reference forward pass. Which models: [`family`].
 //!
 //! The way in is [`Source`]: it parses what the user wrote (a directory, a hub id or `demo`) and resolves to a
