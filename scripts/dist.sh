@@ -65,8 +65,8 @@ Installed-Size: $(du -sk "$root/usr" | cut -f1)
 Depends: libc6 (>= $glibc), libgcc-s1
 Section: science
 Priority: optional
-Description: Qwen3 inference on NVIDIA GPUs and CPUs
- Generates text, chats, and answers files of requests with Qwen3 models. A
+Description: Qwen3, Qwen2 and Llama inference on NVIDIA GPUs and CPUs
+ Generates text, chats, and answers files of requests with these models. A
  small model comes with the program; a GPU is used if there is one, through
  the driver alone.
 CONTROL

@@ -2,10 +2,12 @@
 """Makes the golden checkpoints of tests/golden with Hugging Face transformers, the independent implementation.
 
     python3 -m venv .venv && .venv/bin/pip install torch transformers numpy
-    .venv/bin/python scripts/make_golden.py
+    .venv/bin/python scripts/make_golden.py            all of them
+    .venv/bin/python scripts/make_golden.py CASE…      some cases alone
 
-Each case is a small random Qwen3 with its tokenizer, and beside it
-    golden.json   prompt ids, shape of the logits, and the versions that made them
+Each case is a small random model of a family with its tokenizer, and beside it
+    golden.json   prompt ids, shape of the logits, and the versions that made them; texts with the ids that transformers
+                  gives them, and a conversation with its prompt and that one's ids
     logits.f32    logits of every prompt position, [rows, vocab], little-endian f32, computed in f32 from the stored weights
 Also writes tests/golden/chat.json: conversations, and the prompts that transformers' apply_chat_template makes of them.
 
@@ -22,8 +24,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
+                          Qwen3Config, Qwen3ForCausalLM)
 
 ROOT = Path(__file__).resolve().parent.parent / "tests" / "golden"
 
@@ -31,7 +34,18 @@ PLAIN = {"rope_theta": 1e6, "rope_type": "default"}
 # With so few positions to begin with, most pairs are slowed down, and some in part.
 YARN = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
-# name: (sizes, stored dtype, prompt length, shards, rotation)
+# With the same few positions, pairs of all three kinds: as they are, slowed down, and between.
+LLAMA3 = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=128)),
+    # The others' heads are the hidden size over their number, unless the config says more.
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict(head_dim=128)),
+    "llama": (LlamaConfig, LlamaForCausalLM, dict(head_dim=128)),
+}
+
+# name: (sizes, stored dtype, prompt length, shards, rotation, family if it is not Qwen3)
 CASES = {
     "tied_bf16": (
         dict(vocab_size=288, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
@@ -53,43 +67,85 @@ CASES = {
              num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True),
         torch.bfloat16, 40, 1, YARN,
     ),
+    # Two layers: each has biases of its own.
+    "tied_qwen2_bf16": (
+        dict(vocab_size=272, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
+             num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True),
+        torch.bfloat16, 11, 1, PLAIN, "qwen2",
+    ),
+    "separate_llama_bf16": (
+        dict(vocab_size=272, hidden_size=128, intermediate_size=256, num_hidden_layers=1,
+             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False),
+        torch.bfloat16, 40, 1, LLAMA3, "llama",
+    ),
 }
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 THINK = ["<think>", "</think>"]
 
 
-def byte_level_tokenizer() -> Tokenizer:
-    """A byte-level BPE of 256 bytes, a few merges, and Qwen3's control tokens: 270 tokens, some of which split characters."""
+LLAMA_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+# In the manner of Llama 3's: the template writes the token that begins a text, which the tokenizer adds to other texts.
+LLAMA_TEMPLATE = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{{- message['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+
+
+def byte_level_tokenizer(special: list[str] = SPECIAL, ignore_merges: bool = False) -> Tokenizer:
+    """A byte-level BPE of 256 bytes, a few merges, and a family's control tokens: 270 tokens, some split characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)}
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("Ġ", "a"), ("e", "r"), ("Ã", "©"), ("ð", "Ł"), ("â", "Ĥ")]
     for a, b in merges:
         vocab[a + b] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in THINK])
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special])
+    if special is SPECIAL:
+        tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in THINK])
     return tokenizer
 
 
-def make_case(name: str, sizes: dict, dtype: torch.dtype, length: int, shards: int, rope: dict) -> None:
+def llama_tokenizer() -> Tokenizer:
+    """The same as Llama 3 has it: its control tokens, one of which begins every text, and its kind of pre-tokenizer."""
+    tokenizer = byte_level_tokenizer(LLAMA_SPECIAL, ignore_merges=True)
+    words = Regex(r"\p{N}{1,3}| ?\p{L}+|[^\p{L}\p{N}]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    begin = LLAMA_SPECIAL[0]
+    tokenizer.post_processor = processors.Sequence([
+        processors.ByteLevel(trim_offsets=False),
+        processors.TemplateProcessing(single=f"{begin} $A", pair=f"{begin} $A {begin} $B",
+                                      special_tokens=[(begin, tokenizer.token_to_id(begin))])])
+    return tokenizer
+
+
+def make_case(name: str, sizes: dict, dtype: torch.dtype, length: int, shards: int, rope: dict,
+              family: str = "qwen3") -> None:
     torch.manual_seed(len(name))
     out = ROOT / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
 
-    tokenizer = byte_level_tokenizer()
-    ids = {t: tokenizer.token_to_id(t) for t in SPECIAL}
-    config = Qwen3Config(**sizes, head_dim=128, max_position_embeddings=256, rms_norm_eps=1e-6,
-                         rope_parameters=dict(rope),
-                         eos_token_id=ids["<|endoftext|>"], attn_implementation="eager")
-    model = Qwen3ForCausalLM(config)
+    config_class, model_class, own = FAMILIES[family]
+    is_llama = family == "llama"
+    tokenizer = llama_tokenizer() if is_llama else byte_level_tokenizer()
+    ends = ["<|eot_id|>", "<|end_of_text|>"] if is_llama else ["<|im_end|>", "<|endoftext|>"]
+    ids = [tokenizer.token_to_id(t) for t in ends]
+    config = config_class(**sizes, **own, max_position_embeddings=256, rms_norm_eps=1e-6, rope_parameters=dict(rope),
+                          eos_token_id=ids[1], attn_implementation="eager")
+    model = model_class(config)
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
                 p.copy_(1 + 0.2 * torch.randn_like(p))
+            elif parameter_name.endswith("bias"):
+                p.copy_(0.5 * torch.randn_like(p))
             elif "embed_tokens" in parameter_name:
                 p.copy_(0.3 * torch.randn_like(p))
             else:
@@ -104,20 +160,37 @@ def make_case(name: str, sizes: dict, dtype: torch.dtype, length: int, shards: i
         shard.chmod(0o644)
 
     # In f32 from the stored weights.
-    reference = Qwen3ForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+    reference = model_class.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
     prompt = torch.randint(0, tokenizer.get_vocab_size(), (length,)).tolist()
     with torch.no_grad():
         logits = reference(torch.tensor([prompt])).logits[0].numpy().astype("<f4")
     assert logits.shape == (length, sizes["vocab_size"]) and np.isfinite(logits).all()
 
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
-    write_json(out / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
+    write_json(out / "generation_config.json", {"eos_token_id": ids,
                                                 "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95})
-    write_json(out / "tokenizer_config.json", {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    settings = {"eos_token": ends[0], "pad_token": ends[1]}
+    if is_llama:
+        settings |= {"bos_token": LLAMA_SPECIAL[0], "chat_template": LLAMA_TEMPLATE}
+    write_json(out / "tokenizer_config.json", settings)
     (out / "logits.f32").write_bytes(logits.tobytes())
     write_json(out / "golden.json", {"prompt": prompt, "rows": length, "vocab": sizes["vocab_size"],
-                                     "transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]})
+                                     "transformers": transformers.__version__, "torch": torch.__version__.split("+")[0],
+                                     **texts_of(tokenizer, settings)})
     print(f"{name}: {sum(f.stat().st_size for f in out.iterdir())} bytes, logits within ±{np.abs(logits).max():.2f}")
+
+
+def texts_of(tokenizer: Tokenizer, settings: dict) -> dict:
+    """Texts with their ids, and a conversation with its prompt and that one's ids, if there is a template."""
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+    texts = ("the sea, 1234 é🦀", "", f"a{settings['eos_token']}b")
+    found = {"texts": [[text, fast(text)["input_ids"]] for text in texts]}
+    if "chat_template" in settings:
+        conversation = said(("system", " Be brief. "), ("user", "Hello the 日本"))
+        text = fast.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        ids = fast.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+        found["chat"] = {"messages": conversation, "text": text, "ids": ids}
+    return found
 
 
 # Our own template, with every construct that Qwen3's uses.
@@ -279,10 +352,15 @@ def write_json(path: Path, value: dict) -> None:
 
 
 if __name__ == "__main__":
+    chosen = sys.argv[1:]
+    if chosen and all(name in CASES for name in chosen):
+        for case in chosen:
+            make_case(case, *CASES[case])
+        sys.exit()
     if len(sys.argv) == 3:
         make_chat(Path(sys.argv[1]).read_text(encoding="utf-8"), Path(sys.argv[2]))
         sys.exit()
     ROOT.mkdir(parents=True, exist_ok=True)
-    for case, (sizes, dtype, length, shards, rope) in CASES.items():
-        make_case(case, sizes, dtype, length, shards, rope)
+    for case, settings in CASES.items():
+        make_case(case, *settings)
     make_chat(TEMPLATE, ROOT / "chat.json")

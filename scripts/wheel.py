@@ -17,7 +17,7 @@ METADATA = """\
 Metadata-Version: 2.4
 Name: warpdraft
 Version: {version}
-Summary: Qwen3 inference with every GPU kernel written in Rust: the warpdraft command
+Summary: Qwen3, Qwen2 and Llama inference with every GPU kernel written in Rust: the warpdraft command
 License-Expression: Apache-2.0
 License-File: LICENSE
 License-File: LICENSES-demo-model

@@ -10,7 +10,7 @@ use clap_complete::Shell;
 use host::{DeviceChoice, NgramDraft};
 use model::Sampling;
 
-/// Runs Qwen3 models, on a GPU if there is one.
+/// Runs Qwen3, Qwen2 and Llama models, on a GPU if there is one.
 #[derive(Debug, Parser)]
 #[command(name = "warpdraft", version, after_help = EXAMPLES, propagate_version = true)]
 pub struct Args {

@@ -130,6 +130,9 @@ pub struct Gemm {
     pub y: GlobalMut<f32>,
     /// What each row has yet to be divided by, if anything: `qkv`, `write` and `swiglu`. Its squares are sums over [`SPAN`] elements, as [`Residual::spans`] has them.
     pub norm: Norm,
+    /// `[n]`: what is added to each row when it was multiplied by its factor, `qkv` and `write` alone, and not with
+    /// `_n192` kernels; null for nothing.
+    pub bias: Global<bf16>,
     /// What heads are made with and where they go, `qkv` alone; its `qkv` is not used.
     pub heads: SplitHeads,
     /// What `add` adds to, `n` features wide.

@@ -57,6 +57,8 @@ pub struct Linear {
     pub residual: Residual,
     /// `[n]`: the weight of the norm that comes after `linear_add_*`.
     pub next_norm: Global<bf16>,
+    /// `[n]`: what `linear_*` adds; null for nothing.
+    pub bias: Global<bf16>,
     /// Output features.
     pub n: u32,
     /// Input features, a multiple of twice [`SLICE`].
@@ -221,7 +223,9 @@ unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
                 let old = if valid { p.residual.x.load(at) } else { 0.0 };
                 p.residual.put(p.next_norm.load_nc(feature as usize), row, feature, old + sum, valid);
             } else if valid && feature < p.n {
-                p.y.store(at, sum);
+                // Adding -0 changes no bit.
+                let bias = if p.bias.is_null() { -0.0 } else { math::from_bf16(p.bias.load_nc(feature as usize)) };
+                p.y.store(at, sum + bias);
             }
             e += THREADS;
         }

@@ -27,9 +27,9 @@ pub struct SplitHeads {
     pub rows: Rows,
     /// `[rows, (q_heads + 2 · kv_heads) · 128]`: queries, keys, values.
     pub qkv: Global<f32>,
-    /// `[128]`.
+    /// `[128]`; ones without [`head_norm`](Self::head_norm).
     pub q_norm: Global<bf16>,
-    /// `[128]`.
+    /// `[128]`, likewise.
     pub k_norm: Global<bf16>,
     /// `[positions, 64]` cosines.
     pub cos: Global<f32>,
@@ -43,6 +43,8 @@ pub struct SplitHeads {
     pub q_heads: u32,
     /// Added to the mean of squares.
     pub eps: f32,
+    /// 1 if queries and keys have norms, 0 if they are rotated as they are.
+    pub head_norm: u32,
 }
 
 impl SplitHeads {
@@ -54,7 +56,8 @@ impl SplitHeads {
 
     #[inline(always)]
     fn all(&self) -> Heads {
-        Heads { qkv: self.qkv, q_heads: self.q_heads, kv_heads: self.cache.kv_heads, eps: self.eps }
+        let Self { qkv, q_heads, eps, head_norm, cache, .. } = *self;
+        Heads { qkv, q_heads, kv_heads: cache.kv_heads, eps, head_norm }
     }
 }
 
@@ -135,6 +138,7 @@ pub(crate) struct Heads {
     pub q_heads: u32,
     pub kv_heads: u32,
     pub eps: f32,
+    pub head_norm: u32,
 }
 
 /// A lane's part of a norm's weights, dimensions as in [`HeadVector`].
@@ -205,7 +209,7 @@ impl Heads {
         }
     }
 
-    /// What each of `N` heads of a warp is multiplied by, to have a mean square of 1.
+    /// What each of `N` heads of a warp is multiplied by, to have a mean square of 1: by 1 without a norm.
     #[inline(always)]
     pub fn scales<const N: usize>(&self, x: &[[[f32; 2]; 2]; N]) -> [f32; N] {
         const { assert!(N.is_power_of_two() && N <= 8) };
@@ -226,6 +230,7 @@ impl Heads {
             }
         });
         let own = 1.0 / math::sqrt(own / HEAD_DIM as f32 + self.eps);
+        let own = if self.head_norm == 0 { 1.0 } else { own };
         let mut scales = [own; N];
         if N > 1 {
             unroll!(I < N of 8; {

@@ -274,9 +274,11 @@ pub struct StreamStep {
     pub stream: Global<bf16>,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
     pub pages: Global<u64>,
-    /// The weights of all norms: for each layer the input's `[hidden]`, that after attention `[hidden]`, the queries' `[128]` and the keys' `[128]`;
-    /// then the final norm's `[hidden]`.
+    /// The weights of all norms: for each layer the input's `[hidden]`, that after attention `[hidden]`, the queries'
+    /// `[128]` and the keys' `[128]` (ones where heads have none); then the final norm's `[hidden]`.
     pub norms: Global<bf16>,
+    /// `[layers, (q_heads + 2 · kv_heads) · 128]`: the biases of queries, keys and values; null if there are none.
+    pub biases: Global<bf16>,
     /// `[rows, vocab]`, the result.
     pub logits: GlobalMut<f32>,
     /// [`StreamStep::COUNTERS`] words, zero at the start. At the end those from [`StreamStep::BEST`] on hold, as `u64`, the

@@ -48,6 +48,8 @@ pub struct Workspace {
     pub splits: u32,
     /// Added to the mean of squares.
     pub eps: f32,
+    /// As [`SplitHeads::head_norm`].
+    pub head_norm: u32,
 }
 
 impl Workspace {
@@ -66,7 +68,8 @@ impl Workspace {
     /// What the projection of queries, keys and values left.
     #[inline(always)]
     pub(crate) const fn heads(&self) -> Heads {
-        Heads { qkv: self.qkv.read(), q_heads: self.q_heads, kv_heads: self.kv_heads, eps: self.eps }
+        let Self { q_heads, kv_heads, eps, head_norm, .. } = *self;
+        Heads { qkv: self.qkv.read(), q_heads, kv_heads, eps, head_norm }
     }
 
     /// The cache of the layer with these pages.
@@ -87,6 +90,7 @@ impl Workspace {
             cache,
             q_heads: self.q_heads,
             eps: self.eps,
+            head_norm: self.head_norm,
             ..SplitHeads::default()
         }
     }

@@ -53,6 +53,10 @@ struct Case {
     gated: bool,
     /// Elements of a row whose squares are added up.
     dim: u32,
+    /// `[n]`, or nothing.
+    bias: Vec<bf16>,
+    /// Whether heads have a norm.
+    head_norm: bool,
 }
 
 /// What heads are made with, and where they go: poisoned.
@@ -75,7 +79,7 @@ impl HeadMemory {
         let [cos, sin] = [0.0, 1.0].map(|phase| Buffer::from_slice(&angles(phase)));
         Self {
             rows,
-            norm: Buffer::from_slice(&case.norm),
+            norm: if case.head_norm { Buffer::from_slice(&case.norm) } else { Buffer::from_slice(&[bf16::ONE; 128]) },
             cos,
             sin,
             q: Buffer::new_poisoned(case.m * q_heads * 128).named("q"),
@@ -103,6 +107,7 @@ impl HeadMemory {
             },
             q_heads: q_heads as u32,
             eps: 1e-6,
+            head_norm: case.head_norm.into(),
         }
     }
 }
@@ -145,6 +150,8 @@ impl Case {
             first: [0; 2],
             gated: false,
             dim: SPANS as u32 * SPAN,
+            bias: Vec::new(),
+            head_norm: true,
         }
     }
 
@@ -189,6 +196,7 @@ impl Case {
         // One row fewer than whole tiles: the last must not be written through it.
         let out_map = Self::map(out.ptr().addr(), rows - 1, n, 64);
         let heads = HeadMemory::new(self);
+        let bias = Buffer::from_slice(&self.bias);
         let spans = Buffer::<f32>::new_poisoned(rows * n / SPAN as usize).named("spans");
         let residual = Residual {
             x: y.ptr_mut(),
@@ -206,6 +214,7 @@ impl Case {
             out: out_map.ptr(),
             y: y.ptr_mut(),
             norm: Norm { squares: factors.ptr(), dim: self.dim, eps: EPS },
+            bias: if self.bias.is_empty() { Default::default() } else { bias.ptr() },
             heads: heads.params(self),
             residual,
             next_norm: norm.ptr(),
@@ -277,6 +286,36 @@ fn heads_are_what_the_separate_kernel_makes() {
         assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&pairs.q), bits(&pairs.pages)));
         let shared = case.run::<gemm::gemm_qkv_n192>(192, blocks_of_192(&case));
         assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&shared.q), bits(&shared.pages)));
+    }
+}
+
+/// What is added to products before heads are made of them: without norms these are the bits of the separate kernel.
+#[test]
+fn heads_with_biases_and_without_norms() {
+    let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    for (m, heads, head_norm) in [(150, (2, 1), false), (70, (3, 2), false), (20, (1, 1), true)] {
+        let n = (heads.0 + 2 * heads.1) * 128;
+        let mut case = Case::new(m, n, 64);
+        (case.heads, case.head_norm) = (heads, head_norm);
+        let plain = case.run::<gemm::gemm_write_n128>(128, 2);
+        case.bias = Random::new(m as u64).bf16s(n);
+        let written = case.run::<gemm::gemm_write_n128>(128, 2);
+        for (i, (with, without)) in written.y.iter().zip(&plain.y).enumerate() {
+            assert_eq!(*with, without + case.bias[i % n].to_f32(), "element {i}");
+        }
+        assert_eq!(case.run::<gemm::gemm_write_n256>(256, 2).y, written.y);
+        let (q, pages) = split(&case, &written.y);
+        for found in [
+            case.run::<gemm::gemm_qkv_n128>(128, 2),
+            case.run::<gemm::gemm_qkv_n256>(256, 2),
+            case.run::<gemm::gemm_qkv_pair>(256, 2),
+        ] {
+            same_but_for_rounding(&found.q, &q);
+            same_but_for_rounding(&found.pages, &pages);
+            if !head_norm {
+                assert_eq!((bits(&found.q), bits(&found.pages)), (bits(&q), bits(&pages)));
+            }
+        }
     }
 }
 
@@ -360,6 +399,7 @@ fn by_linear<K: Kernel<Params = Linear>>(case: &Case, strips: Option<&[f32]>) ->
             dim: n as u32,
         },
         next_norm: next.ptr(),
+        bias: Default::default(),
         n: n as u32,
         k: k as u32,
         first_row: 0,

@@ -70,6 +70,7 @@ impl Case {
                 dim: self.n as u32,
             },
             next_norm: next_norm.ptr(),
+            bias: Default::default(),
             n: self.n as u32,
             k: self.k as u32,
             first_row,

@@ -99,6 +99,7 @@ proptest! {
             activation: Default::default(),
             residual: Residual::default(),
             next_norm: Default::default(),
+            bias: Default::default(),
             n: n as u32,
             k: dim as u32,
             first_row: 0,
@@ -159,6 +160,7 @@ proptest! {
             },
             q_heads: q_heads as u32,
             eps: 1e-6,
+            head_norm: 1,
         };
         let blocks = (heads as u32).div_ceil(qkv::HEADS_PER_BLOCK);
         run::<qkv::split_heads>([blocks, rows as u32 + 1, 1], 0, seed, params);

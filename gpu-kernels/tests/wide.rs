@@ -67,7 +67,8 @@ impl Case {
         )
     }
 
-    fn by_linear<K: Kernel<Params = Linear>>(&self, strips: u32, norm: bool) -> Outputs {
+    /// With the weights of the next norm as the bias, if there is to be one.
+    fn by_linear<K: Kernel<Params = Linear>>(&self, strips: u32, norm: bool, bias: bool) -> Outputs {
         let mut all = Outputs { y: vec![], activation: vec![], scaled: vec![], squares: vec![], best: vec![] };
         // In groups of 64 rows.
         for first in (0..self.rows).step_by(64) {
@@ -107,6 +108,7 @@ impl Case {
                     dim: self.n as u32,
                 },
                 next_norm: next.ptr(),
+                bias: if bias { next.ptr() } else { Default::default() },
                 n: self.n as u32,
                 k: self.k as u32,
                 first_row: 0,
@@ -121,7 +123,7 @@ impl Case {
     }
 
     /// Runs a step of one product, of two for the best tokens, with tiles of `tile_rows` rows, on `grid` blocks.
-    fn by_wide(&self, kind: Kind, tile_rows: u32, grid: u32) -> Outputs {
+    fn by_wide(&self, kind: Kind, tile_rows: u32, grid: u32, bias: bool) -> Outputs {
         let gated = kind == Kind::SwiGlu;
         let k = self.k as u32;
         let next = Buffer::from_slice(&self.next_norm);
@@ -146,7 +148,7 @@ impl Case {
             base: 5,
             x: map.ptr(),
             y: y.ptr_mut(),
-            norm: next.ptr(),
+            norm: if kind == Kind::Add || bias { next.ptr() } else { Default::default() },
             row_tiles: row_tiles.into(),
             ..Phase::new(kind)
         };
@@ -167,6 +169,7 @@ impl Case {
             },
             activation: activation.ptr_mut(),
             eps: 1e-6,
+            head_norm: 1,
             ..Workspace::default()
         };
         let params = WideStep {
@@ -193,15 +196,19 @@ impl Case {
 
     fn check(&self, grid: u32) {
         for tile_rows in [64, 96, 128] {
-            let want = self.by_linear::<linear::linear_64>(Linear::strips(self.n as u32), true);
-            assert!(want.y == self.by_wide(Kind::Write, tile_rows, grid).y, "write, {tile_rows}");
+            let biased = self.by_linear::<linear::linear_64>(Linear::strips(self.n as u32), true, true);
+            assert!(biased.y == self.by_wide(Kind::Write, tile_rows, grid, true).y, "write with a bias, {tile_rows}");
+            let want = self.by_linear::<linear::linear_64>(Linear::strips(self.n as u32), true, false);
+            assert!(want.y == self.by_wide(Kind::Write, tile_rows, grid, false).y, "write, {tile_rows}");
+            assert!(want.y != biased.y);
             let best = |row: &[f32]| row.iter().zip(0..).map(|(&logit, token)| rank(logit, token)).max();
             let best: Vec<_> = want.y.chunks(self.n).filter_map(best).collect();
-            assert_eq!(best, self.by_wide(Kind::Best, tile_rows, grid).best, "best, {tile_rows}");
-            let want = self.by_linear::<linear::linear_add_64>(Linear::strips(self.n as u32), false);
-            assert!(want == self.by_wide(Kind::Add, tile_rows, grid), "add, {tile_rows}");
-            let want = self.by_linear::<linear::swiglu_64>(Linear::swiglu_strips(self.n as u32), true).activation;
-            assert!(want == self.by_wide(Kind::SwiGlu, tile_rows, grid).activation, "swiglu, {tile_rows}");
+            assert_eq!(best, self.by_wide(Kind::Best, tile_rows, grid, false).best, "best, {tile_rows}");
+            let want = self.by_linear::<linear::linear_add_64>(Linear::strips(self.n as u32), false, false);
+            assert!(want == self.by_wide(Kind::Add, tile_rows, grid, false), "add, {tile_rows}");
+            let want =
+                self.by_linear::<linear::swiglu_64>(Linear::swiglu_strips(self.n as u32), true, false).activation;
+            assert!(want == self.by_wide(Kind::SwiGlu, tile_rows, grid, false).activation, "swiglu, {tile_rows}");
         }
     }
 }

@@ -83,6 +83,7 @@ impl Case {
                 cache: cache(&pages),
                 q_heads: q_heads as u32,
                 eps: EPS,
+                head_norm: 1,
             };
             let blocks = params.heads().div_ceil(qkv::HEADS_PER_BLOCK);
             run::<qkv::split_heads>([blocks, rows.len() as u32, 1], 0, seed, params);
@@ -175,6 +176,7 @@ impl Case {
                 table_stride: stride as u32,
                 splits,
                 eps: EPS,
+                head_norm: 1,
                 ..Workspace::default()
             };
             let params = WideStep {

@@ -194,6 +194,7 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
         out: maps.ptr(1),
         y: Default::default(),
         norm: Norm { squares: squares.ptr(), dim: k as u32, eps: config.rms_norm_eps },
+        bias: Default::default(),
         heads: Default::default(),
         residual: Default::default(),
         next_norm: Default::default(),

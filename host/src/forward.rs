@@ -1,4 +1,4 @@
-//! The Qwen3 forward pass on a device: which kernels, over which memory, in which order.
+//! The forward pass on a device: which kernels, over which memory, in which order.
 
 mod launches;
 mod wide;
@@ -15,7 +15,7 @@ use gpu_kernels::workspace::Workspace;
 use half::bf16;
 use model::{Config, rope::RopeTable};
 
-use self::launches::{Apart, Kind};
+use self::launches::Apart;
 use self::wide::Wide;
 use crate::Error;
 use crate::cache::KvCache;
@@ -411,7 +411,7 @@ impl Forward {
         // SAFETY: buffers of self with room for so many rows; the picks are rows of the pass.
         unsafe {
             self.device.launch::<batch::pick_rows>((1, count), 0, pick)?;
-            self.launch_linear(Kind::Write, count, self.head(rows, self.scaled.ptr(), self.norm()))
+            self.launch_linear(self.config.head().epilogue, count, self.head(rows, self.scaled.ptr(), self.norm()))
         }
     }
 
@@ -445,6 +445,7 @@ impl Forward {
             table_stride: self.table_stride(),
             splits: self.room.splits() as u32,
             eps: c.rms_norm_eps,
+            head_norm: c.traits.head_norm.into(),
         }
     }
 

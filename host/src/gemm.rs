@@ -30,7 +30,8 @@ pub enum Epilogue {
 pub enum Cut {
     /// 128 rows × 128 weight rows; not for SwiGLU.
     N128,
-    /// 128 rows × 192 weight rows, in twos: two neighbours share 128, of which each takes half of the rows. Not for SwiGLU, nor to add.
+    /// 128 rows × 192 weight rows, in twos: two neighbours share 128, of which each takes half of the rows. Not for
+    /// SwiGLU, nor to add, nor with a bias.
     N192,
     /// 128 rows × 256 weight rows.
     N256,
@@ -110,11 +111,11 @@ impl Cut {
 
     /// The one that is done first: rounds of tiles, times what a round takes (a tile of 128 weight rows is
     /// somewhat more than half the work of one of 256; measured).
-    fn best(device: &Device, epilogue: Epilogue, m: u32, n: u32) -> Self {
+    fn best(device: &Device, epilogue: Epilogue, m: u32, n: u32, has_bias: bool) -> Self {
         let cost = |cut: &Self| cut.cost(device, epilogue, m, n);
         let can = |cut: &Self| match cut {
             Self::N128 => epilogue != Epilogue::SwiGlu,
-            Self::N192 => matches!(epilogue, Epilogue::Qkv | Epilogue::Write | Epilogue::Plain),
+            Self::N192 => !has_bias && matches!(epilogue, Epilogue::Qkv | Epilogue::Write | Epilogue::Plain),
             Self::N256 => true,
             // Sharing pays with many rows.
             Self::Pair | Self::Eight if epilogue == Epilogue::Write => false,
@@ -207,7 +208,7 @@ impl Beside {
 
 /// What a product of `m` rows and `n` weight rows of `k` input features takes, beside others: rounds of tiles, of which the last may leave multiprocessors idle.
 pub fn cost(device: &Device, epilogue: Epilogue, [m, n, k]: [u32; 3]) -> u64 {
-    u64::from(Cut::best(device, epilogue, m, n).cost(device, epilogue, m, n)) * u64::from(k)
+    u64::from(Cut::best(device, epilogue, m, n, false).cost(device, epilogue, m, n)) * u64::from(k)
 }
 
 /// Rows and weight rows of a product.
@@ -243,7 +244,7 @@ pub unsafe fn enqueue(device: &Device, beside: &Beside, epilogue: Epilogue, p: G
     if m == 0 || n == 0 {
         return Ok(());
     }
-    let cut = Cut::best(device, epilogue, m, n);
+    let cut = Cut::best(device, epilogue, m, n, !p.bias.is_null());
     // SAFETY: the caller's word.
     unsafe { enqueue_cut(device, beside, epilogue, cut, p) }
 }
@@ -261,7 +262,7 @@ pub unsafe fn enqueue_behind(device: &Device, epilogue: Epilogue, p: Gemm) -> Re
         return Ok(());
     }
     // In one launch: a second one would begin early.
-    let cut = match Cut::best(device, epilogue, m, n) {
+    let cut = match Cut::best(device, epilogue, m, n, !p.bias.is_null()) {
         Cut::Eight => Cut::Pair,
         cut => cut,
     };
@@ -293,6 +294,7 @@ pub unsafe fn enqueue_cut(
         (Epilogue::SwiGlu, Cut::N128)
         | (Epilogue::SwiGlu | Epilogue::Add, Cut::N192)
         | (Epilogue::Write, Cut::Pair | Cut::Eight) => Cut::N256,
+        (_, Cut::N192) if !p.bias.is_null() => Cut::N256,
         _ => cut,
     };
     let dealt = Dealt::new(device, epilogue, cut, m, n);

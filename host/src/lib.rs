@@ -1,4 +1,4 @@
-//! Runs Qwen3 on a device: PTX loading, typed launches, memory, the KV cache and the decode loop.
+//! Runs models on a device: PTX loading, typed launches, memory, the KV cache and the decode loop.
 //!
 //! [`Engine`] is the way in: it loads a checkpoint on the device that was asked for and generates text. Below it, a
 //! [`Backend`] runs one sequence: [`Gpu`] on a [`device::Device`] (a CUDA card, or the emulator), [`Cpu`] with the reference of

@@ -16,13 +16,14 @@ use gpu_kernels::step::Rows;
 use gpu_kernels::stream::Walk;
 use half::bf16;
 use model::Config;
+use model::plan::{self, Input, Matrix, Operator};
 
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::forward::RowOutput;
 use crate::gemm::{self, Epilogue};
-use crate::stream::{self, Source, Stream};
+use crate::stream::{self, Stream};
 use crate::weights::DeviceWeights;
 
 /// Most rows of a pass: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192 tokens took 2 % longer.)
@@ -92,12 +93,23 @@ const ACTIVATION: usize = 3;
 const ACTIVATION_OUT: usize = 4;
 const ACTIVATIONS: usize = 5;
 
-// Matrices of a layer, as the stream has them.
-const QKV: usize = 0;
-const OUTPUT: usize = 1;
-const GATE_UP: usize = 2;
-const DOWN: usize = 3;
-const MATRICES: usize = 4;
+/// Which of the maps describes what a product reads.
+fn input_map(input: Input) -> usize {
+    match input {
+        Input::Normed => SCALED,
+        Input::Attended => ATTENDED,
+        Input::Activation => ACTIVATION,
+    }
+}
+
+/// Which kernel a product takes: that of queries, keys and values makes heads of them at once.
+fn epilogue(gemm: &plan::Gemm) -> Epilogue {
+    match gemm.epilogue {
+        plan::Epilogue::Write { .. } => Epilogue::Qkv,
+        plan::Epilogue::Add => Epilogue::Add,
+        plan::Epilogue::SwiGlu => Epilogue::SwiGlu,
+    }
+}
 
 /// Rows of a pass when the cache holds `capacity` tokens: whole tiles.
 fn rows(capacity: usize) -> usize {
@@ -106,18 +118,15 @@ fn rows(capacity: usize) -> usize {
 
 /// Elements of the largest matrix of a layer, laid out.
 fn largest(config: &Config, device: &Device) -> usize {
-    let strips =
-        |[n, k]: [usize; 2]| stream::elements([((n as u32).div_ceil(STRIP), k as u32)], device.multiprocessors());
-    config.layer_products().map(strips).into_iter().max().unwrap_or(0)
+    let elements = |gemm| stream::elements([stream::strips(&gemm)], device.multiprocessors());
+    config.layer_plan().gemms().map(elements).max().unwrap_or(0)
 }
 
 /// How many rows of prompts are best read in together: of whole tiles, 4,096 to 6,144 rows, as many as have products whose last rounds leave the fewest multiprocessors idle for a row. Over
 /// fewer, more passes end so; over more, more slots of a batch wait.
 pub fn best_rows(device: &Device, config: &Config) -> u32 {
-    let products = config.layer_products().map(|product| product.map(|features| features as u32));
-    let epilogues = [Epilogue::Qkv, Epilogue::Add, Epilogue::SwiGlu, Epilogue::Add];
-    let layer = || epilogues.into_iter().zip(products);
-    cheapest_rows(|m| layer().map(|(epilogue, [n, k])| gemm::cost(device, epilogue, [m, n, k])).sum())
+    let cost = |m, gemm: plan::Gemm| gemm::cost(device, epilogue(&gemm), [m, gemm.weight_rows() as u32, gemm.k as u32]);
+    cheapest_rows(|m| config.layer_plan().gemms().map(|gemm| cost(m, gemm)).sum())
 }
 
 /// That, for a pass over `m` rows that costs `cost(m)`; of equal ones the fewest.
@@ -165,7 +174,7 @@ impl Prefill {
             + config.intermediate_size * 2
             + 16;
         // Where weights are not laid out, the largest matrix is, at a time.
-        let matrix = config.layer_products().map(|[n, k]| n * k * 2).into_iter().max().unwrap_or(0);
+        let matrix = config.layer_plan().gemms().map(|gemm| 2 * gemm.weights()).max().unwrap_or(0);
         (rows(capacity) * row + matrix) as u64
     }
 
@@ -272,114 +281,134 @@ impl Prefill {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
         let Parts { device, config: c, weights: w, .. } = *parts;
         let m = count as u32;
-        let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
-        let q_heads = c.num_attention_heads as u32;
-        let (q_size, heads_size) = (q_heads * HEAD_DIM, (q_heads + 2 * c.num_key_value_heads as u32) * HEAD_DIM);
-        let residual = Residual {
+        let Results { row, tile: first_tile } = results;
+        // Whole tiles of products: of rows before the results' nothing is read.
+        let first_row = if row < count { row as u32 / TILE_ROWS * TILE_ROWS } else { m };
+
+        // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block
+        // states, with whole tiles of rows; the maps describe them; both outlive the work because freeing device memory
+        // waits for it.
+        unsafe {
+            device.launch::<embedding::embed_spans>((1, m), 0, w.embedding(rows, self.residual(c)))?;
+            for i in 0..w.layers.len() {
+                // Of the last layer, what the results need.
+                let is_last = i + 1 == w.layers.len();
+                let (first_row, first_tile) = if is_last { (first_row, first_tile) } else { (0, 0) };
+                let heads = self.heads(parts, rows, i);
+                for operator in c.layer_plan().operators() {
+                    match operator {
+                        Operator::Gemm(gemm) if gemm.matrix == Matrix::Qkv && first_row > 0 => {
+                            // Keys and values of all rows, and queries of those.
+                            let (project, q_size) = (self.gemm(parts, i, &gemm, m), heads.q_heads * HEAD_DIM);
+                            let project = Gemm { heads, ..project };
+                            self.multiply(parts, i, &gemm, Gemm { first_feature: q_size, ..project })?;
+                            self.multiply(parts, i, &gemm, Gemm { first_row, n: q_size, ..project })?;
+                        }
+                        // Of these rows nothing is wanted but keys and values.
+                        _ if first_row == m => {}
+                        Operator::Gemm(gemm) => {
+                            let p = Gemm { heads, first_row, ..self.gemm(parts, i, &gemm, m) };
+                            self.multiply(parts, i, &gemm, p)?;
+                        }
+                        // The first product made them.
+                        Operator::Heads(_) => {}
+                        Operator::Attention(_) => {
+                            let attend = PrefillAttention {
+                                tiles: tiles.at(first_tile * 4),
+                                q: self.maps.ptr(QUERIES),
+                                pages: self.maps.ptr(ACTIVATIONS + i),
+                                cache: heads.cache,
+                                out: self.attended.ptr_mut(),
+                                q_heads: heads.q_heads,
+                                scale: 1.0 / (HEAD_DIM as f32).sqrt(),
+                            };
+                            enqueue_attention(device, attend, (tile_count - first_tile) as u32, None)?;
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn residual(&self, config: &Config) -> Residual {
+        Residual {
             x: self.residual.ptr_mut(),
             scaled: self.scaled.ptr_mut(),
             squares: self.squares.ptr_mut(),
             spans: self.spans.ptr_mut(),
-            dim: hidden,
-        };
-        let norm = Norm { squares: self.spans.ptr(), dim: hidden, eps: c.rms_norm_eps };
-        let blocks = device.multiprocessors();
+            dim: config.hidden_size as u32,
+        }
+    }
+
+    /// What the heads of these rows in a layer are made with.
+    fn heads(&self, parts: &Parts<'_>, rows: Rows, layer: usize) -> SplitHeads {
+        let (c, of_layer) = (parts.config, &parts.weights.layers[layer]);
+        SplitHeads {
+            rows,
+            qkv: Default::default(),
+            q_norm: of_layer.q_norm.ptr(),
+            k_norm: of_layer.k_norm.ptr(),
+            cos: parts.cos.ptr(),
+            sin: parts.sin.ptr(),
+            q: self.q.ptr_mut(),
+            cache: parts.cache.params(layer, parts.tables, parts.table_stride),
+            q_heads: c.num_attention_heads as u32,
+            eps: c.rms_norm_eps,
+            head_norm: c.traits.head_norm.into(),
+        }
+    }
+
+    /// A layer's product of `m` rows, but for heads.
+    fn gemm(&self, parts: &Parts<'_>, layer: usize, gemm: &plan::Gemm, m: u32) -> Gemm {
+        let (c, (strips, k)) = (parts.config, stream::strips(gemm));
         let stream = match (parts.stream, &self.scratch) {
             (Some(stream), _) => stream.weights().0,
             (None, scratch) => scratch.as_ref().expect("one or the other").ptr(),
         };
-        let map = |i: usize| self.maps.ptr(i);
-        let product = |x: usize, matrix: usize, n: u32, k: u32| Gemm {
-            x: map(x),
+        Gemm {
+            x: self.maps.ptr(input_map(gemm.input)),
             stream,
-            base: parts.stream.map_or(0, |stream| stream.base(matrix)),
-            blocks,
-            strips: (if matrix % MATRICES == GATE_UP { 2 * n } else { n }).div_ceil(STRIP),
-            out: Default::default(),
+            base: parts.stream.map_or(0, |stream| stream.base(layer, gemm.matrix)),
+            blocks: parts.device.multiprocessors(),
+            strips,
+            out: if gemm.epilogue == plan::Epilogue::SwiGlu {
+                self.maps.ptr(ACTIVATION_OUT)
+            } else {
+                Default::default()
+            },
             y: Default::default(),
-            norm,
+            norm: Norm { squares: self.spans.ptr(), dim: c.hidden_size as u32, eps: c.rms_norm_eps },
+            bias: parts.weights.bias(layer, gemm),
             heads: SplitHeads::default(),
-            residual,
-            next_norm: Default::default(),
+            residual: self.residual(c),
+            next_norm: parts.weights.norm_after(layer, gemm).ptr(),
             first_row: 0,
             m,
             first_feature: 0,
-            n,
+            n: gemm.n as u32,
             k,
             band: 0,
             beside: Default::default(),
-        };
-
-        // A product with a layer's matrix, which is laid out just before if none was: then its first weights are not to be fetched early.
-        let multiply = |epilogue, source: Source, p: Gemm| {
-            // SAFETY: as below; the scratch has room for each matrix of a layer.
-            unsafe {
-                if let (None, Some(scratch)) = (parts.stream, &self.scratch) {
-                    source.lay_out(device, scratch.ptr_mut(), &mut Walk::new(blocks))?;
-                    return gemm::enqueue_behind(device, epilogue, p);
-                }
-                gemm::enqueue(device, &self.beside, epilogue, p)
-            }
-        };
-
-        // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block states, with whole tiles of
-        // rows; the maps describe them; both outlive the work because freeing device memory waits for it.
-        unsafe {
-            device.launch::<embedding::embed_spans>((1, m), 0, w.embedding(rows, residual))?;
-            for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
-                let of_layer = |matrix: usize| i * MATRICES + matrix;
-                let none = Global::from_raw(0);
-                let source = |weight: &Buffer<bf16>, up, n, k| Source { weight: weight.ptr(), up, n, k };
-                let all_heads = source(&layer.qkv, none, heads_size, hidden);
-                let Results { row, tile: first_tile } =
-                    if i + 1 == w.layers.len() { results } else { Results::default() };
-                // Whole tiles of products: of rows before the results' nothing is read.
-                let first_row = if row < count { row as u32 / TILE_ROWS * TILE_ROWS } else { m };
-                let heads = SplitHeads {
-                    rows,
-                    qkv: Default::default(),
-                    q_norm: layer.q_norm.ptr(),
-                    k_norm: layer.k_norm.ptr(),
-                    cos: parts.cos.ptr(),
-                    sin: parts.sin.ptr(),
-                    q: self.q.ptr_mut(),
-                    cache: parts.cache.params(i, parts.tables, parts.table_stride),
-                    q_heads,
-                    eps: c.rms_norm_eps,
-                };
-                let project = Gemm { heads, ..product(SCALED, of_layer(QKV), heads_size, hidden) };
-                if first_row == 0 {
-                    multiply(Epilogue::Qkv, all_heads, project)?;
-                } else {
-                    multiply(Epilogue::Qkv, all_heads, Gemm { first_feature: q_size, ..project })?;
-                    multiply(Epilogue::Qkv, all_heads, Gemm { first_row, n: q_size, ..project })?;
-                }
-                if first_row == m {
-                    break;
-                }
-                let attend = PrefillAttention {
-                    tiles: tiles.at(first_tile * 4),
-                    q: map(QUERIES),
-                    pages: map(ACTIVATIONS + i),
-                    cache: heads.cache,
-                    out: self.attended.ptr_mut(),
-                    q_heads,
-                    scale: 1.0 / (HEAD_DIM as f32).sqrt(),
-                };
-                enqueue_attention(device, attend, (tile_count - first_tile) as u32, None)?;
-                let add = |x: usize, matrix: usize, weight: &Buffer<bf16>, k: u32, next: &Buffer<bf16>| {
-                    let p = product(x, of_layer(matrix), hidden, k);
-                    let p = Gemm { next_norm: next.ptr(), first_row, ..p };
-                    multiply(Epilogue::Add, source(weight, none, hidden, k), p)
-                };
-                add(ATTENDED, OUTPUT, &layer.output, q_size, &layer.post_attention_norm)?;
-                let out = map(ACTIVATION_OUT);
-                let gate_up = Gemm { out, first_row, ..product(SCALED, of_layer(GATE_UP), inner, hidden) };
-                multiply(Epilogue::SwiGlu, source(&layer.gate, layer.up.ptr(), inner, hidden), gate_up)?;
-                add(ACTIVATION, DOWN, &layer.down, inner, next_norm)?;
-            }
         }
-        Ok(())
+    }
+
+    /// Enqueues a product with a layer's matrix, which is laid out just before if none was: then its first weights are
+    /// not to be fetched early.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn multiply(&self, parts: &Parts<'_>, layer: usize, gemm: &plan::Gemm, p: Gemm) -> Result<(), Error> {
+        let Parts { device, weights, .. } = *parts;
+        // SAFETY: the caller's word; the scratch has room for each matrix of a layer.
+        unsafe {
+            if let (None, Some(scratch)) = (parts.stream, &self.scratch) {
+                let source = weights.source(layer, gemm);
+                source.lay_out(device, scratch.ptr_mut(), &mut Walk::new(device.multiprocessors()))?;
+                return gemm::enqueue_behind(device, epilogue(gemm), p);
+            }
+            gemm::enqueue(device, &self.beside, epilogue(gemm), p)
+        }
     }
 }
 

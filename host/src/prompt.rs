@@ -1,18 +1,24 @@
 //! Prompts, from text to tokens.
 
 use model::Tokenizer;
-use model::tokenizer::Encoded;
+use model::tokenizer::{Around, Encoded};
 
 use crate::Error;
 
-/// The tokens of a prompt, for a context of `context` tokens, one of them for the answer; `most` is what the model
-/// allows. A text that is far too long is refused before all of its tokens are made.
+/// The tokens of a prompt with what is to be `around` it, for a context of `context` tokens, one of them for the
+/// answer; `most` is what the model allows. A text that is far too long is refused before all of its tokens are made.
 ///
 /// # Errors
 /// [`Error::PromptTooLong`] or [`Error::PromptFarTooLong`], or a text that the tokenizer cannot encode.
-pub fn encode_prompt(tokenizer: &Tokenizer, text: &str, context: usize, most: usize) -> Result<Vec<u32>, Error> {
+pub fn encode_prompt(
+    tokenizer: &Tokenizer,
+    text: &str,
+    around: Around,
+    context: usize,
+    most: usize,
+) -> Result<Vec<u32>, Error> {
     // Whether it is just too long is known exactly.
-    match tokenizer.encode_within(text, 2 * context)? {
+    match tokenizer.encode_within(text, around, 2 * context)? {
         Encoded::Tokens(tokens) if tokens.len() < context => Ok(tokens),
         Encoded::Tokens(tokens) => Err(Error::PromptTooLong { prompt: tokens.len(), context, most }),
         Encoded::AtLeast(least) => Err(Error::PromptFarTooLong { least, context, most }),

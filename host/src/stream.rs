@@ -5,6 +5,7 @@ use gpu_kernels::linear::STRIP;
 use gpu_kernels::stream::{self, CHUNK_BYTES, Exchange, LayOut, StreamStep, Walk};
 use half::bf16;
 use model::Config;
+use model::plan::{Gemm, Matrix};
 
 use crate::Error;
 use crate::cache::KvCache;
@@ -15,6 +16,8 @@ use crate::weights::DeviceWeights;
 pub struct Stream {
     weights: Buffer<bf16>,
     norms: Buffer<bf16>,
+    /// None where there are none.
+    biases: Option<Buffer<bf16>>,
     pages: Buffer<u64>,
     counters: Buffer<u32>,
     /// The words of the exchange.
@@ -25,11 +28,14 @@ pub struct Stream {
     grid: u32,
 }
 
+/// Strips and input features of the matrix of a product.
+pub fn strips(gemm: &Gemm) -> (u32, u32) {
+    ((gemm.weight_rows() as u32).div_ceil(STRIP), gemm.k as u32)
+}
+
 /// The matrices of a model in the order of the stream: strips and input features of each.
-fn matrices(config: &Config) -> impl Iterator<Item = (u32, u32)> {
-    let head = [config.vocab_size, config.hidden_size];
-    let all = std::iter::repeat_n(config.layer_products(), config.num_hidden_layers).flatten().chain([head]);
-    all.map(|[n, k]| ((n as u32).div_ceil(STRIP), k as u32))
+fn matrices(config: &Config) -> impl Iterator<Item = (u32, u32)> + use<> {
+    config.gemms().map(|gemm| strips(&gemm))
 }
 
 /// Elements of a stream of matrices of so many strips and input features each, for `grid` blocks.
@@ -102,15 +108,9 @@ impl Stream {
             return Ok(None);
         }
         let stream: Buffer<bf16> = device.zeroed(elements)?;
-        let head = weights.head.as_ref().unwrap_or(&weights.embed);
-        let none = Global::<bf16>::from_raw(0);
-        let sources = weights.layers.iter().flat_map(|layer| {
-            let up = layer.up.ptr();
-            [(&layer.qkv, none), (&layer.output, none), (&layer.gate, up), (&layer.down, none)]
-        });
         let (mut walk, mut bases) = (Walk::new(grid), Vec::new());
-        for ((_, k), (weight, up)) in matrices(config).zip(sources.chain([(head, none)])) {
-            let source = Source { weight: weight.ptr(), up, n: (weight.len() / k as usize) as u32, k };
+        for (i, gemm) in config.gemms().enumerate() {
+            let source = weights.source(i / Matrix::OF_LAYER.len(), &gemm);
             // SAFETY: the matrix is `[n, k]`, and the stream has room for every pass of the walk.
             bases.push(unsafe { source.lay_out(device, stream.ptr_mut(), &mut walk)? });
         }
@@ -118,13 +118,9 @@ impl Stream {
             // As `StreamStep::norms` has them.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
         });
-        let norms: Vec<_> = norms.chain([&weights.norm]).collect();
-        let mut all_norms = device.zeroed(norms.iter().map(|norm| norm.len()).sum())?;
-        let mut at = 0;
-        for norm in norms {
-            all_norms.copy_from(at, norm)?;
-            at += norm.len();
-        }
+        let norms = concatenated(device, norms.chain([&weights.norm]))?;
+        let biases: Vec<_> = weights.layers.iter().filter_map(|layer| layer.qkv_bias.as_ref()).collect();
+        let biases = if biases.is_empty() { None } else { Some(concatenated(device, biases)?) };
         let sizes =
             [config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads];
         let sizes = sizes.map(|size| size as u32);
@@ -132,7 +128,8 @@ impl Stream {
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
         Ok(Some(Self {
             weights: stream,
-            norms: all_norms,
+            norms,
+            biases,
             pages: device.upload(&pages)?,
             counters: device.zeroed(StreamStep::COUNTERS)?,
             exchange: Exchange::new(words.ptr_mut(), sizes).0,
@@ -152,12 +149,12 @@ impl Stream {
         (self.weights.ptr(), self.grid)
     }
 
-    /// The chunk at which a matrix begins: of each layer QKV, output, gate and up, down, then the head.
+    /// The chunk at which a matrix of a layer begins; [`Matrix::number`] says what the layer of the head is.
     ///
     /// # Panics
     /// If there is no such matrix: a bug of the caller.
-    pub fn base(&self, matrix: usize) -> u64 {
-        self.bases[matrix]
+    pub fn base(&self, layer: usize, matrix: Matrix) -> u64 {
+        self.bases[matrix.number(layer)]
     }
 
     /// Counters that must be zero when a step begins.
@@ -199,6 +196,7 @@ impl Stream {
         let step = StreamStep {
             stream: self.weights.ptr(),
             norms: self.norms.ptr(),
+            biases: self.biases.as_ref().map_or(Global::default(), Buffer::ptr),
             pages: self.pages.ptr(),
             counters: self.counters.ptr_mut(),
             exchange: self.exchange,
@@ -213,6 +211,18 @@ impl Stream {
             }
         }
     }
+}
+
+/// What these hold, one after another, in memory of its own.
+fn concatenated<'a>(device: &Device, parts: impl IntoIterator<Item = &'a Buffer<bf16>>) -> Result<Buffer<bf16>, Error> {
+    let parts: Vec<_> = parts.into_iter().collect();
+    let mut all = device.zeroed(parts.iter().map(|part| part.len()).sum())?;
+    let mut at = 0;
+    for part in parts {
+        all.copy_from(at, part)?;
+        at += part.len();
+    }
+    Ok(all)
 }
 
 /// Memory left for others when the stream is laid out.

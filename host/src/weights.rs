@@ -1,12 +1,16 @@
 //! A checkpoint's weights in device memory, as bf16.
 
+use cuda_std::Global;
 use gpu_kernels::embedding::Embed;
+use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::norm::Residual;
 use gpu_kernels::step::Rows;
 use half::bf16;
+use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, Tensor, Weights};
 
 use crate::device::{Buffer, Device, Region};
+use crate::stream::Source;
 use crate::timed::timed;
 use crate::{Error, Progress, gib};
 
@@ -28,9 +32,11 @@ pub struct DeviceLayer {
     pub input_norm: Buffer<bf16>,
     /// `[(q_heads + 2 · kv_heads) · 128, hidden]`: the query, key and value projections, one after another.
     pub qkv: Buffer<bf16>,
-    /// `[128]`.
+    /// The biases of these, `[(q_heads + 2 · kv_heads) · 128]`; none where the plan has none.
+    pub qkv_bias: Option<Buffer<bf16>>,
+    /// `[128]`; ones where the plan has no norms of heads.
     pub q_norm: Buffer<bf16>,
-    /// `[128]`.
+    /// `[128]`, likewise.
     pub k_norm: Buffer<bf16>,
     /// `[hidden, q_heads · 128]`.
     pub output: Buffer<bf16>,
@@ -80,8 +86,9 @@ impl DeviceWeights {
                     Ok(DeviceLayer {
                         input_norm: plan.buffer(&[&layer.input_norm])?,
                         qkv: plan.buffer(&[&layer.q, &layer.k, &layer.v])?,
-                        q_norm: plan.buffer(&[&layer.q_norm])?,
-                        k_norm: plan.buffer(&[&layer.k_norm])?,
+                        qkv_bias: layer.qkv_bias.as_ref().map(|biases| plan.buffer(&biases.each_ref())).transpose()?,
+                        q_norm: plan.head_norm(layer.head_norms.as_ref().map(|[q, _]| q))?,
+                        k_norm: plan.head_norm(layer.head_norms.as_ref().map(|[_, k]| k))?,
                         output: plan.buffer(&[&layer.o])?,
                         post_attention_norm: plan.buffer(&[&layer.post_attention_norm])?,
                         gate: plan.buffer(&[&layer.gate])?,
@@ -123,6 +130,10 @@ impl DeviceWeights {
                     Ok(DeviceLayer {
                         input_norm: ones(hidden)?,
                         qkv: matrix(config.qkv_size() * hidden)?,
+                        qkv_bias: match config.traits.qkv_bias {
+                            true => Some(matrix(config.qkv_size())?),
+                            false => None,
+                        },
                         q_norm: ones(config.head_dim)?,
                         k_norm: ones(config.head_dim)?,
                         output: matrix(hidden * q)?,
@@ -140,9 +151,46 @@ impl DeviceWeights {
 }
 
 impl DeviceWeights {
-    /// The norm that comes after each layer: the next layer's first, and the final one.
-    pub fn next_norms(&self) -> impl Iterator<Item = &Buffer<bf16>> {
-        self.layers.iter().skip(1).map(|layer| &layer.input_norm).chain([&self.norm])
+    /// The matrix of a product of the plan; `layer` is the layer's number, of the head any.
+    pub fn source(&self, layer: usize, gemm: &Gemm) -> Source {
+        let of_layer = || &self.layers[layer];
+        let (weight, up) = match gemm.matrix {
+            Matrix::Qkv => (&of_layer().qkv, None),
+            Matrix::Output => (&of_layer().output, None),
+            Matrix::GateUp => (&of_layer().gate, Some(&of_layer().up)),
+            Matrix::Down => (&of_layer().down, None),
+            Matrix::Head => (self.head.as_ref().unwrap_or(&self.embed), None),
+        };
+        let up = up.map_or(Global::default(), Buffer::ptr);
+        Source { weight: weight.ptr(), up, n: gemm.n as u32, k: gemm.k as u32 }
+    }
+
+    /// The bias of a product of the plan, likewise; null where it has none.
+    pub fn bias(&self, layer: usize, gemm: &Gemm) -> Global<bf16> {
+        match gemm.epilogue {
+            Epilogue::Write { bias: true } => {
+                self.layers[layer].qkv_bias.as_ref().map_or(Global::default(), Buffer::ptr)
+            }
+            _ => Global::default(),
+        }
+    }
+
+    /// The norm of what a product of the plan reads, where that is the residual stream.
+    pub fn norm_before(&self, layer: usize, gemm: &Gemm) -> &Buffer<bf16> {
+        match gemm.matrix {
+            Matrix::Head => &self.norm,
+            Matrix::Qkv => self.layers.get(layer).map_or(&self.norm, |layer| &layer.input_norm),
+            _ => &self.layers[layer].post_attention_norm,
+        }
+    }
+
+    /// The norm that comes next where a product of the plan adds to the residual stream: the layer's second, the next
+    /// layer's first, or the final one.
+    pub fn norm_after(&self, layer: usize, gemm: &Gemm) -> &Buffer<bf16> {
+        match gemm.matrix {
+            Matrix::Output => &self.layers[layer].post_attention_norm,
+            _ => self.layers.get(layer + 1).map_or(&self.norm, |next| &next.input_norm),
+        }
     }
 
     /// The embedding of `rows` as a `residual` stream, prepared for the first layer.
@@ -161,6 +209,14 @@ struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
+    /// The norm of a kind of heads; ones without it.
+    fn head_norm(&mut self, norm: Option<&'a Tensor<'a>>) -> Result<Buffer<bf16>, Error> {
+        match norm {
+            Some(norm) => self.buffer(&[norm]),
+            None => self.device.upload(&[bf16::ONE; HEAD_DIM as usize]),
+        }
+    }
+
     /// One buffer for `tensors` one after another.
     fn buffer(&mut self, tensors: &[&'a Tensor<'a>]) -> Result<Buffer<bf16>, Error> {
         let buffer = self.device.zeroed(tensors.iter().map(|tensor| elements(tensor)).sum())?;

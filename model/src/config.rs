@@ -1,4 +1,4 @@
-//! `config.json` and `generation_config.json`: the sizes of a dense Qwen3 model and its default sampling.
+//! `config.json` and `generation_config.json`: the sizes of a dense model and its default sampling.
 
 mod rope;
 
@@ -8,11 +8,17 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::Error;
-use crate::rope::Yarn;
+use crate::family::{Family, Fields};
+use crate::plan::Traits;
+use crate::rope::Scaling;
 
-/// Sizes and constants of a dense Qwen3 model, checked: every size is positive, heads divide evenly.
+/// Sizes and constants of a dense model, checked: every size is positive, heads divide evenly.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
+    /// Which family it is of: for people alone.
+    pub family: &'static Family,
+    /// What its [plan](crate::plan) has that others' may not.
+    pub traits: Traits,
     /// Rows of the embedding; token ids are below this.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -25,16 +31,16 @@ pub struct Config {
     pub num_attention_heads: usize,
     /// Key and value heads; divides [`num_attention_heads`](Self::num_attention_heads).
     pub num_key_value_heads: usize,
-    /// Elements of one head (128 in every published Qwen3); even.
+    /// Elements of one head (128 in most published models); even.
     pub head_dim: usize,
-    /// Longest sequence that the model was made for, in tokens; with [`yarn`](Self::yarn), what that makes of it.
+    /// Longest sequence that the model was made for, in tokens; with YaRN, what that makes of it.
     pub max_position_embeddings: usize,
     /// Added to the mean square in every RMS norm.
     pub rms_norm_eps: f32,
     /// Base of the rotary position embedding.
     pub rope_theta: f64,
     /// How that is scaled, if it is.
-    pub yarn: Option<Yarn>,
+    pub rope_scaling: Option<Scaling>,
     /// Whether the head is the embedding itself.
     pub tie_word_embeddings: bool,
     /// End-of-sequence ids that `config.json` itself names (often overruled by `generation_config.json`).
@@ -47,26 +53,31 @@ impl Config {
     /// # Errors
     /// [`Error::Json`], [`Error::UnsupportedArchitecture`], [`Error::UnsupportedSetting`] or [`Error::InvalidSetting`].
     pub fn parse(json: &[u8], path: &Path) -> Result<Self, Error> {
-        // The architecture first: another model's config may well lack the fields that Qwen3 has.
+        // The architecture first: another model's config may well lack the fields that these have.
         let which: Architecture = parse_json(json, path)?;
-        which.check(path)?;
+        let family = Family::of(which.architectures.as_deref(), which.model_type.as_deref(), path)?;
         let raw: RawConfig = parse_json(json, path)?;
         raw.check_supported(path)?;
         let fields: Map<String, Value> = parse_json(json, path)?;
-        let rope = rope::read(&fields, raw.max_position_embeddings, path)?;
-        let scaled = rope.yarn.map_or(0, |yarn| (yarn.factor * yarn.original_positions as f64) as usize);
+        let traits = (family.read)(&Fields { all: &fields, path })?;
+        let positions = raw.max_position_embeddings.unwrap_or(family.max_position_embeddings);
+        let rope = rope::read(&fields, positions, path)?;
+        let scaled = rope.scaling.map_or(0, |scaling| scaling.positions());
         let config = Config {
+            family,
+            traits,
             vocab_size: raw.vocab_size,
             hidden_size: raw.hidden_size,
             intermediate_size: raw.intermediate_size,
             num_hidden_layers: raw.num_hidden_layers,
             num_attention_heads: raw.num_attention_heads,
             num_key_value_heads: raw.num_key_value_heads.unwrap_or(raw.num_attention_heads),
-            head_dim: raw.head_dim.unwrap_or(128),
-            max_position_embeddings: raw.max_position_embeddings.max(scaled),
+            // Of no heads there is no size; what is wrong then is said below.
+            head_dim: raw.head_dim.or(family.head_dim).unwrap_or(raw.hidden_size / raw.num_attention_heads.max(1)),
+            max_position_embeddings: positions.max(scaled),
             rms_norm_eps: raw.rms_norm_eps,
             rope_theta: rope.theta,
-            yarn: rope.yarn,
+            rope_scaling: rope.scaling,
             tie_word_embeddings: raw.tie_word_embeddings,
             eos_token_ids: raw.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),
         };
@@ -74,7 +85,7 @@ impl Config {
         Ok(config)
     }
 
-    /// The published dense models, by what their names end in.
+    /// The published dense Qwen3 models, by what their names end in.
     pub const PUBLISHED: [&'static str; 6] = ["0.6B", "1.7B", "4B", "8B", "14B", "32B"];
 
     /// The shape of a [published](Self::PUBLISHED) model, as its `config.json` has it.
@@ -89,6 +100,8 @@ impl Config {
             _ => return None,
         };
         Some(Self {
+            family: Family::QWEN3,
+            traits: Traits { head_norm: true, qkv_bias: false },
             vocab_size: 151_936,
             hidden_size: hidden,
             intermediate_size: intermediate,
@@ -99,7 +112,7 @@ impl Config {
             max_position_embeddings: 40_960,
             rms_norm_eps: 1e-6,
             rope_theta: 1e6,
-            yarn: None,
+            rope_scaling: None,
             tie_word_embeddings: tied,
             eos_token_ids: vec![151_645],
         })
@@ -120,18 +133,12 @@ impl Config {
         self.query_size() + 2 * self.key_value_size()
     }
 
-    /// Output and input features of a layer's products: queries, keys and values; output; gate and up; down.
-    pub fn layer_products(&self) -> [[usize; 2]; 4] {
-        let (hidden, inner) = (self.hidden_size, self.intermediate_size);
-        [[self.qkv_size(), hidden], [hidden, self.query_size()], [2 * inner, hidden], [hidden, inner]]
-    }
-
     /// Parameters of the whole model, a tied head counted once.
     pub fn parameter_count(&self) -> usize {
         let embeddings = self.vocab_size * self.hidden_size * if self.tie_word_embeddings { 1 } else { 2 };
-        let products: usize = self.layer_products().iter().map(|[n, k]| n * k).sum();
-        let norms = 2 * self.hidden_size + 2 * self.head_dim;
-        embeddings + self.num_hidden_layers * (products + norms) + self.hidden_size
+        let plan = self.layer_plan();
+        let matrices: usize = plan.gemms().map(|gemm| gemm.weights()).sum();
+        embeddings + self.num_hidden_layers * (matrices + plan.vector_parameters()) + self.hidden_size
     }
 
     /// Bytes of all weights when each takes `bytes_per_weight` (2 for bf16).
@@ -285,32 +292,6 @@ struct Architecture {
     model_type: Option<String>,
 }
 
-impl Architecture {
-    fn check(&self, path: &Path) -> Result<(), Error> {
-        let named = self.architectures.as_deref().and_then(|a| a.first()).map(String::as_str);
-        let model_type = self.model_type.as_deref();
-        let dense = match named {
-            Some(name) => name == "Qwen3ForCausalLM" && model_type.is_none_or(|t| t == "qwen3"),
-            None => model_type == Some("qwen3"),
-        };
-        if dense {
-            return Ok(());
-        }
-        let found = match (named, model_type) {
-            (Some("Qwen3ForCausalLM"), Some(t)) => t,
-            (Some(name), _) => name,
-            (None, Some(t)) => t,
-            (None, None) => "nameless",
-        };
-        let hint = if found.to_ascii_lowercase().contains("moe") {
-            ": mixture-of-experts models are not supported; choose a dense one, Qwen3-0.6B to Qwen3-32B"
-        } else {
-            ": choose one from Qwen3-0.6B to Qwen3-32B"
-        };
-        Err(Error::UnsupportedArchitecture { path: path.to_owned(), found: found.to_owned(), hint })
-    }
-}
-
 /// The fields of `config.json` that matter, by the names they have there.
 #[derive(Deserialize)]
 struct RawConfig {
@@ -321,25 +302,17 @@ struct RawConfig {
     num_attention_heads: usize,
     num_key_value_heads: Option<usize>,
     head_dim: Option<usize>,
-    #[serde(default = "default_positions")]
-    max_position_embeddings: usize,
+    max_position_embeddings: Option<usize>,
     #[serde(default = "default_eps")]
     rms_norm_eps: f32,
     #[serde(default)]
     tie_word_embeddings: bool,
     eos_token_id: Option<OneOrMany>,
-    attention_bias: Option<bool>,
-    use_sliding_window: Option<bool>,
-    layer_types: Option<Vec<String>>,
     hidden_act: Option<String>,
     quantization_config: Option<Value>,
 }
 
-// The defaults of transformers' Qwen3Config.
-fn default_positions() -> usize {
-    32768
-}
-
+/// As every family has it in transformers.
 fn default_eps() -> f32 {
     1e-6
 }
@@ -348,25 +321,8 @@ impl RawConfig {
     fn check_supported(&self, path: &Path) -> Result<(), Error> {
         let refuse =
             |field, value: String, mend| Err(Error::UnsupportedSetting { path: path.to_owned(), field, value, mend });
-        if self.attention_bias == Some(true) {
-            return refuse(
-                "attention_bias",
-                "true".into(),
-                "no published Qwen3 has it; use a checkpoint without attention biases",
-            );
-        }
-        if self.use_sliding_window == Some(true) {
-            return refuse(
-                "use_sliding_window",
-                "true".into(),
-                "use a checkpoint with full attention, as published Qwen3 models are",
-            );
-        }
-        if let Some(kind) = self.layer_types.iter().flatten().find(|t| *t != "full_attention") {
-            return refuse("layer_types", format!("{kind:?}"), "use a checkpoint with full attention in every layer");
-        }
         if let Some(act) = self.hidden_act.as_deref().filter(|a| *a != "silu") {
-            return refuse("hidden_act", format!("{act:?}"), "Qwen3 uses silu");
+            return refuse("hidden_act", format!("{act:?}"), "use a checkpoint with silu, as published ones are");
         }
         if let Some(quantization) = self.quantization_config.as_ref().filter(|q| !q.is_null()) {
             return refuse("quantization_config", brief(quantization), "use the unquantised checkpoint (bf16)");
@@ -376,7 +332,7 @@ impl RawConfig {
 }
 
 /// A JSON value short enough for a sentence.
-fn brief(value: &Value) -> String {
+pub(crate) fn brief(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(80) {
         Some((at, _)) => format!("{}…", &text[..at]),

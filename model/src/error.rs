@@ -47,13 +47,15 @@ pub enum Error {
         /// The parser's reason, with line and column.
         reason: String,
     },
-    /// Another architecture than dense Qwen3.
-    #[error("{} describes a `{found}` model, and warpdraft runs dense Qwen3 (`Qwen3ForCausalLM`) only{hint}", path.display())]
+    /// Another architecture than those of [`family`](crate::family).
+    #[error("{} describes a `{found}` model{hint}; warpdraft runs {supported}: choose one of these", path.display())]
     UnsupportedArchitecture {
         /// `config.json`.
         path: PathBuf,
         /// The architecture that it names.
         found: String,
+        /// The architectures that are supported, with models of each.
+        supported: String,
         /// A further clause for a near miss such as mixture-of-experts Qwen3, or nothing.
         hint: &'static str,
     },
@@ -149,6 +151,16 @@ pub enum Error {
         found: Vec<usize>,
         /// The shape by the config.
         expected: Vec<usize>,
+    },
+    /// A layer has a norm or a bias that the plan does not have.
+    #[error("`{tensor}` in {} is no weight of a {architecture} as config.json describes it: the weights and config.json are of different models; fetch both again", path.display())]
+    UnexpectedTensor {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The architecture.
+        architecture: &'static str,
     },
     /// A weight is NaN or infinite.
     #[error("element {index} of `{tensor}` in {} is {value}: the weights are damaged; fetch the file again", path.display())]

@@ -1,5 +1,5 @@
-//! What Qwen3 is, with no GPU in it: config, checkpoint, tokenizer, chat template, sampler and a CPU
-//! reference forward pass.
+//! What a model is, with no GPU in it: config and [plan], checkpoint, tokenizer, chat template, sampler and a CPU
+//! reference forward pass. Which models: [`family`].
 //!
 //! The way in is [`Source`]: it parses what the user wrote (a directory, a hub id or `demo`) and resolves to a
 //! [`Checkpoint`], which owns the weights (memory-mapped, or part of the program) and everything that is read
@@ -12,7 +12,9 @@ pub mod checkpoint;
 pub mod config;
 pub mod cpu;
 mod error;
+pub mod family;
 mod hub;
+pub mod plan;
 mod quiet;
 pub mod rope;
 pub mod sampling;
@@ -25,6 +27,8 @@ pub use checkpoint::{Checkpoint, Dtype, LayerWeights, OpenOptions, Outline, Tens
 pub use config::{Config, GenerationConfig};
 pub use cpu::{CpuModel, Fault, KvCache, KvPages, Place, Row};
 pub use error::Error;
+pub use family::Family;
+pub use plan::LayerPlan;
 pub use sampling::Sampling;
 pub use source::{DownloadProgress, Source};
 pub use tokenizer::{TokenStream, Tokenizer};

@@ -1,11 +1,12 @@
 //! Rotary position embedding: the table of cosines and sines that the CPU and the GPU share.
 //!
-//! Qwen3 turns pair `i` of a head, the elements `i` and `i + head_dim / 2`, by the angle
+//! Pair `i` of a head is turned, the elements `i` and `i + head_dim / 2`, by the angle
 //! `position × theta^(-2 i / head_dim)`. Angles and their functions are computed in f64 and rounded once to f32, so
 //! the table is good to half an f32 ulp at every position.
 //!
-//! [`Yarn`] has a model read texts several times longer than those that it was trained on (Peng et al., 2023, "YaRN: Efficient Context Window
-//! Extension of Large Language Models"): pairs that turn slowly are slowed down, and every query and key becomes a little longer.
+//! [`Yarn`] has a model read texts several times longer than those that it was trained on (Peng et al., 2023, "YaRN:
+//! Efficient Context Window Extension of Large Language Models"): pairs that turn slowly are slowed down, and every
+//! query and key becomes a little longer. [`Llama3`] slows pairs down likewise, by another rule.
 
 use crate::Config;
 
@@ -42,7 +43,67 @@ impl RopeTable {
     }
 }
 
-/// Scaling for texts longer than those of training, by the names of transformers' `rope_parameters`.
+/// Scaling for texts longer than those of training.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Scaling {
+    /// YaRN.
+    Yarn(Yarn),
+    /// Llama 3.1's.
+    Llama3(Llama3),
+}
+
+impl Scaling {
+    /// What `rope_type` of a config says, and what people call it.
+    pub const fn names(&self) -> (&'static str, &'static str) {
+        match self {
+            Self::Yarn(_) => ("yarn", "YaRN"),
+            Self::Llama3(_) => ("llama3", "Llama 3's"),
+        }
+    }
+
+    /// By how much longer texts may be, and tokens of the longest text of training.
+    pub const fn factor(&self) -> (f64, usize) {
+        match self {
+            Self::Yarn(yarn) => (yarn.factor, yarn.original_positions),
+            Self::Llama3(llama) => (llama.factor, llama.original_positions),
+        }
+    }
+
+    /// Tokens of the longest text that it makes possible, where the config itself does not count on it.
+    pub(crate) fn positions(&self) -> usize {
+        match self {
+            Self::Yarn(yarn) => (yarn.factor * yarn.original_positions as f64) as usize,
+            Self::Llama3(_) => 0,
+        }
+    }
+}
+
+/// Llama 3.1's scaling, by the names of transformers' `rope_parameters`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Llama3 {
+    /// Pairs that turn slowly turn so many times slower.
+    pub factor: f64,
+    /// `original_max_position_embeddings`: tokens of the longest text of training.
+    pub original_positions: usize,
+    /// Pairs that turn this often within the original positions, or less often, are those.
+    pub low_freq_factor: f64,
+    /// Pairs that turn so often, or more often, stay as they are; those between change in part.
+    pub high_freq_factor: f64,
+}
+
+impl Llama3 {
+    /// Scales the `angles` of the pairs.
+    fn scale(&self, angles: &mut [f64]) {
+        let Self { factor, original_positions, low_freq_factor, high_freq_factor } = *self;
+        for angle in angles {
+            let turns = original_positions as f64 * *angle / std::f64::consts::TAU;
+            let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+            *angle *= (1.0 - kept) / factor + kept;
+        }
+    }
+}
+
+/// YaRN, by the names of transformers' `rope_parameters`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Yarn {
     /// By how much longer texts may be.
@@ -102,9 +163,13 @@ impl Frequencies {
     /// Those of a model.
     pub fn of(config: &Config) -> Self {
         let mut plain = Self::new(config.head_dim, config.rope_theta);
-        if let Some(yarn) = &config.yarn {
-            yarn.scale(config.rope_theta, &mut plain.angles);
-            plain.length = yarn.attention_factor;
+        match &config.rope_scaling {
+            None => {}
+            Some(Scaling::Yarn(yarn)) => {
+                yarn.scale(config.rope_theta, &mut plain.angles);
+                plain.length = yarn.attention_factor;
+            }
+            Some(Scaling::Llama3(llama)) => llama.scale(&mut plain.angles),
         }
         plain
     }
@@ -145,6 +210,31 @@ mod tests {
         // Pair 0 turns by exactly `position` radians.
         assert!((head[0] - (2f32.cos() - 5.0 * 2f32.sin())).abs() < 1e-5);
     }
+
+    /// Angles of some pairs as transformers 5.23's `LlamaRotaryEmbedding` has them for Llama-3.1-8B, in f32: as they
+    /// are, between, and eight times slower.
+    #[test]
+    fn llama3_is_that_of_transformers() {
+        let llama = Llama3 { factor: 8.0, original_positions: 8192, low_freq_factor: 1.0, high_freq_factor: 4.0 };
+        let config =
+            Config { rope_theta: 5e5, rope_scaling: Some(Scaling::Llama3(llama)), ..Config::published("8B").unwrap() };
+        let found = Frequencies::of(&config);
+        assert_eq!(found.length, 1.0);
+        for (pair, angle) in [
+            (0, 1.0),
+            (20, 1.656044088e-02),
+            (28, 3.211446106e-03),
+            (30, 1.371893683e-03),
+            (33, 3.126936499e-04),
+            (35, 9.556212171e-05),
+            (40, 3.428102355e-05),
+            (63, 3.068925878e-07),
+        ] {
+            let error = (found.angles[pair] / angle - 1.0).abs();
+            assert!(error < 1e-6, "pair {pair}: {} and {angle}", found.angles[pair]);
+        }
+    }
+
     /// Angles of some pairs, and the factor, as transformers 5.23's `Qwen3RotaryEmbedding` has them for Qwen3-8B, in f32.
     #[test]
     fn yarn_is_that_of_transformers() {
@@ -170,7 +260,7 @@ mod tests {
                 [4.234358203e-03, 1.079237671e-03, 2.445188875e-04],
             ),
         ] {
-            let config = Config { yarn: Some(yarn), ..Config::published("8B").unwrap() };
+            let config = Config { rope_scaling: Some(Scaling::Yarn(yarn)), ..Config::published("8B").unwrap() };
             let found = Frequencies::of(&config);
             assert!((found.length - length).abs() < 1e-12, "{yarn:?}: {}", found.length);
             // The first are as ever, the last four times slower, whatever is between.

@@ -1,7 +1,7 @@
 //! Text to token ids and back, and the streaming detokeniser.
 //!
-//! Qwen3's tokenizer is a byte-level BPE: a token stands for a run of bytes, and a character may be split over
-//! tokens. Decoding is therefore done on bytes, from a table made once: append the tokens' bytes, then read them
+//! The tokenizers of these models are byte-level BPEs: a token stands for a run of bytes, and a character may be split
+//! over tokens. Decoding is therefore done on bytes, from a table made once: append the tokens' bytes, then read them
 //! as UTF-8 with U+FFFD for what is not. [`TokenStream`] does the same a token at a time.
 
 use std::path::Path;
@@ -21,6 +21,16 @@ pub use bound::Encoded;
 /// A byte-level BPE tokenizer, as `tokenizer.json` describes it. Cloning shares it.
 #[derive(Debug, Clone)]
 pub struct Tokenizer(Arc<Inner>);
+
+/// What is put around the tokens of a text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Around {
+    /// Nothing: a chat template has written all of the prompt, its begin-of-text token included.
+    Nothing,
+    /// The special tokens that `tokenizer.json` has around every text: Llama 3's begin-of-text token, and nothing with
+    /// Qwen's.
+    Special,
+}
 
 /// What a file says of itself before its vocabulary is read.
 #[derive(Deserialize)]
@@ -67,13 +77,13 @@ impl Tokenizer {
         let text = std::str::from_utf8(json).map_err(|e| broken(e.to_string()))?;
         let outline: Outline = serde_json::from_str(text).map_err(|e| broken(e.to_string()))?;
         if let Some(kind) = outline.model.and_then(|model| model.kind).filter(|kind| kind != "BPE") {
-            return Err(broken(format!("its model is {kind}, and Qwen3's is BPE")));
+            return Err(broken(format!("its model is {kind}, and warpdraft reads byte-level BPE alone")));
         }
         let mut encoder = quiet::catch(|| serde_json::from_str::<Encoder>(text))
             .ok_or_else(|| broken("its parts contradict each other".to_owned()))?
             .map_err(|e| broken(e.to_string()))?;
         if !matches!(encoder.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
-            return Err(broken("its decoder is not byte-level, as Qwen3's is".to_owned()));
+            return Err(broken("its decoder is not byte-level, and warpdraft reads byte-level BPE alone".to_owned()));
         }
         // A prompt is the caller's business from end to end: never cut it, never fill it up.
         encoder.with_padding(None);
@@ -89,8 +99,16 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Encode`].
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
+        self.encode_with(text, Around::Nothing)
+    }
+
+    /// Token ids of a text as [`encode`](Self::encode) gives them, with what is to be `around` it.
+    ///
+    /// # Errors
+    /// [`Error::Encode`].
+    pub fn encode_with(&self, text: &str, around: Around) -> Result<Vec<u32>, Error> {
         let failed = |reason: String| Error::Encode { reason };
-        let encoding = quiet::catch(|| self.0.encoder.encode_fast(text, false))
+        let encoding = quiet::catch(|| self.0.encoder.encode_fast(text, around == Around::Special))
             .ok_or_else(|| failed("the tokenizer was not made for it".into()))?;
         Ok(encoding.map_err(|e| failed(shown(&e.to_string())))?.get_ids().to_vec())
     }

@@ -165,8 +165,8 @@ fn unknown_dtype() {
 #[test]
 fn unknown_architecture() {
     let broken = Broken::copy_of("tied_bf16");
-    broken.edit_json("config.json", |config| config["architectures"] = json!(["LlamaForCausalLM"]));
-    model_refused(&broken, &["config.json", "`LlamaForCausalLM`", "Qwen3"]);
+    broken.edit_json("config.json", |config| config["architectures"] = json!(["GemmaForCausalLM"]));
+    model_refused(&broken, &["config.json", "`GemmaForCausalLM`", "Qwen3ForCausalLM", "LlamaForCausalLM"]);
 }
 
 #[test]

@@ -59,6 +59,27 @@ fn a_scaled_rotation_is_said() {
 }
 
 #[test]
+fn families_are_told() {
+    for (name, parts) in [
+        ("tied_bf16", ["Qwen3ForCausalLM", "of size 128, with norms"]),
+        ("tied_qwen2_bf16", ["Qwen2ForCausalLM", "of size 128, with biases"]),
+        ("separate_llama_bf16", ["LlamaForCausalLM", "Llama 3's, 4 × 32 positions"]),
+    ] {
+        let text = stdout_of(warpdraft(&["inspect", "--model"]).arg(golden(name)));
+        for part in parts {
+            assert!(text.contains(part), "no {part:?} in:\n{text}");
+        }
+    }
+    let json = json_of(warpdraft(&["inspect", "--json"]).arg(golden("tied_qwen2_bf16")));
+    let architecture = &json["architecture"];
+    assert_eq!(architecture["name"], "Qwen2ForCausalLM");
+    assert_eq!((&architecture["head_norms"], &architecture["query_key_value_biases"]), (&false.into(), &true.into()));
+    // Each bias counts once: 2 layers of 512.
+    let weights = 272 * 128 + 2 * (512 * 128 + 128 * 256 + 3 * 128 * 128 + 2 * 128 + 512) + 128;
+    assert_eq!(json["parameters"], weights);
+}
+
+#[test]
 fn check_reads_every_weight() {
     let broken = crate::broken::Broken::copy_of("tied_bf16");
     broken.overwrite("model.safetensors", "model.norm.weight", &0x7fc0u16.to_le_bytes());

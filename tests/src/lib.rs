@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-/// A small Qwen3 checkpoint with the logits that Hugging Face transformers computes for a prompt, in f32.
+/// A small checkpoint with the logits that Hugging Face transformers computes for a prompt, in f32.
 #[derive(Debug, Clone)]
 pub struct GoldenCase {
     /// Name of the case and of its directory.
@@ -21,6 +21,21 @@ pub struct GoldenCase {
     pub logits: Vec<f32>,
     /// Columns of `logits`.
     pub vocab: usize,
+    /// Texts with the ids that transformers gives them; none in older files.
+    pub texts: Vec<(String, Vec<u32>)>,
+    /// A conversation, if there is a template.
+    pub chat: Option<GoldenChat>,
+}
+
+/// A conversation and what transformers makes of it.
+#[derive(Debug, Clone, Deserialize)]
+pub struct GoldenChat {
+    /// The messages.
+    pub messages: Vec<model::Message>,
+    /// The prompt, with the assistant's turn opened.
+    pub text: String,
+    /// Its ids.
+    pub ids: Vec<u32>,
 }
 
 #[derive(Deserialize)]
@@ -28,6 +43,9 @@ struct Description {
     prompt: Vec<u32>,
     rows: usize,
     vocab: usize,
+    #[serde(default)]
+    texts: Vec<(String, Vec<u32>)>,
+    chat: Option<GoldenChat>,
 }
 
 /// The repository: where this was built, or `WARPDRAFT_REPOSITORY` when the tests were carried to another machine.
@@ -72,7 +90,8 @@ fn golden_case(dir: PathBuf) -> GoldenCase {
     assert_eq!(logits.len(), description.rows * description.vocab);
     assert_eq!(description.rows, description.prompt.len());
     let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    GoldenCase { name, prompt: description.prompt, logits, vocab: description.vocab, dir }
+    let Description { prompt, vocab, texts, chat, .. } = description;
+    GoldenCase { name, prompt, logits, vocab, dir, texts, chat }
 }
 
 /// The largest difference of two rows of numbers, as a share of the largest magnitude in `expected`.

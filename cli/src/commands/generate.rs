@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use host::{Finish, Profile, encode_prompt};
 use model::chat::Splitter;
+use model::tokenizer::Around;
 
 use crate::commands::{Shown, answer, chat_template};
 use crate::output::Answer;
@@ -22,15 +23,15 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
     let start = Instant::now();
     let checkpoint = loading::open(&source, false, report)?;
     profile.span("open", start, &[]);
-    let text = match &prompt {
-        Prompt::Text(text) => text.clone(),
+    let (text, around) = match &prompt {
+        Prompt::Text(text) => (text.clone(), Around::Special),
         Prompt::Conversation { messages, think } => {
-            chat_template(&checkpoint, &source)?.render(messages, *think, true)?
+            (chat_template(&checkpoint, &source)?.render(messages, *think, true)?, Around::Nothing)
         }
     };
     let start = Instant::now();
     let (context, most) = (load.context_for(&checkpoint.config)?, checkpoint.config.max_position_embeddings);
-    let tokens = encode_prompt(&checkpoint.tokenizer, &text, context, most)?;
+    let tokens = encode_prompt(&checkpoint.tokenizer, &text, around, context, most)?;
     profile.span("tokenise", start, &[("bytes", text.len() as u64), ("tokens", tokens.len() as u64)]);
     let request = settings.request(tokens, &checkpoint.generation);
     let start = Instant::now();

@@ -72,6 +72,8 @@ struct Architecture {
     query_heads: usize,
     key_value_heads: usize,
     head_size: usize,
+    head_norms: bool,
+    query_key_value_biases: bool,
     vocabulary: usize,
     most_positions: usize,
     rope_theta: f64,
@@ -82,6 +84,8 @@ struct Architecture {
 #[derive(Serialize)]
 struct Scaling {
     kind: &'static str,
+    #[serde(skip)]
+    name: &'static str,
     factor: f64,
     original_positions: usize,
 }
@@ -223,20 +227,21 @@ fn files(tensors: &[Tensor]) -> Vec<File> {
 impl Architecture {
     fn of(config: &Config) -> Self {
         Self {
-            name: "Qwen3ForCausalLM",
+            name: config.family.architecture,
             layers: config.num_hidden_layers,
             hidden_size: config.hidden_size,
             intermediate_size: config.intermediate_size,
             query_heads: config.num_attention_heads,
             key_value_heads: config.num_key_value_heads,
             head_size: config.head_dim,
+            head_norms: config.traits.head_norm,
+            query_key_value_biases: config.traits.qkv_bias,
             vocabulary: config.vocab_size,
             most_positions: config.max_position_embeddings,
             rope_theta: config.rope_theta,
-            rope_scaling: config.yarn.map(|yarn| Scaling {
-                kind: "yarn",
-                factor: yarn.factor,
-                original_positions: yarn.original_positions,
+            rope_scaling: config.rope_scaling.map(|scaling| {
+                let ((kind, name), (factor, original_positions)) = (scaling.names(), scaling.factor());
+                Scaling { kind, name, factor, original_positions }
             }),
             tied_embeddings: config.tie_word_embeddings,
         }
@@ -276,16 +281,22 @@ impl fmt::Display for Findings {
         row(f, "layers", a.layers)?;
         row(f, "hidden size", a.hidden_size)?;
         row(f, "intermediate size", a.intermediate_size)?;
-        let heads = format!("{} query, {} key-value, of size {}", a.query_heads, a.key_value_heads, a.head_size);
-        row(f, "heads", heads)?;
+        let with = match (a.head_norms, a.query_key_value_biases) {
+            (false, false) => "",
+            (true, false) => ", with norms",
+            (false, true) => ", with biases",
+            (true, true) => ", with norms and biases",
+        };
+        let (query, key_value) = (a.query_heads, a.key_value_heads);
+        row(f, "heads", format_args!("{query} query, {key_value} key-value, of size {}{with}", a.head_size))?;
         let tokens = self.tokenizer_tokens.map(|tokens| format!(", {tokens} tokens")).unwrap_or_default();
         row(f, "vocabulary", format_args!("{} rows{tokens}", a.vocabulary))?;
         row(f, "head", if a.tied_embeddings { "tied to the embedding" } else { "its own" })?;
         row(f, "most positions", a.most_positions)?;
         row(f, "rope theta", a.rope_theta)?;
         if let Some(scaling) = &a.rope_scaling {
-            let (factor, original) = (scaling.factor, scaling.original_positions);
-            row(f, "rope scaling", format_args!("YaRN, {factor} × {original} positions"))?;
+            let Scaling { name, factor, original_positions, .. } = scaling;
+            row(f, "rope scaling", format_args!("{name}, {factor} × {original_positions} positions"))?;
         }
         match (self.chat_template, &self.generation) {
             (Some(has), Some(generation)) => {

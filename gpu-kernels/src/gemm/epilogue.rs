@@ -137,6 +137,9 @@ pub trait Epilogue {
 
 /// The products of the tile that comes next, if one does.
 pub trait Next {
+    /// Whether there may be one.
+    const FOLLOWS: bool = true;
+
     /// Begins them, once: accumulators are no more the last tile's.
     unsafe fn begin(&mut self);
     /// Goes on with them, if there are more.
@@ -145,6 +148,8 @@ pub trait Next {
 
 /// None beside this.
 impl Next for () {
+    const FOLLOWS: bool = false;
+
     #[inline(always)]
     unsafe fn begin(&mut self) {}
 
@@ -208,6 +213,7 @@ macro_rules! sums {
 }
 
 mod add;
+mod bias;
 
 pub use add::Add;
 
@@ -254,7 +260,8 @@ unsafe fn head_norm(p: &Gemm, head: u32) -> Global<u32> {
     unsafe { norm.at((2 * (thread::fresh(thread::lane_id()) % 4)) as usize).cast() }
 }
 
-/// The factor that normalises the head whose sums begin at accumulator `$first`, in row `$r` of the lane.
+/// The factor that normalises the head whose sums begin at accumulator `$first`, in row `$r` of the lane; the row's
+/// own, where heads have no norm.
 macro_rules! head_factor {
     ($first:expr, $r:expr, $p:ident, $scale:expr) => {{
         // Four chains: one would be mostly waiting.
@@ -264,7 +271,8 @@ macro_rules! head_factor {
             squares[J % 4] = math::fma(x[0], x[0], math::fma(x[1], x[1], squares[J % 4]));
         });
         let sum = quad::sum((squares[0] + squares[1]) + (squares[2] + squares[3])) * ($scale * $scale);
-        $scale * math::rsqrt(sum / HEAD_DIM as f32 + $p.heads.eps)
+        let normed = $scale * math::rsqrt(sum / HEAD_DIM as f32 + $p.heads.eps);
+        if $p.heads.head_norm == 0 { $scale } else { normed }
     }};
 }
 
@@ -386,6 +394,7 @@ impl Epilogue for Qkv {
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: HeadsAhead, next: &mut impl Next) {
         unsafe {
             let HeadsAhead { scales, positions } = ahead;
+            let scales = bias::add::<N, _>(p, half, scales, next);
             let (q_heads, heads) = (p.heads.q_heads, p.n / HEAD_DIM);
             let rotated = (q_heads + p.heads.cache.kv_heads).min(heads);
             let first = half.column / HEAD_DIM;
@@ -543,6 +552,7 @@ impl Epilogue for Write {
     #[inline(always)]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, scales: [f32; 2], next: &mut impl Next) {
         unsafe {
+            let scales = bias::add::<N, _>(p, half, scales, next);
             let row = half.lane_row();
             let column = half.column + 2 * (thread::fresh(thread::lane_id()) % 4);
             let to = p.y.at(row as usize * p.n as usize + column as usize).cast::<[f32; 2]>();

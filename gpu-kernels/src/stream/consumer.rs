@@ -201,7 +201,7 @@ impl<'a> Consumer<'a> {
             }
             let mut index = 0;
             let mut part = self.part(index, 0);
-            let mut old = [Old::default(); 2];
+            let mut old = if ONE { Default::default() } else { self.first_olds(&part) };
             let mut first = if ONE { self.first_of_one(&part) } else { Default::default() };
             loop {
                 let (matrix, layer) = (self.p.matrix(index), index / 4);

@@ -30,7 +30,7 @@ pub struct Outputs {
     rows: [u32; 3],
     there: [bool; 2],
     g: u32,
-    /// Of the norm that comes next.
+    /// Of the norm that comes next; of `Write`, the bias.
     weight: [f32; 2],
 }
 
@@ -66,7 +66,15 @@ impl Outputs {
             let mut weight = [0.0; 2];
             let (mut sums, mut activations) = (GlobalMut::default(), GlobalMut::default());
             match kind {
-                Kind::WRITE => sums = field!(product.phase, y: GlobalMut<f32>).at(sums_at),
+                Kind::WRITE => {
+                    sums = field!(product.phase, y: GlobalMut<f32>).at(sums_at);
+                    let bias = field!(product.phase, norm: Global<bf16>);
+                    // Adding -0 changes no bit.
+                    weight = [-0.0; 2];
+                    if !bias.is_null() && strip < product.strips {
+                        weight = [0, 8].map(|i| math::from_bf16(bias.load_nc((feature + g + i) as usize)));
+                    }
+                }
                 Kind::BEST => {}
                 Kind::SWIGLU => activations = p.work.activation.at(activations_at),
                 _ => {
@@ -179,7 +187,11 @@ impl Outputs {
                 let (j, sums) = (j + I as u32, sums[I]);
                 let [f0, f1] = if Kind::is_normed(KIND) { unsafe { self.factors(j) } } else { [1.0; 2] };
                 match KIND {
-                    Kind::WRITE => unsafe { self.put_sums(j, [sums[0] * f0, sums[1] * f1, sums[2] * f0, sums[3] * f1]) },
+                    Kind::WRITE => {
+                        let [b0, b1] = self.weight;
+                        let sums = [sums[0] * f0 + b0, sums[1] * f1 + b0, sums[2] * f0 + b1, sums[3] * f1 + b1];
+                        unsafe { self.put_sums(j, sums) }
+                    }
                     Kind::SWIGLU => {
                         let [low, high] = [swiglu(sums[0] * f0, sums[2] * f0), swiglu(sums[1] * f1, sums[3] * f1)];
                         unsafe { self.put_activations(j, [math::pack_bf16(low, high)]) };

@@ -65,7 +65,8 @@ pub struct Phase {
     pub x: Global<TensorMap>,
     /// `Write`: `[rows, n]`.
     pub y: GlobalMut<f32>,
-    /// `Embed` and `Add`: the weight of the norm that comes next. `Attend`: that of queries.
+    /// `Embed` and `Add`: the weight of the norm that comes next. `Attend`: that of queries. `Write`: the bias `[n]`,
+    /// null for none.
     pub norm: Global<bf16>,
     /// `Attend`: the weight of the norm of keys.
     pub key_norm: Global<bf16>,

@@ -151,6 +151,7 @@ impl Heads {
             },
             q_heads: self.q_heads as u32,
             eps: 1e-6,
+            head_norm: 1,
         }
     }
 }
@@ -248,6 +249,7 @@ impl Product {
             out: if self.out.is_empty() { Default::default() } else { self.maps.ptr(1) },
             y: self.y.ptr_mut(),
             norm: Norm { squares: self.before.ptr(), dim: (self.k as u32).next_multiple_of(SPAN), eps: 1e-6 },
+            bias: Default::default(),
             heads: self.heads.params(&self.norm),
             residual: Residual {
                 x: self.y.ptr_mut(),
@@ -416,6 +418,7 @@ impl Prompt {
             Ok(DeviceLayer {
                 input_norm: device.upload(&ones)?,
                 qkv: weights(heads * hidden, 7 * i)?,
+                qkv_bias: None,
                 q_norm: device.upload(&ones[..D])?,
                 k_norm: device.upload(&ones[..D])?,
                 output: weights(hidden * config.query_size(), 7 * i + 1)?,

@@ -170,6 +170,7 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
                 dim: features as u32,
             },
             next_norm: norm.ptr(),
+            bias: Default::default(),
             n: features as u32,
             k: k as u32,
             first_row: 0,

@@ -4,16 +4,18 @@ use cuda_std::Global;
 use gpu_kernels::apart::{self, RmsNorm, SiluMul};
 use gpu_kernels::attention::{self, Attend, AttendTiles};
 use gpu_kernels::embedding::{self, Embed};
-use gpu_kernels::kv::{Cache, HEAD_DIM};
+use gpu_kernels::kv::Cache;
 use gpu_kernels::linear::{self, Linear};
 use gpu_kernels::norm::Norm;
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_ROWS, Rows};
 use half::bf16;
+use model::plan::{Epilogue, Gemm, Input, Operator};
 
 use super::{Forward, Pass};
 use crate::Error;
 use crate::device::Buffer;
+use crate::stream::Source;
 
 /// What the step in many launches does in launches of its own instead of in its neighbours', for measuring what that gained.
 #[derive(Default)]
@@ -50,83 +52,115 @@ impl Forward {
         unsafe { self.device.launch::<apart::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm) }
     }
 
-    /// Enqueues a pass launch by launch.
+    /// Enqueues a pass launch by launch: the operators of the plan, one after another.
     pub(super) fn enqueue_launches(&self, pass: &Pass) -> Result<(), Error> {
-        let Pass { rows, most_rows, end, tiles, output } = *pass;
-        let (c, w) = (&self.config, &self.weights);
-        let hidden = c.hidden_size as u32;
-        let inner = c.intermediate_size as u32;
-        let q_heads = c.num_attention_heads as u32;
-        let kv_heads = c.num_key_value_heads as u32;
-        let heads = q_heads + 2 * kv_heads;
-        let q_size = q_heads * HEAD_DIM;
+        let Pass { rows, most_rows, output, .. } = *pass;
+        let (d, plan) = (&self.device, self.config.layer_plan());
+        // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self
+        // outlives the work because freeing device memory waits for it.
+        unsafe {
+            d.launch::<embedding::embed>((1, most_rows), 0, self.embed(rows))?;
+            for i in 0..self.config.num_hidden_layers {
+                for operator in plan.operators() {
+                    match operator {
+                        Operator::Gemm(gemm) => self.launch_gemm(rows, most_rows, i, &gemm)?,
+                        Operator::Heads(_) => {
+                            let split = self.split_heads(rows, i);
+                            let blocks = split.heads().div_ceil(qkv::HEADS_PER_BLOCK);
+                            d.launch::<qkv::split_heads>((blocks, most_rows), 0, split)?;
+                        }
+                        Operator::Attention(_) => self.launch_attention(pass, i)?,
+                    }
+                }
+            }
+            if let Some(first_row) = output.first() {
+                self.launch_norm(most_rows, &self.weights.norm)?;
+                let head = Linear { first_row, ..self.head(rows, self.scaled.ptr(), self.input_norm()) };
+                self.launch_linear(self.config.head().epilogue, most_rows - first_row, head)?;
+            }
+        }
+        Ok(())
+    }
 
-        let (residual, norm) = (self.residual(), self.norm());
-        let norm = if self.apart.norms { Norm::default() } else { norm };
-        let linear = |weight: &Buffer<bf16>, x: &Buffer<bf16>, n: u32, k: u32| Linear {
+    /// The norm that a product's input has yet to be divided by, unless norms have launches of their own.
+    fn input_norm(&self) -> Norm {
+        if self.apart.norms { Norm::default() } else { self.norm() }
+    }
+
+    /// Enqueues a product of a layer.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn launch_gemm(&self, rows: Rows, most_rows: u32, layer: usize, gemm: &Gemm) -> Result<(), Error> {
+        let w = &self.weights;
+        let (x, norm) = match gemm.input {
+            Input::Normed => (&self.scaled, self.input_norm()),
+            Input::Attended => (&self.attended, Norm::default()),
+            Input::Activation => (&self.activation, Norm::default()),
+        };
+        let Source { weight, up, n, k } = w.source(layer, gemm);
+        let linear = Linear {
             rows,
             x: x.ptr(),
-            weight: weight.ptr(),
-            up: weight.ptr(),
-            norm: Norm::default(),
-            y: self.logits.ptr_mut(),
+            weight,
+            up,
+            norm,
+            y: self.qkv.ptr_mut(),
             activation: self.activation.ptr_mut(),
-            residual,
-            next_norm: w.norm.ptr(),
+            residual: self.residual(),
+            next_norm: w.norm_after(layer, gemm).ptr(),
+            bias: w.bias(layer, gemm),
             n,
             k,
             first_row: 0,
         };
-
-        // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self outlives the work because
-        // freeing device memory waits for it.
+        // SAFETY: the caller's word.
         unsafe {
-            let d = &self.device;
-            d.launch::<embedding::embed>((1, most_rows), 0, self.embed(rows))?;
-            for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
-                self.launch_norm(most_rows, &layer.input_norm)?;
-                let project = linear(&layer.qkv, &self.scaled, heads * HEAD_DIM, hidden);
-                let project = Linear { norm, y: self.qkv.ptr_mut(), ..project };
-                self.launch_linear(Kind::Write, most_rows, project)?;
-                let split = self.split_heads(rows, i);
-                d.launch::<qkv::split_heads>((heads.div_ceil(qkv::HEADS_PER_BLOCK), most_rows), 0, split)?;
-                let attend = self.attend(rows, i);
-                let splits = end.div_ceil(attention::SPLIT);
-                if let Some(tiles) = tiles {
-                    let grid = (kv_heads, splits, tiles.count);
-                    let attend = AttendTiles { attend, tiles: tiles.list };
-                    d.launch::<attention::attend_tiles>(grid, Attend::SHARED_BYTES, attend)?;
-                } else {
-                    let grid = (kv_heads, splits, Attend::tiles(most_rows, q_heads / kv_heads));
-                    d.launch::<attention::attend>(grid, Attend::SHARED_BYTES, attend)?;
-                }
-                if splits > 1 {
-                    d.launch::<attention::combine>((q_heads, most_rows), Attend::COMBINE_SHARED_BYTES, attend)?;
-                }
-                let output = linear(&layer.output, &self.attended, hidden, q_size);
-                let output = Linear { next_norm: layer.post_attention_norm.ptr(), ..output };
-                self.launch_linear(Kind::Add, most_rows, output)?;
-                self.launch_norm(most_rows, &layer.post_attention_norm)?;
-                let gate_up = linear(&layer.gate, &self.scaled, inner, hidden);
-                let gate_up = Linear { norm, up: layer.up.ptr(), ..gate_up };
-                match &self.apart.silu {
-                    None => self.launch_linear(Kind::SwiGlu, most_rows, gate_up)?,
-                    Some([gate, up]) => {
-                        let up_only = Linear { weight: layer.up.ptr(), y: up.ptr_mut(), ..gate_up };
-                        self.launch_linear(Kind::Write, most_rows, Linear { y: gate.ptr_mut(), ..gate_up })?;
-                        self.launch_linear(Kind::Write, most_rows, up_only)?;
-                        let y = self.activation.ptr_mut();
-                        let silu = SiluMul { rows, gate: gate.ptr(), up: up.ptr(), y, n: inner };
-                        d.launch::<apart::silu_mul>((inner.div_ceil(256), most_rows), 0, silu)?;
-                    }
-                }
-                let down = linear(&layer.down, &self.activation, hidden, inner);
-                self.launch_linear(Kind::Add, most_rows, Linear { next_norm: next_norm.ptr(), ..down })?;
+            if gemm.input == Input::Normed {
+                self.launch_norm(most_rows, w.norm_before(layer, gemm))?;
             }
-            if let Some(first_row) = output.first() {
-                self.launch_norm(most_rows, &w.norm)?;
-                let head = Linear { first_row, ..self.head(rows, self.scaled.ptr(), norm) };
-                self.launch_linear(Kind::Write, most_rows - first_row, head)?;
+            match &self.apart.silu {
+                Some(gate_up) if gemm.epilogue == Epilogue::SwiGlu => self.launch_silu(most_rows, gate_up, linear),
+                _ => self.launch_linear(gemm.epilogue, most_rows, linear),
+            }
+        }
+    }
+
+    /// Enqueues the products of gates and of ups, and SiLU in a launch of its own.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn launch_silu(&self, most_rows: u32, [gate, up]: &[Buffer<f32>; 2], p: Linear) -> Result<(), Error> {
+        let write = Epilogue::Write { bias: false };
+        let silu = SiluMul { rows: p.rows, gate: gate.ptr(), up: up.ptr(), y: self.activation.ptr_mut(), n: p.n };
+        // SAFETY: the caller's word.
+        unsafe {
+            self.launch_linear(write, most_rows, Linear { y: gate.ptr_mut(), ..p })?;
+            self.launch_linear(write, most_rows, Linear { weight: p.up, y: up.ptr_mut(), ..p })?;
+            self.device.launch::<apart::silu_mul>((p.n.div_ceil(256), most_rows), 0, silu)
+        }
+    }
+
+    /// Enqueues attention of a layer.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn launch_attention(&self, pass: &Pass, layer: usize) -> Result<(), Error> {
+        let Pass { rows, most_rows, end, tiles, .. } = *pass;
+        let (d, attend, splits) = (&self.device, self.attend(rows, layer), end.div_ceil(attention::SPLIT));
+        let (q_heads, kv_heads) = (attend.q_heads, attend.cache.kv_heads);
+        // SAFETY: the caller's word.
+        unsafe {
+            if let Some(tiles) = tiles {
+                let grid = (kv_heads, splits, tiles.count);
+                let attend = AttendTiles { attend, tiles: tiles.list };
+                d.launch::<attention::attend_tiles>(grid, Attend::SHARED_BYTES, attend)?;
+            } else {
+                let grid = (kv_heads, splits, Attend::tiles(most_rows, q_heads / kv_heads));
+                d.launch::<attention::attend>(grid, Attend::SHARED_BYTES, attend)?;
+            }
+            if splits > 1 {
+                d.launch::<attention::combine>((q_heads, most_rows), Attend::COMBINE_SHARED_BYTES, attend)?;
             }
         }
         Ok(())
@@ -136,8 +170,8 @@ impl Forward {
     ///
     /// # Safety
     /// As [`Device::launch`].
-    pub(super) unsafe fn launch_linear(&self, kind: Kind, most_rows: u32, p: Linear) -> Result<(), Error> {
-        let strips = if kind == Kind::SwiGlu { Linear::swiglu_strips(p.n) } else { Linear::strips(p.n) };
+    pub(super) unsafe fn launch_linear(&self, epilogue: Epilogue, most_rows: u32, p: Linear) -> Result<(), Error> {
+        let strips = if epilogue == Epilogue::SwiGlu { Linear::swiglu_strips(p.n) } else { Linear::strips(p.n) };
         let d = &self.device;
         for first in (0..most_rows).step_by(MAX_ROWS as usize) {
             let width = match most_rows - first {
@@ -149,16 +183,16 @@ impl Forward {
             let p = Linear { first_row: p.first_row + first, ..p };
             // SAFETY: the caller's word.
             unsafe {
-                match (kind, width) {
-                    (Kind::Write, 8) => d.launch::<linear::linear_8>(strips, shared, p)?,
-                    (Kind::Write, 16) => d.launch::<linear::linear_16>(strips, shared, p)?,
-                    (Kind::Write, _) => d.launch::<linear::linear_64>(strips, shared, p)?,
-                    (Kind::Add, 8) => d.launch::<linear::linear_add_8>(strips, shared, p)?,
-                    (Kind::Add, 16) => d.launch::<linear::linear_add_16>(strips, shared, p)?,
-                    (Kind::Add, _) => d.launch::<linear::linear_add_64>(strips, shared, p)?,
-                    (Kind::SwiGlu, 8) => d.launch::<linear::swiglu_8>(strips, shared, p)?,
-                    (Kind::SwiGlu, 16) => d.launch::<linear::swiglu_16>(strips, shared, p)?,
-                    (Kind::SwiGlu, _) => d.launch::<linear::swiglu_64>(strips, shared, p)?,
+                match (epilogue, width) {
+                    (Epilogue::Write { .. }, 8) => d.launch::<linear::linear_8>(strips, shared, p)?,
+                    (Epilogue::Write { .. }, 16) => d.launch::<linear::linear_16>(strips, shared, p)?,
+                    (Epilogue::Write { .. }, _) => d.launch::<linear::linear_64>(strips, shared, p)?,
+                    (Epilogue::Add, 8) => d.launch::<linear::linear_add_8>(strips, shared, p)?,
+                    (Epilogue::Add, 16) => d.launch::<linear::linear_add_16>(strips, shared, p)?,
+                    (Epilogue::Add, _) => d.launch::<linear::linear_add_64>(strips, shared, p)?,
+                    (Epilogue::SwiGlu, 8) => d.launch::<linear::swiglu_8>(strips, shared, p)?,
+                    (Epilogue::SwiGlu, 16) => d.launch::<linear::swiglu_16>(strips, shared, p)?,
+                    (Epilogue::SwiGlu, _) => d.launch::<linear::swiglu_64>(strips, shared, p)?,
                 }
             }
         }
@@ -167,19 +201,20 @@ impl Forward {
 
     /// The head over the rows of `x`, from the first on.
     pub(super) fn head(&self, rows: Rows, x: Global<bf16>, norm: Norm) -> Linear {
-        let weight = self.weights.head.as_ref().unwrap_or(&self.weights.embed);
+        let Source { weight, up, n, k } = self.weights.source(0, &self.config.head());
         Linear {
             rows,
             x,
-            weight: weight.ptr(),
-            up: weight.ptr(),
+            weight,
+            up,
             norm,
             y: self.logits.ptr_mut(),
             activation: self.activation.ptr_mut(),
             residual: self.residual(),
-            next_norm: self.weights.norm.ptr(),
-            n: self.config.vocab_size as u32,
-            k: self.config.hidden_size as u32,
+            next_norm: Global::default(),
+            bias: Global::default(),
+            n,
+            k,
             first_row: 0,
         }
     }
@@ -205,12 +240,4 @@ impl Forward {
     fn attend(&self, rows: Rows, layer: usize) -> Attend {
         Attend { q: self.q.ptr(), cache: self.layer_cache(layer), ..self.workspace(rows).attend() }
     }
-}
-
-/// What a linear layer does with its sums.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    Write,
-    Add,
-    SwiGlu,
 }

@@ -5,16 +5,16 @@ use cuda_std::tensor::Matrix;
 use cuda_std::{Global, GlobalMut, Kernel};
 use gpu_kernels::embedding;
 use gpu_kernels::gemm::Gemm;
-use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::{Norm, Residual, SPAN};
 use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
+use model::plan::{self, Epilogue, Input, Operator};
 
 use super::{Forward, Pass, Room, RowOutput, Tiles};
 use crate::Error;
 use crate::device::{Buffer, TensorMaps};
-use crate::gemm::{self, Epilogue};
-use crate::stream::Stream;
+use crate::gemm;
+use crate::stream::{self, Stream};
 
 /// Rows of a product's tile and how many tiles of rows there are: of each program, the first that has room for a pass is taken.
 const PROGRAMS: [(u32, u32); 7] = [(64, 1), (96, 1), (128, 1), (96, 2), (128, 2), (128, 3), (128, 4)];
@@ -22,7 +22,7 @@ const PROGRAMS: [(u32, u32); 7] = [(64, 1), (96, 1), (128, 1), (96, 2), (128, 2)
 const TILE_ROWS: [u32; 3] = [64, 96, 128];
 /// As a tile of [`gpu_kernels::gemm`] has.
 const TILE_ROWS_OF_GEMM: u32 = gpu_kernels::gemm::TILE_ROWS;
-/// Phases of a layer; the embedding is one before them, and the head one behind.
+/// Phases of a layer, of which the second is attention; the embedding is one before them, and the head one behind.
 const LAYER_PHASES: usize = 5;
 const LARGEST: (u32, u32) = PROGRAMS[PROGRAMS.len() - 1];
 const _: () = assert!(LARGEST.0 * LARGEST.1 == MAX_WIDE_ROWS);
@@ -31,7 +31,7 @@ const _: () = assert!(LARGEST.0 * LARGEST.1 == MAX_WIDE_ROWS);
 pub struct Wide {
     /// Blocks of the launch.
     grid: u32,
-    /// What the phases read: of each [`Input`], in tiles of each of [`TILE_ROWS`].
+    /// What the phases read, as [`input_map`] has it.
     maps: TensorMaps,
     /// The phases of a step, for each of [`PROGRAMS`]: with logits, and with the best tokens instead.
     programs: Vec<[Buffer<u64>; 2]>,
@@ -78,12 +78,15 @@ fn program(rows: u32) -> usize {
     PROGRAMS.iter().position(|&(tile_rows, tiles)| rows <= tile_rows * tiles).expect("no pass has more rows")
 }
 
-/// What a product reads.
-#[derive(Clone, Copy)]
-enum Input {
-    Scaled,
-    Attended,
-    Activation,
+/// Which of the maps of [`Wide::maps`] describes what a product reads, in tiles of the height at this place of
+/// [`TILE_ROWS`].
+fn input_map(input: Input, height: usize) -> usize {
+    let place = match input {
+        Input::Normed => 0,
+        Input::Attended => 1,
+        Input::Activation => 2,
+    };
+    TILE_ROWS.len() * place + height
 }
 
 impl Wide {
@@ -259,41 +262,44 @@ impl Forward {
         head: Kind,
     ) -> Vec<Phase> {
         let (c, w) = (&self.config, &self.weights);
-        let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
-        let q_size = c.query_size() as u32;
-        let heads = c.qkv_size() as u32;
         let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
-        let product = |kind, matrix: usize, input: Input, n: u32, k: u32| {
-            let strips = if kind == Kind::SwiGlu { n.div_ceil(STRIP / 2) } else { n.div_ceil(STRIP) };
+        let product = |kind, layer: usize, gemm: &plan::Gemm| {
+            let (strips, k) = stream::strips(gemm);
             Phase {
                 strips,
-                n,
+                n: gemm.n as u32,
                 k,
                 share: Share::new(Share::tiles(strips, row_tiles), tile_rows, grid, k),
-                base: stream.base(matrix),
-                x: maps.ptr(TILE_ROWS.len() * input as usize + height),
-                y: self.logits.ptr_mut(),
+                base: stream.base(layer, gemm.matrix),
+                x: maps.ptr(input_map(gemm.input, height)),
                 row_tiles: row_tiles.into(),
                 ..Phase::new(kind)
             }
         };
         let mut phases = vec![Phase { norm: w.layers[0].input_norm.ptr(), ..Phase::new(Kind::Embed) }];
-        for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
-            let pages = self.cache.layer(i);
-            // SAFETY: within the buffer.
-            let forms = unsafe { packed.forms.ptr().at(i * packed.forms.len() / c.num_hidden_layers) };
-            let (norm, key_norm) = (layer.q_norm.ptr(), layer.k_norm.ptr());
-            let output = product(Kind::Add, 4 * i + 1, Input::Attended, hidden, q_size);
-            let down = product(Kind::Add, 4 * i + 3, Input::Activation, hidden, inner);
-            phases.extend([
-                Phase { y: self.qkv.ptr_mut(), ..product(Kind::Write, 4 * i, Input::Scaled, heads, hidden) },
-                Phase { pages, forms, norm, key_norm, ..Phase::new(Kind::Attend) },
-                Phase { norm: layer.post_attention_norm.ptr(), ..output },
-                product(Kind::SwiGlu, 4 * i + 2, Input::Scaled, inner, hidden),
-                Phase { norm: next_norm.ptr(), ..down },
-            ]);
+        for (i, layer) in w.layers.iter().enumerate() {
+            phases.extend(c.layer_plan().operators().filter_map(|operator| match operator {
+                Operator::Gemm(gemm) => Some(match gemm.epilogue {
+                    Epilogue::Write { .. } => {
+                        Phase { y: self.qkv.ptr_mut(), norm: w.bias(i, &gemm), ..product(Kind::Write, i, &gemm) }
+                    }
+                    Epilogue::Add => Phase { norm: w.norm_after(i, &gemm).ptr(), ..product(Kind::Add, i, &gemm) },
+                    Epilogue::SwiGlu => product(Kind::SwiGlu, i, &gemm),
+                }),
+                // Attention makes them.
+                Operator::Heads(_) => None,
+                Operator::Attention(_) => Some(Phase {
+                    pages: self.cache.layer(i),
+                    // SAFETY: within the buffer.
+                    forms: unsafe { packed.forms.ptr().at(i * packed.forms.len() / c.num_hidden_layers) },
+                    norm: layer.q_norm.ptr(),
+                    key_norm: layer.k_norm.ptr(),
+                    ..Phase::new(Kind::Attend)
+                }),
+            }));
         }
-        phases.push(product(head, 4 * w.layers.len(), Input::Scaled, c.vocab_size as u32, hidden));
+        debug_assert_eq!(phases.len(), 1 + LAYER_PHASES * w.layers.len());
+        phases.push(Phase { y: self.logits.ptr_mut(), ..product(head, w.layers.len(), &c.head()) });
         phases
     }
 
@@ -305,7 +311,8 @@ impl Forward {
         pass: &Pass,
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
-        if pass.most_rows >= of.many.from {
+        // Those take whole tiles of rows.
+        if pass.most_rows >= of.many.from && self.room.rows.is_multiple_of(TILE_ROWS_OF_GEMM as usize) {
             return self.enqueue_many(of, stream, pass, tiles);
         }
         let count = of.kinds.len() as u32 - u32::from(pass.output == RowOutput::None);
@@ -372,62 +379,58 @@ impl Forward {
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
         let (c, w, d) = (&self.config, &self.weights, &self.device);
-        let (hidden, inner) = (c.hidden_size as u32, c.intermediate_size as u32);
-        let (q_size, heads) = (c.query_size() as u32, c.qkv_size() as u32);
         let (weights, blocks) = stream.weights();
         let residual = Residual { spans: of.many.spans.ptr_mut(), ..self.residual() };
         let height = TILE_ROWS.iter().position(|&rows| rows == TILE_ROWS_OF_GEMM).expect("there are such maps");
-        let product = |matrix: usize, input: Input, n: u32, k: u32| Gemm {
-            x: of.maps.ptr(TILE_ROWS.len() * input as usize + height),
-            stream: weights,
-            base: stream.base(matrix),
-            blocks,
-            strips: n.div_ceil(STRIP),
-            out: Default::default(),
-            y: Default::default(),
-            norm: Norm { squares: of.many.spans.ptr(), dim: hidden, eps: c.rms_norm_eps },
-            heads: Default::default(),
-            residual,
-            next_norm: Default::default(),
-            first_row: 0,
-            m: pass.most_rows,
-            first_feature: 0,
-            n,
-            k,
-            band: 0,
-            beside: Default::default(),
+        let product = |layer: usize, gemm: &plan::Gemm| {
+            let (strips, k) = stream::strips(gemm);
+            Gemm {
+                x: of.maps.ptr(input_map(gemm.input, height)),
+                stream: weights,
+                base: stream.base(layer, gemm.matrix),
+                blocks,
+                strips,
+                out: match gemm.epilogue {
+                    Epilogue::SwiGlu => of.many.out.ptr(0),
+                    _ => Default::default(),
+                },
+                y: self.qkv.ptr_mut(),
+                norm: Norm { squares: of.many.spans.ptr(), dim: c.hidden_size as u32, eps: c.rms_norm_eps },
+                bias: w.bias(layer, gemm),
+                heads: Default::default(),
+                residual,
+                next_norm: w.norm_after(layer, gemm).ptr(),
+                first_row: 0,
+                m: pass.most_rows,
+                first_feature: 0,
+                n: gemm.n as u32,
+                k,
+                band: 0,
+                beside: Default::default(),
+            }
         };
-        let enqueue = |epilogue, p: Gemm| {
-            // SAFETY: every address is a buffer of self or of the model, of the size that the parameter block states, with room for whole tiles of rows.
-            unsafe { gemm::enqueue(d, &of.many.beside, epilogue, p) }
-        };
-        // SAFETY: likewise.
+        // SAFETY: every address is a buffer of self or of the model, of the size that the parameter block states, with
+        // room for whole tiles of rows.
         unsafe { d.launch::<embedding::embed_spans>((1, pass.most_rows), 0, w.embedding(pass.rows, residual))? };
         let last = w.layers.len() - 1;
-        let group = (c.num_attention_heads / c.num_key_value_heads) as u32;
-        let is_alone = tiles.count == pass.most_rows && group <= WideStep::ATTEND_PAIRS;
-        for (i, (layer, next_norm)) in w.layers.iter().zip(w.next_norms()).enumerate() {
-            let qkv = Gemm { y: self.qkv.ptr_mut(), ..product(4 * i, Input::Scaled, heads, hidden) };
-            enqueue(Epilogue::Write, qkv)?;
-            let attend = self.wide_step(of, stream, pass, tiles, (LAYER_PHASES * i + 2, 1));
-            let (deals, is_dealt) = (of.many.deals.ptr_mut(), u32::from(i > 0));
-            let attend = WideStep { deals, is_dealt, best: Default::default(), ..attend };
-            if is_alone {
-                let attend = WideStep { arrivals: of.many.arrivals.ptr_mut(), ..attend };
-                let grid = of.many.attend_grid;
-                // SAFETY: likewise; all of the grid is resident at once, since an SM has room for so many CTAs, and whatever else is there ends.
-                unsafe { d.launch_early::<wide::attend_batch>(grid, WideStep::ATTEND_SHARED_BYTES, attend)? };
-            } else {
-                self.launch_wide(of, pass, attend)?;
-            }
-            let next = layer.post_attention_norm.ptr();
-            enqueue(Epilogue::Add, Gemm { next_norm: next, ..product(4 * i + 1, Input::Attended, hidden, q_size) })?;
-            let gate_up = product(4 * i + 2, Input::Scaled, inner, hidden);
-            let gate_up = Gemm { strips: (2 * inner).div_ceil(STRIP), out: of.many.out.ptr(0), ..gate_up };
-            enqueue(Epilogue::SwiGlu, gate_up)?;
-            if i < last {
-                let down = product(4 * i + 3, Input::Activation, hidden, inner);
-                enqueue(Epilogue::Add, Gemm { next_norm: next_norm.ptr(), ..down })?;
+        for i in 0..=last {
+            for operator in c.layer_plan().operators() {
+                match operator {
+                    // Done with the head, below.
+                    Operator::Gemm(gemm) if i == last && gemm.matrix == plan::Matrix::Down => {}
+                    Operator::Gemm(gemm) => {
+                        let epilogue = match gemm.epilogue {
+                            Epilogue::Write { .. } => gemm::Epilogue::Write,
+                            Epilogue::Add => gemm::Epilogue::Add,
+                            Epilogue::SwiGlu => gemm::Epilogue::SwiGlu,
+                        };
+                        // SAFETY: likewise.
+                        unsafe { gemm::enqueue(d, &of.many.beside, epilogue, product(i, &gemm))? };
+                    }
+                    // Attention makes them.
+                    Operator::Heads(_) => {}
+                    Operator::Attention(_) => self.enqueue_attention(of, stream, pass, tiles, i)?,
+                }
             }
         }
         // The last product and the head: best tokens are found behind a meeting.
@@ -435,6 +438,30 @@ impl Forward {
         let end = self.wide_step(of, stream, pass, tiles, (LAYER_PHASES * (last + 1), count));
         self.launch_wide(of, pass, end)?;
         Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
+    }
+
+    /// Enqueues a layer's attention in a launch of its own, for which every layer of a pass has the same kernel.
+    fn enqueue_attention(
+        &self,
+        of: &Wide,
+        stream: &Stream,
+        pass: &Pass,
+        tiles: Tiles,
+        layer: usize,
+    ) -> Result<(), Error> {
+        let (c, many) = (&self.config, &of.many);
+        let step = self.wide_step(of, stream, pass, tiles, (LAYER_PHASES * layer + 2, 1));
+        let (deals, is_dealt) = (many.deals.ptr_mut(), u32::from(layer > 0));
+        let step = WideStep { deals, is_dealt, best: Default::default(), ..step };
+        let group = (c.num_attention_heads / c.num_key_value_heads) as u32;
+        if tiles.count < pass.most_rows || group > WideStep::ATTEND_PAIRS {
+            // Several rows of a sequence, or more query heads than that kernel takes.
+            return self.launch_wide(of, pass, step);
+        }
+        let step = WideStep { arrivals: many.arrivals.ptr_mut(), ..step };
+        // SAFETY: every address is a buffer of self, of the size that the parameter block states. All of the grid is
+        // resident at once, since an SM has room for so many CTAs, and whatever else is there ends.
+        unsafe { self.device.launch_early::<wide::attend_batch>(many.attend_grid, WideStep::ATTEND_SHARED_BYTES, step) }
     }
 
     /// From the next pass over rows with tiles on, products are launches with so many rows or more, rather than with as many as is quickest: for tests and measuring.

@@ -1,4 +1,4 @@
-//! The typed view of a checkpoint: every weight of a Qwen3 model by its role, shapes checked.
+//! The typed view of a checkpoint: every weight of a model by its role, shapes checked.
 
 use super::{Checkpoint, EMBEDDING, HEAD, Store, Tensor, TensorId};
 use crate::{Config, Error};
@@ -31,10 +31,10 @@ pub struct LayerWeights<T> {
     pub v: T,
     /// Output projection, `[hidden, heads × head_dim]`.
     pub o: T,
-    /// RMS norm of each query head, `[head_dim]`.
-    pub q_norm: T,
-    /// RMS norm of each key head, `[head_dim]`.
-    pub k_norm: T,
+    /// Biases of the query, key and value projections, each as long as its outputs; none where the plan has none.
+    pub qkv_bias: Option<[T; 3]>,
+    /// RMS norms of each query head and each key head, both `[head_dim]`; none where the plan has none.
+    pub head_norms: Option<[T; 2]>,
     /// RMS norm before the MLP, `[hidden]`.
     pub post_attention_norm: T,
     /// SwiGLU gate, `[intermediate, hidden]`.
@@ -63,6 +63,7 @@ impl Checkpoint {
 impl Store {
     /// Every weight that `c` calls for, its shape checked.
     pub(super) fn weight_ids(&self, c: &Config) -> Result<Weights<TensorId>, Error> {
+        self.check_unexpected(c)?;
         let (hidden, inner, q, kv) = (c.hidden_size, c.intermediate_size, c.query_size(), c.key_value_size());
         let tied = c.tie_word_embeddings;
         // Of two that are tied, the one that is stored.
@@ -70,16 +71,24 @@ impl Store {
         let embed = self.tensor_id(embedding, &[c.vocab_size, hidden])?;
         let layers = (0..c.num_hidden_layers)
             .map(|i| {
-                let get =
-                    |name: &str, shape: &[usize]| self.tensor_id(&format!("model.layers.{i}.{name}.weight"), shape);
+                let tensor = |name: &str, shape: &[usize]| self.tensor_id(&format!("model.layers.{i}.{name}"), shape);
+                let get = |name: &str, shape: &[usize]| tensor(&format!("{name}.weight"), shape);
+                let bias = |name: &str, n: usize| tensor(&format!("self_attn.{name}.bias"), &[n]);
+                let norm = |name: &str| get(name, &[c.head_dim]);
                 Ok(LayerWeights {
                     input_norm: get("input_layernorm", &[hidden])?,
                     q: get("self_attn.q_proj", &[q, hidden])?,
                     k: get("self_attn.k_proj", &[kv, hidden])?,
                     v: get("self_attn.v_proj", &[kv, hidden])?,
                     o: get("self_attn.o_proj", &[hidden, q])?,
-                    q_norm: get("self_attn.q_norm", &[c.head_dim])?,
-                    k_norm: get("self_attn.k_norm", &[c.head_dim])?,
+                    qkv_bias: match c.traits.qkv_bias {
+                        true => Some([bias("q_proj", q)?, bias("k_proj", kv)?, bias("v_proj", kv)?]),
+                        false => None,
+                    },
+                    head_norms: match c.traits.head_norm {
+                        true => Some([norm("self_attn.q_norm")?, norm("self_attn.k_norm")?]),
+                        false => None,
+                    },
                     post_attention_norm: get("post_attention_layernorm", &[hidden])?,
                     gate: get("mlp.gate_proj", &[inner, hidden])?,
                     up: get("mlp.up_proj", &[inner, hidden])?,
@@ -90,6 +99,29 @@ impl Store {
         let norm = self.tensor_id("model.norm.weight", &[hidden])?;
         let head = if tied { embed } else { self.tensor_id(HEAD, &[c.vocab_size, hidden])? };
         Ok(Weights { embed, layers, norm, head })
+    }
+}
+
+impl Store {
+    /// Refuses norms and biases of layers that the plan does not have: without them it would be another model.
+    fn check_unexpected(&self, c: &Config) -> Result<(), Error> {
+        const QKV_BIASES: [&str; 3] = ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"];
+        const BIASES: [&str; 4] =
+            ["self_attn.o_proj.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"];
+        const HEAD_NORMS: [&str; 2] = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"];
+        let kinds: [(bool, &[&str]); 3] =
+            [(c.traits.qkv_bias, &QKV_BIASES), (false, &BIASES), (c.traits.head_norm, &HEAD_NORMS)];
+        let unexpected = kinds.iter().filter(|(has, _)| !has).flat_map(|(_, names)| *names);
+        for name in unexpected {
+            for layer in 0..c.num_hidden_layers {
+                let tensor = format!("model.layers.{layer}.{name}");
+                if let Some(id) = self.by_name.get(&tensor) {
+                    let path = self.shards[self.tensors[id.0].shard].path.clone();
+                    return Err(Error::UnexpectedTensor { path, tensor, architecture: c.family.architecture });
+                }
+            }
+        }
+        Ok(())
     }
 }
 
@@ -113,8 +145,8 @@ impl<T> LayerWeights<T> {
             k: f(self.k),
             v: f(self.v),
             o: f(self.o),
-            q_norm: f(self.q_norm),
-            k_norm: f(self.k_norm),
+            qkv_bias: self.qkv_bias.map(|biases| biases.map(&mut *f)),
+            head_norms: self.head_norms.map(|norms| norms.map(&mut *f)),
             post_attention_norm: f(self.post_attention_norm),
             gate: f(self.gate),
             up: f(self.up),

@@ -10,18 +10,18 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use crate::Error;
-use crate::rope::Yarn;
+use crate::rope::{Llama3, Scaling, Yarn};
 
 /// The base of the rotation and its scaling.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Rope {
     pub(super) theta: f64,
-    pub(super) yarn: Option<Yarn>,
+    pub(super) scaling: Option<Scaling>,
 }
 
 /// Most positions that scaling may lead to.
 const MOST_POSITIONS: f64 = (1 << 24) as f64;
-/// The base of a config that names none, as in transformers; every published Qwen3 names 1,000,000.
+/// The base of a config that names none, as in transformers.
 const DEFAULT_THETA: f64 = 10_000.0;
 const SCALING: &str = "rope_scaling";
 const PARAMETERS: &str = "rope_parameters";
@@ -32,6 +32,9 @@ const COMMON: [&str; 4] = ["rope_type", "type", "rope_theta", "partial_rotary_fa
 const YARN: [&str; 8] =
     ["factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"];
 
+/// What Llama 3.1's may say besides; all of it must be there.
+const LLAMA3: [&str; 4] = ["factor", ORIGINAL, "low_freq_factor", "high_freq_factor"];
+
 /// Reads the rotation of `config`, the fields of a `config.json`, whose models were made for `positions` tokens.
 pub(super) fn read(config: &Map<String, Value>, positions: usize, path: &Path) -> Result<Rope, Error> {
     let fields = Fields { config, positions, path };
@@ -41,12 +44,12 @@ pub(super) fn read(config: &Map<String, Value>, positions: usize, path: &Path) -
     let scaling = given(SCALING).map(|value| fields.section(SCALING, value)).transpose()?;
     let parameters = given(PARAMETERS).map(|value| fields.section(PARAMETERS, value)).transpose()?;
     match (scaling, parameters) {
-        (None, None) => Ok(Rope { theta: fields.theta()?.unwrap_or(DEFAULT_THETA), yarn: None }),
+        (None, None) => Ok(Rope { theta: fields.theta()?.unwrap_or(DEFAULT_THETA), scaling: None }),
         (Some(rope), None) | (None, Some(rope)) => Ok(rope),
         // Where the two agree, or `rope_scaling` adds to the plain rotation of `rope_parameters`, it is plain what is
         // meant.
         (Some(scaling), Some(parameters)) => {
-            if scaling == parameters || (scaling.theta == parameters.theta && parameters.yarn.is_none()) {
+            if scaling == parameters || (scaling.theta == parameters.theta && parameters.scaling.is_none()) {
                 return Ok(scaling);
             }
             const MEND: &str = "rope_parameters beside it says something else; keep the one that the model was \
@@ -84,18 +87,23 @@ impl Fields<'_> {
             return Err(self.invalid(field, value, "it must be an object"));
         };
         let kind = self.kind(field, value, object)?;
-        let known = |key: &str| COMMON.contains(&key) || (kind == "yarn" && YARN.contains(&key));
+        let own: &[&str] = match kind {
+            "yarn" => &YARN,
+            "llama3" => &LLAMA3,
+            _ => &[],
+        };
+        let known = |key: &str| COMMON.contains(&key) || own.contains(&key);
         if object.values().any(Value::is_object) {
-            const MEND: &str = "transformers does not run Qwen3 with a rotation for each type of layer either; use a \
-                                checkpoint that says one for all layers";
+            const MEND: &str = "transformers does not run these models with a rotation for each type of layer \
+                                either; use a checkpoint that says one for all layers";
             return Err(self.unsupported(field, value, MEND));
         }
         let is_strange = |(key, value): &(&String, &Value)| !value.is_null() && !known(key);
         let strange: Map<String, Value> =
             object.iter().filter(is_strange).map(|(key, value)| (key.clone(), value.clone())).collect();
         if !strange.is_empty() {
-            const MEND: &str = "these of its settings are none of a plain or YaRN-scaled rotation's; use a checkpoint \
-                                that transformers reads without a warning";
+            const MEND: &str = "these of its settings are none of a rotation of its type; use a checkpoint that \
+                                transformers reads without a warning";
             return Err(self.unsupported(field, &Value::Object(strange), MEND));
         }
         self.check_partial(field, object)?;
@@ -103,11 +111,15 @@ impl Fields<'_> {
             Some(theta) => theta,
             None => self.theta()?.unwrap_or(DEFAULT_THETA),
         };
-        let yarn = if kind == "yarn" { Some(self.yarn(field, value)?) } else { None };
-        Ok(Rope { theta, yarn })
+        let scaling = match kind {
+            "yarn" => Some(Scaling::Yarn(self.yarn(field, value)?)),
+            "llama3" => Some(Scaling::Llama3(self.llama3(field, value)?)),
+            _ => None,
+        };
+        Ok(Rope { theta, scaling })
     }
 
-    /// The type of a rotation: `default` or `yarn`.
+    /// The type of a rotation: `default`, `yarn` or `llama3`.
     fn kind<'v>(&self, field: &'static str, value: &Value, object: &'v Map<String, Value>) -> Result<&'v str, Error> {
         let named = |key: &str| object.get(key).filter(|kind| !kind.is_null());
         let kind = match (named("rope_type"), named("type")) {
@@ -118,13 +130,12 @@ impl Fields<'_> {
             (None, None) => Some("default"),
         };
         match kind {
-            Some(kind @ ("default" | "yarn")) => Ok(kind),
+            Some(kind @ ("default" | "yarn" | "llama3")) => Ok(kind),
             _ => Err(self.unsupported(
                 field,
                 value,
-                "of scaled rotary embeddings YaRN alone is implemented, and without its scaling the model would be \
-                 another; \
-                 use a checkpoint with a plain or YaRN-scaled one",
+                "of scaled rotary embeddings YaRN and llama3 are implemented, and without its scaling the model \
+                 would be another; use a checkpoint with one of these or a plain one",
             )),
         }
     }
@@ -133,7 +144,7 @@ impl Fields<'_> {
     fn check_partial(&self, field: &'static str, object: &Map<String, Value>) -> Result<(), Error> {
         match object.get("partial_rotary_factor").filter(|part| !part.is_null()) {
             Some(part) if part.as_f64() != Some(1.0) => {
-                Err(self.unsupported(field, part, "Qwen3 turns all of a head; use a checkpoint that does"))
+                Err(self.unsupported(field, part, "warpdraft turns all of a head; use a checkpoint that does"))
             }
             _ => Ok(()),
         }
@@ -173,6 +184,26 @@ impl Fields<'_> {
             attention_factor: number("attention_factor")?.unwrap_or(length),
             truncate,
         })
+    }
+
+    fn llama3(&self, field: &'static str, scaling: &Value) -> Result<Llama3, Error> {
+        let number = |name: &str, missing| match self.positive(scaling.get(name), field, scaling)? {
+            Some(number) => Ok(number),
+            None => Err(self.invalid(field, scaling, missing)),
+        };
+        let factor = number("factor", "it lacks llama3's `factor`")?;
+        let low = number("low_freq_factor", "it lacks llama3's `low_freq_factor`")?;
+        let high = number("high_freq_factor", "it lacks llama3's `high_freq_factor`")?;
+        let original = self.original(field, scaling)?;
+        if factor < 1.0 || original < 1.0 {
+            return Err(self.invalid(field, scaling, "its `factor` and its original positions must be 1 or more"));
+        }
+        if low >= high {
+            const REASON: &str = "its `low_freq_factor` must be below its `high_freq_factor`";
+            return Err(self.invalid(field, scaling, REASON));
+        }
+        let original_positions = original as usize;
+        Ok(Llama3 { factor, original_positions, low_freq_factor: low, high_freq_factor: high })
     }
 
     /// Tokens of the longest text of training: in the scaling or in the config itself, else the model's positions.

@@ -12,7 +12,8 @@ mod matmul;
 
 pub use cache::{KvCache, KvPages};
 
-use crate::checkpoint::{LayerWeights, TensorId, Weights};
+use crate::checkpoint::{TensorId, Weights};
+use crate::plan::{self, Epilogue, Gemm, Input, Operator};
 use crate::rope::{self, Frequencies};
 use crate::{Checkpoint, Config, Error};
 use dot::Simd;
@@ -69,49 +70,72 @@ const BLOCK: usize = 64;
 pub struct CpuModel {
     checkpoint: Checkpoint,
     weights: Weights<TensorId>,
-    norms: Norms,
+    vectors: Vectors,
     frequencies: Frequencies,
     simd: Simd,
 }
 
-/// The norms' weights, widened once: they are small and used with every token.
+/// Weights of norms, and biases, widened once: they are small and used with every token.
 #[derive(Debug, Clone)]
-struct Norms {
-    layers: Vec<LayerNorms>,
-    last: Vec<f32>,
+struct Vectors {
+    layers: Vec<LayerVectors>,
+    last_norm: Vec<f32>,
 }
 
 #[derive(Debug, Clone)]
-struct LayerNorms {
-    input: Vec<f32>,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    post_attention: Vec<f32>,
+struct LayerVectors {
+    input_norm: Vec<f32>,
+    /// Of queries, keys and values, if there are any.
+    qkv_bias: Option<[Vec<f32>; 3]>,
+    /// Of queries and of keys, if there are any.
+    head_norms: Option<[Vec<f32>; 2]>,
+    post_attention_norm: Vec<f32>,
+}
+
+/// Activations of a block of rows.
+struct Scratch {
+    /// The residual stream, `[rows, hidden]`.
+    x: Vec<f32>,
+    /// That, with a norm: what a product reads.
+    normed: Vec<f32>,
+    /// Queries `[rows, query_size]`, then keys and values `[rows, key_value_size]` each.
+    qkv: [Vec<f32>; 3],
+    /// `[rows, query_size]`.
+    attended: Vec<f32>,
+    /// Gates and ups: `[rows, intermediate]` each.
+    gate_up: [Vec<f32>; 2],
+    /// What becomes of them.
+    activation: Vec<f32>,
+    /// What is to be added to the residual stream.
+    delta: Vec<f32>,
+    /// Of each row, `[rows, head_dim / 2]` each.
+    cos: Vec<f32>,
+    sin: Vec<f32>,
 }
 
 impl CpuModel {
-    /// Prepares a checkpoint. Copies nothing but the norms.
+    /// Prepares a checkpoint. Copies nothing but norms and biases.
     ///
     /// # Errors
     /// [`Error::MissingTensor`] or [`Error::Shape`], neither for a checkpoint that opened.
     pub fn new(checkpoint: &Checkpoint) -> Result<Self, Error> {
         let weights = checkpoint.weight_ids()?;
         let wide = |id| Matrix::new(checkpoint.tensor_by_id(id)).row_f32(0);
-        let norms = Norms {
+        let vectors = Vectors {
             layers: weights
                 .layers
                 .iter()
-                .map(|layer| LayerNorms {
-                    input: wide(layer.input_norm),
-                    q: wide(layer.q_norm),
-                    k: wide(layer.k_norm),
-                    post_attention: wide(layer.post_attention_norm),
+                .map(|layer| LayerVectors {
+                    input_norm: wide(layer.input_norm),
+                    qkv_bias: layer.qkv_bias.map(|biases| biases.map(wide)),
+                    head_norms: layer.head_norms.map(|norms| norms.map(wide)),
+                    post_attention_norm: wide(layer.post_attention_norm),
                 })
                 .collect(),
-            last: wide(weights.norm),
+            last_norm: wide(weights.norm),
         };
         let frequencies = Frequencies::of(&checkpoint.config);
-        Ok(CpuModel { checkpoint: checkpoint.clone(), weights, norms, frequencies, simd: Simd::detect() })
+        Ok(CpuModel { checkpoint: checkpoint.clone(), weights, vectors, frequencies, simd: Simd::detect() })
     }
 
     /// The checkpoint that this runs.
@@ -236,45 +260,20 @@ impl CpuModel {
     /// row the first layer after which it is not finite.
     fn layers(&self, block: &[Row<'_>], pages: &mut KvPages, places: &mut [Option<Place>]) -> Vec<f32> {
         let c = self.config();
-        let (rows, hidden) = (block.len(), c.hidden_size);
-        let embed = self.matrix(self.weights.embed);
-        let mut x: Vec<f32> = block.iter().flat_map(|row| embed.row_f32(row.token as usize)).collect();
-
-        let half = c.head_dim / 2;
-        let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
-        for (row, (cos, sin)) in block.iter().zip(cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half))) {
-            self.frequencies.row(row.position, cos, sin);
-        }
-
-        let mut normed = vec![0.0; rows * hidden];
-        let mut q = vec![0.0; rows * c.query_size()];
-        let mut k = vec![0.0; rows * c.key_value_size()];
-        let mut v = vec![0.0; rows * c.key_value_size()];
-        let mut attended = vec![0.0; rows * c.query_size()];
-        let mut gate = vec![0.0; rows * c.intermediate_size];
-        let mut up = vec![0.0; rows * c.intermediate_size];
-        let mut delta = vec![0.0; rows * hidden];
-
-        for (index, (layer, norms)) in self.weights.layers.iter().zip(&self.norms.layers).enumerate() {
-            self.norm(&x, &norms.input, &mut normed);
-            self.project(&normed, rows, &mut [(layer.q, &mut q), (layer.k, &mut k), (layer.v, &mut v)]);
-            self.norm_in_place(&mut q, &norms.q);
-            self.norm_in_place(&mut k, &norms.k);
-            for row in 0..rows {
-                let (cos, sin) = (&cos[row * half..][..half], &sin[row * half..][..half]);
-                rope::rotate(&mut q[row * c.query_size()..][..c.query_size()], cos, sin);
-                rope::rotate(&mut k[row * c.key_value_size()..][..c.key_value_size()], cos, sin);
+        let mut s = self.scratch(block);
+        let plan = c.layer_plan();
+        for index in 0..c.num_hidden_layers {
+            for operator in plan.operators() {
+                match operator {
+                    Operator::Gemm(gemm) => self.gemm(index, gemm, block.len(), &mut s),
+                    Operator::Heads(_) => self.heads(index, block, &mut s, pages),
+                    Operator::Attention(_) => {
+                        attention::attention(self.simd, c, &s.qkv[0], pages.layer(index), block, &mut s.attended);
+                    }
+                }
             }
-            let size = c.key_value_size();
-            for (row, (key, value)) in block.iter().zip(k.chunks_exact(size).zip(v.chunks_exact(size))) {
-                pages.write(index, row.pages, row.position, key, value);
-            }
-            attention::attention(self.simd, c, &q, pages.layer(index), block, &mut attended);
-            self.project(&attended, rows, &mut [(layer.o, &mut delta)]);
-            add(&mut x, &delta);
-            self.mlp(layer, &norms.post_attention, &mut x, &mut normed, &mut gate, &mut up, &mut delta, rows);
             let last = index + 1 == c.num_hidden_layers;
-            for ((row, place), x) in block.iter().zip(places.iter_mut()).zip(x.chunks_exact(hidden)) {
+            for ((row, place), x) in block.iter().zip(places.iter_mut()).zip(s.x.chunks_exact(c.hidden_size)) {
                 // What a row leaves for the rows after it is its keys and values, which come before the last layer's
                 // output.
                 if !last || row.logits {
@@ -282,29 +281,84 @@ impl CpuModel {
                 }
             }
         }
-        x
+        s.x
     }
 
-    /// `x += down(silu(gate(norm(x))) × up(norm(x)))`; the other buffers are scratch.
-    #[allow(clippy::too_many_arguments)]
-    fn mlp(
-        &self,
-        layer: &LayerWeights<TensorId>,
-        norm: &[f32],
-        x: &mut [f32],
-        normed: &mut [f32],
-        gate: &mut [f32],
-        up: &mut [f32],
-        delta: &mut [f32],
-        rows: usize,
-    ) {
-        self.norm(x, norm, normed);
-        self.project(normed, rows, &mut [(layer.gate, gate), (layer.up, up)]);
-        for (g, u) in gate.iter_mut().zip(up.iter()) {
-            *g = *g / (1.0 + (-*g).exp()) * u;
+    /// The embedding of a block of rows, and room for what comes of it.
+    fn scratch(&self, block: &[Row<'_>]) -> Scratch {
+        let (c, rows) = (self.config(), block.len());
+        let embed = self.matrix(self.weights.embed);
+        let half = c.head_dim / 2;
+        let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
+        for (row, (cos, sin)) in block.iter().zip(cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half))) {
+            self.frequencies.row(row.position, cos, sin);
         }
-        self.project(gate, rows, &mut [(layer.down, delta)]);
-        add(x, delta);
+        let zeros = |columns: usize| vec![0.0; rows * columns];
+        Scratch {
+            x: block.iter().flat_map(|row| embed.row_f32(row.token as usize)).collect(),
+            normed: zeros(c.hidden_size),
+            qkv: [c.query_size(), c.key_value_size(), c.key_value_size()].map(zeros),
+            attended: zeros(c.query_size()),
+            gate_up: [(); 2].map(|()| zeros(c.intermediate_size)),
+            activation: zeros(c.intermediate_size),
+            delta: zeros(c.hidden_size),
+            cos,
+            sin,
+        }
+    }
+
+    /// A product of a layer, with what becomes of it.
+    fn gemm(&self, index: usize, gemm: Gemm, rows: usize, s: &mut Scratch) {
+        let (layer, vectors) = (&self.weights.layers[index], &self.vectors.layers[index]);
+        if gemm.input == Input::Normed {
+            let norm =
+                if gemm.matrix == plan::Matrix::Qkv { &vectors.input_norm } else { &vectors.post_attention_norm };
+            self.norm(&s.x, norm, &mut s.normed);
+        }
+        let input = match gemm.input {
+            Input::Normed => &s.normed,
+            Input::Attended => &s.attended,
+            Input::Activation => &s.activation,
+        };
+        match gemm.epilogue {
+            Epilogue::Write { .. } => {
+                let [q, k, v] = &mut s.qkv;
+                self.project(input, rows, &mut [(layer.q, q), (layer.k, k), (layer.v, v)]);
+                for (out, bias) in s.qkv.iter_mut().zip(vectors.qkv_bias.iter().flatten()) {
+                    out.chunks_exact_mut(bias.len()).for_each(|row| add(row, bias));
+                }
+            }
+            Epilogue::Add => {
+                let weight = if gemm.matrix == plan::Matrix::Output { layer.o } else { layer.down };
+                self.project(input, rows, &mut [(weight, &mut s.delta)]);
+                add(&mut s.x, &s.delta);
+            }
+            Epilogue::SwiGlu => {
+                let [gate, up] = &mut s.gate_up;
+                self.project(input, rows, &mut [(layer.gate, gate), (layer.up, up)]);
+                for ((out, &g), &u) in s.activation.iter_mut().zip(gate.iter()).zip(up.iter()) {
+                    *out = g / (1.0 + (-g).exp()) * u;
+                }
+            }
+        }
+    }
+
+    /// Norms of heads if there are any, the rotation, and keys and values into the cache.
+    fn heads(&self, index: usize, block: &[Row<'_>], s: &mut Scratch, pages: &mut KvPages) {
+        let (half, size) = (self.config().head_dim / 2, self.config().key_value_size());
+        let [q, k, v] = &mut s.qkv;
+        for (x, norm) in [&mut *q, &mut *k].into_iter().zip(self.vectors.layers[index].head_norms.iter().flatten()) {
+            self.norm_in_place(x, norm);
+        }
+        for (x, size) in [(&mut *q, self.config().query_size()), (&mut *k, size)] {
+            let angles = s.cos.chunks_exact(half).zip(s.sin.chunks_exact(half));
+            for (row, (cos, sin)) in x.chunks_exact_mut(size).zip(angles) {
+                rope::rotate(row, cos, sin);
+            }
+        }
+        for (row, (key, value)) in block.iter().zip(k.chunks_exact(size).zip(v.chunks_exact(size))) {
+            pages.write(index, row.pages, row.position, key, value);
+        }
     }
 
     /// Final norm and head: `hidden` is `[rows, hidden]`, `logits` `[rows, vocab]`.
@@ -314,7 +368,7 @@ impl CpuModel {
             return;
         }
         let mut normed = vec![0.0; hidden.len()];
-        self.norm(hidden, &self.norms.last, &mut normed);
+        self.norm(hidden, &self.vectors.last_norm, &mut normed);
         self.project(&normed, rows, &mut [(self.weights.head, logits)]);
     }
 

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{ByteTable, Encoder, Tokenizer, byte_of_char};
+use super::{Around, ByteTable, Encoder, Tokenizer, byte_of_char};
 use crate::Error;
 
 /// What became of a text.
@@ -24,14 +24,14 @@ const CUT: usize = 32;
 const COMPOSED: usize = 3;
 
 impl Tokenizer {
-    /// Token ids of a text, as [`encode`](Self::encode) gives them, if they are `most` or fewer.
+    /// Token ids of a text, as [`encode_with`](Self::encode_with) gives them, if they are `most` or fewer.
     ///
     /// What is far too long costs no more than what is just too long: a text with more bytes than `most` tokens can
     /// stand for is not looked at, and tokens of a long one are counted part by part before all are made.
     ///
     /// # Errors
     /// [`Error::Encode`].
-    pub fn encode_within(&self, text: &str, most: usize) -> Result<Encoded, Error> {
+    pub fn encode_within(&self, text: &str, around: Around, most: usize) -> Result<Encoded, Error> {
         let least = self.fewest_tokens(text);
         if least > most {
             return Ok(Encoded::AtLeast(least));
@@ -47,7 +47,7 @@ impl Tokenizer {
                 return Ok(Encoded::AtLeast(least));
             }
         }
-        let tokens = self.encode(text)?;
+        let tokens = self.encode_with(text, around)?;
         Ok(if tokens.len() > most { Encoded::AtLeast(tokens.len()) } else { Encoded::Tokens(tokens) })
     }
 

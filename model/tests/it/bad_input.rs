@@ -157,9 +157,10 @@ fn an_unknown_dtype() {
 fn another_architecture() {
     for (architecture, model_type, part) in [
         ("Qwen3MoeForCausalLM", "qwen3_moe", "mixture-of-experts"),
-        ("LlamaForCausalLM", "llama", "LlamaForCausalLM"),
-        ("Qwen2ForCausalLM", "qwen2", "Qwen2ForCausalLM"),
+        ("GemmaForCausalLM", "gemma", "`GemmaForCausalLM` model; warpdraft runs Qwen3ForCausalLM"),
+        ("GemmaForCausalLM", "llama", "Qwen2ForCausalLM (Qwen2.5-0.5B to Qwen2.5-72B) and LlamaForCausalLM"),
         ("Qwen3ForCausalLM", "qwen3_next", "qwen3_next"),
+        ("LlamaForCausalLM", "mllama", "mllama"),
     ] {
         let mut fixture = Fixture::new("F32", true);
         fixture.config = json!({"architectures": [architecture], "model_type": model_type});
@@ -180,12 +181,51 @@ fn settings_that_are_not_supported() {
         ("quantization_config", json!({"quant_method": "fp8", "note": "é".repeat(200)})),
         ("rope_scaling", json!({"type": "linear", "factor": 4.0})),
         ("rope_scaling", json!({"factor": 4.0})),
-        ("rope_parameters", json!({"rope_type": "llama3", "rope_theta": 1e6})),
+        ("rope_parameters", json!({"rope_type": "longrope", "rope_theta": 1e6})),
     ] {
         let mut fixture = Fixture::new("F32", true);
         fixture.config[field] = value;
         assert!(matches!(fixture.write().error(field), Error::UnsupportedSetting { .. }));
     }
+}
+
+#[test]
+fn settings_that_another_family_does_not_support() {
+    for (architecture, model_type, field, value) in [
+        ("Qwen2ForCausalLM", "qwen2", "use_sliding_window", json!(true)),
+        ("Qwen2ForCausalLM", "qwen2", "layer_types", json!(["sliding_attention", "full_attention"])),
+        ("LlamaForCausalLM", "llama", "attention_bias", json!(true)),
+        ("LlamaForCausalLM", "llama", "mlp_bias", json!(true)),
+    ] {
+        let mut fixture = Fixture::new("F32", true);
+        fixture.config["architectures"] = json!([architecture]);
+        fixture.config["model_type"] = json!(model_type);
+        fixture.config[field] = value;
+        assert!(matches!(fixture.write().error(field), Error::UnsupportedSetting { .. }));
+    }
+}
+
+/// A family's own weights are asked for, and its own sizes where the config says none.
+#[test]
+fn weights_and_sizes_of_another_family() {
+    let mut fixture = Fixture::new("F32", true);
+    fixture.config["architectures"] = json!(["Qwen2ForCausalLM"]);
+    fixture.config["model_type"] = json!("qwen2");
+    let error = fixture.write().error("`model.layers.0.self_attn.q_norm.weight`");
+    assert!(matches!(error, Error::UnexpectedTensor { architecture: "Qwen2ForCausalLM", .. }));
+    fixture.tensors().retain(|name, _| !name.contains("q_norm") && !name.contains("k_norm"));
+    let error = fixture.write().error("model.layers.0.self_attn.q_proj.bias");
+    assert!(matches!(error, Error::MissingTensor { .. }));
+    // 48 over 4 heads, where the weights are those of heads of 16.
+    fixture.config.as_object_mut().unwrap().remove("head_dim");
+    fixture.config["architectures"] = json!(["LlamaForCausalLM"]);
+    fixture.config["model_type"] = json!("llama");
+    assert!(matches!(fixture.write().error("q_proj.weight"), Error::Shape { expected, .. } if expected == [48, 48]));
+    fixture.config["head_dim"] = json!(16);
+    fixture.open();
+    let bias = Stored { dtype: "F32", shape: vec![48], data: vec![0; 4 * 48] };
+    fixture.tensors().insert("model.layers.1.self_attn.o_proj.bias".into(), bias);
+    assert!(matches!(fixture.write().error("layers.1.self_attn.o_proj.bias"), Error::UnexpectedTensor { .. }));
 }
 
 #[test]
@@ -275,7 +315,10 @@ fn a_tokenizer_that_is_none() {
     assert!(matches!(fixture.write().error("tokenizer.json"), Error::Tokenizer { .. }));
     fixture.tokenizer = tokenizer_json();
     fixture.tokenizer["model"]["type"] = json!("Unigram");
-    assert!(matches!(fixture.write().error("its model is Unigram, and Qwen3's is BPE"), Error::Tokenizer { .. }));
+    assert!(matches!(
+        fixture.write().error("its model is Unigram, and warpdraft reads byte-level BPE alone"),
+        Error::Tokenizer { .. }
+    ));
     // Cut within the decoder, where the library `tokenizers` panics.
     let dir = Fixture::new("F32", true).write();
     let text = String::from_utf8(dir.get("tokenizer.json")).unwrap();

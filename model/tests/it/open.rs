@@ -1,5 +1,7 @@
 //! Checkpoints that are in order open, and say what is in them.
 
+use model::plan::Traits;
+use model::rope::Scaling;
 use model::{Config, Dtype};
 use serde_json::json;
 
@@ -162,14 +164,45 @@ fn published_sizes_count_up() {
     fields.insert("rope_theta".into(), json!(1000000));
     fields.insert("rope_scaling".into(), card.clone());
     let scaled = parse(&json);
-    let yarn = scaled.yarn.unwrap();
+    let Some(Scaling::Yarn(yarn)) = scaled.rope_scaling else { panic!("{scaled:?}") };
     assert_eq!((yarn.factor, yarn.original_positions, yarn.beta_fast, yarn.beta_slow), (4.0, 32768, 32.0, 1.0));
-    assert_eq!(scaled, Config { yarn: Some(yarn), max_position_embeddings: 131_072, ..config });
+    assert_eq!(scaled, Config { rope_scaling: Some(Scaling::Yarn(yarn)), max_position_embeddings: 131_072, ..config });
     let fields = json.as_object_mut().unwrap();
     fields.remove("rope_scaling");
     fields.insert("rope_parameters".into(), card);
     fields["rope_parameters"]["rope_theta"] = json!(1000000);
     assert_eq!(parse(&json), scaled);
+}
+
+/// As their config.json files give them; how many parameters they have is what their makers say.
+#[test]
+fn published_models_of_other_families_are_read() {
+    let parse = |json: serde_json::Value| {
+        Config::parse(json.to_string().as_bytes(), "config.json".as_ref()).unwrap_or_else(|error| panic!("{error}"))
+    };
+    let qwen = parse(json!({
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+        "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+        "max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 131072, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true,
+        "use_sliding_window": false, "vocab_size": 152064,
+    }));
+    assert_eq!((qwen.parameter_count(), qwen.head_dim), (7_615_616_512, 128));
+    assert_eq!(qwen.traits, Traits { head_norm: false, qkv_bias: true });
+
+    let llama = parse(json!({
+        "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 128256,
+    }));
+    assert_eq!((llama.parameter_count(), llama.head_dim), (8_030_261_248, 128));
+    assert_eq!((llama.max_position_embeddings, llama.eos_token_ids.len()), (131_072, 3));
+    assert_eq!(llama.traits, Traits { head_norm: false, qkv_bias: false });
 }
 
 #[cfg(feature = "bundled-demo")]

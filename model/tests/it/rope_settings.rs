@@ -1,6 +1,6 @@
 //! What `config.json` may say of the rotary embedding, against what transformers 5.23 makes of the same file.
 
-use model::rope::Yarn;
+use model::rope::{Llama3, Scaling, Yarn};
 use model::{Config, Error};
 use serde_json::{Value, json};
 
@@ -16,15 +16,15 @@ fn parse(fields: &Value) -> Result<Config, Error> {
     Config::parse(config.to_string().as_bytes(), "config.json".as_ref())
 }
 
-fn yarn(factor: f64, original_positions: usize) -> Option<Yarn> {
-    Some(Yarn {
+fn yarn(factor: f64, original_positions: usize) -> Option<Scaling> {
+    Some(Scaling::Yarn(Yarn {
         factor,
         original_positions,
         beta_fast: 32.0,
         beta_slow: 1.0,
         attention_factor: Yarn::length(factor, 1.0),
         truncate: true,
-    })
+    }))
 }
 
 /// `Qwen3Config(**config)` of transformers, and `Qwen3RotaryEmbedding`, give these.
@@ -39,6 +39,18 @@ fn what_transformers_reads() {
         (json!({"rope_theta": 1e6}), 1e6, None),
         (json!({"rope_parameters": plain}), 5e5, None),
         (json!({"rope_theta": 1e6, "rope_parameters": plain}), 5e5, None),
+        // As Llama 3.1's config has it.
+        (
+            json!({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
+            5e5,
+            Some(Scaling::Llama3(Llama3 {
+                factor: 8.0,
+                original_positions: 8192,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+            })),
+        ),
         // The base within `rope_scaling`, with and without one of the config's own.
         (json!({"rope_scaling": with_theta}), 5e5, yarn(4.0, 64)),
         (json!({"rope_theta": 1e6, "rope_scaling": with_theta}), 5e5, yarn(4.0, 64)),
@@ -67,7 +79,7 @@ fn what_transformers_reads() {
         ),
     ] {
         let config = parse(&fields).unwrap_or_else(|error| panic!("{fields}: {error}"));
-        assert_eq!((config.rope_theta, config.yarn), (theta, expected), "{fields}");
+        assert_eq!((config.rope_theta, config.rope_scaling), (theta, expected), "{fields}");
     }
 }
 
@@ -95,6 +107,12 @@ fn what_contradicts_itself_or_is_not_understood_is_refused() {
         (json!({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 64}}), "`factor`"),
         (json!({"rope_scaling": with("truncate", json!(1))}), "truncate"),
         (json!({"rope_scaling": with("original_max_position_embeddings", json!(64.5))}), "whole number"),
+        (json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}), "high_freq_factor"),
+        (
+            json!({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}),
+            "below its",
+        ),
+        (json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "beta_fast": 32}}), "beta_fast"),
         (json!({"rope_scaling": "yarn"}), "object"),
         (json!({"rope_theta": null}), "rope_theta"),
     ] {
@@ -106,7 +124,7 @@ fn what_contradicts_itself_or_is_not_understood_is_refused() {
 /// To leave the scaling of a model away makes another model of it.
 #[test]
 fn nobody_is_told_to_remove_a_scaling() {
-    for kind in ["linear", "dynamic", "llama3", "longrope", "su"] {
+    for kind in ["linear", "dynamic", "longrope", "su"] {
         let error = parse(&json!({"rope_scaling": {"rope_type": kind, "factor": 4.0}})).unwrap_err().to_string();
         assert!(!error.contains("remove") && error.contains("use a checkpoint"), "{error}");
     }

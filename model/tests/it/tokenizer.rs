@@ -1,6 +1,6 @@
 //! The tokenizer and its streaming detokeniser.
 
-use model::tokenizer::Encoded;
+use model::tokenizer::{Around, Encoded};
 use model::{Checkpoint, Tokenizer};
 use proptest::prelude::*;
 
@@ -118,7 +118,7 @@ fn a_limit_refuses_what_is_longer_and_nothing_else() {
         for text in [&words, &long("word "), &long(" "), &long("é日🦀!\n"), &long("<|im_end|>"), &long("aaab")] {
             let tokens = t.encode(text).unwrap();
             for most in [0, 1, 10, tokens.len() / 2, tokens.len() - 1, tokens.len(), 2 * tokens.len()] {
-                match t.encode_within(text, most).unwrap() {
+                match t.encode_within(text, Around::Nothing, most).unwrap() {
                     Encoded::Tokens(found) => assert!(found == tokens && tokens.len() <= most),
                     Encoded::AtLeast(least) => {
                         assert!(most < least && least <= tokens.len(), "{least} of {}", tokens.len())
@@ -134,7 +134,7 @@ fn what_is_far_too_long_takes_no_time() {
     let t = Checkpoint::demo().unwrap().tokenizer;
     for text in ["a".repeat(50 << 20), " é".repeat(20 << 20), "x1 ".repeat(20 << 20)] {
         let start = std::time::Instant::now();
-        assert!(matches!(t.encode_within(&text, 8192).unwrap(), Encoded::AtLeast(8193..)));
+        assert!(matches!(t.encode_within(&text, Around::Nothing, 8192).unwrap(), Encoded::AtLeast(8193..)));
         assert!(start.elapsed().as_secs_f64() < 2.0, "{:?}", start.elapsed());
     }
 }
@@ -146,12 +146,12 @@ fn tokens_that_swallow_blanks_are_not_counted_by_bytes() {
     let mut json = tokenizer_json();
     let parse =
         |json: &serde_json::Value| Tokenizer::parse(json.to_string().as_bytes(), "tokenizer.json".as_ref()).unwrap();
-    assert!(matches!(parse(&json).encode_within(&text, 5).unwrap(), Encoded::AtLeast(_)));
+    assert!(matches!(parse(&json).encode_within(&text, Around::Nothing, 5).unwrap(), Encoded::AtLeast(_)));
     for token in json["added_tokens"].as_array_mut().unwrap() {
         token["rstrip"] = true.into();
     }
-    assert_eq!(parse(&json).encode_within(&text, 5).unwrap(), Encoded::Tokens(vec![267]));
+    assert_eq!(parse(&json).encode_within(&text, Around::Nothing, 5).unwrap(), Encoded::Tokens(vec![267]));
     let mut json = tokenizer_json();
     json["normalizer"] = serde_json::json!({"type": "Strip", "strip_left": true, "strip_right": true});
-    assert!(matches!(parse(&json).encode_within(&text, 5).unwrap(), Encoded::Tokens(_)));
+    assert!(matches!(parse(&json).encode_within(&text, Around::Nothing, 5).unwrap(), Encoded::Tokens(_)));
 }

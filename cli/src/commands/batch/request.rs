@@ -3,6 +3,7 @@
 use host::encode_prompt;
 use model::chat::{Conversation, Splitter};
 use model::text::shown;
+use model::tokenizer::Around;
 use model::{ChatTemplate, Checkpoint, GenerationConfig, Sampling, Tokenizer};
 use serde_json::{Map, Value};
 
@@ -266,7 +267,10 @@ impl Reader {
     }
 
     fn prompt(&self, fields: &Fields) -> Result<(Form, Vec<u32>), Refusal> {
-        let encode = |text: &str| encode_prompt(&self.tokenizer, text, self.context, self.most).map_err(Refusal::from);
+        let encode = |text: &str, around| {
+            encode_prompt(&self.tokenizer, text, around, self.context, self.most).map_err(Refusal::from)
+        };
+        let completion = |text: &str| Ok((Form::Completion, encode(text, Around::Special)?));
         let tools = messages::tools(fields.get("tools"), fields.get("tool_choice"))?;
         match (fields.get("messages"), fields.get("prompt")) {
             (None, Some(_)) if !tools.is_empty() => {
@@ -274,9 +278,9 @@ impl Reader {
             }
             (Some(_), Some(_)) => Err(Refusal::invalid("give `messages` or `prompt`, not both")),
             (None, None) => Err(Refusal::invalid("`messages` or `prompt` is needed")),
-            (None, Some(Value::String(text))) => Ok((Form::Completion, encode(text)?)),
+            (None, Some(Value::String(text))) => completion(text),
             (None, Some(Value::Array(ids))) => match ids.as_slice() {
-                [Value::String(text)] => Ok((Form::Completion, encode(text)?)),
+                [Value::String(text)] => completion(text),
                 _ => {
                     let ids: Option<Vec<u32>> =
                         ids.iter().map(|id| id.as_u64().and_then(|i| i.try_into().ok())).collect();
@@ -300,7 +304,7 @@ impl Reader {
                     }
                     other => Refusal::invalid(other.to_string()),
                 })?;
-                Ok((Form::Chat(Splitter::new(&text, !tools.is_empty())), encode(&text)?))
+                Ok((Form::Chat(Splitter::new(&text, !tools.is_empty())), encode(&text, Around::Nothing)?))
             }
         }
     }

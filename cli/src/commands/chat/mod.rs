@@ -8,6 +8,7 @@ use std::io::IsTerminal;
 
 use host::{Engine, Finish, encode_prompt};
 use model::chat::{ChatTemplate, Splitter};
+use model::tokenizer::Around;
 use model::{Message, Role};
 
 use self::input::{Input, Next};
@@ -122,7 +123,7 @@ impl Conversation {
         let template: &ChatTemplate = chat_template(checkpoint, &command.source)?;
         let prompt = template.render(messages, *think, true)?;
         let most = checkpoint.config.max_position_embeddings;
-        let tokens = encode_prompt(&checkpoint.tokenizer, &prompt, engine.context(), most)
+        let tokens = encode_prompt(&checkpoint.tokenizer, &prompt, Around::Nothing, engine.context(), most)
             .map_err(|error| in_conversation(error.into(), typed))?;
         let request = command.answer.request(tokens, &checkpoint.generation);
         let shown = if report.json { Shown::Nothing } else { Shown::Answer { prompt: &prompt } };

@@ -36,7 +36,7 @@ impl Outputs {
     }
 }
 
-/// An element of the residual that a sum is added to, and its weight in the norm that comes next.
+/// What a sum is added to: an element of the residual, with its weight in the norm that comes next, or a bias.
 #[derive(Clone, Copy, Default)]
 pub struct Old {
     x: f32,
@@ -81,7 +81,7 @@ impl Consumer<'_> {
         unsafe { [self.old::<false>(part, &first), self.old::<false>(part, &second)] }
     }
 
-    /// What an output is combined with, where it is added to the residual.
+    /// What an output is combined with, where it is added to the residual or has a bias.
     #[inline(always)]
     pub(super) unsafe fn old<const ONE: bool>(&self, part: &Part, output: &Output) -> Old {
         unsafe {
@@ -92,6 +92,16 @@ impl Consumer<'_> {
             let norm = match part.matrix {
                 Matrix::Output => p.post_attention_norm(part.index / 4),
                 Matrix::Down => p.input_norm(part.index / 4 + 1),
+                Matrix::Qkv => {
+                    // Adding -0 changes no bit.
+                    let mut x = -0.0;
+                    if !p.biases.is_null() {
+                        let heads = (p.work.q_heads + 2 * p.work.kv_heads) * HEAD_DIM;
+                        let bias = p.biases.load_nc((part.index / 4 * heads + output.feature) as usize);
+                        x = math::from_bf16(bias);
+                    }
+                    return Old { x, ..Old::default() };
+                }
                 _ => return Old::default(),
             };
             let weight = norm.load_nc(output.feature as usize);
@@ -139,10 +149,10 @@ impl Consumer<'_> {
             match part.matrix {
                 Matrix::Qkv => {
                     if ONE && valid {
-                        self.put_out(Kind::Heads, part.index).put(feature, (sum * factor()).to_bits());
+                        self.put_out(Kind::Heads, part.index).put(feature, (sum * factor() + old.x).to_bits());
                     } else if valid {
                         let heads = (p.work.q_heads + 2 * p.work.kv_heads) * HEAD_DIM;
-                        p.work.qkv.store((row * heads + feature) as usize, sum * factor());
+                        p.work.qkv.store((row * heads + feature) as usize, sum * factor() + old.x);
                     }
                 }
                 Matrix::Output | Matrix::Down => {

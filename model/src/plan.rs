@@ -1,0 +1,253 @@
+//! What a model computes, as data: the operators of a layer in order, with their sizes.
+//!
+//! Every way of running a model lowers this one list: the CPU path and the unfused path an operator at a time, the
+//! fused ones several at a time. None of them asks for the model's name.
+//!
+//! ```text
+//! Gemm Qkv      qkv = W·norm(x) [+ bias]     one matrix: queries, keys and values, one after another
+//! Heads         q, k = rope([norm](q, k)), each head by itself; keys and values go to the cache
+//! Attention     attended = softmax(q·kᵀ / √head_dim)·v
+//! Gemm Output   x += W·attended
+//! Gemm GateUp   activation = silu(G·norm(x)) ∘ U·norm(x)
+//! Gemm Down     x += W·activation
+//! ```
+//!
+//! # Adding a family
+//! A family of models is a file of `family/`: the architecture's name in `config.json`, the defaults of its config in
+//! transformers, the settings that it refuses, and its [`Traits`]. Put it into [`family::ALL`](crate::family::ALL),
+//! add a case to `scripts/make_golden.py`, and every path is tested with it. A model that needs another operator needs
+//! a variant of [`Operator`] or of [`FeedForward`] too, and each `match` on these then asks for its lowering.
+
+use crate::Config;
+
+/// What families differ in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Traits {
+    /// Whether each head of queries and keys has an RMS norm.
+    pub head_norm: bool,
+    /// Whether the projections of queries, keys and values have a bias.
+    pub qkv_bias: bool,
+}
+
+/// A weight matrix of the model. The number of a layer's is its place in a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Matrix {
+    /// Queries, keys and values: `[qkv_size, hidden]`.
+    Qkv,
+    /// Attention's output: `[hidden, query_size]`.
+    Output,
+    /// The gates and their ups of the feed-forward: two of `[intermediate, hidden]`.
+    GateUp,
+    /// `[hidden, intermediate]`.
+    Down,
+    /// The output head: `[vocab, hidden]`.
+    Head,
+}
+
+impl Matrix {
+    /// The matrices of a layer, in order.
+    pub const OF_LAYER: [Self; 4] = [Self::Qkv, Self::Output, Self::GateUp, Self::Down];
+
+    /// The matrix's number in the order of the pass, for a layer's that of this layer; for the head, `layer` is how
+    /// many layers there are.
+    pub const fn number(self, layer: usize) -> usize {
+        let place = match self {
+            Self::Qkv | Self::Head => 0,
+            Self::Output => 1,
+            Self::GateUp => 2,
+            Self::Down => 3,
+        };
+        Self::OF_LAYER.len() * layer + place
+    }
+}
+
+/// What a GEMM reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Input {
+    /// The residual stream, with an RMS norm before it: the layer's first, its second, or the final one, whichever
+    /// comes next.
+    Normed,
+    /// What attention found.
+    Attended,
+    /// The activations of the feed-forward.
+    Activation,
+}
+
+/// What a GEMM does with its sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Epilogue {
+    /// Writes them, with a bias added if there is one.
+    Write {
+        /// Whether there is one.
+        bias: bool,
+    },
+    /// Adds them to the residual stream.
+    Add,
+    /// Writes SiLU of the gates times their ups.
+    SwiGlu,
+}
+
+/// A product with a weight matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Gemm {
+    /// The matrix.
+    pub matrix: Matrix,
+    /// What it is multiplied with.
+    pub input: Input,
+    /// What becomes of the sums.
+    pub epilogue: Epilogue,
+    /// Output features; of gates and ups, those of either.
+    pub n: usize,
+    /// Input features.
+    pub k: usize,
+}
+
+impl Gemm {
+    /// Rows of the weight matrix, or of both.
+    pub const fn weight_rows(&self) -> usize {
+        if matches!(self.epilogue, Epilogue::SwiGlu) { 2 * self.n } else { self.n }
+    }
+
+    /// Weights.
+    pub const fn weights(&self) -> usize {
+        self.weight_rows() * self.k
+    }
+}
+
+/// One step of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operator {
+    /// A product with a weight matrix.
+    Gemm(Gemm),
+    /// Heads are made of the projections' outputs: norms of queries and keys if there are any, the rotary embedding,
+    /// and keys and values appended to the cache.
+    Heads(Attention),
+    /// Causal attention over the cache.
+    Attention(Attention),
+}
+
+/// The heads of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Attention {
+    /// Query heads.
+    pub query_heads: usize,
+    /// Key and value heads; divides the query heads.
+    pub key_value_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Whether each head of queries and keys has an RMS norm.
+    pub head_norm: bool,
+    /// Whether the projections have a bias.
+    pub bias: bool,
+}
+
+/// What comes after attention in a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FeedForward {
+    /// `down(silu(gate(x)) ∘ up(x))`.
+    SwiGlu {
+        /// Width of the inner layer.
+        intermediate: usize,
+    },
+}
+
+/// What every layer of a model computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerPlan {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Its heads.
+    pub attention: Attention,
+    /// What follows them.
+    pub feed_forward: FeedForward,
+}
+
+impl LayerPlan {
+    /// The plan of a model's layers.
+    pub const fn of(config: &Config) -> Self {
+        Self {
+            hidden: config.hidden_size,
+            attention: Attention {
+                query_heads: config.num_attention_heads,
+                key_value_heads: config.num_key_value_heads,
+                head_dim: config.head_dim,
+                head_norm: config.traits.head_norm,
+                bias: config.traits.qkv_bias,
+            },
+            feed_forward: FeedForward::SwiGlu { intermediate: config.intermediate_size },
+        }
+    }
+
+    /// The operators, in order.
+    pub fn operators(&self) -> impl Iterator<Item = Operator> + use<> {
+        let Self { hidden, attention, feed_forward } = *self;
+        let Attention { query_heads, key_value_heads, head_dim, bias, .. } = attention;
+        let (q, qkv) = (query_heads * head_dim, (query_heads + 2 * key_value_heads) * head_dim);
+        let gemm = |matrix, input, epilogue, [n, k]: [usize; 2]| Operator::Gemm(Gemm { matrix, input, epilogue, n, k });
+        let FeedForward::SwiGlu { intermediate: inner } = feed_forward;
+        [
+            gemm(Matrix::Qkv, Input::Normed, Epilogue::Write { bias }, [qkv, hidden]),
+            Operator::Heads(attention),
+            Operator::Attention(attention),
+            gemm(Matrix::Output, Input::Attended, Epilogue::Add, [hidden, q]),
+            gemm(Matrix::GateUp, Input::Normed, Epilogue::SwiGlu, [inner, hidden]),
+            gemm(Matrix::Down, Input::Activation, Epilogue::Add, [hidden, inner]),
+        ]
+        .into_iter()
+    }
+
+    /// The products among them, in order.
+    pub fn gemms(&self) -> impl Iterator<Item = Gemm> + use<> {
+        self.operators().filter_map(|operator| match operator {
+            Operator::Gemm(gemm) => Some(gemm),
+            Operator::Heads(_) | Operator::Attention(_) => None,
+        })
+    }
+
+    /// Parameters of a layer beside its matrices: norms and biases.
+    pub const fn vector_parameters(&self) -> usize {
+        let Attention { query_heads, key_value_heads, head_dim, head_norm, bias } = self.attention;
+        let heads = if head_norm { 2 * head_dim } else { 0 };
+        let biases = if bias { (query_heads + 2 * key_value_heads) * head_dim } else { 0 };
+        2 * self.hidden + heads + biases
+    }
+}
+
+impl Config {
+    /// What every layer computes.
+    pub const fn layer_plan(&self) -> LayerPlan {
+        LayerPlan::of(self)
+    }
+
+    /// The product with the output head.
+    pub const fn head(&self) -> Gemm {
+        Gemm {
+            matrix: Matrix::Head,
+            input: Input::Normed,
+            epilogue: Epilogue::Write { bias: false },
+            n: self.vocab_size,
+            k: self.hidden_size,
+        }
+    }
+
+    /// Every product of a pass, in order: those of each layer, and the head.
+    pub fn gemms(&self) -> impl Iterator<Item = Gemm> + use<> {
+        let (plan, head) = (self.layer_plan(), self.head());
+        (0..self.num_hidden_layers).flat_map(move |_| plan.gemms()).chain([head])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_are_numbered_in_the_order_of_the_pass() {
+        let config = Config::published("0.6B").unwrap();
+        let per_layer = Matrix::OF_LAYER.len();
+        for (i, gemm) in config.gemms().enumerate() {
+            assert_eq!(gemm.matrix.number(i / per_layer), i, "{gemm:?}");
+        }
+        assert_eq!(config.gemms().count(), per_layer * config.num_hidden_layers + 1);
+    }
+}
