@@ -34,7 +34,7 @@ test: ptx-toolchain $(PTXAS)
 	$(CARGO) test --release --manifest-path $(FIRST_KERNEL) --target-dir $${CARGO_TARGET_DIR:-target}
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --release --no-deps --package cuda_std --package host --package model
 
-# A compiler with the sources of `core`, for the device build (docs/toolchain.md).
+# A compiler with the sources of `core`, for the device build (docs/reference/toolchain.md).
 ptx-toolchain:
 	@scripts/ptx-toolchain.sh
 

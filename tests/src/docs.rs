@@ -16,10 +16,11 @@
 //! pages anew.
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde::Deserialize;
+
+use crate::repository;
 
 /// The files of figures, and what their cards are called.
 const FILES: [(&str, &str); 2] = [("H100", "docs/benchmarks/h100.json"), ("H200", "docs/benchmarks/h200.json")];
@@ -59,12 +60,6 @@ impl Card {
     }
 }
 
-/// The repository's root.
-#[must_use]
-pub fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
-}
-
 /// The figures of all cards.
 ///
 /// # Panics
@@ -72,7 +67,7 @@ pub fn root() -> PathBuf {
 #[must_use]
 pub fn cards() -> Vec<Card> {
     let read = |(name, file): (&'static str, &str)| {
-        let text = std::fs::read_to_string(root().join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+        let text = std::fs::read_to_string(repository().join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
         let figures: Vec<Figure> = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{file}: {error}"));
         for (i, figure) in figures.iter().enumerate() {
             let twice = figures[..i].iter().any(|other| other.name == figure.name);
@@ -92,13 +87,13 @@ pub fn files(patterns: &[&str]) -> Vec<String> {
     let output = Command::new("git")
         .args(["ls-files", "--cached", "--others", "--exclude-standard", "--"])
         .args(patterns)
-        .current_dir(root())
+        .current_dir(repository())
         .output()
         .unwrap_or_else(|error| panic!("git, which lists the files to check: {error}"));
     assert!(output.status.success(), "git ls-files: {}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).expect("names of files are UTF-8");
     // One that was removed and not committed yet is still listed.
-    text.lines().filter(|file| root().join(file).exists()).map(str::to_string).collect()
+    text.lines().filter(|file| repository().join(file).exists()).map(str::to_string).collect()
 }
 
 /// The page with its tables made anew.

@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use integration_tests::docs::{anchors, cards, files, links, rendered, root, shown};
+use integration_tests::docs::{anchors, cards, files, links, rendered, shown};
+use integration_tests::repository;
 
 /// Columns of a line.
 const COLUMNS: usize = 120;
@@ -10,7 +11,7 @@ const COLUMNS: usize = 120;
 /// Every page with its text.
 fn pages() -> Vec<(String, String)> {
     let read = |page: String| {
-        let text = std::fs::read_to_string(root().join(&page)).unwrap_or_else(|error| panic!("{page}: {error}"));
+        let text = std::fs::read_to_string(repository().join(&page)).unwrap_or_else(|error| panic!("{page}: {error}"));
         (page, text)
     };
     files(&["*.md"]).into_iter().map(read).collect()
@@ -22,7 +23,7 @@ fn tables_hold_the_figures_of_their_files() {
     for (page, text) in pages() {
         let new = rendered(&text, &cards).unwrap_or_else(|error| panic!("{page}: {error}"));
         if std::env::var_os("UPDATE_DOCS").is_some() {
-            std::fs::write(root().join(&page), &new).unwrap();
+            std::fs::write(repository().join(&page), &new).unwrap();
         } else if let Some((have, want)) = text.lines().zip(new.lines()).find(|(have, want)| have != want) {
             panic!(
                 "{page} and docs/benchmarks differ: there is\n{have}\nwhere the files say\n{want}\n\
@@ -49,10 +50,10 @@ fn every_figure_is_on_a_page() {
 fn links_lead_somewhere() {
     let mut lost = Vec::new();
     for (page, text) in pages() {
-        let folder = root().join(&page).parent().unwrap().to_path_buf();
+        let folder = repository().join(&page).parent().unwrap().to_path_buf();
         for link in links(&text).iter().filter(|link| !link.contains("://") && !link.starts_with("mailto:")) {
             let (path, anchor) = link.split_once('#').map_or((&**link, None), |(path, anchor)| (path, Some(anchor)));
-            let target = if path.is_empty() { root().join(&page) } else { folder.join(path) };
+            let target = if path.is_empty() { repository().join(&page) } else { folder.join(path) };
             if !target.exists() {
                 lost.push(format!("{page}: {link} leads nowhere"));
             } else if let Some(anchor) = anchor.filter(|_| target.extension().is_some_and(|end| end == "md")) {
@@ -74,13 +75,13 @@ fn sources_name_pages_that_exist() {
         if file.starts_with("model/demo/train/") {
             continue;
         }
-        let text = std::fs::read_to_string(root().join(&file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+        let text = std::fs::read_to_string(repository().join(&file)).unwrap_or_else(|error| panic!("{file}: {error}"));
         for (start, _) in text.match_indices("docs/") {
             let name =
                 text[start..].split(|c: char| !(c.is_alphanumeric() || "/_-.".contains(c))).next().unwrap_or_default();
             let name = name.trim_end_matches('.');
             let whole = Path::new(name).extension().is_some_and(|end| end == "md" || end == "json");
-            if whole && !root().join(name).exists() {
+            if whole && !repository().join(name).exists() {
                 lost.push(format!("{file}: there is no {name}"));
             }
         }
@@ -100,4 +101,18 @@ fn lines_of_pages_fit() {
         }
     }
     assert!(long.is_empty(), "more than {COLUMNS} columns:\n{}", long.join("\n"));
+}
+
+#[test]
+fn the_first_kernel_is_as_its_page_shows_it() {
+    let page = std::fs::read_to_string(repository().join("docs/guide/first-kernel.md")).unwrap();
+    let sources: Vec<String> = files(&["docs/guide/first-kernel/*.rs"])
+        .iter()
+        .map(|file| std::fs::read_to_string(repository().join(file)).unwrap())
+        .collect();
+    let blocks: Vec<&str> = page.split("```rust\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
+    assert!(blocks.len() >= 4, "the page shows code");
+    for block in blocks {
+        assert!(sources.iter().any(|source| source.contains(block)), "no file of the crate has\n{block}");
+    }
 }
