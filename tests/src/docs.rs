@@ -84,8 +84,9 @@ pub fn cards() -> Vec<Card> {
 /// If git does not list them.
 #[must_use]
 pub fn files(patterns: &[&str]) -> Vec<String> {
+    // A clone that belongs to another user is listed all the same.
     let output = Command::new("git")
-        .args(["ls-files", "--cached", "--others", "--exclude-standard", "--"])
+        .args(["-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "--"])
         .args(patterns)
         .current_dir(repository())
         .output()
