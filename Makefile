@@ -31,6 +31,8 @@ test: ptx-toolchain $(PTXAS)
 	scripts/check-recipes.sh target/release/warpdraft
 	$(CARGO) test --release --workspace
 	$(CARGO) fmt --manifest-path $(FIRST_KERNEL) --all --check
+	$(CARGO) clippy --release --manifest-path $(FIRST_KERNEL) --target-dir $${CARGO_TARGET_DIR:-target} \
+		--workspace --all-targets -- -D warnings
 	$(CARGO) test --release --manifest-path $(FIRST_KERNEL) --target-dir $${CARGO_TARGET_DIR:-target}
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --release --no-deps --package cuda_std --package host --package model
 
