@@ -6,6 +6,9 @@ CARGO ?= cargo
 PTXAS_VENV := .venv
 PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
 
+# The crate of the guide's first kernel, which is outside of the workspace.
+FIRST_KERNEL := docs/guide/first-kernel/Cargo.toml
+
 # Without what the demo does not use: downloads; and with less effort on what it does not wait for. Numbers are the business
 # of `model` and what that stands on.
 DEMO_BUILD := --no-default-features --features bundled-demo \
@@ -18,7 +21,7 @@ demo: ptx-toolchain
 	@$(CARGO) build --release --package warpdraft $(DEMO_BUILD)
 	@target/release/warpdraft generate --model demo --echo --max-tokens 86 --temperature 0 --file model/demo/prompt.txt
 
-# All tests, formatting and lints.
+# All tests, formatting, lints and the crates' documentation.
 test: ptx-toolchain $(PTXAS)
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
@@ -27,8 +30,13 @@ test: ptx-toolchain $(PTXAS)
 	target/release/examples/batch small
 	scripts/check-recipes.sh target/release/warpdraft
 	$(CARGO) test --release --workspace
+	$(CARGO) fmt --manifest-path $(FIRST_KERNEL) --all --check
+	$(CARGO) clippy --release --manifest-path $(FIRST_KERNEL) --target-dir $${CARGO_TARGET_DIR:-target} \
+		--workspace --all-targets -- -D warnings
+	$(CARGO) test --release --manifest-path $(FIRST_KERNEL) --target-dir $${CARGO_TARGET_DIR:-target}
+	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --release --no-deps --package cuda_std --package host --package model
 
-# A compiler with the sources of `core`, for the device build (docs/toolchain.md).
+# A compiler with the sources of `core`, for the device build (docs/reference/toolchain.md).
 ptx-toolchain:
 	@scripts/ptx-toolchain.sh
 

@@ -3,7 +3,7 @@
 //!
 //! A record is a multiple of 16 bytes. Regions are addresses that the device can reach, so the same kernels gather from
 //! host memory, scatter to it, and move records within the device. The published figures are for records of
-//! [`MLA_RECORD_BYTES`] = 656 bytes. docs/kernels/token_copy.md has the figures, and what they teach.
+//! [`MLA_RECORD_BYTES`] = 656 bytes. docs/reference/kernels/token-copy.md has the figures, and what they teach.
 //!
 //! # Ladder
 //! Each of these copies the same pairs; [`ladder`] has the first five, [`sorted`] the others. `_i32` and `_i64` name the indices.

@@ -1,5 +1,5 @@
 //! Measures the n-gram match on card 0: first exact equality with the serial algorithm at scale, then the figures of
-//! docs/kernels/ngram.md, as tables and as JSON.
+//! docs/reference/kernels/ngram.md, as tables and as JSON.
 //!
 //! `cargo run --release --package host --example ngram -- [file.json] [check|small|large|sweep|groups]...`
 

@@ -3,7 +3,7 @@
 //!
 //! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best tokens with them; then a step that finds these is timed, and its phases: each from when the last
 //! block was done with the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read bandwidth, and how long before the last one blocks were done in the mean. With fewer
-//! layers, such as `8B/12`, that bandwidth is not measured: to compare builds of the kernels in seconds (docs/toolchain.md).
+//! layers, such as `8B/12`, that bandwidth is not measured: to compare builds of the kernels in seconds (docs/guide/profile.md).
 
 use gpu_kernels::batch::{self, Put};
 use gpu_kernels::kv::PAGE_TOKENS;

@@ -549,7 +549,7 @@ impl Forward {
         }
     }
 
-    /// Enqueues a pass over rows of any sequences the way that is quickest on Hopper (docs/performance.md): up to [`MAX_DECODE_ROWS`] of
+    /// Enqueues a pass over rows of any sequences the way that is quickest on Hopper (docs/reference/performance.md): up to [`MAX_DECODE_ROWS`] of
     /// them by the step for few rows if they are `of_one` sequence and follow each other, and otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits
     /// are the same. Returns what that does.
     ///

@@ -58,7 +58,7 @@ impl TokenId for i64 {
 pub enum Way {
     /// So many blocks, at least 1, between which the work is spread.
     Blocks(u32),
-    /// A block a sequence: [`ngram::together`].
+    /// A block a sequence: [`fn@ngram::together`].
     Together,
 }
 

@@ -4,6 +4,8 @@ pub mod batch;
 
 pub mod distribution;
 
+pub mod docs;
+
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;

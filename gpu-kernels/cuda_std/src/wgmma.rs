@@ -210,7 +210,8 @@ pub unsafe fn mma_n96_cores(a: Cores, b: Operand, keep: bool) {
     unsafe { target::wgmma_n96_cores(a.0, b.0, keep) }
 }
 
-/// As [`mma_n128_upper`] for B of 64 rows, in the accumulators 64 to 95.
+/// `C = A · Bᵀ` for B of 64 swizzled rows, plus C if `keep`, in the accumulators 64 to 95, with A in registers: the
+/// fragments `4 STEP` to `4 STEP + 3`.
 ///
 /// # Safety
 /// As [`mma_n256`], for B.

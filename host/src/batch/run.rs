@@ -189,7 +189,7 @@ impl Batch {
     /// Loads `checkpoint`; `progress` is told the bytes.
     ///
     /// # Errors
-    /// As [`Engine::load`].
+    /// As [`crate::Engine::load`].
     pub fn load(
         checkpoint: Checkpoint,
         load: LoadOptions,

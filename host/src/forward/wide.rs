@@ -175,7 +175,7 @@ impl Forward {
         self.wide.as_ref().map(|wide| wide.packed.pages.ptr_mut())
     }
 
-    /// Enqueues that pages are [packed](gpu_kernels::packed) in all layers, as far as they can be: `count` pages of `list`, each once, of which every token is there. Passes over rows
+    /// Enqueues that pages are [packed] in all layers, as far as they can be: `count` pages of `list`, each once, of which every token is there. Passes over rows
     /// with tiles alone may meet one then. Nothing happens if nothing was [made ready](Self::lay_out_wide) for them.
     ///
     /// # Errors

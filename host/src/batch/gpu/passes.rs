@@ -1,6 +1,6 @@
 //! A step's rows, cut into passes: which rows run together, in which tiles of attention, and after which of them a token is chosen.
 //!
-//! Rows of prompts and rows of what was generated go different ways where the device has two (docs/architecture.md); prompts first, since a
+//! Rows of prompts and rows of what was generated go different ways where the device has two (docs/reference/architecture.md); prompts first, since a
 //! sequence may have both in one step. Any cut gives the same bits.
 
 use std::ops::Range;
