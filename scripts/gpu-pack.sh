@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 cargo build --release --package warpdraft --no-default-features
 rm -rf dist/gpu && mkdir -p dist/gpu
 cp target/release/warpdraft dist/gpu/
-cargo build --release --package host --example score
+cargo build --release --package benches --example score
 cp target/release/examples/score dist/gpu/
 tests=$(cargo test --release --package integration-tests --test gpu --no-run --message-format=json |
     python3 -c 'import json, sys

@@ -1,9 +1,10 @@
 //! Products for many rows: which kernel of `gpu_kernels::gemm` and which grid, and what its tensor maps describe.
 
+use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use cuda_std::Global;
 use cuda_std::tensor::Matrix;
+use cuda_std::{Global, Kernel};
 use gpu_kernels::gemm::{self, Gemm, TILE_ROWS};
 use half::bf16;
 
@@ -21,8 +22,87 @@ pub enum Epilogue {
     SwiGlu,
     /// Adds them to the residual stream and prepares the norm that follows.
     Add,
-    /// Rounds them to bf16, as others' products do: to be compared with them.
-    Plain,
+    /// Something else, with kernels that are not this crate's.
+    Other(&'static Family),
+}
+
+/// The kernels of an epilogue, one for each [`Cut`]: for those who bring their own.
+pub struct Family {
+    name: &'static str,
+    launch: [Launch; Cut::ALL.len()],
+    launch_early: [Launch; Cut::ALL.len()],
+    clusters_at_once: [fn(&Device, u32) -> u32; Cut::ALL.len()],
+}
+
+type Launch = unsafe fn(&Device, u32, u32, Gemm) -> Result<(), Error>;
+
+impl Family {
+    /// Kernels in the order of [`Cut::ALL`], which a message calls `name`.
+    pub const fn of<N128, N192, N256, Pair, Eight>(name: &'static str) -> Self
+    where
+        N128: Kernel<Params = Gemm>,
+        N192: Kernel<Params = Gemm>,
+        N256: Kernel<Params = Gemm>,
+        Pair: Kernel<Params = Gemm>,
+        Eight: Kernel<Params = Gemm>,
+    {
+        Self {
+            name,
+            launch: [
+                Device::launch::<N128>,
+                Device::launch::<N192>,
+                Device::launch::<N256>,
+                Device::launch::<Pair>,
+                Device::launch::<Eight>,
+            ],
+            launch_early: [
+                Device::launch_early::<N128>,
+                Device::launch_early::<N192>,
+                Device::launch_early::<N256>,
+                Device::launch_early::<Pair>,
+                Device::launch_early::<Eight>,
+            ],
+            clusters_at_once: [
+                Device::clusters_at_once::<N128>,
+                Device::clusters_at_once::<N192>,
+                Device::clusters_at_once::<N256>,
+                Device::clusters_at_once::<Pair>,
+                Device::clusters_at_once::<Eight>,
+            ],
+        }
+    }
+
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn launch(&self, device: &Device, cut: Cut, blocks: u32, shared: u32, p: Gemm) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.launch[cut as usize](device, blocks, shared, p) }
+    }
+
+    /// # Safety
+    /// As [`Device::launch_early`].
+    unsafe fn launch_early(&self, device: &Device, cut: Cut, blocks: u32, shared: u32, p: Gemm) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.launch_early[cut as usize](device, blocks, shared, p) }
+    }
+
+    fn clusters_at_once(&self, device: &Device, cut: Cut, shared: u32) -> u32 {
+        self.clusters_at_once[cut as usize](device, shared)
+    }
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for Family {}
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
 }
 
 /// How a product is cut into tiles; all give the same bits.
@@ -59,11 +139,7 @@ macro_rules! of_kernel {
             (Epilogue::Add, Cut::N192 | Cut::N256) => $device.$method::<gemm::gemm_add_n256>($($argument),*),
             (Epilogue::Add, Cut::Pair) => $device.$method::<gemm::gemm_add_pair>($($argument),*),
             (Epilogue::Add, Cut::Eight) => $device.$method::<gemm::gemm_add_eight>($($argument),*),
-            (Epilogue::Plain, Cut::N128) => $device.$method::<gemm::gemm_plain_n128>($($argument),*),
-            (Epilogue::Plain, Cut::N192) => $device.$method::<gemm::gemm_plain_n192>($($argument),*),
-            (Epilogue::Plain, Cut::N256) => $device.$method::<gemm::gemm_plain_n256>($($argument),*),
-            (Epilogue::Plain, Cut::Pair) => $device.$method::<gemm::gemm_plain_pair>($($argument),*),
-            (Epilogue::Plain, Cut::Eight) => $device.$method::<gemm::gemm_plain_eight>($($argument),*),
+            (Epilogue::Other(family), cut) => family.$method($device, cut, $($argument),*),
         }
     };
 }
@@ -114,7 +190,7 @@ impl Cut {
         let cost = |cut: &Self| cut.cost(device, epilogue, m, n);
         let can = |cut: &Self| match cut {
             Self::N128 => epilogue != Epilogue::SwiGlu,
-            Self::N192 => matches!(epilogue, Epilogue::Qkv | Epilogue::Write | Epilogue::Plain),
+            Self::N192 => matches!(epilogue, Epilogue::Qkv | Epilogue::Write | Epilogue::Other(_)),
             Self::N256 => true,
             // Sharing pays with many rows.
             Self::Pair | Self::Eight if epilogue == Epilogue::Write => false,

@@ -7,7 +7,6 @@
 mod ahead;
 pub mod backend;
 pub mod batch;
-pub mod bench;
 pub mod cache;
 mod cpu;
 pub mod device;
@@ -17,14 +16,12 @@ mod error;
 pub mod forward;
 pub mod gemm;
 mod gpu;
-pub mod ngram;
 pub mod prefill;
 pub mod profile;
 mod prompt;
 mod sampler;
 pub mod stream;
 mod timed;
-pub mod token_copy;
 pub mod weights;
 
 pub use ahead::Opening;

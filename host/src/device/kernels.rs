@@ -1,15 +1,15 @@
 //! Kernels in a card's context: modules that are loaded, and their functions.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, CString, OsStr};
+use std::ffi::{CStr, CString};
 use std::path::Path;
 use std::sync::Arc;
 
 use cust::sys;
 
-use super::Entry;
 use super::cuda::check;
-use super::images::{self, Form, Image, Layouts, MAIN, Origin};
+use super::images::{self, Form, Images, Layouts, MAIN, Origin};
+use super::{DeviceOptions, Entry};
 use crate::Error;
 use crate::timed::timed;
 
@@ -21,7 +21,7 @@ const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 /// The kernels of a card's level, as far as they are loaded. Every method wants the card's context to be current, and so
 /// does dropping it.
 pub(super) struct Kernels {
-    arch: &'static str,
+    images: Images,
     functions: HashMap<&'static str, Function>,
     modules: HashMap<&'static str, Arc<Loaded>>,
 }
@@ -34,21 +34,21 @@ unsafe impl Send for Function {}
 
 impl Kernels {
     /// Loads the main module for a level, and what a file of kernels stands for, if one is named.
-    pub(super) fn load(arch: &'static str) -> Result<Self, Error> {
-        let mut modules = HashMap::new();
-        if let Some(path) = std::env::var_os("WARPDRAFT_KERNELS") {
-            let bytes = read(&path)?;
-            let path = Path::new(&path).display().to_string();
+    pub(super) fn load(arch: &'static str, options: &DeviceOptions) -> Result<Self, Error> {
+        let (images, mut modules) = (Images::new(arch, options.modules), HashMap::new());
+        if let Some(path) = &options.kernels {
+            let bytes = read(path)?;
+            let path = path.display().to_string();
             let loaded = Arc::new(Loaded::new(&bytes, Origin::File(path.clone()))?);
-            for module in images::stand_for(arch, &loaded.layouts, &path)? {
+            for module in images.stand_for(&loaded.layouts, &path)? {
                 tracing::debug!("module {module} comes from {path}");
                 modules.insert(module, loaded.clone());
             }
         }
         if !modules.contains_key(MAIN) {
-            modules.insert(MAIN, Arc::new(Loaded::built_in(arch, MAIN)?));
+            modules.insert(MAIN, Arc::new(Loaded::built_in(&images, MAIN)?));
         }
-        Ok(Self { arch, functions: HashMap::new(), modules })
+        Ok(Self { images, functions: HashMap::new(), modules })
     }
 
     /// Whether the main module is machine code that is built in.
@@ -67,7 +67,7 @@ impl Kernels {
         let loaded = match self.modules.get(module) {
             Some(loaded) => loaded.clone(),
             None => {
-                let loaded = Arc::new(Loaded::built_in(self.arch, module)?);
+                let loaded = Arc::new(Loaded::built_in(&self.images, module)?);
                 self.modules.insert(module, loaded.clone());
                 loaded
             }
@@ -102,10 +102,10 @@ impl Loaded {
     }
 
     /// Loads one that is built in.
-    fn built_in(arch: &str, module: &str) -> Result<Self, Error> {
-        let unknown = || Error::KernelsBuiltWrongly { kernel: format!("of module {module}") };
-        let image = Image::find(arch, module).ok_or_else(unknown)?;
-        let what = |form: Form| format!("loading {form} of module {module} for {arch}");
+    fn built_in(images: &Images, module: &str) -> Result<Self, Error> {
+        let unknown = || Error::NoModule { module: module.to_owned() };
+        let image = images.find(module).ok_or_else(unknown)?;
+        let what = |form: Form| format!("loading {form} of module {module} for {}", image.arch);
         let loaded = image.load(|bytes, form| timed(&what(form), || Self::new(bytes, Origin::BuiltIn(form))))?;
         image.check(&loaded.layouts, &loaded.origin)?;
         Ok(loaded)
@@ -113,8 +113,7 @@ impl Loaded {
 }
 
 /// Kernels of another build, for measurements.
-fn read(path: &OsStr) -> Result<Vec<u8>, Error> {
-    let path = Path::new(path);
+fn read(path: &Path) -> Result<Vec<u8>, Error> {
     std::fs::read(path).map_err(|error| Error::Kernels { path: path.display().to_string(), reason: error.to_string() })
 }
 

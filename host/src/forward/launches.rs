@@ -1,37 +1,47 @@
 //! A step in many launches: for devices that cannot run it in one, for few rows of several sequences, and to compare with.
 
-use cuda_std::Global;
-use gpu_kernels::apart::{self, RmsNorm, SiluMul};
+use cuda_std::{Global, Kernel};
 use gpu_kernels::attention::{self, Attend, AttendTiles};
 use gpu_kernels::embedding::{self, Embed};
+use gpu_kernels::gate::SiluMul;
 use gpu_kernels::kv::{Cache, HEAD_DIM};
 use gpu_kernels::linear::{self, Linear};
-use gpu_kernels::norm::Norm;
+use gpu_kernels::norm::{Norm, RmsNorm};
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_ROWS, Rows};
 use half::bf16;
 
 use super::{Forward, Pass};
 use crate::Error;
-use crate::device::Buffer;
+use crate::device::{Buffer, Device};
 
 /// What the step in many launches does in launches of its own instead of in its neighbours', for measuring what that gained.
 #[derive(Default)]
 pub(super) struct Apart {
-    norms: bool,
-    /// Outputs of gate and up.
-    silu: Option<[Buffer<f32>; 2]>,
+    norms: Option<Launch<RmsNorm>>,
+    /// With the outputs of gate and up.
+    silu: Option<(Launch<SiluMul>, [Buffer<f32>; 2])>,
 }
 
+/// [`Device::launch`] of a kernel.
+type Launch<P> = unsafe fn(&Device, (u32, u32), u32, P) -> Result<(), Error>;
+
 impl Forward {
-    /// From now on, [`enqueue`](Self::enqueue) runs norms, or SiLU and its product, in launches of their own: for measuring what it gains that it does not. The
-    /// results differ in their last bits.
+    /// From now on, [`enqueue`](Self::enqueue) runs `norms`, or `silu` and its product, in launches of their own, by kernels that the caller brings: for
+    /// measuring what it gains that it does not. The results differ in their last bits.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn take_apart(&mut self, norms: bool, silu: bool) -> Result<(), Error> {
+    pub fn take_apart<N, S>(&mut self, norms: bool, silu: bool) -> Result<(), Error>
+    where
+        N: Kernel<Params = RmsNorm>,
+        S: Kernel<Params = SiluMul>,
+    {
         let gate = || self.device.zeroed(self.activation.len());
-        self.apart = Apart { norms, silu: if silu { Some([gate()?, gate()?]) } else { None } };
+        self.apart = Apart {
+            norms: norms.then_some(Device::launch::<N>),
+            silu: if silu { Some((Device::launch::<S>, [gate()?, gate()?])) } else { None },
+        };
         Ok(())
     }
 
@@ -40,14 +50,12 @@ impl Forward {
     /// # Safety
     /// As [`Device::launch`].
     unsafe fn launch_norm(&self, most_rows: u32, weight: &Buffer<bf16>) -> Result<(), Error> {
-        if !self.apart.norms {
-            return Ok(());
-        }
+        let Some(launch) = self.apart.norms else { return Ok(()) };
         let (dim, eps) = (self.config.hidden_size as u32, self.config.rms_norm_eps);
         let (rows, x, y) = (self.rows(), self.residual.ptr(), self.scaled.ptr_mut());
         let norm = RmsNorm { rows, x, weight: weight.ptr(), y, dim, eps };
         // SAFETY: the caller's word.
-        unsafe { self.device.launch::<apart::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm) }
+        unsafe { launch(&self.device, (1, most_rows), RmsNorm::SHARED_BYTES, norm) }
     }
 
     /// Enqueues a pass launch by launch.
@@ -62,7 +70,7 @@ impl Forward {
         let q_size = q_heads * HEAD_DIM;
 
         let (residual, norm) = (self.residual(), self.norm());
-        let norm = if self.apart.norms { Norm::default() } else { norm };
+        let norm = if self.apart.norms.is_some() { Norm::default() } else { norm };
         let linear = |weight: &Buffer<bf16>, x: &Buffer<bf16>, n: u32, k: u32| Linear {
             rows,
             x: x.ptr(),
@@ -111,13 +119,13 @@ impl Forward {
                 let gate_up = Linear { norm, up: layer.up.ptr(), ..gate_up };
                 match &self.apart.silu {
                     None => self.launch_linear(Kind::SwiGlu, most_rows, gate_up)?,
-                    Some([gate, up]) => {
+                    Some((launch, [gate, up])) => {
                         let up_only = Linear { weight: layer.up.ptr(), y: up.ptr_mut(), ..gate_up };
                         self.launch_linear(Kind::Write, most_rows, Linear { y: gate.ptr_mut(), ..gate_up })?;
                         self.launch_linear(Kind::Write, most_rows, up_only)?;
                         let y = self.activation.ptr_mut();
                         let silu = SiluMul { rows, gate: gate.ptr(), up: up.ptr(), y, n: inner };
-                        d.launch::<apart::silu_mul>((inner.div_ceil(256), most_rows), 0, silu)?;
+                        launch(d, (inner.div_ceil(256), most_rows), 0, silu)?;
                     }
                 }
                 let down = linear(&layer.down, &self.activation, hidden, inner);
