@@ -3,7 +3,7 @@
 # the GPU tests, and the comparison's helper. Takes no compiler along.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo build --release --package warpdraft --no-default-features
+cargo build --release --package warpdraft --no-default-features --features bench
 rm -rf dist/gpu && mkdir -p dist/gpu
 cp target/release/warpdraft dist/gpu/
 cargo build --release --package benches --example score

@@ -2,13 +2,14 @@
 //!
 //! `batch [SIZE] [PART …]`: `8B` and every part unless said otherwise. On the emulator: `batch small`. The parts:
 //!
-//! - `decode`: steps of 1 to 256 sequences that have 1,024 tokens each, against weights and cache at the card's read bandwidth;
+//! - `decode`: steps of 1 to 256 sequences that have 1,024 tokens each, against weights and cache at the card's read
+//!   bandwidth;
 //! - `swap`: pages from the host tier, against the copy engine;
 //! - `mixed`: 2,000 requests, prompts log-normal around 400 tokens, answers of 16 to 512;
 //! - `prefix`: 1,000 requests that share 4,096 tokens, against 100 that do not (per request).
 //!
-//! With `plain` among them no pages are packed. With `launches`, decode steps and prompts go through the launches that other cards than Hopper run; with `sequences=512` or another number,
-//! so many run at once, where there are so many.
+//! With `plain` among them no pages are packed. With `launches`, decode steps and prompts go through the launches that
+//! other cards than Hopper run; with `sequences=512` or another number, so many run at once, where there are so many.
 //!
 //! A table, then a line of JSON with the names of docs/benchmarks.
 
@@ -164,7 +165,8 @@ fn gib(bytes: f64) -> f64 {
     bytes / (1u64 << 30) as f64
 }
 
-/// What the products of a prompt reach: operations a second of gate and up over 8,192 rows, on a rested card and after two seconds of nothing else.
+/// What the products of a prompt reach: operations a second of gate and up over 8,192 rows, on a rested card and after
+/// two seconds of nothing else.
 fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
     let m = if device.is_emulator() { 128 } else { 8192 };
     let (n, k) = (config.intermediate_size, config.hidden_size);
@@ -261,8 +263,9 @@ struct Part {
     /// Rows of answers, and of prompts.
     rows: [usize; 2],
     seconds: f64,
-    /// The least that the card could take: over the steps, bytes by bandwidth or operations by rate, whichever is more; for either rate of products. And for the first,
-    /// where rows of prompts and of answers do not share a reading of the weights: they run in passes of their own.
+    /// The least that the card could take: over the steps, bytes by bandwidth or operations by rate, whichever is more;
+    /// for either rate of products. And for the first, where rows of prompts and of answers do not share a reading of
+    /// the weights: they run in passes of their own.
     bounds: [f64; 3],
 }
 
@@ -275,7 +278,8 @@ struct Bound<'a> {
 }
 
 impl Bound<'_> {
-    /// The bytes and operations that a sequence's rows take beside the weights' bytes. Of the last layer, rows that nothing is chosen after want keys and values alone.
+    /// The bytes and operations that a sequence's rows take beside the weights' bytes. Of the last layer, rows that
+    /// nothing is chosen after want keys and values alone.
     fn needs(&self, work: &Work) -> [f64; 2] {
         let c = self.config;
         let (start, rows, chosen) = (f64::from(work.start), f64::from(work.rows), f64::from(u8::from(work.samples)));

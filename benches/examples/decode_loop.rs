@@ -1,4 +1,5 @@
-//! What surrounds the steps of a model on a card: drafting at a given acceptance, the first token, drafting and acceptance beside a step.
+//! What surrounds the steps of a model on a card: drafting at a given acceptance, the first token, drafting and
+//! acceptance beside a step.
 //!
 //! `decode_loop SIZE`, such as `decode_loop 8B`. Random weights. A line for each figure.
 
@@ -52,7 +53,8 @@ fn main() -> Result<()> {
     }
     gpu.clear_script();
 
-    // From the enqueueing of a step until the host has its token, over what a step takes when the next are enqueued already.
+    // From the enqueueing of a step until the host has its token, over what a step takes when the next are enqueued
+    // already.
     for draft in [None, Some(NgramDraft::default())] {
         gpu.set_run_ahead(2);
         let ahead = median(run(&mut gpu, &prompt, draft)?.steps);
@@ -65,7 +67,8 @@ fn main() -> Result<()> {
         );
     }
 
-    // What they take beside a step with a long history: what drafting adds to it, and what acceptance and planning take without drafts.
+    // What they take beside a step with a long history: what drafting adds to it, and what acceptance and planning take
+    // without drafts.
     gpu.set_run_ahead(2);
     let long = tokens(&config, LONG);
     let plain = median(run(&mut gpu, &long, None)?.steps);

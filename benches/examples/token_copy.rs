@@ -1,8 +1,8 @@
 //! Measures the token-record gather: every variant on the published workload, each byte checked first.
 //!
-//! `token_copy [records pairs]`: without arguments, 262,144 pairs of 300,000 records, on the first CUDA card; with them,
-//! under the emulator where there is no card. Rates are GiB/s of payload, medians of device time, with all that a variant does
-//! counted.
+//! `token_copy [records pairs]`: without arguments, 262,144 pairs of 300,000 records, on the first CUDA card; with
+//! them, under the emulator where there is no card. Rates are GiB/s of payload, medians of device time, with all that a
+//! variant does counted.
 
 use std::time::Instant;
 

@@ -1,9 +1,12 @@
-//! Where the time of a step of many sequences goes: `wide [SIZE[/LAYERS] [SEQUENCES[@FROM-TO][:plain] …]]`, such as `wide 8B 64 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so
-//! many, in no order. Full pages are packed, or stay `plain`.
+//! Where the time of a step of many sequences goes: `wide [SIZE[/LAYERS] [SEQUENCES[@FROM-TO][:plain] …]]`, such as
+//! `wide 8B 64 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so many, in no order. Full
+//! pages are packed, or stay `plain`.
 //!
-//! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best tokens with them; then a step that finds these is timed, and its phases: each from when the last
-//! block was done with the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read bandwidth, and how long before the last one blocks were done in the mean. With fewer
-//! layers, such as `8B/12`, that bandwidth is not measured: to compare builds of the kernels in seconds (docs/toolchain.md).
+//! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best
+//! tokens with them; then a step that finds these is timed, and its phases: each from when the last block was done with
+//! the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read
+//! bandwidth, and how long before the last one blocks were done in the mean. With fewer layers, such as `8B/12`, that
+//! bandwidth is not measured: to compare builds of the kernels in seconds (docs/toolchain.md).
 
 use benches::cases::ceilings;
 use benches::{Arguments, Bench};

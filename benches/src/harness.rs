@@ -1,10 +1,10 @@
 //! Benchmarks: each kernel beside the limit of the card that it runs on.
 //!
-//! A case is checked against a plain result, then timed: enqueued many times in one CUDA graph, over inputs that change from launch to
-//! launch so that no cache flatters it, the graph replayed and timed by device events. The figure is the median of the replays.
-//! The limits are measured in the same run ([`ceilings`](crate::cases::ceilings)), because cards of one name differ: a case that moves bytes is held
-//! against the measured bandwidth of its way, one that multiplies against the measured rate of the tensor cores, the slower of
-//! the two.
+//! A case is checked against a plain result, then timed: enqueued many times in one CUDA graph, over inputs that change
+//! from launch to launch so that no cache flatters it, the graph replayed and timed by device events. The figure is the
+//! median of the replays. The limits are measured in the same run ([`ceilings`](crate::cases::ceilings)), because cards
+//! of one name differ: a case that moves bytes is held against the measured bandwidth of its way, one that multiplies
+//! against the measured rate of the tensor cores, the slower of the two.
 //!
 //! On the emulator, a case runs once, small, and is checked; nothing is timed.
 
@@ -257,7 +257,8 @@ pub struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    /// On `device`, with up to `repeats` measurements of each case (fewer where one takes long); `watch` is told how it goes.
+    /// On `device`, with up to `repeats` measurements of each case (fewer where one takes long); `watch` is told how it
+    /// goes.
     ///
     /// # Errors
     /// A driver error.
@@ -307,8 +308,8 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Launches a case with `run`, told which input to take, and has `check` look at the result of input 0, which gives what is wrong;
-    /// then times it, if this device can be timed. `run` only enqueues.
+    /// Launches a case with `run`, told which input to take, and has `check` look at the result of input 0, which gives
+    /// what is wrong; then times it, if this device can be timed. `run` only enqueues.
     ///
     /// # Errors
     /// A device error, or a wrong result.
@@ -383,8 +384,8 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// What is wrong with `found`, if its largest difference from `expected` is more than `tolerance` of the largest expected
-/// magnitude.
+/// What is wrong with `found`, if its largest difference from `expected` is more than `tolerance` of the largest
+/// expected magnitude.
 pub(crate) fn compare(found: &[f32], expected: &[f64], tolerance: f64) -> Option<String> {
     if found.len() != expected.len() {
         return Some(format!("{} values instead of {}", found.len(), expected.len()));

@@ -1,5 +1,5 @@
-//! Everything that only measures: benchmarks of each kernel beside the limit of the card that it runs on, and the operators
-//! that answer nobody's request.
+//! Everything that only measures: benchmarks of each kernel beside the limit of the card that it runs on, and the
+//! operators that answer nobody's request.
 //!
 //! - [`Bench`] is the harness: it checks a case, times it, and sets it beside what the card can do. [`cases`] are what
 //!   `warpdraft bench` runs in it.
@@ -8,8 +8,8 @@
 //! - `benches/kernels` has their device routines. They are a PTX module of their own, [`MODULES`], which a device is
 //!   [opened](device) with.
 //!
-//! The examples measure more than a command should: `cargo run --release --package benches --example NAME`. `cargo bench
-//! --package benches` are Criterion's, of the host-side parts.
+//! The examples measure more than a command should: `cargo run --release --package benches --example NAME`. `cargo
+//! bench --package benches` are Criterion's, of the host-side parts.
 
 pub mod cases;
 pub mod gemm;
@@ -49,8 +49,8 @@ pub fn device(ordinal: u32) -> Result<Device, host::Error> {
     Device::cuda_with(ordinal, &options())
 }
 
-/// Has `gpu` propose `tokens[i]` for position `i` of a sequence that drafts, whatever its text: for measuring at a given
-/// acceptance.
+/// Has `gpu` propose `tokens[i]` for position `i` of a sequence that drafts, whatever its text: for measuring at a
+/// given acceptance.
 ///
 /// # Errors
 /// Too little memory, or a driver error.

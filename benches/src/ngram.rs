@@ -1,8 +1,8 @@
 //! The n-gram drafting operators over batches: [`Inputs`] are the arrays of a batch on the host, with their
 //! serial answer; [`Batch`] is the same on a device, where the kernels run on it.
 //!
-//! The decode loop of [`host::Gpu`] launches the operator on its own buffers; this is for batches that come as arrays: tests at scale, and
-//! measuring ([`measure`]).
+//! The decode loop of [`host::Gpu`] launches the operator on its own buffers; this is for batches that come as arrays:
+//! tests at scale, and measuring ([`measure`]).
 
 mod inputs;
 pub mod measure;
@@ -251,7 +251,8 @@ impl<T: TokenId> Batch<T> {
         Ok(Outcome { rows, drafts })
     }
 
-    /// What the operator left in copy `set` is right, and the workspace is as the next launch wants it; else what is wrong.
+    /// What the operator left in copy `set` is right, and the workspace is as the next launch wants it; else what is
+    /// wrong.
     ///
     /// # Errors
     /// As for [`Batch::outcome`].

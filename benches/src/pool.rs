@@ -10,8 +10,8 @@ use crate::random::random;
 /// Elements of the pattern: 32 MiB of it.
 const PATTERN: usize = 16 << 20;
 
-/// Device memory filled with random numbers between −1 and 1: a pattern, over and over, so that the host can say what is at any
-/// place and keeps little of it.
+/// Device memory filled with random numbers between −1 and 1: a pattern, over and over, so that the host can say what
+/// is at any place and keeps little of it.
 pub struct Pool {
     buffer: Buffer<bf16>,
     pattern: Vec<bf16>,

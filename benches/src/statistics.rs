@@ -33,7 +33,8 @@ impl Samples {
         self.quantile(0.5)
     }
 
-    /// From the 10th to the 90th percentile, as a share of the median: 0.02 says that most measurements lie within about 1 % of it.
+    /// From the 10th to the 90th percentile, as a share of the median: 0.02 says that most measurements lie within
+    /// about 1 % of it.
     pub fn spread(&self) -> f64 {
         let median = self.median();
         if median == 0.0 { 0.0 } else { (self.quantile(0.9) - self.quantile(0.1)) / median }

@@ -1,7 +1,8 @@
 //! The token-record gather: fixed-size records copied between two regions by `(src, dst)` pairs.
 //!
-//! [`TokenCopy`] holds what a copy needs besides the regions, so that a copy allocates nothing. Indices lie on the device;
-//! [`TokenCopy::check`] looks at them once, and what it returns can be copied as often as wanted, in a recorded graph too:
+//! [`TokenCopy`] holds what a copy needs besides the regions, so that a copy allocates nothing. Indices lie on the
+//! device; [`TokenCopy::check`] looks at them once, and what it returns can be copied as often as wanted, in a recorded
+//! graph too:
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -138,8 +139,8 @@ impl Variant {
         !matches!(self, Self::Grouped) || record_bytes == kernels::MLA_RECORD_BYTES
     }
 
-    /// The fastest measured for reading `pairs` pairs of this shape from the host. Sorting takes some 50 µs, which only many
-    /// pairs win back, and only where enough of them are neighbours.
+    /// The fastest measured for reading `pairs` pairs of this shape from the host. Sorting takes some 50 µs, which only
+    /// many pairs win back, and only where enough of them are neighbours.
     pub const fn best(shape: &Shape, pairs: usize) -> Self {
         if pairs < SORT_FROM || pairs < shape.src_records / 5 {
             Self::Capped
@@ -309,7 +310,8 @@ impl<I: Pod> CheckedPairs<'_, I> {
     }
 }
 
-/// Copies records of one shape. Copies run in the order in which they are asked for, on the queue of the device that it was made with.
+/// Copies records of one shape. Copies run in the order in which they are asked for, on the queue of the device that it
+/// was made with.
 pub struct TokenCopy {
     device: Device,
     shape: Shape,
@@ -341,7 +343,8 @@ impl TokenCopy {
         })
     }
 
-    /// How many multiprocessors the variants from [`Variant::Capped`] on use; [`kernels::MULTIPROCESSORS`] unless this is called.
+    /// How many multiprocessors the variants from [`Variant::Capped`] on use; [`kernels::MULTIPROCESSORS`] unless this
+    /// is called.
     pub fn set_multiprocessors(&mut self, multiprocessors: u32) {
         self.multiprocessors = multiprocessors.clamp(1, self.device.multiprocessors());
     }
@@ -377,7 +380,8 @@ impl TokenCopy {
     /// Looks at every pair, and waits for the answer: a launch, and a word read back.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if a pair names a record outside the regions; lists of other lengths than agreed; or a driver error.
+    /// [`Error::OutOfRange`] if a pair names a record outside the regions; lists of other lengths than agreed; or a
+    /// driver error.
     pub fn check<'p, I: RecordIndex>(
         &mut self,
         src: &'p Buffer<I>,
@@ -415,7 +419,8 @@ impl TokenCopy {
     /// Enqueues a copy of every pair; where `map` is given, it is told where each source record went.
     ///
     /// # Errors
-    /// Regions or pairs of another shape than this copier's, a variant that does not take such records, or a driver error.
+    /// Regions or pairs of another shape than this copier's, a variant that does not take such records, or a driver
+    /// error.
     pub fn copy<I: RecordIndex>(
         &mut self,
         variant: Variant,
@@ -436,8 +441,8 @@ impl TokenCopy {
         unsafe { self.enqueue(variant, pairs.src, pairs.dst, src, dst, map) }
     }
 
-    /// Enqueues a copy of pairs that nobody looked at before. A pair outside the regions is still not copied, and counted in
-    /// [`TokenCopy::refused`]. In a debug build this waits for the copy, and such a pair is an error.
+    /// Enqueues a copy of pairs that nobody looked at before. A pair outside the regions is still not copied, and
+    /// counted in [`TokenCopy::refused`]. In a debug build this waits for the copy, and such a pair is an error.
     ///
     /// # Safety
     /// No launch that is not waited for writes to the lists of indices.
@@ -507,8 +512,9 @@ impl TokenCopy {
         let by_thread = kernels::blocks(pairs.count.div_ceil(32), kernels::NARROW_THREADS, u32::MAX);
         let plain = kernels::TokenCopy { pairs, regions };
         let (known, wide) = (record_bytes, kernels::THREADS);
-        // SAFETY: every region is as large as its pairs may need, which the kernels check; the regions and the workspace
-        // are not freed before the device is done; `src` and `dst` are two, as one of them is borrowed exclusively.
+        // SAFETY: every region is as large as its pairs may need, which the kernels check; the regions and the
+        // workspace are not freed before the device is done; `src` and `dst` are two, as one of them is borrowed
+        // exclusively.
         unsafe {
             match (variant, sorted) {
                 (Variant::Bytewise, _) => device.launch::<I::Bytewise>(by_thread, 0, plain)?,

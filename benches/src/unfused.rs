@@ -4,8 +4,9 @@ use bench_kernels::unfused::{rms_norm, silu_mul};
 use host::Error;
 use host::forward::Forward;
 
-/// From now on, the launches of `forward` run norms, or SiLU and its product, by themselves: for measuring what it gains that
-/// they do not. The results differ in their last bits. The device was [opened](crate::options) with the kernels for it.
+/// From now on, the launches of `forward` run norms, or SiLU and its product, by themselves: for measuring what it
+/// gains that they do not. The results differ in their last bits. The device was [opened](crate::options) with the
+/// kernels for it.
 ///
 /// # Errors
 /// Too little memory, or a driver error.

@@ -1,6 +1,7 @@
 //! Answers many requests at once: submitted as there is room, answered in the order in which they end.
 //!
-//! `cargo run --release --package host --example answer_batch -- [MODEL [DEVICE]]`: the demo model on the CPU, unless told otherwise.
+//! `cargo run --release --package host --example answer_batch -- [MODEL [DEVICE]]`: the demo model on the CPU, unless
+//! told otherwise.
 
 use std::ops::ControlFlow;
 use std::path::Path;

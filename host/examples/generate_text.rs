@@ -1,7 +1,8 @@
 //! Loads a model and continues a text.
 //!
-//! `cargo run --release --package host --example generate_text -- [MODEL [DEVICE [PROMPT]]]`: the demo model on the CPU, unless told
-//! otherwise. Devices are those of `warpdraft --device`; `emulator` runs the GPU's kernels on the CPU, and takes a minute.
+//! `cargo run --release --package host --example generate_text -- [MODEL [DEVICE [PROMPT]]]`: the demo model on the
+//! CPU, unless told otherwise. Devices are those of `warpdraft --device`; `emulator` runs the GPU's kernels on the CPU,
+//! and takes a minute.
 
 use std::io::Write;
 use std::ops::ControlFlow;

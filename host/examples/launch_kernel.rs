@@ -1,7 +1,7 @@
 //! Launches a kernel by hand: memory on a device, a parameter block, a launch, and the result compared.
 //!
-//! `cargo run --release --package host --example launch_kernel -- [cuda]`: under the emulator, unless told otherwise, where a race or a
-//! stray access would be an error of the launch.
+//! `cargo run --release --package host --example launch_kernel -- [cuda]`: under the emulator, unless told otherwise,
+//! where a race or a stray access would be an error of the launch.
 
 use cuda_std::GlobalMut;
 use gpu_kernels::token_copy::{self, PAGE_RECORD_BYTES, Pairs, Regions, TokenCopy};
@@ -14,7 +14,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Some(other) => return Err(format!("{other}: say cuda, or nothing for the emulator").into()),
     };
 
-    // Eight pages; page 5 is to go to place 0, page 2 to place 1, and so on. The last pair names a page that there is not.
+    // Eight pages; page 5 is to go to place 0, page 2 to place 1, and so on. The last pair names a page that there is
+    // not.
     let page = PAGE_RECORD_BYTES as usize;
     let pages: Vec<u8> = (0..8 * page).map(|i| (i / page * 31 + i % 251) as u8).collect();
     let (sources, places) = ([5, 2, 7, 2, 8], [0, 1, 2, 3, 0]);

@@ -1,5 +1,5 @@
-//! Devices that are opened while something else is done. To start the driver and load kernels takes as long as to read a
-//! tokenizer, and neither needs the other.
+//! Devices that are opened while something else is done. To start the driver and load kernels takes as long as to read
+//! a tokenizer, and neither needs the other.
 
 use std::sync::{Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -25,7 +25,8 @@ fn begun() -> MutexGuard<'static, Vec<Begun>> {
 pub struct Opening(DeviceChoice, DeviceOptions);
 
 impl DeviceChoice {
-    /// Begins to open the device, on another thread. [`open`](Self::open) with the same options then waits for it, and has its outcome.
+    /// Begins to open the device, on another thread. [`open`](Self::open) with the same options then waits for it, and
+    /// has its outcome.
     pub fn open_ahead(self, options: &DeviceOptions) -> Opening {
         if self != Self::Cpu {
             let opened_with = options.clone();

@@ -30,14 +30,22 @@ impl DeviceChoice {
     /// The device; none for the CPU. Waits for it, if it was [begun](Self::open_ahead) with the same options.
     ///
     /// # Errors
-    /// No driver or no such card where one was chosen, or a card that is too old.
+    /// No driver or no such card where one was chosen, or a card that is too old; a file of kernels without a card.
     pub fn open(self, options: &DeviceOptions) -> Result<Option<Device>, Error> {
         ahead::fetch(self, options).unwrap_or_else(|| self.open_now(options))
     }
 
     pub(crate) fn open_now(self, options: &DeviceOptions) -> Result<Option<Device>, Error> {
+        let cuda = match self {
+            Self::Auto => !device::cards()?.is_empty(),
+            Self::Cpu | Self::Emulator => false,
+            Self::Cuda(_) => true,
+        };
+        if let (false, Some(path)) = (cuda, &options.kernels) {
+            return Err(Error::KernelsWithoutCard { path: path.display().to_string() });
+        }
         match self {
-            Self::Auto if device::cards()?.is_empty() => Ok(None),
+            Self::Auto if !cuda => Ok(None),
             Self::Cpu => Ok(None),
             Self::Auto => Device::cuda_with(0, options).map(Some),
             Self::Cuda(ordinal) => Device::cuda_with(ordinal, options).map(Some),

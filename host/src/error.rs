@@ -20,6 +20,14 @@ pub enum Error {
         /// The system's words.
         reason: String,
     },
+    /// There is a file of kernels and no card to load them on.
+    #[error(
+        "the kernels of --kernels {path} are for a CUDA card, and there is none here; leave the flag out, or use --device cuda"
+    )]
+    KernelsWithoutCard {
+        /// The file.
+        path: String,
+    },
     /// A kernel of that file takes other parameters than this program gives it.
     #[error(
         "kernel {kernel} of {path} takes other parameters than this program hands it; build both from the same \

@@ -110,13 +110,15 @@ impl fmt::Debug for Family {
 pub enum Cut {
     /// 128 rows × 128 weight rows; not for SwiGLU.
     N128,
-    /// 128 rows × 192 weight rows, in twos: two neighbours share 128, of which each takes half of the rows. Not for SwiGLU, nor to add.
+    /// 128 rows × 192 weight rows, in twos: two neighbours share 128, of which each takes half of the rows. Not for
+    /// SwiGLU, nor to add.
     N192,
     /// 128 rows × 256 weight rows.
     N256,
     /// As [`N256`](Self::N256), with blocks in pairs that share the weights.
     Pair,
-    /// As [`N256`](Self::N256), with blocks in eights, of which four share weights and two rows, as far as those fit the card; in pairs beside them.
+    /// As [`N256`](Self::N256), with blocks in eights, of which four share weights and two rows, as far as those fit
+    /// the card; in pairs beside them.
     Eight,
 }
 
@@ -240,8 +242,8 @@ impl Dealt {
         Self::of(cut, clusters, multiprocessors, m, n)
     }
 
-    /// To a cut's clusters, of which `most` fit, and pairs on the `multiprocessors` that those leave: to as many clusters as can be without a round more than pairs alone
-    /// would take.
+    /// To a cut's clusters, of which `most` fit, and pairs on the `multiprocessors` that those leave: to as many
+    /// clusters as can be without a round more than pairs alone would take.
     fn of(cut: Cut, most: u32, multiprocessors: u32, m: u32, n: u32) -> Self {
         if cut != Cut::Eight {
             return Self { clusters: most, weight_rows: n, pairs: 0, rounds: cut.tiles(m, n).div_ceil(most) };
@@ -281,7 +283,8 @@ impl Beside {
     }
 }
 
-/// What a product of `m` rows and `n` weight rows of `k` input features takes, beside others: rounds of tiles, of which the last may leave multiprocessors idle.
+/// What a product of `m` rows and `n` weight rows of `k` input features takes, beside others: rounds of tiles, of which
+/// the last may leave multiprocessors idle.
 pub fn cost(device: &Device, epilogue: Epilogue, [m, n, k]: [u32; 3]) -> u64 {
     u64::from(Cut::best(device, epilogue, m, n).cost(device, epilogue, m, n)) * u64::from(k)
 }
@@ -306,8 +309,8 @@ pub fn out(y: Global<bf16>, rows: usize, columns: usize) -> Matrix {
     matrix(y, rows, columns, gemm::BOX)
 }
 
-/// Enqueues a product, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile, and what is enqueued is not replayed from a
-/// recorded graph: the words would repeat.
+/// Enqueues a product, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile,
+/// and what is enqueued is not replayed from a recorded graph: the words would repeat.
 ///
 /// # Safety
 /// As [`Device::launch`]: addresses and maps as [`Gemm`] says.
@@ -404,8 +407,9 @@ unsafe fn launch(
     let shared = Gemm::shared_bytes(cut.weight_rows());
     // SAFETY: the caller's word.
     unsafe {
-        // All gain 1 % to 9 % by beginning early but tiles of 128 in several rounds (5 % to 7 % longer), or in long chains on more than half of the card (`down` with 384 and 512 rows:
-        // 18 % and 7 %), presumably because blocks then get whatever multiprocessor is free, and those that share tiles no longer ask L2 for them together.
+        // All gain 1 % to 9 % by beginning early but tiles of 128 in several rounds (5 % to 7 % longer), or in long
+        // chains on more than half of the card (`down` with 384 and 512 rows: 18 % and 7 %), presumably because blocks
+        // then get whatever multiprocessor is free, and those that share tiles no longer ask L2 for them together.
         let alone = device.multiprocessors() / if p.k > 4096 { 2 } else { 1 };
         if !may_be_early || cut == Cut::N128 && cut.tiles(m, n) > alone {
             of_kernel!(epilogue, cut, device.launch(blocks, shared, p))

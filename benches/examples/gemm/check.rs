@@ -133,7 +133,8 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
     Ok(())
 }
 
-/// Products in clusters on two queues at once, which take each other's multiprocessors: nobody waits for who has no room.
+/// Products in clusters on two queues at once, which take each other's multiprocessors: nobody waits for who has no
+/// room.
 fn check_two_queues(device: &Device) -> Result<()> {
     let (m, n, k) = (1000, 8192, 1024);
     let devices = [device.clone(), device.beside()?];

@@ -1,8 +1,9 @@
 //! The kernels for prompts on card 0: products and attention.
 //!
-//! `cargo run --release --package benches --example gemm -- check` compares them with plain references, into poisoned outputs, and all ways of cutting
-//! the work bit for bit; `check-small` leaves the large ones out, for compute-sanitizer, and `check-emulated` takes the smallest, on the emulator.
-//! `… -- serve` times what it is asked for on standard input, a line at a time, and answers with microseconds:
+//! `cargo run --release --package benches --example gemm -- check` compares them with plain references, into poisoned
+//! outputs, and all ways of cutting the work bit for bit; `check-small` leaves the large ones out, for
+//! compute-sanitizer, and `check-emulated` takes the smallest, on the emulator. `… -- serve` times what it is asked for
+//! on standard input, a line at a time, and answers with microseconds:
 //!
 //! ```text
 //! gemm qkv|write|swiglu|add|plain auto|n128|n192|n256|pair|eight M N K REPEATS
@@ -270,7 +271,8 @@ impl Product {
     }
 
     fn enqueue(&self, device: &Device, cut: Option<Cut>, set: usize) -> std::result::Result<(), host::Error> {
-        // SAFETY: buffers and maps of self, as large as the parameter block says, alive until the device is synchronised.
+        // SAFETY: buffers and maps of self, as large as the parameter block says, alive until the device is
+        // synchronised.
         unsafe {
             match cut {
                 Some(cut) => gemm::enqueue_cut(device, &self.beside, self.epilogue, cut, self.params(set)),
@@ -380,7 +382,8 @@ impl Attention {
             q_heads: self.q_heads as u32,
             scale: 1.0 / (D as f32).sqrt(),
         };
-        // SAFETY: buffers and maps of self, as large as the parameter block says, alive until the device is synchronised.
+        // SAFETY: buffers and maps of self, as large as the parameter block says, alive until the device is
+        // synchronised.
         unsafe { prefill::enqueue_attention(device, params, tiles.len() as u32 / 4, pairs) }
     }
 

@@ -1,10 +1,12 @@
-//! What the card itself can do, measured by kernels that do nothing else: the limits that the benchmarks set figures beside.
+//! What the card itself can do, measured by kernels that do nothing else: the limits that the benchmarks set figures
+//! beside.
 //!
-//! - [`ceiling_read`] reads memory in 16-byte loads, eight in flight a lane. Its checksum keeps the compiler honest, and the check of
-//!   it the kernel.
+//! - [`ceiling_read`] reads memory in 16-byte loads, eight in flight a lane. Its checksum keeps the compiler honest,
+//!   and the check of it the kernel.
 //! - [`ceiling_copy`] reads and writes.
-//! - [`ceiling_mma`] multiplies fragments that stay in registers, eight independent products a warp, so that nothing but the tensor
-//!   cores is waited for. It measures `mma.sync`, which every kernel here uses; Hopper's `wgmma` is faster.
+//! - [`ceiling_mma`] multiplies fragments that stay in registers, eight independent products a warp, so that nothing
+//!   but the tensor cores is waited for. It measures `mma.sync`, which every kernel here uses; Hopper's `wgmma` is
+//!   faster.
 //! - [`ceiling_launch`] does nothing: what a launch costs.
 
 use cuda_std::{Global, GlobalMut, kernel, mma, thread, warp};
@@ -54,7 +56,8 @@ pub struct Multiply {
 }
 
 impl Multiply {
-    /// Multiplications and additions of a launch of `blocks` blocks: 2 × 16 × 8 × 16 a product, eight products a round and warp.
+    /// Multiplications and additions of a launch of `blocks` blocks: 2 × 16 × 8 × 16 a product, eight products a round
+    /// and warp.
     pub const fn operations(blocks: u32, rounds: u32) -> u64 {
         blocks as u64 * (MMA_THREADS as u64 / 32) * rounds as u64 * 8 * (2 * 16 * 8 * 16)
     }

@@ -7,8 +7,8 @@
 //! - [`unfused`]: norms and SiLU in launches of their own.
 //! - [`script`]: drafts at a known acceptance.
 //!
-//! They are made of the functions of `gpu_kernels`, and go into a PTX module of their own, `bench`, which the crate `benches`
-//! builds and hands to a device; a program that measures nothing does not have it.
+//! They are made of the functions of `gpu_kernels`, and go into a PTX module of their own, `bench`, which the crate
+//! `benches` builds and hands to a device; a program that measures nothing does not have it.
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, stdarch_nvptx), allow(unused_features))]
 // As in `gpu_kernels`.

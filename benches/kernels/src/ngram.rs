@@ -1,5 +1,5 @@
-//! The n-gram operators for other token ids than the decode loop's, and in other ways: [`gpu_kernels::ngram`] says what they do,
-//! and has the functions that they are made of. [`peers`] are the slower designs.
+//! The n-gram operators for other token ids than the decode loop's, and in other ways: [`gpu_kernels::ngram`] says what
+//! they do, and has the functions that they are made of. [`peers`] are the slower designs.
 
 use cuda_std::kernel;
 use gpu_kernels::ngram::{NgramMatch, NgramMatchMixed, THREADS, draft, together};

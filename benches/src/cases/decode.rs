@@ -67,7 +67,8 @@ fn shape(name: &str) -> Config {
     Config::published(name).expect("a published shape")
 }
 
-/// Measures every context with every number of rows, after a comparison of the step in one launch with the step in many.
+/// Measures every context with every number of rows, after a comparison of the step in one launch with the step in
+/// many.
 ///
 /// # Errors
 /// Sizes that the kernels cannot take, too little memory, a device error, or bits that differ.

@@ -97,8 +97,8 @@ impl Hit {
     }
 }
 
-/// A case of the published benchmark: prompts of one length, 20 generated tokens before the newest, patterns of up to 3 tokens, up
-/// to 10 drafts, ids drawn from 490; the pattern's ids stand nowhere else.
+/// A case of the published benchmark: prompts of one length, 20 generated tokens before the newest, patterns of up to 3
+/// tokens, up to 10 drafts, ids drawn from 490; the pattern's ids stand nowhere else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Published {
     /// Sequences.
@@ -172,8 +172,8 @@ impl Published {
 }
 
 impl<T: TokenId> Inputs<T> {
-    /// A random batch of `batch` sequences with prompts of up to `longest` tokens: few ids or many, matches planted or left to chance,
-    /// budgets that bind or do not, and now and then a hostile value.
+    /// A random batch of `batch` sequences with prompts of up to `longest` tokens: few ids or many, matches planted or
+    /// left to chance, budgets that bind or do not, and now and then a hostile value.
     pub fn random(batch: usize, longest: usize, seed: u64) -> Self {
         let mut random = Random(seed);
         let ids = random.of(&[2, 3, 20, 500, 150_000]);

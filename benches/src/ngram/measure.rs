@@ -78,8 +78,8 @@ fn label(case: &Published, name: &str) -> Label {
     Label { bench: "ngram", name: name.into(), size }
 }
 
-/// Runs one case: checks each design against the serial algorithm, and times it. With `peers`, the slower designs and the host
-/// too.
+/// Runs one case: checks each design against the serial algorithm, and times it. With `peers`, the slower designs and
+/// the host too.
 ///
 /// # Errors
 /// A device error, or a wrong result.

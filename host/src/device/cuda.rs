@@ -386,7 +386,8 @@ impl Cuda {
             count: 1,
         };
         let mut clusters = 0;
-        // SAFETY: the function is the module's, `clusters` is valid for a write, and the configuration lives as long as the call.
+        // SAFETY: the function is the module's, `clusters` is valid for a write, and the configuration lives as long as
+        // the call.
         check(name, unsafe { cuOccupancyMaxActiveClusters(&mut clusters, function, &config) })?;
         Ok(clusters)
     }

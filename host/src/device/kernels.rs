@@ -18,8 +18,8 @@ const LAYOUTS: &CStr = c"kernel_layouts";
 /// Dynamic shared memory that a kernel may have without asking.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
-/// The kernels of a card's level, as far as they are loaded. Every method wants the card's context to be current, and so
-/// does dropping it.
+/// The kernels of a card's level, as far as they are loaded. Every method wants the card's context to be current, and
+/// so does dropping it.
 pub(super) struct Kernels {
     images: Images,
     functions: HashMap<&'static str, Function>,
@@ -57,8 +57,8 @@ impl Kernels {
         main.is_some_and(|main| main.origin == Origin::BuiltIn(Form::MachineCode))
     }
 
-    /// A kernel, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default. At
-    /// its first launch its layout is compared with what the host hands it, and its module is loaded if it was not.
+    /// A kernel, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default.
+    /// At its first launch its layout is compared with what the host hands it, and its module is loaded if it was not.
     pub(super) fn function(&mut self, kernel: Entry, shared_bytes: u32) -> Result<sys::CUfunction, Error> {
         let Entry { name, module, layout, .. } = kernel;
         if let Some(function) = self.functions.get(name) {
@@ -92,8 +92,8 @@ struct Loaded {
 }
 
 impl Loaded {
-    /// Loads a module, and every kernel of it: the driver would put off loading a kernel until it is first asked for, and
-    /// then the memory may be taken.
+    /// Loads a module, and every kernel of it: the driver would put off loading a kernel until it is first asked for,
+    /// and then the memory may be taken.
     fn new(bytes: &[u8], origin: Origin) -> Result<Self, Error> {
         let module = Module::load(bytes)?;
         let layouts = module.layouts()?;
@@ -133,7 +133,8 @@ impl Module {
         // A text ends so.
         image.push(0);
         let mut module = std::ptr::null_mut();
-        // SAFETY: `module` is valid for a write, and the image complete: as long as its own headers say, or a text with an end.
+        // SAFETY: `module` is valid for a write, and the image complete: as long as its own headers say, or a text with
+        // an end.
         check("loading the kernels", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
         Ok(Self(module))
     }

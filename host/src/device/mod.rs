@@ -112,7 +112,8 @@ impl Device {
         Self::emulator_with(seed, &DeviceOptions::default())
     }
 
-    /// As [`emulator`](Self::emulator), with `options`. A file of kernels is not looked at, as those of the program run.
+    /// As [`emulator`](Self::emulator), with `options`. A file of kernels is not looked at, as those of the program
+    /// run.
     pub fn emulator_with(seed: u64, options: &DeviceOptions) -> Self {
         Self(Arc::new(Kind::Emulator(emulated::Emulator::new(seed, options.clone()))))
     }
@@ -133,8 +134,8 @@ impl Device {
         }
     }
 
-    /// Another queue on the same device: what is enqueued on one runs beside what is enqueued on the other. (The emulator
-    /// runs one launch at a time, whatever its queue.)
+    /// Another queue on the same device: what is enqueued on one runs beside what is enqueued on the other. (The
+    /// emulator runs one launch at a time, whatever its queue.)
     ///
     /// # Errors
     /// A driver error.
@@ -205,8 +206,8 @@ impl Device {
     /// Enqueues a kernel. `shared_bytes` is dynamic shared memory.
     ///
     /// # Safety
-    /// Every address in `params` points to live device memory as large as the kernel's parameter block says, and stays alive until
-    /// the device is done.
+    /// Every address in `params` points to live device memory as large as the kernel's parameter block says, and stays
+    /// alive until the device is done.
     ///
     /// # Errors
     /// A refused launch; under the emulator also whatever the kernel did wrong.
@@ -237,11 +238,12 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Together, params) }
     }
 
-    /// As [`launch`](Self::launch), of a kernel that waits for the launches ahead of it itself, by `cuda_std::launches`: it may begin before they
-    /// are done. Hopper.
+    /// As [`launch`](Self::launch), of a kernel that waits for the launches ahead of it itself, by
+    /// `cuda_std::launches`: it may begin before they are done. Hopper.
     ///
     /// # Safety
-    /// As for [`launch`](Self::launch); every block waits before it touches what others write, or writes what others touch.
+    /// As for [`launch`](Self::launch); every block waits before it touches what others write, or writes what others
+    /// touch.
     ///
     /// # Errors
     /// As [`launch`](Self::launch).
@@ -255,8 +257,8 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Early, params) }
     }
 
-    /// How many clusters of the kernel's blocks run at once where nothing else does, with so much dynamic shared memory. None if the driver does not say, nor
-    /// the emulator.
+    /// How many clusters of the kernel's blocks run at once where nothing else does, with so much dynamic shared
+    /// memory. None if the driver does not say, nor the emulator.
     pub fn clusters_at_once<K: Kernel>(&self, shared_bytes: u32) -> u32 {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.clusters_at_once(Entry::of::<K>(), shared_bytes),
@@ -297,7 +299,8 @@ impl Device {
         self.is_hopper() && !self.options().unfused
     }
 
-    /// Whether its kernels are the machine code that is built in: of anything else the driver has made machine code first.
+    /// Whether its kernels are the machine code that is built in: of anything else the driver has made machine code
+    /// first.
     pub fn has_machine_code(&self) -> bool {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.has_machine_code(),

@@ -11,11 +11,11 @@ pub struct DeviceOptions {
     pub portable: bool,
     /// Runs a decode step as a launch for each operator, where one launch could run all of it: to compare with.
     pub unfused: bool,
-    /// Whether prompts run in passes of many rows, by the kernels for Hopper. None is on Hopper, and not under the emulator:
-    /// there, the kernels of every card are much quicker.
+    /// Whether prompts run in passes of many rows, by the kernels for Hopper. None is on Hopper, and not under the
+    /// emulator: there, the kernels of every card are much quicker.
     pub prefill: Option<bool>,
-    /// A file of kernels to load instead of those that are built in: PTX, or machine code. It takes the place of each module
-    /// that it holds whole.
+    /// A file of kernels to load instead of those that are built in: PTX, or machine code. It takes the place of each
+    /// module that it holds whole.
     pub kernels: Option<PathBuf>,
     /// Modules of kernels beside those of this crate. One is loaded when a kernel of it is first launched.
     pub modules: &'static [Image],

@@ -3,11 +3,11 @@
 //!
 //! 1. *Plain*: [`ngram_windows_256_i64`] finds the windows with 256 threads a sequence; then
 //!    [`ngram_serial_share_i64`], a single thread, walks the batch, shares out the budget and copies the drafts.
-//! 2. *Block scan*: [`ngram_windows_1024_i64`] finds them with 1,024 threads a sequence; then [`ngram_scan_share_i64`], one
-//!    block, shares out the budget by prefix sums and copies with all its threads.
+//! 2. *Block scan*: [`ngram_windows_1024_i64`] finds them with 1,024 threads a sequence; then [`ngram_scan_share_i64`],
+//!    one block, shares out the budget by prefix sums and copies with all its threads.
 //!
-//! The window starts of a pass are dealt to the threads in turn; who finds one lowers the leftmost start so far by a 64-bit
-//! compare-and-swap, and threads to the right of it stop. Results are those of [`NgramMatch`], element for
+//! The window starts of a pass are dealt to the threads in turn; who finds one lowers the leftmost start so far by a
+//! 64-bit compare-and-swap, and threads to the right of it stop. Results are those of [`NgramMatch`], element for
 //! element.
 
 use cuda_std::atomic::{self, Ordering, Scope};
@@ -19,8 +19,8 @@ use gpu_kernels::ngram::{NgramMatch, Operator, THREADS, Token};
 
 /// Threads of a block of the plain search.
 pub const PLAIN_THREADS: u32 = 256;
-/// Shared memory of the searching kernels. Those that share out take [`gpu_kernels::ngram::SHARED_BYTES`], or none for the serial
-/// one. Grid of a search: batch; of a sharing kernel: 1.
+/// Shared memory of the searching kernels. Those that share out take [`gpu_kernels::ngram::SHARED_BYTES`], or none for
+/// the serial one. Grid of a search: batch; of a sharing kernel: 1.
 pub const SEARCH_SHARED_BYTES: u32 = 8;
 
 /// Whether the window of `n` tokens that ends at `end` equals the pattern.

@@ -1,10 +1,10 @@
 //! Checks pairs, and puts them in order.
 //!
-//! A counting sort in three launches. `token_copy_count` counts the pairs of each bucket of neighbouring records, and keeps
-//! the rank that each pair got there; `token_copy_scan` turns the counts into positions; `token_copy_scatter` writes each pair to
-//! its bucket's position plus its rank. Buckets are in order within a chunk of [`SCAN_CHUNK`]; the chunks lie in the order in which
-//! their blocks came to add their sums, as the copy does not mind: no block waits for another. Within a bucket, and so
-//! within a repeated record, any order may come.
+//! A counting sort in three launches. `token_copy_count` counts the pairs of each bucket of neighbouring records, and
+//! keeps the rank that each pair got there; `token_copy_scan` turns the counts into positions; `token_copy_scatter`
+//! writes each pair to its bucket's position plus its rank. Buckets are in order within a chunk of [`SCAN_CHUNK`]; the
+//! chunks lie in the order in which their blocks came to add their sums, as the copy does not mind: no block waits for
+//! another. Within a bucket, and so within a repeated record, any order may come.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, kernel, shared, thread, warp};
@@ -12,8 +12,8 @@ use gpu_kernels::unroll;
 
 use super::{Index, NONE, Pairs};
 
-/// Threads of a block of the kernels of this module: half of what a multiprocessor's registers would allow, to leave room for
-/// the kernels of other queues.
+/// Threads of a block of the kernels of this module: half of what a multiprocessor's registers would allow, to leave
+/// room for the kernels of other queues.
 pub const SORT_THREADS: u32 = 512;
 const WARPS: u32 = SORT_THREADS / 32;
 /// Counts that a block scans at a time, eight a thread; the counts are padded to a multiple of it.
@@ -49,7 +49,8 @@ pub struct Sort<I> {
     pub by_destination: u32,
 }
 
-/// Parameters of [`token_copy_scan`]. Grid: any; a block for each [`SCAN_CHUNK`] is most. Shared memory: [`SCAN_SHARED_BYTES`].
+/// Parameters of [`token_copy_scan`]. Grid: any; a block for each [`SCAN_CHUNK`] is most. Shared memory:
+/// [`SCAN_SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Scan {

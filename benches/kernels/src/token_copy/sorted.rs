@@ -94,8 +94,8 @@ unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &SortedCopy<I
 /// A warp a group of eight records of 656 bytes, read as whole lines.
 ///
 /// Lane `l` holds unit `32 r + l` of the group for each round `r`; of the group's eight records, lane `s` keeps the
-/// books of record `s`: which of the 32 pairs want it. The warp reads what is wanted by anyone, once. Then each record goes to
-/// its first pair's place, all of them together; then to its second's, and so on.
+/// books of record `s`: which of the 32 pairs want it. The warp reads what is wanted by anyone, once. Then each record
+/// goes to its first pair's place, all of them together; then to its second's, and so on.
 #[inline(always)]
 unsafe fn copy_grouped<I: Index>(p: &SortedCopy<I>) {
     unsafe {

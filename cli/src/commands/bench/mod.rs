@@ -77,7 +77,7 @@ pub fn run(command: Bench) -> anyhow::Result<Ending> {
 
 fn open(choice: DeviceChoice, options: &DeviceOptions) -> anyhow::Result<Device> {
     let ordinal = match choice {
-        DeviceChoice::Emulator => return Ok(Device::emulator_with(0, options)),
+        DeviceChoice::Emulator => return choice.open(options)?.context("the emulator is a device"),
         DeviceChoice::Auto if host::device::cards()?.is_empty() => {
             anyhow::bail!("no CUDA card was found, and benchmarks measure one; {EMULATOR}")
         }
