@@ -8,7 +8,6 @@ use benches::{Arguments, tokens};
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::step::{self, PlanDecode, STATE_WORDS, SequenceState};
 use host::device::{Buffer, Device};
-use host::draft::script;
 use host::forward::{Forward, RowOutput};
 use host::weights::DeviceWeights;
 use host::{Backend, Gpu, NgramDraft, Sequence};
@@ -71,7 +70,7 @@ fn main() -> Result<()> {
     gpu.set_run_ahead(2);
     let (plain, times) = run(&mut gpu, &prompt, None)?;
     tell("the loop on the device", &times, TOKENS - 1);
-    benches::draft_by_script(&mut gpu, &script(&prompt, &plain, &LENGTHS))?;
+    benches::draft_by_script(&mut gpu, &prompt, &plain, &LENGTHS)?;
     let (drafted, times) = run(&mut gpu, &prompt, Some(NgramDraft::default()))?;
     if drafted != plain {
         return Err("drafts have changed the tokens".into());

@@ -6,7 +6,6 @@
 use std::time::{Duration, Instant};
 
 use benches::{Arguments, tokens};
-use host::draft::script;
 use host::forward::Forward;
 use host::weights::DeviceWeights;
 use host::{Backend, Gpu, NgramDraft, Sequence};
@@ -36,7 +35,7 @@ fn main() -> Result<()> {
 
     // Drafts that are confirmed in a known number.
     let plain = run(&mut gpu, &prompt, None)?;
-    benches::draft_by_script(&mut gpu, &script(&prompt, &plain.tokens, &LENGTHS))?;
+    benches::draft_by_script(&mut gpu, &prompt, &plain.tokens, &LENGTHS)?;
     for adaptive in [true, false] {
         let drafted = run(&mut gpu, &prompt, Some(NgramDraft { adaptive, ..NgramDraft::default() }))?;
         if drafted.tokens != plain.tokens {

@@ -10,7 +10,6 @@ use gpu_kernels::sample::random;
 use host::batch::plan::{Plan, Started, TableEntry, Work};
 use host::batch::{BatchBackend, BatchOptions, GpuBatch, PAGE_TOKENS, Start};
 use host::device::Device;
-use host::draft::script;
 use host::weights::DeviceWeights;
 use host::{Backend, Gpu, NgramDraft, Sequence};
 use model::{Config, Sampling};
@@ -76,7 +75,7 @@ fn one(device: &Device, config: &Config, scale: &Scale, figures: &mut Figures) -
         gpu.clear_script();
         let (tokens, mut rate) = answer(&mut gpu, &prompt, scale, sampling, None)?;
         if drafted {
-            benches::draft_by_script(&mut gpu, &script(&prompt, &tokens, &LENGTHS))?;
+            benches::draft_by_script(&mut gpu, &prompt, &tokens, &LENGTHS)?;
             rate = 0.0;
         }
         for _ in 0..scale.repeats {

@@ -18,18 +18,19 @@ pub mod ngram;
 mod pool;
 pub mod random;
 mod repository;
+mod script;
 mod statistics;
 mod subject;
 pub mod token_copy;
 pub mod unfused;
 
-use bench_kernels::script::draft_script;
 use host::device::{Device, DeviceOptions, Image};
 
 pub use harness::{Bench, BenchError, Case, Event, Figures, Label, Limit, LimitKind, Limits, Path, Row, Unit, Work};
 pub use pool::Pool;
 pub use random::Random;
 pub use repository::{demo, repository, text};
+pub use script::draft_by_script;
 pub use statistics::Samples;
 pub use subject::{Arguments, tokens};
 
@@ -47,13 +48,4 @@ pub fn options() -> DeviceOptions {
 /// As [`Device::cuda`].
 pub fn device(ordinal: u32) -> Result<Device, host::Error> {
     Device::cuda_with(ordinal, &options())
-}
-
-/// Has `gpu` propose `tokens[i]` for position `i` of a sequence that drafts, whatever its text: for measuring at a
-/// given acceptance.
-///
-/// # Errors
-/// Too little memory, or a driver error.
-pub fn draft_by_script(gpu: &mut host::Gpu, tokens: &[u32]) -> Result<(), host::Error> {
-    gpu.set_script::<draft_script>(tokens)
 }

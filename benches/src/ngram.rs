@@ -59,7 +59,7 @@ impl TokenId for i64 {
 pub enum Way {
     /// So many blocks, at least 1, between which the work is spread.
     Blocks(u32),
-    /// A block a sequence: [`ngram::together`].
+    /// A block a sequence: [`ngram::together`](mod@ngram::together).
     Together,
 }
 

@@ -10,7 +10,7 @@ pub mod batch;
 pub mod cache;
 mod cpu;
 pub mod device;
-pub mod draft;
+mod draft;
 mod engine;
 mod error;
 pub mod forward;

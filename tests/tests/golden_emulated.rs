@@ -1,7 +1,6 @@
 //! The GPU path under the emulator: every kernel and every launch of the forward pass and the decode loop, lane by lane,
 //! checked for races and stray accesses on the way.
 
-use host::draft::script;
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
     answer, engine, golden_cases, greedy, launched_and_wide, prefilled, prefilled_to_the_end, relative_error, run,
@@ -145,7 +144,7 @@ fn a_script_is_confirmed_as_far_as_it_is_right() {
     let (plain, steps) = run(&mut gpu, &request(None));
     assert_eq!((plain.len(), steps), (19, 18));
     let eager = NgramDraft { tokens: 7, adaptive: false, ..NgramDraft::default() };
-    benches::draft_by_script(&mut gpu, &script(&case.prompt[..4], &plain, &[1, 3, 5])).unwrap();
+    benches::draft_by_script(&mut gpu, &case.prompt[..4], &plain, &[1, 3, 5]).unwrap();
     assert_eq!(run(&mut gpu, &request(Some(eager))), (plain.clone(), 6));
     // With more drafts than it has room for, and with as many as are worth it.
     assert_eq!(run(&mut gpu, &request(Some(NgramDraft { tokens: 15, ..eager }))), (plain.clone(), 6));

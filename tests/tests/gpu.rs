@@ -6,7 +6,6 @@ use std::process::ExitCode;
 
 use host::batch::{Batch, BatchOptions, GpuBatch};
 use host::device::{self, Device, DeviceOptions, IMAGES, Image, MAIN};
-use host::draft::script;
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, Gpu, NgramDraft};
@@ -189,7 +188,7 @@ fn drafts_and_pieces_change_nothing_at_the_8b_shape(options: &DeviceOptions) -> 
     assert_eq!(steps, tokens - 1);
     // Steps of 8 and of 16 rows, with drafts that are right for a while.
     for (drafts, lengths) in [(7, [1, 3, 5]), (7, [8, 1, 2]), (15, [1, 3, 5]), (15, [16, 1, 9])] {
-        benches::draft_by_script(&mut gpu, &script(&prompt, &plain, &lengths))?;
+        benches::draft_by_script(&mut gpu, &prompt, &plain, &lengths)?;
         let draft = Some(NgramDraft { tokens: drafts, adaptive: false, ..NgramDraft::default() });
         let (found, steps) = run(&mut gpu, &greedy(&prompt, tokens, draft));
         println!("{drafts} drafts, right for {lengths:?}: {:.2} tokens a step", (tokens - 1) as f64 / steps as f64);

@@ -21,7 +21,7 @@ pub struct Sizes {
     pub bytes: u64,
     /// Bytes to move over the bus each way.
     pub bus_bytes: u64,
-    /// Rounds of [`ceilings::ceiling_mma`].
+    /// Rounds of [`ceiling_mma`](struct@ceilings::ceiling_mma).
     pub rounds: u32,
 }
 
