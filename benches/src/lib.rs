@@ -49,3 +49,36 @@ pub fn options() -> DeviceOptions {
 pub fn device(ordinal: u32) -> Result<Device, host::Error> {
     Device::cuda_with(ordinal, &options())
 }
+
+#[cfg(test)]
+mod tests {
+    use cuda_std::Kernel;
+
+    use super::MODULES;
+
+    #[test]
+    fn kernels_take_what_the_host_hands_them() {
+        fn has<K: Kernel>(levels: &[&str]) {
+            let stamps = |arch: &str| {
+                let images = MODULES.iter().filter(|image| (image.arch, image.module) == (arch, K::MODULE));
+                let found = images.flat_map(|image| image.layouts).find(|(kernel, _)| *kernel == K::NAME);
+                found.map(|(_, stamp)| *stamp)
+            };
+            for arch in ["sm_80", "sm_90a"] {
+                let expected = levels.contains(&arch).then_some(K::LAYOUT);
+                assert_eq!(stamps(arch), expected, "{} for {arch}", K::NAME);
+            }
+        }
+        let all = ["sm_80", "sm_90a"];
+        has::<bench_kernels::ceilings::ceiling_mma>(&all);
+        has::<bench_kernels::ngram::ngram_match_mixed_i64>(&all);
+        has::<bench_kernels::ngram::peers::ngram_scan_share_i64>(&all);
+        has::<bench_kernels::token_copy::token_copy_grouped_656_i32>(&all);
+        has::<bench_kernels::script::draft_script>(&all);
+        has::<bench_kernels::unfused::silu_mul>(&all);
+        has::<bench_kernels::gemm::gemm_plain_eight>(&["sm_90a"]);
+        // Those of `gpu-kernels` are not built once more.
+        let others = MODULES.iter().flat_map(|image| image.layouts).filter(|(kernel, _)| *kernel == "sample");
+        assert_eq!(others.count(), 0);
+    }
+}

@@ -235,10 +235,10 @@ pub struct KernelArgs {
     /// Load the kernels of this file, PTX or machine code, instead of those that are built in
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, hide_short_help = true)]
     pub kernels: Option<PathBuf>,
-    /// On Hopper, run the kernels of other cards, for tests
+    /// On Hopper and the emulator, run the kernels of other cards, for tests
     #[arg(long, hide_short_help = true)]
     pub portable: bool,
-    /// On Hopper, run a decode step as a launch for each operator instead of one, for comparison
+    /// On Hopper and the emulator, run a decode step as a launch for each operator, for comparison
     #[arg(long, hide_short_help = true)]
     pub unfused: bool,
 }

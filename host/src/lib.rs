@@ -1,8 +1,9 @@
 //! Runs Qwen3 on a device: PTX loading, typed launches, memory, the KV cache and the decode loop.
 //!
-//! [`Engine`] is the way in: it loads a checkpoint on the device that was asked for and generates text. Below it, a
-//! [`Backend`] runs one sequence: [`Gpu`] on a [`device::Device`] (a CUDA card, or the emulator), [`Cpu`] with the reference of
-//! `model`.
+//! [`Engine`] is the way in: it loads a checkpoint on the device that was asked for and generates text;
+//! [`batch::Batch`] answers many requests at once. The folder `examples` has a short program for each, and one that
+//! launches a kernel by hand. Below it, a [`Backend`] runs one sequence: [`Gpu`] on a [`device::Device`] (a CUDA card,
+//! or the emulator), [`Cpu`] with the reference of `model`.
 
 mod ahead;
 pub mod backend;

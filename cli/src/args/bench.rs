@@ -57,10 +57,10 @@ pub struct BenchRunArgs {
     /// Load the kernels of this file, PTX or machine code, instead of those that are built in
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, hide_short_help = true, global = true)]
     pub kernels: Option<PathBuf>,
-    /// On Hopper, run the kernels of other cards
+    /// On Hopper and the emulator, run the kernels of other cards
     #[arg(long, hide_short_help = true, global = true)]
     pub portable: bool,
-    /// On Hopper, run a decode step as a launch for each operator instead of one
+    /// On Hopper and the emulator, run a decode step as a launch for each operator
     #[arg(long, hide_short_help = true, global = true)]
     pub unfused: bool,
     /// Measurements of each case; the median is shown
