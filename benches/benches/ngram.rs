@@ -1,7 +1,7 @@
 //! The serial n-gram algorithm, on batches of the published benchmark: what the kernel replaces.
 
+use benches::ngram::{Hit, Published};
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use host::ngram::{Hit, Published};
 
 fn serial(c: &mut Criterion) {
     let mut group = c.benchmark_group("ngram_match, serial");

@@ -1,26 +1,84 @@
-//! What the Criterion benchmarks of the host-side parts share: the repository's own model and text. The GPU's part is
-//! `warpdraft bench`, which holds every kernel against the card's limits.
+//! Everything that only measures: benchmarks of each kernel beside the limit of the card that it runs on, and the
+//! operators that answer nobody's request.
+//!
+//! - [`Bench`] is the harness: it checks a case, times it, and sets it beside what the card can do. [`cases`] are what
+//!   `warpdraft bench` runs in it.
+//! - [`ngram`] and [`token_copy`] are the published operators over whole batches and regions, with their ladders.
+//! - [`gemm`] and [`unfused`] are what the forward pass is compared with.
+//! - `benches/kernels` has their device routines. They are a PTX module of their own, [`MODULES`], which a device is
+//!   [opened](device) with.
+//!
+//! The examples measure more than a command should: `cargo run --release --package benches --example NAME`. `cargo
+//! bench --package benches` are Criterion's, of the host-side parts.
 
-use std::path::{Path, PathBuf};
+pub mod cases;
+pub mod gemm;
+mod harness;
+pub mod ngram;
+mod pool;
+pub mod random;
+mod repository;
+mod script;
+mod statistics;
+mod subject;
+pub mod token_copy;
+pub mod unfused;
 
-/// The repository.
-pub fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+use host::device::{Device, DeviceOptions, Image};
+
+pub use harness::{Bench, BenchError, Case, Event, Figures, Label, Limit, LimitKind, Limits, Path, Row, Unit, Work};
+pub use pool::Pool;
+pub use random::Random;
+pub use repository::{demo, repository, text};
+pub use script::draft_by_script;
+pub use statistics::Samples;
+pub use subject::{Arguments, tokens};
+
+/// The kernels of `benches/kernels`, for each level that a card may have: what [`DeviceOptions::modules`] takes.
+pub static MODULES: &[Image] = &include!(concat!(env!("OUT_DIR"), "/images.rs"));
+
+/// Options of a device that has the kernels for measuring too.
+pub fn options() -> DeviceOptions {
+    DeviceOptions { modules: MODULES, ..DeviceOptions::default() }
 }
 
-/// The demo model.
+/// CUDA card `ordinal`, with the kernels for measuring.
 ///
-/// # Panics
-/// If it does not load: it is part of the repository.
-pub fn demo() -> model::Checkpoint {
-    model::Checkpoint::open(&repository().join("model/demo")).unwrap_or_else(|e| panic!("{e}"))
+/// # Errors
+/// As [`Device::cuda`].
+pub fn device(ordinal: u32) -> Result<Device, host::Error> {
+    Device::cuda_with(ordinal, &options())
 }
 
-/// A text that the demo model has not seen.
-///
-/// # Panics
-/// If it is not there: it is part of the repository.
-pub fn text() -> String {
-    let path = repository().join("model/demo/heldout.txt");
-    std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+#[cfg(test)]
+mod tests {
+    use cuda_std::Kernel;
+
+    use super::MODULES;
+
+    #[test]
+    fn kernels_take_what_the_host_hands_them() {
+        fn has<K: Kernel>(levels: &[&str]) {
+            let stamps = |arch: &str| {
+                let images = MODULES.iter().filter(|image| (image.arch, image.module) == (arch, K::MODULE));
+                let found = images.flat_map(|image| image.layouts).find(|(kernel, _)| *kernel == K::NAME);
+                found.map(|(_, stamp)| *stamp)
+            };
+            for arch in ["sm_80", "sm_90a"] {
+                let expected = levels.contains(&arch).then_some(K::LAYOUT);
+                assert_eq!(stamps(arch), expected, "{} for {arch}", K::NAME);
+            }
+        }
+        let all = ["sm_80", "sm_90a"];
+        has::<bench_kernels::ceilings::ceiling_mma>(&all);
+        has::<bench_kernels::ngram::ngram_match_mixed_i64>(&all);
+        has::<bench_kernels::ngram::peers::ngram_scan_share_i64>(&all);
+        has::<bench_kernels::token_copy::token_copy_grouped_656_i32>(&all);
+        has::<bench_kernels::script::draft_script>(&all);
+        has::<bench_kernels::unfused::silu_mul>(&all);
+        has::<bench_kernels::gemm::gemm_plain_eight>(&["sm_90a"]);
+        // Those of `gpu-kernels` are not built once more.
+        let others = MODULES.iter().flat_map(|image| image.layouts).filter(|(kernel, _)| *kernel == "sample");
+        assert_eq!(others.count(), 0);
+    }
 }

@@ -1,12 +1,14 @@
 //! The arguments as they are typed. Help, usage errors and shell completions all come from these definitions.
 
 pub mod batch;
+#[cfg(feature = "bench")]
 pub mod bench;
 
 use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueEnum, ValueHint};
 use clap_complete::Shell;
+use host::device::DeviceOptions;
 use host::{DeviceChoice, NgramDraft};
 use model::Sampling;
 
@@ -35,6 +37,7 @@ pub enum Command {
     #[command(after_help = batch::EXAMPLES)]
     Batch(Box<batch::BatchArgs>),
     /// Measure the kernels beside the card's limits
+    #[cfg(feature = "bench")]
     #[command(after_help = bench::EXAMPLES)]
     Bench(bench::BenchArgs),
     /// Print a completion script for a shell
@@ -221,6 +224,31 @@ pub struct DeviceArgs {
     /// Most tokens of prompt and answer together [default: 8192, or the model's most]
     #[arg(long, value_name = "N", value_parser = context, allow_negative_numbers = true)]
     pub context: Option<usize>,
+    #[command(flatten)]
+    pub kernels: KernelArgs,
+}
+
+/// Which kernels a device runs.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Device")]
+pub struct KernelArgs {
+    /// Load the kernels of this file, PTX or machine code, instead of those that are built in
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, hide_short_help = true)]
+    pub kernels: Option<PathBuf>,
+    /// On Hopper and the emulator, run the kernels of other cards, for tests
+    #[arg(long, hide_short_help = true)]
+    pub portable: bool,
+    /// On Hopper and the emulator, run a decode step as a launch for each operator, for comparison
+    #[arg(long, hide_short_help = true)]
+    pub unfused: bool,
+}
+
+impl KernelArgs {
+    /// How a device is opened for them.
+    pub fn options(&self) -> DeviceOptions {
+        let Self { kernels, portable, unfused } = self;
+        DeviceOptions { portable: *portable, unfused: *unfused, kernels: kernels.clone(), ..DeviceOptions::default() }
+    }
 }
 
 /// How the answer is made, and where it ends.

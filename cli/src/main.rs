@@ -63,6 +63,7 @@ fn run(args: Args) -> anyhow::Result<Ending> {
         Command::Chat(args) => commands::chat::run(resolve::chat(args)?),
         Command::Inspect(args) => commands::inspect::run(resolve::inspect(args)?),
         Command::Batch(args) => commands::batch::run(resolve::batch::batch(*args)?),
+        #[cfg(feature = "bench")]
         Command::Bench(args) => commands::bench::run(resolve::bench::bench(args)?),
         Command::Completions(args) => commands::completions::run(args.shell),
         Command::Manual(args) => commands::completions::manual(&args.folder),

@@ -44,6 +44,7 @@ impl Progress {
     }
 
     /// Case `done` of `total` runs, which is called `what`.
+    #[cfg(feature = "bench")]
     pub fn cases(&self, done: usize, total: usize, what: &str) {
         if self.0.length().is_none() {
             self.0.set_length(total as u64);

@@ -2,6 +2,7 @@
 //! contradiction refused.
 
 pub mod batch;
+#[cfg(feature = "bench")]
 pub mod bench;
 
 use std::io::{IsTerminal, Read};
@@ -187,7 +188,7 @@ pub fn inspect(args: InspectArgs) -> anyhow::Result<Inspect> {
     let which = args.which.as_ref().unwrap_or(&args.model.model);
     Ok(Inspect {
         source: source(which, &args.model)?,
-        load: LoadOptions { device: DeviceChoice::Auto, context: args.context },
+        load: LoadOptions { context: args.context, ..LoadOptions::on(DeviceChoice::Auto) },
         tensors: args.tensors,
         check: args.check,
         report: Report { detail: if args.quiet { Detail::Quiet } else { Detail::Normal }, json: args.json },
@@ -205,7 +206,7 @@ fn source(which: &str, args: &ModelArgs) -> anyhow::Result<Source> {
 }
 
 fn load(args: &DeviceArgs) -> LoadOptions {
-    LoadOptions { device: args.device, context: args.context }
+    LoadOptions { device: args.device, options: args.kernels.options(), context: args.context }
 }
 
 fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Result<Answer> {

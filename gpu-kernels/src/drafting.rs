@@ -11,7 +11,7 @@
 //! Fixed point throughout: the device, the emulator and the CPU come to the same numbers. What is run never changes what is said, only in how many
 //! steps.
 
-use cuda_std::{Global, GlobalMut, kernel, thread};
+use cuda_std::{Global, GlobalMut};
 
 use crate::step::SequenceState;
 
@@ -64,7 +64,8 @@ pub fn worthwhile(acceptance: u32, cost: Cost, others: u32, most: u32) -> u32 {
     best
 }
 
-/// Parameters of [`draft_script`]. Grid: 1.
+/// Parameters of a kernel that proposes what a script has at the positions that come next, `draft_script` of `bench-kernels`.
+/// Grid: 1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct DraftScript {
@@ -82,22 +83,4 @@ pub struct DraftScript {
     pub most: u32,
     /// The history may not grow beyond this.
     pub max_length: u32,
-}
-
-/// Proposes what a script has at the positions that come next: to measure at an acceptance that is known beforehand.
-#[kernel(threads = 32, module = "bench")]
-pub unsafe fn draft_script(p: DraftScript) {
-    unsafe {
-        let i = thread::thread_idx_x();
-        let length = p.state.words.load(SequenceState::LENGTH);
-        // One token comes without a draft.
-        let room = p.max_length.saturating_sub(length + 1).min(p.script_len.saturating_sub(length));
-        let count = p.most.min(room);
-        if i < count {
-            p.drafts.store(1 + i as usize, p.script.load((length + i) as usize));
-        }
-        if i == 0 {
-            p.rows.store(0, 1 + count as i32);
-        }
-    }
 }

@@ -44,7 +44,6 @@
 //! | `gemm_write_*` | written in f32 |
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
-//! | `gemm_plain_*` | rounded to bf16, without a factor: what others' GEMMs do, to be compared with them |
 //!
 //! What an epilogue reads from memory first, its lanes load into registers while products run.
 //!
@@ -92,13 +91,14 @@ const fn loaded(n: u32) -> u32 {
 }
 
 mod beside;
-mod epilogue;
+pub mod epilogue;
 
 pub use beside::Beside;
 
-use epilogue::{Add, Epilogue, Half, Next, Plain, Qkv, SwiGlu, Write, elected, features};
+use epilogue::{Add, Epilogue, Half, Next, Qkv, SwiGlu, Write, elected, features};
 
-const GROUP: u32 = 128;
+/// Threads of a warpgroup.
+pub const GROUP: u32 = 128;
 /// Rows of a warpgroup.
 const GROUP_ROWS: u32 = 64;
 const X_BYTES: u32 = TILE_ROWS * DEPTH * 2;
@@ -636,8 +636,12 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
     }
 }
 
+/// A product with an epilogue, in tiles of `N` weight rows; `DOWN` × `ACROSS` blocks take theirs together. Blocks have [`THREADS`].
+///
+/// # Safety
+/// As the parameter block says.
 #[inline(always)]
-unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
+pub unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     unsafe {
         wgmma::declare();
         launches::allow_next();
@@ -685,17 +689,17 @@ unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p:
 }
 
 macro_rules! kernels {
-    ($($epilogue:ty: $what:literal, in $home:literal, $($n:literal $name:ident)* $(cluster $blocks:literal = $down:literal x $across:literal $cluster:ident)*;)*) => { $(
+    ($($epilogue:ty: $what:literal, $($n:literal $name:ident)* $(cluster $blocks:literal = $down:literal x $across:literal $cluster:ident)*;)*) => { $(
         $(
             #[doc = concat!($what, " Tiles of ", $n, " weight rows.")]
-            #[kernel(threads = THREADS, min_blocks = 1, module = $home)]
+            #[kernel(threads = THREADS, min_blocks = 1)]
             pub unsafe fn $name(p: Gemm) {
                 unsafe { gemm::<$epilogue, $n, 1, 1>(&p) }
             }
         )*
         $(
             #[doc = concat!($what, " Tiles of 256 weight rows; clusters of ", $down, " one above the other, ", $across, " side by side.")]
-            #[kernel(threads = THREADS, min_blocks = 1, cluster = $blocks, module = $home)]
+            #[kernel(threads = THREADS, min_blocks = 1, cluster = $blocks)]
             pub unsafe fn $cluster(p: Gemm) {
                 unsafe { gemm::<$epilogue, 256, $down, $across>(&p) }
             }
@@ -704,13 +708,11 @@ macro_rules! kernels {
 }
 
 kernels! {
-    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", in "main", 128 gemm_qkv_n128 192 gemm_qkv_n192 256 gemm_qkv_n256
+    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 192 gemm_qkv_n192 256 gemm_qkv_n256
         cluster 2 = 2 x 1 gemm_qkv_pair cluster 8 = 4 x 2 gemm_qkv_eight;
-    Write: "`y = x · wᵀ`, sums of each row times its factor.", in "main", 128 gemm_write_n128 192 gemm_write_n192 256 gemm_write_n256;
-    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", in "main", 256 gemm_swiglu_n256
+    Write: "`y = x · wᵀ`, sums of each row times its factor.", 128 gemm_write_n128 192 gemm_write_n192 256 gemm_write_n256;
+    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256
         cluster 2 = 2 x 1 gemm_swiglu_pair cluster 8 = 4 x 2 gemm_swiglu_eight;
-    Add: "The residual stream plus `x · wᵀ`.", in "main", 128 gemm_add_n128 256 gemm_add_n256
+    Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256
         cluster 2 = 2 x 1 gemm_add_pair cluster 8 = 4 x 2 gemm_add_eight;
-    Plain: "`out = x · wᵀ`.", in "bench", 128 gemm_plain_n128 192 gemm_plain_n192 256 gemm_plain_n256
-        cluster 2 = 2 x 1 gemm_plain_pair cluster 8 = 4 x 2 gemm_plain_eight;
 }

@@ -43,7 +43,7 @@
 //!
 //! # Ladder
 //! 1. Serial: [`mod@reference`].
-//! 2. [`peers`], after the published kernels: a block a sequence, a pass for each `n`, a second launch for the budget,
+//! 2. `bench_kernels::ngram::peers`, after the published kernels: a block a sequence, a pass for each `n`, a second launch for the budget,
 //!    serial or by block scan.
 //! 3. This: each token read once for all `n`, any number of blocks a sequence, budget by block scan, one launch.
 //! 4. [`mod@together`]: a block a sequence, which waits for little and tells the others one thing.
@@ -51,11 +51,10 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, async_copy, kernel, thread};
 
-pub mod peers;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod reference;
-mod search;
-mod share;
+pub mod search;
+pub mod share;
 pub mod together;
 
 use search::Keys;
@@ -269,7 +268,7 @@ pub struct NgramMatchMixed<T> {
 
 /// Element `i` of an array that says something of each sequence, loaded here and now: the compiler would move a plain
 /// load behind the first branch that does not need it, and so make two waits of one. It passes by L1;
-/// [`peers`], whose one thread goes from sequence to sequence, ask for `NOW = false`, a plain load.
+/// the peers, whose one thread goes from sequence to sequence, ask for `NOW = false`, a plain load.
 #[inline(always)]
 unsafe fn early<const NOW: bool, E: Early>(array: Global<E>, i: usize) -> E {
     unsafe { if NOW { E::load(GlobalMut::from_raw(array.addr()), i) } else { array.load(i) } }
@@ -294,27 +293,34 @@ impl Early for i64 {
 
 /// What a sequence asks for before the budget is known.
 #[derive(Clone, Copy)]
-struct Claim {
+pub struct Claim {
     /// It counts in `active`.
-    works: bool,
+    pub works: bool,
     /// `seq_lens_this_time` is to be written.
-    written: bool,
+    pub written: bool,
     /// Its rows before drafts are added: where drafts go.
-    base: i32,
+    pub base: i32,
     /// Drafts that it wants and has places for.
-    want: i64,
+    pub want: i64,
     /// By how much it lessens the room, drafts apart.
-    fixed: i64,
+    pub fixed: i64,
 }
 
 /// How the two operators differ.
-trait Operator<T: Token>: Copy {
+pub trait Operator<T: Token>: Copy {
+    /// The batch.
     fn sequences(&self) -> &Sequences<T>;
     /// Shortest pattern, at least 1.
     fn shortest(&self) -> u32;
     /// Whether sequence `b` counts in `active`.
+    ///
+    /// # Safety
+    /// There is such a sequence, and the arrays are live.
     unsafe fn works(&self, b: usize) -> bool;
-    /// `NOW`: see [`early`].
+    /// What sequence `b` asks for; its arrays are loaded here and now if `NOW`.
+    ///
+    /// # Safety
+    /// As [`works`](Self::works).
     unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim;
 }
 
@@ -344,8 +350,12 @@ impl<T: Token> Sequences<T> {
         unsafe { self.workspace.at(SLOTS) }
     }
 
+    /// The key of each sequence.
+    ///
+    /// # Safety
+    /// The workspace is live.
     #[inline(always)]
-    unsafe fn keys(&self) -> GlobalMut<u64> {
+    pub unsafe fn keys(&self) -> GlobalMut<u64> {
         unsafe { self.workspace.at(KEYS) }
     }
 }
@@ -424,8 +434,12 @@ impl<T: Token> Operator<T> for NgramMatchMixed<T> {
     }
 }
 
+/// The whole operator: any grid, blocks of [`THREADS`].
+///
+/// # Safety
+/// As the operator's parameter block says.
 #[inline(always)]
-unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
+pub unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     unsafe {
         let keys = Keys::new(operator.sequences());
         search::search(operator, &keys);
@@ -465,34 +479,10 @@ impl HeadStart {
     }
 }
 
-// `min_blocks = 1` tells the assembler that a second block on the multiprocessor is not worth a spill. The decode loop
-// has one of these kernels; the others are the operator for those who want another.
-macro_rules! kernels {
-    ($($token:ty: $plain:ident $mixed:ident in $home:literal, $plain_together:ident $mixed_together:ident;)*) => { $(
-        #[doc = concat!("Proposes drafts for a batch, with `", stringify!($token), "` token ids.")]
-        #[kernel(threads = THREADS, min_blocks = 1, module = "bench")]
-        pub unsafe fn $plain(p: NgramMatch<$token>) {
-            unsafe { draft(&p) }
-        }
-        #[doc = concat!("Extends drafts that another proposer has put there, with `", stringify!($token), "` token ids.")]
-        #[kernel(threads = THREADS, min_blocks = 1, module = $home)]
-        pub unsafe fn $mixed(p: NgramMatchMixed<$token>) {
-            unsafe { draft(&p) }
-        }
-        #[doc = concat!("[`", stringify!($plain), "`] with a block a sequence, see [`mod@together`].")]
-        #[kernel(threads = together::THREADS, min_blocks = 1, module = "bench")]
-        pub unsafe fn $plain_together(p: NgramMatch<$token>) {
-            unsafe { together::draft(&p) }
-        }
-        #[doc = concat!("[`", stringify!($mixed), "`] with a block a sequence, see [`mod@together`].")]
-        #[kernel(threads = together::THREADS, min_blocks = 1, module = "bench")]
-        pub unsafe fn $mixed_together(p: NgramMatchMixed<$token>) {
-            unsafe { together::draft(&p) }
-        }
-    )* };
-}
-
-kernels! {
-    i64: ngram_match_i64 ngram_match_mixed_i64 in "bench", ngram_match_together_i64 ngram_match_mixed_together_i64;
-    i32: ngram_match_i32 ngram_match_mixed_i32 in "main", ngram_match_together_i32 ngram_match_mixed_together_i32;
+/// Extends drafts that another proposer has put there, with `i32` token ids: the decode loop's. (`bench-kernels` has the operators
+/// with other ids and in other ways.)
+// `min_blocks = 1` tells the assembler that a second block on the multiprocessor is not worth a spill.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn ngram_match_mixed_i32(p: NgramMatchMixed<i32>) {
+    unsafe { draft(&p) }
 }

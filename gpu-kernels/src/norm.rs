@@ -11,6 +11,7 @@
 use cuda_std::{Global, GlobalMut, bf16, math, thread, warp};
 
 use crate::linear::{STRIP, slot};
+use crate::step::Rows;
 
 /// Elements of a span: eight strips.
 pub const SPAN: u32 = 8 * STRIP;
@@ -206,11 +207,36 @@ impl Norm {
 
 /// The sum of `v` over a warp, the same bits in every lane: at each level both partners add the same two numbers.
 #[inline(always)]
-pub(crate) unsafe fn warp_sum(mut v: f32) -> f32 {
+pub unsafe fn warp_sum(mut v: f32) -> f32 {
     let mut mask = 16;
     while mask > 0 {
         v += warp::shuffle_xor(v, mask);
         mask /= 2;
     }
     v
+}
+
+/// Parameters of a norm in a launch of its own, `rms_norm` of `bench-kernels`: `y = x / sqrt(mean(x²) + eps) · weight`. Grid: (1, rows). Shared memory: [`RmsNorm::SHARED_BYTES`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct RmsNorm {
+    /// The rows of this step.
+    pub rows: Rows,
+    /// `[rows, dim]`.
+    pub x: Global<f32>,
+    /// `[dim]`.
+    pub weight: Global<bf16>,
+    /// `[rows, dim]`, written.
+    pub y: GlobalMut<bf16>,
+    /// Hidden size.
+    pub dim: u32,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
+impl RmsNorm {
+    /// Threads of a block.
+    pub const THREADS: u32 = 256;
+    /// Dynamic shared memory: a sum of each warp.
+    pub const SHARED_BYTES: u32 = Self::THREADS / 32 * 4;
 }

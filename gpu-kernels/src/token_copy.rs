@@ -1,36 +1,20 @@
 //! Copies fixed-size records between two regions by `(src, dst)` index pairs: the way of cache records back from pinned
 //! host memory, and out to it.
 //!
-//! A record is a multiple of 16 bytes. Regions are addresses that the device can reach, so the same kernels gather from
-//! host memory, scatter to it, and move records within the device. The published figures are for records of
-//! [`MLA_RECORD_BYTES`] = 656 bytes. docs/reference/kernels/token-copy.md has the figures, and what they teach.
+//! A record is a multiple of 16 bytes. Regions are addresses that the device can reach, so the same kernel gathers from
+//! host memory, scatters to it, and moves records within the device. A warp has a record, and a lane all its loads before
+//! its first store: a load from host memory takes over a microsecond, and a lane's waits do not add up. The grid is a few
+//! blocks that stride over the pairs: the bus is slow enough for [`MULTIPROCESSORS`].
 //!
-//! # Ladder
-//! Each of these copies the same pairs; [`ladder`] has the first five, [`sorted`] the others. `_i32` and `_i64` name the indices.
-//! 1. `token_copy_bytewise`: a thread a record, a byte at a time; every byte is a request of its own.
-//! 2. `token_copy_vectors`: a thread a record, 16 bytes at a time.
-//! 3. `token_copy_warp`: a warp a record, 16 bytes a lane: a warp's loads are neighbours, and travel as whole lines.
-//! 4. `token_copy` (any size), `token_copy_656`, `token_copy_4096`: all of a lane's loads before its first store. A load
-//!    from host memory takes over a microsecond, and the waits of a lane no longer add up.
-//! 5. The same with a grid of a few blocks that stride over the pairs: the bus is slow enough for sixteen multiprocessors.
-//! 6. `token_copy_sorted`, `…_656`, `…_4096`: the pairs in order of their sources ([`sort`]), so that repeated records
-//!    are read once, and the lines that neighbours share are still in L1.
-//! 7. `token_copy_grouped_656`: eight neighbouring records are 41 whole lines. A warp reads them as such, each line once,
-//!    and writes each record to as many places as want it.
+//! Pages of [`PAGE_RECORD_BYTES`] are what batches move. The crate `bench-kernels` has the same for records of any size and
+//! of [`MLA_RECORD_BYTES`], and the ladder of slower and sorted copies; docs/reference/kernels/token-copy.md has the
+//! figures, and what they teach.
 //!
 //! # Addresses out of range
 //! Every kernel leaves a pair alone whose source or destination is outside its region, and counts it.
 
-pub mod ladder;
-pub mod sort;
-pub mod sorted;
-
-pub use ladder::*;
-pub use sort::*;
-pub use sorted::*;
-
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, thread};
+use cuda_std::{Global, GlobalMut, kernel, thread};
 
 /// Bytes of a multi-head latent attention cache record: 512 fp8 values, 4 fp32 scales, 64 bf16 values.
 pub const MLA_RECORD_BYTES: u32 = 512 + 4 * 4 + 64 * 2;
@@ -39,10 +23,15 @@ pub const PAGE_RECORD_BYTES: u32 = 4096;
 /// Record sizes and region addresses are multiples of this: what a lane moves at a time.
 pub const UNIT_BYTES: u32 = 16;
 
-const MLA_UNITS: u32 = MLA_RECORD_BYTES / UNIT_BYTES;
-const PAGE_UNITS: u32 = PAGE_RECORD_BYTES / UNIT_BYTES;
-/// No record: regions have fewer records than this.
-const NONE: u32 = u32::MAX;
+/// Units of a record of [`MLA_RECORD_BYTES`].
+pub const MLA_UNITS: u32 = MLA_RECORD_BYTES / UNIT_BYTES;
+/// Units of a record of [`PAGE_RECORD_BYTES`].
+pub const PAGE_UNITS: u32 = PAGE_RECORD_BYTES / UNIT_BYTES;
+/// Threads of a block of the kernels that load first: as many as a block can have, so that few blocks, and with them
+/// few multiprocessors, keep enough loads under way.
+pub const THREADS: u32 = 1024;
+/// Multiprocessors that a copy over the bus wants: it is no faster with more.
+pub const MULTIPROCESSORS: u32 = 16;
 
 /// A record number, as the caller keeps them.
 pub trait Index: Copy {
@@ -92,8 +81,11 @@ pub struct Pairs<I> {
 
 impl<I: Index> Pairs<I> {
     /// Pair `i`, if there is one.
+    ///
+    /// # Safety
+    /// The lists are as long as [`count`](Self::count) says, and the counter is live or null.
     #[inline(always)]
-    unsafe fn get(&self, i: u64) -> (u64, u64) {
+    pub unsafe fn get(&self, i: u64) -> (u64, u64) {
         if i < self.count {
             unsafe { (self.src.load(i as usize).record(), self.dst.load(i as usize).record()) }
         } else {
@@ -103,21 +95,27 @@ impl<I: Index> Pairs<I> {
 
     /// Whether both records of a pair are in their regions.
     #[inline(always)]
-    fn has(&self, (src, dst): (u64, u64)) -> bool {
+    pub fn has(&self, (src, dst): (u64, u64)) -> bool {
         src < self.src_records && dst < self.dst_records
     }
 
     /// Counts pairs that are not copied.
+    ///
+    /// # Safety
+    /// The lists are as long as [`count`](Self::count) says, and the counter is live or null.
     #[inline(always)]
-    unsafe fn refuse(&self, count: u32) {
+    pub unsafe fn refuse(&self, count: u32) {
         if !self.refused.is_null() {
             unsafe { atomic::fetch_add(self.refused, 0, count, Ordering::Relaxed, Scope::Device) };
         }
     }
 
     /// Counts all pairs, once a launch.
+    ///
+    /// # Safety
+    /// The lists are as long as [`count`](Self::count) says, and the counter is live or null.
     #[inline(always)]
-    unsafe fn refuse_all(&self) {
+    pub unsafe fn refuse_all(&self) {
         if thread::block_idx_x() == 0 && thread::thread_idx_x() == 0 {
             unsafe { self.refuse(self.count.min(u32::MAX as u64) as u32) };
         }
@@ -144,29 +142,115 @@ pub struct Regions<I> {
 impl<I: Index> Regions<I> {
     /// Whether every unit of every record is aligned, and the size is `units` units (0: any).
     #[inline(always)]
-    fn fit(&self, units: u32) -> bool {
+    pub fn fit(&self, units: u32) -> bool {
         (self.src.addr() | self.dst.addr() | self.record_bytes as u64).is_multiple_of(UNIT_BYTES as u64)
             && (units == 0 || self.record_bytes == units * UNIT_BYTES)
     }
 
     /// The size of a record in units, `units` if that is not 0.
     #[inline(always)]
-    fn units(&self, units: u32) -> u32 {
+    pub fn units(&self, units: u32) -> u32 {
         if units != 0 { units } else { self.record_bytes / UNIT_BYTES }
     }
 
     /// Where the two records of a pair start.
+    ///
+    /// # Safety
+    /// Both are in their regions.
     #[inline(always)]
-    unsafe fn records(&self, (src, dst): (u64, u64), units: u32) -> (Global<u8>, GlobalMut<u8>) {
+    pub unsafe fn records(&self, (src, dst): (u64, u64), units: u32) -> (Global<u8>, GlobalMut<u8>) {
         let size = (self.units(units) * UNIT_BYTES) as u64;
         unsafe { (self.src.at((src * size) as usize), self.dst.at((dst * size) as usize)) }
     }
 
     /// Notes a pair in the slot map, if there is one. For one lane.
+    ///
+    /// # Safety
+    /// The source is in its region, and the map is live or null.
     #[inline(always)]
-    unsafe fn note(&self, (src, dst): (u64, u64)) {
+    pub unsafe fn note(&self, (src, dst): (u64, u64)) {
         if !self.map.is_null() {
             unsafe { I::note(self.map, src, dst) };
         }
     }
+}
+
+/// Parameters of the copies that take the pairs as they come. Grid: any, as they stride; see [`blocks`]. No shared memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct TokenCopy<I> {
+    /// What to copy.
+    pub pairs: Pairs<I>,
+    /// From where to where.
+    pub regions: Regions<I>,
+}
+
+/// Blocks of `threads` that give each of `pairs` pairs a warp, or at most `most`.
+pub const fn blocks(pairs: u64, threads: u32, most: u32) -> u32 {
+    let wanted = pairs.div_ceil((threads / 32) as u64);
+    let blocks = if wanted < most as u64 { wanted } else { most as u64 };
+    if blocks == 0 { 1 } else { blocks as u32 }
+}
+
+/// One warp's copy of a record of `units` units, `ROUNDS` units a lane at a time.
+///
+/// # Safety
+/// Both records have so many units, and do not overlap.
+#[inline(always)]
+pub unsafe fn copy_record<const ROUNDS: usize>(from: Global<u8>, to: GlobalMut<u8>, units: u32) {
+    let mut first = thread::lane_id();
+    while first < units {
+        let mut data = [[0u32; 4]; ROUNDS];
+        unroll!(R < ROUNDS; {
+            let unit = first + 32 * R as u32;
+            if unit < units {
+                data[R] = unsafe { from.load16((unit * UNIT_BYTES) as usize) };
+            }
+        });
+        unroll!(R < ROUNDS; {
+            let unit = first + 32 * R as u32;
+            if unit < units {
+                unsafe { to.store16((unit * UNIT_BYTES) as usize, data[R]) };
+            }
+        });
+        first += 32 * ROUNDS as u32;
+    }
+}
+
+/// A warp a record, which reads its next pair while this one is under way. `UNITS` is the size of a record, or 0 for any.
+///
+/// # Safety
+/// As the parameter block says; a block has [`THREADS`].
+#[inline(always)]
+pub unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &TokenCopy<I>) {
+    unsafe {
+        if !p.regions.fit(UNITS) {
+            p.pairs.refuse_all();
+            return;
+        }
+        let warps = THREADS / 32;
+        let step = thread::grid_dim_x() as u64 * warps as u64;
+        let mut i = thread::block_idx_x() as u64 * warps as u64 + thread::warp_id() as u64;
+        let mut pair = p.pairs.get(i);
+        while i < p.pairs.count {
+            let next = p.pairs.get(i + step);
+            if p.pairs.has(pair) {
+                let (from, to) = p.regions.records(pair, UNITS);
+                copy_record::<ROUNDS>(from, to, p.regions.units(UNITS));
+                if thread::lane_id() == 0 {
+                    p.regions.note(pair);
+                }
+            } else if thread::lane_id() == 0 {
+                p.pairs.refuse(1);
+            }
+            pair = next;
+            i += step;
+        }
+    }
+}
+
+/// Copies records of 4,096 bytes by `i32` pairs.
+#[kernel(threads = 1024)]
+pub unsafe fn token_copy_4096_i32(p: TokenCopy<i32>) {
+    unsafe { copy::<_, PAGE_UNITS, 8>(&p) }
 }

@@ -3,20 +3,21 @@
 /// Repeats a body with the constant `I = 0, 1, … , N − 1`, written out: an array indexed by such an `I` stays in registers, where a loop
 /// that the compiler does not unroll would move it to local memory. `N` is a literal; or a constant of at most 16, better with
 /// the most that it can be (`T < TILES of 2`), since every copy is compiled before its condition is known, and nests multiply.
+#[macro_export]
 macro_rules! unroll {
     ($i:ident < $n:tt of $most:tt; $body:block) => {
-        unroll!(@count $most, $i, $n, $body)
+        $crate::unroll!(@count $most, $i, $n, $body)
     };
     ($i:ident < $n:tt; $body:block) => {
-        unroll!(@count $n, $i, $n, $body)
+        $crate::unroll!(@count $n, $i, $n, $body)
     };
-    (@count 2, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1) };
-    (@count 3, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2) };
-    (@count 4, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3) };
-    (@count 5, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4) };
-    (@count 6, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4 5) };
-    (@count 8, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4 5 6 7) };
-    (@count $most:tt, $($rest:tt)*) => { unroll!(@copies $($rest)*, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
+    (@count 2, $($rest:tt)*) => { $crate::unroll!(@copies $($rest)*, 0 1) };
+    (@count 3, $($rest:tt)*) => { $crate::unroll!(@copies $($rest)*, 0 1 2) };
+    (@count 4, $($rest:tt)*) => { $crate::unroll!(@copies $($rest)*, 0 1 2 3) };
+    (@count 5, $($rest:tt)*) => { $crate::unroll!(@copies $($rest)*, 0 1 2 3 4) };
+    (@count 6, $($rest:tt)*) => { $crate::unroll!(@copies $($rest)*, 0 1 2 3 4 5) };
+    (@count 8, $($rest:tt)*) => { $crate::unroll!(@copies $($rest)*, 0 1 2 3 4 5 6 7) };
+    (@count $most:tt, $($rest:tt)*) => { $crate::unroll!(@copies $($rest)*, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
     (@copies $i:ident, $n:tt, $body:block, $($v:literal)*) => { $(
         if $v < $n {
             #[allow(non_upper_case_globals, dead_code)]

@@ -3,8 +3,8 @@
 mod common;
 
 use common::run;
-use cuda_std::GlobalMut;
 use cuda_std::emulator::Buffer;
+use cuda_std::{GlobalMut, kernel};
 use gpu_kernels::drafting::{self, Cost, ONE};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences, together};
 use gpu_kernels::sample::GENERATED;
@@ -12,6 +12,13 @@ use gpu_kernels::step::{
     self, Accept, AcceptAndDraft, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
     STATE_WORDS, SequenceState,
 };
+
+/// The match by one block, in a launch of its own.
+#[kernel(threads = together::THREADS)]
+pub unsafe fn match_together(p: NgramMatchMixed<i32>) {
+    // SAFETY: the parameter block's word.
+    unsafe { together::draft(&p) }
+}
 
 /// A sequence on the device and everything that a step touches.
 struct Device {
@@ -299,7 +306,7 @@ fn one_launch_does_what_three_do() {
             });
             if !is_one {
                 let shared = together::SHARED_BYTES;
-                run::<ngram::ngram_match_mixed_together_i32>([1, 1, 1], shared, 0, draft);
+                run::<match_together>([1, 1, 1], shared, 0, draft);
                 run::<step::plan_decode>([1, 1, 1], 0, 0, plan);
             }
             assert_eq!(counters.as_slice(), [0; 40]);

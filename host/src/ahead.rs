@@ -1,49 +1,55 @@
-//! Devices that are opened while something else is done. To start the driver and load kernels takes as long as to read a
-//! tokenizer, and neither needs the other.
+//! Devices that are opened while something else is done. To start the driver and load kernels takes as long as to read
+//! a tokenizer, and neither needs the other.
 
 use std::sync::{Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
-use crate::device::Device;
+use crate::device::{Device, DeviceOptions};
 use crate::{DeviceChoice, Error};
 
 type Opened = Result<Option<Device>, Error>;
 
 /// What is being opened, for [`DeviceChoice::open`] to fetch.
-static BEGUN: Mutex<Vec<(DeviceChoice, JoinHandle<Opened>)>> = Mutex::new(Vec::new());
+static BEGUN: Mutex<Vec<Begun>> = Mutex::new(Vec::new());
 
-fn begun() -> MutexGuard<'static, Vec<(DeviceChoice, JoinHandle<Opened>)>> {
+/// Which device, how, and the thread that opens it.
+type Begun = (DeviceChoice, DeviceOptions, JoinHandle<Opened>);
+
+fn begun() -> MutexGuard<'static, Vec<Begun>> {
     BEGUN.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// A device that is being opened. Dropped, it waits for that: a program must not end while the driver starts.
 #[must_use = "what was not fetched by the time that this is dropped is closed again"]
 #[derive(Debug)]
-pub struct Opening(DeviceChoice);
+pub struct Opening(DeviceChoice, DeviceOptions);
 
 impl DeviceChoice {
-    /// Begins to open the device, on another thread. [`open`](Self::open) then waits for it, and has its outcome.
-    pub fn open_ahead(self) -> Opening {
+    /// Begins to open the device, on another thread. [`open`](Self::open) with the same options then waits for it, and
+    /// has its outcome.
+    pub fn open_ahead(self, options: &DeviceOptions) -> Opening {
         if self != Self::Cpu {
-            begun().push((self, std::thread::spawn(move || self.open_now())));
+            let opened_with = options.clone();
+            let thread = std::thread::spawn(move || self.open_now(&opened_with));
+            begun().push((self, options.clone(), thread));
         }
-        Opening(self)
+        Opening(self, options.clone())
     }
 }
 
 /// The device of this choice, if it was begun.
-pub(crate) fn fetch(choice: DeviceChoice) -> Option<Opened> {
+pub(crate) fn fetch(choice: DeviceChoice, options: &DeviceOptions) -> Option<Opened> {
     let thread = {
         let mut begun = begun();
-        let at = begun.iter().position(|(begun, _)| *begun == choice)?;
-        begun.swap_remove(at).1
+        let at = begun.iter().position(|(begun, with, _)| (begun, with) == (&choice, options))?;
+        begun.swap_remove(at).2
     };
     Some(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
 
 impl Drop for Opening {
     fn drop(&mut self) {
-        drop(fetch(self.0));
+        drop(fetch(self.0, &self.1));
     }
 }
 
@@ -55,16 +61,19 @@ mod tests {
     fn what_was_begun_is_what_is_opened() {
         // No other test opens this card.
         let choice = DeviceChoice::Cuda(9999);
-        let opening = choice.open_ahead();
-        assert_eq!(begun().iter().filter(|(begun, _)| *begun == choice).count(), 1);
-        assert!(matches!(choice.open(), Err(Error::NoCuda { .. })));
-        assert!(!begun().iter().any(|(begun, _)| *begun == choice));
+        let options = DeviceOptions::default();
+        let opening = choice.open_ahead(&options);
+        assert_eq!(begun().iter().filter(|(begun, ..)| *begun == choice).count(), 1);
+        // Another device than the one that was begun.
+        assert!(fetch(choice, &DeviceOptions { portable: true, ..options.clone() }).is_none());
+        assert!(matches!(choice.open(&options), Err(Error::NoCuda { .. })));
+        assert!(!begun().iter().any(|(begun, ..)| *begun == choice));
         // Nothing is left to wait for.
         drop(opening);
-        let unused = choice.open_ahead();
+        let unused = choice.open_ahead(&options);
         drop(unused);
-        assert!(!begun().iter().any(|(begun, _)| *begun == choice));
-        assert!(matches!(DeviceChoice::Cpu.open_ahead(), Opening(DeviceChoice::Cpu)));
-        assert!(fetch(DeviceChoice::Cpu).is_none());
+        assert!(!begun().iter().any(|(begun, ..)| *begun == choice));
+        assert!(matches!(DeviceChoice::Cpu.open_ahead(&options), Opening(DeviceChoice::Cpu, _)));
+        assert!(fetch(DeviceChoice::Cpu, &options).is_none());
     }
 }

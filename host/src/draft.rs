@@ -106,19 +106,3 @@ pub(crate) fn confirm(
 pub(crate) fn learned(acceptance: u32, proposed: &[u32], tokens: &[u32]) -> u32 {
     proposed.iter().zip(tokens).fold(acceptance, |acceptance, (a, b)| drafting::learned(acceptance, a == b))
 }
-
-/// A script for [`Gpu::set_script`](crate::Gpu::set_script) that is right as far as it goes: `answer` after `prompt`, with a wrong token at the end of each of `lengths`, over and
-/// over (each at least 1). As many tokens as each length says are then confirmed by a step, if it runs all drafts.
-pub fn script(prompt: &[u32], answer: &[u32], lengths: &[usize]) -> Vec<u32> {
-    let mut script = [prompt, answer].concat();
-    // The first token of the answer comes with the prompt.
-    let mut at = prompt.len();
-    for length in lengths.iter().cycle() {
-        at += length;
-        match script.get_mut(at) {
-            Some(token) => *token ^= 1,
-            None => break,
-        }
-    }
-    script
-}

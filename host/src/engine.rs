@@ -8,7 +8,7 @@ use model::{Checkpoint, Config, Sampling, TokenStream};
 
 use crate::ahead;
 use crate::backend::{Backend, Sequence, Step};
-use crate::device::{self, Device};
+use crate::device::{self, Device, DeviceOptions};
 use crate::draft::NgramDraft;
 use crate::profile::Profile;
 use crate::{Cpu, Error, Gpu, Progress};
@@ -27,21 +27,29 @@ pub enum DeviceChoice {
 }
 
 impl DeviceChoice {
-    /// The device; none for the CPU. Waits for it, if it was [begun](Self::open_ahead).
+    /// The device; none for the CPU. Waits for it, if it was [begun](Self::open_ahead) with the same options.
     ///
     /// # Errors
-    /// No driver or no such card where one was chosen, or a card that is too old.
-    pub fn open(self) -> Result<Option<Device>, Error> {
-        ahead::fetch(self).unwrap_or_else(|| self.open_now())
+    /// No driver or no such card where one was chosen, or a card that is too old; a file of kernels without a card.
+    pub fn open(self, options: &DeviceOptions) -> Result<Option<Device>, Error> {
+        ahead::fetch(self, options).unwrap_or_else(|| self.open_now(options))
     }
 
-    pub(crate) fn open_now(self) -> Result<Option<Device>, Error> {
+    pub(crate) fn open_now(self, options: &DeviceOptions) -> Result<Option<Device>, Error> {
+        let cuda = match self {
+            Self::Auto => !device::cards()?.is_empty(),
+            Self::Cpu | Self::Emulator => false,
+            Self::Cuda(_) => true,
+        };
+        if let (false, Some(path)) = (cuda, &options.kernels) {
+            return Err(Error::KernelsWithoutCard { path: path.display().to_string() });
+        }
         match self {
-            Self::Auto if device::cards()?.is_empty() => Ok(None),
+            Self::Auto if !cuda => Ok(None),
             Self::Cpu => Ok(None),
-            Self::Auto => Device::cuda(0).map(Some),
-            Self::Cuda(ordinal) => Device::cuda(ordinal).map(Some),
-            Self::Emulator => Ok(Some(Device::emulator(0))),
+            Self::Auto => Device::cuda_with(0, options).map(Some),
+            Self::Cuda(ordinal) => Device::cuda_with(ordinal, options).map(Some),
+            Self::Emulator => Ok(Some(Device::emulator_with(0, options))),
         }
     }
 }
@@ -62,15 +70,22 @@ impl std::str::FromStr for DeviceChoice {
 }
 
 /// What [`Engine::load`] needs beside the checkpoint.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct LoadOptions {
     /// Where to run.
     pub device: DeviceChoice,
+    /// How the device is opened.
+    pub options: DeviceOptions,
     /// Most tokens of prompt and answer together; none takes [`LoadOptions::DEFAULT_CONTEXT`] or what the model allows, the less.
     pub context: Option<usize>,
 }
 
 impl LoadOptions {
+    /// On this device, with the context that is taken where none is asked for.
+    pub fn on(device: DeviceChoice) -> Self {
+        Self { device, options: DeviceOptions::default(), context: None }
+    }
+
     /// The context where none is asked for.
     pub const DEFAULT_CONTEXT: usize = 8192;
 
@@ -208,7 +223,7 @@ impl Engine {
     /// [`Error::Interrupted`].
     pub fn load(checkpoint: Checkpoint, options: LoadOptions, progress: &mut Progress<'_>) -> Result<Self, Error> {
         let context = options.context_for(&checkpoint.config)?;
-        let backend: Box<dyn Backend> = match options.device.open()? {
+        let backend: Box<dyn Backend> = match options.device.open(&options.options)? {
             Some(device) => Box::new(Gpu::new(&checkpoint, &device, context, progress)?),
             None => Box::new(Cpu::new(&checkpoint, context)?),
         };

@@ -12,7 +12,7 @@ pub enum Error {
     },
     /// The file of kernels to use instead of those that are built in cannot be read.
     #[error(
-        "WARPDRAFT_KERNELS names {path}, which cannot be read: {reason}; name a file of PTX or machine code, or unset it"
+        "the kernels of --kernels {path} cannot be read: {reason}; name a file of PTX or machine code, or leave the flag out"
     )]
     Kernels {
         /// The file.
@@ -20,10 +20,18 @@ pub enum Error {
         /// The system's words.
         reason: String,
     },
+    /// There is a file of kernels and no card to load them on.
+    #[error(
+        "the kernels of --kernels {path} are for a CUDA card, and there is none here; leave the flag out, or use --device cuda"
+    )]
+    KernelsWithoutCard {
+        /// The file.
+        path: String,
+    },
     /// A kernel of that file takes other parameters than this program gives it.
     #[error(
         "kernel {kernel} of {path} takes other parameters than this program hands it; build both from the same \
-         parameter blocks, or unset WARPDRAFT_KERNELS"
+         parameter blocks, or leave --kernels out"
     )]
     KernelLayout {
         /// The kernel.
@@ -33,14 +41,20 @@ pub enum Error {
     },
     /// That file lacks a kernel.
     #[error(
-        "WARPDRAFT_KERNELS names {path}, and {path} has no kernel {kernel} that tells its parameters; name a whole \
-         module of kernels that this version built, or unset it"
+        "{path} has no kernel {kernel} that tells its parameters; name a whole module of kernels that this version built, \
+         or leave --kernels out"
     )]
     KernelMissing {
         /// The kernel.
         kernel: String,
         /// The file.
         path: String,
+    },
+    /// A kernel was launched whose module the device was not opened with.
+    #[error("this device was opened without the module {module}: open it with `DeviceOptions::modules` that have it")]
+    NoModule {
+        /// The module.
+        module: String,
     },
     /// A kernel that is built in takes other parameters than the host gives it.
     #[error(

@@ -1,9 +1,10 @@
 //! Products for many rows: which kernel of `gpu_kernels::gemm` and which grid, and what its tensor maps describe.
 
+use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use cuda_std::Global;
 use cuda_std::tensor::Matrix;
+use cuda_std::{Global, Kernel};
 use gpu_kernels::gemm::{self, Gemm, TILE_ROWS};
 use half::bf16;
 
@@ -21,8 +22,87 @@ pub enum Epilogue {
     SwiGlu,
     /// Adds them to the residual stream and prepares the norm that follows.
     Add,
-    /// Rounds them to bf16, as others' products do: to be compared with them.
-    Plain,
+    /// Something else, with kernels that are not this crate's.
+    Other(&'static Family),
+}
+
+/// The kernels of an epilogue, one for each [`Cut`]: for those who bring their own.
+pub struct Family {
+    name: &'static str,
+    launch: [Launch; Cut::ALL.len()],
+    launch_early: [Launch; Cut::ALL.len()],
+    clusters_at_once: [fn(&Device, u32) -> u32; Cut::ALL.len()],
+}
+
+type Launch = unsafe fn(&Device, u32, u32, Gemm) -> Result<(), Error>;
+
+impl Family {
+    /// Kernels in the order of [`Cut::ALL`], which a message calls `name`.
+    pub const fn of<N128, N192, N256, Pair, Eight>(name: &'static str) -> Self
+    where
+        N128: Kernel<Params = Gemm>,
+        N192: Kernel<Params = Gemm>,
+        N256: Kernel<Params = Gemm>,
+        Pair: Kernel<Params = Gemm>,
+        Eight: Kernel<Params = Gemm>,
+    {
+        Self {
+            name,
+            launch: [
+                Device::launch::<N128>,
+                Device::launch::<N192>,
+                Device::launch::<N256>,
+                Device::launch::<Pair>,
+                Device::launch::<Eight>,
+            ],
+            launch_early: [
+                Device::launch_early::<N128>,
+                Device::launch_early::<N192>,
+                Device::launch_early::<N256>,
+                Device::launch_early::<Pair>,
+                Device::launch_early::<Eight>,
+            ],
+            clusters_at_once: [
+                Device::clusters_at_once::<N128>,
+                Device::clusters_at_once::<N192>,
+                Device::clusters_at_once::<N256>,
+                Device::clusters_at_once::<Pair>,
+                Device::clusters_at_once::<Eight>,
+            ],
+        }
+    }
+
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn launch(&self, device: &Device, cut: Cut, blocks: u32, shared: u32, p: Gemm) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.launch[cut as usize](device, blocks, shared, p) }
+    }
+
+    /// # Safety
+    /// As [`Device::launch_early`].
+    unsafe fn launch_early(&self, device: &Device, cut: Cut, blocks: u32, shared: u32, p: Gemm) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.launch_early[cut as usize](device, blocks, shared, p) }
+    }
+
+    fn clusters_at_once(&self, device: &Device, cut: Cut, shared: u32) -> u32 {
+        self.clusters_at_once[cut as usize](device, shared)
+    }
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for Family {}
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
 }
 
 /// How a product is cut into tiles; all give the same bits.
@@ -37,7 +117,8 @@ pub enum Cut {
     N256,
     /// As [`N256`](Self::N256), with blocks in pairs that share the weights.
     Pair,
-    /// As [`N256`](Self::N256), with blocks in eights, of which four share weights and two rows, as far as those fit the card; in pairs beside them.
+    /// As [`N256`](Self::N256), with blocks in eights, of which four share weights and two rows, as far as those fit
+    /// the card; in pairs beside them.
     Eight,
 }
 
@@ -60,11 +141,7 @@ macro_rules! of_kernel {
             (Epilogue::Add, Cut::N192 | Cut::N256) => $device.$method::<gemm::gemm_add_n256>($($argument),*),
             (Epilogue::Add, Cut::Pair) => $device.$method::<gemm::gemm_add_pair>($($argument),*),
             (Epilogue::Add, Cut::Eight) => $device.$method::<gemm::gemm_add_eight>($($argument),*),
-            (Epilogue::Plain, Cut::N128) => $device.$method::<gemm::gemm_plain_n128>($($argument),*),
-            (Epilogue::Plain, Cut::N192) => $device.$method::<gemm::gemm_plain_n192>($($argument),*),
-            (Epilogue::Plain, Cut::N256) => $device.$method::<gemm::gemm_plain_n256>($($argument),*),
-            (Epilogue::Plain, Cut::Pair) => $device.$method::<gemm::gemm_plain_pair>($($argument),*),
-            (Epilogue::Plain, Cut::Eight) => $device.$method::<gemm::gemm_plain_eight>($($argument),*),
+            (Epilogue::Other(family), cut) => family.$method($device, cut, $($argument),*),
         }
     };
 }
@@ -115,7 +192,7 @@ impl Cut {
         let cost = |cut: &Self| cut.cost(device, epilogue, m, n);
         let can = |cut: &Self| match cut {
             Self::N128 => epilogue != Epilogue::SwiGlu,
-            Self::N192 => !has_bias && matches!(epilogue, Epilogue::Qkv | Epilogue::Write | Epilogue::Plain),
+            Self::N192 => !has_bias && matches!(epilogue, Epilogue::Qkv | Epilogue::Write | Epilogue::Other(_)),
             Self::N256 => true,
             // Sharing pays with many rows.
             Self::Pair | Self::Eight if epilogue == Epilogue::Write => false,
@@ -165,8 +242,8 @@ impl Dealt {
         Self::of(cut, clusters, multiprocessors, m, n)
     }
 
-    /// To a cut's clusters, of which `most` fit, and pairs on the `multiprocessors` that those leave: to as many clusters as can be without a round more than pairs alone
-    /// would take.
+    /// To a cut's clusters, of which `most` fit, and pairs on the `multiprocessors` that those leave: to as many
+    /// clusters as can be without a round more than pairs alone would take.
     fn of(cut: Cut, most: u32, multiprocessors: u32, m: u32, n: u32) -> Self {
         if cut != Cut::Eight {
             return Self { clusters: most, weight_rows: n, pairs: 0, rounds: cut.tiles(m, n).div_ceil(most) };
@@ -206,7 +283,8 @@ impl Beside {
     }
 }
 
-/// What a product of `m` rows and `n` weight rows of `k` input features takes, beside others: rounds of tiles, of which the last may leave multiprocessors idle.
+/// What a product of `m` rows and `n` weight rows of `k` input features takes, beside others: rounds of tiles, of which
+/// the last may leave multiprocessors idle.
 pub fn cost(device: &Device, epilogue: Epilogue, [m, n, k]: [u32; 3]) -> u64 {
     u64::from(Cut::best(device, epilogue, m, n, false).cost(device, epilogue, m, n)) * u64::from(k)
 }
@@ -231,8 +309,8 @@ pub fn out(y: Global<bf16>, rows: usize, columns: usize) -> Matrix {
     matrix(y, rows, columns, gemm::BOX)
 }
 
-/// Enqueues a product, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile, and what is enqueued is not replayed from a
-/// recorded graph: the words would repeat.
+/// Enqueues a product, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile,
+/// and what is enqueued is not replayed from a recorded graph: the words would repeat.
 ///
 /// # Safety
 /// As [`Device::launch`]: addresses and maps as [`Gemm`] says.
@@ -330,8 +408,9 @@ unsafe fn launch(
     let shared = Gemm::shared_bytes(cut.weight_rows());
     // SAFETY: the caller's word.
     unsafe {
-        // All gain 1 % to 9 % by beginning early but tiles of 128 in several rounds (5 % to 7 % longer), or in long chains on more than half of the card (`down` with 384 and 512 rows:
-        // 18 % and 7 %), presumably because blocks then get whatever multiprocessor is free, and those that share tiles no longer ask L2 for them together.
+        // All gain 1 % to 9 % by beginning early but tiles of 128 in several rounds (5 % to 7 % longer), or in long
+        // chains on more than half of the card (`down` with 384 and 512 rows: 18 % and 7 %), presumably because blocks
+        // then get whatever multiprocessor is free, and those that share tiles no longer ask L2 for them together.
         let alone = device.multiprocessors() / if p.k > 4096 { 2 } else { 1 };
         if !may_be_early || cut == Cut::N128 && cut.tiles(m, n) > alone {
             of_kernel!(epilogue, cut, device.launch(blocks, shared, p))

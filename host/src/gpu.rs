@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use cuda_std::Global;
+use cuda_std::{Global, Kernel};
 use gpu_kernels::drafting::{self, DraftScript};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
 use gpu_kernels::sample::{PROMPTED, Sample, Settings, Split};
@@ -40,6 +40,12 @@ const MOST_STOP_TOKENS: usize = 32;
 /// Without a report for this long the device counts as hung. The longest step, a chunk of a prompt, takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Tokens that are proposed position by position, and [`Device::launch`] of the kernel that proposes them.
+struct Script {
+    tokens: Buffer<i32>,
+    launch: unsafe fn(&Device, u32, u32, DraftScript) -> Result<(), Error>,
+}
+
 /// Runs sequences on a device.
 pub struct Gpu {
     forward: Forward,
@@ -52,7 +58,7 @@ pub struct Gpu {
     ring: Mapped,
     drafting: Drafting,
     /// Proposed instead of what the n-gram match finds.
-    script: Option<Buffer<i32>>,
+    script: Option<Script>,
     run_ahead: u32,
     run: Run,
     /// Tokens whose keys and values are in the cache.
@@ -103,11 +109,6 @@ pub(crate) fn settings(s: &Sampling) -> Settings {
     }
 }
 
-/// Whether prompts run in passes. The emulator runs them as other cards than Hopper do: quicker there, and its own tests have the rest.
-fn has_prefill(device: &Device) -> bool {
-    device.is_hopper() && !device.is_emulator()
-}
-
 impl Gpu {
     /// Uploads `checkpoint` to `device`, with room for sequences of up to `capacity` tokens.
     ///
@@ -121,7 +122,7 @@ impl Gpu {
     ) -> Result<Self, Error> {
         let config = &checkpoint.config;
         Forward::check(config)?;
-        let footprint = Footprint::of(config, capacity, has_prefill(device));
+        let footprint = Footprint::of(config, capacity, device.has_prefill());
         if let Some(free) = device.free_memory()?
             && footprint.weights + footprint.working > free
         {
@@ -149,10 +150,8 @@ impl Gpu {
     ) -> Result<Self, Error> {
         let mut forward = Forward::new(device, config, weights, capacity)?;
         // Where the hardware and the memory are there; otherwise the launches do the same.
-        if std::env::var("WARPDRAFT_STREAM").as_deref() != Ok("0") {
-            forward.lay_out_stream()?;
-        }
-        if has_prefill(device) {
+        forward.lay_out_stream()?;
+        if device.has_prefill() {
             forward.lay_out_prefill()?;
         }
         let workspace = vec![u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]); ngram::workspace_len(1)];
@@ -192,15 +191,20 @@ impl Gpu {
         })
     }
 
-    /// Where a sequence drafts, `tokens[i]` is proposed for its position `i` from now on, whatever its text: for measuring at a given acceptance. `None` drafts from
-    /// the text again.
+    /// Where a sequence drafts, `tokens[i]` is proposed for its position `i` from now on, whatever its text, by a kernel that the caller brings: for measuring
+    /// at a given acceptance.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn set_script(&mut self, tokens: Option<&[u32]>) -> Result<(), Error> {
-        let device = self.forward.device();
-        self.script = tokens.map(|tokens| device.upload(bytemuck::cast_slice::<u32, i32>(tokens))).transpose()?;
+    pub fn set_script<K: Kernel<Params = DraftScript>>(&mut self, tokens: &[u32]) -> Result<(), Error> {
+        let tokens = self.forward.device().upload(bytemuck::cast_slice::<u32, i32>(tokens))?;
+        self.script = Some(Script { tokens, launch: Device::launch::<K> });
         Ok(())
+    }
+
+    /// Drafts from the text again.
+    pub fn clear_script(&mut self) {
+        self.script = None;
     }
 
     /// How many steps are enqueued beyond the one waited for, at most 2: with 0 the host waits for every step before it enqueues the next. For
@@ -379,16 +383,16 @@ impl Gpu {
             match (self.run.draft, &self.script) {
                 (None, _) => {}
                 (Some(draft), Some(script)) => {
-                    let script = DraftScript {
+                    let proposal = DraftScript {
                         state: self.state(),
-                        script: script.ptr(),
+                        script: script.tokens.ptr(),
                         drafts: drafting.tokens.ptr_mut(),
                         rows: drafting.rows.ptr_mut(),
-                        script_len: script.len() as u32,
+                        script_len: script.tokens.len() as u32,
                         most: draft.tokens,
                         max_length: self.run.max_length as u32,
                     };
-                    device.launch::<drafting::draft_script>(1, 0, script)?;
+                    (script.launch)(device, 1, 0, proposal)?;
                 }
                 (Some(draft), None) => {
                     let blocks = ngram::blocks::<i32>(1, length, multiprocessors);

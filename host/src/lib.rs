@@ -1,30 +1,28 @@
 //! Runs models on a device: PTX loading, typed launches, memory, the KV cache and the decode loop.
 //!
-//! [`Engine`] is the way in: it loads a checkpoint on the device that was asked for and generates text. Below it, a
-//! [`Backend`] runs one sequence: [`Gpu`] on a [`device::Device`] (a CUDA card, or the emulator), [`Cpu`] with the reference of
-//! `model`.
+//! [`Engine`] is the way in: it loads a checkpoint on the device that was asked for and generates text;
+//! [`batch::Batch`] answers many requests at once. The folder `examples` has a short program for each, and one that
+//! launches a kernel by hand. Below it, a [`Backend`] runs one sequence: [`Gpu`] on a [`device::Device`] (a CUDA card,
+//! or the emulator), [`Cpu`] with the reference of `model`.
 
 mod ahead;
 pub mod backend;
 pub mod batch;
-pub mod bench;
 pub mod cache;
 mod cpu;
 pub mod device;
-pub mod draft;
+mod draft;
 mod engine;
 mod error;
 pub mod forward;
 pub mod gemm;
 mod gpu;
-pub mod ngram;
 pub mod prefill;
 pub mod profile;
 mod prompt;
 mod sampler;
 pub mod stream;
 mod timed;
-pub mod token_copy;
 pub mod weights;
 
 pub use ahead::Opening;

@@ -104,7 +104,7 @@ impl Stream {
     ) -> Result<Option<Self>, Error> {
         let grid = device.multiprocessors();
         let elements = elements(matrices(config), grid);
-        if !device.is_hopper() || device.free_memory()?.is_some_and(|free| 2 * elements as u64 + SPARE > free) {
+        if !device.has_decode_kernel() || device.free_memory()?.is_some_and(|free| 2 * elements as u64 + SPARE > free) {
             return Ok(None);
         }
         let stream: Buffer<bf16> = device.zeroed(elements)?;

@@ -36,6 +36,15 @@ fn usage_refused(args: &[&str], parts: &[&str]) {
     refused(warpdraft(&["generate"]).args(args).arg("abc").assert(), 2, parts);
 }
 
+#[test]
+fn kernels_for_a_card_where_there_is_none() {
+    let file = golden("tied_bf16").join("config.json");
+    for device in ["cpu", "emulator"] {
+        let run = warpdraft(&["generate", "abc", "--device", device, "--kernels"]).arg(&file).assert();
+        refused(run, 1, &["--kernels", "config.json", "CUDA card"]);
+    }
+}
+
 // Checkpoints.
 
 #[test]

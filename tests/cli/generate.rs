@@ -199,13 +199,16 @@ fn the_answer_ends_where_the_context_does() {
 
 #[test]
 fn the_emulator_runs_the_gpu_kernels_to_the_same_greedy_text() {
-    let run = |device| {
+    let run = |device, flags: &[&str]| {
         let short =
             ["generate", "--temperature", "0", "--max-tokens", "3", "--context", "64", "--device", device, "abc"];
         let dir = golden("tied_bf16");
-        stdout_of(warpdraft(&short).arg("--model").arg(dir))
+        stdout_of(warpdraft(&short).args(flags).arg("--model").arg(dir))
     };
-    assert_eq!(run("emulator"), run("cpu"));
+    let text = run("cpu", &[]);
+    for flags in [&[][..], &["--unfused"], &["--portable"]] {
+        assert_eq!(run("emulator", flags), text, "{flags:?}");
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod bad_input;
 mod batch;
 mod batch_again;
 mod batch_hostile;
+#[cfg(feature = "bench")]
 mod bench;
 mod broken;
 mod chat;

@@ -124,7 +124,20 @@ pub fn demo_prompts(checkpoint: &model::Checkpoint, count: usize, tokens: usize)
 /// # Panics
 /// If it does not load.
 pub fn engine(checkpoint: &model::Checkpoint, device: host::DeviceChoice, context: usize) -> host::Engine {
-    let options = host::LoadOptions { device, context: Some(context) };
+    engine_with(checkpoint, device, &host::device::DeviceOptions::default(), context)
+}
+
+/// As [`engine`], on a device that is opened with `options`.
+///
+/// # Panics
+/// If it does not load.
+pub fn engine_with(
+    checkpoint: &model::Checkpoint,
+    device: host::DeviceChoice,
+    options: &host::device::DeviceOptions,
+    context: usize,
+) -> host::Engine {
+    let options = host::LoadOptions { device, options: options.clone(), context: Some(context) };
     host::Engine::load(checkpoint.clone(), options, &mut |_, _| std::ops::ControlFlow::Continue(()))
         .unwrap_or_else(|e| panic!("{e}"))
 }

@@ -3,7 +3,6 @@
 use std::ops::ControlFlow;
 
 use host::device::Device;
-use host::draft::script;
 use host::{Backend, DeviceChoice, Engine, Finish, Generation, Gpu, NgramDraft, Request, Sequence};
 use integration_tests::{answer, demo, demo_prompts, engine, golden_cases, greedy, run};
 use model::Checkpoint;
@@ -91,7 +90,7 @@ fn the_gpu_path_ends_in_the_middle_of_a_step() {
     let prompt = &case.prompt[..4];
     let (plain, _) = run(&mut gpu, &greedy(prompt, 24, None));
     // Every draft is right: a step brings 16 tokens, if nothing ends it.
-    gpu.set_script(Some(&script(prompt, &plain, &[100]))).unwrap();
+    benches::draft_by_script(&mut gpu, prompt, &plain, &[100]).unwrap();
     let mut ends = |max_tokens: usize, stop_tokens: &[u32]| {
         let request = greedy(prompt, max_tokens, EAGER);
         let sequence = Sequence {

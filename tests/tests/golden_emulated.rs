@@ -1,7 +1,6 @@
 //! The GPU path under the emulator: every kernel and every launch of the forward pass and the decode loop, lane by lane,
 //! checked for races and stray accesses on the way.
 
-use host::draft::script;
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
     answer, engine, golden_cases, greedy, launched_and_wide, prefilled, prefilled_to_the_end, relative_error, run,
@@ -149,12 +148,12 @@ fn a_script_is_confirmed_as_far_as_it_is_right() {
     let (plain, steps) = run(&mut gpu, &request(None));
     assert_eq!((plain.len(), steps), (19, 18));
     let eager = NgramDraft { tokens: 7, adaptive: false, ..NgramDraft::default() };
-    gpu.set_script(Some(&script(&case.prompt[..4], &plain, &[1, 3, 5]))).unwrap();
+    benches::draft_by_script(&mut gpu, &case.prompt[..4], &plain, &[1, 3, 5]).unwrap();
     assert_eq!(run(&mut gpu, &request(Some(eager))), (plain.clone(), 6));
     // With more drafts than it has room for, and with as many as are worth it.
     assert_eq!(run(&mut gpu, &request(Some(NgramDraft { tokens: 15, ..eager }))), (plain.clone(), 6));
     assert_eq!(run(&mut gpu, &request(Some(NgramDraft { adaptive: true, ..eager }))).0, plain);
-    gpu.set_script(None).unwrap();
+    gpu.clear_script();
     assert_eq!(run(&mut gpu, &request(Some(eager))).0, plain);
 }
 
@@ -174,7 +173,7 @@ fn norms_and_silu_in_launches_of_their_own_match_transformers_too() {
         let (history, words) = (device.upload(&history).unwrap(), device.zeroed::<u32>(STATE_WORDS).unwrap());
         let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };
         for (norms, silu) in [(true, false), (false, true), (true, true)] {
-            forward.take_apart(norms, silu).unwrap();
+            benches::unfused::take_apart(&mut forward, norms, silu).unwrap();
             let plan = PlanPrompt { rows: forward.rows(), state, start: 0, count: rows as u32 };
             // SAFETY: the history has the tokens, and rows have room for them.
             unsafe { device.launch::<step::plan_prompt>(1, 0, plan).unwrap() };

@@ -2,9 +2,9 @@
 
 use std::process::ExitCode;
 
+use benches::ngram::{Batch, Hit, Inputs, Operator, Peer, Published, TokenId, Way};
 use gpu_kernels::ngram::TOGETHER;
 use host::device::{self, Device};
-use host::ngram::{Batch, Hit, Inputs, Operator, Peer, Published, TokenId, Way};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 type Test = fn() -> Result<(), Failed>;
@@ -43,7 +43,7 @@ fn check<T: TokenId>(device: &Device, batch: usize, longest: usize, seed: u64) -
 }
 
 fn random_batches<T: TokenId>() -> Result<(), Failed> {
-    let device = Device::cuda(0)?;
+    let device = benches::device(0)?;
     for (i, batch) in [1, 2, 7, 31, 32, 33, 100, 256, 1023, 1024, 1025, 2500, 4096].into_iter().enumerate() {
         for (j, longest) in [1, 2, 3, 16, 129, 511, 2048, 20_000, 131_072].into_iter().enumerate() {
             // 32 MiB of ids at most.
@@ -56,7 +56,7 @@ fn random_batches<T: TokenId>() -> Result<(), Failed> {
 }
 
 fn large_batches() -> Result<(), Failed> {
-    let device = Device::cuda(0)?;
+    let device = benches::device(0)?;
     check::<i32>(&device, 256, 131_072, 1)?;
     check::<i64>(&device, 200, 131_072, 2)?;
     check::<i64>(&device, 4096, 8192, 3)?;
@@ -64,7 +64,7 @@ fn large_batches() -> Result<(), Failed> {
 }
 
 fn slower_designs_agree() -> Result<(), Failed> {
-    let device = Device::cuda(0)?;
+    let device = benches::device(0)?;
     let mut tried = 0;
     for seed in 0..60 {
         let inputs = Inputs::<i64>::random(1 + seed as usize * 37 % 1500, 1 + seed as usize * 997 % 3000, seed);
@@ -86,7 +86,7 @@ fn slower_designs_agree() -> Result<(), Failed> {
 }
 
 fn a_recorded_launch_can_be_replayed() -> Result<(), Failed> {
-    let device = Device::cuda(0)?;
+    let device = benches::device(0)?;
     for hit in Hit::ALL {
         for (batch, length) in [(32, 512), (64, 20_000)] {
             let inputs = Published { batch, length, threshold: 200, hit }.inputs::<i64>();

@@ -3,8 +3,8 @@
 
 use std::process::ExitCode;
 
+use benches::token_copy::{CheckedPairs, Error, RecordIndex, Region, Shape, TokenCopy, Variant};
 use host::device::{self, Buffer, Device, Pinned};
-use host::token_copy::{CheckedPairs, Error, RecordIndex, Region, Shape, TokenCopy, Variant};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// What a byte that nobody wrote looks like.
@@ -28,7 +28,7 @@ fn main() -> ExitCode {
         trials.push(Trial::test(format!("emulated::{name}"), move || {
             (1..4).try_for_each(|seed| test(&Device::emulator(seed), &shapes(70, 50)))
         }));
-        let on_card = move || test(&Device::cuda(0)?, &shapes(70_000, 50_000));
+        let on_card = move || test(&benches::device(0)?, &shapes(70_000, 50_000));
         trials.push(Trial::test(format!("cuda::{name}"), on_card).with_ignored_flag(cards.is_empty()));
     }
     libtest_mimic::run(&arguments, trials).exit_code()

@@ -1,9 +1,15 @@
-//! The PTX as the assembler sees it: valid at both levels, and no register spilled to memory but in [`SPILLING`].
+//! The PTX as the assembler sees it, of what answers need and of what measures: valid at both levels, and no register spilled to
+//! memory but in [`SPILLING`].
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use host::device::{IMAGES, Image};
+use host::device::{IMAGES, Image, MAIN};
+
+/// Every module: host's, and that of the benchmarks.
+fn images() -> impl Iterator<Item = &'static Image> {
+    IMAGES.iter().chain(benches::MODULES)
+}
 
 /// ptxas, as `make test` installs it.
 fn ptxas() -> PathBuf {
@@ -14,8 +20,8 @@ fn ptxas() -> PathBuf {
 }
 
 /// Kernels that spill, and the most bytes of loads they may: since the GEMM keeps totals beside its sums, these tiles
-/// lack registers. A defect with a bound, not a licence: shrink it.
-const SPILLING: [(&str, u32); 12] = [
+/// lack registers, and so does attention with two CTAs an SM. A defect with a bound, not a licence: shrink it.
+const SPILLING: [(&str, u32); 13] = [
     ("gemm_write_n192", 140),
     ("gemm_qkv_n192", 124),
     ("gemm_qkv_pair", 64),
@@ -28,6 +34,7 @@ const SPILLING: [(&str, u32); 12] = [
     ("gemm_plain_n192", 144),
     ("gemm_plain_pair", 72),
     ("gemm_plain_eight", 64),
+    ("attend_batch", 80),
 ];
 
 /// The one kernel, for measurements alone, whose products ptxas has wait for each other for want of registers.
@@ -65,7 +72,7 @@ fn report(arch: &str, ptx: &str) -> Vec<(String, String)> {
 
 #[test]
 fn no_kernel_spills_or_uses_local_memory_but_those_named() {
-    for image in IMAGES {
+    for image in images() {
         let Image { arch, module, ptx, layouts, .. } = image;
         let kernels = ptx.matches(".visible .entry ").count();
         let report = report(arch, ptx);
@@ -88,12 +95,12 @@ fn no_kernel_spills_or_uses_local_memory_but_those_named() {
 
 /// The kernels of a module, by the text.
 fn kernels<'p>(arch: &str, module: &str) -> Vec<&'p str> {
-    let image = IMAGES.iter().find(|image| image.arch == arch && image.module == module).unwrap();
+    let image = images().find(|image| image.arch == arch && image.module == module).unwrap();
     let names = image.ptx.lines().filter_map(|line| line.strip_prefix(".visible .entry ")?.split('(').next());
     names.collect()
 }
 
-/// What only measurements launch is apart from what answers are made with, which is loaded by every program.
+/// What only measurements launch is apart from what answers are made with, which is all that host builds.
 #[test]
 fn the_main_module_has_what_answers_need_and_no_more() {
     let of_all = [
@@ -121,6 +128,7 @@ fn the_main_module_has_what_answers_need_and_no_more() {
     ];
     let of_hopper =
         ["stream_8", "stream_16", "lay_out", "wide_64", "wide_96", "wide_128", "prefill_attention", "pack_pages"];
+    assert!(IMAGES.iter().all(|image| image.module == MAIN) && benches::MODULES.iter().all(|i| i.module == "bench"));
     for arch in ["sm_80", "sm_90a"] {
         let (main, bench) = (kernels(arch, "main"), kernels(arch, "bench"));
         for kernel in of_all.iter().flatten().chain(of_hopper.iter().filter(|_| arch == "sm_90a")) {
@@ -149,7 +157,7 @@ fn the_main_module_has_what_answers_need_and_no_more() {
 /// Machine code is for Hopper alone, and for all of its kernels: `make test` has an assembler.
 #[test]
 fn hopper_has_machine_code() {
-    for image in IMAGES {
+    for image in images() {
         assert_eq!(image.machine_code.is_some(), image.arch == "sm_90a", "{} for {}", image.module, image.arch);
         if let Some(code) = image.machine_code {
             assert!(code.starts_with(b"\x7fELF"), "{}", image.module);

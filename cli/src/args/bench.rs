@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
+use benches::token_copy::Variant;
 use clap::{Subcommand, ValueEnum, ValueHint};
 use host::DeviceChoice;
-use host::token_copy::Variant;
+use host::device::DeviceOptions;
 
 use super::at_least_one;
 
@@ -53,6 +54,15 @@ pub struct BenchRunArgs {
     /// auto (the first CUDA card), cuda, cuda:N, or emulator (each kernel once on the CPU, small, to check it; no times)
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "WARPDRAFT_DEVICE", global = true)]
     pub device: DeviceChoice,
+    /// Load the kernels of this file, PTX or machine code, instead of those that are built in
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, hide_short_help = true, global = true)]
+    pub kernels: Option<PathBuf>,
+    /// On Hopper and the emulator, run the kernels of other cards
+    #[arg(long, hide_short_help = true, global = true)]
+    pub portable: bool,
+    /// On Hopper and the emulator, run a decode step as a launch for each operator
+    #[arg(long, hide_short_help = true, global = true)]
+    pub unfused: bool,
     /// Measurements of each case; the median is shown
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one, allow_negative_numbers = true, global = true)]
     pub repeats: usize,
@@ -65,6 +75,14 @@ pub struct BenchRunArgs {
     /// No progress
     #[arg(long, short, global = true)]
     pub quiet: bool,
+}
+
+impl BenchRunArgs {
+    /// How the device is opened for them.
+    pub fn options(&self) -> DeviceOptions {
+        let Self { kernels, portable, unfused, .. } = self;
+        DeviceOptions { portable: *portable, unfused: *unfused, kernels: kernels.clone(), ..benches::options() }
+    }
 }
 
 /// Arguments of `bench ceilings`.

@@ -19,7 +19,7 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
     let Generate { source, load, prompt, answer: settings, report, echo, profile: trace } = command;
     loading::start_log(report)?;
     let mut profile = Profile::default();
-    let _opening = load.device.open_ahead();
+    let _opening = load.device.open_ahead(&load.options);
     let start = Instant::now();
     let checkpoint = loading::open(&source, false, report)?;
     profile.span("open", start, &[]);

@@ -1,6 +1,7 @@
 //! The commands, one a file. Each takes what `resolve` made of its arguments.
 
 pub mod batch;
+#[cfg(feature = "bench")]
 pub mod bench;
 pub mod chat;
 pub mod completions;

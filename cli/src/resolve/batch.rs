@@ -110,7 +110,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
         Some(Devices::These(devices)) => devices,
         Some(Devices::All) => cards()?,
     };
-    let loads = devices.into_iter().map(|device| LoadOptions { device, ..one }).collect();
+    let loads = devices.into_iter().map(|device| LoadOptions { device, ..one.clone() }).collect();
     let most = how.max_tokens;
     // Equal runs give equal results: no random seed.
     let seed = how.seed.unwrap_or(0);

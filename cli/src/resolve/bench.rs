@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use anyhow::bail;
+use benches::cases::{attention, ceilings, decode, linear, ngram, token_copy};
+use benches::ngram::{Hit, Published};
 use host::DeviceChoice;
-use host::bench::{attention, ceilings, decode, linear, ngram, token_copy};
-use host::ngram::{Hit, Published};
+use host::device::DeviceOptions;
 
 use super::{Detail, Report};
 use crate::args::bench::{
@@ -18,6 +19,8 @@ use crate::args::bench::{
 pub struct Bench {
     /// Where: never the CPU.
     pub device: DeviceChoice,
+    /// How it is opened.
+    pub options: DeviceOptions,
     /// Measurements of each case.
     pub repeats: usize,
     /// What to measure, in order.
@@ -98,6 +101,7 @@ pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
     let limits = (!own && (all || !small)).then(|| ceilings_group(&CeilingsArgs::default(), small));
     Ok(Bench {
         device: run.device,
+        options: run.options(),
         repeats: run.repeats,
         groups: limits.into_iter().chain(named).collect(),
         plot: run.plot,

@@ -15,8 +15,9 @@ use crate::quad;
 pub struct Half {
     /// First row of the tile.
     pub tile_row: u32,
-    /// First row and first column of this half.
+    /// First row of this half.
     pub row: u32,
+    /// First column of it.
     pub column: u32,
     /// Which of the two boxes comes next.
     pub turn: u32,
@@ -72,8 +73,11 @@ impl Half {
     }
 
     /// Stores the lane's part of box `b`, if there is one in the output: with `SLOTS` as [`put_slots`](Self::put_slots) takes it, half by half and row by row.
+    ///
+    /// # Safety
+    /// The output's map is as [`Gemm`] says; all lanes of the warpgroup call it.
     #[inline(always)]
-    unsafe fn put_box<const SLOTS: bool>(&mut self, p: &Gemm, b: usize, words: BoxWords) {
+    pub unsafe fn put_box<const SLOTS: bool>(&mut self, p: &Gemm, b: usize, words: BoxWords) {
         if self.column + b as u32 * BOX < p.n {
             unsafe {
                 unroll!(Q < 4; {
@@ -106,7 +110,7 @@ impl Half {
 }
 
 /// A lane's pairs of columns of a box, as [`Half::put`] takes them.
-type BoxWords = [[u32; 4]; 4];
+pub type BoxWords = [[u32; 4]; 4];
 
 /// What becomes of the sums of one warpgroup.
 pub trait Epilogue {
@@ -518,18 +522,6 @@ impl Epilogue for SwiGlu {
     }
 }
 
-/// Box `$b` of the sums.
-macro_rules! rounded {
-    ($b:expr) => {{
-        let mut words: BoxWords = [[0; 4]; 4];
-        unroll!(Q < 4; {
-            let (low, high) = (sums!($b * 32 + Q * 8), sums!($b * 32 + Q * 8 + 4));
-            words[Q] = [low[0], low[1], high[0], high[1]].map(|s| math::pack_bf16(s[0], s[1]));
-        });
-        words
-    }};
-}
-
 /// The sums times their row's factor, in f32.
 pub struct Write;
 
@@ -569,40 +561,6 @@ impl Epilogue for Write {
                 }
             });
             next.begin();
-        }
-    }
-}
-
-/// The sums, rounded to bf16.
-pub struct Plain;
-
-impl Epilogue for Plain {
-    const GATED: bool = false;
-    type Early = ();
-    type Ahead = ();
-
-    #[inline(always)]
-    unsafe fn early(_: &Gemm, _: &Half) {}
-
-    #[inline(always)]
-    unsafe fn ahead<const N: u32>(_: &Gemm, _: &Half, _: bool, (): ()) {}
-
-    #[inline(always)]
-    unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, (): (), next: &mut impl Next) {
-        unsafe {
-            let mut boxes = [rounded!(0), rounded!(1), [[0; 4]; 4], [[0; 4]; 4]];
-            if N > 128 {
-                (boxes[2], boxes[3]) = (rounded!(2), rounded!(3));
-            }
-            next.begin();
-            // Where other lanes had totals.
-            thread::sync_named(half.barrier, GROUP);
-            unroll!(B < 4; {
-                if (B as u32) * BOX < N {
-                    half.put_box::<false>(p, B, boxes[B]);
-                    next.step();
-                }
-            });
         }
     }
 }

@@ -16,17 +16,17 @@ pub(super) const TILE_BYTES: u32 = TILE * 16;
 /// No window end has this number.
 const NO_END: u32 = u32::MAX;
 /// The key of a sequence in which nothing was found.
-pub(super) const NOTHING: u64 = u64::MAX;
+pub const NOTHING: u64 = u64::MAX;
 
-/// See the module's picture.
+/// The key of a window end: see the picture in the module above.
 #[inline(always)]
-pub(super) fn key(missing: u32, place: u32) -> u64 {
+pub fn key(missing: u32, place: u32) -> u64 {
     (missing as u64) << 32 | place as u64
 }
 
 /// The best key of each sequence so far: in device memory, or in shared memory when there is one block.
 #[derive(Clone, Copy)]
-pub(super) struct Keys {
+pub struct Keys {
     global: GlobalMut<u64>,
     shared: Shared<u64>,
     /// The launch is one block, and the batch has room in its shared memory.
@@ -63,8 +63,11 @@ impl Keys {
     }
 
     /// Those in device memory, which another launch left.
+    ///
+    /// # Safety
+    /// The workspace is live, and a block has its shared memory.
     #[inline(always)]
-    pub(super) unsafe fn left_behind<T: Token>(s: &Sequences<T>) -> Self {
+    pub unsafe fn left_behind<T: Token>(s: &Sequences<T>) -> Self {
         unsafe { Self { global: s.keys(), shared: shared::dynamic(shared_layout::KEYS), alone: false } }
     }
 
@@ -108,22 +111,27 @@ impl Keys {
 
 /// The texts of one sequence and the pattern's end.
 #[derive(Clone, Copy)]
-pub(super) struct Texts<T> {
-    pub(super) prompt: Global<T>,
-    pub(super) generated: Global<T>,
+pub struct Texts<T> {
+    /// The prompt.
+    pub prompt: Global<T>,
+    /// The generated tokens.
+    pub generated: Global<T>,
     /// Window ends in the prompt: every token but the last, which nothing follows.
-    pub(super) prompt_ends: u32,
+    pub prompt_ends: u32,
     /// Window ends in the generated tokens. The newest counts as not yet part of the text.
-    pub(super) generated_ends: u32,
+    pub generated_ends: u32,
     /// Index of the newest token in `generated`: the pattern's last.
-    pub(super) newest: u32,
+    pub newest: u32,
     /// Most tokens of a pattern.
-    pub(super) longest: u32,
+    pub longest: u32,
 }
 
-/// The texts of sequence `b`; empty ones where no pattern exists. `NOW`: see [`early`].
+/// The texts of sequence `b`; empty ones where no pattern exists. Arrays are loaded here and now if `NOW`.
+///
+/// # Safety
+/// There is such a sequence, and the arrays are live.
 #[inline(always)]
-pub(super) unsafe fn texts<const NOW: bool, T: Token, O: Operator<T>>(operator: &O, b: usize) -> Texts<T> {
+pub unsafe fn texts<const NOW: bool, T: Token, O: Operator<T>>(operator: &O, b: usize) -> Texts<T> {
     unsafe {
         let s = operator.sequences();
         let step = early::<NOW, _>(s.step_idx, b);

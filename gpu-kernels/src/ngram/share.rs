@@ -103,13 +103,16 @@ unsafe fn running_total(mut v: i64) -> i64 {
 
 /// Drafts for a sequence that could use `cap` and finds `room`.
 #[inline(always)]
-pub(super) fn grant(cap: u32, room: i64) -> u32 {
+pub fn grant(cap: u32, room: i64) -> u32 {
     if room >= 2 { (cap as i64).min(room) as u32 } else { 0 }
 }
 
 /// Shares out the budget and copies the drafts: one block. The keys are put back.
+///
+/// # Safety
+/// As the operator's parameter block says; the block has [`THREADS`], and the operator's shared memory.
 #[inline(always)]
-pub(super) unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
+pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
     unsafe {
         let s = operator.sequences();
         let tid = thread::thread_idx_x();

@@ -56,9 +56,12 @@ unsafe fn slot(slots: GlobalMut<u64>, i: u32) -> [u64; 2] {
     }
 }
 
-/// The whole operator: one block.
+/// The whole operator: a block a sequence, of [`THREADS`].
+///
+/// # Safety
+/// As the operator's parameter block says.
 #[inline(always)]
-pub(super) unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
+pub unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     unsafe {
         let warps = thread::block_dim_x() / 32;
         let s = operator.sequences();

@@ -24,6 +24,7 @@ mod toolchain;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -104,6 +105,41 @@ pub struct Module {
     pub layouts: BTreeMap<String, u64>,
 }
 
+/// Builds a kernel crate for each of `levels` into the folder `out`, with machine code where a level has an assembler, and writes
+/// `out/images.rs`: a Rust slice with an `Image { arch, module, ptx, machine_code, layouts }` for each module of each level, for a
+/// crate to include where it has such a type.
+///
+/// # Errors
+/// As [`CudaBuilder::build`].
+pub fn build_images(krate: &Path, levels: &[(&str, Option<Assembler>)], out: &Path) -> Result<(), Error> {
+    let mut images = String::from("[\n");
+    for (arch, assembler) in levels {
+        let path = out.join(format!("{arch}.ptx"));
+        let builder = CudaBuilder::new(krate).arch(*arch).copy_to(path).assembler(assembler.clone());
+        for module in builder.build()? {
+            add_image(&mut images, arch, &module);
+        }
+    }
+    images.push_str("]\n");
+    let path = out.join("images.rs");
+    std::fs::write(&path, images).map_err(io(&path))
+}
+
+/// Adds the module to the list, as Rust.
+fn add_image(images: &mut String, arch: &str, module: &Module) {
+    let machine_code = match &module.machine_code {
+        Some(path) => format!("Some(include_bytes!({path:?}))"),
+        None => "None".into(),
+    };
+    let layouts: Vec<(&String, &u64)> = module.layouts.iter().collect();
+    let _ = writeln!(
+        images,
+        "Image {{ arch: {arch:?}, module: {:?}, ptx: include_str!({:?}), machine_code: {machine_code}, \
+         layouts: &{layouts:?} }},",
+        module.name, module.ptx
+    );
+}
+
 /// One compilation of a kernel crate, to PTX.
 pub struct CudaBuilder {
     krate: PathBuf,
@@ -152,9 +188,9 @@ impl CudaBuilder {
     /// assembler that refuses a text is none: there is no machine code then, and a warning.
     pub fn build(self) -> Result<Vec<Module>, Error> {
         let krate = self.krate.canonicalize().map_err(io(&self.krate))?;
-        for watched in ["src", "cuda_std/src", "cuda_std/macros/src", "Cargo.toml"] {
-            println!("cargo::rerun-if-changed={}", krate.join(watched).display());
-        }
+        let manifest = krate.join("Cargo.toml");
+        println!("cargo::rerun-if-changed={}", manifest.display());
+        let name = package_name(&std::fs::read_to_string(&manifest).map_err(io(&manifest))?);
         println!("cargo::rerun-if-env-changed={TOOLCHAIN_VARIABLE}");
         let toolchain = Toolchain::find()?;
         let target_dir = self.target_dir.unwrap_or_else(|| outer_target_dir().join("ptx").join(&self.arch));
@@ -200,7 +236,11 @@ impl CudaBuilder {
             });
         }
 
-        let assembly = assembly_of(&krate, &target_dir)?;
+        let release = target_dir.join("nvptx64-nvidia-cuda/release");
+        for source in sources(&release.join(format!("{name}.d")))? {
+            println!("cargo::rerun-if-changed={source}");
+        }
+        let assembly = assembly_of(&name, &release.join("deps"))?;
         let text = std::fs::read_to_string(&assembly).map_err(io(&assembly))?;
         let destination = self.copy_to.unwrap_or_else(|| assembly.with_extension("ptx"));
         let texts = modules::split(&launch_bounds::apply(&text))?;
@@ -254,12 +294,26 @@ fn outer_target_dir() -> PathBuf {
     out.ancestors().nth(4).unwrap_or(Path::new("target")).to_path_buf()
 }
 
-/// The one assembly file that the device build left for the crate.
-fn assembly_of(krate: &Path, target_dir: &Path) -> Result<PathBuf, Error> {
-    let name = krate.file_name().map(|n| n.to_string_lossy().replace('-', "_")).unwrap_or_default();
-    let folder = target_dir.join("nvptx64-nvidia-cuda/release/deps");
-    let newest = std::fs::read_dir(&folder)
-        .map_err(io(&folder))?
+/// The name of a manifest's package, as its library has it.
+fn package_name(manifest: &str) -> String {
+    let package = manifest.split("[package]").nth(1).unwrap_or_default();
+    let package = package.split("\n[").next().unwrap_or_default();
+    let name = package.lines().find_map(|line| line.strip_prefix("name")?.trim_start().strip_prefix('='));
+    name.unwrap_or_default().trim().trim_matches('"').replace('-', "_")
+}
+
+/// The sources that Cargo's list of dependencies names: those of the crate, and of the crates that lie in folders.
+fn sources(list: &Path) -> Result<Vec<String>, Error> {
+    let text = std::fs::read_to_string(list).map_err(io(list))?;
+    // A space in a path is escaped.
+    let names = text.split_once(": ").map_or("", |(_, names)| names.trim_end()).replace("\\ ", "\0");
+    Ok(names.split(' ').filter(|name| !name.is_empty()).map(|name| name.replace('\0', " ")).collect())
+}
+
+/// The one assembly file that the device build left for the crate `name` in `folder`.
+fn assembly_of(name: &str, folder: &Path) -> Result<PathBuf, Error> {
+    let newest = std::fs::read_dir(folder)
+        .map_err(io(folder))?
         .filter_map(|entry| {
             let path = entry.ok()?.path();
             let stem = path.file_stem()?.to_str()?.to_owned();
@@ -272,4 +326,25 @@ fn assembly_of(krate: &Path, target_dir: &Path) -> Result<PathBuf, Error> {
         path: folder.join(format!("{name}.s")).display().to_string(),
         source: std::io::ErrorKind::NotFound.into(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{package_name, sources};
+
+    #[test]
+    fn a_package_is_named_as_its_library() {
+        let manifest =
+            "[workspace]\nname = \"no\"\n[package]\ndescription = \"x\"\nname = \"my-kernels\"\n[lib]\nname = \"y\"\n";
+        assert_eq!(package_name(manifest), "my_kernels");
+    }
+
+    #[test]
+    fn sources_are_what_stands_behind_the_colon() {
+        let list = std::env::temp_dir().join(format!("cuda-builder-{}.d", std::process::id()));
+        std::fs::write(&list, "/t/kernels.ptx: /a/lib.rs /a\\ b/gemm.rs\n").unwrap();
+        let found = sources(&list);
+        std::fs::remove_file(&list).unwrap();
+        assert_eq!(found.unwrap(), ["/a/lib.rs", "/a b/gemm.rs"]);
+    }
 }

@@ -132,8 +132,7 @@ impl GpuBatch {
     ) -> Result<Self, Error> {
         let config = &checkpoint.config;
         Forward::check(config)?;
-        // The emulator runs prompts as other cards than Hopper do, like `Gpu`.
-        let prompts_apart = device.is_hopper() && !device.is_emulator();
+        let prompts_apart = device.has_prefill();
         let sizes = Sizes::new(device, context, &options, prompts_apart);
         let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows());
         if let Some(free) = device.free_memory()?
@@ -175,7 +174,8 @@ impl GpuBatch {
         let sizes = Sizes::new(device, context, &options, prompts_apart);
         // A second copy of the weights, if it leaves as much room as is asked for: decoding steps are faster for it.
         let stream = Stream::bytes(config, device.multiprocessors()) + STREAM_SPARE;
-        let streams = prompts_apart && sizes.pages(config, device, &options, stream).is_ok();
+        let streams =
+            prompts_apart && device.has_decode_kernel() && sizes.pages(config, device, &options, stream).is_ok();
         let pages = sizes.pages(config, device, &options, if streams { stream } else { 0 })?;
         let mut limits = Limits {
             context,

@@ -200,7 +200,7 @@ impl Batch {
             draft.check()?;
         }
         let context = load.context_for(&checkpoint.config)?;
-        let backend: Box<dyn BatchBackend> = match load.device.open()? {
+        let backend: Box<dyn BatchBackend> = match load.device.open(&load.options)? {
             Some(device) => Box::new(GpuBatch::load(&checkpoint, &device, context, options, progress)?),
             None => {
                 let limits = options.cpu_limits(&checkpoint.config, context);

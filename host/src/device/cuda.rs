@@ -11,7 +11,7 @@ use cust::stream::{Stream, StreamFlags};
 use cust::sys;
 
 use super::kernels::Kernels;
-use super::{Begin, Entry, Grid};
+use super::{Begin, DeviceOptions, Entry, Grid};
 use crate::Error;
 use crate::timed::timed;
 
@@ -75,6 +75,7 @@ struct Card {
     name: String,
     multiprocessors: u32,
     hopper: bool,
+    options: DeviceOptions,
     kernels: Mutex<Kernels>,
     clusters: Mutex<HashMap<&'static str, u32>>,
     context: Context,
@@ -167,7 +168,7 @@ impl Drop for Card {
 }
 
 impl Cuda {
-    pub(super) fn open(ordinal: u32) -> Result<Self, Error> {
+    pub(super) fn open(ordinal: u32, options: &DeviceOptions) -> Result<Self, Error> {
         timed("starting the driver", initialise)?;
         let count = CudaDevice::num_devices().map_err(Error::driver("counting devices"))?;
         if ordinal >= count {
@@ -176,9 +177,7 @@ impl Cuda {
         let device = CudaDevice::get_device(ordinal).map_err(Error::driver("opening a device"))?;
         let name = device.name().map_err(Error::driver("naming a device"))?;
         let (major, minor) = capability(device)?;
-        // The portable level can be asked for, to test it on a newer card.
-        let portable = std::env::var_os("WARPDRAFT_PORTABLE_PTX").is_some();
-        let hopper = (major, minor) == (9, 0) && !portable;
+        let hopper = (major, minor) == (9, 0) && !options.portable;
         let arch = match (major, minor) {
             _ if hopper => "sm_90a",
             (8.., _) => "sm_80",
@@ -192,10 +191,11 @@ impl Cuda {
             .get_attribute(DeviceAttribute::MultiprocessorCount)
             .map_err(Error::driver("counting multiprocessors"))? as u32;
         let context = timed("making a context", || Context::new(device)).map_err(Error::driver("making a context"))?;
-        let kernels = Mutex::new(Kernels::load(arch)?);
+        let kernels = Mutex::new(Kernels::load(arch, options)?);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
         let clusters = Mutex::default();
-        let card = Card { name, multiprocessors, hopper, kernels, clusters, context };
+        let options = options.clone();
+        let card = Card { name, multiprocessors, hopper, options, kernels, clusters, context };
         Ok(Self { staging: Mutex::new(None), stream, card: Arc::new(card) })
     }
 
@@ -212,6 +212,10 @@ impl Cuda {
 
     pub(super) fn is_hopper(&self) -> bool {
         self.card.hopper
+    }
+
+    pub(super) fn options(&self) -> &DeviceOptions {
+        &self.card.options
     }
 
     pub(super) fn has_machine_code(&self) -> bool {
@@ -382,7 +386,8 @@ impl Cuda {
             count: 1,
         };
         let mut clusters = 0;
-        // SAFETY: the function is the module's, `clusters` is valid for a write, and the configuration lives as long as the call.
+        // SAFETY: the function is the module's, `clusters` is valid for a write, and the configuration lives as long as
+        // the call.
         check(name, unsafe { cuOccupancyMaxActiveClusters(&mut clusters, function, &config) })?;
         Ok(clusters)
     }

@@ -7,18 +7,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cuda_std::Kernel;
 use cuda_std::emulator::{self, Launch};
 
-use super::{Begin, Calls, Grid};
+use super::{Begin, Calls, DeviceOptions, Grid};
 use crate::Error;
 
 pub(super) struct Emulator {
     seed: AtomicU64,
+    options: DeviceOptions,
     memory: Mutex<HashMap<u64, emulator::Buffer<u8>>>,
     calls: Mutex<Calls>,
 }
 
 impl Emulator {
-    pub(super) fn new(seed: u64) -> Self {
-        Self { seed: AtomicU64::new(seed), memory: Mutex::default(), calls: Mutex::default() }
+    pub(super) fn new(seed: u64, options: DeviceOptions) -> Self {
+        Self { seed: AtomicU64::new(seed), options, memory: Mutex::default(), calls: Mutex::default() }
+    }
+
+    pub(super) fn options(&self) -> &DeviceOptions {
+        &self.options
     }
 
     fn memory(&self) -> std::sync::MutexGuard<'_, HashMap<u64, emulator::Buffer<u8>>> {

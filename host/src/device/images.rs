@@ -10,7 +10,7 @@ use crate::Error;
 pub struct Image {
     /// The level that it is for: `sm_80`, every card of that level and above, or `sm_90a`, Hopper alone.
     pub arch: &'static str,
-    /// The module, as [`cuda_std::Kernel::MODULE`] names it: [`MAIN`], or what only measurements need.
+    /// The module, as [`cuda_std::Kernel::MODULE`] names it: [`MAIN`], or another crate's.
     pub module: &'static str,
     /// PTX.
     pub ptx: &'static str,
@@ -23,7 +23,7 @@ pub struct Image {
 /// The module that is loaded when a device is opened. Others are when a kernel of theirs is first launched.
 pub const MAIN: &str = "main";
 
-/// Every module, once for each level.
+/// Every module of this crate, once for each level.
 pub static IMAGES: &[Image] = &include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
 /// Which of a module's forms the driver is given.
@@ -53,11 +53,6 @@ pub(super) enum Origin {
 pub(super) type Layouts = BTreeMap<String, u64>;
 
 impl Image {
-    /// The module of that name for a level.
-    pub(super) fn find(arch: &str, module: &str) -> Option<&'static Self> {
-        IMAGES.iter().find(|image| image.arch == arch && image.module == module)
-    }
-
     /// Loads what the driver takes: machine code first, which has no more to be compiled. An older driver refuses it,
     /// and has the text.
     pub(super) fn load<M>(&self, mut load: impl FnMut(&[u8], Form) -> Result<M, Error>) -> Result<M, Error> {
@@ -93,17 +88,31 @@ pub(super) fn check_kernel(kernel: &str, stamp: u64, layouts: &Layouts, origin: 
     })
 }
 
-/// The modules of a level that the kernels of a file stand for: those that it holds whole, with the same parameter blocks.
-pub(super) fn stand_for(arch: &str, layouts: &Layouts, path: &str) -> Result<Vec<&'static str>, Error> {
-    let origin = Origin::File(path.to_owned());
-    let of_level = || IMAGES.iter().filter(|image| image.arch == arch);
-    let whole: Vec<_> =
-        of_level().filter(|i| i.layouts.iter().all(|(kernel, _)| layouts.contains_key(*kernel))).collect();
-    if whole.is_empty() {
-        of_level().filter(|image| image.module == MAIN).try_for_each(|image| image.check(layouts, &origin))?;
+/// The modules of a level: this crate's, and those that a device is opened with.
+pub(super) struct Images(Vec<&'static Image>);
+
+impl Images {
+    /// Those for `arch`.
+    pub(super) fn new(arch: &str, others: &'static [Image]) -> Self {
+        Self(IMAGES.iter().chain(others).filter(|image| image.arch == arch).collect())
     }
-    whole.iter().try_for_each(|image| image.check(layouts, &origin))?;
-    Ok(whole.iter().map(|image| image.module).collect())
+
+    /// The module of that name.
+    pub(super) fn find(&self, module: &str) -> Option<&'static Image> {
+        self.0.iter().copied().find(|image| image.module == module)
+    }
+
+    /// The modules that the kernels of a file stand for: those that it holds whole, with the same parameter blocks.
+    pub(super) fn stand_for(&self, layouts: &Layouts, path: &str) -> Result<Vec<&'static str>, Error> {
+        let origin = Origin::File(path.to_owned());
+        let is_whole = |i: &&&Image| i.layouts.iter().all(|(kernel, _)| layouts.contains_key(*kernel));
+        let whole: Vec<_> = self.0.iter().filter(is_whole).collect();
+        if whole.is_empty() {
+            self.find(MAIN).map_or(Ok(()), |main| main.check(layouts, &origin))?;
+        }
+        whole.iter().try_for_each(|image| image.check(layouts, &origin))?;
+        Ok(whole.iter().map(|image| image.module).collect())
+    }
 }
 
 /// The table that the build step puts into every module: a line for each kernel, its name and its stamp.
@@ -123,7 +132,7 @@ mod tests {
     use super::*;
 
     fn main() -> &'static Image {
-        Image::find("sm_90a", MAIN).expect("there is one")
+        Images::new("sm_90a", &[]).find(MAIN).expect("there is one")
     }
 
     fn layouts(image: &Image) -> Layouts {
@@ -174,8 +183,6 @@ mod tests {
         has::<gpu_kernels::stream::stream_8>();
         has::<gpu_kernels::prefill_attention::prefill_attention>();
         has::<gpu_kernels::ngram::ngram_match_mixed_i32>();
-        has::<gpu_kernels::ngram::ngram_match_mixed_i64>();
-        has::<gpu_kernels::ceilings::ceiling_mma>();
     }
 
     #[test]
@@ -200,23 +207,29 @@ mod tests {
 
     #[test]
     fn a_file_with_another_parameter_block_is_refused_by_name() {
-        let mut others = layouts(main());
-        assert_eq!(stand_for("sm_90a", &others, "a.cubin").unwrap(), [MAIN]);
+        let (images, mut others) = (Images::new("sm_90a", &[]), layouts(main()));
+        assert_eq!(images.stand_for(&others, "a.cubin").unwrap(), [MAIN]);
         *others.get_mut("sample").unwrap() += 1;
-        let error = stand_for("sm_90a", &others, "a.cubin").unwrap_err().to_string();
-        assert!(error.contains("kernel sample of a.cubin") && error.contains("WARPDRAFT_KERNELS"), "{error}");
+        let error = images.stand_for(&others, "a.cubin").unwrap_err().to_string();
+        assert!(error.contains("kernel sample of a.cubin") && error.contains("--kernels"), "{error}");
         others.remove("sample");
-        let error = stand_for("sm_90a", &others, "a.cubin").unwrap_err().to_string();
+        let error = images.stand_for(&others, "a.cubin").unwrap_err().to_string();
         assert!(error.contains("a.cubin has no kernel sample"), "{error}");
-        assert!(stand_for("sm_90a", &Layouts::new(), "a.cubin").is_err());
+        assert!(images.stand_for(&Layouts::new(), "a.cubin").is_err());
     }
 
     #[test]
     fn a_file_of_all_kernels_stands_for_every_module() {
-        let all = IMAGES.iter().filter(|image| image.arch == "sm_80").flat_map(layouts).collect();
-        let mut modules = stand_for("sm_80", &all, "all.ptx").unwrap();
-        modules.sort_unstable();
-        assert_eq!(modules, ["bench", MAIN]);
+        static OTHERS: [Image; 1] =
+            [Image { arch: "sm_80", module: "other", ptx: "", machine_code: None, layouts: &[("measure", 5)] }];
+        let images = Images::new("sm_80", &OTHERS);
+        assert_eq!(images.find("other").map(|image| image.layouts), Some(OTHERS[0].layouts));
+        let mut all: Layouts = images.0.iter().copied().flat_map(layouts).collect();
+        assert_eq!(images.stand_for(&all, "all.ptx").unwrap(), [MAIN, "other"]);
+        all.remove("sample");
+        assert_eq!(images.stand_for(&all, "all.ptx").unwrap(), ["other"]);
+        // A level has none of another's.
+        assert!(Images::new("sm_90a", &OTHERS).find("other").is_none());
     }
 
     #[test]

@@ -1,15 +1,15 @@
 //! Kernels in a card's context: modules that are loaded, and their functions.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, CString, OsStr};
+use std::ffi::{CStr, CString};
 use std::path::Path;
 use std::sync::Arc;
 
 use cust::sys;
 
-use super::Entry;
 use super::cuda::check;
-use super::images::{self, Form, Image, Layouts, MAIN, Origin};
+use super::images::{self, Form, Images, Layouts, MAIN, Origin};
+use super::{DeviceOptions, Entry};
 use crate::Error;
 use crate::timed::timed;
 
@@ -18,10 +18,10 @@ const LAYOUTS: &CStr = c"kernel_layouts";
 /// Dynamic shared memory that a kernel may have without asking.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
-/// The kernels of a card's level, as far as they are loaded. Every method wants the card's context to be current, and so
-/// does dropping it.
+/// The kernels of a card's level, as far as they are loaded. Every method wants the card's context to be current, and
+/// so does dropping it.
 pub(super) struct Kernels {
-    arch: &'static str,
+    images: Images,
     functions: HashMap<&'static str, Function>,
     modules: HashMap<&'static str, Arc<Loaded>>,
 }
@@ -34,21 +34,21 @@ unsafe impl Send for Function {}
 
 impl Kernels {
     /// Loads the main module for a level, and what a file of kernels stands for, if one is named.
-    pub(super) fn load(arch: &'static str) -> Result<Self, Error> {
-        let mut modules = HashMap::new();
-        if let Some(path) = std::env::var_os("WARPDRAFT_KERNELS") {
-            let bytes = read(&path)?;
-            let path = Path::new(&path).display().to_string();
+    pub(super) fn load(arch: &'static str, options: &DeviceOptions) -> Result<Self, Error> {
+        let (images, mut modules) = (Images::new(arch, options.modules), HashMap::new());
+        if let Some(path) = &options.kernels {
+            let bytes = read(path)?;
+            let path = path.display().to_string();
             let loaded = Arc::new(Loaded::new(&bytes, Origin::File(path.clone()))?);
-            for module in images::stand_for(arch, &loaded.layouts, &path)? {
+            for module in images.stand_for(&loaded.layouts, &path)? {
                 tracing::debug!("module {module} comes from {path}");
                 modules.insert(module, loaded.clone());
             }
         }
         if !modules.contains_key(MAIN) {
-            modules.insert(MAIN, Arc::new(Loaded::built_in(arch, MAIN)?));
+            modules.insert(MAIN, Arc::new(Loaded::built_in(&images, MAIN)?));
         }
-        Ok(Self { arch, functions: HashMap::new(), modules })
+        Ok(Self { images, functions: HashMap::new(), modules })
     }
 
     /// Whether the main module is machine code that is built in.
@@ -57,8 +57,8 @@ impl Kernels {
         main.is_some_and(|main| main.origin == Origin::BuiltIn(Form::MachineCode))
     }
 
-    /// A kernel, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default. At
-    /// its first launch its layout is compared with what the host hands it, and its module is loaded if it was not.
+    /// A kernel, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default.
+    /// At its first launch its layout is compared with what the host hands it, and its module is loaded if it was not.
     pub(super) fn function(&mut self, kernel: Entry, shared_bytes: u32) -> Result<sys::CUfunction, Error> {
         let Entry { name, module, layout, .. } = kernel;
         if let Some(function) = self.functions.get(name) {
@@ -67,7 +67,7 @@ impl Kernels {
         let loaded = match self.modules.get(module) {
             Some(loaded) => loaded.clone(),
             None => {
-                let loaded = Arc::new(Loaded::built_in(self.arch, module)?);
+                let loaded = Arc::new(Loaded::built_in(&self.images, module)?);
                 self.modules.insert(module, loaded.clone());
                 loaded
             }
@@ -92,8 +92,8 @@ struct Loaded {
 }
 
 impl Loaded {
-    /// Loads a module, and every kernel of it: the driver would put off loading a kernel until it is first asked for, and
-    /// then the memory may be taken.
+    /// Loads a module, and every kernel of it: the driver would put off loading a kernel until it is first asked for,
+    /// and then the memory may be taken.
     fn new(bytes: &[u8], origin: Origin) -> Result<Self, Error> {
         let module = Module::load(bytes)?;
         let layouts = module.layouts()?;
@@ -102,10 +102,10 @@ impl Loaded {
     }
 
     /// Loads one that is built in.
-    fn built_in(arch: &str, module: &str) -> Result<Self, Error> {
-        let unknown = || Error::KernelsBuiltWrongly { kernel: format!("of module {module}") };
-        let image = Image::find(arch, module).ok_or_else(unknown)?;
-        let what = |form: Form| format!("loading {form} of module {module} for {arch}");
+    fn built_in(images: &Images, module: &str) -> Result<Self, Error> {
+        let unknown = || Error::NoModule { module: module.to_owned() };
+        let image = images.find(module).ok_or_else(unknown)?;
+        let what = |form: Form| format!("loading {form} of module {module} for {}", image.arch);
         let loaded = image.load(|bytes, form| timed(&what(form), || Self::new(bytes, Origin::BuiltIn(form))))?;
         image.check(&loaded.layouts, &loaded.origin)?;
         Ok(loaded)
@@ -113,8 +113,7 @@ impl Loaded {
 }
 
 /// Kernels of another build, for measurements.
-fn read(path: &OsStr) -> Result<Vec<u8>, Error> {
-    let path = Path::new(path);
+fn read(path: &Path) -> Result<Vec<u8>, Error> {
     std::fs::read(path).map_err(|error| Error::Kernels { path: path.display().to_string(), reason: error.to_string() })
 }
 
@@ -134,7 +133,8 @@ impl Module {
         // A text ends so.
         image.push(0);
         let mut module = std::ptr::null_mut();
-        // SAFETY: `module` is valid for a write, and the image complete: as long as its own headers say, or a text with an end.
+        // SAFETY: `module` is valid for a write, and the image complete: as long as its own headers say, or a text with
+        // an end.
         check("loading the kernels", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
         Ok(Self(module))
     }

@@ -8,6 +8,7 @@ mod cuda;
 mod emulated;
 mod images;
 mod kernels;
+mod options;
 mod pinned;
 mod tensor;
 mod timing;
@@ -22,6 +23,7 @@ use cuda_std::{Global, GlobalMut, Kernel};
 pub use calls::Calls;
 pub use cuda::{CardInfo, cards};
 pub use images::{IMAGES, Image, MAIN};
+pub use options::DeviceOptions;
 pub use pinned::Pinned;
 pub use tensor::TensorMaps;
 pub use timing::{Graph, Marker, Timer};
@@ -94,12 +96,34 @@ impl Device {
     /// # Errors
     /// No driver, no such card, or a card older than compute capability 8.0.
     pub fn cuda(ordinal: u32) -> Result<Self, Error> {
-        Ok(Self(Arc::new(Kind::Cuda(cuda::Cuda::open(ordinal)?))))
+        Self::cuda_with(ordinal, &DeviceOptions::default())
+    }
+
+    /// As [`cuda`](Self::cuda), with `options`.
+    ///
+    /// # Errors
+    /// As [`cuda`](Self::cuda); a file of kernels that cannot be read, or has other parameter blocks.
+    pub fn cuda_with(ordinal: u32, options: &DeviceOptions) -> Result<Self, Error> {
+        Ok(Self(Arc::new(Kind::Cuda(cuda::Cuda::open(ordinal, options)?))))
     }
 
     /// The emulator: every kernel lane by lane on the CPU, in an order drawn from `seed`. For checking, not for speed.
     pub fn emulator(seed: u64) -> Self {
-        Self(Arc::new(Kind::Emulator(emulated::Emulator::new(seed))))
+        Self::emulator_with(seed, &DeviceOptions::default())
+    }
+
+    /// As [`emulator`](Self::emulator), with `options`. A file of kernels is not looked at, as those of the program
+    /// run.
+    pub fn emulator_with(seed: u64, options: &DeviceOptions) -> Self {
+        Self(Arc::new(Kind::Emulator(emulated::Emulator::new(seed, options.clone()))))
+    }
+
+    /// What it was opened with.
+    pub fn options(&self) -> &DeviceOptions {
+        match &*self.0 {
+            Kind::Cuda(cuda) => cuda.options(),
+            Kind::Emulator(emulator) => emulator.options(),
+        }
     }
 
     /// What a person calls this device.
@@ -110,8 +134,8 @@ impl Device {
         }
     }
 
-    /// Another queue on the same device: what is enqueued on one runs beside what is enqueued on the other. (The emulator
-    /// runs one launch at a time, whatever its queue.)
+    /// Another queue on the same device: what is enqueued on one runs beside what is enqueued on the other. (The
+    /// emulator runs one launch at a time, whatever its queue.)
     ///
     /// # Errors
     /// A driver error.
@@ -182,8 +206,8 @@ impl Device {
     /// Enqueues a kernel. `shared_bytes` is dynamic shared memory.
     ///
     /// # Safety
-    /// Every address in `params` points to live device memory as large as the kernel's parameter block says, and stays alive until
-    /// the device is done.
+    /// Every address in `params` points to live device memory as large as the kernel's parameter block says, and stays
+    /// alive until the device is done.
     ///
     /// # Errors
     /// A refused launch; under the emulator also whatever the kernel did wrong.
@@ -214,11 +238,12 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Together, params) }
     }
 
-    /// As [`launch`](Self::launch), of a kernel that waits for the launches ahead of it itself, by `cuda_std::launches`: it may begin before they
-    /// are done. Hopper.
+    /// As [`launch`](Self::launch), of a kernel that waits for the launches ahead of it itself, by
+    /// `cuda_std::launches`: it may begin before they are done. Hopper.
     ///
     /// # Safety
-    /// As for [`launch`](Self::launch); every block waits before it touches what others write, or writes what others touch.
+    /// As for [`launch`](Self::launch); every block waits before it touches what others write, or writes what others
+    /// touch.
     ///
     /// # Errors
     /// As [`launch`](Self::launch).
@@ -232,8 +257,8 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Early, params) }
     }
 
-    /// How many clusters of the kernel's blocks run at once where nothing else does, with so much dynamic shared memory. None if the driver does not say, nor
-    /// the emulator.
+    /// How many clusters of the kernel's blocks run at once where nothing else does, with so much dynamic shared
+    /// memory. None if the driver does not say, nor the emulator.
     pub fn clusters_at_once<K: Kernel>(&self, shared_bytes: u32) -> u32 {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.clusters_at_once(Entry::of::<K>(), shared_bytes),
@@ -260,11 +285,22 @@ impl Device {
     pub fn is_hopper(&self) -> bool {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.is_hopper(),
-            Kind::Emulator(_) => true,
+            Kind::Emulator(emulator) => !emulator.options().portable,
         }
     }
 
-    /// Whether its kernels are the machine code that is built in: of anything else the driver has made machine code first.
+    /// Whether prompts run in passes of many rows, by the kernels for Hopper: see [`DeviceOptions::prefill`].
+    pub fn has_prefill(&self) -> bool {
+        self.is_hopper() && self.options().prefill.unwrap_or(!self.is_emulator())
+    }
+
+    /// Whether a decode step runs in one launch, memory allowing: see [`DeviceOptions::unfused`].
+    pub fn has_decode_kernel(&self) -> bool {
+        self.is_hopper() && !self.options().unfused
+    }
+
+    /// Whether its kernels are the machine code that is built in: of anything else the driver has made machine code
+    /// first.
     pub fn has_machine_code(&self) -> bool {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.has_machine_code(),

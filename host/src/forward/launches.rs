@@ -1,12 +1,12 @@
 //! A step in many launches: for devices that cannot run it in one, for few rows of several sequences, and to compare with.
 
-use cuda_std::Global;
-use gpu_kernels::apart::{self, RmsNorm, SiluMul};
+use cuda_std::{Global, Kernel};
 use gpu_kernels::attention::{self, Attend, AttendTiles};
 use gpu_kernels::embedding::{self, Embed};
+use gpu_kernels::gate::SiluMul;
 use gpu_kernels::kv::Cache;
 use gpu_kernels::linear::{self, Linear};
-use gpu_kernels::norm::Norm;
+use gpu_kernels::norm::{Norm, RmsNorm};
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_ROWS, Rows};
 use half::bf16;
@@ -14,26 +14,38 @@ use model::plan::{Epilogue, Gemm, Input, Operator};
 
 use super::{Forward, Pass};
 use crate::Error;
-use crate::device::Buffer;
+use crate::device::{Buffer, Device};
 use crate::stream::Source;
 
 /// What the step in many launches does in launches of its own instead of in its neighbours', for measuring what that gained.
 #[derive(Default)]
 pub(super) struct Apart {
-    norms: bool,
-    /// Outputs of gate and up.
-    silu: Option<[Buffer<f32>; 2]>,
+    norms: Option<Launch<RmsNorm>>,
+    silu: Option<ApartSilu>,
 }
 
+/// SiLU and its product in a launch, with the outputs of gate and up.
+type ApartSilu = (Launch<SiluMul>, [Buffer<f32>; 2]);
+
+/// [`Device::launch`] of a kernel.
+type Launch<P> = unsafe fn(&Device, (u32, u32), u32, P) -> Result<(), Error>;
+
 impl Forward {
-    /// From now on, [`enqueue`](Self::enqueue) runs norms, or SiLU and its product, in launches of their own: for measuring what it gains that it does not. The
-    /// results differ in their last bits.
+    /// From now on, [`enqueue`](Self::enqueue) runs `norms`, or `silu` and its product, in launches of their own, by kernels that the caller brings: for
+    /// measuring what it gains that it does not. The results differ in their last bits.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn take_apart(&mut self, norms: bool, silu: bool) -> Result<(), Error> {
+    pub fn take_apart<N, S>(&mut self, norms: bool, silu: bool) -> Result<(), Error>
+    where
+        N: Kernel<Params = RmsNorm>,
+        S: Kernel<Params = SiluMul>,
+    {
         let gate = || self.device.zeroed(self.activation.len());
-        self.apart = Apart { norms, silu: if silu { Some([gate()?, gate()?]) } else { None } };
+        self.apart = Apart {
+            norms: norms.then_some(Device::launch::<N>),
+            silu: if silu { Some((Device::launch::<S>, [gate()?, gate()?])) } else { None },
+        };
         Ok(())
     }
 
@@ -42,14 +54,12 @@ impl Forward {
     /// # Safety
     /// As [`Device::launch`].
     unsafe fn launch_norm(&self, most_rows: u32, weight: &Buffer<bf16>) -> Result<(), Error> {
-        if !self.apart.norms {
-            return Ok(());
-        }
+        let Some(launch) = self.apart.norms else { return Ok(()) };
         let (dim, eps) = (self.config.hidden_size as u32, self.config.rms_norm_eps);
         let (rows, x, y) = (self.rows(), self.residual.ptr(), self.scaled.ptr_mut());
         let norm = RmsNorm { rows, x, weight: weight.ptr(), y, dim, eps };
         // SAFETY: the caller's word.
-        unsafe { self.device.launch::<apart::rms_norm>((1, most_rows), RmsNorm::SHARED_BYTES, norm) }
+        unsafe { launch(&self.device, (1, most_rows), RmsNorm::SHARED_BYTES, norm) }
     }
 
     /// Enqueues a pass launch by launch: the operators of the plan, one after another.
@@ -84,7 +94,7 @@ impl Forward {
 
     /// The norm that a product's input has yet to be divided by, unless norms have launches of their own.
     fn input_norm(&self) -> Norm {
-        if self.apart.norms { Norm::default() } else { self.norm() }
+        if self.apart.norms.is_some() { Norm::default() } else { self.norm() }
     }
 
     /// Enqueues a product of a layer.
@@ -120,7 +130,7 @@ impl Forward {
                 self.launch_norm(most_rows, w.norm_before(layer, gemm))?;
             }
             match &self.apart.silu {
-                Some(gate_up) if gemm.epilogue == Epilogue::SwiGlu => self.launch_silu(most_rows, gate_up, linear),
+                Some(silu) if gemm.epilogue == Epilogue::SwiGlu => self.launch_silu(most_rows, silu, linear),
                 _ => self.launch_linear(gemm.epilogue, most_rows, linear),
             }
         }
@@ -130,14 +140,15 @@ impl Forward {
     ///
     /// # Safety
     /// As [`Device::launch`].
-    unsafe fn launch_silu(&self, most_rows: u32, [gate, up]: &[Buffer<f32>; 2], p: Linear) -> Result<(), Error> {
+    unsafe fn launch_silu(&self, most_rows: u32, silu: &ApartSilu, p: Linear) -> Result<(), Error> {
+        let (launch, [gate, up]) = silu;
         let write = Epilogue::Write { bias: false };
         let silu = SiluMul { rows: p.rows, gate: gate.ptr(), up: up.ptr(), y: self.activation.ptr_mut(), n: p.n };
         // SAFETY: the caller's word.
         unsafe {
             self.launch_linear(write, most_rows, Linear { y: gate.ptr_mut(), ..p })?;
             self.launch_linear(write, most_rows, Linear { weight: p.up, y: up.ptr_mut(), ..p })?;
-            self.device.launch::<apart::silu_mul>((p.n.div_ceil(256), most_rows), 0, silu)
+            launch(&self.device, (p.n.div_ceil(256), most_rows), 0, silu)
         }
     }
 

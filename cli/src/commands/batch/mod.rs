@@ -70,7 +70,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     loading::start_log(report)?;
     refuse_same_file(&requests, &to)?;
     let lines = Lines::open(&requests)?;
-    let _openings: Vec<_> = loads.iter().map(|load| load.device.open_ahead()).collect();
+    let _openings: Vec<_> = loads.iter().map(|load| load.device.open_ahead(&load.options)).collect();
     let checkpoint = loading::open(&source, false, report)?;
     let model = source.to_string();
     let context = loads[0].context_for(&checkpoint.config)?;

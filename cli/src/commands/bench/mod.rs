@@ -5,8 +5,9 @@ mod plot;
 mod table;
 
 use anyhow::Context;
-use host::bench::{Event, Limits, Row, attention, ceilings, decode, linear, ngram, token_copy};
-use host::device::Device;
+use benches::cases::{attention, ceilings, decode, linear, ngram, token_copy};
+use benches::{Event, Limits, Row};
+use host::device::{Device, DeviceOptions};
 use host::{DeviceChoice, Error};
 
 use crate::progress::Progress;
@@ -32,7 +33,7 @@ struct Outcome<'a> {
 /// No card, too little memory, a wrong result, a plot that cannot be written, a closed pipe.
 pub fn run(command: Bench) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
-    let device = open(command.device)?;
+    let device = open(command.device, &command.options)?;
     let total: usize = command.groups.iter().map(Group::cases).sum();
     let progress = Progress::new("benchmarks", command.report.is_told());
     let mut done = 0;
@@ -40,7 +41,7 @@ pub fn run(command: Bench) -> anyhow::Result<Ending> {
         Event::Begin(label) => progress.cases(done, total, &label.to_string()),
         Event::Done(_) => done += 1,
     };
-    let mut bench = host::bench::Bench::new(&device, command.repeats, &mut watch)?;
+    let mut bench = benches::Bench::new(&device, command.repeats, &mut watch)?;
     for group in &command.groups {
         match group {
             Group::Ceilings(sizes) => ceilings::run(&mut bench, *sizes)?,
@@ -74,19 +75,16 @@ pub fn run(command: Bench) -> anyhow::Result<Ending> {
     Ok(Ending::Done)
 }
 
-fn open(choice: DeviceChoice) -> anyhow::Result<Device> {
-    match choice {
-        DeviceChoice::Emulator => Ok(Device::emulator(0)),
+fn open(choice: DeviceChoice, options: &DeviceOptions) -> anyhow::Result<Device> {
+    let ordinal = match choice {
+        DeviceChoice::Emulator => return choice.open(options)?.context("the emulator is a device"),
         DeviceChoice::Auto if host::device::cards()?.is_empty() => {
             anyhow::bail!("no CUDA card was found, and benchmarks measure one; {EMULATOR}")
         }
-        DeviceChoice::Cuda(ordinal) => cuda(ordinal),
-        DeviceChoice::Auto | DeviceChoice::Cpu => cuda(0),
-    }
-}
-
-fn cuda(ordinal: u32) -> anyhow::Result<Device> {
-    Device::cuda(ordinal).map_err(|error| match error {
+        DeviceChoice::Cuda(ordinal) => ordinal,
+        DeviceChoice::Auto | DeviceChoice::Cpu => 0,
+    };
+    Device::cuda_with(ordinal, options).map_err(|error| match error {
         Error::NoCuda { reason } => anyhow::anyhow!("no usable CUDA card: {reason}; {EMULATOR}"),
         other => other.into(),
     })

@@ -1,6 +1,6 @@
 //! The figures as a picture: a roofline above, a bar for each case below.
 
-use host::bench::{Row, Unit};
+use benches::{Row, Unit};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
@@ -203,7 +203,7 @@ fn ratios(area: &Area<'_>, outcome: &Outcome<'_>, left: i32) -> Result<(), Box<d
 
 #[cfg(test)]
 mod tests {
-    use host::bench::{Figures, Label, Limit, LimitKind, Limits, Work};
+    use benches::{Figures, Label, Limit, LimitKind, Limits, Work};
 
     use super::*;
 

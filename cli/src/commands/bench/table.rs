@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use host::bench::Row;
+use benches::Row;
 
 use super::Outcome;
 
@@ -96,7 +96,7 @@ fn number(value: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use host::bench::{Figures, Label, Limit, LimitKind, Limits, Unit, Work};
+    use benches::{Figures, Label, Limit, LimitKind, Limits, Unit, Work};
 
     use super::*;
 

@@ -34,12 +34,12 @@ enum Turn {
 /// Whatever is wrong with the model or the device; a closed pipe; unless a person is typing, also a refused turn.
 pub fn run(command: Chat) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
-    let _opening = command.load.device.open_ahead();
+    let _opening = command.load.device.open_ahead(&command.load.options);
     let checkpoint = loading::open(&command.source, false, command.report)?;
     chat_template(&checkpoint, &command.source)?;
     // Before the wait: what is typed meanwhile is the first turn.
     let input = Input::new(&command);
-    let engine = loading::load(checkpoint, command.load, command.report)?;
+    let engine = loading::load(checkpoint, command.load.clone(), command.report)?;
     if input.is_typed() && command.report.is_told() {
         note(&format!("{} on {}; /help lists commands and keys, Ctrl-D leaves", command.source, engine.device()));
     }

@@ -64,7 +64,8 @@ fn module_name(input: ParseStream) -> syn::Result<LitStr> {
 ///
 /// What must hold for a launch is said by the parameter block's own documentation, so none is asked of the function.
 ///
-/// On the device it becomes an entry point of its own name. What the build step is to know is left in the PTX as
+/// On the device it becomes an entry point of its own name, where its crate is the one that the build step compiles: a crate
+/// that another kernel crate depends on brings the functions that its kernels are made of, and none of its kernels. What the build step is to know is left in the PTX as
 /// comments: `//@launch_bounds NAME THREADS MIN_BLOCKS CLUSTER` (0 for what is not asked) becomes `.maxntid`,
 /// `.minnctapersm` and `.reqnctapercluster`, `//@module NAME MODULE` says where the kernel goes, and
 /// `//@layout NAME STAMP` what its parameter block looks like. On the host it stays a plain function. On both, a marker
@@ -99,24 +100,30 @@ fn expand(arguments: Arguments, function: ItemFn) -> syn::Result<TokenStream> {
     let stamp = format!("//@layout {text} {{}}");
     let too_aligned = format!("the parameter block of `{text}` is aligned to more than 16 bytes");
     let argument = format_ident!("params");
+    // Cargo sets it for what it was asked to build, and not for what that depends on.
+    let entry = std::env::var_os("CARGO_PRIMARY_PACKAGE").map(|_| {
+        quote! {
+            #(#attrs)*
+            #[allow(clippy::missing_safety_doc)]
+            #[cfg(target_arch = "nvptx64")]
+            #[unsafe(no_mangle)]
+            #vis unsafe extern "ptx-kernel" fn #name(#parameter) #block
+
+            #[cfg(target_arch = "nvptx64")]
+            ::core::arch::global_asm!(
+                #bounds,
+                #home,
+                #stamp,
+                const #threads,
+                const #min_blocks,
+                const #cluster,
+                const <#params as ::cuda_std::Layout>::STAMP,
+            );
+        }
+    });
 
     Ok(quote! {
-        #(#attrs)*
-        #[allow(clippy::missing_safety_doc)]
-        #[cfg(target_arch = "nvptx64")]
-        #[unsafe(no_mangle)]
-        #vis unsafe extern "ptx-kernel" fn #name(#parameter) #block
-
-        #[cfg(target_arch = "nvptx64")]
-        ::core::arch::global_asm!(
-            #bounds,
-            #home,
-            #stamp,
-            const #threads,
-            const #min_blocks,
-            const #cluster,
-            const <#params as ::cuda_std::Layout>::STAMP,
-        );
+        #entry
 
         #(#attrs)*
         #[allow(clippy::missing_safety_doc)]

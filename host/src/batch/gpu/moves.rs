@@ -2,13 +2,12 @@
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::batch::{self, ListRecords, PageRecords};
-use gpu_kernels::token_copy::{self as kernels, PAGE_RECORD_BYTES, Pairs, Regions, TokenCopy};
+use gpu_kernels::token_copy::{self as kernels, MULTIPROCESSORS, PAGE_RECORD_BYTES, Pairs, Regions, TokenCopy};
 use half::bf16;
 
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, Pinned};
-use crate::token_copy::MULTIPROCESSORS;
 
 /// Pages that are listed and copied at a time.
 const AT_ONCE: usize = 64;

@@ -1,0 +1,167 @@
+//! What each optimisation of the decode loop gained: the loop as it was first, and then one change at a time.
+//!
+//! `ablation SIZE`, such as `ablation 8B`. Random weights, one sequence, a prompt of 64 tokens. A line for each.
+
+use std::time::{Duration, Instant};
+
+use benches::{Arguments, tokens};
+use gpu_kernels::kv::PAGE_TOKENS;
+use gpu_kernels::step::{self, PlanDecode, STATE_WORDS, SequenceState};
+use host::device::{Buffer, Device};
+use host::forward::{Forward, RowOutput};
+use host::weights::DeviceWeights;
+use host::{Backend, Gpu, NgramDraft, Sequence};
+use model::sampling::argmax;
+use model::{Config, Sampling};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Tokens of the prompt.
+const PROMPT: usize = 64;
+/// Tokens of an answer.
+const TOKENS: usize = 181;
+/// Tokens that a step of the script brings: 3 in the mean.
+const LENGTHS: [usize; 3] = [1, 3, 5];
+
+fn main() -> Result<()> {
+    let arguments = Arguments::read()?;
+    let size = arguments.word(0).ok_or("usage: ablation SIZE")?;
+    let (config, device) = arguments.subject(size)?;
+    Forward::check(&config)?;
+    let capacity = (PROMPT + TOKENS).next_multiple_of(PAGE_TOKENS as usize);
+    let prompt = tokens(&config, PROMPT);
+    let bytes = config.step_weight_bytes(2) + (PROMPT + TOKENS / 2) * config.kv_bytes_per_token(2);
+    println!("{size}: {bytes} bytes a token");
+    let mut before = None;
+    let mut tell = |what: &str, times: &[Duration], tokens: usize| {
+        let seconds = times.iter().sum::<Duration>().as_secs_f64() / tokens as f64;
+        let gain = before.replace(seconds).map_or(1.0, |before: f64| before / seconds);
+        println!(
+            "{what:40} {:8.1} tokens/s {:8.1} µs {:7.1} GB/s  x {gain:.3}",
+            1.0 / seconds,
+            seconds * 1e6,
+            bytes as f64 / seconds / 1e9
+        );
+    };
+
+    // The host chooses, and waits for every token.
+    let mut host = HostLoop::new(&device, &config, capacity)?;
+    for (what, norms, silu, graph) in [
+        ("a launch an operator", true, true, false),
+        ("norms fused into their neighbours", false, true, false),
+        ("SiLU fused into the product", false, false, false),
+        ("launches recorded in a graph", false, false, true),
+    ] {
+        benches::unfused::take_apart(&mut host.forward, norms, silu)?;
+        let times = host.run(&prompt, graph)?;
+        tell(what, &times, times.len());
+    }
+    if host.forward.lay_out_stream()? {
+        let times = host.run(&prompt, false)?;
+        tell("one launch, weights streamed", &times, times.len());
+    }
+    drop(host);
+
+    // The device chooses, and the host waits for each token, then for none.
+    let mut gpu = Gpu::with_weights(&device, &config, DeviceWeights::random(&config, &device)?, capacity)?;
+    gpu.set_run_ahead(0);
+    let (_, times) = run(&mut gpu, &prompt, None)?;
+    tell("tokens chosen on the device", &times, TOKENS - 1);
+    gpu.set_run_ahead(2);
+    let (plain, times) = run(&mut gpu, &prompt, None)?;
+    tell("the loop on the device", &times, TOKENS - 1);
+    benches::draft_by_script(&mut gpu, &prompt, &plain, &LENGTHS)?;
+    let (drafted, times) = run(&mut gpu, &prompt, Some(NgramDraft::default()))?;
+    if drafted != plain {
+        return Err("drafts have changed the tokens".into());
+    }
+    tell("drafts, 3 tokens a step", &times, TOKENS - 1);
+    Ok(())
+}
+
+/// A loop on the host: a step, its logits copied back, the best token found and sent for the next.
+struct HostLoop {
+    device: Device,
+    forward: Forward,
+    history: Buffer<i32>,
+    words: Buffer<u32>,
+    logits: Vec<f32>,
+    capacity: usize,
+}
+
+impl HostLoop {
+    fn new(device: &Device, config: &Config, capacity: usize) -> Result<Self> {
+        Ok(Self {
+            device: device.clone(),
+            forward: Forward::new(device, config, DeviceWeights::random(config, device)?, capacity)?,
+            history: device.zeroed(capacity)?,
+            words: device.zeroed(STATE_WORDS)?,
+            logits: vec![0.0; config.vocab_size],
+            capacity,
+        })
+    }
+
+    /// The time of each token after the prompt, which runs token by token too.
+    fn run(&mut self, prompt: &[u32], graph: bool) -> Result<Vec<Duration>> {
+        let Self { device, forward, history, words, logits, capacity } = self;
+        let counters = forward.stream().map(|stream| stream.counters());
+        let plan = PlanDecode {
+            rows: forward.rows(),
+            state: SequenceState { history: history.ptr_mut(), words: words.ptr_mut() },
+            drafts: Default::default(),
+            draft_rows: Default::default(),
+            counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
+            counter_count: counters.map_or(0, |c| c.len() as u32),
+            cost: Default::default(),
+        };
+        let end = *capacity as u32;
+        let step = || {
+            // SAFETY: the history has the tokens, and rows have room for a step.
+            unsafe { device.launch::<step::plan_decode>(1, 0, plan)? };
+            if forward.stream().is_some() {
+                forward.enqueue_decode(1, end)
+            } else {
+                forward.enqueue(1, end, RowOutput::LogitsFrom(0))
+            }
+        };
+        words.write(0, &[1, 0, 0, 0])?;
+        step()?;
+        let mut recorded = if graph { Some(device.capture(step)?) } else { None };
+        let mut times = Vec::new();
+        let mut token = prompt[0];
+        for length in 1..PROMPT + TOKENS {
+            let start = Instant::now();
+            history.write(length - 1, &[token as i32])?;
+            words.write(0, &[length as u32, 0, 0, 0])?;
+            match &mut recorded {
+                Some(graph) => graph.launch()?,
+                None => step()?,
+            }
+            forward.logits().read(0, logits)?;
+            token = prompt.get(length).copied().unwrap_or_else(|| argmax(logits));
+            if length > PROMPT {
+                times.push(start.elapsed());
+            }
+        }
+        Ok(times)
+    }
+}
+
+/// An answer by the loop on the device, and the times of its steps.
+fn run(gpu: &mut Gpu, prompt: &[u32], draft: Option<NgramDraft>) -> Result<(Vec<u32>, Vec<Duration>)> {
+    let max_length = prompt.len() + TOKENS;
+    gpu.begin(
+        &Sequence { prompt, max_length, sampling: Sampling::default(), draft, stop_tokens: &[] },
+        &mut |_, _| std::ops::ControlFlow::Continue(()),
+    )?;
+    let (mut tokens, mut times) = (gpu.step()?.tokens, Vec::new());
+    loop {
+        let start = Instant::now();
+        let step = gpu.step()?;
+        times.push(start.elapsed());
+        tokens.extend(step.tokens);
+        if step.finished {
+            return Ok((tokens, times));
+        }
+    }
+}

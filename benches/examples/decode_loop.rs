@@ -1,0 +1,140 @@
+//! What surrounds the steps of a model on a card: drafting at a given acceptance, the first token, drafting and
+//! acceptance beside a step.
+//!
+//! `decode_loop SIZE`, such as `decode_loop 8B`. Random weights. A line for each figure.
+
+use std::time::{Duration, Instant};
+
+use benches::{Arguments, tokens};
+use host::forward::Forward;
+use host::weights::DeviceWeights;
+use host::{Backend, Gpu, NgramDraft, Sequence};
+use model::Sampling;
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Tokens of an answer.
+const TOKENS: usize = 361;
+/// Tokens of the prompt.
+const PROMPT: usize = 64;
+/// Tokens that a step of the script brings: 3 in the mean.
+const LENGTHS: [usize; 3] = [1, 3, 5];
+/// Tokens of the history beside which drafting is timed.
+const LONG: usize = 32_768;
+/// Launches of drafting and acceptance in a row.
+const REPEATS: u32 = 100;
+
+fn main() -> Result<()> {
+    let arguments = Arguments::read()?;
+    let size = arguments.word(0).ok_or("usage: decode_loop SIZE")?;
+    let (config, device) = arguments.subject(size)?;
+    Forward::check(&config)?;
+    let capacity = LONG + 32 * REPEATS as usize;
+    let mut gpu = Gpu::with_weights(&device, &config, DeviceWeights::random(&config, &device)?, capacity)?;
+    let prompt = tokens(&config, PROMPT);
+
+    // Drafts that are confirmed in a known number.
+    let plain = run(&mut gpu, &prompt, None)?;
+    benches::draft_by_script(&mut gpu, &prompt, &plain.tokens, &LENGTHS)?;
+    for adaptive in [true, false] {
+        let drafted = run(&mut gpu, &prompt, Some(NgramDraft { adaptive, ..NgramDraft::default() }))?;
+        if drafted.tokens != plain.tokens {
+            return Err("drafts have changed the tokens".into());
+        }
+        println!(
+            "{size} scripted, adaptive {adaptive}: {:.2} tokens a step, {:.2} rows a step, {:.1} tokens/s, {:.3} x the {:.1} without drafts",
+            (TOKENS - 1) as f64 / drafted.steps.len() as f64,
+            1.0 + drafted.drafted as f64 / drafted.steps.len() as f64,
+            drafted.rate(),
+            drafted.rate() / plain.rate(),
+            plain.rate()
+        );
+    }
+    gpu.clear_script();
+
+    // From the enqueueing of a step until the host has its token, over what a step takes when the next are enqueued
+    // already.
+    for draft in [None, Some(NgramDraft::default())] {
+        gpu.set_run_ahead(2);
+        let ahead = median(run(&mut gpu, &prompt, draft)?.steps);
+        gpu.set_run_ahead(0);
+        let waiting = median(run(&mut gpu, &prompt, draft)?.steps);
+        println!(
+            "{size} {}: a step in a row {ahead:.1} µs; enqueued alone until its token is seen {waiting:.1} µs; over it {:.1} µs",
+            if draft.is_some() { "drafting" } else { "no drafts" },
+            waiting - ahead
+        );
+    }
+
+    // What they take beside a step with a long history: what drafting adds to it, and what acceptance and planning take
+    // without drafts.
+    gpu.set_run_ahead(2);
+    let long = tokens(&config, LONG);
+    let plain = median(run(&mut gpu, &long, None)?.steps);
+    let drafting = median(run(&mut gpu, &long, Some(NgramDraft::default()))?.steps);
+    gpu.begin(&sequence(&long, LONG + 24 * REPEATS as usize, None), &mut |_, _| std::ops::ControlFlow::Continue(()))?;
+    gpu.step()?;
+    device.synchronize()?;
+    let accept = gpu.time_around_step(REPEATS)?;
+    println!(
+        "{size} beside a step, {LONG} tokens: drafting {drafting:.1} µs, no drafts {plain:.1} µs, plan and accept alone {accept:.2} µs; together {:.2} µs",
+        drafting - plain + accept
+    );
+
+    // Drafting, planning and acceptance by themselves.
+    for (length, kind) in [(512, "nothing matches"), (LONG, "nothing matches"), (LONG, "repetitive")] {
+        let prompt = if kind == "repetitive" {
+            tokens(&config, 64).into_iter().cycle().take(length).collect()
+        } else {
+            tokens(&config, length)
+        };
+        let draft = Some(NgramDraft::default());
+        let most = length + 24 * REPEATS as usize;
+        gpu.begin(&sequence(&prompt, most, draft), &mut |_, _| std::ops::ControlFlow::Continue(()))?;
+        gpu.step()?;
+        device.synchronize()?;
+        let time = gpu.time_around_step(REPEATS)?;
+        println!("{size} draft, plan and accept, {length} tokens, {kind}: {time:.2} µs");
+    }
+    Ok(())
+}
+
+fn sequence(prompt: &[u32], max_length: usize, draft: Option<NgramDraft>) -> Sequence<'_> {
+    Sequence { prompt, max_length, sampling: Sampling::default(), draft, stop_tokens: &[] }
+}
+
+/// An answer.
+struct Run {
+    tokens: Vec<u32>,
+    /// Each decode step, from the report before it to its own.
+    steps: Vec<Duration>,
+    drafted: usize,
+}
+
+impl Run {
+    /// Tokens a second, without the first.
+    fn rate(&self) -> f64 {
+        (self.tokens.len() - 1) as f64 / self.steps.iter().sum::<Duration>().as_secs_f64()
+    }
+}
+
+fn run(gpu: &mut Gpu, prompt: &[u32], draft: Option<NgramDraft>) -> Result<Run> {
+    gpu.begin(&sequence(prompt, prompt.len() + TOKENS, draft), &mut |_, _| std::ops::ControlFlow::Continue(()))?;
+    let mut run = Run { tokens: gpu.step()?.tokens, steps: Vec::new(), drafted: 0 };
+    loop {
+        let start = Instant::now();
+        let step = gpu.step()?;
+        run.steps.push(start.elapsed());
+        run.tokens.extend(step.tokens);
+        run.drafted += step.drafted;
+        if step.finished {
+            return Ok(run);
+        }
+    }
+}
+
+/// In microseconds.
+fn median(mut times: Vec<Duration>) -> f64 {
+    times.sort();
+    times[times.len() / 2].as_secs_f64() * 1e6
+}

@@ -1,0 +1,228 @@
+//! Where the time of a step of many sequences goes: `wide [SIZE[/LAYERS] [SEQUENCES[@FROM-TO][:plain] …]]`, such as
+//! `wide 8B 64 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so many, in no order. Full
+//! pages are packed, or stay `plain`.
+//!
+//! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best
+//! tokens with them; then a step that finds these is timed, and its phases: each from when the last block was done with
+//! the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read
+//! bandwidth, and how long before the last one blocks were done in the mean. With fewer layers, such as `8B/12`, that
+//! bandwidth is not measured: to compare builds of the kernels in seconds (docs/guide/profile.md).
+
+use benches::cases::ceilings;
+use benches::{Arguments, Bench};
+use gpu_kernels::batch::{self, Put};
+use gpu_kernels::kv::PAGE_TOKENS;
+use gpu_kernels::sample::rank;
+use gpu_kernels::step::Rows;
+use gpu_kernels::wide::Kind;
+use half::bf16;
+use host::device::Device;
+use host::forward::{Forward, Pass, Room, RowOutput, Tiles};
+use host::weights::DeviceWeights;
+use model::Config;
+
+const CONTEXT: usize = 1040;
+
+/// How many sequences, and how long they are.
+struct Case {
+    name: String,
+    contexts: Vec<usize>,
+    packs: bool,
+}
+
+impl Case {
+    fn new(name: &str) -> Result<Self, Box<dyn std::error::Error>> {
+        let (sequences, packs) = name.strip_suffix(":plain").map_or((name, true), |sequences| (sequences, false));
+        let parsed = || {
+            let Some((count, range)) = sequences.split_once('@') else {
+                return Some((sequences.parse().ok()?, CONTEXT, CONTEXT));
+            };
+            let (from, to) = range.split_once('-')?;
+            Some((count.parse().ok()?, from.parse().ok()?, to.parse().ok()?))
+        };
+        let (count, from, to) =
+            parsed().filter(|&(count, from, to)| count > 0 && from > 0 && from <= to).ok_or_else(|| {
+                format!("{name} is no number of sequences; give one, such as 64, or 64@32-1200 with tokens from and to")
+            })?;
+        let mut contexts: Vec<usize> = (0..count).map(|i| from + (to - from) * i / count).collect();
+        shuffle(&mut contexts, 3);
+        Ok(Self { name: name.into(), contexts, packs })
+    }
+}
+
+fn random(len: usize, mut seed: u64) -> Vec<u64> {
+    let mut next = || {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        seed >> 33
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+fn shuffle<T>(items: &mut [T], seed: u64) {
+    for (i, r) in random(items.len(), seed).into_iter().enumerate() {
+        items.swap(i, r as usize % items.len());
+    }
+}
+
+fn step(
+    device: &Device,
+    size: &str,
+    layers: Option<usize>,
+    case: &Case,
+    bandwidth: Option<f64>,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let mut config = Config::published(size).ok_or("no such size")?;
+    config.num_hidden_layers = layers.unwrap_or(config.num_hidden_layers);
+    let sequences = case.contexts.len();
+    let context = case.contexts.iter().max().copied().unwrap_or(CONTEXT);
+    let stride = context.div_ceil(PAGE_TOKENS as usize);
+    let room = Room::batch(context, sequences, sequences * stride, sequences);
+    let mut forward = Forward::with_room(device, &config, DeviceWeights::random(&config, device)?, room)?;
+    let pattern: Vec<bf16> =
+        random(1 << 20, 5).iter().map(|&r| bf16::from_f32(r as f32 / (1u64 << 30) as f32 - 1.0)).collect();
+    forward.fill_cache(&pattern)?;
+    let mut tables: Vec<u32> = (0..room.pages as u32).collect();
+    shuffle(&mut tables, 1);
+    forward.set_page_tables(&tables)?;
+
+    let tokens: Vec<u32> = random(sequences, 2).iter().map(|r| *r as u32 % config.vocab_size as u32).collect();
+    let numbers: Vec<u32> = (0..sequences as u32).collect();
+    let positions = case.contexts.iter().map(|&tokens| tokens as u32 - 1).collect();
+    let columns = [vec![sequences as u32], tokens, positions, numbers.clone()];
+    let columns = columns.each_ref().map(|column| device.upload(column));
+    let [count, tokens, positions, of] = columns;
+    let (count, tokens, positions, of) = (count?, tokens?, positions?, of?);
+    let tiles = device.upload(&numbers.iter().flat_map(|&row| [row, 1]).collect::<Vec<_>>())?;
+    let pass = Pass {
+        rows: Rows {
+            count: count.ptr_mut(),
+            tokens: tokens.ptr_mut(),
+            positions: positions.ptr_mut(),
+            sequences: of.ptr_mut(),
+        },
+        most_rows: sequences as u32,
+        end: context as u32,
+        tiles: Some(Tiles { list: tiles.ptr(), count: sequences as u32 }),
+        output: RowOutput::LogitsFrom(0),
+    };
+    let logits = |forward: &Forward| -> Result<Vec<f32>, host::Error> {
+        forward.enqueue_rows(&pass)?;
+        let mut out = vec![0.0; sequences * config.vocab_size];
+        forward.logits().read(0, &mut out)?;
+        Ok(out)
+    };
+    let launched = logits(&forward)?;
+    if !(forward.lay_out_stream()? && forward.lay_out_wide()?) {
+        return Err("this card cannot stream".into());
+    }
+    if case.packs {
+        // All full pages that no row writes to.
+        let full = |(i, tokens): (usize, &usize)| tables[i * stride..][..(tokens - 1) / PAGE_TOKENS as usize].to_vec();
+        let full: Vec<u32> = case.contexts.iter().enumerate().flat_map(full).collect();
+        let list = device.upload(&full)?;
+        forward.enqueue_pack(list.ptr(), full.len())?;
+        let packed = device.upload(&full.iter().flat_map(|&page| [page, 1]).collect::<Vec<_>>())?;
+        let to = forward.packed_pages().unwrap_or_default();
+        let put = Put { entries: packed.ptr(), to, count: full.len() as u32 };
+        // SAFETY: the list names pages, each once.
+        unsafe { device.launch::<batch::put_words>(batch::blocks(full.len()), 0, put)? };
+    }
+    forward.use_gemm_from(1);
+    let by_gemm = logits(&forward)?;
+    forward.use_gemm_from(u32::MAX);
+    let wide = logits(&forward)?;
+    if by_gemm.iter().zip(&wide).any(|(a, b)| a.to_bits() != b.to_bits()) {
+        return Err("with products as launches there are other logits".into());
+    }
+    let differ = wide.iter().zip(&launched).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    let strange = wide.iter().filter(|v| !v.is_finite()).count();
+    // What is timed finds the best tokens, as a greedy batch does.
+    let pass = Pass { output: RowOutput::Best, ..pass };
+    forward.enqueue_rows(&pass)?;
+    let wrong = (forward.best_tokens(sequences)?.into_iter())
+        .zip(wide.chunks(config.vocab_size))
+        .filter(|(best, row)| row.iter().zip(0..).map(|(&logit, token)| rank(logit, token)).max() != Some(*best))
+        .count();
+    let timer = device.timer()?;
+    let mut times = [f64::MAX; 2];
+    for _ in 0..4 {
+        for (time, from) in times.iter_mut().zip([u32::MAX, 1]) {
+            forward.use_gemm_from(from);
+            *time = time.min(timer.time(|| (0..8).try_for_each(|_| forward.enqueue_rows(&pass).map(drop)))? / 8.0);
+        }
+    }
+    forward.use_gemm_from(u32::MAX);
+    let [best, by_gemm] = times;
+    let kv = (case.contexts.iter().sum::<usize>() * config.kv_bytes_per_token(2)) as f64;
+    let bytes = config.step_weight_bytes(2) as f64 + kv;
+    let share = bandwidth.map_or(String::new(), |b| format!(", {:.3} of the bound", bytes / b * 1e3 / best));
+    println!(
+        "{size}, {} sequences: {best:.3} ms{share}, {by_gemm:.3} ms with products as launches; {differ} of {} logits differ, {strange} strange, {wrong} best tokens wrong",
+        case.name,
+        wide.len()
+    );
+    forward.begin_wide_trace()?;
+    forward.enqueue_rows(&pass)?;
+    forward.enqueue_rows(&pass)?;
+    let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+    let heads = config.qkv_size();
+    let mut phases: Vec<(String, f64, f64, f64, usize)> = Vec::new();
+    let mut before: Option<u64> = None;
+    let trace = forward.take_wide_trace()?;
+    for (i, (kind, times)) in trace.iter().enumerate() {
+        let last = times.iter().max().copied().unwrap_or(0);
+        let (name, elements) = match kind {
+            Kind::Embed => ("embed", 0),
+            Kind::Best => ("head", config.vocab_size * hidden),
+            Kind::Write => ("QKV", heads * hidden),
+            Kind::Attend => ("attend", 0),
+            Kind::Add if trace[i - 1].0 == Kind::SwiGlu => ("down", inner * hidden),
+            Kind::Add => ("output", hidden * config.query_size()),
+            Kind::SwiGlu => ("gate, up", 2 * inner * hidden),
+        };
+        let bytes = if *kind == Kind::Attend { kv / config.num_hidden_layers as f64 } else { 2.0 * elements as f64 };
+        if let Some(before) = before {
+            let sum: u64 = times.iter().map(|time| last - time).sum();
+            let early = sum as f64 / times.len() as f64 / 1e3;
+            let time = (last - before) as f64 / 1e3;
+            match phases.iter_mut().find(|phase| phase.0 == name) {
+                Some(phase) => {
+                    (phase.1, phase.3, phase.4) = (phase.1 + time, phase.3 + early, phase.4 + 1);
+                }
+                None => phases.push((name.into(), time, bytes, early, 1)),
+            }
+        }
+        before = Some(last);
+    }
+    for (name, sum, bytes, early, count) in phases {
+        let each = count as f64;
+        let least = bandwidth.map_or(String::new(), |b| format!(" bytes alone {:7.2},", bytes / b * 1e6));
+        println!("{name:>9} {:8.2} µs,{least} blocks done {:5.2} before", sum / each, early / each);
+    }
+    Ok(())
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments = Arguments::read()?;
+    let size = arguments.word(0).unwrap_or("8B");
+    let (size, layers) = match size.split_once('/') {
+        Some((size, layers)) => (size, Some(layers.parse()?)),
+        None => (size, None),
+    };
+    let device = arguments.device()?;
+    let mut bandwidth = None;
+    if layers.is_none() {
+        let mut watch = |_: benches::Event<'_>| {};
+        let mut bench = Bench::new(&device, 20, &mut watch)?;
+        ceilings::run(&mut bench, ceilings::Sizes::PUBLISHED)?;
+        let read = bench.limits().read;
+        println!("reads {:.0} GB/s", read / 1e9);
+        bandwidth = Some(read);
+    }
+    let counts =
+        if arguments.words.len() > 1 { arguments.words[1..].to_vec() } else { vec!["64".into(), "256".into()] };
+    for sequences in counts {
+        step(&device, size, layers, &Case::new(&sequences)?, bandwidth)?;
+    }
+    Ok(())
+}

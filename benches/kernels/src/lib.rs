@@ -1,0 +1,23 @@
+//! The device routines that only measurements launch, and those that answers are compared with.
+//!
+//! - [`ceilings`]: what the card itself can do.
+//! - [`token_copy`]: the ladder of the token-record gather, and its kernels for other records than pages.
+//! - [`ngram`]: the n-gram operators for other token ids than the decode loop's, and the slower designs of others.
+//! - `gemm`: the GEMM of prompts as others have it, rounded to bf16.
+//! - [`unfused`]: norms and SiLU in launches of their own.
+//! - [`script`]: drafts at a known acceptance.
+//!
+//! They are made of the functions of `gpu_kernels`, and go into a PTX module of their own, `bench`, which the crate
+//! `benches` builds and hands to a device; a program that measures nothing does not have it.
+#![no_std]
+#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, stdarch_nvptx), allow(unused_features))]
+// As in `gpu_kernels`.
+#![allow(clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
+
+pub mod ceilings;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod gemm;
+pub mod ngram;
+pub mod script;
+pub mod token_copy;
+pub mod unfused;

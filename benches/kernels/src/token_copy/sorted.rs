@@ -1,0 +1,177 @@
+//! The copies that take the pairs in the order of their sources.
+//!
+//! A warp takes 32 sorted pairs at a time, one a lane, and hands them round by shuffles.
+
+use cuda_std::{Global, kernel, thread, warp};
+use gpu_kernels::unroll;
+
+use super::{Index, MLA_UNITS, NONE, PAGE_UNITS, Regions, THREADS, UNIT_BYTES, copy_record};
+
+/// Threads of a block of the grouped copy. A warp has up to eight records under way, so four warps on each of a few
+/// multiprocessors are enough, and leave most of the registers to the kernels of other queues.
+pub const GROUPED_THREADS: u32 = 128;
+/// Records of a group: eight times 656 bytes are 41 lines of 128, and no fewer are whole lines.
+pub const GROUP: u32 = 1 << GROUP_SHIFT;
+/// Its logarithm: the [`super::Sort::shift`] that brings groups together and does not order them inside.
+pub const GROUP_SHIFT: u32 = 3;
+/// Rounds of 32 units in which a warp reads a group.
+const GROUP_ROUNDS: usize = (GROUP * MLA_UNITS).div_ceil(32) as usize;
+
+/// Parameters of the kernels of this module. Grid: any. No shared memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct SortedCopy<I> {
+    /// `[total]` what `token_copy_scatter` wrote: pairs that are all in their regions.
+    pub sorted: Global<u64>,
+    /// `[1]` how many.
+    pub total: Global<u32>,
+    /// From where to where. What does not fit the kernel is not copied.
+    pub regions: Regions<I>,
+}
+
+impl<I: Index> SortedCopy<I> {
+    /// Calls `body` with the warp's next pairs, one a lane, and how many there are, until there are no more.
+    #[inline(always)]
+    unsafe fn for_each_32(&self, warps: u32, body: impl Fn(u32, u32, u32)) {
+        unsafe {
+            let total = self.total.load(0) as u64;
+            let step = thread::grid_dim_x() as u64 * warps as u64 * 32;
+            let mut first = (thread::block_idx_x() as u64 * warps as u64 + thread::warp_id() as u64) * 32;
+            while first < total {
+                let i = first + thread::lane_id() as u64;
+                let pair = if i < total { self.sorted.load(i as usize) } else { u64::MAX };
+                let left = total - first;
+                body(pair as u32, (pair >> 32) as u32, if left < 32 { left as u32 } else { 32 });
+                first += step;
+            }
+        }
+    }
+}
+
+/// A warp a record; what is in its registers is not read again. `UNITS` is the size of a record, or 0 for any.
+#[inline(always)]
+unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &SortedCopy<I>) {
+    unsafe {
+        if !p.regions.fit(UNITS) {
+            return;
+        }
+        let lane = thread::lane_id();
+        p.for_each_32(THREADS / 32, |src, dst, count| {
+            let mut held = NONE;
+            let mut data = [[0u32; 4]; ROUNDS];
+            let mut i = 0;
+            while i < count {
+                let pair = (warp::shuffle_idx(src, i) as u64, warp::shuffle_idx(dst, i) as u64);
+                let (from, to) = p.regions.records(pair, UNITS);
+                if UNITS == 0 {
+                    copy_record::<ROUNDS>(from, to, p.regions.units(0));
+                } else {
+                    if pair.0 as u32 != held {
+                        unroll!(R < ROUNDS; {
+                            let unit = lane + 32 * R as u32;
+                            if unit < UNITS {
+                                data[R] = from.load16((unit * UNIT_BYTES) as usize);
+                            }
+                        });
+                        held = pair.0 as u32;
+                    }
+                    unroll!(R < ROUNDS; {
+                        let unit = lane + 32 * R as u32;
+                        if unit < UNITS {
+                            to.store16((unit * UNIT_BYTES) as usize, data[R]);
+                        }
+                    });
+                }
+                i += 1;
+            }
+            if lane < count {
+                p.regions.note((src as u64, dst as u64));
+            }
+        });
+    }
+}
+
+/// A warp a group of eight records of 656 bytes, read as whole lines.
+///
+/// Lane `l` holds unit `32 r + l` of the group for each round `r`; of the group's eight records, lane `s` keeps the
+/// books of record `s`: which of the 32 pairs want it. The warp reads what is wanted by anyone, once. Then each record
+/// goes to its first pair's place, all of them together; then to its second's, and so on.
+#[inline(always)]
+unsafe fn copy_grouped<I: Index>(p: &SortedCopy<I>) {
+    unsafe {
+        if !p.regions.fit(MLA_UNITS) {
+            return;
+        }
+        let lane = thread::lane_id();
+        p.for_each_32(GROUPED_THREADS / 32, |src, dst, count| {
+            let group = if lane < count { src >> GROUP_SHIFT } else { NONE };
+            let mut left = warp::ballot(lane < count);
+            while left != 0 {
+                let this = warp::shuffle_idx(group, left.trailing_zeros());
+                left &= !warp::ballot(group == this);
+                let mut wanted = 0;
+                unroll!(S < GROUP; {
+                    let by = warp::ballot(group == this && src % GROUP == S as u32);
+                    wanted = if lane == S as u32 { by } else { wanted };
+                });
+                let from = p.regions.src.at((this as u64 * (GROUP * MLA_UNITS * UNIT_BYTES) as u64) as usize);
+                let mut data = [[0u32; 4]; GROUP_ROUNDS];
+                unroll!(R < GROUP_ROUNDS; {
+                    let unit = lane + 32 * R as u32;
+                    // Past the eighth record, a lane's books are empty.
+                    if warp::shuffle_idx(wanted, unit / MLA_UNITS) != 0 {
+                        data[R] = from.load16((unit * UNIT_BYTES) as usize);
+                    }
+                });
+                while warp::any(wanted != 0) {
+                    let place = warp::shuffle_idx(dst, wanted.trailing_zeros());
+                    let place = if wanted != 0 { place } else { NONE };
+                    wanted &= wanted.wrapping_sub(1);
+                    unroll!(R < GROUP_ROUNDS; {
+                        let unit = lane + 32 * R as u32;
+                        let record = unit / MLA_UNITS;
+                        let place = warp::shuffle_idx(place, record);
+                        if place != NONE {
+                            let at = place as u64 * (MLA_UNITS * UNIT_BYTES) as u64;
+                            let at = at + ((unit - record * MLA_UNITS) * UNIT_BYTES) as u64;
+                            p.regions.dst.store16(at as usize, data[R]);
+                        }
+                    });
+                }
+            }
+            if lane < count {
+                p.regions.note((src as u64, dst as u64));
+            }
+        });
+    }
+}
+
+macro_rules! kernels {
+    ($($index:ty: $any:ident $mla:ident $page:ident $grouped:ident;)*) => { $(
+        #[doc = concat!("Copies sorted records of any size, with a slot map of `", stringify!($index), "`.")]
+        #[kernel(threads = 1024, module = "bench")]
+        pub unsafe fn $any(p: SortedCopy<$index>) {
+            unsafe { copy::<_, 0, 4>(&p) }
+        }
+        #[doc = concat!("Copies sorted records of 656 bytes, with a slot map of `", stringify!($index), "`.")]
+        #[kernel(threads = 1024, module = "bench")]
+        pub unsafe fn $mla(p: SortedCopy<$index>) {
+            unsafe { copy::<_, MLA_UNITS, 2>(&p) }
+        }
+        #[doc = concat!("Copies sorted records of 4,096 bytes, with a slot map of `", stringify!($index), "`.")]
+        #[kernel(threads = 1024, module = "bench")]
+        pub unsafe fn $page(p: SortedCopy<$index>) {
+            unsafe { copy::<_, PAGE_UNITS, 8>(&p) }
+        }
+        #[doc = concat!("Copies sorted records of 656 bytes in groups of eight, with a slot map of `", stringify!($index), "`.")]
+        #[kernel(threads = 128, module = "bench")]
+        pub unsafe fn $grouped(p: SortedCopy<$index>) {
+            unsafe { copy_grouped(&p) }
+        }
+    )* };
+}
+
+kernels! {
+    i32: token_copy_sorted_i32 token_copy_sorted_656_i32 token_copy_sorted_4096_i32 token_copy_grouped_656_i32;
+    i64: token_copy_sorted_i64 token_copy_sorted_656_i64 token_copy_sorted_4096_i64 token_copy_grouped_656_i64;
+}

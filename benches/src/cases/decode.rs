@@ -1,0 +1,150 @@
+//! A whole decode step of a Qwen3 shape, with random weights: what `generate` repeats for every token.
+
+use gpu_kernels::kv::PAGE_TOKENS;
+use gpu_kernels::step::{self, MAX_DECODE_ROWS, PlanDecode, STATE_WORDS, SequenceState};
+use model::Config;
+
+use crate::random::random;
+use crate::{Bench, BenchError, Case, Label, Path, Unit, Work};
+use host::Error;
+use host::forward::{Footprint, Forward, RowOutput};
+use host::weights::DeviceWeights;
+
+/// Which shape, contexts and rows.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sizes {
+    /// What the shape is called.
+    pub name: String,
+    /// The shape.
+    pub config: Config,
+    /// Tokens of the history, those of the step included: each number is a case for each of `rows`.
+    pub contexts: Vec<u32>,
+    /// Rows of the step: the newest token, and drafts.
+    pub rows: Vec<u32>,
+}
+
+impl Sizes {
+    /// Qwen3-8B.
+    pub fn published() -> Self {
+        let contexts = vec![128, 8192, 32_768];
+        Self { name: "8B".into(), config: shape("8B"), contexts, rows: vec![1, 16] }
+    }
+
+    /// A small one, for checks on the emulator: one split of the context, and several.
+    pub fn small() -> Self {
+        let config = Config {
+            vocab_size: 300,
+            hidden_size: 256,
+            intermediate_size: 384,
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            ..shape("8B")
+        };
+        Self { name: "small".into(), config, contexts: vec![40, 600], rows: vec![1, 5] }
+    }
+
+    /// Cases of [`run`].
+    pub fn cases(&self) -> usize {
+        self.contexts.len() * self.rows.len()
+    }
+
+    fn check(&self) -> Result<(), BenchError> {
+        for &rows in &self.rows {
+            if rows == 0 || rows > MAX_DECODE_ROWS {
+                return Err(BenchError::Size(format!("--rows {rows}: a decode step has 1 to {MAX_DECODE_ROWS} rows")));
+            }
+            if let Some(context) = self.contexts.iter().find(|&&context| context < rows) {
+                return Err(BenchError::Size(format!("--context {context} is less than --rows {rows}")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A published shape that is there.
+fn shape(name: &str) -> Config {
+    Config::published(name).expect("a published shape")
+}
+
+/// Measures every context with every number of rows, after a comparison of the step in one launch with the step in
+/// many.
+///
+/// # Errors
+/// Sizes that the kernels cannot take, too little memory, a device error, or bits that differ.
+pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
+    sizes.check()?;
+    let (device, config) = (bench.device(), &sizes.config);
+    Forward::check(config)?;
+    let capacity = sizes.contexts.iter().copied().max().unwrap_or(1).next_multiple_of(PAGE_TOKENS) as usize;
+    let footprint = Footprint::of(config, capacity, false);
+    bench.room_for(footprint.weights + footprint.working, "--size or --context")?;
+    let mut forward = Forward::new(device, config, DeviceWeights::random(config, device)?, capacity)?;
+    forward.fill_cache(&random(1 << 20, 5))?;
+    let streamed = forward.lay_out_stream()?;
+    let tokens: Vec<i32> = (0..capacity).map(|i| (i * 7919 % config.vocab_size) as i32).collect();
+    let history = device.upload(&tokens)?;
+    let drafts = device.upload(&tokens[..MAX_DECODE_ROWS as usize])?;
+    let mut words = device.zeroed::<u32>(STATE_WORDS)?;
+    let mut draft_rows = device.zeroed::<i32>(1)?;
+    for &context in &sizes.contexts {
+        for &rows in &sizes.rows {
+            words.write(0, &[context - rows + 1, 0, 0, 0])?;
+            draft_rows.write(0, &[rows as i32])?;
+            let counters = forward.stream().map(|stream| stream.counters());
+            let plan = PlanDecode {
+                rows: forward.rows(),
+                state: SequenceState { history: history.ptr_mut(), words: words.ptr_mut() },
+                drafts: drafts.ptr(),
+                draft_rows: draft_rows.ptr(),
+                counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
+                counter_count: counters.map_or(0, |c| c.len() as u32),
+                cost: Default::default(),
+            };
+            // SAFETY: the history has the tokens, and rows have room for a step.
+            let plan = || unsafe { device.launch::<step::plan_decode>(1, 0, plan) };
+            let logits = || -> Result<Vec<f32>, Error> {
+                let mut out = vec![0.0; rows as usize * config.vocab_size];
+                forward.logits().read(0, &mut out)?;
+                Ok(out)
+            };
+            let launch = |_| {
+                plan()?;
+                forward.enqueue_decode(rows, context)
+            };
+            let check = || {
+                let found = logits()?;
+                plan()?;
+                forward.enqueue(rows, context, RowOutput::LogitsFrom(0))?;
+                let expected = logits()?;
+                if let Some(strange) = expected.iter().find(|v| !v.is_finite()) {
+                    return Ok(Some(format!("a logit is {strange}")));
+                }
+                let differ = found.iter().zip(&expected).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                Ok((differ > 0).then(|| format!("{differ} of {} logits, bit for bit", found.len())))
+            };
+            let kv = u64::from(context) * config.kv_bytes_per_token(2) as u64;
+            let case = Case {
+                label: Label {
+                    bench: "decode",
+                    name: format!(
+                        "{}, {rows} row{}{}",
+                        sizes.name,
+                        if rows == 1 { "" } else { "s" },
+                        if streamed { "" } else { ", launches" }
+                    ),
+                    size: format!("context {context}"),
+                },
+                unit: Unit::Microseconds,
+                work: Work {
+                    bytes: config.step_weight_bytes(2) as u64 + kv,
+                    operations: u64::from(rows) * config.step_weight_bytes(2) as u64,
+                },
+                path: Path::Read,
+                sets: 1,
+            };
+            bench.case(case, launch, check)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,278 @@
+//! Linear layers: how fast weights stream through the kernels of `gpu_kernels::linear`.
+
+use gpu_kernels::linear::{self, Linear, SLICE, STRIP};
+use gpu_kernels::norm::{Norm, Residual};
+use gpu_kernels::step::{MAX_ROWS, Rows};
+use half::bf16;
+
+use crate::harness::{compare, spread_over};
+use crate::random::random;
+use crate::{Bench, BenchError, Case, Label, Path, Pool, Unit, Work};
+use host::Error;
+use host::device::{Buffer, Device};
+
+/// Weights that a case rotates over, together: many times what a cache holds.
+const ROTATED_BYTES: usize = 1 << 30;
+/// Most sets of weights.
+const MOST_SETS: usize = 64;
+/// Output features that are compared with the plain product.
+const PROBES: usize = 64;
+
+/// What a layer does with its sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Writes them.
+    Write,
+    /// Adds them to what is there: a projection into the residual stream.
+    Add,
+    /// Makes them gate and up of a SwiGLU; half of `n` is either.
+    SwiGlu,
+}
+
+/// A layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// What it is called.
+    pub name: String,
+    /// Input features.
+    pub k: usize,
+    /// Output features; of gate and up together.
+    pub n: usize,
+    /// What is done with the sums.
+    pub kind: Kind,
+}
+
+impl Shape {
+    /// A layer that writes its sums.
+    pub fn plain(k: usize, n: usize) -> Self {
+        Self { name: "linear".into(), k, n, kind: Kind::Write }
+    }
+}
+
+/// Which layers, for how many rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// The layers.
+    pub shapes: Vec<Shape>,
+    /// Token rows: each number is a case.
+    pub rows: Vec<u32>,
+}
+
+impl Sizes {
+    /// The layers of Qwen3-8B.
+    pub fn published() -> Self {
+        let shape = |name: &str, k, n, kind| Shape { name: name.into(), k, n, kind };
+        Self {
+            shapes: vec![
+                shape("qkv", 4096, 6144, Kind::Write),
+                shape("o", 4096, 4096, Kind::Add),
+                shape("gate, up", 4096, 24576, Kind::SwiGlu),
+                shape("down", 12288, 4096, Kind::Add),
+                shape("head", 4096, 151_936, Kind::Write),
+            ],
+            rows: vec![1, 8, 16, 64],
+        }
+    }
+
+    /// Small ones, for checks on the emulator: one of each kind, and strips that are not full.
+    pub fn small() -> Self {
+        let shape = |name: &str, k, n, kind| Shape { name: name.into(), k, n, kind };
+        Self {
+            shapes: vec![
+                shape("qkv", 128, 40, Kind::Write),
+                shape("o", 256, 32, Kind::Add),
+                shape("gate, up", 128, 48, Kind::SwiGlu),
+            ],
+            rows: vec![1, 9, 20],
+        }
+    }
+
+    /// Cases of [`run`].
+    pub fn cases(&self) -> usize {
+        self.shapes.len() * self.rows.len()
+    }
+
+    fn check(&self) -> Result<(), BenchError> {
+        for &rows in &self.rows {
+            if rows == 0 || rows > MAX_ROWS {
+                return Err(BenchError::Size(format!("--rows {rows}: a step has 1 to {MAX_ROWS} rows")));
+            }
+        }
+        for shape in &self.shapes {
+            let Shape { k, n, .. } = *shape;
+            if k == 0 || n == 0 || !k.is_multiple_of(2 * SLICE as usize) {
+                return Err(BenchError::Size(format!(
+                    "--shape {k}x{n}: K must be a multiple of {}, and N at least 1",
+                    2 * SLICE
+                )));
+            }
+            if shape.kind == Kind::Add && !n.is_multiple_of(STRIP as usize) {
+                return Err(BenchError::Size(format!("--shape {k}x{n}: N must be a multiple of {STRIP}")));
+            }
+            if k.saturating_mul(n) > u32::MAX as usize {
+                return Err(BenchError::Size(format!("--shape {k}x{n}: at most {} weights", u32::MAX)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Measures every layer at every number of rows.
+///
+/// # Errors
+/// Sizes that the kernels cannot take, too little memory, a device error, or a wrong result.
+pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
+    sizes.check()?;
+    let rotated = if bench.is_timed() { ROTATED_BYTES } else { 0 };
+    let sets = |shape: &Shape| (rotated / (shape.k * shape.n * 2)).clamp(if rotated > 0 { 2 } else { 1 }, MOST_SETS);
+    let weights = sizes.shapes.iter().map(|s| sets(s) * s.k * s.n).max().unwrap_or(0);
+    bench.room_for(2 * weights as u64, "--shape")?;
+    let pool = Pool::new(bench.device(), weights)?;
+    for shape in &sizes.shapes {
+        for &rows in &sizes.rows {
+            layer(bench, &pool, shape, rows, sets(shape))?;
+        }
+    }
+    Ok(())
+}
+
+fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usize) -> Result<(), BenchError> {
+    let device = bench.device();
+    let Shape { k, n, kind, .. } = *shape;
+    let m = rows as usize;
+    let inputs = random(m * k, 7);
+    let x = device.upload(&inputs)?;
+    // Features of an output row: gate and up make one of each pair.
+    let features = if kind == Kind::SwiGlu { n / 2 } else { n };
+    let y = device.zeroed::<f32>(m * n)?;
+    let activation = device.zeroed::<bf16>(if kind == Kind::SwiGlu { m * features } else { 0 })?;
+    // What a layer that adds leaves for the norm after it.
+    let adds = if kind == Kind::Add { n } else { 0 };
+    let (scaled, norm) = (device.zeroed::<bf16>(m * adds)?, device.zeroed::<bf16>(adds)?);
+    let squares = device.zeroed::<f32>(m * adds / STRIP as usize)?;
+    let list = RowList::new(device, rows)?;
+    let launch = |set: usize| {
+        // SAFETY: within the pool: it holds as many sets.
+        let weight = unsafe { pool.buffer().ptr().at(set * k * n) };
+        let p = Linear {
+            rows: list.rows(),
+            x: x.ptr(),
+            weight,
+            // SAFETY: as above; up follows gate.
+            up: unsafe { weight.at(if kind == Kind::SwiGlu { features * k } else { 0 }) },
+            norm: Norm::default(),
+            y: y.ptr_mut(),
+            activation: activation.ptr_mut(),
+            residual: Residual {
+                x: y.ptr_mut(),
+                scaled: scaled.ptr_mut(),
+                squares: squares.ptr_mut(),
+                spans: Default::default(),
+                dim: features as u32,
+            },
+            next_norm: norm.ptr(),
+            bias: Default::default(),
+            n: features as u32,
+            k: k as u32,
+            first_row: 0,
+        };
+        // SAFETY: buffers as large as the parameter block says.
+        unsafe { enqueue(device, kind, rows, p) }
+    };
+    let case = Case {
+        label: Label { bench: "linear", name: format!("{} {k} × {n}", shape.name), size: format!("M = {rows}") },
+        unit: Unit::GigabytesPerSecond,
+        work: Work { bytes: 2 * (k * n) as u64, operations: 2 * (m * k * n) as u64 },
+        path: Path::Read,
+        sets,
+    };
+    let check = || {
+        let probes = spread_over(features, PROBES);
+        let product = |row: usize, feature: usize| -> f64 {
+            inputs[row * k..][..k].iter().zip(pool.from(feature * k)).map(|(x, w)| x.to_f64() * w).sum()
+        };
+        let (mut found, mut expected) = (Vec::new(), Vec::new());
+        let (mut sums, mut activations) = (vec![0.0; features], vec![bf16::ZERO; features]);
+        for row in 0..m {
+            if kind == Kind::SwiGlu {
+                activation.read(row * features, &mut activations)?;
+            } else {
+                y.read(row * features, &mut sums)?;
+            }
+            for &feature in &probes {
+                if kind == Kind::SwiGlu {
+                    let gate = product(row, feature);
+                    found.push(activations[feature].to_f32());
+                    expected.push(gate / (1.0 + (-gate).exp()) * product(row, features + feature));
+                } else {
+                    found.push(sums[feature]);
+                    expected.push(product(row, feature));
+                }
+            }
+        }
+        // An activation is rounded to bf16.
+        Ok(compare(&found, &expected, if kind == Kind::SwiGlu { 6e-3 } else { 1e-4 }))
+    };
+    bench.case(case, launch, check)?;
+    Ok(())
+}
+
+/// The width that serves `rows`, as the forward pass chooses it.
+unsafe fn enqueue(device: &Device, kind: Kind, rows: u32, p: Linear) -> Result<(), Error> {
+    let width = match rows {
+        0..=8 => 8,
+        9..=16 => 16,
+        _ => 64,
+    };
+    let shared = Linear::shared_bytes(width);
+    let strips = if kind == Kind::SwiGlu { Linear::swiglu_strips(p.n) } else { Linear::strips(p.n) };
+    // SAFETY: the caller's word.
+    unsafe {
+        match (kind, width) {
+            (Kind::Write, 8) => device.launch::<linear::linear_8>(strips, shared, p),
+            (Kind::Write, 16) => device.launch::<linear::linear_16>(strips, shared, p),
+            (Kind::Write, _) => device.launch::<linear::linear_64>(strips, shared, p),
+            (Kind::Add, 8) => device.launch::<linear::linear_add_8>(strips, shared, p),
+            (Kind::Add, 16) => device.launch::<linear::linear_add_16>(strips, shared, p),
+            (Kind::Add, _) => device.launch::<linear::linear_add_64>(strips, shared, p),
+            (Kind::SwiGlu, 8) => device.launch::<linear::swiglu_8>(strips, shared, p),
+            (Kind::SwiGlu, 16) => device.launch::<linear::swiglu_16>(strips, shared, p),
+            (Kind::SwiGlu, _) => device.launch::<linear::swiglu_64>(strips, shared, p),
+        }
+    }
+}
+
+/// The rows of a step of one sequence.
+pub(super) struct RowList {
+    count: Buffer<u32>,
+    tokens: Buffer<u32>,
+    positions: Buffer<u32>,
+    sequences: Buffer<u32>,
+}
+
+impl RowList {
+    /// `rows` rows at positions 0 and up.
+    fn new(device: &Device, rows: u32) -> Result<Self, Error> {
+        Self::ending_at(device, rows, rows)
+    }
+
+    /// `rows` rows, the last at position `end` − 1.
+    pub(super) fn ending_at(device: &Device, rows: u32, end: u32) -> Result<Self, Error> {
+        let positions: Vec<u32> = (end - rows..end).collect();
+        Ok(Self {
+            count: device.upload(&[rows])?,
+            tokens: device.zeroed(rows as usize)?,
+            positions: device.upload(&positions)?,
+            sequences: device.zeroed(rows as usize)?,
+        })
+    }
+
+    pub(super) fn rows(&self) -> Rows {
+        Rows {
+            count: self.count.ptr_mut(),
+            tokens: self.tokens.ptr_mut(),
+            positions: self.positions.ptr_mut(),
+            sequences: self.sequences.ptr_mut(),
+        }
+    }
+}

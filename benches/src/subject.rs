@@ -1,0 +1,103 @@
+//! What the examples share: their command line, the shape that is measured, and the device.
+
+use std::error::Error;
+
+use host::device::{Device, DeviceOptions};
+use model::Config;
+
+use crate::cases::decode;
+
+/// What a program that measures was told: flags that choose kernels (`--kernels FILE`, `--portable`, `--unfused`, as of
+/// `warpdraft`), and words of its own.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Arguments {
+    /// How a device is opened.
+    pub options: DeviceOptions,
+    /// What is no such flag, in order.
+    pub words: Vec<String>,
+}
+
+impl Arguments {
+    /// Those of this program.
+    ///
+    /// # Errors
+    /// A flag that there is not, or without its file.
+    pub fn read() -> Result<Self, String> {
+        Self::of(std::env::args().skip(1))
+    }
+
+    fn of(mut arguments: impl Iterator<Item = String>) -> Result<Self, String> {
+        let (mut options, mut words) = (crate::options(), Vec::new());
+        while let Some(argument) = arguments.next() {
+            match argument.as_str() {
+                "--kernels" => options.kernels = Some(arguments.next().ok_or("--kernels needs a file")?.into()),
+                "--portable" => options.portable = true,
+                "--unfused" => options.unfused = true,
+                other if other.starts_with("--") => return Err(format!("there is no flag {other}")),
+                _ => words.push(argument),
+            }
+        }
+        Ok(Self { options, words })
+    }
+
+    /// Word number `i`, if there is one.
+    pub fn word(&self, i: usize) -> Option<&str> {
+        self.words.get(i).map(String::as_str)
+    }
+
+    /// Card 0.
+    ///
+    /// # Errors
+    /// As [`Device::cuda_with`].
+    pub fn device(&self) -> Result<Device, host::Error> {
+        Device::cuda_with(0, &self.options)
+    }
+
+    /// The emulator.
+    pub fn emulator(&self) -> Device {
+        Device::emulator_with(1, &self.options)
+    }
+
+    /// The published shape of that name, and card 0; of `small`, a small shape and the emulator.
+    ///
+    /// # Errors
+    /// No such shape, or no such card.
+    pub fn subject(&self, name: &str) -> Result<(Config, Device), Box<dyn Error>> {
+        match name {
+            "small" => Ok((decode::Sizes::small().config, self.emulator())),
+            name => Ok((Config::published(name).ok_or_else(|| format!("no size is called {name}"))?, self.device()?)),
+        }
+    }
+}
+
+/// A text of `len` tokens of this shape's vocabulary, drawn at random: the same each time.
+pub fn tokens(config: &Config, len: usize) -> Vec<u32> {
+    (0..len as u64).map(|i| (gpu_kernels::sample::random(7, i) % config.vocab_size as u64) as u32).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Arguments;
+
+    fn of(line: &str) -> Result<Arguments, String> {
+        Arguments::of(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn flags_may_stand_anywhere_among_the_words() {
+        let found = of("8B --kernels a.ptx 64 --unfused").unwrap();
+        assert_eq!(found.words, ["8B", "64"]);
+        assert_eq!(found.options.kernels.as_deref(), Some("a.ptx".as_ref()));
+        assert!(found.options.unfused && !found.options.portable);
+        assert_eq!(found.options.modules.len(), crate::MODULES.len());
+    }
+
+    #[test]
+    fn other_flags_and_other_sizes_are_named() {
+        assert!(of("--fast").unwrap_err().contains("--fast"));
+        assert!(of("8B --kernels").unwrap_err().contains("file"));
+        let error = of("").unwrap().subject("9B").err().unwrap().to_string();
+        assert!(error.contains("9B"), "{error}");
+        assert!(of("small").unwrap().subject("small").unwrap().1.is_emulator());
+    }
+}

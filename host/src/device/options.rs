@@ -1,0 +1,35 @@
+//! How a device is opened.
+
+use std::path::PathBuf;
+
+use super::Image;
+
+/// How a device is opened: what of it is used, and with which kernels.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceOptions {
+    /// Runs the kernels of every card, on Hopper and under the emulator too: to test them there.
+    pub portable: bool,
+    /// Runs a decode step as a launch for each operator, where one launch could run all of it: to compare with.
+    pub unfused: bool,
+    /// Whether prompts run in passes of many rows, by the kernels for Hopper. None is on Hopper, and not under the
+    /// emulator: there, the kernels of every card are much quicker.
+    pub prefill: Option<bool>,
+    /// A file of kernels to load instead of those that are built in: PTX, or machine code. It takes the place of each
+    /// module that it holds whole.
+    pub kernels: Option<PathBuf>,
+    /// Modules of kernels beside those of this crate. One is loaded when a kernel of it is first launched.
+    pub modules: &'static [Image],
+}
+
+impl PartialEq for DeviceOptions {
+    fn eq(&self, other: &Self) -> bool {
+        let Self { portable, unfused, prefill, kernels, modules } = other;
+        // Their texts are megabytes.
+        let same_modules = std::ptr::eq(self.modules, *modules);
+        (self.portable, self.unfused, self.prefill) == (*portable, *unfused, *prefill)
+            && self.kernels == *kernels
+            && same_modules
+    }
+}
+
+impl Eq for DeviceOptions {}

@@ -1,0 +1,157 @@
+//! Every path that a card can take, through the engine and under the emulator: decode steps as launches, the kernels of other
+//! cards than Hopper, and prompts in passes by Hopper's own, alone and in batches with wide steps.
+
+use std::ops::ControlFlow;
+
+use host::batch::{Batch, BatchOptions, Job};
+use host::device::{Device, DeviceOptions};
+use host::{DeviceChoice, Gpu, LoadOptions, NgramDraft, Request};
+use integration_tests::{
+    GoldenCase, answer, check_decode_calls, engine_with, golden_cases, greedy, relative_error, run,
+};
+use model::{Checkpoint, Sampling};
+
+/// As in `golden_emulated.rs`.
+const TOLERANCE: f32 = 0.02;
+const CONTEXT: usize = 128;
+const EAGER: NgramDraft = NgramDraft { tokens: 15, max: 3, min: 1, adaptive: false };
+
+fn unfused() -> DeviceOptions {
+    DeviceOptions { unfused: true, ..DeviceOptions::default() }
+}
+
+fn portable() -> DeviceOptions {
+    DeviceOptions { portable: true, ..DeviceOptions::default() }
+}
+
+fn prefill() -> DeviceOptions {
+    DeviceOptions { prefill: Some(true), ..DeviceOptions::default() }
+}
+
+fn golden() -> (GoldenCase, Checkpoint) {
+    let case = golden_cases().remove(0);
+    let checkpoint = Checkpoint::open(&case.dir).unwrap_or_else(|e| panic!("{e}"));
+    (case, checkpoint)
+}
+
+/// Longer than a chunk of the launches, and repetitive enough to draft from.
+fn prompt(case: &GoldenCase, length: usize) -> Vec<u32> {
+    case.prompt.iter().copied().cycle().take(length).collect()
+}
+
+fn gpu(checkpoint: &Checkpoint, options: &DeviceOptions) -> (Device, Gpu) {
+    let device = Device::emulator_with(3, options);
+    let gpu = Gpu::new(checkpoint, &device, CONTEXT, &mut |_, _| ControlFlow::Continue(()));
+    (device, gpu.unwrap_or_else(|e| panic!("{e}")))
+}
+
+#[test]
+fn steps_in_launches_give_the_bits_of_the_step_in_one() {
+    let (case, checkpoint) = golden();
+    let prompt = prompt(&case, 70);
+    let engine = |options: &DeviceOptions| engine_with(&checkpoint, DeviceChoice::Emulator, options, CONTEXT);
+    let mut fused = engine(&DeviceOptions::default());
+    let (logits, whole) = (fused.score(&prompt).unwrap(), answer(&mut fused, &greedy(&prompt, 12, None)).tokens);
+    for options in [unfused(), portable()] {
+        let mut other = engine(&options);
+        assert!(other.score(&prompt).unwrap() == logits, "{options:?}");
+        for draft in [None, Some(EAGER)] {
+            assert_eq!(answer(&mut other, &greedy(&prompt, 12, draft)).tokens, whole, "{options:?} {draft:?}");
+        }
+    }
+}
+
+/// That the options do something: an embedding, six launches a layer, the head, a choice, acceptance and a plan.
+#[test]
+fn steps_in_launches_are_as_many_as_there_are_operators() {
+    let (case, checkpoint) = golden();
+    let operators = 5 + 6 * checkpoint.config.num_hidden_layers as u64;
+    for (options, launches) in [(DeviceOptions::default(), 3), (unfused(), operators), (portable(), operators)] {
+        let (device, mut gpu) = gpu(&checkpoint, &options);
+        check_decode_calls(&mut gpu, &device, &greedy(&case.prompt[..4], 5, None), launches)
+            .unwrap_or_else(|what| panic!("{options:?}: {what}"));
+    }
+}
+
+/// Launches that a prompt of so many tokens takes, and the choice after it.
+fn launches_of_prompt(checkpoint: &Checkpoint, options: &DeviceOptions, prompt: &[u32]) -> u64 {
+    let (device, mut gpu) = gpu(checkpoint, options);
+    let before = device.calls();
+    run(&mut gpu, &greedy(prompt, 1, None));
+    device.calls().since(before).launches
+}
+
+#[test]
+fn a_prompt_takes_one_pass_of_many_rows() {
+    let (case, checkpoint) = golden();
+    let launches = |options: &DeviceOptions| {
+        [60, 70].map(|length| launches_of_prompt(&checkpoint, options, &prompt(&case, length)))
+    };
+    let [short, long] = launches(&prefill());
+    assert_eq!(short, long);
+    let [short, long] = launches(&DeviceOptions::default());
+    assert!(short < long, "chunks of 64 rows: {short} and {long} launches");
+    // Without Hopper's kernels there are no such passes.
+    let neither = DeviceOptions { portable: true, ..prefill() };
+    assert_eq!(launches(&neither), launches(&portable()));
+}
+
+#[test]
+fn prompts_in_passes_match_transformers_and_drafts_change_nothing() {
+    let (case, checkpoint) = golden();
+    let prompt = prompt(&case, 70);
+    let sampling = Sampling { temperature: 0.7, top_k: 8, seed: 3, ..Sampling::default() };
+    for options in [prefill(), DeviceOptions { unfused: true, ..prefill() }] {
+        let mut engine = engine_with(&checkpoint, DeviceChoice::Emulator, &options, CONTEXT);
+        let error = relative_error(&engine.score(&case.prompt).unwrap(), &case.logits);
+        assert!(error < TOLERANCE, "{options:?}: {error:.1e}");
+        let request = |draft| Request { sampling, ..greedy(&prompt, 12, draft) };
+        let plain = answer(&mut engine, &request(None));
+        // All but the last token of the prompt are in the cache, and the last goes through a pass all the same.
+        let again = answer(&mut engine, &request(Some(EAGER)));
+        assert_eq!(again.statistics.cached_tokens, prompt.len() - 1, "{options:?}");
+        assert_eq!(plain.tokens, again.tokens, "{options:?}");
+    }
+}
+
+#[test]
+fn a_batch_with_passes_and_wide_steps_gives_what_each_request_gets_alone() {
+    let (case, checkpoint) = golden();
+    let sampling = Sampling { temperature: 0.8, top_k: 40, seed: 5, ..Sampling::default() };
+    let requests: Vec<Request> = [70, 9, 65]
+        .into_iter()
+        .enumerate()
+        .map(|(i, length)| {
+            let sampling = if i == 1 { sampling } else { Sampling::default() };
+            Request { sampling, ..greedy(&prompt(&case, length), 6 + i, None) }
+        })
+        .collect();
+    // Decode steps of a batch as one launch, or as launches, after prompts in passes.
+    for options in [prefill(), DeviceOptions { unfused: true, ..prefill() }] {
+        let mut alone = engine_with(&checkpoint, DeviceChoice::Emulator, &options, CONTEXT);
+        let load =
+            LoadOptions { options: options.clone(), context: Some(CONTEXT), ..LoadOptions::on(DeviceChoice::Emulator) };
+        let sizes = BatchOptions {
+            sequences: Some(3),
+            rows: Some(256),
+            cache_tokens: Some(10 * 64),
+            swap_tokens: Some(0),
+            packed_pages: Some(0),
+            ..BatchOptions::default()
+        };
+        let mut batch = Batch::load(checkpoint.clone(), load, sizes, &mut |_, _| ControlFlow::Continue(())).unwrap();
+        for (id, request) in requests.iter().enumerate() {
+            batch.submit(Job { id: id as u64, request: request.clone(), logprobs: None }).unwrap();
+        }
+        let mut answered = 0;
+        while !batch.is_idle() {
+            for done in batch.step().unwrap() {
+                let expected = answer(&mut alone, &requests[done.id as usize]);
+                assert_eq!(done.answer.unwrap().tokens, expected.tokens, "request {} with {options:?}", done.id);
+                answered += 1;
+            }
+        }
+        assert_eq!(answered, requests.len());
+        assert_eq!(batch.metrics().counts.most_running, 3, "they met");
+    }
+}
