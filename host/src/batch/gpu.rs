@@ -206,7 +206,7 @@ impl GpuBatch {
             tile: Attend::tile_rows(group as u32) as usize,
         };
         let tier = sizes.host_pages(config, &options, pages)?;
-        let least = options.packed_pages.unwrap_or(BatchOptions::PACKED_PAGES);
+        let least = options.packed_pages.unwrap_or_else(|| BatchOptions::packed_pages_for(device.bytes_per_cycle()));
         let mover = match Mover::new(device, forward.cache(), tier) {
             Ok(mover) => mover,
             Err(error) if options.swap_tokens.is_some() => return Err(Sizes::no_tier(config, tier, error.to_string())),

@@ -74,6 +74,8 @@ pub(super) struct Cuda {
 struct Card {
     name: String,
     multiprocessors: u32,
+    /// Bytes that memory moves in a cycle of an SM, for each SM.
+    bytes_per_cycle: f64,
     hopper: bool,
     options: DeviceOptions,
     kernels: Mutex<Kernels>,
@@ -190,12 +192,20 @@ impl Cuda {
         let multiprocessors = device
             .get_attribute(DeviceAttribute::MultiprocessorCount)
             .map_err(Error::driver("counting multiprocessors"))? as u32;
+        let clock = |attribute| device.get_attribute(attribute).map_err(Error::driver("asking for clocks"));
+        // Two transfers a cycle of memory's clock.
+        let bytes = 2.0
+            * f64::from(clock(DeviceAttribute::MemoryClockRate)?)
+            * f64::from(clock(DeviceAttribute::GlobalMemoryBusWidth)?)
+            / 8.0;
+        let cycles = f64::from(clock(DeviceAttribute::ClockRate)?) * f64::from(multiprocessors);
+        let bytes_per_cycle = bytes / cycles.max(1.0);
         let context = timed("making a context", || Context::new(device)).map_err(Error::driver("making a context"))?;
         let kernels = Mutex::new(Kernels::load(arch, options)?);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
         let clusters = Mutex::default();
         let options = options.clone();
-        let card = Card { name, multiprocessors, hopper, options, kernels, clusters, context };
+        let card = Card { name, multiprocessors, bytes_per_cycle, hopper, options, kernels, clusters, context };
         Ok(Self { staging: Mutex::new(None), stream, card: Arc::new(card) })
     }
 
@@ -220,6 +230,10 @@ impl Cuda {
 
     pub(super) fn has_machine_code(&self) -> bool {
         self.card.kernels.lock().unwrap_or_else(|e| e.into_inner()).has_machine_code()
+    }
+
+    pub(super) fn bytes_per_cycle(&self) -> f64 {
+        self.card.bytes_per_cycle
     }
 
     pub(super) fn multiprocessors(&self) -> u32 {

@@ -154,6 +154,15 @@ impl Device {
         }
     }
 
+    /// Bytes that memory moves, at its clock, while an SM has a cycle, for each SM: how much work a byte leaves time for. None for the
+    /// emulator.
+    pub fn bytes_per_cycle(&self) -> Option<f64> {
+        match &*self.0 {
+            Kind::Cuda(cuda) => Some(cuda.bytes_per_cycle()),
+            Kind::Emulator(_) => None,
+        }
+    }
+
     /// Free device memory in bytes; none for the emulator, which has the host's.
     ///
     /// # Errors
