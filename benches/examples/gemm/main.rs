@@ -440,6 +440,8 @@ impl Prompt {
             head: Some(device.upload(&values)?),
         };
         let mut forward = Forward::new(device, &config, weights, LONGEST_PROMPT)?;
+        // As in use: prompts read the decode kernel's layout.
+        forward.lay_out_stream()?;
         forward.lay_out_prefill()?;
         let history: Vec<i32> = (0..LONGEST_PROMPT as i32).map(|i| i * 7919 % 151_936).collect();
         Ok(Self { forward, history: device.upload(&history)?, words: device.zeroed(STATE_WORDS)? })

@@ -21,6 +21,10 @@ use crate::target;
 /// (`mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32`).
 ///
 /// The products are exact; in what order and precision they are summed is up to the hardware, but the same each time.
+///
+/// A warp does this together. LLVM does not know that: a product whose result only some lanes use it may move into
+/// their branch, where the card waits for ever. The emulator does not see it. Pass such a result through
+/// [`thread::fresh`](crate::thread::fresh) first.
 #[inline(always)]
 #[must_use]
 #[track_caller]
