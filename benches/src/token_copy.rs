@@ -139,7 +139,7 @@ impl Variant {
         !matches!(self, Self::Grouped) || record_bytes == kernels::MLA_RECORD_BYTES
     }
 
-    /// The fastest measured for reading `pairs` pairs of this shape from the host. Sorting takes some 50 µs, which only
+    /// The fastest measured for reading `pairs` pairs of this shape from the host. Sorting takes time, which only
     /// many pairs win back, and only where enough of them are neighbours.
     pub const fn best(shape: &Shape, pairs: usize) -> Self {
         if pairs < SORT_FROM || pairs < shape.src_records / 5 {
