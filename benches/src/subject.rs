@@ -7,8 +7,8 @@ use model::Config;
 
 use crate::cases::decode;
 
-/// What a program that measures was told: flags that choose kernels (`--kernels FILE`, `--portable`, `--unfused`, as of
-/// `warpdraft`), and words of its own.
+/// What a program that measures was told: flags that choose kernels (`--kernels FILE`, `--portable`, `--unfused`, `--weights
+/// plain` or `packed`, as of `warpdraft bench`), and words of its own.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Arguments {
     /// How a device is opened.
@@ -33,6 +33,13 @@ impl Arguments {
                 "--kernels" => options.kernels = Some(arguments.next().ok_or("--kernels needs a file")?.into()),
                 "--portable" => options.portable = true,
                 "--unfused" => options.unfused = true,
+                "--weights" => {
+                    options.lossless = Some(match arguments.next().as_deref() {
+                        Some("plain") => false,
+                        Some("packed") => true,
+                        _ => return Err("--weights is plain or packed".into()),
+                    });
+                }
                 other if other.starts_with("--") => return Err(format!("there is no flag {other}")),
                 _ => words.push(argument),
             }
@@ -96,6 +103,7 @@ mod tests {
     fn other_flags_and_other_sizes_are_named() {
         assert!(of("--fast").unwrap_err().contains("--fast"));
         assert!(of("8B --kernels").unwrap_err().contains("file"));
+        assert!(of("8B --weights small").unwrap_err().contains("plain or packed"));
         let error = of("").unwrap().subject("9B").err().unwrap().to_string();
         assert!(error.contains("9B"), "{error}");
         assert!(of("small").unwrap().subject("small").unwrap().1.is_emulator());

@@ -57,6 +57,8 @@ pub mod stream;
 pub mod token_copy;
 mod waiting;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod weights;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod wide;
 pub mod workspace;
 

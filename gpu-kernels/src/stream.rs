@@ -42,6 +42,7 @@ mod consumer;
 mod exchange;
 mod producer;
 
+use cuda_std::tensor::TensorMap;
 use cuda_std::wgmma::{self, CORE_BYTES, CORE_ROWS_APART};
 use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp};
 
@@ -50,6 +51,7 @@ use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::{CHAINS, SLICE, STRIP};
 use crate::ring::{Ring, Shape};
 use crate::step::MAX_DECODE_ROWS;
+use crate::weights::{Lossless, Plain, WeightFormat};
 use crate::workspace::Workspace;
 use consumer::Consumer;
 pub use exchange::Exchange;
@@ -77,7 +79,7 @@ pub const SHARED_BYTES: u32 = UNITS + 32;
 
 const WARPS: u32 = 8;
 /// Slices of a chunk.
-const SLICES: u32 = 8;
+pub(crate) const SLICES: u32 = 8;
 const RING: Shape = Shape::new(0, 12, CHUNK_BYTES);
 /// What consumers share beside the ring: partial sums of a product, or the queries and partial sums of attention.
 const SCRATCH: u32 = RING.end().next_multiple_of(128);
@@ -156,6 +158,12 @@ impl Pass {
         self.strips.next_multiple_of(TOGETHER)
     }
 
+    /// Which chunk of [`TOGETHER`] strips has chunk `q` of a strip.
+    #[inline(always)]
+    pub const fn together(&self, strip: u32, q: u32) -> u32 {
+        (self.base / TOGETHER as u64) as u32 + q * (self.room() / TOGETHER) + strip / TOGETHER
+    }
+
     /// The byte of the stream at which a strip's slice begins.
     #[inline(always)]
     pub const fn slice(&self, strip: u32, slice: u32) -> u64 {
@@ -201,6 +209,12 @@ impl Slices {
 #[inline(always)]
 pub(crate) const fn fragment_row(lane: u32) -> u32 {
     lane / 8 % 2 * CORE_ROWS_APART + lane / 16 * CORE_BYTES + lane % 8 * (CORE_BYTES / 8)
+}
+
+/// Where register `r` of an instruction's fragment begins in a slice: words, of which each lane has one.
+#[inline(always)]
+pub(crate) const fn core_word(r: u32) -> u32 {
+    (r % 2 * CORE_ROWS_APART + r / 2 * CORE_BYTES) / 4
 }
 
 /// Parameters of [`lay_out`]. Grid: (strips of the pass, depth of the pass).
@@ -272,6 +286,10 @@ pub struct StreamStep {
     pub work: Workspace,
     /// The weights, as [`lay_out`] left them: for each layer QKV, output, gate-up, down; then the head.
     pub stream: Global<bf16>,
+    /// The same, packed: of the kernels that read them so.
+    pub lossless: Lossless,
+    /// How TMA reads packed weights.
+    pub maps: Global<TensorMap>,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
     pub pages: Global<u64>,
     /// The weights of all norms: for each layer the input's `[hidden]`, that after attention `[hidden]`, the queries'
@@ -444,7 +462,7 @@ impl StreamStep {
 }
 
 #[inline(always)]
-unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
+unsafe fn stream<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &StreamStep) {
     unsafe {
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
         if count == 0 {
@@ -469,14 +487,14 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
             wgmma::take_registers::<240>();
             let mut consumer = Consumer::new(p, count, stamp);
             if count == 1 {
-                consumer.run::<1, 1, true>();
+                consumer.run::<F, 1, 1, true>();
             } else {
-                consumer.run::<TILES, GROUP, false>();
+                consumer.run::<F, TILES, GROUP, false>();
             }
         } else {
             wgmma::give_registers::<24>();
             if warp_id == WARPS {
-                produce(p, count == 1);
+                produce::<F>(p, count == 1);
             } else if warp_id == WARPS + 1 && count == 1 {
                 consumer::factors(p);
             }
@@ -487,13 +505,25 @@ unsafe fn stream<const TILES: usize, const GROUP: usize>(p: &StreamStep) {
 /// The forward pass of up to 8 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn stream_8(p: StreamStep) {
-    unsafe { stream::<1, 2>(&p) }
+    unsafe { stream::<Plain, 1, 2>(&p) }
 }
 
 /// The forward pass of up to 16 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn stream_16(p: StreamStep) {
-    unsafe { stream::<2, 2>(&p) }
+    unsafe { stream::<Plain, 2, 2>(&p) }
+}
+
+/// [`stream_8`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn stream_8_lossless(p: StreamStep) {
+    unsafe { stream::<Lossless, 1, 1>(&p) }
+}
+
+/// [`stream_16`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn stream_16_lossless(p: StreamStep) {
+    unsafe { stream::<Lossless, 2, 1>(&p) }
 }
 
 // What a block of an H100 may have, and that a pass's partial sums fit.

@@ -83,6 +83,7 @@ use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
 use crate::stream::{SLICE_BYTES, TOGETHER};
 use crate::waiting;
+use crate::weights::{Lossless, Plain, WeightFormat};
 use crate::workspace::Workspace;
 
 /// Most rows of a step.
@@ -196,6 +197,8 @@ pub struct WideStep {
     pub blocks: u32,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
     pub stream: Global<bf16>,
+    /// The same, packed: of the kernels that read them so.
+    pub lossless: Lossless,
     /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and at most
     /// [`Attend::tile_rows`]. A sequence's rows follow each other, and so do its tiles. 8-byte aligned.
     pub tiles: Global<u32>,
@@ -378,7 +381,7 @@ impl Odd {
 }
 
 #[inline(always)]
-unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
+unsafe fn wide<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &WideStep) {
     unsafe {
         wgmma::declare();
         if p.work.rows.count.load(0) == 0 {
@@ -402,11 +405,11 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
         cluster::sync_made();
         if warp_id < WARPS {
             wgmma::take_registers::<CONSUMER_REGISTERS>();
-            consume::<ROWS, TILES>(p);
+            consume::<F, ROWS, TILES>(p);
         } else {
             wgmma::give_registers::<PRODUCER_REGISTERS>();
             match warp_id - WARPS {
-                0 => producer::produce::<ROWS>(p),
+                0 => producer::produce::<F, ROWS>(p),
                 1 => producer::produce_rows::<ROWS>(p),
                 which => producer::help::<ROWS>(p, which - 2),
             }
@@ -417,7 +420,7 @@ unsafe fn wide<const ROWS: u32, const TILES: usize>(p: &WideStep) {
 
 /// The consumers walk the phases.
 #[inline(always)]
-unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
+unsafe fn consume<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &WideStep) {
     unsafe {
         let [ring, rows, items] =
             [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
@@ -449,7 +452,7 @@ unsafe fn consume<const ROWS: u32, const TILES: usize>(p: &WideStep) {
                         other.cast::<u64>().store(0, 0);
                     }
                     let arrivals = p.part_arrivals(odd.of(Odd::PRODUCTS));
-                    product::multiply::<ROWS, TILES>(p, phase, kind, &mut rings, arrivals, &mut odd);
+                    product::multiply::<F, ROWS, TILES>(p, phase, kind, &mut rings, arrivals, &mut odd);
                     odd.count(Odd::PRODUCTS);
                     if Kind::is_normed(kind) {
                         odd.count(Odd::NORMED);
@@ -520,17 +523,23 @@ unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
 /// The phases of a step of up to 64 rows.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn wide_64(p: WideStep) {
-    unsafe { wide::<64, 8>(&p) }
+    unsafe { wide::<Plain, 64, 8>(&p) }
+}
+
+/// [`wide_64`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
+pub unsafe fn wide_64_lossless(p: WideStep) {
+    unsafe { wide::<Lossless, 64, 8>(&p) }
 }
 
 /// The phases of a step of up to 192 rows.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn wide_96(p: WideStep) {
-    unsafe { wide::<96, 12>(&p) }
+    unsafe { wide::<Plain, 96, 12>(&p) }
 }
 
 /// The phases of a step of up to [`MAX_WIDE_ROWS`] rows.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn wide_128(p: WideStep) {
-    unsafe { wide::<128, 16>(&p) }
+    unsafe { wide::<Plain, 128, 16>(&p) }
 }

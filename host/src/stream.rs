@@ -3,18 +3,25 @@
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::linear::STRIP;
 use gpu_kernels::stream::{self, CHUNK_BYTES, Exchange, LayOut, StreamStep, Walk};
+use gpu_kernels::weights::Lossless;
 use half::bf16;
 use model::Config;
 use model::plan::{Gemm, Matrix};
 
 use crate::Error;
 use crate::cache::KvCache;
-use crate::device::{Buffer, Device};
+use crate::device::{Buffer, Device, TensorMaps};
+use crate::lossless::Packed;
+use crate::timed::timed;
 use crate::weights::DeviceWeights;
 
 /// A second copy of the weights, in the order in which the step consumes them.
 pub struct Stream {
     weights: Buffer<bf16>,
+    /// The same, packed, where steps read them so.
+    packed: Option<Packed>,
+    /// Its maps.
+    maps: Option<TensorMaps>,
     norms: Buffer<bf16>,
     /// None where there are none.
     biases: Option<Buffer<bf16>>,
@@ -114,6 +121,15 @@ impl Stream {
             // SAFETY: the matrix is `[n, k]`, and the stream has room for every pass of the walk.
             bases.push(unsafe { source.lay_out(device, stream.ptr_mut(), &mut walk)? });
         }
+        // As long as it leaves most of the memory to the cache.
+        let fits = || Ok::<_, Error>(device.free_memory()?.is_some_and(|free| free / 4 > 2 * elements as u64));
+        let packed = if device.options().lossless.map_or_else(fits, Ok)? {
+            let bounds: Vec<_> = bases.iter().copied().chain([walk.chunks]).collect();
+            timed("packing the weights", || Packed::new(device, &stream, &bounds))?
+        } else {
+            None
+        };
+        let maps = packed.as_ref().map(|packed| device.array_maps(&packed.arrays())).transpose()?;
         let norms = weights.layers.iter().flat_map(|layer| {
             // As `StreamStep::norms` has them.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
@@ -128,6 +144,8 @@ impl Stream {
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
         Ok(Some(Self {
             weights: stream,
+            packed,
+            maps,
             norms,
             biases,
             pages: device.upload(&pages)?,
@@ -147,6 +165,21 @@ impl Stream {
     /// The weights, and how many blocks they were laid out for.
     pub fn weights(&self) -> (Global<bf16>, u32) {
         (self.weights.ptr(), self.grid)
+    }
+
+    /// Bytes of the weights packed, if they are.
+    pub fn packed_bytes(&self) -> Option<u64> {
+        self.packed.as_ref().map(Packed::bytes)
+    }
+
+    /// Where the packed weights are, if they are packed.
+    pub fn lossless(&self) -> Option<Lossless> {
+        self.packed.as_ref().map(Packed::parts)
+    }
+
+    /// What the sums of a matrix are multiplied with, by the kernels that read packed weights.
+    pub fn scale(&self, layer: usize, matrix: Matrix) -> f32 {
+        self.packed.as_ref().map_or(1.0, |packed| packed.scale(matrix.number(layer)))
     }
 
     /// The chunk at which a matrix of a layer begins; [`Matrix::number`] says what the layer of the head is.
@@ -195,6 +228,8 @@ impl Stream {
     pub unsafe fn enqueue(&self, device: &Device, most_rows: u32, step: StreamStep) -> Result<(), Error> {
         let step = StreamStep {
             stream: self.weights.ptr(),
+            lossless: self.lossless().unwrap_or_default(),
+            maps: self.maps.as_ref().map_or(Global::default(), |maps| maps.ptr(0)),
             norms: self.norms.ptr(),
             biases: self.biases.as_ref().map_or(Global::default(), Buffer::ptr),
             pages: self.pages.ptr(),
@@ -204,10 +239,12 @@ impl Stream {
         };
         // SAFETY: the caller's word.
         unsafe {
-            if most_rows <= 8 {
-                device.launch_cooperative::<stream::stream_8>(self.grid, stream::SHARED_BYTES, step)
-            } else {
-                device.launch_cooperative::<stream::stream_16>(self.grid, stream::SHARED_BYTES, step)
+            let (grid, shared) = (self.grid, stream::SHARED_BYTES);
+            match (&self.packed, most_rows <= 8) {
+                (None, true) => device.launch_cooperative::<stream::stream_8>(grid, shared, step),
+                (None, false) => device.launch_cooperative::<stream::stream_16>(grid, shared, step),
+                (Some(_), true) => device.launch_cooperative::<stream::stream_8_lossless>(grid, shared, step),
+                (Some(_), false) => device.launch_cooperative::<stream::stream_16_lossless>(grid, shared, step),
             }
         }
     }

@@ -1,5 +1,7 @@
 //! A checkpoint's weights in device memory, as bf16.
 
+use std::f32::consts::TAU;
+
 use cuda_std::Global;
 use gpu_kernels::embedding::Embed;
 use gpu_kernels::kv::HEAD_DIM;
@@ -104,16 +106,21 @@ impl DeviceWeights {
 }
 
 impl DeviceWeights {
-    /// Random weights of the shape of `config`, for measuring: uniform, with standard deviation 0.02; norms are 1.
+    /// Random weights of the shape of `config`, for measuring: normally distributed around 0, as trained ones nearly
+    /// are, with standard deviation 0.02; norms are 1.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn random(config: &Config, device: &Device) -> Result<Self, Error> {
         // SplitMix64; a pattern of 32 MiB, from a place of its own for each matrix.
         const PATTERN: usize = 16 << 20;
-        let amplitude = 0.02 * 3f32.sqrt();
-        let number = |i: usize| (gpu_kernels::sample::random(0, i as u64) >> 40) as f32 / (1 << 23) as f32 - 1.0;
-        let pattern: Vec<bf16> = (0..PATTERN).map(|i| bf16::from_f32(number(i) * amplitude)).collect();
+        // In (0, 1); two make a pair of normally distributed ones (Box and Muller, 1958).
+        let uniform = |i: usize| ((gpu_kernels::sample::random(0, i as u64) >> 40) as f32 + 0.5) / (1 << 24) as f32;
+        let pair = |i: usize| {
+            let (radius, angle) = (0.02 * (-2.0 * uniform(2 * i).ln()).sqrt(), TAU * uniform(2 * i + 1));
+            [bf16::from_f32(radius * angle.cos()), bf16::from_f32(radius * angle.sin())]
+        };
+        let pattern: Vec<bf16> = (0..PATTERN / 2).flat_map(pair).collect();
         let mut matrices = 0;
         let mut matrix = |elements: usize| {
             matrices += 1;

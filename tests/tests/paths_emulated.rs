@@ -5,7 +5,9 @@ use std::ops::ControlFlow;
 
 use host::batch::{Batch, BatchOptions, Job};
 use host::device::{Device, DeviceOptions};
-use host::{DeviceChoice, Gpu, LoadOptions, NgramDraft, Request};
+use host::forward::Forward;
+use host::weights::DeviceWeights;
+use host::{DeviceChoice, Engine, Gpu, LoadOptions, NgramDraft, Request};
 use integration_tests::{
     GoldenCase, answer, check_decode_calls, engine_with, golden_cases, greedy, relative_error, run,
 };
@@ -26,6 +28,10 @@ fn portable() -> DeviceOptions {
 
 fn prefill() -> DeviceOptions {
     DeviceOptions { prefill: Some(true), ..DeviceOptions::default() }
+}
+
+fn lossless() -> DeviceOptions {
+    DeviceOptions { lossless: Some(true), ..DeviceOptions::default() }
 }
 
 fn golden() -> (GoldenCase, Checkpoint) {
@@ -58,6 +64,37 @@ fn steps_in_launches_give_the_bits_of_the_step_in_one() {
         for draft in [None, Some(EAGER)] {
             assert_eq!(answer(&mut other, &greedy(&prompt, 12, draft)).tokens, whole, "{options:?} {draft:?}");
         }
+    }
+}
+
+#[test]
+fn packed_weights_give_the_bits_of_plain_ones() {
+    let (case, checkpoint) = golden();
+    let prompt = prompt(&case, 20);
+    let engine = |options: &DeviceOptions| engine_with(&checkpoint, DeviceChoice::Emulator, options, CONTEXT);
+    let (mut plain, mut packed) = (engine(&DeviceOptions::default()), engine(&lossless()));
+    assert!(packed.score(&prompt).unwrap() == plain.score(&prompt).unwrap());
+    for draft in [None, Some(EAGER)] {
+        let tokens = |engine: &mut Engine| answer(engine, &greedy(&prompt, 12, draft)).tokens;
+        assert_eq!(tokens(&mut packed), tokens(&mut plain), "{draft:?}");
+    }
+}
+
+/// That the option does something, at shapes whose last chunk is not whole.
+#[test]
+fn weights_are_packed_where_that_is_asked_for() {
+    for case in golden_cases() {
+        let checkpoint = Checkpoint::open(&case.dir).unwrap_or_else(|e| panic!("{e}"));
+        let packed = |options: &DeviceOptions| {
+            let device = Device::emulator_with(1, options);
+            let weights = DeviceWeights::upload(&checkpoint, &device, &mut |_, _| ControlFlow::Continue(())).unwrap();
+            let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT).unwrap();
+            assert!(forward.lay_out_stream().unwrap());
+            forward.stream().and_then(|stream| stream.packed_bytes())
+        };
+        assert_eq!(packed(&DeviceOptions::default()), None);
+        let bytes = packed(&lossless()).unwrap_or_else(|| panic!("{} is not packed", case.dir.display()));
+        assert!(bytes > 0);
     }
 }
 
@@ -126,8 +163,9 @@ fn a_batch_with_passes_and_wide_steps_gives_what_each_request_gets_alone() {
             Request { sampling, ..greedy(&prompt(&case, length), 6 + i, None) }
         })
         .collect();
-    // Decode steps of a batch as one launch, or as launches, after prompts in passes.
-    for options in [prefill(), DeviceOptions { unfused: true, ..prefill() }] {
+    // Decode steps of a batch as one launch, or as launches, after prompts in passes; of packed weights.
+    let packed = DeviceOptions { lossless: Some(true), ..prefill() };
+    for options in [prefill(), DeviceOptions { unfused: true, ..prefill() }, packed] {
         let mut alone = engine_with(&checkpoint, DeviceChoice::Emulator, &options, CONTEXT);
         let load =
             LoadOptions { options: options.clone(), context: Some(CONTEXT), ..LoadOptions::on(DeviceChoice::Emulator) };

@@ -63,6 +63,9 @@ pub struct BenchRunArgs {
     /// On Hopper and the emulator, run a decode step as a launch for each operator
     #[arg(long, hide_short_help = true, global = true)]
     pub unfused: bool,
+    /// How decode steps read the weights
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = BenchWeights::Plain, global = true)]
+    pub weights: BenchWeights,
     /// Measurements of each case; the median is shown
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one, allow_negative_numbers = true, global = true)]
     pub repeats: usize,
@@ -77,11 +80,26 @@ pub struct BenchRunArgs {
     pub quiet: bool,
 }
 
+/// How decode steps read bf16 weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum BenchWeights {
+    /// As they are
+    Plain,
+    /// Packed without loss, in some 11.2 bits
+    Packed,
+}
+
 impl BenchRunArgs {
     /// How the device is opened for them.
     pub fn options(&self) -> DeviceOptions {
-        let Self { kernels, portable, unfused, .. } = self;
-        DeviceOptions { portable: *portable, unfused: *unfused, kernels: kernels.clone(), ..benches::options() }
+        let Self { kernels, portable, unfused, weights, .. } = self;
+        DeviceOptions {
+            portable: *portable,
+            unfused: *unfused,
+            lossless: Some(*weights == BenchWeights::Packed),
+            kernels: kernels.clone(),
+            ..benches::options()
+        }
     }
 }
 

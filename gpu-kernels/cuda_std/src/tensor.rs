@@ -44,10 +44,47 @@ impl Matrix {
     }
 }
 
+/// An array of 8-byte words in four dimensions, and the boxes that are copied of it: what a [`TensorMap`] for [`load_box_once`] is
+/// made from. Of all four, the first dimension is the innermost.
+#[cfg(not(target_arch = "nvptx64"))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Array {
+    /// Address of the first word, a multiple of 16.
+    pub address: u64,
+    /// Words in each dimension.
+    pub sizes: [u64; 4],
+    /// Bytes from one to the next in each dimension but the first, multiples of 16.
+    pub strides: [u64; 3],
+    /// Words of a box in each dimension, at most 256; of the first an even number.
+    pub extent: [u32; 4],
+}
+
 #[cfg(not(target_arch = "nvptx64"))]
 impl TensorMap {
     /// Marks a map as one of the emulator's.
     const EMULATED: u64 = 0x656d_756c_6174_6564;
+    /// Marks it as that of an [`Array`].
+    const EMULATED_ARRAY: u64 = Self::EMULATED + 1;
+
+    /// The map of an array that the emulator reads.
+    #[must_use]
+    pub fn emulated_array(array: &Array) -> Self {
+        let mut words = [0; 16];
+        (words[0], words[1]) = (Self::EMULATED_ARRAY, array.address);
+        words[2..6].copy_from_slice(&array.sizes);
+        words[6..9].copy_from_slice(&array.strides);
+        words[9..13].copy_from_slice(&array.extent.map(u64::from));
+        Self(words)
+    }
+
+    /// The array of an emulator's map.
+    #[must_use]
+    pub fn array(&self) -> Option<Array> {
+        let [mark, address, a, b, c, d, e, f, g, h, i, j, k, ..] = self.0;
+        let extent = [h, i, j, k].map(|n| n as u32);
+        let array = Array { address, sizes: [a, b, c, d], strides: [e, f, g], extent };
+        (mark == Self::EMULATED_ARRAY).then_some(array)
+    }
 
     /// The map that the emulator reads.
     #[must_use]
@@ -98,6 +135,18 @@ pub unsafe fn acquire(map: Global<TensorMap>) {
 pub unsafe fn load<T>(destination: Shared<T>, map: Global<TensorMap>, [x, y]: [u32; 2], barrier: Barrier) {
     // SAFETY: the caller's.
     unsafe { target::tensor_load(destination.addr(), map.addr(), x, y, barrier.place().addr()) }
+}
+
+/// Starts a copy of the box of an array that begins at word `at`, one row after another and so on, whose bytes count towards
+/// `barrier` (`cp.async.bulk.tensor.4d`). Nobody reads them again soon: they are the first to leave L2. One lane issues it.
+///
+/// # Safety
+/// As [`load`], of tiles that are not swizzled.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_box_once<T>(destination: Shared<T>, map: Global<TensorMap>, at: [u32; 4], barrier: Barrier) {
+    // SAFETY: the caller's.
+    unsafe { target::tensor_load_box_once(destination.addr(), map.addr(), at, barrier.place().addr()) }
 }
 
 /// As [`load`] into every block of the cluster whose bit is set in `blocks`, at the same place and towards the same barrier in each

@@ -244,6 +244,14 @@ pub fn set_fragment<const I: usize>(low: f32, high: f32) {
     target::wgmma_set_fragment::<I>(low, high);
 }
 
+/// Gives fragment `I` a pair of bf16 as they are; otherwise as [`set_fragment`].
+#[inline(always)]
+#[track_caller]
+pub fn put_fragment<const I: usize>(word: u32) {
+    const { assert!(I < FRAGMENTS) };
+    target::wgmma_put_fragment::<I>(word);
+}
+
 /// Accumulator `I`. No product that uses it is under way.
 #[inline(always)]
 #[must_use]

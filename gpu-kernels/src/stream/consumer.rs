@@ -3,14 +3,13 @@
 mod one;
 mod outputs;
 
+use core::marker::PhantomData;
+
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, bf16, bulk, mma, shared, thread, warp};
 
 use super::producer::Units;
-use super::{
-    ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, RING, SCRATCH, SLICE_BYTES, STEP_BYTES, STRIPS, StreamStep,
-    WARPS, Walk, fragment_row,
-};
+use super::{ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, RING, SCRATCH, STRIPS, StreamStep, WARPS, Walk};
 use crate::attention::Divisor;
 use crate::embedding::{embed_each, embed_elements};
 use crate::linear::{CHAINS, SLICE, STRIP};
@@ -18,6 +17,7 @@ use crate::norm::Norm;
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 use crate::waiting;
+use crate::weights::{WeightFormat, Weights};
 pub use one::{ONE_BYTES, factors};
 pub use outputs::pair_with_next;
 use outputs::{Old, Output};
@@ -59,16 +59,15 @@ unsafe fn release(chunk: Ring, arrives: bool) {
 }
 
 /// What falls to a warp: of the products' [chains](crate::linear#order) the one numbered `residue`, whose slices of a chunk are `residue` and `residue + 4`. A chain's two
-/// warps, one of each half of the block, deal strips between them if rows are one tile of 8, or else the two tiles.
+/// warps, one of each half of the block, deal strips between them if rows are one tile of 8, or fragments are [costly](WeightFormat::COSTLY), or else the two tiles.
 #[derive(Clone, Copy)]
-struct Duty<const TILES: usize> {
+struct Duty<F, const TILES: usize> {
     lane: u32,
     warp_id: u32,
+    format: PhantomData<F>,
 }
 
-/// A lane's fragments of weights for the instructions of a [`Duty`]'s slices of a chunk: four of each slice.
-type Weights = [[u32; 4]; 8];
-/// A lane's fragments of activations for these instructions, `[slice][half of a slice]`: two instructions' each.
+/// A lane's fragments of activations for a chain's instructions of a chunk, `[slice][half of a slice]`: two instructions' each.
 type Columns = [[[u32; 4]; 2]; 2];
 
 /// The `i`-th instruction's.
@@ -78,14 +77,20 @@ const fn columns_of(columns: &Columns, i: usize) -> [u32; 2] {
     [words[i % 2 * 2], words[i % 2 * 2 + 1]]
 }
 
-impl<const TILES: usize> Duty<TILES> {
+impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
+    /// Whether a chain's warps deal strips.
+    const BY_STRIPS: bool = TILES == 1 || F::COSTLY;
+    /// Tiles of rows of a warp.
+    const OWN_TILES: usize = if Self::BY_STRIPS { TILES } else { 1 };
+    /// Most strips of a warp.
+    const OWN_STRIPS: usize = if Self::BY_STRIPS { STRIPS as usize / 2 } else { STRIPS as usize };
     /// Lanes of a warp that give a chunk back: it takes [`WARPS`] arrivals, and if it is a half's alone, only four warps read it.
-    const ARRIVALS: u32 = 2 / TILES as u32;
+    const ARRIVALS: u32 = if Self::BY_STRIPS { 2 } else { 1 };
 
     /// This warp's.
     #[inline(always)]
     fn new() -> Self {
-        Self { lane: thread::fresh(thread::lane_id()), warp_id: thread::fresh(thread::warp_id()) }
+        Self { lane: thread::fresh(thread::lane_id()), warp_id: thread::fresh(thread::warp_id()), format: PhantomData }
     }
 
     /// The number of its chain.
@@ -103,62 +108,133 @@ impl<const TILES: usize> Duty<TILES> {
     /// The first row.
     #[inline(always)]
     const fn first_row(&self) -> u32 {
-        if TILES == 1 { 0 } else { 8 * self.half() }
+        if Self::BY_STRIPS { 0 } else { 8 * self.half() }
     }
 
     /// Its `s`-th strip of the block's.
     #[inline(always)]
     const fn strip(&self, s: u32) -> u32 {
-        if TILES == 1 { 2 * s + self.half() } else { s }
+        if Self::BY_STRIPS { 2 * s + self.half() } else { s }
     }
 
     /// How many of the block's strips are its.
     #[inline(always)]
     const fn strips(&self, mine: u32) -> u32 {
-        if TILES == 1 { (mine + 1 - self.half()) / 2 } else { mine }
+        if Self::BY_STRIPS { (mine + 1 - self.half()) / 2 } else { mine }
     }
 
     /// Its weights of a chunk, once that is there. A barrier tells a phase from the next alone, and the slot's chunk before this one may have been the other half's, for
     /// which this warp did not wait. It came: this warp had one of the last three chunks, or met the block since, and the producer has no more than 7 under way.
     #[inline(always)]
-    unsafe fn load(&self, chunk: &Ring) -> Weights {
-        let mut weights = [[0; 4]; 8];
-        unsafe {
-            chunk.wait_full();
-            let from = chunk.offset() + self.residue() * SLICE_BYTES + fragment_row(self.lane);
-            let from = shared::dynamic::<u8>(from);
-            unroll!(I < 8; {
-                let (slice, step) = (I as u32 / 4 * CHAINS, I as u32 % 4);
-                weights[I] = mma::ldmatrix_x4(from.at((slice * SLICE_BYTES + step * STEP_BYTES) as usize));
-            });
-        }
-        weights
+    unsafe fn load(&self, p: &StreamStep, chunk: &Ring) -> Weights {
+        unsafe { self.load_beside(p, chunk, |_| {}) }
     }
 
-    /// The products of a turn, whose `mine` chunks are next in the ring: adds those of its `s`-th strip to `acc[s]`.
+    /// The same; `beside` is called with 0 and 1 while shared memory answers.
     #[inline(always)]
-    unsafe fn turn(&self, acc: &mut [[f32; 4]; STRIPS as usize], ring: &mut Ring, mine: u32, columns: &Columns) {
+    unsafe fn load_beside(&self, p: &StreamStep, chunk: &Ring, beside: impl FnMut(u32)) -> Weights {
+        unsafe {
+            chunk.wait_full();
+            F::load(p, chunk, self.residue(), self.lane, beside)
+        }
+    }
+
+    /// If fragments are costly, those of the first strip of a part, of which `mine` strips are the block's: [`turn`](Self::turn) has the next ones ready
+    /// when it multiplies.
+    #[inline(always)]
+    unsafe fn begin(&self, p: &StreamStep, ring: &Ring, mine: u32) -> Weights {
+        if !F::COSTLY || self.strips(mine) == 0 {
+            return [[0; 4]; 8];
+        }
+        let chunk = ring.ahead(self.strip(0));
+        unsafe {
+            let weights = self.load(p, &chunk);
+            release(chunk, self.lane < Self::ARRIVALS);
+            weights
+        }
+    }
+
+    /// Adds the products of half of a strip's fragments, those from instruction `FROM` on, to the first accumulators.
+    #[inline(always)]
+    fn multiply<const FROM: usize>(
+        acc: &mut [[f32; 4]; STRIPS as usize],
+        weights: &Weights,
+        columns: &[Columns; TILES],
+    ) {
+        unroll!(I < 4; {
+            unroll!(T < (Self::OWN_TILES) of 2; {
+                acc[T] = mma::m16n8k16_bf16(acc[T], weights[FROM + I], columns_of(&columns[T], FROM + I));
+            });
+        });
+    }
+
+    /// Brings the accumulators of the next of `own` strips to the front: after so many times each is where it was.
+    #[inline(always)]
+    fn rotate(acc: &mut [[f32; 4]; STRIPS as usize], own: u32) {
+        unroll!(T < (Self::OWN_TILES) of 2; {
+            let first = acc[T];
+            unroll!(S < 4; {
+                let next = if S < 3 { acc[(S + 1) % 4 * Self::OWN_TILES + T] } else { first };
+                acc[S * Self::OWN_TILES + T] = if S as u32 + 1 == own { first } else { next };
+            });
+        });
+    }
+
+    /// The products of a turn, whose `mine` chunks are next in the ring: adds those of its own `s`-th strip to `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on.
+    /// If fragments are costly, `weights` are the first strip's, and then those of the next turn, unless this is the `last`.
+    #[inline(always)]
+    unsafe fn turn(
+        &self,
+        p: &StreamStep,
+        acc: &mut [[f32; 4]; STRIPS as usize],
+        (ring, mine): (&mut Ring, u32),
+        columns: &[Columns; TILES],
+        (weights, last): (&mut Weights, bool),
+    ) {
         unsafe {
             // Found again for each turn: conditions kept over all turns crowd out others.
             let own = self.strips(thread::fresh(mine));
+            if F::COSTLY {
+                // One copy of the code for all strips: four would not stay in the cache next to the scheduler.
+                let unpacked = if last { own.saturating_sub(1) } else { own };
+                let mut s = 0;
+                while s < unpacked {
+                    s += 1;
+                    let chunk = ring.ahead(if s < own { self.strip(s) } else { mine + self.strip(0) });
+                    let next = self.load_beside(p, &chunk, |half| match half {
+                        0 => Self::multiply::<0>(acc, weights, columns),
+                        _ => Self::multiply::<4>(acc, weights, columns),
+                    });
+                    release(chunk, self.lane < Self::ARRIVALS);
+                    *weights = next;
+                    Self::rotate(acc, own);
+                }
+                if last && own > 0 {
+                    Self::multiply::<0>(acc, weights, columns);
+                    Self::multiply::<4>(acc, weights, columns);
+                    Self::rotate(acc, own);
+                }
+                *ring = ring.ahead(mine);
+                return;
+            }
             // Two strips at a time, where there are: of a chain of products each waits for the one before it.
             unroll!(P < (2 * TILES) of 4; {
                 let s = 2 * P;
                 let chunk = ring.ahead(self.strip(s as u32));
                 if s as u32 + 1 < own {
                     let next = ring.ahead(self.strip(s as u32 + 1));
-                    let (low, high) = (self.load(&chunk), self.load(&next));
+                    let (low, high) = (self.load(p, &chunk), self.load(p, &next));
                     release(if self.lane < Self::ARRIVALS { chunk } else { next }, self.lane < 2 * Self::ARRIVALS);
                     unroll!(I < 8; {
-                        let b = columns_of(columns, I);
+                        let b = columns_of(&columns[0], I);
                         acc[s] = mma::m16n8k16_bf16(acc[s], low[I], b);
                         acc[s + 1] = mma::m16n8k16_bf16(acc[s + 1], high[I], b);
                     });
                 } else if (s as u32) < own {
-                    let a = self.load(&chunk);
+                    let a = self.load(p, &chunk);
                     release(chunk, self.lane < Self::ARRIVALS);
                     unroll!(I < 8; {
-                        acc[s] = mma::m16n8k16_bf16(acc[s], a[I], columns_of(columns, I));
+                        acc[s] = mma::m16n8k16_bf16(acc[s], a[I], columns_of(&columns[0], I));
                     });
                 }
             });
@@ -191,7 +267,7 @@ impl<'a> Consumer<'a> {
     /// All layers and the head. Activations come to registers `GROUP` turns at a time: while those of one group are in use, those of the next are under
     /// way. `ONE` row is exchanged with other blocks as [words with a stamp](super::exchange), others through memory with meetings.
     #[inline(always)]
-    pub unsafe fn run<const TILES: usize, const GROUP: usize, const ONE: bool>(&mut self) {
+    pub unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool>(&mut self) {
         unsafe {
             self.mark(Mark::Begin);
             self.embed::<ONE>();
@@ -206,9 +282,9 @@ impl<'a> Consumer<'a> {
             loop {
                 let (matrix, layer) = (self.p.matrix(index), index / 4);
                 if ONE {
-                    self.product_of_one(part, first);
+                    self.product_of_one::<F>(part, first);
                 } else {
-                    self.product::<TILES, GROUP>(part, old);
+                    self.product::<F, TILES, GROUP>(part, old);
                 }
                 self.mark(match self.p.matrix(thread::fresh(index)) {
                     Matrix::Qkv => Mark::Qkv,
@@ -370,13 +446,18 @@ impl<'a> Consumer<'a> {
 
     /// A matrix product over all its passes, of which this is the first, and what becomes of its outputs; `old` is what the first of them are added to.
     #[inline(always)]
-    unsafe fn product<const TILES: usize, const GROUP: usize>(&mut self, mut part: Part, mut old: [Old; 2]) {
+    unsafe fn product<F: WeightFormat, const TILES: usize, const GROUP: usize>(
+        &mut self,
+        mut part: Part,
+        mut old: [Old; 2],
+    ) {
         unsafe {
             let matrix = part.matrix;
             // What follows from these is found again for each matrix, not kept over all layers in registers.
-            let duty = Duty::<TILES>::new();
-            let Duty { lane, warp_id } = duty;
+            let duty = Duty::<F, TILES>::new();
+            let Duty { lane, warp_id, .. } = duty;
             let (g, t) = (lane / 4, lane % 4);
+            let scale = F::scale(self.p, part.index);
             core::hint::assert_unchecked(self.count > 0);
             let (strips, k) = self.p.shape(matrix);
             core::hint::assert_unchecked(k > 0);
@@ -384,17 +465,22 @@ impl<'a> Consumer<'a> {
             let count = self.count;
             let first_feature = duty.residue() * SLICE + t * 8;
             // Columns without a row compute the last row again, which nobody reads.
-            let first_of_row = (duty.first_row() + g).min(count - 1) * k;
+            let mut first_of_row = [0; TILES];
+            unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
+                first_of_row[T] = (duty.first_row() + 8 * T as u32 + g).min(count - 1) * k;
+            });
             // This warp's slices of its rows in a group of turns. Beyond the end of a row the weights are zero, and any of its elements will do: there is no
             // condition on a load.
             let fetch = |turn: u32| {
-                let mut b: [Columns; GROUP] = [[[[0; 4]; 2]; 2]; GROUP];
+                let mut b: [[Columns; TILES]; GROUP] = [[[[[0; 4]; 2]; 2]; TILES]; GROUP];
                 unroll!(A < GROUP of 4; {
                     unroll!(C < 2; {
                         let feature = (turn + A as u32) * CHUNK_FEATURES + C as u32 * (CHAINS * SLICE) + first_feature;
                         let feature = if feature < k { feature } else { t * 8 };
-                        let x = x.at((first_of_row + feature) as usize);
-                        b[A][C] = [x.load16(0), x.load16(32)];
+                        unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
+                            let x = x.at((first_of_row[T] + feature) as usize);
+                            b[A][T][C] = [x.load16(0), x.load16(32)];
+                        });
                     });
                 });
                 b
@@ -412,13 +498,15 @@ impl<'a> Consumer<'a> {
                     });
                     squares = norm.lane_squares(rows);
                 }
+                let mut weights = duty.begin(self.p, &ring, part.mine);
                 let mut turn = 0;
                 while turn < part.depth {
                     // A warp counts its loads under way; it cannot wait for the older ones alone. So they come in groups.
                     let next = fetch(turn + GROUP as u32);
                     unroll!(A < GROUP of 4; {
                         if turn + (A as u32) < part.depth {
-                            duty.turn(&mut acc, &mut ring, part.mine, &b[A]);
+                            let last = turn + A as u32 + 1 == part.depth;
+                            duty.turn(self.p, &mut acc, (&mut ring, part.mine), &b[A], (&mut weights, last));
                         }
                     });
                     if normed && turn == 0 {
@@ -427,7 +515,7 @@ impl<'a> Consumer<'a> {
                     b = next;
                     turn += GROUP as u32;
                 }
-                self.epilogue::<TILES>(&acc, &part, old);
+                self.epilogue::<F, TILES>(&acc, &part, scale, old);
                 if part.end == strips {
                     break;
                 }
@@ -453,26 +541,35 @@ impl<'a> Consumer<'a> {
 
     /// Adds the chains' sums, and puts them where they belong.
     #[inline(always)]
-    unsafe fn epilogue<const TILES: usize>(&self, acc: &[[f32; 4]; STRIPS as usize], part: &Part, ahead: [Old; 2]) {
+    unsafe fn epilogue<F: WeightFormat, const TILES: usize>(
+        &self,
+        acc: &[[f32; 4]; STRIPS as usize],
+        part: &Part,
+        scale: f32,
+        ahead: [Old; 2],
+    ) {
         unsafe {
             if part.mine == 0 {
                 return;
             }
             // Found again: kept from before the product, addresses would crowd out accumulators.
-            let duty = Duty::<TILES>::new();
-            let Duty { lane, warp_id } = duty;
+            let duty = Duty::<F, TILES>::new();
+            let Duty { lane, warp_id, .. } = duty;
             let (g, t) = (lane / 4, lane % 4);
             // `[strip][chain][row][feature]`
             let partial = shared::dynamic::<f32>(SCRATCH);
             let chain_words = TILES as u32 * 8 * STRIP;
-            unroll!(S < (4 * TILES) of 8; {
+            unroll!(S < (Duty::<F, TILES>::OWN_STRIPS) of 8; {
                 if (S as u32) < duty.strips(part.mine) {
                     let to = partial.at(((duty.strip(S as u32) * CHAINS + duty.residue()) * chain_words) as usize);
-                    unroll!(E < 4; {
-                        let row = duty.first_row() + 2 * t + E as u32 % 2;
-                        if row < self.count {
-                            to.store(slot(row, g + E as u32 / 2 * 8) as usize, acc[S][E]);
-                        }
+                    unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
+                        unroll!(E < 4; {
+                            let row = duty.first_row() + 8 * T as u32 + 2 * t + E as u32 % 2;
+                            if row < self.count {
+                                let sum = acc[S * Duty::<F, TILES>::OWN_TILES + T][E];
+                                to.store(slot(row, g + E as u32 / 2 * 8) as usize, sum);
+                            }
+                        });
                     });
                 }
             });
@@ -490,7 +587,7 @@ impl<'a> Consumer<'a> {
                     unroll!(C < 4; {
                         sum += from.load(C * chain_words as usize);
                     });
-                    sum
+                    sum * scale
                 };
                 let feature = output.feature & within;
                 self.put::<false>(part, &output, sum(feature), old, || sum(feature + 8));

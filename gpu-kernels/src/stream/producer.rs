@@ -2,13 +2,13 @@
 
 use core::ops::Range;
 
-use cuda_std::bulk;
-use cuda_std::{Global, shared, thread, warp};
+use cuda_std::{Global, bulk, shared, tensor, thread, warp};
 
-use super::{CHUNK_BYTES, Matrix, RING, SLICE_BYTES, SLICES, SLICES_APART, StreamStep, UNITS, Walk};
+use super::{CHUNK_BYTES, Matrix, RING, SLICE_BYTES, SLICES, StreamStep, UNITS, Walk};
 use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::PAGE_TOKENS;
 use crate::ring::Ring;
+use crate::weights::WeightFormat;
 
 /// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block takes consecutive ones.
 #[derive(Clone, Copy)]
@@ -143,31 +143,44 @@ const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
 /// Chunks of a pass that are over before memory is in its stride: those of models of less than a billion parameters.
 const FEW: u32 = 8;
 
-/// Waits for room and starts the next chunk's copy: [`SLICES`] pieces that lie `apart` bytes from each other, a lane each.
-/// Nobody reads them again in this step: what blocks exchange stays in L2 instead.
+/// Waits for room for the next chunk.
 #[inline(always)]
-unsafe fn fill(ring: &mut Ring, from: Global<u8>, apart: u32, under_way: u32) {
+unsafe fn wait(ring: &Ring, under_way: u32) {
     unsafe {
-        let lane = thread::fresh(thread::lane_id());
         ring.wait_under_way(under_way);
         ring.wait_empty();
+    }
+}
+
+/// Starts the copy of a page's keys or values of a head, [`SLICES`] pieces, a lane each. Nobody reads them again in this step:
+/// what blocks exchange stays in L2 instead.
+#[inline(always)]
+unsafe fn fill(ring: &Ring, from: Global<u8>) {
+    unsafe {
+        let lane = thread::fresh(thread::lane_id());
         if lane == 0 {
             ring.full().arrive_expect_tx(CHUNK_BYTES);
         }
         warp::sync_warp();
         if lane < SLICES {
-            let to = ring.slot().at((lane * SLICE_BYTES) as usize);
-            bulk::copy_to_shared_once(to, from.at((lane * apart) as usize), SLICE_BYTES, ring.full());
+            let piece = (lane * SLICE_BYTES) as usize;
+            bulk::copy_to_shared_once(ring.slot().at(piece), from.at(piece), SLICE_BYTES, ring.full());
         }
-        *ring = ring.ahead(1);
     }
 }
 
 /// The producer: one warp walks every pass, and before the output projection the block's share of the cache.
 #[inline(always)]
-pub unsafe fn produce(p: &StreamStep, one_row: bool) {
+pub unsafe fn produce<F: WeightFormat>(p: &StreamStep, one_row: bool) {
     unsafe {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
+        if thread::lane_id() == 0 {
+            let mut map = 0;
+            while map < F::MAPS {
+                tensor::acquire(p.maps.at(map));
+                map += 1;
+            }
+        }
         let mut walk = Walk::new(grid);
         let mut ring = Ring::producer(RING);
         let mut index = 0;
@@ -188,9 +201,9 @@ pub unsafe fn produce(p: &StreamStep, one_row: bool) {
                 while q < pass.depth {
                     let mut i = 0;
                     while i < mine {
-                        let from = pass.slice(i * grid + place, q * SLICES);
-                        let under_way = under_way(one_row, chunks, filled);
-                        fill(&mut ring, p.stream.cast().at(from as usize), SLICES_APART, under_way);
+                        wait(&ring, under_way(one_row, chunks, filled));
+                        F::fill(p, &ring, &pass, i * grid + place, q);
+                        ring = ring.ahead(1);
                         filled += 1;
                         i += 1;
                     }
@@ -218,7 +231,9 @@ unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: 
                 } else {
                     cache.value(sequence, position, kv_head)
                 };
-                fill(ring, from.read().cast(), SLICE_BYTES, under_way(one_row, u32::MAX, filled));
+                wait(ring, under_way(one_row, u32::MAX, filled));
+                fill(ring, from.read().cast());
+                *ring = ring.ahead(1);
                 filled += 1;
                 i += 1;
             }

@@ -326,7 +326,8 @@ impl Best {
     }
 }
 
-/// Puts the sums in the lower accumulators where they belong, a quarter of a tile's rows at a time. `old` is what the first of these are added to, asked for before.
+/// Puts the sums in the lower accumulators where they belong, a quarter of a tile's rows at a time. They are multiplied with `scale`, and `old` is what the first of these are
+/// added to, asked for before.
 #[inline(always)]
 pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
     p: &WideStep,
@@ -334,7 +335,7 @@ pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
     outputs: &Outputs,
     first: u32,
     groups: u32,
-    mut old: [[f32; 4]; QUARTER],
+    (mut old, scale): ([[f32; 4]; QUARTER], f32),
 ) {
     unsafe {
         let best = if KIND == Kind::BEST { Some(Best::new::<ROWS>(p, outputs, unit, first)) } else { None };
@@ -349,7 +350,7 @@ pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
                             }
                             let mut sums = [[0f32; 4]; QUARTER];
                             unroll!(J < $groups; {
-                                sums[J] = accumulators!(4 * $groups * H + 4 * J);
+                                sums[J] = accumulators!(4 * $groups * H + 4 * J).map(|sum: f32| sum * scale);
                             });
                             if let Some(best) = &best {
                                 best.look::<TILES>(outputs, (H * $groups) as u32, sums);

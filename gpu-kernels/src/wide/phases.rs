@@ -75,7 +75,9 @@ pub struct Phase {
     /// `Attend`: `[pages, kv_heads]` the [forms](crate::packed::Form) of those that are [packed](super::WideStep::packed).
     pub forms: Global<u32>,
     /// Products: tiles of rows, for all rows that there may be.
-    pub row_tiles: u64,
+    pub row_tiles: u32,
+    /// Products: what their sums are multiplied with, if [weights](crate::weights) say so.
+    pub scale: f32,
 }
 
 impl Phase {
@@ -96,6 +98,7 @@ impl Phase {
             pages: Default::default(),
             forms: Default::default(),
             row_tiles: 0,
+            scale: 1.0,
         }
     }
 
@@ -215,7 +218,7 @@ impl Product {
                 strips: field!(phase, strips: u32),
                 k: field!(phase, k: u32),
                 share: Share { whole: share[0], shift: share[1] },
-                row_tiles: field!(phase, row_tiles: u64) as u32,
+                row_tiles: field!(phase, row_tiles: u32),
             }
         }
     }

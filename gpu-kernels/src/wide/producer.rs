@@ -8,11 +8,12 @@ use super::deal::{deal, load, take_up, walk};
 use super::pair::keep_step;
 use super::phases::Product;
 use super::pool::{Asking, Told};
-use super::{Kind, Memory, Phase, RESIDUES, WEIGHT_BYTES, WideStep, factors};
+use super::{Kind, Memory, Phase, RESIDUES, WideStep, factors};
 use crate::linear::SLICE;
 use crate::qkv::{Factors, append};
 use crate::ring::Ring;
-use crate::stream::{CHUNK_FEATURES, Pass, SLICES_APART, STRIPS};
+use crate::stream::{CHUNK_FEATURES, Pass, STRIPS};
+use crate::weights::WeightFormat;
 
 /// Slots of pages under way at a time: see the [stream](crate::stream)'s producer.
 const PAGES_UNDER_WAY: u32 = 5;
@@ -48,7 +49,7 @@ const fn alone<const ROWS: u32>(before: u32) -> u32 {
 
 /// The warp that loads weights and pages: what a step adds to pages comes there after attention.
 #[inline(always)]
-pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
+pub unsafe fn produce<F: WeightFormat, const ROWS: u32>(p: &WideStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
         let mut before = Kind::EMBED;
@@ -61,7 +62,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
             let kind = field!(phase, kind: u32);
             let alone = alone::<ROWS>(before);
             if Kind::is_product(kind) {
-                ring = produce_weights::<ROWS>(p, &Product::new(phase), ring, alone, &mut steps);
+                ring = produce_weights::<F, ROWS>(p, &Product::new(phase), ring, alone, &mut steps);
             } else if kind == Kind::ATTEND {
                 let cache = p.work.cache(field!(phase, pages: GlobalMut<bf16>));
                 let mut filled = 0;
@@ -93,7 +94,7 @@ pub unsafe fn produce<const ROWS: u32>(p: &WideStep) {
 /// One lane loads, a slot by one copy: a warp that came together again for each slot, or a lane with four copies to begin, would take longer for a slot than the
 /// products of 128 rows do.
 #[inline(always)]
-unsafe fn produce_weights<const ROWS: u32>(
+unsafe fn produce_weights<F: WeightFormat, const ROWS: u32>(
     p: &WideStep,
     product: &Product,
     mut ring: Ring,
@@ -114,11 +115,8 @@ unsafe fn produce_weights<const ROWS: u32>(
                 let base = first + u64::from(passed) * u64::from(chunks);
                 let strips = (product.strips - passed).min(pass_strips);
                 let pass = Pass { base, rotation: 0, strips, depth: chunks };
-                // From a slice of a chain to the next: within a chunk, and to the next chunk. Found before the loops: what a producer does for a slot is time
-                // that memory waits.
-                let begin = pass.slice(unit.strip - passed, 0);
-                let within = pass.slice(unit.strip - passed, RESIDUES) - begin;
-                let beyond = pass.slice(unit.strip - passed, 2 * RESIDUES) - begin - within;
+                // Found before the loops: what a producer does for a slot is time that memory waits.
+                let slots = F::slots(p, &pass, unit.strip - passed);
                 let mut residue = unit.residue;
                 while residue < unit.end {
                     // A tile of few rows is done sooner: over a long phase its block got so far ahead that all weights were read twice.
@@ -126,7 +124,7 @@ unsafe fn produce_weights<const ROWS: u32>(
                         keep_step::<ROWS>(*steps % 2);
                         *steps += 1;
                     }
-                    let mut from = begin + u64::from(residue * SLICES_APART);
+                    let mut weights = slots.first.at((residue * slots.chain) as usize);
                     let (mut turn, depth) = (0, product.depth(residue));
                     while turn < depth {
                         let most = under_way(filled, alone, weights_under_way::<ROWS>());
@@ -135,16 +133,16 @@ unsafe fn produce_weights<const ROWS: u32>(
                             ring.wait_under_way(most);
                         }
                         ring.wait_empty();
-                        ring.full().arrive_expect_tx(WEIGHT_BYTES);
+                        ring.full().arrive_expect_tx(slots.bytes);
                         // Of a last, partial tile with what lies behind it: the stream has room for it, and nobody uses it.
-                        let weights = p.stream.cast().at(from as usize);
                         if ROWS == 64 {
-                            bulk::copy_to_shared_once(ring.slot(), weights, WEIGHT_BYTES, ring.full());
+                            bulk::copy_to_shared_once(ring.slot(), weights, slots.bytes, ring.full());
                         } else {
                             // Other blocks have other rows for the same weights.
-                            bulk::copy_to_shared(ring.slot(), weights, WEIGHT_BYTES, ring.full());
+                            bulk::copy_to_shared(ring.slot(), weights, slots.bytes, ring.full());
                         }
-                        from += if turn % 2 == 0 { within } else { beyond };
+                        let [within, beyond] = slots.apart;
+                        weights = weights.at(if turn % 2 == 0 { within } else { beyond } as usize);
                         ring = ring.ahead(1);
                         filled += 1;
                         turn += 1;

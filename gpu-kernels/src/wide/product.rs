@@ -8,14 +8,15 @@ use super::outputs::QUARTER;
 use super::outputs::{Outputs, put};
 use super::pair::Pair;
 use super::phases::{Product, Unit};
-use super::{GROUP, Kind, Memory, Odd, Phase, RESIDUES, Rings, SLICE_BYTES, WEIGHT_BYTES, WideStep};
+use super::{GROUP, Kind, Memory, Odd, Phase, RESIDUES, Rings, WEIGHT_BYTES, WideStep};
 use crate::ring::Ring;
-use crate::stream::{STEP_BYTES, fragment_row};
+use crate::stream::STEP_BYTES;
 use crate::waiting;
+use crate::weights::WeightFormat;
 
 /// A product, and what becomes of it. `arrivals` counts parts of split tiles' halves.
 #[inline(always)]
-pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
+pub unsafe fn multiply<F: WeightFormat, const ROWS: u32, const TILES: usize>(
     p: &WideStep,
     phase: Global<Phase>,
     kind: u32,
@@ -48,7 +49,7 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
             let mut residue = unit.residue;
             // At least once: what may have no value here would keep its registers over all phases.
             loop {
-                multiply_chain::<TILES>(rings, product.depth(residue));
+                multiply_chain::<F, TILES>(p, rings, product.depth(residue));
                 residue += 1;
                 // The last chain of a later part stays what it is.
                 if part == 0 || residue < unit.end {
@@ -78,11 +79,12 @@ pub unsafe fn multiply<const ROWS: u32, const TILES: usize>(
                 partial.add::<TILES>(part);
             }
             ready();
+            let scale = F::scale_of(phase);
             match kind {
-                Kind::WRITE => put::<ROWS, TILES, { Kind::WRITE }>(p, &unit, &outputs, first, groups, old),
-                Kind::BEST => put::<ROWS, TILES, { Kind::BEST }>(p, &unit, &outputs, first, groups, old),
-                Kind::ADD => put::<ROWS, TILES, { Kind::ADD }>(p, &unit, &outputs, first, groups, old),
-                _ => put::<ROWS, TILES, { Kind::SWIGLU }>(p, &unit, &outputs, first, groups, old),
+                Kind::WRITE => put::<ROWS, TILES, { Kind::WRITE }>(p, &unit, &outputs, first, groups, (old, scale)),
+                Kind::BEST => put::<ROWS, TILES, { Kind::BEST }>(p, &unit, &outputs, first, groups, (old, scale)),
+                Kind::ADD => put::<ROWS, TILES, { Kind::ADD }>(p, &unit, &outputs, first, groups, (old, scale)),
+                _ => put::<ROWS, TILES, { Kind::SWIGLU }>(p, &unit, &outputs, first, groups, (old, scale)),
             }
         }
         ready();
@@ -215,7 +217,7 @@ impl Partial {
 
 /// One residue's chain, into the upper accumulators: `depth` slots of the rings.
 #[inline(always)]
-unsafe fn multiply_chain<const TILES: usize>(rings: &mut Rings, depth: u32) {
+unsafe fn multiply_chain<F: WeightFormat, const TILES: usize>(p: &WideStep, rings: &mut Rings, depth: u32) {
     unsafe {
         let lane = thread::fresh(thread::lane_id());
         if depth == 0 {
@@ -224,7 +226,7 @@ unsafe fn multiply_chain<const TILES: usize>(rings: &mut Rings, depth: u32) {
                 accumulators!(64 + 4 * J, [0.0; 4]);
             });
         } else if TILES == 8 {
-            multiply_loaded(rings, depth, lane);
+            multiply_loaded::<F>(p, rings, depth, lane);
         } else {
             multiply_shared::<TILES>(rings, depth, lane);
         }
@@ -257,21 +259,21 @@ unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lan
 /// With 64 rows a tile: weights through registers, so that their slots are given back before they are multiplied. Fragments are loaded into one half of their
 /// registers while products read the other.
 #[inline(always)]
-unsafe fn multiply_loaded(rings: &mut Rings, depth: u32, lane: u32) {
+unsafe fn multiply_loaded<F: WeightFormat>(p: &WideStep, rings: &mut Rings, depth: u32, lane: u32) {
     unsafe {
         let Rings { ring, rows, .. } = rings;
-        load_weights::<0>(ring, lane);
+        load_weights::<F, 0>(p, ring, lane);
         begin_loaded::<0>(rows, false);
         let mut turn = 1;
         while turn < depth {
-            load_weights::<4>(ring, lane);
+            load_weights::<F, 4>(p, ring, lane);
             end_loaded(rows, lane);
             begin_loaded::<4>(rows, true);
             turn += 1;
             if turn == depth {
                 break;
             }
-            load_weights::<0>(ring, lane);
+            load_weights::<F, 0>(p, ring, lane);
             end_loaded(rows, lane);
             begin_loaded::<0>(rows, true);
             turn += 1;
@@ -280,27 +282,12 @@ unsafe fn multiply_loaded(rings: &mut Rings, depth: u32, lane: u32) {
     }
 }
 
-/// In bytes, as an index.
-const STEP: usize = STEP_BYTES as usize;
-
 /// The fragments of a slot of weights, into the registers of four steps from `FIRST` on; and gives it back.
 #[inline(always)]
-unsafe fn load_weights<const FIRST: usize>(ring: &mut Ring, lane: u32) {
+unsafe fn load_weights<F: WeightFormat, const FIRST: usize>(p: &WideStep, ring: &mut Ring, lane: u32) {
     unsafe {
         ring.wait_full();
-        let warp_id = thread::fresh(thread::warp_id());
-        let from = ring.slot().at((warp_id * SLICE_BYTES + fragment_row(lane)) as usize);
-        if FIRST == 0 {
-            wgmma::load_fragments::<0, u8>(from);
-            wgmma::load_fragments::<1, u8>(from.at(STEP));
-            wgmma::load_fragments::<2, u8>(from.at(2 * STEP));
-            wgmma::load_fragments::<3, u8>(from.at(3 * STEP));
-        } else {
-            wgmma::load_fragments::<4, u8>(from);
-            wgmma::load_fragments::<5, u8>(from.at(STEP));
-            wgmma::load_fragments::<6, u8>(from.at(2 * STEP));
-            wgmma::load_fragments::<7, u8>(from.at(3 * STEP));
-        }
+        F::load_fragments::<FIRST>(p, ring.slot(), lane);
         ring.give_back(lane == 0);
         *ring = ring.ahead(1);
     }

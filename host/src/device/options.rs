@@ -14,6 +14,8 @@ pub struct DeviceOptions {
     /// Whether prompts run in passes of many rows, by the kernels for Hopper. None is on Hopper, and not under the
     /// emulator: there, the kernels of every card are much quicker.
     pub prefill: Option<bool>,
+    /// Whether decode steps read weights packed without loss. None is where that is faster and there is the memory.
+    pub lossless: Option<bool>,
     /// A file of kernels to load instead of those that are built in: PTX, or machine code. It takes the place of each
     /// module that it holds whole.
     pub kernels: Option<PathBuf>,
@@ -23,10 +25,10 @@ pub struct DeviceOptions {
 
 impl PartialEq for DeviceOptions {
     fn eq(&self, other: &Self) -> bool {
-        let Self { portable, unfused, prefill, kernels, modules } = other;
+        let Self { portable, unfused, prefill, lossless, kernels, modules } = other;
         // Their texts are megabytes.
         let same_modules = std::ptr::eq(self.modules, *modules);
-        (self.portable, self.unfused, self.prefill) == (*portable, *unfused, *prefill)
+        (self.portable, self.unfused, self.prefill, self.lossless) == (*portable, *unfused, *prefill, *lossless)
             && self.kernels == *kernels
             && same_modules
     }

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use cuda_std::Global;
-use cuda_std::tensor::{Matrix, ROW, TensorMap};
+use cuda_std::tensor::{Array, Matrix, ROW, TensorMap};
 use cust::sys;
 
 use super::cuda::check;
@@ -12,6 +12,7 @@ use crate::Error;
 
 // Values of the driver's enumerations, which `cust` does not have.
 const BF16: u32 = 9;
+const WORDS_OF_8: u32 = 4;
 const NOT_INTERLEAVED: u32 = 0;
 const NOT_SWIZZLED: u32 = 0;
 const SWIZZLE_128_BYTES: u32 = 3;
@@ -61,19 +62,60 @@ impl Device {
     /// # Errors
     /// A matrix that TMA cannot address (the driver's refusal), too little memory, or a driver error.
     pub fn tensor_maps(&self, matrices: &[Matrix]) -> Result<TensorMaps, Error> {
-        let mut words = Vec::with_capacity(matrices.len() * WORDS);
-        for matrix in matrices {
+        self.maps(matrices, encode, TensorMap::emulated)
+    }
+
+    /// Encodes maps of `arrays`, likewise.
+    ///
+    /// # Errors
+    /// As [`tensor_maps`](Self::tensor_maps).
+    pub fn array_maps(&self, arrays: &[Array]) -> Result<TensorMaps, Error> {
+        self.maps(arrays, encode_array, TensorMap::emulated_array)
+    }
+
+    fn maps<D>(
+        &self,
+        described: &[D],
+        encode: fn(&D) -> Result<TensorMap, Error>,
+        emulated: fn(&D) -> TensorMap,
+    ) -> Result<TensorMaps, Error> {
+        let mut words = Vec::with_capacity(described.len() * WORDS);
+        for one in described {
             let map = match &*self.0 {
                 Kind::Cuda(cuda) => {
                     cuda.enter()?;
-                    encode(matrix)?
+                    encode(one)?
                 }
-                Kind::Emulator(_) => TensorMap::emulated(matrix),
+                Kind::Emulator(_) => emulated(one),
             };
             words.extend_from_slice(&map.0);
         }
         self.upload(&words).map(TensorMaps)
     }
+}
+
+fn encode_array(array: &Array) -> Result<TensorMap, Error> {
+    let mut map = TensorMap([0; WORDS]);
+    // SAFETY: every array has an element for each of the four dimensions (strides: for the outer ones), and the map is
+    // aligned as the driver wants it.
+    let code = unsafe {
+        cuTensorMapEncodeTiled(
+            &mut map,
+            WORDS_OF_8,
+            4,
+            array.address as *mut c_void,
+            array.sizes.as_ptr(),
+            array.strides.as_ptr(),
+            array.extent.as_ptr(),
+            [1, 1, 1, 1].as_ptr(),
+            NOT_INTERLEAVED,
+            NOT_SWIZZLED,
+            PROMOTE_TO_256_BYTES,
+            ZEROS_BEYOND_EDGES,
+        )
+    };
+    check("describing an array", code)?;
+    Ok(map)
 }
 
 fn encode(matrix: &Matrix) -> Result<TensorMap, Error> {

@@ -272,7 +272,8 @@ impl Forward {
                 share: Share::new(Share::tiles(strips, row_tiles), tile_rows, grid, k),
                 base: stream.base(layer, gemm.matrix),
                 x: maps.ptr(input_map(gemm.input, height)),
-                row_tiles: row_tiles.into(),
+                row_tiles,
+                scale: stream.scale(layer, gemm.matrix),
                 ..Phase::new(kind)
             }
         };
@@ -343,6 +344,7 @@ impl Forward {
             phase_count,
             blocks,
             stream: weights,
+            lossless: stream.lossless().unwrap_or_default(),
             tiles: tiles.list,
             packed: of.packed.pages.ptr(),
             items: of.items.ptr_mut(),
@@ -363,6 +365,9 @@ impl Forward {
         // memory waits for it.
         unsafe {
             match tile_rows {
+                64 if !step.lossless.regions.is_null() => {
+                    d.launch_cooperative::<wide::wide_64_lossless>(grid, shared, step)
+                }
                 64 => d.launch_cooperative::<wide::wide_64>(grid, shared, step),
                 96 => d.launch_cooperative::<wide::wide_96>(grid, shared, step),
                 _ => d.launch_cooperative::<wide::wide_128>(grid, shared, step),

@@ -364,6 +364,11 @@ pub unsafe fn tensor_load(destination: u32, map: u64, x: u32, y: u32, barrier: u
 }
 
 #[track_caller]
+pub unsafe fn tensor_load_box_once(destination: u32, map: u64, at: [u32; 4], barrier: u32) {
+    tensor::load_box(destination, map, at, barrier, Location::caller());
+}
+
+#[track_caller]
 pub unsafe fn tensor_load_multicast(destination: u32, map: u64, x: u32, y: u32, barrier: u32, blocks: u16) {
     tensor::load_multicast(destination, map, [x, y], barrier, blocks, Location::caller());
 }
@@ -468,6 +473,11 @@ pub unsafe fn wgmma_n96_cores(a: u32, b: u32, keep: bool) {
 #[track_caller]
 pub fn wgmma_set_fragment<const I: usize>(low: f32, high: f32) {
     wgmma::set_fragment(I, pack_bf16(low, high), Location::caller());
+}
+
+#[track_caller]
+pub fn wgmma_put_fragment<const I: usize>(word: u32) {
+    wgmma::set_fragment(I, word, Location::caller());
 }
 
 #[track_caller]

@@ -7,7 +7,7 @@ use super::copies::{launch_flights, members, start, start_grouped};
 use super::memory::Buffer;
 use super::race::Mode;
 use super::world::{SHARED_BASE, Site, misuse, world};
-use crate::tensor::{Matrix, ROW, TensorMap, swizzled};
+use crate::tensor::{Array, Matrix, ROW, TensorMap, swizzled};
 
 const CHUNK: u32 = 16;
 
@@ -19,11 +19,50 @@ fn zeros() -> Address {
     )
 }
 
-fn matrix(map: u64, site: Site) -> Matrix {
+fn described<D>(map: u64, description: impl Fn(&TensorMap) -> Option<D>, site: Site) -> D {
     let pointer = world().access(Address::Global(map), size_of::<TensorMap>(), 64, Mode::Read, true, site);
     // SAFETY: checked just now.
     let map = unsafe { pointer.cast::<TensorMap>().read() };
-    map.matrix().unwrap_or_else(|| misuse(site, "the address is not that of a tensor map for the emulator".to_string()))
+    let strange = || misuse(site, "the address is not that of a tensor map for the emulator".to_string());
+    description(&map).unwrap_or_else(strange)
+}
+
+fn matrix(map: u64, site: Site) -> Matrix {
+    described(map, TensorMap::matrix, site)
+}
+
+/// Pieces of the box at `at`, in its order: address if within the array, and bytes. What is within comes row by row, the rest in chunks.
+fn pieces_of_box(array: &Array, at: [u32; 4], shared: u32, site: Site) -> Vec<(Option<u64>, u32)> {
+    if !(shared - SHARED_BASE).is_multiple_of(128) {
+        misuse(site, format!("a box at shared offset {}: not a multiple of 128", shared - SHARED_BASE));
+    }
+    let [x, y, z, w] = array.extent;
+    let mut pieces = Vec::new();
+    for i in 0..y * z * w {
+        let outer = [at[1] + i % y, at[2] + i / y % z, at[3] + i / y / z].map(u64::from);
+        let is_there = outer.iter().zip(&array.sizes[1..]).all(|(place, size)| place < size);
+        let words = if is_there { array.sizes[0].saturating_sub(at[0].into()).min(x.into()) as u32 } else { 0 };
+        let offset: u64 = outer.iter().zip(array.strides).map(|(place, stride)| place * stride).sum();
+        if words > 0 {
+            pieces.push((Some(array.address + u64::from(at[0]) * 8 + offset), words * 8));
+        }
+        pieces.extend((words * 8 / CHUNK..x * 8 / CHUNK).map(|_| (None, CHUNK)));
+    }
+    pieces
+}
+
+pub fn load_box(destination: u32, map: u64, at: [u32; 4], barrier: u32, site: Site) {
+    let pieces = pieces_of_box(&described(map, TensorMap::array, site), at, destination, site);
+    launch_flights(&[world().slot()], barrier, site, |slot| {
+        let mut to = destination;
+        let copy = |&(source, bytes): &(Option<u64>, u32)| {
+            let source = source.map_or_else(zeros, Address::Global);
+            let copy = start(Address::SharedOf(slot, to), source, bytes, site);
+            to += bytes;
+            copy
+        };
+        pieces.iter().map(copy).collect()
+    });
 }
 
 /// The chunks of the tile at `x`, `y`: offset in the tile, and address in the matrix if within it.

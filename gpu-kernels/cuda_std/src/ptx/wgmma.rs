@@ -200,3 +200,9 @@ pub fn wgmma_set_fragment<const I: usize>(low: f32, high: f32) {
             options(nostack));
     }
 }
+
+#[inline(always)]
+pub fn wgmma_put_fragment<const I: usize>(word: u32) {
+    // SAFETY: as above. Not pure: it stays where it is among products and waits.
+    unsafe { asm!("mov.b32 fragment{i}, {word};", word = in(reg32) word, i = const I, options(nostack)) }
+}

@@ -3,10 +3,11 @@
 use cuda_std::shared::{self, Shared};
 use cuda_std::{mma, thread, warp};
 
-use super::{Columns, Consumer, Duty, Old, Output, Part, Weights, columns_of, release, sync};
+use super::{Columns, Consumer, Duty, Old, Output, Part, columns_of, release, sync};
 use crate::linear::{CHAINS, SLICE, STRIP};
 use crate::stream::exchange::{Kind, Word, Words};
 use crate::stream::{CHUNK_FEATURES, FACTORS, Mark, Matrix, SCRATCH, STRIPS, StreamStep, WARPS};
+use crate::weights::{WeightFormat, Weights};
 
 /// Bytes of the partial sums of a pass, `[strip][chain][feature]`.
 const ONE_PARTIAL: u32 = STRIPS * CHAINS * STRIP * 4;
@@ -29,7 +30,7 @@ fn sync_with_factor() {
     thread::sync_named(2, (WARPS + 1) * 32);
 }
 
-impl Duty<1> {
+impl<F: WeightFormat> Duty<F, 1> {
     /// The two warps of a chain meet.
     #[inline(always)]
     fn sync(&self) {
@@ -145,12 +146,13 @@ impl Consumer<'_> {
     /// [`product`](Self::product) of one row: a warp asks for a slice of each turn's input as words, eight a lane at a time, and puts what came into shared memory, where
     /// each lane of a chain's two warps finds its fragments. What does not need them is done while they come.
     #[inline(always)]
-    pub(super) unsafe fn product_of_one(&mut self, mut part: Part, mut first: (Output, Old)) {
+    pub(super) unsafe fn product_of_one<F: WeightFormat>(&mut self, mut part: Part, mut first: (Output, Old)) {
         unsafe {
             let p = self.p;
             let matrix = part.matrix;
-            let duty = Duty::<1>::new();
-            let Duty { lane, warp_id } = duty;
+            let duty = Duty::<F, 1>::new();
+            let Duty { lane, warp_id, .. } = duty;
+            let scale = F::scale(p, part.index);
             let (g, t) = (lane / 4, lane % 4);
             let (input, normed) = match matrix {
                 Matrix::Output => (self.taken_in(Kind::Attended, part.index), false),
@@ -183,7 +185,7 @@ impl Consumer<'_> {
                     let mut acc = [[0f32; 4]; STRIPS as usize];
                     let own = duty.strips(part.mine);
                     // Both halves go the same way: they meet alike.
-                    if part.mine <= 4 && part.mine.div_ceil(2) * part.depth <= HELD as u32 {
+                    if !F::COSTLY && part.mine <= 4 && part.mine.div_ceil(2) * part.depth <= HELD as u32 {
                         // All weights come to registers while the words are waited for.
                         let chunks = own * part.depth;
                         let chunk = |i: u32| {
@@ -193,7 +195,7 @@ impl Consumer<'_> {
                         let mut weights = [[[0u32; 4]; 8]; HELD];
                         unroll!(H < HELD of 4; {
                             if (H as u32) < chunks {
-                                weights[H] = duty.load(&chunk(H as u32));
+                                weights[H] = duty.load(p, &chunk(H as u32));
                             }
                         });
                         // Two lanes a chunk.
@@ -207,10 +209,11 @@ impl Consumer<'_> {
                         duty.stage::<HELD>(&words);
                         match own {
                             0 => {}
-                            1 => Duty::held::<1>(&mut acc, &weights, chunks, duty.staged()),
-                            _ => Duty::held::<2>(&mut acc, &weights, chunks, duty.staged()),
+                            1 => Duty::<F, 1>::held::<1>(&mut acc, &weights, chunks, duty.staged()),
+                            _ => Duty::<F, 1>::held::<2>(&mut acc, &weights, chunks, duty.staged()),
                         }
                     } else {
+                        let mut weights = duty.begin(p, &ring, part.mine);
                         let mut turn = 0;
                         while turn < part.depth {
                             input.settle(&mut words, |i| place(turn + i as u32));
@@ -230,7 +233,9 @@ impl Consumer<'_> {
                             let end = part.depth.min(next);
                             let mut from = duty.staged();
                             while turn < end {
-                                duty.turn(&mut acc, &mut ring, part.mine, &columns(from));
+                                let last = turn + 1 == part.depth;
+                                let columns = [columns(from)];
+                                duty.turn(p, &mut acc, (&mut ring, part.mine), &columns, (&mut weights, last));
                                 from = from.at((SLICE / 2) as usize);
                                 turn += 1;
                             }
@@ -264,7 +269,7 @@ impl Consumer<'_> {
                             unroll!(C < 4; {
                                 sum += from.load(C * STRIP as usize);
                             });
-                            sum
+                            sum * scale
                         };
                         let feature = output.feature & within;
                         self.put::<true>(&part, &output, sum(feature), old, || sum(feature + 8));
@@ -287,7 +292,8 @@ impl Consumer<'_> {
     /// This lane's output of a part of one row, and what it is combined with.
     #[inline(always)]
     pub(super) unsafe fn first_of_one(&self, part: &Part) -> (Output, Old) {
-        let width_log2 = if part.matrix == Matrix::GateUp { STRIP / 2 } else { STRIP }.ilog2();
+        // Not by a choice of two, which the compiler would look up in memory.
+        let width_log2 = STRIP.ilog2() - u32::from(part.matrix == Matrix::GateUp);
         let e = thread::fresh(thread::thread_idx_x());
         let valid = e < part.mine << width_log2;
         let strip = if valid { e >> width_log2 } else { 0 };

@@ -67,7 +67,8 @@ impl Consumer<'_> {
     /// The outputs of a part.
     #[inline(always)]
     pub(super) fn outputs(&self, part: &Part) -> Outputs {
-        let width_log2 = if part.matrix == Matrix::GateUp { STRIP / 2 } else { STRIP }.ilog2();
+        // Not by a choice of two, which the compiler would look up in memory.
+        let width_log2 = STRIP.ilog2() - u32::from(part.matrix == Matrix::GateUp);
         let total = (part.mine * self.count) << width_log2;
         let place = part.first_strip + part.place;
         Outputs { width_log2, rows: self.rows, total, place, grid: self.walk.grid }

@@ -1,0 +1,571 @@
+//! bf16 weights in some 11.2 bits, without loss.
+//!
+//! Of a weight's 16 bits the exponent's eight say little: the weights of a matrix are spread around zero, and nine in ten of
+//! them have one of four exponents (Zhang et al., 2025, "70% Size, 100% Accuracy", make use of that with codes of variable
+//! length). Here every weight has 11 bits: its lower byte (the exponent's last bit and the mantissa) as it is, the sign, and two
+//! bits that say which of four neighbouring pairs of exponents it has. A weight with another exponent is an *escape*: it
+//! stands in a list beside, and is put in its place when the others are unpacked. Lists have room for as many as nearly
+//! every tile has; what is beyond that is in a list of the whole model.
+//!
+//! Which pairs of exponents there are depends on whether the first is even. So a matrix whose weights fit better that way is
+//! stored doubled, and its sums are halved: both are exact.
+//!
+//! # Layout
+//! A *tile* is what a warp unpacks at a time: the two [slices](crate::linear::SLICE) of a chain in a chunk, 2,048 weights. The
+//! tiles of 8 strips that have a chain in common lie together in a *region*; regions are in the order of the plain stream's
+//! chunks of 8 strips, four of each, one a chain:
+//!
+//! ```text
+//! region   [8 strips] first slice  [8 strips] list  [8 strips] second slice
+//! slice    low    [2][lane][16]  bytes   the weights' lower bytes, in the order of a lane's fragments
+//!          codes  [3][lane]      words   code of weight j of fragment f < 3 in bits 4 j to 4 j + 2 of word f; the bits of those
+//!                                        of fragment 3 in bits 4 j + 3: of word 0 the last bit, of word 2 the first
+//! list     [2]    words  see below
+//!          [..]   u16    place among the slice's bytes: 10, sign: 1, how far below `top` the upper exponent bits are: 5
+//! ```
+//!
+//! A code is the sign and by how much the upper seven bits of the exponent are above the slice's `base`. An escape that is 31
+//! below `top` has zeros there. A list's first two words, by bits:
+//!
+//! ```text
+//! 0  escapes: 10    those of the first slice: 10    its base: 7              place in the model's list, upper bits: 5
+//! 1  place in the model's list, lower bits: 18      second slice's base: 7   top: 7
+//! ```
+
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::shared::{self, Shared};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, tensor, thread, warp, wgmma};
+
+use super::{Slots, WeightFormat, Weights};
+use crate::linear::CHAINS;
+use crate::ring::Ring;
+use crate::stream::{CHUNK_BYTES, Pass, SLICE_BYTES, SLICES_APART, STEP_BYTES, StreamStep, TOGETHER, core_word};
+use crate::wide::{Phase, WideStep};
+
+/// Weights of a tile.
+pub const TILE_WEIGHTS: u32 = 2048;
+/// Bytes of a slice of a tile: lower bytes, and codes.
+pub const PACKED_SLICE: u32 = LOW_BYTES + 3 * 32 * 4;
+/// Regions for each chunk of 8 strips.
+pub const REGIONS: u32 = CHAINS;
+
+const LOW_BYTES: u32 = 1024;
+const TILE_BYTES: u32 = 2 * PACKED_SLICE;
+/// Of a list, before its entries.
+const HEADER_BYTES: u32 = 8;
+/// What is further below `top` than that cannot be packed.
+const FURTHEST: u32 = 30;
+/// Lower bits of a place in the model's list.
+const MORE_BITS: u32 = 18;
+/// An escape with zeros in its exponent's upper bits.
+const ZERO: u32 = 31;
+
+/// Where the packed weights of a model are.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct Lossless {
+    /// All [regions](self#layout).
+    pub regions: Global<u8>,
+    /// Escapes beyond lists' room.
+    pub more: Global<u16>,
+    /// `[matrices]`: what a matrix's sums are multiplied with, 1 or, if it is stored doubled, 0.5.
+    pub scales: Global<f32>,
+    /// Bytes of a tile's list: a multiple of 16.
+    pub list_bytes: u32,
+}
+
+impl Lossless {
+    /// Bytes of a region with lists of so many bytes.
+    #[must_use]
+    #[inline(always)]
+    pub const fn region_bytes(list_bytes: u32) -> u32 {
+        TOGETHER * (TILE_BYTES + list_bytes)
+    }
+
+    /// The maps for the decode kernel: of the slices, and of the lists, of so many `regions` at `address`.
+    #[cfg(not(target_arch = "nvptx64"))]
+    #[must_use]
+    pub fn maps(address: u64, regions: u64, list_bytes: u32) -> [tensor::Array; 2] {
+        let (slice, list, strips) = (u64::from(PACKED_SLICE), u64::from(list_bytes), u64::from(TOGETHER));
+        let (second, region) = (strips * (slice + list), Self::region_bytes(list_bytes).into());
+        [
+            tensor::Array {
+                address,
+                sizes: [slice / 8, strips, 2, regions],
+                strides: [slice, second, region],
+                extent: [PACKED_SLICE / 8, 1, 2, CHAINS],
+            },
+            tensor::Array {
+                address: address + strips * slice,
+                sizes: [list / 8, strips, 1, regions],
+                strides: [list, strips * list, region],
+                extent: [list_bytes / 8, 1, 1, CHAINS],
+            },
+        ]
+    }
+
+    /// Escapes for which a list of so many bytes has room.
+    #[must_use]
+    #[inline(always)]
+    pub const fn room(list_bytes: u32) -> u32 {
+        (list_bytes - HEADER_BYTES) / 2
+    }
+}
+
+/// The bits of a word's bytes that are signs.
+const SIGNS: u32 = 0x8080_8080;
+/// Of each code the bit that is the fourth fragment's.
+const FOURTH: u32 = 0x8888_8888;
+
+/// The codes of a slice's four fragments, from its three words.
+#[inline(always)]
+fn codes(words: [u32; 3]) -> [u32; 4] {
+    let one = words[1] & FOURTH | (words[0] >> 1) & !FOURTH;
+    let two = words[2] & FOURTH | (one >> 1) & !FOURTH;
+    [words[0], words[1], words[2], two >> 1]
+}
+
+/// Its inverse: three words of codes, each in the lower three bits of a nibble.
+#[inline(always)]
+fn code_words(codes: [u32; 4]) -> [u32; 3] {
+    let bit = |b: u32| (codes[3] >> b & 0x1111_1111) << 3;
+    [codes[0] | bit(0), codes[1] | bit(1), codes[2] | bit(2)]
+}
+
+/// Where `N` slices of a tile lie, from the one numbered `which` on, and the tile's list.
+#[derive(Clone, Copy)]
+struct Place<const N: usize> {
+    slices: [Shared<u8>; N],
+    which: u32,
+    list: Shared<u32>,
+}
+
+impl<const N: usize> Place<N> {
+    /// The fragments. Upper bytes pass through the place of the lower ones, so nobody else may read them. `beside` is called
+    /// twice, with 0 and 1, where shared memory is waited for.
+    #[inline(always)]
+    unsafe fn unpack(&self, p: &Lossless, lane: u32, mut beside: impl FnMut(u32)) -> [[[u32; 4]; 4]; N] {
+        unsafe {
+            let header = self.list.cast::<[u32; 2]>().load(0);
+            let last = Lossless::room(p.list_bytes) - 1;
+            let escape = self.list.cast::<u16>().load((HEADER_BYTES / 2 + lane.min(last)) as usize);
+            let bytes = |slice: usize, k: usize| self.slices[slice].at(k * 512 + lane as usize * 16);
+            let mut low = [[[0; 4]; 2]; N];
+            let mut words = [[0; 3]; N];
+            unroll!(S < N of 2; {
+                low[S] = [bytes(S, 0).load16(0), bytes(S, 1).load16(0)];
+                let from = self.slices[S].at(LOW_BYTES as usize).cast::<u32>().at(lane as usize);
+                words[S] = [from.load(0), from.load(32), from.load(64)];
+            });
+            beside(0);
+            unroll!(S < N of 2; {
+                let base = if self.which + S as u32 == 0 { header[0] >> 20 } else { header[1] >> MORE_BITS };
+                let base = (base & 0x7f) * 0x0101_0101 + 0x0302_0100;
+                let table = [base, base | SIGNS];
+                let codes = codes(words[S]);
+                let mut high = [[0; 4]; 2];
+                unroll!(F < 4; {
+                    let code = codes[F] & !FOURTH;
+                    high[F / 2][F % 2 * 2] = math::permute(table[0], table[1], code);
+                    high[F / 2][F % 2 * 2 + 1] = math::permute(table[0], table[1], code >> 16);
+                });
+                bytes(S, 0).store16(0, high[0]);
+                bytes(S, 1).store16(0, high[1]);
+            });
+            warp::sync_warp();
+            self.patch(p, header, u32::from(escape), lane);
+            warp::sync_warp();
+            let mut high = [[[0; 4]; 2]; N];
+            unroll!(S < N of 2; {
+                high[S] = [bytes(S, 0).load16(0), bytes(S, 1).load16(0)];
+            });
+            beside(1);
+            merge(low, high)
+        }
+    }
+
+    /// Puts the escapes in their places among the upper bytes; `own` is the one with the lane's number, if there is one.
+    #[inline(always)]
+    unsafe fn patch(&self, p: &Lossless, header: [u32; 2], own: u32, lane: u32) {
+        unsafe {
+            let (count, of_first) = (header[0] & 0x3ff, header[0] >> 10 & 0x3ff);
+            let top = header[1] >> 25;
+            let put = |i: u32, entry: u32| {
+                let slice = u32::from(i >= of_first).wrapping_sub(self.which);
+                if slice < N as u32 {
+                    let below = entry >> 11;
+                    let high = if below == ZERO { 0 } else { top - below };
+                    let slice = if slice == 0 { self.slices[0] } else { self.slices[N - 1] };
+                    slice.store((entry & 0x3ff) as usize, (high | (entry >> 10 & 1) << 7) as u8);
+                }
+            };
+            if lane < count {
+                put(lane, own);
+            }
+            // Seldom.
+            let mut i = lane + 32;
+            let room = Lossless::room(p.list_bytes);
+            while i < count {
+                let entry = if i < room {
+                    self.list.cast::<u16>().load((HEADER_BYTES / 2 + i) as usize)
+                } else {
+                    let more = header[0] >> 27 << MORE_BITS | header[1] & ((1 << MORE_BITS) - 1);
+                    p.more.load_nc((more + i - room) as usize)
+                };
+                put(i, u32::from(entry));
+                i += 32;
+            }
+        }
+    }
+}
+
+/// The fragments of slices, from their lower and upper bytes.
+#[inline(always)]
+fn merge<const N: usize>(low: [[[u32; 4]; 2]; N], high: [[[u32; 4]; 2]; N]) -> [[[u32; 4]; 4]; N] {
+    let mut weights = [[[0; 4]; 4]; N];
+    unroll!(S < N of 2; {
+        unroll!(F < 4; {
+            unroll!(H < 2; {
+                let (low, high) = (low[S][F / 2][F % 2 * 2 + H], high[S][F / 2][F % 2 * 2 + H]);
+                weights[S][F][2 * H] = math::permute(low, high, 0x5140);
+                weights[S][F][2 * H + 1] = math::permute(low, high, 0x7362);
+            });
+        });
+    });
+    weights
+}
+
+impl Lossless {
+    /// The tile of a chain in a stage of the decode kernel's ring.
+    #[inline(always)]
+    unsafe fn tile(&self, stage: &Ring, chain: u32) -> Place<2> {
+        unsafe {
+            let tile: Shared<u8> = shared::dynamic(stage.offset() + chain * TILE_BYTES);
+            let list = shared::dynamic(stage.offset() + CHAINS * TILE_BYTES + chain * self.list_bytes);
+            Place { slices: [tile, tile.at(PACKED_SLICE as usize)], which: 0, list }
+        }
+    }
+}
+
+/// In a stage of the ring: the tiles of the four chains, then their lists.
+impl WeightFormat for Lossless {
+    const COSTLY: bool = true;
+    const MAPS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn fill(p: &StreamStep, ring: &Ring, pass: &Pass, strip: u32, q: u32) {
+        unsafe {
+            // Before something comes that would be given back, all lanes have seen that there is room.
+            warp::sync_warp();
+            if thread::fresh(thread::lane_id()) == 0 {
+                ring.full().arrive_expect_tx(CHAINS * (TILE_BYTES + p.lossless.list_bytes));
+                let at = [0, strip % TOGETHER, 0, pass.together(strip, q) * REGIONS];
+                tensor::load_box_once(ring.slot(), p.maps, at, ring.full());
+                let lists = ring.slot().at((CHAINS * TILE_BYTES) as usize);
+                tensor::load_box_once(lists, p.maps.at(1), at, ring.full());
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(p: &StreamStep, stage: &Ring, chain: u32, lane: u32, beside: impl FnMut(u32)) -> Weights {
+        unsafe {
+            let [[a, b, c, d], [e, f, g, h]] = p.lossless.tile(stage, chain).unpack(&p.lossless, lane, beside);
+            [a, b, c, d, e, f, g, h]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scale(p: &StreamStep, index: u32) -> f32 {
+        unsafe { p.lossless.scales.load_nc(index as usize) }
+    }
+
+    /// The first slices and the lists, then the lists again and the second ones.
+    #[inline(always)]
+    unsafe fn slots(p: &WideStep, pass: &Pass, strip: u32) -> Slots {
+        let list_bytes = p.lossless.list_bytes;
+        let region_bytes = Self::region_bytes(list_bytes);
+        let region = |q| u64::from(pass.together(strip, q) * REGIONS) * u64::from(region_bytes);
+        let within = u64::from(TOGETHER * PACKED_SLICE);
+        Slots {
+            first: unsafe { p.lossless.regions.at(region(0) as usize) },
+            chain: region_bytes,
+            apart: [within, region(1) - region(0) - within],
+            bytes: TOGETHER * (PACKED_SLICE + list_bytes),
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_fragments<const FIRST: usize>(p: &WideStep, slot: Shared<u8>, lane: u32) {
+        unsafe {
+            let warp_id = thread::fresh(thread::warp_id());
+            let list_bytes = p.lossless.list_bytes;
+            let (slices, lists) = if FIRST == 0 { (0, TOGETHER * PACKED_SLICE) } else { (TOGETHER * list_bytes, 0) };
+            let tile = Place {
+                slices: [slot.at((slices + warp_id * PACKED_SLICE) as usize)],
+                which: FIRST as u32 / 4,
+                list: slot.at((lists + warp_id * list_bytes) as usize).cast(),
+            };
+            let [weights] = tile.unpack(&p.lossless, lane, |_| {});
+            macro_rules! put {
+                ($($i:literal)*) => {
+                    $(
+                        if FIRST == 0 {
+                            wgmma::put_fragment::<$i>(weights[$i / 4][$i % 4]);
+                        } else {
+                            wgmma::put_fragment::<{ 16 + $i }>(weights[$i / 4][$i % 4]);
+                        }
+                    )*
+                };
+            }
+            put!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scale_of(phase: Global<Phase>) -> f32 {
+        unsafe { phase.cast::<u8>().at(core::mem::offset_of!(Phase, scale)).cast::<f32>().load_nc(0) }
+    }
+}
+
+/// A tile of the plain stream, a lane's part of it: `[fragment][register]`.
+#[derive(Clone, Copy)]
+struct Tile {
+    words: [[u32; 4]; 8],
+    /// Whether it can be packed at all.
+    fits: bool,
+}
+
+/// Which upper exponent bits have codes, of a slice, and which have none.
+#[derive(Clone, Copy)]
+struct Window {
+    base: u32,
+    /// The largest of an escape.
+    top: u32,
+    /// The least of an escape that is not zero.
+    least: u32,
+    /// How many escapes there are.
+    escapes: u32,
+}
+
+/// The upper seven bits of the exponent of each of a word's two weights.
+#[inline(always)]
+fn uppers(word: u32) -> [u32; 2] {
+    [word >> 8 & 0x7f, word >> 24 & 0x7f]
+}
+
+/// Twice a word's two weights, and whether that can be had.
+#[inline(always)]
+fn doubled(word: u32) -> (u32, bool) {
+    let one = |bits: u32| {
+        let (sign, rest) = (bits & 0x8000, bits & 0x7fff);
+        // What has no leading one is doubled as a number.
+        (sign | if rest < 0x80 { rest << 1 } else { rest + 0x80 }, rest < 0x7f00)
+    };
+    let ((low, low_fits), (high, high_fits)) = (one(word & 0xffff), one(word >> 16));
+    (low | high << 16, low_fits && high_fits)
+}
+
+impl Tile {
+    /// The tile of a strip of those that lie together, of a chain.
+    #[inline(always)]
+    unsafe fn load(stream: Global<bf16>, together: u32, chain: u32, strip: u32, lane: u32, double: bool) -> Self {
+        unsafe {
+            let from = stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
+            let mut tile = Self { words: [[0; 4]; 8], fits: true };
+            unroll!(F < 8; {
+                let slice = chain + F as u32 / 4 * CHAINS;
+                let from = from.at((slice * SLICES_APART + strip * SLICE_BYTES + F as u32 % 4 * STEP_BYTES) as usize);
+                unroll!(R < 4; {
+                    let word = from.cast::<u32>().load_nc((core_word(R as u32) + lane) as usize);
+                    let (twice, fits) = if double { doubled(word) } else { (word, true) };
+                    tile.words[F][R] = twice;
+                    tile.fits &= fits;
+                });
+            });
+            tile
+        }
+    }
+
+    /// The two slices' windows.
+    #[inline(always)]
+    fn windows(&self) -> [Window; 2] {
+        let [a, b, c, d, e, f, g, h] = self.words;
+        [Window::of([a, b, c, d]), Window::of([e, f, g, h])]
+    }
+
+    /// How many escapes there are, or [`MOST_ESCAPES`] if the tile cannot be packed.
+    #[inline(always)]
+    fn escapes(&self, windows: &[Window; 2]) -> u32 {
+        let (top, least) = (windows[0].top.max(windows[1].top), windows[0].least.min(windows[1].least));
+        let fits = warp::all(self.fits) && top <= least + FURTHEST;
+        if fits { (windows[0].escapes + windows[1].escapes).min(MOST_ESCAPES) } else { MOST_ESCAPES }
+    }
+}
+
+impl Window {
+    /// Of the windows below a slice's largest exponent the one with the fewest escapes. A warp finds it together.
+    #[inline(always)]
+    fn of(slice: [[u32; 4]; 4]) -> Self {
+        /// How many are tried.
+        const TRIED: u32 = 8;
+        let mut largest = 0;
+        unroll!(F < 4; {
+            unroll!(R < 4; {
+                let [a, b] = uppers(slice[F][R]);
+                largest = largest.max(a).max(b);
+            });
+        });
+        let largest = max_of_warp(largest);
+        let mut best = Self { base: 0, top: 0, least: 0, escapes: u32::MAX };
+        let mut tried = 0;
+        while tried < TRIED {
+            let base = largest.saturating_sub(3 + tried);
+            let (mut escapes, mut top, mut least) = (0, 0, 0x7f);
+            unroll!(F < 4; {
+                unroll!(R < 4; {
+                    unroll!(E < 2; {
+                        let upper = uppers(slice[F][R])[E];
+                        if upper.wrapping_sub(base) > 3 {
+                            escapes += 1;
+                            top = top.max(upper);
+                            if upper != 0 {
+                                least = least.min(upper);
+                            }
+                        }
+                    });
+                });
+            });
+            unroll!(M < 5; {
+                escapes += warp::shuffle_xor(escapes, 16 >> M);
+            });
+            if escapes < best.escapes {
+                best = Self { base, top: max_of_warp(top), least: 0x7f - max_of_warp(0x7f - least), escapes };
+            }
+            tried += 1;
+        }
+        best
+    }
+}
+
+#[inline(always)]
+fn max_of_warp(mut x: u32) -> u32 {
+    unroll!(M < 5; {
+        x = x.max(warp::shuffle_xor(x, 16 >> M));
+    });
+    x
+}
+
+/// A tile that cannot be packed counts as having so many escapes: one that can has fewer.
+pub const MOST_ESCAPES: u32 = 1 << 10;
+/// Most escapes beyond lists' room.
+pub const MOST_BEYOND: u64 = 1 << (MORE_BITS + 5);
+
+/// Parameters of [`count_escapes`] and [`pack_weights`]. Grid: (4 chains, chunks of 8 strips); a warp for each strip.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct Pack {
+    /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
+    pub stream: Global<bf16>,
+    /// `[MOST_ESCAPES + 1]`, to which is added how many tiles have so many escapes: `count_escapes` alone.
+    pub counts: GlobalMut<u32>,
+    /// Where packed weights go, [`Lossless::regions`], zeros; `pack_weights` alone, as all that follows.
+    pub regions: GlobalMut<u8>,
+    /// Where escapes beyond lists' room go.
+    pub more: GlobalMut<u16>,
+    /// How many are there.
+    pub more_count: GlobalMut<u32>,
+    /// Bytes of a tile's list: a multiple of 16.
+    pub list_bytes: u32,
+    /// The first chunk of 8 strips.
+    pub first: u32,
+    /// Whether weights are doubled.
+    pub double: u32,
+}
+
+/// Counts tiles by their escapes.
+#[kernel(threads = 256)]
+pub unsafe fn count_escapes(p: Pack) {
+    unsafe {
+        let lane = thread::lane_id();
+        let together = p.first + thread::block_idx_y();
+        let tile = Tile::load(p.stream, together, thread::block_idx_x(), thread::warp_id(), lane, p.double != 0);
+        let escapes = tile.escapes(&tile.windows());
+        if lane == 0 {
+            atomic::fetch_add(p.counts, escapes as usize, 1, Ordering::Relaxed, Scope::Device);
+        }
+    }
+}
+
+/// Packs tiles, all of which can be.
+#[kernel(threads = 256)]
+pub unsafe fn pack_weights(p: Pack) {
+    unsafe {
+        let (lane, strip, chain) = (thread::lane_id(), thread::warp_id(), thread::block_idx_x());
+        let together = p.first + thread::block_idx_y();
+        let tile = Tile::load(p.stream, together, chain, strip, lane, p.double != 0);
+        let windows = tile.windows();
+        let count = windows[0].escapes + windows[1].escapes;
+        let top = windows[0].top.max(windows[1].top);
+        let region =
+            (together as usize * REGIONS as usize + chain as usize) * Lossless::region_bytes(p.list_bytes) as usize;
+        let region = p.regions.at(region);
+        let list = region.at((TOGETHER * PACKED_SLICE + strip * p.list_bytes) as usize).cast::<u16>();
+        let room = Lossless::room(p.list_bytes);
+        let mut more = 0;
+        if count > room {
+            if lane == 0 {
+                more = atomic::fetch_add(p.more_count, 0, count - room, Ordering::Relaxed, Scope::Device);
+            }
+            more = warp::shuffle_idx(more, 0);
+        }
+        let mut escapes = 0;
+        unroll!(S < 2; {
+            let second = S as u32 * TOGETHER * (PACKED_SLICE + p.list_bytes);
+            let slice = region.at((second + strip * PACKED_SLICE) as usize);
+            let mut slice_codes = [0u32; 4];
+            unroll!(F < 4; {
+                let words = tile.words[4 * S + F];
+                unroll!(H < 2; {
+                    let low = math::permute(words[2 * H], words[2 * H + 1], 0x6420);
+                    let high = math::permute(words[2 * H], words[2 * H + 1], 0x7531);
+                    let at = F as u32 / 2 * 512 + lane * 16 + (F as u32 % 2 * 2 + H as u32) * 4;
+                    slice.at(at as usize).cast::<u32>().store(0, low);
+                    unroll!(B < 4; {
+                        let byte = high >> (8 * B as u32) & 0xff;
+                        let above = (byte & 0x7f).wrapping_sub(windows[S].base);
+                        let escapes_here = above > 3;
+                        let code = byte >> 7 << 2 | if escapes_here { 0 } else { above };
+                        slice_codes[F] |= code << (4 * (4 * H + B) as u32);
+                        let all = warp::ballot(escapes_here);
+                        if escapes_here {
+                            let i = escapes + math::popc(all & !(!0 << lane));
+                            let upper = byte & 0x7f;
+                            let below = if upper == 0 { ZERO } else { top - upper };
+                            let entry = (at + B as u32 | byte >> 7 << 10 | below << 11) as u16;
+                            if i < room {
+                                list.store((HEADER_BYTES / 2 + i) as usize, entry);
+                            } else {
+                                p.more.store((more + i - room) as usize, entry);
+                            }
+                        }
+                        // Of the last ones nobody asks.
+                        #[allow(unused_assignments)]
+                        {
+                            escapes += math::popc(all);
+                        }
+                    });
+                });
+            });
+            let words = code_words(slice_codes);
+            unroll!(C < 3; {
+                slice.at(LOW_BYTES as usize).cast::<u32>().store(C * 32 + lane as usize, words[C]);
+            });
+        });
+        if lane == 0 {
+            let (high, low) = (more >> MORE_BITS, more & ((1 << MORE_BITS) - 1));
+            list.cast::<u32>().store(0, count | windows[0].escapes << 10 | windows[0].base << 20 | high << 27);
+            list.cast::<u32>().store(1, low | windows[1].base << MORE_BITS | top << 25);
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Weights packed without loss: the very bits come back, whatever they are, by a plain reading of the layout.
+
+mod common;
+
+use common::{Random, run};
+use cuda_std::emulator::Buffer;
+use cuda_std::{GlobalMut, bf16};
+use gpu_kernels::linear::CHAINS;
+use gpu_kernels::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES_APART, TOGETHER};
+use gpu_kernels::weights::lossless::{Lossless, MOST_ESCAPES, PACKED_SLICE, Pack, REGIONS, TILE_WEIGHTS};
+use gpu_kernels::weights::lossless::{count_escapes, pack_weights};
+use proptest::prelude::*;
+
+/// Chunks of 8 strips in a stream.
+const CHUNKS: usize = 2;
+const CHUNK_ELEMENTS: usize = (TOGETHER * CHUNK_BYTES / 2) as usize;
+
+/// A packed stream, with the escapes of its tiles.
+struct Packed {
+    regions: Vec<u8>,
+    more: Vec<u16>,
+    list_bytes: u32,
+    /// `[MOST_ESCAPES + 1]`
+    counts: Vec<u32>,
+}
+
+/// Packs a stream with lists of so many bytes; none if some tile cannot be packed.
+fn pack(stream: &[u16], list_bytes: u32, double: bool, seed: u64) -> Option<Packed> {
+    let elements: Vec<bf16> = stream.iter().map(|&bits| bf16::from_bits(bits)).collect();
+    let memory = Buffer::from_slice(&elements);
+    let counts = Buffer::from_slice(&[0u32; MOST_ESCAPES as usize + 1]);
+    let params = Pack {
+        stream: memory.ptr(),
+        counts: counts.ptr_mut(),
+        regions: GlobalMut::default(),
+        more: GlobalMut::default(),
+        more_count: GlobalMut::default(),
+        list_bytes,
+        first: 0,
+        double: double.into(),
+    };
+    let grid = [CHAINS, CHUNKS as u32, 1];
+    run::<count_escapes>(grid, 0, seed, params);
+    let counts = counts.as_slice().to_vec();
+    let tiles = CHUNKS as u32 * CHAINS * TOGETHER;
+    assert_eq!(counts.iter().sum::<u32>(), tiles, "every tile counts once");
+    if counts[MOST_ESCAPES as usize] > 0 {
+        return None;
+    }
+    let room = Lossless::room(list_bytes);
+    let beyond = (0..).zip(&counts).map(|(n, tiles): (u32, _)| n.saturating_sub(room) * tiles).sum::<u32>();
+    let regions = Buffer::<u8>::zeroed(CHUNKS * (REGIONS * Lossless::region_bytes(list_bytes)) as usize);
+    let more = Buffer::<u16>::new_poisoned(beyond as usize + 1);
+    let more_count = Buffer::from_slice(&[0u32]);
+    let params = Pack { regions: regions.ptr_mut(), more: more.ptr_mut(), more_count: more_count.ptr_mut(), ..params };
+    run::<pack_weights>(grid, 0, seed + 1, params);
+    assert_eq!(more_count.as_slice()[0], beyond);
+    let more = more.as_slice()[..beyond as usize].to_vec();
+    Some(Packed { regions: regions.as_slice().to_vec(), more, list_bytes, counts })
+}
+
+/// Half a number that may have no leading one: what a doubled weight was.
+fn halved(bits: u16) -> u16 {
+    let (sign, rest) = (bits & 0x8000, bits & 0x7fff);
+    sign | if rest < 0x100 { rest >> 1 } else { rest - 0x80 }
+}
+
+/// The stream again, as the layout is described.
+fn unpack(packed: &Packed, double: bool) -> Vec<u16> {
+    let mut stream = vec![0; CHUNKS * CHUNK_ELEMENTS];
+    let list_bytes = packed.list_bytes as usize;
+    let (slice_bytes, strips) = (PACKED_SLICE as usize, TOGETHER as usize);
+    for (r, region) in packed.regions.chunks(Lossless::region_bytes(packed.list_bytes) as usize).enumerate() {
+        let (chunk, chain) = (r / REGIONS as usize, r % REGIONS as usize);
+        for strip in 0..strips {
+            let list = &region[strips * slice_bytes + strip * list_bytes..][..list_bytes];
+            let word = |i: usize| u32::from_le_bytes(list[4 * i..][..4].try_into().unwrap());
+            let (escapes, of_first) = ((word(0) & 0x3ff) as usize, (word(0) >> 10 & 0x3ff) as usize);
+            let bases = [word(0) >> 20 & 0x7f, word(1) >> 18 & 0x7f];
+            let (top, place) = (word(1) >> 25, (word(0) >> 27 << 18 | word(1) & 0x3ffff) as usize);
+            let room = (list_bytes - 8) / 2;
+            for half in 0..2 {
+                let slice = &region[half * strips * (slice_bytes + list_bytes) + strip * slice_bytes..][..slice_bytes];
+                let mut high = [0u8; 1024];
+                for (at, high) in high.iter_mut().enumerate() {
+                    let (k, lane, byte) = (at / 512, at / 16 % 32, at % 16);
+                    let (fragment, nibble) = (2 * k + byte / 8, byte % 8);
+                    let word = |w: usize| {
+                        let at = 1024 + (w * 32 + lane) * 4;
+                        u32::from_le_bytes(slice[at..][..4].try_into().unwrap()) >> (4 * nibble)
+                    };
+                    let code = match fragment {
+                        3 => (0..3).map(|w| (word(w) >> 3 & 1) << w).sum(),
+                        f => word(f) & 7,
+                    };
+                    *high = ((code >> 2) << 7 | (bases[half] + (code & 3))) as u8;
+                }
+                for i in if half == 0 { 0..of_first } else { of_first..escapes } {
+                    let entry = match i.checked_sub(room) {
+                        None => u16::from_le_bytes(list[8 + 2 * i..][..2].try_into().unwrap()),
+                        Some(beyond) => packed.more[place + beyond],
+                    };
+                    let below = u32::from(entry >> 11);
+                    let upper = if below == 31 { 0 } else { top - below };
+                    high[usize::from(entry & 0x3ff)] = (upper | u32::from(entry >> 10 & 1) << 7) as u8;
+                }
+                // The slice's core matrices: a lane's fragments, register by register.
+                let plain = (chain + half * CHAINS as usize) * SLICES_APART as usize + strip * SLICE_BYTES as usize;
+                for (at, &high) in high.iter().enumerate() {
+                    let (k, lane, byte) = (at / 512, at / 16 % 32, at % 16);
+                    let (fragment, register, element) = (2 * k + byte / 8, byte / 2 % 4, byte % 2);
+                    let element =
+                        plain / 2 + fragment * 128 + (register % 2) * 512 + register / 2 * 64 + lane * 2 + element;
+                    let bits = u16::from(high) << 8 | u16::from(slice[at]);
+                    stream[chunk * CHUNK_ELEMENTS + element] = if double { halved(bits) } else { bits };
+                }
+            }
+        }
+    }
+    stream
+}
+
+fn stream(random: &mut Random, bits: impl Fn(&mut Random, usize) -> u16) -> Vec<u16> {
+    (0..CHUNKS * CHUNK_ELEMENTS).map(|i| bits(random, i)).collect()
+}
+
+/// Normally distributed, nearly.
+fn weight(random: &mut Random, sigma: f32) -> u16 {
+    let sum: f32 = (0..12).map(|_| random.uniform()).sum();
+    bf16::from_f32(sum / 2.0 * sigma).to_bits()
+}
+
+fn comes_back(weights: &[u16], list_bytes: u32, double: bool, seed: u64) -> Packed {
+    let packed = pack(weights, list_bytes, double, seed).expect("packed");
+    let back = unpack(&packed, double);
+    let differ = weights.iter().zip(&back).position(|(a, b)| a != b);
+    assert_eq!(differ.map(|at| (at, weights[at], back[at])), None, "lists of {list_bytes}, doubled: {double}");
+    packed
+}
+
+#[test]
+fn weights_of_a_model_come_back_whether_lists_have_room_or_not() {
+    let mut random = Random::new(1);
+    for sigma in [0.02, 0.003, 1.0] {
+        let weights = stream(&mut random, |random, _| weight(random, sigma));
+        for (list_bytes, double) in [(16, false), (48, true), (96, false), (96, true)] {
+            let packed = comes_back(&weights, list_bytes, double, 3);
+            let escapes: u32 = (0..).zip(&packed.counts).map(|(n, tiles): (u32, _)| n * tiles).sum();
+            let share = f64::from(escapes) / weights.len() as f64;
+            assert!(share < 0.05, "{share} with sigma {sigma}, doubled: {double}");
+            assert_eq!(list_bytes == 16, packed.more.len() > 900, "lists of {list_bytes}: {}", packed.more.len());
+        }
+    }
+}
+
+#[test]
+fn slices_of_other_scales_and_of_zeros_come_back() {
+    let mut random = Random::new(2);
+    // A matrix that ends within a chunk has zeros behind it; and a zero among others is an escape.
+    let weights = stream(&mut random, |random, i| match i / 1024 % 8 {
+        _ if i * 2 / SLICES_APART as usize % 8 >= 5 => 0,
+        0 => (random.below(2) << 15) as u16,
+        strip if random.below(100) > 0 => weight(random, 2f32.powi(strip as i32 * 3 - 9)),
+        _ => (random.below(2) << 15 | random.below(3)) as u16,
+    });
+    for double in [false, true] {
+        comes_back(&weights, 64, double, 5);
+    }
+}
+
+#[test]
+fn what_is_too_far_apart_is_not_packed() {
+    let mut random = Random::new(3);
+    let usual = stream(&mut random, |random, _| weight(random, 0.02));
+    let mut apart = usual.clone();
+    (apart[5], apart[70]) = (0x0180, 0x7000);
+    assert!(pack(&apart, 64, false, 7).is_none());
+    // Three of four weights zeros.
+    let sparse = stream(&mut random, |random, _| if random.below(4) > 0 { 0 } else { weight(random, 0.02) });
+    assert!(pack(&sparse, 64, false, 8).is_none());
+    // Twice the largest there are.
+    let mut large = usual;
+    large.iter_mut().for_each(|bits| *bits = *bits & 0x807f | 0x7f00);
+    assert!(pack(&large, 64, false, 9).is_some() && pack(&large, 64, true, 9).is_none());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(6))]
+
+    #[test]
+    fn any_bits_that_are_near_each_other_come_back(seed: u64, base in 0u32..200, span in 1u32..14, list in 1u32..20) {
+        let mut random = Random::new(seed);
+        let weights = stream(&mut random, |random, _| {
+            let exponent = base + random.below(span as usize) as u32;
+            ((random.below(2) as u32) << 15 | exponent << 7 | random.below(128) as u32) as u16
+        });
+        for double in [false, true] {
+            if let Some(packed) = pack(&weights, list * 16, double, seed) {
+                prop_assert!(unpack(&packed, double) == weights);
+            }
+        }
+    }
+}
+
+const _: () = assert!(TILE_WEIGHTS == 2 * SLICE_BYTES / 2);
