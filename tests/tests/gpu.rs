@@ -17,7 +17,7 @@ use integration_tests::{
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
-use model::{Checkpoint, Config, Sampling};
+use model::{Config, Sampling};
 
 /// As many drafts as there can be, however few of them are right.
 const EAGER: NgramDraft = NgramDraft { tokens: 15, max: 3, min: 1, adaptive: false };

@@ -23,6 +23,17 @@ const fn values() -> [f32; 256] {
     values
 }
 
+/// What a code means, but for NaN: as [`VALUES`], in steps that vectorise.
+#[inline(always)]
+pub fn value(code: u8) -> f32 {
+    let bits = u32::from(code & 0x7f) << 20;
+    let normal = f32::from_bits(bits + (120 << 23));
+    // Below 2^-6 there is no leading one: it is added with the exponent, and taken away again.
+    let small = f32::from_bits(bits + (121 << 23)) - f32::from_bits(121 << 23);
+    let magnitude = if bits < 8 << 20 { small } else { normal };
+    f32::from_bits(magnitude.to_bits() | u32::from(code & 0x80) << 24)
+}
+
 /// Whether a code is NaN.
 #[inline]
 pub const fn is_nan(code: u8) -> bool {
@@ -55,6 +66,8 @@ mod tests {
             assert_eq!(VALUES[code + 128], -value);
         }
         assert_eq!(VALUES[0x7e], LARGEST);
+        let finite = (0..=255).filter(|&code| !is_nan(code));
+        assert!(finite.into_iter().all(|code| value(code).to_bits() == VALUES[code as usize].to_bits()));
         assert!(VALUES[0x7f].is_nan() && VALUES[0xff].is_nan());
     }
 

@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use super::{Code, Codes, Part, QuantizedMatrix, WeightFormat, nibble, nibbles};
+use super::{Code, Codes, Part, QuantizedMatrix, WeightFormat, nibble, unpack};
 use crate::{Dtype, Error};
 
 /// Outputs of a tile: a cache line of words.
@@ -85,9 +85,8 @@ impl WeightFormat for Gptq {
                 }
                 for (o, tile) in tile.iter().take(count).enumerate() {
                     let codes = &mut out.codes[(first + o - rows.start) * inputs..][..inputs][8 * from..];
-                    for (codes, &word) in codes.chunks_mut(8).zip(&tile[..length]) {
-                        codes.copy_from_slice(&nibbles(word)[..codes.len()]);
-                    }
+                    let there = codes.len().min(8 * length);
+                    unpack(tile[..length].iter().copied(), &mut codes[..there]);
                 }
             }
         }

@@ -30,6 +30,29 @@
 //!
 //! A type of number that no file had before is a variant of [`Dtype`](crate::Dtype), too.
 
+/// Defines `fn $name(…)`, which runs `$body(…)`, a function that is always inlined, compiled for AVX2 where the machine has
+/// it. The operations are the same, and so are their results.
+macro_rules! widest {
+    ($(#[$doc:meta])* $name:ident = $body:ident ( $($arg:ident : $type:ty),* )) => {
+        $(#[$doc])*
+        #[inline]
+        fn $name($($arg: $type),*) {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2")]
+                fn avx2($($arg: $type),*) {
+                    $body($($arg),*)
+                }
+                if std::arch::is_x86_feature_detected!("avx2") {
+                    // SAFETY: the machine has it.
+                    return unsafe { avx2($($arg),*) };
+                }
+            }
+            $body($($arg),*)
+        }
+    };
+}
+
 mod awq;
 mod config;
 pub mod e4m3;
@@ -204,21 +227,9 @@ impl Codes {
                 }
                 continue;
             }
-            for (i, (codes, out)) in codes.chunks(group).zip(out.chunks_mut(group)).enumerate() {
-                let scale = scales[i];
-                match code {
-                    Code::E4m3 => {
-                        for (out, &code) in out.iter_mut().zip(codes) {
-                            *out = rounded_bf16(e4m3::VALUES[code as usize] * scale);
-                        }
-                    }
-                    Code::Int4 => {
-                        let zero = zeros[i];
-                        for (out, &code) in out.iter_mut().zip(codes) {
-                            *out = int4(code, zero, scale);
-                        }
-                    }
-                }
+            match code {
+                Code::E4m3 => fp8_row(codes, group, scales, out),
+                Code::Int4 => int4_row(codes, group, scales, zeros, out),
             }
         }
     }
@@ -228,6 +239,35 @@ impl Codes {
         let most = f32::from(half::bf16::MAX) / code.largest();
         // NaN is in no range.
         self.scales.iter().position(|scale| !(0.0..=most).contains(&scale.abs()))
+    }
+}
+
+widest! {
+    /// Weights of a row of FP8 codes.
+    fp8_row = fp8_row_body(codes: &[u8], group: usize, scales: &[f32], out: &mut [[u8; 2]])
+}
+
+widest! {
+    /// Weights of a row of int4 codes.
+    int4_row = int4_row_body(codes: &[u8], group: usize, scales: &[f32], zeros: &[u8], out: &mut [[u8; 2]])
+}
+
+#[inline(always)]
+fn fp8_row_body(codes: &[u8], group: usize, scales: &[f32], out: &mut [[u8; 2]]) {
+    for ((codes, out), &scale) in codes.chunks(group).zip(out.chunks_mut(group)).zip(scales) {
+        for (out, &code) in out.iter_mut().zip(codes) {
+            *out = rounded_bf16(e4m3::value(code) * scale);
+        }
+    }
+}
+
+#[inline(always)]
+fn int4_row_body(codes: &[u8], group: usize, scales: &[f32], zeros: &[u8], out: &mut [[u8; 2]]) {
+    let groups = codes.chunks(group).zip(out.chunks_mut(group));
+    for ((codes, out), (&scale, &zero)) in groups.zip(scales.iter().zip(zeros)) {
+        for (out, &code) in out.iter_mut().zip(codes) {
+            *out = int4(code, zero, scale);
+        }
     }
 }
 
@@ -252,6 +292,19 @@ const fn nibbles(word: u32) -> [u8; 8] {
     ((x | x << 4) & 0x0f0f_0f0f_0f0f_0f0f).to_le_bytes()
 }
 
+/// Writes the nibbles of words, the lowest of each first; of the last word as many as there is room for.
+#[inline(always)]
+fn unpack(words: impl IntoIterator<Item = u32>, codes: &mut [u8]) {
+    let mut words = words.into_iter();
+    let (whole, rest) = codes.as_chunks_mut();
+    for (codes, word) in whole.iter_mut().zip(&mut words) {
+        *codes = nibbles(word);
+    }
+    if let (false, Some(word)) = (rest.is_empty(), words.next()) {
+        rest.copy_from_slice(&nibbles(word)[..rest.len()]);
+    }
+}
+
 /// Nibble `index` of words in row-major order, as packers count them: eight a word, the lowest first.
 fn nibble(words: &[u8], index: usize) -> u8 {
     let byte = words.get(index / 2).copied().unwrap_or(0);
@@ -269,6 +322,11 @@ mod tests {
         assert_eq!(nibbles(0x8765_4321), [1, 2, 3, 4, 5, 6, 7, 8]);
         let words = 0x8765_4321u32.to_le_bytes();
         assert!((0..8).all(|i| nibble(&words, i) == i as u8 + 1));
+        let mut codes = [9; 11];
+        unpack([0x8765_4321, 0xedc], &mut codes);
+        assert_eq!(codes, [1, 2, 3, 4, 5, 6, 7, 8, 0xc, 0xd, 0xe]);
+        unpack([0x11], &mut codes[..8]);
+        assert_eq!(codes[..8], [1, 1, 0, 0, 0, 0, 0, 0]);
     }
 
     proptest! {

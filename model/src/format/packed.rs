@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use super::{Code, Codes, Part, QuantizedMatrix, WeightFormat, nibbles};
+use super::{Code, Codes, Part, QuantizedMatrix, WeightFormat, nibbles, unpack};
 use crate::{Dtype, Error};
 
 /// What stands for zero where weights are symmetric.
@@ -67,9 +67,7 @@ impl WeightFormat for PackQuantized {
         let mut words = vec![0; stride * rows.len()];
         matrix.read_part(0, rows.start * stride, &mut words)?;
         for (words, codes) in words.chunks_exact(stride).zip(out.codes.chunks_exact_mut(inputs)) {
-            for (codes, &word) in codes.chunks_mut(8).zip(words.as_chunks().0) {
-                codes.copy_from_slice(&nibbles(u32::from_le_bytes(word))[..codes.len()]);
-            }
+            unpack(words.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)), codes);
         }
         let (scales, zeros) = (matrix.part(1), (!self.symmetric).then(|| matrix.part(2)));
         for (i, row) in rows.enumerate() {

@@ -96,17 +96,48 @@ impl WeightFormat for Rounded {
     }
 }
 
+#[inline(always)]
 fn wide(bytes: [u8; 2]) -> f32 {
-    bf16::from_le_bytes(bytes).to_f32()
+    // Of what is finite.
+    f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
 }
 
-/// Some rows of one row of blocks, which are whole.
-fn fp8(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32]) {
+widest! {
+    /// Some rows of one row of blocks, which are whole.
+    fp8 = fp8_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32])
+}
+
+widest! {
+    /// Rows, each in groups.
+    int4 = int4_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32], zeros: &mut [u8])
+}
+
+/// A bf16 as a number of the same order: negative ones are turned around, so that whole numbers are compared, which
+/// vectorises.
+#[inline(always)]
+fn ordered(bytes: [u8; 2]) -> i16 {
+    let bits = i16::from_le_bytes(bytes);
+    bits ^ (bits >> 15 & 0x7fff)
+}
+
+/// The bf16 that it is of.
+#[inline(always)]
+fn unordered(order: i16) -> f32 {
+    bf16::from_bits((order ^ (order >> 15 & 0x7fff)) as u16).to_f32()
+}
+
+#[inline(always)]
+fn fp8_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32]) {
     let groups = inputs.div_ceil(BLOCK);
     for group in 0..groups {
         let columns = group * BLOCK..inputs.min((group + 1) * BLOCK);
-        let rows = weights.chunks_exact(inputs).map(|row| &row[columns.clone()]);
-        let largest = rows.flatten().fold(0.0, |most: f32, &bytes| most.max(wide(bytes).abs()));
+        let mut largest = 0;
+        for row in weights.chunks_exact(inputs) {
+            for &bytes in &row[columns.clone()] {
+                largest = largest.max(i16::from_le_bytes(bytes) & 0x7fff);
+            }
+        }
+        let largest = unordered(largest);
         let scale = if largest < LEAST { 1.0 } else { largest / e4m3::LARGEST };
         let inverse = 1.0 / scale;
         for (row, codes) in weights.chunks_exact(inputs).zip(codes.chunks_exact_mut(inputs)) {
@@ -118,14 +149,18 @@ fn fp8(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32])
     }
 }
 
-/// Rows, each in groups.
-fn int4(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32], zeros: &mut [u8]) {
+#[inline(always)]
+fn int4_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32], zeros: &mut [u8]) {
     let groups = weights.chunks_exact(inputs).flat_map(|row| row.chunks(BLOCK));
     let codes = codes.chunks_exact_mut(inputs).flat_map(|row| row.chunks_mut(BLOCK));
     for (((weights, codes), scale), zero) in groups.zip(codes).zip(scales).zip(zeros) {
         // Zero is within, even if every weight is on one side of it.
-        let reach = |(least, most): (f32, f32), &bytes: &[u8; 2]| (least.min(wide(bytes)), most.max(wide(bytes)));
-        let (least, most) = weights.iter().fold((0.0, 0.0), reach);
+        let (mut least, mut most) = (0, 0);
+        for &bytes in weights {
+            least = least.min(ordered(bytes));
+            most = most.max(ordered(bytes));
+        }
+        let (least, most) = (unordered(least), unordered(most));
         *scale = bf16::from_f32((most - least) / 15.0).to_f32();
         if *scale < LEAST {
             *scale = 1.0;
@@ -135,7 +170,9 @@ fn int4(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32]
         let middle = whole(-least).clamp(0.0, 15.0);
         *zero = middle as u8;
         for (code, &bytes) in codes.iter_mut().zip(weights) {
-            *code = (whole(wide(bytes)) + middle).clamp(0.0, 15.0) as u8;
+            let step = (whole(wide(bytes)) + middle).clamp(0.0, 15.0);
+            // A whole number of so few bits stands at the end of the float's, once it is so large.
+            *code = (step + WHOLE).to_bits() as u8;
         }
     }
 }
