@@ -212,6 +212,20 @@ pub struct ModelArgs {
     /// Branch, tag or commit of a model on the hub
     #[arg(long, value_name = "REVISION")]
     pub revision: Option<String>,
+    /// What the layers' matrices are to be: as the checkpoint has them, or rounded while loading
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = WeightsKind::Plain)]
+    pub weights: WeightsKind,
+}
+
+/// What the matrices of layers are to be; embedding, head and norms stay as they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WeightsKind {
+    /// As they are stored
+    Plain,
+    /// FP8 (e4m3) with a scale for each block of 128 × 128
+    Fp8,
+    /// Int4 by round to nearest, in groups of 128 inputs
+    Int4,
 }
 
 /// Where to run, and with how much room.

@@ -9,7 +9,7 @@ use host::batch::{Batch, BatchOptions};
 use host::{DeviceChoice, Engine, LoadOptions};
 use model::checkpoint::OpenOptions;
 use model::source::HubOptions;
-use model::{Checkpoint, Outline, Source};
+use model::{Checkpoint, Outline, Source, WeightsMode};
 use tracing_subscriber::EnvFilter;
 
 use crate::interrupt::Deferred;
@@ -17,14 +17,13 @@ use crate::output::note;
 use crate::progress::Progress;
 use crate::resolve::Report;
 
-/// Finds the checkpoint, downloads it if need be, and opens it. `check` reads every weight, to find NaN and
-/// infinity; a model that is about to be loaded is checked then.
+/// Finds the checkpoint, downloads it if need be, and opens it. A model that is about to be loaded is checked for NaN and
+/// infinity then, not now.
 ///
 /// # Errors
 /// Whatever is wrong with the files or the download.
-pub fn open(source: &Source, check: bool, report: Report) -> Result<Checkpoint, model::Error> {
+pub fn open(source: &Source, options: OpenOptions, report: Report) -> Result<Checkpoint, model::Error> {
     let progress = Progress::new(&format!("opening {source}"), report.is_told());
-    let options = OpenOptions { check_finite: check };
     let begun = Instant::now();
     let opened = source.resolve_with(&HubOptions::default(), options, &mut |download| {
         progress.bytes(download.bytes, download.total_bytes);
@@ -45,9 +44,9 @@ pub fn open(source: &Source, check: bool, report: Report) -> Result<Checkpoint, 
 ///
 /// # Errors
 /// Whatever is wrong with the hub, or with what it has.
-pub fn outline(source: &Source, report: Report) -> Result<Option<Outline>, model::Error> {
+pub fn outline(source: &Source, weights: WeightsMode, report: Report) -> Result<Option<Outline>, model::Error> {
     let progress = Progress::new(&format!("reading about {source}"), report.is_told());
-    let outline = source.outline(&HubOptions::default());
+    let outline = source.outline(&HubOptions::default(), weights);
     drop(progress);
     if let Ok(Some(outline)) = &outline {
         warn(&outline.warnings);
@@ -103,7 +102,7 @@ fn announce_cpu(checkpoint: &Checkpoint, device: DeviceChoice, report: Report) {
 /// GB a second.
 fn slowness(checkpoint: &Checkpoint) -> String {
     const BYTES_A_SECOND: f64 = 20e9;
-    let element = checkpoint.stored_bytes() as f64 / checkpoint.config.parameter_count() as f64;
+    let element = checkpoint.cpu_bytes() as f64 / checkpoint.config.parameter_count() as f64;
     let bytes = checkpoint.config.step_weight_bytes(1) as f64 * element;
     let seconds = bytes / BYTES_A_SECOND;
     if seconds < 0.05 {

@@ -11,10 +11,11 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use clap::error::ErrorKind;
 use host::{DeviceChoice, LoadOptions, NgramDraft};
-use model::{GenerationConfig, Message, Role, Sampling, Source};
+use model::{GenerationConfig, Message, Role, Sampling, Source, WeightsMode};
 
 use crate::args::{
     AnswerArgs, ChatArgs, DeviceArgs, DraftArgs, DraftKind, GenerateArgs, InspectArgs, ModelArgs, ReportArgs, RunArgs,
+    WeightsKind,
 };
 use crate::profile::TraceFile;
 
@@ -28,6 +29,8 @@ const UNLIMITED: usize = usize::MAX;
 pub struct Generate {
     /// The model.
     pub source: Source,
+    /// What the layers' matrices are to be.
+    pub weights: WeightsMode,
     /// Where it runs.
     pub load: LoadOptions,
     /// What is to be continued.
@@ -47,6 +50,8 @@ pub struct Generate {
 pub struct Chat {
     /// The model.
     pub source: Source,
+    /// What the layers' matrices are to be.
+    pub weights: WeightsMode,
     /// Where it runs.
     pub load: LoadOptions,
     /// Instructions before the conversation.
@@ -66,6 +71,8 @@ pub struct Chat {
 pub struct Inspect {
     /// The model.
     pub source: Source,
+    /// What the layers' matrices are to be.
+    pub weights: WeightsMode,
     /// With the context to reckon memory for.
     pub load: LoadOptions,
     /// Whether to list the tensors.
@@ -152,7 +159,8 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
         Prompt::Text(text)
     };
     let profile = args.profile.as_deref().map(TraceFile::open).transpose()?;
-    Ok(Generate { source, load: load(&device), prompt, answer, report: report(&what), echo, profile })
+    let weights = weights(&model);
+    Ok(Generate { source, weights, load: load(&device), prompt, answer, report: report(&what), echo, profile })
 }
 
 /// Resolves the arguments of `chat`.
@@ -163,6 +171,7 @@ pub fn chat(args: ChatArgs) -> anyhow::Result<Chat> {
     let RunArgs { model, device, answer: how, draft, report: what } = args.run;
     Ok(Chat {
         source: source(&model.model, &model)?,
+        weights: weights(&model),
         load: load(&device),
         system: args.system.map(|text| Message::new(Role::System, text)),
         think: !args.no_think,
@@ -188,6 +197,7 @@ pub fn inspect(args: InspectArgs) -> anyhow::Result<Inspect> {
     let which = args.which.as_ref().unwrap_or(&args.model.model);
     Ok(Inspect {
         source: source(which, &args.model)?,
+        weights: weights(&args.model),
         load: LoadOptions { context: args.context, ..LoadOptions::on(DeviceChoice::Auto) },
         tensors: args.tensors,
         check: args.check,
@@ -202,6 +212,14 @@ fn source(which: &str, args: &ModelArgs) -> anyhow::Result<Source> {
         // Parsed again, so that the revision passes the same checks.
         (Source::Hub { id, .. }, Some(revision)) => Ok(format!("{id}@{revision}").parse()?),
         (source, Some(_)) => Err(usage(format!("--revision is for models on the hub, and {source} is none"))),
+    }
+}
+
+fn weights(args: &ModelArgs) -> WeightsMode {
+    match args.weights {
+        WeightsKind::Plain => WeightsMode::Plain,
+        WeightsKind::Fp8 => WeightsMode::Fp8,
+        WeightsKind::Int4 => WeightsMode::Int4,
     }
 }
 

@@ -9,7 +9,7 @@ use gpu_kernels::norm::Residual;
 use gpu_kernels::step::Rows;
 use half::bf16;
 use model::plan::{Epilogue, Gemm, Matrix};
-use model::{Checkpoint, Config, Tensor, Weights};
+use model::{Checkpoint, Config, Weight, Weights};
 
 use crate::device::{Buffer, Device, Region};
 use crate::stream::Source;
@@ -53,20 +53,21 @@ pub struct DeviceLayer {
 }
 
 impl DeviceWeights {
-    /// Copies `checkpoint` to `device`. f16 and f32 weights are rounded to bf16. Every weight is checked on the way.
+    /// Copies `checkpoint` to `device`. f16 and f32 weights are rounded to bf16, and quantised ones become the bf16 that
+    /// they mean. Every weight is checked on the way.
     ///
     /// # Errors
     /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, or
     /// [`Error::Interrupted`] when `progress` breaks.
     pub fn upload(checkpoint: &Checkpoint, device: &Device, progress: &mut Progress<'_>) -> Result<Self, Error> {
         let weights = checkpoint.weights()?;
-        let mut plan = Plan { device, tensors: Vec::new(), regions: Vec::new() };
+        let mut plan = Plan { device, weights: Vec::new(), regions: Vec::new() };
         let tied = checkpoint.config.tie_word_embeddings;
         let this = timed("memory for the weights", || Self::planned(&weights, tied, &mut plan))?;
-        let Plan { tensors, regions, .. } = plan;
-        let bytes: u64 = tensors.iter().map(|tensor| 2 * elements(tensor) as u64).sum();
+        let Plan { weights, regions, .. } = plan;
+        let bytes: u64 = weights.iter().map(|weight| 2 * weight.elements() as u64).sum();
         let mut done = 0;
-        let fill = |i: usize, at: usize, out: &mut [u8]| Ok(checkpoint.read_bf16(tensors[i], at / 2, out)?);
+        let fill = |i: usize, at: usize, out: &mut [u8]| Ok(weights[i].read_bf16(at / 2, out)?);
         let mut progress = |sent: usize| {
             done += sent as u64;
             progress(done, bytes)
@@ -78,7 +79,7 @@ impl DeviceWeights {
     }
 
     /// Memory for the weights, with a plan of what belongs where.
-    fn planned<'w>(weights: &'w Weights<Tensor<'w>>, tied: bool, plan: &mut Plan<'w>) -> Result<Self, Error> {
+    fn planned<'w>(weights: &'w Weights<Weight<'w>>, tied: bool, plan: &mut Plan<'w>) -> Result<Self, Error> {
         Ok(Self {
             embed: plan.buffer(&[&weights.embed])?,
             layers: weights
@@ -207,38 +208,35 @@ impl DeviceWeights {
     }
 }
 
-/// Where tensors are to go.
+/// Where weights are to go.
 struct Plan<'a> {
     device: &'a Device,
-    tensors: Vec<&'a Tensor<'a>>,
-    /// Of each tensor.
+    weights: Vec<&'a Weight<'a>>,
+    /// Of each weight.
     regions: Vec<Region>,
 }
 
 impl<'a> Plan<'a> {
     /// The norm of a kind of heads; ones without it.
-    fn head_norm(&mut self, norm: Option<&'a Tensor<'a>>) -> Result<Buffer<bf16>, Error> {
+    fn head_norm(&mut self, norm: Option<&'a Weight<'a>>) -> Result<Buffer<bf16>, Error> {
         match norm {
             Some(norm) => self.buffer(&[norm]),
             None => self.device.upload(&[bf16::ONE; HEAD_DIM as usize]),
         }
     }
 
-    /// One buffer for `tensors` one after another.
-    fn buffer(&mut self, tensors: &[&'a Tensor<'a>]) -> Result<Buffer<bf16>, Error> {
-        let buffer = self.device.zeroed(tensors.iter().map(|tensor| elements(tensor)).sum())?;
+    /// One buffer for `weights` one after another.
+    fn buffer(&mut self, weights: &[&'a Weight<'a>]) -> Result<Buffer<bf16>, Error> {
+        let buffer = self.device.zeroed(weights.iter().map(|weight| weight.elements()).sum())?;
         let mut at = 0;
-        for tensor in tensors {
-            self.tensors.push(tensor);
-            self.regions.push(buffer.region(at, elements(tensor)));
-            at += elements(tensor);
+        for weight in weights {
+            self.weights.push(weight);
+            // Rows that a format reads together are not cut apart.
+            self.regions.push(buffer.region(at, weight.elements()).in_units(weight.unit()));
+            at += weight.elements();
         }
         Ok(buffer)
     }
-}
-
-fn elements(tensor: &Tensor<'_>) -> usize {
-    tensor.shape.iter().product()
 }
 
 #[cfg(test)]
@@ -256,9 +254,12 @@ mod tests {
         elements
     }
 
-    fn stored<'t>(tensors: impl IntoIterator<Item = &'t Tensor<'t>>) -> Vec<bf16> {
-        let elements = tensors.into_iter().flat_map(|t| (0..elements(t)).map(|i| t.get(i).expect("an element")));
-        elements.map(bf16::from_f32).collect()
+    fn stored<'t>(weights: impl IntoIterator<Item = &'t Weight<'t>>) -> Vec<bf16> {
+        let of = |weight: &Weight<'t>| {
+            let tensor = weight.plain().expect("weights by themselves");
+            (0..weight.elements()).map(move |i| bf16::from_f32(tensor.get(i).expect("an element"))).collect::<Vec<_>>()
+        };
+        weights.into_iter().flat_map(of).collect()
     }
 
     #[test]
@@ -308,7 +309,8 @@ mod tests {
         const TENSOR: &str = "model.layers.3.mlp.up_proj.weight";
         for value in [bf16::NAN, bf16::NEG_INFINITY] {
             let folder = damaged(TENSOR, 77_777, value);
-            let checkpoint = Checkpoint::open_with(&folder, OpenOptions { check_finite: false }).unwrap();
+            let checkpoint =
+                Checkpoint::open_with(&folder, OpenOptions { check_finite: false, ..OpenOptions::default() }).unwrap();
             let mut progress = |_, _| ControlFlow::Continue(());
             let uploaded = DeviceWeights::upload(&checkpoint, &Device::emulator(0), &mut progress);
             std::fs::remove_dir_all(&folder).unwrap();

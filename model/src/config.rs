@@ -3,12 +3,14 @@
 mod rope;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::Error;
 use crate::family::{Family, Fields};
+use crate::format::Quantization;
 use crate::plan::Traits;
 use crate::rope::Scaling;
 
@@ -43,6 +45,8 @@ pub struct Config {
     pub rope_scaling: Option<Scaling>,
     /// Whether the head is the embedding itself.
     pub tie_word_embeddings: bool,
+    /// The formats of quantised matrices, if `quantization_config` names any.
+    pub quantization: Option<Arc<Quantization>>,
     /// End-of-sequence ids that `config.json` itself names (often overruled by `generation_config.json`).
     pub eos_token_ids: Vec<u32>,
 }
@@ -79,6 +83,10 @@ impl Config {
             rope_theta: rope.theta,
             rope_scaling: rope.scaling,
             tie_word_embeddings: raw.tie_word_embeddings,
+            quantization: match raw.quantization_config.as_ref() {
+                None | Some(Value::Null) => None,
+                Some(value) => Some(Arc::new(Quantization::parse(value, path)?)),
+            },
             eos_token_ids: raw.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),
         };
         config.check(path)?;
@@ -114,6 +122,7 @@ impl Config {
             rope_theta: 1e6,
             rope_scaling: None,
             tie_word_embeddings: tied,
+            quantization: None,
             eos_token_ids: vec![151_645],
         })
     }
@@ -323,9 +332,6 @@ impl RawConfig {
             |field, value: String, mend| Err(Error::UnsupportedSetting { path: path.to_owned(), field, value, mend });
         if let Some(act) = self.hidden_act.as_deref().filter(|a| *a != "silu") {
             return refuse("hidden_act", format!("{act:?}"), "use a checkpoint with silu, as published ones are");
-        }
-        if let Some(quantization) = self.quantization_config.as_ref().filter(|q| !q.is_null()) {
-            return refuse("quantization_config", brief(quantization), "use the unquantised checkpoint (bf16)");
         }
         Ok(())
     }

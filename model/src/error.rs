@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::{Dtype, WeightsMode};
+
 /// What went wrong; [`Display`](std::fmt::Display) is a sentence that names the file, tensor or setting and says what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -111,8 +113,8 @@ pub enum Error {
         /// What does not add up.
         reason: String,
     },
-    /// A tensor is stored in a format that is not bf16, f16 or f32.
-    #[error("`{tensor}` in {} is stored as {dtype}, and warpdraft reads BF16, F16 and F32: use the unquantised checkpoint", path.display())]
+    /// A tensor is stored in a number format that no weight has.
+    #[error("`{tensor}` in {} is stored as {dtype}, and warpdraft reads BF16, F16, F32, and of quantised weights F8_E4M3, I32 and I64: use another checkpoint, such as the one in bf16", path.display())]
     UnsupportedDtype {
         /// The shard.
         path: PathBuf,
@@ -120,6 +122,59 @@ pub enum Error {
         tensor: String,
         /// The format's name in the header.
         dtype: String,
+    },
+    /// A tensor holds codes, or numbers of a format that it cannot have.
+    #[error("`{tensor}` in {} is stored as {found}, and {wanted}: the weights and config.json are of different models; fetch both again", path.display())]
+    WrongDtype {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its format.
+        found: Dtype,
+        /// What it should be, and by what: `it should be F16 by …`.
+        wanted: String,
+    },
+    /// A scale of a quantised matrix is no number, or makes a weight that none is.
+    #[error(
+        "`{tensor}` in {} gives row {row} of the matrix, group {group} (counted from 0), the scale {value}, of which no weight can be made: the weights are damaged; fetch the file again",
+        path.display()
+    )]
+    BadScale {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor of scales.
+        tensor: String,
+        /// The output, counted from 0.
+        row: usize,
+        /// The group of inputs.
+        group: usize,
+        /// The scale.
+        value: f32,
+    },
+    /// An input of a quantised matrix belongs to a group that there is not.
+    #[error("element {index} of `{tensor}` in {} is {value}, and there are {groups} groups: the weights are damaged; fetch the file again", path.display())]
+    GroupOutOfRange {
+        /// The shard.
+        path: PathBuf,
+        /// The list.
+        tensor: String,
+        /// The input, counted from 0.
+        index: usize,
+        /// The group that is named.
+        value: i32,
+        /// How many there are.
+        groups: usize,
+    },
+    /// What is quantised already is to be quantised while loading.
+    #[error("--weights {asked}: the weights in {} are quantised already ({format}); leave --weights out, or take the checkpoint in bf16", path.display())]
+    AlreadyQuantized {
+        /// `config.json`.
+        path: PathBuf,
+        /// What was asked for.
+        asked: WeightsMode,
+        /// How they are stored.
+        format: String,
     },
     /// The index names a tensor that the shard does not hold.
     #[error("{} should hold `{tensor}` by the index, and does not{}: the shard belongs elsewhere or was swapped; fetch it again", path.display(),

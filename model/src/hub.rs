@@ -17,9 +17,9 @@ mod remote;
 
 use std::path::{Path, PathBuf};
 
-use crate::Error;
 use crate::checkpoint::{Outline, read_regular};
 use crate::source::DownloadProgress;
+use crate::{Error, WeightsMode};
 
 /// Where the hub and its local cache are. The default follows the environment as Hugging Face's own tools do.
 #[derive(Debug, Clone, Default)]
@@ -93,12 +93,15 @@ impl HubOptions {
     }
 
     /// Reads a model's config and headers from the hub.
-    pub(crate) fn outline(&self, id: &str, revision: &str) -> Result<Outline, Error> {
+    pub(crate) fn outline(&self, id: &str, revision: &str, mode: WeightsMode) -> Result<Outline, Error> {
         self.check_network(id, revision)?;
         #[cfg(feature = "hub")]
-        return remote::outline(self, id, revision);
+        return remote::outline(self, id, revision, mode);
         #[cfg(not(feature = "hub"))]
-        Err(built_without(id, revision))
+        {
+            let _ = mode;
+            Err(built_without(id, revision))
+        }
     }
 
     fn check_network(&self, id: &str, revision: &str) -> Result<(), Error> {

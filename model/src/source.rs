@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use crate::checkpoint::{OpenOptions, Outline};
 pub use crate::hub::HubOptions;
-use crate::{Checkpoint, Error};
+use crate::{Checkpoint, Error, WeightsMode};
 
 /// The demo model's files, part of the program.
 #[cfg(feature = "bundled-demo")]
@@ -109,7 +109,7 @@ impl Source {
         progress: &mut dyn FnMut(DownloadProgress),
     ) -> Result<Checkpoint, Error> {
         match self {
-            Source::Demo => Checkpoint::demo(),
+            Source::Demo => Checkpoint::demo_with(OpenOptions { weights: open.weights, ..OpenOptions::default() }),
             Source::Dir(dir) if dir.is_dir() => Checkpoint::open_with(dir, open),
             Source::Dir(dir) => Err(Error::NoSuchModel { given: dir.display().to_string() }),
             Source::Hub { id, revision } => {
@@ -122,14 +122,16 @@ impl Source {
         }
     }
 
-    /// What can be known of a model on the hub without its weights: `config.json` and the headers are read, and nothing
-    /// is kept. None for a model that is here, which [`resolve_with`](Self::resolve_with) opens.
+    /// What can be known of a model on the hub without its weights, were they loaded in `mode`: `config.json` and the
+    /// headers are read, and nothing is kept. None for a model that is here, which [`resolve_with`](Self::resolve_with) opens.
     ///
     /// # Errors
     /// Any [`Error`] about the hub, and about what the files say.
-    pub fn outline(&self, hub: &HubOptions) -> Result<Option<Outline>, Error> {
+    pub fn outline(&self, hub: &HubOptions, mode: WeightsMode) -> Result<Option<Outline>, Error> {
         match self {
-            Source::Hub { id, revision } if hub.cached(id, revision)?.is_none() => hub.outline(id, revision).map(Some),
+            Source::Hub { id, revision } if hub.cached(id, revision)?.is_none() => {
+                hub.outline(id, revision, mode).map(Some)
+            }
             _ => Ok(None),
         }
     }

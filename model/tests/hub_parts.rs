@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use model::source::HubOptions;
-use model::{Error, OpenOptions, Source};
+use model::{Error, OpenOptions, Source, WeightsMode};
 
 use fixture::{Dir, Fixture, SHARDS};
 use hub_server::{COMMIT, Hub, files_of};
@@ -63,8 +63,8 @@ fn headers_alone_are_read_for_an_outline() {
     for (has_parts, lists_siblings) in [(true, true), (false, false)] {
         let (hub, address) = Hub { files: files_of(dir.path()), has_parts, lists_siblings, ..Hub::default() }.start();
         let cache = tempfile::TempDir::new().unwrap();
-        let outline = source().outline(&options(address, cache.path())).unwrap().unwrap();
-        let expected = dir.open().unwrap().outline();
+        let outline = source().outline(&options(address, cache.path()), WeightsMode::Plain).unwrap().unwrap();
+        let expected = dir.open().unwrap().outline().unwrap();
         assert_eq!(outline.config, expected.config);
         assert_eq!(format!("{:?}", outline.tensors), format!("{:?}", expected.tensors));
         assert!(hub.asked("tokenizer.json").is_empty());
@@ -85,10 +85,14 @@ fn an_outline_is_checked() {
     files.get_mut(SHARDS[1]).unwrap().pop();
     let (_hub, address) = Hub { files, has_parts: true, lists_siblings: true, ..Hub::default() }.start();
     let cache = tempfile::TempDir::new().unwrap();
-    let error = source().outline(&options(address, cache.path())).unwrap_err();
+    let error = source().outline(&options(address, cache.path()), WeightsMode::Plain).unwrap_err();
     assert!(matches!(&error, Error::WrongLength { path, .. } if path.ends_with(SHARDS[1])), "{error}");
 
-    let error = "some/thing".parse::<Source>().unwrap().outline(&options(address, cache.path())).unwrap_err();
+    let error = "some/thing"
+        .parse::<Source>()
+        .unwrap()
+        .outline(&options(address, cache.path()), WeightsMode::Plain)
+        .unwrap_err();
     assert!(matches!(&error, Error::Download { id, .. } if id == "some/thing"), "{error}");
 }
 

@@ -17,6 +17,7 @@ mod inspect;
 mod interrupt;
 #[cfg(unix)]
 mod terminal;
+mod weights;
 
 use std::path::{Path, PathBuf};
 

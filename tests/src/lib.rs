@@ -8,6 +8,7 @@ pub mod docs;
 
 use std::path::{Path, PathBuf};
 
+use model::WeightsMode;
 use serde::Deserialize;
 
 /// A small checkpoint with the logits that Hugging Face transformers computes for a prompt, in f32.
@@ -17,6 +18,8 @@ pub struct GoldenCase {
     pub name: String,
     /// The checkpoint's directory.
     pub dir: PathBuf,
+    /// What its matrices are made of while they are loaded.
+    pub weights: WeightsMode,
     /// Token ids of the prompt.
     pub prompt: Vec<u32>,
     /// Logits at every position of the prompt, `[prompt.len(), vocab]`.
@@ -48,6 +51,21 @@ struct Description {
     #[serde(default)]
     texts: Vec<(String, Vec<u32>)>,
     chat: Option<GoldenChat>,
+    /// The golden checkpoint whose weights are rounded while loading, where it has none of its own.
+    checkpoint: Option<String>,
+    /// How they are rounded.
+    weights: Option<String>,
+}
+
+impl GoldenCase {
+    /// Opens the checkpoint.
+    ///
+    /// # Panics
+    /// If it does not open: it is part of the repository.
+    pub fn open(&self) -> model::Checkpoint {
+        let options = model::OpenOptions { weights: self.weights, ..model::OpenOptions::default() };
+        model::Checkpoint::open_with(&self.dir, options).unwrap_or_else(|e| panic!("{}: {e}", self.name))
+    }
 }
 
 /// The repository: where this was built, or `WARPDRAFT_REPOSITORY` when the tests were carried to another machine.
@@ -76,9 +94,22 @@ pub fn golden_dir() -> PathBuf {
 /// # Panics
 /// If the files are not in order: they are part of the repository.
 pub fn golden_cases() -> Vec<GoldenCase> {
-    let entries = std::fs::read_dir(golden_dir()).expect("tests/golden is there");
-    let mut dirs: Vec<PathBuf> =
-        entries.map(|e| e.expect("tests/golden lists").path()).filter(|p| p.is_dir()).collect();
+    golden_cases_in(&golden_dir())
+}
+
+/// A golden checkpoint for each weight format, and for each rounding while loading, by name: made by
+/// `scripts/make_golden_formats.py`. On a device they are bf16 like others, so one test of their logits is enough.
+///
+/// # Panics
+/// If the files are not in order: they are part of the repository.
+pub fn format_cases() -> Vec<GoldenCase> {
+    golden_cases_in(&golden_dir().join("formats"))
+}
+
+fn golden_cases_in(folder: &Path) -> Vec<GoldenCase> {
+    let entries = std::fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+    let paths = entries.map(|e| e.expect("the golden files list").path());
+    let mut dirs: Vec<PathBuf> = paths.filter(|path| path.join("golden.json").is_file()).collect();
     dirs.sort();
     dirs.into_iter().map(golden_case).collect()
 }
@@ -92,8 +123,15 @@ fn golden_case(dir: PathBuf) -> GoldenCase {
     assert_eq!(logits.len(), description.rows * description.vocab);
     assert_eq!(description.rows, description.prompt.len());
     let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let Description { prompt, vocab, texts, chat, .. } = description;
-    GoldenCase { name, prompt, logits, vocab, dir, texts, chat }
+    let Description { prompt, vocab, texts, chat, checkpoint, weights, .. } = description;
+    let dir = checkpoint.map_or(dir, |checkpoint| golden_dir().join(checkpoint));
+    let weights = match weights.as_deref() {
+        None => WeightsMode::Plain,
+        Some("fp8") => WeightsMode::Fp8,
+        Some("int4") => WeightsMode::Int4,
+        Some(other) => panic!("{name}: no mode {other}"),
+    };
+    GoldenCase { name, prompt, logits, vocab, dir, weights, texts, chat }
 }
 
 /// The largest difference of two rows of numbers, as a share of the largest magnitude in `expected`.

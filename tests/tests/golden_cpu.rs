@@ -1,7 +1,7 @@
 //! The CPU reference against Hugging Face transformers, both in f32 from the same stored weights.
 
 use host::encode_prompt;
-use integration_tests::{golden_cases, relative_error};
+use integration_tests::{format_cases, golden_cases, relative_error};
 use model::sampling::argmax;
 use model::tokenizer::Around;
 use model::{Checkpoint, CpuModel};
@@ -11,10 +11,10 @@ const TOLERANCE: f32 = 1e-5;
 
 #[test]
 fn logits_match_transformers() {
-    let cases = golden_cases();
-    assert_eq!(cases.len(), 6);
-    for case in cases {
-        let checkpoint = Checkpoint::open(&case.dir).unwrap();
+    let (cases, formats) = (golden_cases(), format_cases());
+    assert_eq!((cases.len(), formats.len()), (6, 9));
+    for case in cases.into_iter().chain(formats) {
+        let checkpoint = case.open();
         let model = CpuModel::new(&checkpoint).unwrap();
         let mut cache = model.new_cache(case.prompt.len());
         let mut logits = vec![f32::NAN; case.logits.len()];

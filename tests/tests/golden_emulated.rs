@@ -3,8 +3,8 @@
 
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
-    answer, engine, golden_cases, greedy, launched_and_wide, prefilled, prefilled_to_the_end, relative_error, run,
-    streamed_launched_and_wide, uploaded,
+    answer, engine, format_cases, golden_cases, greedy, launched_and_wide, prefilled, prefilled_to_the_end,
+    relative_error, run, streamed_launched_and_wide, uploaded,
 };
 use model::plan::Traits;
 use model::{Checkpoint, Config, Sampling};
@@ -14,8 +14,8 @@ const TOLERANCE: f32 = 0.02;
 
 #[test]
 fn logits_match_transformers() {
-    for case in golden_cases() {
-        let checkpoint = Checkpoint::open(&case.dir).unwrap();
+    for case in golden_cases().into_iter().chain(format_cases()) {
+        let checkpoint = case.open();
         let mut engine = engine(&checkpoint, DeviceChoice::Emulator, case.prompt.len() + 1);
         let logits = engine.score(&case.prompt).unwrap();
         for (row, (found, expected)) in logits.chunks(case.vocab).zip(case.logits.chunks(case.vocab)).enumerate() {

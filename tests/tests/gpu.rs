@@ -12,12 +12,12 @@ use host::{DeviceChoice, Gpu, NgramDraft};
 use integration_tests::batch::{Arranged, Happened, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
-    answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, engine_with, golden_cases, greedy, prefilled,
-    prefilled_to_the_end, relative_error, run, streamed_launched_and_wide, uploaded,
+    answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, engine_with, format_cases, golden_cases,
+    greedy, prefilled, prefilled_to_the_end, relative_error, run, streamed_launched_and_wide, uploaded,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
-use model::{Checkpoint, Config, Sampling};
+use model::{Config, Sampling};
 
 /// As many drafts as there can be, however few of them are right.
 const EAGER: NgramDraft = NgramDraft { tokens: 15, max: 3, min: 1, adaptive: false };
@@ -86,8 +86,8 @@ fn main() -> ExitCode {
 }
 
 fn golden_logits(options: &DeviceOptions) -> Result<(), Failed> {
-    for case in golden_cases() {
-        let checkpoint = Checkpoint::open(&case.dir)?;
+    for case in golden_cases().into_iter().chain(format_cases()) {
+        let checkpoint = case.open();
         let logits = engine_with(&checkpoint, GPU, options, case.prompt.len() + 1).score(&case.prompt)?;
         let error = relative_error(&logits, &case.logits);
         println!("{}: {error:.1e}", case.name);

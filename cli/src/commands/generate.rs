@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use host::{Finish, Profile, encode_prompt};
+use model::OpenOptions;
 use model::chat::Splitter;
 use model::tokenizer::Around;
 
@@ -16,12 +17,12 @@ use crate::{Ending, loading, output};
 /// # Errors
 /// Whatever is wrong with the model, the prompt or the device; a closed pipe.
 pub fn run(command: Generate) -> anyhow::Result<Ending> {
-    let Generate { source, load, prompt, answer: settings, report, echo, profile: trace } = command;
+    let Generate { source, weights, load, prompt, answer: settings, report, echo, profile: trace } = command;
     loading::start_log(report)?;
     let mut profile = Profile::default();
     let _opening = load.device.open_ahead(&load.options);
     let start = Instant::now();
-    let checkpoint = loading::open(&source, false, report)?;
+    let checkpoint = loading::open(&source, OpenOptions { check_finite: false, weights }, report)?;
     profile.span("open", start, &[]);
     let (text, around) = match &prompt {
         Prompt::Text(text) => (text.clone(), Around::Special),

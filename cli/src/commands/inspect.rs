@@ -6,8 +6,8 @@ use std::fmt::{self, Write};
 use host::device::CardInfo;
 use host::forward::{Footprint, Forward};
 use host::gib;
-use model::checkpoint::OutlineTensor;
-use model::{Checkpoint, Config, GenerationConfig, Outline};
+use model::checkpoint::{MatrixOutline, OutlineTensor};
+use model::{Checkpoint, Config, GenerationConfig, OpenOptions, Outline};
 use serde::Serialize;
 
 use crate::resolve::Inspect;
@@ -23,12 +23,14 @@ const DRIVER_BYTES: u64 = 512 << 20;
 pub fn run(command: Inspect) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
     // Of a model on the hub nothing is fetched but config and headers, unless its weights are to be read.
-    let elsewhere = if command.check { None } else { loading::outline(&command.source, command.report)? };
+    let elsewhere =
+        if command.check { None } else { loading::outline(&command.source, command.weights, command.report)? };
     let findings = match elsewhere {
         Some(outline) => Findings::of(outline, None, &command)?,
         None => {
-            let checkpoint = loading::open(&command.source, command.check, command.report)?;
-            Findings::of(checkpoint.outline(), Some(&checkpoint), &command)?
+            let options = OpenOptions { check_finite: command.check, weights: command.weights };
+            let checkpoint = loading::open(&command.source, options, command.report)?;
+            Findings::of(checkpoint.outline()?, Some(&checkpoint), &command)?
         }
     };
     if command.report.json {
@@ -48,6 +50,7 @@ struct Findings {
     stored_bytes: u64,
     dtypes: BTreeMap<String, usize>,
     files: Vec<File>,
+    weights: Weights,
     weights_checked: bool,
     /// Null, like the next two, for a model that is not on this machine.
     tokenizer_tokens: Option<usize>,
@@ -95,6 +98,53 @@ struct File {
     name: String,
     tensors: usize,
     tensor_bytes: u64,
+}
+
+/// How weights are stored and read.
+#[derive(Serialize)]
+struct Weights {
+    /// `--weights`.
+    mode: String,
+    /// `quant_method` of the checkpoint; null if it has none.
+    quantization: Option<String>,
+    kinds: Vec<Kind>,
+    /// Bytes of the weights that a decode step reads: bf16, whatever they are stored as.
+    step_bytes: u64,
+    /// Bytes of the same weights in their formats.
+    step_format_bytes: u64,
+}
+
+/// The weights of a kind.
+#[derive(Serialize)]
+struct Kind {
+    kind: &'static str,
+    format: String,
+    weights: u64,
+    stored_bytes: u64,
+    format_bytes: u64,
+    bits_per_weight: f64,
+}
+
+impl Weights {
+    fn of(config: &Config, matrices: &[MatrixOutline], command: &Inspect) -> Self {
+        // Of an untied embedding a step reads a row.
+        let read = matrices.iter().filter(|m| config.tie_word_embeddings || m.kind != "embedding");
+        let kind = |matrix: &MatrixOutline| Kind {
+            kind: matrix.kind,
+            format: matrix.format.clone(),
+            weights: matrix.weights,
+            stored_bytes: matrix.stored_bytes,
+            format_bytes: matrix.format_bytes,
+            bits_per_weight: 8.0 * matrix.format_bytes as f64 / matrix.weights as f64,
+        };
+        Self {
+            mode: command.weights.to_string(),
+            quantization: config.quantization.as_ref().map(|quantization| quantization.method.clone()),
+            kinds: matrices.iter().map(kind).collect(),
+            step_bytes: config.step_weight_bytes(2) as u64,
+            step_format_bytes: read.map(|matrix| matrix.format_bytes).sum(),
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -184,6 +234,7 @@ impl Findings {
             stored_bytes: tensors.iter().map(|tensor| tensor.bytes as u64).sum(),
             dtypes,
             files: files(&tensors),
+            weights: Weights::of(config, &outline.matrices, command),
             weights_checked: command.check,
             tokenizer_tokens: checkpoint.map(|checkpoint| checkpoint.tokenizer.vocab_size()),
             chat_template: checkpoint.map(|checkpoint| checkpoint.chat_template.is_some()),
@@ -317,6 +368,14 @@ impl fmt::Display for Findings {
             row(f, &file.name, format_args!("{}, {} tensors", gib(file.tensor_bytes), file.tensors))?;
         }
 
+        writeln!(f, "\nweights, and bits of each with its scale")?;
+        for Kind { kind, format, format_bytes, bits_per_weight, .. } in &self.weights.kinds {
+            row(f, kind, format_args!("{}, {bits_per_weight:.2} bits: {format}", gib(*format_bytes)))?;
+        }
+        let (read, compact) = (gib(self.weights.step_bytes), gib(self.weights.step_format_bytes));
+        let became = "as bf16, which every format becomes while loading";
+        row(f, "a step reads", format_args!("{read} {became} ({compact} as it is)"))?;
+
         let m = &self.memory;
         writeln!(f, "\nmemory on a card, for {} tokens of context", m.context)?;
         row(f, "weights", gib(m.weight_bytes))?;
@@ -349,7 +408,7 @@ impl fmt::Display for Findings {
             let width = tensors.iter().map(|t| t.name.len()).max().unwrap_or(0);
             for tensor in tensors {
                 let Tensor { name, dtype, shape, file, .. } = tensor;
-                writeln!(f, "  {name:<width$}  {dtype:<4}  {:<16}  {file}", format!("{shape:?}"))?;
+                writeln!(f, "  {name:<width$}  {dtype:<7}  {:<16}  {file}", format!("{shape:?}"))?;
             }
         }
         Ok(())

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use anyhow::bail;
 use host::batch::BatchOptions;
 use host::{DeviceChoice, LoadOptions};
-use model::{GenerationConfig, Source};
+use model::{GenerationConfig, Source, WeightsMode};
 
-use super::{Answer, Detail, GENERATE_TOKENS, Report, answer, load, report, source, usage};
+use super::{Answer, Detail, GENERATE_TOKENS, Report, answer, load, report, source, usage, weights};
 use crate::args::RunArgs;
 use crate::args::batch::{BatchArgs, BatchCommand, Devices, MergeArgs, Shard};
 
@@ -33,6 +33,8 @@ pub struct Run {
     pub shard: Option<Shard>,
     /// The model.
     pub source: Source,
+    /// What the layers' matrices are to be.
+    pub weights: WeightsMode,
     /// Where it runs: once or more.
     pub loads: Vec<LoadOptions>,
     /// What it may use, on each.
@@ -132,6 +134,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
         ordered: args.ordered,
         shard: args.shard,
         source: source(&model.model, &model)?,
+        weights: weights(&model),
         loads,
         options,
         defaults: Defaults {

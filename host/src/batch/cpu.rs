@@ -70,7 +70,7 @@ impl CpuBatch {
             logits: Vec::new(),
             // Until there are measurements: copies at 5 GB/s, out and back, and a row for a reading of the weights at 10 GB/s.
             swaps: Rate::guess(2.0 * page / 5e9),
-            rows: Rate::guess(checkpoint.stored_bytes() as f64 / 10e9),
+            rows: Rate::guess(checkpoint.cpu_bytes() as f64 / 10e9),
             model,
             limits,
             draft,

@@ -10,7 +10,8 @@ use bytemuck::Pod;
 use super::{Buffer, Device, Marker, Pinned};
 use crate::Error;
 
-/// Bytes that a thread fills at a time: a copy costs the driver microseconds, whatever its size.
+/// Bytes that a thread fills at a time, or a unit of its region if that is more: a copy costs the driver microseconds,
+/// whatever its size.
 const PIECE_BYTES: usize = 2 << 20;
 /// Pieces of a thread: one travels while the other is filled.
 const SLOTS: usize = 2;
@@ -25,6 +26,24 @@ pub type Fill<'a> = dyn Fn(usize, usize, &mut [u8]) -> Result<(), Error> + Sync 
 pub struct Region {
     address: u64,
     bytes: usize,
+    /// Bytes that are filled together.
+    unit: usize,
+}
+
+impl Region {
+    /// The same, filled in pieces that begin and end at a multiple of so many bf16 elements (or at its end).
+    ///
+    /// # Panics
+    /// If it is none: a bug of the caller.
+    pub fn in_units(self, elements: usize) -> Self {
+        assert!(elements > 0, "units of nothing");
+        Self { unit: 2 * elements, ..self }
+    }
+
+    /// Bytes of a piece: as many units as fit into [`PIECE_BYTES`], or one.
+    fn piece_bytes(&self) -> usize {
+        (PIECE_BYTES / self.unit).max(1) * self.unit
+    }
 }
 
 impl<T: Pod> Buffer<T> {
@@ -34,7 +53,7 @@ impl<T: Pod> Buffer<T> {
     /// If the range does not fit: a bug of the caller.
     pub fn region(&self, at: usize, len: usize) -> Region {
         assert!(at + len <= self.len, "region of {len} at {at} in {}", self.len);
-        Region { address: self.address + (at * size_of::<T>()) as u64, bytes: len * size_of::<T>() }
+        Region { address: self.address + (at * size_of::<T>()) as u64, bytes: len * size_of::<T>(), unit: 1 }
     }
 }
 
@@ -44,7 +63,8 @@ struct Work<'a> {
     regions: &'a [Region],
     /// Region and first byte of each piece.
     pieces: Vec<(usize, usize)>,
-    piece_bytes: usize,
+    /// Of the largest piece.
+    slot_bytes: usize,
     next: AtomicUsize,
     stopped: AtomicBool,
 }
@@ -65,14 +85,15 @@ impl Device {
         fill: &Fill<'_>,
         progress: &mut dyn FnMut(usize) -> ControlFlow<()>,
     ) -> Result<(), Error> {
-        let largest = regions.iter().map(|region| region.bytes).max().unwrap_or(0);
-        let piece_bytes = PIECE_BYTES.min(largest.next_multiple_of(16)).max(16);
-        let cut = |(i, region): (usize, &Region)| (0..region.bytes).step_by(piece_bytes).map(move |at| (i, at));
+        let largest = regions.iter().map(|region| region.bytes.min(region.piece_bytes())).max().unwrap_or(0);
+        let slot_bytes = largest.next_multiple_of(16).max(16);
+        let cut =
+            |(i, region): (usize, &Region)| (0..region.bytes).step_by(region.piece_bytes()).map(move |at| (i, at));
         let work = Work {
             device: self,
             regions,
             pieces: regions.iter().enumerate().flat_map(cut).collect(),
-            piece_bytes,
+            slot_bytes,
             next: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
         };
@@ -114,7 +135,7 @@ type Slots = [(Pinned<u8>, Marker); SLOTS];
 
 impl Work<'_> {
     fn slots(&self) -> Result<Slots, Error> {
-        let slot = || Ok::<_, Error>((self.device.pinned(self.piece_bytes)?, self.device.marker()?));
+        let slot = || Ok::<_, Error>((self.device.pinned(self.slot_bytes)?, self.device.marker()?));
         Ok([slot()?, slot()?])
     }
 
@@ -160,7 +181,7 @@ impl Work<'_> {
     ) -> Result<usize, Error> {
         done.wait()?;
         let region = self.regions[i];
-        let bytes = self.piece_bytes.min(region.bytes - at);
+        let bytes = region.piece_bytes().min(region.bytes - at);
         // SAFETY: the copy out of it is done, and nothing else uses it.
         let out = unsafe { &mut pinned.as_mut_slice_now()[..bytes] };
         fill(i, at, out)?;
@@ -210,6 +231,33 @@ mod tests {
             assert_eq!(read[0], 0);
             let wrong = read[1..].iter().enumerate().find(|&(at, &found)| found != byte(i, at));
             assert_eq!(wrong, None, "region {i}");
+        }
+    }
+
+    /// Pieces of a region with units begin at a multiple of them, whether many fit into a piece or not one.
+    #[test]
+    fn units_are_not_cut() {
+        let device = Device::emulator(0);
+        for unit in [1000, PIECE_BYTES / 4 + 3, PIECE_BYTES] {
+            let elements = 5 * PIECE_BYTES / 4 + 1;
+            let buffer: Buffer<half::bf16> = device.zeroed(elements).unwrap();
+            let region = [buffer.region(0, elements).in_units(unit)];
+            let filled = std::sync::Mutex::new(Vec::new());
+            let fill = |i: usize, at: usize, out: &mut [u8]| {
+                assert!(at.is_multiple_of(2 * unit), "{at} in units of {unit}");
+                filled.lock().unwrap().push((at, out.len()));
+                write(i, at, out)
+            };
+            // SAFETY: as above.
+            unsafe { device.fill_regions(&region, &fill, &mut |_| ControlFlow::Continue(())).unwrap() };
+            let mut filled = filled.into_inner().unwrap();
+            filled.sort_unstable();
+            let end = filled.iter().fold(0, |end, &(at, length)| if at == end { at + length } else { panic!("{at}") });
+            assert_eq!(end, 2 * elements);
+            let mut read = vec![half::bf16::ZERO; elements];
+            buffer.read(0, &mut read).unwrap();
+            let right = |i: usize| read[i].to_le_bytes() == [byte(0, 2 * i), byte(0, 2 * i + 1)];
+            assert!((0..elements).all(right), "units of {unit}");
         }
     }
 

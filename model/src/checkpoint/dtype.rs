@@ -1,4 +1,4 @@
-//! The number formats of stored weights.
+//! The number formats of stored tensors.
 
 use std::fmt;
 
@@ -11,34 +11,56 @@ pub enum Dtype {
     F16,
     /// IEEE single precision.
     F32,
+    /// FP8 with four bits of exponent and three of mantissa, without infinities: codes of a weight format.
+    F8E4m3,
+    /// Words of 32 bits: packed codes of a weight format, or numbers of groups.
+    I32,
+    /// Whole numbers of 64 bits: sizes beside packed codes.
+    I64,
 }
 
 impl Dtype {
+    /// Every format that a safetensors file may hold.
+    const ALL: [Self; 6] = [Self::Bf16, Self::F16, Self::F32, Self::F8E4m3, Self::I32, Self::I64];
+
+    /// Those in which a weight may stand by itself.
+    pub(crate) const FLOATS: [Self; 3] = [Self::Bf16, Self::F16, Self::F32];
+
     /// Bytes of one element.
     pub fn size(self) -> usize {
         match self {
+            Dtype::F8E4m3 => 1,
             Dtype::Bf16 | Dtype::F16 => 2,
-            Dtype::F32 => 4,
+            Dtype::F32 | Dtype::I32 => 4,
+            Dtype::I64 => 8,
         }
+    }
+
+    /// Whether elements are weights by themselves, not codes of a [weight format](crate::format).
+    pub fn is_float(self) -> bool {
+        Self::FLOATS.contains(&self)
     }
 
     /// The format by its name in a safetensors header, or `None` if warpdraft does not read it.
     pub fn from_name(name: &str) -> Option<Self> {
-        match name {
-            "BF16" => Some(Dtype::Bf16),
-            "F16" => Some(Dtype::F16),
-            "F32" => Some(Dtype::F32),
-            _ => None,
+        Self::ALL.into_iter().find(|dtype| dtype.name() == name)
+    }
+
+    /// Its name in a safetensors header.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::Bf16 => "BF16",
+            Dtype::F16 => "F16",
+            Dtype::F32 => "F32",
+            Dtype::F8E4m3 => "F8_E4M3",
+            Dtype::I32 => "I32",
+            Dtype::I64 => "I64",
         }
     }
 }
 
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Dtype::Bf16 => "BF16",
-            Dtype::F16 => "F16",
-            Dtype::F32 => "F32",
-        })
+        f.pad(self.name())
     }
 }

@@ -8,6 +8,7 @@ use half::bf16;
 
 use super::{Checkpoint, Dtype, Tensor};
 use crate::Error;
+use crate::format::e4m3;
 
 /// Bytes that one task scans; a multiple of every element size.
 const TASK: usize = 1 << 20;
@@ -34,6 +35,10 @@ impl Checkpoint {
     /// As [`check_finite`](Self::check_finite), for one tensor of this checkpoint. `progress` hears the number of bytes of
     /// each step.
     fn check_tensor_finite(&self, tensor: &Tensor<'_>, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
+        if matches!(tensor.dtype, Dtype::I32 | Dtype::I64) {
+            progress(tensor.data.len() as u64);
+            return Ok(());
+        }
         let bad = tensor.data.par_chunks(TASK).enumerate().find_map_first(|(task, bytes)| {
             let found = first_not_finite(tensor.dtype, bytes);
             progress(bytes.len() as u64);
@@ -43,15 +48,15 @@ impl Checkpoint {
         Err(self.unusable(tensor.name, index, tensor.get(index).unwrap_or(f32::NAN)))
     }
 
-    /// Reads elements of a tensor of this checkpoint, from element `first` on, as bf16: `out` is filled with them,
-    /// little-endian. What is stored as f16 or f32 is rounded. Each is checked as by
+    /// Reads elements of a tensor of floats of this checkpoint, from element `first` on, as bf16: `out` is filled with
+    /// them, little-endian. What is stored as f16 or f32 is rounded. Each is checked as by
     /// [`check_finite`](Self::check_finite), so a loader need not do so before.
     ///
     /// # Errors
     /// [`Error::NotFinite`], [`Error::TooLargeForBf16`], or a file that cannot be read, or is shorter than it was.
     ///
     /// # Panics
-    /// If there are not so many elements: a bug of the caller.
+    /// If there are not so many elements, or they are no floats: a bug of the caller.
     pub fn read_bf16(&self, tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Result<(), Error> {
         let (size, count) = (tensor.dtype.size(), out.len() / 2);
         assert!((first + count) * size <= tensor.data.len(), "{count} elements of {} from {first} on", tensor.name);
@@ -88,7 +93,7 @@ impl Checkpoint {
     }
 }
 
-/// Rounds stored elements to the nearest bf16.
+/// Rounds stored elements to the nearest bf16. Others than floats are codes, which mean nothing by themselves.
 fn round(dtype: Dtype, stored: &[u8], out: &mut [u8]) {
     let (out, _) = out.as_chunks_mut();
     match dtype {
@@ -103,11 +108,12 @@ fn round(dtype: Dtype, stored: &[u8], out: &mut [u8]) {
                 *out = bf16::from_f32(f32::from_le_bytes(*word)).to_le_bytes();
             }
         }
+        Dtype::F8E4m3 | Dtype::I32 | Dtype::I64 => unreachable!("{dtype} is no format of weights by themselves"),
     }
 }
 
 impl Tensor<'_> {
-    /// Element `index` in row-major order, widened; `None` beyond the end.
+    /// Element `index` in row-major order, widened (an integer to the nearest f32); `None` beyond the end.
     pub fn get(&self, index: usize) -> Option<f32> {
         let size = self.dtype.size();
         let bytes = self.data.get(index.checked_mul(size)?..)?.get(..size)?;
@@ -115,6 +121,9 @@ impl Tensor<'_> {
             (Dtype::Bf16, &[a, b]) => half::bf16::from_le_bytes([a, b]).to_f32(),
             (Dtype::F16, &[a, b]) => half::f16::from_le_bytes([a, b]).to_f32(),
             (Dtype::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+            (Dtype::F8E4m3, &[code]) => e4m3::VALUES[code as usize],
+            (Dtype::I32, &[a, b, c, d]) => i32::from_le_bytes([a, b, c, d]) as f32,
+            (Dtype::I64, bytes) => i64::from_le_bytes(bytes.try_into().ok()?) as f32,
             _ => return None,
         })
     }
@@ -126,6 +135,11 @@ fn first_not_finite(dtype: Dtype, bytes: &[u8]) -> Option<usize> {
     match dtype {
         Dtype::Bf16 => first_with_exponent_16(bytes, 0x7f80),
         Dtype::F16 => first_with_exponent_16(bytes, 0x7c00),
+        Dtype::F8E4m3 => {
+            let block = bytes.chunks(1024).position(|b| b.iter().fold(false, |any, &code| any | e4m3::is_nan(code)))?;
+            bytes[block * 1024..].iter().position(|&code| e4m3::is_nan(code)).map(|at| block * 1024 + at)
+        }
+        Dtype::I32 | Dtype::I64 => None,
         Dtype::F32 => {
             let bad = |c: &[u8; 4]| u32::from_le_bytes(*c) & 0x7fff_ffff >= ROUNDS_TO_INFINITY;
             let (elements, _) = bytes.as_chunks();

@@ -22,16 +22,19 @@ pub use weights::{LayerWeights, Weights};
 use crate::Error;
 use crate::chat::{ChatTemplate, TokenizerConfig};
 use crate::config::{Config, GenerationConfig, parse_json};
+use crate::format::WeightsMode;
 use crate::tokenizer::Tokenizer;
 use files::{Bytes, Files};
 pub(crate) use files::{Header, RemoteFiles, read_regular};
 pub(crate) use header::LARGEST_HEADER;
-pub use outline::{Outline, OutlineTensor};
+pub use outline::{MatrixOutline, Outline, OutlineTensor};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
+/// The linear layer whose weight that is.
+const HEAD_LAYER: &str = "lm_head";
 /// The files beside the weights that say what the model does.
 const TEXTS: [&str; 5] =
     ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
@@ -49,22 +52,26 @@ pub struct Checkpoint {
     pub chat_template: Option<ChatTemplate>,
     /// What its files contradict each other in, and what was made of it: sentences for the user.
     pub warnings: Vec<String>,
+    /// What matrices of the layers are made of while they are read.
+    pub mode: WeightsMode,
     /// Of the files beside the weights.
     text_digest: u64,
     store: Arc<Store>,
 }
 
-/// What [`Checkpoint::open_with`] checks.
+/// What [`Checkpoint::open_with`] checks, and how weights are read.
 #[derive(Debug, Clone, Copy)]
 pub struct OpenOptions {
     /// Whether every weight is read once to find NaN and infinity. On by default: it costs one pass over the file at
     /// the disk's speed, which loading pays anyway.
     pub check_finite: bool,
+    /// What matrices of the layers are to be.
+    pub weights: WeightsMode,
 }
 
 impl Default for OpenOptions {
     fn default() -> Self {
-        OpenOptions { check_finite: true }
+        OpenOptions { check_finite: true, weights: WeightsMode::Plain }
     }
 }
 
@@ -132,11 +139,19 @@ impl Checkpoint {
     /// # Errors
     /// None in a released program; any [`Error`] about files while the demo's own files are being worked on.
     pub fn demo() -> Result<Self, Error> {
+        Self::demo_with(OpenOptions::default())
+    }
+
+    /// As [`demo`](Self::demo), with a say in how weights are read.
+    ///
+    /// # Errors
+    /// As [`demo`](Self::demo).
+    pub fn demo_with(options: OpenOptions) -> Result<Self, Error> {
         #[cfg(feature = "bundled-demo")]
         let files = Files::Embedded(crate::source::DEMO_FILES);
         #[cfg(not(feature = "bundled-demo"))]
         let files = Files::Dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("demo"));
-        Self::from_files(&files, OpenOptions::default())
+        Self::from_files(&files, options)
     }
 
     fn from_files(files: &Files<'_>, options: OpenOptions) -> Result<Self, Error> {
@@ -178,6 +193,7 @@ impl Checkpoint {
             });
         }
 
+        check_mode(&config, options.weights, &files.path("config.json"))?;
         let mut text_digest = Xxh3::new();
         for name in TEXTS {
             let text = files.read(name)?;
@@ -197,7 +213,9 @@ impl Checkpoint {
                 files.path("config.json").display()
             ));
         }
-        let checkpoint = Checkpoint { config, generation, tokenizer, chat_template, warnings, text_digest, store };
+        let mode = options.weights;
+        let checkpoint =
+            Checkpoint { config, generation, tokenizer, chat_template, warnings, mode, text_digest, store };
         checkpoint.weight_ids()?;
         if options.check_finite {
             checkpoint.check_finite(&|_| {})?;
@@ -238,7 +256,7 @@ impl Checkpoint {
         (0..self.store.tensors.len()).map(|i| self.tensor_by_id(TensorId(i)))
     }
 
-    /// A digest (XXH3) by which models are told apart, wherever they lie: of all files beside the weights, and of each tensor its name, number format, shape, and some
+    /// A digest (XXH3) by which models are told apart, wherever they lie: of how weights are rounded while loading, of all files beside the weights, and of each tensor its name, number format, shape, and some
     /// of its bytes from all over it. So it takes little time, and a few weights that were changed by hand may escape it.
     pub fn digest(&self) -> u64 {
         const PIECES: usize = 8;
@@ -247,6 +265,10 @@ impl Checkpoint {
         tensors.sort_by_key(|tensor| tensor.name);
         let mut digest = Xxh3::new();
         digest.update(&self.text_digest.to_le_bytes());
+        if self.mode.rounding().is_some() {
+            // Other weights than the same files have as they are stored.
+            digest.update(self.mode.to_string().as_bytes());
+        }
         for Tensor { name, dtype, shape, data } in tensors {
             digest.update(format!("{name} {dtype:?} {shape:?}\n").as_bytes());
             let last = data.len().saturating_sub(PIECE_BYTES);
@@ -263,6 +285,15 @@ impl Checkpoint {
         self.store.tensors.iter().map(|t| t.bytes.len() as u64).sum()
     }
 
+    /// Bytes of the weights as the CPU multiplies with them: as they are stored, or bf16 where they are quantised.
+    pub fn cpu_bytes(&self) -> u64 {
+        if self.config.quantization.is_none() && self.mode.rounding().is_none() {
+            return self.stored_bytes();
+        }
+        // What is not quantised is small beside the rest, or bf16 as well.
+        self.config.weight_bytes(2) as u64
+    }
+
     /// The file that holds a tensor, for messages; `None` if there is no such tensor.
     pub fn tensor_file(&self, name: &str) -> Option<&Path> {
         let id = self.store.by_name.get(name)?;
@@ -270,7 +301,7 @@ impl Checkpoint {
     }
 
     /// Copies the stored bytes of a tensor from `at` on to `out`.
-    fn read_stored(&self, name: &str, at: usize, out: &mut [u8]) -> Result<(), Error> {
+    pub(crate) fn read_stored(&self, name: &str, at: usize, out: &mut [u8]) -> Result<(), Error> {
         let stored = &self.store.tensors[self.store.lookup(name)?.0];
         let shard = &self.store.shards[stored.shard];
         let read = shard.bytes.read(stored.bytes.start + at, out);
@@ -288,6 +319,16 @@ impl Checkpoint {
     }
 }
 
+/// Refuses to quantise what is quantised already.
+fn check_mode(config: &Config, asked: WeightsMode, path: &Path) -> Result<(), Error> {
+    match &config.quantization {
+        Some(quantization) if asked.rounding().is_some() => {
+            Err(Error::AlreadyQuantized { path: path.to_owned(), asked, format: quantization.name() })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// `model.safetensors.index.json`: which shard holds which tensor.
 #[derive(Deserialize)]
 struct Index {
@@ -295,19 +336,34 @@ struct Index {
 }
 
 impl Store {
-    /// Handle of a tensor, its shape checked.
+    /// Handle of a tensor of floats, its shape checked.
     fn tensor_id(&self, name: &str, shape: &[usize]) -> Result<TensorId, Error> {
         let id = self.lookup(name)?;
         let stored = &self.tensors[id.0];
         if stored.shape != shape {
-            return Err(Error::Shape {
-                path: self.shards[stored.shard].path.clone(),
-                tensor: name.to_owned(),
-                found: stored.shape.clone(),
-                expected: shape.to_vec(),
-            });
+            return Err(self.wrong_shape(id, shape));
+        }
+        if !stored.dtype.is_float() {
+            let wanted = "it should hold weights by themselves (BF16, F16 or F32), by config.json".to_owned();
+            return Err(self.wrong_dtype(id, wanted));
         }
         Ok(id)
+    }
+
+    fn wrong_shape(&self, id: TensorId, expected: &[usize]) -> Error {
+        let Stored { name, shape, .. } = &self.tensors[id.0];
+        let (tensor, found) = (name.clone(), shape.clone());
+        Error::Shape { path: self.path(id).to_owned(), tensor, found, expected: expected.to_vec() }
+    }
+
+    fn wrong_dtype(&self, id: TensorId, wanted: String) -> Error {
+        let Stored { name, dtype, .. } = &self.tensors[id.0];
+        Error::WrongDtype { path: self.path(id).to_owned(), tensor: name.clone(), found: *dtype, wanted }
+    }
+
+    /// The file that holds a tensor.
+    fn path(&self, id: TensorId) -> &Path {
+        &self.shards[self.tensors[id.0].shard].path
     }
 
     fn has(&self, name: &str) -> bool {

@@ -1,11 +1,14 @@
 //! The typed view of a checkpoint: every weight of a model by its role, shapes checked.
 
-use super::{Checkpoint, EMBEDDING, HEAD, Store, Tensor, TensorId};
-use crate::{Config, Error};
+use std::sync::Arc;
+
+use super::{Checkpoint, EMBEDDING, HEAD, HEAD_LAYER, Store, TensorId};
+use crate::format::{Part, Quantization, QuantizedId, Weight, WeightFormat, WeightId, WeightsMode};
+use crate::{Config, Dtype, Error};
 
 /// Every weight of the model. Matrices are `[outputs, inputs]`, row-major, as PyTorch stores a `Linear`.
 ///
-/// `T` is [`Tensor`] for readers, and a handle where something owns the checkpoint and looks tensors up later.
+/// `T` is [`Weight`] for readers, and a handle where something owns the checkpoint and looks weights up later.
 #[derive(Debug, Clone)]
 pub struct Weights<T> {
     /// Token embedding, `[vocab, hidden]`.
@@ -49,38 +52,42 @@ impl Checkpoint {
     /// Every weight by its role, in place (nothing is copied), with shapes checked against the config.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`] or [`Error::Shape`]; not after a successful [`Checkpoint::open`], which checks both.
-    pub fn weights(&self) -> Result<Weights<Tensor<'_>>, Error> {
-        Ok(self.weight_ids()?.map(&mut |id| self.tensor_by_id(id)))
+    /// [`Error::MissingTensor`], [`Error::Shape`] or [`Error::WrongDtype`]; not after a successful [`Checkpoint::open`],
+    /// which checks them.
+    pub fn weights(&self) -> Result<Weights<Weight<'_>>, Error> {
+        Ok(self.weight_ids()?.map(&mut |id| Weight::new(self, &id)))
     }
 
     /// As [`weights`](Self::weights), as handles that borrow nothing.
-    pub(crate) fn weight_ids(&self) -> Result<Weights<TensorId>, Error> {
-        self.store.weight_ids(&self.config)
+    pub(crate) fn weight_ids(&self) -> Result<Weights<WeightId>, Error> {
+        self.store.weight_ids(&self.config, self.mode)
     }
 }
 
 impl Store {
-    /// Every weight that `c` calls for, its shape checked.
-    pub(super) fn weight_ids(&self, c: &Config) -> Result<Weights<TensorId>, Error> {
+    /// Every weight that `c` calls for, its shape checked, with matrices of the layers as `mode` has them.
+    pub(super) fn weight_ids(&self, c: &Config, mode: WeightsMode) -> Result<Weights<WeightId>, Error> {
         self.check_unexpected(c)?;
         let (hidden, inner, q, kv) = (c.hidden_size, c.intermediate_size, c.query_size(), c.key_value_size());
         let tied = c.tie_word_embeddings;
         // Of two that are tied, the one that is stored.
         let embedding = if tied && !self.has(EMBEDDING) && self.has(HEAD) { HEAD } else { EMBEDDING };
-        let embed = self.tensor_id(embedding, &[c.vocab_size, hidden])?;
+        let embed = WeightId::Plain(self.tensor_id(embedding, &[c.vocab_size, hidden])?);
         let layers = (0..c.num_hidden_layers)
             .map(|i| {
-                let tensor = |name: &str, shape: &[usize]| self.tensor_id(&format!("model.layers.{i}.{name}"), shape);
+                let tensor = |name: &str, shape: &[usize]| {
+                    self.tensor_id(&format!("model.layers.{i}.{name}"), shape).map(WeightId::Plain)
+                };
                 let get = |name: &str, shape: &[usize]| tensor(&format!("{name}.weight"), shape);
+                let matrix = |name: &str, shape| self.matrix(c, mode, &format!("model.layers.{i}.{name}"), shape);
                 let bias = |name: &str, n: usize| tensor(&format!("self_attn.{name}.bias"), &[n]);
                 let norm = |name: &str| get(name, &[c.head_dim]);
                 Ok(LayerWeights {
                     input_norm: get("input_layernorm", &[hidden])?,
-                    q: get("self_attn.q_proj", &[q, hidden])?,
-                    k: get("self_attn.k_proj", &[kv, hidden])?,
-                    v: get("self_attn.v_proj", &[kv, hidden])?,
-                    o: get("self_attn.o_proj", &[hidden, q])?,
+                    q: matrix("self_attn.q_proj", [q, hidden])?,
+                    k: matrix("self_attn.k_proj", [kv, hidden])?,
+                    v: matrix("self_attn.v_proj", [kv, hidden])?,
+                    o: matrix("self_attn.o_proj", [hidden, q])?,
                     qkv_bias: match c.traits.qkv_bias {
                         true => Some([bias("q_proj", q)?, bias("k_proj", kv)?, bias("v_proj", kv)?]),
                         false => None,
@@ -90,15 +97,84 @@ impl Store {
                         false => None,
                     },
                     post_attention_norm: get("post_attention_layernorm", &[hidden])?,
-                    gate: get("mlp.gate_proj", &[inner, hidden])?,
-                    up: get("mlp.up_proj", &[inner, hidden])?,
-                    down: get("mlp.down_proj", &[hidden, inner])?,
+                    gate: matrix("mlp.gate_proj", [inner, hidden])?,
+                    up: matrix("mlp.up_proj", [inner, hidden])?,
+                    down: matrix("mlp.down_proj", [hidden, inner])?,
                 })
             })
             .collect::<Result<_, Error>>()?;
-        let norm = self.tensor_id("model.norm.weight", &[hidden])?;
-        let head = if tied { embed } else { self.tensor_id(HEAD, &[c.vocab_size, hidden])? };
+        let norm = WeightId::Plain(self.tensor_id("model.norm.weight", &[hidden])?);
+        let head = match tied {
+            true => embed.clone(),
+            // Some checkpoints quantise it; this program never does.
+            false => self.matrix(c, WeightsMode::Plain, HEAD_LAYER, [c.vocab_size, hidden])?,
+        };
         Ok(Weights { embed, layers, norm, head })
+    }
+
+    /// The matrix of a linear layer. Whether it is quantised, the file says: weights by themselves stay so, whatever
+    /// the config names.
+    fn matrix(&self, c: &Config, mode: WeightsMode, layer: &str, shape: [usize; 2]) -> Result<WeightId, Error> {
+        let name = format!("{layer}.weight");
+        let plain = self.by_name.get(&name).is_some_and(|id| self.tensors[id.0].dtype.is_float());
+        if let (Some(quantization), false) = (&c.quantization, plain) {
+            let mut first = None;
+            for format in quantization.formats() {
+                match self.quantized(layer, shape, format.clone()) {
+                    Ok(id) => return Ok(id),
+                    // Of several formats, the first says what is wrong.
+                    Err(error) => first = first.or(Some(error)),
+                }
+            }
+            if let Some(error) = first {
+                return Err(error);
+            }
+        }
+        match mode.rounding() {
+            Some(rounded) => self.quantized(layer, shape, Arc::new(rounded)),
+            None => self.tensor_id(&name, &shape).map(WeightId::Plain),
+        }
+    }
+
+    /// The matrix of a linear layer in a format: its tensors are there, with the shapes that it asks for.
+    fn quantized(&self, layer: &str, shape: [usize; 2], format: Arc<dyn WeightFormat>) -> Result<WeightId, Error> {
+        let part = |part: Part| {
+            let name = format!("{layer}.{}", part.suffix);
+            if part.optional && !self.has(&name) {
+                return Ok(None);
+            }
+            let id = self.lookup(&name)?;
+            let stored = &self.tensors[id.0];
+            if !part.dtypes.contains(&stored.dtype) {
+                let dtypes: Vec<&str> = part.dtypes.iter().copied().map(Dtype::name).collect();
+                let wanted = format!("it should be {} ({})", dtypes.join(" or "), format.name());
+                return Err(self.wrong_dtype(id, wanted));
+            }
+            if !part.shapes.contains(&stored.shape) {
+                return Err(self.wrong_shape(id, &part.shapes[0]));
+            }
+            Ok(Some(id))
+        };
+        let parts = format.parts(shape).into_iter().map(part).collect::<Result<_, Error>>()?;
+        Ok(WeightId::Quantized(Arc::new(QuantizedId { name: format!("{layer}.weight"), shape, format, parts })))
+    }
+
+    /// Whether a tensor is a bias of zeros that the exporter of a quantised checkpoint put there. A file that is
+    /// elsewhere is taken at its word.
+    fn is_zero_bias(&self, c: &Config, id: TensorId) -> bool {
+        let stored = &self.tensors[id.0];
+        let adds = |quantization: &Quantization| quantization.formats().iter().any(|format| format.adds_zero_biases());
+        let bytes = self.shards[stored.shard].bytes.get(stored.bytes.clone()).unwrap_or_default();
+        stored.name.ends_with(".bias") && c.quantization.as_deref().is_some_and(adds) && bytes.iter().all(|&b| b == 0)
+    }
+
+    /// Bytes of all tensors of a weight.
+    pub(super) fn bytes_of(&self, id: &WeightId) -> u64 {
+        let bytes = |id: &TensorId| self.tensors[id.0].bytes.len() as u64;
+        match id {
+            WeightId::Plain(id) => bytes(id),
+            WeightId::Quantized(id) => id.parts.iter().flatten().map(bytes).sum(),
+        }
     }
 }
 
@@ -115,8 +191,8 @@ impl Store {
         for name in unexpected {
             for layer in 0..c.num_hidden_layers {
                 let tensor = format!("model.layers.{layer}.{name}");
-                if let Some(id) = self.by_name.get(&tensor) {
-                    let path = self.shards[self.tensors[id.0].shard].path.clone();
+                if let Some(&id) = self.by_name.get(&tensor).filter(|id| !self.is_zero_bias(c, **id)) {
+                    let path = self.path(id).to_owned();
                     return Err(Error::UnexpectedTensor { path, tensor, architecture: c.family.architecture });
                 }
             }

@@ -4,13 +4,48 @@ use rayon::prelude::*;
 
 use super::dot::{self, Simd};
 use crate::checkpoint::{Dtype, Tensor};
+use crate::{Error, Weight};
 
 /// A weight matrix in place, `[outputs, inputs]`; a vector is a matrix of one row.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Matrix<'a> {
-    dtype: Dtype,
+    float: Float,
     inputs: usize,
     data: &'a [u8],
+}
+
+/// The number formats that are multiplied with.
+#[derive(Debug, Clone, Copy)]
+enum Float {
+    Bf16,
+    F16,
+    F32,
+}
+
+/// A quantised matrix as bf16.
+#[derive(Debug)]
+pub(super) struct Converted {
+    inputs: usize,
+    data: Vec<u8>,
+}
+
+impl Converted {
+    /// Reads the matrix, on all threads.
+    ///
+    /// # Errors
+    /// As [`Weight::read_bf16`].
+    pub(super) fn new(weight: &Weight<'_>) -> Result<Self, Error> {
+        const PIECE: usize = 1 << 20;
+        let piece = weight.unit() * PIECE.div_ceil(weight.unit());
+        let mut data = vec![0; 2 * weight.elements()];
+        let pieces = data.par_chunks_mut(2 * piece).enumerate();
+        pieces.try_for_each(|(i, out)| weight.read_bf16(i * piece, out))?;
+        Ok(Self { inputs: weight.shape().last().copied().unwrap_or(0), data })
+    }
+
+    pub(super) fn matrix(&self) -> Matrix<'_> {
+        Matrix { float: Float::Bf16, inputs: self.inputs, data: &self.data }
+    }
 }
 
 /// A linear map and where its result goes.
@@ -21,12 +56,19 @@ pub(super) struct Output<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    pub(super) fn new(tensor: Tensor<'a>) -> Self {
-        Matrix { dtype: tensor.dtype, inputs: tensor.shape.last().copied().unwrap_or(0), data: tensor.data }
+    /// A tensor of floats: others are converted.
+    pub(super) fn new(tensor: &Tensor<'a>) -> Self {
+        let float = match tensor.dtype {
+            Dtype::Bf16 => Float::Bf16,
+            Dtype::F16 => Float::F16,
+            Dtype::F32 => Float::F32,
+            Dtype::F8E4m3 | Dtype::I32 | Dtype::I64 => unreachable!("{} holds {}", tensor.name, tensor.dtype),
+        };
+        Matrix { float, inputs: tensor.shape.last().copied().unwrap_or(0), data: tensor.data }
     }
 
     fn row(&self, row: usize) -> &'a [u8] {
-        let bytes = self.inputs * self.dtype.size();
+        let bytes = self.inputs * if matches!(self.float, Float::F32) { 4 } else { 2 };
         &self.data[row * bytes..][..bytes]
     }
 
@@ -39,10 +81,10 @@ impl<'a> Matrix<'a> {
 
     fn widen(&self, simd: Simd, row: usize, out: &mut [f32]) {
         let bytes = self.row(row);
-        match self.dtype {
-            Dtype::Bf16 => dot::widen_bf16(simd, bytes, out),
-            Dtype::F16 => dot::widen_f16(simd, bytes, out),
-            Dtype::F32 => {
+        match self.float {
+            Float::Bf16 => dot::widen_bf16(simd, bytes, out),
+            Float::F16 => dot::widen_f16(simd, bytes, out),
+            Float::F32 => {
                 for (out, &w) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
                     *out = f32::from_le_bytes(w);
                 }
@@ -53,10 +95,10 @@ impl<'a> Matrix<'a> {
     /// Dot product of a row with `x`, `[inputs]`.
     fn dot(&self, simd: Simd, row: usize, x: &[f32]) -> f32 {
         let bytes = self.row(row);
-        match self.dtype {
-            Dtype::Bf16 => dot::dot_bf16(simd, bytes, x),
-            Dtype::F16 => dot::dot_f16(simd, bytes, x),
-            Dtype::F32 => dot::dot_f32_bytes(simd, bytes, x),
+        match self.float {
+            Float::Bf16 => dot::dot_bf16(simd, bytes, x),
+            Float::F16 => dot::dot_f16(simd, bytes, x),
+            Float::F32 => dot::dot_f32_bytes(simd, bytes, x),
         }
     }
 }

@@ -12,12 +12,15 @@ mod matmul;
 
 pub use cache::{KvCache, KvPages};
 
+use std::sync::Arc;
+
 use crate::checkpoint::{TensorId, Weights};
+use crate::format::WeightId;
 use crate::plan::{self, Epilogue, Gemm, Input, Operator};
 use crate::rope::{self, Frequencies};
-use crate::{Checkpoint, Config, Error};
+use crate::{Checkpoint, Config, Error, Weight};
 use dot::Simd;
-use matmul::{Matrix, Output, matmul};
+use matmul::{Converted, Matrix, Output, matmul};
 
 /// A token to run: where it stands in its sequence, and where that sequence's keys and values are.
 #[derive(Debug, Clone, Copy)]
@@ -65,14 +68,26 @@ impl std::fmt::Display for Place {
 /// scratch memory, and has no influence on results.
 const BLOCK: usize = 64;
 
-/// A checkpoint made ready to run on the CPU. Weights stay where and as they are stored, and are widened as they are read.
+/// A checkpoint made ready to run on the CPU. Weights stay where and as they are stored, and are widened as they are read;
+/// quantised ones are turned into bf16 once.
 #[derive(Debug, Clone)]
 pub struct CpuModel {
     checkpoint: Checkpoint,
-    weights: Weights<TensorId>,
+    weights: Weights<Slot>,
+    /// Matrices that are quantised, as bf16.
+    converted: Arc<Vec<Converted>>,
     vectors: Vectors,
     frequencies: Frequencies,
     simd: Simd,
+}
+
+/// Where a weight is.
+#[derive(Debug, Clone, Copy)]
+enum Slot {
+    /// In the checkpoint.
+    Stored(TensorId),
+    /// Among the converted ones.
+    Converted(usize),
 }
 
 /// Weights of norms, and biases, widened once: they are small and used with every token.
@@ -114,13 +129,22 @@ struct Scratch {
 }
 
 impl CpuModel {
-    /// Prepares a checkpoint. Copies nothing but norms and biases.
+    /// Prepares a checkpoint. Copies nothing but norms, biases and quantised matrices.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`] or [`Error::Shape`], neither for a checkpoint that opened.
+    /// [`Error::MissingTensor`], [`Error::Shape`] or [`Error::WrongDtype`], none for a checkpoint that opened; of a
+    /// quantised matrix a scale or a code that means no number, or a file that cannot be read.
     pub fn new(checkpoint: &Checkpoint) -> Result<Self, Error> {
-        let weights = checkpoint.weight_ids()?;
-        let wide = |id| Matrix::new(checkpoint.tensor_by_id(id)).row_f32(0);
+        let mut quantized = Vec::new();
+        let weights = checkpoint.weight_ids()?.map(&mut |id| match id {
+            WeightId::Plain(id) => Slot::Stored(id),
+            WeightId::Quantized(_) => {
+                quantized.push(Weight::new(checkpoint, &id));
+                Slot::Converted(quantized.len() - 1)
+            }
+        });
+        let converted: Vec<Converted> = quantized.iter().map(Converted::new).collect::<Result<_, _>>()?;
+        let wide = |slot| stored(checkpoint, &converted, slot).row_f32(0);
         let vectors = Vectors {
             layers: weights
                 .layers
@@ -135,7 +159,8 @@ impl CpuModel {
             last_norm: wide(weights.norm),
         };
         let frequencies = Frequencies::of(&checkpoint.config);
-        Ok(CpuModel { checkpoint: checkpoint.clone(), weights, vectors, frequencies, simd: Simd::detect() })
+        let (checkpoint, converted) = (checkpoint.clone(), Arc::new(converted));
+        Ok(CpuModel { checkpoint, weights, converted, vectors, frequencies, simd: Simd::detect() })
     }
 
     /// The checkpoint that this runs.
@@ -390,13 +415,21 @@ impl CpuModel {
     }
 
     /// Several linear maps of the same input: `x` is `[rows, inputs]`, each output `[rows, outputs]`.
-    fn project(&self, x: &[f32], rows: usize, outputs: &mut [(TensorId, &mut [f32])]) {
+    fn project(&self, x: &[f32], rows: usize, outputs: &mut [(Slot, &mut [f32])]) {
         let outputs = outputs.iter_mut().map(|(id, out)| Output { weight: self.matrix(*id), out });
         matmul(self.simd, x, rows, outputs.collect());
     }
 
-    fn matrix(&self, id: TensorId) -> Matrix<'_> {
-        Matrix::new(self.checkpoint.tensor_by_id(id))
+    fn matrix(&self, slot: Slot) -> Matrix<'_> {
+        stored(&self.checkpoint, &self.converted, slot)
+    }
+}
+
+/// A weight where it is.
+fn stored<'a>(checkpoint: &'a Checkpoint, converted: &'a [Converted], slot: Slot) -> Matrix<'a> {
+    match slot {
+        Slot::Stored(id) => Matrix::new(&checkpoint.tensor_by_id(id)),
+        Slot::Converted(index) => converted[index].matrix(),
     }
 }
 

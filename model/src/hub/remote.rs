@@ -4,15 +4,15 @@ use std::path::PathBuf;
 
 use super::HubOptions;
 use super::client::{Client, Failure, Revision};
-use crate::Error;
 use crate::checkpoint::{Header, LARGEST_HEADER, Outline, RemoteFiles};
+use crate::{Error, WeightsMode};
 
 /// Reads the outline of a model.
-pub(super) fn outline(options: &HubOptions, id: &str, revision: &str) -> Result<Outline, Error> {
+pub(super) fn outline(options: &HubOptions, id: &str, revision: &str, mode: WeightsMode) -> Result<Outline, Error> {
     let client = Client::new(options);
     let found = client.revision(id, revision).map_err(|failure| failure.of(id, revision))?;
     let files = Remote { client, id: id.to_owned(), revision: revision.to_owned(), found };
-    Outline::read(&files)
+    Outline::read(&files, mode)
 }
 
 /// The files of a revision, read through the network.

@@ -44,8 +44,8 @@ fn every_dtype_tied_or_not_sharded_or_not() {
                 assert_eq!((tensor.dtype, tensor.shape, tensor.data), (part.dtype, part.shape, part.data));
             }
             let weights = whole.weights().unwrap();
-            assert_eq!((weights.layers.len(), weights.layers[1].down.shape), (2, &[48, 40][..]));
-            assert_eq!(weights.head.name, if tied { "model.embed_tokens.weight" } else { "lm_head.weight" });
+            assert_eq!((weights.layers.len(), weights.layers[1].down.shape()), (2, &[48, 40][..]));
+            assert_eq!(weights.head.name(), if tied { "model.embed_tokens.weight" } else { "lm_head.weight" });
         }
     }
 }
@@ -56,7 +56,7 @@ fn a_head_of_its_own_is_used_although_the_config_ties() {
     let mut fixture = Fixture::new("F32", false);
     fixture.config["tie_word_embeddings"] = json!(true);
     let checkpoint = fixture.open();
-    assert_eq!(checkpoint.weights().unwrap().head.name, "lm_head.weight");
+    assert_eq!(checkpoint.weights().unwrap().head.name(), "lm_head.weight");
     assert!(!checkpoint.config.tie_word_embeddings);
     assert!(matches!(&checkpoint.warnings[..], [warning] if warning.contains("tie_word_embeddings")));
 
@@ -74,7 +74,7 @@ fn a_head_of_its_own_is_used_although_the_config_ties() {
     fixture.tensors().remove("model.embed_tokens.weight");
     let weights = fixture.open();
     let weights = weights.weights().unwrap();
-    assert_eq!((weights.embed.name, weights.head.name), ("lm_head.weight", "lm_head.weight"));
+    assert_eq!((weights.embed.name(), weights.head.name()), ("lm_head.weight", "lm_head.weight"));
 }
 
 /// transformers looks for the single file first.

@@ -22,6 +22,7 @@ use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use host::batch::{Metrics, Queue};
+use model::OpenOptions;
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -66,12 +67,12 @@ pub fn run(command: Command) -> anyhow::Result<Ending> {
 }
 
 fn answer_all(command: Run) -> anyhow::Result<Ending> {
-    let Run { requests, output: to, ordered, shard, source, loads, options, defaults, report } = command;
+    let Run { requests, output: to, ordered, shard, source, weights, loads, options, defaults, report } = command;
     loading::start_log(report)?;
     refuse_same_file(&requests, &to)?;
     let lines = Lines::open(&requests)?;
     let _openings: Vec<_> = loads.iter().map(|load| load.device.open_ahead(&load.options)).collect();
-    let checkpoint = loading::open(&source, false, report)?;
+    let checkpoint = loading::open(&source, OpenOptions { check_finite: false, weights }, report)?;
     let model = source.to_string();
     let context = loads[0].context_for(&checkpoint.config)?;
     let shape = defaults.shape(&checkpoint.generation);

@@ -9,7 +9,7 @@ use std::io::IsTerminal;
 use host::{Engine, Finish, encode_prompt};
 use model::chat::{ChatTemplate, Splitter};
 use model::tokenizer::Around;
-use model::{Message, Role};
+use model::{Message, OpenOptions, Role};
 
 use self::input::{Input, Next};
 use self::line::{COMMANDS, Line};
@@ -35,7 +35,8 @@ enum Turn {
 pub fn run(command: Chat) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
     let _opening = command.load.device.open_ahead(&command.load.options);
-    let checkpoint = loading::open(&command.source, false, command.report)?;
+    let options = OpenOptions { check_finite: false, weights: command.weights };
+    let checkpoint = loading::open(&command.source, options, command.report)?;
     chat_template(&checkpoint, &command.source)?;
     // Before the wait: what is typed meanwhile is the first turn.
     let input = Input::new(&command);
