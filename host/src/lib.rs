@@ -17,6 +17,7 @@ mod error;
 pub mod forward;
 pub mod gemm;
 mod gpu;
+mod masks;
 pub mod prefill;
 pub mod profile;
 mod prompt;

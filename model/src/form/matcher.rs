@@ -145,14 +145,12 @@ impl Matcher {
         mask.fill(u32::MAX);
     }
 
-    /// Fills `masks`, `[drafts + 1, mask_words]`, with what may come after the newest token and after each of `drafts`.
+    /// Fills `masks`, one more than there are `drafts`, with what may come after the newest token and after each of them.
     /// Behind a draft that may not come nothing is said: such a row decides nothing.
-    pub fn masks_along(&mut self, drafts: &[u32], masks: &mut [u32]) {
-        let words = masks.len() / (drafts.len() + 1);
-        let mut rows = masks.chunks_exact_mut(words);
+    pub fn masks_along<'m>(&mut self, drafts: &[u32], masks: impl IntoIterator<Item = &'m mut [u32]>) {
+        let mut masks = masks.into_iter();
         let mut count = 0;
-        for draft in drafts.iter().map(Some).chain([None]) {
-            let Some(mask) = rows.next() else { break };
+        for (mask, draft) in masks.by_ref().zip(drafts.iter().map(Some).chain([None])) {
             self.mask(mask);
             match draft {
                 Some(&draft) if super::is_allowed(mask, draft) => {
@@ -162,7 +160,7 @@ impl Matcher {
                 _ => break,
             }
         }
-        rows.for_each(|mask| mask.fill(u32::MAX));
+        masks.for_each(|mask| mask.fill(u32::MAX));
         self.take_back(count);
     }
 

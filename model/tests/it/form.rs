@@ -80,7 +80,7 @@ fn a_mask_depends_on_the_tokens_alone() {
                     let ahead = (random(seed ^ 77, at as u64) % 6) as usize;
                     let drafts = &tokens[at..(at + ahead).min(tokens.len())];
                     let mut along = vec![0; (drafts.len() + 1) * masks[0].len()];
-                    matcher.masks_along(drafts, &mut along);
+                    matcher.masks_along(drafts, along.chunks_exact_mut(masks[0].len()));
                     let rows = along.chunks_exact(masks[0].len()).zip(&masks[at..]);
                     assert!(rows.into_iter().all(|(a, b)| a == b), "shape {number}, seed {seed}, at {at}: {text}");
                     let forced = matcher.forced(9);
