@@ -151,6 +151,7 @@ pub fn greedy(prompt: &[u32], max_tokens: usize, draft: Option<host::NgramDraft>
         draft,
         stop: Vec::new(),
         ignore_end: true,
+        form: None,
     }
 }
 
@@ -402,6 +403,7 @@ fn sequence(request: &host::Request) -> host::Sequence<'_> {
         sampling: request.sampling,
         draft: request.draft,
         stop_tokens: &[],
+        form: None,
     }
 }
 

@@ -194,16 +194,17 @@ fn reason(error: &str) -> String {
     if let Some((_, keys)) = line.split_once("Unimplemented keys: ") {
         let keys: Vec<String> = serde_json::from_str(keys).unwrap_or_default();
         if !keys.is_empty() {
+            let (word, are, them) =
+                if keys.len() == 1 { ("keyword", "is", "it") } else { ("keywords", "are", "them") };
             let keys: Vec<String> = keys.iter().map(|key| format!("`{}`", shown(key))).collect();
-            let word = if keys.len() == 1 { "keyword" } else { "keywords" };
-            return format!("the schema's {word} {} cannot be followed; leave it out", keys.join(", "));
+            return format!("the schema's {word} {} {are} not supported; leave {them} out", keys.join(", "));
         }
     }
     if let Some((_, format)) = line.split_once("Unknown format: ") {
-        return format!("the schema's keyword `format` has the value {format}, which cannot be followed; leave it out");
+        return format!("the schema's keyword `format` has the value {format}, which is not supported; leave it out");
     }
     if line.contains("oneOf constraints are not supported") {
-        return "the schema's keyword `oneOf` cannot be followed where its parts overlap; `anyOf` can".into();
+        return "the schema's keyword `oneOf` is not supported where its parts overlap; `anyOf` is".into();
     }
     line
 }
