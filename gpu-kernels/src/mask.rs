@@ -16,7 +16,8 @@ const OWN: u32 = 8;
 pub struct MaskLogits {
     /// `[rows, vocab]`, changed.
     pub logits: GlobalMut<f32>,
-    /// `[masks, MaskLogits::words(vocab)]`: a row of the logits, no row twice, and from [`MaskLogits::BITS`] on the mask.
+    /// `[masks, MaskLogits::words(vocab)]`: a row of the logits, no row twice, and from [`MaskLogits::BITS`] on the
+    /// mask.
     pub masks: Global<u32>,
     /// Tokens.
     pub vocab: u32,

@@ -49,8 +49,8 @@ impl Masks {
         })
     }
 
-    /// Enqueues that `count` masks, which `fill` makes now, are applied to `logits`, `[rows, vocab]`. `fill` gives each entry
-    /// a row that there is, no two the same.
+    /// Enqueues that `count` masks, which `fill` makes now, are applied to `logits`, `[rows, vocab]`. `fill` gives each
+    /// entry a row that there is, no two the same.
     ///
     /// # Safety
     /// `logits` has all rows that `fill` names, and is live until the launch is done.
@@ -76,7 +76,8 @@ impl Masks {
         // SAFETY: the copy before the last one, which was from this piece, has been waited for.
         let entries = unsafe { &mut host.as_mut_slice_now()[..count * words] };
         fill(entries.chunks_exact_mut(words).map(Entry).collect());
-        // SAFETY: both live with self; what reads `there` was enqueued before, and the host's side is written above alone.
+        // SAFETY: both live with self; what reads `there` was enqueued before, and the host's side is written above
+        // alone.
         unsafe { self.there.copy_start_from_pinned(host, count * words)? };
         sent.set()?;
         let params = MaskLogits { logits, masks: self.there.ptr(), vocab: self.vocab as u32 };

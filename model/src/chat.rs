@@ -124,8 +124,8 @@ impl ChatTemplate {
         self.0.apart(render)
     }
 
-    /// Whether the answer to `conversation`, of which this template has made `prompt`, begins with a thought: none if not,
-    /// and true if the prompt has opened it. A model thinks if its template can be told that it should not.
+    /// Whether the answer to `conversation`, of which this template has made `prompt`, begins with a thought: none if
+    /// not, and true if the prompt has opened it. A model thinks if its template can be told that it should not.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`].

@@ -12,6 +12,7 @@
 //! that text. So what a form [forces](Matcher::forced) is known ahead, and models see the tokens that they know.
 
 mod compile;
+mod formats;
 mod grammar;
 mod matcher;
 mod vocabulary;

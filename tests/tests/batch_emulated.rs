@@ -285,7 +285,15 @@ fn generated_tokens_take_a_step_in_one_launch() {
 
 /// Of a prompt of 90 tokens.
 fn start(tokens: &[u32]) -> Start<'_> {
-    Start { tokens, prompt: 90, max_length: 120, sampling: Sampling::default(), stop_tokens: &[], logprobs: Some(5), form: None }
+    Start {
+        tokens,
+        prompt: 90,
+        max_length: 120,
+        sampling: Sampling::default(),
+        stop_tokens: &[],
+        logprobs: Some(5),
+        form: None,
+    }
 }
 
 /// Steps of a backend; the last one's outcomes.

@@ -4,8 +4,8 @@
 //! the passes ([`passes`]) and chooses; the chosen tokens come back through mapped memory. While a step is under way the host makes the next one: a token
 //! that is not chosen yet the device puts into its row itself. So the host waits once a step, and the device not at all.
 //!
-//! What a sequence of a given form may say next, the host must know that token for: then the choices of a pass are enqueued behind it later,
-//! when the step before has ended, while the pass runs.
+//! What a sequence of a given form may say next, the host must know that token for: then the choices of a pass are
+//! enqueued behind it later, when the step before has ended, while the pass runs.
 
 mod lists;
 mod moves;
@@ -374,8 +374,8 @@ impl GpuBatch {
         Ok(best)
     }
 
-    /// Enqueues the choices of a pass that is enqueued, with notes of the rows whose log-probabilities are wanted. Masks are
-    /// made now, while the pass runs.
+    /// Enqueues the choices of a pass that is enqueued, with notes of the rows whose log-probabilities are wanted.
+    /// Masks are made now, while the pass runs.
     fn enqueue_chosen(&mut self, ready: &Ready, best: Option<Global<u64>>) -> Result<(), Error> {
         let (rows, upload, chosen) = (self.rows(ready), &self.upload, ready.pass.chosen.len() as u32);
         if chosen == 0 {
@@ -407,7 +407,8 @@ impl GpuBatch {
         let count = masked.iter().map(|one| one.rows.len()).sum();
         let fill = |entries: Vec<Entry<'_>>| {
             let mut entries = entries.into_iter();
-            let parts: Vec<_> = masked.iter().map(|one| (one, entries.by_ref().take(one.rows.len()).collect())).collect();
+            let parts: Vec<_> =
+                masked.iter().map(|one| (one, entries.by_ref().take(one.rows.len()).collect())).collect();
             parts.into_par_iter().for_each(|(one, entries): (&Masked, Vec<Entry<'_>>)| {
                 let masks = entries.into_iter().zip(&one.rows).map(|(entry, &row)| entry.of_row(row, vocab));
                 match slots[one.slot as usize].matcher() {
@@ -420,8 +421,8 @@ impl GpuBatch {
         unsafe { self.masks.enqueue(self.forward.logits().ptr_mut(), count, fill) }
     }
 
-    /// Enqueues the passes of a step from the `first` on, with their choices, up to one that has to wait for the step before.
-    /// Which that is.
+    /// Enqueues the passes of a step from the `first` on, with their choices, up to one that has to wait for the step
+    /// before. Which that is.
     fn enqueue_passes(&mut self, passes: &[Ready], first: usize) -> Result<Option<usize>, Error> {
         for (i, ready) in passes.iter().enumerate().skip(first) {
             let best = self.enqueue_pass(ready)?;

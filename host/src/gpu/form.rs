@@ -1,9 +1,9 @@
 //! A sequence whose answer has a form, on the GPU backend.
 //!
-//! Its masks are made on the host, so its steps cannot be enqueued without knowing what came before. But only the choice
-//! needs the mask: the pass itself is enqueued ahead, and while it runs the host takes the newest token out of the ring,
-//! moves the matcher on, and enqueues the choice behind the pass. With drafts the pass too waits for the newest token: the
-//! host proposes what the form forces, or what an n-gram match finds that the form allows.
+//! Its masks are made on the host, so its steps cannot be enqueued without knowing what came before. But only the
+//! choice needs the mask: the pass itself is enqueued ahead, and while it runs the host takes the newest token out of
+//! the ring, moves the matcher on, and enqueues the choice behind the pass. With drafts the pass too waits for the
+//! newest token: the host proposes what the form forces, or what an n-gram match finds that the form allows.
 
 use gpu_kernels::drafting;
 use gpu_kernels::step::{self, Accept, PlanDecode};
@@ -50,7 +50,8 @@ impl Gpu {
         self.run.draft.is_none() && self.run_ahead > 0
     }
 
-    /// Makes the masks of the rows from `first_row` on, and enqueues that they are applied to the logits, which are enqueued.
+    /// Makes the masks of the rows from `first_row` on, and enqueues that they are applied to the logits, which are
+    /// enqueued.
     pub(super) fn enqueue_masks(&mut self, first_row: u32) -> Result<(), Error> {
         let Some(form) = &mut self.run.form else { return Ok(()) };
         let drafts = &form.proposed[..form.drafts];
@@ -83,7 +84,8 @@ impl Gpu {
             counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
             counter_count: counters.map_or(0, |c| c.len() as u32),
         };
-        // SAFETY: buffers of self, sized as the parameter block says; proposals stay as they are until the step has reported.
+        // SAFETY: buffers of self, sized as the parameter block says; proposals stay as they are until the step has
+        // reported.
         unsafe { self.forward.device().launch::<step::plan_decode>(1, 0, plan)? };
         let end = (length + drafts).min(self.forward.capacity());
         self.forward.enqueue_decode(1 + drafts as u32, end as u32)

@@ -163,7 +163,8 @@ impl Tokens {
 }
 
 impl Form {
-    /// The same behind a thought, if the model has such: one that the prompt has `opened`, or one that the answer opens.
+    /// The same behind a thought, if the model has such: one that the prompt has `opened`, or one that the answer
+    /// opens.
     ///
     /// # Errors
     /// [`Error::Form`] where the tokenizer has no token for the tags around a thought, so that its end cannot be told.
@@ -194,8 +195,7 @@ fn reason(error: &str) -> String {
     if let Some((_, keys)) = line.split_once("Unimplemented keys: ") {
         let keys: Vec<String> = serde_json::from_str(keys).unwrap_or_default();
         if !keys.is_empty() {
-            let (word, are, them) =
-                if keys.len() == 1 { ("keyword", "is", "it") } else { ("keywords", "are", "them") };
+            let (word, are, them) = if keys.len() == 1 { ("keyword", "is", "it") } else { ("keywords", "are", "them") };
             let keys: Vec<String> = keys.iter().map(|key| format!("`{}`", shown(key))).collect();
             return format!("the schema's {word} {} {are} not supported; leave {them} out", keys.join(", "));
         }

@@ -3,7 +3,7 @@
 use llguidance::api::TopLevelGrammar;
 use serde_json::{Value, json};
 
-use super::CALL;
+use super::{CALL, formats};
 
 /// What an answer has to look like.
 #[derive(Debug, Clone, PartialEq)]
@@ -72,7 +72,8 @@ impl Shape {
     }
 }
 
-/// A schema with the blanks said that its text has. A schema may say others: `x-guidance` is llguidance's.
+/// A schema with the blanks said that its text has, and formats as their standards have them. A schema may say others:
+/// `x-guidance` is llguidance's.
 fn on_one_line(schema: &Value) -> Result<Value, String> {
     let mut schema = match schema {
         Value::Object(schema) => schema.clone(),
@@ -80,10 +81,12 @@ fn on_one_line(schema: &Value) -> Result<Value, String> {
         Value::Bool(true) => serde_json::Map::new(),
         _ => return Err("a JSON Schema is an object".into()),
     };
-    schema.entry("x-guidance").or_insert_with(
-        || json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "}),
-    );
-    Ok(schema.into())
+    schema
+        .entry("x-guidance")
+        .or_insert_with(|| json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "}));
+    let mut schema = Value::from(schema);
+    formats::hold_to_standards(&mut schema);
+    Ok(schema)
 }
 
 /// A regular expression for a text.

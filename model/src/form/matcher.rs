@@ -8,8 +8,8 @@ use crate::Error;
 
 /// Follows a form along an answer: which tokens may come next, and which are sure to.
 ///
-/// An answer that has ended, with an end token or where the form leaves nothing else, may have tokens behind its end: they
-/// run for nothing, and anything is allowed there.
+/// An answer that has ended, with an end token or where the form leaves nothing else, may have tokens behind its end:
+/// they run for nothing, and anything is allowed there.
 #[derive(Clone)]
 pub struct Matcher {
     compiled: Arc<Compiled>,
@@ -145,8 +145,8 @@ impl Matcher {
         mask.fill(u32::MAX);
     }
 
-    /// Fills `masks`, one more than there are `drafts`, with what may come after the newest token and after each of them.
-    /// Behind a draft that may not come nothing is said: such a row decides nothing.
+    /// Fills `masks`, one more than there are `drafts`, with what may come after the newest token and after each of
+    /// them. Behind a draft that may not come nothing is said: such a row decides nothing.
     pub fn masks_along<'m>(&mut self, drafts: &[u32], masks: impl IntoIterator<Item = &'m mut [u32]>) {
         let mut masks = masks.into_iter();
         let mut count = 0;
@@ -208,7 +208,9 @@ impl Matcher {
     pub fn check(&self) -> Result<(), Error> {
         match &self.failed {
             None => Ok(()),
-            Some(reason) => Err(Error::Form { reason: format!("it was followed up to token {}: {reason}", self.taken) }),
+            Some(reason) => {
+                Err(Error::Form { reason: format!("it was followed up to token {}: {reason}", self.taken) })
+            }
         }
     }
 

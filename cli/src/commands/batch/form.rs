@@ -8,11 +8,8 @@ use super::request::{Refusal, is_nothing, quoted};
 /// Fields that are forms by themselves.
 const GUIDED: [&str; 4] = ["guided_json", "guided_regex", "guided_choice", "guided_grammar"];
 /// What `structured_outputs` may say besides that changes nothing here, with what it may be.
-const IDLE: [(&str, Option<bool>); 3] = [
-    ("disable_any_whitespace", None),
-    ("disable_fallback", None),
-    ("disable_additional_properties", Some(false)),
-];
+const IDLE: [(&str, Option<bool>); 3] =
+    [("disable_any_whitespace", None), ("disable_fallback", None), ("disable_additional_properties", Some(false))];
 
 /// The shape that a request's fields ask for, with the name of the field; `get` gives a field that is there.
 ///

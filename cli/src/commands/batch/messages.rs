@@ -112,7 +112,8 @@ pub fn tools<'v>(tools: Option<&'v Value>, choice: Option<&Value>) -> Result<&'v
 pub fn must_call(tools: &[Value], choice: Option<&Value>) -> Result<Option<Vec<Tool>>, Refusal> {
     let unknown = |choice: &Value| {
         let choice = quoted(choice);
-        let message = format!("`tool_choice` must be \"auto\", \"none\", \"required\" or a named function, and is {choice}");
+        let message =
+            format!("`tool_choice` must be \"auto\", \"none\", \"required\" or a named function, and is {choice}");
         Err(Refusal::unsupported(message))
     };
     let name = match choice {

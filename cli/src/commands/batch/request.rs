@@ -289,9 +289,7 @@ impl Reader {
             encode_prompt(&self.tokenizer, text, around, self.context, self.most).map_err(Refusal::from)
         };
         let asked = form::shape(|name| fields.get(name))?;
-        let shaped = |asked: Option<(&str, Shape)>| {
-            asked.map(|(name, shape)| self.shaped(name, &shape)).transpose()
-        };
+        let shaped = |asked: Option<(&str, Shape)>| asked.map(|(name, shape)| self.shaped(name, &shape)).transpose();
         let tools = messages::tools(fields.get("tools"), fields.get("tool_choice"))?;
         let calls = messages::must_call(tools, fields.get("tool_choice"))?;
         let asked = match (asked, calls) {
@@ -315,9 +313,9 @@ impl Reader {
                 _ => {
                     let ids: Option<Vec<u32>> =
                         ids.iter().map(|id| id.as_u64().and_then(|i| i.try_into().ok())).collect();
-                    completion(ids.ok_or_else(|| {
-                        Refusal::invalid("`prompt` must be one text, or the ids of its tokens")
-                    })?)
+                    completion(
+                        ids.ok_or_else(|| Refusal::invalid("`prompt` must be one text, or the ids of its tokens"))?,
+                    )
                 }
             },
             (None, Some(_)) => Err(Refusal::invalid("`prompt` must be one text, or the ids of its tokens")),
