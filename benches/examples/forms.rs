@@ -39,7 +39,7 @@ fn main() -> Result<()> {
     let (mut config, device) = arguments.subject(arguments.word(0).ok_or("usage: forms SIZE")?)?;
     let scale = if device.is_emulator() {
         // The demo's vocabulary is the least that there are forms for.
-        config.vocab_size = Checkpoint::demo()?.config.vocab_size;
+        config.vocab_size = benches::demo().config.vocab_size;
         Scale { prompt: 5, most: 12, repeats: 1, batches: &[3], fields: [2, 20], answers: 1, sequences: 8 }
     } else {
         Scale {

@@ -97,14 +97,15 @@ fn kinds(n: usize) -> [Value; 10] {
 /// The demo model's checkpoint as one of another shape with a vocabulary to match, for what needs no weights of it.
 ///
 /// # Errors
-/// As [`Checkpoint::demo`]; a vocabulary smaller than the demo's.
+/// A vocabulary smaller than the demo's.
 pub fn checkpoint(config: &Config) -> Result<Checkpoint, Box<dyn std::error::Error>> {
-    let demo = Checkpoint::demo()?;
+    let mut demo = crate::demo();
     if config.vocab_size < demo.config.vocab_size {
         return Err(format!("a vocabulary of {} tokens is less than the demo's", config.vocab_size).into());
     }
-    let tokenizer = tokenizer(&demo, config.vocab_size)?;
-    Ok(Checkpoint { config: config.clone(), tokenizer, ..demo })
+    demo.tokenizer = tokenizer(&demo, config.vocab_size)?;
+    demo.config = config.clone();
+    Ok(demo)
 }
 
 /// The demo's tokenizer with pairs of its tokens as further tokens, up to so many: as long as those of a large

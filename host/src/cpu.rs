@@ -80,7 +80,6 @@ impl Cpu {
         let tokens = confirm(history, *max_length, stop_tokens, drafts, choose);
         if let Some(matcher) = form {
             matcher.accept(&tokens);
-            matcher.check()?;
         }
         // Rows of drafts behind a wrong one decide nothing.
         let known = history.len() - tokens.len() - from;
@@ -93,6 +92,7 @@ impl Cpu {
         let finished = stopped || history.len() >= *max_length;
         // Drafts that were not confirmed leave the cache.
         self.cache.truncate(self.history.len() - 1);
+        self.form.as_ref().map_or(Ok(()), Matcher::check)?;
         Ok(Step { drafted: drafts.len(), finished, tokens })
     }
 }

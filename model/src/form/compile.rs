@@ -19,7 +19,9 @@ use crate::{Checkpoint, Error, Tokenizer};
 const REMEMBERED: usize = 1024;
 /// What a mask may take, far above what any needs: whether one is given up must not depend on what other masks have
 /// found out before.
-const MASK_FUEL: u64 = 50_000_000;
+const MASK_FUEL: u64 = 2_000_000;
+/// Likewise, items of the parser.
+const MASK_ITEMS: usize = 500_000;
 
 /// Compiles forms for a model. One is shared by all who ask.
 pub struct Forms {
@@ -102,7 +104,7 @@ impl Forms {
         let limits = factory.limits_mut();
         limits.verbose_errors = false;
         limits.step_lexer_fuel = MASK_FUEL;
-        limits.step_max_items = limits.step_max_items.max(1 << 20);
+        limits.step_max_items = MASK_ITEMS;
         let mut thought = vec![u32::MAX; mask_words(vocab_size)];
         ends.iter().for_each(|&end| thought[end as usize / 32] &= !(1 << (end % 32)));
         let tags = THOUGHT.map(|tag| tokenizer.token_to_id(tag));
