@@ -243,7 +243,7 @@ fn median(mut times: Vec<f64>) -> f64 {
 
 /// Settings of every sequence here.
 fn start(tokens: &[u32], prompt: usize, max_length: usize) -> Start<'_> {
-    Start { tokens, prompt, max_length, sampling: Sampling::default(), stop_tokens: &[], logprobs: None }
+    Start { tokens, prompt, max_length, sampling: Sampling::default(), stop_tokens: &[], logprobs: None, form: None }
 }
 
 /// A batch that was run to its end.

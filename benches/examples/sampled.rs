@@ -112,7 +112,7 @@ fn answer(
     draft: Option<NgramDraft>,
 ) -> Result<(Vec<u32>, f64)> {
     let max_length = prompt.len() + scale.tokens;
-    gpu.begin(&Sequence { prompt, max_length, sampling, draft, stop_tokens: &[] }, &mut |_, _| {
+    gpu.begin(&Sequence { prompt, max_length, sampling, draft, stop_tokens: &[], form: None }, &mut |_, _| {
         std::ops::ControlFlow::Continue(())
     })?;
     let mut tokens = gpu.step()?.tokens;
@@ -197,6 +197,7 @@ fn step(
                 max_length: scale.context + scale.steps + 4,
                 sampling: Sampling { seed: slot.into(), ..settings[slot as usize % settings.len()] },
                 stop_tokens: &[],
+                form: None,
                 logprobs,
             };
             starts = (0..count).map(start).collect();

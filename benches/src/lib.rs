@@ -12,6 +12,7 @@
 //! bench --package benches` are Criterion's, of the host-side parts.
 
 pub mod cases;
+pub mod forms;
 pub mod gemm;
 mod harness;
 pub mod ngram;

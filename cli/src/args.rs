@@ -3,6 +3,7 @@
 pub mod batch;
 #[cfg(feature = "bench")]
 pub mod bench;
+pub mod form;
 
 use std::path::PathBuf;
 
@@ -60,6 +61,8 @@ Examples:
   warpdraft generate --echo --temperature 0 \"impl fmt::Display for Point {\"
   warpdraft generate --model Qwen/Qwen3-8B --chat --no-think \"Name three rivers.\"
   warpdraft generate --file essay.txt --max-tokens 1000 > continued.txt
+  warpdraft generate --chat --no-think --choice yes,no \"Is a whale a fish?\"
+  warpdraft generate --chat --json-schema person.json \"Invent a person.\"
   git diff | warpdraft generate --chat --system \"Write a commit message.\" --model Qwen/Qwen3-8B
   warpdraft generate --json --seed 7 \"impl Drop for Guard {\" | jq .statistics
   warpdraft generate --file essay.txt --profile profile.json   where the time went, for ui.perfetto.dev
@@ -117,6 +120,8 @@ pub struct GenerateArgs {
     pub no_think: bool,
     #[command(flatten)]
     pub run: RunArgs,
+    #[command(flatten)]
+    pub form: form::FormArgs,
     /// Print the prompt before its continuation
     #[arg(long, conflicts_with_all = ["chat", "json"], help_heading = "Output")]
     pub echo: bool,
@@ -142,6 +147,8 @@ pub struct ChatArgs {
     pub no_history: bool,
     #[command(flatten)]
     pub run: RunArgs,
+    #[command(flatten)]
+    pub form: form::FormArgs,
 }
 
 /// What `inspect` looks at.

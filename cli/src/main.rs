@@ -5,6 +5,7 @@
 
 mod args;
 mod commands;
+mod form;
 mod interrupt;
 mod loading;
 mod output;

@@ -4,6 +4,7 @@
 pub mod batch;
 #[cfg(feature = "bench")]
 pub mod bench;
+mod form;
 
 use std::io::{IsTerminal, Read};
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use clap::error::ErrorKind;
 use host::{DeviceChoice, LoadOptions, NgramDraft};
-use model::{GenerationConfig, Message, Role, Sampling, Source, WeightsMode};
+use model::{GenerationConfig, Message, Role, Sampling, Shape, Source, WeightsMode};
 
 use crate::args::{
     AnswerArgs, ChatArgs, DeviceArgs, DraftArgs, DraftKind, GenerateArgs, InspectArgs, ModelArgs, ReportArgs, RunArgs,
@@ -41,6 +42,8 @@ pub struct Generate {
     pub report: Report,
     /// What is printed before the continuation: the prompt, or nothing.
     pub echo: Option<String>,
+    /// What the continuation has to look like.
+    pub shape: Option<Shape>,
     /// Where a trace of it goes.
     pub profile: Option<TraceFile>,
 }
@@ -62,6 +65,8 @@ pub struct Chat {
     pub history: Option<PathBuf>,
     /// How a turn is made.
     pub answer: Answer,
+    /// What its answer has to look like.
+    pub shape: Option<Shape>,
     /// What to say.
     pub report: Report,
 }
@@ -160,7 +165,8 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     };
     let profile = args.profile.as_deref().map(TraceFile::open).transpose()?;
     let weights = weights(&model);
-    Ok(Generate { source, weights, load: load(&device), prompt, answer, report: report(&what), echo, profile })
+    let shape = form::shape(args.form)?;
+    Ok(Generate { source, weights, load: load(&device), prompt, answer, report: report(&what), echo, shape, profile })
 }
 
 /// Resolves the arguments of `chat`.
@@ -177,6 +183,7 @@ pub fn chat(args: ChatArgs) -> anyhow::Result<Chat> {
         think: !args.no_think,
         history: if args.no_history { None } else { history_file() },
         answer: answer(how, &draft, UNLIMITED)?,
+        shape: form::shape(args.form)?,
         report: report(&what),
     })
 }
@@ -347,6 +354,7 @@ impl Answer {
             draft: self.draft,
             stop: self.stop.clone(),
             ignore_end: self.ignore_eos,
+            form: None,
         }
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! The forward pass of one step, in order: [`embedding`], then for each layer [`linear`] (query, key and value), [`qkv`] (per-head norm, rotary
 //! embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`linear`] (gate and up with SwiGLU), [`linear`] (down, into
-//! the residual), then [`linear`] (the head) and [`sample`]; [`norm`] is fused into its neighbours. On Hopper `stream` is all of that in one launch,
+//! the residual), then [`linear`] (the head), [`mask`] where an answer has a form, and [`sample`]; [`norm`] is fused into its neighbours. On Hopper `stream` is all of that in one launch,
 //! and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand to each other: the rows to run, and what was
 //! accepted; [`drafting`] how many of the proposed drafts a step runs; [`batch`] what a step of many sequences needs besides, [`logprobs`] what they may ask for. `wide` is all of
 //! such a step in one launch on Hopper, and reads pages of keys and values that [`packed`] made smaller.
@@ -40,6 +40,7 @@ pub mod gemm;
 pub mod kv;
 pub mod linear;
 pub mod logprobs;
+pub mod mask;
 pub mod ngram;
 pub mod norm;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]

@@ -40,6 +40,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 draft: None,
                 stop: vec!["\n}".into()],
                 ignore_end: false,
+                form: None,
             };
             waiting.push(Job { id, request, logprobs: None });
         }

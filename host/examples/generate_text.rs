@@ -36,6 +36,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         draft: Some(NgramDraft::default()),
         stop: Vec::new(),
         ignore_end: false,
+        form: None,
     };
     print!("{prompt}");
     let answer = engine.generate(&request, &mut |text| {

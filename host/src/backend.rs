@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use model::Sampling;
+use model::{Form, Sampling};
 
 use crate::Error;
 use crate::draft::NgramDraft;
@@ -21,6 +21,8 @@ pub struct Sequence<'a> {
     pub draft: Option<NgramDraft>,
     /// Tokens that end the sequence.
     pub stop_tokens: &'a [u32],
+    /// What the answer has to look like, if that is said.
+    pub form: Option<&'a Form>,
 }
 
 /// What one step brought.
@@ -39,7 +41,7 @@ pub type PromptProgress<'a> = dyn FnMut(usize, usize) -> ControlFlow<()> + 'a;
 
 /// Runs one sequence at a time.
 ///
-/// A sequence's tokens depend on itself alone: not on drafting, and not on how much of its prompt was still cached.
+/// A sequence's tokens depend on itself alone, and on its form: not on drafting, and not on how much of its prompt was still cached.
 pub trait Backend: Send {
     /// What it runs on, for a person.
     fn device(&self) -> String;

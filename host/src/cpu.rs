@@ -1,11 +1,11 @@
 //! The CPU backend: the reference forward pass of `model`, one step at a time.
 
 use gpu_kernels::drafting;
-use model::{Checkpoint, CpuModel, KvCache, Sampling};
+use model::{Checkpoint, CpuModel, KvCache, Matcher, Sampling};
 
 use crate::Error;
 use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
-use crate::draft::{NgramDraft, confirm, learned};
+use crate::draft::{NgramDraft, Proposal, confirm, learned, masks};
 
 /// What drafts add to a step: with the demo model on two cores steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7 times as long as one of a row
 /// (`model/examples/cpu_speed.rs`), as they widen the weights first.
@@ -28,6 +28,8 @@ pub struct Cpu {
     /// What proposals were worth of late.
     acceptance: u32,
     stop_tokens: Vec<u32>,
+    /// If the answer has a form.
+    form: Option<Matcher>,
     logits: Vec<f32>,
 }
 
@@ -54,6 +56,7 @@ impl Cpu {
             draft: None,
             acceptance: drafting::UNTRIED,
             stop_tokens: Vec::new(),
+            form: None,
             logits: Vec::new(),
         })
     }
@@ -66,13 +69,18 @@ impl Cpu {
         self.logits.resize(rows * vocab, 0.0);
         let logits = &mut self.logits[..rows * vocab];
         let faults = self.model.forward_with_faults(&tokens, &mut self.cache, rows, logits)?;
-        let Self { history, prompt_len, max_length, sampling, stop_tokens, .. } = self;
+        let Self { history, prompt_len, max_length, sampling, stop_tokens, form, .. } = self;
         let logits = &self.logits;
+        let masks = form.as_mut().map(|matcher| masks(matcher, drafts, vocab));
         let choose = |row: usize, history: &[u32]| {
             let (prompt, output) = history.split_at(*prompt_len);
-            sampling.sample(&logits[row * vocab..][..vocab], prompt, output)
+            let mask = masks.as_ref().map(|masks| masks[row].as_slice());
+            sampling.sample_allowed(&logits[row * vocab..][..vocab], mask, prompt, output)
         };
         let tokens = confirm(history, *max_length, stop_tokens, drafts, choose);
+        if let Some(matcher) = form {
+            matcher.accept(&tokens);
+        }
         // Rows of drafts behind a wrong one decide nothing.
         let known = history.len() - tokens.len() - from;
         if let Some(&fault) = faults.iter().filter(|fault| fault.row < known + tokens.len() - 1).min() {
@@ -84,6 +92,7 @@ impl Cpu {
         let finished = stopped || history.len() >= *max_length;
         // Drafts that were not confirmed leave the cache.
         self.cache.truncate(self.history.len() - 1);
+        self.form.as_ref().map_or(Ok(()), Matcher::check)?;
         Ok(Step { drafted: drafts.len(), finished, tokens })
     }
 }
@@ -121,6 +130,7 @@ impl Backend for Cpu {
         self.draft = sequence.draft;
         self.acceptance = drafting::UNTRIED;
         self.stop_tokens = sequence.stop_tokens.to_vec();
+        self.form = sequence.form.map(|form| form.matcher());
         // The last piece is for the first step, which wants its logits.
         let total = self.history.len() - reused;
         while self.history.len() - self.cache.len() > PIECE {
@@ -137,11 +147,15 @@ impl Backend for Cpu {
         let cached = self.cache.len();
         let decoding = cached + 1 == self.history.len() && self.history.len() > self.prompt_len;
         let Some(draft) = self.draft.filter(|_| decoding) else { return self.run(cached, &[]) };
-        let proposed = draft.propose(bytemuck::cast_slice(&self.history), self.max_length);
+        let Proposal { tokens: proposed, forced } =
+            Proposal::of(&draft, &self.history, self.max_length, self.form.as_mut());
         let cost = draft.cost(DRAFT_COST);
-        let drafts = drafting::worthwhile(self.acceptance, cost, 0, proposed.len() as u32);
+        let acceptance = if forced { drafting::ONE } else { self.acceptance };
+        let drafts = drafting::worthwhile(acceptance, cost, 0, proposed.len() as u32);
         let step = self.run(cached, &proposed[..drafts as usize])?;
-        self.acceptance = learned(self.acceptance, &proposed, &step.tokens);
+        if !forced {
+            self.acceptance = learned(self.acceptance, &proposed, &step.tokens);
+        }
         Ok(step)
     }
 

@@ -2,6 +2,8 @@
 
 use gpu_kernels::step::MAX_DECODE_ROWS;
 use gpu_kernels::{drafting, ngram};
+use model::Matcher;
+use model::form::mask_words;
 
 use crate::Error;
 
@@ -78,6 +80,39 @@ impl NgramDraft {
         ngram::reference::ngram_match_mixed(&batch, self.tokens as i32, self.max, self.min, NO_THRESHOLD, &mut out);
         drafts[1..rows[0] as usize].iter().map(|&t| t as u32).collect()
     }
+}
+
+/// What is proposed to follow a history.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Proposal {
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// Whether the answer's form leaves no others.
+    pub forced: bool,
+}
+
+impl Proposal {
+    /// What the form forces after `history`, if it does, or else what `draft` finds in it that the form allows.
+    pub fn of(draft: &NgramDraft, history: &[u32], max_length: usize, form: Option<&mut Matcher>) -> Self {
+        let from_text = || draft.propose(bytemuck::cast_slice(history), max_length);
+        let Some(matcher) = form else { return Self { tokens: from_text(), forced: false } };
+        // The last token that there is room for is nobody's draft.
+        let most = max_length.saturating_sub(history.len() + 1).min(draft.tokens as usize);
+        let forced = matcher.forced(most);
+        if !forced.is_empty() {
+            return Self { tokens: forced, forced: true };
+        }
+        let mut tokens = from_text();
+        tokens.truncate(matcher.possible(&tokens));
+        Self { tokens, forced: false }
+    }
+}
+
+/// What may come after the newest token and after each of its drafts.
+pub(crate) fn masks(matcher: &mut Matcher, drafts: &[u32], vocab_size: usize) -> Vec<Vec<u32>> {
+    let mut masks = vec![vec![0; mask_words(vocab_size)]; drafts.len() + 1];
+    matcher.masks_along(drafts, masks.iter_mut().map(Vec::as_mut_slice));
+    masks
 }
 
 /// Appends the tokens after `history`: one, and one more for each draft that was right, as long as neither `max_length` nor a stop token is met.

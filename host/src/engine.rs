@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use model::{Checkpoint, Config, Sampling, TokenStream};
+use model::{Checkpoint, Config, Form, Sampling, TokenStream};
 
 use crate::ahead;
 use crate::backend::{Backend, Sequence, Step};
@@ -113,8 +113,22 @@ pub struct Request {
     pub draft: Option<NgramDraft>,
     /// Texts that end the answer, which does not include them.
     pub stop: Vec<String>,
-    /// Whether to go on past end tokens.
+    /// Whether to go on past end tokens; not with a form, whose end is one.
     pub ignore_end: bool,
+    /// What the answer has to look like, if that is said: of [`Forms`](model::Forms) for this model.
+    pub form: Option<Form>,
+}
+
+impl Request {
+    /// Checks that it can be answered by a model with a vocabulary of this size, prompt and length apart.
+    pub(crate) fn check(&self, vocab_size: usize) -> Result<(), Error> {
+        self.sampling.check()?;
+        match &self.form {
+            Some(_) if self.ignore_end => Err(Error::FormWithoutEnd),
+            Some(form) if form.vocab_size() != vocab_size => Err(Error::FormOfAnother),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Who is told of an answer while it is made, and may stop it.
@@ -320,7 +334,7 @@ impl Engine {
     /// As [`generate`](Self::generate).
     pub fn generate_for(&mut self, request: &Request, listener: &mut dyn Listener) -> Result<Generation, Error> {
         self.check_length(request.prompt.len(), self.context() - 1)?;
-        request.sampling.check()?;
+        request.check(self.checkpoint.config.vocab_size)?;
         if let Some(draft) = &request.draft {
             draft.check()?;
         }
@@ -340,6 +354,7 @@ impl Engine {
             sampling: request.sampling,
             draft: request.draft,
             stop_tokens: &end_tokens,
+            form: request.form.as_ref(),
         };
         statistics.cached_tokens = match self.backend.begin(&sequence, &mut |done, total| listener.prompt(done, total))
         {

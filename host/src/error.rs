@@ -64,6 +64,18 @@ pub enum Error {
         /// The kernel.
         kernel: String,
     },
+    /// An answer cannot have a form and go on past its end.
+    #[error("an answer of a given form ends where the form does; leave --ignore-eos (`ignore_eos`) out, or the form")]
+    FormWithoutEnd,
+    /// A form was compiled for another model.
+    #[error("the form of the answer was compiled for another model; compile it with `Forms` of this one")]
+    FormOfAnother,
+    /// A form could be followed up to a token of an answer, and no further.
+    #[error("{reason}; ask for a simpler form")]
+    FormLost {
+        /// What gave up.
+        reason: String,
+    },
     /// The driver refused or a kernel failed.
     #[error("the CUDA driver failed while {doing}: {reason}")]
     Driver {

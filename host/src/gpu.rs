@@ -3,6 +3,9 @@
 //! A step is enqueued as a fixed list of launches: forward, sample, accept, and for the next step draft and plan. Each reads what the one before left in
 //! device memory, down to the number of rows, so the host enqueues steps ahead of the device without knowing what they will accept,
 //! and reads finished tokens from a ring in mapped memory. Once the sequence is finished, steps already enqueued run no rows.
+//! A sequence whose answer has a form goes another way: [`form`].
+
+mod form;
 
 use std::time::{Duration, Instant};
 
@@ -17,9 +20,10 @@ use gpu_kernels::step::{
 use model::{Checkpoint, Config, Place, Sampling};
 
 use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
-use crate::device::{Buffer, Device, Mapped};
+use crate::device::{Buffer, Device, Mapped, Pinned};
 use crate::draft::{NO_THRESHOLD, NgramDraft};
 use crate::forward::{Footprint, Forward, RowOutput};
+use crate::masks::Masks;
 use crate::prefill::Prefill;
 use crate::profile::Phase;
 use crate::sampler::Sampler;
@@ -57,6 +61,9 @@ pub struct Gpu {
     uses: Buffer<u32>,
     ring: Mapped,
     drafting: Drafting,
+    masks: Masks,
+    /// `[MAX_DECODE_ROWS]` rows of the next step under a form, and the drafts among them.
+    proposals: Pinned<i32>,
     /// Proposed instead of what the n-gram match finds.
     script: Option<Script>,
     run_ahead: u32,
@@ -92,6 +99,8 @@ struct Run {
     read: u32,
     /// The newest token, not in the cache yet.
     newest: Option<u32>,
+    /// If its answer has a form.
+    form: Option<form::Following>,
 }
 
 /// As the sampler has them.
@@ -172,6 +181,8 @@ impl Gpu {
                 decoding: device.upload(&[1])?,
                 workspace: device.upload(&workspace)?,
             },
+            masks: Masks::new(device, config.vocab_size, MAX_DECODE_ROWS as usize)?,
+            proposals: device.pinned(MAX_DECODE_ROWS as usize)?,
             script: None,
             run_ahead: RUN_AHEAD,
             run: Run {
@@ -184,6 +195,7 @@ impl Gpu {
                 enqueued: 0,
                 read: 0,
                 newest: None,
+                form: None,
             },
             cached: Vec::new(),
             prompted: 0,
@@ -289,9 +301,11 @@ impl Gpu {
     /// Enqueues the sampler over the rows from `first_row` on, the acceptance of what it chose for a history of at most `length` tokens, and the plan of the
     /// next step. After a decode step in one launch the best tokens are known, and a greedy choice needs no sampler.
     fn enqueue_choice(&mut self, most_rows: u32, first_row: u32, decoded: bool, length: usize) -> Result<(), Error> {
+        self.enqueue_masks(first_row)?;
         let rows = self.forward.rows();
         let s = &self.run.sampling;
-        let best = self.forward.stream().filter(|_| decoded && s.takes_best());
+        let takes_best = decoded && s.takes_best() && self.run.form.is_none();
+        let best = self.forward.stream().filter(|_| takes_best);
         let sample = Sample {
             rows,
             logits: self.forward.logits().ptr(),
@@ -310,8 +324,12 @@ impl Gpu {
         }
         let best = best.map_or(Default::default(), |stream| stream.best());
         let length = (length + (most_rows - first_row) as usize).min(self.run.max_length);
-        self.enqueue_next(self.accept(best, first_row, decoded), length)?;
+        let accept = self.accept(best, first_row, decoded);
         self.run.enqueued += 1;
+        if self.run.form.is_some() {
+            return self.enqueue_behind(accept, length);
+        }
+        self.enqueue_next(accept, length)?;
         Ok(())
     }
 
@@ -327,7 +345,7 @@ impl Gpu {
             draft: DraftState {
                 step_idx: self.drafting.step_idx.ptr_mut(),
                 rows: self.drafting.rows.ptr_mut(),
-                proposed: if decoded { self.proposed() } else { Default::default() },
+                proposed: if decoded && self.run.form.is_none() { self.proposed() } else { Default::default() },
             },
             ring: self.ring.ptr_mut(),
             ring_reports: RING,
@@ -509,13 +527,15 @@ impl Backend for Gpu {
             enqueued: 0,
             read: 0,
             newest: None,
+            form: sequence.form.map(|form| form::Following::new(form.matcher(), prompt)),
         };
         self.enqueue_prompt(reused, prompt, progress)?;
         Ok(reused)
     }
 
     fn step(&mut self) -> Result<Step, Error> {
-        while self.run.enqueued <= self.run.read + self.run_ahead {
+        self.catch_up()?;
+        while self.run.form.is_none() && self.run.enqueued <= self.run.read + self.run_ahead {
             self.enqueue_decode()?;
         }
         let at = self.wait()?;
@@ -535,6 +555,7 @@ impl Backend for Gpu {
         for &token in &step.tokens {
             self.cached.extend(self.run.newest.replace(token));
         }
+        self.follow(&step)?;
         Ok(step)
     }
 

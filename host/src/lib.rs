@@ -18,6 +18,7 @@ pub mod forward;
 pub mod gemm;
 mod gpu;
 mod lossless;
+mod masks;
 pub mod prefill;
 pub mod profile;
 mod prompt;

@@ -38,6 +38,13 @@ pub struct Conversation<'a> {
     pub add_generation_prompt: bool,
 }
 
+impl<'a> Conversation<'a> {
+    /// Without tools, with the assistant's turn to come.
+    pub fn plain(messages: &'a [Message], enable_thinking: bool) -> Self {
+        Self { messages, tools: &[], enable_thinking, add_generation_prompt: true }
+    }
+}
+
 /// A chat template that was checked. Cloning shares it.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate(Arc<Inner>);
@@ -115,6 +122,22 @@ impl ChatTemplate {
             })
         };
         self.0.apart(render)
+    }
+
+    /// Whether the answer to `conversation`, of which this template has made `prompt`, begins with a thought: none if
+    /// not, and true if the prompt has opened it. A model thinks if its template can be told that it should not.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`].
+    pub fn thought(&self, conversation: Conversation<'_>, prompt: &str) -> Result<Option<bool>, Error> {
+        if prompt.trim_end().ends_with(answer::THINK) {
+            return Ok(Some(true));
+        }
+        if !conversation.enable_thinking {
+            return Ok(None);
+        }
+        let without = self.render_conversation(Conversation { enable_thinking: false, ..conversation })?;
+        Ok((without != prompt).then_some(false))
     }
 }
 

@@ -357,4 +357,16 @@ pub enum Error {
         /// The values allowed.
         range: &'static str,
     },
+    /// What an answer is to look like cannot be followed.
+    #[error("the form of the answer cannot be followed: {reason}")]
+    Form {
+        /// What of it, and what to change.
+        reason: String,
+    },
+    /// The model's answers cannot be held to any form.
+    #[error("this model's answers cannot be held to a form: {reason}; ask for none, or name another model")]
+    NoForms {
+        /// What is missing.
+        reason: String,
+    },
 }

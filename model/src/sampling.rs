@@ -16,6 +16,7 @@
 use std::collections::HashMap;
 
 use crate::Error;
+use crate::form::is_allowed;
 
 /// How a token is chosen. The default is greedy.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -111,7 +112,17 @@ impl Sampling {
     /// The token's position, which its random number depends on, is `prompt.len() + output.len()`. NaN never wins, and
     /// if all logits are NaN or -inf the answer is token 0. An empty row answers 0 too.
     pub fn sample(&self, logits: &[f32], prompt: &[u32], output: &[u32]) -> u32 {
+        self.sample_allowed(logits, None, prompt, output)
+    }
+
+    /// The same among the tokens that a [mask](crate::form::mask_words) allows, if there is one: as if the others'
+    /// logits were -inf.
+    pub fn sample_allowed(&self, logits: &[f32], mask: Option<&[u32]>, prompt: &[u32], output: &[u32]) -> u32 {
         let mut logits = logits.to_vec();
+        if let Some(mask) = mask {
+            let ruled_out = logits.iter_mut().zip(0..).filter(|(_, token)| !is_allowed(mask, *token));
+            ruled_out.for_each(|(logit, _)| *logit = f32::NEG_INFINITY);
+        }
         self.penalise(&mut logits, prompt, output);
         if self.is_greedy() {
             return argmax(&logits);

@@ -186,7 +186,7 @@ fn what_is_wrong_with_a_line_is_said_and_the_rest_runs() {
         (br#"{"prompt": "x", "logit_bias": {"5": 1}}"#, "unsupported", "`logit_bias`"),
         (br#"{"prompt": "x", "temprature": 0}"#, "unsupported", "`temprature` is no known field"),
         (br#"{"prompt": "x", "frequency_penalty": "much"}"#, "invalid_request", "`frequency_penalty`"),
-        (br#"{"prompt": "x", "tool_choice": "required"}"#, "unsupported", "`tool_choice`"),
+        (br#"{"prompt": "x", "tool_choice": "required"}"#, "invalid_request", "`tool_choice`"),
         (br#"{"prompt": "x", "tools": {"type": "text"}}"#, "invalid_request", "`tools` must be an array"),
         (
             br#"{"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}"#,

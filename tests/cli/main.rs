@@ -9,6 +9,7 @@ mod bench;
 mod broken;
 mod chat;
 mod completions;
+mod form;
 mod generate;
 #[path = "../../model/tests/hub_server/mod.rs"]
 #[allow(dead_code, missing_docs)]

@@ -31,6 +31,7 @@ pub fn requests(prompts: &[Vec<u32>], longest: usize, most: usize) -> Vec<Reques
             sampling: if i % 2 == 0 { sampling } else { Sampling::default() },
             stop: if i % 4 == 1 { vec![";\n".into(), "self".into()] } else { Vec::new() },
             ignore_end: i % 5 != 0,
+            form: None,
             ..greedy(&prompt, (most * (1 + i % 7)).div_ceil(7), None)
         }
     };

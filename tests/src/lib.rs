@@ -189,6 +189,7 @@ pub fn greedy(prompt: &[u32], max_tokens: usize, draft: Option<host::NgramDraft>
         draft,
         stop: Vec::new(),
         ignore_end: true,
+        form: None,
     }
 }
 
@@ -440,6 +441,7 @@ fn sequence(request: &host::Request) -> host::Sequence<'_> {
         sampling: request.sampling,
         draft: request.draft,
         stop_tokens: &[],
+        form: None,
     }
 }
 

@@ -42,6 +42,7 @@ fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
     let request = |(i, (prompt, most)): (usize, (Vec<u32>, usize))| Request {
         sampling: if i % 2 == 0 { sampling } else { Sampling::default() },
         ignore_end: i != 3,
+        form: None,
         ..greedy(&prompt, most, None)
     };
     all.enumerate().map(request).collect()
@@ -284,7 +285,15 @@ fn generated_tokens_take_a_step_in_one_launch() {
 
 /// Of a prompt of 90 tokens.
 fn start(tokens: &[u32]) -> Start<'_> {
-    Start { tokens, prompt: 90, max_length: 120, sampling: Sampling::default(), stop_tokens: &[], logprobs: Some(5) }
+    Start {
+        tokens,
+        prompt: 90,
+        max_length: 120,
+        sampling: Sampling::default(),
+        stop_tokens: &[],
+        logprobs: Some(5),
+        form: None,
+    }
 }
 
 /// Steps of a backend; the last one's outcomes.

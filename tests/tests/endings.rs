@@ -99,6 +99,7 @@ fn the_gpu_path_ends_in_the_middle_of_a_step() {
             sampling: request.sampling,
             draft: EAGER,
             stop_tokens,
+            form: None,
         };
         gpu.begin(&sequence, &mut |_, _| ControlFlow::Continue(())).unwrap();
         let (mut tokens, mut steps) = (Vec::new(), 0);
@@ -124,7 +125,8 @@ fn the_gpu_path_ends_in_the_middle_of_a_step() {
 /// What `backend` told of a prompt, until it was stopped after `stop` tokens, and the first token then of the whole prompt.
 fn stopped_and_taken_up(backend: &mut dyn Backend, prompt: &[u32], stop: usize) -> (Vec<(usize, usize)>, usize, u32) {
     let sampling = greedy(prompt, 1, None).sampling;
-    let sequence = Sequence { prompt, max_length: prompt.len() + 1, sampling, draft: None, stop_tokens: &[] };
+    let sequence =
+        Sequence { prompt, max_length: prompt.len() + 1, sampling, draft: None, stop_tokens: &[], form: None };
     let mut told = Vec::new();
     let begun = backend.begin(&sequence, &mut |done, total| {
         told.push((done, total));
@@ -139,7 +141,8 @@ fn stopped_and_taken_up(backend: &mut dyn Backend, prompt: &[u32], stop: usize) 
 /// Likewise without a stop.
 fn at_once(backend: &mut dyn Backend, prompt: &[u32]) -> u32 {
     let sampling = greedy(prompt, 1, None).sampling;
-    let sequence = Sequence { prompt, max_length: prompt.len() + 1, sampling, draft: None, stop_tokens: &[] };
+    let sequence =
+        Sequence { prompt, max_length: prompt.len() + 1, sampling, draft: None, stop_tokens: &[], form: None };
     backend.begin(&sequence, &mut |_, _| ControlFlow::Continue(())).unwrap();
     backend.step().unwrap().tokens[0]
 }

@@ -120,6 +120,7 @@ fn the_main_module_has_what_answers_need_and_no_more() {
             "take_tokens",
             "take_best",
             "list_records",
+            "mask_logits",
             "note_logits",
             "note_chosen",
             "token_copy_4096_i32",

@@ -3,11 +3,12 @@
 use std::time::Instant;
 
 use host::{Finish, Profile, encode_prompt};
-use model::OpenOptions;
 use model::chat::Splitter;
 use model::tokenizer::Around;
+use model::{Conversation, OpenOptions};
 
 use crate::commands::{Shown, answer, chat_template};
+use crate::form::Wanted;
 use crate::output::Answer;
 use crate::resolve::{Generate, Prompt};
 use crate::{Ending, loading, output};
@@ -17,7 +18,7 @@ use crate::{Ending, loading, output};
 /// # Errors
 /// Whatever is wrong with the model, the prompt or the device; a closed pipe.
 pub fn run(command: Generate) -> anyhow::Result<Ending> {
-    let Generate { source, weights, load, prompt, answer: settings, report, echo, profile: trace } = command;
+    let Generate { source, weights, load, prompt, answer: settings, report, echo, shape, profile: trace } = command;
     loading::start_log(report)?;
     let mut profile = Profile::default();
     let _opening = load.device.open_ahead(&load.options);
@@ -34,7 +35,16 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
     let (context, most) = (load.context_for(&checkpoint.config)?, checkpoint.config.max_position_embeddings);
     let tokens = encode_prompt(&checkpoint.tokenizer, &text, around, context, most)?;
     profile.span("tokenise", start, &[("bytes", text.len() as u64), ("tokens", tokens.len() as u64)]);
-    let request = settings.request(tokens, &checkpoint.generation);
+    let wanted = Wanted::new(&checkpoint, shape.as_ref())?;
+    let form = match (&wanted, &prompt) {
+        (None, _) => None,
+        (Some(wanted), Prompt::Text(_)) => Some(wanted.at_once()),
+        (Some(wanted), Prompt::Conversation { messages, think }) => {
+            let conversation = Conversation::plain(messages, *think);
+            Some(wanted.in_conversation(&checkpoint, conversation, &text)?)
+        }
+    };
+    let request = host::Request { form, ..settings.request(tokens, &checkpoint.generation) };
     let start = Instant::now();
     let mut engine = loading::load(checkpoint, load, report)?;
     profile.span("load", start, &[]);

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::time::Duration;
 
 use gpu_kernels::sample;
-use model::{Fault, Sampling};
+use model::{Fault, Form, Sampling};
 
 use super::limits::{Costs, Limits};
 use super::plan::{Plan, Slot};
@@ -25,6 +25,8 @@ pub struct Start<'a> {
     pub stop_tokens: &'a [u32],
     /// Log-probabilities of each chosen token and of so many likeliest ones; none: none.
     pub logprobs: Option<u32>,
+    /// What the answer has to look like, if that is said.
+    pub form: Option<&'a Form>,
 }
 
 /// What a sequence's rows brought.
@@ -40,6 +42,8 @@ pub struct Outcome {
     pub drafted: usize,
     /// What was NaN or infinite in the rows that decided; then the tokens mean nothing, and the sequence has failed.
     pub fault: Option<Fault>,
+    /// Why its form cannot be followed any further; then likewise.
+    pub lost: Option<String>,
 }
 
 /// Log-probabilities (natural) of a token and of the likeliest ones in its place, by the model's logits before penalties and temperature.
@@ -77,7 +81,7 @@ impl Logprobs {
 
 /// Runs batches of sequences, a step at a time.
 ///
-/// A sequence's tokens depend on itself alone: not on its company, nor on how its rows were dealt over steps, nor on where its pages
+/// A sequence's tokens depend on itself alone, and on its form: not on its company, nor on how its rows were dealt over steps, nor on where its pages
 /// are, nor on whether they were away.
 ///
 /// A step with drafts shares [`Plan::draft_threshold`] among its sequences as the n-gram operator shares its threshold, with

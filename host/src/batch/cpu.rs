@@ -12,7 +12,7 @@ use super::plan::{Page, Plan, Work};
 use super::running::Running;
 use crate::Error;
 use crate::cpu::{DRAFT_COST, memory};
-use crate::draft::NgramDraft;
+use crate::draft::{NgramDraft, masks};
 
 /// Runs batches on the CPU.
 pub struct CpuBatch {
@@ -170,16 +170,19 @@ impl BatchBackend for CpuBatch {
         let choose = |Choice { number, slot, drafts, logits, faults, known }: Choice<'_>| {
             let Running { prompt, sampling, logprobs, .. } = slot.running;
             let row = |i: usize| &logits[i * vocab..][..vocab];
+            let masks = slot.running.matcher().map(|mut matcher| masks(&mut matcher, drafts.run(), vocab));
             let tokens = slot.running.confirm(&drafts, |i, history| {
                 let (prompt, output) = history.split_at(prompt);
-                sampling.sample(row(i), prompt, output)
+                let mask = masks.as_ref().map(|masks| masks[i].as_slice());
+                sampling.sample_allowed(row(i), mask, prompt, output)
             });
             let of = |top| tokens.iter().enumerate().map(|(i, &token)| Logprobs::of(row(i), token, top)).collect();
             let logprobs = logprobs.map_or(Vec::new(), of);
             // Rows of drafts behind a wrong one decide nothing.
             let decisive = faults.iter().filter(|fault| fault.row < known + tokens.len() - 1);
             let fault = slot.fault.or(decisive.min().copied());
-            Outcome { slot: number, tokens, logprobs, drafted: drafts.count, fault }
+            let lost = slot.running.lost();
+            Outcome { slot: number, tokens, logprobs, drafted: drafts.count, fault, lost }
         };
         self.outcomes = choices.into_par_iter().map(choose).collect();
         self.rows.add(start.elapsed().as_secs_f64(), count);

@@ -5,13 +5,13 @@ use rayon::prelude::*;
 
 use super::plan::{Plan, Work};
 use super::running::Running;
-use crate::draft::NgramDraft;
+use crate::draft::{NgramDraft, Proposal};
 
 /// Drafts for a work.
 #[derive(Clone, Default)]
 pub struct Drafts {
     /// What was found.
-    pub proposed: Vec<u32>,
+    pub proposal: Proposal,
     /// How many of them, from the first on, run.
     pub count: usize,
 }
@@ -19,7 +19,7 @@ pub struct Drafts {
 impl Drafts {
     /// Those that run.
     pub fn run(&self) -> &[u32] {
-        &self.proposed[..self.count]
+        &self.proposal.tokens[..self.count]
     }
 }
 
@@ -40,20 +40,20 @@ pub fn propose<'a>(
     let others = plan.work.iter().map(|work| work.rows).sum::<u32>().saturating_sub(1);
     // Which drafts there are does not depend on the budget, only how many of them are tried.
     let search = |(work, sequence): (&Work, &Option<&Running>)| match sequence {
-        Some(Running { history, max_length, .. }) if work.most_drafts > 0 => {
-            let draft = NgramDraft { tokens: work.most_drafts.min(draft.tokens), ..draft };
-            draft.propose(bytemuck::cast_slice(history), *max_length)
+        Some(running) if work.most_drafts > 0 => {
+            running.propose(&NgramDraft { tokens: work.most_drafts.min(draft.tokens), ..draft })
         }
-        _ => Vec::new(),
+        _ => Proposal::default(),
     };
-    let found: Vec<Vec<u32>> = plan.work.par_iter().zip(&sequences).map(search).collect();
+    let found: Vec<Proposal> = plan.work.par_iter().zip(&sequences).map(search).collect();
     let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
-    let choose = |(mut proposed, sequence): (Vec<u32>, Option<&Running>)| {
+    let choose = |(mut proposal, sequence): (Proposal, Option<&Running>)| {
         let Some(sequence) = sequence else { return Drafts::default() };
-        proposed.truncate(budget.next() as usize);
-        let count = drafting::worthwhile(sequence.acceptance, draft.cost(cost), others, proposed.len() as u32);
+        proposal.tokens.truncate(budget.next() as usize);
+        let acceptance = if proposal.forced { drafting::ONE } else { sequence.acceptance };
+        let count = drafting::worthwhile(acceptance, draft.cost(cost), others, proposal.tokens.len() as u32);
         budget.used += i64::from(count);
-        Drafts { proposed, count: count as usize }
+        Drafts { proposal, count: count as usize }
     };
     found.into_iter().zip(sequences).map(choose).collect()
 }

@@ -3,6 +3,9 @@
 //! The host makes the whole step: rows, tiles, choices, changed page tables. All of it travels in one copy ([`upload`]); the device moves pages, runs
 //! the passes ([`passes`]) and chooses; the chosen tokens come back through mapped memory. While a step is under way the host makes the next one: a token
 //! that is not chosen yet the device puts into its row itself. So the host waits once a step, and the device not at all.
+//!
+//! What a sequence of a given form may say next, the host must know that token for: then the choices of a pass are
+//! enqueued behind it later, when the step before has ended, while the pass runs.
 
 mod lists;
 mod moves;
@@ -16,7 +19,7 @@ mod uses;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use cuda_std::GlobalMut;
+use cuda_std::{Global, GlobalMut};
 use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, Put, TakeBest, TakeTokens};
 use gpu_kernels::logprobs::Wanted;
@@ -24,8 +27,9 @@ use gpu_kernels::sample::{SampleEach, Split};
 use gpu_kernels::step::{self, NO_TOKEN};
 use half::bf16;
 use model::{Checkpoint, Config, Fault, Place};
+use rayon::prelude::*;
 
-use self::lists::{Changes, Ready};
+use self::lists::{Changes, Masked, Ready};
 use self::moves::Mover;
 use self::notes::{Group, Notes};
 use self::packing::Packing;
@@ -46,6 +50,7 @@ use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, RowOutput, Tiles};
 use crate::gpu::DRAFT_COST;
+use crate::masks::{Entry, Masks};
 use crate::prefill;
 use crate::sampler::Sampler;
 use crate::stream::Stream;
@@ -72,6 +77,7 @@ pub struct GpuBatch {
     upload: Upload,
     uses: TokenUses,
     notes: Notes,
+    masks: Masks,
     sampler: Sampler,
     sampled: Mapped,
     /// Choices, and notes, that a step has room for: steps have two such rooms in turn.
@@ -116,6 +122,8 @@ struct UnderWay {
     timed_rows: usize,
     /// Slots that others have taken since.
     left: Vec<Slot>,
+    /// The pass that is enqueued without its choices, with nothing of the passes behind it.
+    halted: Option<usize>,
 }
 
 impl GpuBatch {
@@ -238,6 +246,7 @@ impl GpuBatch {
             upload: Upload::new(device, words)?,
             uses: TokenUses::new(device, sizes.sequences, config.vocab_size, change_room)?,
             notes: Notes::new(device, config.vocab_size, 2 * choices)?,
+            masks: Masks::new(device, config.vocab_size, sizes.decode_rows().max(sizes.sequences))?,
             sampler: Sampler::new(device, config)?,
             sampled: device.mapped(2 * choices)?,
             choices,
@@ -311,15 +320,21 @@ impl GpuBatch {
         unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(count), 0, put) }
     }
 
-    /// Enqueues a pass and its choices, with notes of the rows whose log-probabilities are wanted.
-    fn enqueue_pass(&mut self, ready: &Ready) -> Result<(), Error> {
-        let (upload, pass) = (&self.upload, &ready.pass);
-        let rows = step::Rows {
+    /// The rows of a pass.
+    fn rows(&self, ready: &Ready) -> step::Rows {
+        let upload = &self.upload;
+        step::Rows {
             count: upload.ptr_mut(ready.count),
             tokens: upload.ptr_mut(ready.tokens),
             positions: upload.ptr_mut(ready.positions),
             sequences: upload.ptr_mut(ready.slots),
-        };
+        }
+    }
+
+    /// Enqueues a pass, without its choices. Returns where the best tokens will be, if it tells these by itself.
+    fn enqueue_pass(&mut self, ready: &Ready) -> Result<Option<Global<u64>>, Error> {
+        let rows = self.rows(ready);
+        let (upload, pass) = (&self.upload, &ready.pass);
         let taken = ready.taken.len() / 3;
         if taken > 0 {
             let take = TakeTokens {
@@ -356,6 +371,13 @@ impl GpuBatch {
             };
             best = self.forward.enqueue_quickest(&all, pass.is_of_one())?;
         }
+        Ok(best)
+    }
+
+    /// Enqueues the choices of a pass that is enqueued, with notes of the rows whose log-probabilities are wanted.
+    /// Masks are made now, while the pass runs.
+    fn enqueue_chosen(&mut self, ready: &Ready, best: Option<Global<u64>>) -> Result<(), Error> {
+        let (rows, upload, chosen) = (self.rows(ready), &self.upload, ready.pass.chosen.len() as u32);
         if chosen == 0 {
             return Ok(());
         }
@@ -374,8 +396,55 @@ impl GpuBatch {
             noted: ready.wanted.len(),
         };
         self.notes.enqueue(&self.sampler, self.forward.logits(), group)?;
+        self.enqueue_masks(&ready.masked)?;
         self.enqueue_choices(ready, rows)?;
         self.notes.enqueue_chosen(self.forward.logits(), group)
+    }
+
+    /// Makes the masks of these choices, and enqueues that they are applied to their logits.
+    fn enqueue_masks(&mut self, masked: &[Masked]) -> Result<(), Error> {
+        let (slots, vocab) = (&self.slots, self.forward.config().vocab_size);
+        let count = masked.iter().map(|one| one.rows.len()).sum();
+        let fill = |entries: Vec<Entry<'_>>| {
+            let mut entries = entries.into_iter();
+            let parts: Vec<_> =
+                masked.iter().map(|one| (one, entries.by_ref().take(one.rows.len()).collect())).collect();
+            parts.into_par_iter().for_each(|(one, entries): (&Masked, Vec<Entry<'_>>)| {
+                let masks = entries.into_iter().zip(&one.rows).map(|(entry, &row)| entry.of_row(row, vocab));
+                match slots[one.slot as usize].matcher() {
+                    Some(mut matcher) => matcher.masks_along(&one.drafts, masks),
+                    None => masks.for_each(|mask| mask.fill(u32::MAX)),
+                }
+            });
+        };
+        // SAFETY: there are logits of all rows with a choice, each of which has one.
+        unsafe { self.masks.enqueue(self.forward.logits().ptr_mut(), count, fill) }
+    }
+
+    /// Enqueues the passes of a step from the `first` on, with their choices, up to one that has to wait for the step
+    /// before. Which that is.
+    fn enqueue_passes(&mut self, passes: &[Ready], first: usize) -> Result<Option<usize>, Error> {
+        for (i, ready) in passes.iter().enumerate().skip(first) {
+            let best = self.enqueue_pass(ready)?;
+            if ready.waits && self.under_way.len() > 0 {
+                return Ok(Some(i));
+            }
+            self.enqueue_chosen(ready, best)?;
+        }
+        Ok(None)
+    }
+
+    /// Enqueues what a step that was begun has left out, now that the one before it has ended.
+    fn take_up_halted(&mut self) -> Result<(), Error> {
+        let Some(mut step) = self.under_way.pop_front() else { return Ok(()) };
+        if let Some(halted) = step.halted.take() {
+            // A pass with masked choices does not tell the best tokens.
+            self.enqueue_chosen(&step.passes[halted], None)?;
+            self.enqueue_passes(&step.passes, halted + 1)?;
+            self.clocks[step.turn].done.set()?;
+        }
+        self.under_way.push_front(step);
+        Ok(())
     }
 
     /// Where the tokens of the step's choices go, from this one on.
@@ -460,18 +529,21 @@ impl BatchBackend for GpuBatch {
         if timed {
             self.clocks[turn].rows.start()?;
         }
-        let mut timing = timed;
-        for ready in &passes {
-            if timing && self.limits.prompts_apart && !ready.pass.prompt {
-                self.clocks[turn].rows.stop()?;
-                timing = false;
-            }
-            self.enqueue_pass(ready)?;
-        }
-        if timing {
+        // Those of prompts come first.
+        let prompts = match self.limits.prompts_apart {
+            true => passes.iter().take_while(|ready| ready.pass.prompt).count(),
+            false => passes.len(),
+        };
+        let mut halted = self.enqueue_passes(&passes[..prompts], 0)?;
+        if timed {
             self.clocks[turn].rows.stop()?;
         }
-        self.clocks[turn].done.set()?;
+        if halted.is_none() {
+            halted = self.enqueue_passes(&passes, prompts)?;
+        }
+        if halted.is_none() {
+            self.clocks[turn].done.set()?;
+        }
         self.turn = 1 - turn;
         self.under_way.push_back(UnderWay {
             work: plan.work.clone(),
@@ -479,8 +551,10 @@ impl BatchBackend for GpuBatch {
             passes,
             turn,
             moved: plan.swap_out.len() + plan.swap_in.len(),
-            timed_rows: if timed { prompt_rows } else { 0 },
+            // Not where the device waits for the host among them.
+            timed_rows: if timed && halted.is_none_or(|pass| pass >= prompts) { prompt_rows } else { 0 },
             left: Vec::new(),
+            halted,
         });
         Ok(())
     }
@@ -533,8 +607,10 @@ impl BatchBackend for GpuBatch {
                 position: (work.start + work.rows) as usize - 1 + row,
                 row,
             });
-            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, fault });
+            let lost = if step.left.contains(&work.slot) { None } else { self.slots[work.slot as usize].lost() };
+            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, fault, lost });
         }
+        self.take_up_halted()?;
         Ok(outcomes)
     }
 }

@@ -280,7 +280,7 @@ impl Batch {
         if let Some(&token) = request.prompt.iter().find(|t| **t as usize >= vocab_size) {
             return Err(model::Error::TokenOutOfRange { token, vocab_size }.into());
         }
-        request.sampling.check()?;
+        request.check(vocab_size)?;
         let max_length = context.min(request.prompt.len().saturating_add(request.max_tokens.max(1)));
         let id = self.steps.add(request.prompt.clone(), max_length);
         let text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
@@ -306,9 +306,10 @@ impl Batch {
             metrics.drafted += outcome.drafted as u64;
             metrics.accepted += outcome.tokens.len().saturating_sub(1) as u64;
             metrics.choices += 1;
-            let end = match outcome.fault {
-                Some(fault) => Err(fault.into()),
-                None => match active.take(outcome, end_tokens) {
+            let end = match (outcome.fault, outcome.lost.clone()) {
+                (Some(fault), _) => Err(fault.into()),
+                (None, Some(reason)) => Err(Error::FormLost { reason }),
+                (None, None) => match active.take(outcome, end_tokens) {
                     Some(finish) => Ok(finish),
                     None => continue,
                 },
@@ -339,6 +340,7 @@ impl Sequences for Jobs<'_> {
             sampling: request.sampling,
             stop_tokens: if request.ignore_end { &[] } else { self.end_tokens },
             logprobs: *logprobs,
+            form: request.form.as_ref(),
         }
     }
 }

@@ -1,12 +1,14 @@
 //! A running sequence, as every backend keeps it.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use gpu_kernels::drafting;
 use gpu_kernels::sample::{GENERATED, PROMPTED};
-use model::Sampling;
+use model::{Matcher, Sampling};
 
 use super::backend::Start;
 use super::draft::Drafts;
-use crate::draft::{confirm, learned};
+use crate::draft::{NgramDraft, Proposal, confirm, learned};
 
 /// A running sequence.
 #[derive(Clone, Default)]
@@ -25,12 +27,21 @@ pub struct Running {
     pub logprobs: Option<u32>,
     /// What proposals were worth of late.
     pub acceptance: u32,
+    /// If its answer has a form: where in it the newest token is.
+    pub form: Option<Arc<Mutex<Matcher>>>,
 }
 
 impl Running {
     /// At its start.
     pub fn new(start: &Start<'_>) -> Self {
+        // Whoever was put aside has an answer already.
+        let follow = |form: &model::Form| {
+            let mut matcher = form.matcher();
+            matcher.accept(&start.tokens[start.prompt..]);
+            Arc::new(Mutex::new(matcher))
+        };
         Self {
+            form: start.form.map(follow),
             history: start.tokens.to_vec(),
             prompt: start.prompt,
             max_length: start.max_length,
@@ -53,16 +64,36 @@ impl Running {
         GENERATED * times + if prompt.contains(&token) { PROMPTED } else { 0 }
     }
 
-    /// Whether its tokens are the best ones, and no log-probabilities are wanted.
+    /// Whether its tokens are the best ones of all, and no log-probabilities are wanted.
     pub fn is_plain(&self) -> bool {
-        self.sampling.takes_best() && self.logprobs.is_none()
+        self.sampling.takes_best() && self.logprobs.is_none() && self.form.is_none()
+    }
+
+    /// Its matcher, if its answer has a form.
+    pub fn matcher(&self) -> Option<MutexGuard<'_, Matcher>> {
+        self.form.as_ref().map(|form| form.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Why its form cannot be followed any further, if that is so.
+    pub fn lost(&self) -> Option<String> {
+        self.matcher()?.check().err().map(|error| error.to_string())
+    }
+
+    /// What may follow the newest token, as far as it can be told without the model.
+    pub fn propose(&self, draft: &NgramDraft) -> Proposal {
+        Proposal::of(draft, &self.history, self.max_length, self.matcher().as_deref_mut())
     }
 
     /// Appends the tokens after the newest: one, and one more for each draft that was right; notes what the drafts were worth. `choose` gives the
     /// token of a row, knowing its history.
     pub fn confirm(&mut self, drafts: &Drafts, choose: impl FnMut(usize, &[u32]) -> u32) -> Vec<u32> {
         let tokens = confirm(&mut self.history, self.max_length, &self.stop_tokens, drafts.run(), choose);
-        self.acceptance = learned(self.acceptance, &drafts.proposed, &tokens);
+        if let Some(mut matcher) = self.matcher() {
+            matcher.accept(&tokens);
+        }
+        if !drafts.proposal.forced {
+            self.acceptance = learned(self.acceptance, &drafts.proposal.tokens, &tokens);
+        }
         tokens
     }
 }

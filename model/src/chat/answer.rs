@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::error::Category;
 use serde_json::value::RawValue;
 
-const THINK: &str = "<think>";
+pub(super) const THINK: &str = "<think>";
 const END_THINK: &str = "</think>";
 const CALL: &str = "<tool_call>";
 const END_CALL: &str = "</tool_call>";

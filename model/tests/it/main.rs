@@ -6,6 +6,7 @@ mod bad_input;
 mod chat;
 mod exactness;
 mod fixture;
+mod form;
 mod formats;
 mod header;
 mod not_finite;

@@ -1,7 +1,8 @@
 //! Messages and tools of a request, as OpenAI's clients send them.
 
+use model::form::Tool;
 use model::{Message, Role};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::request::{Refusal, is_nothing, quoted};
 
@@ -100,20 +101,50 @@ fn function<'v>(object: &'v Value, what: &str) -> Result<&'v Map<String, Value>,
 
 /// The tools that the model is told of: none if it must not call any.
 pub fn tools<'v>(tools: Option<&'v Value>, choice: Option<&Value>) -> Result<&'v [Value], Refusal> {
-    let wanted = match choice {
-        None => true,
-        Some(choice) if choice == "auto" => true,
-        Some(choice) if choice == "none" => false,
-        Some(choice) => {
-            let choice = quoted(choice);
-            let message = format!("`tool_choice` may be \"auto\" or \"none\" (no other is supported), and is {choice}");
-            return Err(Refusal::unsupported(message));
-        }
-    };
+    let wanted = choice.is_none_or(|choice| choice != "none");
     let Some(tools) = tools.filter(|tools| !is_nothing(tools)) else { return Ok(&[]) };
     let tools = tools.as_array().ok_or_else(|| Refusal::invalid("`tools` must be an array"))?;
     tools.iter().try_for_each(|tool| function(tool, "each of `tools`").map(|_| ()))?;
     Ok(if wanted { tools } else { &[] })
+}
+
+/// Of the `tools` that the model is told of, those of which it has to call one: none if that is its own choice.
+pub fn must_call(tools: &[Value], choice: Option<&Value>) -> Result<Option<Vec<Tool>>, Refusal> {
+    let unknown = |choice: &Value| {
+        let choice = quoted(choice);
+        let message =
+            format!("`tool_choice` must be \"auto\", \"none\", \"required\" or a named function, and is {choice}");
+        Err(Refusal::unsupported(message))
+    };
+    let name = match choice {
+        None => return Ok(None),
+        Some(choice) if choice == "auto" || choice == "none" => return Ok(None),
+        Some(choice) if choice == "required" => None,
+        Some(choice @ Value::Object(_)) => {
+            let function = function(choice, "`tool_choice`")?;
+            function.get("name").and_then(Value::as_str)
+        }
+        Some(choice) => return unknown(choice),
+    };
+    let named = |tool: &&Value| name.is_none_or(|name| tool["function"]["name"] == name);
+    let tools: Vec<Tool> = tools.iter().filter(named).map(tool).collect();
+    match (tools.is_empty(), name) {
+        (false, _) => Ok(Some(tools)),
+        (true, None) => Err(Refusal::invalid("`tool_choice` is \"required\", and there are no `tools`")),
+        (true, Some(name)) => {
+            let name = quoted(&Value::from(name));
+            Err(Refusal::invalid(format!("`tool_choice` names {name}, which is none of the `tools`")))
+        }
+    }
+}
+
+/// A tool that was found to be one.
+fn tool(tool: &Value) -> Tool {
+    let function = &tool["function"];
+    let parameters = function.get("parameters").filter(|parameters| !parameters.is_null()).cloned();
+    // As OpenAI has it: without parameters there are none.
+    let parameters = parameters.unwrap_or_else(|| json!({"type": "object", "additionalProperties": false}));
+    Tool { name: function["name"].as_str().unwrap_or_default().to_owned(), parameters }
 }
 
 #[cfg(test)]
@@ -169,6 +200,31 @@ mod tests {
     }
 
     #[test]
+    fn a_call_may_be_asked_for() {
+        let parameters = json!({"type": "object", "properties": {"x": {"type": "integer"}}});
+        let two = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}},
+                         {"type": "function", "function": {"name": "g"}}]);
+        let two = two.as_array().unwrap();
+        let names = |choice: &Value| {
+            let tools = must_call(two, Some(choice)).map_err(|refusal| refusal.message)?;
+            Ok::<_, String>(tools.map(|tools| tools.into_iter().map(|tool| tool.name).collect::<Vec<_>>()))
+        };
+        assert_eq!(names(&json!("auto")), Ok(None));
+        assert_eq!(names(&json!("required")), Ok(Some(vec!["f".into(), "g".into()])));
+        let named = |name: &str| json!({"type": "function", "function": {"name": name}});
+        assert_eq!(names(&named("g")), Ok(Some(vec!["g".into()])));
+        assert_eq!(must_call(two, Some(&named("f"))).unwrap().unwrap()[0].parameters, parameters);
+        for (choice, part) in [
+            (named("h"), "names \"h\", which is none of the `tools`"),
+            (json!({"type": "allowed_tools"}), "`tool_choice` must be of the type \"function\""),
+            (json!("some"), "and is \"some\""),
+        ] {
+            assert!(names(&choice).unwrap_err().contains(part), "{choice}");
+        }
+        assert!(must_call(&[], Some(&json!("required"))).unwrap_err().message.contains("no `tools`"));
+    }
+
+    #[test]
     fn tools_are_functions_and_may_be_chosen_freely_or_not_at_all() {
         let one = json!([{"type": "function", "function": {"name": "f", "parameters": {}}}]);
         assert_eq!(tools(Some(&one), None).unwrap().len(), 1);
@@ -179,8 +235,6 @@ mod tests {
             (json!({"a": 1}), json!("auto"), "`tools` must be an array"),
             (json!([{"type": "custom"}]), json!("auto"), "and one is \"custom\""),
             (json!([{"type": "function"}]), json!("auto"), "each of `tools` must have a `function`"),
-            (one.clone(), json!("required"), "`tool_choice`"),
-            (one, json!({"type": "function", "function": {"name": "f"}}), "`tool_choice`"),
         ] {
             let refusal = tools(Some(&wrong), Some(&choice)).unwrap_err();
             assert!(refusal.message.contains(part), "{wrong}: {}", refusal.message);

@@ -1,6 +1,7 @@
 //! `warpdraft batch`: lines of requests in, lines of results out.
 
 mod ahead;
+mod form;
 mod identity;
 mod input;
 mod json;

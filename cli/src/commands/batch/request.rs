@@ -1,14 +1,17 @@
 //! A line of requests, understood.
 
+use std::sync::OnceLock;
+
 use host::encode_prompt;
 use model::chat::{Conversation, Splitter};
 use model::text::shown;
 use model::tokenizer::Around;
-use model::{ChatTemplate, Checkpoint, GenerationConfig, Sampling, Tokenizer};
+use model::{ChatTemplate, Checkpoint, Forms, GenerationConfig, Sampling, Shape, Tokenizer};
 use serde_json::{Map, Value};
 
 use super::identity::Key;
-use super::{json, messages};
+use super::{form, json, messages};
+use crate::form::behind_thought;
 use crate::resolve::batch::Defaults;
 
 /// What requests need to become jobs.
@@ -20,6 +23,9 @@ pub struct Reader {
     /// Most tokens of prompt and answer together, here and in the model.
     context: usize,
     most: usize,
+    vocab_size: usize,
+    /// Made when a request first asks for a form, or why they cannot be.
+    forms: OnceLock<Result<Forms, Refusal>>,
 }
 
 /// A request that can be answered, as far as can be told without the model.
@@ -73,6 +79,7 @@ impl From<host::Error> for Refusal {
         let code = match error {
             host::Error::PromptTooLong { .. } | host::Error::PromptFarTooLong { .. } => "context_length_exceeded",
             host::Error::NotFinite { .. } => "not_finite",
+            host::Error::FormLost { .. } => "unsupported_form",
             _ => "invalid_request",
         };
         Refusal::new(code, error.to_string())
@@ -85,6 +92,10 @@ const KNOWN: &[&str] = &[
     "chat_template_kwargs",
     "custom_id",
     "frequency_penalty",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
     "ignore_eos",
     "logprobs",
     "max_completion_tokens",
@@ -95,8 +106,10 @@ const KNOWN: &[&str] = &[
     "presence_penalty",
     "prompt",
     "repetition_penalty",
+    "response_format",
     "seed",
     "stop",
+    "structured_outputs",
     "temperature",
     "tool_choice",
     "tools",
@@ -133,10 +146,6 @@ const UNSUPPORTED: &[(&str, &[&str])] = &[
     ("echo", &["false"]),
     ("function_call", &["\"none\"", "\"auto\""]),
     ("functions", &[]),
-    ("guided_choice", &[]),
-    ("guided_grammar", &[]),
-    ("guided_json", &[]),
-    ("guided_regex", &[]),
     ("include_stop_str_in_output", &["false"]),
     ("length_penalty", &["1", "1.0"]),
     ("logit_bias", &[]),
@@ -146,11 +155,9 @@ const UNSUPPORTED: &[(&str, &[&str])] = &[
     ("prediction", &[]),
     ("prompt_logprobs", &["0", "false"]),
     ("reasoning_effort", &[]),
-    ("response_format", &["{\"type\":\"text\"}"]),
     ("skip_special_tokens", &["true"]),
     ("stop_token_ids", &[]),
     ("stream", &["false"]),
-    ("structured_outputs", &[]),
     ("suffix", &[]),
     ("truncate_prompt_tokens", &[]),
     ("typical_p", &["1", "1.0"]),
@@ -169,6 +176,8 @@ impl Reader {
             defaults,
             context,
             most: checkpoint.config.max_position_embeddings,
+            vocab_size: checkpoint.config.vocab_size,
+            forms: OnceLock::new(),
         }
     }
 
@@ -209,7 +218,7 @@ impl Reader {
                 return Err(Refusal::new("unsupported", format!("`{name}` must be 1; send a line for each answer")));
             }
         }
-        let (form, prompt) = self.prompt(fields)?;
+        let Prompt { form, tokens: prompt, shaped } = self.prompt(fields)?;
         let answer = &self.defaults.answer;
         if prompt.len() >= self.context {
             let Self { context, most, .. } = *self;
@@ -234,7 +243,9 @@ impl Reader {
             sampling,
             draft: None,
             stop: fields.stop()?.unwrap_or_else(|| answer.stop.clone()),
-            ignore_end: fields.truth("ignore_eos")?.unwrap_or(answer.ignore_eos),
+            // What is said for all requests is not meant for those whose answers have a form.
+            ignore_end: fields.truth("ignore_eos")?.unwrap_or(answer.ignore_eos && shaped.is_none()),
+            form: shaped,
         };
         Ok(Wanted { request, logprobs: logprobs(fields, &form)?, form })
     }
@@ -266,26 +277,45 @@ impl Reader {
         })
     }
 
-    fn prompt(&self, fields: &Fields) -> Result<(Form, Vec<u32>), Refusal> {
+    /// The form of a shape that the field `name` asks for.
+    fn shaped(&self, name: &str, shape: &Shape) -> Result<model::Form, Refusal> {
+        let refusal = |error: model::Error| Refusal::new("unsupported_form", format!("`{name}`: {error}"));
+        let make = || Forms::of(&self.tokenizer, self.vocab_size, &self.generation.eos_token_ids).map_err(refusal);
+        self.forms.get_or_init(make).as_ref().map_err(Clone::clone)?.compile(shape).map_err(refusal)
+    }
+
+    fn prompt(&self, fields: &Fields) -> Result<Prompt, Refusal> {
         let encode = |text: &str, around| {
             encode_prompt(&self.tokenizer, text, around, self.context, self.most).map_err(Refusal::from)
         };
-        let completion = |text: &str| Ok((Form::Completion, encode(text, Around::Special)?));
+        let asked = form::shape(|name| fields.get(name))?;
+        let shaped = |asked: Option<(&str, Shape)>| asked.map(|(name, shape)| self.shaped(name, &shape)).transpose();
         let tools = messages::tools(fields.get("tools"), fields.get("tool_choice"))?;
+        let calls = messages::must_call(tools, fields.get("tool_choice"))?;
+        let asked = match (asked, calls) {
+            (Some((name, _)), Some(_)) => {
+                let message = format!("`{name}` and `tool_choice` both say the form of the answer; give one");
+                return Err(Refusal::invalid(message));
+            }
+            (asked, calls) => asked.or(calls.map(|tools| ("tool_choice", Shape::Call(tools)))),
+        };
+        let completion = |tokens| Ok(Prompt { form: Form::Completion, tokens, shaped: shaped(asked.clone())? });
+        let text_completion = |text: &str| completion(encode(text, Around::Special)?);
         match (fields.get("messages"), fields.get("prompt")) {
             (None, Some(_)) if !tools.is_empty() => {
                 Err(Refusal::unsupported("`tools` are for `messages`; leave them out"))
             }
             (Some(_), Some(_)) => Err(Refusal::invalid("give `messages` or `prompt`, not both")),
             (None, None) => Err(Refusal::invalid("`messages` or `prompt` is needed")),
-            (None, Some(Value::String(text))) => completion(text),
+            (None, Some(Value::String(text))) => text_completion(text),
             (None, Some(Value::Array(ids))) => match ids.as_slice() {
-                [Value::String(text)] => completion(text),
+                [Value::String(text)] => text_completion(text),
                 _ => {
                     let ids: Option<Vec<u32>> =
                         ids.iter().map(|id| id.as_u64().and_then(|i| i.try_into().ok())).collect();
-                    ids.map(|ids| (Form::Completion, ids))
-                        .ok_or_else(|| Refusal::invalid("`prompt` must be one text, or the ids of its tokens"))
+                    completion(
+                        ids.ok_or_else(|| Refusal::invalid("`prompt` must be one text, or the ids of its tokens"))?,
+                    )
                 }
             },
             (None, Some(_)) => Err(Refusal::invalid("`prompt` must be one text, or the ids of its tokens")),
@@ -297,16 +327,31 @@ impl Reader {
                 })?;
                 let conversation =
                     Conversation { messages: &messages, tools, enable_thinking, add_generation_prompt: true };
-                let text = template.render_conversation(conversation).map_err(|error| match error {
-                    // Where the template is depends on the machine, and results do not.
-                    model::Error::ChatTemplate { reason, .. } => {
-                        Refusal::invalid(format!("the chat template fails: {reason}"))
-                    }
-                    other => Refusal::invalid(other.to_string()),
-                })?;
-                Ok((Form::Chat(Splitter::new(&text, !tools.is_empty())), encode(&text, Around::Nothing)?))
+                let text = template.render_conversation(conversation).map_err(of_template)?;
+                let shaped = shaped(asked)?
+                    .map(|form| behind_thought(&form, Some(template), conversation, &text).map_err(of_template))
+                    .transpose()?;
+                let form = Form::Chat(Splitter::new(&text, !tools.is_empty()));
+                Ok(Prompt { form, tokens: encode(&text, Around::Nothing)?, shaped })
             }
         }
+    }
+}
+
+/// What a request is answered from, and the form that its answer has.
+struct Prompt {
+    form: Form,
+    tokens: Vec<u32>,
+    shaped: Option<model::Form>,
+}
+
+/// Why a template makes no prompt, or a form cannot follow it.
+fn of_template(error: model::Error) -> Refusal {
+    match error {
+        // Where the template is depends on the machine, and results do not.
+        model::Error::ChatTemplate { reason, .. } => Refusal::invalid(format!("the chat template fails: {reason}")),
+        model::Error::Form { .. } => Refusal::new("unsupported_form", error.to_string()),
+        other => Refusal::invalid(other.to_string()),
     }
 }
 

@@ -14,6 +14,7 @@ use model::{Message, OpenOptions, Role};
 use self::input::{Input, Next};
 use self::line::{COMMANDS, Line};
 use crate::commands::{Shown, answer, chat_template};
+use crate::form::Wanted;
 use crate::output::{Answer, note};
 use crate::resolve::Chat;
 use crate::{Ending, loading, output};
@@ -38,6 +39,7 @@ pub fn run(command: Chat) -> anyhow::Result<Ending> {
     let options = OpenOptions { check_finite: false, weights: command.weights };
     let checkpoint = loading::open(&command.source, options, command.report)?;
     chat_template(&checkpoint, &command.source)?;
+    let form = Wanted::new(&checkpoint, command.shape.as_ref())?;
     // Before the wait: what is typed meanwhile is the first turn.
     let input = Input::new(&command);
     let engine = loading::load(checkpoint, command.load.clone(), command.report)?;
@@ -45,7 +47,7 @@ pub fn run(command: Chat) -> anyhow::Result<Ending> {
         note(&format!("{} on {}; /help lists commands and keys, Ctrl-D leaves", command.source, engine.device()));
     }
     let think = command.think;
-    Conversation { engine, input, messages: command.system.iter().cloned().collect(), think, command }.hold()
+    Conversation { engine, input, messages: command.system.iter().cloned().collect(), think, form, command }.hold()
 }
 
 /// A conversation with a loaded model.
@@ -54,6 +56,8 @@ struct Conversation {
     input: Input,
     messages: Vec<Message>,
     think: bool,
+    /// Of its answers.
+    form: Option<Wanted>,
     command: Chat,
 }
 
@@ -118,7 +122,7 @@ impl Conversation {
 
     /// The answer to the messages, which becomes one of them; whether there was any.
     fn answer(&mut self) -> anyhow::Result<(Turn, bool)> {
-        let Self { engine, command, messages, think, input } = self;
+        let Self { engine, command, messages, think, form, input } = self;
         let (typed, report) = (input.is_typed(), command.report);
         let checkpoint = engine.checkpoint();
         let template: &ChatTemplate = chat_template(checkpoint, &command.source)?;
@@ -126,7 +130,10 @@ impl Conversation {
         let most = checkpoint.config.max_position_embeddings;
         let tokens = encode_prompt(&checkpoint.tokenizer, &prompt, Around::Nothing, engine.context(), most)
             .map_err(|error| in_conversation(error.into(), typed))?;
-        let request = command.answer.request(tokens, &checkpoint.generation);
+        let conversation = model::Conversation::plain(messages, *think);
+        let in_form = |wanted: &Wanted| wanted.in_conversation(checkpoint, conversation, &prompt);
+        let form = form.as_ref().map(in_form).transpose()?;
+        let request = host::Request { form, ..command.answer.request(tokens, &checkpoint.generation) };
         let shown = if report.json { Shown::Nothing } else { Shown::Answer { prompt: &prompt } };
         let generation = answer(engine, &request, shown, report).map_err(|error| in_conversation(error, typed))?;
         let parts = Splitter::new(&prompt, false).answer(&generation.text);

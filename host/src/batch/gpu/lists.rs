@@ -33,12 +33,24 @@ pub struct Ready {
     pub choices: List,
     /// Whether all choices are the best tokens, and nothing else is wanted.
     pub plain: bool,
+    /// Choices of sequences whose answers have a form.
+    pub masked: Vec<Masked>,
+    /// Whether one of them follows a token that is not known yet, so that its mask is not, either.
+    pub waits: bool,
     /// The first choice among all of the step.
     pub first: usize,
     /// Rows to note for log-probabilities, and the first note among all of the step.
     pub wanted: Vec<[u32; Wanted::WORDS]>,
     pub notes: List,
     pub first_note: usize,
+}
+
+/// The choices of a sequence whose answer has a form.
+pub struct Masked {
+    pub slot: Slot,
+    /// Rows of the logits: of the newest token, and of its drafts.
+    pub rows: Vec<u32>,
+    pub drafts: Vec<u32>,
 }
 
 /// A step's lists that are not a pass's.
@@ -114,6 +126,26 @@ impl GpuBatch {
         })
     }
 
+    /// The choices of a pass that need masks, and whether one of these cannot be made yet.
+    fn masked(&self, pass: &Pass) -> (Vec<Masked>, bool) {
+        let (mut masked, mut waits) = (Vec::new(), false);
+        let mut choices = (0..).zip(&pass.chosen).peekable();
+        while let Some((i, chosen)) = choices.next() {
+            let slot = pass.slots[chosen.row];
+            let logits = |i: u32, chosen: &passes::Chosen| if pass.prompt { i } else { chosen.row as u32 };
+            let mut one = Masked { slot, rows: vec![logits(i, chosen)], drafts: Vec::new() };
+            while let Some((i, draft)) = choices.next_if(|(_, next)| next.of == chosen.of) {
+                one.rows.push(logits(i, draft));
+                one.drafts.push(pass.tokens[draft.row]);
+            }
+            if self.slots[slot as usize].form.is_some() {
+                waits |= self.is_unknown(slot, pass.positions[chosen.row] as usize);
+                masked.push(one);
+            }
+        }
+        (masked, waits)
+    }
+
     /// Lists a pass; its choices come after `first` others, and its notes after `first_note`.
     pub(super) fn list_pass(&mut self, pass: Pass, first: usize, first_note: usize) -> Ready {
         let choice = |(i, chosen): (usize, &passes::Chosen)| {
@@ -137,6 +169,7 @@ impl GpuBatch {
         let slot_of = |row: usize| pass.slots[row];
         let plain = |chosen: &passes::Chosen| self.slots[slot_of(chosen.row) as usize].is_plain();
         let plain = pass.chosen.iter().all(plain);
+        let (masked, waits) = self.masked(&pass);
         let unknown = (0..pass.len()).filter(|&row| self.is_unknown(slot_of(row), pass.positions[row] as usize));
         let entry = |row: usize| {
             let slot = slot_of(row) as usize;
@@ -159,6 +192,8 @@ impl GpuBatch {
             pick_count: upload.push([pass.chosen.len() as u32]),
             choices: upload.push(choices),
             plain,
+            masked,
+            waits,
             notes: upload.push(wanted.iter().flatten().copied()),
             wanted,
             first,

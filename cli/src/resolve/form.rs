@@ -1,0 +1,32 @@
+//! The form of answers, made from its arguments.
+
+use std::path::Path;
+
+use anyhow::Context;
+use model::Shape;
+
+use super::utf8;
+use crate::args::form::FormArgs;
+
+/// What answers have to look like, if that is said; reads the file.
+///
+/// # Errors
+/// A file that cannot be read, or is no JSON.
+pub fn shape(args: FormArgs) -> anyhow::Result<Option<Shape>> {
+    let FormArgs { json_schema, regex, choice, grammar } = args;
+    if let Some(path) = json_schema {
+        let schema = read(&path, "JSON Schema")?;
+        let schema = serde_json::from_str(&schema)
+            .with_context(|| format!("the JSON Schema in {} is no JSON", path.display()))?;
+        return Ok(Some(Shape::JsonSchema(schema)));
+    }
+    if let Some(path) = grammar {
+        return Ok(Some(Shape::Lark(read(&path, "grammar")?)));
+    }
+    Ok(regex.map(Shape::Regex).or(choice.map(Shape::Choice)))
+}
+
+fn read(path: &Path, what: &str) -> anyhow::Result<String> {
+    let name = path.display().to_string();
+    utf8(std::fs::read(path).with_context(|| format!("cannot read the {what} from {name}"))?, &name)
+}

@@ -1,0 +1,138 @@
+//! A sequence whose answer has a form, on the GPU backend.
+//!
+//! Its masks are made on the host, so its steps cannot be enqueued without knowing what came before. But only the
+//! choice needs the mask: the pass itself is enqueued ahead, and while it runs the host takes the newest token out of
+//! the ring, moves the matcher on, and enqueues the choice behind the pass. With drafts the pass too waits for the
+//! newest token: the host proposes what the form forces, or what an n-gram match finds that the form allows.
+
+use gpu_kernels::drafting;
+use gpu_kernels::step::{self, Accept, PlanDecode};
+use model::Matcher;
+
+use super::{DRAFT_COST, Gpu};
+use crate::Error;
+use crate::backend::Step;
+use crate::draft::{Proposal, learned};
+
+/// A sequence's way through its form.
+pub(super) struct Following {
+    matcher: Matcher,
+    history: Vec<u32>,
+    /// What proposals from the text were worth of late.
+    acceptance: u32,
+    proposed: Vec<u32>,
+    /// Whether the form forces what is proposed.
+    forced: bool,
+    /// How many of them run in the step that is under way.
+    drafts: usize,
+    /// Whether the next step is still to be enqueued.
+    is_behind: bool,
+}
+
+impl Following {
+    /// At its beginning.
+    pub fn new(matcher: Matcher, prompt: &[u32]) -> Self {
+        Self {
+            matcher,
+            history: prompt.to_vec(),
+            acceptance: drafting::UNTRIED,
+            proposed: Vec::new(),
+            forced: false,
+            drafts: 0,
+            is_behind: false,
+        }
+    }
+}
+
+impl Gpu {
+    /// Whether a pass is enqueued before the token before it is known.
+    fn passes_ahead(&self) -> bool {
+        self.run.draft.is_none() && self.run_ahead > 0
+    }
+
+    /// Makes the masks of the rows from `first_row` on, and enqueues that they are applied to the logits, which are
+    /// enqueued.
+    pub(super) fn enqueue_masks(&mut self, first_row: u32) -> Result<(), Error> {
+        let Some(form) = &mut self.run.form else { return Ok(()) };
+        let drafts = &form.proposed[..form.drafts];
+        let vocab = self.forward.config().vocab_size;
+        let matcher = &mut form.matcher;
+        let fill = |entries: Vec<crate::masks::Entry<'_>>| {
+            let rows = entries.into_iter().zip(first_row..).map(|(entry, row)| entry.of_row(row, vocab));
+            matcher.masks_along(drafts, rows);
+        };
+        // SAFETY: there are logits of all rows of a step.
+        unsafe { self.masks.enqueue(self.forward.logits().ptr_mut(), 1 + drafts.len(), fill) }
+    }
+
+    /// Enqueues what is behind a choice under a form: its acceptance, and the next pass if that goes ahead.
+    pub(super) fn enqueue_behind(&mut self, accept: Accept, length: usize) -> Result<(), Error> {
+        // SAFETY: buffers of self, sized as the parameter block says.
+        unsafe { self.forward.device().launch::<step::accept>(1, 0, accept)? };
+        if self.passes_ahead() { self.enqueue_form_pass(0, length) } else { Ok(()) }
+    }
+
+    /// Enqueues the plan of a step with so many drafts, and its pass, for a history of then at most `length` tokens.
+    fn enqueue_form_pass(&self, drafts: usize, length: usize) -> Result<(), Error> {
+        let counters = self.forward.stream().map(|stream| stream.counters());
+        let plan = PlanDecode {
+            rows: self.forward.rows(),
+            state: self.state(),
+            drafts: self.proposals.ptr(),
+            draft_rows: if drafts > 0 { self.proposals.ptr() } else { Default::default() },
+            cost: drafting::Cost::default(),
+            counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
+            counter_count: counters.map_or(0, |c| c.len() as u32),
+        };
+        // SAFETY: buffers of self, sized as the parameter block says; proposals stay as they are until the step has
+        // reported.
+        unsafe { self.forward.device().launch::<step::plan_decode>(1, 0, plan)? };
+        let end = (length + drafts).min(self.forward.capacity());
+        self.forward.enqueue_decode(1 + drafts as u32, end as u32)
+    }
+
+    /// Proposes drafts for the next step; how many are worth it.
+    fn propose(&mut self) -> Result<usize, Error> {
+        let Some((form, draft)) = self.run.form.as_mut().zip(self.run.draft) else { return Ok(0) };
+        let proposal = Proposal::of(&draft, &form.history, self.run.max_length, Some(&mut form.matcher));
+        (form.proposed, form.forced) = (proposal.tokens, proposal.forced);
+        let acceptance = if form.forced { drafting::ONE } else { form.acceptance };
+        let cost = draft.cost(DRAFT_COST);
+        form.drafts = drafting::worthwhile(acceptance, cost, 0, form.proposed.len() as u32) as usize;
+        // SAFETY: the step that read the ones before has reported.
+        let words = unsafe { self.proposals.as_mut_slice_now() };
+        words[0] = 1 + form.drafts as i32;
+        words[1..].iter_mut().zip(&form.proposed[..form.drafts]).for_each(|(word, token)| *word = *token as i32);
+        Ok(form.drafts)
+    }
+
+    /// Takes in what a step has brought, and enqueues what comes next.
+    pub(super) fn follow(&mut self, step: &Step) -> Result<(), Error> {
+        let Some(form) = &mut self.run.form else { return Ok(()) };
+        form.matcher.accept(&step.tokens);
+        form.matcher.check()?;
+        form.history.extend(&step.tokens);
+        if !form.forced {
+            form.acceptance = learned(form.acceptance, &form.proposed, &step.tokens);
+        }
+        form.proposed.clear();
+        form.drafts = 0;
+        form.is_behind = !step.finished;
+        // Where steps are waited for one by one, the next begins when it is asked for.
+        if self.run_ahead > 0 { self.catch_up() } else { Ok(()) }
+    }
+
+    /// Enqueues the next step under a form, as far as it is not.
+    pub(super) fn catch_up(&mut self) -> Result<(), Error> {
+        let length = self.run.length;
+        match &mut self.run.form {
+            Some(form) if form.is_behind => form.is_behind = false,
+            _ => return Ok(()),
+        }
+        let drafts = self.propose()?;
+        if !self.passes_ahead() {
+            self.enqueue_form_pass(drafts, length)?;
+        }
+        self.enqueue_choice(1 + drafts as u32, 0, true, length)
+    }
+}

@@ -1,0 +1,196 @@
+//! Forms: what may come next, whatever was asked and taken back before, and what cannot be followed.
+
+use model::form::{Tool, is_allowed, mask_words};
+use model::sampling::random;
+use model::{Checkpoint, Form, Forms, Matcher, Shape};
+use serde_json::json;
+
+/// The demo model's tokens: its tokenizer has Qwen3's tags.
+fn demo() -> Checkpoint {
+    Checkpoint::demo().unwrap()
+}
+
+fn mask(matcher: &mut Matcher, form: &Form) -> Vec<u32> {
+    let mut mask = vec![0; mask_words(form.vocab_size())];
+    matcher.mask(&mut mask);
+    mask
+}
+
+fn allowed(mask: &[u32], vocab_size: usize) -> Vec<u32> {
+    (0..vocab_size as u32).filter(|&token| is_allowed(mask, token)).collect()
+}
+
+/// An answer of the form by a model that knows nothing, up to an end token, with the masks on its way.
+fn walk(form: &Form, ends: &[u32], seed: u64) -> (Vec<u32>, Vec<Vec<u32>>) {
+    let (mut matcher, mut tokens, mut masks) = (form.matcher(), Vec::new(), Vec::new());
+    while tokens.len() < 400 {
+        let mask = mask(&mut matcher, form);
+        let choices = allowed(&mask, form.vocab_size());
+        let token = choices[(random(seed, tokens.len() as u64) % choices.len() as u64) as usize];
+        matcher.accept(&[token]);
+        matcher.check().unwrap();
+        tokens.push(token);
+        masks.push(mask);
+        if ends.contains(&token) {
+            break;
+        }
+    }
+    (tokens, masks)
+}
+
+fn shapes() -> Vec<Shape> {
+    let schema = json!({
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "kind": {"enum": ["a", "bc", "bcd"]},
+            "many": {"type": "array", "items": {"type": "integer", "minimum": -3, "maximum": 1200}, "maxItems": 3},
+            "of": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
+        },
+        "required": ["name", "kind", "many", "of"],
+        "additionalProperties": false,
+        "$defs": {"point": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"],
+                            "additionalProperties": false}},
+    });
+    let tool = Tool { name: "look_up".into(), parameters: schema.clone() };
+    let nothing = json!({"type": "object", "additionalProperties": false});
+    vec![
+        Shape::JsonSchema(schema),
+        Shape::Regex("[0-9]{4}-[0-9]{2}(/[a-z]+)?".into()),
+        Shape::Choice(vec!["yes".into(), "yes, but".into(), "no (1+1)".into(), "<|im_end|>".into()]),
+        Shape::Lark("start: word (\", \" word)*\nword: /[a-z]{2,5}/\n".into()),
+        Shape::Call(vec![tool, Tool { name: "stop \"now\"".into(), parameters: nothing }]),
+    ]
+}
+
+#[test]
+fn a_mask_depends_on_the_tokens_alone() {
+    let checkpoint = demo();
+    let (forms, ends) = (Forms::new(&checkpoint).unwrap(), &checkpoint.generation.eos_token_ids);
+    for (number, shape) in shapes().iter().enumerate() {
+        let form = forms.compile(shape).unwrap();
+        for form in [form.clone(), form.after_thought(false).unwrap(), form.after_thought(true).unwrap()] {
+            for seed in 0..8 {
+                let (tokens, masks) = walk(&form, ends, seed);
+                let text = checkpoint.tokenizer.decode(&tokens);
+                assert!(tokens.len() == 400 || ends.contains(tokens.last().unwrap()), "{text}");
+                // In leaps, with guesses that are taken back, and with questions in between.
+                let (mut matcher, mut at) = (form.matcher(), 0);
+                while at < tokens.len() {
+                    let ahead = (random(seed ^ 77, at as u64) % 6) as usize;
+                    let drafts = &tokens[at..(at + ahead).min(tokens.len())];
+                    let mut along = vec![0; (drafts.len() + 1) * masks[0].len()];
+                    matcher.masks_along(drafts, along.chunks_exact_mut(masks[0].len()));
+                    let rows = along.chunks_exact(masks[0].len()).zip(&masks[at..]);
+                    assert!(rows.into_iter().all(|(a, b)| a == b), "shape {number}, seed {seed}, at {at}: {text}");
+                    let forced = matcher.forced(9);
+                    assert!(tokens[at..].starts_with(&forced[..forced.len().min(1)]), "{forced:?} in {text}");
+                    assert!(matcher.possible(&tokens[at..]) > 0 || ends.contains(&tokens[at]), "at {at} in {text}");
+                    let leap = (1 + random(seed ^ 99, at as u64) as usize % 4).min(tokens.len() - at);
+                    matcher.accept(&tokens[at..at + leap]);
+                    at += leap;
+                }
+                matcher.check().unwrap();
+                assert_eq!(matcher.is_at_end(), tokens.len() < 400);
+            }
+        }
+    }
+}
+
+#[test]
+fn answers_have_the_form() {
+    let checkpoint = demo();
+    let (forms, ends) = (Forms::new(&checkpoint).unwrap(), &checkpoint.generation.eos_token_ids);
+    let text = |shape: &Shape, seed| checkpoint.tokenizer.decode(&walk(&forms.compile(shape).unwrap(), ends, seed).0);
+    let [schema, date, choice, words, call] = &shapes()[..] else { panic!("five") };
+    let mut chosen = std::collections::BTreeSet::new();
+    for seed in 0..40 {
+        let json = text(schema, seed);
+        let value: serde_json::Value = serde_json::from_str(&json).unwrap_or_else(|e| panic!("{e}: {json}"));
+        assert!(value["name"].is_string() && json.starts_with("{\"name\": \""), "{json}");
+        let date = text(date, seed);
+        assert!(date.as_bytes()[..4].iter().all(u8::is_ascii_digit) && &date[4..5] == "-", "{date}");
+        chosen.insert(text(choice, seed));
+        let words = text(words, seed);
+        assert!(words.split(", ").all(|word| (2..=5).contains(&word.len())), "{words}");
+        let call = text(call, seed);
+        let answer = model::chat::Splitter::new("", true).answer(&call);
+        let Ok([called]) = <[_; 1]>::try_from(answer.tool_calls) else { panic!("no call: {call}") };
+        assert!(["look_up", "stop \"now\""].contains(&called.name.as_str()), "{call}");
+        assert!(answer.content.is_empty(), "{call}");
+    }
+    let texts = ["<|im_end|>", "no (1+1)", "yes", "yes, but"];
+    assert_eq!(chosen.iter().map(String::as_str).collect::<Vec<_>>(), texts);
+}
+
+#[test]
+fn a_thought_is_free_and_the_form_begins_behind_it() {
+    let checkpoint = demo();
+    let id = |text: &str| checkpoint.tokenizer.encode(text).unwrap()[0];
+    let form = Forms::new(&checkpoint).unwrap().compile(&Shape::Choice(vec!["yes".into()])).unwrap();
+    let form = form.after_thought(false).unwrap();
+    let mut matcher = form.matcher();
+    let vocab = form.vocab_size();
+    assert_eq!(allowed(&mask(&mut matcher, &form), vocab), [id("<think>")]);
+    matcher.accept(&[id("<think>"), id("a")]);
+    // All but the end tokens.
+    let ends = &checkpoint.generation.eos_token_ids;
+    let free = allowed(&mask(&mut matcher, &form), vocab);
+    assert_eq!(free.len(), vocab - ends.len());
+    assert!(ends.iter().all(|end| !free.contains(end)));
+    assert_eq!(matcher.possible(&[id("b"), id("</think>"), id("c")]), 2);
+    assert_eq!(matcher.possible(&[id("b"), ends[0]]), 1);
+    matcher.accept(&[id("</think>")]);
+    let behind = checkpoint.tokenizer.encode("\n\n").unwrap();
+    assert_eq!(matcher.forced(9), behind);
+    matcher.accept(&behind);
+    let forced = matcher.forced(9);
+    assert_eq!(checkpoint.tokenizer.decode(&forced), "yes");
+    matcher.accept(&forced);
+    assert!(allowed(&mask(&mut matcher, &form), vocab).iter().all(|token| ends.contains(token)));
+    // Back into the thought, and out of it again.
+    matcher.take_back(forced.len() + behind.len() + 1);
+    assert_eq!(allowed(&mask(&mut matcher, &form), vocab).len(), free.len());
+    matcher.accept(&[id("x"), id("</think>")]);
+    assert_eq!(matcher.forced(9), behind);
+}
+
+#[test]
+fn what_cannot_be_followed_is_refused_by_its_name() {
+    let forms = Forms::new(&demo()).unwrap();
+    for (shape, part) in [
+        (Shape::JsonSchema(json!({"type": "array", "uniqueItems": true})), "keyword `uniqueItems`"),
+        (Shape::JsonSchema(json!({"properties": {"a": {"if": {}, "not": {}}}})), "keywords `if`, `not`"),
+        (Shape::JsonSchema(json!({"type": "string", "format": "colour"})), "`format` has the value colour"),
+        (Shape::JsonSchema(json!({"type": "string", "minLength": 3, "maxLength": 2})), "minLength"),
+        (Shape::JsonSchema(json!([1])), "a JSON Schema is an object"),
+        (Shape::JsonSchema(json!({"$ref": "#/$defs/none"})), "#/$defs/none"),
+        (Shape::JsonSchema(json!({"type": "strng"})), "strng"),
+        (Shape::Regex("[a-".into()), "[a-"),
+        (Shape::Choice(Vec::new()), "one text or more"),
+        (Shape::Lark("root ::= \"a\"".into()), "Lark"),
+        (Shape::Lark("begin: \"a\"".into()), "start"),
+    ] {
+        let error = forms.compile(&shape).unwrap_err().to_string();
+        assert!(error.contains(part) && !error.contains('\n'), "{shape:?}: {error}");
+    }
+}
+
+#[test]
+fn a_choice_among_allowed_tokens_is_one_of_them() {
+    let logits: Vec<f32> = (0..100).map(|i| (i % 7) as f32).collect();
+    let mut mask = vec![0; mask_words(100)];
+    for token in [3, 40, 64] {
+        mask[token / 32] |= 1 << (token % 32);
+    }
+    let greedy = model::Sampling::default();
+    assert_eq!(greedy.sample_allowed(&logits, Some(&mask), &[], &[]), 40);
+    let hot = model::Sampling { temperature: 1.5, top_k: 50, top_p: 0.99, ..greedy };
+    let mut seen = [0; 100];
+    for seed in 0..300 {
+        seen[model::Sampling { seed, ..hot }.sample_allowed(&logits, Some(&mask), &[], &[]) as usize] += 1;
+    }
+    assert_eq!(seen.iter().sum::<i32>(), seen[3] + seen[40] + seen[64]);
+    assert!(seen[3] > 30 && seen[40] > seen[3]);
+    assert_eq!(hot.sample_allowed(&logits, None, &[1], &[]), hot.sample(&logits, &[1], &[]));
+}
