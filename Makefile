@@ -32,6 +32,7 @@ test: ptx-toolchain $(PTXAS)
 	target/release/examples/answer_batch
 	target/release/examples/launch_kernel
 	scripts/check-recipes.sh target/release/warpdraft
+	scripts/check-standalone.sh
 	$(CARGO) test --release --workspace
 	$(CARGO) fmt --manifest-path $(FIRST_KERNEL) --all --check
 	$(CARGO) clippy --release --manifest-path $(FIRST_KERNEL) --target-dir $${CARGO_TARGET_DIR:-target} \

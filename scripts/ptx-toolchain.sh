@@ -5,9 +5,9 @@ set -euo pipefail
 
 has_core() { [ -d "$1/lib/rustlib/src/rust/library/core" ] && [ -x "$1/bin/rustc" ] && [ -x "$1/bin/cargo" ]; }
 
-if [ -n "${WARPDRAFT_PTX_TOOLCHAIN:-}" ]; then
-    has_core "$WARPDRAFT_PTX_TOOLCHAIN" && exit 0
-    echo "WARPDRAFT_PTX_TOOLCHAIN=$WARPDRAFT_PTX_TOOLCHAIN has no bin/rustc, bin/cargo and library sources" >&2
+if [ -n "${CUDA_BUILDER_TOOLCHAIN:-}" ]; then
+    has_core "$CUDA_BUILDER_TOOLCHAIN" && exit 0
+    echo "CUDA_BUILDER_TOOLCHAIN=$CUDA_BUILDER_TOOLCHAIN has no bin/rustc, bin/cargo and library sources" >&2
     exit 1
 fi
 has_core "$(rustc --print sysroot)" && exit 0

@@ -71,6 +71,11 @@ pub use global::{Global, GlobalMut};
 pub use half::{bf16, f16};
 pub use layout::Layout;
 
+/// The code of README.md is tested.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 // What the macros write names this crate, also within it.
 extern crate self as cuda_std;
 

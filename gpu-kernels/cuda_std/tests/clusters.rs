@@ -106,7 +106,7 @@ fn pairs_share_what_they_copy() {
 #[test]
 fn what_pairs_forget_is_found() {
     let race = "race on shared offset";
-    fails::<pairs_without_fence>(PAIRS(), 256, &[race]);
+    fails::<pairs_without_fence>(PAIRS(), 256, &[race, "no fence_init stands between"]);
     fails::<pairs_that_begin_early>(PAIRS(), 256, &[race, "not initialised", "no mbarrier was made"]);
     fails::<pairs_that_write_early>(PAIRS(), 256, &[race, "expects"]);
     fails::<pairs_that_end_early>(PAIRS(), 256, &["of the cluster has ended", "was started here and never waited for"]);

@@ -1,6 +1,6 @@
 //! Compiles a kernel crate to PTX from a build script, with rustc's own NVPTX back end.
 //!
-//! The interface is the part of rust-cuda's `cuda_builder` that this project uses:
+//! The interface is a part of that of rust-cuda's `cuda_builder`:
 //!
 //! ```no_run
 //! # fn main() -> Result<(), cuda_builder::Error> {
@@ -68,9 +68,7 @@ pub enum Error {
         reason: String,
     },
     /// A kernel whose comments in the PTX are incomplete.
-    #[error(
-        "the PTX does not tell the {about} of kernel {kernel}: declare it with #[kernel] of this workspace's cuda_std"
-    )]
+    #[error("the PTX does not tell the {about} of kernel {kernel}: declare it with #[kernel] of this cuda_std")]
     Note {
         /// The kernel.
         kernel: String,

@@ -7,7 +7,7 @@ use crate::Error;
 
 /// Names the environment variable that overrides the search of [`Toolchain::find`]: a toolchain's prefix,
 /// the folder that has `bin/rustc`, `bin/cargo` and `lib/rustlib/src/rust/library`.
-pub const TOOLCHAIN_VARIABLE: &str = "WARPDRAFT_PTX_TOOLCHAIN";
+pub const TOOLCHAIN_VARIABLE: &str = "CUDA_BUILDER_TOOLCHAIN";
 
 /// A Rust toolchain that has the sources of `core`.
 #[derive(Debug, Clone)]

@@ -54,6 +54,8 @@ pub struct Warp {
     pub runnable: u32,
     /// Whether the scheduler's list has it.
     pub listed: bool,
+    /// The lane that ran last, or the one behind it if that one polled.
+    pub last: u32,
     exited: u32,
     arrived: u32,
     meeting: Option<Meeting>,
@@ -68,6 +70,7 @@ impl Warp {
         Self {
             runnable: 0,
             listed: false,
+            last: 0,
             exited: 0,
             arrived: 0,
             meeting: None,
@@ -78,7 +81,7 @@ impl Warp {
 
     /// For a new block.
     pub fn reset(&mut self) {
-        (self.runnable, self.exited, self.arrived) = (0, 0, 0);
+        (self.runnable, self.exited, self.arrived, self.last) = (0, 0, 0, 0);
     }
 }
 
@@ -233,6 +236,9 @@ fn end_meeting(world: &mut World, number: usize) -> bool {
     let met = std::mem::take(&mut world.meeting[number]);
     let mut counts = Counts::default();
     for &(lane, made) in &met {
+        if !made {
+            world.fence_barriers_of(lane);
+        }
         let lane = &mut world.lanes[lane];
         if let Some(clock) = if made { lane.made.as_ref() } else { Some(&lane.clock) } {
             clock.publish(&mut counts);

@@ -7,9 +7,10 @@
 use std::rc::Rc;
 
 use super::access::Address;
-use super::clock::{Counts, Name};
+use super::clock::{Clock, Counts, Name};
+use super::order::Who;
 use super::race::Mode;
-use super::world::{Block, SHARED_BASE, Site, State, World, misuse, suspend, world};
+use super::world::{Block, SHARED_BASE, Site, State, Turn, World, misuse, suspend, world};
 
 /// A copy in flight.
 #[derive(Clone, Copy)]
@@ -50,8 +51,16 @@ pub struct Flight {
     barrier: u32,
     /// What its lane knew when it started.
     counts: Counts,
+    /// The lane that started it, and which of its copies it is.
+    name: (Who, u32),
     /// Shared with the copies of the same bytes into other blocks: the last of them ends the reading.
     reading: Rc<()>,
+}
+
+impl Flight {
+    pub fn name(&self) -> (Who, u32) {
+        self.name
+    }
 }
 
 /// An mbarrier: its state is beside the emulated memory, which holds only its place.
@@ -64,6 +73,17 @@ pub struct Mbarrier {
     arriving: Counts,
     arrived: Rc<Counts>,
     waiting: Vec<(usize, u32)>,
+    /// The thread that made it, and where.
+    maker: (u32, Site),
+    /// Whether that one fenced it for TMA.
+    fenced: bool,
+}
+
+/// What a lane knew when it started what runs on without it.
+pub struct Known {
+    pub clock: Clock,
+    /// At its last fence of the async proxy.
+    fence: Option<Clock>,
 }
 
 /// Checks a copy and marks its bytes.
@@ -75,7 +95,8 @@ pub fn start(destination: Address, source: Address, bytes: u32, site: Site) -> C
     }
     world.access(source, len, 16, Mode::CopyRead, true, site);
     if let Address::Shared(_) = source {
-        world.check_proxy(source, len, site);
+        let known = world.known();
+        world.check_proxy(source, len, &known, site);
     }
     world.access(destination, len, 16, Mode::CopyWrite, false, site);
     Copy { destination, source: Source::At(source), bytes: len, site }
@@ -89,34 +110,57 @@ pub fn fence_proxy_async() {
     let epoch = lane.clock.count;
     lane.proxied = Some(lane.clock.clone());
     lane.clock.count += 1;
-    world.block().proxied[thread] = epoch;
+    world.block().proxied[thread].push(epoch);
+    world.fence_barriers_of(world.current);
 }
 
 /// The barriers that the lane made are seen by those who meet it ([`meet_cluster`](super::collective::meet_cluster)).
 pub fn fence_mbarrier_init() {
-    let lane = world().lane();
+    let world = world();
+    let lane = world.lane();
     lane.made = Some(lane.clock.clone());
     lane.clock.count += 1;
+    world.fence_barriers_of(world.current);
 }
 
 impl World {
-    /// TMA must see what it reads from shared memory: each writer fenced its writes, or the lane that
-    /// starts the copy did after it learned of them.
-    pub fn check_proxy(&mut self, source: Address, len: usize, site: Site) {
-        let (slot, current, engine) = (self.slot(), self.current, self.launch.threads);
+    /// The barriers that a lane made are there for TMA: that lane fenced them, or met its cluster and ordered all.
+    pub fn fence_barriers_of(&mut self, lane: usize) {
+        let (slot, thread) = (lane / self.threads(), (lane % self.threads()) as u32);
+        let barriers = self.blocks[slot].mbarriers.values_mut();
+        barriers.filter(|barrier| barrier.maker.0 == thread).for_each(|barrier| barrier.fenced = true);
+    }
+
+    /// What the current lane knows now.
+    pub fn known(&mut self) -> Known {
+        let lane = self.lane();
+        Known { clock: lane.clock.clone(), fence: lane.proxied.clone() }
+    }
+
+    /// TMA and `wgmma` must see what they read from shared memory: each writer fenced its writes before it told the lane
+    /// that starts the reading, or that lane did after it learned of them.
+    pub fn check_proxy(&mut self, source: Address, len: usize, known: &Known, site: Site) {
+        let (slot, engine) = (self.slot(), self.launch.threads);
         let Block { shared, proxied, .. } = &mut self.blocks[slot];
-        let fence = &self.lanes[current].proxied;
+        let Known { clock, fence } = known;
         let Address::Shared(address) = source else { return };
         let start = (address - SHARED_BASE) as usize;
         let unseen = shared.shadow.find_writer(start..start + len, |name, epoch| {
-            let by_writer = name.slot() == engine || proxied[name.slot() as usize] >= epoch;
+            let fenced = |name: Name| {
+                let fences = &proxied[name.slot() as usize];
+                let first = fences.get(fences.partition_point(|&fence| fence < epoch));
+                first.is_some_and(
+                    |&fence| if name == clock.name { fence < clock.count } else { clock.knows(name, fence) },
+                )
+            };
+            let by_writer = name.slot() == engine || fenced(name);
             !(by_writer || fence.as_ref().is_some_and(|clock| clock.knows(name, epoch)))
         });
         if let Some(past) = unseen {
             let lane = self.named(past.name);
             misuse(
                 site,
-                format!("no fence_proxy_async stands between this copy and what {lane} wrote at {}", past.site),
+                format!("no fence_proxy_async stands between this read and what {lane} wrote at {}", past.site),
             );
         }
     }
@@ -175,13 +219,14 @@ impl World {
         unsafe { region.memory.start().add(bytes.start) }
     }
 
-    /// Completes one of the copies in flight, chosen by the seed. False if there are none.
-    pub fn complete_flight(&mut self) -> bool {
-        if self.flights.is_empty() {
-            return false;
+    /// Completes one of the copies in flight: the oldest is 0.
+    pub fn complete_flight(&mut self, nth: usize) {
+        let flight = self.flights.remove(nth);
+        if self.order.records()
+            && let Some(copy) = flight.copies.first()
+        {
+            self.turns.push(Turn::Landed { site: copy.site });
         }
-        let chosen = self.rng.below(self.flights.len());
-        let flight = self.flights.swap_remove(chosen);
         let block = &mut self.blocks[flight.slot];
         block.engine += 1;
         let (name, epoch) = (Name::new(block.linear, self.launch.threads), block.engine);
@@ -200,7 +245,6 @@ impl World {
         }
         self.end_phase(flight.slot, flight.barrier);
         self.progress();
-        true
     }
 
     /// Ends the phase of a barrier if all that it waits for has come.
@@ -268,6 +312,8 @@ pub fn mbarrier_init(address: u32, count: u32, site: Site) {
         arriving: Counts::default(),
         arrived: Rc::default(),
         waiting: Vec::new(),
+        maker: (world().thread(), site),
+        fenced: false,
     };
     if count == 0 || count >= 1 << 20 {
         misuse(site, format!("an mbarrier counts 1 to 2^20 - 1 arrivals, not {count}"));
@@ -310,7 +356,7 @@ pub fn send16(destination: u32, words: [u32; 4], barrier: u32, site: Site) {
     if slot != of {
         misuse(site, "the barrier of a store into a block of the cluster is that block's own".to_string());
     }
-    launch_flights(&[slot], barrier, site, |slot| {
+    launch(&[slot], barrier, false, site, |slot| {
         let destination = Address::SharedOf(slot, destination);
         world().access(destination, 16, 16, Mode::CopyWrite, false, site);
         vec![Copy { destination, source: Source::Words(words), bytes: 16, site }]
@@ -359,19 +405,31 @@ pub fn members(blocks: u16, site: Site) -> Vec<usize> {
 
 /// Starts copies into the blocks in `slots`; in each they complete on the barrier at `address`, at a time of their own.
 pub fn launch_flights(slots: &[usize], address: u32, site: Site, start: impl Fn(usize) -> Vec<Copy>) {
+    launch(slots, address, true, site, start);
+}
+
+fn launch(slots: &[usize], address: u32, by_tma: bool, site: Site, start: impl Fn(usize) -> Vec<Copy>) {
     let flights: Vec<_> = slots.iter().map(|&slot| (slot, start(slot))).collect();
     let world = world();
     for &slot in slots {
-        world.mbarrier(slot, address, site);
+        let barrier = world.mbarrier(slot, address, site);
+        if by_tma && !barrier.fenced {
+            let made = barrier.maker.1;
+            misuse(site, format!("no fence_init stands between this copy and its mbarrier, made at {made}"));
+        }
     }
     let mut counts = Counts::default();
     let lane = world.lane();
     lane.clock.publish(&mut counts);
     lane.clock.count += 1;
+    let who = Who { block: lane.clock.name.block(), thread: lane.clock.name.slot() };
     let reading = Rc::new(());
     for (slot, copies) in flights {
         let (counts, reading) = (counts.clone(), reading.clone());
-        world.flights.push(Flight { copies, slot, barrier: address, counts, reading });
+        let lane = world.lane();
+        let name = (who, lane.flights);
+        lane.flights += 1;
+        world.flights.push(Flight { copies, slot, barrier: address, counts, name, reading });
     }
 }
 

@@ -8,13 +8,21 @@ use std::panic::Location;
 pub struct Lane {
     /// Its block.
     pub block: [u32; 3],
-    /// Its index in the block.
+    /// Its index in the block, or [`TMA`](Self::TMA).
     pub thread: u32,
+}
+
+impl Lane {
+    /// Stands for the block's TMA, whose copies have landed.
+    pub const TMA: u32 = u32::MAX;
 }
 
 impl fmt::Display for Lane {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [x, y, z] = self.block;
+        if self.thread == Self::TMA {
+            return write!(f, "TMA of block ({x}, {y}, {z})");
+        }
         write!(f, "lane {} of block ({x}, {y}, {z})", self.thread)
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Each lane is a coroutine. One thread runs a launch; shuffles, barriers and atomics are where it changes from one lane
 //! to another, and which comes next is drawn from a seed: the same seed gives the same run, another seed another order
-//! of lanes, warps and blocks. A launch stops at the first of
+//! of lanes, warps and blocks. [`shrink`] makes a failing run as short as it can be, and [`replay`] runs the
+//! [`Schedule`] that it found. A launch stops at the first of
 //!
 //! - a race: two lanes use the same bytes, one writes, and no barrier, no released and acquired atomic, no
 //!   waited-for copy orders them, in this run (`clock` and `race`);
@@ -24,8 +25,10 @@ mod copies;
 mod error;
 mod memory;
 mod mma;
+mod order;
 mod race;
 mod schedule;
+mod shrink;
 mod stack;
 pub(crate) mod target;
 mod tensor;
@@ -38,6 +41,8 @@ use crate::Kernel;
 
 pub use error::{Access, EmulatorError, Lane};
 pub use memory::Buffer;
+pub use order::{ParseScheduleError, Schedule};
+pub use shrink::{Failure, Length, replay, shrink, shrink_if};
 
 /// The shared memory that a block can have at most, on Hopper.
 pub const MAX_SHARED_BYTES: u32 = 227 * 1024;
@@ -109,12 +114,31 @@ pub struct Report {
 /// # Errors
 /// The first thing found wrong; memory is then as the lanes left it.
 pub fn launch<K: Kernel>(launch: &Launch, params: K::Params) -> Result<Report, EmulatorError> {
+    run::<K>(launch, order::Order::seeded(launch.seed), params).result
+}
+
+/// What a run came to, and what its order was if that was to be recorded.
+struct Ran {
+    result: Result<Report, EmulatorError>,
+    schedule: Schedule,
+    turns: Vec<world::Turn>,
+    moments: Vec<order::Moment>,
+    steps: u64,
+}
+
+fn run<K: Kernel>(launch: &Launch, order: order::Order, params: K::Params) -> Ran {
     if let Some(reason) = impossible::<K>(launch) {
-        return Err(EmulatorError::Launch { kernel: K::NAME, reason });
+        let result = Err(EmulatorError::Launch { kernel: K::NAME, reason });
+        let schedule = Schedule::default();
+        return Ran { result, schedule, turns: Vec::new(), moments: Vec::new(), steps: 0 };
     }
     // SAFETY: whoever made the parameters vouches for them; addresses in them are checked at each access.
     let entry = Rc::new(move || unsafe { K::lane(params) });
-    schedule::run(&mut world::World::new(K::NAME, *launch, K::CLUSTER, entry))
+    let mut world = world::World::new(K::NAME, *launch, K::CLUSTER, order, entry);
+    let result = schedule::run(&mut world);
+    let schedule = world.order.take_record();
+    let world::World { turns, moments, report, .. } = world;
+    Ran { result, schedule, turns, moments, steps: report.steps }
 }
 
 fn impossible<K: Kernel>(launch: &Launch) -> Option<String> {

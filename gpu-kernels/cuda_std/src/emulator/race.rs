@@ -276,7 +276,8 @@ impl Shadow {
     /// Visits the last write of each granule of the bytes, until one is returned.
     pub fn find_writer(&mut self, bytes: Range<usize>, mut wanted: impl FnMut(Name, u32) -> bool) -> Option<Past> {
         let search = self.pages(bytes, |page, range| {
-            let mut cells = page.cells[range.start >> page.grain..range.end >> page.grain].iter();
+            let cells = page.cells.get(range.start >> page.grain..range.end >> page.grain);
+            let mut cells = cells.unwrap_or_default().iter();
             let found = cells.find(|cell| cell.writer.epoch != 0 && wanted(cell.writer.name, cell.writer.epoch));
             found.map_or(Ok(()), |cell| Err(cell.writer.access()))
         });

@@ -1,4 +1,4 @@
-//! The scheduler: which lane runs next is drawn from the seed.
+//! The scheduler: which lane runs next is drawn from the seed, or read from a schedule.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -15,27 +15,26 @@ use super::collective::{self, Warp};
 use super::copies::{self, Groups};
 use super::error::EmulatorError;
 use super::memory::Allocation;
+use super::order::Order;
 use super::stack::LaneStack;
 use super::wgmma::Products;
-use super::world::{Block, Entered, Fiber, Lane, Region, Rng, SHARED_BASE, State, World, world};
+use super::world::{Block, Entered, Fiber, Lane, Region, SHARED_BASE, State, Turn, World, world};
 use super::{Launch, Report};
 
-/// Of the chances below, one in how many.
-const LEAVE_WARP: u64 = 16;
-const COMPLETE_COPY: u64 = 4;
 /// Without a cooperative launch, at most so many clusters of blocks are resident at once.
-const RESIDENT: u64 = 4;
+const RESIDENT: usize = 4;
+/// Moments of a recorded run that are kept.
+const MOMENTS: usize = 4096;
 
 impl World {
-    pub fn new(kernel: &'static str, launch: Launch, cluster: u32, entry: Rc<dyn Fn()>) -> Self {
-        let mut rng = Rng(launch.seed);
+    pub fn new(kernel: &'static str, launch: Launch, cluster: u32, mut order: Order, entry: Rc<dyn Fn()>) -> Self {
         let clusters: u32 = launch.grid.iter().product::<u32>() / cluster;
-        let mut waiting: Vec<u32> = (0..clusters).collect();
+        // The next to start is the last.
+        let mut waiting: Vec<u32> = (0..clusters).rev().collect();
         for i in (1..waiting.len()).rev() {
-            waiting.swap(i, rng.below(i + 1));
+            waiting.swap(i, i - order.swap(i));
         }
-        let together =
-            if launch.cooperative { clusters } else { clusters.min(1 + rng.below(RESIDENT as usize) as u32) };
+        let together = if launch.cooperative { clusters } else { clusters.min(1 + order.resident(RESIDENT)) };
         let resident = together * cluster;
         let threads = launch.threads as usize;
         let mut world = Self {
@@ -43,7 +42,7 @@ impl World {
             cluster,
             meeting: vec![Vec::new(); together as usize],
             entry,
-            rng,
+            order,
             report: Report::default(),
             blocks: Vec::new(),
             warps: (0..resident as usize * threads / 32).map(|_| Warp::new()).collect(),
@@ -59,6 +58,10 @@ impl World {
             error: None,
             idle: 0,
             polls: false,
+            last_warp: 0,
+            moment: None,
+            moments: Vec::new(),
+            turns: Vec::new(),
             launch,
         };
         for slot in 0..resident as usize {
@@ -72,7 +75,7 @@ impl World {
                 mbarriers: HashMap::new(),
                 engine: 0,
                 exited: 0,
-                proxied: vec![0; threads],
+                proxied: vec![Vec::new(); threads],
                 registers: vec![None; threads / 32],
             });
             let base = Rc::new(Base::new(launch.threads));
@@ -82,6 +85,8 @@ impl World {
                     yielder: ptr::null(),
                     state: State::Exited,
                     clock,
+                    steps: 0,
+                    flights: 0,
                     released: [None, None],
                     seen: Vec::new(),
                     proxied: None,
@@ -112,7 +117,7 @@ impl World {
         let block = &mut self.blocks[slot];
         (block.index, block.linear, block.engine, block.exited) = (index, linear, 0, 0);
         block.mbarriers.clear();
-        block.proxied.fill(0);
+        block.proxied.iter_mut().for_each(Vec::clear);
         block.registers.fill(None);
         block.shared.shadow.clear();
         block.shared.memory.poison();
@@ -139,6 +144,7 @@ impl World {
             self.fibers[lane] = Some(fiber);
             let place = &mut self.lanes[lane];
             place.clock = clock;
+            (place.steps, place.flights) = (0, 0);
             place.released = [None, None];
             place.seen.clear();
             (place.proxied, place.made) = (None, None);
@@ -181,9 +187,12 @@ pub fn run(world: &mut World) -> Result<Report, EmulatorError> {
 /// One turn: some lanes of one warp. False when nothing is left to do.
 fn turn() -> bool {
     let world = world();
-    let draw = world.rng.next();
+    world.land_chosen();
     if world.ready.is_empty() {
-        if world.complete_flight() {
+        let count = world.flights.len();
+        if count > 0 {
+            let chosen = world.order.rng().map_or(0, |rng| rng.below(count));
+            world.land(chosen, chosen == 0);
             return true;
         }
         let left = world.lanes.iter().any(|lane| lane.state != State::Exited);
@@ -193,12 +202,9 @@ fn turn() -> bool {
         }
         return false;
     }
-    if !world.flights.is_empty() && draw.is_multiple_of(COMPLETE_COPY) {
-        world.complete_flight();
-    }
-    let chosen = world.rng.below(world.ready.len());
-    let warp = world.ready[chosen] as usize;
-    if let Err(payload) = catch_unwind(AssertUnwindSafe(|| run_warp(warp))) {
+    let first = world.first_lane();
+    let warp = first / 32;
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(|| run_warp(warp, first))) {
         let world = self::world();
         let lane = world.who(world.current);
         let current = world.current;
@@ -208,27 +214,26 @@ fn turn() -> bool {
     }
     let world = self::world();
     if world.warps[warp].runnable == 0 {
-        // The list may have grown meanwhile, but only at its end.
-        debug_assert_eq!(world.ready[chosen] as usize, warp);
-        world.ready.swap_remove(chosen);
+        if let Some(place) = world.ready.iter().position(|&ready| ready as usize == warp) {
+            world.ready.swap_remove(place);
+        }
         world.warps[warp].listed = false;
     }
     true
 }
 
-/// Runs lanes of a warp until none can, or chance has it.
-fn run_warp(warp: usize) {
+/// Runs lanes of a warp, `lane` first, until none can, or the order has it.
+fn run_warp(warp: usize, mut lane: usize) {
+    let world = world();
+    world.last_warp = warp;
     loop {
-        let world = world();
-        let runnable = world.warps[warp].runnable;
-        if runnable == 0 || world.error.is_some() {
-            return;
-        }
-        let draw = world.rng.next();
-        let rotation = (draw & 31) as u32;
-        let lane = warp * 32 + ((runnable.rotate_right(rotation).trailing_zeros() + rotation) & 31) as usize;
+        let world = self::world();
         world.report.steps += 1;
         world.report.trace = (world.report.trace.rotate_left(7) ^ lane as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        world.note_step(lane);
+        if world.order.records() {
+            world.note_turn(warp);
+        }
         world.current = lane;
         world.polls = false;
         let fiber: *mut Option<Fiber> = &mut world.fibers[lane];
@@ -236,13 +241,33 @@ fn run_warp(warp: usize) {
         let running = unsafe { &mut *fiber };
         let result = running.as_mut().expect("a lane that can run has a fiber").resume(());
         let world = self::world();
+        world.warps[warp].last = lane as u32 % 32 + u32::from(world.polls);
         if let CoroutineResult::Return(()) = result {
             let ended = world.fibers[lane].take().map(Fiber::into_stack);
             ended.into_iter().for_each(|stack| stack.give(world.launch.stack_bytes));
             finish(world);
         }
-        if !limits(world) || world.polls || (draw >> 32).is_multiple_of(LEAVE_WARP) {
+        if !limits(world) || world.error.is_some() {
             return;
+        }
+        match world.next_lane(warp) {
+            Some(next) => lane = next,
+            None => return,
+        }
+    }
+}
+
+impl World {
+    /// Notes a step of the warp's lanes for those who read what happened.
+    fn note_turn(&mut self, warp: usize) {
+        if self.moments.len() < MOMENTS {
+            self.moments.push(self.moment);
+        }
+        let (slot, within) = (warp * 32 / self.threads(), (warp * 32 % self.threads() / 32) as u32);
+        let number = self.blocks[slot].linear;
+        match self.turns.last_mut() {
+            Some(Turn::Ran { block, warp, steps }) if (*block, *warp) == (number, within) => *steps += 1,
+            _ => self.turns.push(Turn::Ran { block: number, warp: within, steps: 1 }),
         }
     }
 }

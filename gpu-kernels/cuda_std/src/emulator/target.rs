@@ -414,7 +414,9 @@ pub unsafe fn cluster_arrive_if(barrier: u32, condition: bool) {
 
 pub fn wgmma_declare() {}
 
-pub fn wgmma_fence() {}
+pub fn wgmma_fence() {
+    wgmma::fence();
+}
 
 pub fn wgmma_commit() {
     wgmma::commit();

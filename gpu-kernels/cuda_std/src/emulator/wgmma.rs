@@ -1,8 +1,10 @@
-//! Products of a warpgroup. Each lane does its own share when it waits for it, as late as it may be: a slot of shared memory
-//! that is given back too early is then being written.
+//! Products of a warpgroup. Each lane does its own share when it waits for it, as late as it may be, with what it knew
+//! when it started it: a stage of shared memory that is released too early is then being written, and one that was not
+//! waited for in time was written by somebody unknown.
 
 use super::access::Address;
 use super::collective::{self, Meeting};
+use super::copies::Known;
 use super::race::Mode;
 use super::world::{Site, World, misuse, world};
 use crate::tensor::swizzled;
@@ -19,6 +21,55 @@ pub struct Products {
     fragments: [u32; FRAGMENTS],
     open: Vec<Product>,
     committed: Vec<Vec<Product>>,
+    order: Order,
+}
+
+/// What `wgmma.fence` must stand between: uses of registers by ordinary code, and products that use them.
+#[derive(Default)]
+struct Order {
+    /// Whether there was a fence at all.
+    fenced: bool,
+    /// Accumulators that ordinary code used since the last fence, a bit each, and where one of them was.
+    accumulators: [u64; ACCUMULATORS.div_ceil(64)],
+    accumulator_at: Option<Site>,
+    /// The same of fragments.
+    fragments: u32,
+    fragment_at: Option<Site>,
+    /// The first accumulators and columns of the products since then.
+    shapes: Vec<(usize, u32)>,
+}
+
+impl Order {
+    fn used(&self, accumulators: std::ops::Range<usize>) -> Option<usize> {
+        accumulators.into_iter().find(|i| self.accumulators[i / 64] >> (i % 64) & 1 != 0)
+    }
+
+    /// What is wrong with a product that starts now.
+    fn wrong(&self, product: &Product) -> Option<String> {
+        if !self.fenced {
+            return Some("no wgmma::fence stands before the first product".to_string());
+        }
+        let at = |site: Option<Site>| site.map_or_else(String::new, |site| format!(" at {site}"));
+        if let Some(i) = self.used(product.accumulators()) {
+            let at = at(self.accumulator_at);
+            return Some(format!("no wgmma::fence stands between this product and the use of accumulator {i}{at}"));
+        }
+        if let Rows::Registers(step, _) = product.a
+            && self.fragments >> (4 * step) & 15 != 0
+        {
+            let at = at(self.fragment_at);
+            return Some(format!("no wgmma::fence stands between this product and its fragments, set{at}"));
+        }
+        let other = self.shapes.iter().find(|&&shape| {
+            let (first, columns) = shape;
+            let theirs = first..first + columns as usize / 2;
+            let ours = product.accumulators();
+            shape != (product.first, product.columns) && theirs.start < ours.end && ours.start < theirs.end
+        });
+        other.map(|(_, columns)| {
+            format!("no wgmma::fence stands between this product and one of {columns} columns in the same accumulators")
+        })
+    }
 }
 
 impl Products {
@@ -40,6 +91,14 @@ struct Product {
     first: usize,
     keep: bool,
     site: Site,
+    /// What its lane knew when it started it.
+    known: Known,
+}
+
+impl Product {
+    fn accumulators(&self) -> std::ops::Range<usize> {
+        self.first..self.first + self.columns as usize / 2
+    }
 }
 
 /// The two rows of A that a lane multiplies.
@@ -65,58 +124,62 @@ pub enum Other {
 
 impl World {
     /// `DEPTH` elements of row `row` of an operand.
-    fn operand(&mut self, descriptor: u32, row: u32, site: Site) -> [f32; DEPTH] {
+    fn operand(&mut self, descriptor: u32, row: u32, from: Reader) -> [f32; DEPTH] {
         let start = (descriptor & 0x3fff) * 16 + row * 128;
         // The swizzle goes by bits of the address itself.
-        self.halves([start, start + 16].map(swizzled), site)
+        self.halves([start, start + 16].map(swizzled), from)
     }
 
     /// `DEPTH` elements of row `row` of an operand in core matrices.
-    fn cores(&mut self, descriptor: u32, row: u32, site: Site) -> [f32; DEPTH] {
+    fn cores(&mut self, descriptor: u32, row: u32, from: Reader) -> [f32; DEPTH] {
         let start = (descriptor & 0x3fff) * 16 + row / 8 * CORE_ROWS_APART + row % 8 * (CORE_BYTES / 8);
-        self.halves([start, start + (descriptor >> 16) * 16], site)
+        self.halves([start, start + (descriptor >> 16) * 16], from)
     }
 
     /// `DEPTH` elements of columns `n` and the next of an operand.
-    fn columns(&mut self, descriptor: u32, n: u32, site: Site) -> [[f32; DEPTH]; 2] {
+    fn columns(&mut self, descriptor: u32, n: u32, from: Reader) -> [[f32; DEPTH]; 2] {
         let start = (descriptor & 0x3fff) * 16 + n / 64 * (descriptor >> 16) * 16 + n % 64 * 2;
-        let pairs: [[f32; 2]; DEPTH] = std::array::from_fn(|k| self.elements(swizzled(start + k as u32 * 128), site));
+        let pairs: [[f32; 2]; DEPTH] = std::array::from_fn(|k| self.elements(swizzled(start + k as u32 * 128), from));
         [0, 1].map(|column| pairs.map(|pair| pair[column]))
     }
 
     /// `DEPTH` elements, half of them from each of two places.
-    fn halves(&mut self, places: [u32; 2], site: Site) -> [f32; DEPTH] {
+    fn halves(&mut self, places: [u32; 2], from: Reader) -> [f32; DEPTH] {
         let mut out = [0.0; DEPTH];
         for (half, address) in places.into_iter().enumerate() {
-            out[half * 8..][..8].copy_from_slice(&self.elements::<8>(address, site));
+            out[half * 8..][..8].copy_from_slice(&self.elements::<8>(address, from));
         }
         out
     }
 
-    fn elements<const N: usize>(&mut self, address: u32, site: Site) -> [f32; N] {
+    fn elements<const N: usize>(&mut self, address: u32, (known, site): Reader) -> [f32; N] {
         let address = Address::Shared(address);
-        self.check_proxy(address, 2 * N, site);
         let pointer = self.access(address, 2 * N, 2 * N, Mode::Read, true, site);
+        self.check_proxy(address, 2 * N, known, site);
         // SAFETY: checked just now.
         let words = unsafe { pointer.cast::<[u16; N]>().read() };
         words.map(|word| f32::from_bits(u32::from(word) << 16))
     }
 
+    /// Does the lane's share of a product. It knows of others what it knew when it started: whatever was written
+    /// since, or is in flight, was not there yet.
     fn multiply(&mut self, product: &Product) {
-        let Product { ref a, b, columns, first, keep, site } = *product;
+        let Product { ref a, b, columns, first, keep, site, ref known } = *product;
+        let base = std::mem::replace(&mut self.lane().clock.base, known.clock.base.clone());
+        let from = (known, site);
         let (lane, warp) = (self.thread() % 32, self.thread() / 32 % 4);
         let rows = match a {
             Rows::Registers(_, rows) => *rows,
-            Rows::Swizzled(a) => [0, 8].map(|more| self.operand(*a, warp * 16 + lane / 4 + more, site)),
-            Rows::Cores(a) => [0, 8].map(|more| self.cores(*a, warp * 16 + lane / 4 + more, site)),
+            Rows::Swizzled(a) => [0, 8].map(|more| self.operand(*a, warp * 16 + lane / 4 + more, from)),
+            Rows::Cores(a) => [0, 8].map(|more| self.cores(*a, warp * 16 + lane / 4 + more, from)),
         };
         for eight in 0..columns / 8 {
             // A lane has two columns of every eight.
             let n = eight * 8 + lane % 4 * 2;
             let pair = match b {
-                Other::Rows(b) => [n, n + 1].map(|n| self.operand(b, n, site)),
-                Other::Cores(b) => [n, n + 1].map(|n| self.cores(b, n, site)),
-                Other::Columns(b) => self.columns(b, n, site),
+                Other::Rows(b) => [n, n + 1].map(|n| self.operand(b, n, from)),
+                Other::Cores(b) => [n, n + 1].map(|n| self.cores(b, n, from)),
+                Other::Columns(b) => self.columns(b, n, from),
             };
             for (column, b) in pair.iter().enumerate() {
                 for (half, a) in rows.iter().enumerate() {
@@ -129,17 +192,39 @@ impl World {
                 }
             }
         }
+        self.lane().clock.base = base;
     }
 }
 
-fn start(product: Product) {
-    world().lane().products.open.push(product);
+/// Who reads an operand: what its lane knew, and where it started the product.
+type Reader<'a> = (&'a Known, Site);
+
+fn start(a: Rows, b: Other, columns: u32, first: usize, keep: bool, site: Site) {
+    let world = world();
+    let known = world.known();
+    let lane = world.lane();
+    // What the lane does next comes after what the product knows.
+    lane.clock.count += 1;
+    let product = Product { a, b, columns, first, keep, site, known };
+    if let Some(what) = lane.products.order.wrong(&product) {
+        misuse(site, what);
+    }
+    let shapes = &mut lane.products.order.shapes;
+    if !shapes.contains(&(first, columns)) {
+        shapes.push((first, columns));
+    }
+    lane.products.open.push(product);
+}
+
+/// Ordinary uses of registers before, products after.
+pub fn fence() {
+    world().lane().products.order = Order { fenced: true, ..Order::default() };
 }
 
 pub fn from_shared(a: Rows, b: Other, columns: u32, first: usize, keep: bool, site: Site) {
     let (Other::Rows(descriptor) | Other::Cores(descriptor) | Other::Columns(descriptor)) = b;
     collective::meet(Meeting::Wgmma, [descriptor], site);
-    start(Product { a, b, columns, first, keep, site });
+    start(a, b, columns, first, keep, site);
 }
 
 /// The first of the upper accumulators.
@@ -159,7 +244,7 @@ pub fn from_registers(step: usize, b: Other, columns: u32, keep: bool, site: Sit
             *value = f32::from_bits(if k % 2 == 0 { word << 16 } else { word & 0xffff_0000 });
         }
     }
-    start(Product { a: Rows::Registers(step, rows), b, columns, first: UPPER, keep, site });
+    start(Rows::Registers(step, rows), b, columns, UPPER, keep, site);
 }
 
 pub fn commit() {
@@ -180,10 +265,11 @@ pub fn wait(pending: usize, site: Site) {
 /// The accumulator, which no product may be using.
 pub fn accumulator(i: usize, site: Site) -> &'static mut f32 {
     let products = &mut world().lane().products;
-    let uses = |p: &Product| (p.first..p.first + p.columns as usize / 2).contains(&i);
-    if products.under_way().any(uses) {
+    if products.under_way().any(|p| p.accumulators().contains(&i)) {
         misuse(site, format!("accumulator {i} is used before the product that it is part of was waited for"));
     }
+    products.order.accumulators[i / 64] |= 1 << (i % 64);
+    products.order.accumulator_at = Some(site);
     products.accumulator(i)
 }
 
@@ -192,6 +278,8 @@ pub fn set_fragment(i: usize, word: u32, site: Site) {
     if products.under_way().any(|p| matches!(p.a, Rows::Registers(step, _) if step == i / 4)) {
         misuse(site, format!("fragment {i} is written before the product that reads it was waited for"));
     }
+    products.order.fragments |= 1 << i;
+    products.order.fragment_at = Some(site);
     products.fragments[i] = word;
 }
 

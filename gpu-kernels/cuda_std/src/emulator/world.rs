@@ -14,6 +14,7 @@ use super::collective::{Meeting, NamedBarrier, PLACES, Warp};
 use super::copies::{Flight, Groups, Mbarrier};
 use super::error::{self, Access, EmulatorError};
 use super::memory::Allocation;
+use super::order::{Moment, Order};
 use super::race::{Mode, Past, Shadow};
 use super::stack::LaneStack;
 use super::wgmma::Products;
@@ -56,6 +57,10 @@ pub struct Lane {
     pub yielder: *const Yielder<(), ()>,
     pub state: State,
     pub clock: Clock,
+    /// Steps that it made.
+    pub steps: u64,
+    /// Copies that it started and that complete on an mbarrier.
+    pub flights: u32,
     /// What the last fence of each scope publishes with a later relaxed atomic.
     pub released: [Option<Clock>; 2],
     /// What relaxed atomics saw and the next fence learns; whether it came at device scope, and from this block.
@@ -79,8 +84,8 @@ pub struct Block {
     /// Epoch of the block's TMA.
     pub engine: u32,
     pub exited: u32,
-    /// For each lane, the epoch up to which its own writes are fenced for the async proxy.
-    pub proxied: Vec<u32>,
+    /// For each lane, the epochs that ended with a fence of its own for the async proxy, in ascending order.
+    pub proxied: Vec<Vec<u32>>,
     /// For each warp, the registers of a lane that it has asked for.
     pub registers: Vec<Option<u32>>,
 }
@@ -100,23 +105,19 @@ impl Region {
     }
 }
 
-/// SplitMix64: small, fast, and any seed is a good one.
-pub struct Rng(pub u64);
-
-impl Rng {
-    #[inline]
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    #[inline]
-    pub fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next()) * bound as u128) >> 64) as usize
-    }
+/// A part of a run: a warp's lanes took some steps, or a copy landed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Turn {
+    Ran {
+        /// The block, by its number.
+        block: u32,
+        warp: u32,
+        steps: u64,
+    },
+    Landed {
+        /// Where it was started.
+        site: Site,
+    },
 }
 
 /// What synchronises through one atomic location.
@@ -136,7 +137,7 @@ pub struct World {
     /// For each resident cluster the lanes that wait at its barrier, and whether they tell of barriers they made alone.
     pub meeting: Vec<Vec<(usize, bool)>>,
     pub entry: Rc<dyn Fn()>,
-    pub rng: Rng,
+    pub order: Order,
     pub report: Report,
     /// Resident blocks, `threads / 32` warps and `threads` lanes each.
     pub blocks: Vec<Block>,
@@ -158,6 +159,13 @@ pub struct World {
     /// Steps since a lane last got anywhere.
     pub idle: u64,
     pub polls: bool,
+    /// The warp that ran last.
+    pub last_warp: usize,
+    pub moment: Moment,
+    /// The first moments, while the order is recorded.
+    pub moments: Vec<Moment>,
+    /// What happened, while the order is recorded.
+    pub turns: Vec<Turn>,
 }
 
 /// Makes a launch the thread's current one, until dropped.
@@ -278,7 +286,8 @@ impl World {
 
     /// A lane by its name, whether it is resident or not.
     pub fn named(&self, name: Name) -> error::Lane {
-        error::Lane { block: self.block_index(name.block()), thread: name.slot() }
+        let thread = if name.slot() == self.launch.threads { error::Lane::TMA } else { name.slot() };
+        error::Lane { block: self.block_index(name.block()), thread }
     }
 
     pub fn block_index(&self, linear: u32) -> [u32; 3] {
