@@ -41,6 +41,14 @@ pub fn open(source: &Source, check: bool, report: Report) -> Result<Checkpoint, 
     opened
 }
 
+/// Opens the draft model, if there is one. Its weights are read when they are loaded.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_draft(source: Option<&Source>, report: Report) -> Result<Option<Checkpoint>, model::Error> {
+    source.map(|source| open(source, false, report)).transpose()
+}
+
 /// What can be known of a model on the hub without fetching it; none for a model that is here.
 ///
 /// # Errors
