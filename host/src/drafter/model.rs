@@ -213,7 +213,7 @@ impl Drafter<OnDevice> for ModelDrafter {
         // A step brings at most as many tokens as it has rows, so that the cache is never further behind than by those
         // of two.
         let follows = self.draft.adaptive && self.passes == 1;
-        let few = 1 + self.draft.tokens <= FEW_ROWS && !follows;
+        let few = self.draft.tokens < FEW_ROWS && !follows;
         let room = if few { FEW_ROWS } else { MAX_DECODE_ROWS };
         self.enqueue_plan(&at, room)?;
         for number in 0..self.passes {
