@@ -151,7 +151,14 @@ impl HostLoop {
 fn run(gpu: &mut Gpu, prompt: &[u32], draft: Option<NgramDraft>) -> Result<(Vec<u32>, Vec<Duration>)> {
     let max_length = prompt.len() + TOKENS;
     gpu.begin(
-        &Sequence { prompt, max_length, sampling: Sampling::default(), draft, stop_tokens: &[], form: None },
+        &Sequence {
+            prompt,
+            max_length,
+            sampling: Sampling::default(),
+            draft: draft.map(Into::into),
+            stop_tokens: &[],
+            form: None,
+        },
         &mut |_, _| std::ops::ControlFlow::Continue(()),
     )?;
     let (mut tokens, mut times) = (gpu.step()?.tokens, Vec::new());

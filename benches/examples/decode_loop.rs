@@ -100,7 +100,14 @@ fn main() -> Result<()> {
 }
 
 fn sequence(prompt: &[u32], max_length: usize, draft: Option<NgramDraft>) -> Sequence<'_> {
-    Sequence { prompt, max_length, sampling: Sampling::default(), draft, stop_tokens: &[], form: None }
+    Sequence {
+        prompt,
+        max_length,
+        sampling: Sampling::default(),
+        draft: draft.map(Into::into),
+        stop_tokens: &[],
+        form: None,
+    }
 }
 
 /// An answer.

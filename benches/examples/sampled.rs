@@ -112,9 +112,10 @@ fn answer(
     draft: Option<NgramDraft>,
 ) -> Result<(Vec<u32>, f64)> {
     let max_length = prompt.len() + scale.tokens;
-    gpu.begin(&Sequence { prompt, max_length, sampling, draft, stop_tokens: &[], form: None }, &mut |_, _| {
-        std::ops::ControlFlow::Continue(())
-    })?;
+    gpu.begin(
+        &Sequence { prompt, max_length, sampling, draft: draft.map(Into::into), stop_tokens: &[], form: None },
+        &mut |_, _| std::ops::ControlFlow::Continue(()),
+    )?;
     let mut tokens = gpu.step()?.tokens;
     let begun = Instant::now();
     loop {

@@ -7,7 +7,7 @@ pub mod form;
 
 use std::path::PathBuf;
 
-use clap::{ArgAction, Parser, Subcommand, ValueEnum, ValueHint};
+use clap::{ArgAction, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
 use host::device::DeviceOptions;
 use host::{DeviceChoice, NgramDraft};
@@ -63,6 +63,7 @@ Examples:
   warpdraft generate --file essay.txt --max-tokens 1000 > continued.txt
   warpdraft generate --chat --no-think --choice yes,no \"Is a whale a fish?\"
   warpdraft generate --chat --json-schema person.json \"Invent a person.\"
+  warpdraft generate --model Qwen/Qwen3-8B --draft model:Qwen/Qwen3-0.6B --file essay.txt
   git diff | warpdraft generate --chat --system \"Write a commit message.\" --model Qwen/Qwen3-8B
   warpdraft generate --json --seed 7 \"impl Drop for Guard {\" | jq .statistics
   warpdraft generate --file essay.txt --profile profile.json   where the time went, for ui.perfetto.dev
@@ -225,7 +226,7 @@ pub struct ModelArgs {
 }
 
 /// What the matrices of layers are to be; embedding, head and norms stay as they are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum WeightsKind {
     /// As they are stored
     Plain,
@@ -315,8 +316,10 @@ pub struct AnswerArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Drafting (changes the speed, never the text)")]
 pub struct DraftArgs {
-    /// Who proposes tokens ahead of the model
-    #[arg(long, value_enum, value_name = "HOW", default_value_t = DraftKind::Ngram)]
+    /// Who proposes tokens ahead of the model: none, auto (what followed the same few tokens earlier in the text), ngram (the
+    /// same), model:MODEL (a small model of the same family, where nothing like the text came earlier), or
+    /// model-only:MODEL
+    #[arg(long, value_name = "HOW", default_value = "auto")]
     pub draft: DraftKind,
     /// Most drafts of a step, 1 to 15
     #[arg(long, value_name = "N", default_value_t = NgramDraft::default().tokens,
@@ -334,12 +337,35 @@ pub struct DraftArgs {
 }
 
 /// Who drafts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DraftKind {
     /// Nobody: a token a step
     None,
     /// What followed the same few tokens earlier in the text
     Ngram,
+    /// A model
+    Model {
+        /// As with --model.
+        which: String,
+        /// Whether the text is not looked at.
+        alone: bool,
+    },
+}
+
+impl std::str::FromStr for DraftKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let model = |which: &str, alone| Self::Model { which: which.into(), alone };
+        match text.split_once(':') {
+            None if text == "none" => Ok(Self::None),
+            None if text == "auto" || text == "ngram" => Ok(Self::Ngram),
+            Some(("model" | "model-only", "")) => Err(format!("{text} lacks the model, as in {text}Qwen/Qwen3-0.6B")),
+            Some(("model", which)) => Ok(model(which, false)),
+            Some(("model-only", which)) => Ok(model(which, true)),
+            _ => Err(format!("{text} is none of none, auto, ngram, model:MODEL, model-only:MODEL")),
+        }
+    }
 }
 
 /// What is said beside the text.

@@ -40,6 +40,15 @@ pub fn open(source: &Source, options: OpenOptions, report: Report) -> Result<Che
     opened
 }
 
+/// Opens the draft model, if there is one. Its weights are read when they are loaded.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_draft(source: Option<&Source>, report: Report) -> Result<Option<Checkpoint>, model::Error> {
+    let options = OpenOptions { check_finite: false, ..OpenOptions::default() };
+    source.map(|source| open(source, options, report)).transpose()
+}
+
 /// What can be known of a model on the hub without fetching it; none for a model that is here.
 ///
 /// # Errors

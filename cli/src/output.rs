@@ -3,7 +3,7 @@
 use std::io::{ErrorKind, IsTerminal, Write};
 
 use anyhow::Context;
-use host::{Finish, Generation, Statistics};
+use host::{Draft, Drafted, Finish, Generation, Statistics};
 use model::chat::{Answer as Parts, Piece, Splitter};
 use serde::Serialize;
 
@@ -268,6 +268,12 @@ impl Answer<'_> {
             statistics.mean_accepted_length()
         ));
         if report.is_verbose() {
+            if matches!(self.request.draft, Some(Draft::Model(_))) {
+                let by_ngram = statistics.drafted_by_ngram();
+                for (source, drafts) in [("model", statistics.by_model), ("n-gram", by_ngram)] {
+                    note(&format!("drafts  by {source}: {} tried, {} accepted", drafts.drafted, drafts.accepted));
+                }
+            }
             histogram(statistics);
         }
     }
@@ -337,8 +343,28 @@ struct JsonStatistics {
     steps: usize,
     drafted: usize,
     accepted: usize,
+    drafts: JsonDrafts,
     mean_accepted_length: f64,
     step_lengths: std::collections::BTreeMap<usize, usize>,
+}
+
+/// Drafts by who proposed them.
+#[derive(Serialize)]
+struct JsonDrafts {
+    ngram: JsonDrafted,
+    model: JsonDrafted,
+}
+
+#[derive(Serialize)]
+struct JsonDrafted {
+    drafted: usize,
+    accepted: usize,
+}
+
+impl From<Drafted> for JsonDrafted {
+    fn from(Drafted { drafted, accepted }: Drafted) -> Self {
+        Self { drafted, accepted }
+    }
 }
 
 impl From<&Statistics> for JsonStatistics {
@@ -354,6 +380,7 @@ impl From<&Statistics> for JsonStatistics {
             steps: s.steps,
             drafted: s.drafted,
             accepted: s.accepted,
+            drafts: JsonDrafts { ngram: s.drafted_by_ngram().into(), model: s.by_model.into() },
             mean_accepted_length: s.mean_accepted_length(),
             step_lengths: s.step_lengths.clone(),
         }

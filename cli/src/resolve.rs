@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::error::ErrorKind;
-use host::{DeviceChoice, LoadOptions, NgramDraft};
+use host::{DeviceChoice, Draft, LoadOptions, ModelDraft, NgramDraft, Ngrams};
 use model::{GenerationConfig, Message, Role, Sampling, Shape, Source, WeightsMode};
 
 use crate::args::{
@@ -111,8 +111,10 @@ pub struct Answer {
     pub stop: Vec<String>,
     /// Whether to go on past end tokens.
     pub ignore_eos: bool,
-    /// Who drafts.
-    pub draft: Option<NgramDraft>,
+    /// How drafts are made.
+    pub draft: Option<Draft>,
+    /// The model that drafts, if one does.
+    pub draft_source: Option<Source>,
     temperature: Option<f32>,
     top_k: Option<u32>,
     top_p: Option<f32>,
@@ -231,15 +233,17 @@ fn weights(args: &ModelArgs) -> WeightsMode {
 }
 
 fn load(args: &DeviceArgs) -> LoadOptions {
-    LoadOptions { device: args.device, options: args.kernels.options(), context: args.context }
+    LoadOptions { options: args.kernels.options(), context: args.context, ..LoadOptions::on(args.device) }
 }
 
 fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Result<Answer> {
+    let (draft, draft_source) = drafting(draft)?;
     Ok(Answer {
         max_tokens: args.max_tokens.unwrap_or(max_tokens),
         stop: args.stop,
         ignore_eos: args.ignore_eos,
-        draft: ngram_draft(draft)?,
+        draft,
+        draft_source,
         temperature: args.temperature,
         top_k: args.top_k,
         top_p: args.top_p,
@@ -252,15 +256,19 @@ fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Res
     })
 }
 
-fn ngram_draft(args: &DraftArgs) -> anyhow::Result<Option<NgramDraft>> {
-    let ngram = NgramDraft {
-        tokens: args.draft_tokens,
-        max: args.ngram_max,
-        min: args.ngram_min,
-        adaptive: !args.draft_always,
-    };
+/// How drafts are made, and by which model.
+fn drafting(args: &DraftArgs) -> anyhow::Result<(Option<Draft>, Option<Source>)> {
+    let (tokens, max, min, adaptive) = (args.draft_tokens, args.ngram_max, args.ngram_min, !args.draft_always);
+    let ngram = NgramDraft { tokens, max, min, adaptive };
     ngram.check().map_err(|error| usage(error.to_string()))?;
-    Ok((args.draft == DraftKind::Ngram).then_some(ngram))
+    Ok(match &args.draft {
+        DraftKind::None => (None, None),
+        DraftKind::Ngram => (Some(ngram.into()), None),
+        DraftKind::Model { which, alone } => {
+            let ngram = (!alone).then_some(Ngrams { max, min });
+            (Some(ModelDraft { tokens, adaptive, ngram }.into()), Some(which.parse()?))
+        }
+    })
 }
 
 fn report(args: &ReportArgs) -> Report {

@@ -32,6 +32,7 @@ mod unroll;
 
 pub mod attention;
 pub mod batch;
+pub mod draft_model;
 pub mod drafting;
 pub mod embedding;
 pub mod gate;

@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         // Greedy, unless a temperature is given.
         sampling: Sampling::default(),
         // Drafts from the text itself: fewer steps, the same text.
-        draft: Some(NgramDraft::default()),
+        draft: Some(NgramDraft::default().into()),
         stop: Vec::new(),
         ignore_end: false,
         form: None,

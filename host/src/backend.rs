@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use model::{Form, Sampling};
 
 use crate::Error;
-use crate::draft::NgramDraft;
+use crate::draft::Draft;
 use crate::profile::Phase;
 
 /// One sequence to continue.
@@ -18,7 +18,7 @@ pub struct Sequence<'a> {
     /// How tokens are chosen.
     pub sampling: Sampling,
     /// Who proposes drafts, if anyone.
-    pub draft: Option<NgramDraft>,
+    pub draft: Option<Draft>,
     /// Tokens that end the sequence.
     pub stop_tokens: &'a [u32],
     /// What the answer has to look like, if that is said.
@@ -32,6 +32,8 @@ pub struct Step {
     pub tokens: Vec<u32>,
     /// Drafts that were tried.
     pub drafted: usize,
+    /// How many of these a draft model proposed: they come before the others.
+    pub drafted_by_model: usize,
     /// Whether the sequence has met a stop token or its length.
     pub finished: bool,
 }

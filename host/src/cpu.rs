@@ -5,7 +5,8 @@ use model::{Checkpoint, CpuModel, KvCache, Matcher, Sampling};
 
 use crate::Error;
 use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
-use crate::draft::{NgramDraft, Proposal, confirm, learned, masks};
+use crate::draft::{self, Draft, check_vocabularies, confirm, learned, masks};
+use crate::drafter::{Drafter, ModelOnHost, NgramOnHost, OnHost, Proposal, Text};
 
 /// What drafts add to a step: with the demo model on two cores steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7 times as long as one of a row
 /// (`model/examples/cpu_speed.rs`), as they widen the weights first.
@@ -24,9 +25,11 @@ pub struct Cpu {
     prompt_len: usize,
     max_length: usize,
     sampling: Sampling,
-    draft: Option<NgramDraft>,
-    /// What proposals were worth of late.
+    draft: Option<Draft>,
+    /// What proposals under a form were worth of late.
     acceptance: u32,
+    ngram: NgramOnHost,
+    model_drafter: Option<ModelOnHost>,
     stop_tokens: Vec<u32>,
     /// If the answer has a form.
     form: Option<Matcher>,
@@ -39,13 +42,31 @@ impl Cpu {
     /// # Errors
     /// A checkpoint that lacks a weight, or has one that is NaN or infinite; a cache larger than memory.
     pub fn new(checkpoint: &Checkpoint, capacity: usize) -> Result<Self, Error> {
-        let wanted = (checkpoint.config.kv_bytes_per_token(size_of::<f32>()) as u64).saturating_mul(capacity as u64);
+        Self::with_draft_model(checkpoint, None, capacity)
+    }
+
+    /// The same with a draft model, if there is one.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); a draft model with another vocabulary.
+    pub fn with_draft_model(
+        checkpoint: &Checkpoint,
+        draft: Option<&Checkpoint>,
+        capacity: usize,
+    ) -> Result<Self, Error> {
+        if let Some(draft) = draft {
+            check_vocabularies(&checkpoint.tokenizer, &draft.tokenizer)?;
+        }
+        let of_token = |checkpoint: &Checkpoint| checkpoint.config.kv_bytes_per_token(size_of::<f32>()) as u64;
+        let wanted = (of_token(checkpoint) + draft.map_or(0, of_token)).saturating_mul(capacity as u64);
         let memory = memory();
         if wanted > memory {
             return Err(Error::CpuContextTooLarge { context: capacity, wanted, memory });
         }
         checkpoint.check_finite(&|_| {})?;
         let model = CpuModel::new(checkpoint)?;
+        let load_draft = |draft| ModelOnHost::new(checkpoint, draft, capacity);
+        let model_drafter = draft.map(load_draft).transpose().map_err(|error| Error::DraftModel(Box::new(error)))?;
         Ok(Self {
             cache: model.new_cache(capacity),
             model,
@@ -55,6 +76,8 @@ impl Cpu {
             sampling: Sampling::default(),
             draft: None,
             acceptance: drafting::UNTRIED,
+            ngram: NgramOnHost::default(),
+            model_drafter,
             stop_tokens: Vec::new(),
             form: None,
             logits: Vec::new(),
@@ -93,7 +116,42 @@ impl Cpu {
         // Drafts that were not confirmed leave the cache.
         self.cache.truncate(self.history.len() - 1);
         self.form.as_ref().map_or(Ok(()), Matcher::check)?;
-        Ok(Step { drafted: drafts.len(), finished, tokens })
+        Ok(Step { drafted: drafts.len(), drafted_by_model: 0, finished, tokens })
+    }
+
+    /// A step under a form: what the form forces is proposed, or what the text has before that the form allows.
+    fn step_in_form(&mut self, cached: usize) -> Result<Step, Error> {
+        let Some(draft) = self.draft else { return self.run(cached, &[]) };
+        let settings = draft.match_settings();
+        let form = self.form.as_mut();
+        let draft::Proposal { tokens: proposed, forced } =
+            draft::Proposal::of(&settings, &self.history, self.max_length, form);
+        let acceptance = if forced { drafting::ONE } else { self.acceptance };
+        let drafts = drafting::worthwhile(acceptance, settings.cost(DRAFT_COST), 0, proposed.len() as u32);
+        let step = self.run(cached, &proposed[..drafts as usize])?;
+        if !forced {
+            self.acceptance = learned(self.acceptance, &proposed, &step.tokens);
+        }
+        Ok(step)
+    }
+
+    /// Whoever drafts for the sequence.
+    fn drafter(&mut self) -> Option<&mut dyn Drafter<OnHost>> {
+        match self.draft? {
+            Draft::Ngram(_) => Some(&mut self.ngram),
+            Draft::Model(_) => self.model_drafter.as_mut().map(|model| model as _),
+        }
+    }
+
+    /// What it proposes for the next step, as far as it is worth a row.
+    fn propose(&mut self) -> Result<Vec<u32>, Error> {
+        let history = std::mem::take(&mut self.history);
+        let max_length = self.max_length;
+        let proposal = self.drafter().map(|drafter| drafter.propose(Text { history: &history, max_length }));
+        self.history = history;
+        let Proposal { mut tokens, count } = proposal.transpose()?.unwrap_or_default();
+        tokens.truncate(count);
+        Ok(tokens)
     }
 }
 
@@ -120,6 +178,9 @@ impl Backend for Cpu {
     }
 
     fn begin(&mut self, sequence: &Sequence<'_>, progress: &mut PromptProgress<'_>) -> Result<usize, Error> {
+        if let Some(draft) = &sequence.draft {
+            draft.check_for(self.model_drafter.is_some())?;
+        }
         let cached = &self.history[..self.cache.len().min(self.history.len())];
         let reused = common_prefix(cached, sequence.prompt);
         self.cache.truncate(reused);
@@ -129,6 +190,9 @@ impl Backend for Cpu {
         self.sampling = sequence.sampling;
         self.draft = sequence.draft;
         self.acceptance = drafting::UNTRIED;
+        if let Some(drafter) = self.drafter() {
+            drafter.begin(sequence)?;
+        }
         self.stop_tokens = sequence.stop_tokens.to_vec();
         self.form = sequence.form.map(|form| form.matcher());
         // The last piece is for the first step, which wants its logits.
@@ -146,15 +210,13 @@ impl Backend for Cpu {
     fn step(&mut self) -> Result<Step, Error> {
         let cached = self.cache.len();
         let decoding = cached + 1 == self.history.len() && self.history.len() > self.prompt_len;
-        let Some(draft) = self.draft.filter(|_| decoding) else { return self.run(cached, &[]) };
-        let Proposal { tokens: proposed, forced } =
-            Proposal::of(&draft, &self.history, self.max_length, self.form.as_mut());
-        let cost = draft.cost(DRAFT_COST);
-        let acceptance = if forced { drafting::ONE } else { self.acceptance };
-        let drafts = drafting::worthwhile(acceptance, cost, 0, proposed.len() as u32);
-        let step = self.run(cached, &proposed[..drafts as usize])?;
-        if !forced {
-            self.acceptance = learned(self.acceptance, &proposed, &step.tokens);
+        if decoding && self.form.is_some() {
+            return self.step_in_form(cached);
+        }
+        let drafts = if decoding { self.propose()? } else { Vec::new() };
+        let mut step = self.run(cached, &drafts)?;
+        if let Some(drafter) = self.drafter() {
+            drafter.hear(&mut step);
         }
         Ok(step)
     }

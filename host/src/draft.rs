@@ -1,14 +1,114 @@
-//! Drafting: where proposed tokens come from.
+//! How a sequence drafts: the settings, and what drafts come to. Who drafts is [`drafter`](crate::drafter).
 
 use gpu_kernels::step::MAX_DECODE_ROWS;
 use gpu_kernels::{drafting, ngram};
-use model::Matcher;
 use model::form::mask_words;
+use model::{Config, Matcher, Tokenizer};
 
 use crate::Error;
 
 /// No budget: one sequence may use every row.
 pub(crate) const NO_THRESHOLD: i32 = i32::MAX / 2;
+
+/// How a sequence drafts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Draft {
+    /// By n-gram match: `--draft ngram`.
+    Ngram(NgramDraft),
+    /// By the draft model that was loaded: `--draft model:WHICH`.
+    Model(ModelDraft),
+}
+
+impl From<NgramDraft> for Draft {
+    fn from(draft: NgramDraft) -> Self {
+        Self::Ngram(draft)
+    }
+}
+
+impl From<ModelDraft> for Draft {
+    fn from(draft: ModelDraft) -> Self {
+        Self::Model(draft)
+    }
+}
+
+impl Draft {
+    /// Most drafts of a step.
+    pub fn tokens(&self) -> u32 {
+        match self {
+            Self::Ngram(draft) => draft.tokens,
+            Self::Model(draft) => draft.tokens,
+        }
+    }
+
+    /// Checks the settings, and that a model drafts only where there `is_model`.
+    pub(crate) fn check_for(&self, is_model: bool) -> Result<(), Error> {
+        self.check()?;
+        match self {
+            Self::Model(_) if !is_model => Err(Error::Draft { what: "no draft model was loaded".into() }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// [`Error::Draft`], which names the flag.
+    pub fn check(&self) -> Result<(), Error> {
+        match self {
+            Self::Ngram(draft) => draft.check(),
+            Self::Model(draft) => draft.match_settings().check(),
+        }
+    }
+}
+
+/// Drafts from a model: the tokens that a smaller one would say, each the best after those before.
+///
+/// `--draft model:WHICH`; the passes are tied together by `gpu_kernels::draft_model`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelDraft {
+    /// Most drafts of a step, 1 to 15.
+    pub tokens: u32,
+    /// Whether to run only as many passes and drafts as recent ones make worthwhile; otherwise as many as `tokens`
+    /// says.
+    pub adaptive: bool,
+    /// The n-gram match that proposes where it finds something, and extends what the model proposes; none: the model
+    /// alone.
+    pub ngram: Option<Ngrams>,
+}
+
+impl Default for ModelDraft {
+    fn default() -> Self {
+        let NgramDraft { tokens, max, min, adaptive } = NgramDraft::default();
+        Self { tokens, adaptive, ngram: Some(Ngrams { max, min }) }
+    }
+}
+
+impl Draft {
+    /// The settings of an n-gram match for a sequence that drafts so.
+    pub(crate) fn match_settings(&self) -> NgramDraft {
+        match self {
+            Self::Ngram(draft) => *draft,
+            Self::Model(draft) => draft.match_settings(),
+        }
+    }
+}
+
+impl ModelDraft {
+    /// Those of the n-gram match beside the model, or ones that pass every check.
+    pub(crate) fn match_settings(&self) -> NgramDraft {
+        let Ngrams { max, min } = self.ngram.unwrap_or(Ngrams { max: 1, min: 1 });
+        NgramDraft { tokens: self.tokens, max, min, adaptive: self.adaptive }
+    }
+}
+
+/// Which runs of tokens an n-gram match looks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ngrams {
+    /// The longest.
+    pub max: u32,
+    /// The shortest, at least 1.
+    pub min: u32,
+}
 
 /// Drafts from the sequence itself: the tokens that followed an earlier occurrence of its last `n`, longest `n` first.
 ///
@@ -115,6 +215,28 @@ pub(crate) fn masks(matcher: &mut Matcher, drafts: &[u32], vocab_size: usize) ->
     masks
 }
 
+/// Checks that the tokens of a draft model are those of the model that it drafts for.
+///
+/// # Errors
+/// [`Error::DraftVocabulary`], with the first that differs.
+pub(crate) fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error> {
+    let Some(id) = model.first_difference(draft) else { return Ok(()) };
+    let name = |tokenizer: &Tokenizer| match tokenizer.decode_with_special(&[id]) {
+        text if text.is_empty() => "nothing".into(),
+        text => format!("{text:?}"),
+    };
+    Err(Error::DraftVocabulary { id, model: name(model), draft: name(draft) })
+}
+
+/// The share of a pass of `model` over one row that a pass of `draft` takes, where a layer takes as long as reading
+/// `layer_bytes` would, beside reading its weights.
+pub(crate) fn pass_cost(model: &Config, draft: &Config, layer_bytes: u64) -> u32 {
+    let bytes = |config: &Config| config.step_weight_bytes(2) as u64 + config.num_hidden_layers as u64 * layer_bytes;
+    let share = bytes(draft) as u128 * u128::from(drafting::ONE) / u128::from(bytes(model).max(1));
+    // A draft model that takes much longer is never worth it, however long.
+    share.clamp(1, 16 * u128::from(drafting::ONE)) as u32
+}
+
 /// Appends the tokens after `history`: one, and one more for each draft that was right, as long as neither `max_length` nor a stop token is met.
 /// `choose` gives the token of a row, 0 to `drafts.len()`, knowing the history up to it.
 pub(crate) fn confirm(
@@ -140,4 +262,21 @@ pub(crate) fn confirm(
 /// What `proposed` was worth, as [`drafting`] estimates it, after a step that confirmed `tokens`.
 pub(crate) fn learned(acceptance: u32, proposed: &[u32], tokens: &[u32]) -> u32 {
     proposed.iter().zip(tokens).fold(acceptance, |acceptance, (a, b)| drafting::learned(acceptance, a == b))
+}
+
+#[cfg(test)]
+mod tests {
+    use gpu_kernels::drafting::ONE;
+    use model::Config;
+
+    use super::pass_cost;
+
+    #[test]
+    fn a_pass_costs_what_its_weights_and_layers_take() {
+        let [small, large] = ["0.6B", "8B"].map(|name| Config::published(name).unwrap());
+        assert_eq!(pass_cost(&large, &large, 1 << 25), ONE);
+        let (weights, with_layers) = (pass_cost(&large, &small, 0), pass_cost(&large, &small, 1 << 25));
+        assert!(weights > ONE / 15 && with_layers > weights && with_layers < ONE / 7, "{weights}, {with_layers}");
+        assert!(pass_cost(&small, &large, 0) > 10 * ONE);
+    }
 }

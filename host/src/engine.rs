@@ -9,7 +9,7 @@ use model::{Checkpoint, Config, Form, Sampling, TokenStream};
 use crate::ahead;
 use crate::backend::{Backend, Sequence, Step};
 use crate::device::{self, Device, DeviceOptions};
-use crate::draft::NgramDraft;
+use crate::draft::Draft;
 use crate::profile::Profile;
 use crate::{Cpu, Error, Gpu, Progress};
 
@@ -78,12 +78,14 @@ pub struct LoadOptions {
     pub options: DeviceOptions,
     /// Most tokens of prompt and answer together; none takes [`LoadOptions::DEFAULT_CONTEXT`] or what the model allows, the less.
     pub context: Option<usize>,
+    /// A model that drafts for the other, if there is one. A batch refuses it.
+    pub draft_model: Option<Checkpoint>,
 }
 
 impl LoadOptions {
     /// On this device, with the context that is taken where none is asked for.
     pub fn on(device: DeviceChoice) -> Self {
-        Self { device, options: DeviceOptions::default(), context: None }
+        Self { device, options: DeviceOptions::default(), context: None, draft_model: None }
     }
 
     /// The context where none is asked for.
@@ -110,7 +112,7 @@ pub struct Request {
     /// How tokens are chosen.
     pub sampling: Sampling,
     /// Who proposes drafts, if anyone.
-    pub draft: Option<NgramDraft>,
+    pub draft: Option<Draft>,
     /// Texts that end the answer, which does not include them.
     pub stop: Vec<String>,
     /// Whether to go on past end tokens; not with a form, whose end is one.
@@ -195,11 +197,28 @@ pub struct Statistics {
     pub drafted: usize,
     /// Drafts confirmed.
     pub accepted: usize,
+    /// Those of them that a draft model proposed; an n-gram match did the others.
+    pub by_model: Drafted,
     /// How many steps brought how many tokens.
     pub step_lengths: BTreeMap<usize, usize>,
 }
 
+/// Drafts of one source.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Drafted {
+    /// Tried.
+    pub drafted: usize,
+    /// Confirmed.
+    pub accepted: usize,
+}
+
 impl Statistics {
+    /// Drafts that an n-gram match proposed.
+    pub fn drafted_by_ngram(&self) -> Drafted {
+        let Drafted { drafted, accepted } = self.by_model;
+        Drafted { drafted: self.drafted - drafted, accepted: self.accepted - accepted }
+    }
+
     /// Prompt tokens a second.
     pub fn prompt_rate(&self) -> f64 {
         rate(self.prompt_tokens - self.cached_tokens, self.first_token)
@@ -237,9 +256,10 @@ impl Engine {
     /// [`Error::Interrupted`].
     pub fn load(checkpoint: Checkpoint, options: LoadOptions, progress: &mut Progress<'_>) -> Result<Self, Error> {
         let context = options.context_for(&checkpoint.config)?;
+        let draft = options.draft_model.as_ref();
         let backend: Box<dyn Backend> = match options.device.open(&options.options)? {
-            Some(device) => Box::new(Gpu::new(&checkpoint, &device, context, progress)?),
-            None => Box::new(Cpu::new(&checkpoint, context)?),
+            Some(device) => Box::new(Gpu::with_draft_model(&checkpoint, draft, &device, context, progress)?),
+            None => Box::new(Cpu::with_draft_model(&checkpoint, draft, context)?),
         };
         Ok(Self { checkpoint, backend, profile: None })
     }
@@ -376,6 +396,8 @@ impl Engine {
                 statistics.steps += 1;
                 statistics.drafted += step.drafted;
                 statistics.accepted += step.tokens.len() - 1;
+                statistics.by_model.drafted += step.drafted_by_model;
+                statistics.by_model.accepted += step.drafted_by_model.min(step.tokens.len() - 1);
                 *statistics.step_lengths.entry(step.tokens.len()).or_default() += 1;
             }
             for token in step.tokens {

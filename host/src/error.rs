@@ -221,6 +221,40 @@ pub enum Error {
         /// Which, and what would do.
         what: String,
     },
+    /// A draft model's tokens are not those of the model.
+    #[error(
+        "the draft model has another vocabulary: token {id} is {draft} there, and {model} in the model that it would draft \
+         for; choose a draft model of the same family"
+    )]
+    DraftVocabulary {
+        /// The first token that differs.
+        id: u32,
+        /// What it is in the model.
+        model: String,
+        /// What it is in the draft model.
+        draft: String,
+    },
+    /// What is wrong with a draft model.
+    #[error("the draft model: {0}")]
+    DraftModel(Box<Error>),
+    /// A draft model does not fit beside the model; said before anything is loaded.
+    #[error(
+        "the draft model needs {} on {device} ({} of weights, {} of cache for {context} tokens), and the model leaves {}; use a \
+         smaller draft model, a shorter --context, or --draft ngram",
+        gib(*.weights + *.cache), gib(*.weights), gib(*.cache), gib(*.left)
+    )]
+    DraftModelTooLarge {
+        /// Where.
+        device: String,
+        /// Bytes of weights.
+        weights: u64,
+        /// Bytes of cache and working memory.
+        cache: u64,
+        /// The context that the cache is for.
+        context: usize,
+        /// Bytes that there are beside the model.
+        left: u64,
+    },
     /// A kernel misbehaved under the emulator.
     #[error("under the emulator, {0}")]
     Emulator(String),

@@ -11,17 +11,17 @@ use std::time::{Duration, Instant};
 
 use cuda_std::{Global, Kernel};
 use gpu_kernels::drafting::{self, DraftScript};
-use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences};
 use gpu_kernels::sample::{PROMPTED, Sample, Settings, Split};
 use gpu_kernels::step::{
-    self, Accept, AcceptAndDraft, DraftState, MAX_DECODE_ROWS, MAX_ROWS, NO_TOKEN, PlanDecode, PlanPrompt, Report,
-    Rows, STATE_WORDS, SequenceState,
+    self, Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, NO_TOKEN, PlanDecode, PlanPrompt, Report, Rows, STATE_WORDS,
+    SequenceState,
 };
 use model::{Checkpoint, Config, Place, Sampling};
 
 use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped, Pinned};
-use crate::draft::{NO_THRESHOLD, NgramDraft};
+use crate::draft::{Draft, check_vocabularies};
+use crate::drafter::{Between, Drafter, ModelDrafter, NgramDrafter, OnDevice, Proposals, ScriptDrafter};
 use crate::forward::{Footprint, Forward, RowOutput};
 use crate::masks::Masks;
 use crate::prefill::Prefill;
@@ -31,7 +31,7 @@ use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
 /// Reports in the ring; more than steps are ever in flight.
-const RING: u32 = 8;
+pub(crate) const RING: u32 = 8;
 /// Steps enqueued beyond the one waited for, where nothing else is said.
 const RUN_AHEAD: u32 = 2;
 /// What drafts add to a decode step: of the streamed 8B shape, 8 rows take 1.09 times as long as one, and 16 rows 1.23 times
@@ -44,12 +44,6 @@ const MOST_STOP_TOKENS: usize = 32;
 /// Without a report for this long the device counts as hung. The longest step, a chunk of a prompt, takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Tokens that are proposed position by position, and [`Device::launch`] of the kernel that proposes them.
-struct Script {
-    tokens: Buffer<i32>,
-    launch: unsafe fn(&Device, u32, u32, DraftScript) -> Result<(), Error>,
-}
-
 /// Runs sequences on a device.
 pub struct Gpu {
     forward: Forward,
@@ -60,12 +54,14 @@ pub struct Gpu {
     stop_tokens: Buffer<u32>,
     uses: Buffer<u32>,
     ring: Mapped,
-    drafting: Drafting,
     masks: Masks,
     /// `[MAX_DECODE_ROWS]` rows of the next step under a form, and the drafts among them.
-    proposals: Pinned<i32>,
-    /// Proposed instead of what the n-gram match finds.
-    script: Option<Script>,
+    form_drafts: Pinned<i32>,
+    proposals: Proposals,
+    ngram: NgramDrafter,
+    /// Proposes instead of any other.
+    script: Option<ScriptDrafter>,
+    model: Option<ModelDrafter>,
     run_ahead: u32,
     run: Run,
     /// Tokens whose keys and values are in the cache.
@@ -74,21 +70,10 @@ pub struct Gpu {
     prompted: usize,
 }
 
-/// The drafting operator's arrays, for a batch of one.
-struct Drafting {
-    step_idx: Buffer<i64>,
-    rows: Buffer<i32>,
-    tokens: Buffer<i32>,
-    max_length: Buffer<i64>,
-    prompt_len: Buffer<i64>,
-    decoding: Buffer<i32>,
-    workspace: Buffer<u64>,
-}
-
 /// The sequence that is running, as far as the host knows.
 struct Run {
     sampling: Sampling,
-    draft: Option<NgramDraft>,
+    draft: Option<Draft>,
     max_length: usize,
     stop_count: u32,
     /// Tokens of the history, as of the last report read.
@@ -101,6 +86,20 @@ struct Run {
     newest: Option<u32>,
     /// If its answer has a form.
     form: Option<form::Following>,
+}
+
+/// Whoever drafts for a sequence with these settings, of those that there are.
+fn drafter<'a>(
+    draft: Option<Draft>,
+    script: &'a mut Option<ScriptDrafter>,
+    model: &'a mut Option<ModelDrafter>,
+    ngram: &'a mut NgramDrafter,
+) -> Option<&'a mut dyn Drafter<OnDevice>> {
+    match (draft?, script) {
+        (_, Some(script)) => Some(script),
+        (Draft::Model(_), _) => model.as_mut().map(|model| model as _),
+        (Draft::Ngram(_), _) => Some(ngram),
+    }
 }
 
 /// As the sampler has them.
@@ -129,22 +128,47 @@ impl Gpu {
         capacity: usize,
         progress: &mut Progress<'_>,
     ) -> Result<Self, Error> {
+        Self::with_draft_model(checkpoint, None, device, capacity, progress)
+    }
+
+    /// The same with a draft model, if there is one.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); a draft model with another vocabulary.
+    pub fn with_draft_model(
+        checkpoint: &Checkpoint,
+        draft: Option<&Checkpoint>,
+        device: &Device,
+        capacity: usize,
+        progress: &mut Progress<'_>,
+    ) -> Result<Self, Error> {
         let config = &checkpoint.config;
         Forward::check(config)?;
-        let footprint = Footprint::of(config, capacity, device.has_prefill());
-        if let Some(free) = device.free_memory()?
-            && footprint.weights + footprint.working > free
-        {
-            return Err(Error::ModelTooLarge {
-                device: device.name().into(),
-                weights: footprint.weights,
-                cache: footprint.working,
-                context: capacity,
-                free,
-            });
+        if let Some(draft) = draft {
+            check_vocabularies(&checkpoint.tokenizer, &draft.tokenizer)?;
+            Forward::check(&draft.config).map_err(|error| Error::DraftModel(Box::new(error)))?;
         }
-        let weights = DeviceWeights::upload(checkpoint, device, progress)?;
-        Self::with_weights(device, config, weights, capacity)
+        let footprint = |config: &Config| Footprint::of(config, capacity, device.has_prefill());
+        let (of_model, of_draft) = (footprint(config), draft.map(|draft| footprint(&draft.config)));
+        if let Some(free) = device.free_memory()? {
+            let Footprint { weights, working: cache } = of_model;
+            let device = device.name().into();
+            let Some(left) = free.checked_sub(weights + cache) else {
+                return Err(Error::ModelTooLarge { device, weights, cache, context: capacity, free });
+            };
+            if let Some(Footprint { weights, working: cache }) = of_draft.filter(|of| of.weights + of.working > left) {
+                return Err(Error::DraftModelTooLarge { device, weights, cache, context: capacity, left });
+            }
+        }
+        let (of_model, of_draft) = (of_model.weights, of_draft.map_or(0, |of| of.weights));
+        let all = of_model + of_draft;
+        let weights = DeviceWeights::upload(checkpoint, device, &mut |done, _| progress(done.min(of_model), all))?;
+        let load_draft = |draft: &Checkpoint| {
+            let told = &mut |done: u64, _| progress(of_model + done.min(of_draft), all);
+            Ok::<_, Error>((draft.config.clone(), DeviceWeights::upload(draft, device, told)?))
+        };
+        let draft = draft.map(load_draft).transpose().map_err(|error| Error::DraftModel(Box::new(error)))?;
+        Self::with_all_weights(device, config, weights, draft, capacity)
     }
 
     /// With `weights` that are there already, of a model that [`Forward::check`] has found good.
@@ -157,13 +181,31 @@ impl Gpu {
         weights: DeviceWeights,
         capacity: usize,
     ) -> Result<Self, Error> {
+        Self::with_all_weights(device, config, weights, None, capacity)
+    }
+
+    /// The same with a draft model, of which the same is true, and whose tokens are the model's.
+    ///
+    /// # Errors
+    /// As [`with_weights`](Self::with_weights).
+    pub fn with_all_weights(
+        device: &Device,
+        config: &Config,
+        weights: DeviceWeights,
+        draft: Option<(Config, DeviceWeights)>,
+        capacity: usize,
+    ) -> Result<Self, Error> {
         let mut forward = Forward::new(device, config, weights, capacity)?;
-        // Where the hardware and the memory are there; otherwise the launches do the same.
-        forward.lay_out_stream()?;
-        if device.has_prefill() {
-            forward.lay_out_prefill()?;
+        let draft = draft.map(|(config, weights)| Forward::new(device, &config, weights, capacity));
+        let mut draft = draft.transpose()?;
+        // All that must be is there: now what is quicker, where the hardware and the memory are there; otherwise the
+        // launches do the same.
+        for forward in std::iter::once(&mut forward).chain(&mut draft) {
+            forward.lay_out_stream()?;
+            if device.has_prefill() {
+                forward.lay_out_prefill()?;
+            }
         }
-        let workspace = vec![u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]); ngram::workspace_len(1)];
         Ok(Self {
             history: device.zeroed(capacity)?,
             words: device.zeroed(STATE_WORDS)?,
@@ -172,18 +214,12 @@ impl Gpu {
             stop_tokens: device.zeroed(MOST_STOP_TOKENS)?,
             uses: device.zeroed(config.vocab_size)?,
             ring: device.mapped(RING as usize * Report::WORDS)?,
-            drafting: Drafting {
-                step_idx: device.zeroed(1)?,
-                rows: device.zeroed(1)?,
-                tokens: device.zeroed(MAX_DECODE_ROWS as usize)?,
-                max_length: device.zeroed(1)?,
-                prompt_len: device.zeroed(1)?,
-                decoding: device.upload(&[1])?,
-                workspace: device.upload(&workspace)?,
-            },
             masks: Masks::new(device, config.vocab_size, MAX_DECODE_ROWS as usize)?,
-            proposals: device.pinned(MAX_DECODE_ROWS as usize)?,
+            form_drafts: device.pinned(MAX_DECODE_ROWS as usize)?,
+            proposals: Proposals::new(device)?,
+            ngram: NgramDrafter::new(device)?,
             script: None,
+            model: draft.map(|draft| ModelDrafter::new(draft, config)).transpose()?,
             run_ahead: RUN_AHEAD,
             run: Run {
                 sampling: Sampling::default(),
@@ -209,12 +245,11 @@ impl Gpu {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn set_script<K: Kernel<Params = DraftScript>>(&mut self, tokens: &[u32]) -> Result<(), Error> {
-        let tokens = self.forward.device().upload(bytemuck::cast_slice::<u32, i32>(tokens))?;
-        self.script = Some(Script { tokens, launch: Device::launch::<K> });
+        self.script = Some(ScriptDrafter::new::<K>(self.forward.device(), tokens)?);
         Ok(())
     }
 
-    /// Drafts from the text again.
+    /// Has others draft again.
     pub fn clear_script(&mut self) {
         self.script = None;
     }
@@ -231,7 +266,7 @@ impl Gpu {
 
     /// Where the drafting operator puts its proposal; null when nothing drafts.
     fn proposed(&self) -> Global<i32> {
-        if self.run.draft.is_some() { self.drafting.tokens.ptr() } else { Default::default() }
+        if self.run.draft.is_some() { self.proposals.tokens.ptr() } else { Default::default() }
     }
 
     /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it. Before the last chunk the device is
@@ -343,8 +378,8 @@ impl Gpu {
             stop_tokens: self.stop_tokens.ptr(),
             uses: self.uses.ptr_mut(),
             draft: DraftState {
-                step_idx: self.drafting.step_idx.ptr_mut(),
-                rows: self.drafting.rows.ptr_mut(),
+                step_idx: self.proposals.last.ptr_mut(),
+                rows: self.proposals.rows.ptr_mut(),
                 proposed: if decoded && self.run.form.is_none() { self.proposed() } else { Default::default() },
             },
             ring: self.ring.ptr_mut(),
@@ -369,82 +404,42 @@ impl Gpu {
 
     /// Enqueues what stands between two steps: acceptance, the proposal of drafts for a history of then at most `length` tokens, and the planning of the
     /// next rows.
-    fn enqueue_next(&self, accept: Accept, length: usize) -> Result<(), Error> {
-        let device = self.forward.device();
-        let drafting = &self.drafting;
+    fn enqueue_next(&mut self, accept: Accept, length: usize) -> Result<(), Error> {
         let counters = self.forward.stream().map(|stream| stream.counters());
         let plan = PlanDecode {
             rows: self.forward.rows(),
             state: self.state(),
             drafts: self.proposed(),
-            draft_rows: if self.run.draft.is_some() { drafting.rows.ptr() } else { Default::default() },
-            cost: self.run.draft.map_or(Default::default(), |draft| draft.cost(DRAFT_COST)),
+            draft_rows: if self.run.draft.is_some() { self.proposals.rows.ptr() } else { Default::default() },
+            cost: Default::default(),
             counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
             counter_count: counters.map_or(0, |c| c.len() as u32),
         };
-        let (length, multiprocessors) = (length as u32, device.multiprocessors());
-        // SAFETY: buffers of self, sized as the parameter blocks say, for a batch of one; a workspace that only this stream uses; the history has room for
-        // `max_length` tokens.
-        unsafe {
-            if let (Some(draft), None) = (self.run.draft, &self.script)
-                && ngram::together::<i32>(1, length, multiprocessors)
-            {
-                // What the host has seen, or has put there, is older than the launches that are under way.
-                let all = AcceptAndDraft { accept, draft: self.ngram(draft), plan, settled: self.run.length as u32 };
-                return if device.is_hopper() {
-                    device.launch_early::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)
-                } else {
-                    device.launch::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)
-                };
+        let Self { forward, proposals, ngram, script, model, run, history, .. } = self;
+        // Acceptance and plan are of buffers of self, sized as their parameter blocks say, for a batch of one; the
+        // history has room for `max_length` tokens.
+        let between = Between {
+            device: forward.device(),
+            accept,
+            plan,
+            proposals,
+            capacity: history.len() as u32,
+            length: length as u32,
+            // What the host has seen, or has put there, is older than the launches that are under way.
+            settled: run.length as u32,
+        };
+        match drafter(run.draft, script, model, ngram) {
+            Some(drafter) => drafter.propose(between),
+            None => {
+                between.enqueue_accept()?;
+                between.enqueue_plan(Default::default())
             }
-            device.launch::<step::accept>(1, 0, accept)?;
-            match (self.run.draft, &self.script) {
-                (None, _) => {}
-                (Some(draft), Some(script)) => {
-                    let proposal = DraftScript {
-                        state: self.state(),
-                        script: script.tokens.ptr(),
-                        drafts: drafting.tokens.ptr_mut(),
-                        rows: drafting.rows.ptr_mut(),
-                        script_len: script.tokens.len() as u32,
-                        most: draft.tokens,
-                        max_length: self.run.max_length as u32,
-                    };
-                    (script.launch)(device, 1, 0, proposal)?;
-                }
-                (Some(draft), None) => {
-                    let blocks = ngram::blocks::<i32>(1, length, multiprocessors);
-                    device.launch::<ngram::ngram_match_mixed_i32>(blocks, ngram::SHARED_BYTES, self.ngram(draft))?;
-                }
-            }
-            device.launch::<step::plan_decode>(1, 0, plan)
         }
     }
 
-    /// The n-gram match over the history.
-    fn ngram(&self, draft: NgramDraft) -> NgramMatchMixed<i32> {
-        let drafting = &self.drafting;
-        NgramMatchMixed {
-            sequences: Sequences {
-                input_ids: self.history.ptr(),
-                input_ids_len: drafting.prompt_len.ptr(),
-                pre_ids: self.history.ptr(),
-                step_idx: drafting.step_idx.ptr(),
-                max_dec_len: drafting.max_length.ptr(),
-                seq_lens_decoder: drafting.decoding.ptr(),
-                seq_lens_this_time: drafting.rows.ptr_mut(),
-                draft_tokens: drafting.tokens.ptr_mut(),
-                workspace: drafting.workspace.ptr_mut(),
-                input_ids_stride: 0,
-                pre_ids_stride: self.history.len() as u32,
-                draft_tokens_stride: MAX_DECODE_ROWS,
-                batch: 1,
-                max_ngram_size: draft.max,
-                threshold: NO_THRESHOLD,
-            },
-            max_draft_tokens: draft.tokens as i32,
-            min_ngram_size: draft.min,
-        }
+    /// Whoever drafts for the sequence.
+    fn drafter(&mut self) -> Option<&mut dyn Drafter<OnDevice>> {
+        drafter(self.run.draft, &mut self.script, &mut self.model, &mut self.ngram)
     }
 
     /// Microseconds that drafting, planning and acceptance take beside a step, the mean of `repeats`: they run without steps between them, on the
@@ -452,10 +447,10 @@ impl Gpu {
     ///
     /// # Errors
     /// A driver error.
-    pub fn time_around_step(&self, repeats: u32) -> Result<f64, Error> {
+    pub fn time_around_step(&mut self, repeats: u32) -> Result<f64, Error> {
         let timer = self.forward.device().timer()?;
         let device = self.forward.device().clone();
-        let next = || self.enqueue_next(self.accept(Default::default(), 0, true), self.run.length);
+        let mut next = || self.enqueue_next(self.accept(Default::default(), 0, true), self.run.length);
         // Each launch once before they are recorded.
         next()?;
         let mut graph = device.capture(|| (0..repeats).try_for_each(|_| next()))?;
@@ -494,6 +489,9 @@ impl Backend for Gpu {
     }
 
     fn begin(&mut self, sequence: &Sequence<'_>, progress: &mut PromptProgress<'_>) -> Result<usize, Error> {
+        if let Some(draft) = &sequence.draft {
+            draft.check_for(self.model.is_some())?;
+        }
         self.forward.device().synchronize()?;
         let prompt = sequence.prompt;
         let mut reused = common_prefix(&self.cached, prompt);
@@ -515,7 +513,6 @@ impl Backend for Gpu {
         self.uses.write(0, &uses)?;
         let stops = &sequence.stop_tokens[..sequence.stop_tokens.len().min(MOST_STOP_TOKENS)];
         self.stop_tokens.write(0, stops)?;
-        self.drafting.max_length.write(0, &[sequence.max_length as i64])?;
         self.ring.clear();
         self.run = Run {
             sampling: sequence.sampling,
@@ -523,12 +520,15 @@ impl Backend for Gpu {
             max_length: sequence.max_length,
             stop_count: stops.len() as u32,
             length: prompt.len(),
-            step_rows: 1 + sequence.draft.map_or(0, |draft| draft.tokens),
+            step_rows: 1 + sequence.draft.map_or(0, |draft| draft.tokens()),
             enqueued: 0,
             read: 0,
             newest: None,
             form: sequence.form.map(|form| form::Following::new(form.matcher(), prompt)),
         };
+        if let Some(drafter) = self.drafter() {
+            drafter.begin(sequence)?;
+        }
         self.enqueue_prompt(reused, prompt, progress)?;
         Ok(reused)
     }
@@ -549,7 +549,11 @@ impl Backend for Gpu {
             let position = self.run.length + tokens.len() - 2;
             return Err(Error::NotFinite { what: Place::Logits.to_string(), position });
         }
-        let step = Step { drafted: word(Report::DRAFTED) as usize, finished: word(Report::FINISHED) != 0, tokens };
+        let (drafted, finished) = (word(Report::DRAFTED) as usize, word(Report::FINISHED) != 0);
+        let mut step = Step { tokens, drafted, drafted_by_model: 0, finished };
+        if let Some(drafter) = self.drafter() {
+            drafter.hear(&mut step);
+        }
         self.run.read += 1;
         self.run.length += step.tokens.len();
         for &token in &step.tokens {

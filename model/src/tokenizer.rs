@@ -145,6 +145,13 @@ impl Tokenizer {
         self.0.table.special.len()
     }
 
+    /// The first id that does not stand for the same bytes in both, or is special in one alone; none if there is no such.
+    pub fn first_difference(&self, other: &Self) -> Option<u32> {
+        let ids = self.vocab_size().max(other.vocab_size()) as u32;
+        (0..ids)
+            .find(|&id| self.token_bytes(id) != other.token_bytes(id) || self.is_special(id) != other.is_special(id))
+    }
+
     /// Id of a token by its text in `tokenizer.json`.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.0.encoder.token_to_id(token)

@@ -388,6 +388,18 @@ fn prompt_file_that_is_a_directory() {
     refused(warpdraft(&["generate", "--file", "."]).assert(), 1, &["cannot read the prompt from .", "directory"]);
 }
 
+#[test]
+fn draft_model_that_does_not_fit_the_model() {
+    let mut run = warpdraft(&["generate", "abc", "--draft", "model:demo", "--model"]);
+    refused(
+        run.arg(golden("tied_bf16")).assert(),
+        1,
+        &["the draft model has another vocabulary: token", "same family"],
+    );
+    let run = warpdraft(&["generate", "abc", "--draft", "model:./no/such/dir"]).assert();
+    refused(run, 1, &["no model at", "./no/such/dir"]);
+}
+
 // Flags: exit code 2, as for any mistake in usage.
 
 #[test]
@@ -415,7 +427,8 @@ fn flags_out_of_range() {
 fn flags_with_unknown_values() {
     usage_refused(&["--device", "gpu"], &["--device", "none of auto, cpu, cuda, cuda:N, emulator"]);
     usage_refused(&["--device", "cuda:one"], &["--device", "one is not the number of a card"]);
-    usage_refused(&["--draft", "eagle"], &["--draft", "none", "ngram"]);
+    usage_refused(&["--draft", "eagle"], &["--draft", "none", "ngram", "model:MODEL"]);
+    usage_refused(&["--draft", "model:"], &["--draft", "lacks the model"]);
     usage_refused(&["--no-such-flag"], &["--no-such-flag"]);
 }
 

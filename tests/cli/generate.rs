@@ -34,6 +34,23 @@ fn drafting_does_not_change_sampled_text_either() {
 }
 
 #[test]
+fn a_model_drafts_and_the_summary_tells_whose_drafts_were_right() {
+    let plain = stdout_of(warpdraft(GREEDY).args(["--draft", "none", PROMPT]));
+    // The model that drafts for itself is always right.
+    let model = ["--draft", "model-only:demo", "--draft-always", "--draft-tokens", "5"];
+    let json = json_of(warpdraft(GREEDY).args(model).args(["--json", PROMPT]));
+    assert_eq!(json["text"], plain.as_str());
+    let drafts = &json["statistics"]["drafts"];
+    assert_eq!(drafts["ngram"], serde_json::json!({ "drafted": 0, "accepted": 0 }));
+    assert!(drafts["model"]["drafted"].as_u64().unwrap() > 10, "{drafts}");
+    assert_eq!(drafts["model"]["drafted"], drafts["model"]["accepted"]);
+    let output = warpdraft(GREEDY).args(["--draft", "model:demo", "--verbose", PROMPT]).output().unwrap();
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), plain);
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(told.contains("drafts  by model: ") && told.contains("drafts  by n-gram: "), "{told}");
+}
+
+#[test]
 fn the_prompt_may_come_from_a_file_or_standard_input() {
     let expected = stdout_of(warpdraft(GREEDY).arg(PROMPT));
     let dir = tempfile::tempdir().unwrap();

@@ -175,7 +175,8 @@ pub fn engine_with(
     options: &host::device::DeviceOptions,
     context: usize,
 ) -> host::Engine {
-    let options = host::LoadOptions { device, options: options.clone(), context: Some(context) };
+    let options =
+        host::LoadOptions { options: options.clone(), context: Some(context), ..host::LoadOptions::on(device) };
     host::Engine::load(checkpoint.clone(), options, &mut |_, _| std::ops::ControlFlow::Continue(()))
         .unwrap_or_else(|e| panic!("{e}"))
 }
@@ -186,7 +187,7 @@ pub fn greedy(prompt: &[u32], max_tokens: usize, draft: Option<host::NgramDraft>
         prompt: prompt.to_vec(),
         max_tokens,
         sampling: model::Sampling::default(),
-        draft,
+        draft: draft.map(Into::into),
         stop: Vec::new(),
         ignore_end: true,
         form: None,

@@ -22,9 +22,9 @@ fn repetitive() -> (Checkpoint, Vec<u32>, Generation) {
 
 /// An answer, which is the same with drafts and without, and what was seen of it.
 fn seen(engine: &mut Engine, request: &Request) -> (Generation, String) {
-    let mut run = |draft| {
+    let mut run = |draft: Option<NgramDraft>| {
         let mut seen = String::new();
-        let request = Request { draft, ..request.clone() };
+        let request = Request { draft: draft.map(Into::into), ..request.clone() };
         let generation = engine.generate(&request, &mut |text| {
             seen.push_str(text);
             ControlFlow::Continue(())
@@ -97,7 +97,7 @@ fn the_gpu_path_ends_in_the_middle_of_a_step() {
             prompt,
             max_length: prompt.len() + max_tokens,
             sampling: request.sampling,
-            draft: EAGER,
+            draft: EAGER.map(Into::into),
             stop_tokens,
             form: None,
         };

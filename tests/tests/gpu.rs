@@ -1,6 +1,7 @@
 //! What only a GPU can show. Without one every test here reports itself as ignored; `make gpu-check` packs this program for a machine
 //! that has one.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -8,7 +9,7 @@ use host::batch::{Batch, BatchOptions, GpuBatch};
 use host::device::{self, Device, DeviceOptions, IMAGES, Image, MAIN};
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
-use host::{DeviceChoice, Gpu, NgramDraft};
+use host::{DeviceChoice, Gpu, ModelDraft, NgramDraft, Ngrams, Request};
 use integration_tests::batch::{Arranged, Happened, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
@@ -48,11 +49,12 @@ fn main() -> ExitCode {
         Some(card) => println!("on {}", card.name),
         None => println!("ignored: there is no CUDA card (these tests need one)"),
     }
-    let tests: [(&str, Test); 13] = [
+    let tests: [(&str, Test); 14] = [
         ("golden_logits", golden_logits),
         ("demo_logits_match_the_cpu", demo_logits_match_the_cpu),
         ("greedy_output_is_the_same_with_drafts", greedy_output_is_the_same_with_drafts),
         ("sampled_output_is_the_same_with_drafts", sampled_output_is_the_same_with_drafts),
+        ("drafts_by_a_model_change_nothing", drafts_by_a_model_change_nothing),
         ("sampled_output_has_the_distribution_of_the_model", sampled_output_has_the_distribution_of_the_model),
         ("drafts_and_pieces_change_nothing_at_the_8b_shape", drafts_and_pieces_change_nothing_at_the_8b_shape),
         ("the_prompt_may_come_in_any_pieces", the_prompt_may_come_in_any_pieces),
@@ -158,6 +160,60 @@ fn sampled_output_is_the_same_with_drafts(options: &DeviceOptions) -> Result<(),
         let mut run = |draft| answer(&mut engine, &host::Request { sampling, ..greedy(&prompt, 200, draft) }).tokens;
         if run(None) != run(Some(EAGER)) {
             return Err(format!("differs for {prompt:?}").into());
+        }
+    }
+    Ok(())
+}
+
+/// The demo model drafts for itself, greedily, and is always right; a model of the 0.6B shape drafts for one of the 8B shape.
+fn drafts_by_a_model_change_nothing(options: &DeviceOptions) -> Result<(), Failed> {
+    let alone = ModelDraft { tokens: 5, adaptive: false, ngram: None };
+    let hybrid = ModelDraft { tokens: 15, adaptive: false, ngram: Some(Ngrams { max: 3, min: 1 }) };
+    let settings = [alone, ModelDraft { tokens: 15, ..alone }, hybrid, ModelDraft::default()];
+    let checkpoint = demo();
+    let load = host::LoadOptions {
+        options: options.clone(),
+        context: Some(512),
+        draft_model: Some(checkpoint.clone()),
+        ..host::LoadOptions::on(GPU)
+    };
+    let mut engine = host::Engine::load(checkpoint.clone(), load, &mut |_, _| ControlFlow::Continue(()))?;
+    for prompt in demo_prompts(&checkpoint, 50, 48) {
+        let hot = Sampling { temperature: 0.8, top_k: 40, seed: prompt[0].into(), ..Sampling::default() };
+        for sampling in [Sampling::default(), hot] {
+            let plain = answer(&mut engine, &Request { sampling, ..greedy(&prompt, 96, None) }).tokens;
+            for draft in settings {
+                let request = Request { sampling, draft: Some(draft.into()), ..greedy(&prompt, 96, None) };
+                let found = answer(&mut engine, &request);
+                if found.tokens != plain {
+                    return Err(format!("differs with {draft:?} for {prompt:?}").into());
+                }
+                let by_model = found.statistics.by_model;
+                if sampling.is_greedy() && draft == alone && by_model.drafted != by_model.accepted {
+                    return Err(format!("the model was wrong about itself: {by_model:?} for {prompt:?}").into());
+                }
+            }
+        }
+    }
+    let device = Device::cuda_with(0, options)?;
+    let [large, small] = ["8B", "0.6B"].map(|name| Config::published(name).ok_or("no such shape"));
+    let (large, small) = (large?, small?);
+    let needed = [&large, &small].map(|config| Footprint::of(config, 1024, device.is_hopper()));
+    let needed: u64 = needed.iter().map(|of| 2 * of.weights + of.working).sum();
+    if device.free_memory()?.is_some_and(|free| free < needed) {
+        println!("the large shape not on this card: it has too little memory");
+        return Ok(());
+    }
+    let weights = DeviceWeights::random(&large, &device)?;
+    let draft = (small.clone(), DeviceWeights::random(&small, &device)?);
+    let mut gpu = Gpu::with_all_weights(&device, &large, weights, Some(draft), 1024)?;
+    let prompt: Vec<u32> =
+        (0..600).map(|i| (model::sampling::random(11, i) % large.vocab_size as u64) as u32).collect();
+    let plain = run(&mut gpu, &greedy(&prompt, 96, None)).0;
+    for draft in settings {
+        let request = Request { draft: Some(draft.into()), ..greedy(&prompt, 96, None) };
+        if run(&mut gpu, &request).0 != plain {
+            return Err(format!("differs with {draft:?}").into());
         }
     }
     Ok(())
@@ -373,7 +429,7 @@ fn a_card_that_others_fill_does_not_end_a_batch(opened: &DeviceOptions) -> Resul
 fn a_card_too_small_is_said_before_loading(opened: &DeviceOptions) -> Result<(), Failed> {
     let mut checkpoint = demo();
     checkpoint.config.max_position_embeddings = 1 << 30;
-    let options = host::LoadOptions { device: GPU, options: opened.clone(), context: Some(1 << 28) };
+    let options = host::LoadOptions { options: opened.clone(), context: Some(1 << 28), ..host::LoadOptions::on(GPU) };
     let mut loaded = false;
     let progress = &mut |_, _| {
         loaded = true;

@@ -18,12 +18,13 @@ use crate::{Ending, loading, output};
 /// # Errors
 /// Whatever is wrong with the model, the prompt or the device; a closed pipe.
 pub fn run(command: Generate) -> anyhow::Result<Ending> {
-    let Generate { source, weights, load, prompt, answer: settings, report, echo, shape, profile: trace } = command;
+    let Generate { source, weights, mut load, prompt, answer: settings, report, echo, shape, profile: trace } = command;
     loading::start_log(report)?;
     let mut profile = Profile::default();
     let _opening = load.device.open_ahead(&load.options);
     let start = Instant::now();
     let checkpoint = loading::open(&source, OpenOptions { check_finite: false, weights }, report)?;
+    load.draft_model = loading::open_draft(settings.draft_source.as_ref(), report)?;
     profile.span("open", start, &[]);
     let (text, around) = match &prompt {
         Prompt::Text(text) => (text.clone(), Around::Special),

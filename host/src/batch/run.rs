@@ -208,6 +208,9 @@ impl Batch {
         if let Some(draft) = &options.draft {
             draft.check()?;
         }
+        if load.draft_model.is_some() {
+            return Err(Error::Draft { what: "a batch takes no drafts from a model".into() });
+        }
         let context = load.context_for(&checkpoint.config)?;
         let backend: Box<dyn BatchBackend> = match load.device.open(&load.options)? {
             Some(device) => Box::new(GpuBatch::load(&checkpoint, &device, context, options, progress)?),

@@ -78,8 +78,8 @@ impl Gpu {
         let plan = PlanDecode {
             rows: self.forward.rows(),
             state: self.state(),
-            drafts: self.proposals.ptr(),
-            draft_rows: if drafts > 0 { self.proposals.ptr() } else { Default::default() },
+            drafts: self.form_drafts.ptr(),
+            draft_rows: if drafts > 0 { self.form_drafts.ptr() } else { Default::default() },
             cost: drafting::Cost::default(),
             counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
             counter_count: counters.map_or(0, |c| c.len() as u32),
@@ -94,13 +94,14 @@ impl Gpu {
     /// Proposes drafts for the next step; how many are worth it.
     fn propose(&mut self) -> Result<usize, Error> {
         let Some((form, draft)) = self.run.form.as_mut().zip(self.run.draft) else { return Ok(0) };
-        let proposal = Proposal::of(&draft, &form.history, self.run.max_length, Some(&mut form.matcher));
+        let proposal =
+            Proposal::of(&draft.match_settings(), &form.history, self.run.max_length, Some(&mut form.matcher));
         (form.proposed, form.forced) = (proposal.tokens, proposal.forced);
         let acceptance = if form.forced { drafting::ONE } else { form.acceptance };
-        let cost = draft.cost(DRAFT_COST);
+        let cost = draft.match_settings().cost(DRAFT_COST);
         form.drafts = drafting::worthwhile(acceptance, cost, 0, form.proposed.len() as u32) as usize;
         // SAFETY: the step that read the ones before has reported.
-        let words = unsafe { self.proposals.as_mut_slice_now() };
+        let words = unsafe { self.form_drafts.as_mut_slice_now() };
         words[0] = 1 + form.drafts as i32;
         words[1..].iter_mut().zip(&form.proposed[..form.drafts]).for_each(|(word, token)| *word = *token as i32);
         Ok(form.drafts)

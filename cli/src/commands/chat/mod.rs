@@ -6,7 +6,7 @@ mod line;
 
 use std::io::IsTerminal;
 
-use host::{Engine, Finish, encode_prompt};
+use host::{Engine, Finish, LoadOptions, encode_prompt};
 use model::chat::{ChatTemplate, Splitter};
 use model::tokenizer::Around;
 use model::{Message, OpenOptions, Role};
@@ -42,7 +42,9 @@ pub fn run(command: Chat) -> anyhow::Result<Ending> {
     let form = Wanted::new(&checkpoint, command.shape.as_ref())?;
     // Before the wait: what is typed meanwhile is the first turn.
     let input = Input::new(&command);
-    let engine = loading::load(checkpoint, command.load.clone(), command.report)?;
+    let draft_model = loading::open_draft(command.answer.draft_source.as_ref(), command.report)?;
+    let load = LoadOptions { draft_model, ..command.load.clone() };
+    let engine = loading::load(checkpoint, load, command.report)?;
     if input.is_typed() && command.report.is_told() {
         note(&format!("{} on {}; /help lists commands and keys, Ctrl-D leaves", command.source, engine.device()));
     }

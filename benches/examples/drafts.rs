@@ -1,0 +1,153 @@
+//! What drafts by a model cost inside the loop, on a card.
+//!
+//! `drafts SIZE DRAFT`, such as `drafts 8B 0.6B`; `drafts small small` runs on the emulator. Random weights: the draft
+//! model is always wrong. A line for each measurement, and the figures as JSON.
+//!
+//! - `draft.model.us`: a step with a chain of drafts, less a step with as many wrong drafts by a script, for each
+//!   draft.
+//! - `draft.wrong.ratio`: tokens a second with adaptive drafts by the model ÷ without drafts.
+
+use std::time::{Duration, Instant};
+
+use benches::{Arguments, tokens};
+use host::forward::Forward;
+use host::weights::DeviceWeights;
+use host::{Backend, Draft, Gpu, ModelDraft, NgramDraft, Sequence};
+use model::{Config, Sampling};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Drafts of a chain.
+const CHAIN: u32 = 5;
+
+/// How much is measured.
+struct Scale {
+    prompt: usize,
+    tokens: usize,
+    repeats: usize,
+}
+
+fn main() -> Result<()> {
+    let arguments = Arguments::read()?;
+    let (Some(size), Some(draft_size)) = (arguments.word(0), arguments.word(1)) else {
+        return Err("usage: drafts SIZE DRAFT".into());
+    };
+    let (config, device) = arguments.subject(size)?;
+    let draft_config = match draft_size {
+        "small" => config.clone(),
+        name => Config::published(name).ok_or_else(|| format!("no size is called {name}"))?,
+    };
+    Forward::check(&config)?;
+    Forward::check(&draft_config)?;
+    if config.vocab_size != draft_config.vocab_size {
+        return Err(format!("{size} and {draft_size} have not as many tokens").into());
+    }
+    let scale = if device.is_emulator() {
+        Scale { prompt: 5, tokens: 8, repeats: 1 }
+    } else {
+        Scale { prompt: 64, tokens: 361, repeats: 3 }
+    };
+    let weights = DeviceWeights::random(&config, &device)?;
+    let draft_weights = DeviceWeights::random(&draft_config, &device)?;
+    let draft = Some((draft_config, draft_weights));
+    let mut gpu = Gpu::with_all_weights(&device, &config, weights, draft, scale.prompt + scale.tokens)?;
+    let prompt = tokens(&config, scale.prompt);
+
+    let plain = best(&mut gpu, &prompt, &scale, None)?;
+    println!("{size}: without drafts {:.1} tokens/s, a step {:.1} µs", plain.rate(), median(&plain.steps));
+
+    // A chain of drafts in every step, and as many drafts that cost nothing to make.
+    let every = ModelDraft { tokens: CHAIN, adaptive: false, ngram: None };
+    let chained = best(&mut gpu, &prompt, &scale, Some(every.into()))?;
+    let script = NgramDraft { tokens: CHAIN, adaptive: false, ..NgramDraft::default() };
+    benches::draft_by_script(&mut gpu, &prompt, &plain.tokens, &[1])?;
+    let scripted = best(&mut gpu, &prompt, &scale, Some(script.into()))?;
+    gpu.clear_script();
+    let (with_chain, with_script) = (median(&chained.steps), median(&scripted.steps));
+    let of_draft = (with_chain - with_script) / f64::from(CHAIN);
+    println!(
+        "{size}, {CHAIN} drafts a step: by {draft_size} {with_chain:.1} µs, by a script {with_script:.1} µs; \
+         {} of {} right, {} of {} by the script",
+        chained.accepted(),
+        chained.drafted,
+        scripted.accepted(),
+        scripted.drafted,
+    );
+
+    // As many drafts as are worth it, which is none.
+    let mut ratios = Vec::new();
+    for (name, ngram) in [("alone", None), ("beside n-gram match", ModelDraft::default().ngram)] {
+        let wrong = best(&mut gpu, &prompt, &scale, Some(ModelDraft { ngram, ..ModelDraft::default() }.into()))?;
+        let ratio = wrong.rate() / plain.rate();
+        println!(
+            "{size}, adaptive drafts by {draft_size} {name}: {:.1} tokens/s, {ratio:.4} of those without; \
+             {} of {} drafts right",
+            wrong.rate(),
+            wrong.accepted(),
+            wrong.drafted,
+        );
+        ratios.push(ratio);
+    }
+    println!("{{\"draft.model.us\": {of_draft:.1}, \"draft.wrong.ratio\": {:.4}}}", ratios[0]);
+    Ok(())
+}
+
+/// An answer.
+struct Run {
+    tokens: Vec<u32>,
+    /// Each decode step, from the report before it to its own.
+    steps: Vec<Duration>,
+    drafted: usize,
+}
+
+impl Run {
+    /// Tokens a second, without the first.
+    fn rate(&self) -> f64 {
+        (self.tokens.len() - 1) as f64 / self.steps.iter().sum::<Duration>().as_secs_f64()
+    }
+
+    /// Drafts that were right.
+    fn accepted(&self) -> usize {
+        self.tokens.len() - 1 - self.steps.len()
+    }
+}
+
+/// The quickest of some runs, which all say the same.
+fn best(gpu: &mut Gpu, prompt: &[u32], scale: &Scale, draft: Option<Draft>) -> Result<Run> {
+    // Kernels are loaded, and clocks rise.
+    let mut best = run(gpu, prompt, scale, draft)?;
+    for _ in 0..scale.repeats {
+        let again = run(gpu, prompt, scale, draft)?;
+        if again.tokens != best.tokens {
+            return Err("the same request was answered with other tokens".into());
+        }
+        if again.rate() > best.rate() {
+            best = again;
+        }
+    }
+    Ok(best)
+}
+
+fn run(gpu: &mut Gpu, prompt: &[u32], scale: &Scale, draft: Option<Draft>) -> Result<Run> {
+    let max_length = prompt.len() + scale.tokens;
+    let sequence = Sequence { prompt, max_length, sampling: Sampling::default(), draft, stop_tokens: &[] };
+    gpu.begin(&sequence, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
+    let mut run = Run { tokens: gpu.step()?.tokens, steps: Vec::new(), drafted: 0 };
+    loop {
+        let start = Instant::now();
+        let step = gpu.step()?;
+        run.steps.push(start.elapsed());
+        run.tokens.extend(step.tokens);
+        run.drafted += step.drafted;
+        if step.finished {
+            return Ok(run);
+        }
+    }
+}
+
+/// In microseconds.
+fn median(times: &[Duration]) -> f64 {
+    let mut times = times.to_vec();
+    times.sort();
+    times[times.len() / 2].as_secs_f64() * 1e6
+}

@@ -1,0 +1,316 @@
+//! The plans between the passes of a draft model, beside one that remembers all: what its cache holds, what it
+//! proposed, how that fared.
+
+mod common;
+
+use common::{Random, run};
+use cuda_std::emulator::Buffer;
+use gpu_kernels::draft_model::{self, Choice, DraftWords, Economy, NextDraft, PlanDraft, Proposal, Prospect, tried};
+use gpu_kernels::drafting::{Cost, ONE, UNTRIED};
+use gpu_kernels::sample::rank;
+use gpu_kernels::step::{MAX_DECODE_ROWS, NO_TOKEN, Rows, STATE_WORDS, SequenceState};
+
+const MOST: usize = MAX_DECODE_ROWS as usize;
+const VOCAB: u32 = 6;
+const REPORTS: u32 = 8;
+const COUNTERS: usize = 40;
+
+/// What the draft model says after these tokens; now and then a token that the other model lacks, or none.
+fn says(text: &[i32]) -> u32 {
+    let hash = text.iter().rev().take(3).fold(7u64, |h, &t| gpu_kernels::sample::random(h, t as u64));
+    match hash % 40 {
+        0 => VOCAB,
+        1 => NO_TOKEN,
+        n => (n % u64::from(VOCAB)) as u32,
+    }
+}
+
+/// A sequence, its draft model, and what the model of this test knows of both.
+struct World {
+    history: Buffer<i32>,
+    words: Buffer<u32>,
+    draft_words: Buffer<u32>,
+    columns: [Buffer<u32>; 4],
+    drafts: Buffer<i32>,
+    draft_rows: Buffer<i32>,
+    last: Buffer<i64>,
+    guess: Buffer<i32>,
+    guess_rows: Buffer<i32>,
+    told: Buffer<u32>,
+    best: Buffer<u64>,
+    sampled: Buffer<u32>,
+    counters: Buffer<u32>,
+    max_length: usize,
+    text: Vec<i32>,
+    /// The token whose key and value each position of the draft model's cache holds.
+    cache: Vec<i32>,
+    /// What was worth how much, of the model and of the match.
+    acceptance: [u32; 2],
+}
+
+impl World {
+    fn new(prompt: usize, max_length: usize, random: &mut Random) -> Self {
+        let text: Vec<i32> = (0..prompt).map(|_| random.below(VOCAB as usize) as i32).collect();
+        let mut history = text.clone();
+        history.resize(max_length, -1);
+        let mut words = [0; STATE_WORDS];
+        words[SequenceState::LENGTH] = prompt as u32;
+        Self {
+            history: Buffer::from_slice(&history),
+            words: Buffer::from_slice(&words),
+            draft_words: Buffer::from_slice(&DraftWords::after_prompt(prompt as u32)),
+            columns: std::array::from_fn(|_| Buffer::from_slice(&[99; MOST])),
+            drafts: Buffer::from_slice(&[-7; MOST]),
+            draft_rows: Buffer::from_slice(&[1]),
+            last: Buffer::from_slice(&[0]),
+            guess: Buffer::from_slice(&[-9; MOST]),
+            guess_rows: Buffer::from_slice(&[1]),
+            told: Buffer::from_slice(&[0; REPORTS as usize]),
+            best: Buffer::from_slice(&[0; MOST]),
+            sampled: Buffer::from_slice(&[0; MOST]),
+            counters: Buffer::from_slice(&[1; COUNTERS]),
+            max_length,
+            cache: text.clone(),
+            text,
+            acceptance: [UNTRIED; 2],
+        }
+    }
+
+    fn state(&self) -> SequenceState {
+        SequenceState { history: self.history.ptr_mut(), words: self.words.ptr_mut() }
+    }
+
+    fn rows(&self) -> Rows {
+        let [count, tokens, positions, sequences] = self.columns.each_ref().map(Buffer::ptr_mut);
+        Rows { count, tokens, positions, sequences }
+    }
+
+    fn proposal(&self) -> Proposal {
+        Proposal { drafts: self.drafts.ptr_mut(), rows: self.draft_rows.ptr_mut(), last: self.last.ptr_mut() }
+    }
+
+    fn plan(&mut self, economy: Economy, matches: bool, seed: u64) {
+        let plan = PlanDraft {
+            state: self.state(),
+            words: self.draft_words.ptr_mut(),
+            rows: self.rows(),
+            proposal: self.proposal(),
+            guess: if matches { self.guess.ptr() } else { Default::default() },
+            guess_rows: self.guess_rows.ptr_mut(),
+            told: self.told.ptr_mut(),
+            told_reports: REPORTS,
+            counters: self.counters.ptr_mut(),
+            counter_count: COUNTERS as u32,
+            max_length: self.max_length as u32,
+            economy,
+        };
+        run::<draft_model::plan_draft>([1, 1, 1], 0, seed, plan);
+        assert_eq!(self.counters.as_slice(), [0; COUNTERS]);
+    }
+
+    /// Runs the rows that are planned, and gives what the model says after the last, if there are any.
+    fn pass(&mut self, chain: &[i32]) -> Option<u32> {
+        let [count, tokens, positions, sequences] = self.columns.each_ref().map(Buffer::as_slice);
+        let count = count[0] as usize;
+        let text = [&self.text[..], chain].concat();
+        for r in 0..count {
+            let (token, position) = (tokens[r] as i32, positions[r] as usize);
+            assert_eq!((token, sequences[r]), (text[position], 0), "the row at {position}");
+            assert!(self.cache.len() >= position, "nothing is left out before {position}");
+            assert_eq!(self.cache[..position], text[..position], "what is read before {position}");
+            self.cache.truncate(position);
+            self.cache.push(token);
+        }
+        if count > 0 { Some(says(&self.cache)) } else { None }
+    }
+
+    fn next(&mut self, number: u32, best: bool, said: Option<u32>, seed: u64) {
+        let row = self.columns[0].as_slice()[0].max(1) as usize - 1;
+        let said = said.unwrap_or(3);
+        let (mut ranks, mut tokens) = ([rank(9.0, 1); MOST], [1; MOST]);
+        (ranks[row], tokens[row]) = (if said == NO_TOKEN { 0 } else { rank(1.0, said) }, said);
+        (self.best, self.sampled) = (Buffer::from_slice(&ranks), Buffer::from_slice(&tokens));
+        self.counters = Buffer::from_slice(&[1; COUNTERS]);
+        let next = NextDraft {
+            state: self.state(),
+            words: self.draft_words.ptr_mut(),
+            rows: self.rows(),
+            best: if best { self.best.ptr() } else { Default::default() },
+            sampled: self.sampled.ptr(),
+            proposal: self.proposal(),
+            counters: self.counters.ptr_mut(),
+            counter_count: COUNTERS as u32,
+            number,
+            vocab: VOCAB,
+        };
+        run::<draft_model::next_draft>([1, 1, 1], 0, seed, next);
+        assert_eq!(self.counters.as_slice(), [0; COUNTERS]);
+    }
+
+    /// What is proposed by now.
+    fn proposed(&self) -> Vec<i32> {
+        let rows = self.draft_rows.as_slice()[0].max(1) as usize;
+        self.drafts.as_slice()[1..rows].to_vec()
+    }
+
+    /// A step confirms these tokens.
+    fn accept(&mut self, tokens: &[i32]) {
+        self.text.extend_from_slice(tokens);
+        let mut history = self.history.as_slice().to_vec();
+        history[..self.text.len()].copy_from_slice(&self.text);
+        self.history = Buffer::from_slice(&history);
+        let mut words = self.words.as_slice().to_vec();
+        words[SequenceState::LENGTH] = self.text.len() as u32;
+        words[SequenceState::STEP] += 1;
+        words[SequenceState::FINISHED] = (self.text.len() >= self.max_length).into();
+        self.draft_rows = Buffer::from_slice(&[1 - words[SequenceState::FINISHED] as i32]);
+        self.words = Buffer::from_slice(&words);
+    }
+}
+
+fn same(a: &[i32], b: &[i32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
+/// A sequence from its prompt to its end, with acceptance as it comes.
+fn drafts_of_a_sequence(seed: u64) {
+    let mut random = Random::new(seed);
+    let prompt = 1 + random.below(20);
+    let mut world = World::new(prompt, prompt + 2 + random.below(120), &mut random);
+    let matches = random.below(2) == 1;
+    let adaptive = random.below(3) > 0;
+    let (row, pass) = if adaptive {
+        (Cost { any: 0, each: ONE / 64 }, ONE / (1 + random.below(12) as u32))
+    } else {
+        Default::default()
+    };
+    // How often a draft is right, in percent; it changes as the text goes on.
+    let mut right = random.below(101);
+    world.accept(&[random.below(VOCAB as usize) as i32]);
+    let (mut chain, mut guess): (Vec<i32>, Vec<i32>) = (Vec::new(), Vec::new());
+    let (mut newest, mut cached) = (1, prompt);
+    loop {
+        let economy = Economy { row, pass, most: 1 + random.below(MOST - 1) as u32, room: [8, 16][random.below(2)] };
+        // How the last proposal fared.
+        let came = &world.text[world.text.len() - newest..];
+        for (acceptance, drafts) in world.acceptance.iter_mut().zip([&chain, &guess]) {
+            *acceptance = tried(*acceptance, same(drafts, came) as u32, drafts.len().min(came.len()) as u32);
+        }
+        let finished = world.text.len() >= world.max_length;
+        guess.clear();
+        if matches && !finished {
+            let left = world.max_length - world.text.len();
+            guess = (0..random.below(MOST).min(left)).map(|_| random.below(VOCAB as usize) as i32).collect();
+            let mut drafts = vec![0];
+            drafts.extend_from_slice(&guess);
+            drafts.resize(MOST, -9);
+            world.guess = Buffer::from_slice(&drafts);
+        }
+        world.guess_rows = Buffer::from_slice(&[if finished { 0 } else { 1 + guess.len() as i32 }]);
+        // A chain that a token ended which is none has run one draft more than is counted.
+        let (before, agreed) = (world.text.len() - newest, same(&chain, came));
+        let valid = if chain.is_empty() { cached } else { before + agreed.min(chain.len() - 1) };
+        assert!(valid <= same(&world.cache, &world.text).min(world.text.len() - 1));
+        world.plan(economy, matches, seed);
+
+        let prospect = Prospect {
+            model: world.acceptance[0],
+            ngram: world.acceptance[1],
+            lag: (world.text.len() - valid) as u32,
+            left: world.max_length.saturating_sub(world.text.len() + 1) as u32,
+            guessed: guess.len() as u32,
+        };
+        let choice = if finished { Choice::default() } else { economy.choose(prospect) };
+        let words = world.draft_words.as_slice();
+        assert_eq!([words[DraftWords::MODEL], words[DraftWords::NGRAM]], world.acceptance);
+        assert_eq!(world.columns[0].as_slice()[0], choice.rows, "{prospect:?} {economy:?}");
+        let step = world.words.as_slice()[SequenceState::STEP];
+        let told = world.told.as_slice()[(step % REPORTS) as usize];
+        assert_eq!(told, choice.chain | choice.wanted << 8);
+
+        cached = valid + choice.rows as usize;
+        chain.clear();
+        let best = random.below(2) == 1;
+        for number in 0..economy.most {
+            let said = world.pass(&chain);
+            world.next(number, best, said, seed);
+            if let Some(token) = said.filter(|&token| token < VOCAB && chain.len() == number as usize)
+                && (number < choice.chain)
+            {
+                chain.push(token as i32);
+            }
+        }
+        let proposed = world.proposed();
+        if finished {
+            assert!(proposed.is_empty() && chain.is_empty());
+            return;
+        }
+        assert_eq!(proposed, if choice.by_guess { guess.clone() } else { chain.clone() });
+        let end = world.text.len() + proposed.len();
+        assert_eq!(world.history.as_slice()[world.text.len()..end], proposed);
+        if !proposed.is_empty() {
+            assert_eq!(world.last.as_slice(), [end as i64 - 1]);
+            let acceptance = world.acceptance[usize::from(choice.by_guess)];
+            assert_eq!(world.words.as_slice()[SequenceState::ACCEPTANCE], acceptance);
+        }
+
+        if random.below(10) == 0 {
+            right = random.below(101);
+        }
+        let mut tokens: Vec<i32> = Vec::new();
+        for &draft in &proposed {
+            if random.below(100) >= right {
+                break;
+            }
+            tokens.push(draft);
+        }
+        let next = proposed.get(tokens.len()).map_or(0, |draft| draft + 1) % VOCAB as i32;
+        tokens.push(next);
+        tokens.truncate(world.max_length - world.text.len());
+        newest = tokens.len();
+        world.accept(&tokens);
+    }
+}
+
+#[test]
+fn rows_are_what_the_cache_lacks_and_chains_are_what_the_model_says() {
+    for seed in 0..300 {
+        drafts_of_a_sequence(seed);
+    }
+}
+
+const HALF_PASS: Economy = Economy { row: Cost { any: 0, each: ONE / 64 }, pass: ONE / 8, most: 7, room: 16 };
+
+#[test]
+fn a_hopeless_model_runs_when_its_cache_is_far_behind_and_no_sooner() {
+    let hopeless = Prospect { model: ONE / 100, ngram: UNTRIED, lag: 1, left: 100, guessed: 0 };
+    for lag in 1..40 {
+        let choice = HALF_PASS.choose(Prospect { lag, ..hopeless });
+        let expected = match lag {
+            0..16 => (0, 0),
+            // Its pass brings a trial.
+            16 => (16, 1),
+            // There is more to catch up with.
+            _ => (16, 0),
+        };
+        assert_eq!((choice.rows, choice.chain), expected, "lag {lag}");
+        assert_eq!(choice.wanted, 0);
+    }
+}
+
+#[test]
+fn the_better_source_proposes() {
+    let prospect = Prospect { model: ONE * 9 / 10, ngram: ONE * 9 / 10, lag: 1, left: 100, guessed: 7 };
+    // As good, and without passes.
+    assert!(HALF_PASS.choose(prospect).by_guess);
+    let choice = HALF_PASS.choose(Prospect { ngram: ONE / 10, ..prospect });
+    assert!(!choice.by_guess && choice.chain > 3, "{choice:?}");
+    let choice = HALF_PASS.choose(Prospect { model: ONE / 10, ngram: ONE / 10, ..prospect });
+    assert!(choice.by_guess && choice.chain == 0);
+    // Where nothing costs, all that can be is proposed, and a match comes first.
+    let free = Economy { row: Cost::default(), pass: 0, ..HALF_PASS };
+    assert!(free.choose(Prospect { ngram: 0, ..prospect }).by_guess);
+    assert_eq!(free.choose(Prospect { model: 0, guessed: 0, ..prospect }).chain, 7);
+    assert_eq!(free.choose(Prospect { model: 0, guessed: 0, left: 3, ..prospect }).chain, 3);
+    assert_eq!(free.choose(Prospect { guessed: 0, left: 0, ..prospect }).chain, 0);
+}

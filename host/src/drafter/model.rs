@@ -1,0 +1,241 @@
+//! Drafts by a model on a device: its passes run in the loop's own queue, and the host waits for none of them.
+
+use cuda_std::Global;
+use gpu_kernels::draft_model::{self, DraftWords, Economy, NextDraft, PlanDraft};
+use gpu_kernels::drafting::Cost;
+use gpu_kernels::sample::Sample;
+use gpu_kernels::step::{self, MAX_DECODE_ROWS, MAX_ROWS, PlanPrompt, Rows, SequenceState};
+use model::{Config, Sampling};
+
+use super::ngram::NgramOperator;
+use super::{Between, Drafter, OnDevice, Proposals, counters};
+use crate::Error;
+use crate::backend::{Sequence, Step, common_prefix};
+use crate::device::{Buffer, Device, Mapped};
+use crate::draft::{Draft, ModelDraft, pass_cost};
+use crate::forward::{Forward, RowOutput};
+use crate::gpu::{self, DRAFT_COST, RING};
+use crate::prefill::Prefill;
+use crate::sampler::Sampler;
+
+/// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile. By this a pass
+/// of the 0.6B shape takes 0.13 of a step of the 8B shape; it is 0.11 on an H100 (`docs/reference/kernels/decode.md`), and
+/// more where memory is faster.
+const LAYER_BYTES: u64 = 32 << 20;
+/// Rows up to which a decode step is the kernel for few.
+const FEW_ROWS: u32 = 8;
+
+/// A draft model on a device, with its own cache.
+pub(crate) struct ModelDrafter {
+    forward: Forward,
+    sampler: Sampler,
+    sampled: Buffer<u32>,
+    uses: Buffer<u32>,
+    /// [`DraftWords`].
+    words: Buffer<u32>,
+    /// As [`PlanDraft::told`].
+    told: Mapped,
+    ngram: NgramOperator,
+    guess: Buffer<i32>,
+    guess_rows: Buffer<i32>,
+    /// Tokens that there are in the model that is drafted for.
+    vocab: u32,
+    /// What a pass takes beside a step of that model.
+    pass: u32,
+    draft: ModelDraft,
+    /// Passes that the next proposal gets: the host knows how long a chain was worth it a few steps ago.
+    passes: u32,
+    /// Reports heard of this sequence.
+    heard: u32,
+    /// The prompt, until its passes are enqueued, and from where on they run.
+    prompt: Option<(Vec<u32>, usize)>,
+    /// Tokens of prompts whose keys and values are in the cache.
+    cached: Vec<u32>,
+}
+
+impl ModelDrafter {
+    /// With the memory of `forward`, to draft for a model of this `config`.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub(crate) fn new(forward: Forward, config: &Config) -> Result<Self, Error> {
+        let device = forward.device().clone();
+        let draft_config = forward.config();
+        Ok(Self {
+            sampler: Sampler::new(&device, draft_config)?,
+            sampled: device.zeroed(MAX_ROWS as usize)?,
+            uses: device.zeroed(draft_config.vocab_size)?,
+            words: device.zeroed(DraftWords::COUNT)?,
+            told: device.mapped(RING as usize)?,
+            ngram: NgramOperator::new(&device)?,
+            guess: device.zeroed(MAX_DECODE_ROWS as usize)?,
+            guess_rows: device.zeroed(1)?,
+            vocab: config.vocab_size as u32,
+            pass: pass_cost(config, draft_config, LAYER_BYTES),
+            draft: ModelDraft::default(),
+            passes: 1,
+            heard: 0,
+            prompt: None,
+            cached: Vec::new(),
+            forward,
+        })
+    }
+
+    /// What a draft's row costs; nothing where all are to run.
+    fn row_cost(&self) -> Cost {
+        if self.draft.adaptive { DRAFT_COST } else { Cost::default() }
+    }
+
+    /// Enqueues passes over the prompt, if there is one that was not read.
+    fn enqueue_prompt(&mut self, device: &Device, state: SequenceState) -> Result<(), Error> {
+        let Some((prompt, start)) = self.prompt.take() else { return Ok(()) };
+        let chunk = self.forward.prefill().map_or(MAX_ROWS as usize, Prefill::capacity);
+        let plan = |rows: Rows, at: usize, count: usize| {
+            let plan = PlanPrompt { rows, state, start: at as u32, count: count as u32 };
+            // SAFETY: the history holds the prompt, and the rows have room for a chunk.
+            unsafe { device.launch::<step::plan_prompt>(1, 0, plan) }
+        };
+        for at in (start..prompt.len()).step_by(chunk) {
+            let count = (prompt.len() - at).min(chunk);
+            if let Some(prefill) = self.forward.prefill() {
+                plan(prefill.rows(), at, count)?;
+                self.forward.enqueue_prefill(at, count, RowOutput::None)?;
+            } else {
+                plan(self.forward.rows(), at, count)?;
+                self.forward.enqueue(count as u32, (at + count) as u32, RowOutput::None)?;
+            }
+        }
+        self.cached = prompt;
+        Ok(())
+    }
+
+    /// Enqueues the n-gram match that adds to what `to` holds, if there is one.
+    fn enqueue_match(&self, at: &Between<'_>, to: (&Buffer<i32>, &Buffer<i32>), length: u32) -> Result<(), Error> {
+        if self.draft.ngram.is_none() {
+            return Ok(());
+        }
+        let params = self.ngram.params(at, self.draft.match_settings(), to);
+        // SAFETY: the history is good by the word of whoever made the plan; the others are buffers of self and of the
+        // proposals.
+        unsafe { self.ngram.enqueue(at.device, length, params) }
+    }
+
+    /// Enqueues the choice whether to draft, and the rows of the first pass, of which there are at most `room`.
+    fn enqueue_plan(&self, at: &Between<'_>, room: u32) -> Result<(), Error> {
+        let (counters, counter_count) = counters(&self.forward);
+        let matches = self.draft.ngram.is_some();
+        let plan = PlanDraft {
+            state: at.state(),
+            words: self.words.ptr_mut(),
+            rows: self.forward.rows(),
+            proposal: at.proposals.proposal(),
+            guess: if matches { self.guess.ptr() } else { Global::default() },
+            guess_rows: self.guess_rows.ptr_mut(),
+            told: self.told.ptr_mut(),
+            told_reports: RING,
+            counters,
+            counter_count,
+            max_length: at.accept.max_length,
+            economy: Economy {
+                row: self.row_cost(),
+                pass: if self.draft.adaptive { self.pass } else { 0 },
+                most: self.passes,
+                room,
+            },
+        };
+        // SAFETY: the state is good by the word of whoever made the plan; the others are buffers, sized as the
+        // parameter block says.
+        unsafe { at.device.launch::<draft_model::plan_draft>(1, 0, plan) }
+    }
+
+    /// Enqueues a pass over at most `most_rows` rows at positions below `end`, and what becomes of its last row.
+    fn enqueue_pass(&self, at: &Between<'_>, number: u32, most_rows: u32, end: u32) -> Result<(), Error> {
+        self.forward.enqueue_decode(most_rows, end)?;
+        let rows = self.forward.rows();
+        let best = self.forward.stream().map(|stream| stream.best());
+        let (counters, counter_count) = counters(&self.forward);
+        let next = NextDraft {
+            state: at.state(),
+            words: self.words.ptr_mut(),
+            rows,
+            best: best.unwrap_or_default(),
+            sampled: self.sampled.ptr(),
+            proposal: at.proposals.proposal(),
+            counters,
+            counter_count,
+            number,
+            vocab: self.vocab,
+        };
+        // SAFETY: as for the plan.
+        unsafe {
+            if best.is_none() {
+                let sample = Sample {
+                    rows,
+                    logits: self.forward.logits().ptr(),
+                    uses: self.uses.ptr(),
+                    sampled: self.sampled.ptr_mut(),
+                    settings: gpu::settings(&Sampling::default()),
+                    split: Default::default(),
+                    vocab: self.forward.config().vocab_size as u32,
+                    first_row: 0,
+                };
+                self.sampler.enqueue(most_rows, sample)?;
+            }
+            at.device.launch::<draft_model::next_draft>(1, 0, next)
+        }
+    }
+}
+
+impl Drafter<OnDevice> for ModelDrafter {
+    fn begin(&mut self, sequence: &Sequence<'_>) -> Result<(), Error> {
+        if let Some(Draft::Model(draft)) = sequence.draft {
+            self.draft = draft;
+        }
+        self.passes = self.draft.tokens;
+        self.heard = 0;
+        self.told.clear();
+        self.ngram.begin(sequence)?;
+        let prompt = sequence.prompt;
+        self.words.write(0, &DraftWords::after_prompt(prompt.len() as u32))?;
+        self.guess_rows.write(0, &[1])?;
+        let reused = common_prefix(&self.cached, prompt);
+        self.cached.truncate(reused);
+        // A prompt that is followed by one token needs no drafts.
+        let drafts = sequence.max_length > prompt.len() + 1;
+        self.prompt = drafts.then(|| (prompt.to_vec(), reused));
+        Ok(())
+    }
+
+    fn propose(&mut self, at: Between<'_>) -> Result<(), Error> {
+        at.enqueue_accept()?;
+        self.enqueue_prompt(at.device, at.state())?;
+        self.enqueue_match(&at, (&self.guess, &self.guess_rows), at.length)?;
+        // A step brings at most as many tokens as it has rows, so that the cache is never further behind than by those
+        // of two.
+        let follows = self.draft.adaptive && self.passes == 1;
+        let few = self.draft.tokens < FEW_ROWS && !follows;
+        let room = if few { FEW_ROWS } else { MAX_DECODE_ROWS };
+        self.enqueue_plan(&at, room)?;
+        for number in 0..self.passes {
+            let end = (at.length + number).min(at.capacity);
+            self.enqueue_pass(&at, number, if number == 0 { room } else { 1 }, end)?;
+        }
+        let Proposals { tokens, rows, .. } = at.proposals;
+        self.enqueue_match(&at, (tokens, rows), at.length + self.passes)?;
+        at.enqueue_plan(self.row_cost())
+    }
+
+    fn hear(&mut self, step: &mut Step) {
+        // The first report is of the prompt.
+        if self.heard > 0 {
+            let told = self.told.load((self.heard % RING) as usize);
+            let (chain, wanted) = (told & 0xFF, told >> 8);
+            step.drafted_by_model = step.drafted.min(chain as usize);
+            if self.draft.adaptive {
+                // So that chains can grow again.
+                self.passes = (wanted + 1).min(self.draft.tokens);
+            }
+        }
+        self.heard += 1;
+    }
+}

@@ -1,0 +1,63 @@
+//! Drafts by a script: what is proposed for each position is known beforehand.
+
+use cuda_std::Kernel;
+use gpu_kernels::drafting::{Cost, DraftScript};
+
+use super::{Between, Drafter, OnDevice};
+use crate::Error;
+use crate::backend::{Sequence, Step};
+use crate::device::{Buffer, Device};
+use crate::draft::{Draft, NgramDraft};
+use crate::gpu;
+
+/// Tokens that are proposed position by position, and [`Device::launch`] of the kernel that proposes them.
+pub(crate) struct ScriptDrafter {
+    tokens: Buffer<i32>,
+    launch: unsafe fn(&Device, u32, u32, DraftScript) -> Result<(), Error>,
+    /// Most drafts, and most tokens of the sequence.
+    most: u32,
+    max_length: u32,
+    cost: Cost,
+}
+
+impl ScriptDrafter {
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub(crate) fn new<K: Kernel<Params = DraftScript>>(device: &Device, tokens: &[u32]) -> Result<Self, Error> {
+        let tokens = device.upload(bytemuck::cast_slice::<u32, i32>(tokens))?;
+        Ok(Self { tokens, launch: Device::launch::<K>, most: 0, max_length: 0, cost: Cost::default() })
+    }
+}
+
+impl Drafter<OnDevice> for ScriptDrafter {
+    fn begin(&mut self, sequence: &Sequence<'_>) -> Result<(), Error> {
+        let draft = match sequence.draft {
+            Some(Draft::Ngram(draft)) => draft,
+            Some(Draft::Model(draft)) => draft.match_settings(),
+            None => NgramDraft::default(),
+        };
+        self.most = draft.tokens;
+        self.max_length = sequence.max_length as u32;
+        self.cost = draft.cost(gpu::DRAFT_COST);
+        Ok(())
+    }
+
+    fn propose(&mut self, at: Between<'_>) -> Result<(), Error> {
+        at.enqueue_accept()?;
+        let proposal = DraftScript {
+            state: at.state(),
+            script: self.tokens.ptr(),
+            drafts: at.proposals.tokens.ptr_mut(),
+            rows: at.proposals.rows.ptr_mut(),
+            script_len: self.tokens.len() as u32,
+            most: self.most,
+            max_length: self.max_length,
+        };
+        // SAFETY: the state is good by the word of whoever made the plan; the others are buffers, sized as the
+        // parameter block says.
+        unsafe { (self.launch)(at.device, 1, 0, proposal)? };
+        at.enqueue_plan(self.cost)
+    }
+
+    fn hear(&mut self, _step: &mut Step) {}
+}

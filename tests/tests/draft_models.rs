@@ -1,0 +1,217 @@
+//! Drafts by a model never change the output, on the CPU and under the emulator, whichever model drafts, alone or
+//! beside n-gram match.
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use host::device::{Calls, Device, DeviceOptions};
+use host::{DeviceChoice, Draft, Drafted, Engine, Error, Gpu, LoadOptions, ModelDraft, Ngrams, Request};
+use integration_tests::{answer, decode_calls, demo, demo_prompts, engine, golden_dir, greedy, repository};
+use model::{Checkpoint, Sampling};
+use rayon::prelude::*;
+
+const ALONE: ModelDraft = ModelDraft { tokens: 5, adaptive: false, ngram: None };
+const HYBRID: ModelDraft = ModelDraft { tokens: 7, adaptive: false, ngram: Some(Ngrams { max: 3, min: 1 }) };
+const EVERY: [ModelDraft; 5] = [
+    ALONE,
+    ModelDraft { tokens: 15, ..ALONE },
+    HYBRID,
+    ModelDraft { tokens: 15, ..HYBRID },
+    ModelDraft { tokens: 7, adaptive: true, ngram: Some(Ngrams { max: 4, min: 2 }) },
+];
+
+fn golden(name: &str) -> Checkpoint {
+    Checkpoint::open(&golden_dir().join(name)).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// An engine for `checkpoint` that `draft` drafts for.
+fn drafted(checkpoint: &Checkpoint, draft: &Checkpoint, device: DeviceChoice, context: usize) -> Engine {
+    let options = LoadOptions { context: Some(context), draft_model: Some(draft.clone()), ..LoadOptions::on(device) };
+    Engine::load(checkpoint.clone(), options, &mut |_, _| ControlFlow::Continue(())).unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn request(prompt: &[u32], tokens: usize, sampling: Sampling, draft: Option<ModelDraft>) -> Request {
+    Request { sampling, draft: draft.map(Draft::Model), ..greedy(prompt, tokens, None) }
+}
+
+/// A checkpoint with the demo model's first layers alone: a model of its own, which agrees with the whole one now and
+/// then.
+struct Shallow(PathBuf);
+
+impl Shallow {
+    fn new(layers: usize) -> (Self, Checkpoint) {
+        let demo = repository().join("model/demo");
+        let folder = std::env::temp_dir().join(format!("warpdraft-shallow-{layers}-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"] {
+            std::fs::copy(demo.join(name), folder.join(name)).unwrap();
+        }
+        let config = std::fs::read_to_string(demo.join("config.json")).unwrap();
+        let (whole, part) = (r#""num_hidden_layers": 6"#, format!(r#""num_hidden_layers": {layers}"#));
+        assert!(config.contains(whole));
+        std::fs::write(folder.join("config.json"), config.replace(whole, &part)).unwrap();
+        let checkpoint = Checkpoint::open(Path::new(&folder)).unwrap_or_else(|e| panic!("{e}"));
+        (Self(folder), checkpoint)
+    }
+}
+
+impl Drop for Shallow {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn sampled(seed: u64) -> Sampling {
+    Sampling {
+        temperature: 0.8,
+        top_k: 40,
+        top_p: 0.95,
+        repetition_penalty: 1.05,
+        frequency_penalty: 0.2,
+        seed,
+        ..Sampling::default()
+    }
+}
+
+/// The shallow model is wrong now and then; the model itself, drafting for itself, never is.
+#[test]
+fn output_on_the_cpu_is_the_same_whichever_model_drafts() {
+    let checkpoint = demo();
+    let (_folder, shallow) = Shallow::new(3);
+    let prompts = demo_prompts(&checkpoint, 6, 48);
+    let drafts = prompts.par_iter().map(|prompt| {
+        let mut plain = engine(&checkpoint, DeviceChoice::Cpu, 128);
+        let mut by_shallow = drafted(&checkpoint, &shallow, DeviceChoice::Cpu, 128);
+        let mut by_itself = drafted(&checkpoint, &checkpoint, DeviceChoice::Cpu, 128);
+        let mut all = Drafted::default();
+        for sampling in [Sampling::default(), sampled(prompt[0].into())] {
+            let expected = answer(&mut plain, &request(prompt, 64, sampling, None)).tokens;
+            for draft in EVERY {
+                let found = answer(&mut by_shallow, &request(prompt, 64, sampling, Some(draft)));
+                assert_eq!(found.tokens, expected, "{draft:?}, prompt {prompt:?}");
+                all.drafted += found.statistics.by_model.drafted;
+                all.accepted += found.statistics.by_model.accepted;
+            }
+            let found = answer(&mut by_itself, &request(prompt, 64, sampling, Some(ALONE)));
+            assert_eq!(found.tokens, expected, "prompt {prompt:?}");
+            let Drafted { drafted, accepted } = found.statistics.by_model;
+            if sampling.is_greedy() {
+                assert_eq!(drafted, accepted, "prompt {prompt:?}");
+                assert!(found.statistics.mean_accepted_length() > 5.0, "{:?}", found.statistics);
+            }
+        }
+        all
+    });
+    let sum = |a: Drafted, b: Drafted| Drafted { drafted: a.drafted + b.drafted, accepted: a.accepted + b.accepted };
+    let Drafted { drafted, accepted } = drafts.reduce(Drafted::default, sum);
+    println!("{accepted} of {drafted} drafts by the shallow model accepted");
+    // Some are right, and some are wrong; otherwise the test has shown little.
+    assert!(accepted > 100 && accepted < drafted, "{accepted} of {drafted}");
+}
+
+/// An engine under the emulator, opened so, that `draft` drafts for, if there is one.
+fn emulated(checkpoint: &Checkpoint, draft: Option<Checkpoint>, options: &DeviceOptions) -> Engine {
+    let options = LoadOptions {
+        options: options.clone(),
+        context: Some(128),
+        draft_model: draft,
+        ..LoadOptions::on(DeviceChoice::Emulator)
+    };
+    Engine::load(checkpoint.clone(), options, &mut |_, _| ControlFlow::Continue(())).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// A model drafts for itself, one of another family with fewer rows in its embedding, and one of f16 weights and fewer
+/// layers; with the decode kernel, as launches with prompts in passes, and by the kernels of other cards.
+#[test]
+fn output_under_the_emulator_is_the_same_whichever_model_drafts() {
+    let checkpoint = golden("tied_bf16");
+    let prompt: Vec<u32> = (0..70).map(|i| i * 37 % 250).collect();
+    let sampling = Sampling { temperature: 0.7, top_k: 8, seed: 3, ..Sampling::default() };
+    let unfused = DeviceOptions { unfused: true, prefill: Some(true), ..DeviceOptions::default() };
+    let portable = DeviceOptions { portable: true, ..DeviceOptions::default() };
+    for (name, options, settings) in [
+        ("tied_bf16", DeviceOptions::default(), &EVERY[..]),
+        ("tied_qwen2_bf16", unfused, &EVERY[3..]),
+        ("separate_f16_sharded", portable, &EVERY[..1]),
+    ] {
+        let mut plain = emulated(&checkpoint, None, &options);
+        let mut engine = emulated(&checkpoint, Some(golden(name)), &options);
+        for sampling in [Sampling::default(), sampling] {
+            let expected = answer(&mut plain, &request(&prompt, 20, sampling, None)).tokens;
+            for &draft in settings {
+                let found = answer(&mut engine, &request(&prompt, 20, sampling, Some(draft)));
+                assert_eq!(found.tokens, expected, "{name} {draft:?}");
+                let by_model = found.statistics.by_model;
+                println!("{name} {draft:?}: {by_model:?}, {:?} by n-gram", found.statistics.drafted_by_ngram());
+                if name == "tied_bf16" && draft.ngram.is_none() && sampling.is_greedy() {
+                    assert!(by_model.drafted > 10 && by_model.drafted == by_model.accepted, "{by_model:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Turns of a conversation, and a request without drafts between them: what the draft model has read stays read.
+#[test]
+fn a_draft_model_keeps_what_it_has_read() {
+    let checkpoint = golden("tied_bf16");
+    let mut plain = emulated(&checkpoint, None, &DeviceOptions::default());
+    let mut engine = emulated(&checkpoint, Some(checkpoint.clone()), &DeviceOptions::default());
+    let mut text: Vec<u32> = (0..20).map(|i| i * 37 % 250).collect();
+    for draft in [Some(ALONE), None, Some(HYBRID), Some(ALONE)] {
+        let request = |draft| request(&text, 10, Sampling::default(), draft);
+        let expected = answer(&mut plain, &request(None)).tokens;
+        let found = answer(&mut engine, &request(draft));
+        assert_eq!(found.tokens, expected);
+        let Drafted { drafted, accepted } = found.statistics.by_model;
+        assert!(draft.is_none_or(|draft| draft.ngram.is_some()) || drafted > 0 && drafted == accepted);
+        text.extend_from_slice(&expected);
+        text.extend([1, 2, 3]);
+    }
+}
+
+#[test]
+fn drafting_by_a_model_waits_for_nothing() {
+    let checkpoint = golden("tied_bf16");
+    let device = Device::emulator(0);
+    let go_on = &mut |_, _| ControlFlow::Continue(());
+    let mut gpu = Gpu::with_draft_model(&checkpoint, Some(&checkpoint), &device, 64, go_on).unwrap();
+    for draft in [ALONE, HYBRID] {
+        let request = request(&[3, 5, 8], 24, Sampling::default(), Some(draft));
+        let calls = decode_calls(&mut gpu, &device, &request);
+        assert!(calls.launches > 0);
+        assert_eq!(calls, Calls { launches: calls.launches, ..Calls::default() });
+    }
+}
+
+#[test]
+fn a_draft_model_with_other_tokens_is_refused() {
+    let refused = |checkpoint: &Checkpoint, draft: &Checkpoint, device| {
+        let options = LoadOptions { context: Some(64), draft_model: Some(draft.clone()), ..LoadOptions::on(device) };
+        match Engine::load(checkpoint.clone(), options, &mut |_, _| ControlFlow::Continue(())) {
+            Err(error @ Error::DraftVocabulary { .. }) => error.to_string(),
+            Err(error) => panic!("{error}"),
+            Ok(_) => panic!("it was taken"),
+        }
+    };
+    let (qwen, llama) = (golden("tied_bf16"), golden("separate_llama_bf16"));
+    let id = qwen.tokenizer.first_difference(&llama.tokenizer).unwrap();
+    for device in [DeviceChoice::Cpu, DeviceChoice::Emulator] {
+        let said = refused(&qwen, &llama, device);
+        assert!(said.contains(&format!("token {id} is ")), "{said}");
+        // There is no such token in the smaller vocabulary.
+        let said = refused(&demo(), &qwen, device);
+        assert!(said.contains("the draft model has another vocabulary"), "{said}");
+    }
+    assert_eq!(qwen.tokenizer.first_difference(&golden("tied_f32").tokenizer), None);
+}
+
+#[test]
+fn a_draft_model_that_was_not_loaded_is_missed() {
+    for device in [DeviceChoice::Cpu, DeviceChoice::Emulator] {
+        let mut engine = engine(&golden("tied_bf16"), device, 64);
+        let request = request(&[1, 2], 4, Sampling::default(), Some(HYBRID));
+        let error = engine.generate(&request, &mut |_| ControlFlow::Continue(())).unwrap_err();
+        assert_eq!(error.to_string(), "no draft model was loaded");
+    }
+}
