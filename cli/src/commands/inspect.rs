@@ -370,7 +370,11 @@ impl fmt::Display for Findings {
 
         writeln!(f, "\nweights, and bits of each with its scale")?;
         for Kind { kind, format, format_bytes, bits_per_weight, .. } in &self.weights.kinds {
-            row(f, kind, format_args!("{}, {bits_per_weight:.2} bits: {format}", gib(*format_bytes)))?;
+            row(
+                f,
+                &kind.replace('_', ", "),
+                format_args!("{}, {bits_per_weight:.2} bits: {format}", gib(*format_bytes)),
+            )?;
         }
         let (read, compact) = (gib(self.weights.step_bytes), gib(self.weights.step_format_bytes));
         let became = "as bf16, which every format becomes while loading";
