@@ -128,7 +128,8 @@ fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
     let penalised = Sampling { temperature: 0.9, top_k: 30, top_p: 0.95, repetition_penalty: 1.2, ..HOT };
     let request = |i: usize| {
         // A text that repeats itself, so that there is something to draft.
-        let prompt: Vec<u32> = (0..20 + 7 * i).map(|at| (random(3, at as u64 % 9) % vocab.min(260)) as u32).collect();
+        let prompt: Vec<u32> =
+            (0..20 + 7 * i).map(|at| (random(3 + i as u64, at as u64 % 9) % vocab.min(260)) as u32).collect();
         let sampling = [Sampling::default(), HOT, penalised][i % 3];
         let form = match i % 7 {
             // None.
