@@ -65,7 +65,7 @@ fn what_is_wrong_with_a_form_is_said_before_the_model_is_loaded() {
         (vec!["--json-schema", &unique], 1, "the schema's keyword `uniqueItems` is not supported; leave it out"),
         (vec!["--json-schema", &torn], 1, "is no JSON"),
         (vec!["--json-schema", "none.json"], 1, "cannot read the JSON Schema from none.json"),
-        (vec!["--regex", "[a-"], 1, "the form of the answer cannot be followed"),
+        (vec!["--regex", "[a-"], 1, "unclosed character class"),
         (vec!["--grammar", &grammar], 1, "start"),
         (vec!["--choice", "a,,b"], 1, "none of them empty"),
         (vec!["--regex", "a", "--choice", "b"], 2, "cannot be used with"),
@@ -130,9 +130,10 @@ fn requests_of_a_batch_say_the_form_as_openai_and_vllm_do() {
         assert!(is_of_schema(call["arguments"].as_str().unwrap()), "{call}");
         assert_eq!(choice(line)["finish_reason"], "tool_calls");
     }
-    let thought = choice(9);
-    assert!(thought["message"]["reasoning_content"].is_string(), "{thought}");
-    assert!(thought["finish_reason"] == "length" || ["cat", "dog"].contains(&text_of(&results[&9])), "{thought}");
+    // Of a thought, however short, its tags are tokens.
+    let tokens = results[&9]["response"]["body"]["usage"]["completion_tokens"].as_u64().unwrap();
+    let is_whole = choice(9)["finish_reason"] == "stop";
+    assert!(tokens > 5 && (!is_whole || ["cat", "dog"].contains(&text_of(&results[&9]))), "{}", results[&9]);
     assert_eq!(choice(10)["finish_reason"], "length");
     for (line, code, part) in [
         (
@@ -154,7 +155,7 @@ fn forms_are_the_same_after_a_stop_with_drafts_and_on_another_path() {
     let folder = Folder::with(&requests().replace("\"max_tokens\":200", "\"max_tokens\":90"));
     let small = golden("tied_bf16");
     let run = |output: &str, more: &[&str]| {
-        let mut command = folder.batch(output, &["--ordered", "--model", small.to_str().unwrap(), "--context", "300"]);
+        let mut command = folder.batch(output, &["--ordered", "--model", small.to_str().unwrap(), "--context", "256"]);
         command.args(more).assert().success();
         folder.read(output)
     };

@@ -158,7 +158,7 @@ impl Tokens {
         let known = self.known.min(self.vocab_size);
         let words = engine.len().min(mask_words(known));
         mask[..words].copy_from_slice(&engine[..words]);
-        if known % 32 > 0 && words == mask_words(known) {
+        if !known.is_multiple_of(32) && words == mask_words(known) {
             mask[words - 1] &= (1 << (known % 32)) - 1;
         }
     }
@@ -208,7 +208,9 @@ fn reason(error: &str) -> String {
     if line.contains("oneOf constraints are not supported") {
         return "the schema's keyword `oneOf` is not supported where its parts overlap; `anyOf` is".into();
     }
-    line
+    // A parser of regular expressions says last what is wrong.
+    let wrong = error.lines().find_map(|line| line.trim().strip_prefix("error: "));
+    wrong.map_or(line.clone(), |wrong| format!("{line} {}", shown(wrong)))
 }
 
 /// The engine's words without what is behind them: where it was, for its developers.
