@@ -323,9 +323,9 @@ pub(crate) unsafe fn values_from(first: u32, last: u32, lane: u32) -> impl Fn(us
 pub unsafe fn attend(p: Attend) {
     unsafe {
         let count = p.rows.count.load(0);
-        core::hint::assert_unchecked(p.cache.kv_heads > 0);
+        cuda_std::assume(p.cache.kv_heads > 0);
         let group = p.q_heads / p.cache.kv_heads;
-        core::hint::assert_unchecked(group > 0 && group <= PAIRS);
+        cuda_std::assume(group > 0 && group <= PAIRS);
         let tile_rows = Attend::tile_rows(group);
         let first_row = thread::block_idx_z() * tile_rows;
         if first_row < count {
@@ -357,7 +357,7 @@ pub unsafe fn attend_tiles(p: AttendTiles) {
 #[inline(always)]
 unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
     unsafe {
-        core::hint::assert_unchecked(p.cache.kv_heads > 0);
+        cuda_std::assume(p.cache.kv_heads > 0);
         let group = p.q_heads / p.cache.kv_heads;
         let tile = Tile {
             kv_head: thread::block_idx_x(),

@@ -216,7 +216,7 @@ pub struct ListRecords {
 #[kernel(threads = 256)]
 pub unsafe fn list_records(p: ListRecords) {
     unsafe {
-        core::hint::assert_unchecked(p.layers > 0 && p.records > 0);
+        cuda_std::assume(p.layers > 0 && p.records > 0);
         let i = index();
         let (record, page_layer) = (i % p.records, i / p.records);
         let (layer, number) = (page_layer % p.layers, page_layer / p.layers);

@@ -281,9 +281,9 @@ fn scale_outputs(factors: [f32; 2]) {
 #[inline(always)]
 unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
     unsafe {
-        core::hint::assert_unchecked(p.cache.kv_heads > 0);
+        cuda_std::assume(p.cache.kv_heads > 0);
         let group = p.q_heads / p.cache.kv_heads;
-        core::hint::assert_unchecked(group > 0);
+        cuda_std::assume(group > 0);
         let kv_head = head / group;
         tensor::acquire(p.q);
         tensor::acquire(p.pages);

@@ -122,7 +122,7 @@ pub(crate) unsafe fn append(p: &SplitHeads, first: u32, step: u32) {
         let all = p.rows.count.load(0) * p.cache.kv_heads;
         let mut item = first;
         while item < all {
-            core::hint::assert_unchecked(p.cache.kv_heads > 0);
+            cuda_std::assume(p.cache.kv_heads > 0);
             let row = item / p.cache.kv_heads;
             let head = p.q_heads + item - row * p.cache.kv_heads;
             split_some(p, [head, head + p.cache.kv_heads].map(|head| HeadOf { row, head }));

@@ -90,7 +90,7 @@ impl Split {
     #[inline(always)]
     pub(crate) unsafe fn team(&self) -> (u32, u32, Team) {
         unsafe {
-            core::hint::assert_unchecked(self.splits > 0);
+            cuda_std::assume(self.splits > 0);
             let (number, rank) = (thread::block_idx_x() / self.splits, thread::block_idx_x() % self.splits);
             let team = Team::new(self.splits, rank, self.scratch.at(number as usize * SCRATCH_WORDS));
             (number, thread::grid_dim_x() / self.splits, team)

@@ -305,7 +305,7 @@ impl Accepted {
                 i += 1;
             }
 
-            core::hint::assert_unchecked(p.ring_reports > 0);
+            cuda_std::assume(p.ring_reports > 0);
             let report = p.ring.at((step % p.ring_reports) as usize * Report::WORDS);
             if lane < count {
                 p.state.history.store((length + lane) as usize, token as i32);

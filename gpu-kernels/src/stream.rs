@@ -125,7 +125,7 @@ impl Walk {
     #[inline(always)]
     pub fn pass(&mut self, left: u32, k: u32) -> Pass {
         // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(self.grid > 0) };
+        unsafe { cuda_std::assume(self.grid > 0) };
         let strips = left.min(STRIPS * self.grid);
         let depth = k.div_ceil(CHUNK_FEATURES);
         let pass = Pass { base: self.chunks, rotation: self.rotation, strips, depth };
@@ -146,7 +146,7 @@ impl Pass {
     #[inline(always)]
     fn mine(&self, place: u32, grid: u32) -> u32 {
         // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(grid > 0) };
+        unsafe { cuda_std::assume(grid > 0) };
         if place < self.strips { (self.strips - place).div_ceil(grid) } else { 0 }
     }
 
@@ -179,7 +179,7 @@ impl Slices {
     pub unsafe fn new(base: u64, blocks: u32, strips: u32, k: u32, strip: u32) -> Self {
         let pass_strips = STRIPS * blocks;
         // SAFETY: weights are laid out for some blocks.
-        unsafe { core::hint::assert_unchecked(pass_strips > 0) };
+        unsafe { cuda_std::assume(pass_strips > 0) };
         // A pass has whole groups, all but the last.
         let passed = strip / pass_strips * pass_strips;
         let depth = k.div_ceil(CHUNK_FEATURES);

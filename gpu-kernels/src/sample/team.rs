@@ -69,7 +69,7 @@ impl Team {
     #[inline(always)]
     pub fn slice(&self, vocab: u32) -> (u32, u32) {
         // SAFETY: a team has a CTA.
-        unsafe { core::hint::assert_unchecked(self.splits > 0) };
+        unsafe { cuda_std::assume(self.splits > 0) };
         let len = vocab.div_ceil(self.splits);
         let first = self.rank * len;
         (first.min(vocab), (first + len).min(vocab))
