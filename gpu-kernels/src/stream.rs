@@ -439,7 +439,8 @@ impl StreamStep {
 
     #[inline(always)]
     unsafe fn cache(&self, layer: u32) -> Cache {
-        self.work.cache(GlobalMut::from_raw(unsafe { self.pages.load_nc(layer as usize) }))
+        // SAFETY: the list has the address of each layer's pages.
+        self.work.cache(unsafe { GlobalMut::from_raw(self.pages.load_nc(layer as usize)) })
     }
 }
 

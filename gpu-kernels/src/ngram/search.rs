@@ -186,7 +186,8 @@ impl<T: Token> Span<T> {
     #[inline(always)]
     fn at(&self, end: u32) -> Global<T> {
         let from_first = (end as i64 - self.head as i64) * size_of::<T>() as i64;
-        Global::from_raw(self.first.addr().wrapping_add_signed(from_first))
+        // SAFETY: a token of the text.
+        unsafe { Global::from_raw(self.first.addr().wrapping_add_signed(from_first)) }
     }
 
     /// A tile, a unit of each 32 to a lane: `TILE` units from unit `first` on, which exists. Beyond the last there is nothing to
@@ -215,7 +216,8 @@ impl<T: Token> Span<T> {
 fn either<T: Token>(first: bool, a: Span<T>, b: Span<T>) -> Span<T> {
     let at = |span: Span<T>| span.first.addr();
     Span {
-        first: Global::from_raw(if first { at(a) } else { at(b) }),
+        // SAFETY: the address of one of them.
+        first: unsafe { Global::from_raw(if first { at(a) } else { at(b) }) },
         head: if first { a.head } else { b.head },
         units: if first { a.units } else { b.units },
         ends: if first { a.ends } else { b.ends },

@@ -369,12 +369,14 @@ impl<T: Pod> Buffer<T> {
 
     /// Where it lies, to read from.
     pub fn ptr(&self) -> Global<T> {
-        Global::from_raw(self.address)
+        // SAFETY: where it starts.
+        unsafe { Global::from_raw(self.address) }
     }
 
     /// Where it lies, to write to.
     pub fn ptr_mut(&self) -> GlobalMut<T> {
-        GlobalMut::from_raw(self.address)
+        // SAFETY: likewise.
+        unsafe { GlobalMut::from_raw(self.address) }
     }
 
     /// Copies `data` to the elements from `at` on, after everything enqueued so far.
@@ -489,7 +491,8 @@ unsafe impl Send for Mapped {}
 impl Mapped {
     /// Where the device sees it.
     pub fn ptr_mut(&self) -> GlobalMut<u32> {
-        GlobalMut::from_raw(self.device)
+        // SAFETY: where it starts.
+        unsafe { GlobalMut::from_raw(self.device) }
     }
 
     /// Word `i` as it is now; what the device wrote before a system-scope release of this word is visible afterwards.

@@ -87,12 +87,14 @@ impl<T: Pod> Pinned<T> {
 
     /// Where the device sees it, to read from.
     pub fn ptr(&self) -> Global<T> {
-        Global::from_raw(self.address)
+        // SAFETY: where it starts.
+        unsafe { Global::from_raw(self.address) }
     }
 
     /// Where the device sees it, to write to.
     pub fn ptr_mut(&self) -> GlobalMut<T> {
-        GlobalMut::from_raw(self.address)
+        // SAFETY: likewise.
+        unsafe { GlobalMut::from_raw(self.address) }
     }
 
     /// Its contents, once the device is done.

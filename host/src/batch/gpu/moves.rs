@@ -74,8 +74,8 @@ impl Mover {
         let (layers, records) = (self.layers, self.records);
         let on_device = PageRecords { page: records, layer: cache.pages() as u32 * records };
         let on_host = PageRecords { page: layers * records, layer: records };
-        let device_region = (cache.elements().ptr_mut().addr(), on_device, cache.pages());
-        let host_region = (self.host.ptr_mut().addr(), on_host, self.host_pages);
+        let device_region = (cache.elements().ptr_mut().cast(), on_device, cache.pages());
+        let host_region = (self.host.ptr_mut(), on_host, self.host_pages);
         let (from, to) = match way {
             Way::Out => (device_region, host_region),
             Way::Within => (device_region, device_region),
@@ -108,8 +108,8 @@ impl Mover {
                     refused: GlobalMut::default(),
                 },
                 regions: Regions {
-                    src: Global::from_raw(from.0),
-                    dst: GlobalMut::from_raw(to.0),
+                    src: from.0.read(),
+                    dst: to.0,
                     map: GlobalMut::default(),
                     record_bytes: PAGE_RECORD_BYTES,
                 },
