@@ -138,10 +138,10 @@ impl Gpu {
         Self::with_weights(device, config, weights, capacity)
     }
 
-    /// With `weights` that are there already, of a model that [`Forward::check`] has found good.
+    /// With `weights` that are there already.
     ///
     /// # Errors
-    /// Too little memory, or a driver error.
+    /// As [`Forward::with_room`].
     pub fn with_weights(
         device: &Device,
         config: &Config,
@@ -194,9 +194,12 @@ impl Gpu {
     /// Where a sequence drafts, `tokens[i]` is proposed for its position `i` from now on, whatever its text, by a kernel that the caller brings: for measuring
     /// at a given acceptance.
     ///
+    /// # Safety
+    /// The kernel keeps to what [`DraftScript`] says of its parameters.
+    ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn set_script<K: Kernel<Params = DraftScript>>(&mut self, tokens: &[u32]) -> Result<(), Error> {
+    pub unsafe fn set_script<K: Kernel<Params = DraftScript>>(&mut self, tokens: &[u32]) -> Result<(), Error> {
         let tokens = self.forward.device().upload(bytemuck::cast_slice::<u32, i32>(tokens))?;
         self.script = Some(Script { tokens, launch: Device::launch::<K> });
         Ok(())
@@ -345,7 +348,8 @@ impl Gpu {
         let length = (self.run.length + in_flight as usize).min(self.run.max_length);
         // The newest token is the last of at most `length`; drafts follow it.
         let end = (length + most_rows as usize - 1).min(self.forward.capacity());
-        self.forward.enqueue_decode(most_rows, end as u32)?;
+        // SAFETY: whatever was enqueued last ended with a plan, which zeroes the counters.
+        unsafe { self.forward.enqueue_decode(most_rows, end as u32)? };
         self.enqueue_choice(most_rows, 0, true, length)
     }
 
@@ -476,6 +480,7 @@ impl Backend for Gpu {
     }
 
     fn begin(&mut self, sequence: &Sequence<'_>, progress: &mut PromptProgress<'_>) -> Result<usize, Error> {
+        sequence.check(self.forward.capacity(), self.forward.config().vocab_size)?;
         self.forward.device().synchronize()?;
         let prompt = sequence.prompt;
         let mut reused = common_prefix(&self.cached, prompt);
@@ -515,6 +520,7 @@ impl Backend for Gpu {
     }
 
     fn step(&mut self) -> Result<Step, Error> {
+        assert!(self.run.length > 0, "a step of no sequence");
         while self.run.enqueued <= self.run.read + self.run_ahead {
             self.enqueue_decode()?;
         }

@@ -64,7 +64,7 @@ pub struct Results {
 }
 
 /// What a pass reads that is not its own.
-pub struct Parts<'a> {
+pub(crate) struct Parts<'a> {
     /// The device.
     pub device: &'a Device,
     /// The model's sizes.
@@ -182,7 +182,7 @@ impl Prefill {
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn new(
+    pub(crate) fn new(
         device: &Device,
         config: &Config,
         cache: &KvCache,
@@ -248,29 +248,44 @@ impl Prefill {
     /// Enqueues all layers over `count` rows of sequence 0 from position `start` on, which [`rows`](Self::rows) hold by then. The [result](Self::result) is there
     /// for the rows that are to have `logits`: for the others the last layer makes keys and values, and no more.
     ///
+    /// # Safety
+    /// The parts are those that the pass was made for, and sequence 0 has pages for these positions.
+    ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
     /// If there is no room for so many rows: a bug of the caller.
-    pub fn enqueue(&mut self, parts: &Parts<'_>, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
+    pub(crate) unsafe fn enqueue(
+        &mut self,
+        parts: &Parts<'_>,
+        start: usize,
+        count: usize,
+        output: RowOutput,
+    ) -> Result<(), Error> {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
         let tiles = prefill_attention::tiles(0, count as u32, 0, start as u32, TILE_ROWS);
         self.tiles.write(0, &tiles.concat())?;
         let from = |row: u32| Results { row: row as usize, tile: (row / TILE_ROWS) as usize };
         let results = output.first().map_or(Results { row: count, tile: tiles.len() }, from);
-        self.enqueue_rows(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), results)
+        // SAFETY: the lists are of self: rows that follow each other, whose tiles are made here; the caller's word for
+        // the parts.
+        unsafe { self.enqueue_rows(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), results) }
     }
 
     /// Enqueues all layers over `count` rows of any sequences, whose keys and queries meet in `tiles` (see [`PrefillAttention::tiles`]), so many. The
     /// [result](Self::result) is there for the rows from `results` on.
     ///
+    /// # Safety
+    /// The parts are those that the pass was made for; the lists are as
+    /// [`Forward::enqueue_prefill_rows`](crate::forward::Forward::enqueue_prefill_rows) says.
+    ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
-    /// If there is no room for so many rows: a bug of the caller.
-    pub fn enqueue_rows(
+    /// If there is no room for so many rows, or `results` are of others: a bug of the caller.
+    pub(crate) unsafe fn enqueue_rows(
         &self,
         parts: &Parts<'_>,
         rows: Rows,
@@ -282,6 +297,7 @@ impl Prefill {
         let Parts { device, config: c, weights: w, .. } = *parts;
         let m = count as u32;
         let Results { row, tile: first_tile } = results;
+        assert!(row <= count && first_tile <= tile_count, "{results:?} of {count} rows in {tile_count} tiles");
         // Whole tiles of products: of rows before the results' nothing is read.
         let first_row = if row < count { row as u32 / TILE_ROWS * TILE_ROWS } else { m };
 

@@ -4,6 +4,7 @@
 //! the passes ([`passes`]) and chooses; the chosen tokens come back through mapped memory. While a step is under way the host makes the next one: a token
 //! that is not chosen yet the device puts into its row itself. So the host waits once a step, and the device not at all.
 
+mod checked;
 mod lists;
 mod moves;
 mod notes;
@@ -287,27 +288,36 @@ impl GpuBatch {
     /// Enqueues what changes beside rows.
     fn enqueue_changes(&self, changes: &Changes) -> Result<(), Error> {
         let upload = &self.upload;
-        self.forward.enqueue_unpack(upload.ptr(changes.unpack), changes.unpack.len())?;
+        // SAFETY: pages that are packed, of which the list names each once; it lives with self.
+        unsafe { self.forward.enqueue_unpack(upload.ptr(changes.unpack), changes.unpack.len())? };
         let clock = &self.clocks[self.turn].moves;
         clock.start()?;
         for (way, list) in changes.moves {
-            self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)?;
+            // SAFETY: a list of the size said, of pages that the plan was checked for.
+            unsafe { self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)? };
         }
         clock.stop()?;
-        self.put(changes.tables, self.forward.page_tables().ptr_mut())?;
-        self.put(changes.packed, self.forward.packed_pages().unwrap_or_default())?;
-        self.forward.enqueue_pack(upload.ptr(changes.pack), changes.pack.len())?;
+        // SAFETY: entries of page tables and pages of the cache, which the plan was checked for, each once; pages to
+        // pack are not packed.
+        unsafe {
+            self.put(changes.tables, self.forward.page_tables().ptr_mut())?;
+            self.put(changes.packed, self.forward.packed_pages().unwrap_or_default())?;
+            self.forward.enqueue_pack(upload.ptr(changes.pack), changes.pack.len())?;
+        }
         self.uses.enqueue(upload, &changes.uses)
     }
 
     /// Enqueues that the words of a list are put into their places.
-    fn put(&self, list: List, to: GlobalMut<u32>) -> Result<(), Error> {
+    ///
+    /// # Safety
+    /// The list names places of `to`, each once.
+    unsafe fn put(&self, list: List, to: GlobalMut<u32>) -> Result<(), Error> {
         let count = list.len() / 2;
         if count == 0 {
             return Ok(());
         }
         let put = Put { entries: self.upload.ptr(list), to, count: count as u32 };
-        // SAFETY: the list is of the size said, and names places in `to`, each once.
+        // SAFETY: the list is of the size said; the caller's word for the rest.
         unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(count), 0, put) }
     }
 
@@ -336,10 +346,13 @@ impl GpuBatch {
         let (tiles, chosen) = (upload.ptr(ready.tiles), pass.chosen.len() as u32);
         let mut best = None;
         if pass.prompt {
-            self.forward.enqueue_prefill_rows(rows, pass.len(), (tiles, pass.tiles.len()), pass.results)?;
-            if chosen > 0 {
-                let counted = step::Rows { count: upload.ptr_mut(ready.pick_count), ..rows };
-                self.forward.enqueue_picked(upload.ptr(ready.picks), counted, chosen)?;
+            let counted = step::Rows { count: upload.ptr_mut(ready.pick_count), ..rows };
+            // SAFETY: lists of this pass, which was cut from rows that were checked; they live with self.
+            unsafe {
+                self.forward.enqueue_prefill_rows(rows, pass.len(), (tiles, pass.tiles.len()), pass.results)?;
+                if chosen > 0 {
+                    self.forward.enqueue_picked(upload.ptr(ready.picks), counted, chosen)?;
+                }
             }
         } else {
             let output = match pass.chosen.first() {
@@ -354,7 +367,8 @@ impl GpuBatch {
                 tiles: Some(Tiles { list: tiles, count: pass.tiles.len() as u32 }),
                 output,
             };
-            best = self.forward.enqueue_quickest(&all, pass.is_of_one())?;
+            // SAFETY: likewise.
+            best = unsafe { self.forward.enqueue_quickest(&all, pass.is_of_one())? };
         }
         if chosen == 0 {
             return Ok(());
@@ -373,9 +387,11 @@ impl GpuBatch {
             first: ready.first_note,
             noted: ready.wanted.len(),
         };
-        self.notes.enqueue(&self.sampler, self.forward.logits(), group)?;
+        // SAFETY: lists of this pass, and places for its choices and notes.
+        unsafe { self.notes.enqueue(&self.sampler, self.forward.logits(), group)? };
         self.enqueue_choices(ready, rows)?;
-        self.notes.enqueue_chosen(self.forward.logits(), group)
+        // SAFETY: likewise.
+        unsafe { self.notes.enqueue_chosen(self.forward.logits(), group) }
     }
 
     /// Where the tokens of the step's choices go, from this one on.
@@ -424,6 +440,7 @@ impl BatchBackend for GpuBatch {
 
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
         assert!(self.under_way.len() < 2, "two steps are under way");
+        checked::check_plan(plan, starts, &self.limits, self.vocab());
         self.take_up(plan, starts);
         let sequence = |work: &Work| {
             let running = &self.slots[work.slot as usize];
@@ -434,6 +451,7 @@ impl BatchBackend for GpuBatch {
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
         let rows: Vec<Rows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
 
+        checked::check_rows(&rows, &self.limits, self.choices);
         let cut: Vec<Pass> = cut(&rows, self.widths);
         let changes = self.list_changes(plan, &cut)?;
         let mut passes: Vec<Ready> = Vec::new();

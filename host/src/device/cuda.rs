@@ -216,6 +216,10 @@ impl Cuda {
         Ok(Self { staging: Mutex::new(None), stream, card: self.card.clone() })
     }
 
+    pub(super) fn is_same_card(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.card, &other.card)
+    }
+
     pub(super) fn name(&self) -> &str {
         &self.card.name
     }

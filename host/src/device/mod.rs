@@ -317,6 +317,15 @@ impl Device {
         }
     }
 
+    /// Whether this is the device that `other` is, whatever the queues of both.
+    pub fn is_same_card(&self, other: &Self) -> bool {
+        match (&*self.0, &*other.0) {
+            (Kind::Cuda(a), Kind::Cuda(b)) => a.is_same_card(b),
+            (Kind::Emulator(_), Kind::Emulator(_)) => Arc::ptr_eq(&self.0, &other.0),
+            _ => false,
+        }
+    }
+
     /// Whether it is the emulator.
     pub fn is_emulator(&self) -> bool {
         matches!(&*self.0, Kind::Emulator(_))
@@ -357,6 +366,11 @@ pub struct Buffer<T> {
 }
 
 impl<T: Pod> Buffer<T> {
+    /// Where it lies, with the queue that its copies are enqueued on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// Elements.
     pub fn len(&self) -> usize {
         self.len
@@ -444,8 +458,9 @@ impl<T: Pod> Buffer<T> {
     /// A driver error.
     ///
     /// # Panics
-    /// If the range does not fit: a bug of the caller.
+    /// If the range does not fit, or `from` is of another queue: a bug of the caller.
     pub fn copy_from(&mut self, at: usize, from: &Self) -> Result<(), Error> {
+        assert!(Arc::ptr_eq(&self.device.0, &from.device.0), "a copy between two queues");
         assert!(at + from.len <= self.len, "copy of {} at {at} into {}", from.len, self.len);
         let to = self.address + (at * size_of::<T>()) as u64;
         // SAFETY: in bounds; what frees either waits for the copy.

@@ -68,9 +68,12 @@ impl Mover {
 
     /// Enqueues moves of `count` pages: `[count, 2]` where from and where to.
     ///
+    /// # Safety
+    /// When it runs, there is such a list; it lives until the device is done.
+    ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue(&self, cache: &KvCache, way: Way, moves: Global<u32>, count: usize) -> Result<(), Error> {
+    pub unsafe fn enqueue(&self, cache: &KvCache, way: Way, moves: Global<u32>, count: usize) -> Result<(), Error> {
         let (layers, records) = (self.layers, self.records);
         let on_device = PageRecords { page: records, layer: cache.pages() as u32 * records };
         let on_host = PageRecords { page: layers * records, layer: records };
@@ -154,7 +157,8 @@ mod tests {
         };
         let go = |way: Way, moves: &[[u32; 2]]| {
             let list = device.upload(&moves.concat()).unwrap();
-            mover.enqueue(&cache, way, list.ptr(), moves.len()).unwrap();
+            // SAFETY: the list is of the size said.
+            unsafe { mover.enqueue(&cache, way, list.ptr(), moves.len()).unwrap() };
         };
         let before = read();
         // More than are moved at a time.
