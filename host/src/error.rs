@@ -222,6 +222,12 @@ pub enum Error {
         /// Which, and what would do.
         what: String,
     },
+    /// Something that cannot be recorded, by a queue whose work is.
+    #[error("{doing} cannot be recorded to be launched again; do it before, or behind")]
+    Recording {
+        /// What.
+        doing: &'static str,
+    },
     /// A kernel misbehaved under the emulator.
     #[error("under the emulator, {0}")]
     Emulator(String),

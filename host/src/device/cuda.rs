@@ -11,6 +11,7 @@ use cust::stream::{Stream, StreamFlags};
 use cust::sys;
 
 use super::kernels::Kernels;
+use super::recording::Recording;
 use super::{Begin, DeviceOptions, Entry, Grid};
 use crate::Error;
 use crate::timed::timed;
@@ -67,6 +68,7 @@ pub(super) struct Cuda {
     // Dropped in this order: what lives in the context goes before it.
     staging: Mutex<Option<Staging>>,
     stream: Stream,
+    recording: Recording,
     card: Arc<Card>,
 }
 
@@ -206,14 +208,18 @@ impl Cuda {
         let clusters = Mutex::default();
         let options = options.clone();
         let card = Card { name, multiprocessors, bytes_per_cycle, hopper, options, kernels, clusters, context };
-        Ok(Self { staging: Mutex::new(None), stream, card: Arc::new(card) })
+        Ok(Self { staging: Mutex::new(None), stream, recording: Recording::default(), card: Arc::new(card) })
     }
 
     /// Another queue of this card.
     pub(super) fn beside(&self) -> Result<Self, Error> {
         self.enter()?;
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
-        Ok(Self { staging: Mutex::new(None), stream, card: self.card.clone() })
+        Ok(Self { staging: Mutex::new(None), stream, recording: Recording::default(), card: self.card.clone() })
+    }
+
+    pub(super) fn recording(&self) -> &Recording {
+        &self.recording
     }
 
     pub(super) fn is_same_card(&self, other: &Self) -> bool {
@@ -274,12 +280,18 @@ impl Cuda {
         Ok(address)
     }
 
+    /// Gives memory back, once nothing that was recorded on this queue can use it.
     pub(super) fn free(&self, address: u64) {
-        if self.enter().is_ok() {
+        if !self.recording.keeps(address) && self.enter().is_ok() {
             // SAFETY: an address from `allocate`, freed once; the driver waits for work that uses it. Nothing can
             // be done about a failure here.
             unsafe { sys::cuMemFree_v2(address) };
         }
+    }
+
+    /// What was recorded last, or could not be, is never launched again.
+    pub(super) fn let_go(&self) {
+        self.recording.let_go().into_iter().for_each(|address| self.free(address));
     }
 
     pub(super) fn allocate_mapped(&self, bytes: usize) -> Result<(*mut u32, u64), Error> {

@@ -10,6 +10,7 @@ mod images;
 mod kernels;
 mod options;
 mod pinned;
+mod recording;
 mod tensor;
 mod timing;
 mod upload;
@@ -179,6 +180,7 @@ impl Device {
     /// # Errors
     /// Not enough device memory.
     pub fn zeroed<T: Pod>(&self, len: usize) -> Result<Buffer<T>, Error> {
+        self.refuse_while_recording("an allocation")?;
         let bytes = (len * size_of::<T>()).max(16);
         let address = match &*self.0 {
             Kind::Cuda(cuda) => cuda.allocate(bytes)?,
@@ -202,6 +204,7 @@ impl Device {
     /// # Errors
     /// Not enough pinnable memory.
     pub fn mapped(&self, words: usize) -> Result<Mapped, Error> {
+        self.refuse_while_recording("an allocation")?;
         let (host, device) = match &*self.0 {
             Kind::Cuda(cuda) => cuda.allocate_mapped(words * 4)?,
             Kind::Emulator(emulator) => {
@@ -336,6 +339,7 @@ impl Device {
     /// # Errors
     /// Whatever a kernel failed with.
     pub fn synchronize(&self) -> Result<(), Error> {
+        self.refuse_while_recording("a wait")?;
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.synchronize(),
             Kind::Emulator(emulator) => {
@@ -402,6 +406,7 @@ impl<T: Pod> Buffer<T> {
     /// If the range does not fit: a bug of the caller.
     pub fn write(&mut self, at: usize, data: &[T]) -> Result<(), Error> {
         assert!(at + data.len() <= self.len, "write of {} at {at} into {}", data.len(), self.len);
+        self.device.refuse_while_recording("a copy from memory that may be gone by then")?;
         let to = self.address + (at * size_of::<T>()) as u64;
         let bytes = bytemuck::cast_slice(data);
         match &*self.device.0 {
@@ -441,6 +446,7 @@ impl<T: Pod> Buffer<T> {
     /// If the range does not fit: a bug of the caller.
     pub fn read(&self, at: usize, out: &mut [T]) -> Result<(), Error> {
         assert!(at + out.len() <= self.len, "read of {} at {at} from {}", out.len(), self.len);
+        self.device.refuse_while_recording("a copy to memory that may be gone by then")?;
         let from = self.address + (at * size_of::<T>()) as u64;
         let bytes = bytemuck::cast_slice_mut(out);
         match &*self.device.0 {
@@ -521,10 +527,13 @@ impl Mapped {
         word.load(std::sync::atomic::Ordering::Acquire)
     }
 
-    /// Zeroes it. Nothing enqueued may be writing.
+    /// Zeroes it, word by word: what is enqueued and writes to it may come before or behind.
     pub fn clear(&mut self) {
-        // SAFETY: in bounds and exclusive.
-        unsafe { self.host.write_bytes(0, self.words) };
+        for i in 0..self.words {
+            // SAFETY: as for `load`.
+            let word = unsafe { std::sync::atomic::AtomicU32::from_ptr(self.host.add(i)) };
+            word.store(0, std::sync::atomic::Ordering::Release);
+        }
         if let Kind::Emulator(emulator) = &*self.owner.0 {
             emulator.write(self.device, &vec![0; self.words * 4]);
         }
