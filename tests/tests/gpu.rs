@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use host::batch::{Batch, BatchOptions, GpuBatch};
-use host::device::{self, Device, DeviceOptions, IMAGES, Image, MAIN};
+use host::device::{self, Device, DeviceOptions, IMAGES, Image, KernelFile, MAIN};
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, Gpu, NgramDraft};
@@ -395,7 +395,9 @@ fn a_card_too_small_is_said_before_loading(opened: &DeviceOptions) -> Result<(),
 
 /// A card that has the kernels of a file: whether it opens and agrees with the CPU, or what is wrong.
 fn with_kernels(file: &Path) -> Result<(), Failed> {
-    let options = DeviceOptions { kernels: Some(file.into()), ..DeviceOptions::default() };
+    // SAFETY: these tests' own kernels, or a file that is refused.
+    let kernels = Some(unsafe { KernelFile::trusted(file) });
+    let options = DeviceOptions { kernels, ..DeviceOptions::default() };
     drop(Device::cuda_with(0, &options)?);
     demo_logits_match_the_cpu(&options)
 }

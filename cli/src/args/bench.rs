@@ -7,7 +7,7 @@ use clap::{Subcommand, ValueEnum, ValueHint};
 use host::DeviceChoice;
 use host::device::DeviceOptions;
 
-use super::at_least_one;
+use super::{at_least_one, trusted};
 
 pub const EXAMPLES: &str = "\
 Examples:
@@ -54,7 +54,7 @@ pub struct BenchRunArgs {
     /// auto (the first CUDA card), cuda, cuda:N, or emulator (each kernel once on the CPU, small, to check it; no times)
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "WARPDRAFT_DEVICE", global = true)]
     pub device: DeviceChoice,
-    /// Load the kernels of this file, PTX or machine code, instead of those that are built in
+    /// Load the kernels of this file, PTX or machine code, instead of those that are built in; it is trusted
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, hide_short_help = true, global = true)]
     pub kernels: Option<PathBuf>,
     /// On Hopper and the emulator, run the kernels of other cards
@@ -81,7 +81,8 @@ impl BenchRunArgs {
     /// How the device is opened for them.
     pub fn options(&self) -> DeviceOptions {
         let Self { kernels, portable, unfused, .. } = self;
-        DeviceOptions { portable: *portable, unfused: *unfused, kernels: kernels.clone(), ..benches::options() }
+        let kernels = kernels.as_ref().map(trusted);
+        DeviceOptions { portable: *portable, unfused: *unfused, kernels, ..benches::options() }
     }
 }
 

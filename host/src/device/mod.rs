@@ -24,7 +24,7 @@ use cuda_std::{Global, GlobalMut, Kernel};
 pub use calls::Calls;
 pub use cuda::{CardInfo, cards};
 pub use images::{IMAGES, Image, MAIN};
-pub use options::DeviceOptions;
+pub use options::{DeviceOptions, KernelFile};
 pub use pinned::Pinned;
 pub use tensor::TensorMaps;
 pub use timing::{Graph, Marker, Timer};
