@@ -159,9 +159,10 @@ fn pages(capacity: usize) -> usize {
 }
 
 impl Footprint {
-    /// For `config` with room for one sequence of `capacity` tokens, on a card that is a Hopper or not.
-    pub fn of(config: &Config, capacity: usize, hopper: bool) -> Self {
-        Self::of_room(config, &Room::single(capacity), hopper.then_some(capacity))
+    /// For `config` with room for one sequence of `capacity` tokens, on a device whose prompts run in passes of many
+    /// rows, or not.
+    pub fn of(config: &Config, capacity: usize, has_prefill: bool) -> Self {
+        Self::of_room(config, &Room::single(capacity), has_prefill.then_some(capacity))
     }
 
     /// For `config` with this room, and for passes over up to `prefill` rows of prompts where there are any.
@@ -318,7 +319,7 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn lay_out_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
-        if self.device.is_hopper() {
+        if self.device.capabilities().has_gemms() {
             let whole = self.stream.is_some();
             let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows, whole);
             self.prefill = Some(timed("memory for passes over prompts", prefill)?);

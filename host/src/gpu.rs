@@ -377,7 +377,7 @@ impl Gpu {
             {
                 // What the host has seen, or has put there, is older than the launches that are under way.
                 let all = AcceptAndDraft { accept, draft: self.ngram(draft), plan, settled: self.run.length as u32 };
-                return if device.is_hopper() {
+                return if device.capabilities().early_launches {
                     device.launch_early::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)
                 } else {
                     device.launch::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)

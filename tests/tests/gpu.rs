@@ -173,7 +173,7 @@ fn drafts_and_pieces_change_nothing_at_the_8b_shape(options: &DeviceOptions) -> 
     let (device, config) = (Device::cuda_with(0, &options)?, Config::published("8B").ok_or("no such shape")?);
     let (length, tokens) = (600, 96);
     // The weights, once more in the order of the stream, and the cache.
-    let needed = Footprint::of(&config, 1024, device.is_hopper());
+    let needed = Footprint::of(&config, 1024, device.capabilities().has_gemms());
     if device.free_memory()?.is_some_and(|free| free < 2 * needed.weights + needed.working) {
         println!("not on this card: it has too little memory");
         return Ok(());
@@ -231,7 +231,7 @@ fn the_prompt_may_come_in_any_pieces(options: &DeviceOptions) -> Result<(), Fail
 
 fn a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces(options: &DeviceOptions) -> Result<(), Failed> {
     let device = Device::cuda_with(0, options)?;
-    if !device.is_hopper() {
+    if !device.capabilities().has_gemms() {
         println!("not on this card: it has no products of warpgroups");
         return Ok(());
     }
@@ -417,7 +417,7 @@ fn refused(outcome: Result<(), Failed>, parts: &[&str]) -> Result<(), Failed> {
 
 /// The main module as it is built in, for this card.
 fn main_module() -> Result<&'static Image, Failed> {
-    let arch = if Device::cuda(0)?.is_hopper() { "sm_90a" } else { "sm_80" };
+    let arch = Device::cuda(0)?.capabilities().level;
     IMAGES.iter().find(|image| image.arch == arch && image.module == MAIN).ok_or_else(|| "no such module".into())
 }
 

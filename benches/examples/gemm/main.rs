@@ -558,7 +558,7 @@ fn main() -> Result<()> {
         return check::check(&arguments.emulator(), Extent::Tiny);
     }
     let device = arguments.device()?;
-    if !device.is_hopper() {
+    if !device.capabilities().has_gemms() {
         return Err(format!("{} is no Hopper card, which these kernels are for", device.name()).into());
     }
     match job {

@@ -53,10 +53,6 @@ use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
-/// Prompts are read in sooner than enough of them wait, once they have missed a token for each so many that generate: a pass over few rows
-/// takes about so much of a decode step.
-const PROMPT_SHARE: u32 = 2;
-
 /// Bytes that the second copy of the weights may take beside its own.
 const STREAM_SPARE: u64 = 512 << 20;
 
@@ -189,7 +185,7 @@ impl GpuBatch {
             drafts: options.draft.map_or(0, |draft| draft.tokens),
             draft_rows: options.draft_rows,
             prompt_rows: if prompts_apart { prefill::best_rows(device, config).min(sizes.rows as u32) } else { 0 },
-            prompt_share: PROMPT_SHARE,
+            prompt_share: device.capabilities().tuning().prompt_share,
             prompts_apart,
         };
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
@@ -207,7 +203,7 @@ impl GpuBatch {
             tile: Attend::tile_rows(group as u32) as usize,
         };
         let tier = sizes.host_pages(config, &options, pages)?;
-        let least = options.packed_pages.unwrap_or_else(|| BatchOptions::packed_pages_for(device.bytes_per_cycle()));
+        let least = options.packed_pages.unwrap_or(device.capabilities().tuning().packed_pages);
         let mover = match Mover::new(device, forward.cache(), tier) {
             Ok(mover) => mover,
             Err(error) if options.swap_tokens.is_some() => return Err(Sizes::no_tier(config, tier, error.to_string())),

@@ -8,12 +8,13 @@ use cuda_std::Kernel;
 use cuda_std::emulator::{self, Launch};
 
 use super::recording::Recording;
-use super::{Begin, Calls, DeviceOptions, Grid};
+use super::{Begin, Calls, Capabilities, DeviceOptions, Grid};
 use crate::Error;
 
 pub(super) struct Emulator {
     seed: AtomicU64,
     options: DeviceOptions,
+    capabilities: Capabilities,
     memory: Mutex<HashMap<u64, emulator::Buffer<u8>>>,
     calls: Mutex<Calls>,
     recording: Recording,
@@ -25,6 +26,7 @@ impl Emulator {
     pub(super) fn new(seed: u64, options: DeviceOptions) -> Self {
         Self {
             seed: AtomicU64::new(seed),
+            capabilities: Capabilities::emulated(&options),
             options,
             memory: Mutex::default(),
             calls: Mutex::default(),
@@ -40,6 +42,10 @@ impl Emulator {
     /// Held by whoever touches memory.
     fn turn(&self) -> std::sync::MutexGuard<'_, ()> {
         self.turn.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    pub(super) fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
     }
 
     pub(super) fn options(&self) -> &DeviceOptions {

@@ -4,6 +4,7 @@
 //! without a GPU run the launches that a GPU runs.
 
 mod calls;
+mod capabilities;
 mod cuda;
 mod emulated;
 mod images;
@@ -22,6 +23,7 @@ use bytemuck::Pod;
 use cuda_std::{Global, GlobalMut, Kernel};
 
 pub use calls::Calls;
+pub use capabilities::Capabilities;
 pub use cuda::{CardInfo, cards};
 pub use images::{IMAGES, Image, MAIN};
 pub use options::{DeviceOptions, KernelFile};
@@ -147,21 +149,17 @@ impl Device {
         }
     }
 
-    /// How many multiprocessors it has; the emulator says 4, enough for grids of more than one block.
-    pub fn multiprocessors(&self) -> u32 {
+    /// What it can do.
+    pub fn capabilities(&self) -> &Capabilities {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.multiprocessors(),
-            Kind::Emulator(_) => 4,
+            Kind::Cuda(cuda) => cuda.capabilities(),
+            Kind::Emulator(emulator) => emulator.capabilities(),
         }
     }
 
-    /// Bytes that memory moves, at its clock, while an SM has a cycle, for each SM: how much work a byte leaves time for. None for the
-    /// emulator.
-    pub fn bytes_per_cycle(&self) -> Option<f64> {
-        match &*self.0 {
-            Kind::Cuda(cuda) => Some(cuda.bytes_per_cycle()),
-            Kind::Emulator(_) => None,
-        }
+    /// How many SMs it has.
+    pub fn multiprocessors(&self) -> u32 {
+        self.capabilities().multiprocessors
     }
 
     /// Free device memory in bytes; none for the emulator, which has the host's.
@@ -293,22 +291,14 @@ impl Device {
         }
     }
 
-    /// Whether it has TMA and the shared memory of Hopper, and the kernels that need them.
-    pub fn is_hopper(&self) -> bool {
-        match &*self.0 {
-            Kind::Cuda(cuda) => cuda.is_hopper(),
-            Kind::Emulator(emulator) => !emulator.options().portable,
-        }
-    }
-
     /// Whether prompts run in passes of many rows, by the kernels for Hopper: see [`DeviceOptions::prefill`].
     pub fn has_prefill(&self) -> bool {
-        self.is_hopper() && self.options().prefill.unwrap_or(!self.is_emulator())
+        self.capabilities().has_gemms() && self.options().prefill.unwrap_or(!self.is_emulator())
     }
 
     /// Whether a decode step runs in one launch, memory allowing: see [`DeviceOptions::unfused`].
     pub fn has_decode_kernel(&self) -> bool {
-        self.is_hopper() && !self.options().unfused
+        self.capabilities().has_decode_kernel() && !self.options().unfused
     }
 
     /// Whether its kernels are the machine code that is built in: of anything else the driver has made machine code

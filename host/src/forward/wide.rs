@@ -62,9 +62,6 @@ struct Many {
     beside: gemm::Beside,
 }
 
-/// Passes over more rows than this have their products as launches: from there on they are done sooner so.
-const MANY_ROWS: u32 = 384;
-
 /// What these passes know of packed pages.
 struct Packed {
     /// `[pages]` whether it is packed: as [`WideStep::packed`].
@@ -153,7 +150,7 @@ impl Forward {
             items: self.device.zeroed(WideStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
             best: self.device.zeroed(MAX_WIDE_ROWS as usize)?,
             many: Many {
-                from: MANY_ROWS + 1,
+                from: self.device.capabilities().tuning().gemm_rows,
                 out: self.device.tensor_maps(&[gemm::out(
                     self.activation.ptr(),
                     self.room.rows,

@@ -2,7 +2,7 @@
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::batch::{self, ListRecords, PageRecords};
-use gpu_kernels::token_copy::{self as kernels, MULTIPROCESSORS, PAGE_RECORD_BYTES, Pairs, Regions, TokenCopy};
+use gpu_kernels::token_copy::{self as kernels, PAGE_RECORD_BYTES, Pairs, Regions, TokenCopy};
 use half::bf16;
 
 use crate::Error;
@@ -86,7 +86,11 @@ impl Mover {
         };
         let all = |pages: usize| (pages * (layers * records) as usize) as u64;
         // The bus is no faster with more.
-        let most = if way == Way::Within { u32::MAX } else { MULTIPROCESSORS.min(self.device.multiprocessors()) };
+        let most = if way == Way::Within {
+            u32::MAX
+        } else {
+            self.device.capabilities().tuning().copy_multiprocessors.min(self.device.multiprocessors())
+        };
         for first in (0..count).step_by(AT_ONCE) {
             let pages = (count - first).min(AT_ONCE);
             let pairs = all(pages);
