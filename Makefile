@@ -47,8 +47,7 @@ MIRI_TEST := MIRIFLAGS='-Zmiri-disable-isolation -Zmiri-permissive-provenance' \
 miri:
 	rustup toolchain install $(MIRI) --profile minimal --component miri --component rust-src
 	$(MIRI_TEST) --package cuda_std --lib
-	$(MIRI_TEST) --package host --lib -- batch:: forward:: device:: draft tuning gemm prefill \
-		--skip moves --skip images --skip covered --skip every_byte
+	$(MIRI_TEST) --package host --lib -- batch::backend batch::gpu::checked
 	$(MIRI_TEST) --package host --test scheduler by_hand
 
 # A compiler with the sources of `core`, for the device build (docs/reference/toolchain.md).
