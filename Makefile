@@ -1,5 +1,5 @@
 # Everything a person or CI runs. Each target installs what it needs.
-.PHONY: demo test lint ptx-toolchain gpu-check dist check-dist clean
+.PHONY: demo test miri lint ptx-toolchain gpu-check dist check-dist clean
 
 CARGO ?= cargo
 # ptxas, from NVIDIA's wheel: it assembles what rustc wrote, and says whether registers were spilled.
@@ -39,6 +39,17 @@ test: ptx-toolchain $(PTXAS)
 		--workspace --all-targets -- -D warnings
 	$(CARGO) test --release --manifest-path $(FIRST_KERNEL) --target-dir $${CARGO_TARGET_DIR:-target}
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --release --no-deps --package cuda_std --package host --package model
+
+# What Miri can run (docs/reference/toolchain.md#miri), with a nightly compiler of this day. The emulator's addresses are
+# numbers, of which pointers are made; the scheduler's random plans take hours.
+MIRI := nightly-2026-05-20
+MIRI_TEST := MIRIFLAGS='-Zmiri-disable-isolation -Zmiri-permissive-provenance' \
+	$(CARGO) +$(MIRI) miri test --target-dir $${CARGO_TARGET_DIR:-target}/miri
+miri:
+	rustup toolchain install $(MIRI) --profile minimal --component miri --component rust-src
+	$(MIRI_TEST) --package cuda_std --lib
+	$(MIRI_TEST) --package host --lib -- batch::backend batch::gpu::checked
+	$(MIRI_TEST) --package host --test scheduler by_hand
 
 # A compiler with the sources of `core`, for the device build (docs/reference/toolchain.md).
 ptx-toolchain:

@@ -119,7 +119,8 @@ impl HostLoop {
             // SAFETY: the history has the tokens, and rows have room for a step.
             unsafe { device.launch::<step::plan_decode>(1, 0, plan)? };
             if forward.stream().is_some() {
-                forward.enqueue_decode(1, end)
+                // SAFETY: the plan zeroes the counters.
+                unsafe { forward.enqueue_decode(1, end) }
             } else {
                 forward.enqueue(1, end, RowOutput::LogitsFrom(0))
             }

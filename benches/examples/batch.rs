@@ -130,7 +130,7 @@ fn main() -> Result<()> {
     );
     let begun = Instant::now();
     let weights = DeviceWeights::random(&config, &device)?;
-    let apart = device.is_hopper() && !launches;
+    let apart = device.capabilities().has_gemms() && !launches;
     let options = BatchOptions {
         sequences: sequences.or(scale.options.sequences),
         packed_pages: plain.then_some(usize::MAX).or(device.is_emulator().then_some(0)),

@@ -130,7 +130,7 @@ fn best(gpu: &mut Gpu, prompt: &[u32], scale: &Scale, draft: Option<Draft>) -> R
 
 fn run(gpu: &mut Gpu, prompt: &[u32], scale: &Scale, draft: Option<Draft>) -> Result<Run> {
     let max_length = prompt.len() + scale.tokens;
-    let sequence = Sequence { prompt, max_length, sampling: Sampling::default(), draft, stop_tokens: &[] };
+    let sequence = Sequence { prompt, max_length, sampling: Sampling::default(), draft, stop_tokens: &[], form: None };
     gpu.begin(&sequence, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
     let mut run = Run { tokens: gpu.step()?.tokens, steps: Vec::new(), drafted: 0 };
     loop {

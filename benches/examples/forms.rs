@@ -125,8 +125,14 @@ impl Measured {
         let ends = &self.checkpoint.generation.eos_token_ids;
         let stop_tokens: &[u32] = if form.is_some() { ends } else { &[] };
         // The prompt is not what is measured: it is in the cache.
-        let sequence =
-            Sequence { prompt: &prompt, max_length: prompt.len() + most, sampling, draft, stop_tokens, form };
+        let sequence = Sequence {
+            prompt: &prompt,
+            max_length: prompt.len() + most,
+            sampling,
+            draft: draft.map(Into::into),
+            stop_tokens,
+            form,
+        };
         let begun = Instant::now();
         gpu.begin(&sequence, &mut |_, _| ControlFlow::Continue(()))?;
         let step = gpu.step()?;
@@ -222,7 +228,7 @@ impl Measured {
         let weights = DeviceWeights::random(&self.config, &self.device)?;
         let options = BatchOptions { sequences: Some(sequences), ..BatchOptions::default() };
         let context = self.scale.prompt + self.scale.most + 1;
-        let apart = self.device.is_hopper();
+        let apart = self.device.has_prefill();
         let backend = GpuBatch::with_weights(&self.device, &self.config, weights, context, options, apart)?;
         let mut batch = Batch::with_backend(self.checkpoint.clone(), Box::new(backend));
         let (mut coming, mut answers) = (jobs.iter().zip(0..), Vec::new());

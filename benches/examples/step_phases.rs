@@ -38,9 +38,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             counter_count: counters.len() as u32,
             cost: Default::default(),
         };
-        // SAFETY: the history has the tokens, and rows have room for a step.
-        unsafe { device.launch::<step::plan_decode>(1, 0, plan)? };
-        forward.enqueue_decode(rows, context)?;
+        // SAFETY: the history has the tokens, and rows have room for a step; the plan zeroes the counters.
+        unsafe {
+            device.launch::<step::plan_decode>(1, 0, plan)?;
+            forward.enqueue_decode(rows, context)?;
+        }
         let blocks = forward.take_trace()?;
         if repeat == 0 {
             continue;

@@ -13,11 +13,10 @@ use benches::{Arguments, Bench};
 use gpu_kernels::batch::{self, Put};
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::sample::rank;
-use gpu_kernels::step::Rows;
 use gpu_kernels::wide::Kind;
 use half::bf16;
 use host::device::Device;
-use host::forward::{Forward, Pass, Room, RowOutput, Tiles};
+use host::forward::{Forward, Room, Row, RowOutput};
 use host::weights::DeviceWeights;
 use model::Config;
 
@@ -85,28 +84,15 @@ fn step(
     shuffle(&mut tables, 1);
     forward.set_page_tables(&tables)?;
 
-    let tokens: Vec<u32> = random(sequences, 2).iter().map(|r| *r as u32 % config.vocab_size as u32).collect();
-    let numbers: Vec<u32> = (0..sequences as u32).collect();
-    let positions = case.contexts.iter().map(|&tokens| tokens as u32 - 1).collect();
-    let columns = [vec![sequences as u32], tokens, positions, numbers.clone()];
-    let columns = columns.each_ref().map(|column| device.upload(column));
-    let [count, tokens, positions, of] = columns;
-    let (count, tokens, positions, of) = (count?, tokens?, positions?, of?);
-    let tiles = device.upload(&numbers.iter().flat_map(|&row| [row, 1]).collect::<Vec<_>>())?;
-    let pass = Pass {
-        rows: Rows {
-            count: count.ptr_mut(),
-            tokens: tokens.ptr_mut(),
-            positions: positions.ptr_mut(),
-            sequences: of.ptr_mut(),
-        },
-        most_rows: sequences as u32,
-        end: context as u32,
-        tiles: Some(Tiles { list: tiles.ptr(), count: sequences as u32 }),
-        output: RowOutput::LogitsFrom(0),
+    let row = |((sequence, &tokens), random): ((u32, &usize), u64)| Row {
+        token: random as u32 % config.vocab_size as u32,
+        position: tokens as u32 - 1,
+        sequence,
     };
+    let rows: Vec<Row> = (0..).zip(&case.contexts).zip(random(sequences, 2)).map(row).collect();
+    let listed = forward.list_rows(&rows)?;
     let logits = |forward: &Forward| -> Result<Vec<f32>, host::Error> {
-        forward.enqueue_rows(&pass)?;
+        forward.enqueue_listed(&listed, RowOutput::LogitsFrom(0))?;
         let mut out = vec![0.0; sequences * config.vocab_size];
         forward.logits().read(0, &mut out)?;
         Ok(out)
@@ -120,7 +106,8 @@ fn step(
         let full = |(i, tokens): (usize, &usize)| tables[i * stride..][..(tokens - 1) / PAGE_TOKENS as usize].to_vec();
         let full: Vec<u32> = case.contexts.iter().enumerate().flat_map(full).collect();
         let list = device.upload(&full)?;
-        forward.enqueue_pack(list.ptr(), full.len())?;
+        // SAFETY: the list names pages, each once, and none is packed yet.
+        unsafe { forward.enqueue_pack(list.ptr(), full.len())? };
         let packed = device.upload(&full.iter().flat_map(|&page| [page, 1]).collect::<Vec<_>>())?;
         let to = forward.packed_pages().unwrap_or_default();
         let put = Put { entries: packed.ptr(), to, count: full.len() as u32 };
@@ -137,8 +124,8 @@ fn step(
     let differ = wide.iter().zip(&launched).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
     let strange = wide.iter().filter(|v| !v.is_finite()).count();
     // What is timed finds the best tokens, as a greedy batch does.
-    let pass = Pass { output: RowOutput::Best, ..pass };
-    forward.enqueue_rows(&pass)?;
+    let greedy = |forward: &Forward| forward.enqueue_listed(&listed, RowOutput::Best).map(drop);
+    greedy(&forward)?;
     let wrong = (forward.best_tokens(sequences)?.into_iter())
         .zip(wide.chunks(config.vocab_size))
         .filter(|(best, row)| row.iter().zip(0..).map(|(&logit, token)| rank(logit, token)).max() != Some(*best))
@@ -148,7 +135,7 @@ fn step(
     for _ in 0..4 {
         for (time, from) in times.iter_mut().zip([u32::MAX, 1]) {
             forward.use_gemm_from(from);
-            *time = time.min(timer.time(|| (0..8).try_for_each(|_| forward.enqueue_rows(&pass).map(drop)))? / 8.0);
+            *time = time.min(timer.time(|| (0..8).try_for_each(|_| greedy(&forward)))? / 8.0);
         }
     }
     forward.use_gemm_from(u32::MAX);
@@ -162,8 +149,8 @@ fn step(
         wide.len()
     );
     forward.begin_wide_trace()?;
-    forward.enqueue_rows(&pass)?;
-    forward.enqueue_rows(&pass)?;
+    greedy(&forward)?;
+    greedy(&forward)?;
     let (hidden, inner) = (config.hidden_size, config.intermediate_size);
     let heads = config.qkv_size();
     let mut phases: Vec<(String, f64, f64, f64, usize)> = Vec::new();

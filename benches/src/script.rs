@@ -10,7 +10,8 @@ use host::{Error, Gpu};
 /// # Errors
 /// Too little memory, or a driver error.
 pub fn draft_by_script(gpu: &mut Gpu, prompt: &[u32], answer: &[u32], lengths: &[usize]) -> Result<(), Error> {
-    gpu.set_script::<draft_script>(&script(prompt, answer, lengths))
+    // SAFETY: the kernel is written for these parameters.
+    unsafe { gpu.set_script::<draft_script>(&script(prompt, answer, lengths)) }
 }
 
 fn script(prompt: &[u32], answer: &[u32], lengths: &[usize]) -> Vec<u32> {

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use host::device::{Device, DeviceOptions};
+use host::device::{Device, DeviceOptions, KernelFile};
 use model::Config;
 
 use crate::cases::decode;
@@ -30,7 +30,11 @@ impl Arguments {
         let (mut options, mut words) = (crate::options(), Vec::new());
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
-                "--kernels" => options.kernels = Some(arguments.next().ok_or("--kernels needs a file")?.into()),
+                "--kernels" => {
+                    let path = arguments.next().ok_or("--kernels needs a file")?;
+                    // SAFETY: whoever names a build of the kernels answers for it (docs/guide/profile.md).
+                    options.kernels = Some(unsafe { KernelFile::trusted(path) });
+                }
                 "--portable" => options.portable = true,
                 "--unfused" => options.unfused = true,
                 "--weights" => {
@@ -84,7 +88,7 @@ pub fn tokens(config: &Config, len: usize) -> Vec<u32> {
 
 #[cfg(test)]
 mod tests {
-    use super::Arguments;
+    use super::{Arguments, KernelFile};
 
     fn of(line: &str) -> Result<Arguments, String> {
         Arguments::of(line.split_whitespace().map(str::to_owned))
@@ -94,7 +98,7 @@ mod tests {
     fn flags_may_stand_anywhere_among_the_words() {
         let found = of("8B --kernels a.ptx 64 --unfused").unwrap();
         assert_eq!(found.words, ["8B", "64"]);
-        assert_eq!(found.options.kernels.as_deref(), Some("a.ptx".as_ref()));
+        assert_eq!(found.options.kernels.as_ref().map(KernelFile::path), Some("a.ptx".as_ref()));
         assert!(found.options.unfused && !found.options.portable);
         assert_eq!(found.options.modules.len(), crate::MODULES.len());
     }

@@ -224,20 +224,20 @@ mod sealed {
     use super::*;
 
     pub trait Region {
-        fn address(&self) -> u64;
+        fn address(&self) -> GlobalMut<u8>;
         fn bytes(&self) -> usize;
     }
     impl Region for Buffer<u8> {
-        fn address(&self) -> u64 {
-            self.ptr().addr()
+        fn address(&self) -> GlobalMut<u8> {
+            self.ptr_mut()
         }
         fn bytes(&self) -> usize {
             self.len()
         }
     }
     impl Region for Pinned<u8> {
-        fn address(&self) -> u64 {
-            self.ptr().addr()
+        fn address(&self) -> GlobalMut<u8> {
+            self.ptr_mut()
         }
         fn bytes(&self) -> usize {
             self.len()
@@ -496,8 +496,8 @@ impl TokenCopy {
         }
         let pairs = self.pairs(src_index, dst_index);
         let regions = Regions {
-            src: cuda_std::Global::from_raw(src.address()),
-            dst: GlobalMut::from_raw(dst.address()),
+            src: src.address().read(),
+            dst: dst.address(),
             map: map.map_or(GlobalMut::default(), |map| map.ptr_mut()),
             record_bytes,
         };

@@ -11,5 +11,6 @@ use host::forward::Forward;
 /// # Errors
 /// Too little memory, or a driver error.
 pub fn take_apart(forward: &mut Forward, norms: bool, silu: bool) -> Result<(), Error> {
-    forward.take_apart::<rms_norm, silu_mul>(norms, silu)
+    // SAFETY: the kernels are written for these parameters.
+    unsafe { forward.take_apart::<rms_norm, silu_mul>(norms, silu) }
 }

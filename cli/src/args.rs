@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
-use host::device::DeviceOptions;
+use host::device::{DeviceOptions, KernelFile};
 use host::{DeviceChoice, NgramDraft};
 use model::Sampling;
 
@@ -254,7 +254,7 @@ pub struct DeviceArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Device")]
 pub struct KernelArgs {
-    /// Load the kernels of this file, PTX or machine code, instead of those that are built in
+    /// Load the kernels of this file, PTX or machine code, instead of those that are built in; it is trusted
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, hide_short_help = true)]
     pub kernels: Option<PathBuf>,
     /// On Hopper and the emulator, run the kernels of other cards, for tests
@@ -269,8 +269,15 @@ impl KernelArgs {
     /// How a device is opened for them.
     pub fn options(&self) -> DeviceOptions {
         let Self { kernels, portable, unfused } = self;
-        DeviceOptions { portable: *portable, unfused: *unfused, kernels: kernels.clone(), ..DeviceOptions::default() }
+        let kernels = kernels.as_ref().map(trusted);
+        DeviceOptions { portable: *portable, unfused: *unfused, kernels, ..DeviceOptions::default() }
     }
+}
+
+/// The file of `--kernels`.
+pub fn trusted(path: &PathBuf) -> KernelFile {
+    // SAFETY: whoever names it answers for it, as the flag's help says.
+    unsafe { KernelFile::trusted(path) }
 }
 
 /// How the answer is made, and where it ends.

@@ -91,6 +91,7 @@ impl Attend {
     /// Keeps dimensions `d` and one on of a split's sums for a pair among all rows' heads, and with the first of them its maximum and normaliser.
     #[inline(always)]
     pub(crate) unsafe fn keep(&self, split: u32, pair: usize, d: u32, sum: [f32; 2], scale: [f32; 2]) {
+        // SAFETY: the caller's word.
         unsafe {
             let at = pair * self.splits as usize + split as usize;
             let to = self.sums.at(at * HEAD_DIM as usize + d as usize);
@@ -105,18 +106,21 @@ impl Attend {
     /// The sums of a split for a pair among all rows' heads.
     #[inline(always)]
     pub(crate) unsafe fn part(&self, pair: usize, split: u32) -> Global<f32> {
+        // SAFETY: the caller's word.
         unsafe { self.sums.read().at((pair * self.splits as usize + split as usize) * HEAD_DIM as usize) }
     }
 
     /// Their maximum and normaliser.
     #[inline(always)]
     pub(crate) unsafe fn part_scale(&self, pair: usize, split: u32) -> [f32; 2] {
+        // SAFETY: the caller's word.
         unsafe { self.scales.cast().load(pair * self.splits as usize + split as usize) }
     }
 
     /// Puts dimensions `d` and one on of the results of a pair among all rows' heads; with `SLOTS` in the order of [`slot`](crate::linear::slot).
     #[inline(always)]
     pub(crate) unsafe fn put<const SLOTS: bool>(&self, pair: usize, d: u32, word: u32) {
+        // SAFETY: the caller's word.
         unsafe { self.out.at(pair * HEAD_DIM as usize).cast().store(place_of::<SLOTS>(d) / 2, word) }
     }
 }
@@ -314,6 +318,7 @@ pub(crate) unsafe fn values_from(first: u32, last: u32, lane: u32) -> impl Fn(us
     // SAFETY: the caller's, in both: eight dimensions of a row that is there.
     let row = unsafe { shared::dynamic::<bf16>(first + key * HEAD_DIM * 2) };
     move |i| {
+        // SAFETY: the caller's word.
         [0, 1, 2, 3].map(|j| unsafe { mma::ldmatrix_x4_trans(row.at(place(key, 8 * (4 * i as u32 + j)) as usize)) })
     }
 }
@@ -321,11 +326,12 @@ pub(crate) unsafe fn values_from(first: u32, last: u32, lane: u32) -> impl Fn(us
 /// Attention of one tile of pairs over one split of the keys: tiles are cut from the first row on.
 #[kernel(threads = 256)]
 pub unsafe fn attend(p: Attend) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let count = p.rows.count.load(0);
-        core::hint::assert_unchecked(p.cache.kv_heads > 0);
+        cuda_std::assume(p.cache.kv_heads > 0);
         let group = p.q_heads / p.cache.kv_heads;
-        core::hint::assert_unchecked(group > 0 && group <= PAIRS);
+        cuda_std::assume(group > 0 && group <= PAIRS);
         let tile_rows = Attend::tile_rows(group);
         let first_row = thread::block_idx_z() * tile_rows;
         if first_row < count {
@@ -347,6 +353,7 @@ pub struct AttendTiles {
 /// The same for rows of many sequences, over tiles from a list.
 #[kernel(threads = 256)]
 pub unsafe fn attend_tiles(p: AttendTiles) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let tile = p.tiles.at(2 * thread::block_idx_z() as usize);
         attend_rows(&p.attend, tile.load(0), tile.load(1));
@@ -356,8 +363,9 @@ pub unsafe fn attend_tiles(p: AttendTiles) {
 /// A block's work: a tile of `rows` rows from `first_row` on.
 #[inline(always)]
 unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
+    // SAFETY: the caller's word.
     unsafe {
-        core::hint::assert_unchecked(p.cache.kv_heads > 0);
+        cuda_std::assume(p.cache.kv_heads > 0);
         let group = p.q_heads / p.cache.kv_heads;
         let tile = Tile {
             kv_head: thread::block_idx_x(),

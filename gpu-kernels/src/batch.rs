@@ -39,6 +39,7 @@ pub struct Put {
 /// Puts words in their places: page tables, uses of tokens.
 #[kernel(threads = 256)]
 pub unsafe fn put_words(p: Put) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let i = index();
         if i < p.count {
@@ -63,6 +64,7 @@ pub struct ClearRows {
 /// Zeroes rows of words.
 #[kernel(threads = 256)]
 pub unsafe fn clear_rows(p: ClearRows) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let i = index();
         if i < p.len {
@@ -99,6 +101,7 @@ impl TakeTokens {
 /// Rows of tokens that the host does not know yet.
 #[kernel(threads = 256)]
 pub unsafe fn take_tokens(p: TakeTokens) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let i = index();
         if i < p.count {
@@ -132,6 +135,7 @@ pub struct TakeBest {
 /// Chooses the best tokens, where a pass has found them.
 #[kernel(threads = 256)]
 pub unsafe fn take_best(p: TakeBest) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let i = index() as usize;
         if i < p.count as usize {
@@ -160,6 +164,7 @@ pub struct PickRows {
 /// Gathers what the head reads of some rows of a pass over many, each element where it belongs.
 #[kernel(threads = 256)]
 pub unsafe fn pick_rows(p: PickRows) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let pick = thread::block_idx_y() as usize;
         let row = if p.rows.is_null() { p.first as usize + pick } else { p.rows.load(pick) as usize };
@@ -215,8 +220,9 @@ pub struct ListRecords {
 /// Lists the records of pages that move, page by page.
 #[kernel(threads = 256)]
 pub unsafe fn list_records(p: ListRecords) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        core::hint::assert_unchecked(p.layers > 0 && p.records > 0);
+        cuda_std::assume(p.layers > 0 && p.records > 0);
         let i = index();
         let (record, page_layer) = (i % p.records, i / p.records);
         let (layer, number) = (page_layer % p.layers, page_layer / p.layers);

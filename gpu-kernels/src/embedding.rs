@@ -25,6 +25,7 @@ pub struct Embed {
 /// Gathers the embedding of each row's token.
 #[kernel(threads = 256)]
 pub unsafe fn embed(p: Embed) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let row = thread::block_idx_y();
         if row < p.rows.count.load(0) {
@@ -36,6 +37,7 @@ pub unsafe fn embed(p: Embed) {
 /// The same for [`gemm`](crate::gemm): scaled rows are in the order of [`slot`](crate::linear::slot), and squares of spans are added up.
 #[kernel(threads = 256)]
 pub unsafe fn embed_spans(p: Embed) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let row = thread::block_idx_y();
         if row < p.rows.count.load(0) {
@@ -59,6 +61,7 @@ pub unsafe fn embed_spans(p: Embed) {
 /// [`slot`](crate::linear::slot).
 #[inline(always)]
 pub(crate) unsafe fn embed_elements<const SLOTS: bool>(p: &Embed, row: u32, first: u32, stride: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         embed_each(p, row, first, stride, |weight, i, x| {
             p.residual.put_at(weight, row, i, place_of::<SLOTS>(i) as u32, x, true);
@@ -69,6 +72,7 @@ pub(crate) unsafe fn embed_elements<const SLOTS: bool>(p: &Embed, row: u32, firs
 /// Gives every `stride`-th element of a row's embedding from `first` on to `put`, behind its weight in the norm and its place; both agree on 32 neighbouring lanes.
 #[inline(always)]
 pub(crate) unsafe fn embed_each(p: &Embed, row: u32, first: u32, stride: u32, put: impl Fn(bf16, u32, f32)) {
+    // SAFETY: the caller's word.
     unsafe {
         let dim = p.residual.dim;
         let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);

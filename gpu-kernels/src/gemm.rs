@@ -222,11 +222,11 @@ impl Iterator for Tiles {
         self.taken += 1;
         let in_band = self.band * columns;
         // SAFETY: there are tiles, so neither is zero; the launcher's band is not.
-        unsafe { core::hint::assert_unchecked(in_band != 0) };
+        unsafe { cuda_std::assume(in_band != 0) };
         let first = turn / in_band * self.band;
         let height = self.band.min(rows - first);
         // SAFETY: `first` is the first row of a band that has this tile.
-        unsafe { core::hint::assert_unchecked(height != 0) };
+        unsafe { cuda_std::assume(height != 0) };
         let within = turn % in_band;
         let (row, column) = (first + within % height, within / height);
         let place = [block % self.together[0], block % together / self.together[0]];

@@ -56,6 +56,7 @@ impl Cache {
     /// The table has that entry.
     #[inline(always)]
     pub unsafe fn block_index(&self, sequence: u32, index: u32, kv_head: u32) -> u32 {
+        // SAFETY: the caller's word.
         unsafe { self.page(sequence, index) * self.kv_heads + kv_head }
     }
 
@@ -66,6 +67,7 @@ impl Cache {
     #[inline(always)]
     pub unsafe fn page(&self, sequence: u32, index: u32) -> u32 {
         let entry = sequence as usize * self.table_stride as usize + index as usize;
+        // SAFETY: the caller's word.
         unsafe { self.tables.load(entry) }
     }
 
@@ -75,6 +77,7 @@ impl Cache {
     /// The sequence has a page for the position.
     #[inline(always)]
     pub unsafe fn key(&self, sequence: u32, position: u32, kv_head: u32) -> GlobalMut<bf16> {
+        // SAFETY: the caller's word.
         unsafe { self.key_in(self.block_index(sequence, position / PAGE_TOKENS, kv_head), position) }
     }
 
@@ -84,6 +87,7 @@ impl Cache {
     /// There is such a page.
     #[inline(always)]
     pub unsafe fn key_in(&self, block: u32, position: u32) -> GlobalMut<bf16> {
+        // SAFETY: the caller's word.
         unsafe { self.pages.at(block as usize * 2 * BLOCK as usize + (position % PAGE_TOKENS * HEAD_DIM) as usize) }
     }
 
@@ -93,6 +97,7 @@ impl Cache {
     /// The sequence has a page for the position.
     #[inline(always)]
     pub unsafe fn value(&self, sequence: u32, position: u32, kv_head: u32) -> GlobalMut<bf16> {
+        // SAFETY: the caller's word.
         unsafe { self.value_in(self.block_index(sequence, position / PAGE_TOKENS, kv_head), position) }
     }
 
@@ -102,6 +107,7 @@ impl Cache {
     /// There is such a page.
     #[inline(always)]
     pub unsafe fn value_in(&self, block: u32, position: u32) -> GlobalMut<bf16> {
+        // SAFETY: the caller's word.
         unsafe { self.key_in(block, position).at(BLOCK as usize) }
     }
 }

@@ -22,7 +22,7 @@
 #![cfg_attr(target_arch = "nvptx64", allow(dead_code))]
 // A kernel's body is unsafe throughout: every address is the launcher's word. What makes one sound is said once, in its
 // parameter block: which regions the launcher must pass.
-#![allow(clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
+#![warn(clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
 
 #[cfg(not(target_arch = "nvptx64"))]
 extern crate alloc;
@@ -36,6 +36,8 @@ pub mod draft_model;
 pub mod drafting;
 pub mod embedding;
 pub mod gate;
+// Its blocks are the bodies of unsafe functions: what makes them sound is said there.
+#[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod gemm;
 pub mod kv;
@@ -54,10 +56,14 @@ mod quad;
 mod ring;
 pub mod sample;
 pub mod step;
+// Its blocks are the bodies of unsafe functions: what makes them sound is said there.
+#[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod stream;
 pub mod token_copy;
 mod waiting;
+// Its blocks are the bodies of unsafe functions: what makes them sound is said there.
+#[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod weights;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]

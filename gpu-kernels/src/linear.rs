@@ -110,6 +110,7 @@ const fn offset(j: usize) -> usize {
 /// Leaves the partial sums of the block in shared memory, `[warp][row][feature]`, and meets at a barrier.
 #[inline(always)]
 unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<bf16>, high: Global<bf16>) {
+    // SAFETY: the caller's word.
     unsafe {
         let lane = thread::lane_id();
         let warp = thread::warp_id();
@@ -177,6 +178,7 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
 /// One output: the sum over warps, first to last, of its partial sums, times the row's factor.
 #[inline(always)]
 unsafe fn sum_of_warps<const TILES: usize>(p: &Linear, row: u32, feature: u32) -> f32 {
+    // SAFETY: the caller's word.
     unsafe {
         let partial = shared::dynamic::<f32>(0);
         let mut sum = 0.0;
@@ -195,12 +197,14 @@ unsafe fn sum_of_warps<const TILES: usize>(p: &Linear, row: u32, feature: u32) -
 /// Rows that this launch computes: at most `TILES * 8`, from `first_row` on.
 #[inline(always)]
 unsafe fn rows_here<const TILES: usize>(p: &Linear) -> u32 {
+    // SAFETY: the caller's word.
     let count = unsafe { p.rows.count.load(0) };
     count.saturating_sub(p.first_row).min(TILES as u32 * 8)
 }
 
 #[inline(always)]
 unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
+    // SAFETY: the caller's word.
     unsafe {
         let count = rows_here::<TILES>(p);
         if count == 0 {
@@ -234,6 +238,7 @@ unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
 
 #[inline(always)]
 unsafe fn swiglu<const TILES: usize>(p: &Linear) {
+    // SAFETY: the caller's word.
     unsafe {
         let count = rows_here::<TILES>(p);
         if count == 0 {
@@ -262,16 +267,19 @@ macro_rules! widths {
         #[doc = concat!("`y = x · wᵀ` for up to ", $rows, " rows.")]
         #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $linear(p: Linear) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { linear::<$tiles, false>(&p) }
         }
         #[doc = concat!("`residual += x · wᵀ` for up to ", $rows, " rows; `n` is a multiple of 16.")]
         #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $add(p: Linear) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { linear::<$tiles, true>(&p) }
         }
         #[doc = concat!("`activation = silu(x · gateᵀ) ∘ (x · upᵀ)` for up to ", $rows, " rows.")]
         #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $swiglu(p: Linear) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { swiglu::<$tiles>(&p) }
         }
     )* };

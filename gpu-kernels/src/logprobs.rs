@@ -74,6 +74,7 @@ pub struct NoteLogits {
 /// Notes all but the chosen token's logit.
 #[kernel(threads = THREADS, min_blocks = 2)]
 pub unsafe fn note_logits(p: NoteLogits) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (mut noted, teams, _) = p.split.team();
         while noted < p.noted {
@@ -94,6 +95,7 @@ pub unsafe fn note_logits(p: NoteLogits) {
 /// Notes a row, with its `top` likeliest tokens.
 #[inline(always)]
 unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) {
+    // SAFETY: the caller's word.
     unsafe {
         let mut among_few = true;
         loop {
@@ -120,6 +122,7 @@ unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) {
 /// Adds up the mass of a row, and nominates its likeliest tokens.
 #[inline(always)]
 unsafe fn nominate(team: &mut Team, row: Row, top: u32, among_few: bool) {
+    // SAFETY: the caller's word.
     unsafe {
         let mine = row.best::<Raw>();
         let best = team.max(mine);
@@ -151,6 +154,7 @@ unsafe fn nominate(team: &mut Team, row: Row, top: u32, among_few: bool) {
 /// Notes what the team has found, of its candidates the `top` best.
 #[inline(always)]
 unsafe fn note_candidates(team: &Team, count: u32, top: u32, note: GlobalMut<u32>) {
+    // SAFETY: the caller's word.
     unsafe {
         // A thread has one of the candidates.
         let tid = thread::thread_idx_x();
@@ -183,6 +187,7 @@ unsafe fn note_candidates(team: &Team, count: u32, top: u32, note: GlobalMut<u32
 /// Notes the logits of the chosen tokens.
 #[kernel(threads = 256)]
 pub unsafe fn note_chosen(p: NoteLogits) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let mut noted = thread::thread_idx_x();
         while noted < p.noted {

@@ -271,6 +271,7 @@ pub struct NgramMatchMixed<T> {
 /// the peers, whose one thread goes from sequence to sequence, ask for `NOW = false`, a plain load.
 #[inline(always)]
 unsafe fn early<const NOW: bool, E: Early>(array: Global<E>, i: usize) -> E {
+    // SAFETY: the caller's word.
     unsafe { if NOW { E::load(GlobalMut::from_raw(array.addr()), i) } else { array.load(i) } }
 }
 
@@ -281,12 +282,14 @@ trait Early: Copy {
 impl Early for i32 {
     #[inline(always)]
     unsafe fn load(array: GlobalMut<Self>, i: usize) -> Self {
+        // SAFETY: the caller's word.
         unsafe { atomic::load(array, i, Ordering::Relaxed, Scope::Device) }
     }
 }
 impl Early for i64 {
     #[inline(always)]
     unsafe fn load(array: GlobalMut<Self>, i: usize) -> Self {
+        // SAFETY: the caller's word.
         unsafe { atomic::load(array, i, Ordering::Relaxed, Scope::Device) }
     }
 }
@@ -329,6 +332,7 @@ impl<T: Token> Sequences<T> {
     /// reaches.
     #[inline(always)]
     unsafe fn left<const NOW: bool>(&self, b: usize) -> i64 {
+        // SAFETY: the caller's word.
         unsafe {
             early::<NOW, _>(self.max_dec_len, b).saturating_sub(early::<NOW, _>(self.step_idx, b)).saturating_sub(1)
         }
@@ -347,6 +351,7 @@ impl<T: Token> Sequences<T> {
 
     #[inline(always)]
     unsafe fn slots(&self) -> GlobalMut<u64> {
+        // SAFETY: the caller's word.
         unsafe { self.workspace.at(SLOTS) }
     }
 
@@ -356,6 +361,7 @@ impl<T: Token> Sequences<T> {
     /// The workspace is live.
     #[inline(always)]
     pub unsafe fn keys(&self) -> GlobalMut<u64> {
+        // SAFETY: the caller's word.
         unsafe { self.workspace.at(KEYS) }
     }
 }
@@ -373,6 +379,7 @@ impl<T: Token> Operator<T> for NgramMatch<T> {
 
     #[inline(always)]
     unsafe fn works(&self, b: usize) -> bool {
+        // SAFETY: the caller's word.
         unsafe {
             let (encoder, decoder) =
                 (early::<true, _>(self.seq_lens_encoder, b), early::<true, _>(self.sequences.seq_lens_decoder, b));
@@ -382,6 +389,7 @@ impl<T: Token> Operator<T> for NgramMatch<T> {
 
     #[inline(always)]
     unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim {
+        // SAFETY: the caller's word.
         unsafe {
             let s = &self.sequences;
             let (encoder, decoder) =
@@ -414,11 +422,13 @@ impl<T: Token> Operator<T> for NgramMatchMixed<T> {
 
     #[inline(always)]
     unsafe fn works(&self, b: usize) -> bool {
+        // SAFETY: the caller's word.
         unsafe { early::<true, _>(self.sequences.seq_lens_decoder, b) > 0 }
     }
 
     #[inline(always)]
     unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim {
+        // SAFETY: the caller's word.
         unsafe {
             let s = &self.sequences;
             let (base, left) =
@@ -440,6 +450,7 @@ impl<T: Token> Operator<T> for NgramMatchMixed<T> {
 /// As the operator's parameter block says.
 #[inline(always)]
 pub unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
+    // SAFETY: the caller's word.
     unsafe {
         let keys = Keys::new(operator.sequences());
         search::search(operator, &keys);
@@ -464,6 +475,7 @@ impl HeadStart {
     #[inline(always)]
     pub(crate) unsafe fn look(p: &NgramMatchMixed<i32>, end: u32) -> Self {
         let parts = together::THREADS / 32;
+        // SAFETY: the caller's word.
         unsafe { Self(search::AheadShared::load(&p.sequences, thread::warp_id(), parts, end, Self::TILES)) }
     }
 
@@ -472,6 +484,7 @@ impl HeadStart {
     pub(crate) unsafe fn draft(&self, p: &NgramMatchMixed<i32>, barrier: u32) -> Option<Drafted<i32>> {
         let sync = || thread::sync_named(barrier, together::THREADS);
         async_copy::wait::<0>();
+        // SAFETY: the caller's word.
         unsafe {
             let ahead = |first, in_prompt| self.0.get(first, in_prompt);
             together::draft_after(p, ahead, together::THREADS / 32, sync)
@@ -484,5 +497,6 @@ impl HeadStart {
 // `min_blocks = 1` tells the assembler that a second block on the multiprocessor is not worth a spill.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn ngram_match_mixed_i32(p: NgramMatchMixed<i32>) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { draft(&p) }
 }

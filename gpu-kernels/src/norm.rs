@@ -44,12 +44,14 @@ impl Residual {
     /// lane of the warp is here; those that are not `valid` write nothing.
     #[inline(always)]
     pub(crate) unsafe fn put(&self, weight: bf16, row: u32, element: u32, x: f32, valid: bool) {
+        // SAFETY: the caller's word.
         unsafe { self.put_at(weight, row, element, element, x, valid) }
     }
 
     /// As [`put`](Self::put), with the scaled element at `place` of its row.
     #[inline(always)]
     pub(crate) unsafe fn put_at(&self, weight: bf16, row: u32, element: u32, place: u32, x: f32, valid: bool) {
+        // SAFETY: the caller's word.
         unsafe {
             let squares = strip_squares(x);
             if valid {
@@ -84,7 +86,9 @@ pub(crate) fn lane_element(lane: u32) -> u32 {
 /// A lane's part of the weights of a norm, of the span that begins at `first`: as [`lane_element`] says, in pairs.
 #[inline(always)]
 pub(crate) unsafe fn lane_weights(norm: Global<bf16>, first: u32, lane: u32) -> [u32; 2] {
+    // SAFETY: the caller's word.
     let pairs = unsafe { norm.at((first + lane_element(lane)) as usize).cast::<u32>() };
+    // SAFETY: the caller's word.
     [0, 4].map(|i| unsafe { pairs.load_nc(i) })
 }
 
@@ -92,6 +96,7 @@ impl Residual {
     /// The lane's four elements of the span of `row` that begins at `first`.
     #[inline(always)]
     pub(crate) unsafe fn load_lane(&self, row: u32, first: u32, lane: u32) -> [f32; 4] {
+        // SAFETY: the caller's word.
         unsafe {
             let from = self.x.at(row as usize * self.dim as usize + (first + lane_element(lane)) as usize);
             let [low, high]: [[f32; 2]; 2] = [0, 4].map(|i| from.cast().load(i));
@@ -103,6 +108,7 @@ impl Residual {
     /// [these](lane_weights). Returns the sum of their squares.
     #[inline(always)]
     pub(crate) unsafe fn put_lane(&self, row: u32, first: u32, lane: u32, x: [f32; 4], weights: [u32; 2]) -> f32 {
+        // SAFETY: the caller's word.
         unsafe {
             let (at, own) = (row as usize * self.dim as usize, first + lane_element(lane));
             let to = self.x.at(at + own as usize).cast();
@@ -118,18 +124,21 @@ impl Residual {
     /// Stores the sum of squares of a strip: `element` is one of its.
     #[inline(always)]
     pub(crate) unsafe fn put_strip(&self, row: u32, element: u32, sum: f32) {
+        // SAFETY: the caller's word.
         unsafe { self.squares.store((row * (self.dim / STRIP) + element / STRIP) as usize, sum) }
     }
 
     /// Stores the sum of squares of a span: `element` is one of its.
     #[inline(always)]
     pub(crate) unsafe fn put_span(&self, row: u32, element: u32, sum: f32) {
+        // SAFETY: the caller's word.
         unsafe { self.spans.store((row * (self.dim / SPAN) + element / SPAN) as usize, sum) }
     }
 
     /// Stores the sums of squares of the span of `row` that begins at `first`, of whose elements each lane has the sum of its [four](Self::put_lane)'s squares.
     #[inline(always)]
     pub(crate) unsafe fn put_sums(&self, row: u32, first: u32, lane: u32, mut sum: f32) {
+        // SAFETY: the caller's word.
         unsafe {
             sum += warp::shuffle_xor(sum, 1);
             sum += warp::shuffle_xor(sum, 2);
@@ -162,6 +171,7 @@ impl Norm {
     /// What the sums of `row` are multiplied by: `1 / sqrt(mean(x²) + eps)`. Every lane of the warp gets it.
     #[inline(always)]
     pub(crate) unsafe fn inverse_rms(&self, row: u32) -> f32 {
+        // SAFETY: the caller's word.
         unsafe {
             let [squares] = self.lane_squares([row]);
             self.inverse_rms_of(squares)
@@ -171,6 +181,7 @@ impl Norm {
     /// That, from the [squares](Self::lane_squares) of every lane.
     #[inline(always)]
     pub(crate) unsafe fn inverse_rms_of(&self, squares: f32) -> f32 {
+        // SAFETY: the caller's word.
         self.inverse_rms_of_sum(unsafe { warp_sum(squares) })
     }
 
@@ -183,6 +194,7 @@ impl Norm {
     /// A lane's part of the sum of squares of each of `rows`: of every 32nd span.
     #[inline(always)]
     pub(crate) unsafe fn lane_squares<const N: usize>(&self, rows: [u32; N]) -> [f32; N] {
+        // SAFETY: the caller's word.
         unsafe {
             let spans = self.dim / SPAN;
             let mut sums = [0f32; N];
@@ -206,6 +218,9 @@ impl Norm {
 }
 
 /// The sum of `v` over a warp, the same bits in every lane: at each level both partners add the same two numbers.
+///
+/// # Safety
+/// All lanes of the warp call it.
 #[inline(always)]
 pub unsafe fn warp_sum(mut v: f32) -> f32 {
     let mut mask = 16;

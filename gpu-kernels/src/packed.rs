@@ -101,16 +101,19 @@ impl Group {
     #[inline(always)]
     unsafe fn at(page: u32, token: u32, lane: u32, i: u32) -> [Shared<u32>; 3] {
         let group = page + token / WARP_KEYS * HALF_BYTES + i * GROUP_BYTES;
+        // SAFETY: the caller's word.
         [lane * 16, MIDDLE + lane * 16, SIGNS + lane * 4].map(|part| unsafe { shared::dynamic(group + part) })
     }
 
     #[inline(always)]
     unsafe fn load([low, middle, signs]: [Shared<u32>; 3]) -> Self {
+        // SAFETY: the caller's word.
         unsafe { Self { low: [low.load16(0), low.load16(128)], middle: middle.load16(0), signs: signs.load(0) } }
     }
 
     #[inline(always)]
     unsafe fn store(&self, [low, middle, signs]: [Shared<u32>; 3]) {
+        // SAFETY: the caller's word.
         unsafe {
             low.store16(0, self.low[0]);
             low.store16(128, self.low[1]);
@@ -163,6 +166,7 @@ impl Half {
     pub unsafe fn load(page: u32, token: u32, lane: u32) -> Self {
         let mut half = Self([Group::EMPTY; 4]);
         unroll!(I < 4; {
+            // SAFETY: the caller's word.
             half.0[I] = unsafe { Group::load(Group::at(page, token, lane, I as u32)) };
         });
         half
@@ -171,6 +175,7 @@ impl Half {
     /// The fragments of group `i` alone: [`load`](Self::load) and [`fragments`](Self::fragments).
     #[inline(always)]
     pub unsafe fn load_fragments(page: u32, token: u32, lane: u32, i: usize, base: u32) -> [[u32; 4]; 4] {
+        // SAFETY: the caller's word.
         unsafe { Group::load(Group::at(page, token, lane, i as u32)).fragments(base) }
     }
 
@@ -184,6 +189,7 @@ impl Half {
 /// Brings what was not copied of an unpackable page's keys, or values, to where it is missing: of `from` to byte `to` of dynamic shared memory. A warp does it together.
 #[inline(always)]
 pub(crate) unsafe fn bring_rest(from: Global<bf16>, to: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         let (from, to) = (from.cast::<u32>(), shared::dynamic::<u32>(to));
         let mut at = PACKED_BYTES / 4 + thread::fresh(thread::lane_id()) * 4;
@@ -228,6 +234,7 @@ impl PackPages {
     /// The block of this thread block: its number in its layer, where its keys are, and where its form is.
     #[inline(always)]
     unsafe fn block(&self) -> (u32, GlobalMut<u32>, GlobalMut<u32>) {
+        // SAFETY: the caller's word.
         unsafe {
             let (head, layer) = (thread::block_idx_x(), thread::block_idx_y());
             let heads = thread::grid_dim_x();
@@ -247,6 +254,7 @@ fn part(warp_id: u32) -> (u32, u32, usize) {
 /// Packs pages where they lie, as far as they can be, and notes their forms.
 #[kernel(threads = 256)]
 pub unsafe fn pack_pages(p: PackPages) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (block, page, form) = p.block();
         let (thread, lane, warp_id) = (thread::thread_idx_x(), thread::lane_id(), thread::warp_id());
@@ -320,6 +328,7 @@ pub unsafe fn pack_pages(p: PackPages) {
 /// Brings packed pages back to what they were.
 #[kernel(threads = 256)]
 pub unsafe fn unpack_pages(p: PackPages) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (_, page, form) = p.block();
         let found = Form(form.load(0));
@@ -370,6 +379,7 @@ pub unsafe fn unpack_pages(p: PackPages) {
 /// The block copies `bytes` of keys and as many of values, which follow each other from byte `from` of shared memory on, to the page.
 #[inline(always)]
 unsafe fn copy_out(from: u32, bytes: u32, page: GlobalMut<u32>) {
+    // SAFETY: the caller's word.
     unsafe {
         let mut kind = 0;
         while kind < 2 {

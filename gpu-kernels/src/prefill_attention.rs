@@ -114,6 +114,7 @@ struct Ring {
 impl Ring {
     #[inline(always)]
     unsafe fn new(slots: u32, first_barrier: u32) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let barriers = shared::dynamic::<u64>(BARRIERS + first_barrier * 8);
             Self { slots: shared::dynamic::<u8>(slots).addr(), barriers: barriers.addr(), turn: 0 }
@@ -134,6 +135,7 @@ impl Ring {
 
     /// Gives the slot back: `free` is the first slot's `empty`, in each of the blocks whose copies land here; one lane for each `tells`.
     unsafe fn release(&mut self, free: PeerBarrier, tells: bool) {
+        // SAFETY: the caller's word.
         unsafe { free.at(self.turn % SLOTS).arrive_if(tells) };
         self.turn += 1;
     }
@@ -147,6 +149,7 @@ impl Ring {
         let mut i = 0;
         while i < SLOTS {
             let at = |place: u32| Barrier::at(Shared::from_raw(self.barriers + place * 8));
+            // SAFETY: the caller's word.
             unsafe {
                 at(i).init(1);
                 at(SLOTS + i).init(2 * cluster);
@@ -156,11 +159,13 @@ impl Ring {
     }
 
     unsafe fn wait_full(&self) {
+        // SAFETY: the caller's word.
         unsafe { self.full().wait(self.parity()) }
     }
 
     /// Waits until the slot is free, and has its barrier expect a whole slot of bytes.
     unsafe fn begin_fill(&self) {
+        // SAFETY: the caller's word.
         unsafe {
             self.empty().wait(self.parity() ^ 1);
             self.full().arrive_expect_tx(SLOT_BYTES);
@@ -186,6 +191,7 @@ struct Running {
 /// `S = Q · Kᵀ` in the lower accumulators: begun, not waited for.
 #[inline(always)]
 unsafe fn begin_scores(queries: Operand, keys: Operand) {
+    // SAFETY: the caller's word.
     unsafe {
         unroll!(I < 8; {
             // Four steps of 16 dimensions in each half.
@@ -200,6 +206,7 @@ unsafe fn begin_scores(queries: Operand, keys: Operand) {
 /// `O += P · V` in the upper accumulators: begun, not waited for.
 #[inline(always)]
 unsafe fn begin_outputs(values: Shared<u8>, keep: bool) {
+    // SAFETY: the caller's word.
     unsafe {
         let values = Columns::at(values, HALF_SLOT);
         unroll!(I < 8; {
@@ -280,10 +287,11 @@ fn scale_outputs(factors: [f32; 2]) {
 /// One lane loads the queries, then keys and values in the order in which they are used.
 #[inline(always)]
 unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
+    // SAFETY: the caller's word.
     unsafe {
-        core::hint::assert_unchecked(p.cache.kv_heads > 0);
+        cuda_std::assume(p.cache.kv_heads > 0);
         let group = p.q_heads / p.cache.kv_heads;
-        core::hint::assert_unchecked(group > 0);
+        cuda_std::assume(group > 0);
         let kv_head = head / group;
         tensor::acquire(p.q);
         tensor::acquire(p.pages);
@@ -337,6 +345,7 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
 /// A warpgroup's rows.
 #[inline(always)]
 unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
+    // SAFETY: the caller's word.
     unsafe {
         let group = thread::warp_id() / 4;
         let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
@@ -426,6 +435,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
 
 #[inline(always)]
 unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
+    // SAFETY: the caller's word.
     unsafe {
         wgmma::declare();
         launches::allow_next();
@@ -466,11 +476,13 @@ unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
 /// Attention of a tile of rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn prefill_attention(p: PrefillAttention) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { attend::<1>(&p) }
 }
 
 /// The same, with blocks in pairs: for an even number of query heads to a key-value head.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = 2)]
 pub unsafe fn prefill_attention_pair(p: PrefillAttention) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { attend::<2>(&p) }
 }

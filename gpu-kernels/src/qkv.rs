@@ -64,6 +64,7 @@ impl SplitHeads {
 /// Normalises, rotates and places every head of every row.
 #[kernel(threads = 128)]
 pub unsafe fn split_heads(p: SplitHeads) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let row = thread::block_idx_y();
         let head = thread::block_idx_x() * HEADS_PER_BLOCK + thread::warp_id();
@@ -83,6 +84,7 @@ struct HeadOf {
 /// One warp's work: `N` heads. All that comes from far is asked for at once.
 #[inline(always)]
 unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
+    // SAFETY: the caller's word.
     unsafe {
         let heads = p.all();
         let mut x = [[[0f32; 2]; 2]; N];
@@ -118,11 +120,12 @@ unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
 /// What [`split_some`] does with a key and its value, of each row and head whose number is `first` plus a multiple of `step`, one after another.
 #[inline(always)]
 pub(crate) unsafe fn append(p: &SplitHeads, first: u32, step: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         let all = p.rows.count.load(0) * p.cache.kv_heads;
         let mut item = first;
         while item < all {
-            core::hint::assert_unchecked(p.cache.kv_heads > 0);
+            cuda_std::assume(p.cache.kv_heads > 0);
             let row = item / p.cache.kv_heads;
             let head = p.q_heads + item - row * p.cache.kv_heads;
             split_some(p, [head, head + p.cache.kv_heads].map(|head| HeadOf { row, head }));
@@ -157,12 +160,14 @@ impl Factors {
     /// Those of `position`.
     #[inline(always)]
     pub unsafe fn load(norm: Global<bf16>, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
+        // SAFETY: the caller's word.
         unsafe { Self::of(Self::load_weight(norm), cos, sin, position) }
     }
 
     /// A lane's part of the norm's weights.
     #[inline(always)]
     pub unsafe fn load_weight(norm: Global<bf16>) -> Weight {
+        // SAFETY: the caller's word.
         unsafe {
             let (lane, norm) = (thread::fresh(thread::lane_id()) as usize, norm.cast());
             [norm.load_nc(lane), norm.load_nc(lane + (HALF / 2) as usize)]
@@ -172,6 +177,7 @@ impl Factors {
     /// Those of `position` with weights that are there.
     #[inline(always)]
     pub unsafe fn of(weight: Weight, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let angle = (position * (HALF / 2) + thread::fresh(thread::lane_id())) as usize;
             Self { weight, cos: cos.cast().load_nc(angle), sin: sin.cast().load_nc(angle) }
@@ -191,6 +197,7 @@ impl Heads {
     /// A lane's part of head `head` of all three kinds, of `row`, as the projection left it; dimensions as in [`HeadVector`].
     #[inline(always)]
     pub unsafe fn load(&self, row: u32, head: u32) -> [[f32; 2]; 2] {
+        // SAFETY: the caller's word.
         unsafe {
             let heads = (self.q_heads + 2 * self.kv_heads) as usize;
             let lane = thread::fresh(thread::lane_id()) as usize;
@@ -202,6 +209,7 @@ impl Heads {
     /// Dimensions `d` to `d + 4` of a row's value, as the projection left them; `d` is a multiple of 4.
     #[inline(always)]
     pub unsafe fn load_value(&self, row: u32, kv_head: u32, d: u32) -> [f32; 4] {
+        // SAFETY: the caller's word.
         unsafe {
             let heads = self.q_heads + 2 * self.kv_heads;
             let head = row * heads + self.q_heads + self.kv_heads + kv_head;
@@ -282,6 +290,7 @@ impl HeadVector {
     pub unsafe fn store(&self, to: GlobalMut<bf16>, position: u32) {
         unroll!(I < 2; {
             let (i, word) = self.words(position)[I];
+            // SAFETY: the caller's word.
             unsafe { to.cast::<u32>().store(i, word) };
         });
     }
@@ -291,6 +300,7 @@ impl HeadVector {
     pub unsafe fn store_shared(&self, to: Shared<bf16>, position: u32) {
         unroll!(I < 2; {
             let (i, word) = self.words(position)[I];
+            // SAFETY: the caller's word.
             unsafe { to.cast::<u32>().store(i, word) };
         });
     }

@@ -61,6 +61,7 @@ impl Ring {
         let mut stage = 0;
         while stage < shape.stages {
             let ring = Self { base: Self::base(), shape, stage, parity: 0 };
+            // SAFETY: the caller's word.
             unsafe {
                 ring.full().init(1);
                 ring.empty().init(consumers);
@@ -93,12 +94,14 @@ impl Ring {
     /// A consumer waits until the slot is full.
     #[inline(always)]
     pub unsafe fn wait_full(&self) {
+        // SAFETY: the caller's word.
         unsafe { waiting::for_phase(self.full(), self.parity) }
     }
 
     /// A producer waits until the slot is free.
     #[inline(always)]
     pub unsafe fn wait_empty(&self) {
+        // SAFETY: the caller's word.
         unsafe { waiting::for_phase(self.empty(), self.parity) }
     }
 
@@ -107,6 +110,7 @@ impl Ring {
     pub unsafe fn wait_under_way(&self, copies: u32) {
         // The slot so many places ago, with the parity of its last turn: a fresh barrier has that turn behind it.
         let earlier = self.ahead(self.shape.stages - copies);
+        // SAFETY: the caller's word.
         unsafe { waiting::for_phase(earlier.full(), earlier.parity) }
     }
 
@@ -126,6 +130,7 @@ impl Ring {
     /// being read: without the fence it did.
     #[inline(always)]
     pub unsafe fn give_back(&self, arrives: bool) {
+        // SAFETY: the caller's word.
         unsafe {
             bulk::fence_proxy_async();
             warp::sync_warp();

@@ -89,8 +89,9 @@ impl Split {
     /// The number of this CTA's team, how many teams there are, and the team.
     #[inline(always)]
     pub(crate) unsafe fn team(&self) -> (u32, u32, Team) {
+        // SAFETY: the caller's word.
         unsafe {
-            core::hint::assert_unchecked(self.splits > 0);
+            cuda_std::assume(self.splits > 0);
             let (number, rank) = (thread::block_idx_x() / self.splits, thread::block_idx_x() % self.splits);
             let team = Team::new(self.splits, rank, self.scratch.at(number as usize * SCRATCH_WORDS));
             (number, thread::grid_dim_x() / self.splits, team)
@@ -172,6 +173,7 @@ impl Settings {
     /// From [`Choice::words`].
     #[inline(always)]
     unsafe fn load(words: Shared<u32>) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             Self {
                 seed: words.load(0) as u64 | (words.load(1) as u64) << 32,
@@ -190,6 +192,7 @@ impl Settings {
 /// Chooses the token after each row from `first_row` on.
 #[kernel(threads = THREADS, min_blocks = 2)]
 pub unsafe fn sample(p: Sample) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (number, teams, _) = p.split.team();
         let (mut row, count) = (p.first_row + number, p.rows.count.load(0));
@@ -230,6 +233,7 @@ impl Choice {
     /// From [`words`](Self::words).
     #[inline(always)]
     unsafe fn load(words: Shared<u32>) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let settings = Settings::load(words.at(4));
             Self { row: words.load(0), drafts: words.load(1), slot: words.load(2), position: words.load(3), settings }
@@ -240,6 +244,7 @@ impl Choice {
     #[inline(always)]
     unsafe fn store(&self, to: Shared<u32>) {
         let words = self.words();
+        // SAFETY: the caller's word.
         unsafe {
             unroll!(I < 13 of 16; {
                 to.store(I, words[I]);
@@ -302,6 +307,7 @@ impl SampleEach {
 /// Chooses tokens after rows of many sequences, each by its own settings: as [`sample`] would.
 #[kernel(threads = THREADS, min_blocks = 2)]
 pub unsafe fn sample_each(p: SampleEach) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (mut choice, teams, _) = p.split.team();
         while choice < p.count {
@@ -321,6 +327,7 @@ pub unsafe fn sample_each(p: SampleEach) {
 /// Makes the choice that lies in shared memory, and stores the token.
 #[inline(always)]
 unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
+    // SAFETY: the caller's word.
     unsafe {
         thread::sync_threads();
         let choice = choice();
@@ -355,12 +362,14 @@ unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
 /// The choice that is being made: what is needed of it is read where it is needed.
 #[inline(always)]
 unsafe fn choice() -> Choice {
+    // SAFETY: the caller's word.
     unsafe { Choice::load(shared::dynamic(CHOICE)) }
 }
 
 /// The random number of the choice.
 #[inline(always)]
 unsafe fn number() -> u64 {
+    // SAFETY: the caller's word.
     let choice = unsafe { choice() };
     random(choice.settings.seed, u64::from(choice.position) + 1)
 }
@@ -371,6 +380,7 @@ unsafe fn number() -> u64 {
 /// which need no division.
 #[inline(always)]
 unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, token: GlobalMut<u32>) {
+    // SAFETY: the caller's word.
     unsafe {
         let mine = row.best::<C>();
         let best = team.max(mine);
@@ -422,6 +432,7 @@ pub(crate) unsafe fn nominate_best<C: Change>(
     count: u32,
     temperature: f32,
 ) -> bool {
+    // SAFETY: the caller's word.
     unsafe {
         // There are some more logits than threads with such a best one.
         let question = Question { enough: 2 * u64::from(count), ..question };
@@ -471,6 +482,7 @@ unsafe fn draw<C: Change>(
     token: GlobalMut<u32>,
     weigh: impl Fn(&[f32; SIDE_BY_SIDE]) -> [u64; SIDE_BY_SIDE],
 ) {
+    // SAFETY: the caller's word.
     unsafe {
         let own = row.warp_weight::<C>(least, &weigh);
         let (before, slice) = block_totals(own);
@@ -512,6 +524,7 @@ unsafe fn draw<C: Change>(
 /// Draws from the team's candidates, which are all that top-k can keep: a thread has one.
 #[inline(always)]
 unsafe fn draw_from_candidates(team: &Team, count: u32, token: GlobalMut<u32>) {
+    // SAFETY: the caller's word.
     unsafe {
         let (s, tid) = (choice().settings, thread::thread_idx_x());
         let (ranks, weights) = (shared::dynamic::<u64>(RANKS), shared::dynamic::<u64>(WEIGHTS));
@@ -548,6 +561,7 @@ unsafe fn draw_from_candidates(team: &Team, count: u32, token: GlobalMut<u32>) {
 /// What those of the first `count` candidates weigh together of whose ranks a condition holds.
 #[inline(always)]
 unsafe fn sum_where(count: u32, condition: impl Fn(u64) -> bool, weigh: impl Fn(usize) -> u64) -> u64 {
+    // SAFETY: the caller's word.
     unsafe {
         let ranks = shared::dynamic::<u64>(RANKS);
         let (mut sum, mut i) = (0, 0);

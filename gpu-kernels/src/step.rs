@@ -79,6 +79,7 @@ pub struct PlanPrompt {
 /// Makes a chunk of the prompt the rows of the step.
 #[kernel(threads = 64)]
 pub unsafe fn plan_prompt(p: PlanPrompt) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let mut r = thread::thread_idx_x();
         if r == 0 {
@@ -117,6 +118,7 @@ pub struct PlanDecode {
 /// Makes the newest token and as many of its drafts as are worth it the rows of the step; none once the sequence is finished.
 #[kernel(threads = 32)]
 pub unsafe fn plan_decode(p: PlanDecode) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (r, before) = (thread::thread_idx_x(), Before::look(&p));
         let rows = if p.draft_rows.is_null() { 1 } else { p.draft_rows.load(0) };
@@ -143,6 +145,7 @@ struct Before {
 impl Before {
     #[inline(always)]
     unsafe fn look(p: &PlanDecode) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let newest = p.state.words.load(SequenceState::LENGTH) - 1;
             Self {
@@ -157,6 +160,7 @@ impl Before {
     /// By the lanes `r` of a warp, if so many `rows` are proposed, and in row `r` this `draft`.
     #[inline(always)]
     unsafe fn plan(self, p: &PlanDecode, r: u32, rows: i32, draft: i32) {
+        // SAFETY: the caller's word.
         unsafe {
             let mut i = r;
             while i < p.counter_count {
@@ -243,6 +247,7 @@ pub struct Accept {
 /// memory is waited for: everything is asked for at once, also of rows that turn out not to run.
 #[kernel(threads = 32)]
 pub unsafe fn accept(p: Accept) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { Accepted::new(&p, thread::thread_idx_x()).tell() }
 }
 
@@ -257,6 +262,7 @@ impl Accepted {
     /// All of [`accept`] but the stamp, by the lanes of a warp.
     #[inline(always)]
     unsafe fn new(p: &Accept, lane: u32) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let row = p.first_row + lane;
             let words = p.state.words;
@@ -305,7 +311,7 @@ impl Accepted {
                 i += 1;
             }
 
-            core::hint::assert_unchecked(p.ring_reports > 0);
+            cuda_std::assume(p.ring_reports > 0);
             let report = p.ring.at((step % p.ring_reports) as usize * Report::WORDS);
             if lane < count {
                 p.state.history.store((length + lane) as usize, token as i32);
@@ -338,6 +344,7 @@ impl Accepted {
     #[inline(always)]
     unsafe fn tell(self) {
         if self.lane == 0 {
+            // SAFETY: the caller's word.
             unsafe { atomic::store(self.report, Report::STAMP, self.step + 1, Ordering::Release, Scope::System) };
         }
     }
@@ -366,6 +373,7 @@ impl AcceptAndDraft {
 /// while the others search, it waits for the bus to the host. They ask for the history before that, on Hopper while the step itself still runs.
 #[kernel(threads = together::THREADS + 32, min_blocks = 1)]
 pub unsafe fn accept_and_draft(p: AcceptAndDraft) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
         launches::allow_next();

@@ -127,7 +127,7 @@ impl Walk {
     #[inline(always)]
     pub fn pass(&mut self, left: u32, k: u32) -> Pass {
         // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(self.grid > 0) };
+        unsafe { cuda_std::assume(self.grid > 0) };
         let strips = left.min(STRIPS * self.grid);
         let depth = k.div_ceil(CHUNK_FEATURES);
         let pass = Pass { base: self.chunks, rotation: self.rotation, strips, depth };
@@ -148,7 +148,7 @@ impl Pass {
     #[inline(always)]
     fn mine(&self, place: u32, grid: u32) -> u32 {
         // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(grid > 0) };
+        unsafe { cuda_std::assume(grid > 0) };
         if place < self.strips { (self.strips - place).div_ceil(grid) } else { 0 }
     }
 
@@ -187,7 +187,7 @@ impl Slices {
     pub unsafe fn new(base: u64, blocks: u32, strips: u32, k: u32, strip: u32) -> Self {
         let pass_strips = STRIPS * blocks;
         // SAFETY: weights are laid out for some blocks.
-        unsafe { core::hint::assert_unchecked(pass_strips > 0) };
+        unsafe { cuda_std::assume(pass_strips > 0) };
         // A pass has whole groups, all but the last.
         let passed = strip / pass_strips * pass_strips;
         let depth = k.div_ceil(CHUNK_FEATURES);
@@ -457,7 +457,8 @@ impl StreamStep {
 
     #[inline(always)]
     unsafe fn cache(&self, layer: u32) -> Cache {
-        self.work.cache(GlobalMut::from_raw(unsafe { self.pages.load_nc(layer as usize) }))
+        // SAFETY: the list has the address of each layer's pages.
+        self.work.cache(unsafe { GlobalMut::from_raw(self.pages.load_nc(layer as usize)) })
     }
 }
 

@@ -54,6 +54,7 @@ macro_rules! indices {
             }
             #[inline(always)]
             unsafe fn note(map: GlobalMut<Self>, i: u64, record: u64) {
+                // SAFETY: the caller's word.
                 unsafe { atomic::store(map, i as usize, record as $t, Ordering::Relaxed, Scope::Device) }
             }
         }
@@ -87,6 +88,7 @@ impl<I: Index> Pairs<I> {
     #[inline(always)]
     pub unsafe fn get(&self, i: u64) -> (u64, u64) {
         if i < self.count {
+            // SAFETY: the caller's word.
             unsafe { (self.src.load(i as usize).record(), self.dst.load(i as usize).record()) }
         } else {
             (u64::MAX, u64::MAX)
@@ -106,6 +108,7 @@ impl<I: Index> Pairs<I> {
     #[inline(always)]
     pub unsafe fn refuse(&self, count: u32) {
         if !self.refused.is_null() {
+            // SAFETY: the caller's word.
             unsafe { atomic::fetch_add(self.refused, 0, count, Ordering::Relaxed, Scope::Device) };
         }
     }
@@ -117,6 +120,7 @@ impl<I: Index> Pairs<I> {
     #[inline(always)]
     pub unsafe fn refuse_all(&self) {
         if thread::block_idx_x() == 0 && thread::thread_idx_x() == 0 {
+            // SAFETY: the caller's word.
             unsafe { self.refuse(self.count.min(u32::MAX as u64) as u32) };
         }
     }
@@ -160,6 +164,7 @@ impl<I: Index> Regions<I> {
     #[inline(always)]
     pub unsafe fn records(&self, (src, dst): (u64, u64), units: u32) -> (Global<u8>, GlobalMut<u8>) {
         let size = (self.units(units) * UNIT_BYTES) as u64;
+        // SAFETY: the caller's word.
         unsafe { (self.src.at((src * size) as usize), self.dst.at((dst * size) as usize)) }
     }
 
@@ -170,6 +175,7 @@ impl<I: Index> Regions<I> {
     #[inline(always)]
     pub unsafe fn note(&self, (src, dst): (u64, u64)) {
         if !self.map.is_null() {
+            // SAFETY: the caller's word.
             unsafe { I::note(self.map, src, dst) };
         }
     }
@@ -204,12 +210,14 @@ pub unsafe fn copy_record<const ROUNDS: usize>(from: Global<u8>, to: GlobalMut<u
         unroll!(R < ROUNDS; {
             let unit = first + 32 * R as u32;
             if unit < units {
+                // SAFETY: the caller's word.
                 data[R] = unsafe { from.load16((unit * UNIT_BYTES) as usize) };
             }
         });
         unroll!(R < ROUNDS; {
             let unit = first + 32 * R as u32;
             if unit < units {
+                // SAFETY: the caller's word.
                 unsafe { to.store16((unit * UNIT_BYTES) as usize, data[R]) };
             }
         });
@@ -223,6 +231,7 @@ pub unsafe fn copy_record<const ROUNDS: usize>(from: Global<u8>, to: GlobalMut<u
 /// As the parameter block says; a block has [`THREADS`].
 #[inline(always)]
 pub unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &TokenCopy<I>) {
+    // SAFETY: the caller's word.
     unsafe {
         if !p.regions.fit(UNITS) {
             p.pairs.refuse_all();
@@ -252,5 +261,6 @@ pub unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &TokenCop
 /// Copies records of 4,096 bytes by `i32` pairs.
 #[kernel(threads = 1024)]
 pub unsafe fn token_copy_4096_i32(p: TokenCopy<i32>) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { copy::<_, PAGE_UNITS, 8>(&p) }
 }

@@ -25,11 +25,13 @@ pub(crate) unsafe fn until(mut is_so: impl FnMut() -> bool) {
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 #[inline(always)]
 pub(crate) unsafe fn for_phase(barrier: Barrier, parity: u32) {
+    // SAFETY: the caller's word.
     unsafe { until(|| barrier.try_wait(parity)) }
 }
 
 /// Waits until the `i`-th of the counters is at least this, and sees what those who counted wrote before.
 #[inline(always)]
 pub(crate) unsafe fn for_count(counters: GlobalMut<u32>, i: usize, least: u32) {
+    // SAFETY: the caller's word.
     unsafe { until(|| atomic::load(counters, i, Ordering::Acquire, Scope::Device) >= least) }
 }

@@ -511,7 +511,7 @@ unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
         let pieces = dim.div_ceil(CONSUMERS);
         let mut item = thread::block_idx_x();
         while item < count * pieces {
-            core::hint::assert_unchecked(pieces > 0);
+            cuda_std::assume(pieces > 0);
             let row = item / pieces;
             let i = (item - row * pieces) * CONSUMERS + thread::thread_idx_x();
             embed_elements::<true>(&embed, row, i, dim);

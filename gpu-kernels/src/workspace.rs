@@ -100,9 +100,9 @@ impl Workspace {
     pub(crate) fn group(&self) -> u32 {
         // SAFETY: the model has heads, at most 16 to a key-value head.
         unsafe {
-            core::hint::assert_unchecked(self.kv_heads > 0);
+            cuda_std::assume(self.kv_heads > 0);
             let group = self.q_heads / self.kv_heads;
-            core::hint::assert_unchecked(group > 0 && group <= PAIRS);
+            cuda_std::assume(group > 0 && group <= PAIRS);
             group
         }
     }

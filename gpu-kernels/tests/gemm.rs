@@ -5,7 +5,7 @@ mod common;
 use common::{Random, RowBuffers, laid_out, relative_error, reordered, run, run_resident, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
-use cuda_std::{Global, GlobalMut, Kernel, bf16, kernel, thread};
+use cuda_std::{GlobalMut, Kernel, bf16, kernel, thread};
 use gpu_kernels::gemm::{self, Beside, Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::{self, Linear, STRIP};
@@ -525,7 +525,7 @@ pub unsafe fn second_after_first(p: InOrder) {
             }
         } else {
             beside.wait();
-            p.out.store((thread::block_idx_x() * 32 + lane) as usize, Global::from_raw(p.data.addr()).load(0));
+            p.out.store((thread::block_idx_x() * 32 + lane) as usize, p.data.load(0));
         }
         beside.end();
     }

@@ -4,7 +4,7 @@ mod common;
 
 use common::run;
 use cuda_std::emulator::Buffer;
-use cuda_std::{GlobalMut, kernel};
+use cuda_std::{Global, GlobalMut, kernel};
 use gpu_kernels::drafting::{self, Cost, ONE};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences, together};
 use gpu_kernels::sample::GENERATED;
@@ -222,9 +222,9 @@ fn nothing_drafts() {
     let params = PlanDecode {
         rows: d.rows(),
         state: d.state(),
-        drafts: GlobalMut::<i32>::from_raw(0).read(),
-        draft_rows: GlobalMut::<i32>::from_raw(0).read(),
-        counters: GlobalMut::from_raw(0),
+        drafts: Global::default(),
+        draft_rows: Global::default(),
+        counters: GlobalMut::default(),
         counter_count: 0,
         cost: Cost::default(),
     };

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{Random, RowBuffers, run, run_resident, run_wide};
+use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
-use cuda_std::{GlobalMut, bf16};
 use gpu_kernels::attention::{self, Attend, AttendTiles, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::slot;
@@ -153,7 +153,8 @@ impl Case {
             let is_packed: Vec<u32> = (0..count as u32).map(|page| listed.contains(&page).into()).collect();
             let is_packed = Buffer::from_slice(&is_packed);
             let layer = |number: usize| Phase {
-                pages: GlobalMut::from_raw(cache.ptr_mut().addr() + (number * len * size_of::<bf16>()) as u64),
+                // SAFETY: within the buffer.
+                pages: unsafe { cache.ptr_mut().cast().at(number * len) },
                 // SAFETY: within the buffer.
                 forms: unsafe { forms.ptr().at(number * count * kv_heads) },
                 norm: q_norm.ptr(),

@@ -25,6 +25,26 @@ pub struct Sequence<'a> {
     pub form: Option<&'a Form>,
 }
 
+impl Sequence<'_> {
+    /// Checks that it fits a backend with room for `capacity` tokens, of a model with `vocab` different ones: the
+    /// device is told no more than this.
+    ///
+    /// # Errors
+    /// [`Error::Draft`], from [`NgramDraft::check`].
+    ///
+    /// # Panics
+    /// If it does not fit: a bug of the caller.
+    pub fn check(&self, capacity: usize, vocab: usize) -> Result<(), Error> {
+        let Self { prompt, max_length, draft, .. } = self;
+        assert!(!prompt.is_empty(), "a sequence without a prompt");
+        assert!(*max_length <= capacity, "a sequence of {max_length} tokens, and room for {capacity}");
+        assert!(prompt.len() < *max_length, "a prompt of {} tokens in a sequence of {max_length}", prompt.len());
+        let unknown = prompt.iter().find(|&&token| token as usize >= vocab);
+        assert!(unknown.is_none(), "token {unknown:?} of {vocab}");
+        draft.map_or(Ok(()), |draft| draft.check())
+    }
+}
+
 /// What one step brought.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
@@ -56,14 +76,19 @@ pub trait Backend: Send {
     /// many.
     ///
     /// # Errors
-    /// A device error, or [`Error::Interrupted`] if `progress` broke: then there is nothing to step. The sequence is one
-    /// that [`Engine`](crate::Engine) has checked.
+    /// A device error, or [`Error::Interrupted`] if `progress` broke: then there is nothing to step.
+    ///
+    /// # Panics
+    /// If there is no room for the sequence ([`Sequence::check`]): a bug of the caller.
     fn begin(&mut self, sequence: &Sequence<'_>, progress: &mut PromptProgress<'_>) -> Result<usize, Error>;
 
     /// The next step; the first brings the token after the prompt. Not after a finished one.
     ///
     /// # Errors
     /// A device error.
+    ///
+    /// # Panics
+    /// If no sequence was begun: a bug of the caller.
     fn step(&mut self) -> Result<Step, Error>;
 
     /// From now on notes the [phases](Self::take_phases) of every step, where it can; steps then take longer, as each is waited for.

@@ -41,8 +41,8 @@ impl DeviceChoice {
             Self::Cpu | Self::Emulator => false,
             Self::Cuda(_) => true,
         };
-        if let (false, Some(path)) = (cuda, &options.kernels) {
-            return Err(Error::KernelsWithoutCard { path: path.display().to_string() });
+        if let (false, Some(file)) = (cuda, &options.kernels) {
+            return Err(Error::KernelsWithoutCard { path: file.path().display().to_string() });
         }
         match self {
             Self::Auto if !cuda => Ok(None),

@@ -167,6 +167,19 @@ pub enum Error {
         /// What there is.
         found: usize,
     },
+    /// Weights on a device that are not of the model that they are said to be of, or not there.
+    #[error(
+        "the weights on the device are not of this model: {what} has {found} elements there, and {expected} are needed; upload them to this \
+         device from the same checkpoint"
+    )]
+    Weights {
+        /// Which.
+        what: &'static str,
+        /// Elements that there are on the device.
+        found: usize,
+        /// Elements that the model has.
+        expected: usize,
+    },
     /// What the model computed is no finite number: no token can be chosen by it.
     #[error(
         "the model's {what} for position {position} are not finite numbers (NaN or infinity): the weights or the config do not fit each other, or \
@@ -254,6 +267,12 @@ pub enum Error {
         context: usize,
         /// Bytes that there are beside the model.
         left: u64,
+    },
+    /// Something that cannot be recorded, by a queue whose work is.
+    #[error("{doing} cannot be recorded to be launched again; do it before, or behind")]
+    Recording {
+        /// What.
+        doing: &'static str,
     },
     /// A kernel misbehaved under the emulator.
     #[error("under the emulator, {0}")]

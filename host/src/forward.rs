@@ -1,13 +1,15 @@
 //! The forward pass on a device: which kernels, over which memory, in which order.
 
+mod covered;
 mod launches;
+mod listed;
 mod wide;
 
 use cuda_std::Global;
 use gpu_kernels::attention;
 use gpu_kernels::batch::{self, PickRows};
 use gpu_kernels::kv::{self, HEAD_DIM};
-use gpu_kernels::linear::{self, STRIP};
+use gpu_kernels::linear::STRIP;
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS, Rows};
 use gpu_kernels::stream::{Mark, StreamStep};
@@ -16,6 +18,7 @@ use half::bf16;
 use model::{Config, rope::RopeTable};
 
 use self::launches::Apart;
+pub use self::listed::{ListedRows, Row};
 use self::wide::Wide;
 use crate::Error;
 use crate::cache::KvCache;
@@ -69,6 +72,14 @@ pub enum RowOutput {
 }
 
 impl RowOutput {
+    /// Whether a pass over `count` rows can have it.
+    ///
+    /// # Panics
+    /// If not.
+    fn check(self, count: usize) {
+        assert!(self.first().is_none_or(|row| row as usize <= count), "{self:?} of {count} rows");
+    }
+
     /// The first row that wants logits, if any does and they are all that can be had.
     pub fn first(self) -> Option<u32> {
         match self {
@@ -148,9 +159,10 @@ fn pages(capacity: usize) -> usize {
 }
 
 impl Footprint {
-    /// For `config` with room for one sequence of `capacity` tokens, on a card that is a Hopper or not.
-    pub fn of(config: &Config, capacity: usize, hopper: bool) -> Self {
-        Self::of_room(config, &Room::single(capacity), hopper.then_some(capacity))
+    /// For `config` with room for one sequence of `capacity` tokens, on a device whose prompts run in passes of many
+    /// rows, or not.
+    pub fn of(config: &Config, capacity: usize, has_prefill: bool) -> Self {
+        Self::of_room(config, &Room::single(capacity), has_prefill.then_some(capacity))
     }
 
     /// For `config` with this room, and for passes over up to `prefill` rows of prompts where there are any.
@@ -171,39 +183,10 @@ impl Footprint {
 }
 
 impl Forward {
-    /// What [`check`](Self::check) asks for, in words.
-    pub const COVERED: &'static str = "head size 128, hidden and intermediate size multiples of 128, at most 16 \
-                                       query heads for each \
-                                       key-value head";
-
-    /// Checks that the kernels cover `config`'s shapes.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`].
-    pub fn check(config: &Config) -> Result<(), Error> {
-        let group = config.num_attention_heads / config.num_key_value_heads;
-        let chunk = 2 * linear::SLICE as usize;
-        for (ok, what, found) in [
-            (config.head_dim == HEAD_DIM as usize, "a head size of 128", config.head_dim),
-            (config.hidden_size.is_multiple_of(chunk), "a hidden size that is a multiple of 128", config.hidden_size),
-            (
-                config.intermediate_size.is_multiple_of(chunk),
-                "an intermediate size that is a multiple of 128",
-                config.intermediate_size,
-            ),
-            (group <= attention::PAIRS as usize, "at most 16 query heads for a key-value head", group),
-        ] {
-            if !ok {
-                return Err(Error::Unsupported { what, found });
-            }
-        }
-        Ok(())
-    }
-
     /// Allocates everything for one sequence of up to `capacity` tokens, whose pages lie in order.
     ///
     /// # Errors
-    /// Too little memory, or a driver error.
+    /// As [`with_room`](Self::with_room).
     pub fn new(device: &Device, config: &Config, weights: DeviceWeights, capacity: usize) -> Result<Self, Error> {
         let mut forward = Self::with_room(device, config, weights, Room::single(capacity))?;
         let tables: Vec<u32> = (0..forward.page_table.len() as u32).collect();
@@ -211,11 +194,19 @@ impl Forward {
         Ok(forward)
     }
 
-    /// Allocates everything for sequences whose page tables are for the caller to fill in.
+    /// Allocates everything for sequences whose page tables are for the caller to fill in; until then every page is
+    /// the first.
     ///
     /// # Errors
-    /// Too little memory, or a driver error.
+    /// A shape that the kernels do not [cover](Self::check), weights of another shape or on another card, too little
+    /// memory, or a driver error.
+    ///
+    /// # Panics
+    /// If there is room for no page: a bug of the caller.
     pub fn with_room(device: &Device, config: &Config, weights: DeviceWeights, room: Room) -> Result<Self, Error> {
+        Self::check(config)?;
+        covered::check_weights(device, config, &weights)?;
+        assert!(room.pages > 0, "a cache without pages");
         let (rows, splits) = (room.rows, room.splits());
         let q = config.query_size();
         let rope = timed("the rotary table", || RopeTable::of(config, room.context));
@@ -328,7 +319,7 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn lay_out_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
-        if self.device.is_hopper() {
+        if self.device.capabilities().has_gemms() {
             let whole = self.stream.is_some();
             let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows, whole);
             self.prefill = Some(timed("memory for passes over prompts", prefill)?);
@@ -348,25 +339,33 @@ impl Forward {
     /// A refused launch.
     ///
     /// # Panics
-    /// If it was not laid out, or has no room for so many rows: a bug of the caller.
+    /// If it was not laid out, or there is no room for such rows: a bug of the caller.
     pub fn enqueue_prefill(&mut self, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
+        self.check_room(0, start + count);
+        output.check(count);
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
         let Self { device, config, weights, stream, cache, cos, sin, prefill, .. } = self;
         let stream = stream.as_ref();
         let parts = Parts { device, config, weights, stream, cache, tables, table_stride, cos, sin };
-        prefill.as_mut().expect("laid out").enqueue(&parts, start, count, output)
+        // SAFETY: every part is of self; sequence 0 has pages for so many positions.
+        unsafe { prefill.as_mut().expect("laid out").enqueue(&parts, start, count, output) }
     }
 
     /// Enqueues a pass over `count` rows of any sequences' prompts, with `tiles` as
     /// [`PrefillAttention::tiles`](gpu_kernels::prefill_attention::PrefillAttention::tiles) has them, so many. Only rows from `results` on may be
     /// [picked](Self::enqueue_picked).
     ///
+    /// # Safety
+    /// When they run, `rows` are lists of `count` rows: of sequences that there is [room](Self::room) for, at positions
+    /// below the context. So many `tiles` are there too, each within the rows, and those from `results` on hold its
+    /// rows. All lists live until the device is done.
+    ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
     /// If it was not laid out, or has no room for so many rows: a bug of the caller.
-    pub fn enqueue_prefill_rows(
+    pub unsafe fn enqueue_prefill_rows(
         &self,
         rows: Rows,
         count: usize,
@@ -377,19 +376,25 @@ impl Forward {
         let Self { device, config, weights, stream, cache, cos, sin, prefill, .. } = self;
         let stream = stream.as_ref();
         let parts = Parts { device, config, weights, stream, cache, tables, table_stride, cos, sin };
-        prefill.as_ref().expect("laid out").enqueue_rows(&parts, rows, count, tiles, results)
+        // SAFETY: every part is of self; the caller's word for the lists.
+        unsafe { prefill.as_ref().expect("laid out").enqueue_rows(&parts, rows, count, tiles, results) }
     }
 
     /// Enqueues the logits of `count` rows of the last prefill, `picks`, in their order: row 0 of [`logits`](Self::logits) is the first.
     /// `rows` has their number by then, and nothing else.
     ///
+    /// # Safety
+    /// When it runs, `picks` lists `count` rows of the last prefill, and `rows` has their number. Both live until the
+    /// device is done.
+    ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
-    /// If there was none: a bug of the caller.
-    pub fn enqueue_picked(&self, picks: Global<u32>, rows: Rows, count: u32) -> Result<(), Error> {
-        self.enqueue_picks(picks, 0, rows, count)
+    /// If there was no prefill, or there is no room for so many logits: a bug of the caller.
+    pub unsafe fn enqueue_picked(&self, picks: Global<u32>, rows: Rows, count: u32) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.enqueue_picks(picks, 0, rows, count) }
     }
 
     /// Enqueues the logits of `count` rows of the last prefill from its row `first` on: row 0 of [`logits`](Self::logits) is the first.
@@ -399,13 +404,20 @@ impl Forward {
     /// A refused launch.
     ///
     /// # Panics
-    /// If there was none: a bug of the caller.
+    /// If there was none, or none has so many rows, or there is no room for so many logits: a bug of the caller.
     pub fn enqueue_head(&self, first: usize, count: u32) -> Result<(), Error> {
-        self.enqueue_picks(Global::default(), first as u32, self.rows(), count)
+        let most = self.prefill().expect("laid out").capacity();
+        assert!(first + count as usize <= most, "{count} rows from {first} on, of {most}");
+        // SAFETY: there are such rows, and the lists are of self.
+        unsafe { self.enqueue_picks(Global::default(), first as u32, self.rows(), count) }
     }
 
     /// Enqueues the logits of `count` rows of the last prefill: of a list, or from the `first` on.
-    fn enqueue_picks(&self, picks: Global<u32>, first: u32, rows: Rows, count: u32) -> Result<(), Error> {
+    ///
+    /// # Safety
+    /// As [`enqueue_picked`](Self::enqueue_picked); where there is no list, the prefill has so many rows.
+    unsafe fn enqueue_picks(&self, picks: Global<u32>, first: u32, rows: Rows, count: u32) -> Result<(), Error> {
+        self.check_room(count as usize, 0);
         let (scaled, squares) = self.prefill().expect("laid out").result();
         let pick = PickRows { rows: picks, first, scaled, squares, to: self.residual() };
         // SAFETY: buffers of self with room for so many rows; the picks are rows of the pass.
@@ -480,8 +492,12 @@ impl Forward {
     /// A driver error.
     ///
     /// # Panics
-    /// If there are more than fit: a bug of the caller.
+    /// If there are more than fit, or the cache has no such page: a bug of the caller.
     pub fn set_page_tables(&mut self, tables: &[u32]) -> Result<(), Error> {
+        let pages = self.cache.pages();
+        if let Some(page) = tables.iter().find(|&&page| page as usize >= pages) {
+            panic!("page {page} of a cache of {pages}");
+        }
         self.page_table.write(0, tables)
     }
 
@@ -520,17 +536,42 @@ impl Forward {
     ///
     /// # Errors
     /// A refused launch.
+    ///
+    /// # Panics
+    /// If there is no [room](Self::room) for so many rows or positions, or `output` is of others: a bug of the caller.
     pub fn enqueue(&self, most_rows: u32, end: u32, output: RowOutput) -> Result<(), Error> {
-        self.enqueue_rows(&Pass { rows: self.rows(), most_rows, end, tiles: None, output }).map(drop)
+        // SAFETY: the lists are of self, and who fills them in keeps to the room.
+        unsafe { self.enqueue_rows(&Pass { rows: self.rows(), most_rows, end, tiles: None, output }).map(drop) }
+    }
+
+    /// Whether there is room for a pass over so many rows, at positions below `end`.
+    ///
+    /// # Panics
+    /// If not.
+    fn check_room(&self, rows: usize, end: usize) {
+        let room = &self.room;
+        assert!(rows <= room.rows, "{rows} rows, and room for {}", room.rows);
+        assert!(end <= room.context, "positions below {end}, and room for {}", room.context);
     }
 
     /// Enqueues a pass over rows of any sequences: as many as there is [room](Self::room) for. Those with tiles go through the kernels that were
     /// [made ready](Self::lay_out_wide) for many rows, if they were; the bits are the same. Returns where the [rank](gpu_kernels::sample::rank) of
     /// each row's best token will be, if [that](RowOutput::Best) is wanted and there are no logits for it.
     ///
+    /// Where the host knows the rows, [`list_rows`](Self::list_rows) makes lists that were checked.
+    ///
+    /// # Safety
+    /// When it runs, the pass's lists are what [`Pass`] says: at most so many rows, of sequences that there is room for,
+    /// at positions below its end; and tiles within the rows. All lists live until the device is done.
+    ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue_rows(&self, pass: &Pass) -> Result<Option<Global<u64>>, Error> {
+    ///
+    /// # Panics
+    /// As [`enqueue`](Self::enqueue).
+    pub unsafe fn enqueue_rows(&self, pass: &Pass) -> Result<Option<Global<u64>>, Error> {
+        self.check_room(pass.most_rows as usize, pass.end as usize);
+        pass.output.check(pass.most_rows as usize);
         match (&self.wide, self.stream(), pass.tiles) {
             (Some(wide), Some(stream), Some(tiles)) => self.enqueue_wide(wide, stream, pass, tiles),
             _ => self.enqueue_launches(pass).map(|()| None),
@@ -540,11 +581,20 @@ impl Forward {
     /// Enqueues a pass over at most [`MAX_DECODE_ROWS`] rows with the logits of all of them: in one launch
     /// where there is a stream, and otherwise as [`enqueue`](Self::enqueue). Both give the same bits.
     ///
+    /// # Safety
+    /// The [stream](Self::stream)'s counters are zero when it begins, if there is one: a planning kernel sees to that.
+    ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue_decode(&self, most_rows: u32, end: u32) -> Result<(), Error> {
+    ///
+    /// # Panics
+    /// As [`enqueue`](Self::enqueue), and if there are more rows than [`MAX_DECODE_ROWS`].
+    pub unsafe fn enqueue_decode(&self, most_rows: u32, end: u32) -> Result<(), Error> {
+        assert!(most_rows <= MAX_DECODE_ROWS, "{most_rows} rows, of {MAX_DECODE_ROWS}");
+        self.check_room(most_rows as usize, end as usize);
         match self.stream() {
-            Some(stream) => self.enqueue_stream(stream, self.rows(), most_rows),
+            // SAFETY: the lists are of self; the caller's word for the counters.
+            Some(stream) => unsafe { self.enqueue_stream(stream, self.rows(), most_rows) },
             None => self.enqueue(most_rows, end, RowOutput::LogitsFrom(0)),
         }
     }
@@ -553,23 +603,35 @@ impl Forward {
     /// them by the step for few rows if they are `of_one` sequence and follow each other, and otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits
     /// are the same. Returns what that does.
     ///
+    /// # Safety
+    /// As [`enqueue_rows`](Self::enqueue_rows); and they are `of_one` sequence if that is said.
+    ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<Option<Global<u64>>, Error> {
+    ///
+    /// # Panics
+    /// As [`enqueue_rows`](Self::enqueue_rows).
+    pub unsafe fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<Option<Global<u64>>, Error> {
         if is_for_few(pass.most_rows, of_one) {
+            self.check_room(pass.most_rows as usize, pass.end as usize);
             if let Some(stream) = self.stream.as_mut() {
                 stream.begin()?;
             }
             if let Some(stream) = self.stream() {
-                self.enqueue_stream(stream, pass.rows, pass.most_rows)?;
+                // SAFETY: the counters were cleared; the caller's word for the rows.
+                unsafe { self.enqueue_stream(stream, pass.rows, pass.most_rows)? };
                 return Ok((pass.output == RowOutput::Best).then(|| stream.best()));
             }
         }
-        self.enqueue_rows(pass)
+        // SAFETY: the caller's word.
+        unsafe { self.enqueue_rows(pass) }
     }
 
-    /// Enqueues a step in one launch, whose counters are zero by then.
-    fn enqueue_stream(&self, stream: &Stream, rows: Rows, most_rows: u32) -> Result<(), Error> {
+    /// Enqueues a step in one launch.
+    ///
+    /// # Safety
+    /// The counters are zero by then; the rows are as [`enqueue_rows`](Self::enqueue_rows) says, of one sequence.
+    unsafe fn enqueue_stream(&self, stream: &Stream, rows: Rows, most_rows: u32) -> Result<(), Error> {
         let c = &self.config;
         let step = StreamStep {
             work: self.workspace(rows),
@@ -579,7 +641,7 @@ impl Forward {
             intermediate: c.intermediate_size as u32,
             ..StreamStep::default()
         };
-        // SAFETY: buffers of self, sized as the parameter block says; callers zero the counters.
+        // SAFETY: buffers of self, sized as the parameter block says; the caller's word for the rest.
         unsafe { stream.enqueue(&self.device, most_rows, step) }
     }
 }

@@ -309,14 +309,13 @@ pub fn out(y: Global<bf16>, rows: usize, columns: usize) -> Matrix {
     matrix(y, rows, columns, gemm::BOX)
 }
 
-/// Enqueues a product, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile,
-/// and what is enqueued is not replayed from a recorded graph: the words would repeat.
+/// Enqueues a product, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile.
 ///
 /// # Safety
 /// As [`Device::launch`]: addresses and maps as [`Gemm`] says.
 ///
 /// # Errors
-/// A refused launch.
+/// A refused launch; [`Error::Recording`] where it is recorded and would take two launches.
 pub unsafe fn enqueue(device: &Device, beside: &Beside, epilogue: Epilogue, p: Gemm) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p);
     if m == 0 || n == 0 {
@@ -385,6 +384,8 @@ pub unsafe fn enqueue_cut(
         if border == p.first_feature {
             return launch(device, epilogue, Cut::Pair, dealt.pairs, p, true);
         }
+        // The number of the pair would repeat.
+        device.refuse_while_recording("a product in two launches, side by side,")?;
         let [first, second] = beside.next();
         launch(device, epilogue, cut, dealt.clusters, Gemm { n: border, beside: first, ..p }, true)?;
         launch(device, epilogue, Cut::Pair, dealt.pairs, Gemm { first_feature: border, beside: second, ..p }, true)

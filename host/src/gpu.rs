@@ -171,10 +171,10 @@ impl Gpu {
         Self::with_all_weights(device, config, weights, draft, capacity)
     }
 
-    /// With `weights` that are there already, of a model that [`Forward::check`] has found good.
+    /// With `weights` that are there already.
     ///
     /// # Errors
-    /// Too little memory, or a driver error.
+    /// As [`Forward::with_room`].
     pub fn with_weights(
         device: &Device,
         config: &Config,
@@ -242,9 +242,12 @@ impl Gpu {
     /// Where a sequence drafts, `tokens[i]` is proposed for its position `i` from now on, whatever its text, by a kernel that the caller brings: for measuring
     /// at a given acceptance.
     ///
+    /// # Safety
+    /// The kernel keeps to what [`DraftScript`] says of its parameters.
+    ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn set_script<K: Kernel<Params = DraftScript>>(&mut self, tokens: &[u32]) -> Result<(), Error> {
+    pub unsafe fn set_script<K: Kernel<Params = DraftScript>>(&mut self, tokens: &[u32]) -> Result<(), Error> {
         self.script = Some(ScriptDrafter::new::<K>(self.forward.device(), tokens)?);
         Ok(())
     }
@@ -398,7 +401,8 @@ impl Gpu {
         let length = (self.run.length + in_flight as usize).min(self.run.max_length);
         // The newest token is the last of at most `length`; drafts follow it.
         let end = (length + most_rows as usize - 1).min(self.forward.capacity());
-        self.forward.enqueue_decode(most_rows, end as u32)?;
+        // SAFETY: whatever was enqueued last ended with a plan, which zeroes the counters.
+        unsafe { self.forward.enqueue_decode(most_rows, end as u32)? };
         self.enqueue_choice(most_rows, 0, true, length)
     }
 
@@ -492,6 +496,7 @@ impl Backend for Gpu {
         if let Some(draft) = &sequence.draft {
             draft.check_for(self.model.is_some())?;
         }
+        sequence.check(self.forward.capacity(), self.forward.config().vocab_size)?;
         self.forward.device().synchronize()?;
         let prompt = sequence.prompt;
         let mut reused = common_prefix(&self.cached, prompt);
@@ -534,6 +539,7 @@ impl Backend for Gpu {
     }
 
     fn step(&mut self) -> Result<Step, Error> {
+        assert!(self.run.length > 0, "a step of no sequence");
         self.catch_up()?;
         while self.run.form.is_none() && self.run.enqueued <= self.run.read + self.run_ahead {
             self.enqueue_decode()?;

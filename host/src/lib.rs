@@ -26,6 +26,7 @@ mod prompt;
 mod sampler;
 pub mod stream;
 mod timed;
+pub mod tuning;
 pub mod weights;
 
 pub use ahead::Opening;

@@ -4,6 +4,8 @@
 //! Attention sums in another order than for decoding. So that the bits of the cache never depend on how a prompt was cut, or on what
 //! was cached before, every position of a prompt goes through here, and every generated position through the decode step.
 
+use std::ops::RangeInclusive;
+
 use cuda_std::Global;
 use gpu_kernels::embedding;
 use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
@@ -64,7 +66,7 @@ pub struct Results {
 }
 
 /// What a pass reads that is not its own.
-pub struct Parts<'a> {
+pub(crate) struct Parts<'a> {
     /// The device.
     pub device: &'a Device,
     /// The model's sizes.
@@ -122,17 +124,18 @@ fn largest(config: &Config, device: &Device) -> usize {
     config.layer_plan().gemms().map(elements).max().unwrap_or(0)
 }
 
-/// How many rows of prompts are best read in together: of whole tiles, 4,096 to 6,144 rows, as many as have products whose last rounds leave the fewest multiprocessors idle for a row. Over
-/// fewer, more passes end so; over more, more slots of a batch wait.
+/// How many rows of prompts are best read in together: of whole tiles and [so many rows](crate::tuning::Tuning::prompt_rows), as many as have
+/// products whose last rounds leave the fewest multiprocessors idle for a row.
 pub fn best_rows(device: &Device, config: &Config) -> u32 {
     let cost = |m, gemm: plan::Gemm| gemm::cost(device, epilogue(&gemm), [m, gemm.weight_rows() as u32, gemm.k as u32]);
-    cheapest_rows(|m| config.layer_plan().gemms().map(|gemm| cost(m, gemm)).sum())
+    let rows = device.capabilities().tuning().prompt_rows.clone();
+    cheapest_rows(rows, |m| config.layer_plan().gemms().map(|gemm| cost(m, gemm)).sum())
 }
 
 /// That, for a pass over `m` rows that costs `cost(m)`; of equal ones the fewest.
-fn cheapest_rows(cost: impl Fn(u32) -> u64) -> u32 {
+fn cheapest_rows(of: RangeInclusive<u32>, cost: impl Fn(u32) -> u64) -> u32 {
     let of_row = |&m: &u32| cost(m) as f64 / f64::from(m);
-    let rows = (16..=24).map(|pairs| pairs * 2 * TILE_ROWS);
+    let rows = of.step_by(2 * TILE_ROWS as usize);
     rows.min_by(|a, b| of_row(a).total_cmp(&of_row(b))).unwrap_or(CHUNK as u32)
 }
 
@@ -149,13 +152,12 @@ pub unsafe fn enqueue_attention(
     tiles: u32,
     pairs: Option<bool>,
 ) -> Result<(), Error> {
-    /// With 16 tiles pairs took 3 % longer, with 64 they took 3 % less.
-    const PAIRED_TILES: u32 = 32;
+    let paired_tiles = device.capabilities().tuning().paired_tiles;
     let can = (p.q_heads / p.cache.kv_heads).is_multiple_of(2);
     let (grid, shared) = ((p.q_heads, tiles), prefill_attention::SHARED_BYTES);
     // SAFETY: the caller's word.
     unsafe {
-        if can && pairs.unwrap_or(tiles >= PAIRED_TILES) {
+        if can && pairs.unwrap_or(tiles >= paired_tiles) {
             device.launch_early::<prefill_attention::prefill_attention_pair>(grid, shared, p)
         } else {
             device.launch_early::<prefill_attention::prefill_attention>(grid, shared, p)
@@ -182,7 +184,7 @@ impl Prefill {
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn new(
+    pub(crate) fn new(
         device: &Device,
         config: &Config,
         cache: &KvCache,
@@ -248,29 +250,44 @@ impl Prefill {
     /// Enqueues all layers over `count` rows of sequence 0 from position `start` on, which [`rows`](Self::rows) hold by then. The [result](Self::result) is there
     /// for the rows that are to have `logits`: for the others the last layer makes keys and values, and no more.
     ///
+    /// # Safety
+    /// The parts are those that the pass was made for, and sequence 0 has pages for these positions.
+    ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
     /// If there is no room for so many rows: a bug of the caller.
-    pub fn enqueue(&mut self, parts: &Parts<'_>, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
+    pub(crate) unsafe fn enqueue(
+        &mut self,
+        parts: &Parts<'_>,
+        start: usize,
+        count: usize,
+        output: RowOutput,
+    ) -> Result<(), Error> {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
         let tiles = prefill_attention::tiles(0, count as u32, 0, start as u32, TILE_ROWS);
         self.tiles.write(0, &tiles.concat())?;
         let from = |row: u32| Results { row: row as usize, tile: (row / TILE_ROWS) as usize };
         let results = output.first().map_or(Results { row: count, tile: tiles.len() }, from);
-        self.enqueue_rows(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), results)
+        // SAFETY: the lists are of self: rows that follow each other, whose tiles are made here; the caller's word for
+        // the parts.
+        unsafe { self.enqueue_rows(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), results) }
     }
 
     /// Enqueues all layers over `count` rows of any sequences, whose keys and queries meet in `tiles` (see [`PrefillAttention::tiles`]), so many. The
     /// [result](Self::result) is there for the rows from `results` on.
     ///
+    /// # Safety
+    /// The parts are those that the pass was made for; the lists are as
+    /// [`Forward::enqueue_prefill_rows`](crate::forward::Forward::enqueue_prefill_rows) says.
+    ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
-    /// If there is no room for so many rows: a bug of the caller.
-    pub fn enqueue_rows(
+    /// If there is no room for so many rows, or `results` are of others: a bug of the caller.
+    pub(crate) unsafe fn enqueue_rows(
         &self,
         parts: &Parts<'_>,
         rows: Rows,
@@ -282,6 +299,7 @@ impl Prefill {
         let Parts { device, config: c, weights: w, .. } = *parts;
         let m = count as u32;
         let Results { row, tile: first_tile } = results;
+        assert!(row <= count && first_tile <= tile_count, "{results:?} of {count} rows in {tile_count} tiles");
         // Whole tiles of products: of rows before the results' nothing is read.
         let first_row = if row < count { row as u32 / TILE_ROWS * TILE_ROWS } else { m };
 
@@ -421,9 +439,9 @@ mod tests {
         // Tiles of 256 rows and weight rows in pairs of Qwen3-8B's products, with 132 multiprocessors, and what a round takes.
         let products = [(24, 1), (16, 1), (96, 1), (16, 3)];
         let rounds = |m: u32| products.iter().map(|&(across, k)| u64::from((m / 256 * across).div_ceil(66) * k)).sum();
-        assert_eq!(cheapest_rows(rounds), 6144);
+        assert_eq!(cheapest_rows(4096..=6144, rounds), 6144);
         // One that is three tiles across: 66 of them are a round.
-        assert_eq!(cheapest_rows(|m| u64::from((m / 256 * 3).div_ceil(66))), 5632);
-        assert_eq!(cheapest_rows(u64::from), 4096);
+        assert_eq!(cheapest_rows(4096..=6144, |m| u64::from((m / 256 * 3).div_ceil(66))), 5632);
+        assert_eq!(cheapest_rows(4096..=6144, u64::from), 4096);
     }
 }

@@ -103,7 +103,7 @@ impl Stream {
     ///
     /// # Errors
     /// A driver error.
-    pub fn new(
+    pub(crate) fn new(
         device: &Device,
         config: &Config,
         weights: &DeviceWeights,

@@ -1,6 +1,5 @@
 //! Answers of a given form, as a user asks for them.
 
-use assert_cmd::assert::OutputAssertExt;
 use predicates::prelude::*;
 use serde_json::{Value, json};
 

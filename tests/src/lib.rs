@@ -222,9 +222,8 @@ pub fn streamed_launched_and_wide(
     tokens: &[u32],
     rows: usize,
 ) -> [Vec<f32>; 3] {
-    use gpu_kernels::attention::Attend;
     use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
-    use host::forward::{Forward, Pass, RowOutput, Tiles};
+    use host::forward::{Forward, Pass, Row, RowOutput};
 
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
         let mut forward = Forward::new(device, config, weights, tokens.len())?;
@@ -250,7 +249,8 @@ pub fn streamed_launched_and_wide(
             forward.logits().read(0, &mut out).map(|()| out)
         };
         plan(prompt, rows)?;
-        forward.enqueue_decode(rows as u32, tokens.len() as u32)?;
+        // SAFETY: nothing was streamed yet: the counters are as they were made.
+        unsafe { forward.enqueue_decode(rows as u32, tokens.len() as u32)? };
         let streamed = logits(&forward)?;
         // The same rows once more: they append the same keys and values again.
         if rows == 1 {
@@ -260,27 +260,17 @@ pub fn streamed_launched_and_wide(
         for _ in 0..2 {
             plan(prompt, rows)?;
             let (most_rows, end) = (rows as u32, tokens.len() as u32);
-            forward.enqueue_quickest(
-                &Pass { rows: step_rows, most_rows, end, tiles: None, output: RowOutput::LogitsFrom(0) },
-                true,
-            )?;
+            let pass = Pass { rows: step_rows, most_rows, end, tiles: None, output: RowOutput::LogitsFrom(0) };
+            // SAFETY: the plan's rows, all of the one sequence.
+            unsafe { forward.enqueue_quickest(&pass, true)? };
             assert_eq!(logits(&forward)?, streamed);
         }
         plan(prompt, rows)?;
         forward.enqueue(rows as u32, tokens.len() as u32, RowOutput::LogitsFrom(0))?;
         let launched = logits(&forward)?;
-        plan(prompt, rows)?;
-        let tile = Attend::tile_rows((config.num_attention_heads / config.num_key_value_heads) as u32);
-        let tiles: Vec<[u32; 2]> =
-            (0..rows as u32).step_by(tile as usize).map(|first| [first, tile.min(rows as u32 - first)]).collect();
-        let list = device.upload(&tiles.concat())?;
-        forward.enqueue_rows(&Pass {
-            rows: forward.rows(),
-            most_rows: rows as u32,
-            end: tokens.len() as u32,
-            tiles: Some(Tiles { list: list.ptr(), count: tiles.len() as u32 }),
-            output: RowOutput::LogitsFrom(0),
-        })?;
+        let row = |position: usize| Row { token: tokens[position], position: position as u32, sequence: 0 };
+        let listed = forward.list_rows(&(prompt..tokens.len()).map(row).collect::<Vec<_>>())?;
+        forward.enqueue_listed(&listed, RowOutput::LogitsFrom(0))?;
         Ok([streamed, launched, logits(&forward)?])
     };
     run().unwrap_or_else(|e| panic!("{e}"))
@@ -297,8 +287,7 @@ pub fn launched_and_wide(
     weights: host::weights::DeviceWeights,
     positions: &[u32],
 ) -> [Vec<f32>; 3] {
-    use gpu_kernels::step::Rows;
-    use host::forward::{Forward, Pass, Room, RowOutput, Tiles};
+    use host::forward::{Forward, Room, Row, RowOutput};
 
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
         let sequences = positions.len();
@@ -310,28 +299,15 @@ pub fn launched_and_wide(
             (0..1 << 12).map(|i| half::bf16::from_f32((i * 7919 % 2003) as f32 / 1e3 - 1.0)).collect();
         forward.fill_cache(&pattern)?;
         // Every sequence has pages of its own, far from each other.
-        let numbers: Vec<u32> = (0..sequences as u32).collect();
         let page = |i: u32| i % stride as u32 * sequences as u32 + i / stride as u32;
         forward.set_page_tables(&(0..room.pages as u32).map(page).collect::<Vec<_>>())?;
-        let tokens: Vec<u32> = numbers.iter().map(|i| i * 7919 % config.vocab_size as u32).collect();
-        let count = device.upload(&[sequences as u32])?;
-        let [tokens, positions, of] = [&tokens, positions, &numbers].map(|column| device.upload(column));
-        let (tokens, positions, of) = (tokens?, positions?, of?);
-        let list = device.upload(&numbers.iter().flat_map(|&row| [row, 1]).collect::<Vec<_>>())?;
-        let pass = Pass {
-            rows: Rows {
-                count: count.ptr_mut(),
-                tokens: tokens.ptr_mut(),
-                positions: positions.ptr_mut(),
-                sequences: of.ptr_mut(),
-            },
-            most_rows: sequences as u32,
-            end: context as u32,
-            tiles: Some(Tiles { list: list.ptr(), count: sequences as u32 }),
-            output: RowOutput::LogitsFrom(0),
+        let row = |(sequence, &position): (u32, &u32)| {
+            let token = sequence * 7919 % config.vocab_size as u32;
+            Row { token, position, sequence }
         };
+        let listed = forward.list_rows(&(0..).zip(positions).map(row).collect::<Vec<_>>())?;
         let logits = |forward: &Forward| {
-            forward.enqueue_rows(&pass)?;
+            forward.enqueue_listed(&listed, RowOutput::LogitsFrom(0))?;
             let mut out = vec![0.0; sequences * config.vocab_size];
             forward.logits().read(0, &mut out).map(|()| out)
         };

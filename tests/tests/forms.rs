@@ -180,7 +180,7 @@ fn are_the_same(
     let mut forced = 0;
     for (i, (request, expected)) in requests.iter().zip(&expected).enumerate() {
         for draft in [EAGER, NgramDraft::default()] {
-            let drafted = answer(&mut alone, &Request { draft: Some(draft), ..request.clone() });
+            let drafted = answer(&mut alone, &Request { draft: Some(draft.into()), ..request.clone() });
             assert_eq!(drafted.tokens, expected.tokens, "request {i} with {draft:?}");
             forced += if request.form.is_some() { drafted.statistics.accepted } else { 0 };
         }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use host::batch::{Batch, BatchOptions, GpuBatch};
-use host::device::{self, Device, DeviceOptions, IMAGES, Image, MAIN};
+use host::device::{self, Device, DeviceOptions, IMAGES, Image, KernelFile, MAIN};
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, Gpu, ModelDraft, NgramDraft, Ngrams, Request};
@@ -229,7 +229,7 @@ fn drafts_and_pieces_change_nothing_at_the_8b_shape(options: &DeviceOptions) -> 
     let (device, config) = (Device::cuda_with(0, &options)?, Config::published("8B").ok_or("no such shape")?);
     let (length, tokens) = (600, 96);
     // The weights, once more in the order of the stream, and the cache.
-    let needed = Footprint::of(&config, 1024, device.is_hopper());
+    let needed = Footprint::of(&config, 1024, device.capabilities().has_gemms());
     if device.free_memory()?.is_some_and(|free| free < 2 * needed.weights + needed.working) {
         println!("not on this card: it has too little memory");
         return Ok(());
@@ -287,7 +287,7 @@ fn the_prompt_may_come_in_any_pieces(options: &DeviceOptions) -> Result<(), Fail
 
 fn a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces(options: &DeviceOptions) -> Result<(), Failed> {
     let device = Device::cuda_with(0, options)?;
-    if !device.is_hopper() {
+    if !device.capabilities().has_gemms() {
         println!("not on this card: it has no products of warpgroups");
         return Ok(());
     }
@@ -451,7 +451,9 @@ fn a_card_too_small_is_said_before_loading(opened: &DeviceOptions) -> Result<(),
 
 /// A card that has the kernels of a file: whether it opens and agrees with the CPU, or what is wrong.
 fn with_kernels(file: &Path) -> Result<(), Failed> {
-    let options = DeviceOptions { kernels: Some(file.into()), ..DeviceOptions::default() };
+    // SAFETY: these tests' own kernels, or a file that is refused.
+    let kernels = Some(unsafe { KernelFile::trusted(file) });
+    let options = DeviceOptions { kernels, ..DeviceOptions::default() };
     drop(Device::cuda_with(0, &options)?);
     demo_logits_match_the_cpu(&options)
 }
@@ -471,7 +473,7 @@ fn refused(outcome: Result<(), Failed>, parts: &[&str]) -> Result<(), Failed> {
 
 /// The main module as it is built in, for this card.
 fn main_module() -> Result<&'static Image, Failed> {
-    let arch = if Device::cuda(0)?.is_hopper() { "sm_90a" } else { "sm_80" };
+    let arch = Device::cuda(0)?.capabilities().level;
     IMAGES.iter().find(|image| image.arch == arch && image.module == MAIN).ok_or_else(|| "no such module".into())
 }
 

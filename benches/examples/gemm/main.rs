@@ -185,7 +185,7 @@ impl Product {
         let columns = if gated { n / 2 } else { n };
         let w = device.upload(&scaled(random(n * k, 2), 0.1))?;
         // SAFETY: within the buffer, whose upper half are the up projection's weights.
-        let up = if gated { unsafe { w.ptr().at((n - columns) * k) } } else { Global::from_raw(0) };
+        let up = if gated { unsafe { w.ptr().at((n - columns) * k) } } else { Global::default() };
         let source = Source { weight: w.ptr(), up, n: columns as u32, k: k as u32 };
         let (strips, blocks) = (source.strips(), device.multiprocessors());
         let len = host::stream::elements([(strips, k as u32)], blocks);
@@ -558,7 +558,7 @@ fn main() -> Result<()> {
         return check::check(&arguments.emulator(), Extent::Tiny);
     }
     let device = arguments.device()?;
-    if !device.is_hopper() {
+    if !device.capabilities().has_gemms() {
         return Err(format!("{} is no Hopper card, which these kernels are for", device.name()).into());
     }
     match job {

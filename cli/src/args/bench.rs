@@ -7,7 +7,7 @@ use clap::{Subcommand, ValueEnum, ValueHint};
 use host::DeviceChoice;
 use host::device::DeviceOptions;
 
-use super::at_least_one;
+use super::{at_least_one, trusted};
 
 pub const EXAMPLES: &str = "\
 Examples:
@@ -54,7 +54,7 @@ pub struct BenchRunArgs {
     /// auto (the first CUDA card), cuda, cuda:N, or emulator (each kernel once on the CPU, small, to check it; no times)
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "WARPDRAFT_DEVICE", global = true)]
     pub device: DeviceChoice,
-    /// Load the kernels of this file, PTX or machine code, instead of those that are built in
+    /// Load the kernels of this file, PTX or machine code, instead of those that are built in; it is trusted
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, hide_short_help = true, global = true)]
     pub kernels: Option<PathBuf>,
     /// On Hopper and the emulator, run the kernels of other cards
@@ -97,7 +97,7 @@ impl BenchRunArgs {
             portable: *portable,
             unfused: *unfused,
             lossless: Some(*weights == BenchWeights::Packed),
-            kernels: kernels.clone(),
+            kernels: kernels.as_ref().map(trusted),
             ..benches::options()
         }
     }

@@ -194,8 +194,8 @@ impl Findings {
         let config = &outline.config;
         let context = command.load.context_for(config)?;
         let cards = host::device::cards()?;
-        let hopper = cards.iter().any(CardInfo::is_hopper);
-        let footprint = Footprint::of(config, context, hopper);
+        let has_gemms = |card: &CardInfo| card.capabilities.is_some_and(|of| of.has_gemms());
+        let footprint = Footprint::of(config, context, cards.iter().any(has_gemms));
         let memory = Memory {
             context,
             weight_bytes: footprint.weights,
@@ -204,7 +204,7 @@ impl Findings {
             total_bytes: footprint.weights + footprint.working,
         };
         let cards = cards.into_iter().map(|card| {
-            let hopper = card.is_hopper();
+            let has_gemms = has_gemms(&card);
             let room = card.memory.saturating_sub(DRIVER_BYTES);
             Card {
                 device: format!("cuda:{}", card.ordinal),
@@ -212,7 +212,7 @@ impl Findings {
                 memory_bytes: card.memory,
                 compute_capability: format!("{}.{}", card.capability.0, card.capability.1),
                 fits: memory.total_bytes <= room,
-                longest_context: longest_context(config, room, hopper),
+                longest_context: longest_context(config, room, has_gemms),
             }
         });
         let tensor = |tensor: OutlineTensor| Tensor {
@@ -249,9 +249,9 @@ impl Findings {
 }
 
 /// The longest context whose cache and working memory fit into `room` beside the weights; memory grows with the context.
-fn longest_context(config: &Config, room: u64, hopper: bool) -> usize {
+fn longest_context(config: &Config, room: u64, has_gemms: bool) -> usize {
     let fits = |context| {
-        let footprint = Footprint::of(config, context, hopper);
+        let footprint = Footprint::of(config, context, has_gemms);
         footprint.weights + footprint.working <= room
     };
     let (mut fitting, mut least_not) = (0, config.max_position_embeddings + 1);

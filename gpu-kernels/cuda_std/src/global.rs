@@ -30,7 +30,7 @@ macro_rules! address {
             /// The null address.
             #[inline(always)]
             fn default() -> Self {
-                Self::from_raw(0)
+                Self::new(0)
             }
         }
         impl<T> PartialEq for $name<T> {
@@ -48,9 +48,18 @@ macro_rules! address {
 
         impl<T> $name<T> {
             /// From an address of device memory.
+            ///
+            /// # Safety
+            /// It is that of an element of an allocation, or of the end of one, or 0. (What is read or written there
+            /// is asked for where that is done.)
             #[inline(always)]
             #[must_use]
-            pub const fn from_raw(address: u64) -> Self {
+            pub const unsafe fn from_raw(address: u64) -> Self {
+                Self::new(address)
+            }
+
+            #[inline(always)]
+            const fn new(address: u64) -> Self {
                 Self { address, element: PhantomData }
             }
 
@@ -72,7 +81,7 @@ macro_rules! address {
             #[inline(always)]
             #[must_use]
             pub const fn cast<U>(self) -> $name<U> {
-                $name::from_raw(self.address)
+                $name::new(self.address)
             }
 
             #[inline(always)]
@@ -87,7 +96,7 @@ macro_rules! address {
             #[inline(always)]
             #[must_use]
             pub const unsafe fn at(self, i: usize) -> Self {
-                Self::from_raw(self.element(i))
+                Self::new(self.element(i))
             }
         }
 
@@ -173,7 +182,7 @@ impl<T: Copy> GlobalMut<T> {
     #[inline(always)]
     #[must_use]
     pub const fn read(self) -> Global<T> {
-        Global::from_raw(self.address)
+        Global::new(self.address)
     }
 
     /// Writes element `i`, of 1, 2, 4 or 8 bytes (`st.global`).

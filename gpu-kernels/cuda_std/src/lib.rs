@@ -79,6 +79,26 @@ struct Readme;
 // What the macros write names this crate, also within it.
 extern crate self as cuda_std;
 
+/// Tells the compiler that `condition` holds, so that it need not provide for the contrary, such as a division by zero.
+/// The emulator asks whether it does.
+///
+/// # Safety
+/// It holds.
+///
+/// # Panics
+/// Under the emulator, if it does not.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn assume(condition: bool) {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: the caller's.
+    unsafe {
+        core::hint::assert_unchecked(condition);
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    assert!(condition, "a kernel assumes what does not hold");
+}
+
 /// Implemented by the marker type that [`kernel`](macro@kernel) makes, so that a launch can name its kernel as a type.
 pub trait Kernel {
     /// The parameter block, laid out as the device reads it.

@@ -139,6 +139,13 @@ broken!(
     }
 );
 broken!(
+    /// Tells the compiler what is not so.
+    assumes, 32, |p| {
+        cuda_std::assume(p.n > 64);
+        p.output.store(0, 1000 / (p.n - 64));
+    }
+);
+broken!(
     /// Gives up.
     traps, 32, |_p| {
         if thread::lane_id() == 5 {
@@ -196,6 +203,8 @@ fn uninitialised_reads_are_named() {
 #[test]
 fn panics_and_traps_are_errors() {
     let text = fails::<panics>(ONE(32), 64, &["panicked: index out of bounds: the len is 3 but the index is 3"]);
+    assert!(text.contains("of block (0, 0, 0)"), "{text}");
+    let text = fails::<assumes>(ONE(32), 64, &["panicked: a kernel assumes what does not hold"]);
     assert!(text.contains("of block (0, 0, 0)"), "{text}");
     fails::<traps>(ONE(32), 64, &["lane 5 of block (0, 0, 0)"]);
     // The thread is as good as new.

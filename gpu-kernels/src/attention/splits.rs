@@ -9,6 +9,7 @@ use crate::kv::HEAD_DIM;
 /// Adds the splits of each row and head that has more than one, and normalises.
 #[kernel(threads = 256)]
 pub unsafe fn combine(p: Attend) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let row = thread::block_idx_y();
         if row < p.rows.count.load(0) {
@@ -48,6 +49,7 @@ pub(crate) unsafe fn combine_head(
     put: impl Fn(usize, u32, bf16),
     scratch: u32,
 ) {
+    // SAFETY: the caller's word.
     unsafe {
         let splits = position / SPLIT + 1;
         if splits == 1 {

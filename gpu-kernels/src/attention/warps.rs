@@ -31,6 +31,7 @@ pub(crate) unsafe fn reduce(
     keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
     (scratch, barrier): (u32, u32),
 ) {
+    // SAFETY: the caller's word.
     unsafe {
         // New to the compiler: addresses found here are not kept over a loop around this.
         let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
@@ -114,6 +115,7 @@ pub(crate) unsafe fn reduce_few(
     keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
     (scratch, barrier): (u32, u32),
 ) {
+    // SAFETY: the caller's word.
     unsafe {
         let few = Few::new(thread::fresh(tile.lane), thread::fresh(tile.warp_id), scratch);
         few.leave_scale(found.top[0], found.norm[0]);
@@ -150,12 +152,14 @@ impl Few {
 
     #[inline(always)]
     unsafe fn sums(&self) -> Shared<f32> {
+        // SAFETY: the caller's word.
         unsafe { shared::dynamic(self.scratch) }
     }
 
     /// `[pair][warp]` maxima; normalisers follow.
     #[inline(always)]
     unsafe fn tops(&self) -> Shared<f32> {
+        // SAFETY: the caller's word.
         unsafe { self.sums().at((WARPS * QUARTER * PAIR_STRIDE) as usize) }
     }
 
@@ -163,6 +167,7 @@ impl Few {
     #[inline(always)]
     pub unsafe fn leave_scale(&self, top: f32, norm: f32) {
         if self.holds() && self.lane.is_multiple_of(4) {
+            // SAFETY: the caller's word.
             unsafe {
                 let at = (self.lane / 4 * WARPS + self.warp_id) as usize;
                 self.tops().store(at, top);
@@ -175,6 +180,7 @@ impl Few {
     #[inline(always)]
     pub unsafe fn leave(&self, n: usize, o: [f32; 4]) {
         let (g, t) = (self.lane / 4, self.lane % 4);
+        // SAFETY: the caller's word.
         unsafe {
             let to = self.sums().at(((self.warp_id * QUARTER + g) * PAIR_STRIDE + 2 * t) as usize).cast();
             to.store(n * 4, [o[0], o[1]]);
@@ -194,6 +200,7 @@ impl Few {
         let thread = thread::fresh(self.warp_id) * 32 + thread::fresh(self.lane);
         let (pair, d) = (thread / 64, 2 * (thread % 64));
         if pair < tile.pairs {
+            // SAFETY: the caller's word.
             unsafe {
                 let (tops, at) = (self.tops(), (pair * WARPS) as usize);
                 let norms = tops.at((WARPS * QUARTER) as usize);

@@ -42,6 +42,9 @@ impl Half {
     }
 
     /// Waits until boxes are read that may still be stored, and all lanes are done with what they had there.
+    ///
+    /// # Safety
+    /// All lanes of the half's group call it.
     #[inline(always)]
     pub unsafe fn finish_stores(&self) {
         if elected() {
@@ -122,19 +125,31 @@ pub trait Epilogue {
     type Ahead: Copy;
 
     /// Loads what [`ahead`](Self::ahead) computes from, as the tile begins.
+    ///
+    /// # Safety
+    /// Memory is as the parameter block says, and the half is of one of its tiles.
     unsafe fn early(p: &Gemm, half: &Half) -> Self::Early;
 
     /// Loads and computes what [`finish`](Self::finish) or [`finish_last`](Self::finish_last) wants first, while products run; anything for a tile that is not
     /// `inside`.
+    ///
+    /// # Safety
+    /// As for [`early`](Self::early), of the same tile; all lanes of the half's group call it.
     unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, early: Self::Early) -> Self::Ahead;
 
     /// All `N` columns of the half. As soon as it can do without the accumulators it begins the products of the `next` tile, and goes on with them step by step.
+    ///
+    /// # Safety
+    /// As for [`ahead`](Self::ahead), of the same tile, whose products the accumulators hold.
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: Self::Ahead, next: &mut impl Next);
 
     /// Whether a block's last tile is finished by [`finish_last`](Self::finish_last).
     const LAST_APART: bool = false;
 
     /// As [`finish`](Self::finish), without a next tile.
+    ///
+    /// # Safety
+    /// As for [`finish`](Self::finish).
     #[inline(always)]
     unsafe fn finish_last<const N: u32>(_: &Gemm, _: &Half, _: Self::Ahead) {}
 }
@@ -145,8 +160,14 @@ pub trait Next {
     const FOLLOWS: bool = true;
 
     /// Begins them, once: accumulators are no more the last tile's.
+    ///
+    /// # Safety
+    /// All lanes of the group call it, and nobody needs the accumulators.
     unsafe fn begin(&mut self);
     /// Goes on with them, if there are more.
+    ///
+    /// # Safety
+    /// All lanes of the group call it, after [`begin`](Self::begin).
     unsafe fn step(&mut self);
 }
 

@@ -37,6 +37,7 @@ impl Keys {
     /// For this launch. All threads of the block must call it.
     #[inline(always)]
     pub(super) unsafe fn new<T: Token>(s: &Sequences<T>) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let alone = thread::grid_dim_x() * thread::grid_dim_y() == 1 && s.batch <= THREADS;
             let keys = Self { global: s.keys(), shared: shared::dynamic(shared_layout::KEYS), alone };
@@ -52,6 +53,7 @@ impl Keys {
     /// meet in `sync`.
     #[inline(always)]
     pub(super) unsafe fn of_block<T: Token>(s: &Sequences<T>, sync: impl Fn()) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let keys = Self { global: s.keys(), shared: shared::dynamic(0), alone: true };
             if thread::thread_idx_x() == 0 {
@@ -68,11 +70,13 @@ impl Keys {
     /// The workspace is live, and a block has its shared memory.
     #[inline(always)]
     pub unsafe fn left_behind<T: Token>(s: &Sequences<T>) -> Self {
+        // SAFETY: the caller's word.
         unsafe { Self { global: s.keys(), shared: shared::dynamic(shared_layout::KEYS), alone: false } }
     }
 
     #[inline(always)]
     pub(super) unsafe fn load(&self, b: usize) -> u64 {
+        // SAFETY: the caller's word.
         unsafe {
             if self.alone {
                 atomic::load(self.shared, b, Ordering::Relaxed, Scope::Block)
@@ -86,6 +90,7 @@ impl Keys {
     #[inline(always)]
     pub(super) unsafe fn put_back(&self, b: usize) {
         if !self.alone {
+            // SAFETY: the caller's word.
             unsafe { self.global.store(b, NOTHING) }
         }
     }
@@ -94,6 +99,7 @@ impl Keys {
     #[inline(always)]
     unsafe fn lower(&self, b: usize, key: u64, mut seen: u64) {
         while key < seen {
+            // SAFETY: the caller's word.
             let old = unsafe {
                 if self.alone {
                     atomic::compare_exchange(self.shared, b, seen, key, Ordering::Relaxed, Scope::Block)
@@ -132,6 +138,7 @@ pub struct Texts<T> {
 /// There is such a sequence, and the arrays are live.
 #[inline(always)]
 pub unsafe fn texts<const NOW: bool, T: Token, O: Operator<T>>(operator: &O, b: usize) -> Texts<T> {
+    // SAFETY: the caller's word.
     unsafe {
         let s = operator.sequences();
         let step = early::<NOW, _>(s.step_idx, b);
@@ -186,7 +193,8 @@ impl<T: Token> Span<T> {
     #[inline(always)]
     fn at(&self, end: u32) -> Global<T> {
         let from_first = (end as i64 - self.head as i64) * size_of::<T>() as i64;
-        Global::from_raw(self.first.addr().wrapping_add_signed(from_first))
+        // SAFETY: a token of the text.
+        unsafe { Global::from_raw(self.first.addr().wrapping_add_signed(from_first)) }
     }
 
     /// A tile, a unit of each 32 to a lane: `TILE` units from unit `first` on, which exists. Beyond the last there is nothing to
@@ -196,6 +204,7 @@ impl<T: Token> Span<T> {
         let mut tile = [[0u32; 4]; IN_FLIGHT as usize];
         unroll!(j < IN_FLIGHT; {
             let unit = (first + 32 * j as u32 + thread::lane_id()).min(self.units - 1);
+            // SAFETY: the caller's word.
             tile[j] = unsafe { self.first.at((unit * T::IN_UNIT) as usize).load16(0) };
         });
         tile
@@ -215,7 +224,8 @@ impl<T: Token> Span<T> {
 fn either<T: Token>(first: bool, a: Span<T>, b: Span<T>) -> Span<T> {
     let at = |span: Span<T>| span.first.addr();
     Span {
-        first: Global::from_raw(if first { at(a) } else { at(b) }),
+        // SAFETY: the address of one of them.
+        first: unsafe { Global::from_raw(if first { at(a) } else { at(b) }) },
         head: if first { a.head } else { b.head },
         units: if first { a.units } else { b.units },
         ends: if first { a.ends } else { b.ends },
@@ -250,6 +260,7 @@ impl<T: Token> Pattern<T> {
         let reach = self.longest.min(end + 1);
         let before = |token: Global<T>, n: u32| {
             let address = token.addr() - n as u64 * size_of::<T>() as u64;
+            // SAFETY: the caller's word.
             unsafe { Global::<T>::from_raw(address).load(0) }
         };
         let mut agreed = 1;
@@ -277,6 +288,7 @@ impl Ahead {
     /// texts are shorter.
     #[inline(always)]
     pub(super) unsafe fn load<T: Token>(s: &Sequences<T>, b: usize, tile: u32) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let text = |ids: Global<T>, stride: u32| Span::new(ids.at(b * stride as usize), stride);
             let (prompt, generated) = (text(s.input_ids, s.input_ids_stride), text(s.pre_ids, s.pre_ids_stride));
@@ -319,6 +331,7 @@ impl AheadShared {
     /// Of sequence 0 the tiles `part`, `part + parts` and so on that lie before token `end`, with shared memory from `offset` on.
     #[inline(always)]
     pub(super) unsafe fn load<T: Token>(s: &Sequences<T>, part: u32, parts: u32, end: u32, offset: u32) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let span = Span::new(s.pre_ids, end.min(s.pre_ids_stride));
             let place = shared::dynamic::<u32>(offset + part * Self::MOST * TILE_BYTES);
@@ -348,6 +361,7 @@ impl AheadShared {
         let mut units = [[0; 4]; IN_FLIGHT as usize];
         unroll!(j < IN_FLIGHT; {
             let at = first / (self.parts * TILE) * (TILE * 4) + 128 * j as u32 + thread::lane_id() * 4;
+            // SAFETY: the caller's word.
             units[j] = unsafe { self.place.load16(at as usize) };
         });
         Some(units)
@@ -366,6 +380,7 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
     log_parts: u32,
     ahead: impl Fn(u32, bool) -> Option<Units>,
 ) {
+    // SAFETY: the caller's word.
     unsafe {
         let lane = thread::lane_id();
         let pattern =
@@ -493,6 +508,7 @@ pub(super) unsafe fn search<T: Token, O: Operator<T>>(operator: &O, keys: &Keys)
     // Not a multiplication, which could overflow for batches that no device has memory for.
     while item >> log_parts < batch {
         let (b, part) = ((item >> log_parts) as usize, item & ((1 << log_parts) - 1));
+        // SAFETY: the caller's word.
         unsafe {
             // All that is known of a sequence is on its way before any of it is used.
             let claim = operator.claim::<true>(b);

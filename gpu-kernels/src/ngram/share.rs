@@ -14,6 +14,7 @@ const COPIES: u32 = 4;
 /// Whether this block is the last of the launch to come here. Then all that the others wrote before is visible.
 #[inline(always)]
 pub(super) unsafe fn is_last_block<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) -> bool {
+    // SAFETY: the caller's word.
     unsafe {
         let last = shared::dynamic::<u32>(shared_layout::LAST);
         thread::sync_threads();
@@ -74,6 +75,7 @@ impl Wish {
 /// The wish of sequence `b`, of one that asks for nothing where there is no such sequence.
 #[inline(always)]
 unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -> Wish {
+    // SAFETY: the caller's word.
     unsafe {
         let s = operator.sequences();
         if b >= s.batch {
@@ -113,6 +115,7 @@ pub fn grant(cap: u32, room: i64) -> u32 {
 /// As the operator's parameter block says; the block has [`THREADS`], and the operator's shared memory.
 #[inline(always)]
 pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
+    // SAFETY: the caller's word.
     unsafe {
         let s = operator.sequences();
         let tid = thread::thread_idx_x();
@@ -240,6 +243,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
 /// several sequences at a time, so that their loads do not wait for each other.
 #[inline(always)]
 unsafe fn copy<T: Token, O: Operator<T>>(operator: &O, chunk: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         let s = operator.sequences();
         let from = shared::dynamic::<u64>(shared_layout::FROM);

@@ -48,6 +48,7 @@ fn number(word: u64) -> i64 {
 #[inline(always)]
 unsafe fn slot(slots: GlobalMut<u64>, i: u32) -> [u64; 2] {
     let at = 2 * i as usize;
+    // SAFETY: the caller's word.
     unsafe {
         [
             atomic::load(slots, at, Ordering::Relaxed, Scope::Device),
@@ -62,6 +63,7 @@ unsafe fn slot(slots: GlobalMut<u64>, i: u32) -> [u64; 2] {
 /// As the operator's parameter block says.
 #[inline(always)]
 pub unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
+    // SAFETY: the caller's word.
     unsafe {
         let warps = thread::block_dim_x() / 32;
         let s = operator.sequences();
@@ -86,6 +88,7 @@ pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
     warps: u32,
     sync: impl Fn(),
 ) -> Option<Drafted<T>> {
+    // SAFETY: the caller's word.
     unsafe {
         let s = operator.sequences();
         let block = thread::block_idx_x();

@@ -71,6 +71,7 @@ impl Penalised {
 impl Change for Penalised {
     #[inline(always)]
     unsafe fn new(inputs: &Inputs) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let choice = Choice::load(shared::dynamic(CHOICE));
             let uses = inputs.uses.at(choice.slot as usize * inputs.vocab as usize);
@@ -80,6 +81,7 @@ impl Change for Penalised {
 
     #[inline(always)]
     unsafe fn change(&self, logits: &mut [f32; AT_ONCE], first: u32, end: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             let mut uses = [0; AT_ONCE];
             unroll!(I < AT_ONCE of 8; {
@@ -139,6 +141,7 @@ impl Row {
     /// Those at `end` and behind it are none. A warp has a part of the slice that is contiguous.
     #[inline(always)]
     unsafe fn some_each<C: Change>(&self, mut f: impl FnMut(u32, u32, &[f32; AT_ONCE])) {
+        // SAFETY: the caller's word.
         unsafe {
             let change = C::new(&self.inputs);
             let (first, end) = part(self.slice, thread::warp_id());
@@ -162,6 +165,7 @@ impl Row {
     /// cost more.
     #[inline(always)]
     pub unsafe fn each<C: Change>(&self, wanted: impl Fn(f32) -> bool, mut f: impl FnMut(u32, f32)) {
+        // SAFETY: the caller's word.
         unsafe {
             self.some_each::<C>(|first, end, logits| {
                 let mut left = 0;
@@ -187,6 +191,7 @@ impl Row {
         weigh: impl Fn(&[f32; SIDE_BY_SIDE]) -> [u64; SIDE_BY_SIDE],
         mut f: impl FnMut(u32, f32, u64),
     ) {
+        // SAFETY: the caller's word.
         unsafe {
             self.some_each::<C>(|first, end, logits| {
                 let (mut logits, mut first) = (*logits, first);
@@ -220,6 +225,7 @@ impl Row {
     /// The best rank of this thread's logits in the slice; 0 if there are none.
     #[inline(always)]
     pub unsafe fn best<C: Change>(&self) -> u64 {
+        // SAFETY: the caller's word.
         unsafe {
             let (mut best, mut token, mut any, mut nan) = (f32::NEG_INFINITY, 0, false, false);
             self.some_each::<C>(|first, _, logits| {
@@ -245,6 +251,7 @@ impl Row {
     /// Hands a logit to each of the first lanes of a warp, whose slice has no more than these.
     #[inline(always)]
     pub unsafe fn one_each<C: Change>(&self, mut f: impl FnMut(f32)) {
+        // SAFETY: the caller's word.
         unsafe {
             let (token, end) = (self.slice.0 + thread::lane_id(), self.slice.1);
             if token < end {
@@ -263,6 +270,7 @@ impl Row {
         least: f32,
         weigh: impl Fn(&[f32; SIDE_BY_SIDE]) -> [u64; SIDE_BY_SIDE],
     ) -> u64 {
+        // SAFETY: the caller's word.
         unsafe {
             let mut own = 0;
             self.each_weighed::<C>(|logit| logit >= least, weigh, |_, _, weight| own += weight);

@@ -39,6 +39,7 @@ pub(crate) struct All<C: Change>(pub Row, pub PhantomData<C>);
 impl<C: Change> Ranks for All<C> {
     #[inline(always)]
     unsafe fn each_between(&self, low: u64, high: u64, weight: impl Weight, mut f: impl FnMut(u64, u64)) {
+        // SAFETY: the caller's word.
         unsafe {
             // No logit has a key below that of the lowest.
             let lowest = rank(f32::NEG_INFINITY, u32::MAX);
@@ -85,6 +86,7 @@ pub(crate) trait Weight: Copy {
 
 #[inline(always)]
 unsafe fn add_word(bins: Shared<u32>, word: u32, bin: u32, value: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         atomic::fetch_add(bins, (word * BINS + bin) as usize, value, Ordering::Relaxed, Scope::Block);
     }
@@ -92,6 +94,7 @@ unsafe fn add_word(bins: Shared<u32>, word: u32, bin: u32, value: u32) {
 
 #[inline(always)]
 unsafe fn word(bins: Shared<u32>, word: u32, bin: u32) -> u64 {
+    // SAFETY: the caller's word.
     unsafe { u64::from(bins.load((word * BINS + bin) as usize)) }
 }
 
@@ -109,11 +112,13 @@ impl Weight for Count {
 
     #[inline(always)]
     unsafe fn add(bins: Shared<u32>, bin: u32, _: u64) {
+        // SAFETY: the caller's word.
         unsafe { add_word(bins, 0, bin, 1) }
     }
 
     #[inline(always)]
     unsafe fn sum(bins: Shared<u32>, bin: u32) -> u64 {
+        // SAFETY: the caller's word.
         unsafe { word(bins, 0, bin) }
     }
 }
@@ -141,6 +146,7 @@ impl Weight for Mass {
     // Shared memory has no addition of 64 bits.
     #[inline(always)]
     unsafe fn add(bins: Shared<u32>, bin: u32, weight: u64) {
+        // SAFETY: the caller's word.
         unsafe {
             let mask = (1 << WORD_BITS) - 1;
             add_word(bins, 0, bin, weight as u32 & mask);
@@ -151,6 +157,7 @@ impl Weight for Mass {
 
     #[inline(always)]
     unsafe fn sum(bins: Shared<u32>, bin: u32) -> u64 {
+        // SAFETY: the caller's word.
         unsafe { word(bins, 0, bin) + (word(bins, 1, bin) << WORD_BITS) + (word(bins, 2, bin) << (2 * WORD_BITS)) }
     }
 }
@@ -178,6 +185,7 @@ pub(crate) unsafe fn select<W: Weight>(
     weight: W,
     target: impl Fn(u64) -> u64,
 ) -> u64 {
+    // SAFETY: the caller's word.
     unsafe {
         let Question { mut low, mut high, narrow, enough } = question;
         // What is kept between passes, by place in shared memory: the weights of ranks above those in question, and
@@ -229,6 +237,7 @@ pub(crate) unsafe fn select<W: Weight>(
 /// The block's histogram of the ranks from `low` to `high`, the highest first, of which a thread is told [`OWN`] bins.
 #[inline(always)]
 unsafe fn histogram<W: Weight>(of: &impl Ranks, low: u64, high: u64, shift: u32, weight: W) -> [u64; OWN] {
+    // SAFETY: the caller's word.
     unsafe {
         let (bins, tid) = (shared::dynamic::<u32>(HISTOGRAM), thread::thread_idx_x());
         let mut i = tid;

@@ -69,7 +69,7 @@ impl Team {
     #[inline(always)]
     pub fn slice(&self, vocab: u32) -> (u32, u32) {
         // SAFETY: a team has a CTA.
-        unsafe { core::hint::assert_unchecked(self.splits > 0) };
+        unsafe { cuda_std::assume(self.splits > 0) };
         let len = vocab.div_ceil(self.splits);
         let first = self.rank * len;
         (first.min(vocab), (first + len).min(vocab))
@@ -77,12 +77,14 @@ impl Team {
 
     #[inline(always)]
     unsafe fn arrivals(&self) -> GlobalMut<u32> {
+        // SAFETY: the caller's word.
         unsafe { self.scratch.at(ARRIVALS).cast() }
     }
 
     /// Waits for the team, and shows each CTA what the others wrote.
     #[inline(always)]
     unsafe fn meet(&mut self) {
+        // SAFETY: the caller's word.
         unsafe {
             self.met += 1;
             thread::sync_threads();
@@ -99,6 +101,7 @@ impl Team {
     /// caller still reads.
     #[inline(always)]
     pub unsafe fn is_last(&mut self) -> bool {
+        // SAFETY: the caller's word.
         unsafe {
             if self.splits == 1 {
                 thread::sync_threads();
@@ -119,6 +122,7 @@ impl Team {
     /// Leaves the scratch as the next launch wants to find it: by the CTA that is [last](Self::is_last).
     #[inline(always)]
     pub unsafe fn reset(&self) {
+        // SAFETY: the caller's word.
         unsafe {
             thread::sync_threads();
             let tid = thread::thread_idx_x() as usize;
@@ -132,6 +136,7 @@ impl Team {
     /// The largest of a value over the team, known to every thread.
     #[inline(always)]
     pub unsafe fn max(&mut self, v: u64) -> u64 {
+        // SAFETY: the caller's word.
         unsafe {
             let v = block_max(v);
             if self.splits == 1 {
@@ -150,6 +155,7 @@ impl Team {
     /// Adds a thread's part to the team's total, which the [last](Self::is_last) CTA finds in [`total`](Self::total).
     #[inline(always)]
     pub unsafe fn add_to_total(&self, v: u64) {
+        // SAFETY: the caller's word.
         unsafe {
             let own = block_total(v);
             if thread::thread_idx_x() == 0 {
@@ -161,12 +167,14 @@ impl Team {
     /// The sum of all that was [added](Self::add_to_total).
     #[inline(always)]
     pub unsafe fn total(&self) -> u64 {
+        // SAFETY: the caller's word.
         unsafe { atomic::load(self.scratch, TOTAL, Ordering::Relaxed, Scope::Device) }
     }
 
     /// Of the CTAs' totals: the sum of those of slices before this CTA's, and of all.
     #[inline(always)]
     pub unsafe fn totals(&mut self, own: u64) -> (u64, u64) {
+        // SAFETY: the caller's word.
         unsafe {
             if self.splits == 1 {
                 return (0, own);
@@ -191,6 +199,7 @@ impl Team {
     /// Puts a candidate on the team's list, which has room for [`MOST_CANDIDATES`].
     #[inline(always)]
     pub unsafe fn nominate(&self, rank: u64) {
+        // SAFETY: the caller's word.
         unsafe {
             let place = atomic::fetch_add(self.scratch.at(COUNT).cast::<u32>(), 0, 1, Ordering::Relaxed, Scope::Device);
             if place < MOST_CANDIDATES {
@@ -203,6 +212,7 @@ impl Team {
     #[inline(always)]
     pub unsafe fn nominate_if(&self, condition: bool, rank: u64) {
         if condition {
+            // SAFETY: the caller's word.
             unsafe { self.nominate(rank) };
         }
     }
@@ -211,12 +221,14 @@ impl Team {
     /// there.
     #[inline(always)]
     pub unsafe fn nominated(&self) -> u32 {
+        // SAFETY: the caller's word.
         unsafe { atomic::load(self.scratch.at(COUNT).cast::<u32>(), 0, Ordering::Relaxed, Scope::Device) }
     }
 
     /// A candidate's rank.
     #[inline(always)]
     pub unsafe fn candidate(&self, i: u32) -> u64 {
+        // SAFETY: the caller's word.
         unsafe { self.scratch.load(CANDIDATES + i as usize) }
     }
 
@@ -224,11 +236,13 @@ impl Team {
     /// third is made zero.
     #[inline(always)]
     unsafe fn histogram(&self, met: u32) -> GlobalMut<u64> {
+        // SAFETY: the caller's word.
         unsafe { self.scratch.at(HISTOGRAMS + (met % 3 * BINS) as usize) }
     }
 
     #[inline(always)]
     unsafe fn clear_next_histogram(&self) {
+        // SAFETY: the caller's word.
         unsafe {
             let next = self.histogram(self.met + 1);
             let mut bin = self.rank * THREADS + thread::thread_idx_x();
@@ -242,6 +256,7 @@ impl Team {
     /// Adds the CTAs' histograms, of which this thread knows these bins, `first` and those after it: the team's.
     #[inline(always)]
     pub unsafe fn add_bins<const N: usize>(&mut self, first: u32, bins: [u64; N]) -> [u64; N] {
+        // SAFETY: the caller's word.
         unsafe {
             if self.splits == 1 {
                 return bins;
@@ -266,6 +281,7 @@ impl Team {
 /// The largest of a value over the block, known to every thread.
 #[inline(always)]
 pub(super) unsafe fn block_max(mut v: u64) -> u64 {
+    // SAFETY: the caller's word.
     unsafe {
         let mut mask = 16;
         while mask > 0 {
@@ -290,6 +306,7 @@ pub(super) unsafe fn block_max(mut v: u64) -> u64 {
 /// The sum of a value over the block, known to every thread.
 #[inline(always)]
 pub(super) unsafe fn block_total(v: u64) -> u64 {
+    // SAFETY: the caller's word.
     unsafe {
         let (_, all) = block_totals(warp_total(v));
         all
@@ -299,6 +316,7 @@ pub(super) unsafe fn block_total(v: u64) -> u64 {
 /// Of what each warp has, `own` to all of its lanes: the sum over the warps before this one, and over all.
 #[inline(always)]
 pub(super) unsafe fn block_totals(own: u64) -> (u64, u64) {
+    // SAFETY: the caller's word.
     unsafe {
         let scratch = shared::dynamic::<u64>(TOTALS);
         thread::sync_threads();

@@ -79,7 +79,7 @@ impl Consumer<'_> {
             self.mark(Mark::Attended);
             if Units::last() >= SPLIT {
                 self.meet();
-                core::hint::assert_unchecked(p.work.q_heads > 0);
+                cuda_std::assume(p.work.q_heads > 0);
                 let lane = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
                 let mut item = thread::block_idx_x();
                 while item < self.count * p.work.q_heads {
@@ -415,7 +415,7 @@ impl Consumer<'_> {
             let p = self.p;
             let (heads, cache) = (p.work.heads(), p.cache(layer));
             let each = 2 * p.work.kv_heads;
-            core::hint::assert_unchecked(each > 0);
+            cuda_std::assume(each > 0);
             let grid = thread::grid_dim_x();
             let mut i = thread::block_idx_x() + grid * (WARPS - 1 - thread::warp_id());
             while i < self.count * each {

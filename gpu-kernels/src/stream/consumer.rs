@@ -400,7 +400,7 @@ impl<'a> Consumer<'a> {
             let norm = p.input_norm(0);
             let embed = p.work.embed(norm);
             let grid = self.walk.grid;
-            core::hint::assert_unchecked(grid > 0);
+            cuda_std::assume(grid > 0);
             let stride = grid * WARPS * 32;
             let mut row = 0;
             while row < self.count {
@@ -458,9 +458,9 @@ impl<'a> Consumer<'a> {
             let Duty { lane, warp_id, .. } = duty;
             let (g, t) = (lane / 4, lane % 4);
             let scale = F::scale(self.p, part.index);
-            core::hint::assert_unchecked(self.count > 0);
+            cuda_std::assume(self.count > 0);
             let (strips, k) = self.p.shape(matrix);
-            core::hint::assert_unchecked(k > 0);
+            cuda_std::assume(k > 0);
             let (x, norm) = self.input(matrix);
             let count = self.count;
             let first_feature = duty.residue() * SLICE + t * 8;

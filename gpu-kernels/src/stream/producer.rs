@@ -46,7 +46,7 @@ impl Units {
         let last = unsafe { p.work.rows.positions.load((count - 1) as usize) };
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         // SAFETY: a grid has blocks.
-        unsafe { core::hint::assert_unchecked(grid > 0) };
+        unsafe { cuda_std::assume(grid > 0) };
         let group = Divisor::new(p.work.group());
         let splits = last / SPLIT + 1;
         let (mut tile_rows, mut tiles) = (group.divide(PAIRS).0, Attend::tiles(count, group.value));
@@ -113,7 +113,7 @@ impl Units {
                 return (n, 0);
             }
             // SAFETY: a context has splits, and a step has rows.
-            unsafe { core::hint::assert_unchecked(by > 0) };
+            unsafe { cuda_std::assume(by > 0) };
             (n / by, n % by)
         };
         let (item, tile) = divide(self.next, self.tiles);

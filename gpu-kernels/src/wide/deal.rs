@@ -178,7 +178,7 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
             first += 32;
         }
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
-        core::hint::assert_unchecked(grid > 0);
+        cuda_std::assume(grid > 0);
         let pool = Pool::find(p, all, lane);
         let pages = all[0] * p.work.kv_heads - pool.all[0];
         let (share, left) = (pages / grid, pages % grid);

@@ -239,7 +239,7 @@ impl Product {
         let residues = RESIDUES >> shift;
         let residue = part * residues;
         // SAFETY: a product has rows.
-        unsafe { core::hint::assert_unchecked(self.row_tiles > 0) };
+        unsafe { cuda_std::assume(self.row_tiles > 0) };
         let across = tile / self.row_tiles;
         let (strip, row) = (across * TILE_STRIPS, (tile - across * self.row_tiles) * rows);
         Some(Unit { strip, row, split, residue, end: residue + residues })

@@ -110,7 +110,7 @@ unsafe fn produce_weights<F: WeightFormat, const ROWS: u32>(
             while let Some(unit) = product.unit(number, ROWS) {
                 number += thread::fresh(thread::grid_dim_x());
                 // A pass has whole tiles, all but the last.
-                core::hint::assert_unchecked(p.blocks > 0 && pass_strips > 0);
+                cuda_std::assume(p.blocks > 0 && pass_strips > 0);
                 let passed = unit.strip / pass_strips * pass_strips;
                 let base = first + u64::from(passed) * u64::from(chunks);
                 let strips = (product.strips - passed).min(pass_strips);

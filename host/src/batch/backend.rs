@@ -111,6 +111,10 @@ pub trait BatchBackend: Send {
     ///
     /// # Errors
     /// A device error, after which the backend is of no more use.
+    ///
+    /// # Panics
+    /// If two steps are under way, or the plan names slots, pages, positions or tokens that there are not: a bug of the
+    /// caller.
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error>;
 
     /// Waits for the step that was begun first. Returns the outcome of each work that samples, in order, also of a sequence that has left its slot.

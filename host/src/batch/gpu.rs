@@ -7,6 +7,7 @@
 //! What a sequence of a given form may say next, the host must know that token for: then the choices of a pass are
 //! enqueued behind it later, when the step before has ended, while the pass runs.
 
+mod checked;
 mod lists;
 mod moves;
 mod notes;
@@ -56,10 +57,6 @@ use crate::sampler::Sampler;
 use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
-
-/// Prompts are read in sooner than enough of them wait, once they have missed a token for each so many that generate: a pass over few rows
-/// takes about so much of a decode step.
-const PROMPT_SHARE: u32 = 2;
 
 /// Bytes that the second copy of the weights may take beside its own.
 const STREAM_SPARE: u64 = 512 << 20;
@@ -196,7 +193,7 @@ impl GpuBatch {
             drafts: options.draft.map_or(0, |draft| draft.tokens),
             draft_rows: options.draft_rows,
             prompt_rows: if prompts_apart { prefill::best_rows(device, config).min(sizes.rows as u32) } else { 0 },
-            prompt_share: PROMPT_SHARE,
+            prompt_share: device.capabilities().tuning().prompt_share,
             prompts_apart,
         };
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
@@ -214,7 +211,7 @@ impl GpuBatch {
             tile: Attend::tile_rows(group as u32) as usize,
         };
         let tier = sizes.host_pages(config, &options, pages)?;
-        let least = options.packed_pages.unwrap_or_else(|| BatchOptions::packed_pages_for(device.bytes_per_cycle()));
+        let least = options.packed_pages.unwrap_or(device.capabilities().tuning().packed_pages);
         let mover = match Mover::new(device, forward.cache(), tier) {
             Ok(mover) => mover,
             Err(error) if options.swap_tokens.is_some() => return Err(Sizes::no_tier(config, tier, error.to_string())),
@@ -296,27 +293,36 @@ impl GpuBatch {
     /// Enqueues what changes beside rows.
     fn enqueue_changes(&self, changes: &Changes) -> Result<(), Error> {
         let upload = &self.upload;
-        self.forward.enqueue_unpack(upload.ptr(changes.unpack), changes.unpack.len())?;
+        // SAFETY: pages that are packed, of which the list names each once; it lives with self.
+        unsafe { self.forward.enqueue_unpack(upload.ptr(changes.unpack), changes.unpack.len())? };
         let clock = &self.clocks[self.turn].moves;
         clock.start()?;
         for (way, list) in changes.moves {
-            self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)?;
+            // SAFETY: a list of the size said, of pages that the plan was checked for.
+            unsafe { self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)? };
         }
         clock.stop()?;
-        self.put(changes.tables, self.forward.page_tables().ptr_mut())?;
-        self.put(changes.packed, self.forward.packed_pages().unwrap_or_default())?;
-        self.forward.enqueue_pack(upload.ptr(changes.pack), changes.pack.len())?;
+        // SAFETY: entries of page tables and pages of the cache, which the plan was checked for, each once; pages to
+        // pack are not packed.
+        unsafe {
+            self.put(changes.tables, self.forward.page_tables().ptr_mut())?;
+            self.put(changes.packed, self.forward.packed_pages().unwrap_or_default())?;
+            self.forward.enqueue_pack(upload.ptr(changes.pack), changes.pack.len())?;
+        }
         self.uses.enqueue(upload, &changes.uses)
     }
 
     /// Enqueues that the words of a list are put into their places.
-    fn put(&self, list: List, to: GlobalMut<u32>) -> Result<(), Error> {
+    ///
+    /// # Safety
+    /// The list names places of `to`, each once.
+    unsafe fn put(&self, list: List, to: GlobalMut<u32>) -> Result<(), Error> {
         let count = list.len() / 2;
         if count == 0 {
             return Ok(());
         }
         let put = Put { entries: self.upload.ptr(list), to, count: count as u32 };
-        // SAFETY: the list is of the size said, and names places in `to`, each once.
+        // SAFETY: the list is of the size said; the caller's word for the rest.
         unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(count), 0, put) }
     }
 
@@ -351,10 +357,13 @@ impl GpuBatch {
         let (tiles, chosen) = (upload.ptr(ready.tiles), pass.chosen.len() as u32);
         let mut best = None;
         if pass.prompt {
-            self.forward.enqueue_prefill_rows(rows, pass.len(), (tiles, pass.tiles.len()), pass.results)?;
-            if chosen > 0 {
-                let counted = step::Rows { count: upload.ptr_mut(ready.pick_count), ..rows };
-                self.forward.enqueue_picked(upload.ptr(ready.picks), counted, chosen)?;
+            let counted = step::Rows { count: upload.ptr_mut(ready.pick_count), ..rows };
+            // SAFETY: lists of this pass, which was cut from rows that were checked; they live with self.
+            unsafe {
+                self.forward.enqueue_prefill_rows(rows, pass.len(), (tiles, pass.tiles.len()), pass.results)?;
+                if chosen > 0 {
+                    self.forward.enqueue_picked(upload.ptr(ready.picks), counted, chosen)?;
+                }
             }
         } else {
             let output = match pass.chosen.first() {
@@ -369,7 +378,8 @@ impl GpuBatch {
                 tiles: Some(Tiles { list: tiles, count: pass.tiles.len() as u32 }),
                 output,
             };
-            best = self.forward.enqueue_quickest(&all, pass.is_of_one())?;
+            // SAFETY: likewise.
+            best = unsafe { self.forward.enqueue_quickest(&all, pass.is_of_one())? };
         }
         Ok(best)
     }
@@ -395,10 +405,12 @@ impl GpuBatch {
             first: ready.first_note,
             noted: ready.wanted.len(),
         };
-        self.notes.enqueue(&self.sampler, self.forward.logits(), group)?;
+        // SAFETY: lists of this pass, and places for its choices and notes.
+        unsafe { self.notes.enqueue(&self.sampler, self.forward.logits(), group)? };
         self.enqueue_masks(&ready.masked)?;
         self.enqueue_choices(ready, rows)?;
-        self.notes.enqueue_chosen(self.forward.logits(), group)
+        // SAFETY: likewise.
+        unsafe { self.notes.enqueue_chosen(self.forward.logits(), group) }
     }
 
     /// Makes the masks of these choices, and enqueues that they are applied to their logits.
@@ -493,6 +505,7 @@ impl BatchBackend for GpuBatch {
 
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
         assert!(self.under_way.len() < 2, "two steps are under way");
+        checked::check_plan(plan, starts, &self.limits, self.vocab());
         self.take_up(plan, starts);
         let sequence = |work: &Work| {
             let running = &self.slots[work.slot as usize];
@@ -503,6 +516,7 @@ impl BatchBackend for GpuBatch {
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
         let rows: Vec<Rows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
 
+        checked::check_rows(&rows, &self.limits, self.choices);
         let cut: Vec<Pass> = cut(&rows, self.widths);
         let changes = self.list_changes(plan, &cut)?;
         let mut passes: Vec<Ready> = Vec::new();

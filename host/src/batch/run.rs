@@ -36,18 +36,6 @@ pub struct BatchOptions {
 }
 
 impl BatchOptions {
-    /// The same, where nothing is said and memory is what attention waits for, with those of several sequences counted for
-    /// each: with fewer, it is not.
-    pub const PACKED_PAGES: usize = 512;
-    /// From so many bytes of memory a cycle and SM on, plain pages are read sooner than packed ones are unpacked: an H100
-    /// has 12.8, and gains by packing; an H200 has 18.8, and loses.
-    const PLAIN_FROM: f64 = 16.0;
-
-    /// How many pages are to be read for them to be packed, on a card of which memory moves so many bytes a cycle and SM.
-    pub(super) fn packed_pages_for(bytes_per_cycle: Option<f64>) -> usize {
-        if bytes_per_cycle.is_some_and(|bytes| bytes >= Self::PLAIN_FROM) { usize::MAX } else { Self::PACKED_PAGES }
-    }
-
     /// Rows of a step up to which drafts are worth a try, where nothing is said: a decode step costs the same from 1 row to these.
     pub const DRAFT_ROWS: u32 = gpu_kernels::step::MAX_DECODE_ROWS;
     /// Most sequences that a step has room for on any device.

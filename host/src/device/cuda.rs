@@ -10,7 +10,9 @@ use cust::error::CudaError;
 use cust::stream::{Stream, StreamFlags};
 use cust::sys;
 
+use super::capabilities::{Capabilities, Hardware};
 use super::kernels::Kernels;
+use super::recording::Recording;
 use super::{Begin, DeviceOptions, Entry, Grid};
 use crate::Error;
 use crate::timed::timed;
@@ -67,16 +69,14 @@ pub(super) struct Cuda {
     // Dropped in this order: what lives in the context goes before it.
     staging: Mutex<Option<Staging>>,
     stream: Stream,
+    recording: Recording,
     card: Arc<Card>,
 }
 
 /// What the queues of a card share.
 struct Card {
     name: String,
-    multiprocessors: u32,
-    /// Bytes that memory moves in a cycle of an SM, for each SM.
-    bytes_per_cycle: f64,
-    hopper: bool,
+    capabilities: Capabilities,
     options: DeviceOptions,
     kernels: Mutex<Kernels>,
     clusters: Mutex<HashMap<&'static str, u32>>,
@@ -103,13 +103,8 @@ pub struct CardInfo {
     pub memory: u64,
     /// Compute capability.
     pub capability: (i32, i32),
-}
-
-impl CardInfo {
-    /// Whether it runs what is written for Hopper alone.
-    pub fn is_hopper(&self) -> bool {
-        self.capability == (9, 0)
-    }
+    /// What it can do; none if it is too old.
+    pub capabilities: Option<Capabilities>,
 }
 
 fn initialise() -> Result<(), Error> {
@@ -141,11 +136,13 @@ pub fn cards() -> Result<Vec<CardInfo>, Error> {
     (0..count)
         .map(|ordinal| {
             let device = CudaDevice::get_device(ordinal).map_err(Error::driver("opening a device"))?;
+            let capability = capability(device)?;
             Ok(CardInfo {
                 ordinal,
                 name: device.name().map_err(Error::driver("naming a device"))?,
                 memory: device.total_memory().map_err(Error::driver("sizing a device"))? as u64,
-                capability: capability(device)?,
+                capability,
+                capabilities: Capabilities::of(&hardware(device, capability)?, &DeviceOptions::default()),
             })
         })
         .collect()
@@ -154,6 +151,30 @@ pub fn cards() -> Result<Vec<CardInfo>, Error> {
 fn capability(device: CudaDevice) -> Result<(i32, i32), Error> {
     let get = |a| device.get_attribute(a).map_err(Error::driver("asking for the compute capability"));
     Ok((get(DeviceAttribute::ComputeCapabilityMajor)?, get(DeviceAttribute::ComputeCapabilityMinor)?))
+}
+
+/// What the driver says of a card of this compute capability.
+fn hardware(device: CudaDevice, capability: (i32, i32)) -> Result<Hardware, Error> {
+    let get = |attribute| device.get_attribute(attribute).map_err(Error::driver("asking what a card has"));
+    let multiprocessors = get(DeviceAttribute::MultiprocessorCount)? as u32;
+    let mut shared_bytes = 0;
+    let attribute = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+    // SAFETY: `shared_bytes` is valid for a write, and the device is the driver's.
+    let code = unsafe { sys::cuDeviceGetAttribute(&mut shared_bytes, attribute, device.as_raw()) };
+    check("asking what a card has", code)?;
+    // Two transfers a cycle of memory's clock.
+    let bytes = 2.0
+        * f64::from(get(DeviceAttribute::MemoryClockRate)?)
+        * f64::from(get(DeviceAttribute::GlobalMemoryBusWidth)?)
+        / 8.0;
+    let cycles = f64::from(get(DeviceAttribute::ClockRate)?) * f64::from(multiprocessors);
+    Ok(Hardware {
+        capability,
+        shared_bytes: shared_bytes as u32,
+        l2_bytes: get(DeviceAttribute::L2CacheSize)? as u32,
+        multiprocessors,
+        bytes_per_cycle: bytes / cycles.max(1.0),
+    })
 }
 
 impl Drop for Cuda {
@@ -179,49 +200,42 @@ impl Cuda {
         let device = CudaDevice::get_device(ordinal).map_err(Error::driver("opening a device"))?;
         let name = device.name().map_err(Error::driver("naming a device"))?;
         let (major, minor) = capability(device)?;
-        let hopper = (major, minor) == (9, 0) && !options.portable;
-        let arch = match (major, minor) {
-            _ if hopper => "sm_90a",
-            (8.., _) => "sm_80",
-            _ => {
-                return Err(Error::NoCuda {
-                    reason: format!("{name} has compute capability {major}.{minor}, and 8.0 is the least that will do"),
-                });
-            }
+        let hardware = hardware(device, (major, minor))?;
+        let Some(capabilities) = Capabilities::of(&hardware, options) else {
+            return Err(Error::NoCuda {
+                reason: format!("{name} has compute capability {major}.{minor}, and 8.0 is the least that will do"),
+            });
         };
-        let multiprocessors = device
-            .get_attribute(DeviceAttribute::MultiprocessorCount)
-            .map_err(Error::driver("counting multiprocessors"))? as u32;
-        let clock = |attribute| device.get_attribute(attribute).map_err(Error::driver("asking for clocks"));
-        // Two transfers a cycle of memory's clock.
-        let bytes = 2.0
-            * f64::from(clock(DeviceAttribute::MemoryClockRate)?)
-            * f64::from(clock(DeviceAttribute::GlobalMemoryBusWidth)?)
-            / 8.0;
-        let cycles = f64::from(clock(DeviceAttribute::ClockRate)?) * f64::from(multiprocessors);
-        let bytes_per_cycle = bytes / cycles.max(1.0);
         let context = timed("making a context", || Context::new(device)).map_err(Error::driver("making a context"))?;
-        let kernels = Mutex::new(Kernels::load(arch, options)?);
+        let kernels = Mutex::new(Kernels::load(capabilities.level, options)?);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
         let clusters = Mutex::default();
         let options = options.clone();
-        let card = Card { name, multiprocessors, bytes_per_cycle, hopper, options, kernels, clusters, context };
-        Ok(Self { staging: Mutex::new(None), stream, card: Arc::new(card) })
+        let card = Card { name, capabilities, options, kernels, clusters, context };
+        Ok(Self { staging: Mutex::new(None), stream, recording: Recording::default(), card: Arc::new(card) })
     }
 
     /// Another queue of this card.
     pub(super) fn beside(&self) -> Result<Self, Error> {
         self.enter()?;
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
-        Ok(Self { staging: Mutex::new(None), stream, card: self.card.clone() })
+        Ok(Self { staging: Mutex::new(None), stream, recording: Recording::default(), card: self.card.clone() })
+    }
+
+    pub(super) fn recording(&self) -> &Recording {
+        &self.recording
+    }
+
+    pub(super) fn is_same_card(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.card, &other.card)
     }
 
     pub(super) fn name(&self) -> &str {
         &self.card.name
     }
 
-    pub(super) fn is_hopper(&self) -> bool {
-        self.card.hopper
+    pub(super) fn capabilities(&self) -> &Capabilities {
+        &self.card.capabilities
     }
 
     pub(super) fn options(&self) -> &DeviceOptions {
@@ -230,14 +244,6 @@ impl Cuda {
 
     pub(super) fn has_machine_code(&self) -> bool {
         self.card.kernels.lock().unwrap_or_else(|e| e.into_inner()).has_machine_code()
-    }
-
-    pub(super) fn bytes_per_cycle(&self) -> f64 {
-        self.card.bytes_per_cycle
-    }
-
-    pub(super) fn multiprocessors(&self) -> u32 {
-        self.card.multiprocessors
     }
 
     pub(super) fn stream(&self) -> &Stream {
@@ -270,12 +276,18 @@ impl Cuda {
         Ok(address)
     }
 
+    /// Gives memory back, once nothing that was recorded on this queue can use it.
     pub(super) fn free(&self, address: u64) {
-        if self.enter().is_ok() {
+        if !self.recording.keeps(address) && self.enter().is_ok() {
             // SAFETY: an address from `allocate`, freed once; the driver waits for work that uses it. Nothing can
             // be done about a failure here.
             unsafe { sys::cuMemFree_v2(address) };
         }
+    }
+
+    /// What was recorded last, or could not be, is never launched again.
+    pub(super) fn let_go(&self) {
+        self.recording.let_go().into_iter().for_each(|address| self.free(address));
     }
 
     pub(super) fn allocate_mapped(&self, bytes: usize) -> Result<(*mut u32, u64), Error> {
@@ -392,7 +404,7 @@ impl Cuda {
             value: [u64::from(blocks) | 1 << 32, 1, 0, 0, 0, 0, 0, 0],
         };
         let config = LaunchConfig {
-            grid: [blocks * self.card.multiprocessors, 1, 1],
+            grid: [blocks * self.card.capabilities.multiprocessors, 1, 1],
             block: [threads, 1, 1],
             shared_bytes,
             stream: self.stream.as_inner(),

@@ -7,19 +7,45 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cuda_std::Kernel;
 use cuda_std::emulator::{self, Launch};
 
-use super::{Begin, Calls, DeviceOptions, Grid};
+use super::recording::Recording;
+use super::{Begin, Calls, Capabilities, DeviceOptions, Grid};
 use crate::Error;
 
 pub(super) struct Emulator {
     seed: AtomicU64,
     options: DeviceOptions,
+    capabilities: Capabilities,
     memory: Mutex<HashMap<u64, emulator::Buffer<u8>>>,
     calls: Mutex<Calls>,
+    recording: Recording,
+    /// Of launches and copies, each of which is done before the next begins.
+    turn: Mutex<()>,
 }
 
 impl Emulator {
     pub(super) fn new(seed: u64, options: DeviceOptions) -> Self {
-        Self { seed: AtomicU64::new(seed), options, memory: Mutex::default(), calls: Mutex::default() }
+        Self {
+            seed: AtomicU64::new(seed),
+            capabilities: Capabilities::emulated(&options),
+            options,
+            memory: Mutex::default(),
+            calls: Mutex::default(),
+            recording: Recording::default(),
+            turn: Mutex::default(),
+        }
+    }
+
+    pub(super) fn recording(&self) -> &Recording {
+        &self.recording
+    }
+
+    /// Held by whoever touches memory.
+    fn turn(&self) -> std::sync::MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    pub(super) fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
     }
 
     pub(super) fn options(&self) -> &DeviceOptions {
@@ -62,7 +88,8 @@ impl Emulator {
 
     pub(super) fn write(&self, to: u64, data: &[u8]) {
         self.count(|calls| calls.copies += 1);
-        // SAFETY: callers stay within a live buffer, and no launch is running: launches are synchronous.
+        let _turn = self.turn();
+        // SAFETY: callers stay within a live buffer, and no launch is running: each has its turn.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to as *mut u8, data.len()) };
     }
 
@@ -71,8 +98,19 @@ impl Emulator {
             calls.copies += 1;
             calls.waits += 1;
         });
+        let _turn = self.turn();
         // SAFETY: as for `write`.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, out.as_mut_ptr(), out.len()) };
+    }
+
+    /// Copies between two places.
+    ///
+    /// # Safety
+    /// Both ranges are live.
+    pub(super) unsafe fn copy(&self, to: u64, from: u64, bytes: usize) {
+        let _turn = self.turn();
+        // SAFETY: the caller's word; device addresses are the host's.
+        unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
     }
 
     /// # Safety
@@ -94,6 +132,7 @@ impl Emulator {
             seed: self.seed.fetch_add(1, Ordering::Relaxed),
             ..Launch::default()
         };
+        let _turn = self.turn();
         emulator::launch::<K>(&launch, params).map(drop).map_err(|e| Error::Emulator(e.to_string()))
     }
 }

@@ -36,9 +36,9 @@ impl Kernels {
     /// Loads the main module for a level, and what a file of kernels stands for, if one is named.
     pub(super) fn load(arch: &'static str, options: &DeviceOptions) -> Result<Self, Error> {
         let (images, mut modules) = (Images::new(arch, options.modules), HashMap::new());
-        if let Some(path) = &options.kernels {
-            let bytes = read(path)?;
-            let path = path.display().to_string();
+        if let Some(file) = &options.kernels {
+            let bytes = read(file.path())?;
+            let path = file.path().display().to_string();
             let loaded = Arc::new(Loaded::new(&bytes, Origin::File(path.clone()))?);
             for module in images.stand_for(&loaded.layouts, &path)? {
                 tracing::debug!("module {module} comes from {path}");

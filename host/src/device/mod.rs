@@ -4,12 +4,14 @@
 //! without a GPU run the launches that a GPU runs.
 
 mod calls;
+mod capabilities;
 mod cuda;
 mod emulated;
 mod images;
 mod kernels;
 mod options;
 mod pinned;
+mod recording;
 mod tensor;
 mod timing;
 mod upload;
@@ -21,9 +23,10 @@ use bytemuck::Pod;
 use cuda_std::{Global, GlobalMut, Kernel};
 
 pub use calls::Calls;
+pub use capabilities::Capabilities;
 pub use cuda::{CardInfo, cards};
 pub use images::{IMAGES, Image, MAIN};
-pub use options::DeviceOptions;
+pub use options::{DeviceOptions, KernelFile};
 pub use pinned::Pinned;
 pub use tensor::TensorMaps;
 pub use timing::{Graph, Marker, Timer};
@@ -146,21 +149,17 @@ impl Device {
         }
     }
 
-    /// How many multiprocessors it has; the emulator says 4, enough for grids of more than one block.
-    pub fn multiprocessors(&self) -> u32 {
+    /// What it can do.
+    pub fn capabilities(&self) -> &Capabilities {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.multiprocessors(),
-            Kind::Emulator(_) => 4,
+            Kind::Cuda(cuda) => cuda.capabilities(),
+            Kind::Emulator(emulator) => emulator.capabilities(),
         }
     }
 
-    /// Bytes that memory moves, at its clock, while an SM has a cycle, for each SM: how much work a byte leaves time for. None for the
-    /// emulator.
-    pub fn bytes_per_cycle(&self) -> Option<f64> {
-        match &*self.0 {
-            Kind::Cuda(cuda) => Some(cuda.bytes_per_cycle()),
-            Kind::Emulator(_) => None,
-        }
+    /// How many SMs it has.
+    pub fn multiprocessors(&self) -> u32 {
+        self.capabilities().multiprocessors
     }
 
     /// Free device memory in bytes; none for the emulator, which has the host's.
@@ -179,6 +178,7 @@ impl Device {
     /// # Errors
     /// Not enough device memory.
     pub fn zeroed<T: Pod>(&self, len: usize) -> Result<Buffer<T>, Error> {
+        self.refuse_while_recording("an allocation")?;
         let bytes = (len * size_of::<T>()).max(16);
         let address = match &*self.0 {
             Kind::Cuda(cuda) => cuda.allocate(bytes)?,
@@ -202,6 +202,7 @@ impl Device {
     /// # Errors
     /// Not enough pinnable memory.
     pub fn mapped(&self, words: usize) -> Result<Mapped, Error> {
+        self.refuse_while_recording("an allocation")?;
         let (host, device) = match &*self.0 {
             Kind::Cuda(cuda) => cuda.allocate_mapped(words * 4)?,
             Kind::Emulator(emulator) => {
@@ -290,22 +291,14 @@ impl Device {
         }
     }
 
-    /// Whether it has TMA and the shared memory of Hopper, and the kernels that need them.
-    pub fn is_hopper(&self) -> bool {
-        match &*self.0 {
-            Kind::Cuda(cuda) => cuda.is_hopper(),
-            Kind::Emulator(emulator) => !emulator.options().portable,
-        }
-    }
-
     /// Whether prompts run in passes of many rows, by the kernels for Hopper: see [`DeviceOptions::prefill`].
     pub fn has_prefill(&self) -> bool {
-        self.is_hopper() && self.options().prefill.unwrap_or(!self.is_emulator())
+        self.capabilities().has_gemms() && self.options().prefill.unwrap_or(!self.is_emulator())
     }
 
     /// Whether a decode step runs in one launch, memory allowing: see [`DeviceOptions::unfused`].
     pub fn has_decode_kernel(&self) -> bool {
-        self.is_hopper() && !self.options().unfused
+        self.capabilities().has_decode_kernel() && !self.options().unfused
     }
 
     /// Whether its kernels are the machine code that is built in: of anything else the driver has made machine code
@@ -314,6 +307,15 @@ impl Device {
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.has_machine_code(),
             Kind::Emulator(_) => false,
+        }
+    }
+
+    /// Whether this is the device that `other` is, whatever the queues of both.
+    pub fn is_same_card(&self, other: &Self) -> bool {
+        match (&*self.0, &*other.0) {
+            (Kind::Cuda(a), Kind::Cuda(b)) => a.is_same_card(b),
+            (Kind::Emulator(_), Kind::Emulator(_)) => Arc::ptr_eq(&self.0, &other.0),
+            _ => false,
         }
     }
 
@@ -327,6 +329,7 @@ impl Device {
     /// # Errors
     /// Whatever a kernel failed with.
     pub fn synchronize(&self) -> Result<(), Error> {
+        self.refuse_while_recording("a wait")?;
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.synchronize(),
             Kind::Emulator(emulator) => {
@@ -357,6 +360,11 @@ pub struct Buffer<T> {
 }
 
 impl<T: Pod> Buffer<T> {
+    /// Where it lies, with the queue that its copies are enqueued on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// Elements.
     pub fn len(&self) -> usize {
         self.len
@@ -369,12 +377,14 @@ impl<T: Pod> Buffer<T> {
 
     /// Where it lies, to read from.
     pub fn ptr(&self) -> Global<T> {
-        Global::from_raw(self.address)
+        // SAFETY: where it starts.
+        unsafe { Global::from_raw(self.address) }
     }
 
     /// Where it lies, to write to.
     pub fn ptr_mut(&self) -> GlobalMut<T> {
-        GlobalMut::from_raw(self.address)
+        // SAFETY: likewise.
+        unsafe { GlobalMut::from_raw(self.address) }
     }
 
     /// Copies `data` to the elements from `at` on, after everything enqueued so far.
@@ -386,6 +396,7 @@ impl<T: Pod> Buffer<T> {
     /// If the range does not fit: a bug of the caller.
     pub fn write(&mut self, at: usize, data: &[T]) -> Result<(), Error> {
         assert!(at + data.len() <= self.len, "write of {} at {at} into {}", data.len(), self.len);
+        self.device.refuse_while_recording("a copy from memory that may be gone by then")?;
         let to = self.address + (at * size_of::<T>()) as u64;
         let bytes = bytemuck::cast_slice(data);
         match &*self.device.0 {
@@ -425,6 +436,7 @@ impl<T: Pod> Buffer<T> {
     /// If the range does not fit: a bug of the caller.
     pub fn read(&self, at: usize, out: &mut [T]) -> Result<(), Error> {
         assert!(at + out.len() <= self.len, "read of {} at {at} from {}", out.len(), self.len);
+        self.device.refuse_while_recording("a copy to memory that may be gone by then")?;
         let from = self.address + (at * size_of::<T>()) as u64;
         let bytes = bytemuck::cast_slice_mut(out);
         match &*self.device.0 {
@@ -442,8 +454,9 @@ impl<T: Pod> Buffer<T> {
     /// A driver error.
     ///
     /// # Panics
-    /// If the range does not fit: a bug of the caller.
+    /// If the range does not fit, or `from` is of another queue: a bug of the caller.
     pub fn copy_from(&mut self, at: usize, from: &Self) -> Result<(), Error> {
+        assert!(Arc::ptr_eq(&self.device.0, &from.device.0), "a copy between two queues");
         assert!(at + from.len <= self.len, "copy of {} at {at} into {}", from.len, self.len);
         let to = self.address + (at * size_of::<T>()) as u64;
         // SAFETY: in bounds; what frees either waits for the copy.
@@ -489,7 +502,8 @@ unsafe impl Send for Mapped {}
 impl Mapped {
     /// Where the device sees it.
     pub fn ptr_mut(&self) -> GlobalMut<u32> {
-        GlobalMut::from_raw(self.device)
+        // SAFETY: where it starts.
+        unsafe { GlobalMut::from_raw(self.device) }
     }
 
     /// Word `i` as it is now; what the device wrote before a system-scope release of this word is visible afterwards.
@@ -503,10 +517,13 @@ impl Mapped {
         word.load(std::sync::atomic::Ordering::Acquire)
     }
 
-    /// Zeroes it. Nothing enqueued may be writing.
+    /// Zeroes it, word by word: what is enqueued and writes to it may come before or behind.
     pub fn clear(&mut self) {
-        // SAFETY: in bounds and exclusive.
-        unsafe { self.host.write_bytes(0, self.words) };
+        for i in 0..self.words {
+            // SAFETY: as for `load`.
+            let word = unsafe { std::sync::atomic::AtomicU32::from_ptr(self.host.add(i)) };
+            word.store(0, std::sync::atomic::Ordering::Release);
+        }
         if let Kind::Emulator(emulator) = &*self.owner.0 {
             emulator.write(self.device, &vec![0; self.words * 4]);
         }

@@ -1,6 +1,6 @@
 //! How a device is opened.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::Image;
 
@@ -16,11 +16,32 @@ pub struct DeviceOptions {
     pub prefill: Option<bool>,
     /// Whether decode steps read weights packed without loss. None is where that is faster and there is the memory.
     pub lossless: Option<bool>,
-    /// A file of kernels to load instead of those that are built in: PTX, or machine code. It takes the place of each
-    /// module that it holds whole.
-    pub kernels: Option<PathBuf>,
+    /// A file of kernels to load instead of those that are built in. It takes the place of each module that it holds
+    /// whole.
+    pub kernels: Option<KernelFile>,
     /// Modules of kernels beside those of this crate. One is loaded when a kernel of it is first launched.
     pub modules: &'static [Image],
+}
+
+/// A file of kernels, PTX or machine code, whose word is taken for what they do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelFile(PathBuf);
+
+impl KernelFile {
+    /// The file at `path`.
+    ///
+    /// # Safety
+    /// Its kernels do to memory what those that are built in do: they were built from the sources of this program, or
+    /// from others with the same contracts. What the file says of the parameters that they take is compared with what
+    /// the host hands them, but nothing keeps a file from saying what is not so.
+    pub unsafe fn trusted(path: impl Into<PathBuf>) -> Self {
+        Self(path.into())
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
 }
 
 impl PartialEq for DeviceOptions {

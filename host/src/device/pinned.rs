@@ -32,6 +32,7 @@ impl Device {
     /// # Errors
     /// Not enough pinnable memory.
     pub fn pinned<T: Pod>(&self, len: usize) -> Result<Pinned<T>, Error> {
+        self.refuse_while_recording("an allocation")?;
         let bytes = (len * size_of::<T>()).max(16);
         let (host, address) = match &*self.0 {
             Kind::Cuda(cuda) => cuda.allocate_mapped(bytes)?,
@@ -48,6 +49,7 @@ impl Device {
     /// # Errors
     /// Whatever a kernel failed with.
     pub fn synchronize_all(&self) -> Result<(), Error> {
+        self.refuse_while_recording("a wait")?;
         match &*self.0 {
             Kind::Cuda(cuda) => cuda.synchronize_card(),
             Kind::Emulator(emulator) => {
@@ -65,9 +67,9 @@ impl Device {
         match &*self.0 {
             // SAFETY: the caller's word.
             Kind::Cuda(cuda) => unsafe { cuda.copy(to, from, bytes) },
-            Kind::Emulator(_) => {
-                // SAFETY: the caller's word; under the emulator device addresses are the host's.
-                unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
+            Kind::Emulator(emulator) => {
+                // SAFETY: the caller's word.
+                unsafe { emulator.copy(to, from, bytes) };
                 Ok(())
             }
         }
@@ -87,12 +89,14 @@ impl<T: Pod> Pinned<T> {
 
     /// Where the device sees it, to read from.
     pub fn ptr(&self) -> Global<T> {
-        Global::from_raw(self.address)
+        // SAFETY: where it starts.
+        unsafe { Global::from_raw(self.address) }
     }
 
     /// Where the device sees it, to write to.
     pub fn ptr_mut(&self) -> GlobalMut<T> {
-        GlobalMut::from_raw(self.address)
+        // SAFETY: likewise.
+        unsafe { GlobalMut::from_raw(self.address) }
     }
 
     /// Its contents, once the device is done.
@@ -139,7 +143,8 @@ impl<T: Pod> Buffer<T> {
     /// device.
     ///
     /// # Safety
-    /// Both stay alive, and nothing else touches either, until the copy is done.
+    /// Both stay alive, and nothing else touches either, until the copy is done: where it is
+    /// [recorded](Device::capture), for as long as the graph.
     ///
     /// # Errors
     /// A driver error.

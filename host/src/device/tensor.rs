@@ -52,7 +52,8 @@ impl TensorMaps {
     /// If there is none: a bug of the caller.
     pub fn ptr(&self, i: usize) -> Global<TensorMap> {
         assert!((i + 1) * WORDS <= self.0.len(), "there are {} maps", self.0.len() / WORDS);
-        Global::from_raw(self.0.ptr().addr() + (i * size_of::<TensorMap>()) as u64)
+        // SAFETY: one of them.
+        unsafe { self.0.ptr().cast().at(i) }
     }
 }
 

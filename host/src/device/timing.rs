@@ -59,16 +59,23 @@ impl Device {
 
     /// Records what `work` enqueues on this device, without running it, as one thing to launch.
     ///
-    /// `work` may launch kernels, clear buffers, and copy to and from [`super::Pinned`] memory; it must not synchronise, allocate or
-    /// touch other memory of the host. Launch its kernels once before: the first launch of a kernel may load it.
-    /// The graph borrows what `work` borrows, so no buffer can go before it. The emulator runs `work` at every launch
-    /// of the graph instead.
+    /// `work` may launch kernels, clear and copy buffers, and copy to and from [`super::Pinned`] memory; to wait, to allocate
+    /// and to touch other memory of the host is refused. Launch its kernels once before: the first launch of a kernel may
+    /// load it. The graph borrows what `work` borrows, and buffers of this queue that go all the same are freed
+    /// when no graph of it is left. The emulator runs `work` at every launch of the graph instead.
+    ///
+    /// What `work` promises of [addresses](Self::launch) holds for every launch of the graph.
     ///
     /// # Errors
-    /// Whatever `work` fails with, or the driver's refusal of what it enqueued.
+    /// [`Error::Recording`] for what cannot be recorded, whatever else `work` fails with, or the driver's refusal of what it
+    /// enqueued.
     pub fn capture<'w>(&self, mut work: impl FnMut() -> Result<(), Error> + 'w) -> Result<Graph<'w>, Error> {
         let recorded = match &*self.0 {
-            Kind::Cuda(cuda) => Some(record(cuda, &mut work)?),
+            Kind::Cuda(cuda) => {
+                let _recording = cuda.recording().begin()?;
+                cuda.recording().keep();
+                Some(record(cuda, &mut work).inspect_err(|_| cuda.let_go())?)
+            }
             Kind::Emulator(_) => None,
         };
         Ok(Graph { recorded, work: Box::new(work), device: self.clone() })
@@ -195,17 +202,26 @@ impl Graph<'_> {
     /// # Errors
     /// A driver error; under the emulator, whatever the work fails with.
     pub fn launch(&mut self) -> Result<(), Error> {
-        let (Some(recorded), Kind::Cuda(cuda)) = (&self.recorded, &*self.device.0) else { return (self.work)() };
+        let (Some(recorded), Kind::Cuda(cuda)) = (&self.recorded, &*self.device.0) else {
+            let _recording = self.device.recording().begin()?;
+            return (self.work)();
+        };
+        self.device.refuse_while_recording("the launch of a graph")?;
         cuda.enter()?;
-        // SAFETY: the graph is ours, and everything that it uses is borrowed by it.
+        // SAFETY: the graph is ours; what it uses is borrowed by it, kept by its queue, or promised to live by who
+        // enqueued it.
         check("launching a graph", unsafe { sys::cuGraphLaunch(recorded.0, cuda.stream().as_inner()) })
     }
 }
 
 impl Drop for Graph<'_> {
     fn drop(&mut self) {
-        // What the graph borrows may be freed next.
+        // What the graph uses may be freed next.
         let _ = self.device.synchronize();
+        if let (Some(recorded), Kind::Cuda(cuda)) = (self.recorded.take(), &*self.device.0) {
+            drop(recorded);
+            cuda.let_go();
+        }
     }
 }
 

@@ -150,7 +150,8 @@ impl ModelDrafter {
 
     /// Enqueues a pass over at most `most_rows` rows at positions below `end`, and what becomes of its last row.
     fn enqueue_pass(&self, at: &Between<'_>, number: u32, most_rows: u32, end: u32) -> Result<(), Error> {
-        self.forward.enqueue_decode(most_rows, end)?;
+        // SAFETY: the first pass is behind `plan_draft`, every other behind `next_draft`, and both zero the counters.
+        unsafe { self.forward.enqueue_decode(most_rows, end)? };
         let rows = self.forward.rows();
         let best = self.forward.stream().map(|stream| stream.best());
         let (counters, counter_count) = counters(&self.forward);

@@ -156,7 +156,7 @@ impl Drafter<OnDevice> for NgramDrafter {
             // SAFETY: whoever has made acceptance and plan says that their addresses are good; the others are buffers
             // of self and of the proposals, sized as the parameter block says.
             return unsafe {
-                if device.is_hopper() {
+                if device.capabilities().early_launches {
                     device.launch_early::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)
                 } else {
                     device.launch::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)

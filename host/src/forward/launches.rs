@@ -34,9 +34,12 @@ impl Forward {
     /// From now on, [`enqueue`](Self::enqueue) runs `norms`, or `silu` and its product, in launches of their own, by kernels that the caller brings: for
     /// measuring what it gains that it does not. The results differ in their last bits.
     ///
+    /// # Safety
+    /// The kernels keep to what [`RmsNorm`] and [`SiluMul`] say of their parameters.
+    ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn take_apart<N, S>(&mut self, norms: bool, silu: bool) -> Result<(), Error>
+    pub unsafe fn take_apart<N, S>(&mut self, norms: bool, silu: bool) -> Result<(), Error>
     where
         N: Kernel<Params = RmsNorm>,
         S: Kernel<Params = SiluMul>,

@@ -62,9 +62,6 @@ struct Many {
     beside: gemm::Beside,
 }
 
-/// Passes over more rows than this have their products as launches: from there on they are done sooner so.
-const MANY_ROWS: u32 = 384;
-
 /// What these passes know of packed pages.
 struct Packed {
     /// `[pages]` whether it is packed: as [`WideStep::packed`].
@@ -153,7 +150,7 @@ impl Forward {
             items: self.device.zeroed(WideStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
             best: self.device.zeroed(MAX_WIDE_ROWS as usize)?,
             many: Many {
-                from: MANY_ROWS + 1,
+                from: self.device.capabilities().tuning().gemm_rows,
                 out: self.device.tensor_maps(&[gemm::out(
                     self.activation.ptr(),
                     self.room.rows,
@@ -178,21 +175,36 @@ impl Forward {
     /// Enqueues that pages are [packed] in all layers, as far as they can be: `count` pages of `list`, each once, of which every token is there. Passes over rows
     /// with tiles alone may meet one then. Nothing happens if nothing was [made ready](Self::lay_out_wide) for them.
     ///
+    /// # Safety
+    /// When it runs, `list` has so many numbers of pages of the [cache](Self::cache), each once, of which none is packed. It lives until
+    /// the device is done.
+    ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue_pack(&self, list: Global<u32>, count: usize) -> Result<(), Error> {
-        self.enqueue_packing::<packed::pack_pages>(list, count)
+    pub unsafe fn enqueue_pack(&self, list: Global<u32>, count: usize) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.enqueue_packing::<packed::pack_pages>(list, count) }
     }
 
     /// Enqueues that packed pages are brought back to what they were, likewise.
     ///
+    /// # Safety
+    /// As [`enqueue_pack`](Self::enqueue_pack), but that all of them are packed.
+    ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue_unpack(&self, list: Global<u32>, count: usize) -> Result<(), Error> {
-        self.enqueue_packing::<packed::unpack_pages>(list, count)
+    pub unsafe fn enqueue_unpack(&self, list: Global<u32>, count: usize) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.enqueue_packing::<packed::unpack_pages>(list, count) }
     }
 
-    fn enqueue_packing<K: Kernel<Params = PackPages>>(&self, list: Global<u32>, count: usize) -> Result<(), Error> {
+    /// # Safety
+    /// As [`enqueue_pack`](Self::enqueue_pack), or [`enqueue_unpack`](Self::enqueue_unpack).
+    unsafe fn enqueue_packing<K: Kernel<Params = PackPages>>(
+        &self,
+        list: Global<u32>,
+        count: usize,
+    ) -> Result<(), Error> {
         let Some(wide) = self.wide.as_ref().filter(|_| count > 0) else { return Ok(()) };
         let params = PackPages {
             list,
@@ -344,7 +356,8 @@ impl Forward {
             phase_count,
             blocks,
             stream: weights,
-            lossless: stream.lossless().unwrap_or_default(),
+            // Of 64 rows a tile plain weights are quicker so far: those are packed only where that is asked for.
+            lossless: stream.lossless().filter(|_| self.device.options().lossless == Some(true)).unwrap_or_default(),
             tiles: tiles.list,
             packed: of.packed.pages.ptr(),
             items: of.items.ptr_mut(),

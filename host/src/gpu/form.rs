@@ -88,7 +88,8 @@ impl Gpu {
         // reported.
         unsafe { self.forward.device().launch::<step::plan_decode>(1, 0, plan)? };
         let end = (length + drafts).min(self.forward.capacity());
-        self.forward.enqueue_decode(1 + drafts as u32, end as u32)
+        // SAFETY: the plan zeroes the counters.
+        unsafe { self.forward.enqueue_decode(1 + drafts as u32, end as u32) }
     }
 
     /// Proposes drafts for the next step; how many are worth it.

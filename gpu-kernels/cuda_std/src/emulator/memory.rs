@@ -242,13 +242,15 @@ impl<T: Copy> Buffer<T> {
     /// The address, for kernels that read.
     #[must_use]
     pub fn ptr(&self) -> Global<T> {
-        Global::from_raw(self.allocation.start as u64)
+        // SAFETY: the allocation's start.
+        unsafe { Global::from_raw(self.allocation.start as u64) }
     }
 
     /// The address, for kernels that write.
     #[must_use]
     pub fn ptr_mut(&self) -> GlobalMut<T> {
-        GlobalMut::from_raw(self.allocation.start as u64)
+        // SAFETY: likewise.
+        unsafe { GlobalMut::from_raw(self.allocation.start as u64) }
     }
 }
 

@@ -19,6 +19,8 @@
 //! memory is sequentially consistent, though relying on it is reported as a race; clocks count steps.
 
 mod access;
+#[cfg(test)]
+mod bookkeeping;
 mod clock;
 mod collective;
 mod copies;

@@ -2,7 +2,7 @@
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::batch::{self, ListRecords, PageRecords};
-use gpu_kernels::token_copy::{self as kernels, MULTIPROCESSORS, PAGE_RECORD_BYTES, Pairs, Regions, TokenCopy};
+use gpu_kernels::token_copy::{self as kernels, PAGE_RECORD_BYTES, Pairs, Regions, TokenCopy};
 use half::bf16;
 
 use crate::Error;
@@ -68,14 +68,17 @@ impl Mover {
 
     /// Enqueues moves of `count` pages: `[count, 2]` where from and where to.
     ///
+    /// # Safety
+    /// When it runs, there is such a list; it lives until the device is done.
+    ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue(&self, cache: &KvCache, way: Way, moves: Global<u32>, count: usize) -> Result<(), Error> {
+    pub unsafe fn enqueue(&self, cache: &KvCache, way: Way, moves: Global<u32>, count: usize) -> Result<(), Error> {
         let (layers, records) = (self.layers, self.records);
         let on_device = PageRecords { page: records, layer: cache.pages() as u32 * records };
         let on_host = PageRecords { page: layers * records, layer: records };
-        let device_region = (cache.elements().ptr_mut().addr(), on_device, cache.pages());
-        let host_region = (self.host.ptr_mut().addr(), on_host, self.host_pages);
+        let device_region = (cache.elements().ptr_mut().cast(), on_device, cache.pages());
+        let host_region = (self.host.ptr_mut(), on_host, self.host_pages);
         let (from, to) = match way {
             Way::Out => (device_region, host_region),
             Way::Within => (device_region, device_region),
@@ -83,7 +86,11 @@ impl Mover {
         };
         let all = |pages: usize| (pages * (layers * records) as usize) as u64;
         // The bus is no faster with more.
-        let most = if way == Way::Within { u32::MAX } else { MULTIPROCESSORS.min(self.device.multiprocessors()) };
+        let most = if way == Way::Within {
+            u32::MAX
+        } else {
+            self.device.capabilities().tuning().copy_multiprocessors.min(self.device.multiprocessors())
+        };
         for first in (0..count).step_by(AT_ONCE) {
             let pages = (count - first).min(AT_ONCE);
             let pairs = all(pages);
@@ -108,8 +115,8 @@ impl Mover {
                     refused: GlobalMut::default(),
                 },
                 regions: Regions {
-                    src: Global::from_raw(from.0),
-                    dst: GlobalMut::from_raw(to.0),
+                    src: from.0.read(),
+                    dst: to.0,
                     map: GlobalMut::default(),
                     record_bytes: PAGE_RECORD_BYTES,
                 },
@@ -154,7 +161,8 @@ mod tests {
         };
         let go = |way: Way, moves: &[[u32; 2]]| {
             let list = device.upload(&moves.concat()).unwrap();
-            mover.enqueue(&cache, way, list.ptr(), moves.len()).unwrap();
+            // SAFETY: the list is of the size said.
+            unsafe { mover.enqueue(&cache, way, list.ptr(), moves.len()).unwrap() };
         };
         let before = read();
         // More than are moved at a time.

@@ -54,9 +54,12 @@ impl Notes {
 
     /// Enqueues the notes of rows of `logits`.
     ///
+    /// # Safety
+    /// When it runs, the group's lists are what [`Group`] says, of rows of `logits`, and there is room for its notes.
+    ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue(&self, sampler: &Sampler, logits: &Buffer<f32>, group: Group) -> Result<(), Error> {
+    pub unsafe fn enqueue(&self, sampler: &Sampler, logits: &Buffer<f32>, group: Group) -> Result<(), Error> {
         if group.noted == 0 {
             return Ok(());
         }
@@ -66,9 +69,12 @@ impl Notes {
 
     /// Enqueues what the choices after these rows add, once they are made.
     ///
+    /// # Safety
+    /// As for [`enqueue`](Self::enqueue).
+    ///
     /// # Errors
     /// A refused launch.
-    pub fn enqueue_chosen(&self, logits: &Buffer<f32>, group: Group) -> Result<(), Error> {
+    pub unsafe fn enqueue_chosen(&self, logits: &Buffer<f32>, group: Group) -> Result<(), Error> {
         if group.noted == 0 {
             return Ok(());
         }

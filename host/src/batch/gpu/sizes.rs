@@ -12,12 +12,8 @@ use crate::device::Device;
 use crate::forward::{Footprint, Room};
 use crate::prefill;
 
-/// Sequences at once, where nothing is said: on a Hopper card, on another card, and on the emulator.
-const SEQUENCES: [u32; 3] = [512, 256, 8];
 /// Where prompts have passes of their own, one more sequence for so many is read in ahead, to take the place of one that ends.
 const AHEAD: usize = 10;
-/// Rows of a step, where nothing is said: where prompts have passes of their own, and elsewhere.
-const ROWS: (u32, u32) = (prefill::CHUNK as u32, 256);
 /// Most rows of a step: lists have room for so many.
 const MOST_ROWS: usize = 1 << 16;
 /// Bytes of device memory left to others.
@@ -42,14 +38,11 @@ pub struct Sizes {
 impl Sizes {
     /// What `options` say, or what is good on `device`.
     pub fn new(device: &Device, context: usize, options: &BatchOptions, prompts_apart: bool) -> Self {
-        let sequences = match (device.is_emulator(), device.is_hopper()) {
-            (true, _) => SEQUENCES[2],
-            (_, true) => SEQUENCES[0],
-            _ => SEQUENCES[1],
-        };
-        let generating = options.sequences.unwrap_or(sequences).clamp(1, BatchOptions::MOST_SEQUENCES) as usize;
+        let tuning = device.capabilities().tuning();
+        let generating = options.sequences.unwrap_or(tuning.sequences).clamp(1, BatchOptions::MOST_SEQUENCES) as usize;
         let sequences = generating + if prompts_apart { generating / AHEAD } else { 0 };
-        let rows = options.rows.unwrap_or(if prompts_apart { ROWS.0 } else { ROWS.1 }) as usize;
+        let rows =
+            options.rows.unwrap_or(if prompts_apart { prefill::CHUNK as u32 } else { tuning.step_rows }) as usize;
         Self { context, generating, sequences, rows: rows.clamp(sequences, MOST_ROWS), prompts_apart }
     }
 

@@ -1,0 +1,112 @@
+//! Tests of what the emulator keeps note of, without a launch: Miri runs them, and cannot switch stacks as a launch does.
+
+use std::panic::Location;
+use std::rc::Rc;
+
+use super::clock::{Base, Clock, Counts, Name, meet};
+use super::memory::{Buffer, find};
+use super::race::{Mode, Past, Shadow};
+
+fn here() -> &'static Location<'static> {
+    Location::caller()
+}
+
+/// Lanes of a block.
+fn lanes(block: u32, count: u32) -> Vec<Clock> {
+    let base = Rc::new(Base::new(count));
+    (0..count).map(|slot| Clock::new(Name::new(block, slot), base.clone())).collect()
+}
+
+/// Who was in the way, and how.
+fn past(found: Result<(), Past>) -> Option<(u32, Mode)> {
+    found.err().map(|past| {
+        assert!(past.site.file().ends_with("bookkeeping.rs"), "{}", past.site);
+        (past.name.slot(), past.mode)
+    })
+}
+
+#[test]
+fn lanes_that_have_not_met_race_and_others_do_not() {
+    let (mut lanes, mut shadow) = (lanes(3, 4), Shadow::new(10_000));
+    let mut access = |lane: &Clock, bytes, mode| past(shadow.access(bytes, mode, lane, here()));
+    // Over the border of two pages of the shadow.
+    assert_eq!(access(&lanes[0], 4080..4112, Mode::Write), None);
+    assert_eq!(access(&lanes[0], 4080..4084, Mode::Read), None);
+    assert_eq!(access(&lanes[1], 4108..4110, Mode::Read), Some((0, Mode::Write)));
+    assert_eq!(access(&lanes[1], 4112..4116, Mode::Write), None);
+    meet(lanes.iter_mut());
+    assert_eq!(access(&lanes[1], 4108..4110, Mode::Read), None);
+    assert_eq!(access(&lanes[2], 4108..4110, Mode::Read), None);
+    assert_eq!(access(&lanes[3], 4108..4109, Mode::Write), Some((2, Mode::Read)));
+    // Neighbours in a granule of 16 bytes are none in a finer one.
+    assert_eq!(access(&lanes[3], 4110..4111, Mode::Write), None);
+    assert_eq!(access(&lanes[1], 0..4, Mode::AtomicWrite), None);
+    assert_eq!(access(&lanes[2], 0..4, Mode::AtomicWrite), None);
+    assert_eq!(access(&lanes[3], 0..4, Mode::Read), Some((2, Mode::AtomicWrite)));
+}
+
+#[test]
+fn what_is_published_is_known_to_who_learns_it() {
+    let (writer, mut reader) = (lanes(0, 32).remove(5), lanes(7, 32).remove(9));
+    let mut shadow = Shadow::new(64);
+    assert_eq!(past(shadow.access(0..64, Mode::Write, &writer, here())), None);
+    assert_eq!(past(shadow.access(32..36, Mode::Read, &reader, here())), Some((5, Mode::Write)));
+    let mut counts = Counts::default();
+    writer.publish(&mut counts);
+    reader.learn(&counts);
+    assert_eq!(past(shadow.access(32..36, Mode::Read, &reader, here())), None);
+    let found = shadow.find_writer(60..64, |name, epoch| (name, epoch) == (writer.name, 1));
+    assert_eq!(found.map(|past| past.name), Some(writer.name));
+}
+
+#[test]
+fn a_copy_races_until_it_has_landed() {
+    let (mut lanes, mut shadow) = (lanes(0, 2), Shadow::new(64));
+    let [first, second] = [lanes[0].clone(), lanes[1].clone()];
+    assert_eq!(past(shadow.access(0..32, Mode::CopyWrite, &first, here())), None);
+    assert_eq!(past(shadow.access(16..20, Mode::Read, &first, here())), Some((0, Mode::CopyWrite)));
+    shadow.land(0..32, Mode::CopyWrite, first.name, first.count, here());
+    assert_eq!(past(shadow.access(16..20, Mode::Read, &first, here())), None);
+    assert_eq!(past(shadow.access(16..20, Mode::Read, &second, here())), Some((0, Mode::Write)));
+    meet(lanes.iter_mut());
+    assert_eq!(past(shadow.access(16..20, Mode::Read, &lanes[1], here())), None);
+}
+
+#[test]
+fn what_is_read_as_constant_is_never_written() {
+    let (lanes, mut shadow) = (lanes(0, 2), Shadow::new(64));
+    assert_eq!(past(shadow.access(8..16, Mode::ReadConstant, &lanes[0], here())), None);
+    assert_eq!(past(shadow.access(0..8, Mode::Write, &lanes[0], here())), None);
+    assert_eq!(past(shadow.access(15..16, Mode::Write, &lanes[0], here())), Some((0, Mode::ReadConstant)));
+    assert_eq!(past(shadow.access(4..8, Mode::ReadConstant, &lanes[0], here())), Some((0, Mode::Write)));
+    shadow.clear();
+    assert_eq!(past(shadow.access(15..16, Mode::Write, &lanes[1], here())), None);
+}
+
+#[test]
+fn memory_is_found_by_every_address_of_it_and_by_none_beyond() {
+    let buffer = Buffer::from_slice(&[1u32, 2, 3]).named("three");
+    let start = buffer.ptr().addr();
+    assert_eq!(buffer.as_slice(), [1, 2, 3]);
+    let allocation = find(start + 11).unwrap();
+    assert_eq!((allocation.start() as u64, allocation.len()), (start, 12));
+    assert_eq!(find(start + 12).unwrap_err(), "0 bytes past the end of buffer `three` ([u32; 3])");
+    assert!(find(1).is_err());
+    drop((buffer, allocation));
+    assert!(find(start + 4).map_or(true, |other| other.start() as u64 != start));
+}
+
+#[test]
+fn every_byte_is_known_to_be_written_or_not() {
+    let mut buffer = Buffer::<u8>::new_poisoned(100);
+    let initialised = &find(buffer.ptr().addr()).unwrap().initialised;
+    assert!(!initialised.covers(0..1) && initialised.covers(50..50));
+    initialised.add(3..37);
+    assert!(initialised.covers(3..37) && !initialised.covers(2..4) && !initialised.covers(36..38));
+    buffer.copy_from(&[7; 100]);
+    assert!(initialised.covers(0..100));
+    assert_eq!(buffer.as_slice(), [7; 100]);
+    buffer.poison();
+    assert!((0..100).all(|byte| !initialised.covers(byte..byte + 1)));
+    assert_eq!(Buffer::zeroed(5).as_slice(), [0; 5]);
+}

@@ -1,0 +1,155 @@
+//! Which models the kernels cover, and whether weights are of the model that they are said to be of.
+
+use gpu_kernels::attention;
+use gpu_kernels::kv::HEAD_DIM;
+use gpu_kernels::linear;
+use half::bf16;
+use model::Config;
+
+use super::Forward;
+use crate::Error;
+use crate::device::{Buffer, Device};
+use crate::weights::{DeviceLayer, DeviceWeights};
+
+impl Forward {
+    /// What [`check`](Self::check) asks for, in words.
+    pub const COVERED: &'static str = "head size 128, hidden and intermediate size multiples of 128, at most 16 \
+                                       query heads for each \
+                                       key-value head";
+
+    /// Checks that the kernels cover `config`'s shapes.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn check(config: &Config) -> Result<(), Error> {
+        let (q_heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        let group = q_heads.checked_div(kv_heads).unwrap_or(0);
+        let chunk = 2 * linear::SLICE as usize;
+        // Kernels count in 32 bits.
+        let largest = config.vocab_size.max(config.hidden_size).max(config.intermediate_size).max(config.qkv_size());
+        let is_size = |size: usize| size > 0 && size.is_multiple_of(chunk);
+        for (ok, what, found) in [
+            (config.head_dim == HEAD_DIM as usize, "a head size of 128", config.head_dim),
+            (is_size(config.hidden_size), "a hidden size that is a multiple of 128", config.hidden_size),
+            (
+                is_size(config.intermediate_size),
+                "an intermediate size that is a multiple of 128",
+                config.intermediate_size,
+            ),
+            (group > 0 && group * kv_heads == q_heads, "as many query heads for each key-value head", q_heads),
+            (group <= attention::PAIRS as usize, "at most 16 query heads for a key-value head", group),
+            (config.num_hidden_layers > 0, "a layer", config.num_hidden_layers),
+            (config.vocab_size > 0, "a vocabulary", config.vocab_size),
+            (largest < 1 << 30, "sizes below 2^30", largest),
+        ] {
+            if !ok {
+                return Err(Error::Unsupported { what, found });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks that every weight of `config` is on this card, and as large as kernels will take it to be.
+///
+/// # Errors
+/// [`Error::Weights`].
+pub(super) fn check_weights(device: &Device, config: &Config, weights: &DeviceWeights) -> Result<(), Error> {
+    let DeviceWeights { embed, layers, norm, head } = weights;
+    let (hidden, inner, head_dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
+    let (qkv_size, q) = (config.qkv_size(), config.query_size());
+    let check = |what: &'static str, weight: &Buffer<bf16>, expected: usize| {
+        let found = if weight.device().is_same_card(device) { weight.len() } else { 0 };
+        if found == expected { Ok(()) } else { Err(Error::Weights { what, found, expected }) }
+    };
+    let optional = |what, weight: &Option<Buffer<bf16>>, expected: usize| match weight {
+        Some(weight) => check(what, weight, expected),
+        None if expected == 0 => Ok(()),
+        None => Err(Error::Weights { what, found: 0, expected }),
+    };
+    if layers.len() != config.num_hidden_layers {
+        return Err(Error::Weights { what: "layers", found: layers.len(), expected: config.num_hidden_layers });
+    }
+    check("embedding", embed, config.vocab_size * hidden)?;
+    check("final norm", norm, hidden)?;
+    optional("head", head, if config.tie_word_embeddings { 0 } else { config.vocab_size * hidden })?;
+    for layer in layers {
+        let DeviceLayer { input_norm, qkv, qkv_bias, q_norm, k_norm, output, post_attention_norm, gate, up, down } =
+            layer;
+        for (what, weight, expected) in [
+            ("input norm", input_norm, hidden),
+            ("projection of queries, keys and values", qkv, qkv_size * hidden),
+            ("norm of queries", q_norm, head_dim),
+            ("norm of keys", k_norm, head_dim),
+            ("output projection", output, hidden * q),
+            ("post-attention norm", post_attention_norm, hidden),
+            ("gate projection", gate, inner * hidden),
+            ("up projection", up, inner * hidden),
+            ("down projection", down, hidden * inner),
+        ] {
+            check(what, weight, expected)?;
+        }
+        optional("bias of the projections", qkv_bias, if config.traits.qkv_bias { qkv_size } else { 0 })?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn small() -> Config {
+        let shape = Config::published("0.6B").unwrap();
+        let (heads, kv_heads) = (2, 1);
+        Config {
+            vocab_size: 64,
+            hidden_size: 128,
+            intermediate_size: 256,
+            num_hidden_layers: 2,
+            num_attention_heads: heads,
+            num_key_value_heads: kv_heads,
+            ..shape
+        }
+    }
+
+    /// What is said of weights of one config that are given out for another's.
+    fn refused(given: &Config, said: &Config) -> String {
+        let device = Device::emulator(0);
+        let weights = DeviceWeights::random(given, &device).unwrap();
+        Forward::new(&device, said, weights, 16).err().map(|error| error.to_string()).unwrap_or_default()
+    }
+
+    #[test]
+    fn weights_of_another_model_are_refused() {
+        let config = small();
+        assert_eq!(refused(&config, &config), "");
+        for (other, what) in [
+            (Config { vocab_size: 65, ..config.clone() }, "embedding has 8192 elements"),
+            (Config { num_hidden_layers: 3, ..config.clone() }, "layers"),
+            (Config { intermediate_size: 384, ..config.clone() }, "gate projection"),
+            (Config { num_attention_heads: 3, ..config.clone() }, "projection of queries"),
+            (Config { tie_word_embeddings: false, ..config.clone() }, "head has 0 elements"),
+        ] {
+            let error = refused(&config, &other);
+            assert!(error.contains(what), "{error}");
+        }
+        let weights = DeviceWeights::random(&config, &Device::emulator(0)).unwrap();
+        let error = Forward::new(&Device::emulator(0), &config, weights, 16).err().unwrap().to_string();
+        assert!(error.contains("embedding has 0 elements"), "of another card: {error}");
+    }
+
+    #[test]
+    fn shapes_that_nobody_checked_are_refused() {
+        let config = small();
+        for (other, what) in [
+            (Config { num_key_value_heads: 0, ..config.clone() }, "query heads"),
+            (Config { num_attention_heads: 5, num_key_value_heads: 2, ..config.clone() }, "query heads"),
+            (Config { hidden_size: 0, ..config.clone() }, "hidden size"),
+            (Config { num_hidden_layers: 0, ..config.clone() }, "a layer"),
+            (Config { intermediate_size: 1 << 30, ..config.clone() }, "below 2^30"),
+        ] {
+            let error = refused(&config, &other);
+            assert!(error.contains(what), "{error}");
+        }
+    }
+}

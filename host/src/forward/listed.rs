@@ -1,0 +1,137 @@
+//! Rows that the host knows, in lists that were checked: passes over them are safe to enqueue.
+
+use cuda_std::Global;
+use gpu_kernels::attention::Attend;
+use gpu_kernels::step::Rows;
+
+use super::{Forward, Pass, Room, RowOutput, Tiles};
+use crate::Error;
+use crate::device::Buffer;
+
+/// A row: a token of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// Its id.
+    pub token: u32,
+    /// Its position in the sequence.
+    pub position: u32,
+    /// The sequence's number: its row of the [page tables](Forward::page_tables).
+    pub sequence: u32,
+}
+
+/// Rows on the device, with their tiles of attention. That there are some says that they were checked: nobody else
+/// writes to the lists.
+pub struct ListedRows {
+    count: Buffer<u32>,
+    tokens: Buffer<u32>,
+    positions: Buffer<u32>,
+    sequences: Buffer<u32>,
+    tiles: Buffer<u32>,
+    end: u32,
+    /// What they were checked for.
+    room: Room,
+}
+
+impl ListedRows {
+    /// Rows.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+}
+
+impl Forward {
+    /// Copies rows to the device, for passes over all of them. Rows of a sequence that follow each other meet in
+    /// attention.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    ///
+    /// # Panics
+    /// If there are none, or a row is of a token, position or sequence that there is no [room](Self::room) for: a bug
+    /// of the caller.
+    pub fn list_rows(&self, rows: &[Row]) -> Result<ListedRows, Error> {
+        let (room, config, device) = (self.room, &self.config, &self.device);
+        assert!(!rows.is_empty(), "no rows");
+        self.check_room(rows.len(), 0);
+        for row in rows {
+            let fits = (row.token as usize) < config.vocab_size
+                && (row.position as usize) < room.context
+                && (row.sequence as usize) < room.sequences;
+            assert!(fits, "{row:?}, of {} tokens, and {room:?}", config.vocab_size);
+        }
+        let column = |of: fn(&Row) -> u32| device.upload(&rows.iter().map(of).collect::<Vec<_>>());
+        let most = Attend::tile_rows((config.num_attention_heads / config.num_key_value_heads) as u32) as usize;
+        Ok(ListedRows {
+            count: device.upload(&[rows.len() as u32])?,
+            tokens: column(|row| row.token)?,
+            positions: column(|row| row.position)?,
+            sequences: column(|row| row.sequence)?,
+            tiles: device.upload(&tiles(rows, most).concat())?,
+            end: rows.iter().map(|row| row.position + 1).max().unwrap_or(0),
+            room,
+        })
+    }
+
+    /// [`enqueue_rows`](Self::enqueue_rows), of rows that were [listed](Self::list_rows).
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If they were listed on another device or for another room, or `output` is of other rows: a bug of the caller.
+    pub fn enqueue_listed(&self, listed: &ListedRows, output: RowOutput) -> Result<Option<Global<u64>>, Error> {
+        let fits = listed.room == self.room && listed.count.device().is_same_card(&self.device);
+        assert!(fits, "rows that were listed for {:?}", listed.room);
+        let pass = Pass {
+            rows: Rows {
+                count: listed.count.ptr_mut(),
+                tokens: listed.tokens.ptr_mut(),
+                positions: listed.positions.ptr_mut(),
+                sequences: listed.sequences.ptr_mut(),
+            },
+            most_rows: listed.len() as u32,
+            end: listed.end,
+            tiles: Some(Tiles { list: listed.tiles.ptr(), count: (listed.tiles.len() / 2) as u32 }),
+            output,
+        };
+        // SAFETY: the lists were checked for this room, and nobody could write to them since; what frees them waits for
+        // the device.
+        unsafe { self.enqueue_rows(&pass) }
+    }
+}
+
+/// Cuts rows into tiles, `[first, count]` each: rows of a sequence that follow each other, at most `most`.
+fn tiles(rows: &[Row], most: usize) -> Vec<[u32; 2]> {
+    let mut tiles: Vec<[u32; 2]> = Vec::new();
+    for (i, row) in rows.iter().enumerate() {
+        match tiles.last_mut() {
+            Some([_, count])
+                if (*count as usize) < most
+                    && rows[i - 1].sequence == row.sequence
+                    && rows[i - 1].position + 1 == row.position =>
+            {
+                *count += 1;
+            }
+            _ => tiles.push([i as u32, 1]),
+        }
+    }
+    tiles
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_of_one_sequence_and_hold_every_row_once() {
+        let row = |sequence, position| Row { token: 0, position, sequence };
+        let rows = [row(0, 4), row(0, 5), row(0, 6), row(1, 7), row(1, 9), row(2, 10), row(2, 11), row(2, 12)];
+        assert_eq!(tiles(&rows, 2), [[0, 2], [2, 1], [3, 1], [4, 1], [5, 2], [7, 1]]);
+        assert_eq!(tiles(&rows, 4), [[0, 3], [3, 1], [4, 1], [5, 3]]);
+    }
+}

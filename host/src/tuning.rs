@@ -1,0 +1,102 @@
+//! Numbers that were measured, in a table for each target: from how many rows on a path is used, how much of a card it
+//! takes. None of them changes a bit of any output.
+//!
+//! # Adding a card
+//! Add a table, and say in [`Tuning::of`] which cards it is for, by what they can do. `warpdraft bench` and the
+//! examples of `benches` measure what these numbers decide.
+
+use std::ops::RangeInclusive;
+
+use gpu_kernels::wide::MAX_WIDE_ROWS;
+
+use crate::device::Capabilities;
+
+/// What is good for a target.
+#[derive(Debug, PartialEq)]
+pub struct Tuning {
+    /// What a person calls the target.
+    pub name: &'static str,
+    /// Sequences of a batch at once, where nothing is said.
+    pub sequences: u32,
+    /// Rows of a batch's step, where nothing is said and prompts have no passes of their own.
+    pub step_rows: u32,
+    /// How many rows of prompts are best read in together: the cheapest of these. Over fewer, more passes end with idle
+    /// SMs; over more, more slots of a batch wait.
+    pub prompt_rows: RangeInclusive<u32>,
+    /// Prompts are read in sooner than enough of them wait, once they have missed a token for each so many that
+    /// generate: a pass over few rows takes about so much of a decode step.
+    pub prompt_share: u32,
+    /// Passes over at least so many rows of sequences have their products as launches.
+    pub gemm_rows: u32,
+    /// Tiles of a prompt's attention from which on CTAs in pairs are faster.
+    pub paired_tiles: u32,
+    /// Full pages that a step has to read for them to be packed; `usize::MAX` where plain ones are read sooner than
+    /// packed ones are unpacked.
+    pub packed_pages: usize,
+    /// SMs that a copy over the bus wants: it is no faster with more.
+    pub copy_multiprocessors: u32,
+}
+
+impl Tuning {
+    /// NVIDIA H100.
+    pub const H100: Self = Self {
+        name: "H100",
+        sequences: 512,
+        step_rows: 256,
+        prompt_rows: 4096..=6144,
+        prompt_share: 2,
+        gemm_rows: 385,
+        paired_tiles: 32,
+        packed_pages: 512,
+        copy_multiprocessors: gpu_kernels::token_copy::MULTIPROCESSORS,
+    };
+
+    /// NVIDIA H200: the same SMs, with memory that is half as fast again.
+    pub const H200: Self = Self { name: "H200", packed_pages: usize::MAX, ..Self::H100 };
+
+    /// Every other card, of which none was measured: what takes the fewest bets.
+    pub const OTHER: Self = Self { name: "other cards", sequences: 256, ..Self::H100 };
+
+    /// The emulator: little of everything, since it runs lane by lane.
+    pub const EMULATOR: Self = Self { name: "emulator", sequences: 8, ..Self::H100 };
+
+    /// From so many bytes of memory a cycle and SM on a card is taken for an H200: an H100 has 12.8, an H200 18.8.
+    const FAST_MEMORY: f64 = 16.0;
+
+    /// The table for what can do this.
+    pub fn of(capabilities: &Capabilities) -> &'static Self {
+        match capabilities.bytes_per_cycle {
+            None => &Self::EMULATOR,
+            Some(bytes) if bytes >= Self::FAST_MEMORY && capabilities.has_gemms() => &Self::H200,
+            Some(_) if capabilities.has_gemms() => &Self::H100,
+            Some(_) => &Self::OTHER,
+        }
+    }
+}
+
+const _: () = assert!(Tuning::H100.sequences <= MAX_WIDE_ROWS && Tuning::H100.gemm_rows <= MAX_WIDE_ROWS);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_is_chosen_by_what_a_card_can_do() {
+        let hopper = Capabilities {
+            level: "sm_90a",
+            bulk_copies: true,
+            clusters: true,
+            wgmma: true,
+            early_launches: true,
+            shared_bytes: 227 << 10,
+            l2_bytes: 50 << 20,
+            multiprocessors: 132,
+            bytes_per_cycle: Some(12.8),
+        };
+        assert_eq!(hopper.tuning(), &Tuning::H100);
+        let h200 = Capabilities { bytes_per_cycle: Some(18.8), ..hopper };
+        assert_eq!(h200.tuning(), &Tuning::H200);
+        assert_eq!(Capabilities { wgmma: false, ..h200 }.tuning(), &Tuning::OTHER);
+        assert_eq!(Capabilities { bytes_per_cycle: None, ..hopper }.tuning(), &Tuning::EMULATOR);
+    }
+}
