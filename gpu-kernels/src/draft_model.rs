@@ -211,6 +211,7 @@ pub struct PlanDraft {
 unsafe fn clear(counters: GlobalMut<u32>, count: u32, lane: u32) {
     let mut i = lane;
     while i < count {
+        // SAFETY: the caller's word.
         unsafe { counters.store(i as usize, 0) };
         i += 32;
     }
@@ -220,8 +221,9 @@ unsafe fn clear(counters: GlobalMut<u32>, count: u32, lane: u32) {
 /// runs first.
 #[kernel(threads = 32)]
 pub unsafe fn plan_draft(p: PlanDraft) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        core::hint::assert_unchecked(p.told_reports > 0);
+        cuda_std::assume(p.told_reports > 0);
         let lane = thread::thread_idx_x();
         let word = |i: usize| p.words.load(i);
         let (of_sequence, history) = (p.state.words, p.state.history);
@@ -324,6 +326,7 @@ pub struct NextDraft {
 /// not have, or none for want of finite logits, ends the chain.
 #[kernel(threads = 32)]
 pub unsafe fn next_draft(p: NextDraft) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let lane = thread::thread_idx_x();
         let (chained, length) = (p.words.load(DraftWords::CHAINED), p.words.load(DraftWords::LENGTH));

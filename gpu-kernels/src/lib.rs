@@ -66,6 +66,8 @@ mod waiting;
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod weights;
+// Its blocks are the bodies of unsafe functions: what makes them sound is said there.
+#[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod wide;
 pub mod workspace;

@@ -41,6 +41,7 @@ impl MaskLogits {
 /// Rules tokens out. What is NaN or infinite stays: it must not go unnoticed.
 #[kernel(threads = 256)]
 pub unsafe fn mask_logits(p: MaskLogits) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let entry = p.masks.at(thread::block_idx_y() as usize * MaskLogits::words(p.vocab));
         let logits = p.logits.at(entry.load(0) as usize * p.vocab as usize);

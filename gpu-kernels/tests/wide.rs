@@ -149,7 +149,7 @@ impl Case {
             x: map.ptr(),
             y: y.ptr_mut(),
             norm: if kind == Kind::Add || bias { next.ptr() } else { Default::default() },
-            row_tiles: row_tiles.into(),
+            row_tiles,
             ..Phase::new(kind)
         };
         // The best tokens are found behind a meeting.

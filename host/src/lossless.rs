@@ -57,11 +57,11 @@ impl Packed {
                 counts.clear()?;
                 let matrix = Matrix { chunks, double };
                 let pack = Pack { counts: counts.ptr_mut(), ..pack(stream, &matrix) };
-                // SAFETY: the chunks are the stream's, and there is a count for every number of escapes.
-                matrix.each(
-                    |pack, chunks| unsafe { device.launch::<lossless::count_escapes>((4, chunks), 0, pack) },
-                    pack,
-                )?;
+                let count = |pack, chunks| {
+                    // SAFETY: the chunks are the stream's, and there is a count for every number of escapes.
+                    unsafe { device.launch::<lossless::count_escapes>((4, chunks), 0, pack) }
+                };
+                matrix.each(count, pack)?;
                 let mut found = vec![0; counts.len()];
                 counts.read(0, &mut found)?;
                 let escapes = (0..).zip(&found).map(|(n, &tiles): (u64, _)| n * u64::from(tiles)).sum();
@@ -95,9 +95,11 @@ impl Packed {
                 list_bytes,
                 ..pack(stream, matrix)
             };
-            // SAFETY: the chunks are the stream's, every one of them has its regions, and every escape has room.
-            matrix
-                .each(|pack, chunks| unsafe { device.launch::<lossless::pack_weights>((4, chunks), 0, pack) }, pack)?;
+            let pack_all = |pack, chunks| {
+                // SAFETY: the chunks are the stream's, every one of them has its regions, and every escape has room.
+                unsafe { device.launch::<lossless::pack_weights>((4, chunks), 0, pack) }
+            };
+            matrix.each(pack_all, pack)?;
         }
         // What counts them goes when the kernels are done.
         device.synchronize()?;

@@ -198,7 +198,7 @@ fn drafts_by_a_model_change_nothing(options: &DeviceOptions) -> Result<(), Faile
     let device = Device::cuda_with(0, options)?;
     let [large, small] = ["8B", "0.6B"].map(|name| Config::published(name).ok_or("no such shape"));
     let (large, small) = (large?, small?);
-    let needed = [&large, &small].map(|config| Footprint::of(config, 1024, device.is_hopper()));
+    let needed = [&large, &small].map(|config| Footprint::of(config, 1024, device.has_prefill()));
     let needed: u64 = needed.iter().map(|of| 2 * of.weights + of.working).sum();
     if device.free_memory()?.is_some_and(|free| free < needed) {
         println!("the large shape not on this card: it has too little memory");

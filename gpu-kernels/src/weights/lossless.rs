@@ -542,7 +542,7 @@ pub unsafe fn pack_weights(p: Pack) {
                             let i = escapes + math::popc(all & !(!0 << lane));
                             let upper = byte & 0x7f;
                             let below = if upper == 0 { ZERO } else { top - upper };
-                            let entry = (at + B as u32 | byte >> 7 << 10 | below << 11) as u16;
+                            let entry = ((at + B as u32) | (byte >> 7 << 10) | (below << 11)) as u16;
                             if i < room {
                                 list.store((HEADER_BYTES / 2 + i) as usize, entry);
                             } else {

@@ -438,7 +438,7 @@ impl GpuBatch {
     fn enqueue_passes(&mut self, passes: &[Ready], first: usize) -> Result<Option<usize>, Error> {
         for (i, ready) in passes.iter().enumerate().skip(first) {
             let best = self.enqueue_pass(ready)?;
-            if ready.waits && self.under_way.len() > 0 {
+            if ready.waits && !self.under_way.is_empty() {
                 return Ok(Some(i));
             }
             self.enqueue_chosen(ready, best)?;

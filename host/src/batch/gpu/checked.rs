@@ -83,8 +83,10 @@ mod tests {
             sampling: Sampling::default(),
             stop_tokens: &[],
             logprobs: None,
+            form: None,
         });
-        std::panic::catch_unwind(|| check_plan(&plan, start.as_slice(), &LIMITS, 10)).is_err()
+        let checked = || check_plan(&plan, start.as_slice(), &LIMITS, 10);
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(checked)).is_err()
     }
 
     #[test]
