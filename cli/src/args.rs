@@ -221,19 +221,34 @@ pub struct ModelArgs {
     #[arg(long, value_name = "REVISION")]
     pub revision: Option<String>,
     /// What the layers' matrices are to be: as the checkpoint has them, or rounded while loading
-    #[arg(long, value_enum, value_name = "HOW", default_value_t = WeightsKind::Plain)]
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = WeightsKind::Auto)]
     pub weights: WeightsKind,
 }
 
 /// What the matrices of layers are to be; embedding, head and norms stay as they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum WeightsKind {
+    /// As they are stored; on the device packed without loss beside that, where steps are faster so and memory has room
+    Auto,
     /// As they are stored
     Plain,
+    /// As they are stored, packed without loss in every step that can read them so
+    Packed,
     /// FP8 (e4m3) with a scale for each block of 128 × 128
     Fp8,
     /// Int4 by round to nearest, in groups of 128 inputs
     Int4,
+}
+
+impl WeightsKind {
+    /// Whether steps read weights packed without loss; none where that is for the device to choose.
+    pub fn lossless(self) -> Option<bool> {
+        match self {
+            Self::Auto | Self::Fp8 | Self::Int4 => None,
+            Self::Plain => Some(false),
+            Self::Packed => Some(true),
+        }
+    }
 }
 
 /// Where to run, and with how much room.

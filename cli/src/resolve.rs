@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::error::ErrorKind;
+use host::device::DeviceOptions;
 use host::{DeviceChoice, Draft, LoadOptions, ModelDraft, NgramDraft, Ngrams};
 use model::{GenerationConfig, Message, Role, Sampling, Shape, Source, WeightsMode};
 
@@ -168,7 +169,7 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     let profile = args.profile.as_deref().map(TraceFile::open).transpose()?;
     let weights = weights(&model);
     let shape = form::shape(args.form)?;
-    Ok(Generate { source, weights, load: load(&device), prompt, answer, report: report(&what), echo, shape, profile })
+    Ok(Generate { source, weights, load: load(&device, &model), prompt, answer, report: report(&what), echo, shape, profile })
 }
 
 /// Resolves the arguments of `chat`.
@@ -180,7 +181,7 @@ pub fn chat(args: ChatArgs) -> anyhow::Result<Chat> {
     Ok(Chat {
         source: source(&model.model, &model)?,
         weights: weights(&model),
-        load: load(&device),
+        load: load(&device, &model),
         system: args.system.map(|text| Message::new(Role::System, text)),
         think: !args.no_think,
         history: if args.no_history { None } else { history_file() },
@@ -226,14 +227,15 @@ fn source(which: &str, args: &ModelArgs) -> anyhow::Result<Source> {
 
 fn weights(args: &ModelArgs) -> WeightsMode {
     match args.weights {
-        WeightsKind::Plain => WeightsMode::Plain,
+        WeightsKind::Auto | WeightsKind::Plain | WeightsKind::Packed => WeightsMode::Plain,
         WeightsKind::Fp8 => WeightsMode::Fp8,
         WeightsKind::Int4 => WeightsMode::Int4,
     }
 }
 
-fn load(args: &DeviceArgs) -> LoadOptions {
-    LoadOptions { options: args.kernels.options(), context: args.context, ..LoadOptions::on(args.device) }
+fn load(args: &DeviceArgs, model: &ModelArgs) -> LoadOptions {
+    let options = DeviceOptions { lossless: model.weights.lossless(), ..args.kernels.options() };
+    LoadOptions { options, context: args.context, ..LoadOptions::on(args.device) }
 }
 
 fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Result<Answer> {

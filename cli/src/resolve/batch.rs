@@ -106,7 +106,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
     if what.json && output.as_os_str() == "-" {
         return Err(usage("--json prints on standard output, and so does --output -; send the results to a file"));
     }
-    let one = load(&device);
+    let one = load(&device, &model);
     let devices = match args.devices {
         None => vec![one.device],
         Some(Devices::These(devices)) => devices,
