@@ -169,7 +169,17 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     let profile = args.profile.as_deref().map(TraceFile::open).transpose()?;
     let weights = weights(&model);
     let shape = form::shape(args.form)?;
-    Ok(Generate { source, weights, load: load(&device, &model), prompt, answer, report: report(&what), echo, shape, profile })
+    Ok(Generate {
+        source,
+        weights,
+        load: load(&device, &model),
+        prompt,
+        answer,
+        report: report(&what),
+        echo,
+        shape,
+        profile,
+    })
 }
 
 /// Resolves the arguments of `chat`.

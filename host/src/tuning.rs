@@ -33,6 +33,8 @@ pub struct Tuning {
     /// Full pages that a step has to read for them to be packed; `usize::MAX` where plain ones are read sooner than
     /// packed ones are unpacked.
     pub packed_pages: usize,
+    /// Bytes of bf16 that a step of one row reads from which on it is sooner done with weights packed without loss.
+    pub lossless_from: u64,
     /// SMs that a copy over the bus wants: it is no faster with more.
     pub copy_multiprocessors: u32,
 }
@@ -48,6 +50,7 @@ impl Tuning {
         gemm_rows: 385,
         paired_tiles: 32,
         packed_pages: 512,
+        lossless_from: 2 << 30,
         copy_multiprocessors: gpu_kernels::token_copy::MULTIPROCESSORS,
     };
 
