@@ -124,7 +124,7 @@ impl Stream {
         // As long as it leaves most of the memory to the cache.
         let bytes = 2 * elements as u64;
         let fits = || Ok::<_, Error>(device.free_memory()?.is_some_and(|free| free / 4 > bytes));
-        let pays = || Ok(bytes >= device.capabilities().tuning().lossless_from && fits()?);
+        let pays = || Ok::<_, Error>(bytes >= device.capabilities().tuning().lossless_from && fits()?);
         let packed = if device.options().lossless.map_or_else(pays, Ok)? {
             let bounds: Vec<_> = bases.iter().copied().chain([walk.chunks]).collect();
             timed("packing the weights", || Packed::new(device, &stream, &bounds))?
