@@ -80,7 +80,7 @@ fn what_is_quantised_is_not_quantised_again() {
     let sentence = predicate::str::contains("--weights int4").and(predicate::str::contains("leave --weights out"));
     run.code(1).stdout("").stderr(sentence);
     let run = warpdraft(&["generate", "--weights", "int3", "x"]).assert();
-    run.code(2).stderr(predicate::str::contains("plain, fp8, int4"));
+    run.code(2).stderr(predicate::str::contains("auto, plain, packed, fp8, int4"));
 }
 
 /// Results of rounded weights are not taken for those of others when a batch goes on.
