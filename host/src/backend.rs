@@ -30,7 +30,7 @@ impl Sequence<'_> {
     /// device is told no more than this.
     ///
     /// # Errors
-    /// [`Error::Draft`], from [`NgramDraft::check`].
+    /// [`Error::Draft`], from `Draft::check`.
     ///
     /// # Panics
     /// If it does not fit: a bug of the caller.

@@ -28,7 +28,7 @@
 //! 2. In `config`, the words of `quantization_config` that name it, and those that it refuses.
 //! 3. A case in `scripts/make_golden_formats.py`: every path is then tested with it.
 //!
-//! A type of number that no file had before is a variant of [`Dtype`](crate::Dtype), too.
+//! A type of number that no file had before is a variant of [`Dtype`], too.
 
 /// Defines `fn $name(…)`, which runs `$body(…)`, a function that is always inlined, compiled for AVX2 where the machine has
 /// it. The operations are the same, and so are their results.
