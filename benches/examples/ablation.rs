@@ -4,15 +4,15 @@
 
 use std::time::{Duration, Instant};
 
-use benches::{Arguments, tokens};
+use benches::{Arguments, Run, tokens};
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::step::{self, PlanDecode, STATE_WORDS, SequenceState};
 use host::device::{Buffer, Device};
 use host::forward::{Forward, RowOutput};
 use host::weights::DeviceWeights;
-use host::{Backend, Gpu, NgramDraft, Sequence};
+use host::{Gpu, NgramDraft};
+use model::Config;
 use model::sampling::argmax;
-use model::{Config, Sampling};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -65,13 +65,14 @@ fn main() -> Result<()> {
     // The device chooses, and the host waits for each token, then for none.
     let mut gpu = Gpu::with_weights(&device, &config, DeviceWeights::random(&config, &device)?, capacity)?;
     gpu.set_run_ahead(0);
-    let (_, times) = run(&mut gpu, &prompt, None)?;
+    let times = Run::of(&mut gpu, &prompt, TOKENS, None)?.steps;
     tell("tokens chosen on the device", &times, TOKENS - 1);
     gpu.set_run_ahead(2);
-    let (plain, times) = run(&mut gpu, &prompt, None)?;
+    let Run { tokens: plain, steps: times, .. } = Run::of(&mut gpu, &prompt, TOKENS, None)?;
     tell("the loop on the device", &times, TOKENS - 1);
     benches::draft_by_script(&mut gpu, &prompt, &plain, &LENGTHS)?;
-    let (drafted, times) = run(&mut gpu, &prompt, Some(NgramDraft::default()))?;
+    let draft = Some(NgramDraft::default().into());
+    let Run { tokens: drafted, steps: times, .. } = Run::of(&mut gpu, &prompt, TOKENS, draft)?;
     if drafted != plain {
         return Err("drafts have changed the tokens".into());
     }
@@ -145,31 +146,5 @@ impl HostLoop {
             }
         }
         Ok(times)
-    }
-}
-
-/// An answer by the loop on the device, and the times of its steps.
-fn run(gpu: &mut Gpu, prompt: &[u32], draft: Option<NgramDraft>) -> Result<(Vec<u32>, Vec<Duration>)> {
-    let max_length = prompt.len() + TOKENS;
-    gpu.begin(
-        &Sequence {
-            prompt,
-            max_length,
-            sampling: Sampling::default(),
-            draft: draft.map(Into::into),
-            stop_tokens: &[],
-            form: None,
-        },
-        &mut |_, _| std::ops::ControlFlow::Continue(()),
-    )?;
-    let (mut tokens, mut times) = (gpu.step()?.tokens, Vec::new());
-    loop {
-        let start = Instant::now();
-        let step = gpu.step()?;
-        times.push(start.elapsed());
-        tokens.extend(step.tokens);
-        if step.finished {
-            return Ok((tokens, times));
-        }
     }
 }

@@ -3,9 +3,9 @@
 //!
 //! `decode_loop SIZE`, such as `decode_loop 8B`. Random weights. A line for each figure.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use benches::{Arguments, tokens};
+use benches::{Arguments, Run, tokens};
 use host::forward::Forward;
 use host::weights::DeviceWeights;
 use host::{Backend, Gpu, NgramDraft, Sequence};
@@ -34,10 +34,11 @@ fn main() -> Result<()> {
     let prompt = tokens(&config, PROMPT);
 
     // Drafts that are confirmed in a known number.
-    let plain = run(&mut gpu, &prompt, None)?;
+    let plain = Run::of(&mut gpu, &prompt, TOKENS, None)?;
     benches::draft_by_script(&mut gpu, &prompt, &plain.tokens, &LENGTHS)?;
     for adaptive in [true, false] {
-        let drafted = run(&mut gpu, &prompt, Some(NgramDraft { adaptive, ..NgramDraft::default() }))?;
+        let drafted =
+            Run::of(&mut gpu, &prompt, TOKENS, Some(NgramDraft { adaptive, ..NgramDraft::default() }.into()))?;
         if drafted.tokens != plain.tokens {
             return Err("drafts have changed the tokens".into());
         }
@@ -56,9 +57,9 @@ fn main() -> Result<()> {
     // already.
     for draft in [None, Some(NgramDraft::default())] {
         gpu.set_run_ahead(2);
-        let ahead = median(run(&mut gpu, &prompt, draft)?.steps);
+        let ahead = median(Run::of(&mut gpu, &prompt, TOKENS, draft.map(Into::into))?.steps);
         gpu.set_run_ahead(0);
-        let waiting = median(run(&mut gpu, &prompt, draft)?.steps);
+        let waiting = median(Run::of(&mut gpu, &prompt, TOKENS, draft.map(Into::into))?.steps);
         println!(
             "{size} {}: a step in a row {ahead:.1} µs; enqueued alone until its token is seen {waiting:.1} µs; over it {:.1} µs",
             if draft.is_some() { "drafting" } else { "no drafts" },
@@ -70,8 +71,8 @@ fn main() -> Result<()> {
     // without drafts.
     gpu.set_run_ahead(2);
     let long = tokens(&config, LONG);
-    let plain = median(run(&mut gpu, &long, None)?.steps);
-    let drafting = median(run(&mut gpu, &long, Some(NgramDraft::default()))?.steps);
+    let plain = median(Run::of(&mut gpu, &long, TOKENS, None)?.steps);
+    let drafting = median(Run::of(&mut gpu, &long, TOKENS, Some(NgramDraft::default().into()))?.steps);
     gpu.begin(&sequence(&long, LONG + 24 * REPEATS as usize, None), &mut |_, _| std::ops::ControlFlow::Continue(()))?;
     gpu.step()?;
     device.synchronize()?;
@@ -107,36 +108,6 @@ fn sequence(prompt: &[u32], max_length: usize, draft: Option<NgramDraft>) -> Seq
         draft: draft.map(Into::into),
         stop_tokens: &[],
         form: None,
-    }
-}
-
-/// An answer.
-struct Run {
-    tokens: Vec<u32>,
-    /// Each decode step, from the report before it to its own.
-    steps: Vec<Duration>,
-    drafted: usize,
-}
-
-impl Run {
-    /// Tokens a second, without the first.
-    fn rate(&self) -> f64 {
-        (self.tokens.len() - 1) as f64 / self.steps.iter().sum::<Duration>().as_secs_f64()
-    }
-}
-
-fn run(gpu: &mut Gpu, prompt: &[u32], draft: Option<NgramDraft>) -> Result<Run> {
-    gpu.begin(&sequence(prompt, prompt.len() + TOKENS, draft), &mut |_, _| std::ops::ControlFlow::Continue(()))?;
-    let mut run = Run { tokens: gpu.step()?.tokens, steps: Vec::new(), drafted: 0 };
-    loop {
-        let start = Instant::now();
-        let step = gpu.step()?;
-        run.steps.push(start.elapsed());
-        run.tokens.extend(step.tokens);
-        run.drafted += step.drafted;
-        if step.finished {
-            return Ok(run);
-        }
     }
 }
 

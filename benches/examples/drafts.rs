@@ -7,13 +7,13 @@
 //!   draft.
 //! - `draft.wrong.ratio`: tokens a second with adaptive drafts by the model ÷ without drafts.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use benches::{Arguments, tokens};
+use benches::{Arguments, Run, tokens};
 use host::forward::Forward;
 use host::weights::DeviceWeights;
-use host::{Backend, Draft, Gpu, ModelDraft, NgramDraft, Sequence};
-use model::{Config, Sampling};
+use host::{Draft, Gpu, ModelDraft, NgramDraft};
+use model::Config;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -92,32 +92,12 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// An answer.
-struct Run {
-    tokens: Vec<u32>,
-    /// Each decode step, from the report before it to its own.
-    steps: Vec<Duration>,
-    drafted: usize,
-}
-
-impl Run {
-    /// Tokens a second, without the first.
-    fn rate(&self) -> f64 {
-        (self.tokens.len() - 1) as f64 / self.steps.iter().sum::<Duration>().as_secs_f64()
-    }
-
-    /// Drafts that were right.
-    fn accepted(&self) -> usize {
-        self.tokens.len() - 1 - self.steps.len()
-    }
-}
-
 /// The quickest of some runs, which all say the same.
 fn best(gpu: &mut Gpu, prompt: &[u32], scale: &Scale, draft: Option<Draft>) -> Result<Run> {
     // Kernels are loaded, and clocks rise.
-    let mut best = run(gpu, prompt, scale, draft)?;
+    let mut best = Run::of(gpu, prompt, scale.tokens, draft)?;
     for _ in 0..scale.repeats {
-        let again = run(gpu, prompt, scale, draft)?;
+        let again = Run::of(gpu, prompt, scale.tokens, draft)?;
         if again.tokens != best.tokens {
             return Err("the same request was answered with other tokens".into());
         }
@@ -126,23 +106,6 @@ fn best(gpu: &mut Gpu, prompt: &[u32], scale: &Scale, draft: Option<Draft>) -> R
         }
     }
     Ok(best)
-}
-
-fn run(gpu: &mut Gpu, prompt: &[u32], scale: &Scale, draft: Option<Draft>) -> Result<Run> {
-    let max_length = prompt.len() + scale.tokens;
-    let sequence = Sequence { prompt, max_length, sampling: Sampling::default(), draft, stop_tokens: &[], form: None };
-    gpu.begin(&sequence, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
-    let mut run = Run { tokens: gpu.step()?.tokens, steps: Vec::new(), drafted: 0 };
-    loop {
-        let start = Instant::now();
-        let step = gpu.step()?;
-        run.steps.push(start.elapsed());
-        run.tokens.extend(step.tokens);
-        run.drafted += step.drafted;
-        if step.finished {
-            return Ok(run);
-        }
-    }
 }
 
 /// In microseconds.

@@ -19,6 +19,7 @@ pub mod ngram;
 mod pool;
 pub mod random;
 mod repository;
+mod run;
 mod script;
 mod statistics;
 mod subject;
@@ -31,6 +32,7 @@ pub use harness::{Bench, BenchError, Case, Event, Figures, Label, Limit, LimitKi
 pub use pool::Pool;
 pub use random::Random;
 pub use repository::{demo, repository, text};
+pub use run::Run;
 pub use script::draft_by_script;
 pub use statistics::Samples;
 pub use subject::{Arguments, tokens};

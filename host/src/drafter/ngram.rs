@@ -9,16 +9,12 @@ use crate::Error;
 use crate::backend::{Sequence, Step};
 use crate::cpu;
 use crate::device::{Buffer, Device};
-use crate::draft::{Draft, NO_THRESHOLD, NgramDraft, learned};
+use crate::draft::{NO_THRESHOLD, NgramDraft, learned};
 use crate::gpu;
 
 /// The settings of a sequence that drafts by n-gram match.
 fn settings(sequence: &Sequence<'_>) -> NgramDraft {
-    match sequence.draft {
-        Some(Draft::Ngram(draft)) => draft,
-        Some(Draft::Model(draft)) => draft.match_settings(),
-        None => NgramDraft::default(),
-    }
+    sequence.draft.map_or_else(NgramDraft::default, |draft| draft.match_settings())
 }
 
 /// The match on the host.
