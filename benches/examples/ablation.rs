@@ -56,7 +56,7 @@ fn main() -> Result<()> {
         let times = host.run(&prompt, graph)?;
         tell(what, &times, times.len());
     }
-    if host.forward.lay_out_stream()? {
+    if host.forward.lay_out_decode()? {
         let times = host.run(&prompt, false)?;
         tell("one launch, weights streamed", &times, times.len());
     }
@@ -105,7 +105,7 @@ impl HostLoop {
     /// The time of each token after the prompt, which runs token by token too.
     fn run(&mut self, prompt: &[u32], graph: bool) -> Result<Vec<Duration>> {
         let Self { device, forward, history, words, logits, capacity } = self;
-        let counters = forward.stream().map(|stream| stream.counters());
+        let counters = forward.decode().map(|stream| stream.counters());
         let plan = PlanDecode {
             rows: forward.rows(),
             state: SequenceState { history: history.ptr_mut(), words: words.ptr_mut() },
@@ -119,7 +119,7 @@ impl HostLoop {
         let step = || {
             // SAFETY: the history has the tokens, and rows have room for a step.
             unsafe { device.launch::<step::plan_decode>(1, 0, plan)? };
-            if forward.stream().is_some() {
+            if forward.decode().is_some() {
                 // SAFETY: the plan zeroes the counters.
                 unsafe { forward.enqueue_decode(1, end) }
             } else {

@@ -20,16 +20,16 @@ use std::time::{Duration, Instant};
 
 use benches::cases::ceilings;
 use benches::{Arguments, Bench, Event};
+use gpu_kernels::decode::Walk;
 use gpu_kernels::gemm::{Gemm, SPAN};
 use gpu_kernels::norm::Norm;
 use gpu_kernels::sample::random;
-use gpu_kernels::stream::Walk;
 use half::bf16;
 use host::batch::plan::{Plan, SequenceId, Slot, Started, SwapIn, TableEntry, Work};
 use host::batch::{BatchBackend, BatchOptions, Counts, GpuBatch, PAGE_TOKENS, Queue, Sequences, Start, Steps};
+use host::decode::Source;
 use host::device::{Buffer, Device};
 use host::gemm::{self, Epilogue};
-use host::stream::Source;
 use host::weights::DeviceWeights;
 use model::{Config, Sampling};
 
@@ -96,7 +96,7 @@ struct Bencher {
     scale: Scale,
     read: f64,
     to_device: f64,
-    /// Of products: of a rested card, and of one that has done nothing else for two seconds.
+    /// Of GEMMs: of a rested card, and of one that has done nothing else for two seconds.
     products: [f64; 2],
     /// Names and values.
     figures: Vec<(String, f64)>,
@@ -114,7 +114,7 @@ fn main() -> Result<()> {
         names.filter(|a| !["launches", "plain"].contains(a) && !a.starts_with("sequences=")).collect();
     let wants = |part: &str| parts.is_empty() || parts.contains(&part);
 
-    let sizes = if device.is_emulator() { ceilings::Sizes::SMALL } else { ceilings::Sizes::PUBLISHED };
+    let sizes = if device.is_emulator() { ceilings::CeilingSizes::SMALL } else { ceilings::CeilingSizes::PUBLISHED };
     let mut watch = |_: Event<'_>| ();
     let mut bench = Bench::new(&device, 20, &mut watch)?;
     ceilings::run(&mut bench, sizes)?;
@@ -165,8 +165,8 @@ fn gib(bytes: f64) -> f64 {
     bytes / (1u64 << 30) as f64
 }
 
-/// What the products of a prompt reach: operations a second of gate and up over 8,192 rows, on a rested card and after
-/// two seconds of nothing else.
+/// What the GEMMs of a prompt reach: operations a second of gate and up over 8,192 rows, on a rested card and after two
+/// seconds of nothing else.
 fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
     let m = if device.is_emulator() { 128 } else { 8192 };
     let (n, k) = (config.intermediate_size, config.hidden_size);
@@ -179,8 +179,8 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
     };
     let (x, gate, up, out) = (filled(m * k)?, filled(n * k)?, filled(n * k)?, device.zeroed::<bf16>(m * n)?);
     let source = Source { weight: gate.ptr(), up: up.ptr(), n: n as u32, k: k as u32 };
-    let (strips, blocks) = (source.strips(), device.multiprocessors());
-    let stream: Buffer<bf16> = device.zeroed(host::stream::elements([(strips, k as u32)], blocks))?;
+    let (n_tiles, blocks) = (source.n_tiles(), device.sms());
+    let stream: Buffer<bf16> = device.zeroed(host::decode::elements([(n_tiles, k as u32)], blocks))?;
     // SAFETY: the matrices are as it says, and the stream has room for them alone.
     let base = unsafe { source.lay_out(device, stream.ptr_mut(), &mut Walk::new(blocks))? };
     // Of rows whose mean square is 1.
@@ -191,7 +191,7 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
         stream: stream.ptr(),
         base,
         blocks,
-        strips,
+        n_tiles,
         out: maps.ptr(1),
         y: Default::default(),
         norm: Norm { squares: squares.ptr(), dim: k as u32, eps: config.rms_norm_eps },
@@ -265,8 +265,8 @@ struct Part {
     rows: [usize; 2],
     seconds: f64,
     /// The least that the card could take: over the steps, bytes by bandwidth or operations by rate, whichever is more;
-    /// for either rate of products. And for the first, where rows of prompts and of answers do not share a reading of
-    /// the weights: they run in passes of their own.
+    /// for either rate of GEMMs. And for the first, where rows of prompts and of answers do not share a reading of the
+    /// weights: they run in passes of their own.
     bounds: [f64; 3],
 }
 

@@ -58,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let mut watch = |_: Event<'_>| {};
     let mut bench = Bench::new(&device, REPEATS, &mut watch)?;
-    ceilings::run(&mut bench, ceilings::Sizes { bytes: 16 << 30, ..ceilings::Sizes::PUBLISHED })?;
+    ceilings::run(&mut bench, ceilings::CeilingSizes { bytes: 16 << 30, ..ceilings::CeilingSizes::PUBLISHED })?;
     let limits = *bench.limits();
     println!("read {:.0} GB/s, an empty launch in a graph {:.2} µs", limits.read / 1e9, limits.launch * 1e6);
     json.push(format!("\"read_gb_s\": {:.1}, \"launch_us\": {:.3}", limits.read / 1e9, limits.launch * 1e6));

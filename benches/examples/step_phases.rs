@@ -1,4 +1,4 @@
-//! Where the time of a streamed decode step goes: the mean over blocks and layers between the points that it passes.
+//! Where the time of a decode step goes: the mean over blocks and layers between the points that it passes.
 //!
 //! `step_phases SIZE CONTEXT ROWS`, such as `step_phases 8B 128 1`. Random weights.
 
@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (context, rows): (u32, u32) = (context.parse()?, rows.parse()?);
     let (config, device) = arguments.subject(size)?;
     let mut forward = Forward::new(&device, &config, DeviceWeights::random(&config, &device)?, context as usize)?;
-    if !forward.lay_out_stream()? {
+    if !forward.lay_out_decode()? {
         return Err("this card cannot stream".into());
     }
     let history = device.zeroed::<i32>(context as usize)?;
@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut sums: BTreeMap<(String, String), (u64, u64, u64)> = BTreeMap::new();
     let mut steps = Vec::new();
     for repeat in 0..6 {
-        let counters = forward.stream().ok_or("no stream")?.counters();
+        let counters = forward.decode().ok_or("no stream")?.counters();
         let plan = PlanDecode {
             rows: forward.rows(),
             state: SequenceState { history: history.ptr_mut(), words: words.ptr_mut() },

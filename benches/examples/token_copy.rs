@@ -91,11 +91,7 @@ fn main() -> Result<(), Failure> {
     };
     let device = if cuda { arguments.device()? } else { arguments.emulator() };
     let bench = Bench { timer: device.timer()?, device, records, pairs, repeats };
-    println!(
-        "{}, {} multiprocessors; {pairs} pairs of {records} records",
-        bench.device.name(),
-        bench.device.multiprocessors()
-    );
+    println!("{}, {} SMs; {pairs} pairs of {records} records", bench.device.name(), bench.device.sms());
     let mut random = Random(1);
     let repeated: Vec<i32> = (0..pairs).map(|_| random.below(records as u64) as i32).collect();
     let unique = unique(&mut random, pairs, records);
@@ -108,7 +104,7 @@ fn main() -> Result<(), Failure> {
 
     correct(&bench, &sets, &dst)?;
     ladder(&bench, &sets, &dst)?;
-    multiprocessors(&bench, &sets[..2], &dst)?;
+    sms(&bench, &sets[..2], &dst)?;
     packets(&bench)?;
     details(&bench, &repeated, &dst)?;
     eviction(&bench, &unique)?;
@@ -199,13 +195,13 @@ fn ladder(bench: &Bench, sets: &[(&str, &Vec<i32>)], dst_index: &[i32]) -> Resul
     Ok(())
 }
 
-fn multiprocessors(bench: &Bench, sets: &[(&str, &Vec<i32>)], dst_index: &[i32]) -> Result<(), Failure> {
+fn sms(bench: &Bench, sets: &[(&str, &Vec<i32>)], dst_index: &[i32]) -> Result<(), Failure> {
     let mut copier = bench.copier(MLA)?;
     let src = filled(&bench.device, bench.records * MLA as usize)?;
     let mut dst = bench.device.zeroed::<u8>(bench.pairs * MLA as usize)?;
     let dst_index = bench.device.upload(dst_index)?;
     let counts = [2, 4, 6, 8, 12, 16, 24, 32, 64, 132];
-    print!("\n{:<24}", "multiprocessors");
+    print!("\n{:<24}", "sms");
     counts.iter().for_each(|n| print!("{n:>7}"));
     println!();
     for (name, set) in sets {
@@ -214,7 +210,7 @@ fn multiprocessors(bench: &Bench, sets: &[(&str, &Vec<i32>)], dst_index: &[i32])
         for variant in [Variant::Capped, Variant::Sorted, Variant::Grouped] {
             print!("{:<24}", format!("{variant}, {name}"));
             for n in counts {
-                copier.set_multiprocessors(n);
+                copier.set_sms(n);
                 print!("{:>7.2}", bench.rate(&mut copier, variant, &pairs, &src, &mut dst)?);
             }
             println!();
@@ -334,10 +330,10 @@ fn eviction(bench: &Bench, places: &[i32]) -> Result<(), Failure> {
         }
         print!("{variant:<24}");
         for n in [8, 16, 132] {
-            copier.set_multiprocessors(n);
+            copier.set_sms(n);
             print!("{:>7.2}", bench.rate(&mut copier, variant, &pairs, &src, &mut dst)?);
         }
-        println!("   (8, 16, 132 multiprocessors)");
+        println!("   (8, 16, 132 SMs)");
     }
     Ok(())
 }
@@ -354,7 +350,7 @@ fn neighbour(bench: &Bench, set: &[i32], dst: &[i32]) -> Result<(), Failure> {
     let (src_index, dst_index) = (side.upload(set)?, side.upload(dst)?);
     let pairs = copier.check(&src_index, &dst_index)?;
     let bytes = copier.shape().payload(bench.pairs);
-    let most = bench.device.multiprocessors();
+    let most = bench.device.sms();
     let units: u64 = if most > 4 { 1 << 29 } else { 1 << 12 };
     let memory = bench.device.zeroed::<u8>(units as usize * ceilings::UNIT_BYTES)?;
     let sums = bench.device.zeroed::<u32>(most as usize * 32)?;
@@ -386,7 +382,7 @@ fn neighbour(bench: &Bench, set: &[i32], dst: &[i32]) -> Result<(), Failure> {
         println!("  the copy engine: the read takes {beside:.3} ms ({:+.1} %)", (beside / alone - 1.0) * 100.0);
         for variant in [Variant::Grouped, Variant::Sorted, Variant::Capped] {
             for n in [8, 12, 16] {
-                copier.set_multiprocessors(n);
+                copier.set_sms(n);
                 // More copies than the reads need, so that every read has one beside it.
                 for _ in 0..2 * bench.repeats + 4 {
                     copy(&mut copier, variant, &pairs, &src, &mut to)?;

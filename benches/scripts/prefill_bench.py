@@ -154,7 +154,7 @@ def main():
     for m in (512, 2048, 8192):
         for name, epilogue, n, k in LAYERS:
             operations = 2 * m * n * k
-            cuts = ["auto", "n128", "n256", "pair", "eight"] if arguments.cuts else ["auto"]
+            cuts = ["auto", "n128", "n256", "2x1", "4x2"] if arguments.cuts else ["auto"]
             cublas = product(m, n, k)
             pairs = [("the same job", "plain", cublas), ("fused, cuBLAS alone", epilogue, cublas),
                      ("fused, and PyTorch", epilogue, fused(epilogue, m, n, k))]

@@ -86,7 +86,7 @@ fn kinds(n: usize) -> [Value; 10] {
         object(&[("kind", json!({"enum": letters})), ("of", json!({"enum": [1, 2.5, null, true, "x"]}))]),
         object(&[("first", any_of.clone()), ("second", any_of)]),
         object(&[("code", json!({"type": "string", "pattern": patterns[n]}))]),
-        object(&[("stamp", json!({"type": "string", "format": formats[n]})), ("ok", json!({"type": "boolean"}))]),
+        object(&[("flag", json!({"type": "string", "format": formats[n]})), ("ok", json!({"type": "boolean"}))]),
         tree,
         limits,
         optional,

@@ -8,6 +8,6 @@ pub const PLAIN: Epilogue = Epilogue::Other(&Family::of::<
     kernels::gemm_plain_n128,
     kernels::gemm_plain_n192,
     kernels::gemm_plain_n256,
-    kernels::gemm_plain_pair,
-    kernels::gemm_plain_eight,
+    kernels::gemm_plain_2x1,
+    kernels::gemm_plain_4x2,
 >("plain"));

@@ -62,14 +62,14 @@ mod tests {
     #[test]
     fn kernels_take_what_the_host_hands_them() {
         fn has<K: Kernel>(levels: &[&str]) {
-            let stamps = |arch: &str| {
+            let digests = |arch: &str| {
                 let images = MODULES.iter().filter(|image| (image.arch, image.module) == (arch, K::MODULE));
                 let found = images.flat_map(|image| image.layouts).find(|(kernel, _)| *kernel == K::NAME);
-                found.map(|(_, stamp)| *stamp)
+                found.map(|(_, digest)| *digest)
             };
             for arch in ["sm_80", "sm_90a"] {
                 let expected = levels.contains(&arch).then_some(K::LAYOUT);
-                assert_eq!(stamps(arch), expected, "{} for {arch}", K::NAME);
+                assert_eq!(digests(arch), expected, "{} for {arch}", K::NAME);
             }
         }
         let all = ["sm_80", "sm_90a"];
@@ -79,7 +79,7 @@ mod tests {
         has::<bench_kernels::token_copy::token_copy_grouped_656_i32>(&all);
         has::<bench_kernels::script::draft_script>(&all);
         has::<bench_kernels::unfused::silu_mul>(&all);
-        has::<bench_kernels::gemm::gemm_plain_eight>(&["sm_90a"]);
+        has::<bench_kernels::gemm::gemm_plain_4x2>(&["sm_90a"]);
         // Those of `gpu-kernels` are not built once more.
         let others = MODULES.iter().flat_map(|image| image.layouts).filter(|(kernel, _)| *kernel == "sample");
         assert_eq!(others.count(), 0);

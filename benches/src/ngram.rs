@@ -174,11 +174,11 @@ impl<T: TokenId> Batch<T> {
 
     /// The launch that the operator gets by default.
     pub fn way(&self) -> Way {
-        let (batch, longest, multiprocessors) = (self.batch as u32, self.longest, self.device.multiprocessors());
-        if ngram::together::<T>(batch, longest, multiprocessors) {
+        let (batch, longest, sms) = (self.batch as u32, self.longest, self.device.sms());
+        if ngram::together::<T>(batch, longest, sms) {
             Way::Together
         } else {
-            Way::Blocks(ngram::blocks::<T>(batch, longest, multiprocessors))
+            Way::Blocks(ngram::blocks::<T>(batch, longest, sms))
         }
     }
 

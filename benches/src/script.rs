@@ -3,9 +3,9 @@
 use bench_kernels::script::draft_script;
 use host::{Error, Gpu};
 
-/// From now on, what drafts on `gpu` proposes `answer` after `prompt`, with a wrong token at the end of each of `lengths`, over
-/// and over (each at least 1). As many tokens as each length says are then confirmed by a step, if it runs all drafts. The
-/// device was [opened](crate::options) with the kernel for it.
+/// From now on, what drafts on `gpu` proposes `answer` after `prompt`, with a wrong token at the end of each of
+/// `lengths`, over and over (each at least 1). As many tokens as each length says are then confirmed by a step, if it
+/// runs all drafts. The device was [opened](crate::options) with the kernel for it.
 ///
 /// # Errors
 /// Too little memory, or a driver error.

@@ -7,8 +7,8 @@ use model::Config;
 
 use crate::cases::decode;
 
-/// What a program that measures was told: flags that choose kernels (`--kernels FILE`, `--portable`, `--unfused`, `--weights
-/// plain` or `packed`, as of `warpdraft bench`), and words of its own.
+/// What a program that measures was told: flags that choose kernels (`--kernels FILE`, `--portable`, `--unfused`,
+/// `--weights plain` or `packed`, as of `warpdraft bench`), and words of its own.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Arguments {
     /// How a device is opened.
@@ -75,7 +75,7 @@ impl Arguments {
     /// No such shape, or no such card.
     pub fn subject(&self, name: &str) -> Result<(Config, Device), Box<dyn Error>> {
         match name {
-            "small" => Ok((decode::Sizes::small().config, self.emulator())),
+            "small" => Ok((decode::DecodeSizes::small().config, self.emulator())),
             name => Ok((Config::published(name).ok_or_else(|| format!("no size is called {name}"))?, self.device()?)),
         }
     }

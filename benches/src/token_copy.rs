@@ -83,7 +83,7 @@ pub enum Variant {
     Warp,
     /// All of a lane's loads before its first store.
     LoadsFirst,
-    /// The same, on few multiprocessors that stride over the pairs.
+    /// The same, on few SMs that stride over the pairs.
     Capped,
     /// The same, over pairs sorted by source.
     Sorted,
@@ -127,7 +127,7 @@ impl Variant {
             Self::Vectors => "a thread a record, 16-byte vectors",
             Self::Warp => "a warp a record, 16 bytes a lane",
             Self::LoadsFirst => "a warp a record, loads before stores",
-            Self::Capped => "the same, grid-stride on few multiprocessors",
+            Self::Capped => "the same, grid-stride on few SMs",
             Self::Sorted => "the same, pairs sorted by source",
             Self::Grouped => "sorted, eight records read as whole lines",
             Self::SortedByDestination => "loads before stores, pairs sorted by destination",
@@ -315,7 +315,7 @@ impl<I: Pod> CheckedPairs<'_, I> {
 pub struct TokenCopy {
     device: Device,
     shape: Shape,
-    multiprocessors: u32,
+    sms: u32,
     /// The sort's counts, and one more: their total. Cleared before each sort.
     counts: Buffer<u32>,
     ranks: Buffer<u32>,
@@ -335,7 +335,7 @@ impl TokenCopy {
         Ok(Self {
             device: device.clone(),
             shape,
-            multiprocessors: kernels::MULTIPROCESSORS.min(device.multiprocessors()),
+            sms: kernels::SMS.min(device.sms()),
             counts: device.zeroed(counts)?,
             ranks: device.zeroed(shape.max_pairs)?,
             sorted: device.zeroed(shape.max_pairs)?,
@@ -343,10 +343,9 @@ impl TokenCopy {
         })
     }
 
-    /// How many multiprocessors the variants from [`Variant::Capped`] on use; [`kernels::MULTIPROCESSORS`] unless this
-    /// is called.
-    pub fn set_multiprocessors(&mut self, multiprocessors: u32) {
-        self.multiprocessors = multiprocessors.clamp(1, self.device.multiprocessors());
+    /// How many SMs the variants from [`Variant::Capped`] on use; [`kernels::SMS`] unless this is called.
+    pub fn set_sms(&mut self, sms: u32) {
+        self.sms = sms.clamp(1, self.device.sms());
     }
 
     /// The sizes that it was made for.
@@ -389,7 +388,7 @@ impl TokenCopy {
     ) -> Result<CheckedPairs<'p, I>, Error> {
         self.check_count(src, dst)?;
         self.refused.clear()?;
-        let blocks = kernels::blocks(src.len() as u64 * 8, kernels::SORT_THREADS, self.device.multiprocessors());
+        let blocks = kernels::blocks(src.len() as u64 * 8, kernels::SORT_THREADS, self.device.sms());
         // SAFETY: both lists are of that length, alive, and borrowed until this returns.
         unsafe { self.device.launch::<I::Check>(blocks, 0, Check { pairs: self.pairs(src, dst) })? };
         self.refuse_if_any(src.len())?;
@@ -506,7 +505,7 @@ impl TokenCopy {
             None => None,
         };
         let device = &self.device;
-        let most = self.multiprocessors;
+        let most = self.sms;
         let full = |threads| kernels::blocks(pairs.count, threads, u32::MAX);
         let few = |threads| kernels::blocks(pairs.count, threads, most);
         let by_thread = kernels::blocks(pairs.count.div_ceil(32), kernels::NARROW_THREADS, u32::MAX);
@@ -576,12 +575,12 @@ impl TokenCopy {
         let (counts, ranks, sorted) = (self.counts.ptr_mut(), self.ranks.ptr_mut(), self.sorted.ptr_mut());
         self.counts.clear()?;
         let sort = Sort { pairs, counts, ranks, sorted, shift, by_destination };
-        let blocks = kernels::blocks(pairs.count * 8, kernels::SORT_THREADS, self.multiprocessors);
+        let blocks = kernels::blocks(pairs.count * 8, kernels::SORT_THREADS, self.sms);
         let scan = Scan { counts, total, chunks };
         // SAFETY: the workspace was made for at least this many pairs and buckets; it lives until the device is done.
         unsafe {
             self.device.launch::<I::Count>(blocks, 0, sort)?;
-            let grid = chunks.min(self.multiprocessors);
+            let grid = chunks.min(self.sms);
             self.device.launch::<kernels::token_copy_scan>(grid, kernels::SCAN_SHARED_BYTES, scan)?;
             self.device.launch::<I::Scatter>(blocks, 0, sort)?;
         }

@@ -338,8 +338,8 @@ pub struct AnswerArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Drafting (changes the speed, never the text)")]
 pub struct DraftArgs {
-    /// Who proposes tokens ahead of the model: none, auto (what followed the same few tokens earlier in the text), ngram (the
-    /// same), model:MODEL (a small model of the same family, where nothing like the text came earlier), or
+    /// Who proposes tokens ahead of the model: none, auto (what followed the same few tokens earlier in the text),
+    /// ngram (the same), model:MODEL (a small model of the same family, where nothing like the text came earlier), or
     /// model-only:MODEL
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub draft: DraftKind,

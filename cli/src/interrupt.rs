@@ -1,8 +1,8 @@
 //! Ctrl-C, and the other polite ways to be told to stop (SIGTERM, SIGHUP).
 //!
-//! Most of the time the program may leave at once: nothing that it has under way is worth keeping. While a [`Deferred`] lives, the
-//! first signal only asks, so that an answer can end with a summary and a GPU is not left in the middle of an upload. The second
-//! leaves at once all the same.
+//! Most of the time the program may leave at once: nothing that it has under way is worth keeping. While a [`Deferred`]
+//! lives, the first signal only asks, so that an answer can end with a summary and a GPU is not left in the middle of
+//! an upload. The second leaves at once all the same.
 
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU8, Ordering};

@@ -17,8 +17,8 @@ use crate::output::note;
 use crate::progress::Progress;
 use crate::resolve::Report;
 
-/// Finds the checkpoint, downloads it if need be, and opens it. A model that is about to be loaded is checked for NaN and
-/// infinity then, not now.
+/// Finds the checkpoint, downloads it if need be, and opens it. A model that is about to be loaded is checked for NaN
+/// and infinity then, not now.
 ///
 /// # Errors
 /// Whatever is wrong with the files or the download.
@@ -143,7 +143,8 @@ fn with_progress<T>(
     if interrupt.asked() { Err(host::Error::Interrupted) } else { Ok(loaded) }
 }
 
-/// Sends the log of all crates to standard error: warnings, or with `--verbose` what is being done; `RUST_LOG` overrules both.
+/// Sends the log of all crates to standard error: warnings, or with `--verbose` what is being done; `RUST_LOG`
+/// overrules both.
 ///
 /// # Errors
 /// If `RUST_LOG` cannot be understood.

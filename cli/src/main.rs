@@ -1,7 +1,7 @@
 //! The warpdraft command: models from the command line.
 //!
-//! Arguments exist twice: as typed ([`args`]), and resolved into what the program needs ([`resolve`]). Past that point no code
-//! knows about flags. `docs/reference/cli.md` says what each command promises, exit codes included.
+//! Arguments exist twice: as typed ([`args`]), and resolved into what the program needs ([`resolve`]). Past that point
+//! no code knows about flags. `docs/reference/cli.md` says what each command promises, exit codes included.
 
 mod args;
 mod commands;

@@ -4,7 +4,7 @@ use std::io::{ErrorKind, IsTerminal, Write};
 
 use anyhow::Context;
 use host::{Draft, Drafted, Finish, Generation, Statistics};
-use model::chat::{Answer as Parts, Piece, Splitter};
+use model::chat::{Answer as AnswerParts, Piece, Splitter};
 use serde::Serialize;
 
 use crate::resolve::Report;
@@ -89,8 +89,8 @@ impl Printer {
         }
     }
 
-    /// Prints the rest. Ends the line if a person is looking, who would otherwise find the next prompt behind the text; a
-    /// file gets the text alone.
+    /// Prints the rest. Ends the line if a person is looking, who would otherwise find the next prompt behind the text;
+    /// a file gets the text alone.
     ///
     /// # Errors
     /// As [`print`].
@@ -168,7 +168,7 @@ pub struct Answer<'a> {
     /// The answer.
     pub generation: &'a Generation,
     /// Its parts, if a chat template made the prompt.
-    pub parts: Option<&'a Parts>,
+    pub parts: Option<&'a AnswerParts>,
 }
 
 /// A limit that cut an answer off.

@@ -1,5 +1,5 @@
-//! What the program needs to know, made from the arguments: every default filled in that the checkpoint does not decide, every
-//! contradiction refused.
+//! What the program needs to know, made from the arguments: every default filled in that the checkpoint does not
+//! decide, every contradiction refused.
 
 pub mod batch;
 #[cfg(feature = "bench")]
@@ -149,7 +149,8 @@ pub enum Detail {
 /// Resolves the arguments of `generate`; reads the prompt.
 ///
 /// # Errors
-/// A model that is not there, a prompt that cannot be read, a profile that cannot be written, settings that contradict each other.
+/// A model that is not there, a prompt that cannot be read, a profile that cannot be written, settings that contradict
+/// each other.
 pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     let RunArgs { model, device, answer: how, draft, report: what } = args.run;
     let source = source(&model.model, &model)?;

@@ -1,8 +1,8 @@
 //! Grouped-query attention over the paged cache, for any number of query rows and a cache of any length.
 //!
 //! # Shape of the work
-//! The cache is cut into splits of [`SPLIT`] = 256 keys. A block of [`attend`] takes one key-value head, one split and one tile of
-//! up to 16 (row, query head) pairs that share the head; each of its 8 warps takes 32 keys:
+//! The cache is cut into splits of [`SPLIT`] = 256 keys. A block of [`attend`] takes one key-value head, one split and
+//! one tile of up to 16 (row, query head) pairs that share the head; each of its 8 warps takes 32 keys:
 //!
 //! ```text
 //! S[16 pairs, 32 keys] = Q · Kᵀ     tensor cores, head size 128
@@ -10,18 +10,21 @@
 //! O[16 pairs, 128]     = P · V      tensor cores
 //! ```
 //!
-//! The warps' results meet in shared memory and are added, first to last. A row whose keys end in the first split is finished by then; of others the block
-//! writes its sum, its maximum and its normaliser, and [`combine`] adds the splits (flash decoding: Dao et al., 2023, "Flash-Decoding
-//! for long-context inference"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
+//! The warps' results meet in shared memory and are added, first to last. A row whose keys end in the first split is
+//! finished by then; of others the block writes its sum, its maximum and its normaliser, and [`combine`] adds the
+//! splits (flash decoding: Dao et al., 2023, "Flash-Decoding for long-context inference"; the running maximum: Milakov
+//! and Gimelshein, 2018, "Online normalizer calculation for softmax").
 //!
 //! # Which keys a lane holds
-//! Column `n` of key tile `j` is key `8 j + n / 2 + 4 (n % 2)` of the warp's 32 ([`key_of`]): a lane's scores are those of keys `8 j + t` and 4 further, of each
-//! tile. With the [swizzle](crate::kv) of the cache, the eight lanes that read keys from shared memory at a time, two columns of a tile, then meet every bank once, and
-//! so do `ldmatrix`'s of values.
+//! Column `n` of key tile `j` is key `8 j + n / 2 + 4 (n % 2)` of the warp's 32 ([`key_of`]): a lane's scores are those
+//! of keys `8 j + t` and 4 further, of each tile. With the [swizzle](crate::kv) of the cache, the eight lanes that read
+//! keys from shared memory at a time, two columns of a tile, then meet every bank once, and so do `ldmatrix`'s of
+//! values.
 //!
 //! # Order
-//! A row's result depends on its own keys alone: splits and warps are cut by key position, and a pair never meets another. [`combine`] deals the splits
-//! to 8 warps in turn; each adds its own from first to last, and then the warps are added from first to last.
+//! A row's result depends on its own keys alone: splits and warps are cut by key position, and a pair never meets
+//! another. [`combine`] deals the splits to 8 warps in turn; each adds its own from first to last, and then the warps
+//! are added from first to last.
 
 mod splits;
 mod warps;
@@ -48,7 +51,8 @@ const LOG2_E: f32 = core::f32::consts::LOG2_E;
 const TILES: usize = HEAD_DIM as usize / 8;
 
 /// Parameters of [`attend`] and [`combine`]. [`attend`]: grid (key-value heads, splits, tiles of pairs), shared memory
-/// [`Attend::SHARED_BYTES`]. [`combine`]: grid (query heads, rows), shared memory [`Attend::COMBINE_SHARED_BYTES`]; not needed when every position is below [`SPLIT`].
+/// [`Attend::SHARED_BYTES`]. [`combine`]: grid (query heads, rows), shared memory [`Attend::COMBINE_SHARED_BYTES`]; not
+/// needed when every position is below [`SPLIT`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Attend {
@@ -88,7 +92,8 @@ impl Attend {
         rows.div_ceil(Self::tile_rows(group))
     }
 
-    /// Keeps dimensions `d` and one on of a split's sums for a pair among all rows' heads, and with the first of them its maximum and normaliser.
+    /// Keeps dimensions `d` and one on of a split's sums for a pair among all rows' heads, and with the first of them
+    /// its maximum and normaliser.
     #[inline(always)]
     pub(crate) unsafe fn keep(&self, split: u32, pair: usize, d: u32, sum: [f32; 2], scale: [f32; 2]) {
         // SAFETY: the caller's word.
@@ -117,7 +122,8 @@ impl Attend {
         unsafe { self.scales.cast().load(pair * self.splits as usize + split as usize) }
     }
 
-    /// Puts dimensions `d` and one on of the results of a pair among all rows' heads; with `SLOTS` in the order of [`slot`](crate::linear::slot).
+    /// Puts dimensions `d` and one on of the results of a pair among all rows' heads; with `SLOTS` in the order of
+    /// [`slot`](crate::linear::slot).
     #[inline(always)]
     pub(crate) unsafe fn put<const SLOTS: bool>(&self, pair: usize, d: u32, word: u32) {
         // SAFETY: the caller's word.
@@ -133,7 +139,7 @@ fn weight(a: f32, b: f32) -> f32 {
 
 /// What a warp found among its 32 keys. A lane holds parts of pairs `g` and `g + 8`, where `g = lane / 4`.
 #[derive(Clone, Copy)]
-pub(crate) struct Found {
+pub(crate) struct WarpAttention {
     /// Weighted sums of values, as the tensor core leaves them: dimensions `8n + 2t` and one on, for both pairs.
     o: [[f32; 4]; TILES],
     /// The largest score of each pair.
@@ -142,7 +148,7 @@ pub(crate) struct Found {
     norm: [f32; 2],
 }
 
-impl Found {
+impl WarpAttention {
     /// Of no keys.
     pub const NOTHING: Self = Self { o: [[0.0; 4]; TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
 }
@@ -216,15 +222,16 @@ pub(crate) const fn key_of(n: u32) -> u32 {
 pub(crate) const TILE_KEYS: [u32; 4] = [0, 8, 16, 24];
 
 /// What a warp weighs the values of its 32 keys by, as a lane holds it.
-pub(crate) struct Weights {
+pub(crate) struct SoftmaxWeights {
     /// `exp2(score − top)` as A of the tensor core: of 16 keys, two tiles, and of the other 16.
     words: [[u32; 4]; 2],
     pub top: [f32; 2],
     pub norm: [f32; 2],
 }
 
-/// Scores of a warp's 32 keys, of four tiles as the tensor core leaves them. `query(i, j)` gives 16 bytes of pair `g + 8 i` from
-/// dimension `8 t + 32 j` on; `keys(i)` likewise, from dimension `8 t + 32 i` on, of column `g` of each tile ([`key_of`]).
+/// Scores of a warp's 32 keys, of four tiles as the tensor core leaves them. `query(i, j)` gives 16 bytes of pair
+/// `g + 8 i` from dimension `8 t + 32 j` on; `keys(i)` likewise, from dimension `8 t + 32 i` on, of column `g` of each
+/// tile ([`key_of`]).
 #[inline(always)]
 pub(crate) fn score_keys(
     query: impl Fn(usize, usize) -> [u32; 4],
@@ -245,7 +252,7 @@ pub(crate) fn score_keys(
 
 /// What the tile's pairs weigh keys with these scores by. `position(row)` is where a row stands.
 #[inline(always)]
-pub(crate) fn weigh(p: &Attend, tile: &Tile, position: impl Fn(u32) -> u32, s: [[f32; 4]; 4]) -> Weights {
+pub(crate) fn weigh(p: &Attend, tile: &Tile, position: impl Fn(u32) -> u32, s: [[f32; 4]; 4]) -> SoftmaxWeights {
     weigh_some::<2>(p, tile, position, s)
 }
 
@@ -256,7 +263,7 @@ pub(crate) fn weigh_some<const HALVES: usize>(
     tile: &Tile,
     position: impl Fn(u32) -> u32,
     mut s: [[f32; 4]; 4],
-) -> Weights {
+) -> SoftmaxWeights {
     let (g, t) = (tile.lane / 4, tile.lane % 4);
     let (mut top, mut norm) = ([f32::NEG_INFINITY; 2], [0.0; 2]);
     let limit = |pair: u32| {
@@ -283,13 +290,14 @@ pub(crate) fn weigh_some<const HALVES: usize>(
     // A's sixteen keys are two tiles: 0 and 1, then 2 and 3, as the values have them.
     let high = |s: [f32; 4]| if HALVES == 1 { 0 } else { math::pack_bf16(s[2], s[3]) };
     let pack = |a: [f32; 4], b: [f32; 4]| [math::pack_bf16(a[0], a[1]), high(a), math::pack_bf16(b[0], b[1]), high(b)];
-    Weights { words: [pack(s[0], s[1]), pack(s[2], s[3])], top, norm }
+    SoftmaxWeights { words: [pack(s[0], s[1]), pack(s[2], s[3])], top, norm }
 }
 
-/// The values of these keys, so weighed. `values(i)` gives, for four `n` from `4 i` on, dimension `8 n + g` of keys `8 j + t` and `8 j + t + 4`, in word `j`.
+/// The values of these keys, so weighed. `values(i)` gives, for four `n` from `4 i` on, dimension `8 n + g` of keys
+/// `8 j + t` and `8 j + t + 4`, in word `j`.
 #[inline(always)]
-pub(crate) fn add_values(weights: &Weights, values: impl Fn(usize) -> [[u32; 4]; 4]) -> Found {
-    let mut found = Found { top: weights.top, norm: weights.norm, ..Found::NOTHING };
+pub(crate) fn add_values(weights: &SoftmaxWeights, values: impl Fn(usize) -> [[u32; 4]; 4]) -> WarpAttention {
+    let mut found = WarpAttention { top: weights.top, norm: weights.norm, ..WarpAttention::NOTHING };
     add_values_each(weights, values, |n, o| found.o[n] = o);
     found
 }
@@ -297,7 +305,7 @@ pub(crate) fn add_values(weights: &Weights, values: impl Fn(usize) -> [[u32; 4];
 /// [`add_values`], tile by tile: `take(n, o)` gets the weighted sums of dimensions `8n + 2t` and one on.
 #[inline(always)]
 pub(crate) fn add_values_each(
-    weights: &Weights,
+    weights: &SoftmaxWeights,
     values: impl Fn(usize) -> [[u32; 4]; 4],
     mut take: impl FnMut(usize, [f32; 4]),
 ) {
@@ -311,7 +319,8 @@ pub(crate) fn add_values_each(
     });
 }
 
-/// A lane's part of a warp's values in shared memory, as [`add_values`] wants them: of keys `0..=last`, whose rows begin at byte `first`. Beyond them, the last again.
+/// A lane's part of a warp's values in shared memory, as [`add_values`] wants them: of keys `0..=last`, whose rows
+/// begin at byte `first`. Beyond them, the last again.
 #[inline(always)]
 pub(crate) unsafe fn values_from(first: u32, last: u32, lane: u32) -> impl Fn(usize) -> [[u32; 4]; 4] {
     let key = (lane / 8 * 8 + key_of(lane % 8)).min(last);
@@ -346,7 +355,8 @@ pub unsafe fn attend(p: Attend) {
 pub struct AttendTiles {
     /// What to attend to.
     pub attend: Attend,
-    /// `[tiles, 2]`: a tile's first row, and its rows, at most [`Attend::tile_rows`]; those of a tile belong to one sequence, at ascending positions.
+    /// `[tiles, 2]`: a tile's first row, and its rows, at most [`Attend::tile_rows`]; those of a tile belong to one
+    /// sequence, at ascending positions.
     pub tiles: Global<u32>,
 }
 
@@ -384,7 +394,7 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
         let position = |row: u32| p.rows.positions.load(row as usize);
         let (g, t) = (tile.lane / 4, tile.lane % 4);
         let key0 = tile.first_key();
-        let mut found = Found::NOTHING;
+        let mut found = WarpAttention::NOTHING;
         if key0 <= last {
             let query = |i: usize, j: usize| {
                 let pair = g + 8 * i as u32;

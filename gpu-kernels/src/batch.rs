@@ -1,12 +1,13 @@
-//! What a step of many sequences needs besides the kernels of the forward pass: page tables and uses of tokens that change, rows whose logits are
-//! wanted, and pages that move.
+//! What a step of many sequences needs besides the kernels of the forward pass: page tables and uses of tokens that
+//! change, rows whose logits are wanted, and pages that move.
 //!
-//! What changes from step to step comes in one piece of memory, written by the host: lists, of which these kernels take one each.
+//! What changes from step to step comes in one piece of memory, written by the host: lists, of which these kernels take
+//! one each.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
 
-use crate::linear::{STRIP, slot};
+use crate::linear::{N_TILE, slot};
 use crate::norm::Residual;
 use crate::sample::{Choice, GENERATED, best_token};
 use crate::step::NO_TOKEN;
@@ -78,8 +79,8 @@ pub unsafe fn clear_rows(p: ClearRows) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TakeTokens {
-    /// `[count, 3]`: a row, the choice of the step before that is its token, and which row of `uses` counts it, or [`TakeTokens::NOWHERE`]. No row
-    /// twice.
+    /// `[count, 3]`: a row, the choice of the step before that is its token, and which row of `uses` counts it, or
+    /// [`TakeTokens::NOWHERE`]. No row twice.
     pub entries: Global<u32>,
     /// `[choices]` of the step before.
     pub sampled: Global<u32>,
@@ -155,7 +156,7 @@ pub struct PickRows {
     pub first: u32,
     /// `[any, dim]`: the source's [`Residual::scaled`], in the order of [`slot`](crate::linear::slot).
     pub scaled: Global<bf16>,
-    /// `[any, dim / STRIP]`: the source's [`Residual::squares`].
+    /// `[any, dim / N_TILE]`: the source's [`Residual::squares`].
     pub squares: Global<f32>,
     /// Its rows from 0 on are what was picked, without [`Residual::x`].
     pub to: Residual,
@@ -168,7 +169,7 @@ pub unsafe fn pick_rows(p: PickRows) {
     unsafe {
         let pick = thread::block_idx_y() as usize;
         let row = if p.rows.is_null() { p.first as usize + pick } else { p.rows.load(pick) as usize };
-        let (dim, strips) = (p.to.dim, p.to.dim / STRIP);
+        let (dim, n_tiles) = (p.to.dim, p.to.dim / N_TILE);
         let (from, to) = (p.scaled.at(row * dim as usize).cast::<u32>(), p.to.scaled.at(pick * dim as usize).cast());
         // In pairs.
         let mut i = thread::thread_idx_x();
@@ -177,9 +178,9 @@ pub unsafe fn pick_rows(p: PickRows) {
             i += THREADS;
         }
         let mut i = thread::thread_idx_x();
-        while i < strips {
-            let square = p.squares.load(row * strips as usize + i as usize);
-            p.to.squares.store(pick * strips as usize + i as usize, square);
+        while i < n_tiles {
+            let square = p.squares.load(row * n_tiles as usize + i as usize);
+            p.to.squares.store(pick * n_tiles as usize + i as usize, square);
             i += THREADS;
         }
     }

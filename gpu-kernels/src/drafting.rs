@@ -1,15 +1,16 @@
 //! How many of the proposed drafts to run: as many as are worth their rows, by how recent proposals fared.
 //!
-//! If each draft is right with probability `a`, a step with `n` drafts brings `1 + a + … + aⁿ` tokens, and takes `1 + n·c` times as long as one
-//! without, where `c` is what a row adds to it. Their ratio is the speed-up (Leviathan et al., 2023, "Fast Inference from Transformers via Speculative
-//! Decoding", theorem 3.8, with a draft that costs a row and no model of its own), and [`worthwhile`] takes the `n` for which it is largest.
+//! If each draft is right with probability `a`, a step with `n` drafts brings `1 + a + … + aⁿ` tokens, and takes
+//! `1 + n·c` times as long as one without, where `c` is what a row adds to it. Their ratio is the speed-up (Leviathan
+//! et al., 2023, "Fast Inference from Transformers via Speculative Decoding", theorem 3.8, with a draft that costs a
+//! row and no model of its own), and [`worthwhile`] takes the `n` for which it is largest.
 //!
-//! The [estimate](learned) of `a` needs no drafts to be run. The choice after row `r` is what the proposal's entry `r` had to be, whether or not that
-//! had a row of its own: every step tries at least one, for nothing. So text in which proposals are hopeless runs one row a step, and drafts come back
-//! by themselves when the text turns repetitive.
+//! The [estimate](learned) of `a` needs no drafts to be run. The choice after row `r` is what the proposal's entry `r`
+//! had to be, whether or not that had a row of its own: every step tries at least one, for nothing. So text in which
+//! proposals are hopeless runs one row a step, and drafts come back by themselves when the text turns repetitive.
 //!
-//! Fixed point throughout: the device, the emulator and the CPU come to the same numbers. What is run never changes what is said, only in how many
-//! steps.
+//! Fixed point throughout: the device, the emulator and the CPU come to the same numbers. What is run never changes
+//! what is said, only in how many steps.
 
 use cuda_std::{Global, GlobalMut};
 
@@ -38,8 +39,8 @@ pub struct Cost {
     pub each: u32,
 }
 
-/// How many drafts of at most `most` a sequence should run, if each is right with probability `acceptance`; all of them if they [cost](Cost) nothing.
-/// `others` are the rows of other sequences in the same step, each good for a token.
+/// How many drafts of at most `most` a sequence should run, if each is right with probability `acceptance`; all of them
+/// if they [cost](Cost) nothing. `others` are the rows of other sequences in the same step, each good for a token.
 #[inline(always)]
 pub fn worthwhile(acceptance: u32, cost: Cost, others: u32, most: u32) -> u32 {
     let each = cost.each as u64;
@@ -64,8 +65,8 @@ pub fn worthwhile(acceptance: u32, cost: Cost, others: u32, most: u32) -> u32 {
     best
 }
 
-/// Parameters of a kernel that proposes what a script has at the positions that come next, `draft_script` of `bench-kernels`.
-/// Grid: 1.
+/// Parameters of a kernel that proposes what a script has at the positions that come next, `draft_script` of
+/// `bench-kernels`. Grid: 1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct DraftScript {

@@ -34,7 +34,8 @@ pub unsafe fn embed(p: Embed) {
     }
 }
 
-/// The same for [`gemm`](crate::gemm): scaled rows are in the order of [`slot`](crate::linear::slot), and squares of spans are added up.
+/// The same for [`gemm`](crate::gemm): scaled rows are in the order of [`slot`](crate::linear::slot), and squares of
+/// spans are added up.
 #[kernel(threads = 256)]
 pub unsafe fn embed_spans(p: Embed) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -57,8 +58,8 @@ pub unsafe fn embed_spans(p: Embed) {
     }
 }
 
-/// Every `stride`-th element of a row from `first` on; both agree on 32 neighbouring lanes. With `SLOTS` the scaled row is in the order of
-/// [`slot`](crate::linear::slot).
+/// Every `stride`-th element of a row from `first` on; both agree on 32 neighbouring lanes. With `SLOTS` the scaled row
+/// is in the order of [`slot`](crate::linear::slot).
 #[inline(always)]
 pub(crate) unsafe fn embed_elements<const SLOTS: bool>(p: &Embed, row: u32, first: u32, stride: u32) {
     // SAFETY: the caller's word.
@@ -69,7 +70,8 @@ pub(crate) unsafe fn embed_elements<const SLOTS: bool>(p: &Embed, row: u32, firs
     }
 }
 
-/// Gives every `stride`-th element of a row's embedding from `first` on to `put`, behind its weight in the norm and its place; both agree on 32 neighbouring lanes.
+/// Gives every `stride`-th element of a row's embedding from `first` on to `put`, behind its weight in the norm and its
+/// place; both agree on 32 neighbouring lanes.
 #[inline(always)]
 pub(crate) unsafe fn embed_each(p: &Embed, row: u32, first: u32, stride: u32, put: impl Fn(bf16, u32, f32)) {
     // SAFETY: the caller's word.

@@ -1,32 +1,35 @@
-//! Linear layers for many rows: `y[row, n] = Σ_k x[row, k] · w[n, k]` on Hopper's warpgroup products, for prompts. bf16 in, f32 sums.
+//! Linear layers for many rows: `y[row, n] = Σ_k x[row, k] · w[n, k]` on Hopper's `wgmma`, for prompts. bf16 in, f32
+//! sums.
 //!
 //! # Shape of the work
-//! A block of three warpgroups stays on its multiprocessor and takes tiles of [`TILE_ROWS`] = 128 rows × `N` = 128, 192 or 256 features, one
-//! after another:
+//! A block of three warpgroups stays on its SM and takes tiles of [`TILE_ROWS`] = 128 rows × `N` = 128, 192 or 256
+//! features, one after another:
 //!
 //! ```text
-//! warpgroup 2   one lane: x [128 × 64] by TMA, w [N × 64] by bulk copies ──► ring of slots in shared memory   (runs ahead, across tiles)
-//! warpgroup 0   rows 0..64   ┐ wgmma m64nNk16, four a slot, sums in N/2 registers a lane;
+//! warpgroup 2   one lane: x [128 × 64] by TMA, w [N × 64] by bulk copies ──► ring of stages   (runs ahead, across tiles)
+//! warpgroup 0   rows 0..64   ┐ wgmma m64nNk16, four a stage, sums in N/2 registers a lane;
 //! warpgroup 1   rows 64..128 ┘ then the epilogue
 //! ```
 //!
-//! Tiles go down a band of [`Gemm::band`] tile rows before they go right, so that blocks which run at the same time share rows and features in L2. In
-//! the `_pair` kernels two neighbouring blocks take tiles one above the other, and each loads half of the features' tile for both. In the `_eight` kernels four
-//! blocks one above the other share features, and two side by side share rows:
+//! Tiles go down a band of [`Gemm::band`] tile rows before they go right, so that blocks which run at the same time
+//! share rows and features in L2. In the `_2x1` kernels two neighbouring blocks take tiles one above the other, and
+//! each loads half of the features' tile for both. In the `_4x2` kernels four blocks one above the other share
+//! features, and two side by side share rows:
 //!
 //! ```text
 //!                  features 0 .. 256      256 .. 512
-//! rows   0 .. 128  block 0                block 4        rows: the one or the other loads them for both, step by step in turn
+//! rows   0 .. 128  block 0                block 4        rows: the two load them for both in turn
 //! rows 128 .. 256  block 1                block 5
 //! rows 256 .. 384  block 2                block 6
 //! rows 384 .. 512  block 3                block 7        features: in each step two of the four load a half
 //! ```
 //!
-//! Not every multiprocessor finds seven neighbours, so pairs do the rest beside them in a launch of their own ([`Beside`]).
-//! What lies beyond `n` or `x` arrives as zeros.
+//! Not every SM finds seven neighbours, so clusters of 2 × 1 do the rest beside them in a launch of their own
+//! ([`Beside`]). What lies beyond `n` or `x` arrives as zeros.
 //!
-//! Heads have 128 features and are finished whole. So in the `_n192` kernels, whose blocks take one tile each, two neighbours have three times 128 features between them, and the
-//! middle ones are multiplied with the upper 64 rows by one and with the lower 64 by the other:
+//! Heads have 128 features and are finished whole. So in the `_n192` kernels, whose blocks take one tile each, two
+//! neighbours have three times 128 features between them, and the middle ones are multiplied with the upper 64 rows by
+//! one and with the lower 64 by the other:
 //!
 //! ```text
 //! features          0 .. 128   128 .. 256   256 .. 384
@@ -34,29 +37,34 @@
 //! rows 64 .. 128   └─ block 0 ┘ └─────── block 1 ──────┘     (warpgroups 1)
 //! ```
 //!
-//! Norms are fused into the products as [`norm`](crate::norm) says. Whoever finishes a tile adds up the squares of its rows while its first products run;
-//! so that these are few, `add` leaves one sum for [`SPAN`] features.
+//! Norms are fused into the GEMMs as [`norm`](crate::norm) says. A warpgroup adds up the squares of its tile's rows
+//! while its first MMAs run. So that these are few, `add` leaves one sum for [`SPAN`] features.
 //!
 //! # Epilogues
 //! | kernels | of the sums, times the row's factor |
 //! |---|---|
-//! | `gemm_qkv_*` | queries, keys and values: normalised, rotated, and put where attention reads them ([`qkv`](crate::qkv)) |
+//! | `gemm_qkv_*` | queries, keys and values: normalised, rotated, put where attention reads them ([`qkv`](crate::qkv)) |
 //! | `gemm_write_*` | written in f32 |
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
 //!
-//! What an epilogue reads from memory first, its lanes load into registers while products run.
+//! What an epilogue reads from memory first, its lanes load into registers while MMAs run.
 //!
-//! The kernels may be launched early ([`launches`]): before they wait for the launches ahead they fetch the first slots' weights.
+//! The kernels may be launched early ([`dependent_launch`]): before they wait for the launches ahead they fetch the
+//! first stages' weights.
 //!
 //! # Order
-//! An output is the sum that [`linear`](crate::linear) makes, bit for bit: slices of 64 input features form [`CHAINS`] chains in the tensor core's accumulator, which are added from
-//! first to last. Here a tile is multiplied chain by chain, and what is finished waits as the tile's *totals*: of tiles of 128 weight rows in registers beside the accumulators, of wider ones three quarters in registers and
-//! a quarter in shared memory, where the epilogue's boxes are when there are no totals. The weights lie as the [stream](crate::stream) has them, activations in the order of
-//! [`slot`](crate::linear::slot): so an instruction multiplies the same 16 inputs everywhere.
+//! An output is the sum that [`linear`](crate::linear) makes, bit for bit: slices of 64 input features form
+//! [`K_PARTIALS`] split-K partials in the tensor core's accumulator, which are added from first to last. Here a tile is
+//! multiplied one split-K partial after another, and the sum of those that are done are the tile's *totals*: of tiles
+//! of 128 weight rows in registers beside the accumulators, of wider ones three quarters in registers and a quarter in
+//! shared memory, where the epilogue's boxes are when there are no totals. The weights lie as the [decode
+//! kernel](crate::decode) has them, activations in the order of [`slot`](crate::linear::slot): so an instruction
+//! multiplies the same 16 inputs everywhere.
 //!
 //! # Ladder
-//! 1. `linear`: 64 rows a launch, every strip reads the activations again. A third of the bandwidth, a twentieth of the tensor cores.
+//! 1. `linear`: 64 rows a launch, every N-tile reads the activations again. A third of the bandwidth, a twentieth of
+//!    the tensor cores.
 //! 2. This.
 
 use cuda_std::bulk;
@@ -64,24 +72,25 @@ use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Cores, Operand};
-use cuda_std::{Global, GlobalMut, bf16, kernel, launches, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, dependent_launch, kernel, thread, warp};
 
-use crate::linear::{CHAINS, STRIP};
+use crate::decode::{SLICES_APART, STEP_BYTES, Slices, TOGETHER};
+use crate::linear::{K_PARTIALS, N_TILE};
 use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
-use crate::stream::{SLICES_APART, STEP_BYTES, Slices, TOGETHER};
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
 pub const TILE_ROWS: u32 = 128;
-/// Input features of a slot of the ring; the input size is a multiple of it.
+/// Input features of a stage of the ring; the input size is a multiple of it.
 pub const DEPTH: u32 = tensor::ROW;
-/// Features of an output tile that are finished at a time; the output size is a multiple of it, and of 128 for `qkv` and `add`.
+/// Features of an output tile that are finished at a time; the output size is a multiple of it, and of 128 for `qkv`
+/// and `add`.
 pub const BOX: u32 = tensor::ROW;
-/// Features whose squares are added up for the norm that comes next, beside those of strips: see [`Residual::spans`].
+/// Features whose squares are added up for the norm that comes next, beside those of N-tiles: see [`Residual::spans`].
 pub const SPAN: u32 = crate::norm::SPAN;
 /// Weight rows that are loaded together.
-pub const WEIGHT_ROWS: u32 = TOGETHER * STRIP;
+pub const WEIGHT_ROWS: u32 = TOGETHER * N_TILE;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 
@@ -109,26 +118,28 @@ const BOX_ALIGNMENT: u32 = 1024;
 const TOTALS_BYTES: u32 = 2 * GROUP * 32 * 4;
 const _: () = assert!(SLICES_APART == WEIGHT_ROWS * DEPTH * 2);
 
-/// Parameters of the products of this module. Grid: at most one block a multiprocessor, for `_pair` and `_eight` kernels whole clusters; for `_n192` kernels two for every 384 features of every tile of rows.
-/// Shared memory: [`Gemm::shared_bytes`].
+/// Parameters of the GEMMs of this module. Grid: at most one block an SM, for `_2x1` and `_4x2` kernels whole clusters;
+/// for `_n192` kernels two for every 384 features of every tile of rows. Shared memory: [`Gemm::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Gemm {
     /// `x`, bf16 `[rows, k]`, each row in the order of [`slot`](crate::linear::slot), in tiles of [`TILE_ROWS`] rows.
     pub x: Global<TensorMap>,
-    /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
+    /// The weights, as [`lay_out`](crate::decode::lay_out) left them.
     pub stream: Global<bf16>,
-    /// The matrix's first [`Pass::base`](crate::stream::Pass::base).
+    /// The matrix's first [`Wave::base`](crate::decode::Wave::base).
     pub base: u64,
     /// Blocks that the weights were laid out for.
     pub blocks: u32,
-    /// Strips of the whole matrix.
-    pub strips: u32,
-    /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu`, in the order of [`slot`](crate::linear::slot), and `plain`.
+    /// N-tiles of the whole matrix.
+    pub n_tiles: u32,
+    /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu`, in the order of [`slot`](crate::linear::slot),
+    /// and `plain`.
     pub out: Global<TensorMap>,
     /// `write` alone: `[rows, n]`.
     pub y: GlobalMut<f32>,
-    /// What each row has yet to be divided by, if anything: `qkv`, `write` and `swiglu`. Its squares are sums over [`SPAN`] elements, as [`Residual::spans`] has them.
+    /// What each row has yet to be divided by, if anything: `qkv`, `write` and `swiglu`. Its squares are sums over
+    /// [`SPAN`] elements, as [`Residual::spans`] has them.
     pub norm: Norm,
     /// `[n]`: what is added to each row when it was multiplied by its factor, `qkv` and `write` alone, and not with
     /// `_n192` kernels; null for nothing.
@@ -151,7 +162,7 @@ pub struct Gemm {
     pub k: u32,
     /// Rows of clusters' tiles in a band.
     pub band: u32,
-    /// The other launch of the same product, if there is one.
+    /// The other launch of the same GEMM, if there is one.
     pub beside: Beside,
 }
 
@@ -166,7 +177,8 @@ impl Gemm {
         Self::ring(n).end().next_multiple_of(BOX_ALIGNMENT)
     }
 
-    /// Dynamic shared memory of a block with tiles of `n` weight rows: the ring, two boxes of output for each warpgroup, or totals.
+    /// Dynamic shared memory of a block with tiles of `n` weight rows: the ring, two boxes of output for each
+    /// warpgroup, or totals.
     pub const fn shared_bytes(n: u32) -> u32 {
         Self::boxes(n) + if n == 128 { 4 * BOX_BYTES } else { TOTALS_BYTES }
     }
@@ -177,10 +189,10 @@ impl Gemm {
         self.k / DEPTH
     }
 
-    /// Slices of a chain.
+    /// K-slices of a split-K partial.
     #[inline(always)]
-    fn chain(&self, chain: u32) -> u32 {
-        (self.slices() + CHAINS - 1 - chain) / CHAINS
+    fn k_partial(&self, k_partial: u32) -> u32 {
+        (self.slices() + K_PARTIALS - 1 - k_partial) / K_PARTIALS
     }
 }
 
@@ -211,11 +223,11 @@ impl Iterator for Tiles {
 
     #[inline(always)]
     fn next(&mut self) -> Option<(u32, u32)> {
-        let block = thread::fresh(thread::block_idx_x());
+        let block = thread::opaque(thread::block_idx_x());
         let together = self.together[0] * self.together[1];
-        let turn = (block + self.taken * thread::fresh(thread::grid_dim_x())) / together;
+        let turn = (block + self.taken * thread::opaque(thread::grid_dim_x())) / together;
         // Found again each time: kept throughout they would take registers of epilogues.
-        let [rows, columns] = [0, 1].map(|i| (thread::fresh(self.end[i]) - self.first[i]).div_ceil(self.size[i]));
+        let [rows, columns] = [0, 1].map(|i| (thread::opaque(self.end[i]) - self.first[i]).div_ceil(self.size[i]));
         if turn >= rows * columns {
             return None;
         }
@@ -241,14 +253,15 @@ unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     if DOWN * ACROSS > 1 {
         unsafe { p.beside.wait() };
     } else {
-        launches::wait();
+        dependent_launch::wait();
     }
 }
 
-/// The slice that is multiplied after this one: the next of its chain, or the first of the next chain.
+/// The slice that is multiplied after this one: the next of its split-K partial, or the first of the next split-K
+/// partial.
 #[inline(always)]
 const fn slice_after(slice: u32, slices: u32) -> u32 {
-    if slice + CHAINS < slices { slice + CHAINS } else { slice % CHAINS + 1 }
+    if slice + K_PARTIALS < slices { slice + K_PARTIALS } else { slice % K_PARTIALS + 1 }
 }
 
 /// One lane keeps the ring full, of a block at `down` and `across` in its cluster.
@@ -265,9 +278,9 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
         let parts = const { loaded(N) / WEIGHT_ROWS };
         // A tile's weights; behind the matrix the last ones again.
         let weights_of = |column: u32| {
-            let strip = column * (if E::GATED { 2 } else { 1 }) / STRIP;
-            let last = (p.strips - 1) / TOGETHER * TOGETHER;
-            [0, TOGETHER].map(|more| Slices::new(p.base, p.blocks, p.strips, p.k, (strip + more).min(last)))
+            let n_tile = column * (if E::GATED { 2 } else { 1 }) / N_TILE;
+            let last = (p.n_tiles - 1) / TOGETHER * TOGETHER;
+            [0, TOGETHER].map(|more| Slices::new(p.base, p.blocks, p.n_tiles, p.k, (n_tile + more).min(last)))
         };
         // Blocks one above the other share weights, blocks side by side rows: in each step one of them loads for all.
         let load_weights = |ring: &Ring, weights: &[Slices; 2], step: u32, slice: u32| {
@@ -276,7 +289,7 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
             let mut part = 0;
             while part < parts {
                 if (step * parts + part) % DOWN == down {
-                    let to = ring.slot().at((X_BYTES + part * SLICES_APART) as usize);
+                    let to = ring.stage_buffer().at((X_BYTES + part * SLICES_APART) as usize);
                     let from = p.stream.cast().at(weights[part as usize].at(slice) as usize);
                     if DOWN > 1 {
                         let blocks = ((1 << DOWN) - 1) << (across * DOWN);
@@ -291,13 +304,13 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
         let load_rows = |ring: &Ring, row: u32, step: u32, slice: u32| {
             let at = [slice * DEPTH, row];
             if ACROSS == 1 {
-                tensor::load(ring.slot(), p.x, at, ring.full());
+                tensor::load(ring.stage_buffer(), p.x, at, ring.full());
             } else if step % ACROSS == across {
                 let all = (0..ACROSS).fold(0, |all, i| all | 1 << (i * DOWN));
-                tensor::load_multicast(ring.slot(), p.x, at, ring.full(), all << down);
+                tensor::load_multicast(ring.stage_buffer(), p.x, at, ring.full(), all << down);
             }
         };
-        // The first slots' weights do not depend on the launches ahead.
+        // The first stages' weights do not depend on the launches ahead.
         let mut begun = 0;
         if let Some((_, column)) = tiles.clone().next() {
             let (mut ring, weights, mut slice) = (ring, weights_of(column), 0);
@@ -334,7 +347,7 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
     }
 }
 
-/// Begins the products of the ring's slot, which is full.
+/// Begins the MMAs of the ring's stage, which is full.
 #[inline(always)]
 unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, first: bool) {
     unsafe {
@@ -354,14 +367,14 @@ unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, fir
     }
 }
 
-/// A warpgroup's products: where they are in the ring, and in their tile.
-struct Products<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
+/// A warpgroup's main loop: where it is in the ring, and in its tile.
+struct MainLoop<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
     p: &'a Gemm,
     tiles: Tiles,
     ring: Ring,
-    /// The slot before.
+    /// The stage before.
     previous: Ring,
-    /// Slots of the chain that are not begun.
+    /// Stages of the split-K partial that are not begun.
     left: u32,
     x: Operand,
     weight: Cores,
@@ -369,10 +382,10 @@ struct Products<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
     at: Option<(u32, u32)>,
 }
 
-impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, DOWN, ACROSS> {
+impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, DOWN, ACROSS> {
     #[inline(always)]
     unsafe fn free(ring: Ring) {
-        // Lane `i` of a warpgroup tells block `i` of the cluster, if its copies also land here, that a slot is free.
+        // Lane `i` of a warpgroup tells block `i` of the cluster, if its copies also land here, that a stage is free.
         let lane = thread::thread_idx_x() % GROUP;
         let blocks = DOWN * ACROSS;
         let (peer, own) = if blocks > 1 { (lane % blocks, thread::block_idx_x() % blocks) } else { (0, 0) };
@@ -380,17 +393,19 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, D
         unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < blocks && shares) }
     }
 
-    /// Begins a chain of so many slots, none of which is under way. What is in the accumulators counts no more.
+    /// Begins a split-K partial of so many stages, none of which is under way. What is in the accumulators counts no
+    /// more.
     #[inline(always)]
-    unsafe fn begin_chain(&mut self, slots: u32) {
+    unsafe fn begin_k_partial(&mut self, stages: u32) {
         unsafe {
             self.ring.wait_full();
-            // Apart from `go_on`: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes
-            // between chains has the registers of accumulators that it is done with.
+            // Apart from `go_on`: that it does not add to what was in the accumulators is a constant then, and the
+            // assembler knows that what comes between split-K partials has the registers of accumulators that it is
+            // done with.
             multiply::<WIDTH>(&self.ring, self.x, self.weight, true);
             self.previous = self.ring;
             self.ring = self.ring.ahead(1);
-            self.left = slots - 1;
+            self.left = stages - 1;
         }
     }
 
@@ -400,7 +415,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, D
             self.ring.wait_full();
             multiply::<WIDTH>(&self.ring, self.x, self.weight, false);
             wgmma::wait::<1>();
-            // The slot before is read, the one just started is not.
+            // The stage before is read, the one just started is not.
             Self::free(self.previous);
             self.previous = self.ring;
             self.ring = self.ring.ahead(1);
@@ -408,9 +423,9 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, D
         }
     }
 
-    /// All that are left of the chain, and waits for them.
+    /// All that are left of the split-K partial, and waits for them.
     #[inline(always)]
-    unsafe fn end_chain(&mut self) {
+    unsafe fn end_k_partial(&mut self) {
         unsafe {
             while self.left > 0 {
                 self.go_on();
@@ -424,19 +439,20 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, D
     #[inline(always)]
     unsafe fn totals() -> Shared<u8> {
         // A warp's lie together, since it also stages outputs there: 16 bytes of each lane side by side.
-        let thread = thread::fresh(thread::thread_idx_x());
+        let thread = thread::opaque(thread::thread_idx_x());
         unsafe { shared::dynamic(Gemm::boxes(256) + thread / 32 * (TOTALS_BYTES / 8) + thread % 32 * 16) }
     }
 
-    /// Adds a chain, which is finished, to the totals, or begins them. The `LAST` leaves them in the accumulators.
+    /// Adds a split-K partial, which is finished, to the totals, or begins them. The `LAST` leaves them in the
+    /// accumulators.
     #[inline(always)]
     unsafe fn fold<const FIRST: bool, const LAST: bool>() {
         unsafe {
             macro_rules! fold {
-                ($total:expr, $chain:expr) => {{
+                ($total:expr, $k_partial:expr) => {{
                     // Not a move: a zero has a sign.
-                    let sum = if FIRST { 0.0 } else { wgmma::get::<{ $total }>() } + wgmma::get::<{ $chain }>();
-                    if LAST { wgmma::set::<{ $chain }>(sum) } else { wgmma::set::<{ $total }>(sum) }
+                    let sum = if FIRST { 0.0 } else { wgmma::get::<{ $total }>() } + wgmma::get::<{ $k_partial }>();
+                    if LAST { wgmma::set::<{ $k_partial }>(sum) } else { wgmma::set::<{ $total }>(sum) }
                 }};
             }
             if WIDTH == 256 {
@@ -477,31 +493,31 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, D
         }
     }
 
-    /// The next chains of the tile up to number `end`, each into the totals.
+    /// The next split-K partials of the tile up to number `end`, each into the totals.
     #[inline(always)]
-    unsafe fn go_on_to_chain(&mut self, chain: &mut u32, end: u32) {
-        while *chain < end {
-            let slots = self.p.chain(*chain);
-            // A matrix may have fewer slices than chains.
-            if slots > 0 {
+    unsafe fn go_on_to_k_partial(&mut self, k_partial: &mut u32, end: u32) {
+        while *k_partial < end {
+            let stages = self.p.k_partial(*k_partial);
+            // A matrix may have fewer slices than split-K partials.
+            if stages > 0 {
                 unsafe {
-                    self.begin_chain(slots);
-                    self.end_chain();
+                    self.begin_k_partial(stages);
+                    self.end_k_partial();
                     Self::fold::<false, false>();
                 }
             }
-            *chain += 1;
+            *k_partial += 1;
         }
     }
 
-    /// The last chain of the tile; then its sums are in the accumulators.
+    /// The last split-K partial of the tile; then its sums are in the accumulators.
     #[inline(always)]
     unsafe fn end(&mut self) {
         unsafe {
-            let slots = self.p.chain(CHAINS - 1);
-            if slots > 0 {
-                self.begin_chain(slots);
-                self.end_chain();
+            let stages = self.p.k_partial(K_PARTIALS - 1);
+            if stages > 0 {
+                self.begin_k_partial(stages);
+                self.end_k_partial();
                 Self::fold::<false, true>();
             } else {
                 Self::zero();
@@ -510,7 +526,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, D
         }
     }
 
-    /// An empty chain.
+    /// An empty split-K partial.
     #[inline(always)]
     fn zero() {
         unroll!(J < 16; {
@@ -524,22 +540,22 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Products<'_, WIDTH, D
     }
 }
 
-impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for Products<'_, WIDTH, DOWN, ACROSS> {
+impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for MainLoop<'_, WIDTH, DOWN, ACROSS> {
     #[inline(always)]
     unsafe fn begin(&mut self) {
         unsafe {
             self.at = self.tiles.next();
             let some = self.at.is_some();
-            // After the last tile those of a slot that was multiplied already, for nothing: if products were under way after some tiles and not after others, the
-            // assembler would not let them run beside anything.
-            let slot = if some { self.ring } else { self.previous };
+            // After the last tile those of a stage that was multiplied already, for nothing: if MMAs were under way
+            // after some tiles and not after others, the assembler would not let them run beside anything.
+            let stage = if some { self.ring } else { self.previous };
             if some {
-                slot.wait_full();
+                stage.wait_full();
             }
-            multiply::<WIDTH>(&slot, self.x, self.weight, true);
-            self.previous = slot;
-            self.ring = slot.ahead(1);
-            self.left = if some { self.p.chain(0) - 1 } else { 0 };
+            multiply::<WIDTH>(&stage, self.x, self.weight, true);
+            self.previous = stage;
+            self.ring = stage.ahead(1);
+            self.left = if some { self.p.k_partial(0) - 1 } else { 0 };
         }
     }
 
@@ -559,11 +575,11 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
 ) {
     unsafe {
         let group = thread::warp_id() / 4;
-        // The first of the slot's weight rows that it multiplies.
-        let from = || if WIDTH < loaded(N) { thread::fresh(thread::block_idx_x()) % 2 * WEIGHT_ROWS } else { 0 };
+        // The first of the stage's weight rows that it multiplies.
+        let from = || if WIDTH < loaded(N) { thread::opaque(thread::block_idx_x()) % 2 * WEIGHT_ROWS } else { 0 };
         let first = shared::dynamic::<u8>(0);
         let ring = Ring::consumer(Gemm::ring(N));
-        let mut products: Products<'_, WIDTH, DOWN, ACROSS> = Products {
+        let mut products: MainLoop<'_, WIDTH, DOWN, ACROSS> = MainLoop {
             p,
             tiles,
             ring,
@@ -588,29 +604,30 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
             // The last pair of blocks may have one tile.
             let inside = row < p.m && half.column < p.n;
             let early = E::early(p, &half);
-            products.end_chain();
+            products.end_k_partial();
             if WIDTH == 256 && N == 256 {
                 // Where boxes were that may not have been stored yet.
                 half.finish_stores();
             }
-            let mut chain = 1;
+            let mut k_partial = 1;
             // With few columns there are registers for what comes from memory; with many they hold totals.
             let ahead = if WIDTH == 256 {
                 let ahead = E::ahead::<WIDTH>(p, &half, inside, early);
-                Products::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
+                MainLoop::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
                 ahead
             } else {
-                Products::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
-                products.go_on_to_chain(&mut chain, CHAINS - 1);
+                MainLoop::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
+                products.go_on_to_k_partial(&mut k_partial, K_PARTIALS - 1);
                 E::ahead::<WIDTH>(p, &half, inside, early)
             };
-            products.go_on_to_chain(&mut chain, CHAINS - 1);
+            products.go_on_to_k_partial(&mut k_partial, K_PARTIALS - 1);
             products.end();
             if E::LAST_APART && products.tiles.clone().next().is_none() {
                 if inside {
                     E::finish_last::<WIDTH>(p, &half, ahead);
                 }
-                // Not by way of the wait below: sums are where products would be that it waits for, and the assembler would run all of them one after another.
+                // Not by way of the wait below: sums are where MMAs would be that it waits for, and the assembler would
+                // run all of them one after another.
                 return;
             }
             if N == 192 {
@@ -636,7 +653,8 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
     }
 }
 
-/// A product with an epilogue, in tiles of `N` weight rows; `DOWN` × `ACROSS` blocks take theirs together. Blocks have [`THREADS`].
+/// A GEMM with an epilogue, in tiles of `N` weight rows; `DOWN` × `ACROSS` blocks take theirs together. Blocks have
+/// [`THREADS`].
 ///
 /// # Safety
 /// As the parameter block says.
@@ -644,9 +662,9 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
 pub unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     unsafe {
         wgmma::declare();
-        launches::allow_next();
+        dependent_launch::allow_next();
         if thread::thread_idx_x() == 0 {
-            // Two warpgroups free a slot, of each block that shares weights or rows.
+            // Two warpgroups free a stage, of each block that shares weights or rows.
             Ring::init(Gemm::ring(N), 2 * (DOWN + ACROSS - 1));
             bulk::fence_init();
         }
@@ -709,10 +727,10 @@ macro_rules! kernels {
 
 kernels! {
     Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 192 gemm_qkv_n192 256 gemm_qkv_n256
-        cluster 2 = 2 x 1 gemm_qkv_pair cluster 8 = 4 x 2 gemm_qkv_eight;
+        cluster 2 = 2 x 1 gemm_qkv_2x1 cluster 8 = 4 x 2 gemm_qkv_4x2;
     Write: "`y = x · wᵀ`, sums of each row times its factor.", 128 gemm_write_n128 192 gemm_write_n192 256 gemm_write_n256;
     SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256
-        cluster 2 = 2 x 1 gemm_swiglu_pair cluster 8 = 4 x 2 gemm_swiglu_eight;
+        cluster 2 = 2 x 1 gemm_swiglu_2x1 cluster 8 = 4 x 2 gemm_swiglu_4x2;
     Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256
-        cluster 2 = 2 x 1 gemm_add_pair cluster 8 = 4 x 2 gemm_add_eight;
+        cluster 2 = 2 x 1 gemm_add_2x1 cluster 8 = 4 x 2 gemm_add_4x2;
 }

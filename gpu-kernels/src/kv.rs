@@ -6,8 +6,9 @@
 //! [page][kv_head][ keys: token, dim | values: token, dim ]      bf16
 //! ```
 //!
-//! The 16-byte chunks of a token's row are swizzled: chunk `c` lies at `c ^ (token % 8)` ([`place`]). So however a page comes into shared memory, its rows lie
-//! there as `wgmma` and `ldmatrix` read them without bank conflicts, and the first tokens of a page are one piece of memory.
+//! The 16-byte chunks of a token's row are swizzled: chunk `c` lies at `c ^ (token % 8)` ([`place`]). So however a page
+//! comes into shared memory, its rows lie there as `wgmma` and `ldmatrix` read them without bank conflicts, and the
+//! first tokens of a page are one piece of memory.
 //!
 //! A batch's full pages may be [packed](crate::packed), which is for one kernel to read.
 //!
@@ -49,8 +50,8 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// The number of page `index` of `sequence` for `kv_head`, among the pages of all heads: its keys are rows 2 · [`PAGE_TOKENS`] times that and on, of
-    /// [`HEAD_DIM`] elements each, and its values follow.
+    /// The number of page `index` of `sequence` for `kv_head`, among the pages of all heads: its keys are rows 2 ·
+    /// [`PAGE_TOKENS`] times that and on, of [`HEAD_DIM`] elements each, and its values follow.
     ///
     /// # Safety
     /// The table has that entry.

@@ -1,21 +1,23 @@
 //! Every device routine of warpdraft, one family of kernels a module.
 //!
-//! The crate is compiled twice: to PTX for the device, and as an ordinary library for the host. Parameter blocks, constants and
-//! memory layouts are defined here once and serve both sides. A kernel speaks [`cuda_std`] alone, so that
-//! it also runs on a CPU, lane by lane, under `cuda_std::emulator`; the tests beside this crate compare each with a plain
-//! reference that way.
+//! The crate is compiled twice: to PTX for the device, and as an ordinary library for the host. Parameter blocks,
+//! constants and memory layouts are defined here once and serve both sides. A kernel speaks [`cuda_std`] alone, so that
+//! it also runs on a CPU, lane by lane, under `cuda_std::emulator`; the tests beside this crate compare each with a
+//! plain reference that way.
 //!
-//! The forward pass of one step, in order: [`embedding`], then for each layer [`linear`] (query, key and value), [`qkv`] (per-head norm, rotary
-//! embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`linear`] (gate and up with SwiGLU), [`linear`] (down, into
-//! the residual), then [`linear`] (the head), [`mask`] where an answer has a form, and [`sample`]; [`norm`] is fused into its neighbours. On Hopper `stream` is all of that in one launch,
-//! and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand to each other: the rows to run, and what was
-//! accepted; [`drafting`] how many of the proposed drafts a step runs; [`batch`] what a step of many sequences needs besides, [`logprobs`] what they may ask for. `wide` is all of
-//! such a step in one launch on Hopper, and reads pages of keys and values that [`packed`] made smaller.
+//! The forward pass of one step, in order: [`embedding`], then for each layer [`linear`] (query, key and value),
+//! [`qkv`] (per-head norm, rotary embedding, cache append), [`attention`], [`linear`] (output, into the residual),
+//! [`linear`] (gate and up with SwiGLU), [`linear`] (down, into the residual), then [`linear`] (the head), [`mask`]
+//! where an answer has a form, and [`sample`]; [`norm`] is fused into its neighbours. On Hopper `decode` is all of that
+//! in one launch, and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand
+//! to each other: the rows to run, and what was accepted; [`drafting`] how many of the proposed drafts a step runs;
+//! [`batch`] what a step of many sequences needs besides, [`logprobs`] what they may ask for. `batched` is all of such
+//! a step in one launch on Hopper, and reads pages of keys and values that [`packed`] made smaller.
 //!
 //! Kernels know no model: sizes and strides are parameters.
 //!
-//! What only measurements launch is the crate `bench-kernels` beside the benchmarks: ceilings, ladders, peers, and what was
-//! fused since. It is made of this crate's functions.
+//! What only measurements launch is the crate `bench-kernels` beside the benchmarks: ceilings, ladders, peers, and what
+//! was fused since. It is made of this crate's functions.
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, stdarch_nvptx), allow(unused_features))]
 // As a dependency of another kernel crate it has no kernels, and what they alone call is nobody's.
@@ -59,7 +61,7 @@ pub mod step;
 // Its blocks are the bodies of unsafe functions: what makes them sound is said there.
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub mod stream;
+pub mod decode;
 pub mod token_copy;
 mod waiting;
 // Its blocks are the bodies of unsafe functions: what makes them sound is said there.
@@ -69,7 +71,7 @@ pub mod weights;
 // Its blocks are the bodies of unsafe functions: what makes them sound is said there.
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub mod wide;
+pub mod batched;
 pub mod workspace;
 
 #[cfg(target_arch = "nvptx64")]

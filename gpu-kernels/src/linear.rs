@@ -1,17 +1,20 @@
-//! Linear layers for few rows: `y[row, n] = Σ_k x[row, k] · w[n, k]`, weights read once, straight from the checkpoint's layout.
+//! Linear layers for few rows: `y[row, n] = Σ_k x[row, k] · w[n, k]`, weights read once, straight from the checkpoint's
+//! layout.
 //!
 //! # Shape of the work
-//! A block owns a strip of 16 output features. Its [`CHAINS`] = 4 warps deal the slices of [`SLICE`] = 64 input features among themselves and
-//! feed them to the tensor cores: `mma.m16n8k16` with the weights as A (16 features) and the token rows as B (8 rows a tile,
-//! `TILES` tiles). A product over k does not care in which slots its terms stand as long as A and B agree, so a lane
-//! loads 16 contiguous bytes of each and uses them as the four k-pairs that it must supply: no shared memory, no shuffles.
+//! A block owns an N-tile of 16 output features. Its [`K_PARTIALS`] = 4 warps deal the slices of [`SLICE`] = 64 input
+//! features among themselves and feed them to the tensor cores: `mma.m16n8k16` with the weights as A (16 features) and
+//! the token rows as B (8 rows a tile, `TILES` tiles). A sum over k does not depend on where its terms stand as long as
+//! A and B agree, so a lane loads 16 contiguous bytes of each and uses them as the four k-pairs that it must supply: no
+//! shared memory, no shuffles.
 //!
-//! The input of a layer that follows a norm is not normalised yet: the sums are multiplied by the row's factor at the end (see [`norm`](crate::norm)).
+//! The input of a layer that follows a norm is not normalised yet: the sums are multiplied by the row's factor at the
+//! end (see [`norm`](crate::norm)).
 //!
 //! # Order
-//! An output is the sum over its warp's slices, in order, in the tensor core's accumulator, then over the 4 warps from first
-//! to last. A column of B never meets another, so a row's result is the same bits whatever rows share the launch and
-//! however many tiles there are: [`linear_8`] and [`linear_64`] agree (tested).
+//! An output is the sum over its warp's slices, in order, in the tensor core's accumulator, then over the 4 warps from
+//! first to last. A column of B never meets another, so a row's result is the same bits whatever rows share the launch
+//! and however many tiles there are: [`linear_8`] and [`linear_64`] agree (tested).
 //!
 //! # Ladder
 //! 1. A thread an output (the reference in the tests).
@@ -23,19 +26,21 @@ use crate::gate;
 use crate::norm::{Norm, Residual};
 use crate::step::Rows;
 
-/// Input features that a warp takes at a time; slice `s` goes to warp `s % 4`. The input size is a multiple of twice this.
+/// Input features that a warp takes at a time; slice `s` goes to warp `s % 4`. The input size is a multiple of twice
+/// this.
 pub const SLICE: u32 = 64;
 /// Output features of a block.
-pub const STRIP: u32 = 16;
-/// Chains of products that an output is the sum of: a warp each.
-pub const CHAINS: u32 = 4;
-/// Threads of a block: a warp for each chain.
-const THREADS: u32 = CHAINS * 32;
-/// Slices of a warp's turn. Of four, or of four while the next four are under way, few rows gain nothing: warps have more registers then, and so there are fewer of them.
+pub const N_TILE: u32 = 16;
+/// Split-K partials of products that an output is the sum of: a warp each.
+pub const K_PARTIALS: u32 = 4;
+/// Threads of a block: a warp for each split-K partial.
+const THREADS: u32 = K_PARTIALS * 32;
+/// Slices of a warp's turn. Of four, or of four while the next four are under way, few rows gain nothing: warps have
+/// more registers then, and so there are fewer of them.
 const TOGETHER: u32 = 2;
 
-/// Parameters of the kernels of this module. Grid: strips of `n` (see [`Linear::strips`], [`Linear::swiglu_strips`]).
-/// Shared memory: [`Linear::shared_bytes`].
+/// Parameters of the kernels of this module. Grid: N-tiles of `n` (see [`Linear::n_tiles`],
+/// [`Linear::swiglu_n_tiles`]). Shared memory: [`Linear::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Linear {
@@ -69,25 +74,26 @@ pub struct Linear {
 
 impl Linear {
     /// Blocks for `n` output features.
-    pub const fn strips(n: u32) -> u32 {
-        n.div_ceil(STRIP)
+    pub const fn n_tiles(n: u32) -> u32 {
+        n.div_ceil(N_TILE)
     }
 
-    /// Blocks of `swiglu_*`, which put 8 gate features and their 8 up features in one strip.
-    pub const fn swiglu_strips(n: u32) -> u32 {
-        n.div_ceil(STRIP / 2)
+    /// Blocks of `swiglu_*`, which put 8 gate features and their 8 up features in one N-tile.
+    pub const fn swiglu_n_tiles(n: u32) -> u32 {
+        n.div_ceil(N_TILE / 2)
     }
 
     /// Dynamic shared memory for a launch of up to `rows` rows: the partial sums of every warp, and each row's factor.
     pub const fn shared_bytes(rows: u32) -> u32 {
         let rows = rows.div_ceil(8) * 8;
-        (CHAINS * STRIP + 1) * rows * 4
+        (K_PARTIALS * N_TILE + 1) * rows * 4
     }
 }
 
 /// Where an element of a row of activations goes when the inputs that one tensor core instruction multiplies are to be
-/// neighbours, in the order of its slots (see [`wide`](crate::wide)). Here, lane `t` of four loads inputs `8 t .. 8 t + 8` of 32 and gives the first four to one instruction, the
-/// others to the next; of four, the first two go to slots `2 t` and `2 t + 1`, the others 8 further.
+/// neighbours, in the order of its slots (see [`batched`](crate::batched)). Here, lane `t` of four loads inputs
+/// `8 t .. 8 t + 8` of 32 and gives the first four to one instruction, the others to the next; of four, the first two
+/// go to slots `2 t` and `2 t + 1`, the others 8 further.
 #[inline(always)]
 #[must_use]
 pub const fn slot(element: u32) -> u32 {
@@ -101,13 +107,13 @@ pub(crate) const fn place_of<const SLOTS: bool>(element: u32) -> usize {
     (if SLOTS { slot(element) } else { element }) as usize
 }
 
-/// Where a lane's `j`-th load of slices that follow each other in a chain lies, from the first.
+/// Where a lane's `j`-th load of slices that follow each other in a split-K partial lies, from the first.
 const fn offset(j: usize) -> usize {
-    (j / 2) * (CHAINS * SLICE) as usize + (j % 2) * 32
+    (j / 2) * (K_PARTIALS * SLICE) as usize + (j % 2) * 32
 }
 
-/// One warp's chain of a strip: rows `g` and `g + 8` of A come from `low` and `high`, each the start of a weight row.
-/// Leaves the partial sums of the block in shared memory, `[warp][row][feature]`, and meets at a barrier.
+/// One warp's split-K partial of an N-tile: rows `g` and `g + 8` of A come from `low` and `high`, each the start of a
+/// weight row. Leaves the partial sums of the block in shared memory, `[warp][row][feature]`, and meets at a barrier.
 #[inline(always)]
 unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<bf16>, high: Global<bf16>) {
     // SAFETY: the caller's word.
@@ -118,13 +124,13 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
         let mut acc = [[0f32; 4]; TILES];
         let mut slice = warp;
         let slices = p.k / SLICE;
-        let turn = TOGETHER * CHAINS;
+        let turn = TOGETHER * K_PARTIALS;
         // The weights of a turn's slices; of the last turn's some may not be.
         let fetch = |slice: u32| {
             let k = (slice * SLICE + t * 8) as usize;
             let (mut low_words, mut high_words) = ([[0u32; 4]; 4], [[0u32; 4]; 4]);
             unroll!(J < 4; {
-                if slice + J as u32 / 2 * CHAINS < slices {
+                if slice + J as u32 / 2 * K_PARTIALS < slices {
                     low_words[J] = low.load16_stream(k + offset(J));
                     high_words[J] = high.load16_stream(k + offset(J));
                 }
@@ -141,7 +147,7 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
                 let row = T as u32 * 8 + g;
                 let x = p.x.at((p.first_row + row) as usize * p.k as usize + k);
                 unroll!(J < 4; {
-                    if slice + J as u32 / 2 * CHAINS < slices {
+                    if slice + J as u32 / 2 * K_PARTIALS < slices {
                         let b = if row < count { x.load16(offset(J)) } else { [0; 4] };
                         let (l, h) = (low_words[J], high_words[J]);
                         acc[T] = mma::m16n8k16_bf16(acc[T], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
@@ -154,21 +160,21 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<b
         // An accumulator holds features g and g + 8 of rows 2t and 2t + 1.
         let partial = shared::dynamic::<f32>(0);
         unroll!(T < TILES of 8; {
-            let at = (warp * (TILES as u32 * 8) + T as u32 * 8 + 2 * t) * STRIP + g;
+            let at = (warp * (TILES as u32 * 8) + T as u32 * 8 + 2 * t) * N_TILE + g;
             partial.store(at as usize, acc[T][0]);
-            partial.store((at + STRIP) as usize, acc[T][1]);
+            partial.store((at + N_TILE) as usize, acc[T][1]);
             partial.store((at + 8) as usize, acc[T][2]);
-            partial.store((at + STRIP + 8) as usize, acc[T][3]);
+            partial.store((at + N_TILE + 8) as usize, acc[T][3]);
         });
         if !p.norm.squares.is_null() {
-            let factors = partial.at((CHAINS * STRIP) as usize * TILES * 8);
+            let factors = partial.at((K_PARTIALS * N_TILE) as usize * TILES * 8);
             let mut row = warp;
             while row < count {
                 let factor = p.norm.inverse_rms(p.first_row + row);
                 if lane == 0 {
                     factors.store(row as usize, factor);
                 }
-                row += CHAINS;
+                row += K_PARTIALS;
             }
         }
         thread::sync_threads();
@@ -183,12 +189,12 @@ unsafe fn sum_of_warps<const TILES: usize>(p: &Linear, row: u32, feature: u32) -
         let partial = shared::dynamic::<f32>(0);
         let mut sum = 0.0;
         let mut w = 0;
-        while w < CHAINS {
-            sum += partial.load(((w * (TILES as u32 * 8) + row) * STRIP + feature) as usize);
+        while w < K_PARTIALS {
+            sum += partial.load(((w * (TILES as u32 * 8) + row) * N_TILE + feature) as usize);
             w += 1;
         }
         if !p.norm.squares.is_null() {
-            sum *= partial.load((CHAINS * STRIP) as usize * TILES * 8 + row as usize);
+            sum *= partial.load((K_PARTIALS * N_TILE) as usize * TILES * 8 + row as usize);
         }
         sum
     }
@@ -210,16 +216,16 @@ unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
         if count == 0 {
             return;
         }
-        let first = thread::block_idx_x() * STRIP;
+        let first = thread::block_idx_x() * N_TILE;
         let g = thread::lane_id() / 4;
-        // A last, partial strip reads row n - 1 again in place of what is not there.
+        // A last, partial N-tile reads row n - 1 again in place of what is not there.
         let row_of = |feature: u32| p.weight.at(feature.min(p.n - 1) as usize * p.k as usize);
         partial_sums::<TILES>(p, count, row_of(first + g), row_of(first + 8 + g));
         let mut e = thread::thread_idx_x();
-        // A warp stays together: it holds two strips of the residual.
-        while e - e % 32 < count * STRIP {
-            let valid = e < count * STRIP;
-            let (row, feature) = (if valid { e / STRIP } else { 0 }, e % STRIP);
+        // A warp stays together: it holds two N-tiles of the residual.
+        while e - e % 32 < count * N_TILE {
+            let valid = e < count * N_TILE;
+            let (row, feature) = (if valid { e / N_TILE } else { 0 }, e % N_TILE);
             let sum = sum_of_warps::<TILES>(p, row, feature);
             let (row, feature) = (p.first_row + row, first + feature);
             let at = row as usize * p.n as usize + feature as usize;
@@ -244,16 +250,16 @@ unsafe fn swiglu<const TILES: usize>(p: &Linear) {
         if count == 0 {
             return;
         }
-        let first = thread::block_idx_x() * (STRIP / 2);
+        let first = thread::block_idx_x() * (N_TILE / 2);
         let feature = (first + thread::lane_id() / 4).min(p.n - 1);
         let start = feature as usize * p.k as usize;
         partial_sums::<TILES>(p, count, p.weight.at(start), p.up.at(start));
         let mut e = thread::thread_idx_x();
-        while e < count * (STRIP / 2) {
-            let (row, feature) = (e / (STRIP / 2), e % (STRIP / 2));
+        while e < count * (N_TILE / 2) {
+            let (row, feature) = (e / (N_TILE / 2), e % (N_TILE / 2));
             if first + feature < p.n {
                 let gate = sum_of_warps::<TILES>(p, row, feature);
-                let up = sum_of_warps::<TILES>(p, row, feature + STRIP / 2);
+                let up = sum_of_warps::<TILES>(p, row, feature + N_TILE / 2);
                 let at = (p.first_row + row) as usize * p.n as usize + (first + feature) as usize;
                 p.activation.store(at, math::to_bf16(gate::swiglu(gate, up)));
             }

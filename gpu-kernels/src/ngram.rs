@@ -1,14 +1,14 @@
 //! Drafting by n-gram match: guess that what followed the newest tokens where they stood before follows again.
 //!
 //! Two batch operators, those published in FastDeploy (`ngram_match` and `hybrid_mtp_ngram`), with the same results as
-//! their serial algorithm, element for element. [`mod@reference`] is that algorithm, as a loop over the batch. In short,
-//! per sequence: the pattern is its last `n` tokens; the leftmost window of the prompt, or else of the generated
+//! their serial algorithm, element for element. [`mod@reference`] is that algorithm, as a loop over the batch. In
+//! short, per sequence: the pattern is its last `n` tokens; the leftmost window of the prompt, or else of the generated
 //! tokens, that equals it and has a token after it is found, for the largest `n` that has one; and up to `want` of the
 //! tokens that follow are the drafts, as far as a budget of rows for the whole batch reaches.
 //!
 //! # Shape of the work
 //! One launch. The blocks search, one or more for each sequence; the last to finish shares out the budget and copies
-//! the drafts. Where there is little to read, or a sequence for every multiprocessor, each block has a sequence to itself instead,
+//! the drafts. Where there is little to read, or a sequence for every SM, each block has a sequence to itself instead,
 //! and takes its part of the budget itself: [`mod@together`].
 //!
 //! *Search.* A thread takes ends of windows, not windows: at each end it counts how many tokens, backwards, agree with
@@ -36,15 +36,16 @@
 //! - While every earlier sequence got its `cap`, `U = R`.
 //! - Once one did not because its `cap` was larger than its room, that room is used up: `R <= 0` from there on, and
 //!   `U < 0`.
-//! - Once one did not because its room was below 2, `R` stays below 2, and so does `U`, which falls by at least as much.
+//! - Once one did not because its room was below 2, `R` stays below 2, and so does `U`, which falls by at least as
+//!   much.
 //!
 //! `U` is a prefix sum. Should some `fixed` be negative (row counts below 0 came in), the same last block walks the
 //! batch in order instead.
 //!
 //! # Ladder
 //! 1. Serial: [`mod@reference`].
-//! 2. `bench_kernels::ngram::peers`, after the published kernels: a block a sequence, a pass for each `n`, a second launch for the budget,
-//!    serial or by block scan.
+//! 2. `bench_kernels::ngram::peers`, after the published kernels: a block a sequence, a pass for each `n`, a second
+//!    launch for the budget, serial or by block scan.
 //! 3. This: each token read once for all `n`, any number of blocks a sequence, budget by block scan, one launch.
 //! 4. [`mod@together`]: a block a sequence, which waits for little and tells the others one thing.
 
@@ -140,8 +141,8 @@ pub const TOGETHER: u32 = 128;
 const SLOTS: usize = 2;
 const KEYS: usize = SLOTS + 2 * TOGETHER as usize;
 
-/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many blocks have finished, [`TOGETHER`] slots of
-/// two words, and a key for each sequence.
+/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many blocks have finished, [`TOGETHER`]
+/// slots of two words, and a key for each sequence.
 pub const fn workspace_len(batch: u32) -> usize {
     KEYS + batch as usize
 }
@@ -154,20 +155,19 @@ pub fn is_ready(workspace: &[u64]) -> bool {
         && others.into_iter().all(|&word| word == u64::from_ne_bytes([WORKSPACE_FILL; 8]))
 }
 
-/// Blocks for a batch whose longest text has `longest` tokens, on a device with `multiprocessors`. Results do not depend
-/// on it.
+/// Blocks for a batch whose longest text has `longest` tokens, on a device with `sms`. Results do not depend on it.
 ///
-/// A tile or two for each block, spread over as many multiprocessors as have something to read: a block that reads for
-/// many warps is held up by its own instructions. Half of the multiprocessors while what is read is little beside the meetings of
-/// blocks, which cost more the more there are. The smallest batches are one block's, which waits for no other.
-pub const fn blocks<T: Token>(batch: u32, longest: u32, multiprocessors: u32) -> u32 {
+/// A tile or two for each block, spread over as many SMs as have something to read: a block that reads for many warps
+/// is held up by its own instructions. Half of the SMs while what is read is little beside the grid barriers of blocks,
+/// which cost more the more there are. The smallest batches are one block's, which waits for no other.
+pub const fn blocks<T: Token>(batch: u32, longest: u32, sms: u32) -> u32 {
     let tiles = tiles::<T>(longest) * batch as u64;
-    let (all, half) = (multiprocessors as u64, multiprocessors.div_ceil(2) as u64);
+    let (all, half) = (sms as u64, sms.div_ceil(2) as u64);
     let wanted = tiles.div_ceil(2);
     if tiles <= ALONE_TILES {
         1
     } else if tiles > MANY_TILES * all {
-        multiprocessors
+        sms
     } else if wanted < half {
         wanted as u32
     } else {
@@ -177,20 +177,19 @@ pub const fn blocks<T: Token>(batch: u32, longest: u32, multiprocessors: u32) ->
 
 /// Most tiles that one block reads alone.
 const ALONE_TILES: u64 = 8;
-/// Tiles for each multiprocessor from which on reading is what costs.
+/// Tiles for each SM from which on reading is what costs.
 const MANY_TILES: u64 = 16;
 
-/// Whether a batch whose longest text has `longest` tokens is better off with [`mod@together`], where results are the same.
+/// Whether a batch whose longest text has `longest` tokens is better off with [`mod@together`], where results are the
+/// same.
 ///
-/// There, multiprocessors without a sequence do not help to read. That costs nothing where every one has a sequence, and little
+/// There, SMs without a sequence do not help to read. That costs nothing where every one has a sequence, and little
 /// where there is little to read.
-pub const fn together<T: Token>(batch: u32, longest: u32, multiprocessors: u32) -> bool {
-    batch <= TOGETHER
-        && batch <= multiprocessors
-        && tiles::<T>(longest) * (multiprocessors - batch) as u64 <= WAITED_TILES * multiprocessors as u64
+pub const fn together<T: Token>(batch: u32, longest: u32, sms: u32) -> bool {
+    batch <= TOGETHER && batch <= sms && tiles::<T>(longest) * (sms - batch) as u64 <= WAITED_TILES * sms as u64
 }
 
-/// Tiles that a block reads in the time by which the other launch's meetings take longer.
+/// Tiles that a block reads in the time by which the other launch's grid barriers take longer.
 const WAITED_TILES: u64 = 66;
 
 /// Tiles of a text of `longest` tokens.
@@ -222,8 +221,8 @@ pub struct Sequences<T> {
     pub seq_lens_this_time: GlobalMut<i32>,
     /// `[batch, draft_tokens_stride]` row 0 is the newest token, drafts follow; no more than fit. Out.
     pub draft_tokens: GlobalMut<T>,
-    /// [`workspace_len`] elements for this batch or a larger one, filled with [`WORKSPACE_FILL`] once. One launch at a time may
-    /// use it.
+    /// [`workspace_len`] elements for this batch or a larger one, filled with [`WORKSPACE_FILL`] once. One launch at a
+    /// time may use it.
     pub workspace: GlobalMut<u64>,
     /// Elements from one prompt to the next.
     pub input_ids_stride: u32,
@@ -460,8 +459,8 @@ pub unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     }
 }
 
-/// [`ngram_match_mixed_together_i32`] for one sequence without a prompt, as a part of another kernel, whose first [`together::THREADS`] lanes it is: what
-/// it does before it knows how the generated tokens end.
+/// [`ngram_match_mixed_together_i32`] for one sequence without a prompt, as a part of another kernel, whose first
+/// [`together::THREADS`] lanes it is: what it does before it knows how the generated tokens end.
 pub(crate) struct HeadStart(search::AheadShared);
 
 impl HeadStart {
@@ -492,9 +491,9 @@ impl HeadStart {
     }
 }
 
-/// Extends drafts that another proposer has put there, with `i32` token ids: the decode loop's. (`bench-kernels` has the operators
-/// with other ids and in other ways.)
-// `min_blocks = 1` tells the assembler that a second block on the multiprocessor is not worth a spill.
+/// Extends drafts that another proposer has put there, with `i32` token ids: the decode loop's. (`bench-kernels` has
+/// the operators with other ids and in other ways.)
+// `min_blocks = 1` tells the assembler that a second block on the SM is not worth a spill.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn ngram_match_mixed_i32(p: NgramMatchMixed<i32>) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

@@ -1,20 +1,22 @@
 //! RMSNorm without a pass of its own: `y = x / sqrt(mean(x²) + eps) · weight` is fused into its neighbours.
 //!
-//! Whoever writes an element of the residual stream also writes what the next linear layer reads, `bf16(x · weight)`, and for every strip of
-//! [`STRIP`] elements the sum of their squares. The division is by one number a row, and a product is linear: so the linear layer multiplies
-//! its f32 sums by the row's `1 / rms` when it is done. Nothing waits for a whole row before the product begins.
+//! A kernel that writes an element of the residual stream also writes what the next linear layer reads,
+//! `bf16(x · weight)`, and for every N-tile of [`N_TILE`] elements the sum of their squares. The division is by one
+//! number a row, and a GEMM is linear: so the linear layer multiplies its f32 sums by the row's `1 / rms` when it is
+//! done. Nothing waits for a whole row before the GEMM begins.
 //!
 //! # Order
-//! Squares are added in one order, whoever adds them: elements of a strip in pairs that are 8 apart, then 1, 2 and 4; strips of a span in pairs that are 1, 2 and 4 apart; a row's spans 32 apart one
-//! after another, and then in pairs that are 16, 8, 4, 2 and 1 apart.
+//! Squares are added in one order in every kernel: elements of an N-tile in pairs that are 8 apart, then 1, 2 and 4;
+//! N-tiles of a span in pairs that are 1, 2 and 4 apart; a row's spans 32 apart one after another, and then in pairs
+//! that are 16, 8, 4, 2 and 1 apart.
 
 use cuda_std::{Global, GlobalMut, bf16, math, thread, warp};
 
-use crate::linear::{STRIP, slot};
+use crate::linear::{N_TILE, slot};
 use crate::step::Rows;
 
-/// Elements of a span: eight strips.
-pub const SPAN: u32 = 8 * STRIP;
+/// Elements of a span: eight N-tiles.
+pub const SPAN: u32 = 8 * N_TILE;
 
 /// The residual stream and what is kept beside it for the norm that comes next. All of it is written by `put` alone.
 #[repr(C)]
@@ -24,7 +26,7 @@ pub struct Residual {
     pub x: GlobalMut<f32>,
     /// `[rows, dim]`: `x` times the weight of the norm that comes next.
     pub scaled: GlobalMut<bf16>,
-    /// `[rows, dim / STRIP]`: sums of squares of `x`. 16-byte aligned.
+    /// `[rows, dim / N_TILE]`: sums of squares of `x`. 16-byte aligned.
     pub squares: GlobalMut<f32>,
     /// `[rows, dim / SPAN]`: sums of these, which [`gemm`](crate::gemm) leaves and reads; null where nobody does.
     pub spans: GlobalMut<f32>,
@@ -33,15 +35,15 @@ pub struct Residual {
 }
 
 impl Residual {
-    /// The norm that whoever reads the scaled rows has yet to divide by.
+    /// The norm that a reader of the scaled rows has yet to divide by.
     #[inline(always)]
     #[must_use]
     pub const fn norm(&self, eps: f32) -> Norm {
         Norm { squares: self.squares.read(), dim: self.dim, eps }
     }
 
-    /// Writes one element of `row`, whose `weight` in the norm to come is this. A strip's 16 elements are written by 16 neighbouring lanes, and every
-    /// lane of the warp is here; those that are not `valid` write nothing.
+    /// Writes one element of `row`, whose `weight` in the norm to come is this. An N-tile's 16 elements are written by
+    /// 16 neighbouring lanes, and every lane of the warp is here; those that are not `valid` write nothing.
     #[inline(always)]
     pub(crate) unsafe fn put(&self, weight: bf16, row: u32, element: u32, x: f32, valid: bool) {
         // SAFETY: the caller's word.
@@ -53,22 +55,22 @@ impl Residual {
     pub(crate) unsafe fn put_at(&self, weight: bf16, row: u32, element: u32, place: u32, x: f32, valid: bool) {
         // SAFETY: the caller's word.
         unsafe {
-            let squares = strip_squares(x);
+            let squares = n_tile_squares(x);
             if valid {
                 let first = row as usize * self.dim as usize;
                 self.x.store(first + element as usize, x);
                 self.scaled.store(first + place as usize, math::to_bf16(x * math::from_bf16(weight)));
-                if element.is_multiple_of(STRIP) {
-                    self.squares.store((first + element as usize) / STRIP as usize, squares);
+                if element.is_multiple_of(N_TILE) {
+                    self.squares.store((first + element as usize) / N_TILE as usize, squares);
                 }
             }
         }
     }
 }
 
-/// The sum of the squares of a strip's elements, which 16 neighbouring lanes hold; every lane of the warp is here.
+/// The sum of the squares of an N-tile's elements, which 16 neighbouring lanes hold; every lane of the warp is here.
 #[inline(always)]
-pub(crate) fn strip_squares(x: f32) -> f32 {
+pub(crate) fn n_tile_squares(x: f32) -> f32 {
     let mut squares = x * x;
     unroll!(M < 4; {
         squares += warp::shuffle_xor(squares, [8, 1, 2, 4][M]);
@@ -76,11 +78,11 @@ pub(crate) fn strip_squares(x: f32) -> f32 {
     squares
 }
 
-/// Of a span of a row, the four elements that are a lane's: the first two of this number, and as many 8 further. A strip is four neighbouring lanes'. In the order of
-/// [`slot`](crate::linear::slot) the four lie side by side.
+/// Of a span of a row, the four elements that are a lane's: the first two of this number, and as many 8 further. An
+/// N-tile is four neighbouring lanes'. In the order of [`slot`](crate::linear::slot) the four lie side by side.
 #[inline(always)]
 pub(crate) fn lane_element(lane: u32) -> u32 {
-    lane / 4 * STRIP + lane % 4 * 2
+    lane / 4 * N_TILE + lane % 4 * 2
 }
 
 /// A lane's part of the weights of a norm, of the span that begins at `first`: as [`lane_element`] says, in pairs.
@@ -104,8 +106,9 @@ impl Residual {
         }
     }
 
-    /// Writes the lane's four elements of the span of `row` that begins at `first`, scaled ones in the order of [`slot`](crate::linear::slot), whose `weights` in the norm to come are
-    /// [these](lane_weights). Returns the sum of their squares.
+    /// Writes the lane's four elements of the span of `row` that begins at `first`, scaled ones in the order of
+    /// [`slot`](crate::linear::slot), whose `weights` in the norm to come are [these](lane_weights). Returns the sum of
+    /// their squares.
     #[inline(always)]
     pub(crate) unsafe fn put_lane(&self, row: u32, first: u32, lane: u32, x: [f32; 4], weights: [u32; 2]) -> f32 {
         // SAFETY: the caller's word.
@@ -121,11 +124,11 @@ impl Residual {
         }
     }
 
-    /// Stores the sum of squares of a strip: `element` is one of its.
+    /// Stores the sum of squares of an N-tile: `element` is one of its.
     #[inline(always)]
-    pub(crate) unsafe fn put_strip(&self, row: u32, element: u32, sum: f32) {
+    pub(crate) unsafe fn put_n_tile(&self, row: u32, element: u32, sum: f32) {
         // SAFETY: the caller's word.
-        unsafe { self.squares.store((row * (self.dim / STRIP) + element / STRIP) as usize, sum) }
+        unsafe { self.squares.store((row * (self.dim / N_TILE) + element / N_TILE) as usize, sum) }
     }
 
     /// Stores the sum of squares of a span: `element` is one of its.
@@ -135,7 +138,8 @@ impl Residual {
         unsafe { self.spans.store((row * (self.dim / SPAN) + element / SPAN) as usize, sum) }
     }
 
-    /// Stores the sums of squares of the span of `row` that begins at `first`, of whose elements each lane has the sum of its [four](Self::put_lane)'s squares.
+    /// Stores the sums of squares of the span of `row` that begins at `first`, of whose elements each lane has the sum
+    /// of its [four](Self::put_lane)'s squares.
     #[inline(always)]
     pub(crate) unsafe fn put_sums(&self, row: u32, first: u32, lane: u32, mut sum: f32) {
         // SAFETY: the caller's word.
@@ -143,7 +147,7 @@ impl Residual {
             sum += warp::shuffle_xor(sum, 1);
             sum += warp::shuffle_xor(sum, 2);
             if lane.is_multiple_of(4) {
-                self.put_strip(row, first + lane_element(lane), sum);
+                self.put_n_tile(row, first + lane_element(lane), sum);
             }
             sum += warp::shuffle_xor(sum, 4);
             sum += warp::shuffle_xor(sum, 8);
@@ -200,13 +204,13 @@ impl Norm {
             let mut sums = [0f32; N];
             let mut span = thread::lane_id();
             while span < spans {
-                let mut strips = [[[0; 4]; 2]; N];
+                let mut n_tiles = [[[0; 4]; 2]; N];
                 unroll!(R < N of 4; {
-                    let from = self.squares.at(((rows[R] * spans + span) * (SPAN / STRIP)) as usize);
-                    strips[R] = [0, 4].map(|i| from.load16(i));
+                    let from = self.squares.at(((rows[R] * spans + span) * (SPAN / N_TILE)) as usize);
+                    n_tiles[R] = [0, 4].map(|i| from.load16(i));
                 });
                 unroll!(R < N of 4; {
-                    let [low, high] = strips[R].map(|four| four.map(f32::from_bits));
+                    let [low, high] = n_tiles[R].map(|four| four.map(f32::from_bits));
                     let sum = |s: [f32; 4]| (s[0] + s[1]) + (s[2] + s[3]);
                     sums[R] += sum(low) + sum(high);
                 });
@@ -231,7 +235,8 @@ pub unsafe fn warp_sum(mut v: f32) -> f32 {
     v
 }
 
-/// Parameters of a norm in a launch of its own, `rms_norm` of `bench-kernels`: `y = x / sqrt(mean(x²) + eps) · weight`. Grid: (1, rows). Shared memory: [`RmsNorm::SHARED_BYTES`].
+/// Parameters of a norm in a launch of its own, `rms_norm` of `bench-kernels`: `y = x / sqrt(mean(x²) + eps) · weight`.
+/// Grid: (1, rows). Shared memory: [`RmsNorm::SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct RmsNorm {

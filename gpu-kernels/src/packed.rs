@@ -1,21 +1,25 @@
 //! Pages packed without loss: 13 bits for a bf16, so that attention of many sequences reads 13/16 of the bytes.
 //!
-//! Of a key's or value's 16 bits those of the exponent say little: the elements of a page have nearly always magnitudes within a factor of 2³⁰ of each other, though bf16 has
-//! room for 2²⁵⁶. So a full page of a head, which nobody writes to any more, keeps of the exponent's upper seven bits only by how much they are above a `base` of the page's keys, or of its values: four
-//! bits. Its lowest bit, mantissa and sign stay. (That exponents of models are compressible is known of weights: Zhang et al., 2025, "70% Size, 100% Accuracy: Lossless LLM Compression for Efficient GPU Inference via Dynamic-Length
-//! Float"; here the length is fixed, so that nothing has to be searched for.)
+//! Of a key's or value's 16 bits those of the exponent say little: the elements of a page have nearly always magnitudes
+//! within a factor of 2³⁰ of each other, though bf16 has room for 2²⁵⁶. So a full page of a head, which nobody writes
+//! to any more, keeps of the exponent's upper seven bits only by how much they are above a `base` of the page's keys,
+//! or of its values: four bits. Its lowest bit, mantissa and sign stay. (That exponents of models are compressible is
+//! known of weights: Zhang et al., 2025, "70% Size, 100% Accuracy: Lossless LLM Compression for Efficient GPU Inference
+//! via Dynamic-Length Float"; here the length is fixed, so that nothing has to be searched for.)
 //!
 //! # Layout
-//! A packed page lies where the page lay: keys in the first [`PACKED_BYTES`] of their 16 KiB, values likewise. Either is two halves of 32 tokens, which a warp of [`attend`](crate::attention) takes each; a half
-//! is four groups of four fragments, as its lanes give them to the tensor core: 32 elements a lane.
+//! A packed page lies where the page lay: keys in the first [`PACKED_BYTES`] of their 16 KiB, values likewise. Either
+//! is two halves of 32 tokens, which a warp of [`attend`](crate::attention) takes each; a half is four groups of four
+//! fragments, as its lanes give them to the tensor core: 32 elements a lane.
 //!
 //! ```text
 //! group:  low     [2][lane][16]  bytes  the lower bytes of the elements, in order
-//!         middle  [lane][4]      words  a fragment each: in the lower half of byte b of the code of element b, in the upper half that of element 4 + b
+//!         middle  [lane][4]      words  a fragment each: code of element b in byte b's lower half, of 4 + b in its upper
 //!         signs   [lane]         words  of element 4 H + b of fragment J in bit 8 b + 7 − (2 J + H)
 //! ```
 //!
-//! Where a page's keys or values are further apart (or zero), the page stays what it was. Either way its [form](Form) is noted.
+//! Where a page's keys or values are further apart (or zero), the page stays what it was. Either way its [form](Form)
+//! is noted.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
@@ -97,7 +101,8 @@ struct Group {
 impl Group {
     const EMPTY: Self = Self { low: [[0; 4]; 2], middle: [0; 4], signs: 0 };
 
-    /// Where group `i` of the half from `token` on is, of a page that begins at byte `page` of dynamic shared memory: its parts, for a lane.
+    /// Where group `i` of the half from `token` on is, of a page that begins at byte `page` of dynamic shared memory:
+    /// its parts, for a lane.
     #[inline(always)]
     unsafe fn at(page: u32, token: u32, lane: u32, i: u32) -> [Shared<u32>; 3] {
         let group = page + token / WARP_KEYS * HALF_BYTES + i * GROUP_BYTES;
@@ -186,13 +191,14 @@ impl Half {
     }
 }
 
-/// Brings what was not copied of an unpackable page's keys, or values, to where it is missing: of `from` to byte `to` of dynamic shared memory. A warp does it together.
+/// Brings what was not copied of an unpackable page's keys, or values, to where it is missing: of `from` to byte `to`
+/// of dynamic shared memory. A warp does it together.
 #[inline(always)]
 pub(crate) unsafe fn bring_rest(from: Global<bf16>, to: u32) {
     // SAFETY: the caller's word.
     unsafe {
         let (from, to) = (from.cast::<u32>(), shared::dynamic::<u32>(to));
-        let mut at = PACKED_BYTES / 4 + thread::fresh(thread::lane_id()) * 4;
+        let mut at = PACKED_BYTES / 4 + thread::opaque(thread::lane_id()) * 4;
         while at < RAW_BYTES / 4 {
             to.store16(at as usize, from.load16(at as usize));
             at += 32 * 4;
@@ -207,7 +213,8 @@ pub(crate) const fn is_cut(token: u32) -> bool {
     token % PAGE_TOKENS + WARP_KEYS > FIRST_BEYOND
 }
 
-/// Parameters of [`pack_pages`] and [`unpack_pages`]. Grid: (key-value heads, layers, pages). Shared memory: [`PackPages::SHARED_BYTES`].
+/// Parameters of [`pack_pages`] and [`unpack_pages`]. Grid: (key-value heads, layers, pages). Shared memory:
+/// [`PackPages::SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PackPages {
@@ -223,7 +230,8 @@ pub struct PackPages {
 
 const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
-/// Where packed keys and values are in shared memory, behind the page itself, and behind them what warps know of exponents.
+/// Where packed keys and values are in shared memory, behind the page itself, and behind them what warps know of
+/// exponents.
 const PACKED: u32 = 2 * RAW_BYTES;
 const EXTREMES: u32 = PACKED + 2 * PACKED_BYTES;
 
@@ -258,7 +266,8 @@ pub unsafe fn pack_pages(p: PackPages) {
     unsafe {
         let (block, page, form) = p.block();
         let (thread, lane, warp_id) = (thread::thread_idx_x(), thread::lane_id(), thread::warp_id());
-        // Of keys and of values the largest of the exponents' upper bits, and of what lacks to the largest there may be.
+        // Of keys and of values the largest of the exponents' upper bits, and of what lacks to the largest there may
+        // be.
         let mut extremes = [0u32; 4];
         unroll!(I < 8; {
             let at = (I as u32 * THREADS + thread) as usize * 4;
@@ -376,7 +385,8 @@ pub unsafe fn unpack_pages(p: PackPages) {
     }
 }
 
-/// The block copies `bytes` of keys and as many of values, which follow each other from byte `from` of shared memory on, to the page.
+/// The block copies `bytes` of keys and as many of values, which follow each other from byte `from` of shared memory
+/// on, to the page.
 #[inline(always)]
 unsafe fn copy_out(from: u32, bytes: u32, page: GlobalMut<u32>) {
     // SAFETY: the caller's word.

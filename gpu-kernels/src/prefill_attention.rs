@@ -1,34 +1,37 @@
 //! Grouped-query attention for prompts: many query rows over the paged cache, on Hopper's warpgroup products.
 //!
 //! # Shape of the work
-//! A block takes one query head and [`TILE_ROWS`] = 128 consecutive rows of one sequence, and walks over the keys that the last of them sees,
-//! [`KEYS`] = 128 at a time (two pages):
+//! A block takes one query head and [`TILE_ROWS`] = 128 consecutive rows of one sequence, and walks over the keys that
+//! the last of them sees, [`KEYS`] = 128 at a time (two pages):
 //!
 //! ```text
-//! warpgroup 2   one lane: pages of K and of V ──────TMA──────► two slots each in shared memory
+//! warpgroup 2   one lane: pages of K and of V ──────TMA──────► two stages each in shared memory
 //! warpgroup 0   rows 0..64   ┐ S[64, 128 keys] = Q · Kᵀ      wgmma, both from shared memory
 //! warpgroup 1   rows 64..128 ┘ P = exp2(S − max), in registers; masked keys give exact zeros
 //!                              O[64, 128]     += P · V       wgmma, P from registers
 //! ```
 //!
-//! The product with the next keys is begun before the one with the values: softmax runs while the tensor cores do both (Shah et al., 2024,
-//! "FlashAttention-3"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
+//! The product with the next keys is begun before the one with the values: softmax runs while the tensor cores do both
+//! (Shah et al., 2024, "FlashAttention-3"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer
+//! calculation for softmax").
 //!
-//! Two query heads of one key-value head may be a pair of blocks (a cluster): each loads every other page, and TMA puts it into both.
+//! Two query heads of one key-value head may be a pair of blocks (a cluster): each loads every other page, and TMA puts
+//! it into both.
 //!
-//! The cache is read where it lies: a page of a head is 64 rows of keys, then 64 of values (see [`kv`](crate::kv)). One tensor map describes both, in tiles of
-//! half a row's dimensions, which arrive in the swizzle that `wgmma` reads: of keys the sum goes along the rows, of values down the columns.
+//! The cache is read where it lies: a page of a head is 64 rows of keys, then 64 of values (see [`kv`](crate::kv)). One
+//! tensor map describes both, in tiles of half a row's dimensions, which arrive in the swizzle that `wgmma` reads: of
+//! keys the sum goes along the rows, of values down the columns.
 //!
 //! # Order
-//! Blocks of keys are cut by position alone, from key 0 on, and a row never meets another. So a row's result depends on its own keys
-//! alone: not on how the prompt is cut into chunks, nor on where in its tile the row is (tested).
+//! Blocks of keys are cut by position alone, from key 0 on, and a row never meets another. So a row's result depends on
+//! its own keys alone: not on how the prompt is cut into chunks, nor on where in its tile the row is (tested).
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::{self, TensorMap, swizzled};
 use cuda_std::wgmma::{self, Columns, Operand};
-use cuda_std::{Global, GlobalMut, bf16, kernel, launches, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, dependent_launch, kernel, math, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::quad;
@@ -39,7 +42,7 @@ pub const TILE_ROWS: u32 = 128;
 pub const KEYS: u32 = 128;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
-/// Dynamic shared memory of a block: the queries, two slots of keys and of values, barriers.
+/// Dynamic shared memory of a block: the queries, two stages of keys and of values, barriers.
 pub const SHARED_BYTES: u32 = BARRIERS + 9 * 8;
 
 const GROUP: u32 = 128;
@@ -48,12 +51,12 @@ const ROW_BYTES: u32 = tensor::ROW * 2;
 /// The queries of a warpgroup: two halves of the dimensions, each 64 rows of 128 bytes. Later its outputs.
 const QUERY_BYTES: u32 = 2 * GROUP_ROWS * ROW_BYTES;
 /// Keys or values: two halves of the dimensions, 128 rows each.
-const SLOT_BYTES: u32 = 2 * KEYS * ROW_BYTES;
-const HALF_SLOT: u32 = SLOT_BYTES / 2;
-const SLOTS: u32 = 2;
-const KEY_SLOTS: u32 = 2 * QUERY_BYTES;
-const VALUE_SLOTS: u32 = KEY_SLOTS + SLOTS * SLOT_BYTES;
-const BARRIERS: u32 = VALUE_SLOTS + SLOTS * SLOT_BYTES;
+const STAGE_BYTES: u32 = 2 * KEYS * ROW_BYTES;
+const HALF_STAGE: u32 = STAGE_BYTES / 2;
+const STAGES: u32 = 2;
+const KEY_STAGES: u32 = 2 * QUERY_BYTES;
+const VALUE_STAGES: u32 = KEY_STAGES + STAGES * STAGE_BYTES;
+const BARRIERS: u32 = VALUE_STAGES + STAGES * STAGE_BYTES;
 const LOG2_E: f32 = core::f32::consts::LOG2_E;
 
 /// Consecutive rows of one sequence.
@@ -65,8 +68,8 @@ struct Tile {
     position: u32,
 }
 
-/// The tiles of `rows` rows of a sequence, the first of them row `row` at position `position`, for [`PrefillAttention::tiles`]; `height` rows
-/// each, at most [`TILE_ROWS`]: any height gives the same bits.
+/// The tiles of `rows` rows of a sequence, the first of them row `row` at position `position`, for
+/// [`PrefillAttention::tiles`]; `height` rows each, at most [`TILE_ROWS`]: any height gives the same bits.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn tiles(row: u32, rows: u32, sequence: u32, position: u32, height: u32) -> alloc::vec::Vec<[u32; 4]> {
     let starts = (0..rows).step_by(height as usize);
@@ -82,16 +85,19 @@ pub const fn pages(address: u64, elements: usize) -> tensor::Matrix {
     tensor::Matrix { address, rows, columns: HEAD_DIM as u64, tile_rows: PAGE_TOKENS, swizzled: false }
 }
 
-/// Parameters of [`prefill_attention`] and [`prefill_attention_pair`]. Grid: (query heads, tiles). Shared memory: [`SHARED_BYTES`].
+/// Parameters of [`prefill_attention`] and [`prefill_attention_2x1`]. Grid: (query heads, tiles). Shared memory:
+/// [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PrefillAttention {
-    /// `[tiles, 4]` consecutive rows of one sequence each: the first row, how many (at most [`TILE_ROWS`]), the sequence, the first row's
-    /// position. 16-byte aligned. The last are begun first: those with the most keys belong there.
+    /// `[tiles, 4]` consecutive rows of one sequence each: the first row, how many (at most [`TILE_ROWS`]), the
+    /// sequence, the first row's position. 16-byte aligned. The last are begun first: those with the most keys belong
+    /// there.
     pub tiles: Global<u32>,
     /// The queries, bf16 `[rows, q_heads · 128]`, in tiles of 64 rows.
     pub q: Global<TensorMap>,
-    /// The layer's cache, as [`pages`] has it: a page's keys of a head are two tiles, half the dimensions each, its values the next two.
+    /// The layer's cache, as [`pages`] has it: a page's keys of a head are two tiles, half the dimensions each, its
+    /// values the next two.
     pub pages: Global<TensorMap>,
     /// The same cache, with the keys of these rows in it, for its page tables.
     pub cache: Cache,
@@ -103,56 +109,57 @@ pub struct PrefillAttention {
     pub scale: f32,
 }
 
-/// One of the two rings: slots that the producer fills and both warpgroups free.
+/// One of the two rings: stages that the producer fills and both warpgroups free.
 #[derive(Clone, Copy)]
 struct Ring {
-    slots: u32,
+    stages: u32,
     barriers: u32,
     turn: u32,
 }
 
 impl Ring {
     #[inline(always)]
-    unsafe fn new(slots: u32, first_barrier: u32) -> Self {
+    unsafe fn new(stages: u32, first_barrier: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
             let barriers = shared::dynamic::<u64>(BARRIERS + first_barrier * 8);
-            Self { slots: shared::dynamic::<u8>(slots).addr(), barriers: barriers.addr(), turn: 0 }
+            Self { stages: shared::dynamic::<u8>(stages).addr(), barriers: barriers.addr(), turn: 0 }
         }
     }
 
-    fn slot(&self) -> Shared<u8> {
-        Shared::from_raw(self.slots + self.turn % SLOTS * SLOT_BYTES)
+    fn stage_buffer(&self) -> Shared<u8> {
+        Shared::from_raw(self.stages + self.turn % STAGES * STAGE_BYTES)
     }
 
     fn full(&self) -> Barrier {
-        Barrier::at(Shared::from_raw(self.barriers + self.turn % SLOTS * 8))
+        Barrier::at(Shared::from_raw(self.barriers + self.turn % STAGES * 8))
     }
 
     fn empty(&self) -> Barrier {
-        Barrier::at(Shared::from_raw(self.barriers + (SLOTS + self.turn % SLOTS) * 8))
+        Barrier::at(Shared::from_raw(self.barriers + (STAGES + self.turn % STAGES) * 8))
     }
 
-    /// Gives the slot back: `free` is the first slot's `empty`, in each of the blocks whose copies land here; one lane for each `tells`.
+    /// Releases the stage: `free` is the first stage's `empty`, in each of the blocks whose copies land here; one lane
+    /// for each `tells`.
     unsafe fn release(&mut self, free: PeerBarrier, tells: bool) {
         // SAFETY: the caller's word.
-        unsafe { free.at(self.turn % SLOTS).arrive_if(tells) };
+        unsafe { free.at(self.turn % STAGES).arrive_if(tells) };
         self.turn += 1;
     }
 
     fn parity(&self) -> u32 {
-        self.turn / SLOTS % 2
+        self.turn / STAGES % 2
     }
 
     /// Made by one lane, before anyone waits, for warpgroups of `cluster` blocks.
     unsafe fn init(&self, cluster: u32) {
         let mut i = 0;
-        while i < SLOTS {
+        while i < STAGES {
             let at = |place: u32| Barrier::at(Shared::from_raw(self.barriers + place * 8));
             // SAFETY: the caller's word.
             unsafe {
                 at(i).init(1);
-                at(SLOTS + i).init(2 * cluster);
+                at(STAGES + i).init(2 * cluster);
             }
             i += 1;
         }
@@ -163,18 +170,18 @@ impl Ring {
         unsafe { self.full().wait(self.parity()) }
     }
 
-    /// Waits until the slot is free, and has its barrier expect a whole slot of bytes.
+    /// Waits until the stage is free, and has its barrier expect a whole stage of bytes.
     unsafe fn begin_fill(&self) {
         // SAFETY: the caller's word.
         unsafe {
             self.empty().wait(self.parity() ^ 1);
-            self.full().arrive_expect_tx(SLOT_BYTES);
+            self.full().arrive_expect_tx(STAGE_BYTES);
         }
     }
 }
 
-/// `unroll!` for the 16 groups of 8 keys in which a lane holds scores, or of 8 dimensions in which it holds outputs: accumulators
-/// `4 G`, `4 G + 1` are of its first row, the next two of its second.
+/// `unroll!` for the 16 groups of 8 keys in which a lane holds scores, or of 8 dimensions in which it holds outputs:
+/// accumulators `4 G`, `4 G + 1` are of its first row, the next two of its second.
 macro_rules! groups {
     ($g:ident; $body:block) => {
         unroll!($g < 16; $body)
@@ -197,7 +204,7 @@ unsafe fn begin_scores(queries: Operand, keys: Operand) {
             // Four steps of 16 dimensions in each half.
             let (half, step) = ((I / 4) as u32, (I % 4) as u32 * 32);
             let q = queries.advance(half * (QUERY_BYTES / 2) + step);
-            wgmma::mma_n128(q, keys.advance(half * HALF_SLOT + step), I != 0);
+            wgmma::mma_n128(q, keys.advance(half * HALF_STAGE + step), I != 0);
         });
         wgmma::commit();
     }
@@ -208,7 +215,7 @@ unsafe fn begin_scores(queries: Operand, keys: Operand) {
 unsafe fn begin_outputs(values: Shared<u8>, keep: bool) {
     // SAFETY: the caller's word.
     unsafe {
-        let values = Columns::at(values, HALF_SLOT);
+        let values = Columns::at(values, HALF_STAGE);
         unroll!(I < 8; {
             // Steps of 16 tokens.
             wgmma::mma_n128_columns::<I>(values.advance(I as u32 * 16 * ROW_BYTES), keep || I != 0);
@@ -218,12 +225,12 @@ unsafe fn begin_outputs(values: Shared<u8>, keep: bool) {
 }
 
 /// What a lane has of 128 keys' weights: of each group of 8 keys, two in each of its two rows.
-type Weights = [[[f32; 2]; 2]; 16];
+type KeyWeights = [[[f32; 2]; 2]; 16];
 
-/// The scores of the keys from `key` on become weights. Returns also what the outputs so far are to be multiplied by. `limit`: the last
-/// key that each of the two rows sees, if some see not all.
+/// The scores of the keys from `key` on become weights. Returns also what the outputs so far are to be multiplied by.
+/// `limit`: the last key that each of the two rows sees, if some see not all.
 #[inline(always)]
-unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32; 2]>) -> (Weights, [f32; 2]) {
+unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32; 2]>) -> (KeyWeights, [f32; 2]) {
     let mut s = [[[0f32; 2]; 2]; 16];
     groups!(G; {
         s[G] = [[wgmma::get::<{ 4 * G }>(), wgmma::get::<{ 4 * G + 1 }>()], [
@@ -264,10 +271,10 @@ unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32;
     (s, factors)
 }
 
-/// Puts weights where the product with the values takes them from. The one before is done: the assembler would make products wait for each other if
-/// their fragments were made while others are under way.
+/// Puts weights where the product with the values takes them from. The one before is done: the assembler would make
+/// products wait for each other if their fragments were made while others are under way.
 #[inline(always)]
-fn set_weights(weights: &Weights) {
+fn set_weights(weights: &KeyWeights) {
     groups!(G; {
         wgmma::set_fragment::<{ 2 * G }>(weights[G][0][0], weights[G][0][1]);
         wgmma::set_fragment::<{ 2 * G + 1 }>(weights[G][1][0], weights[G][1][1]);
@@ -303,11 +310,11 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
             let at = [head * HEAD_DIM + half * tensor::ROW, tile.row + group * GROUP_ROWS];
             tensor::load(to, p.q, at, queries_full);
         });
-        let mut keys = Ring::new(KEY_SLOTS, 0);
-        let mut values = Ring::new(VALUE_SLOTS, 4);
+        let mut keys = Ring::new(KEY_STAGES, 0);
+        let mut values = Ring::new(VALUE_STAGES, 4);
         let last_page = (tile.position + tile.rows - 1) / PAGE_TOKENS;
-        // The number of a page of a head among all pages of all heads. Of a last block the second page may be missing: the
-        // first again, whose keys there are masked.
+        // The number of a page of a head among all pages of all heads. Of a last block the second page may be missing:
+        // the first again, whose keys there are masked.
         let block_of = |page: u32| p.cache.block_index(tile.sequence, page.min(last_page), kv_head);
         // Pages for both blocks of a pair, every other of which is this one's.
         let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
@@ -317,7 +324,7 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
             while page < 2 {
                 let row = (block_of(2 * block + page) * 2 + kind) * PAGE_TOKENS;
                 unroll!(H < 2; {
-                    let to = ring.slot().at((H as u32 * HALF_SLOT + page * PAGE_TOKENS * ROW_BYTES) as usize);
+                    let to = ring.stage_buffer().at((H as u32 * HALF_STAGE + page * PAGE_TOKENS * ROW_BYTES) as usize);
                     let at = [H as u32 * tensor::ROW, row];
                     if CLUSTER > 1 {
                         tensor::load_multicast(to, p.pages, at, ring.full(), (1 << CLUSTER) - 1);
@@ -351,9 +358,9 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
         let own = shared::dynamic::<u8>(group * QUERY_BYTES);
         let queries = Operand::at(own);
-        let mut keys = Ring::new(KEY_SLOTS, 0);
-        let mut values = Ring::new(VALUE_SLOTS, 4);
-        // Lane `i` of a warpgroup tells block `i` of the cluster, whose copies also land here, that a slot is free.
+        let mut keys = Ring::new(KEY_STAGES, 0);
+        let mut values = Ring::new(VALUE_STAGES, 4);
+        // Lane `i` of a warpgroup tells block `i` of the cluster, whose copies also land here, that a stage is free.
         let in_group = thread::thread_idx_x() % GROUP;
         let peer = if CLUSTER > 1 { in_group % CLUSTER } else { 0 };
         let (keys_free, values_free) = (PeerBarrier::new(keys.empty(), peer), PeerBarrier::new(values.empty(), peer));
@@ -369,7 +376,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         queries_full.wait(0);
         keys.wait_full();
         wgmma::fence();
-        begin_scores(queries, Operand::at(keys.slot()));
+        begin_scores(queries, Operand::at(keys.stage_buffer()));
         wgmma::wait::<0>();
         keys.release(keys_free, tells);
         let (weights, _) = weigh(&mut running, scale, 0, masks(0));
@@ -379,9 +386,9 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         while block < blocks {
             keys.wait_full();
             wgmma::fence();
-            begin_scores(queries, Operand::at(keys.slot()));
+            begin_scores(queries, Operand::at(keys.stage_buffer()));
             values.wait_full();
-            begin_outputs(values.slot(), block > 1);
+            begin_outputs(values.stage_buffer(), block > 1);
             wgmma::wait::<1>();
             keys.release(keys_free, tells);
             let (weights, factors) = weigh(&mut running, scale, block * KEYS, masks(block));
@@ -393,7 +400,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         }
         values.wait_full();
         wgmma::fence();
-        begin_outputs(values.slot(), blocks > 1);
+        begin_outputs(values.stage_buffer(), blocks > 1);
         wgmma::wait::<0>();
 
         // Through shared memory, where the warpgroup's queries were, so that stores are whole lines.
@@ -438,7 +445,7 @@ unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
     // SAFETY: the caller's word.
     unsafe {
         wgmma::declare();
-        launches::allow_next();
+        dependent_launch::allow_next();
         let head = thread::block_idx_x();
         let index = thread::grid_dim_y() - 1 - thread::block_idx_y();
         let [row, rows, sequence, position] = p.tiles.load16(index as usize * 4);
@@ -447,8 +454,8 @@ unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
         let queries_full = Barrier::at(shared::dynamic(BARRIERS + 8 * 8));
         if thread::thread_idx_x() == 0 {
             queries_full.init(1);
-            Ring::new(KEY_SLOTS, 0).init(CLUSTER);
-            Ring::new(VALUE_SLOTS, 4).init(CLUSTER);
+            Ring::new(KEY_STAGES, 0).init(CLUSTER);
+            Ring::new(VALUE_STAGES, 4).init(CLUSTER);
             bulk::fence_init();
         }
         if CLUSTER > 1 {
@@ -456,7 +463,7 @@ unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
         } else {
             thread::sync_threads();
         }
-        launches::wait();
+        dependent_launch::wait();
         if thread::warp_id() < 8 {
             wgmma::take_registers::<240>();
             consume::<CLUSTER>(p, tile, head, blocks, queries_full);
@@ -482,7 +489,7 @@ pub unsafe fn prefill_attention(p: PrefillAttention) {
 
 /// The same, with blocks in pairs: for an even number of query heads to a key-value head.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = 2)]
-pub unsafe fn prefill_attention_pair(p: PrefillAttention) {
+pub unsafe fn prefill_attention_2x1(p: PrefillAttention) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { attend::<2>(&p) }
 }

@@ -117,7 +117,8 @@ unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
     }
 }
 
-/// What [`split_some`] does with a key and its value, of each row and head whose number is `first` plus a multiple of `step`, one after another.
+/// What [`split_some`] does with a key and its value, of each row and head whose number is `first` plus a multiple of
+/// `step`, one after another.
 #[inline(always)]
 pub(crate) unsafe fn append(p: &SplitHeads, first: u32, step: u32) {
     // SAFETY: the caller's word.
@@ -169,7 +170,7 @@ impl Factors {
     pub unsafe fn load_weight(norm: Global<bf16>) -> Weight {
         // SAFETY: the caller's word.
         unsafe {
-            let (lane, norm) = (thread::fresh(thread::lane_id()) as usize, norm.cast());
+            let (lane, norm) = (thread::opaque(thread::lane_id()) as usize, norm.cast());
             [norm.load_nc(lane), norm.load_nc(lane + (HALF / 2) as usize)]
         }
     }
@@ -179,13 +180,14 @@ impl Factors {
     pub unsafe fn of(weight: Weight, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
-            let angle = (position * (HALF / 2) + thread::fresh(thread::lane_id())) as usize;
+            let angle = (position * (HALF / 2) + thread::opaque(thread::lane_id())) as usize;
             Self { weight, cos: cos.cast().load_nc(angle), sin: sin.cast().load_nc(angle) }
         }
     }
 }
 
-/// A lane's part of one head of one row, ready for attention: dimensions `2l` and `2l + 1`, then `64 + 2l` and `65 + 2l`, as bf16.
+/// A lane's part of one head of one row, ready for attention: dimensions `2l` and `2l + 1`, then `64 + 2l` and
+/// `65 + 2l`, as bf16.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadVector {
     pub low: u32,
@@ -194,13 +196,14 @@ pub(crate) struct HeadVector {
 }
 
 impl Heads {
-    /// A lane's part of head `head` of all three kinds, of `row`, as the projection left it; dimensions as in [`HeadVector`].
+    /// A lane's part of head `head` of all three kinds, of `row`, as the projection left it; dimensions as in
+    /// [`HeadVector`].
     #[inline(always)]
     pub unsafe fn load(&self, row: u32, head: u32) -> [[f32; 2]; 2] {
         // SAFETY: the caller's word.
         unsafe {
             let heads = (self.q_heads + 2 * self.kv_heads) as usize;
-            let lane = thread::fresh(thread::lane_id()) as usize;
+            let lane = thread::opaque(thread::lane_id()) as usize;
             let x = self.qkv.at((row as usize * heads + head as usize) * HEAD_DIM as usize).cast();
             [x.load(lane), x.load(lane + (HALF / 2) as usize)]
         }
@@ -248,13 +251,14 @@ impl Heads {
         scales
     }
 
-    /// A head, ready for attention: queries and keys multiplied by their [scale](Self::scales) and rotated by `factors`, which values do not ask for.
+    /// A head, ready for attention: queries and keys multiplied by their [scale](Self::scales) and rotated by
+    /// `factors`, which values do not ask for.
     #[inline(always)]
     pub fn vector(&self, head: u32, x: [[f32; 2]; 2], scale: f32, factors: impl FnOnce() -> Factors) -> HeadVector {
         if head >= self.q_heads + self.kv_heads {
             return HeadVector::value(x);
         }
-        let lane = thread::fresh(thread::lane_id());
+        let lane = thread::opaque(thread::lane_id());
         let [[x0, x1], [x2, x3]] = x;
         let Factors { weight: [[w0, w1], [w2, w3]], cos: [c0, c1], sin: [s0, s1] } = factors();
         let normed = |x: f32, weight: bf16| x * scale * math::from_bf16(weight);
@@ -275,7 +279,7 @@ impl HeadVector {
     /// Of a value: as it is.
     #[inline(always)]
     fn value([[x0, x1], [x2, x3]]: [[f32; 2]; 2]) -> Self {
-        Self { low: math::pack_bf16(x0, x1), high: math::pack_bf16(x2, x3), lane: thread::fresh(thread::lane_id()) }
+        Self { low: math::pack_bf16(x0, x1), high: math::pack_bf16(x2, x3), lane: thread::opaque(thread::lane_id()) }
     }
 
     /// Its two words, and where they stand among the 64 of the row of `position`.
@@ -285,7 +289,8 @@ impl HeadVector {
         [(first as usize, self.low), ((first + HALF / 2) as usize, self.high)]
     }
 
-    /// Writes it as the row of `position`, each dimension at its [`place`]. A query stands as position 0 does: one dimension after another.
+    /// Writes it as the row of `position`, each dimension at its [`place`]. A query stands as position 0 does: one
+    /// dimension after another.
     #[inline(always)]
     pub unsafe fn store(&self, to: GlobalMut<bf16>, position: u32) {
         unroll!(I < 2; {

@@ -1,6 +1,7 @@
-//! A ring of slots in shared memory between warps that fill it by TMA and warps that use what came.
+//! A pipeline in shared memory: a ring of stages that producer warps fill by TMA and consumer warps read.
 //!
-//! Slots lie in the block's dynamic shared memory; a barrier for each says that it is full, and then one for each that it is free.
+//! Stages lie in the block's dynamic shared memory; a barrier for each says that it is full, and then one for each that
+//! it is free.
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared::{self, Shared};
@@ -14,14 +15,14 @@ pub(crate) struct Shape {
     /// Where it begins.
     pub start: u32,
     pub stages: u32,
-    /// Of a slot.
+    /// Of a stage.
     pub bytes: u32,
     /// Where its barriers begin.
     pub barriers: u32,
 }
 
 impl Shape {
-    /// A ring whose barriers lie behind its slots.
+    /// A ring whose barriers lie behind its stages.
     pub const fn new(start: u32, stages: u32, bytes: u32) -> Self {
         Self { start, stages, bytes, barriers: start + stages * bytes }
     }
@@ -49,13 +50,14 @@ impl Ring {
         Self { base: Self::base(), shape, stage: 0, parity: 0 }
     }
 
-    /// The start, for those who fill it: the first turn finds every slot free.
+    /// The start, for those who fill it: the first turn finds every stage free.
     #[inline(always)]
     pub fn producer(shape: Shape) -> Self {
         Self { base: Self::base(), shape, stage: 0, parity: 1 }
     }
 
-    /// Makes all barriers: a slot is full after one arrival and its bytes, and free after `consumers`. One lane does it, before anyone waits.
+    /// Makes all barriers: a stage is full after one arrival and its bytes, and free after `consumers`. One lane does
+    /// it, before anyone waits.
     #[inline(always)]
     pub unsafe fn init(shape: Shape, consumers: u32) {
         let mut stage = 0;
@@ -73,7 +75,7 @@ impl Ring {
     #[inline(always)]
     fn base() -> u32 {
         // SAFETY: an address, from which nothing is read here.
-        thread::fresh(unsafe { shared::dynamic::<u8>(0) }.addr())
+        thread::opaque(unsafe { shared::dynamic::<u8>(0) }.addr())
     }
 
     #[inline(always)]
@@ -91,45 +93,45 @@ impl Ring {
         Barrier::at(Shared::from_raw(self.base + self.shape.barriers + number * 8))
     }
 
-    /// A consumer waits until the slot is full.
+    /// A consumer waits until the stage is full.
     #[inline(always)]
     pub unsafe fn wait_full(&self) {
         // SAFETY: the caller's word.
         unsafe { waiting::for_phase(self.full(), self.parity) }
     }
 
-    /// A producer waits until the slot is free.
+    /// A producer waits until the stage is free.
     #[inline(always)]
     pub unsafe fn wait_empty(&self) {
         // SAFETY: the caller's word.
         unsafe { waiting::for_phase(self.empty(), self.parity) }
     }
 
-    /// A producer waits until no more than `copies` of its slots, this one included, will be under way.
+    /// A producer waits until no more than `copies` of its stages, this one included, will be under way.
     #[inline(always)]
     pub unsafe fn wait_under_way(&self, copies: u32) {
-        // The slot so many places ago, with the parity of its last turn: a fresh barrier has that turn behind it.
+        // The stage so many places ago, with the parity of its last turn: a fresh barrier has that turn behind it.
         let earlier = self.ahead(self.shape.stages - copies);
         // SAFETY: the caller's word.
         unsafe { waiting::for_phase(earlier.full(), earlier.parity) }
     }
 
-    /// Where the slot begins, from the start of dynamic shared memory.
+    /// Where the stage begins, from the start of dynamic shared memory.
     #[inline(always)]
     pub const fn offset(&self) -> u32 {
         self.shape.start + self.stage * self.shape.bytes
     }
 
-    /// The slot.
+    /// The stage's memory.
     #[inline(always)]
-    pub unsafe fn slot(&self) -> Shared<u8> {
+    pub unsafe fn stage_buffer(&self) -> Shared<u8> {
         Shared::from_raw(self.base + self.offset())
     }
 
-    /// Gives a slot back that a whole warp has read by ordinary loads: by the lanes that are told to, each its own. TMA must not overwrite what is still
-    /// being read: without the fence it did.
+    /// Releases a stage that a whole warp has read by ordinary loads. Lanes with `arrives` do so, each its own stage.
+    /// Without the fence TMA overwrote what was still being read.
     #[inline(always)]
-    pub unsafe fn give_back(&self, arrives: bool) {
+    pub unsafe fn release(&self, arrives: bool) {
         // SAFETY: the caller's word.
         unsafe {
             bulk::fence_proxy_async();
@@ -146,7 +148,7 @@ impl Ring {
         self
     }
 
-    /// `n` slots on, two turns at most, of a ring that may have no room for so many.
+    /// `n` stages on, two turns at most, of a ring that may have no room for so many.
     #[inline(always)]
     pub const fn far_ahead(mut self, n: u32) -> Self {
         if n < self.shape.stages {
@@ -156,7 +158,7 @@ impl Ring {
         self.ahead(n - self.shape.stages)
     }
 
-    /// `n` slots on, a turn at most.
+    /// `n` stages on, a turn at most.
     #[inline(always)]
     pub const fn ahead(mut self, n: u32) -> Self {
         self.stage += n;

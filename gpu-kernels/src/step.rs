@@ -1,15 +1,15 @@
-//! What one step hands to the next, all of it in device memory: the rows to run, the tokens so far, and the accepted tokens
-//! on their way to the host.
+//! What one step hands to the next, all of it in device memory: the rows to run, the tokens so far, and the accepted
+//! tokens on their way to the host.
 //!
-//! A sequence's history is its prompt and everything generated. The newest token has no key or value in the cache yet: a decode
-//! step runs it as row 0, and its drafts as the rows after it. Row `r` predicts the token after its own, so the tokens of
-//! rows `0..=r` are confirmed as long as each prediction equals the draft in the next row (Leviathan et al., 2023, "Fast Inference from
-//! Transformers via Speculative Decoding"; drafts by n-gram match propose with certainty, and then rejection sampling is this
-//! comparison: see `sample`).
+//! A sequence's history is its prompt and everything generated. The newest token has no key or value in the cache yet:
+//! a decode step runs it as row 0, and its drafts as the rows after it. Row `r` predicts the token after its own, so
+//! the tokens of rows `0..=r` are confirmed as long as each prediction equals the draft in the next row (Leviathan et
+//! al., 2023, "Fast Inference from Transformers via Speculative Decoding"; drafts by n-gram match propose with
+//! certainty, and then rejection sampling is this comparison: see `sample`).
 
 use cuda_std::atomic::{self, Ordering, Scope};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-use cuda_std::launches;
+use cuda_std::dependent_launch;
 use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
 use crate::drafting;
@@ -47,7 +47,8 @@ pub const STATE_WORDS: usize = 4;
 pub struct SequenceState {
     /// `[capacity]` every token so far.
     pub history: GlobalMut<i32>,
-    /// The words [`LENGTH`](Self::LENGTH), [`FINISHED`](Self::FINISHED), [`STEP`](Self::STEP) and [`ACCEPTANCE`](Self::ACCEPTANCE).
+    /// The words [`LENGTH`](Self::LENGTH), [`FINISHED`](Self::FINISHED), [`STEP`](Self::STEP) and
+    /// [`ACCEPTANCE`](Self::ACCEPTANCE).
     pub words: GlobalMut<u32>,
 }
 
@@ -115,7 +116,8 @@ pub struct PlanDecode {
     pub cost: drafting::Cost,
 }
 
-/// Makes the newest token and as many of its drafts as are worth it the rows of the step; none once the sequence is finished.
+/// Makes the newest token and as many of its drafts as are worth it the rows of the step; none once the sequence is
+/// finished.
 #[kernel(threads = 32)]
 pub unsafe fn plan_decode(p: PlanDecode) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -131,7 +133,7 @@ pub unsafe fn plan_decode(p: PlanDecode) {
 #[inline(always)]
 fn wait_for_launches() {
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-    launches::wait();
+    dependent_launch::wait();
 }
 
 /// What a plan needs to know of a sequence apart from its drafts.
@@ -190,7 +192,7 @@ impl Report {
     /// Words of a report: 128 bytes, one PCIe packet.
     pub const WORDS: usize = 32;
     /// Word: the step's number plus one, written last.
-    pub const STAMP: usize = 0;
+    pub const FLAG: usize = 0;
     /// Word: tokens that follow.
     pub const COUNT: usize = 1;
     /// Word: drafts that were tried.
@@ -223,7 +225,8 @@ pub struct Accept {
     pub state: SequenceState,
     /// `[MAX_ROWS]` the token chosen after each row, or [`NO_TOKEN`], which ends the sequence.
     pub sampled: Global<u32>,
-    /// `[MAX_DECODE_ROWS]` the [rank](crate::sample::rank) of the best token after each row, taken instead of `sampled` unless null.
+    /// `[MAX_DECODE_ROWS]` the [rank](crate::sample::rank) of the best token after each row, taken instead of `sampled`
+    /// unless null.
     pub best: Global<u64>,
     /// `[stop_count]` tokens that end the sequence, at most 32.
     pub stop_tokens: Global<u32>,
@@ -243,15 +246,16 @@ pub struct Accept {
     pub first_row: u32,
 }
 
-/// Appends the confirmed tokens to the history, reports them, and takes note of how the proposal fared. A lane a row. What counts here is how often
-/// memory is waited for: everything is asked for at once, also of rows that turn out not to run.
+/// Appends the confirmed tokens to the history, reports them, and takes note of how the proposal fared. A lane a row.
+/// What counts here is how often memory is waited for: everything is asked for at once, also of rows that turn out not
+/// to run.
 #[kernel(threads = 32)]
 pub unsafe fn accept(p: Accept) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { Accepted::new(&p, thread::thread_idx_x()).tell() }
 }
 
-/// A report that is written but for its stamp.
+/// A report that is written but for its sequence flag.
 struct Accepted {
     report: GlobalMut<u32>,
     step: u32,
@@ -259,7 +263,7 @@ struct Accepted {
 }
 
 impl Accepted {
-    /// All of [`accept`] but the stamp, by the lanes of a warp.
+    /// All of [`accept`] but the sequence flag, by the lanes of a warp.
     #[inline(always)]
     unsafe fn new(p: &Accept, lane: u32) -> Self {
         // SAFETY: the caller's word.
@@ -345,7 +349,7 @@ impl Accepted {
     unsafe fn tell(self) {
         if self.lane == 0 {
             // SAFETY: the caller's word.
-            unsafe { atomic::store(self.report, Report::STAMP, self.step + 1, Ordering::Release, Scope::System) };
+            unsafe { atomic::store(self.report, Report::FLAG, self.step + 1, Ordering::Release, Scope::System) };
         }
     }
 }
@@ -360,7 +364,8 @@ pub struct AcceptAndDraft {
     pub draft: NgramMatchMixed<i32>,
     /// The next step's plan, with those drafts.
     pub plan: PlanDecode,
-    /// Tokens at the beginning of the history that were there before the launches ahead of this one: it reads them while these run.
+    /// Tokens at the beginning of the history that were there before the launches ahead of this one: it reads them
+    /// while these run.
     pub settled: u32,
 }
 
@@ -369,14 +374,15 @@ impl AcceptAndDraft {
     pub const SHARED_BYTES: u32 = ngram::HeadStart::SHARED_BYTES;
 }
 
-/// [`accept`], [`ngram_match_mixed_together_i32`](crate::ngram::ngram_match_mixed_together_i32) and [`plan_decode`] in one launch. The last warp accepts, and
-/// while the others search, it waits for the bus to the host. They ask for the history before that, on Hopper while the step itself still runs.
+/// [`accept`], [`ngram_match_mixed_together_i32`](crate::ngram::ngram_match_mixed_together_i32) and [`plan_decode`] in
+/// one launch. The last warp accepts, and while the others search, it waits for the bus to the host. They ask for the
+/// history before that, on Hopper while the step itself still runs.
 #[kernel(threads = together::THREADS + 32, min_blocks = 1)]
 pub unsafe fn accept_and_draft(p: AcceptAndDraft) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-        launches::allow_next();
+        dependent_launch::allow_next();
         if thread::warp_id() == together::THREADS / 32 {
             wait_for_launches();
             let accepted = Accepted::new(&p.accept, thread::lane_id());

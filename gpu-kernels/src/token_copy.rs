@@ -2,13 +2,13 @@
 //! host memory, and out to it.
 //!
 //! A record is a multiple of 16 bytes. Regions are addresses that the device can reach, so the same kernel gathers from
-//! host memory, scatters to it, and moves records within the device. A warp has a record, and a lane all its loads before
-//! its first store: a load from host memory takes over a microsecond, and a lane's waits do not add up. The grid is a few
-//! blocks that stride over the pairs: the bus is slow enough for [`MULTIPROCESSORS`].
+//! host memory, scatters to it, and moves records within the device. A warp has a record, and a lane all its loads
+//! before its first store: a load from host memory takes over a microsecond, and a lane's waits do not add up. The grid
+//! is a few blocks that stride over the pairs: the bus is slow enough for [`SMS`].
 //!
-//! Pages of [`PAGE_RECORD_BYTES`] are what batches move. The crate `bench-kernels` has the same for records of any size and
-//! of [`MLA_RECORD_BYTES`], and the ladder of slower and sorted copies; docs/reference/kernels/token-copy.md has the
-//! figures, and what they teach.
+//! Pages of [`PAGE_RECORD_BYTES`] are what batches move. The crate `bench-kernels` has the same for records of any size
+//! and of [`MLA_RECORD_BYTES`], and the ladder of slower and sorted copies; docs/reference/kernels/token-copy.md has
+//! the figures, and what they teach.
 //!
 //! # Addresses out of range
 //! Every kernel leaves a pair alone whose source or destination is outside its region, and counts it.
@@ -28,10 +28,10 @@ pub const MLA_UNITS: u32 = MLA_RECORD_BYTES / UNIT_BYTES;
 /// Units of a record of [`PAGE_RECORD_BYTES`].
 pub const PAGE_UNITS: u32 = PAGE_RECORD_BYTES / UNIT_BYTES;
 /// Threads of a block of the kernels that load first: as many as a block can have, so that few blocks, and with them
-/// few multiprocessors, keep enough loads under way.
+/// few SMs, keep enough loads under way.
 pub const THREADS: u32 = 1024;
-/// Multiprocessors that a copy over the bus wants: it is no faster with more.
-pub const MULTIPROCESSORS: u32 = 16;
+/// SMs that a copy over the bus wants: it is no faster with more.
+pub const SMS: u32 = 16;
 
 /// A record number, as the caller keeps them.
 pub trait Index: Copy {
@@ -128,16 +128,18 @@ impl<I: Index> Pairs<I> {
 
 /// The two regions of a copy.
 ///
-/// Records of the two must not overlap. Nothing is copied, and every pair counted as refused, when a region or the record
-/// size is not a multiple of [`UNIT_BYTES`], or the size is not the one that the kernel is for.
+/// Records of the two must not overlap. Nothing is copied, and every pair counted as refused, when a region or the
+/// record size is not a multiple of [`UNIT_BYTES`], or the size is not the one that the kernel is for.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Regions<I> {
     /// `[src_records, record_bytes]` the region to read.
     pub src: Global<u8>,
-    /// `[dst_records, record_bytes]` the region to write. Where two pairs have one destination, each unit there comes from either.
+    /// `[dst_records, record_bytes]` the region to write. Where two pairs have one destination, each unit there comes
+    /// from either.
     pub dst: GlobalMut<u8>,
-    /// `[src_records]` the slot map: where a source record was copied to; one of the places if it was copied to several. May be null.
+    /// `[src_records]` the slot map: where a source record was copied to; one of the places if it was copied to
+    /// several. May be null.
     pub map: GlobalMut<I>,
     /// Bytes of a record.
     pub record_bytes: u32,
@@ -181,7 +183,8 @@ impl<I: Index> Regions<I> {
     }
 }
 
-/// Parameters of the copies that take the pairs as they come. Grid: any, as they stride; see [`blocks`]. No shared memory.
+/// Parameters of the copies that take the pairs as they come. Grid: any, as they stride; see [`blocks`]. No shared
+/// memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TokenCopy<I> {
@@ -225,7 +228,8 @@ pub unsafe fn copy_record<const ROUNDS: usize>(from: Global<u8>, to: GlobalMut<u
     }
 }
 
-/// A warp a record, which reads its next pair while this one is under way. `UNITS` is the size of a record, or 0 for any.
+/// A warp a record, which reads its next pair while this one is under way. `UNITS` is the size of a record, or 0 for
+/// any.
 ///
 /// # Safety
 /// As the parameter block says; a block has [`THREADS`].

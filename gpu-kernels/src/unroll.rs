@@ -1,8 +1,9 @@
 //! Loops over registers.
 
-/// Repeats a body with the constant `I = 0, 1, … , N − 1`, written out: an array indexed by such an `I` stays in registers, where a loop
-/// that the compiler does not unroll would move it to local memory. `N` is a literal; or a constant of at most 16, better with
-/// the most that it can be (`T < TILES of 2`), since every copy is compiled before its condition is known, and nests multiply.
+/// Repeats a body with the constant `I = 0, 1, … , N − 1`, written out: an array indexed by such an `I` stays in
+/// registers, where a loop that the compiler does not unroll would move it to local memory. `N` is a literal; or a
+/// constant of at most 16, better with the most that it can be (`T < TILES of 2`), since every copy is compiled before
+/// its condition is known, and nests multiply.
 #[macro_export]
 macro_rules! unroll {
     ($i:ident < $n:tt of $most:tt; $body:block) => {

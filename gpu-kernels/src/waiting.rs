@@ -14,7 +14,7 @@ pub(crate) unsafe fn until(mut is_so: impl FnMut() -> bool) {
     let mut polls = 0;
     while !is_so() {
         // New to the compiler, which would write the loop out.
-        polls = thread::fresh(polls) + 1;
+        polls = thread::opaque(polls) + 1;
         if polls == PATIENCE {
             thread::trap();
         }

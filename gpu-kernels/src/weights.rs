@@ -1,12 +1,14 @@
-//! Formats of weights in the [stream](crate::stream): how a chunk lies in memory and in a stage of the ring, and how a warp gets
-//! its fragments for the tensor core from it. Whatever the format, the fragments are bf16, and the GEMM is the same.
+//! Formats of weights in the [decode kernel](crate::decode): how a chunk lies in memory and in a stage of the ring, and
+//! how a warp gets its fragments for the tensor core from it. Whatever the format, the fragments are bf16, and the GEMM
+//! is the same.
 //!
 //! | format | bits a weight | |
 //! |---|---|---|
-//! | [`Plain`] | 16 | as [`lay_out`](crate::stream::lay_out) leaves them |
+//! | [`Plain`] | 16 | as [`lay_out`](crate::decode::lay_out) leaves them |
 //! | [`Lossless`] | 11.1 to 11.5 | exponents in two bits, with a list of those that do not fit |
 //!
-//! To add one: a type here that implements [`WeightFormat`], a kernel that makes it, and a line for each kernel that is to read it.
+//! To add one: a type here that implements [`WeightFormat`], a kernel that makes it, and a line for each kernel that is
+//! to read it.
 
 pub mod lossless;
 
@@ -15,54 +17,57 @@ use cuda_std::{Global, bulk, mma, thread, warp, wgmma};
 
 pub use lossless::Lossless;
 
-use crate::linear::CHAINS;
+use crate::batched::{BatchedStep, Phase};
+use crate::decode::{CHUNK_BYTES, DecodeStep, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, Wave, fragment_row};
+use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
-use crate::stream::{CHUNK_BYTES, Pass, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, StreamStep, fragment_row};
-use crate::wide::{Phase, WideStep};
 
-/// A lane's fragments of weights for what a warp takes of a chunk, the slices `chain` and `chain + 4`: four instructions of each.
-pub(crate) type Weights = [[u32; 4]; 8];
+/// A lane's fragments of weights for what a warp takes of a chunk, the slices `k_partial` and `k_partial + 4`: four
+/// instructions of each.
+pub(crate) type WeightFragments = [[u32; 4]; 8];
 
 /// How the decode kernels read weights.
 pub(crate) trait WeightFormat: Copy {
-    /// Whether fragments cost so much work that no two warps should make the same ones: a warp then takes all rows of every
-    /// other strip, and not half of the rows of every strip.
+    /// Whether fragments cost so much work that no two warps should make the same ones: a warp then takes all rows of
+    /// every other N-tile, and not half of the rows of every N-tile.
     const COSTLY: bool;
 
     /// How many maps there are of the weights, as TMA reads them.
     const MAPS: usize;
 
-    /// Starts the copies of chunk `q` of a strip to a stage: a whole warp does it.
-    unsafe fn fill(p: &StreamStep, ring: &Ring, pass: &Pass, strip: u32, q: u32);
+    /// Starts the copies of chunk `q` of an N-tile to a stage: a whole warp does it.
+    unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32);
 
-    /// The fragments of a chain's slices of the chunk in this stage, which is full. `beside` is called twice, with 0 and 1,
-    /// where shared memory is waited for.
-    unsafe fn load(p: &StreamStep, stage: &Ring, chain: u32, lane: u32, beside: impl FnMut(u32)) -> Weights;
+    /// The fragments of a split-K partial's slices of the chunk in this stage, which is full. `beside` is called twice,
+    /// with 0 and 1, where shared memory is waited for.
+    unsafe fn load(p: &DecodeStep, stage: &Ring, k_partial: u32, lane: u32, beside: impl FnMut(u32))
+    -> WeightFragments;
 
     /// What the sums of the matrix with this index have to be multiplied with.
-    unsafe fn scale(p: &StreamStep, index: u32) -> f32;
+    unsafe fn scale(p: &DecodeStep, index: u32) -> f32;
 
-    /// Where the slots of the batched decode kernel are: those of [`TOGETHER`](crate::stream::TOGETHER) strips from `strip` on.
-    unsafe fn slots(p: &WideStep, pass: &Pass, strip: u32) -> Slots;
+    /// Where the stages of the batched decode kernel are: those of [`TOGETHER`](crate::decode::TOGETHER) N-tiles from
+    /// `n_tile` on.
+    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources;
 
-    /// The fragments of a warp's strip of a slot, which is full, into the registers of four instructions from `FIRST` on: 0 for
-    /// the slots of a chain with an even number, and 4.
-    unsafe fn load_fragments<const FIRST: usize>(p: &WideStep, slot: Shared<u8>, lane: u32);
+    /// The fragments of a warp's N-tile of a stage, which is full, into the registers of four instructions from `FIRST`
+    /// on: 0 for the stages of a split-K partial with an even number, and 4.
+    unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, lane: u32);
 
     /// What the sums of a phase have to be multiplied with.
     unsafe fn scale_of(phase: Global<Phase>) -> f32;
 }
 
-/// Slots of weights for the batched decode kernel, of 8 strips: a slice of each.
+/// Stages of weights for the batched decode kernel, of 8 N-tiles: a slice of each.
 #[derive(Clone, Copy)]
-pub(crate) struct Slots {
-    /// The first one of the first chain.
+pub(crate) struct StageSources {
+    /// The first one of the first split-K partial.
     pub first: Global<u8>,
-    /// Bytes from a chain's first one to the next chain's.
-    pub chain: u32,
-    /// From a slot of a chain with an even number to the one after it, and from that to the next.
+    /// Bytes from a split-K partial's first one to the next split-K partial's.
+    pub k_partial: u32,
+    /// From a stage of a split-K partial with an even number to the one after it, and from that to the next.
     pub apart: [u64; 2],
-    /// Of a slot.
+    /// Of a stage.
     pub bytes: u32,
 }
 
@@ -75,28 +80,34 @@ impl WeightFormat for Plain {
     const MAPS: usize = 0;
 
     #[inline(always)]
-    unsafe fn fill(p: &StreamStep, ring: &Ring, pass: &Pass, strip: u32, q: u32) {
+    unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         unsafe {
-            let from = p.stream.cast().at(pass.slice(strip, q * SLICES) as usize);
-            let lane = thread::fresh(thread::lane_id());
+            let from = p.stream.cast().at(wave.slice(n_tile, q * SLICES) as usize);
+            let lane = thread::opaque(thread::lane_id());
             if lane == 0 {
                 ring.full().arrive_expect_tx(CHUNK_BYTES);
             }
             warp::sync_warp();
             if lane < SLICES {
-                let to = ring.slot().at((lane * SLICE_BYTES) as usize);
+                let to = ring.stage_buffer().at((lane * SLICE_BYTES) as usize);
                 bulk::copy_to_shared_once(to, from.at((lane * SLICES_APART) as usize), SLICE_BYTES, ring.full());
             }
         }
     }
 
     #[inline(always)]
-    unsafe fn load(_: &StreamStep, stage: &Ring, chain: u32, lane: u32, mut beside: impl FnMut(u32)) -> Weights {
+    unsafe fn load(
+        _: &DecodeStep,
+        stage: &Ring,
+        k_partial: u32,
+        lane: u32,
+        mut beside: impl FnMut(u32),
+    ) -> WeightFragments {
         let mut weights = [[0; 4]; 8];
         unsafe {
-            let from: Shared<u8> = shared::dynamic(stage.offset() + chain * SLICE_BYTES + fragment_row(lane));
+            let from: Shared<u8> = shared::dynamic(stage.offset() + k_partial * SLICE_BYTES + fragment_row(lane));
             unroll!(I < 8; {
-                let (slice, step) = (I as u32 / 4 * CHAINS, I as u32 % 4);
+                let (slice, step) = (I as u32 / 4 * K_PARTIALS, I as u32 % 4);
                 weights[I] = mma::ldmatrix_x4(from.at((slice * SLICE_BYTES + step * STEP_BYTES) as usize));
             });
         }
@@ -106,24 +117,24 @@ impl WeightFormat for Plain {
     }
 
     #[inline(always)]
-    unsafe fn scale(_: &StreamStep, _: u32) -> f32 {
+    unsafe fn scale(_: &DecodeStep, _: u32) -> f32 {
         1.0
     }
 
     #[inline(always)]
-    unsafe fn slots(p: &WideStep, pass: &Pass, strip: u32) -> Slots {
-        let first = pass.slice(strip, 0);
-        let within = pass.slice(strip, CHAINS) - first;
-        let beyond = pass.slice(strip, 2 * CHAINS) - first - within;
+    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
+        let first = wave.slice(n_tile, 0);
+        let within = wave.slice(n_tile, K_PARTIALS) - first;
+        let beyond = wave.slice(n_tile, 2 * K_PARTIALS) - first - within;
         let first = unsafe { p.stream.cast().at(first as usize) };
-        Slots { first, chain: SLICES_APART, apart: [within, beyond], bytes: SLICES_APART }
+        StageSources { first, k_partial: SLICES_APART, apart: [within, beyond], bytes: SLICES_APART }
     }
 
     #[inline(always)]
-    unsafe fn load_fragments<const FIRST: usize>(_: &WideStep, slot: Shared<u8>, lane: u32) {
+    unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, lane: u32) {
         unsafe {
-            let warp_id = thread::fresh(thread::warp_id());
-            let from = slot.at((warp_id * SLICE_BYTES + fragment_row(lane)) as usize);
+            let warp_id = thread::opaque(thread::warp_id());
+            let from = stage.at((warp_id * SLICE_BYTES + fragment_row(lane)) as usize);
             let step = STEP_BYTES as usize;
             if FIRST == 0 {
                 wgmma::load_fragments::<0, u8>(from);

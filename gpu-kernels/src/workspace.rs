@@ -1,5 +1,5 @@
-//! What a step of the whole model works with, in one launch or many: the rows, the model's tables and shape, and the memory that one operator leaves its results in for the next. And
-//! what is made of it for an operator.
+//! What a step of the whole model works with, in one launch or many: the rows, the model's tables and shape, and the
+//! memory that one operator leaves its results in for the next. And what is made of it for an operator.
 
 use cuda_std::{Global, GlobalMut, bf16, math};
 
@@ -10,7 +10,8 @@ use crate::norm::{Norm, Residual};
 use crate::qkv::{Heads, SplitHeads};
 use crate::step::Rows;
 
-/// A part of the parameters of [`stream`](crate::stream::StreamStep) and [`wide`](crate::wide::WideStep). Activations lie in the order that the kernel's own products read them in.
+/// A part of the parameters of [`decode`](crate::decode::DecodeStep) and [`batched`](crate::batched::BatchedStep).
+/// Activations lie in the order that the kernel's own products read them in.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Workspace {
@@ -78,7 +79,8 @@ impl Workspace {
         Cache { pages, tables: self.tables, table_stride: self.table_stride, kv_heads: self.kv_heads }
     }
 
-    /// What the heads of a layer are made from beside the norm of queries, with its norm of keys and its cache; where queries go is not said.
+    /// What the heads of a layer are made from beside the norm of queries, with its norm of keys and its cache; where
+    /// queries go is not said.
     #[inline(always)]
     pub fn split_heads(&self, k_norm: Global<bf16>, cache: Cache) -> SplitHeads {
         SplitHeads {

@@ -148,7 +148,7 @@ impl Case {
         if (self.q_heads / self.kv_heads).is_multiple_of(2) {
             let paired = Buffer::<bf16>::new_poisoned(rows * self.q_heads * D);
             let params = PrefillAttention { out: paired.ptr_mut(), ..params };
-            run::<prefill_attention::prefill_attention_pair>(grid, prefill_attention::SHARED_BYTES, seed, params);
+            run::<prefill_attention::prefill_attention_2x1>(grid, prefill_attention::SHARED_BYTES, seed, params);
             assert!(paired.as_slice() == out.as_slice(), "in pairs");
         }
         out.as_slice().to_vec()
@@ -219,7 +219,8 @@ proptest! {
     }
 }
 
-/// A tile whose rows end in different splits: the earlier rows are finished by the first, and the second leaves them alone.
+/// A tile whose rows end in different splits: the earlier rows are finished by the first, and the second leaves them
+/// alone.
 #[test]
 fn rows_of_a_tile_may_end_in_different_splits() {
     let mut random = Random::new(4);

@@ -6,7 +6,7 @@ use common::{Random, reordered, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::batch::{self, ClearRows, ListRecords, PageRecords, PickRows, Put, TakeTokens};
-use gpu_kernels::linear::STRIP;
+use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::Residual;
 use gpu_kernels::sample::GENERATED;
 
@@ -67,10 +67,10 @@ fn rows_are_cleared_and_their_neighbours_are_not() {
 fn picked_rows_come_in_their_order() {
     const DIM: usize = 2176;
     let mut random = Random::new(1);
-    let (scaled, squares) = (random.bf16s(9 * DIM), random.floats(9 * DIM / STRIP as usize));
+    let (scaled, squares) = (random.bf16s(9 * DIM), random.floats(9 * DIM / N_TILE as usize));
     let (from, from_squares) = (Buffer::from_slice(&reordered(&scaled, DIM, false)), Buffer::from_slice(&squares));
     let to = Buffer::<bf16>::new_poisoned(3 * DIM);
-    let to_squares = Buffer::<f32>::new_poisoned(3 * DIM / STRIP as usize);
+    let to_squares = Buffer::<f32>::new_poisoned(3 * DIM / N_TILE as usize);
     let picks = [8, 0, 5];
     let rows = Buffer::from_slice(&picks);
     let residual = Residual {
@@ -81,11 +81,11 @@ fn picked_rows_come_in_their_order() {
         dim: DIM as u32,
     };
     let pick = PickRows { rows: rows.ptr(), first: 0, scaled: from.ptr(), squares: from_squares.ptr(), to: residual };
-    let strips = DIM / STRIP as usize;
+    let n_tiles = DIM / N_TILE as usize;
     let check = |rows: [usize; 3]| {
         for (i, row) in rows.into_iter().enumerate() {
             assert!(to.as_slice()[i * DIM..][..DIM] == scaled[row * DIM..][..DIM]);
-            assert!(to_squares.as_slice()[i * strips..][..strips] == squares[row * strips..][..strips]);
+            assert!(to_squares.as_slice()[i * n_tiles..][..n_tiles] == squares[row * n_tiles..][..n_tiles]);
         }
     };
     run::<batch::pick_rows>([1, 3, 1], 0, 4, pick);

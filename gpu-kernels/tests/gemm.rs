@@ -1,4 +1,4 @@
-//! Products for many rows against a plain triple loop, under the emulator: tiles, edges, epilogues.
+//! GEMMs for many rows against a plain triple loop, under the emulator: tiles, edges, epilogues.
 
 mod common;
 
@@ -6,12 +6,12 @@ use common::{Random, RowBuffers, laid_out, relative_error, reordered, run, run_r
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16, kernel, thread};
+use gpu_kernels::decode::Walk;
 use gpu_kernels::gemm::{self, Beside, Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache};
-use gpu_kernels::linear::{self, Linear, STRIP};
+use gpu_kernels::linear::{self, Linear, N_TILE};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
-use gpu_kernels::stream::Walk;
 
 /// `[rows, n]` in f64, each row times its factor.
 fn reference(x: &[bf16], w: &[bf16], k: usize, scales: &[f32]) -> Vec<f32> {
@@ -168,7 +168,7 @@ impl Case {
     /// Runs `K` on `blocks` blocks for the features up to `border`, and pairs of `P` for the others.
     fn run_beside<K: Kernel<Params = Gemm>, P: Kernel<Params = Gemm>>(&self, blocks: u32, border: u32) -> Results {
         self.launch(|params, seed| {
-            // The product before was number 6.
+            // The GEMM before was number 6.
             let word = Buffer::from_slice(&[6u32]).named("word");
             let [first, second] = [0, 1].map(|second| Beside { word: word.ptr_mut(), number: 7, second });
             let shared = Gemm::shared_bytes(256);
@@ -185,13 +185,13 @@ impl Case {
         let [x, norm] = [&reordered(&self.x, k, false), &self.norm].map(|v| Buffer::from_slice(v));
         // What lies before the matrix in the stream; several passes of it.
         let (walk, gated) = (Walk { chunks: 3, ..Walk::new(BLOCKS) }, self.gated);
-        let (stream, stream_strips) = laid_out(&self.w, gated.then_some(&self.up), k as u32, walk);
+        let (stream, laid_out_n_tiles) = laid_out(&self.w, gated.then_some(&self.up), k as u32, walk);
         let factors = Buffer::from_slice(&self.squares);
         let y = Buffer::from_slice(&self.before).named("y");
         let out = Buffer::<bf16>::new_poisoned(rows * n).named("out");
         let scaled = Buffer::<bf16>::new_poisoned(rows * n).named("scaled");
-        let strips = n / STRIP as usize;
-        let squares = Buffer::<f32>::new_poisoned(rows * strips).named("squares");
+        let n_tiles = n / N_TILE as usize;
+        let squares = Buffer::<f32>::new_poisoned(rows * n_tiles).named("squares");
         let x_map = Self::map(x.ptr().addr(), m, k, TILE_ROWS);
         // One row fewer than whole tiles: the last must not be written through it.
         let out_map = Self::map(out.ptr().addr(), rows - 1, n, 64);
@@ -210,7 +210,7 @@ impl Case {
             stream: stream.ptr(),
             base: 3,
             blocks: BLOCKS,
-            strips: stream_strips,
+            n_tiles: laid_out_n_tiles,
             out: out_map.ptr(),
             y: y.ptr_mut(),
             norm: Norm { squares: factors.ptr(), dim: self.dim, eps: EPS },
@@ -234,7 +234,7 @@ impl Case {
             y: y.as_slice()[..m * n].to_vec(),
             out: if gated { reordered(out, n, true) } else { out.to_vec() },
             scaled: reordered(&scaled.as_slice()[..m * n], n, true),
-            squares: squares.as_slice()[..m * strips].to_vec(),
+            squares: squares.as_slice()[..m * n_tiles].to_vec(),
             spans: spans.as_slice()[..m * n / SPAN as usize].to_vec(),
             q: heads.q.as_slice().to_vec(),
             pages: heads.pages.as_slice().to_vec(),
@@ -242,7 +242,7 @@ impl Case {
     }
 }
 
-/// Queries and pages by the kernel that takes apart what a product wrote in f32.
+/// Queries and pages by the kernel that takes apart what a GEMM wrote in f32.
 fn split(case: &Case, qkv: &[f32]) -> (Vec<bf16>, Vec<bf16>) {
     let memory = HeadMemory::new(case);
     let qkv = Buffer::from_slice(qkv);
@@ -282,14 +282,14 @@ fn heads_are_what_the_separate_kernel_makes() {
         let large = case.run::<gemm::gemm_qkv_n256>(256, 2);
         let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
         assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&large.q), bits(&large.pages)));
-        let pairs = case.run::<gemm::gemm_qkv_pair>(256, 2);
+        let pairs = case.run::<gemm::gemm_qkv_2x1>(256, 2);
         assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&pairs.q), bits(&pairs.pages)));
         let shared = case.run::<gemm::gemm_qkv_n192>(192, blocks_of_192(&case));
         assert_eq!((bits(&small.q), bits(&small.pages)), (bits(&shared.q), bits(&shared.pages)));
     }
 }
 
-/// What is added to products before heads are made of them: without norms these are the bits of the separate kernel.
+/// What is added to GEMMs before heads are made of them: without norms these are the bits of the separate kernel.
 #[test]
 fn heads_with_biases_and_without_norms() {
     let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
@@ -308,7 +308,7 @@ fn heads_with_biases_and_without_norms() {
         for found in [
             case.run::<gemm::gemm_qkv_n128>(128, 2),
             case.run::<gemm::gemm_qkv_n256>(256, 2),
-            case.run::<gemm::gemm_qkv_pair>(256, 2),
+            case.run::<gemm::gemm_qkv_2x1>(256, 2),
         ] {
             same_but_for_rounding(&found.q, &q);
             same_but_for_rounding(&found.pages, &pages);
@@ -327,7 +327,7 @@ fn gates() {
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
         let got = case.run::<gemm::gemm_swiglu_n256>(256, blocks);
         assert!(relative_error(widen(&got.out), &want) < 1.0 / 256.0, "{m} {n} {k}");
-        let pairs = case.run::<gemm::gemm_swiglu_pair>(256, 2 * blocks);
+        let pairs = case.run::<gemm::gemm_swiglu_2x1>(256, 2 * blocks);
         assert_eq!(pairs.out, got.out, "{m} {n} {k} in pairs");
     }
 }
@@ -343,12 +343,12 @@ fn adds_and_prepares_the_norm() {
         let xw: Vec<bf16> =
             small.y.iter().enumerate().map(|(i, v)| bf16::from_f32(v * case.norm[i % n].to_f32())).collect();
         assert_eq!(small.scaled, xw, "{m} {n} {k}");
-        for (found, len) in [(&small.squares, STRIP), (&small.spans, SPAN)] {
+        for (found, len) in [(&small.squares, N_TILE), (&small.spans, SPAN)] {
             let squares: Vec<f32> = small.y.chunks(len as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
             assert!(relative_error(found.clone(), &squares) < 1e-6, "{m} {n} {k}");
         }
         let large = case.run::<gemm::gemm_add_n256>(256, blocks);
-        let pairs = case.run::<gemm::gemm_add_pair>(256, 2 * blocks);
+        let pairs = case.run::<gemm::gemm_add_2x1>(256, 2 * blocks);
         for other in [large, pairs] {
             assert_eq!(
                 (&small.y, &small.scaled, &small.squares, &small.spans),
@@ -359,15 +359,15 @@ fn adds_and_prepares_the_norm() {
     }
 }
 
-/// What few rows make: with the norm whose squares are `strips`, or without.
-fn by_linear<K: Kernel<Params = Linear>>(case: &Case, strips: Option<&[f32]>) -> Results {
+/// What few rows make: with the norm whose squares are `n_tiles`, or without.
+fn by_linear<K: Kernel<Params = Linear>>(case: &Case, n_tiles: Option<&[f32]>) -> Results {
     let Case { m, n, k, .. } = *case;
     let rows = RowBuffers::sequence(0, m as u32);
     let [x, w, up, next] = [&case.x, &case.w, &case.up, &case.norm].map(|v| Buffer::from_slice(v));
     let y = Buffer::from_slice(&case.before[..m * n]);
     let [out, scaled] = [(); 2].map(|()| Buffer::<bf16>::new_poisoned(m * n));
-    let squares = Buffer::<f32>::new_poisoned(m * n / STRIP as usize);
-    let factors = strips.map(Buffer::from_slice);
+    let squares = Buffer::<f32>::new_poisoned(m * n / N_TILE as usize);
+    let factors = n_tiles.map(Buffer::from_slice);
     let norm = |squares: &Buffer<f32>| Norm { squares: squares.ptr(), dim: k as u32, eps: EPS };
     let params = Linear {
         rows: rows.rows(),
@@ -390,7 +390,7 @@ fn by_linear<K: Kernel<Params = Linear>>(case: &Case, strips: Option<&[f32]>) ->
         k: k as u32,
         first_row: 0,
     };
-    let blocks = if case.gated { Linear::swiglu_strips(n as u32) } else { Linear::strips(n as u32) };
+    let blocks = if case.gated { Linear::swiglu_n_tiles(n as u32) } else { Linear::n_tiles(n as u32) };
     run::<K>([blocks, 1, 1], Linear::shared_bytes(64), 1, params);
     let [y, squares] = [y, squares].map(|v| v.as_slice().to_vec());
     let [out, scaled] = [out, scaled].map(|v| v.as_slice().to_vec());
@@ -399,15 +399,15 @@ fn by_linear<K: Kernel<Params = Linear>>(case: &Case, strips: Option<&[f32]>) ->
 
 #[test]
 fn sums_are_those_of_few_rows_to_the_last_bit() {
-    // More slots than the ring has, chains of unequal length, and 40 spans of a row.
+    // More slots than the ring has, split-K partials of unequal length, and 40 spans of a row.
     for (m, n, k) in [(50, 384, 640), (64, 128, 5120)] {
         let mut case = Case::new(m, n, k);
-        let strips: Vec<f32> =
-            Random::new(9).floats(m * k / STRIP as usize).into_iter().map(|s| 20.0 * (s + 1.5)).collect();
+        let n_tiles: Vec<f32> =
+            Random::new(9).floats(m * k / N_TILE as usize).into_iter().map(|s| 20.0 * (s + 1.5)).collect();
         let spans = |s: &[f32]| ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
-        case.squares = strips.chunks(8).map(spans).collect();
+        case.squares = n_tiles.chunks(8).map(spans).collect();
         case.dim = k as u32;
-        let want = by_linear::<linear::linear_64>(&case, Some(&strips));
+        let want = by_linear::<linear::linear_64>(&case, Some(&n_tiles));
         assert!(case.run::<gemm::gemm_write_n128>(128, 2).y == want.y, "{m} {n} {k}");
         assert!(case.run::<gemm::gemm_write_n256>(256, 1).y == want.y, "{m} {n} {k}");
         assert!(case.run::<gemm::gemm_write_n192>(192, blocks_of_192(&case)).y == want.y, "{m} {n} {k}");
@@ -417,7 +417,7 @@ fn sums_are_those_of_few_rows_to_the_last_bit() {
             assert_eq!(got.spans, got.squares.chunks(8).map(spans).collect::<Vec<_>>(), "{m} {n} {k}");
         }
         case.gated = true;
-        let want = by_linear::<linear::swiglu_64>(&case, Some(&strips));
+        let want = by_linear::<linear::swiglu_64>(&case, Some(&n_tiles));
         assert!(case.run::<gemm::gemm_swiglu_n256>(256, 2).out == want.out, "{m} {n} {k}");
     }
 }
@@ -467,33 +467,33 @@ fn a_part_of_the_rows_or_features_is_computed_alone() {
 }
 
 #[test]
-fn eights_beside_pairs_make_heads() {
+fn clusters_4x2_beside_2x1_make_heads() {
     let mut case = Case::new(300, 7 * 128, 192);
     case.heads = (5, 1);
     let want = case.run::<gemm::gemm_qkv_n128>(128, 2);
     let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
     for border in [512, 640, 896] {
-        let got = case.run_beside::<gemm::gemm_qkv_eight, gemm::gemm_qkv_pair>(8, border);
+        let got = case.run_beside::<gemm::gemm_qkv_4x2, gemm::gemm_qkv_2x1>(8, border);
         assert_eq!((bits(&got.q), bits(&got.pages)), (bits(&want.q), bits(&want.pages)), "{border}");
     }
 }
 
 #[test]
-fn eights_beside_pairs_gate() {
+fn clusters_4x2_beside_2x1_gate() {
     let case = Case { gated: true, ..Case::new(150, 448, 320) };
     let want = case.run::<gemm::gemm_swiglu_n256>(256, 2);
     for border in [256, 448] {
-        let got = case.run_beside::<gemm::gemm_swiglu_eight, gemm::gemm_swiglu_pair>(8, border);
+        let got = case.run_beside::<gemm::gemm_swiglu_4x2, gemm::gemm_swiglu_2x1>(8, border);
         assert_eq!(widen(&got.out), widen(&want.out), "{border}");
     }
 }
 
 #[test]
-fn eights_beside_pairs_add() {
+fn clusters_4x2_beside_2x1_add() {
     for (m, n, k, border) in [(530, 640, 192, 512), (140, 640, 640, 640)] {
         let case = Case::new(m, n, k);
         let want = case.run::<gemm::gemm_add_n128>(128, 2);
-        let got = case.run_beside::<gemm::gemm_add_eight, gemm::gemm_add_pair>(8, border);
+        let got = case.run_beside::<gemm::gemm_add_4x2, gemm::gemm_add_2x1>(8, border);
         assert_eq!(
             (&got.y, &got.scaled, &got.squares, &got.spans),
             (&want.y, &want.scaled, &want.squares, &want.spans),
@@ -534,7 +534,7 @@ pub unsafe fn second_after_first(p: InOrder) {
 #[test]
 fn the_second_launch_waits_for_the_word_of_the_first() {
     for seed in 0..20 {
-        // What the product before left there is no word for this one.
+        // What the GEMM before left there is no word for this one.
         let (word, data) = (Buffer::from_slice(&[6u32]), Buffer::from_slice(&[0u32]));
         let out = Buffer::from_slice(&[0u32; 3 * 32]);
         let beside = Beside { word: word.ptr_mut(), number: 7, second: 0 };

@@ -46,7 +46,7 @@ impl Case {
     }
 
     /// Runs `K` for rows from `first_row` on, with `y` (or the residual) as it is before.
-    fn run<K: Kernel<Params = Linear>>(&self, width: u32, strips: u32, y: &[f32], first_row: u32) -> Outputs {
+    fn run<K: Kernel<Params = Linear>>(&self, width: u32, n_tiles: u32, y: &[f32], first_row: u32) -> Outputs {
         let rows = RowBuffers::sequence(0, self.rows as u32);
         let [x, w, up] = [&self.x, &self.w, &self.up].map(|v| Buffer::from_slice(v));
         let y = Buffer::from_slice(y);
@@ -75,7 +75,7 @@ impl Case {
             k: self.k as u32,
             first_row,
         };
-        run::<K>([strips, 1, 1], Linear::shared_bytes(width), self.n as u64, params);
+        run::<K>([n_tiles, 1, 1], Linear::shared_bytes(width), self.n as u64, params);
         Outputs { y: y.as_slice().to_vec(), activation, scaled, squares }
     }
 
@@ -84,8 +84,8 @@ impl Case {
         Random::new(self.n as u64).bf16s(self.n)
     }
 
-    fn strips(&self) -> u32 {
-        Linear::strips(self.n as u32)
+    fn n_tiles(&self) -> u32 {
+        Linear::n_tiles(self.n as u32)
     }
 }
 
@@ -95,7 +95,7 @@ proptest! {
     #[test]
     fn equals_the_plain_product(rows in 1usize..=8, n in 1usize..40, chunks in 1usize..20, seed: u64) {
         let case = Case::new(rows, n, chunks * 128, seed);
-        let y = case.run::<linear::linear_8>(8, case.strips(), &vec![f32::NAN; rows * n], 0).y;
+        let y = case.run::<linear::linear_8>(8, case.n_tiles(), &vec![f32::NAN; rows * n], 0).y;
         let want = reference(&case.x, &case.w, rows, n, case.k);
         prop_assert!(relative_error(y, &want) < 1e-5);
     }
@@ -104,22 +104,22 @@ proptest! {
     fn adds_into_the_residual(rows in 1usize..=16, seed: u64) {
         let case = Case::new(rows, 32, 256, seed);
         let before = Random::new(seed ^ 1).floats(rows * 32);
-        let got = case.run::<linear::linear_add_16>(16, case.strips(), &before, 0);
+        let got = case.run::<linear::linear_add_16>(16, case.n_tiles(), &before, 0);
         let mut want = reference(&case.x, &case.w, rows, 32, 256);
         want.iter_mut().zip(&before).for_each(|(w, b)| *w += b);
         prop_assert!(relative_error(got.y.clone(), &want) < 1e-5);
-        // What the next norm reads: the very bits of the residual, times its weight; and the squares of each strip.
+        // What the next norm reads: the very bits of the residual, times its weight; and the squares of each N-tile.
         let weights = case.next_norm().into_iter().cycle();
         let scaled: Vec<bf16> = got.y.iter().zip(weights).map(|(x, w)| bf16::from_f32(x * w.to_f32())).collect();
         prop_assert_eq!(got.scaled.as_slice(), scaled);
-        let squares: Vec<f32> = got.y.chunks(16).map(|strip| strip.iter().map(|x| x * x).sum()).collect();
+        let squares: Vec<f32> = got.y.chunks(16).map(|n_tile| n_tile.iter().map(|x| x * x).sum()).collect();
         prop_assert!(relative_error(got.squares.as_slice().to_vec(), &squares) < 1e-6);
     }
 
     #[test]
     fn swiglu_of_two_products(rows in 1usize..=8, n in 1usize..30, seed: u64) {
         let case = Case::new(rows, n, 128, seed);
-        let got = case.run::<linear::swiglu_8>(8, Linear::swiglu_strips(n as u32), &[0.0], 0).activation;
+        let got = case.run::<linear::swiglu_8>(8, Linear::swiglu_n_tiles(n as u32), &[0.0], 0).activation;
         let gate = reference(&case.x, &case.w, rows, n, 128);
         let up = reference(&case.x, &case.up, rows, n, 128);
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();

@@ -5,13 +5,13 @@ mod common;
 use common::{Random, run};
 use cuda_std::emulator::Buffer;
 use cuda_std::{GlobalMut, bf16};
-use gpu_kernels::linear::CHAINS;
-use gpu_kernels::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES_APART, TOGETHER};
+use gpu_kernels::decode::{CHUNK_BYTES, SLICE_BYTES, SLICES_APART, TOGETHER};
+use gpu_kernels::linear::K_PARTIALS;
 use gpu_kernels::weights::lossless::{Lossless, MOST_ESCAPES, PACKED_SLICE, Pack, REGIONS, TILE_WEIGHTS};
 use gpu_kernels::weights::lossless::{count_escapes, pack_weights};
 use proptest::prelude::*;
 
-/// Chunks of 8 strips in a stream.
+/// Chunks of 8 N-tiles in a stream.
 const CHUNKS: usize = 2;
 const CHUNK_ELEMENTS: usize = (TOGETHER * CHUNK_BYTES / 2) as usize;
 
@@ -39,10 +39,10 @@ fn pack(stream: &[u16], list_bytes: u32, double: bool, seed: u64) -> Option<Pack
         first: 0,
         double: double.into(),
     };
-    let grid = [CHAINS, CHUNKS as u32, 1];
+    let grid = [K_PARTIALS, CHUNKS as u32, 1];
     run::<count_escapes>(grid, 0, seed, params);
     let counts = counts.as_slice().to_vec();
-    let tiles = CHUNKS as u32 * CHAINS * TOGETHER;
+    let tiles = CHUNKS as u32 * K_PARTIALS * TOGETHER;
     assert_eq!(counts.iter().sum::<u32>(), tiles, "every tile counts once");
     if counts[MOST_ESCAPES as usize] > 0 {
         return None;
@@ -69,18 +69,19 @@ fn halved(bits: u16) -> u16 {
 fn unpack(packed: &Packed, double: bool) -> Vec<u16> {
     let mut stream = vec![0; CHUNKS * CHUNK_ELEMENTS];
     let list_bytes = packed.list_bytes as usize;
-    let (slice_bytes, strips) = (PACKED_SLICE as usize, TOGETHER as usize);
+    let (slice_bytes, n_tiles) = (PACKED_SLICE as usize, TOGETHER as usize);
     for (r, region) in packed.regions.chunks(Lossless::region_bytes(packed.list_bytes) as usize).enumerate() {
         let (chunk, chain) = (r / REGIONS as usize, r % REGIONS as usize);
-        for strip in 0..strips {
-            let list = &region[strips * slice_bytes + strip * list_bytes..][..list_bytes];
+        for n_tile in 0..n_tiles {
+            let list = &region[n_tiles * slice_bytes + n_tile * list_bytes..][..list_bytes];
             let word = |i: usize| u32::from_le_bytes(list[4 * i..][..4].try_into().unwrap());
             let (escapes, of_first) = ((word(0) & 0x3ff) as usize, (word(0) >> 10 & 0x3ff) as usize);
             let bases = [word(0) >> 20 & 0x7f, word(1) >> 18 & 0x7f];
             let (top, place) = (word(1) >> 25, (word(0) >> 27 << 18 | word(1) & 0x3ffff) as usize);
             let room = (list_bytes - 8) / 2;
             for half in 0..2 {
-                let slice = &region[half * strips * (slice_bytes + list_bytes) + strip * slice_bytes..][..slice_bytes];
+                let slice =
+                    &region[half * n_tiles * (slice_bytes + list_bytes) + n_tile * slice_bytes..][..slice_bytes];
                 let mut high = [0u8; 1024];
                 for (at, high) in high.iter_mut().enumerate() {
                     let (k, lane, byte) = (at / 512, at / 16 % 32, at % 16);
@@ -105,7 +106,8 @@ fn unpack(packed: &Packed, double: bool) -> Vec<u16> {
                     high[usize::from(entry & 0x3ff)] = (upper | u32::from(entry >> 10 & 1) << 7) as u8;
                 }
                 // The slice's core matrices: a lane's fragments, register by register.
-                let plain = (chain + half * CHAINS as usize) * SLICES_APART as usize + strip * SLICE_BYTES as usize;
+                let plain =
+                    (chain + half * K_PARTIALS as usize) * SLICES_APART as usize + n_tile * SLICE_BYTES as usize;
                 for (at, &high) in high.iter().enumerate() {
                     let (k, lane, byte) = (at / 512, at / 16 % 32, at % 16);
                     let (fragment, register, element) = (2 * k + byte / 8, byte / 2 % 4, byte % 2);
@@ -160,7 +162,7 @@ fn slices_of_other_scales_and_of_zeros_come_back() {
     let weights = stream(&mut random, |random, i| match i / 1024 % 8 {
         _ if i * 2 / SLICES_APART as usize % 8 >= 5 => 0,
         0 => (random.below(2) << 15) as u16,
-        strip if random.below(100) > 0 => weight(random, 2f32.powi(strip as i32 * 3 - 9)),
+        n_tile if random.below(100) > 0 => weight(random, 2f32.powi(n_tile as i32 * 3 - 9)),
         _ => (random.below(2) << 15 | random.below(3)) as u16,
     });
     for double in [false, true] {

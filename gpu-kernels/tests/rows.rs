@@ -1,4 +1,5 @@
-//! Embedding, the norm fused into its neighbours, and what lies between the QKV projection and attention, each against a plain definition.
+//! Embedding, the norm fused into its neighbours, and what lies between the QKV projection and attention, each against
+//! a plain definition.
 
 mod common;
 
@@ -103,7 +104,7 @@ proptest! {
             k: dim as u32,
             first_row: 0,
         };
-        run::<linear::linear_8>([Linear::strips(n as u32), 1, 1], Linear::shared_bytes(8), seed, params);
+        run::<linear::linear_8>([Linear::n_tiles(n as u32), 1, 1], Linear::shared_bytes(8), seed, params);
         let want: Vec<f32> = embedded
             .want()
             .chunks(dim)

@@ -62,7 +62,7 @@ fn reference(logits: &[f32], uses: &[u32], s: Settings, number: u64) -> u32 {
 }
 
 /// Rows of logits, `[rows, vocab]`, whose tokens are `tokens`, and into how many slices they are cut.
-struct Rows<'a> {
+struct LogitRows<'a> {
     logits: &'a [f32],
     vocab: usize,
     uses: &'a [u32],
@@ -71,8 +71,8 @@ struct Rows<'a> {
 }
 
 /// Runs the kernel over rows from `first_row` on, twice: it leaves its scratch memory as it found it.
-fn choose(given: &Rows, s: Settings, seed: u64, first_row: u32) -> Vec<u32> {
-    let &Rows { logits, vocab, uses, tokens, splits } = given;
+fn choose(given: &LogitRows, s: Settings, seed: u64, first_row: u32) -> Vec<u32> {
+    let &LogitRows { logits, vocab, uses, tokens, splits } = given;
     let count = tokens.len() as u32;
     let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 100 + r as u32, 0)).collect::<Vec<_>>());
     let logits = Buffer::from_slice(logits);
@@ -99,8 +99,8 @@ fn choose(given: &Rows, s: Settings, seed: u64, first_row: u32) -> Vec<u32> {
 
 /// The same by the kernel for many sequences: the rows from last to first, flags in the second slot of two, with fewer
 /// CTAs than rows if rows are whole.
-fn choose_each(given: &Rows, s: Settings, seed: u64) -> Vec<u32> {
-    let &Rows { logits, vocab, uses, tokens, splits } = given;
+fn choose_each(given: &LogitRows, s: Settings, seed: u64) -> Vec<u32> {
+    let &LogitRows { logits, vocab, uses, tokens, splits } = given;
     let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 7 * r as u32, 0)).collect::<Vec<_>>());
     let choice = |row: u32| Choice { row, drafts: 1, slot: 1, position: 100 + row, settings: Settings { seed, ..s } };
     let choices: Vec<u32> = (0..tokens.len() as u32).rev().flat_map(|row| choice(row).words()).collect();
@@ -165,7 +165,7 @@ proptest! {
         let uses: Vec<u32> =
             (0..vocab).map(|_| [0, 0, PROMPTED, GENERATED, PROMPTED + 5 * GENERATED][r.below(5)]).collect();
         let tokens: Vec<u32> = (0..rows).map(|_| r.below(vocab) as u32).collect();
-        let given = Rows { logits: &logits, vocab, uses: &uses, tokens: &tokens, splits };
+        let given = LogitRows { logits: &logits, vocab, uses: &uses, tokens: &tokens, splits };
         let got = choose(&given, s, seed, 0);
         prop_assert_eq!(&choose_each(&given, s, seed), &got);
         for row in 0..rows {
@@ -183,7 +183,7 @@ proptest! {
 /// One row without a history.
 fn one(logits: &[f32], s: Settings, seed: u64, splits: u32) -> u32 {
     let uses = vec![0; logits.len()];
-    choose(&Rows { logits, vocab: logits.len(), uses: &uses, tokens: &[0], splits }, s, seed, 0)[0]
+    choose(&LogitRows { logits, vocab: logits.len(), uses: &uses, tokens: &[0], splits }, s, seed, 0)[0]
 }
 
 /// What top-k keeps is more than candidates have room for, or falls on many equal logits, or reaches below all mass.
@@ -242,7 +242,7 @@ fn there_is_no_token_without_finite_logits() {
 fn rows_before_the_first_get_no_token() {
     let s = Settings { temperature: 1.0, top_k: 1, ..Settings::GREEDY };
     let logits: Vec<f32> = (0..300).map(|i| (i % 100) as f32).collect();
-    let given = Rows { logits: &logits, vocab: 100, uses: &[0; 100], tokens: &[1, 2, 3], splits: 1 };
+    let given = LogitRows { logits: &logits, vocab: 100, uses: &[0; 100], tokens: &[1, 2, 3], splits: 1 };
     assert_eq!(choose(&given, s, 9, 2), [7777, 7777, 99]);
 }
 

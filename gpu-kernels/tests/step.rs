@@ -145,7 +145,7 @@ impl Device {
         };
         launch(params);
         let report = &self.ring.as_slice()[(step % RING) as usize * Report::WORDS..][..Report::WORDS];
-        assert_eq!(report[Report::STAMP], step + 1);
+        assert_eq!(report[Report::FLAG], step + 1);
         let count = report[Report::COUNT] as usize;
         (report[Report::TOKENS..][..count].to_vec(), report[Report::DRAFTED], report[Report::FINISHED] == 1)
     }
@@ -232,8 +232,9 @@ fn nothing_drafts() {
     assert_eq!(d.planned(), [(6, 1)]);
 }
 
-/// Acceptance, the match and the plan in one launch, as in three: over texts of less than a tile of the search and of several a warp, whose matches are
-/// near, far, in the tokens just accepted, or nowhere; with as much of the text known beforehand as there is, less, or nothing; and at its end.
+/// Acceptance, the match and the plan in one launch, as in three: over texts of less than a tile of the search and of
+/// several a warp, whose matches are near, far, in the tokens just accepted, or nowhere; with as much of the text known
+/// beforehand as there is, less, or nothing; and at its end.
 #[test]
 fn one_launch_does_what_three_do() {
     for (case, (length, period, settled, sampled)) in [

@@ -42,7 +42,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             record_bytes: PAGE_RECORD_BYTES,
         },
     };
-    let blocks = token_copy::blocks(sources.len() as u64, token_copy::THREADS, device.multiprocessors());
+    let blocks = token_copy::blocks(sources.len() as u64, token_copy::THREADS, device.sms());
     // SAFETY: the addresses are those of buffers as large as the block says, which live until the result is read.
     unsafe { device.launch::<token_copy::token_copy_4096_i32>(blocks, 0, params)? };
 

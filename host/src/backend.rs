@@ -63,7 +63,8 @@ pub type PromptProgress<'a> = dyn FnMut(usize, usize) -> ControlFlow<()> + 'a;
 
 /// Runs one sequence at a time.
 ///
-/// A sequence's tokens depend on itself alone, and on its form: not on drafting, and not on how much of its prompt was still cached.
+/// A sequence's tokens depend on itself alone, and on its form: not on drafting, and not on how much of its prompt was
+/// still cached.
 pub trait Backend: Send {
     /// What it runs on, for a person.
     fn device(&self) -> String;
@@ -71,9 +72,9 @@ pub trait Backend: Send {
     /// Most tokens of a sequence.
     fn capacity(&self) -> usize;
 
-    /// Takes up a sequence and starts on its prompt, at least up to its last piece; `progress` is told after a piece, and
-    /// not at all of a prompt that is one piece. Tokens that it has in common with the one before are not run again; returns how
-    /// many.
+    /// Takes up a sequence and starts on its prompt, at least up to its last piece; `progress` is told after a piece,
+    /// and not at all of a prompt that is one piece. Tokens that it has in common with the one before are not run
+    /// again; returns how many.
     ///
     /// # Errors
     /// A device error, or [`Error::Interrupted`] if `progress` broke: then there is nothing to step.
@@ -91,7 +92,8 @@ pub trait Backend: Send {
     /// If no sequence was begun: a bug of the caller.
     fn step(&mut self) -> Result<Step, Error>;
 
-    /// From now on notes the [phases](Self::take_phases) of every step, where it can; steps then take longer, as each is waited for.
+    /// From now on notes the [phases](Self::take_phases) of every step, where it can; steps then take longer, as each
+    /// is waited for.
     ///
     /// # Errors
     /// A device error.

@@ -1,4 +1,5 @@
-//! The keys and values of every layer, in pages, in one allocation: a page can be moved as a list of records of one region.
+//! The keys and values of every layer, in pages, in one allocation: a page can be moved as a list of records of one
+//! region.
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::kv::{self, Cache};

@@ -8,8 +8,8 @@ use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
 use crate::draft::{self, Draft, check_vocabularies, confirm, learned, masks};
 use crate::drafter::{Drafter, ModelOnHost, NgramOnHost, OnHost, Proposal, Text};
 
-/// What drafts add to a step: with the demo model on two cores steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7 times as long as one of a row
-/// (`model/examples/cpu_speed.rs`), as they widen the weights first.
+/// What drafts add to a step: with the demo model on two cores steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7
+/// times as long as one of a row (`model/examples/cpu_speed.rs`), as they widen the weights first.
 pub(crate) const DRAFT_COST: drafting::Cost =
     drafting::Cost { any: drafting::ONE * 13 / 8, each: drafting::ONE * 5 / 16 };
 

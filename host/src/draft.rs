@@ -121,7 +121,8 @@ pub struct NgramDraft {
     pub max: u32,
     /// Shortest pattern, at least 1.
     pub min: u32,
-    /// Whether to run only as many drafts as recent ones make worthwhile ([`drafting`]); otherwise all that are proposed.
+    /// Whether to run only as many drafts as recent ones make worthwhile ([`drafting`]); otherwise all that are
+    /// proposed.
     pub adaptive: bool,
 }
 
@@ -237,8 +238,8 @@ pub(crate) fn pass_cost(model: &Config, draft: &Config, layer_bytes: u64) -> u32
     share.clamp(1, 16 * u128::from(drafting::ONE)) as u32
 }
 
-/// Appends the tokens after `history`: one, and one more for each draft that was right, as long as neither `max_length` nor a stop token is met.
-/// `choose` gives the token of a row, 0 to `drafts.len()`, knowing the history up to it.
+/// Appends the tokens after `history`: one, and one more for each draft that was right, as long as neither `max_length`
+/// nor a stop token is met. `choose` gives the token of a row, 0 to `drafts.len()`, knowing the history up to it.
 pub(crate) fn confirm(
     history: &mut Vec<u32>,
     max_length: usize,

@@ -154,5 +154,5 @@ impl Proposals {
 
 /// Counters of a decode kernel and how many there are; none on the unfused path.
 fn counters(forward: &crate::forward::Forward) -> (GlobalMut<u32>, u32) {
-    forward.stream().map_or((GlobalMut::default(), 0), |s| (s.counters().ptr_mut(), s.counters().len() as u32))
+    forward.decode().map_or((GlobalMut::default(), 0), |s| (s.counters().ptr_mut(), s.counters().len() as u32))
 }

@@ -76,7 +76,8 @@ pub struct LoadOptions {
     pub device: DeviceChoice,
     /// How the device is opened.
     pub options: DeviceOptions,
-    /// Most tokens of prompt and answer together; none takes [`LoadOptions::DEFAULT_CONTEXT`] or what the model allows, the less.
+    /// Most tokens of prompt and answer together; none takes [`LoadOptions::DEFAULT_CONTEXT`] or what the model allows,
+    /// the less.
     pub context: Option<usize>,
     /// A model that drafts for the other, if there is one. A batch refuses it.
     pub draft_model: Option<Checkpoint>,
@@ -248,8 +249,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Loads `checkpoint`; `progress` is told the bytes. Every weight is checked to be finite, so the checkpoint may have been opened
-    /// without that check.
+    /// Loads `checkpoint`; `progress` is told the bytes. Every weight is checked to be finite, so the checkpoint may
+    /// have been opened without that check.
     ///
     /// # Errors
     /// No such device, a device too small (said before anything is loaded), shapes that it does not cover, or
@@ -334,8 +335,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Answers `request`. `on_text` is told after every token the text that became certain by it, which may be none, and may
-    /// stop the answer.
+    /// Answers `request`. `on_text` is told after every token the text that became certain by it, which may be none,
+    /// and may stop the answer.
     ///
     /// # Errors
     /// A prompt that is empty or does not fit, a setting out of range, or a device error.
@@ -347,8 +348,8 @@ impl Engine {
         self.generate_for(request, &mut OnText(on_text))
     }
 
-    /// As [`generate`](Self::generate); `listener` is also told how far the prompt is read. Stopped there, the answer is
-    /// empty.
+    /// As [`generate`](Self::generate); `listener` is also told how far the prompt is read. Stopped there, the answer
+    /// is empty.
     ///
     /// # Errors
     /// As [`generate`](Self::generate).

@@ -1,40 +1,40 @@
 //! The forward pass on a device: which kernels, over which memory, in which order.
 
+mod batched;
 mod covered;
-mod launches;
 mod listed;
-mod wide;
+mod unfused;
 
 use cuda_std::Global;
 use gpu_kernels::attention;
 use gpu_kernels::batch::{self, PickRows};
+use gpu_kernels::decode::{DecodeStep, Mark};
 use gpu_kernels::kv::{self, HEAD_DIM};
-use gpu_kernels::linear::STRIP;
+use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS, Rows};
-use gpu_kernels::stream::{Mark, StreamStep};
 use gpu_kernels::workspace::Workspace;
 use half::bf16;
 use model::{Config, rope::RopeTable};
 
-use self::launches::Apart;
+use self::batched::Batched;
 pub use self::listed::{ListedRows, Row};
-use self::wide::Wide;
+use self::unfused::Apart;
 use crate::Error;
 use crate::cache::KvCache;
+use crate::decode::Decode;
 use crate::device::{Buffer, Device};
-use crate::prefill::{Parts, Prefill, Results};
-use crate::stream::Stream;
+use crate::prefill::{Prefill, PrefillInputs, Results};
 use crate::timed::timed;
 use crate::weights::DeviceWeights;
 
-/// A model on a device with the memory of its sequences: cache, activations, logits. Everything is allocated here, and nothing
-/// while it runs.
+/// A model on a device with the memory of its sequences: cache, activations, logits. Everything is allocated here, and
+/// nothing while it runs.
 pub struct Forward {
     device: Device,
     config: Config,
     weights: DeviceWeights,
-    room: Room,
+    room: Capacity,
     cos: Buffer<f32>,
     sin: Buffer<f32>,
     cache: KvCache,
@@ -53,10 +53,10 @@ pub struct Forward {
     attended: Buffer<bf16>,
     activation: Buffer<bf16>,
     logits: Buffer<f32>,
-    stream: Option<Stream>,
+    decode: Option<Decode>,
     trace: Option<Buffer<u64>>,
     prefill: Option<Prefill>,
-    wide: Option<Wide>,
+    batched: Option<Batched>,
     apart: Apart,
 }
 
@@ -80,7 +80,7 @@ impl RowOutput {
         assert!(self.first().is_none_or(|row| row as usize <= count), "{self:?} of {count} rows");
     }
 
-    /// The first row that wants logits, if any does and they are all that can be had.
+    /// The first row that wants logits, if any does and logits are the only output.
     pub fn first(self) -> Option<u32> {
         match self {
             Self::None => None,
@@ -90,9 +90,9 @@ impl RowOutput {
     }
 }
 
-/// For how much there is memory.
+/// How much there is memory for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct Capacity {
     /// Most tokens of a sequence.
     pub context: usize,
     /// Sequences: page tables.
@@ -103,7 +103,7 @@ pub struct Room {
     pub rows: usize,
 }
 
-impl Room {
+impl Capacity {
     /// For one sequence of up to `capacity` tokens.
     pub fn single(capacity: usize) -> Self {
         Self { context: capacity, sequences: 1, pages: pages(capacity), rows: MAX_ROWS as usize }
@@ -139,7 +139,7 @@ pub struct Pass {
     pub output: RowOutput,
 }
 
-/// Whether the step for few rows takes a pass of up to `most_rows` rows where there is a stream: those of one sequence that follow each other.
+/// Whether the decode kernel takes a pass of up to `most_rows` rows: consecutive rows of one sequence.
 pub const fn is_for_few(most_rows: u32, of_one: bool) -> bool {
     of_one && most_rows <= MAX_DECODE_ROWS
 }
@@ -162,11 +162,11 @@ impl Footprint {
     /// For `config` with room for one sequence of `capacity` tokens, on a device whose prompts run in passes of many
     /// rows, or not.
     pub fn of(config: &Config, capacity: usize, has_prefill: bool) -> Self {
-        Self::of_room(config, &Room::single(capacity), has_prefill.then_some(capacity))
+        Self::of_room(config, &Capacity::single(capacity), has_prefill.then_some(capacity))
     }
 
     /// For `config` with this room, and for passes over up to `prefill` rows of prompts where there are any.
-    pub fn of_room(config: &Config, room: &Room, prefill: Option<usize>) -> Self {
+    pub fn of_room(config: &Config, room: &Capacity, prefill: Option<usize>) -> Self {
         let rows = room.rows;
         let q = config.query_size();
         let activations = rows * (config.hidden_size * 6 + config.hidden_size / 4 + config.qkv_size() * 4 + q * 4);
@@ -188,7 +188,7 @@ impl Forward {
     /// # Errors
     /// As [`with_room`](Self::with_room).
     pub fn new(device: &Device, config: &Config, weights: DeviceWeights, capacity: usize) -> Result<Self, Error> {
-        let mut forward = Self::with_room(device, config, weights, Room::single(capacity))?;
+        let mut forward = Self::with_room(device, config, weights, Capacity::single(capacity))?;
         let tables: Vec<u32> = (0..forward.page_table.len() as u32).collect();
         forward.set_page_tables(&tables)?;
         Ok(forward)
@@ -203,7 +203,7 @@ impl Forward {
     ///
     /// # Panics
     /// If there is room for no page: a bug of the caller.
-    pub fn with_room(device: &Device, config: &Config, weights: DeviceWeights, room: Room) -> Result<Self, Error> {
+    pub fn with_room(device: &Device, config: &Config, weights: DeviceWeights, room: Capacity) -> Result<Self, Error> {
         Self::check(config)?;
         covered::check_weights(device, config, &weights)?;
         assert!(room.pages > 0, "a cache without pages");
@@ -215,10 +215,10 @@ impl Forward {
                 cos: device.upload(&rope.cos)?,
                 sin: device.upload(&rope.sin)?,
                 cache: KvCache::new(device, config, room.pages)?,
-                stream: None,
+                decode: None,
                 trace: None,
                 prefill: None,
-                wide: None,
+                batched: None,
                 apart: Apart::default(),
                 page_table: device.zeroed(room.sequences * pages(room.context))?,
                 row_count: device.zeroed(1)?,
@@ -227,7 +227,7 @@ impl Forward {
                 row_sequences: device.zeroed(rows)?,
                 residual: device.zeroed(rows * config.hidden_size)?,
                 scaled: device.zeroed(rows * config.hidden_size)?,
-                squares: device.zeroed(rows * config.hidden_size / STRIP as usize)?,
+                squares: device.zeroed(rows * config.hidden_size / N_TILE as usize)?,
                 qkv: device.zeroed(rows * config.qkv_size())?,
                 q: device.zeroed(rows * q)?,
                 sums: device.zeroed(rows * config.num_attention_heads * splits * HEAD_DIM as usize)?,
@@ -248,36 +248,37 @@ impl Forward {
     ///
     /// # Errors
     /// A driver error.
-    pub fn lay_out_stream(&mut self) -> Result<bool, Error> {
-        let stream = || Stream::new(&self.device, &self.config, &self.weights, &self.cache);
-        self.stream = timed("laying out the weights", stream)?;
-        Ok(self.stream.is_some())
+    pub fn lay_out_decode(&mut self) -> Result<bool, Error> {
+        let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache);
+        self.decode = timed("laying out the weights", decode)?;
+        Ok(self.decode.is_some())
     }
 
     /// The step in one launch, if it was laid out; its counters must be zero when it begins.
-    pub fn stream(&self) -> Option<&Stream> {
-        self.stream.as_ref()
+    pub fn decode(&self) -> Option<&Decode> {
+        self.decode.as_ref()
     }
 
-    /// [`Stream::use_up_stamps`], if it was laid out.
+    /// [`Decode::use_up_flags`], if it was laid out.
     ///
     /// # Errors
     /// A driver error.
-    pub fn use_up_stamps(&mut self) -> Result<(), Error> {
-        self.stream.as_mut().map_or(Ok(()), |stream| stream.use_up_stamps(&self.config))
+    pub fn use_up_flags(&mut self) -> Result<(), Error> {
+        self.decode.as_mut().map_or(Ok(()), |decode| decode.use_up_flags(&self.config))
     }
 
-    /// From the next streamed step on, notes when each block passed each point of it.
+    /// From the next decode step on, notes when each block passed each point of it.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn begin_trace(&mut self) -> Result<(), Error> {
-        let words = self.device.multiprocessors() * StreamStep::trace_len(self.config.num_hidden_layers as u32);
+        let words = self.device.sms() * DecodeStep::trace_len(self.config.num_hidden_layers as u32);
         self.trace = Some(self.device.zeroed(words as usize)?);
         Ok(())
     }
 
-    /// What was noted since the last call: for each block, the points that it passed and when, in nanoseconds. Waits for the device.
+    /// What was noted since the last call: for each block, the points that it passed and when, in nanoseconds. Waits
+    /// for the device.
     ///
     /// # Errors
     /// A driver error.
@@ -290,7 +291,7 @@ impl Forward {
             let mark = Mark::ALL.get((word >> 56) as usize - 1).copied();
             mark.map(|mark| (mark, word & (!0 >> 8)))
         };
-        let len = StreamStep::trace_len(self.config.num_hidden_layers as u32) as usize;
+        let len = DecodeStep::trace_len(self.config.num_hidden_layers as u32) as usize;
         Ok(words.chunks(len).map(|block| block[1..=block[0] as usize].iter().filter_map(point).collect()).collect())
     }
 
@@ -299,14 +300,15 @@ impl Forward {
     /// # Errors
     /// A driver error.
     pub fn fill_cache(&mut self, pattern: &[bf16]) -> Result<(), Error> {
-        if let Some(wide) = &mut self.wide {
-            wide.forget_packed()?;
+        if let Some(batched) = &mut self.batched {
+            batched.forget_packed()?;
         }
         self.cache.fill(pattern)
     }
 
-    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware. They take the weights as they were
-    /// [laid out](Self::lay_out_stream) by then; without that each matrix is laid out anew whenever it is multiplied.
+    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware. They take the weights
+    /// as they were [laid out](Self::lay_out_decode) by then; without that each matrix is laid out anew whenever it is
+    /// multiplied.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -320,7 +322,7 @@ impl Forward {
     /// Too little memory, or a driver error.
     pub fn lay_out_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
         if self.device.capabilities().has_gemms() {
-            let whole = self.stream.is_some();
+            let whole = self.decode.is_some();
             let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows, whole);
             self.prefill = Some(timed("memory for passes over prompts", prefill)?);
         }
@@ -332,8 +334,8 @@ impl Forward {
         self.prefill.as_ref()
     }
 
-    /// Enqueues a pass over `count` rows of a prompt from position `start` on, which the [prefill](Self::prefill)'s rows hold by then. Only the rows that
-    /// `logits` names may be asked for theirs.
+    /// Enqueues a pass over `count` rows of a prompt from position `start` on, which the [prefill](Self::prefill)'s
+    /// rows hold by then. Only the rows that `logits` names may be asked for theirs.
     ///
     /// # Errors
     /// A refused launch.
@@ -344,16 +346,16 @@ impl Forward {
         self.check_room(0, start + count);
         output.check(count);
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
-        let Self { device, config, weights, stream, cache, cos, sin, prefill, .. } = self;
-        let stream = stream.as_ref();
-        let parts = Parts { device, config, weights, stream, cache, tables, table_stride, cos, sin };
+        let Self { device, config, weights, decode, cache, cos, sin, prefill, .. } = self;
+        let decode = decode.as_ref();
+        let parts = PrefillInputs { device, config, weights, decode, cache, tables, table_stride, cos, sin };
         // SAFETY: every part is of self; sequence 0 has pages for so many positions.
         unsafe { prefill.as_mut().expect("laid out").enqueue(&parts, start, count, output) }
     }
 
     /// Enqueues a pass over `count` rows of any sequences' prompts, with `tiles` as
-    /// [`PrefillAttention::tiles`](gpu_kernels::prefill_attention::PrefillAttention::tiles) has them, so many. Only rows from `results` on may be
-    /// [picked](Self::enqueue_picked).
+    /// [`PrefillAttention::tiles`](gpu_kernels::prefill_attention::PrefillAttention::tiles) has them, so many. Only
+    /// rows from `results` on may be [picked](Self::enqueue_picked).
     ///
     /// # Safety
     /// When they run, `rows` are lists of `count` rows: of sequences that there is [room](Self::room) for, at positions
@@ -373,15 +375,15 @@ impl Forward {
         results: Results,
     ) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
-        let Self { device, config, weights, stream, cache, cos, sin, prefill, .. } = self;
-        let stream = stream.as_ref();
-        let parts = Parts { device, config, weights, stream, cache, tables, table_stride, cos, sin };
+        let Self { device, config, weights, decode, cache, cos, sin, prefill, .. } = self;
+        let decode = decode.as_ref();
+        let parts = PrefillInputs { device, config, weights, decode, cache, tables, table_stride, cos, sin };
         // SAFETY: every part is of self; the caller's word for the lists.
         unsafe { prefill.as_ref().expect("laid out").enqueue_rows(&parts, rows, count, tiles, results) }
     }
 
-    /// Enqueues the logits of `count` rows of the last prefill, `picks`, in their order: row 0 of [`logits`](Self::logits) is the first.
-    /// `rows` has their number by then, and nothing else.
+    /// Enqueues the logits of `count` rows of the last prefill, `picks`, in their order: row 0 of
+    /// [`logits`](Self::logits) is the first. `rows` has their number by then, and nothing else.
     ///
     /// # Safety
     /// When it runs, `picks` lists `count` rows of the last prefill, and `rows` has their number. Both live until the
@@ -397,8 +399,8 @@ impl Forward {
         unsafe { self.enqueue_picks(picks, 0, rows, count) }
     }
 
-    /// Enqueues the logits of `count` rows of the last prefill from its row `first` on: row 0 of [`logits`](Self::logits) is the first.
-    /// [`rows`](Self::rows) hold the same rows by then.
+    /// Enqueues the logits of `count` rows of the last prefill from its row `first` on: row 0 of
+    /// [`logits`](Self::logits) is the first. [`rows`](Self::rows) hold the same rows by then.
     ///
     /// # Errors
     /// A refused launch.
@@ -476,8 +478,8 @@ impl Forward {
         self.room.context
     }
 
-    /// For how much there is memory.
-    pub fn room(&self) -> Room {
+    /// How much there is memory for.
+    pub fn room(&self) -> Capacity {
         self.room
     }
 
@@ -531,8 +533,8 @@ impl Forward {
         &self.logits
     }
 
-    /// Enqueues a pass over the rows that [`rows`](Self::rows) will hold by then: at most `most_rows` of them, at positions
-    /// below `end`.
+    /// Enqueues a pass over the rows that [`rows`](Self::rows) will hold by then: at most `most_rows` of them, at
+    /// positions below `end`.
     ///
     /// # Errors
     /// A refused launch.
@@ -554,15 +556,16 @@ impl Forward {
         assert!(end <= room.context, "positions below {end}, and room for {}", room.context);
     }
 
-    /// Enqueues a pass over rows of any sequences: as many as there is [room](Self::room) for. Those with tiles go through the kernels that were
-    /// [made ready](Self::lay_out_wide) for many rows, if they were; the bits are the same. Returns where the [rank](gpu_kernels::sample::rank) of
-    /// each row's best token will be, if [that](RowOutput::Best) is wanted and there are no logits for it.
+    /// Enqueues a pass over rows of any sequences: as many as there is [room](Self::room) for. Those with tiles go
+    /// through the kernels that were [made ready](Self::lay_out_batched) for many rows, if they were; the bits are the
+    /// same. Returns where the [rank](gpu_kernels::sample::rank) of each row's best token will be, if
+    /// [that](RowOutput::Best) is wanted and there are no logits for it.
     ///
     /// Where the host knows the rows, [`list_rows`](Self::list_rows) makes lists that were checked.
     ///
     /// # Safety
-    /// When it runs, the pass's lists are what [`Pass`] says: at most so many rows, of sequences that there is room for,
-    /// at positions below its end; and tiles within the rows. All lists live until the device is done.
+    /// When it runs, the pass's lists are what [`Pass`] says: at most so many rows, of sequences that there is room
+    /// for, at positions below its end; and tiles within the rows. All lists live until the device is done.
     ///
     /// # Errors
     /// A refused launch.
@@ -572,9 +575,9 @@ impl Forward {
     pub unsafe fn enqueue_rows(&self, pass: &Pass) -> Result<Option<Global<u64>>, Error> {
         self.check_room(pass.most_rows as usize, pass.end as usize);
         pass.output.check(pass.most_rows as usize);
-        match (&self.wide, self.stream(), pass.tiles) {
-            (Some(wide), Some(stream), Some(tiles)) => self.enqueue_wide(wide, stream, pass, tiles),
-            _ => self.enqueue_launches(pass).map(|()| None),
+        match (&self.batched, self.decode(), pass.tiles) {
+            (Some(batched), Some(decode), Some(tiles)) => self.enqueue_batched(batched, decode, pass, tiles),
+            _ => self.enqueue_unfused(pass).map(|()| None),
         }
     }
 
@@ -582,7 +585,8 @@ impl Forward {
     /// where there is a stream, and otherwise as [`enqueue`](Self::enqueue). Both give the same bits.
     ///
     /// # Safety
-    /// The [stream](Self::stream)'s counters are zero when it begins, if there is one: a planning kernel sees to that.
+    /// The [decode kernel](Self::decode)'s counters are zero when it begins, if there is one: a planning kernel sees to
+    /// that.
     ///
     /// # Errors
     /// A refused launch.
@@ -592,16 +596,16 @@ impl Forward {
     pub unsafe fn enqueue_decode(&self, most_rows: u32, end: u32) -> Result<(), Error> {
         assert!(most_rows <= MAX_DECODE_ROWS, "{most_rows} rows, of {MAX_DECODE_ROWS}");
         self.check_room(most_rows as usize, end as usize);
-        match self.stream() {
+        match self.decode() {
             // SAFETY: the lists are of self; the caller's word for the counters.
-            Some(stream) => unsafe { self.enqueue_stream(stream, self.rows(), most_rows) },
+            Some(decode) => unsafe { self.enqueue_decode_kernel(decode, self.rows(), most_rows) },
             None => self.enqueue(most_rows, end, RowOutput::LogitsFrom(0)),
         }
     }
 
-    /// Enqueues a pass over rows of any sequences the way that is quickest on Hopper (docs/reference/performance.md): up to [`MAX_DECODE_ROWS`] of
-    /// them by the step for few rows if they are `of_one` sequence and follow each other, and otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits
-    /// are the same. Returns what that does.
+    /// Enqueues a pass over rows of any sequences the way that is quickest on Hopper (docs/reference/performance.md):
+    /// up to [`MAX_DECODE_ROWS`] of them by the step for few rows if they are `of_one` sequence and follow each other,
+    /// and otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits are the same. Returns what that does.
     ///
     /// # Safety
     /// As [`enqueue_rows`](Self::enqueue_rows); and they are `of_one` sequence if that is said.
@@ -614,13 +618,13 @@ impl Forward {
     pub unsafe fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<Option<Global<u64>>, Error> {
         if is_for_few(pass.most_rows, of_one) {
             self.check_room(pass.most_rows as usize, pass.end as usize);
-            if let Some(stream) = self.stream.as_mut() {
-                stream.begin()?;
+            if let Some(decode) = self.decode.as_mut() {
+                decode.begin()?;
             }
-            if let Some(stream) = self.stream() {
+            if let Some(decode) = self.decode() {
                 // SAFETY: the counters were cleared; the caller's word for the rows.
-                unsafe { self.enqueue_stream(stream, pass.rows, pass.most_rows)? };
-                return Ok((pass.output == RowOutput::Best).then(|| stream.best()));
+                unsafe { self.enqueue_decode_kernel(decode, pass.rows, pass.most_rows)? };
+                return Ok((pass.output == RowOutput::Best).then(|| decode.best()));
             }
         }
         // SAFETY: the caller's word.
@@ -631,17 +635,17 @@ impl Forward {
     ///
     /// # Safety
     /// The counters are zero by then; the rows are as [`enqueue_rows`](Self::enqueue_rows) says, of one sequence.
-    unsafe fn enqueue_stream(&self, stream: &Stream, rows: Rows, most_rows: u32) -> Result<(), Error> {
+    unsafe fn enqueue_decode_kernel(&self, decode: &Decode, rows: Rows, most_rows: u32) -> Result<(), Error> {
         let c = &self.config;
-        let step = StreamStep {
+        let step = DecodeStep {
             work: self.workspace(rows),
             logits: self.logits.ptr_mut(),
             trace: self.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             layer_count: c.num_hidden_layers as u32,
             intermediate: c.intermediate_size as u32,
-            ..StreamStep::default()
+            ..DecodeStep::default()
         };
         // SAFETY: buffers of self, sized as the parameter block says; the caller's word for the rest.
-        unsafe { stream.enqueue(&self.device, most_rows, step) }
+        unsafe { decode.enqueue(&self.device, most_rows, step) }
     }
 }

@@ -1,4 +1,4 @@
-//! Products for many rows: which kernel of `gpu_kernels::gemm` and which grid, and what its tensor maps describe.
+//! GEMMs for many rows: which kernel of `gpu_kernels::gemm` and which grid, and what its tensor maps describe.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -38,13 +38,13 @@ type Launch = unsafe fn(&Device, u32, u32, Gemm) -> Result<(), Error>;
 
 impl Family {
     /// Kernels in the order of [`Cut::ALL`], which a message calls `name`.
-    pub const fn of<N128, N192, N256, Pair, Eight>(name: &'static str) -> Self
+    pub const fn of<N128, N192, N256, Cluster2x1, Cluster4x2>(name: &'static str) -> Self
     where
         N128: Kernel<Params = Gemm>,
         N192: Kernel<Params = Gemm>,
         N256: Kernel<Params = Gemm>,
-        Pair: Kernel<Params = Gemm>,
-        Eight: Kernel<Params = Gemm>,
+        Cluster2x1: Kernel<Params = Gemm>,
+        Cluster4x2: Kernel<Params = Gemm>,
     {
         Self {
             name,
@@ -52,22 +52,22 @@ impl Family {
                 Device::launch::<N128>,
                 Device::launch::<N192>,
                 Device::launch::<N256>,
-                Device::launch::<Pair>,
-                Device::launch::<Eight>,
+                Device::launch::<Cluster2x1>,
+                Device::launch::<Cluster4x2>,
             ],
             launch_early: [
                 Device::launch_early::<N128>,
                 Device::launch_early::<N192>,
                 Device::launch_early::<N256>,
-                Device::launch_early::<Pair>,
-                Device::launch_early::<Eight>,
+                Device::launch_early::<Cluster2x1>,
+                Device::launch_early::<Cluster4x2>,
             ],
             clusters_at_once: [
                 Device::clusters_at_once::<N128>,
                 Device::clusters_at_once::<N192>,
                 Device::clusters_at_once::<N256>,
-                Device::clusters_at_once::<Pair>,
-                Device::clusters_at_once::<Eight>,
+                Device::clusters_at_once::<Cluster2x1>,
+                Device::clusters_at_once::<Cluster4x2>,
             ],
         }
     }
@@ -105,7 +105,7 @@ impl fmt::Debug for Family {
     }
 }
 
-/// How a product is cut into tiles; all give the same bits.
+/// How a GEMM is cut into tiles; all give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
     /// 128 rows × 128 weight rows; not for SwiGLU.
@@ -115,11 +115,11 @@ pub enum Cut {
     N192,
     /// 128 rows × 256 weight rows.
     N256,
-    /// As [`N256`](Self::N256), with blocks in pairs that share the weights.
-    Pair,
-    /// As [`N256`](Self::N256), with blocks in eights, of which four share weights and two rows, as far as those fit
-    /// the card; in pairs beside them.
-    Eight,
+    /// As [`N256`](Self::N256), in clusters of 2 × 1 blocks that share the weights.
+    Cluster2x1,
+    /// As [`N256`](Self::N256), in clusters of 4 × 2 blocks, of which four share weights and two share rows, as far as
+    /// those fit the card; in clusters of 2 × 1 beside them.
+    Cluster4x2,
 }
 
 /// Calls a method of the device for the kernel of an epilogue and a cut.
@@ -129,18 +129,18 @@ macro_rules! of_kernel {
             (Epilogue::Qkv, Cut::N128) => $device.$method::<gemm::gemm_qkv_n128>($($argument),*),
             (Epilogue::Qkv, Cut::N192) => $device.$method::<gemm::gemm_qkv_n192>($($argument),*),
             (Epilogue::Qkv, Cut::N256) => $device.$method::<gemm::gemm_qkv_n256>($($argument),*),
-            (Epilogue::Qkv, Cut::Pair) => $device.$method::<gemm::gemm_qkv_pair>($($argument),*),
-            (Epilogue::Qkv, Cut::Eight) => $device.$method::<gemm::gemm_qkv_eight>($($argument),*),
+            (Epilogue::Qkv, Cut::Cluster2x1) => $device.$method::<gemm::gemm_qkv_2x1>($($argument),*),
+            (Epilogue::Qkv, Cut::Cluster4x2) => $device.$method::<gemm::gemm_qkv_4x2>($($argument),*),
             (Epilogue::Write, Cut::N128) => $device.$method::<gemm::gemm_write_n128>($($argument),*),
             (Epilogue::Write, Cut::N192) => $device.$method::<gemm::gemm_write_n192>($($argument),*),
-            (Epilogue::Write, Cut::N256 | Cut::Pair | Cut::Eight) => $device.$method::<gemm::gemm_write_n256>($($argument),*),
+            (Epilogue::Write, Cut::N256 | Cut::Cluster2x1 | Cut::Cluster4x2) => $device.$method::<gemm::gemm_write_n256>($($argument),*),
             (Epilogue::SwiGlu, Cut::N128 | Cut::N192 | Cut::N256) => $device.$method::<gemm::gemm_swiglu_n256>($($argument),*),
-            (Epilogue::SwiGlu, Cut::Pair) => $device.$method::<gemm::gemm_swiglu_pair>($($argument),*),
-            (Epilogue::SwiGlu, Cut::Eight) => $device.$method::<gemm::gemm_swiglu_eight>($($argument),*),
+            (Epilogue::SwiGlu, Cut::Cluster2x1) => $device.$method::<gemm::gemm_swiglu_2x1>($($argument),*),
+            (Epilogue::SwiGlu, Cut::Cluster4x2) => $device.$method::<gemm::gemm_swiglu_4x2>($($argument),*),
             (Epilogue::Add, Cut::N128) => $device.$method::<gemm::gemm_add_n128>($($argument),*),
             (Epilogue::Add, Cut::N192 | Cut::N256) => $device.$method::<gemm::gemm_add_n256>($($argument),*),
-            (Epilogue::Add, Cut::Pair) => $device.$method::<gemm::gemm_add_pair>($($argument),*),
-            (Epilogue::Add, Cut::Eight) => $device.$method::<gemm::gemm_add_eight>($($argument),*),
+            (Epilogue::Add, Cut::Cluster2x1) => $device.$method::<gemm::gemm_add_2x1>($($argument),*),
+            (Epilogue::Add, Cut::Cluster4x2) => $device.$method::<gemm::gemm_add_4x2>($($argument),*),
             (Epilogue::Other(family), cut) => family.$method($device, cut, $($argument),*),
         }
     };
@@ -148,15 +148,15 @@ macro_rules! of_kernel {
 
 impl Cut {
     /// All there are.
-    pub const ALL: [Self; 5] = [Self::N128, Self::N192, Self::N256, Self::Pair, Self::Eight];
+    pub const ALL: [Self; 5] = [Self::N128, Self::N192, Self::N256, Self::Cluster2x1, Self::Cluster4x2];
 
     /// Blocks that take tiles together: one above the other, and side by side.
     const fn together(self) -> [u32; 2] {
         match self {
             Self::N128 | Self::N256 => [1, 1],
             Self::N192 => [1, 2],
-            Self::Pair => [2, 1],
-            Self::Eight => [4, 2],
+            Self::Cluster2x1 => [2, 1],
+            Self::Cluster4x2 => [4, 2],
         }
     }
 
@@ -195,80 +195,82 @@ impl Cut {
             Self::N192 => !has_bias && matches!(epilogue, Epilogue::Qkv | Epilogue::Write | Epilogue::Other(_)),
             Self::N256 => true,
             // Sharing pays with many rows.
-            Self::Pair | Self::Eight if epilogue == Epilogue::Write => false,
-            Self::Pair => m >= 2048,
-            Self::Eight => m >= 2048 || m.is_multiple_of(512),
+            Self::Cluster2x1 | Self::Cluster4x2 if epilogue == Epilogue::Write => false,
+            Self::Cluster2x1 => m >= 2048,
+            Self::Cluster4x2 => m >= 2048 || m.is_multiple_of(512),
         };
         Self::ALL.into_iter().filter(can).min_by_key(cost).unwrap_or(Self::N256)
     }
 
-    /// What a product takes so, where a round of tiles of 128 rows × 256 weight rows takes 100.
+    /// What a GEMM takes so, where a round of tiles of 128 rows × 256 weight rows takes 100.
     fn cost(self, device: &Device, epilogue: Epilogue, m: u32, n: u32) -> u32 {
         let round = match self {
             Self::N128 => 56,
             Self::N192 => 95,
             Self::N256 => 100,
-            Self::Pair => 99,
-            Self::Eight => 97,
+            Self::Cluster2x1 => 99,
+            Self::Cluster4x2 => 97,
         };
         // What has two launches begins and ends somewhat later: of a single round nothing would be left.
-        let launches = if self == Self::Eight { 3 } else { 0 };
-        Dealt::new(device, epilogue, self, m, n).rounds * round + launches
+        let launches = if self == Self::Cluster4x2 { 3 } else { 0 };
+        TileSchedule::new(device, epilogue, self, m, n).rounds * round + launches
     }
 }
 
-/// How the weight rows of a product are dealt out: to the clusters (or blocks) of a cut, and to pairs beside them.
+/// The tile scheduler: which weight rows of a GEMM go to the clusters (or blocks) of a cut, and which to 2 × 1 clusters
+/// beside them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Dealt {
+struct TileSchedule {
     /// Clusters at once.
     clusters: u32,
     /// Those have so many weight rows, the first.
     weight_rows: u32,
-    /// Pairs at once.
-    pairs: u32,
+    /// Clusters of 2 × 1 at once.
+    clusters_2x1: u32,
     /// Tiles of a block, one after another.
     rounds: u32,
 }
 
-impl Dealt {
-    /// Of a product with so many rows and weight rows.
+impl TileSchedule {
+    /// Of a GEMM with so many rows and weight rows.
     fn new(device: &Device, epilogue: Epilogue, cut: Cut, m: u32, n: u32) -> Self {
-        let multiprocessors = device.multiprocessors();
+        let sms = device.sms();
         let shared = Gemm::shared_bytes(cut.weight_rows());
         let clusters = match cut {
-            Cut::Eight => of_kernel!(epilogue, cut, device.clusters_at_once(shared)),
-            _ => multiprocessors / cut.blocks(),
+            Cut::Cluster4x2 => of_kernel!(epilogue, cut, device.clusters_at_once(shared)),
+            _ => sms / cut.blocks(),
         };
-        Self::of(cut, clusters, multiprocessors, m, n)
+        Self::of(cut, clusters, sms, m, n)
     }
 
-    /// To a cut's clusters, of which `most` fit, and pairs on the `multiprocessors` that those leave: to as many
-    /// clusters as can be without a round more than pairs alone would take.
-    fn of(cut: Cut, most: u32, multiprocessors: u32, m: u32, n: u32) -> Self {
-        if cut != Cut::Eight {
-            return Self { clusters: most, weight_rows: n, pairs: 0, rounds: cut.tiles(m, n).div_ceil(most) };
+    /// To a cut's clusters, of which `most` fit, and 2 × 1 clusters on the `sms` that those leave: to as many clusters
+    /// as can be without a round more than 2 × 1 clusters alone would take.
+    fn of(cut: Cut, most: u32, sms: u32, m: u32, n: u32) -> Self {
+        if cut != Cut::Cluster4x2 {
+            return Self { clusters: most, weight_rows: n, clusters_2x1: 0, rounds: cut.tiles(m, n).div_ceil(most) };
         }
         let [rows, width] = cut.size();
-        let rounds = Cut::Pair.tiles(m, n).div_ceil(multiprocessors / 2);
-        let dealt = |clusters: u32| Self {
+        let rounds = Cut::Cluster2x1.tiles(m, n).div_ceil(sms / 2);
+        let schedule = |clusters: u32| Self {
             clusters,
             weight_rows: (rounds * clusters / m.div_ceil(rows) * width).min(n),
-            pairs: multiprocessors.saturating_sub(clusters * cut.blocks()) / 2,
+            clusters_2x1: sms.saturating_sub(clusters * cut.blocks()) / 2,
             rounds,
         };
-        let fits = |dealt: &Self| Cut::Pair.tiles(m, n - dealt.weight_rows) <= rounds * dealt.pairs;
-        (1..=most).rev().map(dealt).find(fits).unwrap_or(dealt(0))
+        let fits =
+            |schedule: &Self| Cut::Cluster2x1.tiles(m, n - schedule.weight_rows) <= rounds * schedule.clusters_2x1;
+        (1..=most).rev().map(schedule).find(fits).unwrap_or(schedule(0))
     }
 }
 
-/// What orders the two launches of products in [eights](Cut::Eight): of one queue.
+/// What orders the two launches of a GEMM in [4 × 2 clusters](Cut::Cluster4x2), for one queue.
 pub struct Beside {
     word: Buffer<u32>,
     products: AtomicU32,
 }
 
 impl Beside {
-    /// For products of the queue of `device`.
+    /// For GEMMs of the queue of `device`.
     ///
     /// # Errors
     /// Too little memory.
@@ -276,20 +278,20 @@ impl Beside {
         Ok(Self { word: device.zeroed(1)?, products: AtomicU32::new(0) })
     }
 
-    /// Parameters of the next product's two launches.
+    /// Parameters of the next GEMM's two launches.
     fn next(&self) -> [gemm::Beside; 2] {
         let number = self.products.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
         [0, 1].map(|second| gemm::Beside { word: self.word.ptr_mut(), number, second })
     }
 }
 
-/// What a product of `m` rows and `n` weight rows of `k` input features takes, beside others: rounds of tiles, of which
-/// the last may leave multiprocessors idle.
+/// What a GEMM of `m` rows and `n` weight rows of `k` input features takes, beside others: rounds of tiles, of which
+/// the last may leave SMs idle.
 pub fn cost(device: &Device, epilogue: Epilogue, [m, n, k]: [u32; 3]) -> u64 {
     u64::from(Cut::best(device, epilogue, m, n, false).cost(device, epilogue, m, n)) * u64::from(k)
 }
 
-/// Rows and weight rows of a product.
+/// Rows and weight rows of a GEMM.
 fn size(epilogue: Epilogue, p: &Gemm) -> (u32, u32) {
     let n = p.n - p.first_feature;
     (p.m - p.first_row, if epilogue == Epilogue::SwiGlu { 2 * n } else { n })
@@ -299,17 +301,17 @@ fn matrix(at: Global<bf16>, rows: usize, columns: usize, tile_rows: u32) -> Matr
     Matrix::dense(at.addr(), rows as u64, columns as u64, tile_rows)
 }
 
-/// Rows of bf16 `[rows, columns]` that a product reads.
+/// Rows of bf16 `[rows, columns]` that a GEMM reads.
 pub fn rows(x: Global<bf16>, rows: usize, columns: usize) -> Matrix {
     matrix(x, rows, columns, TILE_ROWS)
 }
 
-/// Rows of bf16 `[rows, columns]` that a product writes.
+/// Rows of bf16 `[rows, columns]` that a GEMM writes.
 pub fn out(y: Global<bf16>, rows: usize, columns: usize) -> Matrix {
     matrix(y, rows, columns, gemm::BOX)
 }
 
-/// Enqueues a product, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile.
+/// Enqueues a GEMM, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile.
 ///
 /// # Safety
 /// As [`Device::launch`]: addresses and maps as [`Gemm`] says.
@@ -340,11 +342,11 @@ pub unsafe fn enqueue_behind(device: &Device, epilogue: Epilogue, p: Gemm) -> Re
     }
     // In one launch: a second one would begin early.
     let cut = match Cut::best(device, epilogue, m, n, !p.bias.is_null()) {
-        Cut::Eight => Cut::Pair,
+        Cut::Cluster4x2 => Cut::Cluster2x1,
         cut => cut,
     };
-    let cut = if (epilogue, cut) == (Epilogue::Write, Cut::Pair) { Cut::N256 } else { cut };
-    let at_once = Dealt::new(device, epilogue, cut, m, n).clusters;
+    let cut = if (epilogue, cut) == (Epilogue::Write, Cut::Cluster2x1) { Cut::N256 } else { cut };
+    let at_once = TileSchedule::new(device, epilogue, cut, m, n).clusters;
     // SAFETY: the caller's word.
     unsafe { launch(device, epilogue, cut, at_once, p, false) }
 }
@@ -370,25 +372,32 @@ pub unsafe fn enqueue_cut(
     let cut = match (epilogue, cut) {
         (Epilogue::SwiGlu, Cut::N128)
         | (Epilogue::SwiGlu | Epilogue::Add, Cut::N192)
-        | (Epilogue::Write, Cut::Pair | Cut::Eight) => Cut::N256,
+        | (Epilogue::Write, Cut::Cluster2x1 | Cut::Cluster4x2) => Cut::N256,
         (_, Cut::N192) if !p.bias.is_null() => Cut::N256,
         _ => cut,
     };
-    let dealt = Dealt::new(device, epilogue, cut, m, n);
-    let border = p.first_feature + dealt.weight_rows / if epilogue == Epilogue::SwiGlu { 2 } else { 1 };
+    let schedule = TileSchedule::new(device, epilogue, cut, m, n);
+    let border = p.first_feature + schedule.weight_rows / if epilogue == Epilogue::SwiGlu { 2 } else { 1 };
     // SAFETY: the caller's word; each launch has features of its own.
     unsafe {
         if border == p.n {
-            return launch(device, epilogue, cut, dealt.clusters, p, true);
+            return launch(device, epilogue, cut, schedule.clusters, p, true);
         }
         if border == p.first_feature {
-            return launch(device, epilogue, Cut::Pair, dealt.pairs, p, true);
+            return launch(device, epilogue, Cut::Cluster2x1, schedule.clusters_2x1, p, true);
         }
         // The number of the pair would repeat.
         device.refuse_while_recording("a product in two launches, side by side,")?;
         let [first, second] = beside.next();
-        launch(device, epilogue, cut, dealt.clusters, Gemm { n: border, beside: first, ..p }, true)?;
-        launch(device, epilogue, Cut::Pair, dealt.pairs, Gemm { first_feature: border, beside: second, ..p }, true)
+        launch(device, epilogue, cut, schedule.clusters, Gemm { n: border, beside: first, ..p }, true)?;
+        launch(
+            device,
+            epilogue,
+            Cut::Cluster2x1,
+            schedule.clusters_2x1,
+            Gemm { first_feature: border, beside: second, ..p },
+            true,
+        )
     }
 }
 
@@ -411,8 +420,8 @@ unsafe fn launch(
     unsafe {
         // All gain 1 % to 9 % by beginning early but tiles of 128 in several rounds (5 % to 7 % longer), or in long
         // chains on more than half of the card (`down` with 384 and 512 rows: 18 % and 7 %), presumably because blocks
-        // then get whatever multiprocessor is free, and those that share tiles no longer ask L2 for them together.
-        let alone = device.multiprocessors() / if p.k > 4096 { 2 } else { 1 };
+        // then get whatever SM is free, and those that share tiles no longer ask L2 for them together.
+        let alone = device.sms() / if p.k > 4096 { 2 } else { 1 };
         if !may_be_early || cut == Cut::N128 && cut.tiles(m, n) > alone {
             of_kernel!(epilogue, cut, device.launch(blocks, shared, p))
         } else {
@@ -423,44 +432,44 @@ unsafe fn launch(
 
 #[cfg(test)]
 mod tests {
-    use super::{Cut, Dealt};
+    use super::{Cut, TileSchedule};
 
-    /// Rows and weight rows of products of Qwen3-8B, and some that fit nothing.
+    /// Rows and weight rows of GEMMs of Qwen3-8B, and some that fit nothing.
     const PRODUCTS: [(u32, u32); 7] =
         [(2048, 6144), (2048, 24576), (2048, 4096), (8192, 6144), (8192, 24576), (2100, 1152), (300, 128)];
 
     #[test]
-    fn every_weight_row_is_dealt_and_no_round_is_wasted() {
+    fn every_weight_row_is_scheduled_and_no_round_is_wasted() {
         for (m, n) in PRODUCTS {
-            for (most, multiprocessors) in [(15, 132), (16, 132), (13, 114), (1, 9), (0, 132), (1, 4)] {
-                let cut = Cut::Eight;
-                let dealt = Dealt::of(cut, most, multiprocessors, m, n);
-                let of_pairs = n - dealt.weight_rows;
-                assert!(dealt.clusters <= most, "{dealt:?}");
-                assert!(of_pairs == 0 || dealt.weight_rows.is_multiple_of(cut.size()[1]), "{dealt:?}");
-                assert!(cut.tiles(m, dealt.weight_rows) <= dealt.rounds * dealt.clusters, "{dealt:?}");
-                assert!(Cut::Pair.tiles(m, of_pairs) <= dealt.rounds * dealt.pairs, "{dealt:?}");
+            for (most, sms) in [(15, 132), (16, 132), (13, 114), (1, 9), (0, 132), (1, 4)] {
+                let cut = Cut::Cluster4x2;
+                let schedule = TileSchedule::of(cut, most, sms, m, n);
+                let of_2x1 = n - schedule.weight_rows;
+                assert!(schedule.clusters <= most, "{schedule:?}");
+                assert!(of_2x1 == 0 || schedule.weight_rows.is_multiple_of(cut.size()[1]), "{schedule:?}");
+                assert!(cut.tiles(m, schedule.weight_rows) <= schedule.rounds * schedule.clusters, "{schedule:?}");
+                assert!(Cut::Cluster2x1.tiles(m, of_2x1) <= schedule.rounds * schedule.clusters_2x1, "{schedule:?}");
                 assert!(
-                    of_pairs == 0 || dealt.clusters * cut.blocks() + dealt.pairs * 2 <= multiprocessors,
-                    "{dealt:?}"
+                    of_2x1 == 0 || schedule.clusters * cut.blocks() + schedule.clusters_2x1 * 2 <= sms,
+                    "{schedule:?}"
                 );
-                let alone = Dealt::of(Cut::Pair, multiprocessors / 2, multiprocessors, m, n);
-                assert_eq!(dealt.rounds, alone.rounds, "{dealt:?}");
+                let alone = TileSchedule::of(Cut::Cluster2x1, sms / 2, sms, m, n);
+                assert_eq!(schedule.rounds, alone.rounds, "{schedule:?}");
             }
         }
     }
 
     #[test]
-    fn most_of_large_products_is_done_in_eights() {
+    fn most_of_large_gemms_is_done_in_4x2_clusters() {
         for (m, n) in PRODUCTS.into_iter().filter(|(m, _)| m.is_multiple_of(512)) {
-            let dealt = Dealt::of(Cut::Eight, 15, 132, m, n);
-            assert!(dealt.clusters >= 14 && dealt.weight_rows * 10 > n * 8, "{m} x {n}: {dealt:?}");
+            let schedule = TileSchedule::of(Cut::Cluster4x2, 15, 132, m, n);
+            assert!(schedule.clusters >= 14 && schedule.weight_rows * 10 > n * 8, "{m} x {n}: {schedule:?}");
         }
     }
 
     #[test]
-    fn without_clusters_pairs_do_all() {
-        let dealt = Dealt::of(Cut::Eight, 0, 132, 2048, 4096);
-        assert_eq!(dealt, Dealt { clusters: 0, weight_rows: 0, pairs: 66, rounds: 2 });
+    fn without_large_clusters_small_ones_do_all() {
+        let schedule = TileSchedule::of(Cut::Cluster4x2, 0, 132, 2048, 4096);
+        assert_eq!(schedule, TileSchedule { clusters: 0, weight_rows: 0, clusters_2x1: 66, rounds: 2 });
     }
 }

@@ -1,9 +1,10 @@
 //! The GPU backend: the loop that lives on the device.
 //!
-//! A step is enqueued as a fixed list of launches: forward, sample, accept, and for the next step draft and plan. Each reads what the one before left in
-//! device memory, down to the number of rows, so the host enqueues steps ahead of the device without knowing what they will accept,
-//! and reads finished tokens from a ring in mapped memory. Once the sequence is finished, steps already enqueued run no rows.
-//! A sequence whose answer has a form goes another way: [`form`].
+//! A step is enqueued as a fixed list of launches: forward, sample, accept, and for the next step draft and plan. Each
+//! reads what the one before left in device memory, down to the number of rows, so the host enqueues steps ahead of the
+//! device without knowing what they will accept, and reads finished tokens from a ring in mapped memory. Once the
+//! sequence is finished, steps already enqueued run no rows. A sequence whose answer has a form goes another way:
+//! [`form`].
 
 mod form;
 
@@ -34,10 +35,11 @@ use crate::{Error, Progress};
 pub(crate) const RING: u32 = 8;
 /// Steps enqueued beyond the one waited for, where nothing else is said.
 const RUN_AHEAD: u32 = 2;
-/// What drafts add to a decode step: of the streamed 8B shape, 8 rows take 1.09 times as long as one, and 16 rows 1.23 times
-/// (`docs/reference/kernels/decode.md`).
+/// What drafts add to a decode step: of the streamed 8B shape, 8 rows take 1.09 times as long as one, and 16 rows 1.23
+/// times (`docs/reference/kernels/decode.md`).
 pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
-/// A prompt's progress is told after as many of its tokens: the device is waited for then, which is felt by small passes.
+/// A prompt's progress is told after as many of its tokens: the device is waited for then, which is felt by small
+/// passes.
 const TOLD_AFTER: usize = 512;
 /// Most tokens that can end a sequence.
 const MOST_STOP_TOKENS: usize = 32;
@@ -201,7 +203,7 @@ impl Gpu {
         // All that must be is there: now what is quicker, where the hardware and the memory are there; otherwise the
         // launches do the same.
         for forward in std::iter::once(&mut forward).chain(&mut draft) {
-            forward.lay_out_stream()?;
+            forward.lay_out_decode()?;
             if device.has_prefill() {
                 forward.lay_out_prefill()?;
             }
@@ -239,8 +241,8 @@ impl Gpu {
         })
     }
 
-    /// Where a sequence drafts, `tokens[i]` is proposed for its position `i` from now on, whatever its text, by a kernel that the caller brings: for measuring
-    /// at a given acceptance.
+    /// Where a sequence drafts, `tokens[i]` is proposed for its position `i` from now on, whatever its text, by a
+    /// kernel that the caller brings: for measuring at a given acceptance.
     ///
     /// # Safety
     /// The kernel keeps to what [`DraftScript`] says of its parameters.
@@ -257,8 +259,8 @@ impl Gpu {
         self.script = None;
     }
 
-    /// How many steps are enqueued beyond the one waited for, at most 2: with 0 the host waits for every step before it enqueues the next. For
-    /// measuring.
+    /// How many steps are enqueued beyond the one waited for, at most 2: with 0 the host waits for every step before it
+    /// enqueues the next. For measuring.
     pub fn set_run_ahead(&mut self, steps: u32) {
         self.run_ahead = steps.min(RUN_AHEAD);
     }
@@ -272,8 +274,8 @@ impl Gpu {
         if self.run.draft.is_some() { self.proposals.tokens.ptr() } else { Default::default() }
     }
 
-    /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it. Before the last chunk the device is
-    /// waited for now and then, so that `progress` is told what is done.
+    /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it. Before the last chunk the
+    /// device is waited for now and then, so that `progress` is told what is done.
     fn enqueue_prompt(&mut self, start: usize, prompt: &[u32], progress: &mut PromptProgress<'_>) -> Result<(), Error> {
         let prompt_len = prompt.len();
         let mut told = start;
@@ -330,20 +332,22 @@ impl Gpu {
         self.forward.enqueue_prefill(at, count, output)
     }
 
-    /// Enqueues the logits of at most [`MAX_ROWS`] rows of the prefill that began at position `at`, from its row `first` on.
+    /// Enqueues the logits of at most [`MAX_ROWS`] rows of the prefill that began at position `at`, from its row
+    /// `first` on.
     fn enqueue_head(&self, at: usize, first: usize, count: usize) -> Result<(), Error> {
         self.plan(self.forward.rows(), at + first, count)?;
         self.forward.enqueue_head(first, count as u32)
     }
 
-    /// Enqueues the sampler over the rows from `first_row` on, the acceptance of what it chose for a history of at most `length` tokens, and the plan of the
-    /// next step. After a decode step in one launch the best tokens are known, and a greedy choice needs no sampler.
+    /// Enqueues the sampler over the rows from `first_row` on, the acceptance of what it chose for a history of at most
+    /// `length` tokens, and the plan of the next step. After a decode step in one launch the best tokens are known, and
+    /// a greedy choice needs no sampler.
     fn enqueue_choice(&mut self, most_rows: u32, first_row: u32, decoded: bool, length: usize) -> Result<(), Error> {
         self.enqueue_masks(first_row)?;
         let rows = self.forward.rows();
         let s = &self.run.sampling;
         let takes_best = decoded && s.takes_best() && self.run.form.is_none();
-        let best = self.forward.stream().filter(|_| takes_best);
+        let best = self.forward.decode().filter(|_| takes_best);
         let sample = Sample {
             rows,
             logits: self.forward.logits().ptr(),
@@ -406,10 +410,10 @@ impl Gpu {
         self.enqueue_choice(most_rows, 0, true, length)
     }
 
-    /// Enqueues what stands between two steps: acceptance, the proposal of drafts for a history of then at most `length` tokens, and the planning of the
-    /// next rows.
+    /// Enqueues what stands between two steps: acceptance, the proposal of drafts for a history of then at most
+    /// `length` tokens, and the planning of the next rows.
     fn enqueue_next(&mut self, accept: Accept, length: usize) -> Result<(), Error> {
-        let counters = self.forward.stream().map(|stream| stream.counters());
+        let counters = self.forward.decode().map(|stream| stream.counters());
         let plan = PlanDecode {
             rows: self.forward.rows(),
             state: self.state(),
@@ -446,8 +450,8 @@ impl Gpu {
         drafter(self.run.draft, &mut self.script, &mut self.model, &mut self.ngram)
     }
 
-    /// Microseconds that drafting, planning and acceptance take beside a step, the mean of `repeats`: they run without steps between them, on the
-    /// sequence that was begun, which is of no more use then.
+    /// Microseconds that drafting, planning and acceptance take beside a step, the mean of `repeats`: they run without
+    /// steps between them, on the sequence that was begun, which is of no more use then.
     ///
     /// # Errors
     /// A driver error.
@@ -468,7 +472,7 @@ impl Gpu {
         let at = (self.run.read % RING) as usize * Report::WORDS;
         let start = Instant::now();
         let mut spins = 0u32;
-        while self.ring.load(at + Report::STAMP) != self.run.read + 1 {
+        while self.ring.load(at + Report::FLAG) != self.run.read + 1 {
             std::hint::spin_loop();
             spins = spins.wrapping_add(1);
             // A failed kernel would never report; ask the driver now and then.

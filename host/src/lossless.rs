@@ -2,7 +2,7 @@
 
 use cuda_std::GlobalMut;
 use cuda_std::tensor::Array;
-use gpu_kernels::stream::TOGETHER;
+use gpu_kernels::decode::TOGETHER;
 use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, MOST_ESCAPES, Pack, TILE_WEIGHTS};
 use half::bf16;
 
@@ -32,7 +32,7 @@ type Counts = Vec<u32>;
 /// How one matrix is packed.
 #[derive(Clone, Copy, Debug)]
 struct Matrix {
-    /// Its first chunk of 8 strips, and one beyond its last.
+    /// Its first chunk of 8 N-tiles, and one beyond its last.
     chunks: [u32; 2],
     double: bool,
 }

@@ -1,37 +1,39 @@
-//! The forward pass over many rows of a prompt, on Hopper: products and attention of `gpu_kernels::gemm` and
+//! The forward pass over many rows of a prompt, on Hopper: GEMMs and attention of `gpu_kernels::gemm` and
 //! `gpu_kernels::prefill_attention`, with activations of their own.
 //!
-//! Attention sums in another order than for decoding. So that the bits of the cache never depend on how a prompt was cut, or on what
-//! was cached before, every position of a prompt goes through here, and every generated position through the decode step.
+//! Attention sums in another order than for decoding. So that the bits of the cache never depend on how a prompt was
+//! cut, or on what was cached before, every position of a prompt goes through here, and every generated position
+//! through the decode step.
 
 use std::ops::RangeInclusive;
 
 use cuda_std::Global;
+use gpu_kernels::decode::Walk;
 use gpu_kernels::embedding;
 use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::HEAD_DIM;
-use gpu_kernels::linear::STRIP;
+use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::Rows;
-use gpu_kernels::stream::Walk;
 use half::bf16;
 use model::Config;
 use model::plan::{self, Input, Matrix, Operator};
 
 use crate::Error;
 use crate::cache::KvCache;
+use crate::decode::{self, Decode};
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::forward::RowOutput;
 use crate::gemm::{self, Epilogue};
-use crate::stream::{self, Stream};
 use crate::weights::DeviceWeights;
 
-/// Most rows of a pass: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192 tokens took 2 % longer.)
+/// Most rows of a pass: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192 tokens took 2 %
+/// longer.)
 pub const CHUNK: usize = 8192;
 
-// An attention tile is as high as one of the products', so that the rows from a tile on are tiles of both.
+// An attention tile is as high as one of the GEMMs', so that the rows from a tile on are tiles of both.
 const _: () = assert!(TILE_ROWS == prefill_attention::TILE_ROWS);
 
 /// Activations for a chunk of a prompt, and maps of everything that TMA reads.
@@ -56,7 +58,8 @@ pub struct Prefill {
     scratch: Option<Buffer<bf16>>,
 }
 
-/// Where the rows begin that a pass is to make [results](Prefill::result) of: of those before them the last layer makes keys and values, and no more.
+/// Where the rows begin that a pass is to make [results](Prefill::result) of: of those before them the last layer makes
+/// keys and values, and no more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Results {
     /// The first row: as many as the pass has, if none is wanted.
@@ -66,7 +69,7 @@ pub struct Results {
 }
 
 /// What a pass reads that is not its own.
-pub(crate) struct Parts<'a> {
+pub(crate) struct PrefillInputs<'a> {
     /// The device.
     pub device: &'a Device,
     /// The model's sizes.
@@ -74,7 +77,7 @@ pub(crate) struct Parts<'a> {
     /// Its weights.
     pub weights: &'a DeviceWeights,
     /// The matrices among them, laid out, if they are.
-    pub stream: Option<&'a Stream>,
+    pub decode: Option<&'a Decode>,
     /// The cache.
     pub cache: &'a KvCache,
     /// `[sequences, table_stride]` pages.
@@ -95,7 +98,7 @@ const ACTIVATION: usize = 3;
 const ACTIVATION_OUT: usize = 4;
 const ACTIVATIONS: usize = 5;
 
-/// Which of the maps describes what a product reads.
+/// Which of the maps describes what a GEMM reads.
 fn input_map(input: Input) -> usize {
     match input {
         Input::Normed => SCALED,
@@ -104,7 +107,7 @@ fn input_map(input: Input) -> usize {
     }
 }
 
-/// Which kernel a product takes: that of queries, keys and values makes heads of them at once.
+/// Which kernel a GEMM takes: that of queries, keys and values makes heads of them at once.
 fn epilogue(gemm: &plan::Gemm) -> Epilogue {
     match gemm.epilogue {
         plan::Epilogue::Write { .. } => Epilogue::Qkv,
@@ -120,12 +123,13 @@ fn rows(capacity: usize) -> usize {
 
 /// Elements of the largest matrix of a layer, laid out.
 fn largest(config: &Config, device: &Device) -> usize {
-    let elements = |gemm| stream::elements([stream::strips(&gemm)], device.multiprocessors());
+    let elements = |gemm| decode::elements([decode::n_tiles(&gemm)], device.sms());
     config.layer_plan().gemms().map(elements).max().unwrap_or(0)
 }
 
-/// How many rows of prompts are best read in together: of whole tiles and [so many rows](crate::tuning::Tuning::prompt_rows), as many as have
-/// products whose last rounds leave the fewest multiprocessors idle for a row.
+/// How many rows of prompts are best read in together: of whole tiles and [so many
+/// rows](crate::tuning::Tuning::prompt_rows), as many as have GEMMs whose last rounds leave the fewest SMs idle for a
+/// row.
 pub fn best_rows(device: &Device, config: &Config) -> u32 {
     let cost = |m, gemm: plan::Gemm| gemm::cost(device, epilogue(&gemm), [m, gemm.weight_rows() as u32, gemm.k as u32]);
     let rows = device.capabilities().tuning().prompt_rows.clone();
@@ -158,7 +162,7 @@ pub unsafe fn enqueue_attention(
     // SAFETY: the caller's word.
     unsafe {
         if can && pairs.unwrap_or(tiles >= paired_tiles) {
-            device.launch_early::<prefill_attention::prefill_attention_pair>(grid, shared, p)
+            device.launch_early::<prefill_attention::prefill_attention_2x1>(grid, shared, p)
         } else {
             device.launch_early::<prefill_attention::prefill_attention>(grid, shared, p)
         }
@@ -170,7 +174,7 @@ impl Prefill {
     pub fn bytes(config: &Config, capacity: usize) -> u64 {
         let q = config.query_size();
         let row = config.hidden_size * 6
-            + config.hidden_size / STRIP as usize * 4
+            + config.hidden_size / N_TILE as usize * 4
             + config.hidden_size / SPAN as usize * 4
             + q * 4
             + config.intermediate_size * 2
@@ -180,7 +184,8 @@ impl Prefill {
         (rows(capacity) * row + matrix) as u64
     }
 
-    /// Allocates everything for passes over a sequence of up to `capacity` tokens, with weights that are laid out or not.
+    /// Allocates everything for passes over a sequence of up to `capacity` tokens, with weights that are laid out or
+    /// not.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -216,7 +221,7 @@ impl Prefill {
             tiles: device.zeroed(rows / TILE_ROWS as usize * 4)?,
             residual: device.zeroed(rows * hidden)?,
             scaled,
-            squares: device.zeroed(rows * hidden / STRIP as usize)?,
+            squares: device.zeroed(rows * hidden / N_TILE as usize)?,
             spans: device.zeroed(rows * hidden / SPAN as usize)?,
             q,
             attended,
@@ -242,13 +247,15 @@ impl Prefill {
         }
     }
 
-    /// What the head reads of the last pass's rows: the residual stream, scaled for the final norm, in the order of [`slot`](gpu_kernels::linear::slot), and sums of squares of strips.
+    /// What the head reads of the last pass's rows: the residual stream, scaled for the final norm, in the order of
+    /// [`slot`](gpu_kernels::linear::slot), and sums of squares of N-tiles.
     pub fn result(&self) -> (Global<bf16>, Global<f32>) {
         (self.scaled.ptr(), self.squares.ptr())
     }
 
-    /// Enqueues all layers over `count` rows of sequence 0 from position `start` on, which [`rows`](Self::rows) hold by then. The [result](Self::result) is there
-    /// for the rows that are to have `logits`: for the others the last layer makes keys and values, and no more.
+    /// Enqueues all layers over `count` rows of sequence 0 from position `start` on, which [`rows`](Self::rows) hold by
+    /// then. The [result](Self::result) is there for the rows that are to have `logits`: for the others the last layer
+    /// makes keys and values, and no more.
     ///
     /// # Safety
     /// The parts are those that the pass was made for, and sequence 0 has pages for these positions.
@@ -260,7 +267,7 @@ impl Prefill {
     /// If there is no room for so many rows: a bug of the caller.
     pub(crate) unsafe fn enqueue(
         &mut self,
-        parts: &Parts<'_>,
+        parts: &PrefillInputs<'_>,
         start: usize,
         count: usize,
         output: RowOutput,
@@ -275,8 +282,8 @@ impl Prefill {
         unsafe { self.enqueue_rows(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), results) }
     }
 
-    /// Enqueues all layers over `count` rows of any sequences, whose keys and queries meet in `tiles` (see [`PrefillAttention::tiles`]), so many. The
-    /// [result](Self::result) is there for the rows from `results` on.
+    /// Enqueues all layers over `count` rows of any sequences, whose keys and queries meet in `tiles` (see
+    /// [`PrefillAttention::tiles`]), so many. The [result](Self::result) is there for the rows from `results` on.
     ///
     /// # Safety
     /// The parts are those that the pass was made for; the lists are as
@@ -289,18 +296,18 @@ impl Prefill {
     /// If there is no room for so many rows, or `results` are of others: a bug of the caller.
     pub(crate) unsafe fn enqueue_rows(
         &self,
-        parts: &Parts<'_>,
+        parts: &PrefillInputs<'_>,
         rows: Rows,
         count: usize,
         (tiles, tile_count): (Global<u32>, usize),
         results: Results,
     ) -> Result<(), Error> {
         assert!(count <= self.capacity, "{count} rows, and room for {}", self.capacity);
-        let Parts { device, config: c, weights: w, .. } = *parts;
+        let PrefillInputs { device, config: c, weights: w, .. } = *parts;
         let m = count as u32;
         let Results { row, tile: first_tile } = results;
         assert!(row <= count && first_tile <= tile_count, "{results:?} of {count} rows in {tile_count} tiles");
-        // Whole tiles of products: of rows before the results' nothing is read.
+        // Whole tiles of GEMMs: of rows before the results' nothing is read.
         let first_row = if row < count { row as u32 / TILE_ROWS * TILE_ROWS } else { m };
 
         // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block
@@ -360,7 +367,7 @@ impl Prefill {
     }
 
     /// What the heads of these rows in a layer are made with.
-    fn heads(&self, parts: &Parts<'_>, rows: Rows, layer: usize) -> SplitHeads {
+    fn heads(&self, parts: &PrefillInputs<'_>, rows: Rows, layer: usize) -> SplitHeads {
         let (c, of_layer) = (parts.config, &parts.weights.layers[layer]);
         SplitHeads {
             rows,
@@ -377,19 +384,19 @@ impl Prefill {
         }
     }
 
-    /// A layer's product of `m` rows, but for heads.
-    fn gemm(&self, parts: &Parts<'_>, layer: usize, gemm: &plan::Gemm, m: u32) -> Gemm {
-        let (c, (strips, k)) = (parts.config, stream::strips(gemm));
-        let stream = match (parts.stream, &self.scratch) {
+    /// A layer's GEMM of `m` rows, but for heads.
+    fn gemm(&self, parts: &PrefillInputs<'_>, layer: usize, gemm: &plan::Gemm, m: u32) -> Gemm {
+        let (c, (n_tiles, k)) = (parts.config, decode::n_tiles(gemm));
+        let stream = match (parts.decode, &self.scratch) {
             (Some(stream), _) => stream.weights().0,
             (None, scratch) => scratch.as_ref().expect("one or the other").ptr(),
         };
         Gemm {
             x: self.maps.ptr(input_map(gemm.input)),
             stream,
-            base: parts.stream.map_or(0, |stream| stream.base(layer, gemm.matrix)),
-            blocks: parts.device.multiprocessors(),
-            strips,
+            base: parts.decode.map_or(0, |stream| stream.base(layer, gemm.matrix)),
+            blocks: parts.device.sms(),
+            n_tiles,
             out: if gemm.epilogue == plan::Epilogue::SwiGlu {
                 self.maps.ptr(ACTIVATION_OUT)
             } else {
@@ -411,18 +418,24 @@ impl Prefill {
         }
     }
 
-    /// Enqueues a product with a layer's matrix, which is laid out just before if none was: then its first weights are
-    /// not to be fetched early.
+    /// Enqueues a GEMM with a layer's matrix, which is laid out just before if none was: then its first weights are not
+    /// to be fetched early.
     ///
     /// # Safety
     /// As [`Device::launch`].
-    unsafe fn multiply(&self, parts: &Parts<'_>, layer: usize, gemm: &plan::Gemm, p: Gemm) -> Result<(), Error> {
-        let Parts { device, weights, .. } = *parts;
+    unsafe fn multiply(
+        &self,
+        parts: &PrefillInputs<'_>,
+        layer: usize,
+        gemm: &plan::Gemm,
+        p: Gemm,
+    ) -> Result<(), Error> {
+        let PrefillInputs { device, weights, .. } = *parts;
         // SAFETY: the caller's word; the scratch has room for each matrix of a layer.
         unsafe {
-            if let (None, Some(scratch)) = (parts.stream, &self.scratch) {
+            if let (None, Some(scratch)) = (parts.decode, &self.scratch) {
                 let source = weights.source(layer, gemm);
-                source.lay_out(device, scratch.ptr_mut(), &mut Walk::new(device.multiprocessors()))?;
+                source.lay_out(device, scratch.ptr_mut(), &mut Walk::new(device.sms()))?;
                 return gemm::enqueue_behind(device, epilogue(gemm), p);
             }
             gemm::enqueue(device, &self.beside, epilogue(gemm), p)
@@ -436,7 +449,7 @@ mod tests {
 
     #[test]
     fn rounds_of_tiles_are_full() {
-        // Tiles of 256 rows and weight rows in pairs of Qwen3-8B's products, with 132 multiprocessors, and what a round takes.
+        // Tiles of 256 rows and weight rows in pairs of Qwen3-8B's GEMMs, with 132 SMs, and what a round takes.
         let products = [(24, 1), (16, 1), (96, 1), (16, 3)];
         let rounds = |m: u32| products.iter().map(|&(across, k)| u64::from((m / 256 * across).div_ceil(66) * k)).sum();
         assert_eq!(cheapest_rows(4096..=6144, rounds), 6144);

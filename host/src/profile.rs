@@ -30,7 +30,7 @@ pub struct Span {
 pub enum Track {
     /// The host's thread.
     Host,
-    /// The first block of the device's streamed steps.
+    /// The first block of the device's decode steps.
     Device,
 }
 
@@ -51,8 +51,8 @@ impl Profile {
         self.spans.push(Span { name, track: Track::Host, start, duration, numbers: numbers.to_vec() });
     }
 
-    /// Records the phases of a step whose end the host saw `seen`. The clocks are not the same: the last phase is taken to have ended then, which is
-    /// late by what the report took to the host.
+    /// Records the phases of a step whose end the host saw `seen`. The clocks are not the same: the last phase is taken
+    /// to have ended then, which is late by what the report took to the host.
     pub fn phases(&mut self, phases: &[Phase], seen: Instant) {
         let (Some(&(_, first)), Some(&(_, last))) = (phases.first(), phases.last()) else { return };
         let seen = seen.saturating_duration_since(self.start);

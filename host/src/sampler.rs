@@ -30,7 +30,7 @@ impl Sampler {
                 found: config.vocab_size,
             });
         }
-        let resident = CTAS_PER_SM * device.multiprocessors();
+        let resident = CTAS_PER_SM * device.sms();
         let scratch = device.zeroed(resident as usize * SCRATCH_WORDS)?;
         Ok(Self { device: device.clone(), scratch, resident, vocab })
     }

@@ -7,7 +7,7 @@
 
 use std::ops::RangeInclusive;
 
-use gpu_kernels::wide::MAX_WIDE_ROWS;
+use gpu_kernels::batched::MAX_BATCHED_ROWS;
 
 use crate::device::Capabilities;
 
@@ -26,7 +26,7 @@ pub struct Tuning {
     /// Prompts are read in sooner than enough of them wait, once they have missed a token for each so many that
     /// generate: a pass over few rows takes about so much of a decode step.
     pub prompt_share: u32,
-    /// Passes over at least so many rows of sequences have their products as launches.
+    /// Passes over at least so many rows of sequences have their GEMMs as launches.
     pub gemm_rows: u32,
     /// Tiles of a prompt's attention from which on CTAs in pairs are faster.
     pub paired_tiles: u32,
@@ -36,7 +36,7 @@ pub struct Tuning {
     /// Bytes of bf16 that a step of one row reads from which on it is sooner done with weights packed without loss.
     pub lossless_from: u64,
     /// SMs that a copy over the bus wants: it is no faster with more.
-    pub copy_multiprocessors: u32,
+    pub copy_sms: u32,
 }
 
 impl Tuning {
@@ -51,7 +51,7 @@ impl Tuning {
         paired_tiles: 32,
         packed_pages: 512,
         lossless_from: 2 << 30,
-        copy_multiprocessors: gpu_kernels::token_copy::MULTIPROCESSORS,
+        copy_sms: gpu_kernels::token_copy::SMS,
     };
 
     /// NVIDIA H200: the same SMs, with memory that is half as fast again.
@@ -77,7 +77,7 @@ impl Tuning {
     }
 }
 
-const _: () = assert!(Tuning::H100.sequences <= MAX_WIDE_ROWS && Tuning::H100.gemm_rows <= MAX_WIDE_ROWS);
+const _: () = assert!(Tuning::H100.sequences <= MAX_BATCHED_ROWS && Tuning::H100.gemm_rows <= MAX_BATCHED_ROWS);
 
 #[cfg(test)]
 mod tests {
@@ -93,7 +93,7 @@ mod tests {
             early_launches: true,
             shared_bytes: 227 << 10,
             l2_bytes: 50 << 20,
-            multiprocessors: 132,
+            sms: 132,
             bytes_per_cycle: Some(12.8),
         };
         assert_eq!(hopper.tuning(), &Tuning::H100);

@@ -11,8 +11,8 @@ use half::bf16;
 use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, Weight, Weights};
 
+use crate::decode::Source;
 use crate::device::{Buffer, Device, Region};
-use crate::stream::Source;
 use crate::timed::timed;
 use crate::{Error, Progress, gib};
 
@@ -53,8 +53,8 @@ pub struct DeviceLayer {
 }
 
 impl DeviceWeights {
-    /// Copies `checkpoint` to `device`. f16 and f32 weights are rounded to bf16, and quantised ones become the bf16 that
-    /// they mean. Every weight is checked on the way.
+    /// Copies `checkpoint` to `device`. f16 and f32 weights are rounded to bf16, and quantised ones become the bf16
+    /// that they mean. Every weight is checked on the way.
     ///
     /// # Errors
     /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, or
@@ -159,7 +159,7 @@ impl DeviceWeights {
 }
 
 impl DeviceWeights {
-    /// The matrix of a product of the plan; `layer` is the layer's number, of the head any.
+    /// The matrix of a GEMM of the plan; `layer` is the layer's number, of the head any.
     pub fn source(&self, layer: usize, gemm: &Gemm) -> Source {
         let of_layer = || &self.layers[layer];
         let (weight, up) = match gemm.matrix {
@@ -173,7 +173,7 @@ impl DeviceWeights {
         Source { weight: weight.ptr(), up, n: gemm.n as u32, k: gemm.k as u32 }
     }
 
-    /// The bias of a product of the plan, likewise; null where it has none.
+    /// The bias of a GEMM of the plan, likewise; null where it has none.
     pub fn bias(&self, layer: usize, gemm: &Gemm) -> Global<bf16> {
         match gemm.epilogue {
             Epilogue::Write { bias: true } => {
@@ -183,7 +183,7 @@ impl DeviceWeights {
         }
     }
 
-    /// The norm of what a product of the plan reads, where that is the residual stream.
+    /// The norm of what a GEMM of the plan reads, where that is the residual stream.
     pub fn norm_before(&self, layer: usize, gemm: &Gemm) -> &Buffer<bf16> {
         match gemm.matrix {
             Matrix::Head => &self.norm,
@@ -192,7 +192,7 @@ impl DeviceWeights {
         }
     }
 
-    /// The norm that comes next where a product of the plan adds to the residual stream: the layer's second, the next
+    /// The norm that comes next where a GEMM of the plan adds to the residual stream: the layer's second, the next
     /// layer's first, or the final one.
     pub fn norm_after(&self, layer: usize, gemm: &Gemm) -> &Buffer<bf16> {
         match gemm.matrix {

@@ -1,8 +1,10 @@
-//! The scheduler against a model of what it schedules: a device that knows, for every place in every page, which text it holds.
+//! The scheduler against a model of what it schedules: a device that knows, for every place in every page, which text
+//! it holds.
 //!
-//! The device executes plans literally. Before a row runs, every place before it must hold its own sequence's text; a plan may
-//! not go over its limits; who starts and who is preempted is as promised; and when all is done, no page is in use. Some steps are
-//! planned while the one before is under way, and some requests come into a stream of others that does not end before they do.
+//! The device executes plans literally. Before a row runs, every place before it must hold its own sequence's text; a
+//! plan may not go over its limits; who starts and who is preempted is as promised; and when all is done, no page is in
+//! use. Some steps are planned while the one before is under way, and some requests come into a stream of others that
+//! does not end before they do.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -235,7 +237,8 @@ struct Brought {
 }
 
 impl Brought {
-    /// The scheduler hears of it. Unless it is the last step that was planned, sequences may have run on since. Returns how many had rows for nothing.
+    /// The scheduler hears of it. Unless it is the last step that was planned, sequences may have run on since. Returns
+    /// how many had rows for nothing.
     fn arrive(self, scheduler: &mut Scheduler, sequences: &mut BTreeMap<SequenceId, Sequence>, is_last: bool) -> u64 {
         scheduler.advance(&self.advances);
         let mut wasted = 0;

@@ -1,6 +1,7 @@
 //! Times the CPU forward pass: `cargo run --release -p model --example cpu_speed -- [MODEL] [TOKENS]`.
 //!
-//! Prints tokens per second of a prompt in one call, of decoding one token at a time, and of steps of two, four and eight tokens.
+//! Prints tokens per second of a prompt in one call, of decoding one token at a time, and of steps of two, four and
+//! eight tokens.
 
 use std::time::Instant;
 

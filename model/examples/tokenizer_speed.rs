@@ -1,4 +1,5 @@
-//! Times the reading of a tokenizer: `cargo run --release -p model --example tokenizer_speed -- TOKENIZER.JSON [TIMES]`.
+//! Times the reading of a tokenizer:
+//! `cargo run --release -p model --example tokenizer_speed -- TOKENIZER.JSON [TIMES]`.
 
 use std::path::PathBuf;
 use std::time::Instant;

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use crate::{Dtype, WeightsMode};
 
-/// What went wrong; [`Display`](std::fmt::Display) is a sentence that names the file, tensor or setting and says what to do.
+/// What went wrong; [`Display`](std::fmt::Display) is a sentence that names the file, tensor or setting and says what
+/// to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

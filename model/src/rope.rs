@@ -235,7 +235,8 @@ mod tests {
         }
     }
 
-    /// Angles of some pairs, and the factor, as transformers 5.23's `Qwen3RotaryEmbedding` has them for Qwen3-8B, in f32.
+    /// Angles of some pairs, and the factor, as transformers 5.23's `Qwen3RotaryEmbedding` has them for Qwen3-8B, in
+    /// f32.
     #[test]
     fn yarn_is_that_of_transformers() {
         let yarn = Yarn {

@@ -1,17 +1,18 @@
 //! The sampler: the plain version beside which the GPU kernel is written and tested.
 //!
 //! From one row of logits to one token: penalties, temperature, top-k, top-p, min-p, draw. The probability of a token
-//! is an integer *mass* ([`mass`]), `floor(e^(logit - max) × 2^40)`. Integers add up to the same total in any order, so a
-//! parallel sampler gives this one's answer exactly, and what is kept depends on logit values alone, never on their order.
+//! is an integer *mass* ([`mass`]), `floor(e^(logit - max) × 2^40)`. Integers add up to the same total in any order, so
+//! a parallel sampler gives this one's answer exactly, and what is kept depends on logit values alone, never on their
+//! order.
 //!
-//! The random number of a draw is a function of the seed and of the token's position in its sequence ([`random`]), not of
-//! how many draws came before. That makes sampling with drafts simple. A drafted token is a point mass: the draft
+//! The random number of a draw is a function of the seed and of the token's position in its sequence ([`random`]), not
+//! of how many draws came before. That makes sampling with drafts simple. A drafted token is a point mass: the draft
 //! distribution gives it probability 1. Speculative sampling (Leviathan, Kalman and Matias, *Fast Inference from
 //! Transformers via Speculative Decoding*, ICML 2023) accepts a draft `x` with probability `min(1, p(x) / q(x)) = p(x)`
-//! and on rejection draws from `p` with `x` left out. Drawing `y` from `p` and accepting while `y = x` does just
-//! that: `y = x` with probability `p(x)`, and given `y ≠ x`, `y` follows `p` without `x`. So each row is
-//! sampled with its own position's number as if there were no drafts, and drafts are accepted while they agree: the output is
-//! not only distributed as without drafting, it is the same text for the same seed.
+//! and on rejection draws from `p` with `x` left out. Drawing `y` from `p` and accepting while `y = x` does just that:
+//! `y = x` with probability `p(x)`, and given `y ≠ x`, `y` follows `p` without `x`. So each row is sampled with its own
+//! position's number as if there were no drafts, and drafts are accepted while they agree: the output is not only
+//! distributed as without drafting, it is the same text for the same seed.
 
 use std::collections::HashMap;
 
@@ -130,7 +131,7 @@ impl Sampling {
         for logit in &mut logits {
             *logit /= self.temperature;
         }
-        let kept = Kept::new(&logits, self);
+        let kept = Filtered::new(&logits, self);
         kept.draw(&logits, random(self.seed, (prompt.len() + output.len()) as u64))
     }
 
@@ -170,7 +171,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
 
 /// What top-k, top-p and min-p leave of one row: the tokens with a logit of at least `floor`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Kept {
+struct Filtered {
     max: f32,
     /// Least logit kept. All three filters keep a prefix of the logits in descending order, so one number says it all.
     floor: f32,
@@ -178,7 +179,7 @@ struct Kept {
     total: u64,
 }
 
-impl Kept {
+impl Filtered {
     /// `logits` are those after penalties and temperature.
     fn new(logits: &[f32], sampling: &Sampling) -> Self {
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -205,7 +206,7 @@ impl Kept {
         let least = if sampling.min_p > 0.0 { share(sampling.min_p, UNIT_MASS) } else { 0 };
         let kept = sorted.iter().copied().filter(|&l| l >= floor && mass_below(l, max) >= least);
         let (floor, total) = kept.fold((max, 0), |(floor, total), l| (f32::min(floor, l), total + mass_below(l, max)));
-        Kept { max, floor, total }
+        Filtered { max, floor, total }
     }
 
     /// The first token in vocabulary order at which the running mass exceeds `random / 2^64` of the total.
@@ -226,7 +227,8 @@ impl Kept {
 
 /// `part` of `whole`, rounded down, and at least 1: the mass that top-p must reach, or that min-p asks of a token.
 ///
-/// In f64, whose operations are the same everywhere: `floor(part × whole)`, each factor and the product rounded to nearest.
+/// In f64, whose operations are the same everywhere: `floor(part × whole)`, each factor and the product rounded to
+/// nearest.
 pub fn share(part: f32, whole: u64) -> u64 {
     ((part as f64 * whole as f64) as u64).max(1)
 }
@@ -238,13 +240,14 @@ pub fn mass_below(logit: f32, max: f32) -> u64 {
 
 /// `floor(e^delta × 2^40)` for `delta ≤ 0`, where `e^delta` is the value computed here.
 ///
-/// Uses only f64 addition and multiplication and whole-number steps, no library function, so that a twin on another machine (without
-/// fused multiply-add) gives the same integer. NaN, and `delta` below -28 (mass under 1), give 0.
+/// Uses only f64 addition and multiplication and whole-number steps, no library function, so that a twin on another
+/// machine (without fused multiply-add) gives the same integer. NaN, and `delta` below -28 (mass under 1), give 0.
 pub fn mass(delta: f32) -> u64 {
     if delta.is_nan() || delta < -28.0 {
         return 0;
     }
-    // e^x = 2^n e^r with n = round(x / ln 2) and |r| ≤ ln 2 / 2. LN2_HIGH has 21 zero bits at its end, so n × LN2_HIGH is exact.
+    // e^x = 2^n e^r with n = round(x / ln 2) and |r| ≤ ln 2 / 2. LN2_HIGH has 21 zero bits at its end, so n × LN2_HIGH
+    // is exact.
     const LN2_HIGH: f64 = f64::from_bits(0x3fe6_2e42_fee0_0000);
     const LN2_LOW: f64 = 1.908_214_929_270_587_7e-10;
     let x = delta as f64;
@@ -279,9 +282,9 @@ pub fn mass(delta: f32) -> u64 {
 
 /// The random 64-bit number of the token at `position` of a sequence with this `seed`.
 ///
-/// Two rounds of SplitMix64 (Steele, Lea and Flood, *Fast Splittable Pseudorandom Number Generators*, OOPSLA 2014): the first
-/// spreads the seed into a stream's state, the second takes the stream's element `position`, which SplitMix64 reaches
-/// without the ones before it.
+/// Two rounds of SplitMix64 (Steele, Lea and Flood, *Fast Splittable Pseudorandom Number Generators*, OOPSLA 2014): the
+/// first spreads the seed into a stream's state, the second takes the stream's element `position`, which SplitMix64
+/// reaches without the ones before it.
 pub fn random(seed: u64, position: u64) -> u64 {
     const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
     let state = mix(seed.wrapping_add(GOLDEN));

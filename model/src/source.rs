@@ -40,8 +40,8 @@ const MAIN: &str = "main";
 impl FromStr for Source {
     type Err = Error;
 
-    /// `demo`; else a directory that is there; else `owner/name` or `owner/name@revision`; else a path that is not there,
-    /// which is an error. Write `./demo` for a directory of that name.
+    /// `demo`; else a directory that is there; else `owner/name` or `owner/name@revision`; else a path that is not
+    /// there, which is an error. Write `./demo` for a directory of that name.
     fn from_str(given: &str) -> Result<Self, Error> {
         if given == "demo" {
             return Ok(Source::Demo);
@@ -123,7 +123,8 @@ impl Source {
     }
 
     /// What can be known of a model on the hub without its weights, were they loaded in `mode`: `config.json` and the
-    /// headers are read, and nothing is kept. None for a model that is here, which [`resolve_with`](Self::resolve_with) opens.
+    /// headers are read, and nothing is kept. None for a model that is here, which [`resolve_with`](Self::resolve_with)
+    /// opens.
     ///
     /// # Errors
     /// Any [`Error`] about the hub, and about what the files say.

@@ -94,7 +94,8 @@ impl Tokenizer {
         Ok(Tokenizer(Arc::new(Inner { encoder, table, most_bytes })))
     }
 
-    /// Token ids of a text. Special tokens written in the text (`<|im_start|>`) become their ids; nothing is added around it.
+    /// Token ids of a text. Special tokens written in the text (`<|im_start|>`) become their ids; nothing is added
+    /// around it.
     ///
     /// # Errors
     /// [`Error::Encode`].
@@ -145,7 +146,8 @@ impl Tokenizer {
         self.0.table.special.len()
     }
 
-    /// The first id that does not stand for the same bytes in both, or is special in one alone; none if there is no such.
+    /// The first id that does not stand for the same bytes in both, or is special in one alone; none if there is no
+    /// such.
     pub fn first_difference(&self, other: &Self) -> Option<u32> {
         let ids = self.vocab_size().max(other.vocab_size()) as u32;
         (0..ids)

@@ -1,5 +1,5 @@
-//! What can be wrong with what a user gives: each is a sentence on standard error that names the thing, and an exit code that is not
-//! 0, and nothing on standard output.
+//! What can be wrong with what a user gives: each is a sentence on standard error that names the thing, and an exit
+//! code that is not 0, and nothing on standard output.
 
 use assert_cmd::assert::Assert;
 use predicates::prelude::*;

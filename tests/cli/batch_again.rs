@@ -136,7 +136,8 @@ fn start(folder: &Folder, output: &str, more: &[&str]) -> Child {
         .expect("the binary starts")
 }
 
-/// Requests of all kinds: greedy, sampled with seeds of their own or made, with bad lines and names that are there twice.
+/// Requests of all kinds: greedy, sampled with seeds of their own or made, with bad lines and names that are there
+/// twice.
 fn mixed(count: usize) -> String {
     let line = |(i, line): (usize, &str)| match i % 8 {
         3 => line.replace("\"temperature\":0", "\"temperature\":0.9"),
@@ -244,7 +245,8 @@ fn ctrl_c_ends_it_whole_and_it_goes_on() {
 #[test]
 fn a_full_disk_is_said_and_it_goes_on() {
     let folder = Folder::with(&short(60));
-    // The shell's limit on file sizes (in blocks of 512 or 1024 bytes) stands for a disk; unlike one, it can be had anywhere.
+    // The shell's limit on file sizes (in blocks of 512 or 1024 bytes) stands for a disk; unlike one, it can be had
+    // anywhere.
     for name in ["results.jsonl", "results.jsonl.gz"] {
         let blocks = if name.ends_with("gz") { 1 } else { 8 };
         let script =

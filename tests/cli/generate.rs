@@ -302,7 +302,7 @@ fn a_profile_has_a_span_for_each_step() {
 }
 
 #[test]
-fn a_profile_shows_the_phases_of_streamed_steps() {
+fn a_profile_shows_the_phases_of_decode_steps() {
     let dir = golden("tied_bf16");
     let args = ["--temperature", "0", "--max-tokens", "4", "--context", "64", "--device", "emulator", "abc", "--model"];
     let (json, spans) = profiled(&[&args[..], &[dir.to_str().unwrap()]].concat());

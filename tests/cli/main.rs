@@ -24,8 +24,8 @@ use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
 
-/// The binary. On a machine that did not build it, `WARPDRAFT_BIN` says where it is, and `WARPDRAFT_REPOSITORY` where the golden
-/// checkpoints' repository is.
+/// The binary. On a machine that did not build it, `WARPDRAFT_BIN` says where it is, and `WARPDRAFT_REPOSITORY` where
+/// the golden checkpoints' repository is.
 fn binary() -> PathBuf {
     std::env::var_os("WARPDRAFT_BIN").map_or_else(|| env!("CARGO_BIN_EXE_warpdraft").into(), PathBuf::from)
 }

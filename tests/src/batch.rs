@@ -8,8 +8,8 @@ use model::{Checkpoint, Sampling};
 
 use crate::greedy;
 
-/// Requests of many lengths over `prompts`, greedy and sampled, some that begin alike, some with stop texts; the longest prompt has `longest`
-/// tokens, and the longest answer `most`.
+/// Requests of many lengths over `prompts`, greedy and sampled, some that begin alike, some with stop texts; the
+/// longest prompt has `longest` tokens, and the longest answer `most`.
 pub fn requests(prompts: &[Vec<u32>], longest: usize, most: usize) -> Vec<Request> {
     let count = prompts.len();
     let request = |(i, prompt): (usize, &Vec<u32>)| {
@@ -48,7 +48,8 @@ pub struct Arranged {
 }
 
 impl Arranged {
-    /// With costs that do not depend on a clock: preempted sequences go to the host tier as long as it has room, or are always computed again.
+    /// With costs that do not depend on a clock: preempted sequences go to the host tier as long as it has room, or are
+    /// always computed again.
     pub fn priced(backend: Box<dyn BatchBackend>, to_host: bool) -> Box<dyn BatchBackend> {
         let swap_page = if to_host { 0.0 } else { f64::INFINITY };
         Box::new(Self { backend, costs: Some(Costs { swap_page, row: 1.0 }), watched: None })

@@ -1,4 +1,5 @@
-//! Whether sampled tokens have the model's distribution: Pearson's chi-square test over the first tokens of many answers to one prompt.
+//! Whether sampled tokens have the model's distribution: Pearson's chi-square test over the first tokens of many
+//! answers to one prompt.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +8,8 @@ use model::Sampling;
 
 use crate::{answer, greedy};
 
-/// Tokens of an answer that are looked at. One more is generated, so that a step has room to confirm drafts for all but the first.
+/// Tokens of an answer that are looked at. One more is generated, so that a step has room to confirm drafts for all but
+/// the first.
 const TOKENS: usize = 3;
 /// Cells that expect fewer answers than this are put together (Cochran, 1954).
 const LEAST: f64 = 5.0;
@@ -31,7 +33,8 @@ pub struct ChiSquare {
     pub sum: f64,
     /// Cells less one.
     pub freedom: usize,
-    /// As many standard deviations above its mean would a normal variable be, if it were as improbable (Wilson and Hilferty, 1931).
+    /// As many standard deviations above its mean would a normal variable be, if it were as improbable (Wilson and
+    /// Hilferty, 1931).
     pub deviations: f64,
 }
 
@@ -102,7 +105,8 @@ impl Answers {
 
 struct Cells {
     answers: f64,
-    /// Beginnings of answers, with how many answers are expected to begin so and in no longer way that is here; 0 where they are too few for a cell.
+    /// Beginnings of answers, with how many answers are expected to begin so and in no longer way that is here; 0 where
+    /// they are too few for a cell.
     expected: BTreeMap<Vec<u32>, f64>,
     /// How many are expected to be in no cell.
     rest: f64,
@@ -131,7 +135,8 @@ impl Cells {
     }
 }
 
-/// The probability of each token: softmax at the temperature, cut to the `top_k` likeliest, and of those to the likeliest that together reach `top_p`.
+/// The probability of each token: softmax at the temperature, cut to the `top_k` likeliest, and of those to the
+/// likeliest that together reach `top_p`.
 fn probabilities(logits: &[f32], sampling: &Sampling) -> Vec<f64> {
     let scaled: Vec<f64> = logits.iter().map(|&l| f64::from(l) / f64::from(sampling.temperature)).collect();
     let max = scaled.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -154,13 +159,15 @@ fn probabilities(logits: &[f32], sampling: &Sampling) -> Vec<f64> {
     probabilities
 }
 
-/// Checks the demo model on `engine`'s device, at several temperatures and shares, with as many drafts as there can be, `count` answers each.
+/// Checks the demo model on `engine`'s device, at several temperatures and shares, with as many drafts as there can be,
+/// `count` answers each.
 ///
 /// # Errors
 /// What is wrong.
 pub fn check_demo(engine: &mut Engine, count: u64) -> Result<(), String> {
     let text = crate::demo_prompts(engine.checkpoint(), 8, 40).remove(1);
-    // It says again what it said before, up to the middle of it: there is something to propose, and several tokens are likely.
+    // It says again what it said before, up to the middle of it: there is something to propose, and several tokens are
+    // likely.
     let prompt = [&text[..], &text[..20]].concat();
     let draft = NgramDraft { tokens: 3, max: 3, min: 1, adaptive: false };
     for (temperature, top_p) in [(1.0, 1.0), (0.7, 1.0), (1.4, 0.9), (1.0, 0.7)] {

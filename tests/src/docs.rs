@@ -1,7 +1,7 @@
 //! The Markdown pages: which there are, what tables of figures they hold, and where their links lead.
 //!
-//! A page asks for a table in a comment, a line for each row, `label | name of a figure`, with `| value` behind it where
-//! the ratio says nothing beside the other card's. What follows, to the end mark, is made from `docs/benchmarks`:
+//! A page asks for a table in a comment, a line for each row, `label | name of a figure`, with `| value` behind it
+//! where the ratio says nothing beside the other card's. What follows, to the end mark, is made from `docs/benchmarks`:
 //!
 //! ```text
 //! <!-- figures

@@ -1,4 +1,5 @@
-//! What the integration tests share: the golden checkpoints of `tests/golden`, made by `scripts/make_golden.py`, and ways to run them.
+//! What the integration tests share: the golden checkpoints of `tests/golden`, made by `scripts/make_golden.py`, and
+//! ways to run them.
 
 pub mod batch;
 
@@ -211,11 +212,12 @@ pub fn uploaded(device: &host::device::Device, checkpoint: &model::Checkpoint) -
         .unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The logits of `rows` tokens after a prompt, `[rows, vocab]` each: in one streamed launch, launch by launch, and by the kernels for many sequences.
+/// The logits of `rows` tokens after a prompt, `[rows, vocab]` each: in one streamed launch, launch by launch, and by
+/// the kernels for many sequences.
 ///
 /// # Panics
 /// If anything fails, or the device has no stream.
-pub fn streamed_launched_and_wide(
+pub fn decode_unfused_and_batched(
     device: &host::device::Device,
     config: &model::Config,
     weights: host::weights::DeviceWeights,
@@ -227,7 +229,7 @@ pub fn streamed_launched_and_wide(
 
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
         let mut forward = Forward::new(device, config, weights, tokens.len())?;
-        assert!(forward.lay_out_stream()? && forward.lay_out_wide()?, "the device cannot stream");
+        assert!(forward.lay_out_decode()? && forward.lay_out_batched()?, "the device cannot stream");
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let history = device.upload(&history)?;
         let words = device.zeroed::<u32>(STATE_WORDS)?;
@@ -254,8 +256,8 @@ pub fn streamed_launched_and_wide(
         let streamed = logits(&forward)?;
         // The same rows once more: they append the same keys and values again.
         if rows == 1 {
-            // Before the stamps of what blocks exchange begin anew, and after it.
-            forward.use_up_stamps()?;
+            // Before the sequence flags of what blocks exchange begin anew, and after it.
+            forward.use_up_flags()?;
         }
         for _ in 0..2 {
             plan(prompt, rows)?;
@@ -276,24 +278,25 @@ pub fn streamed_launched_and_wide(
     run().unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The logits of one row of each of many sequences, `[sequences, vocab]`: by the launches, by the kernels for many sequences, and by those with products as launches. `positions` are the rows',
-/// each in a sequence of its own, whose keys and values before are made up.
+/// The logits of one row of each of many sequences, `[sequences, vocab]`: by the launches, by the kernels for many
+/// sequences, and by those with products as launches. `positions` are the rows', each in a sequence of its own, whose
+/// keys and values before are made up.
 ///
 /// # Panics
 /// If anything fails, or the device has no such kernels.
-pub fn launched_and_wide(
+pub fn unfused_and_batched(
     device: &host::device::Device,
     config: &model::Config,
     weights: host::weights::DeviceWeights,
     positions: &[u32],
 ) -> [Vec<f32>; 3] {
-    use host::forward::{Forward, Room, Row, RowOutput};
+    use host::forward::{Capacity, Forward, Row, RowOutput};
 
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
         let sequences = positions.len();
         let context = positions.iter().max().map_or(0, |last| *last as usize) + 1;
         let stride = context.div_ceil(gpu_kernels::kv::PAGE_TOKENS as usize);
-        let room = Room::batch(context, sequences, sequences * stride, sequences.max(65));
+        let room = Capacity::batch(context, sequences, sequences * stride, sequences.max(65));
         let mut forward = Forward::with_room(device, config, weights, room)?;
         let pattern: Vec<half::bf16> =
             (0..1 << 12).map(|i| half::bf16::from_f32((i * 7919 % 2003) as f32 / 1e3 - 1.0)).collect();
@@ -312,7 +315,7 @@ pub fn launched_and_wide(
             forward.logits().read(0, &mut out).map(|()| out)
         };
         let launched = logits(&forward)?;
-        assert!(forward.lay_out_stream()? && forward.lay_out_wide()?, "the device cannot stream");
+        assert!(forward.lay_out_decode()? && forward.lay_out_batched()?, "the device cannot stream");
         let wide = logits(&forward)?;
         forward.use_gemm_from(1);
         Ok([launched, wide, logits(&forward)?])
@@ -443,7 +446,8 @@ pub fn decode_calls(
     run().unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Checks that the decode loop never waits: the calls of an answer of 2 `tokens` and of one of `tokens` differ by `launches` for each token, and by nothing else.
+/// Checks that the decode loop never waits: the calls of an answer of 2 `tokens` and of one of `tokens` differ by
+/// `launches` for each token, and by nothing else.
 ///
 /// # Errors
 /// What was counted instead.

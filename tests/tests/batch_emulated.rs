@@ -24,7 +24,8 @@ fn text(checkpoint: &Checkpoint, seed: u64, length: usize) -> Vec<u32> {
     (0..length).map(|at| (model::sampling::random(seed, (at % 23) as u64) % vocab) as u32).collect()
 }
 
-/// Requests that soon need a second page, and two that begin alike and part within their second page, one of them in two tiles of a pass over prompts.
+/// Requests that soon need a second page, and two that begin alike and part within their second page, one of them in
+/// two tiles of a pass over prompts.
 fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
     let sampling = Sampling {
         temperature: 0.8,
@@ -72,8 +73,8 @@ fn options(sequences: u32, rows: u32, pages: usize, host_pages: usize, draft: Op
     }
 }
 
-/// Company of several kinds: with so few pages that sequences are put aside, or computed again; with drafts and little room in a step, or with
-/// so many that a step has more than 64 rows.
+/// Company of several kinds: with so few pages that sequences are put aside, or computed again; with drafts and little
+/// room in a step, or with so many that a step has more than 64 rows.
 fn companies() -> [(BatchOptions, bool); 5] {
     let drafting = Some(NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false });
     let many = drafting.map(|draft| NgramDraft { tokens: 15, ..draft });
@@ -163,7 +164,8 @@ fn a_prefix_that_had_to_leave_comes_back_from_the_host_tier() {
 fn who_ends_early_runs_a_row_for_nothing() {
     let checkpoint = golden();
     let mut alone = engine(&checkpoint, DeviceChoice::Emulator, CONTEXT);
-    // The first ends in the middle of what it would say; the third, whose penalties need every token in time, takes its slot.
+    // The first ends in the middle of what it would say; the third, whose penalties need every token in time, takes its
+    // slot.
     let mut first = greedy(&text(&checkpoint, 1, 20), 14, None);
     let whole = answer(&mut alone, &first).text;
     let middle: Vec<char> = whole.chars().skip(whole.chars().count() / 2).collect();

@@ -1,4 +1,5 @@
-//! The pages hold the figures of their files, their links lead somewhere, and their lines are no longer than the code's.
+//! The pages hold the figures of their files, their links lead somewhere, and their lines are no longer than the
+//! code's.
 
 use std::path::Path;
 

@@ -1,4 +1,5 @@
-//! End tokens, length limits and stop texts take effect at their token, also in the middle of a step's confirmed drafts, and nothing behind them is seen.
+//! End tokens, length limits and stop texts take effect at their token, also in the middle of a step's confirmed
+//! drafts, and nothing behind them is seen.
 
 use std::ops::ControlFlow;
 
@@ -122,7 +123,8 @@ fn the_gpu_path_ends_in_the_middle_of_a_step() {
     }
 }
 
-/// What `backend` told of a prompt, until it was stopped after `stop` tokens, and the first token then of the whole prompt.
+/// What `backend` told of a prompt, until it was stopped after `stop` tokens, and the first token then of the whole
+/// prompt.
 fn stopped_and_taken_up(backend: &mut dyn Backend, prompt: &[u32], stop: usize) -> (Vec<(usize, usize)>, usize, u32) {
     let sampling = greedy(prompt, 1, None).sampling;
     let sequence =

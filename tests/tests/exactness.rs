@@ -69,7 +69,8 @@ fn hopeless_text_runs_hardly_any_drafts() {
         let (adaptive_tokens, adaptive) = run(engine, draft(true));
         assert_eq!((&eager_tokens, &adaptive_tokens), (&plain, &plain));
         println!("{adaptive} drafts where {eager} were proposed");
-        // At a 64th of a step each, all of them together cost less than a step; on the CPU, where they cost more, there are fewer.
+        // At a 64th of a step each, all of them together cost less than a step; on the CPU, where they cost more, there
+        // are fewer.
         assert!(eager > tokens && adaptive < 64 && adaptive * 3 < eager, "{adaptive} of {eager}");
     };
     let checkpoint = model::Checkpoint::open(&golden_dir().join("tied_bf16")).unwrap();

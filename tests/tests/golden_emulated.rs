@@ -1,10 +1,10 @@
-//! The GPU path under the emulator: every kernel and every launch of the forward pass and the decode loop, lane by lane,
-//! checked for races and stray accesses on the way.
+//! The GPU path under the emulator: every kernel and every launch of the forward pass and the decode loop, lane by
+//! lane, checked for races and stray accesses on the way.
 
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
-    answer, engine, format_cases, golden_cases, greedy, launched_and_wide, prefilled, prefilled_to_the_end,
-    relative_error, run, streamed_launched_and_wide, uploaded,
+    answer, decode_unfused_and_batched, engine, format_cases, golden_cases, greedy, prefilled, prefilled_to_the_end,
+    relative_error, run, unfused_and_batched, uploaded,
 };
 use model::plan::Traits;
 use model::{Checkpoint, Config, Sampling};
@@ -46,7 +46,7 @@ fn drafts_chunks_and_company_change_nothing() {
 }
 
 #[test]
-fn the_streamed_and_the_wide_step_give_the_bits_of_the_launches() {
+fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path() {
     for (i, case) in golden_cases().into_iter().enumerate() {
         let checkpoint = Checkpoint::open(&case.dir).unwrap();
         // Over a page's end, over a split's end, and for 16 rows over several tiles of attention.
@@ -54,17 +54,17 @@ fn the_streamed_and_the_wide_step_give_the_bits_of_the_launches() {
             let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(length).collect();
             let device = host::device::Device::emulator(i as u64 * 100);
             let [streamed, launched, wide] =
-                streamed_launched_and_wide(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
+                decode_unfused_and_batched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
             assert_eq!(streamed, launched, "{} with {rows} rows of {length}", case.name);
             assert_eq!(wide, launched, "{} with {rows} rows of {length}, wide", case.name);
         }
     }
 }
 
-/// Products of several groups of turns and several strips a block, whose inputs end within a chunk; and in attention two key-value heads, with five query
-/// heads each, whose tiles are dealt to four blocks.
+/// Products of several groups of turns and several N-tiles a block, whose inputs end within a chunk; and in attention
+/// two key-value heads, with five query heads each, whose tiles are scheduled to four blocks.
 #[test]
-fn the_streamed_and_the_wide_step_give_the_bits_of_the_launches_in_wider_shapes() {
+fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path_in_wider_shapes() {
     let config = Config {
         vocab_size: 300,
         hidden_size: 640,
@@ -78,7 +78,7 @@ fn the_streamed_and_the_wide_step_give_the_bits_of_the_launches_in_wider_shapes(
         let tokens: Vec<u32> = (0..length).map(|i| i * 7919 % 300).collect();
         let device = host::device::Device::emulator(u64::from(length));
         let weights = host::weights::DeviceWeights::random(&config, &device).unwrap();
-        let [streamed, launched, wide] = streamed_launched_and_wide(&device, &config, weights, &tokens, rows);
+        let [streamed, launched, wide] = decode_unfused_and_batched(&device, &config, weights, &tokens, rows);
         assert_eq!(streamed, launched, "{rows} rows of {length}");
         assert_eq!(wide, launched, "{rows} rows of {length}, wide");
     }
@@ -86,7 +86,7 @@ fn the_streamed_and_the_wide_step_give_the_bits_of_the_launches_in_wider_shapes(
 
 /// One tile of 96 rows and of 128, and two of each.
 #[test]
-fn a_wide_step_of_many_sequences_gives_the_bits_of_the_launches() {
+fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
     let config = Config {
         vocab_size: 300,
         hidden_size: 640,
@@ -103,7 +103,7 @@ fn a_wide_step_of_many_sequences_gives_the_bits_of_the_launches() {
         let positions: Vec<u32> = (0..sequences).map(|i| i * 13 % 67 + if i == 5 { 300 } else { 0 }).collect();
         let device = host::device::Device::emulator(u64::from(sequences));
         let weights = host::weights::DeviceWeights::random(&config, &device).unwrap();
-        let [launched, wide, by_gemm] = launched_and_wide(&device, &config, weights, &positions);
+        let [launched, wide, by_gemm] = unfused_and_batched(&device, &config, weights, &positions);
         assert!(launched.iter().all(|logit| logit.is_finite()));
         assert!(wide == launched, "{sequences} sequences");
         assert!(by_gemm == launched, "{sequences} sequences, products as launches");

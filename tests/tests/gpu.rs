@@ -1,5 +1,5 @@
-//! What only a GPU can show. Without one every test here reports itself as ignored; `make gpu-check` packs this program for a machine
-//! that has one.
+//! What only a GPU can show. Without one every test here reports itself as ignored; `make gpu-check` packs this program
+//! for a machine that has one.
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -13,8 +13,8 @@ use host::{DeviceChoice, Gpu, ModelDraft, NgramDraft, Ngrams, Request};
 use integration_tests::batch::{Arranged, Happened, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
-    answer, check_decode_calls, decode_calls, demo, demo_prompts, engine, engine_with, format_cases, golden_cases,
-    greedy, prefilled, prefilled_to_the_end, relative_error, run, streamed_launched_and_wide, uploaded,
+    answer, check_decode_calls, decode_calls, decode_unfused_and_batched, demo, demo_prompts, engine, engine_with,
+    format_cases, golden_cases, greedy, prefilled, prefilled_to_the_end, relative_error, run, uploaded,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
@@ -63,8 +63,8 @@ fn main() -> ExitCode {
             a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces,
         ),
         (
-            "the_streamed_and_the_wide_step_give_the_bits_of_the_launches",
-            streamed_and_wide_steps_give_the_bits_of_the_launches,
+            "the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path",
+            decode_and_batched_kernels_give_the_bits_of_the_unfused_path,
         ),
         ("a_token_takes_launches_and_nothing_else", a_token_takes_launches_and_nothing_else),
         ("a_request_gives_the_tokens_in_any_batch_that_it_gives_alone", a_request_gives_the_tokens_in_any_batch),
@@ -165,7 +165,8 @@ fn sampled_output_is_the_same_with_drafts(options: &DeviceOptions) -> Result<(),
     Ok(())
 }
 
-/// The demo model drafts for itself, greedily, and is always right; a model of the 0.6B shape drafts for one of the 8B shape.
+/// The demo model drafts for itself, greedily, and is always right; a model of the 0.6B shape drafts for one of the 8B
+/// shape.
 fn drafts_by_a_model_change_nothing(options: &DeviceOptions) -> Result<(), Failed> {
     let alone = ModelDraft { tokens: 5, adaptive: false, ngram: None };
     let hybrid = ModelDraft { tokens: 15, adaptive: false, ngram: Some(Ngrams { max: 3, min: 1 }) };
@@ -308,7 +309,7 @@ fn a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces(options: &DeviceOption
     Ok(())
 }
 
-fn streamed_and_wide_steps_give_the_bits_of_the_launches(options: &DeviceOptions) -> Result<(), Failed> {
+fn decode_and_batched_kernels_give_the_bits_of_the_unfused_path(options: &DeviceOptions) -> Result<(), Failed> {
     let device = Device::cuda_with(0, options)?;
     if !device.has_decode_kernel() {
         println!("not on this card, or not asked for: the step in one launch");
@@ -318,7 +319,7 @@ fn streamed_and_wide_steps_give_the_bits_of_the_launches(options: &DeviceOptions
     for (length, rows) in [(17, 1), (300, 1), (300, 8), (64, 16), (1000, 16)] {
         let tokens = demo_prompts(&checkpoint, 1, length).remove(0);
         let [streamed, launched, wide] =
-            streamed_launched_and_wide(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
+            decode_unfused_and_batched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
         for (found, what) in [(&streamed, "streamed"), (&wide, "wide")] {
             if *found != launched {
                 let error = relative_error(found, &launched);

@@ -1,4 +1,5 @@
-//! The n-gram match on a GPU, at scale: exact equality with the serial algorithm, however it is launched. Without a GPU every test here reports itself as ignored.
+//! The n-gram match on a GPU, at scale: exact equality with the serial algorithm, however it is launched. Without a GPU
+//! every test here reports itself as ignored.
 
 use std::process::ExitCode;
 

@@ -1,5 +1,5 @@
-//! The token-record gather through its interface: every variant, both directions, both types of index, each byte compared. Under the
-//! emulator always; on a GPU where there is one, with many more records.
+//! The token-record gather through its interface: every variant, both directions, both types of index, each byte
+//! compared. Under the emulator always; on a GPU where there is one, with many more records.
 
 use std::process::ExitCode;
 
@@ -126,14 +126,14 @@ where
     let mut copier = TokenCopy::new(device, *shape)?;
     let checked = copier.check(&src_index, &dst_index)?;
     for variant in Variant::ALL.into_iter().filter(|variant| variant.takes(shape.record_bytes)) {
-        for multiprocessors in [1, 3, 1000] {
-            copier.set_multiprocessors(multiprocessors);
+        for sms in [1, 3, 1000] {
+            copier.set_sms(sms);
             to.fill(&poison)?;
             map.write(0, &vec![I::from(UNMAPPED); shape.src_records])?;
             copier.copy(variant, &checked, &from, &mut to, Some(&mut map))?;
             let mut slots = vec![I::from(0); shape.src_records];
             map.read(0, &mut slots)?;
-            let what = format!("{variant}, {} bytes, {multiprocessors} multiprocessors", shape.record_bytes);
+            let what = format!("{variant}, {} bytes, {sms} SMs", shape.record_bytes);
             if to.all()? != expected {
                 return Err(format!("{what}: other bytes").into());
             }

@@ -1,5 +1,5 @@
-//! Every path that a card can take, through the engine and under the emulator: decode steps as launches, the kernels of other
-//! cards than Hopper, and prompts in passes by Hopper's own, alone and in batches with wide steps.
+//! Every path that a card can take, through the engine and under the emulator: decode steps as launches, the kernels of
+//! other cards than Hopper, and prompts in passes by Hopper's own, alone and in batches with batched steps.
 
 use std::ops::ControlFlow;
 
@@ -89,8 +89,8 @@ fn weights_are_packed_where_that_is_asked_for() {
             let device = Device::emulator_with(1, options);
             let weights = DeviceWeights::upload(&checkpoint, &device, &mut |_, _| ControlFlow::Continue(())).unwrap();
             let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT).unwrap();
-            assert!(forward.lay_out_stream().unwrap());
-            forward.stream().and_then(|stream| stream.packed_bytes())
+            assert!(forward.lay_out_decode().unwrap());
+            forward.decode().and_then(|stream| stream.packed_bytes())
         };
         assert_eq!(packed(&DeviceOptions::default()), None);
         let bytes = packed(&lossless()).unwrap_or_else(|| panic!("{} is not packed", case.dir.display()));
@@ -152,7 +152,7 @@ fn prompts_in_passes_match_transformers_and_drafts_change_nothing() {
 }
 
 #[test]
-fn a_batch_with_passes_and_wide_steps_gives_what_each_request_gets_alone() {
+fn a_batch_with_passes_and_batched_steps_gives_what_each_request_gets_alone() {
     let (case, checkpoint) = golden();
     let sampling = Sampling { temperature: 0.8, top_k: 40, seed: 5, ..Sampling::default() };
     let requests: Vec<Request> = [70, 9, 65]

@@ -1,5 +1,5 @@
-//! The PTX as the assembler sees it, of what answers need and of what measures: valid at both levels, and no register spilled to
-//! memory but in [`SPILLING`].
+//! The PTX as the assembler sees it, of what answers need and of what measures: valid at both levels, and no register
+//! spilled to memory but in [`SPILLING`].
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -24,16 +24,16 @@ fn ptxas() -> PathBuf {
 const SPILLING: [(&str, u32); 13] = [
     ("gemm_write_n192", 140),
     ("gemm_qkv_n192", 124),
-    ("gemm_qkv_pair", 64),
-    ("gemm_qkv_eight", 76),
+    ("gemm_qkv_2x1", 64),
+    ("gemm_qkv_4x2", 76),
     ("gemm_swiglu_n256", 8),
-    ("gemm_swiglu_pair", 48),
-    ("gemm_swiglu_eight", 60),
-    ("gemm_add_pair", 20),
-    ("gemm_add_eight", 36),
+    ("gemm_swiglu_2x1", 48),
+    ("gemm_swiglu_4x2", 60),
+    ("gemm_add_2x1", 20),
+    ("gemm_add_4x2", 36),
     ("gemm_plain_n192", 144),
-    ("gemm_plain_pair", 72),
-    ("gemm_plain_eight", 64),
+    ("gemm_plain_2x1", 72),
+    ("gemm_plain_4x2", 64),
     ("attend_batch", 80),
 ];
 
@@ -133,12 +133,12 @@ fn the_main_module_has_what_answers_need_and_no_more() {
         "ngram_match_mixed_i32",
     ];
     let of_hopper = [
-        "stream_8",
-        "stream_16_lossless",
+        "decode_8",
+        "decode_16_lossless",
         "lay_out",
         "pack_weights",
-        "wide_64",
-        "wide_128",
+        "batched_64",
+        "batched_128",
         "prefill_attention",
         "pack_pages",
     ];

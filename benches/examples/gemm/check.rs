@@ -3,13 +3,13 @@
 use benches::gemm::PLAIN;
 use gpu_kernels::gemm::SPAN;
 use gpu_kernels::kv;
-use gpu_kernels::linear::{STRIP, slot};
+use gpu_kernels::linear::{N_TILE, slot};
 use gpu_kernels::prefill_attention;
 use half::bf16;
 use host::device::Device;
 use host::gemm::{Cut, Epilogue};
 
-use super::{Attention, D, Heads, Product, Result, random, scaled};
+use super::{Attention, D, GemmCase, Heads, Result, random, scaled};
 
 /// `‖found − wanted‖ / ‖wanted‖`.
 fn distance(pairs: impl Iterator<Item = (f64, f64)>) -> f64 {
@@ -35,8 +35,8 @@ fn in_page(block: usize, kind: usize, position: usize, d: usize) -> usize {
     ((block * 2 + kind) * 64 + position % 64) * D + kv::place(position as u32, d as u32) as usize
 }
 
-fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize) -> Result<()> {
-    let mut product = Product::new(device, epilogue, m, n, k, 1)?;
+fn check_gemm(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize) -> Result<()> {
+    let mut product = GemmCase::new(device, epilogue, m, n, k, 1)?;
     let left = product.run(device, Cut::N128)?;
     for cut in Cut::ALL.into_iter().chain(Cut::ALL) {
         let other = product.run(device, cut)?;
@@ -46,7 +46,7 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
     }
     if epilogue == Epilogue::Add {
         let row = m / 2;
-        let before: Vec<f32> = (row * n..(row + 1) * n).map(Product::before).collect();
+        let before: Vec<f32> = (row * n..(row + 1) * n).map(GemmCase::before).collect();
         if product.run_row(device, row, &before)? != left.y[row * n..][..n] {
             return Err(format!("add {m} x {n} x {k}: row {row} alone differs").into());
         }
@@ -106,16 +106,16 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
             Epilogue::Add => {
                 for f in spread(n, 70) {
                     let i = row * n + f;
-                    let new = dot(row, f) + f64::from(Product::before(i));
+                    let new = dot(row, f) + f64::from(GemmCase::before(i));
                     pairs.push((f64::from(left.y[i]), new));
                     // Each written value is checked to its last bit against the f32 that it comes from.
                     let xw = bf16::from_f32(left.y[i] * norm[f].to_f32());
                     let square = |len: usize| left.y[i / len * len..][..len].iter().map(|v| v * v).sum::<f32>();
-                    let (span, strip) = (SPAN as usize, STRIP as usize);
+                    let (span, n_tile) = (SPAN as usize, N_TILE as usize);
                     let wrong = |found: f32, square: f32| (found - square).abs() > square * 1e-5;
                     if left.out[row * n + slot(f as u32) as usize] != xw
                         || wrong(left.spans[(row * n + f) / span], square(span))
-                        || wrong(left.squares[(row * n + f) / strip], square(strip))
+                        || wrong(left.squares[(row * n + f) / n_tile], square(n_tile))
                     {
                         return Err(format!("add {m} x {n} x {k}: row {row}, feature {f}").into());
                     }
@@ -124,7 +124,7 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
         }
     }
     let error = distance(pairs.into_iter());
-    // Rounding to bf16; or the accumulators' own, which grows with the chain.
+    // Rounding to bf16; or the accumulators' own, which grows with the split-K partial.
     let limit = if matches!(epilogue, Epilogue::Add | Epilogue::Write) { 2e-6 + 2e-9 * k as f64 } else { 4e-3 };
     println!("{epilogue:?} {m} x {n} x {k}: error {error:.2e}, all cuts agree");
     if error.is_nan() || error >= limit {
@@ -133,20 +133,19 @@ fn check_product(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usi
     Ok(())
 }
 
-/// Products in clusters on two queues at once, which take each other's multiprocessors: nobody waits for who has no
-/// room.
+/// GEMMs in clusters on two queues at once, which take each other's SMs: nobody waits for who has no room.
 fn check_two_queues(device: &Device) -> Result<()> {
     let (m, n, k) = (1000, 8192, 1024);
     let devices = [device.clone(), device.beside()?];
     let mut products =
-        devices.iter().map(|device| Product::new(device, PLAIN, m, n, k, 1)).collect::<Result<Vec<_>>>()?;
+        devices.iter().map(|device| GemmCase::new(device, PLAIN, m, n, k, 1)).collect::<Result<Vec<_>>>()?;
     let want = products[0].run(device, Cut::N256)?;
     for product in &mut products {
         product.out.write(0, &vec![bf16::NAN; product.out.len()])?;
     }
     for _ in 0..40 {
         for (product, device) in products.iter().zip(&devices) {
-            product.enqueue(device, Some(Cut::Eight), 0)?;
+            product.enqueue(device, Some(Cut::Cluster4x2), 0)?;
         }
     }
     for product in &products {
@@ -223,7 +222,7 @@ pub fn check(device: &Device, extent: Extent) -> Result<()> {
     for epilogue in [Epilogue::Qkv, Epilogue::Write, Epilogue::SwiGlu, Epilogue::Add, PLAIN] {
         let shapes = [(1, 384, 64), (77, 384, 320), (64, 768, 64), (129, 640, 192), (300, 1152, 4160)];
         for (m, n, k) in shapes.into_iter().take(most_shapes) {
-            check_product(device, epilogue, m, n, k)?;
+            check_gemm(device, epilogue, m, n, k)?;
         }
     }
     if extent > Extent::Tiny {
@@ -244,7 +243,7 @@ pub fn check(device: &Device, extent: Extent) -> Result<()> {
         (Epilogue::Add, 8192, 4096, 4096),
         (PLAIN, 2048, 4096, 4096),
     ] {
-        check_product(device, epilogue, m, n, k)?;
+        check_gemm(device, epilogue, m, n, k)?;
     }
     Ok(())
 }

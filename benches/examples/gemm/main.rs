@@ -1,4 +1,4 @@
-//! The kernels for prompts on card 0: products and attention.
+//! The kernels for prompts on card 0: GEMMs and attention.
 //!
 //! `cargo run --release --package benches --example gemm -- check` compares them with plain references, into poisoned
 //! outputs, and all ways of cutting the work bit for bit; `check-small` leaves the large ones out, for
@@ -6,9 +6,9 @@
 //! on standard input, a line at a time, and answers with microseconds:
 //!
 //! ```text
-//! gemm qkv|write|swiglu|add|plain auto|n128|n192|n256|pair|eight M N K REPEATS
+//! gemm qkv|write|swiglu|add|plain auto|n128|n192|n256|2x1|4x2 M N K REPEATS
 //! attention TOKENS Q_HEADS KV_HEADS REPEATS
-//! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape with random weights, to the logits after it
+//! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape, random weights, to its logits
 //! ```
 //!
 //! `benches/scripts/prefill_bench.py` asks, and times cuBLAS, PyTorch's attention and transformers in turns with it.
@@ -24,27 +24,27 @@ use benches::gemm::PLAIN;
 use check::Extent;
 use cuda_std::Global;
 use cuda_std::tensor::Matrix;
+use gpu_kernels::decode::Walk;
 use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
-use gpu_kernels::linear::{STRIP, slot};
+use gpu_kernels::linear::{N_TILE, slot};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
-use gpu_kernels::stream::Walk;
 use half::bf16;
+use host::decode::Source;
 use host::device::{Buffer, Device, TensorMaps};
 use host::forward::{Forward, RowOutput};
 use host::gemm::{self, Cut, Epilogue};
 use host::prefill::{self, Prefill};
-use host::stream::Source;
 use host::weights::{DeviceLayer, DeviceWeights};
 use model::Config;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const D: usize = HEAD_DIM as usize;
-/// Weights of a timed product, together: more than a cache holds.
+/// Weights of a timed GEMM, together: more than a cache holds.
 const ROTATED_BYTES: usize = 256 << 20;
 
 /// Uniform in -1..1, the same for the same seed: a long random piece, repeated.
@@ -62,7 +62,7 @@ fn random(len: usize, seed: u64) -> Vec<bf16> {
     piece.iter().copied().cycle().take(len).collect()
 }
 
-/// Rows in the order in which products read them.
+/// Rows in the order in which GEMMs read them.
 fn in_slots(values: &[bf16]) -> Vec<bf16> {
     let mut out = vec![bf16::ZERO; values.len()];
     for (i, v) in values.iter().enumerate() {
@@ -75,8 +75,8 @@ fn scaled(values: Vec<bf16>, by: f32) -> Vec<bf16> {
     values.into_iter().map(|v| bf16::from_f32(v.to_f32() * by)).collect()
 }
 
-/// The buffers of a product.
-struct Product {
+/// The buffers of a GEMM.
+struct GemmCase {
     epilogue: Epilogue,
     m: usize,
     n: usize,
@@ -84,7 +84,7 @@ struct Product {
     x: Buffer<bf16>,
     /// Each laid out.
     weights: Vec<Buffer<bf16>>,
-    strips: u32,
+    n_tiles: u32,
     blocks: u32,
     /// Of the rows that are multiplied, as `add` leaves them.
     before: Buffer<f32>,
@@ -159,7 +159,7 @@ impl Heads {
     }
 }
 
-/// What a product left, each row whole.
+/// What a GEMM left, each row whole.
 struct Left {
     y: Vec<f32>,
     out: Vec<bf16>,
@@ -176,7 +176,7 @@ impl Left {
     }
 }
 
-impl Product {
+impl GemmCase {
     fn new(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize, sets: usize) -> Result<Self> {
         let rows = m.next_multiple_of(TILE_ROWS as usize);
         let x = device.upload(&in_slots(&random(m * k, 1)))?;
@@ -187,8 +187,8 @@ impl Product {
         // SAFETY: within the buffer, whose upper half are the up projection's weights.
         let up = if gated { unsafe { w.ptr().at((n - columns) * k) } } else { Global::default() };
         let source = Source { weight: w.ptr(), up, n: columns as u32, k: k as u32 };
-        let (strips, blocks) = (source.strips(), device.multiprocessors());
-        let len = host::stream::elements([(strips, k as u32)], blocks);
+        let (n_tiles, blocks) = (source.n_tiles(), device.sms());
+        let len = host::decode::elements([(n_tiles, k as u32)], blocks);
         let weights = (0..sets).map(|_| {
             let stream: Buffer<bf16> = device.zeroed(len)?;
             // SAFETY: the matrix is as it says, and the stream has room for it alone.
@@ -200,7 +200,7 @@ impl Product {
         let y = device.zeroed(writes(matches!(epilogue, Epilogue::Add | Epilogue::Write), rows * n))?;
         let out = device.zeroed(writes(!matches!(epilogue, Epilogue::Qkv | Epilogue::Write), rows * columns))?;
         let heads = Heads::new(device, m, if epilogue == Epilogue::Qkv { n / D } else { 0 })?;
-        let squares = device.zeroed(writes(epilogue == Epilogue::Add, rows * n / STRIP as usize))?;
+        let squares = device.zeroed(writes(epilogue == Epilogue::Add, rows * n / N_TILE as usize))?;
         let spans = device.zeroed(writes(epilogue == Epilogue::Add, rows * n / SPAN as usize))?;
         let mut tensors = vec![gemm::rows(x.ptr(), m, k)];
         if !out.is_empty() {
@@ -218,7 +218,7 @@ impl Product {
             k,
             x,
             weights,
-            strips,
+            n_tiles,
             blocks,
             before,
             norm,
@@ -248,7 +248,7 @@ impl Product {
             stream: self.weights[set].ptr(),
             base: 0,
             blocks: self.blocks,
-            strips: self.strips,
+            n_tiles: self.n_tiles,
             out: if self.out.is_empty() { Default::default() } else { self.maps.ptr(1) },
             y: self.y.ptr_mut(),
             norm: Norm { squares: self.before.ptr(), dim: (self.k as u32).next_multiple_of(SPAN), eps: 1e-6 },
@@ -441,7 +441,7 @@ impl Prompt {
         };
         let mut forward = Forward::new(device, &config, weights, LONGEST_PROMPT)?;
         // As in use: prompts read the decode kernel's layout.
-        forward.lay_out_stream()?;
+        forward.lay_out_decode()?;
         forward.lay_out_prefill()?;
         let history: Vec<i32> = (0..LONGEST_PROMPT as i32).map(|i| i * 7919 % 151_936).collect();
         Ok(Self { forward, history: device.upload(&history)?, words: device.zeroed(STATE_WORDS)? })
@@ -475,7 +475,7 @@ impl Prompt {
 
 /// What a line of `serve` asks for.
 enum Job {
-    Product(Box<Product>),
+    GemmCase(Box<GemmCase>),
     Attention(Attention),
     Prompt(Box<Prompt>),
 }
@@ -501,16 +501,16 @@ fn serve(device: &Device) -> Result<()> {
                         other => return Err(format!("{other}: qkv, write, swiglu, add or plain").into()),
                     };
                     let sets = (ROTATED_BYTES / (n * k * 2)).max(2);
-                    let product = Product::new(device, epilogue, m, n, k, sets)?;
-                    jobs.insert(name.clone(), Job::Product(Box::new(product)));
+                    let product = GemmCase::new(device, epilogue, m, n, k, sets)?;
+                    jobs.insert(name.clone(), Job::GemmCase(Box::new(product)));
                 }
                 let cut = match cut {
                     "auto" => None,
                     "n128" => Some(Cut::N128),
                     "n192" => Some(Cut::N192),
                     "n256" => Some(Cut::N256),
-                    "pair" => Some(Cut::Pair),
-                    "eight" => Some(Cut::Eight),
+                    "2x1" => Some(Cut::Cluster2x1),
+                    "4x2" => Some(Cut::Cluster4x2),
                     other => return Err(format!("{other}: auto, n128, n192, n256, pair or eight").into()),
                 };
                 (name, cut, number(6)?)
@@ -537,7 +537,7 @@ fn serve(device: &Device) -> Result<()> {
         let tokens = if name == "prefill" { number(1)? } else { 0 };
         let job = jobs.get_mut(&name).ok_or("made above")?;
         let mut run = |i: usize| match job {
-            Job::Product(product) => product.enqueue(device, cut, i % product.weights.len()),
+            Job::GemmCase(product) => product.enqueue(device, cut, i % product.weights.len()),
             Job::Attention(attention) => attention.enqueue(device, &attention.tiles, None),
             Job::Prompt(prompt) => prompt.enqueue(device, tokens),
         };

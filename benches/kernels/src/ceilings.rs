@@ -4,9 +4,8 @@
 //! - [`ceiling_read`] reads memory in 16-byte loads, eight in flight a lane. Its checksum keeps the compiler honest,
 //!   and the check of it the kernel.
 //! - [`ceiling_copy`] reads and writes.
-//! - [`ceiling_mma`] multiplies fragments that stay in registers, eight independent products a warp, so that nothing
-//!   but the tensor cores is waited for. It measures `mma.sync`, which every kernel here uses; Hopper's `wgmma` is
-//!   faster.
+//! - [`ceiling_mma`] multiplies fragments that stay in registers, eight independent MMAs a warp, so that nothing but
+//!   the tensor cores is waited for. It measures `mma.sync`, which every kernel here uses; Hopper's `wgmma` is faster.
 //! - [`ceiling_launch`] does nothing: what a launch costs.
 
 use cuda_std::{Global, GlobalMut, kernel, mma, thread, warp};
@@ -19,7 +18,7 @@ pub const UNIT_BYTES: usize = 16;
 /// Threads of a block of [`ceiling_mma`].
 pub const MMA_THREADS: u32 = 256;
 
-/// Parameters of [`ceiling_read`]. Grid: any; one block a multiprocessor fills it. No shared memory.
+/// Parameters of [`ceiling_read`]. Grid: any; one block an SM fills it. No shared memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ReadAll {
@@ -43,7 +42,7 @@ pub struct CopyAll {
     pub units: u64,
 }
 
-/// Parameters of [`ceiling_mma`]. Grid: any; four blocks a multiprocessor fill it. No shared memory.
+/// Parameters of [`ceiling_mma`]. Grid: any; four blocks an SM fill it. No shared memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Multiply {
@@ -56,8 +55,8 @@ pub struct Multiply {
 }
 
 impl Multiply {
-    /// Multiplications and additions of a launch of `blocks` blocks: 2 × 16 × 8 × 16 a product, eight products a round
-    /// and warp.
+    /// Multiplications and additions of a launch of `blocks` blocks: 2 × 16 × 8 × 16 a MMA, eight MMAs a round and
+    /// warp.
     pub const fn operations(blocks: u32, rounds: u32) -> u64 {
         blocks as u64 * (MMA_THREADS as u64 / 32) * rounds as u64 * 8 * (2 * 16 * 8 * 16)
     }

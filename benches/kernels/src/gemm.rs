@@ -5,7 +5,7 @@ use gpu_kernels::gemm::epilogue::{BoxWords, Epilogue, Half, Next};
 use gpu_kernels::gemm::{BOX, GROUP, Gemm, THREADS, gemm};
 use gpu_kernels::unroll;
 
-/// The four sums of the lane in half a strip: 8 columns of two rows.
+/// The four sums of the lane in half an N-tile: 8 columns of two rows.
 macro_rules! sums {
     ($first:expr) => {
         [
@@ -82,5 +82,5 @@ macro_rules! kernels {
 
 kernels! {
     128 gemm_plain_n128 192 gemm_plain_n192 256 gemm_plain_n256
-    cluster 2 = 2 x 1 gemm_plain_pair cluster 8 = 4 x 2 gemm_plain_eight
+    cluster 2 = 2 x 1 gemm_plain_2x1 cluster 8 = 4 x 2 gemm_plain_4x2
 }

@@ -7,8 +7,7 @@
 //! 3. `token_copy_warp`: a warp a record, 16 bytes a lane: a warp's loads are neighbours, and travel as whole lines.
 //! 4. `token_copy` (any size), `token_copy_656`, `token_copy_4096`: all of a lane's loads before its first store. A
 //!    load from host memory takes over a microsecond, and the waits of a lane no longer add up.
-//! 5. The same with a grid of a few blocks that stride over the pairs: the bus is slow enough for sixteen
-//!    multiprocessors.
+//! 5. The same with a grid of a few blocks that stride over the pairs: the bus is slow enough for sixteen SMs.
 //! 6. `token_copy_sorted`, `…_656`, `…_4096`: the pairs in order of their sources ([`sort`]), so that repeated records
 //!    are read once, and the lines that neighbours share are still in L1.
 //! 7. `token_copy_grouped_656`: eight neighbouring records are 41 whole lines. A warp reads them as such, each line

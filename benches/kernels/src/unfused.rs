@@ -1,9 +1,9 @@
 //! What was fused into its neighbours since, in launches of its own: the first rung of the ladder, kept to measure what
 //! the fusion gained (the example `ablation`).
 //!
-//! - [`rms_norm`] reads the residual stream once more and writes the normalised input of the next product; today its
-//!   halves are in whoever writes the residual and in the product ([`norm`](gpu_kernels::norm)).
-//! - [`silu_mul`] reads the gate's and the up projection's outputs; today one product makes both
+//! - [`rms_norm`] reads the residual stream once more and writes the normalised input of the next GEMM; today its
+//!   halves are in whoever writes the residual and in the GEMM ([`norm`](gpu_kernels::norm)).
+//! - [`silu_mul`] reads the gate's and the up projection's outputs; today one GEMM makes both
 //!   ([`linear::swiglu_8`](gpu_kernels::linear::swiglu_8)).
 
 use cuda_std::{kernel, math, shared, thread};

@@ -8,11 +8,11 @@ use common::{Random, RowBuffers, laid_out, relative_error, reordered, run, widen
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Kernel, bf16};
+use gpu_kernels::decode::Walk;
 use gpu_kernels::gemm::{Beside, Gemm, TILE_ROWS};
 use gpu_kernels::kv::Cache;
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::SplitHeads;
-use gpu_kernels::stream::Walk;
 
 /// Blocks that weights are laid out for.
 const BLOCKS: u32 = 3;
@@ -45,13 +45,13 @@ impl Case {
     /// Eights on `blocks` blocks for the features up to `border`, and pairs for the others.
     fn run_beside(&self, blocks: u32, border: u32) -> Vec<bf16> {
         self.launch(|params, seed| {
-            // The product before was number 6.
+            // The GEMM before was number 6.
             let word = Buffer::from_slice(&[6u32]).named("word");
             let [first, second] = [0, 1].map(|second| Beside { word: word.ptr_mut(), number: 7, second });
             let (shared, features) = (Gemm::shared_bytes(256), Gemm { n: border, beside: first, ..params });
-            run::<kernels::gemm_plain_eight>([blocks, 1, 1], shared, seed, features);
+            run::<kernels::gemm_plain_4x2>([blocks, 1, 1], shared, seed, features);
             let others = Gemm { first_feature: border, beside: second, ..params };
-            run::<kernels::gemm_plain_pair>([4, 1, 1], shared, seed + 1, others);
+            run::<kernels::gemm_plain_2x1>([4, 1, 1], shared, seed + 1, others);
         })
     }
 
@@ -64,7 +64,7 @@ impl Case {
             Buffer::from_slice(&[TensorMap::emulated(&matrix)])
         };
         let x = Buffer::from_slice(&reordered(&self.x, k, false));
-        let (stream, strips) = laid_out(&self.w, None, k as u32, Walk { chunks: 3, ..Walk::new(BLOCKS) });
+        let (stream, n_tiles) = laid_out(&self.w, None, k as u32, Walk { chunks: 3, ..Walk::new(BLOCKS) });
         let out = Buffer::<bf16>::new_poisoned(rows * n).named("out");
         let x_map = map(x.ptr().addr(), m, k, TILE_ROWS);
         // One row fewer than whole tiles: the last must not be written through it.
@@ -89,7 +89,7 @@ impl Case {
             stream: stream.ptr(),
             base: 3,
             blocks: BLOCKS,
-            strips,
+            n_tiles,
             out: out_map.ptr(),
             y: Default::default(),
             norm: Norm::default(),
@@ -127,7 +127,7 @@ fn rounds_to_bf16() {
 }
 
 #[test]
-fn eights_beside_pairs_multiply() {
+fn clusters_4x2_beside_2x1_multiply() {
     // Several tiles a block, and more stages than the ring has.
     let case = Case::new(560, 832, 320);
     let want = case.run::<kernels::gemm_plain_n128>(128, 2);

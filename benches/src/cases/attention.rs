@@ -19,7 +19,7 @@ const PROBES: usize = 8;
 
 /// Which contexts, rows and heads.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sizes {
+pub struct AttentionSizes {
     /// Query heads.
     pub q_heads: u32,
     /// Key-value heads.
@@ -30,7 +30,7 @@ pub struct Sizes {
     pub rows: Vec<u32>,
 }
 
-impl Sizes {
+impl AttentionSizes {
     /// The heads of Qwen3-8B.
     pub fn published() -> Self {
         Self { q_heads: 32, kv_heads: 8, contexts: vec![1024, 8192, 32_768], rows: vec![1, 16] }
@@ -74,7 +74,7 @@ impl Sizes {
 ///
 /// # Errors
 /// Sizes that the kernels cannot take, too little memory, a device error, or a wrong result.
-pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
+pub fn run(bench: &mut Bench<'_>, sizes: &AttentionSizes) -> Result<(), BenchError> {
     sizes.check()?;
     let timed = bench.is_timed();
     let sets = |context: u32| {
@@ -94,13 +94,13 @@ pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
 fn heads(
     bench: &mut Bench<'_>,
     pool: &Pool,
-    sizes: &Sizes,
+    sizes: &AttentionSizes,
     context: u32,
     rows: u32,
     sets: usize,
 ) -> Result<(), BenchError> {
     let device = bench.device();
-    let Sizes { q_heads, kv_heads, .. } = *sizes;
+    let AttentionSizes { q_heads, kv_heads, .. } = *sizes;
     let dim = HEAD_DIM as usize;
     let pairs = (rows * q_heads) as usize;
     let splits = context.div_ceil(SPLIT);

@@ -9,14 +9,14 @@ use crate::{Bench, BenchError, Case, Figures, Label, Path, Pool, Unit, Work};
 use host::Error;
 use host::device::Device;
 
-/// Blocks of `ceiling_mma` for a multiprocessor.
+/// Blocks of `ceiling_mma` for an SM.
 const MMA_BLOCKS: u32 = 4;
 /// Elements compared in one place.
 const PROBE: usize = 2048;
 
 /// How much to move and multiply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sizes {
+pub struct CeilingSizes {
     /// Bytes to read, and to copy, in device memory.
     pub bytes: u64,
     /// Bytes to move over the bus each way.
@@ -25,7 +25,7 @@ pub struct Sizes {
     pub rounds: u32,
 }
 
-impl Sizes {
+impl CeilingSizes {
     /// For figures: 4 GiB in device memory, 164 MiB over the bus (as much as the published gather of 262,144 records).
     pub const PUBLISHED: Self = Self { bytes: 4 << 30, bus_bytes: 164 << 20, rounds: 4096 };
     /// For checks on the emulator.
@@ -38,7 +38,7 @@ impl Sizes {
 ///
 /// # Errors
 /// Too little memory, a device error, or a wrong result.
-pub fn run(bench: &mut Bench<'_>, sizes: Sizes) -> Result<(), BenchError> {
+pub fn run(bench: &mut Bench<'_>, sizes: CeilingSizes) -> Result<(), BenchError> {
     bench.room_for(2 * sizes.bytes + sizes.bus_bytes, "--bytes")?;
     let (read, copy) = memory(bench, sizes.bytes)?;
     let (to_device, to_host) = bus(bench, sizes.bus_bytes)?;
@@ -81,7 +81,7 @@ fn memory(bench: &mut Bench<'_>, bytes: u64) -> Result<(Option<Figures>, Option<
     let len = elements(bytes);
     let units = (len * 2 / UNIT_BYTES) as u64;
     let pool = Pool::new(device, len)?;
-    let blocks = device.multiprocessors();
+    let blocks = device.sms();
 
     let sums = device.zeroed::<u32>((blocks * THREADS / 32) as usize)?;
     let params = ReadAll { from: pool.buffer().ptr().cast(), sums: sums.ptr_mut(), units };
@@ -168,7 +168,7 @@ fn differs(data: &[bf16], read: impl FnOnce(&mut [bf16]) -> Result<(), Error>) -
 
 fn multiply(bench: &mut Bench<'_>, rounds: u32) -> Result<(Option<Figures>, u64), BenchError> {
     let device = bench.device();
-    let blocks = MMA_BLOCKS * device.multiprocessors();
+    let blocks = MMA_BLOCKS * device.sms();
     let data = random(32 * 32, 3);
     let operands = device.upload(&data)?;
     let sums = device.zeroed::<f32>((blocks * MMA_THREADS) as usize)?;

@@ -12,7 +12,7 @@ use host::weights::DeviceWeights;
 
 /// Which shape, contexts and rows.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sizes {
+pub struct DecodeSizes {
     /// What the shape is called.
     pub name: String,
     /// The shape.
@@ -23,7 +23,7 @@ pub struct Sizes {
     pub rows: Vec<u32>,
 }
 
-impl Sizes {
+impl DecodeSizes {
     /// Qwen3-8B.
     pub fn published() -> Self {
         let contexts = vec![128, 8192, 32_768];
@@ -72,7 +72,7 @@ fn shape(name: &str) -> Config {
 ///
 /// # Errors
 /// Sizes that the kernels cannot take, too little memory, a device error, or bits that differ.
-pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
+pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError> {
     sizes.check()?;
     let (device, config) = (bench.device(), &sizes.config);
     Forward::check(config)?;
@@ -81,7 +81,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
     bench.room_for(footprint.weights + footprint.working, "--size or --context")?;
     let mut forward = Forward::new(device, config, DeviceWeights::random(config, device)?, capacity)?;
     forward.fill_cache(&random(1 << 20, 5))?;
-    let streamed = forward.lay_out_stream()?;
+    let streamed = forward.lay_out_decode()?;
     let tokens: Vec<i32> = (0..capacity).map(|i| (i * 7919 % config.vocab_size) as i32).collect();
     let history = device.upload(&tokens)?;
     let drafts = device.upload(&tokens[..MAX_DECODE_ROWS as usize])?;
@@ -91,7 +91,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
         for &rows in &sizes.rows {
             words.write(0, &[context - rows + 1, 0, 0, 0])?;
             draft_rows.write(0, &[rows as i32])?;
-            let counters = forward.stream().map(|stream| stream.counters());
+            let counters = forward.decode().map(|stream| stream.counters());
             let plan = PlanDecode {
                 rows: forward.rows(),
                 state: SequenceState { history: history.ptr_mut(), words: words.ptr_mut() },

@@ -1,6 +1,6 @@
 //! Linear layers: how fast weights stream through the kernels of `gpu_kernels::linear`.
 
-use gpu_kernels::linear::{self, Linear, SLICE, STRIP};
+use gpu_kernels::linear::{self, Linear, N_TILE, SLICE};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::step::{MAX_ROWS, Rows};
 use half::bf16;
@@ -15,12 +15,12 @@ use host::device::{Buffer, Device};
 const ROTATED_BYTES: usize = 1 << 30;
 /// Most sets of weights.
 const MOST_SETS: usize = 64;
-/// Output features that are compared with the plain product.
+/// Output features that are compared with the reference.
 const PROBES: usize = 64;
 
 /// What a layer does with its sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum LinearEpilogue {
     /// Writes them.
     Write,
     /// Adds them to what is there: a projection into the residual stream.
@@ -39,49 +39,49 @@ pub struct Shape {
     /// Output features; of gate and up together.
     pub n: usize,
     /// What is done with the sums.
-    pub kind: Kind,
+    pub kind: LinearEpilogue,
 }
 
 impl Shape {
     /// A layer that writes its sums.
     pub fn plain(k: usize, n: usize) -> Self {
-        Self { name: "linear".into(), k, n, kind: Kind::Write }
+        Self { name: "linear".into(), k, n, kind: LinearEpilogue::Write }
     }
 }
 
 /// Which layers, for how many rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sizes {
+pub struct LinearSizes {
     /// The layers.
     pub shapes: Vec<Shape>,
     /// Token rows: each number is a case.
     pub rows: Vec<u32>,
 }
 
-impl Sizes {
+impl LinearSizes {
     /// The layers of Qwen3-8B.
     pub fn published() -> Self {
         let shape = |name: &str, k, n, kind| Shape { name: name.into(), k, n, kind };
         Self {
             shapes: vec![
-                shape("qkv", 4096, 6144, Kind::Write),
-                shape("o", 4096, 4096, Kind::Add),
-                shape("gate, up", 4096, 24576, Kind::SwiGlu),
-                shape("down", 12288, 4096, Kind::Add),
-                shape("head", 4096, 151_936, Kind::Write),
+                shape("qkv", 4096, 6144, LinearEpilogue::Write),
+                shape("o", 4096, 4096, LinearEpilogue::Add),
+                shape("gate, up", 4096, 24576, LinearEpilogue::SwiGlu),
+                shape("down", 12288, 4096, LinearEpilogue::Add),
+                shape("head", 4096, 151_936, LinearEpilogue::Write),
             ],
             rows: vec![1, 8, 16, 64],
         }
     }
 
-    /// Small ones, for checks on the emulator: one of each kind, and strips that are not full.
+    /// Small ones, for checks on the emulator: one of each kind, and N-tiles that are not full.
     pub fn small() -> Self {
         let shape = |name: &str, k, n, kind| Shape { name: name.into(), k, n, kind };
         Self {
             shapes: vec![
-                shape("qkv", 128, 40, Kind::Write),
-                shape("o", 256, 32, Kind::Add),
-                shape("gate, up", 128, 48, Kind::SwiGlu),
+                shape("qkv", 128, 40, LinearEpilogue::Write),
+                shape("o", 256, 32, LinearEpilogue::Add),
+                shape("gate, up", 128, 48, LinearEpilogue::SwiGlu),
             ],
             rows: vec![1, 9, 20],
         }
@@ -106,8 +106,8 @@ impl Sizes {
                     2 * SLICE
                 )));
             }
-            if shape.kind == Kind::Add && !n.is_multiple_of(STRIP as usize) {
-                return Err(BenchError::Size(format!("--shape {k}x{n}: N must be a multiple of {STRIP}")));
+            if shape.kind == LinearEpilogue::Add && !n.is_multiple_of(N_TILE as usize) {
+                return Err(BenchError::Size(format!("--shape {k}x{n}: N must be a multiple of {N_TILE}")));
             }
             if k.saturating_mul(n) > u32::MAX as usize {
                 return Err(BenchError::Size(format!("--shape {k}x{n}: at most {} weights", u32::MAX)));
@@ -121,7 +121,7 @@ impl Sizes {
 ///
 /// # Errors
 /// Sizes that the kernels cannot take, too little memory, a device error, or a wrong result.
-pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
+pub fn run(bench: &mut Bench<'_>, sizes: &LinearSizes) -> Result<(), BenchError> {
     sizes.check()?;
     let rotated = if bench.is_timed() { ROTATED_BYTES } else { 0 };
     let sets = |shape: &Shape| (rotated / (shape.k * shape.n * 2)).clamp(if rotated > 0 { 2 } else { 1 }, MOST_SETS);
@@ -143,13 +143,13 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
     let inputs = random(m * k, 7);
     let x = device.upload(&inputs)?;
     // Features of an output row: gate and up make one of each pair.
-    let features = if kind == Kind::SwiGlu { n / 2 } else { n };
+    let features = if kind == LinearEpilogue::SwiGlu { n / 2 } else { n };
     let y = device.zeroed::<f32>(m * n)?;
-    let activation = device.zeroed::<bf16>(if kind == Kind::SwiGlu { m * features } else { 0 })?;
+    let activation = device.zeroed::<bf16>(if kind == LinearEpilogue::SwiGlu { m * features } else { 0 })?;
     // What a layer that adds leaves for the norm after it.
-    let adds = if kind == Kind::Add { n } else { 0 };
+    let adds = if kind == LinearEpilogue::Add { n } else { 0 };
     let (scaled, norm) = (device.zeroed::<bf16>(m * adds)?, device.zeroed::<bf16>(adds)?);
-    let squares = device.zeroed::<f32>(m * adds / STRIP as usize)?;
+    let squares = device.zeroed::<f32>(m * adds / N_TILE as usize)?;
     let list = RowList::new(device, rows)?;
     let launch = |set: usize| {
         // SAFETY: within the pool: it holds as many sets.
@@ -159,7 +159,7 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
             x: x.ptr(),
             weight,
             // SAFETY: as above; up follows gate.
-            up: unsafe { weight.at(if kind == Kind::SwiGlu { features * k } else { 0 }) },
+            up: unsafe { weight.at(if kind == LinearEpilogue::SwiGlu { features * k } else { 0 }) },
             norm: Norm::default(),
             y: y.ptr_mut(),
             activation: activation.ptr_mut(),
@@ -194,13 +194,13 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
         let (mut found, mut expected) = (Vec::new(), Vec::new());
         let (mut sums, mut activations) = (vec![0.0; features], vec![bf16::ZERO; features]);
         for row in 0..m {
-            if kind == Kind::SwiGlu {
+            if kind == LinearEpilogue::SwiGlu {
                 activation.read(row * features, &mut activations)?;
             } else {
                 y.read(row * features, &mut sums)?;
             }
             for &feature in &probes {
-                if kind == Kind::SwiGlu {
+                if kind == LinearEpilogue::SwiGlu {
                     let gate = product(row, feature);
                     found.push(activations[feature].to_f32());
                     expected.push(gate / (1.0 + (-gate).exp()) * product(row, features + feature));
@@ -211,33 +211,33 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
             }
         }
         // An activation is rounded to bf16.
-        Ok(compare(&found, &expected, if kind == Kind::SwiGlu { 6e-3 } else { 1e-4 }))
+        Ok(compare(&found, &expected, if kind == LinearEpilogue::SwiGlu { 6e-3 } else { 1e-4 }))
     };
     bench.case(case, launch, check)?;
     Ok(())
 }
 
 /// The width that serves `rows`, as the forward pass chooses it.
-unsafe fn enqueue(device: &Device, kind: Kind, rows: u32, p: Linear) -> Result<(), Error> {
+unsafe fn enqueue(device: &Device, kind: LinearEpilogue, rows: u32, p: Linear) -> Result<(), Error> {
     let width = match rows {
         0..=8 => 8,
         9..=16 => 16,
         _ => 64,
     };
     let shared = Linear::shared_bytes(width);
-    let strips = if kind == Kind::SwiGlu { Linear::swiglu_strips(p.n) } else { Linear::strips(p.n) };
+    let n_tiles = if kind == LinearEpilogue::SwiGlu { Linear::swiglu_n_tiles(p.n) } else { Linear::n_tiles(p.n) };
     // SAFETY: the caller's word.
     unsafe {
         match (kind, width) {
-            (Kind::Write, 8) => device.launch::<linear::linear_8>(strips, shared, p),
-            (Kind::Write, 16) => device.launch::<linear::linear_16>(strips, shared, p),
-            (Kind::Write, _) => device.launch::<linear::linear_64>(strips, shared, p),
-            (Kind::Add, 8) => device.launch::<linear::linear_add_8>(strips, shared, p),
-            (Kind::Add, 16) => device.launch::<linear::linear_add_16>(strips, shared, p),
-            (Kind::Add, _) => device.launch::<linear::linear_add_64>(strips, shared, p),
-            (Kind::SwiGlu, 8) => device.launch::<linear::swiglu_8>(strips, shared, p),
-            (Kind::SwiGlu, 16) => device.launch::<linear::swiglu_16>(strips, shared, p),
-            (Kind::SwiGlu, _) => device.launch::<linear::swiglu_64>(strips, shared, p),
+            (LinearEpilogue::Write, 8) => device.launch::<linear::linear_8>(n_tiles, shared, p),
+            (LinearEpilogue::Write, 16) => device.launch::<linear::linear_16>(n_tiles, shared, p),
+            (LinearEpilogue::Write, _) => device.launch::<linear::linear_64>(n_tiles, shared, p),
+            (LinearEpilogue::Add, 8) => device.launch::<linear::linear_add_8>(n_tiles, shared, p),
+            (LinearEpilogue::Add, 16) => device.launch::<linear::linear_add_16>(n_tiles, shared, p),
+            (LinearEpilogue::Add, _) => device.launch::<linear::linear_add_64>(n_tiles, shared, p),
+            (LinearEpilogue::SwiGlu, 8) => device.launch::<linear::swiglu_8>(n_tiles, shared, p),
+            (LinearEpilogue::SwiGlu, 16) => device.launch::<linear::swiglu_16>(n_tiles, shared, p),
+            (LinearEpilogue::SwiGlu, _) => device.launch::<linear::swiglu_64>(n_tiles, shared, p),
         }
     }
 }

@@ -6,14 +6,14 @@ use crate::{Bench, BenchError};
 
 /// Which batches.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sizes {
+pub struct NgramSizes {
     /// The cases.
     pub cases: Vec<Published>,
     /// Whether to measure the published designs beside this one, and, on a card, the host too.
     pub peers: bool,
 }
 
-impl Sizes {
+impl NgramSizes {
     /// The two figures that are held against targets, and the five groups of the published benchmark.
     pub fn published() -> Self {
         let groups = measure::groups();
@@ -37,7 +37,7 @@ impl Sizes {
 ///
 /// # Errors
 /// Too little memory, a device error, or a wrong result.
-pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
+pub fn run(bench: &mut Bench<'_>, sizes: &NgramSizes) -> Result<(), BenchError> {
     for case in &sizes.cases {
         if case.batch == 0 || case.length == 0 {
             return Err(BenchError::Size("--batch and --length must be 1 or more".into()));

@@ -45,7 +45,7 @@ impl fmt::Display for Order {
 
 /// How many records, of which size, in which orders.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sizes {
+pub struct TokenCopySizes {
     /// Records to copy.
     pub records: usize,
     /// Records that the region on the host has.
@@ -58,7 +58,7 @@ pub struct Sizes {
     pub variants: Vec<Variant>,
 }
 
-impl Sizes {
+impl TokenCopySizes {
     /// As published: 262,144 records of 656 bytes among 300,000, every order and every way.
     pub fn published() -> Self {
         Self {
@@ -114,9 +114,9 @@ struct Pairs {
 }
 
 impl Pairs {
-    fn new(device: &Device, sizes: &Sizes, order: Order, sets: usize) -> Result<Self, BenchError> {
+    fn new(device: &Device, sizes: &TokenCopySizes, order: Order, sets: usize) -> Result<Self, BenchError> {
         let mut random = Random(order as u64 + 1);
-        let Sizes { records, slots, .. } = *sizes;
+        let TokenCopySizes { records, slots, .. } = *sizes;
         let mut shuffled = |count: usize| {
             let mut all: Vec<i32> = (0..count as i32).collect();
             for i in (1..count).rev() {
@@ -156,7 +156,7 @@ impl Pairs {
 ///
 /// # Errors
 /// Sizes that the kernels cannot take, too little memory, a device error, or a wrong result.
-pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
+pub fn run(bench: &mut Bench<'_>, sizes: &TokenCopySizes) -> Result<(), BenchError> {
     sizes.check()?;
     let payload = sizes.records as u64 * u64::from(sizes.record_bytes);
     let sets = if bench.is_timed() { ROTATED_BYTES.div_ceil(payload).clamp(1, MOST_SETS) as usize } else { 1 };
@@ -174,7 +174,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &Sizes) -> Result<(), BenchError> {
     Ok(())
 }
 
-fn case(sizes: &Sizes, variant: Variant, order: Order, path: Path, sets: usize) -> Case {
+fn case(sizes: &TokenCopySizes, variant: Variant, order: Order, path: Path, sets: usize) -> Case {
     let way = if path == Path::ToHost { "to host, " } else { "" };
     Case {
         label: Label { bench: "token-copy", name: format!("{way}{variant}"), size: order.to_string() },
@@ -207,13 +207,13 @@ fn refused(error: token_copy::Error) -> BenchError {
 
 fn gather(
     bench: &mut Bench<'_>,
-    sizes: &Sizes,
+    sizes: &TokenCopySizes,
     variant: Variant,
     order: Order,
     pairs: &Pairs,
 ) -> Result<(), BenchError> {
     let device = bench.device();
-    let Sizes { records, slots, record_bytes, .. } = *sizes;
+    let TokenCopySizes { records, slots, record_bytes, .. } = *sizes;
     let size = record_bytes as usize;
     let shape = Shape { record_bytes, src_records: slots, dst_records: records, max_pairs: records };
     let mut copier = TokenCopy::new(device, shape).map_err(refused)?;
@@ -244,9 +244,9 @@ fn gather(
     Ok(())
 }
 
-fn scatter(bench: &mut Bench<'_>, sizes: &Sizes, variant: Variant, pairs: &Pairs) -> Result<(), BenchError> {
+fn scatter(bench: &mut Bench<'_>, sizes: &TokenCopySizes, variant: Variant, pairs: &Pairs) -> Result<(), BenchError> {
     let device = bench.device();
-    let Sizes { records, slots, record_bytes, .. } = *sizes;
+    let TokenCopySizes { records, slots, record_bytes, .. } = *sizes;
     let size = record_bytes as usize;
     let shape = Shape { record_bytes, src_records: records, dst_records: slots, max_pairs: records };
     let mut copier = TokenCopy::new(device, shape).map_err(refused)?;

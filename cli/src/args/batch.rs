@@ -31,7 +31,8 @@ Examples:
 pub struct BatchArgs {
     #[command(subcommand)]
     pub command: Option<BatchCommand>,
-    /// Requests, a JSON object a line, in OpenAI's batch format or as {"prompt": …}; `-` is standard input; .gz and .zst are read
+    /// Requests, a JSON object a line, in OpenAI's batch format or as {"prompt": …}; `-` is standard input; .gz and
+    /// .zst are read
     #[arg(value_name = "REQUESTS", required = true, value_hint = ValueHint::FilePath)]
     pub requests: Option<PathBuf>,
     /// Where results go, a JSON object a line; `-` is standard output; a name with .gz or .zst is written so
@@ -51,7 +52,8 @@ pub struct BatchArgs {
     pub no_think: bool,
     #[command(flatten)]
     pub run: RunArgs,
-    /// Several devices, each with requests of its own: `all` (every CUDA card), or a list such as cuda:0,cuda:1; --device counts no more then
+    /// Several devices, each with requests of its own: `all` (every CUDA card), or a list such as cuda:0,cuda:1;
+    /// --device counts no more then
     #[arg(long, value_name = "DEVICES", value_parser = devices, help_heading = "Device")]
     pub devices: Option<Devices>,
     // Behind the others: its heading would be theirs.
@@ -70,10 +72,12 @@ pub struct SizeArgs {
     /// Most tokens of a step, of prompts and answers together [default: 8192 on Hopper, else 256; 128 on the CPU]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
     pub step_rows: Option<u32>,
-    /// Tokens that the cache holds, of all requests together; at least a context [default: what there is memory for; 1 GiB on the CPU]
+    /// Tokens that the cache holds, of all requests together; at least a context [default: what there is memory for; 1
+    /// GiB on the CPU]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least_one)]
     pub cache_tokens: Option<usize>,
-    /// Tokens that are kept aside when the cache is full, rather than computed again [default: as many, on a card up to 4 GiB]
+    /// Tokens that are kept aside when the cache is full, rather than computed again [default: as many, on a card up to
+    /// 4 GiB]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub swap_tokens: Option<usize>,
     /// Draft while a step has fewer rows than this

@@ -51,7 +51,8 @@ pub enum BenchCommand {
 /// Where and how often, and what becomes of the figures.
 #[derive(Debug, clap::Args)]
 pub struct BenchRunArgs {
-    /// auto (the first CUDA card), cuda, cuda:N, or emulator (each kernel once on the CPU, small, to check it; no times)
+    /// auto (the first CUDA card), cuda, cuda:N, or emulator (each kernel once on the CPU, small, to check it; no
+    /// times)
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "WARPDRAFT_DEVICE", global = true)]
     pub device: DeviceChoice,
     /// Load the kernels of this file, PTX or machine code, instead of those that are built in; it is trusted

@@ -1,4 +1,5 @@
-//! `warpdraft completions`: a script that teaches a shell the commands and flags. `warpdraft manual`: the same for `man`.
+//! `warpdraft completions`: a script that teaches a shell the commands and flags. `warpdraft manual`: the same for
+//! `man`.
 
 use std::path::Path;
 

@@ -248,7 +248,8 @@ impl Findings {
     }
 }
 
-/// The longest context whose cache and working memory fit into `room` beside the weights; memory grows with the context.
+/// The longest context whose cache and working memory fit into `room` beside the weights; memory grows with the
+/// context.
 fn longest_context(config: &Config, room: u64, has_gemms: bool) -> usize {
     let fits = |context| {
         let footprint = Footprint::of(config, context, has_gemms);

@@ -35,24 +35,24 @@ pub struct Bench {
 #[derive(Debug)]
 pub enum Group {
     /// The card itself.
-    Ceilings(ceilings::Sizes),
+    Ceilings(ceilings::CeilingSizes),
     /// Linear layers.
-    Linear(linear::Sizes),
+    Linear(linear::LinearSizes),
     /// Attention.
-    Attention(attention::Sizes),
+    Attention(attention::AttentionSizes),
     /// A decode step.
-    Decode(decode::Sizes),
+    Decode(decode::DecodeSizes),
     /// The token-record gather.
-    TokenCopy(token_copy::Sizes),
+    TokenCopy(token_copy::TokenCopySizes),
     /// Drafting by n-gram match.
-    Ngram(ngram::Sizes),
+    Ngram(ngram::NgramSizes),
 }
 
 impl Group {
     /// How many rows it brings.
     pub fn cases(&self) -> usize {
         match self {
-            Self::Ceilings(_) => ceilings::Sizes::CASES,
+            Self::Ceilings(_) => ceilings::CeilingSizes::CASES,
             Self::Linear(sizes) => sizes.cases(),
             Self::Attention(sizes) => sizes.cases(),
             Self::Decode(sizes) => sizes.cases(),
@@ -110,8 +110,8 @@ pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
 }
 
 fn ceilings_group(args: &CeilingsArgs, small: bool) -> Group {
-    let default = if small { ceilings::Sizes::SMALL } else { ceilings::Sizes::PUBLISHED };
-    Group::Ceilings(ceilings::Sizes {
+    let default = if small { ceilings::CeilingSizes::SMALL } else { ceilings::CeilingSizes::PUBLISHED };
+    Group::Ceilings(ceilings::CeilingSizes {
         bytes: args.bytes.unwrap_or(default.bytes),
         bus_bytes: args.bus_bytes.unwrap_or(default.bus_bytes),
         ..default
@@ -124,14 +124,14 @@ fn or<T>(given: Vec<T>, default: Vec<T>) -> Vec<T> {
 }
 
 fn linear_group(args: LinearArgs, small: bool) -> Group {
-    let default = if small { linear::Sizes::small() } else { linear::Sizes::published() };
+    let default = if small { linear::LinearSizes::small() } else { linear::LinearSizes::published() };
     let shapes = args.shape.into_iter().map(|(k, n)| linear::Shape::plain(k, n)).collect();
-    Group::Linear(linear::Sizes { shapes: or(shapes, default.shapes), rows: or(args.rows, default.rows) })
+    Group::Linear(linear::LinearSizes { shapes: or(shapes, default.shapes), rows: or(args.rows, default.rows) })
 }
 
 fn attention_group(args: AttentionArgs, small: bool) -> Group {
-    let default = if small { attention::Sizes::small() } else { attention::Sizes::published() };
-    Group::Attention(attention::Sizes {
+    let default = if small { attention::AttentionSizes::small() } else { attention::AttentionSizes::published() };
+    Group::Attention(attention::AttentionSizes {
         q_heads: args.query_heads.unwrap_or(default.q_heads),
         kv_heads: args.kv_heads.unwrap_or(default.kv_heads),
         contexts: or(args.context, default.contexts),
@@ -140,10 +140,10 @@ fn attention_group(args: AttentionArgs, small: bool) -> Group {
 }
 
 fn decode_group(args: DecodeArgs, small: bool) -> Group {
-    let default = if small { decode::Sizes::small() } else { decode::Sizes::published() };
+    let default = if small { decode::DecodeSizes::small() } else { decode::DecodeSizes::published() };
     let named = args.size.and_then(|name| Some((name.to_string(), model::Config::published(name)?)));
     let (name, config) = named.unwrap_or((default.name, default.config));
-    Group::Decode(decode::Sizes {
+    Group::Decode(decode::DecodeSizes {
         name,
         config,
         contexts: or(args.context, default.contexts),
@@ -152,14 +152,14 @@ fn decode_group(args: DecodeArgs, small: bool) -> Group {
 }
 
 fn token_copy_group(args: TokenCopyArgs, small: bool) -> Group {
-    let default = if small { token_copy::Sizes::small() } else { token_copy::Sizes::published() };
+    let default = if small { token_copy::TokenCopySizes::small() } else { token_copy::TokenCopySizes::published() };
     let orders = args.order.iter().map(|order| match order {
         OrderName::Random => token_copy::Order::Random,
         OrderName::Unique => token_copy::Order::Unique,
         OrderName::Sequential => token_copy::Order::Sequential,
     });
     let records = args.records.unwrap_or(default.records);
-    Group::TokenCopy(token_copy::Sizes {
+    Group::TokenCopy(token_copy::TokenCopySizes {
         records,
         slots: args.slots.unwrap_or(default.slots.max(records)),
         record_bytes: args.record_bytes.unwrap_or(default.record_bytes),
@@ -169,7 +169,7 @@ fn token_copy_group(args: TokenCopyArgs, small: bool) -> Group {
 }
 
 fn ngram_group(args: &NgramArgs, small: bool) -> Group {
-    let default = if small { ngram::Sizes::small() } else { ngram::Sizes::published() };
+    let default = if small { ngram::NgramSizes::small() } else { ngram::NgramSizes::published() };
     let given = args.batch.is_some() || args.length.is_some() || args.threshold.is_some() || args.hit.is_some();
     let hit = match args.hit {
         Some(HitName::PromptEarly) => Hit::PromptEarly,
@@ -185,7 +185,7 @@ fn ngram_group(args: &NgramArgs, small: bool) -> Group {
         hit,
     };
     let cases = if given { vec![one] } else { default.cases };
-    Group::Ngram(ngram::Sizes { cases, peers: args.peers || default.peers })
+    Group::Ngram(ngram::NgramSizes { cases, peers: args.peers || default.peers })
 }
 
 #[cfg(test)]
@@ -206,16 +206,16 @@ mod tests {
     #[test]
     fn a_card_gets_the_published_sizes_after_its_own_limits() {
         let bench = bench_from(&["linear", "--device", "cuda"]).unwrap();
-        assert!(matches!(bench.groups[0], Group::Ceilings(ceilings::Sizes::PUBLISHED)));
+        assert!(matches!(bench.groups[0], Group::Ceilings(ceilings::CeilingSizes::PUBLISHED)));
         let Group::Linear(sizes) = &bench.groups[1] else { panic!("{:?}", bench.groups) };
-        assert_eq!(*sizes, linear::Sizes::published());
+        assert_eq!(*sizes, linear::LinearSizes::published());
     }
 
     #[test]
     fn the_emulator_gets_small_sizes_and_what_was_asked_for() {
         let bench = bench_from(&["attention", "--device", "emulator", "--rows", "2,3"]).unwrap();
         let [Group::Attention(sizes)] = &bench.groups[..] else { panic!("{:?}", bench.groups) };
-        assert_eq!(*sizes, attention::Sizes { rows: vec![2, 3], ..attention::Sizes::small() });
+        assert_eq!(*sizes, attention::AttentionSizes { rows: vec![2, 3], ..attention::AttentionSizes::small() });
     }
 
     #[test]

@@ -10,7 +10,8 @@ use crate::target;
 /// Starts a copy of 16 bytes (`cp.async.cg.shared.global`).
 ///
 /// # Safety
-/// Both addresses are multiples of 16 in live memory; the source is not written, nor the destination used, until the copy was waited for.
+/// Both addresses are multiples of 16 in live memory; the source is not written, nor the destination used, until the
+/// copy was waited for.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn copy16(destination: Shared<u8>, source: Global<u8>) {

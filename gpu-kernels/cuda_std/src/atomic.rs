@@ -1,7 +1,7 @@
 //! Atomic accesses to global and shared memory.
 //!
-//! Every function takes an [`Ordering`] and a [`Scope`], which are part of the PTX instruction: pass constants. In PTX's
-//! terms `fetch_add(p, i, 1, Ordering::AcqRel, Scope::Device)` is `atom.acq_rel.gpu.global.add.u32`.
+//! Every function takes an [`Ordering`] and a [`Scope`], which are part of the PTX instruction: pass constants. In
+//! PTX's terms `fetch_add(p, i, 1, Ordering::AcqRel, Scope::Device)` is `atom.acq_rel.gpu.global.add.u32`.
 
 use crate::GlobalMut;
 use crate::shared::Shared;
@@ -65,8 +65,8 @@ macro_rules! operations {
             $(#[$doc])*
             ///
             /// # Safety
-            /// The element is in live memory, aligned to its size, and initialised unless this is a store; others use it
-            /// meanwhile only through this module.
+            /// The element is in live memory, aligned to its size, and initialised unless this is a store; others use
+            /// it meanwhile only through this module.
             #[inline(always)]
             #[track_caller]
             pub unsafe fn $name<P: Place>(

@@ -10,7 +10,8 @@ use crate::{Global, GlobalMut};
 /// A barrier in shared memory (`mbarrier`): a phase ends when the expected arrivals and bytes have come.
 ///
 /// Phases alternate in parity, from 0. [`wait`](Self::wait) with a parity returns when the phase of that parity has
-/// ended; with parity 1 it returns at once on a fresh barrier, so a ring's producer starts with 1 and its consumers with 0.
+/// ended; with parity 1 it returns at once on a fresh barrier, so a ring's producer starts with 1 and its consumers
+/// with 0.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct Barrier(Shared<u64>);
@@ -53,8 +54,8 @@ impl Barrier {
         unsafe { target::mbarrier_arrive(self.0.addr()) }
     }
 
-    /// One arrival, if `condition`: the instruction is predicated, so that there is no branch on a lane's number into which the compiler
-    /// could draw what warps do together.
+    /// One arrival, if `condition`: the instruction is predicated, so that there is no branch on a lane's number into
+    /// which the compiler could draw what warps do together.
     ///
     /// # Safety
     /// As for [`arrive`](Self::arrive).
@@ -120,7 +121,8 @@ pub unsafe fn copy_to_shared(destination: Shared<u8>, source: Global<u8>, bytes:
     unsafe { target::bulk_to_shared(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
 }
 
-/// [`copy_to_shared`] of what nobody else will read soon: it is the first to leave L2 (`.L2::cache_hint`, with the policy `evict_first`).
+/// [`copy_to_shared`] of what nobody else will read soon: it is the first to leave L2 (`.L2::cache_hint`, with the
+/// policy `evict_first`).
 ///
 /// # Safety
 /// As [`copy_to_shared`].
@@ -131,8 +133,8 @@ pub unsafe fn copy_to_shared_once(destination: Shared<u8>, source: Global<u8>, b
     unsafe { target::bulk_to_shared_once(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
 }
 
-/// As [`copy_to_shared`] into every block of the [cluster](crate::cluster) whose bit is set in `blocks`, at the same place and towards the same barrier in
-/// each (`.multicast::cluster`).
+/// As [`copy_to_shared`] into every block of the [cluster](crate::cluster) whose bit is set in `blocks`, at the same
+/// place and towards the same barrier in each (`.multicast::cluster`).
 ///
 /// # Safety
 /// As [`copy_to_shared`], for each of the blocks, none of which has ended.
@@ -188,8 +190,8 @@ pub fn fence_proxy_async() {
     target::fence_proxy_async();
 }
 
-/// The same for accesses to global memory, its own and those that others showed it (`fence.proxy.async.global`): stands between meeting who wrote and
-/// copying what was written.
+/// The same for accesses to global memory, its own and those that others showed it (`fence.proxy.async.global`): stands
+/// between a barrier that waits for the writers and the copy of what they wrote.
 #[inline(always)]
 pub fn fence_proxy_async_global() {
     target::fence_proxy_async_global();

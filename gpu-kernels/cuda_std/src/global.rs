@@ -196,7 +196,8 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global(self.element(i), value) }
     }
 
-    /// [`store`](Self::store) of 4 or 8 bytes, if `condition`: the instruction is predicated, where a branch would have what comes behind it wait for lanes to meet.
+    /// [`store`](Self::store) of 4 or 8 bytes, if `condition`: the instruction is predicated, where a branch would have
+    /// what comes behind it wait for lanes to meet.
     ///
     /// # Safety
     /// As for [`store`](Self::store), if `condition`.
@@ -207,7 +208,8 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global_if(condition, self.element(i), value) }
     }
 
-    /// [`load`](Global::load) of 4 bytes, if `condition`; else it is `otherwise`. As with [`store_if`](Self::store_if) there is no branch, behind which a value would have to be there.
+    /// [`load`](Global::load) of 4 bytes, if `condition`; else it is `otherwise`. As with [`store_if`](Self::store_if)
+    /// there is no branch, behind which a value would have to be there.
     ///
     /// # Safety
     /// As for [`load`](Global::load), if `condition`.
@@ -230,8 +232,8 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global16(self.element(i), value) }
     }
 
-    /// [`store16`](Self::store16) of what is read soon, and overwritten not much later: it is the last to leave L2, so that it need never go
-    /// to memory (`st.global.L2::cache_hint.v4.b32`, with the policy `evict_last`).
+    /// [`store16`](Self::store16) of what is read soon, and overwritten not much later: it is the last to leave L2, so
+    /// that it need never go to memory (`st.global.L2::cache_hint.v4.b32`, with the policy `evict_last`).
     ///
     /// # Safety
     /// As for [`store16`](Self::store16).

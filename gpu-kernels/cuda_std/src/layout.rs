@@ -2,7 +2,7 @@
 //!
 //! Kernels are compiled apart from the host, and may come from a file. A launch hands over bytes: if the two sides have
 //! different fields in mind, the kernel reads nonsense and says nothing. Each kernel's PTX carries the
-//! [stamp](Layout::STAMP) of its parameter block, and whoever loads it compares that with the host's.
+//! [digest](Layout::DIGEST) of its parameter block, and whoever loads it compares that with the host's.
 
 use crate::{Global, GlobalMut, bf16, f16};
 
@@ -22,19 +22,19 @@ use crate::{Global, GlobalMut, bf16, f16};
 /// assert_eq!(size_of::<Old>(), size_of::<New>());
 /// ```
 #[diagnostic::on_unimplemented(
-    message = "`{Self}` reaches a kernel, and has no stamp that says what it looks like in memory",
+    message = "`{Self}` reaches a kernel, and has no digest that says what it looks like in memory",
     label = "add `#[derive(cuda_std::Layout)]` to `{Self}`"
 )]
 pub trait Layout {
     /// A hash of size, alignment, and each field's name, offset and layout; through addresses, of what lies there.
-    const STAMP: u64;
+    const DIGEST: u64;
 }
 
-/// A stamp in the making (FNV-1a).
+/// A digest in the making (FNV-1a).
 #[derive(Clone, Copy, Debug)]
-pub struct Stamp(u64);
+pub struct Digest(u64);
 
-impl Stamp {
+impl Digest {
     /// Of a type of `T`'s size and alignment.
     #[must_use]
     pub const fn of<T>() -> Self {
@@ -50,23 +50,23 @@ impl Stamp {
     /// With a name.
     #[must_use]
     pub const fn text(self, text: &str) -> Self {
-        let (mut stamp, mut i) = (self.number(text.len() as u64), 0);
+        let (mut digest, mut i) = (self.number(text.len() as u64), 0);
         while i < text.len() {
-            stamp = stamp.byte(text.as_bytes()[i]);
+            digest = digest.byte(text.as_bytes()[i]);
             i += 1;
         }
-        stamp
+        digest
     }
 
     /// With a number.
     #[must_use]
     pub const fn number(self, number: u64) -> Self {
-        let (bytes, mut stamp, mut i) = (number.to_le_bytes(), self, 0);
+        let (bytes, mut digest, mut i) = (number.to_le_bytes(), self, 0);
         while i < bytes.len() {
-            stamp = stamp.byte(bytes[i]);
+            digest = digest.byte(bytes[i]);
             i += 1;
         }
-        stamp
+        digest
     }
 
     /// Done.
@@ -83,7 +83,7 @@ impl Stamp {
 macro_rules! numbers {
     ($($number:ident)*) => { $(
         impl Layout for $number {
-            const STAMP: u64 = Stamp::of::<Self>().text(stringify!($number)).finish();
+            const DIGEST: u64 = Digest::of::<Self>().text(stringify!($number)).finish();
         }
     )* };
 }
@@ -91,13 +91,13 @@ macro_rules! numbers {
 numbers!(u8 u16 u32 u64 i8 i16 i32 i64 f32 f64 bf16 f16);
 
 impl<T: Layout> Layout for Global<T> {
-    const STAMP: u64 = Stamp::of::<Self>().field("read", 0, T::STAMP).finish();
+    const DIGEST: u64 = Digest::of::<Self>().field("read", 0, T::DIGEST).finish();
 }
 
 impl<T: Layout> Layout for GlobalMut<T> {
-    const STAMP: u64 = Stamp::of::<Self>().field("write", 0, T::STAMP).finish();
+    const DIGEST: u64 = Digest::of::<Self>().field("write", 0, T::DIGEST).finish();
 }
 
 impl<T: Layout, const N: usize> Layout for [T; N] {
-    const STAMP: u64 = Stamp::of::<Self>().field("each", N, T::STAMP).finish();
+    const DIGEST: u64 = Digest::of::<Self>().field("each", N, T::DIGEST).finish();
 }

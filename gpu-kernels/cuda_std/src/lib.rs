@@ -50,7 +50,7 @@ pub mod bulk;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod cluster;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub mod launches;
+pub mod dependent_launch;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod tensor;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
@@ -107,8 +107,8 @@ pub trait Kernel {
     const NAME: &'static str;
     /// The PTX module that it is in: `"main"`, or what the attribute names.
     const MODULE: &'static str;
-    /// The stamp of the parameter block, which the PTX module holds too.
-    const LAYOUT: u64 = Self::Params::STAMP;
+    /// The digest of the parameter block, which the PTX module holds too.
+    const LAYOUT: u64 = Self::Params::DIGEST;
     /// The block size.
     const THREADS: u32;
     /// Blocks of a cluster, neighbours in x.

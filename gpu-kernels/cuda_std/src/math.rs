@@ -121,8 +121,8 @@ pub fn brev(x: u32) -> u32 {
     x.reverse_bits()
 }
 
-/// Four bytes of eight, those of `low` and then those of `high`: byte `i` of the result is the one whose number bits `4 i` to `4 i + 2` of `which` are (`prmt.b32`).
-/// Bit `4 i + 3` is zero.
+/// Four bytes of eight, those of `low` and then those of `high`: byte `i` of the result is the one whose number bits
+/// `4 i` to `4 i + 2` of `which` are (`prmt.b32`). Bit `4 i + 3` is zero.
 #[inline(always)]
 #[must_use]
 pub fn permute(low: u32, high: u32, which: u32) -> u32 {

@@ -24,7 +24,7 @@ use crate::target;
 ///
 /// A warp does this together. LLVM does not know that: a product whose result only some lanes use it may move into
 /// their branch, where the card waits for ever. The emulator does not see it. Pass such a result through
-/// [`thread::fresh`](crate::thread::fresh) first.
+/// [`thread::opaque`](crate::thread::opaque) first.
 #[inline(always)]
 #[must_use]
 #[track_caller]
@@ -59,8 +59,8 @@ pub unsafe fn ldmatrix_x4_trans<T>(row: Shared<T>) -> [u32; 4] {
     unsafe { target::ldmatrix_x4_trans(row.addr()) }
 }
 
-/// An 8 x 8 matrix of 16-bit elements, transposed (`movmatrix.sync.aligned.m8n8.trans.b16`): a lane's word is the pair of elements in row
-/// `lane / 4`, columns `2 (lane % 4)` and the next, of what it gives and of what it gets.
+/// An 8 x 8 matrix of 16-bit elements, transposed (`movmatrix.sync.aligned.m8n8.trans.b16`): a lane's word is the pair
+/// of elements in row `lane / 4`, columns `2 (lane % 4)` and the next, of what it gives and of what it gets.
 #[inline(always)]
 #[must_use]
 #[track_caller]
@@ -68,8 +68,8 @@ pub fn transpose(word: u32) -> u32 {
     target::movmatrix(word)
 }
 
-/// Stores four 8 x 8 matrices of 16-bit elements: [`ldmatrix_x4`] the other way, with the same meaning of `row` and of the words
-/// (`stmatrix.sync.aligned.m8n8.x4.shared::cta.b16`, sm_90 on).
+/// Stores four 8 x 8 matrices of 16-bit elements: [`ldmatrix_x4`] the other way, with the same meaning of `row` and of
+/// the words (`stmatrix.sync.aligned.m8n8.x4.shared::cta.b16`, sm_90 on).
 ///
 /// # Safety
 /// As for [`Shared::store16`], for every lane.

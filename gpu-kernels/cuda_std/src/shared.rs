@@ -77,7 +77,8 @@ impl<T: Copy> Shared<T> {
     /// Element `i`, of 1, 2, 4 or 8 bytes (`ld.shared`).
     ///
     /// # Safety
-    /// The element is within the block's shared memory, aligned to its size, initialised, and nobody writes it meanwhile.
+    /// The element is within the block's shared memory, aligned to its size, initialised, and nobody writes it
+    /// meanwhile.
     #[inline(always)]
     #[must_use]
     #[track_caller]

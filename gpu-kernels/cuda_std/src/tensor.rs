@@ -1,10 +1,12 @@
 //! Copies of tiles of a matrix between global and shared memory, by TMA (sm_90a).
 //!
-//! A [`TensorMap`] says where a matrix of bf16 lies and what a tile of it is. A tile is rows of 64 elements, 128 bytes each, and lands
-//! in shared memory row after row; mostly in the 128-byte swizzle that `wgmma` reads without bank conflicts: the 16-byte chunk `c` of
-//! row `r` lies at chunk `c ^ (r % 8)` of that row ([`swizzled`]). What lies beyond the matrix's edge is read as zeros, and not written: memory is not asked for it.
+//! A [`TensorMap`] says where a matrix of bf16 lies and what a tile of it is. A tile is rows of 64 elements, 128 bytes
+//! each, and lands in shared memory row after row; mostly in the 128-byte swizzle that `wgmma` reads without bank
+//! conflicts: the 16-byte chunk `c` of row `r` lies at chunk `c ^ (r % 8)` of that row ([`swizzled`]). What lies beyond
+//! the matrix's edge is read as zeros, and not written: memory is not asked for it.
 //!
-//! Under the emulator a map holds a plain description in place of the driver's encoding, and the copies are done from that.
+//! Under the emulator a map holds a plain description in place of the driver's encoding, and the copies are done from
+//! that.
 
 use crate::Global;
 use crate::bulk::Barrier;
@@ -14,7 +16,8 @@ use crate::target;
 /// Elements in a row of a tile.
 pub const ROW: u32 = 64;
 
-/// A tensor map as TMA reads it; made by the driver (or [`TensorMap::emulated`]), opaque here. Kernels take its address.
+/// A tensor map as TMA reads it; made by the driver (or [`TensorMap::emulated`]), opaque here. Kernels take its
+/// address.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TensorMap(pub [u64; 16]);
@@ -44,8 +47,8 @@ impl Matrix {
     }
 }
 
-/// An array of 8-byte words in four dimensions, and the boxes that are copied of it: what a [`TensorMap`] for [`load_box_once`] is
-/// made from. Of all four, the first dimension is the innermost.
+/// An array of 8-byte words in four dimensions, and the boxes that are copied of it: what a [`TensorMap`] for
+/// [`load_box_once`] is made from. Of all four, the first dimension is the innermost.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Array {
@@ -128,8 +131,8 @@ pub unsafe fn acquire(map: Global<TensorMap>) {
 /// (`cp.async.bulk.tensor.2d`). One lane issues it. All bytes of a tile count, beyond the edge or not.
 ///
 /// # Safety
-/// `map` was [`acquire`]d; `destination` is a multiple of 1,024, or of 128 if tiles are not swizzled, with room for the tile; the matrix is not written, nor
-/// the destination used, before the phase has ended.
+/// `map` was [`acquire`]d; `destination` is a multiple of 1,024, or of 128 if tiles are not swizzled, with room for the
+/// tile; the matrix is not written, nor the destination used, before the phase has ended.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn load<T>(destination: Shared<T>, map: Global<TensorMap>, [x, y]: [u32; 2], barrier: Barrier) {
@@ -137,8 +140,9 @@ pub unsafe fn load<T>(destination: Shared<T>, map: Global<TensorMap>, [x, y]: [u
     unsafe { target::tensor_load(destination.addr(), map.addr(), x, y, barrier.place().addr()) }
 }
 
-/// Starts a copy of the box of an array that begins at word `at`, one row after another and so on, whose bytes count towards
-/// `barrier` (`cp.async.bulk.tensor.4d`). Nobody reads them again soon: they are the first to leave L2. One lane issues it.
+/// Starts a copy of the box of an array that begins at word `at`, one row after another and so on, whose bytes count
+/// towards `barrier` (`cp.async.bulk.tensor.4d`). Nobody reads them again soon: they are the first to leave L2. One
+/// lane issues it.
 ///
 /// # Safety
 /// As [`load`], of tiles that are not swizzled.
@@ -149,8 +153,8 @@ pub unsafe fn load_box_once<T>(destination: Shared<T>, map: Global<TensorMap>, a
     unsafe { target::tensor_load_box_once(destination.addr(), map.addr(), at, barrier.place().addr()) }
 }
 
-/// As [`load`] into every block of the cluster whose bit is set in `blocks`, at the same place and towards the same barrier in each
-/// (`.multicast::cluster`).
+/// As [`load`] into every block of the cluster whose bit is set in `blocks`, at the same place and towards the same
+/// barrier in each (`.multicast::cluster`).
 ///
 /// # Safety
 /// As [`load`], for each of the blocks.
@@ -168,8 +172,8 @@ pub unsafe fn load_multicast<T>(
 }
 
 /// Starts the copy of a tile to column `x`, row `y`, as part of the lane's open group
-/// ([`bulk::commit`](crate::bulk::commit), [`bulk::wait_read`](crate::bulk::wait_read)). What was written to the tile by ordinary stores
-/// was fenced by its writers ([`bulk::fence_proxy_async`](crate::bulk::fence_proxy_async)).
+/// ([`bulk::commit`](crate::bulk::commit), [`bulk::wait_read`](crate::bulk::wait_read)). What was written to the tile
+/// by ordinary stores was fenced by its writers ([`bulk::fence_proxy_async`](crate::bulk::fence_proxy_async)).
 ///
 /// # Safety
 /// As [`load`], the other way; the source is not written before its group was waited for.

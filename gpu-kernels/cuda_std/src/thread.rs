@@ -90,12 +90,12 @@ pub fn nanosleep(ns: u32) {
     target::nanosleep(ns);
 }
 
-/// The same value, but new to the compiler (`mov.b32`): what is computed from it inside a loop is computed there, and not before the loop to
-/// be kept in a register throughout.
+/// The same value, but new to the compiler (`mov.b32`): what is computed from it inside a loop is computed there, and
+/// not before the loop to be kept in a register throughout.
 #[inline(always)]
 #[must_use]
-pub fn fresh(value: u32) -> u32 {
-    target::fresh(value)
+pub fn opaque(value: u32) -> u32 {
+    target::opaque(value)
 }
 
 /// At the head of a loop: the assembler writes its body out once (`.pragma "nounroll"`).
@@ -104,7 +104,7 @@ pub fn keep_rolled() {
     target::keep_rolled();
 }
 
-/// Nanoseconds on a clock that all multiprocessors share (`%globaltimer`). The emulator counts its scheduling steps.
+/// Nanoseconds on a clock that all SMs share (`%globaltimer`). The emulator counts its scheduling steps.
 #[inline(always)]
 #[must_use]
 pub fn global_timer() -> u64 {

@@ -1,7 +1,7 @@
 //! Matrix products of a warpgroup, four warps together, from shared memory (`wgmma`, sm_90a).
 //!
-//! A warpgroup is four consecutive warps, the first a multiple of four. A product adds A · Bᵀ to accumulators: A is 64 rows, B is
-//! `n` rows, both 16 deep and bf16, C is 64 × `n` in f32. It runs beside what the warps do next:
+//! A warpgroup is four consecutive warps, the first a multiple of four. A product adds A · Bᵀ to accumulators: A is 64
+//! rows, B is `n` rows, both 16 deep and bf16, C is 64 × `n` in f32. It runs beside what the warps do next:
 //!
 //! ```text
 //! fence()            before the first product on accumulators or registers that ordinary code wrote
@@ -11,19 +11,20 @@
 //! ```
 //!
 //! # Accumulators
-//! A lane has [`ACCUMULATORS`] of them, by number. With `group = lane / 4` and `pair = lane % 4`, warp `w` of the warpgroup has rows `16 w + group`
-//! (the first of two) and that plus 8:
+//! A lane has [`ACCUMULATORS`] of them, by number. With `group = lane / 4` and `pair = lane % 4`, warp `w` of the
+//! warpgroup has rows `16 w + group` (the first of two) and that plus 8:
 //!
 //! | number | holds |
 //! |---|---|
 //! | `4 j`, `4 j + 1` | C\[group\]\[8 j + 2 pair\] and the next column |
 //! | `4 j + 2`, `4 j + 3` | C\[group + 8\]\[8 j + 2 pair\] and the next column |
 //!
-//! They are PTX registers that [`declare`] names and these functions use by name, as are the fragments of A. Operands of `asm!` would do, but rustc
-//! keeps an array of 128 partly in local memory, and computes fragments while products are under way; the assembler then runs
-//! products one after another (its warnings C7514 and C7513).
+//! They are PTX registers that [`declare`] names and these functions use by name, as are the fragments of A. Operands
+//! of `asm!` would do, but rustc keeps an array of 128 partly in local memory, and computes fragments while products
+//! are under way; the assembler then runs products one after another (its warnings C7514 and C7513).
 //!
-//! Every function but [`get`], [`set`] and [`set_fragment`] is collective: all lanes of the warpgroup call it together. The emulator does a product when it is waited for.
+//! Every function but [`get`], [`set`] and [`set_fragment`] is collective: all lanes of the warpgroup call it together.
+//! The emulator does a product when it is waited for.
 
 use crate::shared::Shared;
 use crate::target;
@@ -44,8 +45,9 @@ impl Operand {
     #[inline(always)]
     #[must_use]
     pub const fn at<T>(rows: Shared<T>) -> Self {
-        // In units of 16 bytes; the distance of groups of eight rows and the swizzle are in the upper word, always the same. Swizzled, nothing looks at this word's upper half, where a
-        // cluster's addresses say which block's they are.
+        // In units of 16 bytes; the distance of groups of eight rows and the swizzle are in the upper word, always the
+        // same. Swizzled, nothing looks at this word's upper half, where a cluster's addresses say which block's they
+        // are.
         Self(1 << 16 | rows.addr() >> 4)
     }
 
@@ -70,8 +72,8 @@ const fn descriptor(address: u32, leading: u32) -> u32 {
     (leading / 16) << 16 | (address & 0x3_ffff) >> 4
 }
 
-/// A matrix with the sum down its columns: rows of 128 bytes in shared memory, 64 columns of one of the sum, in the swizzle of [`tensor`](crate::tensor)
-/// (MN-major, to PTX a transposed matrix).
+/// A matrix with the sum down its columns: rows of 128 bytes in shared memory, 64 columns of one of the sum, in the
+/// swizzle of [`tensor`](crate::tensor) (MN-major, to PTX a transposed matrix).
 #[derive(Clone, Copy, Debug)]
 pub struct Columns(u32);
 
@@ -96,8 +98,8 @@ pub const CORE_BYTES: u32 = 128;
 /// Bytes from one group of eight rows to the next, of [`Cores`].
 pub const CORE_ROWS_APART: u32 = 1024;
 
-/// Rows in shared memory as core matrices, without a swizzle: the two halves of an instruction's 16 of the sum behind each other, groups of eight rows
-/// [`CORE_ROWS_APART`].
+/// Rows in shared memory as core matrices, without a swizzle: the two halves of an instruction's 16 of the sum behind
+/// each other, groups of eight rows [`CORE_ROWS_APART`].
 #[derive(Clone, Copy, Debug)]
 pub struct Cores(u32);
 
@@ -143,7 +145,8 @@ pub fn wait<const PENDING: u64>() {
     target::wgmma_wait::<PENDING>();
 }
 
-/// `C = A · Bᵀ`, plus C if `keep`, in the accumulators below [`SPARE`]: B has 256 rows in core matrices (`wgmma.mma_async.sync.aligned.m64n256k16`).
+/// `C = A · Bᵀ`, plus C if `keep`, in the accumulators below [`SPARE`]: B has 256 rows in core matrices
+/// (`wgmma.mma_async.sync.aligned.m64n256k16`).
 ///
 /// # Safety
 /// Both operands are complete in shared memory, and not written before the product was waited for.
@@ -176,7 +179,8 @@ pub unsafe fn mma_n128(a: Operand, b: Operand, keep: bool) {
     unsafe { target::wgmma_n128(a.0, b.0, keep) }
 }
 
-/// `C = A · B` for B of 128 columns, plus C if `keep`, in the accumulators 64 to 127, with A in registers: the fragments `4 STEP` to `4 STEP + 3`.
+/// `C = A · B` for B of 128 columns, plus C if `keep`, in the accumulators 64 to 127, with A in registers: the
+/// fragments `4 STEP` to `4 STEP + 3`.
 ///
 /// # Safety
 /// As [`mma_n256`], for B.
@@ -223,7 +227,8 @@ pub unsafe fn mma_n64_upper<const STEP: usize>(b: Operand, keep: bool) {
     unsafe { target::wgmma_n64_upper::<STEP>(b.0, keep) }
 }
 
-/// Gives the four fragments of step `STEP` what [`ldmatrix_x4`](crate::mma::ldmatrix_x4) loads. No product that uses them is under way.
+/// Gives the four fragments of step `STEP` what [`ldmatrix_x4`](crate::mma::ldmatrix_x4) loads. No product that uses
+/// them is under way.
 ///
 /// # Safety
 /// As [`ldmatrix_x4`](crate::mma::ldmatrix_x4).
@@ -235,8 +240,8 @@ pub unsafe fn load_fragments<const STEP: usize, T>(row: Shared<T>) {
     unsafe { target::wgmma_load_fragments::<STEP>(row.addr()) }
 }
 
-/// Gives fragment `I` a pair of bf16, rounded to nearest even: word `I % 4` of the 16 × 16 part of A that is the warp's in step `I / 4`, as
-/// [`mma`](crate::mma) has it. No product that uses it is under way.
+/// Gives fragment `I` a pair of bf16, rounded to nearest even: word `I % 4` of the 16 × 16 part of A that is the warp's
+/// in step `I / 4`, as [`mma`](crate::mma) has it. No product that uses it is under way.
 #[inline(always)]
 #[track_caller]
 pub fn set_fragment<const I: usize>(low: f32, high: f32) {

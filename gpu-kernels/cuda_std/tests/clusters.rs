@@ -12,9 +12,10 @@ use cuda_std::{kernel, shared, thread, warp};
 const SLOT: u32 = 256;
 const SLOTS: u32 = 3;
 
-/// A pair of blocks reads the same chunks of 64 words: a lane of each block copies its half of every chunk into the rings of both, and the second warp of each
-/// adds up what comes. `$fence` and `$meet`: how barriers become known; `$free`: whom a warp tells that a slot is free, `(rank, lane)` to the rank that the
-/// first two lanes tell; `$end`: what comes before the end.
+/// A pair of blocks reads the same chunks of 64 words: a lane of each block copies its half of every chunk into the
+/// rings of both, and the second warp of each adds up what comes. `$fence` and `$meet`: how barriers become known;
+/// `$free`: whom a warp tells that a slot is free, `(rank, lane)` to the rank that the first two lanes tell; `$end`:
+/// what comes before the end.
 macro_rules! shared_ring {
     ($(#[$doc:meta])* $name:ident, $fence:expr, $meet:expr, $free:expr, $end:expr) => {
         $(#[$doc])*
@@ -139,14 +140,15 @@ fn a_grid_is_whole_clusters() {
     assert!(error.contains("a grid of 3 blocks in x: a multiple of 2"), "{error}");
 }
 
-/// Lanes of a pair swap their words: each sends its own to the lane of its number in the other block. `$barrier`: where that lane's warp is told, from the sender's rank;
-/// `$wait`: whether it waits.
+/// Lanes of a pair swap their words: each sends its own to the lane of its number in the other block. `$barrier`: where
+/// that lane's warp is told, from the sender's rank; `$wait`: whether it waits.
 macro_rules! swap {
     ($(#[$doc:meta])* $name:ident, $barrier:expr, $wait:expr) => {
         $(#[$doc])*
         #[kernel(threads = 32, cluster = 2)]
         pub unsafe fn $name(p: Io) {
-            // SAFETY: 16 bytes a lane in shared memory, and behind them a barrier; four words a lane in both blocks' part of the output.
+            // SAFETY: 16 bytes a lane in shared memory, and behind them a barrier; four words a lane in both blocks'
+            // part of the output.
             unsafe {
                 let (rank, lane) = (cluster::rank(), thread::lane_id());
                 let barrier = Barrier::at(shared::dynamic::<u64>(32 * 16));

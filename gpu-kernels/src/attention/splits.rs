@@ -37,8 +37,9 @@ fn top_score(splits: u32, lane: u32, scale: impl Fn(u32) -> [f32; 2]) -> f32 {
     top
 }
 
-/// One head of the row at `position` of [`combine`], by the 8 warps from the block's first on, with shared memory from `scratch` on: free again when
-/// it returns. `put(pair, d, x)` takes the result of dimension `d` of a pair among all rows' heads, neighbouring lanes neighbouring ones.
+/// One head of the row at `position` of [`combine`], by the 8 warps from the block's first on, with shared memory from
+/// `scratch` on: free again when it returns. `put(pair, d, x)` takes the result of dimension `d` of a pair among all
+/// rows' heads, neighbouring lanes neighbouring ones.
 #[inline(always)]
 pub(crate) unsafe fn combine_head(
     p: &Attend,
@@ -102,8 +103,9 @@ pub(crate) unsafe fn combine_head(
     }
 }
 
-/// What [`combine`] does for a row and head, by one warp: it does what the 8 would have done, and adds in the same order. `words(s)` gives four dimensions
-/// of a split's sums, from `4 · lane` on, `scale(s)` its maximum and normaliser; `put(d, word)` takes the result of dimensions `d` and one on.
+/// What [`combine`] does for a row and head, by one warp: it does what the 8 would have done, and adds in the same
+/// order. `words(s)` gives four dimensions of a split's sums, from `4 · lane` on, `scale(s)` its maximum and
+/// normaliser; `put(d, word)` takes the result of dimensions `d` and one on.
 #[inline(always)]
 pub(crate) fn combine_by_warp(
     splits: u32,

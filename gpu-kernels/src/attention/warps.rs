@@ -3,7 +3,7 @@
 use cuda_std::shared::{self, Shared};
 use cuda_std::{math, thread, warp};
 
-use super::{Attend, Found, PAIRS, SPLIT, TILES, Tile, WARPS, weight};
+use super::{Attend, PAIRS, SPLIT, TILES, Tile, WARPS, WarpAttention, weight};
 use crate::kv::HEAD_DIM;
 
 /// Pairs whose sums meet in shared memory at a time.
@@ -17,15 +17,16 @@ pub(super) fn sync(barrier: u32) {
     thread::sync_named(barrier, WARPS * 32);
 }
 
-/// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the first split, and
-/// the split's part of others. `position(row)` is where a row stands; `put(pair, d, word)` takes the results of dimensions `d` and one on of a pair among all rows'
-/// heads, as bf16; `keep(pair, place, d, sum, scale)` the sums of a split, with its maximum and normaliser, of a pair of the tile that has this place among
-/// all rows' heads. Shared memory from `scratch` on is free again when it returns.
+/// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the
+/// first split, and the split's part of others. `position(row)` is where a row stands; `put(pair, d, word)` takes the
+/// results of dimensions `d` and one on of a pair among all rows' heads, as bf16; `keep(pair, place, d, sum, scale)`
+/// the sums of a split, with its maximum and normaliser, of a pair of the tile that has this place among all rows'
+/// heads. Shared memory from `scratch` on is free again when it returns.
 #[inline(always)]
 pub(crate) unsafe fn reduce(
     p: &Attend,
     tile: &Tile,
-    found: &Found,
+    found: &WarpAttention,
     position: impl Fn(u32) -> u32,
     put: impl Fn(usize, u32, u32),
     keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
@@ -34,7 +35,7 @@ pub(crate) unsafe fn reduce(
     // SAFETY: the caller's word.
     unsafe {
         // New to the compiler: addresses found here are not kept over a loop around this.
-        let (lane, warp_id) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
+        let (lane, warp_id) = (thread::opaque(tile.lane), thread::opaque(tile.warp_id));
         let (g, t) = (lane / 4, lane % 4);
         let sums = shared::dynamic::<f32>(scratch);
         // `[pair][warp]`; once all are there, a warp's factor and the pair's maximum and normaliser in place of them.
@@ -66,7 +67,7 @@ pub(crate) unsafe fn reduce(
                     norm = math::fma(warp::shuffle_idx(part, other), warp::shuffle_idx(factor, other), norm);
                 });
                 // Not written out further: that would crowd out sums.
-                other = thread::fresh(other) + 4;
+                other = thread::opaque(other) + 4;
             }
             tops.store(thread as usize, factor);
             if lane % WARPS < 2 {
@@ -103,13 +104,13 @@ pub(crate) unsafe fn reduce(
     }
 }
 
-/// [`reduce`] of a tile of at most [`QUARTER`] pairs, with the same bits: the warps meet once. Shared memory from `scratch` on is free again after they have met
-/// once more.
+/// [`reduce`] of a tile of at most [`QUARTER`] pairs, with the same bits: the warps meet once. Shared memory from
+/// `scratch` on is free again after they have met once more.
 #[inline(always)]
 pub(crate) unsafe fn reduce_few(
     p: &Attend,
     tile: &Tile,
-    found: &Found,
+    found: &WarpAttention,
     position: impl Fn(u32) -> u32,
     put: impl Fn(usize, u32, u32),
     keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
@@ -117,7 +118,7 @@ pub(crate) unsafe fn reduce_few(
 ) {
     // SAFETY: the caller's word.
     unsafe {
-        let few = Few::new(thread::fresh(tile.lane), thread::fresh(tile.warp_id), scratch);
+        let few = Few::new(thread::opaque(tile.lane), thread::opaque(tile.warp_id), scratch);
         few.leave_scale(found.top[0], found.norm[0]);
         if few.holds() {
             unroll!(N < TILES of 16; {
@@ -144,10 +145,11 @@ impl Few {
         Self { lane, warp_id, scratch }
     }
 
-    /// Whether the lane has something of a pair. Asked anew each time: known on both sides of a barrier, the compiler may write the barrier twice.
+    /// Whether the lane has something of a pair. Asked anew each time: known on both sides of a barrier, the compiler
+    /// may write the barrier twice.
     #[inline(always)]
     pub fn holds(&self) -> bool {
-        thread::fresh(self.lane) / 4 < QUARTER
+        thread::opaque(self.lane) / 4 < QUARTER
     }
 
     #[inline(always)]
@@ -187,7 +189,8 @@ impl Few {
         }
     }
 
-    /// Adds what all warps left, and puts it where [`reduce`] does: 64 threads a pair, each with two dimensions; each finds the warps' factors for itself.
+    /// Adds what all warps left, and puts it where [`reduce`] does: 64 threads a pair, each with two dimensions; each
+    /// finds the warps' factors for itself.
     #[inline(always)]
     pub unsafe fn add(
         &self,
@@ -197,7 +200,7 @@ impl Few {
         put: impl Fn(usize, u32, u32),
         keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
     ) {
-        let thread = thread::fresh(self.warp_id) * 32 + thread::fresh(self.lane);
+        let thread = thread::opaque(self.warp_id) * 32 + thread::opaque(self.lane);
         let (pair, d) = (thread / 64, 2 * (thread % 64));
         if pair < tile.pairs {
             // SAFETY: the caller's word.
@@ -222,8 +225,8 @@ impl Few {
     }
 }
 
-/// Dimensions `d` and one on of what a pair, of a row at `position`, found in the split, with its maximum and normaliser: the result, if that is the first
-/// split and the last one; otherwise a part to [`keep`](reduce).
+/// Dimensions `d` and one on of what a pair, of a row at `position`, found in the split, with its maximum and
+/// normaliser: the result, if that is the first split and the last one; otherwise a part to [`keep`](reduce).
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a part of two functions")]
 unsafe fn put_sum(

@@ -1,27 +1,29 @@
-//! Two launches of one product, side by side.
+//! Two launches of one GEMM, side by side.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{GlobalMut, bulk, launches, thread};
+use cuda_std::{GlobalMut, bulk, dependent_launch, thread};
 
 use crate::waiting;
 
-/// What orders two launches of one product that run side by side, each with features of its own. The first waits for the launches ahead, and its first block then says so in
-/// memory. The second is enqueued behind it to begin early, and waits for that word instead of the first's end; it ends after the first.
+/// What orders two launches of one GEMM that run side by side, each with features of its own. The first waits for the
+/// launches ahead, and its first block then says so in memory. The second is enqueued behind it to begin early, and
+/// waits for that word instead of the first's end; it ends after the first.
 ///
-/// No block waits for one that may have no room: the second begins when all blocks of the first have begun, and those behind it when all of its own have.
+/// No block waits for one that may have no room: the second begins when all blocks of the first have begun, and those
+/// behind it when all of its own have.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Beside {
     /// The word; null for a launch alone.
     pub word: GlobalMut<u32>,
-    /// What it says when the launches ahead of this product are done: another number than for the product before.
+    /// What it says when the launches ahead of this GEMM are done: another number than for the GEMM before.
     pub number: u32,
     /// 0 for the first launch, 1 for the second.
     pub second: u32,
 }
 
 impl Beside {
-    /// Waits until what the launches ahead of the product left can be read, by TMA too. All lanes that touch it do.
+    /// Waits until what the launches ahead of the GEMM left can be read, by TMA too. All lanes that touch it do.
     ///
     /// # Safety
     /// There is such a word, and its first launch was enqueued before its second.
@@ -29,7 +31,7 @@ impl Beside {
     pub unsafe fn wait(&self) {
         unsafe {
             if self.second == 0 {
-                launches::wait();
+                dependent_launch::wait();
             } else {
                 waiting::until(|| atomic::load(self.word, 0, Ordering::Acquire, Scope::Device) == self.number);
                 bulk::fence_proxy_async_global();
@@ -52,7 +54,7 @@ impl Beside {
     #[inline(always)]
     pub fn end(&self) {
         if self.second != 0 {
-            launches::wait();
+            dependent_launch::wait();
         }
     }
 }

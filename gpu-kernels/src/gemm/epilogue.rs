@@ -30,7 +30,7 @@ pub struct Half {
 /// Whether this lane issues its warpgroup's stores.
 #[inline(always)]
 pub fn elected() -> bool {
-    thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP)
+    thread::opaque(thread::thread_idx_x()).is_multiple_of(GROUP)
 }
 
 impl Half {
@@ -57,7 +57,8 @@ impl Half {
         Shared::from_raw(self.staging.addr() + self.turn * BOX_BYTES)
     }
 
-    /// Puts 16 columns of the box into shared memory: `words` are the lane's pairs of columns as the accumulators order them.
+    /// Puts 16 columns of the box into shared memory: `words` are the lane's pairs of columns as the accumulators order
+    /// them.
     #[inline(always)]
     unsafe fn put(&self, sixteenth: usize, words: [u32; 4]) {
         let lane = thread::lane_id();
@@ -66,7 +67,8 @@ impl Half {
         unsafe { mma::stmatrix_x4(self.place().at(offset as usize), words) }
     }
 
-    /// Puts the lane's part of half of the box of one of its rows into shared memory, which lies side by side in the order of [`slot`](crate::linear::slot).
+    /// Puts the lane's part of half of the box of one of its rows into shared memory, which lies side by side in the
+    /// order of [`slot`](crate::linear::slot).
     #[inline(always)]
     unsafe fn put_slots(&self, half: u32, row: u32, words: [u32; 4]) {
         let (lane, warp) = place_in_group();
@@ -75,7 +77,8 @@ impl Half {
         unsafe { self.place().at(offset as usize).store16(0, words) }
     }
 
-    /// Stores the lane's part of box `b`, if there is one in the output: with `SLOTS` as [`put_slots`](Self::put_slots) takes it, half by half and row by row.
+    /// Stores the lane's part of box `b`, if there is one in the output: with `SLOTS` as [`put_slots`](Self::put_slots)
+    /// takes it, half by half and row by row.
     ///
     /// # Safety
     /// The output's map is as [`Gemm`] says; all lanes of the warpgroup call it.
@@ -95,7 +98,8 @@ impl Half {
         }
     }
 
-    /// Once the warpgroup has filled a box, and the box before can be overwritten, stores it: it is the `b`-th of the half's columns.
+    /// Once the warpgroup has filled a box, and the box before can be overwritten, stores it: it is the `b`-th of the
+    /// half's columns.
     #[inline(always)]
     unsafe fn store_box(&mut self, out: Global<TensorMap>, b: u32) {
         bulk::fence_proxy_async();
@@ -130,17 +134,18 @@ pub trait Epilogue {
     /// Memory is as the parameter block says, and the half is of one of its tiles.
     unsafe fn early(p: &Gemm, half: &Half) -> Self::Early;
 
-    /// Loads and computes what [`finish`](Self::finish) or [`finish_last`](Self::finish_last) wants first, while products run; anything for a tile that is not
-    /// `inside`.
+    /// Loads and computes what [`finish`](Self::finish) or [`finish_last`](Self::finish_last) wants first, while MMAs
+    /// run; anything for a tile that is not `inside`.
     ///
     /// # Safety
     /// As for [`early`](Self::early), of the same tile; all lanes of the half's group call it.
     unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, early: Self::Early) -> Self::Ahead;
 
-    /// All `N` columns of the half. As soon as it can do without the accumulators it begins the products of the `next` tile, and goes on with them step by step.
+    /// All `N` columns of the half. As soon as it can do without the accumulators it begins the GEMMs of the `next`
+    /// tile, and goes on with them step by step.
     ///
     /// # Safety
-    /// As for [`ahead`](Self::ahead), of the same tile, whose products the accumulators hold.
+    /// As for [`ahead`](Self::ahead), of the same tile, whose GEMMs the accumulators hold.
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: Self::Ahead, next: &mut impl Next);
 
     /// Whether a block's last tile is finished by [`finish_last`](Self::finish_last).
@@ -154,7 +159,7 @@ pub trait Epilogue {
     unsafe fn finish_last<const N: u32>(_: &Gemm, _: &Half, _: Self::Ahead) {}
 }
 
-/// The products of the tile that comes next, if one does.
+/// The GEMMs of the tile that comes next, if one does.
 pub trait Next {
     /// Whether there may be one.
     const FOLLOWS: bool = true;
@@ -206,8 +211,8 @@ unsafe fn load_squares(p: &Gemm, row: u32, first: u32) -> Squares {
     squares
 }
 
-/// The factors of the lane's two rows, `1 / rms` of each, of which the four lanes of a row [loaded](load_squares) the first squares; added as
-/// [`norm`](crate::norm) has it.
+/// The factors of the lane's two rows, `1 / rms` of each, of which the four lanes of a row [loaded](load_squares) the
+/// first squares; added as [`norm`](crate::norm) has it.
 #[inline(always)]
 unsafe fn scales(p: &Gemm, row: u32, mut squares: Squares) -> [f32; 2] {
     let mut next = 32;
@@ -227,7 +232,7 @@ unsafe fn scales(p: &Gemm, row: u32, mut squares: Squares) -> [f32; 2] {
     })
 }
 
-/// The four sums of the lane in half a strip: 8 columns of two rows.
+/// The four sums of the lane in half an N-tile: 8 columns of two rows.
 macro_rules! sums {
     ($first:expr) => {
         [
@@ -242,11 +247,11 @@ mod bias;
 
 pub use add::Add;
 
-/// The lane and its warp in the warpgroup, so that what depends on them is computed where it is used: kept over the whole tile it would take registers
-/// that there are not.
+/// The lane and its warp in the warpgroup, so that what depends on them is computed where it is used: kept over the
+/// whole tile it would take registers that there are not.
 #[inline(always)]
 fn place_in_group() -> (u32, u32) {
-    let thread = thread::fresh(thread::thread_idx_x()) % GROUP;
+    let thread = thread::opaque(thread::thread_idx_x()) % GROUP;
     (thread % 32, thread / 32)
 }
 
@@ -282,14 +287,14 @@ unsafe fn angles(p: &Gemm, position: u32) -> [[f32; 2]; 16] {
 #[inline(always)]
 unsafe fn head_norm(p: &Gemm, head: u32) -> Global<u32> {
     let norm = if head < p.heads.q_heads { p.heads.q_norm } else { p.heads.k_norm };
-    unsafe { norm.at((2 * (thread::fresh(thread::lane_id()) % 4)) as usize).cast() }
+    unsafe { norm.at((2 * (thread::opaque(thread::lane_id()) % 4)) as usize).cast() }
 }
 
 /// The factor that normalises the head whose sums begin at accumulator `$first`, in row `$r` of the lane; the row's
 /// own, where heads have no norm.
 macro_rules! head_factor {
     ($first:expr, $r:expr, $p:ident, $scale:expr) => {{
-        // Four chains: one would be mostly waiting.
+        // Four split-K partials: one would be mostly waiting.
         let mut squares = [0f32; 4];
         unroll!(J < 16; {
             let x = [wgmma::get::<{ $first + 4 * J + 2 * $r }>(), wgmma::get::<{ $first + 4 * J + 2 * $r + 1 }>()];
@@ -304,8 +309,8 @@ macro_rules! head_factor {
 /// A lane's part of a head, in pairs of bf16.
 type HeadWords = [u32; 32];
 
-/// Row `$r` of the lane of the head of queries or keys whose sums begin at accumulator `$first`, normalised and rotated, to its half of `$words`: eight times
-/// a pair of dimensions, and the pair that is 64 further.
+/// Row `$r` of the lane of the head of queries or keys whose sums begin at accumulator `$first`, normalised and
+/// rotated, to its half of `$words`: eight times a pair of dimensions, and the pair that is 64 further.
 macro_rules! rotate {
     ($words:expr, $first:expr, $r:expr, $factor:expr, $norm:expr, $angles:expr) => {{
         macro_rules! scaled {
@@ -339,7 +344,8 @@ macro_rules! scale_values {
     };
 }
 
-/// Puts a head into the warp's part of shared memory at `to`, 16 rows of 256 bytes, their 16-byte chunks permuted by their numbers.
+/// Puts a head into the warp's part of shared memory at `to`, 16 rows of 256 bytes, their 16-byte chunks permuted by
+/// their numbers.
 #[inline(always)]
 unsafe fn put_rows(to: u32, words: HeadWords) {
     let (lane, _) = place_in_group();
@@ -356,8 +362,8 @@ unsafe fn put_rows(to: u32, words: HeadWords) {
     });
 }
 
-/// Stores eight of a warp's rows of a head from shared memory at `from`, where [`put_rows`] left them: the rows from `first` on.
-/// Lanes `4 i` to `4 i + 3` know row `i`'s place in the cache.
+/// Stores eight of a warp's rows of a head from shared memory at `from`, where [`put_rows`] left them: the rows from
+/// `first` on. Lanes `4 i` to `4 i + 3` know row `i`'s place in the cache.
 #[inline(always)]
 unsafe fn store_rows(p: &Gemm, from: u32, first: u32, head: u32, position: u32, page: u32) {
     unsafe {
@@ -441,7 +447,8 @@ impl Epilogue for Qkv {
                         factors[1][R] = head_factor!(64, R, p, scales[R]);
                     }
                 });
-                // A row of a head after the other, with its norm loaded in its turn: all at once there are not registers enough.
+                // A row of a head after the other, with its norm loaded in its turn: all at once there are not
+                // registers enough.
                 rotate!(words[0], 0, 0, factors[0][0], head_norm(p, first), of_first);
                 warp::sync_warp();
                 let of_second = angles(p, positions[1]);
@@ -492,8 +499,9 @@ fn gate_pair(gate: [f32; 2], up: [f32; 2], scale: f32) -> u32 {
     math::pack_bf16(one(0), one(1))
 }
 
-/// Of box `$b` of the gated activations the lane's part, in the order of [`slot`](crate::linear::slot): of each half of the box and each of its two rows four words, which lie side by side. Of a strip's sums the
-/// first eight columns are gates, and the others their ups.
+/// Of box `$b` of the gated activations the lane's part, in the order of [`slot`](crate::linear::slot): of each half of
+/// the box and each of its two rows four words, which lie side by side. Of an N-tile's sums the first eight columns are
+/// gates, and the others their ups.
 macro_rules! gated {
     ($b:expr, $scales:ident) => {{
         let mut words: BoxWords = [[0; 4]; 4];
@@ -567,7 +575,7 @@ impl Epilogue for Write {
         unsafe {
             let scales = bias::add::<N, _>(p, half, scales, next);
             let row = half.lane_row();
-            let column = half.column + 2 * (thread::fresh(thread::lane_id()) % 4);
+            let column = half.column + 2 * (thread::opaque(thread::lane_id()) % 4);
             let to = p.y.at(row as usize * p.n as usize + column as usize).cast::<[f32; 2]>();
             unroll!(B < 4; {
                 if (B as u32) * BOX < N && half.column + B as u32 * BOX < p.n {

@@ -49,8 +49,8 @@ impl Keys {
         }
     }
 
-    /// The key of a block that has a sequence to itself: number 0, in the first word of shared memory. All threads that search must call it; they
-    /// meet in `sync`.
+    /// The key of a block that has a sequence to itself: number 0, in the first word of shared memory. All threads that
+    /// search must call it; they meet in `sync`.
     #[inline(always)]
     pub(super) unsafe fn of_block<T: Token>(s: &Sequences<T>, sync: impl Fn()) -> Self {
         // SAFETY: the caller's word.
@@ -197,8 +197,8 @@ impl<T: Token> Span<T> {
         unsafe { Global::from_raw(self.first.addr().wrapping_add_signed(from_first)) }
     }
 
-    /// A tile, a unit of each 32 to a lane: `TILE` units from unit `first` on, which exists. Beyond the last there is nothing to
-    /// read: it is read again.
+    /// A tile, a unit of each 32 to a lane: `TILE` units from unit `first` on, which exists. Beyond the last there is
+    /// nothing to read: it is read again.
     #[inline(always)]
     unsafe fn tile(&self, first: u32) -> [[u32; 4]; IN_FLIGHT as usize] {
         let mut tile = [[0u32; 4]; IN_FLIGHT as usize];
@@ -253,8 +253,8 @@ struct Pattern<T> {
 }
 
 impl<T: Token> Pattern<T> {
-    /// The key of a window end whose token, at `at`, is the pattern's last and the token `end` of its text, or [`NOTHING`]
-    /// if too little agrees.
+    /// The key of a window end whose token, at `at`, is the pattern's last and the token `end` of its text, or
+    /// [`NOTHING`] if too little agrees.
     #[inline(always)]
     unsafe fn agreement(&self, at: Global<T>, end: u32, place: u32) -> u64 {
         let reach = self.longest.min(end + 1);
@@ -284,8 +284,8 @@ pub(super) struct Ahead {
 }
 
 impl Ahead {
-    /// What is tile `tile` of sequence `b` if both of its texts fill their rows. It is that tile too, or beyond the end, if the
-    /// texts are shorter.
+    /// What is tile `tile` of sequence `b` if both of its texts fill their rows. It is that tile too, or beyond the
+    /// end, if the texts are shorter.
     #[inline(always)]
     pub(super) unsafe fn load<T: Token>(s: &Sequences<T>, b: usize, tile: u32) -> Self {
         // SAFETY: the caller's word.
@@ -328,7 +328,8 @@ impl AheadShared {
         warps * Self::MOST * TILE_BYTES
     }
 
-    /// Of sequence 0 the tiles `part`, `part + parts` and so on that lie before token `end`, with shared memory from `offset` on.
+    /// Of sequence 0 the tiles `part`, `part + parts` and so on that lie before token `end`, with shared memory from
+    /// `offset` on.
     #[inline(always)]
     pub(super) unsafe fn load<T: Token>(s: &Sequences<T>, part: u32, parts: u32, end: u32, offset: u32) -> Self {
         // SAFETY: the caller's word.
@@ -352,7 +353,8 @@ impl AheadShared {
         }
     }
 
-    /// The tile that begins with unit `first` of the generated tokens, if it is there; it is this warp's. What was asked for was waited for.
+    /// The tile that begins with unit `first` of the generated tokens, if it is there; it is this warp's. What was
+    /// asked for was waited for.
     #[inline(always)]
     pub(super) unsafe fn get(&self, first: u32, in_prompt: bool) -> Option<Units> {
         if in_prompt || first >= self.end {
@@ -368,8 +370,9 @@ impl AheadShared {
     }
 }
 
-/// One warp's part of one sequence, whose key is number `k`: of 2^`log_parts` parts, every so many tiles from tile `part` on. The
-/// prompt's tiles come first, then those of the generated tokens; the ends outside of units are the last part's.
+/// One warp's part of one sequence, whose key is number `k`: of 2^`log_parts` parts, every so many tiles from tile
+/// `part` on. The prompt's tiles come first, then those of the generated tokens; the ends outside of units are the last
+/// part's.
 #[inline(always)]
 pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
     operator: &O,
@@ -410,7 +413,7 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
         let mut in_prompt = true;
         'texts: loop {
             // Fresh, so that both spans are made where they are used and take no registers elsewhere.
-            let ends = thread::fresh(if in_prompt { t.prompt_ends } else { t.generated_ends });
+            let ends = thread::opaque(if in_prompt { t.prompt_ends } else { t.generated_ends });
             let span = Span::new(if in_prompt { t.prompt } else { t.generated }, ends);
             let place = if in_prompt { 0 } else { t.prompt_ends };
             while tile * TILE < span.units {
@@ -465,9 +468,9 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
             let mut own = NOTHING;
             if token_outside == newest {
                 // Made again, as above. Lanes without an end have the newest token too.
-                let lane = thread::fresh(lane);
+                let lane = thread::opaque(lane);
                 let of_prompt = lane < 8;
-                let ends = thread::fresh(if of_prompt { t.prompt_ends } else { t.generated_ends });
+                let ends = thread::opaque(if of_prompt { t.prompt_ends } else { t.generated_ends });
                 let span = Span::new(if of_prompt { t.prompt } else { t.generated }, ends);
                 let end = if lane < 16 { span.outside(lane % 8) } else { NO_END };
                 if end != NO_END {
@@ -491,8 +494,8 @@ fn ceil_log2(v: u32) -> u32 {
     32 - v.saturating_sub(1).leading_zeros()
 }
 
-/// This block's part of the search: parts of sequences go to the blocks in turn, and in a block to its warps, so that few
-/// parts are spread over many multiprocessors.
+/// This block's part of the search: parts of sequences go to the blocks in turn, and in a block to its warps, so that
+/// few parts are spread over many SMs.
 #[inline(always)]
 pub(super) unsafe fn search<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
     let s = operator.sequences();

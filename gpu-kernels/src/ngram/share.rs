@@ -170,7 +170,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
         }
 
         // Those that share out.
-        let meet = || if s.batch <= 32 { warp::sync_warp() } else { thread::sync_threads() };
+        let barrier = || if s.batch <= 32 { warp::sync_warp() } else { thread::sync_threads() };
         let mut chunk = 0;
         while chunk < s.batch {
             let Wish { claim, cap, .. } = wish;
@@ -180,7 +180,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
             let drafts = if in_order {
                 fixed.store(tid as usize, claim.fixed);
                 count.store(tid as usize, cap);
-                meet();
+                barrier();
                 if tid == 0 {
                     let mut room_left = room.load(0);
                     let mut i = 0;
@@ -193,7 +193,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
                     }
                     room.store(0, room_left);
                 }
-                meet();
+                barrier();
                 count.load(tid as usize)
             } else {
                 // Warps without a sequence add nothing, and do not hold up those that have one.
@@ -239,8 +239,8 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
     }
 }
 
-/// Copies the drafts of a chunk of sequences, as its threads have left them in shared memory. A group of lanes copies for
-/// several sequences at a time, so that their loads do not wait for each other.
+/// Copies the drafts of a chunk of sequences, as its threads have left them in shared memory. A group of lanes copies
+/// for several sequences at a time, so that their loads do not wait for each other.
 #[inline(always)]
 unsafe fn copy<T: Token, O: Operator<T>>(operator: &O, chunk: u32) {
     // SAFETY: the caller's word.

@@ -1,8 +1,8 @@
 //! A block a sequence, for batches and texts so small that a call costs what it waits for and little else.
 //!
-//! The blocks of [`mod@super`]'s launch meet twice: to agree on each sequence's key, and to find who is last; then the last begins
-//! anew with what it has to know, and with tokens that other multiprocessors have read. Each of these is a way to L2 and
-//! back. Here a sequence stays in its block, whose warps have its tiles, and blocks tell each other one thing:
+//! The blocks of [`mod@super`]'s launch meet twice: to agree on each sequence's key, and to find who is last; then the
+//! last begins anew with what it has to know, and with tokens that other SMs have read. Each of these is a way to L2
+//! and back. Here a sequence stays in its block, whose warps have its tiles, and blocks tell each other one thing:
 //!
 //! ```text
 //! block b   first tiles ─┐
@@ -12,14 +12,15 @@
 //!             └► room of b (a sum, see the module's text) ► rows[b], drafts, from lines that this block has read
 //! ```
 //!
-//! *What is not waited for.* The first tile of each warp is asked for before the sequence's lengths are known: where it lies
-//! follows from the strides.
+//! *What is not waited for.* The first tile of each warp is asked for before the sequence's lengths are known: where it
+//! lies follows from the strides.
 //!
-//! *Slots.* A slot is two words of 63 bits and a tag. A launch writes the tag that is not there, into every slot, those beyond the
-//! batch too; so all slots have one tag between launches, each block knows it from its own, and nothing is ever put back. A word
-//! is read and written at once, and what it says is in it: no fence is needed.
+//! *Slots.* A slot is two words of 63 bits and a tag. A launch writes the tag that is not there, into every slot, those
+//! beyond the batch too; so all slots have one tag between launches, each block knows it from its own, and nothing is
+//! ever put back. A word is read and written at once, and what it says is in it: no fence is needed.
 //!
-//! *Progress.* A block waits only for blocks of lower index. Blocks start in that order, or all together in a cooperative launch.
+//! *Progress.* A block waits only for blocks of lower index. Blocks start in that order, or all together in a
+//! cooperative launch.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, thread, warp};
@@ -79,8 +80,8 @@ pub(crate) struct Drafted<T> {
     pub(crate) token: T,
 }
 
-/// The same by the first `warps` warps of a block, a power of two, which meet in `sync`; with the tiles that `ahead` has. The first warp is told what it
-/// has written, as far as a lane has one draft.
+/// The same by the first `warps` warps of a block, a power of two, which meet in `sync`; with the tiles that `ahead`
+/// has. The first warp is told what it has written, as far as a lane has one draft.
 #[inline(always)]
 pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
     operator: &O,

@@ -216,7 +216,7 @@ impl Row {
                         (logits[I], logits[I + SIDE_BY_SIDE]) = (logits[I + SIDE_BY_SIDE], logits[I]);
                     });
                     first += 32 * SIDE_BY_SIDE as u32;
-                    turn = thread::fresh(turn as u32) as usize + 1;
+                    turn = thread::opaque(turn as u32) as usize + 1;
                 }
             });
         }

@@ -83,7 +83,7 @@ impl Team {
 
     /// Waits for the team, and shows each CTA what the others wrote.
     #[inline(always)]
-    unsafe fn meet(&mut self) {
+    unsafe fn team_barrier(&mut self) {
         // SAFETY: the caller's word.
         unsafe {
             self.met += 1;
@@ -147,7 +147,7 @@ impl Team {
                 atomic::fetch_max(best, 0, v, Ordering::Relaxed, Scope::Device);
             }
             self.clear_next_histogram();
-            self.meet();
+            self.team_barrier();
             atomic::load(best, 0, Ordering::Relaxed, Scope::Device)
         }
     }
@@ -183,7 +183,7 @@ impl Team {
             if thread::thread_idx_x() == 0 {
                 totals.store(self.rank as usize, own);
             }
-            self.meet();
+            self.team_barrier();
             let (mut before, mut all) = (0, 0);
             let mut split = 0;
             while split < self.splits {
@@ -232,7 +232,7 @@ impl Team {
         unsafe { self.scratch.load(CANDIDATES + i as usize) }
     }
 
-    /// The histogram between this meeting and the next. There are three: one is read while the next is added to, and a
+    /// The histogram between this barrier and the next. There are three: one is read while the next is added to, and a
     /// third is made zero.
     #[inline(always)]
     unsafe fn histogram(&self, met: u32) -> GlobalMut<u64> {
@@ -268,7 +268,7 @@ impl Team {
                     atomic::fetch_add(all, I, bins[I], Ordering::Relaxed, Scope::Device);
                 }
             });
-            self.meet();
+            self.team_barrier();
             let mut sums = [0; N];
             unroll!(I < N of 8; {
                 sums[I] = atomic::load(all, I, Ordering::Relaxed, Scope::Device);

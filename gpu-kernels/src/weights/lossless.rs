@@ -1,22 +1,22 @@
 //! bf16 weights in some 11.2 bits, without loss.
 //!
-//! Of a weight's 16 bits the exponent's eight say little: the weights of a matrix are spread around zero, and nine in ten of
-//! them have one of four exponents (Zhang et al., 2025, "70% Size, 100% Accuracy", make use of that with codes of variable
-//! length). Here every weight has 11 bits: its lower byte (the exponent's last bit and the mantissa) as it is, the sign, and two
-//! bits that say which of four neighbouring pairs of exponents it has. A weight with another exponent is an *escape*: it
-//! stands in a list beside, and is put in its place when the others are unpacked. Lists have room for as many as nearly
-//! every tile has; what is beyond that is in a list of the whole model.
+//! Of a weight's 16 bits the exponent's eight say little: the weights of a matrix are spread around zero, and nine in
+//! ten of them have one of four exponents (Zhang et al., 2025, "70% Size, 100% Accuracy", make use of that with codes
+//! of variable length). Here every weight has 11 bits: its lower byte (the exponent's last bit and the mantissa) as it
+//! is, the sign, and two bits that say which of four neighbouring pairs of exponents it has. A weight with another
+//! exponent is an *escape*: it stands in a list beside, and is put in its place when the others are unpacked. Lists
+//! have room for as many as nearly every tile has; what is beyond that is in a list of the whole model.
 //!
-//! Which pairs of exponents there are depends on whether the first is even. So a matrix whose weights fit better that way is
-//! stored doubled, and its sums are halved: both are exact.
+//! Which pairs of exponents there are depends on whether the first is even. So a matrix whose weights fit better that
+//! way is stored doubled, and its sums are halved: both are exact.
 //!
 //! # Layout
-//! A *tile* is what a warp unpacks at a time: the two [slices](crate::linear::SLICE) of a chain in a chunk, 2,048 weights. The
-//! tiles of 8 strips that have a chain in common lie together in a *region*; regions are in the order of the plain stream's
-//! chunks of 8 strips, four of each, one a chain:
+//! A *tile* is what a warp unpacks at a time: the two [slices](crate::linear::SLICE) of a split-K partial in a chunk,
+//! 2,048 weights. The tiles of 8 N-tiles that have a split-K partial in common lie together in a *region*; regions are
+//! in the order of the plain stream's chunks of 8 N-tiles, four of each, one a split-K partial:
 //!
 //! ```text
-//! region   [8 strips] first slice  [8 strips] list  [8 strips] second slice
+//! region   [8 N-tiles] first slice [8 N-tiles] list [8 N-tiles] second slice
 //! slice    low    [2][lane][16]  bytes   the weights' lower bytes, in the order of a lane's fragments
 //!          codes  [3][lane]      words   code of weight j of fragment f < 3 in bits 4 j to 4 j + 2 of word f; the bits of those
 //!                                        of fragment 3 in bits 4 j + 3: of word 0 the last bit, of word 2 the first
@@ -24,8 +24,8 @@
 //!          [..]   u16    place among the slice's bytes: 10, sign: 1, how far below `top` the upper exponent bits are: 5
 //! ```
 //!
-//! A code is the sign and by how much the upper seven bits of the exponent are above the slice's `base`. An escape that is 31
-//! below `top` has zeros there. A list's first two words, by bits:
+//! A code is the sign and by how much the upper seven bits of the exponent are above the slice's `base`. An escape that
+//! is 31 below `top` has zeros there. A list's first two words, by bits:
 //!
 //! ```text
 //! 0  escapes: 10    those of the first slice: 10    its base: 7              place in the model's list, upper bits: 5
@@ -36,18 +36,18 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, tensor, thread, warp, wgmma};
 
-use super::{Slots, WeightFormat, Weights};
-use crate::linear::CHAINS;
+use super::{StageSources, WeightFormat, WeightFragments};
+use crate::batched::{BatchedStep, Phase};
+use crate::decode::{CHUNK_BYTES, DecodeStep, SLICE_BYTES, SLICES_APART, STEP_BYTES, TOGETHER, Wave, core_word};
+use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
-use crate::stream::{CHUNK_BYTES, Pass, SLICE_BYTES, SLICES_APART, STEP_BYTES, StreamStep, TOGETHER, core_word};
-use crate::wide::{Phase, WideStep};
 
 /// Weights of a tile.
 pub const TILE_WEIGHTS: u32 = 2048;
 /// Bytes of a slice of a tile: lower bytes, and codes.
 pub const PACKED_SLICE: u32 = LOW_BYTES + 3 * 32 * 4;
-/// Regions for each chunk of 8 strips.
-pub const REGIONS: u32 = CHAINS;
+/// Regions for each chunk of 8 N-tiles.
+pub const REGIONS: u32 = K_PARTIALS;
 
 const LOW_BYTES: u32 = 1024;
 const TILE_BYTES: u32 = 2 * PACKED_SLICE;
@@ -86,20 +86,20 @@ impl Lossless {
     #[cfg(not(target_arch = "nvptx64"))]
     #[must_use]
     pub fn maps(address: u64, regions: u64, list_bytes: u32) -> [tensor::Array; 2] {
-        let (slice, list, strips) = (u64::from(PACKED_SLICE), u64::from(list_bytes), u64::from(TOGETHER));
-        let (second, region) = (strips * (slice + list), Self::region_bytes(list_bytes).into());
+        let (slice, list, n_tiles) = (u64::from(PACKED_SLICE), u64::from(list_bytes), u64::from(TOGETHER));
+        let (second, region) = (n_tiles * (slice + list), Self::region_bytes(list_bytes).into());
         [
             tensor::Array {
                 address,
-                sizes: [slice / 8, strips, 2, regions],
+                sizes: [slice / 8, n_tiles, 2, regions],
                 strides: [slice, second, region],
-                extent: [PACKED_SLICE / 8, 1, 2, CHAINS],
+                extent: [PACKED_SLICE / 8, 1, 2, K_PARTIALS],
             },
             tensor::Array {
-                address: address + strips * slice,
-                sizes: [list / 8, strips, 1, regions],
-                strides: [list, strips * list, region],
-                extent: [list_bytes / 8, 1, 1, CHAINS],
+                address: address + n_tiles * slice,
+                sizes: [list / 8, n_tiles, 1, regions],
+                strides: [list, n_tiles * list, region],
+                extent: [list_bytes / 8, 1, 1, K_PARTIALS],
             },
         ]
     }
@@ -141,8 +141,8 @@ struct Place<const N: usize> {
 }
 
 impl<const N: usize> Place<N> {
-    /// The fragments. Upper bytes pass through the place of the lower ones, so nobody else may read them. `beside` is called
-    /// twice, with 0 and 1, where shared memory is waited for.
+    /// The fragments. Upper bytes pass through the place of the lower ones, so nobody else may read them. `beside` is
+    /// called twice, with 0 and 1, where shared memory is waited for.
     #[inline(always)]
     unsafe fn unpack(&self, p: &Lossless, lane: u32, mut beside: impl FnMut(u32)) -> [[[u32; 4]; 4]; N] {
         unsafe {
@@ -184,7 +184,8 @@ impl<const N: usize> Place<N> {
         }
     }
 
-    /// Puts the escapes in their places among the upper bytes; `own` is the one with the lane's number, if there is one.
+    /// Puts the escapes in their places among the upper bytes; `own` is the one with the lane's number, if there is
+    /// one.
     #[inline(always)]
     unsafe fn patch(&self, p: &Lossless, header: [u32; 2], own: u32, lane: u32) {
         unsafe {
@@ -236,75 +237,81 @@ fn merge<const N: usize>(low: [[[u32; 4]; 2]; N], high: [[[u32; 4]; 2]; N]) -> [
 }
 
 impl Lossless {
-    /// The tile of a chain in a stage of the decode kernel's ring.
+    /// The tile of a split-K partial in a stage of the decode kernel's ring.
     #[inline(always)]
-    unsafe fn tile(&self, stage: &Ring, chain: u32) -> Place<2> {
+    unsafe fn tile(&self, stage: &Ring, k_partial: u32) -> Place<2> {
         unsafe {
-            let tile: Shared<u8> = shared::dynamic(stage.offset() + chain * TILE_BYTES);
-            let list = shared::dynamic(stage.offset() + CHAINS * TILE_BYTES + chain * self.list_bytes);
+            let tile: Shared<u8> = shared::dynamic(stage.offset() + k_partial * TILE_BYTES);
+            let list = shared::dynamic(stage.offset() + K_PARTIALS * TILE_BYTES + k_partial * self.list_bytes);
             Place { slices: [tile, tile.at(PACKED_SLICE as usize)], which: 0, list }
         }
     }
 }
 
-/// In a stage of the ring: the tiles of the four chains, then their lists.
+/// In a stage of the ring: the tiles of the four split-K partials, then their lists.
 impl WeightFormat for Lossless {
     const COSTLY: bool = true;
     const MAPS: usize = 2;
 
     #[inline(always)]
-    unsafe fn fill(p: &StreamStep, ring: &Ring, pass: &Pass, strip: u32, q: u32) {
+    unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         unsafe {
             // Before something comes that would be given back, all lanes have seen that there is room.
             warp::sync_warp();
-            if thread::fresh(thread::lane_id()) == 0 {
-                ring.full().arrive_expect_tx(CHAINS * (TILE_BYTES + p.lossless.list_bytes));
-                let at = [0, strip % TOGETHER, 0, pass.together(strip, q) * REGIONS];
-                tensor::load_box_once(ring.slot(), p.maps, at, ring.full());
-                let lists = ring.slot().at((CHAINS * TILE_BYTES) as usize);
+            if thread::opaque(thread::lane_id()) == 0 {
+                ring.full().arrive_expect_tx(K_PARTIALS * (TILE_BYTES + p.lossless.list_bytes));
+                let at = [0, n_tile % TOGETHER, 0, wave.together(n_tile, q) * REGIONS];
+                tensor::load_box_once(ring.stage_buffer(), p.maps, at, ring.full());
+                let lists = ring.stage_buffer().at((K_PARTIALS * TILE_BYTES) as usize);
                 tensor::load_box_once(lists, p.maps.at(1), at, ring.full());
             }
         }
     }
 
     #[inline(always)]
-    unsafe fn load(p: &StreamStep, stage: &Ring, chain: u32, lane: u32, beside: impl FnMut(u32)) -> Weights {
+    unsafe fn load(
+        p: &DecodeStep,
+        stage: &Ring,
+        k_partial: u32,
+        lane: u32,
+        beside: impl FnMut(u32),
+    ) -> WeightFragments {
         unsafe {
-            let [[a, b, c, d], [e, f, g, h]] = p.lossless.tile(stage, chain).unpack(&p.lossless, lane, beside);
+            let [[a, b, c, d], [e, f, g, h]] = p.lossless.tile(stage, k_partial).unpack(&p.lossless, lane, beside);
             [a, b, c, d, e, f, g, h]
         }
     }
 
     #[inline(always)]
-    unsafe fn scale(p: &StreamStep, index: u32) -> f32 {
+    unsafe fn scale(p: &DecodeStep, index: u32) -> f32 {
         unsafe { p.lossless.scales.load_nc(index as usize) }
     }
 
     /// The first slices and the lists, then the lists again and the second ones.
     #[inline(always)]
-    unsafe fn slots(p: &WideStep, pass: &Pass, strip: u32) -> Slots {
+    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
         let list_bytes = p.lossless.list_bytes;
         let region_bytes = Self::region_bytes(list_bytes);
-        let region = |q| u64::from(pass.together(strip, q) * REGIONS) * u64::from(region_bytes);
+        let region = |q| u64::from(wave.together(n_tile, q) * REGIONS) * u64::from(region_bytes);
         let within = u64::from(TOGETHER * PACKED_SLICE);
-        Slots {
+        StageSources {
             first: unsafe { p.lossless.regions.at(region(0) as usize) },
-            chain: region_bytes,
+            k_partial: region_bytes,
             apart: [within, region(1) - region(0) - within],
             bytes: TOGETHER * (PACKED_SLICE + list_bytes),
         }
     }
 
     #[inline(always)]
-    unsafe fn load_fragments<const FIRST: usize>(p: &WideStep, slot: Shared<u8>, lane: u32) {
+    unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, lane: u32) {
         unsafe {
-            let warp_id = thread::fresh(thread::warp_id());
+            let warp_id = thread::opaque(thread::warp_id());
             let list_bytes = p.lossless.list_bytes;
             let (slices, lists) = if FIRST == 0 { (0, TOGETHER * PACKED_SLICE) } else { (TOGETHER * list_bytes, 0) };
             let tile = Place {
-                slices: [slot.at((slices + warp_id * PACKED_SLICE) as usize)],
+                slices: [stage.at((slices + warp_id * PACKED_SLICE) as usize)],
                 which: FIRST as u32 / 4,
-                list: slot.at((lists + warp_id * list_bytes) as usize).cast(),
+                list: stage.at((lists + warp_id * list_bytes) as usize).cast(),
             };
             let [weights] = tile.unpack(&p.lossless, lane, |_| {});
             macro_rules! put {
@@ -367,15 +374,15 @@ fn doubled(word: u32) -> (u32, bool) {
 }
 
 impl Tile {
-    /// The tile of a strip of those that lie together, of a chain.
+    /// The tile of an N-tile of those that lie together, of a split-K partial.
     #[inline(always)]
-    unsafe fn load(stream: Global<bf16>, together: u32, chain: u32, strip: u32, lane: u32, double: bool) -> Self {
+    unsafe fn load(stream: Global<bf16>, together: u32, k_partial: u32, n_tile: u32, lane: u32, double: bool) -> Self {
         unsafe {
             let from = stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
             let mut tile = Self { words: [[0; 4]; 8], fits: true };
             unroll!(F < 8; {
-                let slice = chain + F as u32 / 4 * CHAINS;
-                let from = from.at((slice * SLICES_APART + strip * SLICE_BYTES + F as u32 % 4 * STEP_BYTES) as usize);
+                let slice = k_partial + F as u32 / 4 * K_PARTIALS;
+                let from = from.at((slice * SLICES_APART + n_tile * SLICE_BYTES + F as u32 % 4 * STEP_BYTES) as usize);
                 unroll!(R < 4; {
                     let word = from.cast::<u32>().load_nc((core_word(R as u32) + lane) as usize);
                     let (twice, fits) = if double { doubled(word) } else { (word, true) };
@@ -461,11 +468,12 @@ pub const MOST_ESCAPES: u32 = 1 << 10;
 /// Most escapes beyond lists' room.
 pub const MOST_BEYOND: u64 = 1 << (MORE_BITS + 5);
 
-/// Parameters of [`count_escapes`] and [`pack_weights`]. Grid: (4 chains, chunks of 8 strips); a warp for each strip.
+/// Parameters of [`count_escapes`] and [`pack_weights`]. Grid: (4 split-K partials, chunks of 8 N-tiles); a warp for
+/// each N-tile.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Pack {
-    /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
+    /// The weights, as [`lay_out`](crate::decode::lay_out) left them.
     pub stream: Global<bf16>,
     /// `[MOST_ESCAPES + 1]`, to which is added how many tiles have so many escapes: `count_escapes` alone.
     pub counts: GlobalMut<u32>,
@@ -477,7 +485,7 @@ pub struct Pack {
     pub more_count: GlobalMut<u32>,
     /// Bytes of a tile's list: a multiple of 16.
     pub list_bytes: u32,
-    /// The first chunk of 8 strips.
+    /// The first chunk of 8 N-tiles.
     pub first: u32,
     /// Whether weights are doubled.
     pub double: u32,
@@ -501,16 +509,16 @@ pub unsafe fn count_escapes(p: Pack) {
 #[kernel(threads = 256)]
 pub unsafe fn pack_weights(p: Pack) {
     unsafe {
-        let (lane, strip, chain) = (thread::lane_id(), thread::warp_id(), thread::block_idx_x());
+        let (lane, n_tile, k_partial) = (thread::lane_id(), thread::warp_id(), thread::block_idx_x());
         let together = p.first + thread::block_idx_y();
-        let tile = Tile::load(p.stream, together, chain, strip, lane, p.double != 0);
+        let tile = Tile::load(p.stream, together, k_partial, n_tile, lane, p.double != 0);
         let windows = tile.windows();
         let count = windows[0].escapes + windows[1].escapes;
         let top = windows[0].top.max(windows[1].top);
         let region =
-            (together as usize * REGIONS as usize + chain as usize) * Lossless::region_bytes(p.list_bytes) as usize;
+            (together as usize * REGIONS as usize + k_partial as usize) * Lossless::region_bytes(p.list_bytes) as usize;
         let region = p.regions.at(region);
-        let list = region.at((TOGETHER * PACKED_SLICE + strip * p.list_bytes) as usize).cast::<u16>();
+        let list = region.at((TOGETHER * PACKED_SLICE + n_tile * p.list_bytes) as usize).cast::<u16>();
         let room = Lossless::room(p.list_bytes);
         let mut more = 0;
         if count > room {
@@ -522,7 +530,7 @@ pub unsafe fn pack_weights(p: Pack) {
         let mut escapes = 0;
         unroll!(S < 2; {
             let second = S as u32 * TOGETHER * (PACKED_SLICE + p.list_bytes);
-            let slice = region.at((second + strip * PACKED_SLICE) as usize);
+            let slice = region.at((second + n_tile * PACKED_SLICE) as usize);
             let mut slice_codes = [0u32; 4];
             unroll!(F < 4; {
                 let words = tile.words[4 * S + F];

@@ -3,11 +3,11 @@
 
 use cuda_std::emulator::{self, Buffer, Launch};
 use cuda_std::{Global, Kernel, bf16};
-use gpu_kernels::linear::{STRIP, slot};
+use gpu_kernels::batched::{self, BatchedStep};
+use gpu_kernels::decode::{self, CHUNK_BYTES, LayOut, Walk};
+use gpu_kernels::linear::{N_TILE, slot};
 use gpu_kernels::sample::{self, Split};
 use gpu_kernels::step::Rows;
-use gpu_kernels::stream::{self, CHUNK_BYTES, LayOut, Walk};
-use gpu_kernels::wide::{self, WideStep};
 
 /// A small deterministic generator, so that a failure names all it needs: its seed.
 pub struct Random(u64);
@@ -112,13 +112,13 @@ pub fn run_resident<K: Kernel>(grid: [u32; 3], shared_bytes: u32, seed: u64, par
     run_launch::<K>(&launch, params);
 }
 
-/// A wide step with tiles of so many rows.
-pub fn run_wide(tile_rows: u32, grid: u32, seed: u64, params: WideStep) {
-    let (grid, shared) = ([grid, 1, 1], WideStep::shared_bytes(tile_rows));
+/// A batched step with tiles of so many rows.
+pub fn run_batched(tile_rows: u32, grid: u32, seed: u64, params: BatchedStep) {
+    let (grid, shared) = ([grid, 1, 1], BatchedStep::shared_bytes(tile_rows));
     match tile_rows {
-        64 => run_resident::<wide::wide_64>(grid, shared, seed, params),
-        96 => run_resident::<wide::wide_96>(grid, shared, seed, params),
-        _ => run_resident::<wide::wide_128>(grid, shared, seed, params),
+        64 => run_resident::<batched::batched_64>(grid, shared, seed, params),
+        96 => run_resident::<batched::batched_96>(grid, shared, seed, params),
+        _ => run_resident::<batched::batched_128>(grid, shared, seed, params),
     }
 }
 
@@ -156,32 +156,33 @@ pub fn reordered(rows: &[bf16], width: usize, back: bool) -> Vec<bf16> {
     out
 }
 
-/// A stream of one matrix `[n, k]`, from where `walk` stands, and how many strips it has; with an up projection beside the gate's, or without.
+/// A stream of one matrix `[n, k]`, from where `walk` stands, and how many N-tiles it has; with an up projection beside
+/// the gate's, or without.
 pub fn laid_out(weight: &[bf16], up: Option<&[bf16]>, k: u32, mut walk: Walk) -> (Buffer<bf16>, u32) {
     let n = weight.len() as u32 / k;
-    let strips = (if up.is_some() { 2 * n } else { n }).div_ceil(STRIP);
-    let mut passes = Vec::new();
+    let n_tiles = (if up.is_some() { 2 * n } else { n }).div_ceil(N_TILE);
+    let mut waves = Vec::new();
     let mut first = 0;
-    while first < strips {
-        let pass = walk.pass(strips - first, k);
-        passes.push((first, pass));
-        first += pass.strips;
+    while first < n_tiles {
+        let wave = walk.wave(n_tiles - first, k);
+        waves.push((first, wave));
+        first += wave.n_tiles;
     }
     let stream = Buffer::from_slice(&vec![bf16::ZERO; walk.chunks as usize * CHUNK_BYTES as usize / 2]);
     let weight = Buffer::from_slice(weight);
     let up = up.map(Buffer::from_slice);
-    for (first_strip, pass) in passes {
+    for (first_n_tile, wave) in waves {
         let lay_out = LayOut {
             weight: weight.ptr(),
             up: up.as_ref().map_or(Global::default(), |up| up.ptr()),
             stream: stream.ptr_mut(),
-            base: pass.base,
+            base: wave.base,
             n,
             k,
-            first_strip,
-            strips: pass.strips,
+            first_n_tile,
+            n_tiles: wave.n_tiles,
         };
-        run::<stream::lay_out>([pass.strips, pass.depth, 1], 0, 2, lay_out);
+        run::<decode::lay_out>([wave.n_tiles, wave.depth, 1], 0, 2, lay_out);
     }
-    (stream, strips)
+    (stream, n_tiles)
 }

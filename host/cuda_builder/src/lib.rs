@@ -99,13 +99,13 @@ pub struct Module {
     pub ptx: PathBuf,
     /// The file of machine code, if one was made.
     pub machine_code: Option<PathBuf>,
-    /// Its kernels and the stamps of their parameter blocks.
+    /// Its kernels and the digests of their parameter blocks.
     pub layouts: BTreeMap<String, u64>,
 }
 
-/// Builds a kernel crate for each of `levels` into the folder `out`, with machine code where a level has an assembler, and writes
-/// `out/images.rs`: a Rust slice with an `Image { arch, module, ptx, machine_code, layouts }` for each module of each level, for a
-/// crate to include where it has such a type.
+/// Builds a kernel crate for each of `levels` into the folder `out`, with machine code where a level has an assembler,
+/// and writes `out/images.rs`: a Rust slice with an `Image { arch, module, ptx, machine_code, layouts }` for each
+/// module of each level, for a crate to include where it has such a type.
 ///
 /// # Errors
 /// As [`CudaBuilder::build`].

@@ -1,6 +1,6 @@
 //! Cuts the text of one compilation into modules, and gives each a table of its kernels' layouts.
 //!
-//! `#[kernel]` leaves comments: `//@module NAME MODULE` says where a kernel goes, `//@layout NAME STAMP` what its
+//! `#[kernel]` leaves comments: `//@module NAME MODULE` says where a kernel goes, `//@layout NAME DIGEST` what its
 //! parameter block looks like. A module has its kernels, and what they name of the rest: variables and functions.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,7 +8,7 @@ use std::fmt::Write;
 
 use crate::Error;
 
-/// The variable that holds a module's layouts: a line for each kernel, its name and its stamp in decimal, as text.
+/// The variable that holds a module's layouts: a line for each kernel, its name and its digest in decimal, as text.
 pub const LAYOUTS: &str = "kernel_layouts";
 
 /// One module's text.
@@ -18,7 +18,7 @@ pub struct Text {
     pub name: String,
     /// PTX.
     pub ptx: String,
-    /// Its kernels and the stamps of their parameter blocks, in the order of names.
+    /// Its kernels and the digests of their parameter blocks, in the order of names.
     pub layouts: BTreeMap<String, u64>,
 }
 
@@ -42,7 +42,7 @@ struct Parsed<'t> {
 /// The modules of `ptx`, in the order of their names.
 ///
 /// # Errors
-/// [`Error::Note`]: a kernel without a module or a stamp.
+/// [`Error::Note`]: a kernel without a module or a digest.
 pub fn split(ptx: &str) -> Result<Vec<Text>, Error> {
     let parsed = parse(ptx);
     let mut kernels: BTreeMap<&str, Vec<Item<'_>>> = BTreeMap::new();
@@ -77,9 +77,9 @@ impl<'t> Parsed<'t> {
         let mut layouts = BTreeMap::new();
         let mut ptx = self.head.clone();
         for kernel in kernels {
-            let stamp = self.note(kernel.name, "layout")?;
+            let digest = self.note(kernel.name, "layout")?;
             let missing = |_| Error::Note { kernel: kernel.name.into(), about: "layout".into() };
-            layouts.insert(kernel.name.to_owned(), stamp.parse().map_err(missing)?);
+            layouts.insert(kernel.name.to_owned(), digest.parse().map_err(missing)?);
             for note in &self.notes[kernel.name] {
                 let _ = writeln!(ptx, "{note}");
             }
@@ -94,7 +94,7 @@ impl<'t> Parsed<'t> {
 
 /// The text of a table: what [`LAYOUTS`] holds.
 pub fn lines(layouts: &BTreeMap<String, u64>) -> String {
-    layouts.iter().map(|(kernel, stamp)| format!("{kernel} {stamp}\n")).collect()
+    layouts.iter().map(|(kernel, digest)| format!("{kernel} {digest}\n")).collect()
 }
 
 /// A variable that the assembler keeps, with [`lines`] in it.
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_a_stamp_is_refused() {
+    fn a_kernel_without_a_digest_is_refused() {
         let error = split(&TEXT.replace("//@layout race", "//@layout case")).unwrap_err().to_string();
         assert!(error.contains("race"), "{error}");
     }

@@ -1,8 +1,8 @@
 //! Forwards the CUDA driver's entry points to `libcuda.so.1`, opened at the first call.
 //!
 //! `cust` is written to be linked with the driver library, which would keep the program from starting on a machine
-//! without one. This crate defines the entry points that are used, under their own names; each looks its
-//! original up once and jumps there. Without a driver they answer [`NO_DEVICE`], so that the caller gets an ordinary error.
+//! without one. This crate defines the entry points that are used, under their own names; each looks its original up
+//! once and jumps there. Without a driver they answer [`NO_DEVICE`], so that the caller gets an ordinary error.
 //!
 //! Every argument of these functions is an integer or a pointer: one machine word each on the 64-bit systems
 //! that have a CUDA driver. That is why one untyped signature serves them all.
@@ -50,7 +50,8 @@ fn resolve(name: &str) -> Result<usize, u32> {
 
 static COUNTING: AtomicBool = AtomicBool::new(false);
 
-/// From now on, counts the calls of every entry point, of all threads. Without it, a call does no more than look at this switch.
+/// From now on, counts the calls of every entry point, of all threads. Without it, a call does no more than look at
+/// this switch.
 pub fn count_calls() {
     COUNTING.store(true, Ordering::Relaxed);
 }

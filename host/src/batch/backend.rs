@@ -34,7 +34,8 @@ pub struct Start<'a> {
 pub struct Outcome {
     /// Whose.
     pub slot: Slot,
-    /// The next tokens: one, and one more for each draft that was right. They end at `max_length` and with a stop token.
+    /// The next tokens: one, and one more for each draft that was right. They end at `max_length` and with a stop
+    /// token.
     pub tokens: Vec<u32>,
     /// For each of them, if they were asked for.
     pub logprobs: Vec<Logprobs>,
@@ -46,7 +47,8 @@ pub struct Outcome {
     pub lost: Option<String>,
 }
 
-/// Log-probabilities (natural) of a token and of the likeliest ones in its place, by the model's logits before penalties and temperature.
+/// Log-probabilities (natural) of a token and of the likeliest ones in its place, by the model's logits before
+/// penalties and temperature.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Logprobs {
     /// Of the token that was chosen.
@@ -71,7 +73,8 @@ impl Logprobs {
         Self::new(max, total, logits.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY), top)
     }
 
-    /// Of the logit of the chosen token and those of the likeliest, where `max` is the largest and `total` the sum of all masses.
+    /// Of the logit of the chosen token and those of the likeliest, where `max` is the largest and `total` the sum of
+    /// all masses.
     pub(super) fn new(max: f32, total: u64, chosen: f32, top: impl Iterator<Item = (u32, f32)>) -> Self {
         let all = (total as f64 / sample::UNIT_MASS as f64).ln();
         let log = |logit: f32| (f64::from(logit - max) - all) as f32;
@@ -81,11 +84,11 @@ impl Logprobs {
 
 /// Runs batches of sequences, a step at a time.
 ///
-/// A sequence's tokens depend on itself alone, and on its form: not on its company, nor on how its rows were dealt over steps, nor on where its pages
-/// are, nor on whether they were away.
+/// A sequence's tokens depend on itself alone, and on its form: not on its company, nor on how its rows were scheduled
+/// over steps, nor on where its pages are, nor on whether they were away.
 ///
-/// A step with drafts shares [`Plan::draft_threshold`] among its sequences as the n-gram operator shares its threshold, with
-/// [`Work::most_drafts`](super::plan::Work) as each sequence's bound.
+/// A step with drafts shares [`Plan::draft_threshold`] among its sequences as the n-gram operator shares its threshold,
+/// with [`Work::most_drafts`](super::plan::Work) as each sequence's bound.
 pub trait BatchBackend: Send {
     /// What it runs on, for a person.
     fn device(&self) -> String;
@@ -106,8 +109,8 @@ pub trait BatchBackend: Send {
         false
     }
 
-    /// Begins to execute a plan. `starts` has an entry for each of `plan.started`. At most one step may be under way, which was foreseen: a row whose
-    /// token that one chooses is at the position after the last known one.
+    /// Begins to execute a plan. `starts` has an entry for each of `plan.started`. At most one step may be under way,
+    /// which was foreseen: a row whose token that one chooses is at the position after the last known one.
     ///
     /// # Errors
     /// A device error, after which the backend is of no more use.
@@ -117,7 +120,8 @@ pub trait BatchBackend: Send {
     /// caller.
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error>;
 
-    /// Waits for the step that was begun first. Returns the outcome of each work that samples, in order, also of a sequence that has left its slot.
+    /// Waits for the step that was begun first. Returns the outcome of each work that samples, in order, also of a
+    /// sequence that has left its slot.
     ///
     /// # Errors
     /// A device error, after which the backend is of no more use.

@@ -68,7 +68,8 @@ impl CpuBatch {
             host: store(limits.host_pages),
             slots: vec![Slot::default(); limits.sequences as usize],
             logits: Vec::new(),
-            // Until there are measurements: copies at 5 GB/s, out and back, and a row for a reading of the weights at 10 GB/s.
+            // Until there are measurements: copies at 5 GB/s, out and back, and a row for a reading of the weights at
+            // 10 GB/s.
             swaps: Rate::guess(2.0 * page / 5e9),
             rows: Rate::guess(checkpoint.cpu_bytes() as f64 / 10e9),
             model,
@@ -194,7 +195,8 @@ impl BatchBackend for CpuBatch {
     }
 }
 
-/// Checks that the machine has memory for so many pages of so many bytes, and `besides` for others: to ask for more would end the program.
+/// Checks that the machine has memory for so many pages of so many bytes, and `besides` for others: to ask for more
+/// would end the program.
 ///
 /// # Errors
 /// [`Error::CpuCacheTooLarge`].

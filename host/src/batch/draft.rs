@@ -23,8 +23,8 @@ impl Drafts {
     }
 }
 
-/// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`. `sequence` gives the one of a work,
-/// if it may draft.
+/// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`. `sequence`
+/// gives the one of a work, if it may draft.
 pub fn propose<'a>(
     plan: &Plan,
     draft: Option<NgramDraft>,

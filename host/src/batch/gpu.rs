@@ -1,8 +1,9 @@
 //! A batch on a device: many sequences' rows in each pass, over shared pages.
 //!
-//! The host makes the whole step: rows, tiles, choices, changed page tables. All of it travels in one copy ([`upload`]); the device moves pages, runs
-//! the passes ([`passes`]) and chooses; the chosen tokens come back through mapped memory. While a step is under way the host makes the next one: a token
-//! that is not chosen yet the device puts into its row itself. So the host waits once a step, and the device not at all.
+//! The host makes the whole step: rows, tiles, choices, changed page tables. All of it travels in one copy
+//! ([`upload`]); the device moves pages, runs the passes ([`passes`]) and chooses; the chosen tokens come back through
+//! mapped memory. While a step is under way the host makes the next one: a token that is not chosen yet the device puts
+//! into its row itself. So the host waits once a step, and the device not at all.
 //!
 //! What a sequence of a given form may say next, the host must know that token for: then the choices of a pass are
 //! enqueued behind it later, when the step before has ended, while the pass runs.
@@ -34,8 +35,8 @@ use self::lists::{Changes, Masked, Ready};
 use self::moves::Mover;
 use self::notes::{Group, Notes};
 use self::packing::Packing;
-use self::passes::{Pass, Rows, Widths, cut};
-use self::sizes::{LEAST_ROWS, SPARE, Sizes};
+use self::passes::{RowPass, SequenceRows, Widths, cut};
+use self::sizes::{BatchSizes, LEAST_ROWS, SPARE};
 use self::upload::{List, Upload};
 use self::uses::TokenUses;
 use super::PAGE_TOKENS;
@@ -47,6 +48,7 @@ use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
 use super::running::Running;
 use crate::cache::KvCache;
+use crate::decode::Decode;
 use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, RowOutput, Tiles};
@@ -54,12 +56,11 @@ use crate::gpu::DRAFT_COST;
 use crate::masks::{Entry, Masks};
 use crate::prefill;
 use crate::sampler::Sampler;
-use crate::stream::Stream;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
 /// Bytes that the second copy of the weights may take beside its own.
-const STREAM_SPARE: u64 = 512 << 20;
+const DECODE_SPARE: u64 = 512 << 20;
 
 /// Runs batches on a device.
 pub struct GpuBatch {
@@ -124,7 +125,8 @@ struct UnderWay {
 }
 
 impl GpuBatch {
-    /// Uploads `checkpoint` to `device`, for sequences of up to `context` tokens; what `options` leave open is as much as there is memory for.
+    /// Uploads `checkpoint` to `device`, for sequences of up to `context` tokens; what `options` leave open is as much
+    /// as there is memory for.
     ///
     /// # Errors
     /// As [`Gpu::new`](crate::Gpu::new); a cache larger than the memory.
@@ -138,7 +140,7 @@ impl GpuBatch {
         let config = &checkpoint.config;
         Forward::check(config)?;
         let prompts_apart = device.has_prefill();
-        let sizes = Sizes::new(device, context, &options, prompts_apart);
+        let sizes = BatchSizes::new(device, context, &options, prompts_apart);
         let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows());
         if let Some(free) = device.free_memory()?
             && least.weights + least.working + SPARE > free
@@ -163,8 +165,8 @@ impl GpuBatch {
         Self::with_weights(device, config, weights, context, options, prompts_apart)
     }
 
-    /// With weights that are on the device; `prompts_apart` says whether prompts run in passes of their own, for which the device needs Hopper's
-    /// hardware. With them and without, bits differ as they do between cards.
+    /// With weights that are on the device; `prompts_apart` says whether prompts run in passes of their own, for which
+    /// the device needs Hopper's hardware. With them and without, bits differ as they do between cards.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -176,12 +178,12 @@ impl GpuBatch {
         options: BatchOptions,
         prompts_apart: bool,
     ) -> Result<Self, Error> {
-        let sizes = Sizes::new(device, context, &options, prompts_apart);
+        let sizes = BatchSizes::new(device, context, &options, prompts_apart);
         // A second copy of the weights, if it leaves as much room as is asked for: decoding steps are faster for it.
-        let stream = Stream::bytes(config, device.multiprocessors()) + STREAM_SPARE;
-        let streams =
-            prompts_apart && device.has_decode_kernel() && sizes.pages(config, device, &options, stream).is_ok();
-        let pages = sizes.pages(config, device, &options, if streams { stream } else { 0 })?;
+        let decode = Decode::bytes(config, device.sms()) + DECODE_SPARE;
+        let has_decode =
+            prompts_apart && device.has_decode_kernel() && sizes.pages(config, device, &options, decode).is_ok();
+        let pages = sizes.pages(config, device, &options, if has_decode { decode } else { 0 })?;
         let mut limits = Limits {
             context,
             sequences: sizes.sequences as u32,
@@ -197,8 +199,8 @@ impl GpuBatch {
             prompts_apart,
         };
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
-        if streams && forward.lay_out_stream()? {
-            forward.lay_out_wide()?;
+        if has_decode && forward.lay_out_decode()? {
+            forward.lay_out_batched()?;
         }
         if let Some(rows) = sizes.prompt_rows() {
             forward.lay_out_prefill_of(rows)?;
@@ -214,18 +216,21 @@ impl GpuBatch {
         let least = options.packed_pages.unwrap_or(device.capabilities().tuning().packed_pages);
         let mover = match Mover::new(device, forward.cache(), tier) {
             Ok(mover) => mover,
-            Err(error) if options.swap_tokens.is_some() => return Err(Sizes::no_tier(config, tier, error.to_string())),
+            Err(error) if options.swap_tokens.is_some() => {
+                return Err(BatchSizes::no_tier(config, tier, error.to_string()));
+            }
             Err(error) => {
                 tracing::warn!("no host tier, requests are computed again instead: {error}");
                 Mover::new(device, forward.cache(), 0)?
             }
         };
         limits.host_pages = mover.host_pages() as u32;
-        // Until there are measurements: 40 GB/s over the bus, out and back, and a row for 2 operations a weight at 400 TFLOP/s, or for a 64th of
-        // a reading of the weights at 1 TB/s.
+        // Until there are measurements: 40 GB/s over the bus, out and back, and a row for 2 operations a weight at 400
+        // TFLOP/s, or for a 64th of a reading of the weights at 1 TB/s.
         let weights = config.weight_bytes(2) as f64;
         let row = if prompts_apart { weights / 400e12 } else { weights / (64.0 * 1e12) };
-        // Rows with tiles and choices; page tables; pages that move, each to another; pages that are packed, and unpacked; uses; a pass over 64 rows begins lists at multiples of 4.
+        // Rows with tiles and choices; page tables; pages that move, each to another; pages that are packed, and
+        // unpacked; uses; a pass over 64 rows begins lists at multiples of 4.
         let change_room = 4 * sizes.rows;
         let choices = sizes.rows + sizes.sequences;
         let words = 32 * sizes.rows
@@ -351,7 +356,8 @@ impl GpuBatch {
                 vocab: self.vocab() as u32,
                 count: taken as u32,
             };
-            // SAFETY: the list is of the size said, and names rows of this pass, each once, choices of the step before, and slots.
+            // SAFETY: the list is of the size said, and names rows of this pass, each once, choices of the step before,
+            // and slots.
             unsafe { self.forward.device().launch::<kernels::take_tokens>(kernels::blocks(taken), 0, take)? };
         }
         let (tiles, chosen) = (upload.ptr(ready.tiles), pass.chosen.len() as u32);
@@ -514,10 +520,10 @@ impl BatchBackend for GpuBatch {
         };
         let drafts = propose(plan, self.draft, DRAFT_COST, sequence);
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
-        let rows: Vec<Rows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
+        let rows: Vec<SequenceRows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
 
         checked::check_rows(&rows, &self.limits, self.choices);
-        let cut: Vec<Pass> = cut(&rows, self.widths);
+        let cut: Vec<RowPass> = cut(&rows, self.widths);
         let changes = self.list_changes(plan, &cut)?;
         let mut passes: Vec<Ready> = Vec::new();
         let turn = self.turn;

@@ -7,7 +7,8 @@ pub struct Limits {
     pub context: usize,
     /// Most sequences that run at once.
     pub sequences: u32,
-    /// Most of them that generate in a step; the newest of the others are read in already, and take the places of those that end.
+    /// Most of them that generate in a step; the newest of the others are read in already, and take the places of those
+    /// that end.
     pub generating: u32,
     /// Most rows of a step, drafts included; at least `sequences`.
     pub rows: u32,
@@ -21,13 +22,15 @@ pub struct Limits {
     pub drafts: u32,
     /// Drafts are tried while a step has fewer rows than this.
     pub draft_rows: u32,
-    /// Most rows of prompts in a step. And while others generate, waiting sequences that have room start, and prompts that are being read in go on, once they have so many rows together,
-    /// or have missed a token for each `prompt_share` that generate: where a pass over fewer rows takes hardly less time. 0: as many as there is room for, at once.
+    /// Most rows of prompts in a step. And while others generate, waiting sequences that have room start, and prompts
+    /// that are being read in go on, once they have so many rows together, or have missed a token for each
+    /// `prompt_share` that generate: where a pass over fewer rows takes hardly less time. 0: as many as there is room
+    /// for, at once.
     pub prompt_rows: u32,
     /// See `prompt_rows`.
     pub prompt_share: u32,
-    /// Whether the device computes prompts otherwise than what it generates, to other bits: then a page is shared by those alone whose
-    /// prompts end alike.
+    /// Whether the device computes prompts otherwise than what it generates, to other bits: then a page is shared by
+    /// those alone whose prompts end alike.
     pub prompts_apart: bool,
 }
 

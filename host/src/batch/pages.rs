@@ -1,9 +1,10 @@
 //! Who has which page: a count of users for each, and an index of whole pages by content.
 //!
-//! A full page is known by the tokens in it, by how many of them are of the prompt, and by the page before it: so by everything up to its end and
-//! by where the prompt ended, which is all that its keys and values depend on. The index is a hash table over (page before, tokens) that compares
-//! what it finds, so sharing is exact. A page that nobody uses stays in the index until its memory is wanted; then the one unused longest goes first.
-//! If several sequences have used it, others may yet: then it is kept in the [host tier](super::tier), from where it comes back sooner than it
+//! A full page is known by the tokens in it, by how many of them are of the prompt, and by the page before it: so by
+//! everything up to its end and by where the prompt ended, which is all that its keys and values depend on. The index
+//! is a hash table over (page before, tokens) that compares what it finds, so sharing is exact. A page that nobody uses
+//! stays in the index until its memory is wanted; then the one unused longest goes first. If several sequences have
+//! used it, others may yet: then it is kept in the [host tier](super::tier), from where it comes back sooner than it
 //! would be computed.
 
 use std::collections::{BTreeMap, HashMap};
@@ -70,14 +71,14 @@ pub enum Place {
 
 /// What the index has of a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct PrefixMatch {
     /// Full pages from the start, and the content up to the end of each.
     pub pages: Vec<(Place, Content)>,
     /// A page whose first tokens, so many, are the ones that follow.
     pub partial: Option<(Page, usize)>,
 }
 
-impl Found {
+impl PrefixMatch {
     /// Its full pages that are on the device.
     pub fn on_device(&self) -> impl Iterator<Item = Page> {
         self.pages.iter().filter_map(|(place, _)| match place {
@@ -130,8 +131,8 @@ impl Pages {
     }
 
     /// What is there of `tokens`, the first `prompt` of which are a prompt.
-    pub fn find(&self, tokens: &[u32], prompt: usize) -> Found {
-        let mut found = Found::default();
+    pub fn find(&self, tokens: &[u32], prompt: usize) -> PrefixMatch {
+        let mut found = PrefixMatch::default();
         let (mut before, mut prompt) = (NOTHING, prompt);
         let mut chunks = tokens.chunks_exact(self.page_tokens);
         for chunk in chunks.by_ref() {
@@ -143,7 +144,7 @@ impl Pages {
                 before = content;
                 found.pages.push((Place::Host(key), before));
             } else {
-                return Found { partial: self.begins_like(before, chunk, prompt), ..found };
+                return PrefixMatch { partial: self.begins_like(before, chunk, prompt), ..found };
             }
             prompt = prompt.saturating_sub(self.page_tokens);
         }
@@ -175,7 +176,8 @@ impl Pages {
         }
     }
 
-    /// The same for who only copies from it: that is no reason to keep it in the host tier, where only whole pages are found.
+    /// The same for who only copies from it: that is no reason to keep it in the host tier, where only whole pages are
+    /// found.
     pub fn pin(&mut self, page: Page) {
         let entry = &mut self.entries[page as usize];
         if entry.users == 0 {
@@ -215,7 +217,8 @@ impl Pages {
         }
     }
 
-    /// One user less. Release a sequence's pages from last to first: then what follows a page is forgotten before the page is.
+    /// One user less. Release a sequence's pages from last to first: then what follows a page is forgotten before the
+    /// page is.
     pub fn release(&mut self, page: Page) {
         let entry = &mut self.entries[page as usize];
         debug_assert!(entry.users > 0, "page {page} has no user to lose");
@@ -232,7 +235,8 @@ impl Pages {
         }
     }
 
-    /// Puts a page, which its user has filled with `tokens` after `before`, into the index; the first `prompt` of them are of its prompt.
+    /// Puts a page, which its user has filled with `tokens` after `before`, into the index; the first `prompt` of them
+    /// are of its prompt.
     pub fn index(&mut self, page: Page, before: Content, tokens: &[u32], prompt: usize) -> Put {
         debug_assert_eq!(tokens.len(), self.page_tokens);
         let key = (before, tokens.into(), prompt);
@@ -301,7 +305,7 @@ mod tests {
         assert_eq!(found.pages.iter().map(|p| p.0.clone()).collect::<Vec<_>>(), [Place::Device(used[0])]);
         assert_eq!(found.partial, Some((used[1], 2)));
         // The same tokens elsewhere are another content.
-        assert_eq!(pages.find(&[5, 6, 7, 8], 99), Found::default());
+        assert_eq!(pages.find(&[5, 6, 7, 8], 99), PrefixMatch::default());
         // A page that is matched in full is shared, one short of that is begun alike.
         assert_eq!(pages.find(&[1, 2, 3], 99).partial, Some((used[0], 3)));
     }
@@ -336,8 +340,8 @@ mod tests {
         assert!(matches!(pages.index(page, NOTHING, &[1, 2, 3, 4], 3), Put::New(_)));
         assert_eq!(pages.find(&[1, 2, 3, 4, 5], 3).pages.len(), 1);
         // The fourth token was generated: as a prompt's it is another.
-        assert_eq!(pages.find(&[1, 2, 3, 4, 5], 4), Found { pages: vec![], partial: Some((page, 3)) });
-        assert_eq!(pages.find(&[1, 2, 3, 4, 5], 2), Found { pages: vec![], partial: Some((page, 2)) });
+        assert_eq!(pages.find(&[1, 2, 3, 4, 5], 4), PrefixMatch { pages: vec![], partial: Some((page, 3)) });
+        assert_eq!(pages.find(&[1, 2, 3, 4, 5], 2), PrefixMatch { pages: vec![], partial: Some((page, 2)) });
         assert_eq!(pages.find(&[1, 2, 3, 9], 3).partial, Some((page, 3)));
         let other = pages.take().unwrap();
         assert!(matches!(pages.index(other, NOTHING, &[1, 2, 3, 4], 4), Put::New(_)));
@@ -364,7 +368,7 @@ mod tests {
         // What the plan reads stays; the other place goes to whom wants one.
         assert_eq!((pages.tier.available(), pages.tier.take(), pages.tier.take()), (1, Some(1), None));
         pages.end_plan();
-        assert_eq!(pages.find(&text, 99), Found::default());
+        assert_eq!(pages.find(&text, 99), PrefixMatch::default());
         // The first is computed again, as another content; it was given up everywhere.
         assert!(
             matches!(pages.index(taken[1], NOTHING, &text[..4], 4), Put::New(content) if content > before.pages[2].1)

@@ -1,7 +1,9 @@
-//! What one step of a batch does: decided by the [scheduler](super::Scheduler), executed by a [backend](super::BatchBackend).
+//! What one step of a batch does: decided by the [scheduler](super::Scheduler), executed by a
+//! [backend](super::BatchBackend).
 //!
-//! The parts of a [`Plan`] are executed in the order of its fields. Within a part, entries are independent of each other, so that one
-//! launch may do them all: no page is the target of two, and no source of one is the target of another.
+//! The parts of a [`Plan`] are executed in the order of its fields. Within a part, entries are independent of each
+//! other, so that one launch may do them all: no page is the target of two, and no source of one is the target of
+//! another.
 
 /// A page of the device's cache.
 pub type Page = u32;
@@ -29,7 +31,8 @@ pub struct Plan {
     pub tables: Vec<TableEntry>,
     /// The rows to run, a sequence after the other, each at rising positions.
     pub work: Vec<Work>,
-    /// Most rows of the step's decoding sequences with their drafts: the operator's threshold (`gpu_kernels::ngram`). 0: nothing drafts.
+    /// Most rows of the step's decoding sequences with their drafts: the operator's threshold (`gpu_kernels::ngram`).
+    /// 0: nothing drafts.
     pub draft_threshold: u32,
 }
 

@@ -8,9 +8,9 @@ use std::time::Duration;
 /// Requests that stand in line at most.
 const LINE: usize = 1024;
 
-/// First come, first served, while there may be more. Once all are in, those that may have the longest answers go first: the devices would otherwise end with
-/// a few long ones, and so with steps that are hardly cheaper than full ones (longest processing time first: Graham, 1969, "Bounds on multiprocessing timing
-/// anomalies").
+/// First come, first served, while there may be more. Once all are in, those that may have the longest answers go
+/// first: the devices would otherwise end with a few long ones, and so with steps that are hardly cheaper than full
+/// ones (longest processing time first: Graham, 1969, "Bounds on multiprocessing timing anomalies").
 pub struct Queue<T> {
     /// Where more come from; none once all are in.
     more: Option<Receiver<T>>,

@@ -31,18 +31,20 @@ pub struct BatchOptions {
     pub draft: Option<NgramDraft>,
     /// Drafts are tried while a step has fewer rows than this.
     pub draft_rows: u32,
-    /// Full pages that a step has to read for them to be [packed](gpu_kernels::packed): 0 for always, `usize::MAX` for never.
+    /// Full pages that a step has to read for them to be [packed](gpu_kernels::packed): 0 for always, `usize::MAX` for
+    /// never.
     pub packed_pages: Option<usize>,
 }
 
 impl BatchOptions {
-    /// Rows of a step up to which drafts are worth a try, where nothing is said: a decode step costs the same from 1 row to these.
+    /// Rows of a step up to which drafts are worth a try, where nothing is said: a decode step costs the same from 1
+    /// row to these.
     pub const DRAFT_ROWS: u32 = gpu_kernels::step::MAX_DECODE_ROWS;
     /// Most sequences that a step has room for on any device.
-    pub const MOST_SEQUENCES: u32 = gpu_kernels::wide::MAX_WIDE_ROWS;
+    pub const MOST_SEQUENCES: u32 = gpu_kernels::batched::MAX_BATCHED_ROWS;
     /// Sequences at once on the CPU, where nothing is said.
     const CPU_SEQUENCES: u32 = 32;
-    /// Rows of a step on the CPU: its products are in blocks of 64.
+    /// Rows of a step on the CPU: its GEMMs are in blocks of 64.
     const CPU_ROWS: u32 = 128;
     /// Bytes of the CPU's cache, where nothing is said.
     const CPU_CACHE: usize = 1 << 30;

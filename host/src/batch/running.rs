@@ -84,8 +84,8 @@ impl Running {
         Proposal::of(draft, &self.history, self.max_length, self.matcher().as_deref_mut())
     }
 
-    /// Appends the tokens after the newest: one, and one more for each draft that was right; notes what the drafts were worth. `choose` gives the
-    /// token of a row, knowing its history.
+    /// Appends the tokens after the newest: one, and one more for each draft that was right; notes what the drafts were
+    /// worth. `choose` gives the token of a row, knowing its history.
     pub fn confirm(&mut self, drafts: &Drafts, choose: impl FnMut(usize, &[u32]) -> u32) -> Vec<u32> {
         let tokens = confirm(&mut self.history, self.max_length, &self.stop_tokens, drafts.run(), choose);
         if let Some(mut matcher) = self.matcher() {

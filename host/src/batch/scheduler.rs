@@ -2,30 +2,32 @@
 //!
 //! Sequences are served in the order in which they came:
 //!
-//! 1. Each running sequence that has only its newest token to run gets one row. If it needs a page and there is none, the running
-//!    sequence that came last is preempted: its pages go to the host tier, or are given up and computed again later, whichever is
-//!    cheaper by the backend's [`Costs`]. It keeps its place in the order of arrival.
+//! 1. Each running sequence that has only its newest token to run gets one row. If it needs a page and there is none,
+//!    the running sequence that came last is preempted: its pages go to the host tier, or are given up and computed
+//!    again later, whichever is cheaper by the backend's [`Costs`]. It keeps its place in the order of arrival.
 //! 2. The rows that are left go to prompts, in chunks of whatever fits (chunked prefill: Agrawal et al., 2024, "Taming
 //!    Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve").
-//! 3. If nobody was preempted, waiting sequences start while there are slots, rows, and pages for all their tokens and one more page for each running
-//!    sequence. What the page index has of their text is shared (Kwon et al., 2023, "Efficient Memory Management for Large Language
-//!    Model Serving with PagedAttention"); of a page that matches only in part, a copy is made. A sequence whose prompt begins
-//!    like one that is being read in waits for it. Where the limits say so, a few, and what is left of one, wait for more, to be read in together; and some start
-//!    before they may generate, if there are pages for all at their greatest length.
-//!    Pages that several have used come back from the host tier, if they had to leave the device.
+//! 3. If nobody was preempted, waiting sequences start while there are slots, rows, and pages for all their tokens and
+//!    one more page for each running sequence. What the page index has of their text is shared (Kwon et al., 2023,
+//!    "Efficient Memory Management for Large Language Model Serving with PagedAttention"); of a page that matches only
+//!    in part, a copy is made. A sequence whose prompt begins like one that is being read in waits for it. Where the
+//!    limits say so, a few, and what is left of one, wait for more, to be read in together; and some start before they
+//!    may generate, if there are pages for all at their greatest length. Pages that several have used come back from
+//!    the host tier, if they had to leave the device.
 //! 4. Drafts get what is left of the draft budget, and no page that another sequence would be preempted for.
 //!
-//! The next step may be planned while one is under way, see [`Scheduler::foresee`]: then its outcome is known but for the tokens themselves, which
-//! nothing here depends on before their pages are full.
+//! The next step may be planned while one is under way, see [`Scheduler::foresee`]: then its outcome is known but for
+//! the tokens themselves, which nothing here depends on before their pages are full.
 //!
-//! Nothing starves: the sequence that came first among the running ones is never preempted, so it ends; nobody who came later starts
-//! while the first in line waits for pages; with nothing running, the first in line fits; and whoever waits for others waits until then at most.
+//! Nothing starves: the sequence that came first among the running ones is never preempted, so it ends; nobody who came
+//! later starts while the first in line waits for pages; with nothing running, the first in line fits; and whoever
+//! waits for others waits until then at most.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
 use super::limits::{Costs, Counts, Limits};
-use super::pages::{Content, Found, NOTHING, Pages, Place, Put};
+use super::pages::{Content, NOTHING, Pages, Place, PrefixMatch, Put};
 use super::plan::{HostPage, Page, PageCopy, Plan, SequenceId, Slot, Started, SwapIn, SwapOut, TableEntry, Work};
 
 /// What a sequence's rows of a step brought.
@@ -151,8 +153,8 @@ impl Scheduler {
         self.running.len()
     }
 
-    /// Whether to add more, so that no step has less to do than it could: for all slots, and for those that are free after a step. What waits here beyond that, another
-    /// device might have begun.
+    /// Whether to add more, so that no step has less to do than it could: for all slots, and for those that are free
+    /// after a step. What waits here beyond that, another device might have begun.
     pub fn has_room(&self) -> bool {
         let slots = self.limits.sequences as usize;
         self.running.len() + self.waiting.len() < slots + slots.div_ceil(8)
@@ -168,7 +170,8 @@ impl Scheduler {
         self.pages.tier.unsaved()
     }
 
-    /// Who gets tokens by the last plan, in order, until that is [foreseen](Self::foresee) or [advanced](Self::advance).
+    /// Who gets tokens by the last plan, in order, until that is [foreseen](Self::foresee) or
+    /// [advanced](Self::advance).
     pub fn sampling(&self) -> impl Iterator<Item = SequenceId> {
         self.work.iter().filter(|(_, work)| work.samples).map(|(id, _)| *id)
     }
@@ -303,10 +306,10 @@ impl Scheduler {
         }
     }
 
-    /// Whether what is left of prompts that are being read in, and the waiting sequences that have room now, had better wait
-    /// for more of them: then how many sequences that are. They wait until the tokens that they miss by it are worth a pass
-    /// of their own, as one rents skis until the rent has come to their price. One that has saved pages has little to run,
-    /// and does not wait.
+    /// Whether what is left of prompts that are being read in, and the waiting sequences that have room now, had better
+    /// wait for more of them: then how many sequences that are. They wait until the tokens that they miss by it are
+    /// worth a pass of their own, as one rents skis until the rent has come to their price. One that has saved pages
+    /// has little to run, and does not wait.
     fn better_together(&self) -> Option<usize> {
         let Limits { prompt_rows, prompt_share, page_tokens, .. } = self.limits;
         if prompt_rows == 0 || self.waiting.values().next().is_some_and(|first| !first.saved.is_empty()) {
@@ -363,8 +366,8 @@ impl Scheduler {
         }
     }
 
-    /// Whether so many `more` sequences, with so many pages at their greatest length, may start. Who is read in ahead of its turn to generate may not take a page that others will come
-    /// to need.
+    /// Whether so many `more` sequences, with so many pages at their greatest length, may start. Who is read in ahead
+    /// of its turn to generate may not take a page that others will come to need.
     fn may_start(&self, more: usize, pages: usize) -> bool {
         let to_come = || self.running.values().map(|sequence| self.whole(&sequence.known) - sequence.pages.len());
         let is_ahead = self.running.len() + more > self.limits.generating as usize;
@@ -392,7 +395,7 @@ impl Scheduler {
     }
 
     /// How many of the available pages a waiting sequence takes for all its tokens: all but those that it finds in use.
-    fn takes(&self, known: &Known, found: &Found, mut is_used: impl FnMut(Page) -> bool) -> usize {
+    fn takes(&self, known: &Known, found: &PrefixMatch, mut is_used: impl FnMut(Page) -> bool) -> usize {
         let used = found.on_device().filter(|page| is_used(*page)).count();
         known.tokens.len().div_ceil(self.limits.page_tokens) - used
     }
@@ -410,7 +413,8 @@ impl Scheduler {
         if taken + self.running.len() > available {
             return false;
         }
-        // The source of a copy must outlive the step, and be there when it begins. A saved sequence has better than a part of a page.
+        // The source of a copy must outlive the step, and be there when it begins. A saved sequence has better than a
+        // part of a page.
         let partial = found.partial.filter(|(page, same)| {
             let pinned = (self.pages.users(*page) == 0) as usize;
             let better = shared * size + same > waiting.known.computed;
@@ -493,8 +497,9 @@ impl Scheduler {
         }
     }
 
-    /// Takes in what a step brought, the oldest one that was planned and not advanced: an [`Advance`] for each [`Work`] that samples, in order. Then
-    /// [`finish`](Self::finish) what has ended: a sequence of `max_length` tokens must be, unless the step was foreseen.
+    /// Takes in what a step brought, the oldest one that was planned and not advanced: an [`Advance`] for each [`Work`]
+    /// that samples, in order. Then [`finish`](Self::finish) what has ended: a sequence of `max_length` tokens must be,
+    /// unless the step was foreseen.
     ///
     /// # Panics
     /// If an advance is missing or is not of the plan: that is a mistake in the caller's code.
@@ -526,9 +531,10 @@ impl Scheduler {
         }
     }
 
-    /// Takes in that the planned step is under way, before it is known which tokens it brings, so that the next one can be planned; its
-    /// [`advance`](Self::advance) comes after that plan. Every work that samples brings one token then, and a sequence that has `max_length` tokens
-    /// with it is finished. One that turns out to have ended earlier may have a row in the next plan, and what that brings is nobody's.
+    /// Takes in that the planned step is under way, before it is known which tokens it brings, so that the next one can
+    /// be planned; its [`advance`](Self::advance) comes after that plan. Every work that samples brings one token then,
+    /// and a sequence that has `max_length` tokens with it is finished. One that turns out to have ended earlier may
+    /// have a row in the next plan, and what that brings is nobody's.
     ///
     /// False if it cannot be foreseen: sequences draft, or may soon, or the step before has not been advanced.
     pub fn foresee(&mut self) -> bool {

@@ -51,8 +51,9 @@ impl Steps {
         self.scheduler.running() + self.scheduler.waiting() == 0
     }
 
-    /// A step: what it brought, and to whom. Where the backend can, the next one is planned and begun meanwhile, for what can be foreseen of this one:
-    /// then the device does not wait for the host, and who ends a sequence early has run a row for nothing, whose outcome the next call brings.
+    /// A step: what it brought, and to whom. Where the backend can, the next one is planned and begun meanwhile, for
+    /// what can be foreseen of this one: then the device does not wait for the host, and who ends a sequence early has
+    /// run a row for nothing, whose outcome the next call brings.
     ///
     /// # Errors
     /// A device error, after which backend and steps are of no more use.

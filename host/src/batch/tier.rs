@@ -1,7 +1,8 @@
 //! Who has which page of the host tier: what preempted sequences saved, and pages that are worth keeping by content.
 //!
-//! A kept page is a copy of a whole page that several sequences began with and that the device had no more room for. It is given up, the one
-//! unused longest first, when its place is wanted. While a plan is made, nothing that the plan reads or writes there changes hands.
+//! A kept page is a copy of a whole page that several sequences began with and that the device had no more room for. It
+//! is given up, the one unused longest first, when its place is wanted. While a plan is made, nothing that the plan
+//! reads or writes there changes hands.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -12,7 +13,7 @@ use super::plan::HostPage;
 #[derive(Clone, Debug)]
 pub struct Tier {
     free: Vec<HostPage>,
-    kept: HashMap<Key, Kept>,
+    kept: HashMap<Key, TierEntry>,
     /// Kept pages that the plan in the making does not touch, by when they were last used.
     idle: BTreeMap<u64, Key>,
     /// Kept pages that it does.
@@ -23,7 +24,7 @@ pub struct Tier {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Kept {
+struct TierEntry {
     page: HostPage,
     content: Content,
     /// Its key in `idle`, if it is there.
@@ -78,15 +79,16 @@ impl Tier {
         Some(kept.page)
     }
 
-    /// Keeps a page that leaves the device. Where the plan in the making has to save it, unless it is there already or there is no room.
+    /// Keeps a page that leaves the device. Where the plan in the making has to save it, unless it is there already or
+    /// there is no room.
     pub fn keep(&mut self, key: &Key, content: Content) -> Option<HostPage> {
-        if let Some(&Kept { since, .. }) = self.kept.get(key) {
+        if let Some(&TierEntry { since, .. }) = self.kept.get(key) {
             self.touch(since, key);
             return None;
         }
         let page = self.take()?;
         // No time has this number.
-        self.kept.insert(key.clone(), Kept { page, content, since: 0 });
+        self.kept.insert(key.clone(), TierEntry { page, content, since: 0 });
         self.touched.push(key.clone());
         Some(page)
     }

@@ -1,6 +1,6 @@
 //! How often the driver is called, by what the calls do: for tests of loops that should not wait.
 
-use super::{Device, Kind};
+use super::{Device, DeviceKind};
 
 /// Counts of calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,18 +53,18 @@ impl Device {
     /// The calls so far; of a card, those of the whole program since [`count_calls`](Self::count_calls).
     pub fn calls(&self) -> Calls {
         match &*self.0 {
-            Kind::Cuda(_) => {
+            DeviceKind::Cuda(_) => {
                 let mut calls = Calls::default();
                 driver_link::calls().for_each(|(name, count)| calls.add(name, count));
                 calls
             }
-            Kind::Emulator(emulator) => emulator.calls(),
+            DeviceKind::Emulator(emulator) => emulator.calls(),
         }
     }
 
     /// Begins to count the calls of the driver; the emulator always does.
     pub fn count_calls(&self) {
-        if let Kind::Cuda(_) = &*self.0 {
+        if let DeviceKind::Cuda(_) = &*self.0 {
             driver_link::count_calls();
         }
     }

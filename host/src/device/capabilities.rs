@@ -1,7 +1,7 @@
 //! What a device can do, as one value. Which paths it takes follows from this and from [`DeviceOptions`], never from a
 //! card's name.
 
-use gpu_kernels::stream;
+use gpu_kernels::decode;
 
 use super::DeviceOptions;
 use crate::tuning::Tuning;
@@ -15,7 +15,7 @@ pub struct Capabilities {
     pub bulk_copies: bool,
     /// Clusters of CTAs that reach each other's shared memory.
     pub clusters: bool,
-    /// Products of warpgroups, from shared memory.
+    /// GEMMs of warpgroups, from shared memory.
     pub wgmma: bool,
     /// Launches that begin before those ahead have ended, and wait for them themselves.
     pub early_launches: bool,
@@ -24,9 +24,9 @@ pub struct Capabilities {
     /// Bytes of L2.
     pub l2_bytes: u32,
     /// SMs.
-    pub multiprocessors: u32,
-    /// Bytes that memory moves, at its clock, while an SM has a cycle, for each SM: how much work a byte leaves time for.
-    /// None for the emulator.
+    pub sms: u32,
+    /// Bytes that memory moves, at its clock, while an SM has a cycle, for each SM: how much work a byte leaves time
+    /// for. None for the emulator.
     pub bytes_per_cycle: Option<f64>,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct Hardware {
     pub capability: (i32, i32),
     pub shared_bytes: u32,
     pub l2_bytes: u32,
-    pub multiprocessors: u32,
+    pub sms: u32,
     pub bytes_per_cycle: f64,
 }
 
@@ -46,10 +46,10 @@ impl Capabilities {
 
     /// Of a card; none if it is too old.
     pub(super) fn of(hardware: &Hardware, options: &DeviceOptions) -> Option<Self> {
-        let Hardware { capability, shared_bytes, l2_bytes, multiprocessors, bytes_per_cycle } = *hardware;
+        let Hardware { capability, shared_bytes, l2_bytes, sms, bytes_per_cycle } = *hardware;
         let level = Self::level(capability, options)?;
         let bytes_per_cycle = Some(bytes_per_cycle);
-        Some(Self { shared_bytes, l2_bytes, multiprocessors, bytes_per_cycle, ..Self::of_level(level) })
+        Some(Self { shared_bytes, l2_bytes, sms, bytes_per_cycle, ..Self::of_level(level) })
     }
 
     /// Of the emulator, which takes after a small H100.
@@ -59,7 +59,7 @@ impl Capabilities {
             shared_bytes: cuda_std::emulator::MAX_SHARED_BYTES,
             l2_bytes: 50 << 20,
             // Enough for grids of more than one CTA.
-            multiprocessors: 4,
+            sms: 4,
             bytes_per_cycle: None,
             ..Self::of_level(level)
         }
@@ -85,7 +85,7 @@ impl Capabilities {
             early_launches: has,
             shared_bytes: 0,
             l2_bytes: 0,
-            multiprocessors: 0,
+            sms: 0,
             bytes_per_cycle: None,
         }
     }
@@ -97,7 +97,7 @@ impl Capabilities {
 
     /// Whether a decode step can run in one launch: it streams weights through shared memory by bulk copies.
     pub const fn has_decode_kernel(&self) -> bool {
-        self.bulk_copies && self.shared_bytes >= stream::SHARED_BYTES
+        self.bulk_copies && self.shared_bytes >= decode::SHARED_BYTES
     }
 
     /// The numbers that are good for it.
@@ -111,13 +111,7 @@ mod tests {
     use super::*;
 
     fn card(capability: (i32, i32), shared_kib: u32) -> Hardware {
-        Hardware {
-            capability,
-            shared_bytes: shared_kib << 10,
-            l2_bytes: 50 << 20,
-            multiprocessors: 132,
-            bytes_per_cycle: 12.8,
-        }
+        Hardware { capability, shared_bytes: shared_kib << 10, l2_bytes: 50 << 20, sms: 132, bytes_per_cycle: 12.8 }
     }
 
     #[test]

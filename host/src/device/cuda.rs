@@ -156,7 +156,7 @@ fn capability(device: CudaDevice) -> Result<(i32, i32), Error> {
 /// What the driver says of a card of this compute capability.
 fn hardware(device: CudaDevice, capability: (i32, i32)) -> Result<Hardware, Error> {
     let get = |attribute| device.get_attribute(attribute).map_err(Error::driver("asking what a card has"));
-    let multiprocessors = get(DeviceAttribute::MultiprocessorCount)? as u32;
+    let sms = get(DeviceAttribute::MultiprocessorCount)? as u32;
     let mut shared_bytes = 0;
     let attribute = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
     // SAFETY: `shared_bytes` is valid for a write, and the device is the driver's.
@@ -167,12 +167,12 @@ fn hardware(device: CudaDevice, capability: (i32, i32)) -> Result<Hardware, Erro
         * f64::from(get(DeviceAttribute::MemoryClockRate)?)
         * f64::from(get(DeviceAttribute::GlobalMemoryBusWidth)?)
         / 8.0;
-    let cycles = f64::from(get(DeviceAttribute::ClockRate)?) * f64::from(multiprocessors);
+    let cycles = f64::from(get(DeviceAttribute::ClockRate)?) * f64::from(sms);
     Ok(Hardware {
         capability,
         shared_bytes: shared_bytes as u32,
         l2_bytes: get(DeviceAttribute::L2CacheSize)? as u32,
-        multiprocessors,
+        sms,
         bytes_per_cycle: bytes / cycles.max(1.0),
     })
 }
@@ -404,7 +404,7 @@ impl Cuda {
             value: [u64::from(blocks) | 1 << 32, 1, 0, 0, 0, 0, 0, 0],
         };
         let config = LaunchConfig {
-            grid: [blocks * self.card.capabilities.multiprocessors, 1, 1],
+            grid: [blocks * self.card.capabilities.sms, 1, 1],
             block: [threads, 1, 1],
             shared_bytes,
             stream: self.stream.as_inner(),

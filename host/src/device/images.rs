@@ -16,7 +16,7 @@ pub struct Image {
     pub ptx: &'static str,
     /// What `ptxas` made of it.
     pub machine_code: Option<&'static [u8]>,
-    /// The kernels and the stamps of their parameter blocks, in the order of names.
+    /// The kernels and the digests of their parameter blocks, in the order of names.
     pub layouts: &'static [(&'static str, u64)],
 }
 
@@ -49,7 +49,7 @@ pub(super) enum Origin {
     File(String),
 }
 
-/// Stamps of the kernels that a module holds, by name; read from the module itself.
+/// Digests of the kernels that a module holds, by name; read from the module itself.
 pub(super) type Layouts = BTreeMap<String, u64>;
 
 impl Image {
@@ -70,14 +70,14 @@ impl Image {
 
     /// Checks that a module holds this one's kernels, with the same parameter blocks.
     pub(super) fn check(&self, layouts: &Layouts, origin: &Origin) -> Result<(), Error> {
-        self.layouts.iter().try_for_each(|&(kernel, stamp)| check_kernel(kernel, stamp, layouts, origin))
+        self.layouts.iter().try_for_each(|&(kernel, digest)| check_kernel(kernel, digest, layouts, origin))
     }
 }
 
-/// Checks that a module holds a kernel with the parameter block that has this stamp.
-pub(super) fn check_kernel(kernel: &str, stamp: u64, layouts: &Layouts, origin: &Origin) -> Result<(), Error> {
+/// Checks that a module holds a kernel with the parameter block that has this digest.
+pub(super) fn check_kernel(kernel: &str, digest: u64, layouts: &Layouts, origin: &Origin) -> Result<(), Error> {
     let found = layouts.get(kernel);
-    if found == Some(&stamp) {
+    if found == Some(&digest) {
         return Ok(());
     }
     let kernel = kernel.to_owned();
@@ -115,12 +115,12 @@ impl Images {
     }
 }
 
-/// The table that the build step puts into every module: a line for each kernel, its name and its stamp.
+/// The table that the build step puts into every module: a line for each kernel, its name and its digest.
 pub(super) fn parse_layouts(table: &[u8]) -> Layouts {
     let text = String::from_utf8_lossy(table);
     let line = |line: &str| {
-        let (kernel, stamp) = line.split_once(' ')?;
-        Some((kernel.to_owned(), stamp.parse().ok()?))
+        let (kernel, digest) = line.split_once(' ')?;
+        Some((kernel.to_owned(), digest.parse().ok()?))
     };
     text.lines().filter_map(line).collect()
 }
@@ -136,12 +136,12 @@ mod tests {
     }
 
     fn layouts(image: &Image) -> Layouts {
-        image.layouts.iter().map(|&(kernel, stamp)| (kernel.to_owned(), stamp)).collect()
+        image.layouts.iter().map(|&(kernel, digest)| (kernel.to_owned(), digest)).collect()
     }
 
     /// The table as text, as the build step writes it.
     fn table(layouts: &Layouts) -> String {
-        layouts.iter().map(|(kernel, stamp)| format!("{kernel} {stamp}\n")).collect()
+        layouts.iter().map(|(kernel, digest)| format!("{kernel} {digest}\n")).collect()
     }
 
     #[test]
@@ -166,21 +166,21 @@ mod tests {
     }
 
     #[test]
-    fn stamps_are_those_of_the_host() {
+    fn digests_are_those_of_the_host() {
         fn has<K: Kernel>() {
             for image in IMAGES.iter().filter(|image| image.module == K::MODULE) {
                 let found = image.layouts.iter().find(|(kernel, _)| *kernel == K::NAME);
                 let hopper = image.arch == "sm_90a";
                 match found {
-                    Some((_, stamp)) => assert_eq!(*stamp, K::LAYOUT, "{} {}", image.arch, K::NAME),
+                    Some((_, digest)) => assert_eq!(*digest, K::LAYOUT, "{} {}", image.arch, K::NAME),
                     None => assert!(!hopper, "{} is not in {}", K::NAME, image.module),
                 }
             }
         }
         has::<gpu_kernels::step::accept_and_draft>();
         has::<gpu_kernels::sample::sample_each>();
-        has::<gpu_kernels::wide::wide_96>();
-        has::<gpu_kernels::stream::stream_8>();
+        has::<gpu_kernels::batched::batched_96>();
+        has::<gpu_kernels::decode::decode_8>();
         has::<gpu_kernels::prefill_attention::prefill_attention>();
         has::<gpu_kernels::ngram::ngram_match_mixed_i32>();
     }

@@ -58,9 +58,9 @@ impl From<(u32, u32, u32)> for Grid {
 
 /// A device, and one queue of work on it. Clones share both; [`Device::beside`] shares the device alone.
 #[derive(Clone)]
-pub struct Device(Arc<Kind>);
+pub struct Device(Arc<DeviceKind>);
 
-enum Kind {
+enum DeviceKind {
     Cuda(cuda::Cuda),
     Emulator(emulated::Emulator),
 }
@@ -81,7 +81,7 @@ enum Begin {
 struct Entry {
     name: &'static str,
     module: &'static str,
-    /// The stamp of the parameter block that the host hands over.
+    /// The digest of the parameter block that the host hands over.
     layout: u64,
     threads: u32,
     cluster: u32,
@@ -107,7 +107,7 @@ impl Device {
     /// # Errors
     /// As [`cuda`](Self::cuda); a file of kernels that cannot be read, or has other parameter blocks.
     pub fn cuda_with(ordinal: u32, options: &DeviceOptions) -> Result<Self, Error> {
-        Ok(Self(Arc::new(Kind::Cuda(cuda::Cuda::open(ordinal, options)?))))
+        Ok(Self(Arc::new(DeviceKind::Cuda(cuda::Cuda::open(ordinal, options)?))))
     }
 
     /// The emulator: every kernel lane by lane on the CPU, in an order drawn from `seed`. For checking, not for speed.
@@ -118,22 +118,22 @@ impl Device {
     /// As [`emulator`](Self::emulator), with `options`. A file of kernels is not looked at, as those of the program
     /// run.
     pub fn emulator_with(seed: u64, options: &DeviceOptions) -> Self {
-        Self(Arc::new(Kind::Emulator(emulated::Emulator::new(seed, options.clone()))))
+        Self(Arc::new(DeviceKind::Emulator(emulated::Emulator::new(seed, options.clone()))))
     }
 
     /// What it was opened with.
     pub fn options(&self) -> &DeviceOptions {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.options(),
-            Kind::Emulator(emulator) => emulator.options(),
+            DeviceKind::Cuda(cuda) => cuda.options(),
+            DeviceKind::Emulator(emulator) => emulator.options(),
         }
     }
 
     /// What a person calls this device.
     pub fn name(&self) -> &str {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.name(),
-            Kind::Emulator(_) => "emulator",
+            DeviceKind::Cuda(cuda) => cuda.name(),
+            DeviceKind::Emulator(_) => "emulator",
         }
     }
 
@@ -144,22 +144,22 @@ impl Device {
     /// A driver error.
     pub fn beside(&self) -> Result<Self, Error> {
         match &*self.0 {
-            Kind::Cuda(cuda) => Ok(Self(Arc::new(Kind::Cuda(cuda.beside()?)))),
-            Kind::Emulator(_) => Ok(self.clone()),
+            DeviceKind::Cuda(cuda) => Ok(Self(Arc::new(DeviceKind::Cuda(cuda.beside()?)))),
+            DeviceKind::Emulator(_) => Ok(self.clone()),
         }
     }
 
     /// What it can do.
     pub fn capabilities(&self) -> &Capabilities {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.capabilities(),
-            Kind::Emulator(emulator) => emulator.capabilities(),
+            DeviceKind::Cuda(cuda) => cuda.capabilities(),
+            DeviceKind::Emulator(emulator) => emulator.capabilities(),
         }
     }
 
     /// How many SMs it has.
-    pub fn multiprocessors(&self) -> u32 {
-        self.capabilities().multiprocessors
+    pub fn sms(&self) -> u32 {
+        self.capabilities().sms
     }
 
     /// Free device memory in bytes; none for the emulator, which has the host's.
@@ -168,8 +168,8 @@ impl Device {
     /// A driver error.
     pub fn free_memory(&self) -> Result<Option<u64>, Error> {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.free_memory().map(Some),
-            Kind::Emulator(_) => Ok(None),
+            DeviceKind::Cuda(cuda) => cuda.free_memory().map(Some),
+            DeviceKind::Emulator(_) => Ok(None),
         }
     }
 
@@ -181,8 +181,8 @@ impl Device {
         self.refuse_while_recording("an allocation")?;
         let bytes = (len * size_of::<T>()).max(16);
         let address = match &*self.0 {
-            Kind::Cuda(cuda) => cuda.allocate(bytes)?,
-            Kind::Emulator(emulator) => emulator.allocate(bytes),
+            DeviceKind::Cuda(cuda) => cuda.allocate(bytes)?,
+            DeviceKind::Emulator(emulator) => emulator.allocate(bytes),
         };
         Ok(Buffer { device: self.clone(), address, len, element: PhantomData })
     }
@@ -204,8 +204,8 @@ impl Device {
     pub fn mapped(&self, words: usize) -> Result<Mapped, Error> {
         self.refuse_while_recording("an allocation")?;
         let (host, device) = match &*self.0 {
-            Kind::Cuda(cuda) => cuda.allocate_mapped(words * 4)?,
-            Kind::Emulator(emulator) => {
+            DeviceKind::Cuda(cuda) => cuda.allocate_mapped(words * 4)?,
+            DeviceKind::Emulator(emulator) => {
                 let address = emulator.allocate(words * 4);
                 (address as *mut u32, address)
             }
@@ -271,8 +271,8 @@ impl Device {
     /// memory. None if the driver does not say, nor the emulator.
     pub fn clusters_at_once<K: Kernel>(&self, shared_bytes: u32) -> u32 {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.clusters_at_once(Entry::of::<K>(), shared_bytes),
-            Kind::Emulator(_) => 0,
+            DeviceKind::Cuda(cuda) => cuda.clusters_at_once(Entry::of::<K>(), shared_bytes),
+            DeviceKind::Emulator(_) => 0,
         }
     }
 
@@ -285,9 +285,9 @@ impl Device {
     ) -> Result<(), Error> {
         match &*self.0 {
             // SAFETY: the caller's word; the parameter block is the kernel's own type.
-            Kind::Cuda(cuda) => unsafe { cuda.launch(Entry::of::<K>(), grid, shared_bytes, begin, &params) },
+            DeviceKind::Cuda(cuda) => unsafe { cuda.launch(Entry::of::<K>(), grid, shared_bytes, begin, &params) },
             // SAFETY: the caller's word.
-            Kind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, begin, params) },
+            DeviceKind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, begin, params) },
         }
     }
 
@@ -305,23 +305,23 @@ impl Device {
     /// first.
     pub fn has_machine_code(&self) -> bool {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.has_machine_code(),
-            Kind::Emulator(_) => false,
+            DeviceKind::Cuda(cuda) => cuda.has_machine_code(),
+            DeviceKind::Emulator(_) => false,
         }
     }
 
     /// Whether this is the device that `other` is, whatever the queues of both.
     pub fn is_same_card(&self, other: &Self) -> bool {
         match (&*self.0, &*other.0) {
-            (Kind::Cuda(a), Kind::Cuda(b)) => a.is_same_card(b),
-            (Kind::Emulator(_), Kind::Emulator(_)) => Arc::ptr_eq(&self.0, &other.0),
+            (DeviceKind::Cuda(a), DeviceKind::Cuda(b)) => a.is_same_card(b),
+            (DeviceKind::Emulator(_), DeviceKind::Emulator(_)) => Arc::ptr_eq(&self.0, &other.0),
             _ => false,
         }
     }
 
     /// Whether it is the emulator.
     pub fn is_emulator(&self) -> bool {
-        matches!(&*self.0, Kind::Emulator(_))
+        matches!(&*self.0, DeviceKind::Emulator(_))
     }
 
     /// Waits until everything enqueued is done.
@@ -331,8 +331,8 @@ impl Device {
     pub fn synchronize(&self) -> Result<(), Error> {
         self.refuse_while_recording("a wait")?;
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.synchronize(),
-            Kind::Emulator(emulator) => {
+            DeviceKind::Cuda(cuda) => cuda.synchronize(),
+            DeviceKind::Emulator(emulator) => {
                 emulator.synchronize();
                 Ok(())
             }
@@ -345,8 +345,8 @@ impl Device {
     /// Whatever it failed with.
     pub fn check(&self) -> Result<(), Error> {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.check(),
-            Kind::Emulator(_) => Ok(()),
+            DeviceKind::Cuda(cuda) => cuda.check(),
+            DeviceKind::Emulator(_) => Ok(()),
         }
     }
 }
@@ -400,8 +400,8 @@ impl<T: Pod> Buffer<T> {
         let to = self.address + (at * size_of::<T>()) as u64;
         let bytes = bytemuck::cast_slice(data);
         match &*self.device.0 {
-            Kind::Cuda(cuda) => cuda.write(to, bytes),
-            Kind::Emulator(emulator) => {
+            DeviceKind::Cuda(cuda) => cuda.write(to, bytes),
+            DeviceKind::Emulator(emulator) => {
                 emulator.write(to, bytes);
                 Ok(())
             }
@@ -440,8 +440,8 @@ impl<T: Pod> Buffer<T> {
         let from = self.address + (at * size_of::<T>()) as u64;
         let bytes = bytemuck::cast_slice_mut(out);
         match &*self.device.0 {
-            Kind::Cuda(cuda) => cuda.read(from, bytes),
-            Kind::Emulator(emulator) => {
+            DeviceKind::Cuda(cuda) => cuda.read(from, bytes),
+            DeviceKind::Emulator(emulator) => {
                 emulator.read(from, bytes);
                 Ok(())
             }
@@ -470,8 +470,8 @@ impl<T: Pod> Buffer<T> {
     pub fn clear(&mut self) -> Result<(), Error> {
         let bytes = self.len * size_of::<T>();
         match &*self.device.0 {
-            Kind::Cuda(cuda) => cuda.zero(self.address, bytes),
-            Kind::Emulator(emulator) => {
+            DeviceKind::Cuda(cuda) => cuda.zero(self.address, bytes),
+            DeviceKind::Emulator(emulator) => {
                 emulator.write(self.address, &vec![0; bytes]);
                 Ok(())
             }
@@ -482,8 +482,8 @@ impl<T: Pod> Buffer<T> {
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         match &*self.device.0 {
-            Kind::Cuda(cuda) => cuda.free(self.address),
-            Kind::Emulator(emulator) => emulator.free(self.address),
+            DeviceKind::Cuda(cuda) => cuda.free(self.address),
+            DeviceKind::Emulator(emulator) => emulator.free(self.address),
         }
     }
 }
@@ -524,7 +524,7 @@ impl Mapped {
             let word = unsafe { std::sync::atomic::AtomicU32::from_ptr(self.host.add(i)) };
             word.store(0, std::sync::atomic::Ordering::Release);
         }
-        if let Kind::Emulator(emulator) = &*self.owner.0 {
+        if let DeviceKind::Emulator(emulator) = &*self.owner.0 {
             emulator.write(self.device, &vec![0; self.words * 4]);
         }
     }
@@ -533,8 +533,8 @@ impl Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         match &*self.owner.0 {
-            Kind::Cuda(cuda) => cuda.free_mapped(self.host),
-            Kind::Emulator(emulator) => emulator.free(self.device),
+            DeviceKind::Cuda(cuda) => cuda.free_mapped(self.host),
+            DeviceKind::Emulator(emulator) => emulator.free(self.device),
         }
     }
 }

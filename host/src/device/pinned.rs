@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use bytemuck::Pod;
 use cuda_std::{Global, GlobalMut};
 
-use super::{Buffer, Device, Kind};
+use super::{Buffer, Device, DeviceKind};
 use crate::Error;
 
 /// Pinned host memory of `len` elements that the device reaches too.
@@ -35,8 +35,8 @@ impl Device {
         self.refuse_while_recording("an allocation")?;
         let bytes = (len * size_of::<T>()).max(16);
         let (host, address) = match &*self.0 {
-            Kind::Cuda(cuda) => cuda.allocate_mapped(bytes)?,
-            Kind::Emulator(emulator) => {
+            DeviceKind::Cuda(cuda) => cuda.allocate_mapped(bytes)?,
+            DeviceKind::Emulator(emulator) => {
                 let address = emulator.allocate(bytes);
                 (address as *mut u32, address)
             }
@@ -51,8 +51,8 @@ impl Device {
     pub fn synchronize_all(&self) -> Result<(), Error> {
         self.refuse_while_recording("a wait")?;
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.synchronize_card(),
-            Kind::Emulator(emulator) => {
+            DeviceKind::Cuda(cuda) => cuda.synchronize_card(),
+            DeviceKind::Emulator(emulator) => {
                 emulator.synchronize();
                 Ok(())
             }
@@ -66,8 +66,8 @@ impl Device {
     pub(super) unsafe fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<(), Error> {
         match &*self.0 {
             // SAFETY: the caller's word.
-            Kind::Cuda(cuda) => unsafe { cuda.copy(to, from, bytes) },
-            Kind::Emulator(emulator) => {
+            DeviceKind::Cuda(cuda) => unsafe { cuda.copy(to, from, bytes) },
+            DeviceKind::Emulator(emulator) => {
                 // SAFETY: the caller's word.
                 unsafe { emulator.copy(to, from, bytes) };
                 Ok(())
@@ -132,8 +132,8 @@ impl<T: Pod> Pinned<T> {
 impl<T> Drop for Pinned<T> {
     fn drop(&mut self) {
         match &*self.device.0 {
-            Kind::Cuda(cuda) => cuda.free_mapped(self.host),
-            Kind::Emulator(emulator) => emulator.free(self.address),
+            DeviceKind::Cuda(cuda) => cuda.free_mapped(self.host),
+            DeviceKind::Emulator(emulator) => emulator.free(self.address),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-use super::{Device, Kind};
+use super::{Device, DeviceKind};
 use crate::Error;
 
 /// Of one queue.
@@ -81,8 +81,8 @@ impl Device {
 
     pub(super) fn recording(&self) -> &Recording {
         match &*self.0 {
-            Kind::Cuda(cuda) => cuda.recording(),
-            Kind::Emulator(emulator) => emulator.recording(),
+            DeviceKind::Cuda(cuda) => cuda.recording(),
+            DeviceKind::Emulator(emulator) => emulator.recording(),
         }
     }
 }

@@ -7,7 +7,7 @@ use cuda_std::tensor::{Array, Matrix, ROW, TensorMap};
 use cust::sys;
 
 use super::cuda::check;
-use super::{Buffer, Device, Kind};
+use super::{Buffer, Device, DeviceKind};
 use crate::Error;
 
 // Values of the driver's enumerations, which `cust` does not have.
@@ -16,7 +16,7 @@ const WORDS_OF_8: u32 = 4;
 const NOT_INTERLEAVED: u32 = 0;
 const NOT_SWIZZLED: u32 = 0;
 const SWIZZLE_128_BYTES: u32 = 3;
-/// Lines that a copy draws into L2 together: 8 % of a large product.
+/// Lines that a copy draws into L2 together: 8 % of a large GEMM.
 const PROMOTE_TO_256_BYTES: u32 = 3;
 const ZEROS_BEYOND_EDGES: u32 = 0;
 
@@ -83,11 +83,11 @@ impl Device {
         let mut words = Vec::with_capacity(described.len() * WORDS);
         for one in described {
             let map = match &*self.0 {
-                Kind::Cuda(cuda) => {
+                DeviceKind::Cuda(cuda) => {
                     cuda.enter()?;
                     encode(one)?
                 }
-                Kind::Emulator(_) => emulated(one),
+                DeviceKind::Emulator(_) => emulated(one),
             };
             words.extend_from_slice(&map.0);
         }
@@ -122,8 +122,8 @@ fn encode_array(array: &Array) -> Result<TensorMap, Error> {
 fn encode(matrix: &Matrix) -> Result<TensorMap, Error> {
     let Matrix { address, rows, columns, tile_rows, swizzled } = *matrix;
     let mut map = TensorMap([0; WORDS]);
-    // SAFETY: every array has an element for each of the two dimensions (strides: for the outer one), and the map is aligned as the
-    // driver wants it.
+    // SAFETY: every array has an element for each of the two dimensions (strides: for the outer one), and the map is
+    // aligned as the driver wants it.
     let code = unsafe {
         cuTensorMapEncodeTiled(
             &mut map,

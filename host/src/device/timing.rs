@@ -8,7 +8,7 @@ use cust::stream::StreamWaitEventFlags;
 use cust::sys;
 
 use super::cuda::{Cuda, check};
-use super::{Device, Kind};
+use super::{Device, DeviceKind};
 use crate::Error;
 
 impl Device {
@@ -18,24 +18,25 @@ impl Device {
     /// A driver error.
     pub fn timer(&self) -> Result<Timer, Error> {
         let clock = match &*self.0 {
-            Kind::Cuda(cuda) => {
+            DeviceKind::Cuda(cuda) => {
                 cuda.enter()?;
                 let event = || Event::new(EventFlags::DEFAULT).map_err(Error::driver("making an event"));
                 Clock::Events(event()?, event()?)
             }
-            Kind::Emulator(_) => Clock::Host(Cell::new(Instant::now()), Cell::new(Instant::now())),
+            DeviceKind::Emulator(_) => Clock::Host(Cell::new(Instant::now()), Cell::new(Instant::now())),
         };
         Ok(Timer { clock, device: self.clone() })
     }
 
-    /// Makes what is enqueued here from now on wait for what is enqueued on `other`, another queue of this card, so far.
+    /// Makes what is enqueued here from now on wait for what is enqueued on `other`, another queue of this card, so
+    /// far.
     ///
     /// # Errors
     /// A driver error.
     pub fn wait_for(&self, other: &Device) -> Result<(), Error> {
         let marker = other.marker()?;
         marker.set()?;
-        let (Kind::Cuda(here), Some(event)) = (&*self.0, marker.event) else { return Ok(()) };
+        let (DeviceKind::Cuda(here), Some(event)) = (&*self.0, marker.event) else { return Ok(()) };
         here.enter()?;
         here.stream()
             .wait_event(event, StreamWaitEventFlags::DEFAULT)
@@ -48,35 +49,35 @@ impl Device {
     /// A driver error.
     pub fn marker(&self) -> Result<Marker, Error> {
         let event = match &*self.0 {
-            Kind::Cuda(cuda) => {
+            DeviceKind::Cuda(cuda) => {
                 cuda.enter()?;
                 Some(Event::new(EventFlags::DISABLE_TIMING).map_err(Error::driver("making an event"))?)
             }
-            Kind::Emulator(_) => None,
+            DeviceKind::Emulator(_) => None,
         };
         Ok(Marker { event, device: self.clone() })
     }
 
     /// Records what `work` enqueues on this device, without running it, as one thing to launch.
     ///
-    /// `work` may launch kernels, clear and copy buffers, and copy to and from [`super::Pinned`] memory; to wait, to allocate
-    /// and to touch other memory of the host is refused. Launch its kernels once before: the first launch of a kernel may
-    /// load it. The graph borrows what `work` borrows, and buffers of this queue that go all the same are freed
-    /// when no graph of it is left. The emulator runs `work` at every launch of the graph instead.
+    /// `work` may launch kernels, clear and copy buffers, and copy to and from [`super::Pinned`] memory; to wait, to
+    /// allocate and to touch other memory of the host is refused. Launch its kernels once before: the first launch of a
+    /// kernel may load it. The graph borrows what `work` borrows, and buffers of this queue that go all the same are
+    /// freed when no graph of it is left. The emulator runs `work` at every launch of the graph instead.
     ///
     /// What `work` promises of [addresses](Self::launch) holds for every launch of the graph.
     ///
     /// # Errors
-    /// [`Error::Recording`] for what cannot be recorded, whatever else `work` fails with, or the driver's refusal of what it
-    /// enqueued.
+    /// [`Error::Recording`] for what cannot be recorded, whatever else `work` fails with, or the driver's refusal of
+    /// what it enqueued.
     pub fn capture<'w>(&self, mut work: impl FnMut() -> Result<(), Error> + 'w) -> Result<Graph<'w>, Error> {
         let recorded = match &*self.0 {
-            Kind::Cuda(cuda) => {
+            DeviceKind::Cuda(cuda) => {
                 let _recording = cuda.recording().begin()?;
                 cuda.recording().keep();
                 Some(record(cuda, &mut work).inspect_err(|_| cuda.let_go())?)
             }
-            Kind::Emulator(_) => None,
+            DeviceKind::Emulator(_) => None,
         };
         Ok(Graph { recorded, work: Box::new(work), device: self.clone() })
     }
@@ -101,7 +102,8 @@ impl Marker {
         self.event.as_ref().map_or(Ok(()), |event| record_event(&self.device, event))
     }
 
-    /// Waits until what was enqueued before it is done, whatever was enqueued since. Before one that was never set there is nothing.
+    /// Waits until what was enqueued before it is done, whatever was enqueued since. Before one that was never set
+    /// there is nothing.
     ///
     /// # Errors
     /// Whatever a kernel failed with.
@@ -183,7 +185,7 @@ impl Timer {
 
 /// Puts `event` behind everything enqueued on `device` so far.
 fn record_event(device: &Device, event: &Event) -> Result<(), Error> {
-    let Kind::Cuda(cuda) = &*device.0 else { return Ok(()) };
+    let DeviceKind::Cuda(cuda) = &*device.0 else { return Ok(()) };
     cuda.enter()?;
     event.record(cuda.stream()).map_err(Error::driver("recording an event"))
 }
@@ -202,7 +204,7 @@ impl Graph<'_> {
     /// # Errors
     /// A driver error; under the emulator, whatever the work fails with.
     pub fn launch(&mut self) -> Result<(), Error> {
-        let (Some(recorded), Kind::Cuda(cuda)) = (&self.recorded, &*self.device.0) else {
+        let (Some(recorded), DeviceKind::Cuda(cuda)) = (&self.recorded, &*self.device.0) else {
             let _recording = self.device.recording().begin()?;
             return (self.work)();
         };
@@ -218,7 +220,7 @@ impl Drop for Graph<'_> {
     fn drop(&mut self) {
         // What the graph uses may be freed next.
         let _ = self.device.synchronize();
-        if let (Some(recorded), Kind::Cuda(cuda)) = (self.recorded.take(), &*self.device.0) {
+        if let (Some(recorded), DeviceKind::Cuda(cuda)) = (self.recorded.take(), &*self.device.0) {
             drop(recorded);
             cuda.let_go();
         }

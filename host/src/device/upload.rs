@@ -1,5 +1,5 @@
-//! Much data to the device at the rate of the bus: several threads fill pinned memory, and copies from it are enqueued as
-//! soon as a piece is complete.
+//! Much data to the device at the rate of the bus: several threads fill pinned memory, and copies from it are enqueued
+//! as soon as a piece is complete.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -70,12 +70,12 @@ struct Work<'a> {
 }
 
 impl Device {
-    /// Fills `regions`, on several threads. It all has arrived when this returns. `progress` hears the bytes of each piece that
-    /// was sent.
+    /// Fills `regions`, on several threads. It all has arrived when this returns. `progress` hears the bytes of each
+    /// piece that was sent.
     ///
     /// # Errors
-    /// Of the pieces that `fill` failed with, the first one's error; [`Error::Interrupted`] when `progress` breaks; a driver
-    /// error.
+    /// Of the pieces that `fill` failed with, the first one's error; [`Error::Interrupted`] when `progress` breaks; a
+    /// driver error.
     ///
     /// # Safety
     /// The regions' buffers are alive, and nothing else touches the regions.

@@ -18,9 +18,9 @@ use crate::gpu::{self, DRAFT_COST, RING};
 use crate::prefill::Prefill;
 use crate::sampler::Sampler;
 
-/// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile. By this a pass
-/// of the 0.6B shape takes 0.13 of a step of the 8B shape; it is 0.11 on an H100 (`docs/reference/kernels/decode.md`), and
-/// more where memory is faster.
+/// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile. By this a
+/// pass of the 0.6B shape takes 0.13 of a step of the 8B shape; it is 0.11 on an H100
+/// (`docs/reference/kernels/decode.md`), and more where memory is faster.
 const LAYER_BYTES: u64 = 32 << 20;
 /// Rows up to which a decode step is the kernel for few.
 const FEW_ROWS: u32 = 8;
@@ -153,7 +153,7 @@ impl ModelDrafter {
         // SAFETY: the first pass is behind `plan_draft`, every other behind `next_draft`, and both zero the counters.
         unsafe { self.forward.enqueue_decode(most_rows, end)? };
         let rows = self.forward.rows();
-        let best = self.forward.stream().map(|stream| stream.best());
+        let best = self.forward.decode().map(|stream| stream.best());
         let (counters, counter_count) = counters(&self.forward);
         let next = NextDraft {
             state: at.state(),

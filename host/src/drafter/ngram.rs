@@ -115,7 +115,7 @@ impl NgramOperator {
         length: u32,
         params: NgramMatchMixed<i32>,
     ) -> Result<(), Error> {
-        let blocks = ngram::blocks::<i32>(1, length, device.multiprocessors());
+        let blocks = ngram::blocks::<i32>(1, length, device.sms());
         // SAFETY: the caller's word; a workspace that only this queue uses.
         unsafe { device.launch::<ngram::ngram_match_mixed_i32>(blocks, ngram::SHARED_BYTES, params) }
     }
@@ -146,7 +146,7 @@ impl Drafter<OnDevice> for NgramDrafter {
         let draft = self.operator.params(&at, self.draft, (tokens, rows));
         let cost = self.draft.cost(gpu::DRAFT_COST);
         let device = at.device;
-        if ngram::together::<i32>(1, at.length, device.multiprocessors()) {
+        if ngram::together::<i32>(1, at.length, device.sms()) {
             let plan = PlanDecode { cost, ..at.plan };
             let all = AcceptAndDraft { accept: at.accept, draft, plan, settled: at.settled };
             // SAFETY: whoever has made acceptance and plan says that their addresses are good; the others are buffers

@@ -4,7 +4,7 @@ use cuda_std::Global;
 use gpu_kernels::attention::Attend;
 use gpu_kernels::step::Rows;
 
-use super::{Forward, Pass, Room, RowOutput, Tiles};
+use super::{Capacity, Forward, Pass, RowOutput, Tiles};
 use crate::Error;
 use crate::device::Buffer;
 
@@ -29,7 +29,7 @@ pub struct ListedRows {
     tiles: Buffer<u32>,
     end: u32,
     /// What they were checked for.
-    room: Room,
+    room: Capacity,
 }
 
 impl ListedRows {

@@ -74,7 +74,7 @@ impl Gpu {
 
     /// Enqueues the plan of a step with so many drafts, and its pass, for a history of then at most `length` tokens.
     fn enqueue_form_pass(&self, drafts: usize, length: usize) -> Result<(), Error> {
-        let counters = self.forward.stream().map(|stream| stream.counters());
+        let counters = self.forward.decode().map(|stream| stream.counters());
         let plan = PlanDecode {
             rows: self.forward.rows(),
             state: self.state(),

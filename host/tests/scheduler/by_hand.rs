@@ -193,7 +193,8 @@ fn who_has_room_without_a_copy_starts() {
     run_alone(&mut scheduler, &[10, 11, 12, 13, 14]);
     let plan = run_alone(&mut scheduler, &begins_alike(11));
     assert_eq!((plan.copies.len(), plan.work[0].start), (0, 0));
-    // With another one there are two pages for it, and one that it copies from: after the step, that is there for the other.
+    // With another one there are two pages for it, and one that it copies from: after the step, that is there for the
+    // other.
     let mut scheduler = Scheduler::new(Limits { context: 12, pages: 4, ..PLAIN }, cost(1.0));
     run_alone(&mut scheduler, &[10, 11, 12, 13, 14]);
     scheduler.add(vec![5, 6], 12);
@@ -414,7 +415,8 @@ fn two_run(scheduler: &mut Scheduler) {
 #[test]
 fn a_few_prompts_wait_for_more_while_others_run() {
     let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
-    // Alone, at once; a second would miss a token for the one that runs, and does not wait either; a third does, until there are 20 rows.
+    // Alone, at once; a second would miss a token for the one that runs, and does not wait either; a third does, until
+    // there are 20 rows.
     scheduler.add(vec![2; 9], 60);
     assert_eq!(starting(&mut scheduler), 1);
     scheduler.add(vec![3; 9], 60);
@@ -508,7 +510,8 @@ fn pages_that_are_shared_are_no_room_for_others_together() {
         let prompt: Vec<u32> = (100..124).collect();
         run_alone(&mut scheduler, &prompt[..17]);
         two_run(&mut scheduler);
-        // 14 pages are left: 2 for the first, 4 that are found of it and that nobody else uses, a page each for the three that run then, and 5.
+        // 14 pages are left: 2 for the first, 4 that are found of it and that nobody else uses, a page each for the
+        // three that run then, and 5.
         scheduler.add(prompt, 60);
         scheduler.add(vec![5; tokens], 60);
         starting(&mut scheduler)

@@ -1,4 +1,5 @@
-//! What is promised about who runs, held against plan after plan: who starts, who is preempted for whom, and that nobody starves.
+//! What is promised about who runs, held against plan after plan: who starts, who is preempted for whom, and that
+//! nobody starves.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -100,8 +101,9 @@ impl Rules {
         self.limits.pages as usize - scheduler.pages_in_use()
     }
 
-    /// Whoever came first ends. While it waits for pages nobody starts, and each step brings a row of the first among those who run, so that they end
-    /// one after the other; then it starts itself. To read in what it waits for takes no more rows than they would.
+    /// Whoever came first ends. While it waits for pages nobody starts, and each step brings a row of the first among
+    /// those who run, so that they end one after the other; then it starts itself. To read in what it waits for takes
+    /// no more rows than they would.
     fn first_ends(&mut self, sequences: &BTreeMap<SequenceId, &Sequence>) {
         let Some((&first, _)) = sequences.first_key_value() else { return };
         let steps = if self.first.0 == first { self.first.1 + 1 } else { 0 };
@@ -136,7 +138,8 @@ impl Rules {
         assert!(self.preempting <= self.pages.values().sum(), "{} steps preempt", self.preempting);
     }
 
-    /// Those who start are the first in line, and all of them that have room; who waits for a prompt may be overtaken meanwhile.
+    /// Those who start are the first in line, and all of them that have room; who waits for a prompt may be overtaken
+    /// meanwhile.
     fn starts(&mut self, planned: &Planned<'_>) {
         let Planned { plan, ran, sequences, scheduler } = planned;
         let started: Vec<SequenceId> = plan.started.iter().map(|started| started.sequence).collect();

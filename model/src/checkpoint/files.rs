@@ -35,8 +35,8 @@ impl std::ops::Deref for Bytes {
 }
 
 impl Bytes {
-    /// Copies the bytes from `at` on to `out`. Of a file they are read, which takes less than half of what it takes to map
-    /// its pages one after another.
+    /// Copies the bytes from `at` on to `out`. Of a file they are read, which takes less than half of what it takes to
+    /// map its pages one after another.
     pub(super) fn read(&self, at: usize, out: &mut [u8]) -> io::Result<()> {
         match self {
             Bytes::Mapped { file, .. } => file.read_exact_at(out, at as u64),

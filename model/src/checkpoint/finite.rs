@@ -18,8 +18,8 @@ const READ: usize = 256 << 10;
 const ROUNDS_TO_INFINITY: u32 = 0x7f7f_8000;
 
 impl Checkpoint {
-    /// Reads every weight once, on all threads, and fails on the first in file order that is NaN or infinite, or would be
-    /// in bf16.
+    /// Reads every weight once, on all threads, and fails on the first in file order that is NaN or infinite, or would
+    /// be in bf16.
     ///
     /// `progress` hears the number of bytes scanned so far, from any thread and in no particular order.
     ///
@@ -32,8 +32,8 @@ impl Checkpoint {
         })
     }
 
-    /// As [`check_finite`](Self::check_finite), for one tensor of this checkpoint. `progress` hears the number of bytes of
-    /// each step.
+    /// As [`check_finite`](Self::check_finite), for one tensor of this checkpoint. `progress` hears the number of bytes
+    /// of each step.
     fn check_tensor_finite(&self, tensor: &Tensor<'_>, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
         if matches!(tensor.dtype, Dtype::I32 | Dtype::I64) {
             progress(tensor.data.len() as u64);
@@ -129,8 +129,8 @@ impl Tensor<'_> {
     }
 }
 
-/// A number is finite unless its exponent bits are all ones, and an f32 remains so in bf16 below a bound; these tests need
-/// no conversion and vectorise.
+/// A number is finite unless its exponent bits are all ones, and an f32 remains so in bf16 below a bound; these tests
+/// need no conversion and vectorise.
 fn first_not_finite(dtype: Dtype, bytes: &[u8]) -> Option<usize> {
     match dtype {
         Dtype::Bf16 => first_with_exponent_16(bytes, 0x7f80),

@@ -6,8 +6,8 @@
 //! bytes 8+n..       data; offsets count from here, and tensors cover it without hole or overlap
 //! ```
 //!
-//! The crate `safetensors` reads and judges it. What it refuses is read once more here, to say which tensor is at fault and why:
-//! its errors do not, and a person with a broken download needs to know.
+//! The crate `safetensors` reads and judges it. What it refuses is read once more here, to say which tensor is at fault
+//! and why: its errors do not, and a person with a broken download needs to know.
 
 use std::collections::HashMap;
 use std::ops::Range;

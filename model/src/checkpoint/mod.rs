@@ -118,7 +118,8 @@ struct Stored {
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in a directory and checks it: header, names, shapes, tokenizer, and that every weight is finite.
+    /// Opens the checkpoint in a directory and checks it: header, names, shapes, tokenizer, and that every weight is
+    /// finite.
     ///
     /// # Errors
     /// Any [`Error`] about files and their content.
@@ -256,8 +257,9 @@ impl Checkpoint {
         (0..self.store.tensors.len()).map(|i| self.tensor_by_id(TensorId(i)))
     }
 
-    /// A digest (XXH3) by which models are told apart, wherever they lie: of how weights are rounded while loading, of all files beside the weights, and of each tensor its name, number format, shape, and some
-    /// of its bytes from all over it. So it takes little time, and a few weights that were changed by hand may escape it.
+    /// A digest (XXH3) by which models are told apart, wherever they lie: of how weights are rounded while loading, of
+    /// all files beside the weights, and of each tensor its name, number format, shape, and some of its bytes from all
+    /// over it. So it takes little time, and a few weights that were changed by hand may escape it.
     pub fn digest(&self) -> u64 {
         const PIECES: usize = 8;
         const PIECE_BYTES: usize = 64;

@@ -52,8 +52,8 @@ impl Checkpoint {
     /// Every weight by its role, in place (nothing is copied), with shapes checked against the config.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`], [`Error::Shape`] or [`Error::WrongDtype`]; not after a successful [`Checkpoint::open`],
-    /// which checks them.
+    /// [`Error::MissingTensor`], [`Error::Shape`] or [`Error::WrongDtype`]; not after a successful
+    /// [`Checkpoint::open`], which checks them.
     pub fn weights(&self) -> Result<Weights<Weight<'_>>, Error> {
         Ok(self.weight_ids()?.map(&mut |id| Weight::new(self, &id)))
     }

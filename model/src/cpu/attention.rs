@@ -12,8 +12,8 @@ const SERIAL: usize = 1 << 16;
 
 /// `softmax(q k^T / sqrt(head_dim)) v` for each row and head.
 ///
-/// `q` and `out` are `[rows, heads × head_dim]`. A row sees the keys of its sequence up to its own position, which are in the
-/// cache already. One row and head are one task, and go over the keys in order.
+/// `q` and `out` are `[rows, heads × head_dim]`. A row sees the keys of its sequence up to its own position, which are
+/// in the cache already. One row and head are one task, and go over the keys in order.
 pub(super) fn attention(simd: Simd, config: &Config, q: &[f32], cache: &LayerPages, rows: &[Row<'_>], out: &mut [f32]) {
     let (heads, head_dim) = (config.num_attention_heads, config.head_dim);
     let group = heads / config.num_key_value_heads;

@@ -4,8 +4,8 @@ use crate::Config;
 
 /// Keys and values of many sequences, in f32, for every layer, in pages of equal size.
 ///
-/// Which pages are whose is the caller's business: a [`Row`](super::Row) names its sequence's. Memory is taken by the system only as
-/// tokens come.
+/// Which pages are whose is the caller's business: a [`Row`](super::Row) names its sequence's. Memory is taken by the
+/// system only as tokens come.
 #[derive(Debug, Clone)]
 pub struct KvPages {
     layers: Vec<LayerPages>,
@@ -102,7 +102,8 @@ impl LayerPages {
         (page * self.kv_heads + head) * self.page_tokens * self.head_dim
     }
 
-    /// The first `length` keys and values of one head of a sequence with these pages, a page at a time, each `[tokens, head_dim]`.
+    /// The first `length` keys and values of one head of a sequence with these pages, a page at a time, each
+    /// `[tokens, head_dim]`.
     pub(super) fn head<'a>(
         &'a self,
         table: &'a [u32],
@@ -146,7 +147,8 @@ impl KvCache {
         self.pages.page_tokens
     }
 
-    /// Forgets all but the first `length` tokens, such as drafts that were rejected. More than there are changes nothing.
+    /// Forgets all but the first `length` tokens, such as drafts that were rejected. More than there are changes
+    /// nothing.
     pub fn truncate(&mut self, length: usize) {
         self.length = self.length.min(length);
     }

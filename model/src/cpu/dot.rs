@@ -4,11 +4,12 @@
 //! [`tree`] adds the partial sums up. So the order does not depend on how many rows are worked on at once, and a vector
 //! unit of any width up to `LANES` can do it.
 //!
-//! Closures would not be compiled for the features of the function that they stand in, hence only plain inlined functions here.
+//! Closures would not be compiled for the features of the function that they stand in, hence only plain inlined
+//! functions here.
 //!
-//! Each loop is written once, inlined into a plain function and into one compiled for AVX2, FMA and F16C; which one runs is
-//! found out at start-up. They differ in rounding (a fused multiply-add rounds once), so results are the same from
-//! run to run on a machine but need not be between machines.
+//! Each loop is written once, inlined into a plain function and into one compiled for AVX2, FMA and F16C; which one
+//! runs is found out at start-up. They differ in rounding (a fused multiply-add rounds once), so results are the same
+//! from run to run on a machine but need not be between machines.
 
 /// Partial sums of a dot product: four 8-lane registers, enough to hide the latency of fused multiply-adds.
 pub(super) const LANES: usize = 32;
@@ -62,8 +63,8 @@ dispatch! {
 }
 
 dispatch! {
-    /// Dot products of `w` with two vectors, each exactly what [`dot_f32`] gives. Eight accumulator registers and four of
-    /// weights are what sixteen registers hold.
+    /// Dot products of `w` with two vectors, each exactly what [`dot_f32`] gives. Eight accumulator registers and four
+    /// of weights are what sixteen registers hold.
     dot2_f32 = dot2_f32_body(w: &[f32], a: &[f32], b: &[f32]) -> (f32, f32)
 }
 

@@ -1,9 +1,10 @@
 //! The reference forward pass, in f32 on the CPU.
 //!
-//! It is written to be read, and fast enough to serve a small model. Its numbers are *exact* in one sense that the rest of
-//! the project builds on: the logits of a token depend on the tokens before it and on nothing else. Not on how many tokens share a
-//! call, nor on how earlier ones were split over calls, nor on the number of threads. Every output element is one dot
-//! product whose partial sums and their order are fixed (module `dot`); threads only divide outputs among them.
+//! It is written to be read, and fast enough to serve a small model. Its numbers are *exact* in one sense that the rest
+//! of the project builds on: the logits of a token depend on the tokens before it and on nothing else. Not on how many
+//! tokens share a call, nor on how earlier ones were split over calls, nor on the number of threads. Every output
+//! element is one dot product whose partial sums and their order are fixed (module `dot`); threads only divide outputs
+//! among them.
 
 mod attention;
 mod cache;
@@ -68,8 +69,8 @@ impl std::fmt::Display for Place {
 /// scratch memory, and has no influence on results.
 const BLOCK: usize = 64;
 
-/// A checkpoint made ready to run on the CPU. Weights stay where and as they are stored, and are widened as they are read;
-/// quantised ones are turned into bf16 once.
+/// A checkpoint made ready to run on the CPU. Weights stay where and as they are stored, and are widened as they are
+/// read; quantised ones are turned into bf16 once.
 #[derive(Debug, Clone)]
 pub struct CpuModel {
     checkpoint: Checkpoint,
@@ -180,8 +181,8 @@ impl CpuModel {
 
     /// Runs `tokens` after those already in `cache`, and adds them to it.
     ///
-    /// `logits` takes the logits of the last `logit_rows` tokens, `[logit_rows, vocab]`; ask for 0 rows with an empty slice.
-    /// On an error the cache is as before.
+    /// `logits` takes the logits of the last `logit_rows` tokens, `[logit_rows, vocab]`; ask for 0 rows with an empty
+    /// slice. On an error the cache is as before.
     ///
     /// # Errors
     /// [`Error::TokenOutOfRange`], [`Error::CacheFull`], [`Error::LogitsBuffer`] if `logits` is not `logit_rows` rows
@@ -232,8 +233,8 @@ impl CpuModel {
         Ok(faults)
     }
 
-    /// Runs rows of any number of sequences, each over its own pages, and writes their keys and values there. Rows of a sequence
-    /// come at rising positions, and what is before the first of them is in its pages.
+    /// Runs rows of any number of sequences, each over its own pages, and writes their keys and values there. Rows of a
+    /// sequence come at rising positions, and what is before the first of them is in its pages.
     ///
     /// `logits` takes those of the rows that want them, in order, `[wanted, vocab]`. A row's result depends on its own
     /// sequence alone. On an error nothing was written. Gives the rows that are not finite, in order: they matter to

@@ -30,8 +30,8 @@
 //!
 //! A type of number that no file had before is a variant of [`Dtype`], too.
 
-/// Defines `fn $name(…)`, which runs `$body(…)`, a function that is always inlined, compiled for AVX2 where the machine has
-/// it. The operations are the same, and so are their results.
+/// Defines `fn $name(…)`, which runs `$body(…)`, a function that is always inlined, compiled for AVX2 where the machine
+/// has it. The operations are the same, and so are their results.
 macro_rules! widest {
     ($(#[$doc:meta])* $name:ident = $body:ident ( $($arg:ident : $type:ty),* )) => {
         $(#[$doc])*

@@ -3,8 +3,8 @@
 //!
 //! - FP8: blocks of 128 × 128, as the official checkpoints have them. The scale is the largest magnitude over 448.
 //! - int4, round to nearest: groups of 128 inputs. The 16 steps reach from the least weight to the greatest, zero is
-//!   one of them, and the scale is rounded to bf16 first. Without a zero of its own, a group whose weights reach further
-//!   to one side would waste steps on the other. AWQ and GPTQ, which look at activations, lose less.
+//!   one of them, and the scale is rounded to bf16 first. Without a zero of its own, a group whose weights reach
+//!   further to one side would waste steps on the other. AWQ and GPTQ, which look at activations, lose less.
 
 use std::ops::Range;
 

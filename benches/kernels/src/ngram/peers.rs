@@ -6,8 +6,8 @@
 //! 2. *Block scan*: [`ngram_windows_1024_i64`] finds them with 1,024 threads a sequence; then [`ngram_scan_share_i64`],
 //!    one block, shares out the budget by prefix sums and copies with all its threads.
 //!
-//! The window starts of a pass are dealt to the threads in turn; who finds one lowers the leftmost start so far by a
-//! 64-bit compare-and-swap, and threads to the right of it stop. Results are those of [`NgramMatch`], element for
+//! The window starts of a pass are scheduled to the threads in turn; who finds one lowers the leftmost start so far by
+//! a 64-bit compare-and-swap, and threads to the right of it stop. Results are those of [`NgramMatch`], element for
 //! element.
 
 use cuda_std::atomic::{self, Ordering, Scope};

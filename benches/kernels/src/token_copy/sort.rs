@@ -12,8 +12,8 @@ use gpu_kernels::unroll;
 
 use super::{Index, NONE, Pairs};
 
-/// Threads of a block of the kernels of this module: half of what a multiprocessor's registers would allow, to leave
-/// room for the kernels of other queues.
+/// Threads of a block of the kernels of this module: half of what an SM's registers would allow, to leave room for the
+/// kernels of other queues.
 pub const SORT_THREADS: u32 = 512;
 const WARPS: u32 = SORT_THREADS / 32;
 /// Counts that a block scans at a time, eight a thread; the counts are padded to a multiple of it.

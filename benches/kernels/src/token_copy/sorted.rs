@@ -7,8 +7,8 @@ use gpu_kernels::unroll;
 
 use super::{Index, MLA_UNITS, NONE, PAGE_UNITS, Regions, THREADS, UNIT_BYTES, copy_record};
 
-/// Threads of a block of the grouped copy. A warp has up to eight records under way, so four warps on each of a few
-/// multiprocessors are enough, and leave most of the registers to the kernels of other queues.
+/// Threads of a block of the grouped copy. A warp has up to eight records under way, so four warps on each of a few SMs
+/// are enough, and leave most of the registers to the kernels of other queues.
 pub const GROUPED_THREADS: u32 = 128;
 /// Records of a group: eight times 656 bytes are 41 lines of 128, and no fewer are whole lines.
 pub const GROUP: u32 = 1 << GROUP_SHIFT;

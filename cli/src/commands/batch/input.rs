@@ -145,7 +145,8 @@ impl Packing {
         self.magic().iter().any(|magic| magic.iter().zip(first).all(|(a, b)| a == b))
     }
 
-    /// What each member begins with that this program writes, and nobody reads: a gzip member's comment; a frame of its own before one of Zstandard's.
+    /// What each member begins with that this program writes, and nobody reads: a gzip member's comment; a frame of its
+    /// own before one of Zstandard's.
     pub fn begin(self) -> Vec<u8> {
         let name = WHOSE.as_bytes();
         match self {

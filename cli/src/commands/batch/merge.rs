@@ -26,11 +26,12 @@ struct Entry {
     length: u64,
 }
 
-/// Runs the command. Results are gathered in an unnamed file beside the output, so memory holds their places alone, and packed
-/// shards are as good as others.
+/// Runs the command. Results are gathered in an unnamed file beside the output, so memory holds their places alone, and
+/// packed shards are as good as others.
 ///
 /// # Errors
-/// A file that cannot be read or written, or holds something else; results of different requests; an output that is there.
+/// A file that cannot be read or written, or holds something else; results of different requests; an output that is
+/// there.
 pub fn run(command: &Merge) -> anyhow::Result<Ending> {
     let Merge { shards, output, requests, report } = command;
     let to_stdout = output.as_os_str() == "-";

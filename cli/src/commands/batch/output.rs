@@ -1,9 +1,11 @@
-//! Where results go: appended a line at a time, so that whatever stops the program leaves whole lines and at most one torn end.
+//! Where results go: appended a line at a time, so that whatever stops the program leaves whole lines and at most one
+//! torn end.
 //!
-//! A packed file is a row of gzip members or Zstandard frames, each of whole lines: readers of either take them as one text, and
-//! a torn end is a member that ends too soon. [`Output::open`] finds the end of what is whole and cuts the rest. Each member begins with bytes that say whose it is
-//! ([`Packing::begin`]): so a torn one is told from somebody else's, and from a damaged one that others follow.
-//! The file itself is locked while it is written; the system lets go of the lock with the process, however that ends.
+//! A packed file is a row of gzip members or Zstandard frames, each of whole lines: readers of either take them as one
+//! text, and a torn end is a member that ends too soon. [`Output::open`] finds the end of what is whole and cuts the
+//! rest. Each member begins with bytes that say whose it is ([`Packing::begin`]): so a torn one is told from somebody
+//! else's, and from a damaged one that others follow. The file itself is locked while it is written; the system lets go
+//! of the lock with the process, however that ends.
 
 use std::fmt::Display;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -38,8 +40,8 @@ enum Sink {
 }
 
 impl Output {
-    /// Opens `path`, or standard output for `-`. What an earlier run has left there is told to `found`, line by line, and its torn
-    /// end is cut.
+    /// Opens `path`, or standard output for `-`. What an earlier run has left there is told to `found`, line by line,
+    /// and its torn end is cut.
     ///
     /// # Errors
     /// If another run writes there, if it holds something else than results, or if the system refuses.
@@ -335,7 +337,8 @@ fn read_member(member: &mut dyn Read) -> Part {
     }
 }
 
-/// The beginning of a line of ours: it could have become anything, so that whose it is does not matter. Or zeros, as above.
+/// The beginning of a line of ours: it could have become anything, so that whose it is does not matter. Or zeros, as
+/// above.
 fn torn(line: &[u8]) -> Option<Written> {
     let is_ours = is_blank(line) || Written::begins(line);
     is_ours.then_some(Written { identity: Identity { line: 0, digest: 0 }, fingerprint: None, seal: Seal::None })

@@ -134,7 +134,8 @@ const NOT_LOOKED_AT: &[&str] = &[
     "user",
 ];
 
-/// Those that would, and are not supported, each with the values (as JSON) that say what is done anyway, beside empty ones.
+/// Those that would, and are not supported, each with the values (as JSON) that say what is done anyway, beside empty
+/// ones.
 const UNSUPPORTED: &[(&str, &[&str])] = &[
     ("add_generation_prompt", &["true"]),
     ("add_special_tokens", &[]),

@@ -20,7 +20,8 @@ pub struct Survey {
 /// Counts the requests of `shard`. None if they cannot all be read: what can be is answered, and then that is said.
 ///
 /// # Errors
-/// The output, which has results for the lines of `done` with these digests, is not of these requests; or, if it is `ordered`, has one behind a request that has none.
+/// The output, which has results for the lines of `done` with these digests, is not of these requests; or, if it is
+/// `ordered`, has one behind a request that has none.
 pub fn survey(
     requests: &Path,
     output: &Path,

@@ -85,7 +85,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Takes the requests that there is room for; waits a little for one if there is nothing else to do. False when there are no more.
+    /// Takes the requests that there is room for; waits a little for one if there is nothing else to do. False when
+    /// there are no more.
     fn take(&mut self) -> bool {
         if !self.batch.has_room() {
             return true;

@@ -6,7 +6,7 @@ use syn::{Attribute, Data, DeriveInput, Error, Field, Ident, Index, Member, pars
 
 /// The implementation of `cuda_std::Layout` for `item`.
 pub fn derive(item: &DeriveInput) -> syn::Result<TokenStream> {
-    let stamp = match &item.data {
+    let digest = match &item.data {
         Data::Struct(data) => {
             if !is_repr(&item.attrs, &["C", "transparent"]) {
                 return Err(Error::new(item.ident.span(), "both sides lay out only a `#[repr(C)]` struct alike"));
@@ -32,7 +32,7 @@ pub fn derive(item: &DeriveInput) -> syn::Result<TokenStream> {
     let (implemented, arguments, conditions) = generics.split_for_impl();
     Ok(quote! {
         impl #implemented ::cuda_std::Layout for #name #arguments #conditions {
-            const STAMP: u64 = #stamp;
+            const DIGEST: u64 = #digest;
         }
     })
 }
@@ -43,9 +43,9 @@ fn of_fields<'f>(fields: impl Iterator<Item = &'f Field>) -> TokenStream {
         let member = field.ident.clone().map_or_else(|| Member::Unnamed(Index::from(i)), Member::Named);
         let name = field.ident.as_ref().map_or_else(|| i.to_string(), Ident::to_string);
         let kind = &field.ty;
-        quote!(.field(#name, ::core::mem::offset_of!(Self, #member), <#kind as ::cuda_std::Layout>::STAMP))
+        quote!(.field(#name, ::core::mem::offset_of!(Self, #member), <#kind as ::cuda_std::Layout>::DIGEST))
     });
-    quote!(::cuda_std::layout::Stamp::of::<Self>() #(#fields)* .finish())
+    quote!(::cuda_std::layout::Digest::of::<Self>() #(#fields)* .finish())
 }
 
 /// Name and number of each variant.
@@ -54,7 +54,7 @@ fn of_variants<'v>(variants: impl Iterator<Item = &'v Ident>) -> TokenStream {
         let name = variant.to_string();
         quote!(.field(#name, Self::#variant as usize, 0))
     });
-    quote!(::cuda_std::layout::Stamp::of::<Self>() #(#variants)* .finish())
+    quote!(::cuda_std::layout::Digest::of::<Self>() #(#variants)* .finish())
 }
 
 /// Whether the attributes hold a `#[repr(…)]` with one of these words.

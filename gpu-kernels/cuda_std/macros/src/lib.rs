@@ -56,20 +56,21 @@ fn module_name(input: ParseStream) -> syn::Result<LitStr> {
 
 /// Makes an `unsafe fn` with one parameter block into a kernel.
 ///
-/// `threads` is the block size, `min_blocks` (optional) how many blocks a multiprocessor must be able to hold at once,
-/// `cluster` (optional, sm_90 on) how many blocks make a cluster; all are constant expressions. `module` (optional, a
-/// string) names the PTX module that the kernel goes to, where it is not the `"main"` one. The function takes exactly
-/// one `#[repr(C)]`, `Copy` parameter block that derives `Layout` by value, aligned to at most 16 bytes, and returns
+/// `threads` is the block size, `min_blocks` (optional) how many blocks an SM must be able to hold at once, `cluster`
+/// (optional, sm_90 on) how many blocks make a cluster; all are constant expressions. `module` (optional, a string)
+/// names the PTX module that the kernel goes to, where it is not the `"main"` one. The function takes exactly one
+/// `#[repr(C)]`, `Copy` parameter block that derives `Layout` by value, aligned to at most 16 bytes, and returns
 /// nothing.
 ///
 /// What must hold for a launch is said by the parameter block's own documentation, so none is asked of the function.
 ///
-/// On the device it becomes an entry point of its own name, where its crate is the one that the build step compiles: a crate
-/// that another kernel crate depends on brings the functions that its kernels are made of, and none of its kernels. What the build step is to know is left in the PTX as
-/// comments: `//@launch_bounds NAME THREADS MIN_BLOCKS CLUSTER` (0 for what is not asked) becomes `.maxntid`,
-/// `.minnctapersm` and `.reqnctapercluster`, `//@module NAME MODULE` says where the kernel goes, and
-/// `//@layout NAME STAMP` what its parameter block looks like. On the host it stays a plain function. On both, a marker
-/// type of the same name implements `cuda_std::Kernel`, so a launch names its kernel as a type.
+/// On the device it becomes an entry point of its own name, where its crate is the one that the build step compiles: a
+/// crate that another kernel crate depends on brings the functions that its kernels are made of, and none of its
+/// kernels. What the build step is to know is left in the PTX as comments:
+/// `//@launch_bounds NAME THREADS MIN_BLOCKS CLUSTER` (0 for what is not asked) becomes `.maxntid`, `.minnctapersm` and
+/// `.reqnctapercluster`, `//@module NAME MODULE` says where the kernel goes, and `//@layout NAME DIGEST` what its
+/// parameter block looks like. On the host it stays a plain function. On both, a marker type of the same name
+/// implements `cuda_std::Kernel`, so a launch names its kernel as a type.
 #[proc_macro_attribute]
 pub fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
     let arguments = syn::parse_macro_input!(arguments as Arguments);
@@ -77,7 +78,7 @@ pub fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
     expand(arguments, function).unwrap_or_else(|error| error.into_compile_error().into())
 }
 
-/// Stamps a `#[repr(C)]` struct, or a `#[repr(u32)]` enum without fields, with what it looks like in memory: see
+/// Gives a `#[repr(C)]` struct, or a `#[repr(u32)]` enum without fields, with what it looks like in memory: see
 /// `cuda_std::Layout`.
 #[proc_macro_derive(Layout)]
 pub fn layout(item: TokenStream) -> TokenStream {
@@ -97,7 +98,7 @@ fn expand(arguments: Arguments, function: ItemFn) -> syn::Result<TokenStream> {
     let (min_blocks, cluster) = (or_zero(min_blocks), or_zero(cluster));
     let bounds = format!("//@launch_bounds {text} {{}} {{}} {{}}");
     let home = format!("//@module {text} {}", module.value());
-    let stamp = format!("//@layout {text} {{}}");
+    let digest = format!("//@layout {text} {{}}");
     let too_aligned = format!("the parameter block of `{text}` is aligned to more than 16 bytes");
     let argument = format_ident!("params");
     // Cargo sets it for what it was asked to build, and not for what that depends on.
@@ -113,11 +114,11 @@ fn expand(arguments: Arguments, function: ItemFn) -> syn::Result<TokenStream> {
             ::core::arch::global_asm!(
                 #bounds,
                 #home,
-                #stamp,
+                #digest,
                 const #threads,
                 const #min_blocks,
                 const #cluster,
-                const <#params as ::cuda_std::Layout>::STAMP,
+                const <#params as ::cuda_std::Layout>::DIGEST,
             );
         }
     });

@@ -1,9 +1,10 @@
-//! Tests of what the emulator keeps note of, without a launch: Miri runs them, and cannot switch stacks as a launch does.
+//! Tests of what the emulator keeps note of, without a launch: Miri runs them, and cannot switch stacks as a launch
+//! does.
 
 use std::panic::Location;
 use std::rc::Rc;
 
-use super::clock::{Base, Clock, Counts, Name, meet};
+use super::clock::{Base, Clock, Counts, Name, join_all};
 use super::memory::{Buffer, find};
 use super::race::{Mode, Past, Shadow};
 
@@ -34,7 +35,7 @@ fn lanes_that_have_not_met_race_and_others_do_not() {
     assert_eq!(access(&lanes[0], 4080..4084, Mode::Read), None);
     assert_eq!(access(&lanes[1], 4108..4110, Mode::Read), Some((0, Mode::Write)));
     assert_eq!(access(&lanes[1], 4112..4116, Mode::Write), None);
-    meet(lanes.iter_mut());
+    join_all(lanes.iter_mut());
     assert_eq!(access(&lanes[1], 4108..4110, Mode::Read), None);
     assert_eq!(access(&lanes[2], 4108..4110, Mode::Read), None);
     assert_eq!(access(&lanes[3], 4108..4109, Mode::Write), Some((2, Mode::Read)));
@@ -68,7 +69,7 @@ fn a_copy_races_until_it_has_landed() {
     shadow.land(0..32, Mode::CopyWrite, first.name, first.count, here());
     assert_eq!(past(shadow.access(16..20, Mode::Read, &first, here())), None);
     assert_eq!(past(shadow.access(16..20, Mode::Read, &second, here())), Some((0, Mode::Write)));
-    meet(lanes.iter_mut());
+    join_all(lanes.iter_mut());
     assert_eq!(past(shadow.access(16..20, Mode::Read, &lanes[1], here())), None);
 }
 

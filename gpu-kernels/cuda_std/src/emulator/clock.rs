@@ -1,8 +1,8 @@
 //! Vector clocks: what each lane knows to have happened.
 //!
-//! Each lane counts its own epochs; a new one begins whenever others may have learned of what it did. A lane's knowledge
-//! is its own count and a `Base`, shared between lanes that met at a barrier, of the counts of all others. An access by
-//! lane L in epoch e happened before what lane M does now exactly if M knows L's count to be e or more.
+//! Each lane counts its own epochs; a new one begins whenever others may have learned of what it did. A lane's
+//! knowledge is its own count and a `Base`, shared between lanes that met at a barrier, of the counts of all others. An
+//! access by lane L in epoch e happened before what lane M does now exactly if M knows L's count to be e or more.
 
 use std::rc::Rc;
 
@@ -15,7 +15,7 @@ const SLOT_BITS: u32 = 11;
 impl Name {
     /// More blocks than this cannot be told apart.
     pub const MAX_BLOCKS: u64 = 1 << 20;
-    /// Of a stamp that stands for no access.
+    /// Of a record that stands for no access.
     pub const NOBODY: Self = Self(u32::MAX);
 
     pub fn new(block: u32, slot: u32) -> Self {
@@ -141,7 +141,7 @@ impl Clock {
 }
 
 /// Lanes of one block meet: afterwards each knows what any knew, and starts a new epoch.
-pub fn meet<'a>(clocks: impl Iterator<Item = &'a mut Clock>) {
+pub fn join_all<'a>(clocks: impl Iterator<Item = &'a mut Clock>) {
     let mut clocks: Vec<_> = clocks.collect();
     let Some(first) = clocks.first() else { return };
     // Lanes that met before share a base: most neighbours need not be joined.

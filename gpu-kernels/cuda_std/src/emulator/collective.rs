@@ -6,7 +6,7 @@ use super::world::{Site, State, World, fail, misuse, suspend, world};
 
 /// The kinds of warp collective.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Meeting {
+pub enum Collective {
     ShuffleXor,
     ShuffleIdx,
     ShuffleUp,
@@ -23,28 +23,28 @@ pub enum Meeting {
     Wgmma,
 }
 
-impl Meeting {
+impl Collective {
     pub fn name(self) -> &'static str {
         match self {
-            Meeting::ShuffleXor => "shuffle_xor",
-            Meeting::ShuffleIdx => "shuffle_idx",
-            Meeting::ShuffleUp => "shuffle_up",
-            Meeting::ShuffleDown => "shuffle_down",
-            Meeting::Ballot => "ballot",
-            Meeting::Any => "any",
-            Meeting::All => "all",
-            Meeting::SyncWarp => "sync_warp",
-            Meeting::Elect => "elect",
-            Meeting::Mma => "mma",
-            Meeting::Ldmatrix => "ldmatrix",
-            Meeting::Stmatrix => "stmatrix",
-            Meeting::Movmatrix => "movmatrix",
-            Meeting::Wgmma => "wgmma",
+            Collective::ShuffleXor => "shuffle_xor",
+            Collective::ShuffleIdx => "shuffle_idx",
+            Collective::ShuffleUp => "shuffle_up",
+            Collective::ShuffleDown => "shuffle_down",
+            Collective::Ballot => "ballot",
+            Collective::Any => "any",
+            Collective::All => "all",
+            Collective::SyncWarp => "sync_warp",
+            Collective::Elect => "elect",
+            Collective::Mma => "mma",
+            Collective::Ldmatrix => "ldmatrix",
+            Collective::Stmatrix => "stmatrix",
+            Collective::Movmatrix => "movmatrix",
+            Collective::Wgmma => "wgmma",
         }
     }
 }
 
-/// Words that a lane can bring to a meeting: those of `mma`, C first.
+/// Words that a lane can bring to a collective: those of `mma`, C first.
 pub const WORDS: usize = 10;
 /// What the lanes of a warp brought.
 pub type Table = [[u32; WORDS]; 32];
@@ -58,9 +58,9 @@ pub struct Warp {
     pub last: u32,
     exited: u32,
     arrived: u32,
-    meeting: Option<Meeting>,
-    /// Meetings alternate between two tables: a lane may bring its words to the next meeting while others still have
-    /// to read the last one's, but no lane can be two ahead.
+    kind: Option<Collective>,
+    /// Collectives alternate between two tables: a lane may bring its words to the next one while others still have to
+    /// read the last one's, but no lane can be two ahead.
     tables: [Table; 2],
     turn: usize,
 }
@@ -73,7 +73,7 @@ impl Warp {
             last: 0,
             exited: 0,
             arrived: 0,
-            meeting: None,
+            kind: None,
             tables: [[[0; WORDS]; 32]; 2],
             turn: 0,
         }
@@ -85,39 +85,39 @@ impl Warp {
     }
 }
 
-/// Brings `words` to a meeting of the warp; returns the table of what all lanes brought.
+/// Brings `words` to a collective of the warp; returns the table of what all lanes brought.
 #[inline]
-pub fn meet<const N: usize>(meeting: Meeting, words: [u32; N], site: Site) -> &'static Table {
+pub fn gather_warp<const N: usize>(kind: Collective, words: [u32; N], site: Site) -> &'static Table {
     let world = world();
     let lane = world.current;
     let warp = &mut world.warps[lane / 32];
     let turn = warp.turn;
     warp.tables[turn][lane % 32][..N].copy_from_slice(&words);
     if warp.arrived == 0 {
-        warp.meeting = Some(meeting);
+        warp.kind = Some(kind);
     }
-    if warp.exited != 0 || warp.meeting != Some(meeting) {
-        world.lane().state = State::Meeting(meeting, site);
+    if warp.exited != 0 || warp.kind != Some(kind) {
+        world.lane().state = State::Collective(kind, site);
         diverged(world, lane / 32 * 32..lane / 32 * 32 + 32);
     }
     warp.arrived |= 1 << (lane % 32);
     if warp.arrived == u32::MAX {
-        complete(world, lane / 32, meeting);
+        complete(world, lane / 32, kind);
     } else {
         warp.runnable &= !(1 << (lane % 32));
-        world.lanes[lane].state = State::Meeting(meeting, site);
+        world.lanes[lane].state = State::Collective(kind, site);
         suspend();
     }
     &self::world().warps[lane / 32].tables[turn]
 }
 
 /// All lanes of the warp are here.
-fn complete(world: &mut World, index: usize, meeting: Meeting) {
+fn complete(world: &mut World, index: usize, kind: Collective) {
     let warp = &mut world.warps[index];
-    match meeting {
-        Meeting::Mma => super::mma::multiply(&mut warp.tables[warp.turn]),
-        Meeting::SyncWarp => {
-            clock::meet(world.lanes[index * 32..index * 32 + 32].iter_mut().map(|lane| &mut lane.clock))
+    match kind {
+        Collective::Mma => super::mma::multiply(&mut warp.tables[warp.turn]),
+        Collective::SyncWarp => {
+            clock::join_all(world.lanes[index * 32..index * 32 + 32].iter_mut().map(|lane| &mut lane.clock))
         }
         _ => {}
     }
@@ -171,11 +171,11 @@ const WARPGROUPS: usize = 16;
 /// Places where lanes of a block can meet.
 pub const PLACES: usize = WARPGROUPS + 8;
 
-/// The warpgroup is done together with what it began together: whoever of its lanes goes on knows of the others' share.
-pub fn meet_warpgroup(site: Site) {
+/// The warpgroup ends together what it began together: a lane that goes on knows of the others' share.
+pub fn warpgroup_barrier(site: Site) {
     let world = world();
     let lane = world.current;
-    world.lanes[lane].state = State::Meeting(Meeting::Wgmma, site);
+    world.lanes[lane].state = State::Collective(Collective::Wgmma, site);
     gather(WARPGROUPS + world.thread() as usize / 128, 128, site);
 }
 
@@ -199,7 +199,7 @@ fn gather(place: usize, wanted: u32, site: Site) {
     met.sort_unstable();
     // The lanes are in ascending order, so each can be split off the rest.
     let (mut rest, mut base) = (&mut world.lanes[..], 0);
-    clock::meet(met.iter().map(|lane| {
+    clock::join_all(met.iter().map(|lane| {
         let (head, tail) = std::mem::take(&mut rest).split_at_mut(lane - base + 1);
         (rest, base) = (tail, lane + 1);
         &mut head[head.len() - 1].clock
@@ -210,30 +210,30 @@ fn gather(place: usize, wanted: u32, site: Site) {
     world.progress();
 }
 
-/// Waits at the barrier of the cluster for all of its lanes that have not ended. Afterwards all know what those knew who say more than what barriers they
-/// `made`, and of the others what they knew when they fenced those.
-pub fn meet_cluster(made: bool, site: Site) {
+/// Waits at the barrier of the cluster for all of its lanes that have not ended. Afterwards all know what those knew
+/// who say more than what barriers they `made`, and of the others what they knew when they fenced those.
+pub fn cluster_barrier(made: bool, site: Site) {
     let world = world();
     let lane = world.current;
     world.report.barriers += 1;
     world.lanes[lane].state = State::Cluster(site);
     world.warps[lane / 32].runnable &= !(1 << (lane % 32));
     let number = world.slot() / world.cluster as usize;
-    world.meeting[number].push((lane, made));
-    if !end_meeting(world, number) {
+    world.at_cluster_barrier[number].push((lane, made));
+    if !end_cluster_barrier(world, number) {
         suspend();
     }
 }
 
-/// Ends the meeting of a cluster if all are there; says whether.
-fn end_meeting(world: &mut World, number: usize) -> bool {
+/// Ends the barrier of a cluster if all are there; says whether.
+fn end_cluster_barrier(world: &mut World, number: usize) -> bool {
     let cluster = world.cluster as usize;
     let blocks = &world.blocks[number * cluster..(number + 1) * cluster];
     let missing: u32 = blocks.iter().map(|block| world.launch.threads - block.exited).sum();
-    if world.meeting[number].len() < missing as usize {
+    if world.at_cluster_barrier[number].len() < missing as usize {
         return false;
     }
-    let met = std::mem::take(&mut world.meeting[number]);
+    let met = std::mem::take(&mut world.at_cluster_barrier[number]);
     let mut counts = Counts::default();
     for &(lane, made) in &met {
         if !made {
@@ -276,7 +276,7 @@ pub fn exit(world: &mut World) {
         world.error.get_or_insert(EmulatorError::Divergence { kernel: world.kernel, block, lanes });
     }
     let number = world.slot() / world.cluster as usize;
-    if !world.meeting[number].is_empty() {
-        end_meeting(world, number);
+    if !world.at_cluster_barrier[number].is_empty() {
+        end_cluster_barrier(world, number);
     }
 }

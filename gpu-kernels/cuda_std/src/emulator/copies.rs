@@ -114,7 +114,8 @@ pub fn fence_proxy_async() {
     world.fence_barriers_of(world.current);
 }
 
-/// The barriers that the lane made are seen by those who meet it ([`meet_cluster`](super::collective::meet_cluster)).
+/// The barriers that the lane made are seen by those who meet it
+/// ([`cluster_barrier`](super::collective::cluster_barrier)).
 pub fn fence_mbarrier_init() {
     let world = world();
     let lane = world.lane();
@@ -137,8 +138,8 @@ impl World {
         Known { clock: lane.clock.clone(), fence: lane.proxied.clone() }
     }
 
-    /// TMA and `wgmma` must see what they read from shared memory: each writer fenced its writes before it told the lane
-    /// that starts the reading, or that lane did after it learned of them.
+    /// TMA and `wgmma` must see what they read from shared memory: each writer fenced its writes before it told the
+    /// lane that starts the reading, or that lane did after it learned of them.
     pub fn check_proxy(&mut self, source: Address, len: usize, known: &Known, site: Site) {
         let (slot, engine) = (self.slot(), self.launch.threads);
         let Block { shared, proxied, .. } = &mut self.blocks[slot];
@@ -171,8 +172,8 @@ impl World {
             Source::Words(words) => words.as_ptr().cast(),
         };
         let destination = self.pointer(copy.destination, slot);
-        // SAFETY: both were checked when the copy started; a launch keeps its memory alive, and global memory and shared
-        // memory do not overlap.
+        // SAFETY: both were checked when the copy started; a launch keeps its memory alive, and global memory and
+        // shared memory do not overlap.
         unsafe { destination.copy_from_nonoverlapping(source, copy.bytes) };
         let (bytes, region) = self.range(copy.destination, slot, copy.bytes);
         region.memory.initialised.add(bytes);
@@ -327,7 +328,8 @@ pub fn mbarrier_arrive(address: u32, bytes: u32, site: Site) {
     world.arrive(world.slot(), address, bytes, site);
 }
 
-/// Where the rank of a block stands in an address of its shared memory that [`map`] made, plus one: other addresses are the lane's own block's.
+/// Where the rank of a block stands in an address of its shared memory that [`map`] made, plus one: other addresses are
+/// the lane's own block's.
 const RANK: u32 = 24;
 
 /// An address of this block's shared memory in block `rank` of the cluster.

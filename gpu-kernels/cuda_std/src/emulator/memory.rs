@@ -71,8 +71,8 @@ pub struct Allocation {
     pub initialised: Initialised,
 }
 
-// SAFETY: the bytes are only used through raw pointers, by launches and by the owner of the buffer; that two of these do
-// not write at once is the contract of `Buffer`, as it is that of a GPU's memory.
+// SAFETY: the bytes are only used through raw pointers, by launches and by the owner of the buffer; that two of these
+// do not write at once is the contract of `Buffer`, as it is that of a GPU's memory.
 unsafe impl Send for Allocation {}
 // SAFETY: as above.
 unsafe impl Sync for Allocation {}
@@ -151,7 +151,8 @@ pub fn find(address: u64) -> Result<Arc<Allocation>, String> {
 
 /// Device memory of the emulator: `len` elements, aligned to 256 bytes, that any launch of the process can use.
 ///
-/// As on a GPU, nothing but care keeps the host from reading or writing a buffer while a launch on another thread uses it.
+/// As on a GPU, nothing but care keeps the host from reading or writing a buffer while a launch on another thread uses
+/// it.
 #[derive(Debug)]
 pub struct Buffer<T: Copy> {
     allocation: Arc<Allocation>,

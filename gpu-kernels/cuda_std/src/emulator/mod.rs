@@ -1,22 +1,23 @@
 //! Runs a grid on a CPU, lane by lane, and finds what a GPU would not tell.
 //!
-//! Each lane is a coroutine. One thread runs a launch; shuffles, barriers and atomics are where it changes from one lane
-//! to another, and which comes next is drawn from a seed: the same seed gives the same run, another seed another order
-//! of lanes, warps and blocks. [`shrink`] makes a failing run as short as it can be, and [`replay`] runs the
+//! Each lane is a coroutine. One thread runs a launch; shuffles, barriers and atomics are where it changes from one
+//! lane to another, and which comes next is drawn from a seed: the same seed gives the same run, another seed another
+//! order of lanes, warps and blocks. [`shrink`] makes a failing run as short as it can be, and [`replay`] runs the
 //! [`Schedule`] that it found. A launch stops at the first of
 //!
 //! - a race: two lanes use the same bytes, one writes, and no barrier, no released and acquired atomic, no
 //!   waited-for copy orders them, in this run (`clock` and `race`);
 //! - an access out of bounds, misaligned, or to bytes that nobody has written (`memory`, `access`);
-//! - lanes that should meet and do not: different collectives in one warp, a barrier that some never reach (`collective`);
+//! - lanes that should meet and do not: different collectives in one warp, a barrier that some never reach
+//!   (`collective`);
 //! - an asynchronous copy that is used before it was waited for, or that reads shared memory without the fence of its
 //!   proxy (`copies`);
 //! - copies and arrivals into the shared memory of a block of the cluster that has ended, or may not have begun;
 //! - warps that ask for more registers than their block can be launched with (`wgmma`);
 //! - a deadlock or a livelock, a panic, or a trap (`schedule`).
 //!
-//! What differs from a GPU: `mma` sums in its own fixed order; approximate functions of [`math`](crate::math) are exact;
-//! memory is sequentially consistent, though relying on it is reported as a race; clocks count steps.
+//! What differs from a GPU: `mma` sums in its own fixed order; approximate functions of [`math`](crate::math) are
+//! exact; memory is sequentially consistent, though relying on it is reported as a race; clocks count steps.
 
 mod access;
 #[cfg(test)]

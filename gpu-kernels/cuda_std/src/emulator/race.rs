@@ -65,14 +65,15 @@ impl Site {
     }
     fn location(self) -> &'static Location<'static> {
         let address = (ANCHOR as *const _ as isize).wrapping_add(self.0 as isize);
-        // SAFETY: `new` made the distance from a reference that lives as long as the program, or it is the anchor's own.
+        // SAFETY: `new` made the distance from a reference that lives as long as the program, or it is the anchor's
+        // own.
         unsafe { &*(address as *const Location<'static>) }
     }
 }
 
 /// An access, remembered.
 #[derive(Clone, Copy)]
-struct Stamp {
+struct Record {
     name: Name,
     /// 0 if there was none.
     epoch: u32,
@@ -80,7 +81,7 @@ struct Stamp {
     mode: Mode,
 }
 
-impl Stamp {
+impl Record {
     const NONE: Self = Self { name: Name::NOBODY, epoch: 0, site: Site(0), mode: Mode::Read };
 
     /// Whether the access happened before what `clock`'s lane does now.
@@ -99,12 +100,12 @@ impl Stamp {
 
 #[derive(Clone, Copy)]
 struct Cell {
-    writer: Stamp,
-    readers: [Stamp; 2],
+    writer: Record,
+    readers: [Record; 2],
 }
 
 impl Cell {
-    const NEW: Self = Self { writer: Stamp::NONE, readers: [Stamp::NONE; 2] };
+    const NEW: Self = Self { writer: Record::NONE, readers: [Record::NONE; 2] };
 }
 
 /// The earlier of two accesses that race.
@@ -154,11 +155,11 @@ impl Page {
     }
 
     #[inline]
-    fn access(&mut self, range: Range<usize>, stamp: Stamp, clock: &Clock) -> Result<(), Past> {
-        if stamp.mode == Mode::ReadConstant {
-            return self.read_constant(range, stamp);
+    fn access(&mut self, range: Range<usize>, record: Record, clock: &Clock) -> Result<(), Past> {
+        if record.mode == Mode::ReadConstant {
+            return self.read_constant(range, record);
         }
-        if stamp.mode.writes() {
+        if record.mode.writes() {
             self.note_written(range.clone())?;
         }
         let grain = ((range.start | range.end) as u32 | 1 << COARSEST).trailing_zeros();
@@ -166,20 +167,20 @@ impl Page {
             self.refine(grain);
         }
         for cell in &mut self.cells[range.start >> self.grain..range.end >> self.grain] {
-            let conflicts = |past: &Stamp| !(past.before(clock) || past.mode.atomic() && stamp.mode.atomic());
+            let conflicts = |past: &Record| !(past.before(clock) || past.mode.atomic() && record.mode.atomic());
             if conflicts(&cell.writer) {
                 return Err(cell.writer.access());
             }
-            if stamp.mode.writes() {
+            if record.mode.writes() {
                 if let Some(reader) = cell.readers.iter().find(|reader| conflicts(reader)) {
                     return Err(reader.access());
                 }
-                *cell = Cell { writer: stamp, readers: [Stamp::NONE; 2] };
+                *cell = Cell { writer: record, readers: [Record::NONE; 2] };
             } else {
-                if cell.readers[0].name != stamp.name {
+                if cell.readers[0].name != record.name {
                     cell.readers[1] = cell.readers[0];
                 }
-                cell.readers[0] = stamp;
+                cell.readers[0] = record;
             }
         }
         Ok(())
@@ -200,24 +201,24 @@ impl Page {
         Ok(())
     }
 
-    fn read_constant(&mut self, range: Range<usize>, stamp: Stamp) -> Result<(), Past> {
+    fn read_constant(&mut self, range: Range<usize>, record: Record) -> Result<(), Past> {
         if self.written.as_ref().is_some_and(|bits| any_bits(bits, range.clone())) {
             let cell = self.cells[range.start >> self.grain..].first();
             return Err(cell.map_or_else(|| self.constant_reader(), |cell| cell.writer.access()));
         }
         let (bits, name, site) =
-            self.constant.get_or_insert_with(|| (Box::new([0; PAGE / 16]), stamp.name, stamp.site));
-        (*name, *site) = (stamp.name, stamp.site);
+            self.constant.get_or_insert_with(|| (Box::new([0; PAGE / 16]), record.name, record.site));
+        (*name, *site) = (record.name, record.site);
         set_bits(bits, range);
         Ok(())
     }
 
     /// Replaces what a copy in flight left by an access of its own end.
-    fn land(&mut self, range: Range<usize>, flight: Mode, stamp: Stamp) {
+    fn land(&mut self, range: Range<usize>, flight: Mode, record: Record) {
         for cell in &mut self.cells[range.start >> self.grain..range.end >> self.grain] {
             for past in std::iter::once(&mut cell.writer).chain(&mut cell.readers) {
                 if past.epoch == IN_FLIGHT && past.mode == flight {
-                    *past = stamp;
+                    *past = record;
                 }
             }
         }
@@ -269,8 +270,8 @@ impl Shadow {
     ) -> Result<(), Past> {
         let in_flight = matches!(mode, Mode::CopyRead | Mode::CopyWrite);
         let epoch = if in_flight { IN_FLIGHT } else { clock.count };
-        let stamp = Stamp { name: clock.name, epoch, site: Site::new(site), mode };
-        self.pages(bytes, |page, range| page.access(range, stamp, clock))
+        let record = Record { name: clock.name, epoch, site: Site::new(site), mode };
+        self.pages(bytes, |page, range| page.access(range, record, clock))
     }
 
     /// Visits the last write of each granule of the bytes, until one is returned.
@@ -294,9 +295,9 @@ impl Shadow {
         site: &'static Location<'static>,
     ) {
         let mode = if flight == Mode::CopyWrite { Mode::Write } else { Mode::Read };
-        let stamp = Stamp { name, epoch, site: Site::new(site), mode };
+        let record = Record { name, epoch, site: Site::new(site), mode };
         let landed = self.pages(bytes, |page, range| {
-            page.land(range, flight, stamp);
+            page.land(range, flight, record);
             Ok(())
         });
         debug_assert!(landed.is_ok());

@@ -17,7 +17,7 @@ use super::error::EmulatorError;
 use super::memory::Allocation;
 use super::order::Order;
 use super::stack::LaneStack;
-use super::wgmma::Products;
+use super::wgmma::Wgmmas;
 use super::world::{Block, Entered, Fiber, Lane, Region, SHARED_BASE, State, Turn, World, world};
 use super::{Launch, Report};
 
@@ -40,7 +40,7 @@ impl World {
         let mut world = Self {
             kernel,
             cluster,
-            meeting: vec![Vec::new(); together as usize],
+            at_cluster_barrier: vec![Vec::new(); together as usize],
             entry,
             order,
             report: Report::default(),
@@ -93,7 +93,7 @@ impl World {
                     made: None,
                     async_copies: Groups::default(),
                     bulk_stores: Groups::default(),
-                    products: Products::default(),
+                    products: Wgmmas::default(),
                 });
             }
             debug_assert_eq!(world.lanes.len(), (slot + 1) * threads);
@@ -150,7 +150,7 @@ impl World {
             (place.proxied, place.made) = (None, None);
             place.async_copies = Groups::default();
             place.bulk_stores = Groups::default();
-            place.products = Products::default();
+            place.products = Wgmmas::default();
             self.wake(lane);
         }
         true

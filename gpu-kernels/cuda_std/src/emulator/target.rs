@@ -3,7 +3,7 @@
 use std::panic::Location;
 
 use super::access::{self, Address};
-use super::collective::{self, Meeting};
+use super::collective::{self, Collective};
 use super::copies;
 use super::race::Mode;
 use super::world::{SHARED_BASE, misuse, suspend, world};
@@ -57,7 +57,7 @@ pub fn nanosleep(_ns: u32) {
     suspend();
 }
 
-pub fn fresh(value: u32) -> u32 {
+pub fn opaque(value: u32) -> u32 {
     value
 }
 
@@ -73,12 +73,12 @@ pub fn trap() -> ! {
 }
 
 macro_rules! shuffles {
-    ($($name:ident $meeting:ident |$lane:ident, $argument:ident| $source:expr;)*) => {
+    ($($name:ident $collective:ident |$lane:ident, $argument:ident| $source:expr;)*) => {
         $(
             #[track_caller]
             pub fn $name(value: u32, $argument: u32) -> u32 {
                 let $lane = world().thread() % 32;
-                let table = collective::meet(Meeting::$meeting, [value], Location::caller());
+                let table = collective::gather_warp(Collective::$collective, [value], Location::caller());
                 table[$source as usize][0]
             }
         )*
@@ -94,28 +94,32 @@ shuffles! {
 
 #[track_caller]
 pub fn ballot(predicate: bool) -> u32 {
-    let table = collective::meet(Meeting::Ballot, [u32::from(predicate)], Location::caller());
+    let table = collective::gather_warp(Collective::Ballot, [u32::from(predicate)], Location::caller());
     (0..32).fold(0, |bits, lane| bits | table[lane][0] << lane)
 }
 
 #[track_caller]
 pub fn any(predicate: bool) -> bool {
-    collective::meet(Meeting::Any, [u32::from(predicate)], Location::caller()).iter().any(|words| words[0] != 0)
+    collective::gather_warp(Collective::Any, [u32::from(predicate)], Location::caller())
+        .iter()
+        .any(|words| words[0] != 0)
 }
 
 #[track_caller]
 pub fn all(predicate: bool) -> bool {
-    collective::meet(Meeting::All, [u32::from(predicate)], Location::caller()).iter().all(|words| words[0] != 0)
+    collective::gather_warp(Collective::All, [u32::from(predicate)], Location::caller())
+        .iter()
+        .all(|words| words[0] != 0)
 }
 
 #[track_caller]
 pub fn sync_warp() {
-    collective::meet(Meeting::SyncWarp, [], Location::caller());
+    collective::gather_warp(Collective::SyncWarp, [], Location::caller());
 }
 
 #[track_caller]
 pub fn elect() -> bool {
-    collective::meet(Meeting::Elect, [], Location::caller());
+    collective::gather_warp(Collective::Elect, [], Location::caller());
     world().thread().is_multiple_of(32)
 }
 
@@ -124,14 +128,14 @@ pub fn mma_m16n8k16_bf16(c: [f32; 4], a: [u32; 4], b: [u32; 2]) -> [f32; 4] {
     let lane = world().thread() as usize % 32;
     let [c0, c1, c2, c3] = c.map(f32::to_bits);
     let words = [c0, c1, c2, c3, a[0], a[1], a[2], a[3], b[0], b[1]];
-    let d = &collective::meet(Meeting::Mma, words, Location::caller())[lane];
+    let d = &collective::gather_warp(Collective::Mma, words, Location::caller())[lane];
     [d[0], d[1], d[2], d[3]].map(f32::from_bits)
 }
 
 #[track_caller]
 pub fn movmatrix(word: u32) -> u32 {
     let lane = world().thread() as usize % 32;
-    let words = collective::meet(Meeting::Movmatrix, [word], Location::caller());
+    let words = collective::gather_warp(Collective::Movmatrix, [word], Location::caller());
     // Element [row][column] of what was given.
     let element = |row: usize, column: usize| words[row * 4 + column / 2][0] >> (column % 2 * 16) & 0xffff;
     let (row, column) = (lane / 4, lane % 4 * 2);
@@ -142,7 +146,7 @@ pub fn movmatrix(word: u32) -> u32 {
 pub unsafe fn ldmatrix_x4(row: u32) -> [u32; 4] {
     let lane = world().thread() as usize % 32;
     let site = Location::caller();
-    let rows = collective::meet(Meeting::Ldmatrix, [row], site);
+    let rows = collective::gather_warp(Collective::Ldmatrix, [row], site);
     [0, 1, 2, 3].map(|matrix| {
         let row = rows[matrix * 8 + lane / 4][0];
         access::load(Address::Shared(row + lane as u32 % 4 * 4), Mode::Read, site)
@@ -153,7 +157,7 @@ pub unsafe fn ldmatrix_x4(row: u32) -> [u32; 4] {
 pub unsafe fn ldmatrix_x4_trans(row: u32) -> [u32; 4] {
     let lane = world().thread() as usize % 32;
     let site = Location::caller();
-    let rows = collective::meet(Meeting::Ldmatrix, [row], site);
+    let rows = collective::gather_warp(Collective::Ldmatrix, [row], site);
     [0, 1, 2, 3].map(|matrix| {
         let [low, high] = [0, 1].map(|next| {
             let row = rows[matrix * 8 + lane % 4 * 2 + next][0];
@@ -167,7 +171,7 @@ pub unsafe fn ldmatrix_x4_trans(row: u32) -> [u32; 4] {
 pub unsafe fn stmatrix_x4(row: u32, words: [u32; 4]) {
     let lane = world().thread() as usize % 32;
     let site = Location::caller();
-    let rows = collective::meet(Meeting::Stmatrix, [row], site);
+    let rows = collective::gather_warp(Collective::Stmatrix, [row], site);
     for (matrix, word) in words.into_iter().enumerate() {
         let row = rows[matrix * 8 + lane / 4][0];
         access::store(Address::Shared(row + lane as u32 % 4 * 4), word, site);
@@ -388,12 +392,12 @@ pub fn cluster_rank() -> u32 {
 
 #[track_caller]
 pub fn cluster_sync() {
-    collective::meet_cluster(false, Location::caller());
+    collective::cluster_barrier(false, Location::caller());
 }
 
 #[track_caller]
 pub fn cluster_sync_made() {
-    collective::meet_cluster(true, Location::caller());
+    collective::cluster_barrier(true, Location::caller());
 }
 
 pub fn cluster_map(address: u32, rank: u32) -> u32 {
@@ -429,27 +433,27 @@ pub fn wgmma_wait<const PENDING: u64>() {
 
 #[track_caller]
 pub unsafe fn wgmma_n256(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(wgmma::Rows::Swizzled(a), wgmma::Other::Cores(b), 256, 0, keep, Location::caller());
+    wgmma::from_shared(wgmma::OperandA::Swizzled(a), wgmma::OperandB::Cores(b), 256, 0, keep, Location::caller());
 }
 
 #[track_caller]
 pub unsafe fn wgmma_n128_by_cores(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(wgmma::Rows::Swizzled(a), wgmma::Other::Cores(b), 128, 0, keep, Location::caller());
+    wgmma::from_shared(wgmma::OperandA::Swizzled(a), wgmma::OperandB::Cores(b), 128, 0, keep, Location::caller());
 }
 
 #[track_caller]
 pub unsafe fn wgmma_n128(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(wgmma::Rows::Swizzled(a), wgmma::Other::Rows(b), 128, 0, keep, Location::caller());
+    wgmma::from_shared(wgmma::OperandA::Swizzled(a), wgmma::OperandB::OperandA(b), 128, 0, keep, Location::caller());
 }
 
 #[track_caller]
 pub unsafe fn wgmma_n128_columns<const STEP: usize>(b: u32, keep: bool) {
-    wgmma::from_registers(STEP, wgmma::Other::Columns(b), 128, keep, Location::caller());
+    wgmma::from_registers(STEP, wgmma::OperandB::Columns(b), 128, keep, Location::caller());
 }
 
 #[track_caller]
 pub unsafe fn wgmma_n64_upper<const STEP: usize>(b: u32, keep: bool) {
-    wgmma::from_registers(STEP, wgmma::Other::Rows(b), 64, keep, Location::caller());
+    wgmma::from_registers(STEP, wgmma::OperandB::OperandA(b), 64, keep, Location::caller());
 }
 
 #[track_caller]
@@ -464,12 +468,12 @@ pub unsafe fn wgmma_load_fragments<const STEP: usize>(row: u32) {
 
 #[track_caller]
 pub unsafe fn wgmma_n128_cores(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(wgmma::Rows::Cores(a), wgmma::Other::Rows(b), 128, 64, keep, Location::caller());
+    wgmma::from_shared(wgmma::OperandA::Cores(a), wgmma::OperandB::OperandA(b), 128, 64, keep, Location::caller());
 }
 
 #[track_caller]
 pub unsafe fn wgmma_n96_cores(a: u32, b: u32, keep: bool) {
-    wgmma::from_shared(wgmma::Rows::Cores(a), wgmma::Other::Rows(b), 96, 64, keep, Location::caller());
+    wgmma::from_shared(wgmma::OperandA::Cores(a), wgmma::OperandB::OperandA(b), 96, 64, keep, Location::caller());
 }
 
 #[track_caller]

@@ -31,7 +31,8 @@ fn matrix(map: u64, site: Site) -> Matrix {
     described(map, TensorMap::matrix, site)
 }
 
-/// Pieces of the box at `at`, in its order: address if within the array, and bytes. What is within comes row by row, the rest in chunks.
+/// Pieces of the box at `at`, in its order: address if within the array, and bytes. What is within comes row by row,
+/// the rest in chunks.
 fn pieces_of_box(array: &Array, at: [u32; 4], shared: u32, site: Site) -> Vec<(Option<u64>, u32)> {
     if !(shared - SHARED_BASE).is_multiple_of(128) {
         misuse(site, format!("a box at shared offset {}: not a multiple of 128", shared - SHARED_BASE));

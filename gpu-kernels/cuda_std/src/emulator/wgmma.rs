@@ -3,7 +3,7 @@
 //! waited for in time was written by somebody unknown.
 
 use super::access::Address;
-use super::collective::{self, Meeting};
+use super::collective::{self, Collective};
 use super::copies::Known;
 use super::race::Mode;
 use super::world::{Site, World, misuse, world};
@@ -15,12 +15,12 @@ const DEPTH: usize = 16;
 
 /// What a lane has of the warpgroup's products.
 #[derive(Default)]
-pub struct Products {
+pub struct Wgmmas {
     /// Most kernels have none.
     accumulators: Option<Box<[f32; ACCUMULATORS]>>,
     fragments: [u32; FRAGMENTS],
-    open: Vec<Product>,
-    committed: Vec<Vec<Product>>,
+    open: Vec<Wgmma>,
+    committed: Vec<Vec<Wgmma>>,
     order: Order,
 }
 
@@ -45,7 +45,7 @@ impl Order {
     }
 
     /// What is wrong with a product that starts now.
-    fn wrong(&self, product: &Product) -> Option<String> {
+    fn wrong(&self, product: &Wgmma) -> Option<String> {
         if !self.fenced {
             return Some("no wgmma::fence stands before the first product".to_string());
         }
@@ -54,7 +54,7 @@ impl Order {
             let at = at(self.accumulator_at);
             return Some(format!("no wgmma::fence stands between this product and the use of accumulator {i}{at}"));
         }
-        if let Rows::Registers(step, _) = product.a
+        if let OperandA::Registers(step, _) = product.a
             && self.fragments >> (4 * step) & 15 != 0
         {
             let at = at(self.fragment_at);
@@ -72,9 +72,9 @@ impl Order {
     }
 }
 
-impl Products {
+impl Wgmmas {
     /// Those that were not waited for.
-    fn under_way(&self) -> impl Iterator<Item = &Product> {
+    fn under_way(&self) -> impl Iterator<Item = &Wgmma> {
         self.open.iter().chain(self.committed.iter().flatten())
     }
 
@@ -84,9 +84,9 @@ impl Products {
 }
 
 /// One product that was not waited for.
-struct Product {
-    a: Rows,
-    b: Other,
+struct Wgmma {
+    a: OperandA,
+    b: OperandB,
     columns: u32,
     first: usize,
     keep: bool,
@@ -95,14 +95,14 @@ struct Product {
     known: Known,
 }
 
-impl Product {
+impl Wgmma {
     fn accumulators(&self) -> std::ops::Range<usize> {
         self.first..self.first + self.columns as usize / 2
     }
 }
 
 /// The two rows of A that a lane multiplies.
-pub enum Rows {
+pub enum OperandA {
     /// In shared memory, swizzled, by the descriptor.
     Swizzled(u32),
     /// In shared memory as core matrices, likewise.
@@ -113,9 +113,9 @@ pub enum Rows {
 
 /// B, in shared memory, by the descriptor.
 #[derive(Clone, Copy)]
-pub enum Other {
+pub enum OperandB {
     /// Its columns as rows, swizzled.
-    Rows(u32),
+    OperandA(u32),
     /// Likewise, as core matrices.
     Cores(u32),
     /// Its rows as they are, likewise.
@@ -163,23 +163,23 @@ impl World {
 
     /// Does the lane's share of a product. It knows of others what it knew when it started: whatever was written
     /// since, or is in flight, was not there yet.
-    fn multiply(&mut self, product: &Product) {
-        let Product { ref a, b, columns, first, keep, site, ref known } = *product;
+    fn multiply(&mut self, product: &Wgmma) {
+        let Wgmma { ref a, b, columns, first, keep, site, ref known } = *product;
         let base = std::mem::replace(&mut self.lane().clock.base, known.clock.base.clone());
         let from = (known, site);
         let (lane, warp) = (self.thread() % 32, self.thread() / 32 % 4);
         let rows = match a {
-            Rows::Registers(_, rows) => *rows,
-            Rows::Swizzled(a) => [0, 8].map(|more| self.operand(*a, warp * 16 + lane / 4 + more, from)),
-            Rows::Cores(a) => [0, 8].map(|more| self.cores(*a, warp * 16 + lane / 4 + more, from)),
+            OperandA::Registers(_, rows) => *rows,
+            OperandA::Swizzled(a) => [0, 8].map(|more| self.operand(*a, warp * 16 + lane / 4 + more, from)),
+            OperandA::Cores(a) => [0, 8].map(|more| self.cores(*a, warp * 16 + lane / 4 + more, from)),
         };
         for eight in 0..columns / 8 {
             // A lane has two columns of every eight.
             let n = eight * 8 + lane % 4 * 2;
             let pair = match b {
-                Other::Rows(b) => [n, n + 1].map(|n| self.operand(b, n, from)),
-                Other::Cores(b) => [n, n + 1].map(|n| self.cores(b, n, from)),
-                Other::Columns(b) => self.columns(b, n, from),
+                OperandB::OperandA(b) => [n, n + 1].map(|n| self.operand(b, n, from)),
+                OperandB::Cores(b) => [n, n + 1].map(|n| self.cores(b, n, from)),
+                OperandB::Columns(b) => self.columns(b, n, from),
             };
             for (column, b) in pair.iter().enumerate() {
                 for (half, a) in rows.iter().enumerate() {
@@ -199,13 +199,13 @@ impl World {
 /// Who reads an operand: what its lane knew, and where it started the product.
 type Reader<'a> = (&'a Known, Site);
 
-fn start(a: Rows, b: Other, columns: u32, first: usize, keep: bool, site: Site) {
+fn start(a: OperandA, b: OperandB, columns: u32, first: usize, keep: bool, site: Site) {
     let world = world();
     let known = world.known();
     let lane = world.lane();
     // What the lane does next comes after what the product knows.
     lane.clock.count += 1;
-    let product = Product { a, b, columns, first, keep, site, known };
+    let product = Wgmma { a, b, columns, first, keep, site, known };
     if let Some(what) = lane.products.order.wrong(&product) {
         misuse(site, what);
     }
@@ -221,9 +221,9 @@ pub fn fence() {
     world().lane().products.order = Order { fenced: true, ..Order::default() };
 }
 
-pub fn from_shared(a: Rows, b: Other, columns: u32, first: usize, keep: bool, site: Site) {
-    let (Other::Rows(descriptor) | Other::Cores(descriptor) | Other::Columns(descriptor)) = b;
-    collective::meet(Meeting::Wgmma, [descriptor], site);
+pub fn from_shared(a: OperandA, b: OperandB, columns: u32, first: usize, keep: bool, site: Site) {
+    let (OperandB::OperandA(descriptor) | OperandB::Cores(descriptor) | OperandB::Columns(descriptor)) = b;
+    collective::gather_warp(Collective::Wgmma, [descriptor], site);
     start(a, b, columns, first, keep, site);
 }
 
@@ -231,12 +231,12 @@ pub fn from_shared(a: Rows, b: Other, columns: u32, first: usize, keep: bool, si
 const UPPER: usize = 64;
 
 /// Into the upper accumulators.
-pub fn from_registers(step: usize, b: Other, columns: u32, keep: bool, site: Site) {
+pub fn from_registers(step: usize, b: OperandB, columns: u32, keep: bool, site: Site) {
     let world = world();
     let lane = world.thread() as usize % 32;
     let fragments = &world.lane().products.fragments;
     let a = [0, 1, 2, 3].map(|word| fragments[step * 4 + word]);
-    let table = collective::meet(Meeting::Wgmma, a, site);
+    let table = collective::gather_warp(Collective::Wgmma, a, site);
     let mut rows = [[0.0; DEPTH]; 2];
     for (row, values) in rows.iter_mut().enumerate() {
         for (k, value) in values.iter_mut().enumerate() {
@@ -244,7 +244,7 @@ pub fn from_registers(step: usize, b: Other, columns: u32, keep: bool, site: Sit
             *value = f32::from_bits(if k % 2 == 0 { word << 16 } else { word & 0xffff_0000 });
         }
     }
-    start(Rows::Registers(step, rows), b, columns, UPPER, keep, site);
+    start(OperandA::Registers(step, rows), b, columns, UPPER, keep, site);
 }
 
 pub fn commit() {
@@ -257,9 +257,9 @@ pub fn wait(pending: usize, site: Site) {
     let world = world();
     let committed = &mut world.lane().products.committed;
     let done = committed.len().saturating_sub(pending);
-    let groups: Vec<Vec<Product>> = committed.drain(..done).collect();
+    let groups: Vec<Vec<Wgmma>> = committed.drain(..done).collect();
     groups.iter().flatten().for_each(|product| world.multiply(product));
-    collective::meet_warpgroup(site);
+    collective::warpgroup_barrier(site);
 }
 
 /// The accumulator, which no product may be using.
@@ -275,7 +275,7 @@ pub fn accumulator(i: usize, site: Site) -> &'static mut f32 {
 
 pub fn set_fragment(i: usize, word: u32, site: Site) {
     let products = &mut world().lane().products;
-    if products.under_way().any(|p| matches!(p.a, Rows::Registers(step, _) if step == i / 4)) {
+    if products.under_way().any(|p| matches!(p.a, OperandA::Registers(step, _) if step == i / 4)) {
         misuse(site, format!("fragment {i} is written before the product that reads it was waited for"));
     }
     products.order.fragments |= 1 << i;
@@ -283,11 +283,12 @@ pub fn set_fragment(i: usize, word: u32, site: Site) {
     products.fragments[i] = word;
 }
 
-/// Registers of a multiprocessor.
+/// Registers of an SM.
 const REGISTERS: u32 = 65536;
 
-/// Notes what the lane's warp asks for. A block shares out the registers that it was launched with, at most as many a lane, in eights, as a multiprocessor
-/// has for all its lanes: once every warp has asked, more than that would be waited for forever.
+/// Notes what the lane's warp asks for. A block shares out the registers that it was launched with, at most as many a
+/// lane, in eights, as an SM has for all its lanes: once every warp has asked, more than that would be waited for
+/// forever.
 pub fn share_registers(count: u32, site: Site) {
     let world = world();
     let (warp, threads) = (world.thread() / 32, world.launch.threads);

@@ -10,14 +10,14 @@ use std::sync::Arc;
 use corosensei::{Coroutine, Yielder};
 
 use super::clock::{Base, Clock, Counts, Name};
-use super::collective::{Meeting, NamedBarrier, PLACES, Warp};
+use super::collective::{Collective, NamedBarrier, PLACES, Warp};
 use super::copies::{Flight, Groups, Mbarrier};
 use super::error::{self, Access, EmulatorError};
 use super::memory::Allocation;
 use super::order::{Moment, Order};
 use super::race::{Mode, Past, Shadow};
 use super::stack::LaneStack;
-use super::wgmma::Products;
+use super::wgmma::Wgmmas;
 use super::{Launch, Report};
 
 pub type Site = &'static Location<'static>;
@@ -39,7 +39,7 @@ pub enum State {
     /// It polls memory, and found nothing new.
     Polling(Site),
     /// It waits for its warp.
-    Meeting(Meeting, Site),
+    Collective(Collective, Site),
     /// It waits at a barrier of the block.
     Barrier(u32, Site),
     /// It waits at the barrier of the cluster.
@@ -71,7 +71,7 @@ pub struct Lane {
     pub made: Option<Clock>,
     pub async_copies: Groups,
     pub bulk_stores: Groups,
-    pub products: Products,
+    pub products: Wgmmas,
 }
 
 /// A resident block.
@@ -135,7 +135,7 @@ pub struct World {
     /// Blocks of a cluster: as many neighbours among the resident ones, too.
     pub cluster: u32,
     /// For each resident cluster the lanes that wait at its barrier, and whether they tell of barriers they made alone.
-    pub meeting: Vec<Vec<(usize, bool)>>,
+    pub at_cluster_barrier: Vec<Vec<(usize, bool)>>,
     pub entry: Rc<dyn Fn()>,
     pub order: Order,
     pub report: Report,
@@ -196,7 +196,8 @@ impl Drop for Entered {
 pub fn world() -> &'static mut World {
     let world = CURRENT.with(Cell::get);
     assert!(!world.is_null(), "device code runs on the host only under `emulator::launch`");
-    // SAFETY: the launch outlives its lanes; one thread runs it, and its parts never hold a reference while another runs.
+    // SAFETY: the launch outlives its lanes; one thread runs it, and its parts never hold a reference while another
+    // runs.
     unsafe { &mut *world }
 }
 
@@ -339,7 +340,7 @@ impl World {
                 let does = match state {
                     State::Ready => "can run".to_string(),
                     State::Polling(site) => format!("poll memory at {site}"),
-                    State::Meeting(meeting, site) => format!("wait for their warp in {} at {site}", meeting.name()),
+                    State::Collective(kind, site) => format!("wait for their warp in {} at {site}", kind.name()),
                     State::Barrier(0, site) => format!("wait at sync_threads at {site}"),
                     State::Barrier(id, site) => format!("wait at named barrier {id} at {site}"),
                     State::Cluster(site) => format!("wait for their cluster at {site}"),

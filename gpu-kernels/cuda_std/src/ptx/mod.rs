@@ -76,7 +76,7 @@ pub fn nanosleep(ns: u32) {
 }
 
 #[inline(always)]
-pub fn fresh(value: u32) -> u32 {
+pub fn opaque(value: u32) -> u32 {
     let out;
     // SAFETY: moves a register.
     unsafe { asm!("mov.b32 {out}, {value};", out = out(reg32) out, value = in(reg32) value, options(nostack)) }

@@ -57,7 +57,8 @@ macro_rules! accumulators {
     ($first:tt $($i:tt)*) => { concat!("{{acc", $first $(, ",acc", $i)*, "}}") };
 }
 
-/// The upper word of a descriptor: 1,024 bytes between groups of eight rows (of columns: of eight of the sum), 128-byte swizzle. B may be core matrices (`plain`), without a swizzle.
+/// The upper word of a descriptor: 1,024 bytes between groups of eight rows (of columns: of eight of the sum), 128-byte
+/// swizzle. B may be core matrices (`plain`), without a swizzle.
 macro_rules! product {
     ($shape:literal, ($($i:tt)*), $a:ident, $b:ident $rows:literal, $keep:ident) => {
         asm!(

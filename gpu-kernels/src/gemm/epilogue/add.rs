@@ -1,10 +1,11 @@
 //! Adds a tile's sums to the residual stream, and prepares the norm that comes next.
 //!
-//! A warp has 16 rows of the tile, and takes them eight at a time by [`SPAN`] features: a unit. It turns a unit's sums in its own part of shared memory, so
-//! that it loads and stores whole rows of 512 bytes, with no barrier across warps. A tile of 256 features has four units. If another tile follows, only the
-//! first is added at once; the others wait, one in shared memory and two in registers, and are
-//! added two rows a step of the next tile's products: all within its first chain, since later there are totals in those registers. Of a block's last tile the residual stream of two units is there at once, that of the others is loaded
-//! into the registers of sums that were put away.
+//! A warp has 16 rows of the tile, and takes them eight at a time by [`SPAN`] features: a unit. It turns a unit's sums
+//! in its own part of shared memory, so that it loads and stores whole rows of 512 bytes, with no barrier across warps.
+//! A tile of 256 features has four units. If another tile follows, only the first is added at once; the others wait,
+//! one in shared memory and two in registers, and are added two rows a step of the next tile's GEMMs: all within its
+//! first split-K partial, since later there are totals in those registers. Of a block's last tile the residual stream
+//! of two units is there at once, that of the others is loaded into the registers of sums that were put away.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{thread, warp, wgmma};
@@ -19,7 +20,7 @@ pub struct Add;
 /// The lane and its warp in the block: a warp's rows are 16 of the tile's.
 #[inline(always)]
 fn place_in_block() -> (u32, u32) {
-    let thread = thread::fresh(thread::thread_idx_x());
+    let thread = thread::opaque(thread::thread_idx_x());
     (thread % 32, thread / 32)
 }
 
@@ -31,7 +32,7 @@ const UNIT_ROWS: u32 = 8;
 const ROW_BYTES: u32 = SPAN * 4;
 
 /// Four features of each row of a unit.
-type Rows = [[f32; 4]; 8];
+type UnitRows = [[f32; 4]; 8];
 
 /// The lane's sums of a unit: 16 times two columns of a row.
 type Sums = [[f32; 2]; 16];
@@ -69,7 +70,7 @@ impl Unit {
     }
 
     #[inline(always)]
-    unsafe fn load_rows(self, p: &Gemm) -> Rows {
+    unsafe fn load_rows(self, p: &Gemm) -> UnitRows {
         let mut x = [[0.0; 4]; 8];
         unroll!(I < 8; {
             x[I] = unsafe { self.load_row(p, I as u32) };
@@ -89,7 +90,8 @@ impl Unit {
     }
 }
 
-/// The warp's own part of shared memory: a unit's sums, the 16-byte chunks of a row permuted by its number. A chunk is what a lane [has](crate::norm::lane_element) of a row.
+/// The warp's own part of shared memory: a unit's sums, the 16-byte chunks of a row permuted by its number. A chunk is
+/// what a lane [has](crate::norm::lane_element) of a row.
 #[inline(always)]
 fn staging(n: u32) -> u32 {
     let boxes = unsafe { shared::dynamic::<u8>(Gemm::boxes(n)) };
@@ -107,7 +109,7 @@ fn put(n: u32, sums: Sums) {
     let (line, pair) = (place_in_block().0 / 4, place_in_block().0 % 4);
     let at = staging(n) + line * ROW_BYTES + ((pair * 16) ^ permutation(line));
     unroll!(S < 8; {
-        // A strip's chunks are the four pairs'.
+        // An N-tile's chunks are the four pairs'.
         let to: Shared<u8> = Shared::from_raw(at ^ (S as u32 % 2 * 64));
         let ([a, b], [c, d]) = (sums[2 * S], sums[2 * S + 1]);
         unsafe { to.at(S / 2 * 128).store16(0, [a, b, c, d].map(f32::to_bits)) };
@@ -129,7 +131,7 @@ impl Epilogue for Add {
     const GATED: bool = false;
     type Early = ();
     /// Of the first units.
-    type Ahead = ([Rows; 2], [u32; 2]);
+    type Ahead = ([UnitRows; 2], [u32; 2]);
 
     #[inline(always)]
     unsafe fn early(_: &Gemm, _: &Half) {}
@@ -205,7 +207,8 @@ unsafe fn finish_all<const N: u32>(p: &Gemm, tile: (u32, u32), (x, norm): <Add a
     }
 }
 
-/// Adds the first unit, and all others beside the products of the `next` tile: the second waits in shared memory, those of the second span in registers.
+/// Adds the first unit, and all others beside the GEMMs of the `next` tile: the second waits in shared memory, those of
+/// the second span in registers.
 #[inline(always)]
 unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut impl Next) {
     unsafe {
@@ -219,13 +222,13 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut i
         let mut add = |unit: Unit, norm: [u32; 2]| {
             let mut x = [unit.load_row(p, 0), unit.load_row(p, 1)];
             let mut i = 0;
-            while i < thread::fresh(UNIT_ROWS) {
+            while i < thread::opaque(UNIT_ROWS) {
                 next.step();
                 unroll!(R < 2; {
                     let lane = place_in_block().0;
                     let square = unit.add_row(p, staging(256) + lane * 16, i, x[R], norm);
                     p.residual.put_sums(unit.row(i), unit.column, lane, square);
-                    // What is added two rows on comes while the products of a step run.
+                    // What is added two rows on comes while the GEMMs of a step run.
                     if i + 2 < UNIT_ROWS {
                         x[R] = unit.load_row(p, i + 2);
                     }
@@ -247,10 +250,10 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut i
     }
 }
 
-/// Adds the unit in shared memory to `x`; calls `load` after the first rows waited for what was loaded before: the assembler counts loads with one counter, and
-/// else would wait for those as well.
+/// Adds the unit in shared memory to `x`; calls `load` after the first rows waited for what was loaded before: the
+/// assembler counts loads with one counter, and else would wait for those as well.
 #[inline(always)]
-unsafe fn add_unit(p: &Gemm, n: u32, unit: Unit, x: Rows, norm: [u32; 2], mut load: impl FnMut()) {
+unsafe fn add_unit(p: &Gemm, n: u32, unit: Unit, x: UnitRows, norm: [u32; 2], mut load: impl FnMut()) {
     unsafe {
         let lane = place_in_block().0;
         let from = staging(n) + lane * 16;
@@ -261,12 +264,12 @@ unsafe fn add_unit(p: &Gemm, n: u32, unit: Unit, x: Rows, norm: [u32; 2], mut lo
             }
             squares[I] = unit.add_row(p, from, I as u32, x[I], norm);
         });
-        // Of the rows `lane % 4` and that plus 4, the strip that four lanes have.
+        // Of the rows `lane % 4` and that plus 4, the N-tile that four lanes have.
         let [first, second] =
             [[0, 1, 2, 3], [4, 5, 6, 7]].map(|rows| sum_of_four(rows.map(|i: usize| squares[i]), lane % 4));
         let row = unit.row(lane % 4);
-        p.residual.put_strip(row, unit.column + lane_element(lane), first);
-        p.residual.put_strip(row + 4, unit.column + lane_element(lane), second);
+        p.residual.put_n_tile(row, unit.column + lane_element(lane), first);
+        p.residual.put_n_tile(row + 4, unit.column + lane_element(lane), second);
         // Of row `lane % 8`, the span.
         let mut sum = pick_sum(lane / 4 % 2, 4, first, second);
         sum += warp::shuffle_xor(sum, 8);
@@ -284,7 +287,8 @@ fn sum_of_four(v: [f32; 4], pair: u32) -> f32 {
     pick_sum(pair / 2, 2, pick_sum(pair % 2, 1, v[0], v[1]), pick_sum(pair % 2, 1, v[2], v[3]))
 }
 
-/// `a` (where `which` is 0) or `b` of two lanes that differ in bit `mask`, whose `which` that bit is: the sum of both lanes'.
+/// `a` (where `which` is 0) or `b` of two lanes that differ in bit `mask`, whose `which` that bit is: the sum of both
+/// lanes'.
 #[inline(always)]
 fn pick_sum(which: u32, mask: u32, a: f32, b: f32) -> f32 {
     // By bits, so that no branch comes of it.

@@ -1,6 +1,6 @@
 //! Whether a plan names what there is: the device believes every number of it.
 
-use super::passes::Rows;
+use super::passes::SequenceRows;
 use crate::batch::backend::Start;
 use crate::batch::limits::Limits;
 use crate::batch::plan::Plan;
@@ -45,7 +45,7 @@ pub fn check_plan(plan: &Plan, starts: &[Start<'_>], limits: &Limits, vocab: usi
 ///
 /// # Panics
 /// If not.
-pub fn check_rows(rows: &[Rows], limits: &Limits, choices: usize) {
+pub fn check_rows(rows: &[SequenceRows], limits: &Limits, choices: usize) {
     for rows in rows {
         let end = rows.start + rows.tokens.len();
         assert!(end <= limits.context, "positions below {end}, and a context of {}", limits.context);
@@ -124,8 +124,9 @@ mod tests {
 
     #[test]
     fn rows_beyond_the_context_are_refused() {
-        let rows = |start, count, chosen_from| Rows { slot: 0, start, tokens: vec![0; count], chosen_from, prompt: 0 };
-        let refuses = |rows: Rows| std::panic::catch_unwind(|| check_rows(&[rows], &LIMITS, 3)).is_err();
+        let rows =
+            |start, count, chosen_from| SequenceRows { slot: 0, start, tokens: vec![0; count], chosen_from, prompt: 0 };
+        let refuses = |rows: SequenceRows| std::panic::catch_unwind(|| check_rows(&[rows], &LIMITS, 3)).is_err();
         assert!(!refuses(rows(90, 10, 7)));
         assert!(refuses(rows(91, 10, 9)), "positions");
         assert!(refuses(rows(90, 10, 6)), "choices");

@@ -8,7 +8,7 @@ use gpu_kernels::sample::Choice;
 
 use super::moves::Way;
 use super::packing::Orders;
-use super::passes::{self, Pass, Rows};
+use super::passes::{self, RowPass, SequenceRows};
 use super::upload::List;
 use super::uses::Uses;
 use super::{GpuBatch, notes};
@@ -19,7 +19,7 @@ use crate::gpu::settings;
 
 /// A pass with its lists.
 pub struct Ready {
-    pub pass: Pass,
+    pub pass: RowPass,
     /// Tokens that the step under way chooses: see [`TakeTokens::entries`].
     pub taken: List,
     pub count: List,
@@ -72,7 +72,7 @@ impl GpuBatch {
     }
 
     /// The rows of each work, its drafts included.
-    pub(super) fn rows_of(&self, work: &Work, drafts: &[u32]) -> Rows {
+    pub(super) fn rows_of(&self, work: &Work, drafts: &[u32]) -> SequenceRows {
         let running = &self.slots[work.slot as usize];
         let (start, count) = (work.start as usize, work.rows as usize);
         let known = start + count - usize::from(self.is_unknown(work.slot, start + count - 1));
@@ -81,7 +81,7 @@ impl GpuBatch {
         // In place of the unknown one.
         tokens.resize(count, 0);
         tokens.extend_from_slice(drafts);
-        Rows {
+        SequenceRows {
             slot: work.slot,
             start,
             tokens,
@@ -90,8 +90,9 @@ impl GpuBatch {
         }
     }
 
-    /// Lists everything that changes beside the rows, which run in these passes. Uses that there is no room for go ahead.
-    pub(super) fn list_changes(&mut self, plan: &Plan, passes: &[Pass]) -> Result<Changes, Error> {
+    /// Lists everything that changes beside the rows, which run in these passes. Uses that there is no room for go
+    /// ahead.
+    pub(super) fn list_changes(&mut self, plan: &Plan, passes: &[RowPass]) -> Result<Changes, Error> {
         let penalised = |slot: &Slot| self.slots[*slot as usize].is_penalised();
         let mut cleared: Vec<Slot> = plan.started.iter().map(|started| started.slot).filter(penalised).collect();
         while self.uses.are_too_many() {
@@ -127,7 +128,7 @@ impl GpuBatch {
     }
 
     /// The choices of a pass that need masks, and whether one of these cannot be made yet.
-    fn masked(&self, pass: &Pass) -> (Vec<Masked>, bool) {
+    fn masked(&self, pass: &RowPass) -> (Vec<Masked>, bool) {
         let (mut masked, mut waits) = (Vec::new(), false);
         let mut choices = (0..).zip(&pass.chosen).peekable();
         while let Some((i, chosen)) = choices.next() {
@@ -147,10 +148,11 @@ impl GpuBatch {
     }
 
     /// Lists a pass; its choices come after `first` others, and its notes after `first_note`.
-    pub(super) fn list_pass(&mut self, pass: Pass, first: usize, first_note: usize) -> Ready {
+    pub(super) fn list_pass(&mut self, pass: RowPass, first: usize, first_note: usize) -> Ready {
         let choice = |(i, chosen): (usize, &passes::Chosen)| {
             let (row, slot) = (chosen.row, pass.slots[chosen.row]);
-            // The rows of a prompt's pass that are picked become the first ones of the logits, and none of them is a draft.
+            // The rows of a prompt's pass that are picked become the first ones of the logits, and none of them is a
+            // draft.
             let choice = Choice {
                 row: if pass.prompt { i as u32 } else { row as u32 },
                 drafts: if pass.prompt { i as u32 + 1 } else { chosen.drafts as u32 },

@@ -1,4 +1,5 @@
-//! Pages on the move: to the host tier, from it, and within the device. A page is a list of records, gathered by `gpu_kernels::token_copy`.
+//! Pages on the move: to the host tier, from it, and within the device. A page is a list of records, gathered by
+//! `gpu_kernels::token_copy`.
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::batch::{self, ListRecords, PageRecords};
@@ -89,7 +90,7 @@ impl Mover {
         let most = if way == Way::Within {
             u32::MAX
         } else {
-            self.device.capabilities().tuning().copy_multiprocessors.min(self.device.multiprocessors())
+            self.device.capabilities().tuning().copy_sms.min(self.device.sms())
         };
         for first in (0..count).step_by(AT_ONCE) {
             let pages = (count - first).min(AT_ONCE);
@@ -122,8 +123,8 @@ impl Mover {
                 },
             };
             let blocks = kernels::blocks(pairs, kernels::THREADS, most);
-            // SAFETY: the lists have room for so many pages; both regions are as large as said, and what a pair names outside is not copied.
-            // No page is a source and a target.
+            // SAFETY: the lists have room for so many pages; both regions are as large as said, and what a pair names
+            // outside is not copied. No page is a source and a target.
             unsafe {
                 self.device.launch::<batch::list_records>(batch::blocks(pairs as usize), 0, list)?;
                 self.device.launch::<kernels::token_copy_4096_i32>(blocks, 0, copy)?;

@@ -1,11 +1,13 @@
-//! Which pages are [packed](gpu_kernels::packed): the full ones of sequences that generate, of which passes over many sequences then read fewer bytes.
+//! Which pages are [packed](gpu_kernels::packed): the full ones of sequences that generate, of which passes over many
+//! sequences then read fewer bytes.
 //!
-//! All others that read pages want them as they were: passes over prompts, the step for one sequence, and moves. So a page is unpacked before one of these meets it. One
-//! that a prompt shares stays unpacked from then on: prompts like it may come, and what several sequences read is in the cache.
+//! All others that read pages want them as they were: passes over prompts, the step for one sequence, and moves. So a
+//! page is unpacked before one of these meets it. One that a prompt shares stays unpacked from then on: prompts like it
+//! may come, and what several sequences read is in the cache.
 
 use std::collections::{HashMap, HashSet};
 
-use super::passes::Pass;
+use super::passes::RowPass;
 use crate::batch::PAGE_TOKENS;
 use crate::batch::plan::{Page, Plan, Slot, TableEntry};
 use crate::forward;
@@ -21,7 +23,7 @@ enum State {
     /// Packed.
     Packed,
     /// As it was written, and to stay so.
-    Kept,
+    KeptPlain,
 }
 
 /// What is known of all pages, and of the slots' page tables.
@@ -58,7 +60,7 @@ impl Packing {
     }
 
     /// Takes a plan in, which is run in these passes.
-    pub fn order(&mut self, plan: &Plan, passes: &[Pass]) -> Orders {
+    pub fn order(&mut self, plan: &Plan, passes: &[RowPass]) -> Orders {
         let mut orders = Orders::default();
         for entry in &plan.tables {
             self.put(entry);
@@ -66,7 +68,7 @@ impl Packing {
         let (mut busy, mut plain) = (HashSet::new(), HashSet::new());
         for page in plan.swap_out.iter().map(|out| out.from).chain(plan.copies.iter().map(|copy| copy.from)) {
             plain.insert(page);
-            self.unpack(page, State::Kept, &mut orders);
+            self.unpack(page, State::KeptPlain, &mut orders);
         }
         for page in plan.swap_in.iter().map(|back| back.to).chain(plan.copies.iter().map(|copy| copy.to)) {
             self.renew(page, &mut orders);
@@ -87,7 +89,7 @@ impl Packing {
         for pass in passes.iter().filter(|pass| !reads_packed(pass)) {
             for (&slot, &position) in pass.slots.iter().zip(&pass.positions) {
                 let end = position as usize / PAGE_TOKENS + 1;
-                let then = if pass.prompt { State::Kept } else { State::Plain };
+                let then = if pass.prompt { State::KeptPlain } else { State::Plain };
                 let is_first = busy.insert(slot);
                 let first = if is_first { 0 } else { end - 1 };
                 for index in first..end {
@@ -161,7 +163,7 @@ impl Packing {
 }
 
 /// Whether a pass is for the kernel that reads packed pages.
-fn reads_packed(pass: &Pass) -> bool {
+fn reads_packed(pass: &RowPass) -> bool {
     !(pass.prompt || forward::is_for_few(pass.len() as u32, pass.is_of_one()))
 }
 
@@ -183,7 +185,7 @@ mod tests {
     }
 
     impl Model {
-        fn run(&mut self, plan: &Plan, passes: &[Pass], orders: &Orders, tables: &[Vec<Page>]) {
+        fn run(&mut self, plan: &Plan, passes: &[RowPass], orders: &Orders, tables: &[Vec<Page>]) {
             for page in &orders.unpack {
                 assert!(self.packed.remove(page), "{page} is unpacked, and was not packed");
             }
@@ -221,8 +223,8 @@ mod tests {
         }
     }
 
-    fn pass(prompt: bool, rows: &[(Slot, u32, u32)]) -> Pass {
-        let mut pass = Pass { prompt, ..Pass::default() };
+    fn pass(prompt: bool, rows: &[(Slot, u32, u32)]) -> RowPass {
+        let mut pass = RowPass { prompt, ..RowPass::default() };
         for &(slot, start, count) in rows {
             pass.positions.extend(start..start + count);
             pass.slots.extend((0..count).map(|_| slot));
@@ -231,7 +233,8 @@ mod tests {
         pass
     }
 
-    /// Random plans, with sequences that come, share pages, leave and are moved: nobody meets a packed page who cannot read it.
+    /// Random plans, with sequences that come, share pages, leave and are moved: nobody meets a packed page who cannot
+    /// read it.
     #[test]
     fn whoever_cannot_read_a_packed_page_meets_none() {
         let mut packs = 0;
@@ -301,7 +304,7 @@ mod tests {
                     if position < prompt { &mut prompts } else { &mut answers }.push((slot, position, rows));
                     at[own] = Some((position + rows, prompt));
                 }
-                let passes: Vec<Pass> =
+                let passes: Vec<RowPass> =
                     [pass(true, &prompts), pass(false, &answers)].into_iter().filter(|pass| pass.len() > 0).collect();
                 let orders = packing.order(&plan, &passes);
                 packs += orders.pack.len();

@@ -1,7 +1,9 @@
-//! A step's rows, cut into passes: which rows run together, in which tiles of attention, and after which of them a token is chosen.
+//! A step's rows, cut into passes: which rows run together, in which tiles of attention, and after which of them a
+//! token is chosen.
 //!
-//! Rows of prompts and rows of what was generated go different ways where the device has two (docs/reference/architecture.md); prompts first, since a
-//! sequence may have both in one step. Any cut gives the same bits.
+//! Rows of prompts and rows of what was generated go different ways where the device has two
+//! (docs/reference/architecture.md); prompts first, since a sequence may have both in one step. Any cut gives the same
+//! bits.
 
 use std::ops::Range;
 
@@ -12,7 +14,7 @@ use crate::prefill::Results;
 
 /// A sequence's rows of a step.
 #[derive(Clone, Debug)]
-pub struct Rows {
+pub struct SequenceRows {
     /// Whose.
     pub slot: Slot,
     /// Position of the first.
@@ -38,7 +40,7 @@ pub struct Widths {
 
 /// Rows that run together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Pass {
+pub struct RowPass {
     /// Whether they are run as rows of a prompt.
     pub prompt: bool,
     /// Their tokens.
@@ -58,7 +60,7 @@ pub struct Pass {
 /// A row after which a token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chosen {
-    /// Which sequence's: the index of its [`Rows`].
+    /// Which sequence's: the index of its [`SequenceRows`].
     pub of: usize,
     /// The row in the pass.
     pub row: usize,
@@ -66,7 +68,7 @@ pub struct Chosen {
     pub drafts: usize,
 }
 
-impl Pass {
+impl RowPass {
     /// Rows.
     pub fn len(&self) -> usize {
         self.tokens.len()
@@ -83,7 +85,7 @@ impl Pass {
     }
 
     /// Appends `range` of a sequence's rows.
-    fn push(&mut self, of: usize, rows: &Rows, range: Range<usize>, tile: usize) {
+    fn push(&mut self, of: usize, rows: &SequenceRows, range: Range<usize>, tile: usize) {
         let (first, start) = (self.len(), rows.start + range.start);
         let tiles = prefill_attention::tiles(first as u32, range.len() as u32, rows.slot, start as u32, tile as u32);
         // The others' tiles know their sequence and position by their rows.
@@ -117,7 +119,7 @@ impl Prompts {
     const TILE: usize = prefill_attention::TILE_ROWS as usize;
 
     /// Takes up `range` of a sequence's rows.
-    fn push(&mut self, of: usize, rows: &Rows, range: Range<usize>) {
+    fn push(&mut self, of: usize, rows: &SequenceRows, range: Range<usize>) {
         let border = if rows.chosen_from < range.end {
             range.start + rows.chosen_from.saturating_sub(range.start) / Self::TILE * Self::TILE
         } else {
@@ -129,8 +131,8 @@ impl Prompts {
     }
 
     /// The pass, with those tiles behind all others: the last layer makes no results but theirs.
-    fn end(self, sequences: &[Rows]) -> Pass {
-        let mut pass = Pass { prompt: true, ..Pass::default() };
+    fn end(self, sequences: &[SequenceRows]) -> RowPass {
+        let mut pass = RowPass { prompt: true, ..RowPass::default() };
         for part in self.parts {
             pass.results = Results { row: pass.len(), tile: pass.tiles.len() };
             for (of, range) in part {
@@ -144,9 +146,9 @@ impl Prompts {
 }
 
 /// Cuts the rows of `sequences` into passes, to be run in this order.
-pub fn cut(sequences: &[Rows], widths: Widths) -> Vec<Pass> {
+pub fn cut(sequences: &[SequenceRows], widths: Widths) -> Vec<RowPass> {
     let mut passes = Vec::new();
-    let prompt_rows = |rows: &Rows| rows.prompt.saturating_sub(rows.start).min(rows.tokens.len());
+    let prompt_rows = |rows: &SequenceRows| rows.prompt.saturating_sub(rows.start).min(rows.tokens.len());
     let mut pass = Prompts::default();
     for (of, rows) in sequences.iter().enumerate() {
         let mut at = 0;
@@ -164,7 +166,7 @@ pub fn cut(sequences: &[Rows], widths: Widths) -> Vec<Pass> {
     // Rows without a choice first: then the head skips them.
     let mut order: Vec<usize> = (0..sequences.len()).collect();
     order.sort_by_key(|&of| sequences[of].chosen_from < sequences[of].tokens.len());
-    let mut pass = Pass::default();
+    let mut pass = RowPass::default();
     for of in order {
         let rows = &sequences[of];
         let (mut at, count) = (prompt_rows(rows), rows.tokens.len());
@@ -198,7 +200,7 @@ mod tests {
                 (model::sampling::random(seed, count) % n as u64) as usize
             };
             let widths = Widths { prompt: 8 + random(200), decode: 16 + random(20), tile: 1 + random(4) };
-            let sequences: Vec<Rows> = (0..1 + random(9))
+            let sequences: Vec<SequenceRows> = (0..1 + random(9))
                 .map(|slot| {
                     let (start, known, apart) = (random(100), 1 + random(60), random(3) > 0);
                     let prompt = if apart { 1 + random(150) } else { 0 };
@@ -208,7 +210,7 @@ mod tests {
                     let chosen_from = if random(4) > 0 { known - 1 } else { known };
                     let drafts = if chosen_from < known { drafts } else { 0 };
                     let tokens = (0..known + drafts).map(|i| (slot * 1000 + i) as u32).collect();
-                    Rows { slot: slot as u32, start, tokens, chosen_from, prompt }
+                    SequenceRows { slot: slot as u32, start, tokens, chosen_from, prompt }
                 })
                 .collect();
             let passes = cut(&sequences, widths);

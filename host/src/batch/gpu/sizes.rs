@@ -1,18 +1,19 @@
 //! How much of everything a batch has on a device.
 
+use gpu_kernels::batched::MAX_BATCHED_ROWS;
 use gpu_kernels::step;
 use gpu_kernels::token_copy::PAGE_RECORD_BYTES;
-use gpu_kernels::wide::MAX_WIDE_ROWS;
 use model::Config;
 
 use crate::Error;
 use crate::batch::{BatchOptions, PAGE_TOKENS};
 use crate::cache::KvCache;
 use crate::device::Device;
-use crate::forward::{Footprint, Room};
+use crate::forward::{Capacity, Footprint};
 use crate::prefill;
 
-/// Where prompts have passes of their own, one more sequence for so many is read in ahead, to take the place of one that ends.
+/// Where prompts have passes of their own, one more sequence for so many is read in ahead, to take the place of one
+/// that ends.
 const AHEAD: usize = 10;
 /// Most rows of a step: lists have room for so many.
 const MOST_ROWS: usize = 1 << 16;
@@ -24,7 +25,7 @@ pub const LEAST_ROWS: usize = step::MAX_ROWS as usize;
 const HOST_TIER: usize = 4 << 30;
 
 /// How much there is of what, all but pages.
-pub struct Sizes {
+pub struct BatchSizes {
     context: usize,
     /// Sequences that generate at once.
     pub generating: usize,
@@ -35,7 +36,7 @@ pub struct Sizes {
     prompts_apart: bool,
 }
 
-impl Sizes {
+impl BatchSizes {
     /// What `options` say, or what is good on `device`.
     pub fn new(device: &Device, context: usize, options: &BatchOptions, prompts_apart: bool) -> Self {
         let tuning = device.capabilities().tuning();
@@ -51,14 +52,15 @@ impl Sizes {
         self.prompts_apart.then_some(self.rows)
     }
 
-    /// Most rows of a pass over what is generated. There is [room](Self::room) for more, since whoever is read in ahead may have its first token chosen beside those of all others.
+    /// Most rows of a pass over what is generated. There is [room](Self::room) for more, since whoever is read in ahead
+    /// may have its first token chosen beside those of all others.
     pub fn decode_rows(&self) -> usize {
-        self.room(0).rows.min(MAX_WIDE_ROWS as usize)
+        self.room(0).rows.min(MAX_BATCHED_ROWS as usize)
     }
 
     /// Room for these and so many pages.
-    pub fn room(&self, pages: usize) -> Room {
-        Room::batch(self.context, self.sequences, pages, self.sequences.max(LEAST_ROWS))
+    pub fn room(&self, pages: usize) -> Capacity {
+        Capacity::batch(self.context, self.sequences, pages, self.sequences.max(LEAST_ROWS))
     }
 
     /// Pages of the cache, when `coming` bytes of weights are not there yet.
@@ -113,7 +115,7 @@ mod tests {
         let device = Device::emulator(1);
         let rows = |sequences, prompts_apart| {
             let options = BatchOptions { sequences, ..BatchOptions::default() };
-            let sizes = Sizes::new(&device, 64, &options, prompts_apart);
+            let sizes = BatchSizes::new(&device, 64, &options, prompts_apart);
             (sizes.decode_rows(), sizes.room(0).rows, sizes.sequences)
         };
         assert_eq!(rows(None, true), (64, 64, 8));

@@ -77,7 +77,8 @@ impl Upload {
         sent.wait()?;
         // SAFETY: the copy before the last one, which was from this piece, has been waited for.
         unsafe { host.as_mut_slice_now()[..len].copy_from_slice(&self.words) };
-        // SAFETY: both live with self; what reads `there` was enqueued before, and the host's side is written above alone.
+        // SAFETY: both live with self; what reads `there` was enqueued before, and the host's side is written above
+        // alone.
         unsafe { self.there.copy_start_from_pinned(host, len)? };
         sent.set()
     }

@@ -134,7 +134,7 @@ pub unsafe fn atomics(p: Io) {
         }
         thread::sync_threads();
         // Known to be zero on one way here, the compiler may write the rest twice.
-        let thread = thread::fresh(thread);
+        let thread = thread::opaque(thread);
         let (relaxed, device) = (Ordering::Relaxed, Scope::Device);
         atomic::fetch_add(p.zeros, 0, thread, relaxed, device);
         atomic::fetch_max(p.zeros, 1, thread, relaxed, device);
@@ -271,8 +271,8 @@ pub unsafe fn bulk_copies(p: Io) {
 /// Bytes of shared memory for [`warpgroup`]: tiles of A (64 rows) and B (128 rows), a barrier.
 pub const WARPGROUP_SHARED: u32 = 64 * 128 + 128 * 128 + 16;
 
-/// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup, whose first row of warps stores 16 x 16 of C as bf16 through shared memory. `input` is the
-/// address of three maps: A, B, and C, `[64, 64]` in tiles of 64 rows.
+/// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup, whose first row of warps stores 16 x 16 of C as bf16
+/// through shared memory. `input` is the address of three maps: A, B, and C, `[64, 64]` in tiles of 64 rows.
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 #[kernel(threads = 128, min_blocks = 1, cluster = 1)]
 pub unsafe fn warpgroup(p: Io) {
@@ -339,9 +339,10 @@ pub unsafe fn warpgroup(p: Io) {
 /// Bytes of shared memory for [`cores`]: A (64 rows), a tile of B (128 rows), a barrier.
 pub const CORES_SHARED: u32 = 64 * 128 + 128 * 128 + 16;
 
-/// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup, with A in core matrices: `input` is its address, `zeros` that of a map of B. Each lane stores its
-/// 32 sums of B's first 64 rows, for which A goes through registers, its 64 of all rows, the fragment that `ldmatrix` finds at the beginning of A, and its 64 of
-/// `A · D`, where D's first 64 columns are B's first 64 rows, as they are, and its others the others.
+/// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup, with A in core matrices: `input` is its address, `zeros`
+/// that of a map of B. Each lane stores its 32 sums of B's first 64 rows, for which A goes through registers, its 64 of
+/// all rows, the fragment that `ldmatrix` finds at the beginning of A, and its 64 of `A · D`, where D's first 64
+/// columns are B's first 64 rows, as they are, and its others the others.
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 #[kernel(threads = 128, min_blocks = 1)]
 pub unsafe fn cores(p: Io) {

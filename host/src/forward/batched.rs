@@ -1,22 +1,24 @@
-//! Passes over the rows of many sequences on Hopper, in one launch: `gpu_kernels::wide`, with the weights that the [stream](crate::stream) laid out.
-//! They give the bits of the launches. With many rows products are launches of [`gpu_kernels::gemm`].
+//! Passes over the rows of many sequences on Hopper, in one launch: `gpu_kernels::batched`, with the weights that the
+//! [decode kernel](crate::decode) laid out. They give the bits of the unfused path. With many rows GEMMs are launches
+//! of [`gpu_kernels::gemm`].
 
 use cuda_std::tensor::Matrix;
 use cuda_std::{Global, GlobalMut, Kernel};
+use gpu_kernels::batched::{self, BatchedStep, MAX_BATCHED_ROWS, Phase, PhaseKind, Share};
 use gpu_kernels::embedding;
 use gpu_kernels::gemm::Gemm;
 use gpu_kernels::norm::{Norm, Residual, SPAN};
 use gpu_kernels::packed::{self, PackPages};
-use gpu_kernels::wide::{self, Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 use model::plan::{self, Epilogue, Input, Operator};
 
-use super::{Forward, Pass, Room, RowOutput, Tiles};
+use super::{Capacity, Forward, Pass, RowOutput, Tiles};
 use crate::Error;
+use crate::decode::{self, Decode};
 use crate::device::{Buffer, TensorMaps};
 use crate::gemm;
-use crate::stream::{self, Stream};
 
-/// Rows of a product's tile and how many tiles of rows there are: of each program, the first that has room for a pass is taken.
+/// Rows of a GEMM's tile and how many tiles of rows there are: of each program, the first that has room for a pass is
+/// taken.
 const PROGRAMS: [(u32, u32); 7] = [(64, 1), (96, 1), (128, 1), (96, 2), (128, 2), (128, 3), (128, 4)];
 /// Rows that a tile may have.
 const TILE_ROWS: [u32; 3] = [64, 96, 128];
@@ -25,17 +27,17 @@ const TILE_ROWS_OF_GEMM: u32 = gpu_kernels::gemm::TILE_ROWS;
 /// Phases of a layer, of which the second is attention; the embedding is one before them, and the head one behind.
 const LAYER_PHASES: usize = 5;
 const LARGEST: (u32, u32) = PROGRAMS[PROGRAMS.len() - 1];
-const _: () = assert!(LARGEST.0 * LARGEST.1 == MAX_WIDE_ROWS);
+const _: () = assert!(LARGEST.0 * LARGEST.1 == MAX_BATCHED_ROWS);
 
 /// What these passes need beside the memory of all passes.
-pub struct Wide {
+pub struct Batched {
     /// Blocks of the launch.
     grid: u32,
     /// What the phases read, as [`input_map`] has it.
     maps: TensorMaps,
     /// The phases of a step, for each of [`PROGRAMS`]: with logits, and with the best tokens instead.
     programs: Vec<[Buffer<u64>; 2]>,
-    kinds: Vec<Kind>,
+    kinds: Vec<PhaseKind>,
     partials: Buffer<f32>,
     arrivals: Buffer<u32>,
     items: Buffer<u32>,
@@ -46,7 +48,7 @@ pub struct Wide {
     many: Many,
 }
 
-/// What passes over more rows need, whose products are launches of [`gpu_kernels::gemm`].
+/// What passes over more rows need, whose GEMMs are launches of [`gpu_kernels::gemm`].
 struct Many {
     /// So many rows.
     from: u32,
@@ -56,15 +58,15 @@ struct Many {
     /// CTAs of attention's launches.
     attend_grid: u32,
     /// What falls to each of them.
-    deals: Buffer<u32>,
-    /// As [`WideStep::arrivals`], of these launches.
+    assignments: Buffer<u32>,
+    /// As [`BatchedStep::arrivals`], of these launches.
     arrivals: Buffer<u32>,
     beside: gemm::Beside,
 }
 
 /// What these passes know of packed pages.
 struct Packed {
-    /// `[pages]` whether it is packed: as [`WideStep::packed`].
+    /// `[pages]` whether it is packed: as [`BatchedStep::packed`].
     pages: Buffer<u32>,
     /// `[layers, pages, kv_heads]` how it lies then.
     forms: Buffer<u32>,
@@ -75,7 +77,7 @@ fn program(rows: u32) -> usize {
     PROGRAMS.iter().position(|&(tile_rows, tiles)| rows <= tile_rows * tiles).expect("no pass has more rows")
 }
 
-/// Which of the maps of [`Wide::maps`] describes what a product reads, in tiles of the height at this place of
+/// Which of the maps of [`Batched::maps`] describes what a GEMM reads, in tiles of the height at this place of
 /// [`TILE_ROWS`].
 fn input_map(input: Input, height: usize) -> usize {
     let place = match input {
@@ -86,7 +88,7 @@ fn input_map(input: Input, height: usize) -> usize {
     TILE_ROWS.len() * place + height
 }
 
-impl Wide {
+impl Batched {
     /// No page is packed.
     pub(super) fn forget_packed(&mut self) -> Result<(), Error> {
         let none = vec![0; self.packed.pages.len()];
@@ -94,9 +96,10 @@ impl Wide {
     }
 }
 
-impl Room {
-    /// For `sequences` of up to `context` tokens in so many pages, and passes over `rows` rows or a few more: whole tiles of the [wide step](gpu_kernels::wide). What reaches beyond memory is
-    /// zeros, but takes TMA longer: with 200 rows gate and up took 109 µs for 89 on an H100.
+impl Capacity {
+    /// For `sequences` of up to `context` tokens in so many pages, and passes over `rows` rows or a few more: whole
+    /// tiles of the [batched step](gpu_kernels::batched). What reaches beyond memory is zeros, but takes TMA longer:
+    /// with 200 rows gate and up took 109 µs for 89 on an H100.
     #[must_use]
     pub const fn batch(context: usize, sequences: usize, pages: usize, rows: usize) -> Self {
         let (smallest, largest) = (PROGRAMS[0].0 as usize, LARGEST.0 as usize);
@@ -106,14 +109,14 @@ impl Room {
 }
 
 impl Forward {
-    /// Makes ready for passes over up to [`MAX_WIDE_ROWS`] rows of many sequences at the speed of memory, if the weights were
-    /// [laid out](Self::lay_out_stream); says whether.
+    /// Makes ready for passes over up to [`MAX_BATCHED_ROWS`] rows of many sequences at the speed of memory, if the
+    /// weights were [laid out](Self::lay_out_decode); says whether.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn lay_out_wide(&mut self) -> Result<bool, Error> {
-        let Some(stream) = self.stream() else { return Ok(false) };
-        let grid = self.wide_grid(stream);
+    pub fn lay_out_batched(&mut self) -> Result<bool, Error> {
+        let Some(decode) = self.decode() else { return Ok(false) };
+        let grid = self.batched_grid(decode);
         if grid == 0 {
             return Ok(false);
         }
@@ -131,14 +134,14 @@ impl Forward {
             pages: self.device.zeroed(pages)?,
             forms: self.device.zeroed(c.num_hidden_layers * pages * c.num_key_value_heads)?,
         };
-        let phases = |program, head| self.phases(stream, grid, &maps, &packed, program, head);
-        let kinds = phases(PROGRAMS[0], Kind::Best).iter().map(|phase| phase.kind).collect();
+        let phases = |program, head| self.phases(decode, grid, &maps, &packed, program, head);
+        let kinds = phases(PROGRAMS[0], PhaseKind::Best).iter().map(|phase| phase.kind).collect();
         let upload = |program, head| self.device.upload(Phase::words(&phases(program, head)));
-        let program = |&program: &_| Ok([upload(program, Kind::Write)?, upload(program, Kind::Best)?]);
+        let program = |&program: &_| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]);
         let kv_heads = c.num_key_value_heads;
-        let attend_grid = WideStep::ATTEND_CTAS_PER_SM * self.device.multiprocessors();
-        let partials = TILE_ROWS.map(|rows| WideStep::partial_len(rows, grid)).into_iter().max().unwrap_or(0);
-        self.wide = Some(Wide {
+        let attend_grid = BatchedStep::ATTEND_CTAS_PER_SM * self.device.sms();
+        let partials = TILE_ROWS.map(|rows| BatchedStep::partial_len(rows, grid)).into_iter().max().unwrap_or(0);
+        self.batched = Some(Batched {
             grid,
             programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?,
             maps,
@@ -146,9 +149,9 @@ impl Forward {
             kinds,
             trace: None,
             partials: self.device.zeroed(partials)?,
-            arrivals: self.device.zeroed(WideStep::arrivals_len(grid, c.num_attention_heads as u32))?,
-            items: self.device.zeroed(WideStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
-            best: self.device.zeroed(MAX_WIDE_ROWS as usize)?,
+            arrivals: self.device.zeroed(BatchedStep::arrivals_len(grid, c.num_attention_heads as u32))?,
+            items: self.device.zeroed(BatchedStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
+            best: self.device.zeroed(MAX_BATCHED_ROWS as usize)?,
             many: Many {
                 from: self.device.capabilities().tuning().gemm_rows,
                 out: self.device.tensor_maps(&[gemm::out(
@@ -158,26 +161,28 @@ impl Forward {
                 )])?,
                 spans: self.device.zeroed(self.room.rows * c.hidden_size / SPAN as usize)?,
                 attend_grid,
-                deals: self.device.zeroed(4 * attend_grid as usize)?,
-                arrivals: self.device.zeroed(WideStep::arrivals_len(attend_grid, c.num_attention_heads as u32))?,
+                assignments: self.device.zeroed(4 * attend_grid as usize)?,
+                arrivals: self.device.zeroed(BatchedStep::arrivals_len(attend_grid, c.num_attention_heads as u32))?,
                 beside: gemm::Beside::new(&self.device)?,
             },
         });
         Ok(true)
     }
 
-    /// Where these passes are told which pages are packed: `[pages]` words, 0 or 1; none if nothing was [made ready](Self::lay_out_wide) for them. Who packs a page
-    /// says so here, and again when it is unpacked, or written anew.
+    /// Where these passes are told which pages are packed: `[pages]` words, 0 or 1; none if nothing was [made
+    /// ready](Self::lay_out_batched) for them. Who packs a page says so here, and again when it is unpacked, or written
+    /// anew.
     pub fn packed_pages(&self) -> Option<GlobalMut<u32>> {
-        self.wide.as_ref().map(|wide| wide.packed.pages.ptr_mut())
+        self.batched.as_ref().map(|batched| batched.packed.pages.ptr_mut())
     }
 
-    /// Enqueues that pages are [packed] in all layers, as far as they can be: `count` pages of `list`, each once, of which every token is there. Passes over rows
-    /// with tiles alone may meet one then. Nothing happens if nothing was [made ready](Self::lay_out_wide) for them.
+    /// Enqueues that pages are [packed] in all layers, as far as they can be: `count` pages of `list`, each once, of
+    /// which every token is there. Passes over rows with tiles alone may meet one then. Nothing happens if nothing was
+    /// [made ready](Self::lay_out_batched) for them.
     ///
     /// # Safety
-    /// When it runs, `list` has so many numbers of pages of the [cache](Self::cache), each once, of which none is packed. It lives until
-    /// the device is done.
+    /// When it runs, `list` has so many numbers of pages of the [cache](Self::cache), each once, of which none is
+    /// packed. It lives until the device is done.
     ///
     /// # Errors
     /// A refused launch.
@@ -205,11 +210,11 @@ impl Forward {
         list: Global<u32>,
         count: usize,
     ) -> Result<(), Error> {
-        let Some(wide) = self.wide.as_ref().filter(|_| count > 0) else { return Ok(()) };
+        let Some(batched) = self.batched.as_ref().filter(|_| count > 0) else { return Ok(()) };
         let params = PackPages {
             list,
             pages: self.cache.elements().ptr_mut(),
-            forms: wide.packed.forms.ptr_mut(),
+            forms: batched.packed.forms.ptr_mut(),
             page_count: self.cache.pages() as u32,
         };
         let grid = (self.config.num_key_value_heads as u32, self.config.num_hidden_layers as u32, count as u32);
@@ -217,87 +222,92 @@ impl Forward {
         unsafe { self.device.launch::<K>(grid, PackPages::SHARED_BYTES, params) }
     }
 
-    /// From the next of these passes on, notes when each block was done with each phase. Passes need logits, or the best tokens, then.
+    /// From the next of these passes on, notes when each block was done with each phase. Passes need logits, or the
+    /// best tokens, then.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn begin_wide_trace(&mut self) -> Result<(), Error> {
-        if let Some(wide) = &mut self.wide {
-            wide.trace = Some(self.device.zeroed(wide.grid as usize * wide.kinds.len())?);
+    pub fn begin_batched_trace(&mut self) -> Result<(), Error> {
+        if let Some(batched) = &mut self.batched {
+            batched.trace = Some(self.device.zeroed(batched.grid as usize * batched.kinds.len())?);
         }
         Ok(())
     }
 
-    /// What the last pass noted: of each phase what it did, and when each block was done with it, in nanoseconds. Waits for the device.
+    /// What the last pass noted: of each phase what it did, and when each block was done with it, in nanoseconds. Waits
+    /// for the device.
     ///
     /// # Errors
     /// A driver error.
-    pub fn take_wide_trace(&mut self) -> Result<Vec<(Kind, Vec<u64>)>, Error> {
-        let Some(Wide { kinds, trace: Some(trace), .. }) = &self.wide else { return Ok(Vec::new()) };
+    pub fn take_batched_trace(&mut self) -> Result<Vec<(PhaseKind, Vec<u64>)>, Error> {
+        let Some(Batched { kinds, trace: Some(trace), .. }) = &self.batched else { return Ok(Vec::new()) };
         let mut words = vec![0; trace.len()];
         trace.read(0, &mut words)?;
         let blocks = |i: usize| words.iter().skip(i).step_by(kinds.len()).copied().collect();
         Ok(kinds.iter().enumerate().map(|(i, &kind)| (kind, blocks(i))).collect())
     }
 
-    /// The [rank](gpu_kernels::sample::rank) of the best token after each of the first `rows` rows of the last pass, if that was to find them. Waits for the device.
+    /// The [rank](gpu_kernels::sample::rank) of the best token after each of the first `rows` rows of the last pass, if
+    /// that was to find them. Waits for the device.
     ///
     /// # Errors
     /// A driver error.
     pub fn best_tokens(&self, rows: usize) -> Result<Vec<u64>, Error> {
         let mut best = vec![0; rows];
-        self.wide.as_ref().map_or(Ok(()), |wide| wide.best.read(0, &mut best))?;
+        self.batched.as_ref().map_or(Ok(()), |batched| batched.best.read(0, &mut best))?;
         Ok(best)
     }
 
-    /// Blocks of the launch: as many whole clusters as run at once, at most a block for each that the weights were laid out for.
-    fn wide_grid(&self, stream: &Stream) -> u32 {
-        let (_, blocks) = stream.weights();
+    /// Blocks of the launch: as many whole clusters as run at once, at most a block for each that the weights were laid
+    /// out for.
+    fn batched_grid(&self, decode: &Decode) -> u32 {
+        let (_, blocks) = decode.weights();
         let known = [
-            self.device.clusters_at_once::<wide::wide_64>(WideStep::shared_bytes(64)),
-            self.device.clusters_at_once::<wide::wide_96>(WideStep::shared_bytes(96)),
-            self.device.clusters_at_once::<wide::wide_128>(WideStep::shared_bytes(128)),
+            self.device.clusters_at_once::<batched::batched_64>(BatchedStep::shared_bytes(64)),
+            self.device.clusters_at_once::<batched::batched_96>(BatchedStep::shared_bytes(96)),
+            self.device.clusters_at_once::<batched::batched_128>(BatchedStep::shared_bytes(128)),
         ];
         // None: the driver does not say, nor the emulator.
-        let clusters = known.into_iter().filter(|&n| n > 0).fold(blocks / wide::CLUSTER, u32::min);
-        clusters * wide::CLUSTER
+        let clusters = known.into_iter().filter(|&n| n > 0).fold(blocks / batched::CLUSTER, u32::min);
+        clusters * batched::CLUSTER
     }
 
-    /// The phases of a step on so many blocks, for products with so many rows in a tile and so many tiles of rows. The last one is the head, of this kind.
+    /// The phases of a step on so many blocks, for GEMMs with so many rows in a tile and so many tiles of rows. The
+    /// last one is the head, of this kind.
     fn phases(
         &self,
-        stream: &Stream,
+        decode: &Decode,
         grid: u32,
         maps: &TensorMaps,
         packed: &Packed,
         (tile_rows, row_tiles): (u32, u32),
-        head: Kind,
+        head: PhaseKind,
     ) -> Vec<Phase> {
         let (c, w) = (&self.config, &self.weights);
         let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
         let product = |kind, layer: usize, gemm: &plan::Gemm| {
-            let (strips, k) = stream::strips(gemm);
+            let (n_tiles, k) = decode::n_tiles(gemm);
             Phase {
-                strips,
+                n_tiles,
                 n: gemm.n as u32,
                 k,
-                share: Share::new(Share::tiles(strips, row_tiles), tile_rows, grid, k),
-                base: stream.base(layer, gemm.matrix),
+                share: Share::new(Share::tiles(n_tiles, row_tiles), tile_rows, grid, k),
+                base: decode.base(layer, gemm.matrix),
                 x: maps.ptr(input_map(gemm.input, height)),
                 row_tiles,
-                scale: stream.scale(layer, gemm.matrix),
+                scale: decode.scale(layer, gemm.matrix),
                 ..Phase::new(kind)
             }
         };
-        let mut phases = vec![Phase { norm: w.layers[0].input_norm.ptr(), ..Phase::new(Kind::Embed) }];
+        let mut phases = vec![Phase { norm: w.layers[0].input_norm.ptr(), ..Phase::new(PhaseKind::Embed) }];
         for (i, layer) in w.layers.iter().enumerate() {
             phases.extend(c.layer_plan().operators().filter_map(|operator| match operator {
                 Operator::Gemm(gemm) => Some(match gemm.epilogue {
                     Epilogue::Write { .. } => {
-                        Phase { y: self.qkv.ptr_mut(), norm: w.bias(i, &gemm), ..product(Kind::Write, i, &gemm) }
+                        Phase { y: self.qkv.ptr_mut(), norm: w.bias(i, &gemm), ..product(PhaseKind::Write, i, &gemm) }
                     }
-                    Epilogue::Add => Phase { norm: w.norm_after(i, &gemm).ptr(), ..product(Kind::Add, i, &gemm) },
-                    Epilogue::SwiGlu => product(Kind::SwiGlu, i, &gemm),
+                    Epilogue::Add => Phase { norm: w.norm_after(i, &gemm).ptr(), ..product(PhaseKind::Add, i, &gemm) },
+                    Epilogue::SwiGlu => product(PhaseKind::SwiGlu, i, &gemm),
                 }),
                 // Attention makes them.
                 Operator::Heads(_) => None,
@@ -307,7 +317,7 @@ impl Forward {
                     forms: unsafe { packed.forms.ptr().at(i * packed.forms.len() / c.num_hidden_layers) },
                     norm: layer.q_norm.ptr(),
                     key_norm: layer.k_norm.ptr(),
-                    ..Phase::new(Kind::Attend)
+                    ..Phase::new(PhaseKind::Attend)
                 }),
             }));
         }
@@ -317,47 +327,47 @@ impl Forward {
     }
 
     /// Enqueues a pass; see [`enqueue_rows`](Self::enqueue_rows).
-    pub(super) fn enqueue_wide(
+    pub(super) fn enqueue_batched(
         &self,
-        of: &Wide,
-        stream: &Stream,
+        of: &Batched,
+        decode: &Decode,
         pass: &Pass,
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
         // Those take whole tiles of rows.
         if pass.most_rows >= of.many.from && self.room.rows.is_multiple_of(TILE_ROWS_OF_GEMM as usize) {
-            return self.enqueue_many(of, stream, pass, tiles);
+            return self.enqueue_many(of, decode, pass, tiles);
         }
         let count = of.kinds.len() as u32 - u32::from(pass.output == RowOutput::None);
-        let step = self.wide_step(of, stream, pass, tiles, (0, count));
-        self.launch_wide(of, pass, step)?;
+        let step = self.batched_step(of, decode, pass, tiles, (0, count));
+        self.launch_batched(of, pass, step)?;
         Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
     }
 
     /// The phases from the `first` on, so many, of a pass.
-    fn wide_step(
+    fn batched_step(
         &self,
-        of: &Wide,
-        stream: &Stream,
+        of: &Batched,
+        decode: &Decode,
         pass: &Pass,
         tiles: Tiles,
         (first, phase_count): (usize, u32),
-    ) -> WideStep {
-        let (weights, blocks) = stream.weights();
+    ) -> BatchedStep {
+        let (weights, blocks) = decode.weights();
         let finds_best = pass.output == RowOutput::Best;
         let list: Global<Phase> = of.programs[program(pass.most_rows)][usize::from(finds_best)].ptr().cast();
         // SAFETY: one of the program's phases.
         let phases = unsafe { list.at(first) };
         // Notes are of whole passes.
         let trace = of.trace.as_ref().filter(|_| first == 0);
-        WideStep {
+        BatchedStep {
             work: self.workspace(pass.rows),
             phases,
             phase_count,
             blocks,
             stream: weights,
             // Of 64 rows a tile plain weights are quicker so far: those are packed only where that is asked for.
-            lossless: stream.lossless().filter(|_| self.device.options().lossless == Some(true)).unwrap_or_default(),
+            lossless: decode.lossless().filter(|_| self.device.options().lossless == Some(true)).unwrap_or_default(),
             tiles: tiles.list,
             packed: of.packed.pages.ptr(),
             items: of.items.ptr_mut(),
@@ -366,48 +376,48 @@ impl Forward {
             best: if finds_best { of.best.ptr_mut() } else { Default::default() },
             trace: trace.map_or(Default::default(), |trace| trace.ptr_mut()),
             tile_count: tiles.count,
-            ..WideStep::default()
+            ..BatchedStep::default()
         }
     }
 
     /// Launches phases of a pass.
-    fn launch_wide(&self, of: &Wide, pass: &Pass, step: WideStep) -> Result<(), Error> {
+    fn launch_batched(&self, of: &Batched, pass: &Pass, step: BatchedStep) -> Result<(), Error> {
         let (d, grid, tile_rows) = (&self.device, of.grid, PROGRAMS[program(pass.most_rows)].0);
-        let shared = WideStep::shared_bytes(tile_rows);
-        // SAFETY: every address is a buffer of self, of the size that the parameter block states; self outlives the work because freeing device
-        // memory waits for it.
+        let shared = BatchedStep::shared_bytes(tile_rows);
+        // SAFETY: every address is a buffer of self, of the size that the parameter block states; self outlives the
+        // work because freeing device memory waits for it.
         unsafe {
             match tile_rows {
                 64 if !step.lossless.regions.is_null() => {
-                    d.launch_cooperative::<wide::wide_64_lossless>(grid, shared, step)
+                    d.launch_cooperative::<batched::batched_64_lossless>(grid, shared, step)
                 }
-                64 => d.launch_cooperative::<wide::wide_64>(grid, shared, step),
-                96 => d.launch_cooperative::<wide::wide_96>(grid, shared, step),
-                _ => d.launch_cooperative::<wide::wide_128>(grid, shared, step),
+                64 => d.launch_cooperative::<batched::batched_64>(grid, shared, step),
+                96 => d.launch_cooperative::<batched::batched_96>(grid, shared, step),
+                _ => d.launch_cooperative::<batched::batched_128>(grid, shared, step),
             }
         }
     }
 
-    /// Enqueues a pass with its products as launches, and attention and the end as phases: the same bits.
+    /// Enqueues a pass with its GEMMs as launches, and attention and the end as phases: the same bits.
     fn enqueue_many(
         &self,
-        of: &Wide,
-        stream: &Stream,
+        of: &Batched,
+        decode: &Decode,
         pass: &Pass,
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
         let (c, w, d) = (&self.config, &self.weights, &self.device);
-        let (weights, blocks) = stream.weights();
+        let (weights, blocks) = decode.weights();
         let residual = Residual { spans: of.many.spans.ptr_mut(), ..self.residual() };
         let height = TILE_ROWS.iter().position(|&rows| rows == TILE_ROWS_OF_GEMM).expect("there are such maps");
         let product = |layer: usize, gemm: &plan::Gemm| {
-            let (strips, k) = stream::strips(gemm);
+            let (n_tiles, k) = decode::n_tiles(gemm);
             Gemm {
                 x: of.maps.ptr(input_map(gemm.input, height)),
                 stream: weights,
-                base: stream.base(layer, gemm.matrix),
+                base: decode.base(layer, gemm.matrix),
                 blocks,
-                strips,
+                n_tiles,
                 out: match gemm.epilogue {
                     Epilogue::SwiGlu => of.many.out.ptr(0),
                     _ => Default::default(),
@@ -447,45 +457,48 @@ impl Forward {
                     }
                     // Attention makes them.
                     Operator::Heads(_) => {}
-                    Operator::Attention(_) => self.enqueue_attention(of, stream, pass, tiles, i)?,
+                    Operator::Attention(_) => self.enqueue_attention(of, decode, pass, tiles, i)?,
                 }
             }
         }
-        // The last product and the head: best tokens are found behind a meeting.
+        // The last GEMM and the head: best tokens are found behind a grid barrier.
         let count = if pass.output == RowOutput::None { 1 } else { 2 };
-        let end = self.wide_step(of, stream, pass, tiles, (LAYER_PHASES * (last + 1), count));
-        self.launch_wide(of, pass, end)?;
+        let end = self.batched_step(of, decode, pass, tiles, (LAYER_PHASES * (last + 1), count));
+        self.launch_batched(of, pass, end)?;
         Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
     }
 
     /// Enqueues a layer's attention in a launch of its own, for which every layer of a pass has the same kernel.
     fn enqueue_attention(
         &self,
-        of: &Wide,
-        stream: &Stream,
+        of: &Batched,
+        decode: &Decode,
         pass: &Pass,
         tiles: Tiles,
         layer: usize,
     ) -> Result<(), Error> {
         let (c, many) = (&self.config, &of.many);
-        let step = self.wide_step(of, stream, pass, tiles, (LAYER_PHASES * layer + 2, 1));
-        let (deals, is_dealt) = (many.deals.ptr_mut(), u32::from(layer > 0));
-        let step = WideStep { deals, is_dealt, best: Default::default(), ..step };
+        let step = self.batched_step(of, decode, pass, tiles, (LAYER_PHASES * layer + 2, 1));
+        let (assignments, is_scheduled) = (many.assignments.ptr_mut(), u32::from(layer > 0));
+        let step = BatchedStep { assignments, is_scheduled, best: Default::default(), ..step };
         let group = (c.num_attention_heads / c.num_key_value_heads) as u32;
-        if tiles.count < pass.most_rows || group > WideStep::ATTEND_PAIRS {
+        if tiles.count < pass.most_rows || group > BatchedStep::ATTEND_PAIRS {
             // Several rows of a sequence, or more query heads than that kernel takes.
-            return self.launch_wide(of, pass, step);
+            return self.launch_batched(of, pass, step);
         }
-        let step = WideStep { arrivals: many.arrivals.ptr_mut(), ..step };
+        let step = BatchedStep { arrivals: many.arrivals.ptr_mut(), ..step };
         // SAFETY: every address is a buffer of self, of the size that the parameter block states. All of the grid is
         // resident at once, since an SM has room for so many CTAs, and whatever else is there ends.
-        unsafe { self.device.launch_early::<wide::attend_batch>(many.attend_grid, WideStep::ATTEND_SHARED_BYTES, step) }
+        unsafe {
+            self.device.launch_early::<batched::attend_batch>(many.attend_grid, BatchedStep::ATTEND_SHARED_BYTES, step)
+        }
     }
 
-    /// From the next pass over rows with tiles on, products are launches with so many rows or more, rather than with as many as is quickest: for tests and measuring.
+    /// From the next pass over rows with tiles on, GEMMs are launches with so many rows or more, rather than with as
+    /// many as is quickest: for tests and measuring.
     pub fn use_gemm_from(&mut self, rows: u32) {
-        if let Some(wide) = &mut self.wide {
-            wide.many.from = rows;
+        if let Some(batched) = &mut self.batched {
+            batched.many.from = rows;
         }
     }
 }

@@ -3,15 +3,16 @@
 use cuda_std::shared::{self, Shared};
 use cuda_std::{mma, thread, warp};
 
-use super::{Columns, Consumer, Duty, Old, Output, Part, columns_of, release, sync};
-use crate::linear::{CHAINS, SLICE, STRIP};
-use crate::stream::exchange::{Kind, Word, Words};
-use crate::stream::{CHUNK_FEATURES, FACTORS, Mark, Matrix, SCRATCH, STRIPS, StreamStep, WARPS};
-use crate::weights::{WeightFormat, Weights};
+use super::{Addend, Columns, Consumer, Duty, Output, Part, columns_of, release, sync};
+use crate::decode::exchange::{Word, WordKind, Words};
+use crate::decode::{CHUNK_FEATURES, DecodeStep, FACTORS, Mark, Matrix, N_TILES, SCRATCH, WARPS};
+use crate::linear::{K_PARTIALS, N_TILE, SLICE};
+use crate::weights::{WeightFormat, WeightFragments};
 
-/// Bytes of the partial sums of a pass, `[strip][chain][feature]`.
-const ONE_PARTIAL: u32 = STRIPS * CHAINS * STRIP * 4;
-/// Behind two of these, which take turns: what a warp has of a product's input at a time, [`ASKED`] slices of 64 elements.
+/// Bytes of the partial sums of a wave, `[n_tile][k_partial][feature]`.
+const ONE_PARTIAL: u32 = N_TILES * K_PARTIALS * N_TILE * 4;
+/// Behind two of these, which take turns: what a warp has of a product's input at a time, [`ASKED`] slices of 64
+/// elements.
 const STAGED: u32 = SCRATCH + 2 * ONE_PARTIAL;
 const ASKED: usize = 8;
 /// Bytes of a warp's slices there, `[warp][slice][element]`.
@@ -19,9 +20,9 @@ const STAGED_BYTES: u32 = ASKED as u32 * SLICE * 2;
 /// Bytes of scratch memory for one row.
 pub const ONE_BYTES: u32 = STAGED - SCRATCH + WARPS * STAGED_BYTES;
 
-/// Behind the stamp that it is asked of, the factor of the norm.
+/// Behind the sequence flag that it is asked of, the factor of the norm.
 pub const FACTOR: usize = 1;
-/// Chunks whose weights a lane has room for: all of its strips', where they are so few.
+/// Chunks whose weights a lane has room for: all of its N-tiles', where they are so few.
 const HELD: usize = 4;
 
 /// The consumers meet with the warp that finds the factor of a norm.
@@ -31,13 +32,13 @@ fn sync_with_factor() {
 }
 
 impl<F: WeightFormat> Duty<F, 1> {
-    /// The two warps of a chain meet.
+    /// The two warps of a split-K partial meet.
     #[inline(always)]
     fn sync(&self) {
-        thread::sync_named(4 + self.residue(), WARPS / CHAINS * 32);
+        thread::sync_named(4 + self.k_split(), WARPS / K_PARTIALS * 32);
     }
 
-    /// Puts the words of a warp's slices, from the first turn on, where its chain's warps find them.
+    /// Puts the words of a warp's slices, from the first turn on, where its split-K partial's warps find them.
     #[inline(always)]
     unsafe fn stage<const N: usize>(&self, words: &[Word; N]) {
         unsafe {
@@ -49,17 +50,18 @@ impl<F: WeightFormat> Duty<F, 1> {
         self.sync();
     }
 
-    /// Where in shared memory a lane finds its part of the slices that the chain's two warps staged, from the first turn on.
+    /// Where in shared memory a lane finds its part of the slices that the split-K partial's two warps staged, from the
+    /// first turn on.
     #[inline(always)]
     unsafe fn staged(&self) -> Shared<u32> {
-        unsafe { shared::dynamic(STAGED + self.residue() * STAGED_BYTES + self.lane % 4 * 16) }
+        unsafe { shared::dynamic(STAGED + self.k_split() * STAGED_BYTES + self.lane % 4 * 16) }
     }
 
-    /// The products of `OWN` strips, whose `chunks` chunks' weights are in registers, with the input from `from` on.
+    /// The products of `OWN` N-tiles, whose `chunks` chunks' weights are in registers, with the input from `from` on.
     #[inline(always)]
     unsafe fn held<const OWN: usize>(
-        acc: &mut [[f32; 4]; STRIPS as usize],
-        weights: &[Weights; HELD],
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        weights: &[WeightFragments; HELD],
         chunks: u32,
         from: Shared<u32>,
     ) {
@@ -81,24 +83,25 @@ impl<F: WeightFormat> Duty<F, 1> {
 /// A lane's fragments of a turn's input, of which `from` is where its part of the first slice lies.
 #[inline(always)]
 unsafe fn columns(from: Shared<u32>) -> Columns {
-    // Half a chunk on is what the chain's other warp staged.
-    let next = (CHAINS * STAGED_BYTES / 4) as usize;
+    // Half a chunk on is what the split-K partial's other warp staged.
+    let next = (K_PARTIALS * STAGED_BYTES / 4) as usize;
     unsafe { [[from.load16(0), from.load16(16)], [from.load16(next), from.load16(next + 16)]] }
 }
 
-/// What another warp of the block does for the products of one row: it finds the factor of each norm, when it is asked for.
+/// What another warp of the block does for the products of one row: it finds the factor of each norm, when it is asked
+/// for.
 #[inline(always)]
-pub unsafe fn factors(p: &StreamStep) {
+pub unsafe fn factors(p: &DecodeStep) {
     unsafe {
         let lane = thread::lane_id();
         let place = shared::dynamic::<u32>(FACTORS);
         loop {
             sync_with_factor();
-            let stamp = place.load(0);
-            if stamp == 0 {
+            let flag = place.load(0);
+            if flag == 0 {
                 return;
             }
-            let squares = Words::of(p, Kind::Squares, stamp);
+            let squares = Words::of(p, WordKind::Squares, flag);
             // Lane `l` comes to have the spans `l % 8 · 4 + l / 8`.
             let (mut sum, mut i) = (0.0, lane);
             while i - lane < squares.len {
@@ -131,22 +134,23 @@ pub unsafe fn factors(p: &StreamStep) {
     }
 }
 
-/// Asks the warp that does so for the factor of the squares with this stamp; of none, it is done.
+/// Asks the warp that does so for the factor of the squares with this sequence flag; of none, it is done.
 #[inline(always)]
-pub unsafe fn ask_for_factor(stamp: u32) {
+pub unsafe fn ask_for_factor(flag: u32) {
     unsafe {
         if thread::thread_idx_x() == 0 {
-            shared::dynamic::<u32>(FACTORS).store(0, stamp);
+            shared::dynamic::<u32>(FACTORS).store(0, flag);
         }
         sync_with_factor();
     }
 }
 
 impl Consumer<'_> {
-    /// [`product`](Self::product) of one row: a warp asks for a slice of each turn's input as words, eight a lane at a time, and puts what came into shared memory, where
-    /// each lane of a chain's two warps finds its fragments. What does not need them is done while they come.
+    /// [`product`](Self::product) of one row: a warp asks for a slice of each turn's input as words, eight a lane at a
+    /// time, and puts what came into shared memory, where each lane of a split-K partial's two warps finds its
+    /// fragments. What does not need them is done while they come.
     #[inline(always)]
-    pub(super) unsafe fn product_of_one<F: WeightFormat>(&mut self, mut part: Part, mut first: (Output, Old)) {
+    pub(super) unsafe fn gemm_of_one<F: WeightFormat>(&mut self, mut part: Part, mut first: (Output, Addend)) {
         unsafe {
             let p = self.p;
             let matrix = part.matrix;
@@ -155,11 +159,11 @@ impl Consumer<'_> {
             let scale = F::scale(p, part.index);
             let (g, t) = (lane / 4, lane % 4);
             let (input, normed) = match matrix {
-                Matrix::Output => (self.taken_in(Kind::Attended, part.index), false),
-                Matrix::Down => (self.taken_in(Kind::Activation, part.index), false),
-                Matrix::Qkv | Matrix::GateUp | Matrix::Head => (self.taken_in(Kind::Scaled, part.index), true),
+                Matrix::Output => (self.taken_in(WordKind::Attended, part.index), false),
+                Matrix::Down => (self.taken_in(WordKind::Activation, part.index), false),
+                Matrix::Qkv | Matrix::GateUp | Matrix::Head => (self.taken_in(WordKind::Scaled, part.index), true),
             };
-            let strips = p.shape(matrix).0;
+            let n_tiles = p.shape(matrix).0;
             // This lane's word of a turn.
             let place = |turn: u32| turn * (CHUNK_FEATURES / 2) + warp_id * (SLICE / 2) + lane;
             // What lies beyond a row's end is multiplied by zero.
@@ -176,21 +180,21 @@ impl Consumer<'_> {
             let mut ring = self.ring;
             loop {
                 if part.mine > 0 {
-                    // New to the compiler, which would keep these addresses from pass to pass.
-                    let mut words = ask(thread::fresh(0));
-                    let normed = normed && part.first_strip == 0;
+                    // New to the compiler, which would keep these addresses from wave to wave.
+                    let mut words = ask(thread::opaque(0));
+                    let normed = normed && part.first_n_tile == 0;
                     if normed {
-                        ask_for_factor(self.stamp + part.index);
+                        ask_for_factor(self.flag + part.index);
                     }
-                    let mut acc = [[0f32; 4]; STRIPS as usize];
-                    let own = duty.strips(part.mine);
+                    let mut acc = [[0f32; 4]; N_TILES as usize];
+                    let own = duty.n_tiles(part.mine);
                     // Both halves go the same way: they meet alike.
                     if !F::COSTLY && part.mine <= 4 && part.mine.div_ceil(2) * part.depth <= HELD as u32 {
                         // All weights come to registers while the words are waited for.
                         let chunks = own * part.depth;
                         let chunk = |i: u32| {
                             let (turn, s) = if own == 2 { (i / 2, i % 2) } else { (i, 0) };
-                            ring.ahead(turn * part.mine + duty.strip(s))
+                            ring.ahead(turn * part.mine + duty.n_tile(s))
                         };
                         let mut weights = [[[0u32; 4]; 8]; HELD];
                         unroll!(H < HELD of 4; {
@@ -205,7 +209,7 @@ impl Consumer<'_> {
                         // There are no more turns than that.
                         let mut words = [words[0], words[1], words[2], words[3]];
                         input.settle(&mut words, |i| place(i as u32));
-                        self.mark(Mark::Met);
+                        self.mark(Mark::GridBarrier);
                         duty.stage::<HELD>(&words);
                         match own {
                             0 => {}
@@ -218,11 +222,12 @@ impl Consumer<'_> {
                         while turn < part.depth {
                             input.settle(&mut words, |i| place(turn + i as u32));
                             if turn == 0 {
-                                if part.first_strip == 0 {
-                                    self.mark(Mark::Met);
+                                if part.first_n_tile == 0 {
+                                    self.mark(Mark::GridBarrier);
                                 }
                             } else {
-                                // Both warps have read their fragments before others come there. (Of a product before this one all have: they met behind it.)
+                                // Both warps have read their fragments before others come there. (Of a product before
+                                // this one all have: they met behind it.)
                                 duty.sync();
                             }
                             duty.stage(&words);
@@ -241,14 +246,15 @@ impl Consumer<'_> {
                             }
                         }
                     }
-                    // Of two places one after the other: a warp that is ahead meets the others once more before it comes back to this one.
+                    // Of two places one after the other: a warp that is ahead meets the others once more before it
+                    // comes back to this one.
                     self.turn ^= 1;
                     // Of the columns the first is the row.
                     let partial = shared::dynamic::<f32>(SCRATCH + self.turn * ONE_PARTIAL);
                     if t == 0 {
                         unroll!(S < 4; {
                             if (S as u32) < own {
-                                let to = partial.at(((duty.strip(S as u32) * CHAINS + duty.residue()) * STRIP + g) as usize);
+                                let to = partial.at(((duty.n_tile(S as u32) * K_PARTIALS + duty.k_split()) * N_TILE + g) as usize);
                                 to.store(0, acc[S][0]);
                                 to.store(8, acc[S][2]);
                             }
@@ -260,14 +266,14 @@ impl Consumer<'_> {
                         sync();
                     }
                     let (output, old) = first;
-                    // A warp stays together: it holds two strips of the residual.
+                    // A warp stays together: it holds two N-tiles of the residual.
                     if warp::any(output.valid) {
-                        let within = if matrix == Matrix::GateUp { STRIP / 2 - 1 } else { STRIP - 1 };
+                        let within = if matrix == Matrix::GateUp { N_TILE / 2 - 1 } else { N_TILE - 1 };
                         let sum = |feature: u32| {
-                            let from = partial.at((output.strip * CHAINS * STRIP + feature) as usize);
+                            let from = partial.at((output.n_tile * K_PARTIALS * N_TILE + feature) as usize);
                             let mut sum = 0.0;
                             unroll!(C < 4; {
-                                sum += from.load(C * STRIP as usize);
+                                sum += from.load(C * N_TILE as usize);
                             });
                             sum * scale
                         };
@@ -279,7 +285,7 @@ impl Consumer<'_> {
                     // Asking for what comes after it, again and again, would slow down those who have a part in it.
                     input.expect();
                 }
-                if part.end == strips {
+                if part.end == n_tiles {
                     break;
                 }
                 part = self.part(part.index, part.end);
@@ -291,14 +297,14 @@ impl Consumer<'_> {
 
     /// This lane's output of a part of one row, and what it is combined with.
     #[inline(always)]
-    pub(super) unsafe fn first_of_one(&self, part: &Part) -> (Output, Old) {
+    pub(super) unsafe fn first_of_one(&self, part: &Part) -> (Output, Addend) {
         // Not by a choice of two, which the compiler would look up in memory.
-        let width_log2 = STRIP.ilog2() - u32::from(part.matrix == Matrix::GateUp);
-        let e = thread::fresh(thread::thread_idx_x());
+        let width_log2 = N_TILE.ilog2() - u32::from(part.matrix == Matrix::GateUp);
+        let e = thread::opaque(thread::thread_idx_x());
         let valid = e < part.mine << width_log2;
-        let strip = if valid { e >> width_log2 } else { 0 };
-        let first = (part.first_strip + part.place + strip * self.walk.grid) << width_log2;
-        let output = Output { row: 0, strip, feature: first + (e & !(!0 << width_log2)), valid };
-        (output, unsafe { self.old::<true>(part, &output) })
+        let n_tile = if valid { e >> width_log2 } else { 0 };
+        let first = (part.first_n_tile + part.place + n_tile * self.walk.grid) << width_log2;
+        let output = Output { row: 0, n_tile, feature: first + (e & !(!0 << width_log2)), valid };
+        (output, unsafe { self.addend::<true>(part, &output) })
     }
 }

@@ -1,22 +1,22 @@
 //! Attention of a step in a launch of its own, where each sequence has one row: two CTAs on an SM, so that one has work
 //! while the other waits.
 //!
-//! The roles are those of the whole step: warps 0 to 7 take 32 keys of an item each, warp 8 loads pages, warp 9 finds the
-//! CTA's items, makes queries, and puts the step's keys and values into the cache at the end. With half of an SM's
+//! The roles are those of the whole step: warps 0 to 7 take 32 keys of an item each, warp 8 loads pages, warp 9 finds
+//! the CTA's items, makes queries, and puts the step's keys and values into the cache at the end. With half of an SM's
 //! registers and shared memory, keys and values are read from their pages piece by piece, and the sums of a piece go to
 //! shared memory at once. The bits are those of the whole step.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, launches, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, dependent_launch, kernel, thread, warp};
 
 use super::attention::{DESCRIPTION, FORMS, Item, Newest, SLOT_BYTES, are_there, load_pages};
-use super::deal::{deal, load, take_up, walk};
-use super::pool::{Asking, Told};
+use super::pool::{Asking, PoolMessages};
 use super::producer::describe_items;
-use super::{ALL, ALONE, CONSUMERS, Memory, Phase, WARPS, WideStep};
+use super::tile_scheduler::{load, schedule, take_up, walk};
+use super::{ALL, ALONE, BatchedStep, CONSUMERS, Memory, Phase, WARPS};
 use crate::attention::{
-    Attend, Divisor, Few, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, Weights, add_values_each, combine_by_warp,
+    Attend, Divisor, Few, QUARTER, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, WARP_KEYS, add_values_each, combine_by_warp,
     key_of, score_keys, values_from, weigh_some,
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
@@ -36,50 +36,50 @@ pub const PAIRS: u32 = QUARTER;
 pub(super) const ITEMS: Shape = Shape::new(0, 3, SLOT_BYTES);
 pub(super) const SCRATCH: u32 = ITEMS.end() + super::ITEMS_BYTES;
 pub(super) const END: u32 = SCRATCH + Attend::SHARED_BYTES;
-/// Slots of pages.
+/// Stages of pages.
 pub(super) const STAGES: u32 = 5;
 
 // An SM of an H100 has 228 KiB, of which a CTA takes one for the system.
-const _: () = assert!(CTAS_PER_SM * (WideStep::ATTEND_SHARED_BYTES + 1024) <= 228 * 1024);
+const _: () = assert!(CTAS_PER_SM * (BatchedStep::ATTEND_SHARED_BYTES + 1024) <= 228 * 1024);
 
-/// One phase, [`Kind::Attend`](super::Kind::Attend), of tiles of one row and at most
-/// [`WideStep::ATTEND_PAIRS`] query heads a key-value head. All CTAs of the grid are resident at once. Grid: at most
-/// [`WideStep::ATTEND_CTAS_PER_SM`] CTAs an SM; shared memory: [`WideStep::ATTEND_SHARED_BYTES`]. It may be launched
-/// early ([`launches`]). [`arrivals`](WideStep::arrivals) are zero before and after.
+/// One phase, [`PhaseKind::Attend`](super::PhaseKind::Attend), of tiles of one row and at most
+/// [`BatchedStep::ATTEND_PAIRS`] query heads a key-value head. All CTAs of the grid are resident at once. Grid: at most
+/// [`BatchedStep::ATTEND_CTAS_PER_SM`] CTAs an SM; shared memory: [`BatchedStep::ATTEND_SHARED_BYTES`]. It may be
+/// launched early ([`dependent_launch`]). [`arrivals`](BatchedStep::arrivals) are zero before and after.
 #[kernel(threads = 320, min_blocks = 2)]
-pub unsafe fn attend_batch(p: WideStep) {
+pub unsafe fn attend_batch(p: BatchedStep) {
     const { assert!(THREADS == 320 && CTAS_PER_SM == 2) };
     unsafe {
         if thread::thread_idx_x() == 0 {
             Ring::init(ITEMS, WARPS);
             Ring::init(Memory::<ALONE>::RING, WARPS);
             Ring::init(Memory::<ALONE>::MESSAGES, 1);
-            Memory::<ALONE>::dealt().init(1);
+            Memory::<ALONE>::scheduled().init(1);
             Memory::<ALONE>::asked().store(0, 0);
             bulk::fence_init();
         }
         thread::sync_threads();
-        launches::wait();
-        launches::allow_next();
+        dependent_launch::wait();
+        dependent_launch::allow_next();
         let warp_id = thread::warp_id();
         if warp_id < WARPS {
             attend(&p);
             // All that this CTA wrote comes before its arrival.
             thread::sync_named(ALL, CONSUMERS);
-            if thread::fresh(thread::thread_idx_x()) == 0 {
-                atomic::fetch_add(p.meetings(), 0, 1, Ordering::Release, Scope::Device);
+            if thread::opaque(thread::thread_idx_x()) == 0 {
+                atomic::fetch_add(p.grid_barriers(), 0, 1, Ordering::Release, Scope::Device);
             }
         } else if warp_id == WARPS {
             pages(&p);
         } else {
-            if p.is_dealt == 0 {
-                deal::<ALONE>(&p);
+            if p.is_scheduled == 0 {
+                schedule::<ALONE>(&p);
             } else {
                 take_up::<ALONE>(&p);
             }
-            describe_items::<ALONE>(&p, 0, &mut Ring::producer(ITEMS), &mut Told::new::<ALONE>());
+            describe_items::<ALONE>(&p, 0, &mut Ring::producer(ITEMS), &mut PoolMessages::new::<ALONE>());
             // Nobody's copies read these pages any more then.
-            p.meet(1);
+            p.grid_barrier(1);
             append(&p.split_heads(p.phases), thread::block_idx_x(), thread::grid_dim_x());
             clear(&p);
         }
@@ -88,7 +88,7 @@ pub unsafe fn attend_batch(p: WideStep) {
 
 /// The warp that loads pages.
 #[inline(always)]
-unsafe fn pages(p: &WideStep) {
+unsafe fn pages(p: &BatchedStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ALONE>::RING);
         let mut asking = Asking::new::<ALONE>();
@@ -98,7 +98,7 @@ unsafe fn pages(p: &WideStep) {
             |item| (load(p, item), ()),
             |_, ()| {},
             || {},
-            |deal| asking.next(p, 0, deal),
+            |assignment| asking.next(p, 0, assignment),
             |_, [item, pages]| {
                 let item = Item::new(item);
                 ring = load_pages::<ALONE>(&cache, ring, &item, pages, |_| STAGES, asked);
@@ -108,25 +108,26 @@ unsafe fn pages(p: &WideStep) {
     }
 }
 
-/// Waits for slot `number` of the launch. The ring has no room for an item, so that a warp may be more than a turn ahead of
-/// the slot that it waits for, where a barrier's parity says nothing: it waits first until that was asked for.
+/// Waits for stage `number` of the launch. The ring has no room for an item, so that a warp may be more than a turn
+/// ahead of the stage that it waits for, where a barrier's parity says nothing: it waits first until that was asked
+/// for.
 #[inline(always)]
-unsafe fn wait(slot: &Ring, number: u32) {
+unsafe fn wait(stage: &Ring, number: u32) {
     unsafe {
         let asked = || atomic::load(Memory::<ALONE>::asked(), 0, Ordering::Acquire, Scope::Block);
         waiting::until(|| asked() > number);
-        slot.wait_full();
+        stage.wait_full();
     }
 }
 
-/// A warp's slots of a page, its keys in the first and its values in the second.
-struct Slots {
+/// A warp's stages of a page, its keys in the first and its values in the second.
+struct Stages {
     rings: [Ring; 2],
-    /// Which of the launch's slots they are.
+    /// Which of the launch's stages they are.
     numbers: [u32; 2],
 }
 
-impl Slots {
+impl Stages {
     #[inline(always)]
     unsafe fn wait(&self, kind: usize) -> u32 {
         unsafe { wait(&self.rings[kind], self.numbers[kind]) };
@@ -136,24 +137,24 @@ impl Slots {
     /// The others have no use for it: its two warps release it for all.
     #[inline(always)]
     unsafe fn release(&self, kind: usize, lane: u32) {
-        unsafe { self.rings[kind].give_back(lane < WARPS / 2) };
+        unsafe { self.rings[kind].release(lane < WARPS / 2) };
     }
 }
 
 /// The consumers: one item after another.
 #[inline(always)]
-unsafe fn attend(p: &WideStep) {
+unsafe fn attend(p: &BatchedStep) {
     unsafe {
         let [mut ring, mut items] = [Memory::<ALONE>::RING, ITEMS].map(Ring::consumer);
         let a = &p.work.attend();
         let group = Divisor::new(p.work.group());
-        // Slots of the items before.
+        // Stages of the items before.
         let mut seen = 0;
         loop {
-            let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             items.wait_full();
-            let slot = items.slot();
-            let item = Item::new(slot.at(DESCRIPTION as usize).cast::<u32>().load16(0));
+            let stage = items.stage_buffer();
+            let item = Item::new(stage.at(DESCRIPTION as usize).cast::<u32>().load16(0));
             if item.rows == 0 {
                 return;
             }
@@ -163,12 +164,12 @@ unsafe fn attend(p: &WideStep) {
             let pages = item.pages();
             let page = tile.first_key() % SPLIT / PAGE_TOKENS;
             if page < pages {
-                let slots = Slots {
+                let stages = Stages {
                     rings: [ring.far_ahead(page), ring.far_ahead(pages + page)],
                     numbers: [seen + page, seen + pages + page],
                 };
-                let form = Form(slot.at(FORMS as usize).cast().load(page as usize));
-                let slice = Slice { item, tile, form, slots, few, queries: slot.cast() };
+                let form = Form(stage.at(FORMS as usize).cast().load(page as usize));
+                let slice = Slice { item, tile, form, stages, few, queries: stage.cast() };
                 if form.is_packed() {
                     slice.find_in_packed(a);
                 } else {
@@ -182,7 +183,7 @@ unsafe fn attend(p: &WideStep) {
                     });
                 }
             }
-            items.give_back(lane == 0);
+            items.release(lane == 0);
             items = items.ahead(1);
             ring = ring.far_ahead(2 * pages);
             seen += 2 * pages;
@@ -203,7 +204,7 @@ struct Slice {
     item: Item,
     tile: Tile,
     form: Form,
-    slots: Slots,
+    stages: Stages,
     few: Few,
     /// `[pairs, 128]`, and the newest key, if it [came](Item::brings_key) with them.
     queries: Shared<bf16>,
@@ -225,25 +226,25 @@ impl Slice {
     #[inline(always)]
     unsafe fn find_in_packed(&self, a: &Attend) {
         unsafe {
-            let Self { item, tile, form, slots, .. } = self;
+            let Self { item, tile, form, stages, .. } = self;
             let token = tile.first_key() % PAGE_TOKENS;
             let piece = |page, kind| move |i| Half::load_fragments(page, token, tile.lane, i, form.base(kind));
-            let scores = score_keys(|i, j| self.query(i, j), piece(slots.wait(0), 0));
-            slots.release(0, tile.lane);
+            let scores = score_keys(|i, j| self.query(i, j), piece(stages.wait(0), 0));
+            stages.release(0, tile.lane);
             let weights = weigh_some::<1>(a, tile, |_| item.last, scores);
-            leave(&self.few, &weights, piece(slots.wait(1), 1));
-            slots.release(1, tile.lane);
+            leave(&self.few, &weights, piece(stages.wait(1), 1));
+            stages.release(1, tile.lane);
         }
     }
 
     /// The same in a page as it was written, perhaps in this step.
     #[inline(always)]
-    unsafe fn find_in_plain(&self, p: &WideStep, a: &Attend) {
+    unsafe fn find_in_plain(&self, p: &BatchedStep, a: &Attend) {
         unsafe {
-            let Self { item, tile, slots, .. } = self;
+            let Self { item, tile, stages, .. } = self;
             let (lane, first_key) = (tile.lane, tile.first_key());
             let first = first_key % PAGE_TOKENS * HEAD_DIM * 2;
-            let page = slots.wait(0);
+            let page = stages.wait(0);
             let mut scores = [[0.0; 4]; 4];
             let has_keys = first_key <= item.last;
             // Those beyond the last were not loaded: the last instead, whose weight there is 0.
@@ -257,9 +258,9 @@ impl Slice {
                 };
                 scores = score_keys(|i, j| self.query(i, j), piece);
             }
-            slots.release(0, lane);
+            stages.release(0, lane);
             let weights = weigh_some::<1>(a, tile, |_| item.last, scores);
-            let page = slots.wait(1);
+            let page = stages.wait(1);
             if has_keys {
                 self.complete(p, page, 1);
                 leave(&self.few, &weights, values_from(page + first, last, lane));
@@ -267,13 +268,13 @@ impl Slice {
                 // All weights are 0, and nothing of this was loaded.
                 leave(&self.few, &weights, |_| [[0; 4]; 4]);
             }
-            slots.release(1, lane);
+            stages.release(1, lane);
         }
     }
 
     /// Brings what a page's keys (0) or values (1) lack: what was not copied of it, and what this step adds.
     #[inline(always)]
-    unsafe fn complete(&self, p: &WideStep, page: u32, kind: u32) {
+    unsafe fn complete(&self, p: &BatchedStep, page: u32, kind: u32) {
         unsafe {
             let (item, first_key, lane) = (&self.item, self.tile.first_key(), self.tile.lane);
             if let Some(block) = self.form.beyond()
@@ -300,12 +301,12 @@ impl Slice {
 
 /// Leaves what a warp finds in its values.
 #[inline(always)]
-unsafe fn leave(few: &Few, weights: &Weights, values: impl Fn(usize) -> [[u32; 4]; 4]) {
+unsafe fn leave(few: &Few, weights: &SoftmaxWeights, values: impl Fn(usize) -> [[u32; 4]; 4]) {
     unsafe {
         few.leave_scale(weights.top[0], weights.norm[0]);
         add_values_each(weights, values, |n, o| {
             // Pinned here: the compiler would move a product to where some of the lanes alone are.
-            let o = o.map(|sum| f32::from_bits(thread::fresh(sum.to_bits())));
+            let o = o.map(|sum| f32::from_bits(thread::opaque(sum.to_bits())));
             if few.holds() {
                 few.leave(n, o);
             }
@@ -313,10 +314,11 @@ unsafe fn leave(few: &Few, weights: &Weights, values: impl Fn(usize) -> [[u32; 4
     }
 }
 
-/// After the last split of a tile and head that this CTA has: combines the splits of its pairs, if all are there now, a warp a pair.
+/// After the last split of a tile and head that this CTA has: combines the splits of its pairs, if all are there now, a
+/// warp a pair.
 #[inline(always)]
-unsafe fn combine(p: &WideStep, a: &Attend, item: &Item, tile: &Tile) {
-    let (lane, pair) = (thread::fresh(tile.lane), thread::fresh(tile.warp_id));
+unsafe fn combine(p: &BatchedStep, a: &Attend, item: &Item, tile: &Tile) {
+    let (lane, pair) = (thread::opaque(tile.lane), thread::opaque(tile.warp_id));
     if pair < tile.pairs {
         unsafe {
             let (splits, place) = (item.last / SPLIT + 1, tile.place(a, pair));
@@ -331,12 +333,14 @@ unsafe fn combine(p: &WideStep, a: &Attend, item: &Item, tile: &Tile) {
 
 /// The last warp to get here sets the grid's counters back.
 #[inline(always)]
-unsafe fn clear(p: &WideStep) {
+unsafe fn clear(p: &BatchedStep) {
     unsafe {
-        let (lane, meetings) = (thread::fresh(thread::lane_id()), p.meetings());
-        if lane == 0 && atomic::fetch_add(meetings, 1, 1, Ordering::AcqRel, Scope::Device) + 1 == thread::grid_dim_x() {
-            // Meetings, CTAs that are done, and the pool's.
-            meetings.store16(0, [0; 4]);
+        let (lane, grid_barriers) = (thread::opaque(thread::lane_id()), p.grid_barriers());
+        if lane == 0
+            && atomic::fetch_add(grid_barriers, 1, 1, Ordering::AcqRel, Scope::Device) + 1 == thread::grid_dim_x()
+        {
+            // Grid barriers, CTAs that are done, and the pool's.
+            grid_barriers.store16(0, [0; 4]);
         }
         warp::sync_warp();
     }

@@ -4,30 +4,32 @@ use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16, bulk, tensor, thread, warp};
 
 use super::attention::{Item, find_forms, load_pages, make_queries, send_end};
-use super::deal::{deal, load, take_up, walk};
-use super::pair::keep_step;
-use super::phases::Product;
-use super::pool::{Asking, Told};
-use super::{Kind, Memory, Phase, RESIDUES, WideStep, factors};
+use super::peer::keep_step;
+use super::phases::GemmPhase;
+use super::pool::{Asking, PoolMessages};
+use super::tile_scheduler::{load, schedule, take_up, walk};
+use super::{BatchedStep, K_SPLITS, Memory, Phase, PhaseKind, factors};
+use crate::decode::{CHUNK_FEATURES, N_TILES, Wave};
 use crate::linear::SLICE;
 use crate::qkv::{Factors, append};
 use crate::ring::Ring;
-use crate::stream::{CHUNK_FEATURES, Pass, STRIPS};
 use crate::weights::WeightFormat;
 
-/// Slots of pages under way at a time: see the [stream](crate::stream)'s producer.
+/// Stages of pages under way at a time: see the [decode kernel](crate::decode)'s producer.
 const PAGES_UNDER_WAY: u32 = 5;
 
-/// Likewise of weights: with more than 64 rows a tile memory is not the limit, what counts is that they are there, and as many come as have room.
+/// Likewise of weights: with more than 64 rows a tile memory is not the limit, what counts is that they are there, and
+/// as many come as have room.
 const fn weights_under_way<const ROWS: u32>() -> u32 {
     if ROWS == 64 { 4 } else { Memory::<ROWS>::RING.stages }
 }
 
-/// Slots that are copied ahead. What has room in the ring is copied while blocks still finish the phase before, and all that they exchange there waits in line with copies:
-/// so the first ones come one after another, and are there in time none the less.
+/// Stages that are copied ahead. What has room in the ring is copied while blocks still finish the phase before, and
+/// all that they exchange there waits in line with copies: so the first ones come one after another, and are there in
+/// time none the less.
 const AHEAD: u32 = 8;
 
-/// How many slots may be under way of a phase that has filled so many, the first of which come `alone`.
+/// How many stages may be under way of a phase that has filled so many, the first of which come `alone`.
 const fn under_way(filled: u32, alone: u32, most: u32) -> u32 {
     if filled < alone {
         1
@@ -38,21 +40,22 @@ const fn under_way(filled: u32, alone: u32, most: u32) -> u32 {
     }
 }
 
-/// How many of a phase's slots come alone. Of tiles of 64 rows fewer, and fewest beside gate and up, whose parts exchange within a cluster. (Measured on an H100.)
+/// How many of a phase's stages come alone. Of tiles of 64 rows fewer, and fewest beside gate and up, whose parts
+/// exchange within a cluster. (Measured on an H100.)
 const fn alone<const ROWS: u32>(before: u32) -> u32 {
     match before {
         _ if ROWS > 64 => AHEAD,
-        Kind::SWIGLU => 2,
+        PhaseKind::SWIGLU => 2,
         _ => 6,
     }
 }
 
 /// The warp that loads weights and pages: what a step adds to pages comes there after attention.
 #[inline(always)]
-pub unsafe fn produce<F: WeightFormat, const ROWS: u32>(p: &WideStep) {
+pub unsafe fn produce<F: WeightFormat, const ROWS: u32>(p: &BatchedStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
-        let mut before = Kind::EMBED;
+        let mut before = PhaseKind::EMBED;
         let mut asking = Asking::new::<ROWS>();
         // How often the two blocks' lanes have met.
         let mut steps = 0;
@@ -61,16 +64,16 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u32>(p: &WideStep) {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
             let alone = alone::<ROWS>(before);
-            if Kind::is_product(kind) {
-                ring = produce_weights::<F, ROWS>(p, &Product::new(phase), ring, alone, &mut steps);
-            } else if kind == Kind::ATTEND {
+            if PhaseKind::is_gemm(kind) {
+                ring = produce_weights::<F, ROWS>(p, &GemmPhase::new(phase), ring, alone, &mut steps);
+            } else if kind == PhaseKind::ATTEND {
                 let cache = p.work.cache(field!(phase, pages: GlobalMut<bf16>));
                 let mut filled = 0;
                 walk::<ROWS, 2, ()>(
                     |item| (load(p, item), ()),
                     |_, ()| {},
                     || {},
-                    |deal| asking.next(p, number, deal),
+                    |assignment| asking.next(p, number, assignment),
                     |_, [item, pages]| {
                         let item = Item::new(item);
                         ring = load_pages::<ROWS>(
@@ -91,41 +94,42 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u32>(p: &WideStep) {
     }
 }
 
-/// One lane loads, a slot by one copy: a warp that came together again for each slot, or a lane with four copies to begin, would take longer for a slot than the
-/// products of 128 rows do.
+/// One lane loads, a stage by one copy: a warp that came together again for each stage, or a lane with four copies to
+/// begin, would take longer for a stage than the products of 128 rows do.
 #[inline(always)]
 unsafe fn produce_weights<F: WeightFormat, const ROWS: u32>(
-    p: &WideStep,
-    product: &Product,
+    p: &BatchedStep,
+    gemm: &GemmPhase,
     mut ring: Ring,
     alone: u32,
     steps: &mut u32,
 ) -> Ring {
     unsafe {
-        if thread::fresh(thread::lane_id()) == 0 {
-            let (pass_strips, chunks) = (STRIPS * p.blocks, product.k.div_ceil(CHUNK_FEATURES));
-            let first = field!(product.phase, base: u64);
+        if thread::opaque(thread::lane_id()) == 0 {
+            let (wave_n_tiles, chunks) = (N_TILES * p.blocks, gemm.k.div_ceil(CHUNK_FEATURES));
+            let first = field!(gemm.phase, base: u64);
             let mut filled = 0;
             let mut number = thread::block_idx_x();
-            while let Some(unit) = product.unit(number, ROWS) {
-                number += thread::fresh(thread::grid_dim_x());
-                // A pass has whole tiles, all but the last.
-                cuda_std::assume(p.blocks > 0 && pass_strips > 0);
-                let passed = unit.strip / pass_strips * pass_strips;
+            while let Some(unit) = gemm.unit(number, ROWS) {
+                number += thread::opaque(thread::grid_dim_x());
+                // A wave has whole tiles, all but the last.
+                cuda_std::assume(p.blocks > 0 && wave_n_tiles > 0);
+                let passed = unit.n_tile / wave_n_tiles * wave_n_tiles;
                 let base = first + u64::from(passed) * u64::from(chunks);
-                let strips = (product.strips - passed).min(pass_strips);
-                let pass = Pass { base, rotation: 0, strips, depth: chunks };
-                // Found before the loops: what a producer does for a slot is time that memory waits.
-                let slots = F::slots(p, &pass, unit.strip - passed);
-                let mut residue = unit.residue;
-                while residue < unit.end {
-                    // A tile of few rows is done sooner: over a long phase its block got so far ahead that all weights were read twice.
-                    if ROWS > 64 && product.is_of_both(&unit) {
+                let n_tiles = (gemm.n_tiles - passed).min(wave_n_tiles);
+                let wave = Wave { base, rotation: 0, n_tiles, depth: chunks };
+                // Found before the loops: what a producer does for a stage is time that memory waits.
+                let stages = F::stages(p, &wave, unit.n_tile - passed);
+                let mut k_split = unit.k_split;
+                while k_split < unit.end {
+                    // A tile of few rows is done sooner: over a long phase its block got so far ahead that all weights
+                    // were read twice.
+                    if ROWS > 64 && gemm.is_of_both(&unit) {
                         keep_step::<ROWS>(*steps % 2);
                         *steps += 1;
                     }
-                    let mut weights = slots.first.at((residue * slots.chain) as usize);
-                    let (mut turn, depth) = (0, product.depth(residue));
+                    let mut weights = stages.first.at((k_split * stages.k_partial) as usize);
+                    let (mut turn, depth) = (0, gemm.depth(k_split));
                     while turn < depth {
                         let most = under_way(filled, alone, weights_under_way::<ROWS>());
                         // Where nothing is held back, there is one barrier less to ask.
@@ -133,21 +137,22 @@ unsafe fn produce_weights<F: WeightFormat, const ROWS: u32>(
                             ring.wait_under_way(most);
                         }
                         ring.wait_empty();
-                        ring.full().arrive_expect_tx(slots.bytes);
-                        // Of a last, partial tile with what lies behind it: the stream has room for it, and nobody uses it.
+                        ring.full().arrive_expect_tx(stages.bytes);
+                        // Of a last, partial tile with what lies behind it: the stream has room for it, and nobody uses
+                        // it.
                         if ROWS == 64 {
-                            bulk::copy_to_shared_once(ring.slot(), weights, slots.bytes, ring.full());
+                            bulk::copy_to_shared_once(ring.stage_buffer(), weights, stages.bytes, ring.full());
                         } else {
                             // Other blocks have other rows for the same weights.
-                            bulk::copy_to_shared(ring.slot(), weights, slots.bytes, ring.full());
+                            bulk::copy_to_shared(ring.stage_buffer(), weights, stages.bytes, ring.full());
                         }
-                        let [within, beyond] = slots.apart;
+                        let [within, beyond] = stages.apart;
                         weights = weights.at(if turn % 2 == 0 { within } else { beyond } as usize);
                         ring = ring.ahead(1);
                         filled += 1;
                         turn += 1;
                     }
-                    residue += 1;
+                    k_split += 1;
                 }
             }
         }
@@ -158,25 +163,25 @@ unsafe fn produce_weights<F: WeightFormat, const ROWS: u32>(
 
 /// The warp that brings what other blocks wrote: activations, and queries.
 #[inline(always)]
-pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
+pub unsafe fn produce_rows<const ROWS: u32>(p: &BatchedStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::ROW_RING);
         let mut items = Ring::producer(Memory::<ROWS>::ITEM_RING);
-        let mut told = Told::new::<ROWS>();
+        let mut told = PoolMessages::new::<ROWS>();
         let mut number = 0;
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
-            if kind == Kind::ATTEND {
+            if kind == PhaseKind::ATTEND {
                 describe_items::<ROWS>(p, number, &mut items, &mut told);
-            } else if Kind::is_product(kind) {
-                // Before the meeting what does not depend on it.
-                let (product, map) = (Product::new(phase), field!(phase, x: Global<TensorMap>));
+            } else if PhaseKind::is_gemm(kind) {
+                // Before the grid barrier what does not depend on it.
+                let (gemm, map) = (GemmPhase::new(phase), field!(phase, x: Global<TensorMap>));
                 if thread::lane_id() == 0 {
                     tensor::acquire(map);
                 }
-                p.meet(number);
-                ring = produce_activations::<ROWS>(&product, map, ring);
+                p.grid_barrier(number);
+                ring = produce_activations::<ROWS>(&gemm, map, ring);
             }
             number += 1;
         }
@@ -185,7 +190,7 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &WideStep) {
 
 /// Describes attention's items of a phase, and makes their queries.
 #[inline(always)]
-pub unsafe fn describe_items<const ROWS: u32>(p: &WideStep, number: u32, items: &mut Ring, told: &mut Told) {
+pub unsafe fn describe_items<const ROWS: u32>(p: &BatchedStep, number: u32, items: &mut Ring, told: &mut PoolMessages) {
     unsafe {
         let phase = p.phases.at(number as usize);
         let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
@@ -197,7 +202,7 @@ pub unsafe fn describe_items<const ROWS: u32>(p: &WideStep, number: u32, items: 
                 kept(place).store16(0, words);
                 kept(place).store16(4, forms);
             },
-            || p.meet(number),
+            || p.grid_barrier(number),
             |_| told.next(),
             |place, []| {
                 let item = Item::new(kept(place).load16(0));
@@ -214,25 +219,25 @@ pub unsafe fn describe_items<const ROWS: u32>(p: &WideStep, number: u32, items: 
 
 /// One lane loads.
 #[inline(always)]
-unsafe fn produce_activations<const ROWS: u32>(product: &Product, map: Global<TensorMap>, mut ring: Ring) -> Ring {
+unsafe fn produce_activations<const ROWS: u32>(gemm: &GemmPhase, map: Global<TensorMap>, mut ring: Ring) -> Ring {
     unsafe {
-        if thread::fresh(thread::lane_id()) == 0 {
+        if thread::opaque(thread::lane_id()) == 0 {
             let mut number = thread::block_idx_x();
-            while let Some(unit) = product.unit(number, ROWS) {
-                number += thread::fresh(thread::grid_dim_x());
-                let mut residue = unit.residue;
-                while residue < unit.end {
-                    let mut column = residue * SLICE;
-                    let (mut turn, depth) = (0, product.depth(residue));
+            while let Some(unit) = gemm.unit(number, ROWS) {
+                number += thread::opaque(thread::grid_dim_x());
+                let mut k_split = unit.k_split;
+                while k_split < unit.end {
+                    let mut column = k_split * SLICE;
+                    let (mut turn, depth) = (0, gemm.depth(k_split));
                     while turn < depth {
                         ring.wait_empty();
                         ring.full().arrive_expect_tx(Memory::<ROWS>::ROW_RING.bytes);
-                        tensor::load(ring.slot(), map, [column, unit.row], ring.full());
+                        tensor::load(ring.stage_buffer(), map, [column, unit.row], ring.full());
                         ring = ring.ahead(1);
-                        column += RESIDUES * SLICE;
+                        column += K_SPLITS * SLICE;
                         turn += 1;
                     }
-                    residue += 1;
+                    k_split += 1;
                 }
             }
         }
@@ -241,14 +246,14 @@ unsafe fn produce_activations<const ROWS: u32>(product: &Product, map: Global<Te
     }
 }
 
-/// Two warps share in finding the rows' factors, before each product that wants them. After attention they put the step's keys and values into the cache, and before
-/// everything one of them finds what the block has of attention.
+/// Two warps share in finding the rows' factors, before each product that wants them. After attention they put the
+/// step's keys and values into the cache, and before everything one of them finds what the block has of attention.
 #[inline(always)]
-pub unsafe fn help<const ROWS: u32>(p: &WideStep, which: u32) {
+pub unsafe fn help<const ROWS: u32>(p: &BatchedStep, which: u32) {
     unsafe {
         if which == 1 {
-            if p.is_dealt == 0 {
-                deal::<ROWS>(p);
+            if p.is_scheduled == 0 {
+                schedule::<ROWS>(p);
             } else {
                 take_up::<ROWS>(p);
             }
@@ -257,14 +262,14 @@ pub unsafe fn help<const ROWS: u32>(p: &WideStep, which: u32) {
         while number < p.phase_count {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
-            if kind == Kind::ATTEND {
+            if kind == PhaseKind::ATTEND {
                 // Nobody's copies read these pages any more then.
-                p.meet(number + 1);
+                p.grid_barrier(number + 1);
                 let grid = thread::grid_dim_x();
                 append(&p.split_heads(phase), thread::block_idx_x() + which * grid, 2 * grid);
-            } else if Kind::is_normed(kind) {
-                let wanted = factors::wanted_rows::<ROWS>(&Product::new(phase));
-                p.meet(number);
+            } else if PhaseKind::is_normed(kind) {
+                let wanted = factors::wanted_rows::<ROWS>(&GemmPhase::new(phase));
+                p.grid_barrier(number);
                 factors::share::<ROWS>(p, number, wanted, which);
             }
             number += 1;

@@ -11,12 +11,12 @@
 use benches::cases::ceilings;
 use benches::{Arguments, Bench};
 use gpu_kernels::batch::{self, Put};
+use gpu_kernels::batched::PhaseKind;
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::sample::rank;
-use gpu_kernels::wide::Kind;
 use half::bf16;
 use host::device::Device;
-use host::forward::{Forward, Room, Row, RowOutput};
+use host::forward::{Capacity, Forward, Row, RowOutput};
 use host::weights::DeviceWeights;
 use model::Config;
 
@@ -75,7 +75,7 @@ fn step(
     let sequences = case.contexts.len();
     let context = case.contexts.iter().max().copied().unwrap_or(CONTEXT);
     let stride = context.div_ceil(PAGE_TOKENS as usize);
-    let room = Room::batch(context, sequences, sequences * stride, sequences);
+    let room = Capacity::batch(context, sequences, sequences * stride, sequences);
     let mut forward = Forward::with_room(device, &config, DeviceWeights::random(&config, device)?, room)?;
     let pattern: Vec<bf16> =
         random(1 << 20, 5).iter().map(|&r| bf16::from_f32(r as f32 / (1u64 << 30) as f32 - 1.0)).collect();
@@ -98,7 +98,7 @@ fn step(
         Ok(out)
     };
     let launched = logits(&forward)?;
-    if !(forward.lay_out_stream()? && forward.lay_out_wide()?) {
+    if !(forward.lay_out_decode()? && forward.lay_out_batched()?) {
         return Err("this card cannot stream".into());
     }
     if case.packs {
@@ -148,26 +148,27 @@ fn step(
         case.name,
         wide.len()
     );
-    forward.begin_wide_trace()?;
+    forward.begin_batched_trace()?;
     greedy(&forward)?;
     greedy(&forward)?;
     let (hidden, inner) = (config.hidden_size, config.intermediate_size);
     let heads = config.qkv_size();
     let mut phases: Vec<(String, f64, f64, f64, usize)> = Vec::new();
     let mut before: Option<u64> = None;
-    let trace = forward.take_wide_trace()?;
+    let trace = forward.take_batched_trace()?;
     for (i, (kind, times)) in trace.iter().enumerate() {
         let last = times.iter().max().copied().unwrap_or(0);
         let (name, elements) = match kind {
-            Kind::Embed => ("embed", 0),
-            Kind::Best => ("head", config.vocab_size * hidden),
-            Kind::Write => ("QKV", heads * hidden),
-            Kind::Attend => ("attend", 0),
-            Kind::Add if trace[i - 1].0 == Kind::SwiGlu => ("down", inner * hidden),
-            Kind::Add => ("output", hidden * config.query_size()),
-            Kind::SwiGlu => ("gate, up", 2 * inner * hidden),
+            PhaseKind::Embed => ("embed", 0),
+            PhaseKind::Best => ("head", config.vocab_size * hidden),
+            PhaseKind::Write => ("QKV", heads * hidden),
+            PhaseKind::Attend => ("attend", 0),
+            PhaseKind::Add if trace[i - 1].0 == PhaseKind::SwiGlu => ("down", inner * hidden),
+            PhaseKind::Add => ("output", hidden * config.query_size()),
+            PhaseKind::SwiGlu => ("gate, up", 2 * inner * hidden),
         };
-        let bytes = if *kind == Kind::Attend { kv / config.num_hidden_layers as f64 } else { 2.0 * elements as f64 };
+        let bytes =
+            if *kind == PhaseKind::Attend { kv / config.num_hidden_layers as f64 } else { 2.0 * elements as f64 };
         if let Some(before) = before {
             let sum: u64 = times.iter().map(|time| last - time).sum();
             let early = sum as f64 / times.len() as f64 / 1e3;
@@ -201,7 +202,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     if layers.is_none() {
         let mut watch = |_: benches::Event<'_>| {};
         let mut bench = Bench::new(&device, 20, &mut watch)?;
-        ceilings::run(&mut bench, ceilings::Sizes::PUBLISHED)?;
+        ceilings::run(&mut bench, ceilings::CeilingSizes::PUBLISHED)?;
         let read = bench.limits().read;
         println!("reads {:.0} GB/s", read / 1e9);
         bandwidth = Some(read);

@@ -1,14 +1,15 @@
 //! The end of attention: items that nobody has until somebody asks for them.
 //!
-//! Memory does not serve all blocks alike, and not the same ones first in every layer: with all pages shared out evenly, blocks were done 6 µs
-//! before the last one in the mean with 64 sequences, and 10 with 256. So the [last runs](super::deal) are given out item by item to whoever is done with its own. The warp that loads pages
-//! asks, and tells the one that makes queries. Whichever block is the last with a split of a run combines it.
+//! Memory does not serve all blocks alike, and not the same ones first in every layer: with all pages shared out
+//! evenly, blocks were done 6 µs before the last one in the mean with 64 sequences, and 10 with 256. So the [last
+//! runs](super::tile_scheduler) are given out item by item to blocks that have done their own. The warp that loads
+//! pages asks, and tells the one that makes queries. Whichever block is the last with a split of a run combines it.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{thread, warp};
 
-use super::deal::Deal;
-use super::{Memory, WideStep};
+use super::tile_scheduler::Assignment;
+use super::{BatchedStep, Memory};
 use crate::ring::{Ring, Shape};
 use crate::waiting;
 
@@ -39,26 +40,26 @@ impl Asking {
 
     /// The next item's number.
     #[inline(always)]
-    pub unsafe fn next(&mut self, p: &WideStep, phase: u32, deal: &Deal) -> Option<u32> {
+    pub unsafe fn next(&mut self, p: &BatchedStep, phase: u32, assignment: &Assignment) -> Option<u32> {
         let mut next = END;
         unsafe {
-            if thread::fresh(thread::lane_id()) == 0 {
+            if thread::opaque(thread::lane_id()) == 0 {
                 let grid = thread::grid_dim_x();
                 if self.phases <= phase {
                     // All have been told that there was no more in the turn before.
-                    waiting::for_count(p.meetings(), 0, phase * grid);
+                    waiting::for_count(p.grid_barriers(), 0, phase * grid);
                     if self.turns == 0 {
                         waiting::for_count(p.pool_words(), 1, grid);
                     }
                 }
                 // A turn gives out all items, and tells every block once that there is none.
-                let turn = self.turns * (deal.pool_count + grid);
+                let turn = self.turns * (assignment.pool_count + grid);
                 let number = atomic::fetch_add(p.pool_words(), 0, 1, Ordering::Relaxed, Scope::Device) - turn;
-                if number < deal.pool_count {
-                    next = deal.pool_first + number;
+                if number < assignment.pool_count {
+                    next = assignment.pool_first + number;
                 }
                 self.messages.wait_empty();
-                self.messages.slot().cast().store(0, next);
+                self.messages.stage_buffer().cast().store(0, next);
                 self.messages.full().arrive();
             }
             warp::sync_warp();
@@ -73,10 +74,10 @@ impl Asking {
     }
 }
 
-/// The end of the warp that is told.
-pub struct Told(Ring);
+/// The receiving end of these messages.
+pub struct PoolMessages(Ring);
 
-impl Told {
+impl PoolMessages {
     #[inline(always)]
     pub fn new<const ROWS: u32>() -> Self {
         Self(Ring::consumer(Memory::<ROWS>::MESSAGES))
@@ -87,9 +88,9 @@ impl Told {
     pub unsafe fn next(&mut self) -> Option<u32> {
         unsafe {
             self.0.wait_full();
-            let next = self.0.slot().cast::<u32>().load(0);
+            let next = self.0.stage_buffer().cast::<u32>().load(0);
             warp::sync_warp();
-            self.0.empty().arrive_if(thread::fresh(thread::lane_id()) == 0);
+            self.0.empty().arrive_if(thread::opaque(thread::lane_id()) == 0);
             self.0 = self.0.ahead(1);
             (next != END).then_some(next)
         }

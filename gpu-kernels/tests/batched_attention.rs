@@ -1,16 +1,17 @@
-//! Attention of many sequences at once, from the projection on: for each row the very bits of `split_heads`, `attend` and `combine`, over pages as they are and packed ones.
+//! Attention of many sequences at once, from the projection on: for each row the very bits of `split_heads`, `attend`
+//! and `combine`, over pages as they are and packed ones.
 
 mod common;
 
-use common::{Random, RowBuffers, run, run_resident, run_wide};
+use common::{Random, RowBuffers, run, run_batched, run_resident};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::attention::{self, Attend, AttendTiles, SPLIT};
+use gpu_kernels::batched::{self, BatchedStep, Phase, PhaseKind};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::slot;
 use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::qkv::{self, SplitHeads};
-use gpu_kernels::wide::{self, Kind, Phase, WideStep};
 use gpu_kernels::workspace::Workspace;
 use proptest::prelude::*;
 
@@ -38,7 +39,8 @@ impl Case {
         }
         // Of two layers.
         let mut pages = [(); 2].map(|()| random.bf16s(count * kv::page_elements(kv_heads as u32)));
-        // Of the full pages that nobody writes to, some are packed, and of these some have a key or a value too small for that.
+        // Of the full pages that nobody writes to, some are packed, and of these some have a key or a value too small
+        // for that.
         let full = |(number, &(start, _)): (usize, &(usize, usize))| {
             (0..start / PAGE_TOKENS as usize).map(move |index| number * stride + index)
         };
@@ -131,12 +133,12 @@ impl Case {
         run::<attention::combine>(heads, Attend::COMBINE_SHARED_BYTES, seed, tiled.attend);
         assert!(want == portable.2.as_slice(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
         // In whole steps, and in launches of its own.
-        let is_alone = group <= WideStep::ATTEND_PAIRS as usize && sequences.iter().all(|&(_, rows)| rows == 1);
+        let is_alone = group <= BatchedStep::ATTEND_PAIRS as usize && sequences.iter().all(|&(_, rows)| rows == 1);
         let alone = is_alone.then_some(None);
         for tile_rows in [Some(64), Some(96), Some(128)].into_iter().chain(alone) {
             let memory = memory_of(rows.len());
-            let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid, q_heads as u32)]);
-            let items = Buffer::<u32>::new_poisoned(WideStep::items_len(tiles.len(), kv_heads, splits as usize));
+            let arrivals = Buffer::from_slice(&vec![0; BatchedStep::arrivals_len(grid, q_heads as u32)]);
+            let items = Buffer::<u32>::new_poisoned(BatchedStep::items_len(tiles.len(), kv_heads, splits as usize));
             // Layers lie behind each other.
             let (cache, len) = (Buffer::from_slice(&pages.concat()), pages[0].len());
             let (list, forms) = (Buffer::from_slice(&listed), Buffer::<u32>::new_poisoned(2 * count * kv_heads));
@@ -159,7 +161,7 @@ impl Case {
                 forms: unsafe { forms.ptr().at(number * count * kv_heads) },
                 norm: q_norm.ptr(),
                 key_norm: k_norm.ptr(),
-                ..Phase::new(Kind::Attend)
+                ..Phase::new(PhaseKind::Attend)
             };
             let phases = [0, 1].map(layer);
             let phases = Buffer::from_slice(Phase::words(&phases));
@@ -180,7 +182,7 @@ impl Case {
                 head_norm: 1,
                 ..Workspace::default()
             };
-            let params = WideStep {
+            let params = BatchedStep {
                 work,
                 phases: phases.ptr().cast(),
                 phase_count: 2,
@@ -189,18 +191,18 @@ impl Case {
                 items: items.ptr_mut(),
                 arrivals: arrivals.ptr_mut(),
                 tile_count: tiles.len() as u32,
-                ..WideStep::default()
+                ..BatchedStep::default()
             };
             if let Some(tile_rows) = tile_rows {
-                run_wide(tile_rows, grid, seed, params);
+                run_batched(tile_rows, grid, seed, params);
             } else {
-                let deals = Buffer::<u32>::new_poisoned(4 * grid as usize);
+                let assignments = Buffer::<u32>::new_poisoned(4 * grid as usize);
                 for layer in 0..2 {
                     // SAFETY: one of the two phases.
                     let phases = unsafe { params.phases.at(layer) };
-                    let (deals, is_dealt) = (deals.ptr_mut(), layer as u32);
-                    let params = WideStep { phases, phase_count: 1, deals, is_dealt, ..params };
-                    run_resident::<wide::attend_batch>([grid, 1, 1], WideStep::ATTEND_SHARED_BYTES, seed, params);
+                    let (assignments, is_scheduled) = (assignments.ptr_mut(), layer as u32);
+                    let params = BatchedStep { phases, phase_count: 1, assignments, is_scheduled, ..params };
+                    run_resident::<batched::attend_batch>([grid, 1, 1], BatchedStep::ATTEND_SHARED_BYTES, seed, params);
                 }
             }
             if !listed.is_empty() {
@@ -256,7 +258,8 @@ fn a_long_context_beside_short_ones() {
     Case { q_heads: 2, kv_heads: 1, sequences: vec![(2400, 1), (3, 2), (700, 1)] }.check(4, 9);
 }
 
-/// Sequences that end at, before and after the border of a split, of a page and of a warp's keys, with rows on both sides.
+/// Sequences that end at, before and after the border of a split, of a page and of a warp's keys, with rows on both
+/// sides.
 #[test]
 fn contexts_on_borders() {
     let ends = [1, 32, 33, 64, 65, 256, 257, 512, 513, 1024, 1025];
@@ -265,7 +268,8 @@ fn contexts_on_borders() {
     Case { q_heads: 8, kv_heads: 2, sequences: sequences.collect() }.check(4, 3);
 }
 
-/// From one cluster for everything to more blocks than there are pages: a tile's head in the hands of one block, of two, of many.
+/// From one cluster for everything to more blocks than there are pages: a tile's head in the hands of one block, of
+/// two, of many.
 #[test]
 fn heads_are_cut_between_blocks() {
     for grid in [2, 4, 6, 12, 24] {

@@ -1,41 +1,46 @@
 //! A decode step's forward pass in one launch: memory is read without a pause.
 //!
-//! Decode is bound by reading every weight, and every key and value, once a step. Launch by launch, memory idles at every boundary; here one cooperative
-//! launch of a block on each multiprocessor runs all layers:
+//! Decode is bound by reading every weight, and every key and value, once a step. Launch by launch, memory idles at
+//! every boundary; here one cooperative launch of a block on each SM runs all layers:
 //!
 //! ```text
-//! warp 9        of one row, the norm's factor
+//! warp 9        the norm's factor, if there is one row
 //! warp 8        producer   weights, key and value pages ──bulk copies──► ring of 12 × 16 KiB in shared memory
-//! warps 0 to 7  consumers  ring ──► tensor cores ──► epilogue; at a boundary only these meet the other blocks
+//! warps 0 to 7  consumers  ring ──► tensor cores ──► epilogue; at a boundary only these wait for other blocks
 //! ```
 //!
-//! Neither weights nor the cache of earlier steps depend on this step's activations, so the producer passes every boundary without stopping: while
-//! consumers meet or reduce, the ring fills (192 KiB a block is 8 µs of an H100's memory). A layer has five boundaries:
+//! Neither weights nor the cache of earlier steps depend on this step's activations, so the producer passes every
+//! boundary without stopping: while consumers meet or reduce, the ring fills (192 KiB a block is 8 µs of an H100's
+//! memory). A layer has five boundaries:
 //!
 //! ```text
 //! QKV ┃ heads, attention ┃ (combine, where a context has several splits ┃) output ┃ gate, up ┃ down ┃
 //! ```
 //!
-//! A single row needs none of them: blocks [exchange] it as words that carry their own sign of being there.
+//! A single row needs none of them: blocks [exchange] it as words that carry a sequence flag.
 //!
 //! # Layout of the weights
-//! A *strip* is 16 output features; a *chunk* is a strip's 512 input features, 16 KiB: 8 [slices](crate::linear::SLICE) of 2 KiB. A slice is
-//! core matrices, as [`wgmma`] takes them from shared memory: eight features' bytes of half an instruction's inputs, which are what a register of a warp's lanes holds of
-//! them where `mma` has them. A *pass* is a matrix or a part of one: up to [`STRIPS`] strips a block, dealt in rotation that continues from pass to pass, so
-//! that totals match. Memory holds a pass in the order in which the whole grid consumes it, by input chunk, then by strip; of every 8 strips a slice of each
-//! lies together, 16 KiB that the [step of many sequences](crate::wide) takes at once:
+//! An *N-tile* is 16 output features; a *chunk* is an N-tile's 512 input features, 16 KiB: 8
+//! [slices](crate::linear::SLICE) of 2 KiB. A slice is core matrices, as [`wgmma`] takes them from shared memory: eight
+//! features' bytes of half an instruction's inputs, which are what a register of a warp's lanes holds of them where
+//! `mma` has them. A *wave* is a matrix or a part of one: up to [`N_TILES`] N-tiles a block, assigned in a rotation
+//! that continues from wave to wave, so that totals match. Memory holds a wave in the order in which the whole grid
+//! consumes it, by input chunk, then by N-tile; of every 8 N-tiles a slice of each lies together, 16 KiB that the [step
+//! of many sequences](crate::batched) takes at once:
 //!
 //! ```text
-//! [512 inputs][8 strips][slice][strip of the 8][8 features of 16][instruction of 4][half][feature of the 8][16 bytes]
+//! [512 inputs][8 N-tiles][slice][N-tile of 8][8 features of 16][instruction of 4][half][feature of the 8][16 bytes]
 //! ```
 //!
-//! Within a gate-up strip rows 0 to 7 are gate features and rows 8 to 15 their up features, so that SwiGLU stays in the lane's block. [`lay_out`] makes this
-//! order from a checkpoint's. A page's keys of one head have the size of a chunk too, and so have its values.
+//! Within a gate-up N-tile rows 0 to 7 are gate features and rows 8 to 15 their up features, so that SwiGLU stays in
+//! the lane's block. [`lay_out`] makes this order from a checkpoint's. A page's keys of one head have the size of a
+//! chunk too, and so have its values.
 //!
 //! # Order
-//! Slices form chains, and sums over chains run, as in [`linear`](crate::linear); [`attention`](crate::attention) shares its code: this kernel gives the
-//! bits of the launches, whatever the grid. Two warps have each of the four chains, and take two slices of a chunk: of up to 8 rows each warp those of every other
-//! strip, of more rows each those of all strips for 8 of the rows.
+//! Slices form split-K partials, which are added in the order of [`linear`](crate::linear).
+//! [`attention`](crate::attention) shares its code: this kernel gives the bits of the unfused path, whatever the grid.
+//! Two warps have each of the four split-K partials, and take two slices of a chunk: of up to 8 rows each warp those of
+//! every other N-tile, of more rows each those of all N-tiles for 8 of the rows.
 
 mod attention;
 mod consumer;
@@ -48,7 +53,7 @@ use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp};
 
 use crate::attention::Attend;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
-use crate::linear::{CHAINS, SLICE, STRIP};
+use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::{Ring, Shape};
 use crate::step::MAX_DECODE_ROWS;
 use crate::weights::{Lossless, Plain, WeightFormat};
@@ -62,16 +67,16 @@ use producer::{Units, produce};
 pub const CHUNK_BYTES: u32 = 16384;
 /// Input features of a chunk.
 pub const CHUNK_FEATURES: u32 = SLICES * SLICE;
-/// Bytes of a strip's slice.
-pub const SLICE_BYTES: u32 = SLICE * STRIP * 2;
+/// Bytes of an N-tile's slice.
+pub const SLICE_BYTES: u32 = SLICE * N_TILE * 2;
 /// From a slice's core matrices of an instruction to those of the next.
 pub(crate) const STEP_BYTES: u32 = 2 * CORE_BYTES;
-/// Strips whose slices lie together.
+/// N-tiles whose slices lie together.
 pub const TOGETHER: u32 = 8;
-/// Bytes from a slice of a strip's chunk to the next.
+/// Bytes from a slice of an N-tile's chunk to the next.
 pub const SLICES_APART: u32 = TOGETHER * SLICE_BYTES;
-/// Most strips of a block in a pass: what the accumulators have room for.
-pub const STRIPS: u32 = 8;
+/// Most N-tiles of a block in a wave: what the accumulators have room for.
+pub const N_TILES: u32 = 8;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 /// Dynamic shared memory of a block.
@@ -81,39 +86,40 @@ const WARPS: u32 = 8;
 /// Slices of a chunk.
 pub(crate) const SLICES: u32 = 8;
 const RING: Shape = Shape::new(0, 12, CHUNK_BYTES);
-/// What consumers share beside the ring: partial sums of a product, or the queries and partial sums of attention.
+/// What consumers share beside the ring: partial sums of a GEMM, or the queries and partial sums of attention.
 const SCRATCH: u32 = RING.end().next_multiple_of(128);
 const SCRATCH_BYTES: u32 = attention::QUERY_BYTES + Attend::SHARED_BYTES;
-/// Each row's norm factor. Of one row: the stamp of the squares that the factor is asked of, then the factor.
+/// Each row's norm factor. Of one row: the sequence flag of the squares that the factor is asked of, then the factor.
 const FACTORS: u32 = SCRATCH + SCRATCH_BYTES;
 /// Each row's best logit so far.
 const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
-/// How many arrivals the last meeting of the grid took, those before it included.
+/// How many arrivals the grid barrier had counted when the last one ended.
 const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
 /// What falls to the block in attention.
 const UNITS: u32 = ARRIVALS + 8;
 
-/// How a matrix's strips fall to blocks and memory: walked alike by the producer, the consumers and [`lay_out`]'s caller.
+/// How a matrix's N-tiles fall to blocks and memory: walked alike by the producer, the consumers and [`lay_out`]'s
+/// caller.
 #[derive(Clone, Copy, Debug)]
 pub struct Walk {
     /// Blocks.
     pub grid: u32,
-    /// Chunks passed so far, holes behind a pass's last strip included: where the next pass begins.
+    /// Chunks passed so far, holes behind a wave's last N-tile included: where the next wave begins.
     pub chunks: u64,
-    /// The block that gets the next pass's first strip.
+    /// The block that gets the next wave's first N-tile.
     pub rotation: u32,
 }
 
-/// One pass of a [`Walk`].
+/// One wave of a [`Walk`].
 #[derive(Clone, Copy, Debug)]
-pub struct Pass {
+pub struct Wave {
     /// Where it begins in memory, in chunks.
     pub base: u64,
-    /// The block that gets its first strip.
+    /// The block that gets its first N-tile.
     pub rotation: u32,
-    /// Strips.
-    pub strips: u32,
-    /// Chunks of a strip.
+    /// N-tiles.
+    pub n_tiles: u32,
+    /// Chunks of an N-tile.
     pub depth: u32,
 }
 
@@ -123,56 +129,57 @@ impl Walk {
         Self { grid, chunks: 0, rotation: 0 }
     }
 
-    /// The next pass: as many of the `left` strips as a pass takes, of `k` input features.
+    /// The next wave: as many of the `left` N-tiles as a wave takes, of `k` input features.
     #[inline(always)]
-    pub fn pass(&mut self, left: u32, k: u32) -> Pass {
+    pub fn wave(&mut self, left: u32, k: u32) -> Wave {
         // SAFETY: a grid has blocks.
         unsafe { cuda_std::assume(self.grid > 0) };
-        let strips = left.min(STRIPS * self.grid);
+        let n_tiles = left.min(N_TILES * self.grid);
         let depth = k.div_ceil(CHUNK_FEATURES);
-        let pass = Pass { base: self.chunks, rotation: self.rotation, strips, depth };
-        self.chunks += u64::from(pass.room()) * u64::from(depth);
-        self.rotation = (self.rotation + strips) % self.grid;
-        pass
+        let wave = Wave { base: self.chunks, rotation: self.rotation, n_tiles, depth };
+        self.chunks += u64::from(wave.room()) * u64::from(depth);
+        self.rotation = (self.rotation + n_tiles) % self.grid;
+        wave
     }
 }
 
-impl Pass {
-    /// A block's place in the pass's rotation: strip `i · grid + place` is its `i`-th.
+impl Wave {
+    /// A block's place in the wave's rotation: N-tile `i · grid + place` is its `i`-th.
     #[inline(always)]
     fn place(&self, block: u32, grid: u32) -> u32 {
         if block >= self.rotation { block - self.rotation } else { block + grid - self.rotation }
     }
 
-    /// Strips of the block at `place`.
+    /// N-tiles of the block at `place`.
     #[inline(always)]
     fn mine(&self, place: u32, grid: u32) -> u32 {
         // SAFETY: a grid has blocks.
         unsafe { cuda_std::assume(grid > 0) };
-        if place < self.strips { (self.strips - place).div_ceil(grid) } else { 0 }
+        if place < self.n_tiles { (self.n_tiles - place).div_ceil(grid) } else { 0 }
     }
 
-    /// Strips that there is room for.
+    /// N-tiles that there is room for.
     #[inline(always)]
     const fn room(&self) -> u32 {
-        self.strips.next_multiple_of(TOGETHER)
+        self.n_tiles.next_multiple_of(TOGETHER)
     }
 
-    /// Which chunk of [`TOGETHER`] strips has chunk `q` of a strip.
+    /// Which chunk of [`TOGETHER`] N-tiles has chunk `q` of an N-tile.
     #[inline(always)]
-    pub const fn together(&self, strip: u32, q: u32) -> u32 {
-        (self.base / TOGETHER as u64) as u32 + q * (self.room() / TOGETHER) + strip / TOGETHER
+    pub const fn together(&self, n_tile: u32, q: u32) -> u32 {
+        (self.base / TOGETHER as u64) as u32 + q * (self.room() / TOGETHER) + n_tile / TOGETHER
     }
 
-    /// The byte of the stream at which a strip's slice begins.
+    /// The byte of the stream at which an N-tile's slice begins.
     #[inline(always)]
-    pub const fn slice(&self, strip: u32, slice: u32) -> u64 {
-        let chunks = self.base + (slice / SLICES) as u64 * self.room() as u64 + (strip / TOGETHER * TOGETHER) as u64;
-        chunks * CHUNK_BYTES as u64 + (slice % SLICES * SLICES_APART + strip % TOGETHER * SLICE_BYTES) as u64
+    pub const fn slice(&self, n_tile: u32, slice: u32) -> u64 {
+        let chunks = self.base + (slice / SLICES) as u64 * self.room() as u64 + (n_tile / TOGETHER * TOGETHER) as u64;
+        chunks * CHUNK_BYTES as u64 + (slice % SLICES * SLICES_APART + n_tile % TOGETHER * SLICE_BYTES) as u64
     }
 }
 
-/// Where the slices of [`TOGETHER`] strips lie that are [side by side](crate::stream#layout-of-the-weights): 16 KiB each.
+/// Where the slices of [`TOGETHER`] N-tiles lie that are [side by side](crate::decode#layout-of-the-weights): 16 KiB
+/// each.
 #[derive(Clone, Copy)]
 pub(crate) struct Slices {
     /// The byte of the stream at which the first begins.
@@ -182,19 +189,20 @@ pub(crate) struct Slices {
 }
 
 impl Slices {
-    /// Those of `strip`, a multiple of [`TOGETHER`], of a matrix of so many `strips` of `k` input features, laid out for `blocks` blocks from chunk `base` on.
+    /// Those of `n_tile`, a multiple of [`TOGETHER`], of a matrix of so many `n_tiles` of `k` input features, laid out
+    /// for `blocks` blocks from chunk `base` on.
     #[inline(always)]
-    pub unsafe fn new(base: u64, blocks: u32, strips: u32, k: u32, strip: u32) -> Self {
-        let pass_strips = STRIPS * blocks;
+    pub unsafe fn new(base: u64, blocks: u32, n_tiles: u32, k: u32, n_tile: u32) -> Self {
+        let wave_n_tiles = N_TILES * blocks;
         // SAFETY: weights are laid out for some blocks.
-        unsafe { cuda_std::assume(pass_strips > 0) };
-        // A pass has whole groups, all but the last.
-        let passed = strip / pass_strips * pass_strips;
+        unsafe { cuda_std::assume(wave_n_tiles > 0) };
+        // A wave has whole groups, all but the last.
+        let passed = n_tile / wave_n_tiles * wave_n_tiles;
         let depth = k.div_ceil(CHUNK_FEATURES);
         let base = base + u64::from(passed) * u64::from(depth);
-        let pass = Pass { base, rotation: 0, strips: (strips - passed).min(pass_strips), depth };
-        let first = pass.slice(strip - passed, 0);
-        Self { first, chunk: pass.slice(strip - passed, SLICES) - first }
+        let wave = Wave { base, rotation: 0, n_tiles: (n_tiles - passed).min(wave_n_tiles), depth };
+        let first = wave.slice(n_tile - passed, 0);
+        Self { first, chunk: wave.slice(n_tile - passed, SLICES) - first }
     }
 
     /// The byte at which slice number `slice` begins.
@@ -204,8 +212,9 @@ impl Slices {
     }
 }
 
-/// Where in a slice the row of core matrices begins that a lane tells `ldmatrix` of, for an instruction's fragment: of the lower and the upper features, then those of the
-/// other half of the inputs. [`STEP_BYTES`] on is that for the next instruction.
+/// Where in a slice the row of core matrices begins that a lane tells `ldmatrix` of, for an instruction's fragment: of
+/// the lower and the upper features, then those of the other half of the inputs. [`STEP_BYTES`] on is that for the next
+/// instruction.
 #[inline(always)]
 pub(crate) const fn fragment_row(lane: u32) -> u32 {
     lane / 8 % 2 * CORE_ROWS_APART + lane / 16 * CORE_BYTES + lane % 8 * (CORE_BYTES / 8)
@@ -217,7 +226,7 @@ pub(crate) const fn core_word(r: u32) -> u32 {
     (r % 2 * CORE_ROWS_APART + r / 2 * CORE_BYTES) / 4
 }
 
-/// Parameters of [`lay_out`]. Grid: (strips of the pass, depth of the pass).
+/// Parameters of [`lay_out`]. Grid: (N-tiles of the wave, depth of the wave).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct LayOut {
@@ -227,25 +236,25 @@ pub struct LayOut {
     pub up: Global<bf16>,
     /// The stream.
     pub stream: GlobalMut<bf16>,
-    /// [`Pass::base`].
+    /// [`Wave::base`].
     pub base: u64,
     /// Output features.
     pub n: u32,
     /// Input features.
     pub k: u32,
-    /// The matrix's first strip in this pass.
-    pub first_strip: u32,
-    /// [`Pass::strips`].
-    pub strips: u32,
+    /// The matrix's first N-tile in this wave.
+    pub first_n_tile: u32,
+    /// [`Wave::n_tiles`].
+    pub n_tiles: u32,
 }
 
-/// Copies a pass's weights into the order of the stream; what lies beyond the matrix becomes zero.
+/// Copies a wave's weights into the order of the stream; what lies beyond the matrix becomes zero.
 #[kernel(threads = 256)]
 pub unsafe fn lay_out(p: LayOut) {
     unsafe {
-        let (strip, q) = (thread::block_idx_x(), thread::block_idx_y());
-        let pass = Pass { base: p.base, rotation: 0, strips: p.strips, depth: 0 };
-        let to = p.stream.cast::<u8>().at(pass.slice(strip, q * SLICES) as usize);
+        let (n_tile, q) = (thread::block_idx_x(), thread::block_idx_y());
+        let wave = Wave { base: p.base, rotation: 0, n_tiles: p.n_tiles, depth: 0 };
+        let to = p.stream.cast::<u8>().at(wave.slice(n_tile, q * SLICES) as usize);
         let mut fragment = thread::thread_idx_x();
         while fragment < CHUNK_BYTES / 16 {
             let lane = fragment % 32;
@@ -253,11 +262,11 @@ pub unsafe fn lay_out(p: LayOut) {
             let step = fragment / 32 % 4;
             let slice = fragment / 128;
             let k = q * CHUNK_FEATURES + slice * SLICE + step / 2 * 32 + t * 8 + step % 2 * 4;
-            let strip = p.first_strip + strip;
+            let n_tile = p.first_n_tile + n_tile;
             let (low_row, high_row, high) = if p.up.is_null() {
-                (strip * STRIP + g, strip * STRIP + 8 + g, p.weight)
+                (n_tile * N_TILE + g, n_tile * N_TILE + 8 + g, p.weight)
             } else {
-                (strip * (STRIP / 2) + g, strip * (STRIP / 2) + g, p.up)
+                (n_tile * (N_TILE / 2) + g, n_tile * (N_TILE / 2) + g, p.up)
             };
             let words = |matrix: Global<bf16>, row: u32| {
                 if row < p.n && k < p.k {
@@ -278,10 +287,11 @@ pub unsafe fn lay_out(p: LayOut) {
     }
 }
 
-/// Parameters of [`stream_8`] and [`stream_16`]. Cooperative; grid: the blocks that the weights were [laid out](lay_out) for. Shared memory: [`SHARED_BYTES`].
+/// Parameters of [`decode_8`] and [`decode_16`]. Cooperative; grid: the blocks that the weights were [laid
+/// out](lay_out) for. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
-pub struct StreamStep {
+pub struct DecodeStep {
     /// The rows, at most 8 or 16, of one sequence, at consecutive positions; and what else every whole step has.
     pub work: Workspace,
     /// The weights, as [`lay_out`] left them: for each layer QKV, output, gate-up, down; then the head.
@@ -299,10 +309,11 @@ pub struct StreamStep {
     pub biases: Global<bf16>,
     /// `[rows, vocab]`, the result.
     pub logits: GlobalMut<f32>,
-    /// [`StreamStep::COUNTERS`] words, zero at the start. At the end those from [`StreamStep::BEST`] on hold, as `u64`, the
-    /// [rank](crate::sample::rank) of each row's best token.
+    /// [`DecodeStep::COUNTERS`] words, zero at the start. At the end those from [`DecodeStep::BEST`] on hold, as `u64`,
+    /// the [rank](crate::sample::rank) of each row's best token.
     pub counters: GlobalMut<u32>,
-    /// `[blocks, trace_len(layers)]`: how many points a block's first consumer passed, zero at the start, and when; null when nobody asks.
+    /// `[blocks, trace_len(layers)]`: how many points a block's first consumer passed, zero at the start, and when;
+    /// null when nobody asks.
     pub trace: GlobalMut<u64>,
     /// Where blocks exchange a single row.
     pub exchange: Exchange,
@@ -322,7 +333,8 @@ enum Matrix {
     Head,
 }
 
-/// A point that a block passes; a word of [`StreamStep::trace`] has it in its top 8 bits, above [`thread::global_timer`].
+/// A point that a block passes; a word of [`DecodeStep::trace`] has it in its top 8 bits, above
+/// [`thread::global_timer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mark {
@@ -330,7 +342,7 @@ pub enum Mark {
     Begin = 1,
     /// The embedding is written.
     Embedded,
-    /// A product and its epilogue are done: QKV.
+    /// A GEMM and its epilogue are done: QKV.
     Qkv,
     /// Likewise: output.
     Output,
@@ -344,8 +356,8 @@ pub enum Mark {
     Attended,
     /// The block's share of combining is done.
     Combined,
-    /// The blocks have met.
-    Met,
+    /// The blocks have passed the grid barrier.
+    GridBarrier,
 }
 
 impl Mark {
@@ -360,7 +372,7 @@ impl Mark {
         Self::Head,
         Self::Attended,
         Self::Combined,
-        Self::Met,
+        Self::GridBarrier,
     ];
 
     /// What a block did until it passed this point.
@@ -375,22 +387,22 @@ impl Mark {
             Self::Head => "head",
             Self::Attended => "attend",
             Self::Combined => "combine",
-            Self::Met => "meet",
+            Self::GridBarrier => "grid barrier",
         }
     }
 }
 
-impl StreamStep {
+impl DecodeStep {
     /// Where in [`counters`](Self::counters) the best tokens begin.
     pub const BEST: usize = 2;
     /// Where in it blocks count that are done with a step of one row.
     const DONE: usize = 1;
-    /// Words of [`counters`](Self::counters): the grid's meetings, the blocks that are done, and a `u64` for each row.
+    /// Words of [`counters`](Self::counters): the grid barrier's, the blocks that are done, and a `u64` for each row.
     pub const COUNTERS: usize = Self::BEST + 2 * MAX_DECODE_ROWS as usize;
 
-    /// Stamps that a step of one row takes: for the embedding, and for each matrix but the head.
+    /// Sequence flags that a step of one row takes: for the embedding, and for each matrix but the head.
     #[inline(always)]
-    pub const fn stamps(layers: u32) -> u32 {
+    pub const fn flags(layers: u32) -> u32 {
         4 * layers + 1
     }
 
@@ -422,7 +434,7 @@ impl StreamStep {
         }
     }
 
-    /// Strips and input features of a matrix.
+    /// N-tiles and input features of a matrix.
     #[inline(always)]
     fn shape(&self, matrix: Matrix) -> (u32, u32) {
         let q = self.work.q_heads * HEAD_DIM;
@@ -434,13 +446,13 @@ impl StreamStep {
             Matrix::Down => (hidden, self.intermediate),
             Matrix::Head => (self.work.vocab, hidden),
         };
-        (n.div_ceil(STRIP), k)
+        (n.div_ceil(N_TILE), k)
     }
 
     /// The norm of a layer's input; of the layer after the last, the final one.
     #[inline(always)]
     unsafe fn input_norm(&self, layer: u32) -> Global<bf16> {
-        unsafe { self.norms.at(layer as usize * Self::layer_norms(thread::fresh(self.work.residual.dim))) }
+        unsafe { self.norms.at(layer as usize * Self::layer_norms(thread::opaque(self.work.residual.dim))) }
     }
 
     /// The norm after a layer's attention.
@@ -452,7 +464,7 @@ impl StreamStep {
     /// The norms of a layer's queries and keys.
     #[inline(always)]
     unsafe fn head_norms(&self, layer: u32) -> Global<bf16> {
-        unsafe { self.input_norm(layer).at(2 * thread::fresh(self.work.residual.dim) as usize) }
+        unsafe { self.input_norm(layer).at(2 * thread::opaque(self.work.residual.dim) as usize) }
     }
 
     #[inline(always)]
@@ -463,7 +475,7 @@ impl StreamStep {
 }
 
 #[inline(always)]
-unsafe fn stream<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &StreamStep) {
+unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &DecodeStep) {
     unsafe {
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
         if count == 0 {
@@ -479,14 +491,15 @@ unsafe fn stream<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &St
         if thread < MAX_DECODE_ROWS {
             shared::dynamic::<u64>(BEST).store(thread as usize, 0);
         }
-        let stamp = 1 + p.exchange.used();
+        let flag = 1 + p.exchange.used();
         thread::sync_threads();
-        // The registers of the other three warps of the producer's group are of more use to consumers.
-        // From a shuffle the assembler knows that a warp's lanes agree on it, and keeps what they share in uniform registers: otherwise 24 would not do.
+        // The registers of the other three warps of the producer's group are of more use to consumers. From a shuffle
+        // the assembler knows that a warp's lanes agree on it, and keeps what they share in uniform registers:
+        // otherwise 24 would not do.
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             wgmma::take_registers::<240>();
-            let mut consumer = Consumer::new(p, count, stamp);
+            let mut consumer = Consumer::new(p, count, flag);
             if count == 1 {
                 consumer.run::<F, 1, 1, true>();
             } else {
@@ -505,32 +518,32 @@ unsafe fn stream<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &St
 
 /// The forward pass of up to 8 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn stream_8(p: StreamStep) {
-    unsafe { stream::<Plain, 1, 2>(&p) }
+pub unsafe fn decode_8(p: DecodeStep) {
+    unsafe { decode::<Plain, 1, 2>(&p) }
 }
 
 /// The forward pass of up to 16 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn stream_16(p: StreamStep) {
-    unsafe { stream::<Plain, 2, 2>(&p) }
+pub unsafe fn decode_16(p: DecodeStep) {
+    unsafe { decode::<Plain, 2, 2>(&p) }
 }
 
-/// [`stream_8`], of packed weights.
+/// [`decode_8`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn stream_8_lossless(p: StreamStep) {
-    unsafe { stream::<Lossless, 1, 1>(&p) }
+pub unsafe fn decode_8_lossless(p: DecodeStep) {
+    unsafe { decode::<Lossless, 1, 1>(&p) }
 }
 
-/// [`stream_16`], of packed weights.
+/// [`decode_16`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn stream_16_lossless(p: StreamStep) {
-    unsafe { stream::<Lossless, 2, 1>(&p) }
+pub unsafe fn decode_16_lossless(p: DecodeStep) {
+    unsafe { decode::<Lossless, 2, 1>(&p) }
 }
 
-// What a block of an H100 may have, and that a pass's partial sums fit.
+// What a block of an H100 may have, and that a wave's partial sums fit.
 const _: () = assert!(SHARED_BYTES <= 232_448 && consumer::PARTIAL_BYTES <= SCRATCH_BYTES);
 const _: () = assert!(consumer::ONE_BYTES <= attention::QUERY_BYTES);
-/// Slices of 16 × 64 bf16, two of each chain.
-const _: () = assert!(SLICE_BYTES * SLICES == CHUNK_BYTES && SLICES == 2 * CHAINS);
+/// Slices of 16 × 64 bf16, two of each split-K partial.
+const _: () = assert!(SLICE_BYTES * SLICES == CHUNK_BYTES && SLICES == 2 * K_PARTIALS);
 /// A page's keys, or values, of one head.
 const _: () = assert!(PAGE_TOKENS * HEAD_DIM * 2 == CHUNK_BYTES);

@@ -1,4 +1,4 @@
-//! What the consumers do with the chunks: products and their epilogues, and the meetings between them.
+//! What the consumers do with the chunks: GEMMs with their epilogues, and the grid barriers between them.
 
 mod one;
 mod outputs;
@@ -9,29 +9,29 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, bf16, bulk, mma, shared, thread, warp};
 
 use super::producer::Units;
-use super::{ARRIVALS, BEST, CHUNK_FEATURES, FACTORS, Mark, Matrix, RING, SCRATCH, STRIPS, StreamStep, WARPS, Walk};
+use super::{ARRIVALS, BEST, CHUNK_FEATURES, DecodeStep, FACTORS, Mark, Matrix, N_TILES, RING, SCRATCH, WARPS, Walk};
 use crate::attention::Divisor;
 use crate::embedding::{embed_each, embed_elements};
-use crate::linear::{CHAINS, SLICE, STRIP};
+use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::norm::Norm;
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 use crate::waiting;
-use crate::weights::{WeightFormat, Weights};
+use crate::weights::{WeightFormat, WeightFragments};
 pub use one::{ONE_BYTES, factors};
 pub use outputs::pair_with_next;
-use outputs::{Old, Output};
+use outputs::{Addend, Output};
 
-/// Bytes of the partial sums of a pass, `[strip][chain][row][feature]`.
-pub const PARTIAL_BYTES: u32 = STRIPS * CHAINS * MAX_DECODE_ROWS * STRIP * 4;
+/// Bytes of the partial sums of a wave, `[n_tile][k_partial][row][feature]`.
+pub const PARTIAL_BYTES: u32 = N_TILES * K_PARTIALS * MAX_DECODE_ROWS * N_TILE * 4;
 
 /// The consumers' state.
 pub struct Consumer<'a> {
-    pub p: &'a StreamStep,
+    pub p: &'a DecodeStep,
     /// Rows.
     pub count: u32,
-    /// The first stamp of the step's [words](super::exchange).
-    pub stamp: u32,
+    /// The first sequence flag of the step's [words](super::exchange).
+    pub flag: u32,
     /// Which of two places partial sums of one row go to.
     turn: u32,
     pub ring: Ring,
@@ -45,8 +45,8 @@ pub fn sync() {
     thread::sync_named(1, WARPS * 32);
 }
 
-/// Gives a chunk back, for the whole warp, by the lanes that are told to. TMA must not overwrite what is still being read: without the fence
-/// it did.
+/// Gives a chunk back, for the whole warp, by the lanes that are told to. TMA must not overwrite what is still being
+/// read: without the fence it did.
 #[inline(always)]
 unsafe fn release(chunk: Ring, arrives: bool) {
     unsafe {
@@ -58,8 +58,10 @@ unsafe fn release(chunk: Ring, arrives: bool) {
     }
 }
 
-/// What falls to a warp: of the products' [chains](crate::linear#order) the one numbered `residue`, whose slices of a chunk are `residue` and `residue + 4`. A chain's two
-/// warps, one of each half of the block, deal strips between them if rows are one tile of 8, or fragments are [costly](WeightFormat::COSTLY), or else the two tiles.
+/// What falls to a warp: of the GEMMs' [split-K partials](crate::linear#order) the one numbered `k_split`, whose slices
+/// of a chunk are `k_split` and `k_split + 4`. A split-K partial's two warps, one of each half of the block, deal
+/// N-tiles between them if rows are one tile of 8, or fragments are [costly](WeightFormat::COSTLY), or else the two
+/// tiles.
 #[derive(Clone, Copy)]
 struct Duty<F, const TILES: usize> {
     lane: u32,
@@ -67,7 +69,8 @@ struct Duty<F, const TILES: usize> {
     format: PhantomData<F>,
 }
 
-/// A lane's fragments of activations for a chain's instructions of a chunk, `[slice][half of a slice]`: two instructions' each.
+/// A lane's fragments of activations for a split-K partial's instructions of a chunk, `[slice][half of a slice]`: two
+/// instructions' each.
 type Columns = [[[u32; 4]; 2]; 2];
 
 /// The `i`-th instruction's.
@@ -78,75 +81,81 @@ const fn columns_of(columns: &Columns, i: usize) -> [u32; 2] {
 }
 
 impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
-    /// Whether a chain's warps deal strips.
-    const BY_STRIPS: bool = TILES == 1 || F::COSTLY;
+    /// Whether a split-K partial's warps deal N-tiles.
+    const BY_N_TILES: bool = TILES == 1 || F::COSTLY;
     /// Tiles of rows of a warp.
-    const OWN_TILES: usize = if Self::BY_STRIPS { TILES } else { 1 };
-    /// Most strips of a warp.
-    const OWN_STRIPS: usize = if Self::BY_STRIPS { STRIPS as usize / 2 } else { STRIPS as usize };
-    /// Lanes of a warp that give a chunk back: it takes [`WARPS`] arrivals, and if it is a half's alone, only four warps read it.
-    const ARRIVALS: u32 = if Self::BY_STRIPS { 2 } else { 1 };
+    const OWN_TILES: usize = if Self::BY_N_TILES { TILES } else { 1 };
+    /// Most N-tiles of a warp.
+    const OWN_N_TILES: usize = if Self::BY_N_TILES { N_TILES as usize / 2 } else { N_TILES as usize };
+    /// Lanes of a warp that give a chunk back: it takes [`WARPS`] arrivals, and if it is a half's alone, only four
+    /// warps read it.
+    const ARRIVALS: u32 = if Self::BY_N_TILES { 2 } else { 1 };
 
     /// This warp's.
     #[inline(always)]
     fn new() -> Self {
-        Self { lane: thread::fresh(thread::lane_id()), warp_id: thread::fresh(thread::warp_id()), format: PhantomData }
+        Self {
+            lane: thread::opaque(thread::lane_id()),
+            warp_id: thread::opaque(thread::warp_id()),
+            format: PhantomData,
+        }
     }
 
-    /// The number of its chain.
+    /// The number of its split-K partial.
     #[inline(always)]
-    const fn residue(&self) -> u32 {
-        self.warp_id % CHAINS
+    const fn k_split(&self) -> u32 {
+        self.warp_id % K_PARTIALS
     }
 
     /// The half of the block that it belongs to.
     #[inline(always)]
     const fn half(&self) -> u32 {
-        self.warp_id / CHAINS
+        self.warp_id / K_PARTIALS
     }
 
     /// The first row.
     #[inline(always)]
     const fn first_row(&self) -> u32 {
-        if Self::BY_STRIPS { 0 } else { 8 * self.half() }
+        if Self::BY_N_TILES { 0 } else { 8 * self.half() }
     }
 
-    /// Its `s`-th strip of the block's.
+    /// Its `s`-th N-tile of the block's.
     #[inline(always)]
-    const fn strip(&self, s: u32) -> u32 {
-        if Self::BY_STRIPS { 2 * s + self.half() } else { s }
+    const fn n_tile(&self, s: u32) -> u32 {
+        if Self::BY_N_TILES { 2 * s + self.half() } else { s }
     }
 
-    /// How many of the block's strips are its.
+    /// How many of the block's N-tiles are its.
     #[inline(always)]
-    const fn strips(&self, mine: u32) -> u32 {
-        if Self::BY_STRIPS { (mine + 1 - self.half()) / 2 } else { mine }
+    const fn n_tiles(&self, mine: u32) -> u32 {
+        if Self::BY_N_TILES { (mine + 1 - self.half()) / 2 } else { mine }
     }
 
-    /// Its weights of a chunk, once that is there. A barrier tells a phase from the next alone, and the slot's chunk before this one may have been the other half's, for
-    /// which this warp did not wait. It came: this warp had one of the last three chunks, or met the block since, and the producer has no more than 7 under way.
+    /// Its weights of a chunk, once that is there. A barrier tells a phase from the next alone, and the stage's chunk
+    /// before this one may have been the other half's, for which this warp did not wait. It came: this warp had one of
+    /// the last three chunks, or met the block since, and the producer has no more than 7 under way.
     #[inline(always)]
-    unsafe fn load(&self, p: &StreamStep, chunk: &Ring) -> Weights {
+    unsafe fn load(&self, p: &DecodeStep, chunk: &Ring) -> WeightFragments {
         unsafe { self.load_beside(p, chunk, |_| {}) }
     }
 
     /// The same; `beside` is called with 0 and 1 while shared memory answers.
     #[inline(always)]
-    unsafe fn load_beside(&self, p: &StreamStep, chunk: &Ring, beside: impl FnMut(u32)) -> Weights {
+    unsafe fn load_beside(&self, p: &DecodeStep, chunk: &Ring, beside: impl FnMut(u32)) -> WeightFragments {
         unsafe {
             chunk.wait_full();
-            F::load(p, chunk, self.residue(), self.lane, beside)
+            F::load(p, chunk, self.k_split(), self.lane, beside)
         }
     }
 
-    /// If fragments are costly, those of the first strip of a part, of which `mine` strips are the block's: [`turn`](Self::turn) has the next ones ready
-    /// when it multiplies.
+    /// If fragments are costly, those of the first N-tile of a part, of which `mine` N-tiles are the block's:
+    /// [`turn`](Self::turn) has the next ones ready when it multiplies.
     #[inline(always)]
-    unsafe fn begin(&self, p: &StreamStep, ring: &Ring, mine: u32) -> Weights {
-        if !F::COSTLY || self.strips(mine) == 0 {
+    unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, mine: u32) -> WeightFragments {
+        if !F::COSTLY || self.n_tiles(mine) == 0 {
             return [[0; 4]; 8];
         }
-        let chunk = ring.ahead(self.strip(0));
+        let chunk = ring.ahead(self.n_tile(0));
         unsafe {
             let weights = self.load(p, &chunk);
             release(chunk, self.lane < Self::ARRIVALS);
@@ -154,11 +163,11 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
         }
     }
 
-    /// Adds the products of half of a strip's fragments, those from instruction `FROM` on, to the first accumulators.
+    /// Adds the GEMMs of half of an N-tile's fragments, those from instruction `FROM` on, to the first accumulators.
     #[inline(always)]
     fn multiply<const FROM: usize>(
-        acc: &mut [[f32; 4]; STRIPS as usize],
-        weights: &Weights,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        weights: &WeightFragments,
         columns: &[Columns; TILES],
     ) {
         unroll!(I < 4; {
@@ -168,9 +177,9 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
         });
     }
 
-    /// Brings the accumulators of the next of `own` strips to the front: after so many times each is where it was.
+    /// Brings the accumulators of the next of `own` N-tiles to the front: after so many times each is where it was.
     #[inline(always)]
-    fn rotate(acc: &mut [[f32; 4]; STRIPS as usize], own: u32) {
+    fn rotate(acc: &mut [[f32; 4]; N_TILES as usize], own: u32) {
         unroll!(T < (Self::OWN_TILES) of 2; {
             let first = acc[T];
             unroll!(S < 4; {
@@ -180,27 +189,28 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
         });
     }
 
-    /// The products of a turn, whose `mine` chunks are next in the ring: adds those of its own `s`-th strip to `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on.
-    /// If fragments are costly, `weights` are the first strip's, and then those of the next turn, unless this is the `last`.
+    /// The GEMMs of a turn, whose `mine` chunks are next in the ring: adds those of its own `s`-th N-tile to `acc[s]`,
+    /// or of more tiles of rows to those from `acc[s · tiles]` on. If fragments are costly, `weights` are the first
+    /// N-tile's, and then those of the next turn, unless this is the `last`.
     #[inline(always)]
     unsafe fn turn(
         &self,
-        p: &StreamStep,
-        acc: &mut [[f32; 4]; STRIPS as usize],
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
         (ring, mine): (&mut Ring, u32),
         columns: &[Columns; TILES],
-        (weights, last): (&mut Weights, bool),
+        (weights, last): (&mut WeightFragments, bool),
     ) {
         unsafe {
             // Found again for each turn: conditions kept over all turns crowd out others.
-            let own = self.strips(thread::fresh(mine));
+            let own = self.n_tiles(thread::opaque(mine));
             if F::COSTLY {
-                // One copy of the code for all strips: four would not stay in the cache next to the scheduler.
+                // One copy of the code for all N-tiles: four would not stay in the cache next to the scheduler.
                 let unpacked = if last { own.saturating_sub(1) } else { own };
                 let mut s = 0;
                 while s < unpacked {
                     s += 1;
-                    let chunk = ring.ahead(if s < own { self.strip(s) } else { mine + self.strip(0) });
+                    let chunk = ring.ahead(if s < own { self.n_tile(s) } else { mine + self.n_tile(0) });
                     let next = self.load_beside(p, &chunk, |half| match half {
                         0 => Self::multiply::<0>(acc, weights, columns),
                         _ => Self::multiply::<4>(acc, weights, columns),
@@ -217,12 +227,12 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
                 *ring = ring.ahead(mine);
                 return;
             }
-            // Two strips at a time, where there are: of a chain of products each waits for the one before it.
+            // Two N-tiles at a time, where there are: of a split-K partial of GEMMs each waits for the one before it.
             unroll!(P < (2 * TILES) of 4; {
                 let s = 2 * P;
-                let chunk = ring.ahead(self.strip(s as u32));
+                let chunk = ring.ahead(self.n_tile(s as u32));
                 if s as u32 + 1 < own {
-                    let next = ring.ahead(self.strip(s as u32 + 1));
+                    let next = ring.ahead(self.n_tile(s as u32 + 1));
                     let (low, high) = (self.load(p, &chunk), self.load(p, &next));
                     release(if self.lane < Self::ARRIVALS { chunk } else { next }, self.lane < 2 * Self::ARRIVALS);
                     unroll!(I < 8; {
@@ -243,18 +253,18 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
     }
 }
 
-/// Where a partial sum lies among a chain's `[row][feature]`: such that neither the stores of a tensor core's layout nor the loads of whole rows meet a
-/// bank of shared memory twice.
+/// Where a partial sum lies among a split-K partial's `[row][feature]`: such that neither the stores of a tensor core's
+/// layout nor the loads of whole rows meet a bank of shared memory twice.
 #[inline(always)]
 const fn slot(row: u32, feature: u32) -> u32 {
-    (row ^ (row >> 1 & 1)) * STRIP + (feature ^ ((row >> 2 & 1) * 8))
+    (row ^ (row >> 1 & 1)) * N_TILE + (feature ^ ((row >> 2 & 1) * 8))
 }
 
 impl<'a> Consumer<'a> {
     #[inline(always)]
-    pub fn new(p: &'a StreamStep, count: u32, stamp: u32) -> Self {
+    pub fn new(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
         let ring = Ring::consumer(RING);
-        Self { p, count, stamp, turn: 0, ring, rows: Divisor::new(count), walk: Walk::new(thread::grid_dim_x()) }
+        Self { p, count, flag, turn: 0, ring, rows: Divisor::new(count), walk: Walk::new(thread::grid_dim_x()) }
     }
 
     /// The position of the first row; the others follow it.
@@ -264,8 +274,9 @@ impl<'a> Consumer<'a> {
         unsafe { Units::last() + 1 - self.count }
     }
 
-    /// All layers and the head. Activations come to registers `GROUP` turns at a time: while those of one group are in use, those of the next are under
-    /// way. `ONE` row is exchanged with other blocks as [words with a stamp](super::exchange), others through memory with meetings.
+    /// All layers and the head. Activations come to registers `GROUP` turns at a time: while those of one group are in
+    /// use, those of the next are under way. `ONE` row is exchanged with other blocks as [words with a sequence
+    /// flag](super::exchange), others through memory with grid barriers.
     #[inline(always)]
     pub unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool>(&mut self) {
         unsafe {
@@ -273,20 +284,20 @@ impl<'a> Consumer<'a> {
             self.embed::<ONE>();
             self.mark(Mark::Embedded);
             if !ONE {
-                self.meet();
+                self.grid_barrier();
             }
             let mut index = 0;
             let mut part = self.part(index, 0);
-            let mut old = if ONE { Default::default() } else { self.first_olds(&part) };
+            let mut old = if ONE { Default::default() } else { self.first_addends(&part) };
             let mut first = if ONE { self.first_of_one(&part) } else { Default::default() };
             loop {
                 let (matrix, layer) = (self.p.matrix(index), index / 4);
                 if ONE {
-                    self.product_of_one::<F>(part, first);
+                    self.gemm_of_one::<F>(part, first);
                 } else {
-                    self.product::<F, TILES, GROUP>(part, old);
+                    self.gemm::<F, TILES, GROUP>(part, old);
                 }
-                self.mark(match self.p.matrix(thread::fresh(index)) {
+                self.mark(match self.p.matrix(thread::opaque(index)) {
                     Matrix::Qkv => Mark::Qkv,
                     Matrix::Output => Mark::Output,
                     Matrix::GateUp => Mark::GateUp,
@@ -321,9 +332,10 @@ impl<'a> Consumer<'a> {
                 } else if matrix == Matrix::Output {
                     self.append(layer);
                 }
-                // Nobody writes any more what the first outputs will be added to; and the weight of a norm comes from far.
+                // Nobody writes any more what the first outputs will be added to; and the weight of a norm comes from
+                // far.
                 part = self.part(index, 0);
-                old = self.first_olds(&part);
+                old = self.first_addends(&part);
                 self.wait();
             }
             if ONE {
@@ -332,12 +344,12 @@ impl<'a> Consumer<'a> {
             }
             let row = thread::thread_idx_x();
             if row < self.count {
-                let best = self.p.counters.at(StreamStep::BEST).cast::<u64>();
+                let best = self.p.counters.at(DecodeStep::BEST).cast::<u64>();
                 let here = shared::dynamic::<u64>(BEST).load(row as usize);
                 atomic::fetch_max(best, row as usize, here, Ordering::Relaxed, Scope::Device);
             }
             if ONE {
-                self.use_up_stamps();
+                self.use_up_flags();
             }
         }
     }
@@ -346,8 +358,8 @@ impl<'a> Consumer<'a> {
     #[inline(always)]
     pub unsafe fn mark(&self, mark: Mark) {
         unsafe {
-            if !self.p.trace.is_null() && thread::fresh(thread::thread_idx_x()) == 0 {
-                let len = StreamStep::trace_len(self.p.layer_count);
+            if !self.p.trace.is_null() && thread::opaque(thread::thread_idx_x()) == 0 {
+                let len = DecodeStep::trace_len(self.p.layer_count);
                 let trace = self.p.trace.at((thread::block_idx_x() * len) as usize);
                 let marks = trace.load(0) + 1;
                 trace.store(marks as usize, thread::global_timer() & !0 >> 8 | (mark as u64) << 56);
@@ -358,20 +370,22 @@ impl<'a> Consumer<'a> {
 
     /// Waits until the consumers of every block are here, and shows each what the others wrote.
     #[inline(always)]
-    pub unsafe fn meet(&self) {
+    pub unsafe fn grid_barrier(&self) {
         unsafe {
             self.arrive();
             self.wait();
         }
     }
 
-    /// Tells the other blocks that this one is here, with all that it wrote. The block's consumers have met when it returns.
+    /// Tells the other blocks that this one is here, with all that it wrote. The block's consumers have met when it
+    /// returns.
     #[inline(always)]
     unsafe fn arrive(&self) {
         unsafe {
             sync();
-            // Found again, here and where else one thread acts for the block: kept over the whole step, it would crowd out what products need.
-            if thread::fresh(thread::thread_idx_x()) == 0 {
+            // Found again, here and where else one thread acts for the block: kept over the whole step, it would crowd
+            // out what GEMMs need.
+            if thread::opaque(thread::thread_idx_x()) == 0 {
                 atomic::fetch_add(self.p.counters, 0, 1, Ordering::Release, Scope::Device);
             }
         }
@@ -381,14 +395,14 @@ impl<'a> Consumer<'a> {
     #[inline(always)]
     unsafe fn wait(&self) {
         unsafe {
-            if thread::fresh(thread::thread_idx_x()) == 0 {
+            if thread::opaque(thread::thread_idx_x()) == 0 {
                 let arrivals = shared::dynamic::<u32>(ARRIVALS);
                 let all = arrivals.load(0) + thread::grid_dim_x();
                 arrivals.store(0, all);
                 waiting::for_count(self.p.counters, 0, all);
             }
             sync();
-            self.mark(Mark::Met);
+            self.mark(Mark::GridBarrier);
         }
     }
 
@@ -432,24 +446,25 @@ impl<'a> Consumer<'a> {
         }
     }
 
-    /// This block's part of the next pass, over the matrix at `index` from `first_strip` on.
+    /// This block's part of the next wave, over the matrix at `index` from `first_n_tile` on.
     #[inline(always)]
-    fn part(&mut self, index: u32, first_strip: u32) -> Part {
+    fn part(&mut self, index: u32, first_n_tile: u32) -> Part {
         let (grid, block) = (self.walk.grid, thread::block_idx_x());
         let matrix = self.p.matrix(index);
-        let (strips, k) = self.p.shape(matrix);
-        let pass = self.walk.pass(strips - first_strip, k);
-        let place = pass.place(block, grid);
-        let (mine, end) = (pass.mine(place, grid), first_strip + pass.strips);
-        Part { matrix, index, first_strip, end, depth: pass.depth, place, mine }
+        let (n_tiles, k) = self.p.shape(matrix);
+        let wave = self.walk.wave(n_tiles - first_n_tile, k);
+        let place = wave.place(block, grid);
+        let (mine, end) = (wave.mine(place, grid), first_n_tile + wave.n_tiles);
+        Part { matrix, index, first_n_tile, end, depth: wave.depth, place, mine }
     }
 
-    /// A matrix product over all its passes, of which this is the first, and what becomes of its outputs; `old` is what the first of them are added to.
+    /// A GEMM over all its waves, of which this is the first, and what becomes of its outputs; `old` is what the first
+    /// of them are added to.
     #[inline(always)]
-    unsafe fn product<F: WeightFormat, const TILES: usize, const GROUP: usize>(
+    unsafe fn gemm<F: WeightFormat, const TILES: usize, const GROUP: usize>(
         &mut self,
         mut part: Part,
-        mut old: [Old; 2],
+        mut old: [Addend; 2],
     ) {
         unsafe {
             let matrix = part.matrix;
@@ -459,23 +474,23 @@ impl<'a> Consumer<'a> {
             let (g, t) = (lane / 4, lane % 4);
             let scale = F::scale(self.p, part.index);
             cuda_std::assume(self.count > 0);
-            let (strips, k) = self.p.shape(matrix);
+            let (n_tiles, k) = self.p.shape(matrix);
             cuda_std::assume(k > 0);
             let (x, norm) = self.input(matrix);
             let count = self.count;
-            let first_feature = duty.residue() * SLICE + t * 8;
+            let first_feature = duty.k_split() * SLICE + t * 8;
             // Columns without a row compute the last row again, which nobody reads.
             let mut first_of_row = [0; TILES];
             unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
                 first_of_row[T] = (duty.first_row() + 8 * T as u32 + g).min(count - 1) * k;
             });
-            // This warp's slices of its rows in a group of turns. Beyond the end of a row the weights are zero, and any of its elements will do: there is no
-            // condition on a load.
+            // This warp's slices of its rows in a group of turns. Beyond the end of a row the weights are zero, and any
+            // of its elements will do: there is no condition on a load.
             let fetch = |turn: u32| {
                 let mut b: [[Columns; TILES]; GROUP] = [[[[[0; 4]; 2]; 2]; TILES]; GROUP];
                 unroll!(A < GROUP of 4; {
                     unroll!(C < 2; {
-                        let feature = (turn + A as u32) * CHUNK_FEATURES + C as u32 * (CHAINS * SLICE) + first_feature;
+                        let feature = (turn + A as u32) * CHUNK_FEATURES + C as u32 * (K_PARTIALS * SLICE) + first_feature;
                         let feature = if feature < k { feature } else { t * 8 };
                         unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
                             let x = x.at((first_of_row[T] + feature) as usize);
@@ -488,8 +503,8 @@ impl<'a> Consumer<'a> {
             let mut ring = self.ring;
             loop {
                 let mut b = fetch(0);
-                let mut acc = [[0f32; 4]; STRIPS as usize];
-                let normed = part.first_strip == 0 && !norm.squares.is_null() && warp_id < count;
+                let mut acc = [[0f32; 4]; N_TILES as usize];
+                let normed = part.first_n_tile == 0 && !norm.squares.is_null() && warp_id < count;
                 let mut squares = [0f32; TILES];
                 if normed {
                     let mut rows = [0; TILES];
@@ -501,7 +516,8 @@ impl<'a> Consumer<'a> {
                 let mut weights = duty.begin(self.p, &ring, part.mine);
                 let mut turn = 0;
                 while turn < part.depth {
-                    // A warp counts its loads under way; it cannot wait for the older ones alone. So they come in groups.
+                    // A warp counts its loads under way; it cannot wait for the older ones alone. So they come in
+                    // groups.
                     let next = fetch(turn + GROUP as u32);
                     unroll!(A < GROUP of 4; {
                         if turn + (A as u32) < part.depth {
@@ -516,11 +532,11 @@ impl<'a> Consumer<'a> {
                     turn += GROUP as u32;
                 }
                 self.epilogue::<F, TILES>(&acc, &part, scale, old);
-                if part.end == strips {
+                if part.end == n_tiles {
                     break;
                 }
                 part = self.part(part.index, part.end);
-                old = self.first_olds(&part);
+                old = self.first_addends(&part);
             }
             self.ring = ring;
         }
@@ -539,29 +555,29 @@ impl<'a> Consumer<'a> {
         }
     }
 
-    /// Adds the chains' sums, and puts them where they belong.
+    /// Adds the split-K partials' sums, and puts them where they belong.
     #[inline(always)]
     unsafe fn epilogue<F: WeightFormat, const TILES: usize>(
         &self,
-        acc: &[[f32; 4]; STRIPS as usize],
+        acc: &[[f32; 4]; N_TILES as usize],
         part: &Part,
         scale: f32,
-        ahead: [Old; 2],
+        ahead: [Addend; 2],
     ) {
         unsafe {
             if part.mine == 0 {
                 return;
             }
-            // Found again: kept from before the product, addresses would crowd out accumulators.
+            // Found again: kept from before the GEMM, addresses would crowd out accumulators.
             let duty = Duty::<F, TILES>::new();
             let Duty { lane, warp_id, .. } = duty;
             let (g, t) = (lane / 4, lane % 4);
-            // `[strip][chain][row][feature]`
+            // `[n_tile][k_partial][row][feature]`
             let partial = shared::dynamic::<f32>(SCRATCH);
-            let chain_words = TILES as u32 * 8 * STRIP;
-            unroll!(S < (Duty::<F, TILES>::OWN_STRIPS) of 8; {
-                if (S as u32) < duty.strips(part.mine) {
-                    let to = partial.at(((duty.strip(S as u32) * CHAINS + duty.residue()) * chain_words) as usize);
+            let k_partial_words = TILES as u32 * 8 * N_TILE;
+            unroll!(S < (Duty::<F, TILES>::OWN_N_TILES) of 8; {
+                if (S as u32) < duty.n_tiles(part.mine) {
+                    let to = partial.at(((duty.n_tile(S as u32) * K_PARTIALS + duty.k_split()) * k_partial_words) as usize);
                     unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
                         unroll!(E < 4; {
                             let row = duty.first_row() + 8 * T as u32 + 2 * t + E as u32 % 2;
@@ -579,13 +595,14 @@ impl<'a> Consumer<'a> {
             let mut output = outputs.at(e);
             let mut old = ahead[0];
             sync();
-            // A warp stays together: it holds two strips of the residual.
+            // A warp stays together: it holds two N-tiles of the residual.
             while e - lane < outputs.total {
                 let sum = |feature: u32| {
-                    let from = partial.at((output.strip * CHAINS * chain_words + slot(output.row, feature)) as usize);
+                    let from =
+                        partial.at((output.n_tile * K_PARTIALS * k_partial_words + slot(output.row, feature)) as usize);
                     let mut sum = 0.0;
                     unroll!(C < 4; {
-                        sum += from.load(C * chain_words as usize);
+                        sum += from.load(C * k_partial_words as usize);
                     });
                     sum * scale
                 };
@@ -593,26 +610,26 @@ impl<'a> Consumer<'a> {
                 self.put::<false>(part, &output, sum(feature), old, || sum(feature + 8));
                 e += WARPS * 32;
                 output = outputs.at(e);
-                old = if e < 2 * WARPS * 32 { ahead[1] } else { self.old::<false>(part, &output) };
+                old = if e < 2 * WARPS * 32 { ahead[1] } else { self.addend::<false>(part, &output) };
             }
             sync();
         }
     }
 }
 
-/// A block's part of a pass.
+/// A block's part of a wave.
 #[derive(Clone, Copy)]
 struct Part {
     matrix: Matrix,
     /// The matrix's place in the stream.
     index: u32,
-    /// The pass's first strip, and one beyond its last.
-    first_strip: u32,
+    /// The wave's first N-tile, and one beyond its last.
+    first_n_tile: u32,
     end: u32,
-    /// Chunks of a strip.
+    /// Chunks of an N-tile.
     depth: u32,
     /// The block's place in the rotation.
     place: u32,
-    /// Its strips.
+    /// Its N-tiles.
     mine: u32,
 }

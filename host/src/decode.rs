@@ -1,8 +1,8 @@
-//! The weights laid out for the streaming step, and its launch (see `gpu_kernels::stream`).
+//! The weights laid out for the decode kernel, and its launch (see `gpu_kernels::decode`).
 
 use cuda_std::{Global, GlobalMut};
-use gpu_kernels::linear::STRIP;
-use gpu_kernels::stream::{self, CHUNK_BYTES, Exchange, LayOut, StreamStep, Walk};
+use gpu_kernels::decode::{self, CHUNK_BYTES, DecodeStep, Exchange, LayOut, Walk};
+use gpu_kernels::linear::N_TILE;
 use gpu_kernels::weights::Lossless;
 use half::bf16;
 use model::Config;
@@ -16,7 +16,7 @@ use crate::timed::timed;
 use crate::weights::DeviceWeights;
 
 /// A second copy of the weights, in the order in which the step consumes them.
-pub struct Stream {
+pub struct Decode {
     weights: Buffer<bf16>,
     /// The same, packed, where steps read them so.
     packed: Option<Packed>,
@@ -35,23 +35,23 @@ pub struct Stream {
     grid: u32,
 }
 
-/// Strips and input features of the matrix of a product.
-pub fn strips(gemm: &Gemm) -> (u32, u32) {
-    ((gemm.weight_rows() as u32).div_ceil(STRIP), gemm.k as u32)
+/// N-tiles and input features of the matrix of a GEMM.
+pub fn n_tiles(gemm: &Gemm) -> (u32, u32) {
+    ((gemm.weight_rows() as u32).div_ceil(N_TILE), gemm.k as u32)
 }
 
-/// The matrices of a model in the order of the stream: strips and input features of each.
+/// The matrices of a model in the order of the stream: N-tiles and input features of each.
 fn matrices(config: &Config) -> impl Iterator<Item = (u32, u32)> + use<> {
-    config.gemms().map(|gemm| strips(&gemm))
+    config.gemms().map(|gemm| n_tiles(&gemm))
 }
 
-/// Elements of a stream of matrices of so many strips and input features each, for `grid` blocks.
+/// Elements of a stream of matrices of so many N-tiles and input features each, for `grid` blocks.
 pub fn elements(matrices: impl IntoIterator<Item = (u32, u32)>, grid: u32) -> usize {
     let mut walk = Walk::new(grid);
-    for (strips, k) in matrices {
-        let mut left = strips;
+    for (n_tiles, k) in matrices {
+        let mut left = n_tiles;
         while left > 0 {
-            left -= walk.pass(left, k).strips;
+            left -= walk.wave(left, k).n_tiles;
         }
     }
     walk.chunks as usize * CHUNK_BYTES as usize / 2
@@ -71,34 +71,34 @@ pub struct Source {
 }
 
 impl Source {
-    /// Strips that it takes.
-    pub const fn strips(&self) -> u32 {
-        (if self.up.is_null() { self.n } else { 2 * self.n }).div_ceil(STRIP)
+    /// N-tiles that it takes.
+    pub const fn n_tiles(&self) -> u32 {
+        (if self.up.is_null() { self.n } else { 2 * self.n }).div_ceil(N_TILE)
     }
 
     /// Enqueues that it is laid out in `stream`, where `walk` stands. Returns the chunk at which it begins.
     ///
     /// # Safety
-    /// The matrices are what is said, and the stream has room for every pass of the walk.
+    /// The matrices are what is said, and the stream has room for every wave of the walk.
     ///
     /// # Errors
     /// A refused launch.
     pub unsafe fn lay_out(&self, device: &Device, stream: GlobalMut<bf16>, walk: &mut Walk) -> Result<u64, Error> {
-        let (base, strips) = (walk.chunks, self.strips());
+        let (base, n_tiles) = (walk.chunks, self.n_tiles());
         let Self { weight, up, n, k } = *self;
-        let mut first_strip = 0;
-        while first_strip < strips {
-            let pass = walk.pass(strips - first_strip, k);
-            let params = LayOut { weight, up, stream, base: pass.base, n, k, first_strip, strips: pass.strips };
+        let mut first_n_tile = 0;
+        while first_n_tile < n_tiles {
+            let wave = walk.wave(n_tiles - first_n_tile, k);
+            let params = LayOut { weight, up, stream, base: wave.base, n, k, first_n_tile, n_tiles: wave.n_tiles };
             // SAFETY: the caller's word.
-            unsafe { device.launch::<stream::lay_out>((pass.strips, pass.depth), 0, params)? };
-            first_strip += pass.strips;
+            unsafe { device.launch::<decode::lay_out>((wave.n_tiles, wave.depth), 0, params)? };
+            first_n_tile += wave.n_tiles;
         }
         Ok(base)
     }
 }
 
-impl Stream {
+impl Decode {
     /// Lays out `weights` once more, if the device has the hardware and the memory for it.
     ///
     /// # Errors
@@ -109,7 +109,7 @@ impl Stream {
         weights: &DeviceWeights,
         cache: &KvCache,
     ) -> Result<Option<Self>, Error> {
-        let grid = device.multiprocessors();
+        let grid = device.sms();
         let elements = elements(matrices(config), grid);
         if !device.has_decode_kernel() || device.free_memory()?.is_some_and(|free| 2 * elements as u64 + SPARE > free) {
             return Ok(None);
@@ -118,7 +118,7 @@ impl Stream {
         let (mut walk, mut bases) = (Walk::new(grid), Vec::new());
         for (i, gemm) in config.gemms().enumerate() {
             let source = weights.source(i / Matrix::OF_LAYER.len(), &gemm);
-            // SAFETY: the matrix is `[n, k]`, and the stream has room for every pass of the walk.
+            // SAFETY: the matrix is `[n, k]`, and the stream has room for every wave of the walk.
             bases.push(unsafe { source.lay_out(device, stream.ptr_mut(), &mut walk)? });
         }
         // As long as it leaves most of the memory to the cache.
@@ -133,7 +133,7 @@ impl Stream {
         };
         let maps = packed.as_ref().map(|packed| device.array_maps(&packed.arrays())).transpose()?;
         let norms = weights.layers.iter().flat_map(|layer| {
-            // As `StreamStep::norms` has them.
+            // As `DecodeStep::norms` has them.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
         });
         let norms = concatenated(device, norms.chain([&weights.norm]))?;
@@ -151,7 +151,7 @@ impl Stream {
             norms,
             biases,
             pages: device.upload(&pages)?,
-            counters: device.zeroed(StreamStep::COUNTERS)?,
+            counters: device.zeroed(DecodeStep::COUNTERS)?,
             exchange: Exchange::new(words.ptr_mut(), sizes).0,
             words,
             bases,
@@ -159,7 +159,7 @@ impl Stream {
         }))
     }
 
-    /// Bytes that it takes on a device with `grid` multiprocessors.
+    /// Bytes that it takes on a device with `grid` SMs.
     pub fn bytes(config: &Config, grid: u32) -> u64 {
         2 * elements(matrices(config), grid) as u64
     }
@@ -205,19 +205,20 @@ impl Stream {
         self.counters.clear()
     }
 
-    /// Leaves as many stamps of [words](gpu_kernels::stream::Exchange) as one step takes: the second step of one row from now on begins with the first ones
-    /// again, where otherwise ten million would come before it. For tests.
+    /// Leaves as many sequence flags of [words](gpu_kernels::decode::Exchange) as one step takes: the second step of
+    /// one row from now on begins with the first ones again, where otherwise ten million would come before it. For
+    /// tests.
     ///
     /// # Errors
     /// A driver error.
-    pub fn use_up_stamps(&mut self, config: &Config) -> Result<(), Error> {
-        self.words.write(0, &[u64::from(u32::MAX - StreamStep::stamps(config.num_hidden_layers as u32))])
+    pub fn use_up_flags(&mut self, config: &Config) -> Result<(), Error> {
+        self.words.write(0, &[u64::from(u32::MAX - DecodeStep::flags(config.num_hidden_layers as u32))])
     }
 
     /// The rank of the best token after each row, once a step is done.
     pub fn best(&self) -> Global<u64> {
         // SAFETY: within the counters.
-        unsafe { self.counters.ptr().at(StreamStep::BEST).cast() }
+        unsafe { self.counters.ptr().at(DecodeStep::BEST).cast() }
     }
 
     /// Enqueues a step of at most `most_rows` rows; `step` holds all but what is the stream's own.
@@ -227,8 +228,8 @@ impl Stream {
     ///
     /// # Errors
     /// A refused launch.
-    pub unsafe fn enqueue(&self, device: &Device, most_rows: u32, step: StreamStep) -> Result<(), Error> {
-        let step = StreamStep {
+    pub unsafe fn enqueue(&self, device: &Device, most_rows: u32, step: DecodeStep) -> Result<(), Error> {
+        let step = DecodeStep {
             stream: self.weights.ptr(),
             lossless: self.lossless().unwrap_or_default(),
             maps: self.maps.as_ref().map_or(Global::default(), |maps| maps.ptr(0)),
@@ -241,12 +242,12 @@ impl Stream {
         };
         // SAFETY: the caller's word.
         unsafe {
-            let (grid, shared) = (self.grid, stream::SHARED_BYTES);
+            let (grid, shared) = (self.grid, decode::SHARED_BYTES);
             match (&self.packed, most_rows <= 8) {
-                (None, true) => device.launch_cooperative::<stream::stream_8>(grid, shared, step),
-                (None, false) => device.launch_cooperative::<stream::stream_16>(grid, shared, step),
-                (Some(_), true) => device.launch_cooperative::<stream::stream_8_lossless>(grid, shared, step),
-                (Some(_), false) => device.launch_cooperative::<stream::stream_16_lossless>(grid, shared, step),
+                (None, true) => device.launch_cooperative::<decode::decode_8>(grid, shared, step),
+                (None, false) => device.launch_cooperative::<decode::decode_16>(grid, shared, step),
+                (Some(_), true) => device.launch_cooperative::<decode::decode_8_lossless>(grid, shared, step),
+                (Some(_), false) => device.launch_cooperative::<decode::decode_16_lossless>(grid, shared, step),
             }
         }
     }

@@ -3,30 +3,32 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, math, mma, shared, thread, warp, wgmma};
 
-use super::phases::{Product, Unit};
-use super::{Kind, MAX_WIDE_ROWS, Memory, Phase, WideStep};
+use super::phases::{GemmPhase, Unit};
+use super::{BatchedStep, MAX_BATCHED_ROWS, Memory, Phase, PhaseKind};
 use crate::gate::swiglu;
-use crate::linear::{STRIP, slot};
+use crate::linear::{N_TILE, slot};
 use crate::sample::{key, rank};
 
-/// What a lane has of a tile's outputs: features `g` and `g + 8` of its warp's strip (of a gate-up strip: a gate and its up), for rows `8 j + 2 t` and one
-/// on of every eight. Where they go is found once a tile: what an epilogue computes for an output is time in which no products run.
+/// What a lane has of a tile's outputs: features `g` and `g + 8` of its warp's N-tile (of a gate-up N-tile: a gate and
+/// its up), for rows `8 j + 2 t` and one on of every eight. Where they go is found once a tile: what an epilogue
+/// computes for an output is time in which no MMAs run.
 ///
-/// Activations are stored after lanes have turned them: then a lane has features `2 t`, one on, and 8 further, of row `8 j + g`.
+/// Activations are stored after lanes have turned them: then a lane has features `2 t`, one on, and 8 further, of row
+/// `8 j + g`.
 pub struct Outputs {
-    strip: u32,
+    n_tile: u32,
     /// Of the lane's first row and feature: what `Write` writes, or `Add` adds to; the other feature is 8 elements on.
     sums: GlobalMut<u8>,
     /// Of the first row and feature that the lane has when they are turned: the activations that come of it.
     activations: GlobalMut<u8>,
     /// Bytes from a row of these to the next.
     strides: [u32; 2],
-    /// Of the strip and the first row whose sum of squares the lane has in the end.
+    /// Of the N-tile and the first row whose sum of squares the lane has in the end.
     squares: GlobalMut<u8>,
     /// Where the lane's first row has its factor, from the start of dynamic shared memory.
     factors: u32,
-    /// The rows that there are, none where the matrix has no such strip, counted from the lane's first in `sums`, in `activations` and in `squares`; and whether its features are: `Add` has no
-    /// others.
+    /// The rows that there are, none where the matrix has no such N-tile, counted from the lane's first in `sums`, in
+    /// `activations` and in `squares`; and whether its features are: `Add` has no others.
     rows: [u32; 3],
     there: [bool; 2],
     g: u32,
@@ -37,15 +39,16 @@ pub struct Outputs {
 /// Most groups of eight rows in a quarter of a tile.
 pub const QUARTER: usize = 4;
 
-// What a lane has of a row when activations are turned lies side by side in the order of [`slot`]: those of `Add` 8 further behind the others.
+// What a lane has of a row when activations are turned lies side by side in the order of [`slot`]: those of `Add` 8
+// further behind the others.
 const _: () = assert!(slot(1) == slot(0) + 1 && slot(8) == slot(0) + 2 && slot(16 + 6 + 8) == slot(16 + 6) + 2);
 
 impl Outputs {
     /// Those of some groups of eight rows of a tile, from the `first` on.
     #[inline(always)]
     pub unsafe fn new<const ROWS: u32>(
-        p: &WideStep,
-        product: &Product,
+        p: &BatchedStep,
+        gemm: &GemmPhase,
         unit: &Unit,
         kind: u32,
         first: u32,
@@ -53,42 +56,42 @@ impl Outputs {
     ) -> Self {
         unsafe {
             // Loaded again: over the products it would take a register.
-            let count = p.work.rows.count.load(0).min(MAX_WIDE_ROWS);
-            let lane = thread::fresh(thread::lane_id());
+            let count = p.work.rows.count.load(0).min(MAX_BATCHED_ROWS);
+            let lane = thread::opaque(thread::lane_id());
             let (g, t) = (lane / 4, lane % 4);
-            let strip = unit.strip + thread::fresh(thread::warp_id());
-            let n = field!(product.phase, n: u32);
+            let n_tile = unit.n_tile + thread::opaque(thread::warp_id());
+            let n = field!(gemm.phase, n: u32);
             let tile_row = unit.row + 8 * first;
             let squares_row = squares_row::<ROWS>(g, t);
-            let feature = strip * if kind == Kind::SWIGLU { STRIP / 2 } else { STRIP };
+            let feature = n_tile * if kind == PhaseKind::SWIGLU { N_TILE / 2 } else { N_TILE };
             let at = |row: u32, feature: u32| (tile_row + row) as usize * n as usize + feature as usize;
             let (sums_at, activations_at) = (at(2 * t, feature + g), at(g, slot(feature + 2 * t)));
             let mut weight = [0.0; 2];
             let (mut sums, mut activations) = (GlobalMut::default(), GlobalMut::default());
             match kind {
-                Kind::WRITE => {
-                    sums = field!(product.phase, y: GlobalMut<f32>).at(sums_at);
-                    let bias = field!(product.phase, norm: Global<bf16>);
+                PhaseKind::WRITE => {
+                    sums = field!(gemm.phase, y: GlobalMut<f32>).at(sums_at);
+                    let bias = field!(gemm.phase, norm: Global<bf16>);
                     // Adding -0 changes no bit.
                     weight = [-0.0; 2];
-                    if !bias.is_null() && strip < product.strips {
+                    if !bias.is_null() && n_tile < gemm.n_tiles {
                         weight = [0, 8].map(|i| math::from_bf16(bias.load_nc((feature + g + i) as usize)));
                     }
                 }
-                Kind::BEST => {}
-                Kind::SWIGLU => activations = p.work.activation.at(activations_at),
+                PhaseKind::BEST => {}
+                PhaseKind::SWIGLU => activations = p.work.activation.at(activations_at),
                 _ => {
                     (sums, activations) = (p.work.residual.x.at(sums_at), p.work.residual.scaled.at(activations_at));
-                    if strip < product.strips {
-                        let norm = field!(product.phase, norm: Global<bf16>);
+                    if n_tile < gemm.n_tiles {
+                        let norm = field!(gemm.phase, norm: Global<bf16>);
                         weight = [0, 8].map(|i| math::from_bf16(norm.load_nc((feature + g + i) as usize)));
                     }
                 }
             }
-            let squares = (tile_row + squares_row) as usize * (n / STRIP) as usize + strip as usize;
-            let rows = if strip < product.strips { count.saturating_sub(tile_row).min(8 * groups) } else { 0 };
+            let squares = (tile_row + squares_row) as usize * (n / N_TILE) as usize + n_tile as usize;
+            let rows = if n_tile < gemm.n_tiles { count.saturating_sub(tile_row).min(8 * groups) } else { 0 };
             Self {
-                strip,
+                n_tile,
                 sums: sums.cast(),
                 activations: activations.cast(),
                 strides: [n * 4, n * 2],
@@ -106,14 +109,14 @@ impl Outputs {
     #[inline(always)]
     unsafe fn of_row(first: GlobalMut<u8>, row: u32, stride: u32) -> GlobalMut<u8> {
         // Both factors are seen to have 32 bits where they are multiplied: one instruction.
-        unsafe { first.at(row as usize * thread::fresh(stride) as usize) }
+        unsafe { first.at(row as usize * thread::opaque(stride) as usize) }
     }
 
     /// What the lane's outputs of rows `8 j …` are added to.
     #[inline(always)]
     unsafe fn old(&self, kind: u32, j: u32) -> [f32; 4] {
         let mut old = [0f32; 4];
-        if kind == Kind::ADD {
+        if kind == PhaseKind::ADD {
             unroll!(R < 2; {
                 let row = 8 * j + R as u32;
                 unsafe {
@@ -185,14 +188,14 @@ impl Outputs {
         unroll!(I < 4; {
             if I < TILES / 4 {
                 let (j, sums) = (j + I as u32, sums[I]);
-                let [f0, f1] = if Kind::is_normed(KIND) { unsafe { self.factors(j) } } else { [1.0; 2] };
+                let [f0, f1] = if PhaseKind::is_normed(KIND) { unsafe { self.factors(j) } } else { [1.0; 2] };
                 match KIND {
-                    Kind::WRITE => {
+                    PhaseKind::WRITE => {
                         let [b0, b1] = self.weight;
                         let sums = [sums[0] * f0 + b0, sums[1] * f1 + b0, sums[2] * f0 + b1, sums[3] * f1 + b1];
                         unsafe { self.put_sums(j, sums) }
                     }
-                    Kind::SWIGLU => {
+                    PhaseKind::SWIGLU => {
                         let [low, high] = [swiglu(sums[0] * f0, sums[2] * f0), swiglu(sums[1] * f1, sums[3] * f1)];
                         unsafe { self.put_activations(j, [math::pack_bf16(low, high)]) };
                     }
@@ -211,8 +214,8 @@ impl Outputs {
                 }
             }
         });
-        if KIND == Kind::ADD {
-            let sum = strip_squares::<TILES>(squares);
+        if KIND == PhaseKind::ADD {
+            let sum = n_tile_squares::<TILES>(squares);
             // With as many sums as groups of lanes, each has one.
             let mine = match TILES {
                 8 => self.g < 4,
@@ -220,25 +223,27 @@ impl Outputs {
                 _ => true,
             };
             unsafe {
-                let to = Self::of_row(self.squares, 8 * j, self.strides[0] / STRIP).cast();
+                let to = Self::of_row(self.squares, 8 * j, self.strides[0] / N_TILE).cast();
                 to.store_if(mine && 8 * j < self.rows[2], 0, sum);
             }
         }
     }
 }
 
-/// Which row of a quarter of a tile of `ROWS` rows a lane has the sum of squares of, after [`strip_squares`].
+/// Which row of a quarter of a tile of `ROWS` rows a lane has the sum of squares of, after [`n_tile_squares`].
 #[inline(always)]
 const fn squares_row<const ROWS: u32>(g: u32, t: u32) -> u32 {
     let sum = if ROWS == 64 { g % 4 } else { g };
     8 * (sum / 2) + 2 * t + sum % 2
 }
 
-/// Of each row's squares that the lanes of all `g` have, a sum over the strip, as [`norm`](crate::norm) adds them: eight apart first (a lane has done that), then the lanes of a group of eight, the
-/// nearest first. There are two sums for each group of rows of a quarter; with each step a lane has half of them left, and in the end the `g`-th, or the `g % 4`-th of half as many.
+/// Of each row's squares that the lanes of all `g` have, a sum over the N-tile, as [`norm`](crate::norm) adds them:
+/// eight apart first (a lane has done that), then the lanes of a group of eight, the nearest first. There are two sums
+/// for each group of rows of a quarter; with each step a lane has half of them left, and in the end the `g`-th, or the
+/// `g % 4`-th of half as many.
 #[inline(always)]
-fn strip_squares<const TILES: usize>(sums: [f32; 2 * QUARTER]) -> f32 {
-    let lane = thread::fresh(thread::lane_id());
+fn n_tile_squares<const TILES: usize>(sums: [f32; 2 * QUARTER]) -> f32 {
+    let lane = thread::opaque(thread::lane_id());
     let halve = |two: [f32; 2], mask: u32| {
         let [own, other] = if lane & mask == 0 { two } else { [two[1], two[0]] };
         own + warp::shuffle_xor(other, mask)
@@ -266,24 +271,26 @@ struct Best {
     feature: u32,
 }
 
-/// A word of [`Memory::BEST`] has the number of a tile of rows in place of a key's lowest bits: a block may come to rows of another tile. So it is at most the key.
+/// A word of [`Memory::BEST`] has the number of a tile of rows in place of a key's lowest bits: a block may come to
+/// rows of another tile. So it is at most the key.
 const TAGS: u32 = 4;
-const _: () = assert!(MAX_WIDE_ROWS <= TAGS * 128);
+const _: () = assert!(MAX_BATCHED_ROWS <= TAGS * 128);
 
 impl Best {
     #[inline(always)]
-    unsafe fn new<const ROWS: u32>(p: &WideStep, outputs: &Outputs, unit: &Unit, first: u32) -> Self {
-        let first = 8 * first + 2 * (thread::fresh(thread::lane_id()) % 4);
+    unsafe fn new<const ROWS: u32>(p: &BatchedStep, outputs: &Outputs, unit: &Unit, first: u32) -> Self {
+        let first = 8 * first + 2 * (thread::opaque(thread::lane_id()) % 4);
         Self {
             // SAFETY: there is a word for each row.
             all: unsafe { p.best.at((unit.row + first) as usize) },
             here: Memory::<ROWS>::BEST + first * 4,
             tile: unit.row / ROWS,
-            feature: outputs.strip * STRIP + outputs.g,
+            feature: outputs.n_tile * N_TILE + outputs.g,
         }
     }
 
-    /// Looks at the lane's sums of a quarter of a tile's rows, from group `j` on. Few are better than what the block knows of already: all that is known of the quarter is looked at first.
+    /// Looks at the lane's sums of a quarter of a tile's rows, from group `j` on. Few are better than what the block
+    /// knows of already: all that is known of the quarter is looked at first.
     #[inline(always)]
     unsafe fn look<const TILES: usize>(&self, outputs: &Outputs, j: u32, sums: [[f32; 4]; QUARTER]) {
         unsafe {
@@ -326,11 +333,11 @@ impl Best {
     }
 }
 
-/// Puts the sums in the lower accumulators where they belong, a quarter of a tile's rows at a time. They are multiplied with `scale`, and `old` is what the first of these are
-/// added to, asked for before.
+/// Puts the sums in the lower accumulators where they belong, a quarter of a tile's rows at a time. They are multiplied
+/// with `scale`, and `old` is what the first of these are added to, asked for before.
 #[inline(always)]
 pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
-    p: &WideStep,
+    p: &BatchedStep,
     unit: &Unit,
     outputs: &Outputs,
     first: u32,
@@ -338,7 +345,7 @@ pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
     (mut old, scale): ([[f32; 4]; QUARTER], f32),
 ) {
     unsafe {
-        let best = if KIND == Kind::BEST { Some(Best::new::<ROWS>(p, outputs, unit, first)) } else { None };
+        let best = if KIND == PhaseKind::BEST { Some(Best::new::<ROWS>(p, outputs, unit, first)) } else { None };
         macro_rules! quarters {
             ($groups:tt) => {
                 if TILES == 4 * $groups {

@@ -3,18 +3,18 @@
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16};
 
-use super::{RESIDUES, TILE_STRIPS};
+use super::{K_SPLITS, TILE_N_TILES};
 use crate::linear::SLICE;
 
 /// What a phase does.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, cuda_std::Layout)]
-pub enum Kind {
+pub enum PhaseKind {
     /// The residual stream begins as the tokens' embeddings.
     Embed,
     /// `y = x · wᵀ`.
     Write,
-    /// Of each row of `x · wᵀ` the [best token](super::WideStep::best).
+    /// Of each row of `x · wᵀ` the [best token](super::BatchedStep::best).
     Best,
     /// `residual += x · wᵀ`; features are a multiple of 16.
     Add,
@@ -24,7 +24,7 @@ pub enum Kind {
     Attend,
 }
 
-impl Kind {
+impl PhaseKind {
     pub(super) const EMBED: u32 = Self::Embed as u32;
     pub(super) const WRITE: u32 = Self::Write as u32;
     pub(super) const BEST: u32 = Self::Best as u32;
@@ -32,36 +32,37 @@ impl Kind {
     pub(super) const SWIGLU: u32 = Self::SwiGlu as u32;
     pub(super) const ATTEND: u32 = Self::Attend as u32;
 
-    /// Whether this is one of the products.
+    /// Whether this is one of the GEMMs.
     #[inline(always)]
-    pub(super) const fn is_product(kind: u32) -> bool {
+    pub(super) const fn is_gemm(kind: u32) -> bool {
         matches!(kind, Self::WRITE..=Self::SWIGLU)
     }
 
-    /// Whether this is one of the products whose input has a norm to be divided by.
+    /// Whether this is one of the GEMMs whose input has a norm to be divided by.
     #[inline(always)]
     pub(super) const fn is_normed(kind: u32) -> bool {
-        Self::is_product(kind) && kind != Self::ADD
+        Self::is_gemm(kind) && kind != Self::ADD
     }
 }
 
-/// A phase of a [step](super::WideStep). What its kind does not name is zero.
+/// A phase of a [step](super::BatchedStep). What its kind does not name is zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Phase {
     /// What is done.
-    pub kind: Kind,
-    /// Products: strips of the matrix.
-    pub strips: u32,
-    /// Products: output features; of SwiGLU, those of its result.
+    pub kind: PhaseKind,
+    /// GEMMs: N-tiles of the matrix.
+    pub n_tiles: u32,
+    /// GEMMs: output features; of SwiGLU, those of its result.
     pub n: u32,
-    /// Products: input features, a multiple of 64.
+    /// GEMMs: input features, a multiple of 64.
     pub k: u32,
-    /// Products: [`Share::new`] of all tiles over the grid.
+    /// GEMMs: [`Share::new`] of all tiles over the grid.
     pub share: Share,
-    /// Products: the matrix's first [`Pass::base`](crate::stream::Pass::base).
+    /// GEMMs: the matrix's first [`Wave::base`](crate::decode::Wave::base).
     pub base: u64,
-    /// Products: the activations, bf16 `[rows, k]` with each row in the order of [`slot`](crate::linear::slot), in tiles of as many rows as the kernel's have.
+    /// GEMMs: the activations, bf16 `[rows, k]` with each row in the order of [`slot`](crate::linear::slot), in tiles
+    /// of as many rows as the kernel's have.
     pub x: Global<TensorMap>,
     /// `Write`: `[rows, n]`.
     pub y: GlobalMut<f32>,
@@ -72,21 +73,22 @@ pub struct Phase {
     pub key_norm: Global<bf16>,
     /// `Attend`: the layer's cache pages, as [`Cache::pages`](crate::kv::Cache::pages).
     pub pages: GlobalMut<bf16>,
-    /// `Attend`: `[pages, kv_heads]` the [forms](crate::packed::Form) of those that are [packed](super::WideStep::packed).
+    /// `Attend`: `[pages, kv_heads]` the [forms](crate::packed::Form) of those that are
+    /// [packed](super::BatchedStep::packed).
     pub forms: Global<u32>,
-    /// Products: tiles of rows, for all rows that there may be.
+    /// GEMMs: tiles of rows, for all rows that there may be.
     pub row_tiles: u32,
-    /// Products: what their sums are multiplied with, if [weights](crate::weights) say so.
+    /// GEMMs: what their sums are multiplied with, if [weights](crate::weights) say so.
     pub scale: f32,
 }
 
 impl Phase {
     /// One that needs nothing.
     #[must_use]
-    pub fn new(kind: Kind) -> Self {
+    pub fn new(kind: PhaseKind) -> Self {
         Self {
             kind,
-            strips: 0,
+            n_tiles: 0,
             n: 0,
             k: 0,
             share: Share { whole: 0, shift: 0 },
@@ -120,7 +122,8 @@ pub struct Share {
     pub shift: u32,
 }
 
-/// What it costs that two or four parts of a tile of so many rows exchange chains, in slots of the ring: within a cluster 2 and 4 µs, through memory 5 µs with 64 rows and 12 with 128, on an H100.
+/// What it costs that two or four parts of a tile of so many rows exchange split-K partials, in stages of the ring:
+/// within a cluster 2 and 4 µs, through memory 5 µs with 64 rows and 12 with 128, on an H100.
 const fn exchange(shift: u32, rows: u32) -> u32 {
     match (shift, rows) {
         (0, _) => 0,
@@ -132,18 +135,19 @@ const fn exchange(shift: u32, rows: u32) -> u32 {
 }
 
 impl Share {
-    /// Of `tiles` of 64, 96 or 128 `rows` over `grid` blocks, for a matrix with `k` input features: the split with the shortest last round, and of equal ones the coarsest. No more
-    /// parts than blocks: a block waits for a tile's parts, and would for a later one of its own. The blocks are whole clusters: two parts are one's.
+    /// Of `tiles` of 64, 96 or 128 `rows` over `grid` blocks, for a matrix with `k` input features: the split with the
+    /// shortest last round, and of equal ones the coarsest. No more parts than blocks: a block waits for a tile's
+    /// parts, and would for a later one of its own. The blocks are whole clusters: two parts are one's.
     ///
     /// # Panics
     /// Without blocks: a bug of the caller.
     #[must_use]
     pub const fn new(tiles: u32, rows: u32, grid: u32, k: u32) -> Self {
         let left = tiles % grid;
-        let depth = (k / SLICE).div_ceil(RESIDUES);
+        let depth = (k / SLICE).div_ceil(K_SPLITS);
         let (mut shift, mut best, mut tried) = (0, u32::MAX, 0);
-        while RESIDUES >> tried > 0 && 1 << tried <= grid {
-            let part = (RESIDUES >> tried) * depth + exchange(tried, rows);
+        while K_SPLITS >> tried > 0 && 1 << tried <= grid {
+            let part = (K_SPLITS >> tried) * depth + exchange(tried, rows);
             let time = (left << tried).div_ceil(grid) * part;
             if time < best {
                 (shift, best) = (tried, time);
@@ -155,20 +159,21 @@ impl Share {
 
     /// Whether a tile that is not whole is two parts', the two blocks' of a cluster; it is four parts' if not.
     #[inline(always)]
-    pub(super) const fn is_paired(&self) -> bool {
+    pub(super) const fn is_in_cluster(&self) -> bool {
         self.shift == 1
     }
 
     /// Whether a unit is a whole tile.
     #[inline(always)]
     pub(super) const fn is_whole(&self, unit: &Unit) -> bool {
-        unit.end - unit.residue == RESIDUES
+        unit.end - unit.k_split == K_SPLITS
     }
 
-    /// Which part of its tile a unit is. Its own rows, those that it finishes, are as many groups of eight as [`groups`](Self::groups) says, part by part.
+    /// Which part of its tile a unit is. Its own rows, those that it finishes, are as many groups of eight as
+    /// [`groups`](Self::groups) says, part by part.
     #[inline(always)]
     pub(super) const fn part(&self, unit: &Unit) -> u32 {
-        (unit.residue << self.shift) / RESIDUES
+        (unit.k_split << self.shift) / K_SPLITS
     }
 
     /// Groups of eight rows that a part finishes, of the `TILES` of a tile.
@@ -177,45 +182,45 @@ impl Share {
         TILES as u32 >> self.shift
     }
 
-    /// Tiles of a matrix of `strips` strips and of so many tiles of rows.
+    /// Tiles of a matrix of `n_tiles` N-tiles and of so many tiles of rows.
     #[inline(always)]
     #[must_use]
-    pub const fn tiles(strips: u32, row_tiles: u32) -> u32 {
-        strips.div_ceil(TILE_STRIPS) * row_tiles
+    pub const fn tiles(n_tiles: u32, row_tiles: u32) -> u32 {
+        n_tiles.div_ceil(TILE_N_TILES) * row_tiles
     }
 }
 
 /// A tile, or a part of it, and how to walk its slices.
 #[derive(Clone, Copy)]
 pub(super) struct Unit {
-    /// First strip.
-    pub strip: u32,
+    /// First N-tile.
+    pub n_tile: u32,
     /// First row.
     pub row: u32,
     /// Number among split tiles.
     pub split: u32,
-    pub residue: u32,
+    pub k_split: u32,
     pub end: u32,
 }
 
-/// What all roles need of a product, read once a phase.
+/// What all roles need of a GEMM, read once a phase.
 #[derive(Clone, Copy)]
-pub(super) struct Product {
+pub(super) struct GemmPhase {
     pub phase: Global<Phase>,
-    pub strips: u32,
+    pub n_tiles: u32,
     pub k: u32,
     pub share: Share,
     row_tiles: u32,
 }
 
-impl Product {
+impl GemmPhase {
     #[inline(always)]
     pub unsafe fn new(phase: Global<Phase>) -> Self {
         unsafe {
             let share = field!(phase, share: [u32; 2]);
             Self {
                 phase,
-                strips: field!(phase, strips: u32),
+                n_tiles: field!(phase, n_tiles: u32),
                 k: field!(phase, k: u32),
                 share: Share { whole: share[0], shift: share[1] },
                 row_tiles: field!(phase, row_tiles: u32),
@@ -233,16 +238,16 @@ impl Product {
             let part = number - whole;
             (whole + (part >> shift), part >> shift, part & ((1 << shift) - 1), shift)
         };
-        if tile >= Share::tiles(self.strips, self.row_tiles) {
+        if tile >= Share::tiles(self.n_tiles, self.row_tiles) {
             return None;
         }
-        let residues = RESIDUES >> shift;
-        let residue = part * residues;
-        // SAFETY: a product has rows.
+        let k_splits = K_SPLITS >> shift;
+        let k_split = part * k_splits;
+        // SAFETY: a GEMM has rows.
         unsafe { cuda_std::assume(self.row_tiles > 0) };
         let across = tile / self.row_tiles;
-        let (strip, row) = (across * TILE_STRIPS, (tile - across * self.row_tiles) * rows);
-        Some(Unit { strip, row, split, residue, end: residue + residues })
+        let (n_tile, row) = (across * TILE_N_TILES, (tile - across * self.row_tiles) * rows);
+        Some(Unit { n_tile, row, split, k_split, end: k_split + k_splits })
     }
 
     /// Whether the two blocks of a cluster have the same features of this unit's, for two tiles of rows.
@@ -251,9 +256,9 @@ impl Product {
         self.row_tiles.is_multiple_of(2) && self.share.is_whole(unit)
     }
 
-    /// Slices of a residue.
+    /// Slices of a split-K index.
     #[inline(always)]
-    pub fn depth(&self, residue: u32) -> u32 {
-        (self.k / SLICE + RESIDUES - 1 - residue) / RESIDUES
+    pub fn depth(&self, k_split: u32) -> u32 {
+        (self.k / SLICE + K_SPLITS - 1 - k_split) / K_SPLITS
     }
 }

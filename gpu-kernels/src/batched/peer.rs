@@ -1,6 +1,7 @@
-//! What the two blocks of a cluster send each other of a tile that is theirs: sums of the rows that the other finishes, from a warp to the one that has the same features there,
-//! straight into shared memory. They come where activations did: the other block says when it has no more use for these, and the next are asked for when all
-//! blocks are done with the phase. And how the two [keep step](keep_step).
+//! What the two blocks of a cluster send each other of a tile that is theirs: sums of the rows that the other finishes,
+//! from a warp to the one that has the same features there, straight into shared memory. They come where activations
+//! did: the other block says when it has no more use for these, and the next are asked for when all blocks are done
+//! with the phase. And how the two [keep step](keep_step).
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster::{self, PeerBarrier, PeerShared};
@@ -10,7 +11,8 @@ use cuda_std::{thread, wgmma};
 use super::{Memory, WARPS};
 use crate::waiting;
 
-/// One that says that the other block's activations may be overwritten, one for each warp's sums, and one for who [keeps step](keep_step).
+/// One that says that the other block's activations may be overwritten, one for each warp's sums, and one for who
+/// [keeps step](keep_step).
 pub const BARRIERS: u32 = 2 + WARPS;
 const STEP: u32 = 1 + WARPS;
 /// Of eight rows, from all lanes of a warp.
@@ -19,7 +21,7 @@ const GROUP_BYTES: u32 = 32 * 16;
 /// A barrier of this block.
 #[inline(always)]
 unsafe fn barrier<const ROWS: u32>(number: u32) -> Barrier {
-    unsafe { Barrier::at(shared::dynamic(Memory::<ROWS>::PAIR + number * 8)) }
+    unsafe { Barrier::at(shared::dynamic(Memory::<ROWS>::PEER + number * 8)) }
 }
 
 /// The other block's rank.
@@ -43,7 +45,8 @@ pub unsafe fn init<const ROWS: u32>() {
     }
 }
 
-/// One lane of each block waits for the other's, now and then: where both read the same weights, and memory is to be asked for them once. `parity` says whether they met an odd number of times.
+/// One lane of each block waits for the other's, now and then: where both read the same weights, and memory is to be
+/// asked for them once. `parity` says whether they met an odd number of times.
 #[inline(always)]
 pub unsafe fn keep_step<const ROWS: u32>(parity: u32) {
     unsafe {
@@ -57,57 +60,59 @@ pub unsafe fn keep_step<const ROWS: u32>(parity: u32) {
 
 /// A warp's end of the exchange.
 #[derive(Clone, Copy)]
-pub struct Pair<const ROWS: u32> {
+pub struct Peer<const ROWS: u32> {
     warp: u32,
     lane: u32,
     /// Of the phase of all barriers that ends with this exchange.
     parity: u32,
 }
 
-impl<const ROWS: u32> Pair<ROWS> {
+impl<const ROWS: u32> Peer<ROWS> {
     const GROUPS: u32 = ROWS / 8 / 2;
 
     #[inline(always)]
     pub fn new(parity: u32) -> Self {
-        Self { warp: thread::fresh(thread::warp_id()), lane: thread::fresh(thread::lane_id()), parity }
+        Self { warp: thread::opaque(thread::warp_id()), lane: thread::opaque(thread::lane_id()), parity }
     }
 
-    /// Where the first group of the first chain is, for this lane.
+    /// Where the first group of the first split-K partial is, for this lane.
     #[inline(always)]
     unsafe fn first(&self) -> Shared<u8> {
         unsafe { shared::dynamic(Memory::<ROWS>::ROW_RING.start + self.warp * GROUP_BYTES + self.lane * 16) }
     }
 
-    /// How many bytes further a chain's group `group` of rows is.
+    /// How many bytes further a split-K partial's group `group` of rows is.
     #[inline(always)]
-    const fn offset(chain: u32, group: u32) -> u32 {
-        (chain * Self::GROUPS + group) * WARPS * GROUP_BYTES
+    const fn offset(k_partial: u32, group: u32) -> u32 {
+        (k_partial * Self::GROUPS + group) * WARPS * GROUP_BYTES
     }
 
-    /// This warp has multiplied all activations that it had; waits until all of the other block have, and so may be sent to. `chains` will come.
+    /// This warp has multiplied all activations that it had; waits until all of the other block have, and so may be
+    /// sent to. `k_partials` will come.
     #[inline(always)]
-    pub unsafe fn open(&self, chains: u32) {
+    pub unsafe fn open(&self, k_partials: u32) {
         unsafe {
             PeerBarrier::new(barrier::<ROWS>(0), other()).arrive_if(self.lane == 0);
             if self.lane == 0 {
-                barrier::<ROWS>(1 + self.warp).arrive_expect_tx(chains * Self::GROUPS * GROUP_BYTES);
+                barrier::<ROWS>(1 + self.warp).arrive_expect_tx(k_partials * Self::GROUPS * GROUP_BYTES);
             }
             waiting::for_phase(barrier::<ROWS>(0), self.parity);
         }
     }
 
-    /// Sends what this part of a tile has of the other's rows, and adds what comes to what it has of its own: sums are in the first of the lower accumulators then. The first part has a total in the
-    /// lower ones, the second a chain in the lower ones and one in the upper.
+    /// Sends what this part of a tile has of the other's rows, and adds what comes to what it has of its own: sums are
+    /// in the first of the lower accumulators then. The first part has a total in the lower ones, the second a split-K
+    /// partial in the lower ones and one in the upper.
     #[inline(always)]
     pub unsafe fn exchange<const TILES: usize>(&self, part: u32) {
         // Of this block and of the other one.
         let (from, own) = unsafe { (self.first(), barrier::<ROWS>(1 + self.warp)) };
         let (to, arrived) = (PeerShared::new(from, other()), PeerBarrier::new(own, other()));
-        let send = |chain, group, sums: [f32; 4]| unsafe {
-            cluster::send16(to.at(Self::offset(chain, group)), sums.map(f32::to_bits), arrived);
+        let send = |k_partial, group, sums: [f32; 4]| unsafe {
+            cluster::send16(to.at(Self::offset(k_partial, group)), sums.map(f32::to_bits), arrived);
         };
-        let received = |chain, group| unsafe {
-            from.at(Self::offset(chain, group) as usize).cast::<u32>().load16(0).map(f32::from_bits)
+        let received = |k_partial, group| unsafe {
+            from.at(Self::offset(k_partial, group) as usize).cast::<u32>().load16(0).map(f32::from_bits)
         };
         macro_rules! exchange {
             ($groups:tt) => {
@@ -126,14 +131,14 @@ impl<const ROWS: u32> Pair<ROWS> {
                     if part == 0 {
                         unroll!(J < $groups; {
                             let total = accumulators!(4 * J);
-                            let chains = [0, 1].map(|chain| received(chain, J as u32));
-                            accumulators!(4 * J, [0, 1, 2, 3].map(|e| total[e] + chains[0][e] + chains[1][e]));
+                            let k_partials = [0, 1].map(|k_partial| received(k_partial, J as u32));
+                            accumulators!(4 * J, [0, 1, 2, 3].map(|e| total[e] + k_partials[0][e] + k_partials[1][e]));
                         });
                     } else {
                         unroll!(J < $groups; {
                             let total = received(0, J as u32);
-                            let chains = [accumulators!(4 * J + 4 * $groups), accumulators!(64 + 4 * J + 4 * $groups)];
-                            accumulators!(4 * J, [0, 1, 2, 3].map(|e| total[e] + chains[0][e] + chains[1][e]));
+                            let k_partials = [accumulators!(4 * J + 4 * $groups), accumulators!(64 + 4 * J + 4 * $groups)];
+                            accumulators!(4 * J, [0, 1, 2, 3].map(|e| total[e] + k_partials[0][e] + k_partials[1][e]));
                         });
                     }
                 }

@@ -1,25 +1,25 @@
-//! Where the sums of products go.
+//! The epilogues of the decode kernel's GEMMs.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{bf16, math, shared, thread, warp};
 
-use super::super::exchange::{Kind, Word};
+use super::super::exchange::{Word, WordKind};
 use super::super::{BEST, FACTORS, Matrix, WARPS};
 use super::{Consumer, Part, one};
 use crate::attention::Divisor;
 use crate::gate::swiglu;
 use crate::kv::HEAD_DIM;
-use crate::linear::STRIP;
-use crate::norm::strip_squares;
+use crate::linear::N_TILE;
+use crate::norm::n_tile_squares;
 use crate::sample::rank;
 
-/// The outputs of a part, by strip, row and feature.
+/// The outputs of a part, by N-tile, row and feature.
 pub struct Outputs {
-    /// Output features of a strip, a power of two.
+    /// Output features of an N-tile, a power of two.
     pub width_log2: u32,
     rows: Divisor,
     pub total: u32,
-    /// The first strip's place in its matrix; the others follow `grid` apart.
+    /// The first N-tile's place in its matrix; the others follow `grid` apart.
     place: u32,
     grid: u32,
 }
@@ -31,14 +31,14 @@ impl Outputs {
         let valid = e < self.total;
         let rest = if valid { e >> self.width_log2 } else { 0 };
         let feature = e & !(!0 << self.width_log2);
-        let (strip, row) = self.rows.divide(rest);
-        Output { row, strip, feature: ((self.place + strip * self.grid) << self.width_log2) + feature, valid }
+        let (n_tile, row) = self.rows.divide(rest);
+        Output { row, n_tile, feature: ((self.place + n_tile * self.grid) << self.width_log2) + feature, valid }
     }
 }
 
-/// What a sum is added to: an element of the residual, with its weight in the norm that comes next, or a bias.
+/// What a sum is added to: an element of the residual with its weight in the next norm, or a bias.
 #[derive(Clone, Copy, Default)]
-pub struct Old {
+pub struct Addend {
     x: f32,
     /// Instead of that, of one row.
     pub word: Word,
@@ -49,8 +49,8 @@ pub struct Old {
 #[derive(Clone, Copy, Default)]
 pub struct Output {
     pub row: u32,
-    /// The strip, of the part's.
-    pub strip: u32,
+    /// The N-tile, of the part's.
+    pub n_tile: u32,
     pub feature: u32,
     /// Whether there is one.
     pub valid: bool,
@@ -68,27 +68,27 @@ impl Consumer<'_> {
     #[inline(always)]
     pub(super) fn outputs(&self, part: &Part) -> Outputs {
         // Not by a choice of two, which the compiler would look up in memory.
-        let width_log2 = STRIP.ilog2() - u32::from(part.matrix == Matrix::GateUp);
+        let width_log2 = N_TILE.ilog2() - u32::from(part.matrix == Matrix::GateUp);
         let total = (part.mine * self.count) << width_log2;
-        let place = part.first_strip + part.place;
+        let place = part.first_n_tile + part.place;
         Outputs { width_log2, rows: self.rows, total, place, grid: self.walk.grid }
     }
 
     /// What this lane's first two outputs of a part are combined with.
     #[inline(always)]
-    pub(super) unsafe fn first_olds(&self, part: &Part) -> [Old; 2] {
-        let (outputs, thread) = (self.outputs(part), thread::fresh(thread::thread_idx_x()));
+    pub(super) unsafe fn first_addends(&self, part: &Part) -> [Addend; 2] {
+        let (outputs, thread) = (self.outputs(part), thread::opaque(thread::thread_idx_x()));
         let [first, second] = [0, WARPS * 32].map(|i| outputs.at(thread + i));
-        unsafe { [self.old::<false>(part, &first), self.old::<false>(part, &second)] }
+        unsafe { [self.addend::<false>(part, &first), self.addend::<false>(part, &second)] }
     }
 
     /// What an output is combined with, where it is added to the residual or has a bias.
     #[inline(always)]
-    pub(super) unsafe fn old<const ONE: bool>(&self, part: &Part, output: &Output) -> Old {
+    pub(super) unsafe fn addend<const ONE: bool>(&self, part: &Part, output: &Output) -> Addend {
         unsafe {
             let p = self.p;
             if !output.valid {
-                return Old::default();
+                return Addend::default();
             }
             let norm = match part.matrix {
                 Matrix::Output => p.post_attention_norm(part.index / 4),
@@ -101,34 +101,35 @@ impl Consumer<'_> {
                         let bias = p.biases.load_nc((part.index / 4 * heads + output.feature) as usize);
                         x = math::from_bf16(bias);
                     }
-                    return Old { x, ..Old::default() };
+                    return Addend { x, ..Addend::default() };
                 }
-                _ => return Old::default(),
+                _ => return Addend::default(),
             };
             let weight = norm.load_nc(output.feature as usize);
             if ONE {
-                Old { word: self.added_to(part.index).ask(output.feature), weight, ..Old::default() }
+                Addend { word: self.added_to(part.index).ask(output.feature), weight, ..Addend::default() }
             } else {
                 let x = p.work.residual.x.load((output.row * p.work.residual.dim + output.feature) as usize);
-                Old { x, weight, ..Old::default() }
+                Addend { x, weight, ..Addend::default() }
             }
         }
     }
 
-    /// Puts out an element of the residual, as [`Residual::put`](crate::norm::Residual::put) does, in words: `stage` matrices have done so, or begun to.
+    /// Puts out an element of the residual, as [`Residual::put`](crate::norm::Residual::put) does, in words: `stage`
+    /// matrices have done so, or begun to.
     #[inline(always)]
     pub(super) unsafe fn put_words(&self, stage: u32, element: u32, weight: bf16, x: f32, valid: bool) {
         unsafe {
             let scaled = pair_with_next(math::to_bf16(x * math::from_bf16(weight)));
             if valid && element.is_multiple_of(2) {
-                self.taken_in(Kind::Scaled, stage).put(element / 2, scaled);
+                self.taken_in(WordKind::Scaled, stage).put(element / 2, scaled);
             }
-            let squares = strip_squares(x);
+            let squares = n_tile_squares(x);
             if valid {
-                if element.is_multiple_of(STRIP) {
-                    self.taken_in(Kind::Squares, stage).put(element / STRIP, squares.to_bits());
+                if element.is_multiple_of(N_TILE) {
+                    self.taken_in(WordKind::Squares, stage).put(element / N_TILE, squares.to_bits());
                 }
-                self.taken_in(Kind::Residual, stage).put(element, x.to_bits());
+                self.taken_in(WordKind::Residual, stage).put(element, x.to_bits());
             }
         }
     }
@@ -140,7 +141,7 @@ impl Consumer<'_> {
         part: &Part,
         output: &Output,
         sum: f32,
-        old: Old,
+        old: Addend,
         up: impl Fn() -> f32,
     ) {
         unsafe {
@@ -150,7 +151,7 @@ impl Consumer<'_> {
             match part.matrix {
                 Matrix::Qkv => {
                     if ONE && valid {
-                        self.put_out(Kind::Heads, part.index).put(feature, (sum * factor() + old.x).to_bits());
+                        self.put_out(WordKind::Heads, part.index).put(feature, (sum * factor() + old.x).to_bits());
                     } else if valid {
                         let heads = (p.work.q_heads + 2 * p.work.kv_heads) * HEAD_DIM;
                         p.work.qkv.store((row * heads + feature) as usize, sum * factor() + old.x);
@@ -176,7 +177,7 @@ impl Consumer<'_> {
                     if ONE {
                         let word = pair_with_next(product);
                         if valid && feature.is_multiple_of(2) {
-                            self.put_out(Kind::Activation, part.index).put(feature / 2, word);
+                            self.put_out(WordKind::Activation, part.index).put(feature / 2, word);
                         }
                     } else if valid {
                         p.work.activation.store((row * p.intermediate + feature) as usize, product);
@@ -189,12 +190,12 @@ impl Consumer<'_> {
                         p.logits.store(row as usize * p.work.vocab as usize + feature as usize, logit);
                     }
                     let mut best = if valid { rank(logit, feature) } else { 0 };
-                    let mut mask = STRIP / 2;
+                    let mut mask = N_TILE / 2;
                     while mask > 0 {
                         best = best.max(warp::shuffle_xor(best, mask));
                         mask /= 2;
                     }
-                    if output.valid && feature.is_multiple_of(STRIP) {
+                    if output.valid && feature.is_multiple_of(N_TILE) {
                         let bests = shared::dynamic::<u64>(BEST);
                         atomic::fetch_max(bests, row as usize, best, Ordering::Relaxed, Scope::Block);
                     }

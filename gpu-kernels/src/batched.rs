@@ -1,34 +1,40 @@
-//! A step of many sequences in one launch: the bits of [`linear`](crate::linear) and [`attention`](crate::attention), on Hopper's warpgroup products.
+//! A step of many sequences in one launch: the bits of [`linear`](crate::linear) and [`attention`](crate::attention),
+//! on Hopper's `wgmma`.
 //!
-//! As in the [stream](crate::stream), memory is read without a pause: weights, and keys and values of earlier steps, depend on nothing that a step does. Here the step
-//! is a list of [phases](Phase) in memory, and between two of them all blocks meet:
+//! As in the [decode kernel](crate::decode), memory is read without a pause: weights, and keys and values of earlier
+//! steps, depend on nothing that a step does. Here the step is a list of [phases](Phase) in memory, and between two of
+//! them all blocks wait at a grid barrier:
 //!
 //! ```text
-//! warp 8         weights: 64 inputs of 8 strips; pages of keys, of values            ──bulk copies──► ring of slots of 16 KiB
-//! warp 9         activations [ROWS × 64], by TMA; an item's queries, which it makes                   ──► rings of slots of ROWS × 128 bytes
-//! warps 10, 11   the rows' norm factors; how attention falls to blocks; a step's keys and values, into the cache after attention
-//! warps 0 to 7   what is to be done with all that; they meet the other blocks
+//! warp 8         weights: 64 inputs of 8 N-tiles; pages of keys and values ──bulk copies──► ring of stages of 16 KiB
+//! warp 9         activations [ROWS × 64] by TMA; an item's queries     ──► rings of stages of ROWS × 128 bytes
+//! warps 10, 11   norm factors; the tile scheduler of attention; then a step's keys and values, into the cache
+//! warps 0 to 7   consumers: MMAs and epilogues; they wait at the grid barriers
 //! ```
 //!
-//! Warp 8 passes every meeting without stopping; the other producers wait for what they bring.
+//! Warp 8 passes every grid barrier without stopping; the other producers wait for what they bring.
 //!
-//! # Products
-//! A block takes 128 output features (a *tile*: 8 strips) × `ROWS` = 64, 96 or 128 rows at a time. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with
-//! both from shared memory: weights as core matrices, as they lie in a chunk of the [stream](crate::stream), activations swizzled. With 64 rows weights go through registers,
-//! so that a slot is free before it is multiplied. The epilogue is in registers.
+//! # GEMMs
+//! A block takes 128 output features (a *tile*: 8 N-tiles) × `ROWS` = 64, 96 or 128 rows at a time. Each of two
+//! warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with both from shared memory: weights as core
+//! matrices, as they lie in a chunk of the [decode kernel](crate::decode), activations swizzled. With 64 rows weights
+//! go through registers, so that a stage is free before it is multiplied. The epilogue is in registers.
 //!
-//! In [`linear`](crate::linear) warp `w` of 4 chains the slices `w, w + 4, …` in the tensor core, and the warps' sums are added from first to last. Here one
-//! warpgroup does the same chains one after another: all slices of *residue* 0, then of residue 1, …, and adds each finished chain to its totals. On Hopper
-//! `wgmma` and `mma.sync` give the same bits for the same 16 products (measured: 4 × 4,096 sums of 4,096 products, plain, of equal sign and spread over
-//! 24 binary orders; and the order within the 16 does not matter). Which 16 inputs an instruction takes follows from `linear`'s loads of 16 bytes; activations are
-//! kept in that order, see [`slot`](crate::linear::slot).
+//! In [`linear`](crate::linear) warp `w` of 4 adds up the slices `w, w + 4, …` in the tensor core, and the warps'
+//! split-K partials are added from first to last. Here one warpgroup makes the same split-K partials one after another:
+//! all slices of split-K index 0, then of index 1, …, and adds each finished split-K partial to its totals. On Hopper
+//! `wgmma` and `mma.sync` give the same bits for the same 16 products (measured: 4 × 4,096 sums of 4,096 products,
+//! plain, of equal sign and spread over 24 binary orders; and the order within the 16 does not matter). Which 16 inputs
+//! an instruction takes follows from `linear`'s loads of 16 bytes; activations are kept in that order, see
+//! [`slot`](crate::linear::slot).
 //!
-//! Whole rounds of tiles, one a block, run like that. What is left is split by residues into two or four parts a tile, where that pays ([`Share`]): each part finishes its own
-//! share of the rows, gives the others its chains of theirs, and adds those of its own, in order. Two parts are the two blocks of a cluster, and send them into each other's shared
-//! memory (`pair.rs`); four leave them in memory (L2, in truth).
+//! Whole rounds of tiles, one a block, run like that. What is left is split along K into two or four parts a tile,
+//! where that pays ([`Share`]). Each part finishes its own share of the rows: it gives the other parts its split-K
+//! partials of their rows, and adds up those of its own rows, in order. Two parts are the two blocks of a cluster, and
+//! send them into each other's shared memory (`peer.rs`); four leave them in memory, which L2 holds.
 //!
 //! # Attention
-//! Items are told of in `attention.rs` beside this, and how they fall to blocks in `deal.rs`.
+//! `attention.rs` says what an item is, and `tile_scheduler.rs` how items fall to blocks.
 
 /// Four accumulators from this one on, got or set: a lane's sums of a group of eight rows.
 macro_rules! accumulators {
@@ -58,17 +64,17 @@ macro_rules! field {
 
 mod alone;
 mod attention;
-mod deal;
 mod factors;
+mod main_loop;
 mod outputs;
-mod pair;
+mod peer;
 mod phases;
 mod pool;
 mod producer;
-mod product;
+mod tile_scheduler;
 
 pub use alone::attend_batch;
-pub use phases::{Kind, Phase, Share};
+pub use phases::{Phase, PhaseKind, Share};
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
@@ -77,28 +83,28 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp, wgmma};
 
 use crate::attention::Attend;
+use crate::decode::{SLICE_BYTES, TOGETHER};
 use crate::embedding::embed_elements;
-use crate::linear::{CHAINS, SLICE};
+use crate::linear::{K_PARTIALS, SLICE};
 use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
-use crate::stream::{SLICE_BYTES, TOGETHER};
 use crate::waiting;
 use crate::weights::{Lossless, Plain, WeightFormat};
 use crate::workspace::Workspace;
 
 /// Most rows of a step.
-pub const MAX_WIDE_ROWS: u32 = 512;
+pub const MAX_BATCHED_ROWS: u32 = 512;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
-/// Blocks of a cluster: the parts of a tile that has two are one's.
+/// Blocks of a cluster. The two parts of a split tile are those of one cluster.
 pub const CLUSTER: u32 = 2;
-/// Strips of a tile.
-pub const TILE_STRIPS: u32 = TOGETHER;
+/// N-tiles of a tile.
+pub const TILE_N_TILES: u32 = TOGETHER;
 
-/// A chain of a product takes the slices whose number has this remainder.
-const RESIDUES: u32 = CHAINS;
-/// Words of the grid's meetings, and behind them of attention's pool, and of the rows' factors.
-const MEETING_WORDS: u32 = 4 + 2 * MAX_WIDE_ROWS;
+/// Split-K partials of an output: number `i` is the sum over the K-slices whose number is `i` modulo this.
+const K_SPLITS: u32 = K_PARTIALS;
+/// Words of the grid barrier's counters, then those of attention's pool, then those of the rows' factors.
+const GRID_BARRIER_WORDS: u32 = 4 + 2 * MAX_BATCHED_ROWS;
 /// Warps that consume.
 const WARPS: u32 = 8;
 const CONSUMERS: u32 = WARPS * 32;
@@ -108,10 +114,10 @@ const PRODUCER_REGISTERS: u32 = 88;
 // A block shares out what it was launched with: 168 a lane. Asking for more waits forever.
 const _: () = assert!(256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= 384 * 168);
 const GROUP: u32 = 128;
-const WEIGHT_BYTES: u32 = TILE_STRIPS * SLICE_BYTES;
+const WEIGHT_BYTES: u32 = TILE_N_TILES * SLICE_BYTES;
 /// A warp's items of attention, 32 at a time.
 const ITEMS_BYTES: u32 = 32 * 32;
-/// In place of a number of rows: attention without products ([`attend_batch`]).
+/// In place of a number of rows: attention without GEMMs ([`attend_batch`]).
 const ALONE: u32 = 0;
 /// Where all consumers meet; the warpgroups have barriers 1 and 2.
 const ALL: u32 = 3;
@@ -120,13 +126,14 @@ const ALL: u32 = 3;
 struct Memory<const ROWS: u32>;
 
 impl<const ROWS: u32> Memory<ROWS> {
-    /// Activations of products.
+    /// Activations of GEMMs.
     const ROW_RING: Shape = Shape::new(0, if ROWS <= 96 { 8 } else { 6 }, ROWS * SLICE * 2);
-    /// What attention reduces in: the end of that memory. Activations are asked for when all blocks are done with the phase before.
+    /// What attention reduces in: the end of that memory. Activations are asked for when all blocks are done with the
+    /// phase before.
     const SCRATCH: u32 = if ROWS == ALONE { alone::SCRATCH } else { Self::ROW_RING.barriers - Attend::SHARED_BYTES };
     /// Items of attention that a warp has looked up, with how their pages lie.
     const ITEMS: u32 = Self::SCRATCH - ITEMS_BYTES;
-    /// Items of attention, in the slots before.
+    /// Items of attention, in the stages before.
     const ITEM_RING: Shape = if ROWS == ALONE {
         alone::ITEMS
     } else {
@@ -144,31 +151,31 @@ impl<const ROWS: u32> Memory<ROWS> {
     };
     /// A barrier that says that the rows' factors are there.
     const FACTORS_READY: u32 = Self::RING.end();
-    /// A barrier that says that it is known what the block has of attention, and that.
-    const DEALT: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
+    /// A barrier that says that the block's share of attention is known, then that share.
+    const SCHEDULED: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
     /// The rows' factors.
-    const FACTORS: u32 = Self::DEALT + 32;
+    const FACTORS: u32 = Self::SCHEDULED + 32;
     /// What the block knows of each row's best token, of one tile of rows: see `outputs.rs`.
-    const BEST: u32 = Self::FACTORS + MAX_WIDE_ROWS * 4;
-    /// Barriers of what the other block of a pair sends: see `pair.rs`.
-    const PAIR: u32 = Self::BEST + ROWS * 4;
-    const BYTES: u32 = Self::PAIR + pair::BARRIERS * 8;
+    const BEST: u32 = Self::FACTORS + MAX_BATCHED_ROWS * 4;
+    /// Barriers of what the other block of the cluster sends: see `peer.rs`.
+    const PEER: u32 = Self::BEST + ROWS * 4;
+    const BYTES: u32 = Self::PEER + peer::BARRIERS * 8;
 
     unsafe fn factors_ready() -> Barrier {
         unsafe { Barrier::at(shared::dynamic(Self::FACTORS_READY)) }
     }
 
-    unsafe fn dealt() -> Barrier {
-        unsafe { Barrier::at(shared::dynamic(Self::DEALT)) }
+    unsafe fn scheduled() -> Barrier {
+        unsafe { Barrier::at(shared::dynamic(Self::SCHEDULED)) }
     }
 
     /// Pages that were asked for: see [`Slots`](attention).
     unsafe fn asked() -> Shared<u32> {
-        unsafe { shared::dynamic(Self::DEALT + 8) }
+        unsafe { shared::dynamic(Self::SCHEDULED + 8) }
     }
 
-    unsafe fn deal() -> Shared<u32> {
-        unsafe { shared::dynamic(Self::DEALT + 16) }
+    unsafe fn assignment() -> Shared<u32> {
+        unsafe { shared::dynamic(Self::SCHEDULED + 16) }
     }
 
     unsafe fn items() -> Shared<u32> {
@@ -183,46 +190,51 @@ const _: () =
 const _: () =
     assert!(Memory::<64>::BYTES <= 232_448 && Memory::<96>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
 
-/// Parameters of [`wide_64`], [`wide_96`] and [`wide_128`]. Cooperative; grid: at most one block a multiprocessor, whole clusters. Shared memory: [`WideStep::shared_bytes`].
+/// Parameters of [`batched_64`], [`batched_96`] and [`batched_128`]. Cooperative; grid: at most one block an SM, whole
+/// clusters. Shared memory: [`BatchedStep::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
-pub struct WideStep {
+pub struct BatchedStep {
     /// What every whole step has. Activations are in the order of [`slot`](crate::linear::slot).
     pub work: Workspace,
     /// What to do, in order.
     pub phases: Global<Phase>,
     /// How many.
     pub phase_count: u32,
-    /// Blocks that the weights were [laid out](crate::stream::lay_out) for.
+    /// Blocks that the weights were [laid out](crate::decode::lay_out) for.
     pub blocks: u32,
-    /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
+    /// The weights, as [`lay_out`](crate::decode::lay_out) left them.
     pub stream: Global<bf16>,
     /// The same, packed: of the kernels that read them so.
     pub lossless: Lossless,
-    /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and at most
-    /// [`Attend::tile_rows`]. A sequence's rows follow each other, and so do its tiles. 8-byte aligned.
+    /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and
+    /// at most [`Attend::tile_rows`]. A sequence's rows follow each other, and so do its tiles. 8-byte aligned.
     pub tiles: Global<u32>,
-    /// `[pages]`: 1 for a page that was [packed](crate::packed), of which no row of this step has its token; 0 for others.
+    /// `[pages]`: 1 for a page that was [packed](crate::packed), of which no row of this step has its token; 0 for
+    /// others.
     pub packed: Global<u32>,
-    /// [`WideStep::items_len`] words: what a block has to attend to.
+    /// [`BatchedStep::items_len`] words: what a block has to attend to.
     pub items: GlobalMut<u32>,
-    /// `[blocks, 4]` what falls to each block in attention, if steps of the same rows are done phase by phase; null otherwise.
-    pub deals: GlobalMut<u32>,
-    /// [`WideStep::partial_len`] elements, for chains of split tiles.
+    /// `[blocks, 4]` what falls to each block in attention, if steps of the same rows are done phase by phase; null
+    /// otherwise.
+    pub assignments: GlobalMut<u32>,
+    /// [`BatchedStep::partial_len`] elements, for split-K partials of split tiles.
     pub partials: GlobalMut<f32>,
-    /// [`WideStep::arrivals_len`] words, zero before and after.
+    /// [`BatchedStep::arrivals_len`] words, zero before and after.
     pub arrivals: GlobalMut<u32>,
-    /// `[MAX_WIDE_ROWS]` the [rank](crate::sample::rank) of each row's best token, which is what `Best` finds; null where that is no phase. It is not the first one.
+    /// `[MAX_BATCHED_ROWS]` the [rank](crate::sample::rank) of each row's best token, which is what `Best` finds; null
+    /// where that is no phase. It is not the first one.
     pub best: GlobalMut<u64>,
     /// `[blocks, phases]`: when a block was done with a phase, by [`thread::global_timer`]; null when nobody asks.
     pub trace: GlobalMut<u64>,
     /// How many tiles there are.
     pub tile_count: u32,
-    /// 1 if [`deals`](Self::deals) and [`items`](Self::items) were left by a launch before with the same rows.
-    pub is_dealt: u32,
+    /// 1 if [`assignments`](Self::assignments) and [`items`](Self::items) were left by a launch before with the same
+    /// rows.
+    pub is_scheduled: u32,
 }
 
-impl WideStep {
+impl BatchedStep {
     /// Dynamic shared memory of [`attend_batch`].
     pub const ATTEND_SHARED_BYTES: u32 = Memory::<ALONE>::FACTORS;
     /// Query heads of a key-value head that [`attend_batch`] takes at most.
@@ -240,7 +252,8 @@ impl WideStep {
         }
     }
 
-    /// Elements of [`partials`](Self::partials) for any matrix and any number of tiles of `rows` rows, on a grid of `grid` blocks.
+    /// Elements of [`partials`](Self::partials) for any matrix and any number of tiles of `rows` rows, on a grid of
+    /// `grid` blocks.
     #[must_use]
     pub const fn partial_len(rows: u32, grid: u32) -> usize {
         // Fewer tiles than blocks are split, and only where that shortens the round.
@@ -249,70 +262,74 @@ impl WideStep {
         while tiles < grid {
             // Long rows are split the most.
             let share = Share::new(tiles, rows, grid, 1 << 20);
-            if share.shift == 2 && tiles * RESIDUES > most {
-                most = tiles * RESIDUES;
+            if share.shift == 2 && tiles * K_SPLITS > most {
+                most = tiles * K_SPLITS;
             }
             tiles += 1;
         }
         (most * 2 * 64 * rows) as usize
     }
 
-    /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: for both halves of each tile that may be split, how many parts' chains are there,
-    /// in two sets that products use in turn; then the grid's meetings, and how many blocks are done; two words of attention's pool; then two words of each row's norm factor; then for each row
-    /// and query head, how many splits of attention are there.
+    /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: for both halves of each tile that may be
+    /// split, how many parts' split-K partials are there, in two sets that GEMMs use in turn; then the grid barriers'
+    /// counters, and how many blocks are done; two words of attention's pool; then two words of each row's norm factor;
+    /// then for each row and query head, how many splits of attention are there.
     #[must_use]
     pub const fn arrivals_len(grid: u32, q_heads: u32) -> usize {
-        4 * grid as usize + (MEETING_WORDS + MAX_WIDE_ROWS * q_heads) as usize
+        4 * grid as usize + (GRID_BARRIER_WORDS + MAX_BATCHED_ROWS * q_heads) as usize
     }
 
     /// Words of [`items`](Self::items) for so many tiles of so many splits at most.
     #[must_use]
     pub const fn items_len(tiles: usize, kv_heads: usize, splits: usize) -> usize {
-        tiles * kv_heads * splits * deal::ITEM_WORDS as usize
+        tiles * kv_heads * splits * tile_scheduler::ITEM_WORDS as usize
     }
 
-    /// The grid's meetings. Found again wherever it is wanted: over the phases it would take registers.
+    /// The grid barriers' counters. Found again wherever it is wanted: over the phases it would take registers.
     #[inline(always)]
-    unsafe fn meetings(&self) -> GlobalMut<u32> {
-        unsafe { self.arrivals.at(4 * thread::fresh(thread::grid_dim_x()) as usize) }
+    unsafe fn grid_barriers(&self) -> GlobalMut<u32> {
+        unsafe { self.arrivals.at(4 * thread::opaque(thread::grid_dim_x()) as usize) }
     }
 
-    /// How many items of attention's pool have been asked for in this step, and how many blocks have put their part of them.
+    /// How many items of attention's pool have been asked for in this step, and how many blocks have put their part of
+    /// them.
     #[inline(always)]
     unsafe fn pool_words(&self) -> GlobalMut<u32> {
-        unsafe { self.meetings().at(2) }
+        unsafe { self.grid_barriers().at(2) }
     }
 
     /// Each row's norm factor.
     #[inline(always)]
     unsafe fn factor_words(&self) -> GlobalMut<u64> {
-        unsafe { self.meetings().at(4).cast() }
+        unsafe { self.grid_barriers().at(4).cast() }
     }
 
     /// How many splits are there of each row and query head, of those that several blocks have.
     #[inline(always)]
     unsafe fn split_arrivals(&self) -> GlobalMut<u32> {
-        unsafe { self.arrivals.at((4 * thread::grid_dim_x() + MEETING_WORDS) as usize) }
+        unsafe { self.arrivals.at((4 * thread::grid_dim_x() + GRID_BARRIER_WORDS) as usize) }
     }
 
-    /// How many parts' chains are there of each split tile's halves, in the products whose number is even, or odd.
+    /// How many parts' split-K partials are there of each split tile's halves, in the GEMMs whose number is even, or
+    /// odd.
     #[inline(always)]
     unsafe fn part_arrivals(&self, odd: u32) -> GlobalMut<u32> {
         unsafe { self.arrivals.at((odd * 2 * thread::grid_dim_x()) as usize) }
     }
 
-    /// One lane waits until all blocks have done the phases before this one, and sees what they wrote. What it copies afterwards is that, too.
+    /// One lane waits until all blocks have done the phases before this one, and sees what they wrote. What it copies
+    /// afterwards is that, too.
     #[inline(always)]
     unsafe fn wait_for(&self, phase: u32) {
         unsafe {
-            waiting::for_count(self.meetings(), 0, phase * thread::grid_dim_x());
+            waiting::for_count(self.grid_barriers(), 0, phase * thread::grid_dim_x());
             bulk::fence_proxy_async_global();
         }
     }
 
     /// A warp waits so; its first lane sees what they wrote.
     #[inline(always)]
-    unsafe fn meet(&self, phase: u32) {
+    unsafe fn grid_barrier(&self, phase: u32) {
         if thread::lane_id() == 0 {
             unsafe { self.wait_for(phase) };
         }
@@ -339,15 +356,16 @@ struct Rings {
 }
 
 impl Rings {
-    /// A slot on in those of products.
+    /// A stage on in those of GEMMs.
     #[inline(always)]
     const fn ahead(&self) -> Self {
         Self { ring: self.ring.ahead(1), rows: self.rows.ahead(1), ..*self }
     }
 
-    /// A warp gives both slots back. It has read them by products alone, and waited for these: there is nothing to fence.
+    /// A warp releases both stages. Only `wgmma` has read them, and the warp has waited for it, so there is nothing to
+    /// fence.
     #[inline(always)]
-    unsafe fn give_back(&self, lane: u32) {
+    unsafe fn release(&self, lane: u32) {
         unsafe {
             self.ring.empty().arrive_if(lane == 0);
             self.rows.empty().arrive_if(lane == 0);
@@ -355,14 +373,14 @@ impl Rings {
     }
 }
 
-/// Of what happens again and again, whether it has happened an odd number of times: a bit each, so that they stay in one register over the phases.
+/// For each kind of event, whether its count is odd: a bit each, so that all stay in one register over the phases.
 #[derive(Clone, Copy, Default)]
 struct Odd(u32);
 
 impl Odd {
-    /// Products.
-    const PRODUCTS: u32 = 1;
-    /// Products with norm factors.
+    /// GEMMs.
+    const GEMMS: u32 = 1;
+    /// GEMMs with norm factors.
     const NORMED: u32 = 2;
     /// Exchanges within the cluster.
     const EXCHANGES: u32 = 4;
@@ -381,7 +399,7 @@ impl Odd {
 }
 
 #[inline(always)]
-unsafe fn wide<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &WideStep) {
+unsafe fn batched<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     unsafe {
         wgmma::declare();
         if p.work.rows.count.load(0) == 0 {
@@ -393,8 +411,8 @@ unsafe fn wide<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &WideSte
             Ring::init(Memory::<ROWS>::ITEM_RING, WARPS);
             Ring::init(Memory::<ROWS>::RING, WARPS);
             Memory::<ROWS>::factors_ready().init(factors::WARPS);
-            Memory::<ROWS>::dealt().init(1);
-            pair::init::<ROWS>();
+            Memory::<ROWS>::scheduled().init(1);
+            peer::init::<ROWS>();
             Ring::init(Memory::<ROWS>::MESSAGES, 1);
             bulk::fence_init();
         }
@@ -420,74 +438,75 @@ unsafe fn wide<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &WideSte
 
 /// The consumers walk the phases.
 #[inline(always)]
-unsafe fn consume<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &WideStep) {
+unsafe fn consume<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     unsafe {
         let [ring, rows, items] =
             [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
         let mut rings = Rings { ring, rows, items };
         let mut odd = Odd::default();
-        // All see that behind the first meeting.
+        // All see that behind the first grid barrier.
         if !p.best.is_null() && thread::block_idx_x() == 0 {
             let mut row = thread::thread_idx_x();
-            while row < MAX_WIDE_ROWS {
+            while row < MAX_BATCHED_ROWS {
                 p.best.store(row as usize, 0);
                 row += CONSUMERS;
             }
         }
         let mut number = 0;
         while number < p.phase_count {
-            // Who is the first is asked anew behind the barrier: known on both sides of it, the compiler may write the barrier twice.
-            if thread::fresh(thread::thread_idx_x()) == 0 {
+            // The lane asks again behind the barrier whether it is the first. If the answer were known on both sides,
+            // the compiler might write the barrier twice.
+            if thread::opaque(thread::thread_idx_x()) == 0 {
                 p.wait_for(number);
             }
             thread::sync_named(ALL, CONSUMERS);
             let phase = p.phases.at(number as usize);
             match field!(phase, kind: u32) {
-                Kind::EMBED => embed(p, phase),
-                Kind::ATTEND => attention::attend::<ROWS>(p, phase, &mut rings),
+                PhaseKind::EMBED => embed(p, phase),
+                PhaseKind::ATTEND => attention::attend::<ROWS>(p, phase, &mut rings),
                 kind => {
-                    if thread::fresh(thread::thread_idx_x()) == 0 {
-                        // The other set's counts for the product to come; those of the one before have been seen by all.
-                        let other = p.part_arrivals(odd.of(Odd::PRODUCTS) ^ 1).at(2 * thread::block_idx_x() as usize);
+                    if thread::opaque(thread::thread_idx_x()) == 0 {
+                        // The other set's counts for the GEMM to come; those of the one before have been seen by all.
+                        let other = p.part_arrivals(odd.of(Odd::GEMMS) ^ 1).at(2 * thread::block_idx_x() as usize);
                         other.cast::<u64>().store(0, 0);
                     }
-                    let arrivals = p.part_arrivals(odd.of(Odd::PRODUCTS));
-                    product::multiply::<F, ROWS, TILES>(p, phase, kind, &mut rings, arrivals, &mut odd);
-                    odd.count(Odd::PRODUCTS);
-                    if Kind::is_normed(kind) {
+                    let arrivals = p.part_arrivals(odd.of(Odd::GEMMS));
+                    main_loop::multiply::<F, ROWS, TILES>(p, phase, kind, &mut rings, arrivals, &mut odd);
+                    odd.count(Odd::GEMMS);
+                    if PhaseKind::is_normed(kind) {
                         odd.count(Odd::NORMED);
                     }
                 }
             }
             // All that this block wrote comes before its arrival.
             thread::sync_named(ALL, CONSUMERS);
-            if thread::fresh(thread::thread_idx_x()) == 0 {
-                atomic::fetch_add(p.meetings(), 0, 1, Ordering::Release, Scope::Device);
+            if thread::opaque(thread::thread_idx_x()) == 0 {
+                atomic::fetch_add(p.grid_barriers(), 0, 1, Ordering::Release, Scope::Device);
                 if !p.trace.is_null() {
                     let at = thread::block_idx_x() * p.phase_count + number;
                     p.trace.store(at as usize, thread::global_timer());
                 }
             }
-            number = thread::fresh(number) + 1;
+            number = thread::opaque(number) + 1;
         }
-        // Nobody in the block waits for a meeting any more. The last block to get here sets the counters back.
+        // Nobody in the block waits for a grid barrier any more. The last block to get here sets the counters back.
         thread::sync_threads();
-        if thread::fresh(thread::warp_id()) == 0 {
+        if thread::opaque(thread::warp_id()) == 0 {
             let (grid, lane) = (thread::grid_dim_x(), thread::lane_id());
-            let meetings = p.meetings();
+            let grid_barriers = p.grid_barriers();
             let mut done = 0;
             if lane == 0 {
-                done = atomic::fetch_add(meetings, 1, 1, Ordering::AcqRel, Scope::Device) + 1;
+                done = atomic::fetch_add(grid_barriers, 1, 1, Ordering::AcqRel, Scope::Device) + 1;
             }
             // What lane 0 saw the others see behind this.
             warp::sync_warp();
             if warp::shuffle_idx(done, 0) == grid {
-                // The meetings and blocks, and with them the factors; and counts of the last product.
-                let counts = p.part_arrivals(odd.of(Odd::PRODUCTS) ^ 1);
+                // The counters of the grid barrier, of blocks and of factors; and the counts of the last GEMM.
+                let counts = p.part_arrivals(odd.of(Odd::GEMMS) ^ 1);
                 let mut i = lane;
-                while i < MEETING_WORDS.max(2 * grid) {
-                    if i < MEETING_WORDS {
-                        meetings.store(i as usize, 0);
+                while i < GRID_BARRIER_WORDS.max(2 * grid) {
+                    if i < GRID_BARRIER_WORDS {
+                        grid_barriers.store(i as usize, 0);
                     }
                     if i < 2 * grid {
                         counts.store(i as usize, 0);
@@ -501,7 +520,7 @@ unsafe fn consume<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &Wide
 
 /// The embedding of every row, spread over the grid.
 #[inline(always)]
-unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
+unsafe fn embed(p: &BatchedStep, phase: Global<Phase>) {
     unsafe {
         let norm = field!(phase, norm: Global<bf16>);
         let dim = p.work.residual.dim;
@@ -522,24 +541,24 @@ unsafe fn embed(p: &WideStep, phase: Global<Phase>) {
 
 /// The phases of a step of up to 64 rows.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn wide_64(p: WideStep) {
-    unsafe { wide::<Plain, 64, 8>(&p) }
+pub unsafe fn batched_64(p: BatchedStep) {
+    unsafe { batched::<Plain, 64, 8>(&p) }
 }
 
-/// [`wide_64`], of packed weights.
+/// [`batched_64`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn wide_64_lossless(p: WideStep) {
-    unsafe { wide::<Lossless, 64, 8>(&p) }
+pub unsafe fn batched_64_lossless(p: BatchedStep) {
+    unsafe { batched::<Lossless, 64, 8>(&p) }
 }
 
 /// The phases of a step of up to 192 rows.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn wide_96(p: WideStep) {
-    unsafe { wide::<Plain, 96, 12>(&p) }
+pub unsafe fn batched_96(p: BatchedStep) {
+    unsafe { batched::<Plain, 96, 12>(&p) }
 }
 
-/// The phases of a step of up to [`MAX_WIDE_ROWS`] rows.
+/// The phases of a step of up to [`MAX_BATCHED_ROWS`] rows.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn wide_128(p: WideStep) {
-    unsafe { wide::<Plain, 128, 16>(&p) }
+pub unsafe fn batched_128(p: BatchedStep) {
+    unsafe { batched::<Plain, 128, 16>(&p) }
 }

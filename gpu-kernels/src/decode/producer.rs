@@ -4,13 +4,14 @@ use core::ops::Range;
 
 use cuda_std::{Global, bulk, shared, tensor, thread, warp};
 
-use super::{CHUNK_BYTES, Matrix, RING, SLICE_BYTES, SLICES, StreamStep, UNITS, Walk};
+use super::{CHUNK_BYTES, DecodeStep, Matrix, RING, SLICE_BYTES, SLICES, UNITS, Walk};
 use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::PAGE_TOKENS;
 use crate::ring::Ring;
 use crate::weights::WeightFormat;
 
-/// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block takes consecutive ones.
+/// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block
+/// takes consecutive ones.
 #[derive(Clone, Copy)]
 pub struct Units {
     /// Query heads of a key-value head.
@@ -41,7 +42,7 @@ pub struct Share {
 impl Units {
     /// Those of this block when the step has `count` rows: the same in every layer.
     #[inline(always)]
-    pub unsafe fn new(p: &StreamStep, count: u32) -> Self {
+    pub unsafe fn new(p: &DecodeStep, count: u32) -> Self {
         // SAFETY: a step has so many rows.
         let last = unsafe { p.work.rows.positions.load((count - 1) as usize) };
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
@@ -125,10 +126,11 @@ impl Units {
     }
 }
 
-/// Chunks under way at a time, when `filled` of a matrix or of the block's pages have been asked for; a pass has so many `chunks`. TMA serves copies side by
-/// side: with as many as the ring has stages, the last chunk before a boundary would arrive no earlier than those after it, and the ring would be full when the pause
-/// begins that it is to bridge. So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then what memory is
-/// fastest with. (Measured on an H100.)
+/// Chunks under way at a time, when `filled` of a matrix or of the block's pages have been asked for; a wave has so
+/// many `chunks`. TMA serves copies side by side: with as many as the ring has stages, the last chunk before a boundary
+/// would arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge.
+/// So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then
+/// what memory is fastest with. (Measured on an H100.)
 #[inline(always)]
 const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
     match (one_row, filled < RING.stages) {
@@ -140,7 +142,7 @@ const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
     }
 }
 
-/// Chunks of a pass that are over before memory is in its stride: those of models of less than a billion parameters.
+/// Chunks of a wave that are over before memory is in its stride: those of models of less than a billion parameters.
 const FEW: u32 = 8;
 
 /// Waits for room for the next chunk.
@@ -152,26 +154,26 @@ unsafe fn wait(ring: &Ring, under_way: u32) {
     }
 }
 
-/// Starts the copy of a page's keys or values of a head, [`SLICES`] pieces, a lane each. Nobody reads them again in this step:
-/// what blocks exchange stays in L2 instead.
+/// Starts the copy of a page's keys or values of a head, [`SLICES`] pieces, a lane each. Nobody reads them again in
+/// this step: what blocks exchange stays in L2 instead.
 #[inline(always)]
 unsafe fn fill(ring: &Ring, from: Global<u8>) {
     unsafe {
-        let lane = thread::fresh(thread::lane_id());
+        let lane = thread::opaque(thread::lane_id());
         if lane == 0 {
             ring.full().arrive_expect_tx(CHUNK_BYTES);
         }
         warp::sync_warp();
         if lane < SLICES {
             let piece = (lane * SLICE_BYTES) as usize;
-            bulk::copy_to_shared_once(ring.slot().at(piece), from.at(piece), SLICE_BYTES, ring.full());
+            bulk::copy_to_shared_once(ring.stage_buffer().at(piece), from.at(piece), SLICE_BYTES, ring.full());
         }
     }
 }
 
-/// The producer: one warp walks every pass, and before the output projection the block's share of the cache.
+/// The producer: one warp walks every wave, and before the output projection the block's share of the cache.
 #[inline(always)]
-pub unsafe fn produce<F: WeightFormat>(p: &StreamStep, one_row: bool) {
+pub unsafe fn produce<F: WeightFormat>(p: &DecodeStep, one_row: bool) {
     unsafe {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         if thread::lane_id() == 0 {
@@ -192,17 +194,17 @@ pub unsafe fn produce<F: WeightFormat>(p: &StreamStep, one_row: bool) {
             let (mut left, k) = p.shape(matrix);
             let mut filled = 0;
             while left > 0 {
-                let pass = walk.pass(left, k);
-                left -= pass.strips;
-                let place = pass.place(block, grid);
-                let mine = pass.mine(place, grid);
-                let chunks = mine * pass.depth;
+                let wave = walk.wave(left, k);
+                left -= wave.n_tiles;
+                let place = wave.place(block, grid);
+                let mine = wave.mine(place, grid);
+                let chunks = mine * wave.depth;
                 let mut q = 0;
-                while q < pass.depth {
+                while q < wave.depth {
                     let mut i = 0;
                     while i < mine {
                         wait(&ring, under_way(one_row, chunks, filled));
-                        F::fill(p, &ring, &pass, i * grid + place, q);
+                        F::fill(p, &ring, &wave, i * grid + place, q);
                         ring = ring.ahead(1);
                         filled += 1;
                         i += 1;
@@ -215,9 +217,10 @@ pub unsafe fn produce<F: WeightFormat>(p: &StreamStep, one_row: bool) {
     }
 }
 
-/// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not there yet: consumers put it in.
+/// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not
+/// there yet: consumers put it in.
 #[inline(always)]
-unsafe fn produce_cache(p: &StreamStep, ring: &mut Ring, layer: u32, mut units: Units, one_row: bool) {
+unsafe fn produce_cache(p: &DecodeStep, ring: &mut Ring, layer: u32, mut units: Units, one_row: bool) {
     unsafe {
         let cache = p.cache(layer);
         let sequence = p.work.rows.sequences.load(0);

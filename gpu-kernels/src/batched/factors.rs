@@ -1,40 +1,41 @@
-//! The norm factors of the rows: each is found once in the grid, by a warp for a row, and goes to every block as a word of 8 bytes: the factor, and a stamp that no word
-//! at its place had before in this step. As with what [few rows](crate::stream) exchange, whoever wants a word asks for it until it has the stamp.
+//! The norm factors of the rows: each is found once in the grid, by a warp for a row, and goes to every block as a word
+//! of 8 bytes: the factor, and a sequence flag that no word at its place had before in this step. As in the [decode
+//! kernel](crate::decode)'s exchange, a warp that needs a word reads it until it has the sequence flag.
 //!
-//! No word is overwritten too early: the consumers of every block have the factors of a product before they end its phase, and the next ones are found behind the
-//! meeting.
+//! No word is overwritten too early: the consumers of every block have the factors of a product before they end its
+//! phase, and the next ones are found behind the grid barrier.
 
 use cuda_std::{shared, thread, warp};
 
-use super::phases::{Product, Unit};
-use super::{MAX_WIDE_ROWS, Memory, WideStep};
-use crate::stream::Words;
+use super::phases::{GemmPhase, Unit};
+use super::{BatchedStep, MAX_BATCHED_ROWS, Memory};
+use crate::decode::Words;
 
 /// Warps of a block that do this.
 pub const WARPS: u32 = 2;
 /// Words that a lane asks for.
-const WORDS: usize = (MAX_WIDE_ROWS / (WARPS * 32)) as usize;
+const WORDS: usize = (MAX_BATCHED_ROWS / (WARPS * 32)) as usize;
 
 /// Which tiles of rows the block's units are of, a bit each.
 #[inline(always)]
-pub unsafe fn wanted_rows<const ROWS: u32>(product: &Product) -> u32 {
+pub unsafe fn wanted_rows<const ROWS: u32>(gemm: &GemmPhase) -> u32 {
     let (mut wanted, mut unit) = (0, thread::block_idx_x());
-    while let Some(Unit { row, .. }) = product.unit(unit, ROWS) {
+    while let Some(Unit { row, .. }) = gemm.unit(unit, ROWS) {
         wanted |= 1 << (row / ROWS);
         unit += thread::grid_dim_x();
     }
     wanted
 }
 
-/// Finds the factors that fall to this warp, and fetches its half of those that the block wants into shared memory. All blocks have done the phases before
-/// `phase`.
+/// Finds the factors that fall to this warp, and fetches its half of those that the block wants into shared memory. All
+/// blocks have done the phases before `phase`.
 #[inline(always)]
-pub unsafe fn share<const ROWS: u32>(p: &WideStep, phase: u32, wanted: u32, which: u32) {
+pub unsafe fn share<const ROWS: u32>(p: &BatchedStep, phase: u32, wanted: u32, which: u32) {
     unsafe {
-        let words = Words::at(p.factor_words(), MAX_WIDE_ROWS, phase + 1);
-        let (lane, grid) = (thread::fresh(thread::lane_id()), thread::grid_dim_x());
+        let words = Words::at(p.factor_words(), MAX_BATCHED_ROWS, phase + 1);
+        let (lane, grid) = (thread::opaque(thread::lane_id()), thread::grid_dim_x());
         // Loaded here: kept over the phases, a step of 256 rows takes a third of a percent longer.
-        let count = p.work.rows.count.load(0).min(MAX_WIDE_ROWS);
+        let count = p.work.rows.count.load(0).min(MAX_BATCHED_ROWS);
         let mut row = thread::block_idx_x() + which * grid;
         while row < count {
             let factor = p.work.norm().inverse_rms(row);

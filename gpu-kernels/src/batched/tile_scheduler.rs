@@ -1,42 +1,46 @@
-//! How attention falls to the blocks, found once a step: it is the same in all layers, but for the end.
+//! The tile scheduler of attention. It runs once a step: the schedule is the same in all layers, but for the end.
 //!
-//! A *run* is the splits of a tile and a key-value head; an item is one of them. All runs stand in a line, head by head (so that blocks that are far apart read
-//! neighbouring memory at about the same time). The last ones are the [pool](super::pool). The pages of the others are shared out evenly: a block has the items whose middle page
-//! is in its share. So most of these runs are whole: one block has them, and combines them by itself.
+//! A *run* is the splits of a tile and a key-value head; an item is one of them. All runs stand in a line, head by head
+//! (so that blocks that are far apart read neighbouring memory at about the same time). The last ones are the
+//! [pool](super::pool). The pages of the others are shared out evenly: a block has the items whose middle page is in
+//! its share. So most of these runs are whole: one block has them, and combines them by itself.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, thread, warp};
 
 use super::attention::{Item, PACKED, parts};
-use super::{Memory, WideStep};
+use super::{BatchedStep, Memory};
 use crate::attention::SPLIT;
 use crate::kv::PAGE_TOKENS;
 use crate::waiting;
 
 /// Pages of a split.
 const PAGES: u32 = SPLIT / PAGE_TOKENS;
-/// Words of an item in [`WideStep::items`]: its [words](Item::words), and its pages as [`load_pages`](super::attention::load_pages) takes them.
+/// Words of an item in [`BatchedStep::items`]: its [words](Item::words), and its pages as
+/// [`load_pages`](super::attention::load_pages) takes them.
 pub const ITEM_WORDS: u32 = 8;
-/// Pages of the pool for each block: so far apart blocks are done with their own. What comes from the pool takes its block longer.
+/// Pages of the pool for each block: so far apart blocks are done with their own. What comes from the pool takes its
+/// block longer.
 const POOL_PAGES: u32 = 4;
-/// There is a pool where blocks have so many times more, and runs at most so many splits in the mean: on an H100 it gains nothing with 32 sequences of 1,040 tokens, nor with 16 of 6,000.
+/// There is a pool where blocks have so many times more, and runs at most so many splits in the mean: on an H100 it
+/// gains nothing with 32 sequences of 1,040 tokens, nor with 16 of 6,000.
 const POOL_SHARE: u32 = 12;
 const POOL_SPLITS: u32 = 8;
 
 /// What a block has, and what nobody has yet: numbers of items in the line.
 #[derive(Clone, Copy)]
-pub struct Deal {
+pub struct Assignment {
     first: u32,
     count: u32,
     pub pool_first: u32,
     pub pool_count: u32,
 }
 
-impl Deal {
+impl Assignment {
     /// As a warp of the block left it.
     #[inline(always)]
     unsafe fn load<const ROWS: u32>() -> Self {
-        let [first, count, pool_first, pool_count] = unsafe { Memory::<ROWS>::deal().load16(0) };
+        let [first, count, pool_first, pool_count] = unsafe { Memory::<ROWS>::assignment().load16(0) };
         Self { first, count, pool_first, pool_count }
     }
 
@@ -44,7 +48,7 @@ impl Deal {
     #[inline(always)]
     unsafe fn store<const ROWS: u32>(&self) {
         let Self { first, count, pool_first, pool_count } = *self;
-        unsafe { Memory::<ROWS>::deal().store16(0, [first, count, pool_first, pool_count]) };
+        unsafe { Memory::<ROWS>::assignment().store16(0, [first, count, pool_first, pool_count]) };
     }
 }
 
@@ -63,7 +67,7 @@ struct Tiles {
 
 impl Tiles {
     #[inline(always)]
-    unsafe fn load(p: &WideStep, first: u32, lane: u32) -> Self {
+    unsafe fn load(p: &BatchedStep, first: u32, lane: u32) -> Self {
         let (mut first_row, mut rows, mut last, mut own) = (0, 0, 0, [0; 2]);
         if first + lane < p.tile_count {
             unsafe {
@@ -140,7 +144,7 @@ impl Split {
     #[inline(always)]
     unsafe fn item(
         &self,
-        p: &WideStep,
+        p: &BatchedStep,
         kv_head: u32,
         first_split: u32,
         is_last: bool,
@@ -166,9 +170,9 @@ impl Split {
 
 /// Finds the block's items, and its part of the pool's, and puts them where [`walk`] reads them. One warp does it.
 #[inline(always)]
-pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
+pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
     unsafe {
-        let lane = thread::fresh(thread::lane_id());
+        let lane = thread::opaque(thread::lane_id());
         // Pages and splits of a key-value head.
         let mut all = [0; 2];
         let mut first = 0;
@@ -186,7 +190,7 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
         let end = begin + share + u32::from(block < left);
 
         let pool_first = all[1] * p.work.kv_heads - pool.all[1];
-        let mut deal = Deal { first: 0, count: 0, pool_first, pool_count: pool.all[1] };
+        let mut assignment = Assignment { first: 0, count: 0, pool_first, pool_count: pool.all[1] };
         let mut kv_head = if begin < end { begin / all[0].max(1) } else { p.work.kv_heads };
         while kv_head < p.work.kv_heads && kv_head * all[0] < end {
             // Pages and splits before.
@@ -216,10 +220,10 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
                         put(p, &item, before[1] + number);
                     }
                     let owned = warp::ballot(own);
-                    if deal.count == 0 {
-                        deal.first = before[1] + i + owned.trailing_zeros();
+                    if assignment.count == 0 {
+                        assignment.first = before[1] + i + owned.trailing_zeros();
                     }
-                    deal.count += owned.count_ones();
+                    assignment.count += owned.count_ones();
                     i += 32;
                 }
                 before = [before[0] + tiles.all[0], before[1] + tiles.all[1]];
@@ -228,29 +232,29 @@ pub unsafe fn deal<const ROWS: u32>(p: &WideStep) {
             kv_head += 1;
         }
         if lane == 0 {
-            deal.store::<ROWS>();
-            if !p.deals.is_null() {
-                let Deal { first, count, pool_first, pool_count } = deal;
-                p.deals.store16(4 * block as usize, [first, count, pool_first, pool_count]);
+            assignment.store::<ROWS>();
+            if !p.assignments.is_null() {
+                let Assignment { first, count, pool_first, pool_count } = assignment;
+                p.assignments.store16(4 * block as usize, [first, count, pool_first, pool_count]);
             }
         }
         warp::sync_warp();
-        Memory::<ROWS>::dealt().arrive_if(lane == 0);
+        Memory::<ROWS>::scheduled().arrive_if(lane == 0);
         pool.put(p, pool_first, lane);
     }
 }
 
-/// Takes up what [`deal`] found in a launch before. One warp does it.
+/// Takes up what [`assignment`] found in a launch before. One warp does it.
 #[inline(always)]
-pub unsafe fn take_up<const ROWS: u32>(p: &WideStep) {
+pub unsafe fn take_up<const ROWS: u32>(p: &BatchedStep) {
     unsafe {
-        let lane = thread::fresh(thread::lane_id());
+        let lane = thread::opaque(thread::lane_id());
         if lane == 0 {
-            let words = p.deals.load16(4 * thread::block_idx_x() as usize);
-            Memory::<ROWS>::deal().store16(0, words);
+            let words = p.assignments.load16(4 * thread::block_idx_x() as usize);
+            Memory::<ROWS>::assignment().store16(0, words);
         }
         warp::sync_warp();
-        Memory::<ROWS>::dealt().arrive_if(lane == 0);
+        Memory::<ROWS>::scheduled().arrive_if(lane == 0);
         if lane == 0 {
             // The pool is there.
             atomic::fetch_add(p.pool_words(), 1, 1, Ordering::Release, Scope::Device);
@@ -272,7 +276,7 @@ struct Pool {
 impl Pool {
     /// From the pages and splits of a head.
     #[inline(always)]
-    unsafe fn find(p: &WideStep, all: [u32; 2], lane: u32) -> Self {
+    unsafe fn find(p: &BatchedStep, all: [u32; 2], lane: u32) -> Self {
         let wanted = thread::grid_dim_x() * POOL_PAGES;
         // It is of one head.
         let is_worth = wanted * POOL_SHARE <= all[0] * p.work.kv_heads && all[1] <= POOL_SPLITS * p.tile_count;
@@ -293,9 +297,10 @@ impl Pool {
         pool
     }
 
-    /// Puts the items, whole splits first and runs' last ones behind them: what comes last is to be small. Blocks do it together.
+    /// Puts the items, whole splits first and runs' last ones behind them: what comes last is to be small. Blocks do it
+    /// together.
     #[inline(always)]
-    unsafe fn put(&self, p: &WideStep, to: u32, lane: u32) {
+    unsafe fn put(&self, p: &BatchedStep, to: u32, lane: u32) {
         unsafe {
             let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
             let tiles_of_pool = p.tile_count - self.tile;
@@ -338,7 +343,7 @@ impl Pool {
 
 /// The first row of a tile's sequence: a sequence's rows follow each other.
 #[inline(always)]
-unsafe fn first_row(p: &WideStep, tile: &Tiles) -> u32 {
+unsafe fn first_row(p: &BatchedStep, tile: &Tiles) -> u32 {
     unsafe {
         let mut first = tile.first_row;
         let sequence = p.work.rows.sequences.load(first as usize);
@@ -349,24 +354,26 @@ unsafe fn first_row(p: &WideStep, tile: &Tiles) -> u32 {
     }
 }
 
-/// A warp walks the block's items, and those that it is given from the pool: each lane looks one up by its number in the line, 32 at a time, and then they are visited
-/// one after another. Of what `look_up` gives of an item the first words are kept in registers, and given to all lanes by `visit`; what else there is a lane may `keep` in one of
-/// 32 places, of which `visit` is told. `begin` is called when the first are looked up, and before anything is kept; `from_pool` when there are no more of the block's own, and there is a pool.
+/// A warp walks the block's items, and those that it is given from the pool: each lane looks one up by its number in
+/// the line, 32 at a time, and then they are visited one after another. Of what `look_up` gives of an item the first
+/// words are kept in registers, and given to all lanes by `visit`; what else there is a lane may `keep` in one of 32
+/// places, of which `visit` is told. `begin` is called when the first are looked up, and before anything is kept;
+/// `from_pool` when there are no more of the block's own, and there is a pool.
 #[inline(always)]
 pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
     look_up: impl Fn(u32) -> ([[u32; 4]; N], F),
     keep: impl Fn(u32, F),
     begin: impl FnOnce(),
-    mut from_pool: impl FnMut(&Deal) -> Option<u32>,
+    mut from_pool: impl FnMut(&Assignment) -> Option<u32>,
     mut visit: impl FnMut(u32, [[u32; 4]; N]),
 ) {
     unsafe {
-        waiting::for_phase(Memory::<ROWS>::dealt(), 0);
-        let count = Memory::<ROWS>::deal().load(1);
+        waiting::for_phase(Memory::<ROWS>::scheduled(), 0);
+        let count = Memory::<ROWS>::assignment().load(1);
         let look_up_own = |done: u32| {
-            let own = done + thread::fresh(thread::lane_id());
-            let deal = Deal::load::<ROWS>();
-            if own < deal.count { look_up(deal.first + own) } else { ([[0; 4]; N], F::default()) }
+            let own = done + thread::opaque(thread::lane_id());
+            let assignment = Assignment::load::<ROWS>();
+            if own < assignment.count { look_up(assignment.first + own) } else { ([[0; 4]; N], F::default()) }
         };
         let keep = |place, rest, keeps: bool| {
             if keeps {
@@ -376,20 +383,20 @@ pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
         };
         let (mut done, (mut words, rest)) = (0, look_up_own(0));
         begin();
-        keep(thread::fresh(thread::lane_id()), rest, true);
+        keep(thread::opaque(thread::lane_id()), rest, true);
         loop {
             let place = done % 32;
             let next = if done < count {
                 words.map(|words| words.map(|word| warp::shuffle_idx(word, place)))
             } else {
-                let deal = Deal::load::<ROWS>();
-                if deal.pool_count == 0 {
+                let assignment = Assignment::load::<ROWS>();
+                if assignment.pool_count == 0 {
                     break;
                 }
-                let Some(number) = from_pool(&deal) else { break };
+                let Some(number) = from_pool(&assignment) else { break };
                 // All lanes have the same.
                 let (next, rest) = look_up(number);
-                keep(place, rest, thread::fresh(thread::lane_id()) == 0);
+                keep(place, rest, thread::opaque(thread::lane_id()) == 0);
                 next
             };
             visit(place, next);
@@ -397,7 +404,7 @@ pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
             if done % 32 == 0 {
                 let rest;
                 (words, rest) = look_up_own(done);
-                keep(thread::fresh(thread::lane_id()), rest, true);
+                keep(thread::opaque(thread::lane_id()), rest, true);
             }
         }
     }
@@ -405,7 +412,7 @@ pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
 
 /// Puts an item into the line.
 #[inline(always)]
-unsafe fn put(p: &WideStep, item: &Item, number: u32) {
+unsafe fn put(p: &BatchedStep, item: &Item, number: u32) {
     unsafe {
         let cache = p.work.cache(Default::default());
         let sequence = p.work.rows.sequences.load(item.first_row as usize);
@@ -425,7 +432,7 @@ unsafe fn put(p: &WideStep, item: &Item, number: u32) {
 
 /// An item of the line, as it was [put] there: its words, and its pages.
 #[inline(always)]
-pub unsafe fn load(p: &WideStep, number: u32) -> [[u32; 4]; 2] {
+pub unsafe fn load(p: &BatchedStep, number: u32) -> [[u32; 4]; 2] {
     let from: GlobalMut<u32> = unsafe { p.items.at((number * ITEM_WORDS) as usize) };
     [0, 4].map(|at| unsafe { from.load16(at) })
 }

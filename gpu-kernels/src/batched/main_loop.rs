@@ -1,4 +1,4 @@
-//! What multiplies, and what becomes of the chains of a tile that is split.
+//! The main loop of the batched kernel's GEMMs, and the exchange of split-K partials where a tile is split.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::wgmma::{self, Cores, Operand};
@@ -6,18 +6,18 @@ use cuda_std::{Global, GlobalMut, thread};
 
 use super::outputs::QUARTER;
 use super::outputs::{Outputs, put};
-use super::pair::Pair;
-use super::phases::{Product, Unit};
-use super::{GROUP, Kind, Memory, Odd, Phase, RESIDUES, Rings, WEIGHT_BYTES, WideStep};
+use super::peer::Peer;
+use super::phases::{GemmPhase, Unit};
+use super::{BatchedStep, GROUP, K_SPLITS, Memory, Odd, Phase, PhaseKind, Rings, WEIGHT_BYTES};
+use crate::decode::STEP_BYTES;
 use crate::ring::Ring;
-use crate::stream::STEP_BYTES;
 use crate::waiting;
 use crate::weights::WeightFormat;
 
-/// A product, and what becomes of it. `arrivals` counts parts of split tiles' halves.
+/// A GEMM with its epilogue. `arrivals` counts parts of split tiles' halves.
 #[inline(always)]
 pub unsafe fn multiply<F: WeightFormat, const ROWS: u32, const TILES: usize>(
-    p: &WideStep,
+    p: &BatchedStep,
     phase: Global<Phase>,
     kind: u32,
     rings: &mut Rings,
@@ -25,51 +25,51 @@ pub unsafe fn multiply<F: WeightFormat, const ROWS: u32, const TILES: usize>(
     odd: &mut Odd,
 ) {
     unsafe {
-        let product = Product::new(phase);
+        let gemm = GemmPhase::new(phase);
         let parity = odd.of(Odd::NORMED);
-        // Before the block's first epilogue, and whether it has one or not: nobody may fall behind this barrier.
+        // Before the block's first epilogue, and whether it has one or not: no warp may be a phase behind this barrier.
         let ready = || {
-            if Kind::is_normed(kind) {
+            if PhaseKind::is_normed(kind) {
                 waiting::for_phase(Memory::<ROWS>::factors_ready(), parity);
             }
         };
         let mut number = thread::block_idx_x();
-        while let Some(unit) = product.unit(number, ROWS) {
-            number += thread::fresh(thread::grid_dim_x());
-            let share = &product.share;
+        while let Some(unit) = gemm.unit(number, ROWS) {
+            number += thread::opaque(thread::grid_dim_x());
+            let share = &gemm.share;
             let part = share.part(&unit);
             let groups = if share.is_whole(&unit) { TILES as u32 } else { share.groups::<TILES>() };
             let first = part * groups;
             let begin = || {
-                let outputs = Outputs::new::<ROWS>(p, &product, &unit, kind, first, groups);
+                let outputs = Outputs::new::<ROWS>(p, &gemm, &unit, kind, first, groups);
                 let old = outputs.olds::<TILES>(kind, 0);
                 (outputs, old)
             };
             zero_totals::<TILES>();
-            let mut residue = unit.residue;
+            let mut k_split = unit.k_split;
             // At least once: what may have no value here would keep its registers over all phases.
             loop {
-                multiply_chain::<F, TILES>(p, rings, product.depth(residue));
-                residue += 1;
-                // The last chain of a later part stays what it is.
-                if part == 0 || residue < unit.end {
+                multiply_k_partial::<F, TILES>(p, rings, gemm.depth(k_split));
+                k_split += 1;
+                // The last split-K partial of a later part stays what it is.
+                if part == 0 || k_split < unit.end {
                     unroll!(J < TILES of 16; {
-                        let (total, chain) = (accumulators!(4 * J), accumulators!(64 + 4 * J));
-                        accumulators!(4 * J, [0, 1, 2, 3].map(|i| total[i] + chain[i]));
+                        let (total, k_partial) = (accumulators!(4 * J), accumulators!(64 + 4 * J));
+                        accumulators!(4 * J, [0, 1, 2, 3].map(|i| total[i] + k_partial[i]));
                     });
                 }
-                if residue == unit.end {
+                if k_split == unit.end {
                     break;
                 }
             }
             let (outputs, old);
             if share.is_whole(&unit) {
                 (outputs, old) = begin();
-            } else if share.is_paired() {
-                let pair = Pair::<ROWS>::new(odd.of(Odd::EXCHANGES));
-                pair.open(2 - part);
+            } else if share.is_in_cluster() {
+                let peer = Peer::<ROWS>::new(odd.of(Odd::EXCHANGES));
+                peer.open(2 - part);
                 (outputs, old) = begin();
-                pair.exchange::<TILES>(part);
+                peer.exchange::<TILES>(part);
                 odd.count(Odd::EXCHANGES);
             } else {
                 let partial = Partial::new::<TILES>(p, &unit, arrivals);
@@ -81,10 +81,16 @@ pub unsafe fn multiply<F: WeightFormat, const ROWS: u32, const TILES: usize>(
             ready();
             let scale = F::scale_of(phase);
             match kind {
-                Kind::WRITE => put::<ROWS, TILES, { Kind::WRITE }>(p, &unit, &outputs, first, groups, (old, scale)),
-                Kind::BEST => put::<ROWS, TILES, { Kind::BEST }>(p, &unit, &outputs, first, groups, (old, scale)),
-                Kind::ADD => put::<ROWS, TILES, { Kind::ADD }>(p, &unit, &outputs, first, groups, (old, scale)),
-                _ => put::<ROWS, TILES, { Kind::SWIGLU }>(p, &unit, &outputs, first, groups, (old, scale)),
+                PhaseKind::WRITE => {
+                    put::<ROWS, TILES, { PhaseKind::WRITE }>(p, &unit, &outputs, first, groups, (old, scale))
+                }
+                PhaseKind::BEST => {
+                    put::<ROWS, TILES, { PhaseKind::BEST }>(p, &unit, &outputs, first, groups, (old, scale))
+                }
+                PhaseKind::ADD => {
+                    put::<ROWS, TILES, { PhaseKind::ADD }>(p, &unit, &outputs, first, groups, (old, scale))
+                }
+                _ => put::<ROWS, TILES, { PhaseKind::SWIGLU }>(p, &unit, &outputs, first, groups, (old, scale)),
             }
         }
         ready();
@@ -98,28 +104,29 @@ fn zero_totals<const TILES: usize>() {
     });
 }
 
-/// Where a warpgroup's chains of a tile in four parts lie in memory: `[chain][rows / 8][lane of the warpgroup]`, four sums each. A part leaves those of the others' rows.
+/// Where a warpgroup's split-K partials of a tile in four parts lie in memory:
+/// `[k_partial][rows / 8][lane of the warpgroup]`, four sums each. A part leaves those of the others' rows.
 struct Partial {
     /// The first.
     first: GlobalMut<f32>,
-    /// Elements of a chain, over both warpgroups.
+    /// Elements of a split-K partial, over both warpgroups.
     stride: u32,
     /// Number of the warpgroup's half among all split tiles' halves.
     half: u32,
-    /// How many parts' chains are there, of each half.
+    /// How many parts' split-K partials are there, of each half.
     arrivals: GlobalMut<u32>,
 }
 
 impl Partial {
     #[inline(always)]
-    unsafe fn new<const TILES: usize>(p: &WideStep, unit: &Unit, arrivals: GlobalMut<u32>) -> Self {
-        // Found again wherever it is wanted: over the products it would take registers.
-        let thread = thread::fresh(thread::thread_idx_x());
+    unsafe fn new<const TILES: usize>(p: &BatchedStep, unit: &Unit, arrivals: GlobalMut<u32>) -> Self {
+        // Found again wherever it is wanted: over the GEMMs it would take registers.
+        let thread = thread::opaque(thread::thread_idx_x());
         let (group, thread) = (thread / GROUP, thread % GROUP);
         let words = TILES as u32 * GROUP * 4;
-        let first = (unit.split * RESIDUES * 2 + group) * words + thread * 4;
+        let first = (unit.split * K_SPLITS * 2 + group) * words + thread * 4;
         Self {
-            // SAFETY: there is memory for the chains of all split tiles.
+            // SAFETY: there is memory for the split-K partials of all split tiles.
             first: unsafe { p.partials.at(first as usize) },
             stride: 2 * words,
             half: 2 * unit.split + group,
@@ -128,12 +135,13 @@ impl Partial {
     }
 
     #[inline(always)]
-    unsafe fn place(&self, chain: u32, j: u32) -> GlobalMut<f32> {
+    unsafe fn place(&self, k_partial: u32, j: u32) -> GlobalMut<f32> {
         // One after the other: the second is a constant of an instruction where rows are known.
-        unsafe { self.first.at((chain * self.stride) as usize).at((j * GROUP * 4) as usize) }
+        unsafe { self.first.at((k_partial * self.stride) as usize).at((j * GROUP * 4) as usize) }
     }
 
-    /// Leaves what a part's finished chain has of the others' rows, and moves what it has of its own to the first of the lower accumulators.
+    /// Leaves what a part's finished split-K partial has of the others' rows, and moves what it has of its own to the
+    /// first of the lower accumulators.
     #[inline(always)]
     unsafe fn leave<const TILES: usize>(&self, part: u32) {
         macro_rules! keep {
@@ -147,7 +155,8 @@ impl Partial {
             if (J / (TILES / 4)) as u32 != part {
                 let (place, sums) = (unsafe { self.place(part, J as u32) }, accumulators!(64 + 4 * J));
                 if TILES == 8 {
-                    // They would go to memory before they are written anew. With 128 rows a tile attention would lose more than products gain.
+                    // They would go to memory before they are written anew. With 128 rows a tile attention would lose
+                    // more than GEMMs gain.
                     unsafe { place.store16_kept(0, sums.map(f32::to_bits)) };
                 } else {
                     unsafe { place.store16(0, sums.map(f32::to_bits)) };
@@ -159,26 +168,26 @@ impl Partial {
         });
         unsafe {
             thread::sync_named(1 + self.half % 2, GROUP);
-            if thread::fresh(thread::thread_idx_x()).is_multiple_of(GROUP) {
+            if thread::opaque(thread::thread_idx_x()).is_multiple_of(GROUP) {
                 atomic::fetch_add(self.arrivals, self.half as usize, 1, Ordering::Release, Scope::Device);
             }
         }
     }
 
-    /// Waits until all parts' chains are there.
+    /// Waits until all parts' split-K partials are there.
     #[inline(always)]
     unsafe fn wait(&self) {
         unsafe {
             // By another warp than the one whose arrival waits for stores.
-            if thread::fresh(thread::thread_idx_x()) % GROUP == 32 {
-                waiting::for_count(self.arrivals, self.half as usize, RESIDUES);
+            if thread::opaque(thread::thread_idx_x()) % GROUP == 32 {
+                waiting::for_count(self.arrivals, self.half as usize, K_SPLITS);
             }
             thread::sync_named(1 + self.half % 2, GROUP);
         }
     }
 
-    /// Adds the parts' chains of this part's own rows, first to last, into the lower accumulators, where its own chain is. A branch for each chain, loaded or not, would wait for one load after
-    /// another.
+    /// Adds the parts' split-K partials of this part's own rows, first to last, into the lower accumulators, where its
+    /// own split-K partial is. A branch for each split-K partial, loaded or not, would wait for one load after another.
     #[inline(always)]
     unsafe fn add<const TILES: usize>(&self, part: u32) {
         let groups = TILES as u32 / 4;
@@ -186,8 +195,8 @@ impl Partial {
         unroll!(J < 4; {
             if J < TILES / 4 {
                 unroll!(K < 3; {
-                    let chain = K as u32 + u32::from(K as u32 >= part);
-                    let place = unsafe { self.place(chain, part * groups + J as u32) };
+                    let k_partial = K as u32 + u32::from(K as u32 >= part);
+                    let place = unsafe { self.place(k_partial, part * groups + J as u32) };
                     others[J][K] = unsafe { place.load16(0) }.map(f32::from_bits);
                 });
             }
@@ -198,7 +207,7 @@ impl Partial {
                 let mut sums = [0f32; 4];
                 unroll!(C < 4; {
                     // The C-th of all: one of the others before this part, or behind it.
-                    let chain = if C as u32 == part {
+                    let k_partial = if C as u32 == part {
                         own
                     } else if C < 3 && part > C as u32 {
                         others[J][C]
@@ -206,7 +215,7 @@ impl Partial {
                         others[J][C.saturating_sub(1)]
                     };
                     unroll!(E < 4; {
-                        sums[E] += chain[E];
+                        sums[E] += k_partial[E];
                     });
                 });
                 accumulators!(4 * J, sums);
@@ -215,13 +224,13 @@ impl Partial {
     }
 }
 
-/// One residue's chain, into the upper accumulators: `depth` slots of the rings.
+/// The split-K partial of one index, into the upper accumulators: `depth` stages of the rings.
 #[inline(always)]
-unsafe fn multiply_chain<F: WeightFormat, const TILES: usize>(p: &WideStep, rings: &mut Rings, depth: u32) {
+unsafe fn multiply_k_partial<F: WeightFormat, const TILES: usize>(p: &BatchedStep, rings: &mut Rings, depth: u32) {
     unsafe {
-        let lane = thread::fresh(thread::lane_id());
+        let lane = thread::opaque(thread::lane_id());
         if depth == 0 {
-            // A matrix with fewer slices than residues.
+            // A matrix with fewer slices than split-K indices.
             unroll!(J < TILES of 16; {
                 accumulators!(64 + 4 * J, [0.0; 4]);
             });
@@ -233,10 +242,10 @@ unsafe fn multiply_chain<F: WeightFormat, const TILES: usize>(p: &WideStep, ring
     }
 }
 
-// Of both, the first slot apart: that it does not add to what was in the accumulators is a constant then, and the assembler knows that what comes between
-// chains has their registers.
+// Of both, the first stage apart: that it does not add to what was in the accumulators is a constant then, and the
+// assembler knows that what comes between split-K partials has their registers.
 
-/// With 96 or 128 rows a tile: weights from shared memory, the products of two slots under way.
+/// With 96 or 128 rows a tile: weights from shared memory, the GEMMs of two stages under way.
 #[inline(always)]
 unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lane: u32) {
     unsafe {
@@ -246,20 +255,20 @@ unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lan
             let next = rings.ahead();
             begin_products::<TILES>(&next, true);
             wgmma::wait::<1>();
-            rings.give_back(lane);
+            rings.release(lane);
             *rings = next;
             turn += 1;
         }
         wgmma::wait::<0>();
-        rings.give_back(lane);
+        rings.release(lane);
         *rings = rings.ahead();
     }
 }
 
-/// With 64 rows a tile: weights through registers, so that their slots are given back before they are multiplied. Fragments are loaded into one half of their
-/// registers while products read the other.
+/// With 64 rows a tile: weights through registers, so that their stages are released before they are multiplied.
+/// Fragments are loaded into one half of their registers while GEMMs read the other.
 #[inline(always)]
-unsafe fn multiply_loaded<F: WeightFormat>(p: &WideStep, rings: &mut Rings, depth: u32, lane: u32) {
+unsafe fn multiply_loaded<F: WeightFormat>(p: &BatchedStep, rings: &mut Rings, depth: u32, lane: u32) {
     unsafe {
         let Rings { ring, rows, .. } = rings;
         load_weights::<F, 0>(p, ring, lane);
@@ -282,23 +291,23 @@ unsafe fn multiply_loaded<F: WeightFormat>(p: &WideStep, rings: &mut Rings, dept
     }
 }
 
-/// The fragments of a slot of weights, into the registers of four steps from `FIRST` on; and gives it back.
+/// Loads the fragments of a stage of weights into the registers of four steps from `FIRST` on, and releases the stage.
 #[inline(always)]
-unsafe fn load_weights<F: WeightFormat, const FIRST: usize>(p: &WideStep, ring: &mut Ring, lane: u32) {
+unsafe fn load_weights<F: WeightFormat, const FIRST: usize>(p: &BatchedStep, ring: &mut Ring, lane: u32) {
     unsafe {
         ring.wait_full();
-        F::load_fragments::<FIRST>(p, ring.slot(), lane);
-        ring.give_back(lane == 0);
+        F::load_fragments::<FIRST>(p, ring.stage_buffer(), lane);
+        ring.release(lane == 0);
         *ring = ring.ahead(1);
     }
 }
 
-/// Begins the products of the rows' slot, once it is full, with the fragments of four steps from `FIRST` on.
+/// Begins the MMAs of the rows' stage, once it is full, with the fragments of four steps from `FIRST` on.
 #[inline(always)]
 unsafe fn begin_loaded<const FIRST: usize>(rows: &Ring, keep: bool) {
     unsafe {
         rows.wait_full();
-        let x = Operand::at(rows.slot());
+        let x = Operand::at(rows.stage_buffer());
         wgmma::fence();
         if FIRST == 0 {
             wgmma::mma_n64_upper::<0>(x, keep);
@@ -315,7 +324,7 @@ unsafe fn begin_loaded<const FIRST: usize>(rows: &Ring, keep: bool) {
     }
 }
 
-/// Waits for the products, and gives back the rows that they have read.
+/// Waits for the MMAs, and releases the rows that they have read.
 #[inline(always)]
 unsafe fn end_loaded(rows: &mut Ring, lane: u32) {
     unsafe {
@@ -325,15 +334,15 @@ unsafe fn end_loaded(rows: &mut Ring, lane: u32) {
     }
 }
 
-/// Begins the products of the slots of both rings, once they are full.
+/// Begins the MMAs of the stages of both rings, once they are full.
 #[inline(always)]
 unsafe fn begin_products<const TILES: usize>(rings: &Rings, keep: bool) {
     unsafe {
         rings.ring.wait_full();
         rings.rows.wait_full();
-        let group = thread::fresh(thread::thread_idx_x()) / GROUP;
-        let weights = Cores::at(rings.ring.slot()).advance(group * (WEIGHT_BYTES / 2));
-        let x = Operand::at(rings.rows.slot());
+        let group = thread::opaque(thread::thread_idx_x()) / GROUP;
+        let weights = Cores::at(rings.ring.stage_buffer()).advance(group * (WEIGHT_BYTES / 2));
+        let x = Operand::at(rings.rows.stage_buffer());
         wgmma::fence();
         unroll!(I < 4; {
             let (weights, x, keep) = (weights.advance(I as u32 * STEP_BYTES), x.advance(I as u32 * 32), keep || I != 0);

@@ -1,4 +1,5 @@
-//! A step in many launches: for devices that cannot run it in one, for few rows of several sequences, and to compare with.
+//! A step in many launches: for devices that cannot run it in one, for few rows of several sequences, and to compare
+//! with.
 
 use cuda_std::{Global, Kernel};
 use gpu_kernels::attention::{self, Attend, AttendTiles};
@@ -14,25 +15,27 @@ use model::plan::{Epilogue, Gemm, Input, Operator};
 
 use super::{Forward, Pass};
 use crate::Error;
+use crate::decode::Source;
 use crate::device::{Buffer, Device};
-use crate::stream::Source;
 
-/// What the step in many launches does in launches of its own instead of in its neighbours', for measuring what that gained.
+/// What the step in many launches does in launches of its own instead of in its neighbours', for measuring what that
+/// gained.
 #[derive(Default)]
 pub(super) struct Apart {
     norms: Option<Launch<RmsNorm>>,
     silu: Option<ApartSilu>,
 }
 
-/// SiLU and its product in a launch, with the outputs of gate and up.
+/// SiLU and its multiplication in a launch, with the outputs of gate and up.
 type ApartSilu = (Launch<SiluMul>, [Buffer<f32>; 2]);
 
 /// [`Device::launch`] of a kernel.
 type Launch<P> = unsafe fn(&Device, (u32, u32), u32, P) -> Result<(), Error>;
 
 impl Forward {
-    /// From now on, [`enqueue`](Self::enqueue) runs `norms`, or `silu` and its product, in launches of their own, by kernels that the caller brings: for
-    /// measuring what it gains that it does not. The results differ in their last bits.
+    /// From now on, [`enqueue`](Self::enqueue) runs `norms`, or `silu` and its multiplication, in launches of their
+    /// own, by kernels that the caller brings: for measuring what it gains that it does not. The results differ in
+    /// their last bits.
     ///
     /// # Safety
     /// The kernels keep to what [`RmsNorm`] and [`SiluMul`] say of their parameters.
@@ -66,7 +69,7 @@ impl Forward {
     }
 
     /// Enqueues a pass launch by launch: the operators of the plan, one after another.
-    pub(super) fn enqueue_launches(&self, pass: &Pass) -> Result<(), Error> {
+    pub(super) fn enqueue_unfused(&self, pass: &Pass) -> Result<(), Error> {
         let Pass { rows, most_rows, output, .. } = *pass;
         let (d, plan) = (&self.device, self.config.layer_plan());
         // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self
@@ -95,12 +98,12 @@ impl Forward {
         Ok(())
     }
 
-    /// The norm that a product's input has yet to be divided by, unless norms have launches of their own.
+    /// The norm that a GEMM's input has yet to be divided by, unless norms have launches of their own.
     fn input_norm(&self) -> Norm {
         if self.apart.norms.is_some() { Norm::default() } else { self.norm() }
     }
 
-    /// Enqueues a product of a layer.
+    /// Enqueues a GEMM of a layer.
     ///
     /// # Safety
     /// As [`Device::launch`].
@@ -139,7 +142,7 @@ impl Forward {
         }
     }
 
-    /// Enqueues the products of gates and of ups, and SiLU in a launch of its own.
+    /// Enqueues the GEMMs of gates and of ups, and SiLU in a launch of its own.
     ///
     /// # Safety
     /// As [`Device::launch`].
@@ -185,7 +188,7 @@ impl Forward {
     /// # Safety
     /// As [`Device::launch`].
     pub(super) unsafe fn launch_linear(&self, epilogue: Epilogue, most_rows: u32, p: Linear) -> Result<(), Error> {
-        let strips = if epilogue == Epilogue::SwiGlu { Linear::swiglu_strips(p.n) } else { Linear::strips(p.n) };
+        let n_tiles = if epilogue == Epilogue::SwiGlu { Linear::swiglu_n_tiles(p.n) } else { Linear::n_tiles(p.n) };
         let d = &self.device;
         for first in (0..most_rows).step_by(MAX_ROWS as usize) {
             let width = match most_rows - first {
@@ -198,15 +201,15 @@ impl Forward {
             // SAFETY: the caller's word.
             unsafe {
                 match (epilogue, width) {
-                    (Epilogue::Write { .. }, 8) => d.launch::<linear::linear_8>(strips, shared, p)?,
-                    (Epilogue::Write { .. }, 16) => d.launch::<linear::linear_16>(strips, shared, p)?,
-                    (Epilogue::Write { .. }, _) => d.launch::<linear::linear_64>(strips, shared, p)?,
-                    (Epilogue::Add, 8) => d.launch::<linear::linear_add_8>(strips, shared, p)?,
-                    (Epilogue::Add, 16) => d.launch::<linear::linear_add_16>(strips, shared, p)?,
-                    (Epilogue::Add, _) => d.launch::<linear::linear_add_64>(strips, shared, p)?,
-                    (Epilogue::SwiGlu, 8) => d.launch::<linear::swiglu_8>(strips, shared, p)?,
-                    (Epilogue::SwiGlu, 16) => d.launch::<linear::swiglu_16>(strips, shared, p)?,
-                    (Epilogue::SwiGlu, _) => d.launch::<linear::swiglu_64>(strips, shared, p)?,
+                    (Epilogue::Write { .. }, 8) => d.launch::<linear::linear_8>(n_tiles, shared, p)?,
+                    (Epilogue::Write { .. }, 16) => d.launch::<linear::linear_16>(n_tiles, shared, p)?,
+                    (Epilogue::Write { .. }, _) => d.launch::<linear::linear_64>(n_tiles, shared, p)?,
+                    (Epilogue::Add, 8) => d.launch::<linear::linear_add_8>(n_tiles, shared, p)?,
+                    (Epilogue::Add, 16) => d.launch::<linear::linear_add_16>(n_tiles, shared, p)?,
+                    (Epilogue::Add, _) => d.launch::<linear::linear_add_64>(n_tiles, shared, p)?,
+                    (Epilogue::SwiGlu, 8) => d.launch::<linear::swiglu_8>(n_tiles, shared, p)?,
+                    (Epilogue::SwiGlu, 16) => d.launch::<linear::swiglu_16>(n_tiles, shared, p)?,
+                    (Epilogue::SwiGlu, _) => d.launch::<linear::swiglu_64>(n_tiles, shared, p)?,
                 }
             }
         }

@@ -1,20 +1,21 @@
-//! Attention within the step: keys and values come through the ring, and this step's own are put into their pages there.
+//! Attention within the step: keys and values come through the ring, and this step's own are put into their pages
+//! there.
 //!
-//! As long as there are fewer (key-value head, split) pairs than blocks, tiles of the same pair go to blocks of their own: each then makes the keys and
-//! values that this step adds once more for itself. They reach the cache later, when no block's copies read it any more. Of a step of one row a single block
-//! needs them, and it takes them there.
+//! As long as there are fewer (key-value head, split) pairs than blocks, tiles of the same pair go to blocks of their
+//! own: each then makes the keys and values that this step adds once more for itself. They reach the cache later, when
+//! no block's copies read it any more. Of a step of one row a single block needs them, and it takes them there.
 
 use core::ops::Range;
 
 use cuda_std::{GlobalMut, bf16, bulk, shared, thread, warp};
 
 use super::consumer::{Consumer, pair_with_next, sync};
-use super::exchange::{Kind, Word, Words};
+use super::exchange::{Word, WordKind, Words};
 use super::producer::{Share, Units};
 use super::{Mark, SCRATCH, WARPS};
 use crate::attention::{
-    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, add_values, combine_head, key_of,
-    reduce, reduce_few, score_keys, values_from, weigh,
+    Attend, Divisor, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, WarpAttention, add_values, combine_head,
+    key_of, reduce, reduce_few, score_keys, values_from, weigh,
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::qkv::{Factors, pack_value};
@@ -56,13 +57,15 @@ impl Consumer<'_> {
         }
     }
 
-    /// Attention over the grid, from the projections to before the blocks' next meeting.
+    /// Attention over the grid, from the projections to before the blocks' next barrier.
     #[inline(always)]
     pub unsafe fn attention<const VECTORS: usize, const ONE: bool>(&mut self, layer: u32, mut units: Units) {
         unsafe {
             let p = self.p;
-            // Of one row no meeting tells that all have combined what a layer before left here; one tells that of the layer before that.
-            let first = if ONE { thread::fresh(layer) % 2 * thread::fresh(p.work.q_heads) * p.work.splits } else { 0 };
+            // Of one row no grid barrier tells that all have combined what a layer before left here; one tells that of
+            // the layer before that.
+            let first =
+                if ONE { thread::opaque(layer) % 2 * thread::opaque(p.work.q_heads) * p.work.splits } else { 0 };
             let first = first as usize;
             let all = p.work.attend();
             let (sums, scales) = (all.sums.at(first * HEAD_DIM as usize), all.scales.at(first * 2));
@@ -70,17 +73,17 @@ impl Consumer<'_> {
             let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true };
             let dealt = (units.group, units.tile_rows);
             if ONE && units.is_empty() {
-                // As in a product that a block has no strip of.
-                self.put_out(Kind::Heads, 4 * layer).expect();
+                // As in a product that a block has no N-tile of.
+                self.put_out(WordKind::Heads, 4 * layer).expect();
             }
             while let Some(share) = units.take() {
                 self.share::<VECTORS, ONE>(&attend, layer, dealt, &share, units.is_empty(), &mut prepared);
             }
             self.mark(Mark::Attended);
             if Units::last() >= SPLIT {
-                self.meet();
+                self.grid_barrier();
                 cuda_std::assume(p.work.q_heads > 0);
-                let lane = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+                let lane = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
                 let mut item = thread::block_idx_x();
                 while item < self.count * p.work.q_heads {
                     let row = item / p.work.q_heads;
@@ -88,7 +91,7 @@ impl Consumer<'_> {
                         if ONE {
                             let word = pair_with_next(x);
                             if d.is_multiple_of(2) {
-                                self.put_out(Kind::Attended, 4 * layer).put((pair as u32 * HEAD_DIM + d) / 2, word);
+                                self.put_out(WordKind::Attended, 4 * layer).put((pair as u32 * HEAD_DIM + d) / 2, word);
                             }
                         } else {
                             p.work.attended.store(pair * HEAD_DIM as usize + d as usize, x);
@@ -114,7 +117,7 @@ impl Consumer<'_> {
         prepared: &mut Prepared,
     ) {
         unsafe {
-            let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let &Share { kv_head, split, pages, ref tiles } = share;
             let ring = self.ring;
             let first_position = self.first_position();
@@ -153,18 +156,18 @@ impl Consumer<'_> {
                 let rows = tile_rows.min(self.count - first_row);
                 let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
                 let page = here.first_key() % SPLIT / PAGE_TOKENS;
-                let mut found = Found::NOTHING;
+                let mut found = WarpAttention::NOTHING;
                 if page < pages && here.first_key() < first_position + first_row + rows {
                     found = self.attend(attend, &here, tile % TILES, ring.ahead(page), ring.ahead(pages + page));
                 }
                 tile += 1;
                 // Of one row the results are what others wait for.
                 if !ONE && tile == tiles.end {
-                    self.give_back(2 * pages, lane);
+                    self.release(2 * pages, lane);
                 }
                 let put = |pair: usize, d: u32, word: u32| {
                     if ONE {
-                        let attended = self.put_out(Kind::Attended, 4 * layer);
+                        let attended = self.put_out(WordKind::Attended, 4 * layer);
                         attended.put((pair as u32 * HEAD_DIM + d) / 2, word);
                     } else {
                         attend.put::<false>(pair, d, word);
@@ -182,7 +185,7 @@ impl Consumer<'_> {
                     reduce(attend, &here, &found, position, put, keep, at);
                 }
                 if ONE && tile == tiles.end {
-                    self.give_back(2 * pages, lane);
+                    self.release(2 * pages, lane);
                 }
                 prepared.staged = false;
             }
@@ -191,7 +194,7 @@ impl Consumer<'_> {
 
     /// Gives so many chunks back that this warp has used, in any order: a lane a chunk.
     #[inline(always)]
-    unsafe fn give_back(&mut self, chunks: u32, lane: u32) {
+    unsafe fn release(&mut self, chunks: u32, lane: u32) {
         unsafe {
             // Every warp has seen every chunk arrive before it gives it back. TMA writes here next.
             bulk::fence_proxy_async();
@@ -207,7 +210,7 @@ impl Consumer<'_> {
 
     /// A warp's keys, from the ring.
     #[inline(always)]
-    unsafe fn attend(&self, attend: &Attend, tile: &Tile, slot: u32, keys: Ring, values: Ring) -> Found {
+    unsafe fn attend(&self, attend: &Attend, tile: &Tile, slot: u32, keys: Ring, values: Ring) -> WarpAttention {
         unsafe {
             keys.wait_full();
             values.wait_full();
@@ -230,13 +233,13 @@ impl Consumer<'_> {
         }
     }
 
-    /// Brings what queries and keys are made with into shared memory; known to all after they next meet. The first warp has something else to do
-    /// when rows are few.
+    /// Brings what queries and keys are made with into shared memory; known to all after they next meet. The first warp
+    /// has something else to do when rows are few.
     #[inline(always)]
     unsafe fn stage(&self, layer: u32) {
         unsafe {
             let p = self.p;
-            let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let mut row = WARPS - 1 - warp_id;
             if row == 1 {
                 let weights = p.head_norms(layer).load16_nc(lane as usize * 8);
@@ -256,7 +259,7 @@ impl Consumer<'_> {
     #[inline(always)]
     unsafe fn factors_of(&self, row: u32, is_key: bool) -> Factors {
         unsafe {
-            let lane = thread::fresh(thread::lane_id()) as usize;
+            let lane = thread::opaque(thread::lane_id()) as usize;
             let weights = shared::dynamic(STAGE_NORMS + if is_key { QUERY } else { 0 });
             let angles = shared::dynamic(STAGE + row * (HEAD_DIM * 4));
             Factors {
@@ -267,8 +270,9 @@ impl Consumer<'_> {
         }
     }
 
-    /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the ring; with `ONE` also into the cache, which
-    /// nobody copies from any more then. Of queries and keys a warp makes a vector, `N` under way at a time.
+    /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the
+    /// ring; with `ONE` also into the cache, which nobody copies from any more then. Of queries and keys a warp makes a
+    /// vector, `N` under way at a time.
     #[inline(always)]
     unsafe fn vectors<const N: usize, const ONE: bool>(
         &self,
@@ -282,7 +286,7 @@ impl Consumer<'_> {
         unsafe {
             let p = self.p;
             let heads = p.work.heads();
-            let words = self.put_out(Kind::Heads, 4 * layer);
+            let words = self.put_out(WordKind::Heads, 4 * layer);
             let keys = own.end - own.start;
             let pairs = if ONE { group.value.min(tiles.len() as u32 * PAIRS) } else { tiles.len() as u32 * PAIRS };
             let all = keys + pairs;
@@ -398,8 +402,8 @@ impl Consumer<'_> {
         }
     }
 
-    /// Where in the ring this step's `row` goes: in which page, whose pages of this kind begin `skip` chunks further, and as which token. The page is
-    /// there: its copy must not come after.
+    /// Where in the ring this step's `row` goes: in which page, whose pages of this kind begin `skip` chunks further,
+    /// and as which token. The page is there: its copy must not come after.
     #[inline(always)]
     unsafe fn own_place(&self, row: u32, skip: u32) -> (Ring, u32) {
         let position = self.first_position() + row;
@@ -408,7 +412,8 @@ impl Consumer<'_> {
         (chunk, position % PAGE_TOKENS)
     }
 
-    /// Puts the keys and values of a step of several rows into the cache, after attention: a warp of the grid a vector, last warps first.
+    /// Puts the keys and values of a step of several rows into the cache, after attention: a warp of the grid a vector,
+    /// last warps first.
     #[inline(always)]
     pub unsafe fn append(&self, layer: u32) {
         unsafe {
@@ -442,7 +447,7 @@ impl Consumer<'_> {
 /// A lane's words of head `head` of all three kinds: as [`Heads::load`] has them.
 #[inline(always)]
 fn head_words(head: u32) -> impl Fn(usize) -> u32 {
-    let first = head * HEAD_DIM + thread::fresh(thread::lane_id()) * 2;
+    let first = head * HEAD_DIM + thread::opaque(thread::lane_id()) * 2;
     move |i| first + i as u32 % 2 + i as u32 / 2 * (HEAD_DIM / 2)
 }
 

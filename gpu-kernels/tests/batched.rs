@@ -1,16 +1,16 @@
-//! Products for the rows of many sequences: the very bits of `linear`, whatever the tiles and the grid.
+//! GEMMs for the rows of many sequences: the very bits of `linear`, whatever the tiles and the grid.
 
 mod common;
 
-use common::{Random, RowBuffers, laid_out, reordered, run, run_wide};
+use common::{Random, RowBuffers, laid_out, reordered, run, run_batched};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16};
+use gpu_kernels::batched::{BatchedStep, MAX_BATCHED_ROWS, Phase, PhaseKind, Share};
+use gpu_kernels::decode::{N_TILES, Walk};
 use gpu_kernels::linear::{self, Linear};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::sample::rank;
-use gpu_kernels::stream::{STRIPS, Walk};
-use gpu_kernels::wide::{Kind, MAX_WIDE_ROWS, Phase, Share, WideStep};
 use gpu_kernels::workspace::Workspace;
 use proptest::prelude::*;
 
@@ -24,7 +24,7 @@ struct Outputs {
     activation: Vec<bf16>,
     scaled: Vec<bf16>,
     squares: Vec<f32>,
-    /// Of the wide step, if it finds that: the rank of each row's best token.
+    /// Of the batched step, if it finds that: the rank of each row's best token.
     best: Vec<u64>,
 }
 
@@ -41,7 +41,7 @@ struct Case {
     next_norm: Vec<bf16>,
 }
 
-/// As many parts as there are blocks for, so that parts meet though products are short.
+/// As many parts as there are blocks for, so that parts meet though GEMMs are short.
 fn split(tiles: u32, grid: u32) -> Share {
     let left = tiles % grid;
     let shift = (0..=2).rev().find(|&shift| left << shift <= grid).expect("fewer tiles than blocks");
@@ -68,7 +68,7 @@ impl Case {
     }
 
     /// With the weights of the next norm as the bias, if there is to be one.
-    fn by_linear<K: Kernel<Params = Linear>>(&self, strips: u32, norm: bool, bias: bool) -> Outputs {
+    fn by_linear<K: Kernel<Params = Linear>>(&self, n_tiles: u32, norm: bool, bias: bool) -> Outputs {
         let mut all = Outputs { y: vec![], activation: vec![], scaled: vec![], squares: vec![], best: vec![] };
         // In groups of 64 rows.
         for first in (0..self.rows).step_by(64) {
@@ -113,7 +113,7 @@ impl Case {
                 k: self.k as u32,
                 first_row: 0,
             };
-            run::<K>([strips, 1, 1], Linear::shared_bytes(64), 1, params);
+            run::<K>([n_tiles, 1, 1], Linear::shared_bytes(64), 1, params);
             all.y.extend(y.as_slice());
             all.activation.extend(activation.as_slice());
             all.scaled.extend(scaled.as_slice());
@@ -122,42 +122,42 @@ impl Case {
         all
     }
 
-    /// Runs a step of one product, of two for the best tokens, with tiles of `tile_rows` rows, on `grid` blocks.
-    fn by_wide(&self, kind: Kind, tile_rows: u32, grid: u32, bias: bool) -> Outputs {
-        let gated = kind == Kind::SwiGlu;
+    /// Runs a step of one GEMM, of two for the best tokens, with tiles of `tile_rows` rows, on `grid` blocks.
+    fn by_batched(&self, kind: PhaseKind, tile_rows: u32, grid: u32, bias: bool) -> Outputs {
+        let gated = kind == PhaseKind::SwiGlu;
         let k = self.k as u32;
         let next = Buffer::from_slice(&self.next_norm);
         let x = Buffer::from_slice(&reordered(&self.x, self.k, false));
         // What lies before the matrix in the stream.
         let walk = Walk { chunks: 5, ..Walk::new(BLOCKS) };
-        let (stream, strips) = laid_out(&self.weight, gated.then_some(&self.up), k, walk);
+        let (stream, n_tiles) = laid_out(&self.weight, gated.then_some(&self.up), k, walk);
         let rows = RowBuffers::sequence(0, self.rows as u32);
         let (y, activation, scaled, squares) = self.outputs();
         let before = Buffer::from_slice(&self.squares);
         let matrix = Matrix::dense(x.ptr().addr(), self.rows as u64, self.k as u64, tile_rows);
-        let best = Buffer::<u64>::new_poisoned(if kind == Kind::Best { MAX_WIDE_ROWS as usize } else { 0 });
+        let best = Buffer::<u64>::new_poisoned(if kind == PhaseKind::Best { MAX_BATCHED_ROWS as usize } else { 0 });
         let map = Buffer::from_slice(&[TensorMap::emulated(&matrix)]);
         let row_tiles = (self.rows as u32).div_ceil(tile_rows);
-        let partials = Buffer::<f32>::new_poisoned(WideStep::partial_len(tile_rows, grid));
-        let arrivals = Buffer::from_slice(&vec![0; WideStep::arrivals_len(grid, 0)]);
+        let partials = Buffer::<f32>::new_poisoned(BatchedStep::partial_len(tile_rows, grid));
+        let arrivals = Buffer::from_slice(&vec![0; BatchedStep::arrivals_len(grid, 0)]);
         let phase = Phase {
-            strips,
+            n_tiles,
             n: self.n as u32,
             k,
-            share: split(Share::tiles(strips, row_tiles), grid),
+            share: split(Share::tiles(n_tiles, row_tiles), grid),
             base: 5,
             x: map.ptr(),
             y: y.ptr_mut(),
-            norm: if kind == Kind::Add || bias { next.ptr() } else { Default::default() },
+            norm: if kind == PhaseKind::Add || bias { next.ptr() } else { Default::default() },
             row_tiles,
             ..Phase::new(kind)
         };
-        // The best tokens are found behind a meeting.
-        let list = [Phase { kind: Kind::Write, ..phase }, phase];
-        let list = if kind == Kind::Best { &list[..] } else { &list[1..] };
+        // The best tokens are found behind a grid barrier.
+        let list = [Phase { kind: PhaseKind::Write, ..phase }, phase];
+        let list = if kind == PhaseKind::Best { &list[..] } else { &list[1..] };
         let phases = Buffer::from_slice(Phase::words(list));
         // What the input has yet to be divided by, or the squares that are written.
-        let (dim, squares_of) = if kind == Kind::Add { (self.n, &squares) } else { (self.k, &before) };
+        let (dim, squares_of) = if kind == PhaseKind::Add { (self.n, &squares) } else { (self.k, &before) };
         let work = Workspace {
             rows: rows.rows(),
             residual: Residual {
@@ -172,7 +172,7 @@ impl Case {
             head_norm: 1,
             ..Workspace::default()
         };
-        let params = WideStep {
+        let params = BatchedStep {
             work,
             phases: phases.ptr().cast(),
             phase_count: list.len() as u32,
@@ -180,10 +180,10 @@ impl Case {
             stream: stream.ptr(),
             partials: partials.ptr_mut(),
             arrivals: arrivals.ptr_mut(),
-            best: if kind == Kind::Best { best.ptr_mut() } else { GlobalMut::default() },
-            ..WideStep::default()
+            best: if kind == PhaseKind::Best { best.ptr_mut() } else { GlobalMut::default() },
+            ..BatchedStep::default()
         };
-        run_wide(tile_rows, grid, 3, params);
+        run_batched(tile_rows, grid, 3, params);
         assert!(arrivals.as_slice().iter().all(|&left| left == 0));
         Outputs {
             y: y.as_slice().to_vec(),
@@ -196,19 +196,25 @@ impl Case {
 
     fn check(&self, grid: u32) {
         for tile_rows in [64, 96, 128] {
-            let biased = self.by_linear::<linear::linear_64>(Linear::strips(self.n as u32), true, true);
-            assert!(biased.y == self.by_wide(Kind::Write, tile_rows, grid, true).y, "write with a bias, {tile_rows}");
-            let want = self.by_linear::<linear::linear_64>(Linear::strips(self.n as u32), true, false);
-            assert!(want.y == self.by_wide(Kind::Write, tile_rows, grid, false).y, "write, {tile_rows}");
+            let biased = self.by_linear::<linear::linear_64>(Linear::n_tiles(self.n as u32), true, true);
+            assert!(
+                biased.y == self.by_batched(PhaseKind::Write, tile_rows, grid, true).y,
+                "write with a bias, {tile_rows}"
+            );
+            let want = self.by_linear::<linear::linear_64>(Linear::n_tiles(self.n as u32), true, false);
+            assert!(want.y == self.by_batched(PhaseKind::Write, tile_rows, grid, false).y, "write, {tile_rows}");
             assert!(want.y != biased.y);
             let best = |row: &[f32]| row.iter().zip(0..).map(|(&logit, token)| rank(logit, token)).max();
             let best: Vec<_> = want.y.chunks(self.n).filter_map(best).collect();
-            assert_eq!(best, self.by_wide(Kind::Best, tile_rows, grid, false).best, "best, {tile_rows}");
-            let want = self.by_linear::<linear::linear_add_64>(Linear::strips(self.n as u32), false, false);
-            assert!(want == self.by_wide(Kind::Add, tile_rows, grid, false), "add, {tile_rows}");
+            assert_eq!(best, self.by_batched(PhaseKind::Best, tile_rows, grid, false).best, "best, {tile_rows}");
+            let want = self.by_linear::<linear::linear_add_64>(Linear::n_tiles(self.n as u32), false, false);
+            assert!(want == self.by_batched(PhaseKind::Add, tile_rows, grid, false), "add, {tile_rows}");
             let want =
-                self.by_linear::<linear::swiglu_64>(Linear::swiglu_strips(self.n as u32), true, false).activation;
-            assert!(want == self.by_wide(Kind::SwiGlu, tile_rows, grid, false).activation, "swiglu, {tile_rows}");
+                self.by_linear::<linear::swiglu_64>(Linear::swiglu_n_tiles(self.n as u32), true, false).activation;
+            assert!(
+                want == self.by_batched(PhaseKind::SwiGlu, tile_rows, grid, false).activation,
+                "swiglu, {tile_rows}"
+            );
         }
     }
 }
@@ -217,8 +223,8 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
     #[test]
-    fn bits_of_linear(rows in 1usize..150, strips in 1usize..11, chunks in 1usize..11, pairs in 1u32..7, seed: u64) {
-        Case::new(rows, strips.next_multiple_of(2) * 16, chunks * 128, seed).check(2 * pairs);
+    fn bits_of_linear(rows in 1usize..150, n_tiles in 1usize..11, chunks in 1usize..11, pairs in 1u32..7, seed: u64) {
+        Case::new(rows, n_tiles.next_multiple_of(2) * 16, chunks * 128, seed).check(2 * pairs);
     }
 }
 
@@ -235,11 +241,12 @@ fn the_first_of_equals_is_best() {
 /// Several passes of the stream, whole and split tiles in one launch.
 #[test]
 fn bits_of_linear_over_passes() {
-    let strips = (STRIPS * BLOCKS) as usize + 13;
-    Case::new(9, strips.next_multiple_of(2) * 16, 256, 7).check(4);
+    let n_tiles = (N_TILES * BLOCKS) as usize + 13;
+    Case::new(9, n_tiles.next_multiple_of(2) * 16, 256, 7).check(4);
 }
 
-/// Two tiles of rows, the second a short one: whole tiles of the same features are the two blocks' of a cluster, which keep step, before others that are split.
+/// Two tiles of rows, the second a short one: whole tiles of the same features are the two blocks' of a cluster, which
+/// keep step, before others that are split.
 #[test]
 fn blocks_with_the_same_weights() {
     let case = Case::new(133, 24 * 16, 256, 5);
@@ -247,7 +254,8 @@ fn blocks_with_the_same_weights() {
     case.check(2);
 }
 
-/// Parts go to blocks in rounds that no other split would shorten, what parts exchange included; and there are no more parts of a tile than blocks.
+/// Parts go to blocks in rounds that no other split would shorten, what parts exchange included; and there are no more
+/// parts of a tile than blocks.
 #[test]
 fn the_last_round_is_short() {
     for (grid, k, rows) in

@@ -1,25 +1,30 @@
-//! Attention of the rows of many sequences: the bits of [`attention`](crate::attention), with keys and values streamed through shared memory.
+//! Attention of the rows of many sequences: the bits of [`attention`](crate::attention), with keys and values streamed
+//! through shared memory.
 //!
-//! An *item* is what a block of [`attend`](crate::attention::attend) does: a tile of rows of one sequence, a key-value head, a split of 256 keys. A block takes
-//! its [items](super::deal) in turn, and a page is given back as soon as its two warps have used it. The ends of contexts make small items, which take warps
-//! longer than memory; they have large ones between them.
+//! An *item* is what a block of [`attend`](crate::attention::attend) does: a tile of rows of one sequence, a key-value
+//! head, a split of 256 keys. A block takes its [items](super::tile_scheduler) in turn, and a page is released as soon
+//! as its two warps have used it. The ends of contexts make small items, which take warps longer than memory; they have
+//! large ones between them.
 //!
 //! # Queries, keys and values of a step
-//! They are made from what the projection left where they are wanted: an item's queries, and the key of its last row, by the warp that describes it. The warp that has
-//! a new key among its own puts it and its value into their pages in shared memory. So pages are asked for without waiting for anybody, and the cache gets keys and values when attention is over.
+//! They are made from what the projection left where they are wanted: an item's queries, and the key of its last row,
+//! by the warp that describes it. The warp that has a new key among its own puts it and its value into their pages in
+//! shared memory. So pages are asked for without waiting for anybody, and the cache gets keys and values when attention
+//! is over.
 //!
 //! # Combining
-//! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and combines them at once. Sums that have no
-//! room there, or that come from several blocks, go to memory: each counts what it has put there, and who finds that this was the last of it combines them. Nobody waits.
+//! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and
+//! combines them at once. Sums that have no room there, or that come from several blocks, go to memory: each counts
+//! what it has put there, and who finds that this was the last of it combines them. Nobody waits.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, bulk, thread, warp};
 
-use super::{ALL, ALONE, CONSUMERS, Memory, Phase, Rings, WARPS, WideStep};
+use super::{ALL, ALONE, BatchedStep, CONSUMERS, Memory, Phase, Rings, WARPS};
 use crate::attention::{
-    Attend, Divisor, Found, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, add_values, combine_by_warp, key_of,
-    reduce, reduce_few, score_keys, values_from, weigh,
+    Attend, Divisor, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, WarpAttention, add_values, combine_by_warp,
+    key_of, reduce, reduce_few, score_keys, values_from, weigh,
 };
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS, place};
 use crate::packed::{Form, Half, PACKED_BYTES, bring_rest, is_cut};
@@ -29,23 +34,23 @@ use crate::ring::{Ring, Shape};
 const QUERY: u32 = HEAD_DIM * 2;
 /// A page of a head's keys, or of its values.
 const PAGE_BYTES: u32 = PAGE_TOKENS * QUERY;
-/// Of an item's page, beside its [index](Cache::block_index): whether it was [packed](WideStep::packed).
+/// Of an item's page, beside its [index](Cache::block_index): whether it was [packed](BatchedStep::packed).
 pub const PACKED: u32 = 1 << 31;
-/// Where in a slot of the items' ring one is described: behind its queries.
+/// Where in a stage of the items' ring one is described: behind its queries.
 pub const DESCRIPTION: u32 = PAIRS * QUERY;
 
 /// Behind that, how its pages lie.
 pub const FORMS: u32 = DESCRIPTION + 16;
 
-/// Bytes of a slot that has no room for more.
+/// Bytes of a stage that has no room for more.
 pub const SLOT_BYTES: u32 = (FORMS + 16).next_multiple_of(128);
 
-/// Behind these, in what is left of every slot: a split's sums for a pair, their maximum and normaliser.
+/// Behind these, in what is left of every stage: a split's sums for a pair, their maximum and normaliser.
 const PART: u32 = FORMS + 16;
 /// 8 bytes more than that takes, for accesses to 16.
 const PART_BYTES: u32 = HEAD_DIM * 4 + 16;
 
-/// In a slot.
+/// In a stage.
 const fn parts_of(ring: Shape) -> u32 {
     (ring.bytes - PART) / PART_BYTES
 }
@@ -117,7 +122,7 @@ impl Item {
 
     /// Where one of its rows stands: of the last, and so of a single one, it is known.
     #[inline(always)]
-    pub unsafe fn position(&self, p: &WideStep, row: u32) -> u32 {
+    pub unsafe fn position(&self, p: &BatchedStep, row: u32) -> u32 {
         if row + 1 == self.first_row + self.rows {
             self.last
         } else {
@@ -145,8 +150,9 @@ impl Item {
     }
 }
 
-/// One lane loads an item's pages, keys first, as far as there are any, the `i`-th beside `under_way(i)` at most; `blocks` are their
-/// [indices](Cache::block_index), with [`PACKED`]. `asked` slots were asked for before, and [`ALONE`] it is told how many are. All keep count.
+/// One lane loads an item's pages, keys first, as far as there are any, the `i`-th beside `under_way(i)` at most;
+/// `blocks` are their [indices](Cache::block_index), with [`PACKED`]. `asked` stages were asked for before, and
+/// [`ALONE`] it is told how many are. All keep count.
 #[inline(always)]
 pub unsafe fn load_pages<const ROWS: u32>(
     cache: &Cache,
@@ -158,7 +164,7 @@ pub unsafe fn load_pages<const ROWS: u32>(
 ) -> Ring {
     unsafe {
         let pages = item.pages();
-        if thread::fresh(thread::lane_id()) == 0 {
+        if thread::opaque(thread::lane_id()) == 0 {
             let (mut ring, mut kind) = (ring, 0);
             while kind < 2 {
                 unroll!(I < 4; {
@@ -173,7 +179,7 @@ pub unsafe fn load_pages<const ROWS: u32>(
                         ring.full().arrive_expect_tx(bytes);
                         let from = (blocks[I] & !PACKED) as usize * 2 + kind as usize;
                         let from = from * (PAGE_TOKENS * HEAD_DIM) as usize;
-                        bulk::copy_to_shared(ring.slot(), cache.pages.read().at(from).cast(), bytes, ring.full());
+                        bulk::copy_to_shared(ring.stage_buffer(), cache.pages.read().at(from).cast(), bytes, ring.full());
                         if ROWS == ALONE {
                             let count = asked + kind * pages + I as u32 + 1;
                             atomic::store(Memory::<ROWS>::asked(), 0, count, Ordering::Release, Scope::Block);
@@ -192,11 +198,11 @@ pub unsafe fn load_pages<const ROWS: u32>(
 /// Queries that a warp makes at a time.
 const TOGETHER: usize = 4;
 
-/// A warp describes an item to the consumers and makes its queries from what the projection left, and behind them the key of its last row, if the split has it and
-/// the slot has room. `weight` is a lane's part of the norm of queries, `forms` are those of
-/// the item's pages.
+/// A warp describes an item to the consumers and makes its queries from what the projection left, and behind them the
+/// key of its last row, if the split has it and the stage has room. `weight` is a lane's part of the norm of queries,
+/// `forms` are those of the item's pages.
 #[inline(always)]
-pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring, item: &Item, forms: Shared<u32>) {
+pub unsafe fn make_queries(p: &BatchedStep, phase: u32, weight: Weight, ring: &Ring, item: &Item, forms: Shared<u32>) {
     unsafe {
         let (group, heads) = (p.work.group(), p.work.heads());
         ring.wait_empty();
@@ -214,7 +220,7 @@ pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring
                     unroll!(I < 2; {
                         let number = first + (2 * H + I) as u32;
                         if number < group {
-                            let to = ring.slot().at(((row * group + number) * QUERY) as usize);
+                            let to = ring.stage_buffer().at(((row * group + number) * QUERY) as usize);
                             heads.vector(0, x[I], scales[I], || factors).store_shared(to.cast(), 0);
                         }
                     });
@@ -229,15 +235,15 @@ pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring
             let norm = field!(p.phases.at(phase as usize), key_norm: Global<bf16>);
             let factors = Factors::load(norm, p.work.cos, p.work.sin, item.last);
             let [scale] = heads.scales(&[x]);
-            let to = ring.slot().at((item.rows * group * QUERY) as usize);
+            let to = ring.stage_buffer().at((item.rows * group * QUERY) as usize);
             heads.vector(head, x, scale, || factors).store_shared(to.cast(), item.last);
         }
-        let lane = thread::fresh(thread::lane_id());
+        let lane = thread::opaque(thread::lane_id());
         if lane == 0 {
-            ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, item.words());
+            ring.stage_buffer().at(DESCRIPTION as usize).cast::<u32>().store16(0, item.words());
         }
         if lane < 4 {
-            ring.slot().at(FORMS as usize).cast().store(lane as usize, forms.load(lane as usize));
+            ring.stage_buffer().at(FORMS as usize).cast().store(lane as usize, forms.load(lane as usize));
         }
         warp::sync_warp();
         ring.full().arrive_if(lane == 0);
@@ -246,7 +252,7 @@ pub unsafe fn make_queries(p: &WideStep, phase: u32, weight: Weight, ring: &Ring
 
 /// An item's words, and how its pages lie in a phase's layer.
 #[inline(always)]
-pub unsafe fn find_forms(p: &WideStep, phase: u32, [words, pages]: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
+pub unsafe fn find_forms(p: &BatchedStep, phase: u32, [words, pages]: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
     unsafe {
         let forms = field!(p.phases.at(phase as usize), forms: Global<u32>);
         let form = |page| if page & PACKED != 0 { forms.load((page & !PACKED) as usize) } else { Form::RAW.0 };
@@ -258,9 +264,9 @@ pub unsafe fn find_forms(p: &WideStep, phase: u32, [words, pages]: [[u32; 4]; 2]
 #[inline(always)]
 pub unsafe fn send_end(ring: &Ring) {
     unsafe {
-        if thread::fresh(thread::lane_id()) == 0 {
+        if thread::opaque(thread::lane_id()) == 0 {
             ring.wait_empty();
-            ring.slot().at(DESCRIPTION as usize).cast::<u32>().store16(0, Item::END);
+            ring.stage_buffer().at(DESCRIPTION as usize).cast::<u32>().store16(0, Item::END);
             ring.full().arrive();
         }
     }
@@ -268,46 +274,48 @@ pub unsafe fn send_end(ring: &Ring) {
 
 /// A warp gives a page back. The others have no use for it: its two warps do it for all.
 #[inline(always)]
-unsafe fn give_back(slot: &Ring, lane: u32) {
-    unsafe { slot.give_back(lane < WARPS / 2) };
+unsafe fn release(stage: &Ring, lane: u32) {
+    unsafe { stage.release(lane < WARPS / 2) };
 }
 
-/// What a warp finds in a packed page whose keys are there. Either half is in registers at once, and its slot free: how long it is not counts more than what is done with it.
+/// What a warp finds in a packed page whose keys are there. Either half is in registers at once, and its stage free:
+/// how long it is not counts more than what is done with it.
 #[inline(always)]
 unsafe fn find_in_packed(
     a: &Attend,
     tile: &Tile,
     form: Form,
-    [keys_slot, values_slot]: [Ring; 2],
+    [keys_stage, values_stage]: [Ring; 2],
     position: impl Fn(u32) -> u32,
     query: impl Fn(usize, usize) -> [u32; 4],
-) -> Found {
+) -> WarpAttention {
     unsafe {
         let token = tile.first_key() % PAGE_TOKENS;
-        let keys = Half::load(keys_slot.offset(), token, tile.lane);
-        give_back(&keys_slot, tile.lane);
+        let keys = Half::load(keys_stage.offset(), token, tile.lane);
+        release(&keys_stage, tile.lane);
         let scores = score_keys(query, |i| keys.fragments(i, form.base(0)));
         let weights = weigh(a, tile, position, scores);
-        values_slot.wait_full();
-        let values = Half::load(values_slot.offset(), token, tile.lane);
-        give_back(&values_slot, tile.lane);
+        values_stage.wait_full();
+        let values = Half::load(values_stage.offset(), token, tile.lane);
+        release(&values_stage, tile.lane);
         add_values(&weights, |i| values.fragments(i, form.base(1)))
     }
 }
 
-/// The same in a page as it was written, perhaps in this step. (Written once for both, this and that, attention of 256 sequences takes a twelfth longer: the compiler keeps branches apart.)
+/// The same in a page as it was written, perhaps in this step. (Written once for both, this and that, attention of 256
+/// sequences takes a twelfth longer: the compiler keeps branches apart.)
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a part of one function")]
 unsafe fn find_in_plain(
-    p: &WideStep,
+    p: &BatchedStep,
     phase: Global<Phase>,
     a: &Attend,
     (item, tile): (&Item, &Tile),
     form: Form,
     newest: &Newest,
-    [keys_slot, values_slot]: [Ring; 2],
+    [keys_stage, values_stage]: [Ring; 2],
     query: impl Fn(usize, usize) -> [u32; 4],
-) -> Option<Found> {
+) -> Option<WarpAttention> {
     unsafe {
         let (lane, first_key) = (tile.lane, tile.first_key());
         let token = first_key % PAGE_TOKENS;
@@ -325,12 +333,12 @@ unsafe fn find_in_plain(
         };
         let mut loaded = [[[0; 4]; 4]; 4];
         if has_keys {
-            bring_rest(0, keys_slot);
+            bring_rest(0, keys_stage);
             if item.is_fresh {
-                newest.put_keys(p, item, first_key, shared::dynamic(keys_slot.offset()), lane);
+                newest.put_keys(p, item, first_key, shared::dynamic(keys_stage.offset()), lane);
             }
             let (g, t) = (lane / 4, lane % 4);
-            let keys = shared::dynamic::<bf16>(keys_slot.offset() + first);
+            let keys = shared::dynamic::<bf16>(keys_stage.offset() + first);
             let key = |k: u32, i: usize| {
                 let k = k.min(last);
                 keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * i as u32)) as usize)
@@ -339,40 +347,40 @@ unsafe fn find_in_plain(
                 loaded[I] = TILE_KEYS.map(|first| key(first + key_of(g), I));
             });
         }
-        give_back(&keys_slot, lane);
+        release(&keys_stage, lane);
         let weights = weigh(a, tile, |row| item.position(p, row), score_keys(query, |i| loaded[i]));
-        values_slot.wait_full();
+        values_stage.wait_full();
         if has_keys {
-            bring_rest(1, values_slot);
+            bring_rest(1, values_stage);
             if item.is_fresh {
-                newest.put_values(p, item, first_key, shared::dynamic(values_slot.offset()), lane);
+                newest.put_values(p, item, first_key, shared::dynamic(values_stage.offset()), lane);
             }
-            let values = values_from(values_slot.offset() + first, last, lane);
+            let values = values_from(values_stage.offset() + first, last, lane);
             unroll!(I < 4; {
                 loaded[I] = values(I);
             });
         }
-        give_back(&values_slot, lane);
+        release(&values_stage, lane);
         has_keys.then(|| add_values(&weights, |i| loaded[i]))
     }
 }
 
 /// The consumers' part of a phase: one item after another.
 #[inline(always)]
-pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings: &mut Rings) {
+pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rings: &mut Rings) {
     unsafe {
         // Kept: found where it is wanted, it would be waited for.
         let weight = Factors::load_weight(field!(phase, key_norm: Global<bf16>));
         let a = &p.work.attend();
         let group = Divisor::new(p.work.group());
         loop {
-            let (lane, warp_id) = (thread::fresh(thread::lane_id()), thread::fresh(thread::warp_id()));
+            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             rings.items.wait_full();
-            let slot = rings.items.slot();
+            let slot = rings.items.stage_buffer();
             let item = Item::new(slot.at(DESCRIPTION as usize).cast::<u32>().load16(0));
             if item.rows == 0 {
                 // After that activations may come where all warps have reduced, and where sums were kept.
-                rings.items.give_back(lane == 0);
+                rings.items.release(lane == 0);
                 rings.items = rings.items.ahead(1);
                 return;
             }
@@ -381,7 +389,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
             let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
             let pages = item.pages();
             let page = here.first_key() % SPLIT / PAGE_TOKENS;
-            let mut found = Found::NOTHING;
+            let mut found = WarpAttention::NOTHING;
             if page < pages {
                 let form = Form(slot.at(FORMS as usize).cast().load(page as usize));
                 let newest = Newest::load(p, weight, &item, here.first_key(), lane, slot.cast());
@@ -400,7 +408,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &WideStep, phase: Global<Phase>, rings:
                     found = some;
                 }
             }
-            rings.items.give_back(lane == 0);
+            rings.items.release(lane == 0);
             rings.items = rings.items.ahead(1);
             rings.ring = rings.ring.ahead(2 * pages);
             let put = |pair, d, word| a.put::<true>(pair, d, word);
@@ -443,7 +451,7 @@ pub struct Newest {
 impl Newest {
     #[inline(always)]
     pub unsafe fn load(
-        p: &WideStep,
+        p: &BatchedStep,
         weight: Weight,
         item: &Item,
         first_key: u32,
@@ -463,9 +471,10 @@ impl Newest {
         newest
     }
 
-    /// Visits the step's rows that have their keys among a warp's, or behind them, from the tile's last on: `visit(row, position)`.
+    /// Visits the step's rows that have their keys among a warp's, or behind them, from the tile's last on:
+    /// `visit(row, position)`.
     #[inline(always)]
-    unsafe fn rows(p: &WideStep, item: &Item, first_key: u32, mut visit: impl FnMut(u32, u32)) {
+    unsafe fn rows(p: &BatchedStep, item: &Item, first_key: u32, mut visit: impl FnMut(u32, u32)) {
         let (mut row, mut position) = (item.first_row + item.rows - 1, item.last);
         while first_key <= position {
             if position < first_key + WARP_KEYS {
@@ -481,9 +490,10 @@ impl Newest {
         warp::sync_warp();
     }
 
-    /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache they come later.
+    /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache
+    /// they come later.
     #[inline(always)]
-    pub unsafe fn put_keys(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+    pub unsafe fn put_keys(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         let heads = p.work.heads();
         unsafe {
             Self::rows(p, item, first_key, |row, position| {
@@ -507,7 +517,7 @@ impl Newest {
 
     /// The same of values.
     #[inline(always)]
-    pub unsafe fn put_values(&self, p: &WideStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+    pub unsafe fn put_values(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         unsafe {
             Self::rows(p, item, first_key, |row, position| {
                 let value = if position == item.last {
@@ -533,12 +543,19 @@ unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f3
     unsafe { shared::dynamic(ring.start + slot * ring.bytes + PART + within * PART_BYTES) }
 }
 
-/// After the last split of a tile and head that this block has: combines the splits of the pairs that have all theirs there now, a warp a pair. All warps of the block have written what they know.
+/// After the last split of a tile and head that this block has: combines the splits of the pairs that have all theirs
+/// there now, a warp a pair. All warps of the block have written what they know.
 #[inline(always)]
-unsafe fn finish<const ROWS: u32>(p: &WideStep, a: &Attend, item: &Item, tile: &Tile, position: impl Fn(u32) -> u32) {
-    let lane = thread::fresh(thread::lane_id());
+unsafe fn finish<const ROWS: u32>(
+    p: &BatchedStep,
+    a: &Attend,
+    item: &Item,
+    tile: &Tile,
+    position: impl Fn(u32) -> u32,
+) {
+    let lane = thread::opaque(thread::lane_id());
     // The pages of the upper warps come later: they have more time than the others.
-    let mut pair = thread::fresh(thread::warp_id()) ^ (WARPS / 2);
+    let mut pair = thread::opaque(thread::warp_id()) ^ (WARPS / 2);
     while pair < tile.pairs {
         unsafe {
             let splits = position(tile.row(pair)) / SPLIT + 1;
@@ -566,7 +583,7 @@ pub unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bo
     let own = (item.split + 1).min(splits).saturating_sub(item.first_split);
     let mut count = own;
     if own > 0 && own < splits {
-        if thread::fresh(thread::lane_id()) == 0 {
+        if thread::opaque(thread::lane_id()) == 0 {
             unsafe {
                 count += atomic::fetch_add(counter, 0, own, Ordering::AcqRel, Scope::Device);
                 if count == splits {
