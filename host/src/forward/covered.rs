@@ -55,7 +55,7 @@ impl Forward {
 /// # Errors
 /// [`Error::Weights`].
 pub(super) fn check_weights(device: &Device, config: &Config, weights: &DeviceWeights) -> Result<(), Error> {
-    let DeviceWeights { embed, layers, norm, head } = weights;
+    let DeviceWeights { embed, layers, norm, head, scales } = weights;
     let (hidden, inner, head_dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
     let (qkv_size, q) = (config.qkv_size(), config.query_size());
     let check = |what: &'static str, weight: &Buffer<bf16>, expected: usize| {
@@ -91,7 +91,7 @@ pub(super) fn check_weights(device: &Device, config: &Config, weights: &DeviceWe
         }
         optional("bias of the projections", qkv_bias, if config.traits.qkv_bias { qkv_size } else { 0 })?;
     }
-    Ok(())
+    scales.as_ref().map_or(Ok(()), |scales| scales.check(config))
 }
 
 #[cfg(test)]
