@@ -557,13 +557,25 @@ pub unsafe fn decode_16_fp8(p: DecodeStep) {
 /// [`decode_8`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4(p: DecodeStep) {
-    unsafe { decode::<Quantized<Int4>, 1, 1>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 1, 1>(&p) }
 }
 
 /// [`decode_16`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4(p: DecodeStep) {
-    unsafe { decode::<Quantized<Int4>, 2, 1>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 2, 1>(&p) }
+}
+
+/// [`decode_8_int4`], with scales in f16.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_8_int4_f16(p: DecodeStep) {
+    unsafe { decode::<Quantized<Int4<2>>, 1, 1>(&p) }
+}
+
+/// [`decode_16_int4`], with scales in f16.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_int4_f16(p: DecodeStep) {
+    unsafe { decode::<Quantized<Int4<2>>, 2, 1>(&p) }
 }
 
 // What a block of an H100 may have, and that a wave's partial sums fit.

@@ -8,7 +8,9 @@ use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::decode::{CHUNK_BYTES, CHUNK_FEATURES, LayOut, Walk, lay_out};
 use gpu_kernels::linear::N_TILE;
-use gpu_kernels::weights::quantized::{Code, Fp8, GROUP, Int4, Quantize, Scale, quantize_fp8, quantize_int4};
+use gpu_kernels::weights::quantized::{
+    Code, Fp8, GROUP, Int4, Quantize, Scale, quantize_fp8, quantize_int4, quantize_int4_f16,
+};
 
 /// A number of e4m3.
 fn e4m3(code: u32) -> f32 {
@@ -39,13 +41,16 @@ fn every_code_is_exact<C: Code>() {
     let mut random = Random::new(1);
     for i in 0..400 {
         let zero = if C::BITS == 4 { (i % 17) as u8 } else { 0 };
-        let value = scale(&mut random, i % 2 == 0);
+        let value = scale(&mut random, C::PARTS == 2 && i % 2 == 0);
         let stored = Scale::new::<C>(value, zero).unwrap_or_else(|| panic!("no scale {value}"));
         let other = Scale::new::<C>(0.5, 3 * u8::from(C::BITS == 4)).unwrap();
         for code in codes(C::BITS) {
             // Lower rows have registers 0 and 2, upper ones 1 and 3.
-            let fragment =
-                C::decode(C::join([[code, 1], [1, code], [1, code], [code, 1]]), &[stored.factors(), other.factors()]);
+            let fragment = C::decode(
+                C::join([[code, 1], [1, code], [1, code], [code, 1]]),
+                &[stored.factors::<C>(), other.factors::<C>()],
+                0,
+            );
             let expected = meaning(C::BITS, code, value, zero);
             assert_eq!(fragment[0] as u16, expected, "code {code} × {value}, zero {zero}");
             assert_eq!((fragment[2] >> 16) as u16, expected, "code {code} × {value}, zero {zero}");
@@ -61,7 +66,8 @@ fn every_code_is_exact<C: Code>() {
 
 #[test]
 fn every_code_of_int4_is_exact() {
-    every_code_is_exact::<Int4>();
+    every_code_is_exact::<Int4<1>>();
+    every_code_is_exact::<Int4<2>>();
 }
 
 #[test]
@@ -71,11 +77,14 @@ fn every_code_of_fp8_is_exact() {
 
 #[test]
 fn scales_of_many_bits_are_refused() {
-    assert_eq!(Scale::new::<Int4>(1.0 + 2f32.powi(-9) + 2f32.powi(-14), 8), None);
-    assert_eq!(Scale::new::<Int4>(0.1, 8), None);
+    assert_eq!(Scale::new::<Int4<2>>(1.0 + 2f32.powi(-9) + 2f32.powi(-14), 8), None);
+    assert_eq!(Scale::new::<Int4<2>>(0.1, 8), None);
     assert_eq!(Scale::new::<Fp8>(1e30, 0), None);
-    assert_eq!(Scale::new::<Int4>(1.0, 17), None);
-    assert!(Scale::new::<Int4>(1.0 + 2f32.powi(-10), 16).is_some());
+    assert_eq!(Scale::new::<Int4<2>>(1.0, 17), None);
+    let fine = Scale::new::<Int4<2>>(1.0 + 2f32.powi(-10), 16).unwrap();
+    assert_eq!((Scale::new::<Int4<1>>(1.0 + 2f32.powi(-10), 16), fine.coarse()), (None, None));
+    let coarse = Scale::new::<Int4<2>>(0.75, 7).unwrap().coarse();
+    assert!(coarse.is_some() && coarse == Scale::new::<Int4<1>>(0.75, 7));
 }
 
 const BLOCKS: u32 = 3;
@@ -89,7 +98,7 @@ fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
     let mut random = Random::new(7);
     let groups = INPUTS / GROUP as usize;
     let scales: Vec<(f32, u8)> = (0..ROWS * groups)
-        .map(|_| (scale(&mut random, true), if C::BITS == 4 { random.below(16) as u8 } else { 0 }))
+        .map(|_| (scale(&mut random, C::PARTS == 2), if C::BITS == 4 { random.below(16) as u8 } else { 0 }))
         .collect();
     let all: Vec<u32> = codes(C::BITS).collect();
     let matrix: Vec<u32> = (0..ROWS * INPUTS).map(|_| all[random.below(all.len())]).collect();
@@ -143,10 +152,10 @@ fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
             n_tiles: wave.n_tiles,
             depth: wave.depth,
         };
-        if C::BITS == 4 {
-            run::<quantize_int4>(grid, 0, 2, params);
-        } else {
-            run::<quantize_fp8>(grid, 0, 2, params);
+        match (C::BITS, C::PARTS) {
+            (4, 1) => run::<quantize_int4>(grid, 0, 2, params),
+            (4, _) => run::<quantize_int4_f16>(grid, 0, 2, params),
+            _ => run::<quantize_fp8>(grid, 0, 2, params),
         }
     }
     // What the layout says of where a weight's code is.
@@ -185,7 +194,8 @@ fn codes_are_found_again<C: Code>() {
 
 #[test]
 fn codes_of_int4_are_found_again() {
-    codes_are_found_again::<Int4>();
+    codes_are_found_again::<Int4<1>>();
+    codes_are_found_again::<Int4<2>>();
 }
 
 #[test]
@@ -195,6 +205,6 @@ fn codes_of_fp8_are_found_again() {
 
 #[test]
 fn a_weight_that_no_code_makes_is_noticed() {
-    assert_eq!(found::<Int4>(true).2, 1);
+    assert_eq!(found::<Int4<1>>(true).2, 1);
     assert_eq!(found::<Fp8>(true).2, 1);
 }

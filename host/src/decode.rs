@@ -310,8 +310,9 @@ impl Decode {
                 Compact::None => launch!(decode_8 decode_16),
                 Compact::Lossless(..) => launch!(decode_8_lossless decode_16_lossless),
                 Compact::Quantized(codes) => match codes.code() {
-                    Code::E4m3 => launch!(decode_8_fp8 decode_16_fp8),
-                    Code::Int4 => launch!(decode_8_int4 decode_16_int4),
+                    (Code::E4m3, _) => launch!(decode_8_fp8 decode_16_fp8),
+                    (Code::Int4, false) => launch!(decode_8_int4 decode_16_int4),
+                    (Code::Int4, true) => launch!(decode_8_int4_f16 decode_16_int4_f16),
                 },
             }
         }

@@ -23,6 +23,8 @@ use crate::device::{Buffer, Device};
 /// The scales of all layers' matrices.
 pub struct Scales {
     pub code: Code,
+    /// Whether they have two parts: those of int4 in f16.
+    pub fine: bool,
     /// Of each layer's matrices in the order of the plan: `[n_tiles, chunks · 4, 16]` words as [`Scale`].
     pub matrices: Vec<Vec<u32>>,
 }
@@ -30,6 +32,7 @@ pub struct Scales {
 /// The codes of a model, on a device.
 pub struct Quantized {
     code: Code,
+    fine: bool,
     codes: Buffer<u8>,
 }
 
@@ -70,9 +73,10 @@ impl Quantized {
                 let grid = (wave.n_tiles, wave.depth);
                 // SAFETY: the stream holds the wave, there are scales for it, and the codes have room for its chunks.
                 unsafe {
-                    match scales.code {
-                        Code::E4m3 => device.launch::<quantized::quantize_fp8>(grid, 0, quantize)?,
-                        Code::Int4 => device.launch::<quantized::quantize_int4>(grid, 0, quantize)?,
+                    match (scales.code, scales.fine) {
+                        (Code::E4m3, _) => device.launch::<quantized::quantize_fp8>(grid, 0, quantize)?,
+                        (Code::Int4, false) => device.launch::<quantized::quantize_int4>(grid, 0, quantize)?,
+                        (Code::Int4, true) => device.launch::<quantized::quantize_int4_f16>(grid, 0, quantize)?,
                     }
                 }
                 first += wave.n_tiles;
@@ -80,12 +84,12 @@ impl Quantized {
         }
         let mut found = [0];
         strange.read(0, &mut found)?;
-        Ok((found == [0]).then_some(Self { code: scales.code, codes }))
+        Ok((found == [0]).then_some(Self { code: scales.code, fine: scales.fine, codes }))
     }
 
-    /// What they are.
-    pub fn code(&self) -> Code {
-        self.code
+    /// What they are, and whether scales have two parts.
+    pub fn code(&self) -> (Code, bool) {
+        (self.code, self.fine)
     }
 
     /// Where they are.
@@ -110,7 +114,7 @@ pub fn bytes(config: &Config, code: Code, grid: u32) -> u64 {
     }
     let chunk = match code {
         Code::E4m3 => quantized::Fp8::BYTES,
-        Code::Int4 => quantized::Int4::BYTES,
+        Code::Int4 => quantized::Int4::<1>::BYTES,
     };
     walk.chunks * u64::from(chunk)
 }
@@ -146,19 +150,28 @@ impl Scales {
     /// # Panics
     /// If there is no such [`Scale`]: a bug of the caller.
     pub fn uniform(config: &Config, code: Code, scale: f32, zero: u8) -> Self {
-        let scale = word(code, scale, zero).expect("a scale of few bits");
+        let scale = word(code, scale, zero).and_then(|word| coarse(code, word)).expect("a scale of few bits");
         let matrices = config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
         let matrices = matrices.map(|gemm| vec![scale; words([gemm.weight_rows(), gemm.k])]).collect();
-        Self { code, matrices }
+        Self { code, fine: false, matrices }
     }
 }
 
+/// The word of a scale, of int4 with two parts.
 fn word(code: Code, scale: f32, zero: u8) -> Option<u32> {
     let scale = match code {
         Code::E4m3 => Scale::new::<quantized::Fp8>(scale, zero),
-        Code::Int4 => Scale::new::<quantized::Int4>(scale, zero),
+        Code::Int4 => Scale::new::<quantized::Int4<2>>(scale, zero),
     };
     scale.map(|Scale(word)| word)
+}
+
+/// The same with one part, if that is enough.
+fn coarse(code: Code, word: u32) -> Option<u32> {
+    match code {
+        Code::E4m3 => Some(word),
+        Code::Int4 => Scale(word).coarse().map(|Scale(word)| word),
+    }
 }
 
 /// Gathers the scales of a checkpoint while it is read.
@@ -250,7 +263,13 @@ impl Collector {
         if self.unfit.into_inner() {
             return None;
         }
-        let matrices = self.matrices.into_iter().map(|m| m.into_iter().map(AtomicU32::into_inner).collect()).collect();
-        Some(Scales { code: self.code, matrices })
+        let (code, matrices) = (self.code, self.matrices);
+        let mut matrices: Vec<Vec<u32>> =
+            matrices.into_iter().map(|m| m.into_iter().map(AtomicU32::into_inner).collect()).collect();
+        let fine = matrices.iter().flatten().any(|&word| coarse(code, word).is_none());
+        if !fine {
+            matrices.iter_mut().flatten().for_each(|word| *word = coarse(code, *word).unwrap_or(*word));
+        }
+        Some(Scales { code, fine, matrices })
     }
 }

@@ -149,7 +149,8 @@ impl DeviceWeights {
         let quantized = code.map(|code| {
             let scale = bf16::from_f32(3.0 * SIGMA / if code == Code::Int4 { 8.0 } else { e4m3::LARGEST }).to_f32();
             let value = |x: f32| match code {
-                Code::Int4 => (x / scale).round().clamp(-8.0, 7.0) * scale,
+                // There is no negative zero among them.
+                Code::Int4 => ((x / scale).round().clamp(-8.0, 7.0) + 0.0) * scale,
                 Code::E4m3 => e4m3::value(e4m3::nearest(x / scale)) * scale,
             };
             let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();

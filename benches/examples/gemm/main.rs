@@ -438,6 +438,7 @@ impl Prompt {
             layers: layers.collect::<Result<Vec<_>>>()?,
             norm: device.upload(&ones)?,
             head: Some(device.upload(&values)?),
+            scales: None,
         };
         let mut forward = Forward::new(device, &config, weights, LONGEST_PROMPT)?;
         // As in use: prompts read the decode kernel's layout.

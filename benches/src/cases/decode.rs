@@ -87,6 +87,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
     let mut forward = Forward::new(device, config, DeviceWeights::random_as(config, device, sizes.code)?, capacity)?;
     forward.fill_cache(&random(1 << 20, 5))?;
     let streamed = forward.lay_out_decode()?;
+    let plain = forward.decode().is_none_or(|decode| decode.compact_bytes().is_none());
     let tokens: Vec<i32> = (0..capacity).map(|i| (i * 7919 % config.vocab_size) as i32).collect();
     let history = device.upload(&tokens)?;
     let drafts = device.upload(&tokens[..MAX_DECODE_ROWS as usize])?;
@@ -142,7 +143,11 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
                             Some(Code::Int4) => " int4",
                         },
                         if rows == 1 { "" } else { "s" },
-                        if streamed { "" } else { ", launches" }
+                        match (streamed, sizes.code.is_some() && plain) {
+                            (false, _) => ", launches",
+                            (true, true) => ", as bf16",
+                            (true, false) => "",
+                        }
                     ),
                     size: format!("context {context}"),
                 },

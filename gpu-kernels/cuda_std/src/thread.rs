@@ -35,6 +35,14 @@ index! {
     grid_dim_z;
 }
 
+/// Zero, as far as a grid has less than 2^24 blocks along x; which the assembler cannot know. With it a constant stays in
+/// a register, and an instruction can be made to wait for another's result.
+#[inline(always)]
+#[must_use]
+pub fn unknown_zero() -> u32 {
+    grid_dim_x() >> 24
+}
+
 /// The lane's index in its warp, 0 to 31.
 #[inline(always)]
 #[must_use]

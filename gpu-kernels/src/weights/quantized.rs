@@ -1,13 +1,15 @@
 //! FP8 and int4 weights as codes, with scales for each 128 inputs of an output.
 //!
 //! A weight is `bf16(code × scale)` of FP8, `bf16((code − zero) × scale)` of int4, rounded once, on every path of the
-//! program. Here that is one packed multiplication and one packed fused multiply-add for two weights: a scale is the
-//! sum of two bf16, `high + low`, of which the lower one has so few bits that its product with a code is exact. Scales
-//! in bf16 and f16 are such sums.
+//! program. Here that is packed arithmetic on two weights at a time. A scale is a bf16, or, of int4, the sum of two,
+//! `high + low`, of which the lower one has so few bits that its product with a code is exact: scales in f16 are such
+//! sums.
 //!
 //! ```text
-//! int4   c = code − zero                                  c × high + bf16(c × low)
-//! FP8    c = the code's bits as those of a bf16: 2^-120 of its value    scales have 2^120
+//! int4           c = code − zero                           c × scale
+//! int4, f16      likewise                                  c × high + bf16(c × low)
+//! FP8            c = the code's bits as those of a bf16,   c × scale, of which 2^120 is a part
+//!                2^-120 of its value
 //! ```
 //!
 //! # Layout
@@ -49,6 +51,8 @@ pub trait Code: Copy {
     const BITS: u32;
     /// Chunks of a stage.
     const CHUNKS: u32;
+    /// Of how many bf16 a scale is the sum.
+    const PARTS: u32;
     /// What a scale is multiplied with to be stored.
     const FACTOR: f32;
     /// Bytes of a chunk.
@@ -60,17 +64,20 @@ pub trait Code: Copy {
     /// Puts a fragment's codes, `[register][half]`, into words: the first alone of int4.
     fn join(codes: [[u32; 2]; 4]) -> [u32; 2];
 
-    /// A fragment of the codes in these words, by the scales of its lower and upper eight rows.
-    fn decode(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4];
+    /// A fragment of the codes in these words, by the scales of its lower and upper eight rows. `zero` is zero, which
+    /// the assembler does not know: a constant that has it stays in a register.
+    fn decode(words: [u32; 2], scales: &[Factors; 2], zero: u32) -> [u32; 4];
 }
 
-/// A scale and a zero as they are stored: the upper bf16 is the high part, the lower one the low part, of which the last
-/// five bits are zeros, and hold the code that is zero.
+/// A scale and a zero as they are stored. The upper bf16 is the scale's high part. The lower one is minus (128 + zero);
+/// or if there are two parts, the low part, of which the last five bits are zeros, and hold the zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scale(pub u32);
 
-/// Of a word the bits of the code that is zero.
+/// Of a word the bits of the zero.
 const ZERO_BITS: u32 = 0x1f;
+/// -128 as a bf16; with those bits, minus (128 + zero).
+const LEAST: u32 = 0xc300;
 
 impl Scale {
     /// The word of a scale and a zero; none if the scale is no such sum, or the zero is beyond 16.
@@ -80,17 +87,27 @@ impl Scale {
         // Cut off, not rounded: parts of one sign leave a zero its sign.
         let high = bf16::from_bits((scale.to_bits() >> 16) as u16);
         let low = bf16::from_f32(scale - high.to_f32());
-        let whole = scale.is_finite() && high.to_f32().is_finite() && high.to_f32() + low.to_f32() == scale;
+        let low_bits = u32::from(low.to_bits());
         // With as few bits as a code has room for beside it.
-        let fits = whole && u32::from(low.to_bits()) & ZERO_BITS == 0 && zero <= 16;
-        fits.then(|| Self(u32::from(high.to_bits()) << 16 | u32::from(low.to_bits()) | u32::from(zero)))
+        let fits = scale.is_finite()
+            && high.to_f32() + low.to_f32() == scale
+            && low_bits & if C::PARTS == 1 { 0x7fff } else { ZERO_BITS } == 0
+            && zero <= 16;
+        let low_bits = if C::PARTS == 1 { LEAST } else { low_bits };
+        fits.then(|| Self(u32::from(high.to_bits()) << 16 | low_bits | u32::from(zero)))
+    }
+
+    /// The word with one part of this one with two; none if the low part is not zero.
+    #[must_use]
+    pub const fn coarse(self) -> Option<Self> {
+        if self.0 & 0x7fff & !ZERO_BITS == 0 { Some(Self(self.0 & (0xffff_0000 | ZERO_BITS) | LEAST)) } else { None }
     }
 
     /// The scale times [`Code::FACTOR`].
     #[inline(always)]
-    fn value(self) -> f32 {
+    fn value<C: Code>(self) -> f32 {
         let [low, high] = math::unpack_bf16(self.0 & !ZERO_BITS);
-        high + low
+        if C::PARTS == 1 { high } else { high + low }
     }
 
     #[inline(always)]
@@ -100,14 +117,13 @@ impl Scale {
 
     /// As [`Code::decode`] takes it.
     #[inline(always)]
-    pub fn factors(self) -> Factors {
-        let low = math::permute(self.0, self.0, 0x1010);
-        Factors {
-            high: math::permute(self.0, self.0, 0x3232),
-            low: low & !(ZERO_BITS << 16 | ZERO_BITS),
-            // 128 + zero, negative.
-            zero: low & (ZERO_BITS << 16 | ZERO_BITS) | 0xc300_c300,
+    pub fn factors<C: Code>(self) -> Factors {
+        let (low, high) = (math::permute(self.0, self.0, 0x1010), math::permute(self.0, self.0, 0x3232));
+        if C::PARTS == 1 {
+            return Factors { high, low: 0, zero: low };
         }
+        let zero_bits = ZERO_BITS << 16 | ZERO_BITS;
+        Factors { high, low: low & !zero_bits, zero: low & zero_bits | LEAST << 16 | LEAST }
     }
 }
 
@@ -116,6 +132,7 @@ impl Scale {
 pub struct Factors {
     high: u32,
     low: u32,
+    /// Minus (128 + zero).
     zero: u32,
 }
 
@@ -127,23 +144,26 @@ const ONES: u32 = 0x3f80_3f80;
 impl Factors {
     /// Two whole numbers, or codes of FP8, times the scale, rounded once.
     #[inline(always)]
-    fn scaled(&self, c: u32) -> u32 {
-        math::fma_bf16x2(c, self.high, math::fma_bf16x2(c, self.low, NOTHING))
+    fn scaled<C: Code>(&self, c: u32) -> u32 {
+        let low = if C::PARTS == 1 { NOTHING } else { math::fma_bf16x2(c, self.low, NOTHING) };
+        math::fma_bf16x2(c, self.high, low)
     }
 }
 
-/// Whole numbers from 0 to 15.
+/// Whole numbers from 0 to 15, with scales that are the sum of so many bf16.
 #[derive(Clone, Copy)]
-pub struct Int4;
+pub struct Int4<const PARTS: u32>;
 
-impl Code for Int4 {
+impl<const PARTS: u32> Code for Int4<PARTS> {
     const BITS: u32 = 4;
     const CHUNKS: u32 = 2;
+    const PARTS: u32 = PARTS;
     const FACTOR: f32 = 1.0;
 
     #[inline(always)]
     fn encode(w: f32, scale: Scale) -> u32 {
-        let steps = if scale.value() == 0.0 { 0.0 } else { w / scale.value() };
+        let value = scale.value::<Self>();
+        let steps = if value == 0.0 { 0.0 } else { w / value };
         // Rounded as numbers above zero are when they are cut off.
         let code = (steps + scale.zero() as f32 + 0.5) as i32;
         code.clamp(0, 15) as u32
@@ -159,13 +179,14 @@ impl Code for Int4 {
     }
 
     #[inline(always)]
-    fn decode(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4] {
+    fn decode(words: [u32; 2], scales: &[Factors; 2], zero: u32) -> [u32; 4] {
+        let codes = 0x000f_000f | zero;
         let mut fragment = [0; 4];
         unroll!(R < 4; {
             // 128 + code.
-            let code = words[0] >> (4 * R as u32) & 0x000f_000f | 0x4300_4300;
+            let code = words[0] >> (4 * R as u32) & codes | 0x4300_4300;
             let scale = &scales[R % 2];
-            fragment[R] = scale.scaled(math::fma_bf16x2(code, ONES, scale.zero));
+            fragment[R] = scale.scaled::<Self>(math::fma_bf16x2(code, ONES, scale.zero));
         });
         fragment
     }
@@ -178,6 +199,7 @@ pub struct Fp8;
 impl Code for Fp8 {
     const BITS: u32 = 8;
     const CHUNKS: u32 = 1;
+    const PARTS: u32 = 1;
     const FACTOR: f32 = f32::from_bits((127 + 120) << 23);
 
     #[inline(always)]
@@ -185,7 +207,7 @@ impl Code for Fp8 {
         // The least number with a leading one, and what is added to a number below it so that its last place is 2^-9.
         const LEAST: f32 = 1.0 / 64.0;
         const SHIFT: f32 = 16384.0;
-        let scale = scale.value() / Self::FACTOR;
+        let scale = scale.value::<Self>() / Self::FACTOR;
         let value = if scale == 0.0 { 0.0 } else { math::abs(w) / math::abs(scale) };
         let bits = if value < LEAST {
             (value + SHIFT).to_bits() - SHIFT.to_bits()
@@ -204,14 +226,14 @@ impl Code for Fp8 {
     }
 
     #[inline(always)]
-    fn decode(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4] {
+    fn decode(words: [u32; 2], scales: &[Factors; 2], _: u32) -> [u32; 4] {
         const SIGNS: u32 = 0x8000_8000;
         const REST: u32 = 0x07f0_07f0;
         let mut fragment = [0; 4];
         unroll!(W < 2; {
             let word = words[W];
-            fragment[2 * W] = scales[0].scaled(word << 8 & SIGNS | word << 4 & REST);
-            fragment[2 * W + 1] = scales[1].scaled(word & SIGNS | word >> 4 & REST);
+            fragment[2 * W] = scales[0].scaled::<Self>(word << 8 & SIGNS | word << 4 & REST);
+            fragment[2 * W + 1] = scales[1].scaled::<Self>(word & SIGNS | word >> 4 & REST);
         });
         fragment
     }
@@ -232,19 +254,10 @@ const fn scale_at<C: Code>(slice: u32, lane: u32) -> u32 {
     C::BYTES - SCALE_BYTES + (slice * SLICE / GROUP * N_TILE + lane / 4) * 4
 }
 
-/// The fragments of a lane's `codes`, by the factors of each slice's lower and upper rows.
+/// The words of a fragment among a lane's `codes`.
 #[inline(always)]
-fn fragments<C: Code>(codes: &[[u32; 4]; 4], scales: &[[Factors; 2]; 2]) -> WeightFragments {
-    let mut weights = [[0; 4]; 8];
-    unroll!(F < 8; {
-        let words = if C::BITS == 4 {
-            [codes[F / 4][F % 4], 0]
-        } else {
-            [codes[F / 2][F % 2 * 2], codes[F / 2][F % 2 * 2 + 1]]
-        };
-        weights[F] = C::decode(words, &scales[F / 4]);
-    });
-    weights
+fn words<C: Code, const F: usize>(codes: &[[u32; 4]; 4]) -> [u32; 2] {
+    if C::BITS == 4 { [codes[F / 4][F % 4], 0] } else { [codes[F / 2][F % 2 * 2], codes[F / 2][F % 2 * 2 + 1]] }
 }
 
 impl<C: Code> WeightFormat for Quantized<C> {
@@ -292,8 +305,13 @@ impl<C: Code> WeightFormat for Quantized<C> {
                 [Scale(at.load(0)), Scale(at.load(8))]
             };
             let scales = [scale(0), scale(1)];
+            let factors = scales.map(|scales| scales.map(Scale::factors::<C>));
+            let zero = thread::unknown_zero();
+            let mut weights = [[0; 4]; 8];
             beside(0);
-            let weights = fragments::<C>(&codes, &scales.map(|scales| scales.map(Scale::factors)));
+            unroll!(F < 8; {
+                weights[F] = C::decode(words::<C, F>(&codes), &factors[F / 4], zero);
+            });
             beside(1);
             weights
         }
@@ -305,7 +323,7 @@ impl<C: Code> WeightFormat for Quantized<C> {
     }
 }
 
-/// Parameters of [`quantize_int4`] and [`quantize_fp8`]. Grid: (N-tiles of the wave, depth of the wave).
+/// Parameters of [`quantize_int4`], [`quantize_int4_f16`] and [`quantize_fp8`]. Grid: (N-tiles of the wave, depth of the wave).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Quantize {
@@ -354,7 +372,7 @@ unsafe fn quantize<C: Code>(p: &Quantize) {
                 found[R] = math::unpack_bf16(words[R]).map(|w| C::encode(w, scale[R % 2]));
             });
             let joined = C::join(found);
-            let again = C::decode(joined, &scale.map(Scale::factors));
+            let again = C::decode(joined, &scale.map(Scale::factors::<C>), 0);
             unroll!(R < 4; {
                 strange |= again[R] != words[R];
             });
@@ -387,7 +405,13 @@ unsafe fn quantize<C: Code>(p: &Quantize) {
 /// The codes of int4 weights.
 #[kernel(threads = 128)]
 pub unsafe fn quantize_int4(p: Quantize) {
-    unsafe { quantize::<Int4>(&p) }
+    unsafe { quantize::<Int4<1>>(&p) }
+}
+
+/// The same where scales have two parts.
+#[kernel(threads = 128)]
+pub unsafe fn quantize_int4_f16(p: Quantize) {
+    unsafe { quantize::<Int4<2>>(&p) }
 }
 
 /// The codes of FP8 weights.
@@ -396,5 +420,5 @@ pub unsafe fn quantize_fp8(p: Quantize) {
     unsafe { quantize::<Fp8>(&p) }
 }
 
-const _: () = assert!(Int4::CHUNKS * Int4::BYTES <= crate::decode::CHUNK_BYTES);
+const _: () = assert!(Int4::<1>::CHUNKS * Int4::<1>::BYTES <= crate::decode::CHUNK_BYTES);
 const _: () = assert!(Fp8::CHUNKS * Fp8::BYTES <= crate::decode::CHUNK_BYTES && SLICE_BYTES * 8 == CHUNK_WEIGHTS * 2);
