@@ -6,9 +6,11 @@
 //!
 //! To add a drafter: a file here, and an arm of [`Draft`](crate::Draft).
 
+mod eagle_on_host;
 mod model;
 mod model_on_host;
 mod ngram;
+mod passes_on_host;
 mod script;
 
 use cuda_std::GlobalMut;

@@ -21,7 +21,7 @@ use model::{Checkpoint, Config, Place, Sampling};
 
 use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped, Pinned};
-use crate::draft::{Draft, check_vocabularies};
+use crate::draft::{Draft, DraftCheckpoint};
 use crate::drafter::{Between, Drafter, ModelDrafter, NgramDrafter, OnDevice, Proposals, ScriptDrafter};
 use crate::forward::{Footprint, Forward, RowOutput};
 use crate::masks::Masks;
@@ -139,7 +139,7 @@ impl Gpu {
     /// As [`new`](Self::new); a draft model with another vocabulary.
     pub fn with_draft_model(
         checkpoint: &Checkpoint,
-        draft: Option<&Checkpoint>,
+        draft: Option<&DraftCheckpoint>,
         device: &Device,
         capacity: usize,
         progress: &mut Progress<'_>,
@@ -147,7 +147,14 @@ impl Gpu {
         let config = &checkpoint.config;
         Forward::check(config)?;
         if let Some(draft) = draft {
-            check_vocabularies(&checkpoint.tokenizer, &draft.tokenizer)?;
+            draft.check_for(checkpoint)?;
+        }
+        let draft = match draft {
+            Some(DraftCheckpoint::Eagle3(_)) => return Err(Error::HeadOnDevice { device: device.name().into() }),
+            Some(DraftCheckpoint::Model(draft)) => Some(draft),
+            None => None,
+        };
+        if let Some(draft) = draft {
             Forward::check(&draft.config).map_err(|error| Error::DraftModel(Box::new(error)))?;
         }
         let footprint = |config: &Config| Footprint::of(config, capacity, device.has_prefill());

@@ -175,7 +175,7 @@ fn drafts_by_a_model_change_nothing(options: &DeviceOptions) -> Result<(), Faile
     let load = host::LoadOptions {
         options: options.clone(),
         context: Some(512),
-        draft_model: Some(checkpoint.clone()),
+        draft_model: Some(checkpoint.clone().into()),
         ..host::LoadOptions::on(GPU)
     };
     let mut engine = host::Engine::load(checkpoint.clone(), load, &mut |_, _| ControlFlow::Continue(()))?;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 
 use super::files::Files;
-use super::{Checkpoint, Dtype, EMBEDDING, HEAD, Store, Tensor, TensorId};
+use super::{Checkpoint, Dtype, EMBEDDING, HEAD, INDEX, SINGLE, Store, Tensor, TensorId};
 use crate::config::{brief, parse_json};
 use crate::{Config, Error};
 
@@ -81,6 +81,11 @@ impl EagleHead {
         let files = Files::Dir(dir.to_owned());
         let path = files.path("config.json");
         let settings = Settings::parse(&files.require("config.json", FETCH)?, &path)?;
+        if !files.has(SINGLE) && !files.has(INDEX) {
+            const CONVERT: &str = "the weights of a head are read as safetensors; where there is a pytorch_model.bin \
+                                   alone, convert it, or name a head that has them";
+            return Err(Error::MissingFile { path: files.path(SINGLE), mend: CONVERT });
+        }
         let store = Store::open(&files, &mut Vec::new())?;
         let weights = store.head_weights(&settings)?;
         store.check_finite(&|_| {})?;
@@ -99,7 +104,12 @@ impl EagleHead {
     /// [`Error::HeadDoesNotFit`].
     pub fn taps(&self, model: &Config) -> Result<[usize; 3], Error> {
         let unfit = |what, head: usize, model: usize| {
-            Err(Error::HeadDoesNotFit { path: self.path.clone(), what, head: head.to_string(), model: model.to_string() })
+            Err(Error::HeadDoesNotFit {
+                path: self.path.clone(),
+                what,
+                head: head.to_string(),
+                model: model.to_string(),
+            })
         };
         if self.config.vocab_size != model.vocab_size {
             return unfit("vocab_size", self.config.vocab_size, model.vocab_size);
@@ -110,10 +120,10 @@ impl EagleHead {
         let layers = model.num_hidden_layers;
         match self.taps {
             Some(taps) => match taps.iter().max() {
-                Some(&last) if last > layers => unfit("least number of layers", last, layers),
+                Some(&last) if last > layers => unfit("number of layers (at least)", last, layers),
                 _ => Ok(taps),
             },
-            None if layers < 7 => unfit("least number of layers", 7, layers),
+            None if layers < 7 => unfit("number of layers (at least)", 7, layers),
             None => Ok([2, layers / 2, layers - 3]),
         }
     }
@@ -193,7 +203,8 @@ impl Settings {
         let draft_vocab_size = match fields.get("draft_vocab_size").filter(|value| !value.is_null()) {
             None => config.vocab_size,
             Some(value) => {
-                let size = value.as_u64().map(|size| size as usize).filter(|size| (1..=config.vocab_size).contains(size));
+                let size =
+                    value.as_u64().map(|size| size as usize).filter(|size| (1..=config.vocab_size).contains(size));
                 size.ok_or_else(|| invalid("draft_vocab_size", value, "it must be from 1 to vocab_size", path))?
             }
         };
@@ -207,7 +218,12 @@ impl Settings {
             const MEND: &str = "no norm comes before fc here; use a head without one";
             return Err(unsupported("norm_before_fc", &Value::Bool(true), MEND, path));
         }
-        Ok(Self { config, draft_vocab_size, norm_before_residual: switch("norm_before_residual"), taps: taps(&fields, path)? })
+        Ok(Self {
+            config,
+            draft_vocab_size,
+            norm_before_residual: switch("norm_before_residual"),
+            taps: taps(&fields, path)?,
+        })
     }
 }
 
@@ -256,12 +272,20 @@ fn layer_config(mut layer: Map<String, Value>, path: &Path) -> Result<Config, Er
 /// The layers after which hidden states are taken, if the config says.
 fn taps(fields: &Map<String, Value>, path: &Path) -> Result<Option<[usize; 3]>, Error> {
     let eagle = fields.get("eagle_config").and_then(Value::as_object);
-    if let Some(used) = eagle.and_then(|eagle| eagle.get("use_aux_hidden_state")).filter(|used| **used == json!(false)) {
-        return Err(unsupported("use_aux_hidden_state", used, "EAGLE-3 takes three hidden states; use such a head", path));
+    if let Some(used) = eagle.and_then(|eagle| eagle.get("use_aux_hidden_state")).filter(|used| **used == json!(false))
+    {
+        return Err(unsupported(
+            "use_aux_hidden_state",
+            used,
+            "EAGLE-3 takes three hidden states; use such a head",
+            path,
+        ));
     }
     // SpecForge counts from 0 the layers whose outputs are taken, and speculators the layers that come next.
     let listed = [(eagle.and_then(|eagle| eagle.get(LAYER_IDS)), 1), (fields.get(LAYER_IDS), 0)];
-    let Some((ids, behind)) = listed.into_iter().find_map(|(ids, behind)| Some((ids?, behind))) else { return Ok(None) };
+    let Some((ids, behind)) = listed.into_iter().find_map(|(ids, behind)| Some((ids?, behind))) else {
+        return Ok(None);
+    };
     if ids.is_null() {
         return Ok(None);
     }
