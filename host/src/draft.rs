@@ -6,6 +6,7 @@ use model::form::mask_words;
 use model::{Checkpoint, Config, EagleHead, Matcher, Tokenizer};
 
 use crate::Error;
+use crate::forward::{Footprint, Forward, HeadWeights};
 
 /// No budget: one sequence may use every row.
 pub(crate) const NO_THRESHOLD: i32 = i32::MAX / 2;
@@ -48,6 +49,26 @@ impl DraftCheckpoint {
         match self {
             Self::Model(draft) => &draft.config,
             Self::Eagle3(head) => &head.config,
+        }
+    }
+
+    /// Checks that the kernels cover its shapes.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub(crate) fn check_shapes(&self) -> Result<(), Error> {
+        match self {
+            Self::Model(draft) => Forward::check(&draft.config),
+            Self::Eagle3(head) => Forward::check(&HeadWeights::config_of(head)),
+        }
+    }
+
+    /// What it takes on a device, for sequences of up to `capacity` tokens, whose prompts run in passes of many rows, or
+    /// not.
+    pub(crate) fn footprint(&self, capacity: usize, has_prefill: bool) -> Footprint {
+        match self {
+            Self::Model(draft) => Footprint::of(&draft.config, capacity, has_prefill),
+            Self::Eagle3(head) => HeadWeights::footprint(head, capacity, has_prefill),
         }
     }
 
@@ -292,7 +313,7 @@ fn pass_bytes(config: &Config, layer_bytes: u64) -> u64 {
 }
 
 /// The share of such a pass of `model` that one takes which is as long as reading so many `bytes`.
-fn pass_share(model: &Config, bytes: u64, layer_bytes: u64) -> u32 {
+pub(crate) fn pass_share(model: &Config, bytes: u64, layer_bytes: u64) -> u32 {
     let share = u128::from(bytes) * u128::from(drafting::ONE) / u128::from(pass_bytes(model, layer_bytes).max(1));
     // A draft model that takes much longer is never worth it, however long.
     share.clamp(1, 16 * u128::from(drafting::ONE)) as u32

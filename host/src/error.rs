@@ -247,14 +247,6 @@ pub enum Error {
         /// What it is in the draft model.
         draft: String,
     },
-    /// An EAGLE-3 head is to draft where it cannot.
-    #[error(
-        "an EAGLE-3 head does not run on {device}: use --device cpu with it, or --draft model:MODEL or --draft ngram here"
-    )]
-    HeadOnDevice {
-        /// Where.
-        device: String,
-    },
     /// What is wrong with a draft model.
     #[error("the draft model: {0}")]
     DraftModel(Box<Error>),

@@ -35,7 +35,7 @@ pub use cpu::Cpu;
 pub use draft::{Draft, DraftCheckpoint, ModelDraft, NgramDraft, Ngrams};
 pub use engine::{DeviceChoice, Drafted, Engine, Finish, Generation, Listener, LoadOptions, Request, Statistics};
 pub use error::{Error, gib};
-pub use gpu::Gpu;
+pub use gpu::{DraftWeights, Gpu};
 pub use profile::Profile;
 pub use prompt::encode_prompt;
 

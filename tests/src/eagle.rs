@@ -7,7 +7,7 @@ use half::bf16;
 use model::{Checkpoint, EagleHead};
 use serde_json::{Value, json};
 
-use crate::golden_dir;
+use super::golden_dir;
 
 const VOCAB: usize = 288;
 const HIDDEN: usize = 128;

@@ -2,9 +2,10 @@
 
 use std::ops::ControlFlow;
 
-use host::{DeviceChoice, Draft, DraftCheckpoint, Drafted, Engine, LoadOptions, ModelDraft, Ngrams, Request};
+use host::device::{Calls, Device, DeviceOptions};
+use host::{DeviceChoice, Draft, DraftCheckpoint, Drafted, Engine, Gpu, LoadOptions, ModelDraft, Ngrams, Request};
 use integration_tests::eagle::{DRAFT_VOCAB, Folder, Head, Model};
-use integration_tests::{answer, demo, engine, golden_dir, greedy, relative_error};
+use integration_tests::{answer, decode_calls, demo, golden_dir, greedy, relative_error};
 use model::{Checkpoint, CpuEagle, CpuModel, EagleHead, HiddenStates, Sampling, Taps};
 use serde::Deserialize;
 
@@ -87,11 +88,16 @@ fn numbers_are_those_of_the_definition() {
     }
 }
 
-/// An engine for `checkpoint` that `head` drafts for.
-fn drafted(checkpoint: &Checkpoint, head: &EagleHead, device: DeviceChoice, context: usize) -> Engine {
+/// Where an engine runs: on the CPU, or under the emulator that is opened so.
+type Place = Option<DeviceOptions>;
+
+/// An engine for `checkpoint` that `head` drafts for, if there is one.
+fn loaded(checkpoint: &Checkpoint, head: Option<&EagleHead>, place: &Place) -> Engine {
+    let device = if place.is_some() { DeviceChoice::Emulator } else { DeviceChoice::Cpu };
     let options = LoadOptions {
-        context: Some(context),
-        draft_model: Some(DraftCheckpoint::Eagle3(head.clone())),
+        options: place.clone().unwrap_or_default(),
+        context: Some(256),
+        draft_model: head.cloned().map(DraftCheckpoint::Eagle3),
         ..LoadOptions::on(device)
     };
     Engine::load(checkpoint.clone(), options, &mut |_, _| ControlFlow::Continue(())).unwrap_or_else(|e| panic!("{e}"))
@@ -135,9 +141,9 @@ impl Pair {
     }
 
     /// What drafts by the head came to, with the same text as without them.
-    fn check(&self, device: DeviceChoice, prompt: &[u32], tokens: usize, settings: &[ModelDraft]) -> Vec<Drafted> {
-        let mut plain = engine(&self.checkpoint, device, 256);
-        let mut by_head = drafted(&self.checkpoint, &self.head, device, 256);
+    fn check(&self, place: &Place, prompt: &[u32], tokens: usize, settings: &[ModelDraft]) -> Vec<Drafted> {
+        let mut plain = loaded(&self.checkpoint, None, place);
+        let mut by_head = loaded(&self.checkpoint, Some(&self.head), place);
         let mut found = Vec::new();
         for sampling in [Sampling::default(), sampled(prompt[0].into())] {
             let expected = answer(&mut plain, &request(prompt, tokens, sampling, None)).tokens;
@@ -162,25 +168,71 @@ fn prompt(tokens: u32) -> Vec<u32> {
 #[test]
 fn output_on_the_cpu_is_the_same_whatever_the_head_says() {
     // Longer than a piece of a prompt, and than what waits to be read.
-    let found = Pair::right().check(DeviceChoice::Cpu, &prompt(150), 48, &EVERY);
+    let found = Pair::right().check(&None, &prompt(150), 48, &EVERY);
     let Drafted { drafted, accepted } = found[0];
     assert!(drafted > 30 && accepted * 10 > drafted * 9, "{accepted} of {drafted}");
-    let found = Pair::now_and_then().check(DeviceChoice::Cpu, &prompt(20), 48, &EVERY);
+    let found = Pair::now_and_then().check(&None, &prompt(20), 48, &EVERY);
     let Drafted { drafted, accepted } = found[0];
     assert!(accepted > 5 && accepted < drafted, "{accepted} of {drafted}");
     for head in [Head::ORIGINAL, Head::SPECULATORS] {
-        let found = Pair::wrong(head).check(DeviceChoice::Cpu, &prompt(3), 48, &EVERY);
+        let found = Pair::wrong(head).check(&None, &prompt(3), 48, &EVERY);
         let Drafted { drafted, accepted } = found[0];
         assert!(drafted > 100 && accepted * 4 < drafted, "{accepted} of {drafted}");
     }
 }
 
-/// Turns of a conversation, and a request without drafts between them, of which the head knows nothing.
+/// With the decode kernel for who does not draft, as launches with prompts in passes, and by the kernels of other cards.
+#[test]
+fn output_under_the_emulator_is_the_same_whatever_the_head_says() {
+    let unfused = DeviceOptions { unfused: true, prefill: Some(true), ..DeviceOptions::default() };
+    let portable = DeviceOptions { portable: true, ..DeviceOptions::default() };
+    for (options, tokens, settings) in
+        [(DeviceOptions::default(), 70, &EVERY[..]), (unfused, 20, &EVERY[4..]), (portable, 70, &EVERY[..1])]
+    {
+        let found = Pair::right().check(&Some(options.clone()), &prompt(tokens), 16, settings);
+        let Drafted { drafted, accepted } = found[0];
+        let is_alone = settings[0].ngram.is_none();
+        assert!(!is_alone || drafted > 8 && accepted * 10 > drafted * 8, "{accepted} of {drafted}");
+        Pair::wrong(Head::SPECULATORS).check(&Some(options), &prompt(3), 8, &settings[..1]);
+    }
+    // As right as on the CPU: what is drafted is the same.
+    let pair = Pair::now_and_then();
+    let [on_cpu, emulated] =
+        [None, Some(DeviceOptions::default())].map(|place| pair.check(&place, &prompt(20), 16, &EVERY[..1])[0]);
+    assert_eq!(on_cpu, emulated);
+    assert!(emulated.accepted > 1 && emulated.accepted < emulated.drafted, "{emulated:?}");
+}
+
+#[test]
+fn drafting_by_a_head_waits_for_nothing() {
+    let pair = Pair::now_and_then();
+    let device = Device::emulator(0);
+    let go_on = &mut |_, _| ControlFlow::Continue(());
+    let head = DraftCheckpoint::Eagle3(pair.head.clone());
+    let mut gpu = Gpu::with_draft_model(&pair.checkpoint, Some(&head), &device, 64, go_on).unwrap();
+    for draft in [ALONE, EVERY[4]] {
+        let request = request(&[3, 5, 8], 24, Sampling::default(), Some(draft));
+        let calls = decode_calls(&mut gpu, &device, &request);
+        assert!(calls.launches > 0);
+        assert_eq!(calls, Calls { launches: calls.launches, ..Calls::default() });
+    }
+}
+
 #[test]
 fn a_head_reads_what_it_has_missed() {
+    conversation(&None);
+}
+
+#[test]
+fn a_head_on_a_device_reads_what_it_has_missed() {
+    conversation(&Some(DeviceOptions::default()));
+}
+
+/// Turns of a conversation, and requests without drafts between them, of which the head knows nothing.
+fn conversation(place: &Place) {
     let pair = Pair::right();
-    let mut plain = engine(&pair.checkpoint, DeviceChoice::Cpu, 256);
-    let mut by_head = drafted(&pair.checkpoint, &pair.head, DeviceChoice::Cpu, 256);
+    let mut plain = loaded(&pair.checkpoint, None, place);
+    let mut by_head = loaded(&pair.checkpoint, Some(&pair.head), place);
     let mut text = prompt(20);
     for draft in [Some(ALONE), None, Some(EVERY[4]), Some(ALONE), None, Some(ALONE)] {
         let request = |draft| request(&text, 10, Sampling::default(), draft);

@@ -122,6 +122,16 @@ fn round(dtype: Dtype, stored: &[u8], out: &mut [u8]) {
 }
 
 impl Tensor<'_> {
+    /// Its elements, rounded to the nearest bf16.
+    ///
+    /// # Panics
+    /// If they are no floats: a bug of the caller.
+    pub fn to_bf16(&self) -> Vec<bf16> {
+        let mut bytes = vec![0; self.data.len() / self.dtype.size() * 2];
+        round(self.dtype, self.data, &mut bytes);
+        bytes.as_chunks().0.iter().map(|word| bf16::from_le_bytes(*word)).collect()
+    }
+
     /// Element `index` in row-major order, widened (an integer to the nearest f32); `None` beyond the end.
     pub fn get(&self, index: usize) -> Option<f32> {
         let size = self.dtype.size();
