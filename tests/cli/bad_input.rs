@@ -1,12 +1,12 @@
 //! What can be wrong with what a user gives: each is a sentence on standard error that names the thing, and an exit
 //! code that is not 0, and nothing on standard output.
 
-use crate::eagle::Head;
 use assert_cmd::assert::Assert;
 use predicates::prelude::*;
 use serde_json::{Value, json};
 
 use crate::broken::Broken;
+use crate::eagle::Head;
 use crate::{golden, json_of, warpdraft};
 
 const SHARD: &str = "model.safetensors";

@@ -1,8 +1,8 @@
 //! `warpdraft generate`.
 
-use crate::eagle::{Head, Model};
 use predicates::prelude::*;
 
+use crate::eagle::{Head, Model};
 use crate::{golden, json_of, stdout_of, warpdraft};
 
 const GREEDY: &[&str] = &["generate", "--temperature", "0", "--max-tokens", "24"];
