@@ -41,6 +41,38 @@ impl States {
     }
 }
 
+/// Which hidden states a pass leaves, and where.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct Taps {
+    /// Where they go; null where none are wanted.
+    pub to: States,
+    /// After how many layers the residual stream is one, of each of the three.
+    pub after: [u32; STATES as usize],
+}
+
+impl Taps {
+    /// Whether any are wanted.
+    #[inline(always)]
+    pub(crate) const fn are_wanted(&self) -> bool {
+        !self.to.states.is_null()
+    }
+
+    /// Leaves an element of the residual stream of a `row` after so many layers, if it is one of a hidden state.
+    #[inline(always)]
+    pub(crate) unsafe fn put(&self, rows: &Rows, row: u32, layers: u32, element: u32, x: f32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            unroll!(I < 3; {
+                if self.after[I] == layers {
+                    let to = self.to.of(rows.positions.load(row as usize)).at(I * self.to.dim as usize);
+                    to.store(element as usize, math::to_bf16(x));
+                }
+            });
+        }
+    }
+}
+
 /// Parameters of [`take_states`]. Grid: (1, rows).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]

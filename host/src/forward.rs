@@ -277,10 +277,9 @@ impl Forward {
         Ok(self.decode.is_some())
     }
 
-    /// The step in one launch, if it was laid out, and leaves what is wanted: no hidden states. Its counters must be
-    /// zero when it begins.
+    /// The step in one launch, if it was laid out; its counters must be zero when it begins.
     pub fn decode(&self) -> Option<&Decode> {
-        self.decode.as_ref().filter(|_| self.wanted_states().is_none())
+        self.decode.as_ref()
     }
 
     /// [`Decode::use_up_flags`], if it was laid out.
@@ -667,6 +666,7 @@ impl Forward {
             trace: self.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             layer_count: c.num_hidden_layers as u32,
             intermediate: c.intermediate_size as u32,
+            taps: self.wanted_states().map(HiddenStates::taps).unwrap_or_default(),
             ..DecodeStep::default()
         };
         // SAFETY: buffers of self, sized as the parameter block says; the caller's word for the rest.

@@ -1,7 +1,7 @@
 //! Hidden states of a model, which a pass leaves for a head that drafts from them.
 
 use cuda_std::Global;
-use gpu_kernels::eagle::{self, STATES, States, TakeStates};
+use gpu_kernels::eagle::{self, STATES, States, TakeStates, Taps};
 use gpu_kernels::step::{MAX_ROWS, Rows};
 use half::bf16;
 
@@ -23,6 +23,11 @@ pub(crate) struct HiddenStates {
 impl HiddenStates {
     fn states(&self) -> States {
         States { states: self.states.ptr_mut(), slots: self.slots, dim: self.dim }
+    }
+
+    /// As a pass in one launch takes them.
+    pub(super) fn taps(&self) -> Taps {
+        Taps { to: self.states(), after: self.after.map(|layers| layers as u32) }
     }
 
     /// Enqueues the copy of the residual stream `x` after so many `layers`, if it is one of them.
@@ -92,5 +97,67 @@ impl Forward {
     /// Whether a hidden state is the residual stream after the last layer.
     pub(crate) fn wants_last_layer(&self) -> bool {
         self.wanted_states().is_some_and(|states| states.after.contains(&self.config.num_hidden_layers))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpu_kernels::step::MAX_DECODE_ROWS;
+    use half::bf16;
+    use model::Config;
+
+    use super::Forward;
+    use crate::device::Device;
+    use crate::forward::RowOutput;
+    use crate::weights::DeviceWeights;
+
+    /// Rows of tokens at positions from `start` on: a pass over them, in one launch or many, and what it leaves.
+    fn left_by(forward: &mut Forward, (start, count): (u32, u32), in_one: bool) -> Vec<bf16> {
+        let column = |of: fn(u32) -> u32| (start..start + count).map(of).collect::<Vec<_>>();
+        forward.row_count.write(0, &[count]).unwrap();
+        forward.row_tokens.write(0, &column(|i| i * 7 % 64)).unwrap();
+        forward.row_positions.write(0, &column(|i| i)).unwrap();
+        forward.states.as_mut().unwrap().states.clear().unwrap();
+        if in_one {
+            forward.decode.as_mut().unwrap().begin().unwrap();
+            // SAFETY: the counters were just cleared.
+            unsafe { forward.enqueue_decode(count, start + count).unwrap() };
+        } else {
+            forward.enqueue(count, start + count, RowOutput::LogitsFrom(0)).unwrap();
+        }
+        let states = &forward.states.as_ref().unwrap().states;
+        let mut found = vec![bf16::ZERO; states.len()];
+        states.read(0, &mut found).unwrap();
+        found
+    }
+
+    #[test]
+    fn one_launch_and_many_leave_the_same() {
+        let config = Config {
+            vocab_size: 64,
+            hidden_size: 128,
+            intermediate_size: 256,
+            num_hidden_layers: 3,
+            num_attention_heads: 2,
+            num_key_value_heads: 1,
+            ..Config::published("0.6B").unwrap()
+        };
+        let device = Device::emulator(0);
+        let weights = DeviceWeights::random(&config, &device).unwrap();
+        let mut forward = Forward::new(&device, &config, weights, 192).unwrap();
+        assert!(forward.lay_out_decode().unwrap());
+        // One row is exchanged in another way than several, and more than 8 are another kernel's; the last rows are round
+        // the end of the ring.
+        for (after, rows) in
+            [([0, 1, 3], (0, 12)), ([0, 1, 3], (12, 1)), ([2, 2, 1], (13, 5)), ([2, 2, 1], (120, MAX_DECODE_ROWS))]
+        {
+            forward.keep_states(after).unwrap();
+            forward.want_states(true);
+            let [many, one] = [false, true].map(|in_one| left_by(&mut forward, rows, in_one));
+            assert!(many == one, "{after:?} of {rows:?}");
+            assert_eq!(many.iter().filter(|x| x.to_f32() != 0.0).count(), 3 * 128 * rows.1 as usize);
+        }
+        forward.want_states(false);
+        assert!(left_by(&mut forward, (3, 4), true).iter().all(|x| x.to_f32() == 0.0));
     }
 }
