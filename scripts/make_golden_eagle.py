@@ -6,13 +6,14 @@
 
 The definition is the original's (github.com/SafeAILab/EAGLE, `Model.forward` and `topK_genrate` of
 eagle/model/cnets.py), with the settings of github.com/vllm-project/speculators: no code of theirs is here, and torch is
-not needed. The model that is drafted for is the golden checkpoint tied_bf16, computed here once more as Qwen3 is, for its
-hidden states. A head's weights are pseudo-random numbers that the tests make in the same way (`integration_tests::eagle`),
-so that no file holds them.
+not needed. The model that is drafted for is the golden checkpoint tied_bf16, computed here once more as Qwen3 is, for
+its hidden states. A head's weights are pseudo-random numbers that the tests make in the same way
+(`integration_tests::eagle`), so that no file holds them.
 
     cases.json    the prompt; of each case its name and the tokens that it drafts after the prompt
     states.f32    hidden states of the model, [cases, prompt, 3, hidden], little-endian f32
-    logits.f32    logits of the head, [cases, prompt - 1 + drafts, draft_vocab]: of each row of the prompt and each draft's
+    logits.f32    logits of the head, [cases, prompt - 1 + drafts, draft_vocab]: of each row of the prompt and of each
+                  draft's
 """
 
 import json

@@ -63,7 +63,7 @@ impl DraftCheckpoint {
         }
     }
 
-    /// What it takes on a device, for sequences of up to `capacity` tokens, whose prompts run in passes of many rows, or
+    /// What it takes on a device, for sequences of up to `capacity` tokens, with prompts in passes of many rows or
     /// not.
     pub(crate) fn footprint(&self, capacity: usize, has_prefill: bool) -> Footprint {
         match self {

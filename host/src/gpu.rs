@@ -6,6 +6,7 @@
 //! sequence is finished, steps already enqueued run no rows. A sequence whose answer has a form goes another way:
 //! [`form`].
 
+mod draft_weights;
 mod form;
 
 use std::time::{Duration, Instant};
@@ -23,13 +24,15 @@ use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped, Pinned};
 use crate::draft::{Draft, DraftCheckpoint};
 use crate::drafter::{Between, Drafter, ModelDrafter, NgramDrafter, OnDevice, Passes, Proposals, ScriptDrafter};
-use crate::forward::{Footprint, Forward, HeadWeights, RowOutput};
+use crate::forward::{Footprint, Forward, RowOutput};
 use crate::masks::Masks;
 use crate::prefill::Prefill;
 use crate::profile::Phase;
 use crate::sampler::Sampler;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
+
+pub use self::draft_weights::DraftWeights;
 
 /// Reports in the ring; more than steps are ever in flight.
 pub(crate) const RING: u32 = 8;
@@ -88,14 +91,6 @@ struct Run {
     newest: Option<u32>,
     /// If its answer has a form.
     form: Option<form::Following>,
-}
-
-/// The weights of what drafts beside the text, on a device.
-pub enum DraftWeights {
-    /// A draft model's, with its sizes.
-    Model(Config, DeviceWeights),
-    /// An EAGLE-3 head's.
-    Eagle3(Box<HeadWeights>),
 }
 
 /// Whoever drafts for a sequence with these settings, of those that there are.
@@ -173,20 +168,9 @@ impl Gpu {
         let (of_model, of_draft) = (of_model.weights, of_draft.map_or(0, |of| of.weights));
         let all = of_model + of_draft;
         let weights = DeviceWeights::upload(checkpoint, device, &mut |done, _| progress(done.min(of_model), all))?;
-        let load_draft = |draft: &DraftCheckpoint| {
+        let load_draft = |draft| {
             let told = &mut |done: u64, _: u64| progress(of_model + done.min(of_draft), all);
-            match draft {
-                DraftCheckpoint::Model(draft) => {
-                    Ok(DraftWeights::Model(draft.config.clone(), DeviceWeights::upload(draft, device, told)?))
-                }
-                DraftCheckpoint::Eagle3(head) => {
-                    let weights = HeadWeights::upload(head, config, device)?;
-                    if told(of_draft, of_draft).is_break() {
-                        return Err(Error::Interrupted);
-                    }
-                    Ok(DraftWeights::Eagle3(Box::new(weights)))
-                }
-            }
+            DraftWeights::upload(draft, config, device, told)
         };
         let draft = draft.map(load_draft).transpose().map_err(|error| Error::DraftModel(Box::new(error)))?;
         Self::with_all_weights(device, config, weights, draft, capacity)
@@ -217,24 +201,11 @@ impl Gpu {
         capacity: usize,
     ) -> Result<Self, Error> {
         let mut forward = Forward::new(device, config, weights, capacity)?;
-        let taps = match &draft {
-            Some(DraftWeights::Eagle3(head)) => Some(head.taps),
-            _ => None,
-        };
-        let mut draft = match draft {
-            None => None,
-            Some(DraftWeights::Model(config, weights)) => {
-                Some(Passes::Model(Forward::new(device, &config, weights, capacity)?))
-            }
-            Some(DraftWeights::Eagle3(head)) => Some(Passes::of_head(*head, &forward)?),
-        };
+        let taps = draft.as_ref().and_then(DraftWeights::taps);
+        let mut draft = draft.map(|draft| draft.passes(&forward, capacity)).transpose()?;
         // All that must be is there: now what is quicker, where the hardware and the memory are there; otherwise the
         // launches do the same.
-        let of_draft = draft.as_mut().and_then(|passes| match passes {
-            Passes::Model(forward) => Some(forward),
-            Passes::Head(_) => None,
-        });
-        for forward in std::iter::once(&mut forward).chain(of_draft) {
+        for forward in std::iter::once(&mut forward).chain(draft.as_mut().and_then(Passes::model)) {
             forward.lay_out_decode()?;
             if device.has_prefill() {
                 forward.lay_out_prefill()?;

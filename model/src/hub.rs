@@ -156,7 +156,7 @@ fn is_true(value: &str) -> bool {
     ["1", "on", "yes", "true"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
 }
 
-/// Whether a snapshot has these `texts`, and weights. Other tools fetch single files, so a snapshot may well be partial.
+/// Whether a snapshot has these `texts`, and weights. Other tools fetch single files, so one may well be partial.
 fn is_complete(dir: &Path, texts: &[&str]) -> bool {
     let has = |name: &str| dir.join(name).is_file();
     if !texts.iter().all(|text| has(text)) {

@@ -181,7 +181,7 @@ fn output_on_the_cpu_is_the_same_whatever_the_head_says() {
     }
 }
 
-/// With the decode kernel for who does not draft, as launches with prompts in passes, and by the kernels of other cards.
+/// With the decode kernel, as launches with prompts in passes, and by the kernels of other cards.
 #[test]
 fn output_under_the_emulator_is_the_same_whatever_the_head_says() {
     let unfused = DeviceOptions { unfused: true, prefill: Some(true), ..DeviceOptions::default() };

@@ -1,4 +1,4 @@
-//! Drafts by a model or a head on a device: its passes run in the loop's own queue, and the host waits for none of them.
+//! Drafts by a model or a head on a device: its passes run in the loop's own queue, and the host waits for none.
 
 use cuda_std::Global;
 use gpu_kernels::draft_model::{self, DraftWords, Economy, NextDraft, PlanDraft};
@@ -52,6 +52,14 @@ impl Passes {
         let targets = std::mem::replace(&mut head.targets, model.device().zeroed(0)?);
         let parameters = head.pass_parameters;
         Ok(Self::Head(Head { targets, parameters, forward: Forward::of_head(head, model)? }))
+    }
+
+    /// The model, if they are one's.
+    pub(crate) fn model(&mut self) -> Option<&mut Forward> {
+        match self {
+            Self::Model(forward) => Some(forward),
+            Self::Head(_) => None,
+        }
     }
 }
 

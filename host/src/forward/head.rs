@@ -83,8 +83,8 @@ impl HeadWeights {
         Config { vocab_size: head.draft_vocab_size, tie_word_embeddings: true, ..head.config.clone() }
     }
 
-    /// What a head takes on a device, for sequences of up to `capacity` tokens, whose prompts run in passes of many rows,
-    /// or not.
+    /// What a head takes on a device, for sequences of up to `capacity` tokens, with prompts in passes of many rows or
+    /// not.
     pub(crate) fn footprint(head: &EagleHead, capacity: usize, has_prefill: bool) -> Footprint {
         let (config, hidden) = (Self::config_of(head), head.config.hidden_size);
         let Footprint { weights, working } = Footprint::of(&config, capacity, false);
@@ -160,8 +160,8 @@ impl Forward {
         Ok(forward)
     }
 
-    /// Enqueues a pass of a head over the rows that [`rows`](Self::rows) hold by then: at most `most_rows`, at positions
-    /// below `end`.
+    /// Enqueues a pass of a head over the rows that [`rows`](Self::rows) hold by then: at most `most_rows`, at
+    /// positions below `end`.
     ///
     /// # Safety
     /// This is a head. Where the rows begin with the model's hidden states, those of their positions are there.

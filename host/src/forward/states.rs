@@ -146,8 +146,8 @@ mod tests {
         let weights = DeviceWeights::random(&config, &device).unwrap();
         let mut forward = Forward::new(&device, &config, weights, 192).unwrap();
         assert!(forward.lay_out_decode().unwrap());
-        // One row is exchanged in another way than several, and more than 8 are another kernel's; the last rows are round
-        // the end of the ring.
+        // One row is exchanged in another way than several, and more than 8 are another kernel's; the last rows are
+        // round the end of the ring.
         for (after, rows) in
             [([0, 1, 3], (0, 12)), ([0, 1, 3], (12, 1)), ([2, 2, 1], (13, 5)), ([2, 2, 1], (120, MAX_DECODE_ROWS))]
         {
