@@ -256,7 +256,7 @@ def rounded(mode: str, weight: torch.Tensor) -> torch.Tensor:
     out, inputs = weight.shape
     if mode == "fp8":
         blocks = weight.reshape(out // 128, 128, inputs // 128, 128)
-        scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+        scale = (blocks.abs().amax((1, 3), keepdim=True) / 448).bfloat16().float()
         return ((blocks * (1 / scale)).to(torch.float8_e4m3fn).float() * scale).reshape(out, inputs)
     parts = grouped(weight, 128)
     low, high = parts.amin(-1, keepdim=True).clamp(max=0), parts.amax(-1, keepdim=True).clamp(min=0)

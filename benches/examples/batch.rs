@@ -30,7 +30,6 @@ use host::batch::{BatchBackend, BatchOptions, Counts, GpuBatch, PAGE_TOKENS, Que
 use host::decode::Source;
 use host::device::{Buffer, Device};
 use host::gemm::{self, Epilogue};
-use host::weights::DeviceWeights;
 use model::{Config, Sampling};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -106,10 +105,10 @@ fn main() -> Result<()> {
     let arguments = Arguments::read()?;
     let (config, device) = arguments.subject(arguments.word(0).unwrap_or("8B"))?;
     let scale = if device.is_emulator() { Scale::small() } else { Scale::published() };
-    let arguments = arguments.words;
-    let [launches, plain] = ["launches", "plain"].map(|way| arguments.iter().any(|a| a == way));
-    let sequences = arguments.iter().find_map(|a| a.strip_prefix("sequences=")).map(str::parse).transpose()?;
-    let names = arguments.iter().skip(1).map(String::as_str);
+    let words = &arguments.words;
+    let [launches, plain] = ["launches", "plain"].map(|way| words.iter().any(|a| a == way));
+    let sequences = words.iter().find_map(|a| a.strip_prefix("sequences=")).map(str::parse).transpose()?;
+    let names = words.iter().skip(1).map(String::as_str);
     let parts: Vec<&str> =
         names.filter(|a| !["launches", "plain"].contains(a) && !a.starts_with("sequences=")).collect();
     let wants = |part: &str| parts.is_empty() || parts.contains(&part);
@@ -129,7 +128,7 @@ fn main() -> Result<()> {
         products[1] / 1e12
     );
     let begun = Instant::now();
-    let weights = DeviceWeights::random(&config, &device)?;
+    let weights = arguments.weights(&config, &device)?;
     let apart = device.capabilities().has_gemms() && !launches;
     let options = BatchOptions {
         sequences: sequences.or(scale.options.sequences),

@@ -17,7 +17,6 @@ use gpu_kernels::sample::rank;
 use half::bf16;
 use host::device::Device;
 use host::forward::{Capacity, Forward, Row, RowOutput};
-use host::weights::DeviceWeights;
 use model::Config;
 
 const CONTEXT: usize = 1040;
@@ -76,7 +75,7 @@ fn step(
     let context = case.contexts.iter().max().copied().unwrap_or(CONTEXT);
     let stride = context.div_ceil(PAGE_TOKENS as usize);
     let room = Capacity::batch(context, sequences, sequences * stride, sequences);
-    let mut forward = Forward::with_room(device, &config, DeviceWeights::random(&config, device)?, room)?;
+    let mut forward = Forward::with_room(device, &config, arguments.weights(&config, device)?, room)?;
     let pattern: Vec<bf16> =
         random(1 << 20, 5).iter().map(|&r| bf16::from_f32(r as f32 / (1u64 << 30) as f32 - 1.0)).collect();
     forward.fill_cache(&pattern)?;

@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use benches::{Arguments, Run, tokens};
 use host::forward::Forward;
-use host::weights::DeviceWeights;
 use host::{Backend, Gpu, NgramDraft, Sequence};
 use model::Sampling;
 
@@ -30,7 +29,7 @@ fn main() -> Result<()> {
     let (config, device) = arguments.subject(size)?;
     Forward::check(&config)?;
     let capacity = LONG + 32 * REPEATS as usize;
-    let mut gpu = Gpu::with_weights(&device, &config, DeviceWeights::random(&config, &device)?, capacity)?;
+    let mut gpu = Gpu::with_weights(&device, &config, arguments.weights(&config, &device)?, capacity)?;
     let prompt = tokens(&config, PROMPT);
 
     // Drafts that are confirmed in a known number.

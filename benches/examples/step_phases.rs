@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 use benches::Arguments;
 use gpu_kernels::step::{self, PlanDecode, STATE_WORDS, SequenceState};
 use host::forward::Forward;
-use host::weights::DeviceWeights;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments = Arguments::read()?;
@@ -16,7 +15,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let (context, rows): (u32, u32) = (context.parse()?, rows.parse()?);
     let (config, device) = arguments.subject(size)?;
-    let mut forward = Forward::new(&device, &config, DeviceWeights::random(&config, &device)?, context as usize)?;
+    let mut forward = Forward::new(&device, &config, arguments.weights(&config, &device)?, context as usize)?;
     if !forward.lay_out_decode()? {
         return Err("this card cannot stream".into());
     }

@@ -3,16 +3,20 @@
 use std::error::Error;
 
 use host::device::{Device, DeviceOptions, KernelFile};
+use host::weights::DeviceWeights;
 use model::Config;
+use model::format::Code;
 
 use crate::cases::decode;
 
 /// What a program that measures was told: flags that choose kernels (`--kernels FILE`, `--portable`, `--unfused`,
-/// `--weights plain` or `packed`, as of `warpdraft bench`), and words of its own.
+/// `--weights plain`, `packed`, `fp8` or `int4`, as of `warpdraft bench`), and words of its own.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Arguments {
     /// How a device is opened.
     pub options: DeviceOptions,
+    /// What random weights of layers are rounded to, if they are.
+    pub code: Option<Code>,
     /// What is no such flag, in order.
     pub words: Vec<String>,
 }
@@ -27,7 +31,7 @@ impl Arguments {
     }
 
     fn of(mut arguments: impl Iterator<Item = String>) -> Result<Self, String> {
-        let (mut options, mut words) = (crate::options(), Vec::new());
+        let (mut options, mut code, mut words) = (crate::options(), None, Vec::new());
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
                 "--kernels" => {
@@ -38,22 +42,32 @@ impl Arguments {
                 "--portable" => options.portable = true,
                 "--unfused" => options.unfused = true,
                 "--weights" => {
-                    options.lossless = Some(match arguments.next().as_deref() {
-                        Some("plain") => false,
-                        Some("packed") => true,
-                        _ => return Err("--weights is plain or packed".into()),
-                    });
+                    (options.lossless, code) = match arguments.next().as_deref() {
+                        Some("plain") => (Some(false), None),
+                        Some("packed") => (Some(true), None),
+                        Some("fp8") => (None, Some(Code::E4m3)),
+                        Some("int4") => (None, Some(Code::Int4)),
+                        _ => return Err("--weights is plain, packed, fp8 or int4".into()),
+                    };
                 }
                 other if other.starts_with("--") => return Err(format!("there is no flag {other}")),
                 _ => words.push(argument),
             }
         }
-        Ok(Self { options, words })
+        Ok(Self { options, code, words })
     }
 
     /// Word number `i`, if there is one.
     pub fn word(&self, i: usize) -> Option<&str> {
         self.words.get(i).map(String::as_str)
+    }
+
+    /// Random weights of this shape, as they were asked for.
+    ///
+    /// # Errors
+    /// As [`DeviceWeights::random`].
+    pub fn weights(&self, config: &Config, device: &Device) -> Result<DeviceWeights, host::Error> {
+        DeviceWeights::random_as(config, device, self.code)
     }
 
     /// Card 0.
@@ -105,9 +119,10 @@ mod tests {
 
     #[test]
     fn other_flags_and_other_sizes_are_named() {
+        assert_eq!(of("8B --weights int4").unwrap().code, Some(super::Code::Int4));
         assert!(of("--fast").unwrap_err().contains("--fast"));
         assert!(of("8B --kernels").unwrap_err().contains("file"));
-        assert!(of("8B --weights small").unwrap_err().contains("plain or packed"));
+        assert!(of("8B --weights small").unwrap_err().contains("packed, fp8 or int4"));
         let error = of("").unwrap().subject("9B").err().unwrap().to_string();
         assert!(error.contains("9B"), "{error}");
         assert!(of("small").unwrap().subject("small").unwrap().1.is_emulator());

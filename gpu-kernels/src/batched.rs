@@ -89,7 +89,7 @@ use crate::linear::{K_PARTIALS, SLICE};
 use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
 use crate::waiting;
-use crate::weights::{Lossless, Plain, WeightFormat};
+use crate::weights::{BatchedFormat, Lossless, Plain};
 use crate::workspace::Workspace;
 
 /// Most rows of a step.
@@ -399,7 +399,7 @@ impl Odd {
 }
 
 #[inline(always)]
-unsafe fn batched<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
+unsafe fn batched<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     unsafe {
         wgmma::declare();
         if p.work.rows.count.load(0) == 0 {
@@ -438,7 +438,7 @@ unsafe fn batched<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &Batc
 
 /// The consumers walk the phases.
 #[inline(always)]
-unsafe fn consume<F: WeightFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
+unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     unsafe {
         let [ring, rows, items] =
             [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);

@@ -57,7 +57,7 @@ use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::{Ring, Shape};
 use crate::step::MAX_DECODE_ROWS;
-use crate::weights::{Lossless, Plain, WeightFormat};
+use crate::weights::{Fp8, Int4, Lossless, Plain, Quantized, WeightFormat};
 use crate::workspace::Workspace;
 use consumer::Consumer;
 pub use exchange::Exchange;
@@ -299,6 +299,8 @@ pub struct DecodeStep {
     pub stream: Global<bf16>,
     /// The same, packed: of the kernels that read them so.
     pub lossless: Lossless,
+    /// Chunks of [codes](crate::weights::quantized#layout) of the layers' matrices: of the kernels that read these.
+    pub codes: Global<u8>,
     /// How TMA reads packed weights.
     pub maps: Global<TensorMap>,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
@@ -541,6 +543,30 @@ pub unsafe fn decode_8_lossless(p: DecodeStep) {
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_lossless(p: DecodeStep) {
     unsafe { decode::<Lossless, 2, 1>(&p) }
+}
+
+/// [`decode_8`], of layers in FP8.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_8_fp8(p: DecodeStep) {
+    unsafe { decode::<Quantized<Fp8>, 1, 1>(&p) }
+}
+
+/// [`decode_16`], of layers in FP8.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_fp8(p: DecodeStep) {
+    unsafe { decode::<Quantized<Fp8>, 2, 1>(&p) }
+}
+
+/// [`decode_8`], of layers in int4.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_8_int4(p: DecodeStep) {
+    unsafe { decode::<Quantized<Int4>, 1, 1>(&p) }
+}
+
+/// [`decode_16`], of layers in int4.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_int4(p: DecodeStep) {
+    unsafe { decode::<Quantized<Int4>, 2, 1>(&p) }
 }
 
 // What a block of an H100 may have, and that a wave's partial sums fit.

@@ -7,15 +7,20 @@
 //! | [`Plain`] | 16 | as [`lay_out`](crate::decode::lay_out) leaves them |
 //! | [`Lossless`] | 11.1 to 11.5 | exponents in two bits, with a list of those that do not fit |
 //!
-//! To add one: a type here that implements [`WeightFormat`], a kernel that makes it, and a line for each kernel that is
-//! to read it.
+//! | [`quantized`] FP8 | 8.25 | e4m3 codes and scales |
+//! | [`quantized`] int4 | 4.25 | codes, scales and zeros |
+//!
+//! To add one: a type here that implements [`WeightFormat`] (and [`BatchedFormat`] for steps of many sequences), a kernel
+//! that makes it, and a line for each kernel that is to read it.
 
 pub mod lossless;
+pub mod quantized;
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, bulk, mma, thread, warp, wgmma};
 
 pub use lossless::Lossless;
+pub(crate) use quantized::{Fp8, Int4, Quantized};
 
 use crate::batched::{BatchedStep, Phase};
 use crate::decode::{CHUNK_BYTES, DecodeStep, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, Wave, fragment_row};
@@ -32,20 +37,40 @@ pub(crate) trait WeightFormat: Copy {
     /// every other N-tile, and not half of the rows of every N-tile.
     const COSTLY: bool;
 
+    /// The format of the head's weights.
+    type Head: WeightFormat;
+
+    /// Whether that is another one.
+    const OTHER_HEAD: bool = false;
+
+    /// Chunks of a stage: an N-tile's next ones. If its chunks are no multiple, the last stage has fewer.
+    const CHUNKS: u32 = 1;
+
     /// How many maps there are of the weights, as TMA reads them.
     const MAPS: usize;
 
-    /// Starts the copies of chunk `q` of an N-tile to a stage: a whole warp does it.
+    /// How many stages may be under way for each one of [`Plain`].
+    const UNDER_WAY: u32 = 1;
+
+    /// Starts the copies of an N-tile's chunks from `q` on to a stage: a whole warp does it.
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32);
 
-    /// The fragments of a split-K partial's slices of the chunk in this stage, which is full. `beside` is called twice,
+    /// The fragments of a split-K partial's slices of a chunk in this stage, which is full. `beside` is called twice,
     /// with 0 and 1, where shared memory is waited for.
-    unsafe fn load(p: &DecodeStep, stage: &Ring, k_partial: u32, lane: u32, beside: impl FnMut(u32))
-    -> WeightFragments;
+    unsafe fn load(
+        p: &DecodeStep,
+        chunk: (&Ring, u32),
+        k_partial: u32,
+        lane: u32,
+        beside: impl FnMut(u32),
+    ) -> WeightFragments;
 
     /// What the sums of the matrix with this index have to be multiplied with.
     unsafe fn scale(p: &DecodeStep, index: u32) -> f32;
+}
 
+/// How the batched decode kernels read weights.
+pub(crate) trait BatchedFormat: WeightFormat {
     /// Where the stages of the batched decode kernel are: those of [`TOGETHER`](crate::decode::TOGETHER) N-tiles from
     /// `n_tile` on.
     unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources;
@@ -76,6 +101,7 @@ pub(crate) struct StageSources {
 pub(crate) struct Plain;
 
 impl WeightFormat for Plain {
+    type Head = Self;
     const COSTLY: bool = false;
     const MAPS: usize = 0;
 
@@ -98,7 +124,7 @@ impl WeightFormat for Plain {
     #[inline(always)]
     unsafe fn load(
         _: &DecodeStep,
-        stage: &Ring,
+        (stage, _): (&Ring, u32),
         k_partial: u32,
         lane: u32,
         mut beside: impl FnMut(u32),
@@ -120,7 +146,9 @@ impl WeightFormat for Plain {
     unsafe fn scale(_: &DecodeStep, _: u32) -> f32 {
         1.0
     }
+}
 
+impl BatchedFormat for Plain {
     #[inline(always)]
     unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
         let first = wave.slice(n_tile, 0);

@@ -6,22 +6,22 @@ use gpu_kernels::linear::N_TILE;
 use gpu_kernels::weights::Lossless;
 use half::bf16;
 use model::Config;
+use model::format::Code;
 use model::plan::{Gemm, Matrix};
 
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::lossless::Packed;
+use crate::quantized::{self, Quantized};
 use crate::timed::timed;
 use crate::weights::DeviceWeights;
 
 /// A second copy of the weights, in the order in which the step consumes them.
 pub struct Decode {
     weights: Buffer<bf16>,
-    /// The same, packed, where steps read them so.
-    packed: Option<Packed>,
-    /// Its maps.
-    maps: Option<TensorMaps>,
+    /// The same in fewer bytes, where steps read them so.
+    compact: Compact,
     norms: Buffer<bf16>,
     /// None where there are none.
     biases: Option<Buffer<bf16>>,
@@ -33,6 +33,16 @@ pub struct Decode {
     /// Where each matrix begins, in chunks.
     bases: Vec<u64>,
     grid: u32,
+}
+
+/// Weights in fewer bytes.
+enum Compact {
+    /// There are none.
+    None,
+    /// Packed without loss, with their maps.
+    Lossless(Packed, TensorMaps),
+    /// The codes of the layers' matrices.
+    Quantized(Quantized),
 }
 
 /// N-tiles and input features of the matrix of a GEMM.
@@ -121,17 +131,8 @@ impl Decode {
             // SAFETY: the matrix is `[n, k]`, and the stream has room for every wave of the walk.
             bases.push(unsafe { source.lay_out(device, stream.ptr_mut(), &mut walk)? });
         }
-        // As long as it leaves most of the memory to the cache.
-        let bytes = 2 * elements as u64;
-        let fits = || Ok::<_, Error>(device.free_memory()?.is_some_and(|free| free / 4 > bytes));
-        let pays = || Ok::<_, Error>(bytes >= device.capabilities().tuning().lossless_from && fits()?);
-        let packed = if device.options().lossless.map_or_else(pays, Ok)? {
-            let bounds: Vec<_> = bases.iter().copied().chain([walk.chunks]).collect();
-            timed("packing the weights", || Packed::new(device, &stream, &bounds))?
-        } else {
-            None
-        };
-        let maps = packed.as_ref().map(|packed| device.array_maps(&packed.arrays())).transpose()?;
+        let bounds: Vec<_> = bases.iter().copied().chain([walk.chunks]).collect();
+        let compact = Self::compact(device, config, weights, &stream, &bounds)?;
         let norms = weights.layers.iter().flat_map(|layer| {
             // As `DecodeStep::norms` has them.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
@@ -146,8 +147,7 @@ impl Decode {
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
         Ok(Some(Self {
             weights: stream,
-            packed,
-            maps,
+            compact,
             norms,
             biases,
             pages: device.upload(&pages)?,
@@ -157,6 +157,40 @@ impl Decode {
             bases,
             grid,
         }))
+    }
+
+    /// What the `stream` becomes in fewer bytes, whose matrices begin at these `bounds`: codes, if its weights are
+    /// quantised, or packed without loss where that pays; as long as it leaves most of the memory to the cache.
+    fn compact(
+        device: &Device,
+        config: &Config,
+        weights: &DeviceWeights,
+        stream: &Buffer<bf16>,
+        bounds: &[u64],
+    ) -> Result<Compact, Error> {
+        let wanted = device.options().lossless;
+        let fits = |bytes: u64| Ok::<_, Error>(device.free_memory()?.is_none_or(|free| free / 4 > bytes));
+        if wanted == Some(false) {
+            return Ok(Compact::None);
+        }
+        if let Some(scales) = &weights.scales
+            && fits(quantized::bytes(config, scales.code, device.sms()))?
+            && let Some(codes) = timed("finding the codes", || Quantized::new(device, config, stream, scales))?
+        {
+            return Ok(Compact::Quantized(codes));
+        }
+        let bytes = 2 * stream.len() as u64;
+        // The emulator has no memory of its own that would be saved.
+        let pays = bytes >= device.capabilities().tuning().lossless_from && device.free_memory()?.is_some();
+        if wanted == Some(true) || pays && fits(bytes)? {
+            let packed = timed("packing the weights", || Packed::new(device, stream, bounds))?;
+            let with_maps = |packed: Packed| {
+                let maps = device.array_maps(&packed.arrays())?;
+                Ok(Compact::Lossless(packed, maps))
+            };
+            return packed.map_or(Ok(Compact::None), with_maps);
+        }
+        Ok(Compact::None)
     }
 
     /// Bytes that it takes on a device with `grid` SMs.
@@ -169,19 +203,31 @@ impl Decode {
         (self.weights.ptr(), self.grid)
     }
 
-    /// Bytes of the weights packed, if they are.
-    pub fn packed_bytes(&self) -> Option<u64> {
-        self.packed.as_ref().map(Packed::bytes)
+    /// Bytes of the weights in fewer bytes, if there are such.
+    pub fn compact_bytes(&self) -> Option<u64> {
+        match &self.compact {
+            Compact::None => None,
+            Compact::Lossless(packed, _) => Some(packed.bytes()),
+            Compact::Quantized(codes) => Some(codes.bytes()),
+        }
+    }
+
+    /// What the weights packed without loss are, if they are packed.
+    fn packed(&self) -> Option<&Packed> {
+        match &self.compact {
+            Compact::Lossless(packed, _) => Some(packed),
+            Compact::None | Compact::Quantized(_) => None,
+        }
     }
 
     /// Where the packed weights are, if they are packed.
     pub fn lossless(&self) -> Option<Lossless> {
-        self.packed.as_ref().map(Packed::parts)
+        self.packed().map(Packed::parts)
     }
 
     /// What the sums of a matrix are multiplied with, by the kernels that read packed weights.
     pub fn scale(&self, layer: usize, matrix: Matrix) -> f32 {
-        self.packed.as_ref().map_or(1.0, |packed| packed.scale(matrix.number(layer)))
+        self.packed().map_or(1.0, |packed| packed.scale(matrix.number(layer)))
     }
 
     /// The chunk at which a matrix of a layer begins; [`Matrix::number`] says what the layer of the head is.
@@ -232,7 +278,14 @@ impl Decode {
         let step = DecodeStep {
             stream: self.weights.ptr(),
             lossless: self.lossless().unwrap_or_default(),
-            maps: self.maps.as_ref().map_or(Global::default(), |maps| maps.ptr(0)),
+            codes: match &self.compact {
+                Compact::Quantized(codes) => codes.codes(),
+                Compact::None | Compact::Lossless(..) => Global::default(),
+            },
+            maps: match &self.compact {
+                Compact::Lossless(_, maps) => maps.ptr(0),
+                Compact::None | Compact::Quantized(_) => Global::default(),
+            },
             norms: self.norms.ptr(),
             biases: self.biases.as_ref().map_or(Global::default(), Buffer::ptr),
             pages: self.pages.ptr(),
@@ -243,11 +296,23 @@ impl Decode {
         // SAFETY: the caller's word.
         unsafe {
             let (grid, shared) = (self.grid, decode::SHARED_BYTES);
-            match (&self.packed, most_rows <= 8) {
-                (None, true) => device.launch_cooperative::<decode::decode_8>(grid, shared, step),
-                (None, false) => device.launch_cooperative::<decode::decode_16>(grid, shared, step),
-                (Some(_), true) => device.launch_cooperative::<decode::decode_8_lossless>(grid, shared, step),
-                (Some(_), false) => device.launch_cooperative::<decode::decode_16_lossless>(grid, shared, step),
+            let few = most_rows <= 8;
+            macro_rules! launch {
+                ($of_8:ident $of_16:ident) => {
+                    if few {
+                        device.launch_cooperative::<decode::$of_8>(grid, shared, step)
+                    } else {
+                        device.launch_cooperative::<decode::$of_16>(grid, shared, step)
+                    }
+                };
+            }
+            match &self.compact {
+                Compact::None => launch!(decode_8 decode_16),
+                Compact::Lossless(..) => launch!(decode_8_lossless decode_16_lossless),
+                Compact::Quantized(codes) => match codes.code() {
+                    Code::E4m3 => launch!(decode_8_fp8 decode_16_fp8),
+                    Code::Int4 => launch!(decode_8_int4 decode_16_int4),
+                },
             }
         }
     }

@@ -24,6 +24,7 @@ mod masks;
 pub mod prefill;
 pub mod profile;
 mod prompt;
+mod quantized;
 mod sampler;
 mod timed;
 pub mod tuning;

@@ -8,11 +8,13 @@ use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::norm::Residual;
 use gpu_kernels::step::Rows;
 use half::bf16;
+use model::format::{Code, e4m3};
 use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, Weight, Weights};
 
 use crate::decode::Source;
 use crate::device::{Buffer, Device, Region};
+use crate::quantized::{Collector, Scales};
 use crate::timed::timed;
 use crate::{Error, Progress, gib};
 
@@ -26,6 +28,8 @@ pub struct DeviceWeights {
     pub norm: Buffer<bf16>,
     /// `[vocab, hidden]`; none when it is the embedding.
     pub head: Option<Buffer<bf16>>,
+    /// Of quantised weights, what makes their codes.
+    pub scales: Option<Scales>,
 }
 
 /// One layer's weights.
@@ -60,14 +64,21 @@ impl DeviceWeights {
     /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, or
     /// [`Error::Interrupted`] when `progress` breaks.
     pub fn upload(checkpoint: &Checkpoint, device: &Device, progress: &mut Progress<'_>) -> Result<Self, Error> {
-        let weights = checkpoint.weights()?;
+        let of_checkpoint = checkpoint.weights()?;
         let mut plan = Plan { device, weights: Vec::new(), regions: Vec::new() };
         let tied = checkpoint.config.tie_word_embeddings;
-        let this = timed("memory for the weights", || Self::planned(&weights, tied, &mut plan))?;
+        let mut this = timed("memory for the weights", || Self::planned(&of_checkpoint, tied, &mut plan))?;
         let Plan { weights, regions, .. } = plan;
         let bytes: u64 = weights.iter().map(|weight| 2 * weight.elements() as u64).sum();
         let mut done = 0;
-        let fill = |i: usize, at: usize, out: &mut [u8]| Ok(weights[i].read_bf16(at / 2, out)?);
+        let wanted = device.has_decode_kernel() && device.options().lossless != Some(false);
+        let collector = if wanted { Collector::new(&of_checkpoint) } else { None };
+        let fill = |i: usize, at: usize, out: &mut [u8]| match &collector {
+            None => Ok(weights[i].read_bf16(at / 2, out)?),
+            Some(collector) => {
+                Ok(weights[i].read_bf16_and(at / 2, out, &mut |rows, codes| collector.take(weights[i], rows, codes))?)
+            }
+        };
         let mut progress = |sent: usize| {
             done += sent as u64;
             progress(done, bytes)
@@ -75,6 +86,7 @@ impl DeviceWeights {
         // SAFETY: the regions are those of `this`, which nobody else knows yet.
         let filled = || unsafe { device.fill_regions(&regions, &fill, &mut progress) };
         timed(&format!("{} of weights to the device", gib(bytes)), filled)?;
+        this.scales = collector.and_then(Collector::finish);
         Ok(this)
     }
 
@@ -102,6 +114,7 @@ impl DeviceWeights {
                 .collect::<Result<_, Error>>()?,
             norm: plan.buffer(&[&weights.norm])?,
             head: if tied { None } else { Some(plan.buffer(&[&weights.head])?) },
+            scales: None,
         })
     }
 }
@@ -113,47 +126,69 @@ impl DeviceWeights {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn random(config: &Config, device: &Device) -> Result<Self, Error> {
+        Self::random_as(config, device, None)
+    }
+
+    /// The same, the layers' matrices as quantised ones, if so.
+    ///
+    /// # Errors
+    /// As [`random`](Self::random).
+    pub fn random_as(config: &Config, device: &Device, code: Option<Code>) -> Result<Self, Error> {
         // SplitMix64; a pattern of 32 MiB, from a place of its own for each matrix.
         const PATTERN: usize = 16 << 20;
+        const SIGMA: f32 = 0.02;
         // In (0, 1); two make a pair of normally distributed ones (Box and Muller, 1958).
         let uniform = |i: usize| ((gpu_kernels::sample::random(0, i as u64) >> 40) as f32 + 0.5) / (1 << 24) as f32;
         let pair = |i: usize| {
-            let (radius, angle) = (0.02 * (-2.0 * uniform(2 * i).ln()).sqrt(), TAU * uniform(2 * i + 1));
-            [bf16::from_f32(radius * angle.cos()), bf16::from_f32(radius * angle.sin())]
+            let (radius, angle) = (SIGMA * (-2.0 * uniform(2 * i).ln()).sqrt(), TAU * uniform(2 * i + 1));
+            [radius * angle.cos(), radius * angle.sin()]
         };
-        let pattern: Vec<bf16> = (0..PATTERN / 2).flat_map(pair).collect();
+        let drawn: Vec<f32> = (0..PATTERN / 2).flat_map(pair).collect();
+        let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(x)).collect();
+        // One scale for all, with which codes reach to some three standard deviations.
+        let quantized = code.map(|code| {
+            let scale = bf16::from_f32(3.0 * SIGMA / if code == Code::Int4 { 8.0 } else { e4m3::LARGEST }).to_f32();
+            let value = |x: f32| match code {
+                Code::Int4 => (x / scale).round().clamp(-8.0, 7.0) * scale,
+                Code::E4m3 => e4m3::value(e4m3::nearest(x / scale)) * scale,
+            };
+            let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();
+            (pattern, Scales::uniform(config, code, scale, if code == Code::Int4 { 8 } else { 0 }))
+        });
         let mut matrices = 0;
-        let mut matrix = |elements: usize| {
+        let mut fill = |elements: usize, pattern: &[bf16]| {
             matrices += 1;
             let mut buffer = device.zeroed(elements)?;
-            buffer.repeat(&pattern, matrices * 1_234_567 % PATTERN)?;
+            buffer.repeat(pattern, matrices * 1_234_567 % PATTERN)?;
             Ok::<_, Error>(buffer)
         };
+        let of_layers = quantized.as_ref().map_or(&pattern, |(pattern, _)| pattern);
         let (hidden, inner, q) = (config.hidden_size, config.intermediate_size, config.query_size());
         let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
         Ok(Self {
-            embed: matrix(config.vocab_size * hidden)?,
+            embed: fill(config.vocab_size * hidden, &pattern)?,
             layers: (0..config.num_hidden_layers)
                 .map(|_| {
                     Ok(DeviceLayer {
                         input_norm: ones(hidden)?,
-                        qkv: matrix(config.qkv_size() * hidden)?,
+                        qkv: fill(config.qkv_size() * hidden, of_layers)?,
                         qkv_bias: match config.traits.qkv_bias {
-                            true => Some(matrix(config.qkv_size())?),
+                            true => Some(fill(config.qkv_size(), &pattern)?),
                             false => None,
                         },
                         q_norm: ones(config.head_dim)?,
                         k_norm: ones(config.head_dim)?,
-                        output: matrix(hidden * q)?,
+                        output: fill(hidden * q, of_layers)?,
                         post_attention_norm: ones(hidden)?,
-                        gate: matrix(inner * hidden)?,
-                        up: matrix(inner * hidden)?,
-                        down: matrix(hidden * inner)?,
+                        gate: fill(inner * hidden, of_layers)?,
+                        up: fill(inner * hidden, of_layers)?,
+                        down: fill(hidden * inner, of_layers)?,
                     })
                 })
                 .collect::<Result<_, Error>>()?,
             norm: ones(hidden)?,
-            head: if config.tie_word_embeddings { None } else { Some(matrix(config.vocab_size * hidden)?) },
+            head: if config.tie_word_embeddings { None } else { Some(fill(config.vocab_size * hidden, &pattern)?) },
+            scales: quantized.map(|(_, scales)| scales),
         })
     }
 }

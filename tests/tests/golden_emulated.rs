@@ -6,6 +6,7 @@ use integration_tests::{
     answer, decode_unfused_and_batched, engine, format_cases, golden_cases, greedy, prefilled, prefilled_to_the_end,
     relative_error, run, unfused_and_batched, uploaded,
 };
+use model::format::Code;
 use model::plan::Traits;
 use model::{Checkpoint, Config, Sampling};
 
@@ -62,7 +63,8 @@ fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path() {
 }
 
 /// Products of several groups of turns and several N-tiles a block, whose inputs end within a chunk; and in attention
-/// two key-value heads, with five query heads each, whose tiles are scheduled to four blocks.
+/// two key-value heads, with five query heads each, whose tiles are scheduled to four blocks. Quantised weights are
+/// read as codes by the decode kernel alone: of inputs whose chunks do not fill the last stage, too.
 #[test]
 fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path_in_wider_shapes() {
     let config = Config {
@@ -74,13 +76,16 @@ fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path_in_wider_
         num_key_value_heads: 2,
         ..Config::published("8B").unwrap()
     };
-    for (length, rows) in [(70, 1), (70, 16), (258, 3)] {
+    let (int4, fp8) = (Some(Code::Int4), Some(Code::E4m3));
+    for (length, rows, code) in
+        [(70, 1, None), (70, 16, None), (258, 3, None), (70, 1, int4), (70, 16, int4), (70, 1, fp8), (70, 16, fp8)]
+    {
         let tokens: Vec<u32> = (0..length).map(|i| i * 7919 % 300).collect();
         let device = host::device::Device::emulator(u64::from(length));
-        let weights = host::weights::DeviceWeights::random(&config, &device).unwrap();
+        let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
         let [streamed, launched, wide] = decode_unfused_and_batched(&device, &config, weights, &tokens, rows);
-        assert_eq!(streamed, launched, "{rows} rows of {length}");
-        assert_eq!(wide, launched, "{rows} rows of {length}, wide");
+        assert_eq!(streamed, launched, "{rows} rows of {length}, {code:?}");
+        assert_eq!(wide, launched, "{rows} rows of {length}, {code:?}, wide");
     }
 }
 

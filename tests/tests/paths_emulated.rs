@@ -9,7 +9,7 @@ use host::forward::Forward;
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, Engine, Gpu, LoadOptions, NgramDraft, Request};
 use integration_tests::{
-    GoldenCase, answer, check_decode_calls, engine_with, golden_cases, greedy, relative_error, run,
+    GoldenCase, answer, check_decode_calls, engine_with, format_cases, golden_cases, greedy, relative_error, run,
 };
 use model::{Checkpoint, Sampling};
 
@@ -90,11 +90,39 @@ fn weights_are_packed_where_that_is_asked_for() {
             let weights = DeviceWeights::upload(&checkpoint, &device, &mut |_, _| ControlFlow::Continue(())).unwrap();
             let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT).unwrap();
             assert!(forward.lay_out_decode().unwrap());
-            forward.decode().and_then(|stream| stream.packed_bytes())
+            forward.decode().and_then(|stream| stream.compact_bytes())
         };
         assert_eq!(packed(&DeviceOptions::default()), None);
         let bytes = packed(&lossless()).unwrap_or_else(|| panic!("{} is not packed", case.dir.display()));
         assert!(bytes > 0);
+    }
+}
+
+/// Their codes are read where their groups have 128 inputs or more, one after another, and give the bits of what they
+/// mean.
+#[test]
+fn quantised_weights_are_read_as_codes() {
+    for case in format_cases() {
+        let checkpoint = case.open();
+        let prompt = prompt(&case, 20);
+        let compact = |options: &DeviceOptions| {
+            let device = Device::emulator_with(1, options);
+            let weights = DeviceWeights::upload(&checkpoint, &device, &mut |_, _| ControlFlow::Continue(())).unwrap();
+            let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT).unwrap();
+            assert!(forward.lay_out_decode().unwrap());
+            forward.decode().and_then(|decode| decode.compact_bytes())
+        };
+        let plain = DeviceOptions { lossless: Some(false), ..DeviceOptions::default() };
+        assert_eq!(compact(&plain), None, "{}", case.name);
+        let smaller = !["gptq_desc_act", "w4a16"].contains(&case.name.as_str());
+        assert_eq!(compact(&DeviceOptions::default()).is_some(), smaller, "{}", case.name);
+        let engine = |options: &DeviceOptions| engine_with(&checkpoint, DeviceChoice::Emulator, options, CONTEXT);
+        let (mut plain, mut codes) = (engine(&plain), engine(&DeviceOptions::default()));
+        assert!(codes.score(&prompt).unwrap() == plain.score(&prompt).unwrap(), "{}", case.name);
+        for draft in [None, Some(EAGER)] {
+            let tokens = |engine: &mut Engine| answer(engine, &greedy(&prompt, 8, draft)).tokens;
+            assert_eq!(tokens(&mut codes), tokens(&mut plain), "{} {draft:?}", case.name);
+        }
     }
 }
 

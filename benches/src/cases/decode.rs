@@ -3,6 +3,9 @@
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::step::{self, MAX_DECODE_ROWS, PlanDecode, STATE_WORDS, SequenceState};
 use model::Config;
+use model::WeightFormat;
+use model::format::{Code, Rounded};
+use model::plan::Matrix;
 
 use crate::random::random;
 use crate::{Bench, BenchError, Case, Label, Path, Unit, Work};
@@ -21,13 +24,15 @@ pub struct DecodeSizes {
     pub contexts: Vec<u32>,
     /// Rows of the step: the newest token, and drafts.
     pub rows: Vec<u32>,
+    /// What the weights of layers are rounded to, if they are.
+    pub code: Option<Code>,
 }
 
 impl DecodeSizes {
     /// Qwen3-8B.
     pub fn published() -> Self {
         let contexts = vec![128, 8192, 32_768];
-        Self { name: "8B".into(), config: shape("8B"), contexts, rows: vec![1, 16] }
+        Self { name: "8B".into(), config: shape("8B"), contexts, rows: vec![1, 16], code: None }
     }
 
     /// A small one, for checks on the emulator: one split of the context, and several.
@@ -41,7 +46,7 @@ impl DecodeSizes {
             num_key_value_heads: 2,
             ..shape("8B")
         };
-        Self { name: "small".into(), config, contexts: vec![40, 600], rows: vec![1, 5] }
+        Self { name: "small".into(), config, contexts: vec![40, 600], rows: vec![1, 5], code: None }
     }
 
     /// Cases of [`run`].
@@ -79,7 +84,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
     let capacity = sizes.contexts.iter().copied().max().unwrap_or(1).next_multiple_of(PAGE_TOKENS) as usize;
     let footprint = Footprint::of(config, capacity, false);
     bench.room_for(footprint.weights + footprint.working, "--size or --context")?;
-    let mut forward = Forward::new(device, config, DeviceWeights::random(config, device)?, capacity)?;
+    let mut forward = Forward::new(device, config, DeviceWeights::random_as(config, device, sizes.code)?, capacity)?;
     forward.fill_cache(&random(1 << 20, 5))?;
     let streamed = forward.lay_out_decode()?;
     let tokens: Vec<i32> = (0..capacity).map(|i| (i * 7919 % config.vocab_size) as i32).collect();
@@ -129,8 +134,13 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
                 label: Label {
                     bench: "decode",
                     name: format!(
-                        "{}, {rows} row{}{}",
+                        "{}{}, {rows} row{}{}",
                         sizes.name,
+                        match sizes.code {
+                            None => "",
+                            Some(Code::E4m3) => " fp8",
+                            Some(Code::Int4) => " int4",
+                        },
                         if rows == 1 { "" } else { "s" },
                         if streamed { "" } else { ", launches" }
                     ),
@@ -138,7 +148,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
                 },
                 unit: Unit::Microseconds,
                 work: Work {
-                    bytes: config.step_weight_bytes(2) as u64 + kv,
+                    bytes: weight_bytes(config, sizes.code) + kv,
                     operations: u64::from(rows) * config.step_weight_bytes(2) as u64,
                 },
                 path: Path::Read,
@@ -148,4 +158,18 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
         }
     }
     Ok(())
+}
+
+/// Bytes of the weights that a step reads: of quantised layers the codes, with scales and zeros as tight as the
+/// published formats have them.
+fn weight_bytes(config: &Config, code: Option<Code>) -> u64 {
+    let plain = config.step_weight_bytes(2) as u64;
+    let Some(code) = code else { return plain };
+    let format = if code == Code::Int4 { Rounded::Int4 } else { Rounded::Fp8 };
+    let layers = config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
+    let saved = layers.map(|gemm| {
+        let shape = [gemm.weight_rows(), gemm.k];
+        2 * (shape[0] * shape[1]) as u64 - format.compact_bytes(shape, 0)
+    });
+    plain - saved.sum::<u64>()
 }

@@ -6,6 +6,7 @@ use benches::token_copy::Variant;
 use clap::{Subcommand, ValueEnum, ValueHint};
 use host::DeviceChoice;
 use host::device::DeviceOptions;
+use model::format::Code;
 
 use super::{at_least_one, trusted};
 
@@ -81,13 +82,28 @@ pub struct BenchRunArgs {
     pub quiet: bool,
 }
 
-/// How decode steps read bf16 weights.
+/// What decode steps read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum BenchWeights {
     /// As they are
     Plain,
     /// Packed without loss, in some 11.2 bits
     Packed,
+    /// Layers in FP8
+    Fp8,
+    /// Layers in int4
+    Int4,
+}
+
+impl BenchWeights {
+    /// What the weights of layers are rounded to, if they are.
+    pub fn code(self) -> Option<Code> {
+        match self {
+            Self::Plain | Self::Packed => None,
+            Self::Fp8 => Some(Code::E4m3),
+            Self::Int4 => Some(Code::Int4),
+        }
+    }
 }
 
 impl BenchRunArgs {
@@ -97,7 +113,11 @@ impl BenchRunArgs {
         DeviceOptions {
             portable: *portable,
             unfused: *unfused,
-            lossless: Some(*weights == BenchWeights::Packed),
+            lossless: match weights {
+                BenchWeights::Plain => Some(false),
+                BenchWeights::Packed => Some(true),
+                BenchWeights::Fp8 | BenchWeights::Int4 => None,
+            },
             kernels: kernels.as_ref().map(trusted),
             ..benches::options()
         }

@@ -7,6 +7,7 @@ use benches::cases::{attention, ceilings, decode, linear, ngram, token_copy};
 use benches::ngram::{Hit, Published};
 use host::DeviceChoice;
 use host::device::DeviceOptions;
+use model::format::Code;
 
 use super::{Detail, Report};
 use crate::args::bench::{
@@ -85,13 +86,13 @@ pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
         BenchCommand::Ceilings(args) => vec![ceilings_group(&args, small)],
         BenchCommand::Linear(args) => vec![linear_group(args, small)],
         BenchCommand::Attention(args) => vec![attention_group(args, small)],
-        BenchCommand::Decode(args) => vec![decode_group(args, small)],
+        BenchCommand::Decode(args) => vec![decode_group(args, run.weights.code(), small)],
         BenchCommand::TokenCopy(args) => vec![token_copy_group(args, small)],
         BenchCommand::Ngram(args) => vec![ngram_group(&args, small)],
         BenchCommand::All => vec![
             linear_group(LinearArgs::default(), small),
             attention_group(AttentionArgs::default(), small),
-            decode_group(DecodeArgs::default(), small),
+            decode_group(DecodeArgs::default(), run.weights.code(), small),
             token_copy_group(TokenCopyArgs::default(), small),
             ngram_group(&NgramArgs::default(), small),
         ],
@@ -139,7 +140,7 @@ fn attention_group(args: AttentionArgs, small: bool) -> Group {
     })
 }
 
-fn decode_group(args: DecodeArgs, small: bool) -> Group {
+fn decode_group(args: DecodeArgs, code: Option<Code>, small: bool) -> Group {
     let default = if small { decode::DecodeSizes::small() } else { decode::DecodeSizes::published() };
     let named = args.size.and_then(|name| Some((name.to_string(), model::Config::published(name)?)));
     let (name, config) = named.unwrap_or((default.name, default.config));
@@ -148,6 +149,7 @@ fn decode_group(args: DecodeArgs, small: bool) -> Group {
         config,
         contexts: or(args.context, default.contexts),
         rows: or(args.rows, default.rows),
+        code,
     })
 }
 

@@ -72,6 +72,13 @@ pub fn pack_bf16(low: f32, high: f32) -> u32 {
     target::pack_bf16(low, high)
 }
 
+/// `a * b + c` of both bf16 of a word, each rounded once to nearest even (`fma.rn.bf16x2`).
+#[inline(always)]
+#[must_use]
+pub fn fma_bf16x2(a: u32, b: u32, c: u32) -> u32 {
+    target::fma_bf16x2(a, b, c)
+}
+
 /// The two bf16 of a word, the low half first.
 #[inline(always)]
 #[must_use]

@@ -142,3 +142,28 @@ fn the_rest_runs() {
     passes::<async_copies>(Launch::new(1, 64), 256, |i| i as u32 ^ 252);
     passes::<bulk_copies>(Launch::new(1, 64), 256, |i| i as u32 + 1);
 }
+
+#[test]
+fn packed_arithmetic_rounds_once() {
+    let one = |a: u16, b: u16, c: u16| {
+        let twice = |x: u16| u32::from(x) << 16 | u32::from(x);
+        let word = math::fma_bf16x2(twice(a), twice(b), twice(c));
+        assert_eq!(word >> 16, word & 0xffff, "both halves");
+        word as u16
+    };
+    let bits = |x: f32| bf16::from_f32(x).to_bits();
+    assert_eq!(one(bits(3.0), bits(5.0), bits(-1.0)), bits(14.0));
+    // 1 + 2^-8 is a tie, and 2^-40 more or less decides it; so it does at an odd number.
+    assert_eq!(one(bits(2f32.powi(-4)), bits(2f32.powi(-4)), bits(1.0)), bits(1.0));
+    assert_eq!(one(0x3f81, 0x3f80, 0x3b80), 0x3f82);
+    assert_eq!(one(0x3f81, 0x3f81, 0x3b00), 0x3f82, "1.015686035 + 2^-9");
+    let (tie, least) = (bits(2f32.powi(-8)), 2f32.powi(-20));
+    assert_eq!(one(bits(1.0 + 2f32.powi(-7)), tie, bits(1.0)), 0x3f81, "2^-8 and 2^-15");
+    assert_eq!(one(bits(least), bits(least), tie), tie);
+    assert_eq!(one(bits(1.0), bits(-0.0), bits(-0.0)), 0x8000);
+    assert_eq!(one(bits(1.0), bits(-0.0), bits(0.0)), 0);
+    // What has no leading one is no less exact: a code of FP8 times 2^120.
+    assert_eq!(one(0x0010, bits(2f32.powi(120)), 0x8000), bits(2f32.powi(-9)));
+    assert_eq!(one(0x7f80, bits(1.0), bits(1.0)), 0x7f80);
+    assert_eq!(one(0x7f80, bits(0.0), bits(1.0)) & 0x7fff, 0x7fff);
+}

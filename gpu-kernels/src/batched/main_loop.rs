@@ -12,11 +12,11 @@ use super::{BatchedStep, GROUP, K_SPLITS, Memory, Odd, Phase, PhaseKind, Rings, 
 use crate::decode::STEP_BYTES;
 use crate::ring::Ring;
 use crate::waiting;
-use crate::weights::WeightFormat;
+use crate::weights::BatchedFormat;
 
 /// A GEMM with its epilogue. `arrivals` counts parts of split tiles' halves.
 #[inline(always)]
-pub unsafe fn multiply<F: WeightFormat, const ROWS: u32, const TILES: usize>(
+pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
     p: &BatchedStep,
     phase: Global<Phase>,
     kind: u32,
@@ -226,7 +226,7 @@ impl Partial {
 
 /// The split-K partial of one index, into the upper accumulators: `depth` stages of the rings.
 #[inline(always)]
-unsafe fn multiply_k_partial<F: WeightFormat, const TILES: usize>(p: &BatchedStep, rings: &mut Rings, depth: u32) {
+unsafe fn multiply_k_partial<F: BatchedFormat, const TILES: usize>(p: &BatchedStep, rings: &mut Rings, depth: u32) {
     unsafe {
         let lane = thread::opaque(thread::lane_id());
         if depth == 0 {
@@ -268,7 +268,7 @@ unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lan
 /// With 64 rows a tile: weights through registers, so that their stages are released before they are multiplied.
 /// Fragments are loaded into one half of their registers while GEMMs read the other.
 #[inline(always)]
-unsafe fn multiply_loaded<F: WeightFormat>(p: &BatchedStep, rings: &mut Rings, depth: u32, lane: u32) {
+unsafe fn multiply_loaded<F: BatchedFormat>(p: &BatchedStep, rings: &mut Rings, depth: u32, lane: u32) {
     unsafe {
         let Rings { ring, rows, .. } = rings;
         load_weights::<F, 0>(p, ring, lane);
@@ -293,7 +293,7 @@ unsafe fn multiply_loaded<F: WeightFormat>(p: &BatchedStep, rings: &mut Rings, d
 
 /// Loads the fragments of a stage of weights into the registers of four steps from `FIRST` on, and releases the stage.
 #[inline(always)]
-unsafe fn load_weights<F: WeightFormat, const FIRST: usize>(p: &BatchedStep, ring: &mut Ring, lane: u32) {
+unsafe fn load_weights<F: BatchedFormat, const FIRST: usize>(p: &BatchedStep, ring: &mut Ring, lane: u32) {
     unsafe {
         ring.wait_full();
         F::load_fragments::<FIRST>(p, ring.stage_buffer(), lane);

@@ -13,7 +13,7 @@ use crate::decode::{CHUNK_FEATURES, N_TILES, Wave};
 use crate::linear::SLICE;
 use crate::qkv::{Factors, append};
 use crate::ring::Ring;
-use crate::weights::WeightFormat;
+use crate::weights::BatchedFormat;
 
 /// Stages of pages under way at a time: see the [decode kernel](crate::decode)'s producer.
 const PAGES_UNDER_WAY: u32 = 5;
@@ -52,7 +52,7 @@ const fn alone<const ROWS: u32>(before: u32) -> u32 {
 
 /// The warp that loads weights and pages: what a step adds to pages comes there after attention.
 #[inline(always)]
-pub unsafe fn produce<F: WeightFormat, const ROWS: u32>(p: &BatchedStep) {
+pub unsafe fn produce<F: BatchedFormat, const ROWS: u32>(p: &BatchedStep) {
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
         let mut before = PhaseKind::EMBED;
@@ -97,7 +97,7 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u32>(p: &BatchedStep) {
 /// One lane loads, a stage by one copy: a warp that came together again for each stage, or a lane with four copies to
 /// begin, would take longer for a stage than the products of 128 rows do.
 #[inline(always)]
-unsafe fn produce_weights<F: WeightFormat, const ROWS: u32>(
+unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
     p: &BatchedStep,
     gemm: &GemmPhase,
     mut ring: Ring,

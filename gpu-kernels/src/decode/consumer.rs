@@ -133,32 +133,38 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
 
     /// Its weights of a chunk, once that is there. A barrier tells a phase from the next alone, and the stage's chunk
     /// before this one may have been the other half's, for which this warp did not wait. It came: this warp had one of
-    /// the last three chunks, or met the block since, and the producer has no more than 7 under way.
+    /// the last three chunks, or met the block since, and the producer has no more than 9 under way.
     #[inline(always)]
-    unsafe fn load(&self, p: &DecodeStep, chunk: &Ring) -> WeightFragments {
-        unsafe { self.load_beside(p, chunk, |_| {}) }
+    unsafe fn load(&self, p: &DecodeStep, stage: &Ring) -> WeightFragments {
+        unsafe { self.load_beside(p, (stage, 0), |_| {}) }
     }
 
-    /// The same; `beside` is called with 0 and 1 while shared memory answers.
+    /// The same of the stage's chunk with this number; `beside` is called with 0 and 1 while shared memory answers.
     #[inline(always)]
-    unsafe fn load_beside(&self, p: &DecodeStep, chunk: &Ring, beside: impl FnMut(u32)) -> WeightFragments {
+    unsafe fn load_beside(&self, p: &DecodeStep, chunk: (&Ring, u32), beside: impl FnMut(u32)) -> WeightFragments {
         unsafe {
-            chunk.wait_full();
+            chunk.0.wait_full();
             F::load(p, chunk, self.k_split(), self.lane, beside)
         }
     }
 
-    /// If fragments are costly, those of the first N-tile of a part, of which `mine` N-tiles are the block's:
-    /// [`turn`](Self::turn) has the next ones ready when it multiplies.
+    /// Whether a stage is done with when its chunk of a turn of `depth` has been read.
     #[inline(always)]
-    unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, mine: u32) -> WeightFragments {
-        if !F::COSTLY || self.n_tiles(mine) == 0 {
+    const fn ends_stage(turn: u32, depth: u32) -> bool {
+        F::CHUNKS == 1 || turn % F::CHUNKS + 1 == F::CHUNKS || turn + 1 == depth
+    }
+
+    /// If fragments are costly, those of the first N-tile of a part: [`turn`](Self::turn) has the next ones ready when it
+    /// multiplies.
+    #[inline(always)]
+    unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, part: &Part) -> WeightFragments {
+        if !F::COSTLY || self.n_tiles(part.mine) == 0 {
             return [[0; 4]; 8];
         }
-        let chunk = ring.ahead(self.n_tile(0));
+        let stage = ring.ahead(self.n_tile(0));
         unsafe {
-            let weights = self.load(p, &chunk);
-            release(chunk, self.lane < Self::ARRIVALS);
+            let weights = self.load(p, &stage);
+            release(stage, self.lane < Self::ARRIVALS && Self::ends_stage(0, part.depth));
             weights
         }
     }
@@ -189,33 +195,39 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
         });
     }
 
-    /// The GEMMs of a turn, whose `mine` chunks are next in the ring: adds those of its own `s`-th N-tile to `acc[s]`,
+    /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to `acc[s]`,
     /// or of more tiles of rows to those from `acc[s · tiles]` on. If fragments are costly, `weights` are the first
-    /// N-tile's, and then those of the next turn, unless this is the `last`.
+    /// N-tile's, and then those of the next turn, unless this is the last.
     #[inline(always)]
     unsafe fn turn(
         &self,
         p: &DecodeStep,
         acc: &mut [[f32; 4]; N_TILES as usize],
-        (ring, mine): (&mut Ring, u32),
+        (ring, part, turn): (&mut Ring, &Part, u32),
         columns: &[Columns; TILES],
-        (weights, last): (&mut WeightFragments, bool),
+        weights: &mut WeightFragments,
     ) {
         unsafe {
+            let (mine, depth) = (part.mine, part.depth);
             // Found again for each turn: conditions kept over all turns crowd out others.
             let own = self.n_tiles(thread::opaque(mine));
             if F::COSTLY {
                 // One copy of the code for all N-tiles: four would not stay in the cache next to the scheduler.
+                let last = turn + 1 == depth;
                 let unpacked = if last { own.saturating_sub(1) } else { own };
+                let next_stage = if Self::ends_stage(turn, depth) { mine } else { 0 };
                 let mut s = 0;
                 while s < unpacked {
                     s += 1;
-                    let chunk = ring.ahead(if s < own { self.n_tile(s) } else { mine + self.n_tile(0) });
-                    let next = self.load_beside(p, &chunk, |half| match half {
+                    // Another N-tile's, or the first one's of the next turn.
+                    let (ahead, of) =
+                        if s < own { (self.n_tile(s), turn) } else { (next_stage + self.n_tile(0), turn + 1) };
+                    let stage = ring.ahead(ahead);
+                    let next = self.load_beside(p, (&stage, of % F::CHUNKS), |half| match half {
                         0 => Self::multiply::<0>(acc, weights, columns),
                         _ => Self::multiply::<4>(acc, weights, columns),
                     });
-                    release(chunk, self.lane < Self::ARRIVALS);
+                    release(stage, self.lane < Self::ARRIVALS && Self::ends_stage(of, depth));
                     *weights = next;
                     Self::rotate(acc, own);
                 }
@@ -224,7 +236,7 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
                     Self::multiply::<4>(acc, weights, columns);
                     Self::rotate(acc, own);
                 }
-                *ring = ring.ahead(mine);
+                *ring = ring.ahead(next_stage);
                 return;
             }
             // Two N-tiles at a time, where there are: of a split-K partial of GEMMs each waits for the one before it.
@@ -292,10 +304,11 @@ impl<'a> Consumer<'a> {
             let mut first = if ONE { self.first_of_one(&part) } else { Default::default() };
             loop {
                 let (matrix, layer) = (self.p.matrix(index), index / 4);
-                if ONE {
-                    self.gemm_of_one::<F>(part, first);
-                } else {
-                    self.gemm::<F, TILES, GROUP>(part, old);
+                match (ONE, F::OTHER_HEAD && matrix == Matrix::Head) {
+                    (true, false) => self.gemm_of_one::<F>(part, first),
+                    (true, true) => self.gemm_of_one::<F::Head>(part, first),
+                    (false, false) => self.gemm::<F, TILES, GROUP>(part, old),
+                    (false, true) => self.gemm::<F::Head, TILES, GROUP>(part, old),
                 }
                 self.mark(match self.p.matrix(thread::opaque(index)) {
                     Matrix::Qkv => Mark::Qkv,
@@ -516,16 +529,16 @@ impl<'a> Consumer<'a> {
                     });
                     squares = norm.lane_squares(rows);
                 }
-                let mut weights = duty.begin(self.p, &ring, part.mine);
+                let mut weights = duty.begin(self.p, &ring, &part);
                 let mut turn = 0;
                 while turn < part.depth {
                     // A warp counts its loads under way; it cannot wait for the older ones alone. So they come in
                     // groups.
                     let next = fetch(turn + GROUP as u32);
                     unroll!(A < GROUP of 4; {
-                        if turn + (A as u32) < part.depth {
-                            let last = turn + A as u32 + 1 == part.depth;
-                            duty.turn(self.p, &mut acc, (&mut ring, part.mine), &b[A], (&mut weights, last));
+                        let turn = turn + A as u32;
+                        if turn < part.depth {
+                            duty.turn(self.p, &mut acc, (&mut ring, &part, turn), &b[A], &mut weights);
                         }
                     });
                     if normed && turn == 0 {

@@ -145,6 +145,9 @@ const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
 /// Chunks of a wave that are over before memory is in its stride: those of models of less than a billion parameters.
 const FEW: u32 = 8;
 
+/// With more, a consumer that looks at every third stage would take a fill of one for the next: see `Duty::load`.
+const MOST_UNDER_WAY: u32 = RING.stages - 3;
+
 /// Waits for room for the next chunk.
 #[inline(always)]
 unsafe fn wait(ring: &Ring, under_way: u32) {
@@ -175,7 +178,6 @@ unsafe fn fill(ring: &Ring, from: Global<u8>) {
 #[inline(always)]
 pub unsafe fn produce<F: WeightFormat>(p: &DecodeStep, one_row: bool) {
     unsafe {
-        let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         if thread::lane_id() == 0 {
             let mut map = 0;
             while map < F::MAPS {
@@ -183,7 +185,7 @@ pub unsafe fn produce<F: WeightFormat>(p: &DecodeStep, one_row: bool) {
                 map += 1;
             }
         }
-        let mut walk = Walk::new(grid);
+        let mut walk = Walk::new(thread::grid_dim_x());
         let mut ring = Ring::producer(RING);
         let mut index = 0;
         while index < p.matrices() {
@@ -191,29 +193,50 @@ pub unsafe fn produce<F: WeightFormat>(p: &DecodeStep, one_row: bool) {
             if matrix == Matrix::Output {
                 produce_cache(p, &mut ring, index / 4, Units::load(), one_row);
             }
-            let (mut left, k) = p.shape(matrix);
-            let mut filled = 0;
-            while left > 0 {
-                let wave = walk.wave(left, k);
-                left -= wave.n_tiles;
-                let place = wave.place(block, grid);
-                let mine = wave.mine(place, grid);
-                let chunks = mine * wave.depth;
-                let mut q = 0;
-                while q < wave.depth {
-                    let mut i = 0;
-                    while i < mine {
-                        wait(&ring, under_way(one_row, chunks, filled));
-                        F::fill(p, &ring, &wave, i * grid + place, q);
-                        ring = ring.ahead(1);
-                        filled += 1;
-                        i += 1;
-                    }
-                    q += 1;
-                }
+            if F::OTHER_HEAD && matrix == Matrix::Head {
+                ring = produce_matrix::<F::Head>(p, ring, &mut walk, matrix, one_row);
+            } else {
+                ring = produce_matrix::<F>(p, ring, &mut walk, matrix, one_row);
             }
             index += 1;
         }
+    }
+}
+
+/// The block's part of a matrix.
+#[inline(always)]
+unsafe fn produce_matrix<F: WeightFormat>(
+    p: &DecodeStep,
+    mut ring: Ring,
+    walk: &mut Walk,
+    matrix: Matrix,
+    one_row: bool,
+) -> Ring {
+    unsafe {
+        let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
+        let (mut left, k) = p.shape(matrix);
+        let mut filled = 0;
+        while left > 0 {
+            let wave = walk.wave(left, k);
+            left -= wave.n_tiles;
+            let place = wave.place(block, grid);
+            let mine = wave.mine(place, grid);
+            let chunks = mine * wave.depth;
+            let mut q = 0;
+            while q < wave.depth {
+                let mut i = 0;
+                while i < mine {
+                    let most = under_way(one_row, chunks, filled) * F::UNDER_WAY;
+                    wait(&ring, if F::UNDER_WAY > 1 { most.min(MOST_UNDER_WAY) } else { most });
+                    F::fill(p, &ring, &wave, i * grid + place, q);
+                    ring = ring.ahead(1);
+                    filled += 1;
+                    i += 1;
+                }
+                q += F::CHUNKS;
+            }
+        }
+        ring
     }
 }
 

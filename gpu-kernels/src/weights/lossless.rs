@@ -36,7 +36,7 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, tensor, thread, warp, wgmma};
 
-use super::{StageSources, WeightFormat, WeightFragments};
+use super::{BatchedFormat, StageSources, WeightFormat, WeightFragments};
 use crate::batched::{BatchedStep, Phase};
 use crate::decode::{CHUNK_BYTES, DecodeStep, SLICE_BYTES, SLICES_APART, STEP_BYTES, TOGETHER, Wave, core_word};
 use crate::linear::K_PARTIALS;
@@ -250,6 +250,7 @@ impl Lossless {
 
 /// In a stage of the ring: the tiles of the four split-K partials, then their lists.
 impl WeightFormat for Lossless {
+    type Head = Self;
     const COSTLY: bool = true;
     const MAPS: usize = 2;
 
@@ -271,7 +272,7 @@ impl WeightFormat for Lossless {
     #[inline(always)]
     unsafe fn load(
         p: &DecodeStep,
-        stage: &Ring,
+        (stage, _): (&Ring, u32),
         k_partial: u32,
         lane: u32,
         beside: impl FnMut(u32),
@@ -286,7 +287,9 @@ impl WeightFormat for Lossless {
     unsafe fn scale(p: &DecodeStep, index: u32) -> f32 {
         unsafe { p.lossless.scales.load_nc(index as usize) }
     }
+}
 
+impl BatchedFormat for Lossless {
     /// The first slices and the lists, then the lists again and the second ones.
     #[inline(always)]
     unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {

@@ -61,7 +61,7 @@ pub(super) fn check_weights(
     weights: &DeviceWeights,
     times: usize,
 ) -> Result<(), Error> {
-    let DeviceWeights { embed, layers, norm, head } = weights;
+    let DeviceWeights { embed, layers, norm, head, scales } = weights;
     let (hidden, inner, head_dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
     let (qkv_size, q) = (config.qkv_size(), config.query_size());
     let check = |what: &'static str, weight: &Buffer<bf16>, expected: usize| {
@@ -97,7 +97,7 @@ pub(super) fn check_weights(
         }
         optional("bias of the projections", qkv_bias, if config.traits.qkv_bias { qkv_size } else { 0 })?;
     }
-    Ok(())
+    scales.as_ref().map_or(Ok(()), |scales| scales.check(config))
 }
 
 #[cfg(test)]

@@ -120,7 +120,13 @@ impl HeadWeights {
         };
         Ok(Self {
             config: Self::config_of(head),
-            weights: DeviceWeights { embed: copy(&[w.head])?, layers: vec![layer], norm: copy(&[w.norm])?, head: None },
+            weights: DeviceWeights {
+                embed: copy(&[w.head])?,
+                layers: vec![layer],
+                norm: copy(&[w.norm])?,
+                head: None,
+                scales: None,
+            },
             taps,
             targets: device.upload(head.targets())?,
             pass_parameters: head.pass_parameters(),

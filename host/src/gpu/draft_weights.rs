@@ -12,7 +12,7 @@ use crate::{Error, Progress};
 /// A draft model's or a head's weights.
 pub enum DraftWeights {
     /// A draft model's, with its sizes.
-    Model(Config, DeviceWeights),
+    Model(Config, Box<DeviceWeights>),
     /// An EAGLE-3 head's.
     Eagle3(Box<HeadWeights>),
 }
@@ -27,7 +27,8 @@ impl DraftWeights {
     ) -> Result<Self, Error> {
         match draft {
             DraftCheckpoint::Model(draft) => {
-                Ok(Self::Model(draft.config.clone(), DeviceWeights::upload(draft, device, progress)?))
+                let weights = DeviceWeights::upload(draft, device, progress)?;
+                Ok(Self::Model(draft.config.clone(), Box::new(weights)))
             }
             DraftCheckpoint::Eagle3(head) => {
                 let weights = HeadWeights::upload(head, model, device)?;
@@ -52,7 +53,7 @@ impl DraftWeights {
     pub(super) fn passes(self, model: &Forward, capacity: usize) -> Result<Passes, Error> {
         match self {
             Self::Model(config, weights) => {
-                Ok(Passes::Model(Forward::new(model.device(), &config, weights, capacity)?))
+                Ok(Passes::Model(Forward::new(model.device(), &config, *weights, capacity)?))
             }
             Self::Eagle3(head) => Passes::of_head(*head, model),
         }

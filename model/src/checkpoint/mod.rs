@@ -26,8 +26,11 @@ use crate::chat::{ChatTemplate, TokenizerConfig};
 use crate::config::{Config, GenerationConfig, parse_json};
 use crate::format::WeightsMode;
 use crate::tokenizer::Tokenizer;
+pub(crate) use files::read_regular;
 use files::{Bytes, Files};
-pub(crate) use files::{Header, RemoteFiles, read_regular};
+#[cfg(feature = "hub")]
+pub(crate) use files::{Header, RemoteFiles};
+#[cfg(feature = "hub")]
 pub(crate) use header::LARGEST_HEADER;
 pub use outline::{MatrixOutline, Outline, OutlineTensor};
 

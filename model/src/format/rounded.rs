@@ -1,7 +1,8 @@
 //! Quantised while loading: what `--weights fp8` and `--weights int4` make of weights that stand by themselves. Of f16
 //! and f32 their bf16 is rounded.
 //!
-//! - FP8: blocks of 128 × 128, as the official checkpoints have them. The scale is the largest magnitude over 448.
+//! - FP8: blocks of 128 × 128, as the official checkpoints have them. The scale is the largest magnitude over 448, in
+//!   bf16.
 //! - int4, round to nearest: groups of 128 inputs. The 16 steps reach from the least weight to the greatest, zero is
 //!   one of them, and the scale is rounded to bf16 first. Without a zero of its own, a group whose weights reach
 //!   further to one side would waste steps on the other. AWQ and GPTQ, which look at activations, lose less.
@@ -138,7 +139,7 @@ fn fp8_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [
             }
         }
         let largest = unordered(largest);
-        let scale = if largest < LEAST { 1.0 } else { largest / e4m3::LARGEST };
+        let scale = if largest < LEAST { 1.0 } else { bf16::from_f32(largest / e4m3::LARGEST).to_f32() };
         let inverse = 1.0 / scale;
         for (row, codes) in weights.chunks_exact(inputs).zip(codes.chunks_exact_mut(inputs)) {
             for (code, &bytes) in codes[columns.clone()].iter_mut().zip(&row[columns.clone()]) {

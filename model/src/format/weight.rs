@@ -114,9 +114,25 @@ impl<'a> Weight<'a> {
     /// # Panics
     /// If there are not so many: a bug of the caller.
     pub fn read_bf16(&self, first: usize, out: &mut [u8]) -> Result<(), Error> {
+        self.read_bf16_and(first, out, &mut |_, _| {})
+    }
+
+    /// The same, and shows the rows of codes that the weights are made of, if they are; some more than once.
+    ///
+    /// # Errors
+    /// As [`read_bf16`](Self::read_bf16).
+    ///
+    /// # Panics
+    /// As it.
+    pub fn read_bf16_and(
+        &self,
+        first: usize,
+        out: &mut [u8],
+        seen: &mut dyn FnMut(Range<usize>, &Codes),
+    ) -> Result<(), Error> {
         match &self.stored {
             Stored::Plain(tensor) => self.checkpoint.read_bf16(tensor, first, out),
-            Stored::Quantized(matrix) => matrix.read_bf16(first, out),
+            Stored::Quantized(matrix) => matrix.read_bf16(first, out, seen),
         }
     }
 }
@@ -167,7 +183,7 @@ impl<'a> QuantizedMatrix<'a> {
         })
     }
 
-    fn read_bf16(&self, first: usize, out: &mut [u8]) -> Result<(), Error> {
+    fn read_bf16(&self, first: usize, out: &mut [u8], seen: &mut dyn FnMut(Range<usize>, &Codes)) -> Result<(), Error> {
         let [outputs, inputs] = self.shape();
         let last = first + out.len() / 2;
         assert!(last <= outputs * inputs, "weights {first} to {last} of {outputs} × {inputs}");
@@ -178,6 +194,7 @@ impl<'a> QuantizedMatrix<'a> {
         for row in (first / inputs / unit * unit..end).step_by(step) {
             let rows = row..end.min(row + step);
             self.read_codes(rows.clone(), &mut codes)?;
+            seen(rows.clone(), &codes);
             // What of them is asked for.
             let found = rows.start * inputs..rows.end * inputs;
             let wanted = found.start.max(first)..found.end.min(last);

@@ -135,6 +135,17 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
 }
 
 #[inline(always)]
+pub fn fma_bf16x2(a: u32, b: u32, c: u32) -> u32 {
+    let d: u32;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!("fma.rn.bf16x2 {d}, {a}, {b}, {c};", d = out(reg32) d, a = in(reg32) a, b = in(reg32) b,
+            c = in(reg32) c, options(pure, nomem, nostack));
+    }
+    d
+}
+
+#[inline(always)]
 pub fn permute(low: u32, high: u32, which: u32) -> u32 {
     let word: u32;
     // SAFETY: arithmetic.

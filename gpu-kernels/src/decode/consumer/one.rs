@@ -217,7 +217,7 @@ impl Consumer<'_> {
                             _ => Duty::<F, 1>::held::<2>(&mut acc, &weights, chunks, duty.staged()),
                         }
                     } else {
-                        let mut weights = duty.begin(p, &ring, part.mine);
+                        let mut weights = duty.begin(p, &ring, &part);
                         let mut turn = 0;
                         while turn < part.depth {
                             input.settle(&mut words, |i| place(turn + i as u32));
@@ -238,9 +238,8 @@ impl Consumer<'_> {
                             let end = part.depth.min(next);
                             let mut from = duty.staged();
                             while turn < end {
-                                let last = turn + 1 == part.depth;
                                 let columns = [columns(from)];
-                                duty.turn(p, &mut acc, (&mut ring, part.mine), &columns, (&mut weights, last));
+                                duty.turn(p, &mut acc, (&mut ring, &part, turn), &columns, &mut weights);
                                 from = from.at((SLICE / 2) as usize);
                                 turn += 1;
                             }

@@ -1,0 +1,200 @@
+//! Codes of quantised weights: they mean what the definition says, to the bit, and are found again from what they made.
+
+mod common;
+
+use common::{Random, run};
+use cuda_std::Global;
+use cuda_std::bf16;
+use cuda_std::emulator::Buffer;
+use gpu_kernels::decode::{CHUNK_BYTES, CHUNK_FEATURES, LayOut, Walk, lay_out};
+use gpu_kernels::linear::N_TILE;
+use gpu_kernels::weights::quantized::{Code, Fp8, GROUP, Int4, Quantize, Scale, quantize_fp8, quantize_int4};
+
+/// A number of e4m3.
+fn e4m3(code: u32) -> f32 {
+    let (exponent, mantissa) = ((code >> 3 & 15) as i32, (code & 7) as f32);
+    let value =
+        if exponent == 0 { mantissa / 8.0 * 2f32.powi(-6) } else { (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7) };
+    if code & 0x80 == 0 { value } else { -value }
+}
+
+/// The weight that a code means.
+fn meaning(bits: u32, code: u32, scale: f32, zero: u8) -> u16 {
+    let value = if bits == 4 { code as f32 - f32::from(zero) } else { e4m3(code) };
+    bf16::from_f32(value * scale).to_bits()
+}
+
+/// Scales as checkpoints have them: of bf16, or of f16, which has three bits more.
+fn scale(random: &mut Random, half: bool) -> f32 {
+    let scale = (random.uniform().abs() + 0.01) * 2f32.powi(-(random.below(9) as i32));
+    if half { half::f16::from_f32(scale).to_f32() } else { bf16::from_f32(scale).to_f32() }
+}
+
+/// All codes but NaN.
+fn codes(bits: u32) -> impl Iterator<Item = u32> {
+    (0..1 << bits).filter(move |code| bits == 4 || code & 0x7f != 0x7f)
+}
+
+fn every_code_is_exact<C: Code>() {
+    let mut random = Random::new(1);
+    for i in 0..400 {
+        let zero = if C::BITS == 4 { (i % 17) as u8 } else { 0 };
+        let value = scale(&mut random, i % 2 == 0);
+        let stored = Scale::new::<C>(value, zero).unwrap_or_else(|| panic!("no scale {value}"));
+        let other = Scale::new::<C>(0.5, 3 * u8::from(C::BITS == 4)).unwrap();
+        for code in codes(C::BITS) {
+            // Lower rows have registers 0 and 2, upper ones 1 and 3.
+            let fragment =
+                C::decode(C::join([[code, 1], [1, code], [1, code], [code, 1]]), &[stored.factors(), other.factors()]);
+            let expected = meaning(C::BITS, code, value, zero);
+            assert_eq!(fragment[0] as u16, expected, "code {code} × {value}, zero {zero}");
+            assert_eq!((fragment[2] >> 16) as u16, expected, "code {code} × {value}, zero {zero}");
+            let of_other = meaning(C::BITS, code, 0.5, 3 * u8::from(C::BITS == 4));
+            assert_eq!([(fragment[1] >> 16) as u16, fragment[3] as u16], [of_other; 2], "code {code}");
+            // And back, but for codes with the same meaning.
+            let weight = bf16::from_bits(expected).to_f32();
+            let found = C::encode(weight, stored);
+            assert_eq!(meaning(C::BITS, found, value, zero), expected, "code {code} × {value}, zero {zero}: {found}");
+        }
+    }
+}
+
+#[test]
+fn every_code_of_int4_is_exact() {
+    every_code_is_exact::<Int4>();
+}
+
+#[test]
+fn every_code_of_fp8_is_exact() {
+    every_code_is_exact::<Fp8>();
+}
+
+#[test]
+fn scales_of_many_bits_are_refused() {
+    assert_eq!(Scale::new::<Int4>(1.0 + 2f32.powi(-9) + 2f32.powi(-14), 8), None);
+    assert_eq!(Scale::new::<Int4>(0.1, 8), None);
+    assert_eq!(Scale::new::<Fp8>(1e30, 0), None);
+    assert_eq!(Scale::new::<Int4>(1.0, 17), None);
+    assert!(Scale::new::<Int4>(1.0 + 2f32.powi(-10), 16).is_some());
+}
+
+const BLOCKS: u32 = 3;
+/// More N-tiles than a wave of three blocks has; and of inputs three chunks, of which the last is not whole.
+const ROWS: usize = 27 * 16 - 5;
+const INPUTS: usize = 2 * 512 + 256;
+
+/// A matrix with other scales for every row and group, laid out; with the chunks of codes that are found for it, by a
+/// plain reading of the layout; and how many warps found a weight that is none of the scales'.
+fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
+    let mut random = Random::new(7);
+    let groups = INPUTS / GROUP as usize;
+    let scales: Vec<(f32, u8)> = (0..ROWS * groups)
+        .map(|_| (scale(&mut random, true), if C::BITS == 4 { random.below(16) as u8 } else { 0 }))
+        .collect();
+    let all: Vec<u32> = codes(C::BITS).collect();
+    let matrix: Vec<u32> = (0..ROWS * INPUTS).map(|_| all[random.below(all.len())]).collect();
+    let of = |i: usize| scales[i / INPUTS * groups + i % INPUTS / GROUP as usize];
+    let mut weights: Vec<bf16> =
+        matrix.iter().enumerate().map(|(i, &code)| bf16::from_bits(meaning(C::BITS, code, of(i).0, of(i).1))).collect();
+    if spoil {
+        weights[12_345] = bf16::from_bits(weights[12_345].to_bits() ^ 1);
+    }
+    let weight = Buffer::from_slice(&weights);
+    let n_tiles = (ROWS as u32).div_ceil(N_TILE);
+    let (mut walk, mut waves, mut first) = (Walk::new(BLOCKS), Vec::new(), 0);
+    while first < n_tiles {
+        let wave = walk.wave(n_tiles - first, INPUTS as u32);
+        waves.push((first, wave));
+        first += wave.n_tiles;
+    }
+    assert!(waves.len() > 1);
+    let stream = Buffer::<bf16>::new_poisoned(walk.chunks as usize * CHUNK_BYTES as usize / 2);
+    let codes = Buffer::<u8>::zeroed(walk.chunks as usize * C::BYTES as usize);
+    let strange = Buffer::from_slice(&[0u32]);
+    for &(first_n_tile, wave) in &waves {
+        let of_n_tile = (wave.depth * CHUNK_FEATURES / GROUP * N_TILE) as usize;
+        let mut words = vec![0; wave.n_tiles as usize * of_n_tile];
+        for row in first_n_tile as usize * 16..ROWS.min((first_n_tile + wave.n_tiles) as usize * 16) {
+            for group in 0..groups {
+                let (value, zero) = scales[row * groups + group];
+                let tile = row / 16 - first_n_tile as usize;
+                words[tile * of_n_tile + group * 16 + row % 16] = Scale::new::<C>(value, zero).unwrap().0;
+            }
+        }
+        let words = Buffer::from_slice(&words);
+        let params = LayOut {
+            weight: weight.ptr(),
+            up: Global::default(),
+            stream: stream.ptr_mut(),
+            base: wave.base,
+            n: ROWS as u32,
+            k: INPUTS as u32,
+            first_n_tile,
+            n_tiles: wave.n_tiles,
+        };
+        let grid = [wave.n_tiles, wave.depth, 1];
+        run::<lay_out>(grid, 0, 1, params);
+        let params = Quantize {
+            stream: stream.ptr(),
+            scales: words.ptr(),
+            codes: codes.ptr_mut(),
+            strange: strange.ptr_mut(),
+            base: wave.base,
+            n_tiles: wave.n_tiles,
+            depth: wave.depth,
+        };
+        if C::BITS == 4 {
+            run::<quantize_int4>(grid, 0, 2, params);
+        } else {
+            run::<quantize_fp8>(grid, 0, 2, params);
+        }
+    }
+    // What the layout says of where a weight's code is.
+    let bytes = codes.as_slice();
+    let read = |row: usize, k: usize| {
+        let (tile, q) = (row / 16, k / 512);
+        let (first, wave) = waves.iter().rev().find(|(first, _)| *first as usize <= tile).unwrap();
+        let chunk = wave.base as usize + (tile - *first as usize) * wave.depth as usize + q;
+        let (slice, within) = (k % 512 / 64, k % 64);
+        // `lay_out` gives a lane eight inputs in a row of each half of a slice: a fragment is four of them.
+        let (half, t, pair) = (within / 32, within / 8 % 4, within % 8);
+        let fragment = slice / 4 * 4 + half * 2 + pair / 4;
+        let register = row % 16 / 8 + pair % 4 / 2 * 2;
+        let (lane, element) = (row % 8 * 4 + t, pair % 2);
+        let words_of_fragment = C::BITS as usize / 4;
+        let word = fragment * words_of_fragment + if C::BITS == 8 { register / 2 } else { 0 };
+        let parts = C::BITS as usize / 2;
+        let at = chunk * C::BYTES as usize + ((slice % 4 * parts + word / 4) * 32 + lane) * 16 + word % 4 * 4;
+        let word = u32::from_le_bytes(bytes[at..][..4].try_into().unwrap());
+        if C::BITS == 4 {
+            word >> (16 * element + 4 * register) & 15
+        } else {
+            word >> (16 * element + 8 * (register % 2)) & 0xff
+        }
+    };
+    let found = (0..ROWS * INPUTS).map(|i| read(i / INPUTS, i % INPUTS)).collect();
+    (matrix, found, strange.as_slice()[0])
+}
+
+fn codes_are_found_again<C: Code>() {
+    let (codes, found, strange) = found::<C>(false);
+    assert_eq!(strange, 0);
+    let differ = codes.iter().zip(&found).position(|(a, b)| a != b);
+    assert_eq!(differ.map(|i| (i / INPUTS, i % INPUTS, codes[i], found[i])), None);
+}
+
+#[test]
+fn codes_of_int4_are_found_again() {
+    codes_are_found_again::<Int4>();
+}
+
+#[test]
+fn codes_of_fp8_are_found_again() {
+    codes_are_found_again::<Fp8>();
+}
+
+#[test]
+fn a_weight_that_no_code_makes_is_noticed() {
+    assert_eq!(found::<Int4>(true).2, 1);
+    assert_eq!(found::<Fp8>(true).2, 1);
+}
