@@ -12,7 +12,7 @@ use std::time::Duration;
 use benches::{Arguments, Run, tokens};
 use host::forward::Forward;
 use host::weights::DeviceWeights;
-use host::{Draft, Gpu, ModelDraft, NgramDraft};
+use host::{Draft, DraftWeights, Gpu, ModelDraft, NgramDraft};
 use model::Config;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -49,7 +49,7 @@ fn main() -> Result<()> {
     };
     let weights = DeviceWeights::random(&config, &device)?;
     let draft_weights = DeviceWeights::random(&draft_config, &device)?;
-    let draft = Some((draft_config, draft_weights));
+    let draft = Some(DraftWeights::Model(draft_config, Box::new(draft_weights)));
     let mut gpu = Gpu::with_all_weights(&device, &config, weights, draft, scale.prompt + scale.tokens)?;
     let prompt = tokens(&config, scale.prompt);
 

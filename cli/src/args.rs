@@ -339,8 +339,8 @@ pub struct AnswerArgs {
 #[command(next_help_heading = "Drafting (changes the speed, never the text)")]
 pub struct DraftArgs {
     /// Who proposes tokens ahead of the model: none, auto (what followed the same few tokens earlier in the text),
-    /// ngram (the same), model:MODEL (a small model of the same family, where nothing like the text came earlier), or
-    /// model-only:MODEL
+    /// ngram (the same), model:MODEL (a small model of the same family, where nothing like the text came earlier),
+    /// model-only:MODEL, eagle3:HEAD (an EAGLE-3 head that was made for the model, likewise), or eagle3-only:HEAD
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub draft: DraftKind,
     /// Most drafts of a step, 1 to 15
@@ -372,6 +372,13 @@ pub enum DraftKind {
         /// Whether the text is not looked at.
         alone: bool,
     },
+    /// An EAGLE-3 head
+    Eagle3 {
+        /// A directory or a hub id.
+        which: String,
+        /// Whether the text is not looked at.
+        alone: bool,
+    },
 }
 
 impl std::str::FromStr for DraftKind {
@@ -382,10 +389,15 @@ impl std::str::FromStr for DraftKind {
         match text.split_once(':') {
             None if text == "none" => Ok(Self::None),
             None if text == "auto" || text == "ngram" => Ok(Self::Ngram),
+            Some(("eagle3" | "eagle3-only", "")) => Err(format!("{text} lacks the head, as in {text}./my-head")),
+            Some(("eagle3", which)) => Ok(Self::Eagle3 { which: which.into(), alone: false }),
+            Some(("eagle3-only", which)) => Ok(Self::Eagle3 { which: which.into(), alone: true }),
             Some(("model" | "model-only", "")) => Err(format!("{text} lacks the model, as in {text}Qwen/Qwen3-0.6B")),
             Some(("model", which)) => Ok(model(which, false)),
             Some(("model-only", which)) => Ok(model(which, true)),
-            _ => Err(format!("{text} is none of none, auto, ngram, model:MODEL, model-only:MODEL")),
+            _ => Err(format!(
+                "{text} is none of none, auto, ngram, model:MODEL, model-only:MODEL, eagle3:HEAD, eagle3-only:HEAD"
+            )),
         }
     }
 }

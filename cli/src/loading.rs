@@ -6,16 +6,16 @@ use std::time::Instant;
 
 use anyhow::Context;
 use host::batch::{Batch, BatchOptions};
-use host::{DeviceChoice, Engine, LoadOptions};
+use host::{DeviceChoice, DraftCheckpoint, Engine, LoadOptions};
 use model::checkpoint::OpenOptions;
 use model::source::HubOptions;
-use model::{Checkpoint, Outline, Source, WeightsMode};
+use model::{Checkpoint, DownloadProgress, Outline, Source, WeightsMode};
 use tracing_subscriber::EnvFilter;
 
 use crate::interrupt::Deferred;
 use crate::output::note;
 use crate::progress::Progress;
-use crate::resolve::Report;
+use crate::resolve::{DraftSource, Report};
 
 /// Finds the checkpoint, downloads it if need be, and opens it. A model that is about to be loaded is checked for NaN
 /// and infinity then, not now.
@@ -40,13 +40,21 @@ pub fn open(source: &Source, options: OpenOptions, report: Report) -> Result<Che
     opened
 }
 
-/// Opens the draft model, if there is one. Its weights are read when they are loaded.
+/// Opens what drafts, if there is something. A draft model's weights are read when they are loaded.
 ///
 /// # Errors
 /// As [`open`].
-pub fn open_draft(source: Option<&Source>, report: Report) -> Result<Option<Checkpoint>, model::Error> {
+pub fn open_draft(source: Option<&DraftSource>, report: Report) -> Result<Option<DraftCheckpoint>, model::Error> {
     let options = OpenOptions { check_finite: false, ..OpenOptions::default() };
-    source.map(|source| open(source, options, report)).transpose()
+    Ok(match source {
+        None => None,
+        Some(DraftSource::Model(source)) => Some(open(source, options, report)?.into()),
+        Some(DraftSource::Eagle3(source)) => {
+            let progress = Progress::new(&format!("opening {source}"), report.is_told());
+            let told = &mut |download: DownloadProgress| progress.bytes(download.bytes, download.total_bytes);
+            Some(source.resolve_head(&HubOptions::default(), told)?.into())
+        }
+    })
 }
 
 /// What can be known of a model on the hub without fetching it; none for a model that is here.

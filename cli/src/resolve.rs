@@ -114,8 +114,8 @@ pub struct Answer {
     pub ignore_eos: bool,
     /// How drafts are made.
     pub draft: Option<Draft>,
-    /// The model that drafts, if one does.
-    pub draft_source: Option<Source>,
+    /// The model or head that drafts, if one does.
+    pub draft_source: Option<DraftSource>,
     temperature: Option<f32>,
     top_k: Option<u32>,
     top_p: Option<f32>,
@@ -124,6 +124,15 @@ pub struct Answer {
     presence_penalty: f32,
     frequency_penalty: f32,
     seed: u64,
+}
+
+/// What drafts beside the text itself.
+#[derive(Debug)]
+pub enum DraftSource {
+    /// A model.
+    Model(Source),
+    /// An EAGLE-3 head.
+    Eagle3(Source),
 }
 
 /// What is said beside the text, and how.
@@ -269,18 +278,17 @@ fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Res
     })
 }
 
-/// How drafts are made, and by which model.
-fn drafting(args: &DraftArgs) -> anyhow::Result<(Option<Draft>, Option<Source>)> {
+/// How drafts are made, and by which model or head.
+fn drafting(args: &DraftArgs) -> anyhow::Result<(Option<Draft>, Option<DraftSource>)> {
     let (tokens, max, min, adaptive) = (args.draft_tokens, args.ngram_max, args.ngram_min, !args.draft_always);
     let ngram = NgramDraft { tokens, max, min, adaptive };
     ngram.check().map_err(|error| usage(error.to_string()))?;
+    let beside = |alone: &bool| ModelDraft { tokens, adaptive, ngram: (!alone).then_some(Ngrams { max, min }) };
     Ok(match &args.draft {
         DraftKind::None => (None, None),
         DraftKind::Ngram => (Some(ngram.into()), None),
-        DraftKind::Model { which, alone } => {
-            let ngram = (!alone).then_some(Ngrams { max, min });
-            (Some(ModelDraft { tokens, adaptive, ngram }.into()), Some(which.parse()?))
-        }
+        DraftKind::Model { which, alone } => (Some(beside(alone).into()), Some(DraftSource::Model(which.parse()?))),
+        DraftKind::Eagle3 { which, alone } => (Some(beside(alone).into()), Some(DraftSource::Eagle3(which.parse()?))),
     })
 }
 

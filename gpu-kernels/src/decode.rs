@@ -52,6 +52,7 @@ use cuda_std::wgmma::{self, CORE_BYTES, CORE_ROWS_APART};
 use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp};
 
 use crate::attention::Attend;
+use crate::eagle::Taps;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::{Ring, Shape};
@@ -319,6 +320,8 @@ pub struct DecodeStep {
     pub trace: GlobalMut<u64>,
     /// Where blocks exchange a single row.
     pub exchange: Exchange,
+    /// Which hidden states are left for a head that drafts from them; the address is null where none are.
+    pub taps: Taps,
     /// Layers.
     pub layer_count: u32,
     /// Intermediate size.

@@ -20,6 +20,12 @@
 //! After a chain whose every draft was accepted the cache lacks two tokens, otherwise one; after steps without a chain,
 //! as many as they brought.
 //!
+//!
+//! # A head instead of a model
+//! An [EAGLE-3 head](crate::eagle) goes through the same two kernels. Its row `i` is of the tokens `i` and `i + 1`, so
+//! that its tokens lie one further than its positions ([`PlanDraft::shift`]). Rows of drafts begin with its own hidden
+//! states, and are overwritten by rows with the model's: only what the first pass of a chain has run stays.
+//!
 //! # Whether to draft, and from where
 //! [`Economy::choose`]: the source for which [`drafting`] expects most. A chain is not worth its passes where
 //! drafts are hopeless, but then nothing would be learnt. So the cache follows the text at a distance of up to
@@ -202,6 +208,9 @@ pub struct PlanDraft {
     pub counter_count: u32,
     /// The history may not grow beyond this.
     pub max_length: u32,
+    /// How much further in the history a row's token lies than its position: 0 of a model, 1 of a head, whose cache
+    /// keeps no drafts.
+    pub shift: u32,
     /// What to go by.
     pub economy: Economy,
 }
@@ -252,9 +261,9 @@ pub unsafe fn plan_draft(p: PlanDraft) {
         model = tried(model, agreed, chain_tried);
         ngram = tried(ngram, guess_agreed, guess_tried);
         // Of a chain, all drafts but the last were run.
-        let valid = if chained > 0 { before + agreed.min(chained - 1) } else { cached };
+        let valid = if chained > 0 && p.shift == 0 { before + agreed.min(chained - 1) } else { cached };
         let left = p.max_length.saturating_sub(length + 1);
-        let lag = length.saturating_sub(valid);
+        let lag = length.saturating_sub(valid + p.shift);
         let mut choice = Choice::default();
         if !finished {
             choice = p.economy.choose(Prospect { model, ngram, lag, left, guessed });
@@ -263,7 +272,7 @@ pub unsafe fn plan_draft(p: PlanDraft) {
         clear(p.counters, p.counter_count, lane);
         if lane < choice.rows {
             let position = valid + lane;
-            p.rows.tokens.store(lane as usize, history.load(position as usize) as u32);
+            p.rows.tokens.store(lane as usize, history.load((position + p.shift) as usize) as u32);
             p.rows.positions.store(lane as usize, position);
             p.rows.sequences.store(lane as usize, 0);
         }
@@ -316,8 +325,14 @@ pub struct NextDraft {
     pub counters: GlobalMut<u32>,
     /// How many.
     pub counter_count: u32,
+    /// `[target_count]` the token that each token of a head stands for; null where they are the same.
+    pub targets: Global<u32>,
+    /// How many.
+    pub target_count: u32,
     /// Which pass of the chain this was, from 0 on.
     pub number: u32,
+    /// As [`PlanDraft::shift`].
+    pub shift: u32,
     /// Tokens of the model that is drafted for: only these are proposed.
     pub vocab: u32,
 }
@@ -336,6 +351,9 @@ pub unsafe fn next_draft(p: NextDraft) {
         if continues {
             let row = rows as usize - 1;
             token = if p.best.is_null() { p.sampled.load(row) } else { best_token(p.best.load(row)) };
+            if !p.targets.is_null() && token < p.target_count {
+                token = p.targets.load(token as usize);
+            }
         }
         // What is zeroed has been read.
         warp::sync_warp();
@@ -356,7 +374,7 @@ pub unsafe fn next_draft(p: NextDraft) {
             p.rows.count.store(0, more as u32);
             if more {
                 p.rows.tokens.store(0, token);
-                p.rows.positions.store(0, length + p.number);
+                p.rows.positions.store(0, length + p.number - p.shift);
                 p.rows.sequences.store(0, 0);
             }
         }

@@ -36,6 +36,7 @@ pub mod attention;
 pub mod batch;
 pub mod draft_model;
 pub mod drafting;
+pub mod eagle;
 pub mod embedding;
 pub mod gate;
 // Its blocks are the bodies of unsafe functions: what makes them sound is said there.

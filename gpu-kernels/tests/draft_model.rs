@@ -41,6 +41,8 @@ struct World {
     sampled: Buffer<u32>,
     counters: Buffer<u32>,
     max_length: usize,
+    /// 1 if a head drafts, 0 if a model does.
+    shift: usize,
     text: Vec<i32>,
     /// The token whose key and value each position of the draft model's cache holds.
     cache: Vec<i32>,
@@ -49,16 +51,18 @@ struct World {
 }
 
 impl World {
-    fn new(prompt: usize, max_length: usize, random: &mut Random) -> Self {
+    fn new(prompt: usize, max_length: usize, shift: usize, random: &mut Random) -> Self {
         let text: Vec<i32> = (0..prompt).map(|_| random.below(VOCAB as usize) as i32).collect();
         let mut history = text.clone();
         history.resize(max_length, -1);
         let mut words = [0; STATE_WORDS];
         words[SequenceState::LENGTH] = prompt as u32;
+        let mut draft_words = DraftWords::after_prompt(prompt as u32);
+        draft_words[DraftWords::CACHED] -= shift as u32;
         Self {
             history: Buffer::from_slice(&history),
             words: Buffer::from_slice(&words),
-            draft_words: Buffer::from_slice(&DraftWords::after_prompt(prompt as u32)),
+            draft_words: Buffer::from_slice(&draft_words),
             columns: std::array::from_fn(|_| Buffer::from_slice(&[99; MOST])),
             drafts: Buffer::from_slice(&[-7; MOST]),
             draft_rows: Buffer::from_slice(&[1]),
@@ -70,7 +74,8 @@ impl World {
             sampled: Buffer::from_slice(&[0; MOST]),
             counters: Buffer::from_slice(&[1; COUNTERS]),
             max_length,
-            cache: text.clone(),
+            shift,
+            cache: text[shift..].to_vec(),
             text,
             acceptance: [UNTRIED; 2],
         }
@@ -102,6 +107,7 @@ impl World {
             counters: self.counters.ptr_mut(),
             counter_count: COUNTERS as u32,
             max_length: self.max_length as u32,
+            shift: self.shift as u32,
             economy,
         };
         run::<draft_model::plan_draft>([1, 1, 1], 0, seed, plan);
@@ -115,9 +121,9 @@ impl World {
         let text = [&self.text[..], chain].concat();
         for r in 0..count {
             let (token, position) = (tokens[r] as i32, positions[r] as usize);
-            assert_eq!((token, sequences[r]), (text[position], 0), "the row at {position}");
+            assert_eq!((token, sequences[r]), (text[position + self.shift], 0), "the row at {position}");
             assert!(self.cache.len() >= position, "nothing is left out before {position}");
-            assert_eq!(self.cache[..position], text[..position], "what is read before {position}");
+            assert_eq!(self.cache[..position], text[self.shift..][..position], "what is read before {position}");
             self.cache.truncate(position);
             self.cache.push(token);
         }
@@ -127,6 +133,10 @@ impl World {
     fn next(&mut self, number: u32, best: bool, said: Option<u32>, seed: u64) {
         let row = self.columns[0].as_slice()[0].max(1) as usize - 1;
         let said = said.unwrap_or(3);
+        // A head's tokens are the model's the other way round.
+        let said = if self.shift == 1 && said <= VOCAB { VOCAB - said } else { said };
+        let targets: Buffer<u32> =
+            Buffer::from_slice(&std::array::from_fn::<_, { VOCAB as usize + 1 }, _>(|i| VOCAB - i as u32));
         let (mut ranks, mut tokens) = ([rank(9.0, 1); MOST], [1; MOST]);
         (ranks[row], tokens[row]) = (if said == NO_TOKEN { 0 } else { rank(1.0, said) }, said);
         (self.best, self.sampled) = (Buffer::from_slice(&ranks), Buffer::from_slice(&tokens));
@@ -140,7 +150,10 @@ impl World {
             proposal: self.proposal(),
             counters: self.counters.ptr_mut(),
             counter_count: COUNTERS as u32,
+            targets: if self.shift == 1 { targets.ptr() } else { Default::default() },
+            target_count: targets.as_slice().len() as u32,
             number,
+            shift: self.shift as u32,
             vocab: VOCAB,
         };
         run::<draft_model::next_draft>([1, 1, 1], 0, seed, next);
@@ -173,10 +186,10 @@ fn same(a: &[i32], b: &[i32]) -> usize {
 }
 
 /// A sequence from its prompt to its end, with acceptance as it comes.
-fn drafts_of_a_sequence(seed: u64) {
+fn drafts_of_a_sequence(seed: u64, shift: usize) {
     let mut random = Random::new(seed);
     let prompt = 1 + random.below(20);
-    let mut world = World::new(prompt, prompt + 2 + random.below(120), &mut random);
+    let mut world = World::new(prompt, prompt + 2 + random.below(120), shift, &mut random);
     let matches = random.below(2) == 1;
     let adaptive = random.below(3) > 0;
     let (row, pass) = if adaptive {
@@ -188,7 +201,7 @@ fn drafts_of_a_sequence(seed: u64) {
     let mut right = random.below(101);
     world.accept(&[random.below(VOCAB as usize) as i32]);
     let (mut chain, mut guess): (Vec<i32>, Vec<i32>) = (Vec::new(), Vec::new());
-    let (mut newest, mut cached) = (1, prompt);
+    let (mut newest, mut cached) = (1, prompt - shift);
     loop {
         let economy = Economy { row, pass, most: 1 + random.below(MOST - 1) as u32, room: [8, 16][random.below(2)] };
         // How the last proposal fared.
@@ -209,14 +222,14 @@ fn drafts_of_a_sequence(seed: u64) {
         world.guess_rows = Buffer::from_slice(&[if finished { 0 } else { 1 + guess.len() as i32 }]);
         // A split-K partial that a token ended which is none has run one draft more than is counted.
         let (before, agreed) = (world.text.len() - newest, same(&chain, came));
-        let valid = if chain.is_empty() { cached } else { before + agreed.min(chain.len() - 1) };
-        assert!(valid <= same(&world.cache, &world.text).min(world.text.len() - 1));
+        let valid = if chain.is_empty() || shift == 1 { cached } else { before + agreed.min(chain.len() - 1) };
+        assert!(valid <= same(&world.cache, &world.text[shift..]).min(world.text.len() - 1 - shift));
         world.plan(economy, matches, seed);
 
         let prospect = Prospect {
             model: world.acceptance[0],
             ngram: world.acceptance[1],
-            lag: (world.text.len() - valid) as u32,
+            lag: (world.text.len() - shift - valid) as u32,
             left: world.max_length.saturating_sub(world.text.len() + 1) as u32,
             guessed: guess.len() as u32,
         };
@@ -275,7 +288,8 @@ fn drafts_of_a_sequence(seed: u64) {
 #[test]
 fn rows_are_what_the_cache_lacks_and_chains_are_what_the_model_says() {
     for seed in 0..300 {
-        drafts_of_a_sequence(seed);
+        drafts_of_a_sequence(seed, 0);
+        drafts_of_a_sequence(seed, 1);
     }
 }
 

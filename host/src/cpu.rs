@@ -1,11 +1,11 @@
 //! The CPU backend: the reference forward pass of `model`, one step at a time.
 
 use gpu_kernels::drafting;
-use model::{Checkpoint, CpuModel, KvCache, Matcher, Sampling};
+use model::{Checkpoint, Config, CpuModel, KvCache, Matcher, Sampling, Taps};
 
 use crate::Error;
 use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
-use crate::draft::{self, Draft, check_vocabularies, confirm, learned, masks};
+use crate::draft::{self, Draft, DraftCheckpoint, confirm, learned, masks};
 use crate::drafter::{Drafter, ModelOnHost, NgramOnHost, OnHost, Proposal, Text};
 
 /// What drafts add to a step: with the demo model on two cores steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7
@@ -45,20 +45,21 @@ impl Cpu {
         Self::with_draft_model(checkpoint, None, capacity)
     }
 
-    /// The same with a draft model, if there is one.
+    /// The same with a draft model or head, if there is one.
     ///
     /// # Errors
-    /// As [`new`](Self::new); a draft model with another vocabulary.
+    /// As [`new`](Self::new); a draft model with another vocabulary, or a head that was made for another model.
     pub fn with_draft_model(
         checkpoint: &Checkpoint,
-        draft: Option<&Checkpoint>,
+        draft: Option<&DraftCheckpoint>,
         capacity: usize,
     ) -> Result<Self, Error> {
         if let Some(draft) = draft {
-            check_vocabularies(&checkpoint.tokenizer, &draft.tokenizer)?;
+            draft.check_for(checkpoint)?;
         }
-        let of_token = |checkpoint: &Checkpoint| checkpoint.config.kv_bytes_per_token(size_of::<f32>()) as u64;
-        let wanted = (of_token(checkpoint) + draft.map_or(0, of_token)).saturating_mul(capacity as u64);
+        let of_token = |config: &Config| config.kv_bytes_per_token(size_of::<f32>()) as u64;
+        let of_draft = draft.map_or(0, |draft| of_token(draft.config()));
+        let wanted = (of_token(&checkpoint.config) + of_draft).saturating_mul(capacity as u64);
         let memory = memory();
         if wanted > memory {
             return Err(Error::CpuContextTooLarge { context: capacity, wanted, memory });
@@ -90,8 +91,10 @@ impl Cpu {
         let tokens: Vec<u32> = self.history[from..].iter().chain(drafts).copied().collect();
         let rows = drafts.len() + 1;
         self.logits.resize(rows * vocab, 0.0);
+        let (taps, mut states) = (self.taps(), Vec::new());
+        let wanted = taps.as_ref().map(|after| Taps { after, states: &mut states });
         let logits = &mut self.logits[..rows * vocab];
-        let faults = self.model.forward_with_faults(&tokens, &mut self.cache, rows, logits)?;
+        let faults = self.model.forward_tapped(&tokens, &mut self.cache, rows, logits, wanted)?;
         let Self { history, prompt_len, max_length, sampling, stop_tokens, form, .. } = self;
         let logits = &self.logits;
         let masks = form.as_mut().map(|matcher| masks(matcher, drafts, vocab));
@@ -114,7 +117,10 @@ impl Cpu {
         let stopped = tokens.last().is_some_and(|token| stop_tokens.contains(token));
         let finished = stopped || history.len() >= *max_length;
         // Drafts that were not confirmed leave the cache.
-        self.cache.truncate(self.history.len() - 1);
+        let kept = self.history.len() - 1;
+        self.cache.truncate(kept);
+        states.truncate(states.len() / (drafts.len() + known) * (kept - from));
+        self.tell_states(from, &states);
         self.form.as_ref().map_or(Ok(()), Matcher::check)?;
         Ok(Step { drafted: drafts.len(), drafted_by_model: 0, finished, tokens })
     }
@@ -133,6 +139,43 @@ impl Cpu {
             self.acceptance = learned(self.acceptance, &proposed, &step.tokens);
         }
         Ok(step)
+    }
+
+    /// The draft model or head, if it drafts for the sequence.
+    fn model_drafter(&mut self) -> Option<&mut ModelOnHost> {
+        match self.draft {
+            Some(Draft::Model(_)) if self.form.is_none() => self.model_drafter.as_mut(),
+            _ => None,
+        }
+    }
+
+    /// Which hidden states are wanted.
+    fn taps(&mut self) -> Option<[usize; 3]> {
+        self.model_drafter()?.taps()
+    }
+
+    /// Hands over the hidden states of tokens from the `from`th on, if they were wanted.
+    fn tell_states(&mut self, from: usize, states: &[f32]) {
+        let history = std::mem::take(&mut self.history);
+        if let Some(drafter) = self.model_drafter().filter(|_| !states.is_empty()) {
+            drafter.take_states(&history, from, states);
+        }
+        self.history = history;
+    }
+
+    /// Reads a piece of the prompt that is not its last.
+    fn read_piece(&mut self) -> Result<(), Error> {
+        let from = self.cache.len();
+        let (taps, mut states) = (self.taps(), Vec::new());
+        let wanted = taps.as_ref().map(|after| Taps { after, states: &mut states });
+        let tokens = &self.history[from..from + PIECE];
+        let faults = self.model.forward_tapped(tokens, &mut self.cache, 0, &mut [], wanted)?;
+        if let Some(&fault) = faults.iter().min() {
+            self.cache.truncate(from);
+            return Err(fault.into());
+        }
+        self.tell_states(from, &states);
+        Ok(())
     }
 
     /// Whoever drafts for the sequence.
@@ -182,8 +225,7 @@ impl Backend for Cpu {
             draft.check_for(self.model_drafter.is_some())?;
         }
         let cached = &self.history[..self.cache.len().min(self.history.len())];
-        let reused = common_prefix(cached, sequence.prompt);
-        self.cache.truncate(reused);
+        let mut reused = common_prefix(cached, sequence.prompt);
         self.history = sequence.prompt.to_vec();
         self.prompt_len = sequence.prompt.len();
         self.max_length = sequence.max_length;
@@ -195,11 +237,15 @@ impl Backend for Cpu {
         }
         self.stop_tokens = sequence.stop_tokens.to_vec();
         self.form = sequence.form.map(|form| form.matcher());
+        if let Some(drafter) = self.model_drafter().filter(|drafter| drafter.taps().is_some()) {
+            // Of what was read without it, a head lacks the hidden states.
+            reused = reused.min(drafter.known(sequence.prompt));
+        }
+        self.cache.truncate(reused);
         // The last piece is for the first step, which wants its logits.
         let total = self.history.len() - reused;
         while self.history.len() - self.cache.len() > PIECE {
-            let from = self.cache.len();
-            self.model.forward(&self.history[from..from + PIECE], &mut self.cache, 0, &mut [])?;
+            self.read_piece()?;
             if progress(self.cache.len() - reused, total).is_break() {
                 return Err(Error::Interrupted);
             }

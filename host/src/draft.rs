@@ -3,19 +3,90 @@
 use gpu_kernels::step::MAX_DECODE_ROWS;
 use gpu_kernels::{drafting, ngram};
 use model::form::mask_words;
-use model::{Config, Matcher, Tokenizer};
+use model::{Checkpoint, Config, EagleHead, Matcher, Tokenizer};
 
 use crate::Error;
+use crate::forward::{Footprint, Forward, HeadWeights};
 
 /// No budget: one sequence may use every row.
 pub(crate) const NO_THRESHOLD: i32 = i32::MAX / 2;
+
+/// What may draft for a model, beside its own text.
+#[derive(Clone, Debug)]
+pub enum DraftCheckpoint {
+    /// A smaller model with the same tokens: `--draft model:MODEL`.
+    Model(Checkpoint),
+    /// A head that drafts from the model's hidden states: `--draft eagle3:HEAD`.
+    Eagle3(EagleHead),
+}
+
+impl From<Checkpoint> for DraftCheckpoint {
+    fn from(checkpoint: Checkpoint) -> Self {
+        Self::Model(checkpoint)
+    }
+}
+
+impl From<EagleHead> for DraftCheckpoint {
+    fn from(head: EagleHead) -> Self {
+        Self::Eagle3(head)
+    }
+}
+
+impl DraftCheckpoint {
+    /// Checks that it can draft for `model`.
+    ///
+    /// # Errors
+    /// [`Error::DraftVocabulary`]; a head that was made for another model.
+    pub(crate) fn check_for(&self, model: &Checkpoint) -> Result<(), Error> {
+        match self {
+            Self::Model(draft) => check_vocabularies(&model.tokenizer, &draft.tokenizer),
+            Self::Eagle3(head) => Ok(head.taps(&model.config).map(drop)?),
+        }
+    }
+
+    /// Its sizes and constants; of a head, those of its layer.
+    pub(crate) fn config(&self) -> &Config {
+        match self {
+            Self::Model(draft) => &draft.config,
+            Self::Eagle3(head) => &head.config,
+        }
+    }
+
+    /// Checks that the kernels cover its shapes.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub(crate) fn check_shapes(&self) -> Result<(), Error> {
+        match self {
+            Self::Model(draft) => Forward::check(&draft.config),
+            Self::Eagle3(head) => Forward::check(&HeadWeights::config_of(head)),
+        }
+    }
+
+    /// What it takes on a device, for sequences of up to `capacity` tokens, with prompts in passes of many rows or
+    /// not.
+    pub(crate) fn footprint(&self, capacity: usize, has_prefill: bool) -> Footprint {
+        match self {
+            Self::Model(draft) => Footprint::of(&draft.config, capacity, has_prefill),
+            Self::Eagle3(head) => HeadWeights::footprint(head, capacity, has_prefill),
+        }
+    }
+
+    /// The share of a pass of `model` over one row that a pass of it takes, as [`pass_share`] has it.
+    pub(crate) fn pass_cost(&self, model: &Config, layer_bytes: u64) -> u32 {
+        match self {
+            Self::Model(draft) => pass_cost(model, &draft.config, layer_bytes),
+            Self::Eagle3(head) => pass_share(model, 2 * head.pass_parameters() as u64 + layer_bytes, layer_bytes),
+        }
+    }
+}
 
 /// How a sequence drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Draft {
     /// By n-gram match: `--draft ngram`.
     Ngram(NgramDraft),
-    /// By the draft model that was loaded: `--draft model:WHICH`.
+    /// By the draft model or head that was loaded: `--draft model:WHICH`, `--draft eagle3:WHICH`.
     Model(ModelDraft),
 }
 
@@ -61,9 +132,9 @@ impl Draft {
     }
 }
 
-/// Drafts from a model: the tokens that a smaller one would say, each the best after those before.
+/// Drafts from a model or a head: the tokens that it would say, each the best after those before.
 ///
-/// `--draft model:WHICH`; the passes are tied together by `gpu_kernels::draft_model`.
+/// `--draft model:WHICH` and `--draft eagle3:WHICH`; the passes are tied together by `gpu_kernels::draft_model`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelDraft {
     /// Most drafts of a step, 1 to 15.
@@ -220,7 +291,7 @@ pub(crate) fn masks(matcher: &mut Matcher, drafts: &[u32], vocab_size: usize) ->
 ///
 /// # Errors
 /// [`Error::DraftVocabulary`], with the first that differs.
-pub(crate) fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error> {
+fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error> {
     let Some(id) = model.first_difference(draft) else { return Ok(()) };
     let name = |tokenizer: &Tokenizer| match tokenizer.decode_with_special(&[id]) {
         text if text.is_empty() => "nothing".into(),
@@ -232,8 +303,18 @@ pub(crate) fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result
 /// The share of a pass of `model` over one row that a pass of `draft` takes, where a layer takes as long as reading
 /// `layer_bytes` would, beside reading its weights.
 pub(crate) fn pass_cost(model: &Config, draft: &Config, layer_bytes: u64) -> u32 {
-    let bytes = |config: &Config| config.step_weight_bytes(2) as u64 + config.num_hidden_layers as u64 * layer_bytes;
-    let share = bytes(draft) as u128 * u128::from(drafting::ONE) / u128::from(bytes(model).max(1));
+    pass_share(model, pass_bytes(draft, layer_bytes), layer_bytes)
+}
+
+/// Bytes that could be read while a pass of a model over one row runs, where a layer takes as long as `layer_bytes`
+/// beside its weights.
+fn pass_bytes(config: &Config, layer_bytes: u64) -> u64 {
+    config.step_weight_bytes(2) as u64 + config.num_hidden_layers as u64 * layer_bytes
+}
+
+/// The share of such a pass of `model` that one takes which is as long as reading so many `bytes`.
+pub(crate) fn pass_share(model: &Config, bytes: u64, layer_bytes: u64) -> u32 {
+    let share = u128::from(bytes) * u128::from(drafting::ONE) / u128::from(pass_bytes(model, layer_bytes).max(1));
     // A draft model that takes much longer is never worth it, however long.
     share.clamp(1, 16 * u128::from(drafting::ONE)) as u32
 }

@@ -6,16 +6,19 @@
 //!
 //! To add a drafter: a file here, and an arm of [`Draft`](crate::Draft).
 
+mod eagle_on_host;
 mod model;
 mod model_on_host;
 mod ngram;
+mod passes_on_host;
 mod script;
 
 use cuda_std::GlobalMut;
 use gpu_kernels::draft_model;
+use gpu_kernels::eagle::States;
 use gpu_kernels::step::{self, Accept, MAX_DECODE_ROWS, PlanDecode, SequenceState};
 
-pub(crate) use self::model::ModelDrafter;
+pub(crate) use self::model::{ModelDrafter, Passes};
 pub(crate) use self::model_on_host::ModelOnHost;
 pub(crate) use self::ngram::{NgramDrafter, NgramOnHost};
 pub(crate) use self::script::ScriptDrafter;
@@ -96,6 +99,8 @@ pub struct Between<'a> {
     pub length: u32,
     /// Tokens at its beginning that were there before the launches that are under way.
     pub settled: u32,
+    /// The model's hidden states of the last positions, if they are wanted.
+    pub states: Option<States>,
 }
 
 impl Place for OnDevice {

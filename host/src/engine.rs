@@ -9,7 +9,7 @@ use model::{Checkpoint, Config, Form, Sampling, TokenStream};
 use crate::ahead;
 use crate::backend::{Backend, Sequence, Step};
 use crate::device::{self, Device, DeviceOptions};
-use crate::draft::Draft;
+use crate::draft::{Draft, DraftCheckpoint};
 use crate::profile::Profile;
 use crate::{Cpu, Error, Gpu, Progress};
 
@@ -79,8 +79,8 @@ pub struct LoadOptions {
     /// Most tokens of prompt and answer together; none takes [`LoadOptions::DEFAULT_CONTEXT`] or what the model allows,
     /// the less.
     pub context: Option<usize>,
-    /// A model that drafts for the other, if there is one. A batch refuses it.
-    pub draft_model: Option<Checkpoint>,
+    /// A model or a head that drafts for the other, if there is one. A batch refuses it.
+    pub draft_model: Option<DraftCheckpoint>,
 }
 
 impl LoadOptions {

@@ -2,7 +2,9 @@
 
 mod batched;
 mod covered;
+mod head;
 mod listed;
+mod states;
 mod unfused;
 
 use cuda_std::Global;
@@ -18,7 +20,11 @@ use half::bf16;
 use model::{Config, rope::RopeTable};
 
 use self::batched::Batched;
+pub(crate) use self::head::Begin;
+pub use self::head::HeadWeights;
+use self::head::Pairs;
 pub use self::listed::{ListedRows, Row};
+pub(crate) use self::states::HiddenStates;
 use self::unfused::Apart;
 use crate::Error;
 use crate::cache::KvCache;
@@ -58,6 +64,10 @@ pub struct Forward {
     prefill: Option<Prefill>,
     batched: Option<Batched>,
     apart: Apart,
+    /// Of a model that a head drafts for.
+    states: Option<HiddenStates>,
+    /// Of a head.
+    pairs: Option<Pairs>,
 }
 
 /// What is wanted of a step's rows.
@@ -204,8 +214,19 @@ impl Forward {
     /// # Panics
     /// If there is room for no page: a bug of the caller.
     pub fn with_room(device: &Device, config: &Config, weights: DeviceWeights, room: Capacity) -> Result<Self, Error> {
+        Self::with_inputs(device, config, weights, room, None)
+    }
+
+    /// The same for a model, or for a head, whose rows are made so.
+    fn with_inputs(
+        device: &Device,
+        config: &Config,
+        weights: DeviceWeights,
+        room: Capacity,
+        pairs: Option<Pairs>,
+    ) -> Result<Self, Error> {
         Self::check(config)?;
-        covered::check_weights(device, config, &weights)?;
+        covered::check_weights(device, config, &weights, if pairs.is_some() { 2 } else { 1 })?;
         assert!(room.pages > 0, "a cache without pages");
         let (rows, splits) = (room.rows, room.splits());
         let q = config.query_size();
@@ -220,6 +241,8 @@ impl Forward {
                 prefill: None,
                 batched: None,
                 apart: Apart::default(),
+                states: None,
+                pairs,
                 page_table: device.zeroed(room.sequences * pages(room.context))?,
                 row_count: device.zeroed(1)?,
                 row_tokens: device.zeroed(rows)?,
@@ -346,9 +369,9 @@ impl Forward {
         self.check_room(0, start + count);
         output.check(count);
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
-        let Self { device, config, weights, decode, cache, cos, sin, prefill, .. } = self;
-        let decode = decode.as_ref();
-        let parts = PrefillInputs { device, config, weights, decode, cache, tables, table_stride, cos, sin };
+        let Self { device, config, weights, decode, cache, cos, sin, prefill, states, .. } = self;
+        let (decode, states) = (decode.as_ref(), states.as_ref());
+        let parts = PrefillInputs { device, config, weights, decode, cache, tables, table_stride, cos, sin, states };
         // SAFETY: every part is of self; sequence 0 has pages for so many positions.
         unsafe { prefill.as_mut().expect("laid out").enqueue(&parts, start, count, output) }
     }
@@ -376,8 +399,8 @@ impl Forward {
     ) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
         let Self { device, config, weights, decode, cache, cos, sin, prefill, .. } = self;
-        let decode = decode.as_ref();
-        let parts = PrefillInputs { device, config, weights, decode, cache, tables, table_stride, cos, sin };
+        let (decode, states) = (decode.as_ref(), None);
+        let parts = PrefillInputs { device, config, weights, decode, cache, tables, table_stride, cos, sin, states };
         // SAFETY: every part is of self; the caller's word for the lists.
         unsafe { prefill.as_ref().expect("laid out").enqueue_rows(&parts, rows, count, tiles, results) }
     }
@@ -643,6 +666,7 @@ impl Forward {
             trace: self.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             layer_count: c.num_hidden_layers as u32,
             intermediate: c.intermediate_size as u32,
+            taps: self.wanted_states().map(HiddenStates::taps).unwrap_or_default(),
             ..DecodeStep::default()
         };
         // SAFETY: buffers of self, sized as the parameter block says; the caller's word for the rest.

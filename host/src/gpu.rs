@@ -6,6 +6,7 @@
 //! sequence is finished, steps already enqueued run no rows. A sequence whose answer has a form goes another way:
 //! [`form`].
 
+mod draft_weights;
 mod form;
 
 use std::time::{Duration, Instant};
@@ -21,8 +22,8 @@ use model::{Checkpoint, Config, Place, Sampling};
 
 use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped, Pinned};
-use crate::draft::{Draft, check_vocabularies};
-use crate::drafter::{Between, Drafter, ModelDrafter, NgramDrafter, OnDevice, Proposals, ScriptDrafter};
+use crate::draft::{Draft, DraftCheckpoint};
+use crate::drafter::{Between, Drafter, ModelDrafter, NgramDrafter, OnDevice, Passes, Proposals, ScriptDrafter};
 use crate::forward::{Footprint, Forward, RowOutput};
 use crate::masks::Masks;
 use crate::prefill::Prefill;
@@ -30,6 +31,8 @@ use crate::profile::Phase;
 use crate::sampler::Sampler;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
+
+pub use self::draft_weights::DraftWeights;
 
 /// Reports in the ring; more than steps are ever in flight.
 pub(crate) const RING: u32 = 8;
@@ -133,13 +136,13 @@ impl Gpu {
         Self::with_draft_model(checkpoint, None, device, capacity, progress)
     }
 
-    /// The same with a draft model, if there is one.
+    /// The same with a draft model or head, if there is one.
     ///
     /// # Errors
-    /// As [`new`](Self::new); a draft model with another vocabulary.
+    /// As [`new`](Self::new); a draft model with another vocabulary, or a head that was made for another model.
     pub fn with_draft_model(
         checkpoint: &Checkpoint,
-        draft: Option<&Checkpoint>,
+        draft: Option<&DraftCheckpoint>,
         device: &Device,
         capacity: usize,
         progress: &mut Progress<'_>,
@@ -147,11 +150,11 @@ impl Gpu {
         let config = &checkpoint.config;
         Forward::check(config)?;
         if let Some(draft) = draft {
-            check_vocabularies(&checkpoint.tokenizer, &draft.tokenizer)?;
-            Forward::check(&draft.config).map_err(|error| Error::DraftModel(Box::new(error)))?;
+            draft.check_for(checkpoint)?;
+            draft.check_shapes().map_err(|error| Error::DraftModel(Box::new(error)))?;
         }
-        let footprint = |config: &Config| Footprint::of(config, capacity, device.has_prefill());
-        let (of_model, of_draft) = (footprint(config), draft.map(|draft| footprint(&draft.config)));
+        let of_model = Footprint::of(config, capacity, device.has_prefill());
+        let of_draft = draft.map(|draft| draft.footprint(capacity, device.has_prefill()));
         if let Some(free) = device.free_memory()? {
             let Footprint { weights, working: cache } = of_model;
             let device = device.name().into();
@@ -165,9 +168,9 @@ impl Gpu {
         let (of_model, of_draft) = (of_model.weights, of_draft.map_or(0, |of| of.weights));
         let all = of_model + of_draft;
         let weights = DeviceWeights::upload(checkpoint, device, &mut |done, _| progress(done.min(of_model), all))?;
-        let load_draft = |draft: &Checkpoint| {
-            let told = &mut |done: u64, _| progress(of_model + done.min(of_draft), all);
-            Ok::<_, Error>((draft.config.clone(), DeviceWeights::upload(draft, device, told)?))
+        let load_draft = |draft| {
+            let told = &mut |done: u64, _: u64| progress(of_model + done.min(of_draft), all);
+            DraftWeights::upload(draft, config, device, told)
         };
         let draft = draft.map(load_draft).transpose().map_err(|error| Error::DraftModel(Box::new(error)))?;
         Self::with_all_weights(device, config, weights, draft, capacity)
@@ -186,7 +189,7 @@ impl Gpu {
         Self::with_all_weights(device, config, weights, None, capacity)
     }
 
-    /// The same with a draft model, of which the same is true, and whose tokens are the model's.
+    /// The same with a draft model or head, of which the same is true, and whose tokens are the model's.
     ///
     /// # Errors
     /// As [`with_weights`](Self::with_weights).
@@ -194,19 +197,22 @@ impl Gpu {
         device: &Device,
         config: &Config,
         weights: DeviceWeights,
-        draft: Option<(Config, DeviceWeights)>,
+        draft: Option<DraftWeights>,
         capacity: usize,
     ) -> Result<Self, Error> {
         let mut forward = Forward::new(device, config, weights, capacity)?;
-        let draft = draft.map(|(config, weights)| Forward::new(device, &config, weights, capacity));
-        let mut draft = draft.transpose()?;
+        let taps = draft.as_ref().and_then(DraftWeights::taps);
+        let mut draft = draft.map(|draft| draft.passes(&forward, capacity)).transpose()?;
         // All that must be is there: now what is quicker, where the hardware and the memory are there; otherwise the
         // launches do the same.
-        for forward in std::iter::once(&mut forward).chain(&mut draft) {
+        for forward in std::iter::once(&mut forward).chain(draft.as_mut().and_then(Passes::model)) {
             forward.lay_out_decode()?;
             if device.has_prefill() {
                 forward.lay_out_prefill()?;
             }
+        }
+        if let Some(taps) = taps {
+            forward.keep_states(taps)?;
         }
         Ok(Self {
             history: device.zeroed(capacity)?,
@@ -284,15 +290,22 @@ impl Gpu {
         while at < prompt_len {
             let count = (prompt_len - at).min(chunk);
             let last = at + count == prompt_len;
-            let output = if last { RowOutput::LogitsFrom(count as u32 - 1) } else { RowOutput::None };
+            let output = match last {
+                // Then the last layer makes its outputs for all rows.
+                _ if self.forward.wants_last_layer() => RowOutput::LogitsFrom(0),
+                true => RowOutput::LogitsFrom(count as u32 - 1),
+                false => RowOutput::None,
+            };
             if self.forward.prefill().is_some() {
                 self.enqueue_prefill(at, count, output)?;
+                self.read_along(prompt, at, count)?;
                 if last {
                     self.enqueue_head(at, count - 1, 1)?;
                     self.enqueue_choice(1, 0, false, prompt_len)?;
                 }
             } else {
                 self.enqueue_chunk(at, count, output)?;
+                self.read_along(prompt, at, count)?;
                 if last {
                     self.enqueue_choice(count as u32, count as u32 - 1, false, prompt_len)?;
                 }
@@ -309,6 +322,15 @@ impl Gpu {
             }
         }
         Ok(())
+    }
+
+    /// Has a head read what a pass over the prompt has left for it, if one drafts.
+    fn read_along(&mut self, prompt: &[u32], at: usize, count: usize) -> Result<(), Error> {
+        let state = self.state();
+        match (&mut self.model, self.forward.states()) {
+            (Some(head), Some(states)) => head.read_along(state, states, prompt, at, count),
+            _ => Ok(()),
+        }
     }
 
     /// Makes `count` tokens of the history the `rows` of a pass.
@@ -435,6 +457,7 @@ impl Gpu {
             length: length as u32,
             // What the host has seen, or has put there, is older than the launches that are under way.
             settled: run.length as u32,
+            states: forward.states(),
         };
         match drafter(run.draft, script, model, ngram) {
             Some(drafter) => drafter.propose(between),
@@ -507,6 +530,14 @@ impl Backend for Gpu {
         if self.forward.prefill().is_some() {
             // What was generated is part of a prompt now, and its bits must be those of one.
             reused = reused.min(self.prompted);
+        }
+        // Under a form nobody drafts but the host.
+        let by_model = matches!(sequence.draft, Some(Draft::Model(_))) && sequence.form.is_none();
+        let head = self.model.as_ref().filter(|model| model.is_head() && by_model && self.script.is_none());
+        self.forward.want_states(head.is_some());
+        if let Some(head) = head {
+            // Of what was read without it, a head lacks the hidden states.
+            reused = reused.min(head.known(prompt));
         }
         self.cached.truncate(reused);
         let tokens: Vec<i32> = prompt.iter().map(|&t| t as i32).collect();

@@ -33,10 +33,10 @@ pub mod weights;
 pub use ahead::Opening;
 pub use backend::{Backend, PromptProgress, Sequence, Step};
 pub use cpu::Cpu;
-pub use draft::{Draft, ModelDraft, NgramDraft, Ngrams};
+pub use draft::{Draft, DraftCheckpoint, ModelDraft, NgramDraft, Ngrams};
 pub use engine::{DeviceChoice, Drafted, Engine, Finish, Generation, Listener, LoadOptions, Request, Statistics};
 pub use error::{Error, gib};
-pub use gpu::Gpu;
+pub use gpu::{DraftWeights, Gpu};
 pub use profile::Profile;
 pub use prompt::encode_prompt;
 

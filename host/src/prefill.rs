@@ -25,7 +25,7 @@ use crate::Error;
 use crate::cache::KvCache;
 use crate::decode::{self, Decode};
 use crate::device::{Buffer, Device, TensorMaps};
-use crate::forward::RowOutput;
+use crate::forward::{HiddenStates, RowOutput};
 use crate::gemm::{self, Epilogue};
 use crate::weights::DeviceWeights;
 
@@ -88,6 +88,8 @@ pub(crate) struct PrefillInputs<'a> {
     pub cos: &'a Buffer<f32>,
     /// `[positions, 64]`.
     pub sin: &'a Buffer<f32>,
+    /// Where hidden states go that a head drafts from, if it does.
+    pub states: Option<&'a HiddenStates>,
 }
 
 // Maps of activations, then of each layer's pages.
@@ -117,7 +119,7 @@ fn epilogue(gemm: &plan::Gemm) -> Epilogue {
 }
 
 /// Rows of a pass when the cache holds `capacity` tokens: whole tiles.
-fn rows(capacity: usize) -> usize {
+pub(crate) fn rows(capacity: usize) -> usize {
     capacity.min(CHUNK).next_multiple_of(TILE_ROWS as usize)
 }
 
@@ -315,6 +317,11 @@ impl Prefill {
         // waits for it.
         unsafe {
             device.launch::<embedding::embed_spans>((1, m), 0, w.embedding(rows, self.residual(c)))?;
+            let take = |layers| match parts.states {
+                Some(states) => states.take(device, rows, m, layers, self.residual.ptr()),
+                None => Ok(()),
+            };
+            take(0)?;
             for i in 0..w.layers.len() {
                 // Of the last layer, what the results need.
                 let is_last = i + 1 == w.layers.len();
@@ -351,6 +358,7 @@ impl Prefill {
                         }
                     }
                 }
+                take(i + 1)?;
             }
         }
         Ok(())

@@ -62,6 +62,49 @@ pub enum Error {
         /// A further clause for a near miss such as mixture-of-experts Qwen3, or nothing.
         hint: &'static str,
     },
+    /// An EAGLE-3 head was asked for, and this is something else.
+    #[error(
+        "{} describes a `{found}`, which is no EAGLE-3 head: heads of LlamaForCausalLMEagle3, and of speculators with \
+         speculators_model_type eagle3, are run; name one of these, or a whole model with --draft model:MODEL",
+        path.display()
+    )]
+    NotAHead {
+        /// `config.json`.
+        path: PathBuf,
+        /// What it names.
+        found: String,
+    },
+    /// An EAGLE-3 head is made for another model.
+    #[error(
+        "the EAGLE-3 head of {} is made for another model: its {what} is {head}, and the model's is {model}; choose the \
+         head that was made for this model",
+        path.display()
+    )]
+    HeadDoesNotFit {
+        /// `config.json`.
+        path: PathBuf,
+        /// What differs.
+        what: &'static str,
+        /// What it is by the head.
+        head: String,
+        /// What the model has.
+        model: String,
+    },
+    /// A token of an EAGLE-3 head stands for none of the model's.
+    #[error(
+        "`d2t` in {} puts token {token} of the head {offset} further on, where there is no token by `t2d` and a \
+         vocabulary of {vocab}: the weights are damaged; fetch the file again", path.display()
+    )]
+    HeadToken {
+        /// The weights file or the index.
+        path: PathBuf,
+        /// The head's token.
+        token: usize,
+        /// How far behind it the model's should be.
+        offset: i64,
+        /// Tokens of the model.
+        vocab: usize,
+    },
     /// A setting of `config.json` that this implementation does not compute.
     #[error("{} sets `{field}` to {value}, which warpdraft does not support: {mend}", path.display())]
     UnsupportedSetting {
@@ -115,7 +158,7 @@ pub enum Error {
         reason: String,
     },
     /// A tensor is stored in a number format that no weight has.
-    #[error("`{tensor}` in {} is stored as {dtype}, and warpdraft reads BF16, F16, F32, and of quantised weights F8_E4M3, I32 and I64: use another checkpoint, such as the one in bf16", path.display())]
+    #[error("`{tensor}` in {} is stored as {dtype}, and warpdraft reads BF16, F16, F32, of quantised weights F8_E4M3, I32 and I64, and BOOL: use another checkpoint, such as the one in bf16", path.display())]
     UnsupportedDtype {
         /// The shard.
         path: PathBuf,

@@ -37,6 +37,10 @@ pub struct HubOptions {
 /// The files of a model on the hub, and the one that weights of few bytes are in.
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
+/// What a model has beside its weights.
+pub(crate) const OF_MODEL: [&str; 2] = [CONFIG, TOKENIZER];
+/// What a draft head has.
+pub(crate) const OF_HEAD: [&str; 1] = [CONFIG];
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -64,15 +68,15 @@ impl HubOptions {
         Ok(self.cache_dir()?.join(format!("models--{}", id.replace('/', "--"))))
     }
 
-    /// The snapshot of a revision in the local cache, if all its files are there.
-    pub(crate) fn cached(&self, id: &str, revision: &str) -> Result<Option<PathBuf>, Error> {
+    /// The snapshot of a revision in the local cache, if all its files are there: `texts`, and the weights.
+    pub(crate) fn cached(&self, id: &str, revision: &str, texts: &[&str]) -> Result<Option<PathBuf>, Error> {
         let repository = self.repository(id)?;
         let commit = match read_regular(&repository.join("refs").join(revision)) {
             Ok(Some(commit)) => String::from_utf8_lossy(&commit).trim().to_owned(),
             _ => revision.to_owned(),
         };
         let snapshot = repository.join("snapshots").join(commit);
-        Ok(is_complete(&snapshot).then_some(snapshot))
+        Ok(is_complete(&snapshot, texts).then_some(snapshot))
     }
 
     /// Downloads a model into the local cache; gives the snapshot's directory.
@@ -152,10 +156,10 @@ fn is_true(value: &str) -> bool {
     ["1", "on", "yes", "true"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
 }
 
-/// Whether a snapshot has what a checkpoint needs. Other tools fetch single files, so a snapshot may well be partial.
-fn is_complete(dir: &Path) -> bool {
+/// Whether a snapshot has these `texts`, and weights. Other tools fetch single files, so one may well be partial.
+fn is_complete(dir: &Path, texts: &[&str]) -> bool {
     let has = |name: &str| dir.join(name).is_file();
-    if !has(CONFIG) || !has(TOKENIZER) {
+    if !texts.iter().all(|text| has(text)) {
         return false;
     }
     if has(SINGLE) {

@@ -25,9 +25,9 @@ pub mod text;
 pub mod tokenizer;
 
 pub use chat::{ChatTemplate, Conversation, Message, Role};
-pub use checkpoint::{Checkpoint, Dtype, LayerWeights, OpenOptions, Outline, Tensor, Weights};
+pub use checkpoint::{Checkpoint, Dtype, EagleHead, EagleWeights, LayerWeights, OpenOptions, Outline, Tensor, Weights};
 pub use config::{Config, GenerationConfig};
-pub use cpu::{CpuModel, Fault, KvCache, KvPages, Place, Row};
+pub use cpu::{CpuEagle, CpuModel, Fault, HiddenStates, KvCache, KvPages, Place, Row, Taps};
 pub use error::Error;
 pub use family::Family;
 pub use form::{Form, Forms, Matcher, Shape};

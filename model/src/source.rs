@@ -6,7 +6,8 @@ use std::str::FromStr;
 
 use crate::checkpoint::{OpenOptions, Outline};
 pub use crate::hub::HubOptions;
-use crate::{Checkpoint, Error, WeightsMode};
+use crate::hub::{OF_HEAD, OF_MODEL};
+use crate::{Checkpoint, EagleHead, Error, WeightsMode};
 
 /// The demo model's files, part of the program.
 #[cfg(feature = "bundled-demo")]
@@ -113,12 +114,32 @@ impl Source {
             Source::Dir(dir) if dir.is_dir() => Checkpoint::open_with(dir, open),
             Source::Dir(dir) => Err(Error::NoSuchModel { given: dir.display().to_string() }),
             Source::Hub { id, revision } => {
-                let dir = match hub.cached(id, revision)? {
+                let dir = match hub.cached(id, revision, &OF_MODEL)? {
                     Some(dir) => dir,
                     None => hub.download(id, revision, progress)?,
                 };
                 Checkpoint::open_with(&dir, open)
             }
+        }
+    }
+
+    /// Finds an EAGLE-3 head likewise, and opens it with every check.
+    ///
+    /// # Errors
+    /// Any [`Error`] about downloads, files and their content.
+    pub fn resolve_head(
+        &self,
+        hub: &HubOptions,
+        progress: &mut dyn FnMut(DownloadProgress),
+    ) -> Result<EagleHead, Error> {
+        match self {
+            Source::Demo => Err(Error::NotAHead { path: "demo/config.json".into(), found: "model".into() }),
+            Source::Dir(dir) if dir.is_dir() => EagleHead::open(dir),
+            Source::Dir(dir) => Err(Error::NoSuchModel { given: dir.display().to_string() }),
+            Source::Hub { id, revision } => match hub.cached(id, revision, &OF_HEAD)? {
+                Some(dir) => EagleHead::open(&dir),
+                None => EagleHead::open(&hub.download(id, revision, progress)?),
+            },
         }
     }
 
@@ -130,7 +151,7 @@ impl Source {
     /// Any [`Error`] about the hub, and about what the files say.
     pub fn outline(&self, hub: &HubOptions, mode: WeightsMode) -> Result<Option<Outline>, Error> {
         match self {
-            Source::Hub { id, revision } if hub.cached(id, revision)?.is_none() => {
+            Source::Hub { id, revision } if hub.cached(id, revision, &OF_MODEL)?.is_none() => {
                 hub.outline(id, revision, mode).map(Some)
             }
             _ => Ok(None),

@@ -6,6 +6,7 @@ use predicates::prelude::*;
 use serde_json::{Value, json};
 
 use crate::broken::Broken;
+use crate::eagle::Head;
 use crate::{golden, json_of, warpdraft};
 
 const SHARD: &str = "model.safetensors";
@@ -398,6 +399,21 @@ fn draft_model_that_does_not_fit_the_model() {
     );
     let run = warpdraft(&["generate", "abc", "--draft", "model:./no/such/dir"]).assert();
     refused(run, 1, &["no model at", "./no/such/dir"]);
+}
+
+#[test]
+fn draft_head_that_is_none_or_another_models() {
+    let with = |which: &str| warpdraft(&["generate", "abc", "--draft", &format!("eagle3:{which}")]).assert();
+    refused(with(&golden("tied_bf16").display().to_string()), 1, &["`Qwen3ForCausalLM`", "no EAGLE-3 head"]);
+    refused(with("demo"), 1, &["no EAGLE-3 head"]);
+    refused(with("./no/such/dir"), 1, &["no model at", "./no/such/dir"]);
+    let head = Head::ORIGINAL.write();
+    refused(with(&head.path().display().to_string()), 1, &["made for another model", "vocab_size is 288"]);
+    let draft = format!("eagle3:{}", head.path().display());
+    let run = warpdraft(&["batch", "requests.jsonl", "-o", "-", "--draft", &draft]).assert();
+    refused(run, 2, &["a batch takes no drafts from a model"]);
+    usage_refused(&["--draft", "eagle3:"], &["eagle3: lacks the head"]);
+    usage_refused(&["--draft", "eagle2:x"], &["eagle2:x is none of none, auto, ngram", "eagle3:HEAD"]);
 }
 
 // Flags: exit code 2, as for any mistake in usage.

@@ -2,6 +2,7 @@
 
 use predicates::prelude::*;
 
+use crate::eagle::{Head, Model};
 use crate::{golden, json_of, stdout_of, warpdraft};
 
 const GREEDY: &[&str] = &["generate", "--temperature", "0", "--max-tokens", "24"];
@@ -48,6 +49,26 @@ fn a_model_drafts_and_the_summary_tells_whose_drafts_were_right() {
     assert_eq!(String::from_utf8(output.stdout).unwrap(), plain);
     let told = String::from_utf8(output.stderr).unwrap();
     assert!(told.contains("drafts  by model: ") && told.contains("drafts  by n-gram: "), "{told}");
+}
+
+#[test]
+fn a_head_drafts_and_the_text_is_the_same() {
+    let ((model, _), head) = (Model::of_bigrams(0.0), Head::BIGRAMS.write());
+    let run = |device: &str, draft: &str| {
+        let mut run = warpdraft(GREEDY);
+        run.args(["--device", device, "--ignore-eos", "--draft", draft, "--draft-always", "--json", PROMPT, "--model"]);
+        json_of(run.arg(model.path()))
+    };
+    for device in ["cpu", "emulator"] {
+        let plain = run(device, "none");
+        for how in ["eagle3", "eagle3-only"] {
+            let json = run(device, &format!("{how}:{}", head.path().display()));
+            assert_eq!(json["tokens"], plain["tokens"], "{how} on the {device}");
+            let drafts = &json["statistics"]["drafts"];
+            let [by_ngram, by_head] = ["ngram", "model"].map(|source| drafts[source]["accepted"].as_u64().unwrap());
+            assert!(by_head > 3 && (by_ngram == 0 || how == "eagle3"), "{how} on the {device}: {drafts}");
+        }
+    }
 }
 
 #[test]

@@ -9,6 +9,9 @@ mod bench;
 mod broken;
 mod chat;
 mod completions;
+#[path = "../src/eagle.rs"]
+#[allow(dead_code)]
+mod eagle;
 mod form;
 mod generate;
 #[path = "../../model/tests/hub_server/mod.rs"]
@@ -41,9 +44,14 @@ fn warpdraft(args: &[&str]) -> Command {
 
 /// A small checkpoint among the golden ones: `tied_bf16`, `tied_f32` or `separate_f16_sharded`.
 fn golden(name: &str) -> PathBuf {
+    golden_dir().join(name)
+}
+
+/// Where these are.
+fn golden_dir() -> PathBuf {
     let repository = std::env::var_os("WARPDRAFT_REPOSITORY")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join(".."), PathBuf::from);
-    repository.join("tests/golden").join(name)
+    repository.join("tests/golden")
 }
 
 /// What a run printed, which must have succeeded.

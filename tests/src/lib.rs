@@ -7,6 +7,8 @@ pub mod distribution;
 
 pub mod docs;
 
+pub mod eagle;
+
 use std::path::{Path, PathBuf};
 
 use model::WeightsMode;

@@ -26,7 +26,8 @@ fn golden(name: &str) -> Checkpoint {
 
 /// An engine for `checkpoint` that `draft` drafts for.
 fn drafted(checkpoint: &Checkpoint, draft: &Checkpoint, device: DeviceChoice, context: usize) -> Engine {
-    let options = LoadOptions { context: Some(context), draft_model: Some(draft.clone()), ..LoadOptions::on(device) };
+    let options =
+        LoadOptions { context: Some(context), draft_model: Some(draft.clone().into()), ..LoadOptions::on(device) };
     Engine::load(checkpoint.clone(), options, &mut |_, _| ControlFlow::Continue(())).unwrap_or_else(|e| panic!("{e}"))
 }
 
@@ -114,7 +115,7 @@ fn emulated(checkpoint: &Checkpoint, draft: Option<Checkpoint>, options: &Device
     let options = LoadOptions {
         options: options.clone(),
         context: Some(128),
-        draft_model: draft,
+        draft_model: draft.map(Into::into),
         ..LoadOptions::on(DeviceChoice::Emulator)
     };
     Engine::load(checkpoint.clone(), options, &mut |_, _| ControlFlow::Continue(())).unwrap_or_else(|e| panic!("{e}"))
@@ -176,7 +177,7 @@ fn drafting_by_a_model_waits_for_nothing() {
     let checkpoint = golden("tied_bf16");
     let device = Device::emulator(0);
     let go_on = &mut |_, _| ControlFlow::Continue(());
-    let mut gpu = Gpu::with_draft_model(&checkpoint, Some(&checkpoint), &device, 64, go_on).unwrap();
+    let mut gpu = Gpu::with_draft_model(&checkpoint, Some(&checkpoint.clone().into()), &device, 64, go_on).unwrap();
     for draft in [ALONE, HYBRID] {
         let request = request(&[3, 5, 8], 24, Sampling::default(), Some(draft));
         let calls = decode_calls(&mut gpu, &device, &request);
@@ -188,7 +189,8 @@ fn drafting_by_a_model_waits_for_nothing() {
 #[test]
 fn a_draft_model_with_other_tokens_is_refused() {
     let refused = |checkpoint: &Checkpoint, draft: &Checkpoint, device| {
-        let options = LoadOptions { context: Some(64), draft_model: Some(draft.clone()), ..LoadOptions::on(device) };
+        let options =
+            LoadOptions { context: Some(64), draft_model: Some(draft.clone().into()), ..LoadOptions::on(device) };
         match Engine::load(checkpoint.clone(), options, &mut |_, _| ControlFlow::Continue(())) {
             Err(error @ Error::DraftVocabulary { .. }) => error.to_string(),
             Err(error) => panic!("{error}"),

@@ -9,7 +9,7 @@ use host::batch::{Batch, BatchOptions, GpuBatch};
 use host::device::{self, Device, DeviceOptions, IMAGES, Image, KernelFile, MAIN};
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
-use host::{DeviceChoice, Gpu, ModelDraft, NgramDraft, Ngrams, Request};
+use host::{DeviceChoice, DraftWeights, Gpu, ModelDraft, NgramDraft, Ngrams, Request};
 use integration_tests::batch::{Arranged, Happened, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
@@ -175,7 +175,7 @@ fn drafts_by_a_model_change_nothing(options: &DeviceOptions) -> Result<(), Faile
     let load = host::LoadOptions {
         options: options.clone(),
         context: Some(512),
-        draft_model: Some(checkpoint.clone()),
+        draft_model: Some(checkpoint.clone().into()),
         ..host::LoadOptions::on(GPU)
     };
     let mut engine = host::Engine::load(checkpoint.clone(), load, &mut |_, _| ControlFlow::Continue(()))?;
@@ -206,7 +206,7 @@ fn drafts_by_a_model_change_nothing(options: &DeviceOptions) -> Result<(), Faile
         return Ok(());
     }
     let weights = DeviceWeights::random(&large, &device)?;
-    let draft = (small.clone(), DeviceWeights::random(&small, &device)?);
+    let draft = DraftWeights::Model(small.clone(), Box::new(DeviceWeights::random(&small, &device)?));
     let mut gpu = Gpu::with_all_weights(&device, &large, weights, Some(draft), 1024)?;
     let prompt: Vec<u32> =
         (0..600).map(|i| (model::sampling::random(11, i) % large.vocab_size as u64) as u32).collect();

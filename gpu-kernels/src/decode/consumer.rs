@@ -442,6 +442,9 @@ impl<'a> Consumer<'a> {
                     } else {
                         embed_elements::<false>(&embed, row, first, stride);
                     }
+                    if p.taps.are_wanted() {
+                        embed_each(&embed, row, first, stride, |_, i, x| p.taps.put(&p.work.rows, row, 0, i, x));
+                    }
                 }
                 row += 1;
             }

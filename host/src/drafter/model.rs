@@ -1,8 +1,9 @@
-//! Drafts by a model on a device: its passes run in the loop's own queue, and the host waits for none of them.
+//! Drafts by a model or a head on a device: its passes run in the loop's own queue, and the host waits for none.
 
 use cuda_std::Global;
 use gpu_kernels::draft_model::{self, DraftWords, Economy, NextDraft, PlanDraft};
 use gpu_kernels::drafting::Cost;
+use gpu_kernels::eagle::States;
 use gpu_kernels::sample::Sample;
 use gpu_kernels::step::{self, MAX_DECODE_ROWS, MAX_ROWS, PlanPrompt, Rows, SequenceState};
 use model::{Config, Sampling};
@@ -12,8 +13,8 @@ use super::{Between, Drafter, OnDevice, Proposals, counters};
 use crate::Error;
 use crate::backend::{Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
-use crate::draft::{Draft, ModelDraft, pass_cost};
-use crate::forward::{Forward, RowOutput};
+use crate::draft::{Draft, ModelDraft, pass_cost, pass_share};
+use crate::forward::{Begin, Forward, HeadWeights, RowOutput};
 use crate::gpu::{self, DRAFT_COST, RING};
 use crate::prefill::Prefill;
 use crate::sampler::Sampler;
@@ -25,9 +26,48 @@ const LAYER_BYTES: u64 = 32 << 20;
 /// Rows up to which a decode step is the kernel for few.
 const FEW_ROWS: u32 = 8;
 
-/// A draft model on a device, with its own cache.
+/// What passes of a drafter are.
+pub(crate) enum Passes {
+    /// Those of a whole model.
+    Model(Forward),
+    /// Those of a head.
+    Head(Head),
+}
+
+/// An EAGLE-3 head.
+pub(crate) struct Head {
+    forward: Forward,
+    /// `[draft_vocab]` the model's token for each of its own.
+    targets: Buffer<u32>,
+    /// Parameters that a pass reads.
+    parameters: usize,
+}
+
+impl Passes {
+    /// A head's, to draft for `model`, which is to live as long.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub(crate) fn of_head(mut head: HeadWeights, model: &Forward) -> Result<Self, Error> {
+        let targets = std::mem::replace(&mut head.targets, model.device().zeroed(0)?);
+        let parameters = head.pass_parameters;
+        Ok(Self::Head(Head { targets, parameters, forward: Forward::of_head(head, model)? }))
+    }
+
+    /// The model, if they are one's.
+    pub(crate) fn model(&mut self) -> Option<&mut Forward> {
+        match self {
+            Self::Model(forward) => Some(forward),
+            Self::Head(_) => None,
+        }
+    }
+}
+
+/// A draft model or a head on a device, with its own cache.
 pub(crate) struct ModelDrafter {
     forward: Forward,
+    /// Of a head: [`Head::targets`].
+    targets: Option<Buffer<u32>>,
     sampler: Sampler,
     sampled: Buffer<u32>,
     uses: Buffer<u32>,
@@ -47,21 +87,32 @@ pub(crate) struct ModelDrafter {
     passes: u32,
     /// Reports heard of this sequence.
     heard: u32,
-    /// The prompt, until its passes are enqueued, and from where on they run.
+    /// The prompt, until a model's passes over it are enqueued, and from where on they run.
     prompt: Option<(Vec<u32>, usize)>,
-    /// Tokens of prompts whose keys and values are in the cache.
+    /// Tokens of prompts whose keys and values are in the cache: of a head, the rows' second tokens are among them.
     cached: Vec<u32>,
 }
 
 impl ModelDrafter {
-    /// With the memory of `forward`, to draft for a model of this `config`.
+    /// With the memory of `passes`, to draft for a model of this `config`.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub(crate) fn new(forward: Forward, config: &Config) -> Result<Self, Error> {
+    pub(crate) fn new(passes: Passes, config: &Config) -> Result<Self, Error> {
+        let (forward, targets, pass) = match passes {
+            Passes::Model(forward) => {
+                let pass = pass_cost(config, forward.config(), LAYER_BYTES);
+                (forward, None, pass)
+            }
+            Passes::Head(Head { forward, targets, parameters }) => {
+                let pass = pass_share(config, 2 * parameters as u64 + LAYER_BYTES, LAYER_BYTES);
+                (forward, Some(targets), pass)
+            }
+        };
         let device = forward.device().clone();
         let draft_config = forward.config();
         Ok(Self {
+            targets,
             sampler: Sampler::new(&device, draft_config)?,
             sampled: device.zeroed(MAX_ROWS as usize)?,
             uses: device.zeroed(draft_config.vocab_size)?,
@@ -71,7 +122,7 @@ impl ModelDrafter {
             guess: device.zeroed(MAX_DECODE_ROWS as usize)?,
             guess_rows: device.zeroed(1)?,
             vocab: config.vocab_size as u32,
-            pass: pass_cost(config, draft_config, LAYER_BYTES),
+            pass,
             draft: ModelDraft::default(),
             passes: 1,
             heard: 0,
@@ -84,6 +135,54 @@ impl ModelDrafter {
     /// What a draft's row costs; nothing where all are to run.
     fn row_cost(&self) -> Cost {
         if self.draft.adaptive { DRAFT_COST } else { Cost::default() }
+    }
+
+    /// How much further in the history a row's token lies than its position.
+    fn shift(&self) -> u32 {
+        self.targets.is_some().into()
+    }
+
+    /// Whether it drafts from the model's hidden states.
+    pub(crate) fn is_head(&self) -> bool {
+        self.targets.is_some()
+    }
+
+    /// Of a head, how many tokens of a prompt that is begun need no more hidden states.
+    pub(crate) fn known(&self, prompt: &[u32]) -> usize {
+        let same = self.cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        same.saturating_sub(1)
+    }
+
+    /// Of a head, enqueues passes over the rows of `count` tokens of a `prompt` from `at` on, whose hidden states are
+    /// there when they run: the last token of the prompt has no row yet.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub(crate) fn read_along(
+        &mut self,
+        state: SequenceState,
+        states: States,
+        prompt: &[u32],
+        at: usize,
+        count: usize,
+    ) -> Result<(), Error> {
+        let end = (at + count).min(prompt.len() - 1);
+        // SAFETY: the history has a token more than there are rows.
+        let history = unsafe { state.history.at(1) };
+        // The token of a row is one further on.
+        let state = SequenceState { history, ..state };
+        for start in (at..end).step_by(MAX_ROWS as usize) {
+            let count = (end - start).min(MAX_ROWS as usize);
+            let plan = PlanPrompt { rows: self.forward.rows(), state, start: start as u32, count: count as u32 };
+            // SAFETY: the history holds the prompt, and the rows have room; the states are there by the caller's word.
+            unsafe {
+                self.forward.device().launch::<step::plan_prompt>(1, 0, plan)?;
+                let begin = Begin::OfModel(states);
+                self.forward.enqueue_head_pass(begin, count as u32, (start + count) as u32, RowOutput::None)?;
+            }
+        }
+        self.cached = prompt[..=end].to_vec();
+        Ok(())
     }
 
     /// Enqueues passes over the prompt, if there is one that was not read.
@@ -136,6 +235,7 @@ impl ModelDrafter {
             counters,
             counter_count,
             max_length: at.accept.max_length,
+            shift: self.shift(),
             economy: Economy {
                 row: self.row_cost(),
                 pass: if self.draft.adaptive { self.pass } else { 0 },
@@ -150,8 +250,17 @@ impl ModelDrafter {
 
     /// Enqueues a pass over at most `most_rows` rows at positions below `end`, and what becomes of its last row.
     fn enqueue_pass(&self, at: &Between<'_>, number: u32, most_rows: u32, end: u32) -> Result<(), Error> {
-        // SAFETY: the first pass is behind `plan_draft`, every other behind `next_draft`, and both zero the counters.
-        unsafe { self.forward.enqueue_decode(most_rows, end)? };
+        // SAFETY: the first pass is behind `plan_draft`, every other behind `next_draft`, and both zero the counters; a
+        // head's first is of rows whose hidden states are there, as it is never so far behind that they are gone.
+        unsafe {
+            match at.states {
+                Some(states) if self.is_head() => {
+                    let begin = if number == 0 { Begin::OfModel(states) } else { Begin::Own };
+                    self.forward.enqueue_head_pass(begin, most_rows, end, RowOutput::LogitsFrom(0))?;
+                }
+                _ => self.forward.enqueue_decode(most_rows, end)?,
+            }
+        }
         let rows = self.forward.rows();
         let best = self.forward.decode().map(|stream| stream.best());
         let (counters, counter_count) = counters(&self.forward);
@@ -164,7 +273,10 @@ impl ModelDrafter {
             proposal: at.proposals.proposal(),
             counters,
             counter_count,
+            targets: self.targets.as_ref().map_or(Global::default(), Buffer::ptr),
+            target_count: self.targets.as_ref().map_or(0, |targets| targets.len() as u32),
             number,
+            shift: self.shift(),
             vocab: self.vocab,
         };
         // SAFETY: as for the plan.
@@ -197,8 +309,13 @@ impl Drafter<OnDevice> for ModelDrafter {
         self.told.clear();
         self.ngram.begin(sequence)?;
         let prompt = sequence.prompt;
-        self.words.write(0, &DraftWords::after_prompt(prompt.len() as u32))?;
+        let mut words = DraftWords::after_prompt(prompt.len() as u32);
+        words[DraftWords::CACHED] -= self.shift();
+        self.words.write(0, &words)?;
         self.guess_rows.write(0, &[1])?;
+        if self.is_head() {
+            return Ok(());
+        }
         let reused = common_prefix(&self.cached, prompt);
         self.cached.truncate(reused);
         // A prompt that is followed by one token needs no drafts.

@@ -1,65 +1,65 @@
-//! Drafts by a model on the CPU: the loop of `gpu_kernels::draft_model`, step by step.
+//! Drafts by a model or a head on the CPU: the loop of `gpu_kernels::draft_model`, step by step.
 
 use gpu_kernels::draft_model::{Economy, Prospect, tried};
 use gpu_kernels::drafting;
 use gpu_kernels::step::MAX_DECODE_ROWS;
-use model::{Checkpoint, CpuModel, KvCache, Sampling};
+use model::Checkpoint;
 
+use super::eagle_on_host::EagleOnHost;
+use super::passes_on_host::{Passes, WholeModel};
 use super::{Drafter, OnHost, Proposal, Text};
 use crate::Error;
-use crate::backend::{Sequence, Step, common_prefix};
+use crate::backend::{Sequence, Step};
 use crate::cpu;
-use crate::draft::{Draft, ModelDraft, pass_cost};
+use crate::draft::{Draft, DraftCheckpoint, ModelDraft};
 
-/// A draft model on the CPU.
+/// A draft model or a head on the CPU.
 pub(crate) struct ModelOnHost {
-    model: CpuModel,
-    cache: KvCache,
-    /// The tokens whose keys and values are in the cache.
-    cached: Vec<u32>,
-    /// Tokens that there are in the model that is drafted for.
-    vocab: u32,
-    /// What a pass takes beside one of that model.
+    passes: Box<dyn Passes>,
+    /// What a pass takes beside one of the model that is drafted for.
     pass: u32,
     draft: ModelDraft,
     /// What drafts by the model, and by n-gram match, were worth of late.
     acceptance: [u32; 2],
     chain: Vec<u32>,
     guess: Vec<u32>,
-    logits: Vec<f32>,
 }
 
 impl ModelOnHost {
-    /// For a model of checkpoint `model`, with room for sequences of up to `capacity` tokens.
+    /// For `model`, with room for sequences of up to `capacity` tokens.
     ///
     /// # Errors
-    /// As [`Cpu::new`](crate::Cpu::new).
-    pub(crate) fn new(model: &Checkpoint, draft: &Checkpoint, capacity: usize) -> Result<Self, Error> {
-        draft.check_finite(&|_| {})?;
-        let pass = pass_cost(&model.config, &draft.config, 0);
-        let vocab = model.config.vocab_size as u32;
-        let model = CpuModel::new(draft)?;
+    /// As [`Cpu::new`](crate::Cpu::new); a head that was made for another model.
+    pub(crate) fn new(model: &Checkpoint, draft: &DraftCheckpoint, capacity: usize) -> Result<Self, Error> {
+        let vocab = model.config.vocab_size;
+        let passes: Box<dyn Passes> = match draft {
+            DraftCheckpoint::Model(draft) => Box::new(WholeModel::new(draft, vocab, capacity)?),
+            DraftCheckpoint::Eagle3(head) => Box::new(EagleOnHost::new(head, model, capacity)?),
+        };
         Ok(Self {
-            cache: model.new_cache(capacity),
-            cached: Vec::new(),
-            vocab,
-            pass,
+            passes,
+            pass: draft.pass_cost(&model.config, 0),
             draft: ModelDraft::default(),
             acceptance: [drafting::UNTRIED; 2],
             chain: Vec::new(),
             guess: Vec::new(),
-            logits: vec![0.0; model.config().vocab_size],
-            model,
         })
     }
 
-    /// Runs these tokens after those in the cache, and gives the best one after the last; none if there is no telling.
-    fn run(&mut self, tokens: &[u32]) -> Option<u32> {
-        // A token of the model's padding, or logits that are not finite: there is just no draft then.
-        self.model.forward(tokens, &mut self.cache, 1, &mut self.logits).ok()?;
-        self.cached.extend_from_slice(tokens);
-        let best = Sampling::default().sample(&self.logits, &[], &[]);
-        (best < self.vocab).then_some(best)
+    /// After how many layers of the model the residual stream is a hidden state that it drafts from, if it does.
+    pub(crate) fn taps(&self) -> Option<[usize; 3]> {
+        self.passes.taps()
+    }
+
+    /// How many tokens of a prompt that is begun need no more hidden states.
+    pub(crate) fn known(&mut self, prompt: &[u32]) -> usize {
+        self.passes.known(prompt)
+    }
+
+    /// Takes the hidden states of tokens of `history` from the `first` on, `[tokens, 3, hidden]`: of all from what is
+    /// [known](Self::known) on, in order.
+    pub(crate) fn take_states(&mut self, history: &[u32], first: usize, states: &[f32]) {
+        self.passes.take_states(history, first, states);
     }
 
     fn economy(&self) -> Economy {
@@ -82,30 +82,18 @@ impl Drafter<OnHost> for ModelOnHost {
 
     fn propose(&mut self, at: Text<'_>) -> Result<Proposal, Error> {
         let Text { history, max_length } = at;
-        let valid = common_prefix(&self.cached, history);
-        self.cache.truncate(valid);
-        self.cached.truncate(valid);
         let ngram = self.draft.ngram.map(|_| self.draft.match_settings());
         let found = |text: &[u32]| ngram.map(|ngram| ngram.propose(bytemuck::cast_slice(text), max_length));
         self.guess = found(history).unwrap_or_default();
         let economy = self.economy();
-        let mut lag = history.len() - valid;
-        if lag > MAX_DECODE_ROWS as usize {
-            // The prompt, which all goes through at once here.
-            let all_but_newest = &history[valid..history.len() - 1];
-            if self.model.forward(all_but_newest, &mut self.cache, 0, &mut []).is_ok() {
-                self.cached.extend_from_slice(all_but_newest);
-                lag = 1;
-            }
-        }
+        let lag = self.passes.lag(history);
         let choice = economy.choose(self.prospect(at, lag));
         self.chain.clear();
         if choice.rows > 0 {
-            let first = self.cached.len();
-            let mut next = self.run(&history[first..first + choice.rows as usize]);
+            let mut next = self.passes.catch_up(history, choice.rows as usize);
             while let Some(token) = next.filter(|_| self.chain.len() < choice.chain as usize) {
                 self.chain.push(token);
-                next = if self.chain.len() < choice.chain as usize { self.run(&[token]) } else { None };
+                next = if self.chain.len() < choice.chain as usize { self.passes.follow(token) } else { None };
             }
         }
         let mut tokens = if choice.by_guess { self.guess.clone() } else { self.chain.clone() };

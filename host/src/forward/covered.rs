@@ -50,11 +50,17 @@ impl Forward {
     }
 }
 
-/// Checks that every weight of `config` is on this card, and as large as kernels will take it to be.
+/// Checks that every weight of `config` is on this card, and as large as kernels will take it to be: projections of
+/// queries, keys and values have so many times the hidden size for their input.
 ///
 /// # Errors
 /// [`Error::Weights`].
-pub(super) fn check_weights(device: &Device, config: &Config, weights: &DeviceWeights) -> Result<(), Error> {
+pub(super) fn check_weights(
+    device: &Device,
+    config: &Config,
+    weights: &DeviceWeights,
+    times: usize,
+) -> Result<(), Error> {
     let DeviceWeights { embed, layers, norm, head, scales } = weights;
     let (hidden, inner, head_dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
     let (qkv_size, q) = (config.qkv_size(), config.query_size());
@@ -78,7 +84,7 @@ pub(super) fn check_weights(device: &Device, config: &Config, weights: &DeviceWe
             layer;
         for (what, weight, expected) in [
             ("input norm", input_norm, hidden),
-            ("projection of queries, keys and values", qkv, qkv_size * hidden),
+            ("projection of queries, keys and values", qkv, qkv_size * hidden * times),
             ("norm of queries", q_norm, head_dim),
             ("norm of keys", k_norm, head_dim),
             ("output projection", output, hidden * q),

@@ -11,7 +11,7 @@ use gpu_kernels::norm::{Norm, RmsNorm};
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_ROWS, Rows};
 use half::bf16;
-use model::plan::{Epilogue, Gemm, Input, Operator};
+use model::plan::{Epilogue, Gemm, Input, Matrix, Operator};
 
 use super::{Forward, Pass};
 use crate::Error;
@@ -70,12 +70,35 @@ impl Forward {
 
     /// Enqueues a pass launch by launch: the operators of the plan, one after another.
     pub(super) fn enqueue_unfused(&self, pass: &Pass) -> Result<(), Error> {
-        let Pass { rows, most_rows, output, .. } = *pass;
-        let (d, plan) = (&self.device, self.config.layer_plan());
+        let Pass { rows, most_rows, .. } = *pass;
         // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self
         // outlives the work because freeing device memory waits for it.
         unsafe {
-            d.launch::<embedding::embed>((1, most_rows), 0, self.embed(rows))?;
+            self.device.launch::<embedding::embed>((1, most_rows), 0, self.embed(rows))?;
+            self.take_states(pass, 0)?;
+            self.enqueue_layers(pass)
+        }
+    }
+
+    /// Enqueues the copy of the residual stream after so many layers, if it is a hidden state that is wanted.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn take_states(&self, pass: &Pass, layers: usize) -> Result<(), Error> {
+        let Some(states) = self.wanted_states() else { return Ok(()) };
+        // SAFETY: the caller's word.
+        unsafe { states.take(&self.device, pass.rows, pass.most_rows, layers, self.residual.ptr()) }
+    }
+
+    /// Enqueues all layers launch by launch, and the logits that are wanted.
+    ///
+    /// # Safety
+    /// As [`Device::launch`]; the residual stream of the rows is there.
+    pub(super) unsafe fn enqueue_layers(&self, pass: &Pass) -> Result<(), Error> {
+        let Pass { rows, most_rows, output, .. } = *pass;
+        let (d, plan) = (&self.device, self.config.layer_plan());
+        // SAFETY: the caller's word.
+        unsafe {
             for i in 0..self.config.num_hidden_layers {
                 for operator in plan.operators() {
                     match operator {
@@ -88,6 +111,7 @@ impl Forward {
                         Operator::Attention(_) => self.launch_attention(pass, i)?,
                     }
                 }
+                self.take_states(pass, i + 1)?;
             }
             if let Some(first_row) = output.first() {
                 self.launch_norm(most_rows, &self.weights.norm)?;
@@ -109,15 +133,20 @@ impl Forward {
     /// As [`Device::launch`].
     unsafe fn launch_gemm(&self, rows: Rows, most_rows: u32, layer: usize, gemm: &Gemm) -> Result<(), Error> {
         let w = &self.weights;
-        let (x, norm) = match gemm.input {
-            Input::Normed => (&self.scaled, self.input_norm()),
-            Input::Attended => (&self.attended, Norm::default()),
-            Input::Activation => (&self.activation, Norm::default()),
+        let Source { weight, up, n, mut k } = w.source(layer, gemm);
+        let (x, norm) = match (gemm.input, &self.pairs) {
+            // A head's rows are normed already, and twice as wide.
+            (Input::Normed, Some(pairs)) if gemm.matrix == Matrix::Qkv => {
+                k *= 2;
+                (pairs.rows(), Norm::default())
+            }
+            (Input::Normed, _) => (self.scaled.ptr(), self.input_norm()),
+            (Input::Attended, _) => (self.attended.ptr(), Norm::default()),
+            (Input::Activation, _) => (self.activation.ptr(), Norm::default()),
         };
-        let Source { weight, up, n, k } = w.source(layer, gemm);
         let linear = Linear {
             rows,
-            x: x.ptr(),
+            x,
             weight,
             up,
             norm,

@@ -15,13 +15,15 @@ pub enum Dtype {
     F8E4m3,
     /// Words of 32 bits: packed codes of a weight format, or numbers of groups.
     I32,
-    /// Whole numbers of 64 bits: sizes beside packed codes.
+    /// Whole numbers of 64 bits: sizes beside packed codes, and differences of token ids.
     I64,
+    /// Truth values of a byte each: which tokens a draft head knows.
+    Bool,
 }
 
 impl Dtype {
     /// Every format that a safetensors file may hold.
-    const ALL: [Self; 6] = [Self::Bf16, Self::F16, Self::F32, Self::F8E4m3, Self::I32, Self::I64];
+    const ALL: [Self; 7] = [Self::Bf16, Self::F16, Self::F32, Self::F8E4m3, Self::I32, Self::I64, Self::Bool];
 
     /// Those in which a weight may stand by itself.
     pub(crate) const FLOATS: [Self; 3] = [Self::Bf16, Self::F16, Self::F32];
@@ -29,7 +31,7 @@ impl Dtype {
     /// Bytes of one element.
     pub fn size(self) -> usize {
         match self {
-            Dtype::F8E4m3 => 1,
+            Dtype::F8E4m3 | Dtype::Bool => 1,
             Dtype::Bf16 | Dtype::F16 => 2,
             Dtype::F32 | Dtype::I32 => 4,
             Dtype::I64 => 8,
@@ -55,6 +57,7 @@ impl Dtype {
             Dtype::F8E4m3 => "F8_E4M3",
             Dtype::I32 => "I32",
             Dtype::I64 => "I64",
+            Dtype::Bool => "BOOL",
         }
     }
 }

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use half::bf16;
 
-use super::{Checkpoint, Dtype, Tensor};
+use super::{Checkpoint, Dtype, Store, Tensor};
 use crate::Error;
 use crate::format::e4m3;
 
@@ -26,26 +26,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::NotFinite`] or [`Error::TooLargeForBf16`].
     pub fn check_finite(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
-        let scanned = AtomicU64::new(0);
-        self.tensors().try_for_each(|tensor| {
-            self.check_tensor_finite(&tensor, &|bytes| progress(scanned.fetch_add(bytes, Ordering::Relaxed) + bytes))
-        })
-    }
-
-    /// As [`check_finite`](Self::check_finite), for one tensor of this checkpoint. `progress` hears the number of bytes
-    /// of each step.
-    fn check_tensor_finite(&self, tensor: &Tensor<'_>, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
-        if matches!(tensor.dtype, Dtype::I32 | Dtype::I64) {
-            progress(tensor.data.len() as u64);
-            return Ok(());
-        }
-        let bad = tensor.data.par_chunks(TASK).enumerate().find_map_first(|(task, bytes)| {
-            let found = first_not_finite(tensor.dtype, bytes);
-            progress(bytes.len() as u64);
-            found.map(|at| task * (TASK / tensor.dtype.size()) + at)
-        });
-        let Some(index) = bad else { return Ok(()) };
-        Err(self.unusable(tensor.name, index, tensor.get(index).unwrap_or(f32::NAN)))
+        self.store.check_finite(progress)
     }
 
     /// Reads elements of a tensor of floats of this checkpoint, from element `first` on, as bf16: `out` is filled with
@@ -79,11 +60,37 @@ impl Checkpoint {
     fn check_elements(&self, tensor: &Tensor<'_>, first: usize, bytes: &[u8]) -> Result<(), Error> {
         let Some(at) = first_not_finite(tensor.dtype, bytes) else { return Ok(()) };
         let value = Tensor { data: bytes, ..*tensor }.get(at).unwrap_or(f32::NAN);
-        Err(self.unusable(tensor.name, first + at, value))
+        Err(self.store.unusable(tensor.name, first + at, value))
+    }
+}
+
+impl Store {
+    /// As [`Checkpoint::check_finite`].
+    pub(super) fn check_finite(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
+        let scanned = AtomicU64::new(0);
+        self.tensors().try_for_each(|tensor| {
+            self.check_tensor_finite(&tensor, &|bytes| progress(scanned.fetch_add(bytes, Ordering::Relaxed) + bytes))
+        })
+    }
+
+    /// As [`check_finite`](Self::check_finite), for one of its tensors. `progress` hears the number of bytes of each
+    /// step.
+    fn check_tensor_finite(&self, tensor: &Tensor<'_>, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
+        if matches!(tensor.dtype, Dtype::I32 | Dtype::I64 | Dtype::Bool) {
+            progress(tensor.data.len() as u64);
+            return Ok(());
+        }
+        let bad = tensor.data.par_chunks(TASK).enumerate().find_map_first(|(task, bytes)| {
+            let found = first_not_finite(tensor.dtype, bytes);
+            progress(bytes.len() as u64);
+            found.map(|at| task * (TASK / tensor.dtype.size()) + at)
+        });
+        let Some(index) = bad else { return Ok(()) };
+        Err(self.unusable(tensor.name, index, tensor.get(index).unwrap_or(f32::NAN)))
     }
 
     fn unusable(&self, name: &str, index: usize, value: f32) -> Error {
-        let path = self.tensor_file(name).map(Into::into).unwrap_or_default();
+        let path = self.by_name.get(name).map(|id| self.path(*id).to_owned()).unwrap_or_default();
         let tensor = name.to_owned();
         if value.is_finite() {
             Error::TooLargeForBf16 { path, tensor, index, value }
@@ -108,11 +115,23 @@ fn round(dtype: Dtype, stored: &[u8], out: &mut [u8]) {
                 *out = bf16::from_f32(f32::from_le_bytes(*word)).to_le_bytes();
             }
         }
-        Dtype::F8E4m3 | Dtype::I32 | Dtype::I64 => unreachable!("{dtype} is no format of weights by themselves"),
+        Dtype::F8E4m3 | Dtype::I32 | Dtype::I64 | Dtype::Bool => {
+            unreachable!("{dtype} is no format of weights by themselves")
+        }
     }
 }
 
 impl Tensor<'_> {
+    /// Its elements, rounded to the nearest bf16.
+    ///
+    /// # Panics
+    /// If they are no floats: a bug of the caller.
+    pub fn to_bf16(&self) -> Vec<bf16> {
+        let mut bytes = vec![0; self.data.len() / self.dtype.size() * 2];
+        round(self.dtype, self.data, &mut bytes);
+        bytes.as_chunks().0.iter().map(|word| bf16::from_le_bytes(*word)).collect()
+    }
+
     /// Element `index` in row-major order, widened (an integer to the nearest f32); `None` beyond the end.
     pub fn get(&self, index: usize) -> Option<f32> {
         let size = self.dtype.size();
@@ -122,6 +141,7 @@ impl Tensor<'_> {
             (Dtype::F16, &[a, b]) => half::f16::from_le_bytes([a, b]).to_f32(),
             (Dtype::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
             (Dtype::F8E4m3, &[code]) => e4m3::VALUES[code as usize],
+            (Dtype::Bool, &[byte]) => f32::from(byte != 0),
             (Dtype::I32, &[a, b, c, d]) => i32::from_le_bytes([a, b, c, d]) as f32,
             (Dtype::I64, bytes) => i64::from_le_bytes(bytes.try_into().ok()?) as f32,
             _ => return None,
@@ -139,7 +159,7 @@ fn first_not_finite(dtype: Dtype, bytes: &[u8]) -> Option<usize> {
             let block = bytes.chunks(1024).position(|b| b.iter().fold(false, |any, &code| any | e4m3::is_nan(code)))?;
             bytes[block * 1024..].iter().position(|&code| e4m3::is_nan(code)).map(|at| block * 1024 + at)
         }
-        Dtype::I32 | Dtype::I64 => None,
+        Dtype::I32 | Dtype::I64 | Dtype::Bool => None,
         Dtype::F32 => {
             let bad = |c: &[u8; 4]| u32::from_le_bytes(*c) & 0x7fff_ffff >= ROUNDS_TO_INFINITY;
             let (elements, _) = bytes.as_chunks();

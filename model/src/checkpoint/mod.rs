@@ -1,6 +1,7 @@
 //! A model on disk, or in the program: config, tokenizer, chat template, and weights that are mapped rather than read.
 
 mod dtype;
+mod eagle;
 mod files;
 mod finite;
 mod header;
@@ -17,6 +18,7 @@ use serde::Deserialize;
 use xxhash_rust::xxh3::Xxh3;
 
 pub use dtype::Dtype;
+pub use eagle::{EagleHead, EagleWeights};
 pub use weights::{LayerWeights, Weights};
 
 use crate::Error;
@@ -257,7 +259,7 @@ impl Checkpoint {
 
     /// All tensors, shard by shard in file order.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
-        (0..self.store.tensors.len()).map(|i| self.tensor_by_id(TensorId(i)))
+        self.store.tensors()
     }
 
     /// A digest (XXH3) by which models are told apart, wherever they lie: of how weights are rounded while loading, of
@@ -314,13 +316,7 @@ impl Checkpoint {
     }
 
     pub(crate) fn tensor_by_id(&self, id: TensorId) -> Tensor<'_> {
-        let stored = &self.store.tensors[id.0];
-        Tensor {
-            name: &stored.name,
-            dtype: stored.dtype,
-            shape: &stored.shape,
-            data: &self.store.shards[stored.shard].bytes[stored.bytes.clone()],
-        }
+        self.store.tensor(id)
     }
 }
 
@@ -341,6 +337,20 @@ struct Index {
 }
 
 impl Store {
+    fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
+        (0..self.tensors.len()).map(|i| self.tensor(TensorId(i)))
+    }
+
+    fn tensor(&self, id: TensorId) -> Tensor<'_> {
+        let stored = &self.tensors[id.0];
+        Tensor {
+            name: &stored.name,
+            dtype: stored.dtype,
+            shape: &stored.shape,
+            data: &self.shards[stored.shard].bytes[stored.bytes.clone()],
+        }
+    }
+
     /// Handle of a tensor of floats, its shape checked.
     fn tensor_id(&self, name: &str, shape: &[usize]) -> Result<TensorId, Error> {
         let id = self.lookup(name)?;

@@ -62,7 +62,9 @@ impl<'a> Matrix<'a> {
             Dtype::Bf16 => Float::Bf16,
             Dtype::F16 => Float::F16,
             Dtype::F32 => Float::F32,
-            Dtype::F8E4m3 | Dtype::I32 | Dtype::I64 => unreachable!("{} holds {}", tensor.name, tensor.dtype),
+            Dtype::F8E4m3 | Dtype::I32 | Dtype::I64 | Dtype::Bool => {
+                unreachable!("{} holds {}", tensor.name, tensor.dtype)
+            }
         };
         Matrix { float, inputs: tensor.shape.last().copied().unwrap_or(0), data: tensor.data }
     }

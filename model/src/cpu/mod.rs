@@ -9,9 +9,11 @@
 mod attention;
 mod cache;
 mod dot;
+mod eagle;
 mod matmul;
 
 pub use cache::{KvCache, KvPages};
+pub use eagle::{CpuEagle, HiddenStates};
 
 use std::sync::Arc;
 
@@ -34,6 +36,33 @@ pub struct Row<'a> {
     pub pages: &'a [u32],
     /// Whether the logits after it are wanted.
     pub logits: bool,
+}
+
+/// Hidden states that a pass is to give, for a head that drafts from them.
+#[derive(Debug)]
+pub struct Taps<'a> {
+    /// After how many layers the residual stream is one, in rising order; 0 is the embedding.
+    pub after: &'a [usize],
+    /// Gets those of every row, `[rows, after.len(), hidden]`, behind what is there.
+    pub states: &'a mut Vec<f32>,
+}
+
+impl Taps<'_> {
+    /// Room for the states of so many rows.
+    fn extend(&mut self, rows: usize, hidden: usize) {
+        self.states.resize(self.states.len() + rows * self.after.len() * hidden, 0.0);
+    }
+
+    /// Takes the residual stream `x` of the rows that there was room made for last, after so many layers.
+    fn take(&mut self, layers: usize, x: &[f32], hidden: usize) {
+        let first = self.states.len() - x.len() * self.after.len();
+        for (i, _) in self.after.iter().enumerate().filter(|(_, after)| **after == layers) {
+            let rows = self.states[first..].chunks_exact_mut(self.after.len() * hidden);
+            for (states, x) in rows.zip(x.chunks_exact(hidden)) {
+                states[i * hidden..][..hidden].copy_from_slice(x);
+            }
+        }
+    }
 }
 
 /// Where a row's numbers are NaN or infinite first. What comes after it means nothing.
@@ -215,6 +244,21 @@ impl CpuModel {
         logit_rows: usize,
         logits: &mut [f32],
     ) -> Result<Vec<Fault>, Error> {
+        self.forward_tapped(tokens, cache, logit_rows, logits, None)
+    }
+
+    /// As [`forward_with_faults`](Self::forward_with_faults), with the hidden states of all rows, if they are wanted.
+    ///
+    /// # Errors
+    /// As [`forward_with_faults`](Self::forward_with_faults); `taps` has got nothing then.
+    pub fn forward_tapped(
+        &self,
+        tokens: &[u32],
+        cache: &mut KvCache,
+        logit_rows: usize,
+        logits: &mut [f32],
+        taps: Option<Taps<'_>>,
+    ) -> Result<Vec<Fault>, Error> {
         let vocab_size = self.config().vocab_size;
         let start = cache.len();
         let needed = start + tokens.len();
@@ -228,7 +272,7 @@ impl CpuModel {
         let without_logits = tokens.len() - logit_rows;
         let row = |(i, &token)| Row { token, position: start + i, pages: &[0], logits: i >= without_logits };
         let rows: Vec<Row<'_>> = tokens.iter().enumerate().map(row).collect();
-        let faults = self.forward_rows(&rows, &mut cache.pages, logits)?;
+        let faults = self.rows(&rows, &mut cache.pages, logits, taps)?;
         cache.advance(tokens.len());
         Ok(faults)
     }
@@ -243,6 +287,16 @@ impl CpuModel {
     /// # Errors
     /// [`Error::TokenOutOfRange`], [`Error::PageMissing`], or [`Error::LogitsBuffer`] if `logits` has another size.
     pub fn forward_rows(&self, rows: &[Row<'_>], pages: &mut KvPages, logits: &mut [f32]) -> Result<Vec<Fault>, Error> {
+        self.rows(rows, pages, logits, None)
+    }
+
+    fn rows(
+        &self,
+        rows: &[Row<'_>],
+        pages: &mut KvPages,
+        logits: &mut [f32],
+        mut taps: Option<Taps<'_>>,
+    ) -> Result<Vec<Fault>, Error> {
         let vocab_size = self.config().vocab_size;
         for row in rows {
             if row.token as usize >= vocab_size {
@@ -264,7 +318,7 @@ impl CpuModel {
         let mut faults = Vec::new();
         for (block, rows) in rows.chunks(BLOCK).enumerate() {
             let mut places = vec![None; rows.len()];
-            let hidden = self.layers(rows, pages, &mut places);
+            let hidden = self.layers(rows, pages, &mut places, taps.as_mut());
             let wanted = rows.iter().zip(hidden.chunks_exact(size)).filter(|(row, _)| row.logits);
             let hidden: Vec<f32> = wanted.flat_map(|(_, hidden)| hidden).copied().collect();
             let (here, later) = logits.split_at_mut(hidden.len() / size * vocab_size);
@@ -284,9 +338,19 @@ impl CpuModel {
 
     /// Embedding and all layers for one block of rows; gives the residual stream, `[rows, hidden]`, and notes for each
     /// row the first layer after which it is not finite.
-    fn layers(&self, block: &[Row<'_>], pages: &mut KvPages, places: &mut [Option<Place>]) -> Vec<f32> {
+    fn layers(
+        &self,
+        block: &[Row<'_>],
+        pages: &mut KvPages,
+        places: &mut [Option<Place>],
+        mut taps: Option<&mut Taps<'_>>,
+    ) -> Vec<f32> {
         let c = self.config();
         let mut s = self.scratch(block);
+        if let Some(taps) = &mut taps {
+            taps.extend(block.len(), c.hidden_size);
+            taps.take(0, &s.x, c.hidden_size);
+        }
         let plan = c.layer_plan();
         for index in 0..c.num_hidden_layers {
             for operator in plan.operators() {
@@ -297,6 +361,9 @@ impl CpuModel {
                         attention::attention(self.simd, c, &s.qkv[0], pages.layer(index), block, &mut s.attended);
                     }
                 }
+            }
+            if let Some(taps) = &mut taps {
+                taps.take(index + 1, &s.x, c.hidden_size);
             }
             let last = index + 1 == c.num_hidden_layers;
             for ((row, place), x) in block.iter().zip(places.iter_mut()).zip(s.x.chunks_exact(c.hidden_size)) {
@@ -362,9 +429,7 @@ impl CpuModel {
             Epilogue::SwiGlu => {
                 let [gate, up] = &mut s.gate_up;
                 self.project(input, rows, &mut [(layer.gate, gate), (layer.up, up)]);
-                for ((out, &g), &u) in s.activation.iter_mut().zip(gate.iter()).zip(up.iter()) {
-                    *out = g / (1.0 + (-g).exp()) * u;
-                }
+                swiglu(gate, up, &mut s.activation);
             }
         }
     }
@@ -405,14 +470,7 @@ impl CpuModel {
     }
 
     fn norm_in_place(&self, x: &mut [f32], weight: &[f32]) {
-        let eps = self.config().rms_norm_eps;
-        for row in x.chunks_exact_mut(weight.len()) {
-            let mean = dot::dot_f32(self.simd, row, row) / row.len() as f32;
-            let scale = 1.0 / (mean + eps).sqrt();
-            for (x, w) in row.iter_mut().zip(weight) {
-                *x = *x * scale * w;
-            }
-        }
+        norm_in_place(self.simd, self.config().rms_norm_eps, x, weight);
     }
 
     /// Several linear maps of the same input: `x` is `[rows, inputs]`, each output `[rows, outputs]`.
@@ -423,6 +481,24 @@ impl CpuModel {
 
     fn matrix(&self, slot: Slot) -> Matrix<'_> {
         stored(&self.checkpoint, &self.converted, slot)
+    }
+}
+
+/// RMS norm of each row of `x`, a row being as long as `weight`.
+fn norm_in_place(simd: Simd, eps: f32, x: &mut [f32], weight: &[f32]) {
+    for row in x.chunks_exact_mut(weight.len()) {
+        let mean = dot::dot_f32(simd, row, row) / row.len() as f32;
+        let scale = 1.0 / (mean + eps).sqrt();
+        for (x, w) in row.iter_mut().zip(weight) {
+            *x = *x * scale * w;
+        }
+    }
+}
+
+/// SiLU of the gates times their ups.
+fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    for ((out, &g), &u) in out.iter_mut().zip(gate).zip(up) {
+        *out = g / (1.0 + (-g).exp()) * u;
     }
 }
 

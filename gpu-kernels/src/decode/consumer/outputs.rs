@@ -158,13 +158,19 @@ impl Consumer<'_> {
                     }
                 }
                 Matrix::Output | Matrix::Down => {
-                    if ONE {
+                    let x = if ONE {
                         let mut word = [if valid { old.word } else { self.added_to(part.index).nothing() }];
                         self.added_to(part.index).settle(&mut word, |_| feature);
                         let x = f32::from_bits(word[0].bits()) + sum;
                         self.put_words(part.index + 1, feature, old.weight, x, valid);
+                        x
                     } else {
-                        p.work.residual.put(old.weight, row, feature, old.x + sum, valid);
+                        let x = old.x + sum;
+                        p.work.residual.put(old.weight, row, feature, x, valid);
+                        x
+                    };
+                    if p.taps.are_wanted() && valid && part.matrix == Matrix::Down {
+                        p.taps.put(&p.work.rows, row, part.index / 4 + 1, feature, x);
                     }
                 }
                 Matrix::GateUp => {

@@ -1,0 +1,254 @@
+//! What an EAGLE-3 head needs beside the kernels of other models: hidden states of the model that it drafts for, and
+//! the rows that are made of them. What it computes: `model::CpuEagle`.
+//!
+//! ```text
+//! the model's pass    take_states behind three of its layers ─► states, by position
+//! the head's first    gather_states ─► fc ─► make_pairs ─► QKV, heads, attention, … as in any layer ─► keep_state
+//! the head's others   make_pairs of the state that was kept ─► … ─► keep_state
+//! ```
+
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread};
+
+use crate::norm::warp_sum;
+use crate::step::Rows;
+
+/// Hidden states that a head takes of each token.
+pub const STATES: u32 = 3;
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+/// Hidden states of the last [`slots`](Self::slots) positions of a sequence.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct States {
+    /// `[slots, 3, dim]`: those of position `p` are at slot `p % slots`.
+    pub states: GlobalMut<bf16>,
+    /// Positions that there is room for.
+    pub slots: u32,
+    /// Hidden size.
+    pub dim: u32,
+}
+
+impl States {
+    /// Where those of a position begin.
+    #[inline(always)]
+    unsafe fn of(&self, position: u32) -> GlobalMut<bf16> {
+        // SAFETY: the caller's word.
+        unsafe {
+            cuda_std::assume(self.slots > 0);
+            self.states.at((position % self.slots) as usize * (STATES * self.dim) as usize)
+        }
+    }
+}
+
+/// Which hidden states a pass leaves, and where.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct Taps {
+    /// Where they go; null where none are wanted.
+    pub to: States,
+    /// After how many layers the residual stream is one, of each of the three.
+    pub after: [u32; STATES as usize],
+}
+
+impl Taps {
+    /// Whether any are wanted.
+    #[inline(always)]
+    pub(crate) const fn are_wanted(&self) -> bool {
+        !self.to.states.is_null()
+    }
+
+    /// Leaves an element of the residual stream of a `row` after so many layers, if it is one of a hidden state.
+    #[inline(always)]
+    pub(crate) unsafe fn put(&self, rows: &Rows, row: u32, layers: u32, element: u32, x: f32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            unroll!(I < 3; {
+                if self.after[I] == layers {
+                    let to = self.to.of(rows.positions.load(row as usize)).at(I * self.to.dim as usize);
+                    to.store(element as usize, math::to_bf16(x));
+                }
+            });
+        }
+    }
+}
+
+/// Parameters of [`take_states`]. Grid: (1, rows).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct TakeStates {
+    /// The rows of this pass, of one sequence.
+    pub rows: Rows,
+    /// `[rows, dim]` the residual stream.
+    pub x: Global<f32>,
+    /// Written, rounded to bf16.
+    pub to: States,
+    /// Which of the three it is.
+    pub place: u32,
+}
+
+/// Copies the residual stream of every row to where its position's hidden states are.
+#[kernel(threads = 256)]
+pub unsafe fn take_states(p: TakeStates) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        let (row, dim) = (thread::block_idx_y(), p.to.dim);
+        if row >= p.rows.count.load(0) {
+            return;
+        }
+        let x = p.x.at(row as usize * dim as usize);
+        let to = p.to.of(p.rows.positions.load(row as usize)).at((p.place * dim) as usize);
+        let mut i = thread::thread_idx_x();
+        while i < dim {
+            to.store(i as usize, math::to_bf16(x.load(i as usize)));
+            i += THREADS;
+        }
+    }
+}
+
+/// Parameters of [`gather_states`]. Grid: (1, rows).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct GatherStates {
+    /// The head's rows.
+    pub rows: Rows,
+    /// The model's hidden states.
+    pub from: States,
+    /// `[rows, 3 · dim]`, written.
+    pub to: GlobalMut<bf16>,
+}
+
+/// Brings the hidden states of every row's position side by side, for a GEMM.
+#[kernel(threads = 256)]
+pub unsafe fn gather_states(p: GatherStates) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        let (row, len) = (thread::block_idx_y(), STATES * p.from.dim);
+        if row >= p.rows.count.load(0) {
+            return;
+        }
+        let from = p.from.of(p.rows.positions.load(row as usize));
+        let to = p.to.at(row as usize * len as usize);
+        let mut i = thread::thread_idx_x();
+        while i < len {
+            to.store(i as usize, from.load(i as usize));
+            i += THREADS;
+        }
+    }
+}
+
+/// Parameters of [`make_pairs`]. Grid: (1, rows). Shared memory: [`MakePairs::SHARED_BYTES`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct MakePairs {
+    /// The head's rows.
+    pub rows: Rows,
+    /// `[rows, dim]` what `fc` made of the model's hidden states, or the head's own.
+    pub hidden: Global<f32>,
+    /// `[vocab, dim]` the embedding.
+    pub embed: Global<bf16>,
+    /// `[dim]` the weight of the embedding's norm.
+    pub input_norm: Global<bf16>,
+    /// `[dim]` that of the hidden state's.
+    pub hidden_norm: Global<bf16>,
+    /// `[rows, 2 · dim]`, written: both, normed.
+    pub pairs: GlobalMut<bf16>,
+    /// `[rows, dim]`, written: the residual stream.
+    pub x: GlobalMut<f32>,
+    /// Rows of the embedding; a token beyond it (a bug) reads its last row rather than other memory.
+    pub vocab: u32,
+    /// Hidden size.
+    pub dim: u32,
+    /// Added to means of squares.
+    pub eps: f32,
+    /// 1 if the residual stream begins with the normed hidden state, 0 if with the hidden state.
+    pub norm_before_residual: u32,
+}
+
+impl MakePairs {
+    const WARPS: u32 = THREADS / 32;
+    /// Dynamic shared memory: two sums of each warp.
+    pub const SHARED_BYTES: u32 = 2 * Self::WARPS * 4;
+}
+
+/// Makes of every row's token and hidden state what the projections of the head's layer read.
+#[kernel(threads = 256)]
+pub unsafe fn make_pairs(p: MakePairs) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        let (row, dim) = (thread::block_idx_y(), p.dim);
+        if row >= p.rows.count.load(0) {
+            return;
+        }
+        let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
+        let embed = p.embed.at(token as usize * dim as usize);
+        let start = row as usize * dim as usize;
+        let (hidden, x, pairs) = (p.hidden.at(start), p.x.at(start), p.pairs.at(2 * start));
+        let mut squares = [0f32; 2];
+        let mut i = thread::thread_idx_x();
+        while i < dim {
+            let (e, h) = (math::from_bf16(embed.load(i as usize)), hidden.load(i as usize));
+            squares[0] += e * e;
+            squares[1] += h * h;
+            i += THREADS;
+        }
+        let sums = shared::dynamic::<f32>(0);
+        let own = [warp_sum(squares[0]), warp_sum(squares[1])];
+        if thread::lane_id() == 0 {
+            sums.store(thread::warp_id() as usize, own[0]);
+            sums.store((MakePairs::WARPS + thread::warp_id()) as usize, own[1]);
+        }
+        thread::sync_threads();
+        let mut totals = [0f32; 2];
+        let mut warp = 0;
+        while warp < MakePairs::WARPS {
+            totals[0] += sums.load(warp as usize);
+            totals[1] += sums.load((MakePairs::WARPS + warp) as usize);
+            warp += 1;
+        }
+        let inverse = |total: f32| 1.0 / math::sqrt(total / dim as f32 + p.eps);
+        let (of_embed, of_hidden) = (inverse(totals[0]), inverse(totals[1]));
+        let mut i = thread::thread_idx_x();
+        while i < dim {
+            let (e, h) = (math::from_bf16(embed.load(i as usize)), hidden.load(i as usize));
+            let weight = |norm: Global<bf16>| math::from_bf16(norm.load(i as usize));
+            let normed = h * of_hidden * weight(p.hidden_norm);
+            pairs.store(i as usize, math::to_bf16(e * of_embed * weight(p.input_norm)));
+            pairs.store((dim + i) as usize, math::to_bf16(normed));
+            x.store(i as usize, if p.norm_before_residual != 0 { normed } else { h });
+            i += THREADS;
+        }
+    }
+}
+
+/// Parameters of [`keep_state`]. Grid: 1.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct KeepState {
+    /// The rows of the head's pass that has run.
+    pub rows: Rows,
+    /// `[rows, dim]` its residual stream.
+    pub x: Global<f32>,
+    /// `[dim]`, written if there were rows.
+    pub to: GlobalMut<f32>,
+    /// Hidden size.
+    pub dim: u32,
+}
+
+/// Keeps the head's own hidden state of a pass's last row, with which the row after it begins.
+#[kernel(threads = 256)]
+pub unsafe fn keep_state(p: KeepState) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        let rows = p.rows.count.load(0);
+        if rows == 0 {
+            return;
+        }
+        let x = p.x.at((rows - 1) as usize * p.dim as usize);
+        let mut i = thread::thread_idx_x();
+        while i < p.dim {
+            p.to.store(i as usize, x.load(i as usize));
+            i += THREADS;
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! What is made of hidden states for an EAGLE-3 head, against plain definitions.
+
+mod common;
+
+use common::{Random, RowBuffers, relative_error, run, widen};
+use cuda_std::bf16;
+use cuda_std::emulator::Buffer;
+use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, STATES, States, TakeStates};
+
+const DIM: usize = 384;
+const SLOTS: usize = 5;
+
+/// Rows at positions from `start` on leave their states, round the end of the ring, and get them side by side.
+#[test]
+fn hidden_states_are_found_by_their_positions() {
+    let mut random = Random::new(1);
+    for (start, count) in [(0, 1), (3, 4), (14, 5)] {
+        let rows = RowBuffers::sequence(start, count as u32);
+        let ring: Buffer<bf16> = Buffer::new_poisoned(SLOTS * 3 * DIM);
+        let states = States { states: ring.ptr_mut(), slots: SLOTS as u32, dim: DIM as u32 };
+        let streams: Vec<Vec<f32>> = (0..STATES).map(|_| random.floats(count * DIM)).collect();
+        // One grid row more than there are rows: it writes nothing.
+        let grid = [1, count as u32 + 1, 1];
+        for (place, stream) in streams.iter().enumerate() {
+            let x = Buffer::from_slice(stream);
+            let take = TakeStates { rows: rows.rows(), x: x.ptr(), to: states, place: place as u32 };
+            run::<eagle::take_states>(grid, 0, 1, take);
+        }
+        let to = Buffer::from_slice(&vec![bf16::from_f32(7.0); (count + 1) * 3 * DIM]);
+        let gather = GatherStates { rows: rows.rows(), from: states, to: to.ptr_mut() };
+        run::<eagle::gather_states>(grid, 0, 2, gather);
+        let found = to.as_slice();
+        for row in 0..count {
+            let expected = streams.iter().flat_map(|stream| &stream[row * DIM..][..DIM]).map(|&x| bf16::from_f32(x));
+            assert!(found[row * 3 * DIM..][..3 * DIM].iter().copied().eq(expected), "row {row} of {count}");
+        }
+        assert!(found[count * 3 * DIM..].iter().all(|x| x.to_f32() == 7.0));
+    }
+}
+
+fn rms_norm(x: &[f32], weight: &[bf16], eps: f32) -> Vec<f32> {
+    let mean = x.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / x.len() as f64;
+    let scale = 1.0 / (mean + f64::from(eps)).sqrt();
+    x.iter().zip(weight).map(|(&v, w)| (f64::from(v) * scale * f64::from(w.to_f32())) as f32).collect()
+}
+
+#[test]
+fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
+    let (vocab, eps, tokens) = (9, 1e-5, [3u32, 8, 12]);
+    let mut random = Random::new(2);
+    let (table, norms) = (random.bf16s(vocab * DIM), [random.bf16s(DIM), random.bf16s(DIM)]);
+    let hidden: Vec<f32> = random.floats(tokens.len() * DIM).iter().map(|x| 5.0 * x).collect();
+    let rows = RowBuffers::new(&tokens.map(|token| (token, 0, 0)));
+    let buffers = [&table, &norms[0], &norms[1]].map(|numbers| Buffer::from_slice(numbers));
+    let given = Buffer::from_slice(&hidden);
+    for norm_before_residual in [0, 1] {
+        let x: Buffer<f32> = Buffer::new_poisoned(tokens.len() * DIM);
+        let pairs: Buffer<bf16> = Buffer::new_poisoned(tokens.len() * 2 * DIM);
+        let make = MakePairs {
+            rows: rows.rows(),
+            hidden: given.ptr(),
+            embed: buffers[0].ptr(),
+            input_norm: buffers[1].ptr(),
+            hidden_norm: buffers[2].ptr(),
+            pairs: pairs.ptr_mut(),
+            x: x.ptr_mut(),
+            vocab: vocab as u32,
+            dim: DIM as u32,
+            eps,
+            norm_before_residual,
+        };
+        run::<eagle::make_pairs>([1, tokens.len() as u32, 1], MakePairs::SHARED_BYTES, 3, make);
+        for (row, &token) in tokens.iter().enumerate() {
+            // A token beyond the table is its last.
+            let embed = widen(&table[(token as usize).min(vocab - 1) * DIM..][..DIM]);
+            let hidden = &hidden[row * DIM..][..DIM];
+            let normed = rms_norm(hidden, &norms[1], eps);
+            let expected = [rms_norm(&embed, &norms[0], eps), normed.clone()].concat();
+            let found = widen(&pairs.as_slice()[row * 2 * DIM..][..2 * DIM]);
+            assert!(relative_error(found, &expected) < 1.0 / 256.0, "row {row}");
+            let stream = &x.as_slice()[row * DIM..][..DIM];
+            let expected = if norm_before_residual == 1 { &normed } else { hidden };
+            assert!(relative_error(stream.iter().copied(), expected) < 1e-6, "row {row}");
+        }
+    }
+}
+
+#[test]
+fn the_last_rows_state_is_kept() {
+    let x = Random::new(4).floats(3 * DIM);
+    let given = Buffer::from_slice(&x);
+    let to = Buffer::from_slice(&vec![7.0; DIM]);
+    for (count, expected) in [(0, &vec![7.0; DIM][..]), (2, &x[DIM..2 * DIM])] {
+        let rows = RowBuffers::sequence(0, count);
+        let keep = KeepState { rows: rows.rows(), x: given.ptr(), to: to.ptr_mut(), dim: DIM as u32 };
+        run::<eagle::keep_state>([1, 1, 1], 0, 5, keep);
+        assert_eq!(to.as_slice(), expected, "{count} rows");
+    }
+}

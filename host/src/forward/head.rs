@@ -1,0 +1,248 @@
+//! The pass of an EAGLE-3 head on a device: its rows are made of hidden states, and its layer is like any other, on the
+//! unfused path.
+
+use cuda_std::{Global, GlobalMut};
+use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, STATES, States};
+use gpu_kernels::linear::Linear;
+use gpu_kernels::norm::Norm;
+use gpu_kernels::step::MAX_ROWS;
+use half::bf16;
+use model::plan::Epilogue;
+use model::{Config, EagleHead, EagleWeights, Tensor};
+
+use super::{Capacity, Footprint, Forward, Pass, RowOutput, pages};
+use crate::Error;
+use crate::device::{Buffer, Device};
+use crate::prefill;
+use crate::weights::{DeviceLayer, DeviceWeights};
+
+/// An EAGLE-3 head's weights on a device.
+pub struct HeadWeights {
+    /// The layer's sizes; the vocabulary is the head's own.
+    pub(crate) config: Config,
+    /// Those of a model of one layer, but for the projections, which take twice the hidden size.
+    weights: DeviceWeights,
+    /// After how many layers of the model it takes hidden states.
+    pub(crate) taps: [usize; 3],
+    /// `[draft_vocab]` the model's token for each of the head's.
+    pub(crate) targets: Buffer<u32>,
+    /// Parameters that a pass reads.
+    pub(crate) pass_parameters: usize,
+    /// Tokens of the model.
+    vocab: u32,
+    inputs: Inputs,
+}
+
+/// What the rows of a head are made with.
+struct Inputs {
+    /// `[hidden, 3 · hidden]`.
+    fc: Buffer<bf16>,
+    /// `[hidden]`.
+    hidden_norm: Buffer<bf16>,
+    /// `[vocab, hidden]`, if the embedding is not the model's.
+    embed: Option<Buffer<bf16>>,
+    norm_before_residual: bool,
+}
+
+/// The rows of a head in the making.
+pub(super) struct Pairs {
+    inputs: Inputs,
+    /// `[vocab, hidden]` the embedding.
+    table: Global<bf16>,
+    vocab: u32,
+    /// `[rows, 3 · hidden]` the model's hidden states.
+    gathered: Buffer<bf16>,
+    /// `[rows, hidden]` one of these.
+    fused: Buffer<f32>,
+    /// `[rows, 2 · hidden]` what the projections read.
+    pairs: Buffer<bf16>,
+    /// `[hidden]` the head's own of its last row.
+    own: Buffer<f32>,
+}
+
+impl Pairs {
+    /// What the projections of queries, keys and values read.
+    pub(super) fn rows(&self) -> Global<bf16> {
+        self.pairs.ptr()
+    }
+}
+
+/// What the rows of a head's pass begin with.
+#[derive(Clone, Copy)]
+pub(crate) enum Begin {
+    /// The model's hidden states of their positions.
+    OfModel(States),
+    /// The head's own of its last row: one row.
+    Own,
+}
+
+impl HeadWeights {
+    /// The config of a head's layer as [`Forward`] takes it: tokens are the head's, and their "embedding" is its output
+    /// head.
+    pub(crate) fn config_of(head: &EagleHead) -> Config {
+        Config { vocab_size: head.draft_vocab_size, tie_word_embeddings: true, ..head.config.clone() }
+    }
+
+    /// What a head takes on a device, for sequences of up to `capacity` tokens, with prompts in passes of many rows or
+    /// not.
+    pub(crate) fn footprint(head: &EagleHead, capacity: usize, has_prefill: bool) -> Footprint {
+        let (config, hidden) = (Self::config_of(head), head.config.hidden_size);
+        let Footprint { weights, working } = Footprint::of(&config, capacity, false);
+        let own = if head.weights().embed.is_some() { head.config.vocab_size * hidden } else { 0 };
+        let more = 3 * hidden * hidden + config.qkv_size() * hidden + own;
+        let prompt_rows = if has_prefill { prefill::rows(capacity) } else { MAX_ROWS as usize };
+        let rows = (MAX_ROWS as usize * hidden * 14) as u64 + Forward::states_bytes(prompt_rows, hidden);
+        Footprint { weights: weights + 2 * more as u64, working: working + rows }
+    }
+
+    /// Copies a head to a device, to draft for a model of this config. f16 and f32 weights are rounded to bf16.
+    ///
+    /// # Errors
+    /// A head that was made for another model, too little memory, or a driver error.
+    pub fn upload(head: &EagleHead, model: &Config, device: &Device) -> Result<Self, Error> {
+        let taps = head.taps(model)?;
+        let copy =
+            |tensors: &[Tensor<'_>]| device.upload(&tensors.iter().flat_map(Tensor::to_bf16).collect::<Vec<_>>());
+        let w = head.weights();
+        let EagleWeights { embed, fc, input_norm, hidden_norm, qkv, o, post_attention_norm, .. } = w;
+        let ones = || device.upload(&vec![bf16::ONE; head.config.head_dim]);
+        let layer = DeviceLayer {
+            input_norm: copy(&[input_norm])?,
+            qkv: copy(&qkv)?,
+            qkv_bias: None,
+            q_norm: ones()?,
+            k_norm: ones()?,
+            output: copy(&[o])?,
+            post_attention_norm: copy(&[post_attention_norm])?,
+            gate: copy(&w.gate_up[..1])?,
+            up: copy(&w.gate_up[1..])?,
+            down: copy(&[w.down])?,
+        };
+        Ok(Self {
+            config: Self::config_of(head),
+            weights: DeviceWeights {
+                embed: copy(&[w.head])?,
+                layers: vec![layer],
+                norm: copy(&[w.norm])?,
+                head: None,
+                scales: None,
+            },
+            taps,
+            targets: device.upload(head.targets())?,
+            pass_parameters: head.pass_parameters(),
+            vocab: model.vocab_size as u32,
+            inputs: Inputs {
+                fc: copy(&[fc])?,
+                hidden_norm: copy(&[hidden_norm])?,
+                embed: embed.map(|embed| copy(&[embed])).transpose()?,
+                norm_before_residual: head.norm_before_residual,
+            },
+        })
+    }
+}
+
+impl Forward {
+    /// Allocates everything for a head that drafts for `model`, whose embedding it reads unless it has its own: `model`
+    /// is to live as long.
+    ///
+    /// # Errors
+    /// As [`with_room`](Self::with_room).
+    pub(crate) fn of_head(head: HeadWeights, model: &Self) -> Result<Self, Error> {
+        let HeadWeights { config, weights, vocab, inputs, .. } = head;
+        let (device, hidden, rows) = (model.device.clone(), config.hidden_size, MAX_ROWS as usize);
+        let pairs = Pairs {
+            table: inputs.embed.as_ref().unwrap_or(&model.weights.embed).ptr(),
+            vocab,
+            gathered: device.zeroed(rows * STATES as usize * hidden)?,
+            fused: device.zeroed(rows * hidden)?,
+            pairs: device.zeroed(rows * 2 * hidden)?,
+            own: device.zeroed(hidden)?,
+            inputs,
+        };
+        let room = Capacity::single(model.capacity());
+        let mut forward = Self::with_inputs(&device, &config, weights, room, Some(pairs))?;
+        let tables: Vec<u32> = (0..pages(room.context) as u32).collect();
+        forward.set_page_tables(&tables)?;
+        Ok(forward)
+    }
+
+    /// Enqueues a pass of a head over the rows that [`rows`](Self::rows) hold by then: at most `most_rows`, at
+    /// positions below `end`.
+    ///
+    /// # Safety
+    /// This is a head. Where the rows begin with the model's hidden states, those of their positions are there.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// As [`enqueue`](Self::enqueue).
+    pub(crate) unsafe fn enqueue_head_pass(
+        &self,
+        begin: Begin,
+        most_rows: u32,
+        end: u32,
+        output: RowOutput,
+    ) -> Result<(), Error> {
+        self.check_room(most_rows as usize, end as usize);
+        output.check(most_rows as usize);
+        let pairs = self.pairs.as_ref().expect("a head");
+        let pass = Pass { rows: self.rows(), most_rows, end, tiles: None, output };
+        let (c, dim) = (&self.config, self.config.hidden_size as u32);
+        // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block
+        // states; the caller's word for the states.
+        unsafe {
+            let hidden = match begin {
+                Begin::OfModel(states) => self.enqueue_fc(pairs, &pass, states)?,
+                Begin::Own => pairs.own.ptr(),
+            };
+            let make = MakePairs {
+                rows: pass.rows,
+                hidden,
+                embed: pairs.table,
+                input_norm: self.weights.layers[0].input_norm.ptr(),
+                hidden_norm: pairs.inputs.hidden_norm.ptr(),
+                pairs: pairs.pairs.ptr_mut(),
+                x: self.residual.ptr_mut(),
+                vocab: pairs.vocab,
+                dim,
+                eps: c.rms_norm_eps,
+                norm_before_residual: pairs.inputs.norm_before_residual.into(),
+            };
+            self.device.launch::<eagle::make_pairs>((1, most_rows), MakePairs::SHARED_BYTES, make)?;
+            self.enqueue_layers(&pass)?;
+            let keep = KeepState { rows: pass.rows, x: self.residual.ptr(), to: pairs.own.ptr_mut(), dim };
+            self.device.launch::<eagle::keep_state>(1, 0, keep)
+        }
+    }
+
+    /// Enqueues the product that makes one hidden state of the model's three, and gives where they will be.
+    ///
+    /// # Safety
+    /// As [`enqueue_head_pass`](Self::enqueue_head_pass).
+    unsafe fn enqueue_fc(&self, pairs: &Pairs, pass: &Pass, from: States) -> Result<Global<f32>, Error> {
+        let gather = GatherStates { rows: pass.rows, from, to: pairs.gathered.ptr_mut() };
+        let n = self.config.hidden_size as u32;
+        let fc = Linear {
+            rows: pass.rows,
+            x: pairs.gathered.ptr(),
+            weight: pairs.inputs.fc.ptr(),
+            up: Global::default(),
+            norm: Norm::default(),
+            y: pairs.fused.ptr_mut(),
+            activation: GlobalMut::default(),
+            residual: self.residual(),
+            next_norm: Global::default(),
+            bias: Global::default(),
+            n,
+            k: STATES * n,
+            first_row: 0,
+        };
+        // SAFETY: the caller's word.
+        unsafe {
+            self.device.launch::<eagle::gather_states>((1, pass.most_rows), 0, gather)?;
+            self.launch_linear(Epilogue::Write { bias: false }, pass.most_rows, fc)?;
+        }
+        Ok(pairs.fused.ptr())
+    }
+}

@@ -1,0 +1,61 @@
+//! The weights of what drafts beside the text, on a device.
+
+use model::Config;
+
+use crate::device::Device;
+use crate::draft::DraftCheckpoint;
+use crate::drafter::Passes;
+use crate::forward::{Forward, HeadWeights};
+use crate::weights::DeviceWeights;
+use crate::{Error, Progress};
+
+/// A draft model's or a head's weights.
+pub enum DraftWeights {
+    /// A draft model's, with its sizes.
+    Model(Config, Box<DeviceWeights>),
+    /// An EAGLE-3 head's.
+    Eagle3(Box<HeadWeights>),
+}
+
+impl DraftWeights {
+    /// Uploads `draft` to `device`, to draft for a model of this config; `progress` is told the bytes.
+    pub(super) fn upload(
+        draft: &DraftCheckpoint,
+        model: &Config,
+        device: &Device,
+        progress: &mut Progress<'_>,
+    ) -> Result<Self, Error> {
+        match draft {
+            DraftCheckpoint::Model(draft) => {
+                let weights = DeviceWeights::upload(draft, device, progress)?;
+                Ok(Self::Model(draft.config.clone(), Box::new(weights)))
+            }
+            DraftCheckpoint::Eagle3(head) => {
+                let weights = HeadWeights::upload(head, model, device)?;
+                // All of it: a head is small.
+                if progress(u64::MAX, u64::MAX).is_break() {
+                    return Err(Error::Interrupted);
+                }
+                Ok(Self::Eagle3(Box::new(weights)))
+            }
+        }
+    }
+
+    /// After how many layers of the model the residual stream is a hidden state that it drafts from, if it does.
+    pub(super) fn taps(&self) -> Option<[usize; 3]> {
+        match self {
+            Self::Model(..) => None,
+            Self::Eagle3(head) => Some(head.taps),
+        }
+    }
+
+    /// With memory for sequences of up to `capacity` tokens, to draft for `model`, which is to live as long.
+    pub(super) fn passes(self, model: &Forward, capacity: usize) -> Result<Passes, Error> {
+        match self {
+            Self::Model(config, weights) => {
+                Ok(Passes::Model(Forward::new(model.device(), &config, *weights, capacity)?))
+            }
+            Self::Eagle3(head) => Passes::of_head(*head, model),
+        }
+    }
+}

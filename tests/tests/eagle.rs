@@ -1,0 +1,320 @@
+//! EAGLE-3 heads: their numbers against the golden ones, what is refused, and that they never change the output.
+
+use std::ops::ControlFlow;
+
+use host::device::{Calls, Device, DeviceOptions};
+use host::{DeviceChoice, Draft, DraftCheckpoint, Drafted, Engine, Gpu, LoadOptions, ModelDraft, Ngrams, Request};
+use integration_tests::eagle::{DRAFT_VOCAB, Folder, Head, Model};
+use integration_tests::{answer, decode_calls, demo, golden_dir, greedy, relative_error};
+use model::{Checkpoint, CpuEagle, CpuModel, EagleHead, HiddenStates, Sampling, Taps};
+use serde::Deserialize;
+
+/// Both sides round in f32 and differ in the order of sums only. Measured: below 2e-6.
+const TOLERANCE: f32 = 1e-5;
+
+const ALONE: ModelDraft = ModelDraft { tokens: 5, adaptive: false, ngram: None };
+const EVERY: [ModelDraft; 5] = [
+    ALONE,
+    ModelDraft { tokens: 15, ..ALONE },
+    ModelDraft { tokens: 7, adaptive: true, ngram: Some(Ngrams { max: 4, min: 2 }) },
+    ModelDraft { tokens: 7, adaptive: true, ngram: None },
+    ModelDraft { tokens: 7, adaptive: false, ngram: Some(Ngrams { max: 3, min: 1 }) },
+];
+
+fn tied() -> Checkpoint {
+    Checkpoint::open(&golden_dir().join("tied_bf16")).unwrap_or_else(|e| panic!("{e}"))
+}
+
+#[derive(Deserialize)]
+struct Golden {
+    prompt: Vec<u32>,
+    cases: Vec<GoldenHead>,
+}
+
+#[derive(Deserialize)]
+struct GoldenHead {
+    name: String,
+    drafts: Vec<u32>,
+}
+
+fn floats(name: &str) -> Vec<f32> {
+    let bytes = std::fs::read(golden_dir().join("eagle3").join(name)).unwrap();
+    bytes.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect()
+}
+
+/// Hidden states of the model, and logits of the head row by row, in a prompt and along a chain of drafts.
+#[test]
+fn numbers_are_those_of_the_definition() {
+    let golden: Golden =
+        serde_json::from_slice(&std::fs::read(golden_dir().join("eagle3/cases.json")).unwrap()).unwrap();
+    let (states, logits) = (floats("states.f32"), floats("logits.f32"));
+    let (prompt, cases) = (&golden.prompt, golden.cases.len());
+    let checkpoint = tied();
+    let model = CpuModel::new(&checkpoint).unwrap();
+    for (i, case) in golden.cases.iter().enumerate() {
+        let (_folder, head) = match case.name.as_str() {
+            "original" => Head::ORIGINAL.open(),
+            "speculators" => Head::SPECULATORS.open(),
+            other => panic!("no head {other}"),
+        };
+        let expected_states = &states[i * states.len() / cases..][..states.len() / cases];
+        let taps = head.taps(&checkpoint.config).unwrap();
+        let mut found = Vec::new();
+        let wanted = Taps { after: &taps, states: &mut found };
+        model.forward_tapped(prompt, &mut model.new_cache(prompt.len()), 0, &mut [], Some(wanted)).unwrap();
+        assert!(relative_error(&found, expected_states) < TOLERANCE, "{}", case.name);
+
+        let runner = CpuEagle::new(&head, &checkpoint).unwrap();
+        let (mut cache, mut row) = (runner.new_cache(32), vec![0.0; DRAFT_VOCAB]);
+        let mut expected = logits[i * logits.len() / cases..][..logits.len() / cases].chunks_exact(DRAFT_VOCAB);
+        let mut own = Vec::new();
+        for (&token, states) in prompt[1..].iter().zip(found.chunks_exact(3 * checkpoint.config.hidden_size)) {
+            own = runner.forward(&[token], HiddenStates::OfModel(states), &mut cache, &mut row).unwrap();
+            let error = relative_error(&row, expected.next().unwrap());
+            assert!(error < TOLERANCE, "{} row {}: {error:.1e}", case.name, cache.len());
+        }
+        // All at once they are the same bits.
+        let mut at_once = vec![0.0; DRAFT_VOCAB];
+        let states = HiddenStates::OfModel(&found[..found.len() / prompt.len() * (prompt.len() - 1)]);
+        let last = runner.forward(&prompt[1..], states, &mut runner.new_cache(32), &mut at_once).unwrap();
+        assert!(at_once == row && last == own, "{}", case.name);
+        for &draft in &case.drafts {
+            assert_eq!(head.targets()[model::sampling::argmax(&row) as usize], draft, "{}", case.name);
+            own = runner.forward(&[draft], HiddenStates::Own(&own), &mut cache, &mut row).unwrap();
+            let error = relative_error(&row, expected.next().unwrap());
+            assert!(error < TOLERANCE, "{} row {}: {error:.1e}", case.name, cache.len());
+        }
+        assert!(expected.next().is_none(), "{}", case.name);
+    }
+}
+
+/// Where an engine runs: on the CPU, or under the emulator that is opened so.
+type Place = Option<DeviceOptions>;
+
+/// An engine for `checkpoint` that `head` drafts for, if there is one.
+fn loaded(checkpoint: &Checkpoint, head: Option<&EagleHead>, place: &Place) -> Engine {
+    let device = if place.is_some() { DeviceChoice::Emulator } else { DeviceChoice::Cpu };
+    let options = LoadOptions {
+        options: place.clone().unwrap_or_default(),
+        context: Some(256),
+        draft_model: head.cloned().map(DraftCheckpoint::Eagle3),
+        ..LoadOptions::on(device)
+    };
+    Engine::load(checkpoint.clone(), options, &mut |_, _| ControlFlow::Continue(())).unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn request(prompt: &[u32], tokens: usize, sampling: Sampling, draft: Option<ModelDraft>) -> Request {
+    Request { sampling, draft: draft.map(Draft::Model), ignore_end: true, ..greedy(prompt, tokens, None) }
+}
+
+fn sampled(seed: u64) -> Sampling {
+    Sampling { temperature: 0.7, top_k: 8, repetition_penalty: 1.05, seed, ..Sampling::default() }
+}
+
+/// A model with a head: the folders stay for as long as it is in use.
+struct Pair {
+    _folders: Vec<Folder>,
+    checkpoint: Checkpoint,
+    head: EagleHead,
+}
+
+impl Pair {
+    /// A head that is always right, but for where two tokens are as good.
+    fn right() -> Self {
+        Self::new(Some(Model::of_bigrams(0.0)), Head::BIGRAMS)
+    }
+
+    /// One that is right now and then.
+    fn now_and_then() -> Self {
+        Self::new(Some(Model::of_bigrams(0.2)), Head::BIGRAMS)
+    }
+
+    /// One of random numbers, in either form.
+    fn wrong(head: Head) -> Self {
+        Self::new(None, head)
+    }
+
+    fn new(model: Option<(Folder, Checkpoint)>, head: Head) -> Self {
+        let (of_head, head) = head.open();
+        let (of_model, checkpoint) = model.map_or_else(|| (None, tied()), |(folder, model)| (Some(folder), model));
+        Self { _folders: of_model.into_iter().chain([of_head]).collect(), checkpoint, head }
+    }
+
+    /// What drafts by the head came to, with the same text as without them.
+    fn check(&self, place: &Place, prompt: &[u32], tokens: usize, settings: &[ModelDraft]) -> Vec<Drafted> {
+        let mut plain = loaded(&self.checkpoint, None, place);
+        let mut by_head = loaded(&self.checkpoint, Some(&self.head), place);
+        let mut found = Vec::new();
+        for sampling in [Sampling::default(), sampled(prompt[0].into())] {
+            let expected = answer(&mut plain, &request(prompt, tokens, sampling, None)).tokens;
+            for &draft in settings {
+                let generation = answer(&mut by_head, &request(prompt, tokens, sampling, Some(draft)));
+                assert_eq!(generation.tokens, expected, "{draft:?}, {sampling:?}");
+                println!(
+                    "{draft:?}: {:?}, {:?} by all",
+                    generation.statistics.by_model, generation.statistics.accepted
+                );
+                found.push(generation.statistics.by_model);
+            }
+        }
+        found
+    }
+}
+
+fn prompt(tokens: u32) -> Vec<u32> {
+    (0..tokens).map(|i| i * 37 % 250).collect()
+}
+
+#[test]
+fn output_on_the_cpu_is_the_same_whatever_the_head_says() {
+    // Longer than a piece of a prompt, and than what waits to be read.
+    let found = Pair::right().check(&None, &prompt(150), 48, &EVERY);
+    let Drafted { drafted, accepted } = found[0];
+    assert!(drafted > 30 && accepted * 10 > drafted * 9, "{accepted} of {drafted}");
+    let found = Pair::now_and_then().check(&None, &prompt(20), 48, &EVERY);
+    let Drafted { drafted, accepted } = found[0];
+    assert!(accepted > 5 && accepted < drafted, "{accepted} of {drafted}");
+    for head in [Head::ORIGINAL, Head::SPECULATORS] {
+        let found = Pair::wrong(head).check(&None, &prompt(3), 48, &EVERY);
+        let Drafted { drafted, accepted } = found[0];
+        assert!(drafted > 100 && accepted * 4 < drafted, "{accepted} of {drafted}");
+    }
+}
+
+/// With the decode kernel, as launches with prompts in passes, and by the kernels of other cards.
+#[test]
+fn output_under_the_emulator_is_the_same_whatever_the_head_says() {
+    let unfused = DeviceOptions { unfused: true, prefill: Some(true), ..DeviceOptions::default() };
+    let portable = DeviceOptions { portable: true, ..DeviceOptions::default() };
+    for (options, tokens, settings) in
+        [(DeviceOptions::default(), 70, &EVERY[..]), (unfused, 20, &EVERY[4..]), (portable, 70, &EVERY[..1])]
+    {
+        let found = Pair::right().check(&Some(options.clone()), &prompt(tokens), 16, settings);
+        let Drafted { drafted, accepted } = found[0];
+        let is_alone = settings[0].ngram.is_none();
+        assert!(!is_alone || drafted > 8 && accepted * 10 > drafted * 8, "{accepted} of {drafted}");
+        Pair::wrong(Head::SPECULATORS).check(&Some(options), &prompt(3), 8, &settings[..1]);
+    }
+    // As right as on the CPU: what is drafted is the same.
+    let pair = Pair::now_and_then();
+    let [on_cpu, emulated] =
+        [None, Some(DeviceOptions::default())].map(|place| pair.check(&place, &prompt(20), 16, &EVERY[..1])[0]);
+    assert_eq!(on_cpu, emulated);
+    assert!(emulated.accepted > 1 && emulated.accepted < emulated.drafted, "{emulated:?}");
+}
+
+#[test]
+fn drafting_by_a_head_waits_for_nothing() {
+    let pair = Pair::now_and_then();
+    let device = Device::emulator(0);
+    let go_on = &mut |_, _| ControlFlow::Continue(());
+    let head = DraftCheckpoint::Eagle3(pair.head.clone());
+    let mut gpu = Gpu::with_draft_model(&pair.checkpoint, Some(&head), &device, 64, go_on).unwrap();
+    for draft in [ALONE, EVERY[4]] {
+        let request = request(&[3, 5, 8], 24, Sampling::default(), Some(draft));
+        let calls = decode_calls(&mut gpu, &device, &request);
+        assert!(calls.launches > 0);
+        assert_eq!(calls, Calls { launches: calls.launches, ..Calls::default() });
+    }
+}
+
+#[test]
+fn a_head_reads_what_it_has_missed() {
+    conversation(&None);
+}
+
+#[test]
+fn a_head_on_a_device_reads_what_it_has_missed() {
+    conversation(&Some(DeviceOptions::default()));
+}
+
+/// Turns of a conversation, and requests without drafts between them, of which the head knows nothing.
+fn conversation(place: &Place) {
+    let pair = Pair::right();
+    let mut plain = loaded(&pair.checkpoint, None, place);
+    let mut by_head = loaded(&pair.checkpoint, Some(&pair.head), place);
+    let mut text = prompt(20);
+    for draft in [Some(ALONE), None, Some(EVERY[4]), Some(ALONE), None, Some(ALONE)] {
+        let request = |draft| request(&text, 10, Sampling::default(), draft);
+        let expected = answer(&mut plain, &request(None)).tokens;
+        let found = answer(&mut by_head, &request(draft));
+        assert_eq!(found.tokens, expected);
+        let Drafted { drafted, accepted } = found.statistics.by_model;
+        if draft == Some(ALONE) {
+            assert!(drafted > 4 && accepted * 10 > drafted * 8, "{accepted} of {drafted}");
+        }
+        text.extend_from_slice(&expected);
+        text.extend([1, 2, 3]);
+    }
+}
+
+/// What the error says of a head that was spoiled.
+fn refusal(spoil: impl FnOnce(&mut serde_json::Value)) -> String {
+    refusal_of(Head::ORIGINAL, spoil)
+}
+
+fn refusal_of(head: Head, spoil: impl FnOnce(&mut serde_json::Value)) -> String {
+    let folder = head.write();
+    let mut config = head.config();
+    spoil(&mut config);
+    folder.put("config.json", config.to_string());
+    match EagleHead::open(folder.path()) {
+        Ok(_) => panic!("it was taken"),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn what_is_no_head_or_another_is_refused() {
+    let says = |said: String, parts: &[&str]| {
+        for part in parts {
+            assert!(said.contains(part), "{said}");
+        }
+    };
+    says(refusal(|c| c["architectures"] = "x".into()), &["config.json", "`llama`", "no EAGLE-3 head"]);
+    says(refusal(|c| c["architectures"][0] = "LlamaForCausalLMEagle".into()), &["`LlamaForCausalLMEagle`", "eagle3"]);
+    says(refusal_of(Head::SPECULATORS, |c| c["speculators_model_type"] = "eagle".into()), &["`eagle`"]);
+    says(refusal(|c| c["num_hidden_layers"] = 2.into()), &["num_hidden_layers", "one layer"]);
+    says(refusal(|c| c["target_hidden_size"] = 256.into()), &["target_hidden_size", "256"]);
+    says(refusal(|c| c["draft_vocab_size"] = 95.into()), &["lm_head.weight", "[95, 128]"]);
+    says(refusal(|c| c["draft_vocab_size"] = 1000.into()), &["draft_vocab_size", "1000"]);
+    says(refusal(|c| c["vocab_size"] = 270.into()), &["t2d", "[270]"]);
+    says(refusal(|c| c["norm_before_fc"] = true.into()), &["norm_before_fc"]);
+    says(refusal(|c| c["attention_bias"] = true.into()), &["attention_bias"]);
+    says(refusal(|c| c["eagle_config"]["use_aux_hidden_state"] = false.into()), &["use_aux_hidden_state"]);
+    let ids = |c: &mut serde_json::Value| c["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = 3.into();
+    says(refusal(ids), &["eagle_aux_hidden_state_layer_ids", "three layers"]);
+    let layer = |c: &mut serde_json::Value| c["transformer_layer_config"]["model_type"] = "qwen3".into();
+    says(refusal_of(Head::SPECULATORS, layer), &["model_type", "qwen3"]);
+    // A file with what belongs to another model.
+    let folder = Head::ORIGINAL.write();
+    folder.put("model.safetensors", std::fs::read(golden_dir().join("tied_bf16/model.safetensors")).unwrap());
+    says(EagleHead::open(folder.path()).unwrap_err().to_string(), &["lacks the tensor `midlayer."]);
+    std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+    says(
+        EagleHead::open(folder.path()).unwrap_err().to_string(),
+        &["model.safetensors is missing", "pytorch_model.bin"],
+    );
+}
+
+#[test]
+fn a_head_for_another_model_is_refused() {
+    let (_folder, head) = Head::ORIGINAL.open();
+    for device in [DeviceChoice::Cpu, DeviceChoice::Emulator] {
+        let options = LoadOptions { draft_model: Some(head.clone().into()), ..LoadOptions::on(device) };
+        let error = match Engine::load(demo(), options, &mut |_, _| ControlFlow::Continue(())) {
+            Ok(_) => panic!("it was taken"),
+            Err(error) => error.to_string(),
+        };
+        assert!(error.contains("made for another model: its vocab_size is 288, and the model's is 4096"), "{error}");
+    }
+    // Without a word in the config the layers are 2, n / 2 and n - 3, of which a model of two layers has none.
+    let folder = Head::ORIGINAL.write();
+    let mut config = Head::ORIGINAL.config();
+    config["eagle_config"] = serde_json::Value::Null;
+    folder.put("config.json", config.to_string());
+    let head = EagleHead::open(folder.path()).unwrap();
+    assert!(head.taps(&tied().config).unwrap_err().to_string().contains("number of layers"));
+    let deep = model::Config { num_hidden_layers: 36, ..tied().config };
+    assert_eq!(head.taps(&deep).unwrap(), [2, 18, 33]);
+}
