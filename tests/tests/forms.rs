@@ -283,6 +283,43 @@ fn formed(checkpoint: &Checkpoint, prompt: usize, most: usize) -> Vec<Request> {
     compile(checkpoint, &[&shapes[..], &shapes[..2]].concat()).into_iter().enumerate().map(request).collect()
 }
 
+/// Whoever is preempted makes its matcher anew of its answer so far; here everyone has a form, so one that has is.
+#[test]
+fn a_preempted_answer_goes_on_in_its_form() {
+    let checkpoint = golden();
+    let go_on = |device, requests: &[Request], batch: &dyn Fn() -> Box<dyn BatchBackend>| {
+        let mut alone = engine(&checkpoint, device, CONTEXT);
+        let expected: Vec<_> = requests.iter().map(|request| answer(&mut alone, request).tokens).collect();
+        let jobs: Vec<(usize, Request)> = requests.iter().cloned().enumerate().collect();
+        for to_host in [true, false] {
+            let (answers, happened) = together(&checkpoint, Arranged::priced(batch(), to_host), &jobs, None);
+            for (i, answer) in &answers {
+                assert_eq!(answer.tokens, expected[*i], "request {i} on {device:?}, kept on the host: {to_host}");
+            }
+            let Happened { swapped, dropped, .. } = happened;
+            assert!(if to_host { swapped > 0 } else { dropped > 0 }, "{happened:?} on {device:?}");
+        }
+    };
+    // Of 14 pages, each answer wants 6.
+    let cpu = || -> Box<dyn BatchBackend> {
+        let limits = Limits { pages: 14, host_pages: 40, ..limits(0) };
+        Box::new(CpuBatch::new(&checkpoint, limits, None).unwrap_or_else(|e| panic!("{e}")))
+    };
+    go_on(DeviceChoice::Cpu, &formed(&checkpoint, 10, 80), &cpu);
+    // Of 5 pages, each wants a second one after 6 tokens.
+    let emulated = || -> Box<dyn BatchBackend> {
+        let options = BatchOptions {
+            sequences: Some(4),
+            rows: Some(300),
+            cache_tokens: Some(5 * 64),
+            swap_tokens: Some(16 * 64),
+            ..BatchOptions::default()
+        };
+        on_emulator(&checkpoint, 11, options)
+    };
+    go_on(DeviceChoice::Emulator, &formed(&checkpoint, 58, 12), &emulated);
+}
+
 fn on_emulator(checkpoint: &Checkpoint, seed: u64, options: BatchOptions) -> Box<dyn BatchBackend> {
     let device = Device::emulator(seed);
     let weights = uploaded(&device, checkpoint);
