@@ -413,15 +413,13 @@ impl Gpu {
     /// Enqueues what stands between two steps: acceptance, the proposal of drafts for a history of then at most
     /// `length` tokens, and the planning of the next rows.
     fn enqueue_next(&mut self, accept: Accept, length: usize) -> Result<(), Error> {
-        let counters = self.forward.decode().map(|stream| stream.counters());
         let plan = PlanDecode {
             rows: self.forward.rows(),
             state: self.state(),
             drafts: self.proposed(),
             draft_rows: if self.run.draft.is_some() { self.proposals.rows.ptr() } else { Default::default() },
             cost: Default::default(),
-            counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
-            counter_count: counters.map_or(0, |c| c.len() as u32),
+            counters: self.forward.counters(),
         };
         let Self { forward, proposals, ngram, script, model, run, history, .. } = self;
         // Acceptance and plan are of buffers of self, sized as their parameter blocks say, for a batch of one; the

@@ -8,7 +8,7 @@ use gpu_kernels::step::{self, MAX_DECODE_ROWS, MAX_ROWS, PlanPrompt, Rows, Seque
 use model::{Config, Sampling};
 
 use super::ngram::NgramOperator;
-use super::{Between, Drafter, OnDevice, Proposals, counters};
+use super::{Between, Drafter, OnDevice, Proposals};
 use crate::Error;
 use crate::backend::{Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
@@ -122,7 +122,6 @@ impl ModelDrafter {
 
     /// Enqueues the choice whether to draft, and the rows of the first pass, of which there are at most `room`.
     fn enqueue_plan(&self, at: &Between<'_>, room: u32) -> Result<(), Error> {
-        let (counters, counter_count) = counters(&self.forward);
         let matches = self.draft.ngram.is_some();
         let plan = PlanDraft {
             state: at.state(),
@@ -133,8 +132,7 @@ impl ModelDrafter {
             guess_rows: self.guess_rows.ptr_mut(),
             told: self.told.ptr_mut(),
             told_reports: RING,
-            counters,
-            counter_count,
+            counters: self.forward.counters(),
             max_length: at.accept.max_length,
             economy: Economy {
                 row: self.row_cost(),
@@ -154,7 +152,6 @@ impl ModelDrafter {
         unsafe { self.forward.enqueue_decode(most_rows, end)? };
         let rows = self.forward.rows();
         let best = self.forward.decode().map(|stream| stream.best());
-        let (counters, counter_count) = counters(&self.forward);
         let next = NextDraft {
             state: at.state(),
             words: self.words.ptr_mut(),
@@ -162,8 +159,7 @@ impl ModelDrafter {
             best: best.unwrap_or_default(),
             sampled: self.sampled.ptr(),
             proposal: at.proposals.proposal(),
-            counters,
-            counter_count,
+            counters: self.forward.counters(),
             number,
             vocab: self.vocab,
         };
