@@ -16,16 +16,11 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 const CONTEXT: usize = 200;
-const HOT: Sampling = Sampling {
-    temperature: 1.5,
-    top_k: 0,
-    top_p: 1.0,
-    min_p: 0.0,
-    repetition_penalty: 1.0,
-    presence_penalty: 0.0,
-    frequency_penalty: 0.0,
-    seed: 0,
-};
+
+/// Draws from nearly all tokens.
+fn hot() -> Sampling {
+    Sampling { temperature: 1.5, ..Sampling::default() }
+}
 
 /// Its tokenizer has Qwen3's tags, and a token for each byte.
 fn golden() -> Checkpoint {
@@ -98,7 +93,7 @@ fn sampled_answers_of_a_model_follow_their_schemas() {
     let forms = compile(&checkpoint, &schemas.iter().cloned().map(Shape::JsonSchema).collect::<Vec<_>>());
     let prompts = demo_prompts(&checkpoint, forms.len(), 12);
     let request = |(i, (form, prompt)): (usize, (&Form, &Vec<u32>))| {
-        let sampling = Sampling { seed: i as u64, ..HOT };
+        let sampling = Sampling { seed: i as u64, ..hot() };
         let request = Request { sampling, form: Some(form.clone()), ignore_end: false, ..greedy(prompt, 400, None) };
         (i, request)
     };
@@ -128,12 +123,12 @@ fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
     ];
     let forms = compile(checkpoint, &shapes);
     let vocab = checkpoint.config.vocab_size as u64;
-    let penalised = Sampling { temperature: 0.9, top_k: 30, top_p: 0.95, repetition_penalty: 1.2, ..HOT };
+    let penalised = Sampling { temperature: 0.9, top_k: 30, top_p: 0.95, repetition_penalty: 1.2, ..hot() };
     let request = |i: usize| {
         // A text that repeats itself, so that there is something to draft.
         let prompt: Vec<u32> =
             (0..20 + 7 * i).map(|at| (random(3 + i as u64, at as u64 % 9) % vocab.min(260)) as u32).collect();
-        let sampling = [Sampling::default(), HOT, penalised][i % 3];
+        let sampling = [Sampling::default(), hot(), penalised][i % 3];
         let form = match i % 7 {
             // None.
             5 | 6 => None,
@@ -277,7 +272,7 @@ fn formed(checkpoint: &Checkpoint, prompt: usize, most: usize) -> Vec<Request> {
     ];
     let request = |(i, form): (usize, Form)| {
         let prompt: Vec<u32> = (0..prompt).map(|at| (random(i as u64, at as u64) % 250) as u32).collect();
-        let sampling = if i % 2 == 0 { Sampling::default() } else { Sampling { seed: i as u64, ..HOT } };
+        let sampling = if i % 2 == 0 { Sampling::default() } else { Sampling { seed: i as u64, ..hot() } };
         Request { sampling, ignore_end: false, form: Some(form), ..greedy(&prompt, most, None) }
     };
     compile(checkpoint, &[&shapes[..], &shapes[..2]].concat()).into_iter().enumerate().map(request).collect()
