@@ -35,9 +35,6 @@ use crate::{Error, Progress};
 pub(crate) const RING: u32 = 8;
 /// Steps enqueued beyond the one waited for, where nothing else is said.
 const RUN_AHEAD: u32 = 2;
-/// What drafts add to a decode step: of the streamed 8B shape, 8 rows take 1.09 times as long as one, and 16 rows 1.23
-/// times (`docs/reference/kernels/decode.md`).
-pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
 /// A prompt's progress is told after as many of its tokens: the device is waited for then, which is felt by small
 /// passes.
 const TOLD_AFTER: usize = 512;

@@ -53,10 +53,10 @@ use crate::decode::Decode;
 use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, RowOutput, Tiles};
-use crate::gpu::DRAFT_COST;
-use crate::masks::{Entry, Masks};
+use crate::masks::Masks;
 use crate::prefill;
 use crate::sampler::Sampler;
+use crate::tuning::DRAFT_COST;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 

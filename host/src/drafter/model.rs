@@ -14,9 +14,10 @@ use crate::backend::{Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
 use crate::draft::{Draft, ModelDraft, pass_cost};
 use crate::forward::{Forward, RowOutput};
-use crate::gpu::{self, DRAFT_COST, RING};
+use crate::gpu::{self, RING};
 use crate::prefill::Prefill;
 use crate::sampler::Sampler;
+use crate::tuning::DRAFT_COST;
 
 /// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile. By this a
 /// pass of the 0.6B shape takes 0.13 of a step of the 8B shape; it is 0.11 on an H100

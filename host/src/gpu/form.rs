@@ -9,10 +9,11 @@ use gpu_kernels::drafting;
 use gpu_kernels::step::{self, Accept, PlanDecode};
 use model::Matcher;
 
-use super::{DRAFT_COST, Gpu};
+use super::Gpu;
 use crate::Error;
 use crate::backend::Step;
 use crate::draft::{Proposal, learned};
+use crate::tuning::DRAFT_COST;
 
 /// A sequence's way through its form.
 pub(super) struct Following {
