@@ -104,8 +104,8 @@ pub struct Module {
 }
 
 /// Builds a kernel crate for each of `levels` into the folder `out`, with machine code where a level has an assembler,
-/// and writes `out/images.rs`: a Rust slice with an `Image { arch, module, ptx, machine_code, layouts }` for each
-/// module of each level, for a crate to include where it has such a type.
+/// and writes `out/images.rs`: a Rust slice with an `Image { arch, module, ptx, machine_code, report, layouts }` for
+/// each module of each level, for a crate to include where it has such a type.
 ///
 /// # Errors
 /// As [`CudaBuilder::build`].
@@ -125,15 +125,17 @@ pub fn build_images(krate: &Path, levels: &[(&str, Option<Assembler>)], out: &Pa
 
 /// Adds the module to the list, as Rust.
 fn add_image(images: &mut String, arch: &str, module: &Module) {
-    let machine_code = match &module.machine_code {
-        Some(path) => format!("Some(include_bytes!({path:?}))"),
-        None => "None".into(),
+    let (machine_code, report) = match &module.machine_code {
+        Some(path) => {
+            (format!("Some(include_bytes!({path:?}))"), format!("Some(include_str!({:?}))", Assembler::report(path)))
+        }
+        None => ("None".into(), "None".into()),
     };
     let layouts: Vec<(&String, &u64)> = module.layouts.iter().collect();
     let _ = writeln!(
         images,
         "Image {{ arch: {arch:?}, module: {:?}, ptx: include_str!({:?}), machine_code: {machine_code}, \
-         layouts: &{layouts:?} }},",
+         report: {report}, layouts: &{layouts:?} }},",
         module.name, module.ptx
     );
 }
