@@ -17,7 +17,10 @@ fn a_library_that_is_not_built_for_tests_has_none() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     for krate in ["gpu-kernels", "benches/kernels"] {
         let manifest = fs::read_to_string(root.join(krate).join("Cargo.toml")).unwrap();
-        assert!(manifest.contains("[lib]\ntest = false\n"), "{krate} is built for tests: take it off this list");
+        assert!(
+            manifest.contains("[lib]\ntest = false\nbench = false\n"),
+            "{krate} is built for tests: take it off this list"
+        );
         let sources = sources(&root.join(krate).join("src"));
         assert!(sources.len() > 5, "{sources:?}");
         for source in sources {
