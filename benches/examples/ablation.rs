@@ -105,14 +105,12 @@ impl HostLoop {
     /// The time of each token after the prompt, which runs token by token too.
     fn run(&mut self, prompt: &[u32], graph: bool) -> Result<Vec<Duration>> {
         let Self { device, forward, history, words, logits, capacity } = self;
-        let counters = forward.decode().map(|stream| stream.counters());
         let plan = PlanDecode {
             rows: forward.rows(),
             state: SequenceState { history: history.ptr_mut(), words: words.ptr_mut() },
             drafts: Default::default(),
             draft_rows: Default::default(),
-            counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
-            counter_count: counters.map_or(0, |c| c.len() as u32),
+            counters: forward.counters(),
             cost: Default::default(),
         };
         let end = *capacity as u32;

@@ -27,14 +27,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut sums: BTreeMap<(String, String), (u64, u64, u64)> = BTreeMap::new();
     let mut steps = Vec::new();
     for repeat in 0..6 {
-        let counters = forward.decode().ok_or("no stream")?.counters();
         let plan = PlanDecode {
             rows: forward.rows(),
             state: SequenceState { history: history.ptr_mut(), words: words.ptr_mut() },
             drafts: drafts.ptr(),
             draft_rows: draft_rows.ptr(),
-            counters: counters.ptr_mut(),
-            counter_count: counters.len() as u32,
+            counters: forward.counters(),
             cost: Default::default(),
         };
         // SAFETY: the history has the tokens, and rows have room for a step; the plan zeroes the counters.

@@ -35,7 +35,7 @@ use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
 use crate::drafting::{self, Cost, ONE};
 use crate::sample::best_token;
-use crate::step::{MAX_DECODE_ROWS, Rows, SequenceState};
+use crate::step::{Counters, MAX_DECODE_ROWS, Rows, SequenceState};
 
 /// What drafts cost, and how many there can be.
 #[repr(C)]
@@ -202,10 +202,8 @@ pub struct PlanDraft {
     pub told: GlobalMut<u32>,
     /// Entries of `told`.
     pub told_reports: u32,
-    /// Counters of the draft model's decode kernel to set to zero; may be null when `counter_count` is 0.
-    pub counters: GlobalMut<u32>,
-    /// How many.
-    pub counter_count: u32,
+    /// Of the draft model's decode kernel, to be zeroed.
+    pub counters: Counters,
     /// The history may not grow beyond this.
     pub max_length: u32,
     /// How much further in the history a row's token lies than its position: 0 of a model, 1 of a head, whose cache
@@ -213,17 +211,6 @@ pub struct PlanDraft {
     pub shift: u32,
     /// What to go by.
     pub economy: Economy,
-}
-
-/// Zeroes the counters of a decode kernel, by the lanes of a warp.
-#[inline(always)]
-unsafe fn clear(counters: GlobalMut<u32>, count: u32, lane: u32) {
-    let mut i = lane;
-    while i < count {
-        // SAFETY: the caller's word.
-        unsafe { counters.store(i as usize, 0) };
-        i += 32;
-    }
 }
 
 /// Learns how the last proposal fared, and plans the next: whether there is a chain, and which rows the draft model
@@ -269,7 +256,7 @@ pub unsafe fn plan_draft(p: PlanDraft) {
             choice = p.economy.choose(Prospect { model, ngram, lag, left, guessed });
         }
 
-        clear(p.counters, p.counter_count, lane);
+        p.counters.clear(lane);
         if lane < choice.rows {
             let position = valid + lane;
             p.rows.tokens.store(lane as usize, history.load((position + p.shift) as usize) as u32);
@@ -322,9 +309,7 @@ pub struct NextDraft {
     /// Gets the draft.
     pub proposal: Proposal,
     /// As [`PlanDraft::counters`].
-    pub counters: GlobalMut<u32>,
-    /// How many.
-    pub counter_count: u32,
+    pub counters: Counters,
     /// `[target_count]` the token that each token of a head stands for; null where they are the same.
     pub targets: Global<u32>,
     /// How many.
@@ -357,7 +342,7 @@ pub unsafe fn next_draft(p: NextDraft) {
         }
         // What is zeroed has been read.
         warp::sync_warp();
-        clear(p.counters, p.counter_count, lane);
+        p.counters.clear(lane);
         if lane == 0 {
             let proposes = continues && token < p.vocab;
             let more = proposes && p.number + 1 < chained;

@@ -96,6 +96,32 @@ pub unsafe fn plan_prompt(p: PlanPrompt) {
     }
 }
 
+/// Counters of a decode kernel, which have to be zero when a step begins; of none, where there is no such kernel.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct Counters {
+    /// `[count]`; may be null when that is 0.
+    pub words: GlobalMut<u32>,
+    /// How many.
+    pub count: u32,
+}
+
+impl Counters {
+    /// Zeroes them, by the lanes of a warp.
+    ///
+    /// # Safety
+    /// There are so many words, which nobody else uses meanwhile.
+    #[inline(always)]
+    pub(crate) unsafe fn clear(self, lane: u32) {
+        let mut i = lane;
+        while i < self.count {
+            // SAFETY: the caller's word.
+            unsafe { self.words.store(i as usize, 0) };
+            i += 32;
+        }
+    }
+}
+
 /// Parameters of [`plan_decode`]. Grid: 1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
@@ -108,10 +134,8 @@ pub struct PlanDecode {
     pub drafts: Global<i32>,
     /// `[1]` from the drafting operator: rows, the newest token's included; null when nothing drafts.
     pub draft_rows: Global<i32>,
-    /// Counters to set to zero for the step; may be null when `counter_count` is 0.
-    pub counters: GlobalMut<u32>,
-    /// How many.
-    pub counter_count: u32,
+    /// To be zeroed for the step.
+    pub counters: Counters,
     /// What drafts cost; if nothing, every one that is proposed runs.
     pub cost: drafting::Cost,
 }
@@ -164,11 +188,7 @@ impl Before {
     unsafe fn plan(self, p: &PlanDecode, r: u32, rows: i32, draft: i32) {
         // SAFETY: the caller's word.
         unsafe {
-            let mut i = r;
-            while i < p.counter_count {
-                p.counters.store(i as usize, 0);
-                i += 32;
-            }
+            p.counters.clear(r);
             let proposed = rows.max(1) as u32;
             let drafts = drafting::worthwhile(self.acceptance, p.cost, 0, proposed.min(MAX_DECODE_ROWS) - 1);
             let count = if self.finished { 0 } else { 1 + drafts };

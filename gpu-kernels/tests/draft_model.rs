@@ -8,7 +8,7 @@ use cuda_std::emulator::Buffer;
 use gpu_kernels::draft_model::{self, Choice, DraftWords, Economy, NextDraft, PlanDraft, Proposal, Prospect, tried};
 use gpu_kernels::drafting::{Cost, ONE, UNTRIED};
 use gpu_kernels::sample::rank;
-use gpu_kernels::step::{MAX_DECODE_ROWS, NO_TOKEN, Rows, STATE_WORDS, SequenceState};
+use gpu_kernels::step::{Counters, MAX_DECODE_ROWS, NO_TOKEN, Rows, STATE_WORDS, SequenceState};
 
 const MOST: usize = MAX_DECODE_ROWS as usize;
 const VOCAB: u32 = 6;
@@ -104,8 +104,7 @@ impl World {
             guess_rows: self.guess_rows.ptr_mut(),
             told: self.told.ptr_mut(),
             told_reports: REPORTS,
-            counters: self.counters.ptr_mut(),
-            counter_count: COUNTERS as u32,
+            counters: Counters { words: self.counters.ptr_mut(), count: COUNTERS as u32 },
             max_length: self.max_length as u32,
             shift: self.shift as u32,
             economy,
@@ -148,8 +147,7 @@ impl World {
             best: if best { self.best.ptr() } else { Default::default() },
             sampled: self.sampled.ptr(),
             proposal: self.proposal(),
-            counters: self.counters.ptr_mut(),
-            counter_count: COUNTERS as u32,
+            counters: Counters { words: self.counters.ptr_mut(), count: COUNTERS as u32 },
             targets: if self.shift == 1 { targets.ptr() } else { Default::default() },
             target_count: targets.as_slice().len() as u32,
             number,

@@ -4,13 +4,13 @@ mod common;
 
 use common::run;
 use cuda_std::emulator::Buffer;
-use cuda_std::{Global, GlobalMut, kernel};
+use cuda_std::{Global, kernel};
 use gpu_kernels::drafting::{self, Cost, ONE};
 use gpu_kernels::ngram::{self, NgramMatchMixed, Sequences, together};
 use gpu_kernels::sample::GENERATED;
 use gpu_kernels::step::{
-    self, Accept, AcceptAndDraft, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report, Rows,
-    STATE_WORDS, SequenceState,
+    self, Accept, AcceptAndDraft, Counters, DraftState, MAX_DECODE_ROWS, MAX_ROWS, PlanDecode, PlanPrompt, Report,
+    Rows, STATE_WORDS, SequenceState,
 };
 
 /// The match by one block, in a launch of its own.
@@ -99,8 +99,7 @@ impl Device {
             state: self.state(),
             drafts: self.proposed.ptr(),
             draft_rows: self.draft_rows.ptr(),
-            counters: counters.ptr_mut(),
-            counter_count: 40,
+            counters: Counters { words: counters.ptr_mut(), count: 40 },
             cost,
         };
         run::<step::plan_decode>([1, 1, 1], 0, 0, params);
@@ -224,8 +223,7 @@ fn nothing_drafts() {
         state: d.state(),
         drafts: Global::default(),
         draft_rows: Global::default(),
-        counters: GlobalMut::default(),
-        counter_count: 0,
+        counters: Counters::default(),
         cost: Cost::default(),
     };
     run::<step::plan_decode>([1, 1, 1], 0, 0, params);
@@ -292,8 +290,7 @@ fn one_launch_does_what_three_do() {
                 state: of.state(),
                 drafts: of.proposed.ptr(),
                 draft_rows: of.draft_rows.ptr(),
-                counters: counters.ptr_mut(),
-                counter_count: 40,
+                counters: Counters { words: counters.ptr_mut(), count: 40 },
                 cost: CHEAP,
             };
             let is_one = std::ptr::eq(of, &one);

@@ -13,7 +13,6 @@ mod ngram;
 mod passes_on_host;
 mod script;
 
-use cuda_std::GlobalMut;
 use gpu_kernels::draft_model;
 use gpu_kernels::eagle::States;
 use gpu_kernels::step::{self, Accept, MAX_DECODE_ROWS, PlanDecode, SequenceState};
@@ -155,9 +154,4 @@ impl Proposals {
     fn proposal(&self) -> draft_model::Proposal {
         draft_model::Proposal { drafts: self.tokens.ptr_mut(), rows: self.rows.ptr_mut(), last: self.last.ptr_mut() }
     }
-}
-
-/// Counters of a decode kernel and how many there are; none on the unfused path.
-fn counters(forward: &crate::forward::Forward) -> (GlobalMut<u32>, u32) {
-    forward.decode().map_or((GlobalMut::default(), 0), |s| (s.counters().ptr_mut(), s.counters().len() as u32))
 }

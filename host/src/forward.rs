@@ -14,7 +14,7 @@ use gpu_kernels::decode::{DecodeStep, Mark};
 use gpu_kernels::kv::{self, HEAD_DIM};
 use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::{Norm, Residual};
-use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS, Rows};
+use gpu_kernels::step::{Counters, MAX_DECODE_ROWS, MAX_ROWS, Rows};
 use gpu_kernels::workspace::Workspace;
 use half::bf16;
 use model::{Config, rope::RopeTable};
@@ -280,6 +280,14 @@ impl Forward {
     /// The step in one launch, if it was laid out; its counters must be zero when it begins.
     pub fn decode(&self) -> Option<&Decode> {
         self.decode.as_ref()
+    }
+
+    /// The counters of that step, for a planning kernel to zero; none where it was not laid out.
+    pub fn counters(&self) -> Counters {
+        self.decode.as_ref().map_or(Counters::default(), |decode| {
+            let counters = decode.counters();
+            Counters { words: counters.ptr_mut(), count: counters.len() as u32 }
+        })
     }
 
     /// [`Decode::use_up_flags`], if it was laid out.

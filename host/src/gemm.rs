@@ -186,9 +186,9 @@ impl Cut {
         }
     }
 
-    /// The one that is done first: rounds of tiles, times what a round takes (a tile of 128 weight rows is
-    /// somewhat more than half the work of one of 256; measured).
+    /// The one that is done first: rounds of tiles, times [what a round takes](crate::tuning::GemmTuning::rounds).
     fn best(device: &Device, epilogue: Epilogue, m: u32, n: u32, has_bias: bool) -> Self {
+        let tuning = &device.capabilities().tuning().gemm;
         let cost = |cut: &Self| cut.cost(device, epilogue, m, n);
         let can = |cut: &Self| match cut {
             Self::N128 => epilogue != Epilogue::SwiGlu,
@@ -196,24 +196,18 @@ impl Cut {
             Self::N256 => true,
             // Sharing pays with many rows.
             Self::Cluster2x1 | Self::Cluster4x2 if epilogue == Epilogue::Write => false,
-            Self::Cluster2x1 => m >= 2048,
-            Self::Cluster4x2 => m >= 2048 || m.is_multiple_of(512),
+            Self::Cluster2x1 => m >= tuning.cluster_rows,
+            Self::Cluster4x2 => m >= tuning.cluster_rows || m.is_multiple_of(tuning.whole_cluster_rows),
         };
         Self::ALL.into_iter().filter(can).min_by_key(cost).unwrap_or(Self::N256)
     }
 
-    /// What a GEMM takes so, where a round of tiles of 128 rows × 256 weight rows takes 100.
+    /// What a GEMM takes so, in the units of [`GemmTuning::rounds`](crate::tuning::GemmTuning::rounds).
     fn cost(self, device: &Device, epilogue: Epilogue, m: u32, n: u32) -> u32 {
-        let round = match self {
-            Self::N128 => 56,
-            Self::N192 => 95,
-            Self::N256 => 100,
-            Self::Cluster2x1 => 99,
-            Self::Cluster4x2 => 97,
-        };
-        // What has two launches begins and ends somewhat later: of a single round nothing would be left.
-        let launches = if self == Self::Cluster4x2 { 3 } else { 0 };
-        TileSchedule::new(device, epilogue, self, m, n).rounds * round + launches
+        let tuning = &device.capabilities().tuning().gemm;
+        // Of a single round nothing would be left of what 4 × 2 clusters gain.
+        let launches = if self == Self::Cluster4x2 { tuning.second_launch } else { 0 };
+        TileSchedule::new(device, epilogue, self, m, n).rounds * tuning.rounds[self as usize] + launches
     }
 }
 
@@ -411,8 +405,8 @@ unsafe fn launch(
     may_be_early: bool,
 ) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p);
-    // 1,024 rows of blocks and 2,048 of clusters were good at every size.
-    let p = Gemm { band: if cut.together()[0] == 1 { 8 } else { 16 / cut.together()[0] }, ..p };
+    let (tuning, down) = (&device.capabilities().tuning().gemm, cut.together()[0]);
+    let p = Gemm { band: tuning.band_rows[usize::from(down > 1)] / (TILE_ROWS * down), ..p };
     let at_once = if cut == Cut::N192 { u32::MAX } else { at_once };
     let blocks = cut.tiles(m, n).min(at_once) * cut.blocks();
     let shared = Gemm::shared_bytes(cut.weight_rows());
@@ -421,7 +415,7 @@ unsafe fn launch(
         // All gain 1 % to 9 % by beginning early but tiles of 128 in several rounds (5 % to 7 % longer), or in long
         // chains on more than half of the card (`down` with 384 and 512 rows: 18 % and 7 %), presumably because blocks
         // then get whatever SM is free, and those that share tiles no longer ask L2 for them together.
-        let alone = device.sms() / if p.k > 4096 { 2 } else { 1 };
+        let alone = device.sms() / if p.k > tuning.long_chain { 2 } else { 1 };
         if !may_be_early || cut == Cut::N128 && cut.tiles(m, n) > alone {
             of_kernel!(epilogue, cut, device.launch(blocks, shared, p))
         } else {

@@ -38,9 +38,6 @@ pub use self::draft_weights::DraftWeights;
 pub(crate) const RING: u32 = 8;
 /// Steps enqueued beyond the one waited for, where nothing else is said.
 const RUN_AHEAD: u32 = 2;
-/// What drafts add to a decode step: of the streamed 8B shape, 8 rows take 1.09 times as long as one, and 16 rows 1.23
-/// times (`docs/reference/kernels/decode.md`).
-pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
 /// A prompt's progress is told after as many of its tokens: the device is waited for then, which is felt by small
 /// passes.
 const TOLD_AFTER: usize = 512;
@@ -435,15 +432,13 @@ impl Gpu {
     /// Enqueues what stands between two steps: acceptance, the proposal of drafts for a history of then at most
     /// `length` tokens, and the planning of the next rows.
     fn enqueue_next(&mut self, accept: Accept, length: usize) -> Result<(), Error> {
-        let counters = self.forward.decode().map(|stream| stream.counters());
         let plan = PlanDecode {
             rows: self.forward.rows(),
             state: self.state(),
             drafts: self.proposed(),
             draft_rows: if self.run.draft.is_some() { self.proposals.rows.ptr() } else { Default::default() },
             cost: Default::default(),
-            counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
-            counter_count: counters.map_or(0, |c| c.len() as u32),
+            counters: self.forward.counters(),
         };
         let Self { forward, proposals, ngram, script, model, run, history, .. } = self;
         // Acceptance and plan are of buffers of self, sized as their parameter blocks say, for a batch of one; the

@@ -27,11 +27,8 @@ use crate::decode::{self, Decode};
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::forward::{HiddenStates, RowOutput};
 use crate::gemm::{self, Epilogue};
+use crate::tuning::PASS_ROWS;
 use crate::weights::DeviceWeights;
-
-/// Most rows of a pass: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192 tokens took 2 %
-/// longer.)
-pub const CHUNK: usize = 8192;
 
 // An attention tile is as high as one of the GEMMs', so that the rows from a tile on are tiles of both.
 const _: () = assert!(TILE_ROWS == prefill_attention::TILE_ROWS);
@@ -120,7 +117,7 @@ fn epilogue(gemm: &plan::Gemm) -> Epilogue {
 
 /// Rows of a pass when the cache holds `capacity` tokens: whole tiles.
 pub(crate) fn rows(capacity: usize) -> usize {
-    capacity.min(CHUNK).next_multiple_of(TILE_ROWS as usize)
+    capacity.min(PASS_ROWS).next_multiple_of(TILE_ROWS as usize)
 }
 
 /// Elements of the largest matrix of a layer, laid out.
@@ -142,7 +139,7 @@ pub fn best_rows(device: &Device, config: &Config) -> u32 {
 fn cheapest_rows(of: RangeInclusive<u32>, cost: impl Fn(u32) -> u64) -> u32 {
     let of_row = |&m: &u32| cost(m) as f64 / f64::from(m);
     let rows = of.step_by(2 * TILE_ROWS as usize);
-    rows.min_by(|a, b| of_row(a).total_cmp(&of_row(b))).unwrap_or(CHUNK as u32)
+    rows.min_by(|a, b| of_row(a).total_cmp(&of_row(b))).unwrap_or(PASS_ROWS as u32)
 }
 
 /// Enqueues attention of so many `tiles`, with blocks in pairs or not; of itself, in pairs where that is faster.

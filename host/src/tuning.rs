@@ -1,5 +1,5 @@
 //! Numbers that were measured, in a table for each target: from how many rows on a path is used, how much of a card it
-//! takes. None of them changes a bit of any output.
+//! takes. Two of them are the same for all cards. None of them changes a bit of any output.
 //!
 //! # Adding a card
 //! Add a table, and say in [`Tuning::of`] which cards it is for, by what they can do. `warpdraft bench` and the
@@ -8,8 +8,18 @@
 use std::ops::RangeInclusive;
 
 use gpu_kernels::batched::MAX_BATCHED_ROWS;
+use gpu_kernels::drafting;
 
 use crate::device::Capabilities;
+
+/// Most rows of a pass over prompts: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192
+/// tokens took 2 % longer.) One number, since what a model needs of memory is told before a card is known.
+pub const PASS_ROWS: usize = 8192;
+
+/// What drafts add to a decode step on a device: of the 8B shape, 8 rows take 1.09 times as long as one, and 16 rows
+/// 1.23 times (`docs/reference/kernels/decode.md`). One number, so that the same text takes the same steps on every
+/// card.
+pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
 
 /// What is good for a target.
 #[derive(Debug, PartialEq)]
@@ -37,6 +47,27 @@ pub struct Tuning {
     pub lossless_from: u64,
     /// SMs that a copy over the bus wants: it is no faster with more.
     pub copy_sms: u32,
+    /// How GEMMs of many rows are cut.
+    pub gemm: GemmTuning,
+}
+
+/// By what a GEMM's [cut](crate::gemm::Cut) is chosen, and how it is launched.
+#[derive(Debug, PartialEq)]
+pub struct GemmTuning {
+    /// What a round of tiles takes, for each cut in the order of [`Cut::ALL`](crate::gemm::Cut::ALL), where 100 is one
+    /// of 128 rows × 256 weight rows. (A tile of 128 weight rows is somewhat more than half the work of one of 256.)
+    pub rounds: [u32; 5],
+    /// What a second launch adds: it begins and ends somewhat later.
+    pub second_launch: u32,
+    /// Rows from which on it pays to share tiles in clusters; and multiples of rows of which 4 × 2 clusters pay with
+    /// fewer.
+    pub cluster_rows: u32,
+    /// See `cluster_rows`.
+    pub whole_cluster_rows: u32,
+    /// Rows of a band of tiles, which are walked together so that L2 has what they share: of blocks, and of clusters.
+    pub band_rows: [u32; 2],
+    /// Products of more input features than this begin no launch early on more than half of the card.
+    pub long_chain: u32,
 }
 
 impl Tuning {
@@ -52,6 +83,14 @@ impl Tuning {
         packed_pages: 512,
         lossless_from: 2 << 30,
         copy_sms: gpu_kernels::token_copy::SMS,
+        gemm: GemmTuning {
+            rounds: [56, 95, 100, 99, 97],
+            second_launch: 3,
+            cluster_rows: 2048,
+            whole_cluster_rows: 512,
+            band_rows: [1024, 2048],
+            long_chain: 4096,
+        },
     };
 
     /// NVIDIA H200: the same SMs, with memory that is half as fast again.

@@ -4,7 +4,7 @@
 //! The device executes plans literally. Before a row runs, every place before it must hold its own sequence's text; a
 //! plan may not go over its limits; who starts and who is preempted is as promised; and when all is done, no page is in
 //! use. Some steps are planned while the one before is under way, and some requests come into a stream of others that
-//! does not end before they do.
+//! does not end before they do. Some choices are put off to the next step.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,6 +45,8 @@ struct Case {
     stream: usize,
     /// Of 4 steps, so many are foreseen, as far as they can be.
     foreseen: usize,
+    /// Of 8 choices, so many are put off.
+    late: usize,
     seed: u64,
 }
 
@@ -53,12 +55,12 @@ fn case() -> impl Strategy<Value = Case> {
     let starts = (0..40u32, 0..7u32, any::<bool>());
     let limits = ((1..7u32, 0..3u32), 0..12u32, 1..6usize, 2..40usize, 0..5u32, tier, starts);
     let request = (prop::collection::vec(0..2u32, 1..24), 1..30usize, 1..40usize, 0..20usize);
-    let others = (any::<u64>(), 0..3u32, 0..5usize, prop_oneof![Just(0), 1..5usize]);
+    let others = (any::<u64>(), 0..3u32, 0..5usize, prop_oneof![Just(0), 1..5usize], 0..3usize);
     (limits, prop::collection::vec(request, 1..14), others).prop_map(|(limits, requests, others)| {
         let ((sequences, ahead), rows, page_tokens, context, pages, tier, starts) = limits;
         let (host_pages, drafts, draft_rows) = tier;
         let (prompt_rows, prompt_share, prompts_apart) = starts;
-        let (seed, cost, foreseen, stream) = others;
+        let (seed, cost, foreseen, stream, late) = others;
         let limits = Limits {
             context,
             sequences,
@@ -80,7 +82,7 @@ fn case() -> impl Strategy<Value = Case> {
             Request { prompt, length, early, step }
         });
         let costs = Costs { swap_page: [0.0, 1.0, 2.0][cost as usize], row: 1.0 };
-        Case { limits, costs, requests: requests.collect(), stream, foreseen, seed }
+        Case { limits, costs, requests: requests.collect(), stream, foreseen, late, seed }
     })
 }
 
@@ -99,11 +101,13 @@ struct Happened {
     /// Steps planned while another was under way, and rows that ran in them for nobody.
     foreseen: u64,
     wasted: u64,
+    /// Choices that were put off.
+    put_off: u64,
 }
 
 /// Runs the case to its end.
 fn run(case: &Case) -> Happened {
-    let Case { limits, costs, requests, stream, foreseen, seed } = case.clone();
+    let Case { limits, costs, requests, stream, foreseen, late, seed } = case.clone();
     let mut device = Device::new(limits);
     let mut scheduler = Scheduler::new(limits, costs);
     let mut rules = Rules::new(limits, costs);
@@ -158,7 +162,7 @@ fn run(case: &Case) -> Happened {
 
         let (mut rows, mut decoding) = (0, 0);
         let mut advances = Vec::new();
-        let mut worked = Vec::new();
+        let (mut worked, mut put_off) = (Vec::new(), Vec::new());
         let owed = plan.work.iter().filter(|work| work.samples && work.rows == 1).count() as u32;
         for work in &plan.work {
             let id = device.slots[&work.slot].0;
@@ -173,6 +177,11 @@ fn run(case: &Case) -> Happened {
             assert_eq!(work.samples, *computed == tokens.len());
             if !work.samples {
                 assert_eq!(work.most_drafts, 0);
+                continue;
+            }
+            if random(8) < late {
+                put_off.push(work.slot);
+                *computed -= 1;
                 continue;
             }
             let mut drafts = 0;
@@ -208,6 +217,7 @@ fn run(case: &Case) -> Happened {
             happened.foreseen += 1;
             happened.wasted += before.arrive(&mut scheduler, &mut sequences, false);
         }
+        scheduler.put_off(&put_off);
         if random(4) < foreseen && scheduler.foresee() {
             under_way = Some(brought);
         } else {
@@ -225,6 +235,7 @@ fn run(case: &Case) -> Happened {
         shared: counts.shared_tokens,
         restored: counts.restored_tokens,
         overtakings: rules.overtakings,
+        put_off: counts.put_off,
         ..happened
     }
 }
@@ -289,10 +300,12 @@ fn the_cases_preempt_and_share_and_overtake_and_run_ahead() {
     println!(
         "{swapping} save, {dropping} compute again, {sharing} share, {restoring} bring back, {overtaking} overtake"
     );
-    println!("{drafted} drafts, {foreseen} steps foreseen, {wasted} rows for nothing");
+    let put_off = steps(|h| h.put_off);
+    println!("{drafted} drafts, {foreseen} steps foreseen, {wasted} rows for nothing, {put_off} choices put off");
     assert!(swapping > 30 && dropping > 30, "{swapping}, {dropping}");
     assert!(sharing > 100 && restoring > 10 && overtaking > 10, "{sharing}, {restoring}, {overtaking}");
     assert!(drafted > 1000 && foreseen > 1000 && wasted > 20, "{drafted}, {foreseen}, {wasted}");
+    assert!(put_off > 1000, "{put_off}");
 }
 
 #[test]
@@ -301,7 +314,8 @@ fn sequences_that_begin_alike_compute_it_once() {
     let prefix: Vec<u32> = (0..101).collect();
     let request = |i: u32| Request { prompt: [prefix.as_slice(), &[500 + i]].concat(), length: 104, early: 9, step: 0 };
     let requests = (0..8).map(request).collect();
-    let case = Case { limits, costs: Costs { swap_page: 1.0, row: 1.0 }, requests, stream: 0, foreseen: 0, seed: 1 };
+    let case =
+        Case { limits, costs: Costs { swap_page: 1.0, row: 1.0 }, requests, stream: 0, foreseen: 0, late: 0, seed: 1 };
     // All but the first find the 25 full pages of the prefix.
     assert_eq!(run(&case), Happened { shared: 7 * 100, ..Happened::default() });
 }

@@ -124,7 +124,7 @@ pub fn wait_until(done: impl Fn() -> bool) {
 }
 
 /// A run that a signal will end.
-fn start(folder: &Folder, output: &str, more: &[&str]) -> Child {
+pub fn start(folder: &Folder, output: &str, more: &[&str]) -> Child {
     Command::new(binary())
         .args(["batch", "requests.jsonl", "-o", output, "--device", "cpu", "--quiet", "--sequences", "4"])
         .args(more)
@@ -199,7 +199,7 @@ fn killed_at_a_hundred_moments_it_loses_doubles_and_tears_nothing() {
 }
 
 /// Runs to the end; then all is there as it would be without kills.
-fn finish(folder: &Folder, name: &str, more: &[&str], expected: &str) {
+pub fn finish(folder: &Folder, name: &str, more: &[&str], expected: &str) {
     folder.batch(name, more).args(["--sequences", "4"]).assert().success();
     let text = unpacked(&folder.path(name));
     if more.contains(&"--ordered") {
@@ -214,7 +214,7 @@ fn whole_lines(text: &str) -> &str {
 }
 
 /// What can be read of a file that may be torn.
-fn unpacked(path: &Path) -> String {
+pub fn unpacked(path: &Path) -> String {
     let Ok(bytes) = std::fs::read(path) else { return String::new() };
     let mut text = Vec::new();
     let _ = match path.extension().and_then(|e| e.to_str()) {

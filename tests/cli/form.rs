@@ -4,6 +4,7 @@ use predicates::prelude::*;
 use serde_json::{Value, json};
 
 use crate::batch::{Folder, text_of};
+use crate::batch_again::{finish, start, unpacked, wait_until};
 use crate::{golden, stdout_of, warpdraft};
 
 fn schema() -> Value {
@@ -165,4 +166,30 @@ fn forms_are_the_same_after_a_stop_with_drafts_and_on_another_path() {
     let cut = whole.match_indices('\n').nth(3).unwrap().0 + 40;
     std::fs::write(folder.path("again.jsonl"), &whole[..cut]).unwrap();
     assert_eq!(run("again.jsonl", &[]), whole);
+}
+
+#[test]
+fn killed_halfway_a_job_with_forms_ends_as_if_it_had_not_been() {
+    let lines: String = (0..8).map(|_| requests().replace("\"max_tokens\":200", "\"max_tokens\":90")).collect();
+    let (folder, count) = (Folder::with(&lines), lines.lines().count());
+    let small = golden("tied_bf16");
+    let model = ["--ordered", "--model", small.to_str().unwrap(), "--context", "256"];
+    folder.batch("whole.jsonl", &model).args(["--draft", "none"]).assert().success();
+    let expected = folder.read("whole.jsonl");
+    assert_eq!(expected.lines().count(), count);
+    for (name, draft) in
+        [("plain.jsonl", &["--draft", "none"][..]), ("drafted.jsonl", &["--draft-always", "--draft-rows", "100"])]
+    {
+        let more = [&model[..], draft].concat();
+        let done = || unpacked(&folder.path(name)).matches('\n').count();
+        for kill in 1..=3 {
+            let before = done();
+            let mut child = start(&folder, name, &more);
+            wait_until(|| done() > before);
+            child.kill().expect("it can be killed");
+            child.wait().unwrap();
+            assert!(before < done() && done() < count, "{name}: {before} and {} after kill {kill}", done());
+        }
+        finish(&folder, name, &more, &expected);
+    }
 }

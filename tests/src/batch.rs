@@ -1,6 +1,6 @@
 //! Batches for tests: requests that meet, backends arranged for a test, and answers to compare.
 
-use host::batch::plan::Plan;
+use host::batch::plan::{Plan, Slot};
 use host::batch::{Answer, Batch, BatchBackend, Costs, Job, Limits, Outcome, Start};
 use host::device::Device;
 use host::{Error, Request};
@@ -89,6 +89,10 @@ impl BatchBackend for Arranged {
 
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
         self.frugally(|backend| backend.begin(plan, starts))
+    }
+
+    fn put_off(&mut self) -> Vec<Slot> {
+        self.backend.put_off()
     }
 
     fn end(&mut self) -> Result<Vec<Outcome>, Error> {

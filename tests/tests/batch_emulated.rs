@@ -70,6 +70,7 @@ fn options(sequences: u32, rows: u32, pages: usize, host_pages: usize, draft: Op
         draft,
         draft_rows: 16,
         packed_pages: Some(0),
+        mask_wait: None,
     }
 }
 

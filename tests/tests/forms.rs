@@ -1,7 +1,10 @@
 //! Answers of a given form: they have it, and are the same alone, in any company, and with drafts.
 
+use std::collections::HashMap;
+use std::time::Duration;
+
 use benches::forms::{fields, schemas};
-use host::batch::{BatchBackend, BatchOptions, CpuBatch, GpuBatch, Limits};
+use host::batch::{Batch, BatchBackend, BatchOptions, CpuBatch, GpuBatch, Job, Limits};
 use host::device::Device;
 use host::{DeviceChoice, Finish, NgramDraft, Request};
 use integration_tests::batch::{Arranged, Happened, together};
@@ -13,16 +16,11 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 const CONTEXT: usize = 200;
-const HOT: Sampling = Sampling {
-    temperature: 1.5,
-    top_k: 0,
-    top_p: 1.0,
-    min_p: 0.0,
-    repetition_penalty: 1.0,
-    presence_penalty: 0.0,
-    frequency_penalty: 0.0,
-    seed: 0,
-};
+
+/// Draws from nearly all tokens.
+fn hot() -> Sampling {
+    Sampling { temperature: 1.5, ..Sampling::default() }
+}
 
 /// Its tokenizer has Qwen3's tags, and a token for each byte.
 fn golden() -> Checkpoint {
@@ -95,7 +93,7 @@ fn sampled_answers_of_a_model_follow_their_schemas() {
     let forms = compile(&checkpoint, &schemas.iter().cloned().map(Shape::JsonSchema).collect::<Vec<_>>());
     let prompts = demo_prompts(&checkpoint, forms.len(), 12);
     let request = |(i, (form, prompt)): (usize, (&Form, &Vec<u32>))| {
-        let sampling = Sampling { seed: i as u64, ..HOT };
+        let sampling = Sampling { seed: i as u64, ..hot() };
         let request = Request { sampling, form: Some(form.clone()), ignore_end: false, ..greedy(prompt, 400, None) };
         (i, request)
     };
@@ -125,12 +123,12 @@ fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
     ];
     let forms = compile(checkpoint, &shapes);
     let vocab = checkpoint.config.vocab_size as u64;
-    let penalised = Sampling { temperature: 0.9, top_k: 30, top_p: 0.95, repetition_penalty: 1.2, ..HOT };
+    let penalised = Sampling { temperature: 0.9, top_k: 30, top_p: 0.95, repetition_penalty: 1.2, ..hot() };
     let request = |i: usize| {
         // A text that repeats itself, so that there is something to draft.
         let prompt: Vec<u32> =
             (0..20 + 7 * i).map(|at| (random(3 + i as u64, at as u64 % 9) % vocab.min(260)) as u32).collect();
-        let sampling = [Sampling::default(), HOT, penalised][i % 3];
+        let sampling = [Sampling::default(), hot(), penalised][i % 3];
         let form = match i % 7 {
             // None.
             5 | 6 => None,
@@ -227,6 +225,7 @@ fn forms_change_nothing_about_company_and_drafts_on_a_device() {
         draft,
         draft_rows: 20,
         packed_pages: Some(0),
+        mask_wait: None,
     };
     let gpu = |seed, options, apart| -> Box<dyn BatchBackend> {
         let device = Device::emulator(seed);
@@ -261,6 +260,103 @@ fn forms_change_nothing_about_company_where_prompts_are_apart() {
     for job in jobs.iter().take(3) {
         let alone = run(1, std::slice::from_ref(job)).remove(0).1;
         assert_eq!(company[job.0].1, alone, "request {}", job.0);
+    }
+}
+
+/// Requests that all have a form, with prompts of `prompt` tokens and answers of `most`, or a few less.
+fn formed(checkpoint: &Checkpoint, prompt: usize, most: usize) -> Vec<Request> {
+    let shapes = [
+        Shape::Regex(format!("([a-c]{{3}}-){{{}}}[0-9]{{4}}", most / 4 - 1)),
+        Shape::Lark("start: (\"ab\" | \"c\" tail)+\ntail: /[0-9]{2}/ \"-\"\n".into()),
+        Shape::JsonSchema(json!({"type": "array", "items": {"type": "integer", "maximum": 50}, "minItems": most / 3})),
+    ];
+    let request = |(i, form): (usize, Form)| {
+        let prompt: Vec<u32> = (0..prompt).map(|at| (random(i as u64, at as u64) % 250) as u32).collect();
+        let sampling = if i % 2 == 0 { Sampling::default() } else { Sampling { seed: i as u64, ..hot() } };
+        Request { sampling, ignore_end: false, form: Some(form), ..greedy(&prompt, most, None) }
+    };
+    compile(checkpoint, &[&shapes[..], &shapes[..2]].concat()).into_iter().enumerate().map(request).collect()
+}
+
+/// Whoever is preempted makes its matcher anew of its answer so far; here everyone has a form, so one that has is.
+#[test]
+fn a_preempted_answer_goes_on_in_its_form() {
+    let checkpoint = golden();
+    let go_on = |device, requests: &[Request], batch: &dyn Fn() -> Box<dyn BatchBackend>| {
+        let mut alone = engine(&checkpoint, device, CONTEXT);
+        let expected: Vec<_> = requests.iter().map(|request| answer(&mut alone, request).tokens).collect();
+        let jobs: Vec<(usize, Request)> = requests.iter().cloned().enumerate().collect();
+        for to_host in [true, false] {
+            let (answers, happened) = together(&checkpoint, Arranged::priced(batch(), to_host), &jobs, None);
+            for (i, answer) in &answers {
+                assert_eq!(answer.tokens, expected[*i], "request {i} on {device:?}, kept on the host: {to_host}");
+            }
+            let Happened { swapped, dropped, .. } = happened;
+            assert!(if to_host { swapped > 0 } else { dropped > 0 }, "{happened:?} on {device:?}");
+        }
+    };
+    // Of 14 pages, each answer wants 6.
+    let cpu = || -> Box<dyn BatchBackend> {
+        let limits = Limits { pages: 14, host_pages: 40, ..limits(0) };
+        Box::new(CpuBatch::new(&checkpoint, limits, None).unwrap_or_else(|e| panic!("{e}")))
+    };
+    go_on(DeviceChoice::Cpu, &formed(&checkpoint, 10, 80), &cpu);
+    // Of 5 pages, each wants a second one after 6 tokens.
+    let emulated = || -> Box<dyn BatchBackend> {
+        let options = BatchOptions {
+            sequences: Some(4),
+            rows: Some(300),
+            cache_tokens: Some(5 * 64),
+            swap_tokens: Some(16 * 64),
+            ..BatchOptions::default()
+        };
+        on_emulator(&checkpoint, 11, options)
+    };
+    go_on(DeviceChoice::Emulator, &formed(&checkpoint, 58, 12), &emulated);
+}
+
+fn on_emulator(checkpoint: &Checkpoint, seed: u64, options: BatchOptions) -> Box<dyn BatchBackend> {
+    let device = Device::emulator(seed);
+    let weights = uploaded(&device, checkpoint);
+    let batch = GpuBatch::with_weights(&device, &checkpoint.config, weights, CONTEXT, options, false);
+    Box::new(batch.unwrap_or_else(|e| panic!("{e}")))
+}
+
+/// Passes of the emulator have ended when they are enqueued: whose mask is not made then is put off.
+#[test]
+fn a_sequence_without_a_form_waits_for_no_mask() {
+    let checkpoint = golden();
+    let free = (9, greedy(&[7, 8, 9], 8, None));
+    let mut jobs: Vec<(usize, Request)> = formed(&checkpoint, 5, 12).into_iter().take(2).enumerate().collect();
+    let mut alone = engine(&checkpoint, DeviceChoice::Emulator, CONTEXT);
+    let expected: Vec<_> = jobs.iter().map(|(_, request)| answer(&mut alone, request).tokens).collect();
+    let run = |jobs: &[(usize, Request)]| {
+        let options = BatchOptions { sequences: Some(3), mask_wait: Some(Duration::ZERO), ..BatchOptions::default() };
+        let mut batch = Batch::with_backend(checkpoint.clone(), on_emulator(&checkpoint, 12, options));
+        for (id, request) in jobs {
+            let job = Job { id: *id as u64, request: request.clone(), logprobs: None };
+            batch.submit(job).unwrap_or_else(|e| panic!("{e}"));
+        }
+        let mut answers = HashMap::new();
+        for step in 1.. {
+            for done in batch.step().unwrap_or_else(|e| panic!("{e}")) {
+                answers.insert(done.id as usize, (step, done.answer.unwrap_or_else(|e| panic!("{e}")).tokens));
+            }
+            if batch.is_idle() {
+                break;
+            }
+        }
+        (answers, batch.metrics().counts.put_off)
+    };
+    let (without, none) = run(std::slice::from_ref(&free));
+    jobs.push(free);
+    let (with, put_off) = run(&jobs);
+    // In the same step as alone, with the same tokens.
+    assert_eq!(with[&9], without[&9]);
+    assert!(none == 0 && put_off > 3, "{none}, {put_off}");
+    // Nor does it change those that were put off.
+    for (i, expected) in expected.iter().enumerate() {
+        assert_eq!(with[&i].1, *expected, "request {i}");
     }
 }
 

@@ -369,6 +369,7 @@ fn a_request_gives_the_tokens_in_any_batch(opened: &DeviceOptions) -> Result<(),
             draft,
             draft_rows: 64,
             packed_pages: Some(0),
+            mask_wait: None,
         };
         let progress = &mut |_, _| std::ops::ControlFlow::Continue(());
         let backend = GpuBatch::load(&checkpoint, &Device::cuda_with(0, opened)?, CONTEXT, options, progress)?;
@@ -404,6 +405,7 @@ fn a_card_that_others_fill_does_not_end_a_batch(opened: &DeviceOptions) -> Resul
         draft: None,
         draft_rows: 64,
         packed_pages: Some(0),
+        mask_wait: None,
     };
     let run = |filled: bool| -> Result<_, Failed> {
         let others = Device::cuda_with(0, opened)?;

@@ -97,14 +97,12 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
         for &rows in &sizes.rows {
             words.write(0, &[context - rows + 1, 0, 0, 0])?;
             draft_rows.write(0, &[rows as i32])?;
-            let counters = forward.decode().map(|stream| stream.counters());
             let plan = PlanDecode {
                 rows: forward.rows(),
                 state: SequenceState { history: history.ptr_mut(), words: words.ptr_mut() },
                 drafts: drafts.ptr(),
                 draft_rows: draft_rows.ptr(),
-                counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
-                counter_count: counters.map_or(0, |c| c.len() as u32),
+                counters: forward.counters(),
                 cost: Default::default(),
             };
             // SAFETY: the history has the tokens, and rows have room for a step.

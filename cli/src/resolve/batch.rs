@@ -134,6 +134,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
         draft,
         draft_rows: size.draft_rows,
         packed_pages: None,
+        mask_wait: None,
     };
     Ok(Batch::Run(Box::new(Run {
         requests,

@@ -31,10 +31,15 @@ impl Assembler {
     pub fn has_made(&self, ptx: &Path, machine_code: &Path) -> bool {
         let time = |path: &Path| path.metadata().and_then(|data| data.modified()).ok();
         let made = time(machine_code);
-        made.is_some() && made > time(ptx) && made > time(&self.path)
+        made.is_some() && made > time(ptx) && made > time(&self.path) && Self::report(machine_code).is_file()
     }
 
-    /// Assembles the file `ptx` for `arch` into the file `machine_code`.
+    /// The file beside `machine_code` with what was said of each kernel as it was assembled: registers, stack, spills.
+    pub fn report(machine_code: &Path) -> PathBuf {
+        machine_code.with_extension("ptxas.txt")
+    }
+
+    /// Assembles the file `ptx` for `arch` into the file `machine_code`, with a [report](Self::report).
     ///
     /// # Errors
     /// [`Error::Assemble`] with what it said, or a file that cannot be written.
@@ -43,11 +48,13 @@ impl Assembler {
         let unfinished = machine_code.with_extension("unfinished");
         let output = Command::new(&self.path)
             .arg(format!("-arch={arch}"))
-            .args(["-O3", "-o"])
+            .args(["-O3", "-v", "-o"])
             .args([unfinished.as_path(), ptx])
             .output()
             .map_err(io(&self.path))?;
+        let report = Self::report(machine_code);
         if output.status.success() {
+            std::fs::write(&report, &output.stderr).map_err(io(&report))?;
             return std::fs::rename(&unfinished, machine_code).map_err(io(machine_code));
         }
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -104,8 +104,8 @@ pub struct Module {
 }
 
 /// Builds a kernel crate for each of `levels` into the folder `out`, with machine code where a level has an assembler,
-/// and writes `out/images.rs`: a Rust slice with an `Image { arch, module, ptx, machine_code, layouts }` for each
-/// module of each level, for a crate to include where it has such a type.
+/// and writes `out/images.rs`: a Rust slice with an `Image { arch, module, ptx, machine_code, report, layouts }` for
+/// each module of each level, for a crate to include where it has such a type.
 ///
 /// # Errors
 /// As [`CudaBuilder::build`].
@@ -125,15 +125,17 @@ pub fn build_images(krate: &Path, levels: &[(&str, Option<Assembler>)], out: &Pa
 
 /// Adds the module to the list, as Rust.
 fn add_image(images: &mut String, arch: &str, module: &Module) {
-    let machine_code = match &module.machine_code {
-        Some(path) => format!("Some(include_bytes!({path:?}))"),
-        None => "None".into(),
+    let (machine_code, report) = match &module.machine_code {
+        Some(path) => {
+            (format!("Some(include_bytes!({path:?}))"), format!("Some(include_str!({:?}))", Assembler::report(path)))
+        }
+        None => ("None".into(), "None".into()),
     };
     let layouts: Vec<(&String, &u64)> = module.layouts.iter().collect();
     let _ = writeln!(
         images,
         "Image {{ arch: {arch:?}, module: {:?}, ptx: include_str!({:?}), machine_code: {machine_code}, \
-         layouts: &{layouts:?} }},",
+         report: {report}, layouts: &{layouts:?} }},",
         module.name, module.ptx
     );
 }
@@ -240,12 +242,16 @@ impl CudaBuilder {
         }
         let assembly = assembly_of(&name, &release.join("deps"))?;
         let text = std::fs::read_to_string(&assembly).map_err(io(&assembly))?;
-        let destination = self.copy_to.unwrap_or_else(|| assembly.with_extension("ptx"));
+        // Lints and builds run a build script each, with folders of their own. What is made lies beside the assembly,
+        // which they share, so that it is made once.
+        let made = assembly.with_extension("ptx");
+        let copy_to = self.copy_to.as_deref().unwrap_or(&made);
         let texts = modules::split(&launch_bounds::apply(&text))?;
         let (arch, assembler) = (self.arch.as_str(), self.assembler.as_ref());
         // The assembler works on one core.
         std::thread::scope(|scope| {
-            let write = |text| write_module(text, &destination, arch, assembler);
+            let made = made.as_path();
+            let write = |text| copy_module(write_module(text, made, arch, assembler)?, copy_to);
             let parts: Vec<_> = texts.into_iter().map(|text| scope.spawn(move || write(text))).collect();
             parts.into_iter().map(|part| part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         })
@@ -255,7 +261,7 @@ impl CudaBuilder {
 /// Writes a module's files; `main` is the path of the main one's PTX.
 fn write_module(text: modules::Text, main: &Path, arch: &str, assembler: Option<&Assembler>) -> Result<Module, Error> {
     let modules::Text { name, ptx: content, layouts } = text;
-    let ptx = if name == "main" { main.to_owned() } else { main.with_extension(format!("{name}.ptx")) };
+    let ptx = place_of(&name, main);
     if !std::fs::read(&ptx).is_ok_and(|old| old == content.as_bytes()) {
         std::fs::write(&ptx, &content).map_err(io(&ptx))?;
     }
@@ -273,6 +279,33 @@ fn write_module(text: modules::Text, main: &Path, arch: &str, assembler: Option<
         }
     });
     Ok(Module { name, ptx, machine_code, layouts })
+}
+
+/// Where the PTX of a module goes, if that of module `main` goes to `main`.
+fn place_of(module: &str, main: &Path) -> PathBuf {
+    if module == "main" { main.to_owned() } else { main.with_extension(format!("{module}.ptx")) }
+}
+
+/// The module, copied to where that of module `main` is to be `main`.
+fn copy_module(module: Module, main: &Path) -> Result<Module, Error> {
+    let ptx = place_of(&module.name, main);
+    copy(&module.ptx, &ptx)?;
+    let machine_code = module.machine_code.as_deref().map(|from| -> Result<PathBuf, Error> {
+        let to = ptx.with_extension("cubin");
+        copy(from, &to)?;
+        copy(&Assembler::report(from), &Assembler::report(&to))?;
+        Ok(to)
+    });
+    Ok(Module { ptx, machine_code: machine_code.transpose()?, ..module })
+}
+
+/// Copies a file, unless the same is there already: then nothing that was made of it is made again.
+fn copy(from: &Path, to: &Path) -> Result<(), Error> {
+    let content = std::fs::read(from).map_err(io(from))?;
+    if std::fs::read(to).is_ok_and(|old| old == content) {
+        return Ok(());
+    }
+    std::fs::write(to, content).map_err(io(to))
 }
 
 /// Cargo tells build scripts and wrappers about the outer build through the environment; the device build

@@ -120,8 +120,15 @@ pub trait BatchBackend: Send {
     /// caller.
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error>;
 
-    /// Waits for the step that was begun first. Returns the outcome of each work that samples, in order, also of a
-    /// sequence that has left its slot.
+    /// Slots whose tokens the step that was begun last does not choose after all, since what their forms allow was not
+    /// known in time: each is said once. To be asked for, and told to [`Scheduler::put_off`](super::Scheduler), behind
+    /// [`begin`](Self::begin), and behind the [`end`](Self::end) of the step before.
+    fn put_off(&mut self) -> Vec<Slot> {
+        Vec::new()
+    }
+
+    /// Waits for the step that was begun first. Returns the outcome of each work that samples and was not
+    /// [put off](Self::put_off), in order, also of a sequence that has left its slot.
     ///
     /// # Errors
     /// A device error, after which the backend is of no more use.

@@ -10,6 +10,7 @@
 
 mod checked;
 mod lists;
+mod masking;
 mod moves;
 mod notes;
 mod packing;
@@ -29,9 +30,9 @@ use gpu_kernels::sample::{SampleEach, Split};
 use gpu_kernels::step::{self, NO_TOKEN};
 use half::bf16;
 use model::{Checkpoint, Config, Fault, Place};
-use rayon::prelude::*;
 
-use self::lists::{Changes, Masked, Ready};
+use self::lists::{Changes, Ready};
+use self::masking::MaskJobs;
 use self::moves::Mover;
 use self::notes::{Group, Notes};
 use self::packing::Packing;
@@ -52,10 +53,10 @@ use crate::decode::Decode;
 use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{self, Footprint, Forward, RowOutput, Tiles};
-use crate::gpu::DRAFT_COST;
-use crate::masks::{Entry, Masks};
+use crate::masks::Masks;
 use crate::prefill;
 use crate::sampler::Sampler;
+use crate::tuning::DRAFT_COST;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
@@ -76,6 +77,9 @@ pub struct GpuBatch {
     uses: TokenUses,
     notes: Notes,
     masks: Masks,
+    mask_jobs: MaskJobs,
+    /// Slots of the step that was begun last, as [`BatchBackend::put_off`] tells them.
+    put_off: Vec<Slot>,
     sampler: Sampler,
     sampled: Mapped,
     /// Choices, and notes, that a step has room for: steps have two such rooms in turn.
@@ -122,6 +126,10 @@ struct UnderWay {
     left: Vec<Slot>,
     /// The pass that is enqueued without its choices, with nothing of the passes behind it.
     halted: Option<usize>,
+    /// Whether every sequence with rows has a form.
+    only_forms: bool,
+    /// Slots whose choices were put off.
+    put_off: Vec<Slot>,
 }
 
 impl GpuBatch {
@@ -249,6 +257,8 @@ impl GpuBatch {
             uses: TokenUses::new(device, sizes.sequences, config.vocab_size, change_room)?,
             notes: Notes::new(device, config.vocab_size, 2 * choices)?,
             masks: Masks::new(device, config.vocab_size, sizes.decode_rows().max(sizes.sequences))?,
+            mask_jobs: MaskJobs::new(device, sizes.sequences, config.vocab_size, options.mask_wait)?,
+            put_off: Vec::new(),
             sampler: Sampler::new(device, config)?,
             sampled: device.mapped(2 * choices)?,
             choices,
@@ -292,6 +302,7 @@ impl GpuBatch {
             let running = Running::new(start);
             self.uses.begin(started.slot, start, &running);
             self.slots[started.slot as usize] = running;
+            self.mask_jobs.forget(started.slot);
         }
     }
 
@@ -392,7 +403,7 @@ impl GpuBatch {
 
     /// Enqueues the choices of a pass that is enqueued, with notes of the rows whose log-probabilities are wanted.
     /// Masks are made now, while the pass runs.
-    fn enqueue_chosen(&mut self, ready: &Ready, best: Option<Global<u64>>) -> Result<(), Error> {
+    fn enqueue_chosen(&mut self, ready: &Ready, best: Option<Global<u64>>, only_forms: bool) -> Result<(), Error> {
         let (rows, upload, chosen) = (self.rows(ready), &self.upload, ready.pass.chosen.len() as u32);
         if chosen == 0 {
             return Ok(());
@@ -413,41 +424,25 @@ impl GpuBatch {
         };
         // SAFETY: lists of this pass, and places for its choices and notes.
         unsafe { self.notes.enqueue(&self.sampler, self.forward.logits(), group)? };
-        self.enqueue_masks(&ready.masked)?;
+        self.enqueue_masks(ready, only_forms)?;
         self.enqueue_choices(ready, rows)?;
         // SAFETY: likewise.
         unsafe { self.notes.enqueue_chosen(self.forward.logits(), group) }
     }
 
-    /// Makes the masks of these choices, and enqueues that they are applied to their logits.
-    fn enqueue_masks(&mut self, masked: &[Masked]) -> Result<(), Error> {
-        let (slots, vocab) = (&self.slots, self.forward.config().vocab_size);
-        let count = masked.iter().map(|one| one.rows.len()).sum();
-        let fill = |entries: Vec<Entry<'_>>| {
-            let mut entries = entries.into_iter();
-            let parts: Vec<_> =
-                masked.iter().map(|one| (one, entries.by_ref().take(one.rows.len()).collect())).collect();
-            parts.into_par_iter().for_each(|(one, entries): (&Masked, Vec<Entry<'_>>)| {
-                let masks = entries.into_iter().zip(&one.rows).map(|(entry, &row)| entry.of_row(row, vocab));
-                match slots[one.slot as usize].matcher() {
-                    Some(mut matcher) => matcher.masks_along(&one.drafts, masks),
-                    None => masks.for_each(|mask| mask.fill(u32::MAX)),
-                }
-            });
-        };
-        // SAFETY: there are logits of all rows with a choice, each of which has one.
-        unsafe { self.masks.enqueue(self.forward.logits().ptr_mut(), count, fill) }
-    }
-
     /// Enqueues the passes of a step from the `first` on, with their choices, up to one that has to wait for the step
     /// before. Which that is.
-    fn enqueue_passes(&mut self, passes: &[Ready], first: usize) -> Result<Option<usize>, Error> {
+    fn enqueue_passes(&mut self, passes: &[Ready], first: usize, only_forms: bool) -> Result<Option<usize>, Error> {
         for (i, ready) in passes.iter().enumerate().skip(first) {
+            let waits = ready.waits && !self.under_way.is_empty();
+            if !waits {
+                self.begin_masks(ready);
+            }
             let best = self.enqueue_pass(ready)?;
-            if ready.waits && !self.under_way.is_empty() {
+            if waits {
                 return Ok(Some(i));
             }
-            self.enqueue_chosen(ready, best)?;
+            self.enqueue_chosen(ready, best, only_forms)?;
         }
         Ok(None)
     }
@@ -457,8 +452,10 @@ impl GpuBatch {
         let Some(mut step) = self.under_way.pop_front() else { return Ok(()) };
         if let Some(halted) = step.halted.take() {
             // A pass with masked choices does not tell the best tokens.
-            self.enqueue_chosen(&step.passes[halted], None)?;
-            self.enqueue_passes(&step.passes, halted + 1)?;
+            self.put_off.clear();
+            self.enqueue_chosen(&step.passes[halted], None, step.only_forms)?;
+            self.enqueue_passes(&step.passes, halted + 1, step.only_forms)?;
+            step.put_off.extend(&self.put_off);
             self.clocks[step.turn].done.set()?;
         }
         self.under_way.push_front(step);
@@ -516,7 +513,8 @@ impl BatchBackend for GpuBatch {
         let sequence = |work: &Work| {
             let running = &self.slots[work.slot as usize];
             // Not after a prompt's last token: that one runs another way.
-            (work.rows == 1 && work.start as usize >= running.prompt).then_some(running)
+            let may_draft = work.rows == 1 && work.start as usize >= running.prompt;
+            (may_draft && !self.mask_jobs.are_pending(work.slot)).then_some(running)
         };
         let drafts = propose(plan, self.draft, DRAFT_COST, sequence);
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
@@ -554,12 +552,14 @@ impl BatchBackend for GpuBatch {
             true => passes.iter().take_while(|ready| ready.pass.prompt).count(),
             false => passes.len(),
         };
-        let mut halted = self.enqueue_passes(&passes[..prompts], 0)?;
+        let only_forms = plan.work.iter().all(|work| self.slots[work.slot as usize].form.is_some());
+        self.put_off.clear();
+        let mut halted = self.enqueue_passes(&passes[..prompts], 0, only_forms)?;
         if timed {
             self.clocks[turn].rows.stop()?;
         }
         if halted.is_none() {
-            halted = self.enqueue_passes(&passes, prompts)?;
+            halted = self.enqueue_passes(&passes, prompts, only_forms)?;
         }
         if halted.is_none() {
             self.clocks[turn].done.set()?;
@@ -575,8 +575,14 @@ impl BatchBackend for GpuBatch {
             timed_rows: if timed && halted.is_none_or(|pass| pass >= prompts) { prompt_rows } else { 0 },
             left: Vec::new(),
             halted,
+            only_forms,
+            put_off: self.put_off.clone(),
         });
         Ok(())
+    }
+
+    fn put_off(&mut self) -> Vec<Slot> {
+        std::mem::take(&mut self.put_off)
     }
 
     fn end(&mut self) -> Result<Vec<Outcome>, Error> {
@@ -606,7 +612,8 @@ impl BatchBackend for GpuBatch {
             }
         }
         let mut outcomes = Vec::new();
-        for (i, (work, drafts)) in step.work.iter().zip(&step.drafts).enumerate().filter(|(_, of)| of.0.samples) {
+        let brings = |work: &Work| work.samples && !step.put_off.contains(&work.slot);
+        for (i, (work, drafts)) in step.work.iter().zip(&step.drafts).enumerate().filter(|(_, of)| brings(of.0)) {
             // In place of a token that there is none of, some token: its sequence ends.
             let missing = chosen[i].iter().position(|&token| token == NO_TOKEN);
             chosen[i].iter_mut().filter(|token| **token == NO_TOKEN).for_each(|token| *token = 0);
@@ -617,6 +624,7 @@ impl BatchBackend for GpuBatch {
                 let running = &mut self.slots[work.slot as usize];
                 let tokens = running.confirm(drafts, |row, _| chosen[i][row]);
                 self.uses.take_in(work.slot, running, &tokens);
+                self.mask_jobs.forget(work.slot);
                 tokens
             };
             // Those behind a wrong draft are not wanted.

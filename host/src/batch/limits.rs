@@ -58,6 +58,8 @@ pub struct Counts {
     pub swapped: u64,
     /// Preemptions to be computed again.
     pub dropped: u64,
+    /// Choices that were put off, as their masks were not made in time.
+    pub put_off: u64,
     /// Most sequences that ran at once.
     pub most_running: u32,
     /// Most pages that were in use at once.

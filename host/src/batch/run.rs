@@ -34,6 +34,10 @@ pub struct BatchOptions {
     /// Full pages that a step has to read for them to be [packed](gpu_kernels::packed): 0 for always, `usize::MAX` for
     /// never.
     pub packed_pages: Option<usize>,
+    /// How long a step waits for masks of forms, beyond the pass that they are for, before it goes on without those
+    /// that lack. Where nothing is said, a card does not wait; the emulator, whose passes and masks are made by the
+    /// same threads, waits for all.
+    pub mask_wait: Option<Duration>,
 }
 
 impl BatchOptions {
@@ -156,6 +160,7 @@ impl Metrics {
                 restored_tokens: a.restored_tokens + b.restored_tokens,
                 swapped: a.swapped + b.swapped,
                 dropped: a.dropped + b.dropped,
+                put_off: a.put_off + b.put_off,
                 most_running: a.most_running + b.most_running,
                 most_pages: a.most_pages + b.most_pages,
             },

@@ -531,6 +531,16 @@ impl Scheduler {
         }
     }
 
+    /// Takes in that the last planned step brings nothing to these slots, whose tokens could not be chosen in time: the
+    /// row that each would have been chosen from runs again in the next step. Comes before that plan is
+    /// [foreseen](Self::foresee) or [advanced](Self::advance).
+    pub fn put_off(&mut self, slots: &[Slot]) {
+        for (_, work) in self.work.iter_mut().filter(|(_, work)| work.samples && slots.contains(&work.slot)) {
+            (work.rows, work.samples) = (work.rows - 1, false);
+            self.counts.put_off += 1;
+        }
+    }
+
     /// Takes in that the planned step is under way, before it is known which tokens it brings, so that the next one can
     /// be planned; its [`advance`](Self::advance) comes after that plan. Every work that samples brings one token then,
     /// and a sequence that has `max_length` tokens with it is finished. One that turns out to have ended earlier may

@@ -72,6 +72,9 @@ impl Steps {
         let outcomes = backend.end()?;
         let advance = |o: &Outcome| Advance { slot: o.slot, tokens: o.tokens.clone() };
         self.scheduler.advance(&outcomes.iter().map(advance).collect::<Vec<_>>());
+        if self.under_way.is_some() {
+            self.under_way = Some(self.sampling(backend));
+        }
         Ok(ids.into_iter().zip(outcomes).collect())
     }
 
@@ -87,6 +90,12 @@ impl Steps {
         let start = |id| sequences.start(id, self.scheduler.tokens(id).expect("who starts has not ended"));
         let starts: Vec<Start<'_>> = plan.started.iter().map(|started| start(started.sequence)).collect();
         backend.begin(&plan, &starts)?;
-        Ok(self.scheduler.sampling().collect())
+        Ok(self.sampling(backend))
+    }
+
+    /// Whose outcomes the step that was begun last brings, in order.
+    fn sampling(&mut self, backend: &mut dyn BatchBackend) -> Vec<SequenceId> {
+        self.scheduler.put_off(&backend.put_off());
+        self.scheduler.sampling().collect()
     }
 }

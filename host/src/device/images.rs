@@ -16,6 +16,8 @@ pub struct Image {
     pub ptx: &'static str,
     /// What `ptxas` made of it.
     pub machine_code: Option<&'static [u8]>,
+    /// What it said of each kernel as it made that: registers, stack, spills.
+    pub report: Option<&'static str>,
     /// The kernels and the digests of their parameter blocks, in the order of names.
     pub layouts: &'static [(&'static str, u64)],
 }
@@ -220,8 +222,14 @@ mod tests {
 
     #[test]
     fn a_file_of_all_kernels_stands_for_every_module() {
-        static OTHERS: [Image; 1] =
-            [Image { arch: "sm_80", module: "other", ptx: "", machine_code: None, layouts: &[("measure", 5)] }];
+        static OTHERS: [Image; 1] = [Image {
+            arch: "sm_80",
+            module: "other",
+            ptx: "",
+            machine_code: None,
+            report: None,
+            layouts: &[("measure", 5)],
+        }];
         let images = Images::new("sm_80", &OTHERS);
         assert_eq!(images.find("other").map(|image| image.layouts), Some(OTHERS[0].layouts));
         let mut all: Layouts = images.0.iter().copied().flat_map(layouts).collect();

@@ -63,7 +63,7 @@ impl Device {
     /// # Errors
     /// A matrix that TMA cannot address (the driver's refusal), too little memory, or a driver error.
     pub fn tensor_maps(&self, matrices: &[Matrix]) -> Result<TensorMaps, Error> {
-        self.maps(matrices, encode, TensorMap::emulated)
+        self.maps(matrices, |matrix| encode(matrix.into()), TensorMap::emulated)
     }
 
     /// Encodes maps of `arrays`, likewise.
@@ -71,7 +71,7 @@ impl Device {
     /// # Errors
     /// As [`tensor_maps`](Self::tensor_maps).
     pub fn array_maps(&self, arrays: &[Array]) -> Result<TensorMaps, Error> {
-        self.maps(arrays, encode_array, TensorMap::emulated_array)
+        self.maps(arrays, |array| encode(array.into()), TensorMap::emulated_array)
     }
 
     fn maps<D>(
@@ -95,51 +95,68 @@ impl Device {
     }
 }
 
-fn encode_array(array: &Array) -> Result<TensorMap, Error> {
-    let mut map = TensorMap([0; WORDS]);
-    // SAFETY: every array has an element for each of the four dimensions (strides: for the outer ones), and the map is
-    // aligned as the driver wants it.
-    let code = unsafe {
-        cuTensorMapEncodeTiled(
-            &mut map,
-            WORDS_OF_8,
-            4,
-            array.address as *mut c_void,
-            array.sizes.as_ptr(),
-            array.strides.as_ptr(),
-            array.extent.as_ptr(),
-            [1, 1, 1, 1].as_ptr(),
-            NOT_INTERLEAVED,
-            NOT_SWIZZLED,
-            PROMOTE_TO_256_BYTES,
-            ZEROS_BEYOND_EDGES,
-        )
-    };
-    check("describing an array", code)?;
-    Ok(map)
+/// A tensor as the driver wants it described, of `RANK` dimensions, the innermost first.
+struct Described<const RANK: usize> {
+    address: u64,
+    /// Of its elements.
+    kind: u32,
+    sizes: [u64; RANK],
+    /// Bytes from one element to the next, of each dimension but the innermost: of more, the first ones count.
+    strides: [u64; RANK],
+    /// What a copy takes.
+    tile: [u32; RANK],
+    swizzle: u32,
 }
 
-fn encode(matrix: &Matrix) -> Result<TensorMap, Error> {
-    let Matrix { address, rows, columns, tile_rows, swizzled } = *matrix;
+impl From<&Array> for Described<4> {
+    fn from(array: &Array) -> Self {
+        let [second, third, fourth] = array.strides;
+        Self {
+            address: array.address,
+            kind: WORDS_OF_8,
+            sizes: array.sizes,
+            strides: [second, third, fourth, 0],
+            tile: array.extent,
+            swizzle: NOT_SWIZZLED,
+        }
+    }
+}
+
+impl From<&Matrix> for Described<2> {
+    fn from(&Matrix { address, rows, columns, tile_rows, swizzled }: &Matrix) -> Self {
+        Self {
+            address,
+            kind: BF16,
+            sizes: [columns, rows],
+            strides: [columns * 2, 0],
+            tile: [ROW, tile_rows],
+            swizzle: if swizzled { SWIZZLE_128_BYTES } else { NOT_SWIZZLED },
+        }
+    }
+}
+
+/// Has the driver encode a map.
+fn encode<const RANK: usize>(described: Described<RANK>) -> Result<TensorMap, Error> {
+    let Described { address, kind, sizes, strides, tile, swizzle } = described;
     let mut map = TensorMap([0; WORDS]);
-    // SAFETY: every array has an element for each of the two dimensions (strides: for the outer one), and the map is
+    // SAFETY: every array has an element for each dimension (strides: for the outer ones, at least), and the map is
     // aligned as the driver wants it.
     let code = unsafe {
         cuTensorMapEncodeTiled(
             &mut map,
-            BF16,
-            2,
+            kind,
+            RANK as u32,
             address as *mut c_void,
-            [columns, rows].as_ptr(),
-            [columns * 2].as_ptr(),
-            [ROW, tile_rows].as_ptr(),
-            [1, 1].as_ptr(),
+            sizes.as_ptr(),
+            strides.as_ptr(),
+            tile.as_ptr(),
+            [1; RANK].as_ptr(),
             NOT_INTERLEAVED,
-            if swizzled { SWIZZLE_128_BYTES } else { NOT_SWIZZLED },
+            swizzle,
             PROMOTE_TO_256_BYTES,
             ZEROS_BEYOND_EDGES,
         )
     };
-    check("describing a matrix", code)?;
+    check("describing a tensor", code)?;
     Ok(map)
 }

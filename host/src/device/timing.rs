@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::time::Instant;
 
-use cust::event::{Event, EventFlags};
+use cust::event::{Event, EventFlags, EventStatus};
 use cust::stream::StreamWaitEventFlags;
 use cust::sys;
 
@@ -110,6 +110,15 @@ impl Marker {
     pub fn wait(&self) -> Result<(), Error> {
         let Some(event) = &self.event else { return Ok(()) };
         event.synchronize().map_err(Error::driver("running the kernels"))
+    }
+
+    /// Whether what was enqueued before it is done.
+    ///
+    /// # Errors
+    /// Whatever a kernel failed with.
+    pub fn is_passed(&self) -> Result<bool, Error> {
+        let Some(event) = &self.event else { return Ok(true) };
+        event.query().map(|status| status == EventStatus::Ready).map_err(Error::driver("running the kernels"))
     }
 }
 

@@ -9,15 +9,16 @@ use gpu_kernels::step::{self, MAX_DECODE_ROWS, MAX_ROWS, PlanPrompt, Rows, Seque
 use model::{Config, Sampling};
 
 use super::ngram::NgramOperator;
-use super::{Between, Drafter, OnDevice, Proposals, counters};
+use super::{Between, Drafter, OnDevice, Proposals};
 use crate::Error;
 use crate::backend::{Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
 use crate::draft::{Draft, ModelDraft, pass_cost, pass_share};
 use crate::forward::{Begin, Forward, HeadWeights, RowOutput};
-use crate::gpu::{self, DRAFT_COST, RING};
+use crate::gpu::{self, RING};
 use crate::prefill::Prefill;
 use crate::sampler::Sampler;
+use crate::tuning::DRAFT_COST;
 
 /// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile. By this a
 /// pass of the 0.6B shape takes 0.13 of a step of the 8B shape; it is 0.11 on an H100
@@ -221,7 +222,6 @@ impl ModelDrafter {
 
     /// Enqueues the choice whether to draft, and the rows of the first pass, of which there are at most `room`.
     fn enqueue_plan(&self, at: &Between<'_>, room: u32) -> Result<(), Error> {
-        let (counters, counter_count) = counters(&self.forward);
         let matches = self.draft.ngram.is_some();
         let plan = PlanDraft {
             state: at.state(),
@@ -232,8 +232,7 @@ impl ModelDrafter {
             guess_rows: self.guess_rows.ptr_mut(),
             told: self.told.ptr_mut(),
             told_reports: RING,
-            counters,
-            counter_count,
+            counters: self.forward.counters(),
             max_length: at.accept.max_length,
             shift: self.shift(),
             economy: Economy {
@@ -263,7 +262,6 @@ impl ModelDrafter {
         }
         let rows = self.forward.rows();
         let best = self.forward.decode().map(|stream| stream.best());
-        let (counters, counter_count) = counters(&self.forward);
         let next = NextDraft {
             state: at.state(),
             words: self.words.ptr_mut(),
@@ -271,8 +269,7 @@ impl ModelDrafter {
             best: best.unwrap_or_default(),
             sampled: self.sampled.ptr(),
             proposal: at.proposals.proposal(),
-            counters,
-            counter_count,
+            counters: self.forward.counters(),
             targets: self.targets.as_ref().map_or(Global::default(), Buffer::ptr),
             target_count: self.targets.as_ref().map_or(0, |targets| targets.len() as u32),
             number,

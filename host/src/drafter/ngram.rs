@@ -10,7 +10,7 @@ use crate::backend::{Sequence, Step};
 use crate::cpu;
 use crate::device::{Buffer, Device};
 use crate::draft::{NO_THRESHOLD, NgramDraft, learned};
-use crate::gpu;
+use crate::tuning;
 
 /// The settings of a sequence that drafts by n-gram match.
 fn settings(sequence: &Sequence<'_>) -> NgramDraft {
@@ -144,7 +144,7 @@ impl Drafter<OnDevice> for NgramDrafter {
     fn propose(&mut self, at: Between<'_>) -> Result<(), Error> {
         let Proposals { tokens, rows, .. } = at.proposals;
         let draft = self.operator.params(&at, self.draft, (tokens, rows));
-        let cost = self.draft.cost(gpu::DRAFT_COST);
+        let cost = self.draft.cost(tuning::DRAFT_COST);
         let device = at.device;
         if ngram::together::<i32>(1, at.length, device.sms()) {
             let plan = PlanDecode { cost, ..at.plan };

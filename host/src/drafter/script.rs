@@ -8,7 +8,7 @@ use crate::Error;
 use crate::backend::{Sequence, Step};
 use crate::device::{Buffer, Device};
 use crate::draft::{Draft, NgramDraft};
-use crate::gpu;
+use crate::tuning;
 
 /// Tokens that are proposed position by position, and [`Device::launch`] of the kernel that proposes them.
 pub(crate) struct ScriptDrafter {
@@ -38,7 +38,7 @@ impl Drafter<OnDevice> for ScriptDrafter {
         };
         self.most = draft.tokens;
         self.max_length = sequence.max_length as u32;
-        self.cost = draft.cost(gpu::DRAFT_COST);
+        self.cost = draft.cost(tuning::DRAFT_COST);
         Ok(())
     }
 

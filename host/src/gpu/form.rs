@@ -9,10 +9,11 @@ use gpu_kernels::drafting;
 use gpu_kernels::step::{self, Accept, PlanDecode};
 use model::Matcher;
 
-use super::{DRAFT_COST, Gpu};
+use super::Gpu;
 use crate::Error;
 use crate::backend::Step;
 use crate::draft::{Proposal, learned};
+use crate::tuning::DRAFT_COST;
 
 /// A sequence's way through its form.
 pub(super) struct Following {
@@ -74,15 +75,13 @@ impl Gpu {
 
     /// Enqueues the plan of a step with so many drafts, and its pass, for a history of then at most `length` tokens.
     fn enqueue_form_pass(&self, drafts: usize, length: usize) -> Result<(), Error> {
-        let counters = self.forward.decode().map(|stream| stream.counters());
         let plan = PlanDecode {
             rows: self.forward.rows(),
             state: self.state(),
             drafts: self.form_drafts.ptr(),
             draft_rows: if drafts > 0 { self.form_drafts.ptr() } else { Default::default() },
             cost: drafting::Cost::default(),
-            counters: counters.map_or(Default::default(), |c| c.ptr_mut()),
-            counter_count: counters.map_or(0, |c| c.len() as u32),
+            counters: self.forward.counters(),
         };
         // SAFETY: buffers of self, sized as the parameter block says; proposals stay as they are until the step has
         // reported.

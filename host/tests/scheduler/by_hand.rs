@@ -348,6 +348,20 @@ fn one_step_is_foreseen_at_a_time() {
 }
 
 #[test]
+fn a_choice_that_is_put_off_runs_its_row_again() {
+    let mut scheduler = Scheduler::new(PLAIN, cost(1.0));
+    let (late, other) = (scheduler.add(vec![5; 3], 20), scheduler.add(vec![6; 3], 20));
+    let plan = scheduler.plan();
+    scheduler.put_off(&[plan.work[0].slot]);
+    assert_eq!(scheduler.sampling().collect::<Vec<_>>(), [other]);
+    scheduler.advance(&[Advance { slot: plan.work[1].slot, tokens: vec![1] }]);
+    assert_eq!((scheduler.tokens(late), scheduler.tokens(other)), (Some(&[5; 3][..]), Some(&[6, 6, 6, 1][..])));
+    let next = scheduler.plan();
+    let rows: Vec<_> = next.work.iter().map(|work| (work.start, work.rows, work.samples)).collect();
+    assert_eq!(rows, [(2, 1, true), (3, 1, true)]);
+}
+
+#[test]
 fn nothing_is_drafted_beyond_the_end() {
     let mut scheduler = Scheduler::new(Limits { drafts: 5, draft_rows: 8, ..PLAIN }, cost(1.0));
     scheduler.add(vec![5; 3], 8);

@@ -10,7 +10,7 @@ use crate::batch::{BatchOptions, PAGE_TOKENS};
 use crate::cache::KvCache;
 use crate::device::Device;
 use crate::forward::{Capacity, Footprint};
-use crate::prefill;
+use crate::tuning::PASS_ROWS;
 
 /// Where prompts have passes of their own, one more sequence for so many is read in ahead, to take the place of one
 /// that ends.
@@ -42,8 +42,7 @@ impl BatchSizes {
         let tuning = device.capabilities().tuning();
         let generating = options.sequences.unwrap_or(tuning.sequences).clamp(1, BatchOptions::MOST_SEQUENCES) as usize;
         let sequences = generating + if prompts_apart { generating / AHEAD } else { 0 };
-        let rows =
-            options.rows.unwrap_or(if prompts_apart { prefill::CHUNK as u32 } else { tuning.step_rows }) as usize;
+        let rows = options.rows.unwrap_or(if prompts_apart { PASS_ROWS as u32 } else { tuning.step_rows }) as usize;
         Self { context, generating, sequences, rows: rows.clamp(sequences, MOST_ROWS), prompts_apart }
     }
 
