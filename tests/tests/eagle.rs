@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use host::device::{Calls, Device, DeviceOptions};
 use host::{DeviceChoice, Draft, DraftCheckpoint, Drafted, Engine, Gpu, LoadOptions, ModelDraft, Ngrams, Request};
 use integration_tests::eagle::{DRAFT_VOCAB, Folder, Head, Model};
-use integration_tests::{answer, decode_calls, demo, golden_dir, greedy, relative_error};
+use integration_tests::{answer, decode_calls, demo, demo_prompts, golden_dir, greedy, relative_error, repository};
 use model::{Checkpoint, CpuEagle, CpuModel, EagleHead, HiddenStates, Sampling, Taps};
 use serde::Deserialize;
 
@@ -179,6 +179,18 @@ fn output_on_the_cpu_is_the_same_whatever_the_head_says() {
         let Drafted { drafted, accepted } = found[0];
         assert!(drafted > 100 && accepted * 4 < drafted, "{accepted} of {drafted}");
     }
+}
+
+/// It was trained for that model, so it is right more often than not; and held-out text is none that it has seen.
+#[test]
+fn the_demo_models_head_knows_what_the_model_says() {
+    let checkpoint = demo();
+    let head = EagleHead::open(&repository().join("model/demo/eagle3")).unwrap_or_else(|e| panic!("{e}"));
+    let prompt = demo_prompts(&checkpoint, 1, 150).remove(0);
+    let pair = Pair { _folders: Vec::new(), checkpoint, head };
+    let found = pair.check(&None, &prompt, 80, &[ModelDraft { tokens: 3, ..ALONE }, EVERY[2]]);
+    let Drafted { drafted, accepted } = found[0];
+    assert!(accepted * 2 > drafted && drafted > 60, "{accepted} of {drafted}");
 }
 
 /// With the decode kernel, as launches with prompts in passes, and by the kernels of other cards.
