@@ -114,7 +114,7 @@ fn quantised_weights_are_read_as_codes() {
         };
         let plain = DeviceOptions { lossless: Some(false), ..DeviceOptions::default() };
         assert_eq!(compact(&plain), None, "{}", case.name);
-        let smaller = !["gptq_desc_act", "w4a16"].contains(&case.name.as_str());
+        let smaller = !["gptq_desc_act", "w4a16_zeros"].contains(&case.name.as_str());
         assert_eq!(compact(&DeviceOptions::default()).is_some(), smaller, "{}", case.name);
         let engine = |options: &DeviceOptions| engine_with(&checkpoint, DeviceChoice::Emulator, options, CONTEXT);
         let (mut plain, mut codes) = (engine(&plain), engine(&DeviceOptions::default()));
