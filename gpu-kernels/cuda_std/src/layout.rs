@@ -18,7 +18,7 @@ use crate::{Global, GlobalMut, bf16, f16};
 /// #[derive(Clone, Copy, Layout)]
 /// struct New { x: Global<f32>, columns: u32, rows: u32 }
 ///
-/// assert_ne!(Old::STAMP, New::STAMP);
+/// assert_ne!(Old::DIGEST, New::DIGEST);
 /// assert_eq!(size_of::<Old>(), size_of::<New>());
 /// ```
 #[diagnostic::on_unimplemented(
