@@ -57,6 +57,11 @@ fn matrices(config: &Config) -> impl Iterator<Item = (u32, u32)> + use<> {
 
 /// Elements of a stream of matrices of so many N-tiles and input features each, for `grid` blocks.
 pub fn elements(matrices: impl IntoIterator<Item = (u32, u32)>, grid: u32) -> usize {
+    chunks(matrices, grid) as usize * CHUNK_BYTES as usize / 2
+}
+
+/// Its chunks.
+pub fn chunks(matrices: impl IntoIterator<Item = (u32, u32)>, grid: u32) -> u64 {
     let mut walk = Walk::new(grid);
     for (n_tiles, k) in matrices {
         let mut left = n_tiles;
@@ -64,7 +69,7 @@ pub fn elements(matrices: impl IntoIterator<Item = (u32, u32)>, grid: u32) -> us
             left -= walk.wave(left, k).n_tiles;
         }
     }
-    walk.chunks as usize * CHUNK_BYTES as usize / 2
+    walk.chunks
 }
 
 /// A matrix as a checkpoint has it.
@@ -275,17 +280,13 @@ impl Decode {
     /// # Errors
     /// A refused launch.
     pub unsafe fn enqueue(&self, device: &Device, most_rows: u32, step: DecodeStep) -> Result<(), Error> {
+        let step = match &self.compact {
+            Compact::None => step,
+            Compact::Lossless(packed, maps) => DecodeStep { lossless: packed.parts(), maps: maps.ptr(0), ..step },
+            Compact::Quantized(codes) => DecodeStep { codes: codes.codes(), ..step },
+        };
         let step = DecodeStep {
             stream: self.weights.ptr(),
-            lossless: self.lossless().unwrap_or_default(),
-            codes: match &self.compact {
-                Compact::Quantized(codes) => codes.codes(),
-                Compact::None | Compact::Lossless(..) => Global::default(),
-            },
-            maps: match &self.compact {
-                Compact::Lossless(_, maps) => maps.ptr(0),
-                Compact::None | Compact::Quantized(_) => Global::default(),
-            },
             norms: self.norms.ptr(),
             biases: self.biases.as_ref().map_or(Global::default(), Buffer::ptr),
             pages: self.pages.ptr(),

@@ -274,6 +274,8 @@ impl Forward {
     pub fn lay_out_decode(&mut self) -> Result<bool, Error> {
         let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache);
         self.decode = timed("laying out the weights", decode)?;
+        // Hundreds of megabytes of the host's, which nobody else reads.
+        self.weights.scales = None;
         Ok(self.decode.is_some())
     }
 

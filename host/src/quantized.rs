@@ -17,7 +17,7 @@ use model::plan::Matrix;
 use model::{Config, Weight, Weights};
 
 use crate::Error;
-use crate::decode::n_tiles;
+use crate::decode::{chunks, n_tiles};
 use crate::device::{Buffer, Device};
 
 /// The scales of all layers' matrices.
@@ -105,18 +105,12 @@ impl Quantized {
 
 /// Bytes of the codes of a model's layers, with scales, laid out for `grid` blocks.
 pub fn bytes(config: &Config, code: Code, grid: u32) -> u64 {
-    let mut walk = Walk::new(grid);
-    for gemm in config.gemms().filter(|gemm| gemm.matrix != Matrix::Head) {
-        let (mut left, k) = n_tiles(&gemm);
-        while left > 0 {
-            left -= walk.wave(left, k).n_tiles;
-        }
-    }
+    let layers = config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
     let chunk = match code {
         Code::E4m3 => quantized::Fp8::BYTES,
         Code::Int4 => quantized::Int4::<1>::BYTES,
     };
-    walk.chunks * u64::from(chunk)
+    chunks(layers.map(|gemm| n_tiles(&gemm)), grid) * u64::from(chunk)
 }
 
 /// Words of the scales of a matrix of so many weight rows and inputs.
