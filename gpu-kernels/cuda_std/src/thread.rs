@@ -35,8 +35,8 @@ index! {
     grid_dim_z;
 }
 
-/// Zero, as far as a grid has less than 2^24 blocks along x; which the assembler cannot know. With it a constant stays in
-/// a register, and an instruction can be made to wait for another's result.
+/// Zero, as long as a grid has less than 2^24 blocks along x, which the assembler cannot know. A constant that is
+/// combined with it stays in a register.
 #[inline(always)]
 #[must_use]
 pub fn unknown_zero() -> u32 {

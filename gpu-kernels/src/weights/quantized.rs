@@ -32,18 +32,18 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, math, thread, warp};
 
 use super::{Plain, WeightFormat, WeightFragments};
-use crate::decode::{DecodeStep, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, Wave, core_word};
+use crate::decode::{CHUNK_BYTES, CHUNK_FEATURES, DecodeStep, SLICES, SLICES_APART, STEP_BYTES, Wave, core_word};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::Ring;
 
 /// Inputs that share a scale.
 pub const GROUP: u32 = 128;
 /// Groups of a chunk.
-const GROUPS: u32 = SLICES * SLICE / GROUP;
+const GROUPS: u32 = CHUNK_FEATURES / GROUP;
 /// Bytes of a chunk's scales.
 const SCALE_BYTES: u32 = GROUPS * N_TILE * 4;
 /// Weights of a chunk.
-const CHUNK_WEIGHTS: u32 = SLICES * SLICE * N_TILE;
+const CHUNK_WEIGHTS: u32 = CHUNK_FEATURES * N_TILE;
 
 /// What codes are.
 pub trait Code: Copy {
@@ -323,7 +323,8 @@ impl<C: Code> WeightFormat for Quantized<C> {
     }
 }
 
-/// Parameters of [`quantize_int4`], [`quantize_int4_f16`] and [`quantize_fp8`]. Grid: (N-tiles of the wave, depth of the wave).
+/// Parameters of [`quantize_int4`], [`quantize_int4_f16`] and [`quantize_fp8`]. Grid: (N-tiles of the
+/// wave, depth of the wave).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Quantize {
@@ -420,5 +421,4 @@ pub unsafe fn quantize_fp8(p: Quantize) {
     unsafe { quantize::<Fp8>(&p) }
 }
 
-const _: () = assert!(Int4::<1>::CHUNKS * Int4::<1>::BYTES <= crate::decode::CHUNK_BYTES);
-const _: () = assert!(Fp8::CHUNKS * Fp8::BYTES <= crate::decode::CHUNK_BYTES && SLICE_BYTES * 8 == CHUNK_WEIGHTS * 2);
+const _: () = assert!(Int4::<1>::CHUNKS * Int4::<1>::BYTES <= CHUNK_BYTES && Fp8::CHUNKS * Fp8::BYTES <= CHUNK_BYTES);
