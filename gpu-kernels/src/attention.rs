@@ -38,7 +38,7 @@ use crate::step::Rows;
 pub use splits::combine;
 pub(crate) use splits::{combine_by_warp, combine_head};
 use warps::PAIR_STRIDE;
-pub(crate) use warps::{Few, QUARTER, reduce, reduce_few};
+pub(crate) use warps::{QUARTER, reduce, reduce_few};
 
 /// Keys of a block of [`attend`].
 pub const SPLIT: u32 = 256;
@@ -133,7 +133,7 @@ impl Attend {
 
 /// `exp2(a − b)`, and 0 where `a` is the maximum of nothing.
 #[inline(always)]
-fn weight(a: f32, b: f32) -> f32 {
+pub(crate) fn weight(a: f32, b: f32) -> f32 {
     if a == f32::NEG_INFINITY { 0.0 } else { math::exp2(a - b) }
 }
 
@@ -222,11 +222,17 @@ pub(crate) const fn key_of(n: u32) -> u32 {
 pub(crate) const TILE_KEYS: [u32; 4] = [0, 8, 16, 24];
 
 /// What a warp weighs the values of its 32 keys by, as a lane holds it.
+#[derive(Clone, Copy)]
 pub(crate) struct SoftmaxWeights {
     /// `exp2(score − top)` as A of the tensor core: of 16 keys, two tiles, and of the other 16.
     words: [[u32; 4]; 2],
     pub top: [f32; 2],
     pub norm: [f32; 2],
+}
+
+impl SoftmaxWeights {
+    /// Of no keys.
+    pub const NOTHING: Self = Self { words: [[0; 4]; 2], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
 }
 
 /// Scores of a warp's 32 keys, of four tiles as the tensor core leaves them. `query(i, j)` gives 16 bytes of pair

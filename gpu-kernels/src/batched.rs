@@ -117,8 +117,6 @@ const GROUP: u32 = 128;
 const WEIGHT_BYTES: u32 = TILE_N_TILES * SLICE_BYTES;
 /// A warp's items of attention, 32 at a time.
 const ITEMS_BYTES: u32 = 32 * 32;
-/// In place of a number of rows: attention without GEMMs ([`attend_batch`]).
-const ALONE: u32 = 0;
 /// Where all consumers meet; the warpgroups have barriers 1 and 2.
 const ALL: u32 = 3;
 
@@ -130,25 +128,17 @@ impl<const ROWS: u32> Memory<ROWS> {
     const ROW_RING: Shape = Shape::new(0, if ROWS <= 96 { 8 } else { 6 }, ROWS * SLICE * 2);
     /// What attention reduces in: the end of that memory. Activations are asked for when all blocks are done with the
     /// phase before.
-    const SCRATCH: u32 = if ROWS == ALONE { alone::SCRATCH } else { Self::ROW_RING.barriers - Attend::SHARED_BYTES };
+    const SCRATCH: u32 = Self::ROW_RING.barriers - Attend::SHARED_BYTES;
     /// Items of attention that a warp has looked up, with how their pages lie.
     const ITEMS: u32 = Self::SCRATCH - ITEMS_BYTES;
     /// Items of attention, in the stages before.
-    const ITEM_RING: Shape = if ROWS == ALONE {
-        alone::ITEMS
-    } else {
-        Shape { stages: Self::ITEMS / Self::ROW_RING.bytes, barriers: Self::ROW_RING.end(), ..Self::ROW_RING }
-    };
+    const ITEM_RING: Shape =
+        Shape { stages: Self::ITEMS / Self::ROW_RING.bytes, barriers: Self::ROW_RING.end(), ..Self::ROW_RING };
     /// What one producer tells another of attention's pool.
-    const MESSAGES: Shape =
-        pool::messages((if ROWS == ALONE { alone::END } else { Self::ITEM_RING.end() }).next_multiple_of(16));
+    const MESSAGES: Shape = pool::messages(Self::ITEM_RING.end().next_multiple_of(16));
     /// Weights, or pages.
     const RING: Shape = Shape::new(Self::MESSAGES.end().next_multiple_of(128), Self::STAGES, WEIGHT_BYTES);
-    const STAGES: u32 = match ROWS {
-        ALONE => alone::STAGES,
-        64 => 10,
-        _ => 8,
-    };
+    const STAGES: u32 = if ROWS == 64 { 10 } else { 8 };
     /// A barrier that says that the rows' factors are there.
     const FACTORS_READY: u32 = Self::RING.end();
     /// A barrier that says that the block's share of attention is known, then that share.
@@ -167,11 +157,6 @@ impl<const ROWS: u32> Memory<ROWS> {
 
     unsafe fn scheduled() -> Barrier {
         unsafe { Barrier::at(shared::dynamic(Self::SCHEDULED)) }
-    }
-
-    /// Pages that were asked for: see [`Slots`](attention).
-    unsafe fn asked() -> Shared<u32> {
-        unsafe { shared::dynamic(Self::SCHEDULED + 8) }
     }
 
     unsafe fn assignment() -> Shared<u32> {
@@ -215,8 +200,8 @@ pub struct BatchedStep {
     pub packed: Global<u32>,
     /// [`BatchedStep::items_len`] words: what a block has to attend to.
     pub items: GlobalMut<u32>,
-    /// `[blocks, 4]` what falls to each block in attention, if steps of the same rows are done phase by phase; null
-    /// otherwise.
+    /// `[blocks, 4]` what falls to each block in attention, or to each warp of [`attend_batch`], if steps of the same
+    /// rows are done phase by phase; null otherwise.
     pub assignments: GlobalMut<u32>,
     /// [`BatchedStep::partial_len`] elements, for split-K partials of split tiles.
     pub partials: GlobalMut<f32>,
@@ -236,11 +221,11 @@ pub struct BatchedStep {
 
 impl BatchedStep {
     /// Dynamic shared memory of [`attend_batch`].
-    pub const ATTEND_SHARED_BYTES: u32 = Memory::<ALONE>::FACTORS;
+    pub const ATTEND_SHARED_BYTES: u32 = alone::SHARED_BYTES;
     /// Query heads of a key-value head that [`attend_batch`] takes at most.
     pub const ATTEND_PAIRS: u32 = alone::PAIRS;
-    /// CTAs of [`attend_batch`] that an SM holds.
-    pub const ATTEND_CTAS_PER_SM: u32 = alone::CTAS_PER_SM;
+    /// Warps of a CTA of [`attend_batch`].
+    pub const ATTEND_WARPS: u32 = alone::WARPS;
 
     /// Dynamic shared memory of a block of the kernel for `rows` = 64, 96 or 128 rows a tile.
     #[must_use]

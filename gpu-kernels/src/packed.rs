@@ -32,7 +32,7 @@ const MIDDLE: u32 = 32 * 32;
 const SIGNS: u32 = MIDDLE + 32 * 16;
 const GROUP_BYTES: u32 = SIGNS + 32 * 4;
 /// A warp's tokens.
-const HALF_BYTES: u32 = 4 * GROUP_BYTES;
+pub(crate) const HALF_BYTES: u32 = 4 * GROUP_BYTES;
 /// The packed keys of a page for a head, or its values.
 pub const PACKED_BYTES: u32 = 2 * HALF_BYTES;
 /// As they were.

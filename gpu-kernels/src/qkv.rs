@@ -188,7 +188,7 @@ impl Factors {
 
 /// A lane's part of one head of one row, ready for attention: dimensions `2l` and `2l + 1`, then `64 + 2l` and
 /// `65 + 2l`, as bf16.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct HeadVector {
     pub low: u32,
     pub high: u32,

@@ -148,16 +148,6 @@ impl Ring {
         self
     }
 
-    /// `n` stages on, two turns at most, of a ring that may have no room for so many.
-    #[inline(always)]
-    pub const fn far_ahead(mut self, n: u32) -> Self {
-        if n < self.shape.stages {
-            return self.ahead(n);
-        }
-        self.parity ^= 1;
-        self.ahead(n - self.shape.stages)
-    }
-
     /// `n` stages on, a turn at most.
     #[inline(always)]
     pub const fn ahead(mut self, n: u32) -> Self {

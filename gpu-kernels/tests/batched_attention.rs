@@ -196,7 +196,7 @@ impl Case {
             if let Some(tile_rows) = tile_rows {
                 run_batched(tile_rows, grid, seed, params);
             } else {
-                let assignments = Buffer::<u32>::new_poisoned(4 * grid as usize);
+                let assignments = Buffer::<u32>::new_poisoned(4 * (BatchedStep::ATTEND_WARPS * grid) as usize);
                 for layer in 0..2 {
                     // SAFETY: one of the two phases.
                     let phases = unsafe { params.phases.at(layer) };
@@ -246,9 +246,9 @@ fn many_items_for_a_block() {
 fn each_sequence_has_one_row() {
     let contexts = [[0, 1, 30, 31, 32, 63, 64, 65, 100], [700, 255, 256, 257, 511, 512, 513, 40, 320]];
     for (seed, contexts) in (7..).zip(contexts) {
-        for (q_heads, kv_heads) in [(4, 1), (4, 2), (2, 2)] {
+        for (q_heads, kv_heads) in [(4, 1), (4, 2), (2, 2), (5, 1), (8, 1)] {
             let sequences = contexts.map(|start| (start, 1)).to_vec();
-            Case { q_heads, kv_heads, sequences }.check(2 + q_heads as u32 % 4, seed);
+            Case { q_heads, kv_heads, sequences }.check(2 + q_heads as u32 % 2 * 2, seed);
         }
     }
 }

@@ -21,7 +21,7 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, bulk, thread, warp};
 
-use super::{ALL, ALONE, BatchedStep, CONSUMERS, Memory, Phase, Rings, WARPS};
+use super::{ALL, BatchedStep, CONSUMERS, Memory, Phase, Rings, WARPS};
 use crate::attention::{
     Attend, Divisor, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, WarpAttention, add_values, combine_by_warp,
     key_of, reduce, reduce_few, score_keys, values_from, weigh,
@@ -41,9 +41,6 @@ pub const DESCRIPTION: u32 = PAIRS * QUERY;
 
 /// Behind that, how its pages lie.
 pub const FORMS: u32 = DESCRIPTION + 16;
-
-/// Bytes of a stage that has no room for more.
-pub const SLOT_BYTES: u32 = (FORMS + 16).next_multiple_of(128);
 
 /// Behind these, in what is left of every stage: a split's sums for a pair, their maximum and normaliser.
 const PART: u32 = FORMS + 16;
@@ -151,16 +148,14 @@ impl Item {
 }
 
 /// One lane loads an item's pages, keys first, as far as there are any, the `i`-th beside `under_way(i)` at most;
-/// `blocks` are their [indices](Cache::block_index), with [`PACKED`]. `asked` stages were asked for before, and
-/// [`ALONE`] it is told how many are. All keep count.
+/// `blocks` are their [indices](Cache::block_index), with [`PACKED`]. All keep count.
 #[inline(always)]
-pub unsafe fn load_pages<const ROWS: u32>(
+pub unsafe fn load_pages(
     cache: &Cache,
     ring: Ring,
     item: &Item,
     blocks: [u32; 4],
     under_way: impl Fn(u32) -> u32,
-    asked: u32,
 ) -> Ring {
     unsafe {
         let pages = item.pages();
@@ -169,9 +164,7 @@ pub unsafe fn load_pages<const ROWS: u32>(
             while kind < 2 {
                 unroll!(I < 4; {
                     if (I as u32) < pages {
-                        if ROWS != ALONE {
-                            ring.wait_under_way(under_way(kind * pages + I as u32));
-                        }
+                        ring.wait_under_way(under_way(kind * pages + I as u32));
                         ring.wait_empty();
                         let tokens = item.last + 1 - (item.first_page() + I as u32) * PAGE_TOKENS;
                         let is_packed = blocks[I] & PACKED != 0;
@@ -180,10 +173,6 @@ pub unsafe fn load_pages<const ROWS: u32>(
                         let from = (blocks[I] & !PACKED) as usize * 2 + kind as usize;
                         let from = from * (PAGE_TOKENS * HEAD_DIM) as usize;
                         bulk::copy_to_shared(ring.stage_buffer(), cache.pages.read().at(from).cast(), bytes, ring.full());
-                        if ROWS == ALONE {
-                            let count = asked + kind * pages + I as u32 + 1;
-                            atomic::store(Memory::<ROWS>::asked(), 0, count, Ordering::Release, Scope::Block);
-                        }
                         ring = ring.ahead(1);
                     }
                 });
@@ -191,7 +180,7 @@ pub unsafe fn load_pages<const ROWS: u32>(
             }
         }
         warp::sync_warp();
-        if ROWS == ALONE { ring.far_ahead(2 * pages) } else { ring.ahead(2 * pages) }
+        ring.ahead(2 * pages)
     }
 }
 

@@ -76,14 +76,8 @@ pub unsafe fn produce<F: BatchedFormat, const ROWS: u32>(p: &BatchedStep) {
                     |assignment| asking.next(p, number, assignment),
                     |_, [item, pages]| {
                         let item = Item::new(item);
-                        ring = load_pages::<ROWS>(
-                            &cache,
-                            ring,
-                            &item,
-                            pages,
-                            |i| under_way(filled + i, alone, PAGES_UNDER_WAY),
-                            0,
-                        );
+                        let under_way = |i| under_way(filled + i, alone, PAGES_UNDER_WAY);
+                        ring = load_pages(&cache, ring, &item, pages, under_way);
                         filled += 2 * item.pages();
                     },
                 );

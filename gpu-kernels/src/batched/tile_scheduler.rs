@@ -30,8 +30,8 @@ const POOL_SPLITS: u32 = 8;
 /// What a block has, and what nobody has yet: numbers of items in the line.
 #[derive(Clone, Copy)]
 pub struct Assignment {
-    first: u32,
-    count: u32,
+    pub first: u32,
+    pub count: u32,
     pub pool_first: u32,
     pub pool_count: u32,
 }
@@ -40,15 +40,25 @@ impl Assignment {
     /// As a warp of the block left it.
     #[inline(always)]
     unsafe fn load<const ROWS: u32>() -> Self {
-        let [first, count, pool_first, pool_count] = unsafe { Memory::<ROWS>::assignment().load16(0) };
+        Self::new(unsafe { Memory::<ROWS>::assignment().load16(0) })
+    }
+
+    /// From its [words](Self::words).
+    #[inline(always)]
+    pub const fn new([first, count, pool_first, pool_count]: [u32; 4]) -> Self {
         Self { first, count, pool_first, pool_count }
+    }
+
+    /// As four words.
+    #[inline(always)]
+    pub const fn words(&self) -> [u32; 4] {
+        [self.first, self.count, self.pool_first, self.pool_count]
     }
 
     /// One lane leaves it.
     #[inline(always)]
     unsafe fn store<const ROWS: u32>(&self) {
-        let Self { first, count, pool_first, pool_count } = *self;
-        unsafe { Memory::<ROWS>::assignment().store16(0, [first, count, pool_first, pool_count]) };
+        unsafe { Memory::<ROWS>::assignment().store16(0, self.words()) };
     }
 }
 
@@ -172,22 +182,45 @@ impl Split {
 #[inline(always)]
 pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
     unsafe {
-        let lane = thread::opaque(thread::lane_id());
-        // Pages and splits of a key-value head.
-        let mut all = [0; 2];
-        let mut first = 0;
-        while first < p.tile_count {
-            let some = Tiles::load(p, first, lane).all;
-            all = [all[0] + some[0], all[1] + some[1]];
-            first += 32;
+        let (lane, block) = (thread::opaque(thread::lane_id()), thread::block_idx_x());
+        let pool = Pool::find(p, all(p, lane), lane);
+        let assignment = assign(p, &pool, (block, thread::grid_dim_x()), parts::<ROWS>());
+        if lane == 0 {
+            assignment.store::<ROWS>();
+            if !p.assignments.is_null() {
+                p.assignments.store16(4 * block as usize, assignment.words());
+            }
         }
-        let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
-        cuda_std::assume(grid > 0);
-        let pool = Pool::find(p, all, lane);
+        warp::sync_warp();
+        Memory::<ROWS>::scheduled().arrive_if(lane == 0);
+        pool.put(p, assignment.pool_first, lane);
+    }
+}
+
+/// Pages and splits of a key-value head.
+#[inline(always)]
+unsafe fn all(p: &BatchedStep, lane: u32) -> [u32; 2] {
+    let (mut all, mut first) = ([0; 2], 0);
+    while first < p.tile_count {
+        let some = unsafe { Tiles::load(p, first, lane) }.all;
+        all = [all[0] + some[0], all[1] + some[1]];
+        first += 32;
+    }
+    all
+}
+
+/// Finds the items of one of so many that share those beside the pool, and puts them into the line. It keeps so many
+/// parts on chip at most. A warp does it together, and sees them afterwards.
+#[inline(always)]
+pub unsafe fn assign(p: &BatchedStep, pool: &Pool, (number, sharers): (u32, u32), parts: u32) -> Assignment {
+    unsafe {
+        let lane = thread::opaque(thread::lane_id());
+        let all = all(p, lane);
+        cuda_std::assume(sharers > 0);
         let pages = all[0] * p.work.kv_heads - pool.all[0];
-        let (share, left) = (pages / grid, pages % grid);
-        let begin = block * share + block.min(left);
-        let end = begin + share + u32::from(block < left);
+        let (share, left) = (pages / sharers, pages % sharers);
+        let begin = number * share + number.min(left);
+        let end = begin + share + u32::from(number < left);
 
         let pool_first = all[1] * p.work.kv_heads - pool.all[1];
         let mut assignment = Assignment { first: 0, count: 0, pool_first, pool_count: pool.all[1] };
@@ -203,8 +236,8 @@ pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
                 let mut i = 0;
                 while i < splits {
                     // Beyond the last, the last again.
-                    let number = (i + lane).min(splits - 1);
-                    let split = Split::of(&tiles, since, number);
+                    let of_32 = (i + lane).min(splits - 1);
+                    let split = Split::of(&tiles, since, of_32);
                     let (run, pages, count) = (before[0] + split.run, split.last / PAGE_TOKENS + 1, split.count());
                     let middle = |split: u32| run + split * PAGES + (pages - split * PAGES).min(PAGES) / 2;
                     let own = i + lane < splits && (begin..end).contains(&middle(split.split));
@@ -214,10 +247,10 @@ pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
                         let is_last = if ends { next == count } else { end <= middle(next) };
                         // The first with that much before its middle.
                         let first_split = if begins { 0 } else { (begin - run - PAGES / 2).div_ceil(PAGES) };
-                        let fits = count * split.rows * p.work.group() <= parts::<ROWS>();
+                        let fits = count * split.rows * p.work.group() <= parts;
                         let whole = begins && ends;
                         let item = split.item(p, kv_head, first_split, is_last, (whole, whole && fits));
-                        put(p, &item, before[1] + number);
+                        put(p, &item, before[1] + of_32);
                     }
                     let owned = warp::ballot(own);
                     if assignment.count == 0 {
@@ -231,16 +264,8 @@ pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
             }
             kv_head += 1;
         }
-        if lane == 0 {
-            assignment.store::<ROWS>();
-            if !p.assignments.is_null() {
-                let Assignment { first, count, pool_first, pool_count } = assignment;
-                p.assignments.store16(4 * block as usize, [first, count, pool_first, pool_count]);
-            }
-        }
         warp::sync_warp();
-        Memory::<ROWS>::scheduled().arrive_if(lane == 0);
-        pool.put(p, pool_first, lane);
+        assignment
     }
 }
 
@@ -263,7 +288,7 @@ pub unsafe fn take_up<const ROWS: u32>(p: &BatchedStep) {
 }
 
 /// The runs of the line's end, of the last key-value head.
-struct Pool {
+pub struct Pool {
     /// The first of the 32 tiles that it begins among, and its first tile.
     group: u32,
     tile: u32,
@@ -274,6 +299,12 @@ struct Pool {
 }
 
 impl Pool {
+    /// Nothing.
+    #[inline(always)]
+    pub const fn none(p: &BatchedStep) -> Self {
+        Self { group: p.tile_count, tile: p.tile_count, skipped: 0, all: [0; 2] }
+    }
+
     /// From the pages and splits of a head.
     #[inline(always)]
     unsafe fn find(p: &BatchedStep, all: [u32; 2], lane: u32) -> Self {
@@ -281,7 +312,7 @@ impl Pool {
         // It is of one head.
         let is_worth = wanted * POOL_SHARE <= all[0] * p.work.kv_heads && all[1] <= POOL_SPLITS * p.tile_count;
         let wanted = if is_worth { wanted.min(all[0]) } else { 0 };
-        let mut pool = Self { group: p.tile_count, tile: p.tile_count, skipped: 0, all: [0; 2] };
+        let mut pool = Self::none(p);
         while pool.all[0] < wanted {
             // The whole of the group before, or its end.
             pool.group = (pool.group - 1) / 32 * 32;

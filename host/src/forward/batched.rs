@@ -57,7 +57,7 @@ struct Many {
     spans: Buffer<f32>,
     /// CTAs of attention's launches.
     attend_grid: u32,
-    /// What falls to each of them.
+    /// What falls to each of their warps, or to each block.
     assignments: Buffer<u32>,
     /// As [`BatchedStep::arrivals`], of these launches.
     arrivals: Buffer<u32>,
@@ -139,7 +139,8 @@ impl Forward {
         let upload = |program, head| self.device.upload(Phase::words(&phases(program, head)));
         let program = |&program: &_| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]);
         let kv_heads = c.num_key_value_heads;
-        let attend_grid = BatchedStep::ATTEND_CTAS_PER_SM * self.device.sms();
+        let attend_grid = self.device.sms();
+        let sharers = grid.max(BatchedStep::ATTEND_WARPS * attend_grid);
         let partials = TILE_ROWS.map(|rows| BatchedStep::partial_len(rows, grid)).into_iter().max().unwrap_or(0);
         self.batched = Some(Batched {
             grid,
@@ -161,7 +162,7 @@ impl Forward {
                 )])?,
                 spans: self.device.zeroed(self.room.rows * c.hidden_size / SPAN as usize)?,
                 attend_grid,
-                assignments: self.device.zeroed(4 * attend_grid as usize)?,
+                assignments: self.device.zeroed(4 * sharers as usize)?,
                 arrivals: self.device.zeroed(BatchedStep::arrivals_len(attend_grid, c.num_attention_heads as u32))?,
                 beside: gemm::Beside::new(&self.device)?,
             },
