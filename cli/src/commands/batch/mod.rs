@@ -156,12 +156,9 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     run.stop.store(true, Ordering::Relaxed);
     let (metrics, tally, first_error, bar) =
         (run.metrics(), run.tally, run.first_error.map(|(_, error)| error), run.bar);
-    if ended.is_ok() {
-        // They have ended; this waits until their devices are given back.
-        workers.into_iter().for_each(|worker| worker.join().unwrap_or_default());
-    }
     // Results that are there are written whatever happened.
     let written = output.finish();
+    let have_ended = ended.is_ok();
     let ended = ended.and_then(|ending| written.map(|()| ending));
     let summary = bar.end(&metrics, &tally, first_error, source.to_string(), devices, &ended);
     if report.is_told() {
@@ -169,6 +166,10 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     }
     if report.json {
         printing::print_json(&summary, false)?;
+    }
+    if have_ended {
+        // All is told: what is left is to give devices back, which takes a card with much memory a while.
+        workers.into_iter().for_each(|worker| worker.join().unwrap_or_default());
     }
     ended
 }
