@@ -322,16 +322,18 @@ fn on_emulator(checkpoint: &Checkpoint, seed: u64, options: BatchOptions) -> Box
     Box::new(batch.unwrap_or_else(|e| panic!("{e}")))
 }
 
-/// Passes of the emulator have ended when they are enqueued: whose mask is not made then is put off.
+/// Passes of the emulator have ended when they are enqueued: whose mask is not made then is put off, and whose proposal
+/// is not made has no drafts.
 #[test]
-fn a_sequence_without_a_form_waits_for_no_mask() {
+fn a_sequence_without_a_form_waits_for_no_mask_and_no_proposal() {
     let checkpoint = golden();
     let free = (9, greedy(&[7, 8, 9], 8, None));
     let mut jobs: Vec<(usize, Request)> = formed(&checkpoint, 5, 12).into_iter().take(2).enumerate().collect();
     let mut alone = engine(&checkpoint, DeviceChoice::Emulator, CONTEXT);
     let expected: Vec<_> = jobs.iter().map(|(_, request)| answer(&mut alone, request).tokens).collect();
-    let run = |jobs: &[(usize, Request)]| {
-        let options = BatchOptions { sequences: Some(3), mask_wait: Some(Duration::ZERO), ..BatchOptions::default() };
+    let run = |jobs: &[(usize, Request)], draft| {
+        let (sequences, mask_wait) = (Some(3), Some(Duration::ZERO));
+        let options = BatchOptions { sequences, mask_wait, draft, draft_rows: 20, ..BatchOptions::default() };
         let mut batch = Batch::with_backend(checkpoint.clone(), on_emulator(&checkpoint, 12, options));
         for (id, request) in jobs {
             let job = Job { id: *id as u64, request: request.clone(), logprobs: None };
@@ -348,15 +350,20 @@ fn a_sequence_without_a_form_waits_for_no_mask() {
         }
         (answers, batch.metrics().counts.put_off)
     };
-    let (without, none) = run(std::slice::from_ref(&free));
     jobs.push(free);
-    let (with, put_off) = run(&jobs);
-    // In the same step as alone, with the same tokens.
-    assert_eq!(with[&9], without[&9]);
-    assert!(none == 0 && put_off > 3, "{none}, {put_off}");
-    // Nor does it change those that were put off.
-    for (i, expected) in expected.iter().enumerate() {
-        assert_eq!(with[&i].1, *expected, "request {i}");
+    for draft in [None, Some(EAGER)] {
+        let (without, none) = run(&jobs[2..], draft);
+        let (with, put_off) = run(&jobs, draft);
+        assert_eq!(with[&9].1, without[&9].1);
+        if draft.is_none() {
+            // In the same step as alone. (Where drafts may come tokens are known before a pass, which gives masks time.)
+            assert_eq!(with[&9].0, without[&9].0);
+            assert!(none == 0 && put_off > 3, "{none}, {put_off}");
+        }
+        // Nor does it change those that were put off.
+        for (i, expected) in expected.iter().enumerate() {
+            assert_eq!(with[&i].1, *expected, "request {i}");
+        }
     }
 }
 

@@ -6,13 +6,13 @@ use model::{Checkpoint, CpuModel, Fault, KvPages, Row};
 use rayon::prelude::*;
 
 use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
-use super::draft::{Drafts, propose};
+use super::draft::{Drafting, Drafts, propose};
 use super::limits::{Costs, Limits};
 use super::plan::{Page, Plan, Work};
 use super::running::Running;
 use crate::Error;
 use crate::cpu::{DRAFT_COST, memory};
-use crate::draft::{NgramDraft, masks};
+use crate::draft::{NgramDraft, Proposal, masks};
 
 /// Runs batches on the CPU.
 pub struct CpuBatch {
@@ -124,8 +124,11 @@ impl BatchBackend for CpuBatch {
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
         self.prepare(plan, starts);
         let start = Instant::now();
-        let sequence = |work: &Work| (work.rows == 1).then_some(&self.slots[work.slot as usize].running);
-        let drafts = propose(plan, self.draft, DRAFT_COST, sequence);
+        let drafting = |work: &Work| match work.rows {
+            1 => Drafting::Here(&self.slots[work.slot as usize].running),
+            _ => Drafting::No,
+        };
+        let drafts = propose(plan, self.draft, DRAFT_COST, drafting, |_| Proposal::default());
         let mut rows = Vec::new();
         for (work, drafts) in plan.work.iter().zip(&drafts) {
             let slot = &self.slots[work.slot as usize];

@@ -23,32 +23,60 @@ impl Drafts {
     }
 }
 
-/// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`. `sequence`
-/// gives the one of a work, if it may draft.
+/// Whether a work's sequence may draft, and who makes its proposal.
+pub enum Drafting<'a> {
+    /// It may not.
+    No,
+    /// It is made here.
+    Here(&'a Running),
+    /// Somebody else makes it meanwhile.
+    Elsewhere(&'a Running),
+}
+
+impl<'a> Drafting<'a> {
+    /// The sequence, if it may draft.
+    const fn sequence(&self) -> Option<&'a Running> {
+        match self {
+            Self::No => None,
+            Self::Here(running) | Self::Elsewhere(running) => Some(*running),
+        }
+    }
+}
+
+/// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`. `drafting`
+/// tells of a work's sequence; proposals that are not made here are asked of `elsewhere` when the others are there.
 pub fn propose<'a>(
     plan: &Plan,
     draft: Option<NgramDraft>,
     cost: drafting::Cost,
-    sequence: impl Fn(&Work) -> Option<&'a Running>,
+    drafting: impl Fn(&Work) -> Drafting<'a>,
+    mut elsewhere: impl FnMut(&Work) -> Proposal,
 ) -> Vec<Drafts> {
     let Some(draft) = draft.filter(|_| plan.draft_threshold > 0) else {
         return vec![Drafts::default(); plan.work.len()];
     };
-    let sequences: Vec<_> = plan.work.iter().map(|work| sequence(work).filter(|_| work.samples)).collect();
+    let sequences: Vec<_> =
+        plan.work.iter().map(|work| if work.samples { drafting(work) } else { Drafting::No }).collect();
     // Whoever has a row in the budget is owed it, also who may not draft.
     let active = plan.work.iter().filter(|work| work.samples && work.rows == 1).count() as i64;
     let others = plan.work.iter().map(|work| work.rows).sum::<u32>().saturating_sub(1);
     // Which drafts there are does not depend on the budget, only how many of them are tried.
-    let search = |(work, sequence): (&Work, &Option<&Running>)| match sequence {
-        Some(running) if work.most_drafts > 0 => {
+    let search = |(work, sequence): (&Work, &Drafting<'_>)| match sequence {
+        Drafting::Here(running) if work.most_drafts > 0 => {
             running.propose(&NgramDraft { tokens: work.most_drafts.min(draft.tokens), ..draft })
         }
         _ => Proposal::default(),
     };
-    let found: Vec<Proposal> = plan.work.par_iter().zip(&sequences).map(search).collect();
+    let mut found: Vec<Proposal> = plan.work.par_iter().zip(&sequences).map(search).collect();
+    for ((work, sequence), found) in plan.work.iter().zip(&sequences).zip(&mut found) {
+        if matches!(sequence, Drafting::Elsewhere(_)) {
+            *found = elsewhere(work);
+            found.tokens.truncate(work.most_drafts.min(draft.tokens) as usize);
+        }
+    }
     let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
-    let choose = |(mut proposal, sequence): (Proposal, Option<&Running>)| {
-        let Some(sequence) = sequence else { return Drafts::default() };
+    let choose = |(mut proposal, sequence): (Proposal, Drafting<'_>)| {
+        let Some(sequence) = sequence.sequence() else { return Drafts::default() };
         proposal.tokens.truncate(budget.next() as usize);
         let acceptance = if proposal.forced { drafting::ONE } else { sequence.acceptance };
         let count = drafting::worthwhile(acceptance, draft.cost(cost), others, proposal.tokens.len() as u32);
@@ -82,7 +110,7 @@ mod tests {
     use gpu_kernels::drafting::Cost;
     use gpu_kernels::ngram::reference;
 
-    use super::{DraftBudget, NgramDraft, Plan, Running, Work, propose};
+    use super::{DraftBudget, Drafting, NgramDraft, Plan, Proposal, Running, Work, propose};
 
     #[test]
     fn a_row_that_ends_a_prompt_is_owed_its_place_in_the_budget() {
@@ -91,9 +119,20 @@ mod tests {
         let plan = Plan { work: (0..3).map(work).collect(), draft_threshold: 7, ..Plan::default() };
         let draft = NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false };
         for may_draft in [vec![0], vec![1], vec![2], vec![0, 2], vec![0, 1, 2]] {
-            let sequence = |work: &Work| may_draft.contains(&work.slot).then_some(&running);
-            let drafts = propose(&plan, Some(draft), Cost::default(), sequence);
-            assert_eq!(drafts.iter().map(|drafts| drafts.count).sum::<usize>(), 4, "{may_draft:?}");
+            let made = running.propose(&NgramDraft { tokens: 9, ..draft });
+            for elsewhere in [vec![], vec![1], vec![0, 1, 2]] {
+                let drafting = |work: &Work| match may_draft.contains(&work.slot) {
+                    false => Drafting::No,
+                    true if elsewhere.contains(&work.slot) => Drafting::Elsewhere(&running),
+                    true => Drafting::Here(&running),
+                };
+                let drafts = propose(&plan, Some(draft), Cost::default(), drafting, |_| made.clone());
+                let count = drafts.iter().map(|drafts| drafts.count).sum::<usize>();
+                assert_eq!(count, 4, "{may_draft:?}, {elsewhere:?}");
+            }
+            let late = |_: &Work| Proposal::default();
+            let drafts = propose(&plan, Some(draft), Cost::default(), |_| Drafting::Elsewhere(&running), late);
+            assert!(drafts.iter().all(|drafts| drafts.count == 0));
         }
     }
 

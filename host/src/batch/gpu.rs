@@ -15,6 +15,7 @@ mod moves;
 mod notes;
 mod packing;
 mod passes;
+mod proposing;
 mod sizes;
 mod upload;
 mod uses;
@@ -37,13 +38,14 @@ use self::moves::Mover;
 use self::notes::{Group, Notes};
 use self::packing::Packing;
 use self::passes::{RowPass, SequenceRows, Widths, cut};
+use self::proposing::ProposalJobs;
 use self::sizes::{BatchSizes, LEAST_ROWS, SPARE};
 use self::upload::{List, Upload};
 use self::uses::TokenUses;
 use super::PAGE_TOKENS;
 use super::backend::{BatchBackend, Outcome, Rate, Start};
 use super::cpu::check_memory;
-use super::draft::{Drafts, propose};
+use super::draft::{Drafting, Drafts, propose};
 use super::limits::{Costs, Limits};
 use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
@@ -78,6 +80,7 @@ pub struct GpuBatch {
     notes: Notes,
     masks: Masks,
     mask_jobs: MaskJobs,
+    proposals: ProposalJobs,
     /// Slots of the step that was begun last, as [`BatchBackend::put_off`] tells them.
     put_off: Vec<Slot>,
     sampler: Sampler,
@@ -128,6 +131,8 @@ struct UnderWay {
     halted: Option<usize>,
     /// Whether every sequence with rows has a form.
     only_forms: bool,
+    /// Whether there was room for drafts.
+    drafts_fit: bool,
     /// Slots whose choices were put off.
     put_off: Vec<Slot>,
 }
@@ -258,6 +263,8 @@ impl GpuBatch {
             notes: Notes::new(device, config.vocab_size, 2 * choices)?,
             masks: Masks::new(device, config.vocab_size, sizes.decode_rows().max(sizes.sequences))?,
             mask_jobs: MaskJobs::new(device, sizes.sequences, config.vocab_size, options.mask_wait)?,
+            // As masks are waited for.
+            proposals: ProposalJobs::new(sizes.sequences, options.mask_wait.is_none() && device.is_emulator()),
             put_off: Vec::new(),
             sampler: Sampler::new(device, config)?,
             sampled: device.mapped(2 * choices)?,
@@ -303,6 +310,7 @@ impl GpuBatch {
             self.uses.begin(started.slot, start, &running);
             self.slots[started.slot as usize] = running;
             self.mask_jobs.forget(started.slot);
+            self.proposals.forget(started.slot);
         }
     }
 
@@ -510,13 +518,19 @@ impl BatchBackend for GpuBatch {
         assert!(self.under_way.len() < 2, "two steps are under way");
         checked::check_plan(plan, starts, &self.limits, self.vocab());
         self.take_up(plan, starts);
-        let sequence = |work: &Work| {
+        let only_forms = plan.work.iter().all(|work| self.slots[work.slot as usize].form.is_some());
+        let drafting = |work: &Work| {
             let running = &self.slots[work.slot as usize];
             // Not after a prompt's last token: that one runs another way.
             let may_draft = work.rows == 1 && work.start as usize >= running.prompt;
-            (may_draft && !self.mask_jobs.are_pending(work.slot)).then_some(running)
+            match running.form {
+                _ if !may_draft || self.mask_jobs.are_pending(work.slot) => Drafting::No,
+                None => Drafting::Here(running),
+                Some(_) => Drafting::Elsewhere(running),
+            }
         };
-        let drafts = propose(plan, self.draft, DRAFT_COST, sequence);
+        let made = |work: &Work| self.proposals.take(work.slot, only_forms);
+        let drafts = propose(plan, self.draft, DRAFT_COST, drafting, made);
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
         let rows: Vec<SequenceRows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
 
@@ -552,7 +566,6 @@ impl BatchBackend for GpuBatch {
             true => passes.iter().take_while(|ready| ready.pass.prompt).count(),
             false => passes.len(),
         };
-        let only_forms = plan.work.iter().all(|work| self.slots[work.slot as usize].form.is_some());
         self.put_off.clear();
         let mut halted = self.enqueue_passes(&passes[..prompts], 0, only_forms)?;
         if timed {
@@ -576,6 +589,7 @@ impl BatchBackend for GpuBatch {
             left: Vec::new(),
             halted,
             only_forms,
+            drafts_fit: plan.draft_threshold > 0,
             put_off: self.put_off.clone(),
         });
         Ok(())
@@ -621,10 +635,14 @@ impl BatchBackend for GpuBatch {
                 // Foreseen: one.
                 chosen[i].clone()
             } else {
+                self.proposals.forget(work.slot);
                 let running = &mut self.slots[work.slot as usize];
                 let tokens = running.confirm(drafts, |row, _| chosen[i][row]);
                 self.uses.take_in(work.slot, running, &tokens);
                 self.mask_jobs.forget(work.slot);
+                if let Some(draft) = self.draft.filter(|_| step.drafts_fit) {
+                    self.proposals.begin(work.slot, running, draft);
+                }
                 tokens
             };
             // Those behind a wrong draft are not wanted.
