@@ -152,18 +152,22 @@ impl<const ROWS: u32> Memory<ROWS> {
     const BYTES: u32 = Self::PEER + peer::BARRIERS * 8;
 
     unsafe fn factors_ready() -> Barrier {
+        // SAFETY: the caller's word.
         unsafe { Barrier::at(shared::dynamic(Self::FACTORS_READY)) }
     }
 
     unsafe fn scheduled() -> Barrier {
+        // SAFETY: the caller's word.
         unsafe { Barrier::at(shared::dynamic(Self::SCHEDULED)) }
     }
 
     unsafe fn assignment() -> Shared<u32> {
+        // SAFETY: the caller's word.
         unsafe { shared::dynamic(Self::SCHEDULED + 16) }
     }
 
     unsafe fn items() -> Shared<u32> {
+        // SAFETY: the caller's word.
         unsafe { shared::dynamic(Self::ITEMS) }
     }
 }
@@ -273,6 +277,7 @@ impl BatchedStep {
     /// The grid barriers' counters. Found again wherever it is wanted: over the phases it would take registers.
     #[inline(always)]
     unsafe fn grid_barriers(&self) -> GlobalMut<u32> {
+        // SAFETY: the caller's word.
         unsafe { self.arrivals.at(4 * thread::opaque(thread::grid_dim_x()) as usize) }
     }
 
@@ -280,18 +285,21 @@ impl BatchedStep {
     /// them.
     #[inline(always)]
     unsafe fn pool_words(&self) -> GlobalMut<u32> {
+        // SAFETY: the caller's word.
         unsafe { self.grid_barriers().at(2) }
     }
 
     /// Each row's norm factor.
     #[inline(always)]
     unsafe fn factor_words(&self) -> GlobalMut<u64> {
+        // SAFETY: the caller's word.
         unsafe { self.grid_barriers().at(4).cast() }
     }
 
     /// How many splits are there of each row and query head, of those that several blocks have.
     #[inline(always)]
     unsafe fn split_arrivals(&self) -> GlobalMut<u32> {
+        // SAFETY: the caller's word.
         unsafe { self.arrivals.at((4 * thread::grid_dim_x() + GRID_BARRIER_WORDS) as usize) }
     }
 
@@ -299,6 +307,7 @@ impl BatchedStep {
     /// odd.
     #[inline(always)]
     unsafe fn part_arrivals(&self, odd: u32) -> GlobalMut<u32> {
+        // SAFETY: the caller's word.
         unsafe { self.arrivals.at((odd * 2 * thread::grid_dim_x()) as usize) }
     }
 
@@ -306,6 +315,7 @@ impl BatchedStep {
     /// afterwards is that, too.
     #[inline(always)]
     unsafe fn wait_for(&self, phase: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             waiting::for_count(self.grid_barriers(), 0, phase * thread::grid_dim_x());
             bulk::fence_proxy_async_global();
@@ -316,6 +326,7 @@ impl BatchedStep {
     #[inline(always)]
     unsafe fn grid_barrier(&self, phase: u32) {
         if thread::lane_id() == 0 {
+            // SAFETY: the caller's word.
             unsafe { self.wait_for(phase) };
         }
         warp::sync_warp();
@@ -324,6 +335,7 @@ impl BatchedStep {
     /// What keys and values of a layer are made from, and where they go.
     #[inline(always)]
     unsafe fn split_heads(&self, phase: Global<Phase>) -> SplitHeads {
+        // SAFETY: the caller's word.
         let (k_norm, pages) = unsafe { (field!(phase, key_norm: Global<bf16>), field!(phase, pages: GlobalMut<bf16>)) };
         self.work.split_heads(k_norm, self.work.cache(pages))
     }
@@ -351,6 +363,7 @@ impl Rings {
     /// fence.
     #[inline(always)]
     unsafe fn release(&self, lane: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             self.ring.empty().arrive_if(lane == 0);
             self.rows.empty().arrive_if(lane == 0);
@@ -385,6 +398,7 @@ impl Odd {
 
 #[inline(always)]
 unsafe fn batched<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
+    // SAFETY: the caller's word.
     unsafe {
         wgmma::declare();
         if p.work.rows.count.load(0) == 0 {
@@ -424,6 +438,7 @@ unsafe fn batched<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
 /// The consumers walk the phases.
 #[inline(always)]
 unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
+    // SAFETY: the caller's word.
     unsafe {
         let [ring, rows, items] =
             [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
@@ -506,6 +521,7 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
 /// The embedding of every row, spread over the grid.
 #[inline(always)]
 unsafe fn embed(p: &BatchedStep, phase: Global<Phase>) {
+    // SAFETY: the caller's word.
     unsafe {
         let norm = field!(phase, norm: Global<bf16>);
         let dim = p.work.residual.dim;
@@ -527,23 +543,27 @@ unsafe fn embed(p: &BatchedStep, phase: Global<Phase>) {
 /// The phases of a step of up to 64 rows.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn batched_64(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { batched::<Plain, 64, 8>(&p) }
 }
 
 /// [`batched_64`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn batched_64_lossless(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { batched::<Lossless, 64, 8>(&p) }
 }
 
 /// The phases of a step of up to 192 rows.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn batched_96(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { batched::<Plain, 96, 12>(&p) }
 }
 
 /// The phases of a step of up to [`MAX_BATCHED_ROWS`] rows.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn batched_128(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { batched::<Plain, 128, 16>(&p) }
 }

@@ -10,8 +10,7 @@
 //! ```
 //!
 //! Neither weights nor the cache of earlier steps depend on this step's activations, so the producer passes every
-//! boundary without stopping: while consumers meet or reduce, the ring fills (192 KiB a block is 8 µs of an H100's
-//! memory). A layer has five boundaries:
+//! boundary without stopping: while consumers meet or reduce, the ring fills. A layer has five boundaries:
 //!
 //! ```text
 //! QKV ┃ heads, attention ┃ (combine, where a context has several splits ┃) output ┃ gate, up ┃ down ┃
@@ -252,6 +251,7 @@ pub struct LayOut {
 /// Copies a wave's weights into the order of the stream; what lies beyond the matrix becomes zero.
 #[kernel(threads = 256)]
 pub unsafe fn lay_out(p: LayOut) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (n_tile, q) = (thread::block_idx_x(), thread::block_idx_y());
         let wave = Wave { base: p.base, rotation: 0, n_tiles: p.n_tiles, depth: 0 };
@@ -457,18 +457,21 @@ impl DecodeStep {
     /// The norm of a layer's input; of the layer after the last, the final one.
     #[inline(always)]
     unsafe fn input_norm(&self, layer: u32) -> Global<bf16> {
+        // SAFETY: the caller's word.
         unsafe { self.norms.at(layer as usize * Self::layer_norms(thread::opaque(self.work.residual.dim))) }
     }
 
     /// The norm after a layer's attention.
     #[inline(always)]
     unsafe fn post_attention_norm(&self, layer: u32) -> Global<bf16> {
+        // SAFETY: the caller's word.
         unsafe { self.input_norm(layer).at(self.work.residual.dim as usize) }
     }
 
     /// The norms of a layer's queries and keys.
     #[inline(always)]
     unsafe fn head_norms(&self, layer: u32) -> Global<bf16> {
+        // SAFETY: the caller's word.
         unsafe { self.input_norm(layer).at(2 * thread::opaque(self.work.residual.dim) as usize) }
     }
 
@@ -481,6 +484,7 @@ impl DecodeStep {
 
 #[inline(always)]
 unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &DecodeStep) {
+    // SAFETY: the caller's word.
     unsafe {
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
         if count == 0 {
@@ -524,60 +528,70 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &De
 /// The forward pass of up to 8 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Plain, 1, 2>(&p) }
 }
 
 /// The forward pass of up to 16 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Plain, 2, 2>(&p) }
 }
 
 /// [`decode_8`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_lossless(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Lossless, 1, 1>(&p) }
 }
 
 /// [`decode_16`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_lossless(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Lossless, 2, 1>(&p) }
 }
 
 /// [`decode_8`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_fp8(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Quantized<Fp8>, 1, 1>(&p) }
 }
 
 /// [`decode_16`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_fp8(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Quantized<Fp8>, 2, 1>(&p) }
 }
 
 /// [`decode_8`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Quantized<Int4<1>>, 1, 1>(&p) }
 }
 
 /// [`decode_16`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Quantized<Int4<1>>, 2, 1>(&p) }
 }
 
 /// [`decode_8_int4`], with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4_f16(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Quantized<Int4<2>>, 1, 1>(&p) }
 }
 
 /// [`decode_16_int4`], with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4_f16(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Quantized<Int4<2>>, 2, 1>(&p) }
 }
 

@@ -5,7 +5,7 @@
 //! `sample`, and drafts leave sampled text as it is, too.
 //!
 //! ```text
-//! accept ─► (n-gram match) ─► plan_draft ─► pass ─► next_draft ─► pass ─► next_draft … ─► (n-gram match) ─► plan_decode
+//! accept ─► (n-gram match) ─► plan_draft ─► pass ─► next_draft ─► pass ─► … ─► (n-gram match) ─► plan_decode
 //!                               │ rows that the cache lacks   │ a row: the draft before
 //!                               └ none: nobody drafts         └ none: the chain ends
 //! ```

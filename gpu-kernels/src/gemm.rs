@@ -6,7 +6,7 @@
 //! features, one after another:
 //!
 //! ```text
-//! warpgroup 2   one lane: x [128 × 64] by TMA, w [N × 64] by bulk copies ──► ring of stages   (runs ahead, across tiles)
+//! warpgroup 2   one lane: x [128 × 64] by TMA, w [N × 64] by bulk copies ──► ring of stages; runs ahead, across tiles
 //! warpgroup 0   rows 0..64   ┐ wgmma m64nNk16, four a stage, sums in N/2 registers a lane;
 //! warpgroup 1   rows 64..128 ┘ then the epilogue
 //! ```
@@ -43,7 +43,7 @@
 //! # Epilogues
 //! | kernels | of the sums, times the row's factor |
 //! |---|---|
-//! | `gemm_qkv_*` | queries, keys and values: normalised, rotated, put where attention reads them ([`qkv`](crate::qkv)) |
+//! | `gemm_qkv_*` | queries, keys and values: normalised, rotated, put where attention reads ([`qkv`](crate::qkv)) |
 //! | `gemm_write_*` | written in f32 |
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
@@ -251,6 +251,7 @@ impl Iterator for Tiles {
 #[inline(always)]
 unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     if DOWN * ACROSS > 1 {
+        // SAFETY: the caller's word.
         unsafe { p.beside.wait() };
     } else {
         dependent_launch::wait();
@@ -271,6 +272,7 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
     tiles: Tiles,
     [down, across]: [u32; 2],
 ) {
+    // SAFETY: the caller's word.
     unsafe {
         let mut ring = Ring::producer(Gemm::ring(N));
         tensor::acquire(p.x);
@@ -350,6 +352,7 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
 /// Begins the MMAs of the ring's stage, which is full.
 #[inline(always)]
 unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, first: bool) {
+    // SAFETY: the caller's word.
     unsafe {
         let offset = ring.offset();
         let (x, weight) = (x.advance(offset), weight.advance(offset));
@@ -390,6 +393,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
         let blocks = DOWN * ACROSS;
         let (peer, own) = if blocks > 1 { (lane % blocks, thread::block_idx_x() % blocks) } else { (0, 0) };
         let shares = ACROSS == 1 || peer % DOWN == own % DOWN || peer / DOWN == own / DOWN;
+        // SAFETY: the caller's word.
         unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < blocks && shares) }
     }
 
@@ -397,6 +401,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
     /// more.
     #[inline(always)]
     unsafe fn begin_k_partial(&mut self, stages: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             self.ring.wait_full();
             // Apart from `go_on`: that it does not add to what was in the accumulators is a constant then, and the
@@ -411,6 +416,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
 
     #[inline(always)]
     unsafe fn go_on(&mut self) {
+        // SAFETY: the caller's word.
         unsafe {
             self.ring.wait_full();
             multiply::<WIDTH>(&self.ring, self.x, self.weight, false);
@@ -426,6 +432,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
     /// All that are left of the split-K partial, and waits for them.
     #[inline(always)]
     unsafe fn end_k_partial(&mut self) {
+        // SAFETY: the caller's word.
         unsafe {
             while self.left > 0 {
                 self.go_on();
@@ -440,6 +447,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
     unsafe fn totals() -> Shared<u8> {
         // A warp's lie together, since it also stages outputs there: 16 bytes of each lane side by side.
         let thread = thread::opaque(thread::thread_idx_x());
+        // SAFETY: the caller's word.
         unsafe { shared::dynamic(Gemm::boxes(256) + thread / 32 * (TOTALS_BYTES / 8) + thread % 32 * 16) }
     }
 
@@ -447,6 +455,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
     /// accumulators.
     #[inline(always)]
     unsafe fn fold<const FIRST: bool, const LAST: bool>() {
+        // SAFETY: the caller's word.
         unsafe {
             macro_rules! fold {
                 ($total:expr, $k_partial:expr) => {{
@@ -500,6 +509,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
             let stages = self.p.k_partial(*k_partial);
             // A matrix may have fewer slices than split-K partials.
             if stages > 0 {
+                // SAFETY: the caller's word.
                 unsafe {
                     self.begin_k_partial(stages);
                     self.end_k_partial();
@@ -513,6 +523,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
     /// The last split-K partial of the tile; then its sums are in the accumulators.
     #[inline(always)]
     unsafe fn end(&mut self) {
+        // SAFETY: the caller's word.
         unsafe {
             let stages = self.p.k_partial(K_PARTIALS - 1);
             if stages > 0 {
@@ -543,6 +554,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
 impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for MainLoop<'_, WIDTH, DOWN, ACROSS> {
     #[inline(always)]
     unsafe fn begin(&mut self) {
+        // SAFETY: the caller's word.
         unsafe {
             self.at = self.tiles.next();
             let some = self.at.is_some();
@@ -562,6 +574,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for MainLoop<'_,
     #[inline(always)]
     unsafe fn step(&mut self) {
         if self.left > 0 {
+            // SAFETY: the caller's word.
             unsafe { self.go_on() };
         }
     }
@@ -573,6 +586,7 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
     p: &Gemm,
     tiles: Tiles,
 ) {
+    // SAFETY: the caller's word.
     unsafe {
         let group = thread::warp_id() / 4;
         // The first of the stage's weight rows that it multiplies.
@@ -660,6 +674,7 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
 /// As the parameter block says.
 #[inline(always)]
 pub unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
+    // SAFETY: the caller's word.
     unsafe {
         wgmma::declare();
         dependent_launch::allow_next();
@@ -712,6 +727,7 @@ macro_rules! kernels {
             #[doc = concat!($what, " Tiles of ", $n, " weight rows.")]
             #[kernel(threads = THREADS, min_blocks = 1)]
             pub unsafe fn $name(p: Gemm) {
+                // SAFETY: the caller's word.
                 unsafe { gemm::<$epilogue, $n, 1, 1>(&p) }
             }
         )*
@@ -719,6 +735,7 @@ macro_rules! kernels {
             #[doc = concat!($what, " Tiles of 256 weight rows; clusters of ", $down, " one above the other, ", $across, " side by side.")]
             #[kernel(threads = THREADS, min_blocks = 1, cluster = $blocks)]
             pub unsafe fn $cluster(p: Gemm) {
+                // SAFETY: the caller's word.
                 unsafe { gemm::<$epilogue, 256, $down, $across>(&p) }
             }
         )*

@@ -34,13 +34,15 @@ mod unroll;
 
 pub mod attention;
 pub mod batch;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod batched;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod decode;
 pub mod draft_model;
 pub mod drafting;
 pub mod eagle;
 pub mod embedding;
 pub mod gate;
-// Its blocks are the bodies of unsafe functions: what makes them sound is said there.
-#[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod gemm;
 pub mod kv;
@@ -59,20 +61,10 @@ mod quad;
 mod ring;
 pub mod sample;
 pub mod step;
-// Its blocks are the bodies of unsafe functions: what makes them sound is said there.
-#[allow(clippy::undocumented_unsafe_blocks)]
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub mod decode;
 pub mod token_copy;
 mod waiting;
-// Its blocks are the bodies of unsafe functions: what makes them sound is said there.
-#[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod weights;
-// Its blocks are the bodies of unsafe functions: what makes them sound is said there.
-#[allow(clippy::undocumented_unsafe_blocks)]
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub mod batched;
 pub mod workspace;
 
 #[cfg(target_arch = "nvptx64")]

@@ -14,7 +14,7 @@
 //!
 //! ```text
 //! group:  low     [2][lane][16]  bytes  the lower bytes of the elements, in order
-//!         middle  [lane][4]      words  a fragment each: code of element b in byte b's lower half, of 4 + b in its upper
+//!         middle  [lane][4]      words  a fragment each: code of element b in byte b's lower half, of 4 + b in upper
 //!         signs   [lane]         words  of element 4 H + b of fragment J in bit 8 b + 7 − (2 J + H)
 //! ```
 //!

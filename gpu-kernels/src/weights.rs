@@ -6,12 +6,11 @@
 //! |---|---|---|
 //! | [`Plain`] | 16 | as [`lay_out`](crate::decode::lay_out) leaves them |
 //! | [`Lossless`] | 11.1 to 11.5 | exponents in two bits, with a list of those that do not fit |
-//!
 //! | [`quantized`] FP8 | 8.25 | e4m3 codes and scales |
 //! | [`quantized`] int4 | 4.25 | codes, scales and zeros |
 //!
-//! To add one: a type here that implements [`WeightFormat`] (and [`BatchedFormat`] for steps of many sequences), a kernel
-//! that makes it, and a line for each kernel that is to read it.
+//! To add one: a type here that implements [`WeightFormat`] (and [`BatchedFormat`] for steps of many sequences), a
+//! kernel that makes it, and a line for each kernel that is to read it.
 
 pub mod lossless;
 pub mod quantized;
@@ -107,6 +106,7 @@ impl WeightFormat for Plain {
 
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             let from = p.stream.cast().at(wave.slice(n_tile, q * SLICES) as usize);
             let lane = thread::opaque(thread::lane_id());
@@ -130,6 +130,7 @@ impl WeightFormat for Plain {
         mut beside: impl FnMut(u32),
     ) -> WeightFragments {
         let mut weights = [[0; 4]; 8];
+        // SAFETY: the caller's word.
         unsafe {
             let from: Shared<u8> = shared::dynamic(stage.offset() + k_partial * SLICE_BYTES + fragment_row(lane));
             unroll!(I < 8; {
@@ -154,12 +155,14 @@ impl BatchedFormat for Plain {
         let first = wave.slice(n_tile, 0);
         let within = wave.slice(n_tile, K_PARTIALS) - first;
         let beyond = wave.slice(n_tile, 2 * K_PARTIALS) - first - within;
+        // SAFETY: the caller's word.
         let first = unsafe { p.stream.cast().at(first as usize) };
         StageSources { first, k_partial: SLICES_APART, apart: [within, beyond], bytes: SLICES_APART }
     }
 
     #[inline(always)]
     unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, lane: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());
             let from = stage.at((warp_id * SLICE_BYTES + fragment_row(lane)) as usize);

@@ -412,9 +412,9 @@ unsafe fn launch(
     let shared = Gemm::shared_bytes(cut.weight_rows());
     // SAFETY: the caller's word.
     unsafe {
-        // All gain 1 % to 9 % by beginning early but tiles of 128 in several rounds (5 % to 7 % longer), or in long
-        // chains on more than half of the card (`down` with 384 and 512 rows: 18 % and 7 %), presumably because blocks
-        // then get whatever SM is free, and those that share tiles no longer ask L2 for them together.
+        // All gain by beginning early but tiles of 128 in several rounds, or in long chains on more than half of the
+        // card, presumably because blocks then get whatever SM is free, and those that share tiles no longer ask L2 for
+        // them together.
         let alone = device.sms() / if p.k > tuning.long_chain { 2 } else { 1 };
         if !may_be_early || cut == Cut::N128 && cut.tiles(m, n) > alone {
             of_kernel!(epilogue, cut, device.launch(blocks, shared, p))

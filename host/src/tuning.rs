@@ -12,8 +12,8 @@ use gpu_kernels::drafting;
 
 use crate::device::Capabilities;
 
-/// Most rows of a pass over prompts: every weight is read once for so many. (In passes of 2,048 a prompt of 8,192
-/// tokens took 2 % longer.) One number, since what a model needs of memory is told before a card is known.
+/// Most rows of a pass over prompts: every weight is read once for so many. One number, since what a model needs of
+/// memory is told before a card is known.
 pub const PASS_ROWS: usize = 8192;
 
 /// What drafts add to a decode step on a device: of the 8B shape, 8 rows take 1.09 times as long as one, and 16 rows

@@ -1,5 +1,5 @@
-//! The pages hold the figures of their files, their links lead somewhere, and their lines are no longer than the
-//! code's.
+//! The pages hold the figures of their files, their links lead somewhere, and their lines, and those of comments, are no
+//! longer than the code's.
 
 use std::path::Path;
 
@@ -9,13 +9,18 @@ use integration_tests::repository;
 /// Columns of a line.
 const COLUMNS: usize = 120;
 
+/// Every file of these with its text.
+fn texts(patterns: &[&str]) -> Vec<(String, String)> {
+    let read = |file: String| {
+        let text = std::fs::read_to_string(repository().join(&file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+        (file, text)
+    };
+    files(patterns).into_iter().map(read).collect()
+}
+
 /// Every page with its text.
 fn pages() -> Vec<(String, String)> {
-    let read = |page: String| {
-        let text = std::fs::read_to_string(repository().join(&page)).unwrap_or_else(|error| panic!("{page}: {error}"));
-        (page, text)
-    };
-    files(&["*.md"]).into_iter().map(read).collect()
+    texts(&["*.md"])
 }
 
 #[test]
@@ -90,14 +95,16 @@ fn sources_name_pages_that_exist() {
     assert!(lost.is_empty(), "{}", lost.join("\n"));
 }
 
+/// Those of code are the formatter's business.
 #[test]
-fn lines_of_pages_fit() {
+fn lines_of_pages_and_comments_fit() {
     let mut long = Vec::new();
-    for (page, text) in pages() {
-        for (i, line) in text.lines().enumerate() {
+    for (file, text) in texts(&["*.md", "*.rs"]) {
+        let is_page = file.ends_with(".md");
+        for (i, line) in text.lines().enumerate().filter(|(_, line)| is_page || line.trim_start().starts_with("//")) {
             let columns = line.chars().count();
             if columns > COLUMNS {
-                long.push(format!("{page}:{}: {columns} columns", i + 1));
+                long.push(format!("{file}:{}: {columns} columns", i + 1));
             }
         }
     }

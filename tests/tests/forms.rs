@@ -356,7 +356,7 @@ fn a_sequence_without_a_form_waits_for_no_mask_and_no_proposal() {
         let (with, put_off) = run(&jobs, draft);
         assert_eq!(with[&9].1, without[&9].1);
         if draft.is_none() {
-            // In the same step as alone. (Where drafts may come tokens are known before a pass, which gives masks time.)
+            // In the same step as alone. (With drafts tokens are known before a pass, which gives masks time.)
             assert_eq!(with[&9].0, without[&9].0);
             assert!(none == 0 && put_off > 3, "{none}, {put_off}");
         }

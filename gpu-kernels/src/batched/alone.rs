@@ -1,9 +1,9 @@
 //! Attention of a step in a launch of its own, where each sequence has one row: every warp by itself.
 //!
-//! A warp takes an [item](super::attention) alone, a *piece* of 32 keys after the other, and copies its own pieces ahead
-//! of itself into a ring of its own. So no warp waits for another, and a short item costs no more than its bytes. What
-//! the 8 warps of [`attend`](crate::attention::attend) find side by side, it finds piece by piece, and adds in the same
-//! order:
+//! A warp takes an [item](super::attention) alone, a *piece* of 32 keys after the other, and copies its own pieces
+//! ahead of itself into a ring of its own. So no warp waits for another, and a short item costs no more than its bytes.
+//! What the 8 warps of [`attend`](crate::attention::attend) find side by side, it finds piece by piece, and adds in the
+//! same order:
 //!
 //! ```text
 //! S_w = Q · K_wᵀ, its weights P_w, maximum m_w and normaliser      for each piece of keys
@@ -63,6 +63,7 @@ const _: () = assert!(SHARED_BYTES <= 232_448);
 #[kernel(threads = 256)]
 pub unsafe fn attend_batch(p: BatchedStep) {
     const { assert!(WARPS == 8) };
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let warp_id = thread::opaque(thread::warp_id());
         let start = warp_id * WARP_BYTES;
@@ -153,12 +154,14 @@ impl Item {
 impl Warp<'_> {
     #[inline(always)]
     unsafe fn slot(&self, item: u32) -> Shared<u32> {
+        // SAFETY: the caller's word.
         unsafe { shared::dynamic(self.start + ITEMS + item % SLOTS * SLOT_BYTES) }
     }
 
     /// `[pairs, 128]`.
     #[inline(always)]
     unsafe fn queries(&self) -> Shared<bf16> {
+        // SAFETY: the caller's word.
         unsafe { shared::dynamic(self.start + QUERIES) }
     }
 
@@ -167,6 +170,7 @@ impl Warp<'_> {
     unsafe fn look_up(&self, from: u32, count: u32) {
         let item = from + self.lane;
         if self.lane < count && item < self.count {
+            // SAFETY: the caller's word.
             unsafe {
                 let [words, blocks] = load(self.p, self.first + item);
                 let [_, forms] = find_forms(self.p, 0, [words, blocks]);
@@ -182,6 +186,7 @@ impl Warp<'_> {
     /// All items, one after another.
     #[inline(always)]
     unsafe fn attend(&self, shape: Shape) {
+        // SAFETY: the caller's word.
         unsafe {
             self.look_up(0, SLOTS);
             let mut ring = Ring::consumer(shape);
@@ -211,6 +216,7 @@ impl Warp<'_> {
     #[inline(always)]
     unsafe fn copy(&self, ahead: &mut Ahead) {
         if ahead.item < self.count {
+            // SAFETY: the caller's word.
             unsafe {
                 let slot = self.slot(ahead.item);
                 let item = Item::new(slot.load16(0));
@@ -240,6 +246,7 @@ impl Warp<'_> {
     /// Makes the queries of an item's row for its key-value head.
     #[inline(always)]
     unsafe fn make_queries(&self, item: &Item) {
+        // SAFETY: the caller's word.
         unsafe {
             let (p, heads, group) = (self.p, self.p.work.heads(), self.group.value);
             let weight = Factors::load_weight(field!(p.phases, norm: Global<bf16>));
@@ -266,6 +273,7 @@ impl Warp<'_> {
     /// The key and the value of an item's row.
     #[inline(always)]
     unsafe fn newest(&self, item: &Item) -> [HeadVector; 2] {
+        // SAFETY: the caller's word.
         unsafe {
             let (p, heads) = (self.p, self.p.work.heads());
             let key = heads.q_heads + item.kv_head;
@@ -280,6 +288,7 @@ impl Warp<'_> {
     /// Puts the row's own key (0) or value (1) into the piece that lacks it, and into the cache.
     #[inline(always)]
     unsafe fn put_newest(&self, vector: &HeadVector, kind: u32, item: &Item, block: u32, stage: &Ring) {
+        // SAFETY: the caller's word.
         unsafe {
             let row = (item.last % WARP_KEYS * HEAD_DIM) as usize;
             vector.store_shared(stage.stage_buffer().cast::<bf16>().at(row), item.last);
@@ -293,6 +302,7 @@ impl Warp<'_> {
     /// What an item's keys and values give, to where it belongs.
     #[inline(always)]
     unsafe fn find(&self, number: u32, item: &Item, ring: &mut Ring, ahead: &mut Ahead) {
+        // SAFETY: the caller's word.
         unsafe {
             let (a, lane, group) = (&self.a, self.lane, self.group);
             let (pair, t) = (lane / 4, lane % 4);
@@ -386,6 +396,7 @@ impl Warp<'_> {
     /// The stage has been read: the next piece may come there.
     #[inline(always)]
     unsafe fn next(&self, ring: &mut Ring, ahead: &mut Ahead) {
+        // SAFETY: the caller's word.
         unsafe {
             bulk::fence_proxy_async();
             warp::sync_warp();
@@ -471,6 +482,7 @@ impl Warp<'_> {
     /// there now.
     #[inline(always)]
     unsafe fn combine(&self, item: &Item) {
+        // SAFETY: the caller's word.
         unsafe {
             // Other lanes' parts are read, and told of.
             warp::sync_warp();

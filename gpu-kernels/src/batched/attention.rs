@@ -157,6 +157,7 @@ pub unsafe fn load_pages(
     blocks: [u32; 4],
     under_way: impl Fn(u32) -> u32,
 ) -> Ring {
+    // SAFETY: the caller's word.
     unsafe {
         let pages = item.pages();
         if thread::opaque(thread::lane_id()) == 0 {
@@ -192,6 +193,7 @@ const TOGETHER: usize = 4;
 /// `forms` are those of the item's pages.
 #[inline(always)]
 pub unsafe fn make_queries(p: &BatchedStep, phase: u32, weight: Weight, ring: &Ring, item: &Item, forms: Shared<u32>) {
+    // SAFETY: the caller's word.
     unsafe {
         let (group, heads) = (p.work.group(), p.work.heads());
         ring.wait_empty();
@@ -242,6 +244,7 @@ pub unsafe fn make_queries(p: &BatchedStep, phase: u32, weight: Weight, ring: &R
 /// An item's words, and how its pages lie in a phase's layer.
 #[inline(always)]
 pub unsafe fn find_forms(p: &BatchedStep, phase: u32, [words, pages]: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
+    // SAFETY: the caller's word.
     unsafe {
         let forms = field!(p.phases.at(phase as usize), forms: Global<u32>);
         let form = |page| if page & PACKED != 0 { forms.load((page & !PACKED) as usize) } else { Form::RAW.0 };
@@ -252,6 +255,7 @@ pub unsafe fn find_forms(p: &BatchedStep, phase: u32, [words, pages]: [[u32; 4];
 /// One lane tells the consumers that there are no more items.
 #[inline(always)]
 pub unsafe fn send_end(ring: &Ring) {
+    // SAFETY: the caller's word.
     unsafe {
         if thread::opaque(thread::lane_id()) == 0 {
             ring.wait_empty();
@@ -264,6 +268,7 @@ pub unsafe fn send_end(ring: &Ring) {
 /// A warp gives a page back. The others have no use for it: its two warps do it for all.
 #[inline(always)]
 unsafe fn release(stage: &Ring, lane: u32) {
+    // SAFETY: the caller's word.
     unsafe { stage.release(lane < WARPS / 2) };
 }
 
@@ -278,6 +283,7 @@ unsafe fn find_in_packed(
     position: impl Fn(u32) -> u32,
     query: impl Fn(usize, usize) -> [u32; 4],
 ) -> WarpAttention {
+    // SAFETY: the caller's word.
     unsafe {
         let token = tile.first_key() % PAGE_TOKENS;
         let keys = Half::load(keys_stage.offset(), token, tile.lane);
@@ -291,8 +297,8 @@ unsafe fn find_in_packed(
     }
 }
 
-/// The same in a page as it was written, perhaps in this step. (Written once for both, this and that, attention of 256
-/// sequences takes a twelfth longer: the compiler keeps branches apart.)
+/// The same in a page as it was written, perhaps in this step. (Written once for both, this and that, attention takes
+/// longer: the compiler keeps branches apart.)
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a part of one function")]
 unsafe fn find_in_plain(
@@ -305,6 +311,7 @@ unsafe fn find_in_plain(
     [keys_stage, values_stage]: [Ring; 2],
     query: impl Fn(usize, usize) -> [u32; 4],
 ) -> Option<WarpAttention> {
+    // SAFETY: the caller's word.
     unsafe {
         let (lane, first_key) = (tile.lane, tile.first_key());
         let token = first_key % PAGE_TOKENS;
@@ -357,6 +364,7 @@ unsafe fn find_in_plain(
 /// The consumers' part of a phase: one item after another.
 #[inline(always)]
 pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rings: &mut Rings) {
+    // SAFETY: the caller's word.
     unsafe {
         // Kept: found where it is wanted, it would be waited for.
         let weight = Factors::load_weight(field!(phase, key_norm: Global<bf16>));
@@ -449,6 +457,7 @@ impl Newest {
     ) -> Self {
         let mut newest = Self { weight, key: None, value: [0.0; 4] };
         let group = p.work.group();
+        // SAFETY: the caller's word.
         unsafe {
             if item.brings_key(group) {
                 newest.key = Some(queries.at((item.rows * group * HEAD_DIM) as usize));
@@ -484,6 +493,7 @@ impl Newest {
     #[inline(always)]
     pub unsafe fn put_keys(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         let heads = p.work.heads();
+        // SAFETY: the caller's word.
         unsafe {
             Self::rows(p, item, first_key, |row, position| {
                 let to = page.at((position % PAGE_TOKENS * HEAD_DIM) as usize);
@@ -507,6 +517,7 @@ impl Newest {
     /// The same of values.
     #[inline(always)]
     pub unsafe fn put_values(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             Self::rows(p, item, first_key, |row, position| {
                 let value = if position == item.last {
@@ -529,6 +540,7 @@ unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f3
     let number = split * tile.pairs + pair;
     let slot = number / parts_of(ring);
     let within = number - slot * parts_of(ring);
+    // SAFETY: the caller's word.
     unsafe { shared::dynamic(ring.start + slot * ring.bytes + PART + within * PART_BYTES) }
 }
 
@@ -546,6 +558,7 @@ unsafe fn finish<const ROWS: u32>(
     // The pages of the upper warps come later: they have more time than the others.
     let mut pair = thread::opaque(thread::warp_id()) ^ (WARPS / 2);
     while pair < tile.pairs {
+        // SAFETY: the caller's word.
         unsafe {
             let splits = position(tile.row(pair)) / SPLIT + 1;
             let place = tile.place(a, pair);
@@ -573,6 +586,7 @@ pub unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bo
     let mut count = own;
     if own > 0 && own < splits {
         if thread::opaque(thread::lane_id()) == 0 {
+            // SAFETY: the caller's word.
             unsafe {
                 count += atomic::fetch_add(counter, 0, own, Ordering::AcqRel, Scope::Device);
                 if count == splits {

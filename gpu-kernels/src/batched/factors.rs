@@ -31,6 +31,7 @@ pub unsafe fn wanted_rows<const ROWS: u32>(gemm: &GemmPhase) -> u32 {
 /// blocks have done the phases before `phase`.
 #[inline(always)]
 pub unsafe fn share<const ROWS: u32>(p: &BatchedStep, phase: u32, wanted: u32, which: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         let words = Words::at(p.factor_words(), MAX_BATCHED_ROWS, phase + 1);
         let (lane, grid) = (thread::opaque(thread::lane_id()), thread::grid_dim_x());

@@ -24,6 +24,7 @@ pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
     arrivals: GlobalMut<u32>,
     odd: &mut Odd,
 ) {
+    // SAFETY: the caller's word.
     unsafe {
         let gemm = GemmPhase::new(phase);
         let parity = odd.of(Odd::NORMED);
@@ -137,6 +138,7 @@ impl Partial {
     #[inline(always)]
     unsafe fn place(&self, k_partial: u32, j: u32) -> GlobalMut<f32> {
         // One after the other: the second is a constant of an instruction where rows are known.
+        // SAFETY: the caller's word.
         unsafe { self.first.at((k_partial * self.stride) as usize).at((j * GROUP * 4) as usize) }
     }
 
@@ -153,12 +155,15 @@ impl Partial {
         }
         unroll!(J < TILES of 16; {
             if (J / (TILES / 4)) as u32 != part {
+                // SAFETY: the caller's word.
                 let (place, sums) = (unsafe { self.place(part, J as u32) }, accumulators!(64 + 4 * J));
                 if TILES == 8 {
                     // They would go to memory before they are written anew. With 128 rows a tile attention would lose
                     // more than GEMMs gain.
+                    // SAFETY: the caller's word.
                     unsafe { place.store16_kept(0, sums.map(f32::to_bits)) };
                 } else {
+                    // SAFETY: the caller's word.
                     unsafe { place.store16(0, sums.map(f32::to_bits)) };
                 }
             }
@@ -166,6 +171,7 @@ impl Partial {
             keep!(J, 3);
             keep!(J, 4);
         });
+        // SAFETY: the caller's word.
         unsafe {
             thread::sync_named(1 + self.half % 2, GROUP);
             if thread::opaque(thread::thread_idx_x()).is_multiple_of(GROUP) {
@@ -177,6 +183,7 @@ impl Partial {
     /// Waits until all parts' split-K partials are there.
     #[inline(always)]
     unsafe fn wait(&self) {
+        // SAFETY: the caller's word.
         unsafe {
             // By another warp than the one whose arrival waits for stores.
             if thread::opaque(thread::thread_idx_x()) % GROUP == 32 {
@@ -196,7 +203,9 @@ impl Partial {
             if J < TILES / 4 {
                 unroll!(K < 3; {
                     let k_partial = K as u32 + u32::from(K as u32 >= part);
+                    // SAFETY: the caller's word.
                     let place = unsafe { self.place(k_partial, part * groups + J as u32) };
+                    // SAFETY: the caller's word.
                     others[J][K] = unsafe { place.load16(0) }.map(f32::from_bits);
                 });
             }
@@ -227,6 +236,7 @@ impl Partial {
 /// The split-K partial of one index, into the upper accumulators: `depth` stages of the rings.
 #[inline(always)]
 unsafe fn multiply_k_partial<F: BatchedFormat, const TILES: usize>(p: &BatchedStep, rings: &mut Rings, depth: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         let lane = thread::opaque(thread::lane_id());
         if depth == 0 {
@@ -248,6 +258,7 @@ unsafe fn multiply_k_partial<F: BatchedFormat, const TILES: usize>(p: &BatchedSt
 /// With 96 or 128 rows a tile: weights from shared memory, the GEMMs of two stages under way.
 #[inline(always)]
 unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lane: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         begin_products::<TILES>(rings, false);
         let mut turn = 1;
@@ -269,6 +280,7 @@ unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lan
 /// Fragments are loaded into one half of their registers while GEMMs read the other.
 #[inline(always)]
 unsafe fn multiply_loaded<F: BatchedFormat>(p: &BatchedStep, rings: &mut Rings, depth: u32, lane: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         let Rings { ring, rows, .. } = rings;
         load_weights::<F, 0>(p, ring, lane);
@@ -294,6 +306,7 @@ unsafe fn multiply_loaded<F: BatchedFormat>(p: &BatchedStep, rings: &mut Rings, 
 /// Loads the fragments of a stage of weights into the registers of four steps from `FIRST` on, and releases the stage.
 #[inline(always)]
 unsafe fn load_weights<F: BatchedFormat, const FIRST: usize>(p: &BatchedStep, ring: &mut Ring, lane: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         ring.wait_full();
         F::load_fragments::<FIRST>(p, ring.stage_buffer(), lane);
@@ -305,6 +318,7 @@ unsafe fn load_weights<F: BatchedFormat, const FIRST: usize>(p: &BatchedStep, ri
 /// Begins the MMAs of the rows' stage, once it is full, with the fragments of four steps from `FIRST` on.
 #[inline(always)]
 unsafe fn begin_loaded<const FIRST: usize>(rows: &Ring, keep: bool) {
+    // SAFETY: the caller's word.
     unsafe {
         rows.wait_full();
         let x = Operand::at(rows.stage_buffer());
@@ -327,6 +341,7 @@ unsafe fn begin_loaded<const FIRST: usize>(rows: &Ring, keep: bool) {
 /// Waits for the MMAs, and releases the rows that they have read.
 #[inline(always)]
 unsafe fn end_loaded(rows: &mut Ring, lane: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         wgmma::wait::<0>();
         rows.empty().arrive_if(lane == 0);
@@ -337,6 +352,7 @@ unsafe fn end_loaded(rows: &mut Ring, lane: u32) {
 /// Begins the MMAs of the stages of both rings, once they are full.
 #[inline(always)]
 unsafe fn begin_products<const TILES: usize>(rings: &Rings, keep: bool) {
+    // SAFETY: the caller's word.
     unsafe {
         rings.ring.wait_full();
         rings.rows.wait_full();

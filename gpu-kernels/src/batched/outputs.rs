@@ -54,6 +54,7 @@ impl Outputs {
         first: u32,
         groups: u32,
     ) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             // Loaded again: over the products it would take a register.
             let count = p.work.rows.count.load(0).min(MAX_BATCHED_ROWS);
@@ -109,6 +110,7 @@ impl Outputs {
     #[inline(always)]
     unsafe fn of_row(first: GlobalMut<u8>, row: u32, stride: u32) -> GlobalMut<u8> {
         // Both factors are seen to have 32 bits where they are multiplied: one instruction.
+        // SAFETY: the caller's word.
         unsafe { first.at(row as usize * thread::opaque(stride) as usize) }
     }
 
@@ -119,6 +121,7 @@ impl Outputs {
         if kind == PhaseKind::ADD {
             unroll!(R < 2; {
                 let row = 8 * j + R as u32;
+                // SAFETY: the caller's word.
                 unsafe {
                     let from = Self::of_row(self.sums, row, self.strides[0]).cast::<f32>();
                     [old[R], old[2 + R]] = [0, 8].map(|i| from.load_if(row < self.rows[0], i, 0.0));
@@ -134,6 +137,7 @@ impl Outputs {
         let mut old = [[0f32; 4]; QUARTER];
         unroll!(I < 4; {
             if I < TILES / 4 {
+                // SAFETY: the caller's word.
                 old[I] = unsafe { self.old(kind, j + I as u32) };
             }
         });
@@ -144,6 +148,7 @@ impl Outputs {
     #[inline(always)]
     unsafe fn factors(&self, j: u32) -> [f32; 2] {
         // Where there is no row there is a word, too.
+        // SAFETY: the caller's word.
         unsafe { shared::dynamic::<[f32; 2]>(self.factors).load(4 * j as usize) }
     }
 
@@ -153,6 +158,7 @@ impl Outputs {
         unroll!(R < 2; {
             let row = 8 * j + R as u32;
             unroll!(F < 2; {
+                // SAFETY: the caller's word.
                 unsafe {
                     let to = Self::of_row(self.sums, row, self.strides[0]).cast::<f32>();
                     to.store_if(row < self.rows[0] && self.there[F], 8 * F, sums[2 * F + R]);
@@ -164,9 +170,11 @@ impl Outputs {
     /// Turns activations of rows `8 j …`, those of a feature in a word, and puts them where they belong.
     #[inline(always)]
     unsafe fn put_activations<const N: usize>(&self, j: u32, words: [u32; N]) {
+        // SAFETY: the caller's word.
         let to = unsafe { Self::of_row(self.activations, 8 * j, self.strides[1]) };
         let there = 8 * j < self.rows[1];
         let turned = words.map(mma::transpose);
+        // SAFETY: the caller's word.
         unsafe {
             if N == 2 {
                 to.cast::<[u32; 2]>().store_if(there, 0, [turned[0], turned[N - 1]]);
@@ -188,15 +196,18 @@ impl Outputs {
         unroll!(I < 4; {
             if I < TILES / 4 {
                 let (j, sums) = (j + I as u32, sums[I]);
+                // SAFETY: the caller's word.
                 let [f0, f1] = if PhaseKind::is_normed(KIND) { unsafe { self.factors(j) } } else { [1.0; 2] };
                 match KIND {
                     PhaseKind::WRITE => {
                         let [b0, b1] = self.weight;
                         let sums = [sums[0] * f0 + b0, sums[1] * f1 + b0, sums[2] * f0 + b1, sums[3] * f1 + b1];
+                        // SAFETY: the caller's word.
                         unsafe { self.put_sums(j, sums) }
                     }
                     PhaseKind::SWIGLU => {
                         let [low, high] = [swiglu(sums[0] * f0, sums[2] * f0), swiglu(sums[1] * f1, sums[3] * f1)];
+                        // SAFETY: the caller's word.
                         unsafe { self.put_activations(j, [math::pack_bf16(low, high)]) };
                     }
                     _ => {
@@ -206,6 +217,7 @@ impl Outputs {
                         let scaled = [0, 1].map(|f| {
                             math::pack_bf16(x[2 * f] * self.weight[f], x[2 * f + 1] * self.weight[f])
                         });
+                        // SAFETY: the caller's word.
                         unsafe {
                             self.put_sums(j, x);
                             self.put_activations(j, scaled);
@@ -222,6 +234,7 @@ impl Outputs {
                 12 => self.g < 6,
                 _ => true,
             };
+            // SAFETY: the caller's word.
             unsafe {
                 let to = Self::of_row(self.squares, 8 * j, self.strides[0] / N_TILE).cast();
                 to.store_if(mine && 8 * j < self.rows[2], 0, sum);
@@ -293,6 +306,7 @@ impl Best {
     /// knows of already: all that is known of the quarter is looked at first.
     #[inline(always)]
     unsafe fn look<const TILES: usize>(&self, outputs: &Outputs, j: u32, sums: [[f32; 4]; QUARTER]) {
+        // SAFETY: the caller's word.
         unsafe {
             let here = shared::dynamic::<u32>(self.here);
             let known = |row: u32| atomic::load(here, row as usize, Ordering::Relaxed, Scope::Block);
@@ -344,6 +358,7 @@ pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
     groups: u32,
     (mut old, scale): ([[f32; 4]; QUARTER], f32),
 ) {
+    // SAFETY: the caller's word.
     unsafe {
         let best = if KIND == PhaseKind::BEST { Some(Best::new::<ROWS>(p, outputs, unit, first)) } else { None };
         macro_rules! quarters {

@@ -21,6 +21,7 @@ const GROUP_BYTES: u32 = 32 * 16;
 /// A barrier of this block.
 #[inline(always)]
 unsafe fn barrier<const ROWS: u32>(number: u32) -> Barrier {
+    // SAFETY: the caller's word.
     unsafe { Barrier::at(shared::dynamic(Memory::<ROWS>::PEER + number * 8)) }
 }
 
@@ -33,6 +34,7 @@ fn other() -> u32 {
 /// Makes the barriers.
 #[inline(always)]
 pub unsafe fn init<const ROWS: u32>() {
+    // SAFETY: the caller's word.
     unsafe {
         barrier::<ROWS>(0).init(WARPS);
         let mut warp = 0;
@@ -49,6 +51,7 @@ pub unsafe fn init<const ROWS: u32>() {
 /// asked for them once. `parity` says whether they met an odd number of times.
 #[inline(always)]
 pub unsafe fn keep_step<const ROWS: u32>(parity: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         let own = barrier::<ROWS>(STEP);
         PeerBarrier::new(own, other()).arrive();
@@ -78,6 +81,7 @@ impl<const ROWS: u32> Peer<ROWS> {
     /// Where the first group of the first split-K partial is, for this lane.
     #[inline(always)]
     unsafe fn first(&self) -> Shared<u8> {
+        // SAFETY: the caller's word.
         unsafe { shared::dynamic(Memory::<ROWS>::ROW_RING.start + self.warp * GROUP_BYTES + self.lane * 16) }
     }
 
@@ -91,6 +95,7 @@ impl<const ROWS: u32> Peer<ROWS> {
     /// sent to. `k_partials` will come.
     #[inline(always)]
     pub unsafe fn open(&self, k_partials: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             PeerBarrier::new(barrier::<ROWS>(0), other()).arrive_if(self.lane == 0);
             if self.lane == 0 {
@@ -106,11 +111,14 @@ impl<const ROWS: u32> Peer<ROWS> {
     #[inline(always)]
     pub unsafe fn exchange<const TILES: usize>(&self, part: u32) {
         // Of this block and of the other one.
+        // SAFETY: the caller's word.
         let (from, own) = unsafe { (self.first(), barrier::<ROWS>(1 + self.warp)) };
         let (to, arrived) = (PeerShared::new(from, other()), PeerBarrier::new(own, other()));
+        // SAFETY: the caller's word.
         let send = |k_partial, group, sums: [f32; 4]| unsafe {
             cluster::send16(to.at(Self::offset(k_partial, group)), sums.map(f32::to_bits), arrived);
         };
+        // SAFETY: the caller's word.
         let received = |k_partial, group| unsafe {
             from.at(Self::offset(k_partial, group) as usize).cast::<u32>().load16(0).map(f32::from_bits)
         };
@@ -127,6 +135,7 @@ impl<const ROWS: u32> Peer<ROWS> {
                             send(1, J as u32, accumulators!(64 + 4 * J));
                         });
                     }
+                    // SAFETY: the caller's word.
                     unsafe { waiting::for_phase(own, self.parity) };
                     if part == 0 {
                         unroll!(J < $groups; {

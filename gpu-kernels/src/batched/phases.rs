@@ -122,8 +122,8 @@ pub struct Share {
     pub shift: u32,
 }
 
-/// What it costs that two or four parts of a tile of so many rows exchange split-K partials, in stages of the ring:
-/// within a cluster 2 and 4 µs, through memory 5 µs with 64 rows and 12 with 128, on an H100.
+/// What it costs that two parts of a tile of so many rows exchange split-K partials within a cluster, or four through
+/// memory, in stages of the ring.
 const fn exchange(shift: u32, rows: u32) -> u32 {
     match (shift, rows) {
         (0, _) => 0,
@@ -216,6 +216,7 @@ pub(super) struct GemmPhase {
 impl GemmPhase {
     #[inline(always)]
     pub unsafe fn new(phase: Global<Phase>) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let share = field!(phase, share: [u32; 2]);
             Self {

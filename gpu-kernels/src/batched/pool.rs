@@ -1,9 +1,9 @@
 //! The end of attention: items that nobody has until somebody asks for them.
 //!
 //! Memory does not serve all blocks alike, and not the same ones first in every layer: with all pages shared out
-//! evenly, blocks were done 6 µs before the last one in the mean with 64 sequences, and 10 with 256. So the [last
-//! runs](super::tile_scheduler) are given out item by item to blocks that have done their own. The warp that loads
-//! pages asks, and tells the one that makes queries. Whichever block is the last with a split of a run combines it.
+//! evenly, most blocks would wait for the last one. So the [last runs](super::tile_scheduler) are given out item by
+//! item to blocks that have done their own. The warp that loads pages asks, and tells the one that makes queries.
+//! Whichever block is the last with a split of a run combines it.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{thread, warp};
@@ -42,6 +42,7 @@ impl Asking {
     #[inline(always)]
     pub unsafe fn next(&mut self, p: &BatchedStep, phase: u32, assignment: &Assignment) -> Option<u32> {
         let mut next = END;
+        // SAFETY: the caller's word.
         unsafe {
             if thread::opaque(thread::lane_id()) == 0 {
                 let grid = thread::grid_dim_x();
@@ -86,6 +87,7 @@ impl PoolMessages {
     /// The next item's number.
     #[inline(always)]
     pub unsafe fn next(&mut self) -> Option<u32> {
+        // SAFETY: the caller's word.
         unsafe {
             self.0.wait_full();
             let next = self.0.stage_buffer().cast::<u32>().load(0);

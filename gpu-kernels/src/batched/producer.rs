@@ -41,7 +41,7 @@ const fn under_way(filled: u32, alone: u32, most: u32) -> u32 {
 }
 
 /// How many of a phase's stages come alone. Of tiles of 64 rows fewer, and fewest beside gate and up, whose parts
-/// exchange within a cluster. (Measured on an H100.)
+/// exchange within a cluster.
 const fn alone<const ROWS: u32>(before: u32) -> u32 {
     match before {
         _ if ROWS > 64 => AHEAD,
@@ -53,6 +53,7 @@ const fn alone<const ROWS: u32>(before: u32) -> u32 {
 /// The warp that loads weights and pages: what a step adds to pages comes there after attention.
 #[inline(always)]
 pub unsafe fn produce<F: BatchedFormat, const ROWS: u32>(p: &BatchedStep) {
+    // SAFETY: the caller's word.
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
         let mut before = PhaseKind::EMBED;
@@ -98,6 +99,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
     alone: u32,
     steps: &mut u32,
 ) -> Ring {
+    // SAFETY: the caller's word.
     unsafe {
         if thread::opaque(thread::lane_id()) == 0 {
             let (wave_n_tiles, chunks) = (N_TILES * p.blocks, gemm.k.div_ceil(CHUNK_FEATURES));
@@ -158,6 +160,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
 /// The warp that brings what other blocks wrote: activations, and queries.
 #[inline(always)]
 pub unsafe fn produce_rows<const ROWS: u32>(p: &BatchedStep) {
+    // SAFETY: the caller's word.
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::ROW_RING);
         let mut items = Ring::producer(Memory::<ROWS>::ITEM_RING);
@@ -185,6 +188,7 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &BatchedStep) {
 /// Describes attention's items of a phase, and makes their queries.
 #[inline(always)]
 pub unsafe fn describe_items<const ROWS: u32>(p: &BatchedStep, number: u32, items: &mut Ring, told: &mut PoolMessages) {
+    // SAFETY: the caller's word.
     unsafe {
         let phase = p.phases.at(number as usize);
         let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
@@ -214,6 +218,7 @@ pub unsafe fn describe_items<const ROWS: u32>(p: &BatchedStep, number: u32, item
 /// One lane loads.
 #[inline(always)]
 unsafe fn produce_activations<const ROWS: u32>(gemm: &GemmPhase, map: Global<TensorMap>, mut ring: Ring) -> Ring {
+    // SAFETY: the caller's word.
     unsafe {
         if thread::opaque(thread::lane_id()) == 0 {
             let mut number = thread::block_idx_x();
@@ -244,6 +249,7 @@ unsafe fn produce_activations<const ROWS: u32>(gemm: &GemmPhase, map: Global<Ten
 /// step's keys and values into the cache, and before everything one of them finds what the block has of attention.
 #[inline(always)]
 pub unsafe fn help<const ROWS: u32>(p: &BatchedStep, which: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         if which == 1 {
             if p.is_scheduled == 0 {

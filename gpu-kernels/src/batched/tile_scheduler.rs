@@ -22,8 +22,8 @@ pub const ITEM_WORDS: u32 = 8;
 /// Pages of the pool for each block: so far apart blocks are done with their own. What comes from the pool takes its
 /// block longer.
 const POOL_PAGES: u32 = 4;
-/// There is a pool where blocks have so many times more, and runs at most so many splits in the mean: on an H100 it
-/// gains nothing with 32 sequences of 1,040 tokens, nor with 16 of 6,000.
+/// There is a pool where blocks have so many times more, and runs at most so many splits in the mean: it gains nothing
+/// where a step is short, nor where contexts are long.
 const POOL_SHARE: u32 = 12;
 const POOL_SPLITS: u32 = 8;
 
@@ -40,6 +40,7 @@ impl Assignment {
     /// As a warp of the block left it.
     #[inline(always)]
     unsafe fn load<const ROWS: u32>() -> Self {
+        // SAFETY: the caller's word.
         Self::new(unsafe { Memory::<ROWS>::assignment().load16(0) })
     }
 
@@ -58,6 +59,7 @@ impl Assignment {
     /// One lane leaves it.
     #[inline(always)]
     unsafe fn store<const ROWS: u32>(&self) {
+        // SAFETY: the caller's word.
         unsafe { Memory::<ROWS>::assignment().store16(0, self.words()) };
     }
 }
@@ -80,6 +82,7 @@ impl Tiles {
     unsafe fn load(p: &BatchedStep, first: u32, lane: u32) -> Self {
         let (mut first_row, mut rows, mut last, mut own) = (0, 0, 0, [0; 2]);
         if first + lane < p.tile_count {
+            // SAFETY: the caller's word.
             unsafe {
                 [first_row, rows] = p.tiles.cast::<[u32; 2]>().load((first + lane) as usize);
                 last = p.work.rows.positions.load((first_row + rows - 1) as usize);
@@ -181,6 +184,7 @@ impl Split {
 /// Finds the block's items, and its part of the pool's, and puts them where [`walk`] reads them. One warp does it.
 #[inline(always)]
 pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
+    // SAFETY: the caller's word.
     unsafe {
         let (lane, block) = (thread::opaque(thread::lane_id()), thread::block_idx_x());
         let pool = Pool::find(p, all(p, lane), lane);
@@ -202,6 +206,7 @@ pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
 unsafe fn all(p: &BatchedStep, lane: u32) -> [u32; 2] {
     let (mut all, mut first) = ([0; 2], 0);
     while first < p.tile_count {
+        // SAFETY: the caller's word.
         let some = unsafe { Tiles::load(p, first, lane) }.all;
         all = [all[0] + some[0], all[1] + some[1]];
         first += 32;
@@ -213,6 +218,7 @@ unsafe fn all(p: &BatchedStep, lane: u32) -> [u32; 2] {
 /// parts on chip at most. A warp does it together, and sees them afterwards.
 #[inline(always)]
 pub unsafe fn assign(p: &BatchedStep, pool: &Pool, (number, sharers): (u32, u32), parts: u32) -> Assignment {
+    // SAFETY: the caller's word.
     unsafe {
         let lane = thread::opaque(thread::lane_id());
         let all = all(p, lane);
@@ -272,6 +278,7 @@ pub unsafe fn assign(p: &BatchedStep, pool: &Pool, (number, sharers): (u32, u32)
 /// Takes up what [`assignment`] found in a launch before. One warp does it.
 #[inline(always)]
 pub unsafe fn take_up<const ROWS: u32>(p: &BatchedStep) {
+    // SAFETY: the caller's word.
     unsafe {
         let lane = thread::opaque(thread::lane_id());
         if lane == 0 {
@@ -316,6 +323,7 @@ impl Pool {
         while pool.all[0] < wanted {
             // The whole of the group before, or its end.
             pool.group = (pool.group - 1) / 32 * 32;
+            // SAFETY: the caller's word.
             let tiles = unsafe { Tiles::load(p, pool.group, lane) };
             let up_to = |lane_before: u32| pool.all[0] + tiles.all[0] - lane_before;
             let begins = warp::ballot(tiles.rows > 0 && up_to(tiles.before[0]) >= wanted);
@@ -332,6 +340,7 @@ impl Pool {
     /// together.
     #[inline(always)]
     unsafe fn put(&self, p: &BatchedStep, to: u32, lane: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
             let tiles_of_pool = p.tile_count - self.tile;
@@ -375,6 +384,7 @@ impl Pool {
 /// The first row of a tile's sequence: a sequence's rows follow each other.
 #[inline(always)]
 unsafe fn first_row(p: &BatchedStep, tile: &Tiles) -> u32 {
+    // SAFETY: the caller's word.
     unsafe {
         let mut first = tile.first_row;
         let sequence = p.work.rows.sequences.load(first as usize);
@@ -398,6 +408,7 @@ pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
     mut from_pool: impl FnMut(&Assignment) -> Option<u32>,
     mut visit: impl FnMut(u32, [[u32; 4]; N]),
 ) {
+    // SAFETY: the caller's word.
     unsafe {
         waiting::for_phase(Memory::<ROWS>::scheduled(), 0);
         let count = Memory::<ROWS>::assignment().load(1);
@@ -444,6 +455,7 @@ pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
 /// Puts an item into the line.
 #[inline(always)]
 unsafe fn put(p: &BatchedStep, item: &Item, number: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         let cache = p.work.cache(Default::default());
         let sequence = p.work.rows.sequences.load(item.first_row as usize);
@@ -464,6 +476,8 @@ unsafe fn put(p: &BatchedStep, item: &Item, number: u32) {
 /// An item of the line, as it was [put] there: its words, and its pages.
 #[inline(always)]
 pub unsafe fn load(p: &BatchedStep, number: u32) -> [[u32; 4]; 2] {
+    // SAFETY: the caller's word.
     let from: GlobalMut<u32> = unsafe { p.items.at((number * ITEM_WORDS) as usize) };
+    // SAFETY: the caller's word.
     [0, 4].map(|at| unsafe { from.load16(at) })
 }

@@ -48,6 +48,7 @@ impl Consumer<'_> {
     /// What a block can do for attention of several rows before it knows the projections.
     #[inline(always)]
     pub unsafe fn before_attention(&self, layer: u32) -> Units {
+        // SAFETY: the caller's word.
         unsafe {
             let units = Units::load();
             if !units.is_empty() {
@@ -60,6 +61,7 @@ impl Consumer<'_> {
     /// Attention over the grid, from the projections to before the blocks' next barrier.
     #[inline(always)]
     pub unsafe fn attention<const VECTORS: usize, const ONE: bool>(&mut self, layer: u32, mut units: Units) {
+        // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
             // Of one row no grid barrier tells that all have combined what a layer before left here; one tells that of
@@ -116,6 +118,7 @@ impl Consumer<'_> {
         is_last: bool,
         prepared: &mut Prepared,
     ) {
+        // SAFETY: the caller's word.
         unsafe {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let &Share { kv_head, split, pages, ref tiles } = share;
@@ -195,6 +198,7 @@ impl Consumer<'_> {
     /// Gives so many chunks back that this warp has used, in any order: a lane a chunk.
     #[inline(always)]
     unsafe fn release(&mut self, chunks: u32, lane: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             // Every warp has seen every chunk arrive before it gives it back. TMA writes here next.
             bulk::fence_proxy_async();
@@ -211,6 +215,7 @@ impl Consumer<'_> {
     /// A warp's keys, from the ring.
     #[inline(always)]
     unsafe fn attend(&self, attend: &Attend, tile: &Tile, slot: u32, keys: Ring, values: Ring) -> WarpAttention {
+        // SAFETY: the caller's word.
         unsafe {
             keys.wait_full();
             values.wait_full();
@@ -237,6 +242,7 @@ impl Consumer<'_> {
     /// has something else to do when rows are few.
     #[inline(always)]
     unsafe fn stage(&self, layer: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
@@ -258,6 +264,7 @@ impl Consumer<'_> {
     /// What a lane needs of that for a query, or a key, of `row`.
     #[inline(always)]
     unsafe fn factors_of(&self, row: u32, is_key: bool) -> Factors {
+        // SAFETY: the caller's word.
         unsafe {
             let lane = thread::opaque(thread::lane_id()) as usize;
             let weights = shared::dynamic(STAGE_NORMS + if is_key { QUERY } else { 0 });
@@ -283,6 +290,7 @@ impl Consumer<'_> {
         own: Range<u32>,
         warp_id: u32,
     ) {
+        // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
             let heads = p.work.heads();
@@ -408,6 +416,7 @@ impl Consumer<'_> {
     unsafe fn own_place(&self, row: u32, skip: u32) -> (Ring, u32) {
         let position = self.first_position() + row;
         let chunk = self.ring.ahead(position % SPLIT / PAGE_TOKENS + skip);
+        // SAFETY: the caller's word.
         unsafe { chunk.wait_full() };
         (chunk, position % PAGE_TOKENS)
     }
@@ -416,6 +425,7 @@ impl Consumer<'_> {
     /// last warps first.
     #[inline(always)]
     pub unsafe fn append(&self, layer: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
             let (heads, cache) = (p.work.heads(), p.cache(layer));
@@ -456,6 +466,7 @@ fn head_words(head: u32) -> impl Fn(usize) -> u32 {
 unsafe fn ask(words: Words, place: impl Fn(usize) -> u32) -> [Word; 4] {
     let mut asked = [words.nothing(); 4];
     unroll!(I < 4; {
+        // SAFETY: the caller's word.
         asked[I] = unsafe { words.ask(place(I)) };
     });
     asked

@@ -49,6 +49,7 @@ pub fn sync() {
 /// read: without the fence it did.
 #[inline(always)]
 unsafe fn release(chunk: Ring, arrives: bool) {
+    // SAFETY: the caller's word.
     unsafe {
         bulk::fence_proxy_async();
         warp::sync_warp();
@@ -136,12 +137,14 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
     /// the last three chunks, or met the block since, and the producer has no more than 9 under way.
     #[inline(always)]
     unsafe fn load(&self, p: &DecodeStep, stage: &Ring) -> WeightFragments {
+        // SAFETY: the caller's word.
         unsafe { self.load_beside(p, (stage, 0), |_| {}) }
     }
 
     /// The same of the stage's chunk with this number; `beside` is called with 0 and 1 while shared memory answers.
     #[inline(always)]
     unsafe fn load_beside(&self, p: &DecodeStep, chunk: (&Ring, u32), beside: impl FnMut(u32)) -> WeightFragments {
+        // SAFETY: the caller's word.
         unsafe {
             chunk.0.wait_full();
             F::load(p, chunk, self.k_split(), self.lane, beside)
@@ -154,14 +157,15 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
         F::CHUNKS == 1 || turn % F::CHUNKS + 1 == F::CHUNKS || turn + 1 == depth
     }
 
-    /// If fragments are costly, those of the first N-tile of a part: [`turn`](Self::turn) has the next ones ready when it
-    /// multiplies.
+    /// If fragments are costly, those of the first N-tile of a part: [`turn`](Self::turn) has the next ones ready when
+    /// it multiplies.
     #[inline(always)]
     unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, part: &Part) -> WeightFragments {
         if !F::COSTLY || self.n_tiles(part.mine) == 0 {
             return [[0; 4]; 8];
         }
         let stage = ring.ahead(self.n_tile(0));
+        // SAFETY: the caller's word.
         unsafe {
             let weights = self.load(p, &stage);
             release(stage, self.lane < Self::ARRIVALS && Self::ends_stage(0, part.depth));
@@ -195,8 +199,8 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
         });
     }
 
-    /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to `acc[s]`,
-    /// or of more tiles of rows to those from `acc[s · tiles]` on. If fragments are costly, `weights` are the first
+    /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to
+    /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. If fragments are costly, `weights` are the first
     /// N-tile's, and then those of the next turn, unless this is the last.
     #[inline(always)]
     unsafe fn turn(
@@ -207,6 +211,7 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
         columns: &[Columns; TILES],
         weights: &mut WeightFragments,
     ) {
+        // SAFETY: the caller's word.
         unsafe {
             let (mine, depth) = (part.mine, part.depth);
             // Found again for each turn: conditions kept over all turns crowd out others.
@@ -291,6 +296,7 @@ impl<'a> Consumer<'a> {
     /// flag](super::exchange), others through memory with grid barriers.
     #[inline(always)]
     pub unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool>(&mut self) {
+        // SAFETY: the caller's word.
         unsafe {
             self.mark(Mark::Begin);
             self.embed::<ONE>();
@@ -370,6 +376,7 @@ impl<'a> Consumer<'a> {
     /// Notes the time, where a trace was asked for.
     #[inline(always)]
     pub unsafe fn mark(&self, mark: Mark) {
+        // SAFETY: the caller's word.
         unsafe {
             if !self.p.trace.is_null() && thread::opaque(thread::thread_idx_x()) == 0 {
                 let len = DecodeStep::trace_len(self.p.layer_count);
@@ -384,6 +391,7 @@ impl<'a> Consumer<'a> {
     /// Waits until the consumers of every block are here, and shows each what the others wrote.
     #[inline(always)]
     pub unsafe fn grid_barrier(&self) {
+        // SAFETY: the caller's word.
         unsafe {
             self.arrive();
             self.wait();
@@ -394,6 +402,7 @@ impl<'a> Consumer<'a> {
     /// returns.
     #[inline(always)]
     unsafe fn arrive(&self) {
+        // SAFETY: the caller's word.
         unsafe {
             sync();
             // Found again, here and where else one thread acts for the block: kept over the whole step, it would crowd
@@ -407,6 +416,7 @@ impl<'a> Consumer<'a> {
     /// Waits until every block has arrived.
     #[inline(always)]
     unsafe fn wait(&self) {
+        // SAFETY: the caller's word.
         unsafe {
             if thread::opaque(thread::thread_idx_x()) == 0 {
                 let arrivals = shared::dynamic::<u32>(ARRIVALS);
@@ -422,6 +432,7 @@ impl<'a> Consumer<'a> {
     /// The embedding of every row, spread over the grid.
     #[inline(always)]
     unsafe fn embed<const ONE: bool>(&self) {
+        // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
             let norm = p.input_norm(0);
@@ -482,6 +493,7 @@ impl<'a> Consumer<'a> {
         mut part: Part,
         mut old: [Addend; 2],
     ) {
+        // SAFETY: the caller's word.
         unsafe {
             let matrix = part.matrix;
             // What follows from these is found again for each matrix, not kept over all layers in registers.
@@ -561,6 +573,7 @@ impl<'a> Consumer<'a> {
     /// Puts a warp's rows' norm factors where all find them after they next meet.
     #[inline(always)]
     unsafe fn put_factors<const TILES: usize>(&self, norm: Norm, squares: [f32; TILES], lane: u32, warp_id: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             unroll!(T < TILES of 2; {
                 let (row, factor) = (warp_id + T as u32 * WARPS, norm.inverse_rms_of(squares[T]));
@@ -580,6 +593,7 @@ impl<'a> Consumer<'a> {
         scale: f32,
         ahead: [Addend; 2],
     ) {
+        // SAFETY: the caller's word.
         unsafe {
             if part.mine == 0 {
                 return;

@@ -85,6 +85,7 @@ impl Exchange {
     /// How many sequence flags were used up.
     #[inline(always)]
     pub(super) unsafe fn used(&self) -> u32 {
+        // SAFETY: the caller's word.
         unsafe { self.all.load(0) as u32 }
     }
 }
@@ -152,6 +153,7 @@ impl Consumer<'_> {
     /// block's consumers have met.
     #[inline(always)]
     pub unsafe fn use_up_flags(&self) {
+        // SAFETY: the caller's word.
         unsafe {
             let (p, grid) = (self.p, thread::grid_dim_x());
             if thread::thread_idx_x() > 0
@@ -193,12 +195,14 @@ impl Words {
     #[inline(always)]
     pub unsafe fn put(&self, i: u32, bits: u32) {
         let word = Word::new(self.flag, bits);
+        // SAFETY: the caller's word.
         unsafe { atomic::store(self.first, i as usize, word.0, Ordering::Relaxed, Scope::Device) }
     }
 
     /// Asks for word `i`.
     #[inline(always)]
     pub unsafe fn ask(&self, i: u32) -> Word {
+        // SAFETY: the caller's word.
         Word(unsafe { atomic::load(self.first, i as usize, Ordering::Relaxed, Scope::Device) })
     }
 
@@ -212,6 +216,7 @@ impl Words {
     /// it goes on with.
     #[inline(always)]
     pub unsafe fn expect(&self) {
+        // SAFETY: the caller's word.
         unsafe { waiting::until(|| self.ask(0).flag() >= self.flag) }
     }
 
@@ -219,6 +224,7 @@ impl Words {
     /// `k`-th.
     #[inline(always)]
     pub unsafe fn settle<const N: usize>(&self, words: &mut [Word; N], place: impl Fn(usize) -> u32) {
+        // SAFETY: the caller's word.
         unsafe {
             waiting::until(|| {
                 let mut there = true;

@@ -130,7 +130,7 @@ impl Units {
 /// many `chunks`. TMA serves copies side by side: with as many as the ring has stages, the last chunk before a boundary
 /// would arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge.
 /// So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then
-/// what memory is fastest with. (Measured on an H100.)
+/// what memory is fastest with.
 #[inline(always)]
 const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
     match (one_row, filled < RING.stages) {
@@ -151,6 +151,7 @@ const MOST_UNDER_WAY: u32 = RING.stages - 3;
 /// Waits for room for the next chunk.
 #[inline(always)]
 unsafe fn wait(ring: &Ring, under_way: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         ring.wait_under_way(under_way);
         ring.wait_empty();
@@ -161,6 +162,7 @@ unsafe fn wait(ring: &Ring, under_way: u32) {
 /// this step: what blocks exchange stays in L2 instead.
 #[inline(always)]
 unsafe fn fill(ring: &Ring, from: Global<u8>) {
+    // SAFETY: the caller's word.
     unsafe {
         let lane = thread::opaque(thread::lane_id());
         if lane == 0 {
@@ -177,6 +179,7 @@ unsafe fn fill(ring: &Ring, from: Global<u8>) {
 /// The producer: one warp walks every wave, and before the output projection the block's share of the cache.
 #[inline(always)]
 pub unsafe fn produce<F: WeightFormat>(p: &DecodeStep, one_row: bool) {
+    // SAFETY: the caller's word.
     unsafe {
         if thread::lane_id() == 0 {
             let mut map = 0;
@@ -212,6 +215,7 @@ unsafe fn produce_matrix<F: WeightFormat>(
     matrix: Matrix,
     one_row: bool,
 ) -> Ring {
+    // SAFETY: the caller's word.
     unsafe {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         let (mut left, k) = p.shape(matrix);
@@ -244,6 +248,7 @@ unsafe fn produce_matrix<F: WeightFormat>(
 /// there yet: consumers put it in.
 #[inline(always)]
 unsafe fn produce_cache(p: &DecodeStep, ring: &mut Ring, layer: u32, mut units: Units, one_row: bool) {
+    // SAFETY: the caller's word.
     unsafe {
         let cache = p.cache(layer);
         let sequence = p.work.rows.sequences.load(0);

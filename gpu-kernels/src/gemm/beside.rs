@@ -29,6 +29,7 @@ impl Beside {
     /// There is such a word, and its first launch was enqueued before its second.
     #[inline(always)]
     pub unsafe fn wait(&self) {
+        // SAFETY: the caller's word.
         unsafe {
             if self.second == 0 {
                 dependent_launch::wait();
@@ -46,6 +47,7 @@ impl Beside {
     #[inline(always)]
     pub unsafe fn go_on(&self) {
         if !self.word.is_null() && self.second == 0 && thread::block_idx_x() == 0 {
+            // SAFETY: the caller's word.
             unsafe { atomic::store(self.word, 0, self.number, Ordering::Release, Scope::Device) };
         }
     }

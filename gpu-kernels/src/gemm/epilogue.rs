@@ -64,6 +64,7 @@ impl Half {
         let lane = thread::lane_id();
         let row = thread::warp_id() % 4 * 16 + lane % 16;
         let offset = swizzled(row * BOX * 2 + lane / 16 * 16) ^ (sixteenth as u32 * 32);
+        // SAFETY: the caller's word.
         unsafe { mma::stmatrix_x4(self.place().at(offset as usize), words) }
     }
 
@@ -74,6 +75,7 @@ impl Half {
         let (lane, warp) = place_in_group();
         let row = warp * 16 + lane / 4 + 8 * row;
         let offset = swizzled(row * BOX * 2 + (half * 4 + lane % 4) * 16);
+        // SAFETY: the caller's word.
         unsafe { self.place().at(offset as usize).store16(0, words) }
     }
 
@@ -85,6 +87,7 @@ impl Half {
     #[inline(always)]
     pub unsafe fn put_box<const SLOTS: bool>(&mut self, p: &Gemm, b: usize, words: BoxWords) {
         if self.column + b as u32 * BOX < p.n {
+            // SAFETY: the caller's word.
             unsafe {
                 unroll!(Q < 4; {
                     if SLOTS {
@@ -109,6 +112,7 @@ impl Half {
         }
         thread::sync_named(self.barrier, GROUP);
         if elected() {
+            // SAFETY: the caller's word.
             unsafe { tensor::store(out, [self.column + b * BOX, self.row], self.place()) };
             bulk::commit();
         }
@@ -205,6 +209,7 @@ unsafe fn load_squares(p: &Gemm, row: u32, first: u32) -> Squares {
     unroll!(I < 8; {
         let at = first + 4 * I as u32 + thread::lane_id() % 4;
         if at < spans {
+            // SAFETY: the caller's word.
             squares[I] = rows.map(|row| unsafe { p.norm.squares.load((row + at) as usize) });
         }
     });
@@ -217,6 +222,7 @@ unsafe fn load_squares(p: &Gemm, row: u32, first: u32) -> Squares {
 unsafe fn scales(p: &Gemm, row: u32, mut squares: Squares) -> [f32; 2] {
     let mut next = 32;
     while next < p.norm.dim / SPAN {
+        // SAFETY: the caller's word.
         let more = unsafe { load_squares(p, row, next) };
         unroll!(I < 8; {
             squares[I] = [0, 1].map(|r| squares[I][r] + more[I][r]);
@@ -271,6 +277,7 @@ pub struct HeadsAhead {
 /// Cosines and sines at `position` of the lane's dimensions, `8 j + 2 pair` and the next.
 #[inline(always)]
 unsafe fn angles(p: &Gemm, position: u32) -> [[f32; 2]; 16] {
+    // SAFETY: the caller's word.
     unsafe {
         let first = position as usize * (HEAD_DIM / 2) as usize + 2 * (thread::lane_id() % 4) as usize;
         let (cos, sin) = (p.heads.cos.at(first).cast::<[f32; 2]>(), p.heads.sin.at(first).cast::<[f32; 2]>());
@@ -287,6 +294,7 @@ unsafe fn angles(p: &Gemm, position: u32) -> [[f32; 2]; 16] {
 #[inline(always)]
 unsafe fn head_norm(p: &Gemm, head: u32) -> Global<u32> {
     let norm = if head < p.heads.q_heads { p.heads.q_norm } else { p.heads.k_norm };
+    // SAFETY: the caller's word.
     unsafe { norm.at((2 * (thread::opaque(thread::lane_id()) % 4)) as usize).cast() }
 }
 
@@ -354,6 +362,7 @@ unsafe fn put_rows(to: u32, words: HeadWords) {
     unroll!(R < 2; {
         unroll!(J < 8; {
             let to: Shared<u32> = Shared::from_raw((place ^ (J as u32 * 16)) + R as u32 * 8 * ROW_BYTES);
+            // SAFETY: the caller's word.
             unsafe {
                 to.store(0, words[R * 16 + 2 * J]);
                 to.store(32, words[R * 16 + 2 * J + 1]);
@@ -366,6 +375,7 @@ unsafe fn put_rows(to: u32, words: HeadWords) {
 /// `first` on. Lanes `4 i` to `4 i + 3` know row `i`'s place in the cache.
 #[inline(always)]
 unsafe fn store_rows(p: &Gemm, from: u32, first: u32, head: u32, position: u32, page: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         let (lane, _) = place_in_group();
         let (piece, second) = (lane % 16, lane / 16);
@@ -407,7 +417,9 @@ impl Epilogue for Qkv {
     unsafe fn early(p: &Gemm, half: &Half) -> (Squares, [u32; 2]) {
         let row = half.lane_row();
         // Rows beyond m are made as the last one, and not stored.
+        // SAFETY: the caller's word.
         let position = |row: u32| unsafe { p.heads.rows.positions.load(row.min(p.m - 1) as usize) };
+        // SAFETY: the caller's word.
         (unsafe { load_squares(p, row, 0) }, [position(row), position(row + 8)])
     }
 
@@ -418,11 +430,13 @@ impl Epilogue for Qkv {
         _inside: bool,
         (squares, positions): Self::Early,
     ) -> HeadsAhead {
+        // SAFETY: the caller's word.
         HeadsAhead { scales: unsafe { scales(p, half.lane_row(), squares) }, positions }
     }
 
     #[inline(always)]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: HeadsAhead, next: &mut impl Next) {
+        // SAFETY: the caller's word.
         unsafe {
             let HeadsAhead { scales, positions } = ahead;
             let scales = bias::add::<N, _>(p, half, scales, next);
@@ -528,16 +542,19 @@ impl Epilogue for SwiGlu {
 
     #[inline(always)]
     unsafe fn early(p: &Gemm, half: &Half) -> Squares {
+        // SAFETY: the caller's word.
         unsafe { load_squares(p, half.lane_row(), 0) }
     }
 
     #[inline(always)]
     unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, _inside: bool, squares: Squares) -> [f32; 2] {
+        // SAFETY: the caller's word.
         unsafe { scales(p, half.lane_row(), squares) }
     }
 
     #[inline(always)]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, scales: [f32; 2], next: &mut impl Next) {
+        // SAFETY: the caller's word.
         unsafe {
             let boxes = [gated!(0, scales), gated!(1, scales)];
             next.begin();
@@ -562,16 +579,19 @@ impl Epilogue for Write {
 
     #[inline(always)]
     unsafe fn early(p: &Gemm, half: &Half) -> Squares {
+        // SAFETY: the caller's word.
         unsafe { SwiGlu::early(p, half) }
     }
 
     #[inline(always)]
     unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, squares: Squares) -> [f32; 2] {
+        // SAFETY: the caller's word.
         unsafe { SwiGlu::ahead::<N>(p, half, inside, squares) }
     }
 
     #[inline(always)]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, scales: [f32; 2], next: &mut impl Next) {
+        // SAFETY: the caller's word.
         unsafe {
             let scales = bias::add::<N, _>(p, half, scales, next);
             let row = half.lane_row();

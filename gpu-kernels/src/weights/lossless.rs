@@ -18,10 +18,11 @@
 //! ```text
 //! region   [8 N-tiles] first slice [8 N-tiles] list [8 N-tiles] second slice
 //! slice    low    [2][lane][16]  bytes   the weights' lower bytes, in the order of a lane's fragments
-//!          codes  [3][lane]      words   code of weight j of fragment f < 3 in bits 4 j to 4 j + 2 of word f; the bits of those
-//!                                        of fragment 3 in bits 4 j + 3: of word 0 the last bit, of word 2 the first
+//!          codes  [3][lane]      words   code of weight j of fragment f < 3 in bits 4 j to 4 j + 2 of word f; the
+//!                                        bits of those of fragment 3 in bits 4 j + 3: of word 0 the last bit, of word
+//!                                        2 the first
 //! list     [2]    words  see below
-//!          [..]   u16    place among the slice's bytes: 10, sign: 1, how far below `top` the upper exponent bits are: 5
+//!          [..]   u16    place among the slice's bytes: 10, sign: 1, the upper exponent bits' distance from `top`: 5
 //! ```
 //!
 //! A code is the sign and by how much the upper seven bits of the exponent are above the slice's `base`. An escape that
@@ -145,6 +146,7 @@ impl<const N: usize> Place<N> {
     /// called twice, with 0 and 1, where shared memory is waited for.
     #[inline(always)]
     unsafe fn unpack(&self, p: &Lossless, lane: u32, mut beside: impl FnMut(u32)) -> [[[u32; 4]; 4]; N] {
+        // SAFETY: the caller's word.
         unsafe {
             let header = self.list.cast::<[u32; 2]>().load(0);
             let last = Lossless::room(p.list_bytes) - 1;
@@ -188,6 +190,7 @@ impl<const N: usize> Place<N> {
     /// one.
     #[inline(always)]
     unsafe fn patch(&self, p: &Lossless, header: [u32; 2], own: u32, lane: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             let (count, of_first) = (header[0] & 0x3ff, header[0] >> 10 & 0x3ff);
             let top = header[1] >> 25;
@@ -240,6 +243,7 @@ impl Lossless {
     /// The tile of a split-K partial in a stage of the decode kernel's ring.
     #[inline(always)]
     unsafe fn tile(&self, stage: &Ring, k_partial: u32) -> Place<2> {
+        // SAFETY: the caller's word.
         unsafe {
             let tile: Shared<u8> = shared::dynamic(stage.offset() + k_partial * TILE_BYTES);
             let list = shared::dynamic(stage.offset() + K_PARTIALS * TILE_BYTES + k_partial * self.list_bytes);
@@ -256,6 +260,7 @@ impl WeightFormat for Lossless {
 
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             // Before something comes that would be given back, all lanes have seen that there is room.
             warp::sync_warp();
@@ -277,6 +282,7 @@ impl WeightFormat for Lossless {
         lane: u32,
         beside: impl FnMut(u32),
     ) -> WeightFragments {
+        // SAFETY: the caller's word.
         unsafe {
             let [[a, b, c, d], [e, f, g, h]] = p.lossless.tile(stage, k_partial).unpack(&p.lossless, lane, beside);
             [a, b, c, d, e, f, g, h]
@@ -285,6 +291,7 @@ impl WeightFormat for Lossless {
 
     #[inline(always)]
     unsafe fn scale(p: &DecodeStep, index: u32) -> f32 {
+        // SAFETY: the caller's word.
         unsafe { p.lossless.scales.load_nc(index as usize) }
     }
 }
@@ -298,6 +305,7 @@ impl BatchedFormat for Lossless {
         let region = |q| u64::from(wave.together(n_tile, q) * REGIONS) * u64::from(region_bytes);
         let within = u64::from(TOGETHER * PACKED_SLICE);
         StageSources {
+            // SAFETY: the caller's word.
             first: unsafe { p.lossless.regions.at(region(0) as usize) },
             k_partial: region_bytes,
             apart: [within, region(1) - region(0) - within],
@@ -307,6 +315,7 @@ impl BatchedFormat for Lossless {
 
     #[inline(always)]
     unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, lane: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());
             let list_bytes = p.lossless.list_bytes;
@@ -334,6 +343,7 @@ impl BatchedFormat for Lossless {
 
     #[inline(always)]
     unsafe fn scale_of(phase: Global<Phase>) -> f32 {
+        // SAFETY: the caller's word.
         unsafe { phase.cast::<u8>().at(core::mem::offset_of!(Phase, scale)).cast::<f32>().load_nc(0) }
     }
 }
@@ -380,6 +390,7 @@ impl Tile {
     /// The tile of an N-tile of those that lie together, of a split-K partial.
     #[inline(always)]
     unsafe fn load(stream: Global<bf16>, together: u32, k_partial: u32, n_tile: u32, lane: u32, double: bool) -> Self {
+        // SAFETY: the caller's word.
         unsafe {
             let from = stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
             let mut tile = Self { words: [[0; 4]; 8], fits: true };
@@ -497,6 +508,7 @@ pub struct Pack {
 /// Counts tiles by their escapes.
 #[kernel(threads = 256)]
 pub unsafe fn count_escapes(p: Pack) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let lane = thread::lane_id();
         let together = p.first + thread::block_idx_y();
@@ -511,6 +523,7 @@ pub unsafe fn count_escapes(p: Pack) {
 /// Packs tiles, all of which can be.
 #[kernel(threads = 256)]
 pub unsafe fn pack_weights(p: Pack) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (lane, n_tile, k_partial) = (thread::lane_id(), thread::warp_id(), thread::block_idx_x());
         let together = p.first + thread::block_idx_y();

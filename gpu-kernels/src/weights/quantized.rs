@@ -13,8 +13,8 @@
 //! ```
 //!
 //! # Layout
-//! A chunk, an N-tile's 512 inputs, lies in one piece: chunk `q` of N-tile `n` of a [`Wave`] is number `base + n · depth
-//! + q`. Of int4 two chunks come to a stage at a time.
+//! A chunk, an N-tile's 512 inputs, lies in one piece: chunk `q` of N-tile `n` of a [`Wave`] is number
+//! `base + n · depth + q`. Of int4 two chunks come to a stage at a time.
 //!
 //! ```text
 //! chunk    codes   [split-K partial 4][part][lane][16 bytes]    2 parts of int4, 4 of FP8
@@ -270,6 +270,7 @@ impl<C: Code> WeightFormat for Quantized<C> {
 
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
+        // SAFETY: the caller's word.
         unsafe {
             // Before something comes that would be given back, all lanes have seen that there is room.
             warp::sync_warp();
@@ -291,6 +292,7 @@ impl<C: Code> WeightFormat for Quantized<C> {
         lane: u32,
         mut beside: impl FnMut(u32),
     ) -> WeightFragments {
+        // SAFETY: the caller's word.
         unsafe {
             let chunk: Shared<u8> = shared::dynamic(stage.offset() + chunk * C::BYTES);
             let from = chunk.at(((k_partial * parts::<C>() * 32 + lane) * 16) as usize);
@@ -349,6 +351,7 @@ pub struct Quantize {
 /// code's value but for 2^-9 of it.
 #[inline(always)]
 unsafe fn quantize<C: Code>(p: &Quantize) {
+    // SAFETY: the caller's word.
     unsafe {
         let (lane, k_partial) = (thread::lane_id(), thread::warp_id());
         let (n_tile, q) = (thread::block_idx_x(), thread::block_idx_y());
@@ -406,18 +409,21 @@ unsafe fn quantize<C: Code>(p: &Quantize) {
 /// The codes of int4 weights.
 #[kernel(threads = 128)]
 pub unsafe fn quantize_int4(p: Quantize) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { quantize::<Int4<1>>(&p) }
 }
 
 /// The same where scales have two parts.
 #[kernel(threads = 128)]
 pub unsafe fn quantize_int4_f16(p: Quantize) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { quantize::<Int4<2>>(&p) }
 }
 
 /// The codes of FP8 weights.
 #[kernel(threads = 128)]
 pub unsafe fn quantize_fp8(p: Quantize) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { quantize::<Fp8>(&p) }
 }
 

@@ -16,7 +16,7 @@ const WORDS_OF_8: u32 = 4;
 const NOT_INTERLEAVED: u32 = 0;
 const NOT_SWIZZLED: u32 = 0;
 const SWIZZLE_128_BYTES: u32 = 3;
-/// Lines that a copy draws into L2 together: 8 % of a large GEMM.
+/// Lines that a copy draws into L2 together.
 const PROMOTE_TO_256_BYTES: u32 = 3;
 const ZEROS_BEYOND_EDGES: u32 = 0;
 

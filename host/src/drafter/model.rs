@@ -20,9 +20,8 @@ use crate::prefill::Prefill;
 use crate::sampler::Sampler;
 use crate::tuning::DRAFT_COST;
 
-/// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile. By this a
-/// pass of the 0.6B shape takes 0.13 of a step of the 8B shape; it is 0.11 on an H100
-/// (`docs/reference/kernels/decode.md`), and more where memory is faster.
+/// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile
+/// (`docs/reference/kernels/decode.md`).
 const LAYER_BYTES: u64 = 32 << 20;
 /// Rows up to which a decode step is the kernel for few.
 const FEW_ROWS: u32 = 8;

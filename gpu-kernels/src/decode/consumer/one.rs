@@ -41,6 +41,7 @@ impl<F: WeightFormat> Duty<F, 1> {
     /// Puts the words of a warp's slices, from the first turn on, where its split-K partial's warps find them.
     #[inline(always)]
     unsafe fn stage<const N: usize>(&self, words: &[Word; N]) {
+        // SAFETY: the caller's word.
         unsafe {
             let to = shared::dynamic::<u32>(STAGED + self.warp_id * STAGED_BYTES + self.lane * 4);
             unroll!(I < N of 8; {
@@ -54,6 +55,7 @@ impl<F: WeightFormat> Duty<F, 1> {
     /// first turn on.
     #[inline(always)]
     unsafe fn staged(&self) -> Shared<u32> {
+        // SAFETY: the caller's word.
         unsafe { shared::dynamic(STAGED + self.k_split() * STAGED_BYTES + self.lane % 4 * 16) }
     }
 
@@ -65,6 +67,7 @@ impl<F: WeightFormat> Duty<F, 1> {
         chunks: u32,
         from: Shared<u32>,
     ) {
+        // SAFETY: the caller's word.
         unsafe {
             unroll!(T < HELD of 4; {
                 if (T + 1) * OWN <= HELD && ((T * OWN) as u32) < chunks {
@@ -85,6 +88,7 @@ impl<F: WeightFormat> Duty<F, 1> {
 unsafe fn columns(from: Shared<u32>) -> Columns {
     // Half a chunk on is what the split-K partial's other warp staged.
     let next = (K_PARTIALS * STAGED_BYTES / 4) as usize;
+    // SAFETY: the caller's word.
     unsafe { [[from.load16(0), from.load16(16)], [from.load16(next), from.load16(next + 16)]] }
 }
 
@@ -92,6 +96,7 @@ unsafe fn columns(from: Shared<u32>) -> Columns {
 /// for.
 #[inline(always)]
 pub unsafe fn factors(p: &DecodeStep) {
+    // SAFETY: the caller's word.
     unsafe {
         let lane = thread::lane_id();
         let place = shared::dynamic::<u32>(FACTORS);
@@ -137,6 +142,7 @@ pub unsafe fn factors(p: &DecodeStep) {
 /// Asks the warp that does so for the factor of the squares with this sequence flag; of none, it is done.
 #[inline(always)]
 pub unsafe fn ask_for_factor(flag: u32) {
+    // SAFETY: the caller's word.
     unsafe {
         if thread::thread_idx_x() == 0 {
             shared::dynamic::<u32>(FACTORS).store(0, flag);
@@ -151,6 +157,7 @@ impl Consumer<'_> {
     /// fragments. What does not need them is done while they come.
     #[inline(always)]
     pub(super) unsafe fn gemm_of_one<F: WeightFormat>(&mut self, mut part: Part, mut first: (Output, Addend)) {
+        // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
             let matrix = part.matrix;
@@ -304,6 +311,7 @@ impl Consumer<'_> {
         let n_tile = if valid { e >> width_log2 } else { 0 };
         let first = (part.first_n_tile + part.place + n_tile * self.walk.grid) << width_log2;
         let output = Output { row: 0, n_tile, feature: first + (e & !(!0 << width_log2)), valid };
+        // SAFETY: the caller's word.
         (output, unsafe { self.addend::<true>(part, &output) })
     }
 }

@@ -79,12 +79,14 @@ impl Consumer<'_> {
     pub(super) unsafe fn first_addends(&self, part: &Part) -> [Addend; 2] {
         let (outputs, thread) = (self.outputs(part), thread::opaque(thread::thread_idx_x()));
         let [first, second] = [0, WARPS * 32].map(|i| outputs.at(thread + i));
+        // SAFETY: the caller's word.
         unsafe { [self.addend::<false>(part, &first), self.addend::<false>(part, &second)] }
     }
 
     /// What an output is combined with, where it is added to the residual or has a bias.
     #[inline(always)]
     pub(super) unsafe fn addend<const ONE: bool>(&self, part: &Part, output: &Output) -> Addend {
+        // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
             if !output.valid {
@@ -119,6 +121,7 @@ impl Consumer<'_> {
     /// matrices have done so, or begun to.
     #[inline(always)]
     pub(super) unsafe fn put_words(&self, stage: u32, element: u32, weight: bf16, x: f32, valid: bool) {
+        // SAFETY: the caller's word.
         unsafe {
             let scaled = pair_with_next(math::to_bf16(x * math::from_bf16(weight)));
             if valid && element.is_multiple_of(2) {
@@ -144,6 +147,7 @@ impl Consumer<'_> {
         old: Addend,
         up: impl Fn() -> f32,
     ) {
+        // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
             let &Output { row, feature, valid, .. } = output;

@@ -60,12 +60,14 @@ impl Unit {
     /// The norm's weights of the lane's features.
     #[inline(always)]
     unsafe fn norm(self, p: &Gemm) -> [u32; 2] {
+        // SAFETY: the caller's word.
         unsafe { lane_weights(p.next_norm, self.column, place_in_block().0) }
     }
 
     /// What the lane's features of row `i` are added to.
     #[inline(always)]
     unsafe fn load_row(self, p: &Gemm, i: u32) -> [f32; 4] {
+        // SAFETY: the caller's word.
         unsafe { p.residual.load_lane(self.row(i), self.column, place_in_block().0) }
     }
 
@@ -73,6 +75,7 @@ impl Unit {
     unsafe fn load_rows(self, p: &Gemm) -> UnitRows {
         let mut x = [[0.0; 4]; 8];
         unroll!(I < 8; {
+            // SAFETY: the caller's word.
             x[I] = unsafe { self.load_row(p, I as u32) };
         });
         x
@@ -81,6 +84,7 @@ impl Unit {
     /// Adds row `i` of the unit in shared memory to `x`: the lane's sum of squares.
     #[inline(always)]
     unsafe fn add_row(self, p: &Gemm, from: u32, i: u32, x: [f32; 4], norm: [u32; 2]) -> f32 {
+        // SAFETY: the caller's word.
         unsafe {
             let from = Shared::<u8>::from_raw((from ^ permutation(i)) + i * ROW_BYTES);
             let s = from.load16(0).map(f32::from_bits);
@@ -94,6 +98,7 @@ impl Unit {
 /// what a lane [has](crate::norm::lane_element) of a row.
 #[inline(always)]
 fn staging(n: u32) -> u32 {
+    // SAFETY: an address, from which nothing is read here.
     let boxes = unsafe { shared::dynamic::<u8>(Gemm::boxes(n)) };
     // Among its own lanes' totals, if there are any.
     let bytes = if n == 128 { UNIT_ROWS * ROW_BYTES } else { TOTALS_BYTES / 8 };
@@ -105,13 +110,14 @@ const fn permutation(row: u32) -> u32 {
 }
 
 #[inline(always)]
-fn put(n: u32, sums: Sums) {
+unsafe fn put(n: u32, sums: Sums) {
     let (line, pair) = (place_in_block().0 / 4, place_in_block().0 % 4);
     let at = staging(n) + line * ROW_BYTES + ((pair * 16) ^ permutation(line));
     unroll!(S < 8; {
         // An N-tile's chunks are the four pairs'.
         let to: Shared<u8> = Shared::from_raw(at ^ (S as u32 % 2 * 64));
         let ([a, b], [c, d]) = (sums[2 * S], sums[2 * S + 1]);
+        // SAFETY: the caller's word.
         unsafe { to.at(S / 2 * 128).store16(0, [a, b, c, d].map(f32::to_bits)) };
     });
     warp::sync_warp();
@@ -140,6 +146,7 @@ impl Epilogue for Add {
     unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, (): ()) -> Self::Ahead {
         let unit = |half_of_rows| Unit::of((half.tile_row, half.column), 0, half_of_rows);
         let (mut x, mut norm) = ([[[0.0; 4]; 8]; 2], [0; 2]);
+        // SAFETY: the caller's word.
         unsafe {
             if inside {
                 norm = unit(0).norm(p);
@@ -154,6 +161,7 @@ impl Epilogue for Add {
     #[inline(always)]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: Self::Ahead, next: &mut impl Next) {
         let tile = (half.tile_row, half.column);
+        // SAFETY: the caller's word.
         unsafe {
             if N > 128 {
                 finish_beside(p, tile, ahead.1, next);
@@ -168,6 +176,7 @@ impl Epilogue for Add {
 
     #[inline(always)]
     unsafe fn finish_last<const N: u32>(p: &Gemm, half: &Half, ahead: Self::Ahead) {
+        // SAFETY: the caller's word.
         unsafe { finish_all::<N>(p, (half.tile_row, half.column), ahead) }
     }
 }
@@ -176,6 +185,7 @@ impl Epilogue for Add {
 #[inline(always)]
 #[allow(unused_assignments, reason = "every unit but the last two loads for another")]
 unsafe fn finish_all<const N: u32>(p: &Gemm, tile: (u32, u32), (x, norm): <Add as Epilogue>::Ahead) {
+    // SAFETY: the caller's word.
     unsafe {
         let second = N > 128 && tile.1 + SPAN < p.n;
         let mut x = [x[0], x[1], [[0.0; 4]; 8], [[0.0; 4]; 8]];
@@ -211,6 +221,7 @@ unsafe fn finish_all<const N: u32>(p: &Gemm, tile: (u32, u32), (x, norm): <Add a
 /// the second span in registers.
 #[inline(always)]
 unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut impl Next) {
+    // SAFETY: the caller's word.
     unsafe {
         let first = Unit::of(tile, 0, 0);
         let x = first.load_rows(p);
@@ -254,6 +265,7 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut i
 /// assembler counts loads with one counter, and else would wait for those as well.
 #[inline(always)]
 unsafe fn add_unit(p: &Gemm, n: u32, unit: Unit, x: UnitRows, norm: [u32; 2], mut load: impl FnMut()) {
+    // SAFETY: the caller's word.
     unsafe {
         let lane = place_in_block().0;
         let from = staging(n) + lane * 16;

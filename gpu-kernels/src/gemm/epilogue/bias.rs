@@ -19,6 +19,7 @@ pub unsafe fn add<const N: u32, T: Next>(p: &Gemm, half: &Half, scales: [f32; 2]
             // A GEMM with a bias has whole N-tiles of features: pairs are there or not.
             let feature = first + (B * 64 + J * 8) as u32;
             if (B as u32) * 64 < N && feature < p.n {
+                // SAFETY: the caller's word.
                 let bias = math::unpack_bf16(unsafe { p.bias.at(feature as usize).cast::<u32>().load_nc(0) });
                 unroll!(R < 2; {
                     unroll!(C < 2; {
