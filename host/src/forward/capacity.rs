@@ -1,0 +1,72 @@
+//! How much memory a forward pass is to have room in, and what that takes.
+
+use gpu_kernels::attention;
+use gpu_kernels::kv::{self, HEAD_DIM};
+use gpu_kernels::step::MAX_ROWS;
+use model::Config;
+
+use crate::cache::KvCache;
+use crate::prefill::Prefill;
+
+/// How much there is memory for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// Most tokens of a sequence.
+    pub context: usize,
+    /// Sequences: page tables.
+    pub sequences: usize,
+    /// Pages of the cache.
+    pub pages: usize,
+    /// Most rows of a pass.
+    pub rows: usize,
+}
+
+impl Capacity {
+    /// For one sequence of up to `capacity` tokens.
+    pub fn single(capacity: usize) -> Self {
+        Self { context: capacity, sequences: 1, pages: pages(capacity), rows: MAX_ROWS as usize }
+    }
+
+    /// Splits of attention for a sequence as long as can be.
+    pub(super) fn splits(&self) -> usize {
+        self.context.div_ceil(attention::SPLIT as usize)
+    }
+}
+
+/// What a model takes on a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Footprint {
+    /// Bytes of weights.
+    pub weights: u64,
+    /// Bytes of cache, tables and activations.
+    pub working: u64,
+}
+
+/// Rounds a context up to whole pages.
+pub(super) fn pages(capacity: usize) -> usize {
+    capacity.div_ceil(kv::PAGE_TOKENS as usize)
+}
+
+impl Footprint {
+    /// For `config` with room for one sequence of `capacity` tokens, on a device whose prompts run in passes of many
+    /// rows, or not.
+    pub fn of(config: &Config, capacity: usize, has_prefill: bool) -> Self {
+        Self::of_room(config, &Capacity::single(capacity), has_prefill.then_some(capacity))
+    }
+
+    /// For `config` with this room, and for passes over up to `prefill` rows of prompts where there are any.
+    pub fn of_room(config: &Config, room: &Capacity, prefill: Option<usize>) -> Self {
+        let rows = room.rows;
+        let q = config.query_size();
+        let activations = rows * (config.hidden_size * 6 + config.hidden_size / 4 + config.qkv_size() * 4 + q * 4);
+        let partial = rows * config.num_attention_heads * room.splits() * (HEAD_DIM as usize + 2) * 4;
+        let working = room.pages * KvCache::page_bytes(config)
+            + room.context * HEAD_DIM as usize * 4
+            + room.sequences * pages(room.context) * 4
+            + partial
+            + activations
+            + rows * (config.intermediate_size * 2 + config.vocab_size * 4);
+        let prefill = prefill.map_or(0, |rows| Prefill::bytes(config, rows));
+        Self { weights: config.weight_bytes(2) as u64, working: working as u64 + prefill }
+    }
+}
