@@ -1,5 +1,5 @@
-//! The pages hold the figures of their files, their links lead somewhere, and their lines, and those of comments, are no
-//! longer than the code's.
+//! The pages hold the figures of their files, their links lead somewhere, and their lines, and those of comments, are
+//! no longer than the code's.
 
 use std::path::Path;
 

@@ -200,8 +200,8 @@ impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
     }
 
     /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to
-    /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. If fragments are costly, `weights` are the first
-    /// N-tile's, and then those of the next turn, unless this is the last.
+    /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. If fragments are costly, `weights` are the
+    /// first N-tile's, and then those of the next turn, unless this is the last.
     #[inline(always)]
     unsafe fn turn(
         &self,
