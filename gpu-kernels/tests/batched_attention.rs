@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Random, RowBuffers, run, run_batched, run_resident};
+use common::{Random, RowBuffers, run, run_batched};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::attention::{self, Attend, AttendTiles, SPLIT};
@@ -202,7 +202,7 @@ impl Case {
                     let phases = unsafe { params.phases.at(layer) };
                     let (assignments, is_scheduled) = (assignments.ptr_mut(), layer as u32);
                     let params = BatchedStep { phases, phase_count: 1, assignments, is_scheduled, ..params };
-                    run_resident::<batched::attend_batch>([grid, 1, 1], BatchedStep::ATTEND_SHARED_BYTES, seed, params);
+                    run::<batched::attend_batch>([grid, 1, 1], BatchedStep::ATTEND_SHARED_BYTES, seed, params);
                 }
             }
             if !listed.is_empty() {

@@ -132,7 +132,7 @@ pub(crate) unsafe fn reduce_few(
 
 /// What the warps of a tile of at most [`QUARTER`] pairs found, in shared memory.
 #[derive(Clone, Copy)]
-pub(crate) struct Few {
+struct Few {
     lane: u32,
     warp_id: u32,
     scratch: u32,
@@ -141,14 +141,14 @@ pub(crate) struct Few {
 impl Few {
     /// For a lane, from byte `scratch` on.
     #[inline(always)]
-    pub const fn new(lane: u32, warp_id: u32, scratch: u32) -> Self {
+    const fn new(lane: u32, warp_id: u32, scratch: u32) -> Self {
         Self { lane, warp_id, scratch }
     }
 
     /// Whether the lane has something of a pair. Asked anew each time: known on both sides of a barrier, the compiler
     /// may write the barrier twice.
     #[inline(always)]
-    pub fn holds(&self) -> bool {
+    fn holds(&self) -> bool {
         thread::opaque(self.lane) / 4 < QUARTER
     }
 
@@ -167,7 +167,7 @@ impl Few {
 
     /// Leaves the maximum and the normaliser of the lane's pair.
     #[inline(always)]
-    pub unsafe fn leave_scale(&self, top: f32, norm: f32) {
+    unsafe fn leave_scale(&self, top: f32, norm: f32) {
         if self.holds() && self.lane.is_multiple_of(4) {
             // SAFETY: the caller's word.
             unsafe {
@@ -180,7 +180,7 @@ impl Few {
 
     /// A lane that [holds](Self::holds) something leaves its weighted sums of dimensions `8n + 2t` and one on.
     #[inline(always)]
-    pub unsafe fn leave(&self, n: usize, o: [f32; 4]) {
+    unsafe fn leave(&self, n: usize, o: [f32; 4]) {
         let (g, t) = (self.lane / 4, self.lane % 4);
         // SAFETY: the caller's word.
         unsafe {
@@ -192,7 +192,7 @@ impl Few {
     /// Adds what all warps left, and puts it where [`reduce`] does: 64 threads a pair, each with two dimensions; each
     /// finds the warps' factors for itself.
     #[inline(always)]
-    pub unsafe fn add(
+    unsafe fn add(
         &self,
         p: &Attend,
         tile: &Tile,

@@ -16,8 +16,8 @@
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, bulk, dependent_launch, kernel, math, thread, warp};
 
-use super::attention::{Item, PACKED, are_there, find_forms};
-use super::tile_scheduler::{Assignment, Pool, assign, load};
+use super::attention::{Item, PACKED, are_there, find_forms, make_row_queries};
+use super::tile_scheduler::{Assignment, Pool, assign, count_all, load};
 use super::{BatchedStep, Phase};
 use crate::attention::{
     Attend, Divisor, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, WARP_KEYS, add_values_each, combine_by_warp, key_of,
@@ -56,7 +56,7 @@ pub const SHARED_BYTES: u32 = WARPS * WARP_BYTES;
 const _: () = assert!(SHARED_BYTES <= 232_448);
 
 /// One phase, [`PhaseKind::Attend`](super::PhaseKind::Attend), of tiles of one row and at most
-/// [`BatchedStep::ATTEND_PAIRS`] query heads a key-value head. All CTAs of the grid are resident at once, and
+/// [`BatchedStep::ATTEND_PAIRS`] query heads a key-value head. The grid is any, and the same in all layers of a step;
 /// [`assignments`](BatchedStep::assignments) are of [`BatchedStep::ATTEND_WARPS`] a CTA. Shared memory:
 /// [`BatchedStep::ATTEND_SHARED_BYTES`]. It may be launched early ([`dependent_launch`]).
 /// [`arrivals`](BatchedStep::arrivals) are zero before and after.
@@ -78,8 +78,10 @@ pub unsafe fn attend_batch(p: BatchedStep) {
         let number = thread::block_idx_x() * WARPS + warp_id;
         let assigned = p.assignments.at(4 * number as usize);
         let assignment = if p.is_scheduled == 0 {
-            let assignment = assign(&p, &Pool::none(&p), (number, thread::grid_dim_x() * WARPS), 0);
-            if thread::opaque(thread::lane_id()) == 0 {
+            let lane = thread::opaque(thread::lane_id());
+            let (all, sharers) = (count_all(&p, lane), thread::grid_dim_x() * WARPS);
+            let assignment = assign(&p, all, &Pool::none(&p), (number, sharers), 0);
+            if lane == 0 {
                 assigned.store16(0, assignment.words());
             }
             assignment
@@ -116,13 +118,54 @@ struct Warp<'a> {
     count: u32,
 }
 
-/// The piece that is copied next.
-struct Ahead {
+/// Where a warp stands in its ring: the stage of the piece in hand, and what is copied next.
+struct Stream {
     ring: Ring,
+    /// The stage of the next copy.
+    ahead: Ring,
     /// Which of the warp's items, whether of its values, and which piece.
     item: u32,
     kind: u32,
     piece: u32,
+}
+
+/// The item that a warp has in hand.
+struct InHand {
+    item: Item,
+    /// Where it is described.
+    slot: Shared<u32>,
+    /// The tile of its first piece.
+    tile: Tile,
+    /// The key and the value of its row, if it is the one that has them.
+    newest: [HeadVector; 2],
+}
+
+/// What has to be known of a piece.
+struct Piece {
+    /// Of its page.
+    block: u32,
+    form: Form,
+    /// The last of its keys that was copied, or more: it stands for those beyond, whose weight is 0.
+    last: u32,
+    /// Whether that is the row's own, which has yet to come there.
+    has_newest: bool,
+}
+
+impl InHand {
+    #[inline(always)]
+    unsafe fn piece(&self, piece: u32) -> Piece {
+        let page = piece as usize / 2;
+        // SAFETY: the caller's word.
+        let (block, form) = unsafe { (self.slot.load(4 + page), Form(self.slot.load(8 + page))) };
+        let last = (self.item.last - self.item.piece_key(piece)).min(WARP_KEYS);
+        Piece { block, form, last, has_newest: self.item.is_fresh && last < WARP_KEYS }
+    }
+
+    /// The tile as a warp of [`attend`](crate::attention::attend) has it that takes this piece.
+    #[inline(always)]
+    const fn tile(&self, piece: u32) -> Tile {
+        Tile { warp_id: piece, ..self.tile }
+    }
 }
 
 impl Item {
@@ -189,10 +232,10 @@ impl Warp<'_> {
         // SAFETY: the caller's word.
         unsafe {
             self.look_up(0, SLOTS);
-            let mut ring = Ring::consumer(shape);
-            let mut ahead = Ahead { ring, item: 0, kind: 0, piece: 0 };
+            let ring = Ring::consumer(shape);
+            let mut stream = Stream { ring, ahead: ring, item: 0, kind: 0, piece: 0 };
             unroll!(_S < STAGES of 3; {
-                self.copy(&mut ahead);
+                self.copy(&mut stream);
             });
             let mut number = 0;
             while number < self.count {
@@ -200,7 +243,7 @@ impl Warp<'_> {
                 if item.split == item.first_split {
                     self.make_queries(&item);
                 }
-                self.find(number, &item, &mut ring, &mut ahead);
+                self.find(number, item, &mut stream);
                 if item.is_last && !item.is_own() {
                     self.combine(&item);
                 }
@@ -214,30 +257,30 @@ impl Warp<'_> {
 
     /// Asks for the next piece, if there is one: its stage has been read.
     #[inline(always)]
-    unsafe fn copy(&self, ahead: &mut Ahead) {
-        if ahead.item < self.count {
+    unsafe fn copy(&self, stream: &mut Stream) {
+        if stream.item < self.count {
             // SAFETY: the caller's word.
             unsafe {
-                let slot = self.slot(ahead.item);
+                let slot = self.slot(stream.item);
                 let item = Item::new(slot.load16(0));
-                let page = (ahead.piece / 2) as usize;
+                let page = (stream.piece / 2) as usize;
                 let (block, form) = (slot.load(4 + page) & !PACKED, Form(slot.load(8 + page)));
-                let tokens = (item.last + 1 - item.piece_key(ahead.piece)).min(WARP_KEYS);
+                let tokens = (item.last + 1 - item.piece_key(stream.piece)).min(WARP_KEYS);
                 let [bytes, apart] =
                     if form.is_packed() { [HALF_BYTES, HALF_BYTES] } else { [tokens * HEAD_DIM * 2, PIECE_BYTES] };
                 if self.lane == 0 {
-                    let from = (block * 2 + ahead.kind) as usize * (PAGE_TOKENS * HEAD_DIM) as usize;
-                    let from = self.cache.pages.read().at(from).cast::<u8>().at((ahead.piece % 2 * apart) as usize);
-                    let full = ahead.ring.full();
+                    let from = (block * 2 + stream.kind) as usize * (PAGE_TOKENS * HEAD_DIM) as usize;
+                    let from = self.cache.pages.read().at(from).cast::<u8>().at((stream.piece % 2 * apart) as usize);
+                    let full = stream.ahead.full();
                     full.arrive_expect_tx(bytes);
-                    bulk::copy_to_shared_once(ahead.ring.stage_buffer(), from, bytes, full);
+                    bulk::copy_to_shared_once(stream.ahead.stage_buffer(), from, bytes, full);
                 }
-                ahead.ring = ahead.ring.ahead(1);
-                ahead.piece += 1;
-                if ahead.piece == item.pieces() {
-                    ahead.piece = 0;
-                    ahead.item += ahead.kind;
-                    ahead.kind ^= 1;
+                stream.ahead = stream.ahead.ahead(1);
+                stream.piece += 1;
+                if stream.piece == item.pieces() {
+                    stream.piece = 0;
+                    stream.item += stream.kind;
+                    stream.kind ^= 1;
                 }
             }
         }
@@ -248,24 +291,9 @@ impl Warp<'_> {
     unsafe fn make_queries(&self, item: &Item) {
         // SAFETY: the caller's word.
         unsafe {
-            let (p, heads, group) = (self.p, self.p.work.heads(), self.group.value);
-            let weight = Factors::load_weight(field!(p.phases, norm: Global<bf16>));
-            let factors = Factors::of(weight, p.work.cos, p.work.sin, item.last);
-            let mut first = 0;
-            while first < group {
-                // Beyond the last, the last again.
-                let head = |i: u32| item.kv_head * group + (first + i).min(group - 1);
-                let x = [0, 1, 2, 3].map(|i| heads.load(item.first_row, head(i)));
-                let scales = heads.scales(&x);
-                unroll!(I < 4; {
-                    let number = first + I as u32;
-                    if number < group {
-                        let to = self.queries().at((number * HEAD_DIM) as usize);
-                        heads.vector(0, x[I], scales[I], || factors).store_shared(to, 0);
-                    }
-                });
-                first = thread::opaque(first) + 4;
-            }
+            let norm = field!(self.p.phases, norm: Global<bf16>);
+            let factors = Factors::load(norm, self.p.work.cos, self.p.work.sin, item.last);
+            make_row_queries(self.p, factors, item.first_row, item.kv_head, self.queries());
             warp::sync_warp();
         }
     }
@@ -287,121 +315,133 @@ impl Warp<'_> {
 
     /// Puts the row's own key (0) or value (1) into the piece that lacks it, and into the cache.
     #[inline(always)]
-    unsafe fn put_newest(&self, vector: &HeadVector, kind: u32, item: &Item, block: u32, stage: &Ring) {
+    unsafe fn put_newest(&self, of: &InHand, kind: usize, block: u32, stage: &Ring) {
+        let (vector, position) = (of.newest[kind], of.item.last);
         // SAFETY: the caller's word.
         unsafe {
-            let row = (item.last % WARP_KEYS * HEAD_DIM) as usize;
-            vector.store_shared(stage.stage_buffer().cast::<bf16>().at(row), item.last);
-            let to =
-                if kind == 0 { self.cache.key_in(block, item.last) } else { self.cache.value_in(block, item.last) };
-            vector.store(to, item.last);
+            let row = (position % WARP_KEYS * HEAD_DIM) as usize;
+            vector.store_shared(stage.stage_buffer().cast::<bf16>().at(row), position);
+            let to = if kind == 0 { self.cache.key_in(block, position) } else { self.cache.value_in(block, position) };
+            vector.store(to, position);
             warp::sync_warp();
         }
     }
 
     /// What an item's keys and values give, to where it belongs.
     #[inline(always)]
-    unsafe fn find(&self, number: u32, item: &Item, ring: &mut Ring, ahead: &mut Ahead) {
+    unsafe fn find(&self, number: u32, item: Item, stream: &mut Stream) {
         // SAFETY: the caller's word.
         unsafe {
-            let (a, lane, group) = (&self.a, self.lane, self.group);
-            let (pair, t) = (lane / 4, lane % 4);
-            let pieces = item.pieces();
-            let tile = |piece| Tile {
-                kv_head: item.kv_head,
-                split: item.split,
-                group,
-                first_row: item.first_row,
-                pairs: group.value,
-                lane,
-                warp_id: piece,
-            };
-            let newest = if item.is_fresh { self.newest(item) } else { [HeadVector::default(); 2] };
-            let mut query = [[0; 4]; 4];
+            let Item { kv_head, split, first_row, .. } = item;
+            let (lane, group) = (self.lane, self.group);
+            let tile = Tile { kv_head, split, group, first_row, pairs: group.value, lane, warp_id: 0 };
+            let newest = if item.is_fresh { self.newest(&item) } else { [HeadVector::default(); 2] };
+            let of = InHand { item, slot: self.slot(number), tile, newest };
+            let weights = self.weigh_keys(&of, stream);
+            let mut top = f32::NEG_INFINITY;
+            unroll!(W < 8; {
+                top = math::max(top, weights[W].top[0]);
+            });
+            let (sums, norm) = self.add_values(&of, weights, top, stream);
+            self.leave(&of.item, &of.tile, sums, [top, norm]);
+        }
+    }
+
+    /// What each piece's values are weighed by.
+    #[inline(always)]
+    unsafe fn weigh_keys(&self, of: &InHand, stream: &mut Stream) -> [SoftmaxWeights; PIECES] {
+        // SAFETY: the caller's word.
+        unsafe {
+            let (pair, t) = (self.lane / 4, self.lane % 4);
+            let mut loaded = [[0; 4]; 4];
             unroll!(J < 4; {
-                if pair < group.value {
-                    query[J] = self.queries().load16((pair * HEAD_DIM + 8 * t) as usize + 32 * J);
+                if pair < self.group.value {
+                    loaded[J] = self.queries().load16((pair * HEAD_DIM + 8 * t) as usize + 32 * J);
                 }
             });
-            // What a piece has to be known for: whether it is packed, where its page is, its last key, and whether that
-            // is the row's own.
-            let of_piece = |piece: u32| {
-                let slot = self.slot(number);
-                let (block, form) = (slot.load(4 + piece as usize / 2), Form(slot.load(8 + piece as usize / 2)));
-                // Those beyond the last were not copied: the last instead, whose weight is 0.
-                let last = (item.last - item.piece_key(piece)).min(WARP_KEYS);
-                (block, form, last, item.is_fresh && last < WARP_KEYS)
-            };
+            let query = |i: usize, j: usize| if i == 0 { loaded[j] } else { [0; 4] };
             let mut found = [SoftmaxWeights::NOTHING; PIECES];
-            let mut piece = 0;
-            while piece < PIECES as u32 {
+            let mut number = 0;
+            while number < PIECES as u32 {
                 let mut weights = SoftmaxWeights::NOTHING;
-                if piece < pieces {
-                    let (block, form, last, is_newest) = of_piece(piece);
-                    ring.wait_full();
-                    let stage = ring.offset();
-                    let query = |i: usize, j: usize| if i == 0 { query[j] } else { [0; 4] };
-                    let scores = if form.is_packed() {
-                        score_keys(query, |i| Half::load_fragments(stage, 0, lane, i, form.base(0)))
+                if number < of.item.pieces() {
+                    let piece = of.piece(number);
+                    stream.ring.wait_full();
+                    let stage = stream.ring.offset();
+                    let scores = if piece.form.is_packed() {
+                        score_keys(query, |i| Half::load_fragments(stage, 0, self.lane, i, piece.form.base(0)))
                     } else {
-                        if is_newest {
-                            self.put_newest(&newest[0], 0, item, block, ring);
+                        if piece.has_newest {
+                            self.put_newest(of, 0, piece.block, &stream.ring);
                         }
                         let keys = shared::dynamic::<bf16>(stage);
                         let key = |k: u32, d: u32| keys.load16((k * HEAD_DIM + place(k, d)) as usize);
                         score_keys(query, |i| {
-                            TILE_KEYS.map(|first| key((first + key_of(pair)).min(last), 8 * t + 32 * i as u32))
+                            TILE_KEYS.map(|first| key((first + key_of(pair)).min(piece.last), 8 * t + 32 * i as u32))
                         })
                     };
-                    self.next(ring, ahead);
-                    weights = weigh_some::<1>(a, &tile(piece), |_| item.last, scores);
+                    self.next(stream);
+                    weights = weigh_some::<1>(&self.a, &of.tile(number), |_| of.item.last, scores);
                 }
                 push(&mut found, weights);
-                piece = thread::opaque(piece) + 1;
+                number = thread::opaque(number) + 1;
             }
-            let mut top = f32::NEG_INFINITY;
-            unroll!(W < 8; {
-                top = math::max(top, found[W].top[0]);
-            });
+            found
+        }
+    }
+
+    /// The values, so weighed, where `top` is the largest score of all: a lane's sums of dimensions `8n + 2t` and one
+    /// on, and their normaliser.
+    #[inline(always)]
+    unsafe fn add_values(
+        &self,
+        of: &InHand,
+        mut weights: [SoftmaxWeights; PIECES],
+        top: f32,
+        stream: &mut Stream,
+    ) -> ([[f32; 2]; 16], f32) {
+        // SAFETY: the caller's word.
+        unsafe {
             let (mut norm, mut sums) = (0f32, [[0f32; 2]; 16]);
-            let mut piece = 0;
-            while piece < PIECES as u32 {
-                let weights = found[0];
-                push(&mut found, SoftmaxWeights::NOTHING);
-                if piece < pieces {
-                    let (block, form, last, is_newest) = of_piece(piece);
-                    let factor = weight(weights.top[0], top);
-                    norm = math::fma(weights.norm[0], factor, norm);
+            let mut number = 0;
+            while number < PIECES as u32 {
+                let own = weights[0];
+                push(&mut weights, SoftmaxWeights::NOTHING);
+                if number < of.item.pieces() {
+                    let piece = of.piece(number);
+                    let factor = weight(own.top[0], top);
+                    norm = math::fma(own.norm[0], factor, norm);
                     let add = |n: usize, o: [f32; 4]| {
                         sums[n] = [math::fma(o[0], factor, sums[n][0]), math::fma(o[1], factor, sums[n][1])];
                     };
-                    ring.wait_full();
-                    let stage = ring.offset();
-                    if form.is_packed() {
-                        add_values_each(&weights, |i| Half::load_fragments(stage, 0, lane, i, form.base(1)), add);
+                    stream.ring.wait_full();
+                    let stage = stream.ring.offset();
+                    if piece.form.is_packed() {
+                        let base = piece.form.base(1);
+                        add_values_each(&own, |i| Half::load_fragments(stage, 0, self.lane, i, base), add);
                     } else {
-                        if is_newest {
-                            self.put_newest(&newest[1], 1, item, block, ring);
+                        if piece.has_newest {
+                            self.put_newest(of, 1, piece.block, &stream.ring);
                         }
-                        add_values_each(&weights, values_from(stage, last.min(WARP_KEYS - 1), lane), add);
+                        add_values_each(&own, values_from(stage, piece.last.min(WARP_KEYS - 1), self.lane), add);
                     }
-                    self.next(ring, ahead);
+                    self.next(stream);
                 }
-                piece = thread::opaque(piece) + 1;
+                number = thread::opaque(number) + 1;
             }
-            self.leave(item, &tile(0), sums, [top, norm]);
+            (sums, norm)
         }
     }
 
     /// The stage has been read: the next piece may come there.
     #[inline(always)]
-    unsafe fn next(&self, ring: &mut Ring, ahead: &mut Ahead) {
+    unsafe fn next(&self, stream: &mut Stream) {
         // SAFETY: the caller's word.
         unsafe {
             bulk::fence_proxy_async();
             warp::sync_warp();
-            self.copy(ahead);
-            *ring = ring.ahead(1);
+            self.copy(stream);
+            stream.ring = stream.ring.ahead(1);
         }
     }
 
@@ -437,7 +477,7 @@ impl Warp<'_> {
     }
 
     /// What [`combine_by_warp`] makes of a row's splits, eight at most, of which the lane left all but the last: it
-    /// reads no more than it wrote.
+    /// reads its own sums again, and their scale, which the first of the pair's lanes left; the warp has met since.
     #[inline(always)]
     unsafe fn combine_own(
         &self,

@@ -37,10 +37,10 @@ const PAGE_BYTES: u32 = PAGE_TOKENS * QUERY;
 /// Of an item's page, beside its [index](Cache::block_index): whether it was [packed](BatchedStep::packed).
 pub const PACKED: u32 = 1 << 31;
 /// Where in a stage of the items' ring one is described: behind its queries.
-pub const DESCRIPTION: u32 = PAIRS * QUERY;
+const DESCRIPTION: u32 = PAIRS * QUERY;
 
 /// Behind that, how its pages lie.
-pub const FORMS: u32 = DESCRIPTION + 16;
+const FORMS: u32 = DESCRIPTION + 16;
 
 /// Behind these, in what is left of every stage: a split's sums for a pair, their maximum and normaliser.
 const PART: u32 = FORMS + 16;
@@ -188,6 +188,33 @@ pub unsafe fn load_pages(
 /// Queries that a warp makes at a time.
 const TOGETHER: usize = 4;
 
+/// A warp makes the queries of a row for a key-value head, `[group, 128]`, from what the projection left.
+#[inline(always)]
+pub unsafe fn make_row_queries(p: &BatchedStep, factors: Factors, row: u32, kv_head: u32, to: Shared<bf16>) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let (group, heads) = (p.work.group(), p.work.heads());
+        let mut first = 0;
+        while first < group {
+            // Beyond the last, the last again.
+            let head = |i: u32| kv_head * group + (first + i).min(group - 1);
+            let x = [0, 1, 2, 3].map(|i| heads.load(row, head(i)));
+            unroll!(H < 2; {
+                let x = [x[2 * H], x[2 * H + 1]];
+                let scales = heads.scales(&x);
+                unroll!(I < 2; {
+                    let number = first + (2 * H + I) as u32;
+                    if number < group {
+                        let to = to.at((number * HEAD_DIM) as usize);
+                        heads.vector(0, x[I], scales[I], || factors).store_shared(to, 0);
+                    }
+                });
+            });
+            first += TOGETHER as u32;
+        }
+    }
+}
+
 /// A warp describes an item to the consumers and makes its queries from what the projection left, and behind them the
 /// key of its last row, if the split has it and the stage has room. `weight` is a lane's part of the norm of queries,
 /// `forms` are those of the item's pages.
@@ -200,24 +227,8 @@ pub unsafe fn make_queries(p: &BatchedStep, phase: u32, weight: Weight, ring: &R
         let mut row = 0;
         while row < item.rows {
             let factors = Factors::of(weight, p.work.cos, p.work.sin, item.position(p, item.first_row + row));
-            let mut first = 0;
-            while first < group {
-                // Beyond the last, the last again.
-                let head = |i: u32| item.kv_head * group + (first + i).min(group - 1);
-                let x = [0, 1, 2, 3].map(|i| heads.load(item.first_row + row, head(i)));
-                unroll!(H < 2; {
-                    let x = [x[2 * H], x[2 * H + 1]];
-                    let scales = heads.scales(&x);
-                    unroll!(I < 2; {
-                        let number = first + (2 * H + I) as u32;
-                        if number < group {
-                            let to = ring.stage_buffer().at(((row * group + number) * QUERY) as usize);
-                            heads.vector(0, x[I], scales[I], || factors).store_shared(to.cast(), 0);
-                        }
-                    });
-                });
-                first += TOGETHER as u32;
-            }
+            let to = ring.stage_buffer().at((row * group * QUERY) as usize);
+            make_row_queries(p, factors, item.first_row + row, item.kv_head, to.cast());
             row += 1;
         }
         if item.brings_key(group) {
@@ -436,7 +447,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rin
 }
 
 /// This step's keys and values, for a warp that has them among its own.
-pub struct Newest {
+struct Newest {
     /// A lane's part of the norm's weights.
     weight: Weight,
     /// Where the key of the tile's last row is, ready, if it [came](Item::brings_key) with the queries.
@@ -491,7 +502,7 @@ impl Newest {
     /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache
     /// they come later.
     #[inline(always)]
-    pub unsafe fn put_keys(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+    unsafe fn put_keys(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         let heads = p.work.heads();
         // SAFETY: the caller's word.
         unsafe {
@@ -516,7 +527,7 @@ impl Newest {
 
     /// The same of values.
     #[inline(always)]
-    pub unsafe fn put_values(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+    unsafe fn put_values(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
             Self::rows(p, item, first_key, |row, position| {

@@ -187,8 +187,9 @@ pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
     unsafe {
         let (lane, block) = (thread::opaque(thread::lane_id()), thread::block_idx_x());
-        let pool = Pool::find(p, all(p, lane), lane);
-        let assignment = assign(p, &pool, (block, thread::grid_dim_x()), parts::<ROWS>());
+        let all = count_all(p, lane);
+        let pool = Pool::find(p, all, lane);
+        let assignment = assign(p, all, &pool, (block, thread::grid_dim_x()), parts::<ROWS>());
         if lane == 0 {
             assignment.store::<ROWS>();
             if !p.assignments.is_null() {
@@ -203,7 +204,7 @@ pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
 
 /// Pages and splits of a key-value head.
 #[inline(always)]
-unsafe fn all(p: &BatchedStep, lane: u32) -> [u32; 2] {
+pub unsafe fn count_all(p: &BatchedStep, lane: u32) -> [u32; 2] {
     let (mut all, mut first) = ([0; 2], 0);
     while first < p.tile_count {
         // SAFETY: the caller's word.
@@ -214,14 +215,20 @@ unsafe fn all(p: &BatchedStep, lane: u32) -> [u32; 2] {
     all
 }
 
-/// Finds the items of one of so many that share those beside the pool, and puts them into the line. It keeps so many
-/// parts on chip at most. A warp does it together, and sees them afterwards.
+/// Finds the items of one of so many that share those beside the pool, and puts them into the line. `all` are a head's
+/// [pages and splits](count_all). It keeps so many parts on chip at most. A warp does it together, and sees them
+/// afterwards.
 #[inline(always)]
-pub unsafe fn assign(p: &BatchedStep, pool: &Pool, (number, sharers): (u32, u32), parts: u32) -> Assignment {
+pub unsafe fn assign(
+    p: &BatchedStep,
+    all: [u32; 2],
+    pool: &Pool,
+    (number, sharers): (u32, u32),
+    parts: u32,
+) -> Assignment {
     // SAFETY: the caller's word.
     unsafe {
         let lane = thread::opaque(thread::lane_id());
-        let all = all(p, lane);
         cuda_std::assume(sharers > 0);
         let pages = all[0] * p.work.kv_heads - pool.all[0];
         let (share, left) = (pages / sharers, pages % sharers);

@@ -69,7 +69,7 @@ pub fn propose<'a>(
     };
     let mut found: Vec<Proposal> = plan.work.par_iter().zip(&sequences).map(search).collect();
     for ((work, sequence), found) in plan.work.iter().zip(&sequences).zip(&mut found) {
-        if matches!(sequence, Drafting::Elsewhere(_)) {
+        if matches!(sequence, Drafting::Elsewhere(_)) && work.most_drafts > 0 {
             *found = elsewhere(work);
             found.tokens.truncate(work.most_drafts.min(draft.tokens) as usize);
         }

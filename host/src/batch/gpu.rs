@@ -261,8 +261,7 @@ impl GpuBatch {
             notes: Notes::new(device, config.vocab_size, 2 * choices)?,
             masks: Masks::new(device, config.vocab_size, sizes.decode_rows().max(sizes.sequences))?,
             mask_jobs: MaskJobs::new(device, sizes.sequences, config.vocab_size, options.mask_wait)?,
-            // As masks are waited for.
-            proposals: ProposalJobs::new(sizes.sequences, options.mask_wait.is_none() && device.is_emulator()),
+            proposals: ProposalJobs::new(sizes.sequences),
             put_off: Vec::new(),
             sampler: Sampler::new(device, config)?,
             sampled: device.mapped(2 * choices)?,
@@ -349,7 +348,8 @@ impl BatchBackend for GpuBatch {
                 Some(_) => Drafting::Elsewhere(running),
             }
         };
-        let made = |work: &Work| self.proposals.take(work.slot, only_forms);
+        let waits = self.mask_jobs.patience(only_forms).is_none();
+        let made = |work: &Work| self.proposals.take(work.slot, waits);
         let drafts = propose(plan, self.draft, DRAFT_COST, drafting, made);
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
         let rows: Vec<SequenceRows> = plan.work.iter().zip(&drafts).map(rows_of).collect();

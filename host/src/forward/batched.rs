@@ -487,8 +487,7 @@ impl Forward {
             return self.launch_batched(of, pass, step);
         }
         let step = BatchedStep { arrivals: many.arrivals.ptr_mut(), ..step };
-        // SAFETY: every address is a buffer of self, of the size that the parameter block states. All of the grid is
-        // resident at once, since an SM has room for so many CTAs, and whatever else is there ends.
+        // SAFETY: every address is a buffer of self, of the size that the parameter block states.
         unsafe {
             self.device.launch_early::<batched::attend_batch>(many.attend_grid, BatchedStep::ATTEND_SHARED_BYTES, step)
         }

@@ -91,13 +91,19 @@ impl MaskJobs {
         self.slots[slot as usize].as_ref()?.made.get().map(Vec::as_slice)
     }
 
+    /// How long a step waits for what is made for sequences with a form, beyond what it waits for anyway. None: until
+    /// that is there, since there is nobody to whom it matters.
+    pub fn patience(&self, only_forms: bool) -> Option<Duration> {
+        self.wait.filter(|_| !only_forms)
+    }
+
     /// Waits for the masks of a pass, which is enqueued; no longer than it takes, unless there is nobody to whom that
     /// matters.
     fn wait_for(&self, masked: &[Masked], only_forms: bool) -> Result<(), Error> {
         self.passed.set()?;
         let mut over: Option<Instant> = None;
         while masked.iter().any(|one| self.are_pending(one.slot)) {
-            if let Some(wait) = self.wait.filter(|_| !only_forms)
+            if let Some(wait) = self.patience(only_forms)
                 && self.passed.is_passed()?
                 && over.get_or_insert_with(Instant::now).elapsed() >= wait
             {

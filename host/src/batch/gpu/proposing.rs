@@ -11,14 +11,12 @@ use crate::draft::{NgramDraft, Proposal};
 /// Proposals that are being made or were made, for the newest token of each slot.
 pub struct ProposalJobs {
     slots: Vec<Option<Arc<OnceLock<Proposal>>>>,
-    /// Whether they are waited for in any step.
-    waits: bool,
 }
 
 impl ProposalJobs {
     /// None yet, for so many slots.
-    pub fn new(slots: usize, waits: bool) -> Self {
-        Self { slots: vec![None; slots], waits }
+    pub fn new(slots: usize) -> Self {
+        Self { slots: vec![None; slots] }
     }
 
     /// The slot's newest token is to be another one: said before its matcher is told.
@@ -43,12 +41,10 @@ impl ProposalJobs {
         });
     }
 
-    /// A slot's proposal, as far as there is one by now: nothing otherwise. In a step in which `only_forms` have rows
-    /// it is waited for.
-    pub fn take(&self, slot: Slot, only_forms: bool) -> Proposal {
-        let made = self.slots[slot as usize].as_ref();
-        if self.waits || only_forms { made.map(|made| made.wait()) } else { made.and_then(|made| made.get()) }
-            .cloned()
-            .unwrap_or_default()
+    /// A slot's proposal; nothing if it was not begun, or is not there by now and the step does not wait.
+    pub fn take(&self, slot: Slot, waits: bool) -> Proposal {
+        let Some(made) = &self.slots[slot as usize] else { return Proposal::default() };
+        let made = if waits { Some(made.wait()) } else { made.get() };
+        made.cloned().unwrap_or_default()
     }
 }
