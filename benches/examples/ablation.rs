@@ -56,7 +56,7 @@ fn main() -> Result<()> {
         let times = host.run(&prompt, graph)?;
         tell(what, &times, times.len());
     }
-    if host.forward.lay_out_decode()? {
+    if host.forward.prepare_decode()? {
         let times = host.run(&prompt, false)?;
         tell("one launch, weights streamed", &times, times.len());
     }

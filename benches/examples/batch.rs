@@ -20,16 +20,16 @@ use std::time::{Duration, Instant};
 
 use benches::cases::ceilings;
 use benches::{Arguments, Bench, Event};
-use gpu_kernels::decode::Walk;
 use gpu_kernels::gemm::{Gemm, SPAN};
 use gpu_kernels::norm::Norm;
 use gpu_kernels::sample::random;
+use gpu_kernels::stream::StreamMatrix;
 use half::bf16;
 use host::batch::plan::{Plan, SequenceId, Slot, Started, SwapIn, TableEntry, Work};
 use host::batch::{BatchBackend, BatchOptions, Counts, GpuBatch, PAGE_TOKENS, Queue, Sequences, Start, Steps};
-use host::decode::Source;
-use host::device::{Buffer, Device};
+use host::device::Device;
 use host::gemm::{self, Epilogue};
+use host::stream::{Source, Stream};
 use model::{Config, Sampling};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -177,17 +177,17 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
         Ok(buffer)
     };
     let (x, gate, up, out) = (filled(m * k)?, filled(n * k)?, filled(n * k)?, device.zeroed::<bf16>(m * n)?);
-    let source = Source { weight: gate.ptr(), up: up.ptr(), n: n as u32, k: k as u32 };
-    let (n_tiles, blocks) = (source.n_tiles(), device.sms());
-    let stream: Buffer<bf16> = device.zeroed(host::decode::elements([(n_tiles, k as u32)], blocks))?;
-    // SAFETY: the matrices are as it says, and the stream has room for them alone.
-    let base = unsafe { source.lay_out(device, stream.ptr_mut(), &mut Walk::new(blocks))? };
+    let source = Source { weight: gate.ptr(), up: up.ptr(), n: n as u32 };
+    let weights = Stream::new(device, [(source.n_tiles(), k as u32)])?;
+    // SAFETY: the matrices are as it says.
+    unsafe { weights.lay_out(device, 0, source)? };
+    let StreamMatrix { stream, base, blocks, n_tiles, .. } = weights.matrices()[0];
     // Of rows whose mean square is 1.
     let squares = device.upload(&vec![SPAN as f32; m * k / SPAN as usize])?;
     let maps = device.tensor_maps(&[gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), m, n)])?;
     let product = Gemm {
         x: maps.ptr(0),
-        stream: stream.ptr(),
+        stream,
         base,
         blocks,
         n_tiles,

@@ -98,7 +98,7 @@ fn step(
         Ok(out)
     };
     let launched = logits(&forward)?;
-    if !(forward.lay_out_decode()? && forward.lay_out_batched()?) {
+    if !(forward.prepare_decode()? && forward.prepare_batched()?) {
         return Err("this card cannot stream".into());
     }
     if case.packs {

@@ -16,7 +16,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (context, rows): (u32, u32) = (context.parse()?, rows.parse()?);
     let (config, device) = arguments.subject(size)?;
     let mut forward = Forward::new(&device, &config, arguments.weights(&config, &device)?, context as usize)?;
-    if !forward.lay_out_decode()? {
+    if !forward.prepare_decode()? {
         return Err("this card cannot stream".into());
     }
     let history = device.zeroed::<i32>(context as usize)?;

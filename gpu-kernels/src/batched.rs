@@ -83,11 +83,11 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp, wgmma};
 
 use crate::attention::Attend;
-use crate::decode::{SLICE_BYTES, TOGETHER};
 use crate::embedding::embed_elements;
 use crate::linear::{K_PARTIALS, SLICE};
 use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
+use crate::stream::{SLICE_BYTES, TOGETHER};
 use crate::waiting;
 use crate::weights::{BatchedFormat, Lossless, Plain};
 use crate::workspace::Workspace;
@@ -190,9 +190,9 @@ pub struct BatchedStep {
     pub phases: Global<Phase>,
     /// How many.
     pub phase_count: u32,
-    /// Blocks that the weights were [laid out](crate::decode::lay_out) for.
+    /// Blocks that the weights were [laid out](crate::stream::lay_out) for.
     pub blocks: u32,
-    /// The weights, as [`lay_out`](crate::decode::lay_out) left them.
+    /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
     pub stream: Global<bf16>,
     /// The same, packed: of the kernels that read them so.
     pub lossless: Lossless,

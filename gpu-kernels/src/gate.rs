@@ -18,10 +18,8 @@ pub fn swiglu(gate: f32, up: f32) -> f32 {
 pub struct SiluMul {
     /// The rows of this step.
     pub rows: Rows,
-    /// `[rows, n]`.
-    pub gate: Global<f32>,
-    /// `[rows, n]`.
-    pub up: Global<f32>,
+    /// `[rows, n in eights, 16]`: of each N-tile eight gates, then their ups.
+    pub x: Global<f32>,
     /// `[rows, n]`, written.
     pub y: GlobalMut<bf16>,
     /// Features.

@@ -74,11 +74,11 @@ use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Cores, Operand};
 use cuda_std::{Global, GlobalMut, bf16, dependent_launch, kernel, thread, warp};
 
-use crate::decode::{SLICES_APART, STEP_BYTES, Slices, TOGETHER};
 use crate::linear::{K_PARTIALS, N_TILE};
 use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
+use crate::stream::{SLICES_APART, STEP_BYTES, Slices, TOGETHER};
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
 pub const TILE_ROWS: u32 = 128;
@@ -125,9 +125,9 @@ const _: () = assert!(SLICES_APART == WEIGHT_ROWS * DEPTH * 2);
 pub struct Gemm {
     /// `x`, bf16 `[rows, k]`, each row in the order of [`slot`](crate::linear::slot), in tiles of [`TILE_ROWS`] rows.
     pub x: Global<TensorMap>,
-    /// The weights, as [`lay_out`](crate::decode::lay_out) left them.
+    /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
     pub stream: Global<bf16>,
-    /// The matrix's first [`Wave::base`](crate::decode::Wave::base).
+    /// The matrix's first [`Wave::base`](crate::stream::Wave::base).
     pub base: u64,
     /// Blocks that the weights were laid out for.
     pub blocks: u32,

@@ -61,6 +61,7 @@ mod quad;
 mod ring;
 pub mod sample;
 pub mod step;
+pub mod stream;
 pub mod token_copy;
 mod waiting;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]

@@ -1,12 +1,13 @@
-//! Linear layers for few rows: `y[row, n] = Σ_k x[row, k] · w[n, k]`, weights read once, straight from the checkpoint's
-//! layout.
+//! Linear layers for few rows: `y[row, n] = Σ_k x[row, k] · w[n, k]`, weights read once, in the
+//! [layout](crate::stream) that all kernels share.
 //!
 //! # Shape of the work
 //! A block owns an N-tile of 16 output features. Its [`K_PARTIALS`] = 4 warps deal the slices of [`SLICE`] = 64 input
 //! features among themselves and feed them to the tensor cores: `mma.m16n8k16` with the weights as A (16 features) and
 //! the token rows as B (8 rows a tile, `TILES` tiles). A sum over k does not depend on where its terms stand as long as
-//! A and B agree, so a lane loads 16 contiguous bytes of each and uses them as the four k-pairs that it must supply: no
-//! shared memory, no shuffles.
+//! A and B agree, so a lane loads 16 contiguous bytes of a row and uses them as the four k-pairs that it must supply;
+//! the weights lie so that a warp loads a register of all its lanes as 128 contiguous bytes. No shared memory, no
+//! shuffles.
 //!
 //! The input of a layer that follows a norm is not normalised yet: the sums are multiplied by the row's factor at the
 //! end (see [`norm`](crate::norm)).
@@ -18,13 +19,14 @@
 //!
 //! # Ladder
 //! 1. A thread an output (the reference in the tests).
-//! 2. This: tensor cores, weights streamed by plain 16-byte loads, one launch an operator.
+//! 2. This: tensor cores, weights streamed by plain loads, one launch an operator.
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
 
 use crate::gate;
 use crate::norm::{Norm, Residual};
 use crate::step::Rows;
+use crate::stream::{STEP_BYTES, StreamMatrix, core_word};
 
 /// Input features that a warp takes at a time; slice `s` goes to warp `s % 4`. The input size is a multiple of twice
 /// this.
@@ -39,8 +41,7 @@ const THREADS: u32 = K_PARTIALS * 32;
 /// more registers then, and so there are fewer of them.
 const TOGETHER: u32 = 2;
 
-/// Parameters of the kernels of this module. Grid: N-tiles of `n` (see [`Linear::n_tiles`],
-/// [`Linear::swiglu_n_tiles`]). Shared memory: [`Linear::shared_bytes`].
+/// Parameters of the kernels of this module. Grid: the matrix's N-tiles. Shared memory: [`Linear::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Linear {
@@ -48,10 +49,8 @@ pub struct Linear {
     pub rows: Rows,
     /// `[rows, k]`, 16-byte aligned.
     pub x: Global<bf16>,
-    /// `[n, k]`; the gate's weights in `swiglu_*`. 16-byte aligned.
-    pub weight: Global<bf16>,
-    /// `[n, k]`, the up projection's weights: `swiglu_*` alone.
-    pub up: Global<bf16>,
+    /// The weights; gate and up in `swiglu_*`. Input features are a multiple of twice [`SLICE`].
+    pub weights: StreamMatrix,
     /// What the input has yet to be divided by.
     pub norm: Norm,
     /// `[rows, n]`: written by `linear_*` alone.
@@ -64,25 +63,13 @@ pub struct Linear {
     pub next_norm: Global<bf16>,
     /// `[n]`: what `linear_*` adds; null for nothing.
     pub bias: Global<bf16>,
-    /// Output features.
+    /// Output features; of gate and up, those of each.
     pub n: u32,
-    /// Input features, a multiple of twice [`SLICE`].
-    pub k: u32,
     /// First row to compute: the head, which skips rows whose logits nobody asked for.
     pub first_row: u32,
 }
 
 impl Linear {
-    /// Blocks for `n` output features.
-    pub const fn n_tiles(n: u32) -> u32 {
-        n.div_ceil(N_TILE)
-    }
-
-    /// Blocks of `swiglu_*`, which put 8 gate features and their 8 up features in one N-tile.
-    pub const fn swiglu_n_tiles(n: u32) -> u32 {
-        n.div_ceil(N_TILE / 2)
-    }
-
     /// Dynamic shared memory for a launch of up to `rows` rows: the partial sums of every warp, and each row's factor.
     pub const fn shared_bytes(rows: u32) -> u32 {
         let rows = rows.div_ceil(8) * 8;
@@ -107,51 +94,54 @@ pub(crate) const fn place_of<const SLOTS: bool>(element: u32) -> usize {
     (if SLOTS { slot(element) } else { element }) as usize
 }
 
-/// Where a lane's `j`-th load of slices that follow each other in a split-K partial lies, from the first.
-const fn offset(j: usize) -> usize {
-    (j / 2) * (K_PARTIALS * SLICE) as usize + (j % 2) * 32
-}
-
-/// One warp's split-K partial of an N-tile: rows `g` and `g + 8` of A come from `low` and `high`, each the start of a
-/// weight row. Leaves the partial sums of the block in shared memory, `[warp][row][feature]`, and meets at a barrier.
+/// One warp's split-K partial of the block's N-tile. Leaves the partial sums of the block in shared memory,
+/// `[warp][row][feature]`, and meets at a barrier.
 #[inline(always)]
-unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32, low: Global<bf16>, high: Global<bf16>) {
+unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
     // SAFETY: the caller's word.
     unsafe {
         let lane = thread::lane_id();
         let warp = thread::warp_id();
         let (g, t) = (lane / 4, lane % 4);
+        let k_size = p.weights.k;
+        let (slices_at, own) = p.weights.slices(thread::block_idx_x());
+        let weights = p.weights.stream.cast::<u8>().at((own + lane * 4) as usize);
         let mut acc = [[0f32; 4]; TILES];
         let mut slice = warp;
-        let slices = p.k / SLICE;
+        let slices = k_size / SLICE;
         let turn = TOGETHER * K_PARTIALS;
-        // The weights of a turn's slices; of the last turn's some may not be.
+        // The fragments of a turn's slices, four instructions of each; of the last turn's some slices may not be.
         let fetch = |slice: u32| {
-            let k = (slice * SLICE + t * 8) as usize;
-            let (mut low_words, mut high_words) = ([[0u32; 4]; 4], [[0u32; 4]; 4]);
-            unroll!(J < 4; {
-                if slice + J as u32 / 2 * K_PARTIALS < slices {
-                    low_words[J] = low.load16_stream(k + offset(J));
-                    high_words[J] = high.load16_stream(k + offset(J));
+            let mut fragments = [[0u32; 4]; 4 * TOGETHER as usize];
+            unroll!(S < 2; {
+                let slice = slice + S as u32 * K_PARTIALS;
+                if slice < slices {
+                    let words = weights.at(slices_at.at(slice) as usize).cast::<u32>();
+                    unroll!(I < 4; {
+                        unroll!(R < 4; {
+                            let word = I as u32 * STEP_BYTES / 4 + core_word(R as u32);
+                            fragments[4 * S + I][R] = words.load_nc(word as usize);
+                        });
+                    });
                 }
             });
-            (low_words, high_words)
+            fragments
         };
         // The next turn's are under way while these are multiplied.
         let mut next = fetch(slice);
         while slice < slices {
-            let (low_words, high_words) = next;
+            let fragments = next;
             next = fetch(slice + turn);
             let k = (slice * SLICE + t * 8) as usize;
             unroll!(T < TILES of 8; {
                 let row = T as u32 * 8 + g;
-                let x = p.x.at((p.first_row + row) as usize * p.k as usize + k);
+                let x = p.x.at((p.first_row + row) as usize * k_size as usize + k);
+                // Half a slice: what a lane loads of a row is two instructions' inputs.
                 unroll!(J < 4; {
                     if slice + J as u32 / 2 * K_PARTIALS < slices {
-                        let b = if row < count { x.load16(offset(J)) } else { [0; 4] };
-                        let (l, h) = (low_words[J], high_words[J]);
-                        acc[T] = mma::m16n8k16_bf16(acc[T], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
-                        acc[T] = mma::m16n8k16_bf16(acc[T], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
+                        let b = if row < count { x.load16((J / 2) * (K_PARTIALS * SLICE) as usize + (J % 2) * 32) } else { [0; 4] };
+                        acc[T] = mma::m16n8k16_bf16(acc[T], fragments[2 * J], [b[0], b[1]]);
+                        acc[T] = mma::m16n8k16_bf16(acc[T], fragments[2 * J + 1], [b[2], b[3]]);
                     }
                 });
             });
@@ -217,10 +207,7 @@ unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
             return;
         }
         let first = thread::block_idx_x() * N_TILE;
-        let g = thread::lane_id() / 4;
-        // A last, partial N-tile reads row n - 1 again in place of what is not there.
-        let row_of = |feature: u32| p.weight.at(feature.min(p.n - 1) as usize * p.k as usize);
-        partial_sums::<TILES>(p, count, row_of(first + g), row_of(first + 8 + g));
+        partial_sums::<TILES>(p, count);
         let mut e = thread::thread_idx_x();
         // A warp stays together: it holds two N-tiles of the residual.
         while e - e % 32 < count * N_TILE {
@@ -251,9 +238,7 @@ unsafe fn swiglu<const TILES: usize>(p: &Linear) {
             return;
         }
         let first = thread::block_idx_x() * (N_TILE / 2);
-        let feature = (first + thread::lane_id() / 4).min(p.n - 1);
-        let start = feature as usize * p.k as usize;
-        partial_sums::<TILES>(p, count, p.weight.at(start), p.up.at(start));
+        partial_sums::<TILES>(p, count);
         let mut e = thread::thread_idx_x();
         while e < count * (N_TILE / 2) {
             let (row, feature) = (e / (N_TILE / 2), e % (N_TILE / 2));

@@ -4,7 +4,7 @@
 //!
 //! | format | bits a weight | |
 //! |---|---|---|
-//! | [`Plain`] | 16 | as [`lay_out`](crate::decode::lay_out) leaves them |
+//! | [`Plain`] | 16 | as [`lay_out`](crate::stream::lay_out) leaves them |
 //! | [`Lossless`] | 11.1 to 11.5 | exponents in two bits, with a list of those that do not fit |
 //! | [`quantized`] FP8 | 8.25 | e4m3 codes and scales |
 //! | [`quantized`] int4 | 4.25 | codes, scales and zeros |
@@ -22,9 +22,10 @@ pub use lossless::Lossless;
 pub(crate) use quantized::{Fp8, Int4, Quantized};
 
 use crate::batched::{BatchedStep, Phase};
-use crate::decode::{CHUNK_BYTES, DecodeStep, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, Wave, fragment_row};
+use crate::decode::DecodeStep;
 use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
+use crate::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, Wave, fragment_row};
 
 /// A lane's fragments of weights for what a warp takes of a chunk, the slices `k_partial` and `k_partial + 4`: four
 /// instructions of each.
@@ -70,7 +71,7 @@ pub(crate) trait WeightFormat: Copy {
 
 /// How the batched decode kernels read weights.
 pub(crate) trait BatchedFormat: WeightFormat {
-    /// Where the stages of the batched decode kernel are: those of [`TOGETHER`](crate::decode::TOGETHER) N-tiles from
+    /// Where the stages of the batched decode kernel are: those of [`TOGETHER`](crate::stream::TOGETHER) N-tiles from
     /// `n_tile` on.
     unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources;
 

@@ -7,10 +7,10 @@ use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16};
 use gpu_kernels::batched::{BatchedStep, MAX_BATCHED_ROWS, Phase, PhaseKind, Share};
-use gpu_kernels::decode::{N_TILES, Walk};
 use gpu_kernels::linear::{self, Linear};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::sample::rank;
+use gpu_kernels::stream::{N_TILES, StreamMatrix, Walk};
 use gpu_kernels::workspace::Workspace;
 use proptest::prelude::*;
 
@@ -67,8 +67,16 @@ impl Case {
         )
     }
 
-    /// With the weights of the next norm as the bias, if there is to be one.
-    fn by_linear<K: Kernel<Params = Linear>>(&self, n_tiles: u32, norm: bool, bias: bool) -> Outputs {
+    /// The matrix, or gate and up, with what lies before in the stream.
+    fn weights(&self, gated: bool) -> (Buffer<bf16>, StreamMatrix) {
+        let walk = Walk { chunks: 5, ..Walk::new(BLOCKS) };
+        laid_out(&self.weight, gated.then_some(&self.up), self.k as u32, walk)
+    }
+
+    /// Of gate and up, or of the matrix alone; with a norm before it or without, and with the weights of the next norm
+    /// as the bias, if there is to be one.
+    fn by_linear<K: Kernel<Params = Linear>>(&self, [gated, norm, bias]: [bool; 3]) -> Outputs {
+        let (_stream, weights) = self.weights(gated);
         let mut all = Outputs { y: vec![], activation: vec![], scaled: vec![], squares: vec![], best: vec![] };
         // In groups of 64 rows.
         for first in (0..self.rows).step_by(64) {
@@ -86,13 +94,12 @@ impl Case {
             };
             let rows = RowBuffers::sequence(0, count as u32);
             let (y, activation, scaled, squares) = case.outputs();
-            let [x, w, up, next] = [&case.x, &case.weight, &case.up, &case.next_norm].map(|v| Buffer::from_slice(v));
+            let [x, next] = [&case.x, &case.next_norm].map(|v| Buffer::from_slice(v));
             let before = Buffer::from_slice(&case.squares);
             let params = Linear {
                 rows: rows.rows(),
                 x: x.ptr(),
-                weight: w.ptr(),
-                up: up.ptr(),
+                weights,
                 norm: if norm {
                     Norm { squares: before.ptr(), dim: self.k as u32, eps: 1e-6 }
                 } else {
@@ -110,10 +117,9 @@ impl Case {
                 next_norm: next.ptr(),
                 bias: if bias { next.ptr() } else { Default::default() },
                 n: self.n as u32,
-                k: self.k as u32,
                 first_row: 0,
             };
-            run::<K>([n_tiles, 1, 1], Linear::shared_bytes(64), 1, params);
+            run::<K>([weights.n_tiles, 1, 1], Linear::shared_bytes(64), 1, params);
             all.y.extend(y.as_slice());
             all.activation.extend(activation.as_slice());
             all.scaled.extend(scaled.as_slice());
@@ -128,9 +134,7 @@ impl Case {
         let k = self.k as u32;
         let next = Buffer::from_slice(&self.next_norm);
         let x = Buffer::from_slice(&reordered(&self.x, self.k, false));
-        // What lies before the matrix in the stream.
-        let walk = Walk { chunks: 5, ..Walk::new(BLOCKS) };
-        let (stream, n_tiles) = laid_out(&self.weight, gated.then_some(&self.up), k, walk);
+        let (_stream, StreamMatrix { stream, base, n_tiles, .. }) = self.weights(gated);
         let rows = RowBuffers::sequence(0, self.rows as u32);
         let (y, activation, scaled, squares) = self.outputs();
         let before = Buffer::from_slice(&self.squares);
@@ -145,7 +149,7 @@ impl Case {
             n: self.n as u32,
             k,
             share: split(Share::tiles(n_tiles, row_tiles), grid),
-            base: 5,
+            base,
             x: map.ptr(),
             y: y.ptr_mut(),
             norm: if kind == PhaseKind::Add || bias { next.ptr() } else { Default::default() },
@@ -177,7 +181,7 @@ impl Case {
             phases: phases.ptr().cast(),
             phase_count: list.len() as u32,
             blocks: BLOCKS,
-            stream: stream.ptr(),
+            stream,
             partials: partials.ptr_mut(),
             arrivals: arrivals.ptr_mut(),
             best: if kind == PhaseKind::Best { best.ptr_mut() } else { GlobalMut::default() },
@@ -196,21 +200,20 @@ impl Case {
 
     fn check(&self, grid: u32) {
         for tile_rows in [64, 96, 128] {
-            let biased = self.by_linear::<linear::linear_64>(Linear::n_tiles(self.n as u32), true, true);
+            let biased = self.by_linear::<linear::linear_64>([false, true, true]);
             assert!(
                 biased.y == self.by_batched(PhaseKind::Write, tile_rows, grid, true).y,
                 "write with a bias, {tile_rows}"
             );
-            let want = self.by_linear::<linear::linear_64>(Linear::n_tiles(self.n as u32), true, false);
+            let want = self.by_linear::<linear::linear_64>([false, true, false]);
             assert!(want.y == self.by_batched(PhaseKind::Write, tile_rows, grid, false).y, "write, {tile_rows}");
             assert!(want.y != biased.y);
             let best = |row: &[f32]| row.iter().zip(0..).map(|(&logit, token)| rank(logit, token)).max();
             let best: Vec<_> = want.y.chunks(self.n).filter_map(best).collect();
             assert_eq!(best, self.by_batched(PhaseKind::Best, tile_rows, grid, false).best, "best, {tile_rows}");
-            let want = self.by_linear::<linear::linear_add_64>(Linear::n_tiles(self.n as u32), false, false);
+            let want = self.by_linear::<linear::linear_add_64>([false; 3]);
             assert!(want == self.by_batched(PhaseKind::Add, tile_rows, grid, false), "add, {tile_rows}");
-            let want =
-                self.by_linear::<linear::swiglu_64>(Linear::swiglu_n_tiles(self.n as u32), true, false).activation;
+            let want = self.by_linear::<linear::swiglu_64>([true, true, false]).activation;
             assert!(
                 want == self.by_batched(PhaseKind::SwiGlu, tile_rows, grid, false).activation,
                 "swiglu, {tile_rows}"

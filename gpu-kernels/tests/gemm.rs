@@ -6,12 +6,12 @@ use common::{Random, RowBuffers, laid_out, relative_error, reordered, run, run_r
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16, kernel, thread};
-use gpu_kernels::decode::Walk;
 use gpu_kernels::gemm::{self, Beside, Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::{self, Linear, N_TILE};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
+use gpu_kernels::stream::Walk;
 
 /// `[rows, n]` in f64, each row times its factor.
 fn reference(x: &[bf16], w: &[bf16], k: usize, scales: &[f32]) -> Vec<f32> {
@@ -185,7 +185,7 @@ impl Case {
         let [x, norm] = [&reordered(&self.x, k, false), &self.norm].map(|v| Buffer::from_slice(v));
         // What lies before the matrix in the stream; several passes of it.
         let (walk, gated) = (Walk { chunks: 3, ..Walk::new(BLOCKS) }, self.gated);
-        let (stream, laid_out_n_tiles) = laid_out(&self.w, gated.then_some(&self.up), k as u32, walk);
+        let (_stream, weights) = laid_out(&self.w, gated.then_some(&self.up), k as u32, walk);
         let factors = Buffer::from_slice(&self.squares);
         let y = Buffer::from_slice(&self.before).named("y");
         let out = Buffer::<bf16>::new_poisoned(rows * n).named("out");
@@ -207,10 +207,10 @@ impl Case {
         };
         let params = Gemm {
             x: x_map.ptr(),
-            stream: stream.ptr(),
-            base: 3,
-            blocks: BLOCKS,
-            n_tiles: laid_out_n_tiles,
+            stream: weights.stream,
+            base: weights.base,
+            blocks: weights.blocks,
+            n_tiles: weights.n_tiles,
             out: out_map.ptr(),
             y: y.ptr_mut(),
             norm: Norm { squares: factors.ptr(), dim: self.dim, eps: EPS },
@@ -363,7 +363,8 @@ fn adds_and_prepares_the_norm() {
 fn by_linear<K: Kernel<Params = Linear>>(case: &Case, n_tiles: Option<&[f32]>) -> Results {
     let Case { m, n, k, .. } = *case;
     let rows = RowBuffers::sequence(0, m as u32);
-    let [x, w, up, next] = [&case.x, &case.w, &case.up, &case.norm].map(|v| Buffer::from_slice(v));
+    let [x, next] = [&case.x, &case.norm].map(|v| Buffer::from_slice(v));
+    let (_stream, weights) = laid_out(&case.w, case.gated.then_some(&case.up), k as u32, Walk::new(BLOCKS));
     let y = Buffer::from_slice(&case.before[..m * n]);
     let [out, scaled] = [(); 2].map(|()| Buffer::<bf16>::new_poisoned(m * n));
     let squares = Buffer::<f32>::new_poisoned(m * n / N_TILE as usize);
@@ -372,8 +373,7 @@ fn by_linear<K: Kernel<Params = Linear>>(case: &Case, n_tiles: Option<&[f32]>) -
     let params = Linear {
         rows: rows.rows(),
         x: x.ptr(),
-        weight: w.ptr(),
-        up: up.ptr(),
+        weights,
         norm: factors.as_ref().map_or(Norm::default(), norm),
         y: y.ptr_mut(),
         activation: out.ptr_mut(),
@@ -387,11 +387,9 @@ fn by_linear<K: Kernel<Params = Linear>>(case: &Case, n_tiles: Option<&[f32]>) -
         next_norm: next.ptr(),
         bias: Default::default(),
         n: n as u32,
-        k: k as u32,
         first_row: 0,
     };
-    let blocks = if case.gated { Linear::swiglu_n_tiles(n as u32) } else { Linear::n_tiles(n as u32) };
-    run::<K>([blocks, 1, 1], Linear::shared_bytes(64), 1, params);
+    run::<K>([weights.n_tiles, 1, 1], Linear::shared_bytes(64), 1, params);
     let [y, squares] = [y, squares].map(|v| v.as_slice().to_vec());
     let [out, scaled] = [out, scaled].map(|v| v.as_slice().to_vec());
     Results { y, out, scaled, squares, spans: vec![], q: vec![], pages: vec![] }

@@ -6,8 +6,8 @@ use common::{Random, run};
 use cuda_std::Global;
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
-use gpu_kernels::decode::{CHUNK_BYTES, CHUNK_FEATURES, LayOut, Walk, lay_out};
 use gpu_kernels::linear::N_TILE;
+use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, LayOut, StreamMatrix, Walk, lay_out};
 use gpu_kernels::weights::quantized::{
     Code, Fp8, GROUP, Int4, Quantize, Scale, quantize_fp8, quantize_int4, quantize_int4_f16,
 };
@@ -120,6 +120,15 @@ fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
     let stream = Buffer::<bf16>::new_poisoned(walk.chunks as usize * CHUNK_BYTES as usize / 2);
     let codes = Buffer::<u8>::zeroed(walk.chunks as usize * C::BYTES as usize);
     let strange = Buffer::from_slice(&[0u32]);
+    let k = INPUTS as u32;
+    let lay = LayOut {
+        weight: weight.ptr(),
+        up: Global::default(),
+        to: StreamMatrix { stream: stream.ptr(), base: 0, blocks: BLOCKS, n_tiles, k },
+        stream: stream.ptr_mut(),
+        n: ROWS as u32,
+    };
+    run::<lay_out>([n_tiles, k.div_ceil(CHUNK_FEATURES), 1], 0, 1, lay);
     for &(first_n_tile, wave) in &waves {
         let of_n_tile = (wave.depth * CHUNK_FEATURES / GROUP * N_TILE) as usize;
         let mut words = vec![0; wave.n_tiles as usize * of_n_tile];
@@ -131,18 +140,7 @@ fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
             }
         }
         let words = Buffer::from_slice(&words);
-        let params = LayOut {
-            weight: weight.ptr(),
-            up: Global::default(),
-            stream: stream.ptr_mut(),
-            base: wave.base,
-            n: ROWS as u32,
-            k: INPUTS as u32,
-            first_n_tile,
-            n_tiles: wave.n_tiles,
-        };
         let grid = [wave.n_tiles, wave.depth, 1];
-        run::<lay_out>(grid, 0, 1, params);
         let params = Quantize {
             stream: stream.ptr(),
             scales: words.ptr(),

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Random, RowBuffers, relative_error, run, widen};
+use common::{Random, RowBuffers, laid_out, relative_error, run, widen};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::embedding::{self, Embed};
@@ -11,6 +11,7 @@ use gpu_kernels::kv::{self, Cache, PAGE_TOKENS};
 use gpu_kernels::linear::{self, Linear};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
+use gpu_kernels::stream::Walk;
 use proptest::prelude::*;
 
 const D: usize = 128;
@@ -88,12 +89,12 @@ proptest! {
         let embedded = Embedded::new(rows, dim, seed);
         let n = 24;
         let w = Random::new(seed ^ 2).bf16s(n * dim);
-        let (weight, y) = (Buffer::from_slice(&w), Buffer::<f32>::new_poisoned(rows * n));
+        let (_stream, weights) = laid_out(&w, None, dim as u32, Walk::new(1));
+        let y = Buffer::<f32>::new_poisoned(rows * n);
         let params = Linear {
             rows: embedded.rows.rows(),
             x: embedded.scaled.ptr(),
-            weight: weight.ptr(),
-            up: weight.ptr(),
+            weights,
             norm: Norm { squares: embedded.squares.ptr(), dim: dim as u32, eps: 1e-6 },
             y: y.ptr_mut(),
             activation: Default::default(),
@@ -101,10 +102,9 @@ proptest! {
             next_norm: Default::default(),
             bias: Default::default(),
             n: n as u32,
-            k: dim as u32,
             first_row: 0,
         };
-        run::<linear::linear_8>([Linear::n_tiles(n as u32), 1, 1], Linear::shared_bytes(8), seed, params);
+        run::<linear::linear_8>([weights.n_tiles, 1, 1], Linear::shared_bytes(8), seed, params);
         let want: Vec<f32> = embedded
             .want()
             .chunks(dim)

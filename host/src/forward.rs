@@ -206,24 +206,25 @@ impl Forward {
         timed("cache and activations", forward)
     }
 
-    /// Lays the weights out for the step in one launch, if the device has the hardware and the memory; says whether.
+    /// Allocates what the step in one launch needs, on a device that has the hardware, and makes the weights smaller
+    /// for it where that pays; says whether there is such a step.
     ///
     /// # Errors
     /// A driver error.
-    pub fn lay_out_decode(&mut self) -> Result<bool, Error> {
+    pub fn prepare_decode(&mut self) -> Result<bool, Error> {
         let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache);
-        self.decode = timed("laying out the weights", decode)?;
+        self.decode = timed("memory for the decode kernel", decode)?;
         // Hundreds of megabytes of the host's, which nobody else reads.
         self.weights.scales = None;
         Ok(self.decode.is_some())
     }
 
-    /// The step in one launch, if it was laid out; its counters must be zero when it begins.
+    /// The step in one launch, if it was prepared; its counters must be zero when it begins.
     pub fn decode(&self) -> Option<&Decode> {
         self.decode.as_ref()
     }
 
-    /// The counters of that step, for a planning kernel to zero; none where it was not laid out.
+    /// The counters of that step, for a planning kernel to zero; none where it was not prepared.
     pub fn counters(&self) -> Counters {
         self.decode.as_ref().map_or(Counters::default(), |decode| {
             let counters = decode.counters();
@@ -231,7 +232,7 @@ impl Forward {
         })
     }
 
-    /// [`Decode::use_up_flags`], if it was laid out.
+    /// [`Decode::use_up_flags`], if it was prepared.
     ///
     /// # Errors
     /// A driver error.
@@ -278,30 +279,27 @@ impl Forward {
         self.cache.fill(pattern)
     }
 
-    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware. They take the weights
-    /// as they were [laid out](Self::lay_out_decode) by then; without that each matrix is laid out anew whenever it is
-    /// multiplied.
+    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn lay_out_prefill(&mut self) -> Result<(), Error> {
-        self.lay_out_prefill_of(self.room.context)
+    pub fn prepare_prefill(&mut self) -> Result<(), Error> {
+        self.prepare_prefill_of(self.room.context)
     }
 
     /// The same, for up to `rows` rows at a time.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn lay_out_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
+    pub fn prepare_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
         if self.device.capabilities().has_gemms() {
-            let whole = self.decode.is_some();
-            let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows, whole);
+            let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows);
             self.prefill = Some(timed("memory for passes over prompts", prefill)?);
         }
         Ok(())
     }
 
-    /// The pass over many rows of a prompt, if it was laid out: every row of a prompt goes through it then.
+    /// The pass over many rows of a prompt, if it was prepared: every row of a prompt goes through it then.
     pub fn prefill(&self) -> Option<&Prefill> {
         self.prefill.as_ref()
     }
@@ -313,16 +311,16 @@ impl Forward {
     /// A refused launch.
     ///
     /// # Panics
-    /// If it was not laid out, or there is no room for such rows: a bug of the caller.
+    /// If it was not prepared, or there is no room for such rows: a bug of the caller.
     pub fn enqueue_prefill(&mut self, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
         self.check_room(0, start + count);
         output.check(count);
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
-        let Self { device, config, weights, decode, cache, cos, sin, prefill, states, .. } = self;
-        let (decode, states) = (decode.as_ref(), states.as_ref());
-        let parts = PrefillInputs { device, config, weights, decode, cache, tables, table_stride, cos, sin, states };
+        let Self { device, config, weights, cache, cos, sin, prefill, states, .. } = self;
+        let states = states.as_ref();
+        let parts = PrefillInputs { device, config, weights, cache, tables, table_stride, cos, sin, states };
         // SAFETY: every part is of self; sequence 0 has pages for so many positions.
-        unsafe { prefill.as_mut().expect("laid out").enqueue(&parts, start, count, output) }
+        unsafe { prefill.as_mut().expect("prepared").enqueue(&parts, start, count, output) }
     }
 
     /// Enqueues a pass over `count` rows of any sequences' prompts, with `tiles` as
@@ -338,7 +336,7 @@ impl Forward {
     /// A refused launch.
     ///
     /// # Panics
-    /// If it was not laid out, or has no room for so many rows: a bug of the caller.
+    /// If it was not prepared, or has no room for so many rows: a bug of the caller.
     pub unsafe fn enqueue_prefill_rows(
         &self,
         rows: Rows,
@@ -347,11 +345,11 @@ impl Forward {
         results: Results,
     ) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
-        let Self { device, config, weights, decode, cache, cos, sin, prefill, .. } = self;
-        let (decode, states) = (decode.as_ref(), None);
-        let parts = PrefillInputs { device, config, weights, decode, cache, tables, table_stride, cos, sin, states };
+        let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
+        let states = None;
+        let parts = PrefillInputs { device, config, weights, cache, tables, table_stride, cos, sin, states };
         // SAFETY: every part is of self; the caller's word for the lists.
-        unsafe { prefill.as_ref().expect("laid out").enqueue_rows(&parts, rows, count, tiles, results) }
+        unsafe { prefill.as_ref().expect("prepared").enqueue_rows(&parts, rows, count, tiles, results) }
     }
 
     /// Enqueues the logits of `count` rows of the last prefill, `picks`, in their order: row 0 of
@@ -380,7 +378,7 @@ impl Forward {
     /// # Panics
     /// If there was none, or none has so many rows, or there is no room for so many logits: a bug of the caller.
     pub fn enqueue_head(&self, first: usize, count: u32) -> Result<(), Error> {
-        let most = self.prefill().expect("laid out").capacity();
+        let most = self.prefill().expect("prepared").capacity();
         assert!(first + count as usize <= most, "{count} rows from {first} on, of {most}");
         // SAFETY: there are such rows, and the lists are of self.
         unsafe { self.enqueue_picks(Global::default(), first as u32, self.rows(), count) }
@@ -392,7 +390,7 @@ impl Forward {
     /// As [`enqueue_picked`](Self::enqueue_picked); where there is no list, the prefill has so many rows.
     unsafe fn enqueue_picks(&self, picks: Global<u32>, first: u32, rows: Rows, count: u32) -> Result<(), Error> {
         self.check_room(count as usize, 0);
-        let (scaled, squares) = self.prefill().expect("laid out").result();
+        let (scaled, squares) = self.prefill().expect("prepared").result();
         let pick = PickRows { rows: picks, first, scaled, squares, to: self.residual() };
         // SAFETY: buffers of self with room for so many rows; the picks are rows of the pass.
         unsafe {
@@ -529,7 +527,7 @@ impl Forward {
     }
 
     /// Enqueues a pass over rows of any sequences: as many as there is [room](Self::room) for. Those with tiles go
-    /// through the kernels that were [made ready](Self::lay_out_batched) for many rows, if they were; the bits are the
+    /// through the kernels that were [made ready](Self::prepare_batched) for many rows, if they were; the bits are the
     /// same. Returns where the [rank](gpu_kernels::sample::rank) of each row's best token will be, if
     /// [that](RowOutput::Best) is wanted and there are no logits for it.
     ///
@@ -611,6 +609,7 @@ impl Forward {
         let c = &self.config;
         let step = DecodeStep {
             work: self.workspace(rows),
+            stream: self.weights.stream.weights().ptr(),
             logits: self.logits.ptr_mut(),
             trace: self.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
             layer_count: c.num_hidden_layers as u32,

@@ -322,29 +322,6 @@ pub unsafe fn enqueue(device: &Device, beside: &Beside, epilogue: Epilogue, p: G
     unsafe { enqueue_cut(device, beside, epilogue, cut, p) }
 }
 
-/// As [`enqueue`], for weights that the launches ahead write: nothing of them is fetched before these are done.
-///
-/// # Safety
-/// As [`enqueue`].
-///
-/// # Errors
-/// As [`enqueue`].
-pub unsafe fn enqueue_behind(device: &Device, epilogue: Epilogue, p: Gemm) -> Result<(), Error> {
-    let (m, n) = size(epilogue, &p);
-    if m == 0 || n == 0 {
-        return Ok(());
-    }
-    // In one launch: a second one would begin early.
-    let cut = match Cut::best(device, epilogue, m, n, !p.bias.is_null()) {
-        Cut::Cluster4x2 => Cut::Cluster2x1,
-        cut => cut,
-    };
-    let cut = if (epilogue, cut) == (Epilogue::Write, Cut::Cluster2x1) { Cut::N256 } else { cut };
-    let at_once = TileSchedule::new(device, epilogue, cut, m, n).clusters;
-    // SAFETY: the caller's word.
-    unsafe { launch(device, epilogue, cut, at_once, p, false) }
-}
-
 /// As [`enqueue`], cut as is said (what has no such kernel takes [`Cut::N256`]).
 ///
 /// # Safety
@@ -375,35 +352,27 @@ pub unsafe fn enqueue_cut(
     // SAFETY: the caller's word; each launch has features of its own.
     unsafe {
         if border == p.n {
-            return launch(device, epilogue, cut, schedule.clusters, p, true);
+            return launch(device, epilogue, cut, schedule.clusters, p);
         }
         if border == p.first_feature {
-            return launch(device, epilogue, Cut::Cluster2x1, schedule.clusters_2x1, p, true);
+            return launch(device, epilogue, Cut::Cluster2x1, schedule.clusters_2x1, p);
         }
         // The number of the pair would repeat.
         device.refuse_while_recording("a product in two launches, side by side,")?;
         let [first, second] = beside.next();
-        launch(device, epilogue, cut, schedule.clusters, Gemm { n: border, beside: first, ..p }, true)?;
+        launch(device, epilogue, cut, schedule.clusters, Gemm { n: border, beside: first, ..p })?;
         launch(
             device,
             epilogue,
             Cut::Cluster2x1,
             schedule.clusters_2x1,
             Gemm { first_feature: border, beside: second, ..p },
-            true,
         )
     }
 }
 
 /// One launch, of which so many blocks or clusters are `at_once`.
-unsafe fn launch(
-    device: &Device,
-    epilogue: Epilogue,
-    cut: Cut,
-    at_once: u32,
-    p: Gemm,
-    may_be_early: bool,
-) -> Result<(), Error> {
+unsafe fn launch(device: &Device, epilogue: Epilogue, cut: Cut, at_once: u32, p: Gemm) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p);
     let (tuning, down) = (&device.capabilities().tuning().gemm, cut.together()[0]);
     let p = Gemm { band: tuning.band_rows[usize::from(down > 1)] / (TILE_ROWS * down), ..p };
@@ -416,7 +385,7 @@ unsafe fn launch(
         // card, presumably because blocks then get whatever SM is free, and those that share tiles no longer ask L2 for
         // them together.
         let alone = device.sms() / if p.k > tuning.long_chain { 2 } else { 1 };
-        if !may_be_early || cut == Cut::N128 && cut.tiles(m, n) > alone {
+        if cut == Cut::N128 && cut.tiles(m, n) > alone {
             of_kernel!(epilogue, cut, device.launch(blocks, shared, p))
         } else {
             of_kernel!(epilogue, cut, device.launch_early(blocks, shared, p))

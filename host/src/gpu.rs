@@ -203,9 +203,9 @@ impl Gpu {
         // All that must be is there: now what is quicker, where the hardware and the memory are there; otherwise the
         // launches do the same.
         for forward in std::iter::once(&mut forward).chain(draft.as_mut().and_then(Passes::model)) {
-            forward.lay_out_decode()?;
+            forward.prepare_decode()?;
             if device.has_prefill() {
-                forward.lay_out_prefill()?;
+                forward.prepare_prefill()?;
             }
         }
         if let Some(taps) = taps {

@@ -26,6 +26,7 @@ pub mod profile;
 mod prompt;
 mod quantized;
 mod sampler;
+pub mod stream;
 mod timed;
 pub mod tuning;
 pub mod weights;

@@ -2,7 +2,7 @@
 
 use cuda_std::GlobalMut;
 use cuda_std::tensor::Array;
-use gpu_kernels::decode::TOGETHER;
+use gpu_kernels::stream::TOGETHER;
 use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, MOST_ESCAPES, Pack, TILE_WEIGHTS};
 use half::bf16;
 

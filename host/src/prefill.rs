@@ -8,7 +8,6 @@
 use std::ops::RangeInclusive;
 
 use cuda_std::Global;
-use gpu_kernels::decode::Walk;
 use gpu_kernels::embedding;
 use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::HEAD_DIM;
@@ -17,13 +16,13 @@ use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::Rows;
+use gpu_kernels::stream::StreamMatrix;
 use half::bf16;
 use model::Config;
 use model::plan::{self, Input, Matrix, Operator};
 
 use crate::Error;
 use crate::cache::KvCache;
-use crate::decode::{self, Decode};
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::forward::{HiddenStates, RowOutput};
 use crate::gemm::{self, Epilogue};
@@ -51,8 +50,6 @@ pub struct Prefill {
     _activation: Buffer<bf16>,
     maps: TensorMaps,
     beside: gemm::Beside,
-    /// Where a matrix is laid out before it is multiplied, if none was.
-    scratch: Option<Buffer<bf16>>,
 }
 
 /// Where the rows begin that a pass is to make [results](Prefill::result) of: of those before them the last layer makes
@@ -73,8 +70,6 @@ pub(crate) struct PrefillInputs<'a> {
     pub config: &'a Config,
     /// Its weights.
     pub weights: &'a DeviceWeights,
-    /// The matrices among them, laid out, if they are.
-    pub decode: Option<&'a Decode>,
     /// The cache.
     pub cache: &'a KvCache,
     /// `[sequences, table_stride]` pages.
@@ -118,12 +113,6 @@ fn epilogue(gemm: &plan::Gemm) -> Epilogue {
 /// Rows of a pass when the cache holds `capacity` tokens: whole tiles.
 pub(crate) fn rows(capacity: usize) -> usize {
     capacity.min(PASS_ROWS).next_multiple_of(TILE_ROWS as usize)
-}
-
-/// Elements of the largest matrix of a layer, laid out.
-fn largest(config: &Config, device: &Device) -> usize {
-    let elements = |gemm| decode::elements([decode::n_tiles(&gemm)], device.sms());
-    config.layer_plan().gemms().map(elements).max().unwrap_or(0)
 }
 
 /// How many rows of prompts are best read in together: of whole tiles and [so many
@@ -178,23 +167,14 @@ impl Prefill {
             + q * 4
             + config.intermediate_size * 2
             + 16;
-        // Where weights are not laid out, the largest matrix is, at a time.
-        let matrix = config.layer_plan().gemms().map(|gemm| 2 * gemm.weights()).max().unwrap_or(0);
-        (rows(capacity) * row + matrix) as u64
+        (rows(capacity) * row) as u64
     }
 
-    /// Allocates everything for passes over a sequence of up to `capacity` tokens, with weights that are laid out or
-    /// not.
+    /// Allocates everything for passes over a sequence of up to `capacity` tokens.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub(crate) fn new(
-        device: &Device,
-        config: &Config,
-        cache: &KvCache,
-        capacity: usize,
-        is_laid_out: bool,
-    ) -> Result<Self, Error> {
+    pub(crate) fn new(device: &Device, config: &Config, cache: &KvCache, capacity: usize) -> Result<Self, Error> {
         let rows = rows(capacity);
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         let q_size = config.query_size();
@@ -227,7 +207,6 @@ impl Prefill {
             _activation: activation,
             maps: device.tensor_maps(&matrices)?,
             beside: gemm::Beside::new(device)?,
-            scratch: if is_laid_out { None } else { Some(device.zeroed(largest(config, device))?) },
         })
     }
 
@@ -330,14 +309,24 @@ impl Prefill {
                             // Keys and values of all rows, and queries of those.
                             let (project, q_size) = (self.gemm(parts, i, &gemm, m), heads.q_heads * HEAD_DIM);
                             let project = Gemm { heads, ..project };
-                            self.multiply(parts, i, &gemm, Gemm { first_feature: q_size, ..project })?;
-                            self.multiply(parts, i, &gemm, Gemm { first_row, n: q_size, ..project })?;
+                            gemm::enqueue(
+                                device,
+                                &self.beside,
+                                epilogue(&gemm),
+                                Gemm { first_feature: q_size, ..project },
+                            )?;
+                            gemm::enqueue(
+                                device,
+                                &self.beside,
+                                epilogue(&gemm),
+                                Gemm { first_row, n: q_size, ..project },
+                            )?;
                         }
                         // Of these rows nothing is wanted but keys and values.
                         _ if first_row == m => {}
                         Operator::Gemm(gemm) => {
                             let p = Gemm { heads, first_row, ..self.gemm(parts, i, &gemm, m) };
-                            self.multiply(parts, i, &gemm, p)?;
+                            gemm::enqueue(device, &self.beside, epilogue(&gemm), p)?;
                         }
                         // The first product made them.
                         Operator::Heads(_) => {}
@@ -391,16 +380,13 @@ impl Prefill {
 
     /// A layer's GEMM of `m` rows, but for heads.
     fn gemm(&self, parts: &PrefillInputs<'_>, layer: usize, gemm: &plan::Gemm, m: u32) -> Gemm {
-        let (c, (n_tiles, k)) = (parts.config, decode::n_tiles(gemm));
-        let stream = match (parts.decode, &self.scratch) {
-            (Some(stream), _) => stream.weights().0,
-            (None, scratch) => scratch.as_ref().expect("one or the other").ptr(),
-        };
+        let c = parts.config;
+        let StreamMatrix { stream, base, blocks, n_tiles, k } = parts.weights.stream.matrix(layer, gemm.matrix);
         Gemm {
             x: self.maps.ptr(input_map(gemm.input)),
             stream,
-            base: parts.decode.map_or(0, |stream| stream.base(layer, gemm.matrix)),
-            blocks: parts.device.sms(),
+            base,
+            blocks,
             n_tiles,
             out: if gemm.epilogue == plan::Epilogue::SwiGlu {
                 self.maps.ptr(ACTIVATION_OUT)
@@ -420,30 +406,6 @@ impl Prefill {
             k,
             band: 0,
             beside: Default::default(),
-        }
-    }
-
-    /// Enqueues a GEMM with a layer's matrix, which is laid out just before if none was: then its first weights are not
-    /// to be fetched early.
-    ///
-    /// # Safety
-    /// As [`Device::launch`].
-    unsafe fn multiply(
-        &self,
-        parts: &PrefillInputs<'_>,
-        layer: usize,
-        gemm: &plan::Gemm,
-        p: Gemm,
-    ) -> Result<(), Error> {
-        let PrefillInputs { device, weights, .. } = *parts;
-        // SAFETY: the caller's word; the scratch has room for each matrix of a layer.
-        unsafe {
-            if let (None, Some(scratch)) = (parts.decode, &self.scratch) {
-                let source = weights.source(layer, gemm);
-                source.lay_out(device, scratch.ptr_mut(), &mut Walk::new(device.sms()))?;
-                return gemm::enqueue_behind(device, epilogue(gemm), p);
-            }
-            gemm::enqueue(device, &self.beside, epilogue(gemm), p)
         }
     }
 }

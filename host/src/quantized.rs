@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use cuda_std::Global;
-use gpu_kernels::decode::{CHUNK_FEATURES, Walk};
 use gpu_kernels::linear::N_TILE;
+use gpu_kernels::stream::{CHUNK_FEATURES, Walk};
 use gpu_kernels::weights::quantized::{self, Code as _, GROUP, Quantize, Scale};
 use half::bf16;
 use model::format::{Code, Codes};
@@ -17,8 +17,8 @@ use model::plan::Matrix;
 use model::{Config, Weight, Weights};
 
 use crate::Error;
-use crate::decode::{chunks, n_tiles};
 use crate::device::{Buffer, Device};
+use crate::stream::{chunks, n_tiles};
 
 /// The scales of all layers' matrices.
 pub struct Scales {

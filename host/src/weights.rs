@@ -1,5 +1,6 @@
 //! A checkpoint's weights in device memory, as bf16.
 
+use std::collections::HashMap;
 use std::f32::consts::TAU;
 
 use cuda_std::Global;
@@ -10,11 +11,11 @@ use gpu_kernels::step::Rows;
 use half::bf16;
 use model::format::{Code, e4m3};
 use model::plan::{Epilogue, Gemm, Matrix};
-use model::{Checkpoint, Config, Weight, Weights};
+use model::{Checkpoint, Config, LayerWeights, Weight, Weights};
 
-use crate::decode::Source;
-use crate::device::{Buffer, Device, Region};
+use crate::device::{Buffer, Device, Filling, Group, Region};
 use crate::quantized::{Collector, Scales};
+use crate::stream::{Source, Stream};
 use crate::timed::timed;
 use crate::{Error, Progress, gib};
 
@@ -26,49 +27,40 @@ pub struct DeviceWeights {
     pub layers: Vec<DeviceLayer>,
     /// `[hidden]`.
     pub norm: Buffer<bf16>,
-    /// `[vocab, hidden]`; none when it is the embedding.
-    pub head: Option<Buffer<bf16>>,
+    /// The matrices of the layers, and the head.
+    pub stream: Stream,
     /// Of quantised weights, what makes their codes.
     pub scales: Option<Scales>,
 }
 
-/// One layer's weights.
+/// One layer's weights, but for its matrices.
 pub struct DeviceLayer {
     /// `[hidden]`.
     pub input_norm: Buffer<bf16>,
-    /// `[(q_heads + 2 · kv_heads) · 128, hidden]`: the query, key and value projections, one after another.
-    pub qkv: Buffer<bf16>,
-    /// The biases of these, `[(q_heads + 2 · kv_heads) · 128]`; none where the plan has none.
+    /// `[(q_heads + 2 · kv_heads) · 128]`: the biases of queries, keys and values; none where the plan has none.
     pub qkv_bias: Option<Buffer<bf16>>,
     /// `[128]`; ones where the plan has no norms of heads.
     pub q_norm: Buffer<bf16>,
     /// `[128]`, likewise.
     pub k_norm: Buffer<bf16>,
-    /// `[hidden, q_heads · 128]`.
-    pub output: Buffer<bf16>,
     /// `[hidden]`.
     pub post_attention_norm: Buffer<bf16>,
-    /// `[intermediate, hidden]`.
-    pub gate: Buffer<bf16>,
-    /// `[intermediate, hidden]`.
-    pub up: Buffer<bf16>,
-    /// `[hidden, intermediate]`.
-    pub down: Buffer<bf16>,
 }
 
 impl DeviceWeights {
-    /// Copies `checkpoint` to `device`. f16 and f32 weights are rounded to bf16, and quantised ones become the bf16
-    /// that they mean. Every weight is checked on the way.
+    /// Copies `checkpoint` to `device`, and lays its matrices out on the way. f16 and f32 weights are rounded to bf16,
+    /// and quantised ones become the bf16 that they mean. Every weight is checked on the way.
     ///
     /// # Errors
     /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, or
     /// [`Error::Interrupted`] when `progress` breaks.
     pub fn upload(checkpoint: &Checkpoint, device: &Device, progress: &mut Progress<'_>) -> Result<Self, Error> {
         let of_checkpoint = checkpoint.weights()?;
-        let mut plan = Plan { device, weights: Vec::new(), regions: Vec::new() };
-        let tied = checkpoint.config.tie_word_embeddings;
-        let mut this = timed("memory for the weights", || Self::planned(&of_checkpoint, tied, &mut plan))?;
-        let Plan { weights, regions, .. } = plan;
+        let mut plan = Plan { device, weights: Vec::new(), groups: Vec::new(), regions: Vec::new() };
+        let planned = || Self::planned(&of_checkpoint, &checkpoint.config, &mut plan);
+        // Where matrices wait to be laid out, as long as this takes.
+        let (mut this, _staging, to_lay_out) = timed("memory for the weights", planned)?;
+        let Plan { weights, groups, .. } = plan;
         let bytes: u64 = weights.iter().map(|weight| 2 * weight.elements() as u64).sum();
         let mut done = 0;
         let wanted = device.has_decode_kernel() && device.options().lossless != Some(false);
@@ -79,43 +71,74 @@ impl DeviceWeights {
                 Ok(weights[i].read_bf16_and(at / 2, out, &mut |rows, codes| collector.take(weights[i], rows, codes))?)
             }
         };
+        let lay_out = |group: usize| match to_lay_out.get(&group) {
+            // SAFETY: the copies of the matrix are enqueued, and its memory is filled anew behind this alone.
+            Some(&(number, source)) => unsafe { this.stream.lay_out(device, number, source) },
+            None => Ok(()),
+        };
         let mut progress = |sent: usize| {
             done += sent as u64;
             progress(done, bytes)
         };
-        // SAFETY: the regions are those of `this`, which nobody else knows yet.
-        let filled = || unsafe { device.fill_regions(&regions, &fill, &mut progress) };
+        // SAFETY: the regions are those of `this` and of the staging memory, which nobody else knows yet.
+        let filled =
+            || unsafe { device.fill_regions(&groups, &Filling { fill: &fill, then: &lay_out }, &mut progress) };
         timed(&format!("{} of weights to the device", gib(bytes)), filled)?;
         this.scales = collector.and_then(Collector::finish);
         Ok(this)
     }
 
-    /// Memory for the weights, with a plan of what belongs where.
-    fn planned<'w>(weights: &'w Weights<Weight<'w>>, tied: bool, plan: &mut Plan<'w>) -> Result<Self, Error> {
-        Ok(Self {
-            embed: plan.buffer(&[&weights.embed])?,
-            layers: weights
-                .layers
-                .iter()
-                .map(|layer| {
-                    Ok(DeviceLayer {
-                        input_norm: plan.buffer(&[&layer.input_norm])?,
-                        qkv: plan.buffer(&[&layer.q, &layer.k, &layer.v])?,
-                        qkv_bias: layer.qkv_bias.as_ref().map(|biases| plan.buffer(&biases.each_ref())).transpose()?,
-                        q_norm: plan.head_norm(layer.head_norms.as_ref().map(|[q, _]| q))?,
-                        k_norm: plan.head_norm(layer.head_norms.as_ref().map(|[_, k]| k))?,
-                        output: plan.buffer(&[&layer.o])?,
-                        post_attention_norm: plan.buffer(&[&layer.post_attention_norm])?,
-                        gate: plan.buffer(&[&layer.gate])?,
-                        up: plan.buffer(&[&layer.up])?,
-                        down: plan.buffer(&[&layer.down])?,
-                    })
-                })
-                .collect::<Result<_, Error>>()?,
-            norm: plan.buffer(&[&weights.norm])?,
-            head: if tied { None } else { Some(plan.buffer(&[&weights.head])?) },
-            scales: None,
-        })
+    /// Memory for the weights, with a plan of what belongs where; memory for matrices on their way; and, of groups of
+    /// the plan, which matrix is laid out behind them, and from where.
+    fn planned<'w>(weights: &'w Weights<Weight<'w>>, config: &Config, plan: &mut Plan<'w>) -> Result<Planned, Error> {
+        let device = plan.device;
+        let sizes = |gemm: Gemm| gemm.weights();
+        let tied = config.tie_word_embeddings;
+        let largest = config.gemms().filter(|gemm| !(tied && gemm.matrix == Matrix::Head)).map(sizes).max();
+        let mut staging = Staging::new(device, largest.unwrap_or(0))?;
+        let stream = Stream::of_model(device, config)?;
+        let embed = plan.buffer(&[&weights.embed])?;
+        if tied {
+            // From where it is.
+            let source = Source { weight: embed.ptr(), up: Global::default(), n: config.vocab_size as u32 };
+            staging.sources.insert(plan.groups.len(), (config.num_hidden_layers * Matrix::OF_LAYER.len(), source));
+        }
+        plan.end_group(None);
+        let layer = |(i, layer): (usize, &'w LayerWeights<Weight<'w>>)| {
+            let this = DeviceLayer {
+                input_norm: plan.buffer(&[&layer.input_norm])?,
+                qkv_bias: layer.qkv_bias.as_ref().map(|biases| plan.buffer(&biases.each_ref())).transpose()?,
+                q_norm: plan.head_norm(layer.head_norms.as_ref().map(|[q, _]| q))?,
+                k_norm: plan.head_norm(layer.head_norms.as_ref().map(|[_, k]| k))?,
+                post_attention_norm: plan.buffer(&[&layer.post_attention_norm])?,
+            };
+            let matrices: [(Matrix, &[&'w Weight<'w>]); 4] = [
+                (Matrix::Qkv, &[&layer.q, &layer.k, &layer.v]),
+                (Matrix::Output, &[&layer.o]),
+                (Matrix::GateUp, &[&layer.gate, &layer.up]),
+                (Matrix::Down, &[&layer.down]),
+            ];
+            for (matrix, of_matrix) in matrices {
+                staging.stage(plan, matrix.number(i), of_matrix, matrix == Matrix::GateUp);
+            }
+            Ok(this)
+        };
+        let layers = weights.layers.iter().enumerate().map(layer).collect::<Result<_, Error>>()?;
+        let norm = plan.buffer(&[&weights.norm])?;
+        if tied {
+            plan.end_group(None);
+        } else {
+            staging.stage(plan, Matrix::Head.number(config.num_hidden_layers), &[&weights.head], false);
+        }
+        let Staging { slots, sources, .. } = staging;
+        Ok((Self { embed, layers, norm, stream, scales: None }, slots, sources))
+    }
+
+    /// Bytes of a model's.
+    pub fn bytes(config: &Config) -> u64 {
+        let matrices: usize = config.gemms().map(|gemm| 2 * gemm.weights()).sum();
+        let tied = if config.tie_word_embeddings { 2 * config.head().weights() } else { 0 };
+        config.weight_bytes(2) as u64 + tied as u64 - matrices as u64 + Stream::bytes(config)
     }
 }
 
@@ -156,60 +179,59 @@ impl DeviceWeights {
             let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();
             (pattern, Scales::uniform(config, code, scale, if code == Code::Int4 { 8 } else { 0 }))
         });
-        let mut matrices = 0;
+        let mut filled = 0;
         let mut fill = |elements: usize, pattern: &[bf16]| {
-            matrices += 1;
+            filled += 1;
             let mut buffer = device.zeroed(elements)?;
-            buffer.repeat(pattern, matrices * 1_234_567 % PATTERN)?;
+            buffer.repeat(pattern, filled * 1_234_567 % PATTERN)?;
             Ok::<_, Error>(buffer)
         };
         let of_layers = quantized.as_ref().map_or(&pattern, |(pattern, _)| pattern);
-        let (hidden, inner, q) = (config.hidden_size, config.intermediate_size, config.query_size());
+        let hidden = config.hidden_size;
         let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
+        let embed = fill(config.vocab_size * hidden, &pattern)?;
+        let stream = Stream::of_model(device, config)?;
+        for (number, gemm) in config.gemms().enumerate() {
+            let is_head = gemm.matrix == Matrix::Head;
+            let weights = match is_head {
+                true if config.tie_word_embeddings => None,
+                true => Some(fill(gemm.weights(), &pattern)?),
+                false => Some(fill(gemm.weights(), of_layers)?),
+            };
+            let weights = weights.as_ref().unwrap_or(&embed);
+            // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
+            unsafe { stream.lay_out(device, number, source(weights, gemm.n, gemm.matrix == Matrix::GateUp))? };
+        }
+        let layer = |_| {
+            Ok(DeviceLayer {
+                input_norm: ones(hidden)?,
+                qkv_bias: match config.traits.qkv_bias {
+                    true => Some(fill(config.qkv_size(), &pattern)?),
+                    false => None,
+                },
+                q_norm: ones(config.head_dim)?,
+                k_norm: ones(config.head_dim)?,
+                post_attention_norm: ones(hidden)?,
+            })
+        };
         Ok(Self {
-            embed: fill(config.vocab_size * hidden, &pattern)?,
-            layers: (0..config.num_hidden_layers)
-                .map(|_| {
-                    Ok(DeviceLayer {
-                        input_norm: ones(hidden)?,
-                        qkv: fill(config.qkv_size() * hidden, of_layers)?,
-                        qkv_bias: match config.traits.qkv_bias {
-                            true => Some(fill(config.qkv_size(), &pattern)?),
-                            false => None,
-                        },
-                        q_norm: ones(config.head_dim)?,
-                        k_norm: ones(config.head_dim)?,
-                        output: fill(hidden * q, of_layers)?,
-                        post_attention_norm: ones(hidden)?,
-                        gate: fill(inner * hidden, of_layers)?,
-                        up: fill(inner * hidden, of_layers)?,
-                        down: fill(hidden * inner, of_layers)?,
-                    })
-                })
-                .collect::<Result<_, Error>>()?,
+            layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_, Error>>()?,
             norm: ones(hidden)?,
-            head: if config.tie_word_embeddings { None } else { Some(fill(config.vocab_size * hidden, &pattern)?) },
+            embed,
+            stream,
             scales: quantized.map(|(_, scales)| scales),
         })
     }
 }
 
-impl DeviceWeights {
-    /// The matrix of a GEMM of the plan; `layer` is the layer's number, of the head any.
-    pub fn source(&self, layer: usize, gemm: &Gemm) -> Source {
-        let of_layer = || &self.layers[layer];
-        let (weight, up) = match gemm.matrix {
-            Matrix::Qkv => (&of_layer().qkv, None),
-            Matrix::Output => (&of_layer().output, None),
-            Matrix::GateUp => (&of_layer().gate, Some(&of_layer().up)),
-            Matrix::Down => (&of_layer().down, None),
-            Matrix::Head => (self.head.as_ref().unwrap_or(&self.embed), None),
-        };
-        let up = up.map_or(Global::default(), Buffer::ptr);
-        Source { weight: weight.ptr(), up, n: gemm.n as u32, k: gemm.k as u32 }
-    }
+/// The matrix of `n` output features at the start of `weights`; with the up projection behind it, or without.
+pub(crate) fn source(weights: &Buffer<bf16>, n: usize, has_up: bool) -> Source {
+    let up = if has_up { weights.part(weights.len() / 2) } else { Global::default() };
+    Source { weight: weights.ptr(), up, n: n as u32 }
+}
 
-    /// The bias of a GEMM of the plan, likewise; null where it has none.
+impl DeviceWeights {
+    /// The bias of a GEMM of the plan in a layer; null where it has none.
     pub fn bias(&self, layer: usize, gemm: &Gemm) -> Global<bf16> {
         match gemm.epilogue {
             Epilogue::Write { bias: true } => {
@@ -248,7 +270,8 @@ impl DeviceWeights {
 struct Plan<'a> {
     device: &'a Device,
     weights: Vec<&'a Weight<'a>>,
-    /// Of each weight.
+    /// Of each weight a region, in groups; the last one is not complete.
+    groups: Vec<Group>,
     regions: Vec<Region>,
 }
 
@@ -264,6 +287,12 @@ impl<'a> Plan<'a> {
     /// One buffer for `weights` one after another.
     fn buffer(&mut self, weights: &[&'a Weight<'a>]) -> Result<Buffer<bf16>, Error> {
         let buffer = self.device.zeroed(weights.iter().map(|weight| weight.elements()).sum())?;
+        self.place(weights, &buffer);
+        Ok(buffer)
+    }
+
+    /// `weights` one after another from the start of `buffer` on.
+    fn place(&mut self, weights: &[&'a Weight<'a>], buffer: &Buffer<bf16>) {
         let mut at = 0;
         for weight in weights {
             self.weights.push(weight);
@@ -271,7 +300,44 @@ impl<'a> Plan<'a> {
             self.regions.push(buffer.region(at, weight.elements()).in_units(weight.unit()));
             at += weight.elements();
         }
-        Ok(buffer)
+    }
+
+    /// Ends a group of regions; those of group `after` are done with before these are filled.
+    fn end_group(&mut self, after: Option<usize>) {
+        self.groups.push(Group { regions: std::mem::take(&mut self.regions), after });
+    }
+}
+
+/// Weights with nothing in them yet; memory for matrices on their way; and, of groups of the plan, which matrix is laid
+/// out behind them, and from where.
+type Planned = (DeviceWeights, [Buffer<bf16>; 2], HashMap<usize, (usize, Source)>);
+
+/// Memory for matrices on their way: one is laid out while the next one is copied.
+struct Staging {
+    slots: [Buffer<bf16>; 2],
+    /// The group that each slot was last used by.
+    users: [Option<usize>; 2],
+    /// Of groups, the number of the matrix, and where it is.
+    sources: HashMap<usize, (usize, Source)>,
+}
+
+impl Staging {
+    /// For matrices of up to so many elements.
+    fn new(device: &Device, largest: usize) -> Result<Self, Error> {
+        let slots = [device.zeroed(largest)?, device.zeroed(largest)?];
+        Ok(Self { slots, users: [None; 2], sources: HashMap::new() })
+    }
+
+    /// Plans that matrix `number` of the stream is made of `weights` one after another, or of gate and up.
+    fn stage<'a>(&mut self, plan: &mut Plan<'a>, number: usize, weights: &[&'a Weight<'a>], is_gated: bool) {
+        let (group, slot) = (plan.groups.len(), number % self.slots.len());
+        let elements: usize = weights.iter().map(|weight| weight.elements()).sum();
+        let rows: usize = weights.iter().map(|weight| weight.shape()[0]).sum();
+        let buffer = &self.slots[slot];
+        plan.place(weights, buffer);
+        plan.end_group(self.users[slot].replace(group));
+        let (up, n) = if is_gated { (buffer.part(elements / 2), rows / 2) } else { (Global::default(), rows) };
+        self.sources.insert(group, (number, Source { weight: buffer.ptr(), up, n: n as u32 }));
     }
 }
 
@@ -279,6 +345,8 @@ impl<'a> Plan<'a> {
 mod tests {
     use std::ops::ControlFlow;
     use std::path::{Path, PathBuf};
+
+    use gpu_kernels::stream::StreamMatrix;
 
     use model::{Checkpoint, Dtype, OpenOptions};
 
@@ -313,11 +381,39 @@ mod tests {
         let weights = checkpoint.weights().unwrap();
         assert!(read(&uploaded.embed) == stored([&weights.embed]));
         assert!(read(&uploaded.norm) == stored([&weights.norm]));
-        for (found, layer) in uploaded.layers.iter().zip(&weights.layers) {
-            assert!(read(&found.qkv) == stored([&layer.q, &layer.k, &layer.v]));
+        let stream = read(uploaded.stream.weights());
+        let inputs = checkpoint.config.hidden_size;
+        for (i, (found, layer)) in uploaded.layers.iter().zip(&weights.layers).enumerate() {
             assert!(read(&found.input_norm) == stored([&layer.input_norm]));
-            assert!(read(&found.down) == stored([&layer.down]));
+            let of = |matrix| uploaded.stream.matrix(i, matrix);
+            let qkv = stored([&layer.q, &layer.k, &layer.v]);
+            assert!(
+                qkv.iter().enumerate().all(|(at, x)| stream[place(&of(Matrix::Qkv), at / inputs, at % inputs)] == *x)
+            );
+            let (gate, up) = (stored([&layer.gate]), stored([&layer.up]));
+            for (at, both) in gate.iter().zip(&up).enumerate() {
+                let (row, k) = (at / inputs, at % inputs);
+                let place = |half: usize| place(&of(Matrix::GateUp), row / 8 * 16 + half * 8 + row % 8, k);
+                assert_eq!((&stream[place(0)], &stream[place(1)]), both, "layer {i}, row {row}, input {k}");
+            }
         }
+        // The embedding, once more.
+        let head = uploaded.stream.matrix(checkpoint.config.num_hidden_layers, Matrix::Head);
+        let embed = stored([&weights.embed]);
+        assert!(embed.iter().enumerate().all(|(at, x)| stream[place(&head, at / inputs, at % inputs)] == *x));
+    }
+
+    /// The element of the stream at which a matrix has this one, as `gpu_kernels::stream` says in words.
+    fn place(of: &StreamMatrix, row: usize, k: usize) -> usize {
+        let (tile, wave) = (row / 16, 8 * of.blocks as usize);
+        let passed = tile / wave * wave;
+        let room = (of.n_tiles as usize - passed).min(wave).next_multiple_of(8);
+        let (tile, chunks) = (tile - passed, passed * (of.k as usize).div_ceil(512));
+        let chunk = of.base as usize + chunks + k / 512 * room + tile / 8 * 8;
+        let (slice, k) = (k % 512 / 64, k % 64);
+        let (instruction, half) = (k / 32 * 2 + k % 8 / 4, k % 4 / 2);
+        let core = ((slice * 8 + tile % 8) * 2 + row % 16 / 8) * 8 + instruction * 2 + half;
+        chunk * 8192 + core * 64 + row % 8 * 8 + k % 32 / 8 * 2 + k % 2
     }
 
     /// The demo model in a folder of its own, with one element of a tensor changed to this.

@@ -232,7 +232,7 @@ pub fn decode_unfused_and_batched(
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
         let quantised = weights.scales.is_some();
         let mut forward = Forward::new(device, config, weights, tokens.len())?;
-        assert!(forward.lay_out_decode()? && forward.lay_out_batched()?, "the device cannot stream");
+        assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
         let codes = forward.decode().and_then(|decode| decode.compact_bytes());
         assert_eq!(codes.is_some(), quantised, "quantised weights are read as codes");
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
@@ -320,7 +320,7 @@ pub fn unfused_and_batched(
             forward.logits().read(0, &mut out).map(|()| out)
         };
         let launched = logits(&forward)?;
-        assert!(forward.lay_out_decode()? && forward.lay_out_batched()?, "the device cannot stream");
+        assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
         let wide = logits(&forward)?;
         forward.use_gemm_from(1);
         Ok([launched, wide, logits(&forward)?])
@@ -367,7 +367,7 @@ fn prefilled_in_pieces(
 
     let run = || -> Result<Vec<f32>, host::Error> {
         let mut forward = Forward::new(device, &checkpoint.config, uploaded(device, checkpoint), tokens.len())?;
-        forward.lay_out_prefill()?;
+        forward.prepare_prefill()?;
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let history = device.upload(&history)?;
         let words = device.zeroed::<u32>(STATE_WORDS)?;

@@ -232,7 +232,7 @@ fn prompts_run_as_prompts_and_answers_as_answers() {
         let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
         let weights = DeviceWeights::upload(&checkpoint, &device, go_on)?;
         let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT)?;
-        forward.lay_out_prefill()?;
+        forward.prepare_prefill()?;
         let all: Vec<i32> = prompt.iter().chain(&answer.tokens).map(|&t| t as i32).collect();
         let (history, words) = (device.upload(&all)?, device.zeroed::<u32>(STATE_WORDS)?);
         let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };

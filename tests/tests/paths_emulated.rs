@@ -89,7 +89,7 @@ fn weights_are_packed_where_that_is_asked_for() {
             let device = Device::emulator_with(1, options);
             let weights = DeviceWeights::upload(&checkpoint, &device, &mut |_, _| ControlFlow::Continue(())).unwrap();
             let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT).unwrap();
-            assert!(forward.lay_out_decode().unwrap());
+            assert!(forward.prepare_decode().unwrap());
             forward.decode().and_then(|stream| stream.compact_bytes())
         };
         assert_eq!(packed(&DeviceOptions::default()), None);
@@ -109,7 +109,7 @@ fn quantised_weights_are_read_as_codes() {
             let device = Device::emulator_with(1, options);
             let weights = DeviceWeights::upload(&checkpoint, &device, &mut |_, _| ControlFlow::Continue(())).unwrap();
             let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT).unwrap();
-            assert!(forward.lay_out_decode().unwrap());
+            assert!(forward.prepare_decode().unwrap());
             forward.decode().and_then(|decode| decode.compact_bytes())
         };
         let plain = DeviceOptions { lossless: Some(false), ..DeviceOptions::default() };

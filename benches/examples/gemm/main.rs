@@ -24,7 +24,6 @@ use benches::gemm::PLAIN;
 use check::Extent;
 use cuda_std::Global;
 use cuda_std::tensor::Matrix;
-use gpu_kernels::decode::Walk;
 use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
 use gpu_kernels::linear::{N_TILE, slot};
@@ -32,13 +31,14 @@ use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::{self, PlanPrompt, Rows, STATE_WORDS, SequenceState};
+use gpu_kernels::stream::StreamMatrix;
 use half::bf16;
-use host::decode::Source;
 use host::device::{Buffer, Device, TensorMaps};
 use host::forward::{Forward, RowOutput};
 use host::gemm::{self, Cut, Epilogue};
 use host::prefill::{self, Prefill};
-use host::weights::{DeviceLayer, DeviceWeights};
+use host::stream::{Source, Stream};
+use host::weights::DeviceWeights;
 use model::Config;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -82,10 +82,8 @@ struct GemmCase {
     n: usize,
     k: usize,
     x: Buffer<bf16>,
-    /// Each laid out.
-    weights: Vec<Buffer<bf16>>,
-    n_tiles: u32,
-    blocks: u32,
+    /// Several times the same.
+    weights: Stream,
     /// Of the rows that are multiplied, as `add` leaves them.
     before: Buffer<f32>,
     norm: Buffer<bf16>,
@@ -186,16 +184,12 @@ impl GemmCase {
         let w = device.upload(&scaled(random(n * k, 2), 0.1))?;
         // SAFETY: within the buffer, whose upper half are the up projection's weights.
         let up = if gated { unsafe { w.ptr().at((n - columns) * k) } } else { Global::default() };
-        let source = Source { weight: w.ptr(), up, n: columns as u32, k: k as u32 };
-        let (n_tiles, blocks) = (source.n_tiles(), device.sms());
-        let len = host::decode::elements([(n_tiles, k as u32)], blocks);
-        let weights = (0..sets).map(|_| {
-            let stream: Buffer<bf16> = device.zeroed(len)?;
-            // SAFETY: the matrix is as it says, and the stream has room for it alone.
-            unsafe { source.lay_out(device, stream.ptr_mut(), &mut Walk::new(blocks))? };
-            Ok(stream)
-        });
-        let weights = weights.collect::<std::result::Result<Vec<_>, host::Error>>()?;
+        let source = Source { weight: w.ptr(), up, n: columns as u32 };
+        let weights = Stream::new(device, (0..sets).map(|_| (source.n_tiles(), k as u32)))?;
+        for set in 0..sets {
+            // SAFETY: the matrix is as it says.
+            unsafe { weights.lay_out(device, set, source)? };
+        }
         let writes = |yes: bool, len: usize| if yes { len } else { 0 };
         let y = device.zeroed(writes(matches!(epilogue, Epilogue::Add | Epilogue::Write), rows * n))?;
         let out = device.zeroed(writes(!matches!(epilogue, Epilogue::Qkv | Epilogue::Write), rows * columns))?;
@@ -211,25 +205,7 @@ impl GemmCase {
         let before = device.upload(&(0..m * per_row).map(|i| Self::square(i / per_row)).collect::<Vec<_>>())?;
         let norm = device.upload(&random(n, 3))?;
         let beside = gemm::Beside::new(device)?;
-        Ok(Self {
-            epilogue,
-            m,
-            n,
-            k,
-            x,
-            weights,
-            n_tiles,
-            blocks,
-            before,
-            norm,
-            y,
-            out,
-            squares,
-            spans,
-            maps,
-            heads,
-            beside,
-        })
+        Ok(Self { epilogue, m, n, k, x, weights, before, norm, y, out, squares, spans, maps, heads, beside })
     }
 
     /// A sum of squares over a span of a row.
@@ -243,12 +219,13 @@ impl GemmCase {
     }
 
     fn params(&self, set: usize) -> Gemm {
+        let StreamMatrix { stream, base, blocks, n_tiles, .. } = self.weights.matrices()[set];
         Gemm {
             x: self.maps.ptr(0),
-            stream: self.weights[set].ptr(),
-            base: 0,
-            blocks: self.blocks,
-            n_tiles: self.n_tiles,
+            stream,
+            base,
+            blocks,
+            n_tiles,
             out: if self.out.is_empty() { Default::default() } else { self.maps.ptr(1) },
             y: self.y.ptr_mut(),
             norm: Norm { squares: self.before.ptr(), dim: (self.k as u32).next_multiple_of(SPAN), eps: 1e-6 },
@@ -413,37 +390,9 @@ struct Prompt {
 impl Prompt {
     fn new(device: &Device) -> Result<Self> {
         let config = Config::published("8B").ok_or("no such size")?;
-        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-        let heads = config.qkv_size();
-        // Each matrix is a piece of these.
-        let values = scaled(random(config.vocab_size * hidden, 6), 0.035);
-        let ones = vec![bf16::ONE; hidden];
-        let weights = |len: usize, at: usize| device.upload(&values[at % 4093..][..len]);
-        let layers = (0..config.num_hidden_layers).map(|i| {
-            Ok(DeviceLayer {
-                input_norm: device.upload(&ones)?,
-                qkv: weights(heads * hidden, 7 * i)?,
-                qkv_bias: None,
-                q_norm: device.upload(&ones[..D])?,
-                k_norm: device.upload(&ones[..D])?,
-                output: weights(hidden * config.query_size(), 7 * i + 1)?,
-                post_attention_norm: device.upload(&ones)?,
-                gate: weights(inner * hidden, 7 * i + 2)?,
-                up: weights(inner * hidden, 7 * i + 3)?,
-                down: weights(hidden * inner, 7 * i + 4)?,
-            })
-        });
-        let weights = DeviceWeights {
-            embed: device.upload(&values)?,
-            layers: layers.collect::<Result<Vec<_>>>()?,
-            norm: device.upload(&ones)?,
-            head: Some(device.upload(&values)?),
-            scales: None,
-        };
+        let weights = DeviceWeights::random(&config, device)?;
         let mut forward = Forward::new(device, &config, weights, LONGEST_PROMPT)?;
-        // As in use: prompts read the decode kernel's layout.
-        forward.lay_out_decode()?;
-        forward.lay_out_prefill()?;
+        forward.prepare_prefill()?;
         let history: Vec<i32> = (0..LONGEST_PROMPT as i32).map(|i| i * 7919 % 151_936).collect();
         Ok(Self { forward, history: device.upload(&history)?, words: device.zeroed(STATE_WORDS)? })
     }
@@ -538,7 +487,7 @@ fn serve(device: &Device) -> Result<()> {
         let tokens = if name == "prefill" { number(1)? } else { 0 };
         let job = jobs.get_mut(&name).ok_or("made above")?;
         let mut run = |i: usize| match job {
-            Job::GemmCase(product) => product.enqueue(device, cut, i % product.weights.len()),
+            Job::GemmCase(product) => product.enqueue(device, cut, i % product.weights.matrices().len()),
             Job::Attention(attention) => attention.enqueue(device, &attention.tiles, None),
             Job::Prompt(prompt) => prompt.enqueue(device, tokens),
         };

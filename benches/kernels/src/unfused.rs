@@ -57,9 +57,9 @@ pub unsafe fn silu_mul(p: SiluMul) {
     unsafe {
         let (row, i) = (thread::block_idx_y(), thread::block_idx_x() * THREADS + thread::thread_idx_x());
         if row < p.rows.count.load(0) && i < p.n {
-            let at = row as usize * p.n as usize + i as usize;
-            let gate = p.gate.load(at);
-            p.y.store(at, math::to_bf16(swiglu(gate, p.up.load(at))));
+            let gate = (row * p.n.div_ceil(8) * 16 + i / 8 * 16 + i % 8) as usize;
+            let y = math::to_bf16(swiglu(p.x.load(gate), p.x.load(gate + 8)));
+            p.y.store(row as usize * p.n as usize + i as usize, y);
         }
     }
 }

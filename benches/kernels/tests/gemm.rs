@@ -8,11 +8,11 @@ use common::{Random, RowBuffers, laid_out, relative_error, reordered, run, widen
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Kernel, bf16};
-use gpu_kernels::decode::Walk;
 use gpu_kernels::gemm::{Beside, Gemm, TILE_ROWS};
 use gpu_kernels::kv::Cache;
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::SplitHeads;
+use gpu_kernels::stream::Walk;
 
 /// Blocks that weights are laid out for.
 const BLOCKS: u32 = 3;
@@ -64,7 +64,7 @@ impl Case {
             Buffer::from_slice(&[TensorMap::emulated(&matrix)])
         };
         let x = Buffer::from_slice(&reordered(&self.x, k, false));
-        let (stream, n_tiles) = laid_out(&self.w, None, k as u32, Walk { chunks: 3, ..Walk::new(BLOCKS) });
+        let (_stream, weights) = laid_out(&self.w, None, k as u32, Walk { chunks: 3, ..Walk::new(BLOCKS) });
         let out = Buffer::<bf16>::new_poisoned(rows * n).named("out");
         let x_map = map(x.ptr().addr(), m, k, TILE_ROWS);
         // One row fewer than whole tiles: the last must not be written through it.
@@ -86,10 +86,10 @@ impl Case {
         };
         let params = Gemm {
             x: x_map.ptr(),
-            stream: stream.ptr(),
-            base: 3,
-            blocks: BLOCKS,
-            n_tiles,
+            stream: weights.stream,
+            base: weights.base,
+            blocks: weights.blocks,
+            n_tiles: weights.n_tiles,
             out: out_map.ptr(),
             y: Default::default(),
             norm: Norm::default(),

@@ -44,12 +44,17 @@ proptest! {
         let mut random = Random::new(seed);
         let (gate, up) = (random.floats(rows * n), random.floats(rows * n));
         let row_buffers = RowBuffers::sequence(0, rows as u32);
-        let (device_gate, device_up) = (Buffer::from_slice(&gate), Buffer::from_slice(&up));
+        let width = n.div_ceil(8) * 16;
+        let mut both = vec![f32::NAN; rows * width];
+        for i in 0..rows * n {
+            let at = i / n * width + i % n / 8 * 16 + i % n % 8;
+            (both[at], both[at + 8]) = (gate[i], up[i]);
+        }
+        let x = Buffer::from_slice(&both);
         let y = Buffer::<bf16>::new_poisoned(rows * n);
         let params = SiluMul {
             rows: row_buffers.rows(),
-            gate: device_gate.ptr(),
-            up: device_up.ptr(),
+            x: x.ptr(),
             y: y.ptr_mut(),
             n: n as u32,
         };

@@ -1,8 +1,10 @@
 //! Linear layers: how fast weights stream through the kernels of `gpu_kernels::linear`.
 
+use cuda_std::Global;
 use gpu_kernels::linear::{self, Linear, N_TILE, SLICE};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::step::{MAX_ROWS, Rows};
+use gpu_kernels::stream::CHUNK_BYTES;
 use half::bf16;
 
 use crate::harness::{compare, spread_over};
@@ -10,6 +12,7 @@ use crate::random::random;
 use crate::{Bench, BenchError, Case, Label, Path, Pool, Unit, Work};
 use host::Error;
 use host::device::{Buffer, Device};
+use host::stream::{Source, Stream};
 
 /// Weights that a case rotates over, together: many times what a cache holds.
 const ROTATED_BYTES: usize = 1 << 30;
@@ -125,8 +128,13 @@ pub fn run(bench: &mut Bench<'_>, sizes: &LinearSizes) -> Result<(), BenchError>
     sizes.check()?;
     let rotated = if bench.is_timed() { ROTATED_BYTES } else { 0 };
     let sets = |shape: &Shape| (rotated / (shape.k * shape.n * 2)).clamp(if rotated > 0 { 2 } else { 1 }, MOST_SETS);
-    let weights = sizes.shapes.iter().map(|s| sets(s) * s.k * s.n).max().unwrap_or(0);
-    bench.room_for(2 * weights as u64, "--shape")?;
+    let weights = sizes.shapes.iter().map(|s| s.k * s.n).max().unwrap_or(0);
+    let laid_out = |s: &Shape| {
+        let all = std::iter::repeat_n((s.n.div_ceil(N_TILE as usize) as u32, s.k as u32), sets(s));
+        host::stream::chunks(all, 1) * u64::from(CHUNK_BYTES)
+    };
+    let most = sizes.shapes.iter().map(laid_out).max().unwrap_or(0);
+    bench.room_for(2 * weights as u64 + most, "--shape")?;
     let pool = Pool::new(bench.device(), weights)?;
     for shape in &sizes.shapes {
         for &rows in &sizes.rows {
@@ -151,15 +159,19 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
     let (scaled, norm) = (device.zeroed::<bf16>(m * adds)?, device.zeroed::<bf16>(adds)?);
     let squares = device.zeroed::<f32>(m * adds / N_TILE as usize)?;
     let list = RowList::new(device, rows)?;
+    // Gate, then up.
+    let up = if kind == LinearEpilogue::SwiGlu { pool.buffer().part(features * k) } else { Global::default() };
+    let source = Source { weight: pool.buffer().ptr(), up, n: features as u32 };
+    let weights = Stream::new(device, (0..sets).map(|_| (source.n_tiles(), k as u32)))?;
+    for set in 0..sets {
+        // SAFETY: the pool holds the matrices.
+        unsafe { weights.lay_out(device, set, source)? };
+    }
     let launch = |set: usize| {
-        // SAFETY: within the pool: it holds as many sets.
-        let weight = unsafe { pool.buffer().ptr().at(set * k * n) };
         let p = Linear {
             rows: list.rows(),
             x: x.ptr(),
-            weight,
-            // SAFETY: as above; up follows gate.
-            up: unsafe { weight.at(if kind == LinearEpilogue::SwiGlu { features * k } else { 0 }) },
+            weights: weights.matrices()[set],
             norm: Norm::default(),
             y: y.ptr_mut(),
             activation: activation.ptr_mut(),
@@ -173,7 +185,6 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
             next_norm: norm.ptr(),
             bias: Default::default(),
             n: features as u32,
-            k: k as u32,
             first_row: 0,
         };
         // SAFETY: buffers as large as the parameter block says.
@@ -225,7 +236,7 @@ unsafe fn enqueue(device: &Device, kind: LinearEpilogue, rows: u32, p: Linear) -
         _ => 64,
     };
     let shared = Linear::shared_bytes(width);
-    let n_tiles = if kind == LinearEpilogue::SwiGlu { Linear::swiglu_n_tiles(p.n) } else { Linear::n_tiles(p.n) };
+    let n_tiles = p.weights.n_tiles;
     // SAFETY: the caller's word.
     unsafe {
         match (kind, width) {

@@ -9,8 +9,8 @@ use super::outputs::{Outputs, put};
 use super::peer::Peer;
 use super::phases::{GemmPhase, Unit};
 use super::{BatchedStep, GROUP, K_SPLITS, Memory, Odd, Phase, PhaseKind, Rings, WEIGHT_BYTES};
-use crate::decode::STEP_BYTES;
 use crate::ring::Ring;
+use crate::stream::STEP_BYTES;
 use crate::waiting;
 use crate::weights::BatchedFormat;
 

@@ -59,7 +59,7 @@ pub struct Phase {
     pub k: u32,
     /// GEMMs: [`Share::new`] of all tiles over the grid.
     pub share: Share,
-    /// GEMMs: the matrix's first [`Wave::base`](crate::decode::Wave::base).
+    /// GEMMs: the matrix's first [`Wave::base`](crate::stream::Wave::base).
     pub base: u64,
     /// GEMMs: the activations, bf16 `[rows, k]` with each row in the order of [`slot`](crate::linear::slot), in tiles
     /// of as many rows as the kernel's have.

@@ -9,10 +9,10 @@ use super::phases::GemmPhase;
 use super::pool::{Asking, PoolMessages};
 use super::tile_scheduler::{load, schedule, take_up, walk};
 use super::{BatchedStep, K_SPLITS, Memory, Phase, PhaseKind, factors};
-use crate::decode::{CHUNK_FEATURES, N_TILES, Wave};
 use crate::linear::SLICE;
 use crate::qkv::{Factors, append};
 use crate::ring::Ring;
+use crate::stream::{CHUNK_FEATURES, N_TILES, Wave};
 use crate::weights::BatchedFormat;
 
 /// Stages of pages under way at a time: see the [decode kernel](crate::decode)'s producer.

@@ -39,9 +39,10 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, math, tensor, thread, warp, wgmm
 
 use super::{BatchedFormat, StageSources, WeightFormat, WeightFragments};
 use crate::batched::{BatchedStep, Phase};
-use crate::decode::{CHUNK_BYTES, DecodeStep, SLICE_BYTES, SLICES_APART, STEP_BYTES, TOGETHER, Wave, core_word};
+use crate::decode::DecodeStep;
 use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
+use crate::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES_APART, STEP_BYTES, TOGETHER, Wave, core_word};
 
 /// Weights of a tile.
 pub const TILE_WEIGHTS: u32 = 2048;
@@ -487,7 +488,7 @@ pub const MOST_BEYOND: u64 = 1 << (MORE_BITS + 5);
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Pack {
-    /// The weights, as [`lay_out`](crate::decode::lay_out) left them.
+    /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
     pub stream: Global<bf16>,
     /// `[MOST_ESCAPES + 1]`, to which is added how many tiles have so many escapes: `count_escapes` alone.
     pub counts: GlobalMut<u32>,

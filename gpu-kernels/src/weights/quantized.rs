@@ -32,9 +32,10 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, math, thread, warp};
 
 use super::{Plain, WeightFormat, WeightFragments};
-use crate::decode::{CHUNK_BYTES, CHUNK_FEATURES, DecodeStep, SLICES, SLICES_APART, STEP_BYTES, Wave, core_word};
+use crate::decode::DecodeStep;
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::Ring;
+use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, SLICES, SLICES_APART, STEP_BYTES, Wave, core_word};
 
 /// Inputs that share a scale.
 pub const GROUP: u32 = 128;
@@ -330,7 +331,7 @@ impl<C: Code> WeightFormat for Quantized<C> {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Quantize {
-    /// The weights, as [`lay_out`](crate::decode::lay_out) left them.
+    /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
     pub stream: Global<bf16>,
     /// `[n_tiles, depth · 4, 16]`: the scales of the wave's N-tiles by groups of 128 inputs and by rows. Zero beyond
     /// the matrix.

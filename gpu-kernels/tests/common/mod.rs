@@ -4,10 +4,10 @@
 use cuda_std::emulator::{self, Buffer, Launch};
 use cuda_std::{Global, Kernel, bf16};
 use gpu_kernels::batched::{self, BatchedStep};
-use gpu_kernels::decode::{self, CHUNK_BYTES, LayOut, Walk};
 use gpu_kernels::linear::{N_TILE, slot};
 use gpu_kernels::sample::{self, Split};
 use gpu_kernels::step::Rows;
+use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, LayOut, StreamMatrix, Walk, lay_out};
 
 /// A small deterministic generator, so that a failure names all it needs: its seed.
 pub struct Random(u64);
@@ -156,33 +156,27 @@ pub fn reordered(rows: &[bf16], width: usize, back: bool) -> Vec<bf16> {
     out
 }
 
-/// A stream of one matrix `[n, k]`, from where `walk` stands, and how many N-tiles it has; with an up projection beside
-/// the gate's, or without.
-pub fn laid_out(weight: &[bf16], up: Option<&[bf16]>, k: u32, mut walk: Walk) -> (Buffer<bf16>, u32) {
+/// A stream with one matrix `[n, k]`, from where `walk` stands, and the matrix; with an up projection beside the
+/// gate's, or without.
+pub fn laid_out(weight: &[bf16], up: Option<&[bf16]>, k: u32, mut walk: Walk) -> (Buffer<bf16>, StreamMatrix) {
     let n = weight.len() as u32 / k;
     let n_tiles = (if up.is_some() { 2 * n } else { n }).div_ceil(N_TILE);
-    let mut waves = Vec::new();
-    let mut first = 0;
-    while first < n_tiles {
-        let wave = walk.wave(n_tiles - first, k);
-        waves.push((first, wave));
-        first += wave.n_tiles;
+    let (base, blocks) = (walk.chunks, walk.grid);
+    let mut left = n_tiles;
+    while left > 0 {
+        left -= walk.wave(left, k).n_tiles;
     }
     let stream = Buffer::from_slice(&vec![bf16::ZERO; walk.chunks as usize * CHUNK_BYTES as usize / 2]);
     let weight = Buffer::from_slice(weight);
     let up = up.map(Buffer::from_slice);
-    for (first_n_tile, wave) in waves {
-        let lay_out = LayOut {
-            weight: weight.ptr(),
-            up: up.as_ref().map_or(Global::default(), |up| up.ptr()),
-            stream: stream.ptr_mut(),
-            base: wave.base,
-            n,
-            k,
-            first_n_tile,
-            n_tiles: wave.n_tiles,
-        };
-        run::<decode::lay_out>([wave.n_tiles, wave.depth, 1], 0, 2, lay_out);
-    }
-    (stream, n_tiles)
+    let to = StreamMatrix { stream: stream.ptr(), base, blocks, n_tiles, k };
+    let lay_out = LayOut {
+        weight: weight.ptr(),
+        up: up.as_ref().map_or(Global::default(), |up| up.ptr()),
+        to,
+        stream: stream.ptr_mut(),
+        n,
+    };
+    run::<lay_out>([n_tiles, k.div_ceil(CHUNK_FEATURES), 1], 0, 2, lay_out);
+    (stream, to)
 }

@@ -49,7 +49,6 @@ use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
 use super::running::Running;
 use crate::cache::KvCache;
-use crate::decode::Decode;
 use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{Footprint, Forward};
@@ -60,8 +59,8 @@ use crate::tuning::DRAFT_COST;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
-/// Bytes that the second copy of the weights may take beside its own.
-const DECODE_SPARE: u64 = 512 << 20;
+/// Bytes that the kernels for steps of many sequences may take beside weights and activations.
+const DECODE_BYTES: u64 = 512 << 20;
 
 /// Runs batches on a device.
 pub struct GpuBatch {
@@ -190,11 +189,8 @@ impl GpuBatch {
         prompts_apart: bool,
     ) -> Result<Self, Error> {
         let sizes = BatchSizes::new(device, context, &options, prompts_apart);
-        // A second copy of the weights, if it leaves as much room as is asked for: decoding steps are faster for it.
-        let decode = Decode::bytes(config, device.sms()) + DECODE_SPARE;
-        let has_decode =
-            prompts_apart && device.has_decode_kernel() && sizes.pages(config, device, &options, decode).is_ok();
-        let pages = sizes.pages(config, device, &options, if has_decode { decode } else { 0 })?;
+        let has_decode = prompts_apart && device.has_decode_kernel();
+        let pages = sizes.pages(config, device, &options, if has_decode { DECODE_BYTES } else { 0 })?;
         let mut limits = Limits {
             context,
             sequences: sizes.sequences as u32,
@@ -210,11 +206,11 @@ impl GpuBatch {
             prompts_apart,
         };
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
-        if has_decode && forward.lay_out_decode()? {
-            forward.lay_out_batched()?;
+        if has_decode && forward.prepare_decode()? {
+            forward.prepare_batched()?;
         }
         if let Some(rows) = sizes.prompt_rows() {
-            forward.lay_out_prefill_of(rows)?;
+            forward.prepare_prefill_of(rows)?;
         }
         let room = forward.room();
         let group = config.num_attention_heads / config.num_key_value_heads;

@@ -30,7 +30,7 @@ pub use options::{DeviceOptions, KernelFile};
 pub use pinned::Pinned;
 pub use tensor::TensorMaps;
 pub use timing::{Graph, Marker, Timer};
-pub use upload::{Fill, Region};
+pub use upload::{Fill, Filling, Group, Region};
 
 use crate::Error;
 
@@ -385,6 +385,16 @@ impl<T: Pod> Buffer<T> {
     pub fn ptr_mut(&self) -> GlobalMut<T> {
         // SAFETY: likewise.
         unsafe { GlobalMut::from_raw(self.address) }
+    }
+
+    /// Where its elements from `at` on lie, to read from.
+    ///
+    /// # Panics
+    /// If there are not so many: a bug of the caller.
+    pub fn part(&self, at: usize) -> Global<T> {
+        assert!(at <= self.len, "element {at} of {}", self.len);
+        // SAFETY: within it.
+        unsafe { self.ptr().at(at) }
     }
 
     /// Copies `data` to the elements from `at` on, after everything enqueued so far.

@@ -9,11 +9,12 @@ use gpu_kernels::embedding;
 use gpu_kernels::gemm::Gemm;
 use gpu_kernels::norm::{Norm, Residual, SPAN};
 use gpu_kernels::packed::{self, PackPages};
+use gpu_kernels::stream::StreamMatrix;
 use model::plan::{self, Epilogue, Input, Operator};
 
 use super::{Capacity, Forward, Pass, RowOutput, Tiles};
 use crate::Error;
-use crate::decode::{self, Decode};
+use crate::decode::Decode;
 use crate::device::{Buffer, TensorMaps};
 use crate::gemm;
 
@@ -108,14 +109,14 @@ impl Capacity {
 }
 
 impl Forward {
-    /// Makes ready for passes over up to [`MAX_BATCHED_ROWS`] rows of many sequences at the speed of memory, if the
-    /// weights were [laid out](Self::lay_out_decode); says whether.
+    /// Makes ready for passes over up to [`MAX_BATCHED_ROWS`] rows of many sequences at the speed of memory, if there
+    /// is a [decode kernel](Self::prepare_decode); says whether.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn lay_out_batched(&mut self) -> Result<bool, Error> {
+    pub fn prepare_batched(&mut self) -> Result<bool, Error> {
         let Some(decode) = self.decode() else { return Ok(false) };
-        let grid = self.batched_grid(decode);
+        let grid = self.batched_grid();
         if grid == 0 {
             return Ok(false);
         }
@@ -170,7 +171,7 @@ impl Forward {
     }
 
     /// Where these passes are told which pages are packed: `[pages]` words, 0 or 1; none if nothing was [made
-    /// ready](Self::lay_out_batched) for them. Who packs a page says so here, and again when it is unpacked, or written
+    /// ready](Self::prepare_batched) for them. Who packs a page says so here, and again when it is unpacked, or written
     /// anew.
     pub fn packed_pages(&self) -> Option<GlobalMut<u32>> {
         self.batched.as_ref().map(|batched| batched.packed.pages.ptr_mut())
@@ -178,7 +179,7 @@ impl Forward {
 
     /// Enqueues that pages are [packed] in all layers, as far as they can be: `count` pages of `list`, each once, of
     /// which every token is there. Passes over rows with tiles alone may meet one then. Nothing happens if nothing was
-    /// [made ready](Self::lay_out_batched) for them.
+    /// [made ready](Self::prepare_batched) for them.
     ///
     /// # Safety
     /// When it runs, `list` has so many numbers of pages of the [cache](Self::cache), each once, of which none is
@@ -260,8 +261,8 @@ impl Forward {
 
     /// Blocks of the launch: as many whole clusters as run at once, at most a block for each that the weights were laid
     /// out for.
-    fn batched_grid(&self, decode: &Decode) -> u32 {
-        let (_, blocks) = decode.weights();
+    fn batched_grid(&self) -> u32 {
+        let blocks = self.weights.stream.blocks();
         let known = [
             self.device.clusters_at_once::<batched::batched_64>(BatchedStep::shared_bytes(64)),
             self.device.clusters_at_once::<batched::batched_96>(BatchedStep::shared_bytes(96)),
@@ -286,13 +287,13 @@ impl Forward {
         let (c, w) = (&self.config, &self.weights);
         let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
         let product = |kind, layer: usize, gemm: &plan::Gemm| {
-            let (n_tiles, k) = decode::n_tiles(gemm);
+            let StreamMatrix { base, n_tiles, k, .. } = w.stream.matrix(layer, gemm.matrix);
             Phase {
                 n_tiles,
                 n: gemm.n as u32,
                 k,
                 share: Share::new(Share::tiles(n_tiles, row_tiles), tile_rows, grid, k),
-                base: decode.base(layer, gemm.matrix),
+                base,
                 x: maps.ptr(input_map(gemm.input, height)),
                 row_tiles,
                 scale: decode.scale(layer, gemm.matrix),
@@ -353,7 +354,7 @@ impl Forward {
         tiles: Tiles,
         (first, phase_count): (usize, u32),
     ) -> BatchedStep {
-        let (weights, blocks) = decode.weights();
+        let weights = &self.weights.stream;
         let finds_best = pass.output == RowOutput::Best;
         let list: Global<Phase> = of.programs[program(pass.most_rows)][usize::from(finds_best)].ptr().cast();
         // SAFETY: one of the program's phases.
@@ -364,8 +365,8 @@ impl Forward {
             work: self.workspace(pass.rows),
             phases,
             phase_count,
-            blocks,
-            stream: weights,
+            blocks: weights.blocks(),
+            stream: weights.weights().ptr(),
             // Of 64 rows a tile plain weights are quicker so far: those are packed only where that is asked for.
             lossless: decode.lossless().filter(|_| self.device.options().lossless == Some(true)).unwrap_or_default(),
             tiles: tiles.list,
@@ -407,15 +408,14 @@ impl Forward {
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
         let (c, w, d) = (&self.config, &self.weights, &self.device);
-        let (weights, blocks) = decode.weights();
         let residual = Residual { spans: of.many.spans.ptr_mut(), ..self.residual() };
         let height = TILE_ROWS.iter().position(|&rows| rows == TILE_ROWS_OF_GEMM).expect("there are such maps");
         let product = |layer: usize, gemm: &plan::Gemm| {
-            let (n_tiles, k) = decode::n_tiles(gemm);
+            let StreamMatrix { stream, base, blocks, n_tiles, k } = w.stream.matrix(layer, gemm.matrix);
             Gemm {
                 x: of.maps.ptr(input_map(gemm.input, height)),
-                stream: weights,
-                base: decode.base(layer, gemm.matrix),
+                stream,
+                base,
                 blocks,
                 n_tiles,
                 out: match gemm.epilogue {

@@ -7,6 +7,7 @@ use model::Config;
 
 use crate::cache::KvCache;
 use crate::prefill::Prefill;
+use crate::weights::DeviceWeights;
 
 /// How much there is memory for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +68,6 @@ impl Footprint {
             + activations
             + rows * (config.intermediate_size * 2 + config.vocab_size * 4);
         let prefill = prefill.map_or(0, |rows| Prefill::bytes(config, rows));
-        Self { weights: config.weight_bytes(2) as u64, working: working as u64 + prefill }
+        Self { weights: DeviceWeights::bytes(config), working: working as u64 + prefill }
     }
 }

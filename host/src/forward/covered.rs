@@ -2,13 +2,15 @@
 
 use gpu_kernels::attention;
 use gpu_kernels::kv::HEAD_DIM;
-use gpu_kernels::linear;
+use gpu_kernels::linear::{self, N_TILE};
 use half::bf16;
 use model::Config;
+use model::plan::Matrix;
 
 use super::Forward;
 use crate::Error;
 use crate::device::{Buffer, Device};
+use crate::stream::n_tiles;
 use crate::weights::{DeviceLayer, DeviceWeights};
 
 impl Forward {
@@ -61,9 +63,8 @@ pub(super) fn check_weights(
     weights: &DeviceWeights,
     times: usize,
 ) -> Result<(), Error> {
-    let DeviceWeights { embed, layers, norm, head, scales } = weights;
-    let (hidden, inner, head_dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
-    let (qkv_size, q) = (config.qkv_size(), config.query_size());
+    let DeviceWeights { embed, layers, norm, stream, scales } = weights;
+    let (hidden, head_dim) = (config.hidden_size, config.head_dim);
     let check = |what: &'static str, weight: &Buffer<bf16>, expected: usize| {
         let found = if weight.device().is_same_card(device) { weight.len() } else { 0 };
         if found == expected { Ok(()) } else { Err(Error::Weights { what, found, expected }) }
@@ -78,24 +79,35 @@ pub(super) fn check_weights(
     }
     check("embedding", embed, config.vocab_size * hidden)?;
     check("final norm", norm, hidden)?;
-    optional("head", head, if config.tie_word_embeddings { 0 } else { config.vocab_size * hidden })?;
+    let on_card = stream.weights().device().is_same_card(device);
+    for (i, gemm) in config.gemms().enumerate() {
+        let what = match gemm.matrix {
+            Matrix::Qkv => "projection of queries, keys and values",
+            Matrix::Output => "output projection",
+            Matrix::GateUp => "gate and up projections",
+            Matrix::Down => "down projection",
+            Matrix::Head => "head",
+        };
+        let times = if gemm.matrix == Matrix::Qkv { times } else { 1 };
+        let elements = |n_tiles: u32, k: u32| (n_tiles * N_TILE) as usize * k as usize;
+        let (n_tiles, k) = n_tiles(&gemm);
+        let expected = elements(n_tiles, k) * times;
+        let found = stream.matrices().get(i).filter(|_| on_card).map_or(0, |of| elements(of.n_tiles, of.k));
+        if found != expected {
+            return Err(Error::Weights { what, found, expected });
+        }
+    }
     for layer in layers {
-        let DeviceLayer { input_norm, qkv, qkv_bias, q_norm, k_norm, output, post_attention_norm, gate, up, down } =
-            layer;
+        let DeviceLayer { input_norm, qkv_bias, q_norm, k_norm, post_attention_norm } = layer;
         for (what, weight, expected) in [
             ("input norm", input_norm, hidden),
-            ("projection of queries, keys and values", qkv, qkv_size * hidden * times),
             ("norm of queries", q_norm, head_dim),
             ("norm of keys", k_norm, head_dim),
-            ("output projection", output, hidden * q),
             ("post-attention norm", post_attention_norm, hidden),
-            ("gate projection", gate, inner * hidden),
-            ("up projection", up, inner * hidden),
-            ("down projection", down, hidden * inner),
         ] {
             check(what, weight, expected)?;
         }
-        optional("bias of the projections", qkv_bias, if config.traits.qkv_bias { qkv_size } else { 0 })?;
+        optional("bias of the projections", qkv_bias, if config.traits.qkv_bias { config.qkv_size() } else { 0 })?;
     }
     scales.as_ref().map_or(Ok(()), |scales| scales.check(config))
 }
@@ -132,9 +144,8 @@ mod tests {
         for (other, what) in [
             (Config { vocab_size: 65, ..config.clone() }, "embedding has 8192 elements"),
             (Config { num_hidden_layers: 3, ..config.clone() }, "layers"),
-            (Config { intermediate_size: 384, ..config.clone() }, "gate projection"),
+            (Config { intermediate_size: 384, ..config.clone() }, "gate and up projections"),
             (Config { num_attention_heads: 3, ..config.clone() }, "projection of queries"),
-            (Config { tie_word_embeddings: false, ..config.clone() }, "head has 0 elements"),
         ] {
             let error = refused(&config, &other);
             assert!(error.contains(what), "{error}");

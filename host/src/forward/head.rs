@@ -3,24 +3,29 @@
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, STATES, States};
-use gpu_kernels::linear::Linear;
+use gpu_kernels::linear::{Linear, N_TILE};
 use gpu_kernels::norm::Norm;
 use gpu_kernels::step::MAX_ROWS;
 use half::bf16;
-use model::plan::Epilogue;
+use model::plan::{Epilogue, Matrix};
 use model::{Config, EagleHead, EagleWeights, Tensor};
 
 use super::{Capacity, Footprint, Forward, Pass, RowOutput, pages};
 use crate::Error;
 use crate::device::{Buffer, Device};
 use crate::prefill;
-use crate::weights::{DeviceLayer, DeviceWeights};
+use crate::stream::{Stream, n_tiles};
+use crate::weights::{DeviceLayer, DeviceWeights, source};
+
+/// The number of the matrix that makes one hidden state of three: behind the layer's and the head.
+const FC: usize = Matrix::Head.number(1) + 1;
 
 /// An EAGLE-3 head's weights on a device.
 pub struct HeadWeights {
     /// The layer's sizes; the vocabulary is the head's own.
     pub(crate) config: Config,
-    /// Those of a model of one layer, but for the projections, which take twice the hidden size.
+    /// Those of a model of one layer, but for the projections, which take twice the hidden size; and one more matrix,
+    /// which makes one hidden state of three.
     weights: DeviceWeights,
     /// After how many layers of the model it takes hidden states.
     pub(crate) taps: [usize; 3],
@@ -35,8 +40,6 @@ pub struct HeadWeights {
 
 /// What the rows of a head are made with.
 struct Inputs {
-    /// `[hidden, 3 · hidden]`.
-    fc: Buffer<bf16>,
     /// `[hidden]`.
     hidden_norm: Buffer<bf16>,
     /// `[vocab, hidden]`, if the embedding is not the model's.
@@ -89,10 +92,20 @@ impl HeadWeights {
         let (config, hidden) = (Self::config_of(head), head.config.hidden_size);
         let Footprint { weights, working } = Footprint::of(&config, capacity, false);
         let own = if head.weights().embed.is_some() { head.config.vocab_size * hidden } else { 0 };
-        let more = 3 * hidden * hidden + config.qkv_size() * hidden + own;
+        let more = STATES as usize * hidden * hidden + config.qkv_size() * hidden + own;
         let prompt_rows = if has_prefill { prefill::rows(capacity) } else { MAX_ROWS as usize };
         let rows = (MAX_ROWS as usize * hidden * 14) as u64 + Forward::states_bytes(prompt_rows, hidden);
         Footprint { weights: weights + 2 * more as u64, working: working + rows }
+    }
+
+    /// Memory for the matrices of a head with this config.
+    fn stream(config: &Config, device: &Device) -> Result<Stream, Error> {
+        let of_layer = config.gemms().map(|gemm| {
+            let (n_tiles, k) = n_tiles(&gemm);
+            (n_tiles, if gemm.matrix == Matrix::Qkv { 2 * k } else { k })
+        });
+        let hidden = config.hidden_size as u32;
+        Stream::new(device, of_layer.chain([(hidden.div_ceil(N_TILE), STATES * hidden)]))
     }
 
     /// Copies a head to a device, to draft for a model of this config. f16 and f32 weights are rounded to bf16.
@@ -108,23 +121,32 @@ impl HeadWeights {
         let ones = || device.upload(&vec![bf16::ONE; head.config.head_dim]);
         let layer = DeviceLayer {
             input_norm: copy(&[input_norm])?,
-            qkv: copy(&qkv)?,
             qkv_bias: None,
             q_norm: ones()?,
             k_norm: ones()?,
-            output: copy(&[o])?,
             post_attention_norm: copy(&[post_attention_norm])?,
-            gate: copy(&w.gate_up[..1])?,
-            up: copy(&w.gate_up[1..])?,
-            down: copy(&[w.down])?,
         };
+        let config = Self::config_of(head);
+        let embed_of_head = copy(&[w.head])?;
+        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+        let stream = Self::stream(&config, device)?;
+        let matrices: [(&[Tensor<'_>], usize); 5] =
+            [(&qkv, config.qkv_size()), (&[o], hidden), (&w.gate_up, inner), (&[w.down], hidden), (&[fc], hidden)];
+        // The layer's four, then the head, then the last.
+        for (number, (tensors, n)) in [0, 1, 2, 3, FC].into_iter().zip(matrices) {
+            let weights = copy(tensors)?;
+            // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
+            unsafe { stream.lay_out(device, number, source(&weights, n, number == Matrix::GateUp.number(0)))? };
+        }
+        // SAFETY: likewise, and it stays.
+        unsafe { stream.lay_out(device, Matrix::Head.number(1), source(&embed_of_head, config.vocab_size, false))? };
         Ok(Self {
-            config: Self::config_of(head),
+            config,
             weights: DeviceWeights {
-                embed: copy(&[w.head])?,
+                embed: embed_of_head,
                 layers: vec![layer],
                 norm: copy(&[w.norm])?,
-                head: None,
+                stream,
                 scales: None,
             },
             taps,
@@ -132,7 +154,6 @@ impl HeadWeights {
             pass_parameters: head.pass_parameters(),
             vocab: model.vocab_size as u32,
             inputs: Inputs {
-                fc: copy(&[fc])?,
                 hidden_norm: copy(&[hidden_norm])?,
                 embed: embed.map(|embed| copy(&[embed])).transpose()?,
                 norm_before_residual: head.norm_before_residual,
@@ -226,8 +247,7 @@ impl Forward {
         let fc = Linear {
             rows: pass.rows,
             x: pairs.gathered.ptr(),
-            weight: pairs.inputs.fc.ptr(),
-            up: Global::default(),
+            weights: self.weights.stream.matrices()[FC],
             norm: Norm::default(),
             y: pairs.fused.ptr_mut(),
             activation: GlobalMut::default(),
@@ -235,7 +255,6 @@ impl Forward {
             next_norm: Global::default(),
             bias: Global::default(),
             n,
-            k: STATES * n,
             first_row: 0,
         };
         // SAFETY: the caller's word.

@@ -65,7 +65,7 @@ impl Forward {
     }
 
     /// Allocates memory for the residual stream after so many layers, three times, of the last positions of a sequence.
-    /// Passes over prompts are [laid out](Self::lay_out_prefill) by then, if they are at all.
+    /// Passes over prompts are [prepared](Self::prepare_prefill) by then, if they are at all.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -145,7 +145,7 @@ mod tests {
         let device = Device::emulator(0);
         let weights = DeviceWeights::random(&config, &device).unwrap();
         let mut forward = Forward::new(&device, &config, weights, 192).unwrap();
-        assert!(forward.lay_out_decode().unwrap());
+        assert!(forward.prepare_decode().unwrap());
         // One row is exchanged in another way than several, and more than 8 are another kernel's; the last rows are
         // round the end of the ring.
         for (after, rows) in

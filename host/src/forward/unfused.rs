@@ -6,7 +6,7 @@ use gpu_kernels::attention::{self, Attend, AttendTiles};
 use gpu_kernels::embedding::{self, Embed};
 use gpu_kernels::gate::SiluMul;
 use gpu_kernels::kv::Cache;
-use gpu_kernels::linear::{self, Linear};
+use gpu_kernels::linear::{self, Linear, N_TILE};
 use gpu_kernels::norm::{Norm, RmsNorm};
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_ROWS, Rows};
@@ -15,7 +15,6 @@ use model::plan::{Epilogue, Gemm, Input, Matrix, Operator};
 
 use super::{Forward, Pass};
 use crate::Error;
-use crate::decode::Source;
 use crate::device::{Buffer, Device};
 
 /// What the step in many launches does in launches of its own instead of in its neighbours', for measuring what that
@@ -27,7 +26,7 @@ pub(super) struct Apart {
 }
 
 /// SiLU and its multiplication in a launch, with the outputs of gate and up.
-type ApartSilu = (Launch<SiluMul>, [Buffer<f32>; 2]);
+type ApartSilu = (Launch<SiluMul>, Buffer<f32>);
 
 /// [`Device::launch`] of a kernel.
 type Launch<P> = unsafe fn(&Device, (u32, u32), u32, P) -> Result<(), Error>;
@@ -47,10 +46,11 @@ impl Forward {
         N: Kernel<Params = RmsNorm>,
         S: Kernel<Params = SiluMul>,
     {
-        let gate = || self.device.zeroed(self.activation.len());
+        let n_tiles = self.weights.stream.matrix(0, Matrix::GateUp).n_tiles;
+        let both = || self.device.zeroed(self.room.rows * (n_tiles * N_TILE) as usize);
         self.apart = Apart {
             norms: norms.then_some(Device::launch::<N>),
-            silu: if silu { Some((Device::launch::<S>, [gate()?, gate()?])) } else { None },
+            silu: if silu { Some((Device::launch::<S>, both()?)) } else { None },
         };
         Ok(())
     }
@@ -133,13 +133,9 @@ impl Forward {
     /// As [`Device::launch`].
     unsafe fn launch_gemm(&self, rows: Rows, most_rows: u32, layer: usize, gemm: &Gemm) -> Result<(), Error> {
         let w = &self.weights;
-        let Source { weight, up, n, mut k } = w.source(layer, gemm);
         let (x, norm) = match (gemm.input, &self.pairs) {
-            // A head's rows are normed already, and twice as wide.
-            (Input::Normed, Some(pairs)) if gemm.matrix == Matrix::Qkv => {
-                k *= 2;
-                (pairs.rows(), Norm::default())
-            }
+            // A head's rows are normed already.
+            (Input::Normed, Some(pairs)) if gemm.matrix == Matrix::Qkv => (pairs.rows(), Norm::default()),
             (Input::Normed, _) => (self.scaled.ptr(), self.input_norm()),
             (Input::Attended, _) => (self.attended.ptr(), Norm::default()),
             (Input::Activation, _) => (self.activation.ptr(), Norm::default()),
@@ -147,16 +143,14 @@ impl Forward {
         let linear = Linear {
             rows,
             x,
-            weight,
-            up,
+            weights: w.stream.matrix(layer, gemm.matrix),
             norm,
             y: self.qkv.ptr_mut(),
             activation: self.activation.ptr_mut(),
             residual: self.residual(),
             next_norm: w.norm_after(layer, gemm).ptr(),
             bias: w.bias(layer, gemm),
-            n,
-            k,
+            n: gemm.n as u32,
             first_row: 0,
         };
         // SAFETY: the caller's word.
@@ -171,18 +165,17 @@ impl Forward {
         }
     }
 
-    /// Enqueues the GEMMs of gates and of ups, and SiLU in a launch of its own.
+    /// Enqueues the GEMM of gates and ups, and SiLU in a launch of its own.
     ///
     /// # Safety
     /// As [`Device::launch`].
     unsafe fn launch_silu(&self, most_rows: u32, silu: &ApartSilu, p: Linear) -> Result<(), Error> {
-        let (launch, [gate, up]) = silu;
-        let write = Epilogue::Write { bias: false };
-        let silu = SiluMul { rows: p.rows, gate: gate.ptr(), up: up.ptr(), y: self.activation.ptr_mut(), n: p.n };
+        let (launch, both) = silu;
+        let silu = SiluMul { rows: p.rows, x: both.ptr(), y: self.activation.ptr_mut(), n: p.n };
+        let gates_and_ups = Linear { y: both.ptr_mut(), n: p.weights.n_tiles * N_TILE, ..p };
         // SAFETY: the caller's word.
         unsafe {
-            self.launch_linear(write, most_rows, Linear { y: gate.ptr_mut(), ..p })?;
-            self.launch_linear(write, most_rows, Linear { weight: p.up, y: up.ptr_mut(), ..p })?;
+            self.launch_linear(Epilogue::Write { bias: false }, most_rows, gates_and_ups)?;
             launch(&self.device, (p.n.div_ceil(256), most_rows), 0, silu)
         }
     }
@@ -217,8 +210,7 @@ impl Forward {
     /// # Safety
     /// As [`Device::launch`].
     pub(super) unsafe fn launch_linear(&self, epilogue: Epilogue, most_rows: u32, p: Linear) -> Result<(), Error> {
-        let n_tiles = if epilogue == Epilogue::SwiGlu { Linear::swiglu_n_tiles(p.n) } else { Linear::n_tiles(p.n) };
-        let d = &self.device;
+        let (d, n_tiles) = (&self.device, p.weights.n_tiles);
         for first in (0..most_rows).step_by(MAX_ROWS as usize) {
             let width = match most_rows - first {
                 0..=8 => 8,
@@ -247,20 +239,17 @@ impl Forward {
 
     /// The head over the rows of `x`, from the first on.
     pub(super) fn head(&self, rows: Rows, x: Global<bf16>, norm: Norm) -> Linear {
-        let Source { weight, up, n, k } = self.weights.source(0, &self.config.head());
         Linear {
             rows,
             x,
-            weight,
-            up,
+            weights: self.weights.stream.matrix(self.config.num_hidden_layers, Matrix::Head),
             norm,
             y: self.logits.ptr_mut(),
             activation: self.activation.ptr_mut(),
             residual: self.residual(),
             next_norm: Global::default(),
             bias: Global::default(),
-            n,
-            k,
+            n: self.config.vocab_size as u32,
             first_row: 0,
         }
     }

@@ -5,8 +5,9 @@ use cuda_std::{mma, thread, warp};
 
 use super::{Addend, Columns, Consumer, Duty, Output, Part, columns_of, release, sync};
 use crate::decode::exchange::{Word, WordKind, Words};
-use crate::decode::{CHUNK_FEATURES, DecodeStep, FACTORS, Mark, Matrix, N_TILES, SCRATCH, WARPS};
+use crate::decode::{DecodeStep, FACTORS, Mark, Matrix, SCRATCH, WARPS};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
+use crate::stream::{CHUNK_FEATURES, N_TILES};
 use crate::weights::{WeightFormat, WeightFragments};
 
 /// Bytes of the partial sums of a wave, `[n_tile][k_partial][feature]`.

@@ -62,7 +62,7 @@ impl BatchSizes {
         Capacity::batch(self.context, self.sequences, pages, self.sequences.max(LEAST_ROWS))
     }
 
-    /// Pages of the cache, when `coming` bytes of weights are not there yet.
+    /// Pages of the cache, when `coming` bytes are not there yet.
     pub fn pages(&self, config: &Config, device: &Device, options: &BatchOptions, coming: u64) -> Result<usize, Error> {
         let one = self.context.div_ceil(PAGE_TOKENS);
         let wanted = options.cache_tokens.map(|tokens| (tokens / PAGE_TOKENS).max(one));

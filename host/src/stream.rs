@@ -1,0 +1,138 @@
+//! The matrices of a model in device memory, one after another, in the one layout that all kernels read (see
+//! `gpu_kernels::decode`).
+
+use cuda_std::Global;
+use gpu_kernels::linear::N_TILE;
+use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, LayOut, StreamMatrix, Walk, lay_out};
+use half::bf16;
+use model::Config;
+use model::plan::{Gemm, Matrix};
+
+use crate::Error;
+use crate::device::{Buffer, Device};
+
+/// Matrices one after another.
+pub struct Stream {
+    weights: Buffer<bf16>,
+    matrices: Vec<StreamMatrix>,
+    /// Chunks of all of them.
+    chunks: u64,
+}
+
+/// A matrix as a checkpoint has it.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// `[n, k]`; the gate's, where there is an up projection.
+    pub weight: Global<bf16>,
+    /// `[n, k]` the up projection's; null otherwise.
+    pub up: Global<bf16>,
+    /// Output features, of each.
+    pub n: u32,
+}
+
+impl Source {
+    /// N-tiles that it takes.
+    pub const fn n_tiles(&self) -> u32 {
+        (if self.up.is_null() { self.n } else { 2 * self.n }).div_ceil(N_TILE)
+    }
+}
+
+/// N-tiles and input features of the matrix of a GEMM.
+pub fn n_tiles(gemm: &Gemm) -> (u32, u32) {
+    ((gemm.weight_rows() as u32).div_ceil(N_TILE), gemm.k as u32)
+}
+
+/// The chunks of matrices of so many N-tiles and input features each, laid out for `blocks` blocks.
+pub fn chunks(matrices: impl IntoIterator<Item = (u32, u32)>, blocks: u32) -> u64 {
+    let mut walk = Walk::new(blocks);
+    matrices.into_iter().for_each(|of| pass(&mut walk, of));
+    walk.chunks
+}
+
+/// Takes a walk beyond a matrix.
+fn pass(walk: &mut Walk, (n_tiles, k): (u32, u32)) {
+    let mut left = n_tiles;
+    while left > 0 {
+        left -= walk.wave(left, k).n_tiles;
+    }
+}
+
+impl Stream {
+    /// Memory for matrices of so many N-tiles and input features each, one after another.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn new(device: &Device, sizes: impl IntoIterator<Item = (u32, u32)>) -> Result<Self, Error> {
+        let blocks = device.sms();
+        let mut walk = Walk::new(blocks);
+        let place = |(n_tiles, k)| {
+            let base = walk.chunks;
+            pass(&mut walk, (n_tiles, k));
+            StreamMatrix { stream: Global::default(), base, blocks, n_tiles, k }
+        };
+        let mut matrices: Vec<_> = sizes.into_iter().map(place).collect();
+        let weights = device.zeroed(walk.chunks as usize * CHUNK_BYTES as usize / 2)?;
+        matrices.iter_mut().for_each(|matrix| matrix.stream = weights.ptr());
+        Ok(Self { weights, matrices, chunks: walk.chunks })
+    }
+
+    /// The same for those of a model: each layer's, then the head.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_model(device: &Device, config: &Config) -> Result<Self, Error> {
+        Self::new(device, config.gemms().map(|gemm| n_tiles(&gemm)))
+    }
+
+    /// Bytes of a model's, at most: for how many blocks they are laid out makes no difference.
+    pub fn bytes(config: &Config) -> u64 {
+        chunks(config.gemms().map(|gemm| n_tiles(&gemm)), 1) * u64::from(CHUNK_BYTES)
+    }
+
+    /// Enqueues that matrix `number` is laid out.
+    ///
+    /// # Safety
+    /// The source is what is said, with as many input features as the matrix.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there is no such matrix, or it has another number of N-tiles: a bug of the caller.
+    pub unsafe fn lay_out(&self, device: &Device, number: usize, source: Source) -> Result<(), Error> {
+        let to = self.matrices[number];
+        assert_eq!(source.n_tiles(), to.n_tiles, "N-tiles of matrix {number}");
+        let Source { weight, up, n } = source;
+        let params = LayOut { weight, up, to, stream: self.weights.ptr_mut(), n };
+        // SAFETY: the caller's word; the stream has room for each of its matrices.
+        unsafe { device.launch::<lay_out>((to.n_tiles, to.k.div_ceil(CHUNK_FEATURES)), 0, params) }
+    }
+
+    /// A matrix of a layer; [`Matrix::number`] says what the layer of the head is.
+    ///
+    /// # Panics
+    /// If there is no such matrix: a bug of the caller.
+    pub fn matrix(&self, layer: usize, matrix: Matrix) -> StreamMatrix {
+        self.matrices[matrix.number(layer)]
+    }
+
+    /// All of them, in their order.
+    pub fn matrices(&self) -> &[StreamMatrix] {
+        &self.matrices
+    }
+
+    /// Where the matrices begin, in chunks, and where the last one ends.
+    pub fn bounds(&self) -> Vec<u64> {
+        self.matrices.iter().map(|matrix| matrix.base).chain([self.chunks]).collect()
+    }
+
+    /// All weights.
+    pub fn weights(&self) -> &Buffer<bf16> {
+        &self.weights
+    }
+
+    /// Blocks that they are laid out for.
+    pub fn blocks(&self) -> u32 {
+        self.weights.device().sms()
+    }
+}
