@@ -120,7 +120,7 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
                     unroll!(I < 4; {
                         unroll!(R < 4; {
                             let word = I as u32 * STEP_BYTES / 4 + core_word(R as u32);
-                            fragments[4 * S + I][R] = words.load_nc(word as usize);
+                            fragments[4 * S + I][R] = words.load_stream(word as usize);
                         });
                     });
                 }

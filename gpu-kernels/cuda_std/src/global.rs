@@ -164,6 +164,19 @@ impl<T: Copy> Global<T> {
         unsafe { target::load_global_nc(self.element(i)) }
     }
 
+    /// [`load_nc`](Self::load_nc) of data that is read once, such as weights: it takes no room in L1 and fetches 256
+    /// bytes into L2 (`ld.global.nc.L1::no_allocate.L2::256B`).
+    ///
+    /// # Safety
+    /// As for [`load_nc`](Self::load_nc).
+    #[inline(always)]
+    #[must_use]
+    #[track_caller]
+    pub unsafe fn load_stream(self, i: usize) -> T {
+        // SAFETY: the caller's.
+        unsafe { target::load_global_stream(self.element(i)) }
+    }
+
     /// [`load16`](Self::load16) through the read-only cache (`ld.global.nc.v4.b32`).
     ///
     /// # Safety

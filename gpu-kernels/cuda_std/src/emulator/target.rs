@@ -234,6 +234,13 @@ memory! { stores
 
 #[inline]
 #[track_caller]
+pub unsafe fn load_global_stream<T: Copy>(address: u64) -> T {
+    // SAFETY: the caller's.
+    unsafe { load_global_nc(address) }
+}
+
+#[inline]
+#[track_caller]
 pub unsafe fn load_global16_stream(address: u64) -> [u32; 4] {
     // SAFETY: the caller's.
     unsafe { load_global16_nc(address) }

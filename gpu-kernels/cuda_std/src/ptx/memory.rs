@@ -77,9 +77,9 @@ macro_rules! loads {
 loads! {
     load_global load_global16 u64 reg64 "global" (pure, readonly, nostack);
     load_global_nc load_global16_nc u64 reg64 "global.nc" (pure, nomem, nostack);
+    load_global_stream load_global16_stream u64 reg64 "global.nc.L1::no_allocate.L2::256B" (pure, nomem, nostack);
     load_shared load_shared16 u32 reg32 "shared" (pure, readonly, nostack);
 }
-loads!(vector load_global16_stream u64 reg64 "global.nc.L1::no_allocate.L2::256B" (pure, nomem, nostack));
 
 macro_rules! stores {
     ($($name:ident $name16:ident $address:ident $reg:ident $space:literal;)*) => {

@@ -111,7 +111,8 @@ pub unsafe fn sizes(p: Io) {
             p.output.cast::<u16>().store(13, s.cast::<u16>().load(13));
             p.output.at(7).store(0, s.at(7).load(0));
             p.output.store16_stream(8, p.input.load16_nc(0));
-            let streamed = p.input.load16_stream(16);
+            let mut streamed = p.input.load16_stream(16);
+            streamed[3] = p.input.load_stream(19);
             p.output.store16(12, streamed);
             p.output.store16_kept(16, streamed);
             p.output.store_if(true, 20, p.output.load_if(true, 16, 1) ^ p.output.load_if(false, 16, 7));
