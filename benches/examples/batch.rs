@@ -177,7 +177,7 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
         Ok(buffer)
     };
     let (x, gate, up, out) = (filled(m * k)?, filled(n * k)?, filled(n * k)?, device.zeroed::<bf16>(m * n)?);
-    let source = Source { weight: gate.ptr(), up: up.ptr(), n: n as u32 };
+    let source = Source { weight: gate.ptr(), up: up.ptr(), n: n as u32, first_n_tile: 0 };
     let weights = Stream::new(device, [(source.n_tiles(), k as u32)])?;
     // SAFETY: the matrices are as it says.
     unsafe { weights.lay_out(device, 0, source)? };

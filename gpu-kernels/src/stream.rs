@@ -201,7 +201,7 @@ impl StreamMatrix {
     }
 }
 
-/// Parameters of [`lay_out`]. Grid: (N-tiles of the matrix, [`CHUNK_FEATURES`] in its input features, rounded up).
+/// Parameters of [`lay_out`]. Grid: (N-tiles of the source, [`CHUNK_FEATURES`] in its input features, rounded up).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct LayOut {
@@ -213,17 +213,20 @@ pub struct LayOut {
     pub to: StreamMatrix,
     /// The stream, for writing.
     pub stream: GlobalMut<bf16>,
-    /// Output features, of each.
+    /// The N-tile that the source begins with.
+    pub first_n_tile: u32,
+    /// Output features of the source, of each.
     pub n: u32,
 }
 
-/// Copies a matrix into the order of the stream; what lies beyond it in its last N-tile and chunk becomes zero.
+/// Copies a matrix, or a part of its output features, into the order of the stream; what lies beyond it in its last
+/// N-tile and chunk becomes zero.
 #[kernel(threads = 256)]
 pub unsafe fn lay_out(p: LayOut) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (n_tile, q) = (thread::block_idx_x(), thread::block_idx_y());
-        let (slices, own) = p.to.slices(n_tile);
+        let (slices, own) = p.to.slices(p.first_n_tile + n_tile);
         let (n, k_size) = (p.n, p.to.k);
         let to = p.stream.cast::<u8>().at(slices.at(q * SLICES) as usize + own as usize);
         let mut fragment = thread::thread_idx_x();

@@ -126,6 +126,7 @@ fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
         up: Global::default(),
         to: StreamMatrix { stream: stream.ptr(), base: 0, blocks: BLOCKS, n_tiles, k },
         stream: stream.ptr_mut(),
+        first_n_tile: 0,
         n: ROWS as u32,
     };
     run::<lay_out>([n_tiles, k.div_ceil(CHUNK_FEATURES), 1], 0, 1, lay);

@@ -19,7 +19,7 @@ pub struct Stream {
     chunks: u64,
 }
 
-/// A matrix as a checkpoint has it.
+/// A matrix as a checkpoint has it, or a part of its output features.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
     /// `[n, k]`; the gate's, where there is an up projection.
@@ -28,6 +28,8 @@ pub struct Source {
     pub up: Global<bf16>,
     /// Output features, of each.
     pub n: u32,
+    /// The N-tile of the matrix that it begins with.
+    pub first_n_tile: u32,
 }
 
 impl Source {
@@ -89,7 +91,7 @@ impl Stream {
         chunks(config.gemms().map(|gemm| n_tiles(&gemm)), 1) * u64::from(CHUNK_BYTES)
     }
 
-    /// Enqueues that matrix `number` is laid out.
+    /// Enqueues that matrix `number`, or a part of it, is laid out.
     ///
     /// # Safety
     /// The source is what is said, with as many input features as the matrix.
@@ -98,14 +100,14 @@ impl Stream {
     /// A refused launch.
     ///
     /// # Panics
-    /// If there is no such matrix, or it has another number of N-tiles: a bug of the caller.
+    /// If there is no such matrix, or it has no such N-tiles: a bug of the caller.
     pub unsafe fn lay_out(&self, device: &Device, number: usize, source: Source) -> Result<(), Error> {
         let to = self.matrices[number];
-        assert_eq!(source.n_tiles(), to.n_tiles, "N-tiles of matrix {number}");
-        let Source { weight, up, n } = source;
-        let params = LayOut { weight, up, to, stream: self.weights.ptr_mut(), n };
+        let Source { weight, up, n, first_n_tile } = source;
+        assert!(first_n_tile + source.n_tiles() <= to.n_tiles, "N-tiles of matrix {number}");
+        let params = LayOut { weight, up, to, stream: self.weights.ptr_mut(), first_n_tile, n };
         // SAFETY: the caller's word; the stream has room for each of its matrices.
-        unsafe { device.launch::<lay_out>((to.n_tiles, to.k.div_ceil(CHUNK_FEATURES)), 0, params) }
+        unsafe { device.launch::<lay_out>((source.n_tiles(), to.k.div_ceil(CHUNK_FEATURES)), 0, params) }
     }
 
     /// A matrix of a layer; [`Matrix::number`] says what the layer of the head is.

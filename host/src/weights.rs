@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 use std::f32::consts::TAU;
+use std::ops::Range;
 
 use cuda_std::Global;
 use gpu_kernels::embedding::Embed;
 use gpu_kernels::kv::HEAD_DIM;
+use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::Residual;
 use gpu_kernels::step::Rows;
 use half::bf16;
@@ -61,14 +63,16 @@ impl DeviceWeights {
         // Where matrices wait to be laid out, as long as this takes.
         let (mut this, _staging, to_lay_out) = timed("memory for the weights", planned)?;
         let Plan { weights, groups, .. } = plan;
-        let bytes: u64 = weights.iter().map(|weight| 2 * weight.elements() as u64).sum();
+        let bytes: u64 = groups.iter().flat_map(|group| &group.regions).map(|region| region.bytes() as u64).sum();
         let mut done = 0;
         let wanted = device.has_decode_kernel() && device.options().lossless != Some(false);
         let collector = if wanted { Collector::new(&of_checkpoint) } else { None };
         let fill = |i: usize, at: usize, out: &mut [u8]| match &collector {
-            None => Ok(weights[i].read_bf16(at / 2, out)?),
+            None => Ok(weights[i].0.read_bf16(weights[i].1 + at / 2, out)?),
             Some(collector) => {
-                Ok(weights[i].read_bf16_and(at / 2, out, &mut |rows, codes| collector.take(weights[i], rows, codes))?)
+                let (weight, first) = weights[i];
+                let mut take = |rows, codes: &_| collector.take(weight, rows, codes);
+                Ok(weight.read_bf16_and(first + at / 2, out, &mut take)?)
             }
         };
         let lay_out = |group: usize| match to_lay_out.get(&group) {
@@ -92,16 +96,16 @@ impl DeviceWeights {
     /// the plan, which matrix is laid out behind them, and from where.
     fn planned<'w>(weights: &'w Weights<Weight<'w>>, config: &Config, plan: &mut Plan<'w>) -> Result<Planned, Error> {
         let device = plan.device;
-        let sizes = |gemm: Gemm| gemm.weights();
         let tied = config.tie_word_embeddings;
-        let largest = config.gemms().filter(|gemm| !(tied && gemm.matrix == Matrix::Head)).map(sizes).max();
-        let mut staging = Staging::new(device, largest.unwrap_or(0))?;
+        let largest = config.layer_plan().gemms().map(|gemm| gemm.weights()).max().unwrap_or(0);
+        let least = if tied { 0 } else { rows_together(&weights.head) * config.hidden_size };
+        let mut staging = Staging::new(device, largest.max(least))?;
         let stream = Stream::of_model(device, config)?;
         let embed = plan.buffer(&[&weights.embed])?;
         if tied {
             // From where it is.
-            let source = Source { weight: embed.ptr(), up: Global::default(), n: config.vocab_size as u32 };
-            staging.sources.insert(plan.groups.len(), (config.num_hidden_layers * Matrix::OF_LAYER.len(), source));
+            let number = Matrix::Head.number(config.num_hidden_layers);
+            staging.sources.insert(plan.groups.len(), (number, source(&embed, config.vocab_size, false)));
         }
         plan.end_group(None);
         let layer = |(i, layer): (usize, &'w LayerWeights<Weight<'w>>)| {
@@ -128,7 +132,7 @@ impl DeviceWeights {
         if tied {
             plan.end_group(None);
         } else {
-            staging.stage(plan, Matrix::Head.number(config.num_hidden_layers), &[&weights.head], false);
+            staging.stage_in_parts(plan, Matrix::Head.number(config.num_hidden_layers), &weights.head);
         }
         let Staging { slots, sources, .. } = staging;
         Ok((Self { embed, layers, norm, stream, scales: None }, slots, sources))
@@ -227,7 +231,7 @@ impl DeviceWeights {
 /// The matrix of `n` output features at the start of `weights`; with the up projection behind it, or without.
 pub(crate) fn source(weights: &Buffer<bf16>, n: usize, has_up: bool) -> Source {
     let up = if has_up { weights.part(weights.len() / 2) } else { Global::default() };
-    Source { weight: weights.ptr(), up, n: n as u32 }
+    Source { weight: weights.ptr(), up, n: n as u32, first_n_tile: 0 }
 }
 
 impl DeviceWeights {
@@ -266,11 +270,18 @@ impl DeviceWeights {
     }
 }
 
+/// Rows of a matrix that are not cut apart: of an N-tile, or that a format reads together.
+fn rows_together(weight: &Weight<'_>) -> usize {
+    let (of_n_tile, of_format) = (N_TILE as usize, weight.unit().div_ceil(weight.shape()[1]));
+    if of_format.is_multiple_of(of_n_tile) { of_format } else { of_format * of_n_tile }
+}
+
 /// Where weights are to go.
 struct Plan<'a> {
     device: &'a Device,
-    weights: Vec<&'a Weight<'a>>,
-    /// Of each weight a region, in groups; the last one is not complete.
+    /// Each with the first element that goes to its region.
+    weights: Vec<(&'a Weight<'a>, usize)>,
+    /// Of each a region, in groups; the last one is not complete.
     groups: Vec<Group>,
     regions: Vec<Region>,
 }
@@ -295,11 +306,16 @@ impl<'a> Plan<'a> {
     fn place(&mut self, weights: &[&'a Weight<'a>], buffer: &Buffer<bf16>) {
         let mut at = 0;
         for weight in weights {
-            self.weights.push(weight);
-            // Rows that a format reads together are not cut apart.
-            self.regions.push(buffer.region(at, weight.elements()).in_units(weight.unit()));
+            self.place_part(weight, 0..weight.elements(), buffer, at);
             at += weight.elements();
         }
+    }
+
+    /// These elements of `weight` from element `at` of `buffer` on.
+    fn place_part(&mut self, weight: &'a Weight<'a>, part: Range<usize>, buffer: &Buffer<bf16>, at: usize) {
+        self.weights.push((weight, part.start));
+        // Rows that a format reads together are not cut apart.
+        self.regions.push(buffer.region(at, part.len()).in_units(weight.unit()));
     }
 
     /// Ends a group of regions; those of group `after` are done with before these are filled.
@@ -315,6 +331,8 @@ type Planned = (DeviceWeights, [Buffer<bf16>; 2], HashMap<usize, (usize, Source)
 /// Memory for matrices on their way: one is laid out while the next one is copied.
 struct Staging {
     slots: [Buffer<bf16>; 2],
+    /// The slot of the next one.
+    next: usize,
     /// The group that each slot was last used by.
     users: [Option<usize>; 2],
     /// Of groups, the number of the matrix, and where it is.
@@ -322,22 +340,45 @@ struct Staging {
 }
 
 impl Staging {
-    /// For matrices of up to so many elements.
+    /// For matrices, or parts of them, of up to so many elements.
     fn new(device: &Device, largest: usize) -> Result<Self, Error> {
         let slots = [device.zeroed(largest)?, device.zeroed(largest)?];
-        Ok(Self { slots, users: [None; 2], sources: HashMap::new() })
+        Ok(Self { slots, next: 0, users: [None; 2], sources: HashMap::new() })
     }
 
     /// Plans that matrix `number` of the stream is made of `weights` one after another, or of gate and up.
     fn stage<'a>(&mut self, plan: &mut Plan<'a>, number: usize, weights: &[&'a Weight<'a>], is_gated: bool) {
-        let (group, slot) = (plan.groups.len(), number % self.slots.len());
         let elements: usize = weights.iter().map(|weight| weight.elements()).sum();
         let rows: usize = weights.iter().map(|weight| weight.shape()[0]).sum();
-        let buffer = &self.slots[slot];
+        let buffer = &self.slots[self.next];
         plan.place(weights, buffer);
-        plan.end_group(self.users[slot].replace(group));
         let (up, n) = if is_gated { (buffer.part(elements / 2), rows / 2) } else { (Global::default(), rows) };
-        self.sources.insert(group, (number, Source { weight: buffer.ptr(), up, n: n as u32 }));
+        let source = Source { weight: buffer.ptr(), up, n: n as u32, first_n_tile: 0 };
+        self.end(plan, number, source);
+    }
+
+    /// Plans that matrix `number` of the stream is made of `weight`, as many rows at a time as there is room for; but
+    /// not all: some are laid out while others are copied.
+    fn stage_in_parts<'a>(&mut self, plan: &mut Plan<'a>, number: usize, weight: &'a Weight<'a>) {
+        let (rows, k) = (weight.shape()[0], weight.shape()[1]);
+        let unit = rows_together(weight);
+        let most = (self.slots[0].len() / (unit * k) * unit).min(rows.div_ceil(2).next_multiple_of(unit));
+        for first in (0..rows).step_by(most) {
+            let end = rows.min(first + most);
+            let buffer = &self.slots[self.next];
+            plan.place_part(weight, first * k..end * k, buffer, 0);
+            let first_n_tile = first as u32 / N_TILE;
+            let source = Source { weight: buffer.ptr(), up: Global::default(), n: (end - first) as u32, first_n_tile };
+            self.end(plan, number, source);
+        }
+    }
+
+    /// Ends the group that fills the next slot.
+    fn end(&mut self, plan: &mut Plan<'_>, number: usize, source: Source) {
+        let group = plan.groups.len();
+        plan.end_group(self.users[self.next].replace(group));
+        self.sources.insert(group, (number, source));
+        self.next = (self.next + 1) % self.slots.len();
     }
 }
 
@@ -368,10 +409,16 @@ mod tests {
 
     #[test]
     fn the_device_gets_what_is_stored() {
-        let checkpoint = Checkpoint::demo().unwrap();
+        // Whose head is the embedding; and one that has a head of its own.
+        stored_arrives(&Checkpoint::demo().unwrap());
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/separate_f16_sharded");
+        stored_arrives(&Checkpoint::open(&golden).unwrap());
+    }
+
+    fn stored_arrives(checkpoint: &Checkpoint) {
         let device = Device::emulator(0);
         let (mut last, mut total) = (0, 0);
-        let uploaded = DeviceWeights::upload(&checkpoint, &device, &mut |done, of| {
+        let uploaded = DeviceWeights::upload(checkpoint, &device, &mut |done, of| {
             assert!(last < done && done <= of, "{done} of {of} after {last}");
             (last, total) = (done, of);
             ControlFlow::Continue(())
@@ -397,10 +444,9 @@ mod tests {
                 assert_eq!((&stream[place(0)], &stream[place(1)]), both, "layer {i}, row {row}, input {k}");
             }
         }
-        // The embedding, once more.
         let head = uploaded.stream.matrix(checkpoint.config.num_hidden_layers, Matrix::Head);
-        let embed = stored([&weights.embed]);
-        assert!(embed.iter().enumerate().all(|(at, x)| stream[place(&head, at / inputs, at % inputs)] == *x));
+        let weights = stored([&weights.head]);
+        assert!(weights.iter().enumerate().all(|(at, x)| stream[place(&head, at / inputs, at % inputs)] == *x));
     }
 
     /// The element of the stream at which a matrix has this one, as `gpu_kernels::stream` says in words.

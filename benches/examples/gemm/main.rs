@@ -184,7 +184,7 @@ impl GemmCase {
         let w = device.upload(&scaled(random(n * k, 2), 0.1))?;
         // SAFETY: within the buffer, whose upper half are the up projection's weights.
         let up = if gated { unsafe { w.ptr().at((n - columns) * k) } } else { Global::default() };
-        let source = Source { weight: w.ptr(), up, n: columns as u32 };
+        let source = Source { weight: w.ptr(), up, n: columns as u32, first_n_tile: 0 };
         let weights = Stream::new(device, (0..sets).map(|_| (source.n_tiles(), k as u32)))?;
         for set in 0..sets {
             // SAFETY: the matrix is as it says.

@@ -161,7 +161,7 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
     let list = RowList::new(device, rows)?;
     // Gate, then up.
     let up = if kind == LinearEpilogue::SwiGlu { pool.buffer().part(features * k) } else { Global::default() };
-    let source = Source { weight: pool.buffer().ptr(), up, n: features as u32 };
+    let source = Source { weight: pool.buffer().ptr(), up, n: features as u32, first_n_tile: 0 };
     let weights = Stream::new(device, (0..sets).map(|_| (source.n_tiles(), k as u32)))?;
     for set in 0..sets {
         // SAFETY: the pool holds the matrices.

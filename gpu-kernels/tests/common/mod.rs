@@ -175,6 +175,7 @@ pub fn laid_out(weight: &[bf16], up: Option<&[bf16]>, k: u32, mut walk: Walk) ->
         up: up.as_ref().map_or(Global::default(), |up| up.ptr()),
         to,
         stream: stream.ptr_mut(),
+        first_n_tile: 0,
         n,
     };
     run::<lay_out>([n_tiles, k.div_ceil(CHUNK_FEATURES), 1], 0, 2, lay_out);

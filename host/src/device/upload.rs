@@ -58,6 +58,11 @@ impl Region {
         Self { unit: 2 * elements, ..self }
     }
 
+    /// Bytes of all of it.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// Bytes of a piece: as many units as fit into [`PIECE_BYTES`], or one.
     fn piece_bytes(&self) -> usize {
         (PIECE_BYTES / self.unit).max(1) * self.unit
