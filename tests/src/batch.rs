@@ -79,6 +79,10 @@ impl BatchBackend for Arranged {
         self.backend.limits()
     }
 
+    fn host_pages(&mut self, are_wanted: bool) -> u32 {
+        self.backend.host_pages(are_wanted)
+    }
+
     fn costs(&self) -> Costs {
         self.costs.unwrap_or_else(|| self.backend.costs())
     }

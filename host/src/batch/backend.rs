@@ -96,6 +96,11 @@ pub trait BatchBackend: Send {
     /// What it has room for.
     fn limits(&self) -> Limits;
 
+    /// Pages of the host tier that are there by now. Where they `are_wanted`, they may become more later, never fewer.
+    fn host_pages(&mut self, _are_wanted: bool) -> u32 {
+        self.limits().host_pages
+    }
+
     /// What it was measured to cost to take up a preempted sequence.
     fn costs(&self) -> Costs;
 

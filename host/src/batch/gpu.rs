@@ -221,17 +221,11 @@ impl GpuBatch {
         };
         let tier = sizes.host_pages(config, &options, pages)?;
         let least = options.packed_pages.unwrap_or(device.capabilities().tuning().packed_pages);
-        let mover = match Mover::new(device, forward.cache(), tier) {
-            Ok(mover) => mover,
-            Err(error) if options.swap_tokens.is_some() => {
-                return Err(BatchSizes::no_tier(config, tier, error.to_string()));
-            }
-            Err(error) => {
-                tracing::warn!("no host tier, requests are computed again instead: {error}");
-                Mover::new(device, forward.cache(), 0)?
-            }
-        };
-        limits.host_pages = mover.host_pages() as u32;
+        // Who asks for a tier waits for it. On the emulator it is there at once, so that runs are alike.
+        let is_there = options.swap_tokens.is_some() || device.is_emulator();
+        let mut mover = Mover::new(device, forward.cache(), tier, is_there)
+            .map_err(|error| BatchSizes::no_tier(config, tier, error.to_string()))?;
+        limits.host_pages = mover.host_pages(false) as u32;
         // Until there are measurements: 40 GB/s over the bus, out and back, and a row for 2 operations a weight at 400
         // TFLOP/s, or for a 64th of a reading of the weights at 1 TB/s.
         let weights = config.weight_bytes(2) as f64;
@@ -242,7 +236,7 @@ impl GpuBatch {
         let choices = sizes.rows + sizes.sequences;
         let words = 32 * sizes.rows
             + 2 * room.sequences * context.div_ceil(PAGE_TOKENS)
-            + 2 * (2 * pages + mover.host_pages())
+            + 2 * (2 * pages + tier)
             + 4 * pages
             + 2 * change_room
             + 4096;
@@ -315,6 +309,11 @@ impl BatchBackend for GpuBatch {
 
     fn limits(&self) -> Limits {
         self.limits
+    }
+
+    fn host_pages(&mut self, are_wanted: bool) -> u32 {
+        self.limits.host_pages = self.mover.host_pages(are_wanted) as u32;
+        self.limits.host_pages
     }
 
     fn costs(&self) -> Costs {

@@ -40,6 +40,8 @@ pub struct Pages {
     pub tier: Tier,
     /// Whether pages that several have used are kept there.
     pub keeps: bool,
+    /// Whether there were such pages.
+    has_shared: bool,
     /// What the plan in the making has to save for that.
     saves: Vec<SwapOut>,
 }
@@ -109,6 +111,7 @@ impl Pages {
             next: HashMap::new(),
             clock: 0,
             contents: NOTHING,
+            has_shared: false,
             tier: Tier::new(host_count),
             keeps: false,
             saves: Vec::new(),
@@ -123,6 +126,13 @@ impl Pages {
     /// Pages that [`take`](Self::take) could give one after the other.
     pub fn available(&self) -> usize {
         self.free.len() + self.unused.len()
+    }
+
+    /// Whether pages may soon have to leave the device that are worth keeping: few are left for those who run, or for
+    /// what several have used.
+    pub fn may_want_tier(&self) -> bool {
+        let few = self.entries.len() / 8;
+        self.available() < few || self.has_shared && self.free.len() < few
     }
 
     /// How many use a page.
@@ -173,6 +183,7 @@ impl Pages {
         self.pin(page);
         if let Some(indexed) = &mut self.entries[page as usize].indexed {
             indexed.shared = true;
+            self.has_shared = true;
         }
     }
 

@@ -188,6 +188,16 @@ impl Scheduler {
         self.pages.keeps = costs.swap_page <= costs.row * self.limits.page_tokens as f64;
     }
 
+    /// Whether pages of the host tier may be wanted before long.
+    pub fn may_want_host_pages(&self) -> bool {
+        self.pages.may_want_tier()
+    }
+
+    /// The host tier has so many pages by now, no fewer than before.
+    pub fn set_host_pages(&mut self, count: u32) {
+        self.pages.tier.grow(count);
+    }
+
     fn known(&self, id: SequenceId) -> Option<&Known> {
         self.running.get(&id).map(|r| &r.known).or_else(|| self.waiting.get(&id).map(|w| &w.known))
     }

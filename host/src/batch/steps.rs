@@ -85,6 +85,7 @@ impl Steps {
         sequences: &mut dyn Sequences,
     ) -> Result<Vec<SequenceId>, Error> {
         self.scheduler.set_costs(backend.costs());
+        self.scheduler.set_host_pages(backend.host_pages(self.scheduler.may_want_host_pages()));
         let plan = self.scheduler.plan();
         sequences.planned(&plan);
         let start = |id| sequences.start(id, self.scheduler.tokens(id).expect("who starts has not ended"));

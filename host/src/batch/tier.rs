@@ -12,6 +12,8 @@ use super::plan::HostPage;
 /// The host tier's pages.
 #[derive(Clone, Debug)]
 pub struct Tier {
+    /// Pages, whoever has them.
+    count: u32,
     free: Vec<HostPage>,
     kept: HashMap<Key, TierEntry>,
     /// Kept pages that the plan in the making does not touch, by when they were last used.
@@ -35,6 +37,7 @@ impl Tier {
     /// Of `count` pages.
     pub fn new(count: u32) -> Self {
         Self {
+            count,
             free: (0..count).rev().collect(),
             kept: HashMap::new(),
             idle: BTreeMap::new(),
@@ -42,6 +45,12 @@ impl Tier {
             leaving: Vec::new(),
             clock: 0,
         }
+    }
+
+    /// From now on there are so many pages, no fewer than before.
+    pub fn grow(&mut self, count: u32) {
+        self.free.extend((self.count..count).rev());
+        self.count = self.count.max(count);
     }
 
     /// Pages that [`take`](Self::take) could give one after the other.

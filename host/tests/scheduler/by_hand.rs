@@ -116,6 +116,24 @@ fn what_was_saved_comes_back_rather_than_a_copy_of_less() {
 }
 
 #[test]
+fn who_is_preempted_is_saved_once_the_host_tier_is_there() {
+    for grown in [None, Some(2)] {
+        let mut scheduler = Scheduler::new(CROWDED, cost(1.0));
+        assert!(!scheduler.may_want_host_pages());
+        grown.into_iter().for_each(|pages| scheduler.set_host_pages(pages));
+        assert_eq!(scheduler.free_host_pages(), grown.unwrap_or(0) as usize);
+        preempted(&mut scheduler, [[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]]);
+        let is_there = u64::from(grown.is_some());
+        assert_eq!((scheduler.counts().swapped, scheduler.counts().dropped), (is_there, 1 - is_there));
+    }
+    // Of 16 pages one is left.
+    let mut scheduler = Scheduler::new(Limits { pages: 16, ..PLAIN }, cost(1.0));
+    scheduler.add(vec![1; 59], 64);
+    step(&mut scheduler);
+    assert!(scheduler.may_want_host_pages());
+}
+
+#[test]
 fn who_is_preempted_is_saved_in_place_of_what_is_only_kept() {
     let mut scheduler = Scheduler::new(Limits { host_pages: 2, ..CROWDED }, cost(1.0));
     // Both pages of the host tier keep what two have had.

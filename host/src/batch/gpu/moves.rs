@@ -1,6 +1,8 @@
 //! Pages on the move: to the host tier, from it, and within the device. A page is a list of records, gathered by
 //! `gpu_kernels::token_copy`.
 
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
+
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::batch::{self, ListRecords, PageRecords};
 use gpu_kernels::token_copy::{self as kernels, PAGE_RECORD_BYTES, Pairs, Regions, TokenCopy};
@@ -16,14 +18,26 @@ const AT_ONCE: usize = 64;
 /// The host tier, and the way to it and back.
 pub struct Mover {
     device: Device,
-    /// `[pages, layers, page]`.
-    host: Pinned<u8>,
-    host_pages: usize,
+    tier: HostTier,
+    /// Pages that it is to have.
+    tier_pages: usize,
     src: Buffer<i32>,
     dst: Buffer<i32>,
     layers: u32,
     /// Of a page in one layer.
     records: u32,
+}
+
+/// The memory of the host tier, `[pages, layers, page]`. To pin it takes the driver seconds, in which it does little
+/// else, so it is pinned when it may be wanted.
+enum HostTier {
+    /// Nobody has wanted any.
+    Unwanted,
+    /// Another thread brings it.
+    Coming(Receiver<Result<Pinned<u8>, Error>>),
+    There(Pinned<u8>),
+    /// It could not be had.
+    Missing,
 }
 
 /// From where to where.
@@ -38,18 +52,19 @@ pub enum Way {
 }
 
 impl Mover {
-    /// For the pages of `cache`, with a tier of `host_pages`.
+    /// For the pages of `cache`, with a tier of `host_pages`, which is there at once or when it may be wanted.
     ///
     /// # Errors
-    /// Not enough memory that can be pinned, or a driver error.
-    pub fn new(device: &Device, cache: &KvCache, host_pages: usize) -> Result<Self, Error> {
+    /// Not enough memory that can be pinned, if it is to be there; a driver error.
+    pub fn new(device: &Device, cache: &KvCache, host_pages: usize, is_there: bool) -> Result<Self, Error> {
         let page_bytes = cache.layer_len() / cache.pages().max(1) * size_of::<bf16>();
         let records = page_bytes / PAGE_RECORD_BYTES as usize;
         let listed = AT_ONCE * cache.layers() * records;
+        let bytes = host_pages * cache.layers() * page_bytes;
         Ok(Self {
             device: device.clone(),
-            host: device.pinned(host_pages * cache.layers() * page_bytes)?,
-            host_pages,
+            tier: if is_there { HostTier::There(device.pinned(bytes)?) } else { HostTier::Unwanted },
+            tier_pages: host_pages,
             src: device.zeroed(listed)?,
             dst: device.zeroed(listed)?,
             layers: cache.layers() as u32,
@@ -57,9 +72,28 @@ impl Mover {
         })
     }
 
-    /// Pages of the host tier.
-    pub fn host_pages(&self) -> usize {
-        self.host_pages
+    /// Pages of the host tier that are there by now, none or all; if they `are_wanted`, they come.
+    pub fn host_pages(&mut self, are_wanted: bool) -> usize {
+        match &self.tier {
+            HostTier::Unwanted if are_wanted => {
+                let (send, coming) = channel();
+                let (device, bytes) = (self.device.clone(), self.tier_pages * self.page_bytes() as usize);
+                // Nobody waits for it: the job may end before.
+                std::thread::spawn(move || drop(send.send(device.pinned(bytes))));
+                self.tier = HostTier::Coming(coming);
+            }
+            HostTier::Coming(coming) => match coming.try_recv() {
+                Ok(Ok(memory)) => self.tier = HostTier::There(memory),
+                Ok(Err(error)) => {
+                    tracing::warn!("no host tier, requests are computed again instead: {error}");
+                    self.tier = HostTier::Missing;
+                }
+                Err(TryRecvError::Disconnected) => self.tier = HostTier::Missing,
+                Err(TryRecvError::Empty) => {}
+            },
+            HostTier::Unwanted | HostTier::There(_) | HostTier::Missing => {}
+        }
+        if matches!(self.tier, HostTier::There(_)) { self.tier_pages } else { 0 }
     }
 
     /// Bytes of a page in all layers.
@@ -79,7 +113,10 @@ impl Mover {
         let on_device = PageRecords { page: records, layer: cache.pages() as u32 * records };
         let on_host = PageRecords { page: layers * records, layer: records };
         let device_region = (cache.elements().ptr_mut().cast(), on_device, cache.pages());
-        let host_region = (self.host.ptr_mut(), on_host, self.host_pages);
+        let host_region = match &self.tier {
+            HostTier::There(memory) => (memory.ptr_mut(), on_host, self.tier_pages),
+            _ => (GlobalMut::default(), on_host, 0),
+        };
         let (from, to) = match way {
             Way::Out => (device_region, host_region),
             Way::Within => (device_region, device_region),
@@ -142,6 +179,12 @@ mod tests {
 
     #[test]
     fn pages_arrive_whole_in_every_layer() {
+        pages_arrive(true);
+        pages_arrive(false);
+    }
+
+    /// With a tier that is there, or comes when it is wanted.
+    fn pages_arrive(is_there: bool) {
         let shape = Config::published("0.6B").unwrap();
         let config = Config { num_hidden_layers: 3, num_key_value_heads: 2, ..shape };
         let device = Device::emulator(1);
@@ -149,7 +192,13 @@ mod tests {
         // Finite: what is no number equals nothing.
         let noise = |i: usize| bf16::from_bits(model::sampling::random(1, i as u64) as u16 & 0xbfff);
         cache.fill(&(0..cache.elements().len()).map(noise).collect::<Vec<_>>()).unwrap();
-        let mover = Mover::new(&device, &cache, 68).unwrap();
+        let mut mover = Mover::new(&device, &cache, 68, is_there).unwrap();
+        assert_eq!(mover.host_pages(false), if is_there { 68 } else { 0 });
+        while mover.host_pages(true) == 0 {
+            assert!(!matches!(mover.tier, HostTier::Missing | HostTier::Unwanted));
+            std::thread::yield_now();
+        }
+        assert_eq!(mover.host_pages(false), 68);
         assert_eq!(mover.page_bytes(), KvCache::page_bytes(&config) as u64);
 
         let len = KvCache::page_len(&config);
