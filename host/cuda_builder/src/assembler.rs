@@ -48,7 +48,8 @@ impl Assembler {
         let unfinished = machine_code.with_extension("unfinished");
         let output = Command::new(&self.path)
             .arg(format!("-arch={arch}"))
-            .args(["-O3", "-v", "-o"])
+            // Kernels by as many threads as there are; their code is the same.
+            .args(["-O3", "-v", "--split-compile=0", "-o"])
             .args([unfinished.as_path(), ptx])
             .output()
             .map_err(io(&self.path))?;

@@ -111,10 +111,20 @@ pub struct Module {
 /// As [`CudaBuilder::build`].
 pub fn build_images(krate: &Path, levels: &[(&str, Option<Assembler>)], out: &Path) -> Result<(), Error> {
     let mut images = String::from("[\n");
-    for (arch, assembler) in levels {
+    let build = |(arch, assembler): &(&str, Option<Assembler>)| {
         let path = out.join(format!("{arch}.ptx"));
-        let builder = CudaBuilder::new(krate).arch(*arch).copy_to(path).assembler(assembler.clone());
-        for module in builder.build()? {
+        CudaBuilder::new(krate).arch(*arch).copy_to(path).assembler(assembler.clone()).build()
+    };
+    // Each compiles one crate, with one thread; their target directories are their own.
+    let built: Vec<Result<_, Error>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = levels.iter().map(|level| scope.spawn(move || build(level))).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads.into_iter().map(join).collect()
+    });
+    for ((arch, _), modules) in levels.iter().zip(built) {
+        for module in modules? {
             add_image(&mut images, arch, &module);
         }
     }
