@@ -14,7 +14,7 @@
 //! [`batch`] what a step of many sequences needs besides, [`logprobs`] what they may ask for. `batched` is all of such
 //! a step in one launch on Hopper, and reads pages of keys and values that [`packed`] made smaller.
 //!
-//! Kernels know no model: sizes and strides are parameters.
+//! All of them read weights in one layout, [`stream`]. Kernels know no model: sizes and strides are parameters.
 //!
 //! What only measurements launch is the crate `bench-kernels` beside the benchmarks: ceilings, ladders, peers, and what
 //! was fused since. It is made of this crate's functions.
