@@ -70,13 +70,14 @@ const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
 const UNITS: u32 = ARRIVALS + 8;
 
 /// Parameters of [`decode_8`] and [`decode_16`]. Cooperative; grid: the blocks that the weights were [laid
-/// out](lay_out) for. Shared memory: [`SHARED_BYTES`].
+/// out](crate::stream::lay_out) for. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct DecodeStep {
     /// The rows, at most 8 or 16, of one sequence, at consecutive positions; and what else every whole step has.
     pub work: Workspace,
-    /// The weights, as [`lay_out`] left them: for each layer QKV, output, gate-up, down; then the head.
+    /// The weights, as [`lay_out`](crate::stream::lay_out) left them: for each layer QKV, output, gate-up, down; then
+    /// the head.
     pub stream: Global<bf16>,
     /// The same, packed: of the kernels that read them so.
     pub lossless: Lossless,

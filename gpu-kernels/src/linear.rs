@@ -139,7 +139,8 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
                 // Half a slice: what a lane loads of a row is two instructions' inputs.
                 unroll!(J < 4; {
                     if slice + J as u32 / 2 * K_PARTIALS < slices {
-                        let b = if row < count { x.load16((J / 2) * (K_PARTIALS * SLICE) as usize + (J % 2) * 32) } else { [0; 4] };
+                        let at = (J / 2) * (K_PARTIALS * SLICE) as usize + (J % 2) * 32;
+                        let b = if row < count { x.load16(at) } else { [0; 4] };
                         acc[T] = mma::m16n8k16_bf16(acc[T], fragments[2 * J], [b[0], b[1]]);
                         acc[T] = mma::m16n8k16_bf16(acc[T], fragments[2 * J + 1], [b[2], b[3]]);
                     }

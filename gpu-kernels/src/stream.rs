@@ -45,8 +45,8 @@ pub const N_TILES: u32 = 8;
 /// Slices of a chunk.
 pub(crate) const SLICES: u32 = 8;
 
-/// How a matrix's N-tiles fall to blocks and memory: walked alike by the producer, the consumers and whoever lays
-/// matrices out one after another.
+/// How a matrix's N-tiles fall to blocks and memory: the same for the producer, the consumers and the host, which puts
+/// matrices one after another.
 #[derive(Clone, Copy, Debug)]
 pub struct Walk {
     /// Blocks.
@@ -87,6 +87,14 @@ impl Walk {
         self.chunks += u64::from(wave.room()) * u64::from(depth);
         self.rotation = (self.rotation + n_tiles) % self.grid;
         wave
+    }
+
+    /// Goes beyond a matrix of so many N-tiles, of `k` input features.
+    pub fn pass(&mut self, n_tiles: u32, k: u32) {
+        let mut left = n_tiles;
+        while left > 0 {
+            left -= self.wave(left, k).n_tiles;
+        }
     }
 }
 

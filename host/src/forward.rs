@@ -346,8 +346,7 @@ impl Forward {
     ) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
         let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
-        let states = None;
-        let parts = PrefillInputs { device, config, weights, cache, tables, table_stride, cos, sin, states };
+        let parts = PrefillInputs { device, config, weights, cache, tables, table_stride, cos, sin, states: None };
         // SAFETY: every part is of self; the caller's word for the lists.
         unsafe { prefill.as_ref().expect("prepared").enqueue_rows(&parts, rows, count, tiles, results) }
     }

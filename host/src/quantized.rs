@@ -204,11 +204,9 @@ impl Collector {
         let (mut matrices, mut places) = (Vec::new(), HashMap::new());
         let mut code = None;
         for layer in &weights.layers {
-            let of_layer: [&[&Weight<'_>]; 4] =
-                [&[&layer.q, &layer.k, &layer.v], &[&layer.o], &[&layer.gate, &layer.up], &[&layer.down]];
-            for (kind, of_matrix) in Matrix::OF_LAYER.into_iter().zip(of_layer) {
+            for kind in Matrix::OF_LAYER {
                 let (mut first, mut inputs) = (0, 0);
-                for (part, &weight) in of_matrix.iter().enumerate() {
+                for (part, weight) in layer.parts(kind).into_iter().enumerate() {
                     let matrix = weight.quantized()?;
                     let rows = matrix.shape()[0];
                     inputs = matrix.shape()[1];

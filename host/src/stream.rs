@@ -1,5 +1,5 @@
 //! The matrices of a model in device memory, one after another, in the one layout that all kernels read (see
-//! `gpu_kernels::decode`).
+//! `gpu_kernels::stream`).
 
 use cuda_std::Global;
 use gpu_kernels::linear::N_TILE;
@@ -33,6 +33,16 @@ pub struct Source {
 }
 
 impl Source {
+    /// The matrix of `n` output features at the start of `weights`; where there is an up projection, that begins at
+    /// element `up`.
+    ///
+    /// # Panics
+    /// If there is no such element: a bug of the caller.
+    pub fn new(weights: &Buffer<bf16>, n: usize, up: Option<usize>) -> Self {
+        let up = up.map_or(Global::default(), |at| weights.part(at));
+        Self { weight: weights.ptr(), up, n: n as u32, first_n_tile: 0 }
+    }
+
     /// N-tiles that it takes.
     pub const fn n_tiles(&self) -> u32 {
         (if self.up.is_null() { self.n } else { 2 * self.n }).div_ceil(N_TILE)
@@ -47,16 +57,8 @@ pub fn n_tiles(gemm: &Gemm) -> (u32, u32) {
 /// The chunks of matrices of so many N-tiles and input features each, laid out for `blocks` blocks.
 pub fn chunks(matrices: impl IntoIterator<Item = (u32, u32)>, blocks: u32) -> u64 {
     let mut walk = Walk::new(blocks);
-    matrices.into_iter().for_each(|of| pass(&mut walk, of));
+    matrices.into_iter().for_each(|(n_tiles, k)| walk.pass(n_tiles, k));
     walk.chunks
-}
-
-/// Takes a walk beyond a matrix.
-fn pass(walk: &mut Walk, (n_tiles, k): (u32, u32)) {
-    let mut left = n_tiles;
-    while left > 0 {
-        left -= walk.wave(left, k).n_tiles;
-    }
 }
 
 impl Stream {
@@ -69,7 +71,7 @@ impl Stream {
         let mut walk = Walk::new(blocks);
         let place = |(n_tiles, k)| {
             let base = walk.chunks;
-            pass(&mut walk, (n_tiles, k));
+            walk.pass(n_tiles, k);
             StreamMatrix { stream: Global::default(), base, blocks, n_tiles, k }
         };
         let mut matrices: Vec<_> = sizes.into_iter().map(place).collect();

@@ -1,6 +1,5 @@
 //! A checkpoint's weights in device memory, as bf16.
 
-use std::collections::HashMap;
 use std::f32::consts::TAU;
 use std::ops::Range;
 
@@ -58,11 +57,11 @@ impl DeviceWeights {
     /// [`Error::Interrupted`] when `progress` breaks.
     pub fn upload(checkpoint: &Checkpoint, device: &Device, progress: &mut Progress<'_>) -> Result<Self, Error> {
         let of_checkpoint = checkpoint.weights()?;
-        let mut plan = Plan { device, weights: Vec::new(), groups: Vec::new(), regions: Vec::new() };
+        let mut plan = Plan::new(device);
         let planned = || Self::planned(&of_checkpoint, &checkpoint.config, &mut plan);
         // Where matrices wait to be laid out, as long as this takes.
-        let (mut this, _staging, to_lay_out) = timed("memory for the weights", planned)?;
-        let Plan { weights, groups, .. } = plan;
+        let (mut this, _staging) = timed("memory for the weights", planned)?;
+        let Plan { weights, groups, behind, .. } = plan;
         let bytes: u64 = groups.iter().flat_map(|group| &group.regions).map(|region| region.bytes() as u64).sum();
         let mut done = 0;
         let wanted = device.has_decode_kernel() && device.options().lossless != Some(false);
@@ -75,9 +74,9 @@ impl DeviceWeights {
                 Ok(weight.read_bf16_and(first + at / 2, out, &mut take)?)
             }
         };
-        let lay_out = |group: usize| match to_lay_out.get(&group) {
+        let lay_out = |group: usize| match behind[group] {
             // SAFETY: the copies of the matrix are enqueued, and its memory is filled anew behind this alone.
-            Some(&(number, source)) => unsafe { this.stream.lay_out(device, number, source) },
+            Some((number, source)) => unsafe { this.stream.lay_out(device, number, source) },
             None => Ok(()),
         };
         let mut progress = |sent: usize| {
@@ -92,9 +91,12 @@ impl DeviceWeights {
         Ok(this)
     }
 
-    /// Memory for the weights, with a plan of what belongs where; memory for matrices on their way; and, of groups of
-    /// the plan, which matrix is laid out behind them, and from where.
-    fn planned<'w>(weights: &'w Weights<Weight<'w>>, config: &Config, plan: &mut Plan<'w>) -> Result<Planned, Error> {
+    /// Memory for the weights, with a plan of what belongs where, and for matrices on their way.
+    fn planned<'w>(
+        weights: &'w Weights<Weight<'w>>,
+        config: &Config,
+        plan: &mut Plan<'w>,
+    ) -> Result<(Self, Staging), Error> {
         let device = plan.device;
         let tied = config.tie_word_embeddings;
         let largest = config.layer_plan().gemms().map(|gemm| gemm.weights()).max().unwrap_or(0);
@@ -102,12 +104,9 @@ impl DeviceWeights {
         let mut staging = Staging::new(device, largest.max(least))?;
         let stream = Stream::of_model(device, config)?;
         let embed = plan.buffer(&[&weights.embed])?;
-        if tied {
-            // From where it is.
-            let number = Matrix::Head.number(config.num_hidden_layers);
-            staging.sources.insert(plan.groups.len(), (number, source(&embed, config.vocab_size, false)));
-        }
-        plan.end_group(None);
+        let head = Matrix::Head.number(config.num_hidden_layers);
+        // The head, if it is that, from where it is.
+        plan.end_group(None, tied.then(|| (head, Source::new(&embed, config.vocab_size, None))));
         let layer = |(i, layer): (usize, &'w LayerWeights<Weight<'w>>)| {
             let this = DeviceLayer {
                 input_norm: plan.buffer(&[&layer.input_norm])?,
@@ -116,26 +115,19 @@ impl DeviceWeights {
                 k_norm: plan.head_norm(layer.head_norms.as_ref().map(|[_, k]| k))?,
                 post_attention_norm: plan.buffer(&[&layer.post_attention_norm])?,
             };
-            let matrices: [(Matrix, &[&'w Weight<'w>]); 4] = [
-                (Matrix::Qkv, &[&layer.q, &layer.k, &layer.v]),
-                (Matrix::Output, &[&layer.o]),
-                (Matrix::GateUp, &[&layer.gate, &layer.up]),
-                (Matrix::Down, &[&layer.down]),
-            ];
-            for (matrix, of_matrix) in matrices {
-                staging.stage(plan, matrix.number(i), of_matrix, matrix == Matrix::GateUp);
+            for matrix in Matrix::OF_LAYER {
+                staging.stage(plan, matrix.number(i), &layer.parts(matrix), matrix == Matrix::GateUp);
             }
             Ok(this)
         };
         let layers = weights.layers.iter().enumerate().map(layer).collect::<Result<_, Error>>()?;
         let norm = plan.buffer(&[&weights.norm])?;
         if tied {
-            plan.end_group(None);
+            plan.end_group(None, None);
         } else {
-            staging.stage_in_parts(plan, Matrix::Head.number(config.num_hidden_layers), &weights.head);
+            staging.stage_in_parts(plan, head, &weights.head);
         }
-        let Staging { slots, sources, .. } = staging;
-        Ok((Self { embed, layers, norm, stream, scales: None }, slots, sources))
+        Ok((Self { embed, layers, norm, stream, scales: None }, staging))
     }
 
     /// Bytes of a model's.
@@ -203,8 +195,9 @@ impl DeviceWeights {
                 false => Some(fill(gemm.weights(), of_layers)?),
             };
             let weights = weights.as_ref().unwrap_or(&embed);
+            let up = (gemm.matrix == Matrix::GateUp).then_some(weights.len() / 2);
             // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
-            unsafe { stream.lay_out(device, number, source(weights, gemm.n, gemm.matrix == Matrix::GateUp))? };
+            unsafe { stream.lay_out(device, number, Source::new(weights, gemm.n, up))? };
         }
         let layer = |_| {
             Ok(DeviceLayer {
@@ -226,12 +219,6 @@ impl DeviceWeights {
             scales: quantized.map(|(_, scales)| scales),
         })
     }
-}
-
-/// The matrix of `n` output features at the start of `weights`; with the up projection behind it, or without.
-pub(crate) fn source(weights: &Buffer<bf16>, n: usize, has_up: bool) -> Source {
-    let up = if has_up { weights.part(weights.len() / 2) } else { Global::default() };
-    Source { weight: weights.ptr(), up, n: n as u32, first_n_tile: 0 }
 }
 
 impl DeviceWeights {
@@ -284,9 +271,15 @@ struct Plan<'a> {
     /// Of each a region, in groups; the last one is not complete.
     groups: Vec<Group>,
     regions: Vec<Region>,
+    /// Of each group the number of the matrix that is laid out behind it, and where that is then; none of others.
+    behind: Vec<Option<(usize, Source)>>,
 }
 
 impl<'a> Plan<'a> {
+    fn new(device: &'a Device) -> Self {
+        Self { device, weights: Vec::new(), groups: Vec::new(), regions: Vec::new(), behind: Vec::new() }
+    }
+
     /// The norm of a kind of heads; ones without it.
     fn head_norm(&mut self, norm: Option<&'a Weight<'a>>) -> Result<Buffer<bf16>, Error> {
         match norm {
@@ -318,15 +311,13 @@ impl<'a> Plan<'a> {
         self.regions.push(buffer.region(at, part.len()).in_units(weight.unit()));
     }
 
-    /// Ends a group of regions; those of group `after` are done with before these are filled.
-    fn end_group(&mut self, after: Option<usize>) {
+    /// Ends a group of regions, with what is laid out `behind` it; those of group `after` are done with before these
+    /// are filled.
+    fn end_group(&mut self, after: Option<usize>, behind: Option<(usize, Source)>) {
         self.groups.push(Group { regions: std::mem::take(&mut self.regions), after });
+        self.behind.push(behind);
     }
 }
-
-/// Weights with nothing in them yet; memory for matrices on their way; and, of groups of the plan, which matrix is laid
-/// out behind them, and from where.
-type Planned = (DeviceWeights, [Buffer<bf16>; 2], HashMap<usize, (usize, Source)>);
 
 /// Memory for matrices on their way: one is laid out while the next one is copied.
 struct Staging {
@@ -335,15 +326,13 @@ struct Staging {
     next: usize,
     /// The group that each slot was last used by.
     users: [Option<usize>; 2],
-    /// Of groups, the number of the matrix, and where it is.
-    sources: HashMap<usize, (usize, Source)>,
 }
 
 impl Staging {
     /// For matrices, or parts of them, of up to so many elements.
     fn new(device: &Device, largest: usize) -> Result<Self, Error> {
         let slots = [device.zeroed(largest)?, device.zeroed(largest)?];
-        Ok(Self { slots, next: 0, users: [None; 2], sources: HashMap::new() })
+        Ok(Self { slots, next: 0, users: [None; 2] })
     }
 
     /// Plans that matrix `number` of the stream is made of `weights` one after another, or of gate and up.
@@ -352,8 +341,8 @@ impl Staging {
         let rows: usize = weights.iter().map(|weight| weight.shape()[0]).sum();
         let buffer = &self.slots[self.next];
         plan.place(weights, buffer);
-        let (up, n) = if is_gated { (buffer.part(elements / 2), rows / 2) } else { (Global::default(), rows) };
-        let source = Source { weight: buffer.ptr(), up, n: n as u32, first_n_tile: 0 };
+        let (n, up) = if is_gated { (rows / 2, Some(elements / 2)) } else { (rows, None) };
+        let source = Source::new(buffer, n, up);
         self.end(plan, number, source);
     }
 
@@ -367,17 +356,15 @@ impl Staging {
             let end = rows.min(first + most);
             let buffer = &self.slots[self.next];
             plan.place_part(weight, first * k..end * k, buffer, 0);
-            let first_n_tile = first as u32 / N_TILE;
-            let source = Source { weight: buffer.ptr(), up: Global::default(), n: (end - first) as u32, first_n_tile };
+            let source = Source { first_n_tile: first as u32 / N_TILE, ..Source::new(buffer, end - first, None) };
             self.end(plan, number, source);
         }
     }
 
     /// Ends the group that fills the next slot.
     fn end(&mut self, plan: &mut Plan<'_>, number: usize, source: Source) {
-        let group = plan.groups.len();
-        plan.end_group(self.users[self.next].replace(group));
-        self.sources.insert(group, (number, source));
+        let after = self.users[self.next].replace(plan.groups.len());
+        plan.end_group(after, Some((number, source)));
         self.next = (self.next + 1) % self.slots.len();
     }
 }
@@ -388,7 +375,6 @@ mod tests {
     use std::path::{Path, PathBuf};
 
     use gpu_kernels::stream::StreamMatrix;
-
     use model::{Checkpoint, Dtype, OpenOptions};
 
     use super::*;

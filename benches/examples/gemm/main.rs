@@ -22,7 +22,6 @@ use std::io::{BufRead, Write};
 use benches::Arguments;
 use benches::gemm::PLAIN;
 use check::Extent;
-use cuda_std::Global;
 use cuda_std::tensor::Matrix;
 use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS};
@@ -182,9 +181,7 @@ impl GemmCase {
         let gated = epilogue == Epilogue::SwiGlu;
         let columns = if gated { n / 2 } else { n };
         let w = device.upload(&scaled(random(n * k, 2), 0.1))?;
-        // SAFETY: within the buffer, whose upper half are the up projection's weights.
-        let up = if gated { unsafe { w.ptr().at((n - columns) * k) } } else { Global::default() };
-        let source = Source { weight: w.ptr(), up, n: columns as u32, first_n_tile: 0 };
+        let source = Source::new(&w, columns, gated.then_some(columns * k));
         let weights = Stream::new(device, (0..sets).map(|_| (source.n_tiles(), k as u32)))?;
         for set in 0..sets {
             // SAFETY: the matrix is as it says.

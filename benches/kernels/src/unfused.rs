@@ -8,6 +8,7 @@
 
 use cuda_std::{kernel, math, shared, thread};
 use gpu_kernels::gate::{SiluMul, swiglu};
+use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::{RmsNorm, warp_sum};
 
 const THREADS: u32 = RmsNorm::THREADS;
@@ -57,8 +58,9 @@ pub unsafe fn silu_mul(p: SiluMul) {
     unsafe {
         let (row, i) = (thread::block_idx_y(), thread::block_idx_x() * THREADS + thread::thread_idx_x());
         if row < p.rows.count.load(0) && i < p.n {
-            let gate = (row * p.n.div_ceil(8) * 16 + i / 8 * 16 + i % 8) as usize;
-            let y = math::to_bf16(swiglu(p.x.load(gate), p.x.load(gate + 8)));
+            let half = N_TILE / 2;
+            let gate = ((row * p.n.div_ceil(half) + i / half) * N_TILE + i % half) as usize;
+            let y = math::to_bf16(swiglu(p.x.load(gate), p.x.load(gate + half as usize)));
             p.y.store(row as usize * p.n as usize + i as usize, y);
         }
     }

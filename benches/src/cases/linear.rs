@@ -1,6 +1,5 @@
 //! Linear layers: how fast weights stream through the kernels of `gpu_kernels::linear`.
 
-use cuda_std::Global;
 use gpu_kernels::linear::{self, Linear, N_TILE, SLICE};
 use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::step::{MAX_ROWS, Rows};
@@ -160,8 +159,8 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
     let squares = device.zeroed::<f32>(m * adds / N_TILE as usize)?;
     let list = RowList::new(device, rows)?;
     // Gate, then up.
-    let up = if kind == LinearEpilogue::SwiGlu { pool.buffer().part(features * k) } else { Global::default() };
-    let source = Source { weight: pool.buffer().ptr(), up, n: features as u32, first_n_tile: 0 };
+    let up = (kind == LinearEpilogue::SwiGlu).then_some(features * k);
+    let source = Source::new(pool.buffer(), features, up);
     let weights = Stream::new(device, (0..sets).map(|_| (source.n_tiles(), k as u32)))?;
     for set in 0..sets {
         // SAFETY: the pool holds the matrices.

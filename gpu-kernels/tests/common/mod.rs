@@ -162,10 +162,7 @@ pub fn laid_out(weight: &[bf16], up: Option<&[bf16]>, k: u32, mut walk: Walk) ->
     let n = weight.len() as u32 / k;
     let n_tiles = (if up.is_some() { 2 * n } else { n }).div_ceil(N_TILE);
     let (base, blocks) = (walk.chunks, walk.grid);
-    let mut left = n_tiles;
-    while left > 0 {
-        left -= walk.wave(left, k).n_tiles;
-    }
+    walk.pass(n_tiles, k);
     let stream = Buffer::from_slice(&vec![bf16::ZERO; walk.chunks as usize * CHUNK_BYTES as usize / 2]);
     let weight = Buffer::from_slice(weight);
     let up = up.map(Buffer::from_slice);

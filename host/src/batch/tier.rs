@@ -12,7 +12,7 @@ use super::plan::HostPage;
 /// The host tier's pages.
 #[derive(Clone, Debug)]
 pub struct Tier {
-    /// Pages, whoever has them.
+    /// All pages of the tier.
     count: u32,
     free: Vec<HostPage>,
     kept: HashMap<Key, TierEntry>,

@@ -211,10 +211,8 @@ impl<'a> Work<'a> {
 
     /// Waits until a piece may be filled; says whether it is to be.
     fn may_fill(&self, piece: &Piece) -> bool {
-        let is_before = |after: usize, state: &State| state.left[after] > 0;
-        let waits = |state: &mut State| {
-            !state.stopped && self.groups[piece.group].after.is_some_and(|after| is_before(after, state))
-        };
+        let after = self.groups[piece.group].after;
+        let waits = |state: &mut State| !state.stopped && after.is_some_and(|after| state.left[after] > 0);
         let state = self.changed.wait_while(self.state(), waits).unwrap_or_else(PoisonError::into_inner);
         !state.stopped
     }

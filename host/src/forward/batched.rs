@@ -1,6 +1,5 @@
-//! Passes over the rows of many sequences on Hopper, in one launch: `gpu_kernels::batched`, with the weights that the
-//! [decode kernel](crate::decode) laid out. They give the bits of the unfused path. With many rows GEMMs are launches
-//! of [`gpu_kernels::gemm`].
+//! Passes over the rows of many sequences on Hopper, in one launch: `gpu_kernels::batched`. They give the bits of the
+//! unfused path. With many rows GEMMs are launches of [`gpu_kernels::gemm`].
 
 use cuda_std::tensor::Matrix;
 use cuda_std::{Global, GlobalMut, Kernel};

@@ -14,8 +14,8 @@ use super::{Capacity, Footprint, Forward, Pass, RowOutput, pages};
 use crate::Error;
 use crate::device::{Buffer, Device};
 use crate::prefill;
-use crate::stream::{Stream, n_tiles};
-use crate::weights::{DeviceLayer, DeviceWeights, source};
+use crate::stream::{Source, Stream, n_tiles};
+use crate::weights::{DeviceLayer, DeviceWeights};
 
 /// The number of the matrix that makes one hidden state of three: behind the layer's and the head.
 const FC: usize = Matrix::Head.number(1) + 1;
@@ -135,11 +135,14 @@ impl HeadWeights {
         // The layer's four, then the head, then the last.
         for (number, (tensors, n)) in [0, 1, 2, 3, FC].into_iter().zip(matrices) {
             let weights = copy(tensors)?;
+            let up = (number == Matrix::GateUp.number(0)).then_some(weights.len() / 2);
             // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
-            unsafe { stream.lay_out(device, number, source(&weights, n, number == Matrix::GateUp.number(0)))? };
+            unsafe { stream.lay_out(device, number, Source::new(&weights, n, up))? };
         }
         // SAFETY: likewise, and it stays.
-        unsafe { stream.lay_out(device, Matrix::Head.number(1), source(&embed_of_head, config.vocab_size, false))? };
+        unsafe {
+            stream.lay_out(device, Matrix::Head.number(1), Source::new(&embed_of_head, config.vocab_size, None))?
+        };
         Ok(Self {
             config,
             weights: DeviceWeights {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::{Checkpoint, EMBEDDING, HEAD, HEAD_LAYER, Store, TensorId};
 use crate::format::{Part, Quantization, QuantizedId, Weight, WeightFormat, WeightId, WeightsMode};
+use crate::plan::Matrix;
 use crate::{Config, Dtype, Error};
 
 /// Every weight of the model. Matrices are `[outputs, inputs]`, row-major, as PyTorch stores a `Linear`.
@@ -46,6 +47,19 @@ pub struct LayerWeights<T> {
     pub up: T,
     /// SwiGLU down, `[hidden, intermediate]`.
     pub down: T,
+}
+
+impl<T> LayerWeights<T> {
+    /// What a matrix of the plan is made of, in the order of its output features; the head is not the layer's.
+    pub fn parts(&self, matrix: Matrix) -> Vec<&T> {
+        match matrix {
+            Matrix::Qkv => vec![&self.q, &self.k, &self.v],
+            Matrix::Output => vec![&self.o],
+            Matrix::GateUp => vec![&self.gate, &self.up],
+            Matrix::Down => vec![&self.down],
+            Matrix::Head => Vec::new(),
+        }
+    }
 }
 
 impl Checkpoint {
