@@ -89,7 +89,7 @@ use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
 use crate::stream::{SLICE_BYTES, TOGETHER};
 use crate::waiting;
-use crate::weights::{BatchedFormat, Lossless, Plain};
+use crate::weights::{BatchedFormat, Fp8, Int4, Lossless, Plain, Quantized};
 use crate::workspace::Workspace;
 
 /// Most rows of a step.
@@ -196,6 +196,8 @@ pub struct BatchedStep {
     pub stream: Global<bf16>,
     /// The same, packed: of the kernels that read them so.
     pub lossless: Lossless,
+    /// The same as [codes](crate::weights::quantized): of the kernels that read them.
+    pub codes: Global<u8>,
     /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and
     /// at most [`Attend::tile_rows`]. A sequence's rows follow each other, and so do its tiles. 8-byte aligned.
     pub tiles: Global<u32>,
@@ -554,6 +556,27 @@ pub unsafe fn batched_64_lossless(p: BatchedStep) {
     unsafe { batched::<Lossless, 64, 8>(&p) }
 }
 
+/// [`batched_64`], of codes in FP8.
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
+pub unsafe fn batched_64_fp8(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { batched::<Quantized<Fp8>, 64, 8>(&p) }
+}
+
+/// [`batched_64`], of codes in int4.
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
+pub unsafe fn batched_64_int4(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { batched::<Quantized<Int4<1>>, 64, 8>(&p) }
+}
+
+/// [`batched_64_int4`] with scales of two parts.
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
+pub unsafe fn batched_64_int4_f16(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { batched::<Quantized<Int4<2>>, 64, 8>(&p) }
+}
+
 /// The phases of a step of up to 192 rows.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn batched_96(p: BatchedStep) {
@@ -566,4 +589,32 @@ pub unsafe fn batched_96(p: BatchedStep) {
 pub unsafe fn batched_128(p: BatchedStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { batched::<Plain, 128, 16>(&p) }
+}
+
+/// [`batched_128`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
+pub unsafe fn batched_128_lossless(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { batched::<Lossless, 128, 16>(&p) }
+}
+
+/// [`batched_128`], of codes in FP8.
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
+pub unsafe fn batched_128_fp8(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { batched::<Quantized<Fp8>, 128, 16>(&p) }
+}
+
+/// [`batched_128`], of codes in int4.
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
+pub unsafe fn batched_128_int4(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { batched::<Quantized<Int4<1>>, 128, 16>(&p) }
+}
+
+/// [`batched_128_int4`] with scales of two parts.
+#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
+pub unsafe fn batched_128_int4_f16(p: BatchedStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { batched::<Quantized<Int4<2>>, 128, 16>(&p) }
 }

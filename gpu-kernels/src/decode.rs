@@ -81,9 +81,9 @@ pub struct DecodeStep {
     pub stream: Global<bf16>,
     /// The same, packed: of the kernels that read them so.
     pub lossless: Lossless,
-    /// Chunks of [codes](crate::weights::quantized#layout) of the layers' matrices: of the kernels that read these.
-    pub codes: Global<u8>,
-    /// How TMA reads packed weights.
+    /// The chunk of the stream at which the head begins: of the kernels that read codes of the layers' matrices.
+    pub head_base: u64,
+    /// How TMA reads packed weights, or [codes](crate::weights::quantized#layout).
     pub maps: Global<TensorMap>,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
     pub pages: Global<u64>,

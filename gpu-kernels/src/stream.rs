@@ -148,16 +148,11 @@ impl Slices {
     /// for `blocks` blocks from chunk `base` on.
     #[inline(always)]
     pub unsafe fn new(base: u64, blocks: u32, n_tiles: u32, k: u32, n_tile: u32) -> Self {
-        let wave_n_tiles = N_TILES * blocks;
-        // SAFETY: weights are laid out for some blocks.
-        unsafe { cuda_std::assume(wave_n_tiles > 0) };
-        // A wave has whole groups, all but the last.
-        let passed = n_tile / wave_n_tiles * wave_n_tiles;
-        let depth = k.div_ceil(CHUNK_FEATURES);
-        let base = base + u64::from(passed) * u64::from(depth);
-        let wave = Wave { base, rotation: 0, n_tiles: (n_tiles - passed).min(wave_n_tiles), depth };
-        let first = wave.slice(n_tile - passed, 0);
-        Self { first, chunk: wave.slice(n_tile - passed, SLICES) - first }
+        let matrix = StreamMatrix { stream: Global::default(), base, blocks, n_tiles, k };
+        // SAFETY: the caller's word.
+        let (wave, place) = unsafe { matrix.wave(n_tile) };
+        let first = wave.slice(place, 0);
+        Self { first, chunk: wave.slice(place, SLICES) - first }
     }
 
     /// The byte at which slice number `slice` begins.
@@ -198,6 +193,19 @@ pub struct StreamMatrix {
 }
 
 impl StreamMatrix {
+    /// The wave that has an N-tile, and the N-tile's place in it.
+    #[inline(always)]
+    pub(crate) unsafe fn wave(&self, n_tile: u32) -> (Wave, u32) {
+        let most = N_TILES * self.blocks;
+        // SAFETY: weights are laid out for some blocks.
+        unsafe { cuda_std::assume(most > 0) };
+        // A wave has whole groups, all but the last.
+        let passed = n_tile / most * most;
+        let depth = self.k.div_ceil(CHUNK_FEATURES);
+        let base = self.base + u64::from(passed) * u64::from(depth);
+        (Wave { base, rotation: 0, n_tiles: (self.n_tiles - passed).min(most), depth }, n_tile - passed)
+    }
+
     /// Where an N-tile's slices lie, and the byte of each slice that is shared by [`TOGETHER`] N-tiles at which its own
     /// begins.
     #[inline(always)]

@@ -16,7 +16,7 @@ pub mod lossless;
 pub mod quantized;
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, bulk, mma, thread, warp, wgmma};
+use cuda_std::{Global, bf16, bulk, mma, thread, warp, wgmma};
 
 pub use lossless::Lossless;
 pub(crate) use quantized::{Fp8, Int4, Quantized};
@@ -75,9 +75,9 @@ pub(crate) trait BatchedFormat: WeightFormat {
     /// `n_tile` on.
     unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources;
 
-    /// The fragments of a warp's N-tile of a stage, which is full, into the registers of four instructions from `FIRST`
-    /// on: 0 for the stages of a split-K partial with an even number, and 4.
-    unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, lane: u32);
+    /// The fragments of a warp's N-tile of a stage of this split-K partial, which is full, into the registers of four
+    /// instructions from `FIRST` on: 0 for the partial's stages with an even number, and 4.
+    unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, k_partial: u32, lane: u32);
 
     /// What the sums of a phase have to be multiplied with.
     unsafe fn scale_of(phase: Global<Phase>) -> f32;
@@ -88,12 +88,39 @@ pub(crate) trait BatchedFormat: WeightFormat {
 pub(crate) struct StageSources {
     /// The first one of the first split-K partial.
     pub first: Global<u8>,
-    /// Bytes from a split-K partial's first one to the next split-K partial's.
-    pub k_partial: u32,
+    /// Bytes from the first one of split-K partial 0 to those of 1 and 2; that of 3 is as far from 2's as 1's from 0's.
+    pub k_partials: [u32; 2],
     /// From a stage of a split-K partial with an even number to the one after it, and from that to the next.
     pub apart: [u64; 2],
     /// Of a stage.
     pub bytes: u32,
+}
+
+impl StageSources {
+    /// The first stage of a split-K partial.
+    #[inline(always)]
+    pub unsafe fn of(&self, k_partial: u32) -> Global<u8> {
+        let [odd, second] = self.k_partials;
+        // SAFETY: the caller's word.
+        unsafe { self.first.at((k_partial % 2 * odd + k_partial / 2 * second) as usize) }
+    }
+}
+
+/// Puts a slice's fragments into the registers of four instructions from `FIRST` on.
+#[inline(always)]
+fn put_slice<const FIRST: usize>(weights: [[u32; 4]; 4]) {
+    macro_rules! put {
+        ($($i:literal)*) => {
+            $(
+                if FIRST == 0 {
+                    wgmma::put_fragment::<$i>(weights[$i / 4][$i % 4]);
+                } else {
+                    wgmma::put_fragment::<{ 16 + $i }>(weights[$i / 4][$i % 4]);
+                }
+            )*
+        };
+    }
+    put!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15);
 }
 
 /// bf16, as core matrices.
@@ -150,19 +177,33 @@ impl WeightFormat for Plain {
     }
 }
 
-impl BatchedFormat for Plain {
+impl Plain {
+    /// The stages of 8 N-tiles from `n_tile` on, of a matrix in this stream.
     #[inline(always)]
-    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
+    pub unsafe fn stages_of(stream: Global<bf16>, wave: &Wave, n_tile: u32) -> StageSources {
         let first = wave.slice(n_tile, 0);
         let within = wave.slice(n_tile, K_PARTIALS) - first;
         let beyond = wave.slice(n_tile, 2 * K_PARTIALS) - first - within;
         // SAFETY: the caller's word.
-        let first = unsafe { p.stream.cast().at(first as usize) };
-        StageSources { first, k_partial: SLICES_APART, apart: [within, beyond], bytes: SLICES_APART }
+        let first = unsafe { stream.cast().at(first as usize) };
+        StageSources {
+            first,
+            k_partials: [SLICES_APART, 2 * SLICES_APART],
+            apart: [within, beyond],
+            bytes: SLICES_APART,
+        }
+    }
+}
+
+impl BatchedFormat for Plain {
+    #[inline(always)]
+    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
+        // SAFETY: the caller's word.
+        unsafe { Self::stages_of(p.stream, wave, n_tile) }
     }
 
     #[inline(always)]
-    unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, lane: u32) {
+    unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, _: u32, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());

@@ -12,7 +12,7 @@ use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::lossless::Packed;
-use crate::quantized::{self, Quantized};
+use crate::quantized::Coding;
 use crate::timed::timed;
 use crate::weights::DeviceWeights;
 
@@ -37,8 +37,8 @@ enum Compact {
     None,
     /// Packed without loss, with their maps.
     Lossless(Packed, TensorMaps),
-    /// The codes of the layers' matrices.
-    Quantized(Quantized),
+    /// The codes of the layers' matrices, by their maps, and the chunk of the stream at which the head begins.
+    Quantized(Coding, TensorMaps, u64),
 }
 
 impl Decode {
@@ -55,7 +55,7 @@ impl Decode {
         if !device.has_decode_kernel() {
             return Ok(None);
         }
-        let compact = Self::compact(device, config, weights)?;
+        let compact = Self::compact(device, weights)?;
         let norms = weights.layers.iter().flat_map(|layer| {
             // As `DecodeStep::norms` has them.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
@@ -80,20 +80,18 @@ impl Decode {
         }))
     }
 
-    /// What the weights become in fewer bytes: codes, if they are quantised, or packed without loss where that pays; as
-    /// long as it leaves most of the memory to the cache.
-    fn compact(device: &Device, config: &Config, weights: &DeviceWeights) -> Result<Compact, Error> {
+    /// What the weights are in fewer bytes: codes, if they are there, or packed without loss where that pays, as long as
+    /// it leaves most of the memory to the cache.
+    fn compact(device: &Device, weights: &DeviceWeights) -> Result<Compact, Error> {
         let stream = weights.stream.weights();
         let wanted = device.options().lossless;
         let fits = |bytes: u64| Ok::<_, Error>(device.free_memory()?.is_none_or(|free| free / 4 > bytes));
+        if let Some(codes) = &weights.codes {
+            let maps = device.array_maps(&codes.arrays())?;
+            return Ok(Compact::Quantized(codes.coding(), maps, weights.stream.layer_chunks()));
+        }
         if wanted == Some(false) {
             return Ok(Compact::None);
-        }
-        if let Some(scales) = &weights.scales
-            && fits(quantized::bytes(config, scales.code, device.sms()))?
-            && let Some(codes) = timed("finding the codes", || Quantized::new(device, config, stream, scales))?
-        {
-            return Ok(Compact::Quantized(codes));
         }
         let bytes = 2 * stream.len() as u64;
         // The emulator has no memory of its own that would be saved.
@@ -109,20 +107,16 @@ impl Decode {
         Ok(Compact::None)
     }
 
-    /// Bytes of the weights in fewer bytes, if there are such.
-    pub fn compact_bytes(&self) -> Option<u64> {
-        match &self.compact {
-            Compact::None => None,
-            Compact::Lossless(packed, _) => Some(packed.bytes()),
-            Compact::Quantized(codes) => Some(codes.bytes()),
-        }
+    /// Bytes of the weights packed without loss, if they are.
+    pub fn packed_bytes(&self) -> Option<u64> {
+        self.packed().map(Packed::bytes)
     }
 
     /// What the weights packed without loss are, if they are packed.
     fn packed(&self) -> Option<&Packed> {
         match &self.compact {
             Compact::Lossless(packed, _) => Some(packed),
-            Compact::None | Compact::Quantized(_) => None,
+            Compact::None | Compact::Quantized(..) => None,
         }
     }
 
@@ -176,7 +170,7 @@ impl Decode {
         let step = match &self.compact {
             Compact::None => step,
             Compact::Lossless(packed, maps) => DecodeStep { lossless: packed.parts(), maps: maps.ptr(0), ..step },
-            Compact::Quantized(codes) => DecodeStep { codes: codes.codes(), ..step },
+            Compact::Quantized(_, maps, head_base) => DecodeStep { maps: maps.ptr(0), head_base: *head_base, ..step },
         };
         let step = DecodeStep {
             norms: self.norms.ptr(),
@@ -202,10 +196,10 @@ impl Decode {
             match &self.compact {
                 Compact::None => launch!(decode_8 decode_16),
                 Compact::Lossless(..) => launch!(decode_8_lossless decode_16_lossless),
-                Compact::Quantized(codes) => match codes.code() {
-                    (Code::E4m3, _) => launch!(decode_8_fp8 decode_16_fp8),
-                    (Code::Int4, false) => launch!(decode_8_int4 decode_16_int4),
-                    (Code::Int4, true) => launch!(decode_8_int4_f16 decode_16_int4_f16),
+                Compact::Quantized(coding, ..) => match coding {
+                    Coding { code: Code::E4m3, .. } => launch!(decode_8_fp8 decode_16_fp8),
+                    Coding { is_fine: false, .. } => launch!(decode_8_int4 decode_16_int4),
+                    Coding { is_fine: true, .. } => launch!(decode_8_int4_f16 decode_16_int4_f16),
                 },
             }
         }

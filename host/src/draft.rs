@@ -6,7 +6,9 @@ use model::form::mask_words;
 use model::{Checkpoint, Config, EagleHead, Matcher, Tokenizer};
 
 use crate::Error;
+use crate::device::Device;
 use crate::forward::{Footprint, Forward, HeadWeights};
+use crate::weights::DeviceWeights;
 
 /// No budget: one sequence may use every row.
 pub(crate) const NO_THRESHOLD: i32 = i32::MAX / 2;
@@ -63,13 +65,19 @@ impl DraftCheckpoint {
         }
     }
 
-    /// What it takes on a device, for sequences of up to `capacity` tokens, with prompts in passes of many rows or
-    /// not.
-    pub(crate) fn footprint(&self, capacity: usize, has_prefill: bool) -> Footprint {
-        match self {
-            Self::Model(draft) => Footprint::of(&draft.config, capacity, has_prefill),
+    /// What it takes on a device, for sequences of up to `capacity` tokens.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::weights`].
+    pub(crate) fn footprint(&self, capacity: usize, device: &Device) -> Result<Footprint, Error> {
+        let has_prefill = device.has_prefill();
+        Ok(match self {
+            Self::Model(draft) => {
+                let coding = DeviceWeights::coding(draft, device)?;
+                Footprint::of(&draft.config, capacity, has_prefill).coded(&draft.config, coding)
+            }
             Self::Eagle3(head) => HeadWeights::footprint(head, capacity, has_prefill),
-        }
+        })
     }
 
     /// The share of a pass of `model` over one row that a pass of it takes, as [`pass_share`] has it.

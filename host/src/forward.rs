@@ -33,6 +33,7 @@ use crate::cache::KvCache;
 use crate::decode::Decode;
 use crate::device::{Buffer, Device};
 use crate::prefill::{Prefill, PrefillInputs, Results};
+use crate::quantized::Quantized;
 use crate::timed::timed;
 use crate::weights::DeviceWeights;
 
@@ -214,9 +215,13 @@ impl Forward {
     pub fn prepare_decode(&mut self) -> Result<bool, Error> {
         let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache);
         self.decode = timed("memory for the decode kernel", decode)?;
-        // Hundreds of megabytes of the host's, which nobody else reads.
-        self.weights.scales = None;
         Ok(self.decode.is_some())
+    }
+
+    /// Bytes of the weights in fewer bytes than bf16 has, if steps read such.
+    pub fn compact_bytes(&self) -> Option<u64> {
+        let codes = self.weights.codes.as_ref().map(Quantized::bytes);
+        codes.or_else(|| self.decode.as_ref().and_then(Decode::packed_bytes))
     }
 
     /// The step in one launch, if it was prepared; its counters must be zero when it begins.

@@ -303,6 +303,7 @@ impl Prefill {
                 let is_last = i + 1 == w.layers.len();
                 let (first_row, first_tile) = if is_last { (first_row, first_tile) } else { (0, 0) };
                 let heads = self.heads(parts, rows, i);
+                w.make_layer(device, i)?;
                 for operator in c.layer_plan().operators() {
                     match operator {
                         Operator::Gemm(gemm) if gemm.matrix == Matrix::Qkv && first_row > 0 => {

@@ -1,100 +1,216 @@
-//! Codes of quantised weights for the decode kernel (see `gpu_kernels::weights::quantized`).
+//! Codes of quantised weights on a device (see `gpu_kernels::weights::quantized`).
 //!
 //! On the way of a checkpoint to the device every weight becomes the bf16 that it means, and [`Collector`] keeps the
-//! scales. From both the device finds the codes again, and checks that they make the very weights.
+//! scales. From both the device finds a matrix's codes again, checks that they make the very weights, and keeps the
+//! codes alone. Kernels that read bf16 have a layer's weights made again before they run.
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use cuda_std::Global;
+use cuda_std::tensor::Array;
 use gpu_kernels::linear::N_TILE;
-use gpu_kernels::stream::{CHUNK_FEATURES, Walk};
-use gpu_kernels::weights::quantized::{self, Code as _, GROUP, Quantize, Scale};
-use half::bf16;
+use gpu_kernels::stream::{CHUNK_FEATURES, StreamMatrix, TOGETHER, Walk};
+use gpu_kernels::weights::quantized::{self, Code as _, Dequantize, GROUP, GROUPS, Quantize, Scale};
 use model::format::{Code, Codes};
 use model::plan::Matrix;
-use model::{Config, Weight, Weights};
+use model::{Config, Dtype, Weight, Weights};
 
 use crate::Error;
 use crate::device::{Buffer, Device};
-use crate::stream::{chunks, n_tiles};
+use crate::stream::{Stream, chunks, n_tiles};
 
-/// The scales of all layers' matrices.
-pub struct Scales {
+/// What the codes of a model's layers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Coding {
+    /// Of a weight.
     pub code: Code,
-    /// Whether they have two parts: those of int4 in f16.
-    pub fine: bool,
-    /// Of each layer's matrices in the order of the plan: `[n_tiles, chunks · 4, 16]` words as [`Scale`].
-    pub matrices: Vec<Vec<u32>>,
+    /// Whether scales have two parts: those of int4 in f16.
+    pub is_fine: bool,
 }
 
-/// The codes of a model, on a device.
+/// Calls a function for the kernels' type of codes.
+macro_rules! of_code {
+    ($coding:expr, $function:ident $arguments:tt) => {
+        match $coding {
+            Coding { code: Code::E4m3, .. } => quantized::$function::<quantized::Fp8> $arguments,
+            Coding { is_fine: false, .. } => quantized::$function::<quantized::Int4<1>> $arguments,
+            Coding { is_fine: true, .. } => quantized::$function::<quantized::Int4<2>> $arguments,
+        }
+    };
+}
+
+impl Coding {
+    /// Of a checkpoint's layers; none if some matrix has no codes, other ones, or smaller groups than the kernels read.
+    pub fn of(weights: &Weights<Weight<'_>>) -> Option<Self> {
+        let mut all: Option<Self> = None;
+        for weight in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| layer.parts(kind))).flatten() {
+            let matrix = weight.quantized()?;
+            let (inputs, code) = (matrix.shape()[1], matrix.code());
+            let group = matrix.group().min(inputs);
+            let fits = group.is_multiple_of(GROUP as usize) || group == inputs;
+            let all = all.get_or_insert(Self { code, is_fine: false });
+            if all.code != code || !fits {
+                return None;
+            }
+            all.is_fine |= code == Code::Int4 && matrix.scale_dtype() != Dtype::Bf16;
+        }
+        all
+    }
+
+    /// The word of a scale and a zero, if the kernels have one.
+    fn word(self, scale: f32, zero: u8) -> Option<u32> {
+        let scale = match self {
+            Self { code: Code::E4m3, .. } => Scale::new::<quantized::Fp8>(scale, zero),
+            Self { is_fine: false, .. } => Scale::new::<quantized::Int4<1>>(scale, zero),
+            Self { is_fine: true, .. } => Scale::new::<quantized::Int4<2>>(scale, zero),
+        };
+        scale.map(|Scale(word)| word)
+    }
+
+    /// Bytes of a region.
+    const fn region_bytes(self) -> u32 {
+        match self.code {
+            Code::E4m3 => quantized::Fp8::REGION_BYTES,
+            Code::Int4 => quantized::Int4::<1>::REGION_BYTES,
+        }
+    }
+
+    /// Bytes of so many chunks.
+    const fn bytes(self, chunks: u64) -> u64 {
+        chunks / TOGETHER as u64 * (GROUPS * self.region_bytes()) as u64
+    }
+
+    /// Bytes of the codes of a model's layers, with scales, laid out for `blocks` blocks.
+    pub fn bytes_of(self, config: &Config, blocks: u32) -> u64 {
+        let layers = config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
+        self.bytes(chunks(layers.map(|gemm| n_tiles(&gemm)), blocks))
+    }
+}
+
+/// The codes of a model's layers, on a device.
 pub struct Quantized {
-    code: Code,
-    fine: bool,
+    coding: Coding,
     codes: Buffer<u8>,
+    /// The chunk at which each matrix begins; and the last one's end.
+    bases: Vec<u64>,
+    /// How many weights are none that their scales make.
+    strange: Buffer<u32>,
+    /// Scales of a matrix whose codes are found.
+    scales: Mutex<Buffer<u32>>,
 }
 
 impl Quantized {
-    /// Finds the codes of the layers' matrices, which lie in `stream` one after another. None if some weight is none
-    /// that its scale makes.
+    /// Memory for the codes of a model's layers.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn new(
-        device: &Device,
-        config: &Config,
-        stream: &Buffer<bf16>,
-        scales: &Scales,
-    ) -> Result<Option<Self>, Error> {
-        let codes = device.zeroed(bytes(config, scales.code, device.sms()) as usize)?;
-        let strange: Buffer<u32> = device.zeroed(1)?;
-        let largest = scales.matrices.iter().map(Vec::len).max().unwrap_or(0);
-        let mut words: Buffer<u32> = device.zeroed(largest)?;
+    pub fn new(device: &Device, config: &Config, coding: Coding) -> Result<Self, Error> {
         let mut walk = Walk::new(device.sms());
-        for (gemm, matrix) in config.gemms().zip(&scales.matrices) {
-            words.write(0, matrix)?;
-            let (mut first, k) = (0, gemm.k as u32);
-            let (all, _) = n_tiles(&gemm);
-            while first < all {
-                let wave = walk.wave(all - first, k);
-                let of_n_tile = (wave.depth * CHUNK_FEATURES / GROUP * N_TILE) as usize;
-                let quantize = Quantize {
-                    stream: stream.ptr(),
-                    // SAFETY: the matrix has so many N-tiles.
-                    scales: unsafe { words.ptr().at(first as usize * of_n_tile) },
-                    codes: codes.ptr_mut(),
-                    strange: strange.ptr_mut(),
-                    base: wave.base,
-                    n_tiles: wave.n_tiles,
-                    depth: wave.depth,
-                };
-                let grid = (wave.n_tiles, wave.depth);
-                // SAFETY: the stream holds the wave, there are scales for it, and the codes have room for its chunks.
-                unsafe {
-                    match (scales.code, scales.fine) {
-                        (Code::E4m3, _) => device.launch::<quantized::quantize_fp8>(grid, 0, quantize)?,
-                        (Code::Int4, false) => device.launch::<quantized::quantize_int4>(grid, 0, quantize)?,
-                        (Code::Int4, true) => device.launch::<quantized::quantize_int4_f16>(grid, 0, quantize)?,
-                    }
-                }
-                first += wave.n_tiles;
-            }
+        let (mut bases, mut largest) = (vec![0], 0);
+        for gemm in config.gemms().filter(|gemm| gemm.matrix != Matrix::Head) {
+            let (n_tiles, k) = n_tiles(&gemm);
+            walk.pass(n_tiles, k);
+            bases.push(walk.chunks);
+            largest = largest.max(words([gemm.weight_rows(), gemm.k]));
         }
-        let mut found = [0];
-        strange.read(0, &mut found)?;
-        Ok((found == [0]).then_some(Self { code: scales.code, fine: scales.fine, codes }))
+        Ok(Self {
+            coding,
+            codes: device.zeroed(coding.bytes(walk.chunks) as usize)?,
+            bases,
+            strange: device.zeroed(1)?,
+            scales: Mutex::new(device.zeroed(largest)?),
+        })
     }
 
-    /// What they are, and whether scales have two parts.
-    pub fn code(&self) -> (Code, bool) {
-        (self.code, self.fine)
+    /// Enqueues that the codes of matrix `number` are found, which is `from` by then, with these scales: `[n_tiles,
+    /// chunks · 4, 16]` words as [`Scale`].
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If there is no such matrix, or there are not so many scales: a bug of the caller.
+    pub fn find(&self, device: &Device, number: usize, from: StreamMatrix, scales: &[u32]) -> Result<(), Error> {
+        let chunks = from.k.div_ceil(CHUNK_FEATURES);
+        assert_eq!(scales.len(), (from.n_tiles * chunks * GROUPS * N_TILE) as usize, "scales of matrix {number}");
+        // The next one's scales come behind this.
+        let mut words = self.scales.lock().unwrap_or_else(PoisonError::into_inner);
+        words.write(0, scales)?;
+        let (scales, codes, strange) = (words.ptr(), self.codes.ptr_mut(), self.strange.ptr_mut());
+        let quantize = Quantize { from, scales, codes, strange, base: self.bases[number] };
+        let grid = (from.n_tiles, chunks);
+        // SAFETY: the stream holds the matrix, there are scales for it, and the codes have room for its chunks.
+        unsafe {
+            match self.coding {
+                Coding { code: Code::E4m3, .. } => device.launch::<quantized::quantize_fp8>(grid, 0, quantize),
+                Coding { is_fine: false, .. } => device.launch::<quantized::quantize_int4>(grid, 0, quantize),
+                Coding { is_fine: true, .. } => device.launch::<quantized::quantize_int4_f16>(grid, 0, quantize),
+            }
+        }
+    }
+
+    /// Whether all codes that were found make the very weights. Waits for the device.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn is_exact(&self) -> Result<bool, Error> {
+        let mut found = [0];
+        self.strange.read(0, &mut found)?;
+        Ok(found == [0])
+    }
+
+    /// Enqueues that `stream` has a layer's weights again.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there is no such layer, or it has no room in the stream: a bug of the caller.
+    pub fn make_layer(&self, device: &Device, layer: usize, stream: &Stream) -> Result<(), Error> {
+        let first = Matrix::OF_LAYER[0].number(layer);
+        let chunks = self.bases[first + Matrix::OF_LAYER.len()] - self.bases[first];
+        assert!(chunks <= stream.layer_chunks(), "a layer of {chunks} chunks");
+        let at = self.coding.bytes(self.bases[first]) as usize;
+        // SAFETY: the layer begins there.
+        let regions = unsafe { self.codes.ptr().at(at) };
+        let dequantize = Dequantize { regions, stream: stream.weights().ptr_mut() };
+        let grid = (GROUPS, (chunks / u64::from(TOGETHER)) as u32);
+        // SAFETY: there are codes of so many chunks, and room for what they mean.
+        unsafe {
+            match self.coding {
+                Coding { code: Code::E4m3, .. } => {
+                    device.launch_whole::<quantized::dequantize_fp8>(grid, 0, dequantize)
+                }
+                Coding { is_fine: false, .. } => device.launch_whole::<quantized::dequantize_int4>(grid, 0, dequantize),
+                Coding { is_fine: true, .. } => {
+                    device.launch_whole::<quantized::dequantize_int4_f16>(grid, 0, dequantize)
+                }
+            }
+        }
+    }
+
+    /// What they are.
+    pub fn coding(&self) -> Coding {
+        self.coding
     }
 
     /// Where they are.
     pub fn codes(&self) -> Global<u8> {
         self.codes.ptr()
+    }
+
+    /// The chunk at which a layer's matrix begins.
+    pub fn base(&self, layer: usize, matrix: Matrix) -> u64 {
+        self.bases[matrix.number(layer)]
+    }
+
+    /// How TMA reads them.
+    pub fn arrays(&self) -> [Array; 2] {
+        let regions = self.codes.len() as u64 / u64::from(self.coding.region_bytes());
+        of_code!(self.coding, maps(self.codes.ptr().addr(), regions))
     }
 
     /// Bytes of all of it.
@@ -103,74 +219,23 @@ impl Quantized {
     }
 }
 
-/// Bytes of the codes of a model's layers, with scales, laid out for `grid` blocks.
-pub fn bytes(config: &Config, code: Code, grid: u32) -> u64 {
-    let layers = config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
-    let chunk = match code {
-        Code::E4m3 => quantized::Fp8::BYTES,
-        Code::Int4 => quantized::Int4::<1>::BYTES,
-    };
-    chunks(layers.map(|gemm| n_tiles(&gemm)), grid) * u64::from(chunk)
-}
-
 /// Words of the scales of a matrix of so many weight rows and inputs.
 fn words([rows, k]: [usize; 2]) -> usize {
     let of_n_tile = k.div_ceil(CHUNK_FEATURES as usize) * (CHUNK_FEATURES / GROUP * N_TILE) as usize;
     rows.div_ceil(N_TILE as usize) * of_n_tile
 }
 
-impl Scales {
-    /// Checks that there are as many as the matrices of `config` take.
-    ///
-    /// # Errors
-    /// [`Error::Weights`].
-    pub fn check(&self, config: &Config) -> Result<(), Error> {
-        let what = "scales of the layers' matrices";
-        let (found, expected) = (self.matrices.len(), Matrix::OF_LAYER.len() * config.num_hidden_layers);
-        if found != expected {
-            return Err(Error::Weights { what, found, expected });
-        }
-        for (matrix, gemm) in self.matrices.iter().zip(config.gemms()) {
-            let (found, expected) = (matrix.len(), words([gemm.weight_rows(), gemm.k]));
-            if found != expected {
-                return Err(Error::Weights { what, found, expected });
-            }
-        }
-        Ok(())
-    }
-
-    /// One scale and zero for all weights of a model.
-    ///
-    /// # Panics
-    /// If there is no such [`Scale`]: a bug of the caller.
-    pub fn uniform(config: &Config, code: Code, scale: f32, zero: u8) -> Self {
-        let scale = word(code, scale, zero).and_then(|word| coarse(code, word)).expect("a scale of few bits");
-        let matrices = config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
-        let matrices = matrices.map(|gemm| vec![scale; words([gemm.weight_rows(), gemm.k])]).collect();
-        Self { code, fine: false, matrices }
-    }
-}
-
-/// The word of a scale, of int4 with two parts.
-fn word(code: Code, scale: f32, zero: u8) -> Option<u32> {
-    let scale = match code {
-        Code::E4m3 => Scale::new::<quantized::Fp8>(scale, zero),
-        Code::Int4 => Scale::new::<quantized::Int4<2>>(scale, zero),
-    };
-    scale.map(|Scale(word)| word)
-}
-
-/// The same with one part, if that is enough.
-fn coarse(code: Code, word: u32) -> Option<u32> {
-    match code {
-        Code::E4m3 => Some(word),
-        Code::Int4 => Scale(word).coarse().map(|Scale(word)| word),
-    }
+/// The scales of a matrix of so many weight rows and inputs all of whose weights have this one.
+///
+/// # Panics
+/// If the kernels have no such scale: a bug of the caller.
+pub fn uniform_scales(coding: Coding, shape: [usize; 2], scale: f32, zero: u8) -> Vec<u32> {
+    vec![coding.word(scale, zero).expect("a scale of few bits"); words(shape)]
 }
 
 /// Gathers the scales of a checkpoint while it is read.
 pub struct Collector {
-    code: Code,
+    coding: Coding,
     matrices: Vec<Vec<AtomicU32>>,
     /// Of each weight, by where it is.
     places: HashMap<usize, Place>,
@@ -198,33 +263,23 @@ impl Place {
 }
 
 impl Collector {
-    /// For a checkpoint's weights; none if some matrix of a layer has no codes, other ones, or smaller groups than the
-    /// kernels read.
-    pub fn new(weights: &Weights<Weight<'_>>) -> Option<Self> {
+    /// For a checkpoint's weights, if their codes are such.
+    pub fn new(weights: &Weights<Weight<'_>>, coding: Coding) -> Self {
         let (mut matrices, mut places) = (Vec::new(), HashMap::new());
-        let mut code = None;
-        for layer in &weights.layers {
-            for kind in Matrix::OF_LAYER {
-                let (mut first, mut inputs) = (0, 0);
-                for (part, weight) in layer.parts(kind).into_iter().enumerate() {
-                    let matrix = weight.quantized()?;
-                    let rows = matrix.shape()[0];
-                    inputs = matrix.shape()[1];
-                    let group = matrix.group().min(inputs);
-                    if *code.get_or_insert(matrix.code()) != matrix.code()
-                        || !(group.is_multiple_of(GROUP as usize) || group == inputs)
-                    {
-                        return None;
-                    }
-                    let half = (kind == Matrix::GateUp).then_some(part);
-                    let place = Place { matrix: matrices.len(), first, half, inputs, group };
-                    places.insert(std::ptr::from_ref(weight).addr(), place);
-                    first += rows;
-                }
-                matrices.push((0..words([first, inputs])).map(|_| AtomicU32::new(0)).collect());
+        for (layer, kind) in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| (layer, kind))) {
+            let (mut first, mut inputs) = (0, 0);
+            for (part, weight) in layer.parts(kind).into_iter().enumerate() {
+                let [rows, columns] = [weight.shape()[0], weight.shape()[1]];
+                inputs = columns;
+                let group = weight.quantized().map_or(inputs, |matrix| matrix.group().min(inputs));
+                let half = (kind == Matrix::GateUp).then_some(part);
+                let place = Place { matrix: matrices.len(), first, half, inputs, group };
+                places.insert(std::ptr::from_ref(weight).addr(), place);
+                first += rows;
             }
+            matrices.push((0..words([first, inputs])).map(|_| AtomicU32::new(0)).collect());
         }
-        Some(Self { code: code?, matrices, places, unfit: AtomicBool::new(false) })
+        Self { coding, matrices, places, unfit: AtomicBool::new(false) }
     }
 
     /// Takes the scales of some rows of a weight; those of others are of no interest.
@@ -242,7 +297,7 @@ impl Collector {
             for group in 0..all {
                 let from = i * groups + group * GROUP as usize / place.group;
                 let zero = codes.zeros.get(from).copied().unwrap_or(0);
-                match word(self.code, codes.scales[from], zero) {
+                match self.coding.word(codes.scales[from], zero) {
                     Some(word) => to[group * N_TILE as usize].store(word, Ordering::Relaxed),
                     None => self.unfit.store(true, Ordering::Relaxed),
                 }
@@ -250,18 +305,13 @@ impl Collector {
         }
     }
 
-    /// All of them; none if some are no scales that the kernels have.
-    pub fn finish(self) -> Option<Scales> {
-        if self.unfit.into_inner() {
-            return None;
-        }
-        let (code, matrices) = (self.code, self.matrices);
-        let mut matrices: Vec<Vec<u32>> =
-            matrices.into_iter().map(|m| m.into_iter().map(AtomicU32::into_inner).collect()).collect();
-        let fine = matrices.iter().flatten().any(|&word| coarse(code, word).is_none());
-        if !fine {
-            matrices.iter_mut().flatten().for_each(|word| *word = coarse(code, *word).unwrap_or(*word));
-        }
-        Some(Scales { code, fine, matrices })
+    /// Whether there was a scale that the kernels do not have.
+    pub fn is_unfit(&self) -> bool {
+        self.unfit.load(Ordering::Relaxed)
+    }
+
+    /// The scales of a matrix, once all of its rows were read.
+    pub fn scales(&self, number: usize) -> Vec<u32> {
+        self.matrices[number].iter().map(|word| word.load(Ordering::Relaxed)).collect()
     }
 }

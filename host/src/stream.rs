@@ -11,12 +11,14 @@ use model::plan::{Gemm, Matrix};
 use crate::Error;
 use crate::device::{Buffer, Device};
 
-/// Matrices one after another.
+/// Matrices one after another; or those of one layer in the place of all, and the head.
 pub struct Stream {
     weights: Buffer<bf16>,
     matrices: Vec<StreamMatrix>,
     /// Chunks of all of them.
     chunks: u64,
+    /// Of those up to the head: of one layer, if that is all.
+    layer_chunks: u64,
 }
 
 /// A matrix as a checkpoint has it, or a part of its output features.
@@ -67,6 +69,11 @@ impl Stream {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn new(device: &Device, sizes: impl IntoIterator<Item = (u32, u32)>) -> Result<Self, Error> {
+        Self::with_layers(device, sizes, 1)
+    }
+
+    /// The same, of which all but the last stand for those of so many layers, which have the same places.
+    fn with_layers(device: &Device, sizes: impl IntoIterator<Item = (u32, u32)>, layers: usize) -> Result<Self, Error> {
         let blocks = device.sms();
         let mut walk = Walk::new(blocks);
         let place = |(n_tiles, k)| {
@@ -77,7 +84,11 @@ impl Stream {
         let mut matrices: Vec<_> = sizes.into_iter().map(place).collect();
         let weights = device.zeroed(walk.chunks as usize * CHUNK_BYTES as usize / 2)?;
         matrices.iter_mut().for_each(|matrix| matrix.stream = weights.ptr());
-        Ok(Self { weights, matrices, chunks: walk.chunks })
+        let layer_chunks = matrices.last().map_or(0, |head| head.base);
+        let of_layer = &matrices[..matrices.len().saturating_sub(1)];
+        let others: Vec<_> = (1..layers).flat_map(|_| of_layer).copied().collect();
+        matrices.splice(0..0, others);
+        Ok(Self { weights, matrices, chunks: walk.chunks, layer_chunks })
     }
 
     /// The same for those of a model: each layer's, then the head.
@@ -88,9 +99,31 @@ impl Stream {
         Self::new(device, config.gemms().map(|gemm| n_tiles(&gemm)))
     }
 
-    /// Bytes of a model's, at most: for how many blocks they are laid out makes no difference.
-    pub fn bytes(config: &Config) -> u64 {
-        chunks(config.gemms().map(|gemm| n_tiles(&gemm)), 1) * u64::from(CHUNK_BYTES)
+    /// The same for a model of which a layer is here at a time, and the head.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_layer(device: &Device, config: &Config) -> Result<Self, Error> {
+        Self::with_layers(device, Self::of_layer_sizes(config), config.num_hidden_layers)
+    }
+
+    fn of_layer_sizes(config: &Config) -> impl Iterator<Item = (u32, u32)> {
+        let of_layer = Matrix::OF_LAYER.len() * config.num_hidden_layers.saturating_sub(1);
+        config.gemms().skip(of_layer).map(|gemm| n_tiles(&gemm))
+    }
+
+    /// Bytes of a model's, or of a layer and the head: for how many blocks they are laid out makes no difference.
+    pub fn bytes(config: &Config, is_of_layer: bool) -> u64 {
+        let chunks = match is_of_layer {
+            true => chunks(Self::of_layer_sizes(config), 1),
+            false => chunks(config.gemms().map(|gemm| n_tiles(&gemm)), 1),
+        };
+        chunks * u64::from(CHUNK_BYTES)
+    }
+
+    /// Chunks of the layers that are here: of one, or of all.
+    pub fn layer_chunks(&self) -> u64 {
+        self.layer_chunks
     }
 
     /// Enqueues that matrix `number`, or a part of it, is laid out.

@@ -1,4 +1,4 @@
-//! A checkpoint's weights in device memory, as bf16.
+//! A checkpoint's weights in device memory: as bf16, or the layers' matrices as codes.
 
 use std::f32::consts::TAU;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, LayerWeights, Weight, Weights};
 
 use crate::device::{Buffer, Device, Filling, Group, Region};
-use crate::quantized::{Collector, Scales};
+use crate::quantized::{Coding, Collector, Quantized, uniform_scales};
 use crate::stream::{Source, Stream};
 use crate::timed::timed;
 use crate::{Error, Progress, gib};
@@ -28,10 +28,10 @@ pub struct DeviceWeights {
     pub layers: Vec<DeviceLayer>,
     /// `[hidden]`.
     pub norm: Buffer<bf16>,
-    /// The matrices of the layers, and the head.
+    /// The matrices of the layers, and the head. Where there are codes, the layers share the memory of one.
     pub stream: Stream,
-    /// Of quantised weights, what makes their codes.
-    pub scales: Option<Scales>,
+    /// The codes of the layers' matrices, if they are kept so.
+    pub codes: Option<Quantized>,
 }
 
 /// One layer's weights, but for its matrices.
@@ -50,34 +50,67 @@ pub struct DeviceLayer {
 
 impl DeviceWeights {
     /// Copies `checkpoint` to `device`, and lays its matrices out on the way. f16 and f32 weights are rounded to bf16,
-    /// and quantised ones become the bf16 that they mean. Every weight is checked on the way.
+    /// and quantised ones become the bf16 that they mean, or [codes](Self::coding). Every weight is checked on the way.
     ///
     /// # Errors
     /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, or
     /// [`Error::Interrupted`] when `progress` breaks.
     pub fn upload(checkpoint: &Checkpoint, device: &Device, progress: &mut Progress<'_>) -> Result<Self, Error> {
+        let coding = Self::coding(checkpoint, device)?;
+        if let Some(coded) = Self::upload_as(checkpoint, device, coding, progress)? {
+            return Ok(coded);
+        }
+        // A scale or a weight that the kernels' codes do not have: the weights themselves are then what is kept.
+        let plain = Self::upload_as(checkpoint, device, None, progress)?;
+        Ok(plain.expect("weights in bf16 have no codes that could not do"))
+    }
+
+    /// The codes that the layers' matrices of a checkpoint are kept as on a device, if they are.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::weights`].
+    pub fn coding(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Coding>, Error> {
+        let wanted = device.has_decode_kernel() && device.options().lossless != Some(false);
+        Ok(if wanted { Coding::of(&checkpoint.weights()?) } else { None })
+    }
+
+    /// The same with codes or without; none if there are no such codes after all.
+    fn upload_as(
+        checkpoint: &Checkpoint,
+        device: &Device,
+        coding: Option<Coding>,
+        progress: &mut Progress<'_>,
+    ) -> Result<Option<Self>, Error> {
         let of_checkpoint = checkpoint.weights()?;
         let mut plan = Plan::new(device);
-        let planned = || Self::planned(&of_checkpoint, &checkpoint.config, &mut plan);
+        let planned = || Self::planned(&of_checkpoint, &checkpoint.config, coding, &mut plan);
         // Where matrices wait to be laid out, as long as this takes.
-        let (mut this, _staging) = timed("memory for the weights", planned)?;
+        let (this, _staging) = timed("memory for the weights", planned)?;
         let Plan { weights, groups, behind, .. } = plan;
         let bytes: u64 = groups.iter().flat_map(|group| &group.regions).map(|region| region.bytes() as u64).sum();
         let mut done = 0;
-        let wanted = device.has_decode_kernel() && device.options().lossless != Some(false);
-        let collector = if wanted { Collector::new(&of_checkpoint) } else { None };
+        let collector = coding.map(|coding| Collector::new(&of_checkpoint, coding));
+        let is_unfit = || collector.as_ref().is_some_and(Collector::is_unfit);
         let fill = |i: usize, at: usize, out: &mut [u8]| match &collector {
             None => Ok(weights[i].0.read_bf16(weights[i].1 + at / 2, out)?),
             Some(collector) => {
                 let (weight, first) = weights[i];
                 let mut take = |rows, codes: &_| collector.take(weight, rows, codes);
-                Ok(weight.read_bf16_and(first + at / 2, out, &mut take)?)
+                weight.read_bf16_and(first + at / 2, out, &mut take)?;
+                // The rest would be read for nothing.
+                if collector.is_unfit() { Err(Error::Interrupted) } else { Ok(()) }
             }
         };
-        let lay_out = |group: usize| match behind[group] {
+        let lay_out = |group: usize| {
+            let Some((number, source)) = behind[group] else { return Ok(()) };
             // SAFETY: the copies of the matrix are enqueued, and its memory is filled anew behind this alone.
-            Some((number, source)) => unsafe { this.stream.lay_out(device, number, source) },
-            None => Ok(()),
+            unsafe { this.stream.lay_out(device, number, source)? };
+            match (&this.codes, &collector) {
+                (Some(codes), Some(collector)) if number < this.layers.len() * Matrix::OF_LAYER.len() => {
+                    codes.find(device, number, this.stream.matrices()[number], &collector.scales(number))
+                }
+                _ => Ok(()),
+            }
         };
         let mut progress = |sent: usize| {
             done += sent as u64;
@@ -86,15 +119,20 @@ impl DeviceWeights {
         // SAFETY: the regions are those of `this` and of the staging memory, which nobody else knows yet.
         let filled =
             || unsafe { device.fill_regions(&groups, &Filling { fill: &fill, then: &lay_out }, &mut progress) };
-        timed(&format!("{} of weights to the device", gib(bytes)), filled)?;
-        this.scales = collector.and_then(Collector::finish);
-        Ok(this)
+        let filled = timed(&format!("{} of weights to the device", gib(bytes)), filled);
+        if is_unfit() {
+            return Ok(None);
+        }
+        filled?;
+        let is_exact = this.codes.as_ref().map_or(Ok(true), Quantized::is_exact)?;
+        Ok(is_exact.then_some(this))
     }
 
     /// Memory for the weights, with a plan of what belongs where, and for matrices on their way.
     fn planned<'w>(
         weights: &'w Weights<Weight<'w>>,
         config: &Config,
+        coding: Option<Coding>,
         plan: &mut Plan<'w>,
     ) -> Result<(Self, Staging), Error> {
         let device = plan.device;
@@ -102,7 +140,7 @@ impl DeviceWeights {
         let largest = config.layer_plan().gemms().map(|gemm| gemm.weights()).max().unwrap_or(0);
         let least = if tied { 0 } else { rows_together(&weights.head) * config.hidden_size };
         let mut staging = Staging::new(device, largest.max(least))?;
-        let stream = Stream::of_model(device, config)?;
+        let (stream, codes) = Self::matrices(device, config, coding)?;
         let embed = plan.buffer(&[&weights.embed])?;
         let head = Matrix::Head.number(config.num_hidden_layers);
         // The head, if it is that, from where it is.
@@ -127,14 +165,27 @@ impl DeviceWeights {
         } else {
             staging.stage_in_parts(plan, head, &weights.head);
         }
-        Ok((Self { embed, layers, norm, stream, scales: None }, staging))
+        Ok((Self { embed, layers, norm, stream, codes }, staging))
     }
 
-    /// Bytes of a model's.
-    pub fn bytes(config: &Config) -> u64 {
+    /// Memory for matrices, or for their codes.
+    fn matrices(
+        device: &Device,
+        config: &Config,
+        coding: Option<Coding>,
+    ) -> Result<(Stream, Option<Quantized>), Error> {
+        Ok(match coding {
+            None => (Stream::of_model(device, config)?, None),
+            Some(coding) => (Stream::of_layer(device, config)?, Some(Quantized::new(device, config, coding)?)),
+        })
+    }
+
+    /// Bytes of a model's, with codes or without.
+    pub fn bytes(config: &Config, coding: Option<Coding>) -> u64 {
         let matrices: usize = config.gemms().map(|gemm| 2 * gemm.weights()).sum();
         let tied = if config.tie_word_embeddings { 2 * config.head().weights() } else { 0 };
-        config.weight_bytes(2) as u64 + tied as u64 - matrices as u64 + Stream::bytes(config)
+        let others = config.weight_bytes(2) as u64 + tied as u64 - matrices as u64;
+        others + Stream::bytes(config, coding.is_some()) + coding.map_or(0, |coding| coding.bytes_of(config, 1))
     }
 }
 
@@ -173,8 +224,9 @@ impl DeviceWeights {
                 Code::E4m3 => e4m3::value(e4m3::nearest(x / scale)) * scale,
             };
             let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();
-            (pattern, Scales::uniform(config, code, scale, if code == Code::Int4 { 8 } else { 0 }))
+            (pattern, scale, if code == Code::Int4 { 8 } else { 0 })
         });
+        let coding = code.filter(|_| device.has_decode_kernel()).map(|code| Coding { code, is_fine: false });
         let mut filled = 0;
         let mut fill = |elements: usize, pattern: &[bf16]| {
             filled += 1;
@@ -182,11 +234,11 @@ impl DeviceWeights {
             buffer.repeat(pattern, filled * 1_234_567 % PATTERN)?;
             Ok::<_, Error>(buffer)
         };
-        let of_layers = quantized.as_ref().map_or(&pattern, |(pattern, _)| pattern);
+        let of_layers = quantized.as_ref().map_or(&pattern, |(pattern, ..)| pattern);
         let hidden = config.hidden_size;
         let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
         let embed = fill(config.vocab_size * hidden, &pattern)?;
-        let stream = Stream::of_model(device, config)?;
+        let (stream, codes) = Self::matrices(device, config, coding)?;
         for (number, gemm) in config.gemms().enumerate() {
             let is_head = gemm.matrix == Matrix::Head;
             let weights = match is_head {
@@ -198,6 +250,10 @@ impl DeviceWeights {
             let up = (gemm.matrix == Matrix::GateUp).then_some(weights.len() / 2);
             // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
             unsafe { stream.lay_out(device, number, Source::new(weights, gemm.n, up))? };
+            if let (Some(codes), Some((_, scale, zero)), false) = (&codes, &quantized, is_head) {
+                let scales = uniform_scales(codes.coding(), [gemm.weight_rows(), gemm.k], *scale, *zero);
+                codes.find(device, number, stream.matrices()[number], &scales)?;
+            }
         }
         let layer = |_| {
             Ok(DeviceLayer {
@@ -216,12 +272,21 @@ impl DeviceWeights {
             norm: ones(hidden)?,
             embed,
             stream,
-            scales: quantized.map(|(_, scales)| scales),
+            codes,
         })
     }
 }
 
 impl DeviceWeights {
+    /// Enqueues that the [stream](Self::stream) has a layer's matrices, for what comes next to read: where there are
+    /// codes they are made now, and launches must not begin before that is done.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub fn make_layer(&self, device: &Device, layer: usize) -> Result<(), Error> {
+        self.codes.as_ref().map_or(Ok(()), |codes| codes.make_layer(device, layer, &self.stream))
+    }
+
     /// The bias of a GEMM of the plan in a layer; null where it has none.
     pub fn bias(&self, layer: usize, gemm: &Gemm) -> Global<bf16> {
         match gemm.epilogue {

@@ -230,10 +230,10 @@ pub fn decode_unfused_and_batched(
     use host::forward::{Forward, Pass, Row, RowOutput};
 
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
-        let quantised = weights.scales.is_some();
+        let quantised = weights.codes.is_some();
         let mut forward = Forward::new(device, config, weights, tokens.len())?;
         assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
-        let codes = forward.decode().and_then(|decode| decode.compact_bytes());
+        let codes = forward.compact_bytes();
         assert_eq!(codes.is_some(), quantised, "quantised weights are read as codes");
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let history = device.upload(&history)?;

@@ -90,7 +90,7 @@ fn weights_are_packed_where_that_is_asked_for() {
             let weights = DeviceWeights::upload(&checkpoint, &device, &mut |_, _| ControlFlow::Continue(())).unwrap();
             let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT).unwrap();
             assert!(forward.prepare_decode().unwrap());
-            forward.decode().and_then(|stream| stream.compact_bytes())
+            forward.compact_bytes()
         };
         assert_eq!(packed(&DeviceOptions::default()), None);
         let bytes = packed(&lossless()).unwrap_or_else(|| panic!("{} is not packed", case.dir.display()));
@@ -110,7 +110,7 @@ fn quantised_weights_are_read_as_codes() {
             let weights = DeviceWeights::upload(&checkpoint, &device, &mut |_, _| ControlFlow::Continue(())).unwrap();
             let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT).unwrap();
             assert!(forward.prepare_decode().unwrap());
-            forward.decode().and_then(|decode| decode.compact_bytes())
+            forward.compact_bytes()
         };
         let plain = DeviceOptions { lossless: Some(false), ..DeviceOptions::default() };
         assert_eq!(compact(&plain), None, "{}", case.name);

@@ -227,6 +227,18 @@ pub unsafe fn mma_n64_upper<const STEP: usize>(b: Operand, keep: bool) {
     unsafe { target::wgmma_n64_upper::<STEP>(b.0, keep) }
 }
 
+/// As [`mma_n64_upper`] for B of 128 rows, in the accumulators 64 to 127.
+///
+/// # Safety
+/// As [`mma_n256`], for B.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_n128_upper<const STEP: usize>(b: Operand, keep: bool) {
+    const { assert!(4 * STEP < FRAGMENTS) };
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_n128_upper::<STEP>(b.0, keep) }
+}
+
 /// Gives the four fragments of step `STEP` what [`ldmatrix_x4`](crate::mma::ldmatrix_x4) loads. No product that uses
 /// them is under way.
 ///

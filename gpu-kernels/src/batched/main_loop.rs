@@ -2,7 +2,7 @@
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::wgmma::{self, Cores, Operand};
-use cuda_std::{Global, GlobalMut, thread};
+use cuda_std::{Global, GlobalMut, bf16, thread};
 
 use super::outputs::QUARTER;
 use super::outputs::{Outputs, put};
@@ -12,7 +12,7 @@ use super::{BatchedStep, GROUP, K_SPLITS, Memory, Odd, Phase, PhaseKind, Rings, 
 use crate::ring::Ring;
 use crate::stream::STEP_BYTES;
 use crate::waiting;
-use crate::weights::BatchedFormat;
+use crate::weights::{BatchedFormat, Plain};
 
 /// A GEMM with its epilogue. `arrivals` counts parts of split tiles' halves.
 #[inline(always)]
@@ -50,7 +50,8 @@ pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
             let mut k_split = unit.k_split;
             // At least once: what may have no value here would keep its registers over all phases.
             loop {
-                multiply_k_partial::<F, TILES>(p, rings, gemm.depth(k_split));
+                let k_partial = KPartial::new::<F>(phase, k_split, gemm.depth(k_split));
+                multiply_k_partial::<F, TILES>(p, rings, &k_partial);
                 k_split += 1;
                 // The last split-K partial of a later part stays what it is.
                 if part == 0 || k_split < unit.end {
@@ -233,21 +234,39 @@ impl Partial {
     }
 }
 
-/// The split-K partial of one index, into the upper accumulators: `depth` stages of the rings.
+/// A split-K partial that is to be multiplied.
+struct KPartial {
+    number: u32,
+    /// Stages of the rings.
+    depth: u32,
+    /// Whether its weights are [plain](Phase::plain) in a kernel that reads codes.
+    is_plain: bool,
+}
+
+impl KPartial {
+    #[inline(always)]
+    unsafe fn new<F: BatchedFormat>(phase: Global<Phase>, number: u32, depth: u32) -> Self {
+        // SAFETY: the caller's word.
+        let is_plain = F::OTHER_HEAD && unsafe { !field!(phase, plain: Global<bf16>).is_null() };
+        Self { number, depth, is_plain }
+    }
+}
+
+/// A split-K partial, into the upper accumulators.
 #[inline(always)]
-unsafe fn multiply_k_partial<F: BatchedFormat, const TILES: usize>(p: &BatchedStep, rings: &mut Rings, depth: u32) {
+unsafe fn multiply_k_partial<F: BatchedFormat, const TILES: usize>(p: &BatchedStep, rings: &mut Rings, of: &KPartial) {
     // SAFETY: the caller's word.
     unsafe {
         let lane = thread::opaque(thread::lane_id());
-        if depth == 0 {
+        if of.depth == 0 {
             // A matrix with fewer slices than split-K indices.
             unroll!(J < TILES of 16; {
                 accumulators!(64 + 4 * J, [0.0; 4]);
             });
-        } else if TILES == 8 {
-            multiply_loaded::<F>(p, rings, depth, lane);
+        } else if TILES == 8 || F::COSTLY {
+            multiply_loaded::<F, TILES>(p, rings, of, lane);
         } else {
-            multiply_shared::<TILES>(rings, depth, lane);
+            multiply_shared::<TILES>(rings, of.depth, lane);
         }
     }
 }
@@ -276,27 +295,32 @@ unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lan
     }
 }
 
-/// With 64 rows a tile: weights through registers, so that their stages are released before they are multiplied.
-/// Fragments are loaded into one half of their registers while GEMMs read the other.
+/// With 64 rows a tile, or of weights that are not bf16: weights through registers, so that their stages are released
+/// before they are multiplied. Fragments are loaded into one half of their registers while GEMMs read the other.
 #[inline(always)]
-unsafe fn multiply_loaded<F: BatchedFormat>(p: &BatchedStep, rings: &mut Rings, depth: u32, lane: u32) {
+unsafe fn multiply_loaded<F: BatchedFormat, const TILES: usize>(
+    p: &BatchedStep,
+    rings: &mut Rings,
+    of: &KPartial,
+    lane: u32,
+) {
     // SAFETY: the caller's word.
     unsafe {
         let Rings { ring, rows, .. } = rings;
-        load_weights::<F, 0>(p, ring, lane);
-        begin_loaded::<0>(rows, false);
+        load_weights::<F, 0>(p, ring, of, lane);
+        begin_loaded::<TILES, 0>(rows, false);
         let mut turn = 1;
-        while turn < depth {
-            load_weights::<F, 4>(p, ring, lane);
+        while turn < of.depth {
+            load_weights::<F, 4>(p, ring, of, lane);
             end_loaded(rows, lane);
-            begin_loaded::<4>(rows, true);
+            begin_loaded::<TILES, 4>(rows, true);
             turn += 1;
-            if turn == depth {
+            if turn == of.depth {
                 break;
             }
-            load_weights::<F, 0>(p, ring, lane);
+            load_weights::<F, 0>(p, ring, of, lane);
             end_loaded(rows, lane);
-            begin_loaded::<0>(rows, true);
+            begin_loaded::<TILES, 0>(rows, true);
             turn += 1;
         }
         end_loaded(rows, lane);
@@ -305,11 +329,20 @@ unsafe fn multiply_loaded<F: BatchedFormat>(p: &BatchedStep, rings: &mut Rings, 
 
 /// Loads the fragments of a stage of weights into the registers of four steps from `FIRST` on, and releases the stage.
 #[inline(always)]
-unsafe fn load_weights<F: BatchedFormat, const FIRST: usize>(p: &BatchedStep, ring: &mut Ring, lane: u32) {
+unsafe fn load_weights<F: BatchedFormat, const FIRST: usize>(
+    p: &BatchedStep,
+    ring: &mut Ring,
+    of: &KPartial,
+    lane: u32,
+) {
     // SAFETY: the caller's word.
     unsafe {
         ring.wait_full();
-        F::load_fragments::<FIRST>(p, ring.stage_buffer(), lane);
+        if of.is_plain {
+            Plain::load_fragments::<FIRST>(p, ring.stage_buffer(), of.number, lane);
+        } else {
+            F::load_fragments::<FIRST>(p, ring.stage_buffer(), of.number, lane);
+        }
         ring.release(lane == 0);
         *ring = ring.ahead(1);
     }
@@ -317,22 +350,22 @@ unsafe fn load_weights<F: BatchedFormat, const FIRST: usize>(p: &BatchedStep, ri
 
 /// Begins the MMAs of the rows' stage, once it is full, with the fragments of four steps from `FIRST` on.
 #[inline(always)]
-unsafe fn begin_loaded<const FIRST: usize>(rows: &Ring, keep: bool) {
+unsafe fn begin_loaded<const TILES: usize, const FIRST: usize>(rows: &Ring, keep: bool) {
     // SAFETY: the caller's word.
     unsafe {
         rows.wait_full();
         let x = Operand::at(rows.stage_buffer());
         wgmma::fence();
-        if FIRST == 0 {
-            wgmma::mma_n64_upper::<0>(x, keep);
-            wgmma::mma_n64_upper::<1>(x.advance(32), true);
-            wgmma::mma_n64_upper::<2>(x.advance(64), true);
-            wgmma::mma_n64_upper::<3>(x.advance(96), true);
-        } else {
-            wgmma::mma_n64_upper::<4>(x, keep);
-            wgmma::mma_n64_upper::<5>(x.advance(32), true);
-            wgmma::mma_n64_upper::<6>(x.advance(64), true);
-            wgmma::mma_n64_upper::<7>(x.advance(96), true);
+        macro_rules! multiply {
+            ($mma:ident: $($step:literal)*) => {{
+                $( wgmma::$mma::<$step>(x.advance($step % 4 * 32), keep || $step % 4 != 0); )*
+            }};
+        }
+        match (TILES, FIRST) {
+            (8, 0) => multiply!(mma_n64_upper: 0 1 2 3),
+            (8, _) => multiply!(mma_n64_upper: 4 5 6 7),
+            (_, 0) => multiply!(mma_n128_upper: 0 1 2 3),
+            (_, _) => multiply!(mma_n128_upper: 4 5 6 7),
         }
         wgmma::commit();
     }

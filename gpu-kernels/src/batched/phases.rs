@@ -80,6 +80,9 @@ pub struct Phase {
     pub row_tiles: u32,
     /// GEMMs: what their sums are multiplied with, if [weights](crate::weights) say so.
     pub scale: f32,
+    /// GEMMs: the weights, as [`lay_out`](crate::stream::lay_out) left them, of a matrix that a kernel which reads
+    /// codes has no codes of; null for others.
+    pub plain: Global<bf16>,
 }
 
 impl Phase {
@@ -101,6 +104,7 @@ impl Phase {
             forms: Default::default(),
             row_tiles: 0,
             scale: 1.0,
+            plain: Default::default(),
         }
     }
 

@@ -13,7 +13,7 @@ use crate::linear::SLICE;
 use crate::qkv::{Factors, append};
 use crate::ring::Ring;
 use crate::stream::{CHUNK_FEATURES, N_TILES, Wave};
-use crate::weights::BatchedFormat;
+use crate::weights::{BatchedFormat, Plain};
 
 /// Stages of pages under way at a time: see the [decode kernel](crate::decode)'s producer.
 const PAGES_UNDER_WAY: u32 = 5;
@@ -104,6 +104,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
         if thread::opaque(thread::lane_id()) == 0 {
             let (wave_n_tiles, chunks) = (N_TILES * p.blocks, gemm.k.div_ceil(CHUNK_FEATURES));
             let first = field!(gemm.phase, base: u64);
+            let plain = if F::OTHER_HEAD { field!(gemm.phase, plain: Global<bf16>) } else { Global::default() };
             let mut filled = 0;
             let mut number = thread::block_idx_x();
             while let Some(unit) = gemm.unit(number, ROWS) {
@@ -115,7 +116,12 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                 let n_tiles = (gemm.n_tiles - passed).min(wave_n_tiles);
                 let wave = Wave { base, rotation: 0, n_tiles, depth: chunks };
                 // Found before the loops: what a producer does for a stage is time that memory waits.
-                let stages = F::stages(p, &wave, unit.n_tile - passed);
+                let n_tile = unit.n_tile - passed;
+                let stages = if F::OTHER_HEAD && !plain.is_null() {
+                    Plain::stages_of(plain, &wave, n_tile)
+                } else {
+                    F::stages(p, &wave, n_tile)
+                };
                 let mut k_split = unit.k_split;
                 while k_split < unit.end {
                     // A tile of few rows is done sooner: over a long phase its block got so far ahead that all weights
@@ -124,7 +130,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                         keep_step::<ROWS>(*steps % 2);
                         *steps += 1;
                     }
-                    let mut weights = stages.first.at((k_split * stages.k_partial) as usize);
+                    let mut weights = stages.of(k_split);
                     let (mut turn, depth) = (0, gemm.depth(k_split));
                     while turn < depth {
                         let most = under_way(filled, alone, weights_under_way::<ROWS>());

@@ -197,6 +197,7 @@ pub unsafe fn produce<F: WeightFormat>(p: &DecodeStep, one_row: bool) {
                 produce_cache(p, &mut ring, index / 4, Units::load(), one_row);
             }
             if F::OTHER_HEAD && matrix == Matrix::Head {
+                walk.chunks = p.head_base;
                 ring = produce_matrix::<F::Head>(p, ring, &mut walk, matrix, one_row);
             } else {
                 ring = produce_matrix::<F>(p, ring, &mut walk, matrix, one_row);

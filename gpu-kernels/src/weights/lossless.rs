@@ -35,9 +35,9 @@
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, tensor, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, tensor, thread, warp};
 
-use super::{BatchedFormat, StageSources, WeightFormat, WeightFragments};
+use super::{BatchedFormat, StageSources, WeightFormat, WeightFragments, put_slice};
 use crate::batched::{BatchedStep, Phase};
 use crate::decode::DecodeStep;
 use crate::linear::K_PARTIALS;
@@ -308,14 +308,14 @@ impl BatchedFormat for Lossless {
         StageSources {
             // SAFETY: the caller's word.
             first: unsafe { p.lossless.regions.at(region(0) as usize) },
-            k_partial: region_bytes,
+            k_partials: [region_bytes, 2 * region_bytes],
             apart: [within, region(1) - region(0) - within],
             bytes: TOGETHER * (PACKED_SLICE + list_bytes),
         }
     }
 
     #[inline(always)]
-    unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, lane: u32) {
+    unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, _: u32, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());
@@ -327,18 +327,7 @@ impl BatchedFormat for Lossless {
                 list: stage.at((lists + warp_id * list_bytes) as usize).cast(),
             };
             let [weights] = tile.unpack(&p.lossless, lane, |_| {});
-            macro_rules! put {
-                ($($i:literal)*) => {
-                    $(
-                        if FIRST == 0 {
-                            wgmma::put_fragment::<$i>(weights[$i / 4][$i % 4]);
-                        } else {
-                            wgmma::put_fragment::<{ 16 + $i }>(weights[$i / 4][$i % 4]);
-                        }
-                    )*
-                };
-            }
-            put!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15);
+            put_slice::<FIRST>(weights);
         }
     }
 

@@ -13,38 +13,41 @@
 //! ```
 //!
 //! # Layout
-//! A chunk, an N-tile's 512 inputs, lies in one piece: chunk `q` of N-tile `n` of a [`Wave`] is number
-//! `base + n · depth + q`. Of int4 two chunks come to a stage at a time.
+//! Codes lie in *regions*, in the order of the plain stream's chunks of 8 N-tiles, four of each: one for every 128
+//! inputs, whose two slices share their scales. A slice's codes and its scales, what the step of many sequences takes
+//! at once, are one piece:
 //!
 //! ```text
-//! chunk    codes   [split-K partial 4][part][lane][16 bytes]    2 parts of int4, 4 of FP8
-//!          scales  [group 4][row 16]  words                     see `Scale`
+//! region   [8 N-tiles] codes of slice 2 g   [8 N-tiles] scales   [8 N-tiles] codes of slice 2 g + 1
+//! codes    [part][lane][16 bytes]     1 part of int4, 2 of FP8
+//! scales   [row 16] words             see `Scale`
 //! ```
 //!
-//! A lane's codes of a split-K partial are those of its eight fragments, in order: a word a fragment of int4, two of
-//! FP8. In a word of int4 weight `h` of register `r` has bits `16 h + 4 r` on; in those of FP8 weights `h` of registers
+//! A lane's codes of a slice are those of its four fragments, in order: a word a fragment of int4, two of FP8. In a word of int4 weight `h` of register `r` has bits `16 h + 4 r` on; in those of FP8 weights `h` of registers
 //! 0 and 1 (2 and 3) have bytes `2 h` and `2 h + 1` of the first (second) word.
 
 use core::marker::PhantomData;
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, tensor, thread, warp};
 
-use super::{Plain, WeightFormat, WeightFragments};
+use super::{BatchedFormat, Plain, StageSources, WeightFormat, WeightFragments, put_slice};
+use crate::batched::{BatchedStep, Phase};
 use crate::decode::DecodeStep;
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::Ring;
-use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, SLICES, SLICES_APART, STEP_BYTES, Wave, core_word};
+use crate::stream::{
+    CHUNK_BYTES, CHUNK_FEATURES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, StreamMatrix, TOGETHER, Wave, core_word,
+};
 
 /// Inputs that share a scale.
 pub const GROUP: u32 = 128;
-/// Groups of a chunk.
-const GROUPS: u32 = CHUNK_FEATURES / GROUP;
-/// Bytes of a chunk's scales.
-const SCALE_BYTES: u32 = GROUPS * N_TILE * 4;
-/// Weights of a chunk.
-const CHUNK_WEIGHTS: u32 = CHUNK_FEATURES * N_TILE;
+/// Groups of a chunk, and regions for each chunk of 8 N-tiles.
+pub const GROUPS: u32 = CHUNK_FEATURES / GROUP;
+/// Bytes of an N-tile's scales in a region.
+const SCALE_BYTES: u32 = N_TILE * 4;
+const _: () = assert!(GROUP == 2 * SLICE);
 
 /// What codes are.
 pub trait Code: Copy {
@@ -56,8 +59,12 @@ pub trait Code: Copy {
     const PARTS: u32;
     /// What a scale is multiplied with to be stored.
     const FACTOR: f32;
-    /// Bytes of a chunk.
-    const BYTES: u32 = CHUNK_WEIGHTS / 8 * Self::BITS + SCALE_BYTES;
+    /// Bytes of an N-tile's slice.
+    const SLICE_BYTES: u32 = SLICE * N_TILE / 8 * Self::BITS;
+    /// Bytes of a region.
+    const REGION_BYTES: u32 = TOGETHER * (2 * Self::SLICE_BYTES + SCALE_BYTES);
+    /// Bytes of an N-tile's chunk.
+    const BYTES: u32 = GROUPS * Self::REGION_BYTES / TOGETHER;
 
     /// The code of the weight `w`, one of those that the scale makes; any if it is none.
     fn encode(w: f32, scale: Scale) -> u32;
@@ -244,27 +251,98 @@ impl Code for Fp8 {
 #[derive(Clone, Copy)]
 pub(crate) struct Quantized<C>(PhantomData<C>);
 
-/// The codes of a split-K partial's slices of a chunk: how many 16 bytes a lane has.
+/// How many 16 bytes of codes a lane has of a slice.
 const fn parts<C: Code>() -> u32 {
-    C::BITS / 2
+    C::BITS / 4
 }
 
-/// Where in a chunk a lane's scale of a slice is, of its lower rows.
+/// From a region to its scales.
+const fn scales_at<C: Code>() -> u32 {
+    TOGETHER * C::SLICE_BYTES
+}
+
+/// From a region to its second slices.
+const fn second_at<C: Code>() -> u32 {
+    scales_at::<C>() + TOGETHER * SCALE_BYTES
+}
+
+/// The byte at which the first region of a chunk of 8 N-tiles begins.
 #[inline(always)]
-const fn scale_at<C: Code>(slice: u32, lane: u32) -> u32 {
-    C::BYTES - SCALE_BYTES + (slice * SLICE / GROUP * N_TILE + lane / 4) * 4
+const fn regions_at<C: Code>(together: u32) -> u64 {
+    together as u64 * (GROUPS * C::REGION_BYTES) as u64
 }
 
-/// The words of a fragment among a lane's `codes`.
+/// The words of a slice's fragment among a lane's `codes` of it.
 #[inline(always)]
-fn words<C: Code, const F: usize>(codes: &[[u32; 4]; 4]) -> [u32; 2] {
-    if C::BITS == 4 { [codes[F / 4][F % 4], 0] } else { [codes[F / 2][F % 2 * 2], codes[F / 2][F % 2 * 2 + 1]] }
+fn words<C: Code, const F: usize>(codes: &[[u32; 4]; 2]) -> [u32; 2] {
+    if C::BITS == 4 { [codes[0][F], 0] } else { [codes[F / 2][F % 2 * 2], codes[F / 2][F % 2 * 2 + 1]] }
 }
 
+/// Where a fragment's `joined` words go, likewise.
+#[inline(always)]
+fn put_words<C: Code, const F: usize>(codes: &mut [[u32; 4]; 2], joined: [u32; 2]) {
+    if C::BITS == 4 {
+        codes[0][F] = joined[0];
+    } else {
+        codes[F / 2][F % 2 * 2] = joined[0];
+        codes[F / 2][F % 2 * 2 + 1] = joined[1];
+    }
+}
+
+/// A slice's four fragments, of a lane.
+#[inline(always)]
+fn decode_slice<C: Code>(codes: &[[u32; 4]; 2], factors: &[Factors; 2], zero: u32) -> [[u32; 4]; 4] {
+    let mut weights = [[0; 4]; 4];
+    unroll!(F < 4; {
+        weights[F] = C::decode(words::<C, F>(codes), factors, zero);
+    });
+    weights
+}
+
+/// A lane's codes of a slice, and its two scales, from shared memory.
+#[inline(always)]
+unsafe fn load_slice<C: Code>(codes: Shared<u8>, scales: Shared<u8>, lane: u32) -> ([[u32; 4]; 2], [Scale; 2]) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let from = codes.at((lane * 16) as usize);
+        let mut codes = [[0; 4]; 2];
+        unroll!(I < 2; {
+            if (I as u32) < parts::<C>() {
+                codes[I] = from.load16(I * 512);
+            }
+        });
+        let scales = scales.at((lane / 4 * 4) as usize).cast::<u32>();
+        (codes, [Scale(scales.load(0)), Scale(scales.load(8))])
+    }
+}
+
+/// The maps for the decode kernel: of the codes, and of the scales, of so many `regions` at `address`.
+#[cfg(not(target_arch = "nvptx64"))]
+#[must_use]
+pub fn maps<C: Code>(address: u64, regions: u64) -> [tensor::Array; 2] {
+    let (slice, scales, n_tiles) = (u64::from(C::SLICE_BYTES), u64::from(SCALE_BYTES), u64::from(TOGETHER));
+    let (second, region) = (u64::from(second_at::<C>()), u64::from(C::REGION_BYTES));
+    [
+        tensor::Array {
+            address,
+            sizes: [slice / 8, n_tiles, 2, regions],
+            strides: [slice, second, region],
+            extent: [C::SLICE_BYTES / 8, 1, 2, GROUPS],
+        },
+        tensor::Array {
+            address: address + u64::from(scales_at::<C>()),
+            sizes: [scales / 8, n_tiles, 1, regions],
+            strides: [scales, n_tiles * scales, region],
+            extent: [SCALE_BYTES / 8, 1, 1, GROUPS],
+        },
+    ]
+}
+
+/// In a stage of the ring, for each chunk: the codes of its eight slices, then its scales.
 impl<C: Code> WeightFormat for Quantized<C> {
     type Head = Plain;
     const COSTLY: bool = true;
-    const MAPS: usize = 0;
+    const MAPS: usize = 2;
     const OTHER_HEAD: bool = true;
     const CHUNKS: u32 = C::CHUNKS;
     const UNDER_WAY: u32 = 2;
@@ -276,11 +354,17 @@ impl<C: Code> WeightFormat for Quantized<C> {
             // Before something comes that would be given back, all lanes have seen that there is room.
             warp::sync_warp();
             if thread::opaque(thread::lane_id()) == 0 {
-                let bytes = C::BYTES * (wave.depth - q).min(C::CHUNKS);
-                let chunk = wave.base + u64::from(n_tile * wave.depth + q);
-                ring.full().arrive_expect_tx(bytes);
-                let from = p.codes.at((chunk * u64::from(C::BYTES)) as usize);
-                bulk::copy_to_shared_once(ring.stage_buffer(), from, bytes, ring.full());
+                let chunks = (wave.depth - q).min(C::CHUNKS);
+                ring.full().arrive_expect_tx(chunks * C::BYTES);
+                let mut i = 0;
+                while i < chunks {
+                    let at = [0, n_tile % TOGETHER, 0, wave.together(n_tile, q + i) * GROUPS];
+                    let to = ring.stage_buffer().at((i * C::BYTES) as usize);
+                    tensor::load_box_once(to, p.maps, at, ring.full());
+                    let scales = to.at((SLICES * C::SLICE_BYTES) as usize);
+                    tensor::load_box_once(scales, p.maps.at(1), at, ring.full());
+                    i += 1;
+                }
             }
         }
     }
@@ -296,27 +380,19 @@ impl<C: Code> WeightFormat for Quantized<C> {
         // SAFETY: the caller's word.
         unsafe {
             let chunk: Shared<u8> = shared::dynamic(stage.offset() + chunk * C::BYTES);
-            let from = chunk.at(((k_partial * parts::<C>() * 32 + lane) * 16) as usize);
-            let mut codes = [[0; 4]; 4];
-            unroll!(I < 4; {
-                if (I as u32) < parts::<C>() {
-                    codes[I] = from.load16(I * 512);
-                }
-            });
-            let scale = |s: u32| {
-                let at = chunk.at(scale_at::<C>(k_partial + s * K_PARTIALS, lane) as usize).cast::<u32>();
-                [Scale(at.load(0)), Scale(at.load(8))]
+            let slice = |s: u32| {
+                let slice = k_partial + s * K_PARTIALS;
+                let scales = SLICES * C::SLICE_BYTES + slice * SLICE / GROUP * SCALE_BYTES;
+                load_slice::<C>(chunk.at((slice * C::SLICE_BYTES) as usize), chunk.at(scales as usize), lane)
             };
-            let scales = [scale(0), scale(1)];
-            let factors = scales.map(|scales| scales.map(Scale::factors::<C>));
+            let slices = [slice(0), slice(1)];
+            let factors = slices.map(|(_, scales)| scales.map(Scale::factors::<C>));
             let zero = thread::unknown_zero();
-            let mut weights = [[0; 4]; 8];
             beside(0);
-            unroll!(F < 8; {
-                weights[F] = C::decode(words::<C, F>(&codes), &factors[F / 4], zero);
-            });
+            let [a, b, c, d] = decode_slice::<C>(&slices[0].0, &factors[0], zero);
+            let [e, f, g, h] = decode_slice::<C>(&slices[1].0, &factors[1], zero);
             beside(1);
-            weights
+            [a, b, c, d, e, f, g, h]
         }
     }
 
@@ -326,80 +402,107 @@ impl<C: Code> WeightFormat for Quantized<C> {
     }
 }
 
-/// Parameters of [`quantize_int4`], [`quantize_int4_f16`] and [`quantize_fp8`]. Grid: (N-tiles of the
-/// wave, depth of the wave).
+impl<C: Code> BatchedFormat for Quantized<C> {
+    #[inline(always)]
+    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
+        let region = |q| regions_at::<C>(wave.together(n_tile, q));
+        let within = u64::from(2 * C::REGION_BYTES);
+        StageSources {
+            // SAFETY: the caller's word.
+            first: unsafe { p.codes.at(region(0) as usize) },
+            k_partials: [scales_at::<C>(), C::REGION_BYTES],
+            apart: [within, region(1) - region(0) - within],
+            bytes: second_at::<C>(),
+        }
+    }
+
+    /// Codes and scales; of every second split-K partial scales and codes.
+    #[inline(always)]
+    unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, k_partial: u32, lane: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let warp_id = thread::opaque(thread::warp_id());
+            let is_odd = k_partial % 2 != 0;
+            let codes = if is_odd { TOGETHER * SCALE_BYTES } else { 0 } + warp_id * C::SLICE_BYTES;
+            let scales = if is_odd { 0 } else { scales_at::<C>() } + warp_id * SCALE_BYTES;
+            let (codes, scales) = load_slice::<C>(stage.at(codes as usize), stage.at(scales as usize), lane);
+            let factors = scales.map(Scale::factors::<C>);
+            put_slice::<FIRST>(decode_slice::<C>(&codes, &factors, thread::unknown_zero()));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scale_of(_: Global<Phase>) -> f32 {
+        1.0
+    }
+}
+
+/// Parameters of [`quantize_int4`], [`quantize_int4_f16`] and [`quantize_fp8`]. Grid: (N-tiles, chunks of the inputs).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Quantize {
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
-    pub stream: Global<bf16>,
-    /// `[n_tiles, depth · 4, 16]`: the scales of the wave's N-tiles by groups of 128 inputs and by rows. Zero beyond
-    /// the matrix.
+    pub from: StreamMatrix,
+    /// `[n_tiles, chunks · 4, 16]`: the scales by groups of 128 inputs and by rows. Zero beyond the matrix.
     pub scales: Global<u32>,
-    /// Chunks of codes.
+    /// Regions.
     pub codes: GlobalMut<u8>,
     /// To which is added how many weights are none that the scales make.
     pub strange: GlobalMut<u32>,
-    /// [`Wave::base`].
+    /// The chunk at which the matrix begins among the codes.
     pub base: u64,
-    /// [`Wave::n_tiles`].
-    pub n_tiles: u32,
-    /// [`Wave::depth`].
-    pub depth: u32,
 }
 
 /// Finds the codes of weights, by the scales that made them. A code is the quotient to the nearest: a weight is its
 /// code's value but for 2^-9 of it.
 #[inline(always)]
 unsafe fn quantize<C: Code>(p: &Quantize) {
-    // SAFETY: the caller's word.
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (lane, k_partial) = (thread::lane_id(), thread::warp_id());
         let (n_tile, q) = (thread::block_idx_x(), thread::block_idx_y());
-        let wave = Wave { base: p.base, rotation: 0, n_tiles: p.n_tiles, depth: p.depth };
-        let chunk = p.base + u64::from(n_tile * p.depth + q);
-        let to = p.codes.at((chunk * u64::from(C::BYTES)) as usize);
-        let scales = p.scales.at(((n_tile * p.depth + q) * GROUPS * N_TILE) as usize);
-        let mut codes = [[0; 4]; 4];
+        let (slices, own) = p.from.slices(n_tile);
+        let from = p.from.stream.cast::<u8>().at(own as usize);
+        let depth = p.from.k.div_ceil(CHUNK_FEATURES);
+        let (wave, place) = StreamMatrix { base: p.base, ..p.from }.wave(n_tile);
+        let to = p.codes.at(regions_at::<C>(wave.together(place, q)) as usize);
+        let scales = p.scales.at(((n_tile * depth + q) * GROUPS * N_TILE) as usize);
         let mut strange = false;
-        unroll!(F < 8; {
-            let slice = k_partial + F as u32 / 4 * K_PARTIALS;
-            let from = wave.slice(n_tile, q * SLICES) + u64::from(slice * SLICES_APART + F as u32 % 4 * STEP_BYTES);
-            let from = p.stream.cast::<u8>().at(from as usize).cast::<u32>();
-            let scale = |half: u32| {
-                Scale(scales.load_nc((slice * SLICE / GROUP * N_TILE + lane / 4 + 8 * half) as usize))
-            };
-            let scale = [scale(0), scale(1)];
-            let mut words = [0; 4];
-            let mut found = [[0; 2]; 4];
-            unroll!(R < 4; {
-                words[R] = from.load_nc((core_word(R as u32) + lane) as usize);
-                found[R] = math::unpack_bf16(words[R]).map(|w| C::encode(w, scale[R % 2]));
-            });
-            let joined = C::join(found);
-            let again = C::decode(joined, &scale.map(Scale::factors::<C>), 0);
-            unroll!(R < 4; {
-                strange |= again[R] != words[R];
-            });
-            if C::BITS == 4 {
-                codes[F / 4][F % 4] = joined[0];
-            } else {
-                codes[F / 2][F % 2 * 2] = joined[0];
-                codes[F / 2][F % 2 * 2 + 1] = joined[1];
-            }
-        });
-        unroll!(I < 4; {
-            if (I as u32) < parts::<C>() {
-                let at = ((k_partial * parts::<C>() + I as u32) * 32 + lane) * 16;
-                unroll!(W < 4; {
-                    to.at(at as usize).cast::<u32>().store(W, codes[I][W]);
+        unroll!(S < 2; {
+            let slice = k_partial + S as u32 * K_PARTIALS;
+            let group = slice * SLICE / GROUP;
+            let scale = [0, 8].map(|half| Scale(scales.load_nc((group * N_TILE + lane / 4 + half) as usize)));
+            let factors = scale.map(Scale::factors::<C>);
+            let from = from.at(slices.at(q * SLICES + slice) as usize).cast::<u32>();
+            let mut codes = [[0; 4]; 2];
+            unroll!(F < 4; {
+                let mut words = [0; 4];
+                let mut found = [[0; 2]; 4];
+                unroll!(R < 4; {
+                    let word = F as u32 * STEP_BYTES / 4 + core_word(R as u32) + lane;
+                    words[R] = from.load_nc(word as usize);
+                    found[R] = math::unpack_bf16(words[R]).map(|w| C::encode(w, scale[R % 2]));
                 });
-            }
+                let joined = C::join(found);
+                let again = C::decode(joined, &factors, 0);
+                unroll!(R < 4; {
+                    strange |= again[R] != words[R];
+                });
+                put_words::<C, F>(&mut codes, joined);
+            });
+            let second = slice % 2 * second_at::<C>();
+            let to = to.at((group * C::REGION_BYTES + second + place % TOGETHER * C::SLICE_BYTES) as usize);
+            unroll!(I < 2; {
+                if (I as u32) < parts::<C>() {
+                    to.at((I as u32 * 512 + lane * 16) as usize).cast::<u32>().store16(0, codes[I]);
+                }
+            });
         });
         let thread = thread::thread_idx_x();
         if thread < GROUPS * N_TILE {
-            let at = C::BYTES - SCALE_BYTES + thread * 4;
-            to.at(at as usize).cast::<u32>().store(0, scales.load_nc(thread as usize));
+            let of_group = thread / N_TILE * C::REGION_BYTES + scales_at::<C>() + place % TOGETHER * SCALE_BYTES;
+            let to = to.at((of_group + thread % N_TILE * 4) as usize).cast::<u32>();
+            to.store(0, scales.load_nc(thread as usize));
         }
         if warp::any(strange) && lane == 0 {
             atomic::fetch_add(p.strange, 0, 1, Ordering::Relaxed, Scope::Device);
@@ -426,6 +529,73 @@ pub unsafe fn quantize_int4_f16(p: Quantize) {
 pub unsafe fn quantize_fp8(p: Quantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { quantize::<Fp8>(&p) }
+}
+
+/// Parameters of [`dequantize_int4`], [`dequantize_int4_f16`] and [`dequantize_fp8`]. Grid: (4 groups, chunks of 8
+/// N-tiles); a warp for each N-tile.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct Dequantize {
+    /// The first chunk's regions.
+    pub regions: Global<u8>,
+    /// Where its weights go, as [`lay_out`](crate::stream::lay_out) would leave them.
+    pub stream: GlobalMut<bf16>,
+}
+
+/// Makes the weights that codes mean.
+#[inline(always)]
+unsafe fn dequantize<C: Code>(p: &Dequantize) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        let (lane, n_tile) = (thread::lane_id(), thread::warp_id());
+        let (group, together) = (thread::block_idx_x(), thread::block_idx_y());
+        let region = p.regions.at((regions_at::<C>(together) + u64::from(group * C::REGION_BYTES)) as usize);
+        let scales = region.at((scales_at::<C>() + n_tile * SCALE_BYTES) as usize).cast::<u32>();
+        let scales = [0, 8].map(|half| Scale(scales.load_nc((lane / 4 + half) as usize)));
+        let mut codes = [[[0; 4]; 2]; 2];
+        unroll!(S < 2; {
+            let from = region.at((S as u32 * second_at::<C>() + n_tile * C::SLICE_BYTES + lane * 16) as usize);
+            unroll!(I < 2; {
+                if (I as u32) < parts::<C>() {
+                    codes[S][I] = from.at(I * 512).cast::<u32>().load16_nc(0);
+                }
+            });
+        });
+        let factors = scales.map(Scale::factors::<C>);
+        let to = p.stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
+        unroll!(S < 2; {
+            let weights = decode_slice::<C>(&codes[S], &factors, 0);
+            let slice = (2 * group + S as u32) * SLICES_APART + n_tile * SLICE_BYTES;
+            let to = to.at(slice as usize).cast::<u32>();
+            unroll!(F < 4; {
+                unroll!(R < 4; {
+                    let word = F as u32 * STEP_BYTES / 4 + core_word(R as u32) + lane;
+                    to.store(word as usize, weights[F][R]);
+                });
+            });
+        });
+    }
+}
+
+/// The weights that codes of int4 mean.
+#[kernel(threads = 256)]
+pub unsafe fn dequantize_int4(p: Dequantize) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { dequantize::<Int4<1>>(&p) }
+}
+
+/// The same where scales have two parts.
+#[kernel(threads = 256)]
+pub unsafe fn dequantize_int4_f16(p: Dequantize) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { dequantize::<Int4<2>>(&p) }
+}
+
+/// The weights that codes of FP8 mean.
+#[kernel(threads = 256)]
+pub unsafe fn dequantize_fp8(p: Dequantize) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { dequantize::<Fp8>(&p) }
 }
 
 const _: () = assert!(Int4::<1>::CHUNKS * Int4::<1>::BYTES <= CHUNK_BYTES && Fp8::CHUNKS * Fp8::BYTES <= CHUNK_BYTES);

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use cust::context::{Context, CurrentContext};
@@ -70,6 +71,8 @@ pub(super) struct Cuda {
     staging: Mutex<Option<Staging>>,
     stream: Stream,
     recording: Recording,
+    /// Whether the next launch begins when the last one is done.
+    holds: AtomicBool,
     card: Arc<Card>,
 }
 
@@ -212,14 +215,26 @@ impl Cuda {
         let clusters = Mutex::default();
         let options = options.clone();
         let card = Card { name, capabilities, options, kernels, clusters, context };
-        Ok(Self { staging: Mutex::new(None), stream, recording: Recording::default(), card: Arc::new(card) })
+        Ok(Self {
+            staging: Mutex::new(None),
+            stream,
+            recording: Recording::default(),
+            holds: AtomicBool::new(false),
+            card: Arc::new(card),
+        })
     }
 
     /// Another queue of this card.
     pub(super) fn beside(&self) -> Result<Self, Error> {
         self.enter()?;
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
-        Ok(Self { staging: Mutex::new(None), stream, recording: Recording::default(), card: self.card.clone() })
+        Ok(Self {
+            staging: Mutex::new(None),
+            stream,
+            recording: Recording::default(),
+            holds: AtomicBool::new(false),
+            card: self.card.clone(),
+        })
     }
 
     pub(super) fn recording(&self) -> &Recording {
@@ -357,11 +372,17 @@ impl Cuda {
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
         let (f, stream, arguments) = (function, self.stream.as_inner(), arguments.as_mut_ptr());
         let Grid(x, y, z) = grid;
+        let begin = match (begin, self.holds.swap(begin == Begin::Whole, Ordering::Relaxed)) {
+            (Begin::Early, true) => Begin::InTurn,
+            _ => begin,
+        };
         // SAFETY: the caller's word; the driver copies the parameters before it returns.
         let code = unsafe {
             let extra = std::ptr::null_mut();
             match begin {
-                Begin::InTurn => sys::cuLaunchKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments, extra),
+                Begin::InTurn | Begin::Whole => {
+                    sys::cuLaunchKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments, extra)
+                }
                 Begin::Together => {
                     sys::cuLaunchCooperativeKernel(f, x, y, z, threads, 1, 1, shared_bytes, stream, arguments)
                 }

@@ -70,7 +70,9 @@ enum DeviceKind {
 enum Begin {
     /// After the launches ahead, as there is room.
     InTurn,
-    /// As above, all at once.
+    /// As above, and the next launch behind it, whatever that may.
+    Whole,
+    /// As [`InTurn`](Self::InTurn), all at once.
     Together,
     /// Beside the last blocks of the launch ahead.
     Early,
@@ -265,6 +267,24 @@ impl Device {
     ) -> Result<(), Error> {
         // SAFETY: the caller's word.
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Early, params) }
+    }
+
+    /// As [`launch`](Self::launch), of a kernel that writes what launches read [before they
+    /// wait](Self::launch_early): the next one begins when this is done, even where it may begin early.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch).
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    pub unsafe fn launch_whole<K: Kernel>(
+        &self,
+        grid: impl Into<Grid>,
+        shared_bytes: u32,
+        params: K::Params,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Whole, params) }
     }
 
     /// How many clusters of the kernel's blocks run at once where nothing else does, with so much dynamic shared

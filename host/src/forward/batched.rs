@@ -9,6 +9,7 @@ use gpu_kernels::gemm::Gemm;
 use gpu_kernels::norm::{Norm, Residual, SPAN};
 use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::stream::StreamMatrix;
+use model::format::Code;
 use model::plan::{self, Epilogue, Input, Operator};
 
 use super::{Capacity, Forward, Pass, RowOutput, Tiles};
@@ -16,6 +17,7 @@ use crate::Error;
 use crate::decode::Decode;
 use crate::device::{Buffer, TensorMaps};
 use crate::gemm;
+use crate::quantized::{Coding, Quantized};
 
 /// Rows of a GEMM's tile and how many tiles of rows there are: of each program, the first that has room for a pass is
 /// taken.
@@ -72,9 +74,11 @@ struct Packed {
     forms: Buffer<u32>,
 }
 
-/// The program of a pass over so many rows.
-fn program(rows: u32) -> usize {
-    PROGRAMS.iter().position(|&(tile_rows, tiles)| rows <= tile_rows * tiles).expect("no pass has more rows")
+/// The program of a pass over so many rows, by the kernels that read codes or by those that do not: the former have no
+/// tiles of 96 rows.
+fn program(rows: u32, of_codes: bool) -> usize {
+    let has_room = |&(tile_rows, tiles): &(u32, u32)| rows <= tile_rows * tiles && !(of_codes && tile_rows == 96);
+    PROGRAMS.iter().position(has_room).expect("no pass has more rows")
 }
 
 /// Which of the maps of [`Batched::maps`] describes what a GEMM reads, in tiles of the height at this place of
@@ -153,7 +157,11 @@ impl Forward {
             items: self.device.zeroed(BatchedStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
             best: self.device.zeroed(MAX_BATCHED_ROWS as usize)?,
             many: Many {
-                from: self.device.capabilities().tuning().gemm_rows,
+                // Launches that read bf16 have all codes made into that first.
+                from: match self.weights.codes {
+                    Some(_) => u32::MAX,
+                    None => self.device.capabilities().tuning().gemm_rows,
+                },
                 out: self.device.tensor_maps(&[gemm::out(
                     self.activation.ptr(),
                     self.room.rows,
@@ -286,13 +294,19 @@ impl Forward {
         let (c, w) = (&self.config, &self.weights);
         let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
         let product = |kind, layer: usize, gemm: &plan::Gemm| {
-            let StreamMatrix { base, n_tiles, k, .. } = w.stream.matrix(layer, gemm.matrix);
+            let StreamMatrix { stream, base, n_tiles, k, .. } = w.stream.matrix(layer, gemm.matrix);
+            let (base, plain) = match &w.codes {
+                Some(codes) if gemm.matrix != plan::Matrix::Head => (codes.base(layer, gemm.matrix), Global::default()),
+                Some(_) => (base, stream),
+                None => (base, Global::default()),
+            };
             Phase {
                 n_tiles,
                 n: gemm.n as u32,
                 k,
                 share: Share::new(Share::tiles(n_tiles, row_tiles), tile_rows, grid, k),
                 base,
+                plain,
                 x: maps.ptr(input_map(gemm.input, height)),
                 row_tiles,
                 scale: decode.scale(layer, gemm.matrix),
@@ -355,7 +369,7 @@ impl Forward {
     ) -> BatchedStep {
         let weights = &self.weights.stream;
         let finds_best = pass.output == RowOutput::Best;
-        let list: Global<Phase> = of.programs[program(pass.most_rows)][usize::from(finds_best)].ptr().cast();
+        let list: Global<Phase> = of.programs[self.program(pass)][usize::from(finds_best)].ptr().cast();
         // SAFETY: one of the program's phases.
         let phases = unsafe { list.at(first) };
         // Notes are of whole passes.
@@ -367,6 +381,7 @@ impl Forward {
             blocks: weights.blocks(),
             stream: weights.weights().ptr(),
             // Of 64 rows a tile plain weights are quicker so far: those are packed only where that is asked for.
+            codes: self.weights.codes.as_ref().map_or(Global::default(), Quantized::codes),
             lossless: decode.lossless().filter(|_| self.device.options().lossless == Some(true)).unwrap_or_default(),
             tiles: tiles.list,
             packed: of.packed.pages.ptr(),
@@ -380,20 +395,34 @@ impl Forward {
         }
     }
 
+    /// The program of a pass.
+    fn program(&self, pass: &Pass) -> usize {
+        program(pass.most_rows, self.weights.codes.is_some())
+    }
+
     /// Launches phases of a pass.
     fn launch_batched(&self, of: &Batched, pass: &Pass, step: BatchedStep) -> Result<(), Error> {
-        let (d, grid, tile_rows) = (&self.device, of.grid, PROGRAMS[program(pass.most_rows)].0);
+        let (d, grid, tile_rows) = (&self.device, of.grid, PROGRAMS[self.program(pass)].0);
         let shared = BatchedStep::shared_bytes(tile_rows);
         // SAFETY: every address is a buffer of self, of the size that the parameter block states; self outlives the
         // work because freeing device memory waits for it.
         unsafe {
-            match tile_rows {
-                64 if !step.lossless.regions.is_null() => {
-                    d.launch_cooperative::<batched::batched_64_lossless>(grid, shared, step)
-                }
-                64 => d.launch_cooperative::<batched::batched_64>(grid, shared, step),
-                96 => d.launch_cooperative::<batched::batched_96>(grid, shared, step),
-                _ => d.launch_cooperative::<batched::batched_128>(grid, shared, step),
+            macro_rules! launch {
+                ($kernel:ident) => {
+                    d.launch_cooperative::<batched::$kernel>(grid, shared, step)
+                };
+            }
+            match (self.weights.codes.as_ref().map(Quantized::coding), tile_rows) {
+                (None, 64) if !step.lossless.regions.is_null() => launch!(batched_64_lossless),
+                (None, 64) => launch!(batched_64),
+                (None, 96) => launch!(batched_96),
+                (None, _) => launch!(batched_128),
+                (Some(Coding { code: Code::E4m3, .. }), 64) => launch!(batched_64_fp8),
+                (Some(Coding { code: Code::E4m3, .. }), _) => launch!(batched_128_fp8),
+                (Some(Coding { is_fine: false, .. }), 64) => launch!(batched_64_int4),
+                (Some(Coding { is_fine: false, .. }), _) => launch!(batched_128_int4),
+                (Some(Coding { is_fine: true, .. }), 64) => launch!(batched_64_int4_f16),
+                (Some(Coding { is_fine: true, .. }), _) => launch!(batched_128_int4_f16),
             }
         }
     }
@@ -441,6 +470,7 @@ impl Forward {
         unsafe { d.launch::<embedding::embed_spans>((1, pass.most_rows), 0, w.embedding(pass.rows, residual))? };
         let last = w.layers.len() - 1;
         for i in 0..=last {
+            w.make_layer(d, i)?;
             for operator in c.layer_plan().operators() {
                 match operator {
                     // Done with the head, below.

@@ -7,6 +7,7 @@ use model::Config;
 
 use crate::cache::KvCache;
 use crate::prefill::Prefill;
+use crate::quantized::Coding;
 use crate::weights::DeviceWeights;
 
 /// How much there is memory for.
@@ -50,9 +51,15 @@ pub(super) fn pages(capacity: usize) -> usize {
 
 impl Footprint {
     /// For `config` with room for one sequence of `capacity` tokens, on a device whose prompts run in passes of many
-    /// rows, or not.
+    /// rows, or not; with the layers' matrices as bf16.
     pub fn of(config: &Config, capacity: usize, has_prefill: bool) -> Self {
         Self::of_room(config, &Capacity::single(capacity), has_prefill.then_some(capacity))
+    }
+
+    /// The same with the layers' matrices as codes, if they are.
+    #[must_use]
+    pub fn coded(self, config: &Config, coding: Option<Coding>) -> Self {
+        Self { weights: DeviceWeights::bytes(config, coding), ..self }
     }
 
     /// For `config` with this room, and for passes over up to `prefill` rows of prompts where there are any.
@@ -68,6 +75,6 @@ impl Footprint {
             + activations
             + rows * (config.intermediate_size * 2 + config.vocab_size * 4);
         let prefill = prefill.map_or(0, |rows| Prefill::bytes(config, rows));
-        Self { weights: DeviceWeights::bytes(config), working: working as u64 + prefill }
+        Self { weights: DeviceWeights::bytes(config, None), working: working as u64 + prefill }
     }
 }

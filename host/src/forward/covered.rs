@@ -63,7 +63,7 @@ pub(super) fn check_weights(
     weights: &DeviceWeights,
     times: usize,
 ) -> Result<(), Error> {
-    let DeviceWeights { embed, layers, norm, stream, scales } = weights;
+    let DeviceWeights { embed, layers, norm, stream, codes } = weights;
     let (hidden, head_dim) = (config.hidden_size, config.head_dim);
     let check = |what: &'static str, weight: &Buffer<bf16>, expected: usize| {
         let found = if weight.device().is_same_card(device) { weight.len() } else { 0 };
@@ -109,7 +109,14 @@ pub(super) fn check_weights(
         }
         optional("bias of the projections", qkv_bias, if config.traits.qkv_bias { config.qkv_size() } else { 0 })?;
     }
-    scales.as_ref().map_or(Ok(()), |scales| scales.check(config))
+    let found = codes.as_ref().map(|codes| codes.bytes() as usize);
+    let expected = codes.as_ref().map(|codes| codes.coding().bytes_of(config, device.sms()) as usize);
+    match (found, expected) {
+        (Some(found), Some(expected)) if found != expected => {
+            Err(Error::Weights { what: "codes of the layers' matrices", found, expected })
+        }
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]

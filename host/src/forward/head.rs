@@ -150,7 +150,7 @@ impl HeadWeights {
                 layers: vec![layer],
                 norm: copy(&[w.norm])?,
                 stream,
-                scales: None,
+                codes: None,
             },
             taps,
             targets: device.upload(head.targets())?,

@@ -100,6 +100,7 @@ impl Forward {
         // SAFETY: the caller's word.
         unsafe {
             for i in 0..self.config.num_hidden_layers {
+                self.weights.make_layer(d, i)?;
                 for operator in plan.operators() {
                     match operator {
                         Operator::Gemm(gemm) => self.launch_gemm(rows, most_rows, i, &gemm)?,

@@ -142,6 +142,11 @@ pub trait WeightFormat: fmt::Debug + Send + Sync {
     /// The tensor that scales are in, for messages: its place among the [parts](Self::parts).
     fn scale_part(&self) -> usize;
 
+    /// The number format of a matrix's scales.
+    fn scale_dtype(&self, matrix: &QuantizedMatrix<'_>) -> Dtype {
+        matrix.part(self.scale_part()).dtype
+    }
+
     /// Bytes of a matrix's codes, scales and zeros, as tight as the format has them; `stored` are those of its parts.
     fn compact_bytes(&self, _shape: [usize; 2], stored: u64) -> u64 {
         stored

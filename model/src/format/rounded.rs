@@ -64,6 +64,10 @@ impl WeightFormat for Rounded {
         0
     }
 
+    fn scale_dtype(&self, _matrix: &QuantizedMatrix<'_>) -> Dtype {
+        Dtype::Bf16
+    }
+
     fn compact_bytes(&self, [outputs, inputs]: [usize; 2], _stored: u64) -> u64 {
         let groups = inputs.div_ceil(BLOCK);
         let bytes = match self {

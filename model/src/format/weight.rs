@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{Code, Codes, WeightFormat};
 use crate::checkpoint::{Tensor, TensorId};
-use crate::{Checkpoint, Error};
+use crate::{Checkpoint, Dtype, Error};
 
 /// Codes that are turned into weights at a time: with what comes of them they stay in a core's own cache.
 const CODES: usize = 64 << 10;
@@ -156,6 +156,11 @@ impl<'a> QuantizedMatrix<'a> {
     /// Inputs that share a scale.
     pub fn group(&self) -> usize {
         self.format().group(self.shape()[1])
+    }
+
+    /// The number format of its scales.
+    pub fn scale_dtype(&self) -> Dtype {
+        self.format().scale_dtype(self)
     }
 
     /// Reads codes, scales and zeros of the outputs `rows`, which begin at a multiple of the format's

@@ -464,6 +464,11 @@ pub unsafe fn wgmma_n64_upper<const STEP: usize>(b: u32, keep: bool) {
 }
 
 #[track_caller]
+pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
+    wgmma::from_registers(STEP, wgmma::OperandB::OperandA(b), 128, keep, Location::caller());
+}
+
+#[track_caller]
 pub unsafe fn wgmma_load_fragments<const STEP: usize>(row: u32) {
     let site = Location::caller();
     // SAFETY: the caller's.

@@ -170,6 +170,19 @@ pub unsafe fn wgmma_n64_upper<const STEP: usize>(b: u32, keep: bool) {
 }
 
 #[inline(always)]
+pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe {
+        asm!(
+            "{{ .reg .pred keep; .reg .b32 high; .reg .b64 b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
+            "mov.b64 b, {{{b}, high}};",
+            concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", upper!(), ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, 0; }}"),
+            a0 = const 4 * STEP, a1 = const 4 * STEP + 1, a2 = const 4 * STEP + 2, a3 = const 4 * STEP + 3,
+            b = in(reg32) b, keep = in(reg32) u32::from(keep), options(nostack));
+    }
+}
+
+#[inline(always)]
 pub unsafe fn wgmma_load_fragments<const STEP: usize>(row: u32) {
     // SAFETY: the caller's. It stays where it is among products and waits.
     unsafe {
