@@ -89,7 +89,7 @@ fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path_in_wider_
     }
 }
 
-/// One tile of 96 rows and of 128, and two of each.
+/// One tile of 96 rows and of 128, and two of each; and of codes, whose tiles have 64 rows and 128.
 #[test]
 fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
     let config = Config {
@@ -102,16 +102,18 @@ fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
         ..Config::published("8B").unwrap()
     };
     // Of every other number with biases in place of norms of heads.
-    for (i, sequences) in [70, 100, 131, 200].into_iter().enumerate() {
+    let (int4, fp8) = (Some(Code::Int4), Some(Code::E4m3));
+    let cases = [(70, None), (100, None), (131, None), (200, None), (40, fp8), (70, int4), (131, fp8)];
+    for (i, (sequences, code)) in cases.into_iter().enumerate() {
         let has_bias = i % 2 == 1;
         let config = Config { traits: Traits { head_norm: !has_bias, qkv_bias: has_bias }, ..config.clone() };
         let positions: Vec<u32> = (0..sequences).map(|i| i * 13 % 67 + if i == 5 { 300 } else { 0 }).collect();
         let device = host::device::Device::emulator(u64::from(sequences));
-        let weights = host::weights::DeviceWeights::random(&config, &device).unwrap();
+        let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
         let [launched, wide, by_gemm] = unfused_and_batched(&device, &config, weights, &positions);
         assert!(launched.iter().all(|logit| logit.is_finite()));
-        assert!(wide == launched, "{sequences} sequences");
-        assert!(by_gemm == launched, "{sequences} sequences, products as launches");
+        assert!(wide == launched, "{sequences} sequences, {code:?}");
+        assert!(by_gemm == launched, "{sequences} sequences, {code:?}, products as launches");
     }
 }
 

@@ -127,7 +127,7 @@ impl Emulator {
             grid: [grid.0, grid.1, grid.2],
             threads: K::THREADS,
             shared_bytes,
-            cooperative: begin != Begin::InTurn,
+            cooperative: matches!(begin, Begin::Together | Begin::Early),
             // Each launch gets its own schedule.
             seed: self.seed.fetch_add(1, Ordering::Relaxed),
             ..Launch::default()
