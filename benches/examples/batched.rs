@@ -1,5 +1,5 @@
-//! Where the time of a step of many sequences goes: `wide [SIZE[/LAYERS] [SEQUENCES[@FROM-TO][:plain] …]]`, such as
-//! `wide 8B 64 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so many, in no order. Full
+//! Where the time of a step of many sequences goes: `batched [--weights HOW] [SIZE[/LAYERS] [SEQUENCES[@FROM-TO][:plain] …]]`, such as
+//! `batched 8B 64 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so many, in no order. Full
 //! pages are packed, or stay `plain`.
 //!
 //! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best
@@ -17,7 +17,6 @@ use gpu_kernels::sample::rank;
 use half::bf16;
 use host::device::Device;
 use host::forward::{Capacity, Forward, Row, RowOutput};
-use host::weights::DeviceWeights;
 use model::Config;
 
 const CONTEXT: usize = 1040;
@@ -64,6 +63,7 @@ fn shuffle<T>(items: &mut [T], seed: u64) {
 }
 
 fn step(
+    arguments: &Arguments,
     device: &Device,
     size: &str,
     layers: Option<usize>,
@@ -76,7 +76,7 @@ fn step(
     let context = case.contexts.iter().max().copied().unwrap_or(CONTEXT);
     let stride = context.div_ceil(PAGE_TOKENS as usize);
     let room = Capacity::batch(context, sequences, sequences * stride, sequences);
-    let mut forward = Forward::with_room(device, &config, DeviceWeights::random(&config, device)?, room)?;
+    let mut forward = Forward::with_room(device, &config, arguments.weights(&config, device)?, room)?;
     let pattern: Vec<bf16> =
         random(1 << 20, 5).iter().map(|&r| bf16::from_f32(r as f32 / (1u64 << 30) as f32 - 1.0)).collect();
     forward.fill_cache(&pattern)?;
@@ -210,7 +210,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let counts =
         if arguments.words.len() > 1 { arguments.words[1..].to_vec() } else { vec!["64".into(), "256".into()] };
     for sequences in counts {
-        step(&device, size, layers, &Case::new(&sequences)?, bandwidth)?;
+        step(&arguments, &device, size, layers, &Case::new(&sequences)?, bandwidth)?;
     }
     Ok(())
 }

@@ -71,6 +71,9 @@ pub(crate) trait WeightFormat: Copy {
 
 /// How the batched decode kernels read weights.
 pub(crate) trait BatchedFormat: WeightFormat {
+    /// How many stages have as many bytes as one of [`Plain`], or nearly.
+    const STAGES: u32 = 1;
+
     /// Where the stages of the batched decode kernel are: those of [`TOGETHER`](crate::stream::TOGETHER) N-tiles from
     /// `n_tile` on.
     unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources;

@@ -133,7 +133,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                     let mut weights = stages.of(k_split);
                     let (mut turn, depth) = (0, gemm.depth(k_split));
                     while turn < depth {
-                        let most = under_way(filled, alone, weights_under_way::<ROWS>());
+                        let most = under_way(filled / F::STAGES, alone, weights_under_way::<ROWS>()) * F::STAGES;
                         // Where nothing is held back, there is one barrier less to ask.
                         if most < Memory::<ROWS>::RING.stages {
                             ring.wait_under_way(most);

@@ -403,6 +403,8 @@ impl<C: Code> WeightFormat for Quantized<C> {
 }
 
 impl<C: Code> BatchedFormat for Quantized<C> {
+    const STAGES: u32 = SLICES_APART / (TOGETHER * (C::SLICE_BYTES + SCALE_BYTES)) + 1;
+
     #[inline(always)]
     unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
         let region = |q| regions_at::<C>(wave.together(n_tile, q));
