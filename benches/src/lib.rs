@@ -42,7 +42,7 @@ pub static MODULES: &[Image] = &include!(concat!(env!("OUT_DIR"), "/images.rs"))
 
 /// Options of a device that has the kernels for measuring too.
 pub fn options() -> DeviceOptions {
-    DeviceOptions { modules: MODULES, lossless: Some(false), ..DeviceOptions::default() }
+    DeviceOptions { modules: MODULES, lossless: Some(false), plain_beside: Some(false), ..DeviceOptions::default() }
 }
 
 /// CUDA card `ordinal`, with the kernels for measuring.

@@ -591,13 +591,6 @@ pub unsafe fn batched_128(p: BatchedStep) {
     unsafe { batched::<Plain, 128, 16>(&p) }
 }
 
-/// [`batched_128`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_128_lossless(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Lossless, 128, 16>(&p) }
-}
-
 /// [`batched_128`], of codes in FP8.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
 pub unsafe fn batched_128_fp8(p: BatchedStep) {

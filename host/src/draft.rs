@@ -73,8 +73,8 @@ impl DraftCheckpoint {
         let has_prefill = device.has_prefill();
         Ok(match self {
             Self::Model(draft) => {
-                let coding = DeviceWeights::coding(draft, device)?;
-                Footprint::of(&draft.config, capacity, has_prefill).coded(&draft.config, coding)
+                let kept = DeviceWeights::kept(draft, device)?;
+                Footprint::of(&draft.config, capacity, has_prefill).coded(&draft.config, kept)
             }
             Self::Eagle3(head) => HeadWeights::footprint(head, capacity, has_prefill),
         })

@@ -150,8 +150,8 @@ impl Gpu {
             draft.check_for(checkpoint)?;
             draft.check_shapes().map_err(|error| Error::DraftModel(Box::new(error)))?;
         }
-        let coding = DeviceWeights::coding(checkpoint, device)?;
-        let of_model = Footprint::of(config, capacity, device.has_prefill()).coded(config, coding);
+        let kept = DeviceWeights::kept(checkpoint, device)?;
+        let of_model = Footprint::of(config, capacity, device.has_prefill()).coded(config, kept);
         let of_draft = draft.map(|draft| draft.footprint(capacity, device)).transpose()?;
         if let Some(free) = device.free_memory()? {
             let Footprint { weights, working: cache } = of_model;

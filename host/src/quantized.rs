@@ -1,8 +1,8 @@
 //! Codes of quantised weights on a device (see `gpu_kernels::weights::quantized`).
 //!
 //! On the way of a checkpoint to the device every weight becomes the bf16 that it means, and [`Collector`] keeps the
-//! scales. From both the device finds a matrix's codes again, checks that they make the very weights, and keeps the
-//! codes alone. Kernels that read bf16 have a layer's weights made again before they run.
+//! scales. From both the device finds a matrix's codes again, and checks that they make the very weights. Unless there is
+//! much memory the codes alone are kept: then kernels that read bf16 have a layer's weights made again before they run.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -29,6 +29,31 @@ pub struct Coding {
     pub code: Code,
     /// Whether scales have two parts: those of int4 in f16.
     pub is_fine: bool,
+}
+
+/// What is kept of a model whose layers have codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// What the codes are.
+    pub coding: Coding,
+    /// Whether bf16 weights are beside them: otherwise they are made again, a layer at a time, for passes that read
+    /// them.
+    pub plain: bool,
+}
+
+impl Kept {
+    /// What is kept on `device` of a model with such codes, as its [options](crate::device::DeviceOptions) and its free
+    /// memory have it.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn on(device: &Device, config: &Config, coding: Coding) -> Result<Self, Error> {
+        let plain = match device.options().plain_beside {
+            Some(plain) => plain,
+            None => device.free_memory()?.is_some_and(|free| Stream::bytes(config, false) <= free / 4),
+        };
+        Ok(Self { coding, plain })
+    }
 }
 
 /// Calls a function for the kernels' type of codes.

@@ -121,6 +121,12 @@ impl Stream {
         chunks * u64::from(CHUNK_BYTES)
     }
 
+    /// Whether all layers have the memory of one.
+    pub fn is_of_layer(&self) -> bool {
+        self.matrices.len() > Matrix::OF_LAYER.len() + 1
+            && self.matrices[0].base == self.matrices[Matrix::OF_LAYER.len()].base
+    }
+
     /// Chunks of the layers that are here: of one, or of all.
     pub fn layer_chunks(&self) -> u64 {
         self.layer_chunks

@@ -15,7 +15,7 @@ use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, LayerWeights, Weight, Weights};
 
 use crate::device::{Buffer, Device, Filling, Group, Region};
-use crate::quantized::{Coding, Collector, Quantized, uniform_scales};
+use crate::quantized::{Coding, Collector, Kept, Quantized, uniform_scales};
 use crate::stream::{Source, Stream};
 use crate::timed::timed;
 use crate::{Error, Progress, gib};
@@ -28,7 +28,8 @@ pub struct DeviceWeights {
     pub layers: Vec<DeviceLayer>,
     /// `[hidden]`.
     pub norm: Buffer<bf16>,
-    /// The matrices of the layers, and the head. Where there are codes, the layers share the memory of one.
+    /// The matrices of the layers, and the head; or those of one layer at a time, where [codes](Self::codes) are all that
+    /// is kept.
     pub stream: Stream,
     /// The codes of the layers' matrices, if they are kept so.
     pub codes: Option<Quantized>,
@@ -50,14 +51,14 @@ pub struct DeviceLayer {
 
 impl DeviceWeights {
     /// Copies `checkpoint` to `device`, and lays its matrices out on the way. f16 and f32 weights are rounded to bf16,
-    /// and quantised ones become the bf16 that they mean, or [codes](Self::coding). Every weight is checked on the way.
+    /// and quantised ones become the bf16 that they mean, or [codes](Self::kept). Every weight is checked on the way.
     ///
     /// # Errors
     /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, or
     /// [`Error::Interrupted`] when `progress` breaks.
     pub fn upload(checkpoint: &Checkpoint, device: &Device, progress: &mut Progress<'_>) -> Result<Self, Error> {
-        let coding = Self::coding(checkpoint, device)?;
-        if let Some(coded) = Self::upload_as(checkpoint, device, coding, progress)? {
+        let kept = Self::kept(checkpoint, device)?;
+        if let Some(coded) = Self::upload_as(checkpoint, device, kept, progress)? {
             return Ok(coded);
         }
         // A scale or a weight that the kernels' codes do not have: the weights themselves are then what is kept.
@@ -65,31 +66,32 @@ impl DeviceWeights {
         Ok(plain.expect("weights in bf16 have no codes that could not do"))
     }
 
-    /// The codes that the layers' matrices of a checkpoint are kept as on a device, if they are.
+    /// What is kept on a device of a checkpoint whose layers have codes; none if they have none that kernels read.
     ///
     /// # Errors
-    /// As [`Checkpoint::weights`].
-    pub fn coding(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Coding>, Error> {
+    /// As [`Checkpoint::weights`]; a driver error.
+    pub fn kept(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Kept>, Error> {
         let wanted = device.has_decode_kernel() && device.options().lossless != Some(false);
-        Ok(if wanted { Coding::of(&checkpoint.weights()?) } else { None })
+        let coding = if wanted { Coding::of(&checkpoint.weights()?) } else { None };
+        coding.map(|coding| Kept::on(device, &checkpoint.config, coding)).transpose()
     }
 
     /// The same with codes or without; none if there are no such codes after all.
     fn upload_as(
         checkpoint: &Checkpoint,
         device: &Device,
-        coding: Option<Coding>,
+        kept: Option<Kept>,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Self>, Error> {
         let of_checkpoint = checkpoint.weights()?;
         let mut plan = Plan::new(device);
-        let planned = || Self::planned(&of_checkpoint, &checkpoint.config, coding, &mut plan);
+        let planned = || Self::planned(&of_checkpoint, &checkpoint.config, kept, &mut plan);
         // Where matrices wait to be laid out, as long as this takes.
         let (this, _staging) = timed("memory for the weights", planned)?;
         let Plan { weights, groups, behind, .. } = plan;
         let bytes: u64 = groups.iter().flat_map(|group| &group.regions).map(|region| region.bytes() as u64).sum();
         let mut done = 0;
-        let collector = coding.map(|coding| Collector::new(&of_checkpoint, coding));
+        let collector = kept.map(|kept| Collector::new(&of_checkpoint, kept.coding));
         let is_unfit = || collector.as_ref().is_some_and(Collector::is_unfit);
         let fill = |i: usize, at: usize, out: &mut [u8]| match &collector {
             None => Ok(weights[i].0.read_bf16(weights[i].1 + at / 2, out)?),
@@ -132,7 +134,7 @@ impl DeviceWeights {
     fn planned<'w>(
         weights: &'w Weights<Weight<'w>>,
         config: &Config,
-        coding: Option<Coding>,
+        kept: Option<Kept>,
         plan: &mut Plan<'w>,
     ) -> Result<(Self, Staging), Error> {
         let device = plan.device;
@@ -140,7 +142,7 @@ impl DeviceWeights {
         let largest = config.layer_plan().gemms().map(|gemm| gemm.weights()).max().unwrap_or(0);
         let least = if tied { 0 } else { rows_together(&weights.head) * config.hidden_size };
         let mut staging = Staging::new(device, largest.max(least))?;
-        let (stream, codes) = Self::matrices(device, config, coding)?;
+        let (stream, codes) = Self::matrices(device, config, kept)?;
         let embed = plan.buffer(&[&weights.embed])?;
         let head = Matrix::Head.number(config.num_hidden_layers);
         // The head, if it is that, from where it is.
@@ -169,23 +171,19 @@ impl DeviceWeights {
     }
 
     /// Memory for matrices, or for their codes.
-    fn matrices(
-        device: &Device,
-        config: &Config,
-        coding: Option<Coding>,
-    ) -> Result<(Stream, Option<Quantized>), Error> {
-        Ok(match coding {
-            None => (Stream::of_model(device, config)?, None),
-            Some(coding) => (Stream::of_layer(device, config)?, Some(Quantized::new(device, config, coding)?)),
-        })
+    fn matrices(device: &Device, config: &Config, kept: Option<Kept>) -> Result<(Stream, Option<Quantized>), Error> {
+        let is_of_layer = kept.is_some_and(|kept| !kept.plain);
+        let stream = if is_of_layer { Stream::of_layer(device, config) } else { Stream::of_model(device, config) };
+        Ok((stream?, kept.map(|kept| Quantized::new(device, config, kept.coding)).transpose()?))
     }
 
     /// Bytes of a model's, with codes or without.
-    pub fn bytes(config: &Config, coding: Option<Coding>) -> u64 {
+    pub fn bytes(config: &Config, kept: Option<Kept>) -> u64 {
         let matrices: usize = config.gemms().map(|gemm| 2 * gemm.weights()).sum();
         let tied = if config.tie_word_embeddings { 2 * config.head().weights() } else { 0 };
         let others = config.weight_bytes(2) as u64 + tied as u64 - matrices as u64;
-        others + Stream::bytes(config, coding.is_some()) + coding.map_or(0, |coding| coding.bytes_of(config, 1))
+        let stream = Stream::bytes(config, kept.is_some_and(|kept| !kept.plain));
+        others + stream + kept.map_or(0, |kept| kept.coding.bytes_of(config, 1))
     }
 }
 
@@ -227,6 +225,7 @@ impl DeviceWeights {
             (pattern, scale, if code == Code::Int4 { 8 } else { 0 })
         });
         let coding = code.filter(|_| device.has_decode_kernel()).map(|code| Coding { code, is_fine: false });
+        let kept = coding.map(|coding| Kept::on(device, config, coding)).transpose()?;
         let mut filled = 0;
         let mut fill = |elements: usize, pattern: &[bf16]| {
             filled += 1;
@@ -238,7 +237,7 @@ impl DeviceWeights {
         let hidden = config.hidden_size;
         let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
         let embed = fill(config.vocab_size * hidden, &pattern)?;
-        let (stream, codes) = Self::matrices(device, config, coding)?;
+        let (stream, codes) = Self::matrices(device, config, kept)?;
         for (number, gemm) in config.gemms().enumerate() {
             let is_head = gemm.matrix == Matrix::Head;
             let weights = match is_head {
@@ -278,13 +277,18 @@ impl DeviceWeights {
 }
 
 impl DeviceWeights {
-    /// Enqueues that the [stream](Self::stream) has a layer's matrices, for what comes next to read: where there are
-    /// codes they are made now, and launches must not begin before that is done.
+    /// The codes, where they are all that is kept of the layers' matrices.
+    pub fn only_codes(&self) -> Option<&Quantized> {
+        self.codes.as_ref().filter(|_| self.stream.is_of_layer())
+    }
+
+    /// Enqueues that the [stream](Self::stream) has a layer's matrices, for what comes next to read: where codes are all
+    /// that is kept, they are made now.
     ///
     /// # Errors
     /// A refused launch.
     pub fn make_layer(&self, device: &Device, layer: usize) -> Result<(), Error> {
-        self.codes.as_ref().map_or(Ok(()), |codes| codes.make_layer(device, layer, &self.stream))
+        self.only_codes().map_or(Ok(()), |codes| codes.make_layer(device, layer, &self.stream))
     }
 
     /// The bias of a GEMM of the plan in a layer; null where it has none.

@@ -116,9 +116,20 @@ fn quantised_weights_are_read_as_codes() {
         assert_eq!(compact(&plain), None, "{}", case.name);
         let smaller = !["gptq_desc_act", "w4a16_zeros"].contains(&case.name.as_str());
         assert_eq!(compact(&DeviceOptions::default()).is_some(), smaller, "{}", case.name);
+        let beside = DeviceOptions { plain_beside: Some(true), ..DeviceOptions::default() };
+        assert_eq!(compact(&beside), compact(&DeviceOptions::default()), "{}", case.name);
         let engine = |options: &DeviceOptions| engine_with(&checkpoint, DeviceChoice::Emulator, options, CONTEXT);
         let (mut plain, mut codes) = (engine(&plain), engine(&DeviceOptions::default()));
         assert!(codes.score(&prompt).unwrap() == plain.score(&prompt).unwrap(), "{}", case.name);
+        if smaller {
+            let greedy = greedy(&prompt, 8, None);
+            assert_eq!(
+                answer(&mut engine(&beside), &greedy).tokens,
+                answer(&mut plain, &greedy).tokens,
+                "{}",
+                case.name
+            );
+        }
         for draft in [None, Some(EAGER)] {
             let tokens = |engine: &mut Engine| answer(engine, &greedy(&prompt, 8, draft)).tokens;
             assert_eq!(tokens(&mut codes), tokens(&mut plain), "{} {draft:?}", case.name);

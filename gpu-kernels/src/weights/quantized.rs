@@ -527,7 +527,7 @@ pub unsafe fn quantize_int4_f16(p: Quantize) {
 }
 
 /// The codes of FP8 weights.
-#[kernel(threads = 128)]
+#[kernel(threads = 128, min_blocks = 4)]
 pub unsafe fn quantize_fp8(p: Quantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { quantize::<Fp8>(&p) }

@@ -152,7 +152,7 @@ impl GpuBatch {
         let prompts_apart = device.has_prefill();
         let sizes = BatchSizes::new(device, context, &options, prompts_apart);
         let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
-            .coded(config, DeviceWeights::coding(checkpoint, device)?);
+            .coded(config, DeviceWeights::kept(checkpoint, device)?);
         if let Some(free) = device.free_memory()?
             && least.weights + least.working + SPARE > free
         {

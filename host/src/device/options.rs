@@ -16,6 +16,9 @@ pub struct DeviceOptions {
     pub prefill: Option<bool>,
     /// Whether decode steps read weights packed without loss. None is where that is faster and there is the memory.
     pub lossless: Option<bool>,
+    /// Whether the bf16 weights that codes mean stay beside them, for the passes that read bf16. None is where they take
+    /// a quarter of the free memory at most; not under the emulator.
+    pub plain_beside: Option<bool>,
     /// A file of kernels to load instead of those that are built in. It takes the place of each module that it holds
     /// whole.
     pub kernels: Option<KernelFile>,
@@ -46,11 +49,11 @@ impl KernelFile {
 
 impl PartialEq for DeviceOptions {
     fn eq(&self, other: &Self) -> bool {
-        let Self { portable, unfused, prefill, lossless, kernels, modules } = other;
+        let Self { portable, unfused, prefill, lossless, plain_beside, kernels, modules } = other;
         // Their texts are megabytes.
         let same_modules = std::ptr::eq(self.modules, *modules);
         (self.portable, self.unfused, self.prefill, self.lossless) == (*portable, *unfused, *prefill, *lossless)
-            && self.kernels == *kernels
+            && (self.plain_beside, &self.kernels) == (*plain_beside, kernels)
             && same_modules
     }
 }

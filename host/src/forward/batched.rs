@@ -157,11 +157,7 @@ impl Forward {
             items: self.device.zeroed(BatchedStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
             best: self.device.zeroed(MAX_BATCHED_ROWS as usize)?,
             many: Many {
-                // Launches that read bf16 have all codes made into that first.
-                from: match self.weights.codes {
-                    Some(_) => u32::MAX,
-                    None => self.device.capabilities().tuning().gemm_rows,
-                },
+                from: self.device.capabilities().tuning().gemm_rows,
                 out: self.device.tensor_maps(&[gemm::out(
                     self.activation.ptr(),
                     self.room.rows,
@@ -295,7 +291,7 @@ impl Forward {
         let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
         let product = |kind, layer: usize, gemm: &plan::Gemm| {
             let StreamMatrix { stream, base, n_tiles, k, .. } = w.stream.matrix(layer, gemm.matrix);
-            let (base, plain) = match &w.codes {
+            let (base, plain) = match w.only_codes() {
                 Some(codes) if gemm.matrix != plan::Matrix::Head => (codes.base(layer, gemm.matrix), Global::default()),
                 Some(_) => (base, stream),
                 None => (base, Global::default()),
@@ -381,7 +377,7 @@ impl Forward {
             blocks: weights.blocks(),
             stream: weights.weights().ptr(),
             // Of 64 rows a tile plain weights are quicker so far: those are packed only where that is asked for.
-            codes: self.weights.codes.as_ref().map_or(Global::default(), Quantized::codes),
+            codes: self.weights.only_codes().map_or(Global::default(), Quantized::codes),
             lossless: decode.lossless().filter(|_| self.device.options().lossless == Some(true)).unwrap_or_default(),
             tiles: tiles.list,
             packed: of.packed.pages.ptr(),
@@ -397,7 +393,7 @@ impl Forward {
 
     /// The program of a pass.
     fn program(&self, pass: &Pass) -> usize {
-        program(pass.most_rows, self.weights.codes.is_some())
+        program(pass.most_rows, self.weights.only_codes().is_some())
     }
 
     /// Launches phases of a pass.
@@ -412,7 +408,7 @@ impl Forward {
                     d.launch_cooperative::<batched::$kernel>(grid, shared, step)
                 };
             }
-            match (self.weights.codes.as_ref().map(Quantized::coding), tile_rows) {
+            match (self.weights.only_codes().map(Quantized::coding), tile_rows) {
                 (None, 64) if !step.lossless.regions.is_null() => launch!(batched_64_lossless),
                 (None, 64) => launch!(batched_64),
                 (None, 96) => launch!(batched_96),

@@ -7,7 +7,7 @@ use model::Config;
 
 use crate::cache::KvCache;
 use crate::prefill::Prefill;
-use crate::quantized::Coding;
+use crate::quantized::Kept;
 use crate::weights::DeviceWeights;
 
 /// How much there is memory for.
@@ -56,10 +56,10 @@ impl Footprint {
         Self::of_room(config, &Capacity::single(capacity), has_prefill.then_some(capacity))
     }
 
-    /// The same with the layers' matrices as codes, if they are.
+    /// The same with codes of the layers' matrices, if there are such.
     #[must_use]
-    pub fn coded(self, config: &Config, coding: Option<Coding>) -> Self {
-        Self { weights: DeviceWeights::bytes(config, coding), ..self }
+    pub fn coded(self, config: &Config, kept: Option<Kept>) -> Self {
+        Self { weights: DeviceWeights::bytes(config, kept), ..self }
     }
 
     /// For `config` with this room, and for passes over up to `prefill` rows of prompts where there are any.
