@@ -228,7 +228,11 @@ pub fn inspect(args: InspectArgs) -> anyhow::Result<Inspect> {
     Ok(Inspect {
         source: source(which, &args.model)?,
         weights: weights(&args.model),
-        load: LoadOptions { context: args.context, ..LoadOptions::on(DeviceChoice::Auto) },
+        load: LoadOptions {
+            options: DeviceOptions { lossless: args.model.weights.lossless(), ..DeviceOptions::default() },
+            context: args.context,
+            ..LoadOptions::on(DeviceChoice::Auto)
+        },
         tensors: args.tensors,
         check: args.check,
         report: Report { detail: if args.quiet { Detail::Quiet } else { Detail::Normal }, json: args.json },

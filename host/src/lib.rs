@@ -40,6 +40,7 @@ pub use error::{Error, gib};
 pub use gpu::{DraftWeights, Gpu};
 pub use profile::Profile;
 pub use prompt::encode_prompt;
+pub use quantized::{Coding, Kept};
 
 /// Told the bytes loaded so far and in all; breaking stops the load.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> std::ops::ControlFlow<()> + 'a;

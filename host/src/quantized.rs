@@ -14,6 +14,7 @@ use cuda_std::tensor::Array;
 use gpu_kernels::linear::N_TILE;
 use gpu_kernels::stream::{CHUNK_FEATURES, StreamMatrix, TOGETHER, Walk};
 use gpu_kernels::weights::quantized::{self, Code as _, Dequantize, GROUP, GROUPS, Quantize, Scale};
+use model::checkpoint::MatrixOutline;
 use model::format::{Code, Codes};
 use model::plan::Matrix;
 use model::{Config, Dtype, Weight, Weights};
@@ -83,6 +84,14 @@ impl Coding {
             all.is_fine |= code == Code::Int4 && matrix.scale_dtype() != Dtype::Bf16;
         }
         all
+    }
+
+    /// The same by what headers tell of a model's matrices; whether scales are fine they do not.
+    pub fn of_outline(matrices: &[MatrixOutline]) -> Option<Self> {
+        let of_layers = matrices.iter().filter(|of| ["qkv", "output", "gate_up", "down"].contains(&of.kind));
+        let mut codes = of_layers.map(|of| of.codes.filter(|(_, group)| group.is_multiple_of(GROUP as usize)));
+        let (code, _) = codes.next()??;
+        codes.all(|of| of.is_some_and(|(other, _)| other == code)).then_some(Self { code, is_fine: false })
     }
 
     /// The word of a scale and a zero, if the kernels have one.

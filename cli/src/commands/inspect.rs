@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 
 use host::device::CardInfo;
 use host::forward::{Footprint, Forward};
-use host::gib;
+use host::{Coding, Kept, gib};
 use model::checkpoint::{MatrixOutline, OutlineTensor};
 use model::{Checkpoint, Config, GenerationConfig, OpenOptions, Outline};
 use serde::Serialize;
@@ -163,6 +163,8 @@ struct Generation {
 struct Memory {
     context: usize,
     weight_bytes: u64,
+    /// Bytes of weights on Hopper, of a quantised model where memory is scarce; null for others.
+    code_bytes: Option<u64>,
     kv_bytes_per_token: usize,
     working_bytes: u64,
     total_bytes: u64,
@@ -196,23 +198,27 @@ impl Findings {
         let cards = host::device::cards()?;
         let has_gemms = |card: &CardInfo| card.capabilities.is_some_and(|of| of.has_gemms());
         let footprint = Footprint::of(config, context, cards.iter().any(has_gemms));
+        let coding = Coding::of_outline(&outline.matrices).filter(|_| command.load.options.lossless != Some(false));
+        let kept = coding.map(|coding| Kept { coding, plain: false });
         let memory = Memory {
             context,
             weight_bytes: footprint.weights,
+            code_bytes: kept.map(|_| footprint.coded(config, kept).weights),
             kv_bytes_per_token: config.kv_bytes_per_token(2),
             working_bytes: footprint.working,
             total_bytes: footprint.weights + footprint.working,
         };
         let cards = cards.into_iter().map(|card| {
             let has_gemms = has_gemms(&card);
+            let kept = kept.filter(|_| card.capabilities.is_some_and(|of| of.has_decode_kernel()));
             let room = card.memory.saturating_sub(DRIVER_BYTES);
             Card {
                 device: format!("cuda:{}", card.ordinal),
                 name: card.name,
                 memory_bytes: card.memory,
                 compute_capability: format!("{}.{}", card.capability.0, card.capability.1),
-                fits: memory.total_bytes <= room,
-                longest_context: longest_context(config, room, has_gemms),
+                fits: memory.working_bytes + footprint.coded(config, kept).weights <= room,
+                longest_context: longest_context(config, room, has_gemms, kept),
             }
         });
         let tensor = |tensor: OutlineTensor| Tensor {
@@ -250,9 +256,9 @@ impl Findings {
 
 /// The longest context whose cache and working memory fit into `room` beside the weights; memory grows with the
 /// context.
-fn longest_context(config: &Config, room: u64, has_gemms: bool) -> usize {
+fn longest_context(config: &Config, room: u64, has_gemms: bool, kept: Option<Kept>) -> usize {
     let fits = |context| {
-        let footprint = Footprint::of(config, context, has_gemms);
+        let footprint = Footprint::of(config, context, has_gemms).coded(config, kept);
         footprint.weights + footprint.working <= room
     };
     let (mut fitting, mut least_not) = (0, config.max_position_embeddings + 1);
@@ -384,6 +390,9 @@ impl fmt::Display for Findings {
         let m = &self.memory;
         writeln!(f, "\nmemory on a card, for {} tokens of context", m.context)?;
         row(f, "weights", gib(m.weight_bytes))?;
+        if let Some(bytes) = m.code_bytes {
+            row(f, "  as codes", format_args!("{}, on Hopper where memory is scarce", gib(bytes)))?;
+        }
         let per_token = m.kv_bytes_per_token as f64 / 1024.0;
         row(f, "cache and work", format_args!("{} (keys and values: {per_token} KiB a token)", gib(m.working_bytes)))?;
         row(f, "together", gib(m.total_bytes))?;

@@ -424,7 +424,7 @@ impl<C: Code> BatchedFormat for Quantized<C> {
         // SAFETY: the caller's word.
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());
-            let is_odd = k_partial % 2 != 0;
+            let is_odd = !k_partial.is_multiple_of(2);
             let codes = if is_odd { TOGETHER * SCALE_BYTES } else { 0 } + warp_id * C::SLICE_BYTES;
             let scales = if is_odd { 0 } else { scales_at::<C>() } + warp_id * SCALE_BYTES;
             let (codes, scales) = load_slice::<C>(stage.at(codes as usize), stage.at(scales as usize), lane);

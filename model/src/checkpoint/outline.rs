@@ -2,7 +2,7 @@
 
 use super::files::{Files, RemoteFiles};
 use super::{Checkpoint, Dtype, Store, check_mode};
-use crate::format::{WeightId, WeightsMode};
+use crate::format::{Code, WeightId, WeightsMode};
 use crate::{Config, Error};
 
 /// A model as far as `config.json` and the headers of its weights tell.
@@ -49,6 +49,9 @@ pub struct MatrixOutline {
     pub format_bytes: u64,
     /// Whether they are quantised, in the files or while loading.
     pub quantized: bool,
+    /// What the codes of all of them are, and how many inputs share a scale at least; none where they differ, or some
+    /// have none.
+    pub codes: Option<(Code, usize)>,
 }
 
 impl Outline {
@@ -84,7 +87,7 @@ impl Store {
         let weights = self.weight_ids(config, mode)?;
         let mut kinds = ["qkv", "output", "gate_up", "down", "embedding", "head", "norms and biases"].map(|kind| {
             let format = String::new();
-            MatrixOutline { kind, format, weights: 0, stored_bytes: 0, format_bytes: 0, quantized: false }
+            MatrixOutline { kind, format, weights: 0, stored_bytes: 0, format_bytes: 0, quantized: false, codes: None }
         });
         let [qkv, output, gate_up, down, embedding, head, others] = &mut kinds;
         for layer in &weights.layers {
@@ -116,6 +119,15 @@ impl Store {
                 kind.quantized = true;
                 (id.format.name(), id.shape.iter().product(), id.format.compact_bytes(id.shape, stored))
             }
+        };
+        let codes = match id {
+            WeightId::Quantized(id) => Some((id.format.code(), id.format.group(id.shape[1]))),
+            WeightId::Plain(_) => None,
+        };
+        kind.codes = match (kind.codes, codes) {
+            (_, codes) if kind.weights == 0 => codes,
+            (Some((a, group)), Some((b, other))) if a == b => Some((a, group.min(other))),
+            _ => None,
         };
         if !kind.format.split("; ").any(|known| known == format) {
             let between = if kind.format.is_empty() { "" } else { "; " };
