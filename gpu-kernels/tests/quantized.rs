@@ -94,8 +94,8 @@ const ROWS: usize = 27 * 16 - 5;
 const INPUTS: usize = 2 * 512 + 256;
 
 /// A matrix with other scales for every row and group, laid out; with the codes that are found for it, by a plain
-/// reading of the layout; and how many warps found a weight that is none of the scales'. If none did, the codes make the
-/// layout of the weights again.
+/// reading of the layout; and how many warps found a weight that is none of the scales'. If none did, the codes make
+/// the layout of the weights again.
 fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
     let mut random = Random::new(7);
     let groups = INPUTS / GROUP as usize;

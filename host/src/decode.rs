@@ -80,8 +80,8 @@ impl Decode {
         }))
     }
 
-    /// What the weights are in fewer bytes: codes, if they are there, or packed without loss where that pays, as long as
-    /// it leaves most of the memory to the cache.
+    /// What the weights are in fewer bytes: codes, if they are there, or packed without loss where that pays, as long
+    /// as it leaves most of the memory to the cache.
     fn compact(device: &Device, weights: &DeviceWeights) -> Result<Compact, Error> {
         let stream = weights.stream.weights();
         let wanted = device.options().lossless;

@@ -1,8 +1,9 @@
 //! Codes of quantised weights on a device (see `gpu_kernels::weights::quantized`).
 //!
 //! On the way of a checkpoint to the device every weight becomes the bf16 that it means, and [`Collector`] keeps the
-//! scales. From both the device finds a matrix's codes again, and checks that they make the very weights. Unless there is
-//! much memory the codes alone are kept: then kernels that read bf16 have a layer's weights made again before they run.
+//! scales. From both the device finds a matrix's codes again, and checks that they make the very weights. Unless there
+//! is much memory the codes alone are kept: then kernels that read bf16 have a layer's weights made again before they
+//! run.
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -28,8 +28,8 @@ pub struct DeviceWeights {
     pub layers: Vec<DeviceLayer>,
     /// `[hidden]`.
     pub norm: Buffer<bf16>,
-    /// The matrices of the layers, and the head; or those of one layer at a time, where [codes](Self::codes) are all that
-    /// is kept.
+    /// The matrices of the layers, and the head; or those of one layer at a time, where [codes](Self::codes) are all
+    /// that is kept.
     pub stream: Stream,
     /// The codes of the layers' matrices, if they are kept so.
     pub codes: Option<Quantized>,
@@ -282,8 +282,8 @@ impl DeviceWeights {
         self.codes.as_ref().filter(|_| self.stream.is_of_layer())
     }
 
-    /// Enqueues that the [stream](Self::stream) has a layer's matrices, for what comes next to read: where codes are all
-    /// that is kept, they are made now.
+    /// Enqueues that the [stream](Self::stream) has a layer's matrices, for what comes next to read: where codes are
+    /// all that is kept, they are made now.
     ///
     /// # Errors
     /// A refused launch.

@@ -23,7 +23,8 @@
 //! scales   [row 16] words             see `Scale`
 //! ```
 //!
-//! A lane's codes of a slice are those of its four fragments, in order: a word a fragment of int4, two of FP8. In a word of int4 weight `h` of register `r` has bits `16 h + 4 r` on; in those of FP8 weights `h` of registers
+//! A lane's codes of a slice are those of its four fragments, in order: a word a fragment of int4, two of FP8.
+//! In a word of int4 weight `h` of register `r` has bits `16 h + 4 r` on; in those of FP8 weights `h` of registers
 //! 0 and 1 (2 and 3) have bytes `2 h` and `2 h + 1` of the first (second) word.
 
 use core::marker::PhantomData;
