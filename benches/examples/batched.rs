@@ -1,6 +1,7 @@
 //! Where the time of a step of many sequences goes:
 //! `batched [--weights HOW] [SIZE[/LAYERS] [SEQUENCES[@FROM-TO][:plain] …]]`, such as `batched 8B 64 256@32-1200`. Each
-//! sequence has 1,040 tokens, or they have from so many to so many, in no order. Full pages are packed, or stay `plain`.
+//! sequence has 1,040 tokens, or they have from so many to so many, in no order. Full pages are packed, or stay
+//! `plain`.
 //!
 //! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best
 //! tokens with them; then a step that finds these is timed, and its phases: each from when the last block was done with

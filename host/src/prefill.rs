@@ -44,10 +44,8 @@ pub struct Prefill {
     scaled: Buffer<bf16>,
     squares: Buffer<f32>,
     spans: Buffer<f32>,
-    q: Buffer<bf16>,
-    attended: Buffer<bf16>,
-    /// Used through its maps alone.
-    _activation: Buffer<bf16>,
+    /// Queries, then what was attended to; once that was multiplied, the activation, in the place of both.
+    shared: Buffer<bf16>,
     maps: TensorMaps,
     beside: gemm::Beside,
 }
@@ -164,8 +162,7 @@ impl Prefill {
         let row = config.hidden_size * 6
             + config.hidden_size / N_TILE as usize * 4
             + config.hidden_size / SPAN as usize * 4
-            + q * 4
-            + config.intermediate_size * 2
+            + (q * 4).max(config.intermediate_size * 2)
             + 16;
         (rows(capacity) * row) as u64
     }
@@ -179,15 +176,13 @@ impl Prefill {
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         let q_size = config.query_size();
         let scaled: Buffer<bf16> = device.zeroed(rows * hidden)?;
-        let q: Buffer<bf16> = device.zeroed(rows * q_size)?;
-        let attended: Buffer<bf16> = device.zeroed(rows * q_size)?;
-        let activation: Buffer<bf16> = device.zeroed(rows * inner)?;
+        let shared: Buffer<bf16> = device.zeroed(rows * inner.max(2 * q_size))?;
         let mut matrices = vec![
             gemm::rows(scaled.ptr(), rows, hidden),
-            gemm::out(q.ptr(), rows, q_size),
-            gemm::rows(attended.ptr(), rows, q_size),
-            gemm::rows(activation.ptr(), rows, inner),
-            gemm::out(activation.ptr(), rows, inner),
+            gemm::out(shared.ptr(), rows, q_size),
+            gemm::rows(shared.part(rows * q_size), rows, q_size),
+            gemm::rows(shared.ptr(), rows, inner),
+            gemm::out(shared.ptr(), rows, inner),
         ];
         let pages = |i| prefill_attention::pages(cache.layer(i).addr(), cache.layer_len());
         matrices.extend((0..cache.layers()).map(pages));
@@ -202,9 +197,7 @@ impl Prefill {
             scaled,
             squares: device.zeroed(rows * hidden / N_TILE as usize)?,
             spans: device.zeroed(rows * hidden / SPAN as usize)?,
-            q,
-            attended,
-            _activation: activation,
+            shared,
             maps: device.tensor_maps(&matrices)?,
             beside: gemm::Beside::new(device)?,
         })
@@ -337,7 +330,7 @@ impl Prefill {
                                 q: self.maps.ptr(QUERIES),
                                 pages: self.maps.ptr(ACTIVATIONS + i),
                                 cache: heads.cache,
-                                out: self.attended.ptr_mut(),
+                                out: self.shared.ptr_mut().at(self.capacity * c.query_size()),
                                 q_heads: heads.q_heads,
                                 scale: 1.0 / (HEAD_DIM as f32).sqrt(),
                             };
@@ -371,7 +364,7 @@ impl Prefill {
             k_norm: of_layer.k_norm.ptr(),
             cos: parts.cos.ptr(),
             sin: parts.sin.ptr(),
-            q: self.q.ptr_mut(),
+            q: self.shared.ptr_mut(),
             cache: parts.cache.params(layer, parts.tables, parts.table_stride),
             q_heads: c.num_attention_heads as u32,
             eps: c.rms_norm_eps,
