@@ -38,6 +38,8 @@ pub struct Tuning {
     pub prompt_share: u32,
     /// Passes over at least so many rows of sequences have their GEMMs as launches.
     pub gemm_rows: u32,
+    /// Passes over at most so many rows of sequences read codes where bf16 weights are beside them.
+    pub code_rows: u32,
     /// Tiles of a prompt's attention from which on CTAs in pairs are faster.
     pub paired_tiles: u32,
     /// Full pages that a step has to read for them to be packed; `usize::MAX` where plain ones are read sooner than
@@ -79,6 +81,7 @@ impl Tuning {
         prompt_rows: 4096..=6144,
         prompt_share: 2,
         gemm_rows: 385,
+        code_rows: 128,
         paired_tiles: 32,
         packed_pages: 512,
         lossless_from: 2 << 30,
@@ -94,7 +97,7 @@ impl Tuning {
     };
 
     /// NVIDIA H200: the same SMs, with memory that is half as fast again.
-    pub const H200: Self = Self { name: "H200", packed_pages: usize::MAX, ..Self::H100 };
+    pub const H200: Self = Self { name: "H200", code_rows: 0, packed_pages: usize::MAX, ..Self::H100 };
 
     /// Every other card, of which none was measured: what takes the fewest bets.
     pub const OTHER: Self = Self { name: "other cards", sequences: 256, ..Self::H100 };

@@ -1,6 +1,7 @@
 //! The GPU path under the emulator: every kernel and every launch of the forward pass and the decode loop, lane by
 //! lane, checked for races and stray accesses on the way.
 
+use host::device::DeviceOptions;
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
     answer, decode_unfused_and_batched, engine, format_cases, golden_cases, greedy, prefilled, prefilled_to_the_end,
@@ -111,12 +112,15 @@ fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
     };
     // Of every other number with biases in place of norms of heads.
     let (int4, fp8) = (Some(Code::Int4), Some(Code::E4m3));
-    let cases = [(70, None), (100, None), (131, None), (200, None), (40, fp8), (70, int4), (131, fp8)];
-    for (i, (sequences, code)) in cases.into_iter().enumerate() {
+    // Of codes, those that are all that is kept, and such with bf16 beside them.
+    let plain = [70, 100, 131, 200].map(|sequences| (sequences, None, false));
+    let coded = [(40, fp8, false), (70, int4, false), (131, fp8, false), (70, fp8, true), (131, int4, true)];
+    for (i, (sequences, code, beside)) in plain.into_iter().chain(coded).enumerate() {
         let has_bias = i % 2 == 1;
         let config = Config { traits: Traits { head_norm: !has_bias, qkv_bias: has_bias }, ..config.clone() };
         let positions: Vec<u32> = (0..sequences).map(|i| i * 13 % 67 + if i == 5 { 300 } else { 0 }).collect();
-        let device = host::device::Device::emulator(u64::from(sequences));
+        let options = DeviceOptions { plain_beside: Some(beside), ..DeviceOptions::default() };
+        let device = host::device::Device::emulator_with(u64::from(sequences), &options);
         let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
         let [launched, wide, by_gemm] = unfused_and_batched(&device, &config, weights, &positions);
         assert!(launched.iter().all(|logit| logit.is_finite()));

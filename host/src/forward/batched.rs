@@ -74,13 +74,6 @@ struct Packed {
     forms: Buffer<u32>,
 }
 
-/// The program of a pass over so many rows, by the kernels that read codes or by those that do not: the former have no
-/// tiles of 96 rows.
-fn program(rows: u32, of_codes: bool) -> usize {
-    let has_room = |&(tile_rows, tiles): &(u32, u32)| rows <= tile_rows * tiles && !(of_codes && tile_rows == 96);
-    PROGRAMS.iter().position(has_room).expect("no pass has more rows")
-}
-
 /// Which of the maps of [`Batched::maps`] describes what a GEMM reads, in tiles of the height at this place of
 /// [`TILE_ROWS`].
 fn input_map(input: Input, height: usize) -> usize {
@@ -291,7 +284,7 @@ impl Forward {
         let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
         let product = |kind, layer: usize, gemm: &plan::Gemm| {
             let StreamMatrix { stream, base, n_tiles, k, .. } = w.stream.matrix(layer, gemm.matrix);
-            let (base, plain) = match w.only_codes() {
+            let (base, plain) = match self.codes_of((tile_rows, row_tiles)) {
                 Some(codes) if gemm.matrix != plan::Matrix::Head => (codes.base(layer, gemm.matrix), Global::default()),
                 Some(_) => (base, stream),
                 None => (base, Global::default()),
@@ -377,7 +370,7 @@ impl Forward {
             blocks: weights.blocks(),
             stream: weights.weights().ptr(),
             // Of 64 rows a tile plain weights are quicker so far: those are packed only where that is asked for.
-            codes: self.weights.only_codes().map_or(Global::default(), Quantized::codes),
+            codes: self.weights.codes.as_ref().map_or(Global::default(), Quantized::codes),
             lossless: decode.lossless().filter(|_| self.device.options().lossless == Some(true)).unwrap_or_default(),
             tiles: tiles.list,
             packed: of.packed.pages.ptr(),
@@ -391,14 +384,25 @@ impl Forward {
         }
     }
 
-    /// The program of a pass.
+    /// The program of a pass. Kernels that read codes have no tiles of 96 rows.
     fn program(&self, pass: &Pass) -> usize {
-        program(pass.most_rows, self.weights.only_codes().is_some())
+        let has_room = |&program: &(u32, u32)| {
+            pass.most_rows <= program.0 * program.1 && !(program.0 == 96 && self.codes_of(program).is_some())
+        };
+        PROGRAMS.iter().position(has_room).expect("no pass has more rows")
+    }
+
+    /// The codes that a program reads, if it does: where they are all that is kept, or it has few rows.
+    fn codes_of(&self, (tile_rows, row_tiles): (u32, u32)) -> Option<&Quantized> {
+        let reads = self.weights.only_codes().is_some()
+            || tile_rows * row_tiles <= self.device.capabilities().tuning().code_rows;
+        self.weights.codes.as_ref().filter(|_| reads)
     }
 
     /// Launches phases of a pass.
     fn launch_batched(&self, of: &Batched, pass: &Pass, step: BatchedStep) -> Result<(), Error> {
-        let (d, grid, tile_rows) = (&self.device, of.grid, PROGRAMS[self.program(pass)].0);
+        let (d, grid, program) = (&self.device, of.grid, PROGRAMS[self.program(pass)]);
+        let tile_rows = program.0;
         let shared = BatchedStep::shared_bytes(tile_rows);
         // SAFETY: every address is a buffer of self, of the size that the parameter block states; self outlives the
         // work because freeing device memory waits for it.
@@ -408,7 +412,7 @@ impl Forward {
                     d.launch_cooperative::<batched::$kernel>(grid, shared, step)
                 };
             }
-            match (self.weights.only_codes().map(Quantized::coding), tile_rows) {
+            match (self.codes_of(program).map(Quantized::coding), tile_rows) {
                 (None, 64) if !step.lossless.regions.is_null() => launch!(batched_64_lossless),
                 (None, 64) => launch!(batched_64),
                 (None, 96) => launch!(batched_96),
