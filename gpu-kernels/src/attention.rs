@@ -141,7 +141,7 @@ pub(crate) fn weight(a: f32, b: f32) -> f32 {
 #[derive(Clone, Copy)]
 pub(crate) struct WarpAttention {
     /// Weighted sums of values, as the tensor core leaves them: dimensions `8n + 2t` and one on, for both pairs.
-    o: [[f32; 4]; TILES],
+    pub o: [[f32; 4]; TILES],
     /// The largest score of each pair.
     top: [f32; 2],
     /// The sum of weights of each pair.
@@ -151,6 +151,12 @@ pub(crate) struct WarpAttention {
 impl WarpAttention {
     /// Of no keys.
     pub const NOTHING: Self = Self { o: [[0.0; 4]; TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
+
+    /// Of keys so weighed, before their values are added.
+    #[inline(always)]
+    pub const fn of(weights: &SoftmaxWeights) -> Self {
+        Self { top: weights.top, norm: weights.norm, ..Self::NOTHING }
+    }
 }
 
 /// Division by a small number that is known once. Its value comes first.
@@ -303,7 +309,7 @@ pub(crate) fn weigh_some<const HALVES: usize>(
 /// `8 j + t` and `8 j + t + 4`, in word `j`.
 #[inline(always)]
 pub(crate) fn add_values(weights: &SoftmaxWeights, values: impl Fn(usize) -> [[u32; 4]; 4]) -> WarpAttention {
-    let mut found = WarpAttention { top: weights.top, norm: weights.norm, ..WarpAttention::NOTHING };
+    let mut found = WarpAttention::of(weights);
     add_values_each(weights, values, |n, o| found.o[n] = o);
     found
 }
@@ -330,8 +336,15 @@ pub(crate) fn add_values_each(
 #[inline(always)]
 pub(crate) unsafe fn values_from(first: u32, last: u32, lane: u32) -> impl Fn(usize) -> [[u32; 4]; 4] {
     let key = (lane / 8 * 8 + key_of(lane % 8)).min(last);
+    // SAFETY: the caller's word.
+    unsafe { values_at(first + key * HEAD_DIM * 2, key) }
+}
+
+/// The same where each lane says at which byte the row of its key begins, which lies as `key` does.
+#[inline(always)]
+pub(crate) unsafe fn values_at(first: u32, key: u32) -> impl Fn(usize) -> [[u32; 4]; 4] {
     // SAFETY: the caller's, in both: eight dimensions of a row that is there.
-    let row = unsafe { shared::dynamic::<bf16>(first + key * HEAD_DIM * 2) };
+    let row = unsafe { shared::dynamic::<bf16>(first) };
     move |i| {
         // SAFETY: the caller's word.
         [0, 1, 2, 3].map(|j| unsafe { mma::ldmatrix_x4_trans(row.at(place(key, 8 * (4 * i as u32 + j)) as usize)) })

@@ -31,6 +31,7 @@ mod attention;
 mod consumer;
 mod exchange;
 mod producer;
+mod tree;
 
 use cuda_std::tensor::TensorMap;
 use cuda_std::wgmma;
@@ -53,7 +54,7 @@ use producer::{Units, produce};
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 /// Dynamic shared memory of a block.
-pub const SHARED_BYTES: u32 = UNITS + 32;
+pub const SHARED_BYTES: u32 = PATHS + MAX_DECODE_ROWS * 8 + 8;
 
 const WARPS: u32 = 8;
 const RING: Shape = Shape::new(0, 12, CHUNK_BYTES);
@@ -68,13 +69,16 @@ const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
 const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
 /// What falls to the block in attention.
 const UNITS: u32 = ARRIVALS + 8;
+/// The words of the rows' paths, and whether any is not a chain's.
+const PATHS: u32 = UNITS + 32;
 
 /// Parameters of [`decode_8`] and [`decode_16`]. Cooperative; grid: the blocks that the weights were [laid
 /// out](crate::stream::lay_out) for. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct DecodeStep {
-    /// The rows, at most 8 or 16, of one sequence, at consecutive positions; and what else every whole step has.
+    /// The rows, at most 8 or 16, of one sequence, at consecutive positions or a [tree](crate::tree); and what else
+    /// every whole step has.
     pub work: Workspace,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them: for each layer QKV, output, gate-up, down; then
     /// the head.
@@ -281,6 +285,9 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &De
         }
         if thread < MAX_DECODE_ROWS {
             shared::dynamic::<u64>(BEST).store(thread as usize, 0);
+        }
+        if thread < 32 {
+            tree::bring(p, count);
         }
         let flag = 1 + p.exchange.used();
         thread::sync_threads();

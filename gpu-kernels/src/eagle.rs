@@ -31,8 +31,11 @@ pub struct States {
 
 impl States {
     /// Where those of a position begin.
+    ///
+    /// # Safety
+    /// There is memory for so many slots.
     #[inline(always)]
-    unsafe fn of(&self, position: u32) -> GlobalMut<bf16> {
+    pub(crate) unsafe fn of(&self, position: u32) -> GlobalMut<bf16> {
         // SAFETY: the caller's word.
         unsafe {
             cuda_std::assume(self.slots > 0);
@@ -58,14 +61,15 @@ impl Taps {
         !self.to.states.is_null()
     }
 
-    /// Leaves an element of the residual stream of a `row` after so many layers, if it is one of a hidden state.
+    /// Leaves an element of the residual stream of a `row` after so many layers, if it is one of a hidden state; of a
+    /// [tree](crate::tree) at its slot.
     #[inline(always)]
     pub(crate) unsafe fn put(&self, rows: &Rows, row: u32, layers: u32, element: u32, x: f32) {
         // SAFETY: the caller's word.
         unsafe {
             unroll!(I < 3; {
                 if self.after[I] == layers {
-                    let to = self.to.of(rows.positions.load(row as usize)).at(I * self.to.dim as usize);
+                    let to = self.to.of(rows.positions.load(0) + row).at(I * self.to.dim as usize);
                     to.store(element as usize, math::to_bf16(x));
                 }
             });

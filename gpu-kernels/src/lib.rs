@@ -63,6 +63,7 @@ pub mod sample;
 pub mod step;
 pub mod stream;
 pub mod token_copy;
+pub mod tree;
 mod waiting;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod weights;

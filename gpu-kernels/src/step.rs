@@ -15,6 +15,7 @@ use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 use crate::drafting;
 use crate::ngram::{self, NgramMatchMixed, together};
 use crate::sample::GENERATED;
+use crate::tree::Path;
 
 /// Most rows of a decode step: the newest token and 15 drafts.
 pub const MAX_DECODE_ROWS: u32 = 16;
@@ -36,10 +37,13 @@ pub struct Rows {
     pub positions: GlobalMut<u32>,
     /// `[MAX_ROWS]` sequence numbers: which page table.
     pub sequences: GlobalMut<u32>,
+    /// `[MAX_DECODE_ROWS]` the words of rows' [paths](Path), where they are a tree of one sequence; null where rows of
+    /// a sequence follow each other.
+    pub paths: GlobalMut<u64>,
 }
 
 /// Words of a sequence's [state](SequenceState).
-pub const STATE_WORDS: usize = 4;
+pub const STATE_WORDS: usize = 6;
 
 /// A sequence as the device keeps it: pointers to its history and to [`STATE_WORDS`] words.
 #[repr(C)]
@@ -47,8 +51,8 @@ pub const STATE_WORDS: usize = 4;
 pub struct SequenceState {
     /// `[capacity]` every token so far.
     pub history: GlobalMut<i32>,
-    /// The words [`LENGTH`](Self::LENGTH), [`FINISHED`](Self::FINISHED), [`STEP`](Self::STEP) and
-    /// [`ACCEPTANCE`](Self::ACCEPTANCE).
+    /// The words [`LENGTH`](Self::LENGTH), [`FINISHED`](Self::FINISHED), [`STEP`](Self::STEP),
+    /// [`ACCEPTANCE`](Self::ACCEPTANCE) and [`PATH`](Self::PATH).
     pub words: GlobalMut<u32>,
 }
 
@@ -61,6 +65,8 @@ impl SequenceState {
     pub const STEP: usize = 2;
     /// Word: what proposals were worth of late, as [`drafting`] estimates it.
     pub const ACCEPTANCE: usize = 3;
+    /// Two words, the low one first: the [path](Path) of the rows that the last step has confirmed.
+    pub const PATH: usize = 4;
 }
 
 /// Parameters of [`plan_prompt`]. Grid: 1.
@@ -295,6 +301,11 @@ impl Accepted {
             let length = words.load(SequenceState::LENGTH);
             let mut acceptance = words.load(SequenceState::ACCEPTANCE);
             let was_finished = words.load(SequenceState::FINISHED) != 0;
+            let is_row = lane < MAX_DECODE_ROWS;
+            let (mut path, is_tree) = (Path::of_chain(lane), !p.rows.paths.is_null());
+            if is_tree && is_row {
+                path = p.rows.path(row);
+            }
             let mut token = 0;
             if p.best.is_null() {
                 if row < MAX_ROWS {
@@ -303,7 +314,7 @@ impl Accepted {
             } else if row < MAX_DECODE_ROWS {
                 token = crate::sample::best_token(p.best.load(row as usize));
             }
-            let next = if row + 1 < MAX_ROWS { p.rows.tokens.load(row as usize + 1) } else { 0 };
+            let draft = if row < MAX_ROWS { p.rows.tokens.load(row as usize) } else { 0 };
             let mut proposed = 0;
             let mut proposal = 0;
             if !p.draft.proposed.is_null() {
@@ -314,8 +325,14 @@ impl Accepted {
             }
             let stop = if lane < p.stop_count { p.stop_tokens.load(lane as usize) } else { 0 };
 
-            let runs = row < rows && !was_finished;
-            let confirms = row + 1 < rows && next == token;
+            let runs = is_row && row < rows && !was_finished;
+            let is_right = warp::shuffle_idx(token, path.parent()) == draft;
+            let wrong = !warp::ballot(runs && (lane == 0 || is_right));
+            let way = if is_tree { path.rows() | 1 } else { (2 << (lane % 16)) - 1 };
+            // These are one path: children have higher numbers.
+            let confirmed = warp::ballot(runs && way & wrong == 0);
+            let path = path.of_lane(31 - (confirmed | 1).leading_zeros());
+            let token = warp::shuffle_idx(token, path.row_at(lane.min(path.depth())));
             // Also of the first draft that had no row.
             let right = row + 1 < proposed && proposal == token;
             let mut ends = length + lane + 1 >= p.max_length || token == NO_TOKEN;
@@ -324,10 +341,11 @@ impl Accepted {
                 ends |= warp::shuffle_idx(stop, i) == token;
                 i += 1;
             }
-            // The first row that confirms no other is the last that counts; none where nothing runs.
-            let last = warp::ballot(runs && (ends || !confirms)).trailing_zeros();
+            // None where nothing runs.
+            let counts = confirmed != 0 && lane <= path.depth();
+            let last = warp::ballot(counts && (ends || lane == path.depth())).trailing_zeros();
             let count = if last < 32 { last + 1 } else { 0 };
-            let finished = was_finished || (warp::ballot(runs && ends) >> (last % 32)) & 1 == 1;
+            let finished = was_finished || (warp::ballot(counts && ends) >> (last % 32)) & 1 == 1;
             let rights = warp::ballot(right);
             let mut i = 0;
             while i < count && p.first_row + i + 1 < proposed {
@@ -351,6 +369,11 @@ impl Accepted {
                 words.store(SequenceState::FINISHED, finished as u32);
                 words.store(SequenceState::STEP, step + 1);
                 words.store(SequenceState::ACCEPTANCE, acceptance);
+                if is_tree {
+                    let path = path.until(count.saturating_sub(1)).word();
+                    words.store(SequenceState::PATH, path as u32);
+                    words.store(SequenceState::PATH + 1, (path >> 32) as u32);
+                }
                 if !p.draft.step_idx.is_null() {
                     p.draft.step_idx.store(0, (length + count) as i64 - 1);
                     p.draft.rows.store(0, !finished as i32);

@@ -87,7 +87,7 @@ impl World {
 
     fn rows(&self) -> Rows {
         let [count, tokens, positions, sequences] = self.columns.each_ref().map(Buffer::ptr_mut);
-        Rows { count, tokens, positions, sequences }
+        Rows { count, tokens, positions, sequences, paths: Default::default() }
     }
 
     fn proposal(&self) -> Proposal {

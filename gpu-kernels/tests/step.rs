@@ -66,6 +66,7 @@ impl Device {
             tokens: self.tokens.ptr_mut(),
             positions: self.positions.ptr_mut(),
             sequences: self.sequences.ptr_mut(),
+            paths: Default::default(),
         }
     }
 

@@ -6,6 +6,7 @@ mod covered;
 mod head;
 mod listed;
 mod states;
+mod tree;
 mod unfused;
 
 use cuda_std::Global;
@@ -27,6 +28,7 @@ pub use self::head::HeadWeights;
 use self::head::Pairs;
 pub use self::listed::{ListedRows, Row};
 pub(crate) use self::states::HiddenStates;
+use self::tree::Tree;
 use self::unfused::Apart;
 use crate::Error;
 use crate::cache::KvCache;
@@ -69,6 +71,8 @@ pub struct Forward {
     apart: Apart,
     /// Of a model that a head drafts for.
     states: Option<HiddenStates>,
+    /// Of a model whose rows may be a tree.
+    tree: Option<Tree>,
     /// Of a head.
     pairs: Option<Pairs>,
 }
@@ -182,6 +186,7 @@ impl Forward {
                 batched: None,
                 apart: Apart::default(),
                 states: None,
+            tree: None,
                 pairs,
                 page_table: device.zeroed(room.sequences * pages(room.context))?,
                 row_count: device.zeroed(1)?,
@@ -499,6 +504,7 @@ impl Forward {
             tokens: self.row_tokens.ptr_mut(),
             positions: self.row_positions.ptr_mut(),
             sequences: self.row_sequences.ptr_mut(),
+            paths: Default::default(),
         }
     }
 
@@ -572,7 +578,7 @@ impl Forward {
         self.check_room(most_rows as usize, end as usize);
         match self.decode() {
             // SAFETY: the lists are of self; the caller's word for the counters.
-            Some(decode) => unsafe { self.enqueue_decode_kernel(decode, self.rows(), most_rows) },
+            Some(decode) => unsafe { self.enqueue_decode_kernel(decode, self.step_rows(), most_rows) },
             None => self.enqueue(most_rows, end, RowOutput::LogitsFrom(0)),
         }
     }

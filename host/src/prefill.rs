@@ -215,6 +215,7 @@ impl Prefill {
             tokens: self.row_tokens.ptr_mut(),
             positions: self.row_positions.ptr_mut(),
             sequences: self.row_sequences.ptr_mut(),
+            paths: Default::default(),
         }
     }
 

@@ -136,6 +136,7 @@ impl Heads {
                 tokens: tokens.ptr_mut(),
                 positions: positions.ptr_mut(),
                 sequences: sequences.ptr_mut(),
+                paths: Default::default(),
             },
             qkv: Default::default(),
             q_norm: norm.ptr(),

@@ -283,6 +283,7 @@ impl RowList {
             tokens: self.tokens.ptr_mut(),
             positions: self.positions.ptr_mut(),
             sequences: self.sequences.ptr_mut(),
+            paths: Default::default(),
         }
     }
 }

@@ -12,7 +12,7 @@ use cuda_std::{GlobalMut, bf16, bulk, shared, thread, warp};
 use super::consumer::{Consumer, pair_with_next, sync};
 use super::exchange::{Word, WordKind, Words};
 use super::producer::{Share, Units};
-use super::{Mark, SCRATCH, WARPS};
+use super::{Mark, SCRATCH, WARPS, tree};
 use crate::attention::{
     Attend, Divisor, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, WarpAttention, add_values, combine_head,
     key_of, reduce, reduce_few, score_keys, values_from, weigh,
@@ -26,8 +26,8 @@ use crate::step::MAX_DECODE_ROWS;
 const TILES: u32 = 4;
 /// Pieces of four dimensions that a lane takes of a step's values.
 const VALUES: usize = (MAX_DECODE_ROWS * HEAD_DIM / 4 / (WARPS * 32)) as usize;
-/// Bytes of a query.
-const QUERY: u32 = HEAD_DIM * 2;
+/// Bytes of a query, a key or a value.
+pub const QUERY: u32 = HEAD_DIM * 2;
 /// Bytes of shared memory for queries.
 pub const QUERY_BYTES: u32 = TILES * PAIRS * QUERY;
 /// Until sums meet there: each row's 64 cosines and 64 sines, then the weights of the queries' and of the keys' norm.
@@ -161,7 +161,12 @@ impl Consumer<'_> {
                 let page = here.first_key() % SPLIT / PAGE_TOKENS;
                 let mut found = WarpAttention::NOTHING;
                 if page < pages && here.first_key() < first_position + first_row + rows {
-                    found = self.attend(attend, &here, tile % TILES, ring.ahead(page), ring.ahead(pages + page));
+                    let slot = tile % TILES;
+                    found = if !ONE && self.is_tree && here.first_key() + WARP_KEYS > first_position + 1 {
+                        self.attend_paths(attend, &here, slot, pages)
+                    } else {
+                        self.attend(attend, &here, slot, ring.ahead(page), ring.ahead(pages + page))
+                    };
                 }
                 tile += 1;
                 // Of one row the results are what others wait for.
@@ -253,7 +258,7 @@ impl Consumer<'_> {
             }
             while row < self.count {
                 let from = if lane < 16 { p.work.cos } else { p.work.sin };
-                let angles = from.at((self.first_position() + row) as usize * (HEAD_DIM / 2) as usize);
+                let angles = from.at(self.position(row) as usize * (HEAD_DIM / 2) as usize);
                 let words = angles.load16_nc(lane as usize % 16 * 4);
                 shared::dynamic::<f32>(STAGE).store16((row * HEAD_DIM + lane * 4) as usize, words);
                 row += WARPS;
@@ -421,6 +426,13 @@ impl Consumer<'_> {
         (chunk, position % PAGE_TOKENS)
     }
 
+    /// Where a row stands: its keys and values are put where they are the row's number behind the first.
+    #[inline(always)]
+    unsafe fn position(&self, row: u32) -> u32 {
+        // SAFETY: the caller's word.
+        self.first_position() + unsafe { tree::path(row) }.depth()
+    }
+
     /// Puts the keys and values of a step of several rows into the cache, after attention: a warp of the grid a vector,
     /// last warps first.
     #[inline(always)]
@@ -436,18 +448,18 @@ impl Consumer<'_> {
             while i < self.count * each {
                 let (row, kv_head) = (i / each, i % each);
                 let head = p.work.q_heads + kv_head;
-                let position = self.first_position() + row;
+                let (slot, position) = (self.first_position() + row, self.position(row));
                 let sequence = p.work.rows.sequences.load(0);
                 let to: GlobalMut<bf16> = if kv_head >= p.work.kv_heads {
-                    cache.value(sequence, position, kv_head - p.work.kv_heads)
+                    cache.value(sequence, slot, kv_head - p.work.kv_heads)
                 } else {
-                    cache.key(sequence, position, kv_head)
+                    cache.key(sequence, slot, kv_head)
                 };
                 let k_norm = p.head_norms(layer).at(HEAD_DIM as usize);
                 let x = heads.load(row, head);
                 let [scale] = heads.scales(&[x]);
                 let vector = heads.vector(head, x, scale, || Factors::load(k_norm, p.work.cos, p.work.sin, position));
-                vector.store(to, position);
+                vector.store(to, slot);
                 i += grid * WARPS;
             }
         }

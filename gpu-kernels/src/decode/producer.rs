@@ -26,7 +26,7 @@ pub struct Units {
     next: u32,
     /// One beyond the last.
     end: u32,
-    /// The last position.
+    /// The last position; of a tree, the last slot.
     last: u32,
 }
 
@@ -43,8 +43,8 @@ impl Units {
     /// Those of this block when the step has `count` rows: the same in every layer.
     #[inline(always)]
     pub unsafe fn new(p: &DecodeStep, count: u32) -> Self {
-        // SAFETY: a step has so many rows.
-        let last = unsafe { p.work.rows.positions.load((count - 1) as usize) };
+        // SAFETY: a step has a row.
+        let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         // SAFETY: a grid has blocks.
         unsafe { cuda_std::assume(grid > 0) };
@@ -89,7 +89,7 @@ impl Units {
         }
     }
 
-    /// The last position of the step, as it was left.
+    /// The last position of the step, or slot of a tree, as it was left.
     #[inline(always)]
     pub unsafe fn last() -> u32 {
         // SAFETY: as above.

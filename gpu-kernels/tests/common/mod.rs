@@ -73,6 +73,7 @@ impl RowBuffers {
             tokens: self.tokens.ptr_mut(),
             positions: self.positions.ptr_mut(),
             sequences: self.sequences.ptr_mut(),
+            paths: Default::default(),
         }
     }
 }

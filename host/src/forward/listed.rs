@@ -93,6 +93,7 @@ impl Forward {
                 tokens: listed.tokens.ptr_mut(),
                 positions: listed.positions.ptr_mut(),
                 sequences: listed.sequences.ptr_mut(),
+                paths: Default::default(),
             },
             most_rows: listed.len() as u32,
             end: listed.end,

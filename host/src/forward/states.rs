@@ -25,6 +25,14 @@ impl HiddenStates {
         States { states: self.states.ptr_mut(), slots: self.slots, dim: self.dim }
     }
 
+    /// All of them, slot by slot.
+    #[cfg(test)]
+    pub(super) fn read(&self) -> Vec<bf16> {
+        let mut found = vec![bf16::ZERO; self.states.len()];
+        self.states.read(0, &mut found).unwrap();
+        found
+    }
+
     /// As a pass in one launch takes them.
     pub(super) fn taps(&self) -> Taps {
         Taps { to: self.states(), after: self.after.map(|layers| layers as u32) }
@@ -125,10 +133,7 @@ mod tests {
         } else {
             forward.enqueue(count, start + count, RowOutput::LogitsFrom(0)).unwrap();
         }
-        let states = &forward.states.as_ref().unwrap().states;
-        let mut found = vec![bf16::ZERO; states.len()];
-        states.read(0, &mut found).unwrap();
-        found
+        forward.states.as_ref().unwrap().read()
     }
 
     #[test]

@@ -57,6 +57,7 @@ impl GpuBatch {
             tokens: upload.ptr_mut(ready.tokens),
             positions: upload.ptr_mut(ready.positions),
             sequences: upload.ptr_mut(ready.slots),
+            paths: Default::default(),
         }
     }
 

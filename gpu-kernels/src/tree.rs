@@ -1,0 +1,230 @@
+//! Trees of drafts: rows of a decode step whose tokens are alternatives to each other.
+//!
+//! Row 0, the newest token's, is the root. Every other row is a child of a row before it; children of a row have
+//! different tokens. The model predicts what comes after each, so of a row's children at most one is right, and the
+//! rows that are right form one [`Path`] from the root (Miao et al., 2024, "SpecInfer"; Cai et al., 2024, "Medusa").
+//!
+//! # The same bits as without
+//! A row's position is the root's plus its depth: rotary embedding and random numbers go by that. Its keys and values
+//! lie in the cache at the root's position plus its number among the rows, its *slot*, as those of a chain do. In
+//! attention a row meets the keys of its own path alone, each in the column of its position: sums have the order that
+//! they would have in a step of one row. So a tree is as exact as a chain, whatever is in it. All slots are in one
+//! [split](crate::attention::SPLIT): whoever plans a tree sees to that.
+//!
+//! When a path is accepted, [`keep_path`] moves what its rows have left from their slots to their positions.
+
+use cuda_std::{GlobalMut, bf16, kernel, thread, warp};
+
+use crate::eagle::{STATES, States};
+use crate::kv::{Cache, HEAD_DIM, place};
+use crate::step::{Rows, SequenceState};
+
+/// The way from the root to a row of a tree: the rows on it, by their depth.
+///
+/// Four bits have the depth, and from bit `4 · d` on as many the number of the row at depth `d`.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Path(u64);
+
+impl Path {
+    /// To the root.
+    pub const ROOT: Self = Self(0);
+
+    /// From the word that it is.
+    #[inline(always)]
+    pub const fn from_word(word: u64) -> Self {
+        Self(word)
+    }
+
+    /// The word that it is.
+    #[inline(always)]
+    pub const fn word(self) -> u64 {
+        self.0
+    }
+
+    /// To a row of a chain, whose every row is the child of the one before.
+    #[inline(always)]
+    pub const fn of_chain(row: u32) -> Self {
+        let rows = 0xFEDC_BA98_7654_3210 & (u64::MAX >> (60 - 4 * (row % 16)));
+        Self(rows | (row % 16) as u64)
+    }
+
+    /// To a child of the row that this leads to, which is not 15 deep.
+    #[inline(always)]
+    #[must_use]
+    pub const fn child(self, row: u32) -> Self {
+        let depth = self.depth() + 1;
+        Self(((self.0 & !15) | depth as u64) | ((row % 16) as u64) << (4 * (depth % 16)))
+    }
+
+    /// How deep the row is.
+    #[inline(always)]
+    pub const fn depth(self) -> u32 {
+        self.0 as u32 % 16
+    }
+
+    /// The row at a depth of at most the row's own.
+    #[inline(always)]
+    pub const fn row_at(self, depth: u32) -> u32 {
+        if depth == 0 { 0 } else { (self.0 >> (4 * (depth % 16))) as u32 % 16 }
+    }
+
+    /// The row that this one is a child of; the root has none.
+    #[inline(always)]
+    pub const fn parent(self) -> u32 {
+        self.row_at(self.depth().saturating_sub(1))
+    }
+
+    /// The rows on it but for the root, as bits.
+    #[inline(always)]
+    pub const fn rows(self) -> u32 {
+        let (mut rows, mut depth) = (0, 1);
+        while depth <= self.depth() {
+            rows |= 1 << self.row_at(depth);
+            depth += 1;
+        }
+        rows
+    }
+
+    /// That of a lane of the warp.
+    #[inline(always)]
+    pub(crate) fn of_lane(self, lane: u32) -> Self {
+        let half = |word: u32| warp::shuffle_idx(word, lane) as u64;
+        Self(half(self.0 as u32) | half((self.0 >> 32) as u32) << 32)
+    }
+
+    /// The part of it down to this depth.
+    #[inline(always)]
+    #[must_use]
+    pub const fn until(self, depth: u32) -> Self {
+        if depth >= self.depth() {
+            return self;
+        }
+        Self((self.0 & (u64::MAX >> (60 - 4 * (depth % 16))) & !15) | depth as u64)
+    }
+}
+
+impl Rows {
+    /// The way to a row.
+    ///
+    /// # Safety
+    /// The lists are there, and the step has such a row, at most [`MAX_DECODE_ROWS`](crate::step::MAX_DECODE_ROWS) of
+    /// them.
+    #[inline(always)]
+    pub(crate) unsafe fn path(&self, row: u32) -> Path {
+        if self.paths.is_null() {
+            return Path::of_chain(row);
+        }
+        // SAFETY: the caller's word.
+        Path(unsafe { self.paths.load(row as usize) })
+    }
+}
+
+/// Parameters of [`keep_path`]. Grid: (layers, 2): keys, and values; and one more layer if there are `states`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct KeepPath {
+    /// The rows that ran, a tree's.
+    pub rows: Rows,
+    /// The sequence, whose [path](SequenceState::PATH) was accepted.
+    pub state: SequenceState,
+    /// The first layer's cache; the others' pages follow.
+    pub cache: Cache,
+    /// Elements of a layer's pages.
+    pub layer_len: u64,
+    /// Hidden states that the step has left; null if it has left none.
+    pub states: States,
+    /// Layers.
+    pub layer_count: u32,
+}
+
+/// Moves keys, values and hidden states of the accepted path from their rows' slots to their positions. A row is never
+/// before its depth, so that nothing is overwritten that is yet to be moved.
+#[kernel(threads = 256)]
+pub unsafe fn keep_path(p: KeepPath) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        if p.rows.count.load(0) == 0 {
+            return;
+        }
+        let word = |half: usize| p.state.words.load(SequenceState::PATH + half) as u64;
+        let path = Path(word(0) | word(1) << 32);
+        let (layer, kind, thread) = (thread::block_idx_x(), thread::block_idx_y(), thread::thread_idx_x());
+        let root = p.rows.positions.load(0);
+        let sequence = p.rows.sequences.load(0);
+        let mut depth = 1;
+        while depth <= path.depth() {
+            let (from, to) = (root + path.row_at(depth), root + depth);
+            if from != to {
+                if layer < p.layer_count {
+                    let cache = Cache { pages: p.cache.pages.at(layer as usize * p.layer_len as usize), ..p.cache };
+                    move_vectors(&cache, kind == 1, sequence, (from, to), thread);
+                } else {
+                    move_states(&p.states, kind, (from, to), thread);
+                }
+            }
+            depth += 1;
+        }
+    }
+}
+
+/// Moves the keys or values of all heads of a position to another: 16 bytes a thread.
+#[inline(always)]
+unsafe fn move_vectors(cache: &Cache, values: bool, sequence: u32, (from, to): (u32, u32), thread: u32) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let of = |position: u32, head: u32| -> GlobalMut<bf16> {
+            if values { cache.value(sequence, position, head) } else { cache.key(sequence, position, head) }
+        };
+        let mut i = thread;
+        while i < cache.kv_heads * (HEAD_DIM / 8) {
+            let (head, d) = (i / (HEAD_DIM / 8), i % (HEAD_DIM / 8) * 8);
+            let words = of(from, head).load16(place(from, d) as usize);
+            of(to, head).store16(place(to, d) as usize, words);
+            i += 256;
+        }
+    }
+}
+
+/// Moves half of the hidden states of a position to another.
+#[inline(always)]
+unsafe fn move_states(states: &States, half: u32, (from, to): (u32, u32), thread: u32) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let (from, to) = (states.of(from), states.of(to));
+        let mut i = half * 256 + thread;
+        while i < STATES * states.dim {
+            to.store(i as usize, from.load(i as usize));
+            i += 512;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Path;
+
+    #[test]
+    fn a_path_knows_its_rows() {
+        // Rows 1 and 2 are children of the root, 5 and 9 of 2 and of 5.
+        let path = Path::ROOT.child(2).child(5).child(9);
+        assert_eq!(path.depth(), 3);
+        assert_eq!([0, 1, 2, 3].map(|depth| path.row_at(depth)), [0, 2, 5, 9]);
+        assert_eq!((path.parent(), Path::ROOT.child(7).parent()), (5, 0));
+        assert_eq!(path.rows(), 1 << 2 | 1 << 5 | 1 << 9);
+        assert_eq!([0, 1, 2, 3].map(|depth| path.until(depth).rows()), [0, 1 << 2, 1 << 2 | 1 << 5, path.rows()]);
+        assert_eq!(path.until(1), Path::ROOT.child(2));
+    }
+
+    #[test]
+    fn a_chain_is_a_tree_of_only_children() {
+        let mut path = Path::ROOT;
+        for row in 0..16 {
+            assert_eq!(path, Path::of_chain(row));
+            assert_eq!(path.rows(), (1 << row << 1) - 2);
+            if row < 15 {
+                path = path.child(row + 1);
+            }
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Steps whose rows are a tree of drafts.
+
+use cuda_std::Global;
+use gpu_kernels::step::{MAX_DECODE_ROWS, Rows, SequenceState};
+use gpu_kernels::tree::{self, KeepPath};
+
+use super::Forward;
+use crate::Error;
+use crate::device::Buffer;
+
+/// The memory of paths, and whether rows have them.
+pub(super) struct Tree {
+    /// `[MAX_DECODE_ROWS]`.
+    paths: Buffer<u64>,
+    wanted: bool,
+}
+
+impl Forward {
+    /// Allocates what steps of a tree need, if the [decode kernel](Self::decode) is there: only that runs them.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub(crate) fn prepare_tree(&mut self) -> Result<(), Error> {
+        if self.decode.is_some() {
+            self.tree = Some(Tree { paths: self.device.zeroed(MAX_DECODE_ROWS as usize)?, wanted: false });
+        }
+        Ok(())
+    }
+
+    /// From now on, rows of steps have paths, if steps can; otherwise they follow each other. Tells which it is.
+    pub(crate) fn want_tree(&mut self, wanted: bool) -> bool {
+        self.tree.as_mut().is_some_and(|tree| {
+            tree.wanted = wanted;
+            wanted
+        })
+    }
+
+    /// The rows that the next step runs: with paths, where they are wanted.
+    pub(crate) fn step_rows(&self) -> Rows {
+        let paths = self.tree.as_ref().filter(|tree| tree.wanted).map(|tree| tree.paths.ptr_mut());
+        Rows { paths: paths.unwrap_or_default(), ..self.rows() }
+    }
+
+    /// Enqueues the move of what the accepted path has left, if rows have paths.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub(crate) fn enqueue_keep_path(&self, state: SequenceState) -> Result<(), Error> {
+        let rows = self.step_rows();
+        if rows.paths.is_null() {
+            return Ok(());
+        }
+        let layers = self.cache.layers() as u32;
+        let tables: Global<u32> = self.page_table.ptr();
+        let keep = KeepPath {
+            rows,
+            state,
+            cache: self.cache.params(0, tables, self.table_stride()),
+            layer_len: self.cache.layer_len() as u64,
+            states: self.states().unwrap_or_default(),
+            layer_count: layers,
+        };
+        let with_states = layers + u32::from(self.states().is_some());
+        // SAFETY: buffers of self, sized as the parameter block says; the step that left the path was one of its.
+        unsafe { self.device.launch::<tree::keep_path>((with_states, 2), 0, keep) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpu_kernels::step::{MAX_DECODE_ROWS, STATE_WORDS, SequenceState};
+    use gpu_kernels::tree::Path;
+    use model::Config;
+
+    use super::Forward;
+    use crate::device::Device;
+    use crate::weights::DeviceWeights;
+
+    const VOCAB: u32 = 64;
+
+    /// Runs rows of `tokens` from `root` on, each with its path if they are a tree, and gives their logits.
+    fn step(forward: &mut Forward, root: u32, tokens: &[u32], paths: Option<&[Path]>) -> Vec<Vec<u32>> {
+        let count = tokens.len() as u32;
+        let depth = |row: usize| paths.map_or(row as u32, |paths| paths[row].depth());
+        let positions: Vec<u32> = (0..tokens.len()).map(|row| root + depth(row)).collect();
+        forward.row_count.write(0, &[count]).unwrap();
+        forward.row_tokens.write(0, tokens).unwrap();
+        forward.row_positions.write(0, &positions).unwrap();
+        forward.want_tree(paths.is_some());
+        if let (Some(tree), Some(paths)) = (&mut forward.tree, paths) {
+            tree.paths.write(0, &paths.iter().map(|path| path.word()).collect::<Vec<_>>()).unwrap();
+        }
+        forward.decode.as_mut().unwrap().begin().unwrap();
+        // SAFETY: the counters were just cleared.
+        unsafe { forward.enqueue_decode(count, root + count).unwrap() };
+        let mut logits = vec![0f32; tokens.len() * VOCAB as usize];
+        forward.logits().read(0, &mut logits).unwrap();
+        logits.chunks(VOCAB as usize).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
+    }
+
+    /// Runs a sequence's first tokens.
+    fn read(forward: &mut Forward, tokens: &[u32]) {
+        for (i, some) in tokens.chunks(MAX_DECODE_ROWS as usize).enumerate() {
+            step(forward, i as u32 * MAX_DECODE_ROWS, some, None);
+        }
+    }
+
+    fn tokens_on(path: Path, tokens: &[u32]) -> Vec<u32> {
+        (0..=path.depth()).map(|depth| tokens[path.row_at(depth) as usize]).collect()
+    }
+
+    /// Every row of a tree says what it would at the end of its path alone; and a path that is accepted is as if it had
+    /// been run alone.
+    #[test]
+    fn rows_of_a_tree_have_the_bits_of_their_paths() {
+        let shapes = [(2, 1, 8), (4, 1, MAX_DECODE_ROWS), (8, 4, 12)];
+        // Where the tree begins in a warp's keys, a page and a split.
+        for (root, (q_heads, kv_heads, rows)) in [3, 30, 57, 240].into_iter().flat_map(|root| shapes.map(|s| (root, s)))
+        {
+            let config = Config {
+                vocab_size: VOCAB as usize,
+                hidden_size: 128,
+                intermediate_size: 256,
+                num_hidden_layers: 2,
+                num_attention_heads: q_heads,
+                num_key_value_heads: kv_heads,
+                ..Config::published("0.6B").unwrap()
+            };
+            let device = Device::emulator(root as u64);
+            let weights = DeviceWeights::random(&config, &device).unwrap();
+            let mut forward = Forward::new(&device, &config, weights, 320).unwrap();
+            assert!(forward.prepare_decode().unwrap());
+            forward.prepare_tree().unwrap();
+            forward.keep_states([0, 1, 2]).unwrap();
+            forward.want_states(true);
+
+            let random = |i: u32| gpu_kernels::sample::random(u64::from(root * 7 + rows), u64::from(i)) as u32;
+            let text: Vec<u32> = (0..root).map(|i| random(i) % VOCAB).collect();
+            let tokens: Vec<u32> = (0..rows).map(|row| random(1000 + row) % VOCAB).collect();
+            let mut paths = vec![Path::ROOT];
+            for row in 1..rows {
+                // Near the last, so that some are deep.
+                let parent = row - 1 - random(2000 + row) % row.min(4);
+                paths.push(paths[parent as usize].child(row));
+            }
+            read(&mut forward, &text);
+            let of_tree = step(&mut forward, root, &tokens, Some(&paths));
+            let deepest = *paths.iter().max_by_key(|path| path.depth()).unwrap();
+            for (row, path) in paths.iter().enumerate() {
+                let alone = step(&mut forward, root, &tokens_on(*path, &tokens), None);
+                assert!(of_tree[row] == *alone.last().unwrap(), "row {row} of {rows} from {root} on: {path:?}");
+            }
+
+            // Now the deepest is accepted.
+            step(&mut forward, root, &tokens_on(deepest, &tokens), None);
+            let next_root = root + deepest.depth() + 1;
+            let left = |forward: &mut Forward| {
+                let next = step(forward, next_root, &[7, 9], None);
+                let states = forward.states.as_ref().unwrap().read();
+                let slots: Vec<_> = states.chunks(3 * 128).collect();
+                let of_path = (root..next_root).flat_map(|position| slots[position as usize % slots.len()]);
+                (next, of_path.copied().collect::<Vec<_>>())
+            };
+            let expected = left(&mut forward);
+            step(&mut forward, root, &tokens, Some(&paths));
+            let (mut words, history) = (device.zeroed(STATE_WORDS).unwrap(), device.zeroed::<i32>(1).unwrap());
+            let word = deepest.word();
+            words.write(SequenceState::PATH, &[word as u32, (word >> 32) as u32]).unwrap();
+            let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };
+            forward.enqueue_keep_path(state).unwrap();
+            assert!(left(&mut forward) == expected, "{deepest:?} of {rows} rows from {root} on was kept");
+        }
+    }
+}
