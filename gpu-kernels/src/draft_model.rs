@@ -5,7 +5,7 @@
 //! `sample`, and drafts leave sampled text as it is, too.
 //!
 //! ```text
-//! accept ─► (n-gram match) ─► plan_draft ─► pass ─► next_draft ─► pass ─► … ─► (n-gram match) ─► plan_decode
+//! accept ─► (n-gram match) ─► plan_draft ─► pass ─► next_draft ─► pass ─► … ─► (n-gram match) ─► plan_tree
 //!                               │ rows that the cache lacks   │ a row: the draft before
 //!                               └ none: nobody drafts         └ none: the chain ends
 //! ```
@@ -34,8 +34,9 @@
 use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
 use crate::drafting::{self, Cost, ONE};
-use crate::sample::best_token;
-use crate::step::{Counters, MAX_DECODE_ROWS, Rows, SequenceState};
+use crate::logprobs::Wanted;
+use crate::step::{Counters, MAX_DECODE_ROWS, NO_TOKEN, Rows, SequenceState};
+use crate::tree::Likeliest;
 
 /// What drafts cost, and how many there can be.
 #[repr(C)]
@@ -152,6 +153,10 @@ impl DraftWords {
     pub const NGRAM: usize = 4;
     /// Word: tokens that the last n-gram match found.
     pub const GUESSED: usize = 5;
+    /// Word: what the model said of late that drafts by it were worth.
+    pub const CONFIDENCE: usize = 6;
+    /// Word: [`Choice::wanted`] of the last proposal.
+    pub const WANTED: usize = 7;
     /// `[MAX_DECODE_ROWS]` the last chain.
     pub const CHAIN: usize = 8;
     /// `[MAX_DECODE_ROWS]` what the last n-gram match found.
@@ -164,6 +169,7 @@ impl DraftWords {
         words[Self::CACHED] = length;
         words[Self::MODEL] = drafting::UNTRIED;
         words[Self::NGRAM] = drafting::UNTRIED;
+        words[Self::CONFIDENCE] = drafting::UNTRIED;
         words
     }
 }
@@ -197,11 +203,10 @@ pub struct PlanDraft {
     pub guess: Global<i32>,
     /// `[1]` its rows; then those with which the next match begins.
     pub guess_rows: GlobalMut<i32>,
-    /// `[told_reports]` in host memory, for the step that is planned: tokens of the chain, and from bit 8 on
-    /// [`Choice::wanted`].
-    pub told: GlobalMut<u32>,
-    /// Entries of `told`.
-    pub told_reports: u32,
+    /// What the passes of the last chain said.
+    pub likeliest: Likeliest,
+    /// [`Wanted`], for the first pass.
+    pub noted: GlobalMut<u32>,
     /// Of the draft model's decode kernel, to be zeroed.
     pub counters: Counters,
     /// The history may not grow beyond this.
@@ -219,15 +224,14 @@ pub struct PlanDraft {
 pub unsafe fn plan_draft(p: PlanDraft) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        cuda_std::assume(p.told_reports > 0);
         let lane = thread::thread_idx_x();
         let word = |i: usize| p.words.load(i);
         let (of_sequence, history) = (p.state.words, p.state.history);
-        let (length, step) = (of_sequence.load(SequenceState::LENGTH), of_sequence.load(SequenceState::STEP));
+        let length = of_sequence.load(SequenceState::LENGTH);
         let finished = of_sequence.load(SequenceState::FINISHED) != 0;
         let (before, cached, chained) = (word(DraftWords::LENGTH), word(DraftWords::CACHED), word(DraftWords::CHAINED));
         let (mut model, mut ngram) = (word(DraftWords::MODEL), word(DraftWords::NGRAM));
-        let guessed_before = word(DraftWords::GUESSED);
+        let (guessed_before, mut confidence) = (word(DraftWords::GUESSED), word(DraftWords::CONFIDENCE));
         let slot = (lane % MAX_DECODE_ROWS) as usize;
         let (chain, guess_before) = (word(DraftWords::CHAIN + slot), word(DraftWords::GUESS + slot));
         let (mut guess, mut guessed) = (0, 0);
@@ -240,6 +244,10 @@ pub unsafe fn plan_draft(p: PlanDraft) {
         // A step brings at most as many tokens as there are lanes to look at them.
         let new = length.saturating_sub(before).min(MAX_DECODE_ROWS);
         let token = if lane < new { history.load((before + lane) as usize) as u32 } else { 0 };
+        let mut said = 0;
+        if lane < chained {
+            said = (p.likeliest.probability(lane, 0) * ONE as f32) as u32;
+        }
         warp::sync_warp();
 
         let (chain_tried, guess_tried) = (chained.min(new), guessed_before.min(new));
@@ -247,6 +255,11 @@ pub unsafe fn plan_draft(p: PlanDraft) {
         let guess_agreed = warp::ballot(lane < guess_tried && guess_before == token).trailing_ones();
         model = tried(model, agreed, chain_tried);
         ngram = tried(ngram, guess_agreed, guess_tried);
+        let mut i = 0;
+        while i < chain_tried && i <= agreed {
+            confidence = drafting::mean(confidence, warp::shuffle_idx(said, i).min(ONE));
+            i += 1;
+        }
         // Of a chain, all drafts but the last were run.
         let valid = if chained > 0 && p.shift == 0 { before + agreed.min(chained - 1) } else { cached };
         let left = p.max_length.saturating_sub(length + 1);
@@ -285,8 +298,10 @@ pub unsafe fn plan_draft(p: PlanDraft) {
             p.words.store(DraftWords::MODEL, model);
             p.words.store(DraftWords::NGRAM, ngram);
             p.words.store(DraftWords::GUESSED, guessed);
+            p.words.store(DraftWords::CONFIDENCE, confidence);
+            p.words.store(DraftWords::WANTED, choice.wanted);
             of_sequence.store(SequenceState::ACCEPTANCE, if choice.by_guess { ngram } else { model });
-            p.told.store((step % p.told_reports) as usize, choice.chain | choice.wanted << 8);
+            p.noted.store(Wanted::ROW, choice.rows.wrapping_sub(1));
         }
     }
 }
@@ -301,25 +316,18 @@ pub struct NextDraft {
     pub words: GlobalMut<u32>,
     /// The rows of the pass that has run, and those of the next.
     pub rows: Rows,
-    /// `[MAX_DECODE_ROWS]` the [rank](crate::sample::rank) of the best token after each row, taken instead of `sampled`
-    /// unless null.
-    pub best: Global<u64>,
-    /// `[MAX_DECODE_ROWS]` the best token after each row, or [`NO_TOKEN`](crate::step::NO_TOKEN).
-    pub sampled: Global<u32>,
+    /// What the pass said.
+    pub likeliest: Likeliest,
+    /// [`Wanted`], for the next pass.
+    pub noted: GlobalMut<u32>,
     /// Gets the draft.
     pub proposal: Proposal,
     /// As [`PlanDraft::counters`].
     pub counters: Counters,
-    /// `[target_count]` the token that each token of a head stands for; null where they are the same.
-    pub targets: Global<u32>,
-    /// How many.
-    pub target_count: u32,
     /// Which pass of the chain this was, from 0 on.
     pub number: u32,
     /// As [`PlanDraft::shift`].
     pub shift: u32,
-    /// Tokens of the model that is drafted for: only these are proposed.
-    pub vocab: u32,
 }
 
 /// Proposes the best token after the last row of a pass, and makes it the row of the next. A token that the model does
@@ -332,19 +340,12 @@ pub unsafe fn next_draft(p: NextDraft) {
         let (chained, length) = (p.words.load(DraftWords::CHAINED), p.words.load(DraftWords::LENGTH));
         let rows = p.rows.count.load(0).min(MAX_DECODE_ROWS);
         let continues = p.number < chained && rows > 0;
-        let mut token = u32::MAX;
-        if continues {
-            let row = rows as usize - 1;
-            token = if p.best.is_null() { p.sampled.load(row) } else { best_token(p.best.load(row)) };
-            if !p.targets.is_null() && token < p.target_count {
-                token = p.targets.load(token as usize);
-            }
-        }
+        let token = if continues { p.likeliest.token(p.number, 0) } else { NO_TOKEN };
         // What is zeroed has been read.
         warp::sync_warp();
         p.counters.clear(lane);
         if lane == 0 {
-            let proposes = continues && token < p.vocab;
+            let proposes = token != NO_TOKEN;
             let more = proposes && p.number + 1 < chained;
             if proposes {
                 let place = (length + p.number) as usize;
@@ -357,6 +358,7 @@ pub unsafe fn next_draft(p: NextDraft) {
                 p.words.store(DraftWords::CHAINED, p.number);
             }
             p.rows.count.store(0, more as u32);
+            p.noted.store(Wanted::ROW, if more { 0 } else { Wanted::NO_ROW });
             if more {
                 p.rows.tokens.store(0, token);
                 p.rows.positions.store(0, length + p.number - p.shift);

@@ -23,10 +23,16 @@ pub const UNTRIED: u32 = ONE / 2;
 /// A trial's weight in the estimate is one half to this power.
 const WEIGHT: u32 = 3;
 
-/// The estimate after one more trial: an exponentially weighted mean.
+/// The estimate after one more trial.
 #[inline(always)]
 pub fn learned(acceptance: u32, right: bool) -> u32 {
-    if right { acceptance + ((ONE - acceptance) >> WEIGHT) } else { acceptance - (acceptance >> WEIGHT) }
+    mean(acceptance, if right { ONE } else { 0 })
+}
+
+/// An exponentially weighted mean after one more value.
+#[inline(always)]
+pub fn mean(before: u32, value: u32) -> u32 {
+    if value >= before { before + ((value - before) >> WEIGHT) } else { before - ((before - value) >> WEIGHT) }
 }
 
 /// What drafts add to the time of a step of one row, as shares of that time.

@@ -39,8 +39,10 @@ impl Note {
 pub struct Wanted;
 
 impl Wanted {
-    /// The row of the logits.
+    /// The row of the logits, or [`NO_ROW`](Self::NO_ROW).
     pub const ROW: usize = 0;
+    /// In place of a row: nothing is noted.
+    pub const NO_ROW: u32 = u32::MAX;
     /// How many likeliest tokens, at most [`MOST`].
     pub const TOP: usize = 1;
     /// Which of the chosen tokens follows the row.
@@ -80,6 +82,10 @@ pub unsafe fn note_logits(p: NoteLogits) {
         while noted < p.noted {
             let (_, _, team) = p.split.team();
             let wanted = p.wanted.at(noted as usize * Wanted::WORDS);
+            if wanted.load(Wanted::ROW) == Wanted::NO_ROW {
+                noted += teams;
+                continue;
+            }
             let (rows, logits, uses, vocab) = (Rows::default(), p.logits, Default::default(), p.vocab);
             let row = Row {
                 inputs: Inputs { rows, logits, uses, vocab },

@@ -13,11 +13,14 @@
 //!
 //! When a path is accepted, [`keep_path`] moves what its rows have left from their slots to their positions.
 
+mod plan;
+
 use cuda_std::{GlobalMut, bf16, kernel, thread, warp};
 
 use crate::eagle::{STATES, States};
 use crate::kv::{Cache, HEAD_DIM, place};
 use crate::step::{Rows, SequenceState};
+pub use plan::{Likeliest, MOST_BRANCHES, PlanTree, plan_tree};
 
 /// The way from the root to a row of a tree: the rows on it, by their depth.
 ///
@@ -89,8 +92,7 @@ impl Path {
     /// That of a lane of the warp.
     #[inline(always)]
     pub(crate) fn of_lane(self, lane: u32) -> Self {
-        let half = |word: u32| warp::shuffle_idx(word, lane) as u64;
-        Self(half(self.0 as u32) | half((self.0 >> 32) as u32) << 32)
+        Self(warp::shuffle_idx(self.0, lane))
     }
 
     /// The part of it down to this depth.

@@ -7,12 +7,12 @@ use common::{Random, run};
 use cuda_std::emulator::Buffer;
 use gpu_kernels::draft_model::{self, Choice, DraftWords, Economy, NextDraft, PlanDraft, Proposal, Prospect, tried};
 use gpu_kernels::drafting::{Cost, ONE, UNTRIED};
-use gpu_kernels::sample::rank;
+use gpu_kernels::logprobs::{Note, Wanted};
 use gpu_kernels::step::{Counters, MAX_DECODE_ROWS, NO_TOKEN, Rows, STATE_WORDS, SequenceState};
+use gpu_kernels::tree::Likeliest;
 
 const MOST: usize = MAX_DECODE_ROWS as usize;
 const VOCAB: u32 = 6;
-const REPORTS: u32 = 8;
 const COUNTERS: usize = 40;
 
 /// What the draft model says after these tokens; now and then a token that the other model lacks, or none.
@@ -36,9 +36,9 @@ struct World {
     last: Buffer<i64>,
     guess: Buffer<i32>,
     guess_rows: Buffer<i32>,
-    told: Buffer<u32>,
-    best: Buffer<u64>,
-    sampled: Buffer<u32>,
+    notes: Buffer<u32>,
+    noted: Buffer<u32>,
+    targets: Buffer<u32>,
     counters: Buffer<u32>,
     max_length: usize,
     /// 1 if a head drafts, 0 if a model does.
@@ -69,9 +69,9 @@ impl World {
             last: Buffer::from_slice(&[0]),
             guess: Buffer::from_slice(&[-9; MOST]),
             guess_rows: Buffer::from_slice(&[1]),
-            told: Buffer::from_slice(&[0; REPORTS as usize]),
-            best: Buffer::from_slice(&[0; MOST]),
-            sampled: Buffer::from_slice(&[0; MOST]),
+            notes: Buffer::from_slice(&[0; MOST * Note::WORDS]),
+            noted: Buffer::from_slice(&[0; Wanted::WORDS]),
+            targets: Buffer::from_slice(&std::array::from_fn::<_, { VOCAB as usize + 1 }, _>(|i| VOCAB - i as u32)),
             counters: Buffer::from_slice(&[1; COUNTERS]),
             max_length,
             shift,
@@ -94,6 +94,15 @@ impl World {
         Proposal { drafts: self.drafts.ptr_mut(), rows: self.draft_rows.ptr_mut(), last: self.last.ptr_mut() }
     }
 
+    fn likeliest(&self) -> Likeliest {
+        Likeliest {
+            notes: self.notes.ptr(),
+            targets: if self.shift == 1 { self.targets.ptr() } else { Default::default() },
+            target_count: self.targets.as_slice().len() as u32,
+            vocab: VOCAB,
+        }
+    }
+
     fn plan(&mut self, economy: Economy, matches: bool, seed: u64) {
         let plan = PlanDraft {
             state: self.state(),
@@ -102,8 +111,8 @@ impl World {
             proposal: self.proposal(),
             guess: if matches { self.guess.ptr() } else { Default::default() },
             guess_rows: self.guess_rows.ptr_mut(),
-            told: self.told.ptr_mut(),
-            told_reports: REPORTS,
+            likeliest: self.likeliest(),
+            noted: self.noted.ptr_mut(),
             counters: Counters { words: self.counters.ptr_mut(), count: COUNTERS as u32 },
             max_length: self.max_length as u32,
             shift: self.shift as u32,
@@ -129,30 +138,29 @@ impl World {
         if count > 0 { Some(says(&self.cache)) } else { None }
     }
 
-    fn next(&mut self, number: u32, best: bool, said: Option<u32>, seed: u64) {
-        let row = self.columns[0].as_slice()[0].max(1) as usize - 1;
+    fn next(&mut self, number: u32, said: Option<u32>, seed: u64) {
+        let rows = self.columns[0].as_slice()[0];
+        let noted = self.noted.as_slice()[Wanted::ROW];
+        assert_eq!(noted, if rows == 0 { Wanted::NO_ROW } else { rows - 1 });
         let said = said.unwrap_or(3);
         // A head's tokens are the model's the other way round.
         let said = if self.shift == 1 && said <= VOCAB { VOCAB - said } else { said };
-        let targets: Buffer<u32> =
-            Buffer::from_slice(&std::array::from_fn::<_, { VOCAB as usize + 1 }, _>(|i| VOCAB - i as u32));
-        let (mut ranks, mut tokens) = ([rank(9.0, 1); MOST], [1; MOST]);
-        (ranks[row], tokens[row]) = (if said == NO_TOKEN { 0 } else { rank(1.0, said) }, said);
-        (self.best, self.sampled) = (Buffer::from_slice(&ranks), Buffer::from_slice(&tokens));
+        let mut notes = self.notes.as_slice().to_vec();
+        let note = &mut notes[number as usize * Note::WORDS..][..Note::WORDS];
+        note[Note::MAX] = if said == NO_TOKEN { f32::NAN } else { 1.0 }.to_bits();
+        note[Note::TOP] = said;
+        self.notes = Buffer::from_slice(&notes);
         self.counters = Buffer::from_slice(&[1; COUNTERS]);
         let next = NextDraft {
             state: self.state(),
             words: self.draft_words.ptr_mut(),
             rows: self.rows(),
-            best: if best { self.best.ptr() } else { Default::default() },
-            sampled: self.sampled.ptr(),
+            likeliest: self.likeliest(),
+            noted: self.noted.ptr_mut(),
             proposal: self.proposal(),
             counters: Counters { words: self.counters.ptr_mut(), count: COUNTERS as u32 },
-            targets: if self.shift == 1 { targets.ptr() } else { Default::default() },
-            target_count: targets.as_slice().len() as u32,
             number,
             shift: self.shift as u32,
-            vocab: VOCAB,
         };
         run::<draft_model::next_draft>([1, 1, 1], 0, seed, next);
         assert_eq!(self.counters.as_slice(), [0; COUNTERS]);
@@ -235,16 +243,14 @@ fn drafts_of_a_sequence(seed: u64, shift: usize) {
         let words = world.draft_words.as_slice();
         assert_eq!([words[DraftWords::MODEL], words[DraftWords::NGRAM]], world.acceptance);
         assert_eq!(world.columns[0].as_slice()[0], choice.rows, "{prospect:?} {economy:?}");
-        let step = world.words.as_slice()[SequenceState::STEP];
-        let told = world.told.as_slice()[(step % REPORTS) as usize];
-        assert_eq!(told, choice.chain | choice.wanted << 8);
+        assert_eq!(words[DraftWords::CHAINED], choice.chain);
+        assert_eq!(words[DraftWords::WANTED], choice.wanted);
 
         cached = valid + choice.rows as usize;
         chain.clear();
-        let best = random.below(2) == 1;
         for number in 0..economy.most {
             let said = world.pass(&chain);
-            world.next(number, best, said, seed);
+            world.next(number, said, seed);
             if let Some(token) = said.filter(|&token| token < VOCAB && chain.len() == number as usize)
                 && (number < choice.chain)
             {

@@ -1,6 +1,7 @@
 //! How a sequence drafts: the settings, and what drafts come to. Who drafts is [`drafter`](crate::drafter).
 
 use gpu_kernels::step::MAX_DECODE_ROWS;
+use gpu_kernels::tree::MOST_BRANCHES;
 use gpu_kernels::{drafting, ngram};
 use model::form::mask_words;
 use model::{Checkpoint, Config, EagleHead, Matcher, Tokenizer};
@@ -119,6 +120,14 @@ impl Draft {
         }
     }
 
+    /// How many of the likeliest tokens after a node may be drafts.
+    pub(crate) fn branches(&self) -> u32 {
+        match self {
+            Self::Ngram(_) => 1,
+            Self::Model(draft) => draft.branches,
+        }
+    }
+
     /// Checks the settings, and that a model drafts only where there `is_model`.
     pub(crate) fn check_for(&self, is_model: bool) -> Result<(), Error> {
         self.check()?;
@@ -135,7 +144,7 @@ impl Draft {
     pub fn check(&self) -> Result<(), Error> {
         match self {
             Self::Ngram(draft) => draft.check(),
-            Self::Model(draft) => draft.match_settings().check(),
+            Self::Model(draft) => draft.check(),
         }
     }
 }
@@ -147,6 +156,11 @@ impl Draft {
 pub struct ModelDraft {
     /// Most drafts of a step, 1 to 15.
     pub tokens: u32,
+    /// Most drafts that follow each other, each of which takes a pass.
+    pub depth: u32,
+    /// How many of the likeliest tokens after a pass may be drafts, 1 to 4: with more than 1, drafts are a
+    /// [tree](gpu_kernels::tree) where the decode kernel is there.
+    pub branches: u32,
     /// Whether to run only as many passes and drafts as recent ones make worthwhile; otherwise as many as `tokens`
     /// says.
     pub adaptive: bool,
@@ -158,7 +172,7 @@ pub struct ModelDraft {
 impl Default for ModelDraft {
     fn default() -> Self {
         let NgramDraft { tokens, max, min, adaptive } = NgramDraft::default();
-        Self { tokens, adaptive, ngram: Some(Ngrams { max, min }) }
+        Self { tokens, depth: tokens, branches: 1, adaptive, ngram: Some(Ngrams { max, min }) }
     }
 }
 
@@ -173,6 +187,27 @@ impl Draft {
 }
 
 impl ModelDraft {
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// [`Error::Draft`], which names the flag.
+    fn check(&self) -> Result<(), Error> {
+        self.match_settings().check()?;
+        let what = if self.depth == 0 {
+            "--draft-depth 0 leaves nothing to draft; give 1 or more".into()
+        } else if !(1..=MOST_BRANCHES).contains(&self.branches) {
+            format!("--draft-branches {} is not between 1 and {MOST_BRANCHES}", self.branches)
+        } else {
+            return Ok(());
+        };
+        Err(Error::Draft { what })
+    }
+
+    /// Most drafts that follow each other.
+    pub(crate) fn depth(&self) -> u32 {
+        self.depth.min(self.tokens)
+    }
+
     /// Those of the n-gram match beside the model, or ones that pass every check.
     pub(crate) fn match_settings(&self) -> NgramDraft {
         let Ngrams { max, min } = self.ngram.unwrap_or(Ngrams { max: 1, min: 1 });

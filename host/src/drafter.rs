@@ -14,7 +14,6 @@ mod passes_on_host;
 mod script;
 
 use gpu_kernels::draft_model;
-use gpu_kernels::eagle::States;
 use gpu_kernels::step::{self, Accept, MAX_DECODE_ROWS, PlanDecode, SequenceState};
 
 pub(crate) use self::model::{ModelDrafter, Passes};
@@ -24,6 +23,7 @@ pub(crate) use self::script::ScriptDrafter;
 use crate::Error;
 use crate::backend::{Sequence, Step};
 use crate::device::{Buffer, Device};
+use crate::forward::Forward;
 
 /// Proposes tokens for one sequence at a time.
 pub trait Drafter<P: Place>: Send {
@@ -84,8 +84,8 @@ pub struct OnDevice;
 /// [`plan`](Self::plan).
 #[derive(Clone, Copy)]
 pub struct Between<'a> {
-    /// The device.
-    pub device: &'a Device,
+    /// The model.
+    pub forward: &'a Forward,
     /// The acceptance of what the last step chose.
     pub accept: Accept,
     /// The plan of the next step, but for [its cost](PlanDecode::cost).
@@ -98,8 +98,6 @@ pub struct Between<'a> {
     pub length: u32,
     /// Tokens at its beginning that were there before the launches that are under way.
     pub settled: u32,
-    /// The model's hidden states of the last positions, if they are wanted.
-    pub states: Option<States>,
 }
 
 impl Place for OnDevice {
@@ -108,18 +106,24 @@ impl Place for OnDevice {
 }
 
 impl Between<'_> {
+    /// The device.
+    pub fn device(&self) -> &Device {
+        self.forward.device()
+    }
+
     /// The sequence.
     pub fn state(&self) -> SequenceState {
         self.plan.state
     }
 
-    /// Enqueues acceptance.
+    /// Enqueues acceptance; if rows are a tree, what the accepted ones have left goes to its place.
     ///
     /// # Errors
     /// A refused launch.
     pub fn enqueue_accept(&self) -> Result<(), Error> {
         // SAFETY: whoever has made it says that its addresses are good.
-        unsafe { self.device.launch::<step::accept>(1, 0, self.accept) }
+        unsafe { self.device().launch::<step::accept>(1, 0, self.accept)? };
+        self.forward.enqueue_keep_path(self.state())
     }
 
     /// Enqueues the plan, where drafts cost so much.
@@ -128,7 +132,7 @@ impl Between<'_> {
     /// A refused launch.
     pub fn enqueue_plan(&self, cost: gpu_kernels::drafting::Cost) -> Result<(), Error> {
         // SAFETY: as above.
-        unsafe { self.device.launch::<step::plan_decode>(1, 0, PlanDecode { cost, ..self.plan }) }
+        unsafe { self.device().launch::<step::plan_decode>(1, 0, PlanDecode { cost, ..self.plan }) }
     }
 }
 

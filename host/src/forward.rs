@@ -186,7 +186,7 @@ impl Forward {
                 batched: None,
                 apart: Apart::default(),
                 states: None,
-            tree: None,
+                tree: None,
                 pairs,
                 page_table: device.zeroed(room.sequences * pages(room.context))?,
                 row_count: device.zeroed(1)?,

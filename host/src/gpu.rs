@@ -205,6 +205,7 @@ impl Gpu {
         // launches do the same.
         for forward in std::iter::once(&mut forward).chain(draft.as_mut().and_then(Passes::model)) {
             forward.prepare_decode()?;
+            forward.prepare_tree()?;
             if device.has_prefill() {
                 forward.prepare_prefill()?;
             }
@@ -364,7 +365,7 @@ impl Gpu {
     /// a greedy choice needs no sampler.
     fn enqueue_choice(&mut self, most_rows: u32, first_row: u32, decoded: bool, length: usize) -> Result<(), Error> {
         self.enqueue_masks(first_row)?;
-        let rows = self.forward.rows();
+        let rows = if decoded { self.forward.step_rows() } else { self.forward.rows() };
         let s = &self.run.sampling;
         let takes_best = decoded && s.takes_best() && self.run.form.is_none();
         let best = self.forward.decode().filter(|_| takes_best);
@@ -398,7 +399,7 @@ impl Gpu {
     /// The acceptance of what was chosen: of the `best` tokens, or where that is null of the sampled ones.
     fn accept(&self, best: Global<u64>, first_row: u32, decoded: bool) -> Accept {
         Accept {
-            rows: self.forward.rows(),
+            rows: if decoded { self.forward.step_rows() } else { self.forward.rows() },
             state: self.state(),
             sampled: self.sampled.ptr(),
             best,
@@ -434,7 +435,7 @@ impl Gpu {
     /// `length` tokens, and the planning of the next rows.
     fn enqueue_next(&mut self, accept: Accept, length: usize) -> Result<(), Error> {
         let plan = PlanDecode {
-            rows: self.forward.rows(),
+            rows: self.forward.step_rows(),
             state: self.state(),
             drafts: self.proposed(),
             draft_rows: if self.run.draft.is_some() { self.proposals.rows.ptr() } else { Default::default() },
@@ -445,7 +446,7 @@ impl Gpu {
         // Acceptance and plan are of buffers of self, sized as their parameter blocks say, for a batch of one; the
         // history has room for `max_length` tokens.
         let between = Between {
-            device: forward.device(),
+            forward,
             accept,
             plan,
             proposals,
@@ -453,7 +454,6 @@ impl Gpu {
             length: length as u32,
             // What the host has seen, or has put there, is older than the launches that are under way.
             settled: run.length as u32,
-            states: forward.states(),
         };
         match drafter(run.draft, script, model, ngram) {
             Some(drafter) => drafter.propose(between),
@@ -531,6 +531,8 @@ impl Backend for Gpu {
         let by_model = matches!(sequence.draft, Some(Draft::Model(_))) && sequence.form.is_none();
         let head = self.model.as_ref().filter(|model| model.is_head() && by_model && self.script.is_none());
         self.forward.want_states(head.is_some());
+        let branches = sequence.draft.is_some_and(|draft| draft.branches() > 1);
+        self.forward.want_tree(branches && by_model && self.script.is_none());
         if let Some(head) = head {
             // Of what was read without it, a head lacks the hidden states.
             reused = reused.min(head.known(prompt));

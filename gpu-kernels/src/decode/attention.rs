@@ -162,7 +162,7 @@ impl Consumer<'_> {
                 let mut found = WarpAttention::NOTHING;
                 if page < pages && here.first_key() < first_position + first_row + rows {
                     let slot = tile % TILES;
-                    found = if !ONE && self.is_tree && here.first_key() + WARP_KEYS > first_position + 1 {
+                    found = if !ONE && here.first_key() + WARP_KEYS > first_position + 1 && tree::is_tree() {
                         self.attend_paths(attend, &here, slot, pages)
                     } else {
                         self.attend(attend, &here, slot, ring.ahead(page), ring.ahead(pages + page))

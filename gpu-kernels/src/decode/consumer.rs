@@ -9,7 +9,6 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, bf16, bulk, mma, shared, thread, warp};
 
 use super::producer::Units;
-use super::tree;
 use super::{ARRIVALS, BEST, CHUNK_FEATURES, DecodeStep, FACTORS, Mark, Matrix, N_TILES, RING, SCRATCH, WARPS, Walk};
 use crate::attention::Divisor;
 use crate::embedding::{embed_each, embed_elements};
@@ -36,8 +35,6 @@ pub struct Consumer<'a> {
     /// Which of two places partial sums of one row go to.
     turn: u32,
     pub ring: Ring,
-    /// Whether the rows are no chain.
-    pub is_tree: bool,
     rows: Divisor,
     walk: Walk,
 }
@@ -285,9 +282,7 @@ impl<'a> Consumer<'a> {
     pub fn new(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
         let ring = Ring::consumer(RING);
         let (rows, walk) = (Divisor::new(count), Walk::new(thread::grid_dim_x()));
-        // SAFETY: left there before the roles parted.
-        let is_tree = unsafe { tree::is_tree() };
-        Self { p, count, flag, turn: 0, ring, is_tree, rows, walk }
+        Self { p, count, flag, turn: 0, ring, rows, walk }
     }
 
     /// The position of the first row; the others follow it, or have the slots that do.

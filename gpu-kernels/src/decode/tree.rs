@@ -9,8 +9,7 @@ use super::attention::QUERY;
 use super::consumer::Consumer;
 use super::{DecodeStep, PATHS, SCRATCH};
 use crate::attention::{
-    Attend, PAIRS, SPLIT, TILE_KEYS, Tile, WarpAttention, add_values_each, key_of, score_keys, values_at,
-    weigh,
+    Attend, PAIRS, SPLIT, TILE_KEYS, Tile, WarpAttention, add_values_each, key_of, score_keys, values_at, weigh,
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::ring::Ring;

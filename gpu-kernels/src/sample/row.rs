@@ -52,6 +52,8 @@ pub(super) struct Penalised {
     choice: Choice,
     uses: Global<u32>,
     tokens: Global<u32>,
+    /// Of a tree, the rows on the way to this one, as bits.
+    way: Option<u32>,
 }
 
 impl Penalised {
@@ -75,7 +77,9 @@ impl Change for Penalised {
         unsafe {
             let choice = Choice::load(shared::dynamic(CHOICE));
             let uses = inputs.uses.at(choice.slot as usize * inputs.vocab as usize);
-            Self { choice, uses, tokens: inputs.rows.tokens.read() }
+            let rows = inputs.rows;
+            let way = if rows.paths.is_null() { None } else { Some(rows.path(choice.row).rows()) };
+            Self { choice, uses, tokens: rows.tokens.read(), way }
         }
     }
 
@@ -93,7 +97,10 @@ impl Change for Penalised {
             let mut r = self.choice.drafts;
             while r <= self.choice.row {
                 thread::keep_rolled();
-                let distance = self.tokens.load(r as usize).wrapping_sub(first);
+                let mut distance = self.tokens.load(r as usize).wrapping_sub(first);
+                if self.way.is_some_and(|way| (way >> (r % 32)) & 1 == 0) {
+                    distance = u32::MAX;
+                }
                 unroll!(I < AT_ONCE of 8; {
                     uses[I] += if distance == 32 * I as u32 { GENERATED } else { 0 };
                 });

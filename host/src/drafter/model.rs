@@ -4,9 +4,10 @@ use cuda_std::Global;
 use gpu_kernels::draft_model::{self, DraftWords, Economy, NextDraft, PlanDraft};
 use gpu_kernels::drafting::Cost;
 use gpu_kernels::eagle::States;
-use gpu_kernels::sample::Sample;
+use gpu_kernels::logprobs::{Note, NoteLogits, Wanted};
 use gpu_kernels::step::{self, MAX_DECODE_ROWS, MAX_ROWS, PlanPrompt, Rows, SequenceState};
-use model::{Config, Sampling};
+use gpu_kernels::tree::{self, Likeliest, PlanTree};
+use model::Config;
 
 use super::ngram::NgramOperator;
 use super::{Between, Drafter, OnDevice, Proposals};
@@ -15,7 +16,7 @@ use crate::backend::{Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
 use crate::draft::{Draft, ModelDraft, pass_cost, pass_share};
 use crate::forward::{Begin, Forward, HeadWeights, RowOutput};
-use crate::gpu::{self, RING};
+use crate::gpu::RING;
 use crate::prefill::Prefill;
 use crate::sampler::Sampler;
 use crate::tuning::DRAFT_COST;
@@ -69,11 +70,13 @@ pub(crate) struct ModelDrafter {
     /// Of a head: [`Head::targets`].
     targets: Option<Buffer<u32>>,
     sampler: Sampler,
-    sampled: Buffer<u32>,
-    uses: Buffer<u32>,
+    /// As [`Likeliest::notes`].
+    notes: Buffer<u32>,
+    /// [`Wanted`] of the next pass.
+    noted: Buffer<u32>,
     /// [`DraftWords`].
     words: Buffer<u32>,
-    /// As [`PlanDraft::told`].
+    /// As [`PlanTree::told`].
     told: Mapped,
     ngram: NgramOperator,
     guess: Buffer<i32>,
@@ -114,8 +117,8 @@ impl ModelDrafter {
         Ok(Self {
             targets,
             sampler: Sampler::new(&device, draft_config)?,
-            sampled: device.zeroed(MAX_ROWS as usize)?,
-            uses: device.zeroed(draft_config.vocab_size)?,
+            notes: device.zeroed(MAX_DECODE_ROWS as usize * Note::WORDS)?,
+            noted: device.zeroed(Wanted::WORDS)?,
             words: device.zeroed(DraftWords::COUNT)?,
             told: device.mapped(RING as usize)?,
             ngram: NgramOperator::new(&device)?,
@@ -135,6 +138,16 @@ impl ModelDrafter {
     /// What a draft's row costs; nothing where all are to run.
     fn row_cost(&self) -> Cost {
         if self.draft.adaptive { DRAFT_COST } else { Cost::default() }
+    }
+
+    /// What the passes said.
+    fn likeliest(&self) -> Likeliest {
+        Likeliest {
+            notes: self.notes.ptr(),
+            targets: self.targets.as_ref().map_or(Global::default(), Buffer::ptr),
+            target_count: self.targets.as_ref().map_or(0, |targets| targets.len() as u32),
+            vocab: self.vocab,
+        }
     }
 
     /// How much further in the history a row's token lies than its position.
@@ -216,7 +229,7 @@ impl ModelDrafter {
         let params = self.ngram.params(at, self.draft.match_settings(), to);
         // SAFETY: the history is good by the word of whoever made the plan; the others are buffers of self and of the
         // proposals.
-        unsafe { self.ngram.enqueue(at.device, length, params) }
+        unsafe { self.ngram.enqueue(at.device(), length, params) }
     }
 
     /// Enqueues the choice whether to draft, and the rows of the first pass, of which there are at most `room`.
@@ -229,8 +242,8 @@ impl ModelDrafter {
             proposal: at.proposals.proposal(),
             guess: if matches { self.guess.ptr() } else { Global::default() },
             guess_rows: self.guess_rows.ptr_mut(),
-            told: self.told.ptr_mut(),
-            told_reports: RING,
+            likeliest: self.likeliest(),
+            noted: self.noted.ptr_mut(),
             counters: self.forward.counters(),
             max_length: at.accept.max_length,
             shift: self.shift(),
@@ -243,7 +256,28 @@ impl ModelDrafter {
         };
         // SAFETY: the state is good by the word of whoever made the plan; the others are buffers, sized as the
         // parameter block says.
-        unsafe { at.device.launch::<draft_model::plan_draft>(1, 0, plan) }
+        unsafe { at.device().launch::<draft_model::plan_draft>(1, 0, plan) }
+    }
+
+    /// Enqueues the plan of the next step, with the best of what is proposed.
+    fn enqueue_tree(&self, at: &Between<'_>) -> Result<(), Error> {
+        let plan = PlanTree {
+            rows: at.plan.rows,
+            state: at.state(),
+            words: self.words.ptr(),
+            drafts: at.plan.drafts,
+            draft_rows: at.plan.draft_rows,
+            likeliest: self.likeliest(),
+            counters: at.plan.counters,
+            told: self.told.ptr_mut(),
+            told_reports: RING,
+            cost: self.row_cost(),
+            most: self.draft.tokens,
+            branches: self.draft.branches,
+            max_length: at.accept.max_length,
+        };
+        // SAFETY: the plan's addresses are good by the word of whoever made it; the others are buffers of self.
+        unsafe { at.device().launch::<tree::plan_tree>(1, 0, plan) }
     }
 
     /// Enqueues a pass over at most `most_rows` rows at positions below `end`, and what becomes of its last row.
@@ -251,7 +285,7 @@ impl ModelDrafter {
         // SAFETY: the first pass is behind `plan_draft`, every other behind `next_draft`, and both zero the counters; a
         // head's first is of rows whose hidden states are there, as it is never so far behind that they are gone.
         unsafe {
-            match at.states {
+            match at.forward.states() {
                 Some(states) if self.is_head() => {
                     let begin = if number == 0 { Begin::OfModel(states) } else { Begin::Own };
                     self.forward.enqueue_head_pass(begin, most_rows, end, RowOutput::LogitsFrom(0))?;
@@ -259,38 +293,31 @@ impl ModelDrafter {
                 _ => self.forward.enqueue_decode(most_rows, end)?,
             }
         }
-        let rows = self.forward.rows();
-        let best = self.forward.decode().map(|stream| stream.best());
+        let note = NoteLogits {
+            logits: self.forward.logits().ptr(),
+            wanted: self.noted.ptr(),
+            sampled: Global::default(),
+            // SAFETY: a note for each pass.
+            notes: unsafe { self.notes.ptr_mut().at(number as usize * Note::WORDS) },
+            split: Default::default(),
+            vocab: self.forward.config().vocab_size as u32,
+            noted: 1,
+        };
         let next = NextDraft {
             state: at.state(),
             words: self.words.ptr_mut(),
-            rows,
-            best: best.unwrap_or_default(),
-            sampled: self.sampled.ptr(),
+            rows: self.forward.rows(),
+            likeliest: self.likeliest(),
+            noted: self.noted.ptr_mut(),
             proposal: at.proposals.proposal(),
             counters: self.forward.counters(),
-            targets: self.targets.as_ref().map_or(Global::default(), Buffer::ptr),
-            target_count: self.targets.as_ref().map_or(0, |targets| targets.len() as u32),
             number,
             shift: self.shift(),
-            vocab: self.vocab,
         };
         // SAFETY: as for the plan.
         unsafe {
-            if best.is_none() {
-                let sample = Sample {
-                    rows,
-                    logits: self.forward.logits().ptr(),
-                    uses: self.uses.ptr(),
-                    sampled: self.sampled.ptr_mut(),
-                    settings: gpu::settings(&Sampling::default()),
-                    split: Default::default(),
-                    vocab: self.forward.config().vocab_size as u32,
-                    first_row: 0,
-                };
-                self.sampler.enqueue(most_rows, sample)?;
-            }
-            at.device.launch::<draft_model::next_draft>(1, 0, next)
+            self.sampler.enqueue_notes(note)?;
+            at.device().launch::<draft_model::next_draft>(1, 0, next)
         }
     }
 }
@@ -300,7 +327,8 @@ impl Drafter<OnDevice> for ModelDrafter {
         if let Some(Draft::Model(draft)) = sequence.draft {
             self.draft = draft;
         }
-        self.passes = self.draft.tokens;
+        self.passes = self.draft.depth();
+        self.noted.write(Wanted::TOP, &[self.draft.branches])?;
         self.heard = 0;
         self.told.clear();
         self.ngram.begin(sequence)?;
@@ -322,7 +350,7 @@ impl Drafter<OnDevice> for ModelDrafter {
 
     fn propose(&mut self, at: Between<'_>) -> Result<(), Error> {
         at.enqueue_accept()?;
-        self.enqueue_prompt(at.device, at.state())?;
+        self.enqueue_prompt(at.device(), at.state())?;
         self.enqueue_match(&at, (&self.guess, &self.guess_rows), at.length)?;
         // A step brings at most as many tokens as it has rows, so that the cache is never further behind than by those
         // of two.
@@ -336,18 +364,18 @@ impl Drafter<OnDevice> for ModelDrafter {
         }
         let Proposals { tokens, rows, .. } = at.proposals;
         self.enqueue_match(&at, (tokens, rows), at.length + self.passes)?;
-        at.enqueue_plan(self.row_cost())
+        self.enqueue_tree(&at)
     }
 
     fn hear(&mut self, step: &mut Step) {
         // The first report is of the prompt.
         if self.heard > 0 {
             let told = self.told.load((self.heard % RING) as usize);
-            let (chain, wanted) = (told & 0xFF, told >> 8);
-            step.drafted_by_model = step.drafted.min(chain as usize);
+            let (by_model, wanted) = (told & 0xFF, told >> 8);
+            step.drafted_by_model = step.drafted.min(by_model as usize);
             if self.draft.adaptive {
                 // So that chains can grow again.
-                self.passes = (wanted + 1).min(self.draft.tokens);
+                self.passes = (wanted + 1).min(self.draft.depth());
             }
         }
         self.heard += 1;

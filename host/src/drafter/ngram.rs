@@ -145,7 +145,7 @@ impl Drafter<OnDevice> for NgramDrafter {
         let Proposals { tokens, rows, .. } = at.proposals;
         let draft = self.operator.params(&at, self.draft, (tokens, rows));
         let cost = self.draft.cost(tuning::DRAFT_COST);
-        let device = at.device;
+        let device = at.device();
         if ngram::together::<i32>(1, at.length, device.sms()) {
             let plan = PlanDecode { cost, ..at.plan };
             let all = AcceptAndDraft { accept: at.accept, draft, plan, settled: at.settled };

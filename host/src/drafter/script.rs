@@ -55,7 +55,7 @@ impl Drafter<OnDevice> for ScriptDrafter {
         };
         // SAFETY: the state is good by the word of whoever made the plan; the others are buffers, sized as the
         // parameter block says.
-        unsafe { (self.launch)(at.device, 1, 0, proposal)? };
+        unsafe { (self.launch)(at.device(), 1, 0, proposal)? };
         at.enqueue_plan(self.cost)
     }
 
