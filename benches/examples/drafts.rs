@@ -57,7 +57,7 @@ fn main() -> Result<()> {
     println!("{size}: without drafts {:.1} tokens/s, a step {:.1} µs", plain.rate(), median(&plain.steps));
 
     // A chain of drafts in every step, and as many drafts that cost nothing to make.
-    let every = ModelDraft { tokens: CHAIN, adaptive: false, ngram: None };
+    let every = ModelDraft { tokens: CHAIN, depth: CHAIN, branches: 1, adaptive: false, ngram: None };
     let chained = best(&mut gpu, &prompt, &scale, Some(every.into()))?;
     let script = NgramDraft { tokens: CHAIN, adaptive: false, ..NgramDraft::default() };
     benches::draft_by_script(&mut gpu, &prompt, &plain.tokens, &[1])?;

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
 use host::device::{DeviceOptions, KernelFile};
-use host::{DeviceChoice, NgramDraft};
+use host::{DeviceChoice, ModelDraft, NgramDraft};
 use model::Sampling;
 
 /// Runs Qwen3, Qwen2 and Llama models, on a GPU if there is one.
@@ -343,10 +343,19 @@ pub struct DraftArgs {
     /// model-only:MODEL, eagle3:HEAD (an EAGLE-3 head that was made for the model, likewise), or eagle3-only:HEAD
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub draft: DraftKind,
-    /// Most drafts of a step, 1 to 15
-    #[arg(long, value_name = "N", default_value_t = NgramDraft::default().tokens,
+    /// Most drafts of a step, 1 to 15 [default: 7; 15 of a model or a head]
+    #[arg(long, value_name = "N",
           allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=NgramDraft::MOST_TOKENS as i64))]
-    pub draft_tokens: u32,
+    pub draft_tokens: Option<u32>,
+    /// Most drafts by a model or a head that follow each other
+    #[arg(long, value_name = "N", default_value_t = ModelDraft::default().depth,
+          allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=NgramDraft::MOST_TOKENS as i64))]
+    pub draft_depth: u32,
+    /// How many of the likeliest tokens after a draft by a model or a head may be drafts, 1 to 4: above 1 drafts are a
+    /// tree (on Hopper; elsewhere they are a chain)
+    #[arg(long, value_name = "N", default_value_t = ModelDraft::default().branches,
+          allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=ModelDraft::MOST_BRANCHES as i64))]
+    pub draft_branches: u32,
     /// Run every draft that is proposed, however few of them were right of late
     #[arg(long)]
     pub draft_always: bool,

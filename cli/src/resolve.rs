@@ -284,10 +284,17 @@ fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Res
 
 /// How drafts are made, and by which model or head.
 fn drafting(args: &DraftArgs) -> anyhow::Result<(Option<Draft>, Option<DraftSource>)> {
-    let (tokens, max, min, adaptive) = (args.draft_tokens, args.ngram_max, args.ngram_min, !args.draft_always);
+    let (max, min, adaptive) = (args.ngram_max, args.ngram_min, !args.draft_always);
+    let tokens = args.draft_tokens.unwrap_or(NgramDraft::default().tokens);
     let ngram = NgramDraft { tokens, max, min, adaptive };
     ngram.check().map_err(|error| usage(error.to_string()))?;
-    let beside = |alone: &bool| ModelDraft { tokens, adaptive, ngram: (!alone).then_some(Ngrams { max, min }) };
+    let beside = |alone: &bool| ModelDraft {
+        tokens: args.draft_tokens.unwrap_or(ModelDraft::default().tokens),
+        depth: args.draft_depth,
+        branches: args.draft_branches,
+        adaptive,
+        ngram: (!alone).then_some(Ngrams { max, min }),
+    };
     Ok(match &args.draft {
         DraftKind::None => (None, None),
         DraftKind::Ngram => (Some(ngram.into()), None),

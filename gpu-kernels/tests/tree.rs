@@ -219,7 +219,7 @@ fn the_best_nodes_are_planned() {
         let best: f64 = order.iter().take(room).map(|&i| nodes[i].1).sum();
         assert!((sum - best).abs() <= 1e-3 * best, "seed {seed}: {sum} of {best}");
         let by_model = found.iter().flatten().filter(|&&i| i < nodes.len() - drafted.rest.len()).count();
-        assert_eq!(world.told.as_slice()[0], by_model as u32 | 5 << 8, "seed {seed}");
+        assert_eq!(world.told.as_slice()[0], (by_model | drafted.passes.len() << 8 | 5 << 16) as u32, "seed {seed}");
     }
 }
 

@@ -45,6 +45,15 @@ impl Sequence<'_> {
     }
 }
 
+/// Drafts of one source.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Drafted {
+    /// Tried.
+    pub drafted: usize,
+    /// Confirmed.
+    pub accepted: usize,
+}
+
 /// What one step brought.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
@@ -52,8 +61,8 @@ pub struct Step {
     pub tokens: Vec<u32>,
     /// Drafts that were tried.
     pub drafted: usize,
-    /// How many of these a draft model proposed: they come before the others.
-    pub drafted_by_model: usize,
+    /// Those of them that a draft model proposed.
+    pub by_model: Drafted,
     /// Whether the sequence has met a stop token or its length.
     pub finished: bool,
 }

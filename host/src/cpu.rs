@@ -4,7 +4,7 @@ use gpu_kernels::drafting;
 use model::{Checkpoint, Config, CpuModel, KvCache, Matcher, Sampling, Taps};
 
 use crate::Error;
-use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
+use crate::backend::{Backend, Drafted, PromptProgress, Sequence, Step, common_prefix};
 use crate::draft::{self, Draft, DraftCheckpoint, confirm, learned, masks};
 use crate::drafter::{Drafter, ModelOnHost, NgramOnHost, OnHost, Proposal, Text};
 
@@ -122,7 +122,7 @@ impl Cpu {
         states.truncate(states.len() / (drafts.len() + known) * (kept - from));
         self.tell_states(from, &states);
         self.form.as_ref().map_or(Ok(()), Matcher::check)?;
-        Ok(Step { drafted: drafts.len(), drafted_by_model: 0, finished, tokens })
+        Ok(Step { drafted: drafts.len(), by_model: Drafted::default(), finished, tokens })
     }
 
     /// A step under a form: what the form forces is proposed, or what the text has before that the form allows.

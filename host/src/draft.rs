@@ -172,7 +172,7 @@ pub struct ModelDraft {
 impl Default for ModelDraft {
     fn default() -> Self {
         let NgramDraft { tokens, max, min, adaptive } = NgramDraft::default();
-        Self { tokens, depth: tokens, branches: 1, adaptive, ngram: Some(Ngrams { max, min }) }
+        Self { tokens: NgramDraft::MOST_TOKENS, depth: tokens, branches: 4, adaptive, ngram: Some(Ngrams { max, min }) }
     }
 }
 
@@ -187,6 +187,9 @@ impl Draft {
 }
 
 impl ModelDraft {
+    /// Most tokens after a draft that may be drafts.
+    pub const MOST_BRANCHES: u32 = MOST_BRANCHES;
+
     /// Checks the settings.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use model::{Checkpoint, Config, Form, Sampling, TokenStream};
 
 use crate::ahead;
-use crate::backend::{Backend, Sequence, Step};
+use crate::backend::{Backend, Drafted, Sequence, Step};
 use crate::device::{self, Device, DeviceOptions};
 use crate::draft::{Draft, DraftCheckpoint};
 use crate::profile::Profile;
@@ -204,15 +204,6 @@ pub struct Statistics {
     pub step_lengths: BTreeMap<usize, usize>,
 }
 
-/// Drafts of one source.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Drafted {
-    /// Tried.
-    pub drafted: usize,
-    /// Confirmed.
-    pub accepted: usize,
-}
-
 impl Statistics {
     /// Drafts that an n-gram match proposed.
     pub fn drafted_by_ngram(&self) -> Drafted {
@@ -397,8 +388,8 @@ impl Engine {
                 statistics.steps += 1;
                 statistics.drafted += step.drafted;
                 statistics.accepted += step.tokens.len() - 1;
-                statistics.by_model.drafted += step.drafted_by_model;
-                statistics.by_model.accepted += step.drafted_by_model.min(step.tokens.len() - 1);
+                statistics.by_model.drafted += step.by_model.drafted;
+                statistics.by_model.accepted += step.by_model.accepted;
                 *statistics.step_lengths.entry(step.tokens.len()).or_default() += 1;
             }
             for token in step.tokens {

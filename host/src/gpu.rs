@@ -20,7 +20,7 @@ use gpu_kernels::step::{
 };
 use model::{Checkpoint, Config, Place, Sampling};
 
-use crate::backend::{Backend, PromptProgress, Sequence, Step, common_prefix};
+use crate::backend::{Backend, Drafted, PromptProgress, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped, Pinned};
 use crate::draft::{Draft, DraftCheckpoint};
 use crate::drafter::{Between, Drafter, ModelDrafter, NgramDrafter, OnDevice, Passes, Proposals, ScriptDrafter};
@@ -589,7 +589,7 @@ impl Backend for Gpu {
             return Err(Error::NotFinite { what: Place::Logits.to_string(), position });
         }
         let (drafted, finished) = (word(Report::DRAFTED) as usize, word(Report::FINISHED) != 0);
-        let mut step = Step { tokens, drafted, drafted_by_model: 0, finished };
+        let mut step = Step { tokens, drafted, by_model: Drafted::default(), finished };
         if let Some(drafter) = self.drafter() {
             drafter.hear(&mut step);
         }

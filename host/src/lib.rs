@@ -32,10 +32,10 @@ pub mod tuning;
 pub mod weights;
 
 pub use ahead::Opening;
-pub use backend::{Backend, PromptProgress, Sequence, Step};
+pub use backend::{Backend, Drafted, PromptProgress, Sequence, Step};
 pub use cpu::Cpu;
 pub use draft::{Draft, DraftCheckpoint, ModelDraft, NgramDraft, Ngrams};
-pub use engine::{DeviceChoice, Drafted, Engine, Finish, Generation, Listener, LoadOptions, Request, Statistics};
+pub use engine::{DeviceChoice, Engine, Finish, Generation, Listener, LoadOptions, Request, Statistics};
 pub use error::{Error, gib};
 pub use gpu::{DraftWeights, Gpu};
 pub use profile::Profile;

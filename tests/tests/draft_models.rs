@@ -10,12 +10,14 @@ use integration_tests::{answer, decode_calls, demo, demo_prompts, engine, golden
 use model::{Checkpoint, Sampling};
 use rayon::prelude::*;
 
-const ALONE: ModelDraft = ModelDraft { tokens: 5, adaptive: false, ngram: None };
-const HYBRID: ModelDraft = ModelDraft { tokens: 7, adaptive: false, ngram: Some(Ngrams { max: 3, min: 1 }) };
-const EVERY: [ModelDraft; 5] = [
+const ALONE: ModelDraft = ModelDraft { tokens: 5, depth: 15, branches: 1, adaptive: false, ngram: None };
+const HYBRID: ModelDraft = ModelDraft { tokens: 7, ngram: Some(Ngrams { max: 3, min: 1 }), ..ALONE };
+const EVERY: [ModelDraft; 7] = [
     ALONE,
+    ModelDraft { tokens: 15, branches: 3, depth: 4, ..ALONE },
+    ModelDraft { tokens: 7, branches: 4, depth: 4, adaptive: true, ..HYBRID },
     ModelDraft { tokens: 15, ..ALONE },
-    ModelDraft { tokens: 7, adaptive: true, ngram: Some(Ngrams { max: 4, min: 2 }) },
+    ModelDraft { adaptive: true, ngram: Some(Ngrams { max: 4, min: 2 }), ..HYBRID },
     ModelDraft { tokens: 15, ..HYBRID },
     HYBRID,
 ];
@@ -132,7 +134,7 @@ fn output_under_the_emulator_is_the_same_whichever_model_drafts() {
     let portable = DeviceOptions { portable: true, ..DeviceOptions::default() };
     for (name, options, settings) in [
         ("tied_bf16", DeviceOptions::default(), &EVERY[..]),
-        ("tied_qwen2_bf16", unfused, &EVERY[3..]),
+        ("tied_qwen2_bf16", unfused, &EVERY[5..]),
         ("separate_f16_sharded", portable, &EVERY[..1]),
     ] {
         let mut plain = emulated(&checkpoint, None, &options);
@@ -146,7 +148,9 @@ fn output_under_the_emulator_is_the_same_whichever_model_drafts() {
                 let by_model = found.statistics.by_model;
                 println!("{name} {draft:?}: {by_model:?}, {:?} by n-gram", found.statistics.drafted_by_ngram());
                 if name == "tied_bf16" && draft.ngram.is_none() && sampling.is_greedy() {
-                    assert!(by_model.drafted > 10 && by_model.drafted == by_model.accepted, "{by_model:?}");
+                    // Of a tree, leaves are alternatives to what is right.
+                    let accepted = if draft.branches > 1 { 10 } else { by_model.drafted };
+                    assert!(by_model.drafted > 10 && by_model.accepted >= accepted, "{by_model:?}");
                 }
             }
         }

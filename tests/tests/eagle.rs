@@ -12,13 +12,15 @@ use serde::Deserialize;
 /// Both sides round in f32 and differ in the order of sums only. Measured: below 2e-6.
 const TOLERANCE: f32 = 1e-5;
 
-const ALONE: ModelDraft = ModelDraft { tokens: 5, adaptive: false, ngram: None };
-const EVERY: [ModelDraft; 5] = [
+const ALONE: ModelDraft = ModelDraft { tokens: 5, depth: 15, branches: 1, adaptive: false, ngram: None };
+const EVERY: [ModelDraft; 7] = [
     ALONE,
+    ModelDraft { tokens: 15, branches: 4, depth: 5, ..ALONE },
+    ModelDraft { tokens: 7, branches: 2, depth: 5, adaptive: true, ngram: Some(Ngrams { max: 4, min: 2 }) },
     ModelDraft { tokens: 15, ..ALONE },
-    ModelDraft { tokens: 7, adaptive: true, ngram: Some(Ngrams { max: 4, min: 2 }) },
-    ModelDraft { tokens: 7, adaptive: true, ngram: None },
-    ModelDraft { tokens: 7, adaptive: false, ngram: Some(Ngrams { max: 3, min: 1 }) },
+    ModelDraft { tokens: 7, adaptive: true, ngram: Some(Ngrams { max: 4, min: 2 }), ..ALONE },
+    ModelDraft { tokens: 7, adaptive: true, ..ALONE },
+    ModelDraft { tokens: 7, ngram: Some(Ngrams { max: 3, min: 1 }), ..ALONE },
 ];
 
 fn tied() -> Checkpoint {
@@ -188,7 +190,7 @@ fn the_demo_models_head_knows_what_the_model_says() {
     let head = EagleHead::open(&repository().join("model/demo/eagle3")).unwrap_or_else(|e| panic!("{e}"));
     let prompt = demo_prompts(&checkpoint, 1, 150).remove(0);
     let pair = Pair { _folders: Vec::new(), checkpoint, head };
-    let found = pair.check(&None, &prompt, 80, &[ModelDraft { tokens: 3, ..ALONE }, EVERY[2]]);
+    let found = pair.check(&None, &prompt, 80, &[ModelDraft { tokens: 3, ..ALONE }, EVERY[4]]);
     let Drafted { drafted, accepted } = found[0];
     assert!(accepted * 2 > drafted && drafted > 60, "{accepted} of {drafted}");
 }
@@ -199,7 +201,7 @@ fn output_under_the_emulator_is_the_same_whatever_the_head_says() {
     let unfused = DeviceOptions { unfused: true, prefill: Some(true), ..DeviceOptions::default() };
     let portable = DeviceOptions { portable: true, ..DeviceOptions::default() };
     for (options, tokens, settings) in
-        [(DeviceOptions::default(), 70, &EVERY[..]), (unfused, 20, &EVERY[4..]), (portable, 70, &EVERY[..1])]
+        [(DeviceOptions::default(), 70, &EVERY[..]), (unfused, 20, &EVERY[6..]), (portable, 70, &EVERY[..1])]
     {
         let found = Pair::right().check(&Some(options.clone()), &prompt(tokens), 16, settings);
         let Drafted { drafted, accepted } = found[0];
@@ -222,7 +224,7 @@ fn drafting_by_a_head_waits_for_nothing() {
     let go_on = &mut |_, _| ControlFlow::Continue(());
     let head = DraftCheckpoint::Eagle3(pair.head.clone());
     let mut gpu = Gpu::with_draft_model(&pair.checkpoint, Some(&head), &device, 64, go_on).unwrap();
-    for draft in [ALONE, EVERY[4]] {
+    for draft in [ALONE, EVERY[1], EVERY[6]] {
         let request = request(&[3, 5, 8], 24, Sampling::default(), Some(draft));
         let calls = decode_calls(&mut gpu, &device, &request);
         assert!(calls.launches > 0);
@@ -246,7 +248,7 @@ fn conversation(place: &Place) {
     let mut plain = loaded(&pair.checkpoint, None, place);
     let mut by_head = loaded(&pair.checkpoint, Some(&pair.head), place);
     let mut text = prompt(20);
-    for draft in [Some(ALONE), None, Some(EVERY[4]), Some(ALONE), None, Some(ALONE)] {
+    for draft in [Some(ALONE), None, Some(EVERY[6]), Some(EVERY[1]), Some(ALONE), None, Some(ALONE)] {
         let request = |draft| request(&text, 10, Sampling::default(), draft);
         let expected = answer(&mut plain, &request(None)).tokens;
         let found = answer(&mut by_head, &request(draft));

@@ -168,9 +168,10 @@ fn sampled_output_is_the_same_with_drafts(options: &DeviceOptions) -> Result<(),
 /// The demo model drafts for itself, greedily, and is always right; a model of the 0.6B shape drafts for one of the 8B
 /// shape.
 fn drafts_by_a_model_change_nothing(options: &DeviceOptions) -> Result<(), Failed> {
-    let alone = ModelDraft { tokens: 5, adaptive: false, ngram: None };
-    let hybrid = ModelDraft { tokens: 15, adaptive: false, ngram: Some(Ngrams { max: 3, min: 1 }) };
-    let settings = [alone, ModelDraft { tokens: 15, ..alone }, hybrid, ModelDraft::default()];
+    let alone = ModelDraft { tokens: 5, depth: 15, branches: 1, adaptive: false, ngram: None };
+    let tree = ModelDraft { tokens: 15, depth: 5, branches: 4, ..alone };
+    let hybrid = ModelDraft { tokens: 15, ngram: Some(Ngrams { max: 3, min: 1 }), ..alone };
+    let settings = [alone, tree, ModelDraft { tokens: 15, ..alone }, hybrid, ModelDraft::default()];
     let checkpoint = demo();
     let load = host::LoadOptions {
         options: options.clone(),

@@ -88,8 +88,8 @@ pub struct PlanTree {
     pub likeliest: Likeliest,
     /// To be zeroed for the step.
     pub counters: Counters,
-    /// `[told_reports]` in host memory, for the step that is planned: nodes by the model, and from bit 8 on
-    /// [`Choice::wanted`](crate::draft_model::Choice::wanted).
+    /// `[told_reports]` in host memory, for the step that is planned: a byte each for nodes by the model, tokens of its
+    /// chain, and [`Choice::wanted`](crate::draft_model::Choice::wanted).
     pub told: GlobalMut<u32>,
     /// Entries of `told`.
     pub told_reports: u32,
@@ -252,7 +252,7 @@ pub unsafe fn plan_tree(p: PlanTree) {
         if lane == 0 {
             p.rows.count.store(0, count);
             let by_model = if chained > 0 { best_by_model } else { 0 };
-            p.told.store((step % p.told_reports) as usize, by_model | wanted << 8);
+            p.told.store((step % p.told_reports) as usize, by_model | chained << 8 | wanted << 16);
         }
     }
 }

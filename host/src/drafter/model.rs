@@ -12,7 +12,7 @@ use model::Config;
 use super::ngram::NgramOperator;
 use super::{Between, Drafter, OnDevice, Proposals};
 use crate::Error;
-use crate::backend::{Sequence, Step, common_prefix};
+use crate::backend::{Drafted, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
 use crate::draft::{Draft, ModelDraft, pass_cost, pass_share};
 use crate::forward::{Begin, Forward, HeadWeights, RowOutput};
@@ -371,11 +371,13 @@ impl Drafter<OnDevice> for ModelDrafter {
         // The first report is of the prompt.
         if self.heard > 0 {
             let told = self.told.load((self.heard % RING) as usize);
-            let (by_model, wanted) = (told & 0xFF, told >> 8);
-            step.drafted_by_model = step.drafted.min(by_model as usize);
+            let [drafted, chained, wanted, _] = told.to_le_bytes();
+            // What comes behind a chain is no model's.
+            let accepted = (step.tokens.len() - 1).min(chained.into());
+            step.by_model = Drafted { drafted: drafted.into(), accepted };
             if self.draft.adaptive {
                 // So that chains can grow again.
-                self.passes = (wanted + 1).min(self.draft.depth());
+                self.passes = (u32::from(wanted) + 1).min(self.draft.depth());
             }
         }
         self.heard += 1;

@@ -9,7 +9,7 @@ use super::eagle_on_host::EagleOnHost;
 use super::passes_on_host::{Passes, WholeModel};
 use super::{Drafter, OnHost, Proposal, Text};
 use crate::Error;
-use crate::backend::{Sequence, Step};
+use crate::backend::{Drafted, Sequence, Step};
 use crate::cpu;
 use crate::draft::{Draft, DraftCheckpoint, ModelDraft};
 
@@ -63,9 +63,9 @@ impl ModelOnHost {
     }
 
     fn economy(&self) -> Economy {
-        let ModelDraft { tokens, adaptive, .. } = self.draft;
+        let adaptive = self.draft.adaptive;
         let (row, pass) = if adaptive { (cpu::DRAFT_COST, self.pass) } else { Default::default() };
-        Economy { row, pass, most: tokens, room: MAX_DECODE_ROWS }
+        Economy { row, pass, most: self.draft.depth(), room: MAX_DECODE_ROWS }
     }
 }
 
@@ -114,7 +114,8 @@ impl Drafter<OnHost> for ModelOnHost {
             let right = proposed.iter().zip(&step.tokens).take_while(|(draft, token)| draft == token).count();
             *acceptance = tried(*acceptance, right as u32, trials as u32);
         }
-        step.drafted_by_model = self.chain.len().min(step.drafted);
+        let drafted = self.chain.len().min(step.drafted);
+        step.by_model = Drafted { drafted, accepted: drafted.min(step.tokens.len() - 1) };
         self.chain.clear();
         self.guess.clear();
     }
