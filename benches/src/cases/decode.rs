@@ -1,5 +1,7 @@
 //! A whole decode step of a Qwen3 shape, with random weights: what `generate` repeats for every token.
 
+mod tree;
+
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::step::{self, MAX_DECODE_ROWS, PlanDecode, STATE_WORDS, SequenceState};
 use model::Config;
@@ -7,6 +9,7 @@ use model::WeightFormat;
 use model::format::{Code, Rounded};
 use model::plan::Matrix;
 
+use self::tree::Tree;
 use crate::random::random;
 use crate::{Bench, BenchError, Case, Label, Path, Unit, Work};
 use host::Error;
@@ -26,13 +29,15 @@ pub struct DecodeSizes {
     pub rows: Vec<u32>,
     /// What the weights of layers are rounded to, if they are.
     pub code: Option<Code>,
+    /// Whether drafts are a tree.
+    pub tree: bool,
 }
 
 impl DecodeSizes {
     /// Qwen3-8B.
     pub fn published() -> Self {
         let contexts = vec![128, 8192, 32_768];
-        Self { name: "8B".into(), config: shape("8B"), contexts, rows: vec![1, 16], code: None }
+        Self { name: "8B".into(), config: shape("8B"), contexts, rows: vec![1, 16], code: None, tree: false }
     }
 
     /// A small one, for checks on the emulator: one split of the context, and several.
@@ -46,7 +51,7 @@ impl DecodeSizes {
             num_key_value_heads: 2,
             ..shape("8B")
         };
-        Self { name: "small".into(), config, contexts: vec![40, 600], rows: vec![1, 5], code: None }
+        Self { name: "small".into(), config, contexts: vec![40, 600], rows: vec![1, 5], code: None, tree: false }
     }
 
     /// Cases of [`run`].
@@ -89,24 +94,30 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
     let streamed = forward.prepare_decode()?;
     let plain = forward.compact_bytes().is_none();
     let tokens: Vec<i32> = (0..capacity).map(|i| (i * 7919 % config.vocab_size) as i32).collect();
-    let history = device.upload(&tokens)?;
+    let mut history = device.upload(&tokens)?;
     let drafts = device.upload(&tokens[..MAX_DECODE_ROWS as usize])?;
     let mut words = device.zeroed::<u32>(STATE_WORDS)?;
     let mut draft_rows = device.zeroed::<i32>(1)?;
+    forward.prepare_tree()?;
+    let tree = if forward.want_tree(sizes.tree) { Some(Tree::new(device, config.vocab_size as u32)?) } else { None };
     for &context in &sizes.contexts {
         for &rows in &sizes.rows {
             words.write(0, &[context - rows + 1, 0, 0, 0])?;
             draft_rows.write(0, &[rows as i32])?;
+            let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };
             let plan = PlanDecode {
                 rows: forward.rows(),
-                state: SequenceState { history: history.ptr_mut(), words: words.ptr_mut() },
+                state,
                 drafts: drafts.ptr(),
                 draft_rows: draft_rows.ptr(),
                 counters: forward.counters(),
                 cost: Default::default(),
             };
-            // SAFETY: the history has the tokens, and rows have room for a step.
-            let plan = || unsafe { device.launch::<step::plan_decode>(1, 0, plan) };
+            let plan = || match tree.as_ref().filter(|_| rows > 1) {
+                Some(tree) => tree.enqueue_plan(&forward, state, rows, context),
+                // SAFETY: the history has the tokens, and rows have room for a step.
+                None => unsafe { device.launch::<step::plan_decode>(1, 0, plan) },
+            };
             let logits = || -> Result<Vec<f32>, Error> {
                 let mut out = vec![0.0; rows as usize * config.vocab_size];
                 forward.logits().read(0, &mut out)?;
@@ -119,6 +130,10 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
             };
             let check = || {
                 let found = logits()?;
+                if let Some(tree) = tree.as_ref().filter(|_| rows > 1) {
+                    let differ = tree.differing(&forward, &mut history, context - rows, &found)?;
+                    return Ok((differ > 0).then(|| format!("{differ} of {} logits, bit for bit", found.len())));
+                }
                 plan()?;
                 forward.enqueue(rows, context, RowOutput::LogitsFrom(0))?;
                 let expected = logits()?;
@@ -133,7 +148,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
                 label: Label {
                     bench: "decode",
                     name: format!(
-                        "{}{}, {rows} row{}{}",
+                        "{}{}, {rows} row{}{}{}",
                         sizes.name,
                         match sizes.code {
                             None => "",
@@ -141,6 +156,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
                             Some(Code::Int4) => " int4",
                         },
                         if rows == 1 { "" } else { "s" },
+                        if tree.is_some() && rows > 1 { ", a tree" } else { "" },
                         match (streamed, sizes.code.is_some() && plain) {
                             (false, _) => ", launches",
                             (true, true) => ", as bf16",

@@ -175,6 +175,9 @@ pub struct DecodeArgs {
     /// Rows of a step: the newest token and its drafts, 1 to 16, with commas [default: 1,16]
     #[arg(long, value_name = "M", value_delimiter = ',')]
     pub rows: Vec<u32>,
+    /// Drafts are a tree: four tokens at each depth, of which the first has children
+    #[arg(long)]
+    pub tree: bool,
 }
 
 /// Arguments of `bench token-copy`.

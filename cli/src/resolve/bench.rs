@@ -150,6 +150,7 @@ fn decode_group(args: DecodeArgs, code: Option<Code>, small: bool) -> Group {
         contexts: or(args.context, default.contexts),
         rows: or(args.rows, default.rows),
         code,
+        tree: args.tree,
     })
 }
 

@@ -20,7 +20,7 @@ impl Forward {
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub(crate) fn prepare_tree(&mut self) -> Result<(), Error> {
+    pub fn prepare_tree(&mut self) -> Result<(), Error> {
         if self.decode.is_some() {
             self.tree = Some(Tree { paths: self.device.zeroed(MAX_DECODE_ROWS as usize)?, wanted: false });
         }
@@ -28,7 +28,7 @@ impl Forward {
     }
 
     /// From now on, rows of steps have paths, if steps can; otherwise they follow each other. Tells which it is.
-    pub(crate) fn want_tree(&mut self, wanted: bool) -> bool {
+    pub fn want_tree(&mut self, wanted: bool) -> bool {
         self.tree.as_mut().is_some_and(|tree| {
             tree.wanted = wanted;
             wanted
@@ -36,7 +36,7 @@ impl Forward {
     }
 
     /// The rows that the next step runs: with paths, where they are wanted.
-    pub(crate) fn step_rows(&self) -> Rows {
+    pub fn step_rows(&self) -> Rows {
         let paths = self.tree.as_ref().filter(|tree| tree.wanted).map(|tree| tree.paths.ptr_mut());
         Rows { paths: paths.unwrap_or_default(), ..self.rows() }
     }
