@@ -151,28 +151,23 @@ impl GpuBatch {
         Forward::check(config)?;
         let prompts_apart = device.has_prefill();
         let sizes = BatchSizes::new(device, context, &options, prompts_apart);
-        let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
-            .coded(config, DeviceWeights::kept(checkpoint, device)?);
-        if let Some(free) = device.free_memory()?
-            && least.weights + least.working + SPARE > free
-        {
-            return Err(Error::ModelTooLarge {
-                device: device.name().into(),
-                weights: least.weights,
-                cache: least.working + SPARE,
-                context,
-                free,
-            });
-        }
+        let kept = DeviceWeights::kept(checkpoint, device)?;
         // Said before anything is loaded.
-        let pages = sizes.pages(config, device, &options, least.weights)?;
-        let tier = sizes.host_pages(config, &options, pages)?;
-        if device.is_emulator() {
-            // It keeps note of what was written, 2 bytes for 16.
-            let page = KvCache::page_bytes(config) * 9 / 8;
-            check_memory(page, pages + tier, least.weights + least.working)?;
-        }
-        let weights = DeviceWeights::upload(checkpoint, device, progress)?;
+        let fits = |kept| {
+            let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
+                .coded(config, kept);
+            Footprint { working: least.working + SPARE, ..least }.left_on(device, context)?;
+            let pages = sizes.pages(config, device, &options, least.weights)?;
+            let tier = sizes.host_pages(config, &options, pages)?;
+            if device.is_emulator() {
+                // It keeps note of what was written, 2 bytes for 16.
+                let page = KvCache::page_bytes(config) * 9 / 8;
+                check_memory(page, pages + tier, least.weights + least.working)?;
+            }
+            Ok(())
+        };
+        fits(kept)?;
+        let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(None), progress)?;
         Self::with_weights(device, config, weights, context, options, prompts_apart)
     }
 
