@@ -63,6 +63,25 @@ fn shuffle<T>(items: &mut [T], seed: u64) {
     }
 }
 
+/// Packs all full pages that no row writes to, of sequences that have equal parts of `tables`.
+fn pack(device: &Device, forward: &Forward, contexts: &[usize], tables: &[u32]) -> Result<(), host::Error> {
+    let of_sequences = contexts.iter().zip(tables.chunks(tables.len() / contexts.len()));
+    let full = |(tokens, pages): (&usize, &'_ [u32])| pages[..(tokens - 1) / PAGE_TOKENS as usize].to_vec();
+    let full: Vec<u32> = of_sequences.flat_map(full).collect();
+    // A grid has a block at least.
+    if full.is_empty() {
+        return Ok(());
+    }
+    let list = device.upload(&full)?;
+    // SAFETY: the list names pages, each once, and none is packed yet.
+    unsafe { forward.enqueue_pack(list.ptr(), full.len())? };
+    let packed = device.upload(&full.iter().flat_map(|&page| [page, 1]).collect::<Vec<_>>())?;
+    let to = forward.packed_pages().unwrap_or_default();
+    let put = Put { entries: packed.ptr(), to, count: full.len() as u32 };
+    // SAFETY: the list names pages, each once.
+    unsafe { device.launch::<batch::put_words>(batch::blocks(full.len()), 0, put) }
+}
+
 fn step(
     arguments: &Arguments,
     device: &Device,
@@ -103,17 +122,7 @@ fn step(
         return Err("this card cannot stream".into());
     }
     if case.packs {
-        // All full pages that no row writes to.
-        let full = |(i, tokens): (usize, &usize)| tables[i * stride..][..(tokens - 1) / PAGE_TOKENS as usize].to_vec();
-        let full: Vec<u32> = case.contexts.iter().enumerate().flat_map(full).collect();
-        let list = device.upload(&full)?;
-        // SAFETY: the list names pages, each once, and none is packed yet.
-        unsafe { forward.enqueue_pack(list.ptr(), full.len())? };
-        let packed = device.upload(&full.iter().flat_map(|&page| [page, 1]).collect::<Vec<_>>())?;
-        let to = forward.packed_pages().unwrap_or_default();
-        let put = Put { entries: packed.ptr(), to, count: full.len() as u32 };
-        // SAFETY: the list names pages, each once.
-        unsafe { device.launch::<batch::put_words>(batch::blocks(full.len()), 0, put)? };
+        pack(device, &forward, &case.contexts, &tables)?;
     }
     forward.use_gemm_from(1);
     let by_gemm = logits(&forward)?;
