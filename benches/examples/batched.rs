@@ -47,6 +47,16 @@ impl Case {
         shuffle(&mut contexts, 3);
         Ok(Self { name: name.into(), contexts, packs })
     }
+
+    /// The newest token of each sequence, drawn at random.
+    fn rows(&self, config: &Config) -> Vec<Row> {
+        let row = |((sequence, &tokens), random): ((u32, &usize), u64)| Row {
+            token: random as u32 % config.vocab_size as u32,
+            position: tokens as u32 - 1,
+            sequence,
+        };
+        (0..).zip(&self.contexts).zip(random(self.contexts.len(), 2)).map(row).collect()
+    }
 }
 
 fn random(len: usize, mut seed: u64) -> Vec<u64> {
@@ -61,6 +71,25 @@ fn shuffle<T>(items: &mut [T], seed: u64) {
     for (i, r) in random(items.len(), seed).into_iter().enumerate() {
         items.swap(i, r as usize % items.len());
     }
+}
+
+/// Packs all full pages that no row writes to, of sequences that have equal parts of `tables`.
+fn pack(device: &Device, forward: &Forward, contexts: &[usize], tables: &[u32]) -> Result<(), host::Error> {
+    let of_sequences = contexts.iter().zip(tables.chunks(tables.len() / contexts.len()));
+    let full = |(tokens, pages): (&usize, &[u32])| pages[..(tokens - 1) / PAGE_TOKENS as usize].to_vec();
+    let full: Vec<u32> = of_sequences.flat_map(full).collect();
+    // A grid has a block at least.
+    if full.is_empty() {
+        return Ok(());
+    }
+    let list = device.upload(&full)?;
+    // SAFETY: the list names pages, each once, and none is packed yet.
+    unsafe { forward.enqueue_pack(list.ptr(), full.len())? };
+    let packed = device.upload(&full.iter().flat_map(|&page| [page, 1]).collect::<Vec<_>>())?;
+    let to = forward.packed_pages().unwrap_or_default();
+    let put = Put { entries: packed.ptr(), to, count: full.len() as u32 };
+    // SAFETY: the list names pages, each once.
+    unsafe { device.launch::<batch::put_words>(batch::blocks(full.len()), 0, put) }
 }
 
 fn step(
@@ -84,14 +113,7 @@ fn step(
     let mut tables: Vec<u32> = (0..room.pages as u32).collect();
     shuffle(&mut tables, 1);
     forward.set_page_tables(&tables)?;
-
-    let row = |((sequence, &tokens), random): ((u32, &usize), u64)| Row {
-        token: random as u32 % config.vocab_size as u32,
-        position: tokens as u32 - 1,
-        sequence,
-    };
-    let rows: Vec<Row> = (0..).zip(&case.contexts).zip(random(sequences, 2)).map(row).collect();
-    let listed = forward.list_rows(&rows)?;
+    let listed = forward.list_rows(&case.rows(&config))?;
     let logits = |forward: &Forward| -> Result<Vec<f32>, host::Error> {
         forward.enqueue_listed(&listed, RowOutput::LogitsFrom(0))?;
         let mut out = vec![0.0; sequences * config.vocab_size];
@@ -103,17 +125,7 @@ fn step(
         return Err("this card cannot stream".into());
     }
     if case.packs {
-        // All full pages that no row writes to.
-        let full = |(i, tokens): (usize, &usize)| tables[i * stride..][..(tokens - 1) / PAGE_TOKENS as usize].to_vec();
-        let full: Vec<u32> = case.contexts.iter().enumerate().flat_map(full).collect();
-        let list = device.upload(&full)?;
-        // SAFETY: the list names pages, each once, and none is packed yet.
-        unsafe { forward.enqueue_pack(list.ptr(), full.len())? };
-        let packed = device.upload(&full.iter().flat_map(|&page| [page, 1]).collect::<Vec<_>>())?;
-        let to = forward.packed_pages().unwrap_or_default();
-        let put = Put { entries: packed.ptr(), to, count: full.len() as u32 };
-        // SAFETY: the list names pages, each once.
-        unsafe { device.launch::<batch::put_words>(batch::blocks(full.len()), 0, put)? };
+        pack(device, &forward, &case.contexts, &tables)?;
     }
     forward.use_gemm_from(1);
     let by_gemm = logits(&forward)?;
@@ -152,11 +164,16 @@ fn step(
     forward.begin_batched_trace()?;
     greedy(&forward)?;
     greedy(&forward)?;
+    print_phases(&forward.take_batched_trace()?, &config, kv, bandwidth);
+    Ok(())
+}
+
+/// Prints how long the phases of a traced step took, of `kv` bytes of keys and values in all layers.
+fn print_phases(trace: &[(PhaseKind, Vec<u64>)], config: &Config, kv: f64, bandwidth: Option<f64>) {
     let (hidden, inner) = (config.hidden_size, config.intermediate_size);
     let heads = config.qkv_size();
     let mut phases: Vec<(String, f64, f64, f64, usize)> = Vec::new();
     let mut before: Option<u64> = None;
-    let trace = forward.take_batched_trace()?;
     for (i, (kind, times)) in trace.iter().enumerate() {
         let last = times.iter().max().copied().unwrap_or(0);
         let (name, elements) = match kind {
@@ -188,7 +205,6 @@ fn step(
         let least = bandwidth.map_or(String::new(), |b| format!(" bytes alone {:7.2},", bytes / b * 1e6));
         println!("{name:>9} {:8.2} µs,{least} blocks done {:5.2} before", sum / each, early / each);
     }
-    Ok(())
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

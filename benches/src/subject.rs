@@ -1,6 +1,7 @@
 //! What the examples share: their command line, the shape that is measured, and the device.
 
 use std::error::Error;
+use std::str::FromStr;
 
 use host::device::{Device, DeviceOptions, KernelFile};
 use host::weights::DeviceWeights;
@@ -8,6 +9,34 @@ use model::Config;
 use model::format::Code;
 
 use crate::cases::decode;
+
+/// What decode steps read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Weights {
+    /// As of [`DeviceOptions`].
+    pub lossless: Option<bool>,
+    /// What random weights of layers are rounded to, if they are.
+    pub code: Option<Code>,
+}
+
+impl Weights {
+    /// By their names, with what these mean.
+    pub const ALL: [(&str, &str, Self); 4] = [
+        ("plain", "As they are", Self { lossless: Some(false), code: None }),
+        ("packed", "Packed without loss, in some 11.2 bits", Self { lossless: Some(true), code: None }),
+        ("fp8", "Layers in FP8", Self { lossless: None, code: Some(Code::E4m3) }),
+        ("int4", "Layers in int4", Self { lossless: None, code: Some(Code::Int4) }),
+    ];
+}
+
+impl FromStr for Weights {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let named = Self::ALL.into_iter().find(|(name, ..)| *name == text);
+        named.map(|(.., weights)| weights).ok_or("--weights is plain, packed, fp8 or int4")
+    }
+}
 
 /// What a program that measures was told: flags that choose kernels (`--kernels FILE`, `--portable`, `--unfused`,
 /// `--weights plain`, `packed`, `fp8` or `int4`, as of `warpdraft bench`), and words of its own.
@@ -42,13 +71,7 @@ impl Arguments {
                 "--portable" => options.portable = true,
                 "--unfused" => options.unfused = true,
                 "--weights" => {
-                    (options.lossless, code) = match arguments.next().as_deref() {
-                        Some("plain") => (Some(false), None),
-                        Some("packed") => (Some(true), None),
-                        Some("fp8") => (None, Some(Code::E4m3)),
-                        Some("int4") => (None, Some(Code::Int4)),
-                        _ => return Err("--weights is plain, packed, fp8 or int4".into()),
-                    };
+                    Weights { lossless: options.lossless, code } = arguments.next().unwrap_or_default().parse()?;
                 }
                 other if other.starts_with("--") => return Err(format!("there is no flag {other}")),
                 _ => words.push(argument),

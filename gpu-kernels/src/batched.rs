@@ -15,10 +15,11 @@
 //! Warp 8 passes every grid barrier without stopping; the other producers wait for what they bring.
 //!
 //! # GEMMs
-//! A block takes 128 output features (a *tile*: 8 N-tiles) × `ROWS` = 64, 96 or 128 rows at a time. Each of two
-//! warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with both from shared memory: weights as core
-//! matrices, as they lie in a chunk of the [decode kernel](crate::decode), activations swizzled. With 64 rows weights
-//! go through registers, so that a stage is free before it is multiplied. The epilogue is in registers.
+//! A block takes 128 output features (a *tile*: 8 N-tiles) × `ROWS` = 64, 96 or 128 rows at a time; of codes 64 or 128,
+//! of packed weights 64. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with both from
+//! shared memory: weights as core matrices, as they lie in a chunk of the [decode kernel](crate::decode), activations
+//! swizzled. With 64 rows, and of codes with 128 too, weights go through registers, so that a stage is free before it
+//! is multiplied. The epilogue is in registers.
 //!
 //! In [`linear`](crate::linear) warp `w` of 4 adds up the slices `w, w + 4, …` in the tensor core, and the warps'
 //! split-K partials are added from first to last. Here one warpgroup makes the same split-K partials one after another:
@@ -179,8 +180,8 @@ const _: () =
 const _: () =
     assert!(Memory::<64>::BYTES <= 232_448 && Memory::<96>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
 
-/// Parameters of [`batched_64`], [`batched_96`] and [`batched_128`]. Cooperative; grid: at most one block an SM, whole
-/// clusters. Shared memory: [`BatchedStep::shared_bytes`].
+/// Parameters of [`batched_64`], [`batched_96`], [`batched_128`], of whatever weights. Cooperative; grid: at most one
+/// block an SM, whole clusters. Shared memory: [`BatchedStep::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct BatchedStep {

@@ -5,14 +5,13 @@ use gpu_kernels::decode::{self, DecodeStep, Exchange};
 use gpu_kernels::weights::Lossless;
 use half::bf16;
 use model::Config;
-use model::format::Code;
 use model::plan::Matrix;
 
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::lossless::Packed;
-use crate::quantized::Coding;
+use crate::quantized::{Coding, by_code};
 use crate::timed::timed;
 use crate::weights::DeviceWeights;
 
@@ -183,24 +182,22 @@ impl Decode {
         // SAFETY: the caller's word.
         unsafe {
             let (grid, shared) = (self.grid, decode::SHARED_BYTES);
-            let few = most_rows <= 8;
             macro_rules! launch {
-                ($of_8:ident $of_16:ident) => {
-                    if few {
-                        device.launch_cooperative::<decode::$of_8>(grid, shared, step)
-                    } else {
-                        device.launch_cooperative::<decode::$of_16>(grid, shared, step)
-                    }
+                ($kernel:ty) => {
+                    device.launch_cooperative::<$kernel>(grid, shared, step)
                 };
             }
-            match &self.compact {
-                Compact::None => launch!(decode_8 decode_16),
-                Compact::Lossless(..) => launch!(decode_8_lossless decode_16_lossless),
-                Compact::Quantized(coding, ..) => match coding {
-                    Coding { code: Code::E4m3, .. } => launch!(decode_8_fp8 decode_16_fp8),
-                    Coding { is_fine: false, .. } => launch!(decode_8_int4 decode_16_int4),
-                    Coding { is_fine: true, .. } => launch!(decode_8_int4_f16 decode_16_int4_f16),
-                },
+            match (&self.compact, most_rows <= 8) {
+                (Compact::None, true) => launch!(decode::decode_8),
+                (Compact::None, false) => launch!(decode::decode_16),
+                (Compact::Lossless(..), true) => launch!(decode::decode_8_lossless),
+                (Compact::Lossless(..), false) => launch!(decode::decode_16_lossless),
+                (Compact::Quantized(coding, ..), true) => {
+                    by_code!(coding, K in decode: decode_8_fp8, decode_8_int4, decode_8_int4_f16 => launch!(K))
+                }
+                (Compact::Quantized(coding, ..), false) => {
+                    by_code!(coding, K in decode: decode_16_fp8, decode_16_int4, decode_16_int4_f16 => launch!(K))
+                }
             }
         }
     }

@@ -151,26 +151,34 @@ impl Gpu {
             draft.check_shapes().map_err(|error| Error::DraftModel(Box::new(error)))?;
         }
         let kept = DeviceWeights::kept(checkpoint, device)?;
-        let of_model = Footprint::of(config, capacity, device.has_prefill()).coded(config, kept);
-        let of_draft = draft.map(|draft| draft.footprint(capacity, device)).transpose()?;
-        if let Some(free) = device.free_memory()? {
-            let Footprint { weights, working: cache } = of_model;
-            let device = device.name().into();
-            let Some(left) = free.checked_sub(weights + cache) else {
-                return Err(Error::ModelTooLarge { device, weights, cache, context: capacity, free });
-            };
-            if let Some(Footprint { weights, working: cache }) = of_draft.filter(|of| of.weights + of.working > left) {
-                return Err(Error::DraftModelTooLarge { device, weights, cache, context: capacity, left });
+        let plain = Footprint::of(config, capacity, device.has_prefill());
+        let coded = plain.coded(config, kept);
+        let beside = draft.map(|draft| draft.footprint(capacity, device)).transpose()?;
+        let fits = |of_model: Footprint, beside: Option<Footprint>| {
+            let Some(left) = of_model.left_on(device, capacity)? else { return Ok(()) };
+            match beside {
+                Some(Footprint { weights, working: cache }) if weights + cache > left => {
+                    let device = device.name().into();
+                    Err(Error::DraftModelTooLarge { device, weights, cache, context: capacity, left })
+                }
+                _ => Ok(()),
             }
-        }
-        let (of_model, of_draft) = (of_model.weights, of_draft.map_or(0, |of| of.weights));
+        };
+        fits(coded, beside)?;
+        let (of_model, of_draft) = (coded.weights, beside.map_or(0, |of| of.weights));
         let all = of_model + of_draft;
-        let weights = DeviceWeights::upload(checkpoint, device, &mut |done, _| progress(done.min(of_model), all))?;
+        let told = &mut |done: u64, _: u64| progress(done.min(of_model), all);
+        let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(plain, beside), told)?;
         let load_draft = |draft| {
             let told = &mut |done: u64, _: u64| progress(of_model + done.min(of_draft), all);
-            DraftWeights::upload(draft, config, device, told)
+            // The model's weights are there by then, and its cache is not.
+            let fits = |of_draft| fits(Footprint { weights: 0, ..coded }, Some(of_draft));
+            DraftWeights::upload(draft, config, device, capacity, &fits, told).map_err(|error| match error {
+                Error::DraftModelTooLarge { .. } => error,
+                error => Error::DraftModel(Box::new(error)),
+            })
         };
-        let draft = draft.map(load_draft).transpose().map_err(|error| Error::DraftModel(Box::new(error)))?;
+        let draft = draft.map(load_draft).transpose()?;
         Self::with_all_weights(device, config, weights, draft, capacity)
     }
 

@@ -14,7 +14,7 @@ use cuda_std::Global;
 use cuda_std::tensor::Array;
 use gpu_kernels::linear::N_TILE;
 use gpu_kernels::stream::{CHUNK_FEATURES, StreamMatrix, TOGETHER, Walk};
-use gpu_kernels::weights::quantized::{self, Code as _, Dequantize, GROUP, GROUPS, Quantize, Scale};
+use gpu_kernels::weights::quantized::{self, Dequantize, GROUP, GROUPS, Quantize, Scale};
 use model::checkpoint::MatrixOutline;
 use model::format::{Code, Codes};
 use model::plan::Matrix;
@@ -58,16 +58,27 @@ impl Kept {
     }
 }
 
-/// Calls a function for the kernels' type of codes.
-macro_rules! of_code {
-    ($coding:expr, $function:ident $arguments:tt) => {
+/// An expression with a type of a module that depends on the codes: FP8, int4, or int4 whose scales have two parts.
+macro_rules! by_code {
+    ($coding:expr, $of:ident in $module:ident: $fp8:ty, $int4:ty, $int4_f16:ty => $what:expr) => {{
+        use $module::*;
         match $coding {
-            Coding { code: Code::E4m3, .. } => quantized::$function::<quantized::Fp8> $arguments,
-            Coding { is_fine: false, .. } => quantized::$function::<quantized::Int4<1>> $arguments,
-            Coding { is_fine: true, .. } => quantized::$function::<quantized::Int4<2>> $arguments,
+            $crate::quantized::Coding { code: model::format::Code::E4m3, .. } => {
+                type $of = $fp8;
+                $what
+            }
+            $crate::quantized::Coding { is_fine: false, .. } => {
+                type $of = $int4;
+                $what
+            }
+            $crate::quantized::Coding { is_fine: true, .. } => {
+                type $of = $int4_f16;
+                $what
+            }
         }
-    };
+    }};
 }
+pub(crate) use by_code;
 
 impl Coding {
     /// Of a checkpoint's layers; none if some matrix has no codes, other ones, or smaller groups than the kernels read.
@@ -97,20 +108,12 @@ impl Coding {
 
     /// The word of a scale and a zero, if the kernels have one.
     fn word(self, scale: f32, zero: u8) -> Option<u32> {
-        let scale = match self {
-            Self { code: Code::E4m3, .. } => Scale::new::<quantized::Fp8>(scale, zero),
-            Self { is_fine: false, .. } => Scale::new::<quantized::Int4<1>>(scale, zero),
-            Self { is_fine: true, .. } => Scale::new::<quantized::Int4<2>>(scale, zero),
-        };
-        scale.map(|Scale(word)| word)
+        by_code!(self, C in quantized: Fp8, Int4<1>, Int4<2> => Scale::new::<C>(scale, zero)).map(|Scale(word)| word)
     }
 
     /// Bytes of a region.
     const fn region_bytes(self) -> u32 {
-        match self.code {
-            Code::E4m3 => quantized::Fp8::REGION_BYTES,
-            Code::Int4 => quantized::Int4::<1>::REGION_BYTES,
-        }
+        by_code!(self, C in quantized: Fp8, Int4<1>, Int4<2> => C::REGION_BYTES)
     }
 
     /// Bytes of so many chunks.
@@ -179,11 +182,8 @@ impl Quantized {
         let grid = (from.n_tiles, chunks);
         // SAFETY: the stream holds the matrix, there are scales for it, and the codes have room for its chunks.
         unsafe {
-            match self.coding {
-                Coding { code: Code::E4m3, .. } => device.launch::<quantized::quantize_fp8>(grid, 0, quantize),
-                Coding { is_fine: false, .. } => device.launch::<quantized::quantize_int4>(grid, 0, quantize),
-                Coding { is_fine: true, .. } => device.launch::<quantized::quantize_int4_f16>(grid, 0, quantize),
-            }
+            by_code!(self.coding, K in quantized: quantize_fp8, quantize_int4, quantize_int4_f16
+                => device.launch::<K>(grid, 0, quantize))
         }
     }
 
@@ -215,15 +215,8 @@ impl Quantized {
         let grid = (GROUPS, (chunks / u64::from(TOGETHER)) as u32);
         // SAFETY: there are codes of so many chunks, and room for what they mean.
         unsafe {
-            match self.coding {
-                Coding { code: Code::E4m3, .. } => {
-                    device.launch_whole::<quantized::dequantize_fp8>(grid, 0, dequantize)
-                }
-                Coding { is_fine: false, .. } => device.launch_whole::<quantized::dequantize_int4>(grid, 0, dequantize),
-                Coding { is_fine: true, .. } => {
-                    device.launch_whole::<quantized::dequantize_int4_f16>(grid, 0, dequantize)
-                }
-            }
+            by_code!(self.coding, K in quantized: dequantize_fp8, dequantize_int4, dequantize_int4_f16
+                => device.launch_whole::<K>(grid, 0, dequantize))
         }
     }
 
@@ -245,7 +238,7 @@ impl Quantized {
     /// How TMA reads them.
     pub fn arrays(&self) -> [Array; 2] {
         let regions = self.codes.len() as u64 / u64::from(self.coding.region_bytes());
-        of_code!(self.coding, maps(self.codes.ptr().addr(), regions))
+        by_code!(self.coding, C in quantized: Fp8, Int4<1>, Int4<2> => maps::<C>(self.codes.ptr().addr(), regions))
     }
 
     /// Bytes of all of it.

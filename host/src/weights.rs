@@ -51,17 +51,25 @@ pub struct DeviceLayer {
 
 impl DeviceWeights {
     /// Copies `checkpoint` to `device`, and lays its matrices out on the way. f16 and f32 weights are rounded to bf16,
-    /// and quantised ones become the bf16 that they mean, or [codes](Self::kept). Every weight is checked on the way.
+    /// and quantised ones become the bf16 that they mean, or codes, as [`kept`](Self::kept) has it. Every weight is
+    /// checked on the way. Where the codes cannot be kept after all, `plain_fits` is asked before all of it is loaded
+    /// again, as bf16.
     ///
     /// # Errors
-    /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, or
-    /// [`Error::Interrupted`] when `progress` breaks.
-    pub fn upload(checkpoint: &Checkpoint, device: &Device, progress: &mut Progress<'_>) -> Result<Self, Error> {
-        let kept = Self::kept(checkpoint, device)?;
+    /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, what `plain_fits`
+    /// says, or [`Error::Interrupted`] when `progress` breaks.
+    pub fn upload(
+        checkpoint: &Checkpoint,
+        device: &Device,
+        kept: Option<Kept>,
+        plain_fits: impl FnOnce() -> Result<(), Error>,
+        progress: &mut Progress<'_>,
+    ) -> Result<Self, Error> {
         if let Some(coded) = Self::upload_as(checkpoint, device, kept, progress)? {
             return Ok(coded);
         }
         // A scale or a weight that the kernels' codes do not have: the weights themselves are then what is kept.
+        plain_fits()?;
         let plain = Self::upload_as(checkpoint, device, None, progress)?;
         Ok(plain.expect("weights in bf16 have no codes that could not do"))
     }
@@ -448,6 +456,10 @@ mod tests {
 
     use super::*;
 
+    fn upload(checkpoint: &Checkpoint, progress: &mut Progress<'_>) -> Result<DeviceWeights, Error> {
+        DeviceWeights::upload(checkpoint, &Device::emulator(0), None, || Ok(()), progress)
+    }
+
     fn read(buffer: &Buffer<bf16>) -> Vec<bf16> {
         let mut elements = vec![bf16::ZERO; buffer.len()];
         buffer.read(0, &mut elements).unwrap();
@@ -471,9 +483,8 @@ mod tests {
     }
 
     fn stored_arrives(checkpoint: &Checkpoint) {
-        let device = Device::emulator(0);
         let (mut last, mut total) = (0, 0);
-        let uploaded = DeviceWeights::upload(checkpoint, &device, &mut |done, of| {
+        let uploaded = upload(checkpoint, &mut |done, of| {
             assert!(last < done && done <= of, "{done} of {of} after {last}");
             (last, total) = (done, of);
             ControlFlow::Continue(())
@@ -545,7 +556,7 @@ mod tests {
             let checkpoint =
                 Checkpoint::open_with(&folder, OpenOptions { check_finite: false, ..OpenOptions::default() }).unwrap();
             let mut progress = |_, _| ControlFlow::Continue(());
-            let uploaded = DeviceWeights::upload(&checkpoint, &Device::emulator(0), &mut progress);
+            let uploaded = upload(&checkpoint, &mut progress);
             std::fs::remove_dir_all(&folder).unwrap();
             match uploaded.err() {
                 Some(Error::Model(model::Error::NotFinite { tensor, index, .. })) => {
@@ -559,7 +570,24 @@ mod tests {
     #[test]
     fn an_interrupt_ends_the_upload() {
         let checkpoint = Checkpoint::demo().unwrap();
-        let ended = DeviceWeights::upload(&checkpoint, &Device::emulator(0), &mut |_, _| ControlFlow::Break(()));
-        assert!(matches!(ended, Err(Error::Interrupted)));
+        assert!(matches!(upload(&checkpoint, &mut |_, _| ControlFlow::Break(())), Err(Error::Interrupted)));
+    }
+
+    #[test]
+    fn room_is_asked_for_again_where_codes_are_unfit() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/formats/gptq_qwen2");
+        let (checkpoint, device) = (Checkpoint::open(&folder).unwrap(), Device::emulator(0));
+        let kept = DeviceWeights::kept(&checkpoint, &device).unwrap().expect("codes");
+        assert!(kept.coding.is_fine);
+        // Its scales in f16 have more bits than coarse ones.
+        for is_fine in [true, false] {
+            let kept = Kept { coding: Coding { is_fine, ..kept.coding }, ..kept };
+            let full = || Err(Error::OutOfMemory { wanted: 1, free: 0 });
+            let mut progress = |_, _| ControlFlow::Continue(());
+            match DeviceWeights::upload(&checkpoint, &device, Some(kept), full, &mut progress) {
+                Ok(weights) => assert!(is_fine && weights.codes.is_some()),
+                Err(error) => assert!(!is_fine && matches!(error, Error::OutOfMemory { .. }), "{error}"),
+            }
+        }
     }
 }

@@ -210,8 +210,12 @@ pub fn answer(engine: &mut host::Engine, request: &host::Request) -> host::Gener
 /// # Panics
 /// If they do not fit.
 pub fn uploaded(device: &host::device::Device, checkpoint: &model::Checkpoint) -> host::weights::DeviceWeights {
-    host::weights::DeviceWeights::upload(checkpoint, device, &mut |_, _| std::ops::ControlFlow::Continue(()))
-        .unwrap_or_else(|e| panic!("{e}"))
+    let upload = || {
+        let kept = host::weights::DeviceWeights::kept(checkpoint, device)?;
+        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+        host::weights::DeviceWeights::upload(checkpoint, device, kept, || Ok(()), go_on)
+    };
+    upload().unwrap_or_else(|e| panic!("{e}"))
 }
 
 /// The logits of `rows` tokens after a prompt, `[rows, vocab]` each: in one streamed launch, launch by launch, and by

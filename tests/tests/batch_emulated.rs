@@ -5,7 +5,6 @@ use host::batch::plan::{PageCopy, Plan, Started, SwapIn, SwapOut, TableEntry, Wo
 use host::batch::{BatchBackend, BatchOptions, GpuBatch, Logprobs, Outcome, Start};
 use host::device::Device;
 use host::forward::{Forward, RowOutput};
-use host::weights::DeviceWeights;
 use host::{DeviceChoice, NgramDraft, Request};
 use integration_tests::batch::{Arranged, Happened, together};
 use integration_tests::{answer, engine, golden_cases, greedy, uploaded};
@@ -229,9 +228,7 @@ fn prompts_run_as_prompts_and_answers_as_answers() {
 
     let device = Device::emulator(9);
     let run = || -> Result<[Vec<f32>; 2], host::Error> {
-        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-        let weights = DeviceWeights::upload(&checkpoint, &device, go_on)?;
-        let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT)?;
+        let mut forward = Forward::new(&device, &checkpoint.config, uploaded(&device, &checkpoint), CONTEXT)?;
         forward.prepare_prefill()?;
         let all: Vec<i32> = prompt.iter().chain(&answer.tokens).map(|&t| t as i32).collect();
         let (history, words) = (device.upload(&all)?, device.zeroed::<u32>(STATE_WORDS)?);

@@ -184,10 +184,8 @@ fn norms_and_silu_in_launches_of_their_own_match_transformers_too() {
     for case in golden_cases() {
         let checkpoint = Checkpoint::open(&case.dir).unwrap();
         let device = host::device::Device::emulator(0);
-        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-        let weights = host::weights::DeviceWeights::upload(&checkpoint, &device, go_on).unwrap();
         let rows = case.prompt.len();
-        let mut forward = Forward::new(&device, &checkpoint.config, weights, rows).unwrap();
+        let mut forward = Forward::new(&device, &checkpoint.config, uploaded(&device, &checkpoint), rows).unwrap();
         let history: Vec<i32> = case.prompt.iter().map(|&t| t as i32).collect();
         let (history, words) = (device.upload(&history).unwrap(), device.zeroed::<u32>(STATE_WORDS).unwrap());
         let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };

@@ -6,10 +6,10 @@ use std::ops::ControlFlow;
 use host::batch::{Batch, BatchOptions, Job};
 use host::device::{Device, DeviceOptions};
 use host::forward::Forward;
-use host::weights::DeviceWeights;
 use host::{DeviceChoice, Engine, Gpu, LoadOptions, NgramDraft, Request};
 use integration_tests::{
     GoldenCase, answer, check_decode_calls, engine_with, format_cases, golden_cases, greedy, relative_error, run,
+    uploaded,
 };
 use model::{Checkpoint, Sampling};
 
@@ -87,8 +87,8 @@ fn weights_are_packed_where_that_is_asked_for() {
         let checkpoint = Checkpoint::open(&case.dir).unwrap_or_else(|e| panic!("{e}"));
         let packed = |options: &DeviceOptions| {
             let device = Device::emulator_with(1, options);
-            let weights = DeviceWeights::upload(&checkpoint, &device, &mut |_, _| ControlFlow::Continue(())).unwrap();
-            let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT).unwrap();
+            let mut forward =
+                Forward::new(&device, &checkpoint.config, uploaded(&device, &checkpoint), CONTEXT).unwrap();
             assert!(forward.prepare_decode().unwrap());
             forward.compact_bytes()
         };
@@ -107,8 +107,8 @@ fn quantised_weights_are_read_as_codes() {
         let prompt = prompt(&case, 20);
         let compact = |options: &DeviceOptions| {
             let device = Device::emulator_with(1, options);
-            let weights = DeviceWeights::upload(&checkpoint, &device, &mut |_, _| ControlFlow::Continue(())).unwrap();
-            let mut forward = Forward::new(&device, &checkpoint.config, weights, CONTEXT).unwrap();
+            let mut forward =
+                Forward::new(&device, &checkpoint.config, uploaded(&device, &checkpoint), CONTEXT).unwrap();
             assert!(forward.prepare_decode().unwrap());
             forward.compact_bytes()
         };

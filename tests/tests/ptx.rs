@@ -20,8 +20,9 @@ fn ptxas() -> PathBuf {
 }
 
 /// Kernels that spill, and the most bytes of loads they may: since the GEMM keeps totals beside its sums, these tiles
-/// lack registers; decode kernels of quantised layers keep what two formats need, outside of their loops. A defect with
-/// a bound, not a licence: shrink it.
+/// lack registers; decode kernels of quantised layers keep what two formats need, outside of their loops; and tiles of
+/// 128 rows of such layers have fragments of weights beside as many sums and totals. A defect with a bound, not a
+/// licence: shrink it.
 const SPILLING: [(&str, u32); 21] = [
     ("gemm_write_n192", 140),
     ("gemm_qkv_n192", 124),

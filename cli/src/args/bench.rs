@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 
+use benches::Weights;
 use benches::token_copy::Variant;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Subcommand, ValueEnum, ValueHint};
 use host::DeviceChoice;
 use host::device::DeviceOptions;
-use model::format::Code;
 
 use super::{at_least_one, trusted};
 
@@ -66,8 +67,8 @@ pub struct BenchRunArgs {
     #[arg(long, hide_short_help = true, global = true)]
     pub unfused: bool,
     /// How decode steps read the weights
-    #[arg(long, value_enum, value_name = "HOW", default_value_t = BenchWeights::Plain, global = true)]
-    pub weights: BenchWeights,
+    #[arg(long, value_parser = weights(), value_name = "HOW", default_value = "plain", global = true)]
+    pub weights: Weights,
     /// Measurements of each case; the median is shown
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one, allow_negative_numbers = true, global = true)]
     pub repeats: usize,
@@ -82,30 +83,6 @@ pub struct BenchRunArgs {
     pub quiet: bool,
 }
 
-/// What decode steps read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum BenchWeights {
-    /// As they are
-    Plain,
-    /// Packed without loss, in some 11.2 bits
-    Packed,
-    /// Layers in FP8
-    Fp8,
-    /// Layers in int4
-    Int4,
-}
-
-impl BenchWeights {
-    /// What the weights of layers are rounded to, if they are.
-    pub fn code(self) -> Option<Code> {
-        match self {
-            Self::Plain | Self::Packed => None,
-            Self::Fp8 => Some(Code::E4m3),
-            Self::Int4 => Some(Code::Int4),
-        }
-    }
-}
-
 impl BenchRunArgs {
     /// How the device is opened for them.
     pub fn options(&self) -> DeviceOptions {
@@ -113,11 +90,7 @@ impl BenchRunArgs {
         DeviceOptions {
             portable: *portable,
             unfused: *unfused,
-            lossless: match weights {
-                BenchWeights::Plain => Some(false),
-                BenchWeights::Packed => Some(true),
-                BenchWeights::Fp8 | BenchWeights::Int4 => None,
-            },
+            lossless: weights.lossless,
             kernels: kernels.as_ref().map(trusted),
             ..benches::options()
         }
@@ -244,6 +217,12 @@ pub enum HitName {
     GeneratedLate,
     /// Nowhere
     None,
+}
+
+/// What decode steps read, by its name.
+fn weights() -> impl TypedValueParser<Value = Weights> {
+    let names = Weights::ALL.map(|(name, meaning, _)| PossibleValue::new(name).help(meaning));
+    PossibleValuesParser::new(names).try_map(|name| name.parse())
 }
 
 /// A number of bytes, such as `4GiB` or `4096`.

@@ -332,6 +332,24 @@ fn count(parameters: usize) -> String {
 
 impl fmt::Display for Findings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.fmt_model(f)?;
+        self.fmt_files(f)?;
+        self.weights.fmt(f)?;
+        self.memory.fmt(f)?;
+        self.fmt_cards(f)?;
+        let Some(tensors) = &self.tensors else { return Ok(()) };
+        writeln!(f, "\ntensors")?;
+        let width = tensors.iter().map(|t| t.name.len()).max().unwrap_or(0);
+        for tensor in tensors {
+            let Tensor { name, dtype, shape, file, .. } = tensor;
+            writeln!(f, "  {name:<width$}  {dtype:<7}  {:<16}  {file}", format!("{shape:?}"))?;
+        }
+        Ok(())
+    }
+}
+
+impl Findings {
+    fn fmt_model(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let a = &self.architecture;
         writeln!(f, "{}", self.model)?;
         row(f, "architecture", a.name)?;
@@ -367,36 +385,20 @@ impl fmt::Display for Findings {
                 "tokenizer, chat template and generation defaults: the model is not on this machine",
             )?,
         }
+        Ok(())
+    }
 
+    fn fmt_files(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let dtypes: Vec<String> = self.dtypes.iter().map(|(dtype, n)| format!("{n} {dtype}")).collect();
         let checked = if self.weights_checked { "; every weight is finite" } else { "" };
         writeln!(f, "\nfiles: {} of tensors ({}){checked}", gib(self.stored_bytes), dtypes.join(", "))?;
         for file in &self.files {
             row(f, &file.name, format_args!("{}, {} tensors", gib(file.tensor_bytes), file.tensors))?;
         }
+        Ok(())
+    }
 
-        writeln!(f, "\nweights, and bits of each with its scale")?;
-        for Kind { kind, format, format_bytes, bits_per_weight, .. } in &self.weights.kinds {
-            row(
-                f,
-                &kind.replace('_', ", "),
-                format_args!("{}, {bits_per_weight:.2} bits: {format}", gib(*format_bytes)),
-            )?;
-        }
-        let (read, compact) = (gib(self.weights.step_bytes), gib(self.weights.step_format_bytes));
-        let became = "as bf16, which every format becomes while loading";
-        row(f, "a step reads", format_args!("{read} {became} ({compact} as it is)"))?;
-
-        let m = &self.memory;
-        writeln!(f, "\nmemory on a card, for {} tokens of context", m.context)?;
-        row(f, "weights", gib(m.weight_bytes))?;
-        if let Some(bytes) = m.code_bytes {
-            row(f, "  as codes", format_args!("{}, on Hopper where memory is scarce", gib(bytes)))?;
-        }
-        let per_token = m.kv_bytes_per_token as f64 / 1024.0;
-        row(f, "cache and work", format_args!("{} (keys and values: {per_token} KiB a token)", gib(m.working_bytes)))?;
-        row(f, "together", gib(m.total_bytes))?;
-
+    fn fmt_cards(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "\ncards")?;
         if self.cards.is_empty() {
             writeln!(f, "  none found; it runs on the CPU")?;
@@ -416,16 +418,40 @@ impl fmt::Display for Findings {
             Some(reason) => writeln!(f, "  {reason}")?,
             None => row(f, "GPU kernels", format_args!("cover this model ({})", Forward::COVERED))?,
         }
-
-        if let Some(tensors) = &self.tensors {
-            writeln!(f, "\ntensors")?;
-            let width = tensors.iter().map(|t| t.name.len()).max().unwrap_or(0);
-            for tensor in tensors {
-                let Tensor { name, dtype, shape, file, .. } = tensor;
-                writeln!(f, "  {name:<width$}  {dtype:<7}  {:<16}  {file}", format!("{shape:?}"))?;
-            }
-        }
         Ok(())
+    }
+}
+
+impl fmt::Display for Weights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "\nweights, and bits of each with its scale")?;
+        for Kind { kind, format, format_bytes, bits_per_weight, .. } in &self.kinds {
+            row(
+                f,
+                &kind.replace('_', ", "),
+                format_args!("{}, {bits_per_weight:.2} bits: {format}", gib(*format_bytes)),
+            )?;
+        }
+        let (read, compact) = (gib(self.step_bytes), gib(self.step_format_bytes));
+        let became = "as bf16, which every format becomes while loading";
+        row(f, "a step reads", format_args!("{read} {became} ({compact} as it is)"))
+    }
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "\nmemory on a card, for {} tokens of context", self.context)?;
+        row(f, "weights", gib(self.weight_bytes))?;
+        if let Some(bytes) = self.code_bytes {
+            row(f, "  as codes", format_args!("{}, on Hopper where memory is scarce", gib(bytes)))?;
+        }
+        let per_token = self.kv_bytes_per_token as f64 / 1024.0;
+        row(
+            f,
+            "cache and work",
+            format_args!("{} (keys and values: {per_token} KiB a token)", gib(self.working_bytes)),
+        )?;
+        row(f, "together", gib(self.total_bytes))
     }
 }
 

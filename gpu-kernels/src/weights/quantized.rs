@@ -106,12 +106,6 @@ impl Scale {
         fits.then(|| Self(u32::from(high.to_bits()) << 16 | low_bits | u32::from(zero)))
     }
 
-    /// The word with one part of this one with two; none if the low part is not zero.
-    #[must_use]
-    pub const fn coarse(self) -> Option<Self> {
-        if self.0 & 0x7fff & !ZERO_BITS == 0 { Some(Self(self.0 & (0xffff_0000 | ZERO_BITS) | LEAST)) } else { None }
-    }
-
     /// The scale times [`Code::FACTOR`].
     #[inline(always)]
     fn value<C: Code>(self) -> f32 {

@@ -53,7 +53,6 @@ use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{Footprint, Forward};
 use crate::masks::Masks;
-use crate::prefill;
 use crate::sampler::Sampler;
 use crate::tuning::DRAFT_COST;
 use crate::weights::DeviceWeights;
@@ -151,28 +150,23 @@ impl GpuBatch {
         Forward::check(config)?;
         let prompts_apart = device.has_prefill();
         let sizes = BatchSizes::new(device, context, &options, prompts_apart);
-        let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
-            .coded(config, DeviceWeights::kept(checkpoint, device)?);
-        if let Some(free) = device.free_memory()?
-            && least.weights + least.working + SPARE > free
-        {
-            return Err(Error::ModelTooLarge {
-                device: device.name().into(),
-                weights: least.weights,
-                cache: least.working + SPARE,
-                context,
-                free,
-            });
-        }
+        let kept = DeviceWeights::kept(checkpoint, device)?;
         // Said before anything is loaded.
-        let pages = sizes.pages(config, device, &options, least.weights)?;
-        let tier = sizes.host_pages(config, &options, pages)?;
-        if device.is_emulator() {
-            // It keeps note of what was written, 2 bytes for 16.
-            let page = KvCache::page_bytes(config) * 9 / 8;
-            check_memory(page, pages + tier, least.weights + least.working)?;
-        }
-        let weights = DeviceWeights::upload(checkpoint, device, progress)?;
+        let fits = |kept| {
+            let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
+                .coded(config, kept);
+            Footprint { working: least.working + SPARE, ..least }.left_on(device, context)?;
+            let pages = sizes.pages(config, device, &options, least.weights)?;
+            let tier = sizes.host_pages(config, &options, pages)?;
+            if device.is_emulator() {
+                // It keeps note of what was written, 2 bytes for 16.
+                let page = KvCache::page_bytes(config) * 9 / 8;
+                check_memory(page, pages + tier, least.weights + least.working)?;
+            }
+            Ok(())
+        };
+        fits(kept)?;
+        let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(None), progress)?;
         Self::with_weights(device, config, weights, context, options, prompts_apart)
     }
 
@@ -192,20 +186,6 @@ impl GpuBatch {
         let sizes = BatchSizes::new(device, context, &options, prompts_apart);
         let has_decode = prompts_apart && device.has_decode_kernel();
         let pages = sizes.pages(config, device, &options, if has_decode { DECODE_BYTES } else { 0 })?;
-        let mut limits = Limits {
-            context,
-            sequences: sizes.sequences as u32,
-            generating: sizes.generating as u32,
-            rows: sizes.rows as u32,
-            page_tokens: PAGE_TOKENS,
-            pages: pages as u32,
-            host_pages: 0,
-            drafts: options.draft.map_or(0, |draft| draft.tokens),
-            draft_rows: options.draft_rows,
-            prompt_rows: if prompts_apart { prefill::best_rows(device, config).min(sizes.rows as u32) } else { 0 },
-            prompt_share: device.capabilities().tuning().prompt_share,
-            prompts_apart,
-        };
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
         if has_decode && forward.prepare_decode()? {
             forward.prepare_batched()?;
@@ -213,7 +193,6 @@ impl GpuBatch {
         if let Some(rows) = sizes.prompt_rows() {
             forward.prepare_prefill_of(rows)?;
         }
-        let room = forward.room();
         let group = config.num_attention_heads / config.num_key_value_heads;
         let widths = Widths {
             prompt: forward.prefill().map_or(0, |prefill| prefill.capacity()),
@@ -226,29 +205,20 @@ impl GpuBatch {
         let is_there = options.swap_tokens.is_some() || device.is_emulator();
         let mut mover = Mover::new(device, forward.cache(), tier, is_there)
             .map_err(|error| BatchSizes::no_tier(config, tier, error.to_string()))?;
-        limits.host_pages = mover.host_pages(false) as u32;
+        let limits = sizes.limits(config, device, &options, [pages, mover.host_pages(false)]);
         // Until there are measurements: 40 GB/s over the bus, out and back, and a row for 2 operations a weight at 400
         // TFLOP/s, or for a 64th of a reading of the weights at 1 TB/s.
         let weights = config.weight_bytes(2) as f64;
         let row = if prompts_apart { weights / 400e12 } else { weights / (64.0 * 1e12) };
-        // Rows with tiles and choices; page tables; pages that move, each to another; pages that are packed, and
-        // unpacked; uses; a pass over 64 rows begins lists at multiples of 4.
-        let change_room = 4 * sizes.rows;
         let choices = sizes.rows + sizes.sequences;
-        let words = 32 * sizes.rows
-            + 2 * room.sequences * context.div_ceil(PAGE_TOKENS)
-            + 2 * (2 * pages + tier)
-            + 4 * pages
-            + 2 * change_room
-            + 4096;
         Ok(Self {
             limits,
             widths,
             draft: options.draft,
             slots: vec![Running::default(); sizes.sequences],
             packing: forward.packed_pages().map(|_| Packing::new(pages, sizes.sequences, least)),
-            upload: Upload::new(device, words)?,
-            uses: TokenUses::new(device, sizes.sequences, config.vocab_size, change_room)?,
+            upload: Upload::new(device, sizes.upload_words(pages, tier))?,
+            uses: TokenUses::new(device, sizes.sequences, config.vocab_size, sizes.use_changes())?,
             notes: Notes::new(device, config.vocab_size, 2 * choices)?,
             masks: Masks::new(device, config.vocab_size, sizes.decode_rows().max(sizes.sequences))?,
             mask_jobs: MaskJobs::new(device, sizes.sequences, config.vocab_size, options.mask_wait)?,

@@ -9,7 +9,6 @@ use gpu_kernels::gemm::Gemm;
 use gpu_kernels::norm::{Norm, Residual, SPAN};
 use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::stream::StreamMatrix;
-use model::format::Code;
 use model::plan::{self, Epilogue, Input, Operator};
 
 use super::{Capacity, Forward, Pass, RowOutput, Tiles};
@@ -17,7 +16,7 @@ use crate::Error;
 use crate::decode::Decode;
 use crate::device::{Buffer, TensorMaps};
 use crate::gemm;
-use crate::quantized::{Coding, Quantized};
+use crate::quantized::{Quantized, by_code};
 
 /// Rows of a GEMM's tile and how many tiles of rows there are: of each program, the first that has room for a pass is
 /// taken.
@@ -408,21 +407,21 @@ impl Forward {
         // work because freeing device memory waits for it.
         unsafe {
             macro_rules! launch {
-                ($kernel:ident) => {
-                    d.launch_cooperative::<batched::$kernel>(grid, shared, step)
+                ($kernel:ty) => {
+                    d.launch_cooperative::<$kernel>(grid, shared, step)
                 };
             }
             match (self.codes_of(program).map(Quantized::coding), tile_rows) {
-                (None, 64) if !step.lossless.regions.is_null() => launch!(batched_64_lossless),
-                (None, 64) => launch!(batched_64),
-                (None, 96) => launch!(batched_96),
-                (None, _) => launch!(batched_128),
-                (Some(Coding { code: Code::E4m3, .. }), 64) => launch!(batched_64_fp8),
-                (Some(Coding { code: Code::E4m3, .. }), _) => launch!(batched_128_fp8),
-                (Some(Coding { is_fine: false, .. }), 64) => launch!(batched_64_int4),
-                (Some(Coding { is_fine: false, .. }), _) => launch!(batched_128_int4),
-                (Some(Coding { is_fine: true, .. }), 64) => launch!(batched_64_int4_f16),
-                (Some(Coding { is_fine: true, .. }), _) => launch!(batched_128_int4_f16),
+                (None, 64) if !step.lossless.regions.is_null() => launch!(batched::batched_64_lossless),
+                (None, 64) => launch!(batched::batched_64),
+                (None, 96) => launch!(batched::batched_96),
+                (None, _) => launch!(batched::batched_128),
+                (Some(codes), 64) => {
+                    by_code!(codes, K in batched: batched_64_fp8, batched_64_int4, batched_64_int4_f16 => launch!(K))
+                }
+                (Some(codes), _) => {
+                    by_code!(codes, K in batched: batched_128_fp8, batched_128_int4, batched_128_int4_f16 => launch!(K))
+                }
             }
         }
     }

@@ -5,7 +5,9 @@ use gpu_kernels::kv::{self, HEAD_DIM};
 use gpu_kernels::step::MAX_ROWS;
 use model::Config;
 
+use crate::Error;
 use crate::cache::KvCache;
+use crate::device::Device;
 use crate::prefill::Prefill;
 use crate::quantized::Kept;
 use crate::weights::DeviceWeights;
@@ -60,6 +62,17 @@ impl Footprint {
     #[must_use]
     pub fn coded(self, config: &Config, kept: Option<Kept>) -> Self {
         Self { weights: DeviceWeights::bytes(config, kept), ..self }
+    }
+
+    /// Bytes of a device's free memory that it leaves, with a cache for `context` tokens; none of the emulator.
+    ///
+    /// # Errors
+    /// [`Error::ModelTooLarge`], or a driver error.
+    pub fn left_on(self, device: &Device, context: usize) -> Result<Option<u64>, Error> {
+        let Some(free) = device.free_memory()? else { return Ok(None) };
+        let Self { weights, working: cache } = self;
+        let too_large = || Error::ModelTooLarge { device: device.name().into(), weights, cache, context, free };
+        free.checked_sub(weights + cache).map(Some).ok_or_else(too_large)
     }
 
     /// For `config` with this room, and for passes over up to `prefill` rows of prompts where there are any.

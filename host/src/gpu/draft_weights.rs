@@ -5,7 +5,7 @@ use model::Config;
 use crate::device::Device;
 use crate::draft::DraftCheckpoint;
 use crate::drafter::Passes;
-use crate::forward::{Forward, HeadWeights};
+use crate::forward::{Footprint, Forward, HeadWeights};
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
@@ -18,16 +18,21 @@ pub enum DraftWeights {
 }
 
 impl DraftWeights {
-    /// Uploads `draft` to `device`, to draft for a model of this config; `progress` is told the bytes.
+    /// Uploads `draft` to `device`, to draft for a model of this config, for sequences of up to `capacity` tokens;
+    /// `fits` says whether there is room for another footprint than its own, and `progress` is told the bytes.
     pub(super) fn upload(
         draft: &DraftCheckpoint,
         model: &Config,
         device: &Device,
+        capacity: usize,
+        fits: &dyn Fn(Footprint) -> Result<(), Error>,
         progress: &mut Progress<'_>,
     ) -> Result<Self, Error> {
         match draft {
             DraftCheckpoint::Model(draft) => {
-                let weights = DeviceWeights::upload(draft, device, progress)?;
+                let kept = DeviceWeights::kept(draft, device)?;
+                let plain_fits = || fits(Footprint::of(&draft.config, capacity, device.has_prefill()));
+                let weights = DeviceWeights::upload(draft, device, kept, plain_fits, progress)?;
                 Ok(Self::Model(draft.config.clone(), Box::new(weights)))
             }
             DraftCheckpoint::Eagle3(head) => {

@@ -123,17 +123,25 @@ macro_rules! cores {
     };
 }
 
+/// A in four fragments. Of B the upper word says 1,024 bytes between groups of eight rows, a swizzle of 128.
+macro_rules! fragments {
+    ($step:ident, $b:ident, $keep:ident, $shape:literal, $transposed:literal, $($accumulators:tt)*) => {
+        // SAFETY: the caller's.
+        unsafe {
+            asm!(
+                "{{ .reg .pred keep; .reg .b32 high; .reg .b64 b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
+                "mov.b64 b, {{{b}, high}};",
+                concat!("wgmma.mma_async.sync.aligned.", $shape, ".f32.bf16.bf16 ", $($accumulators)*,
+                    ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, ", $transposed, "; }}"),
+                a0 = const 4 * $step, a1 = const 4 * $step + 1, a2 = const 4 * $step + 2, a3 = const 4 * $step + 3,
+                b = in(reg32) $b, keep = in(reg32) u32::from($keep), options(nostack));
+        }
+    };
+}
+
 #[inline(always)]
 pub unsafe fn wgmma_n128_columns<const STEP: usize>(b: u32, keep: bool) {
-    // SAFETY: the caller's.
-    unsafe {
-        asm!(
-            "{{ .reg .pred keep; .reg .b32 high; .reg .b64 b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
-            "mov.b64 b, {{{b}, high}};",
-            concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", upper!(), ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, 1; }}"),
-            a0 = const 4 * STEP, a1 = const 4 * STEP + 1, a2 = const 4 * STEP + 2, a3 = const 4 * STEP + 3,
-            b = in(reg32) b, keep = in(reg32) u32::from(keep), options(nostack));
-    }
+    fragments!(STEP, b, keep, "m64n128k16", 1, upper!());
 }
 
 #[inline(always)]
@@ -156,30 +164,19 @@ pub unsafe fn wgmma_n96_cores(a: u32, b: u32, keep: bool) {
 
 #[inline(always)]
 pub unsafe fn wgmma_n64_upper<const STEP: usize>(b: u32, keep: bool) {
-    // SAFETY: the caller's.
-    unsafe {
-        asm!(
-            "{{ .reg .pred keep; .reg .b32 high; .reg .b64 b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
-            "mov.b64 b, {{{b}, high}};",
-            concat!("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ", accumulators!(
-                64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95),
-                ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, 0; }}"),
-            a0 = const 4 * STEP, a1 = const 4 * STEP + 1, a2 = const 4 * STEP + 2, a3 = const 4 * STEP + 3,
-            b = in(reg32) b, keep = in(reg32) u32::from(keep), options(nostack));
-    }
+    fragments!(
+        STEP,
+        b,
+        keep,
+        "m64n64k16",
+        0,
+        accumulators!(64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95)
+    );
 }
 
 #[inline(always)]
 pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
-    // SAFETY: the caller's.
-    unsafe {
-        asm!(
-            "{{ .reg .pred keep; .reg .b32 high; .reg .b64 b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
-            "mov.b64 b, {{{b}, high}};",
-            concat!("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", upper!(), ", {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, b, keep, 1, 1, 0; }}"),
-            a0 = const 4 * STEP, a1 = const 4 * STEP + 1, a2 = const 4 * STEP + 2, a3 = const 4 * STEP + 3,
-            b = in(reg32) b, keep = in(reg32) u32::from(keep), options(nostack));
-    }
+    fragments!(STEP, b, keep, "m64n128k16", 0, upper!());
 }
 
 #[inline(always)]

@@ -6,10 +6,11 @@ use gpu_kernels::token_copy::PAGE_RECORD_BYTES;
 use model::Config;
 
 use crate::Error;
-use crate::batch::{BatchOptions, PAGE_TOKENS};
+use crate::batch::{BatchOptions, Limits, PAGE_TOKENS};
 use crate::cache::KvCache;
 use crate::device::Device;
 use crate::forward::{Capacity, Footprint};
+use crate::prefill;
 use crate::tuning::PASS_ROWS;
 
 /// Where prompts have passes of their own, one more sequence for so many is read in ahead, to take the place of one
@@ -97,6 +98,43 @@ impl BatchSizes {
             return Err(Self::no_tier(config, tier, "8 TiB are the most".into()));
         }
         Ok(tier)
+    }
+
+    /// What the scheduler may use, with so many pages on the device and on the host.
+    pub fn limits(&self, config: &Config, device: &Device, options: &BatchOptions, pages: [usize; 2]) -> Limits {
+        let [pages, host_pages] = pages.map(|pages| pages as u32);
+        let best_rows = || prefill::best_rows(device, config).min(self.rows as u32);
+        Limits {
+            context: self.context,
+            sequences: self.sequences as u32,
+            generating: self.generating as u32,
+            rows: self.rows as u32,
+            page_tokens: PAGE_TOKENS,
+            pages,
+            host_pages,
+            drafts: options.draft.map_or(0, |draft| draft.tokens),
+            draft_rows: options.draft_rows,
+            prompt_rows: if self.prompts_apart { best_rows() } else { 0 },
+            prompt_share: device.capabilities().tuning().prompt_share,
+            prompts_apart: self.prompts_apart,
+        }
+    }
+
+    /// Changes of the uses of tokens that a step has room for.
+    pub fn use_changes(&self) -> usize {
+        4 * self.rows
+    }
+
+    /// Words that a step sends to the device at most, with so many pages there and on the host.
+    pub fn upload_words(&self, pages: usize, tier: usize) -> usize {
+        // Rows with tiles and choices; page tables; pages that move, each to another; pages that are packed, and
+        // unpacked; uses; a pass over 64 rows begins lists at multiples of 4.
+        32 * self.rows
+            + 2 * self.sequences * self.context.div_ceil(PAGE_TOKENS)
+            + 2 * (2 * pages + tier)
+            + 4 * pages
+            + 2 * self.use_changes()
+            + 4096
     }
 
     /// A tier of `pages` could not be had.
