@@ -54,7 +54,7 @@ use producer::{Units, produce};
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 /// Dynamic shared memory of a block.
-pub const SHARED_BYTES: u32 = PATHS + MAX_DECODE_ROWS * 8 + 8;
+pub const SHARED_BYTES: u32 = PATHS + MAX_DECODE_ROWS * 8;
 
 const WARPS: u32 = 8;
 const RING: Shape = Shape::new(0, 12, CHUNK_BYTES);
@@ -69,16 +69,16 @@ const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
 const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
 /// What falls to the block in attention.
 const UNITS: u32 = ARRIVALS + 8;
-/// The words of the rows' paths, and whether any is not a chain's.
+/// The words of the rows' paths.
 const PATHS: u32 = UNITS + 32;
 
-/// Parameters of [`decode_8`] and [`decode_16`]. Cooperative; grid: the blocks that the weights were [laid
+/// Parameters of [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the weights were [laid
 /// out](crate::stream::lay_out) for. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct DecodeStep {
-    /// The rows, at most 8 or 16, of one sequence, at consecutive positions or a [tree](crate::tree); and what else
-    /// every whole step has.
+    /// The rows, at most 8 or 16, of one sequence, at consecutive positions, or of [`decode_tree`] a
+    /// [tree](crate::tree); and what else every whole step has.
     pub work: Workspace,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them: for each layer QKV, output, gate-up, down; then
     /// the head.
@@ -269,7 +269,7 @@ impl DecodeStep {
 }
 
 #[inline(always)]
-unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &DecodeStep) {
+unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const TREE: bool>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
@@ -281,12 +281,12 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &De
             Ring::init(RING, WARPS);
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
-            Units::new(p, count).store();
+            Units::new::<TREE>(p, count).store();
         }
         if thread < MAX_DECODE_ROWS {
             shared::dynamic::<u64>(BEST).store(thread as usize, 0);
         }
-        if thread < 32 {
+        if TREE && thread < 32 {
             tree::bring(p, count);
         }
         let flag = 1 + p.exchange.used();
@@ -297,7 +297,7 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &De
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             wgmma::take_registers::<240>();
-            let mut consumer = Consumer::new(p, count, flag);
+            let mut consumer = Consumer::<TREE>::new(p, count, flag);
             if count == 1 {
                 consumer.run::<F, 1, 1, true>();
             } else {
@@ -306,7 +306,7 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &De
         } else {
             wgmma::give_registers::<24>();
             if warp_id == WARPS {
-                produce::<F>(p, count == 1);
+                produce::<F, TREE>(p, count == 1);
             } else if warp_id == WARPS + 1 && count == 1 {
                 consumer::factors(p);
             }
@@ -318,70 +318,105 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize>(p: &De
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 1, 2>(&p) }
+    unsafe { decode::<Plain, 1, 2, false>(&p) }
 }
 
 /// The forward pass of up to 16 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, 2>(&p) }
+    unsafe { decode::<Plain, 2, 2, false>(&p) }
 }
 
 /// [`decode_8`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 1, 1>(&p) }
+    unsafe { decode::<Lossless, 1, 1, false>(&p) }
 }
 
 /// [`decode_16`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, 1>(&p) }
+    unsafe { decode::<Lossless, 2, 1, false>(&p) }
 }
 
 /// [`decode_8`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 1, 1>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 1, 1, false>(&p) }
 }
 
 /// [`decode_16`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, 1>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 2, 1, false>(&p) }
 }
 
 /// [`decode_8`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 1, 1>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 1, 1, false>(&p) }
 }
 
 /// [`decode_16`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, 1>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 2, 1, false>(&p) }
 }
 
 /// [`decode_8_int4`], with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 1, 1>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 1, 1, false>(&p) }
 }
 
 /// [`decode_16_int4`], with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, 1>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 2, 1, false>(&p) }
+}
+
+/// The forward pass of up to 16 rows that may be a tree.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_tree(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Plain, 2, 2, true>(&p) }
+}
+
+/// [`decode_tree`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_tree_lossless(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Lossless, 2, 1, true>(&p) }
+}
+
+/// [`decode_tree`], of layers in FP8.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_tree_fp8(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Quantized<Fp8>, 2, 1, true>(&p) }
+}
+
+/// [`decode_tree`], of layers in int4.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_tree_int4(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Quantized<Int4<1>>, 2, 1, true>(&p) }
+}
+
+/// [`decode_tree`], of layers in int4 with scales in f16.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_tree_int4_f16(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Quantized<Int4<2>>, 2, 1, true>(&p) }
 }
 
 // What a block of an H100 may have, and that a wave's partial sums fit.

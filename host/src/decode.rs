@@ -30,6 +30,16 @@ pub struct Decode {
     grid: u32,
 }
 
+/// Which kernel runs a step's rows.
+enum Rows {
+    /// At most 8 that follow each other.
+    Few,
+    /// More.
+    Many,
+    /// Those that may be a tree.
+    Tree,
+}
+
 /// Weights in fewer bytes.
 enum Compact {
     /// There are none.
@@ -187,16 +197,26 @@ impl Decode {
                     device.launch_cooperative::<$kernel>(grid, shared, step)
                 };
             }
-            match (&self.compact, most_rows <= 8) {
-                (Compact::None, true) => launch!(decode::decode_8),
-                (Compact::None, false) => launch!(decode::decode_16),
-                (Compact::Lossless(..), true) => launch!(decode::decode_8_lossless),
-                (Compact::Lossless(..), false) => launch!(decode::decode_16_lossless),
-                (Compact::Quantized(coding, ..), true) => {
+            let rows = match most_rows {
+                _ if !step.work.rows.paths.is_null() => Rows::Tree,
+                0..=8 => Rows::Few,
+                _ => Rows::Many,
+            };
+            match (&self.compact, rows) {
+                (Compact::None, Rows::Few) => launch!(decode::decode_8),
+                (Compact::None, Rows::Many) => launch!(decode::decode_16),
+                (Compact::None, Rows::Tree) => launch!(decode::decode_tree),
+                (Compact::Lossless(..), Rows::Few) => launch!(decode::decode_8_lossless),
+                (Compact::Lossless(..), Rows::Many) => launch!(decode::decode_16_lossless),
+                (Compact::Lossless(..), Rows::Tree) => launch!(decode::decode_tree_lossless),
+                (Compact::Quantized(coding, ..), Rows::Few) => {
                     by_code!(coding, K in decode: decode_8_fp8, decode_8_int4, decode_8_int4_f16 => launch!(K))
                 }
-                (Compact::Quantized(coding, ..), false) => {
+                (Compact::Quantized(coding, ..), Rows::Many) => {
                     by_code!(coding, K in decode: decode_16_fp8, decode_16_int4, decode_16_int4_f16 => launch!(K))
+                }
+                (Compact::Quantized(coding, ..), Rows::Tree) => {
+                    by_code!(coding, K in decode: decode_tree_fp8, decode_tree_int4, decode_tree_int4_f16 => launch!(K))
                 }
             }
         }

@@ -44,7 +44,7 @@ struct Prepared {
     staged: bool,
 }
 
-impl Consumer<'_> {
+impl<const TREE: bool> Consumer<'_, TREE> {
     /// What a block can do for attention of several rows before it knows the projections.
     #[inline(always)]
     pub unsafe fn before_attention(&self, layer: u32) -> Units {
@@ -78,7 +78,7 @@ impl Consumer<'_> {
                 // As in a product that a block has no N-tile of.
                 self.put_out(WordKind::Heads, 4 * layer).expect();
             }
-            while let Some(share) = units.take() {
+            while let Some(share) = units.take::<TREE>() {
                 self.share::<VECTORS, ONE>(&attend, layer, dealt, &share, units.is_empty(), &mut prepared);
             }
             self.mark(Mark::Attended);
@@ -162,7 +162,7 @@ impl Consumer<'_> {
                 let mut found = WarpAttention::NOTHING;
                 if page < pages && here.first_key() < first_position + first_row + rows {
                     let slot = tile % TILES;
-                    found = if !ONE && here.first_key() + WARP_KEYS > first_position + 1 && tree::is_tree() {
+                    found = if TREE && !ONE && here.first_key() + WARP_KEYS > first_position + 1 {
                         self.attend_paths(attend, &here, slot, pages)
                     } else {
                         self.attend(attend, &here, slot, ring.ahead(page), ring.ahead(pages + page))
@@ -430,7 +430,7 @@ impl Consumer<'_> {
     #[inline(always)]
     unsafe fn position(&self, row: u32) -> u32 {
         // SAFETY: the caller's word.
-        self.first_position() + unsafe { tree::path(row) }.depth()
+        self.first_position() + if TREE { unsafe { tree::path(row) }.depth() } else { row }
     }
 
     /// Puts the keys and values of a step of several rows into the cache, after attention: a warp of the grid a vector,

@@ -25,8 +25,8 @@ use outputs::{Addend, Output};
 /// Bytes of the partial sums of a wave, `[n_tile][k_partial][row][feature]`.
 pub const PARTIAL_BYTES: u32 = N_TILES * K_PARTIALS * MAX_DECODE_ROWS * N_TILE * 4;
 
-/// The consumers' state.
-pub struct Consumer<'a> {
+/// The consumers' state; of rows that may be a `TREE`.
+pub struct Consumer<'a, const TREE: bool> {
     pub p: &'a DecodeStep,
     /// Rows.
     pub count: u32,
@@ -277,7 +277,7 @@ const fn slot(row: u32, feature: u32) -> u32 {
     (row ^ (row >> 1 & 1)) * N_TILE + (feature ^ ((row >> 2 & 1) * 8))
 }
 
-impl<'a> Consumer<'a> {
+impl<'a, const TREE: bool> Consumer<'a, TREE> {
     #[inline(always)]
     pub fn new(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
         let ring = Ring::consumer(RING);

@@ -124,7 +124,7 @@ impl Word {
     }
 }
 
-impl Consumer<'_> {
+impl<const TREE: bool> Consumer<'_, TREE> {
     /// The words of `kind` that the matrix at `index` puts out, or attention after it.
     #[inline(always)]
     pub fn put_out(&self, kind: WordKind, index: u32) -> Words {

@@ -18,7 +18,7 @@ pub struct Units {
     pub group: Divisor,
     /// Rows of a tile.
     pub tile_rows: u32,
-    /// Splits of the context.
+    /// Splits of the context, as they are dealt.
     splits: u32,
     /// Tiles of a split.
     tiles: u32,
@@ -42,14 +42,15 @@ pub struct Share {
 impl Units {
     /// Those of this block when the step has `count` rows: the same in every layer.
     #[inline(always)]
-    pub unsafe fn new(p: &DecodeStep, count: u32) -> Self {
-        // SAFETY: a step has a row.
-        let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
+    pub unsafe fn new<const TREE: bool>(p: &DecodeStep, count: u32) -> Self {
+        // SAFETY: a step has so many rows.
+        let position = |row: u32| unsafe { p.work.rows.positions.load(row as usize) };
+        let last = position(0) + count - 1;
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         // SAFETY: a grid has blocks.
         unsafe { cuda_std::assume(grid > 0) };
         let group = Divisor::new(p.work.group());
-        let splits = last / SPLIT + 1;
+        let mut splits = last / SPLIT + 1;
         let (mut tile_rows, mut tiles) = (group.divide(PAIRS).0, Attend::tiles(count, group.value));
         // A pair never meets another: tiles are smaller where that keeps more blocks busy.
         while tile_rows > 1 {
@@ -59,6 +60,10 @@ impl Units {
                 break;
             }
             (tile_rows, tiles) = (half, more);
+        }
+        if TREE && splits > 1 && position(count - 1) != last {
+            // Where paths part, in the last split, a tile takes twice as long: a split more is dealt, and left out.
+            splits += 1;
         }
         let all = p.work.kv_heads * splits * tiles;
         Self { group, tile_rows, splits, tiles, next: block * all / grid, end: (block + 1) * all / grid, last }
@@ -104,10 +109,7 @@ impl Units {
 
     /// The next that share keys and values.
     #[inline(always)]
-    pub fn take(&mut self) -> Option<Share> {
-        if self.is_empty() {
-            return None;
-        }
+    pub fn take<const TREE: bool>(&mut self) -> Option<Share> {
         // Divisions take time that a step of one row feels.
         let divide = |n: u32, by: u32| {
             if by == 1 {
@@ -117,12 +119,17 @@ impl Units {
             unsafe { cuda_std::assume(by > 0) };
             (n / by, n % by)
         };
-        let (item, tile) = divide(self.next, self.tiles);
-        let end = self.tiles.min(tile + self.end - self.next);
-        self.next += end - tile;
-        let (kv_head, split) = divide(item, self.splits);
-        let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
-        Some(Share { kv_head, split, pages, tiles: tile..end })
+        while !self.is_empty() {
+            let (item, tile) = divide(self.next, self.tiles);
+            let end = self.tiles.min(tile + self.end - self.next);
+            self.next += end - tile;
+            let (kv_head, split) = divide(item, self.splits);
+            if !TREE || split * SPLIT <= self.last {
+                let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
+                return Some(Share { kv_head, split, pages, tiles: tile..end });
+            }
+        }
+        None
     }
 }
 
@@ -178,7 +185,7 @@ unsafe fn fill(ring: &Ring, from: Global<u8>) {
 
 /// The producer: one warp walks every wave, and before the output projection the block's share of the cache.
 #[inline(always)]
-pub unsafe fn produce<F: WeightFormat>(p: &DecodeStep, one_row: bool) {
+pub unsafe fn produce<F: WeightFormat, const TREE: bool>(p: &DecodeStep, one_row: bool) {
     // SAFETY: the caller's word.
     unsafe {
         if thread::lane_id() == 0 {
@@ -194,7 +201,7 @@ pub unsafe fn produce<F: WeightFormat>(p: &DecodeStep, one_row: bool) {
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache(p, &mut ring, index / 4, Units::load(), one_row);
+                produce_cache::<TREE>(p, &mut ring, index / 4, Units::load(), one_row);
             }
             if F::OTHER_HEAD && matrix == Matrix::Head {
                 walk.chunks = p.head_base;
@@ -248,13 +255,19 @@ unsafe fn produce_matrix<F: WeightFormat>(
 /// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not
 /// there yet: consumers put it in.
 #[inline(always)]
-unsafe fn produce_cache(p: &DecodeStep, ring: &mut Ring, layer: u32, mut units: Units, one_row: bool) {
+unsafe fn produce_cache<const TREE: bool>(
+    p: &DecodeStep,
+    ring: &mut Ring,
+    layer: u32,
+    mut units: Units,
+    one_row: bool,
+) {
     // SAFETY: the caller's word.
     unsafe {
         let cache = p.cache(layer);
         let sequence = p.work.rows.sequences.load(0);
         let mut filled = 0;
-        while let Some(Share { kv_head, split, pages, .. }) = units.take() {
+        while let Some(Share { kv_head, split, pages, .. }) = units.take::<TREE>() {
             let mut i = 0;
             while i < 2 * pages {
                 let position = split * SPLIT + i % pages * PAGE_TOKENS;

@@ -3,7 +3,7 @@
 //! Of keys that were there before the step every row meets the same. Of a tile that reaches further, a warp takes the
 //! rows one after another, each with the keys of its own path in the columns of their positions.
 
-use cuda_std::{bf16, shared, thread, warp};
+use cuda_std::{bf16, shared, thread};
 
 use super::attention::QUERY;
 use super::consumer::Consumer;
@@ -13,11 +13,7 @@ use crate::attention::{
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::ring::Ring;
-use crate::step::MAX_DECODE_ROWS;
 use crate::tree::Path;
-
-/// Where [`is_tree`] finds its word.
-const IS_TREE: u32 = PATHS + MAX_DECODE_ROWS * 8;
 
 /// Brings the rows' paths into shared memory, by the lanes of a warp.
 #[inline(always)]
@@ -25,29 +21,16 @@ pub unsafe fn bring(p: &DecodeStep, count: u32) {
     // SAFETY: the caller's word.
     unsafe {
         let row = thread::lane_id();
-        let chain = Path::of_chain(row);
-        let path = if row < count { p.work.rows.path(row) } else { chain };
-        if row < MAX_DECODE_ROWS {
-            shared::dynamic::<u64>(PATHS).store(row as usize, path.word());
-        }
-        let branches = warp::ballot(path != chain);
-        if row == 0 {
-            shared::dynamic::<u32>(IS_TREE).store(0, branches);
+        if row < count {
+            shared::dynamic::<u64>(PATHS).store(row as usize, p.work.rows.path(row).word());
         }
     }
-}
-
-/// Whether rows do not just follow each other.
-#[inline(always)]
-pub unsafe fn is_tree() -> bool {
-    // SAFETY: written before the roles parted.
-    unsafe { shared::dynamic::<u32>(IS_TREE).load(0) != 0 }
 }
 
 /// The way to a row.
 #[inline(always)]
 pub unsafe fn path(row: u32) -> Path {
-    // SAFETY: as above.
+    // SAFETY: written before the roles parted.
     Path::from_word(unsafe { shared::dynamic::<u64>(PATHS).load(row as usize) })
 }
 
@@ -59,7 +42,7 @@ fn slot(path: Path, root: u32, position: u32) -> u32 {
     if depth <= path.depth() { root + path.row_at(depth) } else { position }
 }
 
-impl Consumer<'_> {
+impl<const TREE: bool> Consumer<'_, TREE> {
     /// A warp's keys, from the ring, whose next `pages` stages have the pages of keys of the split, and as many after
     /// them its values.
     #[inline(always)]
