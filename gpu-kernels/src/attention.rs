@@ -26,6 +26,7 @@
 //! another. [`combine`] deals the splits to 8 warps in turn; each adds its own from first to last, and then the warps
 //! are added from first to last.
 
+mod by_dims;
 mod splits;
 mod warps;
 
@@ -35,6 +36,7 @@ use crate::kv::{Cache, HEAD_DIM, place};
 use crate::linear::place_of;
 use crate::quad;
 use crate::step::Rows;
+pub(crate) use by_dims::{TileWeights, add_eight};
 pub use splits::combine;
 pub(crate) use splits::{combine_by_warp, combine_head};
 use warps::PAIR_STRIDE;
@@ -141,7 +143,7 @@ pub(crate) fn weight(a: f32, b: f32) -> f32 {
 #[derive(Clone, Copy)]
 pub(crate) struct WarpAttention {
     /// Weighted sums of values, as the tensor core leaves them: dimensions `8n + 2t` and one on, for both pairs.
-    pub o: [[f32; 4]; TILES],
+    o: [[f32; 4]; TILES],
     /// The largest score of each pair.
     top: [f32; 2],
     /// The sum of weights of each pair.
@@ -151,12 +153,6 @@ pub(crate) struct WarpAttention {
 impl WarpAttention {
     /// Of no keys.
     pub const NOTHING: Self = Self { o: [[0.0; 4]; TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
-
-    /// Of keys so weighed, before their values are added.
-    #[inline(always)]
-    pub const fn of(weights: &SoftmaxWeights) -> Self {
-        Self { top: weights.top, norm: weights.norm, ..Self::NOTHING }
-    }
 }
 
 /// Division by a small number that is known once. Its value comes first.
@@ -309,7 +305,7 @@ pub(crate) fn weigh_some<const HALVES: usize>(
 /// `8 j + t` and `8 j + t + 4`, in word `j`.
 #[inline(always)]
 pub(crate) fn add_values(weights: &SoftmaxWeights, values: impl Fn(usize) -> [[u32; 4]; 4]) -> WarpAttention {
-    let mut found = WarpAttention::of(weights);
+    let mut found = WarpAttention { top: weights.top, norm: weights.norm, ..WarpAttention::NOTHING };
     add_values_each(weights, values, |n, o| found.o[n] = o);
     found
 }
@@ -324,9 +320,7 @@ pub(crate) fn add_values_each(
     unroll!(I < 4; {
         let values = values(I);
         unroll!(J < 4; {
-            let b = values[J];
-            let o = mma::m16n8k16_bf16([0.0; 4], weights.words[0], [b[0], b[1]]);
-            take(4 * I + J, mma::m16n8k16_bf16(o, weights.words[1], [b[2], b[3]]));
+            take(4 * I + J, add_eight(&weights.words, values[J]));
         });
     });
 }
@@ -335,19 +329,27 @@ pub(crate) fn add_values_each(
 /// begin at byte `first`. Beyond them, the last again.
 #[inline(always)]
 pub(crate) unsafe fn values_from(first: u32, last: u32, lane: u32) -> impl Fn(usize) -> [[u32; 4]; 4] {
-    let key = (lane / 8 * 8 + key_of(lane % 8)).min(last);
+    let key = value_of(lane).min(last);
     // SAFETY: the caller's word.
-    unsafe { values_at(first + key * HEAD_DIM * 2, key) }
+    let eight = unsafe { eight_values(first + key * HEAD_DIM * 2, key) };
+    move |i| [0, 1, 2, 3].map(|j| eight(4 * i as u32 + j))
 }
 
-/// The same where each lane says at which byte the row of its key begins, which lies as `key` does.
+/// Which of a warp's 32 keys a lane gives the address of, for [`eight_values`].
 #[inline(always)]
-pub(crate) unsafe fn values_at(first: u32, key: u32) -> impl Fn(usize) -> [[u32; 4]; 4] {
+pub(crate) const fn value_of(lane: u32) -> u32 {
+    lane / 8 * 8 + key_of(lane % 8)
+}
+
+/// A lane's part of a warp's values in shared memory, eight dimensions from `8 n` on for each `n`. The lane's own key
+/// has its row from byte `first` on, and lies there as `key` does.
+#[inline(always)]
+pub(crate) unsafe fn eight_values(first: u32, key: u32) -> impl Fn(u32) -> [u32; 4] {
     // SAFETY: the caller's, in both: eight dimensions of a row that is there.
     let row = unsafe { shared::dynamic::<bf16>(first) };
-    move |i| {
+    move |n| {
         // SAFETY: the caller's word.
-        [0, 1, 2, 3].map(|j| unsafe { mma::ldmatrix_x4_trans(row.at(place(key, 8 * (4 * i as u32 + j)) as usize)) })
+        unsafe { mma::ldmatrix_x4_trans(row.at(place(key, 8 * n) as usize)) }
     }
 }
 

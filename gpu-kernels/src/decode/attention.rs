@@ -14,8 +14,8 @@ use super::exchange::{Word, WordKind, Words};
 use super::producer::{Share, Units};
 use super::{Mark, SCRATCH, WARPS, tree};
 use crate::attention::{
-    Attend, Divisor, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, WarpAttention, add_values, combine_head,
-    key_of, reduce, reduce_few, score_keys, values_from, weigh,
+    Attend, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, TileWeights, WARP_KEYS, WarpAttention,
+    add_eight, add_values, combine_head, eight_values, key_of, reduce_few, score_keys, value_of, values_from, weigh,
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::qkv::{Factors, pack_value};
@@ -30,7 +30,8 @@ const VALUES: usize = (MAX_DECODE_ROWS * HEAD_DIM / 4 / (WARPS * 32)) as usize;
 pub const QUERY: u32 = HEAD_DIM * 2;
 /// Bytes of shared memory for queries.
 pub const QUERY_BYTES: u32 = TILES * PAIRS * QUERY;
-/// Until sums meet there: each row's 64 cosines and 64 sines, then the weights of the queries' and of the keys' norm.
+const _: () = assert!(2 * TileWeights::BYTES <= Attend::SHARED_BYTES);
+/// Until weights or sums meet there: each row's 64 cosines and 64 sines, then the weights of the queries' and of the keys' norm.
 const STAGE: u32 = SCRATCH + QUERY_BYTES;
 const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
 
@@ -42,6 +43,8 @@ struct Prepared {
     tiles: Range<u32>,
     /// What queries and keys are made with.
     staged: bool,
+    /// How many tiles' weights have met there.
+    met: u32,
 }
 
 impl<const TREE: bool> Consumer<'_, TREE> {
@@ -72,7 +75,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
             let all = p.work.attend();
             let (sums, scales) = (all.sums.at(first * HEAD_DIM as usize), all.scales.at(first * 2));
             let attend = Attend { sums, scales, ..all };
-            let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true };
+            let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true, met: 0 };
             let dealt = (units.group, units.tile_rows);
             if ONE && units.is_empty() {
                 // As in a product that a block has no N-tile of.
@@ -122,7 +125,6 @@ impl<const TREE: bool> Consumer<'_, TREE> {
         unsafe {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let &Share { kv_head, split, pages, ref tiles } = share;
-            let ring = self.ring;
             let first_position = self.first_position();
             let mut tile = tiles.start;
             while tile < tiles.end {
@@ -148,6 +150,8 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                     };
                     if fresh.start < fresh.end || own.start < own.end {
                         if !ONE && !prepared.staged {
+                            // Some may still read weights there.
+                            sync();
                             self.stage(layer);
                             sync();
                         }
@@ -158,44 +162,127 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                 let first_row = tile * tile_rows;
                 let rows = tile_rows.min(self.count - first_row);
                 let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
-                let page = here.first_key() % SPLIT / PAGE_TOKENS;
-                let mut found = WarpAttention::NOTHING;
-                if page < pages && here.first_key() < first_position + first_row + rows {
-                    let slot = tile % TILES;
-                    found = if TREE && !ONE && here.first_key() + WARP_KEYS > first_position + 1 {
-                        self.attend_paths(attend, &here, slot, pages)
-                    } else {
-                        self.attend(attend, &here, slot, ring.ahead(page), ring.ahead(pages + page))
-                    };
-                }
+                let slot = tile % TILES;
                 tile += 1;
-                // Of one row the results are what others wait for.
-                if !ONE && tile == tiles.end {
-                    self.release(2 * pages, lane);
-                }
-                let put = |pair: usize, d: u32, word: u32| {
-                    if ONE {
-                        let attended = self.put_out(WordKind::Attended, 4 * layer);
-                        attended.put((pair as u32 * HEAD_DIM + d) / 2, word);
-                    } else {
-                        attend.put::<false>(pair, d, word);
-                    }
-                };
-                let position = |row| first_position + row;
-                let keep = |_, pair, d, sum, scale| attend.keep(split, pair, d, sum, scale);
-                let at = (SCRATCH + QUERY_BYTES, 1);
-                if here.pairs <= QUARTER {
-                    reduce_few(attend, &here, &found, position, put, keep, at);
-                    if tile < tiles.end || !is_last {
+                let is_end = tile == tiles.end;
+                if if ONE { here.pairs <= QUARTER } else { !TREE && tile_rows * group.value <= QUARTER } {
+                    self.attend_few::<ONE>(attend, layer, &here, (slot, pages), is_end);
+                    if !is_end || !is_last {
                         sync();
                     }
                 } else {
-                    reduce(attend, &here, &found, position, put, keep, at);
-                }
-                if ONE && tile == tiles.end {
-                    self.release(2 * pages, lane);
+                    prepared.met += 1;
+                    self.attend_many::<ONE>(attend, layer, &here, (slot, pages), prepared.met);
+                    if is_end {
+                        self.release(2 * pages, lane);
+                    }
                 }
                 prepared.staged = false;
+            }
+        }
+    }
+
+    /// A tile of few pairs, against the keys and values in the ring's next stages, of so many `pages` each. They are
+    /// given back at the `end` of a share: of several rows before the results are there, and of one row, for which
+    /// others wait, afterwards.
+    #[inline(always)]
+    unsafe fn attend_few<const ONE: bool>(
+        &mut self,
+        attend: &Attend,
+        layer: u32,
+        tile: &Tile,
+        (slot, pages): (u32, u32),
+        end: bool,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let mut found = WarpAttention::NOTHING;
+            if let Some(page) = self.page_of(tile, pages) {
+                let (keys, values) = (self.ring.ahead(page), self.ring.ahead(pages + page));
+                keys.wait_full();
+                values.wait_full();
+                // All of the page was loaded.
+                let first = tile.first_key() % PAGE_TOKENS * QUERY;
+                let values = values_from(values.offset() + first, WARP_KEYS - 1, tile.lane);
+                found = add_values(&self.weigh(attend, tile, slot, keys), values);
+            }
+            if !ONE && end {
+                self.release(2 * pages, tile.lane);
+            }
+            let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
+            let position = |row| self.first_position() + row;
+            let keep = |_, pair, d, sum, scale| attend.keep(tile.split, pair, d, sum, scale);
+            reduce_few(attend, tile, &found, position, put, keep, (SCRATCH + QUERY_BYTES, 1));
+            if ONE && end {
+                self.release(2 * pages, tile.lane);
+            }
+        }
+    }
+
+    /// A tile of more pairs, likewise, the `met`-th of those whose weights meet; nothing is given back.
+    #[inline(always)]
+    unsafe fn attend_many<const ONE: bool>(
+        &self,
+        attend: &Attend,
+        layer: u32,
+        tile: &Tile,
+        (slot, pages): (u32, u32),
+        met: u32,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let weights = match self.page_of(tile, pages) {
+                None => SoftmaxWeights::NOTHING,
+                Some(_) if TREE && !ONE => self.weigh_paths(attend, tile, slot, pages),
+                Some(page) => {
+                    let keys = self.ring.ahead(page);
+                    keys.wait_full();
+                    self.weigh(attend, tile, slot, keys)
+                }
+            };
+            let meeting = TileWeights::new(SCRATCH + QUERY_BYTES, met);
+            meeting.leave(tile, &weights);
+            let mut page = 0;
+            while page < pages {
+                self.ring.ahead(pages + page).wait_full();
+                page += 1;
+            }
+            sync();
+            let sums = |warp: u32, weights: &[[u32; 4]; 2], n: u32| {
+                let first = tile.split * SPLIT + warp * WARP_KEYS;
+                if TREE && !ONE && first + WARP_KEYS > self.first_position() + 1 {
+                    return self.add_paths(tile, (first, pages), weights, n);
+                }
+                let key = value_of(tile.lane);
+                let values = self.ring.ahead(pages + warp * WARP_KEYS / PAGE_TOKENS).offset();
+                let values = eight_values(values + (first % PAGE_TOKENS + key) * QUERY, key);
+                add_eight(weights, values(n))
+            };
+            let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
+            let position = |row| self.first_position() + row;
+            let keep = |_, pair, d, sum, scale| attend.keep(tile.split, pair, d, sum, scale);
+            meeting.add(attend, tile, pages * (PAGE_TOKENS / WARP_KEYS), position, sums, put, keep);
+        }
+    }
+
+    /// Which of the split's pages has a warp's keys, if a row of the tile reaches them.
+    #[inline(always)]
+    fn page_of(&self, tile: &Tile, pages: u32) -> Option<u32> {
+        let rows = tile.group.divide(tile.pairs - 1).0 + 1;
+        let page = tile.first_key() % SPLIT / PAGE_TOKENS;
+        (page < pages && tile.first_key() < self.first_position() + tile.first_row + rows).then_some(page)
+    }
+
+    /// Puts two dimensions of a pair's result where the output projection reads it.
+    #[inline(always)]
+    unsafe fn put_attended<const ONE: bool>(&self, attend: &Attend, layer: u32, pair: usize, d: u32, word: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            if ONE {
+                let attended = self.put_out(WordKind::Attended, 4 * layer);
+                attended.put((pair as u32 * HEAD_DIM + d) / 2, word);
+            } else {
+                attend.put::<false>(pair, d, word);
             }
         }
     }
@@ -217,29 +304,18 @@ impl<const TREE: bool> Consumer<'_, TREE> {
         }
     }
 
-    /// A warp's keys, from the ring.
+    /// What a warp weighs its keys by, which are in the ring.
     #[inline(always)]
-    unsafe fn attend(&self, attend: &Attend, tile: &Tile, slot: u32, keys: Ring, values: Ring) -> WarpAttention {
+    unsafe fn weigh(&self, attend: &Attend, tile: &Tile, slot: u32, keys: Ring) -> SoftmaxWeights {
         // SAFETY: the caller's word.
         unsafe {
-            keys.wait_full();
-            values.wait_full();
             let (g, t) = (tile.lane / 4, tile.lane % 4);
-            let first = tile.first_key() % PAGE_TOKENS * QUERY;
-            let queries = shared::dynamic::<bf16>(SCRATCH + slot * PAIRS * QUERY);
-            let keys = shared::dynamic::<bf16>(keys.offset() + first);
+            let keys = shared::dynamic::<bf16>(keys.offset() + tile.first_key() % PAGE_TOKENS * QUERY);
             let first_position = self.first_position();
             let position = |row: u32| first_position + row;
-            let query = |i: usize, j: usize| {
-                let pair = g + 8 * i as u32;
-                let from = pair * HEAD_DIM + 8 * t + 32 * j as u32;
-                if pair < tile.pairs { queries.load16(from as usize) } else { [0; 4] }
-            };
             let key = |k: u32, i: usize| keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * i as u32)) as usize);
             let tiles = |i: usize| TILE_KEYS.map(|first| key(first + key_of(g), i));
-            // All of the page was loaded.
-            let value = values_from(values.offset() + first, WARP_KEYS - 1, tile.lane);
-            add_values(&weigh(attend, tile, position, score_keys(query, tiles)), value)
+            weigh(attend, tile, position, score_keys(query_of(tile, slot), tiles))
         }
     }
 
@@ -463,6 +539,20 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                 i += grid * WARPS;
             }
         }
+    }
+}
+
+/// A lane's parts of a tile's queries, of those in shared memory the tile at this `slot`: as [`score_keys`] wants them.
+#[inline(always)]
+pub unsafe fn query_of(tile: &Tile, slot: u32) -> impl Fn(usize, usize) -> [u32; 4] {
+    let (g, t, pairs) = (tile.lane / 4, tile.lane % 4, tile.pairs);
+    // SAFETY: the caller's, in both: there are so many slots.
+    let queries = unsafe { shared::dynamic::<bf16>(SCRATCH + slot * PAIRS * QUERY) };
+    move |i, j| {
+        let pair = g + 8 * i as u32;
+        let from = pair * HEAD_DIM + 8 * t + 32 * j as u32;
+        // SAFETY: the caller's word.
+        if pair < pairs { unsafe { queries.load16(from as usize) } } else { [0; 4] }
     }
 }
 

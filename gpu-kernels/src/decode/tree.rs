@@ -1,17 +1,18 @@
 //! Attention of a step whose rows are a [tree](crate::tree).
 //!
-//! Of keys that were there before the step every row meets the same. Of a tile that reaches further, a warp takes the
-//! rows one after another, each with the keys of its own path in the columns of their positions.
+//! Of keys that were there before the step every row meets the same. Of a warp's keys that reach further, a tile's rows
+//! are taken one after another, each with the keys of its own path in the columns of their positions.
 
 use cuda_std::{bf16, shared, thread};
 
-use super::attention::QUERY;
+use super::attention::{QUERY, query_of};
 use super::consumer::Consumer;
-use super::{DecodeStep, PATHS, SCRATCH};
+use super::{DecodeStep, PATHS};
 use crate::attention::{
-    Attend, PAIRS, SPLIT, TILE_KEYS, Tile, WarpAttention, add_values_each, key_of, score_keys, values_at, weigh,
+    Attend, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, WARP_KEYS, add_eight, eight_values, key_of, score_keys, value_of,
+    weigh,
 };
-use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
+use crate::kv::{PAGE_TOKENS, place};
 use crate::ring::Ring;
 use crate::tree::Path;
 
@@ -43,68 +44,77 @@ fn slot(path: Path, root: u32, position: u32) -> u32 {
 }
 
 impl<const TREE: bool> Consumer<'_, TREE> {
-    /// A warp's keys, from the ring, whose next `pages` stages have the pages of keys of the split, and as many after
-    /// them its values.
+    /// What a warp weighs its keys by, of the ring's next `pages` stages, which have the pages of the split's keys.
     #[inline(always)]
-    pub unsafe fn attend_paths(&self, attend: &Attend, tile: &Tile, queries: u32, pages: u32) -> WarpAttention {
+    pub unsafe fn weigh_paths(&self, attend: &Attend, tile: &Tile, queries: u32, pages: u32) -> SoftmaxWeights {
         // SAFETY: the caller's word.
         unsafe {
             let root = self.first_position();
             let mut page = 0;
-            while page < 2 * pages {
+            while page < pages {
                 self.ring.ahead(page).wait_full();
                 page += 1;
             }
             let (g, t) = (tile.lane / 4, tile.lane % 4);
-            let rows = tile.group.divide(tile.pairs - 1).0 + 1;
             let rows_of_lane = [tile.group.divide(g).0, tile.group.divide(g + 8).0];
-            let queries = shared::dynamic::<bf16>(SCRATCH + queries * PAIRS * QUERY);
-            let query = |i: usize, j: usize| {
-                let pair = g + 8 * i as u32;
-                let from = pair * HEAD_DIM + 8 * t + 32 * j as u32;
-                if pair < tile.pairs { queries.load16(from as usize) } else { [0; 4] }
-            };
-
             let mut scores = [[0f32; 4]; 4];
             let mut row = 0;
-            while row < rows {
+            while row < rows_with_paths(tile, tile.first_key(), root) {
                 let path = path(tile.first_row + row);
                 let keys = TILE_KEYS.map(|first| {
                     let slot = slot(path, root, tile.first_key() + first + key_of(g));
                     (slot, shared::dynamic::<bf16>(vector(&self.ring, 0, slot)))
                 });
                 let tiles = |i: usize| keys.map(|(slot, key)| key.load16(place(slot, 8 * t + 32 * i as u32) as usize));
-                let found = score_keys(query, tiles);
+                let found = score_keys(query_of(tile, queries), tiles);
                 unroll!(J < 4; {
                     unroll!(E < 4; {
-                        if rows_of_lane[E / 2] == row {
+                        // The first row's are all rows', where there are no others.
+                        if row == 0 || rows_of_lane[E / 2] == row {
                             scores[J][E] = found[J][E];
                         }
                     });
                 });
                 row += 1;
             }
+            weigh(attend, tile, |row: u32| root + path(row).depth(), scores)
+        }
+    }
 
-            let position = |row: u32| root + path(row).depth();
-            let weights = weigh(attend, tile, position, scores);
-            let mut found = WarpAttention::of(&weights);
-            let mut row = 0;
-            while row < rows {
-                let path = path(tile.first_row + row);
-                let slot = slot(path, root, tile.first_key() + tile.lane / 8 * 8 + key_of(tile.lane % 8));
-                let values = values_at(vector(&self.ring, pages, slot), slot);
-                add_values_each(&weights, values, |n, o| {
-                    unroll!(E < 4; {
-                        if rows_of_lane[E / 2] == row {
-                            found.o[n][E] = o[E];
-                        }
-                    });
+    /// The sums of eight dimensions from `8 n` on over a warp's keys from `first` on, so weighed, of rows whose keys
+    /// differ there. The ring's next `pages` stages have the pages of the split's keys, and as many then its values.
+    #[inline(always)]
+    pub unsafe fn add_paths(
+        &self,
+        tile: &Tile,
+        (first, pages): (u32, u32),
+        weights: &[[u32; 4]; 2],
+        n: u32,
+    ) -> [f32; 4] {
+        // SAFETY: the caller's word.
+        unsafe {
+            let (g, root) = (tile.lane / 4, self.first_position());
+            let rows_of_lane = [tile.group.divide(g).0, tile.group.divide(g + 8).0];
+            let (mut sums, mut row) = ([0f32; 4], 0);
+            while row < rows_with_paths(tile, first, root) {
+                let slot = slot(path(tile.first_row + row), root, first + value_of(tile.lane));
+                let found = add_eight(weights, eight_values(vector(&self.ring, pages, slot), slot)(n));
+                unroll!(E < 4; {
+                    if rows_of_lane[E / 2] == row {
+                        sums[E] = found[E];
+                    }
                 });
                 row += 1;
             }
-            found
+            sums
         }
     }
+}
+
+/// Rows of a tile whose keys may differ among a warp's from `first` on; 1 if none do.
+#[inline(always)]
+fn rows_with_paths(tile: &Tile, first: u32, root: u32) -> u32 {
+    if first + WARP_KEYS > root + 1 { tile.group.divide(tile.pairs - 1).0 + 1 } else { 1 }
 }
 
 /// Where in shared memory the key of a slot begins; its value, if the pages of values begin `skip` stages further.
