@@ -28,8 +28,8 @@
 //!
 //! # Whether to draft, and from where
 //! [`Economy::choose`]: the source for which [`drafting`] expects most. A chain is not worth its passes where
-//! drafts are hopeless, but then nothing would be learnt. So the cache follows the text at a distance of up to
-//! [`Economy::room`] tokens, and the pass with which it catches up proposes one token, whose trial costs nothing.
+//! drafts are hopeless, but then nothing would be learnt. So the cache follows the text at a distance of some
+//! [`Economy::due`] tokens, and the pass with which it catches up proposes one token, whose trial costs nothing.
 
 use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
@@ -50,6 +50,9 @@ pub struct Economy {
     pub most: u32,
     /// Most rows of the first pass of a chain, at most [`MAX_DECODE_ROWS`].
     pub room: u32,
+    /// Tokens that the cache lacks when it catches up all the same, at most `room`; more than there ever are, where
+    /// no pass comes.
+    pub due: u32,
 }
 
 /// Where things stand when drafts are planned.
@@ -106,7 +109,7 @@ impl Economy {
             let (guess_tokens, guess_time) = expected(p.ngram, self.row, guesses);
             by_guess = guess_tokens * time >= tokens * guess_time;
         }
-        let due = p.lag >= self.room;
+        let due = p.lag >= self.due;
         let mut chain = if by_guess { 0 } else { wanted };
         if due && chain == 0 && !by_guess && most > 0 {
             chain = 1;
@@ -140,7 +143,7 @@ pub struct DraftWords;
 
 impl DraftWords {
     /// Words.
-    pub const COUNT: usize = Self::GUESS + MAX_DECODE_ROWS as usize;
+    pub const COUNT: usize = Self::BEHIND + 1;
     /// Word: tokens of the history when the last proposal was made.
     pub const LENGTH: usize = 0;
     /// Word: those of them, from the first on, whose keys and values are in the draft model's cache.
@@ -161,6 +164,8 @@ impl DraftWords {
     pub const CHAIN: usize = 8;
     /// `[MAX_DECODE_ROWS]` what the last n-gram match found.
     pub const GUESS: usize = Self::CHAIN + MAX_DECODE_ROWS as usize;
+    /// Word: tokens of the history that the draft model's cache still lacks after the first pass.
+    pub const BEHIND: usize = Self::GUESS + MAX_DECODE_ROWS as usize;
 
     /// As they are when a prompt of so many tokens was read by both models.
     pub fn after_prompt(length: u32) -> [u32; Self::COUNT] {
@@ -300,6 +305,7 @@ pub unsafe fn plan_draft(p: PlanDraft) {
             p.words.store(DraftWords::GUESSED, guessed);
             p.words.store(DraftWords::CONFIDENCE, confidence);
             p.words.store(DraftWords::WANTED, choice.wanted);
+            p.words.store(DraftWords::BEHIND, lag - choice.rows);
             of_sequence.store(SequenceState::ACCEPTANCE, if choice.by_guess { ngram } else { model });
             p.noted.store(Wanted::ROW, choice.rows.wrapping_sub(1));
         }

@@ -110,7 +110,7 @@ impl World {
     fn plan(&self, drafted: &Drafted, (most, branches): (u32, u32), cost: Cost, max_length: u32, is_tree: bool) {
         let mut words = [0; DraftWords::COUNT];
         words[DraftWords::CHAINED] = drafted.passes.len() as u32;
-        words[DraftWords::WANTED] = 5;
+        [words[DraftWords::WANTED], words[DraftWords::BEHIND]] = [5, 300];
         [words[DraftWords::MODEL], words[DraftWords::CONFIDENCE], words[DraftWords::NGRAM]] = drafted.words;
         let mut notes = vec![0; MOST * Note::WORDS];
         for (pass, note) in drafted.passes.iter().zip(notes.chunks_mut(Note::WORDS)) {
@@ -219,7 +219,11 @@ fn the_best_nodes_are_planned() {
         let best: f64 = order.iter().take(room).map(|&i| nodes[i].1).sum();
         assert!((sum - best).abs() <= 1e-3 * best, "seed {seed}: {sum} of {best}");
         let by_model = found.iter().flatten().filter(|&&i| i < nodes.len() - drafted.rest.len()).count();
-        assert_eq!(world.told.as_slice()[0], (by_model | drafted.passes.len() << 8 | 5 << 16) as u32, "seed {seed}");
+        assert_eq!(
+            world.told.as_slice()[0],
+            (by_model | drafted.passes.len() << 8 | 5 << 16 | 255 << 24) as u32,
+            "seed {seed}"
+        );
     }
 }
 

@@ -4,6 +4,8 @@
 //! What the warps exchange is weights, an eighth of what their sums would take, and they meet once a tile. Sums are
 //! those of [`reduce`](super::reduce), term by term.
 
+use core::ops::Range;
+
 use cuda_std::shared::{self, Shared};
 use cuda_std::{math, mma, thread};
 
@@ -58,63 +60,100 @@ impl TileWeights {
         }
     }
 
-    /// Adds all keys' values in the warp's dimensions, once all warps have left their weights, and puts the sums where
-    /// [`reduce`](super::reduce) does. `sums(warp, weights, n)` gives the sums over a warp's keys of the eight dimensions
-    /// from `8 n` on, as the tensor core leaves them, of each of the first `warps`: an even number.
+    /// What a warp begins to add, once all warps have left their weights.
     #[inline(always)]
-    pub unsafe fn add(
-        &self,
-        p: &Attend,
-        tile: &Tile,
-        warps: u32,
-        position: impl Fn(u32) -> u32,
-        sums: impl Fn(u32, &[[u32; 4]; 2], u32) -> [f32; 4],
-        put: impl Fn(usize, u32, u32),
-        keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
-    ) {
+    pub unsafe fn begin(self, tile: &Tile) -> DimSums {
         // SAFETY: the caller's word.
         unsafe {
-            let (lane, own) = (thread::opaque(tile.lane), thread::opaque(tile.warp_id) * OWN_TILES as u32);
-            let (g, t) = (lane / 4, lane % 4);
+            let (lane, warp) = (thread::opaque(tile.lane), thread::opaque(tile.warp_id));
             let scales = self.scales();
-            let of = [0, 1].map(|half| scales.at(((g + 8 * half) * WARPS) as usize));
-            let tops = of.map(|of| {
+            let tops = [0, 1].map(|half| {
+                let of = scales.at(((lane / 4 + 8 * half) * WARPS) as usize);
                 let (a, b) = (of.load16(0).map(f32::from_bits), of.load16(4).map(f32::from_bits));
                 let max = |a: f32, b: f32| math::max(a, b);
                 max(max(max(a[0], a[1]), max(a[2], a[3])), max(max(b[0], b[1]), max(b[2], b[3])))
             });
-            let words = shared::dynamic::<u32>(self.0);
-            let (mut all, mut norms, mut warp) = ([[0f32; 4]; OWN_TILES], [0f32; 2], 0);
-            while warp < warps {
+            DimSums {
+                weights: self,
+                lane,
+                first: warp * OWN_TILES as u32,
+                tops,
+                norms: [0.0; 2],
+                all: Default::default(),
+            }
+        }
+    }
+}
+
+/// The sums of a tile's pairs in a warp's own dimensions.
+pub(crate) struct DimSums {
+    weights: TileWeights,
+    lane: u32,
+    /// The first of its tiles of eight dimensions.
+    first: u32,
+    tops: [f32; 2],
+    norms: [f32; 2],
+    all: [[f32; 4]; OWN_TILES],
+}
+
+impl DimSums {
+    /// Adds the values of the keys of an even number of warps: first to last, once each. `sums(warp, weights, n)` gives
+    /// those over a warp's keys of the eight dimensions from `8 n` on, as the tensor core leaves them.
+    #[inline(always)]
+    pub unsafe fn add(&mut self, warps: Range<u32>, sums: impl Fn(u32, &[[u32; 4]; 2], u32) -> [f32; 4]) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let scales = self.weights.scales();
+            let of = [0, 1].map(|half| scales.at(((self.lane / 4 + 8 * half) * WARPS) as usize));
+            let words = shared::dynamic::<u32>(self.weights.0);
+            let mut warp = warps.start;
+            while warp < warps.end {
                 // Two at a time: with more, registers are short.
                 thread::keep_rolled();
                 unroll!(W < 2; {
                     let warp = warp + W as u32;
                     let mut factors = [0f32; 2];
                     unroll!(I < 2; {
-                        factors[I] = weight(of[I].load(warp as usize), tops[I]);
-                        norms[I] = math::fma(of[I].load((WARPS * PAIRS + warp) as usize), factors[I], norms[I]);
+                        let norm = of[I].load((WARPS * PAIRS + warp) as usize);
+                        factors[I] = weight(of[I].load(warp as usize), self.tops[I]);
+                        self.norms[I] = math::fma(norm, factors[I], self.norms[I]);
                     });
-                    let weights = [0, 1].map(|half| words.load16((((warp * 2 + half) * 32 + lane) * 4) as usize));
+                    let weights = [0, 1].map(|half| words.load16((((warp * 2 + half) * 32 + self.lane) * 4) as usize));
                     unroll!(N < OWN_TILES of 2; {
-                        let found = sums(warp, &weights, own + N as u32);
+                        let found = sums(warp, &weights, self.first + N as u32);
                         unroll!(E < 4; {
-                            all[N][E] = math::fma(found[E], factors[E / 2], all[N][E]);
+                            self.all[N][E] = math::fma(found[E], factors[E / 2], self.all[N][E]);
                         });
                     });
                 });
                 warp += 2;
             }
-            unroll!(I < 2; {
-                let pair = g + 8 * I as u32;
-                if pair < tile.pairs {
-                    unroll!(N < OWN_TILES of 2; {
-                        let (d, sum) = (8 * (own + N as u32) + 2 * t, [all[N][2 * I], all[N][2 * I + 1]]);
-                        put_sum(p, tile, pair, d, (sum, [tops[I], norms[I]]), position(tile.row(pair)), &put, &keep);
-                    });
-                }
-            });
         }
+    }
+
+    /// Puts them where [`reduce`](super::reduce) does.
+    #[inline(always)]
+    pub unsafe fn put(
+        &self,
+        p: &Attend,
+        tile: &Tile,
+        position: impl Fn(u32) -> u32,
+        put: impl Fn(usize, u32, u32),
+        keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
+    ) {
+        let (g, t) = (self.lane / 4, self.lane % 4);
+        unroll!(I < 2; {
+            let pair = g + 8 * I as u32;
+            if pair < tile.pairs {
+                unroll!(N < OWN_TILES of 2; {
+                    let d = 8 * (self.first + N as u32) + 2 * t;
+                    let sum = [self.all[N][2 * I], self.all[N][2 * I + 1]];
+                    let scale = [self.tops[I], self.norms[I]];
+                    // SAFETY: the caller's word.
+                    unsafe { put_sum(p, tile, pair, d, (sum, scale), position(tile.row(pair)), &put, &keep) };
+                });
+            }
+        });
     }
 }
 

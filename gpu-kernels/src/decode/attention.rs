@@ -231,9 +231,12 @@ impl<const TREE: bool> Consumer<'_, TREE> {
     ) {
         // SAFETY: the caller's word.
         unsafe {
+            let root = self.first_position();
+            // The first warp whose keys rows may differ in: of a chain none does.
+            let apart = if TREE && !ONE { (root + 1).saturating_sub(tile.split * SPLIT) / WARP_KEYS } else { WARPS };
             let weights = match self.page_of(tile, pages) {
                 None => SoftmaxWeights::NOTHING,
-                Some(_) if TREE && !ONE => self.weigh_paths(attend, tile, slot, pages),
+                Some(_) if TREE && !ONE && tile.warp_id >= apart => self.weigh_paths(attend, tile, slot, pages),
                 Some(page) => {
                     let keys = self.ring.ahead(page);
                     keys.wait_full();
@@ -248,20 +251,22 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                 page += 1;
             }
             sync();
-            let sums = |warp: u32, weights: &[[u32; 4]; 2], n: u32| {
-                let first = tile.split * SPLIT + warp * WARP_KEYS;
-                if TREE && !ONE && first + WARP_KEYS > self.first_position() + 1 {
-                    return self.add_paths(tile, (first, pages), weights, n);
-                }
-                let key = value_of(tile.lane);
+            let warps = pages * (PAGE_TOKENS / WARP_KEYS);
+            let alike = apart.min(warps) & !1;
+            let key = value_of(tile.lane);
+            let mut sums = meeting.begin(tile);
+            sums.add(0..alike, |warp, weights, n| {
                 let values = self.ring.ahead(pages + warp * WARP_KEYS / PAGE_TOKENS).offset();
-                let values = eight_values(values + (first % PAGE_TOKENS + key) * QUERY, key);
+                let values = eight_values(values + (warp * WARP_KEYS % PAGE_TOKENS + key) * QUERY, key);
                 add_eight(weights, values(n))
-            };
+            });
+            if TREE && !ONE {
+                let first = |warp: u32| tile.split * SPLIT + warp * WARP_KEYS;
+                sums.add(alike..warps, |warp, weights, n| self.add_paths(tile, (first(warp), pages), weights, n));
+            }
             let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
-            let position = |row| self.first_position() + row;
             let keep = |_, pair, d, sum, scale| attend.keep(tile.split, pair, d, sum, scale);
-            meeting.add(attend, tile, pages * (PAGE_TOKENS / WARP_KEYS), position, sums, put, keep);
+            sums.put(attend, tile, |row| root + row, put, keep);
         }
     }
 

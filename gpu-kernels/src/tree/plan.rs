@@ -89,7 +89,7 @@ pub struct PlanTree {
     /// To be zeroed for the step.
     pub counters: Counters,
     /// `[told_reports]` in host memory, for the step that is planned: a byte each for nodes by the model, tokens of its
-    /// chain, and [`Choice::wanted`](crate::draft_model::Choice::wanted).
+    /// chain, [`Choice::wanted`](crate::draft_model::Choice::wanted), and [`DraftWords::BEHIND`] or 255.
     pub told: GlobalMut<u32>,
     /// Entries of `told`.
     pub told_reports: u32,
@@ -209,7 +209,7 @@ pub unsafe fn plan_tree(p: PlanTree) {
         let step = p.state.words.load(SequenceState::STEP);
         let first = p.state.history.load(newest as usize) as u32;
         let chained = p.words.load(DraftWords::CHAINED);
-        let wanted = p.words.load(DraftWords::WANTED);
+        let (wanted, behind) = (p.words.load(DraftWords::WANTED), p.words.load(DraftWords::BEHIND).min(255));
         p.counters.clear(lane);
         // The last token that there is room for is nobody's draft, and every node takes a slot.
         let room = p.most.min(MAX_DECODE_ROWS - 1).min(p.max_length.saturating_sub(newest + 2));
@@ -252,7 +252,7 @@ pub unsafe fn plan_tree(p: PlanTree) {
         if lane == 0 {
             p.rows.count.store(0, count);
             let by_model = if chained > 0 { best_by_model } else { 0 };
-            p.told.store((step % p.told_reports) as usize, by_model | chained << 8 | wanted << 16);
+            p.told.store((step % p.told_reports) as usize, by_model | chained << 8 | wanted << 16 | behind << 24);
         }
     }
 }

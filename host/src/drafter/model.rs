@@ -24,6 +24,9 @@ use crate::tuning::DRAFT_COST;
 /// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile
 /// (`docs/reference/kernels/decode.md`).
 const LAYER_BYTES: u64 = 32 << 20;
+/// How many tokens before it would be full the first pass of a chain catches up: about as many as steps of one row bring
+/// before a pass runs that the host enqueues.
+const EARLY: u32 = 4;
 /// Rows up to which a decode step is the kernel for few.
 const FEW_ROWS: u32 = 8;
 
@@ -252,6 +255,7 @@ impl ModelDrafter {
                 pass: if self.draft.adaptive { self.pass } else { 0 },
                 most: self.passes,
                 room,
+                due: if self.passes == 0 { u32::MAX } else { room - EARLY },
             },
         };
         // SAFETY: the state is good by the word of whoever made the plan; the others are buffers, sized as the
@@ -354,7 +358,7 @@ impl Drafter<OnDevice> for ModelDrafter {
         self.enqueue_match(&at, (&self.guess, &self.guess_rows), at.length)?;
         // A step brings at most as many tokens as it has rows, so that the cache is never further behind than by those
         // of two.
-        let follows = self.draft.adaptive && self.passes == 1;
+        let follows = self.draft.adaptive && self.passes <= 1;
         let few = self.draft.tokens < FEW_ROWS && !follows;
         let room = if few { FEW_ROWS } else { MAX_DECODE_ROWS };
         self.enqueue_plan(&at, room)?;
@@ -371,13 +375,15 @@ impl Drafter<OnDevice> for ModelDrafter {
         // The first report is of the prompt.
         if self.heard > 0 {
             let told = self.told.load((self.heard % RING) as usize);
-            let [drafted, chained, wanted, _] = told.to_le_bytes();
+            let [drafted, chained, wanted, behind] = told.to_le_bytes();
             // What comes behind a chain is no model's.
             let accepted = (step.tokens.len() - 1).min(chained.into());
             step.by_model = Drafted { drafted: drafted.into(), accepted };
             if self.draft.adaptive {
-                // So that chains can grow again.
-                self.passes = (u32::from(wanted) + 1).min(self.draft.depth());
+                // One more, so that chains can grow again. Where there are none, passes come as the cache has to catch
+                // up, by the time that they run.
+                let none = wanted == 0 && u32::from(behind) + EARLY < MAX_DECODE_ROWS - EARLY;
+                self.passes = if none { 0 } else { (u32::from(wanted) + 1).min(self.draft.depth()) };
             }
         }
         self.heard += 1;

@@ -65,7 +65,7 @@ impl ModelOnHost {
     fn economy(&self) -> Economy {
         let adaptive = self.draft.adaptive;
         let (row, pass) = if adaptive { (cpu::DRAFT_COST, self.pass) } else { Default::default() };
-        Economy { row, pass, most: self.draft.depth(), room: MAX_DECODE_ROWS }
+        Economy { row, pass, most: self.draft.depth(), room: MAX_DECODE_ROWS, due: MAX_DECODE_ROWS }
     }
 }
 
