@@ -100,7 +100,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                 let slot = slot(path(tile.first_row + row), root, first + value_of(tile.lane));
                 let found = add_eight(weights, eight_values(vector(&self.ring, pages, slot), slot)(n));
                 unroll!(E < 4; {
-                    if rows_of_lane[E / 2] == row {
+                    if row == 0 || rows_of_lane[E / 2] == row {
                         sums[E] = found[E];
                     }
                 });

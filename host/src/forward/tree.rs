@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn rows_of_a_tree_have_the_bits_of_their_paths() {
         // Where the tree begins in a warp's keys, a page and a split.
-        for (root, q_heads, kv_heads, rows) in [(30, 2, 1, 8), (280, 8, 2, MAX_DECODE_ROWS)] {
+        for (root, q_heads, kv_heads, rows) in [(60, 2, 1, 8), (350, 8, 2, MAX_DECODE_ROWS)] {
             let config = Config {
                 vocab_size: VOCAB as usize,
                 hidden_size: 128,
@@ -126,7 +126,7 @@ mod tests {
             };
             let device = Device::emulator(root as u64);
             let weights = DeviceWeights::random(&config, &device).unwrap();
-            let mut forward = Forward::new(&device, &config, weights, 320).unwrap();
+            let mut forward = Forward::new(&device, &config, weights, 384).unwrap();
             assert!(forward.prepare_decode().unwrap());
             forward.prepare_tree().unwrap();
             forward.keep_states([0, 1, 2]).unwrap();
