@@ -72,8 +72,8 @@ const UNITS: u32 = ARRIVALS + 8;
 /// The words of the rows' paths.
 const PATHS: u32 = UNITS + 32;
 
-/// Parameters of [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the weights were [laid
-/// out](crate::stream::lay_out) for. Shared memory: [`SHARED_BYTES`].
+/// Parameters of [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the weights were
+/// [laid out](crate::stream::lay_out) for. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct DecodeStep {

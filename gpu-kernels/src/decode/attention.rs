@@ -31,7 +31,8 @@ pub const QUERY: u32 = HEAD_DIM * 2;
 /// Bytes of shared memory for queries.
 pub const QUERY_BYTES: u32 = TILES * PAIRS * QUERY;
 const _: () = assert!(2 * TileWeights::BYTES <= Attend::SHARED_BYTES);
-/// Until weights or sums meet there: each row's 64 cosines and 64 sines, then the weights of the queries' and of the keys' norm.
+/// Until weights or sums meet there: each row's 64 cosines and 64 sines, then the weights of the queries' and of the
+/// keys' norm.
 const STAGE: u32 = SCRATCH + QUERY_BYTES;
 const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
 

@@ -24,8 +24,8 @@ use crate::tuning::DRAFT_COST;
 /// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile
 /// (`docs/reference/kernels/decode.md`).
 const LAYER_BYTES: u64 = 32 << 20;
-/// How many tokens before it would be full the first pass of a chain catches up: about as many as steps of one row bring
-/// before a pass runs that the host enqueues.
+/// How many tokens before it would be full the first pass of a chain catches up: about as many as steps of one row
+/// bring before a pass runs that the host enqueues.
 const EARLY: u32 = 4;
 /// Rows up to which a decode step is the kernel for few.
 const FEW_ROWS: u32 = 8;
