@@ -11,9 +11,9 @@
 //! where an answer has a form, and [`sample`]; [`norm`] is fused into its neighbours. On Hopper `decode` is all of that
 //! in one launch, and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand
 //! to each other: the rows to run, and what was accepted; [`drafting`] how many of the proposed drafts a step runs, and
-//! [`tree`] which of a drafter's tree; [`batch`] what a step of many sequences needs besides, [`logprobs`] what they may
-//! ask for. `batched` is all of such a step in one launch on Hopper, and reads pages of keys and values that [`packed`]
-//! made smaller.
+//! [`tree`] which of a drafter's tree; [`batch`] what a step of many sequences needs besides, [`logprobs`] what they
+//! may ask for. `batched` is all of such a step in one launch on Hopper, and reads pages of keys and values that
+//! [`packed`] made smaller.
 //!
 //! All of them read weights in one layout, [`stream`]. Kernels know no model: sizes and strides are parameters.
 //!

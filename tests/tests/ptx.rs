@@ -21,8 +21,8 @@ fn ptxas() -> PathBuf {
 
 /// Kernels that spill, and the most bytes of loads they may: since the GEMM keeps totals beside its sums, these tiles
 /// lack registers; decode kernels keep what two formats need, or attention of many pairs, outside of their loops; and
-/// tiles of 128 rows of quantised layers have fragments of weights beside as many sums and totals. A defect with a bound, not a
-/// licence: shrink it.
+/// tiles of 128 rows of quantised layers have fragments of weights beside as many sums and totals. A defect with a
+/// bound, not a licence: shrink it.
 const SPILLING: [(&str, u32); 30] = [
     ("gemm_write_n192", 140),
     ("gemm_qkv_n192", 124),
