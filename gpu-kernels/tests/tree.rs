@@ -284,3 +284,27 @@ fn the_path_that_is_right_is_accepted() {
         assert_eq!(Path::from_word(word), path, "seed {seed}");
     }
 }
+
+#[test]
+fn a_path_knows_its_rows() {
+    // Rows 1 and 2 are children of the root, 5 and 9 of 2 and of 5.
+    let path = Path::ROOT.child(2).child(5).child(9);
+    assert_eq!(path.depth(), 3);
+    assert_eq!([0, 1, 2, 3].map(|depth| path.row_at(depth)), [0, 2, 5, 9]);
+    assert_eq!((path.parent(), Path::ROOT.child(7).parent()), (5, 0));
+    assert_eq!(path.rows(), 1 << 2 | 1 << 5 | 1 << 9);
+    assert_eq!([0, 1, 2, 3].map(|depth| path.until(depth).rows()), [0, 1 << 2, 1 << 2 | 1 << 5, path.rows()]);
+    assert_eq!(path.until(1), Path::ROOT.child(2));
+}
+
+#[test]
+fn a_chain_is_a_tree_of_only_children() {
+    let mut path = Path::ROOT;
+    for row in 0..16 {
+        assert_eq!(path, Path::of_chain(row));
+        assert_eq!(path.rows(), (1 << row << 1) - 2);
+        if row < 15 {
+            path = path.child(row + 1);
+        }
+    }
+}
