@@ -120,14 +120,6 @@ impl Draft {
         }
     }
 
-    /// How many of the likeliest tokens after a node may be drafts.
-    pub(crate) fn branches(&self) -> u32 {
-        match self {
-            Self::Ngram(_) => 1,
-            Self::Model(draft) => draft.branches,
-        }
-    }
-
     /// Checks the settings, and that a model drafts only where there `is_model`.
     pub(crate) fn check_for(&self, is_model: bool) -> Result<(), Error> {
         self.check()?;

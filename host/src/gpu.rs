@@ -368,12 +368,17 @@ impl Gpu {
         self.forward.enqueue_head(first, count as u32)
     }
 
+    /// The rows of a step that was decoded, or of a prompt, whose rows follow each other.
+    fn rows_of(&self, decoded: bool) -> Rows {
+        if decoded { self.forward.step_rows() } else { self.forward.rows() }
+    }
+
     /// Enqueues the sampler over the rows from `first_row` on, the acceptance of what it chose for a history of at most
     /// `length` tokens, and the plan of the next step. After a decode step in one launch the best tokens are known, and
     /// a greedy choice needs no sampler.
     fn enqueue_choice(&mut self, most_rows: u32, first_row: u32, decoded: bool, length: usize) -> Result<(), Error> {
         self.enqueue_masks(first_row)?;
-        let rows = if decoded { self.forward.step_rows() } else { self.forward.rows() };
+        let rows = self.rows_of(decoded);
         let s = &self.run.sampling;
         let takes_best = decoded && s.takes_best() && self.run.form.is_none();
         let best = self.forward.decode().filter(|_| takes_best);
@@ -407,7 +412,7 @@ impl Gpu {
     /// The acceptance of what was chosen: of the `best` tokens, or where that is null of the sampled ones.
     fn accept(&self, best: Global<u64>, first_row: u32, decoded: bool) -> Accept {
         Accept {
-            rows: if decoded { self.forward.step_rows() } else { self.forward.rows() },
+            rows: self.rows_of(decoded),
             state: self.state(),
             sampled: self.sampled.ptr(),
             best,
@@ -536,11 +541,13 @@ impl Backend for Gpu {
             reused = reused.min(self.prompted);
         }
         // Under a form nobody drafts but the host.
-        let by_model = matches!(sequence.draft, Some(Draft::Model(_))) && sequence.form.is_none();
-        let head = self.model.as_ref().filter(|model| model.is_head() && by_model && self.script.is_none());
+        let by_model = match sequence.draft {
+            Some(Draft::Model(draft)) if sequence.form.is_none() && self.script.is_none() => Some(draft),
+            _ => None,
+        };
+        let head = self.model.as_ref().filter(|model| model.is_head() && by_model.is_some());
         self.forward.want_states(head.is_some());
-        let branches = sequence.draft.is_some_and(|draft| draft.branches() > 1);
-        self.forward.want_tree(branches && by_model && self.script.is_none());
+        self.forward.want_tree(by_model.is_some_and(|draft| draft.branches > 1));
         if let Some(head) = head {
             // Of what was read without it, a head lacks the hidden states.
             reused = reused.min(head.known(prompt));

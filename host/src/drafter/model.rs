@@ -356,8 +356,9 @@ impl Drafter<OnDevice> for ModelDrafter {
         at.enqueue_accept()?;
         self.enqueue_prompt(at.device(), at.state())?;
         self.enqueue_match(&at, (&self.guess, &self.guess_rows), at.length)?;
-        // A step brings at most as many tokens as it has rows, so that the cache is never further behind than by those
-        // of two.
+        // A step brings at most as many tokens as it has rows, so that behind chains the cache lacks those of two at
+        // most. Where passes are left out it lacks those of the steps under way too: some 70, for which hidden states
+        // have slots.
         let follows = self.draft.adaptive && self.passes <= 1;
         let few = self.draft.tokens < FEW_ROWS && !follows;
         let room = if few { FEW_ROWS } else { MAX_DECODE_ROWS };
