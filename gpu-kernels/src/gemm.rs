@@ -100,9 +100,11 @@ const fn loaded(n: u32) -> u32 {
 }
 
 mod beside;
+mod e4m3;
 pub mod epilogue;
 
 pub use beside::Beside;
+pub use e4m3::{E4m3, GROUP as SCALED_INPUTS, GemmE4m3, gemm_e4m3};
 
 use epilogue::{Add, Epilogue, Half, Next, Qkv, SwiGlu, Write, elected, features};
 
@@ -158,7 +160,7 @@ pub struct Gemm {
     pub first_feature: u32,
     /// Up to here.
     pub n: u32,
-    /// Input features.
+    /// Input features; of e4m3 two count as one.
     pub k: u32,
     /// Rows of clusters' tiles in a band.
     pub band: u32,
@@ -265,29 +267,76 @@ const fn slice_after(slice: u32, slices: u32) -> u32 {
     if slice + K_PARTIALS < slices { slice + K_PARTIALS } else { slice % K_PARTIALS + 1 }
 }
 
+/// What is multiplied.
+trait Inputs: Copy {
+    /// Bytes of a stage behind its rows and weights, of which so many are copied there.
+    const TAIL_BYTES: u32;
+    const COPIED: u32;
+    /// Stages of a ring of `n` weight rows.
+    fn ring(n: u32) -> Shape;
+    /// Starts the copies to a stage's tail, for the tile at a row and an N-tile.
+    unsafe fn load_tail(self, ring: &Ring, at: [u32; 2], slice: u32);
+    /// A warpgroup multiplies what comes, and finishes its part of each tile.
+    unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles);
+}
+
+/// bf16, with nothing beside it.
+#[derive(Clone, Copy)]
+struct Bf16;
+
+impl Inputs for Bf16 {
+    const TAIL_BYTES: u32 = 0;
+    const COPIED: u32 = 0;
+
+    #[inline(always)]
+    fn ring(n: u32) -> Shape {
+        Gemm::ring(n)
+    }
+
+    #[inline(always)]
+    unsafe fn load_tail(self, _: &Ring, _: [u32; 2], _: u32) {}
+
+    #[inline(always)]
+    unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles) {
+        // SAFETY: the caller's word.
+        unsafe {
+            if N != 192 {
+                consume::<E, N, N, DOWN, ACROSS>(p, tiles);
+            } else if thread::warp_id() / 4 == thread::block_idx_x() % 2 {
+                consume::<E, N, 256, DOWN, ACROSS>(p, tiles);
+            } else {
+                consume::<E, N, 128, DOWN, ACROSS>(p, tiles);
+            }
+        }
+    }
+}
+
 /// One lane keeps the ring full, of a block at `down` and `across` in its cluster.
 #[inline(always)]
-unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(
+unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const ACROSS: u32>(
     p: &Gemm,
+    inputs: I,
     tiles: Tiles,
     [down, across]: [u32; 2],
 ) {
     // SAFETY: the caller's word.
     unsafe {
-        let mut ring = Ring::producer(Gemm::ring(N));
+        let mut ring = Ring::producer(I::ring(N));
         tensor::acquire(p.x);
         let slices = p.slices();
         let parts = const { loaded(N) / WEIGHT_ROWS };
-        // A tile's weights; behind the matrix the last ones again.
-        let weights_of = |column: u32| {
+        // The first N-tile of a tile, or the one so many further; behind the matrix the last ones again.
+        let n_tile_of = |column: u32, more: u32| {
             let n_tile = column * (if E::GATED { 2 } else { 1 }) / N_TILE;
-            let last = (p.n_tiles - 1) / TOGETHER * TOGETHER;
-            [0, TOGETHER].map(|more| Slices::new(p.base, p.blocks, p.n_tiles, p.k, (n_tile + more).min(last)))
+            (n_tile + more).min((p.n_tiles - 1) / TOGETHER * TOGETHER)
+        };
+        let weights_of = |column: u32| {
+            [0, TOGETHER].map(|more| Slices::new(p.base, p.blocks, p.n_tiles, p.k, n_tile_of(column, more)))
         };
         // Blocks one above the other share weights, blocks side by side rows: in each step one of them loads for all.
         let load_weights = |ring: &Ring, weights: &[Slices; 2], step: u32, slice: u32| {
             let full = ring.full();
-            full.arrive_expect_tx(Gemm::ring(N).bytes);
+            full.arrive_expect_tx(I::ring(N).bytes - I::TAIL_BYTES + I::COPIED);
             let mut part = 0;
             while part < parts {
                 if (step * parts + part) % DOWN == down {
@@ -316,7 +365,7 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
         let mut begun = 0;
         if let Some((_, column)) = tiles.clone().next() {
             let (mut ring, weights, mut slice) = (ring, weights_of(column), 0);
-            while begun < Gemm::ring(N).stages.min(slices) {
+            while begun < I::ring(N).stages.min(slices) {
                 load_weights(&ring, &weights, begun, slice);
                 slice = slice_after(slice, slices);
                 ring = ring.ahead(1);
@@ -338,6 +387,7 @@ unsafe fn produce<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>
                     load_weights(&ring, &weights, step, slice);
                 }
                 load_rows(&ring, row, step, slice);
+                inputs.load_tail(&ring, [row, n_tile_of(column, 0)], slice);
                 ring = ring.ahead(1);
                 slice = slice_after(slice, slices);
                 step += 1;
@@ -370,6 +420,18 @@ unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, fir
     }
 }
 
+/// Tells every block of the cluster whose copies also land here that a stage is free: lane `i` of a warpgroup block
+/// `i`.
+#[inline(always)]
+unsafe fn free<const DOWN: u32, const ACROSS: u32>(ring: Ring) {
+    let lane = thread::thread_idx_x() % GROUP;
+    let blocks = DOWN * ACROSS;
+    let (peer, own) = if blocks > 1 { (lane % blocks, thread::block_idx_x() % blocks) } else { (0, 0) };
+    let shares = ACROSS == 1 || peer % DOWN == own % DOWN || peer / DOWN == own / DOWN;
+    // SAFETY: the caller's word.
+    unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < blocks && shares) }
+}
+
 /// A warpgroup's main loop: where it is in the ring, and in its tile.
 struct MainLoop<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
     p: &'a Gemm,
@@ -386,17 +448,6 @@ struct MainLoop<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
 }
 
 impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, DOWN, ACROSS> {
-    #[inline(always)]
-    unsafe fn free(ring: Ring) {
-        // Lane `i` of a warpgroup tells block `i` of the cluster, if its copies also land here, that a stage is free.
-        let lane = thread::thread_idx_x() % GROUP;
-        let blocks = DOWN * ACROSS;
-        let (peer, own) = if blocks > 1 { (lane % blocks, thread::block_idx_x() % blocks) } else { (0, 0) };
-        let shares = ACROSS == 1 || peer % DOWN == own % DOWN || peer / DOWN == own / DOWN;
-        // SAFETY: the caller's word.
-        unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < blocks && shares) }
-    }
-
     /// Begins a split-K partial of so many stages, none of which is under way. What is in the accumulators counts no
     /// more.
     #[inline(always)]
@@ -422,7 +473,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
             multiply::<WIDTH>(&self.ring, self.x, self.weight, false);
             wgmma::wait::<1>();
             // The stage before is read, the one just started is not.
-            Self::free(self.previous);
+            free::<DOWN, ACROSS>(self.previous);
             self.previous = self.ring;
             self.ring = self.ring.ahead(1);
             self.left -= 1;
@@ -438,7 +489,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
                 self.go_on();
             }
             wgmma::wait::<0>();
-            Self::free(self.previous);
+            free::<DOWN, ACROSS>(self.previous);
         }
     }
 
@@ -675,12 +726,19 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
 #[inline(always)]
 pub unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     // SAFETY: the caller's word.
+    unsafe { gemm_of::<E, Bf16, N, DOWN, ACROSS>(p, Bf16) }
+}
+
+/// The roles of a GEMM's warps.
+#[inline(always)]
+unsafe fn gemm_of<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, inputs: I) {
+    // SAFETY: the caller's word.
     unsafe {
         wgmma::declare();
         dependent_launch::allow_next();
         if thread::thread_idx_x() == 0 {
             // Two warpgroups free a stage, of each block that shares weights or rows.
-            Ring::init(Gemm::ring(N), 2 * (DOWN + ACROSS - 1));
+            Ring::init(I::ring(N), 2 * (DOWN + ACROSS - 1));
             bulk::fence_init();
         }
         let cluster = DOWN * ACROSS > 1;
@@ -701,17 +759,11 @@ pub unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32
         };
         if thread::warp_id() < 8 {
             wgmma::take_registers::<240>();
-            if N != 192 {
-                consume::<E, N, N, DOWN, ACROSS>(p, tiles);
-            } else if thread::warp_id() / 4 == thread::block_idx_x() % 2 {
-                consume::<E, N, 256, DOWN, ACROSS>(p, tiles);
-            } else {
-                consume::<E, N, 128, DOWN, ACROSS>(p, tiles);
-            }
+            I::consume::<E, N, DOWN, ACROSS>(p, tiles);
         } else {
             wgmma::give_registers::<24>();
             if thread::warp_id() == 8 && warp::elect() {
-                produce::<E, N, DOWN, ACROSS>(p, tiles, [rank % DOWN, rank / DOWN]);
+                produce::<E, I, N, DOWN, ACROSS>(p, inputs, tiles, [rank % DOWN, rank / DOWN]);
             }
         }
         if cluster {

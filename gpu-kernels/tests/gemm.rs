@@ -6,7 +6,7 @@ use common::{Random, RowBuffers, laid_out, relative_error, reordered, run, run_r
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16, kernel, thread};
-use gpu_kernels::gemm::{self, Beside, Gemm, SPAN, TILE_ROWS};
+use gpu_kernels::gemm::{self, Beside, E4m3, Gemm, GemmE4m3, SPAN, TILE_ROWS, epilogue, gemm_e4m3};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::{self, Linear, N_TILE};
 use gpu_kernels::norm::{Norm, Residual};
@@ -29,6 +29,7 @@ const PAGES: usize = 5;
 /// Blocks that weights are laid out for.
 const BLOCKS: u32 = 3;
 
+#[derive(Clone)]
 struct Case {
     m: usize,
     n: usize,
@@ -539,5 +540,98 @@ fn the_second_launch_waits_for_the_word_of_the_first() {
         let params = InOrder { beside, data: data.ptr_mut(), out: out.ptr_mut() };
         run_resident::<second_after_first>([3, 1, 1], 0, seed, params);
         assert_eq!(out.as_slice()[32..], [42; 64]);
+    }
+}
+
+/// Numbers of e4m3, and their codes: a pair in the place of a bf16.
+struct Codes(Vec<bf16>);
+
+impl Codes {
+    fn new(pairs: usize, seed: u64) -> Self {
+        // Small ones, and none that is not a number.
+        let mut random = Random::new(seed);
+        let code = |x: f32| (x.abs() * 71.0) as u16 & 0x47 | if x < 0.0 { 0x80 } else { 0 };
+        let codes: Vec<u16> = random.floats(2 * pairs).into_iter().map(code).collect();
+        Self(codes.chunks(2).map(|pair| bf16::from_bits(pair[0] | pair[1] << 8)).collect())
+    }
+
+    fn values(&self) -> Vec<f64> {
+        let value = |code: u8| {
+            let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
+            let magnitude = if exponent == 0 { mantissa / 512.0 } else { (8.0 + mantissa) * 2f64.powi(exponent - 10) };
+            if code < 128 { magnitude } else { -magnitude }
+        };
+        self.0.iter().flat_map(|pair| pair.to_bits().to_le_bytes()).map(value).collect()
+    }
+}
+
+macro_rules! kernels_of_e4m3 {
+    ($($name:ident $epilogue:ident $down:literal $across:literal $(cluster $blocks:literal)?;)*) => { $(
+        #[kernel(threads = gemm::THREADS, min_blocks = 1 $(, cluster = $blocks)?)]
+        pub unsafe fn $name(p: GemmE4m3) {
+            unsafe { gemm_e4m3::<epilogue::$epilogue, $down, $across>(&p) }
+        }
+    )* };
+}
+
+kernels_of_e4m3! {
+    write_e4m3 Write 1 1;
+    swiglu_e4m3 SwiGlu 1 1;
+    add_e4m3 Add 1 1;
+    add_e4m3_2x1 Add 2 1 cluster 2;
+    swiglu_e4m3_4x2 SwiGlu 4 2 cluster 8;
+}
+
+/// GEMMs of codes, with a scale for every 128 inputs of a row and of 128 weight rows.
+#[test]
+fn codes_and_their_scales() {
+    for (m, n, pairs, blocks) in [(5, 128, 64, 1), (150, 256, 64 * 5, 2), (140, 384, 64 * 9, 1)] {
+        let groups = pairs / 64;
+        let [x, w, up] = [m, n, n].map(|rows| Codes::new(rows * pairs, (rows + pairs) as u64 * 3 + rows as u64));
+        let rows = m.next_multiple_of(TILE_ROWS as usize);
+        let mut random = Random::new(7);
+        let x_scales = random.floats(groups * rows);
+        let w_scales = random.floats(2 * n / 128 * groups * 4);
+        let case = Case { x: x.0.clone(), w: w.0.clone(), up: up.0.clone(), ..Case::new(m, n, pairs) };
+        let run = |gated: bool, blocks: u32, launch: &dyn Fn([u32; 3], u64, GemmE4m3)| {
+            let (x_scales, w_scales) = (Buffer::from_slice(&x_scales), Buffer::from_slice(&w_scales));
+            let (x_rows, groups) = (rows as u32, groups as u32);
+            let scales = E4m3 { x_scales: x_scales.ptr(), w_scales: w_scales.ptr(), x_rows, groups };
+            let case = Case { gated, ..case.clone() };
+            case.launch(|gemm, seed| launch([blocks, 1, 1], seed, GemmE4m3 { gemm, scales }))
+        };
+        macro_rules! run {
+            ($kernel:ty, $gated:literal, $blocks:expr) => {
+                run($gated, $blocks, &|grid, seed, p| crate::run::<$kernel>(grid, Gemm::shared_bytes(128), seed, p))
+            };
+        }
+        // `which` of two scales; a gated matrix has gates and ups of 64 features in 128 rows.
+        let sums = |w: &Codes, which: usize, together: usize| {
+            let (x, w) = (x.values(), w.values());
+            let mut out = vec![0.0; m * n];
+            for (i, out) in out.iter_mut().enumerate() {
+                let (row, feature) = (i / n, i % n);
+                for g in 0..groups {
+                    let at = |matrix: &[f64], row: usize| matrix[row * 2 * pairs + g * 128..][..128].to_vec();
+                    let inner: f64 = at(&x, row).iter().zip(at(&w, feature)).map(|(x, w)| x * w).sum();
+                    let scale = w_scales[(feature / together * groups + g) * 4 + which];
+                    *out += inner * f64::from(x_scales[g * rows + row]) * f64::from(scale);
+                }
+                *out *= f64::from(case.scales[row]);
+            }
+            out.into_iter().map(|y| y as f32).collect::<Vec<_>>()
+        };
+        let written = run!(write_e4m3, false, blocks);
+        assert!(relative_error(written.y.iter().copied(), &sums(&w, 0, 128)) < 1e-5, "{m} {n} {pairs}");
+        let [gate, up] = [(&w, 0), (&up, 1)].map(|(w, which)| sums(w, which, 64));
+        let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        let gated = run!(swiglu_e4m3, true, blocks);
+        assert!(relative_error(widen(&gated.out), &want) < 1.0 / 128.0, "{m} {n} {pairs}");
+        assert_eq!(run!(swiglu_e4m3_4x2, true, 8).out, gated.out);
+        let added = run!(add_e4m3, false, blocks);
+        let want: Vec<f32> =
+            written.y.iter().enumerate().map(|(i, y)| case.before[i] + y / case.scales[i / n]).collect();
+        assert!(relative_error(added.y.iter().copied(), &want) < 1e-5, "{m} {n} {pairs}");
+        assert_eq!(run!(add_e4m3_2x1, false, 2).y, added.y);
     }
 }

@@ -2,7 +2,7 @@
 
 use cuda_std::{kernel, math, thread, wgmma};
 use gpu_kernels::gemm::epilogue::{BoxWords, Epilogue, Half, Next};
-use gpu_kernels::gemm::{BOX, GROUP, Gemm, THREADS, gemm};
+use gpu_kernels::gemm::{BOX, GROUP, Gemm, GemmE4m3, THREADS, gemm, gemm_e4m3};
 use gpu_kernels::unroll;
 
 /// The four sums of the lane in half an N-tile: 8 columns of two rows.
@@ -83,4 +83,22 @@ macro_rules! kernels {
 kernels! {
     128 gemm_plain_n128 192 gemm_plain_n192 256 gemm_plain_n256
     cluster 2 = 2 x 1 gemm_plain_2x1 cluster 8 = 4 x 2 gemm_plain_4x2
+}
+
+macro_rules! of_e4m3 {
+    ($($name:ident $down:literal x $across:literal $(cluster $blocks:literal)?;)*) => { $(
+        #[doc = concat!("`out = x · wᵀ` of e4m3. Tiles of 128 weight rows; clusters of ", $down, " one above the other, ", $across, " side by side.")]
+        #[kernel(threads = THREADS, min_blocks = 1, module = "bench" $(, cluster = $blocks)?)]
+        pub unsafe fn $name(p: GemmE4m3) {
+            unsafe { gemm_e4m3::<Plain, $down, $across>(&p) }
+        }
+    )* };
+}
+
+of_e4m3! {
+    gemm_plain_e4m3 1 x 1;
+    gemm_plain_e4m3_2x1 2 x 1 cluster 2;
+    gemm_plain_e4m3_1x2 1 x 2 cluster 2;
+    gemm_plain_e4m3_2x2 2 x 2 cluster 4;
+    gemm_plain_e4m3_4x2 4 x 2 cluster 8;
 }

@@ -72,6 +72,14 @@ pub fn pack_bf16(low: f32, high: f32) -> u32 {
     target::pack_bf16(low, high)
 }
 
+/// Four numbers as e4m3, a byte each, the first in the lowest; rounded to nearest even, beyond 448 that
+/// (`cvt.rn.satfinite.e4m3x2.f32`).
+#[inline(always)]
+#[must_use]
+pub fn pack_e4m3(x: [f32; 4]) -> u32 {
+    target::pack_e4m3(x)
+}
+
 /// `a * b + c` of both bf16 of a word, each rounded once to nearest even (`fma.rn.bf16x2`).
 #[inline(always)]
 #[must_use]

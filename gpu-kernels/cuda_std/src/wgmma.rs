@@ -1,7 +1,7 @@
 //! Matrix products of a warpgroup, four warps together, from shared memory (`wgmma`, sm_90a).
 //!
 //! A warpgroup is four consecutive warps, the first a multiple of four. A product adds A · Bᵀ to accumulators: A is 64
-//! rows, B is `n` rows, both 16 deep and bf16, C is 64 × `n` in f32. It runs beside what the warps do next:
+//! rows, B is `n` rows, both 16 deep and bf16 (or 32 and e4m3), C is 64 × `n` in f32. It runs beside what the warps do next:
 //!
 //! ```text
 //! fence()            before the first product on accumulators or registers that ordinary code wrote
@@ -237,6 +237,52 @@ pub unsafe fn mma_n128_upper<const STEP: usize>(b: Operand, keep: bool) {
     const { assert!(4 * STEP < FRAGMENTS) };
     // SAFETY: the caller's.
     unsafe { target::wgmma_n128_upper::<STEP>(b.0, keep) }
+}
+
+/// As [`mma_n128_by_cores`] of e4m3, each a byte: 32 of the sum where there are 16 bf16
+/// (`wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3`). Hopper's tensor cores add such products with some 14 bits
+/// of mantissa: sums of many are better added in f32.
+///
+/// # Safety
+/// As [`mma_n256`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_e4m3_n128(a: Operand, b: Cores, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_e4m3_n128(a.0, b.0, keep) }
+}
+
+/// The same of both in core matrices, B of 8 rows, in the accumulators 0 to 3; of the `SECOND` ones, from 32 on.
+///
+/// # Safety
+/// As [`mma_n256`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_e4m3_n8_cores<const SECOND: bool>(a: Cores, b: Cores, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_e4m3_n8_cores::<SECOND>(a.0, b.0, keep) }
+}
+
+/// As [`mma_e4m3_n8_cores`] for B of 32 rows, in 16 accumulators.
+///
+/// # Safety
+/// As [`mma_n256`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_e4m3_n32_cores<const SECOND: bool>(a: Cores, b: Cores, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_e4m3_n32_cores::<SECOND>(a.0, b.0, keep) }
+}
+
+/// As [`mma_e4m3_n8_cores`] for B of 64 rows, in 32 accumulators.
+///
+/// # Safety
+/// As [`mma_n256`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_e4m3_n64_cores<const SECOND: bool>(a: Cores, b: Cores, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_e4m3_n64_cores::<SECOND>(a.0, b.0, keep) }
 }
 
 /// Gives the four fragments of step `STEP` what [`ldmatrix_x4`](crate::mma::ldmatrix_x4) loads. No product that uses

@@ -556,13 +556,15 @@ impl Epilogue for SwiGlu {
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, scales: [f32; 2], next: &mut impl Next) {
         // SAFETY: the caller's word.
         unsafe {
-            let boxes = [gated!(0, scales), gated!(1, scales)];
+            let boxes = [gated!(0, scales), if N > 128 { gated!(1, scales) } else { [[0; 4]; 4] }];
             next.begin();
             // Where other lanes had totals.
             thread::sync_named(half.barrier, GROUP);
             unroll!(B < 2; {
-                half.put_box::<true>(p, B, boxes[B]);
-                next.step();
+                if B == 0 || N > 128 {
+                    half.put_box::<true>(p, B, boxes[B]);
+                    next.step();
+                }
             });
         }
     }

@@ -25,6 +25,7 @@ mod bookkeeping;
 mod clock;
 mod collective;
 mod copies;
+mod e4m3;
 mod error;
 mod memory;
 mod mma;

@@ -489,6 +489,26 @@ pub unsafe fn wgmma_n96_cores(a: u32, b: u32, keep: bool) {
 }
 
 #[track_caller]
+pub unsafe fn wgmma_e4m3_n128(a: u32, b: u32, keep: bool) {
+    wgmma::of_e4m3(wgmma::OperandA::Swizzled(a), b, 128, 0, keep, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn wgmma_e4m3_n8_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
+    wgmma::of_e4m3(wgmma::OperandA::Cores(a), b, 8, 32 * usize::from(SECOND), keep, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn wgmma_e4m3_n32_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
+    wgmma::of_e4m3(wgmma::OperandA::Cores(a), b, 32, 32 * usize::from(SECOND), keep, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn wgmma_e4m3_n64_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
+    wgmma::of_e4m3(wgmma::OperandA::Cores(a), b, 64, 32 * usize::from(SECOND), keep, Location::caller());
+}
+
+#[track_caller]
 pub fn wgmma_set_fragment<const I: usize>(low: f32, high: f32) {
     wgmma::set_fragment(I, pack_bf16(low, high), Location::caller());
 }
@@ -574,6 +594,10 @@ pub fn fma_bf16x2(a: u32, b: u32, c: u32) -> u32 {
 pub fn permute(low: u32, high: u32, which: u32) -> u32 {
     let bytes = u64::from(high) << 32 | u64::from(low);
     (0..4).fold(0, |word, i| word | ((bytes >> (8 * (which >> (4 * i) & 7))) as u32 & 0xff) << (8 * i))
+}
+
+pub fn pack_e4m3(x: [f32; 4]) -> u32 {
+    u32::from_le_bytes(x.map(super::e4m3::nearest))
 }
 
 pub fn pack_bf16(low: f32, high: f32) -> u32 {

@@ -5,13 +5,46 @@
 use super::access::Address;
 use super::collective::{self, Collective};
 use super::copies::Known;
+use super::e4m3;
 use super::race::Mode;
 use super::world::{Site, World, misuse, world};
 use crate::tensor::swizzled;
 use crate::wgmma::{ACCUMULATORS, CORE_BYTES, CORE_ROWS_APART, FRAGMENTS};
 
-/// Products along the sum of one instruction.
+/// Products along the sum of one instruction of bf16.
 const DEPTH: usize = 16;
+/// Bytes of a row along the sum of one instruction.
+const ROW: usize = 2 * DEPTH;
+
+/// What operands in shared memory hold.
+#[derive(Clone, Copy)]
+enum Element {
+    Bf16,
+    E4m3,
+}
+
+impl Element {
+    /// The values of a row's bytes, so many; the others are zeros.
+    fn values(self, row: [u8; ROW]) -> [f32; ROW] {
+        match self {
+            Self::Bf16 => {
+                let mut values = [0.0; ROW];
+                for (value, bytes) in values.iter_mut().zip(row.chunks_exact(2)) {
+                    *value = f32::from_bits(u32::from_le_bytes([0, 0, bytes[0], bytes[1]]));
+                }
+                values
+            }
+            Self::E4m3 => row.map(e4m3::value),
+        }
+    }
+
+    fn count(self) -> usize {
+        match self {
+            Self::Bf16 => DEPTH,
+            Self::E4m3 => ROW,
+        }
+    }
+}
 
 /// What a lane has of the warpgroup's products.
 #[derive(Default)]
@@ -87,6 +120,8 @@ impl Wgmmas {
 struct Wgmma {
     a: OperandA,
     b: OperandB,
+    /// Of both.
+    element: Element,
     columns: u32,
     first: usize,
     keep: bool,
@@ -108,7 +143,7 @@ pub enum OperandA {
     /// In shared memory as core matrices, likewise.
     Cores(u32),
     /// The fragments of this step, as the warp's lanes had them.
-    Registers(usize, [[f32; DEPTH]; 2]),
+    Registers(usize, [[u8; ROW]; 2]),
 }
 
 /// B, in shared memory, by the descriptor.
@@ -123,48 +158,53 @@ pub enum OperandB {
 }
 
 impl World {
-    /// `DEPTH` elements of row `row` of an operand.
-    fn operand(&mut self, descriptor: u32, row: u32, from: Reader) -> [f32; DEPTH] {
+    /// The bytes of row `row` of an operand.
+    fn operand(&mut self, descriptor: u32, row: u32, from: Reader) -> [u8; ROW] {
         let start = (descriptor & 0x3fff) * 16 + row * 128;
         // The swizzle goes by bits of the address itself.
         self.halves([start, start + 16].map(swizzled), from)
     }
 
-    /// `DEPTH` elements of row `row` of an operand in core matrices.
-    fn cores(&mut self, descriptor: u32, row: u32, from: Reader) -> [f32; DEPTH] {
+    /// The bytes of row `row` of an operand in core matrices.
+    fn cores(&mut self, descriptor: u32, row: u32, from: Reader) -> [u8; ROW] {
         let start = (descriptor & 0x3fff) * 16 + row / 8 * CORE_ROWS_APART + row % 8 * (CORE_BYTES / 8);
         self.halves([start, start + (descriptor >> 16) * 16], from)
     }
 
-    /// `DEPTH` elements of columns `n` and the next of an operand.
-    fn columns(&mut self, descriptor: u32, n: u32, from: Reader) -> [[f32; DEPTH]; 2] {
+    /// The bytes of columns `n` and the next of an operand, of bf16.
+    fn columns(&mut self, descriptor: u32, n: u32, from: Reader) -> [[u8; ROW]; 2] {
         let start = (descriptor & 0x3fff) * 16 + n / 64 * (descriptor >> 16) * 16 + n % 64 * 2;
-        let pairs: [[f32; 2]; DEPTH] = std::array::from_fn(|k| self.elements(swizzled(start + k as u32 * 128), from));
-        [0, 1].map(|column| pairs.map(|pair| pair[column]))
+        let mut columns = [[0; ROW]; 2];
+        for k in 0..DEPTH {
+            let pair: [u8; 4] = self.bytes(swizzled(start + k as u32 * 128), from);
+            for (column, of_pair) in columns.iter_mut().zip(pair.chunks_exact(2)) {
+                column[2 * k..][..2].copy_from_slice(of_pair);
+            }
+        }
+        columns
     }
 
-    /// `DEPTH` elements, half of them from each of two places.
-    fn halves(&mut self, places: [u32; 2], from: Reader) -> [f32; DEPTH] {
-        let mut out = [0.0; DEPTH];
-        for (half, address) in places.into_iter().enumerate() {
-            out[half * 8..][..8].copy_from_slice(&self.elements::<8>(address, from));
+    /// A row, half of it from each of two places.
+    fn halves(&mut self, places: [u32; 2], from: Reader) -> [u8; ROW] {
+        let mut out = [0; ROW];
+        for (half, address) in out.chunks_exact_mut(ROW / 2).zip(places) {
+            half.copy_from_slice(&self.bytes::<{ ROW / 2 }>(address, from));
         }
         out
     }
 
-    fn elements<const N: usize>(&mut self, address: u32, (known, site): Reader) -> [f32; N] {
+    fn bytes<const N: usize>(&mut self, address: u32, (known, site): Reader) -> [u8; N] {
         let address = Address::Shared(address);
-        let pointer = self.access(address, 2 * N, 2 * N, Mode::Read, true, site);
-        self.check_proxy(address, 2 * N, known, site);
+        let pointer = self.access(address, N, N, Mode::Read, true, site);
+        self.check_proxy(address, N, known, site);
         // SAFETY: checked just now.
-        let words = unsafe { pointer.cast::<[u16; N]>().read() };
-        words.map(|word| f32::from_bits(u32::from(word) << 16))
+        unsafe { pointer.cast::<[u8; N]>().read() }
     }
 
     /// Does the lane's share of a product. It knows of others what it knew when it started: whatever was written
     /// since, or is in flight, was not there yet.
     fn multiply(&mut self, product: &Wgmma) {
-        let Wgmma { ref a, b, columns, first, keep, site, ref known } = *product;
+        let Wgmma { ref a, b, element, columns, first, keep, site, ref known } = *product;
         let base = std::mem::replace(&mut self.lane().clock.base, known.clock.base.clone());
         let from = (known, site);
         let (lane, warp) = (self.thread() % 32, self.thread() / 32 % 4);
@@ -172,7 +212,8 @@ impl World {
             OperandA::Registers(_, rows) => *rows,
             OperandA::Swizzled(a) => [0, 8].map(|more| self.operand(*a, warp * 16 + lane / 4 + more, from)),
             OperandA::Cores(a) => [0, 8].map(|more| self.cores(*a, warp * 16 + lane / 4 + more, from)),
-        };
+        }
+        .map(|row| element.values(row));
         for eight in 0..columns / 8 {
             // A lane has two columns of every eight.
             let n = eight * 8 + lane % 4 * 2;
@@ -180,12 +221,13 @@ impl World {
                 OperandB::OperandA(b) => [n, n + 1].map(|n| self.operand(b, n, from)),
                 OperandB::Cores(b) => [n, n + 1].map(|n| self.cores(b, n, from)),
                 OperandB::Columns(b) => self.columns(b, n, from),
-            };
+            }
+            .map(|row| element.values(row));
             for (column, b) in pair.iter().enumerate() {
                 for (half, a) in rows.iter().enumerate() {
                     let c = self.lane().products.accumulator(first + eight as usize * 4 + column + half * 2);
                     let mut sum = if keep { *c } else { 0.0 };
-                    for (a, b) in a.iter().zip(b) {
+                    for (a, b) in a.iter().zip(b).take(element.count()) {
                         sum += a * b;
                     }
                     *c = sum;
@@ -199,13 +241,13 @@ impl World {
 /// Who reads an operand: what its lane knew, and where it started the product.
 type Reader<'a> = (&'a Known, Site);
 
-fn start(a: OperandA, b: OperandB, columns: u32, first: usize, keep: bool, site: Site) {
+fn start(a: OperandA, b: OperandB, element: Element, columns: u32, first: usize, keep: bool, site: Site) {
     let world = world();
     let known = world.known();
     let lane = world.lane();
     // What the lane does next comes after what the product knows.
     lane.clock.count += 1;
-    let product = Wgmma { a, b, columns, first, keep, site, known };
+    let product = Wgmma { a, b, element, columns, first, keep, site, known };
     if let Some(what) = lane.products.order.wrong(&product) {
         misuse(site, what);
     }
@@ -224,7 +266,13 @@ pub fn fence() {
 pub fn from_shared(a: OperandA, b: OperandB, columns: u32, first: usize, keep: bool, site: Site) {
     let (OperandB::OperandA(descriptor) | OperandB::Cores(descriptor) | OperandB::Columns(descriptor)) = b;
     collective::gather_warp(Collective::Wgmma, [descriptor], site);
-    start(a, b, columns, first, keep, site);
+    start(a, b, Element::Bf16, columns, first, keep, site);
+}
+
+/// The same of e4m3, with B in core matrices.
+pub fn of_e4m3(a: OperandA, b: u32, columns: u32, first: usize, keep: bool, site: Site) {
+    collective::gather_warp(Collective::Wgmma, [b], site);
+    start(a, OperandB::Cores(b), Element::E4m3, columns, first, keep, site);
 }
 
 /// The first of the upper accumulators.
@@ -237,14 +285,13 @@ pub fn from_registers(step: usize, b: OperandB, columns: u32, keep: bool, site: 
     let fragments = &world.lane().products.fragments;
     let a = [0, 1, 2, 3].map(|word| fragments[step * 4 + word]);
     let table = collective::gather_warp(Collective::Wgmma, a, site);
-    let mut rows = [[0.0; DEPTH]; 2];
-    for (row, values) in rows.iter_mut().enumerate() {
-        for (k, value) in values.iter_mut().enumerate() {
-            let word = table[lane / 4 * 4 + k % 8 / 2][k / 8 * 2 + row];
-            *value = f32::from_bits(if k % 2 == 0 { word << 16 } else { word & 0xffff_0000 });
+    let mut rows = [[0; ROW]; 2];
+    for (row, bytes) in rows.iter_mut().enumerate() {
+        for (pair, bytes) in bytes.chunks_exact_mut(4).enumerate() {
+            bytes.copy_from_slice(&table[lane / 4 * 4 + pair % 4][pair / 4 * 2 + row].to_le_bytes());
         }
     }
-    start(OperandA::Registers(step, rows), b, columns, UPPER, keep, site);
+    start(OperandA::Registers(step, rows), b, Element::Bf16, columns, UPPER, keep, site);
 }
 
 pub fn commit() {

@@ -157,6 +157,19 @@ pub fn permute(low: u32, high: u32, which: u32) -> u32 {
 }
 
 #[inline(always)]
+pub fn pack_e4m3(x: [f32; 4]) -> u32 {
+    let word: u32;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!("{{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {b}, {a}; cvt.rn.satfinite.e4m3x2.f32 high, {d}, {c};",
+            "mov.b32 {word}, {{low, high}}; }}",
+            a = in(reg32) x[0], b = in(reg32) x[1], c = in(reg32) x[2], d = in(reg32) x[3], word = out(reg32) word,
+            options(pure, nomem, nostack));
+    }
+    word
+}
+
+#[inline(always)]
 pub fn pack_bf16(low: f32, high: f32) -> u32 {
     let word: u32;
     // SAFETY: arithmetic.

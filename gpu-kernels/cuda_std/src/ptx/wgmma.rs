@@ -217,3 +217,53 @@ pub fn wgmma_put_fragment<const I: usize>(word: u32) {
     // SAFETY: as above. Not pure: it stays where it is among products and waits.
     unsafe { asm!("mov.b32 fragment{i}, {word};", word = in(reg32) word, i = const I, options(nostack)) }
 }
+
+/// Of e4m3, A and B as descriptors whose upper words are `$high` and that of core matrices.
+macro_rules! e4m3 {
+    ($a:ident, $high:literal, $b:ident, $keep:ident, $shape:literal, ($($i:tt)*)) => {
+        // SAFETY: the caller's.
+        unsafe {
+            asm!(
+                "{{ .reg .pred keep; .reg .b32 high, plain; .reg .b64 a, b; setp.ne.b32 keep, {keep}, 0;",
+                concat!("mov.b32 high, ", $high, "; mov.b32 plain, 0x40; mov.b64 a, {{{a}, high}}; mov.b64 b, {{{b}, plain}};"),
+                concat!("wgmma.mma_async.sync.aligned.", $shape, ".f32.e4m3.e4m3 ", accumulators!($($i)*), ", a, b, keep, 1, 1; }}"),
+                a = in(reg32) $a, b = in(reg32) $b, keep = in(reg32) u32::from($keep), options(nostack));
+        }
+    };
+}
+
+#[inline(always)]
+pub unsafe fn wgmma_e4m3_n128(a: u32, b: u32, keep: bool) {
+    e4m3!(a, "0x40000040", b, keep, "m64n128k32",
+        (0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31
+        32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63));
+}
+
+#[inline(always)]
+pub unsafe fn wgmma_e4m3_n8_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
+    if SECOND {
+        e4m3!(a, "0x40", b, keep, "m64n8k32", (32 33 34 35));
+    } else {
+        e4m3!(a, "0x40", b, keep, "m64n8k32", (0 1 2 3));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn wgmma_e4m3_n32_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
+    if SECOND {
+        e4m3!(a, "0x40", b, keep, "m64n32k32", (32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47));
+    } else {
+        e4m3!(a, "0x40", b, keep, "m64n32k32", (0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn wgmma_e4m3_n64_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
+    if SECOND {
+        e4m3!(a, "0x40", b, keep, "m64n64k32", (32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47
+            48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63));
+    } else {
+        e4m3!(a, "0x40", b, keep, "m64n64k32", (0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
+            16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31));
+    }
+}
