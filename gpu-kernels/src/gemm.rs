@@ -50,6 +50,8 @@
 //!
 //! What an epilogue reads from memory first, its lanes load into registers while MMAs run.
 //!
+//! [`gemm_e4m3`] makes them of e4m3, with scales for every 128 inputs; so far measurements alone launch it.
+//!
 //! The kernels may be launched early ([`dependent_launch`]): before they wait for the launches ahead they fetch the
 //! first stages' weights.
 //!
@@ -260,11 +262,14 @@ unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     }
 }
 
-/// The slice that is multiplied after this one: the next of its split-K partial, or the first of the next split-K
-/// partial.
+/// The slice that is multiplied after this one: of split-K partials the next of its own, or the first of the next.
 #[inline(always)]
-const fn slice_after(slice: u32, slices: u32) -> u32 {
-    if slice + K_PARTIALS < slices { slice + K_PARTIALS } else { slice % K_PARTIALS + 1 }
+const fn slice_after<I: Inputs>(slice: u32, slices: u32) -> u32 {
+    match slice + K_PARTIALS < slices {
+        _ if !I::SPLIT => slice + 1,
+        true => slice + K_PARTIALS,
+        false => slice % K_PARTIALS + 1,
+    }
 }
 
 /// What is multiplied.
@@ -276,6 +281,8 @@ trait Inputs: Copy {
     fn ring(n: u32) -> Shape;
     /// Starts the copies to a stage's tail, for the tile at a row and an N-tile.
     unsafe fn load_tail(self, ring: &Ring, at: [u32; 2], slice: u32);
+    /// Whether a tile's slices come split-K partial by partial, not one after another.
+    const SPLIT: bool;
     /// A warpgroup multiplies what comes, and finishes its part of each tile.
     unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles);
 }
@@ -287,6 +294,7 @@ struct Bf16;
 impl Inputs for Bf16 {
     const TAIL_BYTES: u32 = 0;
     const COPIED: u32 = 0;
+    const SPLIT: bool = true;
 
     #[inline(always)]
     fn ring(n: u32) -> Shape {
@@ -367,7 +375,7 @@ unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const A
             let (mut ring, weights, mut slice) = (ring, weights_of(column), 0);
             while begun < I::ring(N).stages.min(slices) {
                 load_weights(&ring, &weights, begun, slice);
-                slice = slice_after(slice, slices);
+                slice = slice_after::<I>(slice, slices);
                 ring = ring.ahead(1);
                 begun += 1;
             }
@@ -389,7 +397,7 @@ unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const A
                 load_rows(&ring, row, step, slice);
                 inputs.load_tail(&ring, [row, n_tile_of(column, 0)], slice);
                 ring = ring.ahead(1);
-                slice = slice_after(slice, slices);
+                slice = slice_after::<I>(slice, slices);
                 step += 1;
             }
         }

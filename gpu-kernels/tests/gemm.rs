@@ -585,7 +585,7 @@ kernels_of_e4m3! {
 /// GEMMs of codes, with a scale for every 128 inputs of a row and of 128 weight rows.
 #[test]
 fn codes_and_their_scales() {
-    for (m, n, pairs, blocks) in [(5, 128, 64, 1), (150, 256, 64 * 5, 2), (140, 384, 64 * 9, 1)] {
+    for (m, n, pairs, blocks) in [(5, 128, 64 * 2, 1), (150, 256, 64 * 6, 2), (140, 384, 64 * 10, 1)] {
         let groups = pairs / 64;
         let [x, w, up] = [m, n, n].map(|rows| Codes::new(rows * pairs, (rows + pairs) as u64 * 3 + rows as u64));
         let rows = m.next_multiple_of(TILE_ROWS as usize);

@@ -85,20 +85,8 @@ kernels! {
     cluster 2 = 2 x 1 gemm_plain_2x1 cluster 8 = 4 x 2 gemm_plain_4x2
 }
 
-macro_rules! of_e4m3 {
-    ($($name:ident $down:literal x $across:literal $(cluster $blocks:literal)?;)*) => { $(
-        #[doc = concat!("`out = x · wᵀ` of e4m3. Tiles of 128 weight rows; clusters of ", $down, " one above the other, ", $across, " side by side.")]
-        #[kernel(threads = THREADS, min_blocks = 1, module = "bench" $(, cluster = $blocks)?)]
-        pub unsafe fn $name(p: GemmE4m3) {
-            unsafe { gemm_e4m3::<Plain, $down, $across>(&p) }
-        }
-    )* };
-}
-
-of_e4m3! {
-    gemm_plain_e4m3 1 x 1;
-    gemm_plain_e4m3_2x1 2 x 1 cluster 2;
-    gemm_plain_e4m3_1x2 1 x 2 cluster 2;
-    gemm_plain_e4m3_2x2 2 x 2 cluster 4;
-    gemm_plain_e4m3_4x2 4 x 2 cluster 8;
+/// `out = x · wᵀ` of e4m3. Tiles of 128 weight rows.
+#[kernel(threads = THREADS, min_blocks = 1, module = "bench")]
+pub unsafe fn gemm_plain_e4m3(p: GemmE4m3) {
+    unsafe { gemm_e4m3::<Plain, 1, 1>(&p) }
 }

@@ -247,9 +247,9 @@ pub unsafe fn mma_n128_upper<const STEP: usize>(b: Operand, keep: bool) {
 /// As [`mma_n256`].
 #[inline(always)]
 #[track_caller]
-pub unsafe fn mma_e4m3_n128(a: Operand, b: Cores, keep: bool) {
+pub unsafe fn mma_e4m3_n128<const SECOND: bool>(a: Operand, b: Cores, keep: bool) {
     // SAFETY: the caller's.
-    unsafe { target::wgmma_e4m3_n128(a.0, b.0, keep) }
+    unsafe { target::wgmma_e4m3_n128::<SECOND>(a.0, b.0, keep) }
 }
 
 /// The same of both in core matrices, B of 8 rows, in the accumulators 0 to 3; of the `SECOND` ones, from 32 on.

@@ -489,8 +489,8 @@ pub unsafe fn wgmma_n96_cores(a: u32, b: u32, keep: bool) {
 }
 
 #[track_caller]
-pub unsafe fn wgmma_e4m3_n128(a: u32, b: u32, keep: bool) {
-    wgmma::of_e4m3(wgmma::OperandA::Swizzled(a), b, 128, 0, keep, Location::caller());
+pub unsafe fn wgmma_e4m3_n128<const SECOND: bool>(a: u32, b: u32, keep: bool) {
+    wgmma::of_e4m3(wgmma::OperandA::Swizzled(a), b, 128, 64 * usize::from(SECOND), keep, Location::caller());
 }
 
 #[track_caller]
