@@ -1,5 +1,5 @@
-//! GEMMs of e4m3 on card 0, in the shapes of Qwen3-8B's layers: compared with a plain reference, then timed beside those
-//! of bf16.
+//! GEMMs of e4m3 on card 0, in the shapes of Qwen3-8B's layers: compared with a plain reference, then timed beside
+//! those of bf16.
 //!
 //! `cargo run --release --package benches --example gemm_e4m3` prints TFLOP/s of both, the best of three times 20
 //! launches.

@@ -1,7 +1,8 @@
 //! Matrix products of a warpgroup, four warps together, from shared memory (`wgmma`, sm_90a).
 //!
 //! A warpgroup is four consecutive warps, the first a multiple of four. A product adds A · Bᵀ to accumulators: A is 64
-//! rows, B is `n` rows, both 16 deep and bf16 (or 32 and e4m3), C is 64 × `n` in f32. It runs beside what the warps do next:
+//! rows, B is `n` rows, both 16 deep and bf16 (or 32 and e4m3), C is 64 × `n` in f32. It runs beside what the warps do
+//! next:
 //!
 //! ```text
 //! fence()            before the first product on accumulators or registers that ordinary code wrote
@@ -239,8 +240,8 @@ pub unsafe fn mma_n128_upper<const STEP: usize>(b: Operand, keep: bool) {
     unsafe { target::wgmma_n128_upper::<STEP>(b.0, keep) }
 }
 
-/// As [`mma_n128_by_cores`] of e4m3, each a byte: 32 of the sum where there are 16 bf16
-/// (`wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3`). Hopper's tensor cores add such products with some 14 bits
+/// As [`mma_n128_by_cores`] of e4m3, each a byte: 32 of the sum where there are 16 bf16, in the lower 64 accumulators or
+/// the `SECOND`, from 64 on (`wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3`). Hopper's tensor cores add such products with some 14 bits
 /// of mantissa: sums of many are better added in f32.
 ///
 /// # Safety

@@ -37,8 +37,8 @@ const _: () = assert!(GROUP == 2 * DEPTH && TOGETHER * N_TILE == WEIGHT_ROWS && 
 pub struct E4m3 {
     /// `[groups, x_rows]`: of each row, with room for whole tiles of rows.
     pub x_scales: Global<f32>,
-    /// `[weight rows / 128, groups, 4]`: of 128 weight rows; of a gated matrix first the gates', then the ups'. The last
-    /// two of four are not read.
+    /// `[weight rows / 128, groups, 4]`: of 128 weight rows; of a gated matrix first the gates', then the ups'. The
+    /// last two of four are not read.
     pub w_scales: Global<f32>,
     /// Rows that there is room for: whole tiles.
     pub x_rows: u32,
@@ -126,7 +126,7 @@ impl Operands {
         }
     }
 
-    /// All groups of a tile, from the ring's next stage on, into the outputs' accumulators; then they are in the lowest.
+    /// All groups of a tile, from the ring's next stage on. The outputs are in the lowest accumulators then.
     #[inline(always)]
     unsafe fn tile<E: Epilogue, const DOWN: u32, const ACROSS: u32>(self, ring: &mut Ring, groups: u32) {
         // SAFETY: the caller's word.
