@@ -91,7 +91,7 @@ impl Case {
         }
     }
 
-    fn enqueue(&self, device: &Device) -> Result<()> {
+    fn enqueue(&self, device: &Device) -> std::result::Result<(), host::Error> {
         let [m, n, k] = self.sizes.map(|size| size as u32);
         let [x_scales, w_scales] = self.of_scales.each_ref().map(Buffer::ptr);
         let scales = E4m3 { x_scales, w_scales, x_rows: m, groups: k / SCALED_INPUTS };
@@ -99,7 +99,7 @@ impl Case {
         let p = GemmE4m3 { gemm: self.of_pairs(), scales };
         // SAFETY: buffers and maps of self, as large as the parameter block says, alive until the device is
         // synchronised.
-        Ok(unsafe { device.launch::<gemm_plain_e4m3>(blocks, Gemm::shared_bytes(128), p)? })
+        unsafe { device.launch::<gemm_plain_e4m3>(blocks, Gemm::shared_bytes(128), p) }
     }
 
     /// Compares all of the output with sums in f64.
@@ -131,7 +131,7 @@ impl Case {
 }
 
 /// Seconds of a launch.
-fn time(device: &Device, run: impl Fn() -> Result<()>) -> Result<f64> {
+fn time(device: &Device, run: impl Fn() -> std::result::Result<(), host::Error>) -> Result<f64> {
     const LAUNCHES: u32 = 20;
     let mut best = f64::MAX;
     for _ in 0..4 {
@@ -163,7 +163,7 @@ fn main() -> Result<()> {
             // As many inputs of bf16 are twice the bytes: codes of twice as many.
             let plain = Case::new(&device, [m, n, 2 * k])?;
             // SAFETY: as above.
-            let bf16 = time(&device, || Ok(unsafe { gemm::enqueue(&device, &beside, PLAIN, plain.of_pairs())? }))?;
+            let bf16 = time(&device, || unsafe { gemm::enqueue(&device, &beside, PLAIN, plain.of_pairs()) })?;
             let e4m3 = time(&device, || case.enqueue(&device))?;
             println!("{m:>6} {n:>6} {k:>6} {:>6.0} {:>6.0}", flop / bf16 / 1e12, flop / e4m3 / 1e12);
         }

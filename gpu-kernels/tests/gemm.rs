@@ -567,6 +567,7 @@ impl Codes {
 
 macro_rules! kernels_of_e4m3 {
     ($($name:ident $epilogue:ident $down:literal $across:literal $(cluster $blocks:literal)?;)*) => { $(
+        /// A GEMM of e4m3.
         #[kernel(threads = gemm::THREADS, min_blocks = 1 $(, cluster = $blocks)?)]
         pub unsafe fn $name(p: GemmE4m3) {
             unsafe { gemm_e4m3::<epilogue::$epilogue, $down, $across>(&p) }

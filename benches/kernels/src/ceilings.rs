@@ -3,11 +3,16 @@
 //!
 //! - [`ceiling_read`] reads memory in 16-byte loads, eight in flight a lane. Its checksum keeps the compiler honest,
 //!   and the check of it the kernel.
+//! - [`ceiling_read_bulk`] reads it by bulk copies into a ring in shared memory, as the decode kernel does: on Hopper.
 //! - [`ceiling_copy`] reads and writes.
 //! - [`ceiling_mma`] multiplies fragments that stay in registers, eight independent MMAs a warp, so that nothing but
 //!   the tensor cores is waited for. It measures `mma.sync`, which every kernel here uses; Hopper's `wgmma` is faster.
 //! - [`ceiling_launch`] does nothing: what a launch costs.
 
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+use cuda_std::bulk::{self, Barrier};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+use cuda_std::shared;
 use cuda_std::{Global, GlobalMut, kernel, mma, thread, warp};
 use gpu_kernels::unroll;
 
@@ -15,16 +20,25 @@ use gpu_kernels::unroll;
 pub const THREADS: u32 = 1024;
 /// Bytes of a load.
 pub const UNIT_BYTES: usize = 16;
+/// Threads of a block of [`ceiling_read_bulk`]: a warp that starts copies, and those that read what came.
+pub const BULK_THREADS: u32 = 32 + READERS;
+const READERS: u32 = 256;
+/// Bytes of a copy, and stages of the ring.
+const STAGE_BYTES: u32 = 16384;
+const STAGES: u32 = 12;
+/// Dynamic shared memory of such a block: the stages, then two barriers for each.
+pub const BULK_SHARED_BYTES: u32 = STAGES * (STAGE_BYTES + 16);
 /// Threads of a block of [`ceiling_mma`].
 pub const MMA_THREADS: u32 = 256;
 
-/// Parameters of [`ceiling_read`]. Grid: any; one block an SM fills it. No shared memory.
+/// Parameters of [`ceiling_read`] and [`ceiling_read_bulk`]. Grid: any; one block an SM fills it. Shared memory: none, and
+/// [`BULK_SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ReadAll {
     /// `units * 16` bytes, 16-byte aligned.
     pub from: Global<u8>,
-    /// `[blocks, 32]` a word for each warp of the grid: all that it read, exclusive-ored. Out.
+    /// `[blocks, 32]` (of bulk copies `[blocks, 8]`) a word for each warp that reads: all of it, exclusive-ored. Out.
     pub sums: GlobalMut<u32>,
     /// Loads to make, of [`UNIT_BYTES`].
     pub units: u64,
@@ -92,13 +106,85 @@ pub unsafe fn ceiling_read(p: ReadAll) {
             sum ^= data[0] ^ data[1] ^ data[2] ^ data[3];
             i += step;
         }
-        let mut distance = 16;
-        while distance > 0 {
-            sum ^= warp::shuffle_xor(sum, distance);
-            distance /= 2;
+        store_sum(&p, THREADS / 32, sum);
+    }
+}
+
+/// Stores what a warp read, the first of so `many` in its block.
+#[inline(always)]
+unsafe fn store_sum(p: &ReadAll, many: u32, mut sum: u32) {
+    let mut distance = 16;
+    while distance > 0 {
+        sum ^= warp::shuffle_xor(sum, distance);
+        distance /= 2;
+    }
+    if thread::lane_id() == 0 {
+        unsafe { p.sums.store((thread::block_idx_x() * many + thread::warp_id()) as usize, sum) };
+    }
+}
+
+/// The barriers of a stage: that it is full, and that it is free.
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[inline(always)]
+unsafe fn barriers(stage: u32) -> [Barrier; 2] {
+    [0, 8].map(|which| unsafe { Barrier::at(shared::dynamic(STAGES * STAGE_BYTES + stage * 16 + which)) })
+}
+
+/// Reads memory by bulk copies.
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[kernel(threads = 288, module = "bench")]
+pub unsafe fn ceiling_read_bulk(p: ReadAll) {
+    unsafe {
+        let thread = thread::thread_idx_x();
+        if thread == 0 {
+            let mut stage = 0;
+            while stage < STAGES {
+                let [full, free] = barriers(stage);
+                full.init(1);
+                free.init(READERS / 32);
+                stage += 1;
+            }
+            bulk::fence_init();
         }
-        if thread::lane_id() == 0 {
-            p.sums.store((thread::block_idx_x() * (THREADS / 32) + thread::warp_id()) as usize, sum);
+        thread::sync_threads();
+        const UNITS: u32 = STAGE_BYTES / UNIT_BYTES as u32;
+        let (mut stage, mut parity, mut sum) = (0, 0, 0);
+        let mut first = u64::from(thread::block_idx_x()) * u64::from(UNITS);
+        while first < p.units {
+            let units = u64::from(UNITS).min(p.units - first) as u32;
+            let [full, free] = barriers(stage);
+            let place = shared::dynamic::<u8>(stage * STAGE_BYTES);
+            if thread >= READERS {
+                if thread == READERS {
+                    free.wait(parity ^ 1);
+                    full.arrive_expect_tx(units * UNIT_BYTES as u32);
+                    let from = p.from.at(first as usize * UNIT_BYTES);
+                    bulk::copy_to_shared_once(place, from, units * UNIT_BYTES as u32, full);
+                }
+            } else {
+                full.wait(parity);
+                unroll!(I < 4; {
+                    let unit = thread + I as u32 * READERS;
+                    if unit < units {
+                        let data = place.at(unit as usize * UNIT_BYTES).cast::<u32>().load16(0);
+                        sum ^= data[0] ^ data[1] ^ data[2] ^ data[3];
+                    }
+                });
+                // It has been read when the stage is freed.
+                sum = thread::opaque(sum);
+                warp::sync_warp();
+                if thread.is_multiple_of(32) {
+                    free.arrive();
+                }
+            }
+            stage += 1;
+            if stage == STAGES {
+                (stage, parity) = (0, parity ^ 1);
+            }
+            first += u64::from(thread::grid_dim_x()) * u64::from(UNITS);
+        }
+        if thread < READERS {
+            store_sum(&p, READERS / 32, sum);
         }
     }
 }

@@ -1,13 +1,15 @@
 //! What the card itself does: the limits of every other case.
 
-use bench_kernels::ceilings::{self, CopyAll, MMA_THREADS, Multiply, Nothing, ReadAll, THREADS, UNIT_BYTES};
+use bench_kernels::ceilings::{
+    self, BULK_SHARED_BYTES, BULK_THREADS, CopyAll, MMA_THREADS, Multiply, Nothing, ReadAll, THREADS, UNIT_BYTES,
+};
 use cuda_std::bf16;
 
 use crate::harness::{compare, spread_over};
 use crate::random::random;
 use crate::{Bench, BenchError, Case, Figures, Label, Path, Pool, Unit, Work};
 use host::Error;
-use host::device::Device;
+use host::device::{Buffer, Device};
 
 /// Blocks of `ceiling_mma` for an SM.
 const MMA_BLOCKS: u32 = 4;
@@ -30,8 +32,11 @@ impl CeilingSizes {
     pub const PUBLISHED: Self = Self { bytes: 4 << 30, bus_bytes: 164 << 20, rounds: 4096 };
     /// For checks on the emulator.
     pub const SMALL: Self = Self { bytes: 160 << 10, bus_bytes: 16 << 10, rounds: 2 };
-    /// Cases of [`run`].
-    pub const CASES: usize = 6;
+
+    /// Cases of [`run`] on a device.
+    pub fn cases(&self, device: &Device) -> usize {
+        6 + usize::from(device.capabilities().bulk_copies)
+    }
 }
 
 /// Measures all of them; they are the limits of `bench` from then on.
@@ -85,18 +90,35 @@ fn memory(bench: &mut Bench<'_>, bytes: u64) -> Result<(Option<Figures>, Option<
 
     let sums = device.zeroed::<u32>((blocks * THREADS / 32) as usize)?;
     let params = ReadAll { from: pool.buffer().ptr().cast(), sums: sums.ptr_mut(), units };
+    let check = |sums: &Buffer<u32>| {
+        let mut words = vec![0; sums.len()];
+        sums.read(0, &mut words)?;
+        let found = words.iter().fold(0, |sum, word| sum ^ word);
+        Ok((found != pool.exclusive_or()).then(|| "its checksum".into()))
+    };
+    let of_reads = |name| case(name, size_of(bytes), Unit::GigabytesPerSecond, Work { bytes, operations: 0 });
     let read = bench.case(
-        case("read", size_of(bytes), Unit::GigabytesPerSecond, Work { bytes, operations: 0 }),
+        of_reads("read"),
         // SAFETY: the pool holds `units`, and there is a sum for each warp of the grid.
         |_| unsafe { device.launch::<ceilings::ceiling_read>(blocks, 0, params) },
-        || {
-            let mut words = vec![0; sums.len()];
-            sums.read(0, &mut words)?;
-            let found = words.iter().fold(0, |sum, word| sum ^ word);
-            Ok((found != pool.exclusive_or()).then(|| "its checksum".into()))
-        },
+        || check(&sums),
     )?;
-    let read = read.figures;
+    let mut read = read.figures;
+    if device.capabilities().bulk_copies {
+        let sums = device.zeroed::<u32>((blocks * (BULK_THREADS / 32 - 1)) as usize)?;
+        let params = ReadAll { sums: sums.ptr_mut(), ..params };
+        let bulk = bench.case(
+            of_reads("read, bulk copies"),
+            // SAFETY: as above, for each warp that reads.
+            |_| unsafe { device.launch::<ceilings::ceiling_read_bulk>(blocks, BULK_SHARED_BYTES, params) },
+            || check(&sums),
+        )?;
+        // The limit is the best that the card shows.
+        read = match (read, bulk.figures) {
+            (Some(plain), Some(bulk)) if bulk.seconds > plain.seconds => Some(plain),
+            (plain, bulk) => bulk.or(plain),
+        };
+    }
 
     // As much again, to be written; each byte moves twice.
     let to = device.zeroed::<bf16>(len)?;

@@ -6,7 +6,7 @@ use anyhow::bail;
 use benches::cases::{attention, ceilings, decode, linear, ngram, token_copy};
 use benches::ngram::{Hit, Published};
 use host::DeviceChoice;
-use host::device::DeviceOptions;
+use host::device::{Device, DeviceOptions};
 use model::format::Code;
 
 use super::{Detail, Report};
@@ -50,10 +50,10 @@ pub enum Group {
 }
 
 impl Group {
-    /// How many rows it brings.
-    pub fn cases(&self) -> usize {
+    /// How many rows it brings on a device.
+    pub fn cases(&self, device: &Device) -> usize {
         match self {
-            Self::Ceilings(_) => ceilings::CeilingSizes::CASES,
+            Self::Ceilings(sizes) => sizes.cases(device),
             Self::Linear(sizes) => sizes.cases(),
             Self::Attention(sizes) => sizes.cases(),
             Self::Decode(sizes) => sizes.cases(),

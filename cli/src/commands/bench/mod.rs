@@ -34,7 +34,7 @@ struct Outcome<'a> {
 pub fn run(command: Bench) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
     let device = open(command.device, &command.options)?;
-    let total: usize = command.groups.iter().map(Group::cases).sum();
+    let total: usize = command.groups.iter().map(|group| group.cases(&device)).sum();
     let progress = Progress::new("benchmarks", command.report.is_told());
     let mut done = 0;
     let mut watch = |event: Event<'_>| match event {
