@@ -23,16 +23,19 @@ pub const UNIT_BYTES: usize = 16;
 /// Threads of a block of [`ceiling_read_bulk`]: a warp that starts copies, and those that read what came.
 pub const BULK_THREADS: u32 = 32 + READERS;
 const READERS: u32 = 256;
-/// Bytes of a copy, and stages of the ring.
+/// Bytes of a stage of the ring, and of the copies that fill it, a lane each: as one copy they are slower.
 const STAGE_BYTES: u32 = 16384;
+const PIECE_BYTES: u32 = 2048;
+/// Stages of the ring, and how many are under way at most: with more, memory is slower.
 const STAGES: u32 = 12;
+const UNDER_WAY: u32 = 5;
 /// Dynamic shared memory of such a block: the stages, then two barriers for each.
 pub const BULK_SHARED_BYTES: u32 = STAGES * (STAGE_BYTES + 16);
 /// Threads of a block of [`ceiling_mma`].
 pub const MMA_THREADS: u32 = 256;
 
-/// Parameters of [`ceiling_read`] and [`ceiling_read_bulk`]. Grid: any; one block an SM fills it. Shared memory: none, and
-/// [`BULK_SHARED_BYTES`].
+/// Parameters of [`ceiling_read`] and [`ceiling_read_bulk`]. Grid: any; one block an SM fills it. Shared memory: none,
+/// and [`BULK_SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ReadAll {
@@ -148,18 +151,34 @@ pub unsafe fn ceiling_read_bulk(p: ReadAll) {
         }
         thread::sync_threads();
         const UNITS: u32 = STAGE_BYTES / UNIT_BYTES as u32;
-        let (mut stage, mut parity, mut sum) = (0, 0, 0);
-        let mut first = u64::from(thread::block_idx_x()) * u64::from(UNITS);
-        while first < p.units {
-            let units = u64::from(UNITS).min(p.units - first) as u32;
+        // A block's stages lie side by side.
+        let stages = p.units.div_ceil(u64::from(UNITS)).div_ceil(u64::from(thread::grid_dim_x()));
+        let own = stages * u64::from(UNITS);
+        let mut first = u64::from(thread::block_idx_x()) * own;
+        let end = p.units.min(first + own);
+        let (mut stage, mut parity, mut sum, mut filled) = (0, 0, 0, 0);
+        while first < end {
+            let units = u64::from(UNITS).min(end - first) as u32;
             let [full, free] = barriers(stage);
             let place = shared::dynamic::<u8>(stage * STAGE_BYTES);
             if thread >= READERS {
-                if thread == READERS {
-                    free.wait(parity ^ 1);
-                    full.arrive_expect_tx(units * UNIT_BYTES as u32);
-                    let from = p.from.at(first as usize * UNIT_BYTES);
-                    bulk::copy_to_shared_once(place, from, units * UNIT_BYTES as u32, full);
+                let lane = thread - READERS;
+                if filled >= UNDER_WAY {
+                    let back = stage >= UNDER_WAY;
+                    let [oldest, _] = barriers(if back { stage - UNDER_WAY } else { stage + STAGES - UNDER_WAY });
+                    oldest.wait(if back { parity } else { parity ^ 1 });
+                }
+                filled += 1;
+                free.wait(parity ^ 1);
+                let bytes = units * UNIT_BYTES as u32;
+                if lane == 0 {
+                    full.arrive_expect_tx(bytes);
+                }
+                warp::sync_warp();
+                let piece = lane * PIECE_BYTES;
+                if piece < bytes {
+                    let from = p.from.at(first as usize * UNIT_BYTES + piece as usize);
+                    bulk::copy_to_shared_once(place.at(piece as usize), from, PIECE_BYTES.min(bytes - piece), full);
                 }
             } else {
                 full.wait(parity);
@@ -181,7 +200,7 @@ pub unsafe fn ceiling_read_bulk(p: ReadAll) {
             if stage == STAGES {
                 (stage, parity) = (0, parity ^ 1);
             }
-            first += u64::from(thread::grid_dim_x()) * u64::from(UNITS);
+            first += u64::from(UNITS);
         }
         if thread < READERS {
             store_sum(&p, READERS / 32, sum);

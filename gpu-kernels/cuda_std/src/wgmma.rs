@@ -240,9 +240,9 @@ pub unsafe fn mma_n128_upper<const STEP: usize>(b: Operand, keep: bool) {
     unsafe { target::wgmma_n128_upper::<STEP>(b.0, keep) }
 }
 
-/// As [`mma_n128_by_cores`] of e4m3, each a byte: 32 of the sum where there are 16 bf16, in the lower 64 accumulators or
-/// the `SECOND`, from 64 on (`wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3`). Hopper's tensor cores add such products with some 14 bits
-/// of mantissa: sums of many are better added in f32.
+/// As [`mma_n128_by_cores`] of e4m3, each a byte: 32 of the sum where there are 16 bf16, in the lower 64 accumulators
+/// or, the `SECOND`, from 64 on (`wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3`). Hopper's tensor cores add
+/// such products with some 14 bits of mantissa: sums of many are better added in f32.
 ///
 /// # Safety
 /// As [`mma_n256`].
