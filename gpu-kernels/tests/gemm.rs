@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Random, RowBuffers, laid_out, relative_error, reordered, run, run_resident, widen};
+use common::{Random, RowBuffers, e4m3, laid_out, relative_error, reordered, run, run_resident, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16, kernel, thread};
@@ -556,12 +556,7 @@ impl Codes {
     }
 
     fn values(&self) -> Vec<f64> {
-        let value = |code: u8| {
-            let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
-            let magnitude = if exponent == 0 { mantissa / 512.0 } else { (8.0 + mantissa) * 2f64.powi(exponent - 10) };
-            if code < 128 { magnitude } else { -magnitude }
-        };
-        self.0.iter().flat_map(|pair| pair.to_bits().to_le_bytes()).map(value).collect()
+        self.0.iter().flat_map(|pair| pair.to_bits().to_le_bytes()).map(|code| f64::from(e4m3(code))).collect()
     }
 }
 

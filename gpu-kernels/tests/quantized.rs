@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Random, run};
+use common::{Random, e4m3, run};
 use cuda_std::Global;
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
@@ -13,17 +13,9 @@ use gpu_kernels::weights::quantized::{
     quantize_fp8, quantize_int4, quantize_int4_f16,
 };
 
-/// A number of e4m3.
-fn e4m3(code: u32) -> f32 {
-    let (exponent, mantissa) = ((code >> 3 & 15) as i32, (code & 7) as f32);
-    let value =
-        if exponent == 0 { mantissa / 8.0 * 2f32.powi(-6) } else { (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7) };
-    if code & 0x80 == 0 { value } else { -value }
-}
-
 /// The weight that a code means.
 fn meaning(bits: u32, code: u32, scale: f32, zero: u8) -> u16 {
-    let value = if bits == 4 { code as f32 - f32::from(zero) } else { e4m3(code) };
+    let value = if bits == 4 { code as f32 - f32::from(zero) } else { e4m3(code as u8) };
     bf16::from_f32(value * scale).to_bits()
 }
 

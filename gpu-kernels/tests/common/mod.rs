@@ -9,6 +9,14 @@ use gpu_kernels::sample::{self, Split};
 use gpu_kernels::step::Rows;
 use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, LayOut, StreamMatrix, Walk, lay_out};
 
+/// What a code of e4m3 means.
+pub fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let value =
+        if exponent == 0 { mantissa / 8.0 * 2f32.powi(-6) } else { (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7) };
+    if code & 0x80 == 0 { value } else { -value }
+}
+
 /// A small deterministic generator, so that a failure names all it needs: its seed.
 pub struct Random(u64);
 
