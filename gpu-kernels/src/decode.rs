@@ -38,6 +38,7 @@ use cuda_std::wgmma;
 use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp};
 
 use crate::attention::Attend;
+use crate::e4m3;
 use crate::eagle::Taps;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::{K_PARTIALS, N_TILE};
@@ -85,6 +86,8 @@ pub struct DecodeStep {
     pub stream: Global<bf16>,
     /// The same, packed: of the kernels that read them so.
     pub lossless: Lossless,
+    /// The layers' matrices in e4m3: of the kernels that multiply so.
+    pub e4m3: e4m3::Weights,
     /// The chunk of the stream at which the head begins: of the kernels that read codes of the layers' matrices.
     pub head_base: u64,
     /// How TMA reads packed weights, or [codes](crate::weights::quantized#layout).

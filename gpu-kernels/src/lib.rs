@@ -42,6 +42,7 @@ pub mod decode;
 pub mod draft_model;
 pub mod drafting;
 pub mod eagle;
+pub mod e4m3;
 pub mod embedding;
 pub mod gate;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]

@@ -1,0 +1,53 @@
+//! Matrices whose weights and activations are both e4m3, with scales: weights in blocks of [`GROUP`] × [`GROUP`],
+//! activations in groups of [`GROUP`].
+//!
+//! Two codes lie where a bf16 would, for weights and for activations: a slice of 64 places has the codes of one group.
+//! Byte `p` of a group is the element that has place `p % 64` of the bf16 slice `p / 64` of the group.
+//!
+//! # Order
+//! An output is the sum, from the first group to the last, of `fma(inner sum, x_scale · w_scale, sum)`, where the inner
+//! sum is the tensor core's, of a group's products. All kernels make it so, however many rows there are.
+
+use cuda_std::{Global, bf16};
+
+/// Inputs that share a scale, and outputs of a weight's block.
+pub const GROUP: u32 = 128;
+/// The largest number of e4m3.
+const LARGEST: f32 = 448.0;
+/// Groups without a larger magnitude are zeros: what divides their elements would be no number.
+const LEAST: f32 = 1e-30;
+
+/// Weights of the layers' matrices. Plain data; a part of parameter blocks.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct Weights {
+    /// Pairs of codes, as [`lay_out`](crate::stream::lay_out) leaves bf16: matrices of half as many inputs, one after
+    /// another in their order.
+    pub codes: Global<bf16>,
+    /// `[weight rows / 128, groups, 4]` of each matrix, one after another: of 128 weight rows, the scale of the lower
+    /// eight features of each N-tile and that of the upper eight, which differ where they are gates and ups. The last
+    /// two of four are not read. Groups are an even number, see [`groups`].
+    pub scales: Global<f32>,
+}
+
+/// Groups of so many inputs: an even number, of which the last may be zeros with scale zero.
+#[inline(always)]
+#[must_use]
+pub const fn groups(k: u32) -> u32 {
+    k.div_ceil(2 * GROUP) * 2
+}
+
+/// Words of a matrix's [`Weights::scales`].
+#[inline(always)]
+#[must_use]
+pub const fn scales_len(n_tiles: u32, k: u32) -> u32 {
+    n_tiles.div_ceil(GROUP / crate::linear::N_TILE) * groups(k) * 4
+}
+
+/// The scale of a group of activations with this largest magnitude, and what each of them is multiplied with before it
+/// is rounded.
+#[inline(always)]
+#[must_use]
+pub fn scale_of(largest: f32) -> [f32; 2] {
+    if largest < LEAST { [0.0; 2] } else { [largest * (1.0 / LARGEST), LARGEST / largest] }
+}
