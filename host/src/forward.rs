@@ -34,6 +34,7 @@ use crate::Error;
 use crate::cache::KvCache;
 use crate::decode::Decode;
 use crate::device::{Buffer, Device};
+use crate::e4m3::E4m3;
 use crate::prefill::{Prefill, PrefillInputs, Results};
 use crate::quantized::Quantized;
 use crate::timed::timed;
@@ -226,7 +227,9 @@ impl Forward {
     /// Bytes of the weights in fewer bytes than bf16 has, if steps read such.
     pub fn compact_bytes(&self) -> Option<u64> {
         let codes = self.weights.codes.as_ref().map(Quantized::bytes);
-        codes.or_else(|| self.decode.as_ref().and_then(Decode::packed_bytes))
+        codes
+            .or_else(|| self.weights.e4m3.as_ref().map(E4m3::bytes))
+            .or_else(|| self.decode.as_ref().and_then(Decode::packed_bytes))
     }
 
     /// The step in one launch, if it was prepared; its counters must be zero when it begins.

@@ -151,6 +151,7 @@ impl HeadWeights {
                 norm: copy(&[w.norm])?,
                 stream,
                 codes: None,
+                e4m3: None,
             },
             taps,
             targets: device.upload(head.targets())?,
