@@ -119,6 +119,11 @@ impl Coding {
         Self { code, is_fine: false, in_blocks: code == Code::E4m3 }
     }
 
+    /// Whether a device keeps such codes: the GEMMs of e4m3 are there whatever runs a decode step.
+    pub fn is_for(self, device: &Device) -> bool {
+        if self.in_blocks { device.capabilities().has_gemms() } else { device.has_decode_kernel() }
+    }
+
     /// Whether GEMMs of e4m3 take such codes.
     fn is_block(code: Code, block: [usize; 2]) -> bool {
         code == Code::E4m3 && block == [BLOCK; 2]

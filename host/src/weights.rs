@@ -82,9 +82,12 @@ impl DeviceWeights {
     /// # Errors
     /// As [`Checkpoint::weights`]; a driver error.
     pub fn kept(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Kept>, Error> {
-        let wanted = device.has_decode_kernel() && device.options().lossless != Some(false);
+        let wanted = device.capabilities().has_decode_kernel() && device.options().lossless != Some(false);
         let coding = if wanted { Coding::of(&checkpoint.weights()?) } else { None };
-        coding.map(|coding| Kept::on(device, &checkpoint.config, coding)).transpose()
+        coding
+            .filter(|coding| coding.is_for(device))
+            .map(|coding| Kept::on(device, &checkpoint.config, coding))
+            .transpose()
     }
 
     /// The same with codes or without; none if there are no such codes after all.
@@ -247,7 +250,7 @@ impl DeviceWeights {
             let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();
             (pattern, scale, if code == Code::Int4 { 8 } else { 0 })
         });
-        let coding = code.filter(|_| device.has_decode_kernel()).map(Coding::rounded);
+        let coding = code.map(Coding::rounded).filter(|coding| coding.is_for(device));
         let kept = coding.map(|coding| Kept::on(device, config, coding)).transpose()?;
         let mut filled = 0;
         let mut fill = |elements: usize, pattern: &[bf16]| {

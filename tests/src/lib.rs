@@ -302,7 +302,7 @@ pub fn unfused_and_batched(
     use host::forward::{Capacity, Forward, Row, RowOutput};
 
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
-        let sequences = positions.len();
+        let (sequences, in_e4m3) = (positions.len(), weights.e4m3.is_some());
         let context = positions.iter().max().map_or(0, |last| *last as usize) + 1;
         let stride = context.div_ceil(gpu_kernels::kv::PAGE_TOKENS as usize);
         let room = Capacity::batch(context, sequences, sequences * stride, sequences.max(65));
@@ -327,7 +327,21 @@ pub fn unfused_and_batched(
         assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
         let wide = logits(&forward)?;
         forward.use_gemm_from(1);
-        Ok([launched, wide, logits(&forward)?])
+        let by_gemm = logits(&forward)?;
+        if in_e4m3 {
+            // Whose head is a launch of its own; what the rows before had found counts no more.
+            let mut listed_rows: Vec<_> = (0..).zip(positions).map(row).collect();
+            listed_rows.reverse();
+            let reversed = forward.list_rows(&listed_rows)?;
+            for rows in [&reversed, &listed] {
+                forward.enqueue_listed(rows, RowOutput::Best)?;
+            }
+            for (found, logits) in forward.best_tokens(sequences)?.into_iter().zip(by_gemm.chunks(config.vocab_size)) {
+                let ranks = logits.iter().zip(0..).map(|(&logit, token)| gpu_kernels::sample::rank(logit, token));
+                assert_eq!(Some(found), ranks.max());
+            }
+        }
+        Ok([launched, wide, by_gemm])
     };
     run().unwrap_or_else(|e| panic!("{e}"))
 }

@@ -14,7 +14,7 @@ use integration_tests::batch::{Arranged, Happened, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
     answer, check_decode_calls, decode_calls, decode_unfused_and_batched, demo, demo_prompts, engine, engine_with,
-    format_cases, golden_cases, greedy, prefilled, prefilled_to_the_end, relative_error, run, uploaded,
+    format_cases, golden_cases, greedy, prefilled, prefilled_to_the_end, relative_error, run, tolerance, uploaded,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
