@@ -101,7 +101,8 @@ pub fn golden_cases() -> Vec<GoldenCase> {
 }
 
 /// A golden checkpoint for each weight format, and for each rounding while loading, by name: made by
-/// `scripts/make_golden_formats.py`. On a device they are bf16 like others, so one test of their logits is enough.
+/// `scripts/make_golden_formats.py`. On a device most are bf16 like others; FP8 in blocks has GEMMs of
+/// its own on Hopper.
 ///
 /// # Panics
 /// If the files are not in order: they are part of the repository.
@@ -146,6 +147,16 @@ pub fn relative_error(found: &[f32], expected: &[f32]) -> f32 {
         if (a - b).is_nan() { f32::INFINITY } else { m.max((a - b).abs()) }
     });
     worst / scale
+}
+
+/// How far logits of the kernels may be from those of transformers, as [`relative_error`] has it: activations are
+/// rounded to bf16 before each product, and where layers are FP8 in blocks, on Hopper, to e4m3 in groups.
+///
+/// # Panics
+/// If the checkpoint has no such weights as its config says.
+pub fn tolerance(checkpoint: &model::Checkpoint) -> f32 {
+    let coding = host::Coding::of(&checkpoint.weights().unwrap_or_else(|e| panic!("{e}")));
+    if coding.is_some_and(|coding| coding.in_blocks) { 0.08 } else { 0.02 }
 }
 
 /// `count` prompts of `tokens` tokens each, spread over the demo model's held-out text.

@@ -5,7 +5,7 @@ use host::device::DeviceOptions;
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
     GoldenCase, answer, decode_unfused_and_batched, engine, format_cases, golden_cases, greedy, prefilled,
-    prefilled_to_the_end, relative_error, run, unfused_and_batched, uploaded,
+    prefilled_to_the_end, relative_error, run, tolerance, unfused_and_batched, uploaded,
 };
 use model::format::Code;
 use model::plan::Traits;
@@ -13,14 +13,6 @@ use model::{Checkpoint, Config, Sampling};
 
 /// Activations are rounded to bf16 before each product, as on a GPU, and so are f16 and f32 weights.
 const TOLERANCE: f32 = 0.02;
-/// Activations are rounded to e4m3, in groups, where layers are FP8 in blocks.
-const TOLERANCE_OF_E4M3: f32 = 0.08;
-
-/// How far logits of a case may be from those of transformers.
-fn tolerance(checkpoint: &Checkpoint) -> f32 {
-    let coding = host::Coding::of(&checkpoint.weights().unwrap());
-    if coding.is_some_and(|coding| coding.in_blocks) { TOLERANCE_OF_E4M3 } else { TOLERANCE }
-}
 
 #[test]
 fn logits_match_transformers() {

@@ -93,7 +93,7 @@ fn golden_logits(options: &DeviceOptions) -> Result<(), Failed> {
         let logits = engine_with(&checkpoint, GPU, options, case.prompt.len() + 1).score(&case.prompt)?;
         let error = relative_error(&logits, &case.logits);
         println!("{}: {error:.1e}", case.name);
-        if error > 0.02 {
+        if error > tolerance(&checkpoint) {
             return Err(format!("{}: relative error {error}", case.name).into());
         }
     }

@@ -165,6 +165,9 @@ struct Memory {
     weight_bytes: u64,
     /// Bytes of weights on Hopper, of a quantised model where memory is scarce; null for others.
     code_bytes: Option<u64>,
+    /// Whether those are all that is kept on Hopper.
+    #[serde(skip)]
+    codes_alone: bool,
     kv_bytes_per_token: usize,
     working_bytes: u64,
     total_bytes: u64,
@@ -203,6 +206,7 @@ impl Findings {
         let memory = Memory {
             context,
             weight_bytes: footprint.weights,
+            codes_alone: coding.is_some_and(|coding| coding.in_blocks),
             code_bytes: kept.map(|_| footprint.coded(config, kept).weights),
             kv_bytes_per_token: config.kv_bytes_per_token(2),
             working_bytes: footprint.working,
@@ -444,7 +448,8 @@ impl fmt::Display for Memory {
         writeln!(f, "\nmemory on a card, for {} tokens of context", self.context)?;
         row(f, "weights", gib(self.weight_bytes))?;
         if let Some(bytes) = self.code_bytes {
-            row(f, "  as codes", format_args!("{}, on Hopper where memory is scarce", gib(bytes)))?;
+            let when = if self.codes_alone { "on Hopper" } else { "on Hopper where memory is scarce" };
+            row(f, "  as codes", format_args!("{}, {when}", gib(bytes)))?;
         }
         let per_token = self.kv_bytes_per_token as f64 / 1024.0;
         row(
