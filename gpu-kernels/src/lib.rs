@@ -41,8 +41,8 @@ pub mod batched;
 pub mod decode;
 pub mod draft_model;
 pub mod drafting;
-pub mod eagle;
 pub mod e4m3;
+pub mod eagle;
 pub mod embedding;
 pub mod gate;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
