@@ -215,7 +215,8 @@ pub struct BatchedStep {
     /// [`BatchedStep::arrivals_len`] words, zero before and after.
     pub arrivals: GlobalMut<u32>,
     /// `[MAX_BATCHED_ROWS]` the [rank](crate::sample::rank) of each row's best token, which is what `Best` finds; null
-    /// where that is no phase. It is not the first one.
+    /// where that is no phase. It is zeroed for that, unless `Best` is the first phase: then it is zero by then, as
+    /// every other launch leaves it that has this.
     pub best: GlobalMut<u64>,
     /// `[blocks, phases]`: when a block was done with a phase, by [`thread::global_timer`]; null when nobody asks.
     pub trace: GlobalMut<u64>,
@@ -312,6 +313,19 @@ impl BatchedStep {
     unsafe fn part_arrivals(&self, odd: u32) -> GlobalMut<u32> {
         // SAFETY: the caller's word.
         unsafe { self.arrivals.at((odd * 2 * thread::grid_dim_x()) as usize) }
+    }
+
+    /// Block 0 zeroes [`best`](Self::best), with so many threads.
+    #[inline(always)]
+    unsafe fn zero_best(&self, threads: u32) {
+        if thread::block_idx_x() == 0 {
+            let mut row = thread::thread_idx_x();
+            while row < MAX_BATCHED_ROWS {
+                // SAFETY: the caller's word.
+                unsafe { self.best.store(row as usize, 0) };
+                row += threads;
+            }
+        }
     }
 
     /// One lane waits until all blocks have done the phases before this one, and sees what they wrote. What it copies
@@ -447,13 +461,9 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
             [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
         let mut rings = Rings { ring, rows, items };
         let mut odd = Odd::default();
-        // All see that behind the first grid barrier.
-        if !p.best.is_null() && thread::block_idx_x() == 0 {
-            let mut row = thread::thread_idx_x();
-            while row < MAX_BATCHED_ROWS {
-                p.best.store(row as usize, 0);
-                row += CONSUMERS;
-            }
+        // All see that behind the first grid barrier; before the head alone, the launch ahead has done it.
+        if !p.best.is_null() && field!(p.phases, kind: u32) != PhaseKind::BEST {
+            p.zero_best(CONSUMERS);
         }
         let mut number = 0;
         while number < p.phase_count {

@@ -8,7 +8,17 @@
 //! An output is the sum, from the first group to the last, of `fma(inner sum, x_scale · w_scale, sum)`, where the inner
 //! sum is the tensor core's, of a group's products. All kernels make it so, however many rows there are.
 
-use cuda_std::{Global, bf16};
+use cuda_std::{Global, bf16, math};
+
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+mod encode;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+mod rows;
+
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub use encode::{EncodeE4m3, encode_e4m3};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub use rows::{QuantizeRows, quantize_rows};
 
 /// Inputs that share a scale, and outputs of a weight's block.
 pub const GROUP: u32 = 128;
@@ -50,4 +60,28 @@ pub const fn scales_len(n_tiles: u32, k: u32) -> u32 {
 #[must_use]
 pub fn scale_of(largest: f32) -> [f32; 2] {
     if largest < LEAST { [0.0; 2] } else { [largest * (1.0 / LARGEST), LARGEST / largest] }
+}
+
+/// Of sixteen bf16, in pairs, the largest magnitude.
+#[inline(always)]
+#[must_use]
+pub fn largest(pairs: &[u32; 8]) -> f32 {
+    let mut largest = 0.0;
+    unroll!(I < 8; {
+        let [low, high] = math::unpack_bf16(pairs[I]);
+        largest = math::max(largest, math::max(math::abs(low), math::abs(high)));
+    });
+    largest
+}
+
+/// The codes of sixteen bf16, in pairs, in their order: `inverse` is the second of their group's [`scale_of`].
+#[inline(always)]
+#[must_use]
+pub fn codes(pairs: &[u32; 8], inverse: f32) -> [u32; 4] {
+    let mut codes = [0; 4];
+    unroll!(I < 4; {
+        let [[a, b], [c, d]] = [0, 1].map(|i| math::unpack_bf16(pairs[2 * I + i]));
+        codes[I] = math::pack_e4m3([a * inverse, b * inverse, c * inverse, d * inverse]);
+    });
+    codes
 }

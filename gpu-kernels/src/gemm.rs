@@ -50,7 +50,7 @@
 //!
 //! What an epilogue reads from memory first, its lanes load into registers while MMAs run.
 //!
-//! [`gemm_e4m3`] makes them of e4m3, with scales for every 128 inputs; so far measurements alone launch it.
+//! The `_e4m3` kernels make them of [e4m3](crate::e4m3), with scales for every 128 inputs, in tiles of 128 weight rows.
 //!
 //! The kernels may be launched early ([`dependent_launch`]): before they wait for the launches ahead they fetch the
 //! first stages' weights.
@@ -105,8 +105,9 @@ mod beside;
 mod e4m3;
 pub mod epilogue;
 
+pub use crate::e4m3::GROUP as SCALED_INPUTS;
 pub use beside::Beside;
-pub use e4m3::{E4m3, GROUP as SCALED_INPUTS, GemmE4m3, gemm_e4m3};
+pub use e4m3::{E4m3, GemmE4m3, gemm_add_e4m3, gemm_e4m3, gemm_qkv_e4m3, gemm_swiglu_e4m3, gemm_write_e4m3};
 
 use epilogue::{Add, Epilogue, Half, Next, Qkv, SwiGlu, Write, elected, features};
 

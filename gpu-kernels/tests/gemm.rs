@@ -560,74 +560,134 @@ impl Codes {
     }
 }
 
-macro_rules! kernels_of_e4m3 {
-    ($($name:ident $epilogue:ident $down:literal $across:literal $(cluster $blocks:literal)?;)*) => { $(
-        /// A GEMM of e4m3.
-        #[kernel(threads = gemm::THREADS, min_blocks = 1 $(, cluster = $blocks)?)]
-        pub unsafe fn $name(p: GemmE4m3) {
-            unsafe { gemm_e4m3::<epilogue::$epilogue, $down, $across>(&p) }
-        }
-    )* };
+/// A GEMM of e4m3 in clusters.
+#[kernel(threads = gemm::THREADS, min_blocks = 1, cluster = 2)]
+pub unsafe fn add_e4m3_2x1(p: GemmE4m3) {
+    unsafe { gemm_e4m3::<epilogue::Add, 2, 1>(&p) }
 }
 
-kernels_of_e4m3! {
-    write_e4m3 Write 1 1;
-    swiglu_e4m3 SwiGlu 1 1;
-    add_e4m3 Add 1 1;
-    add_e4m3_2x1 Add 2 1 cluster 2;
-    swiglu_e4m3_4x2 SwiGlu 4 2 cluster 8;
+/// Likewise.
+#[kernel(threads = gemm::THREADS, min_blocks = 1, cluster = 8)]
+pub unsafe fn swiglu_e4m3_4x2(p: GemmE4m3) {
+    unsafe { gemm_e4m3::<epilogue::SwiGlu, 4, 2>(&p) }
 }
 
 /// GEMMs of codes, with a scale for every 128 inputs of a row and of 128 weight rows.
+struct CodedCase {
+    case: Case,
+    x: Codes,
+    w: Codes,
+    up: Codes,
+    /// `[groups, rows]`, with room for whole tiles of rows.
+    x_scales: Vec<f32>,
+    /// `[weight rows / 128, groups, 4]`.
+    w_scales: Vec<f32>,
+    groups: usize,
+}
+
+impl CodedCase {
+    fn new(m: usize, n: usize, pairs: usize) -> Self {
+        let [x, w, up] = [m, n, n].map(|rows| Codes::new(rows * pairs, (rows + pairs) as u64 * 3 + rows as u64));
+        let (rows, groups) = (m.next_multiple_of(TILE_ROWS as usize), (pairs / 64).next_multiple_of(2));
+        let mut random = Random::new(7);
+        let mut x_scales = random.floats(groups * rows);
+        let mut w_scales = random.floats(2 * n / 128 * groups * 4);
+        // There may be one group less.
+        x_scales[pairs / 64 * rows..].fill(0.0);
+        let is_beyond = |i: &usize| i / 4 % groups >= pairs / 64;
+        (0..w_scales.len()).filter(is_beyond).for_each(|i| w_scales[i] = 0.0);
+        let case = Case { x: x.0.clone(), w: w.0.clone(), up: up.0.clone(), ..Case::new(m, n, pairs) };
+        Self { case, x, w, up, x_scales, w_scales, groups }
+    }
+
+    /// Runs `K` on so many blocks.
+    fn run<K: Kernel<Params = GemmE4m3>>(&self, gated: bool, blocks: u32) -> Results {
+        let (x_scales, w_scales) = (Buffer::from_slice(&self.x_scales), Buffer::from_slice(&self.w_scales));
+        let (x_rows, groups) = (self.case.m.next_multiple_of(TILE_ROWS as usize) as u32, self.groups as u32);
+        let scales = E4m3 { x_scales: x_scales.ptr(), w_scales: w_scales.ptr(), x_rows, groups };
+        let case = Case { gated, ..self.case.clone() };
+        case.launch(|gemm, seed| {
+            let params = GemmE4m3 { gemm: Gemm { k: 64 * groups, ..gemm }, scales };
+            run::<K>([blocks, 1, 1], Gemm::shared_bytes(128), seed, params);
+        })
+    }
+
+    /// The sums with one of the matrices, with `which` of two scales; a gated matrix has gates and ups of 64 features in
+    /// 128 rows. Each row is multiplied by its factor.
+    fn sums(&self, w: &Codes, which: usize, together: usize) -> Vec<f32> {
+        let Case { m, n, k: pairs, .. } = self.case;
+        let (x, w) = (self.x.values(), w.values());
+        let mut out = vec![0.0; m * n];
+        for (i, out) in out.iter_mut().enumerate() {
+            let (row, feature) = (i / n, i % n);
+            for g in 0..pairs / 64 {
+                let at = |matrix: &[f64], row: usize| matrix[row * 2 * pairs + g * 128..][..128].to_vec();
+                let inner: f64 = at(&x, row).iter().zip(at(&w, feature)).map(|(x, w)| x * w).sum();
+                let w_scale = self.w_scales[(feature / together * self.groups + g) * 4 + which];
+                let x_scale = self.x_scales[g * m.next_multiple_of(TILE_ROWS as usize) + row];
+                *out += inner * f64::from(x_scale) * f64::from(w_scale);
+            }
+            *out *= f64::from(self.case.scales[row]);
+        }
+        out.into_iter().map(|y| y as f32).collect()
+    }
+}
+
 #[test]
 fn codes_and_their_scales() {
-    for (m, n, pairs, blocks) in [(5, 128, 64 * 2, 1), (150, 256, 64 * 6, 2), (140, 384, 64 * 10, 1)] {
-        let groups = pairs / 64;
-        let [x, w, up] = [m, n, n].map(|rows| Codes::new(rows * pairs, (rows + pairs) as u64 * 3 + rows as u64));
-        let rows = m.next_multiple_of(TILE_ROWS as usize);
-        let mut random = Random::new(7);
-        let x_scales = random.floats(groups * rows);
-        let w_scales = random.floats(2 * n / 128 * groups * 4);
-        let case = Case { x: x.0.clone(), w: w.0.clone(), up: up.0.clone(), ..Case::new(m, n, pairs) };
-        let run = |gated: bool, blocks: u32, launch: &dyn Fn([u32; 3], u64, GemmE4m3)| {
-            let (x_scales, w_scales) = (Buffer::from_slice(&x_scales), Buffer::from_slice(&w_scales));
-            let (x_rows, groups) = (rows as u32, groups as u32);
-            let scales = E4m3 { x_scales: x_scales.ptr(), w_scales: w_scales.ptr(), x_rows, groups };
-            let case = Case { gated, ..case.clone() };
-            case.launch(|gemm, seed| launch([blocks, 1, 1], seed, GemmE4m3 { gemm, scales }))
-        };
-        macro_rules! run {
-            ($kernel:ty, $gated:literal, $blocks:expr) => {
-                run($gated, $blocks, &|grid, seed, p| crate::run::<$kernel>(grid, Gemm::shared_bytes(128), seed, p))
-            };
-        }
-        // `which` of two scales; a gated matrix has gates and ups of 64 features in 128 rows.
-        let sums = |w: &Codes, which: usize, together: usize| {
-            let (x, w) = (x.values(), w.values());
-            let mut out = vec![0.0; m * n];
-            for (i, out) in out.iter_mut().enumerate() {
-                let (row, feature) = (i / n, i % n);
-                for g in 0..groups {
-                    let at = |matrix: &[f64], row: usize| matrix[row * 2 * pairs + g * 128..][..128].to_vec();
-                    let inner: f64 = at(&x, row).iter().zip(at(&w, feature)).map(|(x, w)| x * w).sum();
-                    let scale = w_scales[(feature / together * groups + g) * 4 + which];
-                    *out += inner * f64::from(x_scales[g * rows + row]) * f64::from(scale);
-                }
-                *out *= f64::from(case.scales[row]);
-            }
-            out.into_iter().map(|y| y as f32).collect::<Vec<_>>()
-        };
-        let written = run!(write_e4m3, false, blocks);
-        assert!(relative_error(written.y.iter().copied(), &sums(&w, 0, 128)) < 1e-5, "{m} {n} {pairs}");
-        let [gate, up] = [(&w, 0), (&up, 1)].map(|(w, which)| sums(w, which, 64));
+    // Of the last, a group less than kernels take.
+    let cases = [(5, 128, 64 * 2, 1), (150, 256, 64 * 6, 2), (140, 384, 64 * 10, 1), (130, 128, 64 * 3, 1)];
+    for (m, n, pairs, blocks) in cases {
+        let mut of = CodedCase::new(m, n, pairs);
+        let written = of.run::<gemm::gemm_write_e4m3>(false, blocks);
+        assert!(relative_error(written.y.iter().copied(), &of.sums(&of.w, 0, 128)) < 1e-5, "{m} {n} {pairs}");
+        let [gate, up] = [(&of.w, 0), (&of.up, 1)].map(|(w, which)| of.sums(w, which, 64));
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
-        let gated = run!(swiglu_e4m3, true, blocks);
+        let gated = of.run::<gemm::gemm_swiglu_e4m3>(true, blocks);
         assert!(relative_error(widen(&gated.out), &want) < 1.0 / 128.0, "{m} {n} {pairs}");
-        assert_eq!(run!(swiglu_e4m3_4x2, true, 8).out, gated.out);
-        let added = run!(add_e4m3, false, blocks);
+        assert_eq!(of.run::<swiglu_e4m3_4x2>(true, 8).out, gated.out);
+        let added = of.run::<gemm::gemm_add_e4m3>(false, blocks);
+        let case = &of.case;
         let want: Vec<f32> =
             written.y.iter().enumerate().map(|(i, y)| case.before[i] + y / case.scales[i / n]).collect();
         assert!(relative_error(added.y.iter().copied(), &want) < 1e-5, "{m} {n} {pairs}");
-        assert_eq!(run!(add_e4m3_2x1, false, 2).y, added.y);
+        let scaled: Vec<bf16> =
+            added.y.iter().enumerate().map(|(i, v)| bf16::from_f32(v * case.norm[i % n].to_f32())).collect();
+        assert_eq!(added.scaled, scaled, "{m} {n} {pairs}");
+        for (found, len) in [(&added.squares, N_TILE), (&added.spans, SPAN)] {
+            let squares: Vec<f32> = added.y.chunks(len as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
+            assert!(relative_error(found.clone(), &squares) < 1e-6, "{m} {n} {pairs}");
+        }
+        assert_eq!(of.run::<add_e4m3_2x1>(false, 2).y, added.y);
+        of.case.bias = Random::new(m as u64).bf16s(n);
+        let with = of.run::<gemm::gemm_write_e4m3>(false, blocks);
+        for (i, (with, without)) in with.y.iter().zip(&written.y).enumerate() {
+            assert_eq!(*with, without + of.case.bias[i % n].to_f32(), "element {i}");
+        }
+    }
+}
+
+#[test]
+fn heads_of_codes_are_what_the_separate_kernel_makes() {
+    let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    for (m, heads, pairs, has_bias) in [(150, (2, 1), 64 * 4, false), (70, (1, 1), 64 * 3, true)] {
+        let n = (heads.0 + 2 * heads.1) * 128;
+        let mut of = CodedCase::new(m, n, pairs);
+        of.case.heads = heads;
+        if has_bias {
+            (of.case.bias, of.case.head_norm) = (Random::new(m as u64).bf16s(n), false);
+        }
+        let (q, pages) = split(&of.case, &of.run::<gemm::gemm_write_e4m3>(false, 2).y);
+        let found = of.run::<gemm::gemm_qkv_e4m3>(false, 2);
+        same_but_for_rounding(&found.q, &q);
+        same_but_for_rounding(&found.pages, &pages);
+        if has_bias {
+            assert_eq!((bits(&found.q), bits(&found.pages)), (bits(&q), bits(&pages)));
+        }
+        // Keys and values alone, then the queries of the last rows.
+        of.case.first = [0, heads.0 * 128];
+        let cached = of.run::<gemm::gemm_qkv_e4m3>(false, 2);
+        assert_eq!(bits(&cached.pages), bits(&found.pages));
+        assert!(cached.q.iter().all(|v| v.to_bits() == u16::MAX), "no query is written");
     }
 }

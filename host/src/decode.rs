@@ -2,6 +2,7 @@
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::decode::{self, DecodeStep, Exchange};
+use gpu_kernels::e4m3;
 use gpu_kernels::weights::Lossless;
 use half::bf16;
 use model::Config;
@@ -48,6 +49,8 @@ enum Compact {
     Lossless(Packed, TensorMaps),
     /// The codes of the layers' matrices, by their maps, and the chunk of the stream at which the head begins.
     Quantized(Coding, TensorMaps, u64),
+    /// Codes that are multiplied, and where the head begins, likewise.
+    E4m3(e4m3::Weights, u64),
 }
 
 impl Decode {
@@ -99,6 +102,9 @@ impl Decode {
             let maps = device.array_maps(&codes.arrays())?;
             return Ok(Compact::Quantized(codes.coding(), maps, weights.stream.layer_chunks()));
         }
+        if let Some(codes) = &weights.e4m3 {
+            return Ok(Compact::E4m3(codes.weights(), weights.stream.layer_chunks()));
+        }
         if wanted == Some(false) {
             return Ok(Compact::None);
         }
@@ -125,7 +131,7 @@ impl Decode {
     fn packed(&self) -> Option<&Packed> {
         match &self.compact {
             Compact::Lossless(packed, _) => Some(packed),
-            Compact::None | Compact::Quantized(..) => None,
+            Compact::None | Compact::Quantized(..) | Compact::E4m3(..) => None,
         }
     }
 
@@ -180,6 +186,7 @@ impl Decode {
             Compact::None => step,
             Compact::Lossless(packed, maps) => DecodeStep { lossless: packed.parts(), maps: maps.ptr(0), ..step },
             Compact::Quantized(_, maps, head_base) => DecodeStep { maps: maps.ptr(0), head_base: *head_base, ..step },
+            Compact::E4m3(weights, head_base) => DecodeStep { e4m3: *weights, head_base: *head_base, ..step },
         };
         let step = DecodeStep {
             norms: self.norms.ptr(),
@@ -209,6 +216,10 @@ impl Decode {
                 (Compact::Lossless(..), Rows::Few) => launch!(decode::decode_8_lossless),
                 (Compact::Lossless(..), Rows::Many) => launch!(decode::decode_16_lossless),
                 (Compact::Lossless(..), Rows::Tree) => launch!(decode::decode_tree_lossless),
+                // TODO(merge): `decode_8_e4m3`, `decode_16_e4m3` and `decode_tree_e4m3`, once they are there.
+                (Compact::E4m3(..), Rows::Few) => launch!(decode::decode_8_fp8),
+                (Compact::E4m3(..), Rows::Many) => launch!(decode::decode_16_fp8),
+                (Compact::E4m3(..), Rows::Tree) => launch!(decode::decode_tree_fp8),
                 (Compact::Quantized(coding, ..), Rows::Few) => {
                     by_code!(coding, K in decode: decode_8_fp8, decode_8_int4, decode_8_int4_f16 => launch!(K))
                 }

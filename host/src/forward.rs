@@ -2,6 +2,7 @@
 
 mod batched;
 mod capacity;
+mod coded;
 mod covered;
 mod head;
 mod listed;
@@ -23,6 +24,7 @@ use model::{Config, rope::RopeTable};
 use self::batched::Batched;
 use self::capacity::pages;
 pub use self::capacity::{Capacity, Footprint};
+use self::coded::Coded;
 pub(crate) use self::head::Begin;
 pub use self::head::HeadWeights;
 use self::head::Pairs;
@@ -34,6 +36,7 @@ use crate::Error;
 use crate::cache::KvCache;
 use crate::decode::Decode;
 use crate::device::{Buffer, Device};
+use crate::e4m3::E4m3;
 use crate::prefill::{Prefill, PrefillInputs, Results};
 use crate::quantized::Quantized;
 use crate::timed::timed;
@@ -69,6 +72,8 @@ pub struct Forward {
     prefill: Option<Prefill>,
     batched: Option<Batched>,
     apart: Apart,
+    /// Of a model whose GEMMs are of e4m3.
+    coded: Option<Coded>,
     /// Of a model that a head drafts for.
     states: Option<HiddenStates>,
     /// Of a model whose rows may be a tree.
@@ -173,9 +178,13 @@ impl Forward {
         covered::check_weights(device, config, &weights, if pairs.is_some() { 2 } else { 1 })?;
         assert!(room.pages > 0, "a cache without pages");
         let (rows, splits) = (room.rows, room.splits());
+        let coded = weights.e4m3.is_some();
+        // GEMMs write whole tiles of rows.
+        let of_gemms = if coded { Coded::rows(rows) } else { rows };
         let q = config.query_size();
         let rope = timed("the rotary table", || RopeTable::of(config, room.context));
         let forward = || {
+            let activation = device.zeroed(of_gemms * config.intermediate_size)?;
             Ok(Self {
                 cos: device.upload(&rope.cos)?,
                 sin: device.upload(&rope.sin)?,
@@ -185,6 +194,7 @@ impl Forward {
                 prefill: None,
                 batched: None,
                 apart: Apart::default(),
+                coded: if coded { Some(Coded::new(device, config, rows, &activation)?) } else { None },
                 states: None,
                 tree: None,
                 pairs,
@@ -193,15 +203,15 @@ impl Forward {
                 row_tokens: device.zeroed(rows)?,
                 row_positions: device.zeroed(rows)?,
                 row_sequences: device.zeroed(rows)?,
-                residual: device.zeroed(rows * config.hidden_size)?,
-                scaled: device.zeroed(rows * config.hidden_size)?,
-                squares: device.zeroed(rows * config.hidden_size / N_TILE as usize)?,
+                residual: device.zeroed(of_gemms * config.hidden_size)?,
+                scaled: device.zeroed(of_gemms * config.hidden_size)?,
+                squares: device.zeroed(of_gemms * config.hidden_size / N_TILE as usize)?,
                 qkv: device.zeroed(rows * config.qkv_size())?,
                 q: device.zeroed(rows * q)?,
                 sums: device.zeroed(rows * config.num_attention_heads * splits * HEAD_DIM as usize)?,
                 scales: device.zeroed(rows * config.num_attention_heads * splits * 2)?,
                 attended: device.zeroed(rows * q)?,
-                activation: device.zeroed(rows * config.intermediate_size)?,
+                activation,
                 logits: device.zeroed(rows * config.vocab_size)?,
                 device: device.clone(),
                 config: config.clone(),
@@ -226,7 +236,9 @@ impl Forward {
     /// Bytes of the weights in fewer bytes than bf16 has, if steps read such.
     pub fn compact_bytes(&self) -> Option<u64> {
         let codes = self.weights.codes.as_ref().map(Quantized::bytes);
-        codes.or_else(|| self.decode.as_ref().and_then(Decode::packed_bytes))
+        codes
+            .or_else(|| self.weights.e4m3.as_ref().map(E4m3::bytes))
+            .or_else(|| self.decode.as_ref().and_then(Decode::packed_bytes))
     }
 
     /// The step in one launch, if it was prepared; its counters must be zero when it begins.
@@ -303,7 +315,8 @@ impl Forward {
     /// Too little memory, or a driver error.
     pub fn prepare_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
         if self.device.capabilities().has_gemms() {
-            let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows);
+            let in_e4m3 = self.weights.e4m3.is_some();
+            let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows, in_e4m3);
             self.prefill = Some(timed("memory for passes over prompts", prefill)?);
         }
         Ok(())

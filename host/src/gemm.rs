@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use cuda_std::tensor::Matrix;
 use cuda_std::{Global, Kernel};
-use gpu_kernels::gemm::{self, Gemm, TILE_ROWS};
+use gpu_kernels::gemm::{self, Gemm, GemmE4m3, TILE_ROWS};
 use half::bf16;
 
 use crate::Error;
@@ -371,6 +371,53 @@ pub unsafe fn enqueue_cut(
     }
 }
 
+/// Enqueues a GEMM of e4m3; `p.gemm.band` is chosen here.
+///
+/// # Safety
+/// As [`Device::launch`]: addresses and maps as [`GemmE4m3`] says.
+///
+/// # Errors
+/// A refused launch.
+///
+/// # Panics
+/// If it is to do [something else](Epilogue::Other) with its sums: a bug of the caller.
+pub unsafe fn enqueue_e4m3(device: &Device, epilogue: Epilogue, p: GemmE4m3) -> Result<(), Error> {
+    let (m, n) = size(epilogue, &p.gemm);
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
+    let (tuning, cut) = (&device.capabilities().tuning().gemm, Cut::N128);
+    let p = GemmE4m3 { gemm: Gemm { band: tuning.band_rows[0] / TILE_ROWS, ..p.gemm }, ..p };
+    let (blocks, shared) = (cut.tiles(m, n).min(device.sms()), Gemm::shared_bytes(cut.weight_rows()));
+    let begins_early = is_early(device, cut, m, n, p.gemm.k);
+    macro_rules! launch {
+        ($kernel:ty) => {
+            // SAFETY: the caller's word.
+            unsafe {
+                match begins_early {
+                    true => device.launch_early::<$kernel>(blocks, shared, p),
+                    false => device.launch::<$kernel>(blocks, shared, p),
+                }
+            }
+        };
+    }
+    match epilogue {
+        Epilogue::Qkv => launch!(gemm::gemm_qkv_e4m3),
+        Epilogue::Write => launch!(gemm::gemm_write_e4m3),
+        Epilogue::SwiGlu => launch!(gemm::gemm_swiglu_e4m3),
+        Epilogue::Add => launch!(gemm::gemm_add_e4m3),
+        Epilogue::Other(family) => panic!("no kernel of e4m3 for {family:?}"),
+    }
+}
+
+/// Whether a GEMM begins early. All gain by that but tiles of 128 in several rounds, or in long chains on more than
+/// half of the card, presumably because blocks then get whatever SM is free, and those that share tiles no longer ask
+/// L2 for them together.
+fn is_early(device: &Device, cut: Cut, m: u32, n: u32, k: u32) -> bool {
+    let alone = device.sms() / if k > device.capabilities().tuning().gemm.long_chain { 2 } else { 1 };
+    cut != Cut::N128 || cut.tiles(m, n) <= alone
+}
+
 /// One launch, of which so many blocks or clusters are `at_once`.
 unsafe fn launch(device: &Device, epilogue: Epilogue, cut: Cut, at_once: u32, p: Gemm) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p);
@@ -381,14 +428,10 @@ unsafe fn launch(device: &Device, epilogue: Epilogue, cut: Cut, at_once: u32, p:
     let shared = Gemm::shared_bytes(cut.weight_rows());
     // SAFETY: the caller's word.
     unsafe {
-        // All gain by beginning early but tiles of 128 in several rounds, or in long chains on more than half of the
-        // card, presumably because blocks then get whatever SM is free, and those that share tiles no longer ask L2 for
-        // them together.
-        let alone = device.sms() / if p.k > tuning.long_chain { 2 } else { 1 };
-        if cut == Cut::N128 && cut.tiles(m, n) > alone {
-            of_kernel!(epilogue, cut, device.launch(blocks, shared, p))
-        } else {
+        if is_early(device, cut, m, n, p.k) {
             of_kernel!(epilogue, cut, device.launch_early(blocks, shared, p))
+        } else {
+            of_kernel!(epilogue, cut, device.launch(blocks, shared, p))
         }
     }
 }

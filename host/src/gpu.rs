@@ -157,7 +157,7 @@ impl Gpu {
         let fits = |of_model: Footprint, beside: Option<Footprint>| {
             let Some(left) = of_model.left_on(device, capacity)? else { return Ok(()) };
             match beside {
-                Some(Footprint { weights, working: cache }) if weights + cache > left => {
+                Some(Footprint { weights, working: cache, .. }) if weights + cache > left => {
                     let device = device.name().into();
                     Err(Error::DraftModelTooLarge { device, weights, cache, context: capacity, left })
                 }

@@ -14,6 +14,7 @@ pub mod decode;
 pub mod device;
 mod draft;
 pub mod drafter;
+mod e4m3;
 mod engine;
 mod error;
 pub mod forward;

@@ -24,6 +24,7 @@ use model::plan::{self, Input, Matrix, Operator};
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
+use crate::e4m3::Activations;
 use crate::forward::{HiddenStates, RowOutput};
 use crate::gemm::{self, Epilogue};
 use crate::tuning::PASS_ROWS;
@@ -48,6 +49,8 @@ pub struct Prefill {
     shared: Buffer<bf16>,
     maps: TensorMaps,
     beside: gemm::Beside,
+    /// Of models whose GEMMs are of e4m3.
+    codes: Option<Activations>,
 }
 
 /// Where the rows begin that a pass is to make [results](Prefill::result) of: of those before them the last layer makes
@@ -156,7 +159,7 @@ pub unsafe fn enqueue_attention(
 }
 
 impl Prefill {
-    /// Bytes of activations for a cache of `capacity` tokens.
+    /// Bytes of activations for a cache of `capacity` tokens; of models in e4m3 their codes come to that.
     pub fn bytes(config: &Config, capacity: usize) -> u64 {
         let q = config.query_size();
         let row = config.hidden_size * 6
@@ -167,11 +170,22 @@ impl Prefill {
         (rows(capacity) * row) as u64
     }
 
-    /// Allocates everything for passes over a sequence of up to `capacity` tokens.
+    /// Bytes of activations' codes for a cache of `capacity` tokens.
+    pub(crate) fn code_bytes(config: &Config, capacity: usize) -> u64 {
+        Activations::bytes(config, rows(capacity))
+    }
+
+    /// Allocates everything for passes over a sequence of up to `capacity` tokens, by GEMMs of e4m3 or not.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub(crate) fn new(device: &Device, config: &Config, cache: &KvCache, capacity: usize) -> Result<Self, Error> {
+    pub(crate) fn new(
+        device: &Device,
+        config: &Config,
+        cache: &KvCache,
+        capacity: usize,
+        in_e4m3: bool,
+    ) -> Result<Self, Error> {
         let rows = rows(capacity);
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         let q_size = config.query_size();
@@ -200,6 +214,7 @@ impl Prefill {
             shared,
             maps: device.tensor_maps(&matrices)?,
             beside: gemm::Beside::new(device)?,
+            codes: if in_e4m3 { Some(Activations::new(device, config, rows)?) } else { None },
         })
     }
 
@@ -304,24 +319,16 @@ impl Prefill {
                             // Keys and values of all rows, and queries of those.
                             let (project, q_size) = (self.gemm(parts, i, &gemm, m), heads.q_heads * HEAD_DIM);
                             let project = Gemm { heads, ..project };
-                            gemm::enqueue(
-                                device,
-                                &self.beside,
-                                epilogue(&gemm),
-                                Gemm { first_feature: q_size, ..project },
-                            )?;
-                            gemm::enqueue(
-                                device,
-                                &self.beside,
-                                epilogue(&gemm),
-                                Gemm { first_row, n: q_size, ..project },
-                            )?;
+                            self.quantize(parts, gemm.input, [0, m])?;
+                            self.enqueue_gemm(parts, i, &gemm, Gemm { first_feature: q_size, ..project })?;
+                            self.enqueue_gemm(parts, i, &gemm, Gemm { first_row, n: q_size, ..project })?;
                         }
                         // Of these rows nothing is wanted but keys and values.
                         _ if first_row == m => {}
                         Operator::Gemm(gemm) => {
                             let p = Gemm { heads, first_row, ..self.gemm(parts, i, &gemm, m) };
-                            gemm::enqueue(device, &self.beside, epilogue(&gemm), p)?;
+                            self.quantize(parts, gemm.input, [first_row, m])?;
+                            self.enqueue_gemm(parts, i, &gemm, p)?;
                         }
                         // The first product made them.
                         Operator::Heads(_) => {}
@@ -343,6 +350,41 @@ impl Prefill {
             }
         }
         Ok(())
+    }
+
+    /// Enqueues that rows of what a GEMM reads become codes, of models in e4m3: from the first on, up to the second.
+    ///
+    /// # Safety
+    /// As [`enqueue_rows`](Self::enqueue_rows).
+    unsafe fn quantize(&self, parts: &PrefillInputs<'_>, input: Input, rows: [u32; 2]) -> Result<(), Error> {
+        let Some(codes) = &self.codes else { return Ok(()) };
+        let x = match input {
+            Input::Normed => self.scaled.ptr(),
+            Input::Attended => self.shared.part(self.capacity * parts.config.query_size()),
+            Input::Activation => self.shared.ptr(),
+        };
+        // SAFETY: the caller's word.
+        unsafe { codes.quantize(parts.device, input, x, rows, false) }
+    }
+
+    /// Enqueues a GEMM of a layer, of bf16 or of the codes.
+    ///
+    /// # Safety
+    /// As [`enqueue_rows`](Self::enqueue_rows).
+    unsafe fn enqueue_gemm(
+        &self,
+        parts: &PrefillInputs<'_>,
+        layer: usize,
+        gemm: &plan::Gemm,
+        p: Gemm,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe {
+            match (&self.codes, &parts.weights.e4m3) {
+                (Some(codes), Some(weights)) => codes.enqueue(parts.device, epilogue(gemm), weights, (layer, gemm), p),
+                _ => gemm::enqueue(parts.device, &self.beside, epilogue(gemm), p),
+            }
+        }
     }
 
     fn residual(&self, config: &Config) -> Residual {

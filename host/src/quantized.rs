@@ -22,6 +22,7 @@ use model::{Config, Dtype, Weight, Weights};
 
 use crate::Error;
 use crate::device::{Buffer, Device};
+use crate::e4m3::{BLOCK, E4m3};
 use crate::stream::{Stream, chunks, n_tiles};
 
 /// What the codes of a model's layers are.
@@ -31,6 +32,8 @@ pub struct Coding {
     pub code: Code,
     /// Whether scales have two parts: those of int4 in f16.
     pub is_fine: bool,
+    /// Of e4m3, whether scales are of blocks of 128 × 128: then [codes themselves](crate::e4m3) are multiplied.
+    pub in_blocks: bool,
 }
 
 /// What is kept of a model whose layers have codes.
@@ -51,6 +54,7 @@ impl Kept {
     /// A driver error.
     pub fn on(device: &Device, config: &Config, coding: Coding) -> Result<Self, Error> {
         let plain = match device.options().plain_beside {
+            _ if coding.in_blocks => false,
             Some(plain) => plain,
             None => device.free_memory()?.is_some_and(|free| Stream::bytes(config, false) <= free / 4),
         };
@@ -86,13 +90,15 @@ impl Coding {
         let mut all: Option<Self> = None;
         for weight in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| layer.parts(kind))).flatten() {
             let matrix = weight.quantized()?;
-            let (inputs, code) = (matrix.shape()[1], matrix.code());
-            let group = matrix.group().min(inputs);
+            let (shape, code) = (matrix.shape(), matrix.code());
+            let (inputs, block) = (shape[1], matrix.block());
+            let group = block[1].min(inputs);
             let fits = group.is_multiple_of(GROUP as usize) || group == inputs;
-            let all = all.get_or_insert(Self { code, is_fine: false });
+            let all = all.get_or_insert(Self { code, is_fine: false, in_blocks: true });
             if all.code != code || !fits {
                 return None;
             }
+            all.in_blocks &= Self::is_block(code, block) && shape.iter().all(|size| size.is_multiple_of(BLOCK));
             all.is_fine |= code == Code::Int4 && matrix.scale_dtype() != Dtype::Bf16;
         }
         all
@@ -101,9 +107,21 @@ impl Coding {
     /// The same by what headers tell of a model's matrices; whether scales are fine they do not.
     pub fn of_outline(matrices: &[MatrixOutline]) -> Option<Self> {
         let of_layers = matrices.iter().filter(|of| ["qkv", "output", "gate_up", "down"].contains(&of.kind));
-        let mut codes = of_layers.map(|of| of.codes.filter(|(_, group)| group.is_multiple_of(GROUP as usize)));
-        let (code, _) = codes.next()??;
-        codes.all(|of| of.is_some_and(|(other, _)| other == code)).then_some(Self { code, is_fine: false })
+        let codes = of_layers.map(|of| of.codes.filter(|(_, [_, inputs])| inputs.is_multiple_of(GROUP as usize)));
+        let codes: Vec<_> = codes.collect::<Option<_>>()?;
+        let &(code, _) = codes.first()?;
+        let in_blocks = codes.iter().all(|&(code, block)| Self::is_block(code, block));
+        codes.iter().all(|(other, _)| *other == code).then_some(Self { code, is_fine: false, in_blocks })
+    }
+
+    /// What `--weights fp8` and `int4` make: e4m3 in blocks.
+    pub fn rounded(code: Code) -> Self {
+        Self { code, is_fine: false, in_blocks: code == Code::E4m3 }
+    }
+
+    /// Whether GEMMs of e4m3 take such codes.
+    fn is_block(code: Code, block: [usize; 2]) -> bool {
+        code == Code::E4m3 && block == [BLOCK; 2]
     }
 
     /// The word of a scale and a zero, if the kernels have one.
@@ -123,6 +141,9 @@ impl Coding {
 
     /// Bytes of the codes of a model's layers, with scales, laid out for `blocks` blocks.
     pub fn bytes_of(self, config: &Config, blocks: u32) -> u64 {
+        if self.in_blocks {
+            return E4m3::bytes_of(config, blocks);
+        }
         let layers = config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
         self.bytes(chunks(layers.map(|gemm| n_tiles(&gemm)), blocks))
     }
@@ -291,7 +312,7 @@ impl Place {
 }
 
 impl Collector {
-    /// For a checkpoint's weights, if their codes are such.
+    /// For a checkpoint's weights, whose codes are such.
     pub fn new(weights: &Weights<Weight<'_>>, coding: Coding) -> Self {
         let (mut matrices, mut places) = (Vec::new(), HashMap::new());
         for (layer, kind) in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| (layer, kind))) {

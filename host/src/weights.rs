@@ -10,12 +10,13 @@ use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::Residual;
 use gpu_kernels::step::Rows;
 use half::bf16;
-use model::format::{Code, e4m3};
+use model::format::{Code, Codes, e4m3 as numbers};
 use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, LayerWeights, Weight, Weights};
 
 use crate::device::{Buffer, Device, Filling, Group, Region};
-use crate::quantized::{Coding, Collector, Kept, Quantized, uniform_scales};
+use crate::e4m3::{self, E4m3};
+use crate::quantized::{self, Coding, Kept, Quantized};
 use crate::stream::{Source, Stream};
 use crate::timed::timed;
 use crate::{Error, Progress, gib};
@@ -33,6 +34,8 @@ pub struct DeviceWeights {
     pub stream: Stream,
     /// The codes of the layers' matrices, if they are kept so.
     pub codes: Option<Quantized>,
+    /// The codes of the layers' matrices, if codes are what is multiplied: then they are all that is kept.
+    pub e4m3: Option<E4m3>,
 }
 
 /// One layer's weights, but for its matrices.
@@ -99,8 +102,8 @@ impl DeviceWeights {
         let Plan { weights, groups, behind, .. } = plan;
         let bytes: u64 = groups.iter().flat_map(|group| &group.regions).map(|region| region.bytes() as u64).sum();
         let mut done = 0;
-        let collector = kept.map(|kept| Collector::new(&of_checkpoint, kept.coding));
-        let is_unfit = || collector.as_ref().is_some_and(Collector::is_unfit);
+        let collector = kept.map(|kept| Scales::new(&of_checkpoint, kept.coding));
+        let is_unfit = || collector.as_ref().is_some_and(Scales::is_unfit);
         let fill = |i: usize, at: usize, out: &mut [u8]| match &collector {
             None => Ok(weights[i].0.read_bf16(weights[i].1 + at / 2, out)?),
             Some(collector) => {
@@ -115,10 +118,14 @@ impl DeviceWeights {
             let Some((number, source)) = behind[group] else { return Ok(()) };
             // SAFETY: the copies of the matrix are enqueued, and its memory is filled anew behind this alone.
             unsafe { this.stream.lay_out(device, number, source)? };
-            match (&this.codes, &collector) {
-                (Some(codes), Some(collector)) if number < this.layers.len() * Matrix::OF_LAYER.len() => {
-                    codes.find(device, number, this.stream.matrices()[number], &collector.scales(number))
-                }
+            let Some(collector) = collector.as_ref().filter(|_| number < this.layers.len() * Matrix::OF_LAYER.len())
+            else {
+                return Ok(());
+            };
+            let from = this.stream.matrices()[number];
+            match (&this.codes, &this.e4m3, collector) {
+                (Some(codes), _, Scales::Words(of)) => codes.find(device, number, from, &of.scales(number)),
+                (_, Some(codes), Scales::Blocks(of)) => codes.find(device, number, from, &of.scales(number)),
                 _ => Ok(()),
             }
         };
@@ -134,7 +141,8 @@ impl DeviceWeights {
             return Ok(None);
         }
         filled?;
-        let is_exact = this.codes.as_ref().map_or(Ok(true), Quantized::is_exact)?;
+        let is_exact = this.codes.as_ref().map_or(Ok(true), Quantized::is_exact)?
+            && this.e4m3.as_ref().map_or(Ok(true), E4m3::is_exact)?;
         Ok(is_exact.then_some(this))
     }
 
@@ -150,7 +158,7 @@ impl DeviceWeights {
         let largest = config.layer_plan().gemms().map(|gemm| gemm.weights()).max().unwrap_or(0);
         let least = if tied { 0 } else { rows_together(&weights.head) * config.hidden_size };
         let mut staging = Staging::new(device, largest.max(least))?;
-        let (stream, codes) = Self::matrices(device, config, kept)?;
+        let (stream, codes, e4m3) = Self::matrices(device, config, kept)?;
         let embed = plan.buffer(&[&weights.embed])?;
         let head = Matrix::Head.number(config.num_hidden_layers);
         // The head, if it is that, from where it is.
@@ -175,14 +183,21 @@ impl DeviceWeights {
         } else {
             staging.stage_in_parts(plan, head, &weights.head);
         }
-        Ok((Self { embed, layers, norm, stream, codes }, staging))
+        Ok((Self { embed, layers, norm, stream, codes, e4m3 }, staging))
     }
 
     /// Memory for matrices, or for their codes.
-    fn matrices(device: &Device, config: &Config, kept: Option<Kept>) -> Result<(Stream, Option<Quantized>), Error> {
+    fn matrices(
+        device: &Device,
+        config: &Config,
+        kept: Option<Kept>,
+    ) -> Result<(Stream, Option<Quantized>, Option<E4m3>), Error> {
         let is_of_layer = kept.is_some_and(|kept| !kept.plain);
         let stream = if is_of_layer { Stream::of_layer(device, config) } else { Stream::of_model(device, config) };
-        Ok((stream?, kept.map(|kept| Quantized::new(device, config, kept.coding)).transpose()?))
+        let (stream, coding) = (stream?, kept.map(|kept| kept.coding));
+        let codes = coding.filter(|of| !of.in_blocks).map(|coding| Quantized::new(device, config, coding));
+        let e4m3 = coding.filter(|of| of.in_blocks).map(|_| E4m3::new(device, config));
+        Ok((stream, codes.transpose()?, e4m3.transpose()?))
     }
 
     /// Bytes of a model's, with codes or without.
@@ -223,16 +238,16 @@ impl DeviceWeights {
         let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(x)).collect();
         // One scale for all, with which codes reach to some three standard deviations.
         let quantized = code.map(|code| {
-            let scale = bf16::from_f32(3.0 * SIGMA / if code == Code::Int4 { 8.0 } else { e4m3::LARGEST }).to_f32();
+            let scale = bf16::from_f32(3.0 * SIGMA / if code == Code::Int4 { 8.0 } else { numbers::LARGEST }).to_f32();
             let value = |x: f32| match code {
                 // There is no negative zero among them.
                 Code::Int4 => ((x / scale).round().clamp(-8.0, 7.0) + 0.0) * scale,
-                Code::E4m3 => e4m3::value(e4m3::nearest(x / scale)) * scale,
+                Code::E4m3 => numbers::value(numbers::nearest(x / scale)) * scale,
             };
             let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();
             (pattern, scale, if code == Code::Int4 { 8 } else { 0 })
         });
-        let coding = code.filter(|_| device.has_decode_kernel()).map(|code| Coding { code, is_fine: false });
+        let coding = code.filter(|_| device.has_decode_kernel()).map(Coding::rounded);
         let kept = coding.map(|coding| Kept::on(device, config, coding)).transpose()?;
         let mut filled = 0;
         let mut fill = |elements: usize, pattern: &[bf16]| {
@@ -245,7 +260,7 @@ impl DeviceWeights {
         let hidden = config.hidden_size;
         let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
         let embed = fill(config.vocab_size * hidden, &pattern)?;
-        let (stream, codes) = Self::matrices(device, config, kept)?;
+        let (stream, codes, e4m3) = Self::matrices(device, config, kept)?;
         for (number, gemm) in config.gemms().enumerate() {
             let is_head = gemm.matrix == Matrix::Head;
             let weights = match is_head {
@@ -257,9 +272,15 @@ impl DeviceWeights {
             let up = (gemm.matrix == Matrix::GateUp).then_some(weights.len() / 2);
             // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
             unsafe { stream.lay_out(device, number, Source::new(weights, gemm.n, up))? };
-            if let (Some(codes), Some((_, scale, zero)), false) = (&codes, &quantized, is_head) {
-                let scales = uniform_scales(codes.coding(), [gemm.weight_rows(), gemm.k], *scale, *zero);
-                codes.find(device, number, stream.matrices()[number], &scales)?;
+            if let (Some((_, scale, zero)), false) = (&quantized, is_head) {
+                let (from, shape) = (stream.matrices()[number], [gemm.weight_rows(), gemm.k]);
+                if let Some(codes) = &codes {
+                    let scales = quantized::uniform_scales(codes.coding(), shape, *scale, *zero);
+                    codes.find(device, number, from, &scales)?;
+                }
+                if let Some(codes) = &e4m3 {
+                    codes.find(device, number, from, &e4m3::uniform_scales(shape, *scale))?;
+                }
             }
         }
         let layer = |_| {
@@ -280,6 +301,7 @@ impl DeviceWeights {
             embed,
             stream,
             codes,
+            e4m3,
         })
     }
 }
@@ -331,6 +353,35 @@ impl DeviceWeights {
     pub fn embedding(&self, rows: Rows, residual: Residual) -> Embed {
         let vocab = self.embed.len() / residual.dim as usize;
         Embed { rows, table: self.embed.ptr(), residual, norm: self.layers[0].input_norm.ptr(), vocab: vocab as u32 }
+    }
+}
+
+/// Gathers the scales of codes while they are read.
+enum Scales {
+    Words(quantized::Collector),
+    Blocks(e4m3::Collector),
+}
+
+impl Scales {
+    /// For a checkpoint's weights, whose codes are such.
+    fn new(weights: &Weights<Weight<'_>>, coding: Coding) -> Self {
+        match coding.in_blocks {
+            true => Self::Blocks(e4m3::Collector::new(weights)),
+            false => Self::Words(quantized::Collector::new(weights, coding)),
+        }
+    }
+
+    /// Takes those of some rows of a weight.
+    fn take(&self, weight: &Weight<'_>, rows: Range<usize>, codes: &Codes) {
+        match self {
+            Self::Words(of) => of.take(weight, rows, codes),
+            Self::Blocks(of) => of.take(weight, rows, codes),
+        }
+    }
+
+    /// Whether there was a scale that the kernels do not have.
+    fn is_unfit(&self) -> bool {
+        matches!(self, Self::Words(of) if of.is_unfit())
     }
 }
 

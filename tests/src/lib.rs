@@ -234,7 +234,7 @@ pub fn decode_unfused_and_batched(
     use host::forward::{Forward, Pass, Row, RowOutput};
 
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
-        let quantised = weights.codes.is_some();
+        let quantised = weights.codes.is_some() || weights.e4m3.is_some();
         let mut forward = Forward::new(device, config, weights, tokens.len())?;
         assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
         let codes = forward.compact_bytes();

@@ -212,12 +212,13 @@ impl Findings {
             let has_gemms = has_gemms(&card);
             let kept = kept.filter(|_| card.capabilities.is_some_and(|of| of.has_decode_kernel()));
             let room = card.memory.saturating_sub(DRIVER_BYTES);
+            let coded = footprint.coded(config, kept);
             Card {
                 device: format!("cuda:{}", card.ordinal),
                 name: card.name,
                 memory_bytes: card.memory,
                 compute_capability: format!("{}.{}", card.capability.0, card.capability.1),
-                fits: memory.working_bytes + footprint.coded(config, kept).weights <= room,
+                fits: coded.working + coded.weights <= room,
                 longest_context: longest_context(config, room, has_gemms, kept),
             }
         });

@@ -75,6 +75,9 @@ pub unsafe fn attend_batch(p: BatchedStep) {
         warp::sync_warp();
         dependent_launch::wait();
         dependent_launch::allow_next();
+        if !p.best.is_null() {
+            p.zero_best(WARPS * 32);
+        }
         let number = thread::block_idx_x() * WARPS + warp_id;
         let assigned = p.assignments.at(4 * number as usize);
         let assignment = if p.is_scheduled == 0 {

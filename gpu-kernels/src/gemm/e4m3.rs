@@ -18,17 +18,16 @@
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::wgmma::{self, Cores, Operand};
-use cuda_std::{Global, bulk, math, tensor, thread};
+use cuda_std::{Global, bulk, kernel, math, tensor, thread};
 
-use super::epilogue::{Epilogue, Half, elected};
+use super::epilogue::{Add, Epilogue, Half, Next, Qkv, SwiGlu, Write, elected};
 use super::{BOX_BYTES, DEPTH, Gemm, Inputs, STEP_BYTES, Tiles, WEIGHT_ROWS, X_BYTES, free, gemm_of, wait};
-use super::{GROUP_ROWS, TILE_ROWS};
+use super::{GROUP_ROWS, THREADS, TILE_ROWS};
+use crate::e4m3::GROUP;
 use crate::linear::N_TILE;
 use crate::ring::{Ring, Shape};
 use crate::stream::TOGETHER;
 
-/// Inputs that share a scale.
-pub const GROUP: u32 = 128;
 const _: () = assert!(GROUP == 2 * DEPTH && TOGETHER * N_TILE == WEIGHT_ROWS && WEIGHT_ROWS == 128);
 
 /// Where scales lie.
@@ -37,8 +36,7 @@ const _: () = assert!(GROUP == 2 * DEPTH && TOGETHER * N_TILE == WEIGHT_ROWS && 
 pub struct E4m3 {
     /// `[groups, x_rows]`: of each row, with room for whole tiles of rows.
     pub x_scales: Global<f32>,
-    /// `[weight rows / 128, groups, 4]`: of 128 weight rows; of a gated matrix first the gates', then the ups'. The
-    /// last two of four are not read.
+    /// The matrix's [`Weights::scales`](crate::e4m3::Weights::scales).
     pub w_scales: Global<f32>,
     /// Rows that there is room for: whole tiles.
     pub x_rows: u32,
@@ -50,7 +48,8 @@ pub struct E4m3 {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct GemmE4m3 {
-    /// Its `x` and `stream` have pairs of codes, its `k` counts pairs.
+    /// Its `x` and `stream` have pairs of codes. Its `k` counts pairs, 64 for each of the [groups](E4m3::groups): what
+    /// is beyond the matrix's inputs are zeros of the map and of the stream, with scales of zero.
     pub gemm: Gemm,
     /// The scales.
     pub scales: E4m3,
@@ -166,6 +165,17 @@ impl Operands {
     }
 }
 
+/// The next tile's GEMMs begin when a tile is finished: the sums have two sets of registers, as of two tiles.
+struct Apart;
+
+impl Next for Apart {
+    #[inline(always)]
+    unsafe fn begin(&mut self) {}
+
+    #[inline(always)]
+    unsafe fn step(&mut self) {}
+}
+
 impl Inputs for E4m3 {
     // Swizzled rows begin at multiples of 1,024.
     const TAIL_BYTES: u32 = 1024;
@@ -215,7 +225,7 @@ impl Inputs for E4m3 {
                 operands.tile::<E, DOWN, ACROSS>(&mut ring, p.slices());
                 let ahead = E::ahead::<128>(p, &half, inside, early);
                 if inside {
-                    E::finish::<128>(p, &mut half, ahead, &mut ());
+                    E::finish::<128>(p, &mut half, ahead, &mut Apart);
                 }
             }
             if elected() {
@@ -233,4 +243,22 @@ impl Inputs for E4m3 {
 pub unsafe fn gemm_e4m3<E: Epilogue, const DOWN: u32, const ACROSS: u32>(p: &GemmE4m3) {
     // SAFETY: the caller's word.
     unsafe { gemm_of::<E, E4m3, 128, DOWN, ACROSS>(&p.gemm, p.scales) }
+}
+
+macro_rules! kernels {
+    ($($epilogue:ident: $what:literal, $name:ident;)*) => { $(
+        #[doc = concat!($what, " Of e4m3.")]
+        #[kernel(threads = THREADS, min_blocks = 1)]
+        pub unsafe fn $name(p: GemmE4m3) {
+            // SAFETY: the caller's word.
+            unsafe { gemm_e4m3::<$epilogue, 1, 1>(&p) }
+        }
+    )* };
+}
+
+kernels! {
+    Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", gemm_qkv_e4m3;
+    Write: "`y = x · wᵀ`, sums of each row times its factor.", gemm_write_e4m3;
+    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", gemm_swiglu_e4m3;
+    Add: "The residual stream plus `x · wᵀ`.", gemm_add_e4m3;
 }

@@ -53,6 +53,7 @@ use crate::device::{Device, Mapped, Marker, Timer};
 use crate::draft::NgramDraft;
 use crate::forward::{Footprint, Forward};
 use crate::masks::Masks;
+use crate::quantized::Kept;
 use crate::sampler::Sampler;
 use crate::tuning::DRAFT_COST;
 use crate::weights::DeviceWeights;
@@ -156,7 +157,8 @@ impl GpuBatch {
             let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
                 .coded(config, kept);
             Footprint { working: least.working + SPARE, ..least }.left_on(device, context)?;
-            let pages = sizes.pages(config, device, &options, least.weights)?;
+            let in_e4m3 = kept.is_some_and(|kept: Kept| kept.coding.in_blocks);
+            let pages = sizes.pages(config, device, &options, in_e4m3, least.weights)?;
             let tier = sizes.host_pages(config, &options, pages)?;
             if device.is_emulator() {
                 // It keeps note of what was written, 2 bytes for 16.
@@ -185,7 +187,8 @@ impl GpuBatch {
     ) -> Result<Self, Error> {
         let sizes = BatchSizes::new(device, context, &options, prompts_apart);
         let has_decode = prompts_apart && device.has_decode_kernel();
-        let pages = sizes.pages(config, device, &options, if has_decode { DECODE_BYTES } else { 0 })?;
+        let pages =
+            sizes.pages(config, device, &options, weights.e4m3.is_some(), if has_decode { DECODE_BYTES } else { 0 })?;
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
         if has_decode && forward.prepare_decode()? {
             forward.prepare_batched()?;

@@ -337,7 +337,9 @@ impl Forward {
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
         // Those take whole tiles of rows.
-        if pass.most_rows >= of.many.from && self.room.rows.is_multiple_of(TILE_ROWS_OF_GEMM as usize) {
+        if self.coded.is_some()
+            || pass.most_rows >= of.many.from && self.room.rows.is_multiple_of(TILE_ROWS_OF_GEMM as usize)
+        {
             return self.enqueue_many(of, decode, pass, tiles);
         }
         let count = of.kinds.len() as u32 - u32::from(pass.output == RowOutput::None);
@@ -466,12 +468,21 @@ impl Forward {
         };
         // SAFETY: every address is a buffer of self or of the model, of the size that the parameter block states, with
         // room for whole tiles of rows.
-        unsafe { d.launch::<embedding::embed_spans>((1, pass.most_rows), 0, w.embedding(pass.rows, residual))? };
+        unsafe {
+            match &self.coded {
+                Some(coded) => self.enqueue_coded_embedding(coded, pass)?,
+                None => d.launch::<embedding::embed_spans>((1, pass.most_rows), 0, w.embedding(pass.rows, residual))?,
+            }
+        }
         let last = w.layers.len() - 1;
         for i in 0..=last {
             w.make_layer(d, i)?;
             for operator in c.layer_plan().operators() {
                 match operator {
+                    Operator::Gemm(gemm) if let Some(coded) = &self.coded => {
+                        // SAFETY: likewise.
+                        unsafe { self.enqueue_coded_gemm(coded, pass.most_rows, i, &gemm, false)? };
+                    }
                     // Done with the head, below.
                     Operator::Gemm(gemm) if i == last && gemm.matrix == plan::Matrix::Down => {}
                     Operator::Gemm(gemm) => {
@@ -489,10 +500,14 @@ impl Forward {
                 }
             }
         }
-        // The last GEMM and the head: best tokens are found behind a grid barrier.
-        let count = if pass.output == RowOutput::None { 1 } else { 2 };
-        let end = self.batched_step(of, decode, pass, tiles, (LAYER_PHASES * (last + 1), count));
-        self.launch_batched(of, pass, end)?;
+        // The last GEMM, unless that was a launch as well, and the head.
+        let head = LAYER_PHASES * (last + 1) + 1;
+        let first = if self.coded.is_some() { head } else { head - 1 };
+        let count = (head - first) as u32 + u32::from(pass.output != RowOutput::None);
+        if count > 0 {
+            let end = self.batched_step(of, decode, pass, tiles, (first, count));
+            self.launch_batched(of, pass, end)?;
+        }
         Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
     }
 
@@ -508,7 +523,10 @@ impl Forward {
         let (c, many) = (&self.config, &of.many);
         let step = self.batched_step(of, decode, pass, tiles, (LAYER_PHASES * layer + 2, 1));
         let (assignments, is_scheduled) = (many.assignments.ptr_mut(), u32::from(layer > 0));
-        let step = BatchedStep { assignments, is_scheduled, best: Default::default(), ..step };
+        // Where the head has a launch of its own, the best tokens are zeroed here.
+        let zeroes = self.coded.is_some() && layer + 1 == self.config.num_hidden_layers;
+        let best = if zeroes { step.best } else { Default::default() };
+        let step = BatchedStep { assignments, is_scheduled, best, ..step };
         let group = (c.num_attention_heads / c.num_key_value_heads) as u32;
         if tiles.count < pass.most_rows || group > BatchedStep::ATTEND_PAIRS {
             // Several rows of a sequence, or more query heads than that kernel takes.

@@ -5,6 +5,7 @@ use gpu_kernels::kv::{self, HEAD_DIM};
 use gpu_kernels::step::MAX_ROWS;
 use model::Config;
 
+use super::coded::Coded;
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::Device;
@@ -44,6 +45,8 @@ pub struct Footprint {
     pub weights: u64,
     /// Bytes of cache, tables and activations.
     pub working: u64,
+    /// What models in e4m3 take beside that.
+    pub(crate) of_e4m3: u64,
 }
 
 /// Rounds a context up to whole pages.
@@ -61,7 +64,14 @@ impl Footprint {
     /// The same with codes of the layers' matrices, if there are such.
     #[must_use]
     pub fn coded(self, config: &Config, kept: Option<Kept>) -> Self {
-        Self { weights: DeviceWeights::bytes(config, kept), ..self }
+        let in_e4m3 = kept.is_some_and(|kept| kept.coding.in_blocks);
+        Self { weights: DeviceWeights::bytes(config, kept), ..self }.with_activations(in_e4m3)
+    }
+
+    /// The same with activations as codes, of models in e4m3.
+    #[must_use]
+    pub(crate) fn with_activations(self, in_e4m3: bool) -> Self {
+        if in_e4m3 { Self { working: self.working + self.of_e4m3, of_e4m3: 0, ..self } } else { self }
     }
 
     /// Bytes of a device's free memory that it leaves, with a cache for `context` tokens; none of the emulator.
@@ -70,7 +80,7 @@ impl Footprint {
     /// [`Error::ModelTooLarge`], or a driver error.
     pub fn left_on(self, device: &Device, context: usize) -> Result<Option<u64>, Error> {
         let Some(free) = device.free_memory()? else { return Ok(None) };
-        let Self { weights, working: cache } = self;
+        let Self { weights, working: cache, .. } = self;
         let too_large = || Error::ModelTooLarge { device: device.name().into(), weights, cache, context, free };
         free.checked_sub(weights + cache).map(Some).ok_or_else(too_large)
     }
@@ -87,7 +97,12 @@ impl Footprint {
             + partial
             + activations
             + rows * (config.intermediate_size * 2 + config.vocab_size * 4);
-        let prefill = prefill.map_or(0, |rows| Prefill::bytes(config, rows));
-        Self { weights: DeviceWeights::bytes(config, None), working: working as u64 + prefill }
+        let of_prompts = prefill.map_or(0, |rows| Prefill::bytes(config, rows));
+        let codes = prefill.map_or(0, |rows| Prefill::code_bytes(config, rows));
+        Self {
+            weights: DeviceWeights::bytes(config, None),
+            working: working as u64 + of_prompts,
+            of_e4m3: Coded::bytes(config, rows) + codes,
+        }
     }
 }

@@ -10,6 +10,7 @@ use model::plan::Matrix;
 use super::Forward;
 use crate::Error;
 use crate::device::{Buffer, Device};
+use crate::e4m3::E4m3;
 use crate::stream::n_tiles;
 use crate::weights::{DeviceLayer, DeviceWeights};
 
@@ -63,7 +64,7 @@ pub(super) fn check_weights(
     weights: &DeviceWeights,
     times: usize,
 ) -> Result<(), Error> {
-    let DeviceWeights { embed, layers, norm, stream, codes } = weights;
+    let DeviceWeights { embed, layers, norm, stream, codes, e4m3 } = weights;
     let (hidden, head_dim) = (config.hidden_size, config.head_dim);
     let check = |what: &'static str, weight: &Buffer<bf16>, expected: usize| {
         let found = if weight.device().is_same_card(device) { weight.len() } else { 0 };
@@ -109,10 +110,11 @@ pub(super) fn check_weights(
         }
         optional("bias of the projections", qkv_bias, if config.traits.qkv_bias { config.qkv_size() } else { 0 })?;
     }
-    let found = codes.as_ref().map(|codes| codes.bytes() as usize);
-    let expected = codes.as_ref().map(|codes| codes.coding().bytes_of(config, device.sms()) as usize);
-    match (found, expected) {
-        (Some(found), Some(expected)) if found != expected => {
+    let codes = codes.as_ref().map(|codes| (codes.bytes(), codes.coding().bytes_of(config, device.sms())));
+    let e4m3 = e4m3.as_ref().map(|codes| (codes.bytes(), E4m3::bytes_of(config, device.sms())));
+    match codes.or(e4m3) {
+        Some((found, expected)) if found != expected => {
+            let (found, expected) = (found as usize, expected as usize);
             Err(Error::Weights { what: "codes of the layers' matrices", found, expected })
         }
         _ => Ok(()),

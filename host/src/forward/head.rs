@@ -90,12 +90,12 @@ impl HeadWeights {
     /// not.
     pub(crate) fn footprint(head: &EagleHead, capacity: usize, has_prefill: bool) -> Footprint {
         let (config, hidden) = (Self::config_of(head), head.config.hidden_size);
-        let Footprint { weights, working } = Footprint::of(&config, capacity, false);
+        let Footprint { weights, working, .. } = Footprint::of(&config, capacity, false);
         let own = if head.weights().embed.is_some() { head.config.vocab_size * hidden } else { 0 };
         let more = STATES as usize * hidden * hidden + config.qkv_size() * hidden + own;
         let prompt_rows = if has_prefill { prefill::rows(capacity) } else { MAX_ROWS as usize };
         let rows = (MAX_ROWS as usize * hidden * 14) as u64 + Forward::states_bytes(prompt_rows, hidden);
-        Footprint { weights: weights + 2 * more as u64, working: working + rows }
+        Footprint { weights: weights + 2 * more as u64, working: working + rows, of_e4m3: 0 }
     }
 
     /// Memory for the matrices of a head with this config.
@@ -151,6 +151,7 @@ impl HeadWeights {
                 norm: copy(&[w.norm])?,
                 stream,
                 codes: None,
+                e4m3: None,
             },
             taps,
             targets: device.upload(head.targets())?,

@@ -34,7 +34,7 @@ type Launch<P> = unsafe fn(&Device, (u32, u32), u32, P) -> Result<(), Error>;
 impl Forward {
     /// From now on, [`enqueue`](Self::enqueue) runs `norms`, or `silu` and its multiplication, in launches of their
     /// own, by kernels that the caller brings: for measuring what it gains that it does not. The results differ in
-    /// their last bits.
+    /// their last bits. Models in e4m3 do not.
     ///
     /// # Safety
     /// The kernels keep to what [`RmsNorm`] and [`SiluMul`] say of their parameters.
@@ -74,7 +74,10 @@ impl Forward {
         // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self
         // outlives the work because freeing device memory waits for it.
         unsafe {
-            self.device.launch::<embedding::embed>((1, most_rows), 0, self.embed(rows))?;
+            match &self.coded {
+                Some(coded) => self.enqueue_coded_embedding(coded, pass)?,
+                None => self.device.launch::<embedding::embed>((1, most_rows), 0, self.embed(rows))?,
+            }
             self.take_states(pass, 0)?;
             self.enqueue_layers(pass)
         }
@@ -103,7 +106,11 @@ impl Forward {
                 self.weights.make_layer(d, i)?;
                 for operator in plan.operators() {
                     match operator {
-                        Operator::Gemm(gemm) => self.launch_gemm(rows, most_rows, i, &gemm)?,
+                        Operator::Gemm(gemm) => match &self.coded {
+                            // Attention of this path leaves rows as they come.
+                            Some(coded) => self.enqueue_coded_gemm(coded, most_rows, i, &gemm, true)?,
+                            None => self.launch_gemm(rows, most_rows, i, &gemm)?,
+                        },
                         Operator::Heads(_) => {
                             let split = self.split_heads(rows, i);
                             let blocks = split.heads().div_ceil(qkv::HEADS_PER_BLOCK);
@@ -114,7 +121,9 @@ impl Forward {
                 }
                 self.take_states(pass, i + 1)?;
             }
-            if let Some(first_row) = output.first() {
+            if let (Some(first_row), Some(coded)) = (output.first(), &self.coded) {
+                self.enqueue_coded_head(coded, pass, first_row)?;
+            } else if let Some(first_row) = output.first() {
                 self.launch_norm(most_rows, &self.weights.norm)?;
                 let head = Linear { first_row, ..self.head(rows, self.scaled.ptr(), self.input_norm()) };
                 self.launch_linear(self.config.head().epilogue, most_rows - first_row, head)?;

@@ -49,9 +49,9 @@ pub struct MatrixOutline {
     pub format_bytes: u64,
     /// Whether they are quantised, in the files or while loading.
     pub quantized: bool,
-    /// What the codes of all of them are, and how many inputs share a scale at least; none where they differ, or some
-    /// have none.
-    pub codes: Option<(Code, usize)>,
+    /// What the codes of all of them are, and how many outputs and inputs share a scale at least; none where they
+    /// differ, or some have none.
+    pub codes: Option<(Code, [usize; 2])>,
 }
 
 impl Outline {
@@ -121,12 +121,17 @@ impl Store {
             }
         };
         let codes = match id {
-            WeightId::Quantized(id) => Some((id.format.code(), id.format.group(id.shape[1]))),
+            WeightId::Quantized(id) => {
+                let [outputs, inputs] = id.shape;
+                Some((id.format.code(), [id.format.outputs_of_scale(outputs), id.format.group(inputs)]))
+            }
             WeightId::Plain(_) => None,
         };
         kind.codes = match (kind.codes, codes) {
             (_, codes) if kind.weights == 0 => codes,
-            (Some((a, group)), Some((b, other))) if a == b => Some((a, group.min(other))),
+            (Some((a, [outputs, inputs])), Some((b, other))) if a == b => {
+                Some((a, [outputs.min(other[0]), inputs.min(other[1])]))
+            }
             _ => None,
         };
         if !kind.format.split("; ").any(|known| known == format) {

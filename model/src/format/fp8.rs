@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Both are what a code is multiplied with, whatever the name says. Scales of activations, if there are any, are left
-//! alone: activations are not rounded to FP8.
+//! alone: who rounds activations to FP8 finds scales for them.
 
 use std::ops::Range;
 
@@ -61,6 +61,10 @@ impl WeightFormat for Fp8 {
 
     fn group(&self, inputs: usize) -> usize {
         self.inputs.unwrap_or(inputs)
+    }
+
+    fn outputs_of_scale(&self, outputs: usize) -> usize {
+        self.outputs.unwrap_or(outputs)
     }
 
     fn scale_part(&self) -> usize {

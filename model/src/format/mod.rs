@@ -123,6 +123,11 @@ pub trait WeightFormat: fmt::Debug + Send + Sync {
     /// Inputs that share a scale, of a matrix with `inputs` of them; the last group may be shorter.
     fn group(&self, inputs: usize) -> usize;
 
+    /// Outputs that share a scale, of a matrix with `outputs` of them; the last ones may be fewer.
+    fn outputs_of_scale(&self, _outputs: usize) -> usize {
+        1
+    }
+
     /// Outputs that are read together: [`read`](Self::read) is asked for ranges that begin at a multiple.
     fn unit(&self) -> usize {
         1

@@ -53,6 +53,13 @@ impl WeightFormat for Rounded {
         BLOCK
     }
 
+    fn outputs_of_scale(&self, _outputs: usize) -> usize {
+        match self {
+            Self::Fp8 => BLOCK,
+            Self::Int4 => 1,
+        }
+    }
+
     fn unit(&self) -> usize {
         match self {
             Self::Fp8 => BLOCK,

@@ -158,6 +158,11 @@ impl<'a> QuantizedMatrix<'a> {
         self.format().group(self.shape()[1])
     }
 
+    /// Outputs and inputs that share a scale.
+    pub fn block(&self) -> [usize; 2] {
+        [self.format().outputs_of_scale(self.shape()[0]), self.group()]
+    }
+
     /// The number format of its scales.
     pub fn scale_dtype(&self) -> Dtype {
         self.format().scale_dtype(self)

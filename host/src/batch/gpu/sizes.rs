@@ -63,14 +63,22 @@ impl BatchSizes {
         Capacity::batch(self.context, self.sequences, pages, self.sequences.max(LEAST_ROWS))
     }
 
-    /// Pages of the cache, when `coming` bytes are not there yet.
-    pub fn pages(&self, config: &Config, device: &Device, options: &BatchOptions, coming: u64) -> Result<usize, Error> {
+    /// Pages of the cache of a model in e4m3 or not, when `coming` bytes are not there yet.
+    pub fn pages(
+        &self,
+        config: &Config,
+        device: &Device,
+        options: &BatchOptions,
+        in_e4m3: bool,
+        coming: u64,
+    ) -> Result<usize, Error> {
         let one = self.context.div_ceil(PAGE_TOKENS);
         let wanted = options.cache_tokens.map(|tokens| (tokens / PAGE_TOKENS).max(one));
         let Some(free) = device.free_memory()? else {
             return Ok(wanted.unwrap_or(one * self.sequences).min(Self::most_pages(config)));
         };
-        let besides = Footprint::of_room(config, &self.room(0), self.prompt_rows()).working + coming + SPARE;
+        let working = Footprint::of_room(config, &self.room(0), self.prompt_rows()).with_activations(in_e4m3).working;
+        let besides = working + coming + SPARE;
         let page = KvCache::page_bytes(config) as u64;
         let room = ((free.saturating_sub(besides) / page) as usize).min(Self::most_pages(config));
         let pages = wanted.unwrap_or(room.min(one * self.sequences));

@@ -1,0 +1,84 @@
+//! Activations in e4m3, for GEMMs of many rows.
+
+use cuda_std::{Global, GlobalMut, bf16, dependent_launch, kernel, math, thread, warp};
+
+use super::{GROUP, codes, largest, scale_of};
+
+/// Elements of a lane.
+const OF_LANE: u32 = 16;
+/// Lanes of a group.
+const LANES: u32 = GROUP / OF_LANE;
+const THREADS: u32 = 256;
+
+/// Parameters of [`quantize_rows`]. Grid: (groups, rounded up as [`groups`](super::groups) does; [`Self::ROWS`] in the
+/// rows from the first on, rounded up).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct QuantizeRows {
+    /// `[rows, k]`, 16-byte aligned, each row in the order of [`slot`](crate::linear::slot) unless
+    /// [`in_order`](Self::in_order).
+    pub x: Global<bf16>,
+    /// `[rows, k]`, 16-byte aligned: in the order of slots, as [`e4m3`](crate::e4m3) says.
+    pub codes: GlobalMut<u8>,
+    /// `[groups, x_rows]`: of groups beyond `k` zeros.
+    pub scales: GlobalMut<f32>,
+    /// Rows from here on are quantised.
+    pub first_row: u32,
+    /// Up to here.
+    pub m: u32,
+    /// Rows that there is room for.
+    pub x_rows: u32,
+    /// Elements of a row, a multiple of [`GROUP`].
+    pub k: u32,
+    /// Whether elements lie as they come: 1 or 0.
+    pub in_order: u32,
+}
+
+impl QuantizeRows {
+    /// Rows of a block.
+    pub const ROWS: u32 = THREADS / LANES;
+}
+
+/// Codes of rows of activations, with a scale for each group of a row. It may be launched early
+/// ([`dependent_launch`]).
+#[kernel(threads = THREADS)]
+pub unsafe fn quantize_rows(p: QuantizeRows) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        dependent_launch::allow_next();
+        // A block has one group of its rows: neighbouring lanes then write neighbouring scales.
+        let (group, lane) = (thread::block_idx_x(), thread::thread_idx_x() % LANES);
+        let row = p.first_row + thread::block_idx_y() * QuantizeRows::ROWS + thread::thread_idx_x() / LANES;
+        let is_there = row < p.m && group * GROUP < p.k;
+        let first = row as usize * p.k as usize + (group * GROUP + lane * OF_LANE) as usize;
+        dependent_launch::wait();
+        let mut pairs = [0; 8];
+        if is_there {
+            if p.in_order == 0 {
+                let x = p.x.at(first);
+                let (low, high) = (x.load16(0), x.load16(8));
+                unroll!(I < 4; {
+                    pairs[I] = low[I];
+                    pairs[I + 4] = high[I];
+                });
+            } else {
+                // The slots of an instruction: four elements of every eight, of which two go to either half.
+                let x = p.x.at(first - (lane % 2 * (OF_LANE - 4)) as usize).cast::<[u32; 2]>();
+                unroll!(I < 4; {
+                    [pairs[I], pairs[I + 4]] = x.load(2 * I);
+                });
+            }
+        }
+        let mut most = largest(&pairs);
+        unroll!(I < 3; {
+            most = math::max(most, warp::shuffle_xor(most, 1 << I));
+        });
+        let [scale, inverse] = scale_of(most);
+        if is_there {
+            p.codes.at(first).cast::<u32>().store16(0, codes(&pairs, inverse));
+        }
+        if lane == 0 && row < p.m {
+            p.scales.store((group * p.x_rows + row) as usize, scale);
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! Matrices of e4m3 in blocks of 128 × 128, and the activations that meet them (see `gpu_kernels::e4m3`): what FP8
+//! checkpoints of such blocks multiply on Hopper.
+//!
+//! On the way of a checkpoint to the device every weight becomes the bf16 that it means, and [`Collector`] keeps the
+//! scales. From both the device finds a matrix's codes again, and checks that they make the very weights. The codes are
+//! all that is kept of the layers.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use cuda_std::Global;
+use gpu_kernels::e4m3::{self, EncodeE4m3, GROUP, QuantizeRows, encode_e4m3, quantize_rows, scales_len};
+use gpu_kernels::gemm::{self as gemm_kernels, Gemm, GemmE4m3, TILE_ROWS};
+use gpu_kernels::linear::N_TILE;
+use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, StreamMatrix};
+use half::bf16;
+use model::format::Codes;
+use model::plan::{self, Input, Matrix};
+use model::{Config, Weight, Weights};
+
+use crate::Error;
+use crate::device::{Buffer, Device, TensorMaps};
+use crate::gemm::{self, Epilogue};
+use crate::stream::{Stream, chunks, n_tiles};
+
+/// Outputs and inputs of a block.
+pub const BLOCK: usize = GROUP as usize;
+/// Words of a scale's place: see [`e4m3::Weights::scales`].
+const WORDS: usize = 4;
+
+/// N-tiles and inputs of the layers' matrices.
+fn layers(config: &Config) -> impl Iterator<Item = (u32, u32)> {
+    config.gemms().filter(|gemm| gemm.matrix != Matrix::Head).map(|gemm| n_tiles(&gemm))
+}
+
+/// The same, of pairs of codes.
+fn pairs(config: &Config) -> impl Iterator<Item = (u32, u32)> {
+    layers(config).map(|(n_tiles, k)| (n_tiles, k / 2))
+}
+
+/// The codes of a model's layers, on a device.
+pub struct E4m3 {
+    codes: Stream,
+    scales: Mutex<Buffer<f32>>,
+    /// Where they are.
+    scales_at: Global<f32>,
+    /// Where each matrix's begin, and the last one's end.
+    offsets: Vec<usize>,
+    /// How many weights are none that their scales make.
+    strange: Buffer<u32>,
+}
+
+impl E4m3 {
+    /// Memory for the codes of a model's layers.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn new(device: &Device, config: &Config) -> Result<Self, Error> {
+        let mut offsets = vec![0];
+        for (n_tiles, k) in layers(config) {
+            offsets.push(offsets[offsets.len() - 1] + scales_len(n_tiles, k) as usize);
+        }
+        let scales = device.zeroed(offsets[offsets.len() - 1])?;
+        Ok(Self {
+            codes: Stream::new(device, pairs(config))?,
+            scales_at: scales.ptr(),
+            scales: Mutex::new(scales),
+            offsets,
+            strange: device.zeroed(1)?,
+        })
+    }
+
+    /// Enqueues that the codes of matrix `number` are found, which is `from` by then, with these
+    /// [scales](e4m3::Weights::scales).
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If there is no such matrix, or there are not so many scales: a bug of the caller.
+    pub fn find(&self, device: &Device, number: usize, from: StreamMatrix, scales: &[f32]) -> Result<(), Error> {
+        let (to, at) = (self.codes.matrices()[number], self.offsets[number]);
+        assert_eq!(scales.len(), self.offsets[number + 1] - at, "scales of matrix {number}");
+        assert_eq!((from.n_tiles, from.k), (to.n_tiles, 2 * to.k), "matrix {number}");
+        self.scales.lock().unwrap_or_else(PoisonError::into_inner).write(at, scales)?;
+        let (codes, strange) = (self.codes.weights().ptr_mut(), self.strange.ptr_mut());
+        let encode = EncodeE4m3 { from, to, codes, scales: self.scales_of(number), strange };
+        // SAFETY: the stream holds the matrix, there are scales for it, and the codes have room for its chunks.
+        unsafe { device.launch::<encode_e4m3>((from.n_tiles, to.k.div_ceil(CHUNK_FEATURES)), 0, encode) }
+    }
+
+    /// Whether all codes that were found make the very weights. Waits for the device.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn is_exact(&self) -> Result<bool, Error> {
+        let mut found = [0];
+        self.strange.read(0, &mut found)?;
+        Ok(found == [0])
+    }
+
+    /// Where a matrix's scales are.
+    fn scales_of(&self, number: usize) -> Global<f32> {
+        // SAFETY: within the buffer.
+        unsafe { self.scales_at.at(self.offsets[number]) }
+    }
+
+    /// What kernels take that read all matrices.
+    pub fn weights(&self) -> e4m3::Weights {
+        e4m3::Weights { codes: self.codes.weights().ptr(), scales: self.scales_at }
+    }
+
+    /// Bytes of all of it.
+    pub fn bytes(&self) -> u64 {
+        2 * self.codes.weights().len() as u64 + 4 * self.offsets[self.offsets.len() - 1] as u64
+    }
+
+    /// Bytes of those of a model, laid out for `blocks` blocks.
+    pub fn bytes_of(config: &Config, blocks: u32) -> u64 {
+        let scales: u64 = layers(config).map(|(n_tiles, k)| 4 * u64::from(scales_len(n_tiles, k))).sum();
+        chunks(pairs(config), blocks) * u64::from(CHUNK_BYTES) + scales
+    }
+}
+
+/// The scales of a matrix of so many weight rows and inputs all of whose blocks have this one.
+pub fn uniform_scales([rows, k]: [usize; 2], scale: f32) -> Vec<f32> {
+    let groups = e4m3::groups(k as u32) as usize;
+    let of_group = |group: usize| if group < k / BLOCK { [scale, scale, 0.0, 0.0] } else { [0.0; WORDS] };
+    (0..rows.div_ceil(BLOCK) * groups).flat_map(|i| of_group(i % groups)).collect()
+}
+
+/// Gathers the scales of a checkpoint while it is read.
+pub struct Collector {
+    /// Of each matrix the scales' bits, as [`e4m3::Weights::scales`].
+    matrices: Vec<Vec<AtomicU32>>,
+    /// Of each weight, by where it is.
+    places: HashMap<usize, Place>,
+}
+
+/// Where a weight's blocks are among those of its matrix.
+#[derive(Clone, Copy)]
+struct Place {
+    matrix: usize,
+    /// The first one, of matrices one after another.
+    first: usize,
+    /// Of gate and up, which of the two: 128 weight rows have 64 of each.
+    half: Option<usize>,
+    inputs: usize,
+}
+
+impl Collector {
+    /// For a checkpoint's weights, which are in such blocks.
+    pub fn new(weights: &Weights<Weight<'_>>) -> Self {
+        let (mut matrices, mut places) = (Vec::new(), HashMap::new());
+        for (layer, kind) in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| (layer, kind))) {
+            let (mut rows, mut inputs) = (0, 0);
+            for (part, weight) in layer.parts(kind).into_iter().enumerate() {
+                inputs = weight.shape()[1];
+                let half = (kind == Matrix::GateUp).then_some(part);
+                let place = Place { matrix: matrices.len(), first: rows / BLOCK, half, inputs };
+                places.insert(std::ptr::from_ref(weight).addr(), place);
+                rows += weight.shape()[0];
+            }
+            let words = scales_len((rows as u32).div_ceil(N_TILE), inputs as u32);
+            matrices.push((0..words).map(|_| AtomicU32::new(0)).collect());
+        }
+        Self { matrices, places }
+    }
+
+    /// Takes the scales of some rows of a weight; those of others are of no interest.
+    pub fn take(&self, weight: &Weight<'_>, rows: Range<usize>, codes: &Codes) {
+        let Some(place) = self.places.get(&std::ptr::from_ref(weight).addr()) else { return };
+        let (groups, words) = (place.inputs / BLOCK, WORDS * e4m3::groups(place.inputs as u32) as usize);
+        let matrix = &self.matrices[place.matrix];
+        let start = rows.start;
+        // All rows of a block have the same.
+        for row in rows.filter(|row| *row == start || row.is_multiple_of(BLOCK)) {
+            let scales = &codes.scales[(row - start) * groups..][..groups];
+            let block = row / BLOCK;
+            let put = |block: usize, which: Range<usize>| {
+                for (to, scale) in matrix[block * words..].chunks_exact(WORDS).zip(scales) {
+                    to[which.clone()].iter().for_each(|word| word.store(scale.to_bits(), Ordering::Relaxed));
+                }
+            };
+            match place.half {
+                None => put(place.first + block, 0..2),
+                Some(half) => [2 * block, 2 * block + 1].into_iter().for_each(|block| put(block, half..half + 1)),
+            }
+        }
+    }
+
+    /// The scales of a matrix, once all of its rows were read.
+    pub fn scales(&self, number: usize) -> Vec<f32> {
+        self.matrices[number].iter().map(|word| f32::from_bits(word.load(Ordering::Relaxed))).collect()
+    }
+}
+
+/// Activations as codes: those that the next GEMM of e4m3 multiplies.
+pub(crate) struct Activations {
+    codes: Buffer<u8>,
+    scales: Buffer<f32>,
+    /// Of the codes, for each kind of input.
+    maps: TensorMaps,
+    /// Elements of a row, likewise.
+    sizes: [usize; 3],
+    /// Whole tiles.
+    rows: usize,
+}
+
+/// Where a kind of input is among [maps](Activations::maps).
+const fn place(input: Input) -> usize {
+    match input {
+        Input::Normed => 0,
+        Input::Attended => 1,
+        Input::Activation => 2,
+    }
+}
+
+impl Activations {
+    fn sizes(config: &Config) -> [usize; 3] {
+        [config.hidden_size, config.query_size(), config.intermediate_size]
+    }
+
+    /// Bytes for passes over up to so many rows.
+    pub fn bytes(config: &Config, rows: usize) -> u64 {
+        let most = Self::sizes(config).into_iter().max().unwrap_or(0);
+        let row = most + 4 * e4m3::groups(most as u32) as usize;
+        (rows.next_multiple_of(TILE_ROWS as usize) * row) as u64
+    }
+
+    /// Allocates everything for passes over up to so many rows.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn new(device: &Device, config: &Config, rows: usize) -> Result<Self, Error> {
+        let (rows, sizes) = (rows.next_multiple_of(TILE_ROWS as usize), Self::sizes(config));
+        let most = sizes.into_iter().max().unwrap_or(0);
+        let codes: Buffer<u8> = device.zeroed(rows * most)?;
+        let matrices = sizes.map(|size| gemm::rows(codes.ptr().cast(), rows, size / 2));
+        Ok(Self {
+            maps: device.tensor_maps(&matrices)?,
+            scales: device.zeroed(rows * e4m3::groups(most as u32) as usize)?,
+            codes,
+            sizes,
+            rows,
+        })
+    }
+
+    /// Enqueues that rows of `x` are the codes that come next: those from the first on, up to the second. They lie in
+    /// the order of [`slot`](gpu_kernels::linear::slot), or `in_order`.
+    ///
+    /// # Safety
+    /// As [`Device::launch_early`]: `x` has so many rows of the input.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub unsafe fn quantize(
+        &self,
+        device: &Device,
+        input: Input,
+        x: Global<bf16>,
+        [first_row, m]: [u32; 2],
+        in_order: bool,
+    ) -> Result<(), Error> {
+        debug_assert!(m as usize <= self.rows, "{m} rows, and room for {}", self.rows);
+        let k = self.sizes[place(input)] as u32;
+        let params = QuantizeRows {
+            x,
+            codes: self.codes.ptr_mut(),
+            scales: self.scales.ptr_mut(),
+            first_row,
+            m,
+            x_rows: self.rows as u32,
+            k,
+            in_order: in_order.into(),
+        };
+        let blocks = m.saturating_sub(first_row).div_ceil(QuantizeRows::ROWS);
+        if blocks == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's word; there is room for so many rows.
+        unsafe { device.launch_early::<quantize_rows>((e4m3::groups(k), blocks), 0, params) }
+    }
+
+    /// Enqueues a GEMM of the codes, which are its input's: `p` holds all but operands.
+    ///
+    /// # Safety
+    /// As [`gemm::enqueue_e4m3`].
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub unsafe fn enqueue(
+        &self,
+        device: &Device,
+        epilogue: Epilogue,
+        weights: &E4m3,
+        (layer, gemm): (usize, &plan::Gemm),
+        p: Gemm,
+    ) -> Result<(), Error> {
+        let StreamMatrix { stream, base, blocks, n_tiles, .. } = weights.codes.matrix(layer, gemm.matrix);
+        let groups = e4m3::groups(gemm.k as u32);
+        let x = self.maps.ptr(place(gemm.input));
+        let w_scales = weights.scales_of(gemm.matrix.number(layer));
+        let gemm = Gemm { x, stream, base, blocks, n_tiles, k: groups * (GROUP / 2), ..p };
+        let scales = gemm_kernels::E4m3 { x_scales: self.scales.ptr(), w_scales, x_rows: self.rows as u32, groups };
+        // SAFETY: the caller's word.
+        unsafe { gemm::enqueue_e4m3(device, epilogue, GemmE4m3 { gemm, scales }) }
+    }
+}

@@ -1,0 +1,143 @@
+//! Passes of models whose GEMMs are of e4m3: activations become codes before each of them, and all of them are launches
+//! of [`gpu_kernels::gemm`], however many rows there are.
+
+use gpu_kernels::batch::{self, PickRows};
+use gpu_kernels::embedding;
+use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
+use gpu_kernels::linear::{Linear, N_TILE};
+use gpu_kernels::norm::{Norm, Residual};
+use gpu_kernels::qkv::SplitHeads;
+use half::bf16;
+use model::Config;
+use model::plan::{self, Epilogue, Input};
+
+use super::{Forward, Pass};
+use crate::Error;
+use crate::device::{Buffer, Device, TensorMaps};
+use crate::e4m3::Activations;
+use crate::gemm;
+
+/// What these passes need beside the memory of all passes.
+pub(super) struct Coded {
+    activations: Activations,
+    /// Of the activations that SwiGLU writes.
+    out: TensorMaps,
+    spans: Buffer<f32>,
+    /// `[rows, hidden]`: what the head reads on the unfused path.
+    for_head: Buffer<bf16>,
+}
+
+impl Coded {
+    /// Rows that GEMMs write, of a pass over so many: whole tiles.
+    pub const fn rows(rows: usize) -> usize {
+        rows.next_multiple_of(TILE_ROWS as usize)
+    }
+
+    /// Bytes that a pass over so many rows takes more than one of bf16.
+    pub fn bytes(config: &Config, rows: usize) -> u64 {
+        let (whole, hidden) = (Self::rows(rows), config.hidden_size);
+        let written = hidden * 6 + hidden / N_TILE as usize * 4 + config.intermediate_size * 2;
+        let own = (whole - rows) * written + whole * hidden / SPAN as usize * 4 + rows * hidden * 2;
+        own as u64 + Activations::bytes(config, rows)
+    }
+
+    /// For passes over up to so many rows, whose `activation` is this.
+    pub fn new(device: &Device, config: &Config, rows: usize, activation: &Buffer<bf16>) -> Result<Self, Error> {
+        let hidden = config.hidden_size;
+        Ok(Self {
+            activations: Activations::new(device, config, rows)?,
+            out: device.tensor_maps(&[gemm::out(activation.ptr(), Self::rows(rows), config.intermediate_size)])?,
+            spans: device.zeroed(Self::rows(rows) * hidden / SPAN as usize)?,
+            for_head: device.zeroed(rows * hidden)?,
+        })
+    }
+}
+
+impl Forward {
+    /// The residual stream of these passes.
+    fn coded_residual(&self, of: &Coded) -> Residual {
+        Residual { spans: of.spans.ptr_mut(), ..self.residual() }
+    }
+
+    /// Enqueues the embedding of a pass's rows.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    pub(super) unsafe fn enqueue_coded_embedding(&self, of: &Coded, pass: &Pass) -> Result<(), Error> {
+        let embed = self.weights.embedding(pass.rows, self.coded_residual(of));
+        // SAFETY: the caller's word.
+        unsafe { self.device.launch::<embedding::embed_spans>((1, pass.most_rows), 0, embed) }
+    }
+
+    /// Enqueues a GEMM of a layer, of up to `m` rows. What was attended to lies in the order of slots, or `in_order`.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    ///
+    /// # Panics
+    /// If the weights are not in e4m3: a bug of the caller.
+    pub(super) unsafe fn enqueue_coded_gemm(
+        &self,
+        of: &Coded,
+        m: u32,
+        layer: usize,
+        gemm: &plan::Gemm,
+        attended_in_order: bool,
+    ) -> Result<(), Error> {
+        let (c, w, d) = (&self.config, &self.weights, &self.device);
+        let (x, in_order) = match gemm.input {
+            Input::Normed => (self.scaled.ptr(), false),
+            Input::Attended => (self.attended.ptr(), attended_in_order),
+            Input::Activation => (self.activation.ptr(), false),
+        };
+        let epilogue = match gemm.epilogue {
+            Epilogue::Write { .. } => gemm::Epilogue::Write,
+            Epilogue::Add => gemm::Epilogue::Add,
+            Epilogue::SwiGlu => gemm::Epilogue::SwiGlu,
+        };
+        let p = Gemm {
+            x: Default::default(),
+            stream: Default::default(),
+            base: 0,
+            blocks: 0,
+            n_tiles: 0,
+            out: of.out.ptr(0),
+            y: self.qkv.ptr_mut(),
+            norm: Norm { squares: of.spans.ptr(), dim: c.hidden_size as u32, eps: c.rms_norm_eps },
+            bias: w.bias(layer, gemm),
+            heads: SplitHeads::default(),
+            residual: self.coded_residual(of),
+            next_norm: w.norm_after(layer, gemm).ptr(),
+            first_row: 0,
+            m,
+            first_feature: 0,
+            n: gemm.n as u32,
+            k: 0,
+            band: 0,
+            beside: Default::default(),
+        };
+        let weights = w.e4m3.as_ref().expect("weights in e4m3");
+        // SAFETY: the caller's word; buffers have room for whole tiles of rows.
+        unsafe {
+            of.activations.quantize(d, gemm.input, x, [0, m], in_order)?;
+            of.activations.enqueue(d, epilogue, weights, (layer, gemm), p)
+        }
+    }
+
+    /// Enqueues the head over a pass's rows from the first that is wanted on, as the unfused path does.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    pub(super) unsafe fn enqueue_coded_head(&self, of: &Coded, pass: &Pass, first_row: u32) -> Result<(), Error> {
+        let (scaled, squares) = (self.scaled.ptr(), self.squares.ptr());
+        // The same rows, with elements where the linear layers look for them; squares stay where they are.
+        let to = Residual { scaled: of.for_head.ptr_mut(), ..self.residual() };
+        let pick = PickRows { rows: Default::default(), first: 0, scaled, squares, to };
+        let head = Linear { first_row, ..self.head(pass.rows, of.for_head.ptr(), self.norm()) };
+        // SAFETY: the caller's word.
+        unsafe {
+            self.device.launch::<batch::pick_rows>((1, pass.most_rows), 0, pick)?;
+            self.launch_linear(self.config.head().epilogue, pass.most_rows - first_row, head)
+        }
+    }
+}
