@@ -45,9 +45,10 @@ use crate::linear::{K_PARTIALS, N_TILE};
 use crate::ring::{Ring, Shape};
 use crate::step::MAX_DECODE_ROWS;
 use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, N_TILES, SLICE_BYTES, SLICES, Walk};
-use crate::weights::{Fp8, Int4, Lossless, Plain, Quantized, WeightFormat};
+use crate::weights::{E4m3, Fp8, Int4, Lossless, Plain, Quantized, WeightFormat};
 use crate::workspace::Workspace;
 use consumer::Consumer;
+pub(crate) use consumer::{OfCodes, OfFragments, Products};
 pub use exchange::Exchange;
 pub(crate) use exchange::Words;
 use producer::{Units, produce};
@@ -275,6 +276,9 @@ impl DecodeStep {
 unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const TREE: bool>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
+        if F::INPUTS > 1 {
+            wgmma::declare();
+        }
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
         if count == 0 {
             return;
@@ -343,6 +347,27 @@ pub unsafe fn decode_8_lossless(p: DecodeStep) {
 pub unsafe fn decode_16_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Lossless, 2, 1, false>(&p) }
+}
+
+/// [`decode_8`], of layers in FP8 whose weights' scales are of 128 × 128: in the tensor cores' FP8.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_8_e4m3(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<E4m3, 1, 1, false>(&p) }
+}
+
+/// [`decode_16`], likewise.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_e4m3(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<E4m3, 2, 1, false>(&p) }
+}
+
+/// [`decode_tree`], likewise.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_tree_e4m3(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<E4m3, 2, 1, true>(&p) }
 }
 
 /// [`decode_8`], of layers in FP8.

@@ -1,16 +1,18 @@
 //! Formats of weights in the [decode kernel](crate::decode): how a chunk lies in memory and in a stage of the ring, and
-//! how a warp gets its fragments for the tensor core from it. Whatever the format, the fragments are bf16, and the GEMM
-//! is the same.
+//! how it is multiplied. Of most formats a warp makes fragments for the tensor core, which are bf16, and the GEMM is the
+//! same; e4m3 is multiplied as it is.
 //!
 //! | format | bits a weight | |
 //! |---|---|---|
 //! | [`Plain`] | 16 | as [`lay_out`](crate::stream::lay_out) leaves them |
 //! | [`Lossless`] | 11.1 to 11.5 | exponents in two bits, with a list of those that do not fit |
-//! | [`quantized`] FP8 | 8.25 | e4m3 codes and scales |
+//! | [`E4m3`] | 8 | FP8 codes with a scale for 128 × 128, multiplied [by such codes](crate::e4m3) |
+//! | [`quantized`] FP8 | 8.25 | FP8 codes and scales for each output, multiplied as bf16 |
 //! | [`quantized`] int4 | 4.25 | codes, scales and zeros |
 //!
-//! To add one: a type here that implements [`WeightFormat`] (and [`BatchedFormat`] for steps of many sequences), a
-//! kernel that makes it, and a line for each kernel that is to read it.
+//! To add one: a type here that implements [`WeightFormat`], and [`FragmentFormat`] if it becomes fragments (and
+//! [`BatchedFormat`] for steps of many sequences), a kernel that makes it, and a line for each kernel that is to read
+//! it.
 
 pub mod lossless;
 pub mod quantized;
@@ -22,7 +24,7 @@ pub use lossless::Lossless;
 pub(crate) use quantized::{Fp8, Int4, Quantized};
 
 use crate::batched::{BatchedStep, Phase};
-use crate::decode::DecodeStep;
+use crate::decode::{DecodeStep, OfCodes, OfFragments, Products};
 use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
 use crate::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, Wave, fragment_row};
@@ -33,9 +35,8 @@ pub(crate) type WeightFragments = [[u32; 4]; 8];
 
 /// How the decode kernels read weights.
 pub(crate) trait WeightFormat: Copy {
-    /// Whether fragments cost so much work that no two warps should make the same ones: a warp then takes all rows of
-    /// every other N-tile, and not half of the rows of every N-tile.
-    const COSTLY: bool;
+    /// What multiplies them.
+    type Products: Products<Self>;
 
     /// The format of the head's weights.
     type Head: WeightFormat;
@@ -52,8 +53,18 @@ pub(crate) trait WeightFormat: Copy {
     /// How many stages may be under way for each one of [`Plain`].
     const UNDER_WAY: u32 = 1;
 
+    /// Inputs in the place of a bf16.
+    const INPUTS: u32 = 1;
+
     /// Starts the copies of an N-tile's chunks from `q` on to a stage: a whole warp does it.
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32);
+}
+
+/// A format whose weights become fragments of bf16.
+pub(crate) trait FragmentFormat: WeightFormat {
+    /// Whether fragments cost so much work that no two warps should make the same ones: a warp then takes all rows of
+    /// every other N-tile, and not half of the rows of every N-tile.
+    const COSTLY: bool;
 
     /// The fragments of a split-K partial's slices of a chunk in this stage, which is full. `beside` is called twice,
     /// with 0 and 1, where shared memory is waited for.
@@ -70,7 +81,7 @@ pub(crate) trait WeightFormat: Copy {
 }
 
 /// How the batched decode kernels read weights.
-pub(crate) trait BatchedFormat: WeightFormat {
+pub(crate) trait BatchedFormat: FragmentFormat {
     /// How many stages have as many bytes as one of [`Plain`], or nearly.
     const STAGES: u32 = 1;
 
@@ -131,26 +142,19 @@ fn put_slice<const FIRST: usize>(weights: [[u32; 4]; 4]) {
 pub(crate) struct Plain;
 
 impl WeightFormat for Plain {
+    type Products = OfFragments;
     type Head = Self;
-    const COSTLY: bool = false;
     const MAPS: usize = 0;
 
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.
-        unsafe {
-            let from = p.stream.cast().at(wave.slice(n_tile, q * SLICES) as usize);
-            let lane = thread::opaque(thread::lane_id());
-            if lane == 0 {
-                ring.full().arrive_expect_tx(CHUNK_BYTES);
-            }
-            warp::sync_warp();
-            if lane < SLICES {
-                let to = ring.stage_buffer().at((lane * SLICE_BYTES) as usize);
-                bulk::copy_to_shared_once(to, from.at((lane * SLICES_APART) as usize), SLICE_BYTES, ring.full());
-            }
-        }
+        unsafe { Self::fill_from(p.stream, ring, wave, n_tile, q) }
     }
+}
+
+impl FragmentFormat for Plain {
+    const COSTLY: bool = false;
 
     #[inline(always)]
     unsafe fn load(
@@ -181,6 +185,24 @@ impl WeightFormat for Plain {
 }
 
 impl Plain {
+    /// Starts the copies of an N-tile's chunk of this stream.
+    #[inline(always)]
+    unsafe fn fill_from(stream: Global<bf16>, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let from = stream.cast().at(wave.slice(n_tile, q * SLICES) as usize);
+            let lane = thread::opaque(thread::lane_id());
+            if lane == 0 {
+                ring.full().arrive_expect_tx(CHUNK_BYTES);
+            }
+            warp::sync_warp();
+            if lane < SLICES {
+                let to = ring.stage_buffer().at((lane * SLICE_BYTES) as usize);
+                bulk::copy_to_shared_once(to, from.at((lane * SLICES_APART) as usize), SLICE_BYTES, ring.full());
+            }
+        }
+    }
+
     /// The stages of 8 N-tiles from `n_tile` on, of a matrix in this stream.
     #[inline(always)]
     pub unsafe fn stages_of(stream: Global<bf16>, wave: &Wave, n_tile: u32) -> StageSources {
@@ -229,5 +251,23 @@ impl BatchedFormat for Plain {
     #[inline(always)]
     unsafe fn scale_of(_: Global<Phase>) -> f32 {
         1.0
+    }
+}
+
+/// e4m3, multiplied by activations in e4m3.
+#[derive(Clone, Copy)]
+pub(crate) struct E4m3;
+
+impl WeightFormat for E4m3 {
+    type Products = OfCodes;
+    type Head = Plain;
+    const OTHER_HEAD: bool = true;
+    const MAPS: usize = 0;
+    const INPUTS: u32 = 2;
+
+    #[inline(always)]
+    unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
+        // SAFETY: the caller's word.
+        unsafe { Plain::fill_from(p.e4m3.codes, ring, wave, n_tile, q) }
     }
 }

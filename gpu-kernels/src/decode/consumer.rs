@@ -1,5 +1,6 @@
 //! What the consumers do with the chunks: GEMMs with their epilogues, and the grid barriers between them.
 
+mod e4m3;
 mod one;
 mod outputs;
 
@@ -17,7 +18,8 @@ use crate::norm::Norm;
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 use crate::waiting;
-use crate::weights::{WeightFormat, WeightFragments};
+use crate::weights::{FragmentFormat, WeightFormat, WeightFragments};
+pub use e4m3::OfCodes;
 pub use one::{ONE_BYTES, factors};
 pub use outputs::pair_with_next;
 use outputs::{Addend, Output};
@@ -61,7 +63,7 @@ unsafe fn release(chunk: Ring, arrives: bool) {
 
 /// What falls to a warp: of the GEMMs' [split-K partials](crate::linear#order) the one numbered `k_split`, whose slices
 /// of a chunk are `k_split` and `k_split + 4`. A split-K partial's two warps, one of each half of the block, deal
-/// N-tiles between them if rows are one tile of 8, or fragments are [costly](WeightFormat::COSTLY), or else the two
+/// N-tiles between them if rows are one tile of 8, or fragments are [costly](FragmentFormat::COSTLY), or else the two
 /// tiles.
 #[derive(Clone, Copy)]
 struct Duty<F, const TILES: usize> {
@@ -81,7 +83,7 @@ const fn columns_of(columns: &Columns, i: usize) -> [u32; 2] {
     [words[i % 2 * 2], words[i % 2 * 2 + 1]]
 }
 
-impl<F: WeightFormat, const TILES: usize> Duty<F, TILES> {
+impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
     /// Whether a split-K partial's warps deal N-tiles.
     const BY_N_TILES: bool = TILES == 1 || F::COSTLY;
     /// Tiles of rows of a warp.
@@ -306,16 +308,18 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
                 self.grid_barrier();
             }
             let mut index = 0;
-            let mut part = self.part(index, 0);
+            let mut part = self.part::<F>(index, 0);
             let mut old = if ONE { Default::default() } else { self.first_addends(&part) };
             let mut first = if ONE { self.first_of_one(&part) } else { Default::default() };
             loop {
                 let (matrix, layer) = (self.p.matrix(index), index / 4);
                 match (ONE, F::OTHER_HEAD && matrix == Matrix::Head) {
-                    (true, false) => self.gemm_of_one::<F>(part, first),
-                    (true, true) => self.gemm_of_one::<F::Head>(part, first),
-                    (false, false) => self.gemm::<F, TILES, GROUP>(part, old),
-                    (false, true) => self.gemm::<F::Head, TILES, GROUP>(part, old),
+                    (true, false) => F::Products::of_one(self, part, first),
+                    (true, true) => <F::Head as WeightFormat>::Products::of_one(self, part, first),
+                    (false, false) => F::Products::of_some::<TREE, TILES, GROUP>(self, part, old),
+                    (false, true) => {
+                        <F::Head as WeightFormat>::Products::of_some::<TREE, TILES, GROUP>(self, part, old);
+                    }
                 }
                 self.mark(match self.p.matrix(thread::opaque(index)) {
                     Matrix::Qkv => Mark::Qkv,
@@ -334,7 +338,7 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
                         sync();
                         self.attention::<1, true>(layer, Units::load());
                     }
-                    part = self.part(index, 0);
+                    part = self.part::<F>(index, 0);
                     first = self.first_of_one(&part);
                     continue;
                 }
@@ -354,7 +358,7 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
                 }
                 // Nobody writes any more what the first outputs will be added to; and the weight of a norm comes from
                 // far.
-                part = self.part(index, 0);
+                part = self.part::<F>(index, 0);
                 old = self.first_addends(&part);
                 self.wait();
             }
@@ -476,11 +480,12 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
 
     /// This block's part of the next wave, over the matrix at `index` from `first_n_tile` on.
     #[inline(always)]
-    fn part(&mut self, index: u32, first_n_tile: u32) -> Part {
+    fn part<F: WeightFormat>(&mut self, index: u32, first_n_tile: u32) -> Part {
         let (grid, block) = (self.walk.grid, thread::block_idx_x());
         let matrix = self.p.matrix(index);
         let (n_tiles, k) = self.p.shape(matrix);
-        let wave = self.walk.wave(n_tiles - first_n_tile, k);
+        let inputs = if F::OTHER_HEAD && matrix == Matrix::Head { F::Head::INPUTS } else { F::INPUTS };
+        let wave = self.walk.wave(n_tiles - first_n_tile, k.div_ceil(inputs));
         let place = wave.place(block, grid);
         let (mine, end) = (wave.mine(place, grid), first_n_tile + wave.n_tiles);
         Part { matrix, index, first_n_tile, end, depth: wave.depth, place, mine }
@@ -489,7 +494,7 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
     /// A GEMM over all its waves, of which this is the first, and what becomes of its outputs; `old` is what the first
     /// of them are added to.
     #[inline(always)]
-    unsafe fn gemm<F: WeightFormat, const TILES: usize, const GROUP: usize>(
+    unsafe fn gemm<F: FragmentFormat, const TILES: usize, const GROUP: usize>(
         &mut self,
         mut part: Part,
         mut old: [Addend; 2],
@@ -564,7 +569,7 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
                 if part.end == n_tiles {
                     break;
                 }
-                part = self.part(part.index, part.end);
+                part = self.part::<F>(part.index, part.end);
                 old = self.first_addends(&part);
             }
             self.ring = ring;
@@ -587,7 +592,7 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
 
     /// Adds the split-K partials' sums, and puts them where they belong.
     #[inline(always)]
-    unsafe fn epilogue<F: WeightFormat, const TILES: usize>(
+    unsafe fn epilogue<F: FragmentFormat, const TILES: usize>(
         &self,
         acc: &[[f32; 4]; N_TILES as usize],
         part: &Part,
@@ -601,7 +606,7 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
             }
             // Found again: kept from before the GEMM, addresses would crowd out accumulators.
             let duty = Duty::<F, TILES>::new();
-            let Duty { lane, warp_id, .. } = duty;
+            let lane = duty.lane;
             let (g, t) = (lane / 4, lane % 4);
             // `[n_tile][k_partial][row][feature]`
             let partial = shared::dynamic::<f32>(SCRATCH);
@@ -620,6 +625,18 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
                     });
                 }
             });
+            self.put_sums::<{ K_PARTIALS as usize }>(part, k_partial_words, scale, ahead);
+        }
+    }
+
+    /// Adds `PARTIALS` sums of each output, whose rows and features lie in [`slot`]s of so many words, and puts them
+    /// where they belong.
+    #[inline(always)]
+    unsafe fn put_sums<const PARTIALS: usize>(&self, part: &Part, words: u32, scale: f32, ahead: [Addend; 2]) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let partial = shared::dynamic::<f32>(SCRATCH);
+            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let outputs = self.outputs(part);
             let within = !(!0 << outputs.width_log2);
             let mut e = warp_id * 32 + lane;
@@ -630,10 +647,10 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
             while e - lane < outputs.total {
                 let sum = |feature: u32| {
                     let from =
-                        partial.at((output.n_tile * K_PARTIALS * k_partial_words + slot(output.row, feature)) as usize);
+                        partial.at((output.n_tile * PARTIALS as u32 * words + slot(output.row, feature)) as usize);
                     let mut sum = 0.0;
-                    unroll!(C < 4; {
-                        sum += from.load(C * k_partial_words as usize);
+                    unroll!(C < PARTIALS of 4; {
+                        sum += from.load(C * words as usize);
                     });
                     sum * scale
                 };
@@ -648,9 +665,43 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
     }
 }
 
+/// How consumers multiply weights of a format.
+pub trait Products<F: WeightFormat> {
+    /// One row's, over all waves of a matrix, of which `part` is the first; and what becomes of the outputs.
+    unsafe fn of_one<const TREE: bool>(consumer: &mut Consumer<'_, TREE>, part: Part, first: (Output, Addend));
+
+    /// The same of up to `TILES` times 8 rows; `old` is what the first outputs are added to.
+    unsafe fn of_some<const TREE: bool, const TILES: usize, const GROUP: usize>(
+        consumer: &mut Consumer<'_, TREE>,
+        part: Part,
+        old: [Addend; 2],
+    );
+}
+
+/// By fragments in registers.
+pub struct OfFragments;
+
+impl<F: FragmentFormat> Products<F> for OfFragments {
+    #[inline(always)]
+    unsafe fn of_one<const TREE: bool>(consumer: &mut Consumer<'_, TREE>, part: Part, first: (Output, Addend)) {
+        // SAFETY: the caller's word.
+        unsafe { consumer.gemm_of_one::<F>(part, first) }
+    }
+
+    #[inline(always)]
+    unsafe fn of_some<const TREE: bool, const TILES: usize, const GROUP: usize>(
+        consumer: &mut Consumer<'_, TREE>,
+        part: Part,
+        old: [Addend; 2],
+    ) {
+        // SAFETY: the caller's word.
+        unsafe { consumer.gemm::<F, TILES, GROUP>(part, old) }
+    }
+}
+
 /// A block's part of a wave.
 #[derive(Clone, Copy)]
-struct Part {
+pub struct Part {
     matrix: Matrix,
     /// The matrix's place in the stream.
     index: u32,

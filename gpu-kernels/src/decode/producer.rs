@@ -229,7 +229,7 @@ unsafe fn produce_matrix<F: WeightFormat>(
         let (mut left, k) = p.shape(matrix);
         let mut filled = 0;
         while left > 0 {
-            let wave = walk.wave(left, k);
+            let wave = walk.wave(left, k.div_ceil(F::INPUTS));
             left -= wave.n_tiles;
             let place = wave.place(block, grid);
             let mine = wave.mine(place, grid);

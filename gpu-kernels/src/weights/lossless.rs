@@ -37,9 +37,9 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, tensor, thread, warp};
 
-use super::{BatchedFormat, StageSources, WeightFormat, WeightFragments, put_slice};
+use super::{BatchedFormat, FragmentFormat, StageSources, WeightFormat, WeightFragments, put_slice};
 use crate::batched::{BatchedStep, Phase};
-use crate::decode::DecodeStep;
+use crate::decode::{DecodeStep, OfFragments};
 use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
 use crate::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES_APART, STEP_BYTES, TOGETHER, Wave, core_word};
@@ -255,8 +255,8 @@ impl Lossless {
 
 /// In a stage of the ring: the tiles of the four split-K partials, then their lists.
 impl WeightFormat for Lossless {
+    type Products = OfFragments;
     type Head = Self;
-    const COSTLY: bool = true;
     const MAPS: usize = 2;
 
     #[inline(always)]
@@ -274,6 +274,10 @@ impl WeightFormat for Lossless {
             }
         }
     }
+}
+
+impl FragmentFormat for Lossless {
+    const COSTLY: bool = true;
 
     #[inline(always)]
     unsafe fn load(

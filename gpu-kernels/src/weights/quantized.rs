@@ -33,9 +33,9 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, tensor, thread, warp};
 
-use super::{BatchedFormat, Plain, StageSources, WeightFormat, WeightFragments, put_slice};
+use super::{BatchedFormat, FragmentFormat, Plain, StageSources, WeightFormat, WeightFragments, put_slice};
 use crate::batched::{BatchedStep, Phase};
-use crate::decode::DecodeStep;
+use crate::decode::{DecodeStep, OfFragments};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::Ring;
 use crate::stream::{
@@ -335,8 +335,8 @@ pub fn maps<C: Code>(address: u64, regions: u64) -> [tensor::Array; 2] {
 
 /// In a stage of the ring, for each chunk: the codes of its eight slices, then its scales.
 impl<C: Code> WeightFormat for Quantized<C> {
+    type Products = OfFragments;
     type Head = Plain;
-    const COSTLY: bool = true;
     const MAPS: usize = 2;
     const OTHER_HEAD: bool = true;
     const CHUNKS: u32 = C::CHUNKS;
@@ -363,6 +363,10 @@ impl<C: Code> WeightFormat for Quantized<C> {
             }
         }
     }
+}
+
+impl<C: Code> FragmentFormat for Quantized<C> {
+    const COSTLY: bool = true;
 
     #[inline(always)]
     unsafe fn load(

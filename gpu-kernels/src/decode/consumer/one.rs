@@ -8,7 +8,7 @@ use crate::decode::exchange::{Word, WordKind, Words};
 use crate::decode::{DecodeStep, FACTORS, Mark, Matrix, SCRATCH, WARPS};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::stream::{CHUNK_FEATURES, N_TILES};
-use crate::weights::{WeightFormat, WeightFragments};
+use crate::weights::{FragmentFormat, WeightFragments};
 
 /// Bytes of the partial sums of a wave, `[n_tile][k_partial][feature]`.
 const ONE_PARTIAL: u32 = N_TILES * K_PARTIALS * N_TILE * 4;
@@ -28,11 +28,11 @@ const HELD: usize = 4;
 
 /// The consumers meet with the warp that finds the factor of a norm.
 #[inline(always)]
-fn sync_with_factor() {
+pub(super) fn sync_with_factor() {
     thread::sync_named(2, (WARPS + 1) * 32);
 }
 
-impl<F: WeightFormat> Duty<F, 1> {
+impl<F: FragmentFormat> Duty<F, 1> {
     /// The two warps of a split-K partial meet.
     #[inline(always)]
     fn sync(&self) {
@@ -157,7 +157,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
     /// time, and puts what came into shared memory, where each lane of a split-K partial's two warps finds its
     /// fragments. What does not need them is done while they come.
     #[inline(always)]
-    pub(super) unsafe fn gemm_of_one<F: WeightFormat>(&mut self, mut part: Part, mut first: (Output, Addend)) {
+    pub(super) unsafe fn gemm_of_one<F: FragmentFormat>(&mut self, mut part: Part, mut first: (Output, Addend)) {
         // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
@@ -272,21 +272,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                     } else {
                         sync();
                     }
-                    let (output, old) = first;
-                    // A warp stays together: it holds two N-tiles of the residual.
-                    if warp::any(output.valid) {
-                        let within = if matrix == Matrix::GateUp { N_TILE / 2 - 1 } else { N_TILE - 1 };
-                        let sum = |feature: u32| {
-                            let from = partial.at((output.n_tile * K_PARTIALS * N_TILE + feature) as usize);
-                            let mut sum = 0.0;
-                            unroll!(C < 4; {
-                                sum += from.load(C * N_TILE as usize);
-                            });
-                            sum * scale
-                        };
-                        let feature = output.feature & within;
-                        self.put::<true>(&part, &output, sum(feature), old, || sum(feature + 8));
-                    }
+                    self.put_sums_of_one::<{ K_PARTIALS as usize }>(&part, partial, scale, first);
                 }
                 if part.mine == 0 {
                     // Asking for what comes after it, again and again, would slow down those who have a part in it.
@@ -295,10 +281,38 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                 if part.end == n_tiles {
                     break;
                 }
-                part = self.part(part.index, part.end);
+                part = self.part::<F>(part.index, part.end);
                 first = self.first_of_one(&part);
             }
             self.ring = ring;
+        }
+    }
+
+    /// Adds `PARTIALS` sums of each output of a part, `[n_tile][partial][feature]`, and puts them where they belong.
+    #[inline(always)]
+    pub(super) unsafe fn put_sums_of_one<const PARTIALS: usize>(
+        &self,
+        part: &Part,
+        partial: Shared<f32>,
+        scale: f32,
+        (output, old): (Output, Addend),
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            // A warp stays together: it holds two N-tiles of the residual.
+            if warp::any(output.valid) {
+                let within = if part.matrix == Matrix::GateUp { N_TILE / 2 - 1 } else { N_TILE - 1 };
+                let sum = |feature: u32| {
+                    let from = partial.at((output.n_tile * PARTIALS as u32 * N_TILE + feature) as usize);
+                    let mut sum = 0.0;
+                    unroll!(C < PARTIALS of 4; {
+                        sum += from.load(C * N_TILE as usize);
+                    });
+                    sum * scale
+                };
+                let feature = output.feature & within;
+                self.put::<true>(part, &output, sum(feature), old, || sum(feature + 8));
+            }
         }
     }
 

@@ -1,0 +1,596 @@
+//! Products of weights and activations in e4m3, whose order [`crate::e4m3`] tells.
+//!
+//! `wgmma` takes 64 rows of A: here 16 features of four slices, 128 inputs each, which lie behind each other in a stage.
+//! B's columns are the same four slices of each row. So of the products a quarter is wanted: a warpgroup's warp `w` has
+//! those of slice `w`, and from a second set of accumulators those of slice `w + 4`. These inner sums meet in shared
+//! memory, where a lane adds those of an output from first to last. The two warpgroups take every other N-tile.
+//!
+//! Activations become codes where they are read, a chunk of 1,024 inputs at a time:
+//!
+//! ```text
+//! some rows  [slices 0 to 3, then 4 to 7][pair of rows][16 bytes of a slice][row of the pair][slice of four][byte]
+//! one row    [16 bytes of a slice][slice of eight][byte]
+//! ```
+//!
+//! The columns of one row's slices 4 to 7 begin 64 bytes further than those of 0 to 3; what lies beyond is not wanted.
+
+use cuda_std::shared::{self, Shared};
+use cuda_std::wgmma::{self, Cores};
+use cuda_std::{Global, bulk, math, thread, warp};
+
+use super::one::{ask_for_factor, sync_with_factor};
+use super::{Addend, Consumer, Output, Part, Products, slot, sync};
+use crate::decode::attention::QUERY_BYTES;
+use crate::decode::exchange::{Word, WordKind, Words};
+use crate::decode::{DecodeStep, Mark, Matrix, SCRATCH, SCRATCH_BYTES, WARPS};
+use crate::e4m3::{self, GROUP};
+use crate::linear::N_TILE;
+use crate::ring::Ring;
+use crate::step::MAX_DECODE_ROWS;
+use crate::stream::{N_TILES, SLICE_BYTES, SLICES, STEP_BYTES};
+use crate::weights::E4m3;
+
+/// Inputs of a chunk.
+const CHUNK_INPUTS: u32 = SLICES * GROUP;
+/// Lanes of a warpgroup.
+const HALF: u32 = WARPS / 2 * 32;
+/// Most N-tiles of a warpgroup.
+const OWN: usize = N_TILES as usize / 2;
+
+/// The weights' scales of a turn: `[n_tile][lower and upper features][slice]`, a lane of a warpgroup's each.
+const WEIGHT_SCALES: u32 = N_TILES * 2 * SLICES;
+const _: () = assert!(WEIGHT_SCALES == HALF);
+
+/// Of some rows: codes of a chunk; their scales, `[slice][row]`; the weights'; each warpgroup's inner sums,
+/// `[slice][row][feature]`.
+const CODES: u32 = SCRATCH;
+const SCALES: u32 = CODES + MAX_DECODE_ROWS * CHUNK_INPUTS;
+const W_SCALES: u32 = SCALES + SLICES * MAX_DECODE_ROWS * 4;
+const SUMS: u32 = W_SCALES + WEIGHT_SCALES * 4;
+const SUMS_BYTES: u32 = SLICES * MAX_DECODE_ROWS * N_TILE * 4;
+const _: () = assert!(SUMS + 2 * SUMS_BYTES <= SCRATCH + SCRATCH_BYTES);
+
+/// Turns of one row whose input is asked for at a time.
+const ASKED: usize = 4;
+/// Of one row: two places of outputs, `[n_tile][feature]`; two of codes, with the columns that are not wanted behind
+/// them; their scales, `[turn][slice]`; the weights', `[turn]`; inner sums.
+const ONE_TOTALS: u32 = N_TILES * N_TILE * 4;
+const ONE_CODES: u32 = SCRATCH + 2 * ONE_TOTALS;
+const ONE_CODES_BYTES: u32 = ASKED as u32 * CHUNK_INPUTS + SECOND_OF_ONE;
+const ONE_SCALES: u32 = ONE_CODES + 2 * ONE_CODES_BYTES;
+const ONE_SCALES_BYTES: u32 = ASKED as u32 * SLICES * 4;
+const ONE_W_SCALES: u32 = ONE_SCALES + 2 * ONE_SCALES_BYTES;
+const ONE_W_SCALES_BYTES: u32 = ASKED as u32 * WEIGHT_SCALES * 4;
+const ONE_SUMS: u32 = ONE_W_SCALES + 2 * ONE_W_SCALES_BYTES;
+const ONE_SUMS_BYTES: u32 = SLICES * N_TILE * 4;
+// As `ONE_BYTES` of products of fragments.
+const _: () = assert!(ONE_SUMS + 2 * ONE_SUMS_BYTES <= SCRATCH + QUERY_BYTES);
+/// From one row's columns of slice 0 on to those of slice 4 on.
+const SECOND_OF_ONE: u32 = SLICES / 2 * 16;
+
+/// In e4m3.
+pub struct OfCodes;
+
+impl Products<E4m3> for OfCodes {
+    #[inline(always)]
+    unsafe fn of_one<const TREE: bool>(consumer: &mut Consumer<'_, TREE>, part: Part, first: (Output, Addend)) {
+        // SAFETY: the caller's word.
+        unsafe { consumer.e4m3_of_one(part, first) }
+    }
+
+    #[inline(always)]
+    unsafe fn of_some<const TREE: bool, const TILES: usize, const GROUP: usize>(
+        consumer: &mut Consumer<'_, TREE>,
+        part: Part,
+        old: [Addend; 2],
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            if TILES == 1 {
+                consumer.e4m3_of_some::<TILES, 32>(part, old);
+            } else {
+                consumer.e4m3_of_some::<TILES, 64>(part, old);
+            }
+        }
+    }
+}
+
+/// `A · Bᵀ` of `N` columns, in the first set of accumulators or the second.
+#[inline(always)]
+unsafe fn mma<const N: u32, const SECOND: bool>(a: Cores, b: Cores, keep: bool) {
+    // SAFETY: the caller's word.
+    unsafe {
+        match N {
+            8 => wgmma::mma_e4m3_n8_cores::<SECOND>(a, b, keep),
+            32 => wgmma::mma_e4m3_n32_cores::<SECOND>(a, b, keep),
+            _ => wgmma::mma_e4m3_n64_cores::<SECOND>(a, b, keep),
+        }
+    }
+}
+
+/// Rows that `N` columns are of.
+const fn rows(n: u32) -> u32 {
+    if n == 8 { 1 } else { n / 4 }
+}
+
+/// The larger of two magnitudes of each half, bf16 as whole numbers.
+#[inline(always)]
+fn larger(largest: u32, word: u32) -> u32 {
+    largest.max(word & 0x7fff).max(word >> 16 & 0x7fff)
+}
+
+/// Four codes: those of a pair of elements, and of another.
+#[inline(always)]
+fn codes(low: u32, high: u32, inverse: f32) -> u32 {
+    let ([a, b], [c, d]) = (math::unpack_bf16(low), math::unpack_bf16(high));
+    math::pack_e4m3([a * inverse, b * inverse, c * inverse, d * inverse])
+}
+
+/// What the block has of a turn's input.
+#[derive(Clone, Copy)]
+struct Staged {
+    /// The columns' codes.
+    codes: Shared<u8>,
+    /// `[slice][row]`
+    scales: Shared<f32>,
+    /// [`WEIGHT_SCALES`].
+    w_scales: Shared<f32>,
+}
+
+/// A warpgroup's part of a matrix.
+#[derive(Clone, Copy)]
+struct Warpgroup<const N: u32> {
+    /// Which of the two it is.
+    half: u32,
+    /// A lane's number in it.
+    lane: u32,
+    /// Where inner sums meet.
+    sums: Shared<f32>,
+    /// The weights' scales.
+    scales: Global<f32>,
+    /// Groups of the inputs.
+    groups: u32,
+    /// Rows that are there.
+    count: u32,
+}
+
+impl<const N: u32> Warpgroup<N> {
+    #[inline(always)]
+    unsafe fn new(p: &DecodeStep, index: u32, count: u32) -> Self {
+        let thread = thread::opaque(thread::thread_idx_x());
+        let half = thread / HALF;
+        let sums = if N == 8 { ONE_SUMS + half * ONE_SUMS_BYTES } else { SUMS + half * SUMS_BYTES };
+        let groups = e4m3::groups(p.shape(p.matrix(index)).1);
+        // SAFETY: the caller's word.
+        unsafe {
+            let scales = p.e4m3.scales.at(scales_at(p, index));
+            Self { half, lane: thread % HALF, sums: shared::dynamic(sums), scales, groups, count }
+        }
+    }
+
+    /// The warpgroup's lanes meet.
+    #[inline(always)]
+    fn sync(&self) {
+        thread::sync_named(8 + self.half, HALF);
+    }
+
+    /// How many of the block's N-tiles are its.
+    #[inline(always)]
+    const fn n_tiles(&self, mine: u32) -> u32 {
+        (mine + 1 - self.half) / 2
+    }
+
+    /// One of the weights' scales that a block's N-tiles have in a turn, of [`WEIGHT_SCALES`] a lane's; zero beyond the
+    /// last group and N-tile.
+    #[inline(always)]
+    unsafe fn weight_scale(&self, part: &Part, turn: u32) -> f32 {
+        let i = self.lane;
+        let (n_tile, upper, group) = (i / (2 * SLICES), i / SLICES % 2, turn * SLICES + i % SLICES);
+        if n_tile >= part.mine || group >= self.groups {
+            return 0.0;
+        }
+        let block = part.n_tile(n_tile) / (GROUP / N_TILE) * self.groups + group;
+        // SAFETY: the caller's word.
+        unsafe { self.scales.load_nc((block * 4 + upper) as usize) }
+    }
+
+    /// Adds the products of a stage's chunk with the staged columns to a lane's outputs, and gives the stage back.
+    #[inline(always)]
+    unsafe fn chunk(&self, stage: &Ring, staged: Staged, w_scales: Shared<f32>, totals: [f32; 2]) -> [f32; 2] {
+        // SAFETY: the caller's word.
+        unsafe {
+            stage.wait_full();
+            let (weights, columns) = (Cores::at(stage.stage_buffer()), Cores::at(staged.codes));
+            let second = if N == 8 { SECOND_OF_ONE } else { N / 8 * 1024 };
+            wgmma::fence();
+            unroll!(I < 4; {
+                let (a, b) = (weights.advance(I as u32 * STEP_BYTES), columns.advance(I as u32 * STEP_BYTES));
+                mma::<N, false>(a, b, I != 0);
+                mma::<N, true>(a.advance(SLICES / 2 * SLICE_BYTES), b.advance(second), I != 0);
+            });
+            wgmma::commit();
+            wgmma::wait::<0>();
+            if self.lane % 32 < 2 {
+                stage.empty().arrive();
+            }
+            // All have added what the chunk before left.
+            self.sync();
+            self.put_inner_sums();
+            self.sync();
+            self.added(staged.scales, w_scales, totals)
+        }
+    }
+
+    /// Leaves the inner sums of this warp's slices where all find them.
+    #[inline(always)]
+    unsafe fn put_inner_sums(&self) {
+        let (warp_id, g, t) = (self.lane / 32, self.lane % 32 / 4, self.lane % 4);
+        // Of the two columns that a lane has side by side, one is of this warp's slices, or none is.
+        let (odd, wanted) = (warp_id % 2 == 1, t % 2 == warp_id / 2);
+        unroll!(J < (N as usize / 8) of 8; {
+            let row = 2 * J as u32 + t / 2;
+            unroll!(S < 2; {
+                // Not behind a condition, where the assembler would run products one after another.
+                let even_column = [wgmma::get::<{ 32 * S + 4 * J }>(), wgmma::get::<{ 32 * S + 4 * J + 2 }>()];
+                let odd_column = [wgmma::get::<{ 32 * S + 4 * J + 1 }>(), wgmma::get::<{ 32 * S + 4 * J + 3 }>()];
+                let [low, high] = [0, 1].map(|i| if odd { odd_column[i] } else { even_column[i] });
+                let slice = warp_id + 4 * S as u32;
+                if wanted && row < self.count {
+                    // SAFETY: the caller's word.
+                    unsafe {
+                        let to = self.sums.at(((slice * rows(N) + row) * N_TILE + g) as usize);
+                        to.store(0, low);
+                        to.store(8, high);
+                    }
+                }
+            });
+        });
+    }
+
+    /// A lane's outputs, of its row and the eighth after it, with a chunk's inner sums added.
+    #[inline(always)]
+    unsafe fn added(&self, x_scales: Shared<f32>, w_scales: Shared<f32>, mut totals: [f32; 2]) -> [f32; 2] {
+        unroll!(R < 2; {
+            let row = self.lane / N_TILE + 8 * R as u32;
+            if 8 * (R as u32) < rows(N) && row < self.count {
+                // SAFETY: the caller's word.
+                unsafe {
+                    let sums = self.sums.at((row * N_TILE + self.lane % N_TILE) as usize);
+                    let x_scales = x_scales.at(row as usize);
+                    let w_scales = w_scales.at((self.lane % N_TILE / 8 * SLICES) as usize);
+                    unroll!(S < 8; {
+                        let scale = x_scales.load(S * rows(N) as usize) * w_scales.load(S);
+                        totals[R] = math::fma(sums.load(S * (rows(N) * N_TILE) as usize), scale, totals[R]);
+                    });
+                }
+            }
+        });
+        totals
+    }
+
+    /// The chunks of a turn, which are in the ring's next stages, for all of the warpgroup's N-tiles. A lane has the
+    /// outputs of each.
+    #[inline(always)]
+    unsafe fn turn(&self, (ring, part): (&mut Ring, &Part), staged: Staged, totals: &mut [[f32; 2]; OWN]) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let own = self.n_tiles(part.mine);
+            let mut s = 0;
+            while s < own {
+                let i = 2 * s + self.half;
+                let w_scales = staged.w_scales.at((i * 2 * SLICES) as usize);
+                let first = self.chunk(&ring.ahead(i), staged, w_scales, totals[0]);
+                // The next N-tile's come to the front: after all of them each is where it was.
+                unroll!(S < 4; {
+                    let next = if S < 3 { totals[(S + 1) % 4] } else { first };
+                    totals[S] = if S as u32 + 1 == own { first } else { next };
+                });
+                s += 1;
+            }
+            *ring = ring.ahead(part.mine);
+        }
+    }
+}
+
+impl Part {
+    /// Which N-tile of the matrix is the block's `i`-th.
+    #[inline(always)]
+    fn n_tile(&self, i: u32) -> u32 {
+        self.first_n_tile + self.place + i * thread::grid_dim_x()
+    }
+}
+
+/// Where the scales of the matrix at `index` begin.
+#[inline(always)]
+fn scales_at(p: &DecodeStep, index: u32) -> usize {
+    let len = |matrix: Matrix| {
+        let (n_tiles, k) = p.shape(matrix);
+        e4m3::scales_len(n_tiles, k)
+    };
+    let [qkv, output, gate_up, down] = [Matrix::Qkv, Matrix::Output, Matrix::GateUp, Matrix::Down].map(len);
+    let within = match index % 4 {
+        0 => 0,
+        1 => qkv,
+        2 => qkv + output,
+        _ => qkv + output + gate_up,
+    };
+    ((index / 4) * (qkv + output + gate_up + down) + within) as usize
+}
+
+/// What a lane has of some rows' activations in a chunk: 16 elements of a group for each 8 rows, twice.
+type Elements<const TILES: usize> = [[[[u32; 4]; 2]; 2]; TILES];
+
+impl<const TREE: bool> Consumer<'_, TREE> {
+    /// This lane's place in a chunk of activations, by the number of its 16 elements: the row, and the first element.
+    #[inline(always)]
+    fn elements_at(i: usize) -> (u32, u32) {
+        let place = thread::opaque(thread::thread_idx_x()) + i as u32 * (WARPS * 32);
+        (place / (CHUNK_INPUTS / 16), place % (CHUNK_INPUTS / 16) * 16)
+    }
+
+    /// Activations of a turn, from rows `[count, k]`; zeros beyond.
+    #[inline(always)]
+    unsafe fn fetch<const TILES: usize>(&self, x: Global<cuda_std::bf16>, k: u32, turn: u32) -> Elements<TILES> {
+        let mut elements = [[[[0; 4]; 2]; 2]; TILES];
+        unroll!(T < TILES of 2; {
+            unroll!(I < 2; {
+                let (row, element) = Self::elements_at(2 * T + I);
+                let element = turn * CHUNK_INPUTS + element;
+                if row < self.count && element < k {
+                    // SAFETY: the caller's word.
+                    unsafe {
+                        let x = x.at((row * k + element) as usize);
+                        elements[T][I] = [x.load16(0), x.load16(8)];
+                    }
+                }
+            });
+        });
+        elements
+    }
+
+    /// Makes codes of them for the consumers of the block.
+    #[inline(always)]
+    unsafe fn stage_codes<const TILES: usize>(&self, elements: &Elements<TILES>) {
+        let rows = TILES as u32 * 8;
+        unroll!(T < TILES of 2; {
+            unroll!(I < 2; {
+                let (row, element) = Self::elements_at(2 * T + I);
+                // A warp's lanes have the same row.
+                if row < self.count {
+                    let words = &elements[T][I];
+                    let mut largest = 0;
+                    unroll!(W < 8; {
+                        largest = larger(largest, words[W / 4][W % 4]);
+                    });
+                    // Eight lanes have a group.
+                    unroll!(M < 3; {
+                        largest = largest.max(warp::shuffle_xor(largest, 1 << M));
+                    });
+                    let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
+                    let (group, part) = (element / GROUP, element / 16 % 8);
+                    // SAFETY: the caller's word.
+                    unsafe {
+                        let set = group / 4 * (rows / 2) + row / 2;
+                        let column = row % 2 * 4 + group % 4;
+                        let to = CODES + (set * 8 + part / 2 * 2) * 128 + column * 16 + part % 2 * 4;
+                        let to = shared::dynamic::<u32>(to);
+                        unroll!(W < 4; {
+                            to.store(W / 2 * 32 + W % 2 * 2, codes(words[0][W], words[1][W], inverse));
+                        });
+                        if part == 0 {
+                            shared::dynamic::<f32>(SCALES).store((group * rows + row) as usize, scale);
+                        }
+                    }
+                }
+            });
+        });
+    }
+
+    /// A GEMM of up to `TILES` times 8 rows, over all its waves, of which `part` is the first, and what becomes of its
+    /// outputs; `old` is what the first of them are added to. `N` is four times as many columns.
+    #[inline(always)]
+    unsafe fn e4m3_of_some<const TILES: usize, const N: u32>(&mut self, mut part: Part, mut old: [Addend; 2]) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let group = Warpgroup::<N>::new(self.p, part.index, self.count);
+            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
+            let (n_tiles, k) = self.p.shape(part.matrix);
+            cuda_std::assume(self.count > 0);
+            let (x, norm) = self.input(part.matrix);
+            let count = self.count;
+            let mut ring = self.ring;
+            loop {
+                if part.mine > 0 {
+                    let mut elements = self.fetch::<TILES>(x, k, 0);
+                    let mut w_scale = group.weight_scale(&part, 0);
+                    let normed = part.first_n_tile == 0 && !norm.squares.is_null() && warp_id < count;
+                    let mut squares = [0f32; TILES];
+                    if normed {
+                        let mut rows = [0; TILES];
+                        unroll!(T < TILES of 2; {
+                            rows[T] = (warp_id + T as u32 * WARPS).min(count - 1);
+                        });
+                        squares = norm.lane_squares(rows);
+                    }
+                    let mut totals = [[0f32; 2]; OWN];
+                    let mut turn = 0;
+                    while turn < part.depth {
+                        if turn > 0 {
+                            // All have multiplied what lies there.
+                            sync();
+                        }
+                        self.stage_codes::<TILES>(&elements);
+                        // Both warpgroups have the same.
+                        shared::dynamic::<f32>(W_SCALES).store(group.lane as usize, w_scale);
+                        bulk::fence_proxy_async();
+                        sync();
+                        elements = self.fetch::<TILES>(x, k, turn + 1);
+                        w_scale = group.weight_scale(&part, turn + 1);
+                        if normed && turn == 0 {
+                            self.put_factors(norm, squares, lane, warp_id);
+                        }
+                        let staged = Staged {
+                            codes: shared::dynamic(CODES),
+                            scales: shared::dynamic(SCALES),
+                            w_scales: shared::dynamic(W_SCALES),
+                        };
+                        group.turn((&mut ring, &part), staged, &mut totals);
+                        turn += 1;
+                    }
+                    sync();
+                    let words = TILES as u32 * 8 * N_TILE;
+                    unroll!(S < 4; {
+                        if (S as u32) < group.n_tiles(part.mine) {
+                            let n_tile = 2 * S as u32 + group.half;
+                            let to = shared::dynamic::<f32>(SCRATCH).at((n_tile * words) as usize);
+                            unroll!(R < TILES of 2; {
+                                let row = group.lane / N_TILE + 8 * R as u32;
+                                if row < count {
+                                    to.store(slot(row, group.lane % N_TILE) as usize, totals[S][R]);
+                                }
+                            });
+                        }
+                    });
+                    self.put_sums::<1>(&part, words, 1.0, old);
+                }
+                if part.end == n_tiles {
+                    break;
+                }
+                part = self.part::<E4m3>(part.index, part.end);
+                old = self.first_addends(&part);
+            }
+            self.ring = ring;
+        }
+    }
+
+    /// The same of one row, whose input comes as words: a warp asks for a slice of each turn's, and makes its codes.
+    #[inline(always)]
+    unsafe fn e4m3_of_one(&mut self, mut part: Part, mut first: (Output, Addend)) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let group = Warpgroup::<8>::new(self.p, part.index, 1);
+            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
+            let (input, normed) = match part.matrix {
+                Matrix::Output => (self.taken_in(WordKind::Attended, part.index), false),
+                Matrix::Down => (self.taken_in(WordKind::Activation, part.index), false),
+                Matrix::Qkv | Matrix::GateUp | Matrix::Head => (self.taken_in(WordKind::Scaled, part.index), true),
+            };
+            let n_tiles = self.p.shape(part.matrix).0;
+            // A lane's word with this number: of two of each turn, which are to be neighbours as codes.
+            let first_word = lane / 4 * 8 + lane % 4;
+            let place = |turn: u32, i: usize| {
+                (turn + i as u32 / 2) * (CHUNK_INPUTS / 2) + warp_id * (GROUP / 2) + first_word + i as u32 % 2 * 4
+            };
+            let mut ring = self.ring;
+            loop {
+                if part.mine > 0 {
+                    // New to the compiler, which would keep these addresses from wave to wave.
+                    let mut words = ask_for(&input, |i| place(thread::opaque(0), i));
+                    let w_scales = |turn: u32| [0, 2].map(|more| group.weight_scale(&part, turn + group.half + more));
+                    let mut next_scales = w_scales(0);
+                    let normed = normed && part.first_n_tile == 0;
+                    if normed {
+                        ask_for_factor(self.flag + part.index);
+                    }
+                    let mut totals = [[0f32; 2]; OWN];
+                    let (mut turn, mut buffer) = (0, 0);
+                    while turn < part.depth {
+                        input.settle(&mut words, |i| place(turn, i));
+                        if turn == 0 && part.first_n_tile == 0 {
+                            self.mark(Mark::GridBarrier);
+                        }
+                        let mut staged = Staged {
+                            codes: shared::dynamic(ONE_CODES + buffer * ONE_CODES_BYTES),
+                            scales: shared::dynamic(ONE_SCALES + buffer * ONE_SCALES_BYTES),
+                            w_scales: shared::dynamic(ONE_W_SCALES + buffer * ONE_W_SCALES_BYTES),
+                        };
+                        stage_words(&words, &staged, lane, warp_id);
+                        unroll!(I < 2; {
+                            let i = group.lane + (group.half + 2 * I as u32) * WEIGHT_SCALES;
+                            staged.w_scales.store(i as usize, next_scales[I]);
+                        });
+                        // Two places one after the other: when one is written again, all have met behind its reading.
+                        buffer ^= 1;
+                        bulk::fence_proxy_async();
+                        sync();
+                        let end = part.depth.min(turn + ASKED as u32);
+                        if end < part.depth {
+                            words = ask_for(&input, |i| place(end, i));
+                            next_scales = w_scales(end);
+                        }
+                        while turn < end {
+                            group.turn((&mut ring, &part), staged, &mut totals);
+                            staged.codes = staged.codes.at(CHUNK_INPUTS as usize);
+                            staged.scales = staged.scales.at(SLICES as usize);
+                            staged.w_scales = staged.w_scales.at(WEIGHT_SCALES as usize);
+                            turn += 1;
+                        }
+                    }
+                    // As of products of fragments.
+                    self.turn ^= 1;
+                    let partial = shared::dynamic::<f32>(SCRATCH + self.turn * ONE_TOTALS);
+                    if group.lane < N_TILE {
+                        unroll!(S < 4; {
+                            if (S as u32) < group.n_tiles(part.mine) {
+                                let n_tile = 2 * S as u32 + group.half;
+                                partial.store((n_tile * N_TILE + group.lane) as usize, totals[S][0]);
+                            }
+                        });
+                    }
+                    if normed {
+                        sync_with_factor();
+                    } else {
+                        sync();
+                    }
+                    self.put_sums_of_one::<1>(&part, partial, 1.0, first);
+                } else {
+                    // Asking for what comes after it, again and again, would slow down those who have a part in it.
+                    input.expect();
+                }
+                if part.end == n_tiles {
+                    break;
+                }
+                part = self.part::<E4m3>(part.index, part.end);
+                first = self.first_of_one(&part);
+            }
+            self.ring = ring;
+        }
+    }
+}
+
+/// Asks for a lane's words of the next turns; of those beyond the input there are none.
+#[inline(always)]
+unsafe fn ask_for(input: &Words, place: impl Fn(usize) -> u32) -> [Word; 2 * ASKED] {
+    let mut words = [input.nothing(); 2 * ASKED];
+    unroll!(I < 8; {
+        let i = place(I);
+        if i < input.len {
+            // SAFETY: the caller's word.
+            words[I] = unsafe { input.ask(i) };
+        }
+    });
+    words
+}
+
+/// Makes codes of a warp's slice of each turn for the consumers of the block.
+#[inline(always)]
+unsafe fn stage_words(words: &[Word; 2 * ASKED], staged: &Staged, lane: u32, warp_id: u32) {
+    unroll!(I < 4; {
+        let (low, high) = (words[2 * I].bits(), words[2 * I + 1].bits());
+        let mut largest = larger(larger(0, low), high);
+        unroll!(M < 5; {
+            largest = largest.max(warp::shuffle_xor(largest, 1 << M));
+        });
+        let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
+        let core = lane / 8 * 2 + lane / 2 % 2;
+        let at = (core * SLICES + warp_id) * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
+        // SAFETY: the caller's word.
+        unsafe {
+            let to = staged.codes.at(I * CHUNK_INPUTS as usize + at as usize);
+            to.cast::<u32>().store(0, codes(low, high, inverse));
+            if lane == 0 {
+                staged.scales.store(I * SLICES as usize + warp_id as usize, scale);
+            }
+        }
+    });
+}
