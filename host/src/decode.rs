@@ -216,10 +216,9 @@ impl Decode {
                 (Compact::Lossless(..), Rows::Few) => launch!(decode::decode_8_lossless),
                 (Compact::Lossless(..), Rows::Many) => launch!(decode::decode_16_lossless),
                 (Compact::Lossless(..), Rows::Tree) => launch!(decode::decode_tree_lossless),
-                // TODO(merge): `decode_8_e4m3`, `decode_16_e4m3` and `decode_tree_e4m3`, once they are there.
-                (Compact::E4m3(..), Rows::Few) => launch!(decode::decode_8_fp8),
-                (Compact::E4m3(..), Rows::Many) => launch!(decode::decode_16_fp8),
-                (Compact::E4m3(..), Rows::Tree) => launch!(decode::decode_tree_fp8),
+                (Compact::E4m3(..), Rows::Few) => launch!(decode::decode_8_e4m3),
+                (Compact::E4m3(..), Rows::Many) => launch!(decode::decode_16_e4m3),
+                (Compact::E4m3(..), Rows::Tree) => launch!(decode::decode_tree_e4m3),
                 (Compact::Quantized(coding, ..), Rows::Few) => {
                     by_code!(coding, K in decode: decode_8_fp8, decode_8_int4, decode_8_int4_f16 => launch!(K))
                 }
