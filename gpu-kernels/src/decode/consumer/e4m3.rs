@@ -421,7 +421,9 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                         }
                         self.stage_codes::<TILES>(&elements);
                         // Both warpgroups have the same.
-                        shared::dynamic::<f32>(W_SCALES).store(group.lane as usize, w_scale);
+                        if group.half == 0 {
+                            shared::dynamic::<f32>(W_SCALES).store(group.lane as usize, w_scale);
+                        }
                         bulk::fence_proxy_async();
                         sync();
                         elements = self.fetch::<TILES>(x, k, turn + 1);
