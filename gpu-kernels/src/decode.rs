@@ -349,21 +349,15 @@ pub unsafe fn decode_16_lossless(p: DecodeStep) {
     unsafe { decode::<Lossless, 2, 1, false>(&p) }
 }
 
-/// [`decode_8`], of layers in FP8 whose weights' scales are of 128 × 128: in the tensor cores' FP8.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8_e4m3(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<E4m3, 1, 1, false>(&p) }
-}
-
-/// [`decode_16`], likewise.
+/// [`decode_16`], of layers in FP8 whose weights' scales are of 128 × 128: in the tensor cores' FP8. Fewer rows take it
+/// as well.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<E4m3, 2, 1, false>(&p) }
 }
 
-/// [`decode_tree`], likewise.
+/// [`decode_tree`], of such layers.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

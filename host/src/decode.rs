@@ -216,8 +216,7 @@ impl Decode {
                 (Compact::Lossless(..), Rows::Few) => launch!(decode::decode_8_lossless),
                 (Compact::Lossless(..), Rows::Many) => launch!(decode::decode_16_lossless),
                 (Compact::Lossless(..), Rows::Tree) => launch!(decode::decode_tree_lossless),
-                (Compact::E4m3(..), Rows::Few) => launch!(decode::decode_8_e4m3),
-                (Compact::E4m3(..), Rows::Many) => launch!(decode::decode_16_e4m3),
+                (Compact::E4m3(..), Rows::Few | Rows::Many) => launch!(decode::decode_16_e4m3),
                 (Compact::E4m3(..), Rows::Tree) => launch!(decode::decode_tree_e4m3),
                 (Compact::Quantized(coding, ..), Rows::Few) => {
                     by_code!(coding, K in decode: decode_8_fp8, decode_8_int4, decode_8_int4_f16 => launch!(K))

@@ -9,6 +9,7 @@
 //! gemm qkv|write|swiglu|add|plain auto|n128|n192|n256|2x1|4x2 M N K REPEATS
 //! attention TOKENS Q_HEADS KV_HEADS REPEATS
 //! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape, random weights, to its logits
+//! prefill_fp8 TOKENS REPEATS                      the same, with layers in FP8
 //! ```
 //!
 //! `benches/scripts/prefill_bench.py` asks, and times cuBLAS, PyTorch's attention and transformers in turns with it.
@@ -39,6 +40,7 @@ use host::prefill::{self, Prefill};
 use host::stream::{Source, Stream};
 use host::weights::DeviceWeights;
 use model::Config;
+use model::format::Code;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -386,9 +388,9 @@ struct Prompt {
 }
 
 impl Prompt {
-    fn new(device: &Device) -> Result<Self> {
+    fn new(device: &Device, code: Option<Code>) -> Result<Self> {
         let config = Config::published("8B").ok_or("no such size")?;
-        let weights = DeviceWeights::random(&config, device)?;
+        let weights = DeviceWeights::random_as(&config, device, code)?;
         let mut forward = Forward::new(device, &config, weights, LONGEST_PROMPT)?;
         forward.prepare_prefill()?;
         let history: Vec<i32> = (0..LONGEST_PROMPT as i32).map(|i| i * 7919 % 151_936).collect();
@@ -470,19 +472,20 @@ fn serve(device: &Device) -> Result<()> {
                 }
                 (tokens.into(), None, number(4)?)
             }
-            ["prefill", ..] => {
-                if !jobs.contains_key("prefill") {
-                    jobs.insert("prefill".into(), Job::Prompt(Box::new(Prompt::new(device)?)));
+            [prefill @ ("prefill" | "prefill_fp8"), ..] => {
+                if !jobs.contains_key(prefill) {
+                    let code = (prefill == "prefill_fp8").then_some(Code::E4m3);
+                    jobs.insert(prefill.into(), Job::Prompt(Box::new(Prompt::new(device, code)?)));
                 }
                 let tokens = number(1)?;
                 if tokens == 0 || tokens > LONGEST_PROMPT {
                     return Err(format!("{line}: 1 to {LONGEST_PROMPT} tokens").into());
                 }
-                ("prefill".into(), None, number(2)?)
+                (prefill.into(), None, number(2)?)
             }
-            _ => return Err(format!("{line}: gemm, attention or prefill").into()),
+            _ => return Err(format!("{line}: gemm, attention, prefill or prefill_fp8").into()),
         };
-        let tokens = if name == "prefill" { number(1)? } else { 0 };
+        let tokens = if name.starts_with("prefill") { number(1)? } else { 0 };
         let job = jobs.get_mut(&name).ok_or("made above")?;
         let mut run = |i: usize| match job {
             Job::GemmCase(product) => product.enqueue(device, cut, i % product.weights.matrices().len()),

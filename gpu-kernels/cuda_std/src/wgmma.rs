@@ -253,37 +253,26 @@ pub unsafe fn mma_e4m3_n128<const SECOND: bool>(a: Operand, b: Cores, keep: bool
     unsafe { target::wgmma_e4m3_n128::<SECOND>(a.0, b.0, keep) }
 }
 
-/// The same of both in core matrices, B of 8 rows, in the accumulators 0 to 3; of the `SECOND` ones, from 32 on.
+/// The same of both in core matrices, B of 8 rows, in the accumulators 0 to 3.
 ///
 /// # Safety
 /// As [`mma_n256`].
 #[inline(always)]
 #[track_caller]
-pub unsafe fn mma_e4m3_n8_cores<const SECOND: bool>(a: Cores, b: Cores, keep: bool) {
+pub unsafe fn mma_e4m3_n8_cores(a: Cores, b: Cores, keep: bool) {
     // SAFETY: the caller's.
-    unsafe { target::wgmma_e4m3_n8_cores::<SECOND>(a.0, b.0, keep) }
+    unsafe { target::wgmma_e4m3_n8_cores(a.0, b.0, keep) }
 }
 
-/// As [`mma_e4m3_n8_cores`] for B of 32 rows, in 16 accumulators.
+/// As [`mma_e4m3_n8_cores`] for B of 64 rows, in the accumulators 0 to 31.
 ///
 /// # Safety
 /// As [`mma_n256`].
 #[inline(always)]
 #[track_caller]
-pub unsafe fn mma_e4m3_n32_cores<const SECOND: bool>(a: Cores, b: Cores, keep: bool) {
+pub unsafe fn mma_e4m3_n64_cores(a: Cores, b: Cores, keep: bool) {
     // SAFETY: the caller's.
-    unsafe { target::wgmma_e4m3_n32_cores::<SECOND>(a.0, b.0, keep) }
-}
-
-/// As [`mma_e4m3_n8_cores`] for B of 64 rows, in 32 accumulators.
-///
-/// # Safety
-/// As [`mma_n256`].
-#[inline(always)]
-#[track_caller]
-pub unsafe fn mma_e4m3_n64_cores<const SECOND: bool>(a: Cores, b: Cores, keep: bool) {
-    // SAFETY: the caller's.
-    unsafe { target::wgmma_e4m3_n64_cores::<SECOND>(a.0, b.0, keep) }
+    unsafe { target::wgmma_e4m3_n64_cores(a.0, b.0, keep) }
 }
 
 /// Gives the four fragments of step `STEP` what [`ldmatrix_x4`](crate::mma::ldmatrix_x4) loads. No product that uses

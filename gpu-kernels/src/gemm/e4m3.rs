@@ -176,6 +176,20 @@ impl Next for Apart {
     unsafe fn step(&mut self) {}
 }
 
+/// Gives so many stages back as they come.
+#[inline(always)]
+unsafe fn skip<const DOWN: u32, const ACROSS: u32>(ring: &mut Ring, mut stages: u32) {
+    while stages > 0 {
+        // SAFETY: the caller's word.
+        unsafe {
+            ring.wait_full();
+            free::<DOWN, ACROSS>(*ring);
+        }
+        *ring = ring.ahead(1);
+        stages -= 1;
+    }
+}
+
 impl Inputs for E4m3 {
     // Swizzled rows begin at multiples of 1,024.
     const TAIL_BYTES: u32 = 1024;
@@ -220,9 +234,14 @@ impl Inputs for E4m3 {
             wait::<DOWN, ACROSS>(p);
             for (row, column) in tiles {
                 (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column);
-                let inside = row < p.m && column < p.n;
+                let inside = half.row < p.m && column < p.n;
                 let early = E::early(p, &half);
-                operands.tile::<E, DOWN, ACROSS>(&mut ring, p.slices());
+                if inside {
+                    operands.tile::<E, DOWN, ACROSS>(&mut ring, p.slices());
+                } else {
+                    // Of few rows this warpgroup has none: it leaves the tensor cores to the other.
+                    skip::<DOWN, ACROSS>(&mut ring, p.slices());
+                }
                 let ahead = E::ahead::<128>(p, &half, inside, early);
                 if inside {
                     E::finish::<128>(p, &mut half, ahead, &mut Apart);

@@ -494,18 +494,13 @@ pub unsafe fn wgmma_e4m3_n128<const SECOND: bool>(a: u32, b: u32, keep: bool) {
 }
 
 #[track_caller]
-pub unsafe fn wgmma_e4m3_n8_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
-    wgmma::of_e4m3(wgmma::OperandA::Cores(a), b, 8, 32 * usize::from(SECOND), keep, Location::caller());
+pub unsafe fn wgmma_e4m3_n8_cores(a: u32, b: u32, keep: bool) {
+    wgmma::of_e4m3(wgmma::OperandA::Cores(a), b, 8, 0, keep, Location::caller());
 }
 
 #[track_caller]
-pub unsafe fn wgmma_e4m3_n32_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
-    wgmma::of_e4m3(wgmma::OperandA::Cores(a), b, 32, 32 * usize::from(SECOND), keep, Location::caller());
-}
-
-#[track_caller]
-pub unsafe fn wgmma_e4m3_n64_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
-    wgmma::of_e4m3(wgmma::OperandA::Cores(a), b, 64, 32 * usize::from(SECOND), keep, Location::caller());
+pub unsafe fn wgmma_e4m3_n64_cores(a: u32, b: u32, keep: bool) {
+    wgmma::of_e4m3(wgmma::OperandA::Cores(a), b, 64, 0, keep, Location::caller());
 }
 
 #[track_caller]

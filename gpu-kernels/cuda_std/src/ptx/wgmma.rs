@@ -246,30 +246,12 @@ pub unsafe fn wgmma_e4m3_n128<const SECOND: bool>(a: u32, b: u32, keep: bool) {
 }
 
 #[inline(always)]
-pub unsafe fn wgmma_e4m3_n8_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
-    if SECOND {
-        e4m3!(a, "0x40", b, keep, "m64n8k32", (32 33 34 35));
-    } else {
-        e4m3!(a, "0x40", b, keep, "m64n8k32", (0 1 2 3));
-    }
+pub unsafe fn wgmma_e4m3_n8_cores(a: u32, b: u32, keep: bool) {
+    e4m3!(a, "0x40", b, keep, "m64n8k32", (0 1 2 3));
 }
 
 #[inline(always)]
-pub unsafe fn wgmma_e4m3_n32_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
-    if SECOND {
-        e4m3!(a, "0x40", b, keep, "m64n32k32", (32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47));
-    } else {
-        e4m3!(a, "0x40", b, keep, "m64n32k32", (0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15));
-    }
-}
-
-#[inline(always)]
-pub unsafe fn wgmma_e4m3_n64_cores<const SECOND: bool>(a: u32, b: u32, keep: bool) {
-    if SECOND {
-        e4m3!(a, "0x40", b, keep, "m64n64k32", (32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47
-            48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63));
-    } else {
-        e4m3!(a, "0x40", b, keep, "m64n64k32", (0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
+pub unsafe fn wgmma_e4m3_n64_cores(a: u32, b: u32, keep: bool) {
+    e4m3!(a, "0x40", b, keep, "m64n64k32", (0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
             16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31));
-    }
 }

@@ -1,9 +1,9 @@
 //! Products of weights and activations in e4m3, whose order [`crate::e4m3`] tells.
 //!
-//! `wgmma` takes 64 rows of A: here 16 features of four slices, 128 inputs each, which lie behind each other in a stage.
+//! `wgmma` takes 64 rows of A: here 16 features of four slices, 128 inputs each, which follow each other in a stage.
 //! B's columns are the same four slices of each row. So of the products a quarter is wanted: a warpgroup's warp `w` has
-//! those of slice `w`, and from a second set of accumulators those of slice `w + 4`. These inner sums meet in shared
-//! memory, where a lane adds those of an output from first to last. The two warpgroups take every other N-tile.
+//! those of slice `w`, and then of the next four those of slice `w + 4`. These inner sums meet in shared memory, where a
+//! lane adds those of an output from first to last. The two warpgroups take every other N-tile.
 //!
 //! Activations become codes where they are read, a chunk of 1,024 inputs at a time:
 //!
@@ -41,7 +41,7 @@ const OWN: usize = N_TILES as usize / 2;
 const WEIGHT_SCALES: u32 = N_TILES * 2 * SLICES;
 const _: () = assert!(WEIGHT_SCALES == HALF);
 
-/// Of some rows: codes of a chunk; their scales, `[slice][row]`; the weights'; each warpgroup's inner sums,
+/// Of some rows: codes of a chunk; their scales, `[row][slice]`; the weights'; each warpgroup's inner sums,
 /// `[slice][row][feature]`.
 const CODES: u32 = SCRATCH;
 const SCALES: u32 = CODES + MAX_DECODE_ROWS * CHUNK_INPUTS;
@@ -86,24 +86,10 @@ impl Products<E4m3> for OfCodes {
     ) {
         // SAFETY: the caller's word.
         unsafe {
-            if TILES == 1 {
-                consumer.e4m3_of_some::<TILES, 32>(part, old);
-            } else {
+            // One tile is of one row alone, which does not come here.
+            if TILES > 1 {
                 consumer.e4m3_of_some::<TILES, 64>(part, old);
             }
-        }
-    }
-}
-
-/// `A · Bᵀ` of `N` columns, in the first set of accumulators or the second.
-#[inline(always)]
-unsafe fn mma<const N: u32, const SECOND: bool>(a: Cores, b: Cores, keep: bool) {
-    // SAFETY: the caller's word.
-    unsafe {
-        match N {
-            8 => wgmma::mma_e4m3_n8_cores::<SECOND>(a, b, keep),
-            32 => wgmma::mma_e4m3_n32_cores::<SECOND>(a, b, keep),
-            _ => wgmma::mma_e4m3_n64_cores::<SECOND>(a, b, keep),
         }
     }
 }
@@ -131,10 +117,25 @@ fn codes(low: u32, high: u32, inverse: f32) -> u32 {
 struct Staged {
     /// The columns' codes.
     codes: Shared<u8>,
-    /// `[slice][row]`
+    /// `[row][slice]`
     scales: Shared<f32>,
     /// [`WEIGHT_SCALES`].
     w_scales: Shared<f32>,
+}
+
+impl Staged {
+    /// The next turn's, of one row.
+    #[inline(always)]
+    unsafe fn next(self) -> Self {
+        // SAFETY: the caller's word.
+        unsafe {
+            Self {
+                codes: self.codes.at(CHUNK_INPUTS as usize),
+                scales: self.scales.at(SLICES as usize),
+                w_scales: self.w_scales.at(WEIGHT_SCALES as usize),
+            }
+        }
+    }
 }
 
 /// A warpgroup's part of a matrix.
@@ -194,101 +195,142 @@ impl<const N: u32> Warpgroup<N> {
         unsafe { self.scales.load_nc((block * 4 + upper) as usize) }
     }
 
-    /// Adds the products of a stage's chunk with the staged columns to a lane's outputs, and gives the stage back.
+    /// The products of a stage's chunk with a turn's columns: gives the stage back, and leaves the inner sums where the
+    /// warpgroup finds them.
     #[inline(always)]
-    unsafe fn chunk(&self, stage: &Ring, staged: Staged, w_scales: Shared<f32>, totals: [f32; 2]) -> [f32; 2] {
+    unsafe fn multiply(&self, stage: &Ring, columns: Shared<u8>) {
         // SAFETY: the caller's word.
         unsafe {
+            // From a shuffle the assembler knows that a warp's lanes agree, as descriptors need it.
+            let (stage, columns) = (stage.of_lane(0), Shared::<u8>::from_raw(warp::shuffle_idx(columns.addr(), 0)));
             stage.wait_full();
-            let (weights, columns) = (Cores::at(stage.stage_buffer()), Cores::at(staged.codes));
+            let (weights, columns) = (Cores::at(stage.stage_buffer()), Cores::at(columns));
+            Self::four_slices(weights, columns);
+            // All have added what the chunk before left.
+            self.sync();
+            self.put_inner_sums(0);
             let second = if N == 8 { SECOND_OF_ONE } else { N / 8 * 1024 };
-            wgmma::fence();
-            unroll!(I < 4; {
-                let (a, b) = (weights.advance(I as u32 * STEP_BYTES), columns.advance(I as u32 * STEP_BYTES));
-                mma::<N, false>(a, b, I != 0);
-                mma::<N, true>(a.advance(SLICES / 2 * SLICE_BYTES), b.advance(second), I != 0);
-            });
-            wgmma::commit();
-            wgmma::wait::<0>();
+            Self::four_slices(weights.advance(SLICES / 2 * SLICE_BYTES), columns.advance(second));
             if self.lane % 32 < 2 {
                 stage.empty().arrive();
             }
-            // All have added what the chunk before left.
-            self.sync();
-            self.put_inner_sums();
-            self.sync();
-            self.added(staged.scales, w_scales, totals)
+            self.put_inner_sums(4);
         }
     }
 
-    /// Leaves the inner sums of this warp's slices where all find them.
+    /// Those of four slices, and waits for them.
     #[inline(always)]
-    unsafe fn put_inner_sums(&self) {
+    unsafe fn four_slices(weights: Cores, columns: Cores) {
+        // SAFETY: the caller's word.
+        unsafe {
+            wgmma::fence();
+            unroll!(I < 4; {
+                let (a, b) = (weights.advance(I as u32 * STEP_BYTES), columns.advance(I as u32 * STEP_BYTES));
+                match N {
+                    8 => wgmma::mma_e4m3_n8_cores(a, b, I != 0),
+                    _ => wgmma::mma_e4m3_n64_cores(a, b, I != 0),
+                }
+            });
+            wgmma::commit();
+            wgmma::wait::<0>();
+        }
+    }
+
+    /// Leaves the inner sums of this warp's slice of the four from `first` on.
+    #[inline(always)]
+    unsafe fn put_inner_sums(&self, first: u32) {
         let (warp_id, g, t) = (self.lane / 32, self.lane % 32 / 4, self.lane % 4);
-        // Of the two columns that a lane has side by side, one is of this warp's slices, or none is.
+        // Of the two columns that a lane has side by side, one is of this warp's slice, or none is.
         let (odd, wanted) = (warp_id % 2 == 1, t % 2 == warp_id / 2);
         unroll!(J < (N as usize / 8) of 8; {
             let row = 2 * J as u32 + t / 2;
-            unroll!(S < 2; {
-                // Not behind a condition, where the assembler would run products one after another.
-                let even_column = [wgmma::get::<{ 32 * S + 4 * J }>(), wgmma::get::<{ 32 * S + 4 * J + 2 }>()];
-                let odd_column = [wgmma::get::<{ 32 * S + 4 * J + 1 }>(), wgmma::get::<{ 32 * S + 4 * J + 3 }>()];
-                let [low, high] = [0, 1].map(|i| if odd { odd_column[i] } else { even_column[i] });
-                let slice = warp_id + 4 * S as u32;
-                if wanted && row < self.count {
-                    // SAFETY: the caller's word.
-                    unsafe {
-                        let to = self.sums.at(((slice * rows(N) + row) * N_TILE + g) as usize);
-                        to.store(0, low);
-                        to.store(8, high);
-                    }
-                }
-            });
-        });
-    }
-
-    /// A lane's outputs, of its row and the eighth after it, with a chunk's inner sums added.
-    #[inline(always)]
-    unsafe fn added(&self, x_scales: Shared<f32>, w_scales: Shared<f32>, mut totals: [f32; 2]) -> [f32; 2] {
-        unroll!(R < 2; {
-            let row = self.lane / N_TILE + 8 * R as u32;
-            if 8 * (R as u32) < rows(N) && row < self.count {
+            // Not behind a condition, where the assembler would run products one after another.
+            let even_column = [wgmma::get::<{ 4 * J }>(), wgmma::get::<{ 4 * J + 2 }>()];
+            let odd_column = [wgmma::get::<{ 4 * J + 1 }>(), wgmma::get::<{ 4 * J + 3 }>()];
+            let [low, high] = [0, 1].map(|i| if odd { odd_column[i] } else { even_column[i] });
+            if wanted && row < self.count {
                 // SAFETY: the caller's word.
                 unsafe {
-                    let sums = self.sums.at((row * N_TILE + self.lane % N_TILE) as usize);
-                    let x_scales = x_scales.at(row as usize);
-                    let w_scales = w_scales.at((self.lane % N_TILE / 8 * SLICES) as usize);
-                    unroll!(S < 8; {
-                        let scale = x_scales.load(S * rows(N) as usize) * w_scales.load(S);
-                        totals[R] = math::fma(sums.load(S * (rows(N) * N_TILE) as usize), scale, totals[R]);
-                    });
+                    let to = self.sums.at((((first + warp_id) * rows(N) + row) * N_TILE + g) as usize);
+                    to.store(0, low);
+                    to.store(8, high);
                 }
             }
         });
+    }
+
+    /// A lane's outputs, of its row and the eighth after it, with a chunk's inner sums added, by the scales of the turn
+    /// and the N-tile.
+    #[inline(always)]
+    unsafe fn added(&self, staged: &Staged, n_tile: u32, mut totals: [f32; 2]) -> [f32; 2] {
+        let lane = self.lane;
+        // SAFETY: the caller's word.
+        unsafe {
+            let w_scales = staged.w_scales.at(((2 * n_tile + lane / 8 % 2) * SLICES) as usize);
+            unroll!(R < 2; {
+                let row = lane / N_TILE + 8 * R as u32;
+                if 8 * (R as u32) < rows(N) && row < self.count {
+                    let sums = self.sums.at((row * N_TILE + lane % N_TILE) as usize);
+                    let x_scales = staged.scales.at((row * SLICES) as usize);
+                    unroll!(S < 8; {
+                        let inner = sums.load(S * (rows(N) * N_TILE) as usize);
+                        totals[R] = math::fma(inner, x_scales.load(S) * w_scales.load(S), totals[R]);
+                    });
+                }
+            });
+        }
         totals
     }
 
-    /// The chunks of a turn, which are in the ring's next stages, for all of the warpgroup's N-tiles. A lane has the
-    /// outputs of each.
+    /// The chunks of so many turns, which are in the ring's next stages, for all of the warpgroup's N-tiles. A lane has
+    /// the outputs of each.
     #[inline(always)]
-    unsafe fn turn(&self, (ring, part): (&mut Ring, &Part), staged: Staged, totals: &mut [[f32; 2]; OWN]) {
+    unsafe fn turns(
+        &self,
+        (ring, mine, turns): (&mut Ring, u32, u32),
+        mut staged: Staged,
+        totals: &mut [[f32; 2]; OWN],
+    ) {
         // SAFETY: the caller's word.
         unsafe {
-            let own = self.n_tiles(part.mine);
-            let mut s = 0;
-            while s < own {
-                let i = 2 * s + self.half;
-                let w_scales = staged.w_scales.at((i * 2 * SLICES) as usize);
-                let first = self.chunk(&ring.ahead(i), staged, w_scales, totals[0]);
-                // The next N-tile's come to the front: after all of them each is where it was.
-                unroll!(S < 4; {
-                    let next = if S < 3 { totals[(S + 1) % 4] } else { first };
-                    totals[S] = if S as u32 + 1 == own { first } else { next };
-                });
-                s += 1;
+            let own = self.n_tiles(mine);
+            let mut stage = ring.ahead(self.half);
+            let mut turn = 0;
+            while turn < turns {
+                *ring = ring.ahead(mine);
+                turn += 1;
             }
-            *ring = ring.ahead(part.mine);
+            if own == 0 {
+                return;
+            }
+            let (mut left, mut s) = (own * turns, 0);
+            while left > 0 {
+                self.multiply(&stage, staged.codes);
+                self.add(&staged, 2 * s + self.half, own, totals);
+                left -= 1;
+                s += 1;
+                // To the warpgroup's next N-tile, or the first one of the next turn.
+                let is_last = s == own;
+                stage = stage.ahead(if is_last { mine - 2 * (own - 1) } else { 2 });
+                if is_last {
+                    s = 0;
+                    staged = staged.next();
+                }
+            }
         }
+    }
+
+    /// Adds what all left to the first outputs, and brings those of the next of `own` N-tiles to the front: after all
+    /// of them each is where it was.
+    #[inline(always)]
+    unsafe fn add(&self, staged: &Staged, n_tile: u32, own: u32, totals: &mut [[f32; 2]; OWN]) {
+        self.sync();
+        // SAFETY: the caller's word.
+        let first = unsafe { self.added(staged, n_tile, totals[0]) };
+        unroll!(S < 4; {
+            let next = if S < 3 { totals[(S + 1) % 4] } else { first };
+            totals[S] = if S as u32 + 1 == own { first } else { next };
+        });
     }
 }
 
@@ -355,31 +397,28 @@ impl<const TREE: bool> Consumer<'_, TREE> {
         unroll!(T < TILES of 2; {
             unroll!(I < 2; {
                 let (row, element) = Self::elements_at(2 * T + I);
-                // A warp's lanes have the same row.
-                if row < self.count {
-                    let words = &elements[T][I];
-                    let mut largest = 0;
-                    unroll!(W < 8; {
-                        largest = larger(largest, words[W / 4][W % 4]);
+                let (group, part) = (element / GROUP, element / 16 % 8);
+                let set = group / 4 * (rows / 2) + row / 2;
+                let column = row % 2 * 4 + group % 4;
+                let to = CODES + (set * 8 + part / 2 * 2) * 128 + column * 16 + part % 2 * 4;
+                let words = &elements[T][I];
+                let mut largest = 0;
+                unroll!(W < 8; {
+                    largest = larger(largest, words[W / 4][W % 4]);
+                });
+                // Eight lanes have a group.
+                unroll!(M < 3; {
+                    largest = largest.max(warp::shuffle_xor(largest, 1 << M));
+                });
+                let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
+                // SAFETY: the caller's word.
+                unsafe {
+                    let to = shared::dynamic::<u32>(to);
+                    unroll!(W < 4; {
+                        to.store(W / 2 * 32 + W % 2 * 2, codes(words[0][W], words[1][W], inverse));
                     });
-                    // Eight lanes have a group.
-                    unroll!(M < 3; {
-                        largest = largest.max(warp::shuffle_xor(largest, 1 << M));
-                    });
-                    let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
-                    let (group, part) = (element / GROUP, element / 16 % 8);
-                    // SAFETY: the caller's word.
-                    unsafe {
-                        let set = group / 4 * (rows / 2) + row / 2;
-                        let column = row % 2 * 4 + group % 4;
-                        let to = CODES + (set * 8 + part / 2 * 2) * 128 + column * 16 + part % 2 * 4;
-                        let to = shared::dynamic::<u32>(to);
-                        unroll!(W < 4; {
-                            to.store(W / 2 * 32 + W % 2 * 2, codes(words[0][W], words[1][W], inverse));
-                        });
-                        if part == 0 {
-                            shared::dynamic::<f32>(SCALES).store((group * rows + row) as usize, scale);
-                        }
+                    if part == 0 {
+                        shared::dynamic::<f32>(SCALES).store((row * SLICES + group) as usize, scale);
                     }
                 }
             });
@@ -419,6 +458,9 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                             // All have multiplied what lies there.
                             sync();
                         }
+                        if normed && turn == 0 {
+                            self.put_factors(norm, squares, lane, warp_id);
+                        }
                         self.stage_codes::<TILES>(&elements);
                         // Both warpgroups have the same.
                         if group.half == 0 {
@@ -428,15 +470,12 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                         sync();
                         elements = self.fetch::<TILES>(x, k, turn + 1);
                         w_scale = group.weight_scale(&part, turn + 1);
-                        if normed && turn == 0 {
-                            self.put_factors(norm, squares, lane, warp_id);
-                        }
                         let staged = Staged {
                             codes: shared::dynamic(CODES),
                             scales: shared::dynamic(SCALES),
                             w_scales: shared::dynamic(W_SCALES),
                         };
-                        group.turn((&mut ring, &part), staged, &mut totals);
+                        group.turns((&mut ring, part.mine, 1), staged, &mut totals);
                         turn += 1;
                     }
                     sync();
@@ -501,7 +540,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                         if turn == 0 && part.first_n_tile == 0 {
                             self.mark(Mark::GridBarrier);
                         }
-                        let mut staged = Staged {
+                        let staged = Staged {
                             codes: shared::dynamic(ONE_CODES + buffer * ONE_CODES_BYTES),
                             scales: shared::dynamic(ONE_SCALES + buffer * ONE_SCALES_BYTES),
                             w_scales: shared::dynamic(ONE_W_SCALES + buffer * ONE_W_SCALES_BYTES),
@@ -520,13 +559,8 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                             words = ask_for(&input, |i| place(end, i));
                             next_scales = w_scales(end);
                         }
-                        while turn < end {
-                            group.turn((&mut ring, &part), staged, &mut totals);
-                            staged.codes = staged.codes.at(CHUNK_INPUTS as usize);
-                            staged.scales = staged.scales.at(SLICES as usize);
-                            staged.w_scales = staged.w_scales.at(WEIGHT_SCALES as usize);
-                            turn += 1;
-                        }
+                        group.turns((&mut ring, part.mine, end - turn), staged, &mut totals);
+                        turn = end;
                     }
                     // As of products of fragments.
                     self.turn ^= 1;
@@ -574,9 +608,13 @@ unsafe fn ask_for(input: &Words, place: impl Fn(usize) -> u32) -> [Word; 2 * ASK
     words
 }
 
-/// Makes codes of a warp's slice of each turn for the consumers of the block.
+/// Makes codes of a warp's slice of each turn for the consumers of the block, and zeros of the columns behind them.
 #[inline(always)]
 unsafe fn stage_words(words: &[Word; 2 * ASKED], staged: &Staged, lane: u32, warp_id: u32) {
+    if warp_id == 0 && lane < SECOND_OF_ONE / 4 {
+        // SAFETY: the caller's word.
+        unsafe { staged.codes.at(ASKED * CHUNK_INPUTS as usize).cast::<u32>().store(lane as usize, 0) };
+    }
     unroll!(I < 4; {
         let (low, high) = (words[2 * I].bits(), words[2 * I + 1].bits());
         let mut largest = larger(larger(0, low), high);
