@@ -392,7 +392,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
 
     /// Makes codes of them for the consumers of the block.
     #[inline(always)]
-    unsafe fn stage_codes<const TILES: usize>(&self, elements: &Elements<TILES>) {
+    unsafe fn stage_codes<const TILES: usize>(&self, elements: &Elements<TILES>, is_first: bool) {
         let rows = TILES as u32 * 8;
         unroll!(T < TILES of 2; {
             unroll!(I < 2; {
@@ -401,24 +401,27 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                 let set = group / 4 * (rows / 2) + row / 2;
                 let column = row % 2 * 4 + group % 4;
                 let to = CODES + (set * 8 + part / 2 * 2) * 128 + column * 16 + part % 2 * 4;
-                let words = &elements[T][I];
-                let mut largest = 0;
-                unroll!(W < 8; {
-                    largest = larger(largest, words[W / 4][W % 4]);
-                });
-                // Eight lanes have a group.
-                unroll!(M < 3; {
-                    largest = largest.max(warp::shuffle_xor(largest, 1 << M));
-                });
-                let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
-                // SAFETY: the caller's word.
-                unsafe {
-                    let to = shared::dynamic::<u32>(to);
-                    unroll!(W < 4; {
-                        to.store(W / 2 * 32 + W % 2 * 2, codes(words[0][W], words[1][W], inverse));
+                // Rows that are not there have zeros, left once. A warp's lanes have the same row.
+                if row < self.count || is_first {
+                    let words = &elements[T][I];
+                    let mut largest = 0;
+                    unroll!(W < 8; {
+                        largest = larger(largest, words[W / 4][W % 4]);
                     });
-                    if part == 0 {
-                        shared::dynamic::<f32>(SCALES).store((row * SLICES + group) as usize, scale);
+                    // Eight lanes have a group.
+                    unroll!(M < 3; {
+                        largest = largest.max(warp::shuffle_xor(largest, 1 << M));
+                    });
+                    let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
+                    // SAFETY: the caller's word.
+                    unsafe {
+                        let to = shared::dynamic::<u32>(to);
+                        unroll!(W < 4; {
+                            to.store(W / 2 * 32 + W % 2 * 2, codes(words[0][W], words[1][W], inverse));
+                        });
+                        if part == 0 {
+                            shared::dynamic::<f32>(SCALES).store((row * SLICES + group) as usize, scale);
+                        }
                     }
                 }
             });
@@ -461,7 +464,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                         if normed && turn == 0 {
                             self.put_factors(norm, squares, lane, warp_id);
                         }
-                        self.stage_codes::<TILES>(&elements);
+                        self.stage_codes::<TILES>(&elements, turn == 0);
                         // Both warpgroups have the same.
                         if group.half == 0 {
                             shared::dynamic::<f32>(W_SCALES).store(group.lane as usize, w_scale);
