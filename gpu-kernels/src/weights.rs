@@ -1,6 +1,6 @@
 //! Formats of weights in the [decode kernel](crate::decode): how a chunk lies in memory and in a stage of the ring, and
-//! how it is multiplied. Of most formats a warp makes fragments for the tensor core, which are bf16, and the GEMM is the
-//! same; e4m3 is multiplied as it is.
+//! how it is multiplied. Of most formats a warp makes fragments for the tensor core, which are bf16, and the GEMM is
+//! the same; e4m3 is multiplied as it is.
 //!
 //! | format | bits a weight | |
 //! |---|---|---|

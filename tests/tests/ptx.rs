@@ -23,7 +23,7 @@ fn ptxas() -> PathBuf {
 /// lack registers; decode kernels keep what two formats need, or attention of many pairs, outside of their loops; and
 /// tiles of 128 rows of quantised layers have fragments of weights beside as many sums and totals. A defect with a
 /// bound, not a licence: shrink it.
-const SPILLING: [(&str, u32); 30] = [
+const SPILLING: [(&str, u32); 32] = [
     ("gemm_write_n192", 140),
     ("gemm_qkv_n192", 124),
     ("gemm_qkv_2x1", 64),
@@ -42,6 +42,8 @@ const SPILLING: [(&str, u32); 30] = [
     ("decode_8_lossless", 12),
     ("decode_16_lossless", 12),
     ("decode_tree_lossless", 16),
+    ("decode_16_e4m3", 28),
+    ("decode_tree_e4m3", 28),
     ("decode_tree_fp8", 56),
     ("decode_tree_int4", 56),
     ("decode_tree_int4_f16", 56),

@@ -176,13 +176,15 @@ impl Next for Apart {
     unsafe fn step(&mut self) {}
 }
 
-/// Gives so many stages back as they come.
+/// Gives so many stages back as they come. The warpgroup's lanes meet at this barrier: one that lags behind would take
+/// a later fill of a stage for the one that it waits for.
 #[inline(always)]
-unsafe fn skip<const DOWN: u32, const ACROSS: u32>(ring: &mut Ring, mut stages: u32) {
+unsafe fn skip<const DOWN: u32, const ACROSS: u32>(ring: &mut Ring, mut stages: u32, barrier: u32) {
     while stages > 0 {
         // SAFETY: the caller's word.
         unsafe {
             ring.wait_full();
+            thread::sync_named(barrier, super::GROUP);
             free::<DOWN, ACROSS>(*ring);
         }
         *ring = ring.ahead(1);
@@ -240,7 +242,7 @@ impl Inputs for E4m3 {
                     operands.tile::<E, DOWN, ACROSS>(&mut ring, p.slices());
                 } else {
                     // Of few rows this warpgroup has none: it leaves the tensor cores to the other.
-                    skip::<DOWN, ACROSS>(&mut ring, p.slices());
+                    skip::<DOWN, ACROSS>(&mut ring, p.slices(), half.barrier);
                 }
                 let ahead = E::ahead::<128>(p, &half, inside, early);
                 if inside {

@@ -2,7 +2,7 @@
 //!
 //! `wgmma` takes 64 rows of A: here 16 features of four slices, 128 inputs each, which follow each other in a stage.
 //! B's columns are the same four slices of each row. So of the products a quarter is wanted: a warpgroup's warp `w` has
-//! those of slice `w`, and then of the next four those of slice `w + 4`. These inner sums meet in shared memory, where a
+//! those of slice `w`, and then, of the next four, of slice `w + 4`. These inner sums meet in shared memory, where a
 //! lane adds those of an output from first to last. The two warpgroups take every other N-tile.
 //!
 //! Activations become codes where they are read, a chunk of 1,024 inputs at a time:
