@@ -612,8 +612,8 @@ impl CodedCase {
         })
     }
 
-    /// The sums with one of the matrices, with `which` of two scales; a gated matrix has gates and ups of 64 features in
-    /// 128 rows. Each row is multiplied by its factor.
+    /// The sums with one of the matrices, with `which` of two scales; a gated matrix has gates and ups of 64 features
+    /// in 128 rows. Each row is multiplied by its factor.
     fn sums(&self, w: &Codes, which: usize, together: usize) -> Vec<f32> {
         let Case { m, n, k: pairs, .. } = self.case;
         let (x, w) = (self.x.values(), w.values());
