@@ -18,7 +18,7 @@
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::wgmma::{self, Cores, Operand};
-use cuda_std::{Global, bulk, kernel, math, tensor, thread};
+use cuda_std::{Global, bulk, kernel, math, tensor, thread, warp};
 
 use super::epilogue::{Add, Epilogue, Half, Next, Qkv, SwiGlu, Write, elected};
 use super::{BOX_BYTES, DEPTH, Gemm, Inputs, STEP_BYTES, Tiles, WEIGHT_ROWS, X_BYTES, free, gemm_of, wait};
@@ -221,7 +221,9 @@ impl Inputs for E4m3 {
     unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles) {
         // SAFETY: the caller's word.
         unsafe {
-            let group = thread::warp_id() / 4;
+            // From a shuffle the assembler knows that a warp's lanes agree: so it also knows that they go the same way
+            // below, and makes operands' descriptors in uniform registers.
+            let group = warp::shuffle_idx(thread::warp_id() / 4, 0);
             let first = shared::dynamic::<u8>(0);
             let operands = Operands {
                 x: Operand::at(first).advance(group * GROUP_ROWS * DEPTH * 2),
@@ -239,6 +241,8 @@ impl Inputs for E4m3 {
                 let inside = half.row < p.m && column < p.n;
                 let early = E::early(p, &half);
                 if inside {
+                    // Likewise.
+                    ring = ring.of_lane(0);
                     operands.tile::<E, DOWN, ACROSS>(&mut ring, p.slices());
                 } else {
                     // Of few rows this warpgroup has none: it leaves the tensor cores to the other.
