@@ -32,7 +32,7 @@ pub struct Coding {
     pub code: Code,
     /// Whether scales have two parts: those of int4 in f16.
     pub is_fine: bool,
-    /// Of e4m3, whether scales are of blocks of 128 × 128: then [codes themselves](crate::e4m3) are multiplied.
+    /// Of e4m3, whether scales are of blocks of 128 × 128: then codes themselves are multiplied.
     pub in_blocks: bool,
 }
 
