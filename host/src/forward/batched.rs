@@ -1,7 +1,7 @@
 //! Passes over the rows of many sequences on Hopper, in one launch: `gpu_kernels::batched`. They give the bits of the
 //! unfused path. With many rows GEMMs are launches of [`gpu_kernels::gemm`].
 
-use cuda_std::tensor::Matrix;
+use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Global, GlobalMut, Kernel};
 use gpu_kernels::batched::{self, BatchedStep, MAX_BATCHED_ROWS, Phase, PhaseKind, Share};
 use gpu_kernels::embedding;
@@ -428,6 +428,47 @@ impl Forward {
         }
     }
 
+    /// A layer's GEMM of up to `m` rows as a launch, but for what it reads: with this residual stream, whose spans there
+    /// are, and the map of activations that SwiGLU writes.
+    pub(super) fn launched_gemm(
+        &self,
+        layer: usize,
+        gemm: &plan::Gemm,
+        m: u32,
+        residual: Residual,
+        activation: Global<TensorMap>,
+    ) -> (gemm::Epilogue, Gemm) {
+        let (c, w) = (&self.config, &self.weights);
+        let StreamMatrix { stream, base, blocks, n_tiles, k } = w.stream.matrix(layer, gemm.matrix);
+        let (epilogue, out) = match gemm.epilogue {
+            Epilogue::Write { .. } => (gemm::Epilogue::Write, Global::default()),
+            Epilogue::Add => (gemm::Epilogue::Add, Global::default()),
+            Epilogue::SwiGlu => (gemm::Epilogue::SwiGlu, activation),
+        };
+        let p = Gemm {
+            x: Default::default(),
+            stream,
+            base,
+            blocks,
+            n_tiles,
+            out,
+            y: self.qkv.ptr_mut(),
+            norm: Norm { squares: residual.spans.read(), dim: c.hidden_size as u32, eps: c.rms_norm_eps },
+            bias: w.bias(layer, gemm),
+            heads: Default::default(),
+            residual,
+            next_norm: w.norm_after(layer, gemm).ptr(),
+            first_row: 0,
+            m,
+            first_feature: 0,
+            n: gemm.n as u32,
+            k,
+            band: 0,
+            beside: Default::default(),
+        };
+        (epilogue, p)
+    }
+
     /// Enqueues a pass with its GEMMs as launches, and attention and the end as phases: the same bits.
     fn enqueue_many(
         &self,
@@ -439,33 +480,6 @@ impl Forward {
         let (c, w, d) = (&self.config, &self.weights, &self.device);
         let residual = Residual { spans: of.many.spans.ptr_mut(), ..self.residual() };
         let height = TILE_ROWS.iter().position(|&rows| rows == TILE_ROWS_OF_GEMM).expect("there are such maps");
-        let product = |layer: usize, gemm: &plan::Gemm| {
-            let StreamMatrix { stream, base, blocks, n_tiles, k } = w.stream.matrix(layer, gemm.matrix);
-            Gemm {
-                x: of.maps.ptr(input_map(gemm.input, height)),
-                stream,
-                base,
-                blocks,
-                n_tiles,
-                out: match gemm.epilogue {
-                    Epilogue::SwiGlu => of.many.out.ptr(0),
-                    _ => Default::default(),
-                },
-                y: self.qkv.ptr_mut(),
-                norm: Norm { squares: of.many.spans.ptr(), dim: c.hidden_size as u32, eps: c.rms_norm_eps },
-                bias: w.bias(layer, gemm),
-                heads: Default::default(),
-                residual,
-                next_norm: w.norm_after(layer, gemm).ptr(),
-                first_row: 0,
-                m: pass.most_rows,
-                first_feature: 0,
-                n: gemm.n as u32,
-                k,
-                band: 0,
-                beside: Default::default(),
-            }
-        };
         // SAFETY: every address is a buffer of self or of the model, of the size that the parameter block states, with
         // room for whole tiles of rows.
         unsafe {
@@ -486,13 +500,10 @@ impl Forward {
                     // Done with the head, below.
                     Operator::Gemm(gemm) if i == last && gemm.matrix == plan::Matrix::Down => {}
                     Operator::Gemm(gemm) => {
-                        let epilogue = match gemm.epilogue {
-                            Epilogue::Write { .. } => gemm::Epilogue::Write,
-                            Epilogue::Add => gemm::Epilogue::Add,
-                            Epilogue::SwiGlu => gemm::Epilogue::SwiGlu,
-                        };
+                        let (epilogue, p) = self.launched_gemm(i, &gemm, pass.most_rows, residual, of.many.out.ptr(0));
+                        let p = Gemm { x: of.maps.ptr(input_map(gemm.input, height)), ..p };
                         // SAFETY: likewise.
-                        unsafe { gemm::enqueue(d, &of.many.beside, epilogue, product(i, &gemm))? };
+                        unsafe { gemm::enqueue(d, &of.many.beside, epilogue, p)? };
                     }
                     // Attention makes them.
                     Operator::Heads(_) => {}

@@ -3,13 +3,12 @@
 
 use gpu_kernels::batch::{self, PickRows};
 use gpu_kernels::embedding;
-use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
+use gpu_kernels::gemm::{SPAN, TILE_ROWS};
 use gpu_kernels::linear::{Linear, N_TILE};
-use gpu_kernels::norm::{Norm, Residual};
-use gpu_kernels::qkv::SplitHeads;
+use gpu_kernels::norm::Residual;
 use half::bf16;
 use model::Config;
-use model::plan::{self, Epilogue, Input};
+use model::plan::{self, Input};
 
 use super::{Forward, Pass};
 use crate::Error;
@@ -84,43 +83,17 @@ impl Forward {
         gemm: &plan::Gemm,
         attended_in_order: bool,
     ) -> Result<(), Error> {
-        let (c, w, d) = (&self.config, &self.weights, &self.device);
         let (x, in_order) = match gemm.input {
             Input::Normed => (self.scaled.ptr(), false),
             Input::Attended => (self.attended.ptr(), attended_in_order),
             Input::Activation => (self.activation.ptr(), false),
         };
-        let epilogue = match gemm.epilogue {
-            Epilogue::Write { .. } => gemm::Epilogue::Write,
-            Epilogue::Add => gemm::Epilogue::Add,
-            Epilogue::SwiGlu => gemm::Epilogue::SwiGlu,
-        };
-        let p = Gemm {
-            x: Default::default(),
-            stream: Default::default(),
-            base: 0,
-            blocks: 0,
-            n_tiles: 0,
-            out: of.out.ptr(0),
-            y: self.qkv.ptr_mut(),
-            norm: Norm { squares: of.spans.ptr(), dim: c.hidden_size as u32, eps: c.rms_norm_eps },
-            bias: w.bias(layer, gemm),
-            heads: SplitHeads::default(),
-            residual: self.coded_residual(of),
-            next_norm: w.norm_after(layer, gemm).ptr(),
-            first_row: 0,
-            m,
-            first_feature: 0,
-            n: gemm.n as u32,
-            k: 0,
-            band: 0,
-            beside: Default::default(),
-        };
-        let weights = w.e4m3.as_ref().expect("weights in e4m3");
+        let (epilogue, p) = self.launched_gemm(layer, gemm, m, self.coded_residual(of), of.out.ptr(0));
+        let weights = self.weights.e4m3.as_ref().expect("weights in e4m3");
         // SAFETY: the caller's word; buffers have room for whole tiles of rows.
         unsafe {
-            of.activations.quantize(d, gemm.input, x, [0, m], in_order)?;
-            of.activations.enqueue(d, epilogue, weights, (layer, gemm), p)
+            of.activations.quantize(&self.device, gemm.input, x, [0, m], in_order)?;
+            of.activations.enqueue(&self.device, epilogue, weights, (layer, gemm), p)
         }
     }
 
