@@ -23,6 +23,7 @@ use model::{Config, Weight, Weights};
 use crate::Error;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::gemm::{self, Epilogue};
+use crate::quantized::{Place, places};
 use crate::stream::{Stream, chunks, n_tiles};
 
 /// Outputs and inputs of a block.
@@ -139,33 +140,15 @@ pub struct Collector {
     places: HashMap<usize, Place>,
 }
 
-/// Where a weight's blocks are among those of its matrix.
-#[derive(Clone, Copy)]
-struct Place {
-    matrix: usize,
-    /// The first one, of matrices one after another.
-    first: usize,
-    /// Of gate and up, which of the two: 128 weight rows have 64 of each.
-    half: Option<usize>,
-    inputs: usize,
-}
-
 impl Collector {
     /// For a checkpoint's weights, which are in such blocks.
     pub fn new(weights: &Weights<Weight<'_>>) -> Self {
-        let (mut matrices, mut places) = (Vec::new(), HashMap::new());
-        for (layer, kind) in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| (layer, kind))) {
-            let (mut rows, mut inputs) = (0, 0);
-            for (part, weight) in layer.parts(kind).into_iter().enumerate() {
-                inputs = weight.shape()[1];
-                let half = (kind == Matrix::GateUp).then_some(part);
-                let place = Place { matrix: matrices.len(), first: rows / BLOCK, half, inputs };
-                places.insert(std::ptr::from_ref(weight).addr(), place);
-                rows += weight.shape()[0];
-            }
+        let (places, shapes) = places(weights);
+        let matrix = |[rows, inputs]: [usize; 2]| {
             let words = scales_len((rows as u32).div_ceil(N_TILE), inputs as u32);
-            matrices.push((0..words).map(|_| AtomicU32::new(0)).collect());
-        }
+            (0..words).map(|_| AtomicU32::new(0)).collect()
+        };
+        let matrices = shapes.into_iter().map(matrix).collect();
         Self { matrices, places }
     }
 
@@ -185,7 +168,8 @@ impl Collector {
                 }
             };
             match place.half {
-                None => put(place.first + block, 0..2),
+                None => put(place.first / BLOCK + block, 0..2),
+                // 128 weight rows have 64 of each.
                 Some(half) => [2 * block, 2 * block + 1].into_iter().for_each(|block| put(block, half..half + 1)),
             }
         }

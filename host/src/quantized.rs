@@ -298,14 +298,30 @@ pub struct Collector {
 
 /// Where a weight's rows are among those of its matrix.
 #[derive(Clone, Copy)]
-struct Place {
-    matrix: usize,
+pub(crate) struct Place {
+    pub matrix: usize,
     /// The first one, of matrices one after another.
-    first: usize,
+    pub first: usize,
     /// Of gate and up, which of the two: an N-tile has eight rows of each.
-    half: Option<usize>,
-    inputs: usize,
-    group: usize,
+    pub half: Option<usize>,
+    pub inputs: usize,
+}
+
+/// The places of the layers' weights, by where these are; and weight rows and inputs of each matrix.
+pub(crate) fn places(weights: &Weights<Weight<'_>>) -> (HashMap<usize, Place>, Vec<[usize; 2]>) {
+    let (mut places, mut shapes) = (HashMap::new(), Vec::new());
+    for (layer, kind) in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| (layer, kind))) {
+        let [mut first, mut inputs] = [0; 2];
+        for (part, weight) in layer.parts(kind).into_iter().enumerate() {
+            inputs = weight.shape()[1];
+            let half = (kind == Matrix::GateUp).then_some(part);
+            let place = Place { matrix: shapes.len(), first, half, inputs };
+            places.insert(std::ptr::from_ref(weight).addr(), place);
+            first += weight.shape()[0];
+        }
+        shapes.push([first, inputs]);
+    }
+    (places, shapes)
 }
 
 impl Place {
@@ -319,20 +335,8 @@ impl Place {
 impl Collector {
     /// For a checkpoint's weights, whose codes are such.
     pub fn new(weights: &Weights<Weight<'_>>, coding: Coding) -> Self {
-        let (mut matrices, mut places) = (Vec::new(), HashMap::new());
-        for (layer, kind) in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| (layer, kind))) {
-            let (mut first, mut inputs) = (0, 0);
-            for (part, weight) in layer.parts(kind).into_iter().enumerate() {
-                let [rows, columns] = [weight.shape()[0], weight.shape()[1]];
-                inputs = columns;
-                let group = weight.quantized().map_or(inputs, |matrix| matrix.group().min(inputs));
-                let half = (kind == Matrix::GateUp).then_some(part);
-                let place = Place { matrix: matrices.len(), first, half, inputs, group };
-                places.insert(std::ptr::from_ref(weight).addr(), place);
-                first += rows;
-            }
-            matrices.push((0..words([first, inputs])).map(|_| AtomicU32::new(0)).collect());
-        }
+        let (places, shapes) = places(weights);
+        let matrices = shapes.into_iter().map(|shape| (0..words(shape)).map(|_| AtomicU32::new(0)).collect()).collect();
         Self { coding, matrices, places, unfit: AtomicBool::new(false) }
     }
 
@@ -343,13 +347,14 @@ impl Collector {
             self.unfit.store(true, Ordering::Relaxed);
             return;
         }
-        let (all, groups) = (place.inputs.div_ceil(GROUP as usize), place.inputs.div_ceil(place.group));
+        let shared = weight.quantized().map_or(place.inputs, |matrix| matrix.group().min(place.inputs));
+        let (all, groups) = (place.inputs.div_ceil(GROUP as usize), place.inputs.div_ceil(shared));
         let of_n_tile = words([N_TILE as usize, place.inputs]);
         for (i, row) in rows.enumerate() {
             let row = place.row(row);
             let to = &self.matrices[place.matrix][row / N_TILE as usize * of_n_tile + row % N_TILE as usize..];
             for group in 0..all {
-                let from = i * groups + group * GROUP as usize / place.group;
+                let from = i * groups + group * GROUP as usize / shared;
                 let zero = codes.zeros.get(from).copied().unwrap_or(0);
                 match self.coding.word(codes.scales[from], zero) {
                     Some(word) => to[group * N_TILE as usize].store(word, Ordering::Relaxed),

@@ -428,8 +428,8 @@ impl Forward {
         }
     }
 
-    /// A layer's GEMM of up to `m` rows as a launch, but for what it reads: with this residual stream, whose spans there
-    /// are, and the map of activations that SwiGLU writes.
+    /// A layer's GEMM of up to `m` rows as a launch, but for what it reads: with this residual stream, where spans are
+    /// as well, and the map of activations that SwiGLU writes.
     pub(super) fn launched_gemm(
         &self,
         layer: usize,
