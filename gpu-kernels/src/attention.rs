@@ -36,7 +36,7 @@ use crate::kv::{Cache, HEAD_DIM, place};
 use crate::linear::place_of;
 use crate::quad;
 use crate::step::Rows;
-pub(crate) use by_dims::{TileWeights, add_eight};
+pub(crate) use by_dims::{DimSums, TileWeights, add_eight};
 pub use splits::combine;
 pub(crate) use splits::{combine_by_warp, combine_head};
 use warps::PAIR_STRIDE;
@@ -102,8 +102,7 @@ impl Attend {
         unsafe {
             let at = pair * self.splits as usize + split as usize;
             let to = self.sums.at(at * HEAD_DIM as usize + d as usize);
-            to.store(0, sum[0]);
-            to.store(1, sum[1]);
+            to.cast().store(0, sum);
             if d == 0 {
                 self.scales.cast().store(at, scale);
             }
@@ -245,14 +244,44 @@ pub(crate) fn score_keys(
     query: impl Fn(usize, usize) -> [u32; 4],
     keys: impl Fn(usize) -> [[u32; 4]; 4],
 ) -> [[f32; 4]; 4] {
-    let mut s = [[0f32; 4]; 4];
+    let fragments = |_, j| {
+        let (l, h) = (query(0, j), query(1, j));
+        [[l[0], h[0], l[1], h[1]], [l[2], h[2], l[3], h[3]]]
+    };
+    let [s] = score_tiles::<1>(fragments, keys);
+    s
+}
+
+/// Where a lane's word of a query lies in a tile whose queries are stored as [`score_tiles`] takes them:
+/// `[32 dimensions][its first or second fragment][lane]`, 16 bytes each. The word has dimensions `2 · lane` and one on,
+/// below 64; those 64 further lie [`QUERY_HALF`] words on.
+#[inline(always)]
+pub(crate) const fn query_word(pair: u32, lane: u32) -> u32 {
+    let (j, t, m, x) = (lane / 16, lane % 16 / 4, lane % 4 / 2, lane % 2);
+    ((2 * j + m) * 32 + pair % 8 * 4 + t) * 4 + 2 * x + pair / 8
+}
+
+/// See [`query_word`].
+pub(crate) const QUERY_HALF: u32 = 4 * 32 * 4;
+
+/// [`score_keys`] of at most two tiles of pairs. `queries(tile, j)` gives A of the tensor core for 32 dimensions from
+/// `32 j` on: of lane `4 g + t` the first, and then the other four of the dimensions from `8 t + 32 j` on, of pairs `g`
+/// and `g + 8`.
+#[inline(always)]
+pub(crate) fn score_tiles<const N: usize>(
+    queries: impl Fn(usize, usize) -> [[u32; 4]; 2],
+    keys: impl Fn(usize) -> [[u32; 4]; 4],
+) -> [[[f32; 4]; 4]; N] {
+    let mut s = [[[0f32; 4]; 4]; N];
     unroll!(I < 4; {
-        let (l, h) = (query(0, I), query(1, I));
         let keys = keys(I);
-        unroll!(J < 4; {
-            let b = keys[J];
-            s[J] = mma::m16n8k16_bf16(s[J], [l[0], h[0], l[1], h[1]], [b[0], b[1]]);
-            s[J] = mma::m16n8k16_bf16(s[J], [l[2], h[2], l[3], h[3]], [b[2], b[3]]);
+        unroll!(T < N of 2; {
+            let a = queries(T, I);
+            unroll!(J < 4; {
+                let b = keys[J];
+                s[T][J] = mma::m16n8k16_bf16(s[T][J], a[0], [b[0], b[1]]);
+                s[T][J] = mma::m16n8k16_bf16(s[T][J], a[1], [b[2], b[3]]);
+            });
         });
     });
     s

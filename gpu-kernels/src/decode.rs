@@ -74,8 +74,8 @@ const UNITS: u32 = ARRIVALS + 8;
 /// The words of the rows' paths.
 const PATHS: u32 = UNITS + 32;
 
-/// Parameters of [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the weights were
-/// [laid out](crate::stream::lay_out) for. Shared memory: [`SHARED_BYTES`].
+/// Parameters of [`decode_1`], [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the
+/// weights were [laid out](crate::stream::lay_out) for. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct DecodeStep {
@@ -89,6 +89,8 @@ pub struct DecodeStep {
     pub lossless: Lossless,
     /// The layers' matrices in e4m3: of the kernels that multiply so.
     pub e4m3: e4m3::Weights,
+    /// Where their inputs' codes are, of several rows.
+    pub inputs: e4m3::Inputs,
     /// The chunk of the stream at which the head begins: of the kernels that read codes of the layers' matrices.
     pub head_base: u64,
     /// How TMA reads packed weights, or [codes](crate::weights::quantized#layout).
@@ -272,6 +274,21 @@ impl DecodeStep {
     }
 }
 
+/// A step of one row: of others nothing.
+#[inline(always)]
+unsafe fn decode_one<F: WeightFormat>(p: &DecodeStep) {
+    // SAFETY: the caller's word.
+    unsafe {
+        if F::INPUTS > 1 {
+            wgmma::declare();
+        }
+        if p.work.rows.count.load(0) == 1 {
+            run::<F, 1, 1, true, false>(p, 1);
+        }
+    }
+}
+
+/// A step of several rows: of one row nothing.
 #[inline(always)]
 unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const TREE: bool>(p: &DecodeStep) {
     // SAFETY: the caller's word.
@@ -280,9 +297,20 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const 
             wgmma::declare();
         }
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
-        if count == 0 {
-            return;
+        if count > 1 {
+            run::<F, TILES, GROUP, false, TREE>(p, count);
         }
+    }
+}
+
+/// A block's part of a step of `count` rows.
+#[inline(always)]
+unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool, const TREE: bool>(
+    p: &DecodeStep,
+    count: u32,
+) {
+    // SAFETY: the caller's word.
+    unsafe {
         let thread = thread::thread_idx_x();
         if thread == 0 {
             Ring::init(RING, WARPS);
@@ -296,6 +324,7 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const 
         if TREE && thread < 32 {
             tree::bring(p, count);
         }
+        attention::clear_queries(thread);
         let flag = 1 + p.exchange.used();
         thread::sync_threads();
         // The registers of the other three warps of the producer's group are of more use to consumers. From a shuffle
@@ -304,31 +333,69 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const 
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             wgmma::take_registers::<240>();
-            let mut consumer = Consumer::<TREE>::new(p, count, flag);
-            if count == 1 {
-                consumer.run::<F, 1, 1, true>();
-            } else {
-                consumer.run::<F, TILES, GROUP, false>();
-            }
+            Consumer::<TREE>::new(p, count, flag).run::<F, TILES, GROUP, ONE>();
         } else {
             wgmma::give_registers::<24>();
             if warp_id == WARPS {
-                produce::<F, TREE>(p, count == 1);
-            } else if warp_id == WARPS + 1 && count == 1 {
+                produce::<F, TREE>(p, ONE);
+            } else if ONE && warp_id == WARPS + 1 {
                 consumer::factors(p);
             }
         }
     }
 }
 
-/// The forward pass of up to 8 rows.
+/// The forward pass of one row. It has a kernel of its own, so that what several rows need takes none of its registers;
+/// those for several rows leave a step of one to it.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_1(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode_one::<Plain>(&p) }
+}
+
+/// [`decode_1`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_1_lossless(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode_one::<Lossless>(&p) }
+}
+
+/// [`decode_1`], of layers in FP8 whose weights' scales are of 128 × 128: in the tensor cores' FP8.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_1_e4m3(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode_one::<E4m3>(&p) }
+}
+
+/// [`decode_1`], of layers in FP8.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_1_fp8(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode_one::<Quantized<Fp8>>(&p) }
+}
+
+/// [`decode_1`], of layers in int4.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_1_int4(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode_one::<Quantized<Int4<1>>>(&p) }
+}
+
+/// [`decode_1_int4`], with scales in f16.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_1_int4_f16(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode_one::<Quantized<Int4<2>>>(&p) }
+}
+
+/// The forward pass of 2 to 8 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Plain, 1, 2, false>(&p) }
 }
 
-/// The forward pass of up to 16 rows.
+/// The forward pass of 2 to 16 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -406,7 +473,7 @@ pub unsafe fn decode_16_int4_f16(p: DecodeStep) {
     unsafe { decode::<Quantized<Int4<2>>, 2, 1, false>(&p) }
 }
 
-/// The forward pass of up to 16 rows that may be a tree.
+/// The forward pass of 2 to 16 rows that may be a tree.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

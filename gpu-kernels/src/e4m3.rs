@@ -8,7 +8,10 @@
 //! An output is the sum, from the first group to the last, of `fma(inner sum, x_scale · w_scale, sum)`, where the inner
 //! sum is the tensor core's, of a group's products. All kernels make it so, however many rows there are.
 
-use cuda_std::{Global, bf16, math};
+use cuda_std::{Global, GlobalMut, bf16, math};
+
+use crate::step::MAX_DECODE_ROWS;
+use crate::stream::SLICES;
 
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod encode;
@@ -38,6 +41,27 @@ pub struct Weights {
     /// eight features of each N-tile and that of the upper eight, which differ where they are gates and ups. The last
     /// two of four are not read. Groups are an even number, see [`groups`].
     pub scales: Global<f32>,
+}
+
+/// Inputs of a chunk of codes, which has eight slices of 128.
+pub const CHUNK_INPUTS: u32 = SLICES * GROUP;
+
+/// Where the decode kernel's blocks find the codes of several rows' activations. Plain data; a part of parameter
+/// blocks.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct Inputs {
+    /// `[chunks, CHUNK_CODES]`, 16-byte aligned: of [`CHUNK_INPUTS`] inputs each, as the kernel multiplies them.
+    pub codes: GlobalMut<u8>,
+    /// `[chunks, rows, groups of the chunk]`.
+    pub scales: GlobalMut<f32>,
+}
+
+impl Inputs {
+    /// Bytes of a chunk's codes.
+    pub const CHUNK_CODES: u32 = MAX_DECODE_ROWS * CHUNK_INPUTS;
+    /// A chunk's scales.
+    pub const CHUNK_SCALES: u32 = MAX_DECODE_ROWS * SLICES;
 }
 
 /// Groups of so many inputs: an even number, of which the last may be zeros with scale zero.

@@ -12,6 +12,7 @@
 use cuda_std::shared::Shared;
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
+use crate::attention::{QUERY_HALF, query_word};
 use crate::kv::{Cache, HEAD_DIM, place};
 use crate::step::Rows;
 
@@ -298,6 +299,17 @@ impl HeadVector {
             // SAFETY: the caller's word.
             unsafe { to.cast::<u32>().store(i, word) };
         });
+    }
+
+    /// Writes a query into a tile of queries in shared memory, as this pair's: see [`query_word`].
+    #[inline(always)]
+    pub unsafe fn store_query(&self, tile: Shared<bf16>, pair: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let to = tile.cast::<u32>().at(query_word(pair, self.lane) as usize);
+            to.store(0, self.low);
+            to.store(QUERY_HALF as usize, self.high);
+        }
     }
 
     /// [`store`](Self::store) to shared memory.

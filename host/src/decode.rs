@@ -11,6 +11,7 @@ use model::plan::Matrix;
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
+use crate::e4m3::StepInputs;
 use crate::lossless::Packed;
 use crate::quantized::{Coding, by_code};
 use crate::timed::timed;
@@ -32,7 +33,10 @@ pub struct Decode {
 }
 
 /// Which kernel runs a step's rows.
+#[derive(Clone, Copy)]
 enum Rows {
+    /// One.
+    One,
     /// At most 8 that follow each other.
     Few,
     /// More.
@@ -50,7 +54,7 @@ enum Compact {
     /// The codes of the layers' matrices, by their maps, and the chunk of the stream at which the head begins.
     Quantized(Coding, TensorMaps, u64),
     /// Codes that are multiplied, and where the head begins, likewise.
-    E4m3(e4m3::Weights, u64),
+    E4m3(e4m3::Weights, StepInputs, u64),
 }
 
 impl Decode {
@@ -67,7 +71,7 @@ impl Decode {
         if !device.has_decode_kernel() {
             return Ok(None);
         }
-        let compact = Self::compact(device, weights)?;
+        let compact = Self::compact(device, config, weights)?;
         let norms = weights.layers.iter().flat_map(|layer| {
             // As `DecodeStep::norms` has them.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
@@ -94,7 +98,7 @@ impl Decode {
 
     /// What the weights are in fewer bytes: codes, if they are there, or packed without loss where that pays, as long
     /// as it leaves most of the memory to the cache.
-    fn compact(device: &Device, weights: &DeviceWeights) -> Result<Compact, Error> {
+    fn compact(device: &Device, config: &Config, weights: &DeviceWeights) -> Result<Compact, Error> {
         let stream = weights.stream.weights();
         let wanted = device.options().lossless;
         let fits = |bytes: u64| Ok::<_, Error>(device.free_memory()?.is_none_or(|free| free / 4 > bytes));
@@ -103,7 +107,8 @@ impl Decode {
             return Ok(Compact::Quantized(codes.coding(), maps, weights.stream.layer_chunks()));
         }
         if let Some(codes) = &weights.e4m3 {
-            return Ok(Compact::E4m3(codes.weights(), weights.stream.layer_chunks()));
+            let inputs = StepInputs::new(device, config)?;
+            return Ok(Compact::E4m3(codes.weights(), inputs, weights.stream.layer_chunks()));
         }
         if wanted == Some(false) {
             return Ok(Compact::None);
@@ -186,7 +191,9 @@ impl Decode {
             Compact::None => step,
             Compact::Lossless(packed, maps) => DecodeStep { lossless: packed.parts(), maps: maps.ptr(0), ..step },
             Compact::Quantized(_, maps, head_base) => DecodeStep { maps: maps.ptr(0), head_base: *head_base, ..step },
-            Compact::E4m3(weights, head_base) => DecodeStep { e4m3: *weights, head_base: *head_base, ..step },
+            Compact::E4m3(weights, inputs, head_base) => {
+                DecodeStep { e4m3: *weights, inputs: inputs.parts(), head_base: *head_base, ..step }
+            }
         };
         let step = DecodeStep {
             norms: self.norms.ptr(),
@@ -205,29 +212,41 @@ impl Decode {
                 };
             }
             let rows = match most_rows {
+                0 | 1 => Rows::One,
                 _ if !step.work.rows.paths.is_null() => Rows::Tree,
                 0..=8 => Rows::Few,
                 _ => Rows::Many,
             };
-            match (&self.compact, rows) {
-                (Compact::None, Rows::Few) => launch!(decode::decode_8),
-                (Compact::None, Rows::Many) => launch!(decode::decode_16),
-                (Compact::None, Rows::Tree) => launch!(decode::decode_tree),
-                (Compact::Lossless(..), Rows::Few) => launch!(decode::decode_8_lossless),
-                (Compact::Lossless(..), Rows::Many) => launch!(decode::decode_16_lossless),
-                (Compact::Lossless(..), Rows::Tree) => launch!(decode::decode_tree_lossless),
-                (Compact::E4m3(..), Rows::Few | Rows::Many) => launch!(decode::decode_16_e4m3),
-                (Compact::E4m3(..), Rows::Tree) => launch!(decode::decode_tree_e4m3),
-                (Compact::Quantized(coding, ..), Rows::Few) => {
-                    by_code!(coding, K in decode: decode_8_fp8, decode_8_int4, decode_8_int4_f16 => launch!(K))
-                }
-                (Compact::Quantized(coding, ..), Rows::Many) => {
-                    by_code!(coding, K in decode: decode_16_fp8, decode_16_int4, decode_16_int4_f16 => launch!(K))
-                }
-                (Compact::Quantized(coding, ..), Rows::Tree) => {
-                    by_code!(coding, K in decode: decode_tree_fp8, decode_tree_int4, decode_tree_int4_f16 => launch!(K))
-                }
+            // How many rows there are, the device alone knows: of both kernels one finds nothing to do.
+            let kernels = [Some(Rows::One), Some(rows).filter(|_| most_rows > 1)];
+            for rows in kernels.into_iter().flatten() {
+                match (&self.compact, rows) {
+                    (Compact::None, Rows::One) => launch!(decode::decode_1),
+                    (Compact::None, Rows::Few) => launch!(decode::decode_8),
+                    (Compact::None, Rows::Many) => launch!(decode::decode_16),
+                    (Compact::None, Rows::Tree) => launch!(decode::decode_tree),
+                    (Compact::Lossless(..), Rows::One) => launch!(decode::decode_1_lossless),
+                    (Compact::Lossless(..), Rows::Few) => launch!(decode::decode_8_lossless),
+                    (Compact::Lossless(..), Rows::Many) => launch!(decode::decode_16_lossless),
+                    (Compact::Lossless(..), Rows::Tree) => launch!(decode::decode_tree_lossless),
+                    (Compact::E4m3(..), Rows::One) => launch!(decode::decode_1_e4m3),
+                    (Compact::E4m3(..), Rows::Few | Rows::Many) => launch!(decode::decode_16_e4m3),
+                    (Compact::E4m3(..), Rows::Tree) => launch!(decode::decode_tree_e4m3),
+                    (Compact::Quantized(coding, ..), Rows::One) => {
+                        by_code!(coding, K in decode: decode_1_fp8, decode_1_int4, decode_1_int4_f16 => launch!(K))
+                    }
+                    (Compact::Quantized(coding, ..), Rows::Few) => {
+                        by_code!(coding, K in decode: decode_8_fp8, decode_8_int4, decode_8_int4_f16 => launch!(K))
+                    }
+                    (Compact::Quantized(coding, ..), Rows::Many) => {
+                        by_code!(coding, K in decode: decode_16_fp8, decode_16_int4, decode_16_int4_f16 => launch!(K))
+                    }
+                    (Compact::Quantized(coding, ..), Rows::Tree) => by_code!(
+                        coding, K in decode: decode_tree_fp8, decode_tree_int4, decode_tree_int4_f16 => launch!(K)
+                    ),
+                }?;
             }
+            Ok(())
         }
     }
 }

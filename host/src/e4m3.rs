@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use cuda_std::Global;
-use gpu_kernels::e4m3::{self, EncodeE4m3, GROUP, QuantizeRows, encode_e4m3, quantize_rows, scales_len};
+use gpu_kernels::e4m3::{self, EncodeE4m3, GROUP, Inputs, QuantizeRows, encode_e4m3, quantize_rows, scales_len};
 use gpu_kernels::gemm::{self as gemm_kernels, Gemm, GemmE4m3, TILE_ROWS};
 use gpu_kernels::linear::N_TILE;
 use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, StreamMatrix};
@@ -178,6 +178,42 @@ impl Collector {
     /// The scales of a matrix, once all of its rows were read.
     pub fn scales(&self, number: usize) -> Vec<f32> {
         self.matrices[number].iter().map(|word| f32::from_bits(word.load(Ordering::Relaxed))).collect()
+    }
+}
+
+/// The codes of several rows' activations in the decode kernel.
+pub(crate) struct StepInputs {
+    codes: Buffer<u8>,
+    scales: Buffer<f32>,
+}
+
+impl StepInputs {
+    /// Chunks of the longest input.
+    fn chunks(config: &Config) -> usize {
+        let most = Activations::sizes(config).into_iter().max().unwrap_or(0);
+        most.div_ceil(e4m3::CHUNK_INPUTS as usize)
+    }
+
+    /// Bytes of a model's.
+    pub fn bytes(config: &Config) -> u64 {
+        Self::chunks(config) as u64 * u64::from(Inputs::CHUNK_CODES + 4 * Inputs::CHUNK_SCALES)
+    }
+
+    /// Memory for them.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn new(device: &Device, config: &Config) -> Result<Self, Error> {
+        let chunks = Self::chunks(config);
+        Ok(Self {
+            codes: device.zeroed(chunks * Inputs::CHUNK_CODES as usize)?,
+            scales: device.zeroed(chunks * Inputs::CHUNK_SCALES as usize)?,
+        })
+    }
+
+    /// What the kernel takes.
+    pub fn parts(&self) -> Inputs {
+        Inputs { codes: self.codes.ptr_mut(), scales: self.scales.ptr_mut() }
     }
 }
 

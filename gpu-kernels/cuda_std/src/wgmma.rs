@@ -253,7 +253,9 @@ pub unsafe fn mma_e4m3_n128<const SECOND: bool>(a: Operand, b: Cores, keep: bool
     unsafe { target::wgmma_e4m3_n128::<SECOND>(a.0, b.0, keep) }
 }
 
-/// The same of both in core matrices, B of 8 rows, in the accumulators 0 to 3.
+/// The same of both in core matrices, B of 8 rows, in the accumulators 64 to 67. They are not those of
+/// [`mma_e4m3_n64_cores`]: of a kernel with both, ptxas would look for registers that suit either place, may find none,
+/// and then runs all products one after another.
 ///
 /// # Safety
 /// As [`mma_n256`].

@@ -1,8 +1,9 @@
-//! A tile of many pairs against a split of the keys: each warp weighs its own keys, and then adds the values of all
-//! keys in its own dimensions.
+//! Tiles of many pairs against a split of the keys: each warp weighs its own keys, and then adds the values of all keys
+//! in its own dimensions.
 //!
-//! What the warps exchange is weights, an eighth of what their sums would take, and they meet once a tile. Sums are
-//! those of [`reduce`](super::reduce), term by term.
+//! What the warps exchange is weights, an eighth of what their sums would take. Up to two tiles are taken at a time: a
+//! key and a value are read from shared memory once for both, and the one's products fill the other's latencies. Sums
+//! are those of [`reduce`](super::reduce), term by term.
 
 use core::ops::Range;
 
@@ -17,7 +18,7 @@ use crate::kv::HEAD_DIM;
 pub(crate) const OWN_TILES: usize = (HEAD_DIM / 8 / WARPS) as usize;
 
 /// The weights of a tile in shared memory, `[warp][half of its keys][lane]`, 16 bytes each; then `[pair][warp]` maxima,
-/// and as many normalisers. Two of them take turns: while some warps still read one, others write the other.
+/// and as many normalisers.
 #[derive(Clone, Copy)]
 pub(crate) struct TileWeights(u32);
 
@@ -27,10 +28,10 @@ impl TileWeights {
     /// Bytes of one.
     pub const BYTES: u32 = Self::WEIGHTS + 2 * Self::SCALES;
 
-    /// Those of a tile with this number, of two that begin at byte `start`.
+    /// Those at byte `start`.
     #[inline(always)]
-    pub const fn new(start: u32, tile: u32) -> Self {
-        Self(start + tile % 2 * Self::BYTES)
+    pub const fn at(start: u32) -> Self {
+        Self(start)
     }
 
     #[inline(always)]
@@ -59,75 +60,131 @@ impl TileWeights {
             }
         }
     }
-
-    /// What a warp begins to add, once all warps have left their weights.
-    #[inline(always)]
-    pub unsafe fn begin(self, tile: &Tile) -> DimSums {
-        // SAFETY: the caller's word.
-        unsafe {
-            let (lane, warp) = (thread::opaque(tile.lane), thread::opaque(tile.warp_id));
-            let scales = self.scales();
-            let tops = [0, 1].map(|half| {
-                let of = scales.at(((lane / 4 + 8 * half) * WARPS) as usize);
-                let (a, b) = (of.load16(0).map(f32::from_bits), of.load16(4).map(f32::from_bits));
-                let max = |a: f32, b: f32| math::max(a, b);
-                max(max(max(a[0], a[1]), max(a[2], a[3])), max(max(b[0], b[1]), max(b[2], b[3])))
-            });
-            DimSums {
-                weights: self,
-                lane,
-                first: warp * OWN_TILES as u32,
-                tops,
-                norms: [0.0; 2],
-                all: Default::default(),
-            }
-        }
-    }
 }
 
-/// The sums of a tile's pairs in a warp's own dimensions.
-pub(crate) struct DimSums {
-    weights: TileWeights,
+/// What a lane adds a warp's keys with, of each tile.
+#[derive(Clone, Copy)]
+struct Window<const N: usize> {
+    weights: [[[u32; 4]; 2]; N],
+    tops: [[f32; 2]; N],
+    norms: [[f32; 2]; N],
+}
+
+/// The sums of `N` tiles' pairs, two at most, in a warp's own dimensions.
+pub(crate) struct DimSums<const N: usize> {
+    weights: [TileWeights; N],
     lane: u32,
     /// The first of its tiles of eight dimensions.
     first: u32,
-    tops: [f32; 2],
-    norms: [f32; 2],
-    all: [[f32; 4]; OWN_TILES],
+    tops: [[f32; 2]; N],
+    norms: [[f32; 2]; N],
+    all: [[[f32; 4]; OWN_TILES]; N],
 }
 
-impl DimSums {
-    /// Adds the values of the keys of an even number of warps: first to last, once each. `sums(warp, weights, n)` gives
-    /// those over a warp's keys of the eight dimensions from `8 n` on, as the tensor core leaves them.
+impl<const N: usize> DimSums<N> {
+    /// What warp `warp` begins to add, once all warps have left their weights.
     #[inline(always)]
-    pub unsafe fn add(&mut self, warps: Range<u32>, sums: impl Fn(u32, &[[u32; 4]; 2], u32) -> [f32; 4]) {
+    pub unsafe fn new(weights: [TileWeights; N], lane: u32, warp: u32) -> Self {
+        let (lane, warp) = (thread::opaque(lane), thread::opaque(warp));
+        let mut tops = [[0f32; 2]; N];
+        unroll!(T < N of 2; {
+            unroll!(I < 2; {
+                // SAFETY: the caller's word.
+                let [a, b] = unsafe {
+                    let of = weights[T].scales().at(((lane / 4 + 8 * I as u32) * WARPS) as usize);
+                    [of.load16(0), of.load16(4)].map(|words| words.map(f32::from_bits))
+                };
+                let max = |a: f32, b: f32| math::max(a, b);
+                tops[T][I] = max(max(max(a[0], a[1]), max(a[2], a[3])), max(max(b[0], b[1]), max(b[2], b[3])));
+            });
+        });
+        let first = warp * OWN_TILES as u32;
+        Self { weights, lane, first, tops, norms: [[0.0; 2]; N], all: [[[0.0; 4]; OWN_TILES]; N] }
+    }
+
+    /// What adds the values of a warp's keys: the tiles' weights, and their normalisers and factors.
+    #[inline(always)]
+    unsafe fn load(&self, warp: u32) -> Window<N> {
+        let mut window = Window { weights: [[[0; 4]; 2]; N], tops: [[0.0; 2]; N], norms: [[0.0; 2]; N] };
         // SAFETY: the caller's word.
         unsafe {
-            let scales = self.weights.scales();
-            let of = [0, 1].map(|half| scales.at(((self.lane / 4 + 8 * half) * WARPS) as usize));
-            let words = shared::dynamic::<u32>(self.weights.0);
-            let mut warp = warps.start;
-            while warp < warps.end {
-                // Two at a time: with more, registers are short.
-                thread::keep_rolled();
-                unroll!(W < 2; {
-                    let warp = warp + W as u32;
-                    let mut factors = [0f32; 2];
-                    unroll!(I < 2; {
-                        let norm = of[I].load((WARPS * PAIRS + warp) as usize);
-                        factors[I] = weight(of[I].load(warp as usize), self.tops[I]);
-                        self.norms[I] = math::fma(norm, factors[I], self.norms[I]);
-                    });
-                    let weights = [0, 1].map(|half| words.load16((((warp * 2 + half) * 32 + self.lane) * 4) as usize));
-                    unroll!(N < OWN_TILES of 2; {
-                        let found = sums(warp, &weights, self.first + N as u32);
-                        unroll!(E < 4; {
-                            self.all[N][E] = math::fma(found[E], factors[E / 2], self.all[N][E]);
-                        });
+            unroll!(T < N of 2; {
+                let words = shared::dynamic::<u32>(self.weights[T].0);
+                let word = |half: u32| (((warp * 2 + half) * 32 + self.lane) * 4) as usize;
+                window.weights[T] = [0, 1].map(|half| words.load16(word(half)));
+                unroll!(I < 2; {
+                    let of = self.weights[T].scales().at(((self.lane / 4 + 8 * I as u32) * WARPS + warp) as usize);
+                    window.tops[T][I] = of.load(0);
+                    window.norms[T][I] = of.load((WARPS * PAIRS) as usize);
+                });
+            });
+        }
+        window
+    }
+
+    /// The factors of a warp's sums; its normalisers are added.
+    #[inline(always)]
+    fn factors(&mut self, window: &Window<N>) -> [[f32; 2]; N] {
+        let mut factors = [[0f32; 2]; N];
+        unroll!(T < N of 2; {
+            unroll!(I < 2; {
+                factors[T][I] = weight(window.tops[T][I], self.tops[T][I]);
+                self.norms[T][I] = math::fma(window.norms[T][I], factors[T][I], self.norms[T][I]);
+            });
+        });
+        factors
+    }
+
+    /// Adds the values of the keys of the first `warps` warps, an even number: first to last. `values(warp, n)` gives
+    /// those of a warp's keys in the eight dimensions from `8 n` on.
+    #[inline(always)]
+    pub unsafe fn add(&mut self, warps: u32, values: impl Fn(u32, u32) -> [u32; 4]) {
+        let mut warp = 0;
+        while warp < warps {
+            // Two at a time: with more, registers are short.
+            thread::keep_rolled();
+            unroll!(W < 2; {
+                let warp = warp + W as u32;
+                // SAFETY: the caller's word.
+                let window = unsafe { self.load(warp) };
+                let factors = self.factors(&window);
+                unroll!(D < OWN_TILES of 2; {
+                    let values = values(warp, self.first + D as u32);
+                    unroll!(T < N of 2; {
+                        self.add_found(T, D, factors[T], add_eight(&window.weights[T], values));
                     });
                 });
-                warp += 2;
-            }
+            });
+            warp += 2;
+        }
+    }
+
+    /// Adds a warp's sums of eight dimensions to a tile's.
+    #[inline(always)]
+    fn add_found(&mut self, tile: usize, d: usize, factors: [f32; 2], found: [f32; 4]) {
+        unroll!(E < 4; {
+            let all = &mut self.all[tile][d][E];
+            *all = math::fma(found[E], factors[E / 2], *all);
+        });
+    }
+
+    /// Likewise of further warps whose keys differ between a tile's rows: `sums(warp, tile, weights, n)` gives the sums
+    /// over a warp's keys of the eight dimensions from `8 n` on, as the tensor core leaves them.
+    #[inline(always)]
+    pub unsafe fn add_apart(&mut self, warps: Range<u32>, sums: impl Fn(u32, usize, &[[u32; 4]; 2], u32) -> [f32; 4]) {
+        let mut warp = warps.start;
+        while warp < warps.end {
+            thread::keep_rolled();
+            // SAFETY: the caller's word.
+            let window = unsafe { self.load(warp) };
+            let factors = self.factors(&window);
+            unroll!(T < N of 2; {
+                unroll!(D < OWN_TILES of 2; {
+                    let found = sums(warp, T, &window.weights[T], self.first + D as u32);
+                    self.add_found(T, D, factors[T], found);
+                });
+            });
+            warp += 1;
         }
     }
 
@@ -136,23 +193,26 @@ impl DimSums {
     pub unsafe fn put(
         &self,
         p: &Attend,
-        tile: &Tile,
+        tiles: &[Tile; N],
         position: impl Fn(u32) -> u32,
         put: impl Fn(usize, u32, u32),
         keep: impl Fn(u32, usize, u32, [f32; 2], [f32; 2]),
     ) {
         let (g, t) = (self.lane / 4, self.lane % 4);
-        unroll!(I < 2; {
-            let pair = g + 8 * I as u32;
-            if pair < tile.pairs {
-                unroll!(N < OWN_TILES of 2; {
-                    let d = 8 * (self.first + N as u32) + 2 * t;
-                    let sum = [self.all[N][2 * I], self.all[N][2 * I + 1]];
-                    let scale = [self.tops[I], self.norms[I]];
-                    // SAFETY: the caller's word.
-                    unsafe { put_sum(p, tile, pair, d, (sum, scale), position(tile.row(pair)), &put, &keep) };
-                });
-            }
+        unroll!(T < N of 2; {
+            let tile = &tiles[T];
+            unroll!(I < 2; {
+                let pair = g + 8 * I as u32;
+                if pair < tile.pairs {
+                    unroll!(D < OWN_TILES of 2; {
+                        let d = 8 * (self.first + D as u32) + 2 * t;
+                        let sum = [self.all[T][D][2 * I], self.all[T][D][2 * I + 1]];
+                        let scale = [self.tops[T][I], self.norms[T][I]];
+                        // SAFETY: the caller's word.
+                        unsafe { put_sum(p, tile, pair, d, (sum, scale), position(tile.row(pair)), &put, &keep) };
+                    });
+                }
+            });
         });
     }
 }

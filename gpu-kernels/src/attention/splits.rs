@@ -59,29 +59,35 @@ pub(crate) unsafe fn combine_head(
         let pair = row as usize * p.q_heads as usize + head as usize;
         let sums = |s| p.part(pair, s);
         let scale = |s| p.part_scale(pair, s);
-        let top = top_score(splits, lane, scale);
-        // Four dimensions a lane.
-        let (mut sum, mut norm) = ([0f32; 4], 0f32);
-        let mut s = warp_id;
-        while s < splits {
-            // Four splits under way at a time.
-            let mut words = [[0u32; 4]; 4];
-            let mut scales = [[f32::NEG_INFINITY, 0.0]; 4];
-            unroll!(I < 4; {
-                let s = s + I as u32 * WARPS;
+        // Four dimensions a lane, of eight splits at a time.
+        let load = |first: u32| {
+            let (mut words, mut scales) = ([[0u32; 4]; 8], [[f32::NEG_INFINITY, 0.0]; 8]);
+            unroll!(I < 8; {
+                let s = first + I as u32 * WARPS;
                 if s < splits {
                     words[I] = sums(s).load16(lane as usize * 4);
                     scales[I] = scale(s);
                 }
             });
-            unroll!(I < 4; {
+            (words, scales)
+        };
+        // The first are asked for before anything is waited for.
+        let (mut words, mut scales) = load(warp_id);
+        let top = top_score(splits, lane, scale);
+        let (mut sum, mut norm) = ([0f32; 4], 0f32);
+        let mut s = warp_id;
+        while s < splits {
+            unroll!(I < 8; {
                 let factor = weight(scales[I][0], top);
                 unroll!(D < 4; {
                     sum[D] = math::fma(f32::from_bits(words[I][D]), factor, sum[D]);
                 });
                 norm = math::fma(scales[I][1], factor, norm);
             });
-            s += 4 * WARPS;
+            s += 8 * WARPS;
+            if s < splits {
+                (words, scales) = load(s);
+            }
         }
         let partial = shared::dynamic::<f32>(scratch);
         let norms = partial.at((WARPS * HEAD_DIM) as usize);

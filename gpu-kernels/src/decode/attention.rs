@@ -12,10 +12,11 @@ use cuda_std::{GlobalMut, bf16, bulk, shared, thread, warp};
 use super::consumer::{Consumer, pair_with_next, sync};
 use super::exchange::{Word, WordKind, Words};
 use super::producer::{Share, Units};
-use super::{Mark, SCRATCH, WARPS, tree};
+use super::{Mark, SCRATCH, THREADS, WARPS, tree};
 use crate::attention::{
-    Attend, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, TileWeights, WARP_KEYS, WarpAttention,
-    add_eight, add_values, combine_head, eight_values, key_of, reduce_few, score_keys, value_of, values_from, weigh,
+    Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, TileWeights, WARP_KEYS,
+    WarpAttention, add_values, combine_head, eight_values, key_of, reduce_few, score_tiles, value_of, values_from,
+    weigh,
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::qkv::{Factors, pack_value};
@@ -44,8 +45,26 @@ struct Prepared {
     tiles: Range<u32>,
     /// What queries and keys are made with.
     staged: bool,
-    /// How many tiles' weights have met there.
-    met: u32,
+    /// Where the next tile's weights go, of two places,
+    place: u32,
+    /// and how many of them nobody reads any more.
+    free: u32,
+}
+
+impl Prepared {
+    /// Places for the weights of so many tiles; a barrier may have to come before they are written.
+    #[inline(always)]
+    fn places<const N: usize>(&mut self) -> ([TileWeights; N], bool) {
+        let (place, wait) = (self.place, self.free < N as u32);
+        // The barrier behind a tile's weights is also behind what was read before.
+        (self.place, self.free) = (place + N as u32, 2 - N as u32);
+        let mut places = [TileWeights::at(0); N];
+        unroll!(T < N of 2; {
+            let place = (place + T as u32) % 2;
+            places[T] = TileWeights::at(SCRATCH + QUERY_BYTES + place * TileWeights::BYTES);
+        });
+        (places, wait)
+    }
 }
 
 impl<const TREE: bool> Consumer<'_, TREE> {
@@ -76,7 +95,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
             let all = p.work.attend();
             let (sums, scales) = (all.sums.at(first * HEAD_DIM as usize), all.scales.at(first * 2));
             let attend = Attend { sums, scales, ..all };
-            let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true, met: 0 };
+            let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true, place: 0, free: 2 };
             let dealt = (units.group, units.tile_rows);
             if ONE && units.is_empty() {
                 // As in a product that a block has no N-tile of.
@@ -160,21 +179,31 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                         sync();
                     }
                 }
-                let first_row = tile * tile_rows;
-                let rows = tile_rows.min(self.count - first_row);
-                let here = Tile { kv_head, split, group, first_row, pairs: rows * group.value, lane, warp_id };
-                let slot = tile % TILES;
-                tile += 1;
-                let is_end = tile == tiles.end;
+                let tile_at = |tile: u32| {
+                    let first_row = tile * tile_rows;
+                    let pairs = tile_rows.min(self.count - first_row) * group.value;
+                    Tile { kv_head, split, group, first_row, pairs, lane, warp_id }
+                };
+                let (here, first) = (tile_at(tile), tile);
                 if if ONE { here.pairs <= QUARTER } else { !TREE && tile_rows * group.value <= QUARTER } {
-                    self.attend_few::<ONE>(attend, layer, &here, (slot, pages), is_end);
+                    tile += 1;
+                    let is_end = tile == tiles.end;
+                    self.attend_few::<ONE>(attend, layer, &here, (first % TILES, pages), is_end);
                     if !is_end || !is_last {
                         sync();
                     }
                 } else {
-                    prepared.met += 1;
-                    self.attend_many::<ONE>(attend, layer, &here, (slot, pages), prepared.met);
-                    if is_end {
+                    // A share's first tiles wait for what the ring brings.
+                    let wait = first == tiles.start;
+                    if !ONE && first + 1 < tiles.end {
+                        tile += 2;
+                        let both = [here, tile_at(first + 1)];
+                        self.attend_many::<ONE, 2>(attend, layer, &both, (first, pages, wait), prepared.places());
+                    } else {
+                        tile += 1;
+                        self.attend_many::<ONE, 1>(attend, layer, &[here], (first, pages, wait), prepared.places());
+                    }
+                    if tile == tiles.end {
                         self.release(2 * pages, lane);
                     }
                 }
@@ -205,7 +234,8 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                 // All of the page was loaded.
                 let first = tile.first_key() % PAGE_TOKENS * QUERY;
                 let values = values_from(values.offset() + first, WARP_KEYS - 1, tile.lane);
-                found = add_values(&self.weigh(attend, tile, slot, keys), values);
+                let [weights] = self.weigh(attend, &[*tile], slot, keys);
+                found = add_values(&weights, values);
             }
             if !ONE && end {
                 self.release(2 * pages, tile.lane);
@@ -220,54 +250,70 @@ impl<const TREE: bool> Consumer<'_, TREE> {
         }
     }
 
-    /// A tile of more pairs, likewise, the `met`-th of those whose weights meet; nothing is given back.
+    /// `N` tiles of more pairs, two at most, from `first` on, likewise; nothing is given back. `wait`: for the ring's
+    /// stages. Their weights go to `places`, maybe behind a barrier.
     #[inline(always)]
-    unsafe fn attend_many<const ONE: bool>(
+    unsafe fn attend_many<const ONE: bool, const N: usize>(
         &self,
         attend: &Attend,
         layer: u32,
-        tile: &Tile,
-        (slot, pages): (u32, u32),
-        met: u32,
+        tiles: &[Tile; N],
+        (first, pages, wait): (u32, u32, bool),
+        (places, barrier): ([TileWeights; N], bool),
     ) {
         // SAFETY: the caller's word.
         unsafe {
+            let tile = &tiles[0];
             let root = self.first_position();
             // The first warp whose keys rows may differ in: of a chain none does.
             let apart = if TREE && !ONE { (root + 1).saturating_sub(tile.split * SPLIT) / WARP_KEYS } else { WARPS };
-            let weights = match self.page_of(tile, pages) {
-                None => SoftmaxWeights::NOTHING,
-                Some(_) if TREE && !ONE && tile.warp_id >= apart => self.weigh_paths(attend, tile, slot, pages),
-                Some(page) => {
-                    let keys = self.ring.ahead(page);
-                    keys.wait_full();
-                    self.weigh(attend, tile, slot, keys)
+            // Rows of later tiles may reach keys that these do not.
+            let page = tile.first_key() % SPLIT / PAGE_TOKENS;
+            if wait && page < pages {
+                self.ring.ahead(page).wait_full();
+            }
+            let mut weights = [SoftmaxWeights::NOTHING; N];
+            // The last tile's rows reach furthest.
+            if let Some(page) = self.page_of(&tiles[N - 1], pages) {
+                if TREE && !ONE && tile.warp_id >= apart {
+                    unroll!(T < N of 2; {
+                        weights[T] = self.weigh_paths(attend, &tiles[T], (first + T as u32) % TILES, pages);
+                    });
+                } else {
+                    weights = self.weigh(attend, tiles, first, self.ring.ahead(page));
                 }
-            };
-            let meeting = TileWeights::new(SCRATCH + QUERY_BYTES, met);
-            meeting.leave(tile, &weights);
-            let mut page = 0;
-            while page < pages {
-                self.ring.ahead(pages + page).wait_full();
-                page += 1;
+            }
+            if barrier {
+                sync();
+            }
+            unroll!(T < N of 2; {
+                places[T].leave(&tiles[T], &weights[T]);
+            });
+            if wait {
+                // A lane a page: looking takes its time.
+                if tile.lane < pages {
+                    self.ring.ahead(pages + tile.lane).wait_full();
+                }
+                warp::sync_warp();
             }
             sync();
             let warps = pages * (PAGE_TOKENS / WARP_KEYS);
             let alike = apart.min(warps) & !1;
             let key = value_of(tile.lane);
-            let mut sums = meeting.begin(tile);
-            sums.add(0..alike, |warp, weights, n| {
+            let mut sums = DimSums::<N>::new(places, tile.lane, tile.warp_id);
+            sums.add(alike, |warp, n| {
                 let values = self.ring.ahead(pages + warp * WARP_KEYS / PAGE_TOKENS).offset();
-                let values = eight_values(values + (warp * WARP_KEYS % PAGE_TOKENS + key) * QUERY, key);
-                add_eight(weights, values(n))
+                eight_values(values + (warp * WARP_KEYS % PAGE_TOKENS + key) * QUERY, key)(n)
             });
             if TREE && !ONE {
                 let first = |warp: u32| tile.split * SPLIT + warp * WARP_KEYS;
-                sums.add(alike..warps, |warp, weights, n| self.add_paths(tile, (first(warp), pages), weights, n));
+                sums.add_apart(alike..warps, |warp, i, weights, n| {
+                    self.add_paths(&tiles[i], (first(warp), pages), weights, n)
+                });
             }
             let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
             let keep = |_, pair, d, sum, scale| attend.keep(tile.split, pair, d, sum, scale);
-            sums.put(attend, tile, |row| root + row, put, keep);
+            sums.put(attend, tiles, |row| root + row, put, keep);
         }
     }
 
@@ -310,18 +356,32 @@ impl<const TREE: bool> Consumer<'_, TREE> {
         }
     }
 
-    /// What a warp weighs its keys by, which are in the ring.
+    /// What a warp weighs its keys by, which are in the ring, of tiles from `first` on.
     #[inline(always)]
-    unsafe fn weigh(&self, attend: &Attend, tile: &Tile, slot: u32, keys: Ring) -> SoftmaxWeights {
+    unsafe fn weigh<const N: usize>(
+        &self,
+        attend: &Attend,
+        tiles: &[Tile; N],
+        first: u32,
+        keys: Ring,
+    ) -> [SoftmaxWeights; N] {
         // SAFETY: the caller's word.
         unsafe {
-            let (g, t) = (tile.lane / 4, tile.lane % 4);
+            let tile = &tiles[0];
+            let lane = tile.lane;
+            let (g, t) = (lane / 4, lane % 4);
             let keys = shared::dynamic::<bf16>(keys.offset() + tile.first_key() % PAGE_TOKENS * QUERY);
             let first_position = self.first_position();
             let position = |row: u32| first_position + row;
             let key = |k: u32, i: usize| keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * i as u32)) as usize);
-            let tiles = |i: usize| TILE_KEYS.map(|first| key(first + key_of(g), i));
-            weigh(attend, tile, position, score_keys(query_of(tile, slot), tiles))
+            let keys = |i: usize| TILE_KEYS.map(|first| key(first + key_of(g), i));
+            let queries = |tile: usize, j: usize| queries_of(lane, (first + tile as u32) % TILES)(j);
+            let scores = score_tiles::<N>(queries, keys);
+            let mut weights = [SoftmaxWeights::NOTHING; N];
+            unroll!(T < N of 2; {
+                weights[T] = weigh(attend, &tiles[T], position, scores[T]);
+            });
+            weights
         }
     }
 
@@ -466,7 +526,8 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                         let vector = heads.vector(head, x[I], scales[I], factors);
                         if i >= keys {
                             let slot = (tiles.start * PAIRS + i - keys) % (TILES * PAIRS);
-                            vector.store_shared(shared::dynamic(SCRATCH + slot * QUERY), 0);
+                            let tile = shared::dynamic(SCRATCH + slot / PAIRS * PAIRS * QUERY);
+                            vector.store_query(tile, slot % PAIRS);
                         } else {
                             let (chunk, token) = self.own_place(row, 0);
                             vector.store_shared(shared::dynamic(chunk.offset() + token * QUERY), token);
@@ -548,18 +609,26 @@ impl<const TREE: bool> Consumer<'_, TREE> {
     }
 }
 
-/// A lane's parts of a tile's queries, of those in shared memory the tile at this `slot`: as [`score_keys`] wants them.
+/// Makes all places for queries something that can be read, before there are any: [`queries_of`] reads whole tiles.
+/// `thread` of all of the block's.
 #[inline(always)]
-pub unsafe fn query_of(tile: &Tile, slot: u32) -> impl Fn(usize, usize) -> [u32; 4] {
-    let (g, t, pairs) = (tile.lane / 4, tile.lane % 4, tile.pairs);
-    // SAFETY: the caller's, in both: there are so many slots.
-    let queries = unsafe { shared::dynamic::<bf16>(SCRATCH + slot * PAIRS * QUERY) };
-    move |i, j| {
-        let pair = g + 8 * i as u32;
-        let from = pair * HEAD_DIM + 8 * t + 32 * j as u32;
+pub unsafe fn clear_queries(thread: u32) {
+    let mut at = thread * 16;
+    while at < QUERY_BYTES {
         // SAFETY: the caller's word.
-        if pair < pairs { unsafe { queries.load16(from as usize) } } else { [0; 4] }
+        unsafe { shared::dynamic::<u32>(SCRATCH + at).store16(0, [0; 4]) };
+        at += THREADS * 16;
     }
+}
+
+/// A lane's parts of the queries of the tile at this `slot` in shared memory, as [`score_tiles`] wants them. Of pairs
+/// that the tile has not they are anything: such rows meet no other, and count for nothing.
+#[inline(always)]
+pub unsafe fn queries_of(lane: u32, slot: u32) -> impl Fn(usize) -> [[u32; 4]; 2] {
+    // SAFETY: the caller's, in both: there are so many slots.
+    let queries = unsafe { shared::dynamic::<u32>(SCRATCH + slot * PAIRS * QUERY + lane * 16) };
+    // SAFETY: the caller's word.
+    move |j| [0, 1].map(|m| unsafe { queries.load16((2 * j + m) * 128) })
 }
 
 /// A lane's words of head `head` of all three kinds: as [`Heads::load`] has them.

@@ -219,7 +219,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
             // Found again for each turn: conditions kept over all turns crowd out others.
             let own = self.n_tiles(thread::opaque(mine));
             if F::COSTLY {
-                // One copy of the code for all N-tiles: four would not stay in the cache next to the scheduler.
+                // One loop for all N-tiles: a copy for each would not stay in the cache next to the scheduler.
                 let last = turn + 1 == depth;
                 let unpacked = if last { own.saturating_sub(1) } else { own };
                 let next_stage = if Self::ends_stage(turn, depth) { mine } else { 0 };
@@ -418,9 +418,19 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
         }
     }
 
-    /// Waits until every block has arrived.
+    /// [`wait_for_all`](Self::wait_for_all), with a mark.
     #[inline(always)]
     unsafe fn wait(&self) {
+        // SAFETY: the caller's word.
+        unsafe {
+            self.wait_for_all();
+            self.mark(Mark::GridBarrier);
+        }
+    }
+
+    /// Waits until every block has arrived.
+    #[inline(always)]
+    unsafe fn wait_for_all(&self) {
         // SAFETY: the caller's word.
         unsafe {
             if thread::opaque(thread::thread_idx_x()) == 0 {
@@ -430,7 +440,6 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
                 waiting::for_count(self.p.counters, 0, all);
             }
             sync();
-            self.mark(Mark::GridBarrier);
         }
     }
 

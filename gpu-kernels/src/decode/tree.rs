@@ -5,11 +5,11 @@
 
 use cuda_std::{bf16, shared, thread};
 
-use super::attention::{QUERY, query_of};
+use super::attention::{QUERY, queries_of};
 use super::consumer::Consumer;
 use super::{DecodeStep, PATHS};
 use crate::attention::{
-    Attend, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, WARP_KEYS, add_eight, eight_values, key_of, score_keys, value_of,
+    Attend, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, WARP_KEYS, add_eight, eight_values, key_of, score_tiles, value_of,
     weigh,
 };
 use crate::kv::{PAGE_TOKENS, place};
@@ -66,7 +66,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                     (slot, shared::dynamic::<bf16>(vector(&self.ring, 0, slot)))
                 });
                 let tiles = |i: usize| keys.map(|(slot, key)| key.load16(place(slot, 8 * t + 32 * i as u32) as usize));
-                let found = score_keys(query_of(tile, queries), tiles);
+                let [found] = score_tiles::<1>(|_, j| queries_of(tile.lane, queries)(j), tiles);
                 unroll!(J < 4; {
                     unroll!(E < 4; {
                         // The first row's are all rows', where there are no others.

@@ -9,6 +9,7 @@ use super::coded::Coded;
 use crate::Error;
 use crate::cache::KvCache;
 use crate::device::Device;
+use crate::e4m3::StepInputs;
 use crate::prefill::Prefill;
 use crate::quantized::Kept;
 use crate::weights::DeviceWeights;
@@ -102,7 +103,7 @@ impl Footprint {
         Self {
             weights: DeviceWeights::bytes(config, None),
             working: working as u64 + of_prompts,
-            of_e4m3: Coded::bytes(config, rows) + codes,
+            of_e4m3: Coded::bytes(config, rows) + StepInputs::bytes(config) + codes,
         }
     }
 }

@@ -495,7 +495,7 @@ pub unsafe fn wgmma_e4m3_n128<const SECOND: bool>(a: u32, b: u32, keep: bool) {
 
 #[track_caller]
 pub unsafe fn wgmma_e4m3_n8_cores(a: u32, b: u32, keep: bool) {
-    wgmma::of_e4m3(wgmma::OperandA::Cores(a), b, 8, 0, keep, Location::caller());
+    wgmma::of_e4m3(wgmma::OperandA::Cores(a), b, 8, 64, keep, Location::caller());
 }
 
 #[track_caller]

@@ -247,7 +247,7 @@ pub unsafe fn wgmma_e4m3_n128<const SECOND: bool>(a: u32, b: u32, keep: bool) {
 
 #[inline(always)]
 pub unsafe fn wgmma_e4m3_n8_cores(a: u32, b: u32, keep: bool) {
-    e4m3!(a, "0x40", b, keep, "m64n8k32", (0 1 2 3));
+    e4m3!(a, "0x40", b, keep, "m64n8k32", (64 65 66 67));
 }
 
 #[inline(always)]

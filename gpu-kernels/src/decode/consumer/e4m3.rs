@@ -5,7 +5,8 @@
 //! those of slice `w`, and then, of the next four, of slice `w + 4`. These inner sums meet in shared memory, where a
 //! lane adds those of an output from first to last. The two warpgroups take every other N-tile.
 //!
-//! Activations become codes where they are read, a chunk of 1,024 inputs at a time:
+//! Of several rows the grid makes codes of all activations once, between two grid barriers; then each block reads them,
+//! a chunk of 1,024 inputs at a time. One row's become codes where they are read:
 //!
 //! ```text
 //! some rows  [slices 0 to 3, then 4 to 7][pair of rows][16 bytes of a slice][row of the pair][slice of four][byte]
@@ -23,15 +24,13 @@ use super::{Addend, Consumer, Output, Part, Products, slot, sync};
 use crate::decode::attention::QUERY_BYTES;
 use crate::decode::exchange::{Word, WordKind, Words};
 use crate::decode::{DecodeStep, Mark, Matrix, SCRATCH, SCRATCH_BYTES, WARPS};
-use crate::e4m3::{self, GROUP};
+use crate::e4m3::{self, CHUNK_INPUTS, GROUP, Inputs};
 use crate::linear::N_TILE;
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 use crate::stream::{N_TILES, SLICE_BYTES, SLICES, STEP_BYTES};
 use crate::weights::E4m3;
 
-/// Inputs of a chunk.
-const CHUNK_INPUTS: u32 = SLICES * GROUP;
 /// Lanes of a warpgroup.
 const HALF: u32 = WARPS / 2 * 32;
 /// Most N-tiles of a warpgroup.
@@ -44,8 +43,8 @@ const _: () = assert!(WEIGHT_SCALES == HALF);
 /// Of some rows: codes of a chunk; their scales, `[row][slice]`; the weights'; each warpgroup's inner sums,
 /// `[slice][row][feature]`.
 const CODES: u32 = SCRATCH;
-const SCALES: u32 = CODES + MAX_DECODE_ROWS * CHUNK_INPUTS;
-const W_SCALES: u32 = SCALES + SLICES * MAX_DECODE_ROWS * 4;
+const SCALES: u32 = CODES + Inputs::CHUNK_CODES;
+const W_SCALES: u32 = SCALES + Inputs::CHUNK_SCALES * 4;
 const SUMS: u32 = W_SCALES + WEIGHT_SCALES * 4;
 const SUMS_BYTES: u32 = SLICES * MAX_DECODE_ROWS * N_TILE * 4;
 const _: () = assert!(SUMS + 2 * SUMS_BYTES <= SCRATCH + SCRATCH_BYTES);
@@ -245,8 +244,14 @@ impl<const N: u32> Warpgroup<N> {
         unroll!(J < (N as usize / 8) of 8; {
             let row = 2 * J as u32 + t / 2;
             // Not behind a condition, where the assembler would run products one after another.
-            let even_column = [wgmma::get::<{ 4 * J }>(), wgmma::get::<{ 4 * J + 2 }>()];
-            let odd_column = [wgmma::get::<{ 4 * J + 1 }>(), wgmma::get::<{ 4 * J + 3 }>()];
+            let found = if N == 8 {
+                let [a, b] = [wgmma::get::<{ 64 + 4 * J }>(), wgmma::get::<{ 65 + 4 * J }>()];
+                [a, b, wgmma::get::<{ 66 + 4 * J }>(), wgmma::get::<{ 67 + 4 * J }>()]
+            } else {
+                let [a, b] = [wgmma::get::<{ 4 * J }>(), wgmma::get::<{ 4 * J + 1 }>()];
+                [a, b, wgmma::get::<{ 4 * J + 2 }>(), wgmma::get::<{ 4 * J + 3 }>()]
+            };
+            let (even_column, odd_column) = ([found[0], found[2]], [found[1], found[3]]);
             let [low, high] = [0, 1].map(|i| if odd { odd_column[i] } else { even_column[i] });
             if wanted && row < self.count {
                 // SAFETY: the caller's word.
@@ -266,15 +271,16 @@ impl<const N: u32> Warpgroup<N> {
         let lane = self.lane;
         // SAFETY: the caller's word.
         unsafe {
-            let w_scales = staged.w_scales.at(((2 * n_tile + lane / 8 % 2) * SLICES) as usize);
+            let eight = |of: Shared<f32>| [of.load16(0), of.load16(4)].map(|words| words.map(f32::from_bits));
+            let w_scales = eight(staged.w_scales.at(((2 * n_tile + lane / 8 % 2) * SLICES) as usize));
             unroll!(R < 2; {
                 let row = lane / N_TILE + 8 * R as u32;
                 if 8 * (R as u32) < rows(N) && row < self.count {
                     let sums = self.sums.at((row * N_TILE + lane % N_TILE) as usize);
-                    let x_scales = staged.scales.at((row * SLICES) as usize);
+                    let x_scales = eight(staged.scales.at((row * SLICES) as usize));
                     unroll!(S < 8; {
                         let inner = sums.load(S * (rows(N) * N_TILE) as usize);
-                        totals[R] = math::fma(inner, x_scales.load(S) * w_scales.load(S), totals[R]);
+                        totals[R] = math::fma(inner, x_scales[S / 4][S % 4] * w_scales[S / 4][S % 4], totals[R]);
                     });
                 }
             });
@@ -359,73 +365,100 @@ fn scales_at(p: &DecodeStep, index: u32) -> usize {
     ((index / 4) * (qkv + output + gate_up + down) + within) as usize
 }
 
-/// What a lane has of some rows' activations in a chunk: 16 elements of a group for each 8 rows, twice.
-type Elements<const TILES: usize> = [[[[u32; 4]; 2]; 2]; TILES];
+/// What a lane has of some rows' codes of a chunk: four times 16 bytes, and a scale.
+type Codes = ([[u32; 4]; 4], f32);
 
 impl<const TREE: bool> Consumer<'_, TREE> {
-    /// This lane's place in a chunk of activations, by the number of its 16 elements: the row, and the first element.
+    /// Makes codes of all rows' activations, `[count, k]`, spread over the grid: a warp takes four groups of a row at a
+    /// time. Groups beyond `k` in the last chunk are zeros.
     #[inline(always)]
-    fn elements_at(i: usize) -> (u32, u32) {
-        let place = thread::opaque(thread::thread_idx_x()) + i as u32 * (WARPS * 32);
-        (place / (CHUNK_INPUTS / 16), place % (CHUNK_INPUTS / 16) * 16)
+    unsafe fn encode_rows(&self, x: Global<cuda_std::bf16>, k: u32) {
+        let (lane, grid) = (thread::opaque(thread::lane_id()), thread::grid_dim_x());
+        let (part, group) = (lane % 8, lane / 8);
+        let halves = 2 * k.div_ceil(CHUNK_INPUTS);
+        let mut item = thread::block_idx_x() + grid * thread::opaque(thread::warp_id());
+        // SAFETY: the caller's word.
+        unsafe {
+            cuda_std::assume(halves > 0);
+            while item < self.count * halves {
+                let (row, half) = (item / halves, item % halves);
+                let element = half * (CHUNK_INPUTS / 2) + lane * 16;
+                let mut words = [[0; 4]; 2];
+                if element < k {
+                    let x = x.at((row * k + element) as usize);
+                    words = [x.load16(0), x.load16(8)];
+                }
+                let mut largest = 0;
+                unroll!(W < 8; {
+                    largest = larger(largest, words[W / 4][W % 4]);
+                });
+                // Eight lanes have a group.
+                unroll!(M < 3; {
+                    largest = largest.max(warp::shuffle_xor(largest, 1 << M));
+                });
+                let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
+                let set = half % 2 * (MAX_DECODE_ROWS / 2) + row / 2;
+                let at = (set * 8 + part / 2 * 2) * 128 + (row % 2 * 4 + group) * 16 + part % 2 * 4;
+                let to = self.p.inputs.codes.at((half / 2 * Inputs::CHUNK_CODES + at) as usize).cast::<u32>();
+                unroll!(W < 4; {
+                    to.store(W / 2 * 32 + W % 2 * 2, codes(words[0][W], words[1][W], inverse));
+                });
+                if part == 0 {
+                    let at = half / 2 * Inputs::CHUNK_SCALES + row * SLICES + half % 2 * 4 + group;
+                    self.p.inputs.scales.store(at as usize, scale);
+                }
+                item += grid * WARPS;
+            }
+        }
     }
 
-    /// Activations of a turn, from rows `[count, k]`; zeros beyond.
+    /// This lane's codes of a chunk; zeros of rows and chunks that are not there.
     #[inline(always)]
-    unsafe fn fetch<const TILES: usize>(&self, x: Global<cuda_std::bf16>, k: u32, turn: u32) -> Elements<TILES> {
-        let mut elements = [[[[0; 4]; 2]; 2]; TILES];
-        unroll!(T < TILES of 2; {
-            unroll!(I < 2; {
-                let (row, element) = Self::elements_at(2 * T + I);
-                let element = turn * CHUNK_INPUTS + element;
-                if row < self.count && element < k {
-                    // SAFETY: the caller's word.
-                    unsafe {
-                        let x = x.at((row * k + element) as usize);
-                        elements[T][I] = [x.load16(0), x.load16(8)];
+    unsafe fn fetch(&self, chunk: u32, chunks: u32) -> Codes {
+        let thread = thread::opaque(thread::thread_idx_x());
+        let (mut codes, mut scale) = ([[0; 4]; 4], 0.0);
+        if chunk < chunks {
+            // SAFETY: the caller's word.
+            unsafe {
+                let from = self.p.inputs.codes.read().at((chunk * Inputs::CHUNK_CODES) as usize).cast::<u32>();
+                unroll!(I < 4; {
+                    let unit = thread + I as u32 * (WARPS * 32);
+                    if Self::row_of(unit) < self.count {
+                        codes[I] = from.load16((unit * 4) as usize);
                     }
+                });
+                if thread / SLICES < self.count {
+                    scale = self.p.inputs.scales.read().load((chunk * Inputs::CHUNK_SCALES + thread) as usize);
                 }
-            });
-        });
-        elements
+            }
+        }
+        (codes, scale)
     }
 
-    /// Makes codes of them for the consumers of the block.
+    /// The row that 16 bytes of a chunk's codes are of, by their number.
     #[inline(always)]
-    unsafe fn stage_codes<const TILES: usize>(&self, elements: &Elements<TILES>, is_first: bool) {
-        let rows = TILES as u32 * 8;
-        unroll!(T < TILES of 2; {
-            unroll!(I < 2; {
-                let (row, element) = Self::elements_at(2 * T + I);
-                let (group, part) = (element / GROUP, element / 16 % 8);
-                let set = group / 4 * (rows / 2) + row / 2;
-                let column = row % 2 * 4 + group % 4;
-                let to = CODES + (set * 8 + part / 2 * 2) * 128 + column * 16 + part % 2 * 4;
-                // Rows that are not there have zeros, left once. A warp's lanes have the same row.
-                if row < self.count || is_first {
-                    let words = &elements[T][I];
-                    let mut largest = 0;
-                    unroll!(W < 8; {
-                        largest = larger(largest, words[W / 4][W % 4]);
-                    });
-                    // Eight lanes have a group.
-                    unroll!(M < 3; {
-                        largest = largest.max(warp::shuffle_xor(largest, 1 << M));
-                    });
-                    let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
-                    // SAFETY: the caller's word.
-                    unsafe {
-                        let to = shared::dynamic::<u32>(to);
-                        unroll!(W < 4; {
-                            to.store(W / 2 * 32 + W % 2 * 2, codes(words[0][W], words[1][W], inverse));
-                        });
-                        if part == 0 {
-                            shared::dynamic::<f32>(SCALES).store((row * SLICES + group) as usize, scale);
-                        }
-                    }
+    const fn row_of(unit: u32) -> u32 {
+        unit / 64 % (MAX_DECODE_ROWS / 2) * 2 + unit % 8 / 4
+    }
+
+    /// Puts them where the block's consumers find them.
+    #[inline(always)]
+    unsafe fn stage_codes(&self, (codes, scale): &Codes, is_first: bool) {
+        let thread = thread::opaque(thread::thread_idx_x());
+        // SAFETY: the caller's word.
+        unsafe {
+            let to = shared::dynamic::<u32>(CODES);
+            unroll!(I < 4; {
+                let unit = thread + I as u32 * (WARPS * 32);
+                // Rows that are not there have zeros, left once.
+                if Self::row_of(unit) < self.count || is_first {
+                    to.store16((unit * 4) as usize, codes[I]);
                 }
             });
-        });
+            if thread / SLICES < self.count {
+                shared::dynamic::<f32>(SCALES).store(thread as usize, *scale);
+            }
+        }
     }
 
     /// A GEMM of up to `TILES` times 8 rows, over all its waves, of which `part` is the first, and what becomes of its
@@ -439,11 +472,14 @@ impl<const TREE: bool> Consumer<'_, TREE> {
             let (n_tiles, k) = self.p.shape(part.matrix);
             cuda_std::assume(self.count > 0);
             let (x, norm) = self.input(part.matrix);
-            let count = self.count;
+            self.encode_rows(x, k);
+            self.arrive();
+            self.wait_for_all();
+            let (count, chunks) = (self.count, k.div_ceil(CHUNK_INPUTS));
             let mut ring = self.ring;
             loop {
                 if part.mine > 0 {
-                    let mut elements = self.fetch::<TILES>(x, k, 0);
+                    let mut codes = self.fetch(0, chunks);
                     let mut w_scale = group.weight_scale(&part, 0);
                     let normed = part.first_n_tile == 0 && !norm.squares.is_null() && warp_id < count;
                     let mut squares = [0f32; TILES];
@@ -464,14 +500,14 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                         if normed && turn == 0 {
                             self.put_factors(norm, squares, lane, warp_id);
                         }
-                        self.stage_codes::<TILES>(&elements, turn == 0);
+                        self.stage_codes(&codes, turn == 0);
                         // Both warpgroups have the same.
                         if group.half == 0 {
                             shared::dynamic::<f32>(W_SCALES).store(group.lane as usize, w_scale);
                         }
                         bulk::fence_proxy_async();
                         sync();
-                        elements = self.fetch::<TILES>(x, k, turn + 1);
+                        codes = self.fetch(turn + 1, chunks);
                         w_scale = group.weight_scale(&part, turn + 1);
                         let staged = Staged {
                             codes: shared::dynamic(CODES),
