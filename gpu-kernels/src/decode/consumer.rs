@@ -225,18 +225,25 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
                 let next_stage = if Self::ends_stage(turn, depth) { mine } else { 0 };
                 let mut s = 0;
                 while s < unpacked {
-                    s += 1;
-                    // Another N-tile's, or the first one's of the next turn.
-                    let (ahead, of) =
-                        if s < own { (self.n_tile(s), turn) } else { (next_stage + self.n_tile(0), turn + 1) };
-                    let stage = ring.ahead(ahead);
-                    let next = self.load_beside(p, (&stage, of % F::CHUNKS), |half| match half {
-                        0 => Self::multiply::<0>(acc, weights, columns),
-                        _ => Self::multiply::<4>(acc, weights, columns),
+                    thread::keep_rolled();
+                    // Two copies, so that fragments change registers without being moved.
+                    unroll!(I < 2; {
+                        if I == 1 && s == unpacked {
+                            break;
+                        }
+                        s += 1;
+                        // Another N-tile's, or the first one's of the next turn.
+                        let (ahead, of) =
+                            if s < own { (self.n_tile(s), turn) } else { (next_stage + self.n_tile(0), turn + 1) };
+                        let stage = ring.ahead(ahead);
+                        let next = self.load_beside(p, (&stage, of % F::CHUNKS), |half| match half {
+                            0 => Self::multiply::<0>(acc, weights, columns),
+                            _ => Self::multiply::<4>(acc, weights, columns),
+                        });
+                        release(stage, self.lane < Self::ARRIVALS && Self::ends_stage(of, depth));
+                        *weights = next;
+                        Self::rotate(acc, own);
                     });
-                    release(stage, self.lane < Self::ARRIVALS && Self::ends_stage(of, depth));
-                    *weights = next;
-                    Self::rotate(acc, own);
                 }
                 if last && own > 0 {
                     Self::multiply::<0>(acc, weights, columns);
