@@ -30,6 +30,7 @@
 mod attention;
 mod consumer;
 mod exchange;
+mod heads;
 mod producer;
 mod tree;
 

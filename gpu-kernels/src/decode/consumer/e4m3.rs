@@ -5,29 +5,20 @@
 //! those of slice `w`, and then, of the next four, of slice `w + 4`. These inner sums meet in shared memory, where a
 //! lane adds those of an output from first to last. The two warpgroups take every other N-tile.
 //!
-//! Of several rows the grid makes codes of all activations once, between two grid barriers; then each block reads them,
-//! a chunk of 1,024 inputs at a time. One row's become codes where they are read:
-//!
-//! ```text
-//! some rows  [slices 0 to 3, then 4 to 7][pair of rows][16 bytes of a slice][row of the pair][slice of four][byte]
-//! one row    [16 bytes of a slice][slice of eight][byte]
-//! ```
-//!
-//! The columns of one row's slices 4 to 7 begin 64 bytes further than those of 0 to 3; what lies beyond is not wanted.
+//! How activations become codes, and where these lie, differs for [several rows](several_rows) and [one](one_row).
+
+mod one_row;
+mod several_rows;
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::wgmma::{self, Cores};
-use cuda_std::{Global, bulk, math, thread, warp};
+use cuda_std::{Global, math, thread, warp};
 
-use super::one::{ask_for_factor, sync_with_factor};
-use super::{Addend, Consumer, Output, Part, Products, slot, sync};
-use crate::decode::attention::QUERY_BYTES;
-use crate::decode::exchange::{Word, WordKind, Words};
-use crate::decode::{DecodeStep, Mark, Matrix, SCRATCH, SCRATCH_BYTES, WARPS};
-use crate::e4m3::{self, CHUNK_INPUTS, GROUP, Inputs};
+use super::{Addend, Consumer, Output, Part, Products};
+use crate::decode::{DecodeStep, Matrix, WARPS};
+use crate::e4m3::{self, CHUNK_INPUTS, GROUP};
 use crate::linear::N_TILE;
 use crate::ring::Ring;
-use crate::step::MAX_DECODE_ROWS;
 use crate::stream::{N_TILES, SLICE_BYTES, SLICES, STEP_BYTES};
 use crate::weights::E4m3;
 
@@ -39,33 +30,6 @@ const OWN: usize = N_TILES as usize / 2;
 /// The weights' scales of a turn: `[n_tile][lower and upper features][slice]`, a lane of a warpgroup's each.
 const WEIGHT_SCALES: u32 = N_TILES * 2 * SLICES;
 const _: () = assert!(WEIGHT_SCALES == HALF);
-
-/// Of some rows: codes of a chunk; their scales, `[row][slice]`; the weights'; each warpgroup's inner sums,
-/// `[slice][row][feature]`.
-const CODES: u32 = SCRATCH;
-const SCALES: u32 = CODES + Inputs::CHUNK_CODES;
-const W_SCALES: u32 = SCALES + Inputs::CHUNK_SCALES * 4;
-const SUMS: u32 = W_SCALES + WEIGHT_SCALES * 4;
-const SUMS_BYTES: u32 = SLICES * MAX_DECODE_ROWS * N_TILE * 4;
-const _: () = assert!(SUMS + 2 * SUMS_BYTES <= SCRATCH + SCRATCH_BYTES);
-
-/// Turns of one row whose input is asked for at a time.
-const ASKED: usize = 4;
-/// Of one row: two places of outputs, `[n_tile][feature]`; two of codes, with the columns that are not wanted behind
-/// them; their scales, `[turn][slice]`; the weights', `[turn]`; inner sums.
-const ONE_TOTALS: u32 = N_TILES * N_TILE * 4;
-const ONE_CODES: u32 = SCRATCH + 2 * ONE_TOTALS;
-const ONE_CODES_BYTES: u32 = ASKED as u32 * CHUNK_INPUTS + SECOND_OF_ONE;
-const ONE_SCALES: u32 = ONE_CODES + 2 * ONE_CODES_BYTES;
-const ONE_SCALES_BYTES: u32 = ASKED as u32 * SLICES * 4;
-const ONE_W_SCALES: u32 = ONE_SCALES + 2 * ONE_SCALES_BYTES;
-const ONE_W_SCALES_BYTES: u32 = ASKED as u32 * WEIGHT_SCALES * 4;
-const ONE_SUMS: u32 = ONE_W_SCALES + 2 * ONE_W_SCALES_BYTES;
-const ONE_SUMS_BYTES: u32 = SLICES * N_TILE * 4;
-// As `ONE_BYTES` of products of fragments.
-const _: () = assert!(ONE_SUMS + 2 * ONE_SUMS_BYTES <= SCRATCH + QUERY_BYTES);
-/// From one row's columns of slice 0 on to those of slice 4 on.
-const SECOND_OF_ONE: u32 = SLICES / 2 * 16;
 
 /// In e4m3.
 pub struct OfCodes;
@@ -159,7 +123,11 @@ impl<const N: u32> Warpgroup<N> {
     unsafe fn new(p: &DecodeStep, index: u32, count: u32) -> Self {
         let thread = thread::opaque(thread::thread_idx_x());
         let half = thread / HALF;
-        let sums = if N == 8 { ONE_SUMS + half * ONE_SUMS_BYTES } else { SUMS + half * SUMS_BYTES };
+        let sums = if N == 8 {
+            one_row::SUMS + half * one_row::SUMS_BYTES
+        } else {
+            several_rows::SUMS + half * several_rows::SUMS_BYTES
+        };
         let groups = e4m3::groups(p.shape(p.matrix(index)).1);
         // SAFETY: the caller's word.
         unsafe {
@@ -208,7 +176,7 @@ impl<const N: u32> Warpgroup<N> {
             // All have added what the chunk before left.
             self.sync();
             self.put_inner_sums(0);
-            let second = if N == 8 { SECOND_OF_ONE } else { N / 8 * 1024 };
+            let second = if N == 8 { one_row::SECOND } else { N / 8 * 1024 };
             Self::four_slices(weights.advance(SLICES / 2 * SLICE_BYTES), columns.advance(second));
             if self.lane % 32 < 2 {
                 stage.empty().arrive();
@@ -363,313 +331,4 @@ fn scales_at(p: &DecodeStep, index: u32) -> usize {
         _ => qkv + output + gate_up,
     };
     ((index / 4) * (qkv + output + gate_up + down) + within) as usize
-}
-
-/// What a lane has of some rows' codes of a chunk: four times 16 bytes, and a scale.
-type Codes = ([[u32; 4]; 4], f32);
-
-impl<const TREE: bool> Consumer<'_, TREE> {
-    /// Makes codes of all rows' activations, `[count, k]`, spread over the grid: a warp takes four groups of a row at a
-    /// time. Groups beyond `k` in the last chunk are zeros.
-    #[inline(always)]
-    unsafe fn encode_rows(&self, x: Global<cuda_std::bf16>, k: u32) {
-        let (lane, grid) = (thread::opaque(thread::lane_id()), thread::grid_dim_x());
-        let (part, group) = (lane % 8, lane / 8);
-        let halves = 2 * k.div_ceil(CHUNK_INPUTS);
-        let mut item = thread::block_idx_x() + grid * thread::opaque(thread::warp_id());
-        // SAFETY: the caller's word.
-        unsafe {
-            cuda_std::assume(halves > 0);
-            while item < self.count * halves {
-                let (row, half) = (item / halves, item % halves);
-                let element = half * (CHUNK_INPUTS / 2) + lane * 16;
-                let mut words = [[0; 4]; 2];
-                if element < k {
-                    let x = x.at((row * k + element) as usize);
-                    words = [x.load16(0), x.load16(8)];
-                }
-                let mut largest = 0;
-                unroll!(W < 8; {
-                    largest = larger(largest, words[W / 4][W % 4]);
-                });
-                // Eight lanes have a group.
-                unroll!(M < 3; {
-                    largest = largest.max(warp::shuffle_xor(largest, 1 << M));
-                });
-                let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
-                let set = half % 2 * (MAX_DECODE_ROWS / 2) + row / 2;
-                let at = (set * 8 + part / 2 * 2) * 128 + (row % 2 * 4 + group) * 16 + part % 2 * 4;
-                let to = self.p.inputs.codes.at((half / 2 * Inputs::CHUNK_CODES + at) as usize).cast::<u32>();
-                unroll!(W < 4; {
-                    to.store(W / 2 * 32 + W % 2 * 2, codes(words[0][W], words[1][W], inverse));
-                });
-                if part == 0 {
-                    let at = half / 2 * Inputs::CHUNK_SCALES + row * SLICES + half % 2 * 4 + group;
-                    self.p.inputs.scales.store(at as usize, scale);
-                }
-                item += grid * WARPS;
-            }
-        }
-    }
-
-    /// This lane's codes of a chunk; zeros of rows and chunks that are not there.
-    #[inline(always)]
-    unsafe fn fetch(&self, chunk: u32, chunks: u32) -> Codes {
-        let thread = thread::opaque(thread::thread_idx_x());
-        let (mut codes, mut scale) = ([[0; 4]; 4], 0.0);
-        if chunk < chunks {
-            // SAFETY: the caller's word.
-            unsafe {
-                let from = self.p.inputs.codes.read().at((chunk * Inputs::CHUNK_CODES) as usize).cast::<u32>();
-                unroll!(I < 4; {
-                    let unit = thread + I as u32 * (WARPS * 32);
-                    if Self::row_of(unit) < self.count {
-                        codes[I] = from.load16((unit * 4) as usize);
-                    }
-                });
-                if thread / SLICES < self.count {
-                    scale = self.p.inputs.scales.read().load((chunk * Inputs::CHUNK_SCALES + thread) as usize);
-                }
-            }
-        }
-        (codes, scale)
-    }
-
-    /// The row that 16 bytes of a chunk's codes are of, by their number.
-    #[inline(always)]
-    const fn row_of(unit: u32) -> u32 {
-        unit / 64 % (MAX_DECODE_ROWS / 2) * 2 + unit % 8 / 4
-    }
-
-    /// Puts them where the block's consumers find them.
-    #[inline(always)]
-    unsafe fn stage_codes(&self, (codes, scale): &Codes, is_first: bool) {
-        let thread = thread::opaque(thread::thread_idx_x());
-        // SAFETY: the caller's word.
-        unsafe {
-            let to = shared::dynamic::<u32>(CODES);
-            unroll!(I < 4; {
-                let unit = thread + I as u32 * (WARPS * 32);
-                // Rows that are not there have zeros, left once.
-                if Self::row_of(unit) < self.count || is_first {
-                    to.store16((unit * 4) as usize, codes[I]);
-                }
-            });
-            if thread / SLICES < self.count {
-                shared::dynamic::<f32>(SCALES).store(thread as usize, *scale);
-            }
-        }
-    }
-
-    /// A GEMM of up to `TILES` times 8 rows, over all its waves, of which `part` is the first, and what becomes of its
-    /// outputs; `old` is what the first of them are added to. `N` is four times as many columns.
-    #[inline(always)]
-    unsafe fn e4m3_of_some<const TILES: usize, const N: u32>(&mut self, mut part: Part, mut old: [Addend; 2]) {
-        // SAFETY: the caller's word.
-        unsafe {
-            let group = Warpgroup::<N>::new(self.p, part.index, self.count);
-            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
-            let (n_tiles, k) = self.p.shape(part.matrix);
-            cuda_std::assume(self.count > 0);
-            let (x, norm) = self.input(part.matrix);
-            self.encode_rows(x, k);
-            self.arrive();
-            self.wait_for_all();
-            let (count, chunks) = (self.count, k.div_ceil(CHUNK_INPUTS));
-            let mut ring = self.ring;
-            loop {
-                if part.mine > 0 {
-                    let mut codes = self.fetch(0, chunks);
-                    let mut w_scale = group.weight_scale(&part, 0);
-                    let normed = part.first_n_tile == 0 && !norm.squares.is_null() && warp_id < count;
-                    let mut squares = [0f32; TILES];
-                    if normed {
-                        let mut rows = [0; TILES];
-                        unroll!(T < TILES of 2; {
-                            rows[T] = (warp_id + T as u32 * WARPS).min(count - 1);
-                        });
-                        squares = norm.lane_squares(rows);
-                    }
-                    let mut totals = [[0f32; 2]; OWN];
-                    let mut turn = 0;
-                    while turn < part.depth {
-                        if turn > 0 {
-                            // All have multiplied what lies there.
-                            sync();
-                        }
-                        if normed && turn == 0 {
-                            self.put_factors(norm, squares, lane, warp_id);
-                        }
-                        self.stage_codes(&codes, turn == 0);
-                        // Both warpgroups have the same.
-                        if group.half == 0 {
-                            shared::dynamic::<f32>(W_SCALES).store(group.lane as usize, w_scale);
-                        }
-                        bulk::fence_proxy_async();
-                        sync();
-                        codes = self.fetch(turn + 1, chunks);
-                        w_scale = group.weight_scale(&part, turn + 1);
-                        let staged = Staged {
-                            codes: shared::dynamic(CODES),
-                            scales: shared::dynamic(SCALES),
-                            w_scales: shared::dynamic(W_SCALES),
-                        };
-                        group.turns((&mut ring, part.mine, 1), staged, &mut totals);
-                        turn += 1;
-                    }
-                    sync();
-                    let words = TILES as u32 * 8 * N_TILE;
-                    unroll!(S < 4; {
-                        if (S as u32) < group.n_tiles(part.mine) {
-                            let n_tile = 2 * S as u32 + group.half;
-                            let to = shared::dynamic::<f32>(SCRATCH).at((n_tile * words) as usize);
-                            unroll!(R < TILES of 2; {
-                                let row = group.lane / N_TILE + 8 * R as u32;
-                                if row < count {
-                                    to.store(slot(row, group.lane % N_TILE) as usize, totals[S][R]);
-                                }
-                            });
-                        }
-                    });
-                    self.put_sums::<1>(&part, words, 1.0, old);
-                }
-                if part.end == n_tiles {
-                    break;
-                }
-                part = self.part::<E4m3>(part.index, part.end);
-                old = self.first_addends(&part);
-            }
-            self.ring = ring;
-        }
-    }
-
-    /// The same of one row, whose input comes as words: a warp asks for a slice of each turn's, and makes its codes.
-    #[inline(always)]
-    unsafe fn e4m3_of_one(&mut self, mut part: Part, mut first: (Output, Addend)) {
-        // SAFETY: the caller's word.
-        unsafe {
-            let group = Warpgroup::<8>::new(self.p, part.index, 1);
-            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
-            let (input, normed) = match part.matrix {
-                Matrix::Output => (self.taken_in(WordKind::Attended, part.index), false),
-                Matrix::Down => (self.taken_in(WordKind::Activation, part.index), false),
-                Matrix::Qkv | Matrix::GateUp | Matrix::Head => (self.taken_in(WordKind::Scaled, part.index), true),
-            };
-            let n_tiles = self.p.shape(part.matrix).0;
-            // A lane's word with this number: of two of each turn, which are to be neighbours as codes.
-            let first_word = lane / 4 * 8 + lane % 4;
-            let place = |turn: u32, i: usize| {
-                (turn + i as u32 / 2) * (CHUNK_INPUTS / 2) + warp_id * (GROUP / 2) + first_word + i as u32 % 2 * 4
-            };
-            let mut ring = self.ring;
-            loop {
-                if part.mine > 0 {
-                    // New to the compiler, which would keep these addresses from wave to wave.
-                    let mut words = ask_for(&input, |i| place(thread::opaque(0), i));
-                    let w_scales = |turn: u32| [0, 2].map(|more| group.weight_scale(&part, turn + group.half + more));
-                    let mut next_scales = w_scales(0);
-                    let normed = normed && part.first_n_tile == 0;
-                    if normed {
-                        ask_for_factor(self.flag + part.index);
-                    }
-                    let mut totals = [[0f32; 2]; OWN];
-                    let (mut turn, mut buffer) = (0, 0);
-                    while turn < part.depth {
-                        input.settle(&mut words, |i| place(turn, i));
-                        if turn == 0 && part.first_n_tile == 0 {
-                            self.mark(Mark::GridBarrier);
-                        }
-                        let staged = Staged {
-                            codes: shared::dynamic(ONE_CODES + buffer * ONE_CODES_BYTES),
-                            scales: shared::dynamic(ONE_SCALES + buffer * ONE_SCALES_BYTES),
-                            w_scales: shared::dynamic(ONE_W_SCALES + buffer * ONE_W_SCALES_BYTES),
-                        };
-                        stage_words(&words, &staged, lane, warp_id);
-                        unroll!(I < 2; {
-                            let i = group.lane + (group.half + 2 * I as u32) * WEIGHT_SCALES;
-                            staged.w_scales.store(i as usize, next_scales[I]);
-                        });
-                        // Two places one after the other: when one is written again, all have met behind its reading.
-                        buffer ^= 1;
-                        bulk::fence_proxy_async();
-                        sync();
-                        let end = part.depth.min(turn + ASKED as u32);
-                        if end < part.depth {
-                            words = ask_for(&input, |i| place(end, i));
-                            next_scales = w_scales(end);
-                        }
-                        group.turns((&mut ring, part.mine, end - turn), staged, &mut totals);
-                        turn = end;
-                    }
-                    // As of products of fragments.
-                    self.turn ^= 1;
-                    let partial = shared::dynamic::<f32>(SCRATCH + self.turn * ONE_TOTALS);
-                    if group.lane < N_TILE {
-                        unroll!(S < 4; {
-                            if (S as u32) < group.n_tiles(part.mine) {
-                                let n_tile = 2 * S as u32 + group.half;
-                                partial.store((n_tile * N_TILE + group.lane) as usize, totals[S][0]);
-                            }
-                        });
-                    }
-                    if normed {
-                        sync_with_factor();
-                    } else {
-                        sync();
-                    }
-                    self.put_sums_of_one::<1>(&part, partial, 1.0, first);
-                } else {
-                    // Asking for what comes after it, again and again, would slow down those who have a part in it.
-                    input.expect();
-                }
-                if part.end == n_tiles {
-                    break;
-                }
-                part = self.part::<E4m3>(part.index, part.end);
-                first = self.first_of_one(&part);
-            }
-            self.ring = ring;
-        }
-    }
-}
-
-/// Asks for a lane's words of the next turns; of those beyond the input there are none.
-#[inline(always)]
-unsafe fn ask_for(input: &Words, place: impl Fn(usize) -> u32) -> [Word; 2 * ASKED] {
-    let mut words = [input.nothing(); 2 * ASKED];
-    unroll!(I < 8; {
-        let i = place(I);
-        if i < input.len {
-            // SAFETY: the caller's word.
-            words[I] = unsafe { input.ask(i) };
-        }
-    });
-    words
-}
-
-/// Makes codes of a warp's slice of each turn for the consumers of the block, and zeros of the columns behind them.
-#[inline(always)]
-unsafe fn stage_words(words: &[Word; 2 * ASKED], staged: &Staged, lane: u32, warp_id: u32) {
-    if warp_id == 0 && lane < SECOND_OF_ONE / 4 {
-        // SAFETY: the caller's word.
-        unsafe { staged.codes.at(ASKED * CHUNK_INPUTS as usize).cast::<u32>().store(lane as usize, 0) };
-    }
-    unroll!(I < 4; {
-        let (low, high) = (words[2 * I].bits(), words[2 * I + 1].bits());
-        let mut largest = larger(larger(0, low), high);
-        unroll!(M < 5; {
-            largest = largest.max(warp::shuffle_xor(largest, 1 << M));
-        });
-        let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
-        let core = lane / 8 * 2 + lane / 2 % 2;
-        let at = (core * SLICES + warp_id) * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
-        // SAFETY: the caller's word.
-        unsafe {
-            let to = staged.codes.at(I * CHUNK_INPUTS as usize + at as usize);
-            to.cast::<u32>().store(0, codes(low, high, inverse));
-            if lane == 0 {
-                staged.scales.store(I * SLICES as usize + warp_id as usize, scale);
-            }
-        }
-    });
 }

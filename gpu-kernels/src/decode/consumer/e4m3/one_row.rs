@@ -1,0 +1,170 @@
+//! One row, whose input comes as words: each block makes their codes.
+//!
+//! ```text
+//! [16 bytes of a slice][slice of eight][byte]
+//! ```
+//!
+//! The columns of slices 4 to 7 begin 64 bytes further than those of 0 to 3; what lies beyond is not wanted.
+
+use cuda_std::{bulk, shared, thread, warp};
+
+use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, codes, larger};
+use crate::decode::attention::QUERY_BYTES;
+use crate::decode::consumer::one::{ask_for_factor, sync_with_factor};
+use crate::decode::consumer::{Addend, Consumer, Output, Part, sync};
+use crate::decode::exchange::{Word, WordKind, Words};
+use crate::decode::{Mark, Matrix, SCRATCH};
+use crate::e4m3::{self, CHUNK_INPUTS, GROUP};
+use crate::linear::N_TILE;
+use crate::stream::{N_TILES, SLICES};
+use crate::weights::E4m3;
+
+/// Turns of one row whose input is asked for at a time.
+const ASKED: usize = 4;
+/// Of one row: two places of outputs, `[n_tile][feature]`; two of codes, with the columns that are not wanted behind
+/// them; their scales, `[turn][slice]`; the weights', `[turn]`; inner sums.
+const TOTALS: u32 = N_TILES * N_TILE * 4;
+const CODES: u32 = SCRATCH + 2 * TOTALS;
+const CODES_BYTES: u32 = ASKED as u32 * CHUNK_INPUTS + SECOND;
+const SCALES: u32 = CODES + 2 * CODES_BYTES;
+const SCALES_BYTES: u32 = ASKED as u32 * SLICES * 4;
+const W_SCALES: u32 = SCALES + 2 * SCALES_BYTES;
+const W_SCALES_BYTES: u32 = ASKED as u32 * WEIGHT_SCALES * 4;
+pub const SUMS: u32 = W_SCALES + 2 * W_SCALES_BYTES;
+pub const SUMS_BYTES: u32 = SLICES * N_TILE * 4;
+// As `ONE_BYTES` of products of fragments.
+const _: () = assert!(SUMS + 2 * SUMS_BYTES <= SCRATCH + QUERY_BYTES);
+/// From one row's columns of slice 0 on to those of slice 4 on.
+pub const SECOND: u32 = SLICES / 2 * 16;
+
+impl<const TREE: bool> Consumer<'_, TREE> {
+    /// The same of one row, whose input comes as words: a warp asks for a slice of each turn's, and makes its codes.
+    #[inline(always)]
+    pub unsafe fn e4m3_of_one(&mut self, mut part: Part, mut first: (Output, Addend)) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let group = Warpgroup::<8>::new(self.p, part.index, 1);
+            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
+            let (input, normed) = match part.matrix {
+                Matrix::Output => (self.taken_in(WordKind::Attended, part.index), false),
+                Matrix::Down => (self.taken_in(WordKind::Activation, part.index), false),
+                Matrix::Qkv | Matrix::GateUp | Matrix::Head => (self.taken_in(WordKind::Scaled, part.index), true),
+            };
+            let n_tiles = self.p.shape(part.matrix).0;
+            // A lane's word with this number: of two of each turn, which are to be neighbours as codes.
+            let first_word = lane / 4 * 8 + lane % 4;
+            let place = |turn: u32, i: usize| {
+                (turn + i as u32 / 2) * (CHUNK_INPUTS / 2) + warp_id * (GROUP / 2) + first_word + i as u32 % 2 * 4
+            };
+            let mut ring = self.ring;
+            loop {
+                if part.mine > 0 {
+                    // New to the compiler, which would keep these addresses from wave to wave.
+                    let mut words = ask_for(&input, |i| place(thread::opaque(0), i));
+                    let w_scales = |turn: u32| [0, 2].map(|more| group.weight_scale(&part, turn + group.half + more));
+                    let mut next_scales = w_scales(0);
+                    let normed = normed && part.first_n_tile == 0;
+                    if normed {
+                        ask_for_factor(self.flag + part.index);
+                    }
+                    let mut totals = [[0f32; 2]; OWN];
+                    let (mut turn, mut buffer) = (0, 0);
+                    while turn < part.depth {
+                        input.settle(&mut words, |i| place(turn, i));
+                        if turn == 0 && part.first_n_tile == 0 {
+                            self.mark(Mark::GridBarrier);
+                        }
+                        let staged = Staged {
+                            codes: shared::dynamic(CODES + buffer * CODES_BYTES),
+                            scales: shared::dynamic(SCALES + buffer * SCALES_BYTES),
+                            w_scales: shared::dynamic(W_SCALES + buffer * W_SCALES_BYTES),
+                        };
+                        stage_words(&words, &staged, lane, warp_id);
+                        unroll!(I < 2; {
+                            let i = group.lane + (group.half + 2 * I as u32) * WEIGHT_SCALES;
+                            staged.w_scales.store(i as usize, next_scales[I]);
+                        });
+                        // Two places one after the other: when one is written again, all have met behind its reading.
+                        buffer ^= 1;
+                        bulk::fence_proxy_async();
+                        sync();
+                        let end = part.depth.min(turn + ASKED as u32);
+                        if end < part.depth {
+                            words = ask_for(&input, |i| place(end, i));
+                            next_scales = w_scales(end);
+                        }
+                        group.turns((&mut ring, part.mine, end - turn), staged, &mut totals);
+                        turn = end;
+                    }
+                    // As of products of fragments.
+                    self.turn ^= 1;
+                    let partial = shared::dynamic::<f32>(SCRATCH + self.turn * TOTALS);
+                    if group.lane < N_TILE {
+                        unroll!(S < 4; {
+                            if (S as u32) < group.n_tiles(part.mine) {
+                                let n_tile = 2 * S as u32 + group.half;
+                                partial.store((n_tile * N_TILE + group.lane) as usize, totals[S][0]);
+                            }
+                        });
+                    }
+                    if normed {
+                        sync_with_factor();
+                    } else {
+                        sync();
+                    }
+                    self.put_sums_of_one::<1>(&part, partial, 1.0, first);
+                } else {
+                    // Asking for what comes after it, again and again, would slow down those who have a part in it.
+                    input.expect();
+                }
+                if part.end == n_tiles {
+                    break;
+                }
+                part = self.part::<E4m3>(part.index, part.end);
+                first = self.first_of_one(&part);
+            }
+            self.ring = ring;
+        }
+    }
+}
+
+/// Asks for a lane's words of the next turns; of those beyond the input there are none.
+#[inline(always)]
+unsafe fn ask_for(input: &Words, place: impl Fn(usize) -> u32) -> [Word; 2 * ASKED] {
+    let mut words = [input.nothing(); 2 * ASKED];
+    unroll!(I < 8; {
+        let i = place(I);
+        if i < input.len {
+            // SAFETY: the caller's word.
+            words[I] = unsafe { input.ask(i) };
+        }
+    });
+    words
+}
+
+/// Makes codes of a warp's slice of each turn for the consumers of the block, and zeros of the columns behind them.
+#[inline(always)]
+unsafe fn stage_words(words: &[Word; 2 * ASKED], staged: &Staged, lane: u32, warp_id: u32) {
+    if warp_id == 0 && lane < SECOND / 4 {
+        // SAFETY: the caller's word.
+        unsafe { staged.codes.at(ASKED * CHUNK_INPUTS as usize).cast::<u32>().store(lane as usize, 0) };
+    }
+    unroll!(I < 4; {
+        let (low, high) = (words[2 * I].bits(), words[2 * I + 1].bits());
+        let mut largest = larger(larger(0, low), high);
+        unroll!(M < 5; {
+            largest = largest.max(warp::shuffle_xor(largest, 1 << M));
+        });
+        let [scale, inverse] = e4m3::scale_of(f32::from_bits(largest << 16));
+        let core = lane / 8 * 2 + lane / 2 % 2;
+        let at = (core * SLICES + warp_id) * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
+        // SAFETY: the caller's word.
+        unsafe {
+            let to = staged.codes.at(I * CHUNK_INPUTS as usize + at as usize);
+            to.cast::<u32>().store(0, codes(low, high, inverse));
+            if lane == 0 {
+                staged.scales.store(I * SLICES as usize + warp_id as usize, scale);
+            }
+        }
+    });
+}

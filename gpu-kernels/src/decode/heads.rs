@@ -1,0 +1,270 @@
+//! What attention within the step is made of: queries, and the keys and values that this step adds.
+//!
+//! As long as there are fewer (key-value head, split) pairs than blocks, tiles of the same pair go to blocks of their
+//! own: each then makes the keys and values that this step adds once more for itself. They reach the cache later, when
+//! no block's copies read it any more. Of a step of one row a single block needs them, and it takes them there.
+
+use core::ops::Range;
+
+use cuda_std::{GlobalMut, bf16, shared, thread};
+
+use super::attention::{QUERY, QUERY_BYTES, TILES};
+use super::consumer::Consumer;
+use super::exchange::{Word, WordKind, Words};
+use super::producer::Share;
+use super::{SCRATCH, WARPS, tree};
+use crate::attention::{Divisor, PAIRS, SPLIT};
+use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
+use crate::qkv::{Factors, pack_value};
+use crate::ring::Ring;
+use crate::step::MAX_DECODE_ROWS;
+
+/// Pieces of four dimensions that a lane takes of a step's values.
+const VALUES: usize = (MAX_DECODE_ROWS * HEAD_DIM / 4 / (WARPS * 32)) as usize;
+/// Until weights or sums meet there: each row's 64 cosines and 64 sines, then the weights of the queries' and of the
+/// keys' norm.
+const STAGE: u32 = SCRATCH + QUERY_BYTES;
+const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
+
+impl<const TREE: bool> Consumer<'_, TREE> {
+    /// Brings what queries and keys are made with into shared memory; known to all after they next meet. The first warp
+    /// has something else to do when rows are few.
+    #[inline(always)]
+    pub unsafe fn stage(&self, layer: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let p = self.p;
+            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
+            let mut row = WARPS - 1 - warp_id;
+            if row == 1 {
+                let weights = p.head_norms(layer).load16_nc(lane as usize * 8);
+                shared::dynamic::<bf16>(STAGE_NORMS).store16(lane as usize * 8, weights);
+            }
+            while row < self.count {
+                let from = if lane < 16 { p.work.cos } else { p.work.sin };
+                let angles = from.at(self.position(row) as usize * (HEAD_DIM / 2) as usize);
+                let words = angles.load16_nc(lane as usize % 16 * 4);
+                shared::dynamic::<f32>(STAGE).store16((row * HEAD_DIM + lane * 4) as usize, words);
+                row += WARPS;
+            }
+        }
+    }
+
+    /// What a lane needs of that for a query, or a key, of `row`.
+    #[inline(always)]
+    unsafe fn factors_of(&self, row: u32, is_key: bool) -> Factors {
+        // SAFETY: the caller's word.
+        unsafe {
+            let lane = thread::opaque(thread::lane_id()) as usize;
+            let weights = shared::dynamic(STAGE_NORMS + if is_key { QUERY } else { 0 });
+            let angles = shared::dynamic(STAGE + row * (HEAD_DIM * 4));
+            Factors {
+                weight: [weights.load(lane), weights.load(lane + 32)],
+                cos: angles.load(lane),
+                sin: angles.load(lane + 32),
+            }
+        }
+    }
+
+    /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the
+    /// ring; with `ONE` also into the cache, which nobody copies from any more then. Of queries and keys a warp makes a
+    /// vector, `N` under way at a time.
+    #[inline(always)]
+    pub unsafe fn vectors<const N: usize, const ONE: bool>(
+        &self,
+        layer: u32,
+        share: &Share,
+        (group, tile_rows): (Divisor, u32),
+        tiles: Range<u32>,
+        own: Range<u32>,
+        warp_id: u32,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let p = self.p;
+            let heads = p.work.heads();
+            let words = self.put_out(WordKind::Heads, 4 * layer);
+            let keys = own.end - own.start;
+            let pairs = if ONE { group.value.min(tiles.len() as u32 * PAIRS) } else { tiles.len() as u32 * PAIRS };
+            let all = keys + pairs;
+            // The keys, then each tile's pairs: row, head, and whether there is one.
+            let vector_of = |i: u32| {
+                if i < keys {
+                    (own.start + i, p.work.q_heads + share.kv_head, true)
+                } else {
+                    let (tile, pair) = (tiles.start + (i - keys) / PAIRS, (i - keys) % PAIRS);
+                    let (row, head) = group.divide(pair);
+                    let valid = row < tile_rows && tile * tile_rows + row < self.count;
+                    (tile * tile_rows + row, share.kv_head * group.value + head, valid && i < all)
+                }
+            };
+            // Of values a lane takes four dimensions.
+            let value = |i: usize| {
+                if ONE {
+                    let last = warp_id + 1 == WARPS && i == 0;
+                    return (if last { own.start } else { own.end }, thread::lane_id() * 4);
+                }
+                (own.start + i as u32 * WARPS + warp_id, thread::lane_id() * 4)
+            };
+            let value_words = |d: u32| {
+                let first = (p.work.q_heads + p.work.kv_heads + share.kv_head) * HEAD_DIM + d;
+                move |i: usize| first + i as u32
+            };
+            let mut values = [[0f32; 4]; VALUES];
+            let mut value_asked = [[words.nothing(); 4]; VALUES];
+            unroll!(I < VALUES of 2; {
+                let (row, d) = value(I);
+                if row < own.end {
+                    if ONE {
+                        value_asked[I] = ask(words, value_words(d));
+                    } else {
+                        values[I] = heads.load_value(row, share.kv_head, d);
+                    }
+                }
+            });
+            // Where in the cache they go is found while they are waited for.
+            let (mut key_to, mut value_to) = (GlobalMut::default(), GlobalMut::default());
+            if ONE && value(0).0 < own.end {
+                value_to = p.cache(layer).value(p.work.rows.sequences.load(0), self.first_position(), share.kv_head);
+            }
+            let mut first = warp_id;
+            while first < all {
+                let mut x = [[[0f32; 2]; 2]; N];
+                let mut asked = [[words.nothing(); 4]; N];
+                unroll!(I < N of 8; {
+                    let (row, head, valid) = vector_of(first + I as u32 * WARPS);
+                    if valid {
+                        if ONE {
+                            asked[I] = ask(words, head_words(head));
+                        } else {
+                            x[I] = heads.load(row, head);
+                        }
+                    }
+                });
+                let mut factors = [Factors::default(); N];
+                if ONE {
+                    let position = self.first_position();
+                    unroll!(I < N of 8; {
+                        let is_key = first + (I as u32 * WARPS) < keys;
+                        let norm = p.head_norms(layer).at(if is_key { HEAD_DIM } else { 0 } as usize);
+                        factors[I] = Factors::load(norm, p.work.cos, p.work.sin, position);
+                    });
+                    if first < keys {
+                        key_to = p.cache(layer).key(p.work.rows.sequences.load(0), position, share.kv_head);
+                    }
+                    unroll!(I < N of 8; {
+                        let (_, head, _) = vector_of(first + I as u32 * WARPS);
+                        words.settle(&mut asked[I], head_words(head));
+                        let [x0, x1, x2, x3] = asked[I].map(|word| f32::from_bits(word.bits()));
+                        x[I] = [[x0, x1], [x2, x3]];
+                    });
+                }
+                let scales = heads.scales(&x);
+                unroll!(I < N of 8; {
+                    let i = first + I as u32 * WARPS;
+                    let (row, head, valid) = vector_of(i);
+                    if valid {
+                        let factors = || if ONE { factors[I] } else { self.factors_of(row, i < keys) };
+                        let vector = heads.vector(head, x[I], scales[I], factors);
+                        if i >= keys {
+                            let slot = (tiles.start * PAIRS + i - keys) % (TILES * PAIRS);
+                            let tile = shared::dynamic(SCRATCH + slot / PAIRS * PAIRS * QUERY);
+                            vector.store_query(tile, slot % PAIRS);
+                        } else {
+                            let (chunk, token) = self.own_place(row, 0);
+                            vector.store_shared(shared::dynamic(chunk.offset() + token * QUERY), token);
+                            if ONE {
+                                vector.store(key_to, token);
+                            }
+                        }
+                    }
+                });
+                first += N as u32 * WARPS;
+            }
+            unroll!(I < VALUES of 2; {
+                let (row, d) = value(I);
+                if ONE && I == 0 {
+                    words.settle(&mut value_asked[I], value_words(d));
+                    values[I] = value_asked[I].map(|word| f32::from_bits(word.bits()));
+                }
+                if row < own.end {
+                    let (chunk, token) = self.own_place(row, share.pages);
+                    let words = pack_value(values[I]);
+                    let at = place(token, d) as usize / 4;
+                    shared::dynamic::<bf16>(chunk.offset() + token * QUERY).cast().store(at, words);
+                    if ONE {
+                        value_to.cast().store(at, words);
+                    }
+                }
+            });
+        }
+    }
+
+    /// Where in the ring this step's `row` goes: in which page, whose pages of this kind begin `skip` chunks further,
+    /// and as which token. The page is there: its copy must not come after.
+    #[inline(always)]
+    unsafe fn own_place(&self, row: u32, skip: u32) -> (Ring, u32) {
+        let position = self.first_position() + row;
+        let chunk = self.ring.ahead(position % SPLIT / PAGE_TOKENS + skip);
+        // SAFETY: the caller's word.
+        unsafe { chunk.wait_full() };
+        (chunk, position % PAGE_TOKENS)
+    }
+
+    /// Where a row stands: its keys and values are put where they are the row's number behind the first.
+    #[inline(always)]
+    unsafe fn position(&self, row: u32) -> u32 {
+        // SAFETY: the caller's word.
+        self.first_position() + if TREE { unsafe { tree::path(row) }.depth() } else { row }
+    }
+
+    /// Puts the keys and values of a step of several rows into the cache, after attention: a warp of the grid a vector,
+    /// last warps first.
+    #[inline(always)]
+    pub unsafe fn append(&self, layer: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let p = self.p;
+            let (heads, cache) = (p.work.heads(), p.cache(layer));
+            let each = 2 * p.work.kv_heads;
+            cuda_std::assume(each > 0);
+            let grid = thread::grid_dim_x();
+            let mut i = thread::block_idx_x() + grid * (WARPS - 1 - thread::warp_id());
+            while i < self.count * each {
+                let (row, kv_head) = (i / each, i % each);
+                let head = p.work.q_heads + kv_head;
+                let (slot, position) = (self.first_position() + row, self.position(row));
+                let sequence = p.work.rows.sequences.load(0);
+                let to: GlobalMut<bf16> = if kv_head >= p.work.kv_heads {
+                    cache.value(sequence, slot, kv_head - p.work.kv_heads)
+                } else {
+                    cache.key(sequence, slot, kv_head)
+                };
+                let k_norm = p.head_norms(layer).at(HEAD_DIM as usize);
+                let x = heads.load(row, head);
+                let [scale] = heads.scales(&[x]);
+                let vector = heads.vector(head, x, scale, || Factors::load(k_norm, p.work.cos, p.work.sin, position));
+                vector.store(to, slot);
+                i += grid * WARPS;
+            }
+        }
+    }
+}
+
+/// A lane's words of head `head` of all three kinds: as [`Heads::load`] has them.
+#[inline(always)]
+fn head_words(head: u32) -> impl Fn(usize) -> u32 {
+    let first = head * HEAD_DIM + thread::opaque(thread::lane_id()) * 2;
+    move |i| first + i as u32 % 2 + i as u32 / 2 * (HEAD_DIM / 2)
+}
+
+/// Asks for four words.
+#[inline(always)]
+unsafe fn ask(words: Words, place: impl Fn(usize) -> u32) -> [Word; 4] {
+    let mut asked = [words.nothing(); 4];
+    unroll!(I < 4; {
+        // SAFETY: the caller's word.
+        asked[I] = unsafe { words.ask(place(I)) };
+    });
+    asked
+}
