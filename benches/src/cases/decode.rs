@@ -92,7 +92,8 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
     let mut forward = Forward::new(device, config, DeviceWeights::random_as(config, device, sizes.code)?, capacity)?;
     forward.fill_cache(&random(1 << 20, 5))?;
     let streamed = forward.prepare_decode()?;
-    let plain = forward.compact_bytes().is_none();
+    let compact = forward.compact_bytes();
+    let bytes = weight_bytes(config, sizes.code, compact);
     let tokens: Vec<i32> = (0..capacity).map(|i| (i * 7919 % config.vocab_size) as i32).collect();
     let mut history = device.upload(&tokens)?;
     let drafts = device.upload(&tokens[..MAX_DECODE_ROWS as usize])?;
@@ -151,13 +152,14 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
                         "{}{}, {rows} row{}{}{}",
                         sizes.name,
                         match sizes.code {
+                            None if compact.is_some() => " packed",
                             None => "",
                             Some(Code::E4m3) => " fp8",
                             Some(Code::Int4) => " int4",
                         },
                         if rows == 1 { "" } else { "s" },
                         if tree.is_some() && rows > 1 { ", a tree" } else { "" },
-                        match (streamed, sizes.code.is_some() && plain) {
+                        match (streamed, sizes.code.is_some() && compact.is_none()) {
                             (false, _) => ", launches",
                             (true, true) => ", as bf16",
                             (true, false) => "",
@@ -166,10 +168,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
                     size: format!("context {context}"),
                 },
                 unit: Unit::Microseconds,
-                work: Work {
-                    bytes: weight_bytes(config, sizes.code) + kv,
-                    operations: u64::from(rows) * config.step_weight_bytes(2) as u64,
-                },
+                work: Work { bytes: bytes + kv, operations: u64::from(rows) * config.step_weight_bytes(2) as u64 },
                 path: Path::Read,
                 sets: 1,
             };
@@ -180,10 +179,13 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
 }
 
 /// Bytes of the weights that a step reads: of quantised layers the codes, with scales and zeros as tight as the
-/// published formats have them.
-fn weight_bytes(config: &Config, code: Option<Code>) -> u64 {
+/// published formats have them; of others what they are packed to, if they are.
+fn weight_bytes(config: &Config, code: Option<Code>, packed: Option<u64>) -> u64 {
     let plain = config.step_weight_bytes(2) as u64;
-    let Some(code) = code else { return plain };
+    let Some(code) = code else {
+        let matrices: u64 = config.gemms().map(|gemm| 2 * (gemm.weight_rows() * gemm.k) as u64).sum();
+        return packed.map_or(plain, |packed| plain - matrices + packed);
+    };
     let format = if code == Code::Int4 { Rounded::Int4 } else { Rounded::Fp8 };
     let layers = config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
     let saved = layers.map(|gemm| {
