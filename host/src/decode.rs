@@ -33,7 +33,6 @@ pub struct Decode {
 }
 
 /// Which kernel runs a step's rows.
-#[derive(Clone, Copy)]
 enum Rows {
     /// One.
     One,
@@ -211,15 +210,14 @@ impl Decode {
                     device.launch_cooperative::<$kernel>(grid, shared, step)
                 };
             }
-            let rows = match most_rows {
-                0 | 1 => Rows::One,
-                _ if !step.work.rows.paths.is_null() => Rows::Tree,
-                0..=8 => Rows::Few,
-                _ => Rows::Many,
+            let several = match most_rows {
+                0 | 1 => None,
+                _ if !step.work.rows.paths.is_null() => Some(Rows::Tree),
+                2..=8 => Some(Rows::Few),
+                _ => Some(Rows::Many),
             };
             // How many rows there are, the device alone knows: of both kernels one finds nothing to do.
-            let kernels = [Some(Rows::One), Some(rows).filter(|_| most_rows > 1)];
-            for rows in kernels.into_iter().flatten() {
+            for rows in [Some(Rows::One), several].into_iter().flatten() {
                 match (&self.compact, rows) {
                     (Compact::None, Rows::One) => launch!(decode::decode_1),
                     (Compact::None, Rows::Few) => launch!(decode::decode_8),
