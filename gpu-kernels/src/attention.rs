@@ -253,8 +253,8 @@ pub(crate) fn score_keys(
 }
 
 /// Where a lane's word of a query lies in a tile whose queries are stored as [`score_tiles`] takes them:
-/// `[32 dimensions][its first or second fragment][lane]`, 16 bytes each. The word has dimensions `2 · lane` and one on,
-/// below 64; those 64 further lie [`QUERY_HALF`] words on.
+/// `[32 dimensions][its first or second fragment][lane]`, 16 bytes each. The word has dimensions `2 · lane` and one
+/// on, below 64; those 64 further lie [`QUERY_HALF`] words on.
 #[inline(always)]
 pub(crate) const fn query_word(pair: u32, lane: u32) -> u32 {
     let (j, t, m, x) = (lane / 16, lane % 16 / 4, lane % 4 / 2, lane % 2);

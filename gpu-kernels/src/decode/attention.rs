@@ -201,7 +201,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
     }
 
     /// A tile of few pairs, against the keys and values in the ring's next stages, of so many `pages` each. They are
-    /// given back at the `end` of a share: of several rows before the results are there, and of one row, for which
+    /// released at the `end` of a share: of several rows before the results are there, and of one row, for which
     /// others wait, afterwards.
     #[inline(always)]
     unsafe fn attend_few<const ONE: bool>(
@@ -238,7 +238,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
         }
     }
 
-    /// `N` tiles of more pairs, two at most, from `first` on, likewise; nothing is given back. `wait`: for the ring's
+    /// `N` tiles of more pairs, two at most, from `first` on, likewise; nothing is released. `wait`: for the ring's
     /// stages. Their weights go to `places`, maybe behind a barrier.
     #[inline(always)]
     unsafe fn attend_many<const ONE: bool, const N: usize>(
@@ -327,12 +327,12 @@ impl<const TREE: bool> Consumer<'_, TREE> {
         }
     }
 
-    /// Gives so many chunks back that this warp has used, in any order: a lane a chunk.
+    /// Releases so many chunks that this warp has used, in any order: a lane a chunk.
     #[inline(always)]
     unsafe fn release(&mut self, chunks: u32, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
-            // Every warp has seen every chunk arrive before it gives it back. TMA writes here next.
+            // Every warp has seen every chunk arrive before it releases it. TMA writes here next.
             bulk::fence_proxy_async();
             warp::sync_warp();
             if lane < chunks {
