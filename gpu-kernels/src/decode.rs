@@ -16,7 +16,7 @@
 //! QKV ┃ heads, attention ┃ (combine, where a context has several splits ┃) output ┃ gate, up ┃ down ┃
 //! ```
 //!
-//! A single row needs none of them: blocks [exchange] it as words that carry a sequence flag.
+//! A single row needs none of them: blocks [exchange](crate::exchange) it as words that carry a sequence flag.
 //!
 //! Weights lie in memory in the order in which the whole grid consumes them: see [`stream`](crate::stream). A page's
 //! keys of one head have the size of a chunk of weights too, and so have its values.
@@ -40,7 +40,8 @@ use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp};
 
 use crate::attention::Attend;
 use crate::e4m3;
-use crate::eagle::Taps;
+use crate::eagle::{EagleStep, Taps};
+use crate::exchange::Exchange;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::{K_PARTIALS, N_TILE};
 use crate::ring::{Ring, Shape};
@@ -50,8 +51,6 @@ use crate::weights::{E4m3, Fp8, Int4, Lossless, Plain, Quantized, WeightFormat};
 use crate::workspace::Workspace;
 use consumer::Consumer;
 pub(crate) use consumer::{OfCodes, OfFragments, Products};
-pub use exchange::Exchange;
-pub(crate) use exchange::Words;
 use producer::{Units, produce};
 
 /// Threads of a block.
@@ -115,6 +114,10 @@ pub struct DecodeStep {
     pub exchange: Exchange,
     /// Which hidden states are left for a head that drafts from them; the address is null where none are.
     pub taps: Taps,
+    /// What a pass of such a head begins with; addresses are null in a model's steps.
+    pub eagle: EagleStep,
+    /// Input features of the projections of queries, keys and values: the hidden size, or of a head twice as many.
+    pub qkv_inputs: u32,
     /// Layers.
     pub layer_count: u32,
     /// Intermediate size.
@@ -238,7 +241,7 @@ impl DecodeStep {
         let q = self.work.q_heads * HEAD_DIM;
         let hidden = self.work.residual.dim;
         let (n, k) = match matrix {
-            Matrix::Qkv => (q + 2 * self.work.kv_heads * HEAD_DIM, hidden),
+            Matrix::Qkv => (q + 2 * self.work.kv_heads * HEAD_DIM, self.qkv_inputs),
             Matrix::Output => (hidden, q),
             Matrix::GateUp => (2 * self.intermediate, hidden),
             Matrix::Down => (hidden, self.intermediate),
@@ -321,12 +324,14 @@ unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE
         }
         if thread < MAX_DECODE_ROWS {
             shared::dynamic::<u64>(BEST).store(thread as usize, 0);
+            // Of an input without a norm.
+            shared::dynamic::<f32>(FACTORS).store(thread as usize, 1.0);
         }
         if TREE && thread < 32 {
             tree::bring(p, count);
         }
         attention::clear_queries(thread);
-        let flag = 1 + p.exchange.used();
+        let flag = p.exchange.first_flag();
         thread::sync_threads();
         // The registers of the other three warps of the producer's group are of more use to consumers. From a shuffle
         // the assembler knows that a warp's lanes agree on it, and keeps what they share in uniform registers:

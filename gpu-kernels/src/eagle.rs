@@ -3,12 +3,16 @@
 //!
 //! ```text
 //! the model's pass    take_states behind three of its layers ─► states, by position
-//! the head's first    gather_states ─► fc ─► make_pairs ─► QKV, heads, attention, … as in any layer ─► keep_state
-//! the head's others   make_pairs of the state that was kept ─► … ─► keep_state
+//! the head's first    gather_states ─► fc ─► make_pairs ─► its layer and its output head
+//! the head's others   make_pairs of the state that was kept ─► the same
 //! ```
+//!
+//! Layer and output head are [one launch](crate::decode) where a device has the hardware, which keeps the state by
+//! itself, and launches as of any layer otherwise, with `keep_state` behind them.
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread};
 
+use crate::exchange::{Exchange, WordKind};
 use crate::norm::warp_sum;
 use crate::step::Rows;
 
@@ -141,6 +145,25 @@ pub unsafe fn gather_states(p: GatherStates) {
     }
 }
 
+/// What a pass of a head in [one launch](crate::decode) begins with, and what it leaves.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct EagleStep {
+    /// As [`MakePairs::pairs`]; null in a model's steps. Of one row they are among the [exchange](MakePairs::exchange)'s
+    /// words instead.
+    pub pairs: Global<bf16>,
+    /// As [`KeepState::to`].
+    pub own: GlobalMut<f32>,
+}
+
+impl EagleStep {
+    /// Whether this is a head's.
+    #[inline(always)]
+    pub(crate) const fn is_wanted(&self) -> bool {
+        !self.own.is_null()
+    }
+}
+
 /// Parameters of [`make_pairs`]. Grid: (1, rows). Shared memory: [`MakePairs::SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
@@ -159,9 +182,11 @@ pub struct MakePairs {
     pub pairs: GlobalMut<bf16>,
     /// `[rows, dim]`, written: the residual stream.
     pub x: GlobalMut<f32>,
+    /// Where a single row goes instead, for a pass in one launch; null where there are launches.
+    pub exchange: Exchange,
     /// Rows of the embedding; a token beyond it (a bug) reads its last row rather than other memory.
     pub vocab: u32,
-    /// Hidden size.
+    /// Hidden size, a multiple of 4.
     pub dim: u32,
     /// Added to means of squares.
     pub eps: f32,
@@ -170,31 +195,67 @@ pub struct MakePairs {
 }
 
 impl MakePairs {
-    const WARPS: u32 = THREADS / 32;
+    const THREADS: u32 = 512;
+    const WARPS: u32 = Self::THREADS / 32;
     /// Dynamic shared memory: two sums of each warp.
     pub const SHARED_BYTES: u32 = 2 * Self::WARPS * 4;
+
+    /// Puts four elements of a row's pairs, from the `i`-th on, and those of the residual stream that lie there if
+    /// there are any.
+    #[inline(always)]
+    unsafe fn put(&self, one_row: bool, row: u32, i: u32, pairs: [u32; 2], x: Option<[f32; 4]>) {
+        // SAFETY: the caller's word.
+        unsafe {
+            if one_row {
+                let to = self.exchange.words(WordKind::Pairs, self.exchange.first_flag());
+                to.put(i / 2, pairs[0]);
+                to.put(i / 2 + 1, pairs[1]);
+                if let Some(x) = x {
+                    let to = self.exchange.words(WordKind::Residual, self.exchange.first_flag());
+                    unroll!(K < 4; {
+                        to.put(i - self.dim + K as u32, x[K].to_bits());
+                    });
+                }
+                return;
+            }
+            let (row, i, dim) = (row as usize, i as usize, self.dim as usize);
+            self.pairs.at(row * 2 * dim + i).cast::<[u32; 2]>().store(0, pairs);
+            if let Some(x) = x {
+                self.x.store16(row * dim + i - dim, x.map(f32::to_bits));
+            }
+        }
+    }
 }
 
 /// Makes of every row's token and hidden state what the projections of the head's layer read.
-#[kernel(threads = 256)]
+#[kernel(threads = 512)]
 pub unsafe fn make_pairs(p: MakePairs) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        let (row, dim) = (thread::block_idx_y(), p.dim);
-        if row >= p.rows.count.load(0) {
+        let (row, count, dim) = (thread::block_idx_y(), p.rows.count.load(0), p.dim);
+        if row >= count {
             return;
         }
+        let one_row = count == 1 && p.exchange.is_there();
         let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
         let embed = p.embed.at(token as usize * dim as usize);
-        let start = row as usize * dim as usize;
-        let (hidden, x, pairs) = (p.hidden.at(start), p.x.at(start), p.pairs.at(2 * start));
+        let hidden = p.hidden.at(row as usize * dim as usize);
+        let four = |from: Global<bf16>, i: u32| {
+            let [low, high] = from.at(i as usize).cast::<[u32; 2]>().load(0).map(math::unpack_bf16);
+            [low[0], low[1], high[0], high[1]]
+        };
+        let both = |i: u32| [four(embed, i), hidden.load16(i as usize).map(f32::from_bits)];
+        let first = thread::thread_idx_x() * 4;
         let mut squares = [0f32; 2];
-        let mut i = thread::thread_idx_x();
+        let mut i = first;
         while i < dim {
-            let (e, h) = (math::from_bf16(embed.load(i as usize)), hidden.load(i as usize));
-            squares[0] += e * e;
-            squares[1] += h * h;
-            i += THREADS;
+            let numbers = both(i);
+            unroll!(W < 2; {
+                unroll!(K < 4; {
+                    squares[W] += numbers[W][K] * numbers[W][K];
+                });
+            });
+            i += 4 * MakePairs::THREADS;
         }
         let sums = shared::dynamic::<f32>(0);
         let own = [warp_sum(squares[0]), warp_sum(squares[1])];
@@ -210,17 +271,18 @@ pub unsafe fn make_pairs(p: MakePairs) {
             totals[1] += sums.load((MakePairs::WARPS + warp) as usize);
             warp += 1;
         }
-        let inverse = |total: f32| 1.0 / math::sqrt(total / dim as f32 + p.eps);
-        let (of_embed, of_hidden) = (inverse(totals[0]), inverse(totals[1]));
-        let mut i = thread::thread_idx_x();
+        let factors = totals.map(|total| 1.0 / math::sqrt(total / dim as f32 + p.eps));
+        let mut i = first;
         while i < dim {
-            let (e, h) = (math::from_bf16(embed.load(i as usize)), hidden.load(i as usize));
-            let weight = |norm: Global<bf16>| math::from_bf16(norm.load(i as usize));
-            let normed = h * of_hidden * weight(p.hidden_norm);
-            pairs.store(i as usize, math::to_bf16(e * of_embed * weight(p.input_norm)));
-            pairs.store((dim + i) as usize, math::to_bf16(normed));
-            x.store(i as usize, if p.norm_before_residual != 0 { normed } else { h });
-            i += THREADS;
+            let [e, h] = both(i);
+            let normed =
+                |x: [f32; 4], factor: f32, weights: [f32; 4]| [0, 1, 2, 3].map(|k: usize| x[k] * factor * weights[k]);
+            let (of_embed, of_hidden) = (four(p.input_norm, i), four(p.hidden_norm, i));
+            let (e, normed) = (normed(e, factors[0], of_embed), normed(h, factors[1], of_hidden));
+            let packed = |x: [f32; 4]| [math::pack_bf16(x[0], x[1]), math::pack_bf16(x[2], x[3])];
+            p.put(one_row, row, i, packed(e), None);
+            p.put(one_row, row, dim + i, packed(normed), Some(if p.norm_before_residual != 0 { normed } else { h }));
+            i += 4 * MakePairs::THREADS;
         }
     }
 }

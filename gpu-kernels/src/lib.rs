@@ -44,6 +44,7 @@ pub mod drafting;
 pub mod e4m3;
 pub mod eagle;
 pub mod embedding;
+pub mod exchange;
 pub mod gate;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod gemm;

@@ -6,6 +6,7 @@ use common::{Random, RowBuffers, relative_error, run, widen};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, STATES, States, TakeStates};
+use gpu_kernels::exchange::Exchange;
 
 const DIM: usize = 384;
 const SLOTS: usize = 5;
@@ -64,6 +65,7 @@ fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
             hidden_norm: buffers[2].ptr(),
             pairs: pairs.ptr_mut(),
             x: x.ptr_mut(),
+            exchange: Exchange::default(),
             vocab: vocab as u32,
             dim: DIM as u32,
             eps,

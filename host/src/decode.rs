@@ -1,8 +1,9 @@
 //! What the decode kernel has of its own beside the weights, and its launch (see `gpu_kernels::decode`).
 
 use cuda_std::{Global, GlobalMut};
-use gpu_kernels::decode::{self, DecodeStep, Exchange};
+use gpu_kernels::decode::{self, DecodeStep};
 use gpu_kernels::e4m3;
+use gpu_kernels::exchange::Exchange;
 use gpu_kernels::weights::Lossless;
 use half::bf16;
 use model::Config;
@@ -29,6 +30,8 @@ pub struct Decode {
     /// The words of the exchange.
     words: Buffer<u64>,
     exchange: Exchange,
+    /// As [`DecodeStep::qkv_inputs`].
+    qkv_inputs: u32,
     grid: u32,
 }
 
@@ -80,7 +83,11 @@ impl Decode {
         let biases = if biases.is_empty() { None } else { Some(concatenated(device, biases)?) };
         let sizes =
             [config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads];
-        let sizes = sizes.map(|size| size as u32);
+        let [hidden, intermediate, q_heads, kv_heads] = sizes.map(|size| size as u32);
+        // A head's projections read two hidden sizes.
+        let inputs = weights.stream.matrix(0, Matrix::Qkv).k;
+        let pairs = if inputs == hidden { 0 } else { inputs / 2 };
+        let sizes = [hidden, intermediate, q_heads, kv_heads, pairs];
         let words = device.zeroed(Exchange::new(GlobalMut::default(), sizes).1)?;
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
         Ok(Some(Self {
@@ -91,6 +98,7 @@ impl Decode {
             counters: device.zeroed(DecodeStep::COUNTERS)?,
             exchange: Exchange::new(words.ptr_mut(), sizes).0,
             words,
+            qkv_inputs: inputs,
             grid: weights.stream.blocks(),
         }))
     }
@@ -114,7 +122,8 @@ impl Decode {
         }
         let bytes = 2 * stream.len() as u64;
         // The emulator has no memory of its own that would be saved.
-        let pays = bytes >= device.capabilities().tuning().lossless_from && device.free_memory()?.is_some();
+        let a_layer = bytes / config.num_hidden_layers as u64;
+        let pays = a_layer >= device.capabilities().tuning().lossless_from && device.free_memory()?.is_some();
         if wanted == Some(true) || pays && fits(bytes)? {
             let packed = timed("packing the weights", || Packed::new(device, stream, &weights.stream.bounds()))?;
             let with_maps = |packed: Packed| {
@@ -162,7 +171,7 @@ impl Decode {
         self.counters.clear()
     }
 
-    /// Leaves as many sequence flags of [words](gpu_kernels::decode::Exchange) as one step takes: the second step of
+    /// Leaves as many sequence flags of [words](gpu_kernels::exchange::Exchange) as one step takes: the second step of
     /// one row from now on begins with the first ones again, where otherwise ten million would come before it. For
     /// tests.
     ///
@@ -170,6 +179,11 @@ impl Decode {
     /// A driver error.
     pub fn use_up_flags(&mut self, config: &Config) -> Result<(), Error> {
         self.words.write(0, &[u64::from(u32::MAX - DecodeStep::flags(config.num_hidden_layers as u32))])
+    }
+
+    /// Where blocks exchange a single row, for a launch that puts out what the first matrix takes in.
+    pub(crate) fn exchange(&self) -> Exchange {
+        self.exchange
     }
 
     /// The rank of the best token after each row, once a step is done.
@@ -200,6 +214,7 @@ impl Decode {
             pages: self.pages.ptr(),
             counters: self.counters.ptr_mut(),
             exchange: self.exchange,
+            qkv_inputs: self.qkv_inputs,
             ..step
         };
         // SAFETY: the caller's word.

@@ -13,6 +13,7 @@ mod unfused;
 use cuda_std::Global;
 use gpu_kernels::batch::{self, PickRows};
 use gpu_kernels::decode::{DecodeStep, Mark};
+use gpu_kernels::eagle::EagleStep;
 use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::{Norm, Residual};
@@ -630,6 +631,7 @@ impl Forward {
     /// The counters are zero by then; the rows are as [`enqueue_rows`](Self::enqueue_rows) says, of one sequence.
     unsafe fn enqueue_decode_kernel(&self, decode: &Decode, rows: Rows, most_rows: u32) -> Result<(), Error> {
         let c = &self.config;
+        let eagle = |pairs: &Pairs| EagleStep { pairs: pairs.rows(), own: pairs.own() };
         let step = DecodeStep {
             work: self.workspace(rows),
             stream: self.weights.stream.weights().ptr(),
@@ -638,6 +640,7 @@ impl Forward {
             layer_count: c.num_hidden_layers as u32,
             intermediate: c.intermediate_size as u32,
             taps: self.wanted_states().map(HiddenStates::taps).unwrap_or_default(),
+            eagle: self.pairs.as_ref().map(eagle).unwrap_or_default(),
             ..DecodeStep::default()
         };
         // SAFETY: buffers of self, sized as the parameter block says; the caller's word for the rest.

@@ -218,6 +218,9 @@ impl Gpu {
                 forward.prepare_prefill()?;
             }
         }
+        if let Some(Passes::Head(head)) = &mut draft {
+            head.prepare()?;
+        }
         if let Some(taps) = taps {
             forward.keep_states(taps)?;
         }

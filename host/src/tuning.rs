@@ -45,7 +45,8 @@ pub struct Tuning {
     /// Full pages that a step has to read for them to be packed; `usize::MAX` where plain ones are read sooner than
     /// packed ones are unpacked.
     pub packed_pages: usize,
-    /// Bytes of bf16 that a step of one row reads from which on it is sooner done with weights packed without loss.
+    /// Bytes of bf16 that a step reads for each layer, those of the output head shared out, from which on it is sooner
+    /// done with weights packed without loss.
     pub lossless_from: u64,
     /// SMs that a copy over the bus wants: it is no faster with more.
     pub copy_sms: u32,
@@ -84,7 +85,7 @@ impl Tuning {
         code_rows: 128,
         paired_tiles: 32,
         packed_pages: 512,
-        lossless_from: 2 << 30,
+        lossless_from: 64 << 20,
         copy_sms: gpu_kernels::token_copy::SMS,
         gemm: GemmTuning {
             rounds: [56, 95, 100, 99, 97],

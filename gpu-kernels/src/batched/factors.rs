@@ -9,7 +9,7 @@ use cuda_std::{shared, thread, warp};
 
 use super::phases::{GemmPhase, Unit};
 use super::{BatchedStep, MAX_BATCHED_ROWS, Memory};
-use crate::decode::Words;
+use crate::exchange::Words;
 
 /// Warps of a block that do this.
 pub const WARPS: u32 = 2;

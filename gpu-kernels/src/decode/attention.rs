@@ -6,7 +6,6 @@ use core::ops::Range;
 use cuda_std::{bf16, bulk, shared, thread, warp};
 
 use super::consumer::{Consumer, pair_with_next, sync};
-use super::exchange::WordKind;
 use super::producer::{Share, Units};
 use super::{Mark, SCRATCH, THREADS, WARPS};
 use crate::attention::{
@@ -14,6 +13,7 @@ use crate::attention::{
     WarpAttention, add_values, combine_head, eight_values, key_of, reduce_few, score_tiles, value_of, values_from,
     weigh,
 };
+use crate::exchange::WordKind;
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::ring::Ring;
 

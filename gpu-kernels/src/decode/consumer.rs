@@ -32,7 +32,7 @@ pub struct Consumer<'a, const TREE: bool> {
     pub p: &'a DecodeStep,
     /// Rows.
     pub count: u32,
-    /// The first sequence flag of the step's [words](super::exchange).
+    /// The first sequence flag of the step's [words](crate::exchange).
     pub flag: u32,
     /// Which of two places partial sums of one row go to.
     turn: u32,
@@ -303,7 +303,7 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
 
     /// All layers and the head. Activations come to registers `GROUP` turns at a time: while those of one group are in
     /// use, those of the next are under way. `ONE` row is exchanged with other blocks as [words with a sequence
-    /// flag](super::exchange), others through memory with grid barriers.
+    /// flag](crate::exchange), others through memory with grid barriers.
     #[inline(always)]
     pub unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool>(&mut self) {
         // SAFETY: the caller's word.
@@ -456,6 +456,9 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
         // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
+            if p.eagle.is_wanted() {
+                return;
+            }
             let norm = p.input_norm(0);
             let embed = p.work.embed(norm);
             let grid = self.walk.grid;
@@ -490,6 +493,7 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
         match matrix {
             Matrix::Output => (p.work.attended.read(), Norm::default()),
             Matrix::Down => (p.work.activation.read(), Norm::default()),
+            Matrix::Qkv if p.eagle.is_wanted() => (p.eagle.pairs, Norm::default()),
             Matrix::Qkv | Matrix::GateUp | Matrix::Head => (p.work.residual.scaled.read(), p.work.norm()),
         }
     }

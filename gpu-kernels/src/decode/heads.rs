@@ -10,10 +10,10 @@ use cuda_std::{GlobalMut, bf16, shared, thread};
 
 use super::attention::{QUERY, QUERY_BYTES, TILES};
 use super::consumer::Consumer;
-use super::exchange::{Word, WordKind, Words};
 use super::producer::Share;
 use super::{SCRATCH, WARPS, tree};
 use crate::attention::{Divisor, PAIRS, SPLIT};
+use crate::exchange::{Word, WordKind, Words};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::qkv::{Factors, pack_value};
 use crate::ring::Ring;

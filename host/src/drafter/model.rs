@@ -47,6 +47,14 @@ pub(crate) struct Head {
     parameters: usize,
 }
 
+impl Head {
+    /// As [`Forward::prepare_decode`].
+    pub(crate) fn prepare(&mut self) -> Result<(), Error> {
+        self.forward.prepare_decode()?;
+        Ok(())
+    }
+}
+
 impl Passes {
     /// A head's, to draft for `model`, which is to live as long.
     ///

@@ -1,17 +1,17 @@
-//! The pass of an EAGLE-3 head on a device: its rows are made of hidden states, and its layer is like any other, on the
-//! unfused path.
+//! The pass of an EAGLE-3 head on a device: its rows are made of hidden states, and its layer is like any other.
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, STATES, States};
 use gpu_kernels::linear::{Linear, N_TILE};
 use gpu_kernels::norm::Norm;
-use gpu_kernels::step::MAX_ROWS;
+use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS};
 use half::bf16;
 use model::plan::{Epilogue, Matrix};
 use model::{Config, EagleHead, EagleWeights, Tensor};
 
 use super::{Capacity, Footprint, Forward, Pass, RowOutput, pages};
 use crate::Error;
+use crate::decode::Decode;
 use crate::device::{Buffer, Device};
 use crate::prefill;
 use crate::stream::{Source, Stream, n_tiles};
@@ -67,6 +67,11 @@ impl Pairs {
     /// What the projections of queries, keys and values read.
     pub(super) fn rows(&self) -> Global<bf16> {
         self.pairs.ptr()
+    }
+
+    /// Where the hidden state of a pass's last row goes.
+    pub(super) fn own(&self) -> GlobalMut<f32> {
+        self.own.ptr_mut()
     }
 }
 
@@ -192,10 +197,11 @@ impl Forward {
     }
 
     /// Enqueues a pass of a head over the rows that [`rows`](Self::rows) hold by then: at most `most_rows`, at
-    /// positions below `end`.
+    /// positions below `end`. If all logits are wanted, it is the step in one launch where that was
+    /// [prepared](Self::prepare_decode).
     ///
     /// # Safety
-    /// This is a head. Where the rows begin with the model's hidden states, those of their positions are there.
+    /// This is a head, and [its counters](Self::counters) are zero by then if all logits are wanted. Where the rows begin with the model's hidden states, those of their positions are there.
     ///
     /// # Errors
     /// A refused launch.
@@ -214,6 +220,8 @@ impl Forward {
         let pairs = self.pairs.as_ref().expect("a head");
         let pass = Pass { rows: self.rows(), most_rows, end, tiles: None, output };
         let (c, dim) = (&self.config, self.config.hidden_size as u32);
+        let is_whole = most_rows <= MAX_DECODE_ROWS && output == RowOutput::LogitsFrom(0);
+        let decode = self.decode().filter(|_| is_whole);
         // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block
         // states; the caller's word for the states.
         unsafe {
@@ -229,14 +237,18 @@ impl Forward {
                 hidden_norm: pairs.inputs.hidden_norm.ptr(),
                 pairs: pairs.pairs.ptr_mut(),
                 x: self.residual.ptr_mut(),
+                exchange: decode.map(Decode::exchange).unwrap_or_default(),
                 vocab: pairs.vocab,
                 dim,
                 eps: c.rms_norm_eps,
                 norm_before_residual: pairs.inputs.norm_before_residual.into(),
             };
             self.device.launch::<eagle::make_pairs>((1, most_rows), MakePairs::SHARED_BYTES, make)?;
+            if let Some(decode) = decode {
+                return self.enqueue_decode_kernel(decode, pass.rows, most_rows);
+            }
             self.enqueue_layers(&pass)?;
-            let keep = KeepState { rows: pass.rows, x: self.residual.ptr(), to: pairs.own.ptr_mut(), dim };
+            let keep = KeepState { rows: pass.rows, x: self.residual.ptr(), to: pairs.own(), dim };
             self.device.launch::<eagle::keep_state>(1, 0, keep)
         }
     }

@@ -1,11 +1,11 @@
-//! Products of a step of one row, whose input comes as [words](super::super::exchange).
+//! Products of a step of one row, whose input comes as [words](crate::exchange).
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{mma, thread, warp};
 
 use super::{Addend, Columns, Consumer, Duty, Output, Part, columns_of, release, sync};
-use crate::decode::exchange::{Word, WordKind, Words};
 use crate::decode::{DecodeStep, FACTORS, Mark, Matrix, SCRATCH, WARPS};
+use crate::exchange::{Word, WordKind};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::stream::{CHUNK_FEATURES, N_TILES};
 use crate::weights::{FragmentFormat, WeightFragments};
@@ -107,7 +107,7 @@ pub unsafe fn factors(p: &DecodeStep) {
             if flag == 0 {
                 return;
             }
-            let squares = Words::of(p, WordKind::Squares, flag);
+            let squares = p.exchange.words(WordKind::Squares, flag);
             // Lane `l` comes to have the spans `l % 8 · 4 + l / 8`.
             let (mut sum, mut i) = (0.0, lane);
             while i - lane < squares.len {
@@ -169,6 +169,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
             let (input, normed) = match matrix {
                 Matrix::Output => (self.taken_in(WordKind::Attended, part.index), false),
                 Matrix::Down => (self.taken_in(WordKind::Activation, part.index), false),
+                Matrix::Qkv if p.eagle.is_wanted() => (self.taken_in(WordKind::Pairs, part.index), false),
                 Matrix::Qkv | Matrix::GateUp | Matrix::Head => (self.taken_in(WordKind::Scaled, part.index), true),
             };
             let n_tiles = p.shape(matrix).0;

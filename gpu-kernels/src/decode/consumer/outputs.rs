@@ -3,10 +3,10 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{bf16, math, shared, thread, warp};
 
-use super::super::exchange::{Word, WordKind};
 use super::super::{BEST, FACTORS, Matrix, WARPS};
 use super::{Consumer, Part, one};
 use crate::attention::Divisor;
+use crate::exchange::{Word, WordKind};
 use crate::gate::swiglu;
 use crate::kv::HEAD_DIM;
 use crate::linear::N_TILE;
@@ -173,8 +173,13 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                         p.work.residual.put(old.weight, row, feature, x, valid);
                         x
                     };
-                    if p.taps.are_wanted() && valid && part.matrix == Matrix::Down {
-                        p.taps.put(&p.work.rows, row, part.index / 4 + 1, feature, x);
+                    if valid && part.matrix == Matrix::Down {
+                        if p.taps.are_wanted() {
+                            p.taps.put(&p.work.rows, row, part.index / 4 + 1, feature, x);
+                        }
+                        if p.eagle.is_wanted() && row + 1 == self.count {
+                            p.eagle.own.store(feature as usize, x);
+                        }
                     }
                 }
                 Matrix::GateUp => {

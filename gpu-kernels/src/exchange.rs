@@ -1,0 +1,220 @@
+//! How activations go from block to block in a step of one row: as words that carry a sequence flag.
+//!
+//! A word has 8 bytes, which are written and read at once: four of data, and a sequence flag. A warp that needs a word
+//! reads it until it has the flag that the warp waits for. So no warp counts arrivals, waits for stores to be done, or
+//! reads data again after a counter; and none waits for data that it does not need, such as a head for the other heads.
+//! (NCCL's protocol "LL" sends messages between cards like this.)
+//!
+//! # Why no word is overwritten too early
+//! Flags grow from matrix to matrix and from step to step, and a word is read with one flag alone. A reader that missed
+//! it would wait, and the bounded wait would end the launch. No reader misses one. Each kind has one place, written
+//! once or twice a layer:
+//!
+//! - Attention puts out what the output projection's blocks need, all of it, and needs all that QKV put out. So once
+//!   any block has an output N-tile done, every block has read what it needed of QKV's input and every unit of
+//!   attention its heads. The scaled residual and its squares are written anew only then, the heads in the next layer.
+//! - Likewise gate and up need every output N-tile, and down needs every activation: once any block has an N-tile of
+//!   down done, nobody reads the output projection's input or results any more; once any has QKV's next, nobody reads
+//!   activations.
+//! - An element of the residual is read, and then overwritten, by the same lane.
+//!
+//! Between steps, launches end.
+
+use cuda_std::atomic::{self, Ordering, Scope};
+use cuda_std::{GlobalMut, warp};
+
+use crate::kv::HEAD_DIM;
+use crate::linear::N_TILE;
+use crate::waiting;
+
+/// What is exchanged.
+#[derive(Clone, Copy)]
+pub enum WordKind {
+    /// `[hidden]`: elements of the residual stream.
+    Residual,
+    /// `[hidden / 2]`: pairs of the residual's elements, each times its weight in the norm that comes next, as bf16.
+    Scaled,
+    /// `[hidden / N_TILE]`: sums of squares of an N-tile of the residual.
+    Squares,
+    /// `[(q_heads + 2 · kv_heads) · 128]`: queries, keys and values as the projection leaves them.
+    Heads,
+    /// `[q_heads · 64]`: pairs of what attention found, as bf16.
+    Attended,
+    /// `[intermediate / 2]`: pairs of activations, as bf16.
+    Activation,
+    /// `[hidden]`: pairs of what the projections of an [EAGLE-3 head](crate::eagle) read, as bf16; a model has none.
+    Pairs,
+}
+
+/// Where the words are. Plain data; a part of [`DecodeStep`](crate::decode::DecodeStep).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct Exchange {
+    /// How many sequence flags were used up, then the words of each kind.
+    all: GlobalMut<u64>,
+    kinds: [Place; 7],
+    count: u32,
+}
+
+/// The words of one kind.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+struct Place {
+    first: GlobalMut<u64>,
+    len: u32,
+}
+
+impl Exchange {
+    /// Words in memory from `all` on, zero before the first step and then left alone, for a model of this hidden and
+    /// intermediate size, and so many query and key-value heads, or for a head with so many [pairs](WordKind::Pairs);
+    /// and how many they are.
+    pub fn new(all: GlobalMut<u64>, [hidden, intermediate, q_heads, kv_heads, pairs]: [u32; 5]) -> (Self, usize) {
+        let heads = (q_heads + 2 * kv_heads) * HEAD_DIM;
+        // As `WordKind` has them.
+        let words = [hidden, hidden / 2, hidden / N_TILE, heads, q_heads * HEAD_DIM / 2, intermediate / 2, pairs];
+        let mut count = 1;
+        let kinds = words.map(|len| {
+            // SAFETY: that much the caller gets told.
+            let first = unsafe { all.at(count as usize) };
+            count += len;
+            Place { first, len }
+        });
+        (Self { all, kinds, count }, count as usize)
+    }
+
+    /// Whether there is one.
+    #[inline(always)]
+    pub(crate) const fn is_there(&self) -> bool {
+        !self.all.is_null()
+    }
+
+    /// The words of a kind with this sequence flag.
+    #[inline(always)]
+    pub(crate) const fn words(&self, kind: WordKind, flag: u32) -> Words {
+        let Place { first, len } = self.kinds[kind as usize];
+        Words::at(first, len, flag)
+    }
+
+    /// The first sequence flag of the next step: of what its first matrix takes in.
+    #[inline(always)]
+    pub(crate) unsafe fn first_flag(&self) -> u32 {
+        // SAFETY: the caller's word.
+        1 + unsafe { self.all.load(0) as u32 }
+    }
+
+    /// A step of so many `flags`, of which this was the first, is done: the next one has others. No block has a part in
+    /// it any more.
+    #[inline(always)]
+    pub(crate) unsafe fn use_up(&self, first: u32, flags: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let mut used = first - 1 + flags;
+            if used > u32::MAX - flags {
+                // Once in ten million steps or more they begin anew.
+                let mut i = 1;
+                while i < self.count {
+                    atomic::store(self.all, i as usize, 0, Ordering::Relaxed, Scope::Device);
+                    i += 1;
+                }
+                used = 0;
+            }
+            self.all.store(0, u64::from(used));
+        }
+    }
+}
+
+/// The words of one kind, with one sequence flag.
+#[derive(Clone, Copy)]
+pub struct Words {
+    first: GlobalMut<u64>,
+    /// How many there are.
+    pub len: u32,
+    flag: u32,
+}
+
+/// A word, as it was found: not there yet, perhaps.
+#[derive(Clone, Copy, Default)]
+pub struct Word(u64);
+
+impl Word {
+    const fn new(flag: u32, bits: u32) -> Self {
+        Self((flag as u64) << 32 | bits as u64)
+    }
+
+    /// The data of a word that is there.
+    #[inline(always)]
+    pub const fn bits(self) -> u32 {
+        self.0 as u32
+    }
+
+    #[inline(always)]
+    const fn flag(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    #[inline(always)]
+    const fn has(self, flag: u32) -> bool {
+        self.flag() == flag
+    }
+}
+
+impl Words {
+    /// `len` words from `first` on, with this sequence flag.
+    #[inline(always)]
+    pub const fn at(first: GlobalMut<u64>, len: u32, flag: u32) -> Self {
+        Self { first, len, flag }
+    }
+
+    /// Puts word `i` there.
+    #[inline(always)]
+    pub unsafe fn put(&self, i: u32, bits: u32) {
+        let word = Word::new(self.flag, bits);
+        // SAFETY: the caller's word.
+        unsafe { atomic::store(self.first, i as usize, word.0, Ordering::Relaxed, Scope::Device) }
+    }
+
+    /// Asks for word `i`.
+    #[inline(always)]
+    pub unsafe fn ask(&self, i: u32) -> Word {
+        // SAFETY: the caller's word.
+        Word(unsafe { atomic::load(self.first, i as usize, Ordering::Relaxed, Scope::Device) })
+    }
+
+    /// A word that nobody waits for.
+    #[inline(always)]
+    pub const fn nothing(&self) -> Word {
+        Word::new(self.flag, 0)
+    }
+
+    /// Waits until the first word is there, or one that came after it: nobody waits for a block without a part in what
+    /// it goes on with.
+    #[inline(always)]
+    pub unsafe fn expect(&self) {
+        // SAFETY: the caller's word.
+        unsafe { waiting::until(|| self.ask(0).flag() >= self.flag) }
+    }
+
+    /// Waits, with the whole warp, until all words are there that were asked for; `place(k)` is the place of the
+    /// `k`-th.
+    #[inline(always)]
+    pub unsafe fn settle<const N: usize>(&self, words: &mut [Word; N], place: impl Fn(usize) -> u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            waiting::until(|| {
+                let mut there = true;
+                unroll!(K < N of 8; {
+                    there &= words[K].has(self.flag);
+                });
+                if warp::all(there) {
+                    return true;
+                }
+                unroll!(K < N of 8; {
+                    if !words[K].has(self.flag) {
+                        words[K] = self.ask(place(K));
+                    }
+                });
+                false
+            });
+        }
+    }
+}
