@@ -89,7 +89,7 @@ def main() -> None:
     for weights in ["plain", "packed"]:
         always = ["--draft", f"eagle3-only:{head}", "--draft-always", "--draft-depth"]
         none = run(weights, "--draft", "none")
-        one = run(weights, *always, "1", "--draft-branches", "1")
+        one = run(weights, *always, "1", "--draft-branches", "1", "--draft-tokens", "5")
         chain = run(weights, *always, "5", "--draft-branches", "1", "--draft-tokens", "5")
         tree = run(weights, *always, "5", "--draft-branches", "4", "--draft-tokens", "15")
         wrong = run(weights, "--draft", f"eagle3:{head}")

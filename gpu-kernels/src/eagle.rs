@@ -114,7 +114,7 @@ pub unsafe fn take_states(p: TakeStates) {
     }
 }
 
-/// Parameters of [`gather_states`]. Grid: (1, rows).
+/// Parameters of [`gather_states`]. Grid: ([`blocks`](Self::blocks), rows).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct GatherStates {
@@ -124,6 +124,16 @@ pub struct GatherStates {
     pub from: States,
     /// `[rows, 3 · dim]`, written.
     pub to: GlobalMut<bf16>,
+}
+
+impl GatherStates {
+    /// Elements of a thread.
+    const EACH: u32 = 8;
+
+    /// Blocks of a row, for a hidden size that is a multiple of 8.
+    pub const fn blocks(dim: u32) -> u32 {
+        (STATES * dim).div_ceil(THREADS * Self::EACH)
+    }
 }
 
 /// Brings the hidden states of every row's position side by side, for a GEMM.
@@ -137,10 +147,9 @@ pub unsafe fn gather_states(p: GatherStates) {
         }
         let from = p.from.of(p.rows.positions.load(row as usize));
         let to = p.to.at(row as usize * len as usize);
-        let mut i = thread::thread_idx_x();
-        while i < len {
-            to.store(i as usize, from.load(i as usize));
-            i += THREADS;
+        let i = (thread::block_idx_x() * THREADS + thread::thread_idx_x()) * GatherStates::EACH;
+        if i < len {
+            to.store16(i as usize, from.load16(i as usize));
         }
     }
 }

@@ -29,6 +29,7 @@ fn hidden_states_are_found_by_their_positions() {
         }
         let to = Buffer::from_slice(&vec![bf16::from_f32(7.0); (count + 1) * 3 * DIM]);
         let gather = GatherStates { rows: rows.rows(), from: states, to: to.ptr_mut() };
+        let grid = [GatherStates::blocks(DIM as u32), grid[1], 1];
         run::<eagle::gather_states>(grid, 0, 2, gather);
         let found = to.as_slice();
         for row in 0..count {

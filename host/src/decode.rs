@@ -107,7 +107,9 @@ impl Decode {
     /// as it leaves most of the memory to the cache.
     fn compact(device: &Device, config: &Config, weights: &DeviceWeights) -> Result<Compact, Error> {
         let stream = weights.stream.weights();
-        let wanted = device.options().lossless;
+        // Of a head, bits are of no interest to anybody.
+        let is_head = weights.stream.matrix(0, Matrix::Qkv).k as usize != config.hidden_size;
+        let wanted = device.options().lossless.filter(|wanted| *wanted || !is_head);
         let fits = |bytes: u64| Ok::<_, Error>(device.free_memory()?.is_none_or(|free| free / 4 > bytes));
         if let Some(codes) = &weights.codes {
             let maps = device.array_maps(&codes.arrays())?;

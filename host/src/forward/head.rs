@@ -275,7 +275,7 @@ impl Forward {
         };
         // SAFETY: the caller's word.
         unsafe {
-            self.device.launch::<eagle::gather_states>((1, pass.most_rows), 0, gather)?;
+            self.device.launch::<eagle::gather_states>((GatherStates::blocks(n), pass.most_rows), 0, gather)?;
             self.launch_linear(Epilogue::Write { bias: false }, pass.most_rows, fc)?;
         }
         Ok(pairs.fused.ptr())
