@@ -29,7 +29,7 @@ use crate::waiting;
 
 /// What is exchanged.
 #[derive(Clone, Copy)]
-pub enum WordKind {
+pub(crate) enum WordKind {
     /// `[hidden]`: elements of the residual stream.
     Residual,
     /// `[hidden / 2]`: pairs of the residual's elements, each times its weight in the norm that comes next, as bf16.
@@ -125,7 +125,7 @@ impl Exchange {
 
 /// The words of one kind, with one sequence flag.
 #[derive(Clone, Copy)]
-pub struct Words {
+pub(crate) struct Words {
     first: GlobalMut<u64>,
     /// How many there are.
     pub len: u32,
@@ -134,7 +134,7 @@ pub struct Words {
 
 /// A word, as it was found: not there yet, perhaps.
 #[derive(Clone, Copy, Default)]
-pub struct Word(u64);
+pub(crate) struct Word(u64);
 
 impl Word {
     const fn new(flag: u32, bits: u32) -> Self {
@@ -143,7 +143,7 @@ impl Word {
 
     /// The data of a word that is there.
     #[inline(always)]
-    pub const fn bits(self) -> u32 {
+    pub(crate) const fn bits(self) -> u32 {
         self.0 as u32
     }
 
@@ -161,13 +161,13 @@ impl Word {
 impl Words {
     /// `len` words from `first` on, with this sequence flag.
     #[inline(always)]
-    pub const fn at(first: GlobalMut<u64>, len: u32, flag: u32) -> Self {
+    pub(crate) const fn at(first: GlobalMut<u64>, len: u32, flag: u32) -> Self {
         Self { first, len, flag }
     }
 
     /// Puts word `i` there.
     #[inline(always)]
-    pub unsafe fn put(&self, i: u32, bits: u32) {
+    pub(crate) unsafe fn put(&self, i: u32, bits: u32) {
         let word = Word::new(self.flag, bits);
         // SAFETY: the caller's word.
         unsafe { atomic::store(self.first, i as usize, word.0, Ordering::Relaxed, Scope::Device) }
@@ -175,21 +175,21 @@ impl Words {
 
     /// Asks for word `i`.
     #[inline(always)]
-    pub unsafe fn ask(&self, i: u32) -> Word {
+    pub(crate) unsafe fn ask(&self, i: u32) -> Word {
         // SAFETY: the caller's word.
         Word(unsafe { atomic::load(self.first, i as usize, Ordering::Relaxed, Scope::Device) })
     }
 
     /// A word that nobody waits for.
     #[inline(always)]
-    pub const fn nothing(&self) -> Word {
+    pub(crate) const fn nothing(&self) -> Word {
         Word::new(self.flag, 0)
     }
 
     /// Waits until the first word is there, or one that came after it: nobody waits for a block without a part in what
     /// it goes on with.
     #[inline(always)]
-    pub unsafe fn expect(&self) {
+    pub(crate) unsafe fn expect(&self) {
         // SAFETY: the caller's word.
         unsafe { waiting::until(|| self.ask(0).flag() >= self.flag) }
     }
@@ -197,7 +197,7 @@ impl Words {
     /// Waits, with the whole warp, until all words are there that were asked for; `place(k)` is the place of the
     /// `k`-th.
     #[inline(always)]
-    pub unsafe fn settle<const N: usize>(&self, words: &mut [Word; N], place: impl Fn(usize) -> u32) {
+    pub(crate) unsafe fn settle<const N: usize>(&self, words: &mut [Word; N], place: impl Fn(usize) -> u32) {
         // SAFETY: the caller's word.
         unsafe {
             waiting::until(|| {

@@ -1,5 +1,7 @@
 //! Weights packed without loss for the decode kernels (see `gpu_kernels::weights::lossless`).
 
+mod sampled;
+
 use cuda_std::GlobalMut;
 use cuda_std::tensor::Array;
 use gpu_kernels::stream::TOGETHER;
@@ -8,6 +10,8 @@ use half::bf16;
 
 use crate::Error;
 use crate::device::{Buffer, Device};
+
+pub use self::sampled::PackedSize;
 
 /// The weights of a model, packed.
 pub struct Packed {

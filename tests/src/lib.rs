@@ -9,10 +9,14 @@ pub mod docs;
 
 pub mod eagle;
 
+mod shallow;
+
 use std::path::{Path, PathBuf};
 
 use model::WeightsMode;
 use serde::Deserialize;
+
+pub use shallow::Shallow;
 
 /// A small checkpoint with the logits that Hugging Face transformers computes for a prompt, in f32.
 #[derive(Debug, Clone)]

@@ -2,11 +2,10 @@
 //! beside n-gram match.
 
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
 
 use host::device::{Calls, Device, DeviceOptions};
 use host::{DeviceChoice, Draft, Drafted, Engine, Error, Gpu, LoadOptions, ModelDraft, Ngrams, Request};
-use integration_tests::{answer, decode_calls, demo, demo_prompts, engine, golden_dir, greedy, repository};
+use integration_tests::{Shallow, answer, decode_calls, demo, demo_prompts, engine, golden_dir, greedy};
 use model::{Checkpoint, Sampling};
 use rayon::prelude::*;
 
@@ -35,33 +34,6 @@ fn drafted(checkpoint: &Checkpoint, draft: &Checkpoint, device: DeviceChoice, co
 
 fn request(prompt: &[u32], tokens: usize, sampling: Sampling, draft: Option<ModelDraft>) -> Request {
     Request { sampling, draft: draft.map(Draft::Model), ..greedy(prompt, tokens, None) }
-}
-
-/// A checkpoint with the demo model's first layers alone: a model of its own, which agrees with the whole one now and
-/// then.
-struct Shallow(PathBuf);
-
-impl Shallow {
-    fn new(layers: usize) -> (Self, Checkpoint) {
-        let demo = repository().join("model/demo");
-        let folder = std::env::temp_dir().join(format!("warpdraft-shallow-{layers}-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"] {
-            std::fs::copy(demo.join(name), folder.join(name)).unwrap();
-        }
-        let config = std::fs::read_to_string(demo.join("config.json")).unwrap();
-        let (whole, part) = (r#""num_hidden_layers": 6"#, format!(r#""num_hidden_layers": {layers}"#));
-        assert!(config.contains(whole));
-        std::fs::write(folder.join("config.json"), config.replace(whole, &part)).unwrap();
-        let checkpoint = Checkpoint::open(Path::new(&folder)).unwrap_or_else(|e| panic!("{e}"));
-        (Self(folder), checkpoint)
-    }
-}
-
-impl Drop for Shallow {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 fn sampled(seed: u64) -> Sampling {

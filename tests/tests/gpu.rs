@@ -9,16 +9,20 @@ use host::batch::{Batch, BatchOptions, GpuBatch};
 use host::device::{self, Device, DeviceOptions, IMAGES, Image, KernelFile, MAIN};
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
-use host::{DeviceChoice, DraftWeights, Gpu, ModelDraft, NgramDraft, Ngrams, Request};
+use host::{
+    DeviceChoice, Draft, DraftCheckpoint, DraftWeights, Engine, Gpu, LoadOptions, ModelDraft, NgramDraft, Ngrams,
+    Request,
+};
 use integration_tests::batch::{Arranged, Happened, requests, together};
 use integration_tests::distribution::check_demo;
 use integration_tests::{
-    answer, check_decode_calls, decode_calls, decode_unfused_and_batched, demo, demo_prompts, engine, engine_with,
-    format_cases, golden_cases, greedy, prefilled, prefilled_to_the_end, relative_error, run, tolerance, uploaded,
+    Shallow, answer, check_decode_calls, decode_calls, decode_unfused_and_batched, demo, demo_prompts, engine,
+    engine_with, format_cases, golden_cases, greedy, prefilled, prefilled_to_the_end, relative_error, repository, run,
+    tolerance, uploaded,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use model::sampling::argmax;
-use model::{Config, Sampling};
+use model::{Config, EagleHead, Sampling};
 
 /// As many drafts as there can be, however few of them are right.
 const EAGER: NgramDraft = NgramDraft { tokens: 15, max: 3, min: 1, adaptive: false };
@@ -71,7 +75,8 @@ fn main() -> ExitCode {
         ("a_card_that_others_fill_does_not_end_a_batch", a_card_that_others_fill_does_not_end_a_batch),
         ("a_card_too_small_is_said_before_loading", a_card_too_small_is_said_before_loading),
     ];
-    let of_opening: [(&str, OpeningTest); 4] = [
+    let of_opening: [(&str, OpeningTest); 5] = [
+        ("a_thousand_prompts_give_the_same_tokens_whoever_drafts", a_thousand_prompts_give_the_same_tokens),
         ("a_card_that_is_not_there_is_named", a_card_that_is_not_there_is_named),
         ("a_file_of_kernels_that_is_not_there_is_named", a_file_of_kernels_that_is_not_there_is_named),
         ("a_file_of_kernels_with_other_parameters_is_refused", a_file_of_kernels_with_other_parameters_is_refused),
@@ -217,6 +222,70 @@ fn drafts_by_a_model_change_nothing(options: &DeviceOptions) -> Result<(), Faile
         if run(&mut gpu, &request).0 != plain {
             return Err(format!("differs with {draft:?}").into());
         }
+    }
+    Ok(())
+}
+
+/// Every prompt, greedy and sampled: with drafts of every kind alone, and in a batch of 64 sequences.
+fn a_thousand_prompts_give_the_same_tokens() -> Result<(), Failed> {
+    const PROMPTS: usize = 1000;
+    let alone = ModelDraft { tokens: 7, depth: 7, branches: 1, adaptive: false, ngram: None };
+    let ngrams = Some(Ngrams { max: 3, min: 1 });
+    let tree = ModelDraft { tokens: 15, depth: 7, branches: 4, ..alone };
+    let checkpoint = demo();
+    let head = EagleHead::open(&repository().join("model/demo/eagle3"))?;
+    let (_folder, shallow) = Shallow::new(3);
+    let load = |draft: DraftCheckpoint| {
+        let options = LoadOptions { context: Some(256), draft_model: Some(draft), ..LoadOptions::on(GPU) };
+        Engine::load(checkpoint.clone(), options, &mut |_, _| ControlFlow::Continue(()))
+    };
+    let prompts = demo_prompts(&checkpoint, PROMPTS, 48);
+    let hot = |i: usize| Sampling { temperature: 0.8, top_k: 40, top_p: 0.95, seed: i as u64, ..Sampling::default() };
+    let both = prompts.iter().enumerate().flat_map(|(i, prompt)| {
+        [Sampling::default(), hot(i)].map(|sampling| Request { sampling, ignore_end: true, ..greedy(prompt, 48, None) })
+    });
+    let requests: Vec<Request> = both.collect();
+
+    let mut engine = load(DraftCheckpoint::Eagle3(head))?;
+    let expected: Vec<_> = requests.iter().map(|request| answer(&mut engine, request).tokens).collect();
+    let compare = |engine: &mut Engine, name: &str, draft: Draft| {
+        let mut accepted = 0;
+        for (request, expected) in requests.iter().zip(&expected) {
+            let found = answer(engine, &Request { draft: Some(draft), ..request.clone() });
+            if found.tokens != *expected {
+                return Err(Failed::from(format!("{name} changes the answer to {:?}", request.prompt)));
+            }
+            accepted += found.statistics.accepted;
+        }
+        println!("{name}: {accepted} drafts accepted, and all {} answers are the same", requests.len());
+        // Otherwise nothing was shown.
+        if accepted < PROMPTS { Err(format!("{name}: {accepted} drafts accepted").into()) } else { Ok(()) }
+    };
+    compare(&mut engine, "n-grams", EAGER.into())?;
+    compare(&mut engine, "EAGLE-3", alone.into())?;
+    compare(&mut engine, "EAGLE-3 and n-grams", ModelDraft { ngram: ngrams, ..alone }.into())?;
+    compare(&mut engine, "a tree by EAGLE-3", tree.into())?;
+    compare(
+        &mut engine,
+        "a tree by EAGLE-3, and n-grams",
+        ModelDraft { ngram: ngrams, adaptive: true, ..tree }.into(),
+    )?;
+    drop(engine);
+    let mut engine = load(shallow.into())?;
+    compare(&mut engine, "a model", alone.into())?;
+    compare(&mut engine, "a tree by a model, and n-grams", ModelDraft { ngram: ngrams, ..tree }.into())?;
+    drop(engine);
+
+    let jobs: Vec<(usize, Request)> = requests.into_iter().enumerate().collect();
+    for draft in [None, Some(EAGER)] {
+        let options = BatchOptions { sequences: Some(64), draft, ..BatchOptions::default() };
+        let progress = &mut |_, _| ControlFlow::Continue(());
+        let backend = GpuBatch::load(&checkpoint, &Device::cuda(0)?, 256, options, progress)?;
+        let (answers, happened) = together(&checkpoint, Arranged::priced(Box::new(backend), true), &jobs, None);
+        if let Some((id, _)) = answers.iter().find(|(id, answer)| answer.tokens != expected[*id]) {
+            return Err(format!("request {id} differs in a batch with {draft:?}").into());
+        }
+        println!("a batch with {draft:?}: {happened:?}");
     }
     Ok(())
 }

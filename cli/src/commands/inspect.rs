@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 
 use host::device::CardInfo;
 use host::forward::{Footprint, Forward};
-use host::{Coding, Kept, gib};
+use host::{Coding, Kept, PackedSize, gib};
 use model::checkpoint::{MatrixOutline, OutlineTensor};
 use model::{Checkpoint, Config, GenerationConfig, OpenOptions, Outline};
 use serde::Serialize;
@@ -168,6 +168,11 @@ struct Memory {
     /// Whether those are all that is kept on Hopper.
     #[serde(skip)]
     codes_alone: bool,
+    /// The matrices packed without loss, by a sample of the model's own weights; null where they cannot be packed, are
+    /// codes, or are not on this machine.
+    packed_bytes: Option<u64>,
+    /// The same as bf16.
+    packed_from_bytes: Option<u64>,
     kv_bytes_per_token: usize,
     working_bytes: u64,
     total_bytes: u64,
@@ -203,11 +208,17 @@ impl Findings {
         let footprint = Footprint::of(config, context, cards.iter().any(has_gemms));
         let coding = Coding::of_outline(&outline.matrices).filter(|_| command.load.options.lossless != Some(false));
         let kept = coding.map(|coding| Kept { coding, plain: false });
+        let may_pack = coding.is_none() && command.load.options.lossless != Some(false);
+        let may_pack = may_pack && Forward::check(config).is_ok();
+        let size = |checkpoint| PackedSize::of(checkpoint, PackedSize::SAMPLED);
+        let packed = checkpoint.filter(|_| may_pack).map(size).transpose()?.flatten();
         let memory = Memory {
             context,
             weight_bytes: footprint.weights,
             codes_alone: coding.is_some_and(|coding| coding.in_blocks),
             code_bytes: kept.map(|_| footprint.coded(config, kept).weights),
+            packed_bytes: packed.map(|size| size.packed),
+            packed_from_bytes: packed.map(|size| size.plain),
             kv_bytes_per_token: config.kv_bytes_per_token(2),
             working_bytes: footprint.working,
             total_bytes: footprint.weights + footprint.working,
@@ -450,6 +461,10 @@ impl fmt::Display for Memory {
         if let Some(bytes) = self.code_bytes {
             let when = if self.codes_alone { "on Hopper" } else { "on Hopper where memory is scarce" };
             row(f, "  as codes", format_args!("{}, {when}", gib(bytes)))?;
+        }
+        if let (Some(packed), Some(plain)) = (self.packed_bytes, self.packed_from_bytes) {
+            let share = 100.0 * packed as f64 / plain as f64;
+            row(f, "  packed", format_args!("{} where packing pays, {share:.1} % of {}", gib(packed), gib(plain)))?;
         }
         let per_token = self.kv_bytes_per_token as f64 / 1024.0;
         row(

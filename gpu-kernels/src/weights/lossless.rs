@@ -56,7 +56,7 @@ const TILE_BYTES: u32 = 2 * PACKED_SLICE;
 /// Of a list, before its entries.
 const HEADER_BYTES: u32 = 8;
 /// What is further below `top` than that cannot be packed.
-const FURTHEST: u32 = 30;
+pub const FURTHEST: u32 = 30;
 /// Lower bits of a place in the model's list.
 const MORE_BITS: u32 = 18;
 /// An escape with zeros in its exponent's upper bits.

@@ -1,0 +1,175 @@
+//! What a checkpoint's matrices take packed without loss, found on the host from some of their tiles.
+
+use gpu_kernels::linear::{K_PARTIALS, N_TILE, SLICE};
+use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, TOGETHER};
+use gpu_kernels::weights::lossless::{self, FURTHEST, Lossless, MOST_BEYOND, MOST_ESCAPES};
+use half::bf16;
+use model::plan::Matrix;
+use model::{Checkpoint, Weight};
+use rayon::prelude::*;
+
+use super::{beyond, list_bytes};
+use crate::Error;
+use crate::stream;
+
+/// Bytes of the matrices that a decode step reads, as a checkpoint's weights have them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PackedSize {
+    /// In bf16.
+    pub plain: u64,
+    /// Packed without loss.
+    pub packed: u64,
+}
+
+/// Tiles by their escapes, with weights as they are and doubled.
+type Counts = [Vec<u64>; 2];
+
+impl PackedSize {
+    /// One N-tile in so many is looked at.
+    pub const SAMPLED: usize = 64;
+
+    /// Of a `checkpoint`, by one N-tile of each matrix in `every`. None if its weights are too far apart to be packed,
+    /// or would not be smaller enough.
+    ///
+    /// # Errors
+    /// Of reading the checkpoint.
+    pub fn of(checkpoint: &Checkpoint, every: usize) -> Result<Option<Self>, Error> {
+        let (config, weights) = (&checkpoint.config, checkpoint.weights()?);
+        let layers = weights.layers.iter().enumerate();
+        let of_layers = layers.flat_map(|(i, layer)| {
+            Matrix::OF_LAYER.map(|matrix| (matrix.number(i), layer.parts(matrix), matrix == Matrix::GateUp))
+        });
+        let head = (Matrix::Head.number(config.num_hidden_layers), vec![&weights.head], false);
+        let matrices: Vec<_> = of_layers.chain([head]).collect();
+        let counts = matrices.par_iter().map(|(number, parts, beside)| {
+            let n_tiles = parts.iter().map(|part| part.shape()[0]).sum::<usize>().div_ceil(N_TILE as usize);
+            let sampled: Vec<_> = (number % every.min(n_tiles)..n_tiles).step_by(every).collect();
+            let mut counts = [(); 2].map(|()| vec![0; MOST_ESCAPES as usize + 1]);
+            for &n_tile in &sampled {
+                count_n_tile(&rows_of(parts, n_tile, *beside)?, &mut counts);
+            }
+            // As many as there are of the whole matrix.
+            let all = |count: u64| (count * n_tiles as u64).div_ceil(sampled.len() as u64);
+            let fits = |counts: &Vec<u64>| counts[MOST_ESCAPES as usize] == 0;
+            let best = counts.into_iter().filter(fits).min_by_key(|counts| escapes_of(counts));
+            Ok::<_, Error>(best.map(|counts| counts.into_iter().map(all).collect::<Vec<_>>()))
+        });
+        let counts: Vec<Option<Vec<u64>>> = counts.collect::<Result<_, _>>()?;
+        let Some(counts) = counts.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
+        let mut all = vec![0; MOST_ESCAPES as usize + 1];
+        counts.iter().for_each(|counts| all.iter_mut().zip(counts).for_each(|(all, count)| *all += count));
+        let Some(list) = list_bytes(&all).filter(|&bytes| beyond(&all, bytes) <= MOST_BEYOND) else { return Ok(None) };
+        let chunks = stream::chunks(config.gemms().map(|gemm| stream::n_tiles(&gemm)), 1);
+        let regions = chunks / u64::from(TOGETHER) * u64::from(lossless::REGIONS);
+        let lists_and_scales = 2 * beyond(&all, list) + 4 * counts.len() as u64;
+        Ok(Some(Self {
+            plain: chunks * u64::from(CHUNK_BYTES),
+            packed: regions * u64::from(Lossless::region_bytes(list)) + lists_and_scales,
+        }))
+    }
+}
+
+/// How many escapes there are in all.
+fn escapes_of(tiles_by_escapes: &[u64]) -> u64 {
+    (0..).zip(tiles_by_escapes).map(|(n, tiles): (u64, _)| n * tiles).sum()
+}
+
+/// The 16 rows of an N-tile of the matrix that is made of these parts, one after another, or every eight of one `beside`
+/// eight of the other.
+fn rows_of(parts: &[&Weight<'_>], n_tile: usize, beside: bool) -> Result<Vec<Vec<u16>>, Error> {
+    let row = |part: &Weight<'_>, row: usize| {
+        let k = part.shape()[1];
+        let mut bytes = vec![0; 2 * k];
+        if row < part.shape()[0] {
+            part.read_bf16(row * k, &mut bytes)?;
+        }
+        Ok(bytes.as_chunks().0.iter().map(|bits| u16::from_le_bytes(*bits)).collect())
+    };
+    let (width, half) = (N_TILE as usize, N_TILE as usize / 2);
+    (0..width)
+        .map(|i| {
+            if beside {
+                return row(parts[i / half], n_tile * half + i % half);
+            }
+            let (mut at, mut part) = (n_tile * width + i, 0);
+            while part + 1 < parts.len() && at >= parts[part].shape()[0] {
+                at -= parts[part].shape()[0];
+                part += 1;
+            }
+            row(parts[part], at)
+        })
+        .collect()
+}
+
+/// Counts the tiles of an N-tile's rows by their escapes.
+fn count_n_tile(rows: &[Vec<u16>], counts: &mut Counts) {
+    let slice = SLICE as usize;
+    for chunk in 0..rows[0].len().div_ceil(CHUNK_FEATURES as usize) {
+        for partial in 0..K_PARTIALS as usize {
+            let slices = [0, K_PARTIALS as usize].map(|half| {
+                let first = chunk * CHUNK_FEATURES as usize + (partial + half) * slice;
+                // Beyond a row's end the stream has zeros.
+                rows.iter().flat_map(move |row| (first..first + slice).map(|i| row.get(i).copied().unwrap_or(0)))
+            });
+            for (counts, double) in counts.iter_mut().zip([false, true]) {
+                counts[escapes(slices.clone(), double)] += 1;
+            }
+        }
+    }
+}
+
+/// The escapes of a tile, or [`MOST_ESCAPES`] if it cannot be packed: as
+/// [`count_escapes`](gpu_kernels::weights::lossless::count_escapes) finds them.
+fn escapes(slices: [impl Iterator<Item = u16>; 2], double: bool) -> usize {
+    let (mut all, mut top, mut least) = (0, 0, 0x7f);
+    for slice in slices {
+        // By the upper seven bits of the exponent.
+        let mut found = [0u32; 128];
+        for bits in slice {
+            let times = if double { 2.0 } else { 1.0 };
+            let number = bf16::from_f32(times * bf16::from_bits(bits).to_f32());
+            if !number.is_finite() {
+                return MOST_ESCAPES as usize;
+            }
+            found[usize::from(number.to_bits() >> 8 & 0x7f)] += 1;
+        }
+        let largest = found.iter().rposition(|&count| count > 0).unwrap_or(0);
+        let outside = |base: usize| {
+            let is_outside = move |&(upper, &count): &(usize, &u32)| count > 0 && !(base..base + 4).contains(&upper);
+            found.iter().enumerate().filter(is_outside)
+        };
+        let bases = (0..8).map(|tried: usize| largest.saturating_sub(3 + tried));
+        let counted = bases.map(|base| (outside(base).map(|(_, count)| count).sum::<u32>(), base));
+        // Of equal ones the first.
+        let (escapes, base) = counted.min_by_key(|&(escapes, _)| escapes).expect("there are eight");
+        all += escapes;
+        top = outside(base).map(|(upper, _)| upper).max().unwrap_or(0).max(top);
+        least = outside(base).map(|(upper, _)| upper).filter(|&upper| upper > 0).min().unwrap_or(0x7f).min(least);
+    }
+    if top <= least + FURTHEST as usize { all.min(MOST_ESCAPES) as usize } else { MOST_ESCAPES as usize }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::super::Packed;
+    use super::*;
+    use crate::device::Device;
+    use crate::weights::DeviceWeights;
+
+    /// Of every tile it is what packing them takes.
+    #[test]
+    fn all_tiles_take_what_packing_takes() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        for model in ["model/demo", "tests/golden/tied_bf16", "tests/golden/separate_f16_sharded"] {
+            let checkpoint = Checkpoint::open(&root.join(model)).unwrap();
+            let device = Device::emulator(0);
+            let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+            let weights = DeviceWeights::upload(&checkpoint, &device, None, || Ok(()), go_on).unwrap();
+            let packed = Packed::new(&device, weights.stream.weights(), &weights.stream.bounds()).unwrap();
+            let found = PackedSize::of(&checkpoint, 1).unwrap();
+            assert_eq!(found.map(|size| size.packed), packed.map(|packed| packed.bytes()), "{model}");
+        }
+    }
+}
