@@ -32,6 +32,7 @@ mod consumer;
 mod exchange;
 mod heads;
 mod producer;
+mod sequences;
 mod tree;
 
 use cuda_std::tensor::TensorMap;
@@ -59,6 +60,13 @@ pub const THREADS: u32 = 384;
 pub const SHARED_BYTES: u32 = PATHS + MAX_DECODE_ROWS * 8;
 
 const WARPS: u32 = 8;
+// What the rows of a step are to each other.
+/// Of one sequence, one behind the other.
+const CHAIN: u8 = 0;
+/// Of one sequence, and perhaps a [tree](crate::tree).
+const TREE: u8 = 1;
+/// Each of a sequence of its own.
+const SEQUENCES: u8 = 2;
 const RING: Shape = Shape::new(0, 12, CHUNK_BYTES);
 /// What consumers share beside the ring: partial sums of a GEMM, or the queries and partial sums of attention.
 const SCRATCH: u32 = RING.end().next_multiple_of(128);
@@ -71,7 +79,7 @@ const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
 const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
 /// What falls to the block in attention.
 const UNITS: u32 = ARRIVALS + 8;
-/// The words of the rows' paths.
+/// The words of the rows' paths; of several sequences, the rows' positions.
 const PATHS: u32 = UNITS + 32;
 
 /// Parameters of [`decode_1`], [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the
@@ -79,8 +87,8 @@ const PATHS: u32 = UNITS + 32;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct DecodeStep {
-    /// The rows, at most 8 or 16, of one sequence, at consecutive positions, or of [`decode_tree`] a
-    /// [tree](crate::tree); and what else every whole step has.
+    /// The rows, at most 8 or 16: of one sequence, at consecutive positions, or of [`decode_tree`] a
+    /// [tree](crate::tree), or of [`decode_16_sequences`] each of another sequence; and what else every whole step has.
     pub work: Workspace,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them: for each layer QKV, output, gate-up, down; then
     /// the head.
@@ -287,14 +295,14 @@ unsafe fn decode_one<F: WeightFormat>(p: &DecodeStep) {
             wgmma::declare();
         }
         if p.work.rows.count.load(0) == 1 {
-            run::<F, 1, 1, true, false>(p, 1);
+            run::<F, 1, 1, true, CHAIN>(p, 1);
         }
     }
 }
 
 /// A step of several rows: of one row nothing.
 #[inline(always)]
-unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const TREE: bool>(p: &DecodeStep) {
+unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const ROWS: u8>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
         if F::INPUTS > 1 {
@@ -302,32 +310,38 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const 
         }
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
         if count > 1 {
-            run::<F, TILES, GROUP, false, TREE>(p, count);
+            run::<F, TILES, GROUP, false, ROWS>(p, count);
         }
     }
 }
 
 /// A block's part of a step of `count` rows.
 #[inline(always)]
-unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool, const TREE: bool>(
+unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool, const ROWS: u8>(
     p: &DecodeStep,
     count: u32,
 ) {
     // SAFETY: the caller's word.
     unsafe {
         let thread = thread::thread_idx_x();
+        let mut last = 0;
+        if ROWS == SEQUENCES && thread < 32 {
+            last = sequences::bring(p, count);
+        }
         if thread == 0 {
             Ring::init(RING, WARPS);
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
-            Units::new::<TREE>(p, count).store();
+            let units =
+                if ROWS == SEQUENCES { Units::of_sequences(p, count, last) } else { Units::new::<ROWS>(p, count) };
+            units.store();
         }
         if thread < MAX_DECODE_ROWS {
             shared::dynamic::<u64>(BEST).store(thread as usize, 0);
             // Of an input without a norm.
             shared::dynamic::<f32>(FACTORS).store(thread as usize, 1.0);
         }
-        if TREE && thread < 32 {
+        if ROWS == TREE && thread < 32 {
             tree::bring(p, count);
         }
         attention::clear_queries(thread);
@@ -339,11 +353,11 @@ unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             wgmma::take_registers::<240>();
-            Consumer::<TREE>::new(p, count, flag).run::<F, TILES, GROUP, ONE>();
+            Consumer::<ROWS>::new(p, count, flag).run::<F, TILES, GROUP, ONE>();
         } else {
             wgmma::give_registers::<24>();
             if warp_id == WARPS {
-                produce::<F, TREE>(p, ONE);
+                produce::<F, ROWS>(p, ONE);
             } else if ONE && warp_id == WARPS + 1 {
                 consumer::factors(p);
             }
@@ -398,28 +412,28 @@ pub unsafe fn decode_1_int4_f16(p: DecodeStep) {
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 1, 2, false>(&p) }
+    unsafe { decode::<Plain, 1, 2, CHAIN>(&p) }
 }
 
 /// The forward pass of 2 to 16 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, 2, false>(&p) }
+    unsafe { decode::<Plain, 2, 2, CHAIN>(&p) }
 }
 
 /// [`decode_8`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 1, 1, false>(&p) }
+    unsafe { decode::<Lossless, 1, 1, CHAIN>(&p) }
 }
 
 /// [`decode_16`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, 1, false>(&p) }
+    unsafe { decode::<Lossless, 2, 1, CHAIN>(&p) }
 }
 
 /// [`decode_16`], of layers in FP8 whose weights' scales are of 128 × 128: in the tensor cores' FP8. Fewer rows take it
@@ -427,91 +441,168 @@ pub unsafe fn decode_16_lossless(p: DecodeStep) {
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<E4m3, 2, 1, false>(&p) }
+    unsafe { decode::<E4m3, 2, 1, CHAIN>(&p) }
 }
 
 /// [`decode_tree`], of such layers.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<E4m3, 2, 1, true>(&p) }
+    unsafe { decode::<E4m3, 2, 1, TREE>(&p) }
 }
 
 /// [`decode_8`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 1, 1, false>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 1, 1, CHAIN>(&p) }
 }
 
 /// [`decode_16`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, 1, false>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 2, 1, CHAIN>(&p) }
 }
 
 /// [`decode_8`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 1, 1, false>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 1, 1, CHAIN>(&p) }
 }
 
 /// [`decode_16`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, 1, false>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 2, 1, CHAIN>(&p) }
 }
 
 /// [`decode_8_int4`], with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 1, 1, false>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 1, 1, CHAIN>(&p) }
 }
 
 /// [`decode_16_int4`], with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, 1, false>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 2, 1, CHAIN>(&p) }
 }
 
 /// The forward pass of 2 to 16 rows that may be a tree.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, 2, true>(&p) }
+    unsafe { decode::<Plain, 2, 2, TREE>(&p) }
 }
 
 /// [`decode_tree`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, 1, true>(&p) }
+    unsafe { decode::<Lossless, 2, 1, TREE>(&p) }
 }
 
 /// [`decode_tree`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, 1, true>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 2, 1, TREE>(&p) }
 }
 
 /// [`decode_tree`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, 1, true>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 2, 1, TREE>(&p) }
 }
 
 /// [`decode_tree`], of layers in int4 with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, 1, true>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 2, 1, TREE>(&p) }
+}
+
+/// The forward pass of 2 to 8 rows, each of a sequence of its own.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_8_sequences(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Plain, 1, 2, SEQUENCES>(&p) }
+}
+
+/// The forward pass of 2 to 16 rows, each of a sequence of its own.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_sequences(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Plain, 2, 2, SEQUENCES>(&p) }
+}
+
+/// [`decode_8_sequences`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_8_sequences_lossless(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Lossless, 1, 1, SEQUENCES>(&p) }
+}
+
+/// [`decode_16_sequences`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_sequences_lossless(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Lossless, 2, 1, SEQUENCES>(&p) }
+}
+
+/// [`decode_8_sequences`], of layers in FP8.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_8_sequences_fp8(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Quantized<Fp8>, 1, 1, SEQUENCES>(&p) }
+}
+
+/// [`decode_16_sequences`], of layers in FP8.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_sequences_fp8(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Quantized<Fp8>, 2, 1, SEQUENCES>(&p) }
+}
+
+/// [`decode_8_sequences`], of layers in int4.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_8_sequences_int4(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Quantized<Int4<1>>, 1, 1, SEQUENCES>(&p) }
+}
+
+/// [`decode_16_sequences`], of layers in int4.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_sequences_int4(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Quantized<Int4<1>>, 2, 1, SEQUENCES>(&p) }
+}
+
+/// [`decode_8_sequences`], of layers in int4 with scales in f16.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_8_sequences_int4_f16(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Quantized<Int4<2>>, 1, 1, SEQUENCES>(&p) }
+}
+
+/// [`decode_16_sequences`], of layers in int4 with scales in f16.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_sequences_int4_f16(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<Quantized<Int4<2>>, 2, 1, SEQUENCES>(&p) }
+}
+
+/// [`decode_16_sequences`], of layers in FP8 whose weights' scales are of 128 × 128: in the tensor cores' FP8.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_sequences_e4m3(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { decode::<E4m3, 2, 1, SEQUENCES>(&p) }
 }
 
 // What a block of an H100 may have, and that a wave's partial sums fit.

@@ -13,6 +13,7 @@ use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::e4m3::StepInputs;
+use crate::forward::RowsOf;
 use crate::lossless::Packed;
 use crate::quantized::{Coding, by_code};
 use crate::timed::timed;
@@ -45,6 +46,10 @@ enum Rows {
     Many,
     /// Those that may be a tree.
     Tree,
+    /// At most 8, each of a sequence of its own.
+    FewSequences,
+    /// More of these.
+    Sequences,
 }
 
 /// Weights in fewer bytes.
@@ -194,14 +199,15 @@ impl Decode {
         unsafe { self.counters.ptr().at(DecodeStep::BEST).cast() }
     }
 
-    /// Enqueues a step of at most `most_rows` rows; `step` holds all but what is its own.
+    /// Enqueues a step of at most so many rows; `step` holds all but what is its own.
     ///
     /// # Safety
-    /// The addresses in `step` are as its documentation says, and its counters are zero by then.
+    /// The addresses in `step` are as its documentation says, and its counters are zero by then; the rows are to each
+    /// other what is said.
     ///
     /// # Errors
     /// A refused launch.
-    pub unsafe fn enqueue(&self, device: &Device, most_rows: u32, step: DecodeStep) -> Result<(), Error> {
+    pub unsafe fn enqueue(&self, device: &Device, most: (u32, RowsOf), step: DecodeStep) -> Result<(), Error> {
         let step = match &self.compact {
             Compact::None => step,
             Compact::Lossless(packed, maps) => DecodeStep { lossless: packed.parts(), maps: maps.ptr(0), ..step },
@@ -227,10 +233,12 @@ impl Decode {
                     device.launch_cooperative::<$kernel>(grid, shared, step)
                 };
             }
-            let several = match most_rows {
-                0 | 1 => None,
+            let several = match most {
+                (0 | 1, _) => None,
+                (2..=8, RowsOf::Sequences) => Some(Rows::FewSequences),
+                (_, RowsOf::Sequences) => Some(Rows::Sequences),
                 _ if !step.work.rows.paths.is_null() => Some(Rows::Tree),
-                2..=8 => Some(Rows::Few),
+                (2..=8, _) => Some(Rows::Few),
                 _ => Some(Rows::Many),
             };
             // How many rows there are, the device alone knows: of both kernels one finds nothing to do.
@@ -240,13 +248,20 @@ impl Decode {
                     (Compact::None, Rows::Few) => launch!(decode::decode_8),
                     (Compact::None, Rows::Many) => launch!(decode::decode_16),
                     (Compact::None, Rows::Tree) => launch!(decode::decode_tree),
+                    (Compact::None, Rows::FewSequences) => launch!(decode::decode_8_sequences),
+                    (Compact::None, Rows::Sequences) => launch!(decode::decode_16_sequences),
                     (Compact::Lossless(..), Rows::One) => launch!(decode::decode_1_lossless),
                     (Compact::Lossless(..), Rows::Few) => launch!(decode::decode_8_lossless),
                     (Compact::Lossless(..), Rows::Many) => launch!(decode::decode_16_lossless),
                     (Compact::Lossless(..), Rows::Tree) => launch!(decode::decode_tree_lossless),
+                    (Compact::Lossless(..), Rows::FewSequences) => launch!(decode::decode_8_sequences_lossless),
+                    (Compact::Lossless(..), Rows::Sequences) => launch!(decode::decode_16_sequences_lossless),
                     (Compact::E4m3(..), Rows::One) => launch!(decode::decode_1_e4m3),
                     (Compact::E4m3(..), Rows::Few | Rows::Many) => launch!(decode::decode_16_e4m3),
                     (Compact::E4m3(..), Rows::Tree) => launch!(decode::decode_tree_e4m3),
+                    (Compact::E4m3(..), Rows::FewSequences | Rows::Sequences) => {
+                        launch!(decode::decode_16_sequences_e4m3)
+                    }
                     (Compact::Quantized(coding, ..), Rows::One) => {
                         by_code!(coding, K in decode: decode_1_fp8, decode_1_int4, decode_1_int4_f16 => launch!(K))
                     }
@@ -256,6 +271,14 @@ impl Decode {
                     (Compact::Quantized(coding, ..), Rows::Many) => {
                         by_code!(coding, K in decode: decode_16_fp8, decode_16_int4, decode_16_int4_f16 => launch!(K))
                     }
+                    (Compact::Quantized(coding, ..), Rows::FewSequences) => by_code!(
+                        coding, K in decode: decode_8_sequences_fp8, decode_8_sequences_int4,
+                        decode_8_sequences_int4_f16 => launch!(K)
+                    ),
+                    (Compact::Quantized(coding, ..), Rows::Sequences) => by_code!(
+                        coding, K in decode: decode_16_sequences_fp8, decode_16_sequences_int4,
+                        decode_16_sequences_int4_f16 => launch!(K)
+                    ),
                     (Compact::Quantized(coding, ..), Rows::Tree) => by_code!(
                         coding, K in decode: decode_tree_fp8, decode_tree_int4, decode_tree_int4_f16 => launch!(K)
                     ),

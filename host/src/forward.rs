@@ -137,9 +137,34 @@ pub struct Pass {
     pub output: RowOutput,
 }
 
-/// Whether the decode kernel takes a pass of up to `most_rows` rows: consecutive rows of one sequence.
-pub const fn is_for_few(most_rows: u32, of_one: bool) -> bool {
-    of_one && most_rows <= MAX_DECODE_ROWS
+/// What the rows of a pass are to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowsOf {
+    /// Of one sequence: they follow each other.
+    OneSequence,
+    /// Each of a sequence of its own.
+    Sequences,
+    /// Of any sequences, some of them several.
+    Any,
+}
+
+impl RowsOf {
+    /// What rows of these sequences are to each other; those of one lie together, and follow each other.
+    pub fn of(sequences: &[u32]) -> Self {
+        let mut pairs = sequences.windows(2);
+        if pairs.clone().all(|two| two[0] == two[1]) {
+            Self::OneSequence
+        } else if pairs.all(|two| two[0] != two[1]) {
+            Self::Sequences
+        } else {
+            Self::Any
+        }
+    }
+}
+
+/// Whether the decode kernel takes a pass of up to `most_rows` rows.
+pub fn is_for_few(most_rows: u32, rows: RowsOf) -> bool {
+    rows != RowsOf::Any && most_rows <= MAX_DECODE_ROWS
 }
 
 impl Forward {
@@ -592,32 +617,34 @@ impl Forward {
         self.check_room(most_rows as usize, end as usize);
         match self.decode() {
             // SAFETY: the lists are of self; the caller's word for the counters.
-            Some(decode) => unsafe { self.enqueue_decode_kernel(decode, self.step_rows(), most_rows) },
+            Some(decode) => unsafe {
+                self.enqueue_decode_kernel(decode, self.step_rows(), (most_rows, RowsOf::OneSequence))
+            },
             None => self.enqueue(most_rows, end, RowOutput::LogitsFrom(0)),
         }
     }
 
     /// Enqueues a pass over rows of any sequences the way that is quickest on Hopper (docs/reference/performance.md):
-    /// up to [`MAX_DECODE_ROWS`] of them by the step for few rows if they are `of_one` sequence and follow each other,
-    /// and otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits are the same. Returns what that does.
+    /// up to [`MAX_DECODE_ROWS`] of them by the decode kernel if they are of one sequence, or each of another, and
+    /// otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits are the same. Returns what that does.
     ///
     /// # Safety
-    /// As [`enqueue_rows`](Self::enqueue_rows); and they are `of_one` sequence if that is said.
+    /// As [`enqueue_rows`](Self::enqueue_rows); and they are to each other what is said.
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
     /// As [`enqueue_rows`](Self::enqueue_rows).
-    pub unsafe fn enqueue_quickest(&mut self, pass: &Pass, of_one: bool) -> Result<Option<Global<u64>>, Error> {
-        if is_for_few(pass.most_rows, of_one) {
+    pub unsafe fn enqueue_quickest(&mut self, pass: &Pass, rows: RowsOf) -> Result<Option<Global<u64>>, Error> {
+        if is_for_few(pass.most_rows, rows) {
             self.check_room(pass.most_rows as usize, pass.end as usize);
             if let Some(decode) = self.decode.as_mut() {
                 decode.begin()?;
             }
             if let Some(decode) = self.decode() {
                 // SAFETY: the counters were cleared; the caller's word for the rows.
-                unsafe { self.enqueue_decode_kernel(decode, pass.rows, pass.most_rows)? };
+                unsafe { self.enqueue_decode_kernel(decode, pass.rows, (pass.most_rows, rows))? };
                 return Ok((pass.output == RowOutput::Best).then(|| decode.best()));
             }
         }
@@ -628,8 +655,9 @@ impl Forward {
     /// Enqueues a step in one launch.
     ///
     /// # Safety
-    /// The counters are zero by then; the rows are as [`enqueue_rows`](Self::enqueue_rows) says, of one sequence.
-    unsafe fn enqueue_decode_kernel(&self, decode: &Decode, rows: Rows, most_rows: u32) -> Result<(), Error> {
+    /// The counters are zero by then; the rows are as [`enqueue_rows`](Self::enqueue_rows) says, at most so many, and
+    /// to each other what is said.
+    unsafe fn enqueue_decode_kernel(&self, decode: &Decode, rows: Rows, most: (u32, RowsOf)) -> Result<(), Error> {
         let c = &self.config;
         let eagle = |pairs: &Pairs| EagleStep { pairs: pairs.rows(), own: pairs.own() };
         let step = DecodeStep {
@@ -644,6 +672,6 @@ impl Forward {
             ..DecodeStep::default()
         };
         // SAFETY: buffers of self, sized as the parameter block says; the caller's word for the rest.
-        unsafe { decode.enqueue(&self.device, most_rows, step) }
+        unsafe { decode.enqueue(&self.device, most, step) }
     }
 }

@@ -246,7 +246,7 @@ pub fn decode_unfused_and_batched(
     rows: usize,
 ) -> [Vec<f32>; 3] {
     use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
-    use host::forward::{Forward, Pass, Row, RowOutput};
+    use host::forward::{Forward, Pass, Row, RowOutput, RowsOf};
 
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
         let quantised = weights.codes.is_some() || weights.e4m3.is_some();
@@ -288,7 +288,7 @@ pub fn decode_unfused_and_batched(
             let (most_rows, end) = (rows as u32, tokens.len() as u32);
             let pass = Pass { rows: step_rows, most_rows, end, tiles: None, output: RowOutput::LogitsFrom(0) };
             // SAFETY: the plan's rows, all of the one sequence.
-            unsafe { forward.enqueue_quickest(&pass, true)? };
+            unsafe { forward.enqueue_quickest(&pass, RowsOf::OneSequence)? };
             assert_eq!(logits(&forward)?, streamed);
         }
         plan(prompt, rows)?;
@@ -303,7 +303,8 @@ pub fn decode_unfused_and_batched(
 }
 
 /// The logits of one row of each of many sequences, `[sequences, vocab]`: by the launches, by the kernels for many
-/// sequences, and by those with products as launches. `positions` are the rows', each in a sequence of its own, whose
+/// sequences, and by those with products as launches; and by the decode kernel, where they are so few, or the second
+/// again. `positions` are the rows', each in a sequence of its own, whose
 /// keys and values before are made up.
 ///
 /// # Panics
@@ -313,10 +314,11 @@ pub fn unfused_and_batched(
     config: &model::Config,
     weights: host::weights::DeviceWeights,
     positions: &[u32],
-) -> [Vec<f32>; 3] {
+) -> [Vec<f32>; 4] {
+    use gpu_kernels::step::MAX_DECODE_ROWS;
     use host::forward::{Capacity, Forward, Row, RowOutput};
 
-    let run = move || -> Result<[Vec<f32>; 3], host::Error> {
+    let run = move || -> Result<[Vec<f32>; 4], host::Error> {
         let (sequences, in_e4m3) = (positions.len(), weights.e4m3.is_some());
         let context = positions.iter().max().map_or(0, |last| *last as usize) + 1;
         let stride = context.div_ceil(gpu_kernels::kv::PAGE_TOKENS as usize);
@@ -343,11 +345,11 @@ pub fn unfused_and_batched(
         let wide = logits(&forward)?;
         forward.use_gemm_from(1);
         let by_gemm = logits(&forward)?;
+        let mut listed_rows: Vec<_> = (0..).zip(positions).map(row).collect();
+        listed_rows.reverse();
+        let reversed = forward.list_rows(&listed_rows)?;
         if in_e4m3 {
             // Whose head is a launch of its own; what the rows before had found counts no more.
-            let mut listed_rows: Vec<_> = (0..).zip(positions).map(row).collect();
-            listed_rows.reverse();
-            let reversed = forward.list_rows(&listed_rows)?;
             for rows in [&reversed, &listed] {
                 forward.enqueue_listed(rows, RowOutput::Best)?;
             }
@@ -356,7 +358,17 @@ pub fn unfused_and_batched(
                 assert_eq!(Some(found), ranks.max());
             }
         }
-        Ok([launched, wide, by_gemm])
+        // Twice: what one step leaves is read by the next.
+        let mut few = wide.clone();
+        if sequences <= MAX_DECODE_ROWS as usize {
+            for _ in 0..2 {
+                // Other logits lie there until then.
+                forward.enqueue_listed(&reversed, RowOutput::LogitsFrom(0))?;
+                forward.enqueue_sequences(&listed, RowOutput::LogitsFrom(0))?;
+                forward.logits().read(0, &mut few)?;
+            }
+        }
+        Ok([launched, wide, by_gemm, few])
     };
     run().unwrap_or_else(|e| panic!("{e}"))
 }

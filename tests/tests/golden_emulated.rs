@@ -123,10 +123,40 @@ fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
         let options = DeviceOptions { plain_beside: Some(beside), ..DeviceOptions::default() };
         let device = host::device::Device::emulator_with(u64::from(sequences), &options);
         let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
-        let [launched, wide, by_gemm] = unfused_and_batched(&device, &config, weights, &positions);
+        let [launched, wide, by_gemm, _] = unfused_and_batched(&device, &config, weights, &positions);
         assert!(launched.iter().all(|logit| logit.is_finite()));
         assert!(wide == launched, "{sequences} sequences, {code:?}");
         assert!(by_gemm == launched, "{sequences} sequences, {code:?}, products as launches");
+    }
+}
+
+/// The decode kernel's attention takes each row's own pages: heads that share keys and values are a tile of few pairs,
+/// or of many; contexts have one split, or several; and weights are in every format.
+#[test]
+fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
+    let config = Config {
+        vocab_size: 300,
+        hidden_size: 384,
+        intermediate_size: 256,
+        num_hidden_layers: 2,
+        head_dim: 128,
+        ..Config::published("8B").unwrap()
+    };
+    let lossless = |lossless| DeviceOptions { lossless: Some(lossless), ..DeviceOptions::default() };
+    for (positions, (q_heads, kv_heads), code, options) in [
+        (vec![3, 300], (2, 1), None, lossless(false)),
+        (vec![255, 256, 0, 64, 63, 513, 700, 5], (8, 1), None, lossless(true)),
+        ((0..16).map(|i| i * 53 % 310).collect(), (4, 2), None, lossless(false)),
+        ((0..9).map(|i| i * 71 % 290).collect(), (2, 1), None, lossless(true)),
+        (vec![270, 1, 90], (2, 1), Some(Code::E4m3), DeviceOptions::default()),
+        (vec![1, 270, 90, 127, 128], (4, 1), Some(Code::Int4), DeviceOptions::default()),
+    ] {
+        let config = Config { num_attention_heads: q_heads, num_key_value_heads: kv_heads, ..config.clone() };
+        let device = host::device::Device::emulator_with(positions.len() as u64, &options);
+        let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
+        let [launched, .., few] = unfused_and_batched(&device, &config, weights, &positions);
+        assert!(launched.iter().all(|logit| logit.is_finite()));
+        assert!(few == launched, "{positions:?}, {q_heads} and {kv_heads} heads, {code:?}");
     }
 }
 

@@ -7,7 +7,7 @@ use cuda_std::{bf16, bulk, shared, thread, warp};
 
 use super::consumer::{Consumer, pair_with_next, sync};
 use super::producer::{Share, Units};
-use super::{Mark, SCRATCH, THREADS, WARPS};
+use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS};
 use crate::attention::{
     Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, TileWeights, WARP_KEYS,
     WarpAttention, add_values, combine_head, eight_values, key_of, reduce_few, score_tiles, value_of, values_from,
@@ -55,7 +55,7 @@ impl Prepared {
     }
 }
 
-impl<const TREE: bool> Consumer<'_, TREE> {
+impl<const ROWS: u8> Consumer<'_, ROWS> {
     /// What a block can do for attention of several rows before it knows the projections.
     #[inline(always)]
     pub unsafe fn before_attention(&self, layer: u32) -> Units {
@@ -89,7 +89,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                 // As in a product that a block has no N-tile of.
                 self.put_out(WordKind::Heads, 4 * layer).expect();
             }
-            while let Some(share) = units.take::<TREE>() {
+            while let Some(share) = units.take::<ROWS>(p.work.kv_heads) {
                 self.share::<VECTORS, ONE>(&attend, layer, dealt, &share, units.is_empty(), &mut prepared);
             }
             self.mark(Mark::Attended);
@@ -110,7 +110,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                             p.work.attended.store(pair * HEAD_DIM as usize + d as usize, x);
                         }
                     };
-                    combine_head(&attend, row, item % p.work.q_heads, self.first_position() + row, lane, put, SCRATCH);
+                    combine_head(&attend, row, item % p.work.q_heads, self.slot(row), lane, put, SCRATCH);
                     item += thread::grid_dim_x();
                 }
                 self.mark(Mark::Combined);
@@ -133,7 +133,6 @@ impl<const TREE: bool> Consumer<'_, TREE> {
         unsafe {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let &Share { kv_head, split, pages, ref tiles } = share;
-            let first_position = self.first_position();
             let mut tile = tiles.start;
             while tile < tiles.end {
                 if (tile - tiles.start).is_multiple_of(TILES) {
@@ -149,7 +148,10 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                         batch
                     };
                     // Of this step's keys those of this split, up to where the tiles' rows end.
-                    let own = if tile == tiles.start {
+                    let own = if ROWS == SEQUENCES {
+                        tile..if self.slot(tile) / SPLIT == split { tile + 1 } else { tile }
+                    } else if tile == tiles.start {
+                        let first_position = self.first_position();
                         let end = (split * SPLIT + SPLIT).min(Units::last() + 1).saturating_sub(first_position);
                         let start = (split * SPLIT).max(first_position) - first_position;
                         start..end.min(tiles.end * tile_rows).max(start)
@@ -173,7 +175,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                     Tile { kv_head, split, group, first_row, pairs, lane, warp_id }
                 };
                 let (here, first) = (tile_at(tile), tile);
-                if if ONE { here.pairs <= QUARTER } else { !TREE && tile_rows * group.value <= QUARTER } {
+                if if ONE { here.pairs <= QUARTER } else { ROWS != TREE && tile_rows * group.value <= QUARTER } {
                     tile += 1;
                     let is_end = tile == tiles.end;
                     self.attend_few::<ONE>(attend, layer, &here, (first % TILES, pages), is_end);
@@ -229,7 +231,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                 self.release(2 * pages, tile.lane);
             }
             let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
-            let position = |row| self.first_position() + row;
+            let position = self.slots();
             let keep = |_, pair, d, sum, scale| attend.keep(tile.split, pair, d, sum, scale);
             reduce_few(attend, tile, &found, position, put, keep, (SCRATCH + QUERY_BYTES, 1));
             if ONE && end {
@@ -254,7 +256,8 @@ impl<const TREE: bool> Consumer<'_, TREE> {
             let tile = &tiles[0];
             let root = self.first_position();
             // The first warp whose keys rows may differ in: of a chain none does.
-            let apart = if TREE && !ONE { (root + 1).saturating_sub(tile.split * SPLIT) / WARP_KEYS } else { WARPS };
+            let apart =
+                if ROWS == TREE && !ONE { (root + 1).saturating_sub(tile.split * SPLIT) / WARP_KEYS } else { WARPS };
             // Rows of later tiles may reach keys that these do not.
             let page = tile.first_key() % SPLIT / PAGE_TOKENS;
             if wait && page < pages {
@@ -263,7 +266,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
             let mut weights = [SoftmaxWeights::NOTHING; N];
             // The last tile's rows reach furthest.
             if let Some(page) = self.page_of(&tiles[N - 1], pages) {
-                if TREE && !ONE && tile.warp_id >= apart {
+                if ROWS == TREE && !ONE && tile.warp_id >= apart {
                     unroll!(T < N of 2; {
                         weights[T] = self.weigh_paths(attend, &tiles[T], (first + T as u32) % TILES, pages);
                     });
@@ -293,7 +296,7 @@ impl<const TREE: bool> Consumer<'_, TREE> {
                 let values = self.ring.ahead(pages + warp * WARP_KEYS / PAGE_TOKENS).offset();
                 eight_values(values + (warp * WARP_KEYS % PAGE_TOKENS + key) * QUERY, key)(n)
             });
-            if TREE && !ONE {
+            if ROWS == TREE && !ONE {
                 let first = |warp: u32| tile.split * SPLIT + warp * WARP_KEYS;
                 sums.add_apart(alike..warps, |warp, i, weights, n| {
                     self.add_paths(&tiles[i], (first(warp), pages), weights, n)
@@ -301,16 +304,17 @@ impl<const TREE: bool> Consumer<'_, TREE> {
             }
             let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
             let keep = |_, pair, d, sum, scale| attend.keep(tile.split, pair, d, sum, scale);
-            sums.put(attend, tiles, |row| root + row, put, keep);
+            sums.put(attend, tiles, self.slots(), put, keep);
         }
     }
 
     /// Which of the split's pages has a warp's keys, if a row of the tile reaches them.
     #[inline(always)]
-    fn page_of(&self, tile: &Tile, pages: u32) -> Option<u32> {
+    unsafe fn page_of(&self, tile: &Tile, pages: u32) -> Option<u32> {
         let rows = tile.group.divide(tile.pairs - 1).0 + 1;
         let page = tile.first_key() % SPLIT / PAGE_TOKENS;
-        (page < pages && tile.first_key() < self.first_position() + tile.first_row + rows).then_some(page)
+        // SAFETY: the caller's word.
+        (page < pages && tile.first_key() <= unsafe { self.slot(tile.first_row + rows - 1) }).then_some(page)
     }
 
     /// Puts two dimensions of a pair's result where the output projection reads it.
@@ -359,15 +363,14 @@ impl<const TREE: bool> Consumer<'_, TREE> {
             let lane = tile.lane;
             let (g, t) = (lane / 4, lane % 4);
             let keys = shared::dynamic::<bf16>(keys.offset() + tile.first_key() % PAGE_TOKENS * QUERY);
-            let first_position = self.first_position();
-            let position = |row: u32| first_position + row;
+            let position = self.slots();
             let key = |k: u32, i: usize| keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * i as u32)) as usize);
             let keys = |i: usize| TILE_KEYS.map(|first| key(first + key_of(g), i));
             let queries = |tile: usize, j: usize| queries_of(lane, (first + tile as u32) % TILES)(j);
             let scores = score_tiles::<N>(queries, keys);
             let mut weights = [SoftmaxWeights::NOTHING; N];
             unroll!(T < N of 2; {
-                weights[T] = weigh(attend, &tiles[T], position, scores[T]);
+                weights[T] = weigh(attend, &tiles[T], &position, scores[T]);
             });
             weights
         }

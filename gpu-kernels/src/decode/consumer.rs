@@ -27,8 +27,8 @@ use outputs::{Addend, Output};
 /// Bytes of the partial sums of a wave, `[n_tile][k_partial][row][feature]`.
 pub const PARTIAL_BYTES: u32 = N_TILES * K_PARTIALS * MAX_DECODE_ROWS * N_TILE * 4;
 
-/// The consumers' state; of rows that may be a `TREE`.
-pub struct Consumer<'a, const TREE: bool> {
+/// The consumers' state; of rows that are [so](super::CHAIN) to each other.
+pub struct Consumer<'a, const ROWS: u8> {
     pub p: &'a DecodeStep,
     /// Rows.
     pub count: u32,
@@ -286,7 +286,7 @@ const fn slot(row: u32, feature: u32) -> u32 {
     (row ^ (row >> 1 & 1)) * N_TILE + (feature ^ ((row >> 2 & 1) * 8))
 }
 
-impl<'a, const TREE: bool> Consumer<'a, TREE> {
+impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
     #[inline(always)]
     pub fn new(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
         let ring = Ring::consumer(RING);
@@ -323,9 +323,9 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
                 match (ONE, F::OTHER_HEAD && matrix == Matrix::Head) {
                     (true, false) => F::Products::of_one(self, part, first),
                     (true, true) => <F::Head as WeightFormat>::Products::of_one(self, part, first),
-                    (false, false) => F::Products::of_some::<TREE, TILES, GROUP>(self, part, old),
+                    (false, false) => F::Products::of_some::<ROWS, TILES, GROUP>(self, part, old),
                     (false, true) => {
-                        <F::Head as WeightFormat>::Products::of_some::<TREE, TILES, GROUP>(self, part, old);
+                        <F::Head as WeightFormat>::Products::of_some::<ROWS, TILES, GROUP>(self, part, old);
                     }
                 }
                 self.mark(match self.p.matrix(thread::opaque(index)) {
@@ -688,11 +688,11 @@ impl<'a, const TREE: bool> Consumer<'a, TREE> {
 /// How consumers multiply weights of a format.
 pub trait Products<F: WeightFormat> {
     /// One row's, over all waves of a matrix, of which `part` is the first; and what becomes of the outputs.
-    unsafe fn of_one<const TREE: bool>(consumer: &mut Consumer<'_, TREE>, part: Part, first: (Output, Addend));
+    unsafe fn of_one<const ROWS: u8>(consumer: &mut Consumer<'_, ROWS>, part: Part, first: (Output, Addend));
 
     /// The same of up to `TILES` times 8 rows; `old` is what the first outputs are added to.
-    unsafe fn of_some<const TREE: bool, const TILES: usize, const GROUP: usize>(
-        consumer: &mut Consumer<'_, TREE>,
+    unsafe fn of_some<const ROWS: u8, const TILES: usize, const GROUP: usize>(
+        consumer: &mut Consumer<'_, ROWS>,
         part: Part,
         old: [Addend; 2],
     );
@@ -703,14 +703,14 @@ pub struct OfFragments;
 
 impl<F: FragmentFormat> Products<F> for OfFragments {
     #[inline(always)]
-    unsafe fn of_one<const TREE: bool>(consumer: &mut Consumer<'_, TREE>, part: Part, first: (Output, Addend)) {
+    unsafe fn of_one<const ROWS: u8>(consumer: &mut Consumer<'_, ROWS>, part: Part, first: (Output, Addend)) {
         // SAFETY: the caller's word.
         unsafe { consumer.gemm_of_one::<F>(part, first) }
     }
 
     #[inline(always)]
-    unsafe fn of_some<const TREE: bool, const TILES: usize, const GROUP: usize>(
-        consumer: &mut Consumer<'_, TREE>,
+    unsafe fn of_some<const ROWS: u8, const TILES: usize, const GROUP: usize>(
+        consumer: &mut Consumer<'_, ROWS>,
         part: Part,
         old: [Addend; 2],
     ) {

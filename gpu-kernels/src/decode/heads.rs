@@ -11,7 +11,7 @@ use cuda_std::{GlobalMut, bf16, shared, thread};
 use super::attention::{QUERY, QUERY_BYTES, TILES};
 use super::consumer::Consumer;
 use super::producer::Share;
-use super::{SCRATCH, WARPS, tree};
+use super::{SCRATCH, SEQUENCES, TREE, WARPS, sequences, tree};
 use crate::attention::{Divisor, PAIRS, SPLIT};
 use crate::exchange::{Word, WordKind, Words};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
@@ -26,7 +26,7 @@ const VALUES: usize = (MAX_DECODE_ROWS * HEAD_DIM / 4 / (WARPS * 32)) as usize;
 const STAGE: u32 = SCRATCH + QUERY_BYTES;
 const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
 
-impl<const TREE: bool> Consumer<'_, TREE> {
+impl<const ROWS: u8> Consumer<'_, ROWS> {
     /// Brings what queries and keys are made with into shared memory; known to all after they next meet. The first warp
     /// has something else to do when rows are few.
     #[inline(always)]
@@ -204,18 +204,33 @@ impl<const TREE: bool> Consumer<'_, TREE> {
     /// and as which token. The page is there: its copy must not come after.
     #[inline(always)]
     unsafe fn own_place(&self, row: u32, skip: u32) -> (Ring, u32) {
-        let position = self.first_position() + row;
+        // SAFETY: the caller's word.
+        let position = unsafe { self.slot(row) };
         let chunk = self.ring.ahead(position % SPLIT / PAGE_TOKENS + skip);
         // SAFETY: the caller's word.
         unsafe { chunk.wait_full() };
         (chunk, position % PAGE_TOKENS)
     }
 
-    /// Where a row stands: its keys and values are put where they are the row's number behind the first.
+    /// Where a row stands.
     #[inline(always)]
     unsafe fn position(&self, row: u32) -> u32 {
         // SAFETY: the caller's word.
-        self.first_position() + if TREE { unsafe { tree::path(row) }.depth() } else { row }
+        unsafe { if ROWS == TREE { self.first_position() + tree::path(row).depth() } else { self.slot(row) } }
+    }
+
+    /// Where a row's keys and values are put: where it stands, or in a tree its number behind the first row.
+    #[inline(always)]
+    pub unsafe fn slot(&self, row: u32) -> u32 {
+        self.slots()(row)
+    }
+
+    /// The same of every row.
+    #[inline(always)]
+    pub fn slots(&self) -> impl Fn(u32) -> u32 {
+        let first = if ROWS == SEQUENCES { 0 } else { self.first_position() };
+        // SAFETY: the positions are there.
+        move |row| if ROWS == SEQUENCES { unsafe { sequences::position(row) } } else { first + row }
     }
 
     /// Puts the keys and values of a step of several rows into the cache, after attention: a warp of the grid a vector,
@@ -233,8 +248,8 @@ impl<const TREE: bool> Consumer<'_, TREE> {
             while i < self.count * each {
                 let (row, kv_head) = (i / each, i % each);
                 let head = p.work.q_heads + kv_head;
-                let (slot, position) = (self.first_position() + row, self.position(row));
-                let sequence = p.work.rows.sequences.load(0);
+                let (slot, position) = (self.slot(row), self.position(row));
+                let sequence = p.work.rows.sequences.load(if ROWS == SEQUENCES { row as usize } else { 0 });
                 let to: GlobalMut<bf16> = if kv_head >= p.work.kv_heads {
                     cache.value(sequence, slot, kv_head - p.work.kv_heads)
                 } else {

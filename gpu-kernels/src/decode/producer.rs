@@ -4,7 +4,7 @@ use core::ops::Range;
 
 use cuda_std::{Global, bulk, shared, tensor, thread, warp};
 
-use super::{CHUNK_BYTES, DecodeStep, Matrix, RING, SLICE_BYTES, SLICES, UNITS, Walk};
+use super::{CHUNK_BYTES, DecodeStep, Matrix, RING, SEQUENCES, SLICE_BYTES, SLICES, TREE, UNITS, Walk, sequences};
 use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::PAGE_TOKENS;
 use crate::ring::Ring;
@@ -42,7 +42,7 @@ pub struct Share {
 impl Units {
     /// Those of this block when the step has `count` rows: the same in every layer.
     #[inline(always)]
-    pub unsafe fn new<const TREE: bool>(p: &DecodeStep, count: u32) -> Self {
+    pub unsafe fn new<const ROWS: u8>(p: &DecodeStep, count: u32) -> Self {
         // SAFETY: a step has so many rows.
         let position = |row: u32| unsafe { p.work.rows.positions.load(row as usize) };
         let last = position(0) + count - 1;
@@ -61,12 +61,26 @@ impl Units {
             }
             (tile_rows, tiles) = (half, more);
         }
-        if TREE && splits > 1 && position(count - 1) != last {
+        if ROWS == TREE && splits > 1 && position(count - 1) != last {
             // Where paths part, in the last split, a tile takes twice as long: a split more is dealt, and left out.
             splits += 1;
         }
         let all = p.work.kv_heads * splits * tiles;
         Self { group, tile_rows, splits, tiles, next: block * all / grid, end: (block + 1) * all / grid, last }
+    }
+
+    /// Those of this block when the step has `count` rows of as many sequences, the furthest at the position `last`,
+    /// which are [in place](sequences::bring).
+    #[inline(always)]
+    pub unsafe fn of_sequences(p: &DecodeStep, count: u32, last: u32) -> Self {
+        let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
+        // SAFETY: a grid has blocks; the caller's word.
+        let all = unsafe {
+            cuda_std::assume(grid > 0);
+            sequences::units(count, p.work.kv_heads)
+        };
+        let (group, next, end) = (Divisor::new(p.work.group()), block * all / grid, (block + 1) * all / grid);
+        Self { group, tile_rows: 1, splits: 0, tiles: 0, next, end, last }
     }
 
     /// Leaves them where [`load`](Self::load) finds them.
@@ -107,9 +121,18 @@ impl Units {
         self.next == self.end
     }
 
-    /// The next that share keys and values.
+    /// The next that share keys and values, of so many key-value heads.
     #[inline(always)]
-    pub fn take<const TREE: bool>(&mut self) -> Option<Share> {
+    pub fn take<const ROWS: u8>(&mut self, kv_heads: u32) -> Option<Share> {
+        if ROWS == SEQUENCES {
+            let number = self.next;
+            if self.is_empty() {
+                return None;
+            }
+            self.next += 1;
+            // SAFETY: the step has that unit.
+            return Some(unsafe { sequences::unit(number, kv_heads) });
+        }
         // Divisions take time that a step of one row feels.
         let divide = |n: u32, by: u32| {
             if by == 1 {
@@ -124,7 +147,7 @@ impl Units {
             let end = self.tiles.min(tile + self.end - self.next);
             self.next += end - tile;
             let (kv_head, split) = divide(item, self.splits);
-            if !TREE || split * SPLIT <= self.last {
+            if ROWS != TREE || split * SPLIT <= self.last {
                 let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
                 return Some(Share { kv_head, split, pages, tiles: tile..end });
             }
@@ -185,7 +208,7 @@ unsafe fn fill(ring: &Ring, from: Global<u8>) {
 
 /// The producer: one warp walks every wave, and before the output projection the block's share of the cache.
 #[inline(always)]
-pub unsafe fn produce<F: WeightFormat, const TREE: bool>(p: &DecodeStep, one_row: bool) {
+pub unsafe fn produce<F: WeightFormat, const ROWS: u8>(p: &DecodeStep, one_row: bool) {
     // SAFETY: the caller's word.
     unsafe {
         if thread::lane_id() == 0 {
@@ -201,7 +224,7 @@ pub unsafe fn produce<F: WeightFormat, const TREE: bool>(p: &DecodeStep, one_row
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache::<TREE>(p, &mut ring, index / 4, Units::load(), one_row);
+                produce_cache::<ROWS>(p, &mut ring, index / 4, Units::load(), one_row);
             }
             if F::OTHER_HEAD && matrix == Matrix::Head {
                 walk.chunks = p.head_base;
@@ -255,19 +278,15 @@ unsafe fn produce_matrix<F: WeightFormat>(
 /// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not
 /// there yet: consumers put it in.
 #[inline(always)]
-unsafe fn produce_cache<const TREE: bool>(
-    p: &DecodeStep,
-    ring: &mut Ring,
-    layer: u32,
-    mut units: Units,
-    one_row: bool,
-) {
+unsafe fn produce_cache<const ROWS: u8>(p: &DecodeStep, ring: &mut Ring, layer: u32, mut units: Units, one_row: bool) {
     // SAFETY: the caller's word.
     unsafe {
         let cache = p.cache(layer);
-        let sequence = p.work.rows.sequences.load(0);
+        let sequence_of = |row: u32| p.work.rows.sequences.load(row as usize);
+        let of_all = sequence_of(0);
         let mut filled = 0;
-        while let Some(Share { kv_head, split, pages, .. }) = units.take::<TREE>() {
+        while let Some(Share { kv_head, split, pages, tiles }) = units.take::<ROWS>(p.work.kv_heads) {
+            let sequence = if ROWS == SEQUENCES { sequence_of(tiles.start) } else { of_all };
             let mut i = 0;
             while i < 2 * pages {
                 let position = split * SPLIT + i % pages * PAGE_TOKENS;

@@ -43,7 +43,7 @@ fn slot(path: Path, root: u32, position: u32) -> u32 {
     if depth <= path.depth() { root + path.row_at(depth) } else { position }
 }
 
-impl<const TREE: bool> Consumer<'_, TREE> {
+impl<const ROWS: u8> Consumer<'_, ROWS> {
     /// What a warp weighs its keys by, of the ring's next `pages` stages, which have the pages of the split's keys.
     #[inline(always)]
     pub unsafe fn weigh_paths(&self, attend: &Attend, tile: &Tile, queries: u32, pages: u32) -> SoftmaxWeights {

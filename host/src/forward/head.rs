@@ -9,7 +9,7 @@ use half::bf16;
 use model::plan::{Epilogue, Matrix};
 use model::{Config, EagleHead, EagleWeights, Tensor};
 
-use super::{Capacity, Footprint, Forward, Pass, RowOutput, pages};
+use super::{Capacity, Footprint, Forward, Pass, RowOutput, RowsOf, pages};
 use crate::Error;
 use crate::decode::Decode;
 use crate::device::{Buffer, Device};
@@ -245,7 +245,7 @@ impl Forward {
             };
             self.device.launch::<eagle::make_pairs>((1, most_rows), MakePairs::SHARED_BYTES, make)?;
             if let Some(decode) = decode {
-                return self.enqueue_decode_kernel(decode, pass.rows, most_rows);
+                return self.enqueue_decode_kernel(decode, pass.rows, (most_rows, RowsOf::OneSequence));
             }
             self.enqueue_layers(&pass)?;
             let keep = KeepState { rows: pass.rows, x: self.residual.ptr(), to: pairs.own(), dim };

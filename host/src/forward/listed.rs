@@ -1,10 +1,12 @@
 //! Rows that the host knows, in lists that were checked: passes over them are safe to enqueue.
 
+use std::collections::HashSet;
+
 use cuda_std::Global;
 use gpu_kernels::attention::Attend;
 use gpu_kernels::step::Rows;
 
-use super::{Capacity, Forward, Pass, RowOutput, Tiles};
+use super::{Capacity, Forward, Pass, RowOutput, RowsOf, Tiles};
 use crate::Error;
 use crate::device::Buffer;
 
@@ -28,6 +30,8 @@ pub struct ListedRows {
     sequences: Buffer<u32>,
     tiles: Buffer<u32>,
     end: u32,
+    /// Whether each is of a sequence of its own.
+    of_sequences: bool,
     /// What they were checked for.
     room: Capacity,
 }
@@ -73,6 +77,7 @@ impl Forward {
             sequences: column(|row| row.sequence)?,
             tiles: device.upload(&tiles(rows, most).concat())?,
             end: rows.iter().map(|row| row.position + 1).max().unwrap_or(0),
+            of_sequences: rows.iter().map(|row| row.sequence).collect::<HashSet<_>>().len() == rows.len(),
             room,
         })
     }
@@ -85,9 +90,32 @@ impl Forward {
     /// # Panics
     /// If they were listed on another device or for another room, or `output` is of other rows: a bug of the caller.
     pub fn enqueue_listed(&self, listed: &ListedRows, output: RowOutput) -> Result<Option<Global<u64>>, Error> {
+        let pass = self.listed_pass(listed, output);
+        // SAFETY: the lists were checked for this room, and nobody could write to them since; what frees them waits for
+        // the device.
+        unsafe { self.enqueue_rows(&pass) }
+    }
+
+    /// [`enqueue_quickest`](Self::enqueue_quickest), of rows that were [listed](Self::list_rows), each of a sequence of
+    /// its own.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// As [`enqueue_listed`](Self::enqueue_listed), and if a sequence has two of the rows.
+    pub fn enqueue_sequences(&mut self, listed: &ListedRows, output: RowOutput) -> Result<Option<Global<u64>>, Error> {
+        assert!(listed.of_sequences, "rows of which some are of one sequence");
+        let pass = self.listed_pass(listed, output);
+        // SAFETY: likewise; they are to each other what was asked.
+        unsafe { self.enqueue_quickest(&pass, RowsOf::Sequences) }
+    }
+
+    /// The pass over rows that were listed.
+    fn listed_pass(&self, listed: &ListedRows, output: RowOutput) -> Pass {
         let fits = listed.room == self.room && listed.count.device().is_same_card(&self.device);
         assert!(fits, "rows that were listed for {:?}", listed.room);
-        let pass = Pass {
+        Pass {
             rows: Rows {
                 count: listed.count.ptr_mut(),
                 tokens: listed.tokens.ptr_mut(),
@@ -99,10 +127,7 @@ impl Forward {
             end: listed.end,
             tiles: Some(Tiles { list: listed.tiles.ptr(), count: (listed.tiles.len() / 2) as u32 }),
             output,
-        };
-        // SAFETY: the lists were checked for this room, and nobody could write to them since; what frees them waits for
-        // the device.
-        unsafe { self.enqueue_rows(&pass) }
+        }
     }
 }
 

@@ -36,14 +36,14 @@ pub struct OfCodes;
 
 impl Products<E4m3> for OfCodes {
     #[inline(always)]
-    unsafe fn of_one<const TREE: bool>(consumer: &mut Consumer<'_, TREE>, part: Part, first: (Output, Addend)) {
+    unsafe fn of_one<const ROWS: u8>(consumer: &mut Consumer<'_, ROWS>, part: Part, first: (Output, Addend)) {
         // SAFETY: the caller's word.
         unsafe { consumer.e4m3_of_one(part, first) }
     }
 
     #[inline(always)]
-    unsafe fn of_some<const TREE: bool, const TILES: usize, const GROUP: usize>(
-        consumer: &mut Consumer<'_, TREE>,
+    unsafe fn of_some<const ROWS: u8, const TILES: usize, const GROUP: usize>(
+        consumer: &mut Consumer<'_, ROWS>,
         part: Part,
         old: [Addend; 2],
     ) {

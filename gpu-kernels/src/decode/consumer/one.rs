@@ -152,7 +152,7 @@ pub unsafe fn ask_for_factor(flag: u32) {
     }
 }
 
-impl<const TREE: bool> Consumer<'_, TREE> {
+impl<const ROWS: u8> Consumer<'_, ROWS> {
     /// [`product`](Self::product) of one row: a warp asks for a slice of each turn's input as words, eight a lane at a
     /// time, and puts what came into shared memory, where each lane of a split-K partial's two warps finds its
     /// fragments. What does not need them is done while they come.

@@ -104,7 +104,7 @@ impl GpuBatch {
                 output,
             };
             // SAFETY: likewise.
-            best = unsafe { self.forward.enqueue_quickest(&all, pass.is_of_one())? };
+            best = unsafe { self.forward.enqueue_quickest(&all, pass.rows_of())? };
         }
         Ok(best)
     }

@@ -10,6 +10,7 @@ use std::ops::Range;
 use gpu_kernels::prefill_attention;
 
 use crate::batch::plan::Slot;
+use crate::forward::RowsOf;
 use crate::prefill::Results;
 
 /// A sequence's rows of a step.
@@ -74,9 +75,9 @@ impl RowPass {
         self.tokens.len()
     }
 
-    /// Whether all rows are of one sequence: then they follow each other.
-    pub fn is_of_one(&self) -> bool {
-        self.slots.windows(2).all(|two| two[0] == two[1])
+    /// What the rows are to each other: a sequence's lie together.
+    pub fn rows_of(&self) -> RowsOf {
+        RowsOf::of(&self.slots)
     }
 
     /// What is beyond every position.
