@@ -278,7 +278,8 @@ fn a_thousand_prompts_give_the_same_tokens() -> Result<(), Failed> {
 
     let jobs: Vec<(usize, Request)> = requests.into_iter().enumerate().collect();
     for draft in [None, Some(EAGER)] {
-        let options = BatchOptions { sequences: Some(64), draft, ..BatchOptions::default() };
+        // Four rows a sequence, on the average.
+        let options = BatchOptions { sequences: Some(64), draft, draft_rows: 256, ..BatchOptions::default() };
         let progress = &mut |_, _| ControlFlow::Continue(());
         let backend = GpuBatch::load(&checkpoint, &Device::cuda(0)?, 256, options, progress)?;
         let (answers, happened) = together(&checkpoint, Arranged::priced(Box::new(backend), true), &jobs, None);
@@ -286,6 +287,9 @@ fn a_thousand_prompts_give_the_same_tokens() -> Result<(), Failed> {
             return Err(format!("request {id} differs in a batch with {draft:?}").into());
         }
         println!("a batch with {draft:?}: {happened:?}");
+        if draft.is_some() && happened.accepted < PROMPTS as u64 {
+            return Err(format!("too few drafts were right to show anything: {happened:?}").into());
+        }
     }
     Ok(())
 }
