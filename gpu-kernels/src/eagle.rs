@@ -158,8 +158,8 @@ pub unsafe fn gather_states(p: GatherStates) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct EagleStep {
-    /// As [`MakePairs::pairs`]; null in a model's steps. Of one row they are among the [exchange](MakePairs::exchange)'s
-    /// words instead.
+    /// As [`MakePairs::pairs`]; null in a model's steps. Of one row they are among the
+    /// [exchange](MakePairs::exchange)'s words instead.
     pub pairs: Global<bf16>,
     /// As [`KeepState::to`].
     pub own: GlobalMut<f32>,

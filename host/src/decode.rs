@@ -199,7 +199,8 @@ impl Decode {
         unsafe { self.counters.ptr().at(DecodeStep::BEST).cast() }
     }
 
-    /// Enqueues a step of at most so many rows; `step` holds all but what is its own.
+    /// Enqueues a step of at most so many rows, or of just so many if each is of a sequence of its own; `step` holds
+    /// all but what is its own.
     ///
     /// # Safety
     /// The addresses in `step` are as its documentation says, and its counters are zero by then; the rows are to each
@@ -241,8 +242,9 @@ impl Decode {
                 (2..=8, _) => Some(Rows::Few),
                 _ => Some(Rows::Many),
             };
-            // How many rows there are, the device alone knows: of both kernels one finds nothing to do.
-            for rows in [Some(Rows::One), several].into_iter().flatten() {
+            // How many rows of one sequence there are, the device alone knows: of both kernels one finds nothing to do.
+            let one = (several.is_none() || most.1 != RowsOf::Sequences).then_some(Rows::One);
+            for rows in [one, several].into_iter().flatten() {
                 match (&self.compact, rows) {
                     (Compact::None, Rows::One) => launch!(decode::decode_1),
                     (Compact::None, Rows::Few) => launch!(decode::decode_8),

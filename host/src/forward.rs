@@ -629,7 +629,8 @@ impl Forward {
     /// otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits are the same. Returns what that does.
     ///
     /// # Safety
-    /// As [`enqueue_rows`](Self::enqueue_rows); and they are to each other what is said.
+    /// As [`enqueue_rows`](Self::enqueue_rows); and they are to each other what is said. If each is of a sequence of
+    /// its own, there are just so many as the pass has at most.
     ///
     /// # Errors
     /// A refused launch.

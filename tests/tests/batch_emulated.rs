@@ -278,8 +278,7 @@ fn generated_tokens_take_a_step_in_one_launch() {
     };
     // The choice is the other one.
     assert_eq!(launches(&[work(1, 90, 1)]), 2);
-    // Once for a page that is full, that it is packed, and that this is said.
-    assert_eq!(launches(&[work(0, 90, 1), work(1, 91, 1)]), 4);
+    assert_eq!(launches(&[work(0, 90, 1), work(1, 91, 1)]), 2);
     assert_eq!(launches(&[work(0, 91, 1), work(1, 92, 1)]), 2);
 }
 

@@ -23,7 +23,7 @@ pub unsafe fn bring(p: &DecodeStep, count: u32) -> u32 {
             shared::dynamic::<u32>(PATHS).store(row as usize, last);
         }
         unroll!(M < 4; {
-            last = last.max(warp::shuffle_xor(last, MAX_DECODE_ROWS / 2 >> M));
+            last = last.max(warp::shuffle_xor(last, (MAX_DECODE_ROWS / 2) >> M));
         });
         warp::sync_warp();
         last

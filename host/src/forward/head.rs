@@ -201,7 +201,8 @@ impl Forward {
     /// [prepared](Self::prepare_decode).
     ///
     /// # Safety
-    /// This is a head, and [its counters](Self::counters) are zero by then if all logits are wanted. Where the rows begin with the model's hidden states, those of their positions are there.
+    /// This is a head, and [its counters](Self::counters) are zero by then if all logits are wanted. Where the
+    /// rows begin with the model's hidden states, those of their positions are there.
     ///
     /// # Errors
     /// A refused launch.

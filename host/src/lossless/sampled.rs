@@ -74,8 +74,8 @@ fn escapes_of(tiles_by_escapes: &[u64]) -> u64 {
     (0..).zip(tiles_by_escapes).map(|(n, tiles): (u64, _)| n * tiles).sum()
 }
 
-/// The 16 rows of an N-tile of the matrix that is made of these parts, one after another, or every eight of one `beside`
-/// eight of the other.
+/// The 16 rows of an N-tile of the matrix that is made of these parts, one after another, or every eight of one
+/// `beside` eight of the other.
 fn rows_of(parts: &[&Weight<'_>], n_tile: usize, beside: bool) -> Result<Vec<Vec<u16>>, Error> {
     let row = |part: &Weight<'_>, row: usize| {
         let k = part.shape()[1];
