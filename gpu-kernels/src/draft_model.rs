@@ -341,15 +341,8 @@ pub struct NextDraft {
 #[kernel(threads = 32)]
 pub unsafe fn next_draft(p: NextDraft) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { plan_next(&p) }
-}
-
-/// What [`next_draft`] does, by a warp.
-#[inline(always)]
-pub(crate) unsafe fn plan_next(p: &NextDraft) {
-    // SAFETY: the caller's word.
     unsafe {
-        let lane = thread::lane_id();
+        let lane = thread::thread_idx_x();
         let (chained, length) = (p.words.load(DraftWords::CHAINED), p.words.load(DraftWords::LENGTH));
         let rows = p.rows.count.load(0).min(MAX_DECODE_ROWS);
         let continues = p.number < chained && rows > 0;

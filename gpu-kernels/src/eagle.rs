@@ -12,7 +12,6 @@
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread};
 
-use crate::draft_model::{NextDraft, plan_next};
 use crate::exchange::{Exchange, WordKind};
 use crate::norm::warp_sum;
 use crate::step::Rows;
@@ -205,84 +204,48 @@ pub struct MakePairs {
 }
 
 impl MakePairs {
-    const THREADS: u32 = 1024;
+    const THREADS: u32 = 512;
     const WARPS: u32 = Self::THREADS / 32;
     /// Dynamic shared memory: two sums of each warp.
     pub const SHARED_BYTES: u32 = 2 * Self::WARPS * 4;
 
-    /// Puts four elements of both of a row's, and of its residual stream, from the `i`-th on.
+    /// Puts four elements of a row's pairs, from the `i`-th on, and those of the residual stream that lie there if
+    /// there are any.
     #[inline(always)]
-    unsafe fn put(&self, row: u32, i: u32, pairs: [[u32; 2]; 2], x: [f32; 4]) {
-        let (row, i, dim) = (row as usize, i as usize, self.dim as usize);
+    unsafe fn put(&self, one_row: bool, row: u32, i: u32, pairs: [u32; 2], x: Option<[f32; 4]>) {
         // SAFETY: the caller's word.
         unsafe {
-            unroll!(W < 2; {
-                self.pairs.at((2 * row + W) * dim + i).cast::<[u32; 2]>().store(0, pairs[W]);
-            });
-            self.x.store16(row * dim + i, x.map(f32::to_bits));
-        }
-    }
-
-    /// The same as words with this sequence flag.
-    #[inline(always)]
-    unsafe fn put_words(&self, flag: u32, i: u32, pairs: [[u32; 2]; 2], x: [f32; 4]) {
-        let to = self.exchange.words(WordKind::Pairs, flag);
-        let stream = self.exchange.words(WordKind::Residual, flag);
-        // SAFETY: the caller's word.
-        unsafe {
-            unroll!(W < 2; {
-                unroll!(K < 2; {
-                    to.put((W as u32 * self.dim + i) / 2 + K as u32, pairs[W][K]);
-                });
-            });
-            unroll!(K < 4; {
-                stream.put(i + K as u32, x[K].to_bits());
-            });
+            if one_row {
+                let to = self.exchange.words(WordKind::Pairs, self.exchange.first_flag());
+                to.put(i / 2, pairs[0]);
+                to.put(i / 2 + 1, pairs[1]);
+                if let Some(x) = x {
+                    let to = self.exchange.words(WordKind::Residual, self.exchange.first_flag());
+                    unroll!(K < 4; {
+                        to.put(i - self.dim + K as u32, x[K].to_bits());
+                    });
+                }
+                return;
+            }
+            let (row, i, dim) = (row as usize, i as usize, self.dim as usize);
+            self.pairs.at(row * 2 * dim + i).cast::<[u32; 2]>().store(0, pairs);
+            if let Some(x) = x {
+                self.x.store16(row * dim + i - dim, x.map(f32::to_bits));
+            }
         }
     }
 }
 
 /// Makes of every row's token and hidden state what the projections of the head's layer read.
-#[kernel(threads = 1024)]
+#[kernel(threads = 512)]
 pub unsafe fn make_pairs(p: MakePairs) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { make_row(&p, thread::block_idx_y()) }
-}
-
-/// Parameters of [`next_pairs`]. Grid: 1. Shared memory: [`MakePairs::SHARED_BYTES`].
-#[repr(C)]
-#[derive(Clone, Copy, Debug, cuda_std::Layout)]
-pub struct NextPairs {
-    /// Of the pass that has run.
-    pub next: NextDraft,
-    /// Of the pass that it makes a row of.
-    pub make: MakePairs,
-}
-
-/// [`next_draft`](crate::draft_model::next_draft), and then [`make_pairs`] of the row that it has planned.
-#[kernel(threads = 1024)]
-pub unsafe fn next_pairs(p: NextPairs) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        if thread::warp_id() == 0 {
-            plan_next(&p.next);
-        }
-        thread::sync_threads();
-        make_row(&p.make, 0);
-    }
-}
-
-/// A row of [`make_pairs`], by a block.
-#[inline(always)]
-unsafe fn make_row(p: &MakePairs, row: u32) {
-    // SAFETY: the caller's word.
-    unsafe {
-        let (count, dim) = (p.rows.count.load(0), p.dim);
+        let (row, count, dim) = (thread::block_idx_y(), p.rows.count.load(0), p.dim);
         if row >= count {
             return;
         }
         let one_row = count == 1 && p.exchange.is_there();
-        let flag = if one_row { p.exchange.first_flag() } else { 0 };
         let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
         let embed = p.embed.at(token as usize * dim as usize);
         let hidden = p.hidden.at(row as usize * dim as usize);
@@ -291,17 +254,11 @@ unsafe fn make_row(p: &MakePairs, row: u32) {
             [low[0], low[1], high[0], high[1]]
         };
         let both = |i: u32| [four(embed, i), hidden.load16(i as usize).map(f32::from_bits)];
-        let weights = |i: u32| [four(p.input_norm, i), four(p.hidden_norm, i)];
         let first = thread::thread_idx_x() * 4;
-        // Norms' weights come while squares are added.
-        let (mut numbers, mut weights_here) = ([[0f32; 4]; 2], [[0f32; 4]; 2]);
-        if first < dim {
-            (numbers, weights_here) = (both(first), weights(first));
-        }
         let mut squares = [0f32; 2];
         let mut i = first;
         while i < dim {
-            let numbers = if i == first { numbers } else { both(i) };
+            let numbers = both(i);
             unroll!(W < 2; {
                 unroll!(K < 4; {
                     squares[W] += numbers[W][K] * numbers[W][K];
@@ -326,18 +283,14 @@ unsafe fn make_row(p: &MakePairs, row: u32) {
         let factors = totals.map(|total| 1.0 / math::sqrt(total / dim as f32 + p.eps));
         let mut i = first;
         while i < dim {
-            if i > first {
-                (numbers, weights_here) = (both(i), weights(i));
-            }
-            let normed = |w: usize| [0, 1, 2, 3].map(|k: usize| numbers[w][k] * factors[w] * weights_here[w][k]);
-            let (e, h) = (normed(0), normed(1));
+            let [e, h] = both(i);
+            let normed =
+                |x: [f32; 4], factor: f32, weights: [f32; 4]| [0, 1, 2, 3].map(|k: usize| x[k] * factor * weights[k]);
+            let (of_embed, of_hidden) = (four(p.input_norm, i), four(p.hidden_norm, i));
+            let (e, normed) = (normed(e, factors[0], of_embed), normed(h, factors[1], of_hidden));
             let packed = |x: [f32; 4]| [math::pack_bf16(x[0], x[1]), math::pack_bf16(x[2], x[3])];
-            let x = if p.norm_before_residual != 0 { h } else { numbers[1] };
-            if one_row {
-                p.put_words(flag, i, [packed(e), packed(h)], x);
-            } else {
-                p.put(row, i, [packed(e), packed(h)], x);
-            }
+            p.put(one_row, row, i, packed(e), None);
+            p.put(one_row, row, dim + i, packed(normed), Some(if p.norm_before_residual != 0 { normed } else { h }));
             i += 4 * MakePairs::THREADS;
         }
     }

@@ -292,16 +292,14 @@ impl ModelDrafter {
         unsafe { at.device().launch::<tree::plan_tree>(1, 0, plan) }
     }
 
-    /// Enqueues a pass over at most `most_rows` rows at positions below `end`, and what it says.
+    /// Enqueues a pass over at most `most_rows` rows at positions below `end`, and what becomes of its last row.
     fn enqueue_pass(&self, at: &Between<'_>, number: u32, most_rows: u32, end: u32) -> Result<(), Error> {
-        // SAFETY: the first pass is behind `plan_draft`, every other behind what plans its row, and both zero the
-        // counters; a head's first is of rows whose hidden states are there, as it is never so far behind that they are
-        // gone.
+        // SAFETY: the first pass is behind `plan_draft`, every other behind `next_draft`, and both zero the counters; a
+        // head's first is of rows whose hidden states are there, as it is never so far behind that they are gone.
         unsafe {
             match at.forward.states() {
                 Some(states) if self.is_head() => {
-                    let begin =
-                        if number == 0 { Begin::OfModel(states) } else { Begin::Own(self.next(at, number - 1)) };
+                    let begin = if number == 0 { Begin::OfModel(states) } else { Begin::Own };
                     self.forward.enqueue_head_pass(begin, most_rows, end, RowOutput::LogitsFrom(0))?;
                 }
                 _ => self.forward.enqueue_decode(most_rows, end)?,
@@ -317,13 +315,7 @@ impl ModelDrafter {
             vocab: self.forward.config().vocab_size as u32,
             noted: 1,
         };
-        // SAFETY: as for the plan.
-        unsafe { self.sampler.enqueue_notes(note) }
-    }
-
-    /// What becomes of what a pass has said: a draft, and the row of the next pass.
-    fn next(&self, at: &Between<'_>, number: u32) -> NextDraft {
-        NextDraft {
+        let next = NextDraft {
             state: at.state(),
             words: self.words.ptr_mut(),
             rows: self.forward.rows(),
@@ -333,6 +325,11 @@ impl ModelDrafter {
             counters: self.forward.counters(),
             number,
             shift: self.shift(),
+        };
+        // SAFETY: as for the plan.
+        unsafe {
+            self.sampler.enqueue_notes(note)?;
+            at.device().launch::<draft_model::next_draft>(1, 0, next)
         }
     }
 }
@@ -377,11 +374,6 @@ impl Drafter<OnDevice> for ModelDrafter {
         for number in 0..self.passes {
             let end = (at.length + number).min(at.capacity);
             self.enqueue_pass(&at, number, if number == 0 { room } else { 1 }, end)?;
-            // A head's next pass begins with that.
-            if !self.is_head() || number + 1 == self.passes {
-                // SAFETY: as for the plan.
-                unsafe { at.device().launch::<draft_model::next_draft>(1, 0, self.next(&at, number))? };
-            }
         }
         let Proposals { tokens, rows, .. } = at.proposals;
         self.enqueue_match(&at, (tokens, rows), at.length + self.passes)?;

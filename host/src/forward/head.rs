@@ -1,8 +1,7 @@
 //! The pass of an EAGLE-3 head on a device: its rows are made of hidden states, and its layer is like any other.
 
 use cuda_std::{Global, GlobalMut};
-use gpu_kernels::draft_model::NextDraft;
-use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, NextPairs, STATES, States};
+use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, STATES, States};
 use gpu_kernels::linear::{Linear, N_TILE};
 use gpu_kernels::norm::Norm;
 use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS};
@@ -81,8 +80,8 @@ impl Pairs {
 pub(crate) enum Begin {
     /// The model's hidden states of their positions.
     OfModel(States),
-    /// The head's own of the last row of the pass that has run, behind which this plans a row.
-    Own(NextDraft),
+    /// The head's own of its last row: one row.
+    Own,
 }
 
 impl HeadWeights {
@@ -203,8 +202,7 @@ impl Forward {
     ///
     /// # Safety
     /// This is a head, and [its counters](Self::counters) are zero by then if all logits are wanted. Where the
-    /// rows begin with the model's hidden states, those of their positions are there; otherwise what plans the row is as
-    /// its documentation says.
+    /// rows begin with the model's hidden states, those of their positions are there.
     ///
     /// # Errors
     /// A refused launch.
@@ -230,7 +228,7 @@ impl Forward {
         unsafe {
             let hidden = match begin {
                 Begin::OfModel(states) => self.enqueue_fc(pairs, &pass, states)?,
-                Begin::Own(_) => pairs.own.ptr(),
+                Begin::Own => pairs.own.ptr(),
             };
             let make = MakePairs {
                 rows: pass.rows,
@@ -246,11 +244,7 @@ impl Forward {
                 eps: c.rms_norm_eps,
                 norm_before_residual: pairs.inputs.norm_before_residual.into(),
             };
-            let shared = MakePairs::SHARED_BYTES;
-            match begin {
-                Begin::OfModel(_) => self.device.launch::<eagle::make_pairs>((1, most_rows), shared, make)?,
-                Begin::Own(next) => self.device.launch::<eagle::next_pairs>(1, shared, NextPairs { next, make })?,
-            }
+            self.device.launch::<eagle::make_pairs>((1, most_rows), MakePairs::SHARED_BYTES, make)?;
             if let Some(decode) = decode {
                 return self.enqueue_decode_kernel(decode, pass.rows, (most_rows, RowsOf::OneSequence));
             }
