@@ -210,8 +210,9 @@ impl Findings {
         let kept = coding.map(|coding| Kept { coding, plain: false });
         let may_pack = coding.is_none() && command.load.options.lossless != Some(false);
         let may_pack = may_pack && Forward::check(config).is_ok();
-        let size = |checkpoint| PackedSize::of(checkpoint, PackedSize::SAMPLED);
-        let packed = checkpoint.filter(|_| may_pack).map(size).transpose()?.flatten();
+        // What cannot be read is for loading, or `--check`, to tell.
+        let size = |checkpoint| PackedSize::of(checkpoint, PackedSize::SAMPLED).ok().flatten();
+        let packed = checkpoint.filter(|_| may_pack).and_then(size);
         let memory = Memory {
             context,
             weight_bytes: footprint.weights,
