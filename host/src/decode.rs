@@ -89,9 +89,8 @@ impl Decode {
         let sizes =
             [config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads];
         let [hidden, intermediate, q_heads, kv_heads] = sizes.map(|size| size as u32);
-        // A head's projections read two hidden sizes.
-        let inputs = weights.stream.matrix(0, Matrix::Qkv).k;
-        let pairs = if inputs == hidden { 0 } else { inputs / 2 };
+        let inputs = qkv_inputs(weights);
+        let pairs = if is_head(config, weights) { inputs / 2 } else { 0 };
         let sizes = [hidden, intermediate, q_heads, kv_heads, pairs];
         let words = device.zeroed(Exchange::new(GlobalMut::default(), sizes).1)?;
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
@@ -113,8 +112,7 @@ impl Decode {
     fn compact(device: &Device, config: &Config, weights: &DeviceWeights) -> Result<Compact, Error> {
         let stream = weights.stream.weights();
         // Of a head, bits are of no interest to anybody.
-        let is_head = weights.stream.matrix(0, Matrix::Qkv).k as usize != config.hidden_size;
-        let wanted = device.options().lossless.filter(|wanted| *wanted || !is_head);
+        let wanted = device.options().lossless.filter(|wanted| *wanted || !is_head(config, weights));
         let fits = |bytes: u64| Ok::<_, Error>(device.free_memory()?.is_none_or(|free| free / 4 > bytes));
         if let Some(codes) = &weights.codes {
             let maps = device.array_maps(&codes.arrays())?;
@@ -289,6 +287,16 @@ impl Decode {
             Ok(())
         }
     }
+}
+
+/// Input features of the projections of queries, keys and values.
+fn qkv_inputs(weights: &DeviceWeights) -> u32 {
+    weights.stream.matrix(0, Matrix::Qkv).k
+}
+
+/// Whether the weights are an EAGLE-3 head's, whose projections read two hidden sizes.
+fn is_head(config: &Config, weights: &DeviceWeights) -> bool {
+    qkv_inputs(weights) as usize != config.hidden_size
 }
 
 /// What these hold, one after another, in memory of its own.

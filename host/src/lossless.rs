@@ -68,7 +68,7 @@ impl Packed {
                 matrix.each(count, pack)?;
                 let mut found = vec![0; counts.len()];
                 counts.read(0, &mut found)?;
-                let escapes = (0..).zip(&found).map(|(n, &tiles): (u64, _)| n * u64::from(tiles)).sum();
+                let escapes = escapes_of(&found);
                 let unfit = found[MOST_ESCAPES as usize] > 0;
                 if !unfit && best.as_ref().is_none_or(|(fewest, ..)| escapes < *fewest) {
                     best = Some((escapes, matrix, found));
@@ -162,6 +162,11 @@ fn pack(stream: &Buffer<bf16>, matrix: &Matrix) -> Pack {
         first: matrix.chunks[0],
         double: matrix.double.into(),
     }
+}
+
+/// How many escapes there are in all.
+fn escapes_of<T: Copy + Into<u64>>(tiles_by_escapes: &[T]) -> u64 {
+    (0..).zip(tiles_by_escapes).map(|(n, &tiles): (u64, _)| n * tiles.into()).sum()
 }
 
 /// Escapes for which lists of so many bytes have no room.

@@ -8,7 +8,7 @@ use model::plan::Matrix;
 use model::{Checkpoint, Weight};
 use rayon::prelude::*;
 
-use super::{beyond, list_bytes};
+use super::{beyond, escapes_of, list_bytes};
 use crate::Error;
 use crate::stream;
 
@@ -67,11 +67,6 @@ impl PackedSize {
             packed: regions * u64::from(Lossless::region_bytes(list)) + lists_and_scales,
         }))
     }
-}
-
-/// How many escapes there are in all.
-fn escapes_of(tiles_by_escapes: &[u64]) -> u64 {
-    (0..).zip(tiles_by_escapes).map(|(n, tiles): (u64, _)| n * tiles).sum()
 }
 
 /// The 16 rows of an N-tile of the matrix that is made of these parts, one after another, or every eight of one
