@@ -269,10 +269,7 @@ impl Answer<'_> {
         ));
         if report.is_verbose() {
             if matches!(self.request.draft, Some(Draft::Model(_))) {
-                let by_ngram = statistics.drafted_by_ngram();
-                for (source, drafts) in [("model", statistics.by_model), ("n-gram", by_ngram)] {
-                    note(&format!("drafts  by {source}: {} tried, {} accepted", drafts.drafted, drafts.accepted));
-                }
+                JsonDrafts::of(statistics).lines().iter().for_each(|line| note(&format!("drafts  {line}")));
             }
             histogram(statistics);
         }
@@ -349,21 +346,33 @@ struct JsonStatistics {
 }
 
 /// Drafts by who proposed them.
-#[derive(Serialize)]
-struct JsonDrafts {
+#[derive(Debug, Serialize)]
+pub struct JsonDrafts {
     ngram: JsonDrafted,
     model: JsonDrafted,
 }
 
-#[derive(Serialize)]
+#[derive(Debug, Serialize)]
 struct JsonDrafted {
     drafted: usize,
     accepted: usize,
 }
 
-impl From<Drafted> for JsonDrafted {
-    fn from(Drafted { drafted, accepted }: Drafted) -> Self {
-        Self { drafted, accepted }
+impl JsonDrafts {
+    /// Those of a model, and all others.
+    pub fn new(model: Drafted, others: Drafted) -> Self {
+        let told = |Drafted { drafted, accepted }| JsonDrafted { drafted, accepted };
+        Self { ngram: told(others), model: told(model) }
+    }
+
+    fn of(statistics: &Statistics) -> Self {
+        Self::new(statistics.by_model, statistics.drafted_by_ngram())
+    }
+
+    /// For people, a line each.
+    pub fn lines(&self) -> [String; 2] {
+        [("model", &self.model), ("n-gram", &self.ngram)]
+            .map(|(source, of)| format!("by {source}: {} tried, {} accepted", of.drafted, of.accepted))
     }
 }
 
@@ -380,7 +389,7 @@ impl From<&Statistics> for JsonStatistics {
             steps: s.steps,
             drafted: s.drafted,
             accepted: s.accepted,
-            drafts: JsonDrafts { ngram: s.drafted_by_ngram().into(), model: s.by_model.into() },
+            drafts: JsonDrafts::of(s),
             mean_accepted_length: s.mean_accepted_length(),
             step_lengths: s.step_lengths.clone(),
         }

@@ -54,6 +54,14 @@ pub struct Drafted {
     pub accepted: usize,
 }
 
+impl std::ops::Add for Drafted {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { drafted: self.drafted + other.drafted, accepted: self.accepted + other.accepted }
+    }
+}
+
 /// What one step brought.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {

@@ -120,6 +120,14 @@ impl Draft {
         }
     }
 
+    /// Whether an n-gram match proposes.
+    pub(crate) fn matches_ngrams(&self) -> bool {
+        match self {
+            Self::Ngram(_) => true,
+            Self::Model(draft) => draft.ngram.is_some(),
+        }
+    }
+
     /// Checks the settings, and that a model drafts only where there `is_model`.
     pub(crate) fn check_for(&self, is_model: bool) -> Result<(), Error> {
         self.check()?;
@@ -329,7 +337,7 @@ pub(crate) fn masks(matcher: &mut Matcher, drafts: &[u32], vocab_size: usize) ->
 ///
 /// # Errors
 /// [`Error::DraftVocabulary`], with the first that differs.
-fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error> {
+pub(crate) fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error> {
     let Some(id) = model.first_difference(draft) else { return Ok(()) };
     let name = |tokenizer: &Tokenizer| match tokenizer.decode_with_special(&[id]) {
         text if text.is_empty() => "nothing".into(),

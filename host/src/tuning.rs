@@ -21,6 +21,10 @@ pub const PASS_ROWS: usize = 8192;
 /// card.
 pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
 
+/// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile
+/// (`docs/reference/kernels/decode.md`): what a pass of a draft model costs follows from it.
+pub(crate) const DRAFT_LAYER_BYTES: u64 = 32 << 20;
+
 /// What is good for a target.
 #[derive(Debug, PartialEq)]
 pub struct Tuning {

@@ -99,6 +99,10 @@ impl BatchBackend for Arranged {
         self.backend.put_off()
     }
 
+    fn rewrite(&mut self, slot: Slot, at: usize, tokens: &[u32]) {
+        self.backend.rewrite(slot, at, tokens);
+    }
+
     fn end(&mut self) -> Result<Vec<Outcome>, Error> {
         self.frugally(|backend| backend.end())
     }

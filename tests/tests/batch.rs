@@ -43,7 +43,7 @@ fn a_request_gives_the_same_tokens_in_any_company() {
         (limits(8, 24, 0, drafting), drafting),
         (limits(5, 32, 10, None), None),
     ] {
-        let backend = CpuBatch::new(&checkpoint, limits, draft).unwrap_or_else(|e| panic!("{e}"));
+        let backend = CpuBatch::new(&checkpoint, limits, draft.map(Into::into)).unwrap_or_else(|e| panic!("{e}"));
         let (answers, happened) = together(&checkpoint, Arranged::priced(Box::new(backend), true), &jobs, None);
         println!("{happened:?}");
         for (id, answer) in &answers {

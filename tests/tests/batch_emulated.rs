@@ -66,7 +66,7 @@ fn options(sequences: u32, rows: u32, pages: usize, host_pages: usize, draft: Op
         rows: Some(rows),
         cache_tokens: Some(pages * 64),
         swap_tokens: Some(host_pages * 64),
-        draft,
+        draft: draft.map(Into::into),
         draft_rows: 16,
         packed_pages: Some(0),
         mask_wait: None,

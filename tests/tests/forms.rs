@@ -206,7 +206,7 @@ fn forms_change_nothing_about_company_and_drafts_on_the_cpu() {
     let checkpoint = golden();
     let cpu = |drafts: Option<NgramDraft>| -> Box<dyn BatchBackend> {
         let limits = limits(drafts.map_or(0, |draft| draft.tokens));
-        Box::new(CpuBatch::new(&checkpoint, limits, drafts).unwrap_or_else(|e| panic!("{e}")))
+        Box::new(CpuBatch::new(&checkpoint, limits, drafts.map(Into::into)).unwrap_or_else(|e| panic!("{e}")))
     };
     let batches = vec![cpu(None), cpu(None), cpu(Some(EAGER)), cpu(Some(EAGER))];
     let seen = are_the_same(&checkpoint, DeviceChoice::Cpu, &requests(&checkpoint), batches);
@@ -222,7 +222,7 @@ fn forms_change_nothing_about_company_and_drafts_on_a_device() {
         rows: Some(300),
         cache_tokens: Some(pages * 64),
         swap_tokens: Some(6 * 64),
-        draft,
+        draft: draft.map(Into::into),
         draft_rows: 20,
         packed_pages: Some(0),
         mask_wait: None,
@@ -351,7 +351,7 @@ fn a_sequence_without_a_form_waits_for_no_mask_and_no_proposal() {
         (answers, batch.metrics().counts.put_off)
     };
     jobs.push(free);
-    for draft in [None, Some(EAGER)] {
+    for draft in [None, Some(EAGER.into())] {
         let (without, none) = run(&jobs[2..], draft);
         let (with, put_off) = run(&jobs, draft);
         assert_eq!(with[&9].1, without[&9].1);

@@ -271,17 +271,19 @@ fn a_thousand_prompts_give_the_same_tokens() -> Result<(), Failed> {
         ModelDraft { ngram: ngrams, adaptive: true, ..tree }.into(),
     )?;
     drop(engine);
-    let mut engine = load(shallow.into())?;
+    let mut engine = load(shallow.clone().into())?;
     compare(&mut engine, "a model", alone.into())?;
     compare(&mut engine, "a tree by a model, and n-grams", ModelDraft { ngram: ngrams, ..tree }.into())?;
     drop(engine);
 
     let jobs: Vec<(usize, Request)> = requests.into_iter().enumerate().collect();
-    for draft in [None, Some(EAGER)] {
+    let settings = [None, Some(EAGER.into()), Some(alone.into()), Some(ModelDraft { ngram: ngrams, ..alone }.into())];
+    for draft in settings {
         // Four rows a sequence, on the average.
         let options = BatchOptions { sequences: Some(64), draft, draft_rows: 256, ..BatchOptions::default() };
         let progress = &mut |_, _| ControlFlow::Continue(());
-        let backend = GpuBatch::load(&checkpoint, &Device::cuda(0)?, 256, options, progress)?;
+        let drafter = matches!(draft, Some(Draft::Model(_))).then_some(&shallow);
+        let backend = GpuBatch::load(&checkpoint, drafter, &Device::cuda(0)?, 256, options, progress)?;
         let (answers, happened) = together(&checkpoint, Arranged::priced(Box::new(backend), true), &jobs, None);
         if let Some((id, _)) = answers.iter().find(|(id, answer)| answer.tokens != expected[*id]) {
             return Err(format!("request {id} differs in a batch with {draft:?}").into());
@@ -440,13 +442,13 @@ fn a_request_gives_the_tokens_in_any_batch(opened: &DeviceOptions) -> Result<(),
             rows: Some(rows),
             cache_tokens: Some(pages * 64),
             swap_tokens: Some(host_pages * 64),
-            draft,
+            draft: draft.map(Into::into),
             draft_rows: 64,
             packed_pages: Some(0),
             mask_wait: None,
         };
         let progress = &mut |_, _| std::ops::ControlFlow::Continue(());
-        let backend = GpuBatch::load(&checkpoint, &Device::cuda_with(0, opened)?, CONTEXT, options, progress)?;
+        let backend = GpuBatch::load(&checkpoint, None, &Device::cuda_with(0, opened)?, CONTEXT, options, progress)?;
         let (answers, happened) = together(&checkpoint, Arranged::priced(Box::new(backend), to_host), &jobs, None);
         println!("{happened:?}");
         for (id, answer) in &answers {
@@ -484,7 +486,7 @@ fn a_card_that_others_fill_does_not_end_a_batch(opened: &DeviceOptions) -> Resul
     let run = |filled: bool| -> Result<_, Failed> {
         let others = Device::cuda_with(0, opened)?;
         let progress = &mut |_, _| std::ops::ControlFlow::Continue(());
-        let backend = GpuBatch::load(&checkpoint, &Device::cuda_with(0, opened)?, 400, options, progress)?;
+        let backend = GpuBatch::load(&checkpoint, None, &Device::cuda_with(0, opened)?, 400, options, progress)?;
         let mut taken = Vec::new();
         for bytes in if filled { &[1 << 30, 32 << 20, 1 << 20, 1 << 12][..] } else { &[] } {
             while let Ok(buffer) = others.zeroed::<u8>(*bytes) {

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 use host::batch::BatchOptions;
-use host::{DeviceChoice, Draft, LoadOptions};
+use host::{DeviceChoice, LoadOptions};
 use model::{GenerationConfig, Source, WeightsMode};
 
-use super::{Answer, Detail, GENERATE_TOKENS, Report, answer, load, report, source, usage, weights};
+use super::{Answer, Detail, DraftSource, GENERATE_TOKENS, Report, answer, load, report, source, usage, weights};
 use crate::args::RunArgs;
 use crate::args::batch::{BatchArgs, BatchCommand, Devices, MergeArgs, Shard};
 
@@ -118,20 +118,16 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
     let seed = how.seed.unwrap_or(0);
     let mut answer = answer(how, &draft, most.unwrap_or(GENERATE_TOKENS))?;
     answer.seed = seed;
-    let draft = match answer.draft {
-        None => None,
-        Some(Draft::Ngram(draft)) => Some(draft),
-        Some(Draft::Model(_)) => {
-            return Err(usage("a batch takes no drafts from a model yet; use --draft ngram or --draft none"));
-        }
-    };
+    if matches!(answer.draft_source, Some(DraftSource::Eagle3(_))) {
+        return Err(usage("a batch takes no drafts from a head yet; use --draft model:MODEL, ngram or none"));
+    }
     let size = args.size;
     let options = BatchOptions {
         sequences: size.sequences,
         rows: size.step_rows,
         cache_tokens: size.cache_tokens,
         swap_tokens: size.swap_tokens,
-        draft,
+        draft: answer.draft,
         draft_rows: size.draft_rows,
         packed_pages: None,
         mask_wait: None,

@@ -9,6 +9,7 @@ use model::{Fault, Form, Sampling};
 use super::limits::{Costs, Limits};
 use super::plan::{Plan, Slot};
 use crate::Error;
+use crate::backend::Drafted;
 
 /// What a backend needs to know of a sequence that takes a slot.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +42,8 @@ pub struct Outcome {
     pub logprobs: Vec<Logprobs>,
     /// Drafts that were tried.
     pub drafted: usize,
+    /// Those of them that a model has proposed.
+    pub by_model: Drafted,
     /// What was NaN or infinite in the rows that decided; then the tokens mean nothing, and the sequence has failed.
     pub fault: Option<Fault>,
     /// Why its form cannot be followed any further; then likewise.
@@ -131,6 +134,13 @@ pub trait BatchBackend: Send {
     fn put_off(&mut self) -> Vec<Slot> {
         Vec::new()
     }
+
+    /// From position `at` on, what the sequence in a slot says is `tokens` instead of what was chosen. Its rows from
+    /// there on are to run again.
+    ///
+    /// # Panics
+    /// If a step is under way, or the sequence has less than so many tokens: a bug of the caller.
+    fn rewrite(&mut self, slot: Slot, at: usize, tokens: &[u32]);
 
     /// Waits for the step that was begun first. Returns the outcome of each work that samples and was not
     /// [put off](Self::put_off), in order, also of a sequence that has left its slot.

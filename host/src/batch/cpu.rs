@@ -6,19 +6,19 @@ use model::{Checkpoint, CpuModel, Fault, KvPages, Row};
 use rayon::prelude::*;
 
 use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
-use super::draft::{Drafting, Drafts, propose};
+use super::draft::{Drafters, Drafting, Drafts, ModelDrafter};
 use super::limits::{Costs, Limits};
-use super::plan::{Page, Plan, Work};
+use super::plan::{self, Page, Plan, Work};
 use super::running::Running;
 use crate::Error;
 use crate::cpu::{DRAFT_COST, memory};
-use crate::draft::{NgramDraft, Proposal, masks};
+use crate::draft::{Draft, Proposal, masks};
 
 /// Runs batches on the CPU.
 pub struct CpuBatch {
     model: CpuModel,
     limits: Limits,
-    draft: Option<NgramDraft>,
+    drafters: Drafters,
     pages: KvPages,
     host: KvPages,
     slots: Vec<Slot>,
@@ -52,11 +52,11 @@ struct Choice<'a> {
 }
 
 impl CpuBatch {
-    /// Within `limits`; `draft` proposes, if anyone.
+    /// Within `limits`; drafts are proposed as `draft` says, if at all.
     ///
     /// # Errors
     /// A checkpoint that lacks a weight, or has one that is NaN or infinite; a cache larger than memory.
-    pub fn new(checkpoint: &Checkpoint, limits: Limits, draft: Option<NgramDraft>) -> Result<Self, Error> {
+    pub fn new(checkpoint: &Checkpoint, limits: Limits, draft: Option<Draft>) -> Result<Self, Error> {
         checkpoint.check_finite(&|_| {})?;
         let model = CpuModel::new(checkpoint)?;
         let store = |pages: u32| KvPages::new(model.config(), pages as usize, limits.page_tokens);
@@ -74,13 +74,21 @@ impl CpuBatch {
             rows: Rate::guess(checkpoint.cpu_bytes() as f64 / 10e9),
             model,
             limits,
-            draft,
+            drafters: Drafters::new(draft),
             outcomes: Vec::new(),
         })
     }
 
+    /// With a model that drafts where the settings say so.
+    #[must_use]
+    pub(crate) fn drafted_by(mut self, model: ModelDrafter) -> Self {
+        self.drafters.model = Some(model);
+        self
+    }
+
     /// Moves pages and takes note of who is where.
     fn prepare(&mut self, plan: &Plan, starts: &[Start<'_>]) {
+        self.drafters.forget_left(plan);
         let start = Instant::now();
         for swap in &plan.swap_out {
             self.host.copy_page_from(&self.pages, swap.from as usize, swap.to as usize);
@@ -128,7 +136,7 @@ impl BatchBackend for CpuBatch {
             1 => Drafting::Here(&self.slots[work.slot as usize].running),
             _ => Drafting::No,
         };
-        let drafts = propose(plan, self.draft, DRAFT_COST, drafting, |_| Proposal::default());
+        let drafts = self.drafters.propose(plan, DRAFT_COST, drafting, |_| Proposal::default())?;
         let mut rows = Vec::new();
         for (work, drafts) in plan.work.iter().zip(&drafts) {
             let slot = &self.slots[work.slot as usize];
@@ -186,11 +194,16 @@ impl BatchBackend for CpuBatch {
             let decisive = faults.iter().filter(|fault| fault.row < known + tokens.len() - 1);
             let fault = slot.fault.or(decisive.min().copied());
             let lost = slot.running.lost();
-            Outcome { slot: number, tokens, logprobs, drafted: drafts.count, fault, lost }
+            let by_model = drafts.by_model(&tokens);
+            Outcome { slot: number, tokens, logprobs, drafted: drafts.count, by_model, fault, lost }
         };
         self.outcomes = choices.into_par_iter().map(choose).collect();
         self.rows.add(start.elapsed().as_secs_f64(), count);
         Ok(())
+    }
+
+    fn rewrite(&mut self, slot: plan::Slot, at: usize, tokens: &[u32]) {
+        self.slots[slot as usize].running.rewrite(at, tokens);
     }
 
     fn end(&mut self) -> Result<Vec<Outcome>, Error> {

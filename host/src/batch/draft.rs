@@ -1,11 +1,17 @@
-//! Drafts of a step's sequences, on the host: what the n-gram operator does on a device, budget and all.
+//! Drafts of a step's sequences: by n-gram match, on the host, as the n-gram operator makes them on a device, budget and
+//! all; and by a [model](model) beside it.
+
+mod model;
 
 use gpu_kernels::drafting;
 use rayon::prelude::*;
 
+pub(crate) use self::model::{ModelDrafter, Wanted};
 use super::plan::{Plan, Work};
 use super::running::Running;
-use crate::draft::{NgramDraft, Proposal};
+use crate::Error;
+use crate::backend::Drafted;
+use crate::draft::{Draft, NgramDraft, Proposal};
 
 /// Drafts for a work.
 #[derive(Clone, Default)]
@@ -14,12 +20,22 @@ pub struct Drafts {
     pub proposal: Proposal,
     /// How many of them, from the first on, run.
     pub count: usize,
+    /// How many of them, from the first on, a model has said.
+    pub by_model: usize,
+    /// What an n-gram match found, proposed or not.
+    pub guess: Vec<u32>,
 }
 
 impl Drafts {
     /// Those that run.
     pub fn run(&self) -> &[u32] {
         &self.proposal.tokens[..self.count]
+    }
+
+    /// Those of the model among them, in a step that has brought `tokens`.
+    pub fn by_model(&self, tokens: &[u32]) -> Drafted {
+        let drafted = self.by_model.min(self.count);
+        Drafted { drafted, accepted: drafted.min(tokens.len() - 1) }
     }
 }
 
@@ -43,47 +59,117 @@ impl<'a> Drafting<'a> {
     }
 }
 
-/// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`. `drafting`
-/// tells of a work's sequence; proposals that are not made here are asked of `elsewhere` when the others are there.
-pub fn propose<'a>(
-    plan: &Plan,
-    draft: Option<NgramDraft>,
-    cost: drafting::Cost,
-    drafting: impl Fn(&Work) -> Drafting<'a>,
-    mut elsewhere: impl FnMut(&Work) -> Proposal,
-) -> Vec<Drafts> {
-    let Some(draft) = draft.filter(|_| plan.draft_threshold > 0) else {
-        return vec![Drafts::default(); plan.work.len()];
-    };
-    let sequences: Vec<_> =
-        plan.work.iter().map(|work| if work.samples { drafting(work) } else { Drafting::No }).collect();
-    // Whoever has a row in the budget is owed it, also who may not draft.
-    let active = plan.work.iter().filter(|work| work.samples && work.rows == 1).count() as i64;
-    let others = plan.work.iter().map(|work| work.rows).sum::<u32>().saturating_sub(1);
-    // Which drafts there are does not depend on the budget, only how many of them are tried.
-    let search = |(work, sequence): (&Work, &Drafting<'_>)| match sequence {
-        Drafting::Here(running) if work.most_drafts > 0 => {
-            running.propose(&NgramDraft { tokens: work.most_drafts.min(draft.tokens), ..draft })
-        }
-        _ => Proposal::default(),
-    };
-    let mut found: Vec<Proposal> = plan.work.par_iter().zip(&sequences).map(search).collect();
-    for ((work, sequence), found) in plan.work.iter().zip(&sequences).zip(&mut found) {
-        if matches!(sequence, Drafting::Elsewhere(_)) && work.most_drafts > 0 {
-            *found = elsewhere(work);
-            found.tokens.truncate(work.most_drafts.min(draft.tokens) as usize);
-        }
+/// Who drafts for the sequences of a batch.
+#[derive(Default)]
+pub struct Drafters {
+    /// How, if at all.
+    pub settings: Option<Draft>,
+    /// The draft model, if there is one.
+    pub model: Option<ModelDrafter>,
+}
+
+impl Drafters {
+    /// Without a model: then drafts are those of an n-gram match.
+    pub fn new(settings: Option<Draft>) -> Self {
+        Self { settings, model: None }
     }
-    let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
-    let choose = |(mut proposal, sequence): (Proposal, Drafting<'_>)| {
-        let Some(sequence) = sequence.sequence() else { return Drafts::default() };
-        proposal.tokens.truncate(budget.next() as usize);
-        let acceptance = if proposal.forced { drafting::ONE } else { sequence.acceptance };
-        let count = drafting::worthwhile(acceptance, draft.cost(cost), others, proposal.tokens.len() as u32);
-        budget.used += i64::from(count);
-        Drafts { proposal, count: count as usize }
-    };
-    found.into_iter().zip(sequences).map(choose).collect()
+
+    /// The settings of the n-gram match.
+    pub fn match_settings(&self) -> Option<NgramDraft> {
+        self.settings.map(|draft| draft.match_settings())
+    }
+
+    /// Forgets the sequences in the slots that `plan` frees or gives to others.
+    pub fn forget_left(&mut self, plan: &Plan) {
+        let Some(model) = &mut self.model else { return };
+        let started = plan.started.iter().map(|started| &started.slot);
+        plan.freed.iter().chain(started).for_each(|slot| model.forget(*slot));
+    }
+
+    /// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`.
+    /// `drafting` tells of a work's sequence; proposals that are not made here are asked of `elsewhere` when the others
+    /// are there.
+    ///
+    /// # Errors
+    /// A device error of the draft model.
+    pub fn propose<'a>(
+        &mut self,
+        plan: &Plan,
+        cost: drafting::Cost,
+        drafting: impl Fn(&Work) -> Drafting<'a>,
+        mut elsewhere: impl FnMut(&Work) -> Proposal,
+    ) -> Result<Vec<Drafts>, Error> {
+        let Some(settings) = self.settings.filter(|_| plan.draft_threshold > 0) else {
+            return Ok(vec![Drafts::default(); plan.work.len()]);
+        };
+        let draft = settings.match_settings();
+        let sequences: Vec<_> =
+            plan.work.iter().map(|work| if work.samples { drafting(work) } else { Drafting::No }).collect();
+        let most = |work: &Work| work.most_drafts.min(draft.tokens);
+        // Which drafts there are does not depend on the budget, only how many of them are tried.
+        let search = |(work, sequence): (&Work, &Drafting<'_>)| match sequence {
+            Drafting::Here(running) if most(work) > 0 && settings.matches_ngrams() => {
+                running.propose(&NgramDraft { tokens: most(work), ..draft })
+            }
+            _ => Proposal::default(),
+        };
+        let mut found: Vec<Proposal> = plan.work.par_iter().zip(&sequences).map(search).collect();
+        for ((work, sequence), found) in plan.work.iter().zip(&sequences).zip(&mut found) {
+            if matches!(sequence, Drafting::Elsewhere(_)) && work.most_drafts > 0 {
+                *found = elsewhere(work);
+                found.tokens.truncate(most(work) as usize);
+            }
+        }
+        let chains = match (&mut self.model, settings) {
+            (Some(model), Draft::Model(settings)) => {
+                let wanted = plan.work.iter().zip(&sequences).zip(&found).map(|((work, sequence), guess)| {
+                    let Drafting::Here(running) = sequence else { return None };
+                    let guess = guess.tokens.as_slice();
+                    Some(Wanted { slot: work.slot, running, most: most(work), guess })
+                });
+                let rows = plan.work.iter().map(|work| work.rows).sum();
+                model.propose(&settings, cost, rows, &wanted.collect::<Vec<_>>())?
+            }
+            _ => vec![Vec::new(); plan.work.len()],
+        };
+
+        // Whoever has a row in the budget is owed it, also who may not draft.
+        let active = plan.work.iter().filter(|work| work.samples && work.rows == 1).count() as i64;
+        let others = plan.work.iter().map(|work| work.rows).sum::<u32>().saturating_sub(1);
+        let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
+        let mut drafts = Vec::with_capacity(plan.work.len());
+        for (((work, sequence), found), chain) in plan.work.iter().zip(&sequences).zip(found).zip(chains) {
+            let Some(sequence) = sequence.sequence() else {
+                drafts.push(Drafts::default());
+                continue;
+            };
+            let room = budget.next();
+            let mut guess = found.tokens.clone();
+            guess.truncate(room as usize);
+            let (mut proposal, by_model) = (found, chain.len());
+            let mut acceptance = if proposal.forced { drafting::ONE } else { sequence.acceptance };
+            if by_model > 0 {
+                acceptance = self.model.as_ref().map_or(acceptance, |model| model.acceptance(work.slot));
+                proposal = Proposal { tokens: extended(&settings, sequence, chain, most(work)), forced: false };
+            }
+            proposal.tokens.truncate(room as usize);
+            let count = drafting::worthwhile(acceptance, draft.cost(cost), others, proposal.tokens.len() as u32);
+            budget.used += i64::from(count);
+            drafts.push(Drafts { proposal, count: count as usize, by_model, guess });
+        }
+        Ok(drafts)
+    }
+}
+
+/// A model's chain with what an n-gram match finds after it, `most` drafts in all.
+fn extended(settings: &Draft, sequence: &Running, mut chain: Vec<u32>, most: u32) -> Vec<u32> {
+    let left = most.saturating_sub(chain.len() as u32);
+    if left > 0 && settings.matches_ngrams() {
+        let text = [sequence.history.as_slice(), &chain].concat();
+        let draft = NgramDraft { tokens: left, ..settings.match_settings() };
+        chain.extend(draft.propose(bytemuck::cast_slice(&text), sequence.max_length));
+    }
+    chain
 }
 
 /// The n-gram operator's shared budget (`gpu_kernels::ngram`), handed out to one decoding sequence after the other.
@@ -110,7 +196,7 @@ mod tests {
     use gpu_kernels::drafting::Cost;
     use gpu_kernels::ngram::reference;
 
-    use super::{DraftBudget, Drafting, NgramDraft, Plan, Proposal, Running, Work, propose};
+    use super::{DraftBudget, Drafters, Drafting, NgramDraft, Plan, Proposal, Running, Work};
 
     #[test]
     fn a_row_that_ends_a_prompt_is_owed_its_place_in_the_budget() {
@@ -126,12 +212,14 @@ mod tests {
                     true if elsewhere.contains(&work.slot) => Drafting::Elsewhere(&running),
                     true => Drafting::Here(&running),
                 };
-                let drafts = propose(&plan, Some(draft), Cost::default(), drafting, |_| made.clone());
+                let mut drafters = Drafters::new(Some(draft.into()));
+                let drafts = drafters.propose(&plan, Cost::default(), drafting, |_| made.clone()).unwrap();
                 let count = drafts.iter().map(|drafts| drafts.count).sum::<usize>();
                 assert_eq!(count, 4, "{may_draft:?}, {elsewhere:?}");
             }
             let late = |_: &Work| Proposal::default();
-            let drafts = propose(&plan, Some(draft), Cost::default(), |_| Drafting::Elsewhere(&running), late);
+            let mut drafters = Drafters::new(Some(draft.into()));
+            let drafts = drafters.propose(&plan, Cost::default(), |_| Drafting::Elsewhere(&running), late).unwrap();
             assert!(drafts.iter().all(|drafts| drafts.count == 0));
         }
     }

@@ -11,6 +11,7 @@
 mod checked;
 mod enqueue;
 mod lists;
+mod load;
 mod masking;
 mod moves;
 mod notes;
@@ -28,7 +29,7 @@ use gpu_kernels::attention::Attend;
 use gpu_kernels::logprobs::Wanted;
 use gpu_kernels::step::NO_TOKEN;
 use half::bf16;
-use model::{Checkpoint, Config, Fault, Place};
+use model::{Config, Fault, Place};
 
 use self::lists::Ready;
 use self::masking::MaskJobs;
@@ -37,27 +38,22 @@ use self::notes::Notes;
 use self::packing::Packing;
 use self::passes::{RowPass, SequenceRows, Widths, cut};
 use self::proposing::ProposalJobs;
-use self::sizes::{BatchSizes, LEAST_ROWS, SPARE};
+use self::sizes::{BatchSizes, LEAST_ROWS};
 use self::upload::Upload;
 use self::uses::TokenUses;
-use super::PAGE_TOKENS;
 use super::backend::{BatchBackend, Outcome, Rate, Start};
-use super::cpu::check_memory;
-use super::draft::{Drafting, Drafts, propose};
+use super::draft::{Drafters, Drafting, Drafts};
 use super::limits::{Costs, Limits};
 use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
 use super::running::Running;
-use crate::cache::KvCache;
+use crate::Error;
 use crate::device::{Device, Mapped, Marker, Timer};
-use crate::draft::NgramDraft;
-use crate::forward::{Footprint, Forward};
+use crate::forward::Forward;
 use crate::masks::Masks;
-use crate::quantized::Kept;
 use crate::sampler::Sampler;
 use crate::tuning::DRAFT_COST;
 use crate::weights::DeviceWeights;
-use crate::{Error, Progress};
 
 /// Bytes that the kernels for steps of many sequences may take beside weights and activations.
 const DECODE_BYTES: u64 = 512 << 20;
@@ -67,7 +63,7 @@ pub struct GpuBatch {
     forward: Forward,
     limits: Limits,
     widths: Widths,
-    draft: Option<NgramDraft>,
+    drafters: Drafters,
     slots: Vec<Running>,
     mover: Mover,
     /// Where there are passes that read packed pages.
@@ -135,43 +131,6 @@ struct UnderWay {
 }
 
 impl GpuBatch {
-    /// Uploads `checkpoint` to `device`, for sequences of up to `context` tokens; what `options` leave open is as much
-    /// as there is memory for.
-    ///
-    /// # Errors
-    /// As [`Gpu::new`](crate::Gpu::new); a cache larger than the memory.
-    pub fn load(
-        checkpoint: &Checkpoint,
-        device: &Device,
-        context: usize,
-        options: BatchOptions,
-        progress: &mut Progress<'_>,
-    ) -> Result<Self, Error> {
-        let config = &checkpoint.config;
-        Forward::check(config)?;
-        let prompts_apart = device.has_prefill();
-        let sizes = BatchSizes::new(device, context, &options, prompts_apart);
-        let kept = DeviceWeights::kept(checkpoint, device)?;
-        // Said before anything is loaded.
-        let fits = |kept| {
-            let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
-                .coded(config, kept);
-            Footprint { working: least.working + SPARE, ..least }.left_on(device, context)?;
-            let in_e4m3 = kept.is_some_and(|kept: Kept| kept.coding.in_blocks);
-            let pages = sizes.pages(config, device, &options, in_e4m3, least.weights)?;
-            let tier = sizes.host_pages(config, &options, pages)?;
-            if device.is_emulator() {
-                // It keeps note of what was written, 2 bytes for 16.
-                let page = KvCache::page_bytes(config) * 9 / 8;
-                check_memory(page, pages + tier, least.weights + least.working)?;
-            }
-            Ok(())
-        };
-        fits(kept)?;
-        let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(None), progress)?;
-        Self::with_weights(device, config, weights, context, options, prompts_apart)
-    }
-
     /// With weights that are on the device; `prompts_apart` says whether prompts run in passes of their own, for which
     /// the device needs Hopper's hardware. With them and without, bits differ as they do between cards.
     ///
@@ -217,7 +176,7 @@ impl GpuBatch {
         Ok(Self {
             limits,
             widths,
-            draft: options.draft,
+            drafters: Drafters::new(options.draft),
             slots: vec![Running::default(); sizes.sequences],
             packing: forward.packed_pages().map(|_| Packing::new(pages, sizes.sequences, least)),
             upload: Upload::new(device, sizes.upload_words(pages, tier))?,
@@ -263,6 +222,7 @@ impl GpuBatch {
 
     /// Takes note of who is where; what is known of sequences that were there before is of no more use.
     fn take_up(&mut self, plan: &Plan, starts: &[Start<'_>]) {
+        self.drafters.forget_left(plan);
         for step in &mut self.under_way {
             step.left.extend(plan.started.iter().map(|started| started.slot));
         }
@@ -319,7 +279,7 @@ impl BatchBackend for GpuBatch {
         };
         let waits = self.mask_jobs.patience(only_forms).is_none();
         let made = |work: &Work| self.proposals.take(work.slot, waits);
-        let drafts = propose(plan, self.draft, DRAFT_COST, drafting, made);
+        let drafts = self.drafters.propose(plan, DRAFT_COST, drafting, made)?;
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
         let rows: Vec<SequenceRows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
 
@@ -388,6 +348,11 @@ impl BatchBackend for GpuBatch {
         std::mem::take(&mut self.put_off)
     }
 
+    fn rewrite(&mut self, slot: Slot, at: usize, tokens: &[u32]) {
+        assert!(self.under_way.is_empty(), "a step is under way");
+        self.slots[slot as usize].rewrite(at, tokens);
+    }
+
     fn end(&mut self) -> Result<Vec<Outcome>, Error> {
         let step = self.under_way.pop_front().expect("a step was begun");
         let clocks = &self.clocks[step.turn];
@@ -429,7 +394,7 @@ impl BatchBackend for GpuBatch {
                 let tokens = running.confirm(drafts, |row, _| chosen[i][row]);
                 self.uses.take_in(work.slot, running, &tokens);
                 self.mask_jobs.forget(work.slot);
-                if let Some(draft) = self.draft.filter(|_| step.drafts_fit) {
+                if let Some(draft) = self.drafters.match_settings().filter(|_| step.drafts_fit) {
                     self.proposals.begin(work.slot, running, draft);
                 }
                 tokens
@@ -443,7 +408,8 @@ impl BatchBackend for GpuBatch {
                 row,
             });
             let lost = if step.left.contains(&work.slot) { None } else { self.slots[work.slot as usize].lost() };
-            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, fault, lost });
+            let by_model = drafts.by_model(&tokens);
+            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, by_model, fault, lost });
         }
         self.take_up_halted()?;
         Ok(outcomes)

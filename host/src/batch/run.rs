@@ -7,12 +7,14 @@ use model::{Checkpoint, Config};
 
 use super::backend::{BatchBackend, Logprobs, Start};
 use super::cpu::CpuBatch;
+use super::draft::ModelDrafter;
 use super::gpu::GpuBatch;
 use super::limits::{Counts, Limits};
 use super::plan::SequenceId;
 use super::steps::{Sequences, Steps};
 use super::{Outcome, PAGE_TOKENS};
-use crate::draft::NgramDraft;
+use crate::backend::Drafted;
+use crate::draft::{Draft, DraftCheckpoint, check_vocabularies};
 use crate::engine::Text;
 use crate::{Error, Finish, LoadOptions, Progress, Request};
 
@@ -28,7 +30,7 @@ pub struct BatchOptions {
     /// Tokens that the host tier holds.
     pub swap_tokens: Option<usize>,
     /// Who proposes drafts, if anyone.
-    pub draft: Option<NgramDraft>,
+    pub draft: Option<Draft>,
     /// Drafts are tried while a step has fewer rows than this.
     pub draft_rows: u32,
     /// Full pages that a step has to read for them to be [packed](gpu_kernels::packed): 0 for always, `usize::MAX` for
@@ -50,8 +52,25 @@ impl BatchOptions {
     const CPU_SEQUENCES: u32 = 32;
     /// Rows of a step on the CPU: its GEMMs are in blocks of 64.
     const CPU_ROWS: u32 = 128;
+    /// Rows of a step of a draft model: what it reads of a text at once.
+    const DRAFTER_ROWS: u32 = 2048;
     /// Bytes of the CPU's cache, where nothing is said.
     const CPU_CACHE: usize = 1 << 30;
+
+    /// Those of the batch of a draft model, which reads along for every sequence that may draft at once, with a cache of
+    /// so many tokens.
+    pub(super) fn of_drafter(&self, cache_tokens: Option<usize>) -> Self {
+        Self {
+            sequences: Some(self.draft_rows.min(self.sequences.unwrap_or(self.draft_rows)).max(1)),
+            rows: Some(Self::DRAFTER_ROWS),
+            cache_tokens,
+            swap_tokens: Some(0),
+            draft: None,
+            draft_rows: 0,
+            packed_pages: Some(usize::MAX),
+            mask_wait: None,
+        }
+    }
 
     /// The limits of a CPU.
     fn cpu_limits(&self, config: &Config, context: usize) -> Limits {
@@ -69,7 +88,7 @@ impl BatchOptions {
             page_tokens: PAGE_TOKENS,
             pages: u32::try_from(pages).unwrap_or(u32::MAX),
             host_pages: u32::try_from(host_pages).unwrap_or(u32::MAX),
-            drafts: self.draft.map_or(0, |draft| draft.tokens),
+            drafts: self.draft.map_or(0, |draft| draft.tokens()),
             draft_rows: self.draft_rows,
             prompt_rows: 0,
             prompt_share: 0,
@@ -124,6 +143,8 @@ pub struct Metrics {
     pub drafted: u64,
     /// Drafts confirmed.
     pub accepted: u64,
+    /// Those of a model among them.
+    pub by_model: Drafted,
     /// Choices: rows that brought a token without a draft before it.
     pub choices: u64,
     /// Sequences running now.
@@ -149,6 +170,7 @@ impl Metrics {
             generated_tokens: self.generated_tokens + other.generated_tokens,
             drafted: self.drafted + other.drafted,
             accepted: self.accepted + other.accepted,
+            by_model: self.by_model + other.by_model,
             choices: self.choices + other.choices,
             running: self.running + other.running,
             pages_in_use: self.pages_in_use + other.pages_in_use,
@@ -203,15 +225,31 @@ impl Batch {
         if let Some(draft) = &options.draft {
             draft.check()?;
         }
-        if load.draft_model.is_some() {
-            return Err(Error::Draft { what: "a batch takes no drafts from a model".into() });
+        let draft = match &load.draft_model {
+            None => None,
+            Some(DraftCheckpoint::Model(draft)) => Some(draft),
+            Some(DraftCheckpoint::Eagle3(_)) => {
+                return Err(Error::Draft { what: "a batch takes no drafts from a head".into() });
+            }
+        };
+        if let Some(draft) = draft {
+            check_vocabularies(&checkpoint.tokenizer, &draft.tokenizer)?;
         }
         let context = load.context_for(&checkpoint.config)?;
         let backend: Box<dyn BatchBackend> = match load.device.open(&load.options)? {
-            Some(device) => Box::new(GpuBatch::load(&checkpoint, &device, context, options, progress)?),
+            Some(device) => Box::new(GpuBatch::load(&checkpoint, draft, &device, context, options, progress)?),
             None => {
                 let limits = options.cpu_limits(&checkpoint.config, context);
-                Box::new(CpuBatch::new(&checkpoint, limits, options.draft)?)
+                let backend = CpuBatch::new(&checkpoint, limits, options.draft)?;
+                match draft {
+                    None => Box::new(backend),
+                    Some(draft) => {
+                        let limits = options.of_drafter(None).cpu_limits(&draft.config, context);
+                        let of_draft = |error| Error::DraftModel(Box::new(error));
+                        let drafter = CpuBatch::new(draft, limits, None).map_err(of_draft)?;
+                        Box::new(backend.drafted_by(ModelDrafter::new(Box::new(drafter), &checkpoint.config, draft, 0)))
+                    }
+                }
             }
         };
         Ok(Self::with_backend(checkpoint, backend))
@@ -303,6 +341,7 @@ impl Batch {
             metrics.generated_tokens += outcome.tokens.len() as u64;
             metrics.drafted += outcome.drafted as u64;
             metrics.accepted += outcome.tokens.len().saturating_sub(1) as u64;
+            metrics.by_model = metrics.by_model + outcome.by_model;
             metrics.choices += 1;
             let end = match (outcome.fault, outcome.lost.clone()) {
                 (Some(fault), _) => Err(fault.into()),

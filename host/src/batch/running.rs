@@ -25,7 +25,7 @@ pub struct Running {
     pub stop_tokens: Vec<u32>,
     /// As [`Start::logprobs`].
     pub logprobs: Option<u32>,
-    /// What proposals were worth of late.
+    /// What n-gram matches were worth of late.
     pub acceptance: u32,
     /// If its answer has a form: where in it the newest token is.
     pub form: Option<Arc<Mutex<Matcher>>>,
@@ -84,6 +84,16 @@ impl Running {
         Proposal::of(draft, &self.history, self.max_length, self.matcher().as_deref_mut())
     }
 
+    /// From position `at` on, it says `tokens` instead.
+    ///
+    /// # Panics
+    /// If it has less than so many.
+    pub fn rewrite(&mut self, at: usize, tokens: &[u32]) {
+        assert!(at <= self.history.len(), "position {at} of {}", self.history.len());
+        self.history.truncate(at);
+        self.history.extend_from_slice(tokens);
+    }
+
     /// Appends the tokens after the newest: one, and one more for each draft that was right; notes what the drafts were
     /// worth. `choose` gives the token of a row, knowing its history.
     pub fn confirm(&mut self, drafts: &Drafts, choose: impl FnMut(usize, &[u32]) -> u32) -> Vec<u32> {
@@ -92,7 +102,7 @@ impl Running {
             matcher.accept(&tokens);
         }
         if !drafts.proposal.forced {
-            self.acceptance = learned(self.acceptance, &drafts.proposal.tokens, &tokens);
+            self.acceptance = learned(self.acceptance, &drafts.guess, &tokens);
         }
         tokens
     }

@@ -19,11 +19,8 @@ use crate::forward::{Begin, Forward, HeadWeights, RowOutput};
 use crate::gpu::RING;
 use crate::prefill::Prefill;
 use crate::sampler::Sampler;
-use crate::tuning::DRAFT_COST;
+use crate::tuning::{DRAFT_COST, DRAFT_LAYER_BYTES};
 
-/// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile
-/// (`docs/reference/kernels/decode.md`).
-const LAYER_BYTES: u64 = 32 << 20;
 /// How many tokens before it would be full the first pass of a chain catches up: about as many as steps of one row
 /// bring before a pass runs that the host enqueues.
 const EARLY: u32 = 4;
@@ -115,11 +112,11 @@ impl ModelDrafter {
     pub(crate) fn new(passes: Passes, config: &Config) -> Result<Self, Error> {
         let (forward, targets, pass) = match passes {
             Passes::Model(forward) => {
-                let pass = pass_cost(config, forward.config(), LAYER_BYTES);
+                let pass = pass_cost(config, forward.config(), DRAFT_LAYER_BYTES);
                 (forward, None, pass)
             }
             Passes::Head(Head { forward, targets, parameters }) => {
-                let pass = pass_share(config, 2 * parameters as u64 + LAYER_BYTES, LAYER_BYTES);
+                let pass = pass_share(config, 2 * parameters as u64 + DRAFT_LAYER_BYTES, DRAFT_LAYER_BYTES);
                 (forward, Some(targets), pass)
             }
         };

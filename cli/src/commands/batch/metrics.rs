@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use host::Drafted;
 use host::batch::Metrics;
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
@@ -10,7 +11,7 @@ use serde_json::Value;
 
 use super::survey::Survey;
 use crate::Ending;
-use crate::output::note;
+use crate::output::{JsonDrafts, note};
 use crate::progress::Progress;
 use crate::resolve::Report;
 
@@ -147,6 +148,13 @@ impl Bar {
             rows: metrics.counts.rows,
             drafted: metrics.drafted,
             accepted: metrics.accepted,
+            drafts: JsonDrafts::new(
+                metrics.by_model,
+                Drafted {
+                    drafted: metrics.drafted as usize - metrics.by_model.drafted,
+                    accepted: metrics.accepted as usize - metrics.by_model.accepted,
+                },
+            ),
             mean_accepted_length: ratio(metrics.generated_tokens as f64, metrics.choices as f64),
             most_at_once: metrics.counts.most_running,
             cache_pages: metrics.pages,
@@ -181,6 +189,7 @@ pub struct Summary {
     rows: u64,
     drafted: u64,
     accepted: u64,
+    drafts: JsonDrafts,
     mean_accepted_length: f64,
     most_at_once: u32,
     cache_pages: u32,
@@ -236,6 +245,7 @@ impl Summary {
             self.drafted, self.accepted, self.mean_accepted_length
         ));
         if report.is_verbose() {
+            self.drafts.lines().iter().for_each(|line| note(&format!("          {line}")));
             note(&format!(
                 "steps     {} with {} rows, at most {} requests at once",
                 self.steps, self.rows, self.most_at_once

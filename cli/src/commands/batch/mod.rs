@@ -22,6 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
+use host::LoadOptions;
 use host::batch::{Metrics, Queue};
 use model::OpenOptions;
 use serde_json::Value;
@@ -108,8 +109,12 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         None
     };
     let writer = Arc::new(Writer { model, fingerprint, tokenizer: checkpoint.tokenizer.clone() });
+    let draft_model = loading::open_draft(defaults.answer.draft_source.as_ref(), report)?;
     let reader = Reader::new(&checkpoint, defaults, context);
-    let load = |load| loading::load_batch(checkpoint.clone(), load, options, report);
+    let load = |load| {
+        let load = LoadOptions { draft_model: draft_model.clone(), ..load };
+        loading::load_batch(checkpoint.clone(), load, options, report)
+    };
     let batches = loads.into_iter().map(load).collect::<Result<Vec<_>, _>>()?;
     let devices = batches.iter().map(|batch| batch.device()).collect::<Vec<_>>().join(", ");
 

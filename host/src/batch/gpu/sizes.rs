@@ -120,7 +120,7 @@ impl BatchSizes {
             page_tokens: PAGE_TOKENS,
             pages,
             host_pages,
-            drafts: options.draft.map_or(0, |draft| draft.tokens),
+            drafts: options.draft.map_or(0, |draft| draft.tokens()),
             draft_rows: options.draft_rows,
             prompt_rows: if self.prompts_apart { best_rows() } else { 0 },
             prompt_share: device.capabilities().tuning().prompt_share,

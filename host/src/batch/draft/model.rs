@@ -1,0 +1,346 @@
+//! Drafts of a batch's sequences by a model: a batch of its own, with slots and pages of its own, whose sequences follow
+//! the text of those that they draft for.
+//!
+//! A proposal is a chain of tokens for each sequence, a pass over the draft model for each place in it: the first runs
+//! the rows that its cache lacks, one or two as a rule, and every other one row a sequence. Passes are shared by all
+//! sequences, so their number is chosen for all of them together: as many as make the most tokens in a time, as
+//! [`drafting`] has it, summed over the sequences.
+//!
+//! A model whose drafts are hopeless is asked for one token every [`REST`] steps, twice as long each time that this
+//! changes nothing: a trial costs no row. A sequence for which there is no room, or that has a token which the draft
+//! model does not know, has no drafts by it. Neither changes the text.
+
+use std::collections::HashMap;
+
+use gpu_kernels::drafting::{self, Cost, ONE};
+use gpu_kernels::step::MAX_DECODE_ROWS;
+use model::{Checkpoint, Config, Sampling};
+
+use crate::Error;
+use crate::backend::common_prefix;
+use crate::batch::PAGE_TOKENS;
+use crate::batch::backend::{BatchBackend, Start};
+use crate::batch::plan::{Page, Plan, Slot, Started, TableEntry, Work};
+use crate::batch::running::Running;
+use crate::draft::{ModelDraft, learned, pass_cost};
+
+/// Steps without a pass, where none is worth it, before one comes all the same.
+const REST: u32 = 16;
+/// The most of these.
+const MOST_REST: u32 = 16 * REST;
+/// Rows that a sequence's cache may lack for them to run with the others' first pass; more are read as a prompt is.
+const MOST_LAG: usize = MAX_DECODE_ROWS as usize;
+
+/// A sequence that may have drafts.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted<'a> {
+    /// Where it runs.
+    pub slot: Slot,
+    /// What is known of it.
+    pub running: &'a Running,
+    /// Most drafts.
+    pub most: u32,
+    /// What an n-gram match has found.
+    pub guess: &'a [u32],
+}
+
+/// A draft model with its batch.
+pub(crate) struct ModelDrafter {
+    backend: Box<dyn BatchBackend>,
+    /// Tokens that both models know.
+    vocab: u32,
+    /// What a pass takes beside a step of the model of one row.
+    pass: u32,
+    free_slots: Vec<Slot>,
+    free_pages: Vec<Page>,
+    /// By slot of the batch that is drafted for.
+    followers: HashMap<Slot, Follower>,
+    /// What drafts were worth of late for all: what is expected of a sequence that has had none.
+    usual: u32,
+    /// Steps until a pass comes all the same, and from how many that is counted down.
+    rest: u32,
+    rests: u32,
+}
+
+/// The draft model's side of a sequence.
+struct Follower {
+    slot: Slot,
+    pages: Vec<Page>,
+    /// Tokens of the sequence when drafts were last proposed, and those.
+    known: usize,
+    chain: Vec<u32>,
+    /// Whether the last of these has had no row of its own.
+    is_behind: bool,
+    /// Tokens of the sequence whose keys and values are in the cache, from the first on.
+    cached: usize,
+    /// What drafts were worth of late.
+    acceptance: u32,
+}
+
+/// A chain in the making.
+struct Chain<'a> {
+    /// Which of those that may have drafts.
+    of: usize,
+    wanted: Wanted<'a>,
+    slot: Slot,
+    /// Whether the draft model takes its sequence up.
+    starts: bool,
+    /// The backend does not know these yet.
+    tables: Vec<TableEntry>,
+    /// Tokens whose rows have run or are on their way.
+    cached: usize,
+    /// What there is of it so far, of so many.
+    tokens: Vec<u32>,
+    length: usize,
+}
+
+impl ModelDrafter {
+    /// With a `backend` that runs `draft`, and has no drafts of its own, for a model of this `config`; where a layer takes
+    /// as long as reading `layer_bytes` would, beside reading its weights.
+    pub(crate) fn new(backend: Box<dyn BatchBackend>, config: &Config, draft: &Checkpoint, layer_bytes: u64) -> Self {
+        let limits = backend.limits();
+        Self {
+            free_slots: (0..limits.sequences).rev().collect(),
+            free_pages: (0..limits.pages).rev().collect(),
+            followers: HashMap::new(),
+            usual: drafting::UNTRIED,
+            rest: 0,
+            rests: REST,
+            vocab: config.vocab_size.min(draft.config.vocab_size) as u32,
+            pass: pass_cost(config, &draft.config, layer_bytes),
+            backend,
+        }
+    }
+
+    /// The sequence in a slot has left.
+    pub(crate) fn forget(&mut self, slot: Slot) {
+        if let Some(follower) = self.followers.remove(&slot) {
+            self.free_slots.push(follower.slot);
+            self.free_pages.extend(follower.pages);
+        }
+    }
+
+    /// What drafts for the sequence in a slot were worth of late.
+    pub(crate) fn acceptance(&self, slot: Slot) -> u32 {
+        self.followers.get(&slot).map_or(self.usual, |follower| follower.acceptance)
+    }
+
+    /// A chain for each of `wanted`, none where another source or none at all is better, in a step of so many `rows`
+    /// without drafts, where a row costs `cost`.
+    ///
+    /// # Errors
+    /// A device error.
+    pub(crate) fn propose(
+        &mut self,
+        settings: &ModelDraft,
+        cost: Cost,
+        rows: u32,
+        wanted: &[Option<Wanted<'_>>],
+    ) -> Result<Vec<Vec<u32>>, Error> {
+        wanted.iter().flatten().for_each(|wanted| self.follow(wanted));
+        let mut chains = vec![Vec::new(); wanted.len()];
+        let candidates: Vec<(usize, Wanted<'_>)> = wanted
+            .iter()
+            .enumerate()
+            .filter_map(|(of, wanted)| Some((of, (*wanted)?)))
+            .filter(|(_, wanted)| wanted.most > 0 && !self.prefers_guess(wanted))
+            .collect();
+        let depth = self.depth(settings, cost, rows, &candidates);
+        if depth == 0 {
+            return Ok(chains);
+        }
+        let mut begun: Vec<Chain<'_>> =
+            candidates.into_iter().filter_map(|(of, wanted)| self.begin(of, wanted, depth)).collect();
+        self.read(&mut begun)?;
+        self.run(&mut begun)?;
+        for chain in begun {
+            if let Some(follower) = self.followers.get_mut(&chain.wanted.slot) {
+                follower.known = chain.wanted.running.history.len();
+                follower.cached = follower.known;
+                follower.is_behind = chain.tokens.len() == chain.length;
+                follower.chain.clone_from(&chain.tokens);
+            }
+            chains[chain.of] = chain.tokens;
+        }
+        Ok(chains)
+    }
+
+    /// Learns how the last drafts of a sequence fared, and which of them its cache may keep.
+    fn follow(&mut self, wanted: &Wanted<'_>) {
+        let Some(follower) = self.followers.get_mut(&wanted.slot) else { return };
+        let chain = std::mem::take(&mut follower.chain);
+        if chain.is_empty() {
+            return;
+        }
+        let new = &wanted.running.history[follower.known..];
+        follower.acceptance = learned(follower.acceptance, &chain, new);
+        self.usual = drafting::mean(self.usual, follower.acceptance);
+        let ran = &chain[..chain.len() - usize::from(follower.is_behind)];
+        follower.cached = follower.known + common_prefix(ran, new);
+    }
+
+    /// Whether what an n-gram match has found is likelier to be right than the model.
+    fn prefers_guess(&self, wanted: &Wanted<'_>) -> bool {
+        !wanted.guess.is_empty() && wanted.running.acceptance >= self.acceptance(wanted.slot)
+    }
+
+    /// How many passes there are to be for all `candidates`, in a step of so many `rows` without drafts.
+    fn depth(&mut self, settings: &ModelDraft, cost: Cost, rows: u32, candidates: &[(usize, Wanted<'_>)]) -> u32 {
+        let most = candidates.iter().map(|(_, wanted)| wanted.most).max().unwrap_or(0).min(settings.depth());
+        if !settings.adaptive || most == 0 {
+            return most;
+        }
+        let (each, mut tokens) = (u64::from(cost.each), u64::from(ONE) * u64::from(rows));
+        let mut time = u64::from(ONE) + each * u64::from(rows.saturating_sub(1));
+        let (mut best, mut best_tokens, mut best_time) = (0, tokens, time);
+        if rows == 1 {
+            time += u64::from(cost.any);
+        }
+        let acceptances: Vec<u64> =
+            candidates.iter().map(|(_, wanted)| u64::from(self.acceptance(wanted.slot))).collect();
+        // What the next draft of each is expected to bring.
+        let mut more = acceptances.clone();
+        for depth in 1..=most {
+            time += u64::from(self.pass);
+            for ((acceptance, more), (_, wanted)) in acceptances.iter().zip(&mut more).zip(candidates) {
+                if depth <= wanted.most {
+                    (tokens, time) = (tokens + *more, time + each);
+                    *more = (*more * acceptance) >> 16;
+                }
+            }
+            if u128::from(tokens) * u128::from(best_time) >= u128::from(best_tokens) * u128::from(time) {
+                (best, best_tokens, best_time) = (depth, tokens, time);
+            }
+        }
+        if best > 0 {
+            (self.rest, self.rests) = (REST, REST);
+            return best;
+        }
+        if self.rest > 0 {
+            self.rest -= 1;
+            return 0;
+        }
+        self.rests = (2 * self.rests).min(MOST_REST);
+        self.rest = self.rests;
+        1
+    }
+
+    /// Begins a sequence's chain of at most so many drafts; none if there is no room, or it has a token that the draft
+    /// model does not know.
+    fn begin<'a>(&mut self, of: usize, wanted: Wanted<'a>, depth: u32) -> Option<Chain<'a>> {
+        let history = &wanted.running.history;
+        let cached = self.followers.get(&wanted.slot).map_or(0, |follower| follower.cached);
+        if history[cached..].iter().any(|&token| token >= self.vocab) {
+            return None;
+        }
+        let is_new = !self.followers.contains_key(&wanted.slot);
+        if is_new {
+            let (slot, acceptance) = (self.free_slots.pop()?, self.usual);
+            let (pages, chain) = (Vec::new(), Vec::new());
+            let follower = Follower { slot, pages, known: 0, chain, is_behind: false, cached, acceptance };
+            self.followers.insert(wanted.slot, follower);
+        }
+        let length = depth.min(wanted.most) as usize;
+        let follower = self.followers.get_mut(&wanted.slot)?;
+        let lacks = (history.len() + length - 1).div_ceil(PAGE_TOKENS).saturating_sub(follower.pages.len());
+        let Some(left) = self.free_pages.len().checked_sub(lacks) else {
+            self.forget(wanted.slot);
+            return None;
+        };
+        let starts = is_new || history.len() - cached > MOST_LAG;
+        let first_page = if starts { 0 } else { follower.pages.len() };
+        follower.pages.extend(self.free_pages.drain(left..));
+        let entry = |(index, &page): (usize, &Page)| TableEntry { slot: follower.slot, index: index as u32, page };
+        let tables = follower.pages.iter().enumerate().skip(first_page).map(entry).collect();
+        if !starts {
+            self.backend.rewrite(follower.slot, follower.known, &history[follower.known..]);
+        }
+        Some(Chain { of, wanted, slot: follower.slot, cached, starts, tables, length, tokens: Vec::new() })
+    }
+
+    /// Tells the backend of the pages of `chains` and of the sequences that start, and runs what their caches lack of
+    /// these, all but the newest token.
+    fn read(&mut self, chains: &mut [Chain<'_>]) -> Result<(), Error> {
+        let most = self.backend.limits().rows as usize;
+        let mut plan = Plan::default();
+        let mut starts = Vec::new();
+        for chain in &mut *chains {
+            plan.tables.append(&mut chain.tables);
+            if chain.starts {
+                plan.started.push(Started { slot: chain.slot, sequence: chain.slot.into() });
+                starts.push(chain.start());
+            }
+        }
+        let mut rows = 0;
+        for chain in chains.iter_mut().filter(|chain| chain.starts) {
+            let newest = chain.wanted.running.history.len() - 1;
+            while chain.cached < newest {
+                let count = (newest - chain.cached).min(most - rows);
+                plan.work.push(chain.work(count, false));
+                chain.cached += count;
+                rows += count;
+                if rows == most {
+                    self.backend.step(&std::mem::take(&mut plan), &std::mem::take(&mut starts))?;
+                    rows = 0;
+                }
+            }
+        }
+        if plan != Plan::default() {
+            self.backend.step(&plan, &starts)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the passes of `chains`, each begun before the one before it has ended, if the backend can.
+    fn run(&mut self, chains: &mut [Chain<'_>]) -> Result<(), Error> {
+        let passes = chains.iter().map(|chain| chain.length).max().unwrap_or(0);
+        let most_under_way = if self.backend.runs_ahead() { 2 } else { 1 };
+        let (mut begun, mut ended) = (0, 0);
+        while ended < passes {
+            while begun < passes && begun - ended < most_under_way {
+                let work = chains.iter_mut().filter(|chain| chain.length > begun).map(Chain::next);
+                self.backend.begin(&Plan { work: work.collect(), ..Plan::default() }, &[])?;
+                begun += 1;
+            }
+            let outcomes = self.backend.end()?;
+            let going_on = chains.iter_mut().filter(|chain| chain.length > ended);
+            for (chain, outcome) in going_on.zip(outcomes) {
+                // Behind a token that the other model does not know, or none at all, no draft counts.
+                let said = outcome.tokens.first().filter(|&&token| outcome.fault.is_none() && token < self.vocab);
+                if let Some(&token) = said.filter(|_| chain.tokens.len() == ended) {
+                    chain.tokens.push(token);
+                }
+            }
+            ended += 1;
+        }
+        Ok(())
+    }
+}
+
+impl<'a> Chain<'a> {
+    /// How its sequence starts: what is older than the newest token is read as a prompt.
+    fn start(&self) -> Start<'a> {
+        let Running { history, max_length, .. } = self.wanted.running;
+        Start {
+            tokens: history,
+            prompt: history.len() - 1,
+            max_length: *max_length,
+            sampling: Sampling::default(),
+            stop_tokens: &[],
+            logprobs: None,
+            form: None,
+        }
+    }
+
+    /// Its next rows.
+    fn work(&self, rows: usize, samples: bool) -> Work {
+        Work { slot: self.slot, start: self.cached as u32, rows: rows as u32, samples, most_drafts: 0 }
+    }
+
+    /// The rows of its next pass: up to the newest token, and then one after another.
+    fn next(&mut self) -> Work {
+        let work = self.work(self.wanted.running.history.len().saturating_sub(self.cached).max(1), true);
+        self.cached += work.rows as usize;
+        work
+    }
+}
